@@ -10,13 +10,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from functools import lru_cache, partial
+from functools import partial
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import pandas as pd
 
+from simulator.bootstrap import interval
+from simulator.bootstrap import resamples as draws
 from simulator.forks import results_of
 from simulator.pricing import Priced, autoregressive, price
 from traces.errors import DraftsimError
@@ -79,7 +81,7 @@ def summarize_runs(
     prefill: bool = False, seed: int = 0,
 ) -> pd.DataFrame:  # fmt: skip
     """The rows of `summarize` for runs that were priced (`price_all`)."""
-    weights = _weights(len(runs[0].log.requests), resamples, seed)
+    weights = draws(len(runs[0].log.requests), resamples, seed)
     return _rows(runs, None, weights, confidence, prefill)
 
 
@@ -111,7 +113,7 @@ def summarize_runs_by_category(
     parts = []
     for category in dict.fromkeys(names):
         keep = np.array([name == category for name in names])
-        weights = _weights(int(keep.sum()), resamples, seed)
+        weights = draws(int(keep.sum()), resamples, seed)
         part = _rows(runs, keep, weights, confidence, prefill)
         part.insert(0, "category", category)
         parts.append(part)
@@ -170,14 +172,13 @@ def gains_over(
 ) -> list[tuple[float, float, float]]:  # fmt: skip
     """The gain of `paired_gain` over `rival` of each of `runs`, all of which were priced."""
     theirs, found = _sums(rival, False), []
-    weights = _weights(theirs.shape[1], resamples, seed).T
-    tails = [50 * (1 - confidence), 50 * (1 + confidence)]
+    weights = draws(theirs.shape[1], resamples, seed).T
     for run in runs:
         ours = _sums(run, False)
         low = high = math.nan
         if ours.shape[1] > 1:
             drawn = _ratio(theirs @ weights, ours @ weights)
-            low, high = map(float, np.percentile(drawn[np.isfinite(drawn)], tails))
+            low, high = interval(drawn, confidence)
         found.append((float(_ratio(theirs.sum(axis=1), ours.sum(axis=1))), low, high))
     return found
 
@@ -255,20 +256,6 @@ def _ratio(plain: Floats, run: Floats) -> Floats:
     return ratio
 
 
-@lru_cache(maxsize=2)
-def _weights(prompts: int, resamples: int, seed: int) -> Floats:
-    """How often each prompt is drawn in each resample, shape (resamples, prompts).
-
-    Speedups and the gains beside them are of the same draws.
-    """
-    if resamples < 1:
-        raise DraftsimError(f"resamples is {resamples}, expected at least 1")
-    generator = np.random.default_rng(seed)
-    drawn = generator.multinomial(prompts, np.full(prompts, 1 / prompts), resamples).astype(float)
-    drawn.flags.writeable = False
-    return drawn
-
-
 def _rows(
     runs: Sequence[Priced], keep: npt.NDArray[np.bool_] | None, weights: Floats,
     confidence: float, prefill: bool,
@@ -276,7 +263,6 @@ def _rows(
     if not 0 < confidence < 1:
         raise DraftsimError(f"confidence is {confidence}, expected between 0 and 1")
     mask = np.ones(len(runs[0].log.requests), bool) if keep is None else keep
-    tails = [50 * (1 - confidence), 50 * (1 + confidence)]
     plain = _sums(runs[0], prefill)[:, mask]
     rows = []
     for i, run in enumerate(runs):
@@ -288,10 +274,9 @@ def _rows(
         own = _sums(run, prefill)[:, mask]
         # The same resamples for every policy, so that their intervals can be compared.
         drawn = _ratio(plain @ weights.T, own @ weights.T)
-        drawn = drawn[np.isfinite(drawn)]
         lo, hi = (1.0, 1.0) if i == 0 else (math.nan, math.nan)
-        if i and mask.sum() > 1 and len(drawn):
-            lo, hi = (float(v) for v in np.percentile(drawn, tails))
+        if i and mask.sum() > 1:
+            lo, hi = interval(drawn, confidence)
         row = (
             run.log.policy, run.log.verify, run.log.source, counts["emitted"], len(rounds),
             counts["drafted"], counts["accepted"], counts["draft_forwards"], len(rounds),

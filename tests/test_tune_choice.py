@@ -10,8 +10,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from simulator.bootstrap import resamples
 from simulator.tune import Objective, choose, cross_fitted
-from simulator.tune.choice import folds, resamples, shared_by_neighbours
+from simulator.tune.choice import folds, shared_by_neighbours
 
 
 @given(

@@ -9,6 +9,7 @@ import numpy.typing as npt
 import pandas as pd
 from matplotlib.figure import Figure
 
+from simulator.bootstrap import resamples as draws
 from simulator.formulas.general import empirical_survival
 from simulator.palette import COLOURS, GREY, INK
 from simulator.plots.look import series, style
@@ -87,12 +88,7 @@ def plot_survival(trace: Trace, gamma: int = 16, resamples: int = 500, seed: int
             curves.append(empirical_survival(trace.run_lengths[start : stop - gamma], gamma))
             weights.append(float(stop - start - gamma))
     table, weight = np.array(curves), np.array(weights)
-    drawn = (
-        np.random.default_rng(seed).multinomial(
-            len(weight), np.full(len(weight), 1 / len(weight)), resamples
-        )
-        * weight
-    )
+    drawn = draws(len(weight), resamples, seed) * weight
     low, high = np.percentile(drawn @ table / drawn.sum(axis=1, keepdims=True), [2.5, 97.5], axis=0)
     match = trace.columns["match"][trace.on_path]
     alpha = float((match[match != UNKNOWN] == MATCH).mean())

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from simulator.bootstrap import resamples
 from simulator.degenerate import degenerate
 from simulator.hardware import scaling_words
 from simulator.pricing import price
@@ -33,7 +34,7 @@ from simulator.tune import (
     price_grid,
     tune_vllm,
 )
-from simulator.tune.choice import Floats, resamples
+from simulator.tune.choice import Floats
 from simulator.tune.costs import DEFAULT_LENGTHS, default_contexts
 from simulator.validation import compare, verdict
 from simulator.whatif.ranking import (

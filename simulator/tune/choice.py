@@ -10,7 +10,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from traces.errors import DraftsimError
+from simulator.bootstrap import interval
 
 Floats = npt.NDArray[np.float64]
 Bools = npt.NDArray[np.bool_]
@@ -80,14 +80,6 @@ def choose(objective: Objective) -> int:
     return int(np.flatnonzero(objective.admissible)[0])
 
 
-def resamples(prompts: int, count: int, seed: int) -> Floats:
-    """Weights of `count` bootstrap resamples of the prompts, shape (count, prompts)."""
-    if count < 1:
-        raise DraftsimError(f"resamples is {count}, expected at least 1")
-    generator = np.random.default_rng(seed)
-    return generator.multinomial(prompts, np.full(prompts, 1 / prompts), count).astype(float)
-
-
 def folds(categories: Sequence[str]) -> Bools:
     """Every second prompt of each category: True where it belongs to the second half."""
     seen: dict[str, int] = {}
@@ -154,12 +146,7 @@ def gain(
         return value, float("nan"), float("nan")
     drawn_own, drawn_base = own @ weights.T, default @ weights.T
     drawn = ratio(drawn_own[0] * drawn_base[1], drawn_base[0] * drawn_own[1])
-    drawn = drawn[np.isfinite(drawn)]
-    if not len(drawn):
-        return value, float("nan"), float("nan")
-    tails = [50 * (1 - confidence), 50 * (1 + confidence)]
-    lo, hi = np.percentile(drawn, tails)
-    return value, float(lo), float(hi)
+    return value, *interval(drawn, confidence)
 
 
 def shared_by_neighbours(allowed: Bools) -> Bools:

@@ -10,6 +10,7 @@ import numpy as np
 
 from policies.core import DraftPolicy
 from policies.lengths.basic import Autoregressive
+from simulator.bootstrap import resamples
 from simulator.pricing import autoregressive
 from simulator.targets import Targets
 from simulator.tune.choice import (
@@ -19,7 +20,6 @@ from simulator.tune.choice import (
     choose,
     cross_fitted,
     folds,
-    resamples,
 )
 from simulator.tune.costs import longest_draft, price_grid
 from simulator.tune.evidence import about_recording, about_row, about_targets, summed_up

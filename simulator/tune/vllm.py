@@ -16,6 +16,7 @@ import numpy.typing as npt
 from policies.batch.tables import BatchTable
 from policies.json_text import parse_json
 from policies.lengths.basic import Autoregressive, Fixed
+from simulator.bootstrap import resamples
 from simulator.forks import results_of
 from simulator.serving.scenario import Scenario
 from simulator.serving.station import Policy
@@ -25,7 +26,6 @@ from simulator.tune.choice import (
     can_hold_back,
     cross_fitted,
     folds,
-    resamples,
     shared_by_neighbours,
 )
 from simulator.tune.costs import (

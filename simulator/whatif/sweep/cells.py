@@ -13,6 +13,7 @@ import pandas as pd
 
 from policies.core import DraftPolicy
 from policies.lengths.basic import Fixed, Oracle
+from simulator.bootstrap import intervals, resamples
 from simulator.pricing import autoregressive, price
 from simulator.whatif.batching import InBatch, InBatches, Samples
 from simulator.whatif.ladder import GAMMAS
@@ -283,7 +284,7 @@ class Bench:
         low = high = np.full(len(c), np.nan)
         if (weights := self._weights) is not None:
             drawn = (weights @ passes)[:, None] + c * (weights @ forwards)[:, None]
-            low, high = self._tails((weights @ plain)[:, None] / drawn)
+            low, high = intervals((weights @ plain)[:, None] / drawn, self.confidence)
         # A prompt breaks even where c takes what its rounds saved; rounding is no loss.
         counted = plain > 0
         with np.errstate(divide="ignore", invalid="ignore"):
@@ -299,7 +300,7 @@ class Bench:
         """Speedup of costs `ours` over `plain`, both (prompts,), as columns of one row."""
         low = high = np.full(1, np.nan)
         if (weights := self._weights) is not None:
-            low, high = self._tails(((weights @ plain) / (weights @ ours))[:, None])
+            low, high = intervals(((weights @ plain) / (weights @ ours))[:, None], self.confidence)
         counted = plain > 0
         slower = (ours[counted] > plain[counted] * (1 + 1e-12)).mean()
         total = ours.sum()
@@ -314,19 +315,7 @@ class Bench:
         prompts = len(self.trace.requests)
         if not self.resamples or prompts < 2:
             return None
-        rng = np.random.default_rng(self.seed)
-        even = np.full(prompts, 1 / prompts)
-        return rng.multinomial(prompts, even, self.resamples).astype(np.float64)
-
-    def _tails(self, drawn: Floats) -> tuple[Floats, Floats]:
-        """Percentile interval of each column of (resamples, prices)."""
-        ordered = np.sort(drawn, axis=0)
-        places = (len(ordered) - 1) * np.array([1 - self.confidence, 1 + self.confidence]) / 2
-        below = np.floor(places).astype(int)
-        above = np.minimum(below + 1, len(ordered) - 1)
-        part = (places - below)[:, None]
-        low, high = ordered[below] * (1 - part) + ordered[above] * part
-        return low, high
+        return resamples(prompts, self.resamples, self.seed)
 
     @staticmethod
     def _in_batch(found: InBatch) -> dict[str, Any]:

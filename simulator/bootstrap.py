@@ -1,0 +1,48 @@
+"""The bootstrap over prompts, the unit that is independent."""
+
+from __future__ import annotations
+
+import math
+from functools import lru_cache
+
+import numpy as np
+import numpy.typing as npt
+
+from traces.errors import DraftsimError
+
+Floats = npt.NDArray[np.float64]
+
+
+@lru_cache(maxsize=4)
+def resamples(prompts: int, count: int, seed: int = 0) -> Floats:
+    """Return how often each prompt is drawn in each resample, shape (count, prompts).
+
+    The same arguments give the same draws, so that intervals of different policies can be
+    compared.  Raises DraftsimError if `count` is below 1.
+    """
+    if count < 1:
+        raise DraftsimError(f"resamples is {count}, expected at least 1")
+    generator = np.random.default_rng(seed)
+    drawn = generator.multinomial(prompts, np.full(prompts, 1 / prompts), count).astype(float)
+    drawn.flags.writeable = False
+    return drawn
+
+
+def interval(drawn: Floats, confidence: float = 0.95) -> tuple[float, float]:
+    """Return the percentile interval of the finite values of `drawn`; NaN if there are none."""
+    finite = drawn[np.isfinite(drawn)]
+    if not len(finite):
+        return math.nan, math.nan
+    low, high = np.percentile(finite, [50 * (1 - confidence), 50 * (1 + confidence)])
+    return float(low), float(high)
+
+
+def intervals(drawn: Floats, confidence: float = 0.95) -> tuple[Floats, Floats]:
+    """Return the percentile interval of each column of `drawn`, shape (resamples, columns)."""
+    ordered = np.sort(drawn, axis=0)
+    places = (len(ordered) - 1) * np.array([1 - confidence, 1 + confidence]) / 2
+    below = np.floor(places).astype(int)
+    above = np.minimum(below + 1, len(ordered) - 1)
+    part = (places - below)[:, None]
+    low, high = ordered[below] * (1 - part) + ordered[above] * part
+    return low, high
