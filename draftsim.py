@@ -1,9 +1,9 @@
 """The program ``draftsim``, and the public API: ``import draftsim`` (docs/api.md).
 
 >>> import draftsim
->>> found = draftsim.predict("bundled", policies=["fixed:gamma=1", "gammatune"], resamples=100)
+>>> found = draftsim.predict("bundled", policies=["fixed:gamma=2", "gammatune"], resamples=100)
 >>> found.best
-'fixed:gamma=1'
+'fixed:gamma=2'
 """
 
 from __future__ import annotations

@@ -195,7 +195,7 @@ def predict(
 
     >>> found = predict("bundled", policies=["fixed:gamma=3", "gammatune"], resamples=100)
     >>> list(found.table["policy"])
-    ['autoregressive', 'fixed:gamma=3', 'gammatune', 'fixed:gamma=1']
+    ['autoregressive', 'fixed:gamma=3', 'gammatune', 'fixed:gamma=2']
     """
     from simulator.whatif.ranking import rank, ranked_rows, winner
 

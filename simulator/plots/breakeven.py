@@ -7,7 +7,7 @@ from typing import Any
 import pandas as pd
 from matplotlib.figure import Figure
 
-from simulator.maps import draw_map, log_ticks, mark_bar, shading
+from simulator.plots.look import draw_map, log_ticks, mark_bar, shading
 from simulator.palette import INK
 from traces.errors import DraftsimError
 
