@@ -7,8 +7,8 @@ from typing import Any
 import pandas as pd
 from matplotlib.figure import Figure
 
-from simulator.plots.look import draw_map, log_ticks, mark_bar, shading
 from simulator.palette import INK
+from simulator.plots.look import draw_map, log_ticks, mark_bar, shading
 from traces.errors import DraftsimError
 
 LABELS = {"batch": "batch (requests)", "context": "context (tokens)", "k": "draft length K"}
