@@ -14,11 +14,12 @@ import pytest
 
 from commands.capacity.command import remarks
 from policies.lengths.basic import Autoregressive, Fixed
-from simulator.capacity import Targets, parse_targets, plan, plots, stages
+from simulator.capacity import Targets, parse_targets, plan, stages
 from simulator.capacity.points import Bench, Point, Verdict
 from simulator.capacity.rows import with_cost
 from simulator.executors import Local
 from simulator.formulas import queues
+from simulator.plots import capacity as plots
 from simulator.serving import (
     ArrivalFile,
     LeastRequests,

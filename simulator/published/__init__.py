@@ -132,7 +132,7 @@ class Positions(NamedTuple):
 
 
 def _rows(name: str) -> Iterator[dict[str, str]]:
-    with files(__name__).joinpath(f"{name}.csv").open(encoding="utf-8", newline="") as file:
+    with files(__name__).joinpath(f"{name}.csv").open(encoding="utf-8") as file:
         yield from csv.DictReader(file)
 
 
@@ -189,8 +189,9 @@ def _ladders() -> dict[str, dict[int, Length]]:
     found: dict[str, dict[int, Length]] = {}
     for row in _rows("ladders"):
         gains = tuple(float(row[name]) for name in CLASSES)
-        figures = (float(row[name]) for name in ("tokens_per_s", "emitted", "cycle"))
-        found.setdefault(row["drafter"], {})[int(row["draft_length"])] = Length(*figures, gains)
+        speed, emitted, cycle = (float(row[name]) for name in ("tokens_per_s", "emitted", "cycle"))
+        length = Length(speed, emitted, cycle, gains)
+        found.setdefault(row["drafter"], {})[int(row["draft_length"])] = length
     return found
 
 

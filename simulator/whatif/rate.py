@@ -36,6 +36,7 @@ from traces.replay.rounds import RoundLog
 from traces.replay.walk import Walk
 
 Ints = npt.NDArray[np.int64]
+Floats = npt.NDArray[np.float64]
 
 
 def judged_rows(trace: Trace) -> Ints:
@@ -86,9 +87,6 @@ def drafts_of_rounds(trace: Trace, judged: Ints, gamma: int) -> tuple[Ints, Ints
         counts = np.minimum(counts, own[begins])
     offset = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)
     return np.repeat(firsts, counts) + offset, offset
-
-
-Floats = npt.NDArray[np.float64]
 
 
 class LatencyCost(TableCost):
@@ -146,8 +144,6 @@ def _beyond(latency: LatencyTable, longest: int, batch: int, context: float) -> 
 # Fits of one recording read one table, under several ways to weigh the same passes.
 _known: WeakKeyDictionary[LatencyTable, dict[tuple[int, int, float], Floats]] = WeakKeyDictionary()
 
-
-Ints = npt.NDArray[np.int64]
 
 Estimates = Literal["auto", "isotonic", "logistic", "none"]
 KINDS: tuple[Estimates, ...] = ("none", "isotonic", "logistic")

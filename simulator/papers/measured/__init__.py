@@ -58,7 +58,8 @@ def measured_rows(logs: Path | None = None, named: str = "") -> list[Evidence]:
 def sources() -> dict[str, str]:
     """Where the figures are from, by study."""
     found = {"RTX 3090 llama.cpp 27B 4-bit": RTX3090_SOURCE}
-    found |= {study.name: study.source for study in (*ENGINE_STUDIES, MINICPM)}
+    found |= {study.name: study.source for study in ENGINE_STUDIES}
+    found[MINICPM.name] = MINICPM.source
     found |= dict.fromkeys((EAGLE_STUDY, SPECBENCH_STUDY), "read from the folder of --logs")
     found |= {study.name: study.source for study in STUDIES}
     found |= {
