@@ -25,7 +25,7 @@ from policies.lengths.basic import Autoregressive
 from policies.lengths.rate_optimal import RateOptimal
 from simulator.pricing import price
 from simulator.serving.cost.policy_cost import TableCost
-from simulator.whatif.tilt.matchmodel import NUMERIC
+from simulator.whatif.tilt.trace import NUMERIC
 from traces.acceptance.schema import MATCH
 from traces.acceptance.trace import Trace
 from traces.errors import DraftsimError
