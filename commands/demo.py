@@ -48,7 +48,8 @@ def demo(
         typer.Option(min=4, help=f"Use this many prompts: {QUICK.prompts}, {FULL.prompts}."),
     ] = None,
     repeats: Annotated[
-        int | None, typer.Option(min=1, help=f"Real runs of every arm and prompt: {QUICK.repeats}.")
+        int | None,
+        typer.Option(min=1, help=f"Real runs of every policy and prompt: {QUICK.repeats}."),
     ] = None,
     max_new_tokens: Annotated[
         int | None,
@@ -118,7 +119,8 @@ def _profiled(out: Path, size: Size) -> None:
     info = RunInfo("bundled", "bundled", threads=1)
     settings = Settings(max_new_tokens=size.tokens, grid=Grid(repeats=size.sweeps))
     with only_writer(out):
-        # A folder of another pair is refused; an earlier demo's is measured anew, here and now, but
+        # A folder of another pair is refused; an earlier demo's is measured again, here and now,
+        # but
         # one that was stopped while it decoded goes on.
         info, anew = claimed(info, out), not any(out.glob(f"{PLACE}-*"))
         if anew:
@@ -128,7 +130,7 @@ def _profiled(out: Path, size: Size) -> None:
 
 
 def _page(out: Path, trace: Trace, ranking: Ranking) -> Path:
-    """Write the report of a demo: its predictions are from latencies measured beside the runs."""
+    """Write the report of a demo: its predictions are from latencies measured during the runs."""
     from simulator.report import build_report, write_report
     from traces.store.files import CHECKED, read_latency
     from traces.store.measured import read_measured

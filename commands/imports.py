@@ -214,7 +214,7 @@ def _operators(table: OperatorTable, out: Path | None, json: str | None) -> None
 
 
 def measured(meta: Any) -> dict[str, float]:
-    """What the log and its baseline measured: seconds, tokens a round, speedup."""
+    """Return the measurements of the log and its baseline: seconds, tokens a round, speedup."""
     own, plain = meta.get("measured") or {}, meta.get("baseline") or {}
     return {
         **{name: own[name] for name in ("per_round", "wall_s") if name in own},

@@ -141,7 +141,7 @@ def carried_spans(logs: Sequence[RoundLog], latency: LatencyTable) -> dict[str, 
 
 
 def measured_file(run: str) -> Path | None:
-    """Measured times beside the trace of a run folder or bundled recording, if there are any."""
+    """Return the measured times recorded with the trace of a run folder or recording, if any."""
     from traces.store.recordings import BUNDLED as FOLDER
     from traces.store.recordings import trace_folder
 

@@ -141,8 +141,8 @@ def tune(
         ),
     ] = False,
     defaults: DefaultsOption = False,
-    requests: Annotated[int, typer.Option(min=1, help="Of --try: requests of every load.")] = 40,
-    repeats: Annotated[int, typer.Option(min=1, help="Of --try: runs of every arm.")] = 1,
+    requests: Annotated[int, typer.Option(min=1, help="With --try: requests of every load.")] = 40,
+    repeats: Annotated[int, typer.Option(min=1, help="With --try: runs of every policy.")] = 1,
     resamples: Annotated[
         int | None,
         typer.Option(

@@ -10,7 +10,7 @@ from traces.store.outputs import find_runs, quality, read_run
 from traces.store.recordings import folder_of
 
 HEAD = (
-    "rule", "prompts", "speedup", "mismatches let stand", "tokens like greedy decoding's",
+    "rule", "prompts", "speedup", "mismatches accepted", "tokens like greedy decoding's",
     "BLEU against it", "nats a token (greedy)",
 )  # fmt: skip
 

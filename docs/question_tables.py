@@ -15,7 +15,7 @@ MOST_LINES = 16
 """Lines of an output that a page shows."""
 PROVENANCE = re.compile(
     r"composed from operators|^acceptance of |measured sizes|passes: batch"
-    r"|^prompts \w+ decoding, priced"
+    r"|^mixed prefill and decode steps"
     r"|^not in the latency table|^warning: |^launch: |^simulating, |^run \d+: "
 )
 """Remarks on what was read that the page leaves out: the command's own output has them."""
@@ -47,7 +47,7 @@ QUESTIONS = {
         "The last line is vLLM's table by sequence length, with what one K for all contexts loses.",
     ),
     "break-even": Question(
-        "Where does speculation stop paying?",
+        "Where does speculation stop giving a speedup?",
         f"draftsim breakeven --latency {A100} --acceptance 0.7 --batch 1,8,32,128 "
         "--context 1024,8192 --k 1,2,4",
         "`needed` is the acceptance length that breaks even at the load, whatever drafts. With "

@@ -71,7 +71,7 @@ def call_seconds(
 def verify_phase(log: RoundLog, latency: LatencyTable) -> str:
     """The phase of the target's cells that the rounds' verifications cost.
 
-    A pass is dearer behind passes that left other weights in the processor's caches: heads and
+    A pass takes longer after passes that left other weights in the processor's caches: heads and
     lookups leave few.
     """
     if log.calls is None or not latency.has("target", "pass"):

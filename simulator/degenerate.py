@@ -23,7 +23,7 @@ def accepted_mismatches(log: RoundLog) -> float | None:
 
 
 def degenerate(logs: Sequence[RoundLog]) -> list[str]:
-    """What is degenerate about each run, in words; empty for the others.
+    """Return for each run what makes it degenerate, in words; empty for the others.
 
     A rule that accepts over `HARDLY_VERIFIES` of the mismatches it judges, one that accepts
     none, and runs whose rounds are identical to an earlier one's: their settings differ in name
@@ -41,7 +41,7 @@ def degenerate(logs: Sequence[RoundLog]) -> list[str]:
         if first is not log:
             said.append(f"identical to {_name(first, log)}")
         elif share == 0:
-            said.append("lets no mismatch stand: never fires")
+            said.append("accepts no mismatch: never fires")
         found.append("; ".join(said))
     return found
 

@@ -1,4 +1,4 @@
-"""A ratio of sums with its standard error, the estimator behind speedups and rates."""
+"""A ratio of sums with its standard error, the estimator of speedups and rates."""
 
 from __future__ import annotations
 

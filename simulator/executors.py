@@ -18,14 +18,14 @@ Result_co = TypeVar("Result_co", covariant=True)
 
 
 class Lost:
-    """In the place of a part whose workers were lost with it."""
+    """The result of a part whose workers were lost with it."""
 
 
 class Bench(Protocol[Part_contra, Result_co]):
-    """Everything that any part needs, sent once to whoever computes it."""
+    """Everything that any part needs, sent once to each worker."""
 
     def run(self, part: Part_contra, /) -> Result_co:
-        """What comes of one part."""
+        """Return the result of one part."""
         ...
 
 

@@ -42,10 +42,11 @@ def results_of(
     shared: Sequence[object] = (),
     progress: Callable[[int, int], None] = lambda *_: None,
 ) -> list[Result]:
-    """What each of `parts` returns, in their order.
+    """Return the results of `parts`, in their order.
 
-    They are taken one by one, so that the longest belong first, by this process and by one forked
-    off it for every other core it may use; by this process alone where there is little to do, and
+    Parts are taken one by one, so put the longest first.  This process computes them together with
+    one forked process per further core.  It computes alone if there is little to do, if it is not
+    on Linux, has threads, or is itself a worker or within a part.
     where it is not on Linux, has threads, or is itself a worker or within a part.
 
     A part may change nothing that outlives it: what it caches may be lost with its process.  One
@@ -99,7 +100,7 @@ def results_of(
 
 
 def _may_fork() -> bool:
-    """Whether a fork is possible, safe, and of use to a process whose cores are its own."""
+    """Return True if a fork is possible, safe, and useful to a process whose cores are its own."""
     if sys.platform != "linux" or _in_part.get():
         return False
     return threading.active_count() == 1 and parent_process() is None
@@ -139,7 +140,9 @@ class _Helper:
             os._exit(0)  # nothing of what the other process would do at its end
 
     def results(self, shared: Sequence[object]) -> dict[int, Any]:
-        """Those of its parts by their place, once it has ended; all that arrived whole."""
+        """Return the results of its parts by their place, once it has ended; all that arrived
+        whole.
+        """
         os.waitpid(self.process, 0)
         self.process = 0
         self.file.seek(0)
@@ -186,7 +189,7 @@ class _Packer(pickle.Pickler):
 
 
 class _Unpacker(pickle.Unpickler):
-    """What reads what a `_Packer` wrote."""
+    """The reader of what a `_Packer` wrote."""
 
     def __init__(self, file: io.BytesIO, shared: Sequence[object]) -> None:
         super().__init__(file)

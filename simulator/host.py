@@ -1,4 +1,4 @@
-"""Seconds of what a latency table knows at one size: the host's work beside the passes."""
+"""Seconds that a latency table knows at one size: the host's work around the passes."""
 
 from __future__ import annotations
 

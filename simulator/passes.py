@@ -87,7 +87,7 @@ def read_each(
 def prefill_seconds(
     latency: LatencyTable, model: str, batch: int, tokens: Ints
 ) -> tuple[Floats, PassCount]:
-    """Seconds of reading prompts of so many `tokens` in one pass each, shape of `tokens`."""
+    """Return the seconds of reading prompts of `tokens` tokens in one pass each."""
     read = latency.estimate(model, "prefill", batch=batch, new_tokens=tokens)
     return read.seconds, _count(read.origin)
 

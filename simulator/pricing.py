@@ -3,7 +3,7 @@
 A round of a draft model costs
 
 * a draft pass per drafted token, the first over ``catch_up`` tokens, the others over one, and
-  what those soon behind the first take beyond a later one,
+  what the passes right after the first take beyond later ones,
 * the signals of each drafted token, if the policy reads any,
 * one target pass over ``drafted + 1`` tokens,
 * host time per round and per drafted token, and taking rejected tokens out of the caches,
@@ -128,7 +128,7 @@ class Priced:
         return self.passes.extrapolated / max(self.passes.passes, 1)
 
     def unpriced(self, latency: LatencyTable, prefill: bool = False) -> list[str]:
-        """What ran at no cost because `latency` lacks its cells, as served rows name it."""
+        """Return what ran at no cost because `latency` lacks its cells, as served rows name it."""
         models = _readers(self.log, self.log.drafter)
         phases = ["host_round", *(["signal"] if self.log.reads else [])]
         missing = [p for p in phases if not any(latency.has(m, p) for m in HOSTS)]

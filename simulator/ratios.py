@@ -77,10 +77,10 @@ class BreakEven(NamedTuple):
 
 
 class RatioSums(NamedTuple):
-    """What rounds cost and bring, summed over prompts, and the products that intervals need.
+    """The cost and the gain of rounds, summed over prompts, with the products for intervals.
 
-    In units of one target pass.  A prompt's rounds bring ``gain``: what plain decoding costs,
-    less what its own rounds cost whatever c and v; they cost ``verified`` times v and
+    In units of one target pass.  A prompt's rounds gain ``gain``: the cost of plain decoding, less
+    the part of their own cost that depends on neither c nor v.  They cost ``verified`` times v and
     ``forwards`` times c.
     """
 
@@ -185,7 +185,7 @@ def speedup_at(sums: RatioSums, ratios: npt.ArrayLike, verify: float = 1.0) -> F
 
 
 def _sums(plain: Floats, forwards: Floats, verified: Floats, rest: Floats) -> RatioSums:
-    """Of arrays over prompts, shape (requests,)."""
+    """Return the sums of arrays over prompts, shape (requests,)."""
     own = np.stack([plain - rest, verified, forwards])
     products = (own @ own.T)[np.triu_indices(3)]
     totals = (plain.sum(), forwards.sum(), rest.sum(), verified.sum())

@@ -72,7 +72,7 @@ def parse_targets(text: str, option: str = "--slo") -> Targets:
         name, equals, value = (s.strip() for s in part.partition("="))
         if name not in NAMES or not equals:
             raise DraftsimError(
-                f"{option} {text}: {part.strip()!r} is none of ttft=TIME, tpot=TIME, p=SHARE"
+                f"{option} {text}: {part.strip()!r} is not one of ttft=TIME, tpot=TIME, p=SHARE"
             )
         if NAMES[name] in found:
             raise DraftsimError(f"{option} {text}: {name} is given twice")

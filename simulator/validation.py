@@ -90,7 +90,7 @@ def compare(predicted: pd.DataFrame | Sequence[Priced], measured: pd.DataFrame) 
     if missing := [c for c in MEASURED_COLUMNS if c not in measured.columns]:
         raise DraftsimError(f"measured times lack the column(s) {', '.join(missing)}")
     if measured.empty:
-        raise DraftsimError("no measured times: run at least one arm")
+        raise DraftsimError("no measured times: run at least one policy")
     table = predicted if isinstance(predicted, pd.DataFrame) else predictions(predicted)
     keys = [c for c in (*ARM, "request") if c in table.columns]
     joined = measured.merge(
@@ -111,14 +111,14 @@ def compare(predicted: pd.DataFrame | Sequence[Priced], measured: pd.DataFrame) 
         sums = part.pivot_table(index="repeat", columns="request", values="seconds", dropna=False)
         if bool(sums.isna().to_numpy().any()):
             raise DraftsimError(
-                f"the arm {arm} lacks a request in one of its repeats: run it again"
+                f"the run {arm} lacks a request in one of its repeats: run it again"
             )
         seconds = sums.sum(axis=1).to_numpy(float)
         alone = ~part["disturbed_run"]
         counted = part[alone | ~alone.groupby(part["request"]).transform("any")]
         middle = float(counted.groupby("request")["seconds"].mean().sum())
         if not 0 < middle < math.inf:
-            raise DraftsimError(f"the arm {arm} took {middle} seconds, expected more than 0")
+            raise DraftsimError(f"the run {arm} took {middle} seconds, expected more than 0")
         first = part.drop_duplicates("request")
         expected = float(first["predicted_s"].sum())
         low, high = np.percentile(seconds, [25, 75])
@@ -147,7 +147,7 @@ def _speedup_error(rows: pd.DataFrame) -> pd.Series[float]:
 
 
 class Verdict(NamedTuple):
-    """What the rows of `compare` say together."""
+    """The verdict of the rows of `compare` together."""
 
     median_error: float
     """Median of |error| over the arms."""
@@ -165,12 +165,12 @@ class Verdict(NamedTuple):
 
     @property
     def ranking_holds(self) -> bool:
-        """Whether no clear difference is predicted the other way round."""
+        """Return True if no clear difference is predicted the other way round."""
         return not self.misranked
 
     @property
     def sign_holds(self) -> bool:
-        """Whether no arm is predicted on the wrong side of plain decoding."""
+        """Return True if no run is predicted on the wrong side of plain decoding."""
         return not self.wrong_sign
 
 
@@ -186,7 +186,7 @@ def verdict(rows: pd.DataFrame, baseline: str = CONTROL) -> Verdict:
         If there are no rows.
     """
     if rows.empty:
-        raise DraftsimError("no compared arms: run at least one")
+        raise DraftsimError("no compared runs: make at least one")
     magnitude = rows["error"].abs()
     worst = rows.iloc[int(magnitude.argmax())]
     pairs, signs = 0, 0

@@ -264,7 +264,7 @@ def test_what_runs_do_not_tell_apart_is_said(tmp_path: Path, run: Run) -> None:
         assert (drafts["median_s"] > 0).all(), "drafting is free"
         tuned = run("tune", "--engine", "llamacpp", "--trace", "smollm2-cpu", "--latency", costs,
                     "--resamples", "20")  # fmt: skip
-        assert ("do not tell a draft pass apart" in tuned.err + tuned.out) is not apart
+        assert ("do not tell a draft pass from" in tuned.err + tuned.out) is not apart
 
 
 @pytest.mark.parametrize(

@@ -138,7 +138,7 @@ def test_a_run_takes_in_further_drafters_of_a_kind(
     drafts = read_recordings(out).starts["eagle.one"].token
     made = run(*ONE_PROMPT, "--out", out, "--source", f"eagle:model={tmp_path / 'one'}",
                "--temperature", 1)  # fmt: skip
-    assert "recorded no drafter anew" in made.err
+    assert "recorded no new drafter" in made.err
     assert "recording outputs sampled at T=1 of 1 prompt" in made.err
     assert "recording eagle.one along sampled outputs of 1 prompt" in made.err
     assert "recorded eagle.one along sampled outputs" in made.err

@@ -208,7 +208,7 @@ def test_tables_by_suffix(synthetic_run: Path, tmp_path: Path, run: Run) -> None
     assert [r["name"] for r in csv.DictReader(out.open())] == list(RULES)
     ran = run("list", "--rules", "--out", tmp_path / "rules.xyz")
     assert ran.code == 2
-    assert "the suffix is none of .csv" in ran.err
+    assert "the suffix is not one of .csv" in ran.err
     ran = run("list", "--rules", "--json", tmp_path / "none" / "x.json")
     assert ran.code == 2
     assert "cannot be written" in ran.err

@@ -36,7 +36,7 @@ def test_trees_are_recorded_once_and_cut_as_they_are_really_grown(
     assert "(it also holds trees-eagle2.one, trees-eagle2.three)" in said
     assert "where it is not there yet: eagle2.one" in said
     assert "recording trees of" not in said
-    assert "recorded no trees anew" in said
+    assert "recorded no new trees" in said
     assert {p.name: p.read_bytes() for p in out.glob("*.parquet")} == kept
 
     accepted = []

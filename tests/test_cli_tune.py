@@ -69,7 +69,7 @@ def test_the_command_serves_what_it_found(run: Run, recorded: SimpleNamespace) -
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--engine", "vllm", "--slo", "fast"], "is none of ttft=TIME, tpot=TIME, p=SHARE"),
+        (["--engine", "vllm", "--slo", "fast"], "is not one of ttft=TIME, tpot=TIME, p=SHARE"),
         (["--engine", "vllm", "--slo", "tpot=-1"], "expected more than 0 seconds"),
         (["--engine", "vllm", "--batch", "0"], "--batch holds 0"),
         (["--engine", "vllm", "--batch", "1000000000"], "expected at most 65536"),
@@ -248,12 +248,12 @@ def test_settings_no_engine_would_read_are_one_line(
 
 
 def test_settings_that_are_null_are_said_to_be_off(run: Run, recorded: SimpleNamespace) -> None:
-    """So `tune` writes what never pays; a damaged file may say so too."""
+    """`tune` writes null if no setting gives a gain; a damaged file may hold null, too."""
     recorded.out.write_text("null")
     arguments = ("--settings", recorded.out, "--batch", 1, "--requests", 3, "--json", "-")
     ran = run("serve", "--trace", recorded.folder, *arguments)
     assert ran.code == 0
-    assert "settings.json is null: it stands for decoding without speculation" in ran.err
+    assert "settings.json is null: it means decoding without speculation" in ran.err
 
 
 def test_one_request_at_a_time_is_not_served_in_batches(

@@ -138,7 +138,7 @@ def test_thresholds_are_the_medians_of_the_other_half(
 
 
 def test_calibrated_arms_each_take_something_away(rows: dict[tuple[str, str], Row]) -> None:
-    column = "mismatches let stand, percent"
+    column = "mismatches accepted, percent"
     memory, gate, both = (
         rows[f"{CSD_ROWS[name]}, calibrated", column].ours or 0 for name in CALIBRATED
     )

@@ -1,4 +1,4 @@
-"""What operators say of others' measurements: whole steps, half the cells, decoding, a server."""
+"""Operators against others' measurements: whole steps, half the cells, decoding, a server."""
 
 from __future__ import annotations
 

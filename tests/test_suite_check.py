@@ -110,7 +110,7 @@ def test_bounds_are_kept_up_to_their_own_value() -> None:
     assert not beyond.met["worst"]
     # Policies of two recordings are not ranked against each other.
     assert bounds([rows([0.0] * 3)] * 2).ranked_pairs == 2 * at.ranked_pairs
-    with pytest.raises(DraftsimError, match="no compared arms"):
+    with pytest.raises(DraftsimError, match="no compared runs"):
         bounds([])
 
 

@@ -219,7 +219,7 @@ def test_search_space_tells_values_from_braces() -> None:
     assert search_space("svip") == ("svip", {})
     text = "cm-asd:weights=[1,0,0],beta={2,4}"
     assert search_space(text) == ("cm-asd:weights=[1,0,0]", {"beta": ["2", "4"]})
-    with pytest.raises(DraftsimError, match="braces stand for a value"):
+    with pytest.raises(DraftsimError, match="braces give the values of a parameter"):
         search_space("{svip,fixed}:gamma=1{2}")
 
 

@@ -27,9 +27,9 @@ def test_times_have_units_or_are_seconds(text: str, targets: Targets) -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("", "'' is none of ttft=TIME, tpot=TIME, p=SHARE"),
-        ("ttft", "'ttft' is none of"),
-        ("itl=1", "'itl=1' is none of"),
+        ("", "'' is not one of ttft=TIME, tpot=TIME, p=SHARE"),
+        ("ttft", "'ttft' is not one of"),
+        ("itl=1", "'itl=1' is not one of"),
         ("ttft=x", "ttft is 'x', expected a time such as 200ms, 0.2s or 0.2"),
         ("ttft=ms", "ttft is 'ms', expected a time"),
         ("ttft=2h", "ttft is '2h', expected a time"),

@@ -157,5 +157,5 @@ def test_bad_measurements_are_refused(runs: list[Priced]) -> None:
         compare(runs, measured.iloc[:0])
     with pytest.raises(DraftsimError, match="no predicted run"):
         compare([], measured)
-    with pytest.raises(DraftsimError, match="no compared arms"):
+    with pytest.raises(DraftsimError, match="no compared runs"):
         verdict(compare(runs, measured).iloc[:0])

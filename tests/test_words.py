@@ -47,7 +47,7 @@ CODE = re.compile(r"`[^`\n]+`|^ +\w+(?:, \w+)*:$", re.M)
 
 FOLDERS = ("policies", "traces", "profiler", "simulator", "commands", "docs", "benchmarks", "tests")
 LEFT = {
-    "traces": 10, "simulator": 221, "commands": 138, "tests": 16,
+    "traces": 10,
 }  # fmt: skip
 """Folders that are not clean yet: words and openings left. A number may only fall."""
 

@@ -1,1 +1,1 @@
-"""What commands share: inputs, output, rankings and sources."""
+"""The code that commands share: inputs, output, rankings and sources."""

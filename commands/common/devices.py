@@ -59,8 +59,8 @@ BlocksOption = Annotated[
     str | None,
     typer.Option(
         metavar="N",
-        help="Cache blocks of 16 tokens, or auto[:UTILISATION] for what a composed table's GPU has "
-        "beside the weights; default: no limit.",
+        help="Cache blocks of 16 tokens, or auto[:UTILISATION] for those that fit a composed "
+        "table's GPU next to the weights; default: no limit.",
     ),
 ]
 
@@ -126,8 +126,8 @@ def latencies(
     """The tables named, by name; none where something else prices already (`priced`).
 
     With ``assume_batch_free``, those of one batch size are taken to cost the same at every other.
-    A table of the GPU suite, which holds many pairs and modes, stands for one table each, or
-    for the one named behind it (``FILE:PAIR/MODE``).
+    A table of the GPU suite, which holds many pairs and modes, gives one table each, or the one
+    that a suffix names (``FILE:PAIR/MODE``).
     """
     if not names:
         return {} if priced else {trace_name: load_latency(None, trace_name, assume_batch_free)}
@@ -155,7 +155,7 @@ def latencies(
 def in_batches(
     tables: Mapping[str, LatencyTable], ratios: Sequence[float], largest: int, assume: bool
 ) -> str:
-    """What batches up to `largest` take to cost nothing; empty for nothing.
+    """Return which costs batches up to `largest` are assumed not to have; empty for none.
 
     Raises DraftsimError where nobody said that they may, be it of tables or of ratios (`assume`).
     """
@@ -163,9 +163,9 @@ def in_batches(
 
     if largest > 1 and ratios and not assume:
         raise DraftsimError(
-            "--c says what a pass costs beside another, not what a batch costs: leave --batch at "
-            "1, give --latency measured at batches, or take every batch to cost the same with "
-            "--assume-batch-free"
+            "--c gives the cost of a draft pass relative to a target pass, not that of a batch: "
+            "leave --batch at 1, give --latency measured at batches, or take every batch to cost "
+            "the same with --assume-batch-free"
         )
     said = BATCH_FREE_SAID if largest > 1 and ratios else ""
     for table in tables.values():
@@ -218,7 +218,7 @@ def gpu_names(text: str | None) -> tuple[str, ...]:
 
 
 def weight_formats(text: str | None) -> dict[str, WeightFormat]:
-    """The formats of ``--weights`` by role; DraftsimError for what is none."""
+    """Return the formats of ``--weights`` by role; DraftsimError for an unknown one."""
     from simulator.hardware import find_format
 
     if text is None:

@@ -153,8 +153,8 @@ def save_all(
 ) -> Drawn:
     """Draw everything a recording shows into `folder`.
 
-    ``logs`` are of the draft model; ``systems``, with drafts or rules of their own, come beside
-    them where speedups are drawn.  ``texts`` are the policies as they were named: these are in
+    ``logs`` are of the draft model; ``systems``, with drafts or rules of their own, are added where
+    speedups are drawn.  ``texts`` are the policies as they were named: these are in
     every plot that can hold them, as is the fastest.  Where all were asked for, plots of a few
     hold `COMPARED`.
     """

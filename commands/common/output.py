@@ -61,7 +61,7 @@ def placed_folder(path: Path | None) -> Path | None:
 
 def _placed_table(path: Path | None) -> Path | None:
     if path is not None and path.suffix not in TABLES:
-        raise DraftsimError(f"--out {path}: the suffix is none of {', '.join(TABLES)}")
+        raise DraftsimError(f"--out {path}: the suffix is not one of {', '.join(TABLES)}")
     return placed_table(path)
 
 

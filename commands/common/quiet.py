@@ -1,4 +1,4 @@
-"""What commands say of how quiet the machine was (`traces.machine`)."""
+"""Remarks of commands on how quiet the machine was (`traces.machine`)."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ def machine_of(meta: Mapping[str, Any]) -> State | None:
 
 
 def with_machine(rows: pd.DataFrame, latency: LatencyTable, state: State) -> pd.DataFrame:
-    """`rows` with the column ``slowdown``: the reference work, beside the runs over beside the
-    latencies that predicted them, less 1."""  # fmt: skip
+    """Return `rows` with ``slowdown``: the reference work's time in the runs over that in the
+    profile that predicted them, less 1."""
     change = slowdown(machine_of(latency.meta), state)
     return rows.assign(slowdown=math.nan if change is None else change)
 
@@ -40,7 +40,7 @@ def with_machine(rows: pd.DataFrame, latency: LatencyTable, state: State) -> pd.
 def say_machine(latency: LatencyTable, state: State, remedy: str | None) -> None:
     """Warn where the real runs were disturbed, or saw another machine than the profile did.
 
-    ``remedy`` says what to do; None where the latencies were measured beside the runs.
+    ``remedy`` says what to do; None where the latencies were measured during the runs.
     """
     if label(state) == BUSY:
         words = describe(state) if remedy is None else f"{describe(state)}: {remedy}"
@@ -51,8 +51,8 @@ def say_machine(latency: LatencyTable, state: State, remedy: str | None) -> None
     if remedy is not None and before is not None and differ(before, state):
         note(
             "warning: profile and real runs saw different machines: the same piece of work took "
-            f"{1e3 * before['reference_s']:.3g} ms beside the latencies and "
-            f"{1e3 * state['reference_s']:.3g} ms beside the runs "
+            f"{1e3 * before['reference_s']:.3g} ms during the profile and "
+            f"{1e3 * state['reference_s']:.3g} ms during the runs "
             f"({slowdown(before, state):+.0%}): {remedy}"
         )
 

@@ -77,7 +77,7 @@ def longest_draft(source: Source, trace: Trace, recordings: Recordings) -> int |
     if not lengths:
         text = describe_source(source)
         raise DraftsimError(
-            f"drafts of {text!r} were not recorded behind wrong exits (recorded: "
+            f"drafts of {text!r} were not recorded after wrong exits (recorded: "
             f"{', '.join(recorded_settings(recordings))}): choose one of these, or record it with "
             f"`draftsim profile --exit-layers --source {text}`"
         )
@@ -164,7 +164,7 @@ class Listed(NamedTuple):
 def replay_systems(
     names: Iterable[str], trace: Trace, recordings: Recordings, latency: LatencyTable
 ) -> Listed:
-    """Those of the named systems that can be replayed and priced."""
+    """Return the named systems that can be replayed and priced."""
     from traces.sources.registry import SYSTEMS, parse_source
     from traces.sources.replay import check_layers
     from traces.sources.starts.features import OnFeatures
@@ -223,7 +223,7 @@ def in_listed_order(parts: Sequence[Listed]) -> list[RoundLog]:
 
 
 def is_measured(log: RoundLog, latency: LatencyTable) -> bool:
-    """Whether the table has cells for all that the rounds ran."""
+    """Return True if the table has cells for all that the rounds ran."""
     import numpy as np
 
     from traces.replay.calls import CALL_KINDS, DRAFTER, DRAFTER_TREE, ONE_PASS

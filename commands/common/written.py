@@ -82,7 +82,7 @@ def write_rows(
 ) -> None:
     """Write a table in the form that the suffix names, whole or not at all.
 
-    ``command`` and ``more`` are what JSON holds beside the rows.
+    ``command`` and ``more`` are what JSON holds in addition to the rows.
 
     Raises
     ------
@@ -99,14 +99,14 @@ def write_rows(
     elif path.suffix == ".json":
         content = document(command, records, more).encode()
     else:
-        raise DraftsimError(f"--out {path}: the suffix is none of {', '.join(TABLES)}")
+        raise DraftsimError(f"--out {path}: the suffix is not one of {', '.join(TABLES)}")
     write_atomically(path, content)
 
 
 def document(
     command: str, records: Sequence[Mapping[Any, Any]], more: Mapping[str, Any] | None
 ) -> str:
-    """`records` and what stands beside them, as the JSON that every command writes."""
+    """Return `records` and their context as the JSON that every command writes."""
     results = [_plain(r) for r in records]
     document = {"schema": SCHEMA, "command": command, "results": results, **_plain(more or {})}
     return json.dumps(document, indent=2, allow_nan=False) + "\n"

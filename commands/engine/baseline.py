@@ -30,7 +30,7 @@ SYNTHETIC = "synthetic"
 
 @dataclass(frozen=True)
 class Loads:
-    """What an engine apart is given: loads over the requests of a trace."""
+    """The input of a separate engine: loads over the requests of a trace."""
 
     options: EngineOptions
     trace: Trace

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 OFF = "autoregressive"
 ENGINE_ARMS = ("fixed:gamma=2", "fixed:gamma=4", "gammatune")
-"""Policies run where none is named, beside no speculation and those predicted fastest."""
+"""Policies run where none is named, with no speculation and those predicted fastest."""
 SHOWN = (
     "load", "policy", "iterations", "iterations_predicted", "iterations_differ", "rounds_differ",
     "texts_diverged", "throughput", "throughput_predicted", "error", "noise", "busy_error",
@@ -49,10 +49,10 @@ def engine_check(
 
     What is accepted are the drafts of `source`, recorded along the trace; by default those of the
     drafter that the engine was measured with.
-    With `remeasure` the table is measured once more between the arms, predicts in the place of the
-    run's own, and is kept beside it (`CHECKED`).  With `http` the engine is behind its server
-    (`commands.engine.http`).  The runs of a stopped check are kept in the run folder, where the
-    same call goes on with them, and those of a finished one, which more `repeats` go on behind.
+    With `remeasure` the table is measured once more between the runs, predicts instead of the
+    profile's own, and is kept with it (`CHECKED`).  With `http` the engine runs in its HTTP server
+    (`commands.engine.http`).  The runs of a stopped check are kept in the run folder; the same call
+    continues with them.  More `repeats` are added to the runs of a finished check.
     """
     from profiler.checks.unfinished import unfinished
     from profiler.engines.engine import Engine
@@ -147,10 +147,9 @@ def grid_of(
     options: EngineOptions, trace: Trace, chosen: Mapping[str, Any], loads: Mapping[str, Arrivals],
     requests: int,
 ) -> Grid:  # fmt: skip
-    """The sizes that loads of so many `requests` can come to under the policies.
+    """Return the sizes that loads of `requests` requests can reach under the policies.
 
-    Prompts sent at once share a pass: so many of the trace's mean length, where it is not longer
-    than what an iteration may have.
+    Prompts sent at once share a pass: as many of the trace's mean length as an iteration may have.
     """
     from profiler.engines.plan import Grid
     from simulator.serving.run import lookahead_of

@@ -84,8 +84,8 @@ def beside(rows: list[dict[str, Any]], old: list[dict[str, Any]]) -> list[dict[s
 def with_speedups(rows: list[dict[str, Any]], first: str) -> list[dict[str, Any]]:
     """The rows with speedups over the policy `first` at the same load, and how sure they are.
 
-    Of the errors ``paced_`` ones are of predictions for a machine as slow as the control load was
-    beside either arm (`slower_by`).
+    Errors with the prefix ``paced_`` are those of predictions for a machine as slow as the control
+    load was during either run (`slower_by`).
     """
     off = {row["load"]: row for row in rows if row["policy"] == first}
     for row in rows:
@@ -279,7 +279,7 @@ def kinds(runs: Sequence[LoadRun], latency: LatencyTable) -> list[dict[str, Any]
 
 
 def priced_s(step: Step, cost: Any) -> float:
-    """What the simulator says that a measured iteration costs."""
+    """Return the seconds that the simulator predicts for a measured iteration."""
     from simulator.serving.cost.work import Chunk
 
     slots: list[Any] = [SimpleNamespace(context=d.context) for d in step.decoded]
@@ -292,7 +292,7 @@ def priced_s(step: Step, cost: Any) -> float:
 
 
 def say_kinds(rows: Sequence[Mapping[str, Any]]) -> None:
-    """What share of the error each kind of iteration has."""
+    """Print each kind of iteration's share of the error."""
     for row in rows:
         parts = ", ".join(
             f"{k['kind']} {k['error']:+.1%} of {k['measured_s']:.2f} s" for k in row["kinds"]

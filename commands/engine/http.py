@@ -47,15 +47,15 @@ def compare_served(
     options: EngineOptions, latency: LatencyTable, trace: Trace, chosen: Mapping[str, Any],
     loads: Mapping[str, Arrivals], requests: int, repeats: int, seed: int, run: Path,
 ) -> list[dict[str, Any]]:  # fmt: skip
-    """Every load under every policy, from clients of a real server and in the simulator.
+    """Run every load under every policy, from clients of a real server and in the simulator.
 
-    What the server adds to its engine is measured in loops of plain decoding that are no row,
-    before every repeat and behind the last, put into the table (kept in the `run` folder as
-    `SERVED`), and predicts with it: ``request_s`` around a request and ``iteration_s`` around an
-    iteration, ``share`` of the requests' time.  The same loops tell how much slower the engine is
-    than its table says (``slowdown``, of decoding as many requests): so much longer every cell of
-    the table predicts.  Columns ``profile_`` are errors without that, columns ``_bare``
-    predictions of the engine alone.  Speedups are over the first policy.  A stopped check goes on
+    The server's own time is measured in loops of plain decoding, which get no row, before every
+    repeat and after the last.  It is put into the table (kept in the `run` folder as `SERVED`),
+    which predicts with it: ``request_s`` around a request, ``iteration_s`` around an iteration, and
+    ``share`` of the requests' time.  The same loops tell how much slower the engine is than its
+    table says (``slowdown``, from decoding as many requests); every cell of the table is predicted
+    longer by that factor.  Columns ``profile_`` are errors without that, columns ``_bare``
+    predictions of the engine alone.  Speedups are over the first policy.  A stopped check continues
     from what `run` keeps of it, as without a server.
     """
     from profiler.engines.drafts import Forced
@@ -125,7 +125,7 @@ def _measured(
 
         found = once(kept, turn.name, run)
         measured.setdefault((turn.load, turn.text), []).append(ServedRun.read(found))
-    # Of fewer repeats, those behind are not counted: each repeat is to have as many beside it.
+    # With fewer repeats, later loops are not counted: each repeat is to have as many.
     run_controls(f"behind-{repeats:03d}")
     return measured, controls
 
@@ -192,7 +192,7 @@ def _row(
 
 
 def say_shares(rows: Sequence[Mapping[str, Any]]) -> None:
-    """What the server adds, measured and predicted, by load."""
+    """Print the server's own time, measured and predicted, by load."""
     for load in dict.fromkeys(row["load"] for row in rows):
         own = [row for row in rows if row["load"] == load]
         low, high = min(r["share"] for r in own), max(r["share"] for r in own)

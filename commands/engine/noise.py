@@ -1,4 +1,4 @@
-"""What the repeats of an engine's runs say of errors: how large they are where nothing is wrong."""
+"""The errors that an engine's repeats alone would show: how large they are without a mistake."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def noise_said(rows: Sequence[Mapping[str, Any]], first: str) -> str | None:
     needed = math.ceil(repeats * (2 * floor / BOUND) ** 2)
     return (
         f"speedups are off by {np.median(errors):.1%} (median; worst {errors.max():.1%}); a model "
-        f"without error would show {floor:.1%} beside {repeats} repeats that scatter as these do"
+        f"without error would show {floor:.1%} with {repeats} repeats that scatter as these do"
         + (f" ({needed} repeats: {BOUND / 2:.0%})" if needed > repeats else "")
         + _paced(arms)
     )

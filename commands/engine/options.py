@@ -24,26 +24,26 @@ EagleOption = Annotated[
     typer.Option(
         "--eagle",
         metavar="DIR",
-        help="Of --engine: an EAGLE or EAGLE-3 head that the engine itself drafts with; --draft is "
-        "a draft model of its own.",
+        help="With --engine: an EAGLE or EAGLE-3 head that the engine itself drafts with; --draft "
+        "is a draft model of its own.",
     ),
 ]
 LongestOption = Annotated[
     int,
-    typer.Option("--engine-longest", min=1, help="Of --engine: longest draft of a request."),
+    typer.Option("--engine-longest", min=1, help="With --engine: longest draft of a request."),
 ]
 EngineBatchOption = Annotated[
-    int, typer.Option("--engine-batch", min=1, help="Of --engine: requests that run at a time.")
+    int, typer.Option("--engine-batch", min=1, help="With --engine: requests that run at a time.")
 ]
 EngineLengthOption = Annotated[
     int,
-    typer.Option("--engine-length", min=256, help="Of --engine: longest prompt and output."),
+    typer.Option("--engine-length", min=256, help="With --engine: longest prompt and output."),
 ]
 MinutesOption = Annotated[
     float,
     typer.Option(
         min=0,
-        help="Of --engine: what was disturbed is measured again, and points are added, as long "
+        help="With --engine: what was disturbed is measured again, and points are added, as long "
         "as this is not over.",
     ),
 ]
@@ -60,14 +60,14 @@ HttpOption = Annotated[
     bool,
     typer.Option(
         "--http",
-        help="Of --engine: send the requests to the engine's real server instead, and say what "
+        help="With --engine: send the requests to the engine's real server instead, and say what "
         "server, streaming and its loop add.",
     ),
 ]
 AcceptanceOption = Annotated[
     str,
     typer.Option(
-        "--trace", metavar="T", help="Of --engine: the acceptance that drafts are given.",
+        "--trace", metavar="T", help="With --engine: the acceptance that drafts are given.",
         envvar=TRACE_VARIABLE, show_default=DEFAULT_TRACE, callback=as_named,
     ),
 ]  # fmt: skip
@@ -76,13 +76,13 @@ LoadOption = Annotated[
     typer.Option(
         "--load",
         metavar="closed:N,...",
-        help="Of --engine: closed loops. Default without --rate and --arrivals: closed:1,4,8,16.",
+        help="With --engine: closed loops. Default without --rate and --arrivals: closed:1,4,8,16.",
     ),
 ]
 RateOption = Annotated[
     str | None,
     typer.Option(
-        "--rate", metavar="R,...", help="Of --engine: Poisson loads, requests per second."
+        "--rate", metavar="R,...", help="With --engine: Poisson loads, requests per second."
     ),
 ]
 EngineArrivalsOption = Annotated[
@@ -90,25 +90,25 @@ EngineArrivalsOption = Annotated[
     typer.Option(
         "--arrivals",
         metavar="FILE",
-        help="Of --engine: send requests at the times of a file, as `serve --arrivals` reads it; "
+        help="With --engine: send requests at the times of a file, as `serve --arrivals` reads it; "
         "their lengths are the recording's.",
     ),
 ]
 RequestsOption = Annotated[
-    int, typer.Option("--requests", min=1, help="Of --engine: requests of every load.")
+    int, typer.Option("--requests", min=1, help="With --engine: requests of every load.")
 ]
-SeedOption = Annotated[int, typer.Option("--seed", help="Of --engine: of arrivals and prompts.")]
+SeedOption = Annotated[int, typer.Option("--seed", help="With --engine: of arrivals and prompts.")]
 AsyncOption = Annotated[
     bool,
     typer.Option(
-        "--async-scheduling", help="Of --engine: schedule the next iteration during this one."
+        "--async-scheduling", help="With --engine: schedule the next iteration during this one."
     ),
 ]
 GraphsOption = Annotated[
-    bool, typer.Option("--cuda-graphs", help="Of --engine: run captured graphs, not eagerly.")
+    bool, typer.Option("--cuda-graphs", help="With --engine: run captured graphs, not eagerly.")
 ]
 PrefixOption = Annotated[
-    bool, typer.Option("--prefix-caching", help="Of --engine: keep the cache of known prompts.")
+    bool, typer.Option("--prefix-caching", help="With --engine: keep the cache of known prompts.")
 ]
 DefaultsOption = Annotated[
     bool,
@@ -123,7 +123,7 @@ SyntheticOption = Annotated[
     typer.Option(
         "--synthetic",
         metavar="R,...",
-        help="Of --engine: instead, let vLLM accept the draft positions with these chances "
+        help="With --engine: instead, let vLLM accept the draft positions with these chances "
         "(rejection_sample_method synthetic, on a GPU), with the drafter of the profile.",
     ),
 ]

@@ -23,7 +23,7 @@ def check_key(
     engine: Engine, latency: LatencyTable, trace: Trace, chosen: Mapping[str, Any],
     loads: Mapping[str, Arrivals], requests: int, seed: int, **more: Any
 ) -> dict[str, Any]:  # fmt: skip
-    """What is run, but for how often: requests and their prompts, and what every arm decides.
+    """Return the identity of a check without its repeats: requests, prompts, and each run's rounds.
 
     The rounds that the simulator predicts tell what names do not: a policy's own file that has
     changed since, or another recording.

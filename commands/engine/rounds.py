@@ -29,7 +29,7 @@ Iteration = tuple[frozenset[tuple[int, int]], frozenset[tuple[int, int]]]
 
 
 class Comparison(NamedTuple):
-    """The rounds and iterations of a run beside the predicted ones."""
+    """The rounds and iterations of a run, compared with the predicted ones."""
 
     rounds_differ: int
     rounds_compared: int

@@ -1,4 +1,4 @@
-"""How fast an engine behind its server is, by loops of plain decoding, beside its own table."""
+"""The speed of an engine in its server, from loops of plain decoding, relative to its own table."""
 
 from __future__ import annotations
 
@@ -34,7 +34,9 @@ class Speed:
     prompts: float
 
     def at(self, batch: float) -> float:
-        """Of decoding `batch` requests, between the loops' sizes and as at the nearest beyond."""
+        """Return the speed of decoding `batch` requests: interpolated, and the nearest beyond the
+        loops.
+        """
         sizes = sorted(self.decoding)
         factors = np.log([self.decoding[size] for size in sizes])
         return float(np.exp(np.interp(batch, sizes, factors)))

@@ -1,4 +1,4 @@
-"""``draftsim tune --try``: the settings just found in the real engine, beside those set by hand."""
+"""``draftsim tune --try``: the settings just found in the real engine, and those set by hand."""
 
 from __future__ import annotations
 
@@ -109,7 +109,9 @@ def tried(
 
 
 def say_tried(rows: Sequence[Mapping[str, Any]], tuned: Tuned, latency: LatencyTable) -> None:
-    """Whether what was found is the best at each load, what was not tried, and how to launch it."""
+    """Print whether the found setting is the best at each load, what was not tried, and how to
+    launch.
+    """
     from simulator.tune import NO_SPECULATION, launch_line
 
     for load in dict.fromkeys(row["load"] for row in rows):

@@ -42,11 +42,11 @@ def run_loads(
 
     control = Control(engine.meta["device"])
     beside = None if kept is None else kept.within("beside")
-    # The table is of the runs' own time where every repeat has as many sweeps beside it: repeats
-    # added hours later, when the machine is perhaps another, get as many as the first ones had.
-    # Blocks are kept by their place in this order, as runs are, so that a call for fewer repeats
-    # takes none that belong to others.  Only the blocks beside runs that a stopped check did not
-    # finish are measured at another time than they, when the check goes on.
+    # Every repeat has as many sweeps, so the table is of the runs' own time: repeats added hours
+    # later, when the machine is perhaps another, get as many as the first ones had.  Blocks are
+    # kept by their place in this order, as runs are, so that a call for fewer repeats takes none
+    # that belong to others.  If a check was stopped, only the blocks of its unfinished runs are
+    # measured at another time than the runs, when it continues.
     sweeps, of = once(beside, "sweeps", lambda: [max(repeats, SWEEPS), repeats])
     blocks = {
         load: blocks_of(engine, scenario, jobs[load], prompts)
@@ -114,8 +114,8 @@ def shares_said() -> Callable[[float], None]:
 def together(turns: Iterable[Turn], blocks: Mapping[str, int], room: int) -> Iterator[list[Turn]]:
     """The turns in lists of those that run side by side.
 
-    Each holds as many loads of a repeat, under all arms, as there is `room` for with so many
-    `blocks` an arm; where there is none for one load, its arms are alone.
+    Each holds as many loads of a repeat, under all policies, as fit into `room` blocks; if not even
+    one load fits, its runs are alone.
     """
     group: list[Turn] = []
     left = room
@@ -154,7 +154,7 @@ def room_beside(engine: Engine, between: BetweenTable | None) -> int:
 
 
 def say_room(engine: Engine, needed: int, room: int) -> None:
-    """A note where so many blocks are more than there is `room` for."""
+    """Print a note if more blocks are `needed` than there is `room` for."""
     if needed > room:
         size = engine.block_size
         note(

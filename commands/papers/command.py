@@ -1,4 +1,4 @@
-"""``draftsim papers``: the four papers' tables beside ours."""
+"""``draftsim papers``: the four papers' tables compared with ours."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def papers(
         typer.Option(
             metavar="FILE",
             help="Rounds that `profile --verify` recorded, preferred to a replay; a run folder "
-            "for all of its own. Default: those beside the trace.",
+            "for all of its own. Default: those recorded with the trace.",
         ),
     ] = None,
     sampled: Annotated[
@@ -44,8 +44,8 @@ def papers(
         typer.Option(
             metavar="RUN",
             help="Run folders of the same pair profiled with --exit-layers --temperature T "
-            "[--top-p P]; repeatable. The trace's own count as well. Default: the folders beside "
-            "the trace's.",
+            "[--top-p P]; repeatable. The trace's own count as well. Default: the folders next "
+            "to the trace's.",
         ),
     ] = None,
     table: Annotated[
@@ -67,7 +67,7 @@ def papers(
     ] = None,
     json: JsonOption = None,
 ) -> None:
-    """Put every published table of CM-ASD, SpecBound, CSD and GammaTune beside ours.
+    """Compare every published table of CM-ASD, SpecBound, CSD and GammaTune with ours.
 
     Each row says how the two relate: the same quantity (computed from the paper's own
     numbers), the same experiment on our pair, or a cell that needs the paper's weights.
@@ -130,8 +130,8 @@ def papers(
 def sampled_runs(trace: Trace, folder: Path | None, named: Sequence[Path] | None) -> list[Sampled]:
     """Early exits of the pair of `trace` along sampled outputs, one of each sampling.
 
-    Looked for in the trace's own `folder` and in the `named` run folders, or where None is, in
-    those beside its own.  Raises DraftsimError if a named one holds no sampled outputs, or those
+    Looked for in the trace's own `folder` and in the `named` run folders, or if None, in the
+    folders next to its own.  Raises DraftsimError if a named one holds no sampled outputs, or those
     of another pair.
     """
     from simulator.papers import Sampled
@@ -163,7 +163,7 @@ def sampled_runs(trace: Trace, folder: Path | None, named: Sequence[Path] | None
         except DraftsimError as error:
             if asked:
                 raise
-            note(f"sampled outputs beside the trace are left out: {error}")
+            note(f"sampled outputs found with the trace are left out: {error}")
             continue
         if recordings.exits is not None:
             found.setdefault(sampled.sampling, Sampled(sampled, recordings))

@@ -84,7 +84,7 @@ def profile(
         ),
     ] = 1.0,
     limit: Annotated[
-        int | None, typer.Option(min=1, help="Use so many prompts, in turn from each category.")
+        int | None, typer.Option(min=1, help="Use this many prompts, in turn from each category.")
     ] = None,
     category: Annotated[
         list[str] | None,
@@ -130,7 +130,7 @@ def profile(
     heads_text: Annotated[
         Path | None,
         typer.Option(
-            metavar="FILE", help="Of --exit-layers: texts to train heads on, as in --prompts."
+            metavar="FILE", help="With --exit-layers: texts to train heads on, as in --prompts."
         ),
     ] = None,
     latency_only: Annotated[

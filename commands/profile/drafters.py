@@ -60,8 +60,8 @@ def split_drafters(texts: Sequence[str]) -> tuple[list[OnFeatures], list[str]]:
 def load_drafters(pair: Pair, sources: Iterable[OnFeatures]) -> dict[str, FeatureDrafter]:
     """The drafters in the folders that `sources` name, by the name of their recording.
 
-    Raises DraftsimError where a folder holds a one-pass drafter and its source is none, or the
-    reverse.
+    Raises DraftsimError where the drafter and its source differ in kind: one of them drafts all
+    tokens in one pass, the other token by token.
     """
     from profiler.features import read_drafter
     from profiler.recording.run import model_path
@@ -106,7 +106,7 @@ def profile_drafters(
     anew = record_drafters(pair, out, sources, modules)
     drawn = record_drafters(pair, out, sources, modules, sampled=True)
     measure_drafters(pair, out, modules.drafters, repeats=repeats, again=anew)
-    note(f"recorded {', '.join(anew) or 'no drafter anew'} into {out}")
+    note(f"recorded {', '.join(anew) or 'no new drafter'} into {out}")
     if drawn:
         note(f"recorded {', '.join(drawn)} along sampled outputs into {out}")
 

@@ -1,4 +1,4 @@
-"""Recording a pair into its run folder: all of it, what it lacks, or its latencies anew."""
+"""Recording a pair into its run folder: all of it, what it lacks, or its latencies again."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Recording:
-    """What to record of the pair of `info`, and the run folder it goes to.
+    """The pair of `info`, what to record of it, and the run folder it goes to.
 
     ``pair`` is that pair where it is loaded already; ``limit`` prompts are used, or all, of the
     ``categories`` if any are named.
@@ -87,7 +87,7 @@ def run_profile(recording: Recording, force: bool = False) -> None:
             profile_latency(pair, settings, out, progress)
     trace = read_trace(out / "trace.parquet")
     if timed and len(kept) == len(stages):
-        note(f"{out} is finished and kept as it is: --force records it anew")
+        note(f"{out} is finished and kept as it is: --force records it again")
     else:
         spent = trace.meta["recording_s"]
         took = (
@@ -103,7 +103,7 @@ def run_profile(recording: Recording, force: bool = False) -> None:
 
 
 def measure_again(info: RunInfo, out: Path, settings: Settings) -> None:
-    """Measure the latency table of a complete run folder anew, the parts of sources included."""
+    """Measure the latency table of a complete run folder again, the parts of sources included."""
     from commands.profile.source_runs import has_sources, remeasure
     from profiler.profile import profile_latency
     from traces.store.files import read_trace
@@ -169,5 +169,5 @@ def add_signals(info: RunInfo, out: Path) -> None:
 
 
 def is_complete(out: Path) -> bool:
-    """Whether the folder holds a finished profile."""
+    """Return True if the folder holds a finished profile."""
     return all((out / f"{n}.parquet").is_file() for n in ("trace", "latency"))

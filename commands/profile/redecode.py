@@ -38,7 +38,7 @@ def jobs(
     split: float | None,
     papers: bool,
 ) -> list[Job]:
-    """What the options of `profile` ask for."""
+    """Return the jobs that the options of `profile` ask for."""
     from traces.sources.methods import method
     from traces.sources.registry import DRAFT_MODEL
 
@@ -178,7 +178,7 @@ def part_of(
 
 
 def _is_kept(out: Path, arm: Arm, trace: Trace) -> bool:
-    """Whether the run folder holds what `arm` decodes of `trace`."""
+    """Return True if the run folder holds what `arm` decodes of `trace`."""
     from traces.store.outputs import find_run, find_runs, read_run
 
     assert arm.rule is not None

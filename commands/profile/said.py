@@ -1,4 +1,4 @@
-"""What a profile that adds to a folder keeps and is going to record, said beforehand."""
+"""Remarks, made beforehand, on what a profile keeps of its folder and what it will record."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from traces.acceptance.trace import Trace
 
 SOURCES = ("*exits*", "*starts-*", "trees-*", "sampled")
-"""Recordings that a folder may hold beside its trace and latencies."""
+"""Recordings that a folder may hold in addition to its trace and latencies."""
 
 
 def say_complete(out: Path, asked: Sequence[str]) -> None:
@@ -39,7 +39,7 @@ def say_recording(what: Collection[str], trace: Trace, asked: Iterable[str] = ()
 
 
 def prompts(count: int) -> str:
-    """So many, in words.
+    """Return a number of prompts in words.
 
     >>> prompts(1), prompts(2)
     ('1 prompt', '2 prompts')

@@ -1,4 +1,4 @@
-"""What other draft sources need of the real models: trained heads, recordings, latencies."""
+"""The work on real models that other draft sources need: trained heads, recordings, latencies."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def settable(text: str) -> EarlyExit | LayerSkip:
 
 
 def has_sources(folder: Path) -> bool:
-    """Whether a run folder holds recordings of other sources than the draft model."""
+    """Return True if a run folder holds recordings of other sources than the draft model."""
     return any(any(folder.glob(f"{name}*.parquet")) for name in ("exits", "starts-", "trees-"))
 
 
@@ -142,7 +142,7 @@ def record_sampled(pair: Pair, out: Path, modules: Modules, sources: Sequence[st
 def wanted(
     trace: Trace, sources: Sequence[str], *, sweeps: bool = True
 ) -> tuple[list[ExitSetting], list[int] | None]:
-    """Early-exit settings to follow behind wrong exits, and the layers to skip.
+    """Return early-exit settings to follow after wrong exits, and the layers to skip.
 
     The settings are those of the named systems, with ``sweeps`` of SpecBound's Figure 3, and
     `sources`.
@@ -240,7 +240,7 @@ def measure(
 def timed_layers(
     pair: Pair, longest: int, trees: Mapping[str, GrownTrees] | None = None
 ) -> LayerRunner:
-    """A runner with room for what is timed of sources, of requests up to so many tokens.
+    """Return a runner with room for timing sources, and requests of up to `tokens` tokens.
 
     ``trees``: those that are timed among them.
     """

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 def trees_among(sources: Iterable[Source], temperature: float) -> list[Eagle2]:
-    """Those of `sources` that grow trees; DraftsimError if outputs are drawn at `temperature`."""
+    """Return the tree sources among `sources`; DraftsimError if outputs are drawn, not greedy."""
     from traces.sources.starts.tree_source import Eagle2
 
     found = [s for s in sources if isinstance(s, Eagle2)]
@@ -62,7 +62,7 @@ def profile_trees(pair: Pair, out: Path, sources: Sequence[Eagle2], *, repeats: 
     trees = load_trees(pair, sources)
     anew = _record(pair, out, {s.key: str(s.model) for s in sources}, trees)
     measure_trees(pair, out, trees, repeats=repeats, again=anew)
-    note(f"recorded {', '.join(anew) or 'no trees anew'} into {out}")
+    note(f"recorded {', '.join(anew) or 'no new trees'} into {out}")
 
 
 def _record(

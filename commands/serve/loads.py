@@ -83,7 +83,7 @@ def load_scenarios(
     if batch is not None and (rate is not None or arrivals is not None):
         raise DraftsimError("--batch keeps the engine full: drop --rate and --arrivals, or --batch")
     if scale is not None and (arrivals is None or rate is not None):
-        raise DraftsimError("--scale speeds up --arrivals: give a file, and no --rate beside it")
+        raise DraftsimError("--scale speeds up --arrivals: give a file, and no --rate")
     if process is not None or arrivals is not None or rate is not None:
         of = arrivals_of(None if rate is None else 1.0, arrivals, process)
         if rate is not None:

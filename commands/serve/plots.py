@@ -128,6 +128,6 @@ def _contexts(trace: Trace, latency: LatencyTable) -> list[int]:
 
 
 def assumption(latency: LatencyTable, batch: int) -> str:
-    """What a plot of figures at `batch` is labelled with; empty where nothing was assumed."""
+    """Return the label of a plot of figures at `batch`; empty where nothing was assumed."""
     said = latency.said_batch_free(batch)
     return f"taken to cost nothing: {said}" if said else ""

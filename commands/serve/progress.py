@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 @contextmanager
 def kept(rows: list[dict[str, Any]], out: Path | None, meta: Mapping[str, Any]) -> Iterator[None]:
-    """Write the table `out` at the end, and leave readable results behind an interruption.
+    """Write the table `out` at the end, and leave readable results after an interruption.
 
     Lines of the rows that are finished stay then: the same command goes on with them.
     """
@@ -63,7 +63,7 @@ def write_as(
 
 
 def rows_file(out: Path | None) -> Path | None:
-    """Where rows go as they come: `out` itself, or a file beside it that a table replaces."""
+    """Return the file of rows as they come: `out`, or a file next to it that a table replaces."""
     return _lines_of(out) if out is not None and out.suffix in TABLES else out
 
 

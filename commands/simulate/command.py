@@ -89,7 +89,7 @@ def simulate(
     tokenizer: Annotated[
         Path | None,
         typer.Option(
-            metavar="DIR", help="Of --phase: the target's folder, whose tokenizer finds text."
+            metavar="DIR", help="With --phase: the target's folder, whose tokenizer finds text."
         ),
     ] = None,
     prefill: Annotated[

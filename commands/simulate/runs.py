@@ -1,4 +1,6 @@
-"""The rounds that ``draftsim simulate`` prices beside plain replays: of sources, methods, files."""
+"""The rounds that ``draftsim simulate`` prices in addition to plain replays: sources, methods,
+files.
+"""
 
 from __future__ import annotations
 
@@ -156,9 +158,9 @@ def replay_side_by_side(
 
 
 def _listed(name: str, trace: Trace, latency: LatencyTable) -> list[Callable[[], Listed]]:
-    """Every named system replayed, in two parts, of which one reads the recordings beside `name`.
+    """Return two functions that together replay every named system.
 
-    The other's drafts are looked up in the trace itself.
+    One reads the recordings made along `name`; the other looks drafts up in the trace itself.
     """
     from traces.sources.base import Recordings
     from traces.sources.found import find_recordings

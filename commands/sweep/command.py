@@ -126,9 +126,9 @@ def sweep(
         typer.Option(
             metavar="FILE",
             callback=placed_table,
-            help="Write the table as Parquet (and as .csv, .tex or .json, if so named), and where "
-            "each policy stops paying as NAME.breakeven.parquet beside it; an interrupted "
-            "sweep goes on where it was.",
+            help="Write the table as Parquet (and as .csv, .tex or .json, if so named), and each "
+            "policy's break-even points as NAME.breakeven.parquet; an interrupted sweep "
+            "continues where it was.",
         ),
     ] = None,
     jobs: JobsOption = None,

@@ -24,7 +24,7 @@ BATCH_ARMS = (
     "autoregressive", "fixed:gamma=2", "fixed:gamma=4", "confidence", "cm-asd", "gammatune",
     "batch-table", "confidence-freeze",
 )  # fmt: skip
-"""Policies run where none is named, beside those predicted fastest."""
+"""Policies run where none is named, with those predicted fastest."""
 
 
 def batch_check(

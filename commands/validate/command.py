@@ -51,8 +51,8 @@ def validate(
     sampled: Annotated[
         bool, typer.Option("--sampled", help="Use the sampled trace of the run.")
     ] = False,
-    repeats: Annotated[int, typer.Option(min=1, help="Real runs of every arm and prompt.")] = 3,
-    limit: Annotated[int | None, typer.Option(min=1, help="Use only so many prompts.")] = None,
+    repeats: Annotated[int, typer.Option(min=1, help="Real runs of every policy and prompt.")] = 3,
+    limit: Annotated[int | None, typer.Option(min=1, help="Use at most this many prompts.")] = None,
     assisted: Annotated[
         bool, typer.Option(help="Also run transformers' own assisted generation.")
     ] = True,
@@ -60,7 +60,7 @@ def validate(
         bool,
         typer.Option(
             "--remeasure",
-            help="Predict from latencies measured again, in turn with the real runs: leaves out "
+            help="Predict from latencies measured again, between the real runs: leaves out "
             "how the machine has changed since the profile.",
         ),
     ] = False,
@@ -82,7 +82,7 @@ def validate(
     markdown: Annotated[
         Path | None,
         typer.Option(
-            metavar="FILE", callback=placed, help="Of --recorded: the tables, as Markdown."
+            metavar="FILE", callback=placed, help="With --recorded: the tables, as Markdown."
         ),
     ] = None,
     trust_remote_code: TrustOption = False,
@@ -118,9 +118,9 @@ def validate(
     than by plain decoding), as low precision can decide a near-tie of two tokens otherwise.
     From that token on their rounds are not compared, and their seconds are left out.
 
-    With --recorded nothing is run: what a GPU measured is held against what its latencies
+    With --recorded nothing is run: the measurements of a GPU are compared with what its latencies
     predict, pair by pair, mode, batch and policy.  `drift` is how much slower single passes were
-    beside those runs than when the latencies were measured.
+    during those runs than when the latencies were measured.
 
     With --engine rounds and, in closed loops, iterations are to be equal; seconds are compared
     by load and by kind of iteration.  --source says whose recorded drafts decide what is accepted;
@@ -143,7 +143,7 @@ def validate(
         raise DraftsimError("--defaults serves without a server: drop --http")
     if http and remeasure:
         raise DraftsimError(
-            "--http tells by loops of its own how slow the engine is behind its server: drop "
+            "--http measures with loops of its own how slow the engine is in its server: drop "
             "--remeasure, which steps an engine by hand"
         )
     if recorded is not None:

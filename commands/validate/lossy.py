@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from traces.replay.rounds import RoundLog
 
 LOSSY_ARMS = ("fixed:gamma=4", "fixed:gamma=8", "confidence", "gammatune", "cm-asd")
-"""Policies run under a lossy rule where none is named, beside the one predicted fastest."""
+"""Policies run under a lossy rule where none is named, with the one predicted fastest."""
 
 
 def lossy_check(

@@ -78,7 +78,7 @@ def recorded_check(
 
 
 def recorded_folders(name: str) -> list[Path]:
-    """The recordings with measured runs that `name` stands for."""
+    """Return the recordings with measured runs that `name` means."""
     from traces.store.recordings import BUNDLED
 
     path = Path(name)
@@ -95,7 +95,7 @@ def recorded_folders(name: str) -> list[Path]:
 
 
 def recorded_rows(folder: Path) -> pd.DataFrame:
-    """`simulator.hardware.check_recording`, with pair, mode and the drift beside each row."""
+    """Return `simulator.hardware.check_recording`'s rows with pair, mode and drift."""
     from simulator.hardware.measured import anchor_drift, check_recording
     from traces.store.files import read_latency
 
@@ -109,7 +109,7 @@ def recorded_rows(folder: Path) -> pd.DataFrame:
 
 
 def remarks_on(parts: Sequence[pd.DataFrame]) -> list[str]:
-    """What the figures are of: each mode's kernels, the libraries' versions, and the batches'."""
+    """Return the facts about the figures: each mode's kernels, library versions, and batches."""
     kernels, versions = {}, {}
     for rows in parts:
         meta = rows.attrs["meta"]

@@ -74,14 +74,14 @@ class Remeasured:
     def advance(self) -> None:
         """A step of real work is done; perhaps some blocks of a sweep are due.
 
-        Sweeps are cut into their blocks, so that passes are timed at as many moments as runs
-        are: where the machine is slow for seconds, whole sweeps fall beside it.
+        Sweeps are cut into their blocks, so that passes are timed at as many moments as runs are:
+        where the machine is slow for seconds, whole sweeps would miss it.
         """
         self._done += 1
         self._sweep_until(self._sweeps * self._done / self._total)
 
     def _sweep_until(self, share: float) -> None:
-        """Time the next blocks, until so many sweeps are done, parts of one counted."""
+        """Time the next blocks until `share` sweeps are done; a part of one counts."""
         while self._profile.sweeps.steps < int(share * len(self._profile.sweeps.blocks)):
             self._profile.step()
         if self._sources is not None:

@@ -201,7 +201,7 @@ def arms(
 def _openers(
     pair: Pair, modules: Modules, trace: Trace, every: Sequence[Arm]
 ) -> tuple[Opener, int]:
-    """What opens requests with every arm's source, and the target's vocabulary size."""
+    """Return a function that opens requests with every run's source, and the vocabulary size."""
     from profiler.checks.spot_check import DraftModel
     from profiler.sources.run import SourceRunner
 

@@ -28,7 +28,7 @@ ARMS = (
     "confidence:roc_update=in_call", "hf-heuristic", "hf-heuristic:full_accept_means=budget",
     "gammatune", "gammatune-plus", "svip", "adaedl", "draft-and-verify", "oracle",
 )  # fmt: skip
-"""Policies that a spot check runs where none is named, beside the one predicted fastest."""
+"""Policies that a spot check runs where none is named, with the one predicted fastest."""
 
 ASSISTED = {
     "constant": (
@@ -242,7 +242,7 @@ def _assisted_rows(
 
 
 def say_verdict(rows: pd.DataFrame) -> None:
-    """What the comparison amounts to, in words."""
+    """Print the verdict of the comparison in words."""
     from simulator.validation import verdict
 
     priced = rows.dropna(subset=["predicted_s"])

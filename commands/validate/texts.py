@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 class Texts:
-    """The outputs of real runs beside those of `trace`, by arm.
+    """The outputs of real runs and those of `trace`, by run.
 
     Parameters
     ----------

@@ -1,4 +1,4 @@
-"""What totals tell: tokens a second and acceptance of whole runs, without a trace or a profile."""
+"""Predictions from totals: tokens a second and acceptance of whole runs, without a trace."""
 
 from simulator.aggregate.acceptance import TwoState, iid_mean
 from simulator.aggregate.hazard import Interval, emitted_at

@@ -58,7 +58,7 @@ class TwoState:
 
     @property
     def possible(self) -> bool:
-        """Whether both chances are chances."""
+        """Return True if both chances lie between 0 and 1."""
         return bool(np.all((self.chances() >= -1e-9) & (self.chances() <= 1 + 1e-9)))
 
     def survival(self, gamma: int) -> Floats:
@@ -78,7 +78,8 @@ class TwoState:
 
 
 def iid_mean(gamma: int, emitted: float) -> float:
-    """The i.i.d. acceptance under which rounds of `gamma` emit so many tokens (Leviathan eq. 1).
+    """Return the i.i.d. acceptance at which rounds of `gamma` emit `emitted` tokens (Leviathan eq.
+    1).
 
     Raises DraftsimError where no acceptance does.
     """

@@ -65,7 +65,7 @@ def known_totals(
 def emitted_rows(
     totals: Mapping[int, float], lengths: Sequence[int] = LENGTHS
 ) -> list[dict[str, Any]]:
-    """What totals say of draft lengths: tokens a round with its interval, and the i.i.d. reading.
+    """Return tokens a round by draft length, with intervals and the i.i.d. reading, from totals.
 
     ``known``: whether the totals hold the length itself.
     """

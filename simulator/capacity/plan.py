@@ -62,8 +62,8 @@ def plan(
     curve:
         Whether to find what other numbers of replicas can do, too.
     executor, path, meta, progress:
-        Who runs the simulations, and a file (`ResultsFile`) of what each gave: the same
-        question asked again goes on behind them.
+        Who runs the simulations, and a file (`ResultsFile`) of what each gave: the same question
+        asked again continues after them.
     say:
         Told of damaged lines in that file.
 

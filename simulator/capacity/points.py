@@ -1,4 +1,4 @@
-"""One question to the simulation: so many replicas, this rate, that policy."""
+"""One question to the simulation: a number of replicas, a rate and a policy."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ LONG = 10
 
 
 class Point(NamedTuple):
-    """One replication of so many replicas at a rate under a policy."""
+    """One replication of a number of replicas at a rate under a policy."""
 
     policy: str
     replicas: int
@@ -50,7 +50,7 @@ class Bench:
     rule: VerifyRule | None = None
 
     def scenario(self, point: Point) -> Scenario:
-        """What is served at `point`."""
+        """Return what is served at `point`."""
         at = replace(
             self.base, replicas=point.replicas, requests=point.requests, replications=1,
             ttft_target_s=self.targets.ttft_s, tpot_target_s=self.targets.tpot_s,
@@ -58,7 +58,7 @@ class Bench:
         return over_rates(at, [point.rate])[0]
 
     def run(self, point: Point) -> dict[str, Any]:
-        """What came of `point`, in plain numbers."""
+        """Return the results of `point`, in plain numbers."""
         scenario = self.scenario(point)
         only = range(min(point.replicas, SAMPLED)) if scenario.splits else None
         run = simulate(
@@ -89,7 +89,7 @@ class Bench:
 
     @property
     def router(self) -> str:
-        """What the router is called."""
+        """The router's name."""
         return describe_router(self.base.router)
 
     def key(self) -> str | None:
@@ -128,7 +128,7 @@ class Verdict:
 
     @property
     def kept(self) -> bool:
-        """Whether enough of them are, and the replicas keep up with the load."""
+        """Return True if enough of them are, and the replicas keep up with the load."""
         overloaded = sum(o["overloaded"] for o in self.outcomes)
         return self.within >= self.targets.share and 2 * overloaded < len(self.outcomes)
 

@@ -25,21 +25,19 @@ def plan_rows(
     compared: tuple[Sequence[float], Mapping[str, Sequence[float]]],
     curves: Mapping[str, Sequence[tuple[int, float]]],
 ) -> list[dict[str, Any]]:
-    """A row a policy.
+    """Return a row per policy.
 
-    ``replicas`` is the fewest that keep the targets, None where no number would do (a request
-    alone is too slow) or none that was tried; ``replicas_lo`` and ``replicas_hi`` are the
-    fewest at which the upper and the lower end of the 95 % interval of ``within_targets`` over
-    replications reaches the share asked for.  ``within_alone`` is that share where every
-    request is alone.  ``rate_limit`` is the load up to which so many replicas keep the
-    targets, at least the ``rate`` asked for; above it one must be added (infinite where no rate
-    was too much).  ``rate_per_replica`` is that load shared among them.  ``saved`` is how many
-    fewer than under plain decoding.  ``stops_saving`` is the rate per replica from which on
-    plain decoding keeps the targets for more requests, infinite where it does at no rate that
-    was tried and NaN where it does from the lowest; only replicas that are given less can be
-    saved.  ``too_short`` says why the horizon does not allow a judgement.  ``curve`` are pairs
-    of replicas and the rate up to which they keep the targets.  Latencies, throughput and
-    what follows from them are at ``replicas``.
+    ``replicas`` is the fewest that keep the targets; None if no number can (a request alone is too
+    slow) or none that was tried does.  ``replicas_lo`` and ``replicas_hi`` are the fewest at which
+    the upper and the lower end of the 95 % interval of ``within_targets`` over replications reaches
+    the share asked for.  ``within_alone`` is that share if every request is alone.  ``rate_limit``
+    is the largest load at which that many replicas keep the targets, at least the ``rate`` asked
+    for; infinite if no rate was too much.  ``rate_per_replica`` is that load per replica.
+    ``saved`` is how many replicas fewer than plain decoding needs.  ``stops_saving`` is the rate
+    per replica above which plain decoding keeps the targets for more requests: infinite if it does
+    at no rate tried, NaN if it does from the lowest.  ``too_short`` says why the horizon does not
+    allow a judgement.  ``curve`` are pairs of replicas and the rate up to which they keep the
+    targets.  Latencies, throughput and what follows from them are at ``replicas``.
     """
     plain = next((n for n, p in bench.policies.items() if isinstance(p, Autoregressive)), None)
     rows = []

@@ -1,4 +1,4 @@
-"""What is looked for of one policy: rough limits first, then the answer, then comparisons."""
+"""The search for one policy: rough limits first, then the answer, then comparisons."""
 
 from __future__ import annotations
 
@@ -170,12 +170,14 @@ TRIED, FEW = 100, 200
 MOST_REQUESTS = 3000
 """The most that a replica gets, however slow its requests."""
 BATCHES = 4
-"""A replica gets at least so many times what it serves at once, so far as `MOST_REQUESTS` go: fewer
-would wait at no rate."""
+"""A replica gets at least this many times what it serves at once, as far as `MOST_REQUESTS` allows:
+fewer requests would wait at no rate.
+"""
 BATCHED, FAR = 1e4, 100
-"""Rates are tried up to so many times what a replica takes one by one, and in batches.
+"""Rates are tried up to this many times the rate of one request at a time, and of batches.
 
-Where the targets are kept even then, no rate is too much for so few requests."""
+If the targets are kept even then, no rate is too much for this number of requests.
+"""
 ROUGH, FINE = 0.1, 0.03
 """To what part rates are found: to look around from, and to report."""
 ENOUGH = 3
@@ -188,7 +190,7 @@ Ask = Callable[[int, float, int | None, int | None], Sequence[Point]]
 
 @dataclass(frozen=True)
 class Start:
-    """What one replica can do, about."""
+    """A rough estimate of what one replica can do."""
 
     alone: Verdict
     """A request at a time."""
@@ -200,7 +202,7 @@ class Start:
 
 @dataclass(frozen=True)
 class Answer:
-    """What was found for one policy."""
+    """The result for one policy."""
 
     verdict: Verdict
     """At `replicas`, or of the most that were tried."""
@@ -208,11 +210,11 @@ class Answer:
     low: int | None = None
     high: int | None = None
     limit: float = math.nan
-    """The rate up to which so many replicas keep the targets; infinite where none is too much."""
+    """The rate up to which that many replicas keep the targets; infinite where none is too much."""
 
 
 def start(ask: Ask, at_once: int) -> Search[Start]:
-    """Whether one replica keeps the targets at any rate, and roughly up to which.
+    """Find whether one replica keeps the targets at any rate, and roughly up to which.
 
     It serves `at_once` requests at once.
     """

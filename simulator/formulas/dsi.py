@@ -4,9 +4,9 @@ Expected latency of `tokens` tokens under i.i.d. acceptance, computed exactly by
 over the tokens left.  Cost model of the authors' offline simulator
 (github.com/keyboardAnt/distributed-speculative-inference, dsi/offline): ``draft`` is the
 latency of one draft pass, ``target`` of one target pass, ``lookahead`` the drafts a block
-holds.  Distributed inference hides verification behind drafting: only the pass that
-rejects, or that ends the output, adds to the latency; and it never falls behind plain
-decoding, which runs beside it.
+holds.  Distributed inference hides verification by drafting: only the pass that rejects, or that
+ends the output, adds to the latency; and it is never slower than plain decoding, which runs in
+parallel.
 """
 
 from __future__ import annotations

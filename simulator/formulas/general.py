@@ -1,4 +1,4 @@
-"""What remains true without i.i.d. acceptance or a free verification."""
+"""Formulas that hold without i.i.d. acceptance or a free verification."""
 
 from __future__ import annotations
 

@@ -47,13 +47,15 @@ def optimal_gamma(alpha: float, c: float, max_gamma: int = 1000) -> int:
 
 
 def pays(alpha: float, c: float) -> bool:
-    """Whether some gamma gives a speedup above 1 (Corollary 3.9): exactly if alpha > c."""
+    """Return True if some gamma gives a speedup above 1 (Corollary 3.9): exactly if alpha > c."""
     require("alpha", alpha, 0, 1)
     return alpha > require("c", c, 0)
 
 
 def guaranteed_speedup(alpha: float, c: float) -> float:
-    """What alpha > c yields at least, at gamma = 1 (Corollary 3.9): (1 + alpha) / (1 + c)."""
+    """Return the least speedup that alpha > c yields, at gamma = 1 (Corollary 3.9): (1 + alpha) /
+    (1 + c).
+    """
     return speedup(alpha, 1, c)
 
 

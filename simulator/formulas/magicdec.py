@@ -23,5 +23,5 @@ def time_ratio(
 
 
 def pays(tokens: float, gamma: float, target_s: float, draft_s: float, verify_s: float) -> bool:
-    """Whether Omega exceeds gamma T_D / T_T + T_V / T_T."""
+    """Return True if Omega exceeds gamma T_D / T_T + T_V / T_T."""
     return time_ratio(tokens, gamma, target_s, draft_s, verify_s) < 1

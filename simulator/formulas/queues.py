@@ -1,4 +1,4 @@
-"""Waiting in queues: one server, several behind one queue, and a stream dealt out in turn."""
+"""Waiting in queues: one server, several with one queue, and a stream dealt out in turn."""
 
 from __future__ import annotations
 

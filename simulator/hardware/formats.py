@@ -31,13 +31,13 @@ class WeightFormat:
 
     @property
     def quantised(self) -> bool:
-        """Whether the numbers are unpacked, or multiplied at less than 16 bits."""
+        """Return True if the numbers are unpacked, or multiplied at less than 16 bits."""
         return self.bits < 16
 
 
 @dataclass(frozen=True)
 class Unpacking:
-    """What passes over a format cost beyond its bytes; fitted to published runs of it.
+    """The cost of passes over a format beyond its bytes; fitted to published runs of it.
 
     Parameters
     ----------
@@ -63,7 +63,7 @@ class Unpacking:
     tile_ops: float = 0.0
 
     def operations(self, tokens: npt.ArrayLike) -> npt.NDArray[np.float64]:
-        """Vector operations per weight of passes over so many tokens."""
+        """Return the vector operations per weight of passes over `tokens` tokens."""
         count = np.asarray(tokens, dtype=float)
         if self.tokens is None:
             return np.full_like(count, self.weight_ops)

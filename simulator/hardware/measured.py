@@ -55,7 +55,7 @@ def check_recording(folder: Path) -> pd.DataFrame:
 
 
 def anchor_drift(folder: Path) -> dict[int, float]:
-    """By batch, how much slower passes were beside the full runs than in the latency table.
+    """Return, by batch, how much slower passes were during the full runs than in the latency table.
 
     Of the passes that stage ``forced`` times again (its anchors), the median of measured over
     tabled, minus one; batches without anchors are left out.
@@ -93,7 +93,7 @@ def anchor_drift(folder: Path) -> dict[int, float]:
 
 @dataclass(frozen=True)
 class Bounds:
-    """What the comparison of one recording, or of several, has to keep to."""
+    """The bounds that the comparison of one recording, or of several, has to keep to."""
 
     rows: int
     """Arms compared: policies at batches."""
@@ -112,7 +112,7 @@ class Bounds:
 
     @property
     def met(self) -> dict[str, bool]:
-        """Whether each bound is kept."""
+        """Return for each bound whether it is kept."""
         return {
             "median": self.median_error <= MEDIAN_BOUND,
             "worst": abs(self.worst_error) <= WORST_BOUND,
@@ -135,7 +135,7 @@ def bounds(recordings: Sequence[pd.DataFrame]) -> Bounds:
     said = [verdict(rows) for rows in recordings]
     rows = pd.concat(recordings, ignore_index=True) if said else pd.DataFrame()
     if rows.empty:
-        raise DraftsimError("no compared arms: name a recording with measured runs")
+        raise DraftsimError("no compared runs: name a recording with measured runs")
     worst = rows.iloc[int(rows["error"].abs().argmax())]
     drift = rows["drift"].fillna(0.0) if "drift" in rows else 0.0
     return Bounds(
@@ -152,7 +152,7 @@ def _decoded(trace: Trace, measured: pd.DataFrame, batch: int) -> list[int]:
     place = {r.id: i for i, r in enumerate(trace.requests)}
     if unknown := set(measured["request"]) - set(place):
         raise DraftsimError(
-            f"request {sorted(unknown)[0]!r} was measured but is not in the trace beside it: "
+            f"request {sorted(unknown)[0]!r} was measured but is not in the trace of this folder: "
             "unpack both from the same run"
         )
     first = sorted(place[request] for request in set(measured["request"]))
@@ -165,7 +165,7 @@ def _single(trace: Trace, latency: LatencyTable, names: list[str]) -> pd.DataFra
 
 
 def _together(trace: Trace, latency: LatencyTable, names: list[str], batch: int) -> pd.DataFrame:
-    # Brings all of serving, which whoever asks for a data sheet alone needs not.
+    # Brings all of serving, which a data sheet alone does not need.
     from simulator.serving.groups import predict_groups
 
     policies = {name: parse_policy(name, max_gamma=trace.max_gamma) for name in names}

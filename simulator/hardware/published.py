@@ -28,7 +28,7 @@ COLUMNS = ("table", "row", "device", "published", "ours", "error", "kind")
 def check_published(
     fitted: Roofline | None = None, *, depth: float = 0.3, width: int = 4
 ) -> pd.DataFrame:
-    """Published latencies and speedups beside the model's; ``error`` is ours / published - 1.
+    """Return published latencies and speedups with the model's; ``error`` is ours / published - 1.
 
     Parameters
     ----------

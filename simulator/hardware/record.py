@@ -241,7 +241,7 @@ def _predicted(study: Study, run: Run, left: Left, given: str) -> Iterator[Predi
 
 
 def _left(study: Study, run: Run) -> tuple[Left, str]:
-    """What must not be seen to predict a run, and what is."""
+    """Return what must not be seen to predict a run, and what may."""
     form = FORMATS[run.weights]
     if not form.quantised:
         if run.new_tokens > 1:

@@ -1,4 +1,4 @@
-"""The four papers' published tables beside ours: SpecBound, CM-ASD, CSD and GammaTune.
+"""The four papers' published tables and ours: SpecBound, CM-ASD, CSD and GammaTune.
 
 Every published cell is a row, marked with how ours relates to it (`rows.Kind`).  The papers
 contradict themselves in places; `simulator.published.CONTRADICTIONS` lists where.

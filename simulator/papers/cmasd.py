@@ -71,7 +71,7 @@ def cmasd_rows(ours: Ours) -> list[Row]:
 
 
 def comparison(adaptive: Outcome, fixed: Outcome) -> str:
-    """What an ablation of the adaptive threshold says: tokens against agreement."""
+    """Return the verdict of an ablation of the adaptive threshold: tokens against agreement."""
     ours, theirs = adaptive.accepted_per_round, fixed.accepted_per_round
     more = "accepts as much"
     if round(ours, 2) != round(theirs, 2):

@@ -95,9 +95,9 @@ def csd_rows(ours: Ours) -> list[Row]:
 
 
 def compared(arms: Mapping[str, Outcome]) -> str:
-    """What an ablation of memory and gate says, in shares of the judged mismatches."""
+    """Return the verdict of an ablation of memory and gate, in shares of the judged mismatches."""
     memory, gate, both = (accepted_mismatches(arms[name].log) or 0.0 for name in CALIBRATED)
-    text = f"the memory alone lets {memory:.0%} of mismatches stand, the gate alone {gate:.0%}"
+    text = f"the memory alone accepts {memory:.0%} of mismatches, the gate alone {gate:.0%}"
     each = both < min(memory, gate)
     return f"{text}, both {both:.0%}: {'each' if each else 'not each'} of them takes some away"
 
@@ -136,7 +136,7 @@ def _rows(
                 CSD_GAINS[MAIN] if main == "CSD" else None,
                 None if mine is base else 100 * (mine.speedup / base.speedup - 1),
             ),
-            "mismatches let stand, percent": (None, None if stood is None else 100 * stood),
+            "mismatches accepted, percent": (None, None if stood is None else 100 * stood),
             "token agreement": (None, mine.quality.agreement if mine.quality else None),
             "MATH500_Acc": (
                 CSD_ABLATION.value(label, "MATH500_Acc") if known else None,

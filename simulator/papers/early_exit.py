@@ -151,7 +151,7 @@ TABLE_2 = {
     "greedy decoding": GREEDY, "temperature sampling (T=0.3)": Sampling(0.3),
     "temperature sampling (T=1.0)": Sampling(1.0), "top-p sampling (p=0.9)": Sampling(1.0, 0.9),
 }  # fmt: skip
-"""Table 2's rows; the paper names no temperature beside its top-p, which is then 1."""
+"""Table 2's rows; the paper names no temperature with its top-p, which is then 1."""
 
 
 def early_exit_rows(ours: Ours) -> list[Row]:
@@ -209,7 +209,7 @@ def ablation_rows(best: Setting, replays: Replays, said: str) -> list[Row]:
         if setting == best:
             mark = f"the optimum itself is {label}"
         worth = 100 * (full.speedup / other.speedup - 1)
-        verdict = "pays" if worth > 0 else "does not pay"
+        verdict = "gives a speedup" if worth > 0 else "gives no speedup"
         note = f"{setting.text}; the part {verdict} here: {worth:+.1f} % with it"
         rows += _pair(FIGURE_4, label, other, setting.text if mark else note, mark)
     return rows

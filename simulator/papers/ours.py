@@ -1,4 +1,4 @@
-"""What our side of the comparison is made of: one recording, and runs under lossy rules."""
+"""Our side of the comparison: one recording, and runs under lossy rules."""
 
 from __future__ import annotations
 

@@ -26,7 +26,7 @@ OUTLIER = ("Codellama-13B-Instruct", "RAG")
 """The cell whose cost per round is out of line with its model's others."""
 
 OVERALL = "Overall (of its tasks)"
-"""Column of what Tables 2 and 4 print as overall, beside experiments of ours in their own."""
+"""Column of the overall values printed in Tables 2 and 4, next to our own experiments."""
 PAIRS = {
     "vicuna-13b + 160m": ("lmsys/vicuna-13b-v1.5", "double7/vicuna-160m"),
     "vicuna-7b + 68m": ("lmsys/vicuna-7b-v1.5", "double7/vicuna-68m"),

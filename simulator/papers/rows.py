@@ -1,4 +1,4 @@
-"""Published numbers beside ours, one row per cell of a table."""
+"""Published numbers and ours, one row per cell of a table."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Row(NamedTuple):
     note: str = ""
     """How ours was got, or what is wrong with the published number."""
     mark: str = ""
-    """What is degenerate about the run behind ours, in words (`simulator.degenerate`)."""
+    """What is degenerate about the run that ours is from, in words (`simulator.degenerate`)."""
 
 
 def missing(table: PaperTable, done: list[Row]) -> list[Row]:

@@ -84,14 +84,14 @@ def plot_replicas(rows: Sequence[Mapping[str, Any]], baseline: str = "autoregres
     figure = Figure(figsize=(6.4, 4.0), layout="constrained")
     axes = figure.subplots()
     tops = [1.0]
-    # Lines that coincide would hide each other: each a little beside its own number.
+    # Lines that coincide would hide each other: each is drawn a little off its own number.
     spread: Floats = np.linspace(-0.06, 0.06, len(drawn)) * (len(drawn) - 1)
     for (i, row), shift in zip(drawn, spread, strict=True):
         steps = needed(row)
         look = {"color": COLOURS[i % len(COLOURS)], "linestyle": DASHES[i % len(DASHES)]}
         x = np.concatenate(([0.0], steps[steps < end]))
         y = np.arange(1, len(x) + 1)
-        if len(x) <= len(steps):  # so many keep the targets beyond the figure
+        if len(x) <= len(steps):  # this many keep the targets beyond the figure
             x, y = np.append(x, end), np.append(y, y[-1])
         else:
             y = np.append(y[:-1], y[-2])

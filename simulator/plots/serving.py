@@ -252,7 +252,7 @@ _INTERVAL = "; bars: 95 %"
 
 
 def _replicated(line: pd.DataFrame, latency: str) -> bool:
-    """Whether the rows of a curve have intervals, as replications do."""
+    """Return True if the rows of a curve have intervals, as replications do."""
     return f"{latency}_lo" in line and bool(line[f"{latency}_lo"].notna().any())
 
 

@@ -41,7 +41,7 @@ LABELS = {
 }
 LOGARITHMIC = frozenset({"c", "batch", "context"})
 MOST_LINES = 7
-"""As many lines as colours, dashes and markers tell apart beside the thin grey ones."""
+"""As many lines as colours, dashes and markers can tell apart, besides the thin grey ones."""
 
 
 def figures(frame: pd.DataFrame) -> dict[str, Figure]:
@@ -144,7 +144,7 @@ def plot_break_even(
         raw = part["break_even"].to_numpy(float)
         label = name
         if not np.isfinite(mid).any():
-            label += " (pays everywhere)" if np.isinf(raw).all() else " (no line)"
+            label += " (a speedup everywhere)" if np.isinf(raw).all() else " (no line)"
         axes.fill_between(at, low, high, color=colour, alpha=0.12, linewidth=0)
         axes.plot(
             at, mid, color=colour, linestyle=DASHES[i % len(DASHES)], linewidth=1.4, label=label,
@@ -163,14 +163,14 @@ def plot_break_even(
             log_ticks(axis, own, swept=name == x)
     axes.set_xlabel(LABELS[x])
     word = "smallest" if along == "alpha" else "largest"
-    axes.set_ylabel(f"{word} {LABELS[along]}\nthat pays")
+    axes.set_ylabel(f"{word} {LABELS[along]}\nwith a speedup")
     style(axes, "both")
     figure.legend(loc="outside right upper", frameon=False, fontsize=8)
     return figure
 
 
 def plot_adapting(frame: pd.DataFrame, x: str = "c", y: str = "alpha") -> Figure:
-    """What adapting could bring: oracle and best fixed length over two axes.
+    """Plot what adapting could bring: oracle and best fixed length over two axes.
 
     Left the best fixed length itself, right the oracle's speedup less its speedup.
     """
@@ -282,7 +282,7 @@ def plot_ladder(rungs: pd.DataFrame) -> Figure:
 
 
 def plot_tilt(rows: pd.DataFrame) -> Figure:
-    """Error of tilting against how far, beside i.i.d.'s; rows of `fidelity.compare_groups`."""
+    """Plot tilting's error by distance, with i.i.d.'s; rows of `fidelity.compare_groups`."""
     part = rows[rows["metric"] == "speedup"]
     figure = Figure(figsize=(6.4, 3.6), layout="constrained")
     axes = figure.subplots()
@@ -302,7 +302,7 @@ def plot_tilt(rows: pd.DataFrame) -> Figure:
 
 
 def _furthest(found: pd.DataFrame, names: Sequence[str], along: str) -> list[str]:
-    """Of `names` the `MOST_LINES` that pay furthest in the mean, in their order."""
+    """Return the `MOST_LINES` of `names` with a speedup furthest in the mean, in their order."""
     sign = -1.0 if along == "alpha" else 1.0
     reach = {}
     for name in names:

@@ -62,7 +62,7 @@ def build_report(
     Raises
     ------
     DraftsimError
-        If there is no log, or as of the computations behind the page.
+        If there is no log, or as of the computations for the page.
     """
     if not logs:
         raise DraftsimError("no round log was given: name at least one policy")

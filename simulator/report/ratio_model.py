@@ -1,4 +1,4 @@
-"""What the page's sliders compute with: priced rounds, carried over to other cost ratios.
+"""The model of the page's sliders: priced rounds, carried over to other cost ratios.
 
 Drafting costs in proportion to c and verifying drafts to v, in target passes; what else rounds
 take stays (`simulator.ratios.carried_sums`).  At the pair's own ratios the page's curves are
@@ -68,7 +68,7 @@ def _at_lengths(trace: Trace, gammas: Sequence[int]) -> dict[int, RoundLog]:
 
 
 def carried(trace: Trace, latency: LatencyTable, own: OwnRatios) -> Callable[[RoundLog], Sums]:
-    """What makes the sums of a log of `trace`, as the page holds them."""
+    """Return the function that makes the sums of a log of `trace`, as the page holds them."""
     plain = price(autoregressive(_at_lengths(trace, (1,))[1]), latency)
 
     def sums(log: RoundLog) -> Sums:

@@ -124,11 +124,12 @@ class Engine(Replica):
 
     @property
     def full(self) -> bool:
-        """Whether the token limit is reached."""
+        """Return True if the token limit is reached."""
         return self.max_tokens is not None and self.recorder.tokens >= self.max_tokens
 
     def idle_for_good(self) -> bool:
-        """Whether no request will come any more, with nothing planned for the next iteration.
+        """Return True if no request will come any more and nothing is planned for the next
+        iteration.
 
         Raises DraftsimError where requests wait and none of them could ever run.
         """

@@ -1,4 +1,4 @@
-"""What a study of serving is cut into, so that processes or machines can share it."""
+"""The parts of a serving study, cut so that processes or machines can share it."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class Bench:
     timeline: Timeline | None = None
 
     def run(self, part: Part) -> Run:
-        """What `simulator.serving.run.simulate` returns, and it raises what that does."""
+        """Return what `simulator.serving.run.simulate` returns, and raise what it raises."""
         return simulate(
             self.trace, self.latency, self.policies[part.policy], self.scenarios[part.scenario],
             name=part.policy, rule=self.rule, replication=part.replication, only=part.only,

@@ -1,4 +1,4 @@
-"""What a server is to those in front of it: takes requests, runs, and can say how full it is."""
+"""The interface of a server: it takes requests, runs, and can say how full it is."""
 
 from __future__ import annotations
 

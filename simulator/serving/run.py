@@ -106,7 +106,7 @@ def _longest_draft(policy: Policy, trace: Trace, scenario: Scenario) -> int:
         return scenario.limits.lookahead
     lookahead = lookahead_of(policy, trace)
     if scenario.mode == "pearl" and policy.reads and trace.max_gamma is not None:
-        # A block is drafted behind another, still unverified one: both must be recorded.
+        # A block is drafted after another, still unverified one: both must be recorded.
         lookahead = min(lookahead, max(trace.max_gamma // 2, 1))
     return lookahead
 

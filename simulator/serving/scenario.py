@@ -1,4 +1,4 @@
-"""What is to be served, and by what kind of engine."""
+"""The requests to be served, and the kind of engine that serves them."""
 
 from __future__ import annotations
 
@@ -98,12 +98,12 @@ class Scenario:
 
     @property
     def router_name(self) -> str | None:
-        """What the router is called; None where there is nothing to choose."""
+        """The router's name; None where there is nothing to choose."""
         return describe_router(self.router) if self.replicas > 1 else None
 
     @property
     def splits(self) -> bool:
-        """Whether every request's replica is known before anything runs.
+        """Return True if every request's replica is known before anything runs.
 
         Then replicas know nothing of each other, and each is simulated by itself.
         """

@@ -1,4 +1,4 @@
-"""Who runs in the next iteration: decides, and never computes seconds.
+"""The scheduler: it decides which requests run in the next iteration, and computes no seconds.
 
 `Continuous` is iteration-level continuous batching as vLLM's V1 scheduler does it: first
 come first served, running requests before waiting ones, a token budget that prompts share
@@ -25,7 +25,7 @@ MOST_TOKENS = 2**31 - 1
 
 @dataclass(frozen=True)
 class Limits:
-    """What an engine's configuration allows.
+    """The limits of an engine's configuration.
 
     Parameters
     ----------
@@ -71,7 +71,7 @@ class Limits:
         cls, latency: LatencyTable, max_batch: int | None = None, token_budget: int | None = None,
         kv_blocks: int | None = None,
     ) -> Limits:  # fmt: skip
-        """Those that the engine of `latency` was measured under, where none are given."""
+        """Return the limits that `latency`'s engine was measured under, where none are given."""
         own = latency.meta.get("engine") or {}
         return cls(
             own.get("max_batch", cls.max_batch) if max_batch is None else max_batch,
@@ -81,7 +81,7 @@ class Limits:
 
 
 class Iteration(NamedTuple):
-    """What to run: requests that decode, and prompt chunks."""
+    """The next iteration: requests that decode, and prompt chunks."""
 
     decode: list[Slot]
     chunks: list[Chunk]

@@ -16,7 +16,7 @@ from traces.replay.scores import score_tape
 
 
 class EngineState:
-    """What every sequence of an engine may see of it."""
+    """The state of an engine that all its sequences may see."""
 
     __slots__ = ("batch", "scheduled")
 
@@ -71,7 +71,7 @@ class ServedSequence(ReplayDecoder):
 
     @property
     def ended(self) -> bool:
-        """Whether every token of the request has been emitted."""
+        """Return True if every token of the request has been emitted."""
         return self.position >= self.length
 
     @property
@@ -121,7 +121,7 @@ class ServedSequence(ReplayDecoder):
         return accepted
 
     def ends_after(self, accepted: int) -> bool:
-        """Whether accepting this many tokens emits the request's last one."""
+        """Return True if accepting this many tokens emits the request's last one."""
         return self.position + accepted + 1 >= self.length
 
     def commit(self, accepted: int) -> None:
@@ -138,7 +138,7 @@ class ServedSequence(ReplayDecoder):
             self._wrap()
 
     def _wrap(self) -> None:
-        # Rows are read at start + position: moving the start back begins the recording anew.
+        # Rows are read at start + position: moving the start back makes the recording begin again.
         self._start -= self._recorded
         self._seam += self._recorded
         self._limit = self._seam

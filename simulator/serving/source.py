@@ -14,7 +14,7 @@ Events = Generator[simpy.Event, Any, None]
 
 
 class Server(Protocol):
-    """What takes requests."""
+    """A server that takes requests."""
 
     def submit(self, job: Job) -> None:
         """Queue a request."""
@@ -76,7 +76,7 @@ class Source:
 
     @property
     def more_to_come(self) -> bool:
-        """Whether requests will arrive without any now in the system finishing first."""
+        """Return True if requests will arrive before any now in the system finishes."""
         if self._concurrency is None:
             return not self.exhausted
         return self._thinking > 0

@@ -1,4 +1,4 @@
-"""What the engines of a run have in common, and a run of one or more of them on one clock."""
+"""The common part of a run's engines, and a run of one or more of them on one clock."""
 
 from __future__ import annotations
 
@@ -220,7 +220,7 @@ class Station:
         return fidelity_of(trace)
 
     def _assumed(self) -> str:
-        """What the seconds of a run's batches rest on that nobody measured."""
+        """Return the unmeasured assumptions that the seconds of a run's batches rest on."""
         one_stream = self.scenario.mode in OVERLAPPED
         return self.latency.said_batch_free(
             1 if one_stream else self.scenario.limits.max_batch or 1

@@ -1,4 +1,4 @@
-"""Where speculation stops paying: speedup over batch size, context and draft length.
+"""Where speculation stops giving a speedup: speedup over batch size, context and draft length.
 
 A round of K drafts pays if it emits more tokens than plain decoding would in the same time, so the
 acceptance length that breaks even is seconds of the round over seconds of a plain step.  It needs

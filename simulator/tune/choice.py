@@ -92,7 +92,7 @@ def folds(categories: Sequence[str]) -> Bools:
 
 
 def can_hold_back(second: Bools) -> bool:
-    """Whether both halves have two prompts or more, the fewest that can be resampled."""
+    """Return True if both halves have two prompts or more, the fewest that can be resampled."""
     return bool(min(second.sum(), (~second).sum()) >= 2)
 
 
@@ -105,7 +105,7 @@ def cross_fitted(
     default_option: int | None = None,
     confidence: float = CONFIDENCE,
 ) -> Choice:
-    """What choosing gains over `default` on prompts the choice was not made on.
+    """Return the gain of choosing over `default`, on prompts the choice was not made on.
 
     Each half of the prompts is run under the option chosen on the other half; the gain
     is that of both together, with its percentile bootstrap interval.

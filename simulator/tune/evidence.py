@@ -1,4 +1,4 @@
-"""Where the evidence behind a setting is thin, said in words."""
+"""The weak points of a setting's evidence, in words."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ GAP = 4
 
 
 def about_recording(trace: Trace, latency: LatencyTable) -> list[str]:
-    """What the recording and the latency table leave uncertain."""
+    """Return what the recording and the latency table leave uncertain."""
     found = []
     if len(trace.requests) < FEW_PROMPTS:
         found.append(
@@ -71,7 +71,7 @@ def origin(latency: LatencyTable, batch: int) -> dict[str, Any]:
 
 
 def about_row(row: Mapping[str, Any]) -> list[str]:
-    """What one searched batch and context leaves uncertain, without saying which."""
+    """Return what one searched batch and context leaves uncertain, without naming them."""
     found = []
     if row["outside"] > 0:
         found.append(f"{row['outside']:.0%} of passes lie outside the measured cells")
@@ -88,7 +88,7 @@ def about_row(row: Mapping[str, Any]) -> list[str]:
         if lo <= 1 <= hi and lo < hi:
             found.append("no significant gain: its interval includes 1")
     if not row["held_out"]:
-        found.append("no prompts were held back: the gain is that of the prompts chosen on")
+        found.append("no held-out prompts: the gain is measured on the prompts of the choice")
     return found
 
 

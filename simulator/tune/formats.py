@@ -1,4 +1,4 @@
-"""What each engine accepts: the rules of its file, checked before anything is written.
+"""The settings that each engine accepts: the rules of its file, checked before it is written.
 
 Rules read in the engines' own code: vLLM v1/spec_decode/dynamic/utils.py
 (``validate_and_normalize_dynamic_sd_schedule``), SGLang 0.5.23

@@ -30,7 +30,7 @@ METHODS = {
 WITHOUT_MODEL = ("ngram", "suffix")
 """Methods of vLLM that look drafts up and load no model."""
 GGUF = ".gguf"
-"""Suffix of the files that llama.cpp reads; a model's folder or name is none."""
+"""Suffix of the files that llama.cpp reads; a model's folder or name does not end so."""
 ALGORITHMS = {"eagle": "EAGLE", "eagle3": "EAGLE3", "draft_model": "STANDALONE", "mtp": "NEXTN"}
 """SGLang's ``--speculative-algorithm`` of vLLM's methods."""
 

@@ -86,11 +86,11 @@ def tune_llamacpp(
         engine, trace, latency, settings or llamacpp_options(signals), slo=slo, draws=draws,
         seed=seed,
     )  # fmt: skip
-    more = "one setting serves every load: with more slots (--parallel) drafts pay less"
+    more = "one setting serves every load: with more slots (--parallel) drafts gain less"
     warnings = [*found.warnings, more]
     if latency.meta.get("passes_apart") is False:
         warnings.append(
-            "the runs behind these latencies do not tell a draft pass apart from a verified token, "
+            "these latencies come from runs that do not tell a draft pass from a verified token, "
             "and p-min depends on that: calibrate with runs at two p-min or two concurrencies"
         )
     return replace(found, warnings=warnings)

@@ -120,7 +120,9 @@ def share_within(run: Run) -> float:
 
 
 def beaten(rates: Floats, best: Floats, confidence: float = SEARCH_CONFIDENCE) -> bool:
-    """Whether the t interval of the paired differences to `best` lies below 0; (replications,)."""
+    """Return where the t interval of the paired differences to `best` lies below 0;
+    (replications,).
+    """
     # Equal runs differ by rounding alone.
     return bool(t_interval(rates - best, confidence)[2] < -1e-9 * best.mean())
 

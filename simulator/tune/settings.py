@@ -1,4 +1,4 @@
-"""What a search found: the document an engine reads, and the evidence for it."""
+"""The result of a search: the document an engine reads, and the evidence for it."""
 
 from __future__ import annotations
 
@@ -75,7 +75,9 @@ class Tuned:
             check_settings(self.engine, self.document)
 
     def policy_at(self, batch: int) -> DraftPolicy | BatchPolicy:
-        """What to deploy where loads stay at a searched `batch`: `policy`, or no speculation."""
+        """Return the policy to deploy if loads stay at a searched `batch`: `policy`, or no
+        speculation.
+        """
         deploy = {row["batch"]: row["deploy"] for row in self.rows}
         return Autoregressive() if deploy[batch] == OFF else self.policy
 

@@ -46,13 +46,13 @@ class SingleSetting(Protocol):
         ...
 
     def document(self) -> dict[str, Any]:
-        """What the engine reads."""
+        """Return the document that the engine reads."""
         ...
 
 
 @dataclass(frozen=True)
 class SingleEngine:
-    """What to know of an engine to choose its setting."""
+    """The facts about an engine that choosing its setting needs."""
 
     name: str
     default: SingleSetting

@@ -112,7 +112,7 @@ def _summed(log: RoundLog, context: Ints, index: Ints) -> tuple[Any, ...]:
 
 
 class StepCosts(NamedTuple):
-    """What the steps of a batch take, and how far that is known."""
+    """The time of a batch's steps, and how far it is known."""
 
     seconds: Floats
     """Of every step, shape (steps,)."""
@@ -159,7 +159,7 @@ def _outside(read: Estimate, times: Ints | int = 1) -> int:
 
 
 class InBatch(NamedTuple):
-    """Decoding in a full batch beside plain decoding in one as large; arrays of shape (prices,)."""
+    """Decoding in a full batch, with plain decoding in one as large; arrays of shape (prices,)."""
 
     speedup: Floats
     """Tokens per second over plain decoding's."""
@@ -174,7 +174,7 @@ class InBatch(NamedTuple):
 
 
 class _Taken(NamedTuple):
-    """What the samples of a log take."""
+    """The time of a log's samples."""
 
     each: Floats
     """A token of every sample, shape (samples, prices)."""
@@ -221,7 +221,7 @@ class Samples:
     def prompt(self, costs: Floats | Ints) -> Floats:
         """Cost of each prompt, its rounds at the mean of their steps; shape (prompts,).
 
-        A step takes as long for every slot, whoever drafts longest in it.
+        A step takes as long for every slot, whichever request drafts longest in it.
         """
         total = np.bincount(
             self._request, np.repeat(costs, self.steps.batch), minlength=len(self._rounds)
@@ -229,7 +229,7 @@ class Samples:
         return np.asarray(total / np.maximum(self._drawn, 1) * self._rounds)
 
     def at_latency(self, latency: LatencyTable, context: float | None) -> _Taken:
-        """With measured or assumed passes; one price, kept for whoever asks again."""
+        """Return the time with measured or assumed passes; one price, cached."""
         if (latency, context) not in self._priced:
             costs = step_costs(self.steps, latency, context)
             self._priced[latency, context] = _Taken(

@@ -1,4 +1,4 @@
-"""Where speculation stops paying, and what adapting the draft length is worth.
+"""Where speculation stops giving a speedup, and what adapting the draft length is worth.
 
 Everything here reads the table of a sweep (`simulator.whatif.sweep.run`).
 """

@@ -25,7 +25,7 @@ from traces.replay.lanes import replay_many
 
 @dataclass(frozen=True, eq=False)
 class Tuning:
-    """What a search found.
+    """The result of a search.
 
     Attributes
     ----------

@@ -1,4 +1,4 @@
-"""Public GPU measurements beside what is predicted of each from a part of it.
+"""Public GPU measurements, each predicted from a part of it.
 
 No constant is fitted to a row that it predicts: every row says what was given.  The form of
 the acceptance family (`simulator.aggregate.acceptance`) and of the cycle line was chosen with

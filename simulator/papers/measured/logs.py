@@ -65,8 +65,8 @@ def log_rows(folder: Path, needed: bool = True) -> list[Evidence]:
         rows += _halves(SPECBENCH_STUDY, *both, categories=True)
     if not rows and needed:
         raise DraftsimError(
-            f"--logs {folder}: holds neither {EAGLE[0]} nor {SPECBENCH[0]} with its plain run "
-            "beside it: name the folder that they lie in"
+            f"--logs {folder}: holds neither {EAGLE[0]} nor {SPECBENCH[0]} together with its plain "
+            "run: name the folder that holds them"
         )
     return rows
 

@@ -1,4 +1,4 @@
-"""What others measured on GPUs beside what is predicted of it from a part of it."""
+"""Published GPU measurements and the prediction of each from a part of it."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def evidence(
 
 
 def ranked(rows: Sequence[Evidence], known: Sequence[float] = ()) -> list[Evidence]:
-    """The rows with their rank judged among themselves and beside `known` measured values."""
+    """Return the rows with their rank judged among themselves and `known` measured values."""
     return [row._replace(rank_right=_rank(row, rows, known)) for row in rows]
 
 

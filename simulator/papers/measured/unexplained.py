@@ -1,4 +1,4 @@
-"""What explains the largest errors of the public measurements, and what remains unexplained."""
+"""Explanations of the largest errors of the public measurements, and what is not explained."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class Note(NamedTuple):
     text: str
 
     def on(self, study: str, given: str) -> bool:
-        """Whether it is about these rows."""
+        """Return True if it is about these rows."""
         return self.study in study and self.given in given
 
 
@@ -48,7 +48,7 @@ NOTES = (
     Note(
         "GammaTune Table 1", "the table's other models",
         "Not explained: the 68M's two layers take a quarter more than the other models' launches "
-        "say; what a pass launches beside its layers is known from Qwen's models alone",
+        "say; the launches outside of the layers are known from Qwen's models alone",
     ),
     Note(
         "transformers on", "unpacking from other studies",
@@ -117,7 +117,7 @@ NOTES = (
 
 
 def notes_on(rows: Sequence[Evidence]) -> list[str]:
-    """The notes on what these rows are of, each behind the parts of the names it is about."""
+    """Return the notes on these rows, each after the parts of the names it is about."""
     groups = [*by_study(rows)]
     return [
         f"{note.study} ({note.given or 'all rows'}): {note.text}"

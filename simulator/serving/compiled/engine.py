@@ -45,7 +45,7 @@ PATIENCE_S = 1.5
 
 
 class Served(NamedTuple):
-    """What the replicas of a run did."""
+    """The work that the replicas of a run did."""
 
     recorders: list[Recorder]
     coverage: list[Coverage]

@@ -259,7 +259,7 @@ def iteration_s(
 
 @jit
 def append(engine: Arrays, r: int, whose: int, blocks: int) -> None:
-    """Free blocks after all others; two neighbours that are nobody's are one entry."""
+    """Free blocks after all others; two unused neighbours become one entry."""
     state, free = engine.replicas[r], engine.free[r]
     if state.free and whose == NOBODY == free[state.free - 1].whose:
         free[state.free - 1].blocks += blocks

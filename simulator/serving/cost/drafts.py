@@ -57,7 +57,7 @@ class DraftCost:
 
     @property
     def readers(self) -> list[PassReader]:
-        """What is read from, each once."""
+        """Return the readers in use, each once."""
         return list(dict.fromkeys(r for r in (self.later, self.first, self.along) if r))
 
     def running(self) -> tuple[PassReader, PassReader]:
@@ -67,8 +67,10 @@ class DraftCost:
         return self.later, self.first
 
     def idle(self, work: Work) -> bool:
-        """Whether a drafter that always runs is asked for nothing (`policies.batch.base.KeptInStep`
-        counts that pass as the draft's own)."""
+        """Return True if a drafter that always runs is asked for nothing.
+
+        `policies.batch.base.KeptInStep` counts that pass as the draft's own.
+        """
         return self.along is not None and not work.drafted and self._always < 2
 
     def _idle_s(self, work: Work, batch: int) -> float:
@@ -109,7 +111,7 @@ class DraftCost:
         return seconds
 
     def settling(self, batch: int) -> list[float]:
-        """What the first 0, 1, ... draft passes behind a first take beyond later ones."""
+        """Return the extra time of the first 0, 1, ... draft passes after a round's first."""
         settled = self._settled.get(batch)
         if settled is None:
             settled = self._settled[batch] = settling_sums(self._latency, "draft", batch).tolist()

@@ -38,15 +38,17 @@ class HostCost:
         return host
 
     def around_iteration_s(self, batch: int) -> float:
-        """What a server puts around an iteration over `batch` requests; `at` holds it."""
+        """Return the server's own time around an iteration over `batch` requests; `at` holds it."""
         return self._scalar(SERVER, "iteration", batch)
 
     def around_request_s(self, batch: int) -> float:
-        """What a server puts around a request that ends with `batch` running, itself among them."""
+        """Return the server's own time around a request that ends with `batch` running, itself
+        included.
+        """
         return self._scalar(SERVER, "request", batch)
 
     def apart_s(self, requests: int) -> float:
-        """Seconds between requests at a server's engine of which so many were sent at once."""
+        """Return the seconds between requests at a server's engine if `requests` come at once."""
         return self._scalar(SERVER, "apart", requests)
 
     def _read(self, batch: int) -> Host:

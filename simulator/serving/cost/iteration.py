@@ -64,14 +64,14 @@ class IterationCost:
 
     Notes
     -----
-    Where the table has what a drafter takes that an engine runs along in every iteration
-    (``along``), an iteration without drafts costs that, and the first pass of a draft is over all
-    that the iteration verifies, behind which such a drafter runs.
+    If the table has the time of a drafter that runs in every iteration (``along``), an iteration
+    without drafts costs that.  The first pass of a draft is then over all tokens that the iteration
+    verifies, because such a drafter runs after them.
 
-    What prompts make of a pass that decodes, `mixed` prices: they are no part of its mean width.
-    Beside them sequences decode with another kernel, where the table has its cells (``beside``).
-    A table of an engine that always drafts (`traces.replay.always`) has its passes in every
-    iteration that decodes.
+    `mixed` prices the prompts in a pass that decodes: they are no part of its mean width.  In such
+    a pass sequences decode with another kernel, where the table has its cells (``beside``).  A
+    table of an engine that always drafts (`traces.replay.always`) has its passes in every iteration
+    that decodes.
     """
 
     def __init__(
@@ -135,11 +135,11 @@ class IterationCost:
 
     @property
     def by_totals(self) -> bool:
-        """Whether the work of an iteration says all, whatever single sequences do."""
+        """Return True if an iteration's cost depends on its total work, not on single sequences."""
         return self.passes == "ragged" and self.draft_batch == "padded"
 
     def prompts(self, chunks: Sequence[Chunk]) -> Prompts:
-        """What `chunks` take; to be asked before they have been."""
+        """Return the time of `chunks`; to be asked before they are processed."""
         if not chunks:
             return NO_PROMPTS
         draft_s = self._prompts.seconds("draft", self._drafts.later, chunks)
@@ -151,7 +151,9 @@ class IterationCost:
         )  # fmt: skip
 
     def around_request_s(self, batch: int) -> float:
-        """What a server puts around a request that ends with `batch` running, itself among them."""
+        """Return the server's own time around a request that ends with `batch` running, itself
+        included.
+        """
         return self._hosts.around_request_s(batch)
 
     def hosts_at(self, batch: int) -> tuple[float, ...]:
@@ -170,7 +172,7 @@ class IterationCost:
 
     @property
     def unpriced(self) -> list[str]:
-        """What happened at no cost because the table lacks its cells."""
+        """Return what happened at no cost because the table lacks its cells."""
         return self._prompts.unpriced + [
             phase for phase in ("host_round", *(("signal",) if self.reads else ()))
             if not any(self.latency.has(m, phase) for m in HOSTS)

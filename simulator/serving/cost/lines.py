@@ -203,7 +203,7 @@ _known: WeakKeyDictionary[LatencyTable, dict[tuple[str, str], Lines]] = WeakKeyD
 
 
 def _around(ordered: Sequence[float], x: float) -> tuple[bool, list[tuple[float, float]]]:
-    """Whether `x` lies within `ordered` points, and (weight, point) pairs bracketing it."""
+    """Return True if `x` lies within `ordered` points, and (weight, point) pairs bracketing it."""
     if not ordered[0] <= x <= ordered[-1]:
         return False, [(1.0, ordered[0] if x < ordered[0] else ordered[-1])]
     below = ordered[bisect_right(ordered, x) - 1]

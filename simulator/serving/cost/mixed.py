@@ -2,7 +2,7 @@
 
 Such a pass is not one of mean width: the sequences' attention costs what it costs alone, and
 all tokens go through the layers together.  Where an engine was measured, what prompts add has
-cells of its own (phase ``mixed``), of one prompt beside those that decode.  Elsewhere, and for more
+cells of its own (phase ``mixed``), of one prompt with those that decode.  Elsewhere, and for more
 prompt tokens than such cells have, the two passes are added less one launch, for the weights are
 read, and the kernels launched, once: what prompts take by themselves was measured further, and
 of several at a time.
@@ -33,7 +33,7 @@ class MixedPasses:
 
     @property
     def coverage(self) -> list[Coverage]:
-        """Of the cells that were read, and the passes put together without any."""
+        """The coverage of the cells that were read, and of the passes put together without any."""
         read = self._added.coverage if self._added is not None else []
         return [*read, self._composed] if self._composed.passes else read
 

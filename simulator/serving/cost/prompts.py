@@ -12,7 +12,7 @@ from traces.latency.table import LatencyTable
 
 
 class Prompts(NamedTuple):
-    """What the prompt chunks of one iteration take by themselves, and what they are."""
+    """The time of one iteration's prompt chunks by themselves, and the chunks."""
 
     draft_s: float
     target_s: float
@@ -43,17 +43,17 @@ class PromptCost:
         self._longest = {m: lines_of(latency, m, "prefill").widest_together for m in self._prefill}
 
     def prices(self, model: str) -> bool:
-        """Whether prompts of `model` cost anything."""
+        """Return True if prompts of `model` cost anything."""
         return model in self._prefill
 
     @property
     def readers(self) -> list[PassReader]:
-        """What is read from."""
+        """Return the readers in use."""
         return list(self._prefill.values())
 
     @property
     def unpriced(self) -> list[str]:
-        """What is read at no cost because the table lacks its cells."""
+        """Return what is read at no cost because the table lacks its cells."""
         return [f"{m} prefill" for m in self.models if m not in self._prefill]
 
     def seconds(self, model: str, forward: PassReader | None, chunks: Sequence[Chunk]) -> float:

@@ -148,7 +148,7 @@ class PassReader:
         return plan
 
     def _fold(self) -> None:
-        """Add the plans' tallies to what was seen, and begin them anew."""
+        """Add the plans' tallies to the totals, and reset them."""
         for (batch, width), plan in self._plans.items():
             for origin, tally in enumerate(plan.tallies):
                 if not tally[0]:

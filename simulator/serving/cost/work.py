@@ -1,4 +1,4 @@
-"""What an iteration does: prompt chunks, and what its rounds add up to; no seconds yet."""
+"""The work of an iteration: prompt chunks, and the sums of its rounds; no seconds yet."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class Work(NamedTuple):
 def drafting_always(work: Work, batch: int, passes: int) -> Work:
     """`work` where every sequence of the batch runs at least `passes` draft passes.
 
-    A drafter called in every iteration is at most `MOST_BEHIND` tokens behind.
+    A drafter called in every iteration has at most `MOST_BEHIND` tokens to catch up on.
     """
     behind = min(work.catch_up, MOST_BEHIND * work.drafting) + batch - work.drafting
     return work._replace(

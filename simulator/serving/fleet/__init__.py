@@ -1,1 +1,1 @@
-"""Several replicas behind a router: who takes a request, and what they all did together."""
+"""Several replicas with a router: who takes a request, and what they all did together."""

@@ -1,4 +1,4 @@
-"""Replicas on one clock behind a router, as one server."""
+"""Replicas on one clock with a router, as one server."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What several replicas did, as the run of one server."""
+"""The work of several replicas, as the run of one server."""
 
 from __future__ import annotations
 

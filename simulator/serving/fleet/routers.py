@@ -17,7 +17,7 @@ from traces.errors import DraftsimError
 
 
 class Loaded(Protocol):
-    """What a router sees of a replica."""
+    """A replica, as far as a router sees it."""
 
     @property
     def requests(self) -> int:

@@ -1,1 +1,1 @@
-"""What a run in simulated time leaves behind: metrics, rows, timelines and figures."""
+"""The results of a run in simulated time: metrics, rows, timelines and figures."""

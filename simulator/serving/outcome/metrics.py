@@ -1,4 +1,4 @@
-"""What a run leaves behind: rows per finished request, and statistics."""
+"""The results of a run: rows per finished request, and statistics."""
 
 from __future__ import annotations
 
@@ -92,8 +92,8 @@ class Recorder:
     def leave(self, slot: Slot, now: float, around_s: float = 0.0) -> None:
         """A request got its last token, of which its client knows `around_s` later.
 
-        That is what a server puts around a request: all of it stands behind the arrival at the
-        engine, where some of it lies before.
+        This is the server's own time around a request: all of it is counted after the arrival at
+        the engine, though some of it comes before.
         """
         self.enter(now, -1)
         self.area_s += around_s

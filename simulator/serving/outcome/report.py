@@ -1,4 +1,4 @@
-"""What came of it: one run, and replications of several policies side by side."""
+"""The results: one run, and replications of several policies together."""
 
 from __future__ import annotations
 

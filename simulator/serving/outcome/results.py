@@ -55,8 +55,8 @@ class ResultsFile:
     path, meta, command:
         Where, and what the header holds.
     key:
-        A digest of all that the rows depend on.  What an unfinished file with the same key
-        holds is kept, in `kept`, and written behind; None writes the file anew.
+        A digest of all that the rows depend on.  The rows of an unfinished file with the same key
+        are kept, in `kept`, and further rows are appended; None starts a new file.
     say:
         Called with a sentence on rows that are lost: damaged ones, or those of another key.
 
@@ -104,7 +104,7 @@ class ResultsFile:
         return self
 
     def _kept_lines(self) -> list[bytes]:
-        """Header and rows of an unfinished run of the same question; none to begin anew."""
+        """Return header and rows of an unfinished run of the same question; none to start again."""
         if not self.path.is_file() or not self.path.stat().st_size:
             return []
         found = _parsed(self.path)
@@ -188,7 +188,7 @@ class _Parsed:
 
     path: Path
     header: dict[str, Any] = field(default_factory=dict)
-    """Empty where the first line is none."""
+    """Empty if the first line is not a header."""
     rows: dict[int, dict[str, Any]] = field(default_factory=dict)
     complete: bool = False
     damaged: list[int] = field(default_factory=list)

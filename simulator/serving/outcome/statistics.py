@@ -52,7 +52,7 @@ class Histogram:
 
     @classmethod
     def joined(cls, parts: Sequence[Histogram]) -> Histogram:
-        """What `parts` counted, counted by one."""
+        """Return the counts of `parts` added up."""
         whole = cls()
         for part in parts:
             whole.add_bins(part._bins, part.total)

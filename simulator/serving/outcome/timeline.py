@@ -29,7 +29,9 @@ FIRST = {DEVICES: 100, REQUESTS: 10_000}
 
 
 def verdict(outcome: Round) -> str:
-    """What became of a draft; Perfetto colours by the words, whatever the numbers in them."""
+    """Return a draft's result in words; Perfetto colours by the words, whatever the numbers in
+    them.
+    """
     drafted, accepted = outcome.drafted, outcome.accepted
     if not drafted:
         return "no draft"

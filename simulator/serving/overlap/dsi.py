@@ -18,12 +18,11 @@ Process = Generator[simpy.Event, Any, None]
 class Dsi(Overlapped):
     """Distributed speculative inference (Timor et al. 2024).
 
-    The drafter drafts block after block and never waits; every finished block is verified
-    by a target server of its own while drafting goes on.  The first rejection ends the
-    segment.  Another target decodes plainly all the while, and whoever confirms the
-    segment's last token first ends it, so on devices of their own DSI is never slower
-    than plain decoding.  On a shared device everything overlaps, hence everything slows
-    down by the interference.
+    The drafter drafts block after block and never waits; every finished block is verified by a
+    target server of its own while drafting goes on.  The first rejection ends the segment.  Another
+    target decodes plainly all the while, and the first to confirm the segment's last token ends it,
+    so on devices of their own DSI is never slower than plain decoding.  On a shared device
+    everything overlaps, hence everything slows down by the interference.
     """
 
     def decode(self, slot: Slot) -> Events:

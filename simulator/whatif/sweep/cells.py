@@ -144,7 +144,7 @@ class Part:
 
 
 class _Plain:
-    """Plain decoding of a part's requests: priced once, for every policy beside it."""
+    """Plain decoding of a part's requests: priced once, for every policy."""
 
     def __init__(self) -> None:
         self.samples: Samples | None = None
@@ -164,11 +164,11 @@ class _Plain:
 
 @dataclass(frozen=True, eq=False)
 class Bench:
-    """Everything a part needs, sent once to whoever computes it."""
+    """Everything a part needs, sent once to each worker."""
 
     trace: Trace
     policies: Mapping[str, DraftPolicy]
-    """Those asked for, and the references beside them."""
+    """The policies asked for, and their references."""
     prices: Prices
     tilter: Tilter | None = None
     """None: i.i.d., or nothing tilted."""
@@ -259,7 +259,7 @@ class Bench:
         return {**columns, **self._labels()}
 
     def _labels(self) -> dict[str, npt.NDArray[Any]]:
-        """What tells the prices of one log apart, shape (prices,)."""
+        """Return the labels that tell the prices of one log apart, shape (prices,)."""
         prices = self.prices
         none = len(prices.ratios)
         cells = [(k, t) for k in prices.contexts for t in prices.tables]

@@ -119,7 +119,9 @@ def search_space(text: str) -> tuple[str, dict[str, list[str]]]:
         if braces := _BRACES.fullmatch(value):
             space[key] = _alternatives(braces.group(1), text)
         elif "{" in part:
-            raise DraftsimError(f"policy {text!r}: braces stand for a value, as in gamma={{1..8}}")
+            raise DraftsimError(
+                f"policy {text!r}: braces give the values of a parameter, as in gamma={{1..8}}"
+            )
         else:
             fixed.append(part)
     return name + (":" + ",".join(fixed) if fixed else ""), space

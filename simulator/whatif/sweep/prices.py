@@ -1,4 +1,4 @@
-"""What the rounds of a sweep are priced with: cost ratios, tables, contexts and GPUs."""
+"""The prices of a sweep's rounds: cost ratios, tables, contexts and GPUs."""
 
 from __future__ import annotations
 
@@ -122,7 +122,7 @@ def device_name(latency: LatencyTable) -> str:
 
 
 def _scaling(latency: LatencyTable) -> tuple[bool, float, float]:
-    """Whether a table was carried over, and the errors of what carried it."""
+    """Return whether a table was carried over, and the errors of its carrying model."""
     note = latency.meta.get("scaled")
     if not note:
         return False, 0.0, 0.0

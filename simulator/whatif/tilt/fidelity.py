@@ -34,7 +34,7 @@ LEAST_SHIFT = 0.05
 
 @dataclass(frozen=True)
 class TiltError:
-    """What tilting was measured to be off by, and how far that was tried.
+    """The measured error of tilting, and the range in which it was measured.
 
     Attributes
     ----------
@@ -43,9 +43,9 @@ class TiltError:
     largest:
         Largest difference of logit(alpha) it was measured at.
     median, worst:
-        Of the absolute relative errors behind it.
+        Of the absolute relative errors that it comes from.
     iid_median:
-        The same with an i.i.d. process of the right alpha in the place of the tilt.
+        The same with an i.i.d. process of the right alpha instead of the tilt.
     comparisons:
         How many there were.
     """
@@ -66,7 +66,7 @@ class TiltError:
         return self.per_logit * shift if np.isfinite(shift) else _NAN
 
     def tried(self, alpha: float, recorded: float) -> bool:
-        """Whether a shift as large was among those measured."""
+        """Return True if a shift as large was among those measured."""
         return abs(_logit(alpha) - _logit(recorded)) <= self.largest + 1e-9
 
 

@@ -463,7 +463,7 @@ class Tilter:
 
     @cached_property
     def _uniform(self) -> Floats:
-        """The number behind each outcome, shape (positions,)."""
+        """Return the random number of each outcome, shape (positions,)."""
         drawn = np.random.default_rng(self.seed).random(len(self.trace.on_path))
         if self.method == "redraw":
             return drawn
