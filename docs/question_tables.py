@@ -15,7 +15,7 @@ MOST_LINES = 16
 """Lines of an output that a page shows."""
 PROVENANCE = re.compile(
     r"composed from operators|^acceptance of |measured sizes|passes: batch"
-    r"|^mixed prefill and decode steps"
+    r"|^prompts \w+ decoding, priced"
     r"|^not in the latency table|^warning: |^launch: |^simulating, |^run \d+: "
 )
 """Remarks on what was read that the page leaves out: the command's own output has them."""

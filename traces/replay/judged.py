@@ -42,7 +42,7 @@ def judged_rounds(
 
 
 def columns_of(trace: Trace, rule: VerifyRule) -> tuple[SimpleNamespace, SimpleNamespace]:
-    """What a rule declares to read of tokens and scores, an array over the rows each."""
+    """Return the fields of tokens and of scores that a rule reads, an array over the rows each."""
     layout = layout_of(trace)
     scores = {name: trace.columns[SCORE_COLUMNS[name]] for name in rule.needs}
     for name, values in scores.items():

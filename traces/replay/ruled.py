@@ -1,4 +1,4 @@
-"""A recorded trace in the place of two models, where a lossy rule decides what is accepted."""
+"""A decoder that reads a recorded trace and accepts tokens by a lossy rule."""
 
 from __future__ import annotations
 
