@@ -111,15 +111,20 @@ class LatencyCost(TableCost):
     ) -> None:
         super().__init__(latency, signals)
         self.longest, self.smooth = longest, smooth
+        self._widths = np.arange(1.0, longest + 2)
 
     def __call__(self, batch: int, draft_length: int, verify_tokens: int, context: float) -> float:
         """Seconds of `draft_length` batched draft steps and one verification."""
-        seconds = super().__call__(batch, draft_length, verify_tokens, context)
+        known = _seconds.setdefault(self.latency, {})
+        key = self.signals, batch, draft_length, verify_tokens, context
+        seconds = known.get(key)
+        if seconds is None:
+            seconds = super().__call__(batch, draft_length, verify_tokens, context)
+            known[key] = seconds
         if not self.smooth:
             return seconds
         beyond = _beyond(self.latency, self.longest, batch, context)
-        widths = np.arange(1.0, self.longest + 2)
-        return seconds + float(np.interp(verify_tokens / batch, widths, beyond))
+        return seconds + float(np.interp(verify_tokens / batch, self._widths, beyond))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> LatencyCost:
         return self  # a table of measurements, which nothing changes
@@ -143,6 +148,9 @@ def _beyond(latency: LatencyTable, longest: int, batch: int, context: float) -> 
 
 # Fits of one recording read one table, under several ways to weigh the same passes.
 _known: WeakKeyDictionary[LatencyTable, dict[tuple[int, int, float], Floats]] = WeakKeyDictionary()
+_seconds: WeakKeyDictionary[LatencyTable, dict[tuple[bool, int, int, int, float], float]] = (
+    WeakKeyDictionary()
+)
 
 
 Estimates = Literal["auto", "isotonic", "logistic", "none"]
