@@ -21,6 +21,7 @@ from commands import app, catalogue
 from docs.engine_tables import engine_checks, over_http, server_checks, stepped
 from docs.llamacpp_tables import llamacpp_counts
 from docs.lossy_tables import lossy_rules
+from docs.operator_tables import held_against, paper_settings
 from docs.outputs import output
 from docs.paper_tables import order_of_systems
 from docs.question_tables import questions
@@ -296,11 +297,11 @@ def equivalents() -> str:
 MAKERS: Mapping[str, Callable[..., str]] = {
     "api": api, "bounds": bounds, "calls": calls, "catalogued": catalogued, "columns": columns,
     "commands": commands, "docstring": docstring, "engine_checks": engine_checks,
-    "equivalents": equivalents, "formulas": formulas, "kinds": kinds,
+    "equivalents": equivalents, "formulas": formulas, "held_against": held_against, "kinds": kinds,
     "llamacpp_counts": llamacpp_counts, "lossy_rules": lossy_rules, "methods": methods,
     "server_confirmed": server_confirmed, "server_left_out": server_left_out,
     "modules": modules, "operators": operators, "order_of_systems": order_of_systems,
-    "output": output, "over_http": over_http,
+    "output": output, "over_http": over_http, "paper_settings": paper_settings,
     "phases": phases, "questions": questions,
     "readme": readme, "rooms": rooms, "routers": routers, "row_columns": row_columns,
     "served": served, "server_checks": server_checks, "signals": signals,

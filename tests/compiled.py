@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Any
 from unittest.mock import patch
 
@@ -90,9 +91,19 @@ LIMITS = st.builds(
     chunked_prefill=st.booleans(),
     prefix_caching=st.booleans(),
     whole_prompts=st.booleans(),
+    async_scheduling=st.booleans(),
 )
+
+
+def scenario_of(arrivals: Any, limits: Limits, mode: Any, **options: Any) -> Scenario:
+    """A scenario; static batches are never planned ahead."""
+    if mode == "static":
+        limits = replace(limits, async_scheduling=False)
+    return Scenario(arrivals, limits, mode=mode, **options)
+
+
 SCENARIOS = st.builds(
-    Scenario,
+    scenario_of,
     ARRIVALS,
     LIMITS,
     requests=st.integers(1, 25),

@@ -13,17 +13,16 @@ import pytest
 from simulator.hardware import bounds_of
 from simulator.papers.measured.operators import (
     ALONE,
-    SERVER_LOG,
     WITH_HOST,
     attention_rows,
     concurrency_rows,
     decode_rows,
     expert_rows,
     law_rows,
-    server_rows,
     step_rows,
 )
 from simulator.papers.measured.rows import Evidence, by_study, kind_of
+from simulator.papers.measured.server import SERVER_LOG, server_rows
 from tests.conftest import Run
 from traces.errors import DraftsimError
 from traces.store.recordings import find_latency

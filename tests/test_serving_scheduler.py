@@ -107,6 +107,34 @@ def test_seats_are_taken_in_order_of_arrival() -> None:
     assert (decoding(plan := run(scheduler)), chunks(plan)) == ([1], [(2, 1)])
 
 
+def test_a_plan_made_ahead_sees_arrivals_and_ends_one_iteration_later() -> None:
+    limits = Limits(max_batch=2, kv_blocks=4, block_size=4, async_scheduling=True)
+    scheduler = Continuous(limits, lookahead=0)
+    slots = waiting(scheduler, 4, 3)
+    assert chunks(run(scheduler)) == [(0, 4), (1, 3)]
+    job: Any = SimpleNamespace(prompt_tokens=2, output_tokens=4)
+    scheduler.arrive(Slot(2, job, 0.0, None), busy=True)
+    # The second request ends; its seat and block are free to the plan after the next.
+    scheduler.finish(slots[1])
+    assert scheduler.pool.used == 2
+    assert (decoding(plan := run(scheduler)), chunks(plan)) == ([0], [])
+    assert scheduler.pool.used == 2
+    assert (decoding(plan := run(scheduler)), chunks(plan)) == ([0], [(2, 2)])
+
+
+def test_a_plan_made_ahead_with_nothing_to_run_waits_for_what_runs() -> None:
+    scheduler = Continuous(Limits(max_batch=1, async_scheduling=True), lookahead=0)
+    slots = waiting(scheduler, 3)
+    run(scheduler)
+    job: Any = SimpleNamespace(prompt_tokens=2, output_tokens=4)
+    scheduler.arrive(Slot(1, job, 0.0, None), busy=True)
+    scheduler.finish(slots[0])
+    assert chunks(run(scheduler)) == [(1, 2)]
+    idle = Continuous(Limits(async_scheduling=True), lookahead=0)
+    idle.arrive(Slot(0, job, 0.0, None), busy=False)
+    assert chunks(run(idle)) == [(0, 2)]
+
+
 def test_a_static_batch_starts_full_or_with_the_last_and_is_joined_by_nobody() -> None:
     scheduler = StaticBatches(Limits(max_batch=2), lookahead=0)
     slots = waiting(scheduler, 3)

@@ -38,7 +38,7 @@ from commands.common.printed import print_table
 from commands.common.progress import working
 from commands.common.workers import ClusterOption, JobsOption, chosen_executor
 from commands.serve.fleet import DEFAULT_ROUTER, RouterOption, chosen_router
-from commands.serve.loads import BudgetOption, MaxBatchOption, arrivals_of
+from commands.serve.loads import AsyncOption, BudgetOption, MaxBatchOption, arrivals_of
 from commands.serve.plots import assumption
 from traces.errors import DraftsimError
 from traces.store.lock import only_writer
@@ -83,6 +83,7 @@ def capacity(
     max_batch: MaxBatchOption = None,
     kv_blocks: BlocksOption = None,
     token_budget: BudgetOption = None,
+    async_scheduling: AsyncOption = False,
     cudagraph_capture_sizes: CaptureOption = None,
     cudagraph_mode: GraphModeOption = None,
     max_replicas: Annotated[int, typer.Option(help="Replicas to try at most.")] = 1024,
@@ -135,7 +136,8 @@ def capacity(
     policy, verify = one_rule(policy, verify)
     rule = load_rule(verify, recorded, memory)
     recording.check_rule(rule)
-    limits = Limits.of_engine(table, max_batch, token_budget, blocks_of(kv_blocks, table))
+    blocks = blocks_of(kv_blocks, table)
+    limits = Limits.of_engine(table, max_batch, token_budget, blocks, async_scheduling)
     max_batch = limits.max_batch
     table.check_sizes("target", "forward", max_batch, 1)
     recording = in_graphs(recording, cudagraph_capture_sizes, cudagraph_mode, max_batch)

@@ -37,6 +37,7 @@ from commands.common.workers import ClusterOption
 from commands.serve.fleet import RouterOption, chosen_router, where
 from commands.serve.loads import (
     ONE_STREAM,
+    AsyncOption,
     BudgetOption,
     MaxBatchOption,
     load_scenarios,
@@ -101,6 +102,7 @@ def serve(
     router: RouterOption = None,
     kv_blocks: BlocksOption = None,
     token_budget: BudgetOption = None,
+    async_scheduling: AsyncOption = False,
     cudagraph_capture_sizes: CaptureOption = None,
     cudagraph_mode: GraphModeOption = None,
     slo: Annotated[
@@ -190,7 +192,7 @@ def serve(
         raise DraftsimError(f"--interference is of --mode pearl or dsi, not of {mode}")
     ttft_s, tpot_s = _targets(slo, ttft, tpot)
     blocks = blocks_of(kv_blocks, table)
-    limits = Limits.of_engine(table, max_batch, token_budget, blocks)
+    limits = Limits.of_engine(table, max_batch, token_budget, blocks, async_scheduling)
     base = Scenario(
         _no_arrivals(), limits, requests, mode,  # type: ignore[arg-type]
         Devices(interference or 0.0), ttft_target_s=ttft_s, tpot_target_s=tpot_s,

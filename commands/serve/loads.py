@@ -30,6 +30,13 @@ BudgetOption = Annotated[
     int | None,
     typer.Option(show_default="the measured engine's, else 8192", help="Tokens of one iteration."),
 ]
+AsyncOption = Annotated[
+    bool,
+    typer.Option(
+        "--async-scheduling",
+        help="Plan an iteration while the one before it runs, as recent vLLM does by default.",
+    ),
+]
 
 
 def requests_of(scenarios: Sequence[Scenario]) -> int:

@@ -33,6 +33,8 @@ AGREES = 0.1
 """Published numbers within this share of ours are said to agree."""
 LENGTHS = (1, 2, 3, 4, 5, 6, 7, 8)
 CMASD_BATCH = 16
+CURVE = (1, 4, 16, 64)
+"""Batch sizes at which every pair is priced."""
 EAGER = "published in eager transformers, ours in CUDA graphs"
 OTHER_PAIR = "acceptance is the recording's, of another pair"
 
@@ -144,7 +146,19 @@ def _pair_rows(label: str, latency: LatencyTable, logs: list[RoundLog], batch: i
         _row(label, "break-even c", None, costs.break_even_c(gamma, emitted), said),
         _row(label, "break-even alpha", None, costs.break_even_alpha(gamma),
              f"gamma = {gamma}, c = {costs.c:.3f}, alike at every position"),
+        *_curve(label, latency, logs, [b for b in CURVE if b != batch]),
     ]  # fmt: skip
+
+
+def _curve(
+    label: str, latency: LatencyTable, logs: list[RoundLog], batches: list[int]
+) -> Iterator[Row]:
+    """The speedup of the best fixed length at other batch sizes."""
+    for batch in batches:
+        found = speedups(logs, latency, batch)
+        best = int(np.argmax(found))
+        gamma = int(logs[best].rounds["drafted"].max())
+        yield _row(label, f"speedup at batch {batch}", None, found[best], f"gamma = {gamma}")
 
 
 def _specbound_rows() -> Iterator[Row]:

@@ -57,6 +57,7 @@ class Engine(Replica):
         self.rule = rule
         self.state = EngineState()
         self._wakeup: simpy.Event | None = None
+        self._idle = True
 
     def submit(self, job: Job) -> None:
         """Queue a request, or count it as rejected if it could never finish."""
@@ -71,7 +72,7 @@ class Engine(Replica):
         self.recorder.carried += job.prompt_tokens
         lookahead = self.scheduler.lookahead
         sequence = ServedSequence(self.trace, job, lookahead, self.state, self.rule)
-        self.scheduler.waiting.append(Slot(job.number, job, now, sequence))
+        self.scheduler.arrive(Slot(job.number, job, now, sequence), busy=not self._idle)
         self.wake()
 
     def wake(self) -> None:
@@ -90,7 +91,8 @@ class Engine(Replica):
         env, state = self.env, self.state
         plan = self.scheduler.next(self.source.more_to_come)
         decode, chunks = plan
-        if not decode and not chunks:
+        self._idle = not decode and not chunks
+        if self._idle:
             if self.idle_for_good():
                 return False
             yield self.sleep()

@@ -80,6 +80,11 @@ class Scenario:
     def __post_init__(self) -> None:
         if self.mode not in MODES:
             raise DraftsimError(f"mode is {self.mode!r}, expected one of {', '.join(MODES)}")
+        if self.limits.async_scheduling and self.mode != "continuous":
+            raise DraftsimError(
+                f"mode {self.mode!r} plans no iteration ahead: drop async_scheduling, or use mode "
+                "'continuous'"
+            )
         if not 0 <= self.warmup < 1:
             raise DraftsimError(f"warmup is {self.warmup}, expected a share in [0, 1)")
         for name in ("requests", "max_tokens", "max_time_s", "replications", "replicas"):

@@ -42,6 +42,10 @@ class Limits:
     whole_prompts:
         Whether a request is admitted only if all of its prompt fits into the free blocks, not just
         the first piece (vLLM's ``scheduler_reserve_full_isl``).
+    async_scheduling:
+        Whether an iteration is planned while the one before it runs (vLLM's option of this name).
+        A plan then does not see the requests that arrive during that iteration, and the requests
+        that end in it still hold their seats and blocks.
     lookahead:
         Draft slots reserved per decoding request, also the longest draft; None takes the
         policy's own maximum.
@@ -54,6 +58,7 @@ class Limits:
     chunked_prefill: bool = True
     prefix_caching: bool = True
     whole_prompts: bool = True
+    async_scheduling: bool = False
     lookahead: int | None = None
 
     def __post_init__(self) -> None:
@@ -69,7 +74,7 @@ class Limits:
     @classmethod
     def of_engine(
         cls, latency: LatencyTable, max_batch: int | None = None, token_budget: int | None = None,
-        kv_blocks: int | None = None,
+        kv_blocks: int | None = None, async_scheduling: bool = False,
     ) -> Limits:  # fmt: skip
         """Return the limits that `latency`'s engine was measured under, where none are given."""
         own = latency.meta.get("engine") or {}
@@ -77,6 +82,7 @@ class Limits:
             own.get("max_batch", cls.max_batch) if max_batch is None else max_batch,
             own.get("token_budget", cls.token_budget) if token_budget is None else token_budget,
             kv_blocks,
+            async_scheduling=async_scheduling,
         )
 
 
@@ -105,6 +111,8 @@ class Scheduler(ABC):
         self.waiting: deque[Slot] = deque()
         self.running: list[Slot] = []
         self._held_back = False
+        self._unseen = 0
+        self._left: list[Slot] = []
 
     def admissible(self, prompt_tokens: Any, output_tokens: Any) -> Any:
         """Return True if a request could finish if it were alone; both may be arrays."""
@@ -116,10 +124,27 @@ class Scheduler(ABC):
     def next(self, more_to_come: bool) -> Iteration:
         """The next iteration; empty if nobody can run before another request arrives."""
 
+    def arrive(self, slot: Slot, busy: bool) -> None:
+        """Queue `slot`; `busy` if it arrives while an iteration runs."""
+        self.waiting.append(slot)
+        self._unseen += busy and self.limits.async_scheduling
+
     def finish(self, slot: Slot) -> None:
-        """`slot` has left: free its blocks."""
-        self.pool.release(slot)
+        """`slot` has left: free its blocks, or with `async_scheduling` after the next plan."""
         self.running.remove(slot)
+        if self.limits.async_scheduling:
+            self._left.append(slot)
+        else:
+            self.pool.release(slot)
+
+    def _see_all(self) -> bool:
+        """Let the next plan see all that has happened by now; True if there was anything."""
+        late = bool(self._unseen or self._left)
+        for slot in self._left:
+            self.pool.release(slot)
+        self._left.clear()
+        self._unseen = 0
+        return late
 
     def _preempt(self, slot: Slot) -> None:
         # The last emitted token is in no cache yet.
@@ -157,6 +182,13 @@ class Continuous(Scheduler):
     def next(self, more_to_come: bool) -> Iteration:
         """Running requests in order of admission, then waiting ones, within the budget."""
         del more_to_come
+        plan = self._plan()
+        # With nothing to run, the engine waits for what runs and plans again.
+        if self._see_all() and not (plan.decode or plan.chunks):
+            plan = self._plan()
+        return plan
+
+    def _plan(self) -> Iteration:
         limits, running = self.limits, self.running
         budget, need = limits.token_budget, self.lookahead + 1
         self._held_back = False
@@ -186,7 +218,8 @@ class Continuous(Scheduler):
     def admit(self, budget: int, chunks: list[Chunk]) -> None:
         """Let waiting requests in while tokens of `budget`, seats and blocks last."""
         limits, running = self.limits, self.running
-        while self.waiting and len(running) < limits.max_batch and budget > 0:
+        seats = limits.max_batch - len(self._left)
+        while len(self.waiting) > self._unseen and len(running) < seats and budget > 0:
             slot = self.waiting[0]
             found = self._found(slot)
             left = slot.prefill_left - found

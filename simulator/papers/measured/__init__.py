@@ -13,13 +13,12 @@ from simulator.papers.measured.engines import engine_rows, ladder_rows, roofline
 from simulator.papers.measured.logs import EAGLE_STUDY, SPECBENCH_STUDY, log_rows
 from simulator.papers.measured.operators import (
     CELLS,
-    SERVER,
-    SERVER_SOURCE,
     STEPS,
+    eagle_rows,
     operator_rows,
-    server_rows,
 )
 from simulator.papers.measured.rows import Evidence, Record, by_study, record
+from simulator.papers.measured.server import SERVER, SERVER_SOURCE, server_rows
 from simulator.papers.measured.unexplained import notes_on
 from simulator.published import (
     A100_CONCURRENCY,
@@ -49,7 +48,7 @@ def measured_rows(logs: Path | None = None, named: str = "") -> list[Evidence]:
     rows = [*ladder_rows(named), *engine_rows(), *roofline_rows(), *operator_rows(named)]
     if logs:
         of_server = server_rows(logs)
-        rows += of_server
+        rows += [*of_server, *eagle_rows(logs)]
         # A folder may hold the server's requests alone.
         rows += log_rows(logs, needed=not of_server)
     return [row for row in rows if named.lower() in row.study.lower()]

@@ -57,9 +57,8 @@ def log_rows(folder: Path, needed: bool = True) -> list[Evidence]:
         If it holds neither pair of logs and they are `needed`, or one is damaged.
     """
     rows: list[Evidence] = []
-    if all((folder / name).is_file() for name in EAGLE):
-        spec, plain = (_read(folder / name) for name in EAGLE)
-        rows += _halves(EAGLE_STUDY, _eagle(spec), _eagle(plain, plain=True), categories=False)
+    if (eagle := read_eagle(folder)) is not None:
+        rows += _halves(EAGLE_STUDY, *eagle, categories=False)
     if all((folder / name).is_file() for name in SPECBENCH):
         both = [_specbench(_read(folder / name)) for name in SPECBENCH]
         rows += _halves(SPECBENCH_STUDY, *both, categories=True)
@@ -69,6 +68,17 @@ def log_rows(folder: Path, needed: bool = True) -> list[Evidence]:
             "run: name the folder that holds them"
         )
     return rows
+
+
+def read_eagle(folder: Path) -> tuple[Turns, Turns] | None:
+    """Read EAGLE's turns with speculation and without; None if `folder` does not hold both logs.
+
+    Raises DraftsimError if one is damaged.
+    """
+    if not all((folder / name).is_file() for name in EAGLE):
+        return None
+    spec, plain = (_read(folder / name) for name in EAGLE)
+    return _eagle(spec), _eagle(plain, plain=True)
 
 
 def _halves(study: str, spec: Turns, plain: Turns, *, categories: bool) -> Iterator[Evidence]:

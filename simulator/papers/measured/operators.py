@@ -1,15 +1,13 @@
-"""Predictions from operators against published measurements: steps, cells, decoding, a server.
+"""Predictions from operators against published measurements: steps, cells and decoding.
 
 A step is composed from operators alone, and from a few whole steps besides; a cell of attention or
 of an MoE block from half of the others; a published decode step from operators, and from them with
-the host's time seen in the study's other models.  The requests of a real server are served in
-simulated time at the composed latencies, with its settings and nothing fitted to it.
+the host's time seen in the study's other models.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -17,33 +15,31 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from policies.lengths.basic import Autoregressive
+from simulator.papers.measured.logs import EAGLE_STUDY, read_eagle
 from simulator.papers.measured.rows import Evidence, evidence
-from simulator.published import A100_CONCURRENCY, STUDIES
-from simulator.serving import ArrivalFile, Limits, Scenario, simulate
-from traces.acceptance.synthetic import synthetic_trace
-from traces.errors import DraftsimError
+from simulator.published import A100_CONCURRENCY, CONTEXT, SPECBOUND_3, STUDIES
 from traces.operators.attention import Plane, heads_of, timed_planes
 from traces.operators.compose import Composer, Placed
-from traces.operators.shapes import find_architecture
+from traces.operators.dense import DenseOperators
+from traces.operators.devices import DEVICES
+from traces.operators.shapes import ARCHITECTURES, BYTES, find_architecture
 from traces.operators.steps import NOTHING, fit_steps, parts_of_steps
+from traces.operators.table import OperatorTable
 from traces.store.operators import STANDS_FOR, bundled_operators, timed_devices
 from traces.store.recordings import find_latency
-from traces.store.text import json_lines
 
 Floats = npt.NDArray[np.float64]
 
 STEPS = "Whole steps of Llama-3.1-8B, RTX PRO 6000"
 CELLS = "Cells of operators"
-SERVER = "vLLM server on an RTX 4090, 300 requests"
-SERVER_LOG = "gpu_ops/llmservingsim/bench/RTX4090-Llama-3.1-8B/requests.jsonl.gz"
-SERVED = "rtx-4090/llama-3.1-8b"
 ALONE, WITH_HOST = "operators alone", "operators, and the host's time in its other models"
 EAGER = "operators alone, of passes that a host launches kernel by kernel"
-SERVER_SOURCE = (
-    "github.com/casys-kaist/LLMServingSim at 5daddb21, bench, MIT licence: vLLM 0.19, 2,588 blocks "
-    "of 16 tokens, 2,048 tokens an iteration; read from the folder of --logs"
-)
+BY_BANDWIDTH = "operators of the 80 GB A100, slower by the 40 GB one's bandwidth"
+EAGLE_TREE, EAGLE_DEPTH = 26, 5
+"""Tokens that EAGLE verifies in a round, the root included, and draft passes that make them
+(arXiv:2401.15077, appendix A)."""
+EAGLE_PROMPT = 150
+"""Tokens of a turn's prompt, about; the log does not say."""
 
 
 def operator_rows(named: str = "") -> list[Evidence]:
@@ -52,8 +48,8 @@ def operator_rows(named: str = "") -> list[Evidence]:
     if named.lower() in STEPS.lower():
         rows += step_rows()
     if named.lower() in CELLS.lower():
-        rows += [*attention_rows(), *law_rows(), *expert_rows()]
-    return [*rows, *decode_rows(), *concurrency_rows()]
+        rows += [*product_rows(), *attention_rows(), *law_rows(), *expert_rows()]
+    return [*rows, *decode_rows(), *specbound_rows(), *concurrency_rows()]
 
 
 @cache
@@ -83,6 +79,29 @@ def step_rows() -> Iterator[Evidence]:
             )
             what = f"ms, {mode}, {batch} x {context} cached, {chunk} of a prompt"
             yield evidence(STEPS, given, what, 1e3 * predicted[i], 1e3 * measured[i])
+
+
+def product_rows() -> Iterator[Evidence]:
+    """A layer's matrix products of each of Vidur's models, from the other models of its GPU."""
+    tokens = 2.0 ** np.arange(12)
+    for device in ("a100-80gb", "h100"):
+        rows = bundled_operators(device).of(source="microsoft/vidur")
+        whole = DenseOperators(OperatorTable(rows, {}), DEVICES[device])
+        for name, shared in whole.models:
+            model = ARCHITECTURES[name]
+            alike = [m.name for m in ARCHITECTURES.values() if m.layer_shape == model.layer_shape]
+            rest = OperatorTable(rows[~rows["model"].isin(alike)], {})
+            others = DenseOperators(rest, DEVICES[device])
+            measured, predicted = (
+                np.sum([of.once_s(m, model, shared, tokens) for m in model.matrices], axis=0)
+                for of in (whole, others)
+            )
+            for i, size in enumerate(tokens.tolist()):
+                what = f"microseconds of a layer's products, {name}@tp{shared}, {size:g} tokens"
+                yield evidence(
+                    CELLS, f"products of the GPU's other models: {device}", what,
+                    1e6 * predicted[i], 1e6 * measured[i],
+                )  # fmt: skip
 
 
 def attention_rows() -> Iterator[Evidence]:
@@ -165,6 +184,43 @@ def decode_rows() -> Iterator[Evidence]:
         yield from _decoded(study.name, study.mode, runs, composed, measured)
 
 
+def specbound_rows() -> Iterator[Evidence]:
+    """SpecBound's plain decoding of Vicuna-7B on an H800, in eager transformers."""
+    step_s = composer_of("h800").pass_s(Placed(find_architecture("vicuna-7b")), 1, 1, CONTEXT)
+    published = SPECBOUND_3.number("Per-token latency (ms)", "AR_base")
+    what = "ms, vicuna-7b, h800, 1 tokens"
+    yield evidence("SpecBound Tables 3 and 4", EAGER, what, 1e3 * float(step_s), published)
+
+
+def eagle_rows(folder: Path) -> Iterator[Evidence]:
+    """EAGLE's 70B, whose layers lie on four A100s of 40 GB, in turn, in eager transformers.
+
+    A round is a verification of `EAGLE_TREE` tokens and `EAGLE_DEPTH` passes of the draft, which
+    is one layer of the target, its head, and a matrix of twice its width to its width.
+    """
+    turns = read_eagle(folder)
+    if turns is None:
+        return
+    composer, placed = composer_of("a100-80gb"), Placed(find_architecture("llama-2-70b"))
+    slower = DEVICES["a100-80gb"].bandwidth / DEVICES["a100-40gb"].bandwidth
+    spec, plain = turns
+    context = EAGLE_PROMPT + float((plain.tokens**2).sum() / plain.tokens.sum()) / 2
+    one, wide = (composer.pass_s(placed, 1, width, context).item() for width in (1, EAGLE_TREE))
+    sizes = np.ones(1), np.ones(1), np.full(1, context)
+    draft = composer.layer_s(placed, *sizes) + composer.head_s(placed, np.ones(1))
+    narrowing = BYTES * 2 * placed.model.hidden**2 / composer.device.bandwidth
+    round_s = wide + EAGLE_DEPTH * (draft.item() + narrowing)
+    per_round = float(spec.tokens.sum() / spec.rounds.sum())
+    measured_s = float(plain.seconds.sum() / plain.tokens.sum())
+    measured_round_s = float(spec.seconds.sum() / spec.rounds.sum())
+    for what, predicted, measured in (
+        ("ms a token, plain", 1e3 * slower * one, 1e3 * measured_s),
+        ("ms a round", 1e3 * slower * round_s, 1e3 * measured_round_s),
+        ("speedup", per_round * one / round_s, per_round * measured_s / measured_round_s),
+    ):
+        yield evidence(EAGLE_STUDY, BY_BANDWIDTH, what, predicted, measured)
+
+
 def _decoded(
     study: str, mode: str, runs: Sequence[Any], composed: Floats, measured: Floats
 ) -> Iterator[Evidence]:
@@ -196,63 +252,3 @@ def concurrency_rows() -> Iterator[Evidence]:
         predicted = step_s + each * max(added_s, 0.0)
         what = f"ms between tokens, {requests} requests at a time"
         yield evidence(study.name, ALONE, what, 1e3 * predicted, 1e3 * measured_s)
-
-
-def server_rows(folder: Path) -> list[Evidence]:
-    """The requests of a real server beside the same requests in simulated time.
-
-    Empty where the folder does not hold them.  Raises DraftsimError if they are damaged.
-    """
-    path = folder / SERVER_LOG
-    if not path.is_file():
-        return []
-    real = read_server(path)
-    order = np.argsort(real["queued_s"], kind="stable")
-    real = {name: values[order] for name, values in real.items()}
-    run = served(real)
-    rows = []
-    for name in ("ttft_s", "tpot_s", "e2e_s"):
-        ours, theirs = _statistics(run[name]), _statistics(real[name])
-        rows += [
-            evidence(SERVER, f"{ALONE}: {SERVED}", f"{name[:-2]} {label}, s", value, theirs[label])
-            for label, value in ours.items()
-        ]
-    return rows
-
-
-def _statistics(values: Floats) -> dict[str, float]:
-    quantiles = {f"p{q}": float(np.percentile(values, q)) for q in (50, 90, 95, 99)}
-    return {"mean": float(values.mean()), **quantiles}
-
-
-def read_server(path: Path) -> dict[str, Floats]:
-    """The requests that LLMServingSim's ``bench`` recorded, by column."""
-    try:
-        rows: list[Any] = [row for _, row in json_lines(path)]
-        columns = {
-            name: np.array([row[name] for row in rows], float)
-            for name in ("input_toks", "output_toks", "queued_ts", "first_token_ts",
-                         "last_token_ts")
-        }  # fmt: skip
-    except (TypeError, ValueError, KeyError) as error:
-        raise DraftsimError(f"cannot read the requests in {path}: {error}") from None
-    queued, first, last = (columns[n] for n in ("queued_ts", "first_token_ts", "last_token_ts"))
-    return {
-        "prompt": columns["input_toks"], "output": columns["output_toks"], "queued_s": queued,
-        "ttft_s": first - queued, "e2e_s": last - queued,
-        "tpot_s": (last - first) / np.maximum(columns["output_toks"] - 1, 1),
-    }  # fmt: skip
-
-
-def served(real: dict[str, Floats], name: str = SERVED) -> dict[str, Floats]:
-    """The same requests under plain decoding, at the latencies called `name`."""
-    trace = synthetic_trace(0.5, requests=8, tokens=640, max_gamma=1, seed=0)
-    arrivals = ArrivalFile("the server's requests")
-    times = real["queued_s"] - real["queued_s"].min()
-    lengths = (real[column].astype(np.int64) for column in ("prompt", "output"))
-    vars(arrivals)["rows"] = (times, *lengths)
-    limits = Limits(max_batch=256, token_budget=2048, kv_blocks=2588)
-    scenario = Scenario(arrivals, limits, requests=len(times), warmup=0.0)
-    run = simulate(trace, find_latency(name), Autoregressive(), replace(scenario))
-    requests = run.requests.sort_values("index")
-    return {column: requests[column].to_numpy(float) for column in ("ttft_s", "tpot_s", "e2e_s")}

@@ -96,6 +96,7 @@ class Limits(NamedTuple):
     chunked_prefill: bool
     prefix_caching: bool
     whole_prompts: bool
+    async_scheduling: bool
     lookahead: int
     static: bool
     """True for static batches."""
@@ -147,9 +148,11 @@ REPLICA = np.dtype([
     ("reads", "i8"), ("leaving", "i8"), ("cursor", "i8"), ("free", "i8"), ("scheduled", "i8"),
     ("asked", "i8"), ("verified", "i8"), ("length_changes", "i8"), ("drafted", "i8"),
     ("accepted", "i8"), ("draft_forwards", "i8"), ("batch", SERIES), ("kv_blocks", SERIES),
+    ("unseen", "i8"), ("held_seats", "i8"), ("held_blocks", "i8"),
 ])  # fmt: skip
 """A replica: when its iteration ends, or it wakes (``idle``); counters of its `Recorder`, under the
-names that they have there; and how far queue, batch, pool and its free list are filled."""
+names that they have there; how far queue, batch, pool and its free list are filled; and what the
+next plan does not see yet (`Limits.async_scheduling`): requests that arrived, seats and blocks."""
 CLOCK = np.dtype([
     ("now", "f8"), ("order", "i8"), ("comes_s", "f8"), ("comes_order", "i8"), ("arrived", "i8"),
     ("wanted", "i8"), ("listed", "?"), ("exhausted", "?"), ("active", "i8"), ("alive", "i8"),

@@ -246,8 +246,8 @@ class _Running:
             arrays.Limits(
                 limits.max_batch, limits.token_budget, limits.kv_blocks or 0, limits.block_size,
                 limits.chunked_prefill, limits.prefix_caching, limits.whole_prompts,
-                serving.lookahead, scenario.mode == "static", clients is not None,
-                float(arrivals.think_s),
+                limits.async_scheduling, serving.lookahead, scenario.mode == "static",
+                clients is not None, float(arrivals.think_s),
                 np.inf if scenario.max_time_s is None else float(scenario.max_time_s),
                 np.iinfo(np.int64).max if scenario.max_tokens is None else scenario.max_tokens,
                 float(open_until_s), serving.trace.takes_verified, planned,

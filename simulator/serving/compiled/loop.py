@@ -417,7 +417,8 @@ def plan(engine: Arrays, r: int) -> None:
     # Nobody new while one that was admitted has to wait, or lost its place.
     if held_back or state.head != queued:
         return
-    while state.head != NOBODY and state.running < limits.max_batch and budget > 0:
+    seats = limits.max_batch - state.held_seats
+    while state.waiting > state.unseen and state.running < seats and budget > 0:
         slot = state.head
         request = requests[slot]
         found = found_again(engine, r, slot)
@@ -435,6 +436,19 @@ def plan(engine: Arrays, r: int) -> None:
         admit(engine, r)
         reads(engine, r, slot, tokens)
         budget -= tokens
+
+
+@jit
+def see_all(engine: Arrays, r: int) -> bool:
+    """`Scheduler._see_all`."""
+    state = engine.replicas[r]
+    if not (state.unseen or state.held_seats):
+        return False
+    state.used -= state.held_blocks
+    if state.free:
+        append(engine, r, NOBODY, state.held_blocks)
+    state.unseen = state.held_seats = state.held_blocks = 0
+    return True
 
 
 @jit
@@ -500,6 +514,8 @@ def begin(engine: Arrays, r: int, order: int) -> int:
         plan_static(engine, r)
     else:
         plan(engine, r)
+        if see_all(engine, r) and not state.decodes and not state.reads:
+            plan(engine, r)
     batch = state.decodes
     if not batch and not state.reads:
         if clock.exhausted and state.head == NOBODY:
@@ -637,6 +653,8 @@ def submit(engine: Arrays) -> None:
         engine.requests[state.tail].next = slot
     state.tail = slot
     state.waiting += 1
+    if limits.async_scheduling and not state.idle:
+        state.unseen += 1
     wake(engine, request.replica)
 
 
@@ -719,9 +737,13 @@ def leave(engine: Arrays, r: int, slot: int) -> None:
     state, seats, clock = engine.replicas[r], engine.seats[r], engine.clock[0]
     request = engine.requests[slot]
     request.around_s = engine.prices.hosts[state.running].request_s
-    state.used -= request.blocks
-    if state.free:
-        append(engine, r, NOBODY, request.blocks)
+    if engine.limits.async_scheduling:
+        state.held_seats += 1
+        state.held_blocks += request.blocks
+    else:
+        state.used -= request.blocks
+        if state.free:
+            append(engine, r, NOBODY, request.blocks)
     request.blocks = 0
     at = 0
     while seats[at].running != slot:

@@ -1,0 +1,171 @@
+"""The requests of a real server against the same requests in simulated time.
+
+Latencies are composed from operators, settings are the server's own, and nothing is fitted to its
+requests.  The server ran with asynchronous scheduling, as its configuration says.
+"""
+
+from __future__ import annotations
+
+import csv
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from policies.lengths.basic import Autoregressive
+from simulator.papers.measured.rows import Evidence, evidence
+from simulator.serving import ArrivalFile, Limits, Scenario, simulate
+from traces.acceptance.synthetic import synthetic_trace
+from traces.errors import DraftsimError
+from traces.store.recordings import find_latency
+from traces.store.text import json_lines
+
+Floats = npt.NDArray[np.float64]
+
+SERVER = "vLLM server on an RTX 4090, 300 requests"
+SERVER_LOG = "gpu_ops/llmservingsim/bench/RTX4090-Llama-3.1-8B/requests.jsonl.gz"
+OVER_TIME = "timeseries.csv"
+SERVED = "rtx-4090/llama-3.1-8b"
+SERVER_SOURCE = (
+    "github.com/casys-kaist/LLMServingSim at 5daddb21, bench, MIT licence: vLLM 0.19, 2,588 blocks "
+    "of 16 tokens, 2,048 tokens an iteration; read from the folder of --logs"
+)
+LIMITS = Limits(max_batch=256, token_budget=2048, kv_blocks=2587, async_scheduling=True)
+"""The server's settings.  One of its 2,588 blocks is vLLM's null block, which no request holds."""
+METRICS = ("ttft_s", "tpot_s", "e2e_s")
+WINDOW_S = 10.0
+"""Requests that run and wait are compared as means over this many seconds."""
+
+
+class Served(NamedTuple):
+    """What a run of the server's requests gave."""
+
+    requests: dict[str, Floats]
+    """Seconds of each of `METRICS`, a request each, in order of arrival."""
+    over_time: dict[str, Floats]
+    """Mean ``running`` and ``waiting`` requests in each window of `WINDOW_S`."""
+
+
+def server_rows(folder: Path) -> list[Evidence]:
+    """The server's statistics, every request of it, and who runs and waits over time.
+
+    Empty if `folder` does not hold its requests.  Raises DraftsimError if they are damaged.
+    """
+    path = folder / SERVER_LOG
+    if not path.is_file():
+        return []
+    real = read_server(path)
+    ours = served(real)
+    given = "operators and the server's settings"
+    rows = []
+    for name in METRICS:
+        predicted, measured = ours.requests[name], real[name]
+        theirs = _statistics(measured)
+        rows += [
+            evidence(SERVER, f"{given}: {SERVED}", f"{name[:-2]} {label}, s", value, theirs[label])
+            for label, value in _statistics(predicted).items()
+        ]
+        rows += [
+            evidence(
+                SERVER, f"{given}, {name[:-2]} of each request: {SERVED}",
+                f"{name[:-2]} of request {i}, s", *both,
+            )
+            for i, both in enumerate(zip(predicted.tolist(), measured.tolist(), strict=True))
+        ]  # fmt: skip
+    return [*rows, *_over_time_rows(path.with_name(OVER_TIME), ours, given)]
+
+
+def _over_time_rows(path: Path, ours: Served, given: str) -> Iterator[Evidence]:
+    if not path.is_file():
+        return
+    for name, measured in read_over_time(path).items():
+        predicted = ours.over_time[name]
+        for i in range(min(len(predicted), len(measured))):
+            if measured[i] >= 1:
+                yield evidence(
+                    SERVER, f"{given}, {name} over time: {SERVED}",
+                    f"requests {name}, {i * WINDOW_S:g} to {(i + 1) * WINDOW_S:g} s",
+                    predicted[i], measured[i],
+                )  # fmt: skip
+
+
+def _statistics(values: Floats) -> dict[str, float]:
+    quantiles = {f"p{q}": float(np.percentile(values, q)) for q in (50, 90, 95, 99)}
+    return {"mean": float(values.mean()), **quantiles}
+
+
+def read_server(path: Path) -> dict[str, Floats]:
+    """Read the requests that LLMServingSim's ``bench`` recorded: columns, in order of arrival.
+
+    Raises DraftsimError if they are damaged.
+    """
+    try:
+        rows: list[Any] = [row for _, row in json_lines(path)]
+        columns = {
+            name: np.array([row[name] for row in rows], float)
+            for name in ("input_toks", "output_toks", "queued_ts", "first_token_ts",
+                         "last_token_ts")
+        }  # fmt: skip
+    except (TypeError, ValueError, KeyError) as error:
+        raise DraftsimError(f"cannot read the requests in {path}: {error}") from None
+    queued, first, last = (columns[n] for n in ("queued_ts", "first_token_ts", "last_token_ts"))
+    found = {
+        "prompt": columns["input_toks"], "output": columns["output_toks"], "queued_s": queued,
+        "ttft_s": first - queued, "e2e_s": last - queued,
+        "tpot_s": (last - first) / np.maximum(columns["output_toks"] - 1, 1),
+    }  # fmt: skip
+    order = np.argsort(queued, kind="stable")
+    return {name: values[order] for name, values in found.items()}
+
+
+def read_over_time(path: Path) -> dict[str, Floats]:
+    """Read the requests that ran and waited, sampled each second, as means over `WINDOW_S`.
+
+    Raises DraftsimError if the file is damaged.
+    """
+    try:
+        with path.open(newline="") as file:
+            rows = list(csv.DictReader(file))
+        window = np.array([np.ceil(float(row["t"]) / WINDOW_S) - 1 for row in rows]).astype(int)
+        columns = {
+            name: np.array([float(row[name]) for row in rows]) for name in ("running", "waiting")
+        }
+    except (OSError, TypeError, ValueError, KeyError) as error:
+        raise DraftsimError(f"cannot read the samples in {path}: {error}") from None
+    count = np.bincount(window)
+    return {name: np.bincount(window, values) / count for name, values in columns.items()}
+
+
+def served(real: dict[str, Floats], name: str = SERVED, limits: Limits = LIMITS) -> Served:
+    """Serve the same requests under plain decoding, at the latencies called `name`."""
+    trace = synthetic_trace(0.5, requests=8, tokens=640, max_gamma=1, seed=0)
+    arrivals = ArrivalFile("the server's requests")
+    times = real["queued_s"] - real["queued_s"].min()
+    lengths = (real[column].astype(np.int64) for column in ("prompt", "output"))
+    vars(arrivals)["rows"] = (times, *lengths)
+    scenario = Scenario(arrivals, limits, requests=len(times), warmup=0.0)
+    run = simulate(trace, find_latency(name), Autoregressive(), scenario)
+    requests = run.requests.sort_values("index")
+    edges = np.arange(0, run.simulated_s + WINDOW_S, WINDOW_S)
+    starts, means = run.recorder.batch.means(run.simulated_s)
+    ends = np.append(starts[1:], run.simulated_s)
+    running = np.interp(edges, np.append(starts, ends[-1]), _summed(means * (ends - starts)))
+    came, left = (requests[name].to_numpy(float) for name in ("arrival_s", "finish_s"))
+    inside = _since(came, edges) - _since(left, edges)
+    spans = np.diff(np.minimum(edges, run.simulated_s))
+    over_time = {
+        "running": np.diff(running) / spans,
+        "waiting": (np.diff(inside) - np.diff(running)) / spans,
+    }
+    return Served({m: requests[m].to_numpy(float) for m in METRICS}, over_time)
+
+
+def _since(times: Floats, edges: Floats) -> Floats:
+    """Return the seconds from each of `times` to each edge, summed over the times before it."""
+    return np.asarray(np.maximum(edges[:, None] - times[None, :], 0.0).sum(axis=1))
+
+
+def _summed(parts: Floats) -> Floats:
+    return np.concatenate([[0.0], np.cumsum(parts)])
