@@ -5,7 +5,8 @@ from __future__ import annotations
 from functools import cache
 
 from docs.reading import table
-from simulator.papers.measured import by_study, measured_rows
+from simulator.papers.measured import by_study
+from simulator.papers.measured.operators import operator_rows
 from simulator.papers.ours import Ours
 from simulator.papers.settings import setting_rows
 from traces import find_latency, find_trace
@@ -19,16 +20,11 @@ SETTINGS = (
 @cache
 def held_against() -> str:
     """Every study that is predicted from operators without a log, with the errors."""
-    found = by_study([row for row in measured_rows() if "operators" in row.given or _cell(row)])
     rows = [
         (study, given, one.rows, f"{one.median:.1%}", f"{one.worst:+.0%}")
-        for (study, given), one in found.items()
+        for (study, given), one in by_study(operator_rows()).items()
     ]
     return table(("held against", "predicted from", "figures", "median error", "worst"), rows)
-
-
-def _cell(row: object) -> bool:
-    return getattr(row, "study", "") == "Cells of operators"
 
 
 @cache
