@@ -16,6 +16,7 @@ from simulator.hardware.formats import SHAPES
 from simulator.papers.measured import by_study, log_rows, measured_rows
 from simulator.papers.measured.engines import ONE, TWO, cycle_at, ladder_rows
 from simulator.papers.measured.rows import Evidence, evidence, ranked, record
+from simulator.papers.measured.server import SERVER
 from simulator.papers.measured.unexplained import LARGE, NOTES
 from simulator.published import CLASSES, GAMMATUNE_MS, RTX3090
 from tests.conftest import Run
@@ -144,7 +145,8 @@ def test_every_large_error_is_explained_or_said_not_to_be(run: Run) -> None:
         if abs(said.worst) > LARGE:
             assert any(note.on(*names) for note in NOTES), names
     for note in NOTES:
-        assert any(note.on(*names) for names in records), note
+        # The server's requests are read where their folder is named.
+        assert any(note.on(*names) for names in records) or SERVER.startswith(note.study), note
     ran = run("papers", "--measured", "--table", "GammaTune")
     assert "GammaTune Table 1 (quantised): Not explained by any kernel." in ran.out
     assert "SGLang" not in ran.out
