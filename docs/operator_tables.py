@@ -43,9 +43,13 @@ def paper_settings() -> str:
             if row is not None and row.published is not None:
                 value += f" (paper {row.published:.3g}: {row.note.partition(':')[0]})"
             values.append(value)
-        lines.append((label, *values))
+        curve = [
+            f"{row.column.rpartition(' ')[2]}: {row.ours:.3g}" for row in rows
+            if row.row == label and row.column.startswith("speedup at batch") and row.ours
+        ]  # fmt: skip
+        lines.append((label, *values, ", ".join(curve)))
     return table(
         ("setting", "speedup, best fixed length", "c", "break-even c", "break-even α",
-         "GammaTune over fixed"),
+         "GammaTune over fixed", "best fixed length at other batches"),
         lines,
     )  # fmt: skip

@@ -25,6 +25,11 @@ class Note(NamedTuple):
 
 NOTES = (
     Note(
+        "Cells of operators", "products of the GPU's other models",
+        "Products of 128 to 1,024 tokens are bound by arithmetic, and what share of it a kernel "
+        "reaches depends on both sides of the matrix, which bytes of weights do not tell",
+    ),
+    Note(
         "vLLM server on an RTX 4090", "the server's settings,",
         "The server found beginnings of prompts in its prefix cache, and from 27 s on lets up to "
         "four requests in 10 to 14 s before they get in here; which prompts begin alike is not in "
