@@ -83,7 +83,7 @@ def step_rows() -> Iterator[Evidence]:
 
 def product_rows() -> Iterator[Evidence]:
     """A layer's matrix products of each of Vidur's models, from the other models of its GPU."""
-    tokens = 2.0 ** np.arange(12)
+    tokens = np.array([float(2**i) for i in range(12)])
     for device in ("a100-80gb", "h100"):
         rows = bundled_operators(device).of(source="microsoft/vidur")
         whole = DenseOperators(OperatorTable(rows, {}), DEVICES[device])
