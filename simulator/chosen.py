@@ -173,7 +173,7 @@ def load_serving_policies(
     if settings is not None:
         engine, chosen[settings.name] = read_settings(settings)
         if engine == "off":
-            say(f"{settings} is null: it stands for decoding without speculation")
+            say(f"{settings} is null: it means decoding without speculation")
         if engine == "hf" and largest > 1:
             raise DraftsimError(
                 f"{settings}: assisted generation of transformers decodes one request at a time: "

@@ -284,7 +284,7 @@ def _drafter(
     chosen: bool,
     say: Say,
 ) -> tuple[Source | None, Recordings]:
-    """Return the source that drafts, and what was recorded of sources beside the outputs.
+    """Return the source that drafts, and the recordings of sources along the outputs.
 
     None is for the drafts of the trace itself; ``chosen`` is True if the user named the recording.
     """
@@ -330,7 +330,7 @@ def _is_own(source: Source, latency: LatencyTable, recordings: Recordings) -> bo
 
 
 def _own_latency(name: str) -> LatencyTable | None:
-    """Return the latencies in the folder that a recording's name stands for, if there are any."""
+    """Return the latencies in the folder of the recording with this name, if there are any."""
     if folder_of(name) is None:
         return None
     try:
@@ -381,7 +381,7 @@ def _check_models(
 
 
 def _has_trace(label: str) -> bool:
-    """Return whether the name of latencies stands for a recording with a trace as well."""
+    """Return True if the name of latencies is a recording's, with a trace as well."""
     try:
         return folder_of(label) is not None
     except FileError:

@@ -253,7 +253,7 @@ def test_settings_that_are_null_are_said_to_be_off(run: Run, recorded: SimpleNam
     arguments = ("--settings", recorded.out, "--batch", 1, "--requests", 3, "--json", "-")
     ran = run("serve", "--trace", recorded.folder, *arguments)
     assert ran.code == 0
-    assert "settings.json is null: it stands for decoding without speculation" in ran.err
+    assert "settings.json is null: it means decoding without speculation" in ran.err
 
 
 def test_one_request_at_a_time_is_not_served_in_batches(

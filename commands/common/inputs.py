@@ -1,4 +1,4 @@
-"""What commands share: finding recordings, and turning text into policies."""
+"""The inputs that commands share: finding recordings, and turning text into policies."""
 
 from __future__ import annotations
 
@@ -132,7 +132,7 @@ def origin_of(trace: str, latency: str | None) -> str:
 def load_latency(
     name: str | None, trace_name: str, assume_batch_free: bool = False
 ) -> LatencyTable:
-    """The latency table `name` stands for, by default the one recorded with the trace.
+    """Return the latency table called `name`, by default the one recorded with the trace.
 
     Raises DraftsimError if the trace is a file by itself, as of a log, and none is named.
     """

@@ -40,7 +40,7 @@ def plain_model(study: Study, device: str, left: Left = ()) -> Roofline:
 
     Eager: what the host launches a layer, the rest as known of other studies.  Graph: the share
     of the bandwidth that is reached and, with three models or more, what is left between kernels.
-    Where the study has no such runs on the device, those of its other devices stand for them.
+    Where the study has no such runs on the device, those of its other devices are used.
 
     Raises LookupError where it has none at all.
     """
@@ -103,7 +103,7 @@ def _roof_s(run: Run) -> float:
 
 
 def unpacking(form: WeightFormat, mode: Mode, left: Left = ()) -> Unpacking:
-    """What passes over a format cost beyond its bytes, from published runs but those left out.
+    """Return the cost of passes over a format beyond its bytes, from published runs but `left`.
 
     In graphs the formats that the same kernels read are fitted together; eager hosts launch
     another number of kernels for each.  A format without published runs costs its bytes alone.

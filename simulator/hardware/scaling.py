@@ -207,7 +207,7 @@ DRAFTING = ("forward", "catch_up", "settling", "head")
 
 
 class Reach(NamedTuple):
-    """Factors that a cost beside the target's own step may be off by."""
+    """Factors that a cost relative to the target's own step may be off by."""
 
     draft: float
     """A draft model's passes."""
@@ -295,7 +295,7 @@ def _wide(
 
 
 def note_of(mode: Mode, quantised: bool) -> dict[str, Any]:
-    """What a carried table's provenance keeps of them."""
+    """Return the interval's entry in a carried table's provenance."""
     found = reaches(mode, quantised)
     return {"draft_within": found.draft, "verify_within": found.verify, "within_level": LEVEL}
 
@@ -307,7 +307,7 @@ def interval_words(latency: LatencyTable) -> str:
         return ""
     return (
         f"by its record, {LEVEL:.0%} of the time a draft pass is within a factor {how.draft:.2f} "
-        f"and a verification within {how.verify:.2f}, beside the target's step"
+        f"and a verification within {how.verify:.2f}, relative to the target's step"
     )
 
 

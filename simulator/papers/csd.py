@@ -168,7 +168,7 @@ class Rejections:
 
     @classmethod
     def of(cls, trace: Trace, window: DraftPolicy) -> Rejections:
-        """Those of `window` over `trace`; SignalError if the trace cannot tell, or has none."""
+        """Return the rejections of `window` over `trace`; SignalError if the trace has none."""
         [log] = replay_many(trace, [(describe(window), window)])
         pairs = rejected_pairs(trace, log)
         if not pairs:

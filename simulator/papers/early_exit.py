@@ -56,12 +56,13 @@ FOLLOWED_SOURCES = tuple(
         for value in values
     )
 )
-"""What a recording follows behind wrong exits around `START`, as text."""
+"""The settings around `START` that a recording follows after wrong exits, as text."""
 CHOICES: dict[str, tuple[float, ...]] = {
     **FOLLOWED, "tau": (0.05, 0.1, 0.2, *FOLLOWED["tau"]), "width": (1, 2, 4, 6, 8, 12, 24)
 }  # fmt: skip
-"""The values that the search and Figure 3 go through; the paper's own are lost in the text at
-hand.  A threshold of 0 is none: it is not among them."""
+"""The values that the search and Figure 3 go through; the paper's own are lost in the text at hand.
+A threshold of 0 has no meaning and is not among them.
+"""
 
 
 def choices(ours: Ours) -> dict[str, tuple[float, ...]]:
@@ -81,7 +82,7 @@ class Replayed(NamedTuple):
 class Replays:
     """SpecBound's settings replayed on some of the requests, each once.
 
-    A setting that drafts past what was recorded behind a wrong exit is replayed with a stand-in
+    A setting that drafts past what was recorded after a wrong exit is replayed with a stand-in
     there (`StandInExit`): its log is ``approximate``.
     """
 

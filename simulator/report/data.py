@@ -173,10 +173,10 @@ def ranked(
 ) -> list[dict[str, Any]]:  # fmt: skip
     """Return rows by speedup, the fastest first, with the share of prompts that each slows down.
 
-    ``own`` is the source that the recording drafts with, which `notes` are about.  Keys beside
-    those of a summary: ``name`` tells the row from all others; ``sums`` is what the page's sliders
-    compute with; ``at_own`` is said of a policy at the pair's own cost ratios, ``always`` at any,
-    ``note`` both; ``fitted`` policies were fitted to the pair's own costs, and would decide
+    ``own`` is the source that the recording drafts with, which `notes` are about.  Keys in addition
+    to those of a summary: ``name`` tells the row from all others; ``sums`` is what the page's
+    sliders compute with; ``at_own`` is said of a policy at the pair's own cost ratios, ``always``
+    at any, ``note`` both; ``fitted`` policies were fitted to the pair's own costs, and would decide
     otherwise at others; ``own`` rows are drafted by that source.
     """
     plain, *runs = price_all(logs, latency)

@@ -149,7 +149,7 @@ class Ranking:
     logs: list[RoundLog]
     notes: Mapping[str, str] = field(default_factory=dict)
     added: RoundLog | None = None
-    """That of the best fixed length, where policies were named and it is none of them."""
+    """The log of the best fixed length, where policies were named and it is not among them."""
 
     def noted(self, rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
         """Return the rows of a summary, with a ``note`` in those of a log that has one."""
@@ -180,7 +180,7 @@ def rank(
     chosen = without_plain(named(load_policies(texts, trace, lacking=lacking)))
     if trace.is_lower_bound:
         say_left_out(lacking, trace.signals, say)
-        # The best of bounds is not the best: least wrong is the policy behind the log.
+        # The best of bounds is not the best: least wrong is the policy that made the log.
         bounds = list(replay_many(trace, chosen, rule=rule))
         return Ranking(bounds, {log.policy: LOWER_BOUND for log in bounds})
     notes: dict[str, str] = {}
@@ -359,7 +359,7 @@ def compared(
     ``outside`` is the share of passes read outside the measured cells, ``unpriced`` what the
     table has no cells of, ``mismatches_accepted`` a lossy rule's leniency.
 
-    Raises DraftsimError if `against` is none of the rows, or would compare lower bounds.
+    Raises DraftsimError if `against` names no row, or would compare lower bounds.
     """
     rival = next((i for i, r in enumerate(rows) if r.get("note") == BEST_FIXED), None)
     if against is not None:
@@ -371,7 +371,7 @@ def compared(
         rival = next((i for i, r in enumerate(rows) if r["policy"] == against), None)
         if rival is None:
             raise DraftsimError(
-                f"--against {against}: is none of the policies shown: add --policy {against}"
+                f"--against {against}: not among the policies shown: add --policy {against}"
             )
     told = ["", *degenerate([run.log for run in runs[1:]])]
     gains = [] if rival is None else gains_over(runs[rival], runs, resamples=resamples)

@@ -53,7 +53,7 @@ def judged_rows(trace: Trace) -> Ints:
 
 
 def ends_draft(trace: Trace, judged: Ints) -> npt.NDArray[np.bool_]:
-    """Whether no judged token follows one of `judged` in its draft."""
+    """Return where no judged token follows one of `judged` in its draft."""
     if trace.by_start and trace.signals:
         follows = np.diff(judged, append=-1) == 1
         follows[:-1] &= trace.columns["offset"][judged[1:]] > 0

@@ -75,7 +75,7 @@ def _predicted(
 
 
 def _same_kernel(known: Mapping[int, float], length: int) -> Mapping[int, float]:
-    """Those whose verification, of the draft and one token, runs the kernel of `length`'s."""
+    """Return the lengths whose verification, of the draft and one token, runs `length`'s kernel."""
     near = {n: k for n, k in known.items() if (n < ALONE) == (length < ALONE)}
     return near or known
 

@@ -49,7 +49,7 @@ def references(trace: Trace, policies: Mapping[str, DraftPolicy]) -> dict[str, D
 
 
 def family(name: str) -> str:
-    """What a policy is called apart from its parameters."""
+    """Return a policy's name without its parameters."""
     return name.partition(":")[0]
 
 

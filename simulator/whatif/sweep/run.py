@@ -2,7 +2,7 @@
 
 A sweep is cut into parts (`simulator.whatif.sweep.cells.Part`): policies that share an
 acceptance rate and a batch, and hence a trace.  A part is replayed once and priced at
-every cost ratio, latency table and context, which costs next to nothing beside it.
+every cost ratio, latency table and context, which costs next to nothing in comparison.
 Parts are kept as files as they finish; the same sweep begun again computes only what is
 missing.
 """
@@ -48,7 +48,7 @@ _DIGEST = hashlib.sha256().digest_size
 class KeptParts:
     """Finished parts as files in a folder; without one, nothing is kept.
 
-    A file is a Parquet table behind the SHA-256 of it.
+    A file is a Parquet table preceded by its SHA-256.
     """
 
     def __init__(self, folder: Path | None, key: str) -> None:
@@ -104,7 +104,8 @@ def write_sweep(frame: pd.DataFrame, path: str | Path, description: Mapping[str,
 def write_thresholds(
     rows: pd.DataFrame, out: str | Path, description: Mapping[str, Any]
 ) -> Path:  # fmt: skip
-    """Write `rows` of `simulator.whatif.sweep.thresholds` beside the sweep's file `out`; its path.
+    """Write `rows` of `simulator.whatif.sweep.thresholds` next to the sweep's file; return the
+    path.
 
     Raises
     ------
@@ -193,7 +194,7 @@ class Sweep:
     trace:
         The recording.
     policies:
-        Prototypes by name.  Beside them the fixed lengths and the oracle are replayed as
+        Prototypes by name.  In addition the fixed lengths and the oracle are replayed as
         references (`simulator.whatif.sweep.cells`), without rows of their own.
     prices:
         Cost ratios, latency tables, contexts and GPUs.
@@ -336,7 +337,7 @@ class Sweep:
 
     @property
     def description(self) -> dict[str, Any]:
-        """What the table was made from, for the file's header."""
+        """Return what the table was made from, for the file's header."""
         bench = self.bench
         return {
             "policies": list(self.policies), "alphas": list(self.alphas),

@@ -51,7 +51,7 @@ STALE = frozenset(n for n in COLUMNS if n.startswith("target_")) | {"draft_path_
 """Scores of the recorded drafts by the target, which new outcomes would contradict."""
 
 SCORES = frozenset(n for needed in SIGNAL_COLUMNS.values() for n in needed) - {"draft_token"}
-"""What the signals of a draft are computed from; its token is none of it."""
+"""The columns that a draft's signals are computed from, without its token."""
 
 
 class Rebuilder:
@@ -127,7 +127,7 @@ class Rebuilder:
     def _signals(
         self, columns: Mapping[str, npt.NDArray[Any]], shown: Ints | None
     ) -> dict[str, npt.NDArray[Any]]:
-        """The columns behind the signals, on the path as recorded where `shown` says."""
+        """Return the columns that signals are computed from, on the path as recorded if `shown`."""
         if shown is None:
             return {}
         moved = {}
@@ -196,7 +196,7 @@ DECAY = 0.9
 
 
 class History(NamedTuple):
-    """What is remembered of the matches before a position; arrays of one shape."""
+    """The remembered matches before a position; arrays of one shape."""
 
     run: npt.NDArray[np.int64]
     """Matches in a row, up to `LONGEST_RUN`."""
@@ -271,7 +271,7 @@ class MatchModel:
         return History(np.zeros(shape, dtype=np.int64), np.full(shape, self.alpha))
 
     def history_logit(self, history: History) -> Floats:
-        """What `history` contributes to the log-odds of a match."""
+        """Return the contribution of `history` to the log-odds of a match."""
         one, two = self.share_logit
         share = history.share
         return np.asarray(self.run_logit[history.run] + share * (one + two * share))
