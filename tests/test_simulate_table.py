@@ -41,7 +41,7 @@ def test_gains_are_paired_and_over_what_is_asked() -> None:
             paired_gain(log, runs[1], LATENCY, resamples=200)
         )
         assert row["against"] == "fixed:gamma=4"
-    with pytest.raises(DraftsimError, match="--against nobody: is none of the policies"):
+    with pytest.raises(DraftsimError, match="--against nobody: not among the policies"):
         compared(rows, priced, LATENCY, "nobody", 200)
     best = max(found[1:], key=lambda row: row["speedup"])
     assert best["policy"] in headline(found)
