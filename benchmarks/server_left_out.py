@@ -14,6 +14,7 @@ with each term in turn, and prints what it is worth.  `--out` writes a CSV with 
 from __future__ import annotations
 
 import argparse
+import re
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -199,7 +200,8 @@ def main() -> None:
                 seen.add(part.name)
             everything = everything.joined(results)
             if results.missed:
-                rows.append({"terms": name, "study": study, **summary(results)})
+                label = re.split(r", (?:from|K =) ", study)[0] if asked.each_run else study
+                rows.append({"terms": name, "study": label, **summary(results)})
                 if not asked.terms:
                     _print(rows[-1])
         rows.append({"terms": name, "study": ALL, **summary(everything)})

@@ -94,7 +94,7 @@ def recommend(
     if not any(run.k for run in runs):
         raise DraftsimError(
             "no run with speculation: what a drafter costs and gets accepted is not known; "
-            f"measure K = 3 at {runs[0].batch} requests and give both (FILE@3)"
+            f"measure K = 3 at {_requests(runs[0].batch)} and give both (FILE@3)"
         )
     server = with_other_acceptance(calibrate(runs, passes=passes), acceptance)
     batches = concurrencies(runs) if batch is None else batch_sizes("--batch", batch)
@@ -153,7 +153,7 @@ def _within(rows: Sequence[Choice], slo: str | None) -> list[Choice]:
         tpot_s = row.batch / row.tokens_per_s.value
         if tpot_s > targets.tpot_s:
             raise DraftsimError(
-                f"--slo {slo}: no draft length meets it at {row.batch} requests; the fastest, "
+                f"--slo {slo}: no draft length meets it at {_requests(row.batch)}; the fastest, "
                 f"K = {row.k}, takes {1e3 * tpot_s:.3g} ms a token"
             )
     return list(rows)

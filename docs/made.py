@@ -26,7 +26,7 @@ from docs.outputs import output
 from docs.paper_tables import order_of_systems
 from docs.question_tables import questions
 from docs.reading import as_markdown, attribute_docs, code, first_line, string_behind, table
-from docs.server_tables import server_confirmed, server_left_out
+from docs.server_tables import server_confirmed, server_left_out, server_terms
 from policies.core import Round
 from policies.guard import SIGNALS
 from traces.acceptance.schema import COLUMNS, SIGNAL_COLUMNS, Request
@@ -300,6 +300,7 @@ MAKERS: Mapping[str, Callable[..., str]] = {
     "equivalents": equivalents, "formulas": formulas, "held_against": held_against, "kinds": kinds,
     "llamacpp_counts": llamacpp_counts, "lossy_rules": lossy_rules, "methods": methods,
     "server_confirmed": server_confirmed, "server_left_out": server_left_out,
+    "server_terms": server_terms,
     "modules": modules, "operators": operators, "order_of_systems": order_of_systems,
     "output": output, "over_http": over_http, "paper_settings": paper_settings,
     "phases": phases, "questions": questions,

@@ -108,11 +108,18 @@ def server_confirmed() -> str:
 
 
 def server_left_out(name: str) -> str:
-    """Return the errors and coverage in `name`.csv: a row per set of terms, or per study."""
+    """Return errors and coverage by study, with all terms, as `name`.csv has them."""
     rows = pd.read_csv(LEFT_OUT / f"{name}.csv")
-    several = rows["terms"].nunique() > 1
-    shown = rows[rows["study"] == "all studies"] if several else rows
-    first = "terms" if several else "study"
+    return _errors(rows[rows["terms"] == "all terms"], "study")
+
+
+def server_terms(name: str) -> str:
+    """Return errors and coverage of all studies together, by the terms that the model has."""
+    rows = pd.read_csv(LEFT_OUT / f"{name}.csv")
+    return _errors(rows[rows["study"] == "all studies"], "terms")
+
+
+def _errors(rows: pd.DataFrame, first: str) -> str:
     return table(
         (first, "runs", "median error", "largest", "inside 80 %", "sign right", "best K right"),
         [
@@ -121,7 +128,7 @@ def server_left_out(name: str) -> str:
                 f"{row['largest_error']:.0%}", f"{row['coverage']:.0%}",
                 _share(row["signs_right"], row["signs"]), _share(row["best_right"], row["best"]),
             )
-            for row in shown.to_dict("records")
+            for row in rows.to_dict("records")
         ],
     )  # fmt: skip
 

@@ -11,7 +11,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from docs.server_tables import SERVED, confirmed, server_confirmed
+from docs.server_tables import (
+    SERVED,
+    confirmed,
+    server_confirmed,
+    server_left_out,
+    server_terms,
+)
 from simulator.aggregate.observed import read_acceptance
 from tests.conftest import ROOT, Run
 
@@ -56,6 +62,14 @@ def test_most_runs_that_were_not_given_are_inside_the_intervals() -> None:
     for row in choices:
         assert row.gain > 0.9 * row.most, row
     assert server_confirmed().count("\n| ") >= len(rows)
+
+
+@pytest.mark.parametrize("name", ["server_few_runs", "server_each_run"])
+def test_tables_of_public_studies_have_all_of_them(name: str) -> None:
+    lines = server_left_out(name).splitlines()
+    assert lines[-1].startswith("| all studies |")
+    assert len(lines) > 6
+    assert server_terms(name).splitlines()[2].startswith("| all terms |")
 
 
 def test_the_files_are_small_and_name_no_machine() -> None:
