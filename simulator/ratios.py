@@ -17,9 +17,6 @@ from traces.replay.rounds import RoundLog
 Floats = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.int64]
 
-NORMAL_95 = 1.959964
-"""Standard errors that a 95 % interval reaches to either side."""
-
 
 class RatioCurve(NamedTuple):
     """Decode cost over a range of cost ratios, in units of one target pass; shape (ratios,)."""
@@ -66,14 +63,6 @@ def price_ratios(
     cost = float(count @ forwards) * c + float(count @ width_cost)
     plain = float(log.rounds["emitted"].sum(dtype=np.int64))
     return RatioCurve(c, cost, plain / cost)
-
-
-class BreakEven(NamedTuple):
-    """The cost ratio at which rounds stop paying; bounds NaN where there is no interval."""
-
-    ratio: float
-    low: float
-    high: float
 
 
 class RatioSums(NamedTuple):
@@ -190,39 +179,6 @@ def _sums(plain: Floats, forwards: Floats, verified: Floats, rest: Floats) -> Ra
     products = (own @ own.T)[np.triu_indices(3)]
     totals = (plain.sum(), forwards.sum(), rest.sum(), verified.sum())
     return RatioSums(int((plain > 0).sum()), *(float(n) for n in (*totals, *products)))
-
-
-def break_even_ratio(log: RoundLog | RatioSums, verify: float = 1.0) -> BreakEven:
-    """The largest c = T_draft / T_target at which the rounds of `log` still pay.
-
-    In the cost model of `price_ratios`, or that of the sums given, with every verification
-    costing `verify` target passes.
-    0 where they do not even pay with free drafts, infinity where nothing is drafted and nothing
-    lost.  The 95 % interval is that of a ratio of sums over prompts, linearised (Cochran,
-    "Sampling Techniques", 1977, sec. 2.11); NaN with fewer than two prompts.
-
-    Raises
-    ------
-    DraftsimError
-        If `verify` is negative or not finite.
-    """
-    if not 0 <= verify < np.inf:
-        raise DraftsimError(f"the verification cost is {verify}, expected T_verify / T_target >= 0")
-    s = log if isinstance(log, RatioSums) else ratio_sums(log)
-    left = s.plain - s.rest - verify * s.verified
-    if s.forwards == 0:
-        return BreakEven(np.inf if left >= 0 else 0.0, np.nan, np.nan)
-    ratio = left / s.forwards
-    if s.prompts < 2:
-        return BreakEven(max(0.0, ratio), np.nan, np.nan)
-    squares = (
-        s.gain_gain + verify**2 * s.verified_verified + ratio**2 * s.forwards_forwards
-        - 2 * verify * s.gain_verified - 2 * ratio * s.gain_forwards
-        + 2 * verify * ratio * s.verified_forwards
-    )  # fmt: skip
-    error = np.sqrt(max(squares, 0.0) * s.prompts / (s.prompts - 1)) / s.forwards
-    low, high = ratio - NORMAL_95 * error, ratio + NORMAL_95 * error
-    return BreakEven(max(0.0, ratio), max(0.0, float(low)), max(0.0, float(high)))
 
 
 def draft_histogram(log: RoundLog) -> tuple[Ints, Ints, Ints]:

@@ -163,16 +163,6 @@ class Verdict(NamedTuple):
     wrong_sign: tuple[str, ...]
     """Those whose prediction lies on the other side of 1x."""
 
-    @property
-    def ranking_holds(self) -> bool:
-        """Return True if no clear difference is predicted the other way round."""
-        return not self.misranked
-
-    @property
-    def sign_holds(self) -> bool:
-        """Return True if no run is predicted on the wrong side of plain decoding."""
-        return not self.wrong_sign
-
 
 def verdict(rows: pd.DataFrame, baseline: str = CONTROL) -> Verdict:
     """Judge the rows of `compare`: errors, ranking, and side of 1x.

@@ -15,7 +15,7 @@ from policies import ConfidenceFreeze, Fixed, Round  # noqa: E402
 from policies.batch.base import BatchPolicy  # noqa: E402
 from policies.together import together_of  # noqa: E402
 from profiler.checks.outputs import output_of  # noqa: E402
-from profiler.decoding.batch import decode_batch, enter, speculate_batch  # noqa: E402
+from profiler.decoding.batch import enter, speculate_batch  # noqa: E402
 from profiler.decoding.batch_passes import BatchedDecoder  # noqa: E402
 from profiler.decoding.batch_stream import Stream  # noqa: E402
 from profiler.models.runner import Runner  # noqa: E402
@@ -31,6 +31,7 @@ from tests.batched import (  # noqa: E402
     runners,
     trace,
 )
+from tests.batched_decoding import decode_batch  # noqa: E402
 from traces.errors import DraftsimError  # noqa: E402
 
 

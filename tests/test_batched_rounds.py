@@ -33,7 +33,7 @@ from policies.batch.base import BatchPolicy
 from policies.together import together_of
 from profiler.checks.batch_runs import groups_of
 from profiler.checks.outputs import output_of
-from profiler.decoding.batch import decode_batch, speculate_batch
+from profiler.decoding.batch import speculate_batch
 from profiler.decoding.batch_passes import BatchedDecoder
 from profiler.decoding.batch_stream import Stream
 from profiler.decoding.single import greedy
@@ -52,6 +52,7 @@ from tests.batched import (
     runners,
     trace,
 )
+from tests.batched_decoding import decode_batch
 
 
 def test_the_recording_exercises_what_the_tests_are_about() -> None:

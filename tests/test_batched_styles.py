@@ -14,12 +14,13 @@ from policies import DraftPolicy, Fixed
 from policies.together import TruncateToMinimum, together_of
 from profiler.checks.batch_runs import groups_of
 from profiler.checks.outputs import output_of
-from profiler.decoding.batch import decode_batch, speculate_batch
+from profiler.decoding.batch import speculate_batch
 from profiler.decoding.batch_passes import BatchedDecoder
 from profiler.decoding.batch_stream import Stream
 from profiler.decoding.single import greedy
 from profiler.models.runner import Runner
 from tests.batched import END, LENGTHS, NEW, SLOTS, pair, prompts, runners, trace
+from tests.batched_decoding import decode_batch
 from traces.acceptance.trace import MATCH, Trace
 
 

@@ -18,7 +18,6 @@ from simulator.capacity import Targets, parse_targets, plan, stages
 from simulator.capacity.points import Bench, Point, Verdict
 from simulator.capacity.rows import with_cost
 from simulator.executors import Local
-from simulator.formulas import queues
 from simulator.plots import capacity as plots
 from simulator.serving import (
     ArrivalFile,
@@ -30,6 +29,7 @@ from simulator.serving import (
     Scenario,
     read_results,
 )
+from tests import queues
 from tests.compiled import same
 from tests.serving import arrival_file, bernoulli
 from tests.test_serving_parts import Failing

@@ -16,7 +16,7 @@ from policies.lengths.basic import Fixed
 from policies.registry import parse_policy
 from policies.rules.registry import parse_rule
 from policies.together import PerRequest
-from profiler.decoding.batch import decode_batch, enter, speculate_batch
+from profiler.decoding.batch import enter, speculate_batch
 from profiler.decoding.batch_forced import ForcedStream
 from profiler.decoding.batch_passes import BatchedDecoder
 from profiler.decoding.batch_stream import Stream
@@ -29,6 +29,7 @@ from profiler.recording.trace import Recorder
 from profiler.suite.latency.layers import captured, layer_cells
 from profiler.suite.latency.passes import MODES, Timer
 from profiler.suite.latency.rounds import ReadingFixed, loop_trace
+from tests.batched_decoding import decode_batch
 from tests.pretend_gpu import CUDA, PretendedError, PretendedGPU, pretended
 from traces.acceptance.sampling import GREEDY, Sampling
 

@@ -9,7 +9,7 @@ import pytest
 from policies.lengths.basic import Fixed
 from policies.rules.registry import parse_rule
 from simulator.pricing import autoregressive
-from simulator.ratios import break_even_ratio, price_ratios, ratio_sums
+from simulator.ratios import price_ratios, ratio_sums
 from simulator.summary import paired_gain, prompt_speedups, summarize
 from simulator.whatif.ladder import split_prompts
 from simulator.whatif.ranking import (
@@ -22,6 +22,7 @@ from simulator.whatif.ranking import (
     rank,
 )
 from simulator.whatif.rate import fit_rate_optimal
+from tests.break_even import break_even_ratio
 from traces.acceptance.synthetic import synthetic_trace
 from traces.acceptance.trace import Trace
 from traces.errors import DraftsimError

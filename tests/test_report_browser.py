@@ -9,10 +9,11 @@ import pytest
 
 from policies.registry import parse_policy
 from simulator.formulas import general, leviathan
-from simulator.ratios import RatioSums, break_even_ratio, own_ratios, speedup_at
+from simulator.ratios import RatioSums, own_ratios, speedup_at
 from simulator.report import build_report
 from simulator.report.ratio_model import carried
 from simulator.whatif.ranking import FITTED
+from tests.break_even import break_even_ratio
 from tests.browser import Browser
 from tests.report_pages import POLICIES, data, latency, logs, move, recording, value
 from traces.replay.run import replay

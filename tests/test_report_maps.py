@@ -7,10 +7,11 @@ from pathlib import Path
 import pytest
 
 from policies.registry import parse_policy
-from simulator.ratios import RatioSums, break_even_ratio, own_ratios
+from simulator.ratios import RatioSums, own_ratios
 from simulator.report import build_report
 from simulator.report.ratio_model import carried
 from simulator.whatif.tilt.trace import Tilter
+from tests.break_even import break_even_ratio
 from tests.browser import Browser
 from tests.report_pages import data, latency, move, recording, value
 from traces.acceptance.synthetic import synthetic_trace

@@ -13,7 +13,6 @@ from simulator.pricing import autoregressive, price
 from simulator.ratios import (
     OwnRatios,
     RatioSums,
-    break_even_ratio,
     carried_sums,
     own_ratios,
     ratio_sums,
@@ -31,6 +30,7 @@ from simulator.tune import check_seed, closed_load, compare_served, price_grid, 
 from simulator.tune import fixed_logs as tune_logs
 from simulator.tune.costs import default_contexts
 from simulator.whatif.tilt.trace import Tilter
+from tests.break_even import break_even_ratio
 from tests.report_pages import (
     POLICIES,
     data,

@@ -15,27 +15,22 @@ from hypothesis import strategies as st
 from traces.acceptance.trace import Request, Trace
 from traces.errors import DraftsimError, SignalError
 from traces.replay.quality import (
-    agreeing_prefix,
     output_log_likelihood,
-    own_choice_share,
     relative_bleu,
     token_agreement,
 )
-from traces.replay.rounds import ROUND_DTYPE, RoundLog
 
 tokens = st.lists(st.integers(0, 2), max_size=6)
 
 
 @given(st.lists(st.tuples(tokens, tokens), min_size=1, max_size=5))
-def test_token_agreement_and_prefix(pairs: list[tuple[list[int], list[int]]]) -> None:
+def test_token_agreement(pairs: list[tuple[list[int], list[int]]]) -> None:
     outputs, references = [a for a, _ in pairs], [b for _, b in pairs]
     longest = [max(len(a), len(b)) for a, b in pairs]
     equal = [
         [a[i : i + 1] == b[i : i + 1] for i in range(n)]
         for (a, b), n in zip(pairs, longest, strict=True)
     ]
-    prefix = [row.index(False) if False in row else len(row) for row in equal]
-    assert agreeing_prefix(outputs, references).tolist() == prefix
     if sum(longest):
         assert token_agreement(outputs, references) == sum(map(sum, equal)) / sum(longest)
     else:
@@ -77,20 +72,6 @@ def test_unpaired_outputs_are_refused() -> None:
     for outputs, references in cases:
         with pytest.raises(DraftsimError, match="one of each per request"):
             token_agreement(outputs, references)
-
-
-def log_of(emitted: list[int], mismatched: list[int] | None) -> RoundLog:
-    rounds = np.zeros(len(emitted), dtype=ROUND_DTYPE)
-    rounds["emitted"] = emitted
-    wrong = None if mismatched is None else np.array(mismatched, dtype=np.int32)
-    return RoundLog(rounds, [], "fixed", mismatched=wrong)
-
-
-def test_own_choice_share() -> None:
-    assert own_choice_share(log_of([3, 5], None)) == 1
-    assert own_choice_share(log_of([3, 5], [1, 1])) == pytest.approx(0.75)
-    with pytest.raises(DraftsimError, match="no emitted tokens"):
-        own_choice_share(log_of([], []))
 
 
 def test_log_likelihood_is_the_mean_over_the_path() -> None:

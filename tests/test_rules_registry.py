@@ -9,12 +9,12 @@ import pytest
 
 from policies.rules.context import CSD
 from policies.rules.memory import OnlineCorrectionMemory
-from policies.rules.registry import PRESETS, RULES, describe_rule, parse_rule, rule_names
+from policies.rules.registry import PRESETS, RULES, describe_rule, parse_rule
 from policies.rules.threshold import CMASDVerification
 from policies.spec import parameters
 
 
-@pytest.mark.parametrize("name", rule_names())
+@pytest.mark.parametrize("name", list(RULES))
 def test_a_name_makes_its_class_with_defaults_and_is_its_own_text(name: str) -> None:
     rule = parse_rule(name)
     assert type(rule) is RULES[name]

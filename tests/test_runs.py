@@ -13,7 +13,7 @@ from policies import DraftPolicy, parse_policy, policy_names
 from policies.batch.base import BatchPolicy
 from policies.lengths.basic import Fixed
 from policies.registry import parse_serving_policy
-from policies.rules.registry import parse_rule, rule_names
+from policies.rules.registry import RULES, parse_rule
 from simulator.serving import Scenario, simulate
 from simulator.serving.arrivals import ClosedLoop
 from simulator.whatif.rate import InBatch
@@ -110,7 +110,7 @@ def outcome(policy: Any, scenario: Scenario) -> tuple[int, int, int]:
 
 
 @pytest.mark.invariant(6)
-@pytest.mark.parametrize("text", rule_names())
+@pytest.mark.parametrize("text", list(RULES))
 def test_replays_under_one_rule_are_alike(text: str) -> None:
     rule = parse_rule(text)
     policy = Fixed(5)

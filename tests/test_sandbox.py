@@ -33,7 +33,7 @@ TASK = CodeTask("twice", TESTS)
     ],
 )
 def test_the_first_python_block_is_the_code(text: str, code: str) -> None:
-    assert code_of(text) == code
+    assert code_of(text)[0] == code
 
 
 def test_an_indented_block_runs() -> None:

@@ -14,7 +14,6 @@ from hypothesis import strategies as st
 
 from policies.lengths.basic import Fixed
 from policies.registry import parse_serving_policy
-from simulator.formulas import queues
 from simulator.serving import (
     MODES,
     ROUTERS,
@@ -31,6 +30,7 @@ from simulator.serving import (
 from simulator.serving.fleet.join import joined_runs
 from simulator.serving.fleet.routers import Router, describe_router, parse_router
 from simulator.serving.outcome.report import Run
+from tests import queues
 from tests.compiled import SIGNALLED, same
 from tests.serving import GRID, SMALL
 from tests.test_serving_theory import PER_TOKEN_S, SERVICE, exponential, one_token_jobs

@@ -17,11 +17,11 @@ from policies.lengths.huggingface import Confidence
 from profiler.features import FeatureDrafter
 from profiler.features.picks import Drawn
 from profiler.models.sampling import draw, probs
-from profiler.sources.draws import RecordedStarts
 from profiler.sources.modules import Modules, record_sources
 from profiler.sources.run import SourceRunner
 from tests.features import drafters, miniature
 from tests.outputs import drawn_trace
+from tests.recorded_draws import RecordedStarts
 from tests.test_sources_sampled import counts_fit
 from traces.acceptance.sampling import GREEDY, Sampling
 from traces.acceptance.trace import Trace

@@ -18,11 +18,12 @@ from policies.rules.base import ExactMatch, RejectionSampling
 from profiler.heads.modules import ExitHeads
 from profiler.models.sampling import draw, probs
 from profiler.models.stack import LayerRunner
-from profiler.sources.draws import RandomDraws, RecordedDraws, SharedDraws
+from profiler.sources.draws import RandomDraws, SharedDraws
 from profiler.sources.exit_record import ExitRecorder, record_exits
 from profiler.sources.modules import Modules, record_sources
 from profiler.sources.run import SourceRunner
 from tests.outputs import drawn_trace
+from tests.recorded_draws import RecordedDraws
 from traces.acceptance.sampling import GREEDY, Sampling
 from traces.acceptance.trace import Trace
 from traces.errors import DraftsimError

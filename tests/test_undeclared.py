@@ -102,11 +102,11 @@ def test_serving_refuses_it(mode: Any, declared: tuple[str, ...]) -> None:
 
 
 def real_runs() -> list[Callable[[Any], Any]]:
-    from profiler.decoding.batch import decode_batch
     from profiler.decoding.forced import ForcedDecoder
     from profiler.decoding.single import ModelDecoder
     from profiler.models.runner import Runner
     from tests import bundled
+    from tests.batched_decoding import decode_batch
 
     trace = bundled.record(2, max_new=12)
     prompts = [torch.tensor(r.prompt_ids) for r in trace.requests]

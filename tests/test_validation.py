@@ -104,8 +104,8 @@ def test_verdict_sees_ranking_and_sign(runs: list[Priced]) -> None:
     good = verdict(
         compare(runs, measure(runs, {plain: [1.0, 1.0], two: [1.02, 1.02], six: [1.05, 1.05]}))
     )
-    assert good.ranking_holds
-    assert good.sign_holds
+    assert not good.misranked
+    assert not good.wrong_sign
     assert good.sign_arms == 2
     assert good.median_error == pytest.approx(1 - 1 / 1.02)
     assert good.worst_error == pytest.approx(1 / 1.05 - 1)

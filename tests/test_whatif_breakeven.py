@@ -19,7 +19,6 @@ from simulator.plots.whatif import (
     plot_break_even,
     plot_ladder,
     plot_maps,
-    plot_tilt,
 )
 from simulator.pricing import price
 from simulator.whatif.breakeven import (
@@ -287,9 +286,6 @@ def test_figures_draw_what_the_grid_holds() -> None:
     rungs = ladder(easy_and_hard(), TABLE, policies={}, resamples=20)
     bars = plot_ladder(rungs).axes[0]
     assert [t.get_text() for t in bars.get_yticklabels()][-1] == "oracle"
-    from simulator.whatif.tilt.fidelity import compare_groups
-
-    assert "shift" in plot_tilt(compare_groups(easy_and_hard())).axes[0].get_xlabel()
 
 
 def test_figures_without_data_say_what_is_missing() -> None:

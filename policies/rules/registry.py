@@ -40,11 +40,6 @@ PRESETS: Mapping[str, Mapping[str, Any]] = {
 """Names of a class with some parameters fixed."""
 
 
-def rule_names() -> list[str]:
-    """Names of the built-in rules."""
-    return list(RULES)
-
-
 def parse_rule(text: str, **resources: Any) -> VerifyRule:
     """The rule that `text` describes: ``name`` or ``name:key=value,...``.
 

@@ -60,19 +60,12 @@ class Verdict(NamedTuple):
     said: str = ""
 
 
-def code_of(text: str) -> str:
-    """The first Python block of a text between ``` marks, or the whole text without one.
-
-    A block that the token limit cut off is as long as it goes.
+def code_of(text: str) -> tuple[str, bool]:
+    """Return the first Python block of a text (all of it without one), and whether it is cut off.
 
     >>> code_of("Sure:\\n```python\\nx = 1\\n```\\nThis sets x.")
-    'x = 1\\n'
+    ('x = 1\\n', False)
     """
-    return _code_of(text)[0]
-
-
-def _code_of(text: str) -> tuple[str, bool]:
-    """The code of a text, and whether the token limit cut it off."""
     whole = _SPECIAL.sub("", text)
     for tag, code, end in _BLOCK.findall(whole):
         if tag.lower() in PYTHON:
@@ -88,7 +81,7 @@ def judge(task: CodeTask, text: str, limits: Limits | None = None) -> Verdict:
     right code and fail on the wrong one.  Code that the token limit cut off counts up to its last
     whole statement.
     """
-    code, cut = _code_of(text)
+    code, cut = code_of(text)
     if task.unit_tests:
         return run(code, task.entry, tests=task.unit_tests, cut=cut, limits=limits)
     right = run(code, task.entry, given=task.solution, cut=cut, limits=limits)

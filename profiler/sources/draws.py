@@ -1,8 +1,4 @@
-"""The random choices of sampled decoding with early exits, and the recorded ones in their place.
-
-A real run draws from a generator.  With the draws of a recording instead, everything that is
-not random (exits, confidences, layers run, emitted text) must come out as in the replay.
-"""
+"""The random choices of sampled decoding with early exits."""
 
 from __future__ import annotations
 
@@ -14,10 +10,6 @@ from torch import Tensor
 
 from profiler.models.sampling import coupled, draw, probs
 from traces.acceptance.sampling import Sampling
-from traces.acceptance.trace import Trace
-from traces.sources.base import true_tokens
-from traces.sources.exits.recording import ExitRecording
-from traces.sources.starts.recording import StartRecording
 
 
 class Draws(Protocol):
@@ -86,71 +78,6 @@ class RandomDraws:
                 left = (left - proposal[accepted]).clamp(min=0)
             tokens = torch.cat([tokens, draw(left, self.generator)])
         return accepted, tokens.tolist()
-
-
-class _Recorded:
-    """The output of one request of a sampled trace, whatever drafts it."""
-
-    def __init__(self, trace: Trace, request: int, device: Any) -> None:
-        self.sampling, self._device = trace.sampling, device
-        starts = trace.request_starts
-        self._true = true_tokens(trace, sampled=True)[
-            int(starts[request]) : int(starts[request + 1])
-        ]
-
-    def first(self, logits: Tensor) -> Tensor:
-        """The output's first token."""
-        del logits
-        return self._tensor(self._true[:1])
-
-    def settle(
-        self, drafted: Tensor, proposals: Tensor, logits: Tensor, position: int
-    ) -> tuple[int, list[int]]:
-        """The drafted tokens that the output has, and its next one where a position is left."""
-        del proposals
-        true = self._true[position : position + int(logits.shape[0])]
-        accepted = 0
-        for token, own in zip(drafted.tolist(), true, strict=False):
-            if token != own:
-                break
-            accepted += 1
-        return accepted, true[: accepted + 1]
-
-    def _tensor(self, tokens: list[int]) -> Tensor:
-        return torch.tensor(tokens, device=self._device)
-
-
-class RecordedDraws(_Recorded):
-    """The draws along one request of a sampled trace, as a recording of early exits has them."""
-
-    def __init__(self, recording: ExitRecording, trace: Trace, request: int, device: Any) -> None:
-        super().__init__(trace, request, device)
-        self._recording, self._path = recording, recording.path_starts[request]
-
-    def propose(self, logits: Tensor, at: int, position: int, so_far: Sequence[Any]) -> Tensor:
-        """Return the token that was drawn at the node of this prefix.
-
-        Raises KeyError where the prefix was not recorded.
-        """
-        del logits
-        node, on_path = self._path + position, True
-        for i, token in enumerate(so_far):
-            on_path = on_path and token.token_id == self._true[position + i]
-            node = node + 1 if on_path else self._recording.children[node, token.token_id]
-        return self._tensor([int(self._recording.argmax[node, at])])
-
-
-class RecordedStarts(_Recorded):
-    """The same of a recording by start."""
-
-    def __init__(self, recording: StartRecording, trace: Trace, request: int, device: Any) -> None:
-        super().__init__(trace, request, device)
-        self._rows = recording.token[recording.request_starts[request] :]
-
-    def propose(self, logits: Tensor, at: int, position: int, so_far: Sequence[Any]) -> Tensor:
-        """Return the token that was drawn from this start at this offset."""
-        del logits, at
-        return self._tensor([int(self._rows[position, len(so_far)])])
 
 
 class SharedDraws:

@@ -12,7 +12,6 @@ from simulator.formulas import (
     leviathan,
     magicdec,
     pearl,
-    queues,
     specbound,
 )
 
@@ -24,6 +23,5 @@ __all__ = [
     "leviathan",
     "magicdec",
     "pearl",
-    "queues",
     "specbound",
 ]

@@ -281,26 +281,6 @@ def plot_ladder(rungs: pd.DataFrame) -> Figure:
     return figure
 
 
-def plot_tilt(rows: pd.DataFrame) -> Figure:
-    """Plot tilting's error by distance, with i.i.d.'s; rows of `fidelity.compare_groups`."""
-    part = rows[rows["metric"] == "speedup"]
-    figure = Figure(figsize=(6.4, 3.6), layout="constrained")
-    axes = figure.subplots()
-    shift = part["shift"].to_numpy(float)
-    for i, (column, label) in enumerate((("error", "tilted"), ("iid_error", "i.i.d."))):
-        error = 100 * part[column].to_numpy(float)
-        median = float(np.median(np.abs(error)))
-        axes.plot(shift, error, MARKERS[i], color=COLOURS[i], markersize=4.5,
-                  markerfacecolor=COLOURS[i] if i == 0 else "white",
-                  label=f"{label} (median |error| {median:.1f} %)")  # fmt: skip
-    axes.axhline(0, color=INK, linewidth=0.8)
-    axes.set_xlabel("shift of logit(α), from the recording tilted to the one compared with")
-    axes.set_ylabel("error of the speedup (%)")
-    axes.legend(frameon=False, fontsize=8)
-    style(axes, "both")
-    return figure
-
-
 def _furthest(found: pd.DataFrame, names: Sequence[str], along: str) -> list[str]:
     """Return the `MOST_LINES` of `names` with a speedup furthest in the mean, in their order."""
     sign = -1.0 if along == "alpha" else 1.0

@@ -1,8 +1,7 @@
 "use strict";
 // The page's numbers come from two places: what Python computed, and the formulas under
 // "Costs", which the sliders feed.  The formulas mirror simulator.ratios.speedup_at and
-// break_even_ratio, and simulator.formulas.leviathan; tests hold both against each other to the
-// displayed digit.  Drawing is in charts.js and maps.js.
+// simulator.formulas.leviathan; tests hold both against each other to the displayed digit.  Drawing is in charts.js and maps.js.
 (() => {
   const data = JSON.parse(document.getElementById("data").textContent);
   const byId = (id) => document.getElementById(id);

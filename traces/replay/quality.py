@@ -5,24 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import numpy as np
-import numpy.typing as npt
 
 from traces.acceptance.trace import Trace
 from traces.errors import DraftsimError, SignalError, missing
-from traces.replay.rounds import RoundLog
-
-
-def own_choice_share(log: RoundLog) -> float:
-    """Share of emitted tokens that the target would have chosen after the same prefix.
-
-    1 under a lossless rule.  Unlike `token_agreement` it forgives what follows from an
-    earlier departure, so it needs no second output and holds within a replay.
-    """
-    emitted = int(log.rounds["emitted"].sum())
-    if emitted == 0:
-        raise DraftsimError("the log holds no emitted tokens: replay at least one request")
-    wrong = 0 if log.mismatched is None else int(log.mismatched.sum())
-    return 1.0 - wrong / emitted
 
 
 def token_agreement(outputs: Sequence[Sequence[int]], references: Sequence[Sequence[int]]) -> float:
@@ -39,19 +24,6 @@ def token_agreement(outputs: Sequence[Sequence[int]], references: Sequence[Seque
     if total == 0:
         raise DraftsimError("all outputs are empty: there is nothing to compare")
     return equal / total
-
-
-def agreeing_prefix(
-    outputs: Sequence[Sequence[int]], references: Sequence[Sequence[int]]
-) -> npt.NDArray[np.int64]:
-    """Tokens before the first difference, per request: shape (requests,)."""
-    _check_pairs(outputs, references)
-    lengths = []
-    for output, reference in zip(outputs, references, strict=True):
-        pairs = enumerate(zip(output, reference, strict=False))
-        end = min(len(output), len(reference))
-        lengths.append(next((i for i, (a, b) in pairs if a != b), end))
-    return np.array(lengths, dtype=np.int64)
 
 
 def output_log_likelihood(trace: Trace) -> float:

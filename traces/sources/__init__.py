@@ -23,7 +23,6 @@ from traces.sources.registry import (
     System,
     describe_source,
     parse_source,
-    source_names,
 )
 from traces.sources.replay import replay_source
 from traces.sources.starts.features import Eagle
@@ -75,7 +74,6 @@ __all__ = [
     "read_starts",
     "read_trees",
     "replay_source",
-    "source_names",
     "write_exits",
     "write_recordings",
     "write_starts",

@@ -107,11 +107,6 @@ SYSTEMS: Mapping[str, System] = {
 }  # fmt: skip
 
 
-def source_names() -> list[str]:
-    """Names of the built-in sources, the draft model first."""
-    return [DRAFT_MODEL, *SOURCES]
-
-
 def parse_source(text: str) -> Source:
     """The source that `text` (``name`` or ``name:key=value,...``) describes.
 
