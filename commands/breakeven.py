@@ -104,7 +104,7 @@ def breakeven(
         _plan(loads, given, server, passes, out, json)
         return
     if server is not None:
-        own = None if acceptance is None else load_positions([acceptance])
+        own = None if acceptance is None else load_positions(acceptance)
         loads = grid(*_axes(batch, context, server, None, lengths), lengths)
         surface, name = measured_surface(server, own, loads, level), ", ".join(bench or ())
     else:
@@ -165,7 +165,7 @@ def _priced(
         )  # fmt: skip
         table, own, name = recording.priced(), recording.trace, recording.said
     if acceptance is not None:
-        positions = load_positions([acceptance])
+        positions = load_positions(acceptance)
         name = f"{name}, acceptance {acceptance}"
     else:
         assert own is not None
@@ -204,8 +204,8 @@ def _axes(
 
 def _given(acceptance: str | None, trace: str, source: str | None, lengths: list[int]) -> Positions:
     if acceptance is not None:
-        return load_positions([acceptance])
-    return load_positions([trace], min(max(lengths), LONGEST), source=source)
+        return load_positions(acceptance)
+    return load_positions(trace, min(max(lengths), LONGEST), source=source)
 
 
 def _server(bench: list[str], passes: int | None) -> Server:

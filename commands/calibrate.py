@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from commands.common.acceptance import load_positions
 from commands.common.inputs import OtherAcceptanceOption
 from commands.common.output import JsonOption, emit, note, placed_recording
 from commands.common.printed import print_table
@@ -128,9 +129,7 @@ def with_other_acceptance(server: Server, acceptance: str | None) -> Server:
     """The server under the acceptance that ``--acceptance`` names; a note says which it is."""
     if acceptance is None:
         return server
-    from simulator.aggregate.observed import read_acceptance
-
-    found = read_acceptance(acceptance)
+    found = load_positions(acceptance)
     note(f"predicted for {found.said}, at the costs of the runs")
     return server.at_acceptance(found.survival)
 

@@ -82,7 +82,7 @@ def _curves(texts: list[str]) -> Mapping[str, dict[int, float]]:
         elif is_curves(text):
             found[text] = pick_curve(text)
         else:
-            found[text] = dict(load_positions([text]).known)
+            found[text] = dict(load_positions(text).known)
     return found
 
 

@@ -46,7 +46,7 @@ def doctor(
     from simulator.aggregate.doctor import DIFFERS, diagnose
 
     mine = load_positions(observed, draft_length, form=form)
-    its = load_positions([against], draft_length or mine.longest, source=source)
+    its = load_positions(against, draft_length or mine.longest, source=source)
     found = diagnose(mine, its)
     rows = [place._asdict() for place in found.places if not math.isnan(place.observed)]
     parts = [part._asdict() for part in found.contexts]

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from commands.calibrate import untold_passes, with_other_acceptance
+from commands.common.acceptance import load_positions
 from commands.common.inputs import OtherAcceptanceOption
 from commands.common.output import JsonOption, emit, note, placed
 from commands.common.printed import print_table
@@ -77,12 +78,11 @@ def recommend(
     from commands.common.inputs import batch_sizes
     from simulator.aggregate.advice import choices, concurrencies, in_words, next_runs
     from simulator.aggregate.benches import read_benches, with_acceptance
-    from simulator.aggregate.observed import read_acceptance
     from simulator.aggregate.server import calibrate
 
     if engine not in ENGINES:
         raise DraftsimError(f"--engine {engine!r}: expected one of {', '.join(ENGINES)}")
-    accepted = read_acceptance(metrics).survival if metrics else ()
+    accepted = load_positions(metrics).survival if metrics else ()
     if not bench:
         if accepted:
             raise DraftsimError(WITHOUT_SPEEDS.format(k=len(accepted)))

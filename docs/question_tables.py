@@ -42,7 +42,7 @@ QUESTIONS = {
     ),
     "context": Question(
         "Which K at which context?",
-        f"draftsim breakeven --latency {A100} --acceptance 0.8,0.7,0.65,0.6 --batch 16 "
+        f"draftsim breakeven --latency {A100} --acceptance 0.8,0.56,0.36,0.22 --batch 16 "
         "--context 512,4096,16384,65536 --k 1,2,4",
         "The last line is vLLM's table by sequence length, with what one K for all contexts loses.",
     ),
@@ -69,10 +69,14 @@ QUESTIONS = {
     ),
     "one-pass": Question(
         "Do drafters that draft all tokens in one pass need another K?",
-        "draftsim simulate --trace bundled --source medusa --policy fixed:gamma=1 "
-        "--policy fixed:gamma=2 --policy fixed:gamma=3 --resamples 100",
-        "One pass drafts every token, so K costs verification alone, and the longest draft that is "
-        "verified for free is best. `draftsim calibrate --passes 1` fits such a server.",
+        "draftsim serve --trace smollm2-vllm-eagle3-cpu --batch 1,16 --requests 40 "
+        "--source parallel:acceptance=[0.72,0.5,0.33,0.21,0.14,0.09,0.06] "
+        "--policy fixed:gamma=1 --policy fixed:gamma=3 --policy fixed:gamma=7 "
+        "--policy confidence-scheduled",
+        "The acceptance is EAGLE-3's of vLLM's pull request 32628, by position. One pass drafts "
+        "every token (P-EAGLE, DFlash, DSpark, PARD), so a longer draft costs verification alone, "
+        "and policies that cut what is verified pay. `--source parallel:model=DIR` is a recorded "
+        "one; `draftsim calibrate --passes 1` fits such a server.",
     ),
     "adaptive": Question(
         "Does adaptive verification help?",
@@ -83,7 +87,7 @@ QUESTIONS = {
     ),
     "acceptance": Question(
         "Why is my acceptance low?",
-        "draftsim doctor 0.36,0.66,0.62,0.58 --against 0.72,0.66,0.62,0.58",
+        "draftsim doctor 0.36,0.24,0.15,0.085 --against 0.72,0.475,0.295,0.17",
         "Give the server's `/metrics`, before and after, or its log in place of the numbers, and a "
         "recording, a published curve or `speculation_profile.json` as `--against`.",
     ),
@@ -102,10 +106,11 @@ QUESTIONS = {
     ),
     "thinking": Question(
         "Do thinking phases accept less?",
-        "draftsim curve 1:1.83,2:2.43,3:2.88 1:1.80,2:2.33,3:2.75 --k 4,8",
-        "Kimi-K2.5 with EAGLE-3 on SPEED-Bench coding, thinking on and off "
-        "(SemiAnalysisAI/InferenceX). On your own logs, give each phase to `doctor` by itself, and "
-        "the other one as `--against`.",
+        f"draftsim simulate {CODER} "
+        "--policy fixed:gamma=3 --policy fixed:gamma=5 --phase code=#73594..#73594 --resamples 100",
+        "A phase is what lies between two markers in the output: here code between two fences, "
+        "`#73594` in this tokenizer. With `--tokenizer DIR` markers are text: "
+        "`--phase 'thinking=<think>..</think>'`, `--phase 'tool call=<tool_call>..</tool_call>'`.",
     ),
     "graphs": Question(
         "Which K fits the captured CUDA graphs?",

@@ -8,8 +8,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from commands.common.acceptance import load_positions
 from policies.lengths.basic import Fixed
-from simulator.aggregate.observed import read_acceptance
 from simulator.aggregate.server import ServerRun, calibrate
 from simulator.aggregate.table import latency_table
 from tests.conftest import Run
@@ -57,7 +57,7 @@ def test_impossible_chances_make_no_trace(survival: tuple[float, ...]) -> None:
 
 def test_every_file_tells_the_same_acceptance(tmp_path: Path, run: Run) -> None:
     """Numbers, counters, a benchmark's result, a CSV, and the counts that `import` writes."""
-    numbers = read_acceptance("0.75,0.5,0.25")
+    numbers = load_positions("0.75,0.5,0.25")
     before = scrape(tmp_path / "before.txt", 1000, (900, 100, 0))
     after = scrape(tmp_path / "after.txt", 5000, (3900, 2100, 1000))
     bench = tmp_path / "k3.json"
@@ -67,15 +67,27 @@ def test_every_file_tells_the_same_acceptance(tmp_path: Path, run: Run) -> None:
     counts = tmp_path / "counts.json"
     assert run("import", "prometheus", before, after, "--out", counts).code == 0
     for given in (f"{before},{after}", str(bench), str(csv), str(counts), f"{bench}@3"):
-        assert read_acceptance(given).survival == pytest.approx(numbers.survival), given
-    told = read_acceptance(str(bench))
+        assert load_positions(given).survival == pytest.approx(numbers.survival), given
+    told = load_positions(str(bench))
     assert (told.model, told.prompt, told.answer) == ("org/target", 900, 256)
     assert told.source == "k3.json"
 
 
+def test_every_command_reads_numbers_alike() -> None:
+    """Several are vLLM's rates by position; one is every position's; lengths have a colon."""
+    rates = load_positions("0.8,0.6,0.3")
+    assert rates.survival == pytest.approx((0.8, 0.6, 0.3))
+    assert rates.rates == pytest.approx([0.8, 0.75, 0.5])
+    assert load_positions("0.5", 3).survival == pytest.approx((0.5, 0.25, 0.125))
+    assert load_positions("1:1.8,2:2.4").survival == pytest.approx((0.8, 0.6))
+    profile = load_positions("bundled", 2)
+    assert profile.rounds
+    assert profile.survival == pytest.approx(np.cumprod(profile.rates).tolist())
+
+
 def test_an_acceptance_length_alone_keeps_its_sum(tmp_path: Path) -> None:
     path = scrape(tmp_path / "metrics.txt", 1000, (700, 400, 300), positions=False)
-    found = read_acceptance(str(path))
+    found = load_positions(str(path))
     assert found.estimated
     assert sum(found.survival) == pytest.approx(1.4)
     assert list(found.survival) == sorted(found.survival, reverse=True)
@@ -96,18 +108,20 @@ def test_an_acceptance_length_alone_keeps_its_sum(tmp_path: Path) -> None:
 )
 def test_what_is_no_acceptance_is_refused(given: str, message: str) -> None:
     with pytest.raises(DraftsimError, match=message):
-        read_acceptance(given)
+        load_positions(given)
 
 
-def test_rounds_in_order_are_a_trace(tmp_path: Path) -> None:
+def test_rounds_in_order_are_a_trace(tmp_path: Path, run: Run) -> None:
     path = tmp_path / "rounds.csv"
     path.write_text("batch,k,tokens_per_s\n1,0,90\n")
     with pytest.raises(DraftsimError, match="no run with speculation"):
-        read_acceptance(str(path))
+        load_positions(str(path))
     log = tmp_path / "log.txt"
     log.write_text("drafted,accepted\n3,2\n3,0\n")
-    with pytest.raises(DraftsimError, match="for --trace"):
-        read_acceptance(str(log))
+    ran = run("simulate", "--acceptance", log, *CONST)
+    assert ran.code == 2
+    assert "for --trace" in ran.err
+    assert load_positions(str(log)).rounds == 2
 
 
 FREE = "--assume-batch-free"

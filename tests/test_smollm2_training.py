@@ -9,13 +9,27 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from profiler.features import Eagle3, ParallelEagle3, read_drafter, target_features
+from profiler.features import (
+    Eagle3,
+    Mtp,
+    ParallelEagle3,
+    read_drafter,
+    target_features,
+    unroll,
+)
 from profiler.smollm2 import text as own_text
 from profiler.smollm2.candidates import Candidates, by_frequency
 from profiler.smollm2.chats import ANSWERS, BOTH, Chats
 from profiler.smollm2.draft import ProjectedDraft, draft_config, principal_directions
 from profiler.smollm2.drafters import store_draft, store_drafter, write_folder
-from profiler.smollm2.eagles import Unrolled, new_eagle, new_eagle3
+from profiler.smollm2.eagles import (
+    Unrolled,
+    in_turn,
+    new_eagle,
+    new_eagle3,
+    new_mtp,
+    new_parallel,
+)
 from profiler.smollm2.fitting import Plan, fit
 from profiler.smollm2.heads import (
     AHEAD,
@@ -228,6 +242,51 @@ def test_feature_drafters_learn_and_are_read_back(
     assert read.kind == kind
     if kind != "eagle":
         assert torch.equal(read.target_ids(torch.arange(100)), tokens)
+
+
+def test_one_pass_begins_as_the_drafter_that_drafts_in_turn(
+    target: tuple[Any, Any, Path], chats_folder: Path
+) -> None:
+    model = target[0]
+    chats = Chats(chats_folder, 2, ANSWERS, features=True)
+    tokens = by_frequency(chats.tokens, model.config.vocab_size)[:100].sort().values
+    torch.manual_seed(0)
+    candidates = Candidates(tokens, torch.arange(0), 0)
+    head = model.get_output_embeddings().weight.detach()
+    trained = Unrolled(new_eagle3(model, chats, tokens, DEPTHS), head, candidates, 1).finished()
+    assert isinstance(trained, Eagle3)
+    parallel = new_parallel(trained, chats)
+    assert torch.equal(parallel.target_ids(torch.arange(100)), tokens)
+    ids = chats.batch(chats.training[:2].tolist()).tokens
+    features = target_features(model, ids, DEPTHS)
+    first, second = unroll(parallel, ids, features, 2)
+    torch.testing.assert_close(first, unroll(trained, ids, features, 1)[0])
+    assert not torch.equal(second, unroll(trained, ids, features, 2)[1])
+
+
+def test_mtp_learns_as_one_module_and_as_several(
+    target: tuple[Any, Any, Path], chats_folder: Path, tmp_path: Path
+) -> None:
+    model, _, folder = target
+    chats = Chats(chats_folder, 2, ANSWERS)
+    candidates = Candidates(torch.arange(100), torch.arange(100, model.config.vocab_size), 40)
+    head = model.get_output_embeddings().weight.detach()
+    torch.manual_seed(0)
+    drafter: Mtp = new_mtp(model, chats)
+    for modules in (1, 3):
+        if modules > 1:
+            drafter = in_turn(drafter, modules)
+        module = Unrolled(drafter, head, candidates, max(2, modules))
+        plan = Plan(steps=14, tokens=600, warmup=4, report_every=7)
+        curve = fit(module, module.loss, chats, plan, tmp_path / f"kept{modules}")
+        assert curve[-1]["loss"] < curve[0]["loss"]
+        module.finished()
+        store_drafter(drafter, tmp_path / "stored.safetensors")
+        write_folder(tmp_path / "stored.safetensors", folder, tmp_path / f"made{modules}")
+        read = read_drafter(tmp_path / f"made{modules}", model)
+        assert (read.kind, read.modules_in_turn) == ("mtp", modules)
+        for name, value in drafter.state_dict().items():
+            torch.testing.assert_close(read.state_dict()[name], value, rtol=1e-3, atol=1e-3)
 
 
 @pytest.mark.parametrize("kind", ["exit", "blockwise", "medusa", "specdec"])

@@ -79,6 +79,11 @@ class FeatureDrafter(nn.Module, ABC):
         self._head = target.get_output_embeddings().weight.detach()
         return self
 
+    def attach_as(self, other: FeatureDrafter) -> Self:
+        """Use the embedding and output head that `other`, of the same target, has attached."""
+        self._embedding, self._head = other._embedding, other._head
+        return self
+
     @property
     def feature_width(self) -> int:
         """Numbers of one feature."""

@@ -3,6 +3,8 @@
     python -m profiler.smollm2 text     # the model writes the training text, with its states
     python -m profiler.smollm2 eagle3   # then each drafter by itself, in any order
     python -m profiler.smollm2 parallel # EAGLE-3 with mask tokens, all of a round in one pass
+    python -m profiler.smollm2 mtp      # one MTP module, applied to every token of a round
+    python -m profiler.smollm2 mtp3     # then three MTP modules in turn, which begin as that one
     python -m profiler.smollm2 draft
     python -m profiler.smollm2 eagle
     python -m profiler.smollm2 heads    # exit heads, Blockwise, Medusa, SpecDec, Kangaroo
@@ -12,6 +14,7 @@
 Training goes on where it stopped. Seeds and step counts are fixed, so one machine with one
 thread count gives the same weights again. What is half-made stays in --work; weights and the
 training curve go to --out. The target is brought by ``draftsim fetch smollm2``.
+``folder`` makes of a drafter's weights in --out the folder that ``draftsim profile`` reads.
 """
 
 from __future__ import annotations
@@ -27,7 +30,7 @@ from typing import Any
 import torch
 from transformers import AutoTokenizer, LlamaForCausalLM
 
-from profiler.features import ParallelEagle3, default_depths, read_drafter
+from profiler.features import Eagle3, FeatureDrafter, Mtp, default_depths, read_drafter
 from profiler.fetched.places import cache, fetched, folder
 from profiler.heads.adapter import Adapter
 from profiler.heads.modules import ExitHeads, ParallelHeads, save_module
@@ -36,8 +39,21 @@ from profiler.models.stack import LayerRunner
 from profiler.smollm2.candidates import Candidates, by_frequency
 from profiler.smollm2.chats import ANSWERS, BOTH, Chats
 from profiler.smollm2.draft import ProjectedDraft, draft_config, principal_directions
-from profiler.smollm2.drafters import store_draft, store_drafter
-from profiler.smollm2.eagles import Unrolled, new_eagle, new_eagle3
+from profiler.smollm2.drafters import (
+    feature_drafter,
+    read_stored,
+    store_draft,
+    store_drafter,
+    write_folder,
+)
+from profiler.smollm2.eagles import (
+    Unrolled,
+    in_turn,
+    new_eagle,
+    new_eagle3,
+    new_mtp,
+    new_parallel,
+)
 from profiler.smollm2.fitting import Plan, fit
 from profiler.smollm2.heads import (
     Distilled,
@@ -59,10 +75,13 @@ DRAFT_VOCABULARY = 8192  # of EAGLE-3
 MASKS, MASK_STEPS, MASKED_LENGTH = 4, 60, 160  # of SPACE
 UNROLLED = 2  # drafted tokens a training step looks ahead
 AT_ONCE = 4  # of the drafter that drafts them in one pass
+MODULES = 3  # of MTP in turn
 PLANS = {
     "draft": Plan(steps=1700, tokens=2048),
     "eagle3": Plan(steps=1100, tokens=2048),
-    "parallel": Plan(steps=1100, tokens=2048),
+    "parallel": Plan(steps=60, tokens=1024, muon_rate=0.004, warmup=5, report_every=10),
+    "mtp": Plan(steps=80, tokens=1024, muon_rate=0.004, adam_rate=5e-4, report_every=20),
+    "mtp3": Plan(steps=30, tokens=1024, muon_rate=0.004, adam_rate=5e-4, report_every=10),
     "eagle": Plan(steps=250, tokens=2048, muon_rate=0.004, adam_rate=5e-4),
     "heads": Plan(steps=120, tokens=2048),
 }
@@ -71,8 +90,8 @@ PLANS = {
 class Work:
     """The part that all steps share: the target, and the folders."""
 
-    def __init__(self, target: Path, work: Path, out: Path) -> None:
-        self.work, self.out = work, out
+    def __init__(self, target: Path, work: Path, out: Path, shards: int = SHARDS) -> None:
+        self.work, self.out, self.shards = work, out, shards
         model: Any = LlamaForCausalLM.from_pretrained(target, dtype=torch.bfloat16)
         self.model = model.eval().requires_grad_(False)
         self.tokenizer: Any = AutoTokenizer.from_pretrained(target)
@@ -80,11 +99,11 @@ class Work:
 
     def text(self) -> None:
         """Writes the training text."""
-        write_text(self.model, self.tokenizer, self.depths, self.work, SHARDS)
+        write_text(self.model, self.tokenizer, self.depths, self.work, self.shards)
 
     def draft(self) -> None:
         """The small draft model."""
-        chats = Chats(self.work, SHARDS, BOTH)
+        chats = Chats(self.work, self.shards, BOTH)
         table = self.model.get_input_embeddings().weight.detach()
         torch.manual_seed(0)
         draft = ProjectedDraft(draft_config(self.model.config, DRAFT_HIDDEN, DRAFT_LAYERS), table)
@@ -99,30 +118,55 @@ class Work:
 
     def eagle3(self) -> None:
         """The EAGLE-3 head."""
-        chats = Chats(self.work, SHARDS, ANSWERS, features=True)
+        chats = Chats(self.work, self.shards, ANSWERS, features=True)
         known = self._ranked(chats)[:DRAFT_VOCABULARY].sort().values
         torch.manual_seed(0)
         drafter = new_eagle3(self.model, chats, known, self.depths)
-        self._unrolled("eagle3", drafter, DRAFT_VOCABULARY, chats)
+        self._unrolled("eagle3", drafter, self._candidates(chats, DRAFT_VOCABULARY), chats)
 
     def parallel(self) -> None:
-        """The EAGLE-3 head with mask tokens (P-EAGLE)."""
-        chats = Chats(self.work, SHARDS, ANSWERS, features=True)
-        known = self._ranked(chats)[:DRAFT_VOCABULARY].sort().values
+        """The EAGLE-3 head with mask tokens (P-EAGLE), from the trained EAGLE-3 head on."""
+        chats = Chats(self.work, self.shards, ANSWERS, features=True)
+        trained = self._stored(STORED / "eagle3.safetensors")
+        assert isinstance(trained, Eagle3)
         torch.manual_seed(0)
-        drafter = new_eagle3(self.model, chats, known, self.depths, ParallelEagle3)
-        self._unrolled("parallel", drafter, DRAFT_VOCABULARY, chats, AT_ONCE)
+        drafter = new_parallel(trained, chats)
+        tokens = drafter.target_ids(torch.arange(drafter.draft_vocab_size))
+        ranked = self._ranked(chats)
+        known = ranked[torch.isin(ranked, tokens)]
+        candidates = Candidates(known[:FREQUENT], known[FREQUENT:], SAMPLED)
+        self._unrolled("parallel", drafter, candidates, chats, AT_ONCE)
+
+    def mtp(self) -> None:
+        """One MTP module, which drafts every token of a round."""
+        chats = Chats(self.work, self.shards, ANSWERS)
+        torch.manual_seed(0)
+        whole = self._candidates(chats, int(self.model.config.vocab_size))
+        self._unrolled("mtp", new_mtp(self.model, chats), whole, chats)
+
+    def mtp3(self) -> None:
+        """MTP modules in turn, from the one module on."""
+        chats = Chats(self.work, self.shards, ANSWERS)
+        trained = self._stored(self.out / "mtp.safetensors")
+        assert isinstance(trained, Mtp)
+        torch.manual_seed(0)
+        whole = self._candidates(chats, int(self.model.config.vocab_size))
+        self._unrolled("mtp3", in_turn(trained, MODULES), whole, chats, MODULES)
+
+    def _stored(self, path: Path) -> FeatureDrafter:
+        settings, weights = read_stored(path)
+        return feature_drafter(settings, weights, self.model)
 
     def eagle(self) -> None:
         """The EAGLE head."""
-        chats = Chats(self.work, SHARDS, ANSWERS)
+        chats = Chats(self.work, self.shards, ANSWERS)
         torch.manual_seed(0)
-        whole = int(self.model.config.vocab_size)
+        whole = self._candidates(chats, int(self.model.config.vocab_size))
         self._unrolled("eagle", new_eagle(self.model, chats), whole, chats)
 
     def heads(self) -> None:
         """Exit heads, parallel heads and Kangaroo's adapter, each kind by itself."""
-        chats = Chats(self.work, HEAD_SHARDS, ANSWERS, features=True)
+        chats = Chats(self.work, min(HEAD_SHARDS, self.shards), ANSWERS, features=True)
         table = self.model.get_input_embeddings().weight.detach()
         candidates = self._candidates(chats, len(table))
         read_as = self.model.to(torch.float32)  # the dtype of its fingerprint
@@ -146,17 +190,18 @@ class Work:
 
     def space(self) -> None:
         """SPACE's mask embeddings, through the whole frozen target."""
-        text = Chats(self.work, HEAD_SHARDS, ANSWERS).beginnings(MASKED_LENGTH)
+        text = Chats(self.work, min(HEAD_SHARDS, self.shards), ANSWERS).beginnings(MASKED_LENGTH)
         target = LayerRunner(self.model.to(torch.float32), MASKED_LENGTH)
         masks = train_masks(target, text, MASKS, steps=MASK_STEPS, seconds=math.inf)
         (self.out / HEADS).mkdir(exist_ok=True)
         save_module(masks, self.model, self.out / HEADS / FILES["space"])
 
     def _unrolled(
-        self, name: str, drafter: Any, vocabulary: int, chats: Chats, steps: int = UNROLLED
-    ) -> None:
+        self, name: str, drafter: FeatureDrafter, candidates: Candidates, chats: Chats,
+        steps: int = UNROLLED,
+    ) -> None:  # fmt: skip
         head = self.model.get_output_embeddings().weight.detach()
-        module = Unrolled(drafter, head, self._candidates(chats, vocabulary), steps)
+        module = Unrolled(drafter, head, candidates, steps)
         curve = fit(module, module.loss, chats, PLANS[name], self.work / f"{name}.pt")
         store_drafter(module.finished(), self.out / f"{name}.safetensors")
         self._report(name, chats, curve)
@@ -200,7 +245,8 @@ def measure_all(path: Path, out: Path, limit: int | None) -> None:
 
 STEPS: Mapping[str, Callable[[Work], None]] = {
     "text": Work.text, "draft": Work.draft, "eagle3": Work.eagle3, "eagle": Work.eagle,
-    "parallel": Work.parallel, "heads": Work.heads, "space": Work.space,
+    "parallel": Work.parallel, "mtp": Work.mtp, "mtp3": Work.mtp3, "heads": Work.heads,
+    "space": Work.space,
 }  # fmt: skip
 
 
@@ -210,10 +256,12 @@ def main() -> None:
         prog="python -m profiler.smollm2", description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )  # fmt: skip
-    parser.add_argument("step", choices=[*STEPS, "measure"])
+    parser.add_argument("step", choices=[*STEPS, "measure", "folder"])
     parser.add_argument("--work", type=Path, default=cache() / NAME / "training")
     parser.add_argument("--out", type=Path, default=STORED)
     parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--shards", type=int, default=SHARDS, help="of text, at most")
+    parser.add_argument("--drafter", help="of folder: the name of its weights in --out")
     parser.add_argument("--trace", type=Path, help="of measure: a greedy recording of the pair")
     parser.add_argument("--limit", type=int, help="of measure: at most this many prompts")
     given = parser.parse_args()
@@ -223,7 +271,13 @@ def main() -> None:
             parser.error("measure needs --trace")
         measure_all(given.trace, given.out, given.limit)
         return
-    STEPS[given.step](Work(fetched(NAME), given.work, given.out))
+    if given.step == "folder":
+        if given.drafter is None:
+            parser.error("folder needs --drafter")
+        stored = given.out / f"{given.drafter}.safetensors"
+        write_folder(stored, fetched(NAME), given.out / f"{NAME}-{given.drafter}")
+        return
+    STEPS[given.step](Work(fetched(NAME), given.work, given.out, given.shards))
 
 
 if __name__ == "__main__":

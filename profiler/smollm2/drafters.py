@@ -23,10 +23,12 @@ from profiler.features import (
     Eagle,
     Eagle3,
     FeatureDrafter,
+    Mtp,
     ParallelEagle3,
     layer_config,
     write_drafter,
 )
+from profiler.features.writing import Layout
 from profiler.smollm2.draft import ProjectedDraft, draft_config, draft_model
 
 TOKENIZER = (
@@ -51,6 +53,8 @@ def store_drafter(drafter: FeatureDrafter, path: Path) -> None:
     if isinstance(drafter, Eagle3):
         settings["depths"] = list(drafter.feature_layers)
         weights["draft_tokens"] = drafter.target_ids(torch.arange(drafter.draft_vocab_size)).int()
+    if isinstance(drafter, Mtp):
+        settings["modules"] = drafter.modules_in_turn
     _store(weights, settings, path)
 
 
@@ -75,7 +79,8 @@ def write_folder(stored: Path, target: Path, into: Path) -> None:
     else:
         drafter = feature_drafter(settings, weights, model)
         embedding = model.get_input_embeddings().weight.detach()
-        write_drafter(drafter, into, embedding=embedding)
+        layout: Layout = "speculators" if isinstance(drafter, Mtp) else "eagle"
+        write_drafter(drafter, into, layout=layout, embedding=embedding, target=target.name)
     for path in into.iterdir():
         path.chmod(0o644)  # safetensors writes 0600
 
@@ -93,6 +98,8 @@ def feature_drafter(
         made = kind(config, tokens, settings["depths"], norm_before_residual=True)
         own["lm_head.weight"] = target.get_output_embeddings().weight.detach().float()[tokens]
         own |= {"d2t": made.d2t, "t2d": made.t2d}
+    elif settings["kind"] == Mtp.kind:
+        made = Mtp(config, settings["modules"])
     else:
         made = Eagle(config)
     made.load_state_dict(own)

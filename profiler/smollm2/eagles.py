@@ -1,4 +1,4 @@
-"""Distils EAGLE and EAGLE-3 drafters from the target's states over its own chats."""
+"""Distils EAGLE, EAGLE-3, P-EAGLE and MTP drafters from the target's states over its own chats."""
 
 from __future__ import annotations
 
@@ -9,7 +9,15 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
-from profiler.features import Eagle, Eagle3, FeatureDrafter, layer_config, unroll
+from profiler.features import (
+    Eagle,
+    Eagle3,
+    FeatureDrafter,
+    Mtp,
+    ParallelEagle3,
+    layer_config,
+    unroll,
+)
 from profiler.smollm2.candidates import Candidates, soft_loss
 from profiler.smollm2.chats import Batch, Chats
 
@@ -103,6 +111,64 @@ def new_eagle(target: Any, chats: Chats) -> Eagle:
     return drafter
 
 
+def new_parallel(trained: Eagle3, chats: Chats) -> ParallelEagle3:
+    """Return a P-EAGLE drafter that begins as a trained EAGLE-3 drafter.
+
+    The first token of a round is then EAGLE-3's from the first step on.  The mask begins as the
+    mean token and the mean state.
+    """
+    drafter = ParallelEagle3(
+        trained.config, trained.target_ids(torch.arange(trained.draft_vocab_size)),
+        trained.feature_layers, norm_before_residual=True,
+    )  # fmt: skip
+    drafter.load_state_dict(trained.state_dict(), strict=False)
+    drafter.attach_as(trained)
+    places = _pairs(chats)
+    features = chats.features[places].float()
+    with torch.no_grad():
+        drafter.mask_token.copy_(trained.embed(chats.tokens[places + 1].long()).mean(0))
+        drafter.mask_state.copy_(drafter.fuse(features.mean(0)))
+    drafter.lm_head.weight.requires_grad_(False)
+    scale = features.std(0).clamp(min=1e-3)
+    parametrize.register_parametrization(drafter.fc, "weight", _PerInput(scale))
+    return drafter
+
+
+def new_mtp(target: Any, chats: Chats) -> Mtp:
+    """Return an MTP drafter of one module that begins as a linear guess of the next final state.
+
+    Its projection begins as the ridge regression of that state from the normed embedding of the
+    token and the normed state before it; the layer adds nothing yet.
+    """
+    drafter = Mtp(layer_config(target.config))
+    drafter.attach(target)
+    places = _pairs(chats)
+    embedding = target.get_input_embeddings().weight.detach()
+    wanted = chats.states[places + 1].float()
+    layer: Any = drafter.mtp_layers[0]
+    with torch.no_grad():
+        read = F.embedding(chats.tokens[places + 1].long(), embedding).float()
+        inputs = torch.cat(
+            [layer.token_layernorm(read), layer.hidden_layernorm(chats.states[places].float())], 1
+        )
+        scale = inputs.std(0).clamp(min=1e-3)
+        layer.input_proj.weight.copy_(_ridge(inputs, wanted, scale))
+        layer.final_layernorm.weight.fill_(wanted.pow(2).mean().sqrt())
+        layer.self_attn.o_proj.weight.zero_()
+        layer.mlp.down_proj.weight.zero_()
+    parametrize.register_parametrization(layer.input_proj, "weight", _PerInput(scale))
+    return drafter
+
+
+def in_turn(trained: Mtp, modules: int) -> Mtp:
+    """Return an MTP drafter of `modules` modules that all begin as the one of `trained`."""
+    drafter = Mtp(trained.config, modules)
+    drafter.attach_as(trained)
+    for layer in drafter.mtp_layers:
+        layer.load_state_dict(trained.mtp_layers[0].state_dict())
+    return drafter
+
+
 class Unrolled(nn.Module):
     """A drafter in training: `steps` tokens from every entry, each compared with the target.
 
@@ -148,6 +214,7 @@ class Unrolled(nn.Module):
 
     def finished(self) -> FeatureDrafter:
         """The drafter as it is written and read, its scales folded in."""
-        fc: Any = self.drafter.fc
-        parametrize.remove_parametrizations(fc, "weight")
+        for module in list(self.drafter.modules()):
+            if parametrize.is_parametrized(module, "weight"):
+                parametrize.remove_parametrizations(module, "weight")
         return self.drafter.eval()

@@ -1,19 +1,23 @@
-"""Acceptance by position of a draft: rates, how many rounds they were counted in, and rounds drawn.
+"""Acceptance by position of a draft: rates, the rounds they were counted in, and whose they are.
 
-What logs, counters, profiles, published curves and recordings have in common.
+Logs, counters, benchmark results, profiles, published curves and recordings all become
+`Positions`, which every command that takes acceptance works with.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import pairwise
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from policies.lengths.basic import Fixed
-from simulator.aggregate.hazard import Interval, check_totals, emitted_at
+from simulator.aggregate.hazard import Interval, check_totals, emitted_at, median_survival
+from simulator.aggregate.server import ServerRun
 from traces.acceptance.trace import Trace
 from traces.errors import DraftsimError
 from traces.importers.totals import Totals
@@ -21,6 +25,8 @@ from traces.replay.lanes import replay_many
 from traces.replay.rounds import RoundLog
 
 Floats = npt.NDArray[np.float64]
+
+EXPECTED = "expected chances from 1 to 0 that do not rise, such as 0.76,0.60,0.43"
 
 
 @dataclass(frozen=True, eq=False)
@@ -41,6 +47,12 @@ class Positions:
         True if `reached` and `accepted` are numbers of rounds.
     log:
         The rounds themselves, where they are known.
+    source:
+        Names of the files it was read from; empty for numbers.
+    model:
+        The target, where a file names it.
+    prompt, answer:
+        Mean prompt and output tokens of a request, where a file says so.
 
     Raises DraftsimError for impossible lengths.
     """
@@ -51,6 +63,10 @@ class Positions:
     accepted: Floats = field(default_factory=lambda: np.empty(0))
     counted: bool = False
     log: RoundLog | None = None
+    source: str = ""
+    model: str | None = None
+    prompt: float | None = None
+    answer: float | None = None
 
     def __post_init__(self) -> None:
         check_totals(self.known)
@@ -81,6 +97,43 @@ class Positions:
         with np.errstate(invalid="ignore", divide="ignore"):
             return np.asarray(alive[1:] / alive[:-1])
 
+    @property
+    def estimated(self) -> bool:
+        """True if acceptance lengths alone are known: the positions follow from the prior."""
+        return bool(len(self.reached) == 0 and np.isnan(self.rates).any())
+
+    @cached_property
+    def survival(self) -> tuple[float, ...]:
+        """Chances that the first 1, 2, ... drafted tokens of a round are all accepted."""
+        if self.estimated:
+            return median_survival(self.known, self.longest)
+        return tuple(np.cumprod(np.nan_to_num(self.rates)).tolist())
+
+    @property
+    def named(self) -> str:
+        """A name for titles."""
+        return f"acceptance of {self.source}" if self.source else "the acceptance given"
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        """Prompt and output tokens of a request, where they are told."""
+        told = {"prompt_length": self.prompt, "tokens": self.answer}
+        return {name: max(2, round(size)) for name, size in told.items() if size is not None}
+
+    @property
+    def meta(self) -> dict[str, Any]:
+        """Provenance of a trace made from it."""
+        of = {} if self.model is None else {"target": {"name": self.model}}
+        return {"source": self.source, **of}
+
+    @property
+    def said(self) -> str:
+        """The chances and where they come from, in words."""
+        chances = ", ".join(f"{chance:.2f}" for chance in self.survival)
+        where = f" ({self.source})" if self.source else ""
+        how = ", estimated from the acceptance length" if self.estimated else ""
+        return f"acceptance by position {chances}{where}{how}"
+
     def emitted(self, k: int, level: float = 0.8) -> Interval:
         """Acceptance length at draft length `k`, extended where it was not measured."""
         return emitted_at(self.known, k, level)
@@ -94,9 +147,47 @@ def of_rates(label: str, rates: npt.ArrayLike) -> Positions:
     found = np.atleast_1d(np.asarray(rates, dtype=float))
     if not (np.all(found >= 0) and np.all(found <= 1)):
         raise DraftsimError(f"acceptance {found.tolist()}: expected chances, 0 to 1")
-    alive = np.cumprod(found)
+    return of_survival(label, np.cumprod(found).tolist())
+
+
+def of_survival(label: str, survival: Sequence[float], **more: Any) -> Positions:
+    """Return positions whose first 1, 2, ... tokens are all accepted with these chances.
+
+    ``more`` are further fields of `Positions`.  Raises DraftsimError if one is no chance, or they
+    rise.
+    """
+    if not all(0 <= b <= a for a, b in pairwise((1.0, *survival))):
+        raise DraftsimError(f"acceptance {label}: {EXPECTED}")
+    alive = np.asarray(survival, dtype=float)
     known = {k: float(e) for k, e in enumerate(1 + np.cumsum(alive), 1)}
-    return Positions(label, known, np.append(1.0, alive[:-1]), alive)
+    return Positions(label, known, np.append(1.0, alive[:-1]), alive, **more)
+
+
+def of_runs(label: str, runs: Sequence[ServerRun], model: str | None = None) -> Positions:
+    """Return the mean over the runs with the longest drafts whose acceptance is told.
+
+    Where none tells it by position, the acceptance lengths of all draft lengths are known.
+
+    Raises DraftsimError if no run with speculation tells its acceptance.
+    """
+    told = [run for run in runs if run.k and run.round_tokens is not None]
+    if not told:
+        raise DraftsimError(f"{label}: holds no run with speculation that says its acceptance")
+    longest = max(run.k for run in told)
+    of = [run for run in told if run.k == longest]
+    sizes = {
+        name: float(np.mean(known))
+        for name in ("prompt", "answer")
+        if (known := [size for run in of if (size := getattr(run, name)) is not None])
+    }
+    if all(run.accepted for run in of):
+        survival = np.mean([run.accepted for run in of], axis=0).tolist()
+        return of_survival(label, survival, model=model, **sizes)
+    lengths = {
+        k: float(np.mean([run.round_tokens for run in told if run.k == k]))
+        for k in sorted({run.k for run in told})
+    }
+    return Positions(label, lengths, model=model, **sizes)
 
 
 def of_totals(label: str, totals: Totals) -> Positions:
@@ -105,12 +196,12 @@ def of_totals(label: str, totals: Totals) -> Positions:
     Raises DraftsimError for trees, or counts without any draft length.
     """
     if totals.tree:
-        raise DraftsimError(f"{label}: a tree was verified in every round, no chain of positions")
+        raise DraftsimError(f"{label}: counts trees of drafts: they tell no acceptance of a chain")
     if totals.per_position is None:
         if not totals.fixed_length:
             raise DraftsimError(
-                f"{label}: neither acceptance by position nor one draft length is told: read "
-                "/metrics, or per-request metrics"
+                f"{label}: counts no acceptance by position, and its drafts differ in length or "
+                "their lengths are unknown: give /metrics, or numbers such as 0.76,0.60,0.43"
             )
         return Positions(label, {totals.reach: 1.0 + totals.mean_accepted})
     alive = np.asarray(totals.per_position, dtype=float)

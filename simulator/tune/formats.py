@@ -212,7 +212,8 @@ def check_tensorrt_llm(document: Mapping[str, Any]) -> None:
 
     ``llmapi/llm_args.py``, ``DecodingBaseConfig`` (2026): ``draft_len_schedule`` maps the largest
     batch size of each range to its draft length, nothing is drafted beyond the last; the smallest
-    key has ``max_draft_len``, and none has more.
+    key has ``max_draft_len``, and none has more.  Older releases took keys as the smallest batch
+    size of a range and wanted a key of 1: they refuse these schedules unless there is one.
 
     Raises
     ------
