@@ -11,7 +11,7 @@ from functools import cache
 from typing import NamedTuple
 from unittest import mock
 
-MOST_LINES = 16
+MOST_LINES = 20
 """Lines of an output that a page shows."""
 PROVENANCE = re.compile(
     r"composed from operators|^acceptance of |measured sizes|passes: batch"
@@ -58,7 +58,10 @@ QUESTIONS = {
         f"draftsim serve {SERVED} --policy autoregressive --policy fixed:gamma=2 "
         "--policy batch-table:table=[[1,64,0]] --batch 1,8 --requests 40",
         "`autoregressive` is an engine without a drafter. K = 0 in a table is not that baseline: "
-        "the draft model still reads every token, which is the difference of the two rows.",
+        "the draft model still reads every token, which is the difference of the two rows. A "
+        "drafter can also force asynchronous scheduling, graphs or prefix caching off: "
+        "`draftsim validate --engine vllm --run RUN --load closed:4 --defaults` (also `profile`, "
+        "and `tune --try`) serves the engine with its own defaults too and prints both speedups.",
     ),
     "moe": Question(
         "Does it help a mixture of experts?",
@@ -107,7 +110,7 @@ QUESTIONS = {
     "thinking": Question(
         "Do thinking phases accept less?",
         f"draftsim simulate {CODER} "
-        "--policy fixed:gamma=3 --policy fixed:gamma=5 --phase code=#73594..#73594 --resamples 100",
+        "--policy fixed:gamma=3 --phase code=#73594..#73594 --resamples 100",
         "A phase is what lies between two markers in the output: here code between two fences, "
         "`#73594` in this tokenizer. With `--tokenizer DIR` markers are text: "
         "`--phase 'thinking=<think>..</think>'`, `--phase 'tool call=<tool_call>..</tool_call>'`.",

@@ -175,7 +175,7 @@ def of_runs(label: str, runs: Sequence[ServerRun], model: str | None = None) -> 
         raise DraftsimError(f"{label}: holds no run with speculation that says its acceptance")
     longest = max(run.k for run in told)
     of = [run for run in told if run.k == longest]
-    sizes = {
+    sizes: dict[str, Any] = {
         name: float(np.mean(known))
         for name in ("prompt", "answer")
         if (known := [size for run in of if (size := getattr(run, name)) is not None])
