@@ -65,8 +65,7 @@ class Engine(Replica):
         self.recorder.arrive(job.number, now, self.emitted)
         if not self.scheduler.admissible(job.prompt_tokens, job.output_tokens):
             self.recorder.rejected += 1
-            # Deferred, so that a closed loop of oversized requests does not recurse.
-            self.env.timeout(0).callbacks.append(lambda _: self.source.completed())
+            self.source.completed()
             return
         self.recorder.enter(now, 1)
         self.recorder.carried += job.prompt_tokens

@@ -47,6 +47,8 @@ class Source:
         self._open_until_s = open_until_s
         self._apart_s = apart_s
         self._thinking = 0
+        self._due = 0
+        self._submitting = False
 
     def start(self, server: Server) -> None:
         """Begin to submit requests to `server`."""
@@ -102,9 +104,17 @@ class Source:
         self._submit_next()
 
     def _submit_next(self) -> None:
-        job = next(self._jobs, None)
-        if job is None:
-            self.exhausted = True
-            self._server.wake()
-        else:
-            self._server.submit(job)
+        self._due += 1
+        if self._submitting:
+            return
+        # A loop, as a refused request brings the next at once: a recursion has no such depth.
+        self._submitting = True
+        while self._due:
+            self._due -= 1
+            job = next(self._jobs, None)
+            if job is None:
+                self.exhausted = True
+                self._server.wake()
+            else:
+                self._server.submit(job)
+        self._submitting = False

@@ -156,12 +156,12 @@ next plan does not see yet (`Limits.async_scheduling`): requests that arrived, s
 CLOCK = np.dtype([
     ("now", "f8"), ("order", "i8"), ("comes_s", "f8"), ("comes_order", "i8"), ("arrived", "i8"),
     ("wanted", "i8"), ("listed", "?"), ("exhausted", "?"), ("active", "i8"), ("alive", "i8"),
-    ("gone", "i8"), ("finished", "i8"), ("thinking", "i8"), ("think_head", "i8"),
+    ("gone", "i8"), ("finished", "i8"), ("think_head", "i8"),
     ("think_count", "i8"),
 ])  # fmt: skip
 """What replicas share.  ``wanted`` counts requests that are due now, ``listed`` says that
 ``requests`` are all there are, ``active`` is the replica whose iteration has just ended."""
-THINK = np.dtype([("at_s", "f8"), ("order", "i8"), ("counts", "?")])
+THINK = np.dtype([("at_s", "f8"), ("order", "i8")])
 """When clients of a closed loop send their next request."""
 FREE = np.dtype([("whose", "i8"), ("blocks", "i8")])
 """Free blocks in the order in which they are taken, and the request that may find them again, or

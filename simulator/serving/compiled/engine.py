@@ -233,8 +233,7 @@ class _Running:
             clock.wanted = clients - later
             thinking.at_s[:later] = apart_s * np.arange(1, later + 1)
             thinking.order[:later] = np.arange(count + 1, count + later + 1)
-            thinking.counts[:later] = True
-            clock.think_count = clock.thinking = later
+            clock.think_count = later
             clock.order += later
         states = zeros(arrays.REPLICA, count)
         states.idle, states.order, states.verified = True, np.arange(count), -1

@@ -578,7 +578,7 @@ def ordered(engine: Arrays) -> int:
 def more_to_come(engine: Arrays) -> bool:
     """`Source.more_to_come`."""
     clock = engine.clock[0]
-    return bool(clock.thinking > 0 if engine.limits.closed else not clock.exhausted)
+    return bool(clock.think_count > 0 if engine.limits.closed else not clock.exhausted)
 
 
 @jit
@@ -607,9 +607,19 @@ def think(engine: Arrays, wait_s: float) -> None:
         ring[(clock.think_head + at) % size] = ring[(clock.think_head + at - 1) % size]
         at -= 1
     entry = ring[(clock.think_head + at) % size]
-    entry.at_s, entry.order, entry.counts = at_s, ordered(engine), wait_s > 0
-    clock.thinking += entry.counts
+    entry.at_s, entry.order = at_s, ordered(engine)
     clock.think_count += 1
+
+
+@jit
+def next_of_client(engine: Arrays, wait_s: float) -> None:
+    """`Source.completed`: a closed loop sends another request, after `wait_s`."""
+    if not engine.limits.closed:
+        return
+    if wait_s > 0:
+        think(engine, wait_s)
+    else:
+        engine.clock[0].wanted += 1
 
 
 @jit
@@ -641,8 +651,7 @@ def submit(engine: Arrays) -> None:
     if not request.admissible:
         state.rejected += 1
         clock.gone += 1
-        if limits.closed:
-            think(engine, limits.think_s)
+        next_of_client(engine, limits.think_s)
         return
     enter(state, now, 1)
     request.entered = True
@@ -675,7 +684,6 @@ def arrivals(engine: Arrays) -> bool:
     if engine.limits.closed:
         entry = engine.thinking[clock.think_head]
         clock.now = entry.at_s
-        clock.thinking -= entry.counts
         clock.think_head = (clock.think_head + 1) % len(engine.thinking)
         clock.think_count -= 1
         clock.wanted += 1
@@ -758,12 +766,7 @@ def leave(engine: Arrays, r: int, slot: int) -> None:
     engine.left[clock.finished] = slot
     clock.finished += 1
     clock.gone += 1
-    if engine.limits.closed:
-        wait_s = engine.limits.think_s + request.around_s
-        if wait_s > 0:
-            think(engine, wait_s)
-        else:
-            clock.wanted += 1
+    next_of_client(engine, engine.limits.think_s + request.around_s)
 
 
 @jit
