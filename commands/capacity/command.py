@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from commands.capacity.said import remarks, shown
+from commands.capacity.said import headline, remarks, shown
 from commands.common.devices import (
     AlwaysOption,
     BlocksOption,
@@ -30,7 +30,6 @@ from commands.common.inputs import (
     VerifyOption,
     load_rule,
     one_rule,
-    origin_of,
 )
 from commands.common.output import JsonOption, OutOption, emit, note, placed_folder
 from commands.common.printed import print_table
@@ -146,7 +145,6 @@ def capacity(
     asked = _rate(rate, base)
     policies = load_serving_policies(policy, recorded, table, largest=max_batch)
     executor = chosen_executor(jobs, cluster)
-    title = origin_of(recording.name, latency)
     kept = None if out is None else out.with_name(out.name + ".jsonl")
     with only_writer(out) if out is not None else nullcontext():
         planned = _planned(
@@ -154,7 +152,8 @@ def capacity(
             most=max_replicas, curve=plots is not None, executor=executor, say=note,
         )  # fmt: skip
         rows = with_cost(planned, gpus, price)
-        emit("capacity", rows, json, out=out, printed=lambda: print_table(shown(rows), title=title))
+        note(f"{recording.said}: {headline(rows)}")
+        emit("capacity", rows, json, out=out, printed=lambda: print_table(shown(rows)))
         if kept is not None:
             kept.unlink(missing_ok=True)
     for remark in remarks(rows):

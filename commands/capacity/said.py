@@ -30,8 +30,27 @@ def shown(rows: Sequence[Row]) -> list[dict[str, Any]]:
     return table
 
 
+def headline(rows: Sequence[Row]) -> str:
+    """Return the fewest replicas, and those without speculation, in one sentence."""
+    found = [row for row in rows if row["replicas"] is not None]
+    load = f"{rows[0]['rate']:.4g} requests/s"
+    if not found:
+        return f"no number of replicas that was tried serves {load} within the SLO."
+    best = min(found, key=lambda row: (row["replicas"], row["policy"] != "autoregressive"))
+    low, high = best["replicas_lo"], best["replicas_hi"]
+    span = "" if low is None else f" ({low} to {high if high is not None else '?'})"
+    name = "no speculation" if best["policy"] == "autoregressive" else best["policy"]
+    words = f"{load} take {best['replicas']} replica(s){span} with {name}"
+    if best["policy"] == "autoregressive":
+        return f"{words}; no policy takes fewer."
+    plain = next((row for row in rows if row["policy"] == "autoregressive"), None)
+    if plain is None:
+        return f"{words}."
+    return f"{words}, {plain['replicas'] or 'more than were tried'} without speculation."
+
+
 def remarks(rows: Sequence[Row]) -> list[str]:
-    """The answer in words, and what a reader of the table should know."""
+    """Return the comparison in words, and what a reader of the table should know."""
     first = rows[0]
     targets = " and ".join(
         f"{name} {seconds:g} s"
@@ -72,10 +91,10 @@ def _compared(row: Row, plain: Row) -> str:
     count, other = row["replicas"], plain["replicas"]
     name = row["policy"]
     if count is None:
-        return f"{name} keeps the targets at no number of replicas that was tried"
+        return f"{name} cannot meet the SLO with any number of replicas that was tried"
     if other is None:
-        return f"{name} takes {count}, plain decoding keeps the targets at none that was tried"
-    words = f"{name} takes {count} replica{'s' if count > 1 else ''}, plain decoding {other}"
+        return f"{name} takes {count}; no speculation cannot meet the SLO with any that was tried"
+    words = f"{name} takes {count} replica{'s' if count > 1 else ''}, no speculation {other}"
     stops = row["stops_saving"]
     if stops is None:
         return words
@@ -93,4 +112,4 @@ def _why_none(row: Row) -> str:
             f"(ttft {row['ttft_s']['p95']:.3g} s, tpot {row['tpot_s']['p95']:.3g} s for the "
             "slowest twentieth): no number of replicas will do"
         )
-    return f"{row['within_targets']:.1%} keep the targets at the most replicas that were tried"
+    return f"{row['within_targets']:.1%} meet the SLO at the most replicas that were tried"

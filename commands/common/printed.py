@@ -15,9 +15,9 @@ from rich.text import Text
 
 from commands.common.layout import GAP, blocks, heading, in_lines, in_parts, longest
 
-OFF_TERMINAL = 200
+OFF_TERMINAL = 100
 """Columns of a table that is not for a terminal."""
-WORD = 24
+WORD = 32
 """Characters that a column of words is left, at the least."""
 INDENT = 4
 """Of what stands below a name."""
@@ -123,6 +123,22 @@ def printable(text: str) -> str:
     return "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)
 
 
+def three_digits(value: float) -> str:
+    """Return a number with three significant digits, whole from a hundred on.
+
+    >>> [three_digits(x) for x in (0.00123, 0.1234, 1.234, 12.34, 123.4, 12345.6)]
+    ['0.00123', '0.123', '1.23', '12.3', '123', '12,346']
+    """
+    size = abs(value)
+    if not math.isfinite(value) or size >= 1e9:
+        return f"{value:.3g}"
+    if size >= 99.95:
+        return f"{value:,.0f}"
+    if 0 < size < 0.0995:
+        return f"{value:.3g}"
+    return f"{value:.1f}" if size >= 9.995 else f"{value:.2f}" if size >= 0.9995 else f"{value:.3f}"
+
+
 def cell_text(name: str, value: Any) -> str:
     """What a cell of the column `name` shows of `value`."""
     if value is None or (isinstance(value, float) and math.isnan(value)):
@@ -136,7 +152,5 @@ def cell_text(name: str, value: Any) -> str:
             return f"{100 * value:+.1f} %"
         if name.endswith("noise") or name in ("spread", "share", "disturbed"):
             return f"{100 * value:.1f} %"
-        if 1e4 <= abs(value) < 1e9:
-            return f"{value:,.0f}"
-        return f"{value:.4g}" if abs(value) < 1e-2 or abs(value) >= 1e9 else f"{value:.3f}"
+        return three_digits(value)
     return printable(str(value))

@@ -18,6 +18,7 @@ from traces.errors import DraftsimError
 
 if TYPE_CHECKING:
     from simulator.papers import Sampled
+    from simulator.papers.rows import Row
     from traces.acceptance.sampling import Sampling
     from traces.acceptance.trace import Trace
 
@@ -114,6 +115,7 @@ def papers(
     rows = [row for row in found if missing or row.kind != "needs their weights"]
     if not found:
         raise DraftsimError(f"--table {table!r} names no table of the papers: try SpecBound")
+    note(f"{recording.said}: {_counted(rows)}")
     emit(
         "papers", [row._asdict() for row in rows], json, out=out,
         printed=lambda: print_papers(rows),
@@ -124,6 +126,18 @@ def papers(
     for name, text in CONTRADICTIONS:
         if table is None or name in shown:
             note(f"{name}: {text}")
+
+
+def _counted(rows: Sequence[Row]) -> str:
+    """Return how many published figures are compared, and how close those we can compute are."""
+    same = [r for r in rows if r.kind == "same quantity" and r.published and r.ours is not None]
+    errors = sorted(abs(r.ours / r.published - 1) for r in same if r.published and r.ours)
+    tables = len({row.table for row in rows})
+    said = f"{len(rows)} published figures of {tables} tables"
+    if not errors:
+        return f"{said}."
+    middle = errors[len(errors) // 2]
+    return f"{said}; {len(errors)} from the papers' own numbers differ by {middle:.1%} (median)."
 
 
 def sampled_runs(trace: Trace, folder: Path | None, named: Sequence[Path] | None) -> list[Sampled]:

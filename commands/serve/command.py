@@ -29,7 +29,6 @@ from commands.common.inputs import (
     VerifyOption,
     load_rule,
     one_rule,
-    origin_of,
 )
 from commands.common.output import JsonOption, emit, note, placed_as, placed_folder, placed_table
 from commands.common.printed import print_table
@@ -45,7 +44,7 @@ from commands.serve.loads import (
 from commands.serve.plots import draw
 from commands.serve.policies import load_serving_policies
 from commands.serve.progress import kept, requests_bar, rows_file
-from commands.serve.rows import remarks, shown
+from commands.serve.rows import headline, remarks, shown
 from traces.errors import DraftsimError
 
 
@@ -136,7 +135,7 @@ def serve(
         typer.Option(
             metavar="RESULTS",
             callback=placed_table,
-            help="Keep the rows: JSON lines, each written when finished, behind which an "
+            help="Keep the rows: JSON lines, each written when finished, after which an "
             "interrupted run goes on; if the name ends in .parquet, .csv, .tex or .json a table "
             "at the end, until then the lines in RESULTS.jsonl.",
         ),
@@ -220,7 +219,8 @@ def serve(
                 rows=rows, executor=executor, say=note,
             )  # fmt: skip
     if json is None:
-        print_table(shown(rows), title=origin_of(recording.name, latency))
+        note(f"{recording.said}: {headline(rows)}")
+        print_table(shown(rows))
     else:
         emit("serve", rows, json)
     for remark in remarks(rows):

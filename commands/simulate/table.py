@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from traces.store.outputs import Quality, RealRun
 
 Row = dict[str, Any]
-WIDTH = 80
+WIDTH = 100
 """Columns that a table fits where nobody's terminal says otherwise."""
 QUALITY = (
     "agreement", "relative_bleu", "scored", "solved", "solved_greedy", "tested", "passed",
