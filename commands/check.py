@@ -54,7 +54,7 @@ def _print(rows: pd.DataFrame) -> None:
     """Print a row per formula: the settings tried, and the largest difference from simulation."""
     table = []
     for formula, own in rows.groupby("formula", sort=False):
-        worst = own.loc[own["z"].abs().idxmax()]
+        worst = own.iloc[int(own["z"].abs().argmax())]
         table.append({
             "formula": formula, "settings": len(own), "closed form": worst["closed_form"],
             "simulated": worst["simulated"], "standard errors": worst["z"],
