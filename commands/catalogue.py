@@ -16,7 +16,7 @@ from typing import Annotated, Any, Literal, get_args, get_origin
 import typer
 
 from commands.common.output import JsonOption, OutOption, emit
-from commands.common.printed import print_entries, print_table
+from commands.common.printed import print_entries
 from traces.errors import DraftsimError
 
 DEVICE_COLUMNS = ("name", "latencies", "measured", "composed", "bandwidth", "flops", "memory")
@@ -72,9 +72,8 @@ def list_all(
     }[chosen[0]]() if chosen else recording_rows()  # fmt: skip
     entries = chosen and chosen[0] in ("policies", "rules", "sources")
     printed = partial(print_entries, map(_entry, rows)) if entries else None
-    if chosen == ["devices"]:
-        printed = partial(print_table, [{k: row[k] for k in DEVICE_COLUMNS} for row in rows])
-    emit("list", rows, json, out=out, printed=printed)
+    show = DEVICE_COLUMNS if chosen == ["devices"] else None
+    emit("list", rows, json, show=show, out=out, printed=printed)
 
 
 def policy_rows() -> list[dict[str, Any]]:

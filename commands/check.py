@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from functools import partial
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from commands.common.drafted import DraftedOption, load_recording
 from commands.common.inputs import DEFAULT_TRACE, LatencyOption, TraceOption
+from commands.common.latex import Shown
 from commands.common.output import JsonOption, OutOption, emit, note
 from commands.common.printed import print_table
 
@@ -44,14 +44,18 @@ def check(
         f"{count - len(failed)} of {count} closed forms agree with simulation (largest difference "
         f"{worst:.1f} standard errors){also}"
     )
-    emit("check", rows, json, out=out, printed=partial(_print, rows))
+    table = Shown(_worst(rows), "the largest difference of each formula from simulation")
+    emit(
+        "check", rows, json, out=out, tables=lambda: [table],
+        printed=lambda: print_table(table.rows, title=f"{table.title}; --json has every setting"),
+    )  # fmt: skip
     if len(failed):
         note(f"{len(failed)} formula(s) disagree with simulation: {', '.join(failed['formula'])}")
         raise typer.Exit(1)
 
 
-def _print(rows: pd.DataFrame) -> None:
-    """Print a row per formula: the settings tried, and the largest difference from simulation."""
+def _worst(rows: pd.DataFrame) -> list[dict[str, Any]]:
+    """Return a row per formula: the settings tried, and the largest difference from simulation."""
     table = []
     for formula, own in rows.groupby("formula", sort=False):
         worst = own.iloc[int(own["z"].abs().argmax())]
@@ -60,4 +64,4 @@ def _print(rows: pd.DataFrame) -> None:
             "simulated": worst["simulated"], "standard errors": worst["z"],
             "agrees": bool(own["ok"].all()),
         })  # fmt: skip
-    print_table(table, title="the largest difference of each; --json has every setting")
+    return table

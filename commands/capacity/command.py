@@ -31,7 +31,8 @@ from commands.common.inputs import (
     load_rule,
     one_rule,
 )
-from commands.common.output import JsonOption, OutOption, emit, note, placed_folder
+from commands.common.latex import Shown
+from commands.common.output import JsonOption, OutOption, emit, note, placed_folder, say_drawn
 from commands.common.printed import print_table
 from commands.common.progress import working
 from commands.common.workers import ClusterOption, JobsOption, chosen_executor
@@ -103,7 +104,7 @@ def capacity(
         typer.Option(
             metavar="DIR",
             callback=placed_folder,
-            help="Also draw replicas over request rates as a PNG file.",
+            help="Also draw replicas over request rates into this folder: PNG, SVG and PDF.",
         ),
     ] = None,
     json: JsonOption = None,
@@ -153,13 +154,16 @@ def capacity(
         )  # fmt: skip
         rows = with_cost(planned, gpus, price)
         note(f"{recording.said}: {headline(rows)}")
-        emit("capacity", rows, json, out=out, printed=lambda: print_table(shown(rows)))
+        emit(
+            "capacity", rows, json, out=out, printed=lambda: print_table(shown(rows)),
+            tables=lambda: [Shown(shown(rows), recording.said)],
+        )  # fmt: skip
         if kept is not None:
             kept.unlink(missing_ok=True)
     for remark in remarks(rows):
         note(remark)
     if plots is not None:
-        _draw(plots, rows, assumption(table, max_batch))
+        _draw(plots, rows, assumption(table, max_batch), recording.said)
 
 
 def _rate(rate: float | None, base: Scenario) -> float:
@@ -181,11 +185,11 @@ def _planned(kept: Path | None, *question: Any, **options: Any) -> list[dict[str
         )
 
 
-def _draw(folder: Path, rows: list[dict[str, Any]], label: str) -> None:
+def _draw(folder: Path, rows: list[dict[str, Any]], label: str, title: str) -> None:
     from simulator.capacity.plots import plot_replicas
-    from simulator.plots import save
+    from simulator.plots import save_all_kinds
 
     if not any(row["curve"] for row in rows):
-        note("no load was found up to which a policy keeps the targets: nothing to draw")
+        note("no load was found up to which a policy meets the SLO: nothing to draw")
         return
-    note(f"wrote {save(plot_replicas(rows), folder / 'replicas.png', label=label)}")
+    say_drawn([save_all_kinds(plot_replicas(rows), folder / "replicas.png", label, title)])

@@ -13,7 +13,7 @@ import typer
 from commands.common.drafted import load_recording
 from commands.common.inputs import DEFAULT_TRACE, LatencyOption, TraceOption
 from commands.common.output import JsonOption, OutOption, emit, note
-from commands.papers.table import print_papers
+from commands.papers.table import print_papers, shown_papers
 from traces.errors import DraftsimError
 
 if TYPE_CHECKING:
@@ -118,7 +118,7 @@ def papers(
     note(f"{recording.said}: {_counted(rows)}")
     emit(
         "papers", [row._asdict() for row in rows], json, out=out,
-        printed=lambda: print_papers(rows),
+        printed=lambda: print_papers(rows), tables=lambda: shown_papers(rows),
     )  # fmt: skip
     if left := len(found) - len(rows):
         note(f"{left} of {len(found)} published cells need the papers' own models: --missing")

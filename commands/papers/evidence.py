@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from commands.common.latex import Shown
 from commands.common.output import emit, note
 from commands.common.printed import print_table, printable
 from traces.errors import DraftsimError
@@ -36,12 +37,20 @@ def print_evidence(
         for (name, given), record in records.items()
     ], "notes": remarks}  # fmt: skip
 
+    table = Shown(
+        [_line(*names, one) for names, one in records.items()],
+        "predictions of public measurements that were not given",
+    )
+
     def printed() -> None:
-        print_table([_line(*names, one) for names, one in records.items()])
+        print_table(table.rows)
         for remark in remarks:
             print(printable(remark))
 
-    emit("papers", [row._asdict() for row in rows], json, more=more, out=out, printed=printed)
+    emit(
+        "papers", [row._asdict() for row in rows], json, more=more, out=out, printed=printed,
+        tables=lambda: [table],
+    )  # fmt: skip
     shown = {row.study for row in rows}
     for name, text in sources().items():
         if any(name in other for other in shown):

@@ -1,4 +1,4 @@
-"""How ``draftsim papers`` prints: a table a paper's table, in eighty columns, notes below it."""
+"""Tables of ``draftsim papers``: one for each table of a paper, notes below it."""
 
 from __future__ import annotations
 
@@ -7,13 +7,14 @@ from collections.abc import Sequence
 from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
+from commands.common.latex import Shown
 from commands.common.printed import cell_text, printable
 
 if TYPE_CHECKING:
     from simulator.papers import Row
 
-WIDTH = 80
-ROW, COLUMN = 30, 20
+WIDTH = 100
+ROW, COLUMN = 38, 28
 """Characters that a row's and a column's name may take before they are folded."""
 
 
@@ -35,6 +36,21 @@ def print_papers(rows: Sequence[Row]) -> None:
         console.print(_table(mine, numbers))
         for part, number in numbers.items():
             console.print(Text(printable(f"{number}  {part}")))
+
+
+def shown_papers(rows: Sequence[Row]) -> list[Shown]:
+    """Return the same tables without their notes, as --out writes them."""
+    groups = groupby(rows, key=lambda row: (row.table, row.kind))
+    return [
+        Shown(
+            [
+                {"row": r.row, "column": r.column, "paper": r.published, "ours": r.ours}
+                for r in mine
+            ],
+            f"{name}: {kind}",
+        )
+        for (name, kind), mine in groups
+    ]
 
 
 def _parts(row: Row) -> list[str]:

@@ -30,7 +30,15 @@ from commands.common.inputs import (
     load_rule,
     one_rule,
 )
-from commands.common.output import JsonOption, emit, note, placed_as, placed_folder, placed_table
+from commands.common.output import (
+    JsonOption,
+    emit,
+    note,
+    placed_as,
+    placed_folder,
+    placed_table,
+    say_drawn,
+)
 from commands.common.printed import print_table
 from commands.common.workers import ClusterOption
 from commands.serve.fleet import RouterOption, chosen_router, where
@@ -147,7 +155,9 @@ def serve(
     cluster: ClusterOption = None,
     plots: Annotated[
         Path | None,
-        typer.Option(callback=placed_folder, help="Draw PNG files into this folder."),
+        typer.Option(
+            callback=placed_folder, help="Draw the results into this folder: PNG, SVG and PDF."
+        ),
     ] = None,
     timeline: Annotated[
         Path | None,
@@ -228,8 +238,7 @@ def serve(
     for path in (p for p in (out, timeline) if p is not None):
         note(f"wrote {path}")
     if plots is not None:
-        for path in draw(plots, rows, recorded, table, policies, scenarios):
-            note(f"wrote {path}")
+        say_drawn(draw(plots, rows, recorded, table, policies, scenarios, recording.said))
 
 
 def _targets(slo: str | None, ttft: str | None, tpot: str | None) -> tuple[float, float]:

@@ -26,7 +26,8 @@ from commands.common.inputs import (
     TraceOption,
     load_policies,
 )
-from commands.common.output import JsonOption, emit, note, placed_folder, placed_table
+from commands.common.latex import Shown, as_latex
+from commands.common.output import JsonOption, emit, note, placed_folder, placed_table, say_drawn
 from commands.common.progress import progress_bar
 from commands.common.ranking import named
 from commands.common.workers import ClusterOption, JobsOption, chosen_executor
@@ -36,10 +37,12 @@ from commands.sweep.held_out import SEARCHED, tuned_rows
 from commands.sweep.maps import draw_maps
 from commands.sweep.notes import headline, print_thresholds, say_outside, say_tilt, say_untried
 from traces.errors import DraftsimError
+from traces.store.writing import write_atomically
 
 if TYPE_CHECKING:
     import pandas as pd
 
+    from commands.common.drafted import Recording
     from policies.core import DraftPolicy
     from simulator.executors import Executor
     from simulator.whatif.sweep.run import Sweep
@@ -153,7 +156,9 @@ def sweep(
     plots: Annotated[
         Path | None,
         typer.Option(
-            metavar="DIR", callback=placed_folder, help="Also draw the maps as PNG files."
+            metavar="DIR",
+            callback=placed_folder,
+            help="Also draw the maps into this folder: PNG, SVG and PDF.",
         ),
     ] = None,
     json: JsonOption = None,
@@ -193,7 +198,7 @@ def sweep(
             raise DraftsimError(f"{mode} prices policies on the device measured: leave out {other}")
         table = drafting_always(_one(tables, mode), always_draft)
         if ladder:
-            _ladder(recorded, table, policy, resamples, seed, plots, json, out)
+            _ladder(recording, table, policy, resamples, seed, plots, json, out)
             return
         found = tuned_rows(
             recorded, table, policy or [], resamples=resamples, seed=seed, jobs=jobs or 1
@@ -219,7 +224,12 @@ def sweep(
     frame = _run(study, chosen_executor(jobs, cluster), out)
     rows, ends = overview(frame), thresholds(frame)
     if wanted is not None and wanted != out:
-        write_rows(wanted, frame.to_dict("records"), "sweep")
+        if wanted.suffix == ".tex":
+            columns = [n for n in SHOWN if n in rows]
+            table = Shown(rows.to_dict("records"), recording.said, columns)
+            write_atomically(wanted, as_latex([table]).encode())
+        else:
+            write_rows(wanted, frame.to_dict("records"), "sweep")
         note(f"wrote {wanted}")
     if recording.source is not None:
         rows["drafts"] = recorded.source
@@ -230,7 +240,7 @@ def sweep(
         beside = write_thresholds(ends, out, study.description)
         note(f"wrote {len(frame)} rows to {out} and {len(ends)} to {beside}")
     best = fastest(frame)
-    note(headline(best))
+    note(f"{recording.said}: {headline(best)}")
     more = {"break_even": ends.to_dict("records"), "fastest": best.to_dict("records")}
     emit("sweep", rows, json, show=[n for n in SHOWN if n in rows], more=more)
     if json is None:
@@ -238,8 +248,8 @@ def sweep(
     say_untried(study, frame)
     say_outside(frame)
     if plots is not None:
-        for path in draw_maps(frame, plots, f"taken to cost nothing: {assumed}" if assumed else ""):
-            note(f"wrote {path}")
+        label = f"taken to cost nothing: {assumed}" if assumed else ""
+        say_drawn(draw_maps(frame, plots, label, recording.said))
 
 
 def _policies(texts: list[str] | None, gamma: str | None, trace: Trace) -> dict[str, DraftPolicy]:
@@ -271,20 +281,22 @@ def _one(tables: dict[str, LatencyTable], mode: str) -> LatencyTable:
 
 
 def _ladder(
-    trace: Trace, table: LatencyTable, policy: list[str] | None, resamples: int,
+    recording: Recording, table: LatencyTable, policy: list[str] | None, resamples: int,
     seed: int, plots: Path | None, json: str | None, out: Path | None,
 ) -> None:  # fmt: skip
-    from simulator.plots import save
+    from simulator.plots import save_all_kinds
     from simulator.whatif.ladder import ladder as climb
     from simulator.whatif.plots import plot_ladder
     from simulator.whatif.sweep.grid import expand
 
+    trace = recording.trace
     chosen = dict(named(load_policies(expand(policy), trace))) if policy else None
     rungs = climb(trace, table, policies=chosen, resamples=max(resamples, 1), seed=seed)
-    note(_climbed(rungs))
+    note(f"{recording.said}: {_climbed(rungs)}")
     emit("sweep", rungs, json, show=RUNGS, out=out)
     if plots is not None:
-        note(f"wrote {save(plot_ladder(rungs), plots / 'ladder.png')}")
+        figure = plot_ladder(rungs)
+        say_drawn([save_all_kinds(figure, plots / "ladder.png", title=recording.said)])
 
 
 def _climbed(rungs: pd.DataFrame) -> str:

@@ -8,9 +8,12 @@ from typing import Any
 from commands.common.output import note
 
 
-def draw_maps(frame: Any, folder: Path, label: str = "") -> list[Path]:
-    """Write every map that the grid's axes allow into `folder`, with `label` below; the files."""
-    from simulator.plots import save
+def draw_maps(frame: Any, folder: Path, label: str = "", title: str = "") -> list[Path]:
+    """Write every map that the grid's axes allow into `folder`, and return the PNG files.
+
+    ``label`` is written below each, ``title`` above it.
+    """
+    from simulator.plots import save_all_kinds
     from simulator.whatif import plots
 
     drawn = []
@@ -42,4 +45,4 @@ def draw_maps(frame: Any, folder: Path, label: str = "") -> list[Path]:
     if not drawn:
         note("nothing to map: give two values or more of c and alpha, batch and gamma, or "
              "batch and context")  # fmt: skip
-    return [save(figure, folder / f"{name}.png", label=label) for name, figure in drawn]
+    return [save_all_kinds(figure, folder / f"{name}.png", label, title) for name, figure in drawn]

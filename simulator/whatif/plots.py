@@ -71,7 +71,7 @@ def plot_maps(
     figure.supxlabel(LABELS[x], fontsize=9)
     figure.supylabel(LABELS[y], fontsize=9)
     bar = figure.colorbar(image, ax=grid, shrink=0.8, pad=0.02)
-    bar.set_label("speedup over plain decoding (hatched: slower)", fontsize=8)
+    bar.set_label("speedup over no speculation (hatched: slower)", fontsize=8)
     mark_bar(bar)
     return figure
 
@@ -193,7 +193,7 @@ def plot_batches(frame: pd.DataFrame) -> Figure:
         axes.set_xlabel(LABELS["batch"])
         axes.set_title(name, fontsize=8, color=INK)
         style(axes, "both")
-    panels[0].set_ylabel("speedup over plain decoding (×)")
+    panels[0].set_ylabel("speedup over no speculation (×)")
     figure.legend(*panels[0].get_legend_handles_labels(), loc="outside right upper",
                   frameon=False, fontsize=8)  # fmt: skip
     return figure
