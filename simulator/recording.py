@@ -379,7 +379,8 @@ def _check_models(
         elif known["target"] and not told:
             costs.append(f"{label}, which does not say whose they are")
     if costs:
-        say(f"acceptance of {name} ({pair}) at the costs of {', '.join(costs)}")
+        whose = name.removeprefix("acceptance of ")
+        say(f"acceptance of {whose} ({pair}) at the costs of {', '.join(costs)}")
 
 
 def _has_trace(label: str) -> bool:
