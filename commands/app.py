@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import errno
 import gc
+import os
 import sys
 from typing import Annotated, Any, NoReturn
 
@@ -16,6 +17,10 @@ from commands.stopping import end_workers, stop_signals
 # typer carries its own copy of click, whose errors it exports only in part.
 UsageError: Any = typer.BadParameter.__mro__[1]
 
+COMPLETION = "_DRAFTSIM_COMPLETE"
+"""Variable by which a shell asks for completions."""
+COMPLETING = {"--install-completion", "--show-completion"}
+"""Options after which typer ends the program itself."""
 INTERRUPTED = 130
 STOPPED = "stopped; nothing is half-written, and the same command goes on where it can"
 
@@ -47,55 +52,71 @@ ELSEWHERE = {
 }
 """Where an option is that a command does not have, by command and option."""
 
+_TRY, _SERVER, _PAIR = "Try it", "You have a server", "You have a model pair or a recording"
+_LOAD, _STUDY = "You have a load", "You study speculative decoding"
 COMMANDS = {
-    "demo": Listed("commands.demo:demo", "Profile the bundled pair here, predict, and check."),
-    "profile": Listed(
-        "commands.profile.command:profile", "Measure a pair: its latencies and acceptance trace."
+    "demo": Listed(
+        "commands.demo:demo", "Profile the bundled pair here, predict, and check.", _TRY
     ),
-    "simulate": Listed(
-        "commands.simulate.command:simulate", "Predict every policy's speedup from a recording."
+    "list": Listed(
+        "commands.catalogue:list_all", "Show the recordings, or what can be named.", _TRY
     ),
-    "validate": Listed(
-        "commands.validate.command:validate", "Run policies for real, beside their predictions."
+    "fetch": Listed(
+        "commands.fetch:fetch", "Download SmolLM2-135M and drafters for it.", _TRY
     ),
-    "check": Listed("commands.check:check", "Hold the closed formulas against simulation."),
     "recommend": Listed(
-        "commands.recommend:recommend", "Recommend a server's draft length from its own runs."
-    ),
-    "calibrate": Listed(
-        "commands.calibrate:calibrate", "Fit costs to tokens/s of your own server."
+        "commands.recommend:recommend", "Recommend a draft length from benchmark runs.", _SERVER
     ),
     "doctor": Listed(
-        "commands.doctor:doctor", "Say whether acceptance is what it should be, and why not."
+        "commands.doctor:doctor", "Say whether acceptance is what it should be, and why not.",
+        _SERVER,
+    ),
+    "calibrate": Listed(
+        "commands.calibrate:calibrate", "Fit costs to tokens/s of your own server.", _SERVER
     ),
     "curve": Listed(
-        "commands.curve:curve", "Predict acceptance lengths at draft lengths not measured."
+        "commands.curve:curve", "Predict acceptance lengths at draft lengths not measured.",
+        _SERVER,
     ),
-    "calibrate-memory": Listed(
-        "commands.memory:calibrate_memory", "Count corrections of a run, for the rule csd."
-    ),
-    "serve": Listed("commands.serve.command:serve", "Simulate batches, queues and fleets."),
-    "capacity": Listed(
-        "commands.capacity.command:capacity", "Plan capacity: the fewest replicas in target."
-    ),
-    "sweep": Listed("commands.sweep.command:sweep", "Ask what if, over any grid of settings."),
-    "breakeven": Listed(
-        "commands.breakeven:breakeven", "Find the loads where speculation stops paying."
-    ),
-    "tune": Listed("commands.tune:tune", "Write the settings that pay as an engine reads them."),
-    "report": Listed("commands.report:report", "Write all that a run shows as one HTML page."),
-    "papers": Listed(
-        "commands.papers.command:papers", "Put the papers' published tables beside ours."
-    ),
-    "fetch": Listed("commands.fetch:fetch", "Bring SmolLM2-135M and drafters for it."),
-    "list": Listed("commands.catalogue:list_all", "Show the recordings, or what can be named."),
     "import": Listed(
-        "commands.imports:import_file", "Turn another program's log into a trace or latencies."
+        "commands.imports:import_file", "Turn another program's log into a recording.", _SERVER
+    ),
+    "profile": Listed(
+        "commands.profile.command:profile", "Measure a pair: latencies and acceptance.", _PAIR
+    ),
+    "simulate": Listed(
+        "commands.simulate.command:simulate", "Predict every policy's speedup.", _PAIR
+    ),
+    "tune": Listed("commands.tune:tune", "Write the setting that an engine reads.", _PAIR, True),
+    "report": Listed("commands.report:report", "Write all results as one HTML page.", _PAIR),
+    "validate": Listed(
+        "commands.validate.command:validate", "Run policies for real, and compare.", _PAIR, True
     ),
     "export": Listed(
-        "commands.export:export", "Write a recording's acceptance as other programs read it."
+        "commands.export:export", "Write a recording's acceptance as other programs read it.",
+        _PAIR,
     ),
-}
+    "serve": Listed(
+        "commands.serve.command:serve", "Simulate batches, queues and fleets.", _LOAD, True
+    ),
+    "capacity": Listed(
+        "commands.capacity.command:capacity", "Find the fewest replicas that meet an SLO.",
+        _LOAD, True,
+    ),
+    "breakeven": Listed(
+        "commands.breakeven:breakeven", "Find the loads above which speculation is slower.",
+        _LOAD,
+    ),
+    "sweep": Listed("commands.sweep.command:sweep", "Ask what if, over a grid.", _STUDY),
+    "check": Listed("commands.check:check", "Check the papers' formulas by simulation.", _STUDY),
+    "papers": Listed(
+        "commands.papers.command:papers", "Compare the papers' tables with ours.", _STUDY
+    ),
+    "calibrate-memory": Listed(
+        "commands.memory:calibrate_memory", "Count a run's corrections, for the rule csd.", _STUDY
+    ),
+}  # fmt: skip
+"""Commands by name, in groups of what people have."""
 
 app = typer.Typer(
     cls=lazy_group(COMMANDS),
@@ -104,7 +125,7 @@ app = typer.Typer(
         "token_normalize_func": lambda name: RENAMED.get(name, name),
     },
     help="Predicts what speculative decoding will do, from one profiling run of a real pair.",
-    add_completion=False,
+    add_completion=True,
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
 )
@@ -127,6 +148,8 @@ def main() -> None:
     gc.set_threshold(1_000_000, 20, 20)
     # At its end Python would walk through all that is left, more than once, to free what goes.
     atexit.register(gc.freeze)
+    if COMPLETION in os.environ:  # a shell asks: it reads what is printed, and the exit code
+        app(prog_name="draftsim")
     with stop_signals() as stop:
         try:
             code = app(sys.argv[1:] or ["--help"], standalone_mode=False)
@@ -135,7 +158,7 @@ def main() -> None:
         except KeyboardInterrupt:
             _fail(STOPPED, stop.code)
         except SystemExit as error:
-            if _is_closed_pipe(error.__context__):
+            if _is_closed_pipe(error.__context__) or {*sys.argv[1:2]} & COMPLETING:
                 raise
             # Commands give their codes back: this is code of the user's own, a policy's say.
             _fail(f"sys.exit({error.code!r}) was called before the answer was there: remove it", 2)

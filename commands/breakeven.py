@@ -18,6 +18,7 @@ from commands.common.inputs import (
     TraceOption,
     batch_sizes,
 )
+from commands.common.latex import Shown
 from commands.common.output import JsonOption, OutOption, emit, note, placed
 from commands.common.printed import print_table
 
@@ -82,7 +83,9 @@ def breakeven(
     level: Annotated[float, typer.Option(min=0.5, max=0.999, help="Level of the intervals.")] = 0.8,
     plot: Annotated[
         Path | None,
-        typer.Option(metavar="FILE", callback=placed, help="Draw the surface, .png or .svg."),
+        typer.Option(
+            metavar="FILE", callback=placed, help="Draw the surface, as .png, .svg or .pdf."
+        ),
     ] = None,
     out: OutOption = None,
     json: JsonOption = None,
@@ -124,23 +127,23 @@ def breakeven(
         "vllm_by_batch": tables.by_batch, "vllm_by_seq_len": tables.by_length,
         "loses_by_batch": tables.loses_by_batch, "loses_by_seq_len": tables.loses_by_length,
     }  # fmt: skip
-    emit(
-        "breakeven", rows, json, more=more, out=out,
-        printed=lambda: print_table(
-            best.to_dict("records"), shown, f"Best draft length at each load: {name}"
-        ),
-    )  # fmt: skip
-    pays = f"speculation pays {pays_to(surface, 'batch', 'requests')}"
+    pays = f"{name}: speculation is faster {pays_to(surface, 'batch', 'requests')}"
     if surface["context"].nunique() > 1:
         pays += f"; by context, {pays_to(surface, 'context', 'tokens')}"
     note(pays)
+    title = "best draft length at each load"
+    emit(
+        "breakeven", rows, json, more=more, out=out,
+        printed=lambda: print_table(best.to_dict("records"), shown, title),
+        tables=lambda: [Shown(best.to_dict("records"), f"{name}: {title}", shown)],
+    )  # fmt: skip
     for document, lost in (
         (tables.by_batch, tables.loses_by_batch), (tables.by_length, tables.loses_by_length)
     ):  # fmt: skip
-        said = "no K above 0 pays in a table" if document is None else _one_line(document)
+        said = "no table with K above 0 is faster" if document is None else _one_line(document)
         note(f"{said}  (loses {lost:.1%} against the best K of every load)")
     if plot is not None:
-        _draw(surface, plot)
+        _draw(surface, plot, name)
 
 
 def _priced(
@@ -253,8 +256,8 @@ def _one_line(document: dict[str, Any]) -> str:
     return json.dumps(document)
 
 
-def _draw(surface: pd.DataFrame, path: Path) -> None:
+def _draw(surface: pd.DataFrame, path: Path, title: str) -> None:
     from simulator.plots import save
     from simulator.plots.breakeven import plot_surface
 
-    note(f"wrote {save(plot_surface(surface), path)}")
+    note(f"wrote {save(plot_surface(surface), path, title=title)}")

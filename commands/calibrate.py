@@ -99,7 +99,7 @@ def calibrate(
     )
     intervals, suggestion = server.intervals(level), next_run(server)
     if json is None:
-        note(_headline(best, level))
+        note(f"{found.model}: {_headline(best, level)}" if found.model else _headline(best, level))
         print_table([_choice(row) for row in best])
         print_table([_load(load) for load in loads])
         print_table([_cost(name, one) for name, one in intervals.items()])

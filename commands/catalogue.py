@@ -16,7 +16,7 @@ from typing import Annotated, Any, Literal, get_args, get_origin
 import typer
 
 from commands.common.output import JsonOption, OutOption, emit
-from commands.common.printed import print_entries, print_table
+from commands.common.printed import print_entries
 from traces.errors import DraftsimError
 
 DEVICE_COLUMNS = ("name", "latencies", "measured", "composed", "bandwidth", "flops", "memory")
@@ -53,6 +53,9 @@ def list_all(
         bool,
         typer.Option("--published", help="Instead: the roofline model against published times."),
     ] = False,
+    columns: Annotated[
+        bool, typer.Option("--columns", help="Instead: what every printed column means.")
+    ] = False,
     out: OutOption = None,
     json: JsonOption = None,
 ) -> None:
@@ -60,7 +63,7 @@ def list_all(
     asked = {
         "policies": policies, "rules": rules, "sources": sources, "formats": formats,
         "devices": devices, "weight-formats": weight_formats,
-        "published": published,
+        "published": published, "columns": columns,
     }  # fmt: skip
     chosen = [name for name, wanted in asked.items() if wanted]
     if len(chosen) > 1:
@@ -68,13 +71,12 @@ def list_all(
     rows = {
         "policies": policy_rows, "rules": rule_rows, "sources": source_rows,
         "formats": format_rows, "devices": device_rows, "weight-formats": weight_rows,
-        "published": published_rows,
+        "published": published_rows, "columns": column_rows,
     }[chosen[0]]() if chosen else recording_rows()  # fmt: skip
     entries = chosen and chosen[0] in ("policies", "rules", "sources")
     printed = partial(print_entries, map(_entry, rows)) if entries else None
-    if chosen == ["devices"]:
-        printed = partial(print_table, [{k: row[k] for k in DEVICE_COLUMNS} for row in rows])
-    emit("list", rows, json, out=out, printed=printed)
+    show = DEVICE_COLUMNS if chosen == ["devices"] else None
+    emit("list", rows, json, show=show, out=out, printed=printed)
 
 
 def policy_rows() -> list[dict[str, Any]]:
@@ -148,6 +150,13 @@ def source_rows() -> list[dict[str, Any]]:
         for name, system in SYSTEMS.items()
     ]  # fmt: skip
     return rows
+
+
+def column_rows() -> list[dict[str, Any]]:
+    """Return the columns that commands print, with their meanings."""
+    from commands.common.columns import COLUMNS
+
+    return [{"name": name, "what": text.replace("`", "")} for name, text in COLUMNS.items()]
 
 
 def format_rows() -> list[dict[str, Any]]:

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from commands.common.drafted import DraftedOption, load_recording
 from commands.common.inputs import DEFAULT_TRACE, LatencyOption, TraceOption
+from commands.common.latex import Shown
 from commands.common.output import JsonOption, OutOption, emit, note
+from commands.common.printed import print_table
+
+if TYPE_CHECKING:
+    import pandas as pd
 
 
 def check(
@@ -30,8 +35,34 @@ def check(
 
     recording = load_recording(trace, latency, source)
     rows = run_checks(recording.trace, recording.priced(), tokens=tokens)
-    emit("check", rows, json, out=out)
-    failed = rows[~rows["ok"] & ~rows["formula"].str.startswith("recorded")]
+    recorded = rows["formula"].str.startswith("recorded")
+    failed = rows[~rows["ok"] & ~recorded]
+    worst = float(rows.loc[~recorded, "z"].abs().max())
+    count = int((~recorded).sum())
+    others = int(recorded.sum())
+    also = f"; {others} rows compare them with {recording.said}" if others else ""
+    note(
+        f"{count - len(failed)} of {count} closed forms agree with simulation (largest difference "
+        f"{worst:.1f} standard errors){also}"
+    )
+    table = Shown(_worst(rows), "the largest difference of each formula from simulation")
+    emit(
+        "check", rows, json, out=out, tables=lambda: [table],
+        printed=lambda: print_table(table.rows, title=f"{table.title}; --json has every setting"),
+    )  # fmt: skip
     if len(failed):
         note(f"{len(failed)} formula(s) disagree with simulation: {', '.join(failed['formula'])}")
         raise typer.Exit(1)
+
+
+def _worst(rows: pd.DataFrame) -> list[dict[str, Any]]:
+    """Return a row per formula: the settings tried, and the largest difference from simulation."""
+    table = []
+    for formula, own in rows.groupby("formula", sort=False):
+        worst = own.iloc[int(own["z"].abs().argmax())]
+        table.append({
+            "formula": formula, "settings": len(own), "closed form": worst["closed_form"],
+            "simulated": worst["simulated"], "standard errors": worst["z"],
+            "agrees": bool(own["ok"].all()),
+        })  # fmt: skip
+    return table

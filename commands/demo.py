@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, NamedTuple
 import typer
 
 from commands.common.drafted import load_recording
-from commands.common.output import JsonOption, emit, note
+from commands.common.output import JsonOption, emit, note, say_drawn
 from commands.common.quiet import columns_shown
 from commands.validate.spot_check import say_verdict, spot_check
 
@@ -86,8 +86,12 @@ def demo(
         rows = spot_check(out, repeats=size.repeats, remeasure=True)
     emit("demo", rows, json, show=columns_shown(rows))
     say_verdict(rows)
-    drawn = save_all(trace, latency, ranking.logs, out / "plots", rows)
-    for line in (*(f"wrote {path}" for path in drawn.paths), *drawn.left_out):
+    drawn = save_all(
+        trace, latency, ranking.logs, out / "plots", rows,
+        title=f"{out.name}, {latency.meta['device']}",
+    )  # fmt: skip
+    say_drawn(drawn.paths)
+    for line in drawn.left_out:
         note(line)
     note(f"wrote {_page(out, trace, ranking)}: all of this as a page for a browser")
 

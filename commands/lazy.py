@@ -10,6 +10,7 @@ import typer
 from typer.core import TyperGroup
 
 from commands.common.bounds import bounded
+from commands.common.configured import configured
 
 
 class Listed(NamedTuple):
@@ -18,7 +19,11 @@ class Listed(NamedTuple):
     place: str
     """``module:function``."""
     says: str
-    """What ``--help`` of the program says of it, in one line of a terminal's width."""
+    """Line of the program's ``--help``, which fits a terminal."""
+    group: str = "Commands"
+    """Heading that the program's ``--help`` lists it under."""
+    configured: bool = False
+    """True if its options may come from a file, by ``--config``."""
 
     def function(self) -> Callable[..., None]:
         """The function itself, whose docstring and options are the command's own help."""
@@ -28,7 +33,7 @@ class Listed(NamedTuple):
 
 
 class _Loaded(Mapping[str, Any]):
-    """Click's command of each name, made where it is asked for."""
+    """Click's command of each name, made when it is asked for."""
 
     def __init__(self, listed: Mapping[str, Listed]) -> None:
         self.listed = listed
@@ -37,7 +42,9 @@ class _Loaded(Mapping[str, Any]):
     def __getitem__(self, name: str) -> Any:
         if name not in self.made:
             alone = typer.Typer(add_completion=False, rich_markup_mode=None)
-            alone.command(name)(bounded(self.listed[name].function()))
+            one = self.listed[name]
+            function = configured(one.function()) if one.configured else one.function()
+            alone.command(name)(bounded(function))
             self.made[name] = typer.main.get_command(alone)
         return self.made[name]
 
@@ -61,7 +68,9 @@ def lazy_group(listed: Mapping[str, Listed]) -> type[TyperGroup]:
 
         def format_commands(self, ctx: Any, formatter: Any) -> None:
             del ctx
-            with formatter.section("Commands"):
-                formatter.write_dl([(name, one.says) for name, one in listed.items()])
+            for group in dict.fromkeys(one.group for one in listed.values()):
+                rows = [(name, one.says) for name, one in listed.items() if one.group == group]
+                with formatter.section(group):
+                    formatter.write_dl(rows)
 
     return LazyGroup

@@ -104,7 +104,8 @@ def recommend(
     document = _document(engine, rows, method)
     line = _line(engine, document, target or found.model, draft, method)
     if json is None:
-        note(f"{in_words(rows)}{_gain(rows, level)}.")
+        of = f"{target or found.model}: " if target or found.model else ""
+        note(f"{of}{in_words(rows)}{_gain(rows, level)}.")
         print_table([_shown(row) for row in rows])
     else:
         more = {

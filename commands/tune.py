@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import replace
 from enum import StrEnum
@@ -29,7 +30,6 @@ from commands.common.inputs import (
     LatencyOption,
     TraceOption,
     batch_sizes,
-    origin_of,
 )
 from commands.common.output import JsonOption, emit, note, placed_as
 from commands.common.printed import print_table
@@ -246,12 +246,11 @@ def tune(
         )  # fmt: skip
     # Standard output holds one thing: the JSON asked for, else the setting that no file takes.
     setting_out = out is None and json != "-"
-    title = f"Settings for {engine.value}: {origin_of(recording.name, latency)}"
+    note(f"{recording.said}, {engine.value}: {_headline(rows)}")
     emit(
         "tune", rows, json, more=more,
-        printed=lambda: print_table(rows, _columns(rows, by_context), title, setting_out),
+        printed=lambda: print_table(rows, _columns(rows, by_context), stderr=setting_out),
     )  # fmt: skip
-    note(_headline(rows))
     if tried:
         from commands.engine.baseline import SHOWN as WITH_DEFAULTS
         from commands.engine.trial import TRIED, say_tried
@@ -335,7 +334,7 @@ def _headline(rows: list[dict[str, Any]]) -> str:
     steps = "steps " if rows[0]["engine"] == Engine.SGLANG.value else ""
     on = [
         f"{steps}{' or '.join(row['settings'])} at batch {batch}"
-        + ("" if row["gain"] != row["gain"] else f" ({row['gain']:.3g}x)")
+        + _gained(row)
         for batch, row in here.items() if row["deploy"] == ON
     ]  # fmt: skip
     missed = [str(batch) for batch, row in here.items() if row["deploy"] == MISSED]
@@ -346,6 +345,15 @@ def _headline(rows: list[dict[str, Any]]) -> str:
     if missed:
         said.append(f"no setting meets the SLO at batch {', '.join(missed)}")
     return "; ".join(said)
+
+
+def _gained(row: dict[str, Any]) -> str:
+    """Return a gain with its interval, in brackets; nothing where it is not known."""
+    gain, low, high = (row[name] for name in ("gain", "gain_lo", "gain_hi"))
+    if gain is None or math.isnan(gain):
+        return ""
+    span = "" if low is None or math.isnan(low) else f", {low:.3g} to {high:.3g}"
+    return f" ({gain:.3g}x{span})"
 
 
 def _models(recording: Recording, latency: LatencyTable) -> tuple[str, NamedDrafter]:

@@ -126,6 +126,13 @@ def row_columns(where: str) -> str:
     return ", ".join(map(code, names)) + ".\n\n" + string_behind(module, name)
 
 
+def printed_columns() -> str:
+    """Return the columns that commands print, with their meanings."""
+    from commands.common.columns import COLUMNS
+
+    return table(("column", "meaning"), [(code(n), what) for n, what in COLUMNS.items()])
+
+
 def served() -> str:
     """The columns of a row of `serve`, from two requests served."""
     from policies.lengths.basic import Fixed
@@ -303,7 +310,7 @@ MAKERS: Mapping[str, Callable[..., str]] = {
     "server_terms": server_terms,
     "modules": modules, "operators": operators, "order_of_systems": order_of_systems,
     "output": output, "over_http": over_http, "paper_settings": paper_settings,
-    "phases": phases, "questions": questions,
+    "phases": phases, "printed_columns": printed_columns, "questions": questions,
     "readme": readme, "rooms": rooms, "routers": routers, "row_columns": row_columns,
     "served": served, "server_checks": server_checks, "signals": signals,
     "stepped": stepped, "string": string,

@@ -98,7 +98,9 @@ class Recording:
     def said(self) -> str:
         """Name of the recording with its models and device, and whose costs they are run at."""
         names = [PurePath(name).name or name for name in (self.name, *self.tables)]
-        costs = "" if list(self.tables) == [self.name] else f", at the costs of {names[1]}"
+        costs = ""
+        if self.tables and list(self.tables) != [self.name]:
+            costs = f", at the costs of {' and '.join(names[1:])}"
         return names[0] + (f" ({self.label})" if self.label else "") + costs
 
     def check_rule(self, rule: VerifyRule | None) -> None:
@@ -377,7 +379,8 @@ def _check_models(
         elif known["target"] and not told:
             costs.append(f"{label}, which does not say whose they are")
     if costs:
-        say(f"acceptance of {name} ({pair}) at the costs of {', '.join(costs)}")
+        whose = name.removeprefix("acceptance of ")
+        say(f"acceptance of {whose} ({pair}) at the costs of {', '.join(costs)}")
 
 
 def _has_trace(label: str) -> bool:

@@ -39,7 +39,7 @@ def test_every_named_method_is_a_policy_of_simulate(run: Run) -> None:
             assert found[name]["note"].startswith(chosen.policy), name
     assert "best fixed" in rows[-1]["note"]
     table = run("simulate", *asked[:20], "--policy", "csd", "--resamples", 2).out
-    assert "the target's own text first, then other texts, under lossy rules" in table
+    assert "lossless first, then lossy (the output changes)" in table
     assert table.count("verify") >= 1
 
 

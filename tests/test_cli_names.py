@@ -106,7 +106,7 @@ def test_names_are_text(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> N
     write_rows(tmp_path / "t.csv", [{"category": name, "speedup": 1.0} for name in names])
     assert [r["category"] for r in csv.DictReader((tmp_path / "t.csv").open())] == names
     write_rows(tmp_path / "t.tex", [{"category": "a & b_c", "speedup": 1.0}])
-    assert r"a \& b\_c & 1.000 \\" in (tmp_path / "t.tex").read_text()
+    assert r"a \& b\_c & 1.00 \\" in (tmp_path / "t.tex").read_text()
 
 
 def test_what_a_person_names_reaches_no_terminal_raw(synthetic_run: Path, run: Run) -> None:

@@ -127,14 +127,16 @@ def test_plots_are_drawn_for_batches_and_for_loads(serve: Serve, tmp_path: Path)
     few = ("--requests", 12, *PAIR)
     assert serve("--batch", "1,2", *few, "--plots", batches).code == 0
     assert serve("--rate", "0.5,2,8", *few, "--plots", loads).code == 0
-    assert {p.name for p in batches.iterdir()} == {
-        "latency_throughput.png", "over_time.png", "speedup.png"
+    assert {p.name for p in batches.glob("*.png")} == {
+        "latency_throughput.png", "over_time.png", "pareto.png", "speedup.png"
     }  # fmt: skip
-    assert {p.name for p in loads.iterdir()} == {
-        "load_e2e.png", "load_tpot.png", "load_ttft.png", "over_time.png"
+    assert {p.name for p in loads.glob("*.png")} == {
+        "load_e2e.png", "load_tpot.png", "load_ttft.png", "over_time.png", "pareto.png"
     }  # fmt: skip
-    for path in (*batches.iterdir(), *loads.iterdir()):
-        assert path.read_bytes().startswith(b"\x89PNG")
+    begins = {".png": b"\x89PNG", ".svg": b"<?xml", ".pdf": b"%PDF"}
+    for path in (*batches.glob("*.png"), *loads.glob("*.png")):
+        for kind, begin in begins.items():
+            assert path.with_suffix(kind).read_bytes().startswith(begin)
 
 
 def test_arrivals_that_span_no_time_are_drawn_without_a_load(serve: Serve, tmp_path: Path) -> None:
@@ -142,7 +144,7 @@ def test_arrivals_that_span_no_time_are_drawn_without_a_load(serve: Serve, tmp_p
     ran = serve("--arrivals", file, *PAIR, "--plots", folder)
     assert ran.code == 0
     assert "span no time" in ran.err
-    assert [p.name for p in folder.iterdir()] == ["over_time.png"]
+    assert {p.stem for p in folder.iterdir()} == {"over_time"}
 
 
 def test_an_interruption_between_a_line_and_its_row_counts_the_line(tmp_path: Path) -> None:

@@ -57,7 +57,7 @@ def test_grid_writes_a_table_and_maps(trace: str, tmp_path: Path) -> None:
     frame = read_sweep(out)
     assert len(frame) == 5 * 3 * (3 + 3 + 1)
     assert {row["policy"] for row in found} == set(frame["policy"])
-    assert sorted(path.name for path in plots.iterdir()) == [
+    assert sorted(path.name for path in plots.glob("*.png")) == [
         "adapting.png", "break_even_c.png", "map_c_alpha.png",
     ]  # fmt: skip
     assert all((plots / name).stat().st_size > 10_000 for name in ("map_c_alpha.png",))

@@ -121,7 +121,7 @@ def test_a_surface_on_the_command_line(run: Run, tmp_path: Path) -> None:
     assert head.startswith("batch,context,k,emitted,needed")
     assert len(lines) > 12
     assert picture.read_bytes().startswith(b"\x89PNG")
-    assert "speculation pays " in ran.err
+    assert "speculation is faster " in ran.err
     assert "num_speculative_tokens_per_seq_len" in ran.err or "no K above 0" in ran.err
     given = run("breakeven", "--latency", "const:target=1,draft=0.05,verify=1.1", "--acceptance",
                 "0.8,0.56,0.336", "--json", "-", "--batch", "1", "--k", "1,2,3")  # fmt: skip

@@ -31,9 +31,17 @@ from commands.common.inputs import (
     VerifyOption,
     load_rule,
     one_rule,
-    origin_of,
 )
-from commands.common.output import JsonOption, OutOption, emit, note, placed_folder, said_free
+from commands.common.latex import Shown
+from commands.common.output import (
+    JsonOption,
+    OutOption,
+    emit,
+    note,
+    placed_folder,
+    said_free,
+    say_drawn,
+)  # fmt: skip
 from commands.common.printed import print_table
 from commands.common.progress import working
 from commands.common.workers import ClusterOption, JobsOption, chosen_executor
@@ -105,7 +113,7 @@ def capacity(
         typer.Option(
             metavar="DIR",
             callback=placed_folder,
-            help="Also draw replicas over request rates as a PNG file.",
+            help="Also draw replicas over request rates into this folder: PNG, SVG and PDF.",
         ),
     ] = None,
     json: JsonOption = None,
@@ -149,7 +157,6 @@ def capacity(
     asked = _rate(rate, base)
     policies = load_serving_policies(policy, recorded, table, largest=max_batch, say=note)
     executor = chosen_executor(jobs, cluster)
-    title = origin_of(recording.name, latency)
     kept = None if out is None else out.with_name(out.name + ".jsonl")
     with only_writer(out) if out is not None else nullcontext():
         planned = _planned(
@@ -157,13 +164,17 @@ def capacity(
             most=max_replicas, curve=plots is not None, executor=executor, say=note,
         )  # fmt: skip
         rows = with_cost(planned, gpus, price)
-        emit("capacity", rows, json, out=out, printed=lambda: print_table(shown(rows), title=title))
+        note(f"{recording.said}: {headline(rows)}")
+        emit(
+            "capacity", rows, json, out=out, printed=lambda: print_table(shown(rows)),
+            tables=lambda: [Shown(shown(rows), recording.said)],
+        )  # fmt: skip
         if kept is not None:
             kept.unlink(missing_ok=True)
     for remark in remarks(rows):
         note(remark)
     if plots is not None:
-        _draw(plots, rows, assumption(table, max_batch))
+        _draw(plots, rows, assumption(table, max_batch), recording.said)
 
 
 def _rate(rate: float | None, base: Scenario) -> float:
@@ -185,14 +196,14 @@ def _planned(kept: Path | None, *question: Any, **options: Any) -> list[dict[str
         )
 
 
-def _draw(folder: Path, rows: list[dict[str, Any]], label: str) -> None:
-    from simulator.plots import save
+def _draw(folder: Path, rows: list[dict[str, Any]], label: str, title: str) -> None:
+    from simulator.plots import save_all_kinds
     from simulator.plots.capacity import plot_replicas
 
     if not any(row["curve"] for row in rows):
-        note("no load was found up to which a policy keeps the targets: nothing to draw")
+        note("no load was found up to which a policy meets the SLO: nothing to draw")
         return
-    note(f"wrote {save(plot_replicas(rows), folder / 'replicas.png', label=label)}")
+    say_drawn([save_all_kinds(plot_replicas(rows), folder / "replicas.png", label, title)])
 
 
 Row = Mapping[str, Any]
@@ -217,8 +228,27 @@ def shown(rows: Sequence[Row]) -> list[dict[str, Any]]:
     return table
 
 
+def headline(rows: Sequence[Row]) -> str:
+    """Return the fewest replicas, and those without speculation, in one sentence."""
+    found = [row for row in rows if row["replicas"] is not None]
+    load = f"{rows[0]['rate']:.4g} requests/s"
+    if not found:
+        return f"no number of replicas that was tried serves {load} within the SLO."
+    best = min(found, key=lambda row: (row["replicas"], row["policy"] != "autoregressive"))
+    low, high = best["replicas_lo"], best["replicas_hi"]
+    span = "" if low is None else f" ({low} to {high if high is not None else '?'})"
+    name = "no speculation" if best["policy"] == "autoregressive" else best["policy"]
+    words = f"{load} take {best['replicas']} replica(s){span} with {name}"
+    if best["policy"] == "autoregressive":
+        return f"{words}; no policy takes fewer."
+    plain = next((row for row in rows if row["policy"] == "autoregressive"), None)
+    if plain is None:
+        return f"{words}."
+    return f"{words}, {plain['replicas'] or 'more than were tried'} without speculation."
+
+
 def remarks(rows: Sequence[Row]) -> list[str]:
-    """The answer in words, and what a reader of the table should know."""
+    """Return the comparison in words, and what a reader of the table should know."""
     first = rows[0]
     targets = " and ".join(
         f"{name} {seconds:g} s"
@@ -259,10 +289,10 @@ def _compared(row: Row, plain: Row) -> str:
     count, other = row["replicas"], plain["replicas"]
     name = row["policy"]
     if count is None:
-        return f"{name} keeps the targets at no number of replicas that was tried"
+        return f"{name} cannot meet the SLO with any number of replicas that was tried"
     if other is None:
-        return f"{name} takes {count}, plain decoding keeps the targets at none that was tried"
-    words = f"{name} takes {count} replica{'s' if count > 1 else ''}, plain decoding {other}"
+        return f"{name} takes {count}; no speculation cannot meet the SLO with any that was tried"
+    words = f"{name} takes {count} replica{'s' if count > 1 else ''}, no speculation {other}"
     stops = row["stops_saving"]
     if stops is None:
         return words
@@ -280,4 +310,4 @@ def _why_none(row: Row) -> str:
             f"(ttft {row['ttft_s']['p95']:.3g} s, tpot {row['tpot_s']['p95']:.3g} s for the "
             "slowest twentieth): no number of replicas will do"
         )
-    return f"{row['within_targets']:.1%} keep the targets at the most replicas that were tried"
+    return f"{row['within_targets']:.1%} meet the SLO at the most replicas that were tried"

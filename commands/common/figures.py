@@ -150,13 +150,14 @@ def save_all(
     validation: pd.DataFrame | None = None,
     systems: Sequence[RoundLog] = (),
     texts: Sequence[str] | None = None,
+    title: str = "",
 ) -> Drawn:
     """Draw everything a recording shows into `folder`.
 
     ``logs`` are of the draft model; ``systems``, with drafts or rules of their own, are added where
     speedups are drawn.  ``texts`` are the policies as they were named: these are in
     every plot that can hold them, as is the fastest.  Where all were asked for, plots of a few
-    hold `COMPARED`.
+    hold `COMPARED`. ``title`` names pair and device above every plot.
     """
     from policies.from_file import split_name
     from simulator import plots
@@ -210,6 +211,7 @@ def save_all(
     if validation is not None:
         figures["validation"] = plots.plot_validation(validation.dropna(subset=["predicted_s"]))
     paths = [
-        plots.save(figure, folder / f"{name}.png", label=label) for name, figure in figures.items()
+        plots.save_all_kinds(figure, folder / f"{name}.png", label, title)
+        for name, figure in figures.items()
     ]
     return Drawn(paths, said)

@@ -124,11 +124,6 @@ MemoryOption = Annotated[
 ]
 
 
-def origin_of(trace: str, latency: str | None) -> str:
-    """Return what a table's figures are of, for its title: commands differ in their defaults."""
-    return trace if latency is None else f"{trace}, at the costs of {latency}"
-
-
 def load_latency(
     name: str | None, trace_name: str, assume_batch_free: bool = False
 ) -> LatencyTable:

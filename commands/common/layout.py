@@ -1,4 +1,4 @@
-"""What fits a terminal: where a heading, a name or a list is folded, which columns stand together.
+"""Layout of tables for a terminal: where headings, names and lists fold, and which columns fit.
 
 A number is never folded.
 """
@@ -8,20 +8,22 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 
-NAME = 19
+NAME = 36
 """Characters of a name on one line."""
 GAP = 2
 """Blanks between two columns."""
-_WORD = r"(?>\[[^\]]*\]|[^:,-]|-(?=\d))"
+_WORD = r"(?>\[[^\]]*\]|[^:,])"
 
 
 def in_lines(name: str, width: int = NAME) -> str:
     """`name` on lines of at most `width` where it has places to break; never within a number.
 
-    >>> in_lines("spec-verification:beta=5,tau=0.533")
+    A name is not broken at its hyphens, so that it can be copied.
+
+    >>> in_lines("spec-verification:beta=5,tau=0.533", 19)
     'spec-verification:\\nbeta=5,tau=0.533'
     """
-    return in_parts(re.findall(rf"{_WORD}*(?:[:,]|-(?!\d))+\s*|{_WORD}+", name), width)
+    return in_parts(re.findall(rf"{_WORD}*[:,]+\s*|{_WORD}+", name), width)
 
 
 def heading(name: str, width: int) -> str:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import pandas as pd
 import typer
 
+from commands.common.latex import Shown, as_latex
 from commands.common.printed import console, print_table, printable
 from commands.common.written import (
     BEGINS,
@@ -93,7 +94,7 @@ OutOption = Annotated[
         "--out",
         metavar="FILE",
         callback=_placed_table,
-        help="Also write the rows: .csv, .tex, .parquet or .json.",
+        help="Also write the rows: .csv, .parquet or .json; .tex is the printed table.",
     ),
 ]
 
@@ -108,16 +109,22 @@ def emit(
     more: Mapping[str, Any] | None = None,
     out: Path | None = None,
     printed: Callable[[], None] | None = None,
+    tables: Callable[[], Sequence[Shown]] | None = None,
 ) -> None:
     """Print `rows` as a table (columns `show`), or write them as JSON to `json_to`.
 
-    ``more`` are keys that the JSON has beside its results.  With ``out`` all columns are also
-    written to that file, in the form its suffix names.  ``printed`` prints them in place of the
-    table, where a command has tables of its own.
+    ``more`` are keys that the JSON has next to its results.  With ``out`` all columns are also
+    written to that file, in the form its suffix names; .tex holds the printed table.
+    ``printed`` prints them instead, and ``tables`` gives them as printed, where a command has
+    tables of its own.
     """
     records = rows.to_dict("records") if isinstance(rows, pd.DataFrame) else list(rows)
     if out is not None:
-        write_rows(out, records, command, more)
+        if out.suffix == ".tex":
+            own = [Shown(records, title, show)] if tables is None else tables()
+            write_atomically(out, as_latex(own).encode())
+        else:
+            write_rows(out, records, command, more)
         note(f"wrote {out}")
     if json_to is None:
         if printed is None:
@@ -135,6 +142,12 @@ def emit(
 def note(text: str) -> None:
     """A remark for the person at the terminal, kept off standard output."""
     console(stderr=True).print(printable(text), soft_wrap=True)
+
+
+def say_drawn(paths: Iterable[Path]) -> None:
+    """Note the figures that `simulator.plots.save_all_kinds` wrote, of which these are the PNGs."""
+    for path in paths:
+        note(f"wrote {path} (and .svg, .pdf)")
 
 
 def said_free(unpriced: Iterable[str]) -> list[str]:

@@ -15,12 +15,18 @@ from rich.text import Text
 
 from commands.common.layout import GAP, blocks, heading, in_lines, in_parts, longest
 
-OFF_TERMINAL = 200
+OFF_TERMINAL = 100
 """Columns of a table that is not for a terminal."""
-WORD = 24
+WORD = 32
 """Characters that a column of words is left, at the least."""
 INDENT = 4
-"""Of what stands below a name."""
+"""Blanks before what is below a name."""
+
+
+BETTER, WORSE = "green", "red"
+"""Colours of what is faster and slower than no speculation, beyond chance where that is known."""
+RATIOS = ("speedup", "gain", "decode_gain", "default_gain", "served_gain")
+"""Columns whose figures are ratios to no speculation."""
 
 
 def print_table(
@@ -29,17 +35,22 @@ def print_table(
     title: str | None = None,
     stderr: bool = False,
 ) -> None:
-    """A table of `records`, on standard output or on standard error.
+    """Print a table of `records`, on standard output or on standard error.
 
-    No number is cut: columns that do not fit beside the others stand below them, behind those
-    that say what a row is of.
+    No number is cut: columns that do not fit next to the others follow below them, after those
+    that say which row it is. Bounds of an interval (``x_lo``, ``x_hi``) share a column, and a
+    column without a value in any row is left out.
     """
     if not records:
         console(stderr=stderr).print("no rows")
         return
-    cells = {n: [cell_text(n, r.get(n)) for r in records] for n in list(show or records[0])}
-    values = {n: [r.get(n) for r in records] for n in cells}
+    shown, names = with_spans(records, list(show or records[0]))
+    names = [n for n in names if any(not _is_missing(r.get(n)) for r in shown)] or names
+    cells = {n: [cell_text(str(n), r.get(n)) for r in shown] for n in names}
+    values = {n: [r.get(n) for r in shown] for n in cells}
+    styles = {n: [verdict(str(n), r) for r in records] for n in cells}
     numeric = {n for n, v in values.items() if all(_is_number(one) for one in v)}
+    numeric |= {n for n in cells if str(n).endswith(SPAN)}
     for name in cells.keys() - numeric:
         cells[name] = [text if " " in text else in_lines(text, WORD) for text in cells[name]]
     # What leads until the first figure tells the rows apart.
@@ -52,13 +63,69 @@ def print_table(
     needed = {n: max(map(longest, [*column, heads[n]])) for n, column in cells.items()}
     needed |= {n: min(width, WORD) for n, width in needed.items() if n not in numeric}
     if len(keys) == len(cells):  # all words, which are folded where they have to be
-        _print_block(cells, heads, {keys[0]: needed[keys[0]]}, numeric, title, room, stderr)
+        few = {keys[0]: needed[keys[0]]}
+        _print_block(cells, heads, few, numeric, styles, title, room, stderr)
         return
     if sum(needed[name] + GAP for name in keys) > room // 2:
         keys = keys[:1]
     for i, names in enumerate(blocks(needed, keys, room)):
         block = {n: cells[n] for n in names}
-        _print_block(block, heads, needed, numeric, None if i else title, room, stderr)
+        _print_block(block, heads, needed, numeric, styles, None if i else title, room, stderr)
+
+
+SPAN = " interval"
+"""What follows a column's name in that of its interval."""
+
+
+def with_spans(
+    records: Sequence[Mapping[Any, Any]], names: Sequence[Any]
+) -> tuple[list[Mapping[Any, Any]], list[Any]]:
+    """Return rows and columns with ``x_lo`` and ``x_hi`` in one column next to ``x``.
+
+    >>> with_spans([{"gain": 1.2, "gain_lo": 1.1, "gain_hi": 1.3}], ["gain", "gain_lo", "gain_hi"])
+    ([{'gain': 1.2, 'gain interval': '1.10-1.30'}], ['gain', 'gain interval'])
+    """
+    have = {*names}
+    spans = {n: f"{n}{SPAN}" for n in names if {f"{n}_lo", f"{n}_hi"} <= have}
+    bounds = {f"{n}_{end}" for n in spans for end in ("lo", "hi")}
+    kept: list[Any] = []
+    for name in names:
+        if name not in bounds:
+            kept += [name, spans[name]] if name in spans else [name]
+    rows: list[Mapping[Any, Any]] = []
+    for record in records:
+        row = {n: record.get(n) for n in names if n not in bounds}
+        for name, span in spans.items():
+            low, high = (record.get(f"{name}_{end}") for end in ("lo", "hi"))
+            missing = _is_missing(low) or _is_missing(high)
+            row[span] = None if missing else "-".join(cell_text(name, v) for v in (low, high))
+        rows.append({n: row.get(n) for n in kept})
+    return rows, kept
+
+
+def verdict(name: str, row: Mapping[Any, Any]) -> str:
+    """Return the style of a cell: faster or slower than no speculation, empty if neither is known.
+
+    >>> verdict("gain", {"gain": 1.2, "gain_lo": 1.1, "gain_hi": 1.3})
+    'green'
+    >>> verdict("gain", {"gain": 1.2, "gain_lo": 0.9, "gain_hi": 1.3})
+    ''
+    """
+    value = row.get(name)
+    if name not in RATIOS or not isinstance(value, (int, float)):
+        return ""
+    low, high = (row.get(f"{name}_{end}") for end in ("lo", "hi"))
+    return coloured(value if _is_missing(low) else low, value if _is_missing(high) else high)
+
+
+def coloured(low: Any, high: Any) -> str:
+    """Return the style of a ratio that lies between `low` and `high`."""
+    return BETTER if low > 1 else WORSE if high < 1 else ""
+
+
+def is_number_column(texts: Sequence[str]) -> bool:
+    """Return True if every text begins as a figure does, or is a dash."""
+    return all(text[:1].isdigit() or text[:1] in "-+−±≥" for text in texts)
 
 
 def print_entries(entries: Iterable[tuple[str, Sequence[Sequence[str]]]]) -> None:
@@ -78,7 +145,8 @@ def print_entries(entries: Iterable[tuple[str, Sequence[Sequence[str]]]]) -> Non
 
 def _print_block(
     cells: Mapping[str, Sequence[str]], heads: Mapping[str, str], needed: Mapping[str, int],
-    numeric: Collection[str], title: str | None, room: int, stderr: bool,
+    numeric: Collection[str], styles: Mapping[str, Sequence[str]], title: str | None, room: int,
+    stderr: bool,
 ) -> None:  # fmt: skip
     from rich.box import SIMPLE_HEAD
 
@@ -92,8 +160,9 @@ def _print_block(
             justify="right" if name in numeric else "left", no_wrap=name in numeric,
             min_width=needed.get(name),
         )  # fmt: skip
-    for row in zip(*cells.values(), strict=True):
-        table.add_row(*map(Text, row))
+    looks = zip(*(styles[name] for name in cells), strict=True)
+    for row, look in zip(zip(*cells.values(), strict=True), looks, strict=True):
+        table.add_row(*(Text(text, style=style) for text, style in zip(row, look, strict=True)))
     where = console(width=room, stderr=stderr)
     where.print()
     where.print(table)
@@ -102,6 +171,10 @@ def _print_block(
 def _room(stderr: bool = False) -> int:
     stream = sys.stderr if stderr else sys.stdout
     return console(stderr=stderr).width if stream.isatty() else OFF_TERMINAL
+
+
+def _is_missing(value: Any) -> bool:
+    return value is None or (isinstance(value, float) and math.isnan(value))
 
 
 def _is_number(value: Any) -> bool:
@@ -123,9 +196,25 @@ def printable(text: str) -> str:
     return "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)
 
 
+def three_digits(value: float) -> str:
+    """Return a number with three significant digits, whole from a hundred on.
+
+    >>> [three_digits(x) for x in (0.00123, 0.1234, 1.234, 12.34, 123.4, 12345.6)]
+    ['0.00123', '0.123', '1.23', '12.3', '123', '12,346']
+    """
+    size = abs(value)
+    if not math.isfinite(value) or size >= 1e9:
+        return f"{value:.3g}"
+    if size >= 99.95:
+        return f"{value:,.0f}"
+    if 0 < size < 0.0995:
+        return f"{value:.3g}"
+    return f"{value:.1f}" if size >= 9.995 else f"{value:.2f}" if size >= 0.9995 else f"{value:.3f}"
+
+
 def cell_text(name: str, value: Any) -> str:
     """What a cell of the column `name` shows of `value`."""
-    if value is None or (isinstance(value, float) and math.isnan(value)):
+    if _is_missing(value):
         return "-"
     if isinstance(value, bool):
         return "yes" if value else "no"
@@ -136,7 +225,5 @@ def cell_text(name: str, value: Any) -> str:
             return f"{100 * value:+.1f} %"
         if name.endswith("noise") or name in ("spread", "share", "disturbed"):
             return f"{100 * value:.1f} %"
-        if 1e4 <= abs(value) < 1e9:
-            return f"{value:,.0f}"
-        return f"{value:.4g}" if abs(value) < 1e-2 or abs(value) >= 1e9 else f"{value:.3f}"
+        return three_digits(value)
     return printable(str(value))

@@ -11,7 +11,7 @@ from typing import Any
 
 import pandas as pd
 
-from commands.common.printed import cell_text
+from commands.common.latex import Shown, as_latex
 from traces.errors import DraftsimError, FileError
 from traces.store.parquet import check_no_recording
 from traces.store.writing import write_atomically
@@ -19,7 +19,7 @@ from traces.store.writing import write_atomically
 SCHEMA = 1
 
 TABLES = (".csv", ".tex", ".parquet", ".json")
-BEGINS = {".tex": (b"\\begin{tabular}",), ".parquet": (b"PAR1",), ".json": (b"{",)}
+BEGINS = {".tex": (b"\\begin{tab",), ".parquet": (b"PAR1",), ".json": (b"{",)}
 """How the content of a table's file begins, by suffix."""
 
 
@@ -93,7 +93,7 @@ def write_rows(
     if path.suffix == ".csv":
         content = frame.to_csv(index=False).encode()
     elif path.suffix == ".tex":
-        content = _latex(frame).encode()
+        content = as_latex([Shown(records)]).encode()
     elif path.suffix == ".parquet":
         content = frame.to_parquet(index=False)
     elif path.suffix == ".json":
@@ -115,27 +115,6 @@ def document(
 def _flat(value: Any) -> Any:
     """A value for one cell: what holds others is JSON text there."""
     return json.dumps(value) if isinstance(value, (dict, list)) else value
-
-
-def _latex(frame: pd.DataFrame) -> str:
-    """A booktabs table; what LaTeX would take for its own is escaped."""
-    heads = [_escaped(str(name)) for name in frame.columns]
-    align = "".join("r" if kind.kind in "if" else "l" for kind in frame.dtypes)
-    lines = [f"\\begin{{tabular}}{{{align}}}", "\\toprule", " & ".join(heads) + r" \\", "\\midrule"]
-    for row in frame.itertuples(index=False):
-        cells = (_escaped(cell_text(str(n), v)) for n, v in zip(frame.columns, row, strict=True))
-        lines.append(" & ".join(cells) + r" \\")
-    return "\n".join([*lines, "\\bottomrule", "\\end{tabular}", ""])
-
-
-_LATEX = {
-    "\\": r"\textbackslash{}", "~": r"\textasciitilde{}", "^": r"\textasciicircum{}",
-    **{c: f"\\{c}" for c in "&%$#_{}"},
-}  # fmt: skip
-
-
-def _escaped(text: str) -> str:
-    return "".join(_LATEX.get(c, c) for c in text)
 
 
 def _plain(value: Any) -> Any:

@@ -14,6 +14,7 @@ import typer
 
 from commands.common.drafted import load_recording
 from commands.common.inputs import DEFAULT_TRACE, LatencyOption, TraceOption
+from commands.common.latex import Shown
 from commands.common.output import JsonOption, OutOption, emit, note
 from commands.common.printed import cell_text, print_table, printable
 from traces.errors import DraftsimError
@@ -115,9 +116,10 @@ def papers(
     rows = [row for row in found if missing or row.kind != "needs their weights"]
     if not found:
         raise DraftsimError(f"--table {table!r} names no table of the papers: try SpecBound")
+    note(f"{recording.said}: {_counted(rows)}")
     emit(
         "papers", [row._asdict() for row in rows], json, out=out,
-        printed=lambda: print_papers(rows),
+        printed=lambda: print_papers(rows), tables=lambda: shown_papers(rows),
     )  # fmt: skip
     if left := len(found) - len(rows):
         note(f"{left} of {len(found)} published cells need the papers' own models: --missing")
@@ -125,6 +127,18 @@ def papers(
     for name, text in CONTRADICTIONS:
         if table is None or name in shown:
             note(f"{name}: {text}")
+
+
+def _counted(rows: Sequence[Row]) -> str:
+    """Return how many published figures are compared, and how close those we can compute are."""
+    same = [r for r in rows if r.kind == "same quantity" and r.published and r.ours is not None]
+    errors = sorted(abs(r.ours / r.published - 1) for r in same if r.published and r.ours)
+    tables = len({row.table for row in rows})
+    said = f"{len(rows)} published figures of {tables} tables"
+    if not errors:
+        return f"{said}."
+    middle = errors[len(errors) // 2]
+    return f"{said}; {len(errors)} from the papers' own numbers differ by {middle:.1%} (median)."
 
 
 def sampled_runs(trace: Trace, folder: Path | None, named: Sequence[Path] | None) -> list[Sampled]:
@@ -213,12 +227,20 @@ def print_evidence(
         for (name, given), record in records.items()
     ], "notes": remarks}  # fmt: skip
 
+    table = Shown(
+        [_line(*names, one) for names, one in records.items()],
+        "predictions of public measurements that were not given",
+    )
+
     def printed() -> None:
-        print_table([_line(*names, one) for names, one in records.items()])
+        print_table(table.rows)
         for remark in remarks:
             print(printable(remark))
 
-    emit("papers", [row._asdict() for row in rows], json, more=more, out=out, printed=printed)
+    emit(
+        "papers", [row._asdict() for row in rows], json, more=more, out=out, printed=printed,
+        tables=lambda: [table],
+    )  # fmt: skip
     shown = {row.study for row in rows}
     for name, text in sources().items():
         if any(name in other for other in shown):
@@ -240,8 +262,8 @@ def _line(study: str, given: str, record: Record) -> Mapping[str, str]:
     }  # fmt: skip
 
 
-WIDTH = 80
-ROW, COLUMN = 30, 20
+WIDTH = 100
+ROW, COLUMN = 38, 28
 """Characters that a row's and a column's name may take before they are folded."""
 
 
@@ -263,6 +285,21 @@ def print_papers(rows: Sequence[Row]) -> None:
         console.print(_table(mine, numbers))
         for part, number in numbers.items():
             console.print(Text(printable(f"{number}  {part}")))
+
+
+def shown_papers(rows: Sequence[Row]) -> list[Shown]:
+    """Return the same tables without their notes, as --out writes them."""
+    groups = groupby(rows, key=lambda row: (row.table, row.kind))
+    return [
+        Shown(
+            [
+                {"row": r.row, "column": r.column, "paper": r.published, "ours": r.ours}
+                for r in mine
+            ],
+            f"{name}: {kind}",
+        )
+        for (name, kind), mine in groups
+    ]
 
 
 def _parts(row: Row) -> list[str]:

@@ -29,9 +29,16 @@ from commands.common.inputs import (
     VerifyOption,
     load_rule,
     one_rule,
-    origin_of,
 )
-from commands.common.output import JsonOption, emit, note, placed_as, placed_folder, placed_table
+from commands.common.output import (
+    JsonOption,
+    emit,
+    note,
+    placed_as,
+    placed_folder,
+    placed_table,
+    say_drawn,
+)
 from commands.common.printed import print_table
 from commands.common.workers import ClusterOption
 from commands.serve.fleet import RouterOption, chosen_router, where
@@ -45,7 +52,7 @@ from commands.serve.loads import (
 )
 from commands.serve.plots import draw
 from commands.serve.progress import kept, requests_bar, rows_file
-from commands.serve.rows import remarks, shown
+from commands.serve.rows import headline, remarks, shown
 from traces.errors import DraftsimError
 
 
@@ -137,7 +144,7 @@ def serve(
         typer.Option(
             metavar="RESULTS",
             callback=placed_table,
-            help="Keep the rows: JSON lines, each written when finished, behind which an "
+            help="Keep the rows: JSON lines, each written when finished, after which an "
             "interrupted run goes on; if the name ends in .parquet, .csv, .tex or .json a table "
             "at the end, until then the lines in RESULTS.jsonl.",
         ),
@@ -149,7 +156,9 @@ def serve(
     cluster: ClusterOption = None,
     plots: Annotated[
         Path | None,
-        typer.Option(callback=placed_folder, help="Draw PNG files into this folder."),
+        typer.Option(
+            callback=placed_folder, help="Draw the results into this folder: PNG, SVG and PDF."
+        ),
     ] = None,
     timeline: Annotated[
         Path | None,
@@ -222,7 +231,8 @@ def serve(
                 rows=rows, executor=executor, say=note,
             )  # fmt: skip
     if json is None:
-        print_table(shown(rows), title=origin_of(recording.name, latency))
+        note(f"{recording.said}: {headline(rows)}")
+        print_table(shown(rows))
     else:
         emit("serve", rows, json)
     for remark in remarks(rows):
@@ -230,8 +240,7 @@ def serve(
     for path in (p for p in (out, timeline) if p is not None):
         note(f"wrote {path}")
     if plots is not None:
-        for path in draw(plots, rows, recorded, table, policies, scenarios):
-            note(f"wrote {path}")
+        say_drawn(draw(plots, rows, recorded, table, policies, scenarios, recording.said))
 
 
 def _targets(slo: str | None, ttft: str | None, tpot: str | None) -> tuple[float, float]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -13,6 +13,7 @@ from commands.serve.loads import ONE_STREAM
 if TYPE_CHECKING:
     import numpy as np
     import numpy.typing as npt
+    from matplotlib.figure import Figure
 
     from policies.batch.base import BatchPolicy
     from policies.core import DraftPolicy
@@ -33,17 +34,23 @@ def draw(
     latency: LatencyTable,
     policies: Mapping[str, DraftPolicy | BatchPolicy],
     scenarios: Sequence[Scenario],
+    title: str = "",
 ) -> list[Path]:
-    """Draw what the rows show; the paths written.
+    """Draw the rows, with `title` above each figure, and return the PNG files.
 
-    Over batch sizes that is latency against throughput, and the speedup of every policy by batch
-    and prompt length; over loads, latency against load; with either, the batch and the
-    cache blocks in use over time at the largest size or load.
+    Over batch sizes these are latency against throughput, and the speedup of every policy by batch
+    and prompt length; over loads, latency against load; with either, tokens/s of a user against
+    tokens/s in all, and the batch and the cache blocks in use over time at the largest size or
+    load.
     """
-    from simulator.plots import save
+    from simulator.plots import save_all_kinds
     from simulator.plots import serving as plots
 
     said = assumption(latency, max(s.limits.max_batch for s in scenarios))
+
+    def save(figure: Figure, name: str) -> Path:
+        return save_all_kinds(figure, folder / f"{name}.png", said, title)
+
     finished = [row for row in rows if row["requests"]]
     if not finished:
         note("no request finished: there is nothing to draw")
@@ -51,26 +58,25 @@ def draw(
     base = scenarios[0]
     last = [row for row in finished if row["rate"] == finished[-1]["rate"]]
     if base.arrivals.concurrency is None:
-        written = [save(plots.plot_over_time(last), folder / "over_time.png", label=said)]
+        written = [save(plots.plot_over_time(last), "over_time")]
         loads = {row["rate"] for row in finished}
         if loads == {None}:
             note("the arrivals span no time: there is no load to draw latency against")
             return written
+        written += _pareto(finished, save)
         names = {row["policy"] for row in finished}
         baseline = "autoregressive" if "autoregressive" in names else None
         for metric, name in (("e2e_s", "e2e"), ("tpot_s", "tpot"), ("ttft_s", "ttft")):
-            # No time per output token where every output is one token long.
             drawn = [row for row in finished if row[metric]["mean"] == row[metric]["mean"]]
             if drawn:
                 figure = plots.plot_latency_load(drawn, metric, baseline)
-                written.append(save(figure, folder / f"load_{name}.png", label=said))
+                written.append(save(figure, f"load_{name}"))
         return written
     last = [row for row in finished if row["batch"] == finished[-1]["batch"]]
     written = [
-        save(
-            plots.plot_latency_throughput(finished), folder / "latency_throughput.png", label=said
-        ),
-        save(plots.plot_over_time(last), folder / "over_time.png", label=said),
+        *_pareto(finished, save),
+        save(plots.plot_latency_throughput(finished), "latency_throughput"),
+        save(plots.plot_over_time(last), "over_time"),
     ]
     if base.mode in ONE_STREAM:
         return written
@@ -78,8 +84,16 @@ def draw(
     if grids:
         columns = ["as\nrecorded", *map(str, _contexts(trace, latency))]
         figure = plots.plot_speedups(grids, [s.limits.max_batch for s in scenarios], columns)
-        written.append(save(figure, folder / "speedup.png", label=said))
+        written.append(save(figure, "speedup"))
     return written
+
+
+def _pareto(rows: Sequence[Mapping[str, Any]], save: Callable[[Figure, str], Path]) -> list[Path]:
+    """Draw tokens/s of a user against those of all; nothing if no output has two tokens."""
+    from simulator.plots.serving import plot_pareto
+
+    spoken = [row for row in rows if row["tpot_s"]["mean"] > 0]
+    return [save(plot_pareto(spoken), "pareto")] if spoken else []
 
 
 def _speedups(

@@ -7,11 +7,14 @@ from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from commands.common.latex import Shown, as_latex
 from commands.common.output import note
 from commands.common.progress import progress_bar
 from commands.common.written import TABLES, write_rows
 from commands.serve.loads import requests_of
+from commands.serve.rows import shown
 from traces.store.lock import only_writer
+from traces.store.writing import write_atomically
 
 if TYPE_CHECKING:
     from simulator.serving import Scenario
@@ -57,6 +60,13 @@ def write_as(
 
     if path.suffix == ".parquet":
         write_table(rows, path, meta, complete)
+    elif path.suffix == ".tex":
+        write_atomically(
+            path,
+            as_latex(
+                [Shown(shown(rows), f"recording {meta['trace']}, costs {meta['latency']}")]
+            ).encode(),
+        )
     else:
         nested = path.suffix == ".json"
         write_rows(path, rows if nested else flat(rows).to_dict("records"), "serve")

@@ -13,11 +13,54 @@ MEAN = "(mean end-to-end latency)"
 LATENCIES = (("ttft", "mean"), ("tpot", "mean"), ("tpot", "p99"), ("e2e", "mean"))
 
 
-def shown(rows: Sequence[Row]) -> list[dict[str, Any]]:
-    """The columns of the printed table; latencies in milliseconds.
+def headline(rows: Sequence[Row]) -> str:
+    """Return the fastest policy of every load, in one sentence.
 
-    Columns that would say the same of every row are left out where that goes without
-    saying: nobody refused or pre-empted, every run complete, no targets, one replication.
+    In closed loops by output tokens/s, with open arrivals by mean end-to-end latency.
+    """
+    closed = all(row["concurrency"] is not None for row in rows)
+    parts: list[tuple[str, str]] = []
+    for load in dict.fromkeys(_load(row) for row in rows):
+        own = [row for row in rows if _load(row) == load]
+        names = "requests" if closed else "requests/s"
+        where = f"{load:.4g} {names[:-1] if closed and load == 1 else names}"
+        drafting = [row for row in own if row["policy"] != "autoregressive"]
+        ratios = [_ratio(row, closed) for row in drafting]
+        if not drafting or max(ratios) <= 1:
+            parts.append((where, "no policy is faster than no speculation"))
+            continue
+        best = max(range(len(drafting)), key=lambda i: ratios[i])
+        what = "tokens/s" if closed else "as fast end to end"
+        parts.append(
+            (
+                where,
+                f"{drafting[best]['policy']} {ratios[best]:.3g}x the {what}"
+                if closed
+                else f"{drafting[best]['policy']} is {ratios[best]:.3g}x {what}",
+            )
+        )
+    if {said for _, said in parts} == {"no policy is faster than no speculation"}:
+        return "no policy is faster than no speculation at any of these loads."
+    shown = [f"at {where} {said}" for where, said in parts[:4]]
+    more = "" if len(parts) <= 4 else f"; {len(parts) - 4} more loads below"
+    return "against no speculation, " + "; ".join(shown) + more + "."
+
+
+def _load(row: Row) -> float:
+    return float(row["rate"] if row["concurrency"] is None else row["concurrency"])
+
+
+def _ratio(row: Row, closed: bool) -> float:
+    """Return how many times as fast as no speculation; 0 where that is not known."""
+    value = row["speedup"] if closed else 1 / (row.get("latency_ratio") or math.inf)
+    return float(value) if math.isfinite(value) else 0.0
+
+
+def shown(rows: Sequence[Row]) -> list[dict[str, Any]]:
+    """Return the columns of the printed table; latencies in milliseconds.
+
+    Columns that would say the same of every row are left out: nothing refused or pre-empted,
+    every run complete, no targets, one replication, as many requests finished everywhere.
     """
     batches = all(row["concurrency"] is not None for row in rows)
     targets = any(_asked(row) for row in rows)
@@ -27,24 +70,25 @@ def shown(rows: Sequence[Row]) -> list[dict[str, Any]]:
     plain = {"complete", "exact", "exact up to near-ties"}
     told = [k for k in ("status", "fidelity") if not {row[k] for row in rows} <= plain]
     counted = [k for k in ("rejected", "preemptions") if any(row[k] for row in rows)]
+    finished = {row["requests"] for row in rows}
     table = []
     for row in rows:
-        drafted = math.nan if math.isnan(row["acceptance_rate"]) else row["wasted_drafts"]
         half = row.get("throughput_tok_s_hi", math.nan) - row["throughput_tok_s"]
         table.append({
             "policy": row["policy"],
             **({"batch": row["batch"]} if batches else {"rate": row["rate"]}),
             **({"replicas": row["replicas"]} if fleets else {}),
             "tokens/s": row["throughput_tok_s"], **({"±": half} if several else {}),
-            "speedup": row["speedup"], "latency ratio": row.get("latency_ratio", math.nan),
+            "speedup": row["speedup"],
+            **({} if batches else {"latency ratio": row.get("latency_ratio", math.nan)}),
             **{f"{name} {q}, ms": 1e3 * row[f"{name}_s"][q] for name, q in LATENCIES},
             **({"in time": row["within_targets"], "goodput/s": row["goodput_req_s"]}
                if targets else {}),
             "in batch": row["mean_batch"],
             **({"imbalance": row["imbalance"]} if fleets else {}),
-            "accepted": row["acceptance_rate"], "wasted": drafted,
+            "accepted": row["acceptance_rate"],
             **({"K changes": row["length_changes"]} if changing else {}),
-            "finished": row["requests"],
+            **({"finished": row["requests"]} if len(finished) > 1 else {}),
             **{k: row[k] for k in counted}, **{k: row[k] for k in told},
         })  # fmt: skip
     return table
@@ -94,7 +138,7 @@ def guesses(rows: Sequence[Row]) -> list[str]:
         said.insert(0, "outside the measured sizes, priced by a fitted roofline:")
     if beside := sum(e["passes"] for e in entries if e["origin"] == "composed"):
         said.append(
-            f"prompts beside decoding, priced as both passes less one launch: {beside:,} passes "
+            f"steps with prompts and decoding, estimated as both passes less a launch: {beside:,} "
             "(`draftsim profile --engine` measures them)"
         )
     if between := sum(e["passes"] for e in entries if e["origin"] == "interpolated"):

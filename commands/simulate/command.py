@@ -29,6 +29,7 @@ from commands.common.output import (
     note,
     placed_folder,
     said_free,
+    say_drawn,
     say_unjudged,
 )
 from commands.common.printed import (
@@ -107,14 +108,15 @@ def simulate(
         str | None,
         typer.Option(
             metavar="P",
-            help="Policy that gains are over. Default: the best fixed length.",
+            help="Also print every policy's gain over this one; in JSON the default is the best "
+            "fixed length.",
         ),
     ] = None,
     resamples: Annotated[int, typer.Option(min=1, help="Bootstrap resamples over prompts.")] = 2000,
     plots: Annotated[
         Path | None,
         typer.Option(
-            callback=placed_folder, help="Also draw the results as PNG files into this folder."
+            callback=placed_folder, help="Also draw the results into this folder: PNG, SVG and PDF."
         ),
     ] = None,
     out: OutOption = None,
@@ -127,8 +129,8 @@ def simulate(
     and price those --rounds.
 
     Every ranking of replayed policies holds the fixed draft length that is fastest here, marked
-    best fixed; gains are over it.  That of all policies also holds rate-optimal fitted to other
-    prompts than it is judged on, where that can be done.
+    best fixed. Speedups are over no speculation, gains over --against. The ranking of all policies
+    also holds rate-optimal, fitted to other prompts than it is judged on, where that can be done.
 
     --policy also takes the papers' methods by name, with drafts and verification of their own
     (pld, specbound, csd, ...), and POLICY+RULE for any other combination (gammatune+csd).  A name
@@ -160,7 +162,7 @@ def simulate(
         for group in same_requests(logs):
             rows = _rows(Ranking([]), group, table, recorded, **options)
             found += with_quality(rows, runs, decoded_part(recorded, group[0]))
-        _emit(found, json, prefill, out, of=rounds.name)
+        _emit(found, json, prefill, out, of=rounds.name, gains=against is not None)
         if any(log.mismatched is not None for log in logs):
             say_unjudged(table)
         return
@@ -189,7 +191,9 @@ def simulate(
         )
         rows = _rows(ranking, ranking.logs, table, recorded, **options)
         by_phase = found_phases.rows(ranking.logs, table, resamples) if found_phases else None
-        _emit(rows, json, prefill, out, by_name, recording.said, by_phase)
+        _emit(
+            rows, json, prefill, out, by_name, recording.said, by_phase, gains=against is not None
+        )
         return
     if robustness:
         from commands.common.figures import robustness_rows
@@ -216,7 +220,10 @@ def simulate(
     folder = None if recording.observed else folder_of(trace)
     runs = [read_run(file) for file in find_runs(folder)] if folder is not None else []
     by_phase = found_phases.rows(listed, table, resamples) if found_phases else None
-    _emit(with_quality(rows, runs, recorded), json, prefill, out, by_name, recording.said, by_phase)
+    _emit(
+        with_quality(rows, runs, recorded), json, prefill, out, by_name, recording.said, by_phase,
+        gains=against is not None,
+    )  # fmt: skip
     say_memory([*logs, *more])
     if any(log.mismatched is not None for log in [*logs, *more]):
         say_unjudged(table)
@@ -228,9 +235,10 @@ def simulate(
         # Lossy ones are drawn where they were asked for.
         own = {log.policy for log in more} if by_name else {*asked.ruled}
         beside = [log for log in more if lossless(log.verify) or log.policy in own]
-        drawn = save_all(recorded, table, logs, plots, systems=beside, texts=policy)
-        for path in drawn.paths:
-            note(f"wrote {path}")
+        drawn = save_all(
+            recorded, table, logs, plots, systems=beside, texts=policy, title=recording.said
+        )
+        say_drawn(drawn.paths)
         for line in drawn.left_out:
             note(line)
 
@@ -250,20 +258,24 @@ def _rows(
 def _emit(
     rows: list[dict[str, Any]], json: str | None, prefill: bool, out: Path | None,
     by_name: bool = False, of: str = "", by_phase: Sequence[dict[str, Any]] | None = None,
+    gains: bool = False,
 ) -> None:  # fmt: skip
     """Print or write the rows, and say what was read outside the measured cells, or not at all.
 
-    ``by_name``: whether the policies were named one by one.  ``of``: the recording, its models
-    and device.  ``by_phase``: the rows by phase, if phases were named.
+    ``by_name``: True if the policies were named one by one.  ``of``: the recording, its models
+    and device.  ``by_phase``: the rows by phase, if phases were named.  ``gains``: True to print
+    the gain over another row than no speculation.
     """
-    from commands.simulate.table import headline, over_all, print_ranked
+    from commands.simulate.table import headline, over_all, print_ranked, ranked_tables
 
     more: dict[str, Any] = {"headline": headline(over_all(rows), of)}
     if by_phase:
         more["phases"] = list(by_phase)
     emit(
-        "simulate", rows, json, more=more, out=out, printed=lambda: print_ranked(rows, by_name, of)
-    )
+        "simulate", rows, json, more=more, out=out,
+        printed=lambda: print_ranked(rows, by_name, of, gains),
+        tables=lambda: ranked_tables(rows, by_name, gains, of),
+    )  # fmt: skip
     if by_phase and json is None:
         print_table(shown_phases(by_phase), title="by phase of the answer")
     shown = over_all(rows)

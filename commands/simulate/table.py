@@ -1,4 +1,4 @@
-"""What ``draftsim simulate`` prints: a sentence, the ranking, and lossy rules apart from it."""
+"""Output of ``draftsim simulate``: a sentence, the ranking, and lossy rules in their own table."""
 
 from __future__ import annotations
 
@@ -7,9 +7,10 @@ from collections.abc import Mapping, Sequence
 from itertools import takewhile
 from typing import TYPE_CHECKING, Any
 
+from commands.common.latex import Shown
 from commands.common.layout import GAP, NAME, blocks, in_lines, longest
+from commands.common.printed import coloured, printable
 from commands.common.printed import console as console_for
-from commands.common.printed import printable
 from simulator.whatif.ranking import BEST_FIXED, are_bounds, lossless, winner
 from traces.errors import DraftsimError
 
@@ -18,8 +19,8 @@ if TYPE_CHECKING:
     from traces.store.outputs import Quality, RealRun
 
 Row = dict[str, Any]
-WIDTH = 80
-"""Columns that a table fits where nobody's terminal says otherwise."""
+WIDTH = 100
+"""Columns that a table fits where there is no terminal."""
 QUALITY = (
     "agreement", "relative_bleu", "scored", "solved", "solved_greedy", "tested", "passed",
     "passed_greedy",
@@ -117,39 +118,63 @@ def percent(ratio: float) -> str:
     return f"{100 * (ratio - 1):+.1f} %"
 
 
-def print_ranked(rows: Sequence[Row], by_name: bool = False, recording: str = "") -> None:
-    """Print the sentence (`headline`) and the tables: lossy rules in one of their own.
-
-    Fastest first, but for lower bounds, which stand as they were asked for.  Where policies were
-    named one by one, they share one table, lossy rules below, and every category shows them all.
-    """
+def print_ranked(
+    rows: Sequence[Row], by_name: bool = False, recording: str = "", gains: bool = False
+) -> None:
+    """Print the sentence (`headline`), the tables (`ranked_tables`), and what their marks mean."""
     console = console_for(width=None if sys.stdout.isatty() else WIDTH)
     console.print(printable(headline(over_all(rows), recording)))
-    rival = next((r["against"] for r in rows if r["against"]), None)
+    for table in ranked_tables(rows, by_name, gains):
+        _print(console, table)
+    console.print()
+    for line in _footnotes(rows):
+        console.print(printable(line))
+
+
+def ranked_tables(
+    rows: Sequence[Row], by_name: bool = False, gains: bool = False, recording: str = ""
+) -> list[Shown]:
+    """Return the tables that show `rows`: lossy rules in one of their own, then categories.
+
+    Fastest first, but for lower bounds, which keep the order in which they were asked for. Where
+    policies were named one by one, they share one table, lossy rules below, and every category
+    shows them all. ``gains`` adds the gain over the row that rows are compared with; titles begin
+    with `recording`.
+    """
+    rival = next((r["against"] for r in rows if r["against"]), None) if gains else None
     overall = over_all(rows)
     if not are_bounds(overall):
         overall = sorted(overall, key=lambda r: -(r["speedup"] or 0.0))
+    if rival is None:
+        overall = [{**row, "gain": None} for row in overall]
     exact = [r for r in overall if lossless(r["verify"])]
     lossy = [r for r in overall if not lossless(r["verify"])]
     gained = "" if rival is None else f"; gain: speed over {rival}'s"
+    begin = f"{recording}: " if recording else ""
+    tables = []
     if by_name and lossy:
-        title = f"the target's own text first, then other texts, under lossy rules{gained}"
-        _print(console, title, [_either(r) for r in [*exact, *lossy]], ORDER)
+        title = f"{begin}lossless first, then lossy (the output changes){gained}"
+        tables.append(_shown(title, [_either(r) for r in [*exact, *lossy]]))
     else:
-        _print(console, f"the target's own text{gained}", [_lossless(r) for r in exact], ORDER)
+        tables.append(_shown(f"{begin}lossless{gained}", [_lossless(r) for r in exact]))
         if lossy:
-            _print(console, "other texts, under lossy rules", [_lossy(r) for r in lossy], ORDER)
+            title = f"{begin}lossy (the output changes)"
+            tables.append(_shown(title, [_lossy(r) for r in lossy]))
     parts = [r for r in rows if r.get("category") is not None]
     if parts and not are_bounds(parts):
         if by_name:
             lines = category_rows([*exact, *lossy], parts)
-            _print(console, "speedup by category", lines, list(lines[0]))
+            tables.append(Shown(lines, f"{begin}speedup by category", list(lines[0])))
         else:
             ladder = category_ladder(exact, [r for r in parts if lossless(r["verify"])])
-            _print(console, "speedup by category, the target's own text", ladder, list(ladder[0]))
-    console.print()
-    for line in _footnotes(rows):
-        console.print(printable(line))
+            title = f"{begin}speedup by category, lossless"
+            tables.append(Shown(ladder, title, list(ladder[0])))
+    return tables
+
+
+def _shown(title: str, rows: Sequence[Row]) -> Shown:
+    columns = list(dict.fromkeys(name for row in rows for name in row))
+    return Shown(rows, title, sorted(columns, key=ORDER.index))
 
 
 def _gain(row: Row) -> Row:
@@ -191,7 +216,7 @@ def _common(row: Row) -> Row:
     bound = are_bounds([row])
     name = row["policy"] + (" ~" if about else "") + (" *" if row["note"] and not bound else "")
     least = "\u2265 " if bound else ""
-    return {"policy": name, "speedup": least + _number(row["speedup"], 3), "95 %": span}
+    return {"policy": name, "speedup": least + _number(row["speedup"], 2), "95 %": span}
 
 
 def _footnotes(rows: Sequence[Row]) -> list[str]:
@@ -213,8 +238,8 @@ def _footnotes(rows: Sequence[Row]) -> list[str]:
         found.append("oracle knows every outcome: a bound, not a policy")
     if any(not lossless(r["verify"]) for r in rows):
         found.append(
-            "wrong: mismatches let stand, of those judged; like greedy and BLEU: of texts really "
-            "decoded under the rule, against greedy ones (-: none was recorded)"
+            "wrong: share of rejected tokens that the lossy rule accepted; like greedy and BLEU: "
+            "agreement of texts decoded under the rule with greedy ones (-: none was recorded)"
         )
     scored = [r for r in over_all(rows) if r.get("scored")]
     if scored:
@@ -239,37 +264,48 @@ def _row_name(row: Row) -> str:
     return f"{row['policy']} / {row['verify']}"
 
 
-def _print(
-    console: Any, title: str, rows: Sequence[Mapping[str, str]], order: Sequence[str]
-) -> None:
+def _print(console: Any, table: Shown) -> None:
     from rich.box import SIMPLE_HEAD
     from rich.table import Table
     from rich.text import Text
 
-    columns = list(dict.fromkeys(name for row in rows for name in row))
-    columns.sort(key=order.index)
+    columns = [str(name) for name in table.show or ()]
     width = NAME if "verify" not in columns else NARROW
     shown = {
-        name: [_cell(name, row.get(name, "-"), width) for row in rows] for name in columns
+        name: [_cell(name, str(row.get(name, "-")), width) for row in table.rows]
+        for name in columns
     }  # fmt: skip
+    looks = [_look(row) for row in table.rows]
     # A heading asks for no more room than its words.
     needed = {name: max(map(longest, [*cells, name])) for name, cells in shown.items()}
     keys = list(takewhile(lambda name: name in WORDS, columns))
     console.print()
     for i, names in enumerate(blocks(needed, keys, console.width + GAP)):
-        table = Table(
-            title=None if i else Text(printable(title), style="bold"), title_justify="left",
-            box=SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0), title_style="", show_edge=False,
+        drawn = Table(
+            title=None if i else Text(printable(table.title or ""), style="bold"),
+            title_justify="left", box=SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0),
+            title_style="", show_edge=False,
         )  # fmt: skip
         for name in names:
             words = name in WORDS
-            table.add_column(
+            drawn.add_column(
                 Text(name), justify="left" if words else "right", overflow="fold",
                 no_wrap=not words, min_width=needed[name],
             )  # fmt: skip
-        for line in zip(*(shown[name] for name in names), strict=True):
-            table.add_row(*map(Text, line))
-        console.print(table)
+        for look, line in zip(looks, zip(*(shown[n] for n in names), strict=True), strict=True):
+            drawn.add_row(*(
+                Text(text, style=look if name == "speedup" else "")
+                for name, text in zip(names, line, strict=True)
+            ))  # fmt: skip
+        console.print(drawn)
+
+
+def _look(row: Mapping[str, str]) -> str:
+    """Return the colour of a row's speedup: its interval is above 1, or below."""
+    low, dash, high = row.get("95 %", "").partition("-")
+    if not (dash and low and high) or row.get("speedup", "").startswith("\u2265"):
+        return ""
+    return coloured(float(low), float(high))
 
 
 def _cell(name: str, text: str, width: int) -> str:

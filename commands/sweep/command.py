@@ -29,17 +29,20 @@ from commands.common.inputs import (
     AssumeOption,
     TraceOption,
 )
-from commands.common.output import JsonOption, emit, note, placed_folder, placed_table
+from commands.common.latex import Shown, as_latex
+from commands.common.output import JsonOption, emit, note, placed_folder, placed_table, say_drawn
 from commands.common.printed import print_table
 from commands.common.progress import progress_bar
 from commands.common.workers import ClusterOption, JobsOption, chosen_executor
 from commands.common.written import TABLES, write_rows
 from traces.errors import DraftsimError
+from traces.store.writing import write_atomically
 
 if TYPE_CHECKING:
     import pandas as pd
 
     from simulator.executors import Executor
+    from simulator.recording import Recording
     from simulator.whatif.sweep.prices import Prices
     from simulator.whatif.sweep.run import Sweep
     from traces.acceptance.trace import Trace
@@ -153,7 +156,9 @@ def sweep(
     plots: Annotated[
         Path | None,
         typer.Option(
-            metavar="DIR", callback=placed_folder, help="Also draw the maps as PNG files."
+            metavar="DIR",
+            callback=placed_folder,
+            help="Also draw the maps into this folder: PNG, SVG and PDF.",
         ),
     ] = None,
     json: JsonOption = None,
@@ -193,7 +198,7 @@ def sweep(
             raise DraftsimError(f"{mode} prices policies on the device measured: leave out {other}")
         table = drafting_always(_one(tables, mode), always_draft)
         if ladder:
-            _ladder(recorded, table, policy, resamples, seed, plots, json, out)
+            _ladder(recording, table, policy, resamples, seed, plots, json, out)
             return
         found = tuned_rows(
             recorded, table, policy or [], resamples=resamples, seed=seed, jobs=jobs or 1
@@ -220,7 +225,12 @@ def sweep(
     frame = _run(study, chosen_executor(jobs, cluster), out)
     rows, ends = overview(frame), thresholds(frame)
     if wanted is not None and wanted != out:
-        write_rows(wanted, frame.to_dict("records"), "sweep")
+        if wanted.suffix == ".tex":
+            columns = [n for n in SHOWN if n in rows]
+            printed = Shown(rows.to_dict("records"), recording.said, columns)
+            write_atomically(wanted, as_latex([printed]).encode())
+        else:
+            write_rows(wanted, frame.to_dict("records"), "sweep")
         note(f"wrote {wanted}")
     if recording.source is not None:
         rows["drafts"] = recorded.source
@@ -231,7 +241,7 @@ def sweep(
         beside = write_thresholds(ends, out, study.description)
         note(f"wrote {len(frame)} rows to {out} and {len(ends)} to {beside}")
     best = fastest(frame)
-    note(headline(best))
+    note(f"{recording.said}: {headline(best)}")
     more = {"break_even": ends.to_dict("records"), "fastest": best.to_dict("records")}
     emit("sweep", rows, json, show=[n for n in SHOWN if n in rows], more=more)
     if json is None:
@@ -239,14 +249,16 @@ def sweep(
     say_untried(study, frame)
     say_outside(frame)
     if plots is not None:
-        from simulator.plots import save
+        from simulator.plots import save_all_kinds
         from simulator.plots.whatif import figures
 
         label, drawn = f"taken to cost nothing: {assumed}" if assumed else "", figures(frame)
         if not drawn:
             note(NOTHING)
-        for name, figure in drawn.items():
-            note(f"wrote {save(figure, plots / f'{name}.png', label=label)}")
+        say_drawn([
+            save_all_kinds(figure, plots / f"{name}.png", label, recording.said)
+            for name, figure in drawn.items()
+        ])  # fmt: skip
 
 
 def _run(study: Sweep, executor: Executor, out: Path | None) -> Any:
@@ -265,21 +277,23 @@ def _one(tables: dict[str, LatencyTable], mode: str) -> LatencyTable:
 
 
 def _ladder(
-    trace: Trace, table: LatencyTable, policy: list[str] | None, resamples: int,
+    recording: Recording, table: LatencyTable, policy: list[str] | None, resamples: int,
     seed: int, plots: Path | None, json: str | None, out: Path | None,
 ) -> None:  # fmt: skip
     from simulator.chosen import load_policies, named
-    from simulator.plots import save
+    from simulator.plots import save_all_kinds
     from simulator.plots.whatif import plot_ladder
     from simulator.whatif.ladder import ladder as climb
     from simulator.whatif.sweep.grid import expand
 
+    trace = recording.trace
     chosen = dict(named(load_policies(expand(policy), trace, say=note))) if policy else None
     rungs = climb(trace, table, policies=chosen, resamples=max(resamples, 1), seed=seed)
-    note(_climbed(rungs))
+    note(f"{recording.said}: {_climbed(rungs)}")
     emit("sweep", rungs, json, show=RUNGS, out=out)
     if plots is not None:
-        note(f"wrote {save(plot_ladder(rungs), plots / 'ladder.png')}")
+        figure = plot_ladder(rungs)
+        say_drawn([save_all_kinds(figure, plots / "ladder.png", title=recording.said)])
 
 
 def _climbed(rungs: pd.DataFrame) -> str:

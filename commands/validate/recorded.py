@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import pandas as pd
 
+from commands.common.latex import Shown
 from commands.common.output import emit, note
 from commands.common.printed import print_table, printable
 from traces.errors import DraftsimError
@@ -69,7 +70,10 @@ def recorded_check(
         "bounds": [_plain(b) for b in kept.items()], "remarks": remarks,
         "skipped": [{"recording": name, "why": why} for name, why in skipped.items()],
     }  # fmt: skip
-    emit("validate", rows, json, more=more, out=out, printed=printed)
+    emit(
+        "validate", rows, json, more=more, out=out, printed=printed,
+        tables=lambda: [Shown(shown, "predicted and measured"), Shown(said, "errors")],
+    )  # fmt: skip
     if markdown is not None:
         lines = "".join(f"\n* {remark}" for remark in remarks)
         tables = f"{markdown_table(shown)}\n{markdown_table(said)}"

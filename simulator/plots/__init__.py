@@ -1,14 +1,15 @@
 """Figures of the results, in one restrained style.
 
 Every function returns a matplotlib `Figure` and touches no global state; `save` writes
-it.  Colours are Okabe and Ito's, told apart by the colour-blind; line style and marker
-tell series apart in greyscale.  Intervals are 95 % bootstrap intervals over prompts.
+it, and `save_all_kinds` as PNG, SVG and PDF.  Colours are Okabe and Ito's, told apart by the
+colour-blind; line style and marker tell series apart in greyscale.  Intervals are 95 % bootstrap
+intervals over prompts.
 """
 
 from simulator.palette import COLOURS, DASHES, GREY, INK, MARKERS
 from simulator.plots.arms import plot_categories, plot_speedup, plot_validation
 from simulator.plots.curves import plot_cost_ratio, plot_robustness, plot_survival
-from simulator.plots.look import save
+from simulator.plots.look import save, save_all_kinds
 
 __all__ = [
     "COLOURS",
@@ -23,4 +24,5 @@ __all__ = [
     "plot_survival",
     "plot_validation",
     "save",
+    "save_all_kinds",
 ]

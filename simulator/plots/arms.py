@@ -62,22 +62,60 @@ def plot_validation(rows: pd.DataFrame) -> Figure:
 
 
 def plot_speedup(summary: pd.DataFrame) -> Figure:
-    """Speedup of every policy with its interval; rows of `summary.summarize`.
+    """Draw the speedup of every policy with its interval; rows of `summary.summarize`.
 
-    Fastest first, but for lower bounds, which rank nothing.
+    Fastest first, but for lower bounds, which rank nothing. The oracle, a bound that no policy
+    reaches, is above the others in grey, and approximate rows are below them, hollow.
     """
     rows = summary[summary["policy"] != "autoregressive"]
     if "lower bound" not in set(rows["fidelity"]):
         rows = rows.sort_values("speedup", ascending=False, kind="stable")
-    figure = Figure(figsize=(6.4, 0.32 * len(rows) + 1.1), layout="constrained")
+    kinds = _kinds(rows)
+    rows, kinds = rows.iloc[np.argsort(kinds, kind="stable")], np.sort(kinds)
+    figure = Figure(figsize=(6.8, 0.32 * len(rows) + 1.3), layout="constrained")
     axes = figure.subplots()
     y = np.arange(len(rows))[::-1]
-    _intervals(axes, rows, y, COLOURS[0], "o")
+    _by_kind(axes, rows, y, kinds)
+    for i in np.flatnonzero(np.diff(kinds)):
+        axes.axhline(y[i] - 0.5, color=GREY, linewidth=0.6)
+    for value, high, at in zip(rows["speedup"], rows["speedup_hi"], y, strict=True):
+        if np.isfinite(value):
+            axes.annotate(
+                f"{value:.2f}", (np.nanmax([value, high]), at), (5, 0), color=INK, fontsize=7,
+                textcoords="offset points", va="center",
+            )  # fmt: skip
     axes.set_yticks(y, _policy_labels(rows))
     axes.axvline(1, color=INK, linewidth=0.8)
-    axes.set_xlabel("speedup over plain decoding (×, 95 % interval over prompts)")
+    axes.margins(x=0.09)
+    axes.set_xlabel("speedup over no speculation (×, 95 % interval over prompts)")
     style(axes, "x")
+    if len({*kinds}) > 1:
+        figure.legend(loc="outside lower center", ncols=3, frameon=False, fontsize=8)
     return figure
+
+
+KINDS = (
+    ("bound: knows every outcome", GREY, "D", GREY),
+    ("policies", COLOURS[0], "o", COLOURS[0]),
+    ("approximate", COLOURS[1], "s", "white"),
+)
+"""Kinds of row in the order that they are drawn in: label, colour, marker and its filling."""
+
+
+def _kinds(rows: pd.DataFrame) -> npt.NDArray[np.int64]:
+    """Return for each row the index of its kind in `KINDS`."""
+    oracle = rows["policy"].str.partition(":")[0] == "oracle"
+    about = rows["fidelity"] == "approximate"
+    return np.where(oracle, 0, np.where(about, 2, 1)).astype(np.int64)
+
+
+def _by_kind(
+    axes: Axes, rows: pd.DataFrame, y: npt.NDArray[Any], kinds: npt.NDArray[np.int64]
+) -> None:
+    for kind, (label, colour, marker, face) in enumerate(KINDS):
+        own = kinds == kind
+        if own.any():
+            _intervals(axes, rows[own], y[own], colour, marker, face=face, label=label)
 
 
 def plot_categories(by_category: pd.DataFrame, policies: Sequence[str] | None = None) -> Figure:
@@ -102,22 +140,26 @@ def plot_categories(by_category: pd.DataFrame, policies: Sequence[str] | None = 
         axes.tick_params(labelbottom=True)
     for axes, category in zip(grid, categories, strict=False):
         part = rows[rows["category"] == category]
-        _intervals(axes, part, y, COLOURS[0], "o")
+        _by_kind(axes, part, y, _kinds(part))
         axes.axvline(1, color=INK, linewidth=0.8)
         axes.set_title(str(category), fontsize=9)
         axes.set_yticks(y, names)
         style(axes, "x")
-    figure.supxlabel("speedup over plain decoding (×, 95 % interval over prompts)", fontsize=9)
+    figure.supxlabel("speedup over no speculation (×, 95 % interval over prompts)", fontsize=9)
     return figure
 
 
 def _intervals(
-    axes: Axes, rows: pd.DataFrame, y: npt.NDArray[Any], colour: str, marker: str
-) -> None:
+    axes: Axes, rows: pd.DataFrame, y: npt.NDArray[Any], colour: str, marker: str, face: str,
+    label: str,
+) -> None:  # fmt: skip
     value = rows["speedup"].to_numpy(float)
     lo = np.nan_to_num(value - rows["speedup_lo"].to_numpy(float)).clip(0)
     hi = np.nan_to_num(rows["speedup_hi"].to_numpy(float) - value).clip(0)
-    axes.errorbar(value, y, xerr=[lo, hi], fmt=marker, color=colour, capsize=2.5, markersize=5)
+    axes.errorbar(
+        value, y, xerr=[lo, hi], fmt=marker, color=colour, capsize=2.5, markersize=5,
+        markerfacecolor=face, label=label,
+    )  # fmt: skip
 
 
 def _policy_labels(rows: pd.DataFrame) -> list[str]:

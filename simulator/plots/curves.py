@@ -63,7 +63,7 @@ def plot_cost_ratio(
         )  # fmt: skip
     axes.set_ylim(bottom=0)
     axes.set_xlabel("cost ratio c = T_draft / T_target")
-    axes.set_ylabel("speedup over plain decoding (×)")
+    axes.set_ylabel("speedup over no speculation (×)")
     style(axes, "both")
     figure.legend(
         loc="outside right upper", frameon=False, fontsize=8,

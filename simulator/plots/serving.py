@@ -18,7 +18,7 @@ from matplotlib.colors import LinearSegmentedColormap, LogNorm
 from matplotlib.figure import Figure
 from matplotlib.ticker import FixedLocator, LogLocator, NullLocator
 
-from simulator.palette import COLOURS, DASHES, INK, MARKERS
+from simulator.palette import COLOURS, DASHES, GREY, INK, MARKERS
 from simulator.plots.look import LEAST_REACH, draw_map, is_dark, mark_bar, shading, style
 from simulator.serving.sweep import break_even_load
 from traces.errors import DraftsimError
@@ -116,6 +116,40 @@ def plot_latency_load(rows: Rows, latency: str = "e2e_s", baseline: str | None =
     return figure
 
 
+def plot_pareto(rows: Rows) -> Figure:
+    """Draw output tokens/s of one user against those of all, one curve a policy.
+
+    A point is a batch size or a load, a user's tokens/s are 1 / TPOT. The grey line joins the
+    points that no other one exceeds in both (as vLLM's ``bench sweep plot_pareto``).
+    """
+    frame = _frame(rows).assign(user=lambda all_rows: 1 / all_rows["tpot_s_mean"])
+    loads = bool(frame["concurrency"].isna().any())
+    figure = Figure(figsize=(6.4, 4.0), layout="constrained")
+    axes = figure.subplots()
+    best = frame.sort_values(["user", "throughput_tok_s"], ascending=False, kind="stable")
+    best = best[best["throughput_tok_s"] > best["throughput_tok_s"].cummax().shift(fill_value=-1)]
+    axes.plot(
+        best["user"], best["throughput_tok_s"], color=GREY, linewidth=6, alpha=0.35, zorder=0,
+        label="best of all" if len({*frame["policy"]}) > 1 else "_",
+    )  # fmt: skip
+    for i, (policy, part) in enumerate(_by_policy(frame)):
+        line = part.sort_values("rate" if loads else "batch")
+        axes.plot(line["user"], line["throughput_tok_s"], **_look(i), label=policy)
+    for _, row in best.iterrows():
+        text = f"{row['rate']:.3g}/s" if loads else f"{int(row['batch'])}"
+        axes.annotate(
+            text, (row["user"], row["throughput_tok_s"]), xytext=(5, 5),
+            textcoords="offset points", fontsize=7, color=INK,
+        )  # fmt: skip
+    what = "request rate" if loads else "requests at a time"
+    axes.set_xlabel(f"output tokens/s of one user (1 / TPOT; numbers: {what})")
+    axes.set_ylabel("output tokens/s in all")
+    axes.set_xlim(left=0)
+    axes.set_ylim(bottom=0)
+    _finish(figure, axes)
+    return figure
+
+
 def plot_over_time(rows: Rows) -> Figure:
     """Requests running and cache blocks in use over simulated time, one curve a policy.
 
@@ -147,7 +181,7 @@ def plot_over_time(rows: Rows) -> Figure:
 def plot_speedup_grid(
     speedup: npt.ArrayLike, batches: Sequence[int], contexts: Sequence[int], policy: str = ""
 ) -> Figure:
-    """Speedup over plain decoding by batch size and context; shape (batches, contexts)."""
+    """Speedup over no speculation by batch size and context; shape (batches, contexts)."""
     values = np.asarray(speedup, dtype=float)
     if values.shape != (len(batches), len(contexts)):
         raise DraftsimError(
@@ -172,10 +206,10 @@ def plot_speedup_grid(
     axes.tick_params(length=0, labelsize=8)
     axes.spines[:].set_visible(False)
     bar = figure.colorbar(image, ax=axes, shrink=0.9)
-    bar.set_label(f"speedup of {policy} over plain decoding".replace(" of  ", " "), fontsize=8)
+    bar.set_label(f"speedup of {policy} over no speculation".replace(" of  ", " "), fontsize=8)
     mark_bar(bar)
     if (values < 1).any():
-        axes.set_xlabel("prompt tokens (hatched: slower than plain decoding)")
+        axes.set_xlabel("prompt tokens (hatched: slower than no speculation)")
     return figure
 
 

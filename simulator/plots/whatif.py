@@ -1,6 +1,6 @@
 """Figures of sweeps and ladders, in the style of `simulator.plots`.
 
-Maps look as `simulator.plots.look` has them: darker is faster, hatched slower than plain decoding,
+Maps look as `simulator.plots.look` has them: darker is faster, hatched slower than no speculation,
 the thick line break-even, and the dashed ones where the bounds of the interval are 1.
 """
 
@@ -110,7 +110,7 @@ def plot_maps(
     figure.supxlabel(LABELS[x], fontsize=9)
     figure.supylabel(LABELS[y], fontsize=9)
     bar = figure.colorbar(image, ax=grid, shrink=0.8, pad=0.02)
-    bar.set_label("speedup over plain decoding (hatched: slower)", fontsize=8)
+    bar.set_label("speedup over no speculation (hatched: slower)", fontsize=8)
     mark_bar(bar)
     return figure
 
@@ -232,7 +232,7 @@ def plot_batches(frame: pd.DataFrame) -> Figure:
         axes.set_xlabel(LABELS["batch"])
         axes.set_title(name, fontsize=8, color=INK)
         style(axes, "both")
-    panels[0].set_ylabel("speedup over plain decoding (×)")
+    panels[0].set_ylabel("speedup over no speculation (×)")
     figure.legend(*panels[0].get_legend_handles_labels(), loc="outside right upper",
                   frameon=False, fontsize=8)  # fmt: skip
     return figure

@@ -2,7 +2,9 @@
 // Small SVG charts, drawn to the width of their place so that text keeps its size on a narrow
 // screen.  Series differ by colour, dash and marker.  Maps are in maps.js.
 const charts = (() => {
-  const INK = "#222", GREY = "#8C8C8C", FAINT = "#E3E3E3";
+  // Colours of the page, which has a light and a dark mode (page.css).
+  const INK = "var(--ink)", GREY = "var(--grey)", FAINT = "var(--grid)";
+  const DARK = "#222"; // on shaded cells, which are light in both modes
   const NS = "http://www.w3.org/2000/svg";
   function add(parent, name, attributes, text) {
     const node = document.createElementNS(NS, name);
@@ -57,7 +59,7 @@ const charts = (() => {
       const y = top + i * step + (narrow ? 27 : step / 2);
       if (narrow) add(svg, "text", { x: left, y: y - 10 }, shorten(row.name, right - left));
       else add(svg, "text", { x: left - 8, y: y + 4, "text-anchor": "end" }, shorten(row.name, left - 12));
-      add(svg, "line", { x1: left, x2: right, y1: y, y2: y, stroke: "#f2f2f2" });
+      add(svg, "line", { x1: left, x2: right, y1: y, y2: y, stroke: "var(--row)" });
       marks(svg, x, y, row);
     });
     add(svg, "text", { x: (left + right) / 2, y: base + 33, "text-anchor": "middle" }, label);
@@ -130,7 +132,7 @@ const charts = (() => {
     const mix = (a, b) => Math.round(a + (b - a) * t);
     return `rgb(${mix(236, 0)},${mix(244, 73)},${mix(250, 120)})`;
   }
-  const legible = (value, reach) => ((value - 1) / (reach || 1) > 0.55 ? "#fff" : INK);
+  const legible = (value, reach) => ((value - 1) / (reach || 1) > 0.55 ? "#fff" : DARK);
 
-  return { add, canvas, SHAPES, looks, rowsPlot, linesPlot, shade, legible, number, times, GREY, INK };
+  return { add, canvas, SHAPES, looks, rowsPlot, linesPlot, shade, legible, number, times, GREY, INK, DARK };
 })();

@@ -1,7 +1,7 @@
 "use strict";
-// Maps of speedups: shaded by lightness where speculation pays, hatched where it does not.
+// Maps of speedups: shaded by lightness where speculation is faster, hatched where it is not.
 const maps = (() => {
-  const { add, canvas, shade, legible, number, times, INK } = charts;
+  const { add, canvas, shade, legible, number, times, INK: AXIS, DARK: INK } = charts;
 
   function hatching(svg, name) {
     const hatch = add(add(svg, "defs"), "pattern", { id: `hatch-${name}`, width: 6, height: 6, patternUnits: "userSpaceOnUse", patternTransform: "rotate(45)" });
@@ -61,7 +61,7 @@ const maps = (() => {
       // An arrow where break-even lies outside the map.
       const arrow = ratio >= last ? `M${right + 5} ${base - h / 2 - 4}l7 4-7 4z`
         : ratio <= first ? `M${left + 9} ${base - h / 2 - 4}l-7 4 7 4z` : "";
-      if (arrow) add(svg, "path", { d: arrow, fill: INK, stroke: "#fff", "stroke-width": 2, "paint-order": "stroke", "data-beyond": ys[j], "data-side": ratio >= last ? "right" : "left" });
+      if (arrow) add(svg, "path", { d: arrow, fill: AXIS, stroke: "var(--paper)", "stroke-width": 2, "paint-order": "stroke", "data-beyond": ys[j], "data-side": ratio >= last ? "right" : "left" });
       if (j + 1 < ys.length) line += `M${x(ratio)} ${base - h}H${x(evens[j + 1].ratio)}`;
     });
     if (line) add(svg, "path", { d: line, stroke: INK, "stroke-width": 2.6, fill: "none", "stroke-linecap": "square" });
@@ -90,7 +90,7 @@ const maps = (() => {
     }
     for (const c of [0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1]) {
       if (c < first * 0.999 || c > last * 1.001) continue;
-      add(svg, "line", { x1: x(c), x2: x(c), y1: bottom, y2: bottom + 4, stroke: INK });
+      add(svg, "line", { x1: x(c), x2: x(c), y1: bottom, y2: bottom + 4, stroke: AXIS });
       add(svg, "text", { x: x(c), y: bottom + 16, "text-anchor": "middle" }, number(c));
     }
     frame(svg, { left, right, top, bottom, h, ys, xLabel: "cost ratio c", yLabel, reach });
@@ -112,7 +112,7 @@ const maps = (() => {
       if (i + 1 < xs.length && (row[i + 1] >= 1) !== pays) edge += `M${px + w} ${py}v${h}`;
       if (j + 1 < ys.length && (grid[j + 1][i] >= 1) !== pays) edge += `M${px} ${py}h${w}`;
       if (w < 34) return;
-      const ink = { "text-anchor": "middle", "pointer-events": "none", ...(pays ? { class: "cell", style: `fill:${legible(v, reach)}` } : {}) };
+      const ink = { "text-anchor": "middle", "pointer-events": "none", ...(pays ? { class: "cell", style: `fill:${legible(v, reach)}` } : { class: "hatched" }) };
       const figure = v.toFixed(2) + (doubt ? " ?" : ""), x = px + w / 2, y = py + h / 2 + 4;
       add(svg, "text", { x, y: words ? y - 7 : y, ...ink, "data-x": xs[i], "data-y": ys[j], "data-value": v }, figure);
       if (words) add(svg, "text", { x, y: y + 9, ...ink }, words(i, j));

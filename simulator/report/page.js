@@ -70,7 +70,7 @@
     const low = Math.min(0.9, ...ends), high = Math.max(1.1, ...ends), room = 0.03 * (high - low);
     rowsPlot(byId("plot-policies"), rows, {
       low: low - room, high: high + room, reference: 1,
-      label: "speedup over plain decoding (×)",
+      label: "speedup over no speculation (×)",
       marks: (svg, x, y, r) => {
         if (r.speedup_lo !== null) {
           add(svg, "line", { x1: x(r.speedup_lo), x2: x(r.speedup_hi), y1: y, y2: y, stroke: data.colours[0], "stroke-width": 3 });
@@ -90,7 +90,7 @@
       marks: (svg, x, y, r) => {
         add(svg, "line", { x1: x(r.measured_s), x2: x(r.predicted_s), y1: y, y2: y, stroke: GREY, "stroke-width": 2 });
         SHAPES.circle(svg, x(r.measured_s), y, { fill: data.colours[0] });
-        SHAPES.diamond(svg, x(r.predicted_s), y, { fill: "#fff", stroke: data.colours[1], "stroke-width": 2 });
+        SHAPES.diamond(svg, x(r.predicted_s), y, { fill: "var(--paper)", stroke: data.colours[1], "stroke-width": 2 });
       },
     });
   }
@@ -111,8 +111,73 @@
       const reach = Math.max(0.05, ...cells.map((td) => Number(td.dataset.value) - 1));
       cells.forEach((td) => {
         const value = Number(td.dataset.value);
-        td.style.background = value < 1 ? "#fff" : shade(value, reach);
-        td.style.color = legible(value, reach);
+        td.style.background = value < 1 ? "" : shade(value, reach);
+        td.style.color = value < 1 ? "" : legible(value, reach);
+      });
+    }
+  }
+
+  // ---- Tables that sort and copy -------------------------------------------------------------
+
+  const words = (cell) => cell.textContent.trim();
+  // The first figure of a cell; NaN where there is none.
+  const figure = (cell) => Number.parseFloat(words(cell).replace("−", "-"));
+  const unsorted = (table) => table.querySelectorAll("th[aria-sort]").forEach((th) => th.removeAttribute("aria-sort"));
+
+  // Largest first, then smallest first; names in alphabetical order first.
+  function sortBy(table, head, column) {
+    const body = table.tBodies[0], rows = [...body.rows], at = (row) => row.cells[column];
+    const numeric = rows.every((row) => words(at(row)) === "–" || Number.isFinite(figure(at(row))));
+    const was = head.getAttribute("aria-sort"), first = numeric ? "descending" : "ascending";
+    const now = was === first ? (numeric ? "ascending" : "descending") : first;
+    const sign = now === "ascending" ? 1 : -1;
+    rows.sort((a, b) => {
+      if (!numeric) return sign * words(at(a)).localeCompare(words(at(b)), undefined, { numeric: true });
+      const [x, y] = [figure(at(a)), figure(at(b))];
+      return Number.isNaN(x) || Number.isNaN(y) ? Number.isNaN(x) - Number.isNaN(y) : sign * (x - y);
+    });
+    unsorted(table);
+    head.setAttribute("aria-sort", now);
+    body.replaceChildren(...rows);
+  }
+
+  // Tabs between cells: what spreadsheets read.
+  function copied(table) {
+    const line = (row) => [...row.cells].map((cell) => {
+      const own = cell.cloneNode(true);
+      own.querySelectorAll("button").forEach((button) => button.remove());
+      return own.textContent.trim().replace(/\s+/g, " ");
+    }).join("\t");
+    return [...table.rows].map(line).join("\n");
+  }
+  async function copy(table, button) {
+    const text = copied(table);
+    try {
+      await navigator.clipboard.writeText(text);
+    } catch { // a page from a file may have no clipboard
+      const area = document.createElement("textarea");
+      area.value = text;
+      document.body.append(area);
+      area.select();
+      document.execCommand("copy");
+      area.remove();
+    }
+    button.textContent = "copied";
+    setTimeout(() => { button.textContent = "copy"; }, 1500);
+  }
+
+  function addButtons() {
+    const button = (kind, text, label, act) => {
+      const made = document.createElement("button");
+      Object.assign(made, { type: "button", className: kind, textContent: text });
+      made.setAttribute("aria-label", label);
+      made.addEventListener("click", () => act(made));
+      return made;
+    };
+    for (const table of document.querySelectorAll("table")) {
+      table.caption.append(button("copy", "copy", "Copy this table", (made) => copy(table, made)));
+      [...table.tHead.rows[0].cells].forEach((head, column) => {
+        head.append(button("sort", "↕", `Sort by ${words(head)}`, () => sortBy(table, head, column)));
       });
     }
   }
@@ -138,7 +203,7 @@
     byId("out-recorded").textContent = times(curve[g]);
     byId("out-textbook").textContent = times(textbook(alpha, gamma, c, v));
     byId("out-tilted").textContent = times(tilted(alpha, g, c, v));
-    byId("out-best").textContent = curve[best] > 1 ? `γ = ${gammas[best]}: ${times(curve[best])}` : "none pays";
+    byId("out-best").textContent = curve[best] > 1 ? `γ = ${gammas[best]}: ${times(curve[best])}` : "none is faster";
     const even = breakEven(data.fixed.sums[g], v), from = breakEvenAlpha(gamma, c, v);
     byId("out-even-c").textContent = evenText(even);
     byId("out-even-span").textContent = spanText(even);
@@ -163,10 +228,11 @@
       low: 0, high: Math.max(1.1, ...policies.map((p) => p.value)) * 1.02, reference: 1,
       label: `speedup at c = ${number(c)}, v = ${number(v)} (×)`,
       marks: (svg, x, y, p) => {
-        add(svg, "rect", { x: x(0), y: y - 5, width: Math.max(0, x(p.value) - x(0)), height: 10, fill: p.value >= 1 ? data.colours[0] : "#b5b5b5" });
+        add(svg, "rect", { x: x(0), y: y - 5, width: Math.max(0, x(p.value) - x(0)), height: 10, fill: p.value >= 1 ? data.colours[0] : "var(--slower)" });
       },
     });
     byId("table-ratio").tBodies[0].replaceChildren(...policies.map(ratioRow));
+    unsorted(byId("table-ratio"));
 
     drawRatioMaps(c, v, gamma, alpha);
   }
@@ -243,7 +309,7 @@
     const note = byId("tilt-note");
     byId("tile-tilted").hidden = !data.tilt;
     if (!data.tilt) {
-      note.textContent = "This recording cannot be tilted to another α: its drafts all end alike, or too little was recorded behind wrong ones.";
+      note.textContent = "This recording cannot be tilted to another α: its drafts all end alike, or too little was recorded after wrong ones.";
       return;
     }
     const i = data.tilt.alphas.indexOf(alpha);
@@ -283,6 +349,7 @@
   }).observe(document.body);
   window.addEventListener("beforeprint", drawAll);
   shadeTables();
+  addButtons();
   width = document.body.clientWidth;
   drawAll();
 })();

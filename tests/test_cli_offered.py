@@ -1,0 +1,101 @@
+"""What the command line offers: groups, completion, options from a file."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from commands.app import COMMANDS
+from tests.conftest import ROOT, Run
+
+
+def test_commands_are_listed_by_what_people_have(run: Run) -> None:
+    shown = run("--help").out
+    groups = list(dict.fromkeys(one.group for one in COMMANDS.values()))
+    places = [shown.index(f"{group}:") for group in groups]
+    assert places == sorted(places)
+    assert all(f"\n  {name} " in shown for name in COMMANDS)
+
+
+def test_a_shell_completes_commands() -> None:
+    asked = {"_DRAFTSIM_COMPLETE": "complete_bash", "COMP_WORDS": "draftsim si", "COMP_CWORD": "1"}
+    program = [sys.executable, str(ROOT / "draftsim.py")]
+    done = subprocess.run(
+        program, env={**os.environ, **asked}, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split() == ["simulate"]
+
+
+@pytest.mark.parametrize("suffix", [".yaml", ".json", ".toml"])
+def test_options_come_from_a_file(suffix: str, tmp_path: Path, run: Run) -> None:
+    said = {
+        ".yaml": "trace: bundled\npolicy: [fixed:gamma=2, gammatune]\nbatch: [1, 2]\nrequests: 6\n",
+        ".json": json.dumps({"trace": "bundled", "policy": ["fixed:gamma=2", "gammatune"],
+                             "batch": "1,2", "requests": 6}),
+        ".toml": 'trace = "bundled"\npolicy = ["fixed:gamma=2", "gammatune"]\n'
+        'batch = "1,2"\nrequests = 6\n',
+    }  # fmt: skip
+    file = tmp_path / f"run{suffix}"
+    file.write_text(said[suffix])
+    rows = run("serve", "--config", file, "--json", "-").rows
+    asked = ("--trace", "bundled", "--policy", "fixed:gamma=2", "--policy", "gammatune",
+             "--requests", 6)  # fmt: skip
+    found = run("serve", *asked, "--batch", "1,2", "--json", "-").rows
+    assert json.dumps(rows) == json.dumps(found)  # some values are NaN
+    # The command line comes first.
+    rows = run("serve", "--config", file, "--batch", 4, "--json", "-").rows
+    assert {row["concurrency"] for row in rows} == {4}
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "said"),
+    [
+        ("run.yaml", "requets: 6", "requets is no option of this command: did you mean requests?"),
+        ("run.yaml", "requests: [", "is no YAML"),
+        ("run.yaml", "- 1", "holds no names and values"),
+        ("run.yaml", "requests: {a: 1}", "expected a value or list"),
+        ("run.ini", "", "the suffix is none of"),
+        ("run.toml", "=", "is no TOML"),
+    ],
+)
+def test_a_wrong_file_is_one_line(
+    name: str, text: str, said: str, tmp_path: Path, run: Run
+) -> None:
+    file = tmp_path / name
+    file.write_text(text)
+    ran = run("serve", "--config", file)
+    assert ran.code == 2
+    assert said in ran.err
+    assert ran.err.count("\n") == 1
+
+
+def test_a_missing_file_is_one_line(tmp_path: Path, run: Run) -> None:
+    ran = run("tune", "--engine", "vllm", "--config", tmp_path / "none.yaml")
+    assert ran.code == 2
+    assert "cannot be read" in ran.err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (
+            ("serve", "--batch", "1,4", "--requests", 20, "--policy", "fixed:gamma=2"),
+            "at 1 request ",
+        ),
+        (("tune", "--engine", "vllm", "--batch", "1"), "vllm: "),
+        (("check", "--tokens", 2000), "closed forms agree with simulation"),
+    ],
+)
+def test_an_answer_begins_with_a_sentence(
+    arguments: tuple[object, ...], said: str, run: Run
+) -> None:
+    ran = run(arguments[0], "--trace", "bundled", *arguments[1:])
+    first = next(line for line in ran.err.splitlines() if said in line)
+    assert "bundled" in first
+    assert max(map(len, ran.out.splitlines())) <= 100
