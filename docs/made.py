@@ -23,6 +23,7 @@ from docs.llamacpp_tables import llamacpp_counts
 from docs.lossy_tables import lossy_rules
 from docs.operator_tables import held_against, paper_settings
 from docs.outputs import output
+from docs.pair_tables import ladder
 from docs.paper_tables import order_of_systems
 from docs.question_tables import questions
 from docs.reading import as_markdown, attribute_docs, code, first_line, string_behind, table
@@ -305,6 +306,7 @@ MAKERS: Mapping[str, Callable[..., str]] = {
     "api": api, "bounds": bounds, "calls": calls, "catalogued": catalogued, "columns": columns,
     "commands": commands, "docstring": docstring, "engine_checks": engine_checks,
     "equivalents": equivalents, "formulas": formulas, "held_against": held_against, "kinds": kinds,
+    "ladder": ladder,
     "llamacpp_counts": llamacpp_counts, "lossy_rules": lossy_rules, "methods": methods,
     "server_confirmed": server_confirmed, "server_left_out": server_left_out,
     "server_terms": server_terms,
