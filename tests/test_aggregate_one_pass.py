@@ -11,14 +11,14 @@ import pytest
 
 @pytest.fixture(scope="module")
 def printed() -> str:
-    """What the benchmark prints."""
+    """The text that the benchmark prints."""
     import contextlib
     import io
 
     from benchmarks import one_pass
 
     if not one_pass.TABLES.is_dir():
-        pytest.skip("needs the public tables in ../shared/tables beside the checkout")
+        pytest.skip("needs the public tables in ../shared/tables, next to the checkout")
     text = io.StringIO()
     with contextlib.redirect_stdout(text):
         one_pass.main()

@@ -14,7 +14,7 @@ import pytest
 
 from commands.app import COMMANDS
 from commands.common.bounds import bounded
-from commands.common.printed import print_table
+from commands.common.printed import cell_text, print_table
 from commands.common.written import write_rows
 from policies.registry import POLICIES, parse_policy
 from policies.rules.registry import RULES
@@ -172,7 +172,7 @@ def test_no_number_is_cut_on_any_terminal(
     assert shown.count("What is served") == 1
     for row in rows:
         for name in names:
-            assert f"{row[name]:.3f}" in shown.split()
+            assert cell_text(name, row[name]) in shown.split()
         # Every block says which rows it is of.
         assert shown.split().count(str(row["batch"])) == shown.count("policy") > (width < 132)
 

@@ -205,5 +205,5 @@ def test_where_nothing_pays_no_curve_is_called_tuned() -> None:
     cells.loc[cells["model"] == "draft", "median_s"] *= 50
     text = build_report(recording(), LatencyTable(cells), logs()[:1], resamples=20)
     assert data_of(text)["serving"]["policies"] == ["no speculation", "K=1", "K=3", "K=5"]
-    assert "Speculation pays at none of these loads" in text
+    assert "Speculation is faster at none of these loads" in text
     assert lead(text).startswith("No policy is faster than no speculation here")

@@ -93,7 +93,7 @@ def test_the_first_line_says_what_is_fastest_where(trace: str) -> None:
     common = ("--trace", trace, "--jobs", "1", "--resamples", "0", "--policy",
               "fixed:gamma={1,4,5}", "--policy", "oracle")  # fmt: skip
     _, beside = said(*common, "--c", "0.01,0.2,0.9")
-    line = next(line for line in beside.splitlines() if line.startswith("fastest"))
+    line = next(line for line in beside.splitlines() if ": fastest" in line)
     found = json.loads(run(*common, "--c", "0.01,0.2,0.9", "--json", "-"))["fastest"]
     names = [row["policy"] for row in found]
     assert names[0] in ("fixed:gamma=4", "fixed:gamma=5")  # not the oracle, nor a bare "fixed"
@@ -128,7 +128,7 @@ def test_acceptance_beyond_the_measured_range_is_said(trace: str, tmp_path: Path
         "--trace", trace, "--c", "0.1", "--alpha", "0.00001,0.7", "--policy", "fixed:gamma=2",
         "--jobs", "1", "--out", str(out),
     )  # fmt: skip
-    assert "tilt_tried" in shown
+    assert "tilt_" in shown  # the heading takes two lines
     assert "1 of 2 acceptance rates (1e-05) lie outside the measured range of tilting" in beside
     assert "not known where nothing or everything matches" in beside
     frame = read_sweep(out)

@@ -27,6 +27,16 @@ COLUMNS: dict[str, str] = {
     "pair": "target and draft model of a recording",
     "mode": "how passes are launched: eager, or as graphs",
     "name": "what `--trace`, `--policy` or another option takes",
+    "bits": "bits of a weight, scales included",
+    "head_bits": "bits of a weight of the output head",
+    "kernels": "kernels whose speed was measured with this format",
+    "table": "published table that the row is from",
+    "kind": "whether the paper's own models are needed",
+    "published": "value that the authors print",
+    "mean": "mean speedup over the settings that were tried",
+    "sd": "standard deviation over the settings that were tried",
+    "lowest": "lowest speedup of a setting that was tried",
+    "highest": "highest speedup of a setting that was tried",
     # Speed.
     "speedup": "decoding speed over no speculation: above 1 is faster",
     "95 %": "95 % interval of the speedup, from resampled prompts",
@@ -231,9 +241,11 @@ def meaning(column: str) -> str | None:
     >>> meaning("tokens\\n/round")
     'acceptance length: tokens per target pass'
     """
-    name = " ".join(column.split())
-    for mark, folded in (("/", " /"), ("-", "- "), ("_", "_ ")):  # a heading folds at its marks
-        name = name.replace(folded, mark)
-    if name.endswith(SPAN) and name != SPAN.strip():
-        name = name.removesuffix(SPAN)
-    return COLUMNS.get(name)
+    name = _unfolded(column)
+    known = {_unfolded(own): said for own, said in COLUMNS.items()}
+    return known.get(name) or known.get(name.removesuffix(_unfolded(SPAN)))
+
+
+def _unfolded(name: str) -> str:
+    """Return a name without its blanks: a heading folds at them and at other marks."""
+    return "".join(name.split())

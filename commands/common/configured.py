@@ -90,10 +90,11 @@ def read_config(path: Path) -> dict[str, Any]:
     FileError
         If it cannot be read, is of another kind, or holds anything but names and values.
     """
+    from policies.json_text import parse_json
     from traces.errors import FileError
 
     if path.suffix not in KINDS:
-        raise FileError(f"{path}: the suffix is none of {', '.join(KINDS)}")
+        raise FileError(f"{path}: unknown suffix, expected one of {', '.join(KINDS)}")
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
@@ -102,7 +103,7 @@ def read_config(path: Path) -> dict[str, Any]:
         if path.suffix == ".toml":
             found: Any = tomllib.loads(text)
         elif path.suffix == ".json":
-            found = json.loads(text)
+            found = parse_json(text)
         else:
             import yaml
 

@@ -66,7 +66,7 @@ def print_table(
         few = {keys[0]: needed[keys[0]]}
         _print_block(cells, heads, few, numeric, styles, title, room, stderr)
         return
-    if sum(needed[name] + GAP for name in keys) > room // 2:
+    if sum(needed[name] + GAP for name in keys) > 2 * room // 3:
         keys = keys[:1]
     for i, names in enumerate(blocks(needed, keys, room)):
         block = {n: cells[n] for n in names}

@@ -23,7 +23,9 @@ def headline(rows: Sequence[Row]) -> str:
     for load in dict.fromkeys(_load(row) for row in rows):
         own = [row for row in rows if _load(row) == load]
         names = "requests" if closed else "requests/s"
-        where = f"{load:.4g} {names[:-1] if closed and load == 1 else names}"
+        where = "these arrivals"
+        if load is not None:
+            where = f"{load:.4g} {names[:-1] if closed and load == 1 else names}"
         drafting = [row for row in own if row["policy"] != "autoregressive"]
         ratios = [_ratio(row, closed) for row in drafting]
         if not drafting or max(ratios) <= 1:
@@ -46,8 +48,10 @@ def headline(rows: Sequence[Row]) -> str:
     return "against no speculation, " + "; ".join(shown) + more + "."
 
 
-def _load(row: Row) -> float:
-    return float(row["rate"] if row["concurrency"] is None else row["concurrency"])
+def _load(row: Row) -> float | None:
+    """Return requests at a time, or requests per second; None for arrivals that span no time."""
+    load = row["rate"] if row["concurrency"] is None else row["concurrency"]
+    return None if load is None else float(load)
 
 
 def _ratio(row: Row, closed: bool) -> float:
