@@ -70,13 +70,13 @@ def test_the_table_leaves_out_what_goes_without_saying(serve: Serve, tmp_path: P
     def columns(*arguments: object) -> str:
         ran = serve(*arguments, "--requests", 12, *PAIR)
         assert ran.code == 0, ran.err
-        return next(line for line in ran.out.splitlines() if "policy" in line)
+        return ran.out.partition("\u2500")[0]  # the headings, of several lines
 
     plain = columns("--batch", 2)
     assert "batch" in plain
     assert not any(word in plain for word in ("status", "goodput", "±", "rejected"))
     timed = columns("--rate", 2, "--ttft", 0.2, "--replications", 2)
-    assert all(word in timed for word in ("rate", "in time", "goodput/s", "±"))
+    assert all(word in timed for word in ("rate", "time", "goodput", "±"))
     file = arrival_file(tmp_path / "a.csv", "0,20,5", "1,9000,5", "2,20,5")
     odd = columns("--arrivals", file, "--kv-blocks", 8)
     assert all(word in odd for word in ("fidelity", "rejected"))

@@ -177,7 +177,7 @@ def rank(
     and every row says so.
     """
     lacking: dict[str, DraftPolicy] = {}
-    chosen = without_plain(named(load_policies(texts, trace, lacking=lacking)))
+    chosen = without_plain(named(load_policies(texts, trace, say=say, lacking=lacking)))
     if trace.is_lower_bound:
         say_left_out(lacking, trace.signals, say)
         # The best of bounds is not the best: least wrong is the policy that made the log.
