@@ -133,7 +133,9 @@ def test_every_policy_that_was_named_is_in_every_category(run: Run, files: list[
     assert "* gammatune+: gammatune-plus, verified exactly" in printed
 
 
-def test_tables_are_sorted_fit_a_hundred_columns_and_cut_no_number(run: Run, files: list[str]) -> None:
+def test_tables_are_sorted_fit_a_hundred_columns_and_cut_no_number(
+    run: Run, files: list[str]
+) -> None:
     ran = run("simulate", *files, "--policy", "all", "--resamples", "50")
     assert ran.code == 0, ran.err
     lines = ran.out.splitlines()
