@@ -123,7 +123,7 @@ def test_speedup_is_of_tokens_a_second_and_latency_has_a_ratio_of_its_own(serve:
     plain, row = loaded.rows
     assert row["speedup"] == pytest.approx(row["throughput_tok_s"] / plain["throughput_tok_s"])
     assert row["latency_ratio"] == pytest.approx(row["e2e_s"]["mean"] / plain["e2e_s"]["mean"])
-    shown = serve("--policy", "fixed:gamma=2", "--batch", "1", "--requests", "8").out
+    shown = serve("--policy", "fixed:gamma=2", "--rate", "2", "--requests", "8").out
     for word in ("speedup", "latency", "ratio"):  # a heading may take two lines
         assert word in shown
 

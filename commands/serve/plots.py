@@ -36,7 +36,7 @@ def draw(
     scenarios: Sequence[Scenario],
     title: str = "",
 ) -> list[Path]:
-    """Draw the rows, with `title` above each figure, and return the PNG files.
+    """Draw the rows, with `title` below each figure, and return the PNG files.
 
     Over batch sizes these are latency against throughput, and the speedup of every policy by batch
     and prompt length; over loads, latency against load; with either, tokens/s of a user against

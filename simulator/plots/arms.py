@@ -90,7 +90,7 @@ def plot_speedup(summary: pd.DataFrame) -> Figure:
     axes.set_xlabel("speedup over no speculation (×, 95 % interval over prompts)")
     style(axes, "x")
     if len({*kinds}) > 1:
-        figure.legend(loc="outside lower center", ncols=3, frameon=False, fontsize=8)
+        figure.legend(loc="outside upper left", ncols=3, frameon=False, fontsize=8)
     return figure
 
 

@@ -40,7 +40,7 @@ def save(
     label:
         Line below the figure: an assumption that its numbers depend on.
     title:
-        Line above it: pair and device.
+        Lines below the figure, above the label: pair and device.
     """
     return _written(_labelled(figure, label, title), Path(path), dpi)
 
@@ -58,14 +58,20 @@ def save_all_kinds(figure: Figure, path: str | Path, label: str = "", title: str
 
 
 def _labelled(figure: Figure, label: str, title: str) -> Figure:
-    if label:
-        figure.text(0.5, -0.01, label, ha="center", va="top", fontsize=8, color=COLOURS[1])
-    if title:
-        room = max(30, int(14 * figure.get_figwidth()))  # characters of this size in a line
+    """Write `title` and `label` below a figure: legends lie above, at the top of all that is drawn.
+
+    A title above it would be drawn over them.
+    """
+    room = max(30, int(11 * figure.get_figwidth()))  # characters of the title in a line
+    lines = wrap(title, room)
+    if lines:
         figure.text(
-            0.01, 1.01, "\n".join(wrap(title, room)), ha="left", va="bottom", fontsize=10,
-            fontweight="bold", color=INK,
+            0.01, -0.01, "\n".join(lines), ha="left", va="top", fontsize=9, fontweight="bold",
+            color=INK,
         )  # fmt: skip
+    if label:
+        below = 0.16 * len(lines) / figure.get_figheight()  # inches of a line
+        figure.text(0.01, -0.01 - below, label, ha="left", va="top", fontsize=8, color=COLOURS[1])
     for text in figure.findobj(Text):
         text.set_parse_math(False)  # names hold dollar signs, and come from anybody's file
     return figure
