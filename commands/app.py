@@ -41,7 +41,7 @@ RENAMED = {
     "max-concurrency": "batch", "request-rate": "rate",
 }  # fmt: skip
 """What options were called before one name stood for one thing, and what vLLM's benchmarks call
-them; understood like the names that they stand for."""
+them; understood like our names."""
 ELSEWHERE = {
     ("simulate", "--batch"): "it replays one request at a time: `draftsim serve --batch` or "
     "`draftsim sweep --batch`",
@@ -183,7 +183,7 @@ def _is_closed_pipe(error: BaseException | None) -> bool:
 
 
 def _said(error: Exception) -> str | None:
-    """What to tell a person of `error`; None where it is no fault of theirs, nor the machine's."""
+    """Return the message of `error` for the user; None for a mistake of the program."""
     # It brings numpy, which a list of commands needs not.
     from traces.errors import DraftsimError, missing, missing_for
 

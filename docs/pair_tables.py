@@ -1,4 +1,4 @@
-"""What each kind of policy reaches on a pair, by category of prompt."""
+"""The speedup of each kind of policy on a pair, by category of prompt."""
 
 from __future__ import annotations
 

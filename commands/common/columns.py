@@ -131,7 +131,7 @@ COLUMNS: dict[str, str] = {
     "texts_diverged": "requests whose text under this policy is not that of no speculation",
     "machine": "`quiet`, `disturbed`, or how much slower fixed work ran during the run",
     "disturbed": "share of the run's seconds without a processor",
-    "slowdown": "how much slower fixed work ran than beside the profile",
+    "slowdown": "how much slower fixed work ran than during the profile",
     "ttft_s": "measured time to first token, seconds",
     "ttft_s_predicted": "predicted time to first token, seconds",
     "tpot_s": "measured time per later output token, seconds",

@@ -182,7 +182,7 @@ def _is_number(value: Any) -> bool:
 
 
 def _is_figure(values: Sequence[Any]) -> bool:
-    """Whether a column tells something of its rows, rather than which they are."""
+    """Return True if a column describes its rows, False if it names them."""
     return any(isinstance(value, float) for value in values)
 
 
@@ -213,7 +213,7 @@ def three_digits(value: float) -> str:
 
 
 def cell_text(name: str, value: Any) -> str:
-    """What a cell of the column `name` shows of `value`."""
+    """Return the text of a cell of the column `name` with this value."""
     if _is_missing(value):
         return "-"
     if isinstance(value, bool):

@@ -1,4 +1,4 @@
-"""What ``draftsim serve`` says of its rows: the printed table, and remarks to it."""
+"""The printed table of ``draftsim serve``, and remarks on its rows."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ def shown(rows: Sequence[Row]) -> list[dict[str, Any]]:
 
 
 def remarks(rows: Sequence[Row]) -> list[str]:
-    """What a reader of the table should know: overload, refusals, guesses, break-even loads."""
+    """Return remarks on the table: overload, refusals, guesses, break-even loads."""
     said = []
     if over := [r for r in rows if r["overloaded"]]:
         loads: dict[str, set[float]] = {}

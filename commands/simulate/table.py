@@ -220,7 +220,7 @@ def _common(row: Row) -> Row:
 
 
 def _footnotes(rows: Sequence[Row]) -> list[str]:
-    """What the marks and the columns of the tables mean."""
+    """Return the meanings of the marks and columns of the tables."""
     found = []
     if are_bounds(rows):
         found.append("\u2265 lower bound; its interval is over prompts alone")

@@ -62,7 +62,7 @@ def read_acceptance(
     Raises
     ------
     DraftsimError
-        If the text is none of these, or tells no acceptance.
+        If the text has another form, or tells no acceptance.
     FileError
         If a file is damaged, missing, or holds several curves.
     """

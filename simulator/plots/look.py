@@ -131,7 +131,7 @@ def shading(*values: npt.ArrayLike) -> Normalize:
 
 
 def is_dark(value: float, scale: Normalize) -> bool:
-    """Whether text upon the shade of a speedup must be white."""
+    """Return True if text upon the shade of a speedup must be white."""
     return bool(value >= 1 and scale(value) > 0.55)
 
 

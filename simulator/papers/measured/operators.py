@@ -147,7 +147,7 @@ def _half(given: str, what: str, plane: Plane) -> Iterator[Evidence]:
 
 
 def expert_rows() -> Iterator[Evidence]:
-    """Every other cell of an MoE block from the tokens and experts beside it."""
+    """Predict every other cell of an MoE block from its neighbours in tokens and experts."""
     rows = bundled_operators("rtx-pro-6000").of(operator="moe")
     table = rows.pivot_table(index="tokens", columns="experts", values="seconds")
     for j, experts in enumerate(table.columns):

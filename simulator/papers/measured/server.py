@@ -40,7 +40,7 @@ WINDOW_S = 10.0
 
 
 class Served(NamedTuple):
-    """What a run of the server's requests gave."""
+    """Results of a run of the server's requests."""
 
     requests: dict[str, Floats]
     """Seconds of each of `METRICS`, a request each, in order of arrival."""
