@@ -144,11 +144,11 @@ def test_tables_are_sorted_fit_a_hundred_columns_and_cut_no_number(
     assert "fastest" in lines[0]
     asked = [*files, "--policy", "all", "--resamples", "50", "--json", "-"]
     rows = run("simulate", *asked).rows
-    printed = [float(x) for x in re.findall(r" (\d\.\d{3})  \d\.\d\d-\d", ran.out)]
+    printed = [float(x) for x in re.findall(r" (\d\.\d\d)  \d\.\d\d-\d", ran.out)]
     lossless = [r["speedup"] for r in rows if r["verify"] == "exact"]
     lossy = [r["speedup"] for r in rows if r["verify"] != "exact"]
     np.testing.assert_allclose(
-        printed, [*sorted(lossless, reverse=True), *sorted(lossy, reverse=True)], atol=6e-4
+        printed, [*sorted(lossless, reverse=True), *sorted(lossy, reverse=True)], atol=6e-3
     )
     assert lossy
     both = [r["note"] or "" for r in rows if r["verify"] in ("csd", "csd-ocm", "csd-scg")]
