@@ -88,6 +88,11 @@ class AnyLength(ClosedLoop):
 @settings(max_examples=250, deadline=None, suppress_health_check=list(HealthCheck))
 @given(SCENARIOS, POLICIES, st.sampled_from([*CELLS]), st.sampled_from([0.0, 0.1, 0.5]))
 @example(
+    # Nothing takes any time: the series over time still cover the run.
+    Scenario(Poisson(0.2), Limits(1, 30, None, 4), requests=1, max_time_s=0.7, seed=2),
+    "fixed:gamma=3", "free prompts", 0.0,
+)  # fmt: skip
+@example(
     # Both requests are refused: nothing runs at all.
     Scenario(Poisson(200.0), Limits(6, 200, 14, 4, False), requests=2), "svip:gamma_max=6",
     "narrow", 0.1,

@@ -123,10 +123,7 @@ class Series:
         starts, ends, values = np.array(self._stretches).T
         areas = values * (ends - starts)
         self._integral += float(areas.sum())
-        while ends[-1] > self.interval_s * self.points:
-            half = self._sums.reshape(-1, 2).sum(axis=1)
-            self._sums = np.concatenate([half, np.zeros(self.points - len(half))])
-            self.interval_s *= 2
+        self._reach(float(ends[-1]))
         # The area up to a time grows linearly within a stretch and stands still between two.
         until = np.stack([starts, ends], axis=1).ravel()
         area = np.stack([np.cumsum(areas) - areas, np.cumsum(areas)], axis=1).ravel()
@@ -136,6 +133,13 @@ class Series:
         edges[-1] = max(edges[-1], ends[-1])
         self._sums[first : last + 1] += np.diff(np.interp(edges, until, area))
         self._stretches = []
+
+    def _reach(self, until_s: float) -> None:
+        """Double the intervals until they cover the time up to `until_s`."""
+        while until_s > self.interval_s * self.points:
+            half = self._sums.reshape(-1, 2).sum(axis=1)
+            self._sums = np.concatenate([half, np.zeros(self.points - len(half))])
+            self.interval_s *= 2
 
     @classmethod
     def joined(cls, parts: Sequence[Series]) -> Series:
@@ -158,6 +162,7 @@ class Series:
         """Where the intervals up to `until_s` start, and the quantity's mean in each."""
         self._close()
         self._fold()
+        self._reach(until_s)
         # A sliver of an interval would hold nothing but rounding.
         count = min(self.points, max(math.ceil(until_s / self.interval_s - 1e-9), 1))
         starts = np.asarray(np.arange(count) * self.interval_s, float)
