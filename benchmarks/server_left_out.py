@@ -123,9 +123,9 @@ class Result(NamedTuple):
 
     missed: list[Missed]
     signs: list[bool]
-    """Whether clear gains and losses were predicted as such."""
+    """True for each clear gain or loss that was predicted as such."""
     best: list[bool]
-    """Whether the draft length predicted fastest at a load is near the fastest measured."""
+    """True for each load whose draft length predicted fastest is near the fastest measured."""
 
     def joined(self, other: Result) -> Result:
         """Both together."""

@@ -40,8 +40,7 @@ RENAMED = {
     "batches": "batch", "contexts": "context", "draws": "resamples", "concurrency": "batch",
     "max-concurrency": "batch", "request-rate": "rate",
 }  # fmt: skip
-"""What options were called before one name stood for one thing, and what vLLM's benchmarks call
-them; understood like our names."""
+"""Our names of options, by their former names and those of vLLM's benchmarks, which also work."""
 ELSEWHERE = {
     ("simulate", "--batch"): "it replays one request at a time: `draftsim serve --batch` or "
     "`draftsim sweep --batch`",

@@ -49,7 +49,7 @@ SHOWN = (
     "decode_tok_s", "decode_gain", "default", "default_gain",
 )  # fmt: skip
 CARRIED = ("setting_dear", "gain_dear", "setting_cheap", "gain_cheap")
-"""What would be found at the bounds of the latencies (`simulator.hardware.bounds_of`): of those
+"""Columns found at the bounds of the latencies (`simulator.hardware.bounds_of`): of those
 carried over with --gpu or --weights, and of those composed and corrected by whole steps."""
 CHECKED = (
     "checked_tok_s", "deployed_tok_s", "rival", "rival_tok_s", "not_worse", "margin_lo",

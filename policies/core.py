@@ -132,7 +132,7 @@ class DraftPolicy(ABC):
     """Attributes that copies share: what never changes and is costly to copy, such as a cost."""
 
     reads_load: bool = True
-    """Whether `begin_round`, where a policy defines it, looks at the batch or the context: then
+    """True if `begin_round`, where a policy defines it, looks at the batch or the context: then
     a request's rounds depend on who shares its iterations, and serving asks at every step."""
 
     def longest_draft(self) -> int | None:

@@ -19,12 +19,12 @@ SIGNALS = (
     "token_id", "prob", "entropy", "logit_margin", "prob_margin", "top_prob", "raw_prob",
     "top10_prob",
 )  # fmt: skip
-"""What a policy or rule may declare in its ``reads``: see `policies.core.DraftToken`."""
+"""Names that a policy or rule may declare in its ``reads``: see `policies.core.DraftToken`."""
 
 SCORES = (
     "match", "token", "top1", "top2", "logsumexp", "entropy", "draft_logit", "draft_rank",
 )  # fmt: skip
-"""What a rule may declare in its ``needs``: see `policies.rules.base.TargetScore`."""
+"""Names that a rule may declare in its ``needs``: see `policies.rules.base.TargetScore`."""
 
 
 class UndeclaredSignal(DraftsimError):

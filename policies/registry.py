@@ -124,6 +124,15 @@ def parse_serving_policy(
         raise ValueError(f"policy {name!r}: {error}") from None
 
 
+def is_bound(name: str) -> bool:
+    """Return True if the policy of this name knows what no real one can: it is not recommended.
+
+    >>> is_bound("oracle:gamma_max=6"), is_bound("gammatune")
+    (True, False)
+    """
+    return POLICIES.get(name.partition(":")[0]) is Oracle
+
+
 def describe(policy: DraftPolicy | BatchPolicy) -> str:
     """The text form of `policy`: its name and the parameters that differ from the defaults.
 

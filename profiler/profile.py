@@ -52,7 +52,7 @@ class Settings:
     seed: int = 0
     grid: Grid = field(default_factory=Grid)
     chat: bool = False
-    """Whether prompts are users' turns, to be put into the target's chat template."""
+    """True if prompts are users' turns, to be put into the target's chat template."""
     together: int = 1
     """Prompts that the target decodes at once while recording."""
 

@@ -15,14 +15,16 @@ import pandas as pd
 
 from policies.batch.base import BatchPolicy
 from policies.core import DraftPolicy
+from policies.registry import is_bound
 from policies.rules.registry import parse_rule
 from simulator.chosen import load_serving_policies, swept_policies
-from simulator.recording import Recording, load_recording
+from simulator.recording import Recording, check_models, load_recording
 from traces.acceptance.trace import Trace
 from traces.errors import DraftsimError
 from traces.latency.table import LatencyTable
 from traces.sources.base import Recordings
-from traces.store.recordings import find_latency, find_trace
+from traces.store.identity import ROLES, model_in
+from traces.store.recordings import DEFAULT_TRACE, SERVED_TRACE, find_latency, find_trace
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -30,8 +32,6 @@ if TYPE_CHECKING:
     from policies.rules.base import VerifyRule
 
 Policies = Sequence[str | DraftPolicy | BatchPolicy]
-ONE_STREAM, SERVED = "smollm2-cpu", "smollm2-vllm-draft-cpu"
-"""The recordings used by default: one request at a time in transformers, and many in vLLM."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -156,7 +156,7 @@ class Study:
 
 
 def predict(
-    trace: str | Trace = ONE_STREAM,
+    trace: str | Trace = DEFAULT_TRACE,
     latency: str | LatencyTable | None = None,
     policies: Policies | None = None,
     *,
@@ -215,7 +215,7 @@ def predict(
 
 
 def serve(
-    trace: str | Trace = SERVED,
+    trace: str | Trace = SERVED_TRACE,
     latency: str | LatencyTable | None = None,
     policies: Policies | None = None,
     *,
@@ -292,7 +292,11 @@ def serve(
     rows = sweep(recording.trace, table, chosen, scenarios, rule=rule)
     best = {}
     for load in dict.fromkeys(row["concurrency" if rate is None else "rate"] for row in rows):
-        own = [row for row in rows if row["concurrency" if rate is None else "rate"] == load]
+        own = [
+            row for row in rows
+            if row["concurrency" if rate is None else "rate"] == load
+            and not is_bound(row["policy"])
+        ]  # fmt: skip
         if rate is None:
             best[load] = max(own, key=lambda row: row["throughput_tok_s"])["policy"]
         else:
@@ -301,7 +305,7 @@ def serve(
 
 
 def plan(
-    trace: str | Trace = SERVED,
+    trace: str | Trace = SERVED_TRACE,
     latency: str | LatencyTable | None = None,
     policies: Policies | None = None,
     *,
@@ -365,13 +369,13 @@ def plan(
         most=max_replicas, curve=curve, executor=Local(),
     )  # fmt: skip
     rows = with_cost(planned, gpus, price)
-    able = [row for row in rows if row["replicas"] is not None]
+    able = [row for row in rows if row["replicas"] is not None and not is_bound(row["policy"])]
     best = min(able, key=lambda row: row["replicas"])["policy"] if able else None
     return Plan(pd.DataFrame(rows), best, tuple(notes))
 
 
 def sweep(
-    trace: str | Trace = ONE_STREAM,
+    trace: str | Trace = DEFAULT_TRACE,
     latency: str | LatencyTable | None = None,
     policies: Sequence[str] | None = None,
     *,
@@ -451,7 +455,7 @@ def _recording(
 ) -> Recording:  # fmt: skip
     """Return the recording that the arguments of `predict` describe; `notes` gets its remarks."""
     if isinstance(trace, Trace):
-        return _given(trace, latency, source, by_ratio)
+        return _given(trace, latency, source, by_ratio, notes)
     outputs = find_trace(trace)
     if isinstance(latency, LatencyTable):
         tables = {"latency": latency}
@@ -466,9 +470,13 @@ def _recording(
 
 
 def _given(
-    trace: Trace, latency: str | LatencyTable | None, source: str | None, by_ratio: bool
-) -> Recording:
-    """Return a recording of objects, whose drafts are those of the trace."""
+    trace: Trace, latency: str | LatencyTable | None, source: str | None, by_ratio: bool,
+    notes: list[str],
+) -> Recording:  # fmt: skip
+    """Return a recording of objects, whose drafts are those of the trace.
+
+    A note says so if the latencies are of other models.
+    """
     if source is not None:
         raise DraftsimError(
             "source chooses the drafter of a named recording: give the trace by its name, or one "
@@ -480,7 +488,9 @@ def _given(
     if latency is not None:
         found = find_latency(latency) if isinstance(latency, str) else latency
         tables = {latency if isinstance(latency, str) else "latency": found}
-    return Recording("trace", trace, trace, tables, {}, "", None, Recordings())
+    models = {role: model_in(trace.meta, role) for role in ROLES}
+    check_models("trace", models, tables, None, None, notes.append)
+    return Recording("trace", trace, trace, tables, models, "", None, Recordings())
 
 
 def _rule(verify: str | None, recording: Recording) -> VerifyRule | None:

@@ -395,7 +395,7 @@ class Check(NamedTuple):
     closed_form: float
     simulated: float
     standard_error: float
-    """Of `simulated`; 0 where the simulation has no randomness."""
+    """Standard error of `simulated`; 0 where the simulation has no randomness."""
     z: float
     ok: bool
 

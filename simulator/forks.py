@@ -27,7 +27,7 @@ Parts = Sequence[Callable[[], Any]]
 MOST = 8
 """Processes of an answer: each takes some milliseconds to fork."""
 FEWEST_TOKENS = 100_000
-"""Of all parts together, below which an answer is there almost as soon as a process is forked."""
+"""Seconds of all parts together below which a fork would take as long as the answer."""
 SIGNALS = {signal.SIGINT, signal.SIGTERM, *([signal.SIGHUP] if hasattr(signal, "SIGHUP") else [])}
 """Signals that stop an answer."""
 NUMBER = 4

@@ -79,7 +79,7 @@ class RatioSums(NamedTuple):
     forwards: float
     """Draft passes."""
     rest: float
-    """What neither ratio changes: rounds without drafts, and where they are carried over from
+    """Times that neither ratio changes: rounds without drafts, and where they are carried over from
     measured latencies, signals and the host."""
     verified: float
     """Verifications of drafts."""

@@ -247,7 +247,7 @@ def load_recording(
     else:
         models = models_of(name, outputs)
     if given:
-        _check_models(name, models, tables, drafter, option, say)
+        check_models(name, models, tables, drafter, option, say)
     for table in tables.values():
         if remark := table.meta.get("remark"):
             say(str(remark))
@@ -341,7 +341,7 @@ def _own_latency(name: str) -> LatencyTable | None:
         return None
 
 
-def _check_models(
+def check_models(
     name: str, known: Models, tables: Tables, drafter: Source | None,
     option: str | None, say: Say,
 ) -> None:  # fmt: skip

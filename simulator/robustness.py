@@ -26,7 +26,7 @@ class GammaSeconds(NamedTuple):
     """Decode seconds of every request from every initial draft length."""
 
     plain_s: Floats
-    """Of plain decoding, shape (requests,)."""
+    """Seconds of plain decoding, shape (requests,)."""
     policy_s: Mapping[tuple[str, int], Floats]
     """By policy and initial draft length, shape (requests,) each."""
 

@@ -157,11 +157,11 @@ class Verdict(NamedTuple):
     ranked_pairs: int
     """Pairs of arms whose measured times differ by more than twice their spread."""
     misranked: tuple[tuple[str, str], ...]
-    """Those pairs the prediction orders the other way, faster measured one first."""
+    """Pairs that the prediction orders the other way, faster measured one first."""
     sign_arms: int
     """Arms measured clearly faster or slower than plain decoding."""
     wrong_sign: tuple[str, ...]
-    """Those whose prediction lies on the other side of 1x."""
+    """Rows whose prediction lies on the other side of 1x."""
 
 
 def verdict(rows: pd.DataFrame, baseline: str = CONTROL) -> Verdict:

@@ -38,7 +38,7 @@ ALONG = LatencyTable(
         GRID.cells.query("model == 'draft' and phase == 'forward'").assign(phase="along"),
     ], ignore_index=True)
 )  # fmt: skip
-"""Of an engine whose drafter runs in every iteration."""
+"""Latencies of an engine whose drafter runs in every iteration."""
 
 
 TABLES = {

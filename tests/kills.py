@@ -55,9 +55,9 @@ class Command(NamedTuple):
     arguments: tuple[str, ...]
     """With ``{given}`` for the folder of its inputs; it runs where it writes."""
     answer: Callable[[Path], Any]
-    """Of the folder that it ran in."""
+    """Reads the answer from the folder that it ran in."""
     models: bool = False
-    """Whether it needs torch."""
+    """True if it needs torch."""
     begins_in: str = ""
     """The input that is copied to ``run`` in its folder first: what it adds to."""
     stands_in: bool = False

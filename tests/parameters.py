@@ -122,7 +122,7 @@ FLAGS: dict[str, dict[str, bool]] = {
     "early-exit": {"bonus": False},
     "suffix": {"cached": True},
 }
-"""What every flag of a policy, rule or source is by default."""
+"""Default of every flag of a policy, rule or source."""
 
 RULES: dict[str, dict[str, Limits]] = {
     "spec-verification": {"beta": (5, 1, None), "tau": (3.0, 0.0, None)},

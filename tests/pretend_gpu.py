@@ -52,16 +52,16 @@ class PretendedGPU:
         self.ranges: list[str] = []
         """NVTX ranges begun."""
         self.breaks_captures = False
-        """Whether capturing a graph fails, as where a library allocates within it."""
+        """True if capturing a graph fails, as where a library allocates within it."""
         self.tape: list[Any] | None = None
         """Operations of the graph that is being captured."""
         self.makes: list[Any] = []
-        """Whether the calls under way make tensors on the device; None: as their operands.
+        """True if the calls under way make tensors on the device; None: as their operands.
 
         What a call was given, where that tells: it is looked at where no operand does.
         """
         self.moving = False
-        """Whether a tensor is just moved, which says itself what it is."""
+        """True if a tensor is just moved, which says itself what it is."""
 
     def has(self, tensor: torch.Tensor) -> bool:
         """Return True if a tensor lies on the device."""

@@ -101,7 +101,7 @@ class CUDAGraph:
         self._steps: list[Any] = []
         self._made: list[torch.Tensor] = []
         self._holds = True
-        """Whether what it made is what it last computed."""
+        """True if what it made is what it last computed."""
         self.pool: Any = None
 
     def close(self, tape: list[Any], pool: Any) -> None:

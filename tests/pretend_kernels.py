@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 BYTES = 16
-"""What vector loads are aligned to."""
+"""Bytes that vector loads are aligned to."""
 ROWS = 32
 """The log-sum-exps of a kernel's rows are padded to a multiple of it."""
 

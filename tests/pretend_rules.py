@@ -51,7 +51,7 @@ class Kind:
 
     def __init__(self, func: Any) -> None:
         self.whole = func in WHOLE
-        """Whether it is known not to be made of others."""
+        """True if it is known not to be made of others."""
         self.copies = func is ATEN.copy_.default
         self.waits = WAITING.get(func, "")
         self.indexes = func in INDEXING

@@ -116,3 +116,14 @@ def test_recordings_by_name_and_by_object_agree() -> None:
         find_trace("bundled"), find_latency("bundled"), ["fixed:gamma=2"], resamples=20
     )
     assert by_name.table.equals(given.table)
+
+
+def test_objects_of_different_pairs_are_said_and_the_bound_is_never_best() -> None:
+    trace, latency = find_trace("bundled"), find_latency("smollm2-cpu")
+    found = draftsim.predict(trace, latency, SOME, resamples=20)
+    assert any(note.startswith("acceptance of trace (") for note in found.notes)
+    assert not draftsim.predict(trace, find_latency("bundled"), SOME, resamples=20).notes
+    served = draftsim.serve("bundled", policies=["oracle", *SOME], concurrency=[1], requests=20)
+    row = served.table.set_index("policy")["throughput_tok_s"]
+    assert row.idxmax() == "oracle"
+    assert served.best[1] in ("autoregressive", *SOME)

@@ -133,3 +133,12 @@ def test_targets_are_written_as_in_capacity_and_tune(serve: Serve) -> None:
     for given in (("--slo", "ttft=500ms,tpot=30ms"), ("--ttft", "500ms", "--tpot", "0.03")):
         for row in serve(*load, *given).rows:
             assert (row["ttft_target_s"], row["tpot_target_s"]) == (0.5, 0.03)
+
+
+def test_the_first_sentence_names_no_bound(serve: Serve) -> None:
+    load = ("--batch", 1, "--requests", 12)
+    both = serve("--policy", "oracle", "--policy", "fixed:gamma=2", *load).err
+    alone = serve("--policy", "fixed:gamma=2", *load).err
+    first = [next(x for x in said.splitlines() if "no speculation" in x) for said in (both, alone)]
+    assert "oracle" not in first[0]
+    assert first[0] == first[1]

@@ -91,9 +91,9 @@ class Reader(NamedTuple):
     file: str
     """The file in the workspace."""
     answer: Callable[[Path], Any]
-    """What the workspace then tells; a command's JSON, or the object read."""
+    """Result from the workspace: a command's JSON, or the object read."""
     sealed: bool = False
-    """Whether a checksum tells every changed byte."""
+    """True if a checksum tells every changed byte."""
     free: str = ""
     """Fields, as a pattern of their paths, that any value may stand in, or that are optional."""
 
@@ -119,7 +119,7 @@ def said(*arguments: object) -> Callable[[Path], Any]:
 PLACED = dict.fromkeys(
     ("vidur", "llmservingsim"), ("--device", "h100", "--model", "llama-3-8b")
 )  # fmt: skip
-"""What the folders of these formats' files say otherwise."""
+"""Options that stand in for the folder names of these formats' files."""
 
 
 def imported(log: str) -> Reader:
@@ -391,9 +391,9 @@ OTHERS: Mapping[type, tuple[Any, ...]] = {
     float: (-7, *NUMBERS[3:], True, "x", "", [], {}), str: (True, 0, -1, 1e30, [], {}),
     dict: ("x", 0, -1, [], True), type(None): ([], {}),
 }  # fmt: skip
-"""What no field of a type can be."""
+"""Values that no field of a type can have."""
 POSSIBLE = (None, 0, 1, 0.5, "", "x", "\u0000", True, [], {}, NESTED)
-"""What some fields can be: it may be read, but not end in another error."""
+"""Values that some fields can have: each may be read, but not end in another error."""
 
 
 def in_bytes(rng: random.Random, content: bytes, sealed: bool) -> Damaged:

@@ -35,7 +35,7 @@ from traces.acceptance.sampling import GREEDY, Sampling
 
 SLOTS, WORDS, NEW = 200, 61, 10
 HALF = torch.bfloat16
-"""What a GPU is given: where signals are read in float32, one operation more than in float32."""
+"""Precision of a GPU's models: where signals are read in float32, it takes one operation more."""
 RUNNERS = (Runner, GraphRunner)
 READERS = ("svip", "confidence")
 

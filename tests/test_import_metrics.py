@@ -33,7 +33,7 @@ llamacpp:spec_decode_num_accepted_tokens_per_pos_total{position="1"} 17
 llamacpp:spec_decode_num_accepted_tokens_per_pos_total{position="2"} 10
 llamacpp:spec_decode_num_accepted_tokens_per_pos_total{position="3"} 8
 """
-"""What llama.cpp's server really wrote (b11549, a random miniature and a noisy copy as its draft,
+"""Text that llama.cpp's server wrote (b11549, a random miniature and a noisy copy as its draft,
 ``--spec-draft-n-max 4``, three requests of 40 tokens), other metrics left out."""
 TIMINGS = [
     {"timings": {"cache_n": 0, "prompt_n": 13, "prompt_ms": 0.837, "predicted_n": 40,

@@ -23,7 +23,7 @@ from traces.errors import DraftsimError
 LOGITS = st.lists(
     st.one_of(st.integers(-4, 4).map(float), st.floats(-9, 9, width=32)), min_size=1, max_size=40
 )
-"""Of one row; the integers make ties."""
+"""Logits of one row; the integers make ties."""
 
 
 def test_draws_follow_the_weights() -> None:

@@ -20,7 +20,7 @@ from traces.replay.run import replay
 POLICIES = {
     "t5": ("fixed:gamma=1", "fixed:gamma=8", "hf-heuristic", "gammatune-plus", "adaedl", "oracle"),
 }
-"""Of one kind what lengths depend on; of the others what the models are asked for."""
+"""Policies tried on one kind only: lengths do not depend on the kind, requests to models do."""
 
 
 @pytest.mark.invariant(8)

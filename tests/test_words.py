@@ -73,11 +73,11 @@ def of_python(path: Path) -> Iterator[str]:
                     prose[: word.start()].count("\n") if id(node) not in formatted else 0
                 )
                 yield f"{path.relative_to(ROOT)}:{line}: {word[0]}"
-        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
-            said = ast.get_docstring(node) or ""
-            if opening := OPENINGS.match(said):
-                line = node.body[0].lineno
-                yield f"{path.relative_to(ROOT)}:{line}: begins with {opening[0]!r}"
+        # A string by itself is a docstring: of a module, a class, a function or an attribute.
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):
+            said = node.value.value
+            if isinstance(said, str) and (opening := OPENINGS.match(said.lstrip())):
+                yield f"{path.relative_to(ROOT)}:{node.lineno}: begins with {opening[0]!r}"
     for token in tokenize.generate_tokens(io.StringIO(text).readline):
         if token.type == tokenize.COMMENT:
             for word in IN_CODE.finditer(token.string):

@@ -48,6 +48,7 @@ from commands.common.workers import ClusterOption, JobsOption, chosen_executor
 from commands.serve.fleet import DEFAULT_ROUTER, RouterOption, chosen_router
 from commands.serve.loads import AsyncOption, BudgetOption, MaxBatchOption, arrivals_of
 from commands.serve.plots import assumption
+from policies.registry import is_bound
 from traces.errors import DraftsimError
 from traces.store.lock import only_writer
 
@@ -230,7 +231,7 @@ def shown(rows: Sequence[Row]) -> list[dict[str, Any]]:
 
 def headline(rows: Sequence[Row]) -> str:
     """Return the fewest replicas, and those without speculation, in one sentence."""
-    found = [row for row in rows if row["replicas"] is not None]
+    found = [row for row in rows if row["replicas"] is not None and not is_bound(row["policy"])]
     load = f"{rows[0]['rate']:.4g} requests/s"
     if not found:
         return f"no number of replicas that was tried serves {load} within the SLO."
@@ -238,7 +239,8 @@ def headline(rows: Sequence[Row]) -> str:
     low, high = best["replicas_lo"], best["replicas_hi"]
     span = "" if low is None else f" ({low} to {high if high is not None else '?'})"
     name = "no speculation" if best["policy"] == "autoregressive" else best["policy"]
-    words = f"{load} take {best['replicas']} replica(s){span} with {name}"
+    replicas = "1 replica" if best["replicas"] == 1 else f"{best['replicas']} replicas"
+    words = f"{load} take {replicas}{span} with {name}"
     if best["policy"] == "autoregressive":
         return f"{words}; no policy takes fewer."
     plain = next((row for row in rows if row["policy"] == "autoregressive"), None)

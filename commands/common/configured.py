@@ -71,6 +71,8 @@ def _defaults(
         parameter, repeated = known[option]
         if isinstance(value, Mapping):
             raise DraftsimError(f"{path}: {name} holds names and values, expected a value or list")
+        if value is None:
+            raise DraftsimError(f"{path}: {name} has no value: give one, or remove the line")
         each = [_text(v) for v in value] if isinstance(value, list) else [_text(value)]
         defaults[parameter] = (
             each if repeated else value if isinstance(value, bool) else ",".join(each)
@@ -92,13 +94,11 @@ def read_config(path: Path) -> dict[str, Any]:
     """
     from policies.json_text import parse_json
     from traces.errors import FileError
+    from traces.store.text import read_text
 
     if path.suffix not in KINDS:
         raise FileError(f"{path}: unknown suffix, expected one of {', '.join(KINDS)}")
-    try:
-        text = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise FileError(f"{path}: cannot be read ({error}): name another file") from error
+    text = read_text(path)
     try:
         if path.suffix == ".toml":
             found: Any = tomllib.loads(text)

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import pandas as pd
 
+from policies.registry import is_bound
 from traces.errors import DraftsimError
 
 if TYPE_CHECKING:
@@ -138,7 +139,7 @@ def robustness_rows(
 
 def _fastest(logs: Sequence[RoundLog], speed: Mapping[str, float]) -> RoundLog | None:
     """Return the fastest that one could run and whose text is the target's own."""
-    real = [log for log in logs if log.mismatched is None and not log.policy.startswith("oracle")]
+    real = [log for log in logs if log.mismatched is None and not is_bound(log.policy)]
     return max(real, key=lambda log: speed[log.policy], default=None)
 
 

@@ -10,6 +10,8 @@ import typer
 
 from commands.common.bounds import MOST_BATCH
 from traces.errors import DraftsimError
+from traces.store.recordings import DEFAULT_TRACE as DEFAULT_TRACE  # noqa: PLC0414
+from traces.store.recordings import SERVED_TRACE as SERVED_TRACE  # noqa: PLC0414
 
 if TYPE_CHECKING:
     from policies.core import DraftPolicy
@@ -18,10 +20,6 @@ if TYPE_CHECKING:
     from traces.latency.table import LatencyTable
     from traces.replay.rounds import RoundLog
 
-DEFAULT_TRACE = "smollm2-cpu"
-"""The recording used where none is named: a real pair, one stream in transformers."""
-SERVED_TRACE = "smollm2-vllm-draft-cpu"
-"""That of commands that serve many requests: the same outputs, at the costs of a serving engine."""
 TRACE_VARIABLE = "DRAFTSIM_TRACE"
 """The environment variable that names another."""
 

@@ -8,19 +8,18 @@ from dataclasses import dataclass
 from typing import Any
 
 from commands.common.printed import cell_text, is_number_column, with_spans
+from policies.registry import is_bound
 
 RANKED = (
     "speedup", "gain", "served_tok_s", "tokens/s", "best speedup", "mean speedup",
 )  # fmt: skip
 """Columns in which larger is better; the first that a table has decides which row is in bold."""
-BOUNDS = ("oracle",)
-"""Names of rows that no real policy can reach, which are not the best."""
 _SPECIAL = {
     "\\": r"\textbackslash{}", "~": r"\textasciitilde{}", "^": r"\textasciicircum{}",
     "<": r"\textless{}", ">": r"\textgreater{}", "|": r"\textbar{}",
     **{c: f"\\{c}" for c in "&%$#_{}"},
     "γ": r"$\gamma$", "α": r"$\alpha$", "±": r"$\pm$", "×": r"$\times$", "≥": r"$\geq$",
-    "≤": r"$\leq$", "−": "--", "–": "--", "…": r"\ldots{}",
+    "≤": r"$\leq$", "−": "$-$", "–": "--", "…": r"\ldots{}",
 }  # fmt: skip
 
 
@@ -92,7 +91,7 @@ def _best(rows: Sequence[Mapping[Any, Any]], names: Sequence[Any]) -> int | None
     figures = {
         i: figure for i, row in enumerate(rows)
         if (figure := _figure(row.get(column))) is not None
-        and str(row.get("policy", "")).partition(":")[0] not in BOUNDS
+        and not is_bound(str(row.get("policy", "")))
     }  # fmt: skip
     return max(figures, key=lambda i: figures[i], default=None)
 

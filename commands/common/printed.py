@@ -74,7 +74,7 @@ def print_table(
 
 
 SPAN = " interval"
-"""What follows a column's name in that of its interval."""
+"""Ending of the name of a column that holds the interval of another."""
 
 
 def with_spans(

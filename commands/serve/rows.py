@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from commands.common.output import said_free
+from policies.registry import is_bound
 
 Row = Mapping[str, Any]
 MEAN = "(mean end-to-end latency)"
@@ -26,7 +27,10 @@ def headline(rows: Sequence[Row]) -> str:
         where = "these arrivals"
         if load is not None:
             where = f"{load:.4g} {names[:-1] if closed and load == 1 else names}"
-        drafting = [row for row in own if row["policy"] != "autoregressive"]
+        drafting = [
+            row for row in own
+            if row["policy"] != "autoregressive" and not is_bound(row["policy"])
+        ]  # fmt: skip
         ratios = [_ratio(row, closed) for row in drafting]
         if not drafting or max(ratios) <= 1:
             parts.append((where, "no policy is faster than no speculation"))

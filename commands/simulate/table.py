@@ -11,6 +11,7 @@ from commands.common.latex import Shown
 from commands.common.layout import GAP, NAME, blocks, in_lines, longest
 from commands.common.printed import coloured, printable
 from commands.common.printed import console as console_for
+from policies.registry import is_bound
 from simulator.whatif.ranking import BEST_FIXED, are_bounds, lossless, winner
 from traces.errors import DraftsimError
 
@@ -25,7 +26,7 @@ QUALITY = (
     "agreement", "relative_bleu", "scored", "solved", "solved_greedy", "tested", "passed",
     "passed_greedy",
 )  # fmt: skip
-"""What rows have of the quality of texts really decoded; None where none were."""
+"""Keys for the quality of decoded texts; None in rows without such texts."""
 
 
 def with_quality(rows: Sequence[Row], runs: Sequence[RealRun], trace: Trace) -> list[Row]:
@@ -234,7 +235,7 @@ def _footnotes(rows: Sequence[Row]) -> list[str]:
             found.append(f"* {name}: {row['note']}")
     if any(r["fidelity"] == "approximate" and lossless(r["verify"]) for r in rows):
         found.append("~ approximate")
-    if any(r["policy"].partition(":")[0] == "oracle" for r in rows):
+    if any(is_bound(r["policy"]) for r in rows):
         found.append("oracle knows every outcome: a bound, not a policy")
     if any(not lossless(r["verify"]) for r in rows):
         found.append(

@@ -24,7 +24,7 @@ SWEEPS = 15
 FEWEST = 3
 """Where a sweep is dear: a large model's takes minutes."""
 SHARE = 0.5
-"""Of the real runs' seconds, what sweeps may take before there are fewer of them."""
+"""Share of the real runs' seconds that sweeps may take before there are fewer of them."""
 
 
 class Remeasured:

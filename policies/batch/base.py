@@ -71,7 +71,7 @@ class Planned(NamedTuple):
     passes: int
     """Tokens drafted, at most."""
     verified: int
-    """Those of them that are verified, at most."""
+    """Most tokens of the draft that are verified."""
 
 
 class BatchPolicy(ABC):

@@ -73,7 +73,7 @@ class Lengths(NamedTuple):
     forwards: Ints
     """Tokens drafted."""
     sent: Ints | None = None
-    """Those of them that go to verification; None: all."""
+    """Drafted tokens that go to verification; None: all."""
 
 
 class Stop(Protocol):
@@ -146,11 +146,11 @@ class LanePlan(NamedTuple):
     stop: Stop | None = None
     """Its signals."""
     state: LaneState | None = None
-    """What was observed before."""
+    """The rounds observed before."""
     watch: Watch | None = None
     """The first token that falls below the state's threshold, which is drafted."""
     drops: bool = False
-    """Whether that token is not verified."""
+    """True if that token is not verified."""
 
     @property
     def is_length(self) -> bool:

@@ -81,7 +81,7 @@ class VerifyRule(ABC):
     """
 
     lossless: ClassVar[bool] = False
-    """Whether the output is the target's own: then `accept` is the leading matches."""
+    """True if the output is the target's own: then `accept` is the leading matches."""
     reads: tuple[str, ...] = ()
     """Draft signals the rule reads, of `policies.core.SIGNALS`.
 

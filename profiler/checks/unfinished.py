@@ -20,8 +20,8 @@ if TYPE_CHECKING:
     from profiler.models.loading import Pair
 
 PLACE, DONE = ".validate", ".validated"
-"""What names of folders begin with that keep a check's runs: of an unfinished one, and of one that
-more repeats may be added to."""
+"""Beginnings of the names of folders that keep a check's runs: of an unfinished check, and of one
+that more repeats may be added to."""
 
 
 def check_options(

@@ -31,7 +31,7 @@ class Verdict(NamedTuple):
     tokens: Sequence[int]
     """The target's own token after each drafted one, and before the first."""
     ends: bool
-    """Whether emitting what was accepted ends the sequence."""
+    """True if emitting what was accepted ends the sequence."""
 
 
 class BatchedDecoder:

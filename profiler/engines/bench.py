@@ -36,7 +36,7 @@ class Sample(NamedTuple):
     context: float
     """Mean tokens cached by the decoding sequences."""
     base_s: float
-    """Of mixed ones, the mean of the decoding iterations around; else 0."""
+    """Mean seconds of the decoding iterations around a mixed one; else 0."""
     control_s: float
     """The control load's, around the cell."""
 

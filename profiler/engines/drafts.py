@@ -73,7 +73,7 @@ class DraftSource(ABC):
     """Opens the drafts of every request.  Constructors only store parameters."""
 
     signals: frozenset[str] = frozenset({"token_id"})
-    """What its tokens carry, of `policies.core.SIGNALS`."""
+    """Signals that its tokens carry, of `policies.core.SIGNALS`."""
     longest: int | None = None
     """Tokens that a draft may have; None where the source sets no bound."""
     vocab_size: int | None = None

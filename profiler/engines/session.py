@@ -123,9 +123,9 @@ class Governed:
     """
 
     own_passes: ClassVar[bool] = False
-    """Whether a drafter of the engine's own runs passes."""
+    """True if a drafter of the engine's own runs passes."""
     booked: ClassVar[bool] = True
-    """Of `Session`."""
+    """As in `Session`."""
 
     def __init__(self, longest: int, vocabulary: int) -> None:
         self.longest, self.vocabulary = longest, vocabulary

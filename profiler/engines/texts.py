@@ -15,7 +15,7 @@ from traces.acceptance.trace import Trace
 FIRST_ID = 3
 """Ids below this one are left out of made-up prompts: usually padding, begin and end."""
 TEXTS = "texts"
-"""What the outputs are kept under by a check that goes on where it was stopped."""
+"""Name under which the outputs are kept by a check that goes on where it was stopped."""
 
 
 class Served(Protocol):

@@ -21,7 +21,7 @@ class Prompt(NamedTuple):
     tokens: int
     cached: int
     left: int
-    """Of the prompt, before this step."""
+    """Prompt tokens read before this step."""
 
 
 class Decoded(NamedTuple):

@@ -47,7 +47,7 @@ class FeatureDrafter(nn.Module, ABC):
     modules_in_turn = 1
     """Networks of which the j-th drafts the j-th token; 1: the same one drafts them all."""
     one_pass: ClassVar[bool] = False
-    """Whether later tokens of a round read masks, so that one pass drafts all of them."""
+    """True if later tokens of a round read masks, so that one pass drafts all of them."""
 
     def __init__(self, config: LlamaConfig) -> None:
         super().__init__()

@@ -78,7 +78,7 @@ class Drafted(NamedTuple):
     log_prob: Tensor
     """That it was drawn with."""
     top_log_prob: Tensor
-    """Of the likeliest token at T = 1."""
+    """Log probability of the likeliest token at T = 1."""
     raw_log_prob: Tensor
     """Its own at T = 1 without top-p."""
 

@@ -23,7 +23,7 @@ RECORDINGS = (
     "exit_heads", ".trace", ".sampled", ".latency", ".validate-*",
     ".validated-*",
 )  # fmt: skip
-"""What a run leaves in its folder."""
+"""Files that a run leaves in its folder."""
 DONE_WITH = "recorded_with"
 """Field of a recording's provenance: a digest of the options it was made under."""
 

@@ -36,9 +36,9 @@ class RunInfo:
     dtype: str | None = None
     threads: int | None = None
     run_id: str | None = field(default=None, compare=False)
-    """What tells this run from another of the same pair (see `traces.store.identity`)."""
+    """Identity that tells this run from another of the same pair (see `traces.store.identity`)."""
     trust_remote_code: bool = field(default=False, compare=False)
-    """Whether code that a model brings may run: said on the command line, never by the folder."""
+    """True if code that a model brings may run: said on the command line, never by the folder."""
 
     def load(self) -> Pair:
         """The pair, as the run had it; DraftsimError if it cannot be loaded."""

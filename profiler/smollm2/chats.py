@@ -16,7 +16,7 @@ from traces.errors import DraftsimError
 Weights = tuple[float, float, float]
 BOTH: Weights = (0.0, 0.5, 1.0)
 ANSWERS: Weights = (0.0, 0.0, 1.0)
-"""Of a position in the loss, by the kind of the token that follows: PROMPT, USER, ANSWER."""
+"""Weights of positions in the loss, by the kind of the token that follows: PROMPT, USER, ANSWER."""
 
 
 HELD_OUT = 16

@@ -47,7 +47,7 @@ class Modules:
     drafters: Mapping[str, FeatureDrafter] = field(default_factory=dict)
     """On the target's features, by the name of their recording."""
     trees: Mapping[str, GrownTrees] = field(default_factory=dict)
-    """Those that grow trees, likewise."""
+    """Drafters that grow trees, likewise."""
 
     def heads(self, kind: str) -> ParallelHeads:
         """Parallel heads of a kind; DraftsimError if there are none."""

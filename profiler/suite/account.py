@@ -26,11 +26,11 @@ class Account:
     def __init__(self, place: Workplace) -> None:
         self.place = place
         self.limits: dict[str, str] = {}
-        """What this device or model does not hold, by what."""
+        """Parts that this device or model does not hold, by name."""
         self.late: dict[str, str] = {}
-        """What the time did not hold, by what."""
+        """Parts that there was no time for, by name."""
         self.failed: dict[str, str] = {}
-        """What went wrong, by what."""
+        """Errors, by the part that they stopped."""
         self.stopped: str | None = None
         """Why the stage broke off, if it did."""
 

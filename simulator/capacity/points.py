@@ -34,7 +34,7 @@ class Point(NamedTuple):
     replicas: int
     rate: float
     requests: int | None
-    """Of the whole fleet; None: the arrivals file as a whole."""
+    """Requests of the whole fleet; None: those of the arrivals file."""
     replication: int = 0
 
 

@@ -103,10 +103,10 @@ class Bounds:
     worst_policy: str
     ranked_pairs: int
     misranked: int
-    """Of the pairs of arms that differ by more than twice their spread."""
+    """Counts over the pairs of runs that differ by more than twice their spread."""
     sign_arms: int
     wrong_sign: int
-    """Of the arms measured clearly faster or slower than plain decoding."""
+    """Counts over the runs measured clearly faster or slower than plain decoding."""
     undrifted_error: float
     """Median |error| had passes been as fast as in the latency table."""
 

@@ -132,7 +132,7 @@ SERVED = {
     "plain decoding": CMASD_ABLATION["transformer-base"], "fixed window": METHODS["specdecode"],
     "GammaTune": METHODS["gammatune"], "CM-ASD": METHODS["cm-asd"],
 }  # fmt: skip
-"""What is served: the figure's own points are a drawing."""
+"""Policies that are served: the figure's own points are a drawing."""
 LARGEST = 32
 """Batches above are those of engines with another bound than the figure's."""
 

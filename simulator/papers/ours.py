@@ -69,7 +69,7 @@ class Outcome:
     plain_s: float
     """Decode seconds of plain decoding on the same requests."""
     how: str
-    """What the numbers are worth."""
+    """How the numbers were obtained, for a row's note."""
     quality: Quality | None = None
     """Only of real runs: a replay has no text of its own."""
 

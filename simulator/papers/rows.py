@@ -28,7 +28,7 @@ class Row(NamedTuple):
     note: str = ""
     """How ours was got, or what is wrong with the published number."""
     mark: str = ""
-    """What is degenerate about the run that ours is from, in words (`simulator.degenerate`)."""
+    """Reason why the run of our value is degenerate (`simulator.degenerate`)."""
 
 
 def missing(table: PaperTable, done: list[Row]) -> list[Row]:

@@ -11,6 +11,7 @@ import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
+from policies.registry import is_bound
 from simulator.palette import COLOURS, GREY, INK
 from simulator.plots.look import style
 from traces.errors import DraftsimError
@@ -104,7 +105,7 @@ KINDS = (
 
 def _kinds(rows: pd.DataFrame) -> npt.NDArray[np.int64]:
     """Return for each row the index of its kind in `KINDS`."""
-    oracle = rows["policy"].str.partition(":")[0] == "oracle"
+    oracle = rows["policy"].map(is_bound).to_numpy(dtype=bool)
     about = rows["fidelity"] == "approximate"
     return np.where(oracle, 0, np.where(about, 2, 1)).astype(np.int64)
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from policies.registry import is_bound
 from simulator.bootstrap import resamples
 from simulator.degenerate import degenerate
 from simulator.hardware import scaling_words
@@ -51,7 +52,7 @@ from traces.store.measured import MeasuredRuns
 
 SERVED_BATCHES = 6
 REPLICATIONS = 2
-"""Of the five that ``draftsim tune --check`` serves, on the same random numbers."""
+"""Replications that ``draftsim tune --check`` serves, on the same random numbers."""
 MAPPED_CONTEXTS = 8
 
 
@@ -191,7 +192,7 @@ def ranked(
         row["note"] = "; ".join(filter(None, (row["at_own"], row["always"]))) or None
         row["fitted"] = says(row, FITTED)
         row["own"] = row["source"] == own
-        row["oracle"] = row["policy"].partition(":")[0] == "oracle"
+        row["oracle"] = is_bound(row["policy"])
         row["below"] = float(np.mean(slowed[np.isfinite(slowed)] < 1))
         row["outside"] = run.passes.extrapolated / max(run.passes.passes, 1)
         row["sums"] = sums(run.log)

@@ -33,7 +33,7 @@ class Part(NamedTuple):
     only: tuple[int, ...] | None = None
     """Replicas; None: the whole fleet."""
     drawn: bool = False
-    """Whether the timeline is of this one."""
+    """True if the timeline is of this one."""
 
 
 @dataclass(frozen=True, eq=False)

@@ -97,7 +97,7 @@ class Scheduler(ABC):
     """Holds the waiting and the running; `next` plans an iteration."""
 
     drafts_ahead: ClassVar[bool] = False
-    """Whether an iteration ends with the drafts of the next (`policies.core.Load.scheduled`)."""
+    """True if an iteration ends with the drafts of the next (`policies.core.Load.scheduled`)."""
 
     def __init__(self, limits: Limits, lookahead: int) -> None:
         if limits.token_budget < lookahead + 1:

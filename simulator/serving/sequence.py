@@ -24,7 +24,7 @@ class EngineState:
         self.batch = 1
         """Requests that decode."""
         self.scheduled: int | None = None
-        """Of `Load`."""
+        """As in `Load`."""
 
 
 class ServedSequence(ReplayDecoder):

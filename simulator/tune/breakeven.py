@@ -278,12 +278,14 @@ def pays_to(surface: pd.DataFrame, along: str, unit: str) -> str:
 
     >>> made = pd.DataFrame({"batch": [1, 8], "k": [2, 2], "speedup": [1.5, 0.9]})
     >>> pays_to(made, "batch", "requests")
-    'up to 1 requests'
+    'up to 1 request'
     """
     best = surface[surface["k"] > 0].groupby(along)["speedup"].max().sort_index()
     pays = [int(value) for value in best[best > 1].index]
     if not pays:
         return "nowhere"
+    if pays == [1]:
+        unit = unit.removesuffix("s")
     if len(pays) == len(best):
         return f"up to {pays[-1]} {unit}, all that were asked"
     if pays == [int(value) for value in best.index[: len(pays)]]:

@@ -32,7 +32,7 @@ NO_SPECULATION = "no speculation"
 RIVALS: Mapping[str, Policy] = {
     NO_SPECULATION: Autoregressive(), "K=1": Fixed(1), "K=3": Fixed(3), "K=5": Fixed(5)
 }  # fmt: skip
-"""What people set by hand."""
+"""Settings that people choose by hand."""
 
 SEARCH_CONFIDENCE = 0.5
 """Confidence of the intervals by which a search calls a setting beaten.  It is lower than the 95 %

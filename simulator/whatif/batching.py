@@ -35,7 +35,7 @@ class Steps(NamedTuple):
 
     batch: int
     reads: bool
-    """Whether the policy reads signals."""
+    """True if the policy reads signals."""
     starts: Ints
     """The first step of each sample, shape (samples,)."""
     emitted: Ints
@@ -49,7 +49,7 @@ class Steps(NamedTuple):
     context: Floats
     """Mean tokens in the cache per slot."""
     rolled_back: Bools
-    """Whether any slot had a draft rejected."""
+    """True if any slot had a draft rejected."""
     request: Ints
     """Whose round each slot runs, shape (steps, batch)."""
 
@@ -115,11 +115,11 @@ class StepCosts(NamedTuple):
     """The time of a batch's steps, and how far it is known."""
 
     seconds: Floats
-    """Of every step, shape (steps,)."""
+    """Seconds of every step, shape (steps,)."""
     passes: int
     """Model passes of all steps."""
     outside: int
-    """Those of them that were read outside the measured cells."""
+    """Passes that were read outside the measured cells."""
 
 
 def step_costs(steps: Steps, latency: LatencyTable, context: float | None = None) -> StepCosts:

@@ -28,7 +28,7 @@ from traces.replay.run import can_replay
 GAMMAS = tuple(range(1, 13))
 """Draft lengths among which the best fixed one is sought."""
 PARTS = ("useful_draft", "wasted_draft", "verify", "signal", "host")
-"""What a round's seconds go to: passes of accepted drafts, of rejected ones, and the rest."""
+"""Parts of a round's seconds: passes of accepted drafts, of rejected ones, and the rest."""
 
 
 def split_prompts(trace: Trace, seed: int = 0, share: float = 0.5) -> tuple[list[int], list[int]]:

@@ -13,9 +13,10 @@ from policies.batch.base import BatchPolicy
 from policies.core import DraftPolicy
 from policies.lengths.basic import Autoregressive, Fixed, Oracle
 from policies.lengths.rate_optimal import RateOptimal
+from policies.registry import is_bound
 from policies.rules.base import VerifyRule
 from policies.spec import parameters
-from simulator.chosen import Named, Say, load_policies, named, say_left_out, silent
+from simulator.chosen import PLAIN, Named, Say, load_policies, named, say_left_out, silent
 from simulator.degenerate import accepted_mismatches, degenerate
 from simulator.pricing import Priced, price
 from simulator.summary import (
@@ -39,7 +40,7 @@ Row = dict[str, Any]
 Progress = Callable[[int, int], None]
 
 LOWER_BOUND = "lower bound"
-"""Of a row from a log that does not tell its draft lengths."""
+"""Note on a row from a log that does not tell its draft lengths."""
 BEST_FIXED = "best fixed"
 """Said of the fastest fixed draft length, chosen in hindsight on the prompts it is shown for."""
 FITTED = "fitted on other prompts"
@@ -49,8 +50,6 @@ FEWEST_PROMPTS = 4
 """Prompts from which a rule is fitted to one half and judged on the other."""
 LOSSLESS = ("exact", "rejection-sampling")
 """Verification under which the output is the target's own."""
-NOT_RUN = ("oracle", "autoregressive")
-"""Rows of a ranking that are no policy to recommend: the bound, and no speculation."""
 
 
 def winner(rows: Sequence[Mapping[str, Any]]) -> int | None:
@@ -62,7 +61,7 @@ def winner(rows: Sequence[Mapping[str, Any]]) -> int | None:
     """
     able = [
         i for i, row in enumerate(rows)
-        if row["verify"] in LOSSLESS and row["policy"].partition(":")[0] not in NOT_RUN
+        if row["verify"] in LOSSLESS and not is_bound(row["policy"]) and row["policy"] != PLAIN
         and row["speedup"] is not None and row["fidelity"] != LOWER_BOUND
     ]  # fmt: skip
     return max(able, key=lambda i: rows[i]["speedup"]) if able else None

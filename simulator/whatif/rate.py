@@ -158,7 +158,7 @@ KINDS: tuple[Estimates, ...] = ("none", "isotonic", "logistic")
 DEFAULT_GAMMA = 20
 _ITERATIONS = 30
 FRACTIONS = (0.6, 0.7, 0.8, 0.9, 0.95, 1.05)
-"""Of the fixed point, tried where the estimates turn out not to be exact."""
+"""Factors of the fixed point, tried where the estimates turn out not to be exact."""
 
 
 @dataclass(frozen=True, eq=False)

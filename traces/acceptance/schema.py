@@ -88,7 +88,7 @@ class Request:
     id: str
     """Its name, of the prompts' file or its place in it."""
     category: str
-    """What rows are grouped by; empty where nobody said."""
+    """Name that rows are grouped by; empty if none was given."""
     prompt_length: int
     """Prompt tokens."""
     tokens: int

@@ -30,7 +30,7 @@ class Options:
     drafter: str | None = None
     """Which of several drafters a log tells of."""
     device: str | None = None
-    """What latencies were measured on, where their file does not say."""
+    """Device that latencies were measured on, if their file does not say."""
     model: str | None = None
     """The model that operators are of, where the folders of their files do not say."""
     progress: Progress = field(default=lambda *_: None, compare=False)

@@ -126,7 +126,7 @@ class Inference:
     tried: int
     """Schedules that were run over the log."""
     fits: tuple[str, ...] = ()
-    """Those that fit, as `reading` takes them; (nearly) the same lengths are one."""
+    """Schedules that fit, as `reading` takes them; (nearly) the same lengths are one."""
     why: str = ""
     """Where none or several fit: what that says, in a few words."""
     also: tuple[str, ...] = field(default=())

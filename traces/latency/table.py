@@ -27,7 +27,7 @@ BATCH_FREE = "batch_free"
 """Key of the meta that says that passes are taken to cost the same at every batch."""
 ASSUMED = "assumed"
 BATCH_FREE_SAID = "further sequences of a batch (--assume-batch-free)"
-"""What such figures take to cost nothing."""
+"""Name of the part that such figures take to cost nothing."""
 
 
 class Estimate(NamedTuple):

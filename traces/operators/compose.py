@@ -43,7 +43,7 @@ LAUNCHED_S = 17.5e-6
 0.57 ms in 32 layers, the median of 64 steps of 1 to 256 tokens on the RTX PRO 6000 (0.25 to 0.72).
 The GPU was busy meanwhile: a small model on a fast GPU waits longer for the host."""
 FRAMEWORK_S = (-0.0006, 0.0013)
-"""What a step may take less or more than its operators: a CUDA graph saves 0.3 to 0.7 ms of
+"""Seconds that a step may take less or more than its operators: a CUDA graph saves 0.3 to 0.7 ms of
 launches, and a step's own host time was at most 1.3 ms."""
 VERIFIED = 64
 """Tokens a sequence up to which a pass is taken for a verification, with a row of logits each."""

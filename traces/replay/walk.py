@@ -21,7 +21,7 @@ class Tried(NamedTuple):
     """Drafts by setting and start, flat; the last start of each setting marks its end."""
 
     visited: Bools
-    """Whether a round began there, shape (settings * (starts + 1),)."""
+    """True if a round began there, shape (settings * (starts + 1),)."""
     forwards: Lengths32
     sent: Lengths32
 

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 DRAFTER_SIGNALS = frozenset(SIGNALS) - {"top10_prob"}
-"""What is recorded of a drafter's logits along a trace: no ten likeliest tokens of it."""
+"""Signals recorded of a drafter along a trace, which leave out its ten likeliest tokens."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -35,7 +35,7 @@ class Recordings:
     starts: dict[str, StartRecording] = field(default_factory=dict)
     """By the name of the source that drafted."""
     adapter: ExitRecording | None = None
-    """Of Kangaroo's adapter: one exit."""
+    """Recording of Kangaroo's adapter: one exit."""
     trees: dict[str, TreeRecording] = field(default_factory=dict)
     """By the name of the source that grew them."""
 
@@ -46,7 +46,7 @@ class Drafter(NamedTuple):
     model: str
     """Its name in latency tables."""
     by_passes: bool
-    """Whether a drafted token is a pass, the first over what was verified since the one before:
+    """True if a drafted token is a pass, the first over what was verified since the one before:
     such rounds cost what a draft model's do, any others their calls."""
 
 
@@ -150,7 +150,7 @@ class SourceReplay(ABC):
     """
 
     sampled: ClassVar[bool] = False
-    """Whether it can follow sampled outputs."""
+    """True if it can follow sampled outputs."""
 
     def __init__(self, trace: Trace, request: int, first: int) -> None:
         self.info = trace.requests[request]

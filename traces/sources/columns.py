@@ -11,7 +11,7 @@ import numpy.typing as npt
 Floats = npt.NDArray[np.float64]
 
 DRAWN = ("log_prob", "raw_log_prob")
-"""What recordings along sampled outputs hold besides."""
+"""Further columns of recordings along sampled outputs."""
 
 
 def read_columns(

@@ -56,7 +56,7 @@ class Output:
     log_likelihood: float
     """Sum over the tokens of the target's log-probability at T = 1, nats."""
     solved: bool | None = None
-    """Whether it ends in the number that the prompt asks for, before its token limit; None where
+    """True if it ends in the number that the prompt asks for, before its token limit; None where
     the prompt asks for none, or none was known."""
     greedy_solved: bool | None = None
     """The same of the target's own greedy output."""
@@ -94,7 +94,7 @@ class Quality:
     scored: int = 0
     """Prompts that have a number for an answer."""
     solved: int = 0
-    """Those of them that the output solves (see `Output.solved`)."""
+    """Scored prompts that the output solves (see `Output.solved`)."""
     solved_greedy: int = 0
     """And that the target's own greedy output solves."""
     tested: int = 0

@@ -19,6 +19,10 @@ from traces.store.operators import find_composed
 from traces.store.speculation_profile import is_profile, read_profile
 from traces.store.text import read_object
 
+DEFAULT_TRACE = "smollm2-cpu"
+"""The recording used by default: a real pair, one request at a time in transformers."""
+SERVED_TRACE = "smollm2-vllm-draft-cpu"
+"""The default for many requests: the same outputs, at the costs of a serving engine."""
 BUNDLED = Path(__file__).parents[1] / "recorded"
 """Folder of the bundled recordings: ``<name>/trace.parquet``, ``<name>/latency.parquet``.
 
@@ -28,7 +32,7 @@ SAMPLED = "sampled.parquet"
 ELSEWHERE = "elsewhere.json"
 """The file that names the folder of another recording's trace: ``{"trace": NAME}``."""
 KINDS = ("trace", "latency")
-"""What makes a folder a recording: one of these."""
+"""Kinds of file of which a folder needs one to be a recording."""
 
 
 @dataclass(frozen=True)

@@ -41,7 +41,7 @@ class LogReader:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.engine: Mapping[str, Any] = {}
-        """What the engine said of itself."""
+        """The engine's description of itself."""
         self._at: dict[Path, int] = {}
 
     def take(self, names: Collection[str], wait_s: float = WAIT_S) -> EngineLog:

@@ -28,7 +28,7 @@ from traces.errors import DraftsimError
 from traces.store.writing import write_atomically
 
 NAME = "target"
-"""What the server calls its model."""
+"""Name that the server gives its model."""
 START_S, STOP_S = 600.0, 15.0
 """Seconds that it may take to come up, and to end, before it is killed."""
 TAIL = 12

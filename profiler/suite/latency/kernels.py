@@ -22,7 +22,7 @@ KERNELS: Mapping[str, str] = {
     GRAPH: "Hugging Face kernels in a CUDA graph, attention grouped and split over the keys",
     COMPILED: "torch.compile and fused projections in a CUDA graph, attention as in graph",
 }
-"""What was measured, by mode; none of them is an engine."""
+"""Description of each mode that was measured; none is an engine."""
 
 GAMMA, TOKENS, PROMPT = 4, 12, 64
 """The rounds that are traced: drafted tokens, and the run that they are from."""

@@ -30,7 +30,7 @@ from traces.latency.table import LatencyTable
 from traces.store.files import read_latency, write_latency
 
 UNPAIRED = 0.4
-"""What a target without a draft is given of a pair's time: no policy is predicted from it."""
+"""Share of a pair's time that a target without a draft is given: no policy is predicted from it."""
 
 
 def run_latency(

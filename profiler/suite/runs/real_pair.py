@@ -38,7 +38,7 @@ SMALL = {
     "hidden_size": 96, "intermediate_size": 192, "num_hidden_layers": 4, "num_attention_heads": 3,
     "num_key_value_heads": 1, "head_dim": 32, "max_position_embeddings": 512,
 }  # fmt: skip
-"""What miniatures have instead."""
+"""Settings that miniatures have instead."""
 
 
 def smollm2_pair(

@@ -22,7 +22,7 @@ from traces.store.files import write_latency
 
 FILE = "trained-latency.parquet"
 SHARE = 0.04
-"""Of the stage's time, for a mode."""
+"""Share of the stage's time for a mode."""
 
 
 def measure_modes(

@@ -51,7 +51,7 @@ FILES = {"greedy": "trained-trace.parquet", "sampled": "trained-sampled.parquet"
 NEW_TOKENS = 160
 """Tokens of an output, all of which are used: there is no end token.  So 200 prompts fit."""
 DRAFTER_SHARE = 0.14
-"""Of the stage's time, for each drafter on the target's features."""
+"""Share of the stage's time for each drafter on the target's features."""
 T = TypeVar("T")
 
 

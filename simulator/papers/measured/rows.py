@@ -16,7 +16,7 @@ class Evidence(NamedTuple):
 
     study: str
     given: str
-    """What the prediction was made from; nothing else of the study entered it."""
+    """Data that the prediction was made from; nothing else of the study entered it."""
     quantity: str
     predicted: float
     measured: float
@@ -25,9 +25,9 @@ class Evidence(NamedTuple):
     high: float | None = None
     """The interval predicted, where there is one."""
     sign_right: bool | None = None
-    """Whether it is on the right side of plain decoding; None where that says nothing."""
+    """True if it is on the right side of plain decoding; None where that says nothing."""
     rank_right: bool | None = None
-    """Whether it stands right among the other settings of the study; None likewise."""
+    """True if it stands right among the other settings of the study; None likewise."""
 
 
 def evidence(

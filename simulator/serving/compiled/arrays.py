@@ -159,7 +159,7 @@ CLOCK = np.dtype([
     ("gone", "i8"), ("finished", "i8"), ("think_head", "i8"),
     ("think_count", "i8"),
 ])  # fmt: skip
-"""What replicas share.  ``wanted`` counts requests that are due now, ``listed`` says that
+"""The state that replicas share.  ``wanted`` counts requests that are due now, ``listed`` says that
 ``requests`` are all there are, ``active`` is the replica whose iteration has just ended."""
 THINK = np.dtype([("at_s", "f8"), ("order", "i8")])
 """When clients of a closed loop send their next request."""

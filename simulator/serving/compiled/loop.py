@@ -46,7 +46,7 @@ requests; a router has to choose; a draft leaves the recording; nobody can run."
 STEPS = 1 << 16
 """Events between two looks at the outside."""
 BEGUN, SLEEPS, OVER = -3, -2, -1
-"""What `begin` returns, or else the request whose draft leaves the recording, or `BLOCKED`."""
+"""Results of `begin`, which also returns `BLOCKED`, or a request whose draft is not recorded."""
 BLOCKED = -4
 
 

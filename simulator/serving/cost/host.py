@@ -14,7 +14,7 @@ class Host(NamedTuple):
 
     round_s: float
     draft_s: float
-    """Of each draft step, signals included where the policy reads any."""
+    """Seconds of each draft step, with signals if the policy reads any."""
     target_rollback_s: float
     draft_rollback_s: float
 

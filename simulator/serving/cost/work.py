@@ -29,9 +29,9 @@ class Work(NamedTuple):
     catch_up: int
     draft_context: float
     rejected: bool
-    """Whether any drafted token leaves the target's cache."""
+    """True if any drafted token leaves the target's cache."""
     unread: bool
-    """Whether any token that the draft model has read leaves its cache."""
+    """True if any token that the draft model has read leaves its cache."""
 
 
 def drafting_always(work: Work, batch: int, passes: int) -> Work:

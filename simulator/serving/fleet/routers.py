@@ -44,7 +44,7 @@ class Router(ABC):
     """
 
     reads_load: ClassVar[bool] = True
-    """Whether a choice depends on the replicas.  Where not, they are simulated one by one."""
+    """True if a choice depends on the replicas.  Where not, they are simulated one by one."""
 
     @abstractmethod
     def choose(self, index: int, replicas: Sequence[Loaded], rng: np.random.Generator) -> int:

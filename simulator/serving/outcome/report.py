@@ -34,9 +34,9 @@ class Run:
     residual_s: float
     """Time already spent in the system by requests that a bound cut off."""
     source: str = "draft-model"
-    """What drafted."""
+    """The drafter."""
     replicas: int = 1
-    """Of the scenario's replicas, how many this is the run of."""
+    """Number of the scenario's replicas in this run."""
 
     @property
     def requests(self) -> pd.DataFrame:

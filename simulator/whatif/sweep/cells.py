@@ -173,7 +173,7 @@ class Bench:
     tilter: Tilter | None = None
     """None: i.i.d., or nothing tilted."""
     shifts: Mapping[float, float] = field(default_factory=dict)
-    """Of the tilter, by acceptance rate."""
+    """Errors of the tilter, by acceptance rate."""
     iid: bool = False
     resamples: int = 200
     confidence: float = 0.95

@@ -27,7 +27,7 @@ class DeviceTable(NamedTuple):
     gpu: str
     """Device whose seconds these are: the data-sheet entry's name where there is one."""
     scaled: bool
-    """Whether they were carried over from another device."""
+    """True if they were carried over from another device."""
     error: float
     """Median relative error of the carrying model against published figures; 0 unless `scaled`."""
     fit_error: float

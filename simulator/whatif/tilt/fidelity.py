@@ -72,7 +72,7 @@ class TiltError:
 
 _NAN = float("nan")
 UNKNOWN_ERROR = TiltError(_NAN, _NAN, _NAN, _NAN, _NAN, 0)
-"""Of a recording whose prompts are too few or too alike to measure it."""
+"""Error of a recording whose prompts are too few or too alike to measure it."""
 
 
 def compare_tilt(
@@ -176,9 +176,9 @@ class TiltErrors(NamedTuple):
     """
 
     lengths: TiltError
-    """Of policies that read no signal."""
+    """Error for policies that read no signal."""
     signals: TiltError
-    """Of those that do; unknown where the recording holds none."""
+    """Error for policies that read signals; unknown where the recording holds none."""
 
     def of(self, reads: bool) -> TiltError:
         """The one for a policy that does or does not read signals."""

@@ -40,7 +40,7 @@ class Test(NamedTuple):
     generated: int
     depth: int
     seconds: float
-    """Of the whole test, mean over repeats."""
+    """Seconds of the whole test, mean over repeats."""
     spread_s: float
     """Half the interquartile range over repeats."""
     repeats: int

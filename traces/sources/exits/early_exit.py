@@ -160,7 +160,7 @@ class ExitTape:
         path = np.arange(recording.path_starts[-1])
         exited = self.choices[path]
         self.right = (exited >= 0) & (recording.argmax[path, exited] == true)
-        """Of every position on the path, whether the exit's token is the target's."""
+        """True for each position on the path at which the exit's token is the target's."""
 
     def step(self, node: int) -> ExitStep:
         """The step at a node."""
@@ -214,7 +214,7 @@ class EarlyExitReplay(SourceReplay):
         self.tape = tape
         self._path = tape.recording.path_starts[request]
         self._depths: list[int] = []
-        """Of the round's drafts, the layers that they got to."""
+        """Layers that the round's drafts reached."""
         self._node = 0
         self._on_path = True
 

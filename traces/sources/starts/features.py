@@ -26,9 +26,9 @@ class OnFeatures(Source):
     """
 
     prefix: ClassVar[str]
-    """What the names of its recordings begin with."""
+    """Beginning of its recordings' names."""
     record: ClassVar[str]
-    """What records it, for messages."""
+    """Option that records it, for messages."""
 
     def __init__(self, model: str | None = None) -> None:
         self.model = model
