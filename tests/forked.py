@@ -11,12 +11,15 @@ from multiprocessing import get_context
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 
+import pytest
+
 
 @contextmanager
 def forked(work: Callable[[], object], said: Path = Path(os.devnull)) -> Iterator[BaseProcess]:
     """`work` in another process while the block runs; what it says on standard error is in `said`.
 
-    It is waited for when the block ends, and ended where the block fails.
+    It is waited for when the block ends, and ended where the block fails.  One that does not end
+    by itself is ended, and fails the test.
     """
 
     def call() -> None:
@@ -35,4 +38,7 @@ def forked(work: Callable[[], object], said: Path = Path(os.devnull)) -> Iterato
         process.kill()
         raise
     finally:
-        process.join(600)
+        process.join(300)
+        if process.exitcode is None:
+            process.kill()
+            pytest.fail("the other process does not end")

@@ -244,13 +244,8 @@ def test_a_second_writer_is_told_who_writes(tmp_path: Path) -> None:
 
 
 def test_a_lock_left_behind_holds_nobody_up(tmp_path: Path) -> None:
-    def left() -> None:
-        with only_writer(tmp_path):
-            os._exit(1)
-
-    with forked(left):
-        pass
-    assert (tmp_path / LOCK).is_file()
+    # The system has released the lock of a process that was killed; its file is all that is left.
+    (tmp_path / LOCK).write_text(json.dumps({"pid": 1, "host": "elsewhere", "since": "long ago"}))
     with only_writer(tmp_path):
         pass
 
