@@ -175,7 +175,7 @@ def test_a_repeated_profile_keeps_what_it_has_and_adds_what_is_asked(
     measured = run(*command, "--latency-only")
     assert measured.code == 0
     # What is measured again is not kept.
-    assert "its latencies are measured again" in measured.err
+    assert "are measured again, its recordings are kept" in measured.err
     assert "its latencies are kept" not in measured.err
     again = {path.name: path.read_bytes() for path in small_run.glob("*.parquet")}
     assert {n for n in again if again[n] != after.get(n)} == {"latency.parquet"}

@@ -172,6 +172,21 @@ def test_signals_are_added_by_the_draft_model_that_was_recorded(folder: Path, ru
     assert "holds no recording" in run(*add, folder / "empty").err
 
 
+def test_latencies_are_measured_for_what_was_recorded(folder: Path, run: Run) -> None:
+    kept = (folder / "trace.parquet").read_bytes()
+    (folder / "latency.parquet").unlink()
+    ran = run(*SMALL_PROFILE, "--latency-only", "--out", folder)
+    assert ran.code == 0, ran.err
+    assert "are measured, its recordings are kept" in ran.err
+    assert (folder / "trace.parquet").read_bytes() == kept
+    find_latency(folder)
+    (folder / "trace.parquet").unlink()
+    (folder / "latency.parquet").unlink()
+    ran = run(*SMALL_PROFILE, "--latency-only", "--out", folder)
+    assert (ran.code, ran.err.count("\n")) == (2, 1)
+    assert "holds no recording: make one without --latency-only" in ran.err
+
+
 def test_older_files_are_held_by_their_weights(folder: Path) -> None:
     latency, trace = read_latency(folder / "latency.parquet"), read_trace(folder / "trace.parquet")
     bare = {k: v for k, v in latency.meta.items() if k != "run_id"}

@@ -31,7 +31,7 @@ from commands.profile.recording import (
     add_sampled,
     add_signals,
     is_complete,
-    measure_again,
+    measure_latency,
     run_profile,
 )
 from commands.profile.redecode import check_code, decode_again, jobs, score_code
@@ -136,7 +136,7 @@ def profile(
     latency_only: Annotated[
         bool,
         typer.Option(
-            "--latency-only", help="Measure the latencies of the run folder again, and no more."
+            "--latency-only", help="Measure only the latencies, for what the run folder holds recorded."
         ),
     ] = False,
     signals_only: Annotated[
@@ -269,7 +269,7 @@ def profile(
             add_signals(info, out)
             return
         if latency_only:
-            measure_again(info, out, settings)
+            measure_latency(info, out, settings)
             return
         assert prompts is not None
         pair = None

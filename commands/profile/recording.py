@@ -102,15 +102,24 @@ def run_profile(recording: Recording, force: bool = False) -> None:
         note(f"the target {score(pair, trace, answers)}")
 
 
-def measure_again(info: RunInfo, out: Path, settings: Settings) -> None:
-    """Measure the latency table of a complete run folder again, the parts of sources included."""
+def measure_latency(info: RunInfo, out: Path, settings: Settings) -> None:
+    """Measure the latency table of a folder that holds a recording, the parts of sources included.
+
+    A table that it already holds is replaced.
+
+    Raises
+    ------
+    DraftsimError
+        If the folder holds no recording of greedy outputs.
+    """
     from commands.profile.source_runs import has_sources, remeasure
     from profiler.profile import profile_latency
     from traces.store.files import read_trace
 
-    if not is_complete(out):
-        raise DraftsimError(f"{out} holds no complete profile: make one without --latency-only")
-    note(f"{out} is complete: its latencies are measured again, its recordings are kept")
+    if not (out / "trace.parquet").is_file():
+        raise DraftsimError(f"{out} holds no recording: make one without --latency-only")
+    again = " again" if (out / "latency.parquet").is_file() else ""
+    note(f"the latencies of {out} are measured{again}, its recordings are kept")
     pair, requests = info.load(), read_trace(out / "trace.parquet").requests
     settings = replace(settings, grid=settings.grid.holding(requests))
     with progress_bar() as progress:
