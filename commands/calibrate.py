@@ -17,6 +17,7 @@ from traces.errors import DraftsimError
 if TYPE_CHECKING:
     from simulator.aggregate import Interval
     from simulator.aggregate.advice import Choice, Prediction
+    from simulator.aggregate.positions import Positions
     from simulator.aggregate.server import Server
 
 
@@ -83,10 +84,13 @@ def calibrate(
     from traces.store.files import write_latency
 
     found = read_benches(runs)
+    other = other_acceptance(acceptance, found.model)
     for line in found.notes:
         note(line)
     measured = found.runs
-    server = with_other_acceptance(fit(measured, passes=passes, noise=noise), acceptance)
+    server = fit(measured, passes=passes, noise=noise)
+    if other is not None:
+        server = server.at_acceptance(other.survival)
     batches = concurrencies(measured) if batch is None else batch_sizes("--batch", batch)
     lengths = draft_lengths(measured) if k is None else _whole("--k", k)
     contexts = (
@@ -125,13 +129,18 @@ def calibrate(
         note(f"wrote {out}")
 
 
-def with_other_acceptance(server: Server, acceptance: str | None) -> Server:
-    """The server under the acceptance that ``--acceptance`` names; a note says which it is."""
+def other_acceptance(acceptance: str | None, model: str | None) -> Positions | None:
+    """Return the acceptance that ``--acceptance`` names; a note says whose it is.
+
+    ``model`` is the target that the runs name, if they name one.
+    """
     if acceptance is None:
-        return server
+        return None
     found = load_positions(acceptance)
-    note(f"predicted for {found.said}, at the costs of the runs")
-    return server.at_acceptance(found.survival)
+    differ = model is not None and found.model not in (None, model)
+    whose, costs = (f" of {found.model}", f" ({model})") if differ else ("", "")
+    note(f"predicted for {found.said}{whose}, at the costs of the runs{costs}")
+    return found
 
 
 def _headline(rows: list[Choice], level: float) -> str:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from commands.calibrate import untold_passes, with_other_acceptance
+from commands.calibrate import other_acceptance, untold_passes
 from commands.common.acceptance import load_positions
 from commands.common.inputs import OtherAcceptanceOption
 from commands.common.output import JsonOption, emit, note, placed
@@ -88,6 +88,7 @@ def recommend(
             raise DraftsimError(WITHOUT_SPEEDS.format(k=len(accepted)))
         raise DraftsimError("nothing to go by: give --bench, and --metrics where runs say none")
     found = read_benches(bench)
+    other = other_acceptance(acceptance, found.model)
     for line in found.notes:
         note(line)
     runs = with_acceptance(found.runs, accepted)
@@ -96,7 +97,9 @@ def recommend(
             "no run with speculation: what a drafter costs and gets accepted is not known; "
             f"measure K = 3 at {_requests(runs[0].batch)} and give both (FILE@3)"
         )
-    server = with_other_acceptance(calibrate(runs, passes=passes), acceptance)
+    server = calibrate(runs, passes=passes)
+    if other is not None:
+        server = server.at_acceptance(other.survival)
     batches = concurrencies(runs) if batch is None else batch_sizes("--batch", batch)
     rows = _within(choices(server, batches, level=level), slo)
     suggestions = next_runs(server)

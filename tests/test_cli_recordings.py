@@ -260,3 +260,23 @@ def test_a_headline_gains_over_no_slower_row_by_itself() -> None:
     assert "fixed:gamma=2, is at 0.900x" in headline(rows)
     rows[1]["speedup"] = 0.95
     assert "no policy is faster than no speculation: the best, svip, is at 0.950x" in headline(rows)
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        ("simulate", *QUICK),
+        ("serve", "--policy", "fixed:gamma=1", "--batch", 1, "--requests", 2),
+        ("tune", "--engine", "llamacpp", "--resamples", 4),
+        ("capacity", "--rate", 1, "--slo", "tpot=9", "--requests", 20, *QUICK[:2]),
+        ("sweep", *QUICK),
+    ],
+    ids=lambda command: command[0],
+)  # fmt: skip
+def test_costs_of_other_models_are_announced_first(command: tuple[object, ...], run: Run) -> None:
+    ran = run(*command, "--trace", ONE, "--latency", "a100/llama-2-7b+vicuna-68m")
+    assert ran.code == 0, ran.err
+    first, second, *_ = ran.err.splitlines()
+    assert first.startswith(f"acceptance of {ONE} ("), first
+    assert "at the costs of a100/llama-2-7b+vicuna-68m" in first
+    assert second.startswith("a100/llama-2-7b+vicuna-68m: "), second

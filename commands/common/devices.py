@@ -14,6 +14,7 @@ from commands.common.output import note
 from traces.errors import DraftsimError
 
 if TYPE_CHECKING:
+    from simulator.chosen import Say
     from simulator.hardware import WeightFormat
     from simulator.recording import Recording
     from simulator.whatif.sweep.prices import Prices
@@ -121,8 +122,9 @@ def blocks_of(text: str | None, table: LatencyTable) -> int | None:
 
 
 def latencies(
-    names: Sequence[str] | None, trace_name: str, priced: bool, assume_batch_free: bool = False
-) -> dict[str, LatencyTable]:
+    names: Sequence[str] | None, trace_name: str, priced: bool, assume_batch_free: bool = False,
+    say: Say = note,
+) -> dict[str, LatencyTable]:  # fmt: skip
     """The tables named, by name; none where something else prices already (`priced`).
 
     With ``assume_batch_free``, those of one batch size are taken to cost the same at every other.
@@ -130,13 +132,15 @@ def latencies(
     that a suffix names (``FILE:PAIR/MODE``).
     """
     if not names:
-        return {} if priced else {trace_name: load_latency(None, trace_name, assume_batch_free)}
+        return (
+            {} if priced else {trace_name: load_latency(None, trace_name, assume_batch_free, say)}
+        )
     found: dict[str, LatencyTable] = {}
     for name in names:
         path, _, chosen = name.rpartition(":")
         if name.startswith("const:") or not Path(path).is_file():
             path, chosen = name, ""
-        tables = _by_pair(load_latency(path, trace_name))
+        tables = _by_pair(load_latency(path, trace_name, say=say))
         if chosen and chosen not in tables:
             raise DraftsimError(
                 f"--latency {name}: {path} holds {', '.join(filter(None, tables)) or 'one pair'}, "
@@ -175,8 +179,9 @@ def in_batches(
 
 
 def carried(
-    tables: Mapping[str, LatencyTable], gpu: str | None = None, weights: str | None = None
-) -> dict[str, LatencyTable]:
+    tables: Mapping[str, LatencyTable], gpu: str | None = None, weights: str | None = None,
+    say: Say = note,
+) -> dict[str, LatencyTable]:  # fmt: skip
     """`tables` on the device they were measured on, or the one table carried over to one GPU.
 
     ``weights`` as of `weight_formats`.
@@ -194,7 +199,7 @@ def carried(
     from simulator.whatif.sweep.prices import Prices
 
     prices = Prices(latencies=tables, gpus=wanted, weights=forms)
-    say_scaling(prices)
+    say_scaling(prices, say)
     return dict.fromkeys(tables, prices.tables[0].table)
 
 
@@ -242,7 +247,7 @@ def say_calibrate(tables: Iterable[LatencyTable], largest: int) -> None:
         note(CALIBRATE)
 
 
-def say_scaling(prices: Prices) -> None:
+def say_scaling(prices: Prices, say: Say = note) -> None:
     """Note what was carried over to another GPU, and the model's known errors."""
     from simulator.hardware import interval_words, scaling_error, scaling_words
 
@@ -251,11 +256,11 @@ def say_scaling(prices: Prices) -> None:
         own = [t for t in scaled if t.latency == name]
         how = own[0].table.meta["scaled"]
         if not isinstance(how, Mapping):
-            note(f"{name}: scaled, not measured: {scaling_words(own[0].table)}")
+            say(f"{name}: scaled, not measured: {scaling_words(own[0].table)}")
             continue
         there = ", ".join(t.gpu for t in own)
         kept = ", ".join(f"{role} in {form}" for role, form in how["weights"].items())
         to = f"{there}, {kept}" if kept else there
-        note(f"{name}: measured on {how['from']}, scaled to {to}: approximate")
-        note(f"  by {scaling_error(how)}")
-        note(f"  {interval_words(own[0].table)}")
+        say(f"{name}: measured on {how['from']}, scaled to {to}: approximate")
+        say(f"  by {scaling_error(how)}")
+        say(f"  {interval_words(own[0].table)}")

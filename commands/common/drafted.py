@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Annotated
 
@@ -33,32 +33,53 @@ def load_recording(
     name: str, latency: str | Sequence[str] | None, source: str | None = None, *,
     acceptance: str | None = None, chooses: str | None = None, gpu: str | None = None,
     weights: str | None = None, assume_batch_free: bool = False, by_ratio: bool = False,
-    one: bool = True, one_stream: bool = False, one_pass: bool = False,
+    one: bool = True, one_stream: bool = False, one_pass: bool = False, plain: bool = False,
+    sizes: Mapping[str, int] | None = None,
 ) -> Recording:  # fmt: skip
     """Return the recording called `name` (`simulator.recording.load_recording`), with its notes.
 
+    The first note says whose acceptance is priced at whose costs, if the models differ.
     ``latency`` are the latencies named, None the recording's own, unless cost ratios price it
     (``by_ratio``); with `gpu` or `weights` one table is carried over there.  ``acceptance`` by
-    position takes the recording's place (`read_acceptance`).
+    position takes the recording's place (`read_acceptance`).  If only plain decoding is asked for
+    (``plain``) at named latencies, no recording is needed.  ``sizes`` are the prompt and output
+    tokens of requests that are not a recording's (`trace_by_position`).
     """
     from simulator import recording
     from traces.store.recordings import find_trace
 
-    carry = partial(carried, gpu=gpu, weights=weights) if gpu or weights else None
+    made_up = acceptance is not None
+    first: list[str] = []
+    notes: list[str] = []
+    say = notes.append
+    carry = partial(carried, gpu=gpu, weights=weights, say=say) if gpu or weights else None
     given = [latency] if isinstance(latency, str) else list(latency or ())
-    if acceptance is not None:
-        _check_alone(name, source, given, by_ratio)
-        named, outputs = recording.observed_trace(acceptance, note)
-        option = None
-    else:
-        named, outputs = name, find_trace(name)
-        option = name.option if isinstance(name, Defaulted) else None
-    return recording.load_recording(
-        named, outputs, latencies(given, named, by_ratio, assume_batch_free), source,
-        given=bool(given), option=option, chooses=chooses, carry=carry,
-        assume_batch_free=assume_batch_free, one=one, one_stream=one_stream, one_pass=one_pass,
-        observed=acceptance is not None, say=note,
-    )  # fmt: skip
+    try:
+        if acceptance is not None:
+            _check_alone(name, source, given, by_ratio)
+            named, outputs = recording.observed_trace(acceptance, say, sizes)
+            option = None
+        elif plain and given and isinstance(name, Defaulted):
+            made_up = True
+            named, outputs = recording.plain_trace(sizes)
+            option = None
+        else:
+            if sizes:
+                raise DraftsimError(
+                    f"the requests of {name} have lengths of their own: --prompt and --output go "
+                    "with --acceptance, or with --policy autoregressive at a named --latency"
+                )
+            named, outputs = name, find_trace(name)
+            option = name.option if isinstance(name, Defaulted) else None
+        return recording.load_recording(
+            named, outputs, latencies(given, named, by_ratio, assume_batch_free, say), source,
+            given=bool(given), option=option, chooses=chooses, carry=carry,
+            assume_batch_free=assume_batch_free, one=one, one_stream=one_stream,
+            one_pass=one_pass, observed=made_up, say=say, announce=first.append,
+        )  # fmt: skip
+    finally:
+        for line in (*first, *notes):
+            note(line)
 
 
 def _check_alone(name: str, source: str | None, given: Sequence[str], by_ratio: bool) -> None:

@@ -16,6 +16,7 @@ from traces.store.recordings import SERVED_TRACE as SERVED_TRACE  # noqa: PLC041
 if TYPE_CHECKING:
     from policies.core import DraftPolicy
     from policies.rules.base import VerifyRule
+    from simulator.chosen import Say
     from traces.acceptance.trace import Trace
     from traces.latency.table import LatencyTable
     from traces.replay.rounds import RoundLog
@@ -123,10 +124,11 @@ MemoryOption = Annotated[
 
 
 def load_latency(
-    name: str | None, trace_name: str, assume_batch_free: bool = False
+    name: str | None, trace_name: str, assume_batch_free: bool = False, say: Say | None = None
 ) -> LatencyTable:
     """Return the latency table called `name`, by default the one recorded with the trace.
 
+    ``say`` is told how the table is known; by default that is a note.
     Raises DraftsimError if the trace is a file by itself, as of a log, and none is named.
     """
     from commands.common.output import note
@@ -139,7 +141,7 @@ def load_latency(
         )
     table = find_latency(name if name is not None else trace_name)
     if said := table.meta.get("said"):
-        note(str(said))
+        (say or note)(str(said))
     return table.assumed_batch_free() if assume_batch_free else table
 
 
