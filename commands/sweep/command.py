@@ -170,6 +170,7 @@ def sweep(
     """
     from simulator.chosen import swept_policies
     from simulator.whatif.breakeven import fastest, overview
+    from simulator.whatif.sweep.memory import said_too_large
     from simulator.whatif.sweep.run import Sweep, write_thresholds
     from simulator.whatif.sweep.thresholds import thresholds
     from traces.replay.always import drafting_always
@@ -223,7 +224,11 @@ def sweep(
     if out is not None and out.suffix in TABLES:
         out = out.with_suffix(".parquet")  # what an interrupted sweep goes on from
     frame = _run(study, chosen_executor(jobs, cluster), out)
-    rows, ends = overview(frame), thresholds(frame)
+    large = list(said_too_large(frame, study.bench.prices, recorded))
+    if not frame["cache_fits"].any():
+        raise DraftsimError(large[0])
+    fitting = frame[frame["cache_fits"]]
+    rows, ends = overview(fitting), thresholds(fitting)
     if wanted is not None and wanted != out:
         if wanted.suffix == ".tex":
             columns = [n for n in SHOWN if n in rows]
@@ -240,19 +245,21 @@ def sweep(
     if out is not None:
         beside = write_thresholds(ends, out, study.description)
         note(f"wrote {len(frame)} rows to {out} and {len(ends)} to {beside}")
-    best = fastest(frame)
+    best = fastest(fitting)
     note(f"{recording.said}: {headline(best)}")
+    for line in large:
+        note(line)
     more = {"break_even": ends.to_dict("records"), "fastest": best.to_dict("records")}
     emit("sweep", rows, json, show=[n for n in SHOWN if n in rows], more=more)
     if json is None:
         print_thresholds(ends, out)
-    say_untried(study, frame)
-    say_outside(frame)
+    say_untried(study, fitting)
+    say_outside(fitting)
     if plots is not None:
         from simulator.plots import save_all_kinds
         from simulator.plots.whatif import figures
 
-        label, drawn = f"taken to cost nothing: {assumed}" if assumed else "", figures(frame)
+        label, drawn = f"taken to cost nothing: {assumed}" if assumed else "", figures(fitting)
         if not drawn:
             note(NOTHING)
         say_drawn([

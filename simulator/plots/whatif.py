@@ -64,7 +64,11 @@ def figures(frame: pd.DataFrame) -> dict[str, Figure]:
         part = part[part["alpha"] == part["alpha"].iloc[0]]
         suffix = f"_{i + 1}" if len(tables) > 1 else ""
         if part["batch"].nunique() > 1 and part["context"].nunique() > 1:
-            drawn.append((f"map_context_batch{suffix}", plot_maps(part, "context", "batch")))
+            # The cache of some batches may fit at the shorter contexts alone.
+            held = part.groupby("batch")["context"].transform("nunique")
+            full = part[held == part["context"].nunique()]
+            if full["batch"].nunique() > 1:
+                drawn.append((f"map_context_batch{suffix}", plot_maps(full, "context", "batch")))
         contexts = part["context"].fillna(-1)
         at = part[contexts == contexts.iloc[0]]
         if at["batch"].nunique() > 1 and at["gamma"].nunique() > 1:

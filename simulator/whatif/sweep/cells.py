@@ -96,7 +96,7 @@ COLUMNS = (
     "accepted", "draft_forwards", "block_efficiency", "acceptance_rate", "wall_s", "speedup",
     "speedup_lo", "speedup_hi", "carried_lo", "carried_hi", "below_1", "best_fixed", "best_gamma",
     "oracle", "regret_fixed", "regret_oracle", "adapting", "outside", "tilt_error", "tilt_tried",
-    "fidelity",
+    "fidelity", "cache_fits",
 )  # fmt: skip
 """Columns of a sweep: one row per policy, alpha, batch and price (c, or latency and context).
 
@@ -118,7 +118,9 @@ decoding, in a batch by the steps that each prompt is in.  The six columns from
 ``best_fixed`` on are those of `simulator.whatif.sweep.cells.with_regrets`, from the fixed
 lengths 1 to 12 and the oracle, asked for or not.  ``tilt_error`` is the relative error
 to expect of a speedup from tilting, larger for policies that read signals and NaN where it
-is not known; ``tilt_tried`` says whether it was measured at a shift as large.
+is not known; ``tilt_tried`` says whether it was measured at a shift as large.  ``cache_fits`` is
+False where the batch's KV cache exceeds the memory of a composed table's GPU
+(`simulator.whatif.sweep.memory`).
 """
 CARRIED = ("carried_lo", "carried_hi")
 TEXT = ("policy", "family", "source", "latency", "gpu", "fidelity")

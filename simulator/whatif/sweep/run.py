@@ -30,6 +30,7 @@ from policies.from_file import identity
 from policies.json_text import parse_json
 from simulator.executors import Executor, Local, Lost
 from simulator.whatif.sweep.cells import COLUMNS, TEXT, Bench, Part, references, with_regrets
+from simulator.whatif.sweep.memory import cache_fits
 from simulator.whatif.sweep.prices import Prices
 from simulator.whatif.tilt.fidelity import UNKNOWN_ERROR, TiltErrors, tilt_errors
 from simulator.whatif.tilt.trace import METHODS, Method, Tilter
@@ -41,7 +42,7 @@ from traces.store.writing import write_atomically
 
 Columns = dict[str, npt.NDArray[Any]]
 
-SCHEMA = 4
+SCHEMA = 5
 _DIGEST = hashlib.sha256().digest_size
 
 
@@ -378,6 +379,7 @@ class Sweep:
             columns["tilt_tried"] = np.array([known[row][1] for row in rows])
         frame = with_regrets(pd.DataFrame(columns))
         frame = frame[~frame["policy"].isin(list(self.bench.references))]
+        frame["cache_fits"] = cache_fits(frame, self.bench.prices, self.bench.trace)
         return pd.DataFrame(
             {k: pd.Categorical(frame[k].astype(object)) if k in TEXT else frame[k].to_numpy()
              for k in COLUMNS}
