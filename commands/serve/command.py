@@ -47,9 +47,13 @@ from commands.serve.loads import (
     AsyncOption,
     BudgetOption,
     MaxBatchOption,
+    OutputOption,
+    PromptOption,
     load_scenarios,
     requests_of,
+    sizes_of,
 )
+from commands.serve.measured import against_measured, print_measured
 from commands.serve.plots import draw
 from commands.serve.progress import kept, requests_bar, rows_file
 from commands.serve.rows import headline, remarks, shown
@@ -88,9 +92,13 @@ def serve(
         Path | None,
         typer.Option(
             metavar="FILE",
-            help="CSV with TIMESTAMP,ContextTokens,GeneratedTokens; its first --requests rows.",
+            help="CSV with TIMESTAMP,ContextTokens,GeneratedTokens, the result of `vllm bench "
+            "serve --save-detailed`, or requests.jsonl of LLMServingSim's bench; the first "
+            "--requests of it. What was measured is shown next to the prediction.",
         ),
     ] = None,
+    prompt: PromptOption = None,
+    output: OutputOption = None,
     scale: Annotated[
         str | None, typer.Option(metavar="S,...", help="Speed the arrivals file up by these.")
     ] = None,
@@ -176,7 +184,7 @@ def serve(
     A request of an arrivals file keeps the file's lengths and replays a recorded sequence of
     about its output length; such rows are approximate.
     """
-    from simulator.chosen import load_serving_policies
+    from simulator.chosen import PLAIN, load_serving_policies
     from simulator.serving import Devices, Limits, Scenario
     from traces.replay.always import drafting_always
 
@@ -187,6 +195,8 @@ def serve(
         acceptance=acceptance,
         assume_batch_free=assume_batch_free,
         one_pass=one_pass,
+        plain=settings is None and set(policy or ()) == {PLAIN},
+        sizes=sizes_of(prompt, output, arrivals),
     )
     recorded, table = recording.trace, recording.latency
     policy, verify = one_rule(policy, verify)
@@ -230,11 +240,14 @@ def serve(
                 path=rows_file(out), meta=meta, progress=progress, advance=advance, timeline=drawn,
                 rows=rows, executor=executor, say=note,
             )  # fmt: skip
+    measured = against_measured(recorded, table, policies, scenarios, rule)
     if json is None:
         note(f"{recording.said}: {headline(rows)}")
         print_table(shown(rows))
+        if measured:
+            print_measured(measured)
     else:
-        emit("serve", rows, json)
+        emit("serve", rows, json, more={"measured": measured} if measured else None)
     for remark in remarks(rows):
         note(remark)
     for path in (p for p in (out, timeline) if p is not None):

@@ -38,6 +38,32 @@ AsyncOption = Annotated[
     ),
 ]
 
+PromptOption = Annotated[
+    int | None,
+    typer.Option(
+        metavar="N",
+        min=1,
+        help="Prompt tokens of a request, with --acceptance or plain decoding alone. Default: the "
+        "server's, else 256.",
+    ),
+]
+OutputOption = Annotated[
+    int | None,
+    typer.Option(metavar="N", min=2, help="Output tokens of a request, likewise."),
+]
+
+
+def sizes_of(prompt: int | None, output: int | None, arrivals: Path | None) -> dict[str, int]:
+    """Return the lengths named, by the fields of `trace_by_position`.
+
+    Raises DraftsimError if a file of arrivals has lengths of its own.
+    """
+    named = {"prompt_length": prompt, "tokens": output}
+    found = {name: value for name, value in named.items() if value is not None}
+    if found and arrivals is not None:
+        raise DraftsimError(f"{arrivals} has the requests' lengths: drop --prompt and --output")
+    return found
+
 
 def requests_of(scenarios: Sequence[Scenario]) -> int:
     """Requests of all scenarios and replications together, under one policy."""

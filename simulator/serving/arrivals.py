@@ -11,23 +11,18 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
-import pandas as pd
 
+from simulator.serving.recorded import Requests, read_requests
 from traces.acceptance.trace import Trace
-from traces.errors import DraftsimError, FileError
+from traces.errors import DraftsimError
 
-FILE_COLUMNS = ("TIMESTAMP", "ContextTokens", "GeneratedTokens")
-LONGEST = 10_000_000
-"""Tokens of a prompt or an output that a file may ask for; more is taken for a mistake."""
-MOST_S = 1e9
-"""Seconds that a file may span, some thirty years; more is taken for a mistake."""
 AT_ONCE = 4096
 """Rows of a file that are given sequences together."""
 
@@ -158,25 +153,22 @@ class ClosedLoop(Arrivals):
 
 @dataclass(frozen=True)
 class ArrivalFile(Arrivals):
-    """Requests of a CSV file with the columns ``TIMESTAMP,ContextTokens,GeneratedTokens``.
+    """Requests of a file (`simulator.serving.recorded.read_requests`).
 
-    The layout is that of the Azure LLM inference traces.  Timestamps are dates or
-    seconds; the first request arrives at time 0, and `scale` > 1 speeds the file up.
+    The first request arrives at time 0, and `scale` > 1 speeds the file up.
     A request keeps the file's prompt and output lengths and replays one of the `nearest`
     recorded sequences closest in output length (smallest |log(recorded / asked)|), drawn
     at random: cut where the recording is longer, begun again where it is shorter.  The
     recorded acceptance is taken to hold at the file's prompt length.
 
-    Raises
-    ------
-    FileError
-        If the file is missing, empty, lacks a column, or holds a timestamp out of order,
-        a negative one, or a length below one or beyond `LONGEST`.
+    ``requests`` are the file's requests where they were read before; by default they are read
+    from ``path`` when needed, which raises FileError.
     """
 
     path: str | Path
     scale: float = 1.0
     nearest: int = 8
+    requests: Requests | None = field(default=None, compare=False, repr=False)
 
     def __post_init__(self) -> None:
         _positive("rate scale", self.scale)
@@ -185,14 +177,17 @@ class ArrivalFile(Arrivals):
 
     def scaled(self, factor: float) -> ArrivalFile:
         """The same file sped up by a further `factor`; it is not read again."""
-        again = replace(self, scale=self.scale * factor)
-        vars(again)["rows"] = self.rows
-        return again
+        return replace(self, scale=self.scale * factor, requests=self.read)
 
     @cached_property
+    def read(self) -> Requests:
+        """The requests at the file's own pace, and what was measured of them."""
+        return read_requests(Path(self.path)) if self.requests is None else self.requests
+
+    @property
     def rows(self) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.int64], npt.NDArray[np.int64]]:
         """Unscaled arrival seconds from the first request on, prompt and output tokens."""
-        return _read_file(Path(self.path))
+        return self.read.arrival_s, self.read.prompt, self.read.output
 
     def times(self, rng: np.random.Generator) -> Iterator[float]:
         """The file's times, scaled."""
@@ -244,49 +239,6 @@ class ArrivalTimes(Arrivals):
     def rate(self) -> float | None:
         """The file's mean rate; None if it spans no time."""
         return self.file.rate
-
-
-def _read_file(
-    path: Path,
-) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-    try:
-        frame = pd.read_csv(path)
-    except FileNotFoundError:
-        raise FileError(f"arrivals file {path} does not exist") from None
-    except (pd.errors.EmptyDataError, pd.errors.ParserError, UnicodeDecodeError, OSError) as e:
-        raise FileError(f"arrivals file {path} cannot be read as CSV: {e}") from None
-    if missing := [c for c in FILE_COLUMNS if c not in frame.columns]:
-        raise FileError(f"arrivals file {path} lacks the column(s) {', '.join(missing)}")
-    if frame.empty:
-        raise FileError(f"arrivals file {path} holds no request, only a header")
-    seconds = pd.to_numeric(frame["TIMESTAMP"], errors="coerce").to_numpy(float)
-    if np.isnan(seconds).all():
-        dates = pd.to_datetime(frame["TIMESTAMP"], errors="coerce", format="ISO8601")
-        seconds = (dates - dates.min()).dt.total_seconds().to_numpy(float)
-    lengths = [pd.to_numeric(frame[c], errors="coerce").to_numpy(float) for c in FILE_COLUMNS[1:]]
-    # Refused below, and not computed with.
-    seconds, *lengths = (np.where(np.isinf(v), np.nan, v) for v in (seconds, *lengths))
-    checks = [
-        np.isnan(seconds) | (seconds < 0) | (seconds - seconds[0] > MOST_S),
-        *(~((v >= 1) & (v <= LONGEST)) | (v % 1 != 0) for v in lengths),
-    ]
-    for name, bad in zip(FILE_COLUMNS, checks, strict=True):
-        if bad.any():
-            row = int(np.flatnonzero(bad)[0])
-            whole = f"a whole number, 1 to {LONGEST}"
-            dated = f"a date or seconds >= 0, at most {MOST_S:g} s after the first"
-            want = dated if name == "TIMESTAMP" else whole
-            value = frame[name].iloc[row]
-            raise FileError(
-                f"arrivals file {path}, row {row + 1}: {name} is {str(value)[:40]}, expected {want}"
-            )
-    if (back := np.flatnonzero(np.diff(seconds) < 0)).size:
-        raise FileError(
-            f"arrivals file {path}, row {int(back[0]) + 2}: TIMESTAMP goes back in time: "
-            "sort the file"
-        )
-    prompts, outputs = (v.astype(np.int64) for v in lengths)
-    return seconds - seconds[0], prompts, outputs
 
 
 def _deck(size: int, rng: np.random.Generator) -> Iterator[int]:

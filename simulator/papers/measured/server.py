@@ -9,7 +9,7 @@ from __future__ import annotations
 import csv
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -17,10 +17,10 @@ import numpy.typing as npt
 from policies.lengths.basic import Autoregressive
 from simulator.papers.measured.rows import Evidence, evidence
 from simulator.serving import ArrivalFile, Limits, Scenario, simulate
+from simulator.serving.recorded import METRICS, Requests, compared, read_requests
 from traces.acceptance.synthetic import synthetic_trace
 from traces.errors import DraftsimError
 from traces.store.recordings import find_latency
-from traces.store.text import json_lines
 
 Floats = npt.NDArray[np.float64]
 
@@ -34,7 +34,6 @@ SERVER_SOURCE = (
 )
 LIMITS = Limits(max_batch=256, token_budget=2048, kv_blocks=2587, async_scheduling=True)
 """The server's settings.  One of its 2,588 blocks is vLLM's null block, which no request holds."""
-METRICS = ("ttft_s", "tpot_s", "e2e_s")
 WINDOW_S = 10.0
 """Requests that run and wait are compared as means over this many seconds."""
 
@@ -56,17 +55,15 @@ def server_rows(folder: Path) -> list[Evidence]:
     path = folder / SERVER_LOG
     if not path.is_file():
         return []
-    real = read_server(path)
+    real = read_requests(path)
     ours = served(real)
     given = "operators and the server's settings"
-    rows = []
+    rows = [
+        evidence(SERVER, f"{given}: {SERVED}", f"{metric[:-2]} {label}, s", predicted, measured)
+        for metric, label, predicted, measured in compared(ours.requests, real.measured)
+    ]
     for name in METRICS:
-        predicted, measured = ours.requests[name], real[name]
-        theirs = _statistics(measured)
-        rows += [
-            evidence(SERVER, f"{given}: {SERVED}", f"{name[:-2]} {label}, s", value, theirs[label])
-            for label, value in _statistics(predicted).items()
-        ]
+        predicted, measured = ours.requests[name], real.measured[name]
         rows += [
             evidence(
                 SERVER, f"{given}, {name[:-2]} of each request: {SERVED}",
@@ -91,35 +88,6 @@ def _over_time_rows(path: Path, ours: Served, given: str) -> Iterator[Evidence]:
                 )  # fmt: skip
 
 
-def _statistics(values: Floats) -> dict[str, float]:
-    quantiles = {f"p{q}": float(np.percentile(values, q)) for q in (50, 90, 95, 99)}
-    return {"mean": float(values.mean()), **quantiles}
-
-
-def read_server(path: Path) -> dict[str, Floats]:
-    """Read the requests that LLMServingSim's ``bench`` recorded: columns, in order of arrival.
-
-    Raises DraftsimError if they are damaged.
-    """
-    try:
-        rows: list[Any] = [row for _, row in json_lines(path)]
-        columns = {
-            name: np.array([row[name] for row in rows], float)
-            for name in ("input_toks", "output_toks", "queued_ts", "first_token_ts",
-                         "last_token_ts")
-        }  # fmt: skip
-    except (TypeError, ValueError, KeyError) as error:
-        raise DraftsimError(f"cannot read the requests in {path}: {error}") from None
-    queued, first, last = (columns[n] for n in ("queued_ts", "first_token_ts", "last_token_ts"))
-    found = {
-        "prompt": columns["input_toks"], "output": columns["output_toks"], "queued_s": queued,
-        "ttft_s": first - queued, "e2e_s": last - queued,
-        "tpot_s": (last - first) / np.maximum(columns["output_toks"] - 1, 1),
-    }  # fmt: skip
-    order = np.argsort(queued, kind="stable")
-    return {name: values[order] for name, values in found.items()}
-
-
 def read_over_time(path: Path) -> dict[str, Floats]:
     """Read the requests that ran and waited, sampled each second, as means over `WINDOW_S`.
 
@@ -138,14 +106,11 @@ def read_over_time(path: Path) -> dict[str, Floats]:
     return {name: np.bincount(window, values) / count for name, values in columns.items()}
 
 
-def served(real: dict[str, Floats], name: str = SERVED, limits: Limits = LIMITS) -> Served:
+def served(real: Requests, name: str = SERVED, limits: Limits = LIMITS) -> Served:
     """Serve the same requests under plain decoding, at the latencies called `name`."""
     trace = synthetic_trace(0.5, requests=8, tokens=640, max_gamma=1, seed=0)
-    arrivals = ArrivalFile("the server's requests")
-    times = real["queued_s"] - real["queued_s"].min()
-    lengths = (real[column].astype(np.int64) for column in ("prompt", "output"))
-    vars(arrivals)["rows"] = (times, *lengths)
-    scenario = Scenario(arrivals, limits, requests=len(times), warmup=0.0)
+    arrivals = ArrivalFile("the server's requests", requests=real)
+    scenario = Scenario(arrivals, limits, requests=len(real.output), warmup=0.0)
     run = simulate(trace, find_latency(name), Autoregressive(), scenario)
     requests = run.requests.sort_values("index")
     edges = np.arange(0, run.simulated_s + WINDOW_S, WINDOW_S)
