@@ -18,6 +18,7 @@ from traces.errors import DraftsimError, FileError
 from traces.latency.table import LatencyTable
 from traces.replay.always import in_one_pass
 from traces.sources.base import Recordings, Source
+from traces.sources.exits.early_exit import EarlyExit
 from traces.sources.found import find_recordings, own_source
 from traces.sources.registry import DRAFT_MODEL, parse_source
 from traces.sources.replay import check_rule, check_same_layers
@@ -25,6 +26,7 @@ from traces.sources.starts.as_draft import check_drafts, drafted_latency, drafte
 from traces.sources.starts.features import Eagle
 from traces.sources.starts.sources import LayerSkip
 from traces.store.identity import ROLES, engine_head, model_in, model_label, same_model
+from traces.store.operators import at_depths
 from traces.store.recordings import find_latency, folder_of, models_of, pair_label
 
 COMMON_LENGTH = 8
@@ -81,6 +83,7 @@ class Recording:
         table = self.latency if table is None else table
         if self.one_pass:
             table = in_one_pass(table)
+        table = at_depths(table, model_in(self.outputs.meta, "target").get("layers"))
         if self.source is None:
             return table
         if isinstance(self.source, LayerSkip):
@@ -102,6 +105,19 @@ class Recording:
         if self.tables and list(self.tables) != [self.name]:
             costs = f", at the costs of {' and '.join(names[1:])}"
         return names[0] + (f" ({self.label})" if self.label else "") + costs
+
+    @property
+    def said_depths(self) -> str:
+        """How single layers are priced if the latencies' target has more or fewer; else empty."""
+        layers = model_in(self.outputs.meta, "target").get("layers")
+        for table in self.tables.values():
+            if "at_depths_of" in at_depths(table, layers).meta:
+                own = model_in(table.meta, "target")["layers"]
+                return (
+                    f"single layers were recorded of a target with {layers} and are priced as the "
+                    f"same share of {own}"
+                )
+        return ""
 
     def check_rule(self, rule: VerifyRule | None) -> None:
         """Raise DraftsimError if `rule` asks for what is not known of the drafts."""
@@ -160,10 +176,15 @@ def imputed(name: str, trace: Trace, chooses: str | None = None, say: Say = sile
     return filled
 
 
-def observed_trace(text: str, say: Say = silent) -> tuple[str, Trace]:
-    """Return a name and a trace of acceptance that a server counted; `say` is told whose it is."""
+def observed_trace(
+    text: str, say: Say = silent, sizes: Mapping[str, int] | None = None
+) -> tuple[str, Trace]:
+    """Return a name and a trace of acceptance that a server counted; `say` is told whose it is.
+
+    ``sizes`` are the requests' ``prompt_length`` and ``tokens``, by default the server's.
+    """
     found = read_acceptance(text)
-    trace = trace_by_position(found.survival, **found.sizes, meta=found.meta)
+    trace = trace_by_position(found.survival, **{**found.sizes, **(sizes or {})}, meta=found.meta)
     one = trace.requests[0]
     say(
         f"{found.said}: {len(trace.requests)} requests of {one.prompt_length} prompt and "
@@ -171,6 +192,16 @@ def observed_trace(text: str, say: Say = silent) -> tuple[str, Trace]:
         f"{trace.max_gamma} tokens"
     )
     return found.named, trace
+
+
+def plain_trace(sizes: Mapping[str, int] | None = None) -> tuple[str, Trace]:
+    """Return a name and a trace for plain decoding, which drafts nothing.
+
+    ``sizes`` are the requests' ``prompt_length`` and ``tokens`` (`trace_by_position`).
+    """
+    trace = trace_by_position((0.0,), **(sizes or {}), meta={"source": "plain decoding"})
+    one = trace.requests[0]
+    return f"requests of {one.prompt_length} prompt and {one.tokens} output tokens", trace
 
 
 def load_source(text: str | None) -> Source | None:
@@ -188,7 +219,7 @@ def load_recording(
     given: bool = False, option: str | None = None, chooses: str | None = None,
     carry: Callable[[Tables], Tables] | None = None, assume_batch_free: bool = False,
     one: bool = True, one_stream: bool = False, one_pass: bool = False, observed: bool = False,
-    say: Say = silent,
+    say: Say = silent, announce: Say | None = None,
 ) -> Recording:  # fmt: skip
     """Return the recording called `name`, the latencies to price it with, and who drafts.
 
@@ -218,7 +249,9 @@ def load_recording(
     observed:
         True if `outputs` is an `observed_trace`, which has no folder and no drafter.
     say:
-        Told which drafter drafts, and whose costs are used.
+        Told which drafter drafts.
+    announce:
+        Told whose acceptance is priced at whose costs, if the models differ; by default `say`.
 
     Raises
     ------
@@ -247,7 +280,7 @@ def load_recording(
     else:
         models = models_of(name, outputs)
     if given:
-        check_models(name, models, tables, drafter, option, say)
+        check_models(name, models, tables, drafter, option, announce or say)
     for table in tables.values():
         if remark := table.meta.get("remark"):
             say(str(remark))
@@ -271,10 +304,13 @@ def load_recording(
         say(f"drafting with {trace.source}, drafts of up to {trace.max_gamma} tokens")
     by = trace.source if stream is None else stream.label(recordings)
     label = _label(models, tables, "" if drafter is None and stream is None else by)
-    return Recording(
+    found = Recording(
         name, outputs, trace, tables, models, label, drafter, recordings, assume_batch_free,
         stream, observed, one_pass,
     )  # fmt: skip
+    if isinstance(drafter or stream, EarlyExit | LayerSkip) and found.said_depths:
+        say(found.said_depths)
+    return found
 
 
 def _drafter(

@@ -239,6 +239,8 @@ def is_measured(log: RoundLog, latency: LatencyTable) -> bool:
     # The cells of a pass taken apart by hooks leave out half of what a layer by itself costs;
     # a pass costs much the same whatever preceded it.
     named = {("target", "layer"): ("exit", "layer"), ("target", "pass"): ("target", "forward")}
+    if "composed" in latency.meta:  # of operators, which are a layer's own
+        named |= {("target", "layer"): ("target", "layer"), ("exit", "head"): ("target", "head")}
     wanted = {named.get(kind) or kind for kind in kinds}
     return all(latency.has(*kind) for kind in wanted)
 

@@ -140,7 +140,7 @@ def simulate(
     from commands.simulate.table import with_quality
     from simulator.whatif.ranking import Ranking, lossless
     from traces.replay.always import drafting_always
-    from traces.sources.replay import check_rule
+    from traces.sources.replay import check_rule, runs_layers
     from traces.store.outputs import find_runs, read_run
     from traces.store.recordings import folder_of
 
@@ -224,6 +224,8 @@ def simulate(
         with_quality(rows, runs, recorded), json, prefill, out, by_name, recording.said, by_phase,
         gains=against is not None,
     )  # fmt: skip
+    if recording.said_depths and any(runs_layers(log) for log in more):
+        note(recording.said_depths)
     say_memory([*logs, *more])
     if any(log.mismatched is not None for log in [*logs, *more]):
         say_unjudged(table)

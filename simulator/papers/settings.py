@@ -15,6 +15,7 @@ import numpy as np
 
 from policies.lengths.basic import Fixed
 from policies.lengths.gammatune import GammaTune
+from simulator.papers.early_exit import FITTED_SHARE, Replays, search
 from simulator.papers.gammatune import REFERENCE, gammatune_families
 from simulator.papers.ours import Ours, method_outcome
 from simulator.papers.rows import EXPERIMENT, Row
@@ -23,10 +24,13 @@ from simulator.published import CMASD_1, GAMMATUNE_1, GAMMATUNE_2, SPECBOUND_1, 
 from simulator.robustness import INITIAL_GAMMAS, robustness, seconds_at_each
 from traces.errors import DraftsimError
 from traces.latency.table import LatencyTable
+from traces.replay.corrections import split_requests
 from traces.replay.lanes import replay_many
 from traces.replay.rounds import RoundLog
+from traces.sources.files import read_recordings
 from traces.sources.methods import METHODS
-from traces.store.recordings import find_latency
+from traces.store.operators import at_depths
+from traces.store.recordings import BUNDLED, find_latency, find_trace
 
 TABLE = "Papers' settings, composed"
 AGREES = 0.1
@@ -60,6 +64,8 @@ GAMMATUNE_PAIRS = (
          "published of a quantised 70B on one GPU, of which no kernel explains the 925 ms"),
 )  # fmt: skip
 CMASD_LATENCY = "a100/llama-2-7b+vicuna-68m"
+EXITS = "smollm2-cpu"
+"""Bundled recording of early exits, for recordings that have none."""
 SPECBOUND_MODELS = {"Vicuna-7B": "h800/vicuna-7b", "Vicuna-13B": "h800/vicuna-13b"}
 
 
@@ -67,7 +73,7 @@ def setting_rows(ours: Ours) -> list[Row]:
     """Rows of GammaTune's pairs on H100, SpecBound's on H800 and CM-ASD's batch on A100."""
     fixed = [Fixed(k) for k in LENGTHS if k <= (ours.trace.max_gamma or LENGTHS[-1])]
     logs = list(replay_many(ours.trace, [(f"fixed:gamma={p.gamma}", p) for p in fixed]))
-    return [*_gammatune_rows(ours, logs), *_specbound_rows(), *_cmasd_rows(ours, logs)]
+    return [*_gammatune_rows(ours, logs), *_specbound_rows(ours), *_cmasd_rows(ours, logs)]
 
 
 def speedups(logs: list[RoundLog], latency: LatencyTable, batch: int = 1) -> list[float]:
@@ -161,8 +167,12 @@ def _curve(
         yield _row(label, f"speedup at batch {batch}", None, found[best], f"gamma = {gamma}")
 
 
-def _specbound_rows() -> Iterator[Row]:
-    """Early exit has no draft model: which share of a pass a drafted token took."""
+def _specbound_rows(ours: Ours) -> Iterator[Row]:
+    """SpecBound's rounds priced layer by layer, and what its published figures imply.
+
+    Early exit has no draft model: the rows also say which share of a pass a drafted token took.
+    """
+    ours, whose = with_exits(ours)
     for model, name in SPECBOUND_MODELS.items():
         latency = find_latency(name)
         at = {"context": 512}
@@ -174,6 +184,7 @@ def _specbound_rows() -> Iterator[Row]:
             published = SPECBOUND_3.value("Per-token latency (ms)", "AR_base")
             yield _row(label, "ms a token, plain", published, 1e3 * step, EAGER)
         line = SPECBOUND_1[model, "SpecBound"]
+        yield from _early_exits(ours, whose, label, latency, line.overall)
         tokens, speedup = float(np.mean(line.compression)), line.overall
         verify = latency.seconds("target", "forward", new_tokens=round(tokens), **at).item() / step
         # A round emits `tokens`, all but one of them drafted.
@@ -183,6 +194,32 @@ def _specbound_rows() -> Iterator[Row]:
         yield _row(label, "layers a drafted token, implied", None, (implied * step - head) / layer,
                    f"{note}; a layer {1e6 * layer:.0f} us, head {1e6 * head:.0f} us")  # fmt: skip
         yield _row(label, "break-even c", None, (tokens - verify) / (tokens - 1), note)
+
+
+def with_exits(ours: Ours) -> tuple[Ours, str]:
+    """Return a recording with early exits, and whose they are: ours, else the bundled one."""
+    if ours.recordings.exits is not None:
+        return ours, "the recording's"
+    recordings = read_recordings(BUNDLED / EXITS)
+    return Ours(find_trace(EXITS), ours.latency, recordings=recordings), f"those of {EXITS}"
+
+
+def _early_exits(
+    ours: Ours, whose: str, label: str, latency: LatencyTable, published: float
+) -> Iterator[Row]:
+    """SpecBound at its optimum on these latencies, found on half of the prompts."""
+    assert ours.recordings.exits is not None
+    layers = ours.recordings.exits.layers
+    own = replace(ours, latency=at_depths(latency, layers))
+    fit, shown = split_requests(ours.trace, FITTED_SHARE)
+    best = search(Replays(own, fit))
+    log = Replays(own, shown).run(best).log
+    note = f"{best.text}, {float(log.rounds['emitted'].mean()):.2f} tokens a round; exits are "
+    note += f"{whose}, of {layers} layers, each priced as the same share of the depth"
+    found = {batch: speedups([log], own.latency, batch)[0] for batch in CURVE}
+    yield _row(label, "speedup, SpecBound", published, found.pop(1), note)
+    for batch, speedup in found.items():
+        yield _row(label, f"speedup at batch {batch}", None, speedup, "SpecBound, same setting")
 
 
 def _cmasd_rows(ours: Ours, logs: list[RoundLog]) -> Iterator[Row]:

@@ -163,6 +163,11 @@ def check_signals(
         )
 
 
+def runs_layers(log: RoundLog) -> bool:
+    """Return True if the rounds ran single layers of the target."""
+    return log.calls is not None and bool(np.isin(log.calls["kind"], LAYER).any())
+
+
 def check_layers(log: RoundLog, trace: Trace, latency: LatencyTable) -> None:
     """Refuse to price rounds that ran single layers at latencies of a target with other layers.
 
@@ -171,13 +176,15 @@ def check_layers(log: RoundLog, trace: Trace, latency: LatencyTable) -> None:
 
     Raises DraftsimError if both numbers of layers are known and differ.
     """
-    if log.calls is not None and np.isin(log.calls["kind"], LAYER).any():
+    if runs_layers(log):
         check_same_layers(log.source, trace, latency)
 
 
 def check_same_layers(source: str, trace: Trace, latency: LatencyTable) -> None:
     """Raise DraftsimError if the latencies' target has more or fewer layers than the trace's."""
     ran, priced = (model_in(meta, "target").get("layers") for meta in (trace.meta, latency.meta))
+    if "at_depths_of" in latency.meta:
+        priced = latency.meta["at_depths_of"]
     if None not in (ran, priced) and ran != priced:
         raise DraftsimError(
             f"{source} runs single layers, recorded of a target with {ran}, and the latencies are "

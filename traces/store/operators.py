@@ -212,7 +212,25 @@ def operators_alone(latency: LatencyTable) -> LatencyTable | None:
         return None
     where, _, models = str(meta["composed"]).rpartition("/")
     graphs = CUDAGraphs(tuple(meta["captured"]), meta["graph_mode"])
-    return find_composed(f"{where}{OPERATORS_ALONE}/{models}", graphs, meta["every_batch_to"])
+    found = find_composed(f"{where}{OPERATORS_ALONE}/{models}", graphs, meta["every_batch_to"])
+    return found if found is None else at_depths(found, meta.get("at_depths_of"))
+
+
+def at_depths(latency: LatencyTable, layers: int | None) -> LatencyTable:
+    """Return composed latencies whose single layers are those of a target with `layers` layers.
+
+    A layer of a recorded target is priced as the same share of the composed target's depth:
+    layer 15 of 30 as layer 16 of 32.  Other tables, and those of as many layers, stay as they are.
+    """
+    own = (latency.meta.get("shapes") or {}).get("target", {}).get("layers")
+    if "composed" not in latency.meta or None in (own, layers) or own == layers:
+        return latency
+    assert own is not None
+    assert layers is not None
+    cells = latency.cells.copy()
+    single = (cells["model"] == "target") & (cells["phase"] == "layer")
+    cells.loc[single, "median_s"] *= own / layers
+    return LatencyTable(cells, {**latency.meta, "at_depths_of": layers})
 
 
 def in_graphs(latency: LatencyTable, graphs: CUDAGraphs | None, largest: int) -> LatencyTable:

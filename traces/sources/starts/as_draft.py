@@ -259,12 +259,13 @@ def _skipping(latency: LatencyTable, layers: int) -> pd.DataFrame:
     own = cells[
         (cells["model"] == model) & (cells["phase"] == "layer") & (cells["new_tokens"] == 1)
     ]
-    head = float(latency.estimate("target", "head").seconds)
     rows = []
-    for context, layer in zip(own["context"], own["median_s"], strict=True):
-        seconds = layers * layer + head
-        rows += [("draft", "catch_up", 1, n, context, seconds) for n in (1, ANY)]
-        rows.append(("draft", "forward", 1, 1, context, seconds))
+    for batch, at in own.groupby("batch"):
+        head = float(latency.estimate("target", "head", batch=batch).seconds)
+        for context, layer in zip(at["context"], at["median_s"], strict=True):
+            seconds = layers * layer + head
+            rows += [("draft", "catch_up", batch, n, context, seconds) for n in (1, ANY)]
+            rows.append(("draft", "forward", batch, 1, context, seconds))
     return _frame(rows)
 
 
