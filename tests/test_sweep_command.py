@@ -15,6 +15,7 @@ from commands import app
 from simulator.plots.whatif import plot_batches
 from simulator.whatif import read_sweep
 from simulator.whatif.sweep.grid import search_space
+from tests.conftest import Run
 from traces.acceptance.synthetic import Bursty, synthetic_trace
 from traces.acceptance.trace import Trace
 from traces.errors import DraftsimError
@@ -255,3 +256,20 @@ def test_fixed_lengths_are_swept_as_far_as_drafts_were_recorded(tmp_path: Path) 
     # The default length is one as any other.
     short = {f"fixed:gamma={length}" for length in (1, 2, 3, 4, 5)}
     assert names == {*short, "oracle:gamma_max=5"}
+
+
+def test_batches_whose_cache_does_not_fit_are_left_out(run: Run, tmp_path: Path) -> None:
+    pair = ("--latency", "rtx-3090/llama-3.1-8b+llama-3.2-1b", "--policy", "fixed:gamma=1")
+    out = tmp_path / "s.parquet"
+    ran = run("sweep", *pair, "--batch", "1,128", "--context", "64,2048", "--resamples", 0,
+              "--out", out)  # fmt: skip
+    assert ran.code == 0, ran.err
+    assert "left out from batch 128 and context 2048: its KV cache needs" in ran.err
+    frame = read_sweep(out)
+    fits = {(b, c): f for b, c, f in zip(
+        frame["batch"], frame["context"], frame["cache_fits"], strict=True
+    )}  # fmt: skip
+    assert fits == {(1, 64): True, (1, 2048): True, (128, 64): True, (128, 2048): False}
+    none = run("sweep", *pair, "--batch", 128, "--context", 4096, "--resamples", 0)
+    assert none.code == 2
+    assert "blocks of 16 tokens" in none.err.splitlines()[-1]
