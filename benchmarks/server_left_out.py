@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import pandas as pd
 
-from simulator.aggregate.server import ServerRun, calibrate, interval_of
+from simulator.aggregate.server import ServerRun, Target, calibrate, interval_of
 from simulator.published import ENGINE_STUDIES, RTX3090, RTX3090_PLAIN
 
 ALL = "all studies"
@@ -38,6 +38,9 @@ TERMS = {
 }
 """Costs taken as zero, by what the model lacks then."""
 TABLES = Path(__file__).resolve().parents[2] / "shared" / "tables"
+GPT_OSS_120B = Target(experts=(128, 4))
+"""Of the thread 32628: 128 experts, of which a token chooses 4 (openai/gpt-oss-120b)."""
+LLAMACPP = Target(vectors=True)
 Given = Callable[[ServerRun], bool]
 
 
@@ -47,6 +50,8 @@ class Study(NamedTuple):
     name: str
     runs: list[ServerRun]
     given: Given
+    target: Target = Target()
+    passes: int | None = None
 
 
 class Missed(NamedTuple):
@@ -70,7 +75,7 @@ def studies() -> Iterator[tuple[str, list[Study]]]:
     eagle = eagle3_runs()
     for lengths, batches in (((3, 8), (1, 2, 8)), ((3, 5), (1, 2, 8)), ((3, 8), (1, 8))):
         yield f"vLLM 32628, from K = {lengths} at {batches}", [Study(
-            "32628", eagle, lambda r, k=lengths, b=batches: r.k in k and r.batch in b
+            "32628", eagle, lambda r, k=lengths, b=batches: r.k in k and r.batch in b, GPT_OSS_120B
         )]  # fmt: skip
     for name, ladder in RTX3090.items():
         runs = [ServerRun(1, 0, RTX3090_PLAIN)]
@@ -80,7 +85,15 @@ def studies() -> Iterator[tuple[str, list[Study]]]:
         given = sorted(ladder)[:2]
         yield (
             f"RTX 3090 {name}, from none and K = {given}",
-            [Study(name, runs, lambda run, g=given: run.k in (0, *g))],
+            [
+                Study(
+                    name,
+                    runs,
+                    lambda run, g=given: run.k in (0, *g),
+                    LLAMACPP,
+                    1 if "dflash" in name.lower() else None,
+                )
+            ],
         )
     for study in ENGINE_STUDIES:
         for load, of in study.runs.items():
@@ -138,7 +151,7 @@ NOTHING = Result([], [], [])
 def left_out(study: Study, without: Collection[str] = ()) -> Result:
     """Every run that was not given, predicted from those that were."""
     given = [run for run in study.runs if study.given(run)]
-    return _predicted(study.runs, given, [r for r in study.runs if not study.given(r)], without)
+    return _predicted(study, given, [r for r in study.runs if not study.given(r)], without)
 
 
 def each_run(study: Study, without: Collection[str] = ()) -> Result:
@@ -147,14 +160,15 @@ def each_run(study: Study, without: Collection[str] = ()) -> Result:
     for run in study.runs:
         others = [other for other in study.runs if other is not run]
         if len(others) > 1:
-            found = found.joined(_predicted(study.runs, others, [run], without))
+            found = found.joined(_predicted(study, others, [run], without))
     return found
 
 
 def _predicted(
-    runs: list[ServerRun], given: list[ServerRun], asked: list[ServerRun], without: Collection[str]
+    study: Study, given: list[ServerRun], asked: list[ServerRun], without: Collection[str]
 ) -> Result:
-    server = calibrate(given, without=without)
+    runs = study.runs
+    server = calibrate(given, passes=study.passes, without=without, target=study.target)
     missed, signs, best = [], [], []
     plain = {run.batch: run.tokens_per_s for run in runs if run.k == 0}
     for run in asked:

@@ -18,7 +18,16 @@ if TYPE_CHECKING:
     from simulator.aggregate import Interval
     from simulator.aggregate.advice import Choice, Prediction
     from simulator.aggregate.positions import Positions
-    from simulator.aggregate.server import Server
+    from simulator.aggregate.server import Server, Target
+
+ExpertsOption = Annotated[
+    str | None,
+    typer.Option(
+        metavar="COUNT/CHOSEN",
+        help="Experts of the target, and how many a token chooses (128/4). Default: those of a "
+        "model of known sizes, else no mixture.",
+    ),
+]
 
 
 def calibrate(
@@ -49,6 +58,11 @@ def calibrate(
             "drafts all tokens at once. Default: one per drafted token.",
         ),
     ] = None,
+    engine: Annotated[
+        str | None,
+        typer.Option(help="llamacpp: its kernels for quantised weights are known. Others: no use."),
+    ] = None,
+    experts: ExpertsOption = None,
     noise: Annotated[
         float | None,
         typer.Option(min=1e-4, help="Relative spread of a run's tokens/s, if you repeated runs."),
@@ -88,7 +102,8 @@ def calibrate(
     for line in found.notes:
         note(line)
     measured = found.runs
-    server = fit(measured, passes=passes, noise=noise)
+    target = known_target(engine, experts, found.model)
+    server = fit(measured, passes=passes, noise=noise, target=target)
     if other is not None:
         server = server.at_acceptance(other.survival)
     batches = concurrencies(measured) if batch is None else batch_sizes("--batch", batch)
@@ -127,6 +142,31 @@ def calibrate(
     if out is not None:
         write_latency(latency_table(server, found.model), out)
         note(f"wrote {out}")
+
+
+def known_target(engine: str | None, experts: str | None, model: str | None) -> Target:
+    """Return what is known of the target's passes; a note says so.
+
+    ``experts`` is ``COUNT/CHOSEN``, by default those of `model` where its sizes are known.
+    Raises DraftsimError if it is anything else.
+    """
+    from simulator.aggregate.server import Target
+    from traces.operators.shapes import find_architecture
+
+    vectors = engine == "llamacpp"
+    if experts is None:
+        try:
+            known = find_architecture(model or "")
+        except DraftsimError:
+            return Target(vectors=vectors)
+        chosen = (known.experts, known.experts_per_token) if known.experts else None
+        if chosen:
+            note(f"{model}: a token chooses {chosen[1]} of {chosen[0]} experts")
+        return Target(chosen, vectors)
+    count, slash, each = experts.partition("/")
+    if not (slash and count.strip().isdecimal() and each.strip().isdecimal()):
+        raise DraftsimError(f"--experts {experts!r}: expected COUNT/CHOSEN, such as 128/4")
+    return Target((int(count), int(each)), vectors)
 
 
 def other_acceptance(acceptance: str | None, model: str | None) -> Positions | None:
@@ -210,13 +250,14 @@ def _whole(name: str, text: str) -> list[int]:
 
 
 def _cost(name: str, value: Interval) -> Mapping[str, str]:
-    from simulator.aggregate.server import COSTS, SECONDS
+    from simulator.aggregate.server import COSTS, EXPERTS, MATRIX, SECONDS
 
+    meanings = {**COSTS, "experts": EXPERTS, "matrix": MATRIX}
     scale, unit = (1e3, " ms") if name in SECONDS else (1.0, "")
     low, middle, high = (f"{scale * v:.3g}{unit}" for v in (value.low, value.value, value.high))
     return {
         "cost": name.replace("_", " "), "value": middle, "from": low, "to": high,
-        "of": COSTS[name].meaning,
+        "of": meanings[name].meaning,
     }  # fmt: skip
 
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from commands.calibrate import other_acceptance, untold_passes
+from commands.calibrate import ExpertsOption, known_target, other_acceptance, untold_passes
 from commands.common.acceptance import load_positions
 from commands.common.inputs import OtherAcceptanceOption
 from commands.common.output import JsonOption, emit, note, placed
@@ -63,6 +63,7 @@ def recommend(
         int | None,
         typer.Option(min=1, help="Drafter passes of a step, where they do not follow K."),
     ] = None,
+    experts: ExpertsOption = None,
     level: Annotated[float, typer.Option(min=0.5, max=0.999, help="Level of the intervals.")] = 0.8,
     out: Annotated[
         Path | None,
@@ -97,7 +98,8 @@ def recommend(
             "no run with speculation: what a drafter costs and gets accepted is not known; "
             f"measure K = 3 at {_requests(runs[0].batch)} and give both (FILE@3)"
         )
-    server = calibrate(runs, passes=passes)
+    known = known_target(engine, experts, target or found.model)
+    server = calibrate(runs, passes=passes, target=known)
     if other is not None:
         server = server.at_acceptance(other.survival)
     batches = concurrencies(runs) if batch is None else batch_sizes("--batch", batch)
@@ -123,6 +125,11 @@ def recommend(
         note(
             f"{engine} takes one draft length for every load: the command has that of "
             f"{_requests(rows[0].batch)}; --batch N gives that of another"
+        )
+    if engine == "tensorrt-llm" and max(row.k for row in rows) > rows[0].k:
+        note(
+            "tensorrt-llm takes no longer draft than that of the smallest batch: the command has "
+            f"at most {document['max_draft_len'] if document else 0}"
         )
     note(
         f"one more run would tell most at {_requests(suggestion.batch)} and K = {suggestion.k}: it "
@@ -182,7 +189,12 @@ def _document(engine: str, rows: Sequence[Choice], method: str | None) -> dict[s
             document["num_speculative_tokens_per_batch_size"] = ranges
         return document
     if engine == "tensorrt-llm":
-        return {"max_draft_len": longest, "draft_len_schedule": {str(b): k for _, b, k in ranges}}
+        # Its longest draft is that of the smallest batch; after the last batch nothing is drafted.
+        first = rows[0].k or longest
+        schedule = {str(high): min(k or first * (low == 1), first) for low, high, k in ranges}
+        while len(schedule) > 1 and not [*schedule.values()][-1]:
+            schedule.popitem()
+        return {"max_draft_len": first, "draft_len_schedule": schedule}
     # These take one draft length: that of the smallest concurrency asked about.
     k = rows[0].k or longest
     if engine == "sglang":

@@ -18,6 +18,7 @@ from simulator.aggregate.server import (
     Load,
     Server,
     ServerRun,
+    Target,
     calibrate,
     interval_of,
     passes_of,
@@ -414,3 +415,40 @@ def test_the_table_of_a_fit_holds_every_load_of_its_runs(server: Server) -> None
     assert set(cells["batch"][cells["model"] == "target"]) >= {1, 8, 32}
     assert {"forward", "prefill", "catch_up"} <= set(cells["phase"])
     assert (cells["median_s"] >= 0).all()
+
+
+def test_tokens_of_a_step_reach_more_experts_until_all_are_read() -> None:
+    """Passes of one token read the chosen experts alone, those of many tokens all of them."""
+    target = Target(experts=(128, 4))
+    values = {name: np.array([[cost.median]]) for name, cost in COSTS.items()}
+    values |= {"experts": np.array([[2.0]])}
+    read = target.read_s(values, np.array([[1.0, 2.0, 1e4]]))[0]
+    weights = COSTS["weights"].median
+    assert read[0] == pytest.approx(weights + 2 * 4 / 128)
+    assert read[1] == pytest.approx(weights + 2 * (1 - (124 / 128) ** 2))
+    assert read[2] == pytest.approx(weights + 2)
+    with pytest.raises(DraftsimError, match="8 of 4 experts"):
+        Target(experts=(4, 8))
+
+
+def test_a_pass_of_llama_cpp_costs_what_llama_bench_measured() -> None:
+    """The priors are those of 8B in 4 bits on an RTX 3090; other kernels begin at 9 tokens."""
+    target = Target(vectors=True)
+    values = {name: np.array([[target.prior(name).median]]) for name in COSTS}
+    values |= {name: np.array([[cost.median]]) for name, cost in target.costs.items()}
+    tokens = np.arange(1.0, 17.0)
+    took = target.pass_s(values, tokens[None])[0] + values["fixed"][0, 0]
+    measured = np.array([1.0, 1.12, 1.2, 1.33, 1.53, 1.73, 1.96, 2.14])
+    assert took[:8] / took[0] == pytest.approx(measured, rel=0.1)
+    assert took[8] < took[7]
+    assert took[15] < 1.2 * took[8]
+
+
+def test_a_target_s_own_costs_are_shown_and_written(tmp_path: Path) -> None:
+    runs = [ServerRun(b, k, 100.0 * b**0.7 * (1 + 0.2 * k), emitted=1 + 0.5 * k if k else None)
+            for b in (1, 4) for k in (0, 1)]  # fmt: skip
+    server = calibrate(runs, target=Target(experts=(128, 4)))
+    assert "experts" in server.intervals(0.8)
+    assert len(latency_table(server).cells)
+    at = server.at_acceptance((0.5,))
+    assert at.draws[:, -1] == pytest.approx(server.draws[:, -1])

@@ -252,3 +252,55 @@ def test_an_engine_with_one_draft_length_says_which_it_gets(tmp_path: Path, run:
         "sglang takes one draft length for every load: the command has that of 1 request" in ran.err
     )
     assert "takes one draft length" not in run("recommend", "--bench", folder).err
+
+
+def test_a_sweep_folder_counts_each_run_once(tmp_path: Path) -> None:
+    """`vllm bench sweep` writes summaries, warm-ups and failures next to its runs."""
+    folder = tmp_path / "BENCH--max_concurrency=1"
+    folder.mkdir()
+    config = json.dumps({"method": "eagle3", "num_speculative_tokens": 3})
+    row = {**served(1, 120.0), "run_number": 0, "speculative-config": config}
+    (folder / "run=0.json").write_text(json.dumps(row))
+    (folder / "run=1.json").write_text(json.dumps({**row, "speculative-config": None}))
+    (folder / "summary.json").write_text(json.dumps([row, row]))
+    (folder / "warmup.json").write_text(json.dumps(row))
+    (folder / "run=2.failure.json").write_text("{}")
+    (tmp_path / "SERVE-default-failure.json").write_text("{}")
+    assert [run.k for run in read_benches([str(tmp_path)]).runs] == [3, 0]
+    (folder / "run=0.json").unlink()
+    (folder / "run=1.json").unlink()
+    assert [run.k for run in read_benches([str(tmp_path)]).runs] == [3, 3]
+
+
+def test_tensorrt_llm_gets_one_line_whose_longest_draft_comes_first(
+    tmp_path: Path, run: Run
+) -> None:
+    folder = written(tmp_path / "results", A100)
+    ran = run("recommend", "--engine", "tensorrt-llm", "--bench", folder, "--draft", "org/head")
+    assert ran.code == 0, ran.err
+    line = ran.err.splitlines()[-1]
+    assert "#" not in line
+    start, _, rest = line.partition(" <(echo ")
+    assert start == "trtllm-serve org/target --extra_llm_api_options"
+    config = json.loads(shlex.split(rest.removesuffix(")"))[0])["speculative_config"]
+    assert config["speculative_model"] == "org/head"
+    lengths = list(config["draft_len_schedule"].values())
+    assert lengths[0] == config["max_draft_len"] == max(lengths)
+
+
+def test_transformers_gets_a_line_of_python_that_compiles(tmp_path: Path, run: Run) -> None:
+    folder = written(tmp_path / "results", {k: A100[k] for k in ("plain-1", "head-1")})
+    ran = run("recommend", "--engine", "hf", "--bench", folder, "--draft", "org/head")
+    assert ran.code == 0, ran.err
+    line = ran.err.splitlines()[-1]
+    assert line.startswith("from transformers import AutoModelForCausalLM; TARGET = ")
+    compile(line, "line", "exec")
+
+
+def test_experts_of_the_target_can_be_told(tmp_path: Path, run: Run) -> None:
+    folder = written(tmp_path / "results", {k: A100[k] for k in ("plain-1", "head-1")})
+    assert run("recommend", "--bench", folder, "--experts", "128/4").code == 0
+    for text in ("128", "4/128", "x/2"):
+        ran = run("recommend", "--bench", folder, "--experts", text)
+        assert (ran.code, ran.err.count("\n")) == (2, 1), ran.err
+        assert "experts" in ran.err

@@ -61,7 +61,7 @@ def read_benches(files: Sequence[str]) -> Bench:
         found = AT.match(text)
         path, k = (Path(found["path"]), int(found["k"])) if found else (Path(text), None)
         if path.is_dir():
-            inside = sorted(p for p in path.rglob("*.json*") if p.is_file())
+            inside = [p for p in sorted(path.rglob("*.json*")) if p.is_file() and _is_run(p)]
             if not inside:
                 raise DraftsimError(f"{path}: holds no .json or .jsonl of a benchmark")
         else:
@@ -76,6 +76,13 @@ def read_benches(files: Sequence[str]) -> Bench:
             f"the benchmarks are of {' and '.join(sorted(set(models)))}: give one server's"
         )
     return Bench(runs, models[0] if models else None, notes)
+
+
+def _is_run(path: Path) -> bool:
+    """Return False for files that `vllm bench sweep` puts next to the results of its runs."""
+    if path.name == "warmup.json" or path.stem.endswith("failure"):
+        return False
+    return path.name != "summary.json" or not any(path.parent.glob("run=*.json"))
 
 
 def _read(path: Path, k: int | None) -> Bench:
@@ -151,12 +158,15 @@ def _records(path: Path) -> list[Mapping[str, Any]]:
     return rows
 
 
+Record = Mapping[str, Any]
+
+
 def _fields(record: Mapping[str, Any], where: str) -> _Fields:
     for knows, read in FORMATS:
         if knows(record):
             try:
                 return read(record)
-            except (KeyError, TypeError, ValueError, ZeroDivisionError) as error:
+            except (KeyError, TypeError, ValueError, ZeroDivisionError, JSONError) as error:
                 raise DraftsimError(f"{where}: lacks or misstates {error}") from None
     raise DraftsimError(
         f"{where}: is of no known format: expected a result of vllm bench serve, SGLang's "
@@ -178,13 +188,25 @@ def _serve(record: Mapping[str, Any]) -> _Fields:
     k = round(float(drafted) / float(drafts)) if drafts and drafted is not None else None
     positions = record.get("spec_decode_per_position_acceptance_rates") or ()
     emitted = record.get("spec_decode_acceptance_length") or record.get("accept_length")
-    named = record.get("num_speculative_tokens")
+    named = _speculative(record)
     return _Fields(
         None if concurrency is None else float(concurrency), float(record["output_throughput"]),
         prompt, answer, tuple(float(p) for p in positions)[:k],
         None if emitted is None else float(emitted), k if named is None else int(named),
         record.get("model_id"),
     )  # fmt: skip
+
+
+def _speculative(record: Record) -> Any:
+    """Draft length of a run's server; `vllm bench sweep` adds the options that it varied."""
+    for key, value in record.items():
+        name = key.replace("-", "_")
+        if name.rpartition(".")[2] == "num_speculative_tokens":
+            return 0 if value is None else value
+        if name == "speculative_config":
+            config = parse_json(value) if isinstance(value, str) else value
+            return 0 if config is None else config["num_speculative_tokens"]
+    return None
 
 
 def _guidellm(record: Mapping[str, Any]) -> _Fields:
@@ -203,15 +225,16 @@ def _aiperf(record: Mapping[str, Any]) -> _Fields:
     def average(name: str) -> float:
         return float(record[name]["avg"])
 
-    loads = record.get("input_config", {}).get("loadgen", {})
+    config = record.get("input_config") or {}
+    loads, endpoint = config.get("loadgen") or {}, config.get("endpoint") or {}
     return _Fields(
         None if loads.get("concurrency") is None else float(loads["concurrency"]),
         average("output_token_throughput"), average("input_sequence_length"),
         average("output_sequence_length"),
+        model=next(iter(endpoint.get("model_names") or ()), None),
     )  # fmt: skip
 
 
-Record = Mapping[str, Any]
 FORMATS: Sequence[tuple[Callable[[Record], bool], Callable[[Record], _Fields]]] = (
     (lambda r: "output_throughput" in r and "total_output_tokens" in r, _serve),
     (lambda r: "output_tokens_per_second" in (r.get("metrics") or {}), _guidellm),

@@ -3,7 +3,7 @@
 A step serves `batch` requests, verifies batch x (k + 1) tokens, and emits batch x E, where E is
 the acceptance length.  Its seconds are the sum of
 
-    fixed + (weights^s + (weights x tokens / knee)^s)^(1/s)      reading weights, then computing
+    fixed + (read^s + (weights x tokens / knee)^s)^(1/s)         reading weights, then computing
     + sequence x batch + cached x batch x context                per request, and per cached token
     + speculating + speculating_sequence x batch        if k > 0 (the drafter's first pass over what
                                                         was verified, the sampler)
@@ -14,6 +14,10 @@ the acceptance length.  Its seconds are the sum of
 Up to about `knee` tokens a pass takes as long as reading the weights does; beyond, it grows with
 the tokens.  Prompts are work for every emitted token: a request that emits `answer` tokens has
 brought `prompt` of them.
+
+What is read is `weights`, or with a mixture of experts also those that the tokens choose:
+`experts` x (1 - (1 - chosen / count)^tokens).  In llama.cpp a pass of up to 8 tokens runs kernels
+that compute from some 4 tokens on, and one of more tokens other kernels (`Target`).
 
 Where drafts stop early (llama.cpp's p-min), a step verifies the mean `drafted` tokens of a round
 instead of k, and runs the draft passes that found them, the rejected last one included.
@@ -70,6 +74,14 @@ COSTS: Mapping[str, Cost] = {
 }
 """Costs of a step."""
 
+EXPERTS = Cost(1.5, 0.7, "reading all experts of a mixture once")
+MATRIX = Cost(1.35, 0.2, "reading the weights in a pass of more than 8 tokens, relative to weights")
+VECTOR_KNEE = Cost(4.2, 0.35, COSTS["knee"].meaning)
+"""Priors of single targets, see `Target`."""
+VECTOR_WIDTH, MATRIX_KNEE = 8, 30.0
+"""Tokens up to which llama.cpp multiplies quantised weights by vectors (``MMVQ_MAX_BATCH_SIZE`` of
+ggml-cuda), and tokens from which its matrix kernels compute."""
+
 SEVERAL = 1.2
 """Contexts whose longest exceeds the shortest by this factor tell of the cost of context."""
 FAR = 2.0
@@ -80,8 +92,67 @@ STEP = 0.04
 graph begins, and how much faster or slower it is, is not known."""
 TOLD = 0.75
 """A cost is undetermined if the runs leave more than this part of its prior's spread."""
-SECONDS = tuple(name for name in COSTS if name not in ("knee", "sharpness", "prefill", "prompts"))
+SECONDS = (
+    *(name for name in COSTS if name not in ("knee", "sharpness", "prefill", "prompts")), "experts"
+)  # fmt: skip
 """Costs in seconds once they are scaled."""
+
+
+@dataclass(frozen=True)
+class Target:
+    """What is known of the target's passes before any run.
+
+    Parameters
+    ----------
+    experts:
+        Experts of a mixture, and how many of them a token chooses; None: no mixture.
+    vectors:
+        True for quantised weights in llama.cpp: up to `VECTOR_WIDTH` tokens are multiplied one by
+        one.  Priors are from llama-bench (`simulator.published`, "llama.cpp, tokens a pass"): on an
+        RTX 3090 a pass of 8 tokens takes 2.1 times one of a single token.
+
+    Raises DraftsimError for impossible numbers of experts.
+    """
+
+    experts: tuple[int, int] | None = None
+    vectors: bool = False
+
+    def __post_init__(self) -> None:
+        if self.experts is not None and not 1 <= self.experts[1] <= self.experts[0]:
+            raise DraftsimError(
+                f"{self.experts[1]} of {self.experts[0]} experts a token: expected 1 to all of them"
+            )
+
+    @property
+    def costs(self) -> dict[str, Cost]:
+        """Priors of the costs that other targets do not have."""
+        found = {} if self.experts is None else {"experts": EXPERTS}
+        return found | ({"matrix": MATRIX} if self.vectors else {})
+
+    def prior(self, name: str) -> Cost:
+        """The prior of a cost of `COSTS`."""
+        return VECTOR_KNEE if self.vectors and name == "knee" else COSTS[name]
+
+    def read_s(self, values: Mapping[str, Floats], tokens: Floats) -> Floats:
+        """Seconds of reading what a pass of this many tokens reads."""
+        if self.experts is None:
+            return np.asarray(values["weights"])
+        count, chosen = self.experts
+        reached = 1 - (1 - chosen / count) ** tokens
+        return np.asarray(values["weights"] + values["experts"] * reached)
+
+    def pass_s(self, values: Mapping[str, Floats], tokens: Floats) -> Floats:
+        """Seconds of reading weights and computing in a pass of this many tokens."""
+        s, read = values["sharpness"], self.read_s(values, tokens)
+        found = (read**s + (values["weights"] / values["knee"] * tokens) ** s) ** (1 / s)
+        if self.vectors:
+            read, compute = read * values["matrix"], values["weights"] / MATRIX_KNEE
+            wide = (read**s + (compute * tokens) ** s) ** (1 / s)
+            found = np.where(tokens > VECTOR_WIDTH, wide, found)
+        return np.asarray(found)
+
+
+ANY_TARGET = Target()
 
 
 @dataclass(frozen=True)
@@ -233,12 +304,14 @@ def passes_of(drafted: float, k: int) -> float:
 
 
 def step_s(
-    values: Mapping[str, Floats], load: Load, emitted: npt.ArrayLike, passes: int | None
-) -> Floats:
+    values: Mapping[str, Floats], load: Load, emitted: npt.ArrayLike, passes: int | None,
+    target: Target = ANY_TARGET,
+) -> Floats:  # fmt: skip
     """Seconds of a step, (draws, loads).
 
-    ``values``: a column (draws, 1) per name of `COSTS`; ``emitted``: acceptance lengths, (loads,)
-    or (draws, loads); ``passes``: draft passes of a step that speculates, None for k.
+    ``values``: a column (draws, 1) per name of `COSTS` and `Target.costs`; ``emitted``: acceptance
+    lengths, (loads,) or (draws, loads); ``passes``: draft passes of a step that speculates, None
+    for k.
     """
     asked = load.k if load.passes is None else load.passes
     checked = load.k if load.verified is None else load.verified
@@ -247,10 +320,10 @@ def step_s(
         for v in np.broadcast_arrays(load.batch, load.k, load.context, load.prompts, asked, checked)
     )
     runs = asked if passes is None else np.where(k > 0, passes, 0)
-    s, compute = values["sharpness"], values["weights"] / values["knee"]
-    target = (values["weights"] ** s + (compute * batch * (checked + 1)) ** s) ** (1 / s)
+    # Prompts are read in matrix kernels.
+    compute = values["weights"] / (MATRIX_KNEE if target.vectors else values["knee"])
     return np.asarray(
-        values["fixed"] + target + values["sequence"] * batch
+        values["fixed"] + target.pass_s(values, batch * (checked + 1)) + values["sequence"] * batch
         + values["cached"] * batch * context
         + (k > 0) * (values["speculating"] + values["speculating_sequence"] * batch)
         + runs * (values["draft"] + values["draft_sequence"] * batch)
@@ -269,17 +342,19 @@ class Server:
     scale_s: float
     """Seconds of the shortest step measured."""
     draws: Floats
-    """(draws, costs + misfit + hazards): logarithms of costs relative to `scale_s`, then logits."""
+    """(draws, costs + misfit + hazards + the target's costs): logarithms of costs relative to
+    `scale_s`; logits of the hazards."""
     known: Mapping[int, float] = field(default_factory=dict)
     """Measured acceptance lengths by draft length."""
     without: tuple[str, ...] = ()
     """Costs taken to be zero."""
+    target: Target = ANY_TARGET
 
     @cached_property
     def central(self) -> Mapping[str, float]:
         """One value per cost: what is printed, written and predicted with.  Seconds (`SECONDS`)."""
         middle = np.median(self.draws, axis=0)
-        values = _values(middle[None], self.without)
+        values = _values(middle[None], self.without, self.target)
         return {
             name: float(value[0, 0]) * (self.scale_s if name in SECONDS else 1.0)
             for name, value in values.items()
@@ -296,13 +371,17 @@ class Server:
                 unit = self.scale_s if name in SECONDS else 1.0
                 low, high = np.exp(ends[:, i]) * unit
                 out[name] = Interval(self.central[name], float(low), float(high))
+        for i, name in enumerate(self.target.costs, OWN):
+            low, high = np.exp(ends[:, i]) * (self.scale_s if name in SECONDS else 1.0)
+            out[name] = Interval(self.central[name], float(low), float(high))
         return out
 
     @cached_property
     def undetermined(self) -> tuple[str, ...]:
         """Costs about which the runs say little: predictions use their prior."""
         left = self.draws[:, : len(COSTS)].std(axis=0)
-        wide = [n for n, sd in zip(COSTS, left, strict=True) if sd > TOLD * COSTS[n].spread]
+        spreads = [self.target.prior(name).spread for name in COSTS]
+        wide = [n for n, sd, own in zip(COSTS, left, spreads, strict=True) if sd > TOLD * own]
         absent = {*self.without, *(["prompts"] if self._prompts_given else [])}
         return tuple(name for name in wide if name not in absent)
 
@@ -315,10 +394,15 @@ class Server:
         """Relative standard deviation of runs about the model."""
         return float(np.exp(np.median(self.draws[:, len(COSTS)])))
 
+    @property
+    def computing_knee(self) -> float:
+        """Tokens from which reading prompts computes longer than it reads weights."""
+        return MATRIX_KNEE if self.target.vectors else self.central["knee"]
+
     def step_s(self, load: Load, emitted: npt.ArrayLike) -> Floats:
         """Seconds of a step with the central costs, (loads,)."""
         values = {name: np.array([[value]]) for name, value in self.central.items()}
-        return np.asarray(step_s(values, load, emitted, self.passes)[0])
+        return np.asarray(step_s(values, load, emitted, self.passes, self.target)[0])
 
     def at_acceptance(self, survival: Sequence[float]) -> Server:
         """The same costs with another acceptance: that of another workload or drafter.
@@ -329,7 +413,7 @@ class Server:
         drawn = draws_near(HAZARD, lambda values: gaps_of(values, known))
         chosen = np.random.default_rng(0).integers(len(drawn), size=len(self.draws))
         draws = self.draws.copy()
-        draws[:, len(COSTS) + 1 :] = drawn[chosen]
+        draws[:, len(COSTS) + 1 : OWN] = drawn[chosen]
         return replace(self, draws=draws, known=known)
 
     def emitted(self, k: int) -> Floats:
@@ -378,8 +462,8 @@ class Server:
             if like.round_tokens is not None:
                 emitted = np.full(len(self.draws), like.round_tokens)
             load = replace(load, verified=like.verified, passes=like.draft_passes)
-        values = _values(self.draws, self.without)
-        seconds = step_s(values, load, emitted[:, None], self.passes)
+        values = _values(self.draws, self.without, self.target)
+        seconds = step_s(values, load, emitted[:, None], self.passes, self.target)
         speeds = batch * emitted / (seconds[:, 0] * self.scale_s)
         if not noisy:
             return np.asarray(speeds)
@@ -402,6 +486,7 @@ def calibrate(
     passes: int | None = None,
     noise: float | None = None,
     without: Collection[str] = (),
+    target: Target = ANY_TARGET,
 ) -> Server:
     """The costs that agree with a server's runs, from as few as one.
 
@@ -414,6 +499,8 @@ def calibrate(
         Relative standard deviation of a run's tokens/s, if repeated runs tell it.
     without:
         Names of `COSTS` to take as zero: what a cost is worth shows in the errors without it.
+    target:
+        What is known of the target's passes.
 
     Raises
     ------
@@ -446,30 +533,39 @@ def calibrate(
     count, left_out = len(COSTS), tuple(without)
 
     def likelihood(x: Floats) -> Floats:
-        values = _values(x, left_out)
+        values = _values(x, left_out, target)
         tokens = np.broadcast_to(emitted, (len(x), len(runs)))
         if unknown:
             tokens = tokens.copy()
             for i in unknown:
                 tokens[:, i] = lengths(x[:, count + 1 :], runs[i].k)
         with np.errstate(over="ignore", invalid="ignore"):
-            seconds = step_s(values, load, tokens, passes)
+            seconds = step_s(values, load, tokens, passes, target)
             gaps = np.log(seconds * scale * speeds / (batch * tokens))
             variance = np.exp(2 * x[:, count, None]) + (noise or 0.0) ** 2
             fit = (-0.5 * gaps**2 / variance - 0.5 * np.log(variance)).sum(axis=1)
         return np.asarray(fit - 0.5 * np.square(gaps_of(x[:, count + 1 :], curve)).sum(axis=1))
 
-    priors = {name: Prior(float(np.log(c.median)), c.spread) for name, c in COSTS.items()}
-    priors["misfit"] = Prior(float(np.log(MISFIT.median)), MISFIT.spread)
-    draws = draws_of({**priors, **HAZARD}, likelihood)
-    return Server(tuple(runs), passes, scale, draws, known, left_out)
+    costs = {**{name: target.prior(name) for name in COSTS}, "misfit": MISFIT}
+    priors = {**_priors(costs), **HAZARD, **_priors(target.costs)}
+    draws = draws_of(priors, likelihood)
+    return Server(tuple(runs), passes, scale, draws, known, left_out, target)
 
 
-def _values(draws: Floats, without: Collection[str]) -> dict[str, Floats]:
+def _priors(costs: Mapping[str, Cost]) -> dict[str, Prior]:
+    return {name: Prior(float(np.log(c.median)), c.spread) for name, c in costs.items()}
+
+
+OWN = len(COSTS) + 1 + len(HAZARD)
+"""First column of a target's own costs."""
+
+
+def _values(draws: Floats, without: Collection[str], target: Target) -> dict[str, Floats]:
     """A column (draws, 1) per cost."""
+    columns = {**dict(enumerate(COSTS)), **dict(enumerate(target.costs, OWN))}
     return {
         name: np.zeros((len(draws), 1)) if name in without else np.exp(draws[:, i, None])
-        for i, name in enumerate(COSTS)
+        for i, name in columns.items()
     }
 
 

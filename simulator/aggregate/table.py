@@ -173,7 +173,7 @@ def latency_table(server: Server, model: str | None = None) -> LatencyTable:
             cell("draft", "forward", batch, 1, context, each if passes is None else 0.0)
     held = max(contexts[-1], 16)
     for tokens in sorted({1, *(2**i for i in range(4, held.bit_length())), held}):
-        s, compute = cost["sharpness"], cost["prefill"] * cost["weights"] / cost["knee"]
+        s, compute = cost["sharpness"], cost["prefill"] * cost["weights"] / server.computing_knee
         work = (cost["weights"] ** s + (compute * tokens) ** s) ** (1 / s)
         cell("target", "prefill", 1, tokens, 0, cost["fixed"] + work)
     meta = {"kind": "calibrated", "misfit": server.misfit, "runs": len(runs)}

@@ -156,7 +156,8 @@ def _hf(document: Mapping[str, Any] | None, target: str, drafter: NamedDrafter) 
         f"{model} = AutoModelForCausalLM.from_pretrained({name!r}); "
         for model, name in names.items() if name is not None
     )  # fmt: skip
-    return f"{loaded}{update}{call}"
+    imported = "from transformers import AutoModelForCausalLM; " if loaded else ""
+    return f"{imported}{loaded}{update}{call}"
 
 
 DECODING_TYPES = {"eagle3": "Eagle3", "eagle": "Eagle", "mtp": "MTP", "ngram": "NGram"}
@@ -164,13 +165,14 @@ DECODING_TYPES = {"eagle3": "Eagle3", "eagle": "Eagle", "mtp": "MTP", "ngram": "
 
 
 def _tensorrt_llm(document: Mapping[str, Any], file: str, drafter: NamedDrafter) -> str:
+    """A file of options, written by the shell (bash or zsh); JSON is YAML too."""
     del file
     kind = DECODING_TYPES.get(drafter.method or "eagle3", "DraftTarget")
     settings = {"decoding_type": kind, "speculative_model": drafter.model or DRAFT, **document}
-    return (
-        " --extra_llm_api_options options.yaml  # there, speculative_config: "
-        f"{json.dumps(settings)}"
-    )
+    if drafter.method in WITHOUT_MODEL:
+        del settings["speculative_model"]
+    options = shlex.quote(json.dumps({"speculative_config": settings}))
+    return f" --extra_llm_api_options <(echo {options})"
 
 
 def _dynamo(document: Mapping[str, Any], file: str, drafter: NamedDrafter) -> str:
