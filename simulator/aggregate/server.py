@@ -76,7 +76,7 @@ COSTS: Mapping[str, Cost] = {
 
 EXPERTS = Cost(1.5, 0.7, "reading all experts of a mixture once")
 MATRIX = Cost(1.35, 0.2, "reading the weights in a pass of more than 8 tokens, relative to weights")
-VECTOR_KNEE = Cost(4.2, 0.35, COSTS["knee"].meaning)
+VECTOR_KNEE = Cost(3.7, 0.35, COSTS["knee"].meaning)
 """Priors of single targets, see `Target`."""
 VECTOR_WIDTH, MATRIX_KNEE = 8, 30.0
 """Tokens up to which llama.cpp multiplies quantised weights by vectors (``MMVQ_MAX_BATCH_SIZE`` of
