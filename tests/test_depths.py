@@ -68,4 +68,4 @@ def test_a_table_without_layers_is_refused(run: Run) -> None:
     constant = "const:target=0.01,draft=0.001"
     ran = run("simulate", "--trace", ONE, "--latency", constant, "--source", "layer-skip")
     assert ran.code == 2
-    assert "no single layers" in ran.err.splitlines()[-1]
+    assert "no 'layer' cells" in ran.err.splitlines()[-1]

@@ -103,8 +103,8 @@ def test_plain_decoding_needs_no_recording(run: Run, tmp_path: Path) -> None:
     path.write_text(json.dumps(detailed()))
     ran = run(*PLAIN, "--arrivals", path)
     assert ran.code == 0, ran.err
-    assert "predicted | measured" in ran.out
-    assert re.search(r"TTFT .* 200 ms", ran.out)
+    assert re.search(r"TTFT, measured +150 ms +150 ms +190 ms", ran.out)
+    assert "TPOT, predicted" in ran.out
     asked = json.loads(run(*PLAIN, "--arrivals", path, "--json", "-").out)
     assert len(asked["measured"]) == 15
     # What drafts still needs a recording.

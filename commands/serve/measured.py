@@ -6,7 +6,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from commands.common.output import note
 from commands.common.printed import print_table
 
 if TYPE_CHECKING:
@@ -54,16 +53,20 @@ def against_measured(
 
 
 def print_measured(rows: Sequence[Mapping[str, Any]]) -> None:
-    """Print ``predicted | measured (error)`` of each metric and statistic."""
-    table: dict[tuple[str, str], dict[str, Any]] = {}
+    """Print predicted and measured statistics of each metric, and the error of the prediction."""
+    several = len({row["policy"] for row in rows}) > 1
+    lines: dict[tuple[str, str, str], dict[str, str]] = {}
     for row in rows:
-        key = row["policy"], row["metric"]
-        line = table.setdefault(key, {"policy": key[0], "predicted | measured": NAMES[key[1]]})
-        line[row["statistic"]] = (
-            f"{_seconds(row['predicted'])} | {_seconds(row['measured'])} ({row['error']:+.1%})"
-        )
-    print_table(list(table.values()))
-    note("measured: as the arrivals file says of the same requests; errors are of the prediction")
+        values = {
+            "predicted": _seconds(row["predicted"]), "measured": _seconds(row["measured"]),
+            "error": f"{row['error']:+.1%}",
+        }  # fmt: skip
+        for kind, text in values.items():
+            key = row["policy"], row["metric"], kind
+            named = {"policy": row["policy"]} if several else {}
+            named["the file's requests"] = f"{NAMES[row['metric']]}, {kind}"
+            lines.setdefault(key, named)[row["statistic"]] = text
+    print_table(list(lines.values()))
 
 
 def _seconds(value: float) -> str:

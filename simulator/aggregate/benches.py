@@ -82,7 +82,8 @@ def _is_run(path: Path) -> bool:
     """Return False for files that `vllm bench sweep` puts next to the results of its runs."""
     if path.name == "warmup.json" or path.stem.endswith("failure"):
         return False
-    return path.name != "summary.json" or not any(path.parent.glob("run=*.json"))
+    # The summary repeats the runs.
+    return path.name != "summary.json" or not any(map(_is_run, path.parent.glob("run=*.json")))
 
 
 def _read(path: Path, k: int | None) -> Bench:
