@@ -136,7 +136,8 @@ def profile(
     latency_only: Annotated[
         bool,
         typer.Option(
-            "--latency-only", help="Measure only the latencies, for what the run folder holds recorded."
+            "--latency-only",
+            help="Measure only the latencies, for what the run folder holds recorded.",
         ),
     ] = False,
     signals_only: Annotated[
