@@ -56,14 +56,12 @@ def cache_fits(frame: pd.DataFrame, prices: Prices, trace: Trace) -> npt.NDArray
 def said_too_large(frame: pd.DataFrame, prices: Prices, trace: Trace) -> Iterator[str]:
     """Yield a sentence for each table and context with batches whose cache does not fit."""
     blocks = blocks_of(prices)
-    large = frame[~frame["cache_fits"]]
-    needed = pd.Series(needed_blocks(large, trace), index=large.index)
-    keys = ["latency", "gpu", "context"]
-    for (latency, gpu, context), rows in large.groupby(keys, observed=True, dropna=False):
-        first = rows["batch"].idxmin()
-        at = "" if pd.isna(context) else f" and context {context:g}"
+    large = frame[~frame["cache_fits"]].assign(needed=lambda rows: needed_blocks(rows, trace))
+    large = large.sort_values("batch", kind="stable")
+    for row in large.drop_duplicates(["latency", "gpu", "context"]).to_dict("records"):
+        at = "" if math.isnan(row["context"]) else f" and context {row['context']:g}"
         yield (
-            f"{latency}: left out from batch {rows['batch'].min()}{at}: its KV cache needs "
-            f"{needed[first]} blocks of {BLOCK} tokens, and {blocks[str(latency), str(gpu)]} fit "
-            f"at a memory utilisation of {UTILISATION:g}"
+            f"{row['latency']}: left out from batch {row['batch']}{at}: its KV cache needs "
+            f"{row['needed']} blocks of {BLOCK} tokens, and {blocks[row['latency'], row['gpu']]} "
+            f"fit at a memory utilisation of {UTILISATION:g}"
         )

@@ -260,7 +260,8 @@ def _skipping(latency: LatencyTable, layers: int) -> pd.DataFrame:
         (cells["model"] == model) & (cells["phase"] == "layer") & (cells["new_tokens"] == 1)
     ]
     rows = []
-    for batch, at in own.groupby("batch"):
+    for batch in sorted(set(own["batch"].astype(int).tolist())):
+        at = own[own["batch"] == batch]
         head = float(latency.estimate("target", "head", batch=batch).seconds)
         for context, layer in zip(at["context"], at["median_s"], strict=True):
             seconds = layers * layer + head
