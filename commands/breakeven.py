@@ -12,7 +12,6 @@ from commands.common.bounds import MOST_CONTEXT, MOST_LENGTH
 from commands.common.devices import AlwaysOption, GpuOption, WeightsOption, latencies
 from commands.common.drafted import DraftedOption, load_recording
 from commands.common.inputs import (
-    SERVED_TRACE,
     AssumeOption,
     LatencyOption,
     TraceOption,
@@ -21,6 +20,7 @@ from commands.common.inputs import (
 from commands.common.latex import Shown
 from commands.common.output import JsonOption, OutOption, emit, note, placed
 from commands.common.printed import print_table
+from traces.store.recordings import DEFAULT_TRACE
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -35,7 +35,7 @@ DEFAULT_KS = "1,2,3,4,6,8"
 
 
 def breakeven(
-    trace: TraceOption = SERVED_TRACE,
+    trace: TraceOption = DEFAULT_TRACE,
     latency: LatencyOption = None,
     source: DraftedOption = None,
     acceptance: Annotated[

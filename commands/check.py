@@ -7,10 +7,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from commands.common.drafted import DraftedOption, load_recording
-from commands.common.inputs import DEFAULT_TRACE, LatencyOption, TraceOption
+from commands.common.inputs import LatencyOption, TraceOption
 from commands.common.latex import Shown
 from commands.common.output import JsonOption, OutOption, emit, note
 from commands.common.printed import print_table
+from traces.store.recordings import DEFAULT_TRACE
 
 if TYPE_CHECKING:
     import pandas as pd

@@ -8,9 +8,9 @@ from typing import Annotated
 import typer
 
 from commands.common.acceptance import FORMS, load_positions
-from commands.common.inputs import DEFAULT_TRACE
 from commands.common.output import JsonOption, OutOption, emit, note
 from commands.common.printed import print_table
+from traces.store.recordings import DEFAULT_TRACE
 
 
 def doctor(

@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from commands.common.drafted import DraftedOption, load_recording
-from commands.common.inputs import DEFAULT_TRACE, TraceOption
+from commands.common.inputs import TraceOption
 from commands.common.output import JsonOption, emit, note, placed_as
+from traces.store.recordings import DEFAULT_TRACE
 
 if TYPE_CHECKING:
     from simulator.recording import Recording

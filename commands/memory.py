@@ -8,9 +8,10 @@ from typing import Annotated
 import typer
 
 from commands.common.drafted import load_recording
-from commands.common.inputs import DEFAULT_TRACE, TraceOption, load_policies
+from commands.common.inputs import TraceOption, load_policies
 from commands.common.output import note, placed_as, placed_recording
 from traces.errors import DraftsimError
+from traces.store.recordings import DEFAULT_TRACE
 
 
 def calibrate_memory(

@@ -17,7 +17,6 @@ from commands.common.devices import (
 )
 from commands.common.drafted import DraftedOption, load_recording
 from commands.common.inputs import (
-    DEFAULT_TRACE,
     TRACE_VARIABLE,
     LatencyOption,
     PolicyOption,
@@ -28,6 +27,7 @@ from commands.common.progress import working
 from commands.common.sources import with_free_lookups
 from commands.simulate.runs import replay_side_by_side, split_asked
 from traces.errors import DraftsimError
+from traces.store.recordings import DEFAULT_TRACE
 
 if TYPE_CHECKING:
     from simulator.recording import Recording

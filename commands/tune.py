@@ -24,7 +24,6 @@ from commands.common.devices import (
 )
 from commands.common.drafted import DraftedOption, load_recording
 from commands.common.inputs import (
-    SERVED_TRACE,
     AcceptanceOption,
     AssumeOption,
     LatencyOption,
@@ -35,6 +34,7 @@ from commands.common.output import JsonOption, emit, note, placed_as
 from commands.common.printed import print_table
 from commands.engine.options import DefaultsOption
 from traces.errors import DraftsimError
+from traces.store.recordings import DEFAULT_TRACE
 
 if TYPE_CHECKING:
     from simulator.recording import Recording
@@ -78,7 +78,7 @@ ONE_REQUEST = {
 
 def tune(
     engine: Annotated[Engine, typer.Option(help="Whose settings to write.")],
-    trace: TraceOption = SERVED_TRACE,
+    trace: TraceOption = DEFAULT_TRACE,
     acceptance: AcceptanceOption = None,
     latency: LatencyOption = None,
     source: DraftedOption = None,

@@ -24,7 +24,7 @@ from traces.errors import DraftsimError
 from traces.latency.table import LatencyTable
 from traces.sources.base import Recordings
 from traces.store.identity import ROLES, model_in
-from traces.store.recordings import DEFAULT_TRACE, SERVED_TRACE, find_latency, find_trace
+from traces.store.recordings import DEFAULT_TRACE, find_latency, find_trace
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -215,7 +215,7 @@ def predict(
 
 
 def serve(
-    trace: str | Trace = SERVED_TRACE,
+    trace: str | Trace = DEFAULT_TRACE,
     latency: str | LatencyTable | None = None,
     policies: Policies | None = None,
     *,
@@ -305,7 +305,7 @@ def serve(
 
 
 def plan(
-    trace: str | Trace = SERVED_TRACE,
+    trace: str | Trace = DEFAULT_TRACE,
     latency: str | LatencyTable | None = None,
     policies: Policies | None = None,
     *,

@@ -21,7 +21,6 @@ from commands.common.devices import (
 )
 from commands.common.drafted import DraftedOption, load_recording
 from commands.common.inputs import (
-    SERVED_TRACE,
     AcceptanceOption,
     AssumeOption,
     LatencyOption,
@@ -51,6 +50,7 @@ from commands.serve.plots import assumption
 from policies.registry import is_bound
 from traces.errors import DraftsimError
 from traces.store.lock import only_writer
+from traces.store.recordings import DEFAULT_TRACE
 
 if TYPE_CHECKING:
     from simulator.serving import Scenario
@@ -82,7 +82,7 @@ def capacity(
     router: RouterOption = None,
     price: Annotated[float | None, typer.Option(help="Dollars an hour of a GPU.")] = None,
     gpus: Annotated[int, typer.Option(help="GPUs of a replica.")] = 1,
-    trace: TraceOption = SERVED_TRACE,
+    trace: TraceOption = DEFAULT_TRACE,
     acceptance: AcceptanceOption = None,
     latency: LatencyOption = None,
     assume_batch_free: AssumeOption = False,

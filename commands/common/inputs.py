@@ -10,8 +10,6 @@ import typer
 
 from commands.common.bounds import MOST_BATCH
 from traces.errors import DraftsimError
-from traces.store.recordings import DEFAULT_TRACE as DEFAULT_TRACE  # noqa: PLC0414
-from traces.store.recordings import SERVED_TRACE as SERVED_TRACE  # noqa: PLC0414
 
 if TYPE_CHECKING:
     from policies.core import DraftPolicy

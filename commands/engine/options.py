@@ -7,7 +7,8 @@ from typing import Annotated
 
 import typer
 
-from commands.common.inputs import DEFAULT_TRACE, TRACE_VARIABLE, as_named
+from commands.common.inputs import TRACE_VARIABLE, as_named
+from traces.store.recordings import DEFAULT_TRACE
 
 MeasuredEngineOption = Annotated[
     str | None,

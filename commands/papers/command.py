@@ -13,11 +13,12 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from commands.common.drafted import load_recording
-from commands.common.inputs import DEFAULT_TRACE, LatencyOption, TraceOption
+from commands.common.inputs import LatencyOption, TraceOption
 from commands.common.latex import Shown
 from commands.common.output import JsonOption, OutOption, emit, note
 from commands.common.printed import cell_text, print_table, printable
 from traces.errors import DraftsimError
+from traces.store.recordings import PAPERS_TRACE
 
 if TYPE_CHECKING:
     from simulator.papers import Row, Sampled
@@ -30,7 +31,7 @@ COLUMNS = 10
 
 
 def papers(
-    trace: TraceOption = DEFAULT_TRACE,
+    trace: TraceOption = PAPERS_TRACE,
     latency: LatencyOption = None,
     rounds: Annotated[
         list[Path] | None,

@@ -19,7 +19,6 @@ from commands.common.devices import (
 )
 from commands.common.drafted import DraftedOption, load_recording
 from commands.common.inputs import (
-    SERVED_TRACE,
     AcceptanceOption,
     AssumeOption,
     LatencyOption,
@@ -58,10 +57,11 @@ from commands.serve.plots import draw
 from commands.serve.progress import kept, requests_bar, rows_file
 from commands.serve.rows import headline, remarks, shown
 from traces.errors import DraftsimError
+from traces.store.recordings import DEFAULT_TRACE
 
 
 def serve(
-    trace: TraceOption = SERVED_TRACE,
+    trace: TraceOption = DEFAULT_TRACE,
     acceptance: AcceptanceOption = None,
     latency: LatencyOption = None,
     assume_batch_free: AssumeOption = False,

@@ -12,7 +12,6 @@ import typer
 from commands.common.devices import AlwaysOption, OnePassOption
 from commands.common.drafted import load_recording
 from commands.common.inputs import (
-    DEFAULT_TRACE,
     AcceptanceOption,
     LatencyOption,
     MemoryOption,
@@ -49,6 +48,7 @@ from commands.simulate.runs import (
     split_asked,
 )
 from traces.errors import DraftsimError
+from traces.store.recordings import DEFAULT_TRACE
 
 if TYPE_CHECKING:
     from simulator.whatif.ranking import Ranking

@@ -24,7 +24,6 @@ from commands.common.devices import (
 )
 from commands.common.drafted import DraftedOption, load_recording
 from commands.common.inputs import (
-    DEFAULT_TRACE,
     AcceptanceOption,
     AssumeOption,
     TraceOption,
@@ -36,6 +35,7 @@ from commands.common.progress import progress_bar
 from commands.common.workers import ClusterOption, JobsOption, chosen_executor
 from commands.common.written import TABLES, write_rows
 from traces.errors import DraftsimError
+from traces.store.recordings import DEFAULT_TRACE
 from traces.store.writing import write_atomically
 
 if TYPE_CHECKING:

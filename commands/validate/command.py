@@ -10,7 +10,6 @@ import pandas as pd
 import typer
 
 from commands.common.inputs import (
-    DEFAULT_TRACE,
     MemoryOption,
     PolicyOption,
     TrustOption,
@@ -35,6 +34,7 @@ from commands.engine.options import (
 )
 from commands.validate.spot_check import say_verdict, spot_check
 from traces.errors import DraftsimError
+from traces.store.recordings import DEFAULT_TRACE
 
 COPY = "the measured times are kept there, so copy it and name the copy"
 

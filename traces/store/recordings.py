@@ -19,10 +19,10 @@ from traces.store.operators import find_composed
 from traces.store.speculation_profile import is_profile, read_profile
 from traces.store.text import read_object
 
-DEFAULT_TRACE = "smollm2-cpu"
-"""The recording used by default: a real pair, one request at a time in transformers."""
-SERVED_TRACE = "smollm2-vllm-draft-cpu"
-"""The default for many requests: the same outputs, at the costs of a serving engine."""
+DEFAULT_TRACE = "qwen-coder-vllm-cpu"
+"""The recording used by default: a pair that people deploy, at the costs of a serving engine."""
+PAPERS_TRACE = "smollm2-cpu"
+"""The recording that has what the papers' methods need: early exits and drafters trained for it."""
 BUNDLED = Path(__file__).parents[1] / "recorded"
 """Folder of the bundled recordings: ``<name>/trace.parquet``, ``<name>/latency.parquet``.
 
