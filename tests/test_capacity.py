@@ -41,7 +41,6 @@ from traces.latency.table import LatencyTable
 @pytest.fixture(autouse=True)
 def few_tried(monkeypatch: pytest.MonkeyPatch) -> None:
     """Fewer requests for where to begin to look, and for comparisons that no test is about."""
-    monkeypatch.setattr(stages, "TRIED", 30)
     monkeypatch.setattr(stages, "FEW", 60)
 
 

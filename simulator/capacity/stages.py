@@ -165,8 +165,8 @@ def highest(
 
 EMPTY_RATE = 1e-4
 """Requests per second at which each is alone."""
-TRIED, FEW = 100, 200
-"""Requests that are tried alone, and the least that a replica gets."""
+FEW = 200
+"""The least number of requests that a replica gets."""
 MOST_REQUESTS = 3000
 """The most that a replica gets, however slow its requests."""
 BATCHES = 4
@@ -219,7 +219,7 @@ def start(ask: Ask, at_once: int) -> Search[Start]:
     It serves `at_once` requests at once.
     """
     few = max(FEW, min(BATCHES * at_once, MOST_REQUESTS))
-    alone = yield ask(1, EMPTY_RATE, TRIED, 1)
+    alone = yield ask(1, EMPTY_RATE, few, 2)  # the same requests as at every other rate
     if not alone.kept:
         return Start(alone, 0.0, few)
     rate = 1 / alone.mean("e2e_s", "mean")
