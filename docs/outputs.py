@@ -17,14 +17,13 @@ EXAMPLES = ROOT / "docs" / "examples"
 COLUMNS = 100
 
 SHOWN = {
-    "simulate": "simulate --trace bundled --policy fixed:gamma=3 --policy gammatune "
+    "simulate": "simulate --policy fixed:gamma=3 --policy gammatune "
     "--policy svip --policy oracle",
-    "own": "simulate --trace bundled --policy mine.py:StopWhenUnsure:threshold=0.4 "
+    "own": "simulate --policy mine.py:StopWhenUnsure:threshold=0.4 "
     "--policy gammatune",
-    "serve": "serve --trace bundled --policy fixed:gamma=3 --policy gammatune --batch 1,8 "
-    "--requests 100",
+    "serve": "serve --policy fixed:gamma=3 --policy gammatune --batch 1,8 --requests 100",
     "recommend": "recommend --bench server/results --draft SmolLM2-EAGLE3 --method eagle3",
-    "tune": "tune --engine vllm --trace bundled --batch 1,8",
+    "tune": "tune --engine vllm --batch 1,4,8",
     "formulas": "check",
     "list": "list",
 }

@@ -29,13 +29,12 @@ class Question(NamedTuple):
     reading: str
 
 
-SERVED = "--trace smollm2-vllm-draft-cpu"
 A100 = "a100/llama-3.1-8b+llama-3.2-1b"
 CODER = f"--trace qwen-coder-cpu --latency {A100}"
 QUESTIONS = {
     "load": Question(
         "Which K at which concurrency?",
-        f"draftsim tune --engine vllm {SERVED} --batch 1,4,16 --resamples 50",
+        "draftsim tune --engine vllm --batch 1,4,16 --resamples 50",
         "A row is a batch size. `deploy` says where no speculation is as fast; the setting below "
         "is what vLLM reads. Name your own recording and latencies, or give benchmark runs to "
         "`draftsim recommend`.",
@@ -55,7 +54,7 @@ QUESTIONS = {
     ),
     "baseline": Question(
         "Over which baseline is the gain?",
-        f"draftsim serve {SERVED} --policy autoregressive --policy fixed:gamma=2 "
+        "draftsim serve --policy autoregressive --policy fixed:gamma=2 "
         "--policy batch-table:table=[[1,64,0]] --batch 1,8 --requests 40",
         "`autoregressive` is an engine without a drafter. K = 0 in a table is not that baseline: "
         "the draft model still reads every token, which is the difference of the two rows. A "
@@ -135,8 +134,8 @@ def printed(command: str) -> str:
     from commands import app
 
     out, err = io.StringIO(), io.StringIO()
-    environment = {"DRAFTSIM_TRACE": "smollm2-cpu"}
-    with mock.patch.dict(os.environ, environment), redirect_stdout(out), redirect_stderr(err):
+    with mock.patch.dict(os.environ), redirect_stdout(out), redirect_stderr(err):
+        os.environ.pop("DRAFTSIM_TRACE", None)
         code = app.app(shlex.split(command)[1:], standalone_mode=False)
     if code not in (None, 0):
         raise RuntimeError(f"{command}: exit code {code}: {err.getvalue()}")
