@@ -18,7 +18,7 @@ from policies.core import DraftPolicy
 from policies.registry import is_bound
 from policies.rules.registry import parse_rule
 from simulator.chosen import load_serving_policies, swept_policies
-from simulator.recording import Recording, check_models, load_recording
+from simulator.recording import Recording, check_models, load_recording, observed_trace
 from traces.acceptance.trace import Trace
 from traces.errors import DraftsimError
 from traces.latency.table import LatencyTable
@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from policies.rules.base import VerifyRule
 
 Policies = Sequence[str | DraftPolicy | BatchPolicy]
+Acceptance = str | Sequence[float]
 
 
 @dataclass(frozen=True, eq=False)
@@ -160,6 +161,7 @@ def predict(
     latency: str | LatencyTable | None = None,
     policies: Policies | None = None,
     *,
+    acceptance: Acceptance | None = None,
     source: str | None = None,
     verify: str | None = None,
     against: str | None = None,
@@ -177,6 +179,9 @@ def predict(
     policies:
         Names as on the command line, or objects; by default every policy that the recording can
         be replayed with.
+    acceptance:
+        Instead of a trace: acceptance by position, such as ``[0.76, 0.6, 0.43]`` or what
+        ``--acceptance`` takes; `latency` says what passes cost.
     source:
         The drafter of a named recording, by default the one that the latencies were measured with.
     verify:
@@ -200,7 +205,7 @@ def predict(
     from simulator.whatif.ranking import rank, ranked_rows, winner
 
     notes: list[str] = []
-    recording = _recording(trace, latency, source, notes)
+    recording = _recording(trace, latency, source, notes, acceptance)
     rule = _rule(verify, recording)
     table = recording.priced()
     ranking = rank(recording.trace, table, policies, rule, notes.append)
@@ -228,6 +233,7 @@ def serve(
     max_num_batched_tokens: int | None = None,
     num_gpu_blocks: int | None = None,
     slo: str | None = None,
+    acceptance: Acceptance | None = None,
     source: str | None = None,
     verify: str | None = None,
     seed: int = 0,
@@ -236,7 +242,7 @@ def serve(
 
     Parameters
     ----------
-    trace, latency, policies, source, verify:
+    trace, latency, policies, acceptance, source, verify:
         Those of `predict`; the default policies need no signal.
     concurrency:
         Requests kept running, one run for each number; by default the measured batch sizes.
@@ -269,7 +275,7 @@ def serve(
     if concurrency is not None and rate is not None:
         raise DraftsimError("concurrency keeps the engine full: give it, or rate, not both")
     notes: list[str] = []
-    recording = _recording(trace, latency, source, notes)
+    recording = _recording(trace, latency, source, notes, acceptance)
     rule = _rule(verify, recording)
     measured = recording.latency
     limits = Limits.of_engine(measured, max_num_seqs, max_num_batched_tokens, num_gpu_blocks)
@@ -319,6 +325,7 @@ def plan(
     num_gpu_blocks: int | None = None,
     gpus: int = 1,
     price: float | None = None,
+    acceptance: Acceptance | None = None,
     source: str | None = None,
     verify: str | None = None,
     curve: bool = False,
@@ -328,7 +335,9 @@ def plan(
 
     Parameters
     ----------
-    trace, latency, policies, source, verify, max_num_seqs, max_num_batched_tokens, num_gpu_blocks:
+    trace, latency, policies, acceptance, source, verify:
+        Those of `serve`.
+    max_num_seqs, max_num_batched_tokens, num_gpu_blocks:
         Those of `serve`.
     rate, slo:
         Requests/s, and targets such as ``"ttft=200ms,tpot=30ms,p=0.95"``.
@@ -354,7 +363,7 @@ def plan(
     targets = parse_targets(slo, "slo")
     with_cost([], gpus, price)  # refused before anything is simulated
     notes: list[str] = []
-    recording = _recording(trace, latency, source, notes, "a plan")
+    recording = _recording(trace, latency, source, notes, acceptance, "a plan")
     rule = _rule(verify, recording)
     measured = recording.latency
     limits = Limits.of_engine(measured, max_num_seqs, max_num_batched_tokens, num_gpu_blocks)
@@ -387,6 +396,7 @@ def sweep(
     gpus: Sequence[str] = (),
     verify_ratio: float = 1.0,
     tilt: str = "coupled",
+    acceptance: Acceptance | None = None,
     source: str | None = None,
     resamples: int = 200,
     seed: int = 0,
@@ -396,7 +406,7 @@ def sweep(
 
     Parameters
     ----------
-    trace, latency, source:
+    trace, latency, acceptance, source:
         Those of `predict`; with `c` and no `latency`, cost ratios alone are priced.
     policies:
         Names, a value ``{1..12}`` or ``{0.3,0.5}`` expanding to several; by default the fixed
@@ -428,7 +438,7 @@ def sweep(
 
     notes: list[str] = []
     by_ratio = bool(c) and latency is None and not gpus
-    recording = _recording(trace, latency, source, notes, "a sweep", by_ratio=by_ratio)
+    recording = _recording(trace, latency, source, notes, acceptance, "a sweep", by_ratio=by_ratio)
     recording.check_ratios(c)
     sizes = list(concurrency)
     if max(sizes, default=1) > 1 and c:
@@ -451,12 +461,15 @@ def sweep(
 
 def _recording(
     trace: str | Trace, latency: str | LatencyTable | None, source: str | None, notes: list[str],
-    chooses: str | None = None, by_ratio: bool = False,
+    acceptance: Acceptance | None = None, chooses: str | None = None, by_ratio: bool = False,
 ) -> Recording:  # fmt: skip
     """Return the recording that the arguments of `predict` describe; `notes` gets its remarks."""
-    if isinstance(trace, Trace):
+    if acceptance is not None:
+        trace, outputs = _observed(trace, latency, source, acceptance, by_ratio, notes)
+    elif isinstance(trace, Trace):
         return _given(trace, latency, source, by_ratio, notes)
-    outputs = find_trace(trace)
+    else:
+        outputs = find_trace(trace)
     if isinstance(latency, LatencyTable):
         tables = {"latency": latency}
     elif by_ratio:
@@ -465,8 +478,23 @@ def _recording(
         tables = {latency or trace: find_latency(latency or trace)}
     return load_recording(
         trace, outputs, tables, source, given=latency is not None, chooses=chooses,
-        one=not by_ratio, say=notes.append,
+        one=not by_ratio, observed=acceptance is not None, say=notes.append,
     )  # fmt: skip
+
+
+def _observed(
+    trace: str | Trace, latency: str | LatencyTable | None, source: str | None,
+    acceptance: Acceptance, by_ratio: bool, notes: list[str],
+) -> tuple[str, Trace]:  # fmt: skip
+    """Return a name and a trace made from acceptance by position."""
+    if isinstance(trace, Trace) or trace != DEFAULT_TRACE:
+        raise DraftsimError("trace and acceptance are two acceptances: give one")
+    if source is not None:
+        raise DraftsimError("acceptance is that of your drafter: leave source out")
+    if latency is None and not by_ratio:
+        raise DraftsimError("acceptance says nothing of what passes cost: give latency as well")
+    text = acceptance if isinstance(acceptance, str) else ",".join(f"{p:g}" for p in acceptance)
+    return observed_trace(text, notes.append)
 
 
 def _given(

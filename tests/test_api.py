@@ -127,3 +127,24 @@ def test_objects_of_different_pairs_are_said_and_the_bound_is_never_best() -> No
     row = served.table.set_index("policy")["throughput_tok_s"]
     assert row.idxmax() == "oracle"
     assert served.best[1] in ("autoregressive", *SOME)
+
+
+def test_acceptance_that_a_server_counted_takes_the_traces_place() -> None:
+    counted, costs = [0.76, 0.6, 0.43], "const:target=0.02,draft=0.002"
+    found = draftsim.predict(
+        latency=costs, acceptance=counted, policies=["fixed:gamma=3"], resamples=20
+    )
+    speedup = found.table.set_index("policy")["speedup"]["fixed:gamma=3"]
+    assert speedup == pytest.approx((1 + sum(counted)) * 0.02 / (0.02 + 3 * 0.002), rel=0.02)
+    assert found.notes[0].startswith("acceptance by position 0.76, 0.60, 0.43")
+    swept = draftsim.sweep(acceptance="0.7,0.5", c=[0.1], policies=["fixed:gamma=1"], resamples=0)
+    assert swept.table.set_index("policy")["speedup"]["fixed:gamma=1"] == pytest.approx(
+        1.7 / 1.1, rel=0.02
+    )
+    for more, said in (
+        ({}, "what passes cost"),
+        ({"latency": costs, "trace": "bundled"}, "two acceptances"),
+        ({"latency": costs, "source": "draft-model"}, "leave source out"),
+    ):
+        with pytest.raises(draftsim.DraftsimError, match=said):
+            draftsim.predict(acceptance=counted, **more)
