@@ -17,10 +17,8 @@ EXAMPLES = ROOT / "docs" / "examples"
 COLUMNS = 100
 
 SHOWN = {
-    "simulate": "simulate --policy fixed:gamma=3 --policy gammatune "
-    "--policy svip --policy oracle",
-    "own": "simulate --policy mine.py:StopWhenUnsure:threshold=0.4 "
-    "--policy gammatune",
+    "simulate": "simulate --policy fixed:gamma=3 --policy gammatune --policy svip --policy oracle",
+    "own": "simulate --policy mine.py:StopWhenUnsure:threshold=0.4 --policy gammatune",
     "serve": "serve --policy fixed:gamma=3 --policy gammatune --batch 1,8 --requests 100",
     "recommend": "recommend --bench server/results --draft SmolLM2-EAGLE3 --method eagle3",
     "tune": "tune --engine vllm --batch 1,4,8",

@@ -21,7 +21,7 @@ from traces.latency.table import LatencyTable
 from traces.sources import find_drafted
 from traces.store.files import write_latency, write_trace
 from traces.store.identity import engine_head, model_in, same_model
-from traces.store.recordings import find_latency, find_trace
+from traces.store.recordings import DEFAULT_TRACE, PAPERS_TRACE, find_latency, find_trace
 
 EAGLE3, DRAFT, ONE = "smollm2-vllm-eagle3-cpu", "smollm2-vllm-draft-cpu", "smollm2-cpu"
 HEAD = "eagle:model=smollm2-eagle3"
@@ -144,7 +144,8 @@ def test_other_models_latencies_are_refused_without_a_recording(
 ) -> None:
     other = run(*command, "--latency", "bundled")
     assert (other.code, other.err.count("\n")) == (2, 1)
-    assert "differ from the default recording's, smollm2-" in other.err
+    default = PAPERS_TRACE if command[0] == "papers" else DEFAULT_TRACE
+    assert f"differ from the default recording's, {default} (" in other.err
     assert f"{option} bundled" in other.err
     nameless = run(*command, "--latency", calibrated)
     assert (nameless.code, nameless.err.count("\n")) == (2, 1)
@@ -156,7 +157,7 @@ def test_other_models_latencies_are_refused_without_a_recording(
 def test_constants_say_whose_acceptance_they_price(run: Run) -> None:
     ran = run("simulate", "--latency", "const:target=0.01,draft=0.001", *QUICK)
     assert ran.code == 0
-    assert ran.err.splitlines()[0].startswith(f"acceptance of {ONE} (smollm2 135M")
+    assert ran.err.splitlines()[0].startswith(f"acceptance of {DEFAULT_TRACE} (Qwen2.5-Coder")
     assert "--trace names another recording" in ran.err.splitlines()[0]
 
 
