@@ -20,6 +20,7 @@ from commands.common.inputs import (
 from commands.common.latex import Shown
 from commands.common.output import JsonOption, OutOption, emit, note, placed
 from commands.common.printed import print_table
+from commands.common.progress import working
 from traces.store.recordings import DEFAULT_TRACE
 
 if TYPE_CHECKING:
@@ -109,7 +110,9 @@ def breakeven(
     if server is not None:
         own = None if acceptance is None else load_positions(acceptance)
         loads = grid(*_axes(batch, context, server, None, lengths), lengths)
-        surface, name = measured_surface(server, own, loads, level), ", ".join(bench or ())
+        with working(f"pricing {len(loads)} loads"):
+            surface = measured_surface(server, own, loads, level)
+        name = ", ".join(bench or ())
     else:
         surface, name = _priced(
             trace, latency, source, acceptance, (batch, context), lengths, level,
@@ -180,7 +183,8 @@ def _priced(
     table.check_sizes("target", "forward", max(batches), 1)
     loads = grid(batches, contexts, sorted({0, *lengths}))
     cost = TableCost(drafting_always(table, always))
-    return priced_surface(cost, TableCost(table), positions, loads, level), name
+    with working(f"pricing {len(loads)} loads"):
+        return priced_surface(cost, TableCost(table), positions, loads, level), name
 
 
 def _axes(
@@ -228,7 +232,8 @@ def _plan(
     from simulator.tune.breakeven import EXACT, plan, run_lines
     from simulator.tune.launch import DRAFT, METHOD, TARGET
 
-    runs = plan(loads, own, server, passes)
+    with working("choosing runs"):
+        runs = plan(loads, own, server, passes)
     lines = run_lines(runs, TARGET, METHOD, DRAFT)
     rows: list[dict[str, Any]] = [
         {**run._asdict(), "serve": serve, "bench": bench}
@@ -246,14 +251,14 @@ def _plan(
     )
     if json is None:
         for k in sorted({run.k for run in runs}):
-            note(next(row["serve"] for row in rows if row["k"] == k))
+            note(next(row["serve"] for row in rows if row["k"] == k), whole=True)
     note("then: draftsim breakeven --bench RESULTS")
 
 
 def _one_line(document: dict[str, Any]) -> str:
     import json
 
-    return json.dumps(document)
+    return json.dumps(document, separators=(",", ":"))  # no blanks, at which it would be broken
 
 
 def _draw(surface: pd.DataFrame, path: Path, title: str) -> None:

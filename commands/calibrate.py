@@ -12,6 +12,7 @@ from commands.common.acceptance import load_positions
 from commands.common.inputs import OtherAcceptanceOption
 from commands.common.output import JsonOption, emit, note, placed_recording
 from commands.common.printed import print_table
+from traces.digits import three_digits
 from traces.errors import DraftsimError
 
 if TYPE_CHECKING:
@@ -269,7 +270,7 @@ def _choice(row: Choice) -> Mapping[str, str]:
     return {
         "requests": str(row.batch),
         "best K": str(row.k) + (f", p-min {row.p_min:g}" if row.p_min else ""),
-        "tokens/s": f"{row.tokens_per_s.value:.4g}",
+        "tokens/s": three_digits(row.tokens_per_s.value),
         "speedup": _times(row.speedup) if row.k else "1",
         "chance faster": f"{row.faster:.0%}" if row.k else "-",
     }  # fmt: skip
@@ -286,9 +287,10 @@ def _chosen(row: Choice) -> dict[str, Any]:
 
 def _load(load: Prediction) -> Mapping[str, str]:
     speed = load.tokens_per_s
+    low, value, high = map(three_digits, (speed.low, speed.value, speed.high))
     return {
         "requests": str(load.batch), "K": str(load.k), "context": f"{load.context:g}",
-        "tokens/s": f"{speed.value:.4g}", "interval": f"{speed.low:.3g} to {speed.high:.3g}",
+        "tokens/s": value, "interval": f"{low} to {high}",
         "speedup": _times(load.speedup) if load.k else "1",
     }  # fmt: skip
 

@@ -52,7 +52,7 @@ def check(
         printed=lambda: print_table(table.rows, title=f"{table.title}; --json has every setting"),
     )  # fmt: skip
     if len(failed):
-        note(f"{len(failed)} formula(s) disagree with simulation: {', '.join(failed['formula'])}")
+        note(f"these disagree with simulation: {', '.join(failed['formula'])}")
         raise typer.Exit(1)
 
 

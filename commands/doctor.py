@@ -10,6 +10,7 @@ import typer
 from commands.common.acceptance import FORMS, load_positions
 from commands.common.output import JsonOption, OutOption, emit, note
 from commands.common.printed import print_table
+from traces.digits import three_digits
 from traces.store.recordings import DEFAULT_TRACE
 
 
@@ -58,10 +59,11 @@ def doctor(
     }  # fmt: skip
     if json is None:
         note(f"{found.cause}: {found.advice}")
+    low, high = three_digits(found.low), three_digits(found.high)
     note(
-        f"{found.observed:.3f} tokens per round at K = {found.draft_length}, expected "
-        f"{found.expected:.3f}"
-        + (f" ({found.low:.3f} to {found.high:.3f})" if found.high > found.low else "")
+        f"{three_digits(found.observed)} tokens per round at K = {found.draft_length}, expected "
+        f"{three_digits(found.expected)}"
+        + (f" ({low} to {high})" if found.high > found.low else "")
         + ("" if mine.rounds is None else f"; {mine.rounds:,} rounds")
     )
 

@@ -13,6 +13,7 @@ from commands.common.acceptance import load_positions
 from commands.common.inputs import OtherAcceptanceOption
 from commands.common.output import JsonOption, emit, note, placed
 from commands.common.printed import print_table
+from traces.digits import three_digits
 from traces.errors import DraftsimError
 
 if TYPE_CHECKING:
@@ -142,7 +143,7 @@ def recommend(
 
         write_atomically(out, (jsons.dumps(document, indent=2) + "\n").encode())
         note(f"wrote {out}")
-    note(line)
+    note(line, whole=True)
 
 
 def _within(rows: Sequence[Choice], slo: str | None) -> list[Choice]:
@@ -282,8 +283,8 @@ def _shown(row: Choice) -> Mapping[str, str]:
     return {
         "concurrency": str(row.batch),
         "best K": str(row.k) + (f", p-min {row.p_min:g}" if row.p_min else ""),
-        "tokens/s": f"{speed.value:.4g}",
-        "interval": f"{speed.low:.4g} to {speed.high:.4g}",
+        "tokens/s": three_digits(speed.value),
+        "interval": f"{three_digits(speed.low)} to {three_digits(speed.high)}",
         "speedup": f"{gain.value:.2f} ({gain.low:.2f} to {gain.high:.2f})" if row.k else "1",
         "chance faster": f"{row.faster:.0%}" if row.k else "-",
     }  # fmt: skip

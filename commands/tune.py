@@ -32,6 +32,7 @@ from commands.common.inputs import (
 )
 from commands.common.output import JsonOption, emit, note, placed_as
 from commands.common.printed import print_table
+from commands.common.progress import working
 from commands.engine.options import DefaultsOption
 from traces.errors import DraftsimError
 from traces.store.recordings import DEFAULT_TRACE
@@ -268,7 +269,7 @@ def tune(
     if setting_out:
         print(laid_out(tuned.document))
     if not tried:
-        note(f"launch: {line}")
+        note(f"launch: {line}", whole=True)
 
 
 def _captured(engine: Engine, tuned: Tuned, table: LatencyTable) -> list[int]:
@@ -397,21 +398,22 @@ def _search(
         tune_vllm,
     )
 
-    if engine is Engine.HF:
-        return tune_huggingface(trace, latency, **common)
-    if engine is Engine.LLAMACPP:
-        return tune_llamacpp(trace, latency, **common)
+    if engine in ONE_REQUEST:
+        single = tune_huggingface if engine is Engine.HF else tune_llamacpp
+        with working("searching settings"):
+            return single(trace, latency, **common)
     by_batch = {
         Engine.SGLANG: tune_sglang, Engine.TENSORRT_LLM: tune_tensorrt_llm,
         Engine.DYNAMO: tune_dynamo,
     }  # fmt: skip
-    if engine in by_batch:
-        return by_batch[engine](trace, latency, batches, **common)
-    return tune_vllm(
-        trace, latency, batches, by_context=by_context or context is not None,
-        contexts=None if context is None else batch_sizes("--context", context, MOST_CONTEXT),
-        **common,
-    )  # fmt: skip
+    with working("searching settings", alone=True) as say:
+        if engine in by_batch:
+            return by_batch[engine](trace, latency, batches, progress=say, **common)
+        return tune_vllm(
+            trace, latency, batches, by_context=by_context or context is not None,
+            contexts=None if context is None else batch_sizes("--context", context, MOST_CONTEXT),
+            progress=say, **common,
+        )  # fmt: skip
 
 
 def _check(
@@ -431,12 +433,13 @@ def _check(
     loads = [closed_load(trace, b, slo, check_seed(seed)) for b in batches]
     policies = [tuned.policy_at(b) for b in batches]
     share = 0.0 if slo is None else slo.share
-    found = compare_served(trace, latency, policies, loads, share=share)
+    with working("serving the setting against other lengths"):
+        found = compare_served(trace, latency, policies, loads, share=share)
+        own = {
+            b: float(served_rates(trace, latency, [tuned.policy], load).mean())
+            for b, load in zip(batches, loads, strict=True)
+        }
     at = {int(r["batch"]): r for r in found.to_dict("records")}
-    own = {
-        b: float(served_rates(trace, latency, [tuned.policy], load).mean())
-        for b, load in zip(batches, loads, strict=True)
-    }
     for row in rows:
         served = at.get(row["batch"])
         values = (None,) * len(CHECKED) if served is None else (

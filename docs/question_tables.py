@@ -139,7 +139,9 @@ def printed(command: str) -> str:
         code = app.app(shlex.split(command)[1:], standalone_mode=False)
     if code not in (None, 0):
         raise RuntimeError(f"{command}: exit code {code}: {err.getvalue()}")
-    said = [line for line in err.getvalue().splitlines() if not PROVENANCE.search(line)]
+    # A remark's further lines are indented.
+    remarks = re.split(r"\n(?!  )", err.getvalue())
+    said = [text.rstrip() for text in remarks if not PROVENANCE.search(text)]
     return "\n\n".join(filter(None, (out.getvalue().strip(), "\n".join(said).strip())))
 
 

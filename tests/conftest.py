@@ -31,6 +31,12 @@ with suppress(ImportError):  # a machine with a GPU may lack it
     settings.register_profile("draftsim", deadline=None)
     settings.load_profile("draftsim")
 
+with suppress(ImportError):
+    from commands.common import output
+
+    # Tests look for sentences: `tests/test_remarks.py` sees how they are wrapped.
+    output.WIDEST = 1_000_000
+
 from tests.few_cells import few_cells  # noqa: E402
 from tests.shared import SHARED, made_once  # noqa: E402
 

@@ -134,7 +134,7 @@ def test_only_a_length_is_compared_as_a_length(run: Run) -> None:
     ran = run("doctor", "3:1.4", "--against", "1:1.8,2:2.4,3:2.8")
     assert ran.code == 0, ran.err
     assert ran.err.startswith("mixed: ")
-    assert "1.400 tokens per round at K = 3, expected 2.800" in ran.err
+    assert "1.40 tokens per round at K = 3, expected 2.80" in ran.err
     assert "only tokens per round are compared" in ran.err
 
 

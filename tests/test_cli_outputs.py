@@ -145,6 +145,17 @@ def test_tables_by_suffix(name: str, synthetic_run: Path, tmp_path: Path, run: R
     assert written.startswith("\\begin{table}")
     assert written.count("\\toprule") == written.count("\\caption{") > 0
     assert written.count(r" \\") > written.count("\\midrule")
+    assert r"\caption{}" not in written
+    for align, body in re.findall(
+        r"\\begin{tabular}{(\w+)}(.*?)\\end{tabular}", written, re.DOTALL
+    ):
+        for line in body.strip().splitlines():
+            if not line.endswith(r"\\"):
+                assert line in (r"\toprule", r"\midrule", r"\bottomrule")
+                continue
+            assert len(re.split(r"(?<!\\)&", line)) == len(align), line
+            assert not re.search(r"(?<!\\)[%#_~^]", line), line
+            assert line.count("{") == line.count("}")
 
 
 @pytest.mark.parametrize(("out", "said"), [("t.xyz", "the suffix"), ("no/t.csv", "no folder")])

@@ -15,6 +15,7 @@ from simulator.whatif.ranking import winner
 from tests.conftest import ROOT, Run
 from tests.report_pages import data_of, lead
 from traces.acceptance.trace import Trace
+from traces.digits import three_digits
 from traces.errors import DraftsimError
 from traces.latency.schema import CELL_COLUMNS
 from traces.latency.table import LatencyTable
@@ -207,7 +208,7 @@ def test_simulate_and_report_recommend_the_same_policy(run: Run, tmp_path: Path)
     said = json.loads(ran.out)["headline"]
     assert said.startswith(
         f"{ONE} (smollm2 135M + draft model 15.5M, AMD EPYC): ngram is fastest, "
-        f"{best['speedup']:.3f}x no speculation ("
+        f"{three_digits(best['speedup'])}x no speculation ("
     )
     assert said.endswith(
         "; with the draft model no policy is: the best fixed length, fixed:gamma=3, is at 0.742x."
@@ -216,7 +217,7 @@ def test_simulate_and_report_recommend_the_same_policy(run: Run, tmp_path: Path)
     page = data_of(out.read_text())
     top = page["policies"][page["headline"]["policy"]]
     assert (top["policy"], top["speedup"]) == ("ngram", pytest.approx(best["speedup"]))
-    assert lead(out.read_text()).startswith("Fastest policy: <strong>ngram</strong>, 1.268× no")
+    assert lead(out.read_text()).startswith("Fastest policy: <strong>ngram</strong>, 1.27× no")
     assert "With the draft model no policy is faster" in lead(out.read_text())
     ranked = {row["name"] for row in page["policies"]}
     assert {"ngram", "pld", "eagle3", "fixed:gamma=3", "llama-cpp"} <= ranked
@@ -254,10 +255,10 @@ def test_a_headline_gains_over_no_slower_row_by_itself() -> None:
          "note": "best fixed"},
     ]  # fmt: skip
     assert headline(rows) == (
-        "svip is fastest, 1.500x no speculation; +25.0 % against fixed:gamma=2."
+        "svip is fastest, 1.50x no speculation; +25.0 % against fixed:gamma=2."
     )
     rows[2]["speedup"] = 0.9
-    assert headline(rows, "mine").startswith("mine: svip is fastest, 1.500x no speculation; the")
+    assert headline(rows, "mine").startswith("mine: svip is fastest, 1.50x no speculation; the")
     assert "fixed:gamma=2, is at 0.900x" in headline(rows)
     rows[1]["speedup"] = 0.95
     assert "no policy is faster than no speculation: the best, svip, is at 0.950x" in headline(rows)

@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import itertools
 import json
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from commands.serve.fastest import PLAIN, headline
 from simulator.chosen import load_serving_policies
-from tests.conftest import Serve
+from tests.conftest import Run, Serve
 from tests.serving import PAIR, arrival_file
+from traces.acceptance.synthetic import synthetic_trace
+from traces.store.files import write_trace
 
 SERVE_FIELDS = {
     "policy", "verify", "batch", "rate", "throughput_tok_s", "ttft_s", "tpot_s", "e2e_s",
@@ -142,3 +146,47 @@ def test_the_first_sentence_names_no_bound(serve: Serve) -> None:
     first = [next(x for x in said.splitlines() if "no speculation" in x) for said in (both, alone)]
     assert "oracle" not in first[0]
     assert first[0] == first[1]
+
+
+def test_the_first_sentence_has_an_interval_over_prompts(serve: Serve) -> None:
+    for load in (("--batch", "1,4"), ("--rate", "1,2")):
+        asked = ("--policy", "fixed:gamma=2", *load, "--requests", 40)
+        ran = serve(*asked)
+        [line] = [line for line in ran.err.splitlines() if "over no speculation: at " in line]
+        found = re.findall(r"fixed:gamma=2 ([\d.]+)x \(([\d.]+) to ([\d.]+)\)", line)
+        assert len(found) == 2, line
+        rows = [row for row in serve(*asked, "--json", "-").rows if row["policy"] != PLAIN]
+        for told, row in zip(found, rows, strict=True):
+            value, low, high = map(float, told)
+            ratio = row["speedup"] if load[0] == "--batch" else 1 / row["latency_ratio"]
+            assert value == pytest.approx(ratio, rel=5e-3)
+            assert low < value < high
+
+
+def test_the_sentence_says_where_nothing_is_faster_and_how_many_loads_there_are() -> None:
+    def told(speeds: dict[int, float]) -> str:
+        rows = [
+            {"policy": name, "concurrency": batch, "rate": None, "speedup": speedup}
+            for batch, own in speeds.items() for name, speedup in ((PLAIN, 1.0), ("svip", own))
+        ]  # fmt: skip
+        return headline(rows, lambda leader: (leader.ratio - 0.1, leader.ratio + 0.1))
+
+    assert told({1: 1.2, 8: 0.9}) == (
+        "tokens/s over no speculation: at 1 request svip 1.20x (1.10 to 1.30); at 8 requests no "
+        "policy is faster, svip 0.900x (0.800 to 1.00)."
+    )
+    assert told({1: 0.9, 8: 0.5}) == (
+        "no policy is faster than no speculation at any of these loads; the closest is at 1 "
+        "request svip 0.900x (0.800 to 1.00) in tokens/s."
+    )
+    assert told(dict.fromkeys((1, 2, 4, 8, 16, 32), 1.2)).endswith("; 2 more loads below.")
+
+
+def test_one_prompt_has_no_interval_over_prompts(tmp_path: Path, run: Run) -> None:
+    folder = tmp_path / "one"
+    folder.mkdir()
+    write_trace(synthetic_trace(0.7, tokens=30, requests=1), folder / "trace.parquet")
+    load = ("--batch", 1, "--requests", 8, "--policy", "fixed:gamma=2")
+    ran = run("serve", "--trace", folder, *load, "--latency", "const:target=1,draft=0.1")
+    assert ran.code == 0, ran.err
+    assert re.search(r"fixed:gamma=2 [\d.]+x[.;]", ran.err)

@@ -154,3 +154,11 @@ def test_the_search_for_draft_lengths_is_told(tmp_path: Path) -> None:
     import_log("specbench", [log], Options(progress=lambda *now: told.append(now)))
     assert {what for what, _, _ in told} == {"trying schedules of draft lengths"}
     assert [done for _, done, _ in told] == list(range(told[0][2]))
+
+
+@pytest.mark.parametrize("engine", ["vllm", "sglang", "llamacpp"])
+def test_tune_tells_how_far_it_is(engine: str, lines: Lines, run: Run) -> None:
+    batch = () if engine == "llamacpp" else ("--batch", 1)
+    assert run("tune", "--engine", engine, *batch, "--resamples", 4).code == 0
+    what = "searching settings" if engine == "llamacpp" else "serving "
+    assert any(line.startswith(what) for line in lines), lines

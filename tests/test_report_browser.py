@@ -16,6 +16,7 @@ from simulator.whatif.ranking import FITTED
 from tests.break_even import break_even_ratio
 from tests.browser import Browser
 from tests.report_pages import POLICIES, data, latency, logs, move, recording, value
+from traces.digits import three_digits
 from traces.replay.run import replay
 
 pytest_plugins = ("tests.report_browser",)
@@ -32,12 +33,12 @@ def expected(c: float, v: float, gamma: int, alpha: float) -> dict[str, str]:
     best = max(range(12), key=lambda i: curve[i])
     return {
         "out-gamma": str(gamma),
-        "out-recorded": f"{curve[gamma - 1]:.3f}×",
-        "out-textbook": f"{textbook:.3f}×",
-        "out-best": f"γ = {best + 1}: {curve[best]:.3f}×",
-        "out-even-c": f"{even.ratio:.3f}",
-        "out-even-span": f"{even.low:.3f} – {even.high:.3f}",
-        "out-even-alpha": f"{leviathan.break_even_alpha(gamma, c, v):.3f}",
+        "out-recorded": f"{three_digits(curve[gamma - 1])}×",
+        "out-textbook": f"{three_digits(textbook)}×",
+        "out-best": f"γ = {best + 1}: {three_digits(curve[best])}×",
+        "out-even-c": three_digits(even.ratio),
+        "out-even-span": f"{three_digits(even.low)} – {three_digits(even.high)}",
+        "out-even-alpha": three_digits(leviathan.break_even_alpha(gamma, c, v)),
     }
 
 
@@ -84,7 +85,7 @@ def test_at_the_pairs_own_ratios_the_sliders_give_the_ranking(opened: Browser) -
         "return [...document.querySelectorAll('#table-ratio tbody tr')]"
         ".map(r => r.cells[1].textContent)"
     )
-    assert drawn == [f"{row['speedup']:.3f}" for row in data()["policies"]]
+    assert drawn == [three_digits(row["speedup"]) for row in data()["policies"]]
     points = dict(
         opened.run(
             "return [...document.querySelectorAll('#plot-lengths [data-series=recorded]')]"
@@ -140,9 +141,10 @@ def test_a_slider_moved_by_keyboard_gives_pythons_number(
     assert order == sorted(order, reverse=True)
     for name, speedup, even, span in cells:
         sums = own[name.removesuffix(" best fixed")]
-        assert speedup == f"{float(speedup_at(sums, at['c'], at['v'])[0]):.3f}"
+        assert speedup == three_digits(float(speedup_at(sums, at["c"], at["v"])[0]))
         found = break_even_ratio(sums, at["v"])
-        assert (even, span) == (f"{found.ratio:.3f}", f"{found.low:.3f} – {found.high:.3f}")
+        low, middle, high = map(three_digits, (found.low, found.ratio, found.high))
+        assert (even, span) == (middle, f"{low} – {high}")
     assert opened.console() == []
 
 
@@ -180,7 +182,7 @@ def test_alpha_moves_to_the_tilted_recording(opened: Browser) -> None:
     i = data()["tilt"]["alphas"].index(alpha)
     sums = RatioSums(*data()["tilt"]["rounds"][i][gamma - 1])
     speedup = float(speedup_at(sums, value("c"), value("v"))[0])
-    assert opened.text("#out-tilted") == f"{speedup:.3f}×"
+    assert opened.text("#out-tilted") == f"{three_digits(speedup)}×"
     assert "off by about" in opened.text("#tilt-note") or "cannot be measured" in opened.text(
         "#tilt-note"
     )

@@ -239,14 +239,18 @@ def headline(rows: Sequence[Row]) -> str:
     low, high = best["replicas_lo"], best["replicas_hi"]
     span = "" if low is None else f" ({low} to {high if high is not None else '?'})"
     name = "no speculation" if best["policy"] == "autoregressive" else best["policy"]
-    replicas = "1 replica" if best["replicas"] == 1 else f"{best['replicas']} replicas"
-    words = f"{load} take {replicas}{span} with {name}"
+    words = f"{load} take {_replicas(best['replicas'])}{span} with {name}"
     if best["policy"] == "autoregressive":
         return f"{words}; no policy takes fewer."
     plain = next((row for row in rows if row["policy"] == "autoregressive"), None)
     if plain is None:
         return f"{words}."
     return f"{words}, {plain['replicas'] or 'more than were tried'} without speculation."
+
+
+def _replicas(count: int, one: str = "", more: str = "") -> str:
+    """Return a number of replicas, with the verb for it."""
+    return f"1 replica {one}".strip() if count == 1 else f"{count:,} replicas {more}".strip()
 
 
 def remarks(rows: Sequence[Row]) -> list[str]:
@@ -273,12 +277,13 @@ def remarks(rows: Sequence[Row]) -> list[str]:
         for row in rows if row["too_short"]
     ]  # fmt: skip
     said += [
-        f"{row['policy']}: {row['replicas']} replica(s) serve all {row['requests']} requests at "
-        "whatever rate they come: raise --requests to find one that is too much"
+        f"{row['policy']}: {_replicas(row['replicas'], 'serves', 'serve')} all {row['requests']} "
+        "requests at whatever rate they come: raise --requests to find one that is too much"
         for row in rows if math.isinf(row["rate_limit"])
     ]  # fmt: skip
     if rejected := sum(row["rejected"] for row in rows):
-        said.append(f"{rejected} request(s) could never fit a replica and count as late")
+        requests = "1 request" if rejected == 1 else f"{rejected} requests"
+        said.append(f"{requests} could never fit a replica and count as late")
     if outside := [row["policy"] for row in rows if row["extrapolated"]]:
         said.append(
             "passes outside the measured sizes were priced by a fitted roofline under "
@@ -294,7 +299,7 @@ def _compared(row: Row, plain: Row) -> str:
         return f"{name} cannot meet the SLO with any number of replicas that was tried"
     if other is None:
         return f"{name} takes {count}; no speculation cannot meet the SLO with any that was tried"
-    words = f"{name} takes {count} replica{'s' if count > 1 else ''}, no speculation {other}"
+    words = f"{name} takes {_replicas(count)}, no speculation {other}"
     stops = row["stops_saving"]
     if stops is None:
         return words

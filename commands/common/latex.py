@@ -67,7 +67,9 @@ def _table(one: Shown) -> str:
         texts = [_in_table(cells[name][i]) for name in names]
         if i == best:
             texts = [f"\\textbf{{{text}}}" for text in texts]
-        lines.append(" & ".join(texts) + r" \\")
+        # A star or a bracket after a row's end would be read as its argument.
+        guard = "{}" if texts[0][:1] in ("*", "[") else ""
+        lines.append(guard + " & ".join(texts) + r" \\")
     return "\n".join([*lines, r"\bottomrule", r"\end{tabular}", r"\end{table}", ""])
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 import sys
+import textwrap
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -121,7 +123,8 @@ def emit(
     records = rows.to_dict("records") if isinstance(rows, pd.DataFrame) else list(rows)
     if out is not None:
         if out.suffix == ".tex":
-            own = [Shown(records, title, show)] if tables is None else tables()
+            caption = title or f"draftsim {command}"
+            own = [Shown(records, caption, show)] if tables is None else tables()
             write_atomically(out, as_latex(own).encode())
         else:
             write_rows(out, records, command, more)
@@ -139,9 +142,39 @@ def emit(
     write_atomically(json_to, text.encode())
 
 
-def note(text: str) -> None:
-    """A remark for the person at the terminal, kept off standard output."""
-    console(stderr=True).print(printable(text), soft_wrap=True)
+WIDEST = 100
+"""Columns of a remark at most, and where there is no terminal."""
+HANGING = "  "
+"""Blanks before the further lines of a remark."""
+
+
+def note(text: str, whole: bool = False) -> None:
+    """Print a remark on standard error, wrapped to the terminal.
+
+    Nothing between backticks is broken.  A command or a file's content to copy is `whole`: it is
+    printed on one line.
+    """
+    where = console(stderr=True)
+    width = min(WIDEST, where.width) if where.is_terminal else WIDEST
+    shown = printable(text)
+    where.print(shown if whole else wrapped(shown, width), soft_wrap=True)
+
+
+def wrapped(text: str, width: int) -> str:
+    """Return printable `text` on lines of at most `width`, as far as its words allow.
+
+    >>> print(wrapped("measure again with `draftsim profile --latency-only`", 30))
+    measure again with
+      `draftsim profile --latency-only`
+    """
+    begin = text[: len(text) - len(text.lstrip())]
+    # No printable text holds the mark that keeps a command's words together.
+    marked = re.sub(r"`[^`]*`", lambda found: found[0].replace(" ", "\0"), text.strip())
+    lines = textwrap.wrap(
+        marked, width, initial_indent=begin, subsequent_indent=begin + HANGING,
+        break_long_words=False, break_on_hyphens=False,
+    )  # fmt: skip
+    return "\n".join(lines).replace("\0", " ")
 
 
 def say_drawn(paths: Iterable[Path]) -> None:

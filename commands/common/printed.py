@@ -14,6 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 from commands.common.layout import GAP, blocks, heading, in_lines, in_parts, longest
+from traces.digits import three_digits
 
 OFF_TERMINAL = 100
 """Columns of a table that is not for a terminal."""
@@ -39,13 +40,15 @@ def print_table(
 
     No number is cut: columns that do not fit next to the others follow below them, after those
     that say which row it is. Bounds of an interval (``x_lo``, ``x_hi``) share a column, and a
-    column without a value in any row is left out.
+    column without a value in any row is left out. A column with the same value in every row is
+    said once below the table.
     """
     if not records:
         console(stderr=stderr).print("no rows")
         return
     shown, names = with_spans(records, list(show or records[0]))
     names = [n for n in names if any(not _is_missing(r.get(n)) for r in shown)] or names
+    names, alike = without_alike(shown, names)
     cells = {n: [cell_text(str(n), r.get(n)) for r in shown] for n in names}
     values = {n: [r.get(n) for r in shown] for n in cells}
     styles = {n: [verdict(str(n), r) for r in records] for n in cells}
@@ -65,12 +68,14 @@ def print_table(
     if len(keys) == len(cells):  # all words, which are folded where they have to be
         few = {keys[0]: needed[keys[0]]}
         _print_block(cells, heads, few, numeric, styles, title, room, stderr)
+        print_alike(alike, console(width=room, stderr=stderr))
         return
     if sum(needed[name] + GAP for name in keys) > 2 * room // 3:
         keys = keys[:1]
     for i, names in enumerate(blocks(needed, keys, room)):
         block = {n: cells[n] for n in names}
         _print_block(block, heads, needed, numeric, styles, None if i else title, room, stderr)
+    print_alike(alike, console(width=room, stderr=stderr))
 
 
 SPAN = " interval"
@@ -101,6 +106,38 @@ def with_spans(
             row[span] = None if missing else "-".join(cell_text(name, v) for v in (low, high))
         rows.append({n: row.get(n) for n in kept})
     return rows, kept
+
+
+def without_alike(
+    rows: Sequence[Mapping[Any, Any]], names: Sequence[Any]
+) -> tuple[list[Any], dict[str, str]]:
+    """Return the columns that tell rows apart, and the text of those that are the same in all.
+
+    A column without a value in any row is in neither.
+    A single row keeps all its columns, and so do rows that nothing tells apart.
+
+    >>> without_alike([{"K": 1, "pair": "a"}, {"K": 3, "pair": "a"}], ["K", "pair"])
+    (['K'], {'pair': 'a'})
+    """
+    alike = {
+        name: cell_text(str(name), rows[0].get(name)) for name in names
+        if all(_same(row.get(name), rows[0].get(name)) for row in rows)
+    }  # fmt: skip
+    if len(rows) == 1 or len(alike) == len(names):
+        return list(names), {}
+    said = {str(name): text for name, text in alike.items() if text != "-"}
+    return [name for name in names if name not in alike], said
+
+
+def _same(one: Any, other: Any) -> bool:
+    return bool(one == other) or (_is_missing(one) and _is_missing(other))
+
+
+def print_alike(alike: Mapping[str, str], where: Console) -> None:
+    """Print what every row of a table has."""
+    if alike:
+        parts = [f"{' '.join(name.split())} {text}" for name, text in alike.items()]
+        where.print(printable("the same in every row: " + "; ".join(parts)))
 
 
 def verdict(name: str, row: Mapping[Any, Any]) -> str:
@@ -194,22 +231,6 @@ def console(**options: Any) -> Console:
 def printable(text: str) -> str:
     """`text` with what a terminal would take for a command written out."""
     return "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)
-
-
-def three_digits(value: float) -> str:
-    """Return a number with three significant digits, whole from a hundred on.
-
-    >>> [three_digits(x) for x in (0.00123, 0.1234, 1.234, 12.34, 123.4, 12345.6)]
-    ['0.00123', '0.123', '1.23', '12.3', '123', '12,346']
-    """
-    size = abs(value)
-    if not math.isfinite(value) or size >= 1e9:
-        return f"{value:.3g}"
-    if size >= 99.95:
-        return f"{value:,.0f}"
-    if 0 < size < 0.0995:
-        return f"{value:.3g}"
-    return f"{value:.1f}" if size >= 9.995 else f"{value:.2f}" if size >= 0.9995 else f"{value:.3f}"
 
 
 def cell_text(name: str, value: Any) -> str:

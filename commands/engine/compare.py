@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from commands.common.output import note
+from commands.common.progress import working
 from commands.engine.loads import drawn
 from commands.engine.noise import noise_said, with_noise
 from commands.engine.rounds import Drawn, compare_run
@@ -113,7 +114,8 @@ def texts_of(
 
     def decoded() -> dict[int, list[int]]:
         note(f"the engine's own {len(prompts)} outputs")
-        return own_texts(engine, trace, prompts)
+        with working("decoding them"):
+            return own_texts(engine, trace, prompts)
 
     return {int(i): text for i, text in once(kept, TEXTS, decoded).items()}
 

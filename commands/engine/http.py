@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from commands.common.output import note
+from commands.common.progress import working
 from commands.engine.compare import beside, figures_of, row_of, with_speedups
 from commands.engine.loads import Turn, drawn, in_turn
 from commands.engine.resumed import check_key
@@ -119,9 +120,11 @@ def _measured(
         def run(turn: Turn = turn) -> dict[str, Any]:
             note(turn.said)
             clients.decide(turn.text)
-            return clients.run(
-                jobs[turn.load], scenarios[turn.load].arrivals.concurrency
-            ).written()  # fmt: skip
+            with working(f"serving {turn.load}"):
+                served = clients.run(
+                    jobs[turn.load], scenarios[turn.load].arrivals.concurrency
+                )  # fmt: skip
+            return served.written()
 
         found = once(kept, turn.name, run)
         measured.setdefault((turn.load, turn.text), []).append(ServedRun.read(found))

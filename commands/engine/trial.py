@@ -128,4 +128,4 @@ def say_tried(rows: Sequence[Mapping[str, Any]], tuned: Tuned, latency: LatencyT
     line = launch_line("vllm", tuned.document, target=latency.meta["target"])
     if tuned.document is not None:
         line += f" --max-num-seqs {latency.meta['engine']['max_batch']}"
-    note(f"launch: {line}")
+    note(f"launch: {line}", whole=True)

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
 from commands.common.output import note
+from commands.common.progress import progress_bar
 from commands.engine.loads import Turn, in_turn
 from profiler.recording.checkpoint import Checkpoint, once
 
@@ -21,8 +22,8 @@ if TYPE_CHECKING:
 
 SWEEPS = 4
 """Sweeps over the table's cells between the loads, at least; as many as repeats otherwise."""
-SAID = 0.1
-"""Share of what runs side by side, after which it is said how far that is."""
+PARTS = 100
+"""Parts of what runs side by side, of which it is said how many are done."""
 
 
 def run_loads(
@@ -73,13 +74,15 @@ def run_loads(
             ]  # fmt: skip
             if None in tenants:
                 loads[0].go_on()
-            say = shares_said()
+            # Without a thread, which could wake while the engine is timed.
+            with progress_bar(alone=True) as bar:
+                task = bar.add_task("% of these runs", total=PARTS)
 
-            def after_round(share: float) -> None:
-                say(share)
-                measure_cells(done + share * len(turns))
+                def after_round(share: float) -> None:
+                    bar.update(task, completed=share * PARTS)
+                    measure_cells(done + share * len(turns))
 
-            interleave(loads, after_round)
+                interleave(loads, after_round)
         return [load.result() for load in loads]
 
     measured: dict[tuple[str, str], list[LoadRun]] = {}
@@ -96,19 +99,6 @@ def run_loads(
         done += len(turns)
         measure_cells(done)
     return measured
-
-
-def shares_said() -> Callable[[float], None]:
-    """Says a share of what runs side by side, where it is `SAID` more than the last one said."""
-    said = 0.0
-
-    def say(share: float) -> None:
-        nonlocal said
-        if said + SAID <= share < 1:
-            said = share
-            note(f"{share:.0%} of these")
-
-    return say
 
 
 def together(turns: Iterable[Turn], blocks: Mapping[str, int], room: int) -> Iterator[list[Turn]]:

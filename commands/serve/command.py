@@ -39,7 +39,9 @@ from commands.common.output import (
     say_drawn,
 )
 from commands.common.printed import print_table
+from commands.common.progress import working
 from commands.common.workers import ClusterOption
+from commands.serve.fastest import Leader, Span, headline, interval_over_prompts
 from commands.serve.fleet import RouterOption, chosen_router, where
 from commands.serve.loads import (
     ONE_STREAM,
@@ -55,7 +57,7 @@ from commands.serve.loads import (
 from commands.serve.measured import against_measured, print_measured
 from commands.serve.plots import draw
 from commands.serve.progress import kept, requests_bar, rows_file
-from commands.serve.rows import headline, remarks, shown
+from commands.serve.rows import remarks, shown
 from traces.errors import DraftsimError
 from traces.store.recordings import DEFAULT_TRACE
 
@@ -231,7 +233,10 @@ def serve(
     meta |= {"source": recorded.source} if recording.source is not None else {}
     executor = where(jobs, cluster, requests_of(scenarios) * len(policies), timeline)
     rows: list[dict[str, Any]] = []
-    with kept(rows, out, meta), requests_bar(scenarios, policies) as (advance, progress):
+    with (
+        kept(rows, out, meta, recording.said),
+        requests_bar(scenarios, policies) as (advance, progress),
+    ):
         from simulator.serving import Timeline, sweep
 
         with Timeline(timeline) if timeline is not None else nullcontext() as drawn:
@@ -242,7 +247,13 @@ def serve(
             )  # fmt: skip
     measured = against_measured(recorded, table, policies, scenarios, rule)
     if json is None:
-        note(f"{recording.said}: {headline(rows)}")
+
+        def interval(leader: Leader) -> Span | None:
+            return interval_over_prompts(leader, recorded, table, policies, scenarios, rule)
+
+        with working("serving resampled prompts, for intervals", alone=True):
+            said = headline(rows, interval)
+        note(f"{recording.said}: {said}")
         print_table(shown(rows))
         if measured:
             print_measured(measured)

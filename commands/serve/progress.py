@@ -21,10 +21,13 @@ if TYPE_CHECKING:
 
 
 @contextmanager
-def kept(rows: list[dict[str, Any]], out: Path | None, meta: Mapping[str, Any]) -> Iterator[None]:
+def kept(
+    rows: list[dict[str, Any]], out: Path | None, meta: Mapping[str, Any], caption: str = ""
+) -> Iterator[None]:
     """Write the table `out` at the end, and leave readable results after an interruption.
 
-    Lines of the rows that are finished stay then: the same command goes on with them.
+    Lines of the rows that are finished stay then: the same command goes on with them.  ``caption``
+    is that of a LaTeX table.
     """
     table = out if out is not None and out.suffix in TABLES else None
     with only_writer(table) if table is not None else nullcontext():
@@ -33,12 +36,12 @@ def kept(rows: list[dict[str, Any]], out: Path | None, meta: Mapping[str, Any]) 
         except KeyboardInterrupt:
             rows = _finished(rows, out)
             if table is not None and rows:
-                write_as(rows, table, meta, complete=False)
+                write_as(rows, table, meta, caption, complete=False)
             where = f" are in {out}, marked incomplete" if out is not None else " were finished"
-            note(f"stopped: {len(rows)} row(s){where}")
+            note(f"stopped: {len(rows)} row{'s' * (len(rows) != 1)}{where}")
             raise
         if table is not None:
-            write_as(rows, table, meta)
+            write_as(rows, table, meta, caption)
             _lines_of(table).unlink(missing_ok=True)
 
 
@@ -53,20 +56,16 @@ def _finished(rows: list[dict[str, Any]], out: Path | None) -> list[dict[str, An
 
 
 def write_as(
-    rows: Sequence[Mapping[str, Any]], path: Path, meta: Mapping[str, Any], complete: bool = True
-) -> None:
+    rows: Sequence[Mapping[str, Any]], path: Path, meta: Mapping[str, Any], caption: str,
+    complete: bool = True,
+) -> None:  # fmt: skip
     """The rows as the table that the suffix names; only Parquet says whether they are complete."""
     from simulator.serving.outcome.results import flat, write_table
 
     if path.suffix == ".parquet":
         write_table(rows, path, meta, complete)
     elif path.suffix == ".tex":
-        write_atomically(
-            path,
-            as_latex(
-                [Shown(shown(rows), f"recording {meta['trace']}, costs {meta['latency']}")]
-            ).encode(),
-        )
+        write_atomically(path, as_latex([Shown(shown(rows), caption)]).encode())
     else:
         nested = path.suffix == ".json"
         write_rows(path, rows if nested else flat(rows).to_dict("records"), "serve")

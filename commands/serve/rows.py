@@ -7,61 +7,10 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from commands.common.output import said_free
-from policies.registry import is_bound
 
 Row = Mapping[str, Any]
 MEAN = "(mean end-to-end latency)"
 LATENCIES = (("ttft", "mean"), ("tpot", "mean"), ("tpot", "p99"), ("e2e", "mean"))
-
-
-def headline(rows: Sequence[Row]) -> str:
-    """Return the fastest policy of every load, in one sentence.
-
-    In closed loops by output tokens/s, with open arrivals by mean end-to-end latency.
-    """
-    closed = all(row["concurrency"] is not None for row in rows)
-    parts: list[tuple[str, str]] = []
-    for load in dict.fromkeys(_load(row) for row in rows):
-        own = [row for row in rows if _load(row) == load]
-        names = "requests" if closed else "requests/s"
-        where = "these arrivals"
-        if load is not None:
-            where = f"{load:.4g} {names[:-1] if closed and load == 1 else names}"
-        drafting = [
-            row for row in own
-            if row["policy"] != "autoregressive" and not is_bound(row["policy"])
-        ]  # fmt: skip
-        ratios = [_ratio(row, closed) for row in drafting]
-        if not drafting or max(ratios) <= 1:
-            parts.append((where, "no policy is faster than no speculation"))
-            continue
-        best = max(range(len(drafting)), key=lambda i: ratios[i])
-        what = "tokens/s" if closed else "as fast end to end"
-        parts.append(
-            (
-                where,
-                f"{drafting[best]['policy']} {ratios[best]:.3g}x the {what}"
-                if closed
-                else f"{drafting[best]['policy']} is {ratios[best]:.3g}x {what}",
-            )
-        )
-    if {said for _, said in parts} == {"no policy is faster than no speculation"}:
-        return "no policy is faster than no speculation at any of these loads."
-    shown = [f"at {where} {said}" for where, said in parts[:4]]
-    more = "" if len(parts) <= 4 else f"; {len(parts) - 4} more loads below"
-    return "against no speculation, " + "; ".join(shown) + more + "."
-
-
-def _load(row: Row) -> float | None:
-    """Return requests at a time, or requests per second; None for arrivals that span no time."""
-    load = row["rate"] if row["concurrency"] is None else row["concurrency"]
-    return None if load is None else float(load)
-
-
-def _ratio(row: Row, closed: bool) -> float:
-    """Return how many times as fast as no speculation; 0 where that is not known."""
-    value = row["speedup"] if closed else 1 / (row.get("latency_ratio") or math.inf)
-    return float(value) if math.isfinite(value) else 0.0
 
 
 def shown(rows: Sequence[Row]) -> list[dict[str, Any]]:
@@ -118,13 +67,13 @@ def remarks(rows: Sequence[Row]) -> list[str]:
         )
     if rejected := sum(r["rejected"] for r in rows):
         said.append(
-            f"{rejected} request(s) could never fit the cache blocks or the token budget "
-            "and were refused"
+            f"{_counted(rejected, 'request')} could never fit the cache blocks or the token "
+            "budget: refused"
         )
     if preempted := sum(r["preemptions"] for r in rows):
         said.append(
-            f"{preempted} time(s) the cache blocks ran out: a request was pre-empted, and what it "
-            "held was computed again"
+            f"the cache blocks ran out {_counted(preempted, 'time')}: a request was pre-empted, "
+            "and what it held was computed again"
         )
     said += guesses(rows)
     return said + said_free(what for r in rows for what in r["unpriced"]) + _break_even(rows)
@@ -180,6 +129,10 @@ def _break_even(rows: Sequence[Row]) -> list[str]:
         else:
             said.append(f"{name} is slower than no speculation from the lowest load on {MEAN}")
     return said
+
+
+def _counted(count: int, name: str) -> str:
+    return f"{count:,} {name}{'s' * (count != 1)}"
 
 
 def _asked(row: Row) -> bool:

@@ -21,6 +21,7 @@ from commands.common.inputs import (
     load_rule,
     say_memory,
 )
+from commands.common.latex import Shown
 from commands.common.output import (
     JsonOption,
     OutOption,
@@ -205,7 +206,11 @@ def simulate(
                 "policy alone"
             )
         spread, said = robustness_rows(recorded, table, asked.policies)
-        emit("simulate", spread, json, out=out)
+        of = f"{recording.said}: speedup over initial draft lengths"
+        emit(
+            "simulate", spread, json, out=out,
+            tables=lambda: [Shown(spread.to_dict("records"), of)],
+        )  # fmt: skip
         for line in said:
             note(line)
         return

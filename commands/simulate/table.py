@@ -9,10 +9,11 @@ from typing import TYPE_CHECKING, Any
 
 from commands.common.latex import Shown
 from commands.common.layout import GAP, NAME, blocks, in_lines, longest
-from commands.common.printed import coloured, printable
+from commands.common.printed import coloured, print_alike, printable, without_alike
 from commands.common.printed import console as console_for
 from policies.registry import is_bound
 from simulator.whatif.ranking import BEST_FIXED, are_bounds, lossless, winner
+from traces.digits import three_digits
 from traces.errors import DraftsimError
 
 if TYPE_CHECKING:
@@ -83,8 +84,10 @@ def headline(rows: Sequence[Row], recording: str = "") -> str:
         return ""
     best = rows[index]
     lo, hi = best["speedup_lo"], best["speedup_hi"]
-    span = f" ({lo:.3f} to {hi:.3f})" if lo is not None and hi is not None else ""
-    factor = f"{best['speedup']:.3f}x no speculation{span}"
+    span = (
+        f" ({three_digits(lo)} to {three_digits(hi)})" if lo is not None and hi is not None else ""
+    )
+    factor = f"{three_digits(best['speedup'])}x no speculation{span}"
     if best["speedup"] <= 1:
         return (
             f"{begin}no policy is faster than no speculation: the best, {best['policy']}, is at "
@@ -94,7 +97,7 @@ def headline(rows: Sequence[Row], recording: str = "") -> str:
     rival = next((r for r in rows if r["policy"] == best["against"]), None)
     if rival is None or best["gain"] is None:
         return f"{said}."
-    at = f"{rival['policy']}, is at {rival['speedup']:.3f}x"
+    at = f"{rival['policy']}, is at {three_digits(rival['speedup'])}x"
     if rival["speedup"] <= 1 and _is_best_fixed(rival):
         alike = [r for r in rows if r["source"] == rival["source"]]
         first = winner(alike)
@@ -238,9 +241,11 @@ def _footnotes(rows: Sequence[Row]) -> list[str]:
     if any(is_bound(r["policy"]) for r in rows):
         found.append("oracle knows every outcome: a bound, not a policy")
     if any(not lossless(r["verify"]) for r in rows):
+        found.append("wrong: share of rejected tokens that the lossy rule accepted")
+    if any(r.get(name) is not None for r in rows for name in ("agreement", "relative_bleu")):
         found.append(
-            "wrong: share of rejected tokens that the lossy rule accepted; like greedy and BLEU: "
-            "agreement of texts decoded under the rule with greedy ones (-: none was recorded)"
+            "like greedy and BLEU: agreement of texts decoded under the rule with greedy ones "
+            "(-: none was recorded)"
         )
     scored = [r for r in over_all(rows) if r.get("scored")]
     if scored:
@@ -270,7 +275,7 @@ def _print(console: Any, table: Shown) -> None:
     from rich.table import Table
     from rich.text import Text
 
-    columns = [str(name) for name in table.show or ()]
+    columns, alike = without_alike(table.rows, [str(name) for name in table.show or ()])
     width = NAME if "verify" not in columns else NARROW
     shown = {
         name: [_cell(name, str(row.get(name, "-")), width) for row in table.rows]
@@ -299,6 +304,7 @@ def _print(console: Any, table: Shown) -> None:
                 for name, text in zip(names, line, strict=True)
             ))  # fmt: skip
         console.print(drawn)
+    print_alike(alike, console)
 
 
 def _look(row: Mapping[str, str]) -> str:

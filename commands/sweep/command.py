@@ -297,7 +297,10 @@ def _ladder(
     chosen = dict(named(load_policies(expand(policy), trace, say=note))) if policy else None
     rungs = climb(trace, table, policies=chosen, resamples=max(resamples, 1), seed=seed)
     note(f"{recording.said}: {_climbed(rungs)}")
-    emit("sweep", rungs, json, show=RUNGS, out=out)
+    emit(
+        "sweep", rungs, json, show=RUNGS, out=out,
+        tables=lambda: [Shown(rungs.to_dict("records"), recording.said, RUNGS)],
+    )  # fmt: skip
     if plots is not None:
         figure = plot_ladder(rungs)
         say_drawn([save_all_kinds(figure, plots / "ladder.png", title=recording.said)])
@@ -310,8 +313,8 @@ def _climbed(rungs: pd.DataFrame) -> str:
     if not best["speedup"] > 1 + 1e-12:
         return f"no policy is faster than no speculation; the oracle gives {oracle['speedup']:.3g}x"
     return (
-        f"fastest: {best['policy']}, {best['speedup']:.3g}x, which is {best['share']:.0%} of the "
-        f"oracle's gain ({oracle['speedup']:.3g}x)"
+        f"fastest: {best['policy']} ({_figures(best.to_frame().T)}), which is {best['share']:.0%} "
+        f"of the oracle's gain ({oracle['speedup']:.3g}x)"
     )
 
 
@@ -395,8 +398,11 @@ def headline(best: pd.DataFrame) -> str:
     """Which policy is fastest where, in one sentence; rows of `simulator.whatif.fastest`.
 
     Along a single axis every value is named, neighbours with one winner together; over several
-    axes the winners are counted.
+    axes the winners are counted, and the largest speedup is named. In brackets are the speedups
+    and the ends of their 95 % intervals.
     """
+    from simulator.whatif.breakeven import NO_SPECULATION
+
     axes = [name for name in ("alpha_asked", "c", "latency", "gpu", "batch", "context")
             if best[name].nunique(dropna=False) > 1]  # fmt: skip
     if best.empty:
@@ -404,15 +410,29 @@ def headline(best: pd.DataFrame) -> str:
     if len(axes) > 1:
         counts = best["policy"].value_counts()
         said = ", ".join(f"{name} ({n / len(best):.0%})" for name, n in counts.head(4).items())
-        return f"fastest over {len(best)} points: {said}"
+        most = best.iloc[int(best["speedup"].to_numpy(float).argmax())]
+        if most["policy"] == NO_SPECULATION:
+            return f"fastest over {len(best)} points: {said}"
+        at = ", ".join(_along(name, [most[name]]) for name in axes)
+        return (
+            f"fastest over {len(best)} points: {said}; largest speedup: {most['policy']} at {at} "
+            f"({_figures(most.to_frame().T)})"
+        )
     parts: list[str] = []
     runs = (best["policy"] != best["policy"].shift()).cumsum()
     for _, part in best.groupby(runs, sort=False):
-        name, ends = part["policy"].iloc[0], [part["speedup"].min(), part["speedup"].max()]
-        figures = " to ".join(dict.fromkeys(f"{value:.3g}x" for value in ends))
+        name = part["policy"].iloc[0]
         where = "" if not axes else f" at {_along(axes[0], part[axes[0]].tolist())}"
-        parts.append(f"{name}{where}" + ("" if name == "no speculation" else f" ({figures})"))
+        parts.append(f"{name}{where}" + ("" if name == NO_SPECULATION else f" ({_figures(part)})"))
     return f"fastest: {'; '.join(parts)}"
+
+
+def _figures(part: pd.DataFrame) -> str:
+    """Return the speedups of some points, and the ends of their intervals where known."""
+    ends = [float(value) for value in (part["speedup"].min(), part["speedup"].max())]
+    said = " to ".join(dict.fromkeys(f"{value:.3g}x" for value in ends))
+    low, high = float(part["speedup_lo"].min()), float(part["speedup_hi"].max())
+    return said if math.isnan(low) or math.isnan(high) else f"{said}, 95 % {low:.3g} to {high:.3g}"
 
 
 def _along(axis: str, values: list[object]) -> str:

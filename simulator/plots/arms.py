@@ -126,8 +126,13 @@ def plot_categories(by_category: pd.DataFrame, policies: Sequence[str] | None = 
         rows = rows[rows["policy"].isin(list(policies))]
     if rows.empty:
         raise DraftsimError("no row to plot: name policies that the table holds")
+    # As in `plot_speedup`: bounds above, approximate rows below.
+    kinds = _kinds(rows)
+    rows, kinds = rows.iloc[np.argsort(kinds, kind="stable")], np.sort(kinds)
+    labels = _policy_labels(rows)
     categories = list(dict.fromkeys(rows["category"]))
-    names = list(dict.fromkeys(_policy_labels(rows)))
+    names = list(dict.fromkeys(labels))
+    of_name = dict(zip(labels, kinds, strict=True))
     across = min(len(categories), PANELS)
     down = -(-len(categories) // across)
     figure = Figure(
@@ -140,13 +145,22 @@ def plot_categories(by_category: pd.DataFrame, policies: Sequence[str] | None = 
     for axes in grid[max(len(categories) - across, 0) : len(categories)]:
         axes.tick_params(labelbottom=True)
     for axes, category in zip(grid, categories, strict=False):
-        part = rows[rows["category"] == category]
-        _by_kind(axes, part, y, _kinds(part))
+        here = (rows["category"] == category).to_numpy()
+        at = {label: float(place) for label, place in zip(names, y, strict=True)}
+        own = np.array([at[label] for label, kept in zip(labels, here, strict=True) if kept])
+        _by_kind(axes, rows[here], own, kinds[here])
         axes.axvline(1, color=INK, linewidth=0.8)
+        for i in np.flatnonzero(np.diff([of_name[name] for name in names])):
+            axes.axhline(y[i] - 0.5, color=GREY, linewidth=0.6)
         axes.set_title(str(category), fontsize=9)
         axes.set_yticks(y, names)
         style(axes, "x")
     figure.supxlabel("speedup over no speculation (×, 95 % interval over prompts)", fontsize=9)
+    if len({*kinds}) > 1:
+        figure.legend(
+            *grid[0].get_legend_handles_labels(), loc="outside upper left", ncols=3, frameon=False,
+            fontsize=8,
+        )  # fmt: skip
     return figure
 
 

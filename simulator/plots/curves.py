@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import pandas as pd
 from matplotlib.figure import Figure
 
+from policies.registry import is_bound
 from simulator.bootstrap import resamples as draws
 from simulator.formulas.general import empirical_survival
 from simulator.palette import COLOURS, GREY, INK
@@ -16,6 +18,7 @@ from simulator.plots.look import series, style
 from simulator.pricing import autoregressive, price
 from simulator.ratios import OwnRatios, carried_sums, ratio_sums, speedup_at
 from traces.acceptance.trace import MATCH, UNKNOWN, Trace
+from traces.digits import three_digits
 from traces.errors import DraftsimError
 from traces.latency.table import LatencyTable
 from traces.replay.rounds import RoundLog
@@ -46,12 +49,16 @@ def plot_cost_ratio(
     else:
         sums = [ratio_sums(log) for log in logs]
     at, rules = verify if own is None else own.verify, len({log.verify for log in logs})
-    for i in np.argsort([-float(speedup_at(s, c[0] if own is None else own.ratio, at)[0])
-                         for s in sums]):  # fmt: skip
+    order = np.argsort([-float(speedup_at(s, c[0] if own is None else own.ratio, at)[0])
+                        for s in sums])  # fmt: skip
+    # Bounds come last in the legend: nobody can run them.
+    for i in sorted(order, key=lambda i: is_bound(logs[i].policy)):
         label = logs[i].policy + (f" ({logs[i].verify})" if rules > 1 else "")
+        label += " (bound)" if is_bound(logs[i].policy) else ""
+        label += " ~" if logs[i].fidelity == "approximate" else ""
         if own is not None:
-            label += f"  {float(speedup_at(sums[i], own.ratio, at)[0]):.3f}"
-        axes.plot(c, speedup_at(sums[i], c, at), label=label, **series(int(i), len(c)))
+            label += f"  {three_digits(float(speedup_at(sums[i], own.ratio, at)[0]))}"
+        axes.plot(c, speedup_at(sums[i], c, at), label=label, **look_of(logs[i], int(i), len(c)))
     axes.set_xscale("log")
     axes.xaxis.set_major_formatter(lambda value, _: f"{value:g}")
     axes.axhline(1, color=INK, linewidth=0.8)
@@ -69,7 +76,17 @@ def plot_cost_ratio(
         loc="outside right upper", frameon=False, fontsize=8,
         title=None if own is None else "speedup at this pair's c", title_fontsize=8,
     )  # fmt: skip
+    if any(log.fidelity == "approximate" for log in logs):
+        axes.set_xlabel(f"{axes.get_xlabel()}   (~ approximate)")
     return figure
+
+
+def look_of(log: RoundLog, i: int, points: int) -> dict[str, Any]:
+    """Return the look of the i-th curve: grey and dotted for a bound, thin if approximate."""
+    if is_bound(log.policy):
+        return {"color": GREY, "linestyle": (0, (1, 1.5)), "linewidth": 2.0}
+    own = series(i, points)
+    return {**own, "linewidth": 0.9} if log.fidelity == "approximate" else own
 
 
 def plot_survival(trace: Trace, gamma: int = 16, resamples: int = 500, seed: int = 0) -> Figure:

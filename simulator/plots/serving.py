@@ -18,6 +18,7 @@ from matplotlib.colors import LinearSegmentedColormap, LogNorm
 from matplotlib.figure import Figure
 from matplotlib.ticker import FixedLocator, LogLocator, NullLocator
 
+from policies.registry import is_bound
 from simulator.palette import COLOURS, DASHES, GREY, INK, MARKERS
 from simulator.plots.look import LEAST_REACH, draw_map, is_dark, mark_bar, shading, style
 from simulator.serving.sweep import break_even_load
@@ -40,9 +41,9 @@ def plot_latency_throughput(rows: Rows, latency: str = "tpot_s") -> Figure:
     for i, (policy, part) in enumerate(_by_policy(frame)):
         line = part.sort_values("batch")
         x, y = line["throughput_tok_s"], 1e3 * line[f"{latency}_mean"]
-        axes.plot(x, y, **_look(i), label=policy)
+        axes.plot(x, y, **_look(i, policy), label=_label(policy))
         if _replicated(line, latency):
-            bar = {"color": _look(i)["color"], "linewidth": 1}
+            bar = {"color": _look(i, policy)["color"], "linewidth": 1}
             axes.hlines(y, line["throughput_tok_s_lo"], line["throughput_tok_s_hi"], **bar)
             low, high = (1e3 * line[f"{latency}_{end}"] for end in ("lo", "hi"))
             axes.vlines(x, low, high, **bar)
@@ -85,8 +86,8 @@ def plot_latency_load(rows: Rows, latency: str = "e2e_s", baseline: str | None =
     crossed = 0
     for i, (policy, part) in enumerate(_by_policy(frame)):
         line = part.sort_values("rate")
-        look = _look(i)
-        axes.plot(line["rate"], per_s * line[metric], **look, label=policy)
+        look = _look(i, policy)
+        axes.plot(line["rate"], per_s * line[metric], **look, label=_label(policy))
         if _replicated(line, latency):
             low, high = (per_s * line[f"{latency}_{end}"] for end in ("lo", "hi"))
             axes.vlines(line["rate"], low, high, color=look["color"], linewidth=1)
@@ -120,21 +121,23 @@ def plot_pareto(rows: Rows) -> Figure:
     """Draw output tokens/s of one user against those of all, one curve a policy.
 
     A point is a batch size or a load, a user's tokens/s are 1 / TPOT. The grey line joins the
-    points that no other one exceeds in both (as vLLM's ``bench sweep plot_pareto``).
+    points that no other one exceeds in both (as vLLM's ``bench sweep plot_pareto``), without
+    those of the oracle, which is a bound.
     """
     frame = _frame(rows).assign(user=lambda all_rows: 1 / all_rows["tpot_s_mean"])
     loads = bool(frame["concurrency"].isna().any())
     figure = Figure(figsize=(6.4, 4.0), layout="constrained")
     axes = figure.subplots()
-    best = frame.sort_values(["user", "throughput_tok_s"], ascending=False, kind="stable")
+    real = frame[~frame["policy"].map(is_bound)]
+    best = real.sort_values(["user", "throughput_tok_s"], ascending=False, kind="stable")
     best = best[best["throughput_tok_s"] > best["throughput_tok_s"].cummax().shift(fill_value=-1)]
     axes.plot(
         best["user"], best["throughput_tok_s"], color=GREY, linewidth=6, alpha=0.35, zorder=0,
-        label="best of all" if len({*frame["policy"]}) > 1 else "_",
+        label="best of all" if len({*real["policy"]}) > 1 else "_",
     )  # fmt: skip
     for i, (policy, part) in enumerate(_by_policy(frame)):
         line = part.sort_values("rate" if loads else "batch")
-        axes.plot(line["user"], line["throughput_tok_s"], **_look(i), label=policy)
+        axes.plot(line["user"], line["throughput_tok_s"], **_look(i, policy), label=_label(policy))
     for _, row in best.iterrows():
         text = f"{row['rate']:.3g}/s" if loads else f"{int(row['batch'])}"
         axes.annotate(
@@ -163,9 +166,9 @@ def plot_over_time(rows: Rows) -> Figure:
     shown = [("batch", "requests running"), ("kv_blocks", "cache blocks in use")]
     for axes, (name, label) in zip(panels, shown, strict=False):
         for i, row in enumerate(rows):
-            look = {**_look(i), "marker": ""}
+            look = {**_look(i, row["policy"]), "marker": ""}
             times, values = row["over_time"]["time_s"], row["over_time"][name]
-            axes.step(times, values, where="post", **look, label=row["policy"])
+            axes.step(times, values, where="post", **look, label=_label(row["policy"]))
         axes.set_ylabel(label)
         axes.set_ylim(bottom=0)
         axes.set_xlim(left=0)
@@ -300,11 +303,18 @@ def _by_policy(frame: pd.DataFrame) -> list[tuple[str, pd.DataFrame]]:
     return [(p, frame[frame["policy"] == p]) for p in dict.fromkeys(frame["policy"].tolist())]
 
 
-def _look(index: int) -> dict[str, Any]:
+def _look(index: int, policy: str) -> dict[str, Any]:
+    """Return the look of a curve: grey and dotted for a bound."""
+    if is_bound(policy):
+        return {"color": GREY, "linestyle": (0, (1, 1.5)), "linewidth": 2.0}
     return {
         "color": COLOURS[index % len(COLOURS)], "marker": MARKERS[index % len(MARKERS)],
         "linestyle": DASHES[index % len(DASHES)], "markersize": 4, "linewidth": 1.3,
     }  # fmt: skip
+
+
+def _label(policy: str) -> str:
+    return f"{policy} (bound)" if is_bound(policy) else policy
 
 
 def _plain_logarithm(axis: Axis) -> None:

@@ -23,7 +23,14 @@ const charts = (() => {
   }
 
   const number = (x) => (Number.isFinite(x) ? String(Number(x.toPrecision(3))) : "–");
-  const times = (x) => (Number.isFinite(x) ? x.toFixed(3) + "×" : "–");
+  // Three significant digits, as traces.digits.three_digits.
+  const digits = (x) => {
+    const size = Math.abs(x);
+    if (size >= 99.95) return x.toFixed(0);
+    if (size > 0 && size < 0.0995) return number(x);
+    return x.toFixed(size >= 9.995 ? 1 : size >= 0.9995 ? 2 : 3);
+  };
+  const times = (x) => (Number.isFinite(x) ? digits(x) + "×" : "–");
 
   // About `count` round numbers between low and high.
   function ticks(low, high, count) {
@@ -55,6 +62,10 @@ const charts = (() => {
       add(svg, "line", { x1: x(reference), x2: x(reference), y1: top, y2: base, stroke: INK, "stroke-width": 1.4 });
     }
     rows.forEach((row, i) => {
+      // A line between kinds of row.
+      if (i && row.kind !== rows[i - 1].kind) {
+        add(svg, "line", { x1: 0, x2: right, y1: top + i * step, y2: top + i * step, stroke: GREY });
+      }
       // On a narrow screen the name stands above its row, on a wide one beside it.
       const y = top + i * step + (narrow ? 27 : step / 2);
       if (narrow) add(svg, "text", { x: left, y: y - 10 }, shorten(row.name, right - left));
@@ -134,5 +145,5 @@ const charts = (() => {
   }
   const legible = (value, reach) => ((value - 1) / (reach || 1) > 0.55 ? "#fff" : DARK);
 
-  return { add, canvas, SHAPES, looks, rowsPlot, linesPlot, shade, legible, number, times, GREY, INK, DARK };
+  return { add, canvas, SHAPES, looks, rowsPlot, linesPlot, shade, legible, number, digits, times, GREY, INK, DARK };
 })();

@@ -5,7 +5,7 @@
 (() => {
   const data = JSON.parse(document.getElementById("data").textContent);
   const byId = (id) => document.getElementById(id);
-  const { add, SHAPES, looks, rowsPlot, linesPlot, shade, legible, number, times, GREY } = charts;
+  const { add, SHAPES, looks, rowsPlot, linesPlot, shade, legible, number, digits, times, GREY } = charts;
   const LOOKS = looks(data.colours);
 
   // ---- Costs ------------------------------------------------------------------------------
@@ -29,8 +29,8 @@
     const low = ratio - 1.959964 * error, high = ratio + 1.959964 * error;
     return { ratio: Math.max(0, ratio), low: Math.max(0, low), high: Math.max(0, high) };
   }
-  const evenText = (even) => (!Number.isFinite(even.ratio) ? "–" : even.ratio > 0 ? even.ratio.toFixed(3) : "never");
-  const spanText = (even) => (Number.isFinite(even.high) ? `${even.low.toFixed(3)} – ${even.high.toFixed(3)}` : "–");
+  const evenText = (even) => (!Number.isFinite(even.ratio) ? "–" : even.ratio > 0 ? digits(even.ratio) : "never");
+  const spanText = (even) => (Number.isFinite(even.high) ? `${digits(even.low)} – ${digits(even.high)}` : "–");
 
   const expectedTokens = (alpha, gamma) => {
     let sum = 0;
@@ -64,18 +64,33 @@
   // Plots have room for little beside a name; the tables say the rest.
   const fullName = (p) => p.name + ((p.note || "").split("; ").includes("best fixed") ? " (best fixed)" : "");
 
+  // Bounds, which nobody can run, above the policies; approximate rows below (simulator.plots.arms).
+  const KINDS = [
+    { shape: "diamond", style: { fill: GREY }, stroke: GREY },
+    { shape: "circle", style: { fill: data.colours[0] }, stroke: data.colours[0] },
+    { shape: "square", style: { fill: "var(--paper)", stroke: data.colours[1], "stroke-width": 2 }, stroke: data.colours[1] },
+  ];
+  const kindOf = (p) => (p.oracle ? 0 : p.fidelity === "approximate" ? 2 : 1);
+  const byKind = (rows) => rows.map((p) => ({ ...p, kind: kindOf(p) })).sort((a, b) => a.kind - b.kind);
+  // Told where there are several.
+  const kindsSaid = (rows) => {
+    const kinds = new Set(rows.map((p) => p.kind)), words = ["◆ oracle: a bound", "● policies", "□ approximate"];
+    return kinds.size > 1 ? "; " + words.filter((_, i) => kinds.has(i)).join(", ") : "";
+  };
+
   function drawPolicies() {
-    const rows = data.policies.map((p) => ({ ...p, name: fullName(p) }));
+    const rows = byKind(data.policies).map((p) => ({ ...p, name: fullName(p) }));
     const ends = rows.flatMap((r) => [r.speedup, r.speedup_lo ?? r.speedup, r.speedup_hi ?? r.speedup]);
     const low = Math.min(0.9, ...ends), high = Math.max(1.1, ...ends), room = 0.03 * (high - low);
     rowsPlot(byId("plot-policies"), rows, {
       low: low - room, high: high + room, reference: 1,
-      label: "speedup over no speculation (×)",
+      label: `speedup over no speculation (×)${kindsSaid(rows)}`,
       marks: (svg, x, y, r) => {
+        const { shape, style, stroke } = KINDS[r.kind];
         if (r.speedup_lo !== null) {
-          add(svg, "line", { x1: x(r.speedup_lo), x2: x(r.speedup_hi), y1: y, y2: y, stroke: data.colours[0], "stroke-width": 3 });
+          add(svg, "line", { x1: x(r.speedup_lo), x2: x(r.speedup_hi), y1: y, y2: y, stroke, "stroke-width": 3 });
         }
-        const mark = SHAPES.circle(svg, x(r.speedup), y, { fill: data.colours[0] });
+        const mark = SHAPES[shape](svg, x(r.speedup), y, style);
         add(mark, "title", {}, `${r.name}: ${times(r.speedup)}`);
       },
     });
@@ -121,7 +136,7 @@
 
   const words = (cell) => cell.textContent.trim();
   // The first figure of a cell; NaN where there is none.
-  const figure = (cell) => Number.parseFloat(words(cell).replace("−", "-"));
+  const figure = (cell) => Number.parseFloat(words(cell).replace("−", "-").replaceAll(",", ""));
   const unsorted = (table) => table.querySelectorAll("th[aria-sort]").forEach((th) => th.removeAttribute("aria-sort"));
 
   // Largest first, then smallest first; names in alphabetical order first.
@@ -207,7 +222,7 @@
     const even = breakEven(data.fixed.sums[g], v), from = breakEvenAlpha(gamma, c, v);
     byId("out-even-c").textContent = evenText(even);
     byId("out-even-span").textContent = spanText(even);
-    byId("out-even-alpha").textContent = Number.isFinite(from) ? from.toFixed(3)
+    byId("out-even-alpha").textContent = Number.isFinite(from) ? digits(from)
       : gamma * c + v < 1 ? "any" : "never";
     tiltNote(alpha);
 
@@ -224,11 +239,12 @@
     });
 
     const policies = atRatios(c, v, best);
-    rowsPlot(byId("plot-ratio"), policies.map((p) => ({ ...p, name: fullName(p) })), {
+    const apart = byKind(policies).map((p) => ({ ...p, name: fullName(p) }));
+    rowsPlot(byId("plot-ratio"), apart, {
       low: 0, high: Math.max(1.1, ...policies.map((p) => p.value)) * 1.02, reference: 1,
       label: `speedup at c = ${number(c)}, v = ${number(v)} (×)`,
       marks: (svg, x, y, p) => {
-        add(svg, "rect", { x: x(0), y: y - 5, width: Math.max(0, x(p.value) - x(0)), height: 10, fill: p.value >= 1 ? data.colours[0] : "var(--slower)" });
+        add(svg, "rect", { x: x(0), y: y - 5, width: Math.max(0, x(p.value) - x(0)), height: 10, fill: p.value < 1 ? "var(--slower)" : p.kind ? data.colours[0] : GREY });
       },
     });
     byId("table-ratio").tBodies[0].replaceChildren(...policies.map(ratioRow));
@@ -267,7 +283,7 @@
       head.append(" ", said);
     }
     row.append(head);
-    for (const text of [p.value.toFixed(3), evenText(p.even), spanText(p.even)]) row.insertCell().textContent = text;
+    for (const text of [digits(p.value), evenText(p.even), spanText(p.even)]) row.insertCell().textContent = text;
     return row;
   }
 

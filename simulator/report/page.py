@@ -15,6 +15,7 @@ from markupsafe import Markup, escape
 from simulator.palette import COLOURS
 from simulator.report.data import report_data
 from traces.acceptance.trace import Trace
+from traces.digits import three_digits
 from traces.errors import DraftsimError
 from traces.latency.table import LatencyTable
 from traces.replay.rounds import RoundLog
@@ -106,7 +107,7 @@ def _asset(name: str) -> str:
 
 
 def _speedup(value: float | None) -> str:
-    return "–" if value is None else f"{value:.3f}"
+    return "–" if value is None else three_digits(value)
 
 
 def _percent(value: float | None, digits: int = 0) -> str:

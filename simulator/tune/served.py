@@ -34,9 +34,16 @@ RIVALS: Mapping[str, Policy] = {
 }  # fmt: skip
 """Settings that people choose by hand."""
 
+Progress = Callable[[str, int, int], None]
+"""Called with what is being served, the parts done or begun, and all parts."""
+
 SEARCH_CONFIDENCE = 0.5
 """Confidence of the intervals by which a search calls a setting beaten.  It is lower than the 95 %
 of ``--check``, which serves what was found with other random numbers."""
+
+
+def untold(what: str, done: int, total: int) -> None:
+    """Tell no progress."""
 
 
 class Outcome(NamedTuple):

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import numpy as np
@@ -38,7 +38,14 @@ from simulator.tune.evidence import (
 )
 from simulator.tune.gains import DRAWS, OFF, ON, Against, gain_of, resampled, to_deploy
 from simulator.tune.repair import mended
-from simulator.tune.served import Outcome, closed_load, served_each, unbeaten
+from simulator.tune.served import (
+    Outcome,
+    Progress,
+    closed_load,
+    served_each,
+    unbeaten,
+    untold,
+)
 from simulator.tune.settings import Tuned, plain_row, row_of
 from traces.acceptance.trace import Trace
 from traces.errors import DraftsimError
@@ -62,6 +69,7 @@ def tune_sglang(
     slo: Targets | None = None,
     draws: int = DRAWS,
     seed: int = 0,
+    progress: Progress = untold,
 ) -> Tuned:
     """``--speculative-adaptive-config``: candidate steps per batch-size slot.
 
@@ -91,6 +99,8 @@ def tune_sglang(
         Targets of a request.
     draws, seed:
         Resamples of the prompts, an even number >= 4.
+    progress:
+        Told of what is served (`simulator.tune.served.Progress`).
 
     Raises
     ------
@@ -116,7 +126,14 @@ def tune_sglang(
     policies: list[list[Policy]] = [
         [Autoregressive(), *(_policy(b, steps) for steps in lists)] for b in sizes
     ]
-    outcomes = _serve(drawn.traces, latency, sizes, policies, slo)
+    outcomes = _serve(
+        drawn.traces,
+        latency,
+        sizes,
+        policies,
+        slo,
+        partial(progress, "serving every list of steps"),
+    )
     off, fixed = [own[0] for own in outcomes], [own[1:] for own in outcomes]
     reachable = [any(o.meets(slo) for o in own) for own in outcomes]
     alone = [
@@ -133,7 +150,8 @@ def tune_sglang(
     def together(chosen: tuple[int, ...]) -> list[Outcome]:
         slots = [(b, lists[k]) for b, k in zip(sizes, chosen, strict=True)]
         policy = SGLangAdaptive(_document(slots))
-        served = _serve(drawn.traces, latency, sizes, [[policy]] * len(sizes), slo)
+        told = partial(progress, "serving slots together")
+        served = _serve(drawn.traces, latency, sizes, [[policy]] * len(sizes), slo, told)
         return [own for (own,) in served]
 
     def serve(table: Ints) -> Floats:
@@ -246,6 +264,7 @@ def _words(steps: Sequence[int]) -> str:
 def _serve(
     traces: Sequence[Trace], latency: LatencyTable, batches: Sequence[int],
     policies: Sequence[Sequence[Policy]], slo: Targets | None,
+    progress: Callable[[int, int], None],
 ) -> list[list[Outcome]]:  # fmt: skip
     """Return the results of serving each batch's policies, one replication per trace."""
 
@@ -259,7 +278,7 @@ def _serve(
         for batch, own in zip(batches, policies, strict=True) for policy in own for trace in traces
     ]  # fmt: skip
     parts = served_each(latency, runs, replications=1)
-    each = iter(results_of(parts, len(parts) * traces[0].tokens))
+    each = iter(results_of(parts, len(parts) * traces[0].tokens, progress=progress))
     return [
         [Outcome(*np.concatenate([next(each) for _ in traces], axis=1)) for _ in own]
         for own in policies

@@ -15,6 +15,7 @@ from simulator.aggregate.positions import of_trace
 from simulator.serving.cost.policy_cost import TableCost
 from simulator.targets import Targets
 from simulator.tune.costs import DEFAULT_LENGTHS, longest_draft
+from simulator.tune.served import Progress, untold
 from simulator.tune.settings import Tuned
 from simulator.tune.vllm import tune_vllm
 from traces.acceptance.trace import Trace
@@ -35,6 +36,7 @@ def tune_tensorrt_llm(
     slo: Targets | None = None,
     draws: int = 1000,
     seed: int = 0,
+    progress: Progress = untold,
 ) -> Tuned:
     """Search ``draft_len_schedule``, and set the gate by acceptance.
 
@@ -52,7 +54,8 @@ def tune_tensorrt_llm(
     kept, shortened = sorted(set(lengths)), False
     while True:
         found = tune_vllm(
-            trace, latency, batches, lengths=kept, slo=slo, draws=draws, seed=seed
+            trace, latency, batches, lengths=kept, slo=slo, draws=draws, seed=seed,
+            progress=progress,
         )  # fmt: skip
         rows = [{**row, "engine": "tensorrt-llm"} for row in found.rows]
         warnings = [w for w in found.warnings if "vLLM keeps the last K" not in w]
@@ -124,6 +127,7 @@ def tune_dynamo(
     slo: Targets | None = None,
     draws: int = 1000,
     seed: int = 0,
+    progress: Progress = untold,
 ) -> Tuned:
     """Return the acceptance that Dynamo's mocker is to draw, at the best draft length.
 
@@ -138,7 +142,9 @@ def tune_dynamo(
     """
     most = min(MOST_DYNAMO, longest_draft(trace) or MOST_DYNAMO)
     kept = sorted({k for k in lengths if k <= most})
-    found = tune_vllm(trace, latency, batches, lengths=kept, slo=slo, draws=draws, seed=seed)
+    found = tune_vllm(
+        trace, latency, batches, lengths=kept, slo=slo, draws=draws, seed=seed, progress=progress
+    )
     rows = [{**row, "engine": "dynamo"} for row in found.rows]
     warnings = [w for w in found.warnings if "vLLM keeps the last K" not in w]
     if found.document is None:

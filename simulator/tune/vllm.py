@@ -50,7 +50,15 @@ from simulator.tune.evidence import (
 from simulator.tune.formats import BY_LENGTH, CONTEXT_END
 from simulator.tune.gains import DRAWS, OFF, ON, Against, Resampled, resampled, to_deploy
 from simulator.tune.repair import mended, smoothed
-from simulator.tune.served import NO_SPECULATION, Outcome, closed_load, served_each, unbeaten
+from simulator.tune.served import (
+    NO_SPECULATION,
+    Outcome,
+    Progress,
+    closed_load,
+    served_each,
+    unbeaten,
+    untold,
+)
 from simulator.tune.settings import Tuned, plain_row, row_of
 from traces.acceptance.trace import Trace
 from traces.errors import DraftsimError
@@ -75,6 +83,7 @@ def tune_vllm(
     slo: Targets | None = None,
     draws: int = 1000,
     seed: int = 0,
+    progress: Progress = untold,
 ) -> Tuned:
     """Search ``num_speculative_tokens_per_batch_size``: K by batch size.
 
@@ -112,6 +121,8 @@ def tune_vllm(
         Resamples of the bootstrap of decoding; `simulator.tune.gains.DRAWS` are served.
     seed:
         Of the bootstrap and of the requests served.
+    progress:
+        Told of what is served (`simulator.tune.served.Progress`).
 
     Raises
     ------
@@ -141,7 +152,9 @@ def tune_vllm(
     parts: list[Callable[[], Any]] = [partial(grids_of, s) for s in dict.fromkeys((slo, None))]
     pricings = len(parts)
     parts += served_each(latency, [*lone, *plainly])
-    found_parts = results_of(parts, trace.tokens * len(parts))
+    found_parts = results_of(
+        parts, trace.tokens * len(parts), progress=partial(progress, "serving every draft length")
+    )
     within, free = found_parts[0], found_parts[pricings - 1]
     outcomes = found_parts[pricings:]
     off: list[Outcome] = outcomes[len(lone) :]
@@ -164,7 +177,8 @@ def tune_vllm(
     def together(ranges: str) -> list[Outcome]:
         policy = BatchTable(parse_json(ranges))
         each = served_each(latency, [(trace, policy, load) for load in loads])
-        return results_of(each, trace.tokens * len(each))
+        told = partial(progress, "serving tables of draft lengths")
+        return results_of(each, trace.tokens * len(each), progress=told)
 
     def whole(table: Ints) -> list[Outcome]:
         return together(json.dumps(table_rows(table, sizes, where, options)))
@@ -186,6 +200,7 @@ def tune_vllm(
         latency, drawn, loads, reachable,
         [table_rows(np.where(kept[:, None], h, table), sizes, where, options)
          for h in (halves if halves is not None else (table, table))],
+        partial(progress, "serving resampled prompts"),
     )  # fmt: skip
     rows: list[dict[str, Any]] = []
     for i, j in np.ndindex(*table.shape):
@@ -263,7 +278,7 @@ def by_length(found: Tuned) -> Tuned:
 
 def _on_draws(
     latency: LatencyTable, drawn: Resampled, loads: Sequence[Scenario], reachable: Sequence[bool],
-    tables: Sequence[list[list[int]]],
+    tables: Sequence[list[list[int]]], progress: Callable[[int, int], None],
 ) -> tuple[Floats, Floats]:  # fmt: skip
     """Rates of the tables and of no speculation on resampled prompts, (batches, draws) each.
 
@@ -277,7 +292,7 @@ def _on_draws(
             short = replace(load, requests=max(len(trace.requests), 4 * load.limits.max_batch))
             runs += [(trace, policy, short), (trace, Autoregressive(), short)]
     parts = served_each(latency, runs, replications=1)
-    outcomes = results_of(parts, sum(trace.tokens for trace, *_ in runs))
+    outcomes = results_of(parts, sum(trace.tokens for trace, *_ in runs), progress=progress)
     rates = np.array([
         outcome.rates(reachable[i // (2 * len(policies))])[0] for i, outcome in enumerate(outcomes)
     ])  # fmt: skip

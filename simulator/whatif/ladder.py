@@ -14,7 +14,7 @@ import numpy.typing as npt
 import pandas as pd
 
 from policies.core import DraftPolicy
-from policies.lengths.basic import Fixed, Oracle
+from policies.lengths.basic import Autoregressive, Fixed, Oracle
 from policies.registry import parse_policy, policy_names
 from simulator.pricing import Priced, autoregressive, price
 from simulator.summary import summarize
@@ -71,6 +71,8 @@ def ladder(
 ) -> pd.DataFrame:
     """One row per policy over the held-out prompts, by rising speedup.
 
+    No speculation has one row, also where it is the best fixed length or among `policies`.
+
     Columns: ``rung`` (``autoregressive``, ``best-fixed``, ``policy``, ``rate-optimal``,
     ``oracle``), ``policy``, ``speedup``, ``speedup_lo``, ``speedup_hi``, ``share`` of the
     oracle's gain over plain decoding that is reached (NaN for a policy that gives none),
@@ -118,6 +120,9 @@ def ladder(
     table["lost_draft"] = drafts - (best["time_useful_draft"] + best["time_wasted_draft"])
     for part in ("verify", "signal", "host"):
         table[f"lost_{part}"] = table[f"time_{part}"] - best[f"time_{part}"]
+    # Plain decoding comes first, and what never drafts is plain decoding again.
+    drafts_nothing = [isinstance(p, Autoregressive) or p == Fixed(0) for _, p in arms.values()]
+    table = table[~np.array([False, *drafts_nothing])]
     columns = [
         "rung", "policy", "speedup", "speedup_lo", "speedup_hi", "share", "block_efficiency",
         "acceptance_rate", *(f"time_{p}" for p in PARTS),

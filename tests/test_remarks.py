@@ -1,0 +1,50 @@
+"""Remarks on standard error: wrapped to the terminal, commands to copy on one line."""
+
+from __future__ import annotations
+
+import pytest
+
+from commands.common import output
+from commands.common.output import note, wrapped
+from commands.common.printed import print_table
+
+WORDS = "predicted from `draftsim profile --engine vllm --batch 1,2,4,8` of this machine " * 4
+
+
+def test_remarks_take_a_hundred_columns_where_there_is_no_terminal(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(output, "WIDEST", 100)
+    note(WORDS)
+    lines = capsys.readouterr().err.splitlines()
+    assert len(lines) > 2
+    assert max(map(len, lines)) <= 100
+    assert all(line.startswith("  ") for line in lines[1:])
+    assert " ".join(" ".join(lines).split()) == " ".join(WORDS.split())
+
+
+def test_a_command_to_copy_is_not_broken(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(output, "WIDEST", 40)
+    note(WORDS, whole=True)
+    assert capsys.readouterr().err.count("\n") == 1
+    assert all(line.count("`") % 2 == 0 for line in wrapped(WORDS, 40).splitlines())
+
+
+def test_an_indented_remark_stays_indented() -> None:
+    lines = wrapped("  " + WORDS, 60).splitlines()
+    assert lines[0].startswith("  predicted")
+    assert all(line.startswith("    ") for line in lines[1:])
+
+
+def test_what_is_the_same_in_every_row_is_said_once(capsys: pytest.CaptureFixture[str]) -> None:
+    rows = [{"policy": p, "pair": "a + b", "K": k, "forced": True} for p, k in (("x", 1), ("y", 3))]
+    print_table(rows)
+    table, said = capsys.readouterr().out.split("the same in every row: ")
+    assert said.strip() == "pair a + b; forced yes"
+    assert "pair" not in table
+    print_table(rows[:1])
+    alone = capsys.readouterr().out
+    assert "pair" in alone
+    assert "every row" not in alone
