@@ -72,6 +72,8 @@ def headline(rows: Sequence[Row], interval: Callable[[Leader], Span | None]) -> 
         within = "" if span is None else f" ({three_digits(span[0])} to {three_digits(span[1])})"
         return f"{one.policy} {three_digits(one.ratio)}x{within}"
 
+    if all(one.policy is None for one in found):
+        return "no speculation alone was served: there is nothing to compare it with."
     if all(one.ratio <= 1 for one in found):
         best = max(found, key=lambda one: one.ratio)
         if not best.ratio:
