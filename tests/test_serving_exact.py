@@ -17,7 +17,6 @@ from policies.registry import parse_serving_policy
 from simulator.serving import ArrivalFile, ClosedLoop, Limits, Poisson, Scenario, simulate
 from simulator.serving.arrivals import Job
 from simulator.serving.clock import Clock
-from simulator.serving.cost.lines import lines_of
 from simulator.serving.cost.reader import PassReader
 from simulator.serving.outcome.statistics import Series
 from simulator.serving.sequence import EngineState, ServedSequence
@@ -237,5 +236,6 @@ def test_engines_of_one_table_read_the_same_lines_and_count_for_themselves():
     for size in sizes:
         assert first(*size) == second(*size) == alone(*size)
     second(1, 1, 0)
-    assert lines_of(GRID, "target", "forward") is lines_of(GRID, "target", "forward")
+    grid = GRID.grid("target", "forward")
+    assert grid.line(2.5, 3) is grid.line(2.5, 3)
     assert first.coverage == alone.coverage != second.coverage

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import math
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterator, Sequence
 from functools import cached_property
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -17,6 +20,28 @@ Origins = npt.NDArray[np.int8]
 Sizes = tuple[float | Floats, float | Floats, Floats]
 
 MEASURED, INTERPOLATED, EXTRAPOLATED = 0, 1, 2
+FAR = 1 << 20
+"""Tokens beyond the longest context measured at which the last piece of a `Line` is read."""
+LINES = 1 << 15
+"""Lines kept of a grid: one per batch and width that occurred."""
+
+
+class Line(NamedTuple):
+    """Seconds over contexts at one batch and width: linear from each of `cuts` to the next.
+
+    Read from `Grid.read` once, for callers that ask for one size after another.
+    """
+
+    cuts: list[float]
+    """Contexts from 0 on."""
+    seconds: list[float]
+    """Seconds at each cut."""
+    slopes: list[float]
+    """Seconds per token of context after each cut."""
+    at_cut: list[int]
+    """Origin of a reading at each cut itself."""
+    after: list[int]
+    """Origin of the other readings up to the next cut."""
 
 
 class Grid:
@@ -58,6 +83,7 @@ class Grid:
                 line = (b == batch) & (n == width)
                 self.lines.setdefault(float(batch), {})[float(width)] = (c[line], t[line])
         self._points = (b, n, c, t)
+        self._lines: dict[tuple[float, float], Line | None] = {}
 
     @cached_property
     def batches(self) -> list[float]:
@@ -78,6 +104,54 @@ class Grid:
     def contexts(self) -> tuple[float, float]:
         """The shortest and the longest context measured, at any batch and width."""
         return float(self._points[2].min()), float(self._points[2].max())
+
+    @cached_property
+    def quickest_s(self) -> float:
+        """Seconds of the quickest measured pass."""
+        return float(self._points[3].min())
+
+    @cached_property
+    def widest(self) -> float:
+        """The largest width that was measured at every batch."""
+        return min(max(by_width) for by_width in self.lines.values())
+
+    @cached_property
+    def widest_together(self) -> float:
+        """The largest width of several sequences; infinite where none was measured."""
+        widths = [width for batch, rows in self.lines.items() if batch > 1 for width in rows]
+        return max(widths, default=math.inf)
+
+    def line(self, batch: float, width: float) -> Line | None:
+        """Return the seconds at every context; None where no batch and width measured surround it.
+
+        There the growth of the fit makes them a curve, which `read` alone knows.
+        """
+        key = batch, width
+        if key not in self._lines:
+            if len(self._lines) >= LINES:
+                self._lines.clear()
+            self._lines[key] = self._line(batch, width) if self._surrounds(batch, width) else None
+        return self._lines[key]
+
+    def _surrounds(self, batch: float, width: float) -> bool:
+        if self.flat:
+            return True
+        batches, b = self.batches, self.only_batch or batch
+        if not batches[0] <= b <= batches[-1]:
+            return False
+        near = batches[bisect_right(batches, b) - 1], batches[bisect_left(batches, b)]
+        return all(min(self.lines[own]) <= width <= max(self.lines[own]) for own in near)
+
+    def _line(self, batch: float, width: float) -> Line:
+        cuts = np.array([0.0]) if self.flat else np.unique(np.append(self._points[2], 0.0))
+        ends = np.append(cuts[1:], cuts[-1] + FAR)
+        asked = np.concatenate([cuts, (cuts + ends) / 2, ends])
+        sizes = np.full(len(asked), batch, float), np.full(len(asked), width, float)
+        seconds, origin = self.read(*sizes, asked)
+        at, _, end = seconds.reshape(3, -1)
+        at_cut, after, _ = origin.reshape(3, -1)
+        slopes = (end - at) / (ends - cuts)
+        return Line(*(column.tolist() for column in (cuts, at, slopes, at_cut, after)))
 
     def read(self, b: Floats, n: Floats, c: Floats) -> tuple[Floats, Origins]:
         """Seconds and their origin at equally long arrays of batch, new tokens, context."""
@@ -134,7 +208,8 @@ class Grid:
     def _constant(self, n: Floats, c: Floats) -> tuple[Floats, Origins]:
         lines = next(iter(self.lines.values()))
         widths = sorted(lines)
-        wide = np.maximum(np.searchsorted(widths, n, side="right") - 1, 0)
+        # A ragged verification is a wide pass, however little its mean width exceeds 1.
+        wide = np.maximum(np.searchsorted(widths, np.ceil(n), side="right") - 1, 0)
         out = np.empty(len(n))
         for i in np.bincount(wide).nonzero()[0].tolist():
             out[wide == i] = np.interp(c[wide == i], *lines[widths[i]])

@@ -16,7 +16,6 @@ import numpy.typing as npt
 
 from simulator.serving.arrivals import Job
 from simulator.serving.cost.iteration import IterationCost
-from simulator.serving.cost.lines import lines_of
 from simulator.serving.cost.reader import ORIGINS
 from simulator.serving.outcome.statistics import Histogram, Series
 from simulator.serving.scheduler import Scheduler
@@ -37,7 +36,7 @@ purpose: with literal ints numba would compile `loop.read` once per reader."""
 NOWHERE = -1
 FIT = ("launch", "sequence", "token", "cache", "attention")
 """Weights of the roofline that readings beyond the cells follow
-(`simulator.serving.cost.surface.Roofline`)."""
+(`traces.latency.interpolate.Grid.fit`)."""
 READER = np.dtype([
     ("read", "i8"), ("first", "i8"), ("last", "i8"), ("constant", "?"), ("only_batch", "f8"),
     ("most", "f8"), *((name, "f8") for name in FIT),
@@ -263,9 +262,9 @@ def _priced(cost: IterationCost, most: int) -> Prices:
     for place in (TARGET_PREFILL, DRAFT_PREFILL):
         if readers[place].read != NOWHERE:
             model = "target" if place == TARGET_PREFILL else "draft"
-            readers[place].most = lines_of(latency, model, "prefill").widest_together
+            readers[place].most = latency.grid(model, "prefill").widest_together
     if readers[MIXED].read != NOWHERE:
-        readers[MIXED].most = lines_of(latency, "target", "mixed").widest
+        readers[MIXED].most = latency.grid("target", "mixed").widest
     widths = [width for lines in by_batch for width in sorted(lines)]
     lines = [lines[width] for lines in by_batch for width in sorted(lines)]
     contexts, seconds = (np.concatenate(parts) for parts in zip(*lines, strict=True))
@@ -278,7 +277,7 @@ def _priced(cost: IterationCost, most: int) -> Prices:
         np.cumsum([len(batches), *children]), np.concatenate([np.zeros(above), seconds]),
         np.array([np.pad(own, (0, longest - len(own)), "edge") for own in sums]),
         np.array([cost.hosts_at(batch) for batch in range(most + 1)], HOST).view(np.recarray),
-        lines_of(latency, "target", "forward").quickest_s, cost.always,
+        latency.grid("target", "forward").quickest_s, cost.always,
     )  # fmt: skip
 
 

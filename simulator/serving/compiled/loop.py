@@ -93,7 +93,7 @@ def growth(
     fit: Any, batch: float, width: float, context: float,
     from_batch: float, from_width: float, from_context: float,
 ) -> float:  # fmt: skip
-    """`simulator.serving.cost.surface.Roofline.growth`."""
+    """`traces.latency.interpolate.Grid._ratio`, of one size."""
     cached = from_context * (fit.cache + from_width * fit.attention)
     base = fit.launch + from_batch * (fit.sequence + from_width * fit.token + cached)
     if base <= 0:

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import math
 
-from simulator.serving.cost.lines import lines_of
 from simulator.serving.cost.reader import Coverage, PassReader, Span
 from traces.latency.table import LatencyTable
 
@@ -26,8 +25,8 @@ class MixedPasses:
     def __init__(self, latency: LatencyTable) -> None:
         own = latency.has("target", "mixed")
         self._added = PassReader(latency, "target", "mixed") if own else None
-        self._most = lines_of(latency, "target", "mixed").widest if own else 0.0
-        self._launch_s = lines_of(latency, "target", "forward").quickest_s
+        self._most = latency.grid("target", "mixed").widest if own else 0.0
+        self._launch_s = latency.grid("target", "forward").quickest_s
         nothing = Span(math.inf, -math.inf)
         self._composed = Coverage("target", "mixed", COMPOSED, 0, nothing, nothing, nothing)
 

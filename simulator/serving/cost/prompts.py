@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from simulator.serving.cost.lines import lines_of
 from simulator.serving.cost.reader import PassReader
 from simulator.serving.cost.work import Chunk
 from traces.latency.table import LatencyTable
@@ -40,7 +39,7 @@ class PromptCost:
             m: PassReader(latency, m, "prefill") for m in models if latency.has(m, "prefill")
         }
         # The longest prompts of which several were measured in one pass.
-        self._longest = {m: lines_of(latency, m, "prefill").widest_together for m in self._prefill}
+        self._longest = {m: latency.grid(m, "prefill").widest_together for m in self._prefill}
 
     def prices(self, model: str) -> bool:
         """Return True if prompts of `model` cost anything."""

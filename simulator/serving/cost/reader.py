@@ -1,19 +1,21 @@
 """A latency grid read one size at a time, fast, with a record of what was not measured.
 
 `traces.latency.table.LatencyTable.estimate` reads arrays; an engine asks for one batch, width
-and context per pass.  `PassReader` gives the same seconds (a test holds the two
-together) and remembers which sizes lay between or outside the measured ones.
+and context per pass.  `PassReader` keeps the lines of the grid that it read
+(`traces.latency.interpolate.Line`) and counts which sizes lay between or outside the measured ones.
 """
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from functools import partial
 from math import inf
 from typing import NamedTuple
 
-from simulator.serving.cost.lines import Blend, Segment, lines_of
-from simulator.serving.cost.surface import Surface
+import numpy as np
+
 from traces.errors import DraftsimError
+from traces.latency.interpolate import EXTRAPOLATED, Line
 from traces.latency.table import LatencyTable
 
 ORIGINS = ("measured", "interpolated", "extrapolated")
@@ -41,30 +43,28 @@ class Coverage(NamedTuple):
 
 
 class _Plan:
-    """How to read one (batch, width) at every context, and the passes read so.
+    """A line of the grid at one (batch, width), and the passes read from it.
 
-    ``start`` to ``stop`` are the contexts of the segment last read, ``base`` its seconds
-    at ``cut`` and ``slope`` those per token.  A tally is [passes, lowest, highest context].
+    The piece last read holds the contexts ``start`` to ``stop``: ``base`` seconds at ``start`` and
+    ``slope`` per token.  A tally is [passes, lowest, highest context].
     """
 
-    __slots__ = (
-        "at_cut", "base", "blend", "cut", "inside", "nearest_batch", "slope", "start", "stop",
-        "surface", "tallies",
-    )  # fmt: skip
+    __slots__ = ("at_cut", "base", "inside", "line", "slope", "start", "stop", "tallies")
 
-    def __init__(self, blend: Blend) -> None:
-        self.blend = blend
-        self.surface, self.nearest_batch = blend.surface, blend.nearest_batch
+    def __init__(self, line: Line | None) -> None:
+        self.line = line
         self.tallies = [0, inf, -inf], [0, inf, -inf], [0, inf, -inf]
-        self._read(blend.last)
+        self.start, self.stop = inf, -inf
+        self.base = self.slope = 0.0
+        self.at_cut = self.inside = self.tallies[EXTRAPOLATED]
 
-    def move(self, surface: Surface, context: float) -> None:
-        """Make the segment that holds `context` the one read."""
-        self._read(self.blend.segment(surface, context))
-
-    def _read(self, segment: Segment) -> None:
-        self.start, self.stop, self.cut, self.base, self.slope, at_cut, inside = segment
-        self.at_cut, self.inside = self.tallies[at_cut], self.tallies[inside]
+    def move(self, line: Line, context: float) -> None:
+        """Make the piece that holds `context` the one read."""
+        cuts = line.cuts
+        i = max(bisect_right(cuts, context) - 1, 0)
+        self.start, self.stop = cuts[i], cuts[i + 1] if i + 1 < len(cuts) else inf
+        self.base, self.slope = line.seconds[i], line.slopes[i]
+        self.at_cut, self.inside = self.tallies[line.at_cut[i]], self.tallies[line.after[i]]
 
 
 class PassReader:
@@ -77,7 +77,7 @@ class PassReader:
     """
 
     def __init__(self, table: LatencyTable, model: str, phase: str = "forward") -> None:
-        self._lines = lines_of(table, model, phase)
+        self._grid = table.grid(model, phase)
         self.model, self.phase = model, phase
         self._check = partial(table.check_sizes, model, phase)
         self._plans: dict[tuple[float, float], _Plan] = {}
@@ -89,30 +89,25 @@ class PassReader:
         plan = self._plans.get((batch, new_tokens))
         if plan is None:
             plan = self._plan(batch, new_tokens)
-        if not plan.start <= context < plan.stop and plan.surface is not None:
-            plan.move(plan.surface, context)
-        tally = plan.inside if context != plan.cut else plan.at_cut
+        if not plan.start <= context < plan.stop and plan.line is not None:
+            plan.move(plan.line, context)
+        tally = plan.inside if context != plan.start else plan.at_cut
         passes, low, high = tally
         tally[0] = passes + 1
         # Contexts grow from round to round, so this is the usual case: no calls for it.
         if not low <= context <= high:
             tally[1] = context if context < low else low
             tally[2] = context if context > high else high
-        if plan.surface is None:
-            return self._lines.outside(plan.blend, batch, new_tokens, context)
-        seconds = plan.base + plan.slope * (context - plan.cut)
-        if plan.nearest_batch is not None:
-            nearest = plan.nearest_batch, new_tokens, context
-            seconds *= self._lines.roofline.growth((batch, new_tokens, context), nearest)
-        return seconds
+        if plan.line is None:
+            sizes = (np.array([float(size)]) for size in (batch, new_tokens, context))
+            return float(self._grid.read(*sizes)[0][0])
+        return plan.base + plan.slope * (context - plan.start)
 
     def run(self, batch: float, context: float, count: int) -> float:
         """Seconds of `count` passes in a row, a token each, from `context` tokens on."""
         plan = self._plans.get((batch, 1.0))
         last = context + (count - 1)
-        if plan is None or plan.nearest_batch is not None or not (
-            plan.start <= context and last < plan.stop and context != plan.cut and count > 0
-        ):  # fmt: skip
+        if plan is None or not (plan.start < context and last < plan.stop and count > 0):
             seconds = 0.0
             for step in range(count):
                 seconds += self(batch, 1.0, context + step)
@@ -123,7 +118,7 @@ class PassReader:
         if context < low or last > high:
             tally[1] = context if context < low else low
             tally[2] = last if last > high else high
-        return count * (plan.base + plan.slope * (0.5 * (context + last) - plan.cut))
+        return count * (plan.base + plan.slope * (0.5 * (context + last) - plan.start))
 
     @property
     def coverage(self) -> list[Coverage]:
@@ -144,7 +139,7 @@ class PassReader:
         if len(self._plans) >= PLANS:
             self._fold()
             self._plans.clear()
-        plan = self._plans[batch, width] = _Plan(self._lines.blend(batch, width))
+        plan = self._plans[batch, width] = _Plan(self._grid.line(batch, width))
         return plan
 
     def _fold(self) -> None:
