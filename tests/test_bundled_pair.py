@@ -13,9 +13,8 @@ import pytest
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 
-from profiler.pair import models as pair_models  # noqa: E402 - needs torch
-from profiler.pair import prompts as pair_prompts  # noqa: E402
-from profiler.pair import repetition, text, training  # noqa: E402
+from profiler.train import documents as text  # noqa: E402 - needs torch
+from profiler.train import pair, pair_prompts  # noqa: E402
 
 BUNDLED = Path(text.__file__).parents[1] / "bundled"
 MODELS = ("target", "draft")
@@ -139,15 +138,15 @@ def test_unique_4gram_share():
 
 def test_grown_model_computes_the_same():
     torch.manual_seed(0)
-    small = pair_models.build_model(1).eval()
-    grown = pair_models.grow(small, 3).eval()
+    small = pair.build_model(1).eval()
+    grown = pair.grow(small, 3).eval()
     ids = torch.arange(40)[None]
     with torch.inference_mode():
         torch.testing.assert_close(grown(input_ids=ids).logits, small(input_ids=ids).logits)
 
 
 def test_batch_is_seeded_and_half_starts_at_documents(documents, tokenizer):
-    stream = training.Stream(documents[1][:400], tokenizer)
+    stream = pair.Stream(documents[1][:400], tokenizer)
     first, second = (stream.batch(256, torch.Generator().manual_seed(5)) for _ in range(2))
     assert torch.equal(first, second)
     assert first.shape == (8, 257)
@@ -165,25 +164,25 @@ def test_greedy_continuation_is_bounded(models, tokenizer, prompts):
 
 def test_repeats_marks_what_completes_a_seen_4gram_up_to_the_end():
     row = [5, 6, 7, 8, 5, 6, 7, 8, 9, 0, 6, 7, 8, 9]  # 8 at 7 repeats; past EOS (0) nothing counts
-    found = repetition.repeats(torch.tensor([row]), prompt=2, eos=0)
+    found = pair.repeats(torch.tensor([row]), prompt=2, eos=0)
     assert found.nonzero()[:, 1].tolist() == [7]
-    assert not repetition.repeats(torch.tensor([row]), prompt=8, eos=0).any()
+    assert not pair.repeats(torch.tensor([row]), prompt=8, eos=0).any()
 
 
 def test_unlikelihood_falls_with_the_probability_of_repeats():
     rows = torch.tensor([[3, 3, 3]])
     repeated = torch.tensor([[False, False, True]])
     logits = torch.zeros(1, 2, 4)
-    even = repetition.unlikelihood(logits, rows, repeated)
+    even = pair.unlikelihood(logits, rows, repeated)
     assert float(even) == pytest.approx(-math.log(1 - 1 / 4))
     logits[0, 1, 3] = -10.0
-    assert float(repetition.unlikelihood(logits, rows, repeated)) < 1e-4
-    assert float(repetition.unlikelihood(logits, rows, torch.zeros_like(repeated))) == 0
+    assert float(pair.unlikelihood(logits, rows, repeated)) < 1e-4
+    assert float(pair.unlikelihood(logits, rows, torch.zeros_like(repeated))) == 0
 
 
 def test_written_text_is_the_models_own_greedy_text(models):
     heads = torch.tensor([[5, 6, 7], [9, 4, 3]])
-    written = repetition.write_greedily(models["draft"], heads, 5)
+    written = pair.write_greedily(models["draft"], heads, 5)
     assert torch.equal(written[:, :3], heads)
     for row in written:
         with torch.inference_mode():
@@ -191,13 +190,13 @@ def test_written_text_is_the_models_own_greedy_text(models):
         assert torch.equal(row[3:], greedy[2:])
 
 
-def test_update_scales_the_full_rate():
+def test_a_step_scales_the_full_rate():
     torch.manual_seed(0)
-    model = pair_models.build_model(1)
-    steppers = training.optimisers(model, rate=0.5)
-    loss = training.prediction_loss(model, torch.arange(12)[None])
-    training.update(model, steppers, loss, factor=0.1)
-    assert [g["lr"] for s in steppers for g in s.param_groups] == pytest.approx([0.0015, 0.0005])
-    loss = training.prediction_loss(model, torch.arange(12)[None])
-    training.update(model, steppers, loss, factor=1.0)
-    assert [g["lr"] for s in steppers for g in s.param_groups] == pytest.approx([0.015, 0.005])
+    model = pair.build_model(1)
+    losses = (pair.prediction_loss(model, torch.arange(12)[None]) for _ in range(2))
+    descent = pair.descent(model, rate=0.5)
+    rates = []
+    for _ in descent.steps(lambda _: next(losses), (0.1, 1.0)):
+        rates.append([g["lr"] for s in descent.steppers for g in s.param_groups])
+    assert rates[0] == pytest.approx([0.0015, 0.0005])
+    assert rates[1] == pytest.approx([0.015, 0.005])

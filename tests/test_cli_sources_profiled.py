@@ -225,9 +225,9 @@ def test_heads_are_trained_for_a_target_that_has_none(
     small_run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from commands.profile.source_modules import HEADS, modules_of
-    from profiler.heads import train
     from profiler.models.loading import Pair
     from profiler.recording.run import read_run
+    from profiler.train import heads as train
 
     made: list[str] = []
     full = train.train_all

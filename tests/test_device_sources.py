@@ -19,8 +19,6 @@ from profiler.checks.assisted import assisted_generation
 from profiler.checks.batch_runs import BatchArm, run_batches
 from profiler.checks.spot_check import Arm, rounds_differ, run_arms
 from profiler.decoding.single import ModelDecoder
-from profiler.heads import train
-from profiler.heads.train import default_exit_layers, own_text, train_all
 from profiler.latency.table import Grid
 from profiler.models import loading
 from profiler.models.loading import Pair, choose_device, load_pair
@@ -33,6 +31,8 @@ from profiler.recording.trace import Recorder
 from profiler.sources.latency import SourceLatency
 from profiler.sources.modules import load_modules, record_sources
 from profiler.sources.run import SourceRunner
+from profiler.train import heads as train
+from profiler.train.heads import default_exit_layers, own_text, train_all
 from tests import bundled, seq2seq
 from tests.conftest import Run
 from tests.few_cells import untimed_none

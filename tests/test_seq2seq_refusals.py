@@ -14,9 +14,9 @@ from profiler.models.loading import load_pair
 from profiler.models.runner import Runner
 from profiler.models.seq2seq import Seq2SeqRunner
 from profiler.models.seq2seq_settings import check_same_start, decoder_prefix
-from profiler.pair import seq2seq as bundled
 from profiler.profile import Settings, profile_trace
 from profiler.prompts import Prompt
+from tests import seq2seq_pair as bundled
 from tests.seq2seq import GAMMA, NEW, VOCABULARY, build, models, pair, source
 from traces.errors import DraftsimError
 

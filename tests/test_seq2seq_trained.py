@@ -11,8 +11,8 @@ import torch
 
 from profiler.models.loading import load_pair
 from profiler.models.seq2seq import make_runner
-from profiler.pair import seq2seq as bundled
 from profiler.recording.trace import Recorder
+from tests import seq2seq_pair as bundled
 from tests.seq2seq import source
 
 NOUNS = ["path", "mode", "name", "file", "size", "key", "value", "line", "code", "index"]
@@ -21,7 +21,7 @@ NOUNS = ["path", "mode", "name", "file", "size", "key", "value", "line", "code",
 def test_a_small_trained_pair_is_loaded_and_decodes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The training of `profiler.pair.seq2seq`, in miniature: it learns, and it round-trips."""
+    """The training of `tests.seq2seq_pair`, in miniature: it learns, and it round-trips."""
     shape = bundled.Shape((1, 2), (1, 1), width=32, feed_forward=48, heads=2, vocabulary=300)
     some = [
         (f"def set_{a}_{b}({a}, {b}={i}, force)", f"given {a} , {b} or {i} , force : set {a} {b}")

@@ -16,9 +16,9 @@ from profiler.features.unroll import GrowingCache
 from profiler.models.loading import Pair, load_pair
 from profiler.profile import Settings, profile_trace
 from profiler.prompts import Prompt
-from profiler.smollm2.draft import ProjectedDraft, draft_config
-from profiler.smollm2.drafters import store_draft, write_folder
-from profiler.smollm2.measure import chains, drafted, measure
+from profiler.train.draft import ProjectedDraft, draft_config
+from profiler.train.smollm2 import chains, drafted, measure
+from profiler.train.stored import store_draft, write_folder
 from tests import small_smollm2
 from tests.replayed import assert_decoded_as_replayed
 from traces.errors import DraftsimError
@@ -99,7 +99,7 @@ def test_shares_count_what_is_accepted(
         drafts[:, 2] += 1
         return drafts
 
-    monkeypatch.setattr("profiler.smollm2.measure.drafted", knows_two)
+    monkeypatch.setattr("profiler.train.smollm2.drafted", knows_two)
     drafter = Eagle(layer_config(pair.target.config))
     shares = measure(trace, pair.target, drafter, offsets=3)
     assert shares == {name: [1.0, 1.0, 0.0] for name in ("cats", "dogs", "all")}

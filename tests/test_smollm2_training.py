@@ -17,12 +17,11 @@ from profiler.features import (
     target_features,
     unroll,
 )
-from profiler.smollm2 import text as own_text
-from profiler.smollm2.candidates import Candidates, by_frequency
-from profiler.smollm2.chats import ANSWERS, BOTH, Chats
-from profiler.smollm2.draft import ProjectedDraft, draft_config, principal_directions
-from profiler.smollm2.drafters import store_draft, store_drafter, write_folder
-from profiler.smollm2.eagles import (
+from profiler.train import chats as own_text
+from profiler.train.candidates import Candidates, by_frequency
+from profiler.train.chats import ANSWERS, BOTH, Chats, RowWriter
+from profiler.train.draft import ProjectedDraft, draft_config, principal_directions
+from profiler.train.eagles import (
     Unrolled,
     in_turn,
     new_eagle,
@@ -30,8 +29,7 @@ from profiler.smollm2.eagles import (
     new_mtp,
     new_parallel,
 )
-from profiler.smollm2.fitting import Plan, fit
-from profiler.smollm2.heads import (
+from profiler.train.heads import (
     AHEAD,
     Distilled,
     DistilledAdapter,
@@ -39,7 +37,8 @@ from profiler.smollm2.heads import (
     new_exit_heads,
     new_parallel_heads,
 )
-from profiler.smollm2.writer import RowWriter
+from profiler.train.loop import Plan, fit
+from profiler.train.stored import store_draft, store_drafter, write_folder
 from tests import small_smollm2
 from traces.errors import DraftsimError
 

@@ -212,7 +212,7 @@ class Case:
 
     def __init__(self) -> None:
         pair, target, _, self.outputs, self.trace = decoded(512)
-        from profiler.heads.modules import ExitHeads
+        from profiler.features.heads import ExitHeads
         from profiler.models.stack import LayerRunner
         from profiler.sources.exit_record import ExitRecorder, record_exits
         from profiler.sources.modules import Modules

@@ -47,9 +47,9 @@ class Case:
         pair, target, prompts, self.outputs, self.trace = decoded(256)
         import torch
 
-        from profiler.heads.train import train_exit_heads, train_masks, train_parallel_heads
         from profiler.sources.modules import Modules, record_sources
         from profiler.sources.run import SourceRunner
+        from profiler.train.heads import train_exit_heads, train_masks, train_parallel_heads
 
         self.target = target
         text = torch.full((4, 200), -1)
@@ -126,7 +126,7 @@ def test_recordings_survive_their_files(case: Case, tmp_path: Path) -> None:
 def test_modules_survive_their_files_and_know_their_target(case: Case, tmp_path: Path) -> None:
     import torch
 
-    from profiler.heads.modules import ExitHeads, load_module, save_module
+    from profiler.features.heads import ExitHeads, load_module, save_module
 
     exits = case.modules.exits
     assert exits is not None

@@ -13,14 +13,12 @@ import torch
 from policies.core import DraftPolicy
 from policies.registry import parse_policy
 from profiler.decoding.single import greedy
-from profiler.heads.adapter import Adapter, AdapterRunner
-from profiler.heads.modules import load_module, save_module
-from profiler.heads.train import train_all
-from profiler.heads.train_adapter import train_adapter
+from profiler.features.heads import Adapter, AdapterRunner, load_module, save_module
 from profiler.models.stack import LayerRunner
 from profiler.sources.latency import measure_sources
 from profiler.sources.modules import Modules, record_sources
 from profiler.sources.run import SourceRunner
+from profiler.train.heads import train_adapter, train_all
 from simulator.pricing import price
 from tests.outputs import trace_of
 from tests.test_sources_sampled import EOS, model

@@ -15,7 +15,7 @@ from policies.core import DraftPolicy
 from policies.lengths.basic import Fixed
 from policies.lengths.huggingface import Confidence
 from policies.rules.base import ExactMatch, RejectionSampling
-from profiler.heads.modules import ExitHeads
+from profiler.features.heads import ExitHeads
 from profiler.models.sampling import draw, probs
 from profiler.models.stack import LayerRunner
 from profiler.sources.draws import RandomDraws, SharedDraws

@@ -13,9 +13,9 @@ import pytest
 import torch
 from transformers import AutoConfig, LlamaConfig, LlamaForCausalLM
 
+from profiler import smollm2
 from profiler.features import Eagle, Eagle3, Mtp, layer_config, write_drafter
 from profiler.recording.run import BUNDLED
-from profiler.smollm2 import places
 from profiler.suite.__main__ import main
 from profiler.suite.account import COMPLETE, FAILED, REFUSED
 from profiler.suite.environment import open_workplace
@@ -174,6 +174,6 @@ def test_the_stand_in_gets_the_projects_own_drafters(
     found = drafters.smollm2_drafters(place, target)
     assert tuple(found) == ("eagle", "eagle3")
     for name, drafter in found.items():
-        _, weights = drafters.read_stored(places.STORED / f"{name}.safetensors")
+        _, weights = drafters.read_stored(smollm2.STORED / f"{name}.safetensors")
         assert torch.equal(drafter.state_dict()["fc.weight"], weights["fc.weight"].float())
         assert drafter.dtype is torch.float32

@@ -14,10 +14,8 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from profiler import smollm2
 from profiler.fetched import places as fetched
-from profiler.smollm2 import places
-from profiler.smollm2.draft import draft_config, draft_model
-from profiler.smollm2.drafters import read_stored
 from profiler.suite.__main__ import main
 from profiler.suite.account import COMPLETE, FAILED, REFUSED
 from profiler.suite.environment import Workplace, open_workplace
@@ -26,6 +24,8 @@ from profiler.suite.latency import stage as latency_stage
 from profiler.suite.latency.passes import MODES
 from profiler.suite.runs import forced_stage, real_pair, trained_stage
 from profiler.suite.runs.training import QUICK_PROMPTS
+from profiler.train.draft import draft_config, draft_model
+from profiler.train.stored import read_stored
 from tests.pretend_gpu import pretended
 from traces.store.files import read_latency, read_trace
 from traces.store.measured import read_measured
@@ -262,11 +262,11 @@ def test_the_stand_in_has_smollm2s_shape_and_its_drafts() -> None:
     with torch.device("meta"):
         target = LlamaForCausalLM(config)
     assert sum(weights.numel() for weights in target.parameters()) == 134_515_008
-    settings, weights = read_stored(places.STORED / "draft.safetensors")
+    settings, weights = read_stored(smollm2.STORED / "draft.safetensors")
     shape = draft_config(config, settings["hidden"], settings["layers"])
     draft = draft_model(shape, weights, torch.zeros(config.vocab_size, config.hidden_size))
     assert draft.config.vocab_size == config.vocab_size
-    folder = fetched.folder(places.NAME)
+    folder = fetched.folder(smollm2.NAME)
     if not (folder / "config.json").is_file():
         pytest.skip("SmolLM2 is not on this machine: its own configuration is not compared")
     own = LlamaConfig.from_pretrained(folder)

@@ -7,10 +7,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from profiler.pair.text import CATEGORIES, Document
-from profiler.pair.training import Stream
 from profiler.suite import preparation
 from profiler.suite.preparation import held_out_prompts, sample_tokenizer, token_line
+from profiler.train.documents import CATEGORIES, Document
+from profiler.train.pair import Stream
 
 LINES = [f"value_{i} = {'+'.join(str(i * k % 97) for k in range(1, 12))}" for i in range(400)]
 

@@ -47,7 +47,7 @@ def modules_of(
 
     Without ``trace`` nothing is trained.
     """
-    from profiler.heads.train import FILES
+    from profiler.features.heads import FILES
     from profiler.recording.run import shipped_heads
     from profiler.sources.modules import load_modules
 
@@ -65,9 +65,9 @@ def _train(pair: Pair, own: Path, absent: Sequence[str], trace: Trace, text: Pat
     """Train the absent modules into `own`, each file whole or not at all."""
     import tempfile
 
-    from profiler.heads.train import FILES, own_text, train_all
     from profiler.models.stack import LayerRunner
     from profiler.prompts import read_prompts
+    from profiler.train.heads import FILES, own_text, train_all
     from traces.sources.base import prompt_tokens
 
     if text is not None:

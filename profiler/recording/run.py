@@ -9,8 +9,8 @@ from pathlib import Path
 from reprlib import repr as shown
 from typing import TYPE_CHECKING, Any
 
+from profiler import smollm2
 from profiler.fetched import places
-from profiler.smollm2 import places as smollm2
 from traces.errors import DraftsimError, FileError
 from traces.store.header import is_whole
 from traces.store.identity import RUN_ID, check_folder

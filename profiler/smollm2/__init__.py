@@ -1,1 +1,13 @@
-"""SmolLM2-135M-Instruct as a target: brought, converted, and drafters trained for it."""
+"""SmolLM2's drafters: their names, their weights in this folder, and the card of the pair."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from profiler.fetched.models import SMOLLM2
+
+NAME, DRAFTERS = SMOLLM2.name, SMOLLM2.drafters
+STORED = Path(__file__).parent / "weights"
+"""The drafters' weights as the project holds them (see `profiler.train.stored`)."""
+HEADS = "heads"
+"""Folder of exit heads and parallel heads in STORED."""

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from profiler.heads.adapter import Adapter, AdapterRunner
+from profiler.features.heads import Adapter, AdapterRunner
 from profiler.models.stack import LayerRunner
 from profiler.sources.early_exit import EarlyExitDecoder, ExitToken
 from traces.acceptance.sampling import GREEDY

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from profiler.heads.adapter import Adapter, AdapterRunner
+from profiler.features.heads import Adapter, AdapterRunner
 from profiler.models.stack import LayerRunner
 from profiler.sources.exit_record import ExitRecorder
 from traces.sources.exits.recording import ExitSetting

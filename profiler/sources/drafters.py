@@ -5,8 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from profiler.heads.modules import MaskEmbeddings, ParallelHeads
-from profiler.heads.train import mask_layout
+from profiler.features.heads import MaskEmbeddings, ParallelHeads, mask_layout
 from profiler.models.stack import LayerRunner
 from traces.errors import DraftsimError
 

@@ -9,9 +9,7 @@ import torch
 from torch import Tensor
 
 from profiler.decoding.single import ModelToken, check_prompt
-from profiler.heads.adapter import Adapter
-from profiler.heads.modules import ExitHeads
-from profiler.heads.numbers import log_confidence
+from profiler.features.heads import Adapter, ExitHeads, log_confidence
 from profiler.models.stack import LayerRunner
 from profiler.sources.base import SourceDecoder
 from profiler.sources.draws import Draws

@@ -20,9 +20,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from profiler.heads.adapter import Adapter
-from profiler.heads.modules import ExitHeads
-from profiler.heads.numbers import drawn_columns, exit_columns
+from profiler.features.heads import Adapter, ExitHeads, drawn_columns, exit_columns
 from profiler.models.sampling import probs
 from profiler.models.stack import LayerRunner
 from profiler.sources.draws import SharedDraws

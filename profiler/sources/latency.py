@@ -7,8 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 import pandas as pd
 import torch
 
-from profiler.heads.adapter import AdapterRunner
-from profiler.heads.numbers import log_confidence
+from profiler.features.heads import AdapterRunner, log_confidence
 from profiler.latency.passes import UNTIMED, UNTIMED_PLAIN
 from profiler.latency.table import Block, Step, Sweeps, reaching
 from profiler.models.stack import LayerRunner

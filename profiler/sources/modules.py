@@ -11,9 +11,14 @@ from typing import Any
 import torch
 
 from profiler.features.base import FeatureDrafter
-from profiler.heads.adapter import Adapter
-from profiler.heads.modules import ExitHeads, MaskEmbeddings, ParallelHeads, load_module
-from profiler.heads.train import FILES
+from profiler.features.heads import (
+    FILES,
+    Adapter,
+    ExitHeads,
+    MaskEmbeddings,
+    ParallelHeads,
+    load_module,
+)
 from profiler.models.stack import LayerRunner
 from profiler.sources.adapter_record import AdapterRecorder
 from profiler.sources.exit_record import ExitRecorder, record_exits

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from profiler.decoding.single import ModelToken, check_prompt
-from profiler.heads.modules import MaskEmbeddings, ParallelHeads
+from profiler.features.heads import MaskEmbeddings, ParallelHeads
 from profiler.models.runner import Runner
 from profiler.models.stack import LayerRunner
 from profiler.sources.base import SourceDecoder

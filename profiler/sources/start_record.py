@@ -11,7 +11,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from profiler.heads.modules import MaskEmbeddings, ParallelHeads
+from profiler.features.heads import MaskEmbeddings, ParallelHeads
 from profiler.models.signals import drafted, signals
 from profiler.models.stack import LayerRunner
 from profiler.sources.drafters import default_skip, head_logits, kept_layers, mask_logits

@@ -16,11 +16,11 @@ import torch
 import transformers
 from torch import Tensor
 
-from profiler.pair.models import train_tokenizer
-from profiler.pair.prompts import cut_prompt
-from profiler.pair.text import CATEGORIES, Document, load_documents, stable_hash
 from profiler.prompts import Prompt
 from profiler.suite.environment import Workplace
+from profiler.train.documents import CATEGORIES, Document, load_documents, stable_hash
+from profiler.train.pair import train_tokenizer
+from profiler.train.pair_prompts import cut_prompt
 
 SAMPLE = 5
 """One document in this many is enough for the tokenizer's merges."""
@@ -65,7 +65,7 @@ def read_sources(place: Workplace, seconds: float) -> tuple[list[Document], list
 
 
 def sample_tokenizer(documents: Sequence[Document], quick: bool = False) -> Any:
-    """A tokenizer (`profiler.pair.models.train_tokenizer`) from some of the documents."""
+    """A tokenizer (`profiler.train.pair.train_tokenizer`) from some of the documents."""
     ordered = sorted(documents, key=lambda d: stable_hash(d.text))
     return train_tokenizer(ordered if quick else ordered[::SAMPLE])
 
@@ -73,7 +73,7 @@ def sample_tokenizer(documents: Sequence[Document], quick: bool = False) -> Any:
 def token_line(documents: Sequence[Document], tokenizer: Any) -> Tensor:
     """The documents as one line of token ids, int64, in a shuffled order, an EOS after each.
 
-    As `profiler.pair.training.Stream` lays them out, without the lists that come with a batch.
+    As `profiler.train.pair.Stream` lays them out, without the lists that come with a batch.
     """
     texts = sorted((document.text for document in documents), key=stable_hash)
     backend = tokenizer.backend_tokenizer

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from profiler.heads.modules import ExitHeads
+from profiler.features.heads import ExitHeads
 from profiler.models.graphs import capture
 from profiler.models.stack import LayerRunner
 from profiler.suite.latency.passes import GRAPH, Timer, cell, fill

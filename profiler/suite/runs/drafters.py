@@ -17,6 +17,7 @@ import pandas as pd
 
 from policies.core import own_copy
 from policies.registry import parse_policy
+from profiler import smollm2
 from profiler.checks.spot_check import Arm
 from profiler.features import (
     Eagle,
@@ -30,8 +31,6 @@ from profiler.fetched import places as fetched
 from profiler.models.loading import Pair
 from profiler.models.stack import LayerRunner
 from profiler.recording.run import model_path
-from profiler.smollm2 import places
-from profiler.smollm2.drafters import feature_drafter, read_stored
 from profiler.sources.feature_latency import measure_drafters
 from profiler.sources.modules import Modules, record_sources
 from profiler.sources.run import SourceRunner
@@ -40,6 +39,7 @@ from profiler.suite.latency.passes import EAGER
 from profiler.suite.runs.checks import Checks
 from profiler.suite.runs.compared import compared_runs
 from profiler.suite.runs.recording import write_within
+from profiler.train.stored import feature_drafter, read_stored
 from traces.acceptance.trace import Trace
 from traces.errors import DraftsimError
 from traces.latency.schema import CELL_COLUMNS
@@ -67,9 +67,9 @@ def smollm2_drafters(place: Workplace, target: Any) -> Drafters:
     """
     found: dict[str, FeatureDrafter] = {}
     layer = layer_config(target.config)
-    for name in [d for d in places.DRAFTERS if d.startswith("eagle")]:
-        folder = fetched.folder(f"{places.NAME}-{name}")
-        settings, weights = read_stored(places.STORED / f"{name}.safetensors")
+    for name in [d for d in smollm2.DRAFTERS if d.startswith("eagle")]:
+        folder = fetched.folder(f"{smollm2.NAME}-{name}")
+        settings, weights = read_stored(smollm2.STORED / f"{name}.safetensors")
         own = weights["fc.weight"].shape[0] == layer.hidden_size
         if own and (folder / "config.json").is_file():
             found[name] = read_drafter(folder, target)

@@ -15,16 +15,16 @@ import torch
 import transformers
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from profiler import smollm2
 from profiler.fetched import places as fetched
 from profiler.models.loading import Pair, describe_model, load_pair
 from profiler.prompts import Prompt, read_prompts
 from profiler.recording.run import BUNDLED
-from profiler.smollm2 import places
-from profiler.smollm2.draft import draft_config, draft_model
-from profiler.smollm2.drafters import read_stored
 from profiler.suite.environment import Workplace
+from profiler.train.draft import draft_config, draft_model
+from profiler.train.stored import read_stored
 
-RANDOM = f"{places.NAME}-random"
+RANDOM = f"{smollm2.NAME}-random"
 CONFIG: dict[str, Any] = {
     "vocab_size": 49152, "hidden_size": 576, "intermediate_size": 1536, "num_hidden_layers": 30,
     "num_attention_heads": 9, "num_key_value_heads": 3, "head_dim": 64,
@@ -53,16 +53,16 @@ def smollm2_pair(
     Raises DraftsimError if models that are there cannot be loaded.
     """
     texts = read_prompts(prompts or BUNDLED / "prompts.jsonl", most)
-    folders = fetched.folder(places.NAME), fetched.folder(f"{places.NAME}-draft")
+    folders = fetched.folder(smollm2.NAME), fetched.folder(f"{smollm2.NAME}-draft")
     if not all((folder / "config.json").is_file() for folder in folders):
         place.say(
-            f"{places.NAME} is not on this machine (`draftsim fetch {places.NAME}`): random "
+            f"{smollm2.NAME} is not on this machine (`draftsim fetch {smollm2.NAME}`): random "
             "weights of its shapes, whose latencies are its own and whose acceptance is not"
         )
         return _random(place), texts, RANDOM
     dtype = str(place.dtype).removeprefix("torch.")
     pair = load_pair(*folders, device=str(place.device), dtype=dtype)
-    return pair, [_turn(pair, prompt) for prompt in texts], places.NAME
+    return pair, [_turn(pair, prompt) for prompt in texts], smollm2.NAME
 
 
 def _turn(pair: Pair, prompt: Prompt) -> Prompt:
@@ -83,7 +83,7 @@ def _random(place: Workplace) -> Pair:
     if place.quick:
         draft: Any = LlamaForCausalLM(draft_config(config, 64, 2))
     else:
-        settings, weights = read_stored(places.STORED / "draft.safetensors")
+        settings, weights = read_stored(smollm2.STORED / "draft.safetensors")
         shape = draft_config(config, settings["hidden"], settings["layers"])
         draft = draft_model(shape, weights, target.get_input_embeddings().weight.detach())
     for model in (target, draft):

@@ -10,7 +10,6 @@ from typing import Any
 import numpy as np
 import torch
 
-from profiler.heads.train import default_exit_layers, train_exit_heads
 from profiler.models.graphs import GraphRunner
 from profiler.models.loading import Pair
 from profiler.models.stack import LayerRunner
@@ -20,6 +19,7 @@ from profiler.recording.checkpoint import Checkpoint
 from profiler.recording.trace import Columns, Recorder
 from profiler.sources.exit_record import ExitRecorder, record_exits
 from profiler.suite.environment import Workplace
+from profiler.train.heads import default_exit_layers, train_exit_heads
 from traces.acceptance.trace import Trace
 from traces.sources.exits.early_exit import EarlyExit
 from traces.sources.files import write_exits

@@ -17,11 +17,11 @@ from typing import Any, TypeVar
 import pandas as pd
 import torch
 
+from profiler import smollm2
 from profiler.models.architectures import Architecture, PairShape
 from profiler.models.loading import Pair
 from profiler.profile import Settings
 from profiler.prompts import Prompt
-from profiler.smollm2 import places
 from profiler.suite.account import Account
 from profiler.suite.environment import NoTimeError, Workplace, clocks, write_results
 from profiler.suite.latency.kernels import span
@@ -89,7 +89,7 @@ def run_trained(
         shape = PairShape(NAME, TARGET, DRAFT)
     else:
         most = QUICK_PROMPTS if place.quick else PROMPTS
-        if target == places.NAME and draft is None:
+        if target == smollm2.NAME and draft is None:
             pair, texts, name = smollm2_pair(place, prompts, most)
             record, on_features = {}, smollm2_drafters(place, pair.target)
         else:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -11,8 +12,6 @@ from torch import Tensor
 
 from profiler.models.architectures import Architecture
 from profiler.models.loading import Pair, describe_model
-from profiler.pair.models import VOCABULARY
-from profiler.pair.training import optimisers, prediction_loss, update
 from profiler.prompts import Prompt
 from profiler.suite.environment import Workplace
 from profiler.suite.preparation import (
@@ -21,6 +20,7 @@ from profiler.suite.preparation import (
     sample_tokenizer,
     token_line,
 )
+from profiler.train.pair import VOCABULARY, descent, prediction_loss
 
 ROW_TOKENS = 512
 BATCH_TOKENS = 32_768
@@ -64,21 +64,25 @@ def train_model(
     """
     rows = 4 if place.quick else BATCH_TOKENS // ROW_TOKENS
     length = 64 if place.quick else ROW_TOKENS
-    steppers = optimisers(model, rate=0.5 if teacher is not None else 1.0)
     generator = torch.Generator(place.device).manual_seed(len(name))
     offsets = torch.arange(length + 1, device=place.device)
-    losses: list[Tensor] = []
-    begin = time.monotonic()
     cuda = place.device.type == "cuda"
+    begin = time.monotonic()
+
+    def loss(_: int) -> Tensor:
+        at = torch.randint(len(ids) - length - 1, (rows,), generator=generator, device=place.device)
+        return prediction_loss(model, ids[at[:, None] + offsets], teacher)
+
+    def factors() -> Iterator[float]:
+        while (done := (time.monotonic() - begin) / seconds) < 1:
+            yield min(1.0, done * 20 + 0.01, 2 * (1 - done))
+
     # An older GPU only imitates bfloat16, more slowly than it computes in float32.
     low = not cuda or torch.cuda.is_bf16_supported(False)
-    while (done := (time.monotonic() - begin) / seconds) < 1:
-        at = torch.randint(len(ids) - length - 1, (rows,), generator=generator, device=place.device)
-        tokens = ids[at[:, None] + offsets]
-        with torch.autocast(place.device.type, torch.bfloat16, enabled=low):
-            loss = prediction_loss(model, tokens, teacher)
-        update(model, steppers, loss, min(1.0, done * 20 + 0.01, 2 * (1 - done)))
-        losses.append(loss.detach())
+    steps = descent(model, 0.5 if teacher is not None else 1.0, device=place.device.type, low=low)
+    losses: list[Tensor] = []
+    for value in steps.steps(loss, factors()):
+        losses.append(value)
         if cuda and len(losses) % 8 == 0:
             torch.cuda.synchronize()  # or the host runs minutes ahead of the clock it goes by
     last = torch.stack(losses[-50:]).mean()

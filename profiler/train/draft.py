@@ -15,8 +15,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM, LlamaModel
 
-from profiler.smollm2.candidates import Candidates, soft_loss
-from profiler.smollm2.chats import Batch
+from profiler.train.candidates import Candidates, soft_loss
+from profiler.train.chats import Batch
 
 
 def draft_config(target: Any, hidden: int, layers: int) -> LlamaConfig:
@@ -79,10 +79,7 @@ class ProjectedDraft(nn.Module):
     def loss(self, batch: Batch, candidates: Candidates) -> tuple[Tensor, Tensor]:
         """Distillation of the target's distribution at every position that weighs something."""
         there = batch.weights > 0
-        ids, raised = candidates.draw()
-        rows = self.embedding[ids]
-        with torch.no_grad():
-            teacher = F.linear(batch.states[there].to(rows.dtype), rows) + raised
+        rows, raised, teacher = candidates.teacher(self.embedding, batch.states[there])
         student = F.linear(self.states(batch.tokens)[there], rows.float() @ self.projection)
         value, agreement = soft_loss(student + raised, teacher, batch.weights[there])
         return value, agreement[None]

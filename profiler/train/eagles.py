@@ -18,8 +18,8 @@ from profiler.features import (
     layer_config,
     unroll,
 )
-from profiler.smollm2.candidates import Candidates, soft_loss
-from profiler.smollm2.chats import Batch, Chats
+from profiler.train.candidates import Candidates, soft_loss
+from profiler.train.chats import Batch, Chats
 
 DECAY = 0.8  # of the loss's weight from one drafted token to the next, as EAGLE-3 has it
 FEATURE_WEIGHT = 0.5  # of EAGLE's regression to the target's own features
@@ -186,13 +186,10 @@ class Unrolled(nn.Module):
     def loss(self, batch: Batch) -> tuple[Tensor, Tensor]:
         """The sum over offsets, and the agreement by offset; see `profiler.features.unroll`."""
         features = batch.states if batch.features is None else batch.features
-        ids, raised = self.candidates.draw()
-        rows = self.head[ids]
         there = batch.weights > 0
         row, column = there.nonzero().T
         wanted = batch.states[row, column]
-        with torch.no_grad():
-            teacher = F.linear(wanted.to(rows.dtype), rows) + raised
+        rows, raised, teacher = self.candidates.teacher(self.head, wanted)
         weights = batch.weights[row, column]
         outputs = unroll(self.drafter, batch.tokens, features, self.steps)
         value = torch.zeros(())

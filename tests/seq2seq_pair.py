@@ -1,11 +1,11 @@
 """Trains a small encoder-decoder pair on a task made from local text.
 
-    python -m profiler.pair.seq2seq --out DIR
+    python -m tests.seq2seq_pair --out DIR
 
 The task: a function's signature from Python's standard library in, the same in words out,
 arguments first ("given path , mode or 438 : make dirs"), which takes copying, reordering and
 a little grammar.  The target (3 encoder and 6 decoder layers) is grown from the draft (1 and
-1) as in `profiler.pair`: added layers start by adding nothing.  Writes ``target``, ``draft``
+1) as in `profiler.train.pair`: added layers start by adding nothing.  Writes ``target``, ``draft``
 and ``prompts.jsonl``, which `draftsim profile` takes.
 """
 
@@ -34,7 +34,8 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
-from profiler.pair.text import stable_hash
+from profiler.train.documents import stable_hash
+from profiler.train.loop import Descent, rise_and_fall
 
 EOS, PAD = "<|end|>", "<|pad|>"  # ids 0 and 1; EOS also starts the decoder
 IGNORED = -100
@@ -201,44 +202,22 @@ def _padded(rows: Sequence[Sequence[int]], fill: int) -> Tensor:
 
 
 def train(model: Any, batches: Batches, stage: Stage, name: str) -> float:
-    """Train in place; the mean loss (nats a token) of the last 50 steps.
-
-    Muon for the layers' matrices, AdamW for the rest, as in `profiler.pair`.  The rate rises
-    over 30 steps, stays, and falls to zero over the second half.
-    """
+    """Train in place as `profiler.train.pair` does; the mean loss, nats a token, of 50 steps."""
     generator = torch.Generator().manual_seed(stage.seed)
-    matrices: list[torch.nn.Parameter] = []
-    others: list[torch.nn.Parameter] = []
-    for label, weights in model.named_parameters():
-        is_matrix = weights.ndim == 2 and "embed" not in label and "shared" not in label
-        (matrices if is_matrix else others).append(weights)
-    optimisers: list[torch.optim.Optimizer] = [
-        torch.optim.Muon(matrices, lr=0.02 * stage.rate, weight_decay=0.01),
-        torch.optim.AdamW(others, lr=0.01 * stage.rate, betas=(0.9, 0.95), weight_decay=0.0),
-    ]
 
-    def factor(step: int) -> float:
-        return min(1.0, (step + 1) / 30, 2 * (stage.steps - step) / stage.steps)
-
-    schedules = [torch.optim.lr_scheduler.LambdaLR(each, factor) for each in optimisers]
-    losses: list[float] = []
-    model.train()
-    for _ in track(range(stage.steps), description=f"{name:7}"):
+    def loss(_: int) -> Tensor:
         source, goal = batches.draw(stage.tokens, generator)
         begun = torch.cat([goal.new_zeros(goal.shape[0], 1), goal[:, :-1]], 1)
-        with torch.autocast("cpu", torch.bfloat16):
-            logits = model(
-                input_ids=source, attention_mask=(source != 1).long(),
-                decoder_input_ids=begun.masked_fill(begun == IGNORED, 1), use_cache=False,
-            ).logits.float()  # fmt: skip
-        loss = F.cross_entropy(logits.flatten(0, 1), goal.flatten(), ignore_index=IGNORED)
-        model.zero_grad()
-        torch.autograd.backward(loss)
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        for optimiser, schedule in zip(optimisers, schedules, strict=True):
-            optimiser.step()
-            schedule.step()
-        losses.append(loss.item())
+        logits = model(
+            input_ids=source, attention_mask=(source != 1).long(),
+            decoder_input_ids=begun.masked_fill(begun == IGNORED, 1), use_cache=False,
+        ).logits.float()  # fmt: skip
+        return F.cross_entropy(logits.flatten(0, 1), goal.flatten(), ignore_index=IGNORED)
+
+    model.train()
+    descent = Descent(model, 0.01 * stage.rate, 0.02 * stage.rate, apart=("embed", "shared"))
+    values = descent.steps(loss, rise_and_fall(stage.steps))
+    losses = [float(v) for v in track(values, total=stage.steps, description=f"{name:7}")]
     model.eval()
     return statistics.fmean(losses[-50:])
 
@@ -273,7 +252,7 @@ def make_pair(
 
 def main() -> None:
     """The command line: trains the pair and writes it to a folder."""
-    parser = argparse.ArgumentParser(prog="python -m profiler.pair.seq2seq")
+    parser = argparse.ArgumentParser(prog="python -m tests.seq2seq_pair")
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--threads", type=int, default=1, help="torch threads of the training")
     parser.add_argument("--shrink", type=int, default=1, help="divide the step counts (a trial)")

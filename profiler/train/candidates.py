@@ -1,4 +1,4 @@
-"""Which tokens a training step compares: the frequent ones and a fresh sample of all others."""
+"""The tokens that a training step compares: the frequent ones and a fresh sample of all others."""
 
 from __future__ import annotations
 
@@ -35,6 +35,17 @@ class Candidates:
         raised = torch.zeros(len(ids))
         raised[len(self.frequent) :] = math.log(len(self.others) / self.sampled)
         return ids, raised
+
+    def teacher(self, table: Tensor, states: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Draw candidates and compute the target's logits of them in its `states` (n, hidden).
+
+        Returns the candidates' rows of `table` (c, hidden), what to add to their logits (c,), and
+        the target's logits (n, c).
+        """
+        ids, raised = self.draw()
+        rows = table[ids]
+        with torch.no_grad():
+            return rows, raised, F.linear(states.to(rows.dtype), rows) + raised
 
 
 def soft_loss(student: Tensor, teacher: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +30,11 @@ from profiler.features import (
     write_drafter,
 )
 from profiler.features.writing import Layout
-from profiler.smollm2.draft import ProjectedDraft, draft_config, draft_model
+from profiler.fetched.download import Say, digest
+from profiler.fetched.fetch import made_from, place
+from profiler.fetched.places import folder
+from profiler.smollm2 import DRAFTERS, NAME, STORED
+from profiler.train.draft import ProjectedDraft, draft_config, draft_model
 
 TOKENIZER = (
     "tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "generation_config.json",
@@ -37,13 +42,13 @@ TOKENIZER = (
 
 
 def store_draft(draft: ProjectedDraft, path: Path) -> None:
-    """Writes a trained draft model's own weights, in float16."""
+    """Write a trained draft model's own weights, in float16."""
     shape = {"hidden": draft.config.hidden_size, "layers": draft.config.num_hidden_layers}
     _store(draft.stored(), {"kind": "draft", **shape}, path)
 
 
 def store_drafter(drafter: FeatureDrafter, path: Path) -> None:
-    """Writes a trained feature drafter's own weights, in float16."""
+    """Write a trained feature drafter's own weights, in float16."""
     weights = {
         name: value.half()
         for name, value in drafter.state_dict().items()
@@ -66,7 +71,7 @@ def read_stored(path: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
 
 
 def write_folder(stored: Path, target: Path, into: Path) -> None:
-    """Writes the Hugging Face or EAGLE folder of stored weights, given the target's folder."""
+    """Write the Hugging Face or EAGLE folder of stored weights, given the target's folder."""
     settings, weights = read_stored(stored)
     model: Any = LlamaForCausalLM.from_pretrained(target, dtype=torch.float32)
     if settings["kind"] == "draft":
@@ -104,6 +109,22 @@ def feature_drafter(
         made = Eagle(config)
     made.load_state_dict(own)
     return made.attach(target).eval()
+
+
+def make_drafters(target: Path, say: Say = print) -> list[Path]:
+    """Write the drafters' ordinary folders from the weights that the project holds."""
+    made = []
+    for name in DRAFTERS:
+        stored = STORED / f"{name}.safetensors"
+        if not stored.is_file():
+            continue
+        wanted = digest(stored)
+        into = folder(f"{NAME}-{name}")
+        if made_from(into) != wanted:
+            place(into, wanted, partial(write_folder, stored, target))
+            say(f"{NAME}-{name} is now at {into}")
+        made.append(into)
+    return made
 
 
 def _store(weights: Mapping[str, Tensor], settings: Mapping[str, Any], path: Path) -> None:

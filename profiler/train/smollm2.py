@@ -1,52 +1,36 @@
-"""Trains the drafters of SmolLM2-135M-Instruct: ``python -m profiler.smollm2 STEP``.
-
-    python -m profiler.smollm2 text     # the model writes the training text, with its states
-    python -m profiler.smollm2 eagle3   # then each drafter by itself, in any order
-    python -m profiler.smollm2 parallel # EAGLE-3 with mask tokens, all of a round in one pass
-    python -m profiler.smollm2 mtp      # one MTP module, applied to every token of a round
-    python -m profiler.smollm2 mtp3     # then three MTP modules in turn, which begin as that one
-    python -m profiler.smollm2 draft
-    python -m profiler.smollm2 eagle
-    python -m profiler.smollm2 heads    # exit heads, Blockwise, Medusa, SpecDec, Kangaroo
-    python -m profiler.smollm2 space    # mask embeddings
-    python -m profiler.smollm2 measure --trace RUN/trace.parquet    # what CARD.md says of them
-
-Training goes on where it stopped. Seeds and step counts are fixed, so one machine with one
-thread count gives the same weights again. What is half-made stays in --work; weights and the
-training curve go to --out. The target is brought by ``draftsim fetch smollm2``.
-``folder`` makes of a drafter's weights in --out the folder that ``draftsim profile`` reads.
-"""
+"""Trains and measures the drafters of SmolLM2-135M-Instruct."""
 
 from __future__ import annotations
 
-import argparse
 import json
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
+from torch import Tensor
 from transformers import AutoTokenizer, LlamaForCausalLM
 
-from profiler.features import Eagle3, FeatureDrafter, Mtp, default_depths, read_drafter
-from profiler.fetched.places import cache, fetched, folder
-from profiler.heads.adapter import Adapter
-from profiler.heads.modules import ExitHeads, ParallelHeads, save_module
-from profiler.heads.train import FILES, train_masks
-from profiler.models.stack import LayerRunner
-from profiler.smollm2.candidates import Candidates, by_frequency
-from profiler.smollm2.chats import ANSWERS, BOTH, Chats
-from profiler.smollm2.draft import ProjectedDraft, draft_config, principal_directions
-from profiler.smollm2.drafters import (
-    feature_drafter,
-    read_stored,
-    store_draft,
-    store_drafter,
-    write_folder,
+from profiler.features import (
+    Eagle3,
+    FeatureDrafter,
+    Mtp,
+    default_depths,
+    read_drafter,
+    target_features,
+    unroll,
 )
-from profiler.smollm2.eagles import (
+from profiler.features.heads import FILES, Adapter, ExitHeads, ParallelHeads, save_module
+from profiler.fetched.places import fetched, folder
+from profiler.models.stack import LayerRunner
+from profiler.smollm2 import DRAFTERS, HEADS, NAME, STORED
+from profiler.train.candidates import Candidates, by_frequency
+from profiler.train.chats import ANSWERS, BOTH, Chats, write_text
+from profiler.train.draft import ProjectedDraft, draft_config, principal_directions
+from profiler.train.eagles import (
     Unrolled,
     in_turn,
     new_eagle,
@@ -54,17 +38,17 @@ from profiler.smollm2.eagles import (
     new_mtp,
     new_parallel,
 )
-from profiler.smollm2.fitting import Plan, fit
-from profiler.smollm2.heads import (
+from profiler.train.heads import (
     Distilled,
     DistilledAdapter,
     new_adapter,
     new_exit_heads,
     new_parallel_heads,
+    train_masks,
 )
-from profiler.smollm2.measure import measure
-from profiler.smollm2.places import DRAFTERS, HEADS, NAME, STORED
-from profiler.smollm2.text import write_text
+from profiler.train.loop import Plan, fit
+from profiler.train.stored import feature_drafter, read_stored, store_draft, store_drafter
+from traces.acceptance.trace import MATCH, Request, Trace
 from traces.store.files import read_trace
 
 SHARDS = 6
@@ -88,7 +72,7 @@ PLANS = {
 
 
 class Work:
-    """The part that all steps share: the target, and the folders."""
+    """The target and the folders, which all training runs share; a method for each run."""
 
     def __init__(self, target: Path, work: Path, out: Path, shards: int = SHARDS) -> None:
         self.work, self.out, self.shards = work, out, shards
@@ -98,11 +82,11 @@ class Work:
         self.depths = default_depths(self.model.config.num_hidden_layers)
 
     def text(self) -> None:
-        """Writes the training text."""
+        """Write the training text."""
         write_text(self.model, self.tokenizer, self.depths, self.work, self.shards)
 
     def draft(self) -> None:
-        """The small draft model."""
+        """Train the small draft model."""
         chats = Chats(self.work, self.shards, BOTH)
         table = self.model.get_input_embeddings().weight.detach()
         torch.manual_seed(0)
@@ -110,65 +94,53 @@ class Work:
         counts = chats.tokens.long().bincount(minlength=len(table))
         with torch.no_grad():
             draft.projection.copy_(principal_directions(table, counts, DRAFT_HIDDEN))
-        candidates = self._candidates(chats, len(table))
+        candidates = _candidates(self._ranked(chats))
         plan, kept = PLANS["draft"], self.work / "draft.pt"
         curve = fit(draft, lambda batch: draft.loss(batch, candidates), chats, plan, kept)
         store_draft(draft, self.out / "draft.safetensors")
         self._report("draft", chats, curve)
 
+    def eagle(self) -> None:
+        """Train the EAGLE head."""
+        chats = Chats(self.work, self.shards, ANSWERS)
+        self._unrolled("eagle", lambda: new_eagle(self.model, chats), chats)
+
     def eagle3(self) -> None:
-        """The EAGLE-3 head."""
+        """Train the EAGLE-3 head."""
         chats = Chats(self.work, self.shards, ANSWERS, features=True)
-        known = self._ranked(chats)[:DRAFT_VOCABULARY].sort().values
-        torch.manual_seed(0)
-        drafter = new_eagle3(self.model, chats, known, self.depths)
-        self._unrolled("eagle3", drafter, self._candidates(chats, DRAFT_VOCABULARY), chats)
+        known = self._ranked(chats)[:DRAFT_VOCABULARY]
+        tokens = known.sort().values
+        self._unrolled(
+            "eagle3", lambda: new_eagle3(self.model, chats, tokens, self.depths), chats, known
+        )
 
     def parallel(self) -> None:
-        """The EAGLE-3 head with mask tokens (P-EAGLE), from the trained EAGLE-3 head on."""
+        """Train the EAGLE-3 head with mask tokens (P-EAGLE), from the trained EAGLE-3 head on."""
         chats = Chats(self.work, self.shards, ANSWERS, features=True)
         trained = self._stored(STORED / "eagle3.safetensors")
         assert isinstance(trained, Eagle3)
-        torch.manual_seed(0)
-        drafter = new_parallel(trained, chats)
-        tokens = drafter.target_ids(torch.arange(drafter.draft_vocab_size))
         ranked = self._ranked(chats)
+        tokens = trained.target_ids(torch.arange(trained.draft_vocab_size))
         known = ranked[torch.isin(ranked, tokens)]
-        candidates = Candidates(known[:FREQUENT], known[FREQUENT:], SAMPLED)
-        self._unrolled("parallel", drafter, candidates, chats, AT_ONCE)
+        self._unrolled("parallel", lambda: new_parallel(trained, chats), chats, known, AT_ONCE)
 
     def mtp(self) -> None:
-        """One MTP module, which drafts every token of a round."""
+        """Train one MTP module, which drafts every token of a round."""
         chats = Chats(self.work, self.shards, ANSWERS)
-        torch.manual_seed(0)
-        whole = self._candidates(chats, int(self.model.config.vocab_size))
-        self._unrolled("mtp", new_mtp(self.model, chats), whole, chats)
+        self._unrolled("mtp", lambda: new_mtp(self.model, chats), chats)
 
     def mtp3(self) -> None:
-        """MTP modules in turn, from the one module on."""
+        """Train MTP modules in turn, from the one module on."""
         chats = Chats(self.work, self.shards, ANSWERS)
         trained = self._stored(self.out / "mtp.safetensors")
         assert isinstance(trained, Mtp)
-        torch.manual_seed(0)
-        whole = self._candidates(chats, int(self.model.config.vocab_size))
-        self._unrolled("mtp3", in_turn(trained, MODULES), whole, chats, MODULES)
-
-    def _stored(self, path: Path) -> FeatureDrafter:
-        settings, weights = read_stored(path)
-        return feature_drafter(settings, weights, self.model)
-
-    def eagle(self) -> None:
-        """The EAGLE head."""
-        chats = Chats(self.work, self.shards, ANSWERS)
-        torch.manual_seed(0)
-        whole = self._candidates(chats, int(self.model.config.vocab_size))
-        self._unrolled("eagle", new_eagle(self.model, chats), whole, chats)
+        self._unrolled("mtp3", lambda: in_turn(trained, MODULES), chats, steps=MODULES)
 
     def heads(self) -> None:
-        """Exit heads, parallel heads and Kangaroo's adapter, each kind by itself."""
+        """Train exit heads, parallel heads and Kangaroo's adapter, each kind by itself."""
         chats = Chats(self.work, min(HEAD_SHARDS, self.shards), ANSWERS, features=True)
         table = self.model.get_input_embeddings().weight.detach()
-        candidates = self._candidates(chats, len(table))
+        candidates = _candidates(self._ranked(chats))
         read_as = self.model.to(torch.float32)  # the dtype of its fingerprint
         made: dict[str, ExitHeads | ParallelHeads | Adapter] = {
             # After the first depth the target knows next to nothing of its next token.
@@ -177,7 +149,6 @@ class Work:
             "kangaroo": new_adapter(self.model, self.depths[0]),
         }
         for name, heads in made.items():
-            torch.manual_seed(0)
             module: Distilled | DistilledAdapter
             if isinstance(heads, Adapter):
                 module = DistilledAdapter(heads, self.model, candidates)
@@ -189,7 +160,7 @@ class Work:
             self._report(name, chats, curve)
 
     def space(self) -> None:
-        """SPACE's mask embeddings, through the whole frozen target."""
+        """Train SPACE's mask embeddings, through the whole frozen target."""
         text = Chats(self.work, min(HEAD_SHARDS, self.shards), ANSWERS).beginnings(MASKED_LENGTH)
         target = LayerRunner(self.model.to(torch.float32), MASKED_LENGTH)
         masks = train_masks(target, text, MASKS, steps=MASK_STEPS, seconds=math.inf)
@@ -197,22 +168,24 @@ class Work:
         save_module(masks, self.model, self.out / HEADS / FILES["space"])
 
     def _unrolled(
-        self, name: str, drafter: FeatureDrafter, candidates: Candidates, chats: Chats,
-        steps: int = UNROLLED,
+        self, name: str, make: Callable[[], FeatureDrafter], chats: Chats,
+        known: Tensor | None = None, steps: int = UNROLLED,
     ) -> None:  # fmt: skip
+        """Train a drafter on its own outputs; `known`: its vocabulary, most frequent first."""
+        candidates = _candidates(self._ranked(chats) if known is None else known)
+        torch.manual_seed(0)
         head = self.model.get_output_embeddings().weight.detach()
-        module = Unrolled(drafter, head, candidates, steps)
+        module = Unrolled(make(), head, candidates, steps)
         curve = fit(module, module.loss, chats, PLANS[name], self.work / f"{name}.pt")
         store_drafter(module.finished(), self.out / f"{name}.safetensors")
         self._report(name, chats, curve)
 
-    def _ranked(self, chats: Chats) -> torch.Tensor:
-        return by_frequency(chats.tokens, self.model.config.vocab_size)
+    def _stored(self, path: Path) -> FeatureDrafter:
+        settings, weights = read_stored(path)
+        return feature_drafter(settings, weights, self.model)
 
-    def _candidates(self, chats: Chats, vocabulary: int) -> Candidates:
-        """Return the candidates, of which the `vocabulary` most frequent tokens take part."""
-        ranked = self._ranked(chats)[:vocabulary]
-        return Candidates(ranked[:FREQUENT], ranked[FREQUENT:], SAMPLED)
+    def _ranked(self, chats: Chats) -> Tensor:
+        return by_frequency(chats.tokens, self.model.config.vocab_size)
 
     def _report(self, name: str, chats: Chats, curve: list[dict[str, Any]]) -> None:
         report: Mapping[str, Any] = {
@@ -227,8 +200,77 @@ class Work:
         (self.out / f"{name}.json").write_text(json.dumps(report, indent=1) + "\n")
 
 
+def _candidates(ranked: Tensor) -> Candidates:
+    return Candidates(ranked[:FREQUENT], ranked[FREQUENT:], SAMPLED)
+
+
+Shares = dict[str, list[float]]
+"""By category, and over all: the share of starts from which at least k tokens are accepted."""
+
+
+def recorded_outputs(trace: Trace) -> Iterator[tuple[Request, Tensor, Tensor]]:
+    """(request, its tokens with the prompt, the draft model's matches) of every request."""
+    tokens = trace.columns["token"][trace.on_path]
+    matches = trace.columns["match"][trace.on_path] == MATCH
+    starts = trace.request_starts
+    for request, begin, end in zip(trace.requests, starts, starts[1:], strict=False):
+        ids = [*(request.prompt_ids or ()), *tokens[begin:end].tolist()]
+        yield request, torch.tensor(ids), torch.from_numpy(matches[begin:end])
+
+
+def chains(matches: Tensor, offsets: int) -> Tensor:
+    """Return True where all tokens up to an offset match, (starts, offsets), along one path.
+
+    A draft model's proposal at a position depends on the path alone, so a draft from a start goes
+    on matching as long as the positions do. Starts that have `offsets` positions ahead count.
+    """
+    return matches.unfold(0, offsets, 1).long().cumprod(1).bool()
+
+
+@torch.inference_mode()
+def drafted(drafter: FeatureDrafter, target: Any, ids: Tensor, prompt: int, offsets: int) -> Tensor:
+    """Return a feature drafter's drafts from every output token but the last: (starts, offsets).
+
+    `ids`: prompt and output. The drafts of row i follow the output's token i, its i + 1 first
+    tokens known; starts that have `offsets` tokens ahead count.
+    """
+    features = target_features(target, ids[None], drafter.feature_layers)
+    picked: list[Tensor] = []
+
+    def pick(states: Tensor) -> Tensor:
+        picked.append(drafter.target_ids(drafter.logits(states).argmax(-1)))
+        return picked[-1]
+
+    outputs = unroll(drafter, ids[None], features, offsets, pick=pick)
+    pick(outputs[-1])
+    return torch.cat(picked).T[prompt - 1 : len(ids) - 1 - offsets]
+
+
+def measure(
+    trace: Trace, target: Any, drafter: FeatureDrafter | None = None, offsets: int = 5
+) -> Shares:
+    """Shares by category and for ``all``; of the trace's own draft model where there is no drafter.
+
+    Every request weighs the same, whatever its length; one too short to count is left out.
+    """
+    found: dict[str, list[np.ndarray[Any, Any]]] = {}
+    for request, ids, matches in recorded_outputs(trace):
+        if request.tokens <= offsets + 1:
+            continue
+        if drafter is None:
+            accepted = chains(matches[1:], offsets)
+        else:
+            drafts = drafted(drafter, target, ids, request.prompt_length, offsets)
+            emitted = ids[request.prompt_length + 1 :].unfold(0, offsets, 1)
+            accepted = (drafts == emitted).long().cumprod(1)
+        share = accepted.float().mean(0).numpy()
+        found.setdefault(request.category, []).append(share)
+        found.setdefault("all", []).append(share)
+    return {name: np.mean(shares, 0).round(4).tolist() for name, shares in found.items()}
+
+
 def measure_all(path: Path, out: Path, limit: int | None) -> None:
-    """Measures every drafter that has been fetched along a recorded trace's first outputs."""
+    """Measure every drafter that has been fetched along a recorded trace's first outputs."""
     trace = read_trace(path)
     trace = trace.select(range(min(limit or len(trace.requests), len(trace.requests))))
     target: Any = LlamaForCausalLM.from_pretrained(fetched(NAME), dtype=torch.float32).eval()
@@ -248,37 +290,3 @@ STEPS: Mapping[str, Callable[[Work], None]] = {
     "parallel": Work.parallel, "mtp": Work.mtp, "mtp3": Work.mtp3, "heads": Work.heads,
     "space": Work.space,
 }  # fmt: skip
-
-
-def main() -> None:
-    """The command line of this module."""
-    parser = argparse.ArgumentParser(
-        prog="python -m profiler.smollm2", description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )  # fmt: skip
-    parser.add_argument("step", choices=[*STEPS, "measure", "folder"])
-    parser.add_argument("--work", type=Path, default=cache() / NAME / "training")
-    parser.add_argument("--out", type=Path, default=STORED)
-    parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--shards", type=int, default=SHARDS, help="of text, at most")
-    parser.add_argument("--drafter", help="of folder: the name of its weights in --out")
-    parser.add_argument("--trace", type=Path, help="of measure: a greedy recording of the pair")
-    parser.add_argument("--limit", type=int, help="of measure: at most this many prompts")
-    given = parser.parse_args()
-    torch.set_num_threads(given.threads)
-    if given.step == "measure":
-        if given.trace is None:
-            parser.error("measure needs --trace")
-        measure_all(given.trace, given.out, given.limit)
-        return
-    if given.step == "folder":
-        if given.drafter is None:
-            parser.error("folder needs --drafter")
-        stored = given.out / f"{given.drafter}.safetensors"
-        write_folder(stored, fetched(NAME), given.out / f"{NAME}-{given.drafter}")
-        return
-    STEPS[given.step](Work(fetched(NAME), given.work, given.out, given.shards))
-
-
-if __name__ == "__main__":
-    main()

@@ -1,0 +1,1 @@
+"""Training of what drafts: the bundled pair, SmolLM2's drafters, heads for any target."""

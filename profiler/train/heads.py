@@ -1,0 +1,363 @@
+"""Trains the small modules of draft sources on a frozen target.
+
+In seconds, for any target (`train_all`): the target continues beginnings of documents itself,
+greedily and sampled in turn, and the modules learn to predict it: exit heads and Kangaroo's
+adapter by distillation of its final distribution, parallel heads and mask embeddings from the
+tokens that it emitted.
+
+For long, on stored chats (`Distilled`, `DistilledAdapter`): the heads that ship with SmolLM2.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from profiler.features.heads import (
+    FILES,
+    MODULES,
+    Adapter,
+    ExitHeads,
+    MaskEmbeddings,
+    ParallelHeads,
+    mask_layout,
+    save_module,
+)
+from profiler.models.stack import LayerRunner
+from profiler.train.candidates import Candidates, soft_loss
+from profiler.train.chats import Batch
+from profiler.train.loop import Descent, cosine, within
+from traces.errors import DraftsimError
+
+BEGINNING = 32
+"""Tokens of a document that the target is given to continue."""
+
+EXIT_RANK, PARALLEL_RANK = 32, 32
+AHEAD = {"blockwise": 4, "specdec": 4, "medusa": 2}
+"""Heads of a kind; each of Medusa's takes 0.7 MB of what the project may store."""
+
+
+class States:
+    """States of a target over sequences, at the places training uses; (tokens, hidden) each."""
+
+    def __init__(self, target: LayerRunner, text: Tensor, layers: Sequence[int] = ()) -> None:
+        self.exits: list[Tensor] = []
+        finals, where = [], []
+        exits: list[list[Tensor]] = [[] for _ in layers]
+        with torch.inference_mode():
+            for row, ids in enumerate(text):
+                count = int((ids >= 0).sum())
+                hidden, at = target.embed(ids[:count]), 0
+                for i, layer in enumerate(layers):
+                    hidden = target.run_layers(hidden, 0, range(at, layer))
+                    exits[i].append(hidden)
+                    at = layer
+                hidden = target.run_layers(hidden, 0, range(at, target.layers))
+                finals.append(target.normed(hidden))
+                at_token = torch.arange(count, device=ids.device)
+                where.append(torch.stack([torch.full_like(at_token, row), at_token], 1))
+        self.exits = [torch.cat(part) for part in exits]
+        self.final = torch.cat(finals)
+        self.where = torch.cat(where)  # (tokens, 2): sequence, index
+
+
+def default_exit_layers(layers: int) -> tuple[int, ...]:
+    """Every quarter of the target's layers but the last."""
+    step = max(1, layers // 4)
+    return tuple(range(step, layers, step))
+
+
+@torch.inference_mode()
+def continuations(
+    target: Any, beginnings: Tensor, new_tokens: int = 96, sampled: bool = False
+) -> Tensor:
+    """The target's own text: (sequences, BEGINNING) ids -> (sequences, tokens), -1 after EOS."""
+    out: Tensor = target.generate(
+        input_ids=beginnings, attention_mask=torch.ones_like(beginnings),
+        max_new_tokens=new_tokens, do_sample=sampled, temperature=0.8 if sampled else None,
+        top_p=None, top_k=0 if sampled else None, pad_token_id=0,
+    )  # fmt: skip
+    ids = target.generation_config.eos_token_id
+    eos = torch.tensor(ids if isinstance(ids, list) else [-1 if ids is None else ids])
+    ended = torch.isin(out[:, BEGINNING:], eos.to(out.device)).long().cumsum(-1)
+    after = torch.zeros_like(out, dtype=torch.bool)
+    after[:, BEGINNING + 1 :] = ended[:, :-1] > 0
+    return out.masked_fill(after, -1)
+
+
+def own_text(
+    target: Any, encoded: Sequence[Sequence[int]], *, rounds: int = 16, batch: int = 64,
+    seed: int = 0,
+) -> Tensor:  # fmt: skip
+    """Continuations of `rounds` batches of random document beginnings; (sequences, tokens)."""
+    long = [ids[:BEGINNING] for ids in encoded if len(ids) >= BEGINNING]
+    if not long:
+        raise DraftsimError(f"no text of {BEGINNING} tokens or more to train on: give longer texts")
+    random = torch.Generator().manual_seed(seed)
+    torch.manual_seed(seed)
+    parts = []
+    for i in range(rounds):
+        some = torch.randint(len(long), (batch,), generator=random).tolist()
+        beginnings = torch.tensor([long[j] for j in some], device=target.device)
+        parts.append(continuations(target, beginnings, sampled=i % 2 == 1))
+    width = max(p.shape[1] for p in parts)
+    return torch.cat([F.pad(p, (0, width - p.shape[1]), value=-1) for p in parts])
+
+
+def _minimise(
+    module: nn.Module, loss: Callable[[int], Tensor], rate: float, steps: int, seconds: float
+) -> None:
+    """Minimise with AdamW and a cosine rate for `steps` steps, at most `seconds`."""
+    descent = Descent(module, rate, betas=(0.9, 0.999), clip=math.inf, low=False)
+    within(seconds, descent.steps(loss, cosine(steps)))
+
+
+def train_exit_heads(
+    target: LayerRunner, text: Tensor, layers: tuple[int, ...], *, rank: int = 32,
+    steps: int = 120, seconds: float = 30.0, seed: int = 0, batch: int = 768,
+) -> ExitHeads:  # fmt: skip
+    """Exit heads distilled from the target's final distribution over `text`.
+
+    ``text``: (sequences, tokens) ids, -1 beyond a sequence's end.
+    """
+    torch.manual_seed(seed)
+    states = States(target, text, layers)
+    heads = ExitHeads(layers, states.final.shape[1], rank).to(text.device)
+    heads.start_from(target.model.model.norm.weight.detach())
+    weight = target.model.get_output_embeddings().weight.detach().float()
+
+    def loss(_: int) -> Tensor:
+        some = torch.randint(len(states.final), (batch,), device=text.device)
+        teacher = torch.log_softmax(states.final[some].float() @ weight.T, -1)
+        total = teacher.new_zeros(())
+        for i in range(len(layers)):
+            student = torch.log_softmax(heads.states(i, states.exits[i][some]) @ weight.T, -1)
+            total = total + (teacher.exp() * (teacher - student)).sum(-1).mean()
+        return total
+
+    _minimise(heads, loss, 4e-3, steps, seconds)
+    return heads.eval()
+
+
+def train_parallel_heads(
+    target: LayerRunner, text: Tensor, kind: str, k: int = 4, *, rank: int = 64,
+    steps: int = 400, seconds: float = 30.0, seed: int = 0, batch: int = 512,
+) -> ParallelHeads:  # fmt: skip
+    """Train heads that foresee the k tokens after the one that the target's own head gives."""
+    torch.manual_seed(seed)
+    states = States(target, text)
+    heads = ParallelHeads(kind, k, states.final.shape[1], rank).to(text.device)
+    weight = target.model.get_output_embeddings().weight.detach().float()
+    embedding = target.model.get_input_embeddings().weight.detach().float()
+    row, at = states.where.T
+    padded = F.pad(text, (0, k + 2), value=-1)
+    # From the state at index t, whose own token is t + 1, head i foresees t + 2 + i.
+    labels = torch.stack([padded[row, at + 2 + i] for i in range(k)], 1)
+    following = padded[row, at + 1]
+    usable = torch.nonzero((labels[:, 0] >= 0) & (at >= BEGINNING - 1))[:, 0]
+
+    def loss(_: int) -> Tensor:
+        some = usable[torch.randint(len(usable), (batch,), device=text.device)]
+        outputs = heads.states(states.final[some].float(), embedding[following[some]])
+        logits = outputs @ weight.T  # (batch, k, vocab)
+        return F.cross_entropy(logits.flatten(0, 1), labels[some].flatten(), ignore_index=-1)
+
+    _minimise(heads, loss, 4e-3, steps, seconds)
+    return heads.eval()
+
+
+def train_masks(
+    target: LayerRunner, text: Tensor, k: int = 4, *, steps: int = 60, seconds: float = 30.0,
+    seed: int = 0, starts: int = 24, batch: int = 4,
+) -> MaskEmbeddings:  # fmt: skip
+    """Train mask embeddings after which the frozen target foresees its own next tokens."""
+    torch.manual_seed(seed)
+    model, device = target.model, text.device
+    table = model.get_input_embeddings().weight.detach()
+    masks = MaskEmbeddings(k, table.shape[1]).to(device)
+    masks.weight.data += table.float().mean(0)
+    length = text.shape[1]
+    usable = text[(text >= 0).all(1)]
+    if not len(usable):
+        usable = text.clamp(min=0)
+    for parameter in model.parameters():
+        parameter.requires_grad_(False)
+
+    def loss(_: int) -> Tensor:
+        ids = usable[torch.randint(len(usable), (batch,), device=device)]
+        at = torch.randint(BEGINNING, length - k - 1, (starts,), device=device)
+        mask, positions = mask_layout(length, at, k)
+        behind = masks.weight.repeat(starts, 1)[None].expand(batch, -1, -1)
+        embedded = torch.cat([table[ids].float(), behind], 1).to(table.dtype)
+        out = model(
+            inputs_embeds=embedded, attention_mask=mask[None, None].expand(batch, -1, -1, -1),
+            position_ids=positions[None].expand(batch, -1), use_cache=False,
+        )  # fmt: skip
+        logits = out.logits[:, length:].float()  # (batch, starts * k, vocab)
+        offsets = at[:, None] + 2 + torch.arange(k, device=device)
+        wanted = ids[:, offsets.flatten()].flatten()
+        return F.cross_entropy(logits.flatten(0, 1), wanted)
+
+    _minimise(masks, loss, 2e-2, steps, seconds)
+    return masks.eval()
+
+
+def train_adapter(
+    target: LayerRunner, text: Tensor, layer: int, *, steps: int = 150, seconds: float = 30.0,
+    seed: int = 0, batch: int = 8,
+) -> Adapter:  # fmt: skip
+    """Kangaroo's adapter distilled from the target's final distribution over `text`.
+
+    ``text``: (sequences, tokens) ids, -1 beyond a sequence's end; ``layer``: the exit it reads;
+    ``batch``: whole sequences per step.
+    """
+    torch.manual_seed(seed)
+    states = States(target, text, (layer,))
+    config = target.model.config.get_text_config()
+    cos, sin = (t[0, : text.shape[1]].float().clone() for t in target.rotary)
+    width = states.final.shape[1]
+    adapter = Adapter(layer, width, config.num_attention_heads, cos.shape[-1]).to(text.device)
+    adapter.start_from(target.model.model.norm.weight.detach())
+    weight = target.model.get_output_embeddings().weight.detach().float()
+    row, at = states.where.T
+    exits, finals = (torch.zeros(*text.shape, width, device=text.device) for _ in range(2))
+    exits[row, at], finals[row, at] = states.exits[0].float(), states.final.float()
+    there = text >= 0
+    mask = torch.ones(text.shape[1], text.shape[1], dtype=torch.bool, device=text.device).tril()
+
+    def loss(_: int) -> Tensor:
+        some = torch.randint(len(text), (batch,), device=text.device)
+        hidden, known = exits[some], there[some]
+        query, keys, values = adapter.projected(hidden, cos, sin)
+        found = adapter.attended(hidden, query, keys, values, mask)[known]
+        teacher = torch.log_softmax(finals[some][known] @ weight.T, -1)
+        student = torch.log_softmax(found @ weight.T, -1)
+        return (teacher.exp() * (teacher - student)).sum(-1).mean()
+
+    _minimise(adapter, loss, 4e-3, steps, seconds)
+    return adapter.eval()
+
+
+def train_all(
+    target: LayerRunner, text: Tensor, out: Path, only: Sequence[str] = MODULES, *,
+    exit_layers: tuple[int, ...] | None = None, k: int = 4, seconds: float = 30.0,
+) -> None:  # fmt: skip
+    """Train the modules named in `only` and write them to the folder `out`."""
+    out.mkdir(parents=True, exist_ok=True)
+    module: nn.Module
+    for name in only:
+        if name == "exit":
+            layers = exit_layers or default_exit_layers(target.layers)
+            module = train_exit_heads(target, text, layers, seconds=seconds)
+        elif name == "kangaroo":
+            layer = (exit_layers or default_exit_layers(target.layers))[0]
+            module = train_adapter(target, text, layer, seconds=seconds)
+        elif name == "space":
+            module = train_masks(target, text, k, seconds=seconds)
+        else:
+            module = train_parallel_heads(target, text, name, k, seconds=seconds)
+        save_module(module, target.model, out / FILES[name])
+
+
+def new_exit_heads(target: Any, depths: tuple[int, ...]) -> ExitHeads:
+    """Return heads after these layers that begin as the logit lens."""
+    heads = ExitHeads(depths, target.config.hidden_size, EXIT_RANK)
+    return heads.start_from(target.model.norm.weight.detach().float())
+
+
+def new_parallel_heads(target: Any, kind: str) -> ParallelHeads:
+    """AHEAD heads of a kind that begin by repeating the target's own next token."""
+    return ParallelHeads(kind, AHEAD[kind], target.config.hidden_size, PARALLEL_RANK)
+
+
+def new_adapter(target: Any, layer: int) -> Adapter:
+    """Return Kangaroo's adapter after `layer`; it begins as the logit lens."""
+    config = target.config
+    adapter = Adapter(layer, config.hidden_size, config.num_attention_heads, config.head_dim)
+    return adapter.start_from(target.model.norm.weight.detach().float())
+
+
+class Distilled(nn.Module):
+    """Heads in training: each is compared with what the target says where its token stands.
+
+    `table`: the target's tied embedding, (vocabulary, hidden).
+    """
+
+    def __init__(self, heads: ExitHeads | ParallelHeads, table: Tensor, cand: Candidates) -> None:
+        super().__init__()
+        self.heads, self.table, self.candidates = heads, table, cand
+
+    def loss(self, batch: Batch) -> tuple[Tensor, Tensor]:
+        """The sum over heads, and the agreement of each."""
+        row, column = (batch.weights > 0).nonzero().T
+        weights = batch.weights[row, column]
+        rows, raised, teacher = self.candidates.teacher(self.table, batch.states[row, column])
+        value = torch.zeros(())
+        agreements = []
+        for index in range(self._count):
+            some, found = self._states(batch, index, row, column)
+            student = F.linear(found, rows.float()) + raised
+            loss, agreement = soft_loss(student, teacher[some], weights[some])
+            value = value + loss
+            agreements.append(agreement)
+        return value, torch.stack(agreements)
+
+    @property
+    def _count(self) -> int:
+        return len(self.heads.layers) if isinstance(self.heads, ExitHeads) else self.heads.k
+
+    def _states(
+        self, batch: Batch, index: int, row: Tensor, column: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """Which of the places head `index` can foresee, and what the projection reads there."""
+        if isinstance(self.heads, ExitHeads):
+            assert batch.features is not None
+            parts = batch.features.unflatten(-1, (-1, self.heads.width))
+            every = torch.ones_like(row, dtype=torch.bool)
+            depth = parts.shape[2] - self._count + index
+            return every, self.heads.states(index, parts[row, column, depth])
+        # The head reads the state from which the target itself gives an earlier token.
+        some = column > index
+        at = row[some], column[some] - 1 - index
+        normed = batch.states[at].float()
+        following = F.embedding(batch.tokens[at[0], at[1] + 1], self.table).float()
+        seen = torch.cat([normed, following], -1) if self.heads.kind == "specdec" else normed
+        found: Tensor = self.heads.blocks[index](normed, seen)
+        return some, found
+
+
+class DistilledAdapter(nn.Module):
+    """Kangaroo's adapter in training, on the first of the depths whose states are kept.
+
+    `target`: gives the tied embedding and the rotary positions.
+    """
+
+    def __init__(self, adapter: Adapter, target: Any, candidates: Candidates) -> None:
+        super().__init__()
+        self.adapter, self.candidates = adapter, candidates
+        self.table: Tensor = target.get_input_embeddings().weight.detach()
+        self._rotary = [target.model.rotary_emb]  # in a list: not a part of this module
+
+    def loss(self, batch: Batch) -> tuple[Tensor, Tensor]:
+        """The mean over positions, and the agreement."""
+        assert batch.features is not None
+        there = batch.weights > 0
+        rows, raised, teacher = self.candidates.teacher(self.table, batch.states[there])
+        length = batch.tokens.shape[1]
+        hidden = batch.features[..., : rows.shape[1]]
+        cos, sin = (
+            part[0].float() for part in self._rotary[0](rows.float(), torch.arange(length)[None])
+        )
+        query, keys, values = self.adapter.projected(hidden, cos, sin)
+        mask = torch.ones(length, length, dtype=torch.bool).tril()
+        # Rotation gives float32 under autocast, where the values are bfloat16.
+        found = self.adapter.attended(hidden, query, keys, values.to(query.dtype), mask)[there]
+        student = F.linear(found, rows.float()) + raised
+        value, agreement = soft_loss(student, teacher, batch.weights[there])
+        return value, agreement[None]
