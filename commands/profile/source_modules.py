@@ -65,9 +65,10 @@ def _train(pair: Pair, own: Path, absent: Sequence[str], trace: Trace, text: Pat
     """Train the absent modules into `own`, each file whole or not at all."""
     import tempfile
 
+    from profiler.features.heads import FILES
     from profiler.models.stack import LayerRunner
     from profiler.prompts import read_prompts
-    from profiler.train.heads import FILES, own_text, train_all
+    from profiler.train.heads import own_text, train_all
     from traces.sources.base import prompt_tokens
 
     if text is not None:
