@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import pytest
-import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from profiler.suite import preparation
-from profiler.suite.preparation import held_out_prompts, sample_tokenizer, token_line
+from profiler.suite.runs import training
+from profiler.suite.runs.training import held_out_prompts, sample_tokenizer
 from profiler.train.documents import CATEGORIES, Document
 from profiler.train.pair import Stream
 
@@ -23,21 +24,24 @@ def documents(first: int, count: int) -> list[Document]:
     ]
 
 
-def test_documents_are_laid_out_as_for_the_bundled_pair() -> None:
+def test_documents_are_in_one_line_each_with_an_end() -> None:
     train = documents(0, 10)
     tokenizer = sample_tokenizer(train, quick=True)
-    assert torch.equal(token_line(train, tokenizer), Stream(train, tokenizer).ids)
+    stream = Stream(train, tokenizer)
+    wanted = sorted(tokenizer(d.text)["input_ids"] + [tokenizer.eos_token_id] for d in train)
+    bounds = [*stream.starts.tolist(), len(stream.ids)]
+    assert sorted(stream.ids[a:b].tolist() for a, b in pairwise(bounds)) == wanted
 
 
 def test_only_documents_whose_turn_comes_are_cut(monkeypatch: pytest.MonkeyPatch) -> None:
     cut: list[str] = []
-    real = preparation.cut_prompt
+    real = training.cut_prompt
 
     def counted(text: str, encode: object) -> str | None:
         cut.append(text)
         return real(text, encode)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(preparation, "cut_prompt", counted)
+    monkeypatch.setattr(training, "cut_prompt", counted)
     train, held_out = documents(0, 6), documents(6, 19)
     tokenizer = sample_tokenizer(train, quick=True)
     prompts = held_out_prompts(train, held_out, tokenizer, 4)
@@ -69,5 +73,5 @@ SHORT = st.text("ab\n", max_size=12)
 @given(texts=st.lists(SHORT, max_size=4), asked=SHORT)
 def test_what_is_known_is_what_a_search_finds(texts: list[str], asked: str) -> None:
     train = [Document("function", "", text) for text in texts]
-    known = asked in preparation._Known(train)
+    known = asked in training._Known(train)
     assert known == (asked in "\0".join(texts))

@@ -13,24 +13,26 @@ exit a position, so each still draws from its own head, and settings differ by t
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from profiler.features.heads import Adapter, ExitHeads, drawn_columns, exit_columns
+from profiler.features.heads import Adapter, AdapterRunner, ExitHeads, drawn_columns, exit_columns
 from profiler.models.sampling import probs
 from profiler.models.stack import LayerRunner
 from profiler.sources.draws import SharedDraws
-from profiler.sources.exit_nodes import Columns, ExitNodes, assemble
 from traces.acceptance.sampling import GREEDY, Sampling
 from traces.acceptance.trace import Trace
 from traces.errors import DraftsimError
 from traces.sources.base import prompt_tokens, true_tokens
 from traces.sources.exits.recording import (
     OMEGAS,
+    SIGNALS,
     ExitRecording,
     ExitSetting,
     depth_layers,
@@ -43,6 +45,79 @@ GROUP = 48
 """Wrong exits (by position) whose continuations share passes: bounds the masks' size."""
 
 
+Columns = dict[str, "npt.NDArray[Any]"]
+
+
+@dataclass
+class ExitNodes:
+    """Nodes of one request, as they grow."""
+
+    parent: list[int] = field(default_factory=list)
+    position: list[int] = field(default_factory=list)
+    token: list[int] = field(default_factory=list)
+    columns: list[Columns] = field(default_factory=list)
+
+    def __len__(self) -> int:
+        return len(self.token)
+
+    def add(self, parent: Iterable[int], position: Iterable[int], token: Iterable[int],
+            columns: Columns) -> None:  # fmt: skip
+        self.parent += parent
+        self.position += position
+        self.token += token
+        self.columns.append(columns)
+
+
+def assemble(
+    requests: Iterable[ExitNodes], counts: Sequence[int], layers: tuple[tuple[int, ...], int],
+    omegas: tuple[float, ...], settings: tuple[ExitSetting, ...], sampling: Sampling = GREEDY,
+) -> ExitRecording:  # fmt: skip
+    """One recording: all path nodes first, then the continuations, request by request.
+
+    ``counts``: output tokens of each request; ``layers``: those with a head, and how many the
+    target has; ``sampling``: of the outputs.
+    """
+    starts = np.concatenate([[0], np.cumsum(counts)]).astype(int)
+    total, branches = int(starts[-1]), []
+    parts: list[tuple[npt.NDArray[np.int64], Columns]] = []
+    for i, nodes in enumerate(requests):
+        own = len(nodes) - counts[i]
+        number = np.concatenate(
+            [np.arange(starts[i], starts[i + 1]), np.arange(total, total + own)]
+        )
+        total += own
+        parent = np.array(nodes.parent)
+        values: Columns = {
+            "request": np.full(len(nodes), i),
+            "parent": np.where(parent < 0, -1, number[parent]),
+            "position": np.array(nodes.position),
+            "token": np.array(nodes.token),
+        }
+        for name in nodes.columns[0]:
+            values[name] = np.concatenate([c[name] for c in nodes.columns])
+        parts.append((number, values))
+        branches.append(own)
+    order = np.concatenate([number for number, _ in parts])
+    merged = {
+        name: np.concatenate([values[name] for _, values in parts])[np.argsort(order)]
+        for name in parts[0][1]
+    }
+    nodes32 = {n: merged[n].astype(np.int32) for n in ("request", "parent", "position", "token")}
+    meta: dict[str, Any] = {"off_path_nodes": int(sum(branches))}
+    if not sampling.greedy:
+        meta |= sampling.meta
+    return ExitRecording(
+        nodes32, merged["argmax"].astype(np.int32), merged["log_confidence"].astype(np.float32),
+        {name: merged[name].astype(np.float32) for name in SIGNALS},
+        *layers, omegas, settings,
+        tuple(starts.tolist()), meta,
+        *(
+            merged[n].astype(np.float32) if n in merged else None
+            for n in ("log_prob", "raw_log_prob")
+        ),
+    )  # fmt: skip
+
+
 class ExitRecorder:
     """Records requests of one target with its exit heads.
 
@@ -51,7 +126,8 @@ class ExitRecorder:
     target:
         Needs room in its cache for path and continuations: see `slots_needed`.
     heads:
-        Exit heads of this target.
+        Exit heads of this target, or Kangaroo's adapter: one exit, whose head attends to its own
+        past.  Its drafts too depend on the fed tokens alone, as the states it reads are exact.
     settings:
         Whose wrong exits are followed beyond the first further token.
     omegas:
@@ -69,6 +145,7 @@ class ExitRecorder:
     ) -> None:  # fmt: skip
         self.sampling, self.generator = sampling, generator
         self.target, self.heads, self.eos = target, heads, eos
+        self._adapter = AdapterRunner(heads, target) if isinstance(heads, Adapter) else None
         self.settings, self.omegas = tuple(settings), tuple(omegas)
         self.recorded_s = 0.0
         """Seconds the last request took, prefill of its prompt included."""
@@ -134,9 +211,10 @@ class ExitRecorder:
 
         ``hidden`` (tokens, hidden): the states in slots ``start ...``, see `run_layers`.
         """
-        del start, mask, positions
-        assert isinstance(self.heads, ExitHeads)
-        return self.heads.states(at, hidden[first:])
+        if isinstance(self.heads, ExitHeads):
+            return self.heads.states(at, hidden[first:])
+        assert self._adapter is not None
+        return self._adapter.run(hidden, start, mask=mask, positions=positions)[first:]
 
     def _columns(
         self, states: Sequence[Tensor], truth: tuple[Tensor, Tensor] | None = None

@@ -20,7 +20,6 @@ from profiler.features.heads import (
     load_module,
 )
 from profiler.models.stack import LayerRunner
-from profiler.sources.adapter_record import AdapterRecorder
 from profiler.sources.exit_record import ExitRecorder, record_exits
 from profiler.sources.feature_record import FeatureRecorder
 from profiler.sources.start_record import (
@@ -148,11 +147,11 @@ def record_sources(
     sampled, adapter = trace.temperature > 0, None
     if not sampled and modules.adapter is not None and (only is None or Kangaroo.name in only):
         wide = LayerRunner(target, ExitRecorder.slots_needed(longest, adapter_gamma))
-        behind = AdapterRecorder(
-            wide, modules.adapter, [Kangaroo().setting(adapter_gamma)],
-            eos=frozenset(trace.meta.get("eos_token_ids") or ()),
+        drafting = ExitRecorder(
+            wide, modules.adapter, [Kangaroo().setting(adapter_gamma)], (0.0,),
+            frozenset(trace.meta.get("eos_token_ids") or ()),
         )  # fmt: skip
-        adapter = record_exits(behind, trace, partial(advance, Kangaroo.name))
+        adapter = record_exits(drafting, trace, partial(advance, Kangaroo.name))
     makers: dict[str, Callable[[LayerRunner], StartRecorder]] = {
         kind: lambda runner, heads=heads: HeadsRecorder(runner, heads)  # type: ignore[misc]
         for kind, heads in modules.parallel.items()

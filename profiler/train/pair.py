@@ -21,6 +21,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from rich.console import Console
@@ -36,6 +37,7 @@ EOS, PAD = "<|endoftext|>", "<|pad|>"  # EOS separates documents, so it is BOS a
 VOCABULARY, HIDDEN, FEED_FORWARD, HEADS = 2048, 160, 432, 5
 POSITIONS = 1024
 _BATCH_TOKENS = 2048
+_CHUNK = 1024  # documents encoded at a time
 _OWN_ROWS, _OWN_PROMPT, _OWN_NEW = 16, 32, 96  # the batches that a model writes itself
 
 
@@ -131,18 +133,28 @@ def load(folder: Path) -> tuple[LlamaForCausalLM, LlamaForCausalLM, PreTrainedTo
     return target, draft, tokenizer
 
 
+def token_line(documents: Sequence[Document], tokenizer: PreTrainedTokenizerFast) -> Tensor:
+    """Return the documents as one line of token ids, int64, in a shuffled order, an EOS after each.
+
+    Documents are encoded some at a time, in parallel where there are cores.
+    """
+    texts = sorted((document.text for document in documents), key=stable_hash)
+    backend: Any = tokenizer.backend_tokenizer
+    parts = [
+        np.array([*encoding.ids, tokenizer.eos_token_id], dtype=np.int64)
+        for at in range(0, len(texts), _CHUNK)
+        for encoding in backend.encode_batch_fast(texts[at : at + _CHUNK], add_special_tokens=False)
+    ]
+    return torch.from_numpy(np.concatenate(parts))
+
+
 class Stream:
-    """Documents as one line of token ids, in a shuffled order, an EOS after each."""
+    """Batches of a line of documents (`token_line`)."""
 
     def __init__(self, documents: Sequence[Document], tokenizer: PreTrainedTokenizerFast) -> None:
-        ids: list[int] = []
-        starts: list[int] = []
-        texts = sorted((document.text for document in documents), key=stable_hash)
-        for row in tokenizer(texts, verbose=False)["input_ids"]:
-            starts.append(len(ids))
-            ids += [*row, 0]
-        self.ids = torch.tensor(ids)
-        self.starts = torch.tensor(starts)
+        self.ids = token_line(documents, tokenizer)
+        ends = (self.ids == tokenizer.eos_token_id).nonzero()[:, 0]
+        self.starts = torch.cat([ends.new_zeros(1), ends[:-1] + 1])
 
     def batch(self, length: int, generator: torch.Generator) -> Tensor:
         """Rows of length + 1 token ids, _BATCH_TOKENS in all: int64 (_BATCH_TOKENS // length, .).

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from typing import Any
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch
 
@@ -16,6 +17,7 @@ from profiler.suite.latency.grids import Grids
 from profiler.suite.latency.layers import layer_cells
 from profiler.suite.latency.pass_grids import Passes, PassGrid, read_again, reading_errors
 from profiler.suite.latency.passes import (
+    COMPILED,
     Timer,
     cell,
     choice_parts,
@@ -25,10 +27,8 @@ from profiler.suite.latency.passes import (
     prefill_cells,
     table_of,
 )
-from profiler.suite.latency.pieces import SINGLE, Piece, pieces_of
 from profiler.suite.latency.points import Point, error_summary, held_out
 from profiler.suite.latency.rounds import host_cells
-from profiler.suite.memory import fitting_contexts
 from traces.errors import DraftsimError
 
 FINDINGS = ("cells", "held_out", "parts", "skipped", "drift")
@@ -39,6 +39,24 @@ TOLERANCE = 0.02
 
 FINER_SHARE = 0.15
 """Part of the time left that refining one grid may take: noise alone keeps it going."""
+
+
+SINGLE, BATCHED, WANTED = range(3)
+"""Ranks of pieces: what every prediction needs, what batches need, and what makes it better."""
+RANKS = (SINGLE, BATCHED, WANTED)
+
+
+class Piece(NamedTuple):
+    """Something measured as a whole, or not at all."""
+
+    name: str
+    rank: int
+    run: Callable[[], None]
+
+    @property
+    def kind(self) -> str:
+        """The name that it shares with the same measurement at other batch sizes."""
+        return self.name.rpartition("batch")[0]
 
 
 class LimitError(DraftsimError):
@@ -72,7 +90,7 @@ class PairMeasurement:
         ]
         self.failed: dict[str, str] = {}
         wanted = before.get("unfinished")
-        self._left = [p for p in pieces_of(self) if wanted is None or p.name in wanted]
+        self._left = [p for p in self._pieces() if wanted is None or p.name in wanted]
         self._now: Piece | None = None
         self._took: dict[str, float] = {}
 
@@ -111,6 +129,47 @@ class PairMeasurement:
                     f"FAILED {self.pair.name}.{self.mode}, {piece.name}: {reason(error)}"
                 )
             self.place.release()
+
+    def _pieces(self) -> list[Piece]:
+        """Return everything to measure, most important first."""
+        grids = self.grids
+        names = [name for name, model in self.models.items() if model is not None]
+        paired = len(names) == 2
+        hosted = [b for b in grids.host_batches if paired and (b == 1 or b in grids.batches)]
+
+        def at(batch: int, rank: int) -> list[Piece]:
+            found = [Piece(f"{n}, batch {batch}", rank, partial(self.coarse, n, batch))
+                     for n in names]  # fmt: skip
+            if paired:
+                name = f"first draft passes, batch {batch}"
+                first = partial(self.coarse, "draft", batch, "catch_up")
+                found.append(Piece(name, rank, first))
+            if batch in hosted:
+                run = partial(self.host, batch)
+                found.append(Piece(f"the host at batch {batch}", rank, run))
+            return found
+
+        def finer(*wanted: Passes) -> list[Piece]:
+            return [
+                Piece(f"finer: {of.model}, {of.phase}, batch {of.batch}", WANTED,
+                      partial(self.finer, of)) for of in wanted
+            ]  # fmt: skip
+
+        def between(batch: int) -> Piece:
+            return Piece(f"between, batch {batch}", WANTED, partial(self.between, batch))
+
+        layers = [
+            Piece(f"{n}, layer by layer", WANTED if paired else BATCHED, partial(self.layers, n))
+            for n in names if self.mode != COMPILED  # which compiles no layer by itself
+        ]  # fmt: skip
+        first = [Passes("draft", "catch_up", 1)] if paired else []
+        pieces = at(1, SINGLE)
+        pieces += [piece for b in grids.batches if b in hosted for piece in at(b, BATCHED)]
+        pieces += layers + finer(*first, *(Passes(n, "forward", 1) for n in names))
+        pieces += [piece for b in grids.batches if b not in hosted for piece in at(b, WANTED)]
+        pieces += [between(b) for b in grids.between]
+        pieces += finer(*(Passes("target", "forward", b) for b in grids.batches))
+        return pieces
 
     def _undo(self, held: Sequence[int]) -> None:
         """Forget what a piece found: another run measures it as a whole."""
@@ -252,10 +311,26 @@ class PairMeasurement:
         return shape
 
     def _contexts(
-        self, shape: Architecture, wanted: Any, batch: int, width: int, name: str
+        self, shape: Architecture, wanted: Sequence[int], batch: int, width: int, name: str
     ) -> list[int]:
-        """The contexts that fit; names the others, and raises LimitError if those are all."""
-        kept, why = fitting_contexts(self.place, shape, wanted, batch, width)
+        """Return the contexts that the memory and the model hold before passes of `width` tokens.
+
+        The others are named in `skipped`.  Raises LimitError if those are all.
+        """
+        room = self.place.free_bytes()
+        kept: list[int] = []
+        why: list[str] = []
+        for asked in wanted:
+            context = min(asked, shape.positions - width)
+            if context < asked:
+                why.append(f"context {asked}: the model's context is {shape.positions}")
+            # Cache, attention's copies of one layer, the logits, and the causal matrix.
+            values = batch * (context + width) * shape.kv_values * (1 + 8 / shape.layers)
+            values += 3 * batch * width * shape.vocab_size + context**2 / 2
+            if values * self.place.dtype.itemsize > 0.9 * room:
+                why.append(f"context {context}: the memory does not hold its cache")
+            elif context not in kept:
+                kept.append(context)
         named = [f"{name}, batch {batch}, {text}" for text in why]
         self.skipped += [text for text in named if text not in self.skipped]
         if not kept:

@@ -20,9 +20,8 @@ from profiler.suite.account import Account
 from profiler.suite.environment import Workplace, clocks, write_results
 from profiler.suite.latency.grids import Grids
 from profiler.suite.latency.kernels import KERNELS, profile_rounds, span
-from profiler.suite.latency.pair import PairMeasurement
+from profiler.suite.latency.pair import RANKS, PairMeasurement
 from profiler.suite.latency.passes import COMPILED, MODES
-from profiler.suite.latency.pieces import RANKS
 from profiler.suite.ledger import Ledger, earlier_units
 from traces.errors import DraftsimError
 from traces.latency.schema import CELL_COLUMNS
