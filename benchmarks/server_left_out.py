@@ -51,7 +51,6 @@ class Study(NamedTuple):
     runs: list[ServerRun]
     given: Given
     target: Target = Target()
-    passes: int | None = None
 
 
 class Missed(NamedTuple):
@@ -91,7 +90,6 @@ def studies() -> Iterator[tuple[str, list[Study]]]:
                     runs,
                     lambda run, g=given: run.k in (0, *g),
                     LLAMACPP,
-                    1 if "dflash" in name.lower() else None,
                 )
             ],
         )
@@ -168,7 +166,7 @@ def _predicted(
     study: Study, given: list[ServerRun], asked: list[ServerRun], without: Collection[str]
 ) -> Result:
     runs = study.runs
-    server = calibrate(given, passes=study.passes, without=without, target=study.target)
+    server = calibrate(given, without=without, target=study.target)
     missed, signs, best = [], [], []
     plain = {run.batch: run.tokens_per_s for run in runs if run.k == 0}
     for run in asked:

@@ -251,9 +251,9 @@ def _whole(name: str, text: str) -> list[int]:
 
 
 def _cost(name: str, value: Interval) -> Mapping[str, str]:
-    from simulator.aggregate.server import COSTS, EXPERTS, MATRIX, SECONDS
+    from simulator.aggregate.server import COSTS, SECONDS, Target
 
-    meanings = {**COSTS, "experts": EXPERTS, "matrix": MATRIX}
+    meanings = {**COSTS, **Target((2, 1), True).costs}
     scale, unit = (1e3, " ms") if name in SECONDS else (1.0, "")
     low, middle, high = (f"{scale * v:.3g}{unit}" for v in (value.low, value.value, value.high))
     return {

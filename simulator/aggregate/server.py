@@ -16,8 +16,8 @@ the tokens.  Prompts are work for every emitted token: a request that emits `ans
 brought `prompt` of them.
 
 What is read is `weights`, or with a mixture of experts also those that the tokens choose:
-`experts` x (1 - (1 - chosen / count)^tokens).  In llama.cpp a pass of up to 8 tokens runs kernels
-that compute from some 4 tokens on, and one of more tokens other kernels (`Target`).
+`experts` x (1 - (1 - chosen / count)^tokens).  In llama.cpp a pass of up to about 8 tokens runs
+kernels that compute from some 4 tokens on, and one of more tokens other kernels (`Target`).
 
 Where drafts stop early (llama.cpp's p-min), a step verifies the mean `drafted` tokens of a round
 instead of k, and runs the draft passes that found them, the rejected last one included.
@@ -75,12 +75,12 @@ COSTS: Mapping[str, Cost] = {
 """Costs of a step."""
 
 EXPERTS = Cost(1.5, 0.7, "reading all experts of a mixture once")
-MATRIX = Cost(1.35, 0.2, "reading the weights in a pass of more than 8 tokens, relative to weights")
+MATRIX = Cost(1.35, 0.2, "reading the weights in matrix kernels, relative to weights")
+VECTOR_WIDTH = Cost(8.5, 0.25, "tokens from which a pass runs in matrix kernels")
 VECTOR_KNEE = Cost(3.7, 0.35, COSTS["knee"].meaning)
 """Priors of single targets, see `Target`."""
-VECTOR_WIDTH, MATRIX_KNEE = 8, 30.0
-"""Tokens up to which llama.cpp multiplies quantised weights by vectors (``MMVQ_MAX_BATCH_SIZE`` of
-ggml-cuda), and tokens from which its matrix kernels compute."""
+MATRIX_KNEE = 30.0
+"""Tokens from which llama.cpp's matrix kernels compute."""
 
 SEVERAL = 1.2
 """Contexts whose longest exceeds the shortest by this factor tell of the cost of context."""
@@ -107,9 +107,10 @@ class Target:
     experts:
         Experts of a mixture, and how many of them a token chooses; None: no mixture.
     vectors:
-        True for quantised weights in llama.cpp: up to `VECTOR_WIDTH` tokens are multiplied one by
-        one.  Priors are from llama-bench (`simulator.published`, "llama.cpp, tokens a pass"): on an
-        RTX 3090 a pass of 8 tokens takes 2.1 times one of a single token.
+        True for quantised weights in llama.cpp: up to 8 tokens (``MMVQ_MAX_BATCH_SIZE`` of
+        ggml-cuda) are multiplied one by one, but not in every build and on every GPU
+        (`VECTOR_WIDTH`).  Priors are from llama-bench (`simulator.published`, "llama.cpp, tokens a
+        pass"): on an RTX 3090 a pass of 8 tokens takes 2.1 times one of a single token.
 
     Raises DraftsimError for impossible numbers of experts.
     """
@@ -127,7 +128,8 @@ class Target:
     def costs(self) -> dict[str, Cost]:
         """Priors of the costs that other targets do not have."""
         found = {} if self.experts is None else {"experts": EXPERTS}
-        return found | ({"matrix": MATRIX} if self.vectors else {})
+        kernels = {"matrix": MATRIX, "vector_width": VECTOR_WIDTH} if self.vectors else {}
+        return found | kernels
 
     def prior(self, name: str) -> Cost:
         """The prior of a cost of `COSTS`."""
@@ -148,7 +150,7 @@ class Target:
         if self.vectors:
             read, compute = read * values["matrix"], values["weights"] / MATRIX_KNEE
             wide = (read**s + (compute * tokens) ** s) ** (1 / s)
-            found = np.where(tokens > VECTOR_WIDTH, wide, found)
+            found = np.where(tokens > values["vector_width"], wide, found)
         return np.asarray(found)
 
 
