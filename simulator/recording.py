@@ -100,11 +100,14 @@ class Recording:
     @property
     def said(self) -> str:
         """Name of the recording with its models and device, and whose costs they are run at."""
-        names = [PurePath(name).name or name for name in (self.name, *self.tables)]
-        costs = ""
+        own, costs = PurePath(self.name).name or self.name, ""
         if self.tables and list(self.tables) != [self.name]:
-            costs = f", at the costs of {' and '.join(names[1:])}"
-        return names[0] + (f" ({self.label})" if self.label else "") + costs
+            names = [
+                name if "composed" in table.meta else PurePath(name).name or name
+                for name, table in self.tables.items()
+            ]
+            costs = f", at the costs of {' and '.join(names)}"
+        return own + (f" ({self.label})" if self.label else "") + costs
 
     @property
     def said_depths(self) -> str:
@@ -197,10 +200,13 @@ def observed_trace(
 def plain_trace(sizes: Mapping[str, int] | None = None) -> tuple[str, Trace]:
     """Return a name and a trace for plain decoding, which drafts nothing.
 
-    ``sizes`` are the requests' ``prompt_length`` and ``tokens`` (`trace_by_position`).
+    ``sizes`` are the requests' ``prompt_length`` and ``tokens`` (`trace_by_position`); None if a
+    file of arrivals has them.
     """
     trace = trace_by_position((0.0,), **(sizes or {}), meta={"source": "plain decoding"})
     one = trace.requests[0]
+    if sizes is None:
+        return "plain decoding", trace
     return f"requests of {one.prompt_length} prompt and {one.tokens} output tokens", trace
 
 

@@ -62,6 +62,9 @@ def test_specbound_on_an_h800_has_a_speedup_and_a_batch_curve() -> None:
         assert "those of smollm2-cpu, of 30 layers" in one.note
         curve = [found[f"{model}, H800", f"speedup at batch {b}"].ours for b in (4, 16, 64)]
         assert all(value is not None for value in curve)
+        row = found[f"{model}, H800", "speedup at batch 4, published acceptance"]
+        assert row.ours is not None
+        assert 1 < row.ours < one.published + 0.2
 
 
 def test_a_table_without_layers_is_refused(run: Run) -> None:

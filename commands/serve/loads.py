@@ -53,8 +53,10 @@ OutputOption = Annotated[
 ]
 
 
-def sizes_of(prompt: int | None, output: int | None, arrivals: Path | None) -> dict[str, int]:
-    """Return the lengths named, by the fields of `trace_by_position`.
+def sizes_of(
+    prompt: int | None, output: int | None, arrivals: Path | None
+) -> dict[str, int] | None:  # fmt: skip
+    """Return the lengths named, by the fields of `trace_by_position`; None with arrivals.
 
     Raises DraftsimError if a file of arrivals has lengths of its own.
     """
@@ -62,7 +64,7 @@ def sizes_of(prompt: int | None, output: int | None, arrivals: Path | None) -> d
     found = {name: value for name, value in named.items() if value is not None}
     if found and arrivals is not None:
         raise DraftsimError(f"{arrivals} has the requests' lengths: drop --prompt and --output")
-    return found
+    return found if arrivals is None else None
 
 
 def requests_of(scenarios: Sequence[Scenario]) -> int:

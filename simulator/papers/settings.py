@@ -191,9 +191,27 @@ def _specbound_rows(ours: Ours) -> Iterator[Row]:
         implied = (tokens / speedup - verify) / (tokens - 1)
         note = f"by the published {tokens:.2f} tokens a round and {speedup:g}x"
         yield _row(label, "c, implied", None, implied, note)
-        yield _row(label, "layers a drafted token, implied", None, (implied * step - head) / layer,
+        depth = (implied * step - head) / layer
+        yield _row(label, "layers a drafted token, implied", None, depth,
                    f"{note}; a layer {1e6 * layer:.0f} us, head {1e6 * head:.0f} us")  # fmt: skip
+        for batch in CURVE[1:]:
+            gain = _exit_speedup(latency, depth, tokens, batch)
+            said = f"{tokens:.2f} tokens a round, drafts through {depth:.1f} layers and the head"
+            yield _row(label, f"speedup at batch {batch}, published acceptance", None, gain, said)
         yield _row(label, "break-even c", None, (tokens - verify) / (tokens - 1), note)
+
+
+def _exit_speedup(latency: LatencyTable, depth: float, tokens: float, batch: int) -> float:
+    """Speedup of rounds of `tokens`, all but one drafted through `depth` layers and the head.
+
+    All sequences of the batch are drafted for together, layer by layer.
+    """
+    at = {"batch": batch, "context": 512}
+    step, layer, head = (
+        latency.seconds("target", phase, **at).item() for phase in ("forward", "layer", "head")
+    )
+    verify = latency.seconds("target", "forward", new_tokens=round(tokens), **at).item()
+    return tokens * step / ((tokens - 1) * (depth * layer + head) + verify)
 
 
 def with_exits(ours: Ours) -> tuple[Ours, str]:
