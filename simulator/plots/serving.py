@@ -260,7 +260,7 @@ def plot_speedups(
                 j, i, f"{value:.2f}" if np.isfinite(value) else "–", ha="center", va="center",
                 fontsize=8, color="white" if far else INK,
             )  # fmt: skip
-        axes.set_title(name, fontsize=9)
+        axes.set_title(_label(name), fontsize=9)
         axes.set_xticks(range(len(columns)), columns)
         axes.set_yticks(range(len(batches)), [str(b) for b in batches])
         axes.tick_params(length=0, labelsize=8)

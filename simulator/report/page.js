@@ -78,6 +78,13 @@
     return kinds.size > 1 ? "; " + words.filter((_, i) => kinds.has(i)).join(", ") : "";
   };
 
+  // The same of bars, which have no mark.
+  const endsSaid = (rows) => {
+    const kinds = new Set(rows.map((p) => p.kind));
+    return (kinds.size > 1 && kinds.has(0) ? "; first the oracle, a bound" : "")
+      + (kinds.size > 1 && kinds.has(2) ? "; last what is approximate" : "");
+  };
+
   function drawPolicies() {
     const rows = byKind(data.policies).map((p) => ({ ...p, name: fullName(p) }));
     const ends = rows.flatMap((r) => [r.speedup, r.speedup_lo ?? r.speedup, r.speedup_hi ?? r.speedup]);
@@ -242,9 +249,9 @@
     const apart = byKind(policies).map((p) => ({ ...p, name: fullName(p) }));
     rowsPlot(byId("plot-ratio"), apart, {
       low: 0, high: Math.max(1.1, ...policies.map((p) => p.value)) * 1.02, reference: 1,
-      label: `speedup at c = ${number(c)}, v = ${number(v)} (×)`,
+      label: `speedup at c = ${number(c)}, v = ${number(v)} (×)${endsSaid(apart)}`,
       marks: (svg, x, y, p) => {
-        add(svg, "rect", { x: x(0), y: y - 5, width: Math.max(0, x(p.value) - x(0)), height: 10, fill: p.value < 1 ? "var(--slower)" : p.kind ? data.colours[0] : GREY });
+        add(svg, "rect", { x: x(0), y: y - 5, width: Math.max(0, x(p.value) - x(0)), height: 10, fill: p.kind && p.value < 1 ? "var(--slower)" : KINDS[p.kind].stroke });
       },
     });
     byId("table-ratio").tBodies[0].replaceChildren(...policies.map(ratioRow));
