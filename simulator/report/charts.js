@@ -47,9 +47,10 @@ const charts = (() => {
   }
 
   // Rows of a value with an interval, sharing one axis; `marks` draws each row's own symbols.
-  function rowsPlot(place, rows, { low, high, label, reference, marks }) {
+  // `key` is a second line below, about the kinds of rows.
+  function rowsPlot(place, rows, { low, high, label, key, reference, marks }) {
     const narrow = place.clientWidth < 520;
-    const step = narrow ? 38 : 24, top = 8, bottom = 40;
+    const step = narrow ? 38 : 24, top = 8, bottom = key ? 58 : 40;
     const { svg, width } = canvas(place, top + rows.length * step + bottom);
     const left = narrow ? 6 : Math.min(270, width * 0.36), right = width - 16;
     const base = top + rows.length * step;
@@ -74,6 +75,7 @@ const charts = (() => {
       marks(svg, x, y, row);
     });
     add(svg, "text", { x: (left + right) / 2, y: base + 33, "text-anchor": "middle" }, label);
+    if (key) add(svg, "text", { x: (left + right) / 2, y: base + 51, "text-anchor": "middle" }, key);
   }
 
   const SHAPES = {

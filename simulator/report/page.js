@@ -74,15 +74,15 @@
   const byKind = (rows) => rows.map((p) => ({ ...p, kind: kindOf(p) })).sort((a, b) => a.kind - b.kind);
   // Told where there are several.
   const kindsSaid = (rows) => {
-    const kinds = new Set(rows.map((p) => p.kind)), words = ["◆ oracle: a bound", "● policies", "□ approximate"];
-    return kinds.size > 1 ? "; " + words.filter((_, i) => kinds.has(i)).join(", ") : "";
+    const kinds = new Set(rows.map((p) => p.kind)), words = ["◆ a bound", "● policies", "□ approximate"];
+    return kinds.size > 1 ? words.filter((_, i) => kinds.has(i)).join("   ") : "";
   };
 
   // The same of bars, which have no mark.
   const endsSaid = (rows) => {
     const kinds = new Set(rows.map((p) => p.kind));
-    return (kinds.size > 1 && kinds.has(0) ? "; first the oracle, a bound" : "")
-      + (kinds.size > 1 && kinds.has(2) ? "; last what is approximate" : "");
+    const said = [kinds.has(0) ? "first: a bound" : "", kinds.has(2) ? "last: approximate" : ""];
+    return kinds.size > 1 ? said.filter(Boolean).join("; ") : "";
   };
 
   function drawPolicies() {
@@ -91,7 +91,7 @@
     const low = Math.min(0.9, ...ends), high = Math.max(1.1, ...ends), room = 0.03 * (high - low);
     rowsPlot(byId("plot-policies"), rows, {
       low: low - room, high: high + room, reference: 1,
-      label: `speedup over no speculation (×)${kindsSaid(rows)}`,
+      label: "speedup over no speculation (×)", key: kindsSaid(rows),
       marks: (svg, x, y, r) => {
         const { shape, style, stroke } = KINDS[r.kind];
         if (r.speedup_lo !== null) {
@@ -249,7 +249,7 @@
     const apart = byKind(policies).map((p) => ({ ...p, name: fullName(p) }));
     rowsPlot(byId("plot-ratio"), apart, {
       low: 0, high: Math.max(1.1, ...policies.map((p) => p.value)) * 1.02, reference: 1,
-      label: `speedup at c = ${number(c)}, v = ${number(v)} (×)${endsSaid(apart)}`,
+      label: `speedup at c = ${number(c)}, v = ${number(v)} (×)`, key: endsSaid(apart),
       marks: (svg, x, y, p) => {
         add(svg, "rect", { x: x(0), y: y - 5, width: Math.max(0, x(p.value) - x(0)), height: 10, fill: p.kind && p.value < 1 ? "var(--slower)" : KINDS[p.kind].stroke });
       },
