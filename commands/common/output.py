@@ -151,8 +151,8 @@ HANGING = "  "
 def note(text: str, whole: bool = False) -> None:
     """Print a remark on standard error, wrapped to the terminal.
 
-    Nothing between backticks is broken.  A command or a file's content to copy is `whole`: it is
-    printed on one line.
+    Nothing between backticks is broken, nor a percentage.  A command or a file's content to copy
+    is `whole`: it is printed on one line.
     """
     where = console(stderr=True)
     width = min(WIDEST, where.width) if where.is_terminal else WIDEST
@@ -168,8 +168,8 @@ def wrapped(text: str, width: int) -> str:
       `draftsim profile --latency-only`
     """
     begin = text[: len(text) - len(text.lstrip())]
-    # No printable text holds the mark that keeps a command's words together.
-    marked = re.sub(r"`[^`]*`", lambda found: found[0].replace(" ", "\0"), text.strip())
+    # No printable text holds the mark that keeps words together.
+    marked = re.sub(r"`[^`]*`|\d %", lambda found: found[0].replace(" ", "\0"), text.strip())
     lines = textwrap.wrap(
         marked, width, initial_indent=begin, subsequent_indent=begin + HANGING,
         break_long_words=False, break_on_hyphens=False,

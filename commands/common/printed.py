@@ -187,10 +187,7 @@ def _print_block(
 ) -> None:  # fmt: skip
     from rich.box import SIMPLE_HEAD
 
-    table = Table(
-        title=None if title is None else Text(printable(title), style="bold"), title_justify="left",
-        box=SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0), show_edge=False, title_style="",
-    )  # fmt: skip
+    table = Table(box=SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0), show_edge=False)
     for name in cells:
         table.add_column(
             Text(heads[name]), overflow="fold",
@@ -202,6 +199,8 @@ def _print_block(
         table.add_row(*(Text(text, style=style) for text, style in zip(row, look, strict=True)))
     where = console(width=room, stderr=stderr)
     where.print()
+    if title is not None:  # one of the table's own is folded to its width
+        where.print(Text(printable(title), style="bold"))
     where.print(table)
 
 

@@ -49,6 +49,7 @@ def plot_surface(surface: pd.DataFrame) -> Figure:
                 (panel.set_xscale if axis is panel.xaxis else panel.set_yscale)("log")
                 log_ticks(axis, points)
         panel.set_title(title, fontsize=9, color=INK)
+        panel.tick_params(labelsize=8)
     for blank in panels.ravel()[len(maps) :]:
         blank.set_visible(False)
     figure.supxlabel(LABELS[x], fontsize=9)

@@ -14,7 +14,7 @@ from policies.registry import is_bound
 from simulator.bootstrap import resamples as draws
 from simulator.formulas.general import empirical_survival
 from simulator.palette import COLOURS, GREY, INK
-from simulator.plots.look import series, style
+from simulator.plots.look import BOUND, series, style
 from simulator.pricing import autoregressive, price
 from simulator.ratios import OwnRatios, carried_sums, ratio_sums, speedup_at
 from traces.acceptance.trace import MATCH, UNKNOWN, Trace
@@ -84,7 +84,7 @@ def plot_cost_ratio(
 def look_of(log: RoundLog, i: int, points: int) -> dict[str, Any]:
     """Return the look of the i-th curve: grey and dotted for a bound, thin if approximate."""
     if is_bound(log.policy):
-        return {"color": GREY, "linestyle": (0, (1, 1.5)), "linewidth": 2.0}
+        return {**BOUND}
     own = series(i, points)
     return {**own, "linewidth": 0.9} if log.fidelity == "approximate" else own
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from io import BytesIO
 from pathlib import Path
 from textwrap import wrap
@@ -102,6 +103,10 @@ def style(axes: Axes, grid: Literal["x", "y", "both"] = "both") -> None:
     axes.set_axisbelow(True)
 
 
+BOUND: Mapping[str, Any] = {"color": GREY, "linestyle": (0, (1, 1.5)), "linewidth": 2.0}
+"""Line of a bound, which no policy reaches."""
+
+
 def series(i: int, points: int) -> dict[str, Any]:
     """Return line and marker of the i-th curve, which has `points` points."""
     return {
@@ -194,7 +199,7 @@ def log_ticks(axis: Axis, points: npt.ArrayLike, swept: bool = True) -> None:
         span = at[-1] / at[0]
         subs = (1,) if span > 100 else (1, 2, 5) if span > 10 else (1, 1.5, 2, 3, 4, 5, 7)
         axis.set_major_locator(LogLocator(10, subs=subs, numticks=9))
-    axis.set_major_formatter(lambda value, _: f"{value:.3g}")
+    axis.set_major_formatter(lambda value, _: f"{value:,.0f}" if value >= 100 else f"{value:.3g}")
     axis.set_minor_locator(NullLocator())
 
 

@@ -20,7 +20,7 @@ from matplotlib.ticker import FixedLocator, LogLocator, NullLocator
 
 from policies.registry import is_bound
 from simulator.palette import COLOURS, DASHES, GREY, INK, MARKERS
-from simulator.plots.look import LEAST_REACH, draw_map, is_dark, mark_bar, shading, style
+from simulator.plots.look import BOUND, LEAST_REACH, draw_map, is_dark, mark_bar, shading, style
 from simulator.serving.sweep import break_even_load
 from traces.errors import DraftsimError
 
@@ -306,7 +306,7 @@ def _by_policy(frame: pd.DataFrame) -> list[tuple[str, pd.DataFrame]]:
 def _look(index: int, policy: str) -> dict[str, Any]:
     """Return the look of a curve: grey and dotted for a bound."""
     if is_bound(policy):
-        return {"color": GREY, "linestyle": (0, (1, 1.5)), "linewidth": 2.0}
+        return {**BOUND}
     return {
         "color": COLOURS[index % len(COLOURS)], "marker": MARKERS[index % len(MARKERS)],
         "linestyle": DASHES[index % len(DASHES)], "markersize": 4, "linewidth": 1.3,

@@ -17,8 +17,10 @@ from matplotlib.colors import Normalize
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
+from policies.registry import is_bound
 from simulator.palette import COLOURS, DASHES, GREY, INK, MARKERS
 from simulator.plots.look import (
+    BOUND,
     SHADES,
     draw_edge,
     draw_map,
@@ -224,10 +226,13 @@ def plot_batches(frame: pd.DataFrame) -> Figure:
         lines += [(policy, own[own["policy"] == policy]) for policy in others]
         for i, (label, found) in enumerate(lines):
             line = found.sort_values("batch")
-            axes.plot(line["batch"], line["speedup"], label=label, **series(i, len(line)))
+            look, called = series(i, len(line)), label
+            if is_bound(label):
+                look, called = {**BOUND}, f"{label} (bound)"
+            axes.plot(line["batch"], line["speedup"], label=called, **look)
             axes.fill_between(
                 line["batch"], line["speedup_lo"], line["speedup_hi"],
-                color=COLOURS[i % len(COLOURS)], alpha=0.18, linewidth=0,
+                color=look["color"], alpha=0.18, linewidth=0,
             )  # fmt: skip
         axes.axhline(1, color=INK, linewidth=0.8)
         axes.set_xscale("log", base=2)
