@@ -6,12 +6,12 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from policies.lengths.basic import Fixed
+from policies.lengths.basic import Autoregressive, Fixed
 from policies.rules.registry import parse_rule
 from simulator.pricing import autoregressive
 from simulator.ratios import price_ratios, ratio_sums
 from simulator.summary import paired_gain, prompt_speedups, summarize
-from simulator.whatif.ladder import split_prompts
+from simulator.whatif.ladder import ladder, split_prompts
 from simulator.whatif.ranking import (
     BEST_FIXED,
     FITTED,
@@ -170,3 +170,11 @@ def _resampled(log: RoundLog, verify: float) -> npt.NDArray[np.float64]:
     forwards = log.per_request(log.rounds["draft_forwards"])
     drawn = np.random.default_rng(0).integers(len(gain), size=(2000, len(gain)))
     return np.asarray(gain[drawn].sum(axis=1) / forwards[drawn].sum(axis=1))
+
+
+def test_no_speculation_has_one_rung() -> None:
+    dear = LatencyTable.constant(1.0, 2.0, 1.1)  # no draft length is faster
+    named = {"autoregressive": Autoregressive(), "fixed:gamma=0": Fixed(0), "two": Fixed(2)}
+    rungs = ladder(recorded(), dear, policies=named, resamples=4)
+    assert set(rungs["policy"]) == {"autoregressive", "two", "rate-optimal", "oracle"}
+    assert list(rungs["policy"]).count("autoregressive") == 1

@@ -121,8 +121,11 @@ def ladder(
     for part in ("verify", "signal", "host"):
         table[f"lost_{part}"] = table[f"time_{part}"] - best[f"time_{part}"]
     # Plain decoding comes first, and what never drafts is plain decoding again.
-    drafts_nothing = [isinstance(p, Autoregressive) or p == Fixed(0) for _, p in arms.values()]
-    table = table[~np.array([False, *drafts_nothing])]
+    again = [
+        isinstance(p, Autoregressive) or (isinstance(p, Fixed) and not p.gamma)
+        for _, p in arms.values()
+    ]
+    table = table[~np.array([False, *again])]
     columns = [
         "rung", "policy", "speedup", "speedup_lo", "speedup_hi", "share", "block_efficiency",
         "acceptance_rate", *(f"time_{p}" for p in PARTS),
