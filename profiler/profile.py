@@ -180,7 +180,7 @@ def profile_trace(
         begin = time.perf_counter()
         progress.advance(task)
     made = [columns for columns in recorded.values() if columns is not None]
-    trace = _assemble(pair, prompts, encoded, made, settings)
+    trace = assemble(pair, prompts, encoded, made, settings)
     trace = replace(trace, meta={**trace.meta, DONE_WITH: digest_of(options)})
     write_trace(trace, folder / f"{name}.parquet")
     checkpoint.close()
@@ -211,13 +211,14 @@ def _record(
         yield order[place], columns, math.nan
 
 
-def _assemble(
+def assemble(
     pair: Pair,
     prompts: Sequence[Prompt],
     encoded: Sequence[torch.Tensor],
     recorded: Sequence[Columns],
     settings: Settings,
 ) -> Trace:
+    """Make one trace of the columns recorded of each prompt, and score its answers."""
     seconds = np.array([columns.pop("seconds") for columns in recorded])
     requests, eos, together = [], pair.eos, settings.together > 1
     for i, (prompt, ids, columns) in enumerate(zip(prompts, encoded, recorded, strict=True)):

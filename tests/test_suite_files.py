@@ -16,7 +16,7 @@ from profiler.suite.environment import Workplace
 from profiler.suite.latency import stage as latency_stage
 from profiler.suite.latency.grids import Grids
 from profiler.suite.latency.passes import MODES
-from profiler.suite.runs import forced_stage, kept_pair, recording
+from profiler.suite.runs import forced_stage, recording, training
 from profiler.suite.runs.arms import ARMS, COLUMNS, MORE_ARMS, REPEATS
 from tests.suite_results import check_files
 from traces.latency.schema import CELL_COLUMNS
@@ -57,7 +57,7 @@ def test_files_of_full_size_are_small_enough(tmp_path: Path) -> None:
 def test_recorded_exits_stay_within_a_file(
     place: Workplace, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    pair, prompts, _ = kept_pair.trained_pair(place, tmp_path / "pair", 0.2)
+    pair, prompts, _ = training.trained_pair(place, tmp_path / "pair", 0.2)
     trace = recording.record_trace(place, pair, prompts, Settings(12, 4), float("inf"))
     text = torch.randint(50, (4, 40), generator=torch.Generator().manual_seed(0))
     path = tmp_path / "exits.parquet"

@@ -16,7 +16,7 @@ from profiler.suite.environment import Workplace, open_workplace
 from profiler.suite.latency import stage as latency_stage
 from profiler.suite.latency.passes import MODES
 from profiler.suite.ledger import Ledger
-from profiler.suite.runs import forced_stage, kept_pair, trained_stage
+from profiler.suite.runs import forced_stage, trained_stage, training
 from profiler.suite.runs.recording import record_trace
 from tests.suite_results import suite
 from traces.errors import DraftsimError
@@ -72,7 +72,7 @@ def test_a_stopped_trained_stage_keeps_its_pair_and_parts(
     before = json.loads((tmp_path / "trained.json").read_text())
     trace = read_trace(tmp_path / "trained-trace.parquet")
     monkeypatch.setattr(trained_stage, "sampled_rounds", real)
-    for place, name in ((kept_pair, "train_pair"), (trained_stage, "measure_modes")):
+    for place, name in ((training, "train_pair"), (trained_stage, "measure_modes")):
         monkeypatch.setattr(place, name, again)
     suite("trained", "--seconds", "200", out=tmp_path)
     after = json.loads((tmp_path / "trained.json").read_text())
@@ -115,8 +115,8 @@ def test_a_killed_forced_stage_goes_on_where_it_was_killed(
 
 def test_a_pair_read_back_is_the_pair_that_was_kept(tmp_path: Path) -> None:
     place = open_workplace("cpu", tmp_path, seconds=9, quick=True)
-    pair, prompts, record = kept_pair.trained_pair(place, tmp_path / "pair", 0.2)
-    again = kept_pair.trained_pair(place, tmp_path / "pair", 0.2)
+    pair, prompts, record = training.trained_pair(place, tmp_path / "pair", 0.2)
+    again = training.trained_pair(place, tmp_path / "pair", 0.2)
     assert again[1:] == (prompts, record)
     assert again[0].meta == pair.meta
     assert again[0].eos == pair.eos
@@ -135,9 +135,9 @@ def test_recordings_of_other_weights_are_not_taken_over(
     place = open_workplace("cpu", tmp_path, seconds=9, quick=True)
     monkeypatch.setattr(Workplace, "work", tmp_path / "work")
     settings = Settings(max_new_tokens=4, max_gamma=2)
-    pair, prompts, _ = kept_pair.trained_pair(place, tmp_path / "pair", 0.2)
+    pair, prompts, _ = training.trained_pair(place, tmp_path / "pair", 0.2)
     record_trace(place, pair, prompts[:1], settings, float("inf"))
-    other, _, _ = kept_pair.trained_pair(place, tmp_path / "other", 0.3)
+    other, _, _ = training.trained_pair(place, tmp_path / "other", 0.3)
     with pytest.raises(DraftsimError, match="stopped run with other settings"):
         record_trace(place, other, prompts[:1], settings, float("inf"))
 

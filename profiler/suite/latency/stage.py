@@ -8,7 +8,7 @@ was left out and why.
 from __future__ import annotations
 
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import pandas as pd
@@ -213,20 +213,31 @@ def _measure_pair(
         )
 
 
+def named(rows: Sequence[Sequence[Any]], pair: str, mode: str) -> list[list[Any]]:
+    """Return cells of a pair in a mode, named as in the table of several."""
+    return [[f"{pair}/{mode}/{row[0]}", *row[1:]] for row in rows]
+
+
+def write_table(
+    place: Workplace, rows: Sequence[Sequence[Any]], shapes: Mapping[str, Any], file: str
+) -> None:
+    """Write `rows` of cells as the latency table `file`.  ``shapes``: by pair, its models'."""
+    frame = pd.DataFrame(rows, columns=list(CELL_COLUMNS))
+    meta = {
+        "kind": "measured", "attention": "sdpa", "shapes": dict(shapes), "kernels": KERNELS,
+        **place.meta(),
+    }  # fmt: skip
+    write_latency(LatencyTable(frame, meta), place.out / file)
+
+
 def _write(place: Workplace, ledger: Ledger, account: Account, before: dict[str, str]) -> None:
     rows, units = [], {}
     for name, unit in ledger.units.items():
-        pair, mode = name.rsplit(".", 1)
-        rows += [[f"{pair}/{mode}/{row[0]}", *row[1:]] for row in unit["cells"]]
+        rows += named(unit["cells"], *name.rsplit(".", 1))
         units[name] = {k: v for k, v in unit.items() if k != "cells"}
     if rows:
-        frame = pd.DataFrame(rows, columns=list(CELL_COLUMNS))
         shapes = {p.name: shapes_of(p) for p in chosen_pairs(None, place.quick)}
-        meta = {
-            "kind": "measured", "attention": "sdpa", "shapes": shapes, "kernels": KERNELS,
-            **place.meta(),
-        }  # fmt: skip
-        write_latency(LatencyTable(frame, meta), place.out / "latency.parquet")
+        write_table(place, rows, shapes, "latency.parquet")
     write_results(
         place.out / "latency.json",
         {

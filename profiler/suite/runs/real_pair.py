@@ -1,4 +1,4 @@
-"""SmolLM2 and its draft model in the suite, or random weights of their shapes.
+"""Pairs that the suite does not train: a user's, SmolLM2's, or random weights of its shapes.
 
 Weights that are not on the machine cannot always be brought: 98 MB and no network.  A model of
 random weights has the same passes and so the same latencies; its drafts are accepted by chance
@@ -19,10 +19,11 @@ from profiler import smollm2
 from profiler.fetched import places as fetched
 from profiler.models.loading import Pair, describe_model, load_pair
 from profiler.prompts import Prompt, read_prompts
-from profiler.recording.run import BUNDLED
+from profiler.recording.run import BUNDLED, model_path
 from profiler.suite.environment import Workplace
 from profiler.train.draft import draft_config, draft_model
 from profiler.train.stored import read_stored
+from traces.errors import DraftsimError
 
 RANDOM = f"{smollm2.NAME}-random"
 CONFIG: dict[str, Any] = {
@@ -60,9 +61,26 @@ def smollm2_pair(
             "weights of its shapes, whose latencies are its own and whose acceptance is not"
         )
         return _random(place), texts, RANDOM
-    dtype = str(place.dtype).removeprefix("torch.")
-    pair = load_pair(*folders, device=str(place.device), dtype=dtype)
+    pair = _load(place, *folders)
     return pair, [_turn(pair, prompt) for prompt in texts], smollm2.NAME
+
+
+def given_pair(
+    place: Workplace, target: str, draft: str | None, prompts: Path | None, most: int
+) -> tuple[Pair, list[Prompt], dict[str, Any]]:
+    """Return a user's pair, by folder or name, a limited number of prompts, and an empty record.
+
+    Raises DraftsimError if draft or prompts are not named, or one cannot be loaded.
+    """
+    if draft is None or prompts is None:
+        raise DraftsimError("--target also takes --draft and --prompts: name all three")
+    pair = _load(place, model_path(target, "target"), model_path(draft, "draft"))
+    return pair, read_prompts(prompts, most), {}
+
+
+def _load(place: Workplace, target: str | Path, draft: str | Path) -> Pair:
+    dtype = str(place.dtype).removeprefix("torch.")
+    return load_pair(target, draft, device=str(place.device), dtype=dtype)
 
 
 def _turn(pair: Pair, prompt: Prompt) -> Prompt:

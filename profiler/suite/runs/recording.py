@@ -13,7 +13,7 @@ import torch
 from profiler.models.graphs import GraphRunner
 from profiler.models.loading import Pair
 from profiler.models.stack import LayerRunner
-from profiler.profile import Settings, _assemble
+from profiler.profile import Settings, assemble
 from profiler.prompts import Prompt
 from profiler.recording.checkpoint import Checkpoint
 from profiler.recording.trace import Columns, Recorder
@@ -70,7 +70,7 @@ def record_trace(
         recorded.append(columns)
     done = len(recorded)
     place.say(f"recorded {done} of {len(prompts)} prompts, {settings.sampling.label}")
-    return _assemble(pair, prompts[:done], encoded[:done], recorded, settings)
+    return assemble(pair, prompts[:done], encoded[:done], recorded, settings)
 
 
 def write_within(trace: Trace, path: Path, limit: int = LARGEST) -> int:

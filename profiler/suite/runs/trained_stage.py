@@ -24,34 +24,42 @@ from profiler.profile import Settings
 from profiler.prompts import Prompt
 from profiler.suite.account import Account
 from profiler.suite.environment import NoTimeError, Workplace, clocks, write_results
+from profiler.suite.latency.grids import Grids
 from profiler.suite.latency.kernels import span
+from profiler.suite.latency.pair import PairMeasurement
 from profiler.suite.latency.passes import EAGER, GRAPH
-from profiler.suite.latency.stage import shapes_of
+from profiler.suite.latency.stage import named, shapes_of, write_table
 from profiler.suite.ledger import Ledger
 from profiler.suite.runs.arms import COLUMNS
-from profiler.suite.runs.checks import NAME, Checks, sampled_rounds
+from profiler.suite.runs.checks import NAME, TRAINED_MODES, Checks, sampled_rounds
 from profiler.suite.runs.drafters import (
     DrafterPair,
     Drafters,
     given_drafters,
     smollm2_drafters,
 )
-from profiler.suite.runs.kept_pair import given_pair, trained_pair
-from profiler.suite.runs.real_pair import smollm2_pair
+from profiler.suite.runs.real_pair import given_pair, smollm2_pair
 from profiler.suite.runs.recording import ENOUGH, record_early_exits, record_trace, write_within
-from profiler.suite.runs.trained_latency import measure_modes, named, of_mode, write_table
-from profiler.suite.runs.training import DRAFT, PROMPTS, QUICK_PROMPTS, TARGET
+from profiler.suite.runs.training import (
+    DRAFT,
+    PROMPTS,
+    QUICK_PROMPTS,
+    TARGET,
+    trained_pair,
+)
 from traces.acceptance.sampling import Sampling
 from traces.acceptance.trace import Trace
 from traces.errors import DraftsimError
 from traces.store.measured import MeasuredRuns, write_measured
 
-EXITS = "trained-exits.parquet"
+EXITS, LATENCY = "trained-exits.parquet", "trained-latency.parquet"
 FILES = {"greedy": "trained-trace.parquet", "sampled": "trained-sampled.parquet"}
 NEW_TOKENS = 160
 """Tokens of an output, all of which are used: there is no end token.  So 200 prompts fit."""
 DRAFTER_SHARE = 0.14
 """Share of the stage's time for each drafter on the target's features."""
+MODE_SHARE = 0.04
+"""Share of the stage's time for the passes of a mode."""
 T = TypeVar("T")
 
 
@@ -248,7 +256,7 @@ class _Stage:
         both = shapes_of(self.shape)
         alone = {f"{base}+{name}": {"target": both["target"]} for name in self.drafters}
         if rows:
-            write_table(self.place, rows, {base: both, **alone})
+            write_table(self.place, rows, {base: both, **alone}, LATENCY)
 
     def _exits(self, checks: Checks, trace: Trace, path: Path) -> dict[str, Any]:
         text = torch.stack([checks.own_text(i) for i in range(min(64, len(trace.requests)))])
@@ -266,3 +274,42 @@ class _Stage:
 def _there(value: T | None) -> T:
     assert value is not None
     return value
+
+
+def measure_modes(
+    place: Workplace, pair: Pair, shape: PairShape, account: Account
+) -> dict[str, Any]:
+    """Measure the pair's passes in the modes of real decoding.
+
+    Returns its ``cells``, models named ``pair/mode/model``, and what else was measured.
+
+    Raises NoTimeError if there was no time for any.
+    """
+    rows: list[list[Any]] = []
+    units: dict[str, Any] = {}
+    for mode in TRAINED_MODES:
+        grids = Grids(place.quick)
+        if not place.quick:
+            grids.contexts, grids.prompts = (64, 384), (64, 128)
+            grids.widths = (1, 2, 3, 5, 9, 17)
+        grids.batches = grids.between = ()
+        grids.host_batches = (1,)
+        end = time.monotonic() + MODE_SHARE * place.seconds
+        models = (pair.target, pair.draft)
+        measured = PairMeasurement(place, shape, mode, models, grids, end)
+        measured.run()
+        for piece, why in measured.failed.items():
+            account.failed[f"latency, {mode}, {piece}"] = why
+        rows += named(measured.cells, shape.name, mode)
+        unit = measured.unit()
+        units[mode] = {k: v for k, v in unit.items() if k != "cells"}
+    if not rows:
+        raise NoTimeError("no time left")
+    failed = any(unit["failed"] for unit in units.values())
+    return {"latency": units, "cells": rows, "unfinished": failed}
+
+
+def of_mode(rows: Sequence[Sequence[Any]], mode: str) -> list[list[Any]]:
+    """Return the cells of a mode in a table of one pair, its models named as usual."""
+    split = [(row[0].split("/"), row) for row in rows]
+    return [[model, *row[1:]] for (_, own, model), row in split if own == mode]

@@ -1,11 +1,17 @@
-"""Trains a pair in minutes: a target on the Python sources of this machine, a draft after it."""
+"""Trains a pair in minutes: a target on the Python sources of this machine, a draft after it.
+
+The pair is kept with its stage's unfinished work, so that a stopped stage trains once.
+"""
 
 from __future__ import annotations
 
+import json
+import os
+import shutil
 import sysconfig
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -30,6 +36,7 @@ from profiler.train.pair import (
     train_tokenizer,
 )
 from profiler.train.pair_prompts import cut_prompt
+from traces.store.text import read_object
 
 ROW_TOKENS = 512
 BATCH_TOKENS = 32_768
@@ -242,3 +249,48 @@ def lowered(model: Any, dtype: torch.dtype) -> Any:
 def _small(shape: Architecture) -> Architecture:
     layers = 2 if shape.layers > 3 else 1
     return replace(shape, hidden_size=32, intermediate_size=64, heads=2, kv_heads=2, layers=layers)
+
+
+def trained_pair(
+    place: Workplace, folder: Path, seconds: float
+) -> tuple[Pair, list[Prompt], dict[str, Any]]:
+    """Return the pair in `folder`, or one trained now for `seconds` and kept there.
+
+    With it come the held-out prompts and the record of its training.
+    """
+    transformers.utils.logging.disable_progress_bar()  # it would run through our lines
+    if (folder / "about.json").is_file():
+        place.say("the pair was trained before the stage was stopped")
+        return _read(place, folder)
+    pair, prompts, record = train_pair(place, seconds)
+    _write(folder, pair, prompts, record)
+    return pair, prompts, record
+
+
+def _write(folder: Path, pair: Pair, prompts: Sequence[Prompt], record: dict[str, Any]) -> None:
+    part = folder.with_suffix(".part")
+    shutil.rmtree(part, ignore_errors=True)
+    for name, model in (("target", pair.target), ("draft", pair.draft)):
+        model.save_pretrained(part / name)
+    pair.tokenizer.save_pretrained(part / "tokenizer")
+    about = {"meta": pair.meta, "prompts": [asdict(p) for p in prompts], "record": record}
+    (part / "about.json").write_text(json.dumps(about))
+    os.replace(part, folder)
+
+
+def _read(place: Workplace, folder: Path) -> tuple[Pair, list[Prompt], dict[str, Any]]:
+    about = read_object(folder / "about.json")
+    factory: Any = transformers.AutoModelForCausalLM
+    target, draft = (
+        factory.from_pretrained(
+            folder / name, dtype=place.dtype, attn_implementation="sdpa", trust_remote_code=False
+        )
+        .to(place.device)
+        .eval()
+        for name in ("target", "draft")
+    )
+    tokenizer = transformers.AutoTokenizer.from_pretrained(
+        folder / "tokenizer", trust_remote_code=False
+    )
+    prompts = [Prompt(**prompt) for prompt in about["prompts"]]
+    return Pair(target, draft, tokenizer, about["meta"]), prompts, about["record"]
