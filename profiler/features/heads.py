@@ -70,9 +70,7 @@ class ExitHeads(nn.Module):
     def states(self, at: int, hidden: Tensor) -> Tensor:
         """Input of the output projection from exit `at`: (tokens, width) -> (tokens, width)."""
         raw: Tensor = self.blocks[at](hidden.float())
-        scaled = raw * torch.rsqrt(raw.pow(2).mean(-1, keepdim=True) + 1e-6)
-        out: Tensor = scaled * self.norms[at]
-        return out
+        return _norm(raw, self.norms[at])
 
     def start_from(self, norm: Tensor) -> ExitHeads:
         """Set every norm to the target's final one, (width,)."""
@@ -161,7 +159,7 @@ class Adapter(nn.Module):
         query, key, value = (
             part(seen).view(shape).transpose(-3, -2) for part in (self.query, self.key, self.value)
         )
-        return _rotated(query, cos, sin), _rotated(key, cos, sin), value
+        return rotated(query, cos, sin), rotated(key, cos, sin), value
 
     def attended(
         self, hidden: Tensor, query: Tensor, keys: Tensor, values: Tensor, mask: Tensor
@@ -313,6 +311,7 @@ def _norm(states: Tensor, weight: Tensor) -> Tensor:
     return states * torch.rsqrt(states.pow(2).mean(-1, keepdim=True) + 1e-6) * weight
 
 
-def _rotated(states: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+def rotated(states: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Apply rotary embedding to states (..., head_dim); cos and sin broadcast to them."""
     first, second = states.chunk(2, -1)
     return states * cos + torch.cat([-second, first], -1) * sin

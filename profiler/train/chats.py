@@ -20,6 +20,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from profiler.features.heads import rotated
 from traces.errors import DraftsimError
 
 OPENINGS = (
@@ -54,12 +55,6 @@ PROMPT, USER, ANSWER = 0, 1, 2  # what the token after a position is
 
 def _norm(hidden: Tensor, weight: Tensor, eps: float) -> Tensor:
     return F.rms_norm(hidden, (hidden.shape[-1],), weight, eps)
-
-
-def _turn(states: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotary embedding; states (rows, heads, head_dim), cos and sin (rows, 1, head_dim)."""
-    first, second = states.chunk(2, -1)
-    return states * cos + torch.cat((-second, first), -1) * sin
 
 
 class RowWriter:
@@ -138,10 +133,10 @@ class RowWriter:
                 [heads, self.kv_heads, self.kv_heads], 1
             )
             keys, values = self.keys[index], self.values[index]
-            keys[self.row_index, :, :, at] = _turn(key, cos, sin)
+            keys[self.row_index, :, :, at] = rotated(key, cos, sin)
             values[self.row_index, :, at] = value
             # The query heads of a group read one key head: they are laid out as positions.
-            query = _turn(query, cos, sin).view(self.rows, self.kv_heads, self.group, -1)
+            query = rotated(query, cos, sin).view(self.rows, self.kv_heads, self.group, -1)
             scores = query @ keys[..., :used] * self.head_dim**-0.5  # (rows, kv heads, group, used)
             weights = scores.masked_fill(hidden_from, -torch.inf).softmax(-1)
             attended = weights @ values[:, :, :used]
