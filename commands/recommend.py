@@ -89,7 +89,7 @@ def recommend(
         if accepted:
             raise DraftsimError(WITHOUT_SPEEDS.format(k=len(accepted)))
         raise DraftsimError("nothing to go by: give --bench, and --metrics where runs say none")
-    found = read_benches(bench)
+    found = read_benches(bench, acceptance_told=bool(accepted))
     other = other_acceptance(acceptance, found.model)
     for line in found.notes:
         note(line)

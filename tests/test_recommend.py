@@ -304,3 +304,19 @@ def test_experts_of_the_target_can_be_told(tmp_path: Path, run: Run) -> None:
         ran = run("recommend", "--bench", folder, "--experts", text)
         assert ran.code == 2, ran.err
         assert "experts" in ran.err.splitlines()[-1]
+
+
+def test_notes_on_a_file_are_said_once_and_only_where_they_hold(tmp_path: Path) -> None:
+    """Counters tell the acceptance of a GuideLLM file, whose runs say none."""
+    means = {"request_concurrency": 1.0, "output_tokens_per_second": 90.0,
+             "prompt_token_count": 500, "output_token_count": 200}  # fmt: skip
+    one = {"metrics": {name: {"successful": {"mean": mean}} for name, mean in means.items()}}
+    for name in ("plain", "k3"):
+        (tmp_path / f"{name}.json").write_text(json.dumps({"benchmarks": [one, one]}))
+    told = [str(tmp_path)]
+    assert [note.rpartition(": ")[2] for note in read_benches(told).notes] == [
+        "it is estimated from the speeds",
+        f"says nothing of speculation and is taken as a run without it (K = 0); otherwise write "
+        f"{tmp_path}/plain.json@K",
+    ]
+    assert len(read_benches(told, acceptance_told=True).notes) == 1

@@ -23,6 +23,7 @@ from traces.store.text import json_lines, read_text
 
 MOST_BYTES = 256 * 2**20
 """A larger file is no summary of benchmarks."""
+ESTIMATED = "says no acceptance: it is estimated from the speeds"
 AT = re.compile(r"^(?P<path>.+)@(?P<k>\d{1,4})$")
 
 
@@ -46,8 +47,10 @@ class _Fields(NamedTuple):
     model: str | None = None
 
 
-def read_benches(files: Sequence[str]) -> Bench:
+def read_benches(files: Sequence[str], *, acceptance_told: bool = False) -> Bench:
     """Runs of benchmark files and folders of them; ``FILE@K`` names the draft length of a file.
+
+    If something else tells the acceptance (``acceptance_told``), no note says that runs do not.
 
     Raises
     ------
@@ -69,13 +72,13 @@ def read_benches(files: Sequence[str]) -> Bench:
         for one in inside:
             bench = _read(one, k)
             runs += bench.runs
-            notes += bench.notes
+            notes += [n for n in bench.notes if not (acceptance_told and n.endswith(ESTIMATED))]
             models += [bench.model] if bench.model else []
     if len(set(models)) > 1:
         raise DraftsimError(
             f"the benchmarks are of {' and '.join(sorted(set(models)))}: give one server's"
         )
-    return Bench(runs, models[0] if models else None, notes)
+    return Bench(runs, models[0] if models else None, list(dict.fromkeys(notes)))
 
 
 def _is_run(path: Path) -> bool:
@@ -100,11 +103,11 @@ def _read(path: Path, k: int | None) -> Bench:
         if length is None:
             length = 0
             notes.append(
-                f"{where}: says nothing of speculation and is taken as a run without it (K = 0); "
+                f"{path}: says nothing of speculation and is taken as a run without it (K = 0); "
                 f"otherwise write {path}@K"
             )
         if length and not fields.accepted and fields.emitted is None:
-            notes.append(f"{where}: says no acceptance: it is estimated from the speeds")
+            notes.append(f"{path}: {ESTIMATED}")
         if fields.concurrency is None or not fields.concurrency >= 0.5:
             raise DraftsimError(
                 f"{where}: says no concurrency: run the benchmark with a fixed one "
