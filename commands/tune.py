@@ -34,6 +34,7 @@ from commands.common.output import JsonOption, emit, note, placed_as
 from commands.common.printed import print_table
 from commands.common.progress import working
 from commands.engine.options import DefaultsOption
+from traces.digits import three_digits
 from traces.errors import DraftsimError
 from traces.store.recordings import DEFAULT_TRACE
 
@@ -353,8 +354,10 @@ def _gained(row: dict[str, Any]) -> str:
     gain, low, high = (row[name] for name in ("gain", "gain_lo", "gain_hi"))
     if gain is None or math.isnan(gain):
         return ""
-    span = "" if low is None or math.isnan(low) else f", {low:.3g} to {high:.3g}"
-    return f" ({gain:.3g}x{span})"
+    span = (
+        "" if low is None or math.isnan(low) else f", {three_digits(low)} to {three_digits(high)}"
+    )
+    return f" ({three_digits(gain)}x{span})"
 
 
 def _models(recording: Recording, latency: LatencyTable) -> tuple[str, NamedDrafter]:

@@ -142,7 +142,7 @@ def printed(command: str) -> str:
     # A remark's further lines are indented.
     remarks = re.split(r"\n(?!  )", err.getvalue())
     said = [text.rstrip() for text in remarks if not PROVENANCE.search(text)]
-    return "\n\n".join(filter(None, (out.getvalue().strip(), "\n".join(said).strip())))
+    return "\n\n".join(filter(None, (out.getvalue().strip("\n"), "\n".join(said).strip("\n"))))
 
 
 def questions() -> str:

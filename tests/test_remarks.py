@@ -44,6 +44,9 @@ def test_what_is_the_same_in_every_row_is_said_once(capsys: pytest.CaptureFixtur
     table, said = capsys.readouterr().out.split("the same in every row: ")
     assert said.strip() == "pair a + b; forced yes"
     assert "pair" not in table
+    # What is asked for stays.
+    print_table([{**row, "deploy": "on"} for row in rows])
+    assert capsys.readouterr().out.count(" on") == 2
     print_table(rows[:1])
     alone = capsys.readouterr().out
     assert "pair" in alone

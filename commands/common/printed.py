@@ -26,6 +26,8 @@ INDENT = 4
 
 BETTER, WORSE = "green", "red"
 """Colours of what is faster and slower than no speculation, beyond chance where that is known."""
+ANSWERS = ("best K", "k", "setting", "deploy", "speedup", "gain", "replicas", "says")
+"""Columns that answer the question: they stay in a table where every row has the same value."""
 RATIOS = ("speedup", "gain", "decode_gain", "default_gain", "served_gain")
 """Columns whose figures are ratios to no speculation."""
 
@@ -114,7 +116,7 @@ def without_alike(
     """Return the columns that tell rows apart, and the text of those that are the same in all.
 
     A column without a value in any row is in neither.
-    A single row keeps all its columns, and so do rows that nothing tells apart.
+    A single row keeps all its columns, and so do rows that nothing tells apart.  `ANSWERS` stay.
 
     >>> without_alike([{"K": 1, "pair": "a"}, {"K": 3, "pair": "a"}], ["K", "pair"])
     (['K'], {'pair': 'a'})
@@ -125,8 +127,9 @@ def without_alike(
     }  # fmt: skip
     if len(rows) == 1 or len(alike) == len(names):
         return list(names), {}
-    said = {str(name): text for name, text in alike.items() if text != "-"}
-    return [name for name in names if name not in alike], said
+    gone = {name: text for name, text in alike.items() if name not in ANSWERS}
+    said = {str(name): text for name, text in gone.items() if text != "-"}
+    return [name for name in names if name not in gone], said
 
 
 def _same(one: Any, other: Any) -> bool:
