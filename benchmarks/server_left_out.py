@@ -39,7 +39,7 @@ TERMS = {
 """Costs taken as zero, by what the model lacks then."""
 TABLES = Path(__file__).resolve().parents[2] / "shared" / "tables"
 GPT_OSS_120B = Target(experts=(128, 4))
-"""Of the thread 32628: 128 experts, of which a token chooses 4 (openai/gpt-oss-120b)."""
+"""Experts of the thread 32628, and how many a token chooses (openai/gpt-oss-120b)."""
 LLAMACPP = Target(vectors=True)
 Given = Callable[[ServerRun], bool]
 

@@ -40,6 +40,8 @@ SPEEDUP = (
     ("error", lambda r: f"{r['speedup_predicted'] / r['speedup'] - 1:+.1%}"),
 )
 STEPPED = (*MEASURED, *SPEEDUP)
+NOT_IN_GUIDE = ("load", "iterations", TEXTS)
+"""Columns that the table of a single load leaves out."""
 SERVED = (
     *MEASURED,
     *SPEEDUP,
@@ -53,6 +55,16 @@ SERVED = (
 def engine_checks(name: str) -> str:
     """Return what ``validate --engine`` measured and predicted, as kept with a recording."""
     return _table(name, "engine-*.json", STEPPED)
+
+
+def engine_load(name: str) -> str:
+    """Return the rows of one load of a recording's engine checks; `name` is RECORDING/LOAD."""
+    recording, _, load = name.partition("/")
+    rows = [row for row in checks(recording, "engine-*.json") if row["load"] == load]
+    if not rows:
+        raise KeyError(name)
+    shown = [column for column in (*MEASURED, *SPEEDUP[:2]) if column[0] not in NOT_IN_GUIDE]
+    return table([head for head, _ in shown], [[cell(row) for _, cell in shown] for row in rows])
 
 
 def server_checks(name: str) -> str:

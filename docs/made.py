@@ -18,7 +18,7 @@ from typing import Any
 import typer.main
 
 from commands import app, catalogue
-from docs.engine_tables import engine_checks, over_http, server_checks, stepped
+from docs.engine_tables import engine_checks, engine_load, over_http, server_checks, stepped
 from docs.llamacpp_tables import llamacpp_counts
 from docs.lossy_tables import lossy_rules
 from docs.operator_tables import held_against, paper_settings
@@ -248,7 +248,7 @@ def rooms(package: str) -> str:
     """The folders below a folder, a line each."""
     found = sorted((ROOT / package).glob("*/**/__init__.py"))
     rooms = [(code(f"{path.parent.relative_to(ROOT)}/"), first_line(path)) for path in found]
-    return table(("room", "what it is for"), rooms)
+    return table(("folder", "what it is for"), rooms)
 
 
 def readme(part: str) -> str:
@@ -305,8 +305,8 @@ def equivalents() -> str:
 MAKERS: Mapping[str, Callable[..., str]] = {
     "api": api, "bounds": bounds, "calls": calls, "catalogued": catalogued, "columns": columns,
     "commands": commands, "docstring": docstring, "engine_checks": engine_checks,
-    "equivalents": equivalents, "formulas": formulas, "held_against": held_against, "kinds": kinds,
-    "ladder": ladder,
+    "engine_load": engine_load, "equivalents": equivalents, "formulas": formulas,
+    "held_against": held_against, "kinds": kinds, "ladder": ladder,
     "llamacpp_counts": llamacpp_counts, "lossy_rules": lossy_rules, "methods": methods,
     "server_confirmed": server_confirmed, "server_left_out": server_left_out,
     "server_terms": server_terms,

@@ -22,11 +22,15 @@ SHOWN = {
     "serve": "serve --policy fixed:gamma=3 --policy gammatune --batch 1,8 --requests 100",
     "recommend": "recommend --bench server/results --draft SmolLM2-EAGLE3 --method eagle3",
     "tune": "tune --engine vllm --batch 1,4,8",
-    "formulas": "check",
+    "gpu": "simulate --trace qwen-coder-cpu --latency h100/llama-3.1-8b+llama-3.2-1b "
+    "--policy fixed:gamma=2 --policy fixed:gamma=4 --policy gammatune",
+    "devices": "list --devices",
+    "llamacpp": "tune --engine llamacpp --trace smollm2-cpu",
+    "doctor": "doctor 0.36,0.24,0.15,0.085 --against 0.72,0.475,0.295,0.17",
     "list": "list",
 }
 """Commands whose output pages show, by the name that a page asks for."""
-LINES = {"formulas": 12}
+LINES = {"devices": 16}
 """Lines of an output that a page shows, where it does not show all."""
 
 

@@ -77,8 +77,8 @@ QUESTIONS = {
         "--policy confidence-scheduled",
         "The acceptance is EAGLE-3's of vLLM's pull request 32628, by position. One pass drafts "
         "every token (P-EAGLE, DFlash, DSpark, PARD), so a longer draft costs verification alone, "
-        "and policies that cut what is verified pay. `--source parallel:model=DIR` is a recorded "
-        "one; `draftsim calibrate --passes 1` fits such a server.",
+        "and policies that verify fewer tokens are faster. `--source parallel:model=DIR` is a "
+        "recorded one; `draftsim calibrate --passes 1` fits such a server.",
     ),
     "adaptive": Question(
         "Does adaptive verification help?",
@@ -97,7 +97,7 @@ QUESTIONS = {
         "How many replicas does it save?",
         f"draftsim capacity {CODER} --rate 24 --slo tpot=0.012 --policy fixed:gamma=2 "
         "--requests 200 --replications 2 --max-batch 16",
-        "The first line says which policy needs the fewest replicas at the rate and targets.",
+        "The first line says which policy needs the fewest replicas at the rate and SLO.",
     ),
     "trees": Question(
         "Is a tree better than a chain?",

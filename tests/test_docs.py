@@ -14,6 +14,7 @@ from commands import app
 from commands.common.drafted import load_recording
 from docs.engine_tables import checks, speedups, stepped_in_words
 from docs.lossy_tables import lossy_rules
+from docs.outputs import printed
 from tests.conftest import ROOT, Run
 from traces import find_latency, find_trace
 
@@ -56,7 +57,7 @@ def test_docstring_examples(path: Path) -> None:
 def test_readme_names_only_commands_that_exist() -> None:
     text = (ROOT / "README.md").read_text()
     known = set(typer.main.get_command(app.app).commands)  # type: ignore[attr-defined]
-    named = set(re.findall(r"^draftsim ([a-z]+)", text, re.M))
+    named = set(re.findall(r"^(?:\$ )?draftsim ([a-z]+)", text, re.M))
     named |= set(re.findall(r"`draftsim ([a-z]+)", text))
     assert {"simulate", "profile", "validate", "check"} <= named
     assert named <= known
@@ -73,6 +74,18 @@ def test_the_readmes_first_table_is_what_was_recorded() -> None:
     said = stepped_in_words(rows)
     median, worst = re.findall(r"Speedups err by ([\d.]+) % \(median; worst (\d+) %\)", said)[0]
     assert f"speedups err by {median} % (median; worst {worst} %) in vLLM" in _readme()
+
+
+def test_the_readme_shows_what_its_commands_print() -> None:
+    block = _part("README.md", "prints")
+    shown = re.findall(r"^\$ draftsim (.+?)   # .*\n((?:(?!\$|```).+\n)+)", block, re.M)
+    assert len(shown) == block.count("$ draftsim") >= 5
+    for command, lines in shown:
+        out = " ".join(printed(command).split())
+        # A line of a table by itself; a sentence wherever the terminal ends its lines.
+        tabular = lines.startswith("policy ")
+        for said in lines.splitlines() if tabular else [lines]:
+            assert " ".join(said.split()) in out, command
 
 
 def test_accuracy_is_what_was_recorded() -> None:

@@ -100,7 +100,7 @@ SECONDS = (
 
 @dataclass(frozen=True)
 class Target:
-    """What is known of the target's passes before any run.
+    """Knowledge of the target's passes before any run.
 
     Parameters
     ----------

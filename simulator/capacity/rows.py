@@ -25,19 +25,19 @@ def plan_rows(
     compared: tuple[Sequence[float], Mapping[str, Sequence[float]]],
     curves: Mapping[str, Sequence[tuple[int, float]]],
 ) -> list[dict[str, Any]]:
-    """Return a row per policy.
+    """Return a row per policy; latencies and throughput are those at ``replicas``.
 
-    ``replicas`` is the fewest that keep the targets; None if no number can (a request alone is too
-    slow) or none that was tried does.  ``replicas_lo`` and ``replicas_hi`` are the fewest at which
-    the upper and the lower end of the 95 % interval of ``within_targets`` over replications reaches
-    the share asked for.  ``within_alone`` is that share if every request is alone.  ``rate_limit``
-    is the largest load at which that many replicas keep the targets, at least the ``rate`` asked
-    for; infinite if no rate was too much.  ``rate_per_replica`` is that load per replica.
-    ``saved`` is how many replicas fewer than plain decoding needs.  ``stops_saving`` is the rate
-    per replica above which plain decoding keeps the targets for more requests: infinite if it does
-    at no rate tried, NaN if it does from the lowest.  ``too_short`` says why the horizon does not
-    allow a judgement.  ``curve`` are pairs of replicas and the rate up to which they keep the
-    targets.  Latencies, throughput and what follows from them are at ``replicas``.
+    * ``replicas``: fewest that meet the SLO.  None if no number that was tried does, or if a
+      request alone is too slow.
+    * ``replicas_lo``, ``replicas_hi``: its 95 % interval over replications.
+    * ``within_alone``: share of requests within the SLO if every request is alone.
+    * ``rate_limit``: largest load at which ``replicas`` meet the SLO; infinite if no rate was too
+      much.  ``rate_per_replica`` is that load per replica.
+    * ``saved``: replicas fewer than without speculation.
+    * ``stops_saving``: load per replica above which no speculation meets the SLO for more requests;
+      infinite if at no rate tried, NaN if already at the lowest.
+    * ``too_short``: why the simulated requests are too few to judge.
+    * ``curve``: pairs of replicas and the largest rate at which they meet the SLO.
     """
     plain = next((n for n, p in bench.policies.items() if isinstance(p, Autoregressive)), None)
     rows = []

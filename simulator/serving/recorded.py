@@ -135,7 +135,7 @@ def _read_bench(path: Path) -> Requests:
         columns = [np.array([row[name] for row in rows], dtype=float) for name in BENCHED]
     except (TypeError, ValueError, KeyError) as error:
         raise FileError(
-            f"arrivals file {path} is none of LLMServingSim's bench ({error}): expected "
+            f"arrivals file {path} is not of LLMServingSim's bench ({error}): expected "
             f"{', '.join(BENCHED)} in each line"
         ) from None
     prompt, output, queued, first, last = (

@@ -90,18 +90,20 @@ class Run:
         return tokens / span if span > 0 else float("nan")
 
     def row(self) -> dict[str, Any]:
-        """The run in one record; latencies as mean, p50, p95 and p99.
+        """Return the run as one record; latencies as mean, p50, p95 and p99.
 
-        Of a fleet, throughput, goodput, counts and what requests met are the whole fleet's;
-        ``mean_batch``, ``utilisation``, ``mean_kv_blocks`` and ``over_time`` are of a replica in
-        the mean, and ``imbalance`` is the most tokens that one of them emitted over that mean.
-        ``overloaded``: when the last request arrived, more than a tenth of all requests,
-        and as many besides as ever ran at a time, were still without their first token.
-        ``length_changes`` is the share of iterations that drafted another length than the one
-        before, under a policy with one length for all.  ``coverage`` has an entry per model,
-        phase and origin of the latencies that were read
-        (`simulator.serving.cost.reader.Coverage`); ``over_time`` the mean batch and blocks in use
-        over equal intervals, which begin at ``time_s``.
+        * ``overloaded``: when the last request arrived, the requests without a first token exceeded
+          the largest batch by more than a tenth of all requests.
+        * ``length_changes``: share of steps whose draft length differs from that of the step
+          before, under a policy with one length for all requests.
+        * ``coverage``: how the latencies of each model and phase were found
+          (`simulator.serving.cost.reader.Coverage`).
+        * ``over_time``: mean batch and KV blocks in use over equal intervals, which begin at
+          ``time_s``.
+
+        In a fleet, throughput, goodput and counts are the whole fleet's.  ``mean_batch``,
+        ``utilisation``, ``mean_kv_blocks`` and ``over_time`` are means per replica.  ``imbalance``
+        is the largest number of tokens that a replica emitted, over their mean.
         """
         r, every, kept = self.recorder, self.columns(), self.columns(measured=True)
         within = self.within(kept)
