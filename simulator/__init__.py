@@ -4,8 +4,7 @@ Figures live in `simulator.plots`, closed forms in `simulator.formulas`.
 """
 
 from simulator.check import Check, run_checks
-from simulator.passes import PassCount
-from simulator.pricing import Priced, autoregressive, price
+from simulator.pricing import PassCount, Priced, autoregressive, price
 from simulator.ratios import RatioCurve, draft_histogram, price_ratios
 from simulator.robustness import INITIAL_GAMMAS, robustness, speedup_by_gamma
 from simulator.summary import (

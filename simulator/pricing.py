@@ -13,7 +13,7 @@ Plain decoding is the case ``drafted = 0`` of the same sum, so a speedup compare
 with like.  A table of an engine that always drafts (`traces.replay.always`) charges its passes in
 every other round.  Decode time counts the rounds; prefill is kept apart.
 
-A round of another source costs its calls (`simulator.calls`) in place of the draft passes,
+A round of another source costs its calls in place of the draft passes,
 and of the target's pass where they include the verification.  Rounds of a drafter on the
 target's features are those of a draft model, whose passes are the drafter's.
 """
@@ -22,29 +22,55 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 import pandas as pd
 
 from policies.rules.registry import RULES
-from simulator.calls import call_seconds, verify_phase
 from simulator.host import HOSTS, host_seconds, scalar_seconds
-from simulator.passes import (
-    NO_PASSES,
-    PassCount,
-    draft_seconds,
-    pass_seconds,
-    prefill_seconds,
-)
 from traces.errors import DraftsimError
-from traces.latency.table import LatencyTable
+from traces.latency.settling import settling_s
+from traces.latency.table import EXTRAPOLATED, INTERPOLATED, Estimate, LatencyTable
 from traces.replay.always import always_drafted, passes_always
-from traces.replay.calls import ONE_PASS, distinct
+from traces.replay.calls import (
+    ADAPTER,
+    CALL_KINDS,
+    DRAFTER,
+    DRAFTER_TREE,
+    LAYER,
+    ONE_PASS,
+    distinct,
+)
 from traces.replay.rounds import ROUND_DTYPE, RoundLog
 
 Floats = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.int64]
+
+FALLBACKS = {
+    ("exit", "head"): ("target", "head"),
+    ("exit", "layer"): ("target", "layer"),
+    ("target", "pass"): ("target", "forward"),
+    ("target", "tree"): ("target", "pass"),
+}
+"""Where a part was not measured by itself, the nearest that was."""
+
+
+class PassCount(NamedTuple):
+    """Model passes priced, and how many of them lay between or outside measured cells."""
+
+    passes: int
+    interpolated: int
+    extrapolated: int
+
+    def __add__(self, other: object) -> PassCount:
+        if not isinstance(other, PassCount):
+            return NotImplemented
+        return PassCount(*(a + b for a, b in zip(self, other, strict=True)))
+
+
+NO_PASSES = PassCount(0, 0, 0)
 
 
 @dataclass(frozen=True, eq=False)
@@ -277,3 +303,141 @@ def _judging(latency: LatencyTable, phase: str, batch: int, drafted: Ints) -> Fl
     cells = latency.cells[latency.cells["phase"] == phase]
     nearest = int(np.clip(batch, cells["batch"].min(), cells["batch"].max()))
     return latency.seconds("target", phase, batch=nearest, new_tokens=lengths)[inverse]
+
+
+def call_seconds(
+    log: RoundLog, latency: LatencyTable, *, batch: int = 1, verify: bool
+) -> tuple[Floats, PassCount]:
+    """Seconds of each round's drafting or verification calls, shape (rounds,).
+
+    Also returns the calls, counted as passes.  A layer call is read at its width and the
+    round's context.
+
+    Raises
+    ------
+    DraftsimError
+        If the table lacks the cells of a call; its message names them.
+    """
+    assert log.calls is not None
+    calls: npt.NDArray[Any] = log.calls
+    kinds = np.where(calls["verify"] == verify, calls["kind"], -1)
+    context = np.maximum(log.context - 1, 0)
+    rounds, seconds = [np.zeros(0, np.int64)], [np.zeros(0)]
+    passes = NO_PASSES
+    for kind in np.flatnonzero(np.bincount(kinds[kinds >= 0])).tolist():
+        mine = np.flatnonzero(kinds == kind)
+        at_round, width, count = (
+            calls[name][mine].astype(np.int64) for name in ("round", "new_tokens", "count")
+        )
+        model, phase = CALL_KINDS[kind]
+        if kind in (DRAFTER, DRAFTER_TREE, ONE_PASS):
+            model = latency.drafter(log.drafter)
+        if kind == ONE_PASS:
+            phase = latency.first_draft_phase(model)
+        model, phase = _cells(latency, model, phase)
+        at = context[at_round]
+        attends = kind in (DRAFTER, DRAFTER_TREE, ONE_PASS) or phase == "layer"
+        attends |= model == "target" and phase != "head"
+        if not attends:
+            # Nothing else attends to the context: it is read where it was measured.
+            at = np.clip(at, *latency.grid(model, phase).contexts).astype(np.int64)
+        read = read_each(latency, model, batch, width, at, phase)
+        rounds.append(at_round)
+        seconds.append(count * read.seconds)
+        outside = (int(count[read.origin == o].sum()) for o in (INTERPOLATED, EXTRAPOLATED))
+        passes += PassCount(int(count.sum()), *outside)
+    # In the order of the calls, whose sums depend on it.
+    total = np.bincount(np.concatenate(rounds), np.concatenate(seconds), len(log))
+    return total.astype(np.float64, copy=False), passes
+
+
+def verify_phase(log: RoundLog, latency: LatencyTable) -> str:
+    """The phase of the target's cells that the rounds' verifications cost.
+
+    A pass takes longer after passes that left other weights in the processor's caches: heads and
+    lookups leave few.
+    """
+    if log.calls is None or not latency.has("target", "pass"):
+        return "forward"
+    return "forward" if np.isin(log.calls["kind"], (LAYER, ADAPTER)).any() else "pass"
+
+
+def _cells(latency: LatencyTable, model: str, phase: str) -> tuple[str, str]:
+    key: tuple[str, str] | None
+    key = ("exit", "layer") if (model, phase) == ("target", "layer") else (model, phase)
+    if latency.is_constant and phase == "tree":  # a pass costs what a pass costs
+        key = model, "forward"
+    while key is not None:
+        if latency.has(*key):
+            return key
+        key = FALLBACKS.get(key)
+    raise DraftsimError(
+        f"latency table has no {phase!r} cells of {model!r}, which these rounds ran: profile the "
+        "target with its sources"
+    )
+
+
+def draft_seconds(
+    latency: LatencyTable, model: str, batch: int, forwards: Ints, catch_up: Ints, context: Ints
+) -> tuple[Floats, PassCount]:
+    """Seconds of each round's passes of `model`, (rounds,); ``catch_up`` 0 was paid before."""
+    seconds = np.zeros(len(forwards))
+    ran = np.flatnonzero((forwards > 0) & (catch_up > 0))
+    before = np.maximum(context[ran] - catch_up[ran], 0)
+    phase = latency.first_draft_phase(model)
+    seconds[ran], first = pass_seconds(latency, model, batch, catch_up[ran], before, phase)
+    ran = np.flatnonzero(forwards > 1)
+    start, count = context[ran], forwards[ran] - 1
+    if not len(ran):
+        return seconds, first
+    # Passes after the first run over consecutive contexts: a running sum prices any span.
+    low, high = int(start.min()), int((start + count).max())
+    span = latency.estimate(model, "forward", batch=batch, context=np.arange(low, high))
+    begin, end = start - low, start + count - low
+    seconds[ran] += _spans(span.seconds, begin, end) + settling_s(latency, model, batch, count)
+    rest = PassCount(
+        int(count.sum()),
+        *(int(_spans(span.origin == o, begin, end).sum()) for o in (INTERPOLATED, EXTRAPOLATED)),
+    )
+    return seconds, first + rest
+
+
+def _spans(values: npt.NDArray[np.generic], begin: Ints, end: Ints) -> Floats:
+    running = np.concatenate([[0.0], np.cumsum(values, dtype=np.float64)])
+    return np.asarray(running[end] - running[begin])
+
+
+def pass_seconds(
+    latency: LatencyTable, model: str, batch: int, width: Ints, context: Ints,
+    phase: str = "forward",
+) -> tuple[Floats, PassCount]:  # fmt: skip
+    """Seconds of one pass per element."""
+    if not len(width):
+        return np.zeros(0), NO_PASSES
+    read = read_each(latency, model, batch, width, context, phase)
+    return read.seconds, _count(read.origin)
+
+
+def read_each(
+    latency: LatencyTable, model: str, batch: int, width: Ints, context: Ints, phase: str
+) -> Estimate:  # fmt: skip
+    """The pass of each element, of which there is one; equal (width, context) are read once."""
+    scale = int(context.max()) + 1
+    keys, inverse = distinct(width * scale + context)
+    read = latency.estimate(
+        model, phase, batch=batch, new_tokens=keys // scale, context=keys % scale
+    )
+    return Estimate(read.seconds[inverse], read.origin[inverse])
+
+
+def prefill_seconds(
+    latency: LatencyTable, model: str, batch: int, tokens: Ints
+) -> tuple[Floats, PassCount]:
+    """Return the seconds of reading prompts of `tokens` tokens in one pass each."""
+    read = latency.estimate(model, "prefill", batch=batch, new_tokens=tokens)
+    return read.seconds, _count(read.origin)
+
+
+def _count(origin: npt.NDArray[np.int8]) -> PassCount:
+    inside, outside = int((origin == INTERPOLATED).sum()), int((origin == EXTRAPOLATED).sum())
+    return PassCount(len(origin), inside, outside)

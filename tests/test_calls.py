@@ -7,8 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from simulator.calls import call_seconds, verify_phase
-from simulator.pricing import price
+from simulator.pricing import call_seconds, price, verify_phase
 from tests.test_pricing import CELLS, LOOKUP, random_log, table
 from traces.errors import DraftsimError
 from traces.latency.table import LatencyTable

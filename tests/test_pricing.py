@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from policies.core import Round
 from policies.lengths.basic import Autoregressive, Fixed
 from simulator import autoregressive, draft_histogram, price, price_ratios
-from simulator.calls import call_seconds
+from simulator.pricing import call_seconds
 from traces.acceptance.synthetic import synthetic_trace
 from traces.acceptance.trace import Request
 from traces.errors import DraftsimError

@@ -12,8 +12,7 @@ import pytest
 from policies.core import DraftPolicy
 from policies.lengths.basic import Fixed
 from policies.lengths.huggingface import Confidence
-from simulator.calls import verify_phase
-from simulator.pricing import price
+from simulator.pricing import price, verify_phase
 from tests.outputs import decoded, trace_of
 from traces.errors import DraftsimError, TailError
 from traces.latency.schema import CELL_COLUMNS

@@ -13,7 +13,7 @@ from typing import NamedTuple
 SCOPE = (
     "policies/*.py", "policies/*/*.py",
     "traces/acceptance/*.py", "traces/replay/*.py", "traces/sources/*.py", "traces/sources/*/*.py",
-    "simulator/pricing.py", "simulator/calls.py", "simulator/passes.py", "simulator/host.py",
+    "simulator/pricing.py", "simulator/host.py",
     "simulator/serving/scheduler.py", "simulator/serving/engine.py",
     "simulator/serving/sequence.py",
     "simulator/serving/kv.py", "simulator/serving/cost/*.py",

@@ -19,8 +19,7 @@ from policies.rules.base import VerifyRule
 from simulator.serving.arrivals import Job
 from simulator.serving.compiled import arrays
 from simulator.serving.cost.host import HostCost
-from simulator.serving.cost.iteration import IterationCost
-from simulator.serving.cost.mixed import COMPOSED
+from simulator.serving.cost.iteration import COMPOSED, IterationCost
 from simulator.serving.cost.reader import ORIGINS, Coverage, Span
 from simulator.serving.fleet.routers import Idle
 from simulator.serving.outcome.metrics import Recorder

@@ -8,23 +8,24 @@ so at equal totals its cost is that of B sequences of the mean width and context
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Literal, NamedTuple
 
 from policies.core import Round
 from simulator.host import HOSTS
-from simulator.serving.cost.drafts import DraftCost
 from simulator.serving.cost.host import HostCost
-from simulator.serving.cost.mixed import MixedPasses
-from simulator.serving.cost.prompts import NO_PROMPTS, PromptCost, Prompts
-from simulator.serving.cost.reader import Coverage, PassReader
+from simulator.serving.cost.reader import Coverage, PassReader, Span
 from simulator.serving.cost.work import Chunk, Work, drafting_always, work_of
 from simulator.serving.sequence import Slot
 from traces.errors import DraftsimError
+from traces.latency.settling import settling_sums
 from traces.latency.table import LatencyTable
 from traces.replay.always import passes_always
 
 MODELS = ("target", "draft")
+COMPOSED = "composed"
+"""Origin of passes put together from a decoding one and the prompts' own."""
 
 
 class Seconds(NamedTuple):
@@ -39,6 +40,258 @@ class Seconds(NamedTuple):
         """Seconds of the iteration."""
         draft_s, target_s, host_s = self
         return draft_s + target_s + host_s
+
+
+class Prompts(NamedTuple):
+    """The time of one iteration's prompt chunks by themselves, and the chunks."""
+
+    draft_s: float
+    target_s: float
+    tokens: int
+    """Zero where the target's prompts have no price."""
+    cached: int
+    """Tokens of the same prompts that were processed before."""
+
+
+NO_PROMPTS = Prompts(0.0, 0.0, 0, 0)
+
+
+class PromptCost:
+    """Prices prompt chunks of `models`.
+
+    Prompts processed whole are read from the prefill cells: each at its own length, for attention
+    grows with the square, and several together as much less than one by one as prompts alike of
+    their mean length are.  Chunks are read from the forward cells at their mean width and context.
+    A model without prefill cells reads prompts at no cost.
+    """
+
+    def __init__(self, latency: LatencyTable, models: Sequence[str]) -> None:
+        self.models = models
+        self._prefill = {
+            m: PassReader(latency, m, "prefill") for m in models if latency.has(m, "prefill")
+        }
+        # The longest prompts of which several were measured in one pass.
+        self._longest = {m: latency.grid(m, "prefill").widest_together for m in self._prefill}
+
+    def prices(self, model: str) -> bool:
+        """Return True if prompts of `model` cost anything."""
+        return model in self._prefill
+
+    @property
+    def readers(self) -> list[PassReader]:
+        """Return the readers in use."""
+        return list(self._prefill.values())
+
+    @property
+    def unpriced(self) -> list[str]:
+        """Return what is read at no cost because the table lacks its cells."""
+        return [f"{m} prefill" for m in self.models if m not in self._prefill]
+
+    def seconds(self, model: str, forward: PassReader | None, chunks: Sequence[Chunk]) -> float:
+        """Seconds of one pass of `model` over `chunks`; ``forward`` reads its passes."""
+        prefill = self._prefill.get(model)
+        if prefill is None or forward is None or not chunks:
+            return 0.0
+        if len(chunks) == 1:  # as mostly, and then it is worth while to be quick
+            [(slot, tokens)] = chunks
+            if not slot.prefilled and slot.prefill_left == tokens:
+                return prefill(1, float(tokens), 0.0)
+        lengths = [c.tokens for c in chunks]
+        cached = sum([c.slot.prefilled for c in chunks])
+        if not cached and all(c.slot.prefill_left == c.tokens for c in chunks):
+            return self._whole(prefill, lengths, self._longest[model])
+        return forward(len(chunks), sum(lengths) / len(chunks), cached / len(chunks))
+
+    @staticmethod
+    def _whole(prefill: PassReader, lengths: Sequence[int], longest: float) -> float:
+        count, mean = len(lengths), sum(lengths) / len(lengths)
+        # Beyond the longest that were measured together, prompts share as much as those.
+        alike = min(mean, longest)
+        together_s = prefill(count, alike, 0.0)
+        if all(length == alike for length in lengths):
+            return together_s
+        if not together_s:  # a drafter without a model of its own
+            return 0.0
+        alone_s = sum([prefill(1, length, 0.0) for length in lengths])
+        return together_s * alone_s / (count * prefill(1, alike, 0.0))
+
+
+class DraftCost:
+    """Prices the draft passes of an engine's iterations.
+
+    Parameters
+    ----------
+    latency:
+        The table.
+    speculates:
+        Whether the draft model runs at all.
+    always:
+        Draft passes that the engine runs in every iteration (`traces.replay.always`).
+    draft_batch, passes:
+        As in `IterationCost`.
+
+    Attributes
+    ----------
+    later, first, along:
+        Readers of a draft's later passes, of its first, and of what a drafter takes that an
+        engine runs along in every iteration; None where there is no such.
+    """
+
+    def __init__(
+        self,
+        latency: LatencyTable,
+        speculates: bool,
+        always: int,
+        draft_batch: Literal["padded", "active"],
+        passes: Literal["ragged", "padded"],
+    ) -> None:
+        self._latency = latency
+        self._always = always
+        self._draft_batch = draft_batch
+        self._passes = passes
+        self.later = PassReader(latency, "draft") if speculates else None
+        phase = latency.first_draft_phase("draft")
+        own_first = speculates and phase != "forward"
+        self.first = PassReader(latency, "draft", phase) if own_first else self.later
+        runs_along = speculates and latency.has("draft", "along")
+        self.along = PassReader(latency, "draft", "along") if runs_along else None
+        self._settled: dict[int, list[float]] = {}
+
+    @property
+    def readers(self) -> list[PassReader]:
+        """Return the readers in use, each once."""
+        return list(dict.fromkeys(r for r in (self.later, self.first, self.along) if r))
+
+    def running(self) -> tuple[PassReader, PassReader]:
+        """The readers of a draft's later passes and of its first."""
+        if self.later is None or self.first is None:
+            raise DraftsimError("the policy drafted, but the engine was told it never would")
+        return self.later, self.first
+
+    def idle(self, work: Work) -> bool:
+        """Return True if a drafter that always runs is asked for nothing.
+
+        `policies.batch.base.KeptInStep` counts that pass as the draft's own.
+        """
+        return self.along is not None and not work.drafted and self._always < 2
+
+    def _idle_s(self, work: Work, batch: int) -> float:
+        """Seconds of an iteration without drafts."""
+        if self.along is None or not self.idle(work):
+            return 0.0
+        return self.along(batch, 1.0, work.context / batch - 1.0)
+
+    def of_work(self, work: Work, batch: int) -> float:
+        """Seconds of the draft passes of an iteration over `batch` sequences, at their means."""
+        if not work.longest or self.idle(work):
+            return self._idle_s(work, batch)
+        read, read_first = self.running()
+        longest, mean = work.longest, work.draft_context / work.drafting
+        width, cached = self._first_sizes(work, batch)
+        first_s = read_first(batch, width, cached)
+        settled = self.settling(batch)
+        settling_s = settled[min(longest, len(settled)) - 1]
+        return first_s + settling_s + read.run(batch, mean, longest - 1)
+
+    def by_sequence(self, work: Work, slots: Sequence[Slot], rounds: Sequence[Round]) -> float:
+        """Seconds where it matters which sequence drafts how long: one round per slot."""
+        if not work.longest or self.idle(work):
+            return self._idle_s(work, len(rounds))
+        read, read_first = self.running()
+        longest, drafting = work.longest, work.drafting
+        if self._passes == "padded":
+            return self._rectangles(slots, rounds, longest)
+        batch = drafting if self.along is None else len(rounds)
+        seconds = read_first(batch, *self._first_sizes(work, batch))
+        settled = self.settling(drafting)
+        seconds += settled[min(longest, len(settled)) - 1]
+        for step in range(1, longest):
+            still = [
+                s.context for s, r in zip(slots, rounds, strict=True) if r.draft_forwards > step
+            ]
+            seconds += read(len(still), 1.0, sum(still) / len(still) + step - 1)
+        return seconds
+
+    def settling(self, batch: int) -> list[float]:
+        """Return the extra time of the first 0, 1, ... draft passes after a round's first."""
+        settled = self._settled.get(batch)
+        if settled is None:
+            settled = self._settled[batch] = settling_sums(self._latency, "draft", batch).tolist()
+        return settled
+
+    def _first_sizes(self, work: Work, batch: int) -> tuple[float, float]:
+        """Tokens a sequence of a draft's first pass, and those cached before; both at their means.
+
+        A drafter that runs along goes over all that the iteration verifies, of every sequence.
+        """
+        if self.along is not None:
+            return work.drafted / batch + 1.0, work.context / batch - 1.0
+        width, mean = work.catch_up / work.drafting, work.draft_context / work.drafting
+        return width, mean - width if mean > width else 0.0
+
+    def _rectangles(self, slots: Sequence[Slot], rounds: Sequence[Round], longest: int) -> float:
+        read, read_first = self.running()
+        sizes = [
+            (r.draft_forwards, r.catch_up, slot.context)
+            for slot, r in zip(slots, rounds, strict=True) if r.draft_forwards
+        ]  # fmt: skip
+        width = max(catch_up for _, catch_up, _ in sizes)
+        settled = self.settling(len(rounds))
+        seconds = settled[min(longest, len(settled)) - 1]
+        for step in range(longest):
+            active = [context for forwards, _, context in sizes if forwards > step]
+            batch = len(active) if self._draft_batch == "active" else len(rounds)
+            # What a pass sees when it ends: every known token and the drafts so far.
+            pass_s = read if step else read_first
+            seconds += pass_s(batch, width, max(max(active) + step - width, 0))
+            width = 1
+        return seconds
+
+
+class MixedPasses:
+    """Prices what prompts make of a target pass that decodes.
+
+    Such a pass is not one of mean width: the sequences' attention costs what it costs alone, and
+    all tokens go through the layers together.  Where an engine was measured, what prompts add has
+    cells of its own (phase ``mixed``), of one prompt with those that decode.  Elsewhere, and for
+    more prompt tokens than such cells have, the two passes are added less one launch, for the
+    weights are read, and the kernels launched, once: what prompts take by themselves was measured
+    further, and of several at a time.
+    """
+
+    def __init__(self, latency: LatencyTable) -> None:
+        own = latency.has("target", "mixed")
+        self._added = PassReader(latency, "target", "mixed") if own else None
+        self._most = latency.grid("target", "mixed").widest if own else 0.0
+        self._launch_s = latency.grid("target", "forward").quickest_s
+        nothing = Span(math.inf, -math.inf)
+        self._composed = Coverage("target", "mixed", COMPOSED, 0, nothing, nothing, nothing)
+
+    @property
+    def coverage(self) -> list[Coverage]:
+        """The coverage of the cells that were read, and of the passes put together without any."""
+        read = self._added.coverage if self._added is not None else []
+        return [*read, self._composed] if self._composed.passes else read
+
+    def seconds(
+        self, decode_s: float, decoded: float, prompt_s: float, tokens: int, cached: int
+    ) -> float:
+        """Seconds of a pass over `decoded` tokens and prompts of `tokens`, `cached` before.
+
+        By themselves they take `decode_s` and `prompt_s`; together never less than either.
+        """
+        if self._added is not None and not cached and tokens <= self._most:
+            return decode_s + self._added(decoded, tokens, 0.0)
+        old = self._composed
+        self._composed = old._replace(
+            passes=old.passes + 1, batch=_wider(old.batch, decoded),
+            new_tokens=_wider(old.new_tokens, tokens), context=_wider(old.context, cached),
+        )  # fmt: skip
+        return max(decode_s, prompt_s, decode_s + prompt_s - self._launch_s)
+
+
+def _wider(span: Span, value: float) -> Span:
+    return Span(min(span.low, value), max(span.high, value))
 
 
 class IterationCost:
