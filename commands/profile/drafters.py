@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from commands.common.output import note
 from commands.common.progress import progress_bar
 from commands.profile.said import say_recording
-from commands.profile.source_modules import digest
+from commands.profile.source_modules import digest, timed_layers, with_sources
 from traces.errors import DraftsimError
 
 if TYPE_CHECKING:
@@ -163,7 +163,6 @@ def measure_drafters(
 
     Those that are there are kept, but of the names in `again`.
     """
-    from commands.profile.source_runs import timed_layers, with_sources
     from profiler.sources.feature_latency import measure_drafters as measured
     from traces.store.files import read_latency, read_trace, write_latency
 

@@ -1,9 +1,9 @@
-"""The trained modules of a target: the run's own, the bundled target's, or trained now."""
+"""The trained modules of a target (the run's own, the bundled target's, or trained now), timed."""
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -11,10 +11,15 @@ from commands.common.output import note
 from commands.common.progress import progress_bar
 
 if TYPE_CHECKING:
+    import pandas as pd
+
     from profiler.models.loading import Pair
+    from profiler.models.stack import LayerRunner
     from profiler.recording.run import RunInfo
     from profiler.sources.modules import Modules
+    from profiler.sources.tree_latency import GrownTrees
     from traces.acceptance.trace import Trace
+    from traces.latency.table import LatencyTable
 
 HEADS = "exit_heads"
 """Folder of the trained modules inside a run folder."""
@@ -90,3 +95,32 @@ def _train(pair: Pair, own: Path, absent: Sequence[str], trace: Trace, text: Pat
             train_all(runner, samples, Path(made), [name])
             (Path(made) / FILES[name]).replace(own / FILES[name])
             progress.advance(task)
+
+
+def timed_layers(
+    pair: Pair, longest: int, trees: Mapping[str, GrownTrees] | None = None
+) -> LayerRunner:
+    """Return a runner with room for timing sources, and requests of `longest` tokens.
+
+    ``trees``: those that are timed among them.
+    """
+    from profiler.latency.table import reaching
+    from profiler.models.stack import LayerRunner
+    from profiler.sources.latency import CONTEXTS, WIDTHS
+    from profiler.sources.tree_latency import widest_tree
+
+    limit = int(pair.target.config.get_text_config().max_position_embeddings)
+    widest = max(*WIDTHS, widest_tree(trees) if trees else 0)
+    return LayerRunner(pair.target, min(limit, max(reaching(CONTEXTS, longest)) + widest))
+
+
+def with_sources(table: LatencyTable, found: pd.DataFrame) -> LatencyTable:
+    """Return `table` with the cells of sources in place of its own of the same parts."""
+    import pandas as pd
+
+    from traces.latency.table import LatencyTable
+
+    # The same part timed in two ways does not belong into one grid.
+    ours = set(zip(found["model"], found["phase"], strict=True))
+    keep = [key not in ours for key in zip(table.cells["model"], table.cells["phase"], strict=True)]
+    return LatencyTable(pd.concat([table.cells[keep], found], ignore_index=True), table.meta)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -11,20 +11,21 @@ from commands.common.output import note
 from commands.common.progress import progress_bar
 from commands.profile.drafters import load_drafters, measure_drafters, recorded_sources
 from commands.profile.said import say_recording
-from commands.profile.source_modules import adapter_digest, heads_digest, modules_of
+from commands.profile.source_modules import (
+    adapter_digest,
+    heads_digest,
+    modules_of,
+    timed_layers,
+    with_sources,
+)
 from commands.profile.trees import load_trees, measure_trees, recorded_trees
 from traces.errors import DraftsimError
 
 if TYPE_CHECKING:
-    import pandas as pd
-
     from profiler.models.loading import Pair
-    from profiler.models.stack import LayerRunner
     from profiler.recording.run import RunInfo
     from profiler.sources.modules import Modules
-    from profiler.sources.tree_latency import GrownTrees
     from traces.acceptance.trace import Trace
-    from traces.latency.table import LatencyTable
     from traces.sources.base import Recordings, Source
     from traces.sources.exits.early_exit import EarlyExit
     from traces.sources.exits.recording import ExitSetting
@@ -235,35 +236,6 @@ def measure(
     note("measuring the latencies of single layers, heads and lookups")
     found = measure_sources(timed_layers(pair, trace.longest), modules, trace, repeats=repeats)
     write_latency(with_sources(table, found), path)
-
-
-def timed_layers(
-    pair: Pair, longest: int, trees: Mapping[str, GrownTrees] | None = None
-) -> LayerRunner:
-    """Return a runner with room for timing sources, and requests of up to `tokens` tokens.
-
-    ``trees``: those that are timed among them.
-    """
-    from profiler.latency.table import reaching
-    from profiler.models.stack import LayerRunner
-    from profiler.sources.latency import CONTEXTS, WIDTHS
-    from profiler.sources.tree_latency import widest_tree
-
-    limit = int(pair.target.config.get_text_config().max_position_embeddings)
-    widest = max(*WIDTHS, widest_tree(trees) if trees else 0)
-    return LayerRunner(pair.target, min(limit, max(reaching(CONTEXTS, longest)) + widest))
-
-
-def with_sources(table: LatencyTable, found: pd.DataFrame) -> LatencyTable:
-    """`table` with the cells of sources, in place of those it has of the same parts."""
-    import pandas as pd
-
-    from traces.latency.table import LatencyTable
-
-    # The same part timed in two ways does not belong into one grid.
-    ours = set(zip(found["model"], found["phase"], strict=True))
-    keep = [key not in ours for key in zip(table.cells["model"], table.cells["phase"], strict=True)]
-    return LatencyTable(pd.concat([table.cells[keep], found], ignore_index=True), table.meta)
 
 
 def remeasure(pair: Pair, info: RunInfo, out: Path, *, repeats: int) -> None:

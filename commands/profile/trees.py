@@ -10,7 +10,7 @@ from commands.common.output import note
 from commands.common.progress import progress_bar
 from commands.profile.drafters import load_drafters
 from commands.profile.said import say_recording
-from commands.profile.source_modules import digest
+from commands.profile.source_modules import digest, timed_layers, with_sources
 from traces.errors import DraftsimError
 
 if TYPE_CHECKING:
@@ -110,7 +110,6 @@ def measure_trees(
 
     Those that are there are kept, but of the names in `again`.
     """
-    from commands.profile.source_runs import timed_layers, with_sources
     from profiler.sources.tree_latency import measure_trees as measured
     from traces.store.files import read_latency, read_trace, write_latency
 

@@ -50,7 +50,7 @@ class Remeasured:
         self, pair: Pair, total: int, expected_s: float, trace: Trace,
         kept: Checkpoint, modules: Modules | None = None,
     ) -> None:  # fmt: skip
-        from commands.profile.source_runs import timed_layers
+        from commands.profile.source_modules import timed_layers
         from profiler.latency.table import Grid
         from profiler.profile import LatencyProfile
         from profiler.sources.latency import SourceLatency
@@ -94,7 +94,7 @@ class Remeasured:
 
         ``profile_error`` and ``profile_speedup_error`` are the errors of what was `expected`.
         """
-        from commands.profile.source_runs import with_sources
+        from commands.profile.source_modules import with_sources
         from simulator.pricing import price
         from simulator.validation import compare
         from traces.store.files import CHECKED, write_latency
