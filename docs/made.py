@@ -175,13 +175,19 @@ def catalogued(kind: str) -> str:
         "sources": catalogue.source_rows,
     }[kind]()  # fmt: skip
     return table(
-        ("name", "parameters", "paper", "what"),
+        ("name", "what", "parameters"),
         [
-            (code(r["name"]), parameters(r["parameters"]), r["paper"], r["what"])
+            (code(r["name"]), _with_paper(r["what"], r["paper"]), parameters(r["parameters"]))
             for r in found
             if r.get("kind") != "system"
         ],
     )
+
+
+def _with_paper(what: str, paper: str) -> str:
+    """Return `what` with the paper in brackets, unless it names it already."""
+    known = paper in ("", "-") or paper.casefold() in what.casefold()
+    return what if known else f"{what} ({paper})"
 
 
 def routers() -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import os
+import re
 import shlex
 import sys
 from collections.abc import Iterator
@@ -30,6 +31,8 @@ SHOWN = {
     "list": "list",
 }
 """Commands whose output pages show, by the name that a page asks for."""
+PROGRESS = re.compile(r": \d+ of \d+, (?:about )?[\d:]+ (?:left|in all)$|^draftsim compiles its ")
+"""Lines that tell how far a command is, which depend on the machine."""
 LINES = {"devices": 16}
 """Lines of an output that a page shows, where it does not show all."""
 
@@ -67,7 +70,8 @@ def printed(command: str) -> str:
     if code:
         raise RuntimeError(f"draftsim {command}: exit code {code}")
     # The trailing blanks of table cells are no part of a page.
-    return "\n".join(line.rstrip() for line in said.getvalue().splitlines())
+    lines = [line.rstrip() for line in said.getvalue().splitlines()]
+    return "\n".join(line for line in lines if not PROGRESS.search(line))
 
 
 @contextmanager
