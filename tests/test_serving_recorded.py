@@ -135,3 +135,11 @@ def test_the_300_requests_of_a_real_server_are_compared(run: Run, shared_data: P
     assert abs(errors["tpot_s", "mean"]) < 0.02
     assert abs(errors["e2e_s", "mean"]) < 0.01
     assert abs(errors["ttft_s", "mean"]) < 0.02
+
+
+@pytest.mark.usefixtures("nothing_named")
+def test_capacity_of_plain_decoding_needs_no_recording(run: Run) -> None:
+    ran = run("capacity", *PLAIN[1:], "--rate", 2, "--slo", "tpot=40ms", "--requests", 40,
+              "--replications", 2)  # fmt: skip
+    assert ran.code == 0, ran.err
+    assert "256 output tokens" in " ".join(ran.err.split())

@@ -71,7 +71,7 @@ def capacity(
         Path | None,
         typer.Option(
             metavar="FILE",
-            help="CSV with TIMESTAMP,ContextTokens,GeneratedTokens, at its own rate or --rate.",
+            help="Requests of a file, as `serve` takes them, at its own rate or --rate.",
         ),
     ] = None,
     process: Annotated[
@@ -126,7 +126,7 @@ def capacity(
     """
     from simulator.capacity import parse_targets
     from simulator.capacity.rows import with_cost
-    from simulator.chosen import load_serving_policies
+    from simulator.chosen import PLAIN, load_serving_policies
     from simulator.serving import Limits, Scenario
     from traces.replay.always import drafting_always
 
@@ -140,6 +140,8 @@ def capacity(
         chooses="capacity",
         assume_batch_free=assume_batch_free,
         one_pass=one_pass,
+        plain=set(policy or ()) == {PLAIN},
+        sizes={} if arrivals is None else None,
     )
     recorded, table = recording.trace, recording.latency
     policy, verify = one_rule(policy, verify)
