@@ -186,7 +186,7 @@ def catalogued(kind: str) -> str:
 
 def _with_paper(what: str, paper: str) -> str:
     """Return `what` with the paper in brackets, unless it names it already."""
-    known = paper in ("", "-") or paper.casefold() in what.casefold()
+    known = paper in ("", "-") or all(p.casefold() in what.casefold() for p in paper.split(", "))
     return what if known else f"{what} ({paper})"
 
 
