@@ -140,5 +140,5 @@ def _asked(row: Row) -> bool:
 
 
 def _span(ends: Sequence[float]) -> str:
-    low, high = (f"{end:.4g}" for end in ends)
+    low, high = (f"{end:.0f}" if end >= 10 else f"{end:.3g}" for end in ends)
     return low if low == high else f"{low} to {high}"
