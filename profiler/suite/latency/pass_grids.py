@@ -98,11 +98,17 @@ class PassGrid:
         )
 
 
+RESOLUTION_S = 1e-9
+"""No pass is shorter; on a disturbed machine a difference of two timings can be nothing."""
+
+
 def reading_errors(rows: Rows, cells: Rows) -> list[float]:
     """Relative errors of reading a table of `cells` where `rows` were measured."""
     table = table_of(cells)
     return [
-        float(table.seconds(r[0], r[1], batch=r[2], new_tokens=r[3], context=r[4])) / r[5] - 1
+        float(table.seconds(r[0], r[1], batch=r[2], new_tokens=r[3], context=r[4]))
+        / max(r[5], RESOLUTION_S)
+        - 1
         for r in rows
     ]
 
