@@ -155,7 +155,6 @@ def test_capacity_is_planned_at_what_the_engine_always_pays(
     file: Path, run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Requests one after the other: tokens take longer by what six passes cost beyond two."""
-    monkeypatch.setattr(stages, "TRIED", 30)
     monkeypatch.setattr(stages, "FEW", 40)
     tpot: dict[str, dict[str, float]] = {}
     for name, more in (("always", ("--always-draft", 6)), ("asked", ())):

@@ -167,7 +167,6 @@ def test_fleets_and_plans_give_the_same_rows_and_outlive_a_worker(
         timeless(expected), strict=True,
     ):  # fmt: skip
         same(row, other, "row")
-    monkeypatch.setattr(stages, "TRIED", 30)
     monkeypatch.setattr(stages, "FEW", 60)
     # Here first: what is compiled for it, the workers find.
     plans = (planned(9.0, requests=60, executor=own) for own in (None, Cluster(address)))
