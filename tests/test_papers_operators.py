@@ -126,7 +126,7 @@ def test_damaged_requests_are_refused(tmp_path: Path) -> None:
     path.parent.mkdir(parents=True)
     assert server_rows(tmp_path / "elsewhere") == []
     path.write_bytes(gzip.compress(json.dumps({"input_toks": 1}).encode()))
-    with pytest.raises(DraftsimError, match="cannot read the requests in"):
+    with pytest.raises(DraftsimError, match="is not of LLMServingSim's bench"):
         server_rows(tmp_path)
 
 

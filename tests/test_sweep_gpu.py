@@ -221,7 +221,7 @@ def test_a_sweep_without_devices_is_asked_for_again(tmp_path: Path, files: Path)
         {"draftsim": json.dumps({**header, "schema": 1})}
     )
     pq.write_table(old, out)
-    with pytest.raises(FileError, match=r"is of schema 1, expected 4: sweep again"):
+    with pytest.raises(FileError, match=r"is of schema 1, expected 5: sweep again"):
         read_sweep(out)
 
 
