@@ -30,8 +30,8 @@ from simulator.serving.arrivals import Job
 from simulator.serving.sequence import EngineState, ServedSequence, Slot, step
 from traces.acceptance.synthetic import synthetic_trace
 from traces.acceptance.trace import Trace
-from traces.replay.lanes import replay_many
 from traces.replay.run import replay
+from traces.replay.vectorised import replay_many
 
 TOKENS, REQUESTS, ALPHA, MAX_GAMMA = 500, 300, 0.8, 24
 POLICIES: dict[str, DraftPolicy] = {

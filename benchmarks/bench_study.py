@@ -2,8 +2,8 @@
 
 The aim is under 5 minutes on 2 cores over the bundled recording, with the axis of cost
 ratios at next to no cost: `test_ratios` replays the same two acceptance rates at one
-ratio and at a hundred.  `test_lanes` replays 1,000 settings of each kind of policy at once
-(`traces.replay.lanes`); the aim is 20 million recorded tokens/s on one core.
+ratio and at a hundred.  `test_vectorised` replays 1,000 settings of each kind of policy at once
+(`traces.replay.vectorised`); the aim is 20 million recorded tokens/s on one core.
 Run with ``make bench``, or ``pytest benchmarks/bench_study.py``; ``python -m
 benchmarks.bench_study`` prints the recorded tokens/s of 1,000 settings, and the loop's.
 """
@@ -23,8 +23,8 @@ from simulator.whatif import Local, Prices, Sweep, Tilter, expand, parse_axis, w
 from traces.acceptance.synthetic import Bursty, synthetic_trace
 from traces.acceptance.trace import Trace
 from traces.errors import FileError
-from traces.replay.lanes import replay_many
 from traces.replay.run import replay
+from traces.replay.vectorised import replay_many
 from traces.store.recordings import find_trace
 
 FAMILIES = ("fixed", "confidence", "hf-heuristic", "gammatune", "gammatune-plus", "cm-asd")
@@ -103,7 +103,7 @@ KINDS: dict[str, Callable[[int], str]] = {
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_lanes(benchmark: Any, kind: str) -> None:
+def test_vectorised(benchmark: Any, kind: str) -> None:
     trace, many = recording(), settings(kind)
 
     rounds = benchmark.pedantic(at_once, (many,), rounds=3)

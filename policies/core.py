@@ -6,7 +6,7 @@ drafting, and its caller for tokens.  `speculate` answers it from a decoder, and
 because the loop and the policy are the same objects in both, a difference between
 a prediction and a measurement is a difference of cost, never of logic.
 
-`policies.together` answers for several sequences at once.  `traces.replay.lanes` makes
+`policies.together` answers for several sequences at once.  `traces.replay.vectorised` makes
 the same rounds from arrays, and asks a policy nothing that can be looked up: a sweep makes
 thousands.  `tests/test_one_loop.py` holds the three together.
 """

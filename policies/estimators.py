@@ -3,7 +3,7 @@
 SpecDec++ and DISCO train networks for this; a recording lets anyone calibrate a small
 one instead.  An estimator is any object like those here; one that also has their method
 ``chances(read, offset)``, which tells of many tokens at once to the last bit what a call tells
-of one, is replayed with many settings at once (`policies.lanes.estimated`).
+of one, is replayed with many settings at once (`policies.vectorised`).
 """
 
 from __future__ import annotations
@@ -16,8 +16,7 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from policies.lanes.base import Floats
-from policies.lanes.estimated import Read
+from policies.vectorised import Floats, Read
 
 
 class AcceptanceEstimator(Protocol):

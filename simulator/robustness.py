@@ -14,7 +14,7 @@ from simulator.pricing import autoregressive, price
 from traces.acceptance.trace import Trace
 from traces.errors import DraftsimError
 from traces.latency.table import LatencyTable
-from traces.replay.lanes import replay_many
+from traces.replay.vectorised import replay_many
 
 Floats = npt.NDArray[np.float64]
 

@@ -33,8 +33,8 @@ from profiler.engines.start import EngineOptions
 from profiler.engines.texts import own_texts, prompts_of
 from simulator.tune import tune_vllm
 from tests.engine_lookups import looked_up
-from tests.lane_traces import random_trace
 from tests.own_policy import Told
+from tests.traces_of_kinds import random_trace
 from traces import synthetic_trace, write_latency
 from traces.sources.lookups.sources import PLD
 

@@ -16,8 +16,8 @@ from traces.acceptance.trace import Request, Trace
 from traces.errors import DraftsimError, FileError, TailError
 from traces.importers.base import Options
 from traces.importers.registry import find_importer, import_log
-from traces.replay.lanes import replay_many
 from traces.replay.run import replay
+from traces.replay.vectorised import replay_many
 from traces.store.files import read_trace, write_trace
 
 LONGEST = 6
@@ -71,8 +71,8 @@ def test_rounds_are_those_of_the_lengths(file: Path, gamma: int | None) -> None:
     want = [p for row in _rows() for p in _walked(row["acc_eagle"]["acc_len"], gamma)]
     assert log.rounds["position"].tolist() == want
     assert log.fidelity == "exact"
-    [laned] = replay_many(trace, {"": policy})
-    np.testing.assert_array_equal(laned.rounds, log.rounds)
+    [vectorised] = replay_many(trace, {"": policy})
+    np.testing.assert_array_equal(vectorised.rounds, log.rounds)
     if gamma is None:
         np.testing.assert_array_equal(log.rounds["drafted"], log.rounds["accepted"])
     matches = replay(Trace({k: v for k, v in trace.columns.items() if k != "accepted"},

@@ -20,11 +20,11 @@ from tests.test_policies_checks import VARIANTS
 from traces.acceptance.synthetic import synthetic_trace
 from traces.acceptance.trace import Trace
 from traces.errors import DraftsimError
-from traces.replay import lanes
+from traces.replay import vectorised
 from traces.replay.decoder import ReplayDecoder
-from traces.replay.lanes import replay_many
 from traces.replay.rounds import RoundLog
 from traces.replay.run import own_policy, replay
+from traces.replay.vectorised import replay_many
 
 PLANNED = (
     "fixed:gamma=0", "fixed:gamma=1", "fixed:gamma=24", "confidence:gamma=3",
@@ -54,7 +54,7 @@ def outcome(run: Callable[..., Any], *given: Any, **more: Any) -> Any:
 
 def walk(trace: Trace, policy: DraftPolicy, name: str) -> RoundLog:
     """The log without the loop, however few the requests."""
-    with patch.object(lanes, "FEWEST", 0):
+    with patch.object(vectorised, "FEWEST", 0):
         [log] = replay_many(trace, {name: policy})
     return log
 

@@ -10,7 +10,7 @@ from simulator.papers.ours import Ours
 from simulator.papers.settings import TABLE, Costs, costs_of, setting_rows, speedups
 from traces.acceptance.synthetic import synthetic_trace
 from traces.latency.table import LatencyTable
-from traces.replay.lanes import replay_many
+from traces.replay.vectorised import replay_many
 from traces.store.recordings import find_latency, find_trace
 
 

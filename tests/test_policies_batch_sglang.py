@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from policies import SGLangAdaptive
-from policies.lanes.tiers import Tiers
+from policies.batch.sglang import Tiers
 from tests.batch_rounds import loads, outcomes
 
 
@@ -48,18 +48,20 @@ def test_many_slots_move_as_each_by_itself(ceiling: float) -> None:
     settings = {**config, "ceiling_coeff": ceiling}
     batches = [1, 1, 1, 1, 8]
     policies = [SGLangAdaptive(settings, initial_steps=n) for n in (0, 3, 5, 7, 2)]
-    plans = [policy.laned(batch).state for policy, batch in zip(policies, batches, strict=True)]
-    lanes = Tiers.stacked([state for state in plans if isinstance(state, Tiers)], 1)
+    plans = [
+        policy.vectorised(batch).state for policy, batch in zip(policies, batches, strict=True)
+    ]
+    many = Tiers.stacked([state for state in plans if isinstance(state, Tiers)], 1)
     seen = set()
     for mean in np.repeat([9, 0, 2, 7, 1, 9], 40).tolist():
         each = zip(policies, batches, strict=True)
         steps = [policy.plan(loads(batch)) for policy, batch in each]
-        assert lanes.sent().tolist() == steps
-        assert lanes.caps().tolist() == [max(n, 1) for n in steps]
+        assert many.sent().tolist() == steps
+        assert many.caps().tolist() == [max(n, 1) for n in steps]
         accepted = [min(mean, n) for n in steps]
         for policy, n, taken in zip(policies, steps, accepted, strict=True):
             policy.observe(outcomes(n, [taken]))
-        lanes.observe(np.array(steps), np.array(accepted))
+        many.observe(np.array(steps), np.array(accepted))
         seen |= set(steps)
     assert seen == {0, 1, 2, 3, 4, 5, 7}
 

@@ -24,8 +24,8 @@ from traces.acceptance.sampling import GREEDY, Sampling
 from traces.acceptance.trace import Trace
 from traces.errors import SignalError
 from traces.replay.decoder import ReplayDecoder
-from traces.replay.lanes import replay_many
 from traces.replay.run import replay
+from traces.replay.vectorised import replay_many
 from traces.sources import EarlyExit, Recordings, replay_source
 
 SAMPLED = [Sampling(0.7), Sampling(1.0, 0.9), Sampling(0.7, 0.9)]

@@ -14,19 +14,19 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from policies import CMASD, Fixed
-from policies.lanes.base import own_word
 from policies.registry import parse_policy
 from policies.rules.base import TokenRule
 from policies.rules.checks import VOCAB, sample_round
 from policies.rules.registry import RULES, parse_rule
 from policies.rules.threshold import CMASDVerification, GlobalThreshold
-from tests.lane_traces import random_trace
+from policies.vectorised import own_word
+from tests.traces_of_kinds import random_trace
 from traces.acceptance.schema import UNKNOWN
 from traces.acceptance.trace import MATCH, Trace
 from traces.errors import DraftsimError
 from traces.replay import judged
-from traces.replay.lanes import replay_many
 from traces.replay.run import replay
+from traces.replay.vectorised import replay_many
 from traces.sources.methods import mean_tau
 
 EACH = (

@@ -25,9 +25,9 @@ from traces.acceptance.synthetic import synthetic_trace
 from traces.acceptance.trace import Trace
 from traces.errors import DraftsimError
 from traces.importers.rows import logged_trace
-from traces.replay.lanes import replay_many
 from traces.replay.rounds import RoundLog
 from traces.replay.run import replay
+from traces.replay.vectorised import replay_many
 from traces.sources import replay_source
 from traces.sources.lookups.sources import PLD
 

@@ -25,8 +25,8 @@ from tests.test_sources_eagle import OFFSETS, Case
 from traces.acceptance.trace import Trace
 from traces.errors import DraftsimError, SignalError, TailError
 from traces.latency.table import LatencyTable
-from traces.replay.lanes import replay_many
 from traces.replay.run import can_replay, replay
+from traces.replay.vectorised import replay_many
 from traces.sources import Recordings, Source, parse_source, replay_source
 from traces.sources.starts.as_draft import drafted_latency, drafted_trace
 

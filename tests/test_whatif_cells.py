@@ -24,7 +24,7 @@ from tests.studies import POLICIES, TABLE, recorded, study
 from traces.acceptance.synthetic import synthetic_trace
 from traces.latency.schema import CELL_COLUMNS
 from traces.latency.table import LatencyTable
-from traces.replay import lanes
+from traces.replay import vectorised
 from traces.replay.run import replay
 
 SUMMARIZED = (
@@ -225,13 +225,13 @@ def test_error_of_the_tilt_comes_with_every_row() -> None:
     assert (as_recorded["fidelity"] == "exact").all()
 
 
-def test_a_sweeps_part_is_the_same_with_and_without_lanes(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_sweeps_part_is_the_same_with_and_without_plans(monkeypatch: pytest.MonkeyPatch) -> None:
     trace = recorded()
     names = ("fixed:gamma=3", "gammatune", "adaedl", "cm-asd", "hf-heuristic", "rate-optimal")
     policies = {n: parse_policy(n, max_gamma=trace.max_gamma) for n in names}
     bench = Bench(trace, policies, Prices((0.05, 0.4)), resamples=20)
     quick = bench.run(Part(None, 1, names))
-    monkeypatch.setattr(lanes, "plan_of", lambda _: None)
+    monkeypatch.setattr(vectorised, "plan_of", lambda _: None)
     usual = bench.run(Part(None, 1, names))
     for name, values in usual.items():
         np.testing.assert_array_equal(quick[name], values, err_msg=name)

@@ -229,7 +229,7 @@ def replay_all(
     rule: VerifyRule | None = None,
 ) -> list[RoundLog]:
     """Replay every policy over the trace; `first` as in `traces.replay.run.replay`."""
-    from traces.replay.lanes import replay_many
+    from traces.replay.vectorised import replay_many
 
     return list(replay_many(trace, policies, rule=rule, first=first))
 

@@ -26,8 +26,8 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple, Protocol, TypeVar
 
 from policies.core import DraftPolicy, Load, Round, bound_of
-from policies.lanes.base import LanePlan, own_word, plan_of
 from policies.parameters import flag
+from policies.vectorised import VectorisedPlan, own_word, plan_of
 
 B = TypeVar("B", bound="BatchPolicy")
 
@@ -222,5 +222,5 @@ class SingleStream(DraftPolicy):
         del draft
         self.policy.observe((outcome,))
 
-    def laned(self, batch: int) -> LanePlan | None:
+    def vectorised(self, batch: int) -> VectorisedPlan | None:
         return plan_of(self.policy, batch)

@@ -10,8 +10,8 @@ import numpy as np
 
 from policies.batch.base import KeptInStep, Planned
 from policies.core import Load
-from policies.lanes.base import LanePlan, Lengths, Starts
 from policies.parameters import flag, whole
+from policies.vectorised import Lengths, Starts, VectorisedPlan
 
 DEFAULT_TABLE = ((1, 4, 5), (5, 16, 3), (17, 64, 1), (65, 65, 0))
 
@@ -74,8 +74,8 @@ class BatchTable(KeptInStep):
             length = k
         return length
 
-    def laned(self, batch: int) -> LanePlan:
-        return LanePlan(stop=_LookedUp(self, batch))
+    def vectorised(self, batch: int) -> VectorisedPlan:
+        return VectorisedPlan(stop=_LookedUp(self, batch))
 
 
 @dataclass(frozen=True, eq=False)

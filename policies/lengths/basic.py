@@ -6,9 +6,8 @@ from collections.abc import Sequence
 from typing import Any, Literal
 
 from policies.core import DraftPolicy, Load
-from policies.lanes.base import UNBOUNDED, LanePlan
-from policies.lanes.stops import KnownRun
 from policies.parameters import one_of, whole
+from policies.vectorised import UNBOUNDED, KnownRun, VectorisedPlan
 
 
 class Autoregressive(DraftPolicy):
@@ -21,9 +20,9 @@ class Autoregressive(DraftPolicy):
         del draft
         return False
 
-    def laned(self, batch: int) -> LanePlan:
+    def vectorised(self, batch: int) -> VectorisedPlan:
         del batch
-        return LanePlan(0)
+        return VectorisedPlan(0)
 
 
 class Fixed(DraftPolicy):
@@ -39,9 +38,9 @@ class Fixed(DraftPolicy):
     def keep_drafting(self, draft: Sequence[Any]) -> bool:
         return len(draft) < self.gamma
 
-    def laned(self, batch: int) -> LanePlan:
+    def vectorised(self, batch: int) -> VectorisedPlan:
         del batch
-        return LanePlan(self.gamma)
+        return VectorisedPlan(self.gamma)
 
 
 class Oracle(DraftPolicy):
@@ -87,7 +86,7 @@ class Oracle(DraftPolicy):
     def keep_drafting(self, draft: Sequence[Any]) -> bool:
         return len(draft) < self._length
 
-    def laned(self, batch: int) -> LanePlan:
+    def vectorised(self, batch: int) -> VectorisedPlan:
         del batch
         longest = UNBOUNDED if self.gamma_max is None else self.gamma_max
-        return LanePlan(stop=KnownRun(int(self.convention == "run+1"), longest))
+        return VectorisedPlan(stop=KnownRun(int(self.convention == "run+1"), longest))

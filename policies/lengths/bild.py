@@ -9,9 +9,8 @@ from typing import Any
 import numpy as np
 
 from policies.core import DraftPolicy, Round
-from policies.lanes.base import Bools, Ints, LanePlan, LaneState
-from policies.lanes.stops import Below
 from policies.parameters import flag, whole, within
+from policies.vectorised import Below, Bools, Ints, VectorisedPlan, VectorisedState
 
 
 class BiLDFallback(DraftPolicy):
@@ -69,16 +68,16 @@ class BiLDFallback(DraftPolicy):
         del draft
         self._target_alone = self.target_after_rollback and outcome.accepted < outcome.drafted
 
-    def laned(self, batch: int) -> LanePlan:
+    def vectorised(self, batch: int) -> VectorisedPlan:
         del batch
         scalars: Any = (self._target_alone, self.gamma_max, self.target_after_rollback)
-        return LanePlan(
+        return VectorisedPlan(
             stop=Below("top_prob", self.threshold, drops=True), state=_TargetAlone(*scalars)
         )
 
 
 @dataclass
-class _TargetAlone(LaneState):
+class _TargetAlone(VectorisedState):
     """The state of many runs: whether the target decodes the next step alone."""
 
     alone: Bools

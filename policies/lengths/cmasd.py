@@ -11,8 +11,8 @@ import numpy as np
 
 from policies.confidence import EQUAL_WEIGHTS, EntropySign, known_vocabulary
 from policies.core import DraftPolicy, Round
-from policies.lanes.base import Bools, Floats, Ints, LanePlan, Lengths, Starts, grown
 from policies.parameters import one_of, ordered, whole, within
+from policies.vectorised import Bools, Floats, Ints, Lengths, Starts, VectorisedPlan, grown
 
 _COMPONENTS = ("entropy", "logit_margin", "prob_margin")
 
@@ -152,14 +152,14 @@ class CMASD(DraftPolicy):
             score += weight * (margin / top if margin < top else 1.0)
         return score
 
-    def laned(self, batch: int) -> LanePlan | None:
+    def vectorised(self, batch: int) -> VectorisedPlan | None:
         del batch
         if self.window != "causal" or self.vocab_size is None:
             return None
         confidence = _Confidence(
             self._base, self._per_nat, self._w_margin, self.beta, self._w_softmax, self._top
         )
-        return LanePlan(stop=_Window(confidence, self.alpha, self.gamma_min, self.gamma_max))
+        return VectorisedPlan(stop=_Window(confidence, self.alpha, self.gamma_min, self.gamma_max))
 
     def _check_vocabulary(self) -> None:
         if self.vocab_size is None:

@@ -6,10 +6,9 @@ from collections.abc import Sequence
 from typing import Any
 
 from policies.core import DraftPolicy, Round
-from policies.lanes.base import LanePlan
-from policies.lanes.stops import Signal
-from policies.lengths.threshold import AdaptiveThreshold, ThresholdLanes
+from policies.lengths.threshold import AdaptiveThreshold, ThresholdState
 from policies.parameters import whole, within
+from policies.vectorised import Signal, VectorisedPlan
 
 
 class DraftAndVerify(DraftPolicy):
@@ -67,10 +66,10 @@ class DraftAndVerify(DraftPolicy):
             outcome.drafted, outcome.accepted, at_maximum=outcome.drafted == self.gamma_max
         )
 
-    def laned(self, batch: int) -> LanePlan:
+    def vectorised(self, batch: int) -> VectorisedPlan:
         del batch
-        return LanePlan(
+        return VectorisedPlan(
             self.gamma_max,
-            state=ThresholdLanes.of(self._threshold, self.gamma_max, by_accepted=False),
+            state=ThresholdState.of(self._threshold, self.gamma_max, by_accepted=False),
             watch=Signal("raw_prob"),
         )

@@ -7,10 +7,9 @@ from collections.abc import Sequence
 from typing import Any
 
 from policies.core import DraftPolicy, Round
-from policies.lanes.base import LanePlan
-from policies.lanes.stops import EntropyAbove, EntropyBound
-from policies.lengths.threshold import AdaptiveThreshold, ThresholdLanes
+from policies.lengths.threshold import AdaptiveThreshold, ThresholdState
 from policies.parameters import flag, whole, within
+from policies.vectorised import EntropyAbove, EntropyBound, VectorisedPlan
 
 
 class SVIP(DraftPolicy):
@@ -45,9 +44,9 @@ class SVIP(DraftPolicy):
             math.sqrt(self.scale * draft[-1].entropy) > self.threshold
         )
 
-    def laned(self, batch: int) -> LanePlan:
+    def vectorised(self, batch: int) -> VectorisedPlan:
         del batch
-        return LanePlan(self.gamma_max, EntropyAbove(self.scale, self.threshold))
+        return VectorisedPlan(self.gamma_max, EntropyAbove(self.scale, self.threshold))
 
 
 class AdaEDL(DraftPolicy):
@@ -129,11 +128,11 @@ class AdaEDL(DraftPolicy):
     def _triggers(self, token: Any) -> bool:
         return 1.0 - math.sqrt(self.entropy_scale * token.entropy) < self._lambda.value
 
-    def laned(self, batch: int) -> LanePlan:
+    def vectorised(self, batch: int) -> VectorisedPlan:
         del batch
-        return LanePlan(
+        return VectorisedPlan(
             self.gamma_max,
-            state=ThresholdLanes.of(self._lambda, self.gamma_max, by_accepted=True),
+            state=ThresholdState.of(self._lambda, self.gamma_max, by_accepted=True),
             watch=EntropyBound(self.entropy_scale),
             drops=not self.keep_trigger_token,
         )

@@ -10,9 +10,8 @@ from typing import Any, Literal
 import numpy as np
 
 from policies.core import DraftPolicy, Round
-from policies.lanes.base import Bools, Floats, Ints, LanePlan, LaneState
-from policies.lanes.stops import Below
 from policies.parameters import one_of, ordered, whole, within
+from policies.vectorised import Below, Bools, Floats, Ints, VectorisedPlan, VectorisedState
 
 
 class GammaTune(DraftPolicy):
@@ -81,9 +80,9 @@ class GammaTune(DraftPolicy):
         self._mean = min(self.gamma_max, max(self.gamma_min, mean))
         self._length = math.ceil(self._mean)
 
-    def laned(self, batch: int) -> LanePlan:
+    def vectorised(self, batch: int) -> VectorisedPlan:
         del batch
-        return LanePlan(state=_MovingAverage.of(self))
+        return VectorisedPlan(state=_MovingAverage.of(self))
 
 
 class GammaTunePlus(GammaTune):
@@ -115,13 +114,13 @@ class GammaTunePlus(GammaTune):
         n = len(draft)
         return n < self._length and not (n and draft[-1].top_prob < self.threshold)
 
-    def laned(self, batch: int) -> LanePlan:
+    def vectorised(self, batch: int) -> VectorisedPlan:
         del batch
-        return LanePlan(stop=Below("top_prob", self.threshold), state=_MovingAverage.of(self))
+        return VectorisedPlan(stop=Below("top_prob", self.threshold), state=_MovingAverage.of(self))
 
 
 @dataclass
-class _MovingAverage(LaneState):
+class _MovingAverage(VectorisedState):
     """The average and the length of many runs."""
 
     mean: Floats

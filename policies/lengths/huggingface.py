@@ -13,9 +13,8 @@ from typing import Any, Literal
 import numpy as np
 
 from policies.core import DraftPolicy, Round
-from policies.lanes.base import UNBOUNDED, Bools, Ints, LanePlan, LaneState
-from policies.lanes.stops import Below
 from policies.parameters import one_of, ordered, whole, within
+from policies.vectorised import UNBOUNDED, Below, Bools, Ints, VectorisedPlan, VectorisedState
 
 RocUpdate = Literal["off", "in_call", "next_call"]
 
@@ -123,9 +122,9 @@ class Confidence(DraftPolicy):
         if self.roc_update == "in_call":
             self._threshold = chosen
 
-    def laned(self, batch: int) -> LanePlan | None:
+    def vectorised(self, batch: int) -> VectorisedPlan | None:
         del batch
-        return LanePlan(self._cap, self._test()) if self.roc_update == "off" else None
+        return VectorisedPlan(self._cap, self._test()) if self.roc_update == "off" else None
 
     def _test(self) -> Below | None:
         return Below("prob", self._threshold) if self._threshold else None
@@ -198,17 +197,17 @@ class HFHeuristic(Confidence):
         else:
             self._cap = max(1, self._cap - 1)
 
-    def laned(self, batch: int) -> LanePlan | None:
+    def vectorised(self, batch: int) -> VectorisedPlan | None:
         del batch
         if self.roc_update != "off":
             return None
         most = UNBOUNDED if self.gamma_max is None else self.gamma_max
         scalars: Any = (self._cap, most, self.full_accept_means == "budget")
-        return LanePlan(stop=self._test(), state=_UpTwoDownOne(*scalars))
+        return VectorisedPlan(stop=self._test(), state=_UpTwoDownOne(*scalars))
 
 
 @dataclass
-class _UpTwoDownOne(LaneState):
+class _UpTwoDownOne(VectorisedState):
     """N of many runs."""
 
     cap: Ints

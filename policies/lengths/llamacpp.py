@@ -9,9 +9,8 @@ from typing import Any
 import numpy as np
 
 from policies.core import DraftPolicy
-from policies.lanes.base import LanePlan, Lengths, Starts
-from policies.lanes.stops import Below
 from policies.parameters import ordered, whole, within
+from policies.vectorised import Below, Lengths, Starts, VectorisedPlan
 
 
 class LlamaCppDraft(DraftPolicy):
@@ -52,9 +51,9 @@ class LlamaCppDraft(DraftPolicy):
     def _unsure(self, draft: Sequence[Any]) -> bool:
         return bool(draft and self.p_min and draft[-1].top10_prob < self.p_min)
 
-    def laned(self, batch: int) -> LanePlan:
+    def vectorised(self, batch: int) -> VectorisedPlan:
         del batch
-        return LanePlan(stop=_LongEnough(self.gamma, self.gamma_min, self.p_min))
+        return VectorisedPlan(stop=_LongEnough(self.gamma, self.gamma_min, self.p_min))
 
 
 @dataclass(frozen=True)

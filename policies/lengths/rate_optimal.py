@@ -3,17 +3,27 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from typing import Any, Self
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Self
 
 import numpy as np
 
 from policies.batch.base import IterationCost, TextbookCost
 from policies.core import DraftPolicy, Load, Round
 from policies.estimators import AcceptanceEstimator, DraftProbability
-from policies.lanes.base import LanePlan
-from policies.lanes.estimated import NOTHING, Prices, WorthDrafting, tells_many
 from policies.parameters import flag, whole, within
+from policies.vectorised import (
+    Bools,
+    Floats,
+    Ints,
+    Lengths,
+    Starts,
+    VectorisedPlan,
+    grown,
+    reader,
+    tells_many,
+)
 
 
 class RateOptimal(DraftPolicy):
@@ -195,7 +205,7 @@ class RateOptimal(DraftPolicy):
         known = [rate for least, rate in self.rate if least <= batch]
         return float(known[-1] if known else self.rate[0][1])
 
-    def laned(self, batch: int) -> LanePlan | None:
+    def vectorised(self, batch: int) -> VectorisedPlan | None:
         steady = not (self.recalibrate or self._correction)
         if not (steady and tells_many(self._estimate) and tells_many(self.following)):
             return None
@@ -206,7 +216,7 @@ class RateOptimal(DraftPolicy):
             drafting, verifying = (rate * np.array(side) for side in zip(*found, strict=True))
             return Prices(drafting, verifying)
 
-        return LanePlan(stop=WorthDrafting(
+        return VectorisedPlan(stop=WorthDrafting(
             self._estimate, self.following, self.acceptance, self.gamma_max, self.trim,
             CONTEXT_BUCKET, prices,
         ))  # fmt: skip
@@ -242,3 +252,85 @@ class _Seconds:
 _ByLength = tuple[list[float], list[float]]
 CONTEXT_BUCKET = 32
 """Contexts this near share their prices, which are computed once."""
+NOTHING = 1e-9
+"""A chance below which no further token can change a decision."""
+ROUNDING = 1e-9
+"""Relative; more than sums of as many terms as a draft has tokens can be off by."""
+
+
+class Prices(NamedTuple):
+    """Costs of drafting n tokens and of verifying n, in tokens foregone, (contexts, lengths)."""
+
+    drafting: Floats
+    verifying: Floats
+
+
+@dataclass(frozen=True, eq=False)
+class WorthDrafting:
+    """The rule of `RateOptimal` at a rate that does not change.
+
+    ``prices`` gives those of contexts ``(bucket + 0.5) * width``, by a list of buckets.
+    """
+
+    estimator: Any
+    following: Any
+    acceptance: float
+    gamma_max: int
+    trim: bool
+    width: int
+    prices: Callable[[list[int]], Prices]
+
+    def lengths(self, starts: Starts) -> Lengths:
+        buckets, own = np.unique(starts.context // self.width, return_inverse=True)
+        prices = self.prices(buckets.tolist())
+        survival = [np.ones(len(starts.rows))]
+
+        def keep(n: int, which: Ints) -> Bools:
+            ahead: Floats | float = self.acceptance
+            if n:
+                read = reader(starts, starts.rows[which] + n - 1)
+                survival.append(survival[-1].copy())
+                survival[n][which] *= self.estimator.chances(read, n - 1)
+                if self.following is not None:
+                    ahead = self.following.chances(read, n - 1)
+            ahead = np.broadcast_to(ahead, len(which))
+            return self._worth(prices.drafting, own[which], n, survival[n][which], ahead)
+
+        forwards = grown(starts, keep)
+        if not self.trim:
+            return Lengths(forwards)
+        return Lengths(forwards, _best_prefix(forwards, survival, prices.verifying, own))
+
+    def _worth(self, price: Floats, own: Ints, n: int, chance: Floats, ahead: Floats) -> Bools:
+        """Return where drafting some number of further tokens gains more than it costs."""
+        if n >= self.gamma_max:
+            return np.zeros(len(own), dtype=bool)
+        # The next token is worth most: no number pays where it earns less than the cheapest.
+        cheapest = np.diff(price[:, n:], axis=1).min(axis=1) * (1 - ROUNDING)
+        pays = np.asarray(chance * ahead >= cheapest[own])
+        undecided = np.flatnonzero(pays)
+        own, chance, ahead = own[undecided], chance[undecided], ahead[undecided]
+        pays[undecided], worth = False, np.zeros(len(undecided))
+        for longer in range(n + 1, self.gamma_max + 1):
+            chance = chance * ahead
+            worth = worth + chance
+            cost = (price[:, longer] - price[:, n])[own]
+            enough = worth > cost
+            pays[undecided[enough]] = True
+            rest = ~enough & (chance > NOTHING)
+            undecided, own, ahead = undecided[rest], own[rest], ahead[rest]
+            chance, worth = chance[rest], worth[rest]
+            if not len(undecided):
+                break
+        return pays
+
+
+def _best_prefix(forwards: Ints, survival: list[Floats], verifying: Floats, own: Ints) -> Ints:
+    """How many of the drafted tokens are worth their verification, shape (starts,)."""
+    best, worth, most = np.zeros_like(forwards), np.zeros(len(forwards)), np.zeros(len(forwards))
+    for k in range(1, int(forwards.max(initial=0)) + 1):
+        worth = worth + survival[k]
+        gain = worth - (verifying[:, k] - verifying[:, 0])[own]
+        better = (gain >= most) & (forwards >= k)
+        best[better], most[better] = k, gain[better]
+    return best

@@ -3,13 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
+
+import numpy as np
 
 from policies.core import DraftPolicy
 from policies.estimators import AcceptanceEstimator, DraftProbability
-from policies.lanes.base import LanePlan
-from policies.lanes.estimated import Doubted, tells_many
 from policies.parameters import flag, ordered, whole, within
+from policies.vectorised import (
+    Bools,
+    Ints,
+    Lengths,
+    Starts,
+    VectorisedPlan,
+    grown,
+    reader,
+    tells_many,
+)
 
 
 class SpecDecPP(DraftPolicy):
@@ -67,12 +78,12 @@ class SpecDecPP(DraftPolicy):
             return n < self.gamma_min
         return not 1.0 - (before if self.lag else self._survival) > self.threshold
 
-    def laned(self, batch: int) -> LanePlan | None:
+    def vectorised(self, batch: int) -> VectorisedPlan | None:
         del batch
         if not tells_many(self._estimate):
             return None
         bounds = self.threshold, self.gamma_min, self.gamma_max
-        return LanePlan(stop=Doubted(self._estimate, *bounds, self.lag))
+        return VectorisedPlan(stop=Doubted(self._estimate, *bounds, self.lag))
 
 
 class Disco(DraftPolicy):
@@ -115,8 +126,42 @@ class Disco(DraftPolicy):
             return True
         return n < self.gamma_max and not self._estimate(draft[-1], n - 1) < self.threshold
 
-    def laned(self, batch: int) -> LanePlan | None:
+    def vectorised(self, batch: int) -> VectorisedPlan | None:
         del batch
         if not tells_many(self._estimate):
             return None
-        return LanePlan(stop=Doubted(self._estimate, self.threshold, 1, self.gamma_max, None))
+        return VectorisedPlan(stop=Doubted(self._estimate, self.threshold, 1, self.gamma_max, None))
+
+
+@dataclass(frozen=True, eq=False)
+class Doubted:
+    """A draft that ends with a token called unlikely, or once some token is.
+
+    ``lag`` None holds the newest token's estimate against the threshold, else the product of
+    the estimates up to it, or up to the one before it.
+    """
+
+    estimator: Any
+    threshold: float
+    gamma_min: int
+    gamma_max: int
+    lag: bool | None
+
+    def lengths(self, starts: Starts) -> Lengths:
+        survival = np.ones(len(starts.rows))
+
+        def keep(n: int, which: Ints) -> Bools:
+            if n == 0:
+                return np.ones(len(which), dtype=bool)
+            rows = starts.rows[which] + n - 1
+            chance = self.estimator.chances(reader(starts, rows), n - 1)
+            before = survival[which]
+            survival[which] = before * chance
+            if n < self.gamma_min or n >= self.gamma_max:
+                return np.full(len(which), n < self.gamma_min)
+            if self.lag is None:
+                return np.asarray(~(chance < self.threshold))
+            product = before if self.lag else survival[which]
+            return np.asarray(~(1.0 - product > self.threshold))
+
+        return Lengths(grown(starts, keep))

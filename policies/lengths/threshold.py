@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from policies.lanes.base import Bools, Floats, Ints, LaneState
+from policies.vectorised import Bools, Floats, Ints, VectorisedState
 
 
 class AdaptiveThreshold:
@@ -65,7 +65,7 @@ class AdaptiveThreshold:
 
 
 @dataclass
-class ThresholdLanes(LaneState):
+class ThresholdState(VectorisedState):
     """The thresholds of many runs, of which each drafts at most `longest` tokens.
 
     ``by_accepted``: a draft counts as at its maximum where that many tokens were accepted,
@@ -82,7 +82,7 @@ class ThresholdLanes(LaneState):
     by_accepted: Bools
 
     @classmethod
-    def of(cls, threshold: AdaptiveThreshold, longest: int, by_accepted: bool) -> ThresholdLanes:
+    def of(cls, threshold: AdaptiveThreshold, longest: int, by_accepted: bool) -> ThresholdState:
         t = threshold
         scalars: Any = (
             t.value, t.rate, t.target, t.step, t.rate_memory, t.value_memory, longest, by_accepted

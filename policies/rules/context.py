@@ -10,11 +10,11 @@ from typing import Any
 import numpy as np
 
 from policies.confidence import known_vocabulary
-from policies.lanes.base import Bools
 from policies.parameters import flag, whole, within
 from policies.rules.base import TokenRule, VerifyRule
 from policies.rules.memory import OnlineCorrectionMemory
 from policies.rules.threshold import ratio
+from policies.vectorised import Bools
 
 
 class CSD(TokenRule):

@@ -15,9 +15,9 @@ from policies.confidence import (
     each,
     known_vocabulary,
 )
-from policies.lanes.base import Bools, Floats
 from policies.parameters import one_of, whole, within
 from policies.rules.base import TokenRule
+from policies.vectorised import Bools, Floats
 
 COMPONENTS = ("entropy", "logit_margin", "prob_margin")
 """Draft signals of CM-ASD's confidence, in the order of its weights."""

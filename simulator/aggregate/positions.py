@@ -21,8 +21,8 @@ from simulator.aggregate.server import ServerRun
 from traces.acceptance.trace import Trace
 from traces.errors import DraftsimError
 from traces.importers.totals import Totals
-from traces.replay.lanes import replay_many
 from traces.replay.rounds import RoundLog
+from traces.replay.vectorised import replay_many
 
 Floats = npt.NDArray[np.float64]
 

@@ -15,7 +15,7 @@ from simulator.validation import compare, predictions, verdict
 from traces.acceptance.trace import Trace
 from traces.errors import DraftsimError
 from traces.latency.table import LatencyTable
-from traces.replay.lanes import replay_many
+from traces.replay.vectorised import replay_many
 from traces.sources.found import find_drafted
 from traces.store.files import read_latency
 from traces.store.header import MOST, is_number, is_whole

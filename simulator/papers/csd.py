@@ -22,8 +22,8 @@ from simulator.published import CSD_ABLATION, CSD_GAINS, CSD_MAIN, CSD_PATTERNS
 from traces.acceptance.trace import Trace
 from traces.errors import SignalError
 from traces.replay.corrections import calibrated, rejected_gaps, rejected_pairs, split_requests
-from traces.replay.lanes import replay_many
 from traces.replay.run import replay
+from traces.replay.vectorised import replay_many
 from traces.sources.methods import CSD_ABLATION as CSD_METHODS
 from traces.sources.methods import CSD_WINDOW, Method, build
 

@@ -15,8 +15,8 @@ from simulator.pricing import Priced, autoregressive, price
 from traces.acceptance.trace import Trace
 from traces.errors import DraftsimError
 from traces.latency.table import LatencyTable
-from traces.replay.lanes import replay_many
 from traces.replay.rounds import RoundLog
+from traces.replay.vectorised import replay_many
 from traces.sources.base import Recordings
 from traces.sources.methods import Method, build
 from traces.store.outputs import Quality, RealRun, find_run, quality

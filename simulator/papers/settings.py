@@ -25,8 +25,8 @@ from simulator.robustness import INITIAL_GAMMAS, robustness, seconds_at_each
 from traces.errors import DraftsimError
 from traces.latency.table import LatencyTable
 from traces.replay.corrections import split_requests
-from traces.replay.lanes import replay_many
 from traces.replay.rounds import RoundLog
+from traces.replay.vectorised import replay_many
 from traces.sources.files import read_recordings
 from traces.sources.methods import METHODS
 from traces.store.operators import at_depths

@@ -9,8 +9,8 @@ from simulator.papers.quantities import SPECBOUND
 from simulator.papers.rows import EXPERIMENT, Row
 from simulator.summary import prompt_speedups
 from traces.errors import DraftsimError
-from traces.replay.lanes import replay_many
 from traces.replay.rounds import RoundLog
+from traces.replay.vectorised import replay_many
 from traces.sources.methods import METHODS, build
 from traces.sources.registry import SYSTEMS, parse_source
 from traces.sources.replay import replay_source

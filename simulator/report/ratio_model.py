@@ -20,8 +20,8 @@ from simulator.whatif.tilt.trace import Tilter
 from traces.acceptance.trace import MATCH, UNKNOWN, Trace
 from traces.errors import DraftsimError
 from traces.latency.table import LatencyTable
-from traces.replay.lanes import replay_many
 from traces.replay.rounds import RoundLog
+from traces.replay.vectorised import replay_many
 
 Sums = list[float]
 

@@ -16,8 +16,8 @@ from simulator.targets import Targets
 from traces.acceptance.trace import Trace
 from traces.errors import DraftsimError
 from traces.latency.table import LatencyTable
-from traces.replay.lanes import replay_many
 from traces.replay.rounds import RoundLog
+from traces.replay.vectorised import replay_many
 
 Floats = npt.NDArray[np.float64]
 

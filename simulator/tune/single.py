@@ -29,8 +29,8 @@ from simulator.tune.settings import Gain, Tuned, plain_row, row_of
 from traces.acceptance.trace import Trace
 from traces.errors import DraftsimError, TailError
 from traces.latency.table import LatencyTable
-from traces.replay.lanes import replay_many
 from traces.replay.rounds import RoundLog
+from traces.replay.vectorised import replay_many
 
 
 class SingleSetting(Protocol):

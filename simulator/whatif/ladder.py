@@ -22,8 +22,8 @@ from simulator.whatif.rate import fit_rate_optimal
 from traces.acceptance.trace import Trace
 from traces.errors import DraftsimError
 from traces.latency.table import LatencyTable
-from traces.replay.lanes import replay_many
 from traces.replay.run import can_replay
+from traces.replay.vectorised import replay_many
 
 GAMMAS = tuple(range(1, 13))
 """Draft lengths among which the best fixed one is sought."""

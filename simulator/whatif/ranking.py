@@ -31,8 +31,8 @@ from simulator.whatif.rate import Estimates, RateFit, fit_rate_optimal
 from traces.acceptance.trace import Trace
 from traces.errors import DraftsimError
 from traces.latency.table import LatencyTable
-from traces.replay.lanes import replay_many
 from traces.replay.rounds import RoundLog
+from traces.replay.vectorised import replay_many
 from traces.sources.methods import said_of
 from traces.sources.replay import check_layers
 

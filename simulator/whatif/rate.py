@@ -20,9 +20,9 @@ from policies.estimators import (
     LogisticAcceptance,
     rising_blocks,
 )
-from policies.lanes.base import LanePlan, plan_of
 from policies.lengths.basic import Autoregressive
 from policies.lengths.rate_optimal import RateOptimal
+from policies.vectorised import VectorisedPlan, plan_of
 from simulator.pricing import price
 from simulator.serving.cost.policy_cost import TableCost
 from simulator.whatif.tilt.trace import NUMERIC
@@ -30,9 +30,9 @@ from traces.acceptance.schema import MATCH
 from traces.acceptance.trace import Trace
 from traces.errors import DraftsimError
 from traces.latency.table import LatencyTable
-from traces.replay.lanes import replay_many
 from traces.replay.layout import layout_of
 from traces.replay.rounds import RoundLog
+from traces.replay.vectorised import replay_many
 from traces.replay.walk import Walk
 
 Ints = npt.NDArray[np.int64]
@@ -377,7 +377,7 @@ class InBatch(DraftPolicy):
     def observe(self, outcome: Round, draft: Sequence[Any]) -> None:
         self.policy.observe(outcome, draft)
 
-    def laned(self, batch: int) -> LanePlan | None:
+    def vectorised(self, batch: int) -> VectorisedPlan | None:
         del batch
         return plan_of(self.policy, self.batch)
 

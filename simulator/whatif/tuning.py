@@ -20,7 +20,7 @@ from simulator.whatif.ladder import split_prompts
 from traces.acceptance.trace import Trace
 from traces.errors import DraftsimError
 from traces.latency.table import LatencyTable
-from traces.replay.lanes import replay_many
+from traces.replay.vectorised import replay_many
 
 
 @dataclass(frozen=True, eq=False)

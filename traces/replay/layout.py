@@ -8,7 +8,7 @@ from weakref import WeakKeyDictionary, ref
 
 import numpy as np
 
-from policies.lanes.base import UNBOUNDED, Bools, Floats, Ints, Watch
+from policies.vectorised import UNBOUNDED, Bools, Floats, Ints, Watch
 from traces.acceptance.tape import ends_drafts
 from traces.acceptance.trace import Trace
 
@@ -19,7 +19,7 @@ class Places(ABC):
     Attributes
     ----------
     rows, most, context, run_lengths:
-        As of `policies.lanes.base.Starts`.
+        As of `policies.vectorised.Starts`.
     runs:
         Drafts that were accepted in a row from each start.
     recorded:
@@ -76,7 +76,7 @@ class Places(ABC):
 
 
 class Layout(Places):
-    """The starts of a trace that a draft model drafted (`policies.lanes.base.Starts`)."""
+    """The starts of a trace that a draft model drafted (`policies.vectorised.Starts`)."""
 
     def __init__(self, trace: Trace) -> None:
         super().__init__(trace)

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from policies.lanes.base import Bools, Floats, Ints, LanePlan, LaneState, Lengths
+from policies.vectorised import Bools, Floats, Ints, Lengths, VectorisedPlan, VectorisedState
 from traces.replay.layout import Places
 from traces.replay.rounds import ROUND_DTYPE
 
@@ -67,7 +67,7 @@ class Walk:
         ends = np.append(layout.ends, self.starts)
         self.onward: Ints = later[np.searchsorted(self.entries, ends)]
 
-    def steady(self, plans: Sequence[LanePlan]) -> Tried:
+    def steady(self, plans: Sequence[VectorisedPlan]) -> Tried:
         """The rounds of plans without a state: lengths that stand before the walk begins."""
         forwards, sent = self._matrix(plans)
         count = len(plans)
@@ -105,7 +105,7 @@ class Walk:
             at = at[going.take(at)]
         return visited
 
-    def adaptive(self, plans: Sequence[LanePlan], learns: bool) -> Tried:
+    def adaptive(self, plans: Sequence[VectorisedPlan], learns: bool) -> Tried:
         """The rounds of plans with states of one kind, all of which watch or none.
 
         ``learns``: whether a state outlives its request.
@@ -113,24 +113,24 @@ class Walk:
         width, count = self.width, len(plans)
         entries = self.entries[: 1 if learns else None]
         states = [plan.state for plan in plans if plan.state is not None]
-        state: LaneState = type(states[0]).stacked(states, len(entries))
+        state: VectorisedState = type(states[0]).stacked(states, len(entries))
         kinds = list(dict.fromkeys((p.cap, p.stop) for p in plans))
-        longest, verified = (m.ravel() for m in self._matrix([LanePlan(*k) for k in kinds]))
+        longest, verified = (m.ravel() for m in self._matrix([VectorisedPlan(*k) for k in kinds]))
         watch = _Watched(self, plans, len(entries)) if plans[0].watch is not None else None
         own = np.array([kinds.index((p.cap, p.stop)) for p in plans]) * width
-        lane = np.repeat(np.stack([np.arange(count) * width, own]), len(entries), axis=1)
+        begins = np.repeat(np.stack([np.arange(count) * width, own]), len(entries), axis=1)
         forwards = np.full(count * width, -1, dtype=np.int32)
         given = forwards.copy()
         at = np.tile(entries, count)
         while len(at):
-            place = lane[1] + at
+            place = begins[1] + at
             length = np.minimum(longest.take(place), state.caps())
             sent = np.minimum(length, verified.take(place))
             if watch is not None:
                 length, sent = watch.cut(at, state.thresholds(), length, sent)
             if (allotted := state.sent()) is not None:
                 sent = np.minimum(sent, allotted)
-            place = lane[0] + at
+            place = begins[0] + at
             forwards[place], given[place] = length, sent
             accepted = np.minimum(sent, self.runs.take(at))
             state.observe(sent, accepted)
@@ -139,13 +139,13 @@ class Walk:
             at = np.where(within, at + accepted + 1, beyond)
             going = at < self.starts
             if np.count_nonzero(going) < _FULL * len(at):
-                at, lane = at[going], lane[:, going]
+                at, begins = at[going], begins[:, going]
                 state.keep(going)
                 if watch is not None:
                     watch.keep(going)
         return Tried(forwards >= 0, forwards, given)
 
-    def drafts(self, plan: LanePlan) -> tuple[Lengths32, Lengths32] | None:
+    def drafts(self, plan: VectorisedPlan) -> tuple[Lengths32, Lengths32] | None:
         """(drafted, sent) from every start of a plan without a state; None for one with."""
         if plan.state is not None:
             return None
@@ -200,7 +200,7 @@ class Walk:
         rounds["catch_up"] = caught_up(begins, forwards, accepted, self.anew)
         return rounds
 
-    def _matrix(self, plans: Sequence[LanePlan]) -> tuple[Lengths32, Lengths32]:
+    def _matrix(self, plans: Sequence[VectorisedPlan]) -> tuple[Lengths32, Lengths32]:
         """(forwards, sent) that no state decides, shape (plans, starts + 1) each."""
         forwards = np.zeros((len(plans), self.width), dtype=np.int32)
         sent = forwards
@@ -251,9 +251,9 @@ def carried(
 
 
 class _Watched:
-    """Where what is watched first falls below the threshold of each lane."""
+    """Where what is watched first falls below the threshold of each run."""
 
-    def __init__(self, walk: Walk, plans: Sequence[LanePlan], count: int) -> None:
+    def __init__(self, walk: Walk, plans: Sequence[VectorisedPlan], count: int) -> None:
         longest = max(plan.cap for plan in plans)
         self._longest = 1 << (longest - 1).bit_length()
         watches = list(dict.fromkeys(plan.watch for plan in plans))
@@ -291,4 +291,4 @@ CELLS = 1 << 18
 _JUMPS = 4
 """Rounds between two looks at which requests have ended."""
 _FULL = 0.9
-"""Share of lanes still going below which the others are taken out."""
+"""Share of runs still going below which the others are taken out."""

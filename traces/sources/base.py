@@ -136,7 +136,7 @@ class SourceReplay(ABC):
     Only the target's own output is taken from the trace.  ``first`` is the output position
     decoding begins at.
 
-    A class may define methods that spare the loop for policies with a plan (`policies.lanes.base`).
+    A class may define methods that spare the loop for policies with a plan (`policies.vectorised`).
     They count for the class that defines them, not for its subclasses::
 
         def at_once(self, trace, source, plan, first, chosen) -> Walked | None

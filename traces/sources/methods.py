@@ -20,8 +20,8 @@ from policies.spec import choice
 from traces.acceptance.trace import Trace
 from traces.errors import DraftsimError
 from traces.replay.judged import columns_of
-from traces.replay.lanes import replay_many
 from traces.replay.layout import layout_of
+from traces.replay.vectorised import replay_many
 from traces.sources.registry import DRAFT_MODEL, SYSTEMS
 
 

@@ -8,17 +8,17 @@ from itertools import pairwise
 import numpy as np
 
 from policies.core import DraftPolicy, Round, speculate
-from policies.lanes.base import LanePlan, own_word, plan_of
 from policies.registry import describe
 from policies.rules.base import VerifyRule
+from policies.vectorised import VectorisedPlan, own_word, plan_of
 from traces.acceptance.trace import Trace
 from traces.errors import DraftsimError, SignalError
 from traces.latency.table import LatencyTable
 from traces.replay.calls import LAYER, Call, Counted, pack_calls, pack_counted
-from traces.replay.lanes import replay_many
 from traces.replay.rounds import Fidelity, RoundLog
 from traces.replay.run import own_policy, text_fidelity
 from traces.replay.scores import prepared_rule
+from traces.replay.vectorised import replay_many
 from traces.sources.base import Recordings, Source, SourceReplay, Walked
 from traces.sources.starts.as_draft import chained_trace
 from traces.sources.starts.recording import StartSource
@@ -82,7 +82,7 @@ def replay_source(
 
 def _at_once(
     trace: Trace, source: Source, decoder_of: Callable[[int], SourceReplay], policy: DraftPolicy,
-    plan: LanePlan | None, recordings: Recordings, first: int, chosen: Sequence[int],
+    plan: VectorisedPlan | None, recordings: Recordings, first: int, chosen: Sequence[int],
 ) -> Walked | None:  # fmt: skip
     """The rounds of the requests `chosen` as the loop would make them with decoders of `source`.
 
@@ -107,7 +107,7 @@ def _at_once(
 
 
 def _asked(
-    decoder_of: Callable[[int], SourceReplay], policy: DraftPolicy, plan: LanePlan | None,
+    decoder_of: Callable[[int], SourceReplay], policy: DraftPolicy, plan: VectorisedPlan | None,
     chosen: Sequence[int],
 ) -> Walked:  # fmt: skip
     """Rounds and calls by the loop: the policy is asked before every token.

@@ -14,8 +14,8 @@ import numpy as np
 
 from policies.batch.base import BatchPolicy, Planned, planned_of
 from policies.core import DraftPolicy, speculate
-from policies.lanes.base import plan_of
 from policies.rules.base import VerifyRule
+from policies.vectorised import plan_of
 from simulator.serving.arrivals import Job
 from simulator.serving.compiled import arrays
 from simulator.serving.cost.host import HostCost

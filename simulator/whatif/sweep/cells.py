@@ -23,8 +23,8 @@ from simulator.whatif.tilt.trace import Tilter, acceptance, iid_like
 from traces.acceptance.trace import Trace
 from traces.latency.table import LatencyTable
 from traces.replay.always import always_drafted
-from traces.replay.lanes import replay_many
 from traces.replay.rounds import RoundLog
+from traces.replay.vectorised import replay_many
 
 POINT = ("alpha_asked", "alpha", "source", "c", "latency", "gpu", "batch", "context")
 """Columns that name one point of a sweep, the policies apart."""

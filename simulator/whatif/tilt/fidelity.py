@@ -21,7 +21,7 @@ from simulator.estimate import Estimate, ratio
 from simulator.whatif.tilt.trace import Method, Tilter, acceptance, iid_like
 from traces.acceptance.trace import Trace
 from traces.errors import DraftsimError
-from traces.replay.lanes import replay_many
+from traces.replay.vectorised import replay_many
 
 GAMMAS = (1, 2, 4, 8)
 RATIO = 0.1

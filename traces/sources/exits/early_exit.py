@@ -8,8 +8,8 @@ from typing import Any, ClassVar, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from policies.lanes.base import UNBOUNDED, Bools, Floats, Ints, LanePlan
 from policies.parameters import flag, whole, within
+from policies.vectorised import UNBOUNDED, Bools, Floats, Ints, VectorisedPlan
 from traces.acceptance.trace import Trace
 from traces.errors import DraftsimError, TailError
 from traces.replay.calls import (
@@ -263,7 +263,7 @@ class EarlyExitReplay(SourceReplay):
         return positions
 
     def at_once(
-        self, trace: Trace, source: Source, plan: LanePlan, first: int, chosen: Sequence[int]
+        self, trace: Trace, source: Source, plan: VectorisedPlan, first: int, chosen: Sequence[int]
     ) -> Walked | None:
         """Return the rounds of a plan without a state, unless a draft leaves what was recorded."""
         del source

@@ -9,7 +9,7 @@ from typing import ClassVar
 
 import numpy as np
 
-from policies.lanes.base import Ints
+from policies.vectorised import Ints
 from traces.acceptance.trace import Trace
 from traces.replay.calls import CALL_KINDS
 from traces.sources.base import Recordings, SourceReplay, eos_of, prompt_tokens, true_tokens

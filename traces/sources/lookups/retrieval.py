@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
-from policies.lanes.base import Ints
+from policies.vectorised import Ints
 from traces.sources.lookups.occurrences import BETWEEN
 
 

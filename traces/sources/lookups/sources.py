@@ -9,7 +9,7 @@ from typing import Any, ClassVar, NamedTuple
 import numpy as np
 
 from policies.core import Round, caught_up
-from policies.lanes.base import Ints, LanePlan, own_word
+from policies.vectorised import Ints, VectorisedPlan, own_word
 from traces.acceptance.trace import Trace
 from traces.errors import DraftsimError
 from traces.replay.calls import CALL_KINDS, Counted, pack_counted
@@ -127,7 +127,7 @@ class LookupReplay(SourceReplay):
             catch_up = caught_up(catch_up, drafted, accepted, False)
 
     def at_once(
-        self, trace: Trace, source: Source, plan: LanePlan, first: int, chosen: Sequence[int]
+        self, trace: Trace, source: Source, plan: VectorisedPlan, first: int, chosen: Sequence[int]
     ) -> Walked | None:
         """Return the rounds of a length, where all proposals of `trace` can be found at once."""
         if not plan.is_length:

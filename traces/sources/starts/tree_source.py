@@ -7,8 +7,8 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from policies.lanes.base import Ints, LanePlan
 from policies.parameters import whole
+from policies.vectorised import Ints, VectorisedPlan
 from traces.acceptance.trace import Trace
 from traces.errors import DraftsimError, TailError
 from traces.replay.calls import DRAFTER, DRAFTER_TREE, TREE, Counted, pack_counted
@@ -186,7 +186,7 @@ class TreeReplay(SourceReplay):
         return submitted + 1
 
     def at_once(
-        self, trace: Trace, source: Source, plan: LanePlan, first: int, chosen: Sequence[int]
+        self, trace: Trace, source: Source, plan: VectorisedPlan, first: int, chosen: Sequence[int]
     ) -> Walked | None:
         """Return the rounds of a length, unless it asks for more layers than were recorded."""
         del source

@@ -7,8 +7,8 @@ from itertools import zip_longest
 from typing import NamedTuple
 
 from policies.core import DraftPolicy
-from policies.lanes.base import LanePlan, plan_of
 from policies.rules.base import VerifyRule
+from policies.vectorised import VectorisedPlan, plan_of
 from traces.acceptance.trace import Trace
 from traces.errors import DraftsimError
 from traces.replay.judged import judged_rounds
@@ -29,7 +29,7 @@ def replay_many(
 ) -> Iterator[RoundLog]:
     """The logs of `traces.replay.run.replay` for named `policies`, in their order.
 
-    Policies that tell how they are laned (`policies.lanes.base`) advance together, setting by
+    Policies with a plan (`policies.vectorised`) advance together, setting by
     setting and request by request; any other goes through the loop, and so does one that leaves
     what was recorded, so that the loop says where.  Logs are made a block of settings at a
     time, so that a study of thousands holds few of them.
@@ -74,8 +74,8 @@ class _Kind(NamedTuple):
 
 
 def _together(trace: Trace, policies: Sequence[DraftPolicy], walk: Walk) -> list[Rounds | None]:
-    """The rounds of each policy that can be laned, and stays within what was recorded."""
-    kinds: dict[_Kind, dict[int, LanePlan]] = {}
+    """The rounds of each policy that has a plan, and stays within what was recorded."""
+    kinds: dict[_Kind, dict[int, VectorisedPlan]] = {}
     for i, policy in enumerate(policies):
         if (plan := _planned(trace, policy)) is None:
             continue
@@ -88,7 +88,7 @@ def _together(trace: Trace, policies: Sequence[DraftPolicy], walk: Walk) -> list
     for kind, plans in kinds.items():
         if len(plans) * (1 if kind.learns else len(walk.entries)) < FEWEST:
             continue
-        # Few lanes a setting need many settings to a step.
+        # Few requests a setting need many settings to a step.
         block = len(plans) if kind.learns else max(1, CELLS // walk.width)
         places, every = list(plans), list(plans.values())
         for begin in range(0, len(every), block):
@@ -117,7 +117,7 @@ def _judged(
     return ruled_log(log, rule, own, judged.mismatched, judged.departed)
 
 
-def _planned(trace: Trace, policy: DraftPolicy) -> LanePlan | None:
+def _planned(trace: Trace, policy: DraftPolicy) -> VectorisedPlan | None:
     """The plan of a policy whose reads were recorded."""
     if not set(policy.reads) <= trace.signals:
         return None
@@ -132,4 +132,4 @@ def _planned(trace: Trace, policy: DraftPolicy) -> LanePlan | None:
 HELD = 1 << 22
 """Starts of a recording, times settings, whose rounds are held at a time."""
 FEWEST = 8
-"""Lanes below which the loop is faster."""
+"""Settings times requests below which the loop is faster."""

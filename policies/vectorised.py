@@ -1,12 +1,12 @@
 """A policy in the form in which many of its kind are replayed together.
 
 `policies.core.speculate` asks a policy before every token.  A study replays thousands of
-settings over one recording, and there the answers can be had together: where signals alone
-end a draft, its length from every start of the recording is known at once (`Stop`); where a
-few numbers of state decide, these numbers are arrays, one entry a run (`LaneState`).  A policy
-that can be told so returns a `LanePlan` from a method of its own ::
+settings over one recording and takes the answers from arrays.  If signals alone end a draft, its
+length from every start of the recording is computed at once (`Stop`).  If a few numbers of state
+decide, they are arrays with one entry a run (`VectorisedState`).  Such a policy returns a
+`VectorisedPlan` from a method ::
 
-    def laned(self, batch: int) -> LanePlan | None
+    def vectorised(self, batch: int) -> VectorisedPlan | None
 
 which is read of the very class that defines it: a subclass may decide otherwise.  ``batch`` is
 the number of sequences decoded together, always the same; None sends this setting through the
@@ -18,7 +18,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
-from typing import Any, NamedTuple, Protocol, Self
+from typing import Any, Literal, NamedTuple, Protocol, Self
 
 import numpy as np
 import numpy.typing as npt
@@ -97,10 +97,10 @@ class Watch(Protocol):
 
 
 @dataclass
-class LaneState(ABC):
+class VectorisedState(ABC):
     """The numbers that a policy remembers from round to round; `observe` updates them.
 
-    A policy gives them as scalars; `stacked` makes arrays of shape (lanes,) of many policies',
+    A policy gives them as scalars; `stacked` makes arrays of shape (runs,) of many policies',
     on which the methods work elementwise.
     """
 
@@ -118,11 +118,11 @@ class LaneState(ABC):
 
     @abstractmethod
     def observe(self, drafted: Ints, accepted: Ints) -> None:
-        """Take in the tokens sent to verification and accepted, shape (lanes,) each."""
+        """Take in the tokens sent to verification and accepted, shape (runs,) each."""
 
     @classmethod
     def stacked(cls, states: Sequence[Self], count: int) -> Self:
-        """`count` lanes of each state, one after another."""
+        """Return `count` runs of each state, one after another."""
         even = cls.evened(states)
         columns = ([getattr(s, f.name) for s in even] for f in fields(cls))
         return cls(*(np.repeat(np.array(column), count, axis=0) for column in columns))
@@ -133,19 +133,19 @@ class LaneState(ABC):
         return states
 
     def keep(self, which: Bools) -> None:
-        """Drop the lanes that are not among `which`, shape (lanes,)."""
+        """Drop the runs that are not among `which`, shape (runs,)."""
         for field in fields(self):
             setattr(self, field.name, getattr(self, field.name)[which])
 
 
-class LanePlan(NamedTuple):
+class VectorisedPlan(NamedTuple):
     """How long a policy drafts; every part that is given ends a draft."""
 
     cap: int = UNBOUNDED
     """Its length."""
     stop: Stop | None = None
     """Its signals."""
-    state: LaneState | None = None
+    state: VectorisedState | None = None
     """The rounds observed before."""
     watch: Watch | None = None
     """The first token that falls below the state's threshold, which is drafted."""
@@ -167,9 +167,9 @@ def own_word(policy: Any, method: str, *args: Any) -> Any:
     return None if own is None else own(policy, *args)
 
 
-def plan_of(policy: Any, batch: int = 1) -> LanePlan | None:
+def plan_of(policy: Any, batch: int = 1) -> VectorisedPlan | None:
     """The plan of `policy` where its own class tells one; None sends it through the loop."""
-    plan: LanePlan | None = own_word(policy, "laned", batch)
+    plan: VectorisedPlan | None = own_word(policy, "vectorised", batch)
     return plan
 
 
@@ -187,3 +187,94 @@ def grown(starts: Starts, keep: Callable[[int, Ints], Bools]) -> Ints:
         n += 1
         lengths[which] = n
     return lengths
+
+
+class Read(Protocol):
+    """The draft signal of that name of some tokens, an array of any shape."""
+
+    def __call__(self, name: str) -> Floats: ...
+
+
+def tells_many(estimator: Any) -> bool:
+    """Return True if an estimator has a method ``chances(read, offset)``.
+
+    It gives for many tokens at once what the estimator gives for one
+    (`policies.estimators.AcceptanceEstimator`).
+    """
+    return estimator is None or hasattr(estimator, "chances")
+
+
+def reader(starts: Starts, rows: Ints) -> Read:
+    # A draft that leaves what was recorded is told by its length, not by what it would read.
+    return lambda name: starts.signal(name).take(rows, mode="clip")
+
+
+def until_first(starts: Starts, failing: Bools, *, drops: bool = False) -> Lengths:
+    """Lengths if a draft ends with its first token of `failing`, shape (rows,).
+
+    ``drops``: a failing token that ends a draft is not verified.
+    """
+    count = len(failing)
+    rows = np.where(failing, np.arange(count), 2 * count)
+    nearest = np.minimum.accumulate(rows[::-1])[::-1]
+    ahead = nearest[starts.rows] - starts.rows
+    forwards = np.minimum(ahead + 1, starts.most)
+    return Lengths(forwards, np.minimum(forwards, ahead) if drops else None)
+
+
+@dataclass(frozen=True)
+class Below:
+    """Ends with a token whose `signal` is below `threshold`."""
+
+    signal: str
+    threshold: float
+    drops: bool = False
+
+    def lengths(self, starts: Starts) -> Lengths:
+        return until_first(starts, starts.signal(self.signal) < self.threshold, drops=self.drops)
+
+
+@dataclass(frozen=True)
+class EntropyAbove:
+    """Ends with a token whose sqrt(scale H) is above `threshold`."""
+
+    scale: float
+    threshold: float
+
+    def lengths(self, starts: Starts) -> Lengths:
+        return until_first(starts, np.sqrt(self.scale * starts.signal("entropy")) > self.threshold)
+
+
+@dataclass(frozen=True)
+class Signal:
+    """A signal as it is, to be watched."""
+
+    name: Literal["prob", "top_prob", "raw_prob"]
+
+    def values(self, starts: Starts) -> Floats:
+        return starts.signal(self.name)
+
+
+@dataclass(frozen=True)
+class EntropyBound:
+    """1 - sqrt(scale H), to be watched."""
+
+    scale: float
+
+    def values(self, starts: Starts) -> Floats:
+        found: Floats = 1.0 - np.sqrt(self.scale * starts.signal("entropy"))
+        return found
+
+
+@dataclass(frozen=True)
+class KnownRun:
+    """As many tokens as will be accepted, and `more`, up to `longest`."""
+
+    more: int
+    longest: int
+
+    def lengths(self, starts: Starts) -> Lengths:
+        run = starts.run_lengths
+        length = np.minimum(np.minimum(run + self.more, self.longest), starts.most)
+        # Nobody knows: a draft longer than any recorded one sends this setting to the loop.
+        return Lengths(np.where(run < 0, UNBOUNDED, length))

@@ -14,7 +14,6 @@ from hypothesis import strategies as st
 
 from policies import CMASD, DraftPolicy, Fixed, HFHeuristic, parse_policy
 from policies.estimators import LogisticAcceptance
-from policies.lanes.base import plan_of
 from policies.lengths.basic import Oracle
 from policies.lengths.draft_and_verify import DraftAndVerify
 from policies.lengths.entropy import AdaEDL
@@ -23,19 +22,20 @@ from policies.lengths.rate_optimal import RateOptimal
 from policies.lengths.specdec_pp import Disco, SpecDecPP
 from policies.registry import POLICIES
 from policies.rules.registry import RULES, parse_rule
+from policies.vectorised import plan_of
 from simulator.whatif.rate import InBatch
 from simulator.whatif.tilt.trace import iid_like, tilt_to
-from tests.lane_traces import KINDS, Kind, random_trace
-from tests.laned import MANY
 from tests.made_up import TRACE
+from tests.traces_of_kinds import KINDS, Kind, random_trace
+from tests.vectorised import MANY
 from traces.acceptance.schema import UNKNOWN
 from traces.acceptance.synthetic import Bursty, synthetic_trace
 from traces.acceptance.trace import Trace
 from traces.errors import DraftsimError, SignalError, TailError
-from traces.replay import lanes
-from traces.replay.lanes import replay_many
+from traces.replay import vectorised
 from traces.replay.rounds import RoundLog
 from traces.replay.run import replay
+from traces.replay.vectorised import replay_many
 
 LOOPED = (
     "confidence:roc_update=in_call", "hf-heuristic:roc_update=next_call", "cm-asd:window=lagged",
@@ -92,7 +92,7 @@ def test_any_settings_over_any_recording(
             expected[name] = replay(trace, policy, name=name)
         except DraftsimError as error:
             refused[name] = str(error)
-    with patch.object(lanes, "FEWEST", 0):
+    with patch.object(vectorised, "FEWEST", 0):
         found = {log.policy: log for log in replay_many(trace, policies, leave_out=lambda *_: True)}
         for name, said in refused.items():
             with pytest.raises(DraftsimError) as caught:
@@ -121,18 +121,18 @@ def test_built_in_policies(name: str) -> None:
 def test_estimates_may_fall_along_the_draft(
     policy: DraftPolicy, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(lanes, "FEWEST", 0)
+    monkeypatch.setattr(vectorised, "FEWEST", 0)
     alike(one(recorded(), policy), replay(recorded(), policy, name="it"))
 
 
-def test_what_is_laned_asks_no_token(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_has_a_plan_asks_no_token(monkeypatch: pytest.MonkeyPatch) -> None:
     """Else the tests above compare the loop with itself."""
 
     def loop(*_: Any, **__: Any) -> RoundLog:
         raise AssertionError("asked before every token")
 
-    monkeypatch.setattr(lanes, "replay", loop)
-    monkeypatch.setattr(lanes, "FEWEST", 0)
+    monkeypatch.setattr(vectorised, "replay", loop)
+    monkeypatch.setattr(vectorised, "FEWEST", 0)
     trace, looped = recorded(), {text.partition(":")[0] for text in LOOPED[4:-1]}
     for name in POLICIES:
         if name not in looped:
@@ -182,7 +182,7 @@ def test_a_learner_goes_on_from_request_to_request() -> None:
     trace = recorded()
     policies = {
         str(g): HFHeuristic(g, persist="persistent", gamma_max=24)
-        for g in range(1, 2 * lanes.FEWEST)
+        for g in range(1, 2 * vectorised.FEWEST)
     }
     for log, policy in zip(replay_many(trace, policies), policies.values(), strict=True):
         alike(log, replay(trace, policy, name=log.policy))
@@ -202,9 +202,9 @@ def test_what_the_recording_does_not_hold_is_said_as_usual(
         one(bare, CMASD())
     match = np.where(np.arange(len(bare)) % 5, bare.columns["match"], UNKNOWN).astype(np.int8)
     unknown = Trace({**bare.columns, "match": match}, bare.requests, None, bare.meta)
-    # By the loop, which takes over where there are few lanes, and by the lanes themselves.
-    for fewest in (lanes.FEWEST, 0):
-        monkeypatch.setattr(lanes, "FEWEST", fewest)
+    # By the loop, which takes over where there are few runs, and vectorised.
+    for fewest in (vectorised.FEWEST, 0):
+        monkeypatch.setattr(vectorised, "FEWEST", fewest)
         for policy in (Fixed(4), Oracle(), Oracle("run+1")):
             with pytest.raises(SignalError, match="not observed"):
                 one(unknown, policy)
@@ -218,8 +218,8 @@ def test_settings_are_yielded_in_order_and_a_block_at_a_time(
     policies = {name: parsed(name, trace) for name in names}
     expected = [replay(trace, p, name=n) for n, p in policies.items()]
     for held, cells in ((1, 1), (700, 300), (1 << 22, 1 << 18)):
-        monkeypatch.setattr(lanes, "HELD", held)
-        monkeypatch.setattr(lanes, "CELLS", cells)
+        monkeypatch.setattr(vectorised, "HELD", held)
+        monkeypatch.setattr(vectorised, "CELLS", cells)
         for log, want in zip(replay_many(trace, policies), expected, strict=True):
             alike(log, want)
 
@@ -229,9 +229,9 @@ def test_settings_are_yielded_in_order_and_a_block_at_a_time(
 def test_rules_judge_the_same_rounds(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
     trace = TRACE
     looped: list[str] = []
-    loop = lanes.replay
+    loop = vectorised.replay
     monkeypatch.setattr(
-        lanes, "replay", lambda *a, name, **k: looped.append(name) or loop(*a, name=name, **k)
+        vectorised, "replay", lambda *a, name, **k: looped.append(name) or loop(*a, name=name, **k)
     )
     names = ["fixed:gamma=4", "cm-asd", "oracle", "svip", "gammatune", "bild"]
     policies = {name: parsed(name, trace) for name in names}

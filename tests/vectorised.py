@@ -1,4 +1,4 @@
-"""Policies whose lengths can be looked up, with any parameters: strategies for tests of lanes."""
+"""Policies that have a plan, with any parameters: strategies for tests of the vectorised replay."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def _tiers(steps: list[int], start: int, weight: float, every: int, up: float, c
     return SingleStream(SGLangAdaptive(config, start, in_step=in_step))
 
 
-LANED: st.SearchStrategy[DraftPolicy] = st.one_of(
+VECTORISED: st.SearchStrategy[DraftPolicy] = st.one_of(
     st.builds(Autoregressive),
     st.builds(Fixed, gammas(0)),
     st.builds(Oracle, st.sampled_from(["run", "run+1"]), st.none() | gammas()),
@@ -95,4 +95,4 @@ LANED: st.SearchStrategy[DraftPolicy] = st.one_of(
         ((1, 2, 0, 40, 2), (1, 2, 41, 60, 0), (1, 2, 61, 900, 6), (3, 4, 0, 900, 1)),
     ]), st.booleans()).map(SingleStream),
 )  # fmt: skip
-MANY = st.lists(st.tuples(LANED, st.sampled_from([1, 1, 1, 4])), min_size=1, max_size=8)
+MANY = st.lists(st.tuples(VECTORISED, st.sampled_from([1, 1, 1, 4])), min_size=1, max_size=8)
