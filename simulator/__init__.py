@@ -5,7 +5,7 @@ Figures live in `simulator.plots`, closed forms in `simulator.formulas`.
 
 from simulator.check import Check, run_checks
 from simulator.pricing import PassCount, Priced, autoregressive, price
-from simulator.ratios import RatioCurve, draft_histogram, price_ratios
+from simulator.ratios import RatioCurve, price_ratios
 from simulator.robustness import INITIAL_GAMMAS, robustness, speedup_by_gamma
 from simulator.summary import (
     SUMMARY_COLUMNS,
@@ -36,7 +36,6 @@ __all__ = [
     "Verdict",
     "autoregressive",
     "compare",
-    "draft_histogram",
     "predictions",
     "price",
     "price_ratios",

@@ -28,6 +28,33 @@ def resamples(prompts: int, count: int, seed: int = 0) -> Floats:
     return drawn
 
 
+def ratio(over: npt.ArrayLike, under: npt.ArrayLike) -> Floats:
+    """Element-wise ratio, NaN where nothing stands below."""
+    a, b = np.broadcast_arrays(np.asarray(over, float), np.asarray(under, float))
+    out = np.full(a.shape, np.nan)
+    np.divide(a, b, out=out, where=b > 0)
+    return out
+
+
+def rate_ratio(own: Floats, base: Floats) -> Floats:
+    """Tokens per second of `own` over those of `base`; leading axis (tokens, seconds)."""
+    return ratio(own[0] * base[1], base[0] * own[1])
+
+
+def gain(
+    own: Floats, base: Floats, weights: Floats, confidence: float = 0.95
+) -> tuple[float, float, float]:
+    """Ratio of tokens per second over all prompts, with its interval; both (2, prompts).
+
+    Both are drawn on the same prompts in every resample (`weights`, of `resamples`), so that what
+    makes a prompt fast for both is left out.  The interval is NaN with one prompt.
+    """
+    value = float(rate_ratio(own.sum(axis=1), base.sum(axis=1)))
+    if own.shape[1] < 2:
+        return value, math.nan, math.nan
+    return value, *interval(rate_ratio(own @ weights.T, base @ weights.T), confidence)
+
+
 def interval(drawn: Floats, confidence: float = 0.95) -> tuple[float, float]:
     """Return the percentile interval of the finite values of `drawn`; NaN if there are none."""
     finite = drawn[np.isfinite(drawn)]

@@ -47,6 +47,8 @@ from traces.replay.rounds import ROUND_DTYPE, RoundLog
 
 Floats = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.int64]
+Sizes = Floats | Ints
+Bools = npt.NDArray[np.bool_]
 
 FALLBACKS = {
     ("exit", "head"): ("target", "head"),
@@ -68,6 +70,11 @@ class PassCount(NamedTuple):
         if not isinstance(other, PassCount):
             return NotImplemented
         return PassCount(*(a + b for a, b in zip(self, other, strict=True)))
+
+    @property
+    def outside(self) -> float:
+        """Share of the passes that were read outside the measured cells."""
+        return self.extrapolated / max(self.passes, 1)
 
 
 NO_PASSES = PassCount(0, 0, 0)
@@ -145,13 +152,11 @@ class Priced:
     @property
     def outside(self) -> float:
         """Share of the decoding passes that were read outside the measured cells."""
-        return self.decode_passes.extrapolated / max(self.decode_passes.passes, 1)
+        return self.decode_passes.outside
 
     def outside_with(self, prefill: bool) -> float:
         """`outside`, the passes that read the prompts counted as well if `prefill`."""
-        if not prefill:
-            return self.outside
-        return self.passes.extrapolated / max(self.passes.passes, 1)
+        return self.passes.outside if prefill else self.outside
 
     def unpriced(self, latency: LatencyTable, prefill: bool = False) -> list[str]:
         """Return what ran at no cost because `latency` lacks its cells, as served rows name it."""
@@ -255,15 +260,10 @@ def price(log: RoundLog, latency: LatencyTable, *, batch: int = 1) -> Priced:
         draft_s, count = draft_seconds(latency, drafter, batch, forwards, catch_up, context)
     else:
         draft_s, count = call_seconds(log, latency, batch=batch, verify=False)
-    signal_s: Floats = np.zeros(len(log))
-    if log.reads:
-        signal_s += forwards * host_seconds(latency, "signal", batch)
-    host_s: Floats = np.full(len(log), host_seconds(latency, "host_round", batch), dtype=np.float64)
-    host_s += forwards * host_seconds(latency, "host_draft", batch)
+    signal_s = forwards * (host_seconds(latency, "signal", batch) if log.reads else 0.0)
     # The last drafted token was never fed to the draft model, so its cache holds one fewer.
-    for model, rejected in (("target", accepted < drafted), (drafter, accepted < forwards - 1)):
-        if latency.has(model, "rollback") and (calls is None or model == "target"):
-            host_s += rejected * scalar_seconds(latency, model, "rollback", batch)
+    unread = accepted < forwards - 1 if calls is None else np.zeros(len(log), bool)
+    host_s = round_host_seconds(latency, drafter, batch, forwards, accepted < drafted, unread)
     left_out: tuple[str, ...] = ()
     if log.mismatched is not None:
         phase = judging_phase(log)
@@ -378,9 +378,12 @@ def _cells(latency: LatencyTable, model: str, phase: str) -> tuple[str, str]:
 
 
 def draft_seconds(
-    latency: LatencyTable, model: str, batch: int, forwards: Ints, catch_up: Ints, context: Ints
+    latency: LatencyTable, model: str, batch: int, forwards: Ints, catch_up: Sizes, context: Sizes
 ) -> tuple[Floats, PassCount]:
-    """Seconds of each round's passes of `model`, (rounds,); ``catch_up`` 0 was paid before."""
+    """Seconds of each round's passes of `model`, (rounds,); ``catch_up`` 0 was paid before.
+
+    ``catch_up`` and ``context`` are tokens a sequence, and fractions where they are means.
+    """
     seconds = np.zeros(len(forwards))
     ran = np.flatnonzero((forwards > 0) & (catch_up > 0))
     before = np.maximum(context[ran] - catch_up[ran], 0)
@@ -391,14 +394,21 @@ def draft_seconds(
     if not len(ran):
         return seconds, first
     # Passes after the first run over consecutive contexts: a running sum prices any span.
-    low, high = int(start.min()), int((start + count).max())
+    whole = np.floor(start).astype(np.int64)
+    between = start - whole
+    low, high = int(whole.min()), int((whole + count).max()) + 1
     span = latency.estimate(model, "forward", batch=batch, context=np.arange(low, high))
-    begin, end = start - low, start + count - low
-    seconds[ran] += _spans(span.seconds, begin, end) + settling_s(latency, model, batch, count)
+    begin = whole - low
+    later = _spans(span.seconds, begin, begin + count)
+    if between.any():  # passes are linear from one token of context to the next
+        later += between * (span.seconds[begin + count] - span.seconds[begin])
+        begin = begin + (between > 0)
+    seconds[ran] += later + settling_s(latency, model, batch, count)
     rest = PassCount(
         int(count.sum()),
-        *(int(_spans(span.origin == o, begin, end).sum()) for o in (INTERPOLATED, EXTRAPOLATED)),
-    )
+        *(int(_spans(span.origin == o, begin, begin + count).sum())
+          for o in (INTERPOLATED, EXTRAPOLATED)),
+    )  # fmt: skip
     return seconds, first + rest
 
 
@@ -407,8 +417,22 @@ def _spans(values: npt.NDArray[np.generic], begin: Ints, end: Ints) -> Floats:
     return np.asarray(running[end] - running[begin])
 
 
+def round_host_seconds(
+    latency: LatencyTable, drafter: str, batch: int, forwards: Ints, rejected: Bools, unread: Bools
+) -> Floats:
+    """The host's seconds of each round: itself, its draft passes, and its caches, (rounds,).
+
+    `rejected` rounds take tokens out of the target's cache, `unread` ones out of the drafter's.
+    """
+    seconds = host_seconds(latency, "host_round", batch)
+    each = forwards * host_seconds(latency, "host_draft", batch)
+    each += rejected * scalar_seconds(latency, "target", "rollback", batch)
+    each += unread * scalar_seconds(latency, drafter, "rollback", batch)
+    return np.asarray(seconds + each)
+
+
 def pass_seconds(
-    latency: LatencyTable, model: str, batch: int, width: Ints, context: Ints,
+    latency: LatencyTable, model: str, batch: int, width: Sizes, context: Sizes,
     phase: str = "forward",
 ) -> tuple[Floats, PassCount]:  # fmt: skip
     """Seconds of one pass per element."""
@@ -419,9 +443,11 @@ def pass_seconds(
 
 
 def read_each(
-    latency: LatencyTable, model: str, batch: int, width: Ints, context: Ints, phase: str
+    latency: LatencyTable, model: str, batch: int, width: Sizes, context: Sizes, phase: str
 ) -> Estimate:  # fmt: skip
-    """The pass of each element, of which there is one; equal (width, context) are read once."""
+    """The pass of each element; equal (width, context) in whole tokens are read once."""
+    if width.dtype.kind == "f" or context.dtype.kind == "f":  # means, few of which are equal
+        return latency.estimate(model, phase, batch=batch, new_tokens=width, context=context)
     scale = int(context.max()) + 1
     keys, inverse = distinct(width * scale + context)
     read = latency.estimate(

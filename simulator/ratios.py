@@ -1,8 +1,8 @@
-"""A whole range of cost ratios priced at once, from the histogram of draft lengths."""
+"""The ratio model: costs as ratios c of a target pass, a whole range of them priced at once."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
 import numpy as np
@@ -15,7 +15,7 @@ from traces.latency.table import LatencyTable
 from traces.replay.rounds import RoundLog
 
 Floats = npt.NDArray[np.float64]
-Ints = npt.NDArray[np.int64]
+Bools = npt.NDArray[np.bool_]
 
 
 class RatioCurve(NamedTuple):
@@ -29,15 +29,67 @@ class RatioCurve(NamedTuple):
     """Plain decoding's cost over `cost`."""
 
 
+class RatioCosts(NamedTuple):
+    """Costs in units of one target pass, of prompts, steps or whatever else takes time.
+
+    The textbook cost model: a target pass costs 1, a draft pass c, a verification of drafts v.
+    Arrays of one shape, (units,).
+    """
+
+    plain: Floats
+    """Plain decoding of the same tokens."""
+    forwards: Floats
+    """Draft passes, each of which costs c."""
+    verified: Floats
+    """Verifications of drafts, each of which costs v."""
+    rest: Floats
+    """Times that neither ratio changes: rounds without drafts, and where they are carried over from
+    measured latencies, signals and the host."""
+
+    @classmethod
+    def of(cls, emitted: npt.ArrayLike, forwards: npt.ArrayLike, drafts: Bools) -> RatioCosts:
+        """The costs of rounds or steps, of which `drafts` says which verify drafts."""
+        return cls(*(np.asarray(n, np.float64) for n in (emitted, forwards, drafts, ~drafts)))
+
+    def summed(self, add: Callable[[Floats], Floats]) -> RatioCosts:
+        """The same costs with every array put through `add`."""
+        return RatioCosts(*map(add, self))
+
+    def at(self, ratios: npt.ArrayLike, verify: float = 1.0) -> Floats:
+        """Costs at ratios c and one v, shape (ratios, units)."""
+        c = np.atleast_1d(np.asarray(ratios, dtype=np.float64))
+        return np.multiply.outer(c, self.forwards) + (self.verified * verify + self.rest)
+
+
+def ratio_costs(log: RoundLog, widths: Mapping[int, float] | None = None) -> RatioCosts:
+    """The costs of each request of `log`, shape (requests,).
+
+    A verification of n drafts counts as ``widths[n]``; by default as 1.
+    """
+    rounds = log.rounds
+    costs = RatioCosts.of(rounds["emitted"], rounds["draft_forwards"], rounds["drafted"] > 0)
+    if widths is not None:
+        lengths, inverse = np.unique(rounds["drafted"], return_inverse=True)
+        each = [_checked(n, widths.get(n, np.nan)) if n else 0.0 for n in lengths.tolist()]
+        costs = costs._replace(verified=np.array(each)[inverse])
+    return costs.summed(log.per_request)
+
+
+def _checked(drafts: int, cost: float) -> float:
+    if not 0 <= cost < np.inf:
+        raise DraftsimError(
+            f"the verification cost of {drafts} drafts is {cost}, expected T_verify / T_target >= 0"
+        )
+    return cost
+
+
 def price_ratios(
     log: RoundLog, ratios: npt.ArrayLike, verify: float | Mapping[int, float] = 1.0
 ) -> RatioCurve:
-    """Price `log` at every cost ratio c at once, from the histogram of its drafts.
+    """Price `log` at every cost ratio c at once, in the textbook cost model (`RatioCosts`).
 
-    The textbook cost model: a target pass costs 1, a draft pass c, a verification of
-    n >= 1 drafts ``verify`` (or ``verify[n]``, for the widths that occur).  The rounds
-    enter through two counts per draft length only, so the price of one more ratio does
-    not depend on the length of the log.
+    ``verify`` is the cost of a verification of drafts, or holds it by their number.  The price of
+    one more ratio does not depend on the length of the log.
 
     Raises
     ------
@@ -50,39 +102,26 @@ def price_ratios(
         raise DraftsimError("a cost ratio is negative or not finite, expected c >= 0")
     if not len(log):
         raise DraftsimError("the log has no rounds: every request ended with its first token")
-    forwards, drafted, count = draft_histogram(log)
-    width_cost = np.ones(len(count))
-    for i, n in enumerate(drafted.tolist()):
-        if n > 0:
-            width_cost[i] = verify.get(n, np.nan) if isinstance(verify, Mapping) else verify
-            if not 0 <= width_cost[i] < np.inf:
-                raise DraftsimError(
-                    f"the verification cost of {n} drafts is {width_cost[i]}, "
-                    "expected T_verify / T_target >= 0"
-                )
-    cost = float(count @ forwards) * c + float(count @ width_cost)
-    plain = float(log.rounds["emitted"].sum(dtype=np.int64))
-    return RatioCurve(c, cost, plain / cost)
+    if isinstance(verify, Mapping):
+        costs, verify = ratio_costs(log, verify), 1.0
+    else:
+        costs, verify = ratio_costs(log), _checked(int(log.rounds["drafted"].max()), verify)
+    cost = costs.at(c, verify).sum(axis=1)
+    return RatioCurve(c, cost, costs.plain.sum() / cost)
 
 
 class RatioSums(NamedTuple):
-    """The cost and the gain of rounds, summed over prompts, with the products for intervals.
+    """`RatioCosts` summed over prompts, with the products for intervals.
 
-    In units of one target pass.  A prompt's rounds gain ``gain``: the cost of plain decoding, less
-    the part of their own cost that depends on neither c nor v.  They cost ``verified`` times v and
-    ``forwards`` times c.
+    A prompt's rounds gain ``gain``: the cost of plain decoding, less the part of their own cost
+    that depends on neither c nor v.
     """
 
     prompts: int
     plain: float
-    """Plain decoding of the same tokens."""
     forwards: float
-    """Draft passes."""
     rest: float
-    """Times that neither ratio changes: rounds without drafts, and where they are carried over from
-    measured latencies, signals and the host."""
     verified: float
-    """Verifications of drafts."""
     gain_gain: float
     gain_verified: float
     gain_forwards: float
@@ -116,13 +155,8 @@ def own_ratios(trace: Trace, latency: LatencyTable, drafted: int = 1) -> OwnRati
 
 
 def ratio_sums(log: RoundLog) -> RatioSums:
-    """The sums over `log` in the textbook cost model of `price_ratios`."""
-    drafts = log.rounds["drafted"] > 0
-    emitted, forwards, verified, rest = (
-        log.per_request(values).astype(np.float64)
-        for values in (log.rounds["emitted"], log.rounds["draft_forwards"], drafts, ~drafts)
-    )
-    return _sums(emitted, forwards, verified, rest)
+    """The sums over `log` in the textbook cost model."""
+    return _sums(ratio_costs(log))
 
 
 def carried_sums(run: Priced, plain: Priced, own: OwnRatios, drafts_at_c: bool = True) -> RatioSums:
@@ -159,33 +193,27 @@ def carried_sums(run: Priced, plain: Priced, own: OwnRatios, drafts_at_c: bool =
             )
     emitted = [float(p.log.rounds["emitted"].sum(dtype=np.int64)) for p in (run, plain)]
     return _sums(
-        # A lossy run's outputs have other lengths: plain decoding of as many tokens.
-        plain.decode_s * (emitted[0] / max(emitted[1], 1.0)) / (unit or 1.0),
-        drafting / ((own.ratio or 1.0) * (unit or 1.0)),
-        verifying / ((own.verify or 1.0) * (unit or 1.0)),
-        (undrafted + others) / (unit or 1.0),
+        RatioCosts(
+            # A lossy run's outputs have other lengths: plain decoding of as many tokens.
+            plain.decode_s * (emitted[0] / max(emitted[1], 1.0)) / (unit or 1.0),
+            drafting / ((own.ratio or 1.0) * (unit or 1.0)),
+            verifying / ((own.verify or 1.0) * (unit or 1.0)),
+            (undrafted + others) / (unit or 1.0),
+        )
     )
 
 
 def speedup_at(sums: RatioSums, ratios: npt.ArrayLike, verify: float = 1.0) -> Floats:
     """Speedup over plain decoding at cost ratios c, shape (ratios,)."""
-    c = np.atleast_1d(np.asarray(ratios, dtype=np.float64))
-    return sums.plain / (sums.forwards * c + sums.verified * verify + sums.rest)
+    parts = (sums.plain, sums.forwards, sums.verified, sums.rest)
+    costs = RatioCosts(*(np.array([part]) for part in parts))
+    return np.asarray(sums.plain / costs.at(ratios, verify)[:, 0])
 
 
-def _sums(plain: Floats, forwards: Floats, verified: Floats, rest: Floats) -> RatioSums:
-    """Return the sums of arrays over prompts, shape (requests,)."""
+def _sums(costs: RatioCosts) -> RatioSums:
+    """Return the sums of costs of prompts, shape (requests,)."""
+    plain, forwards, verified, rest = costs
     own = np.stack([plain - rest, verified, forwards])
     products = (own @ own.T)[np.triu_indices(3)]
     totals = (plain.sum(), forwards.sum(), rest.sum(), verified.sum())
     return RatioSums(int((plain > 0).sum()), *(float(n) for n in (*totals, *products)))
-
-
-def draft_histogram(log: RoundLog) -> tuple[Ints, Ints, Ints]:
-    """Distinct (draft_forwards, drafted) pairs of `log` and how many rounds had each."""
-    forwards = log.rounds["draft_forwards"].astype(np.int64)
-    drafted = log.rounds["drafted"].astype(np.int64)
-    scale = int(drafted.max(initial=0)) + 1
-    count = np.bincount(forwards * scale + drafted)
-    keys = np.flatnonzero(count)
-    return keys // scale, keys % scale, count[keys].astype(np.int64)

@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 import pandas as pd
 
-from simulator.bootstrap import interval
+from simulator.bootstrap import gain, rate_ratio
 from simulator.bootstrap import resamples as draws
 from simulator.forks import results_of
 from simulator.pricing import Priced, autoregressive, price
@@ -138,7 +138,7 @@ def prompt_speedups(
 
 def speedups_over(plain: Priced, run: Priced, *, prefill: bool = False) -> Floats:
     """The speedups of `prompt_speedups` for runs that were priced."""
-    return _ratio(_sums(plain, prefill), _sums(run, prefill))
+    return rate_ratio(_sums(run, prefill), _sums(plain, prefill))
 
 
 def paired_gain(
@@ -162,8 +162,8 @@ def paired_gain(
         If a log has no rounds or their requests differ.
     """
     _, run, rival = price_all([log, other], latency)
-    [gain] = gains_over(rival, [run], resamples=resamples, confidence=confidence, seed=seed)
-    return gain
+    [found] = gains_over(rival, [run], resamples=resamples, confidence=confidence, seed=seed)
+    return found
 
 
 def gains_over(
@@ -171,16 +171,9 @@ def gains_over(
     seed: int = 0,
 ) -> list[tuple[float, float, float]]:  # fmt: skip
     """The gain of `paired_gain` over `rival` of each of `runs`, all of which were priced."""
-    theirs, found = _sums(rival, False), []
-    weights = draws(theirs.shape[1], resamples, seed).T
-    for run in runs:
-        ours = _sums(run, False)
-        low = high = math.nan
-        if ours.shape[1] > 1:
-            drawn = _ratio(theirs @ weights, ours @ weights)
-            low, high = interval(drawn, confidence)
-        found.append((float(_ratio(theirs.sum(axis=1), ours.sum(axis=1))), low, high))
-    return found
+    theirs = _sums(rival, False)
+    weights = draws(theirs.shape[1], resamples, seed)
+    return [gain(_sums(run, False), theirs, weights, confidence) for run in runs]
 
 
 def speedup_distribution(speedups: npt.ArrayLike, edges: npt.ArrayLike) -> pd.DataFrame:
@@ -243,17 +236,9 @@ def price_all(
 
 
 def _sums(run: Priced, prefill: bool) -> Floats:
-    """Seconds and tokens of each request, shape (2, requests)."""
+    """Tokens and seconds of each request, shape (2, requests)."""
     seconds = run.wall_s if prefill else run.decode_s
-    return np.stack([seconds, run.log.per_request(run.log.rounds["emitted"])])
-
-
-def _ratio(plain: Floats, run: Floats) -> Floats:
-    """Seconds per token of `plain` over those of `run`; leading axis (seconds, tokens)."""
-    over, under = plain[0] * run[1], plain[1] * run[0]
-    ratio: Floats = np.full(np.shape(over), np.nan)
-    np.divide(over, under, out=ratio, where=under > 0)
-    return ratio
+    return np.stack([run.log.per_request(run.log.rounds["emitted"]), seconds])
 
 
 def _rows(
@@ -273,17 +258,14 @@ def _rows(
         }
         own = _sums(run, prefill)[:, mask]
         # The same resamples for every policy, so that their intervals can be compared.
-        drawn = _ratio(plain @ weights.T, own @ weights.T)
-        lo, hi = (1.0, 1.0) if i == 0 else (math.nan, math.nan)
-        if i and mask.sum() > 1:
-            lo, hi = interval(drawn, confidence)
+        speedup, lo, hi = gain(own, plain, weights, confidence)
+        lo, hi = (lo, hi) if i else (1.0, 1.0)
         row = (
             run.log.policy, run.log.verify, run.log.source, counts["emitted"], len(rounds),
             counts["drafted"], counts["accepted"], counts["draft_forwards"], len(rounds),
             counts["emitted"] / len(rounds) if len(rounds) else math.nan,
             counts["accepted"] / counts["drafted"] if counts["drafted"] else math.nan,
-            float(own[0].sum()), float(_ratio(plain.sum(axis=1), own.sum(axis=1))), lo, hi,
-            run.log.fidelity,
+            float(own[1].sum()), speedup, lo, hi, run.log.fidelity,
         )  # fmt: skip
         rows.append(row)
     return pd.DataFrame(rows, columns=list(SUMMARY_COLUMNS))

@@ -25,7 +25,7 @@ from profiler.engines.server.log import LogReader
 from profiler.engines.server.record import Recorder
 from profiler.engines.server.share import ServedRun, added, served_run, with_server
 from profiler.engines.watch import Decoded, Prompt, Step
-from simulator.serving.cost.host import HostCost
+from simulator.host import HostCost
 from simulator.serving.cost.iteration import IterationCost
 from tests.pretend_vllm import PretendRunner, config
 from tests.serving import GRID

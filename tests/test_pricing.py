@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from policies.core import Round
 from policies.lengths.basic import Autoregressive, Fixed
-from simulator import autoregressive, draft_histogram, price, price_ratios
+from simulator import autoregressive, price, price_ratios
 from simulator.pricing import call_seconds
 from traces.acceptance.synthetic import synthetic_trace
 from traces.acceptance.trace import Request
@@ -228,14 +228,6 @@ def test_verification_cost_may_depend_on_the_width() -> None:
     n, f = log.rounds["drafted"], log.rounds["draft_forwards"]
     expected = (0.2 * f + np.where(n > 0, 1 + 0.1 * n, 1.0)).sum()
     assert price_ratios(log, 0.2, verify).cost[0] == pytest.approx(expected, rel=1e-12)
-
-
-def test_histogram_counts_every_round() -> None:
-    log = random_log(5)
-    forwards, drafted, count = draft_histogram(log)
-    assert count.sum() == len(log)
-    assert (count * forwards).sum() == log.rounds["draft_forwards"].sum()
-    assert (count * drafted).sum() == log.rounds["drafted"].sum()
 
 
 def test_bad_input_names_value_and_remedy() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -10,16 +11,18 @@ import pandas as pd
 import pytest
 
 from policies import Autoregressive, DraftPolicy, Fixed, Oracle, parse_policy
-from policies.core import Load
+from policies.core import Load, Round
 from simulator.executors import Local
 from simulator.pricing import autoregressive, price
 from simulator.ratios import price_ratios
+from simulator.serving.cost.iteration import IterationCost
 from simulator.summary import prompt_speedups, summarize
-from simulator.whatif.batching import InBatches, in_steps, step_costs
+from simulator.whatif.batching import InBatches, _dealt, in_steps, step_costs
 from simulator.whatif.sweep.cells import COLUMNS, Bench, Part, _at_context
 from simulator.whatif.sweep.prices import Prices
 from simulator.whatif.sweep.run import Sweep
 from simulator.whatif.tilt.trace import tilt_to
+from tests.serving import GRID
 from tests.studies import POLICIES, TABLE, recorded, study
 from traces.acceptance.synthetic import synthetic_trace
 from traces.latency.schema import CELL_COLUMNS
@@ -89,6 +92,21 @@ def test_a_batch_of_one_is_a_single_stream() -> None:
     assert per_token == pytest.approx(single.total_s / log.rounds["emitted"].sum(), rel=0.15)
     plain = step_costs(in_steps(autoregressive(log), 1, [np.random.default_rng(0)]), TABLE).seconds
     assert plain == pytest.approx(np.full(len(plain), 0.0105))
+
+
+@pytest.mark.parametrize("name", ["fixed:gamma=5", "gammatune", "autoregressive"])
+def test_steps_cost_what_iterations_of_serving_do(name: str) -> None:
+    log = replay(recorded(), parse_policy(name, max_gamma=recorded().max_gamma))
+    batch, context = 4, log.context
+    steps = in_steps(log, batch, [np.random.default_rng(3)])
+    found = step_costs(steps, GRID).seconds
+    bounds = np.searchsorted(log.rounds["request"], np.arange(len(log.requests) + 1))
+    dealt = _dealt(bounds, batch, np.random.default_rng(3))
+    cost = IterationCost(GRID, reads=bool(log.reads))
+    for step in range(0, len(found), 7):
+        slots: list[Any] = [SimpleNamespace(context=int(context[i])) for i in dealt[step]]
+        rounds = [Round(*(int(log.rounds[f][i]) for f in Round._fields)) for i in dealt[step]]
+        assert found[step] == pytest.approx(cost(slots, rounds, []).total_s, rel=1e-9)
 
 
 def grid_to(context: int, batch: int) -> LatencyTable:

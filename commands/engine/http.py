@@ -173,8 +173,8 @@ def _row(
     trace: Trace, policy: Any, scenario: Scenario, speed: Speed,
 ) -> dict[str, Any]:  # fmt: skip
     from profiler.engines.server.share import added
+    from simulator.host import HostCost
     from simulator.serving import simulate
-    from simulator.serving.cost.host import HostCost
 
     row = row_of(own_runs, table, trace, policy, scenario)
     bare = simulate(trace, latency, policy, scenario, name=own_runs.text)
@@ -185,10 +185,10 @@ def _row(
     row |= {key: float(np.mean([own[key] for own in each])) for key in each[0]}
     recorder = bare.recorder
     running = scenario.arrivals.concurrency or round(recorder.batch.integral / recorder.busy_s)
-    around = HostCost(table, reads=False)
+    around = HostCost(table, reads=False).at(running)
     return row | {
-        "request_s_predicted": around.around_request_s(running),
-        "iteration_s_predicted": around.around_iteration_s(running),
+        "request_s_predicted": around.request_s,
+        "iteration_s_predicted": around.iteration_s,
         "slowdown": speed.at(running) - 1,
         "share_predicted": 1 - alone["e2e_s"] / row["e2e_s_predicted"],
     }

@@ -11,6 +11,7 @@ import pandas as pd
 from matplotlib.figure import Figure
 
 from policies.registry import is_bound
+from simulator.bootstrap import intervals
 from simulator.bootstrap import resamples as draws
 from simulator.formulas.general import empirical_survival
 from simulator.palette import COLOURS, GREY, INK
@@ -106,7 +107,7 @@ def plot_survival(trace: Trace, gamma: int = 16, resamples: int = 500, seed: int
             weights.append(float(stop - start - gamma))
     table, weight = np.array(curves), np.array(weights)
     drawn = draws(len(weight), resamples, seed) * weight
-    low, high = np.percentile(drawn @ table / drawn.sum(axis=1, keepdims=True), [2.5, 97.5], axis=0)
+    low, high = intervals(drawn @ table / drawn.sum(axis=1, keepdims=True))
     match = trace.columns["match"][trace.on_path]
     alpha = float((match[match != UNKNOWN] == MATCH).mean())
     k = np.arange(1, gamma + 1)

@@ -212,7 +212,7 @@ class Engine(Replica):
 
     def leave(self, slot: Slot) -> None:
         """A request has emitted its last token."""
-        around_s = self.cost.around_request_s(len(self.scheduler.running))
+        around_s = self.cost.hosts.at(len(self.scheduler.running)).request_s
         self.scheduler.finish(slot)
         self.recorder.leave(slot, self.env.now, around_s)
         if self.rule is not None:

@@ -14,10 +14,10 @@ from policies.guard import UndeclaredSignal
 from policies.rules.base import VerifyRule
 from policies.rules.registry import describe_rule
 from policies.together import Jointly, PerRequest, StopAtMean, Together, TruncateToMinimum
+from simulator.host import HostCost
 from simulator.serving.arrivals import Job
 from simulator.serving.clock import Clock
 from simulator.serving.compiled.engine import CompiledServing, Served
-from simulator.serving.cost.host import HostCost
 from simulator.serving.cost.iteration import IterationCost
 from simulator.serving.engine import Engine
 from simulator.serving.fleet.front import Front

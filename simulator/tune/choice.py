@@ -10,7 +10,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from simulator.bootstrap import interval
+from simulator.bootstrap import gain, ratio
 
 Floats = npt.NDArray[np.float64]
 Bools = npt.NDArray[np.bool_]
@@ -136,19 +136,6 @@ def cross_fitted(
     return Choice(option, *gain(own, np.stack(default), objective.weights, confidence))
 
 
-def gain(
-    own: Floats, default: Floats, weights: Floats, confidence: float = CONFIDENCE
-) -> tuple[float, float, float]:
-    """Ratio of tokens per second with its interval; leading axis (tokens, seconds)."""
-    total, base = own.sum(axis=1), default.sum(axis=1)
-    value = float(ratio(total[0] * base[1], base[0] * total[1]))
-    if own.shape[1] < 2:
-        return value, float("nan"), float("nan")
-    drawn_own, drawn_base = own @ weights.T, default @ weights.T
-    drawn = ratio(drawn_own[0] * drawn_base[1], drawn_base[0] * drawn_own[1])
-    return value, *interval(drawn, confidence)
-
-
 def shared_by_neighbours(allowed: Bools) -> Bools:
     """Along the first axis, options that a whole run of neighbours shares; (n, m, options).
 
@@ -165,12 +152,4 @@ def shared_by_neighbours(allowed: Bools) -> Bools:
         out[start:i] = common
         if i < len(allowed):
             start, common = i, allowed[i]
-    return out
-
-
-def ratio(over: npt.ArrayLike, under: npt.ArrayLike) -> Floats:
-    """Element-wise ratio, NaN where nothing stands below."""
-    a, b = np.broadcast_arrays(np.asarray(over, float), np.asarray(under, float))
-    out = np.full(a.shape, np.nan)
-    np.divide(a, b, out=out, where=b > 0)
     return out

@@ -8,7 +8,8 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from simulator.tune.choice import CONFIDENCE, Bools, ratio
+from simulator.bootstrap import ratio
+from simulator.tune.choice import CONFIDENCE, Bools
 from simulator.tune.served import SEARCH_CONFIDENCE
 from traces.acceptance.trace import Trace
 

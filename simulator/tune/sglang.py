@@ -13,7 +13,7 @@ import numpy.typing as npt
 from policies.batch.base import BatchPolicy
 from policies.batch.sglang import SGLangAdaptive
 from policies.lengths.basic import Autoregressive
-from simulator.bootstrap import resamples
+from simulator.bootstrap import ratio, resamples
 from simulator.forks import results_of
 from simulator.serving.scenario import Scenario
 from simulator.serving.station import Policy
@@ -23,7 +23,6 @@ from simulator.tune.choice import (
     can_hold_back,
     choose,
     folds,
-    ratio,
     shared_by_neighbours,
 )
 from simulator.tune.costs import DEFAULT_LENGTHS, Grid, default_batches, fixed_logs, price_grid

@@ -16,11 +16,18 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from simulator.bootstrap import intervals
 from simulator.host import host_seconds
-from simulator.pricing import autoregressive
+from simulator.pricing import (
+    PassCount,
+    autoregressive,
+    draft_seconds,
+    pass_seconds,
+    round_host_seconds,
+)
+from simulator.ratios import RatioCosts
 from traces.errors import DraftsimError
-from traces.latency.settling import settling_s
-from traces.latency.table import EXTRAPOLATED, Estimate, LatencyTable
+from traces.latency.table import LatencyTable
 from traces.replay.rounds import RoundLog
 
 Floats = npt.NDArray[np.float64]
@@ -44,12 +51,16 @@ class Steps(NamedTuple):
     """Draft passes: those of the slot that drafted longest."""
     width: Floats
     """Mean tokens per slot in the target's pass."""
-    catch_up: Floats
-    """Mean tokens per slot in the first draft pass."""
     context: Floats
     """Mean tokens in the cache per slot."""
-    rolled_back: Bools
-    """True if any slot had a draft rejected."""
+    catch_up: Floats
+    """Mean tokens in the first draft pass per slot that drafts."""
+    draft_context: Floats
+    """Mean tokens in the cache per slot that drafts."""
+    rejected: Bools
+    """True if any drafted token leaves the target's cache."""
+    unread: Bools
+    """True if any token that the draft model has read leaves its cache."""
     request: Ints
     """Whose round each slot runs, shape (steps, batch)."""
 
@@ -100,62 +111,35 @@ def _summed(log: RoundLog, context: Ints, index: Ints) -> tuple[Any, ...]:
     """Columns of `Steps` of the dealt rounds, from ``emitted`` on."""
     rounds = log.rounds[index]
     forwards = rounds["draft_forwards"].astype(np.int64)
-    drafting = forwards > 0
+    drafting, held = forwards > 0, context[index]
     some = np.maximum(drafting.sum(axis=1), 1)
     return (
         rounds["emitted"].sum(axis=1, dtype=np.int64), forwards.max(axis=1),
-        rounds["drafted"].mean(axis=1, dtype=np.float64) + 1,
-        (rounds["catch_up"] * drafting).sum(axis=1) / some,
-        context[index].mean(axis=1), (rounds["accepted"] < rounds["drafted"]).any(axis=1),
-        rounds["request"].astype(np.int64),
+        rounds["drafted"].mean(axis=1, dtype=np.float64) + 1, held.mean(axis=1),
+        (rounds["catch_up"] * drafting).sum(axis=1) / some, (held * drafting).sum(axis=1) / some,
+        (rounds["accepted"] < rounds["drafted"]).any(axis=1),
+        (rounds["accepted"] < forwards - 1).any(axis=1), rounds["request"].astype(np.int64),
     )  # fmt: skip
 
 
 class StepCosts(NamedTuple):
-    """The time of a batch's steps, and how far it is known."""
+    """The time of a batch's steps, shape (steps,), and the passes that they took."""
 
     seconds: Floats
-    """Seconds of every step, shape (steps,)."""
-    passes: int
-    """Model passes of all steps."""
-    outside: int
-    """Passes that were read outside the measured cells."""
+    passes: PassCount
 
 
 def step_costs(steps: Steps, latency: LatencyTable, context: float | None = None) -> StepCosts:
     """Costs of every step; `context` replaces the recorded one."""
-    batch = steps.batch
-    held = steps.context if context is None else np.full(len(steps.width), float(context))
-    # Rounded to whole tokens: a table is read once per distinct width.
-    width = np.round(steps.width * batch) / batch
-    read = latency.estimate(
-        "target", "forward", batch=batch, new_tokens=width, context=np.maximum(held - 1, 0)
-    )
-    passes, outside = len(width), _outside(read)
-    total = read.seconds + host_seconds(latency, "host_round", batch)
-    ran = steps.longest > 0
-    if ran.any():
-        count = steps.longest[ran]
-        first = np.maximum(np.round(steps.catch_up[ran] * batch) / batch, 1.0)
-        draft = latency.estimate(
-            "draft", latency.first_draft_phase("draft"), batch=batch, new_tokens=first,
-            context=np.maximum(held[ran] - first, 0),
-        )  # fmt: skip
-        later = latency.estimate("draft", "forward", batch=batch, context=held[ran] + count / 2)
-        passes += int(count.sum())
-        outside += _outside(draft) + _outside(later, count - 1)
-        each = host_seconds(latency, "host_draft", batch)
-        if steps.reads:
-            each += host_seconds(latency, "signal", batch)
-        total[ran] += draft.seconds + (count - 1) * later.seconds + count * each
-        total[ran] += settling_s(latency, "draft", batch, count - 1)
-    if latency.has("target", "rollback"):
-        total += steps.rolled_back * host_seconds(latency, "rollback", batch)
-    return StepCosts(np.asarray(total), passes, outside)
-
-
-def _outside(read: Estimate, times: Ints | int = 1) -> int:
-    return int(((read.origin == EXTRAPOLATED) * times).sum())
+    batch, held, seen = steps.batch, steps.context, steps.draft_context
+    if context is not None:
+        held = seen = np.full(len(held), float(context))
+    longest, cached = steps.longest, np.maximum(held - 1, 0)
+    target_s, passes = pass_seconds(latency, "target", batch, steps.width, cached)
+    draft_s, drafts = draft_seconds(latency, "draft", batch, longest, steps.catch_up, seen)
+    host_s = round_host_seconds(latency, "draft", batch, longest, steps.rejected, steps.unread)
+    signal_s = longest * (host_seconds(latency, "signal", batch) if steps.reads else 0.0)
+    return StepCosts(target_s + draft_s + host_s + signal_s, passes + drafts)
 
 
 class InBatch(NamedTuple):
@@ -234,17 +218,15 @@ class Samples:
             costs = step_costs(self.steps, latency, context)
             self._priced[latency, context] = _Taken(
                 self.each(costs.seconds)[:, None], self.prompt(costs.seconds)[None],
-                costs.outside / costs.passes,
+                costs.passes.outside,
             )  # fmt: skip
         return self._priced[latency, context]
 
     def at_ratios(self, c: Floats, verify: float) -> _Taken:
         """With a draft pass of c and a verification of `verify` target passes; prices as `c`."""
-        longest = self.steps.longest
-        target = np.where(longest > 0, verify, 1.0)
-        each, prompt = (
-            np.multiply.outer(c, own(longest)) + own(target) for own in (self.each, self.prompt)
-        )
+        steps = self.steps
+        costs = RatioCosts.of(steps.emitted, steps.longest, steps.longest > 0)
+        each, prompt = (costs.summed(own).at(c, verify) for own in (self.each, self.prompt))
         return _Taken(each.T, prompt, 0.0)
 
 
@@ -289,8 +271,7 @@ class InBatches:
         value = ratios.mean(axis=0)
         low = high = np.full_like(value, np.nan)
         if len(ratios) > 2:
-            tails = [50 * (1 - self.confidence), 50 * (1 + self.confidence)]
-            low, high = np.percentile(ratios, tails, axis=0)
+            low, high = intervals(ratios, self.confidence)
         slower = ours.prompt > plain.prompt * (1 + 1e-12)
         drawn = self._own.drawn & self.plain.drawn
         return InBatch(

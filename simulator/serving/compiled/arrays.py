@@ -14,6 +14,7 @@ from weakref import WeakKeyDictionary
 import numpy as np
 import numpy.typing as npt
 
+from simulator.host import Host
 from simulator.serving.arrivals import Job
 from simulator.serving.cost.iteration import IterationCost
 from simulator.serving.cost.reader import ORIGINS
@@ -44,12 +45,7 @@ READER = np.dtype([
 """The reader whose cells are read (its own mostly) or `NOWHERE`; the measured batches, from `first`
 to `last`; True for a constant table; the batch that every other is read at, 0 where sizes are told
 apart; the prompt tokens up to which cells hold; and the weights of the fit."""
-HOST = np.dtype([
-    ("round_s", "f8"), ("draft_s", "f8"), ("target_rollback_s", "f8"), ("draft_rollback_s", "f8"),
-    ("iteration_s", "f8"), ("request_s", "f8"),
-])  # fmt: skip
-"""The host's seconds (`simulator.serving.cost.host.Host`), and a server's around an iteration and
-around a request."""
+HOST = np.dtype([(name, "f8") for name in Host._fields])
 SEEN = np.dtype([
     ("passes", "i8"), ("least_batch", "f8"), ("most_batch", "f8"), ("least_width", "f8"),
     ("most_width", "f8"), ("least_context", "f8"), ("most_context", "f8"),
@@ -276,7 +272,7 @@ def _priced(cost: IterationCost, most: int) -> Prices:
         readers, np.concatenate([batches, widths, contexts]),
         np.cumsum([len(batches), *children]), np.concatenate([np.zeros(above), seconds]),
         np.array([np.pad(own, (0, longest - len(own)), "edge") for own in sums]),
-        np.array([cost.hosts_at(batch) for batch in range(most + 1)], HOST).view(np.recarray),
+        np.array([cost.hosts.at(batch) for batch in range(most + 1)], HOST).view(np.recarray),
         latency.grid("target", "forward").quickest_s, cost.always,
     )  # fmt: skip
 

@@ -16,9 +16,9 @@ from policies.batch.base import BatchPolicy, Planned, planned_of
 from policies.core import DraftPolicy, speculate
 from policies.rules.base import VerifyRule
 from policies.vectorised import plan_of
+from simulator.host import HostCost
 from simulator.serving.arrivals import Job
 from simulator.serving.compiled import arrays
-from simulator.serving.cost.host import HostCost
 from simulator.serving.cost.iteration import COMPOSED, IterationCost
 from simulator.serving.cost.reader import ORIGINS, Coverage, Span
 from simulator.serving.fleet.routers import Idle

@@ -13,8 +13,7 @@ from collections.abc import Sequence
 from typing import Literal, NamedTuple
 
 from policies.core import Round
-from simulator.host import HOSTS
-from simulator.serving.cost.host import HostCost
+from simulator.host import HOSTS, HostCost
 from simulator.serving.cost.reader import Coverage, PassReader, Span
 from simulator.serving.cost.work import Chunk, Work, drafting_always, work_of
 from simulator.serving.sequence import Slot
@@ -350,7 +349,7 @@ class IterationCost:
         self._beside = PassReader(latency, "target", "beside") if own else self._target
         self._mixed = MixedPasses(latency)
         self._drafts = DraftCost(latency, speculates, self.always, draft_batch, passes)
-        self._hosts = HostCost(latency, reads)
+        self.hosts = HostCost(latency, reads)
         self._prompts = PromptCost(latency, MODELS if speculates else MODELS[:1])
 
     def __call__(
@@ -362,7 +361,7 @@ class IterationCost:
         """
         prompts = self.prompts(chunks)
         if not rounds:
-            around_s = self._hosts.around_iteration_s(len(chunks))
+            around_s = self.hosts.at(len(chunks)).iteration_s
             return Seconds(prompts.draft_s, prompts.target_s, around_s)
         work, batch = work_of(slots, rounds), len(rounds)
         if self.by_totals:
@@ -403,19 +402,6 @@ class IterationCost:
             sum([c.tokens for c in chunks]), sum([c.slot.prefilled for c in chunks]),
         )  # fmt: skip
 
-    def around_request_s(self, batch: int) -> float:
-        """Return the server's own time around a request that ends with `batch` running, itself
-        included.
-        """
-        return self._hosts.around_request_s(batch)
-
-    def hosts_at(self, batch: int) -> tuple[float, ...]:
-        """The host's seconds (`Host`), and a server's around an iteration and a request."""
-        hosts = self._hosts
-        return (
-            *hosts.at(batch), hosts.around_iteration_s(batch), hosts.around_request_s(batch)
-        )  # fmt: skip
-
     @property
     def coverage(self) -> list[Coverage]:
         """How many passes were measured, interpolated and extrapolated, per model and phase."""
@@ -434,7 +420,7 @@ class IterationCost:
     def _host_seconds(self, work: Work, batch: int) -> float:
         # Taken apart at once: reading a tuple's fields by name takes longer.
         _, _, longest, _, _, _, rejected, unread = work
-        host_s, draft_s, target_rollback_s, draft_rollback_s = self._hosts.at(batch)
+        host_s, draft_s, target_rollback_s, draft_rollback_s, _, _ = self.hosts.at(batch)
         if rejected:
             host_s += target_rollback_s
         if unread:

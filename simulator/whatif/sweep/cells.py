@@ -15,6 +15,7 @@ from policies.core import DraftPolicy
 from policies.lengths.basic import Fixed, Oracle
 from simulator.bootstrap import intervals, resamples
 from simulator.pricing import autoregressive, price
+from simulator.ratios import ratio_costs
 from simulator.whatif.batching import InBatch, InBatches, Samples
 from simulator.whatif.ladder import GAMMAS
 from simulator.whatif.rate import in_batch
@@ -239,7 +240,10 @@ class Bench:
             c = np.asarray(prices.ratios, dtype=np.float64)
             piece = self._in_batch(batches.at_ratios(c, prices.verify)) if batches else None
             none = dict.fromkeys(CARRIED, np.full(len(c), np.nan))
-            pieces.append({"c": c, **(piece or self._ratios(log, c)), **none})
+            if piece is None:
+                costs = ratio_costs(log)
+                piece = self._bootstrap(costs.plain, costs.at(c, prices.verify))
+            pieces.append({"c": c, **piece, **none})
         for context in prices.contexts:
             seen = log if context is None else _at_context(log, context)
             for at in prices.tables:
@@ -248,7 +252,7 @@ class Bench:
                 else:
                     ours = price(seen, at.table)
                     plain_s, outside = plain.at(at.table, context, seen)
-                    piece = self._bootstrap(plain_s, ours.decode_s)
+                    piece = self._bootstrap(plain_s, ours.decode_s[None])
                     piece["outside"] = np.array([max(ours.outside, outside)])
                 ends = sorted(
                     batches.at_latency(table, context).speedup[0] if batches
@@ -276,39 +280,18 @@ class Bench:
             ),
         }  # fmt: skip
 
-    def _ratios(self, log: RoundLog, c: Floats) -> dict[str, Any]:
-        # Two sums per prompt price every ratio: its draft passes, and its target passes.
-        drafts = log.rounds["drafted"] > 0
-        passes = log.per_request(np.where(drafts, self.prices.verify, 1.0))
-        forwards = log.per_request(log.rounds["draft_forwards"])
-        plain = log.per_request(log.rounds["emitted"])
-        total = passes.sum() + c * forwards.sum()
-        low = high = np.full(len(c), np.nan)
-        if (weights := self._weights) is not None:
-            drawn = (weights @ passes)[:, None] + c * (weights @ forwards)[:, None]
-            low, high = intervals((weights @ plain)[:, None] / drawn, self.confidence)
-        # A prompt breaks even where c takes what its rounds saved; rounding is no loss.
-        counted = plain > 0
-        with np.errstate(divide="ignore", invalid="ignore"):
-            limit = (plain[counted] * (1 + 1e-12) - passes[counted]) / forwards[counted]
-        limit = np.where(np.isnan(limit), np.inf, limit)
-        below = np.searchsorted(np.sort(limit), c, side="left") / max(len(limit), 1)
-        return {
-            "wall_s": total, "speedup": plain.sum() / total, "speedup_lo": low,
-            "speedup_hi": high, "below_1": below, "outside": np.zeros(len(c)),
-        }  # fmt: skip
-
     def _bootstrap(self, plain: Floats, ours: Floats) -> dict[str, Any]:
-        """Speedup of costs `ours` over `plain`, both (prompts,), as columns of one row."""
-        low = high = np.full(1, np.nan)
+        """Speedup of costs `ours`, (prices, prompts), over `plain`, (prompts,), as columns."""
+        total = ours.sum(axis=1)
+        low = high = np.full(len(ours), np.nan)
         if (weights := self._weights) is not None:
-            low, high = intervals(((weights @ plain) / (weights @ ours))[:, None], self.confidence)
+            drawn = (weights @ plain)[:, None] / (weights @ ours.T)
+            low, high = intervals(drawn, self.confidence)
         counted = plain > 0
-        slower = (ours[counted] > plain[counted] * (1 + 1e-12)).mean()
-        total = ours.sum()
+        slower = ours[:, counted] > plain[counted] * (1 + 1e-12)
         return {
-            "wall_s": np.array([total]), "speedup": np.array([plain.sum() / total]),
-            "speedup_lo": low, "speedup_hi": high, "below_1": np.array([slower]),
+            "wall_s": total, "speedup": plain.sum() / total, "speedup_lo": low, "speedup_hi": high,
+            "below_1": slower.mean(axis=1), "outside": np.zeros(len(ours)),
         }  # fmt: skip
 
     @cached_property
