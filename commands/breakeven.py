@@ -156,7 +156,7 @@ def _priced(
 ) -> tuple[pd.DataFrame, str]:  # fmt: skip
     """Return the surface by a latency table, and whose it is."""
     from simulator.aggregate.positions import of_trace
-    from simulator.serving.cost.policy_cost import TableCost
+    from simulator.serving.cost.iteration import TableCost
     from simulator.tune.breakeven import grid, priced_surface
     from traces.replay.always import drafting_always
 

@@ -27,9 +27,8 @@ from simulator.serving import (
     Scenario,
     simulate,
 )
-from simulator.serving.fleet.join import joined_runs
-from simulator.serving.fleet.routers import Router, describe_router, parse_router
-from simulator.serving.outcome.report import Run
+from simulator.serving.outcome.report import Run, joined_runs
+from simulator.serving.routers import Router, describe_router, parse_router
 from tests import queues
 from tests.compiled import SIGNALLED, same
 from tests.serving import GRID, SMALL

@@ -282,7 +282,7 @@ def kinds(runs: Sequence[LoadRun], latency: LatencyTable) -> list[dict[str, Any]
 
 def priced_s(step: Step, cost: Any) -> float:
     """Return the seconds that the simulator predicts for a measured iteration."""
-    from simulator.serving.cost.work import Chunk
+    from simulator.serving.cost.iteration import Chunk
 
     slots: list[Any] = [SimpleNamespace(context=d.context) for d in step.decoded]
     rounds = [Round(0, d.drafted, d.emitted - 1, d.emitted, d.drafted, 1) for d in step.decoded]

@@ -28,7 +28,7 @@ RouterOption = Annotated[
 
 def chosen_router(name: str | None, replicas: int) -> Router:
     """The router of that name; raises DraftsimError where nothing is to be routed."""
-    from simulator.serving.fleet.routers import parse_router
+    from simulator.serving.routers import parse_router
 
     if name is not None and replicas == 1:
         raise DraftsimError("--router chooses among replicas: give --replicas 2 or more")

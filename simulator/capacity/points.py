@@ -10,9 +10,9 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from policies.rules.base import VerifyRule
-from simulator.serving.fleet.routers import describe_router
 from simulator.serving.outcome.merge import t_interval
 from simulator.serving.parts import Bench as ServeBench
+from simulator.serving.routers import describe_router
 from simulator.serving.run import simulate
 from simulator.serving.scenario import Scenario
 from simulator.serving.station import Policy

@@ -14,8 +14,12 @@ from simulator.serving.arrivals import (
     Job,
     Poisson,
 )
-from simulator.serving.cost.policy_cost import TableCost
-from simulator.serving.fleet.routers import (
+from simulator.serving.cost.iteration import TableCost
+from simulator.serving.outcome.report import Run, ServeResult
+from simulator.serving.outcome.results import Results, ResultsFile, read_results
+from simulator.serving.outcome.timeline import Timeline
+from simulator.serving.overlap import Devices
+from simulator.serving.routers import (
     ROUTERS,
     LeastRequests,
     LeastTokens,
@@ -23,10 +27,6 @@ from simulator.serving.fleet.routers import (
     RoundRobin,
     Router,
 )
-from simulator.serving.outcome.report import Run, ServeResult
-from simulator.serving.outcome.results import Results, ResultsFile, read_results
-from simulator.serving.outcome.timeline import Timeline
-from simulator.serving.overlap.base import Devices
 from simulator.serving.run import serve, simulate
 from simulator.serving.scenario import MODES, Scenario
 from simulator.serving.scheduler import Limits

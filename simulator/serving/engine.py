@@ -16,9 +16,8 @@ from policies.rules.base import VerifyRule
 from policies.together import Together
 from simulator.serving.arrivals import Job
 from simulator.serving.clock import Clock
-from simulator.serving.cost.iteration import IterationCost, Seconds
+from simulator.serving.cost.iteration import Chunk, IterationCost, Seconds
 from simulator.serving.cost.reader import Coverage
-from simulator.serving.cost.work import Chunk
 from simulator.serving.outcome.metrics import Recorder
 from simulator.serving.outcome.timeline import Timeline
 from simulator.serving.replica import Replica

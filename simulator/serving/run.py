@@ -11,10 +11,9 @@ from policies.registry import describe
 from policies.rules.base import VerifyRule
 from simulator.serving.arrivals import Job
 from simulator.serving.engine import Engine
-from simulator.serving.fleet.join import joined_runs
-from simulator.serving.fleet.routers import Idle
-from simulator.serving.outcome.report import Run, ServeResult
+from simulator.serving.outcome.report import Run, ServeResult, joined_runs
 from simulator.serving.outcome.timeline import Timeline
+from simulator.serving.routers import Idle
 from simulator.serving.scenario import Scenario
 from simulator.serving.station import Policy, Station
 from traces.acceptance.trace import Trace
@@ -65,7 +64,7 @@ def simulate(
     `by_iteration`, `timeline` and `audit` give every iteration an event of its own even where the
     compiled loop would serve: slower, and the same to rounding.  `only` runs some of the replicas,
     where they know nothing of each other (`Scenario.splits`):
-    `simulator.serving.fleet.join.joined_runs` puts the runs of all together.
+    `simulator.serving.outcome.report.joined_runs` puts the runs of all together.
 
     Raises
     ------

@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from simulator.serving.arrivals import Arrivals
-from simulator.serving.fleet.routers import RoundRobin, Router, describe_router
-from simulator.serving.overlap.base import Devices
+from simulator.serving.overlap import Devices
+from simulator.serving.routers import RoundRobin, Router, describe_router
 from simulator.serving.scheduler import Limits
 from traces.errors import DraftsimError
 

@@ -13,7 +13,7 @@ from collections import deque
 from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple
 
-from simulator.serving.cost.work import Chunk
+from simulator.serving.cost.iteration import Chunk
 from simulator.serving.kv import BlockPool
 from simulator.serving.sequence import Slot
 from traces.errors import DraftsimError

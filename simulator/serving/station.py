@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from functools import partial
 
 import numpy as np
+import simpy
 
 from policies.batch.base import BatchPolicy
 from policies.core import DraftPolicy
@@ -20,15 +21,12 @@ from simulator.serving.clock import Clock
 from simulator.serving.compiled.engine import CompiledServing, Served
 from simulator.serving.cost.iteration import IterationCost
 from simulator.serving.engine import Engine
-from simulator.serving.fleet.front import Front
-from simulator.serving.fleet.join import joined_recorders
-from simulator.serving.outcome.metrics import Recorder
+from simulator.serving.outcome.metrics import Recorder, joined_recorders
 from simulator.serving.outcome.report import Run
 from simulator.serving.outcome.timeline import Timeline
-from simulator.serving.overlap.base import Overlapped
-from simulator.serving.overlap.dsi import Dsi
-from simulator.serving.overlap.pearl import Pearl
+from simulator.serving.overlap import Dsi, Overlapped, Pearl
 from simulator.serving.replica import Replica
+from simulator.serving.routers import Router
 from simulator.serving.scenario import Mode, Scenario
 from simulator.serving.scheduler import Continuous, StaticBatches
 from simulator.serving.source import Source
@@ -40,6 +38,46 @@ from traces.replay.scores import prepared_rule
 
 Policy = DraftPolicy | BatchPolicy
 OVERLAPPED: Mapping[str, type[Overlapped]] = {"pearl": Pearl, "dsi": Dsi}
+
+
+class Front:
+    """Takes every request of a fleet and hands it to one of the replicas.
+
+    Parameters
+    ----------
+    env:
+        The clock that the replicas share.
+    replicas, router, rng:
+        Who serves, who chooses, and what a choice may draw from.
+    marked:
+        Indices of the requests whose arrival every replica's record has to know of.
+    """
+
+    def __init__(
+        self,
+        env: simpy.Environment,
+        replicas: Sequence[Replica],
+        router: Router,
+        rng: np.random.Generator,
+        marked: Container[int] = (),
+    ) -> None:
+        self.env = env
+        self.replicas = replicas
+        self.router = router
+        self.rng = rng
+        self.marked = marked
+
+    def submit(self, job: Job) -> None:
+        """Hand a request to the replica that the router chooses."""
+        if job.number in self.marked:
+            for replica in self.replicas:
+                replica.recorder.mark(job.number, self.env.now, replica.emitted)
+        self.replicas[self.router.choose(job.number, self.replicas, self.rng)].submit(job)
+
+    def wake(self) -> None:
+        """Let every replica look at its queue again."""
+        for replica in self.replicas:
+            replica.wake()
 
 
 class Station:

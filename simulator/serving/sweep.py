@@ -15,8 +15,7 @@ from policies.lengths.basic import Autoregressive
 from policies.rules.base import VerifyRule
 from simulator.executors import Executor, Local, Lost
 from simulator.serving.arrivals import ArrivalFile, ClosedLoop, Deterministic, Poisson
-from simulator.serving.fleet.join import joined_runs
-from simulator.serving.outcome.report import Run, ServeResult
+from simulator.serving.outcome.report import Run, ServeResult, joined_runs
 from simulator.serving.outcome.results import ResultsFile, restored
 from simulator.serving.outcome.timeline import Timeline
 from simulator.serving.parts import Bench, Part

@@ -21,10 +21,10 @@ from simulator.serving.arrivals import Job
 from simulator.serving.compiled import arrays
 from simulator.serving.cost.iteration import COMPOSED, IterationCost
 from simulator.serving.cost.reader import ORIGINS, Coverage, Span
-from simulator.serving.fleet.routers import Idle
 from simulator.serving.outcome.metrics import Recorder
 from simulator.serving.outcome.statistics import Series
 from simulator.serving.replays import NO_ROUNDS, Replays, clock_free, replays_of
+from simulator.serving.routers import Idle
 from simulator.serving.scenario import Scenario
 from simulator.serving.scheduler import Continuous, StaticBatches
 from simulator.serving.sequence import EngineState, ServedSequence

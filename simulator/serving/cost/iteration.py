@@ -1,4 +1,4 @@
-"""Seconds of one engine iteration from the latency table; decides nothing.
+"""The work of one engine iteration, and its seconds from the latency table; decides nothing.
 
 A decode iteration over B sequences costs as many batched draft passes as the longest
 draft, one target pass over the ragged total of drafted + 1 tokens, and host time.  Ragged
@@ -15,16 +15,73 @@ from typing import Literal, NamedTuple
 from policies.core import Round
 from simulator.host import HOSTS, HostCost
 from simulator.serving.cost.reader import Coverage, PassReader, Span
-from simulator.serving.cost.work import Chunk, Work, drafting_always, work_of
 from simulator.serving.sequence import Slot
 from traces.errors import DraftsimError
 from traces.latency.settling import settling_sums
 from traces.latency.table import LatencyTable
-from traces.replay.always import passes_always
+from traces.replay.always import MOST_BEHIND, passes_always
 
 MODELS = ("target", "draft")
 COMPOSED = "composed"
 """Origin of passes put together from a decoding one and the prompts' own."""
+
+
+class Chunk(NamedTuple):
+    """Prompt tokens of one request to process in this iteration."""
+
+    slot: Slot
+    tokens: int
+
+
+class Work(NamedTuple):
+    """Counts over one round per sequence."""
+
+    context: float
+    drafted: float
+    longest: int
+    """Draft passes of the sequence that drafted most."""
+    drafting: int
+    """Sequences that drafted at all; the next two are theirs alone."""
+    catch_up: int
+    draft_context: float
+    rejected: bool
+    """True if any drafted token leaves the target's cache."""
+    unread: bool
+    """True if any token that the draft model has read leaves its cache."""
+
+
+def drafting_always(work: Work, batch: int, passes: int) -> Work:
+    """`work` where every sequence of the batch runs at least `passes` draft passes.
+
+    A drafter called in every iteration has at most `MOST_BEHIND` tokens to catch up on.
+    """
+    behind = min(work.catch_up, MOST_BEHIND * work.drafting) + batch - work.drafting
+    return work._replace(
+        longest=max(work.longest, passes), drafting=batch, catch_up=behind,
+        draft_context=work.context, unread=work.unread or passes > 1,
+    )  # fmt: skip
+
+
+def work_of(slots: Sequence[Slot], rounds: Sequence[Round]) -> Work:
+    """The work of `rounds`, one per slot; contexts are those from before the rounds."""
+    context = drafted_all = longest = drafting = catch_up_all = draft_context = 0
+    rejected = unread = False
+    for slot, (_, drafted, accepted, _, forwards, catch_up) in zip(slots, rounds, strict=True):
+        own = slot.context
+        context += own
+        drafted_all += drafted
+        if accepted < drafted:
+            rejected = True
+        if forwards:
+            drafting += 1
+            catch_up_all += catch_up
+            draft_context += own
+            longest = forwards if forwards > longest else longest
+            if accepted < forwards - 1:
+                unread = True
+    # As Work(...), without the Python function that a named tuple's constructor is.
+    counts = context, drafted_all, longest, drafting, catch_up_all, draft_context, rejected, unread
+    return tuple.__new__(Work, counts)
 
 
 class Seconds(NamedTuple):
@@ -442,3 +499,33 @@ class IterationCost:
             return self._target(decoding, tokens / decoding, cached / decoding)
         decode_s = self._beside(decoding, tokens / decoding, cached / decoding)
         return self._mixed.seconds(decode_s, tokens, *prompts[1:])
+
+
+class TableCost:
+    """Seconds of a decode iteration over equal sequences (`policies.batch.base.IterationCost`).
+
+    The price of serving (`IterationCost`) for an iteration in which every sequence drafts alike,
+    catches up on one token, and nothing is taken out of a cache.
+
+    Parameters
+    ----------
+    latency:
+        The table; host phases it lacks cost nothing.
+    signals:
+        True if the policy that asks reads draft signals, whose phase is then charged for each
+        drafted token.
+    """
+
+    def __init__(self, latency: LatencyTable, signals: bool = False) -> None:
+        self.latency, self.signals = latency, signals
+        self._cost = IterationCost(latency, reads=signals)
+
+    def __call__(self, batch: int, draft_length: int, verify_tokens: int, context: float) -> float:
+        """Seconds of `draft_length` batched draft steps and one verification."""
+        known = (context + 1) * batch
+        drafting = batch if draft_length else 0
+        work = Work(
+            known, verify_tokens - batch, draft_length, drafting, drafting, known,
+            rejected=False, unread=False,
+        )  # fmt: skip
+        return self._cost.of_work(work, batch).total_s

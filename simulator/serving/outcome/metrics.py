@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import math
 from array import array
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
+
+import numpy as np
 
 from simulator.serving.outcome.statistics import Histogram, Series
 from simulator.serving.sequence import Slot
@@ -17,6 +19,11 @@ REQUEST_COLUMNS: Mapping[str, str] = {
     "draft_forwards": "q", "preemptions": "q", "replica": "q",
 }  # fmt: skip
 """Columns of a run's request table and their array codes."""
+COUNTS = (
+    "arrived", "rejected", "in_system", "carried", "peak_batch", "iterations", "length_changes",
+    "tokens", "drafted", "accepted", "draft_forwards",
+)  # fmt: skip
+"""Numbers of a record that replicas add up; of the most that ran at a time, the sum bounds it."""
 
 
 @dataclass(eq=False)
@@ -110,3 +117,31 @@ class Recorder:
         """A request got tokens `gap_s` after the last ones."""
         if slot.index >= self.skip:
             self.itl.add(gap_s)
+
+
+def joined_recorders(recorders: Sequence[Recorder]) -> Recorder:
+    """The records of replicas that saw the same window, as one; requests in order of finishing."""
+    first = recorders[0]
+    joined = Recorder(
+        first.skip, first.expected, requests=_requests([r.requests for r in recorders]),
+        itl=Histogram.joined([r.itl for r in recorders]),
+        batch=Series.joined([r.batch for r in recorders]),
+        kv_blocks=Series.joined([r.kv_blocks for r in recorders]),
+        window=Window(
+            first.window.start_s, first.window.end_s,
+            sum(r.window.start_tokens for r in recorders),
+            sum(r.window.end_tokens for r in recorders),
+        ),
+        area_s=sum(r.area_s for r in recorders), busy_s=sum(r.busy_s for r in recorders),
+    )  # fmt: skip
+    for name in COUNTS:
+        setattr(joined, name, sum(getattr(r, name) for r in recorders))
+    return joined
+
+
+def _requests(parts: Sequence[dict[str, array[Any]]]) -> dict[str, array[Any]]:
+    columns = {name: np.concatenate([np.array(p[name]) for p in parts]) for name in REQUEST_COLUMNS}
+    order = np.argsort(columns["finish_s"], kind="stable")
+    return {
+        name: array(code, columns[name][order].tobytes()) for name, code in REQUEST_COLUMNS.items()
+    }

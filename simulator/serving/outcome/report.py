@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -11,7 +11,7 @@ import pandas as pd
 
 from simulator.serving.cost.reader import Coverage
 from simulator.serving.outcome.merge import joined_coverage, merged_rows, t_interval
-from simulator.serving.outcome.metrics import Recorder
+from simulator.serving.outcome.metrics import Recorder, joined_recorders
 from simulator.serving.outcome.statistics import summary
 from simulator.serving.scenario import Scenario
 
@@ -179,6 +179,21 @@ class Run:
             * self.replicas
             / total
         )
+
+
+def joined_runs(runs: Sequence[Run]) -> Run:
+    """Runs of different replicas of one fleet as one run; `runs` is not empty."""
+    if len(runs) == 1:
+        return runs[0]
+    first = runs[0]
+    return replace(
+        first, recorder=joined_recorders([r.recorder for r in runs]),
+        coverage=[entry for r in runs for entry in r.coverage],
+        replicas=sum(r.replicas for r in runs),
+        simulated_s=max(r.simulated_s for r in runs), elapsed_s=sum(r.elapsed_s for r in runs),
+        status=next((r.status for r in runs if r.status != "complete"), "complete"),
+        residual_s=sum(r.residual_s for r in runs),
+    )  # fmt: skip
 
 
 @dataclass(frozen=True, eq=False)

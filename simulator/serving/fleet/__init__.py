@@ -1,1 +1,0 @@
-"""Several replicas with a router: who takes a request, and what they all did together."""

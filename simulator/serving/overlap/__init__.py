@@ -1,1 +1,0 @@
-"""Methods that draft and verify at the same time: PEARL and DSI."""
