@@ -16,7 +16,7 @@ import numpy.typing as npt
 
 from simulator.host import Host
 from simulator.serving.arrivals import Job
-from simulator.serving.cost.iteration import IterationCost
+from simulator.serving.cost.iteration import PLACES, IterationCost
 from simulator.serving.cost.reader import ORIGINS
 from simulator.serving.outcome.statistics import Histogram, Series
 from simulator.serving.scheduler import Scheduler
@@ -30,7 +30,7 @@ Ints = npt.NDArray[np.int64]
 Records = Any
 """An array of records."""
 
-READERS = cast("tuple[int, ...]", tuple(np.arange(8)))
+READERS = cast("tuple[int, ...]", tuple(np.arange(len(PLACES))))
 TARGET, LATER, FIRST, ALONG, TARGET_PREFILL, DRAFT_PREFILL, BESIDE, MIXED = READERS
 """Phases that are read.  A draft's later and first passes may be the same cells.  NumPy scalars on
 purpose: with literal ints numba would compile `loop.read` once per reader."""
@@ -204,22 +204,6 @@ def zeros(of: Any, *shape: int) -> Records:
     return np.zeros(shape, of).view(np.recarray)
 
 
-def phases_of(cost: IterationCost) -> list[tuple[str, str] | None]:
-    """(model, phase) that each of the readers reads, or None where the engine has no such."""
-    latency = cost.latency
-    phases: list[tuple[str, str] | None] = [None for _ in READERS]
-    first = latency.first_draft_phase("draft")
-    phases[TARGET] = "target", "forward"
-    if cost.speculates:
-        phases[LATER] = "draft", "forward"
-        phases[FIRST] = ("draft", first) if first != "forward" else None
-        phases[ALONG] = ("draft", "along") if latency.has("draft", "along") else None
-        phases[DRAFT_PREFILL] = ("draft", "prefill") if latency.has("draft", "prefill") else None
-    for reader, phase in ((TARGET_PREFILL, "prefill"), (BESIDE, "beside"), (MIXED, "mixed")):
-        phases[reader] = ("target", phase) if latency.has("target", phase) else None
-    return phases
-
-
 def prices_of(cost: IterationCost, most: int) -> Prices:
     """The prices of an engine of up to `most` requests, made once per table."""
     known = _prices.setdefault(cost.latency, {})
@@ -239,7 +223,7 @@ def _priced(cost: IterationCost, most: int) -> Prices:
     readers = zeros(READER, len(READERS))
     batches: list[float] = []
     by_batch: list[dict[float, tuple[Floats, Floats]]] = []
-    for place, own in enumerate(phases_of(cost)):
+    for place, own in enumerate(map(cost.phases.get, PLACES)):
         reader = readers[place]
         reader.read, reader.most = NOWHERE if own is None else place, np.inf
         reader.first = len(batches)

@@ -19,7 +19,7 @@ from policies.vectorised import plan_of
 from simulator.host import HostCost
 from simulator.serving.arrivals import Job
 from simulator.serving.compiled import arrays
-from simulator.serving.cost.iteration import COMPOSED, IterationCost
+from simulator.serving.cost.iteration import COMPOSED, PLACES, IterationCost
 from simulator.serving.cost.reader import ORIGINS, Coverage, Span
 from simulator.serving.outcome.metrics import Recorder
 from simulator.serving.outcome.statistics import Series
@@ -355,7 +355,8 @@ class _Running:
     def _coverage(self, seen: Any) -> Iterator[Coverage]:
         """Yield what was read, in the order of `IterationCost.coverage`."""
         *readers, composed = seen
-        for phases, by_origin in zip(arrays.phases_of(self._cost), readers, strict=True):
+        for place, by_origin in zip(PLACES, readers, strict=True):
+            phases = self._cost.phases.get(place)
             for origin, sizes in zip(ORIGINS, by_origin, strict=True):
                 if phases is not None and sizes.passes:
                     yield _covered(phases, origin, sizes)

@@ -9,7 +9,7 @@ so at equal totals its cost is that of B sequences of the mean width and context
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Literal, NamedTuple
 
 from policies.core import Round
@@ -22,6 +22,12 @@ from traces.latency.table import LatencyTable
 from traces.replay.always import MOST_BEHIND, passes_always
 
 MODELS = ("target", "draft")
+PLACES = (
+    "target", "later", "first", "along", "target_prefill", "draft_prefill", "beside", "mixed",
+)  # fmt: skip
+"""Cells that an engine reads: of the target's passes, of a draft's later passes and of its first,
+of a drafter that runs along in every iteration, of the prompts, of sequences that decode with
+prompts in the pass, and of prompts in a pass that decodes."""
 COMPOSED = "composed"
 """Origin of passes put together from a decoding one and the prompts' own."""
 
@@ -98,6 +104,23 @@ class Seconds(NamedTuple):
         return draft_s + target_s + host_s
 
 
+def cells_read(latency: LatencyTable, speculates: bool) -> dict[str, tuple[str, str]]:
+    """Return (model, phase) of each of `PLACES` that `latency` has cells of, in their order.
+
+    The first draft pass has none of its own where it costs what later ones do.
+    """
+    first = latency.first_draft_phase("draft")
+    cells = (
+        ("target", "forward"), ("draft", "forward"), ("draft", first), ("draft", "along"),
+        ("target", "prefill"), ("draft", "prefill"), ("target", "beside"), ("target", "mixed"),
+    )  # fmt: skip
+    found = {"target": cells[0]} | ({"later": cells[1]} if speculates else {})
+    return found | {
+        place: own for place, own in zip(PLACES, cells, strict=True)
+        if own[1] != "forward" and latency.has(*own) and (speculates or own[0] == "target")
+    }  # fmt: skip
+
+
 class Prompts(NamedTuple):
     """The time of one iteration's prompt chunks by themselves, and the chunks."""
 
@@ -121,22 +144,17 @@ class PromptCost:
     A model without prefill cells reads prompts at no cost.
     """
 
-    def __init__(self, latency: LatencyTable, models: Sequence[str]) -> None:
+    def __init__(
+        self, latency: LatencyTable, readers: Mapping[str, PassReader], models: Sequence[str]
+    ) -> None:
         self.models = models
-        self._prefill = {
-            m: PassReader(latency, m, "prefill") for m in models if latency.has(m, "prefill")
-        }
+        self._prefill = {m: readers[f"{m}_prefill"] for m in models if f"{m}_prefill" in readers}
         # The longest prompts of which several were measured in one pass.
         self._longest = {m: latency.grid(m, "prefill").widest_together for m in self._prefill}
 
     def prices(self, model: str) -> bool:
         """Return True if prompts of `model` cost anything."""
         return model in self._prefill
-
-    @property
-    def readers(self) -> list[PassReader]:
-        """Return the readers in use."""
-        return list(self._prefill.values())
 
     @property
     def unpriced(self) -> list[str]:
@@ -177,10 +195,9 @@ class DraftCost:
 
     Parameters
     ----------
-    latency:
-        The table.
-    speculates:
-        Whether the draft model runs at all.
+    latency, readers:
+        The table, and the readers of its cells by `PLACES`; without that of later passes, the
+        draft model never runs.
     always:
         Draft passes that the engine runs in every iteration (`traces.replay.always`).
     draft_batch, passes:
@@ -196,7 +213,7 @@ class DraftCost:
     def __init__(
         self,
         latency: LatencyTable,
-        speculates: bool,
+        readers: Mapping[str, PassReader],
         always: int,
         draft_batch: Literal["padded", "active"],
         passes: Literal["ragged", "padded"],
@@ -205,18 +222,10 @@ class DraftCost:
         self._always = always
         self._draft_batch = draft_batch
         self._passes = passes
-        self.later = PassReader(latency, "draft") if speculates else None
-        phase = latency.first_draft_phase("draft")
-        own_first = speculates and phase != "forward"
-        self.first = PassReader(latency, "draft", phase) if own_first else self.later
-        runs_along = speculates and latency.has("draft", "along")
-        self.along = PassReader(latency, "draft", "along") if runs_along else None
+        self.later = readers.get("later")
+        self.first = readers.get("first", self.later)
+        self.along = readers.get("along")
         self._settled: dict[int, list[float]] = {}
-
-    @property
-    def readers(self) -> list[PassReader]:
-        """Return the readers in use, each once."""
-        return list(dict.fromkeys(r for r in (self.later, self.first, self.along) if r))
 
     def running(self) -> tuple[PassReader, PassReader]:
         """The readers of a draft's later passes and of its first."""
@@ -315,19 +324,17 @@ class MixedPasses:
     further, and of several at a time.
     """
 
-    def __init__(self, latency: LatencyTable) -> None:
-        own = latency.has("target", "mixed")
-        self._added = PassReader(latency, "target", "mixed") if own else None
-        self._most = latency.grid("target", "mixed").widest if own else 0.0
+    def __init__(self, latency: LatencyTable, added: PassReader | None) -> None:
+        self._added = added
+        self._most = 0.0 if added is None else latency.grid("target", "mixed").widest
         self._launch_s = latency.grid("target", "forward").quickest_s
         nothing = Span(math.inf, -math.inf)
         self._composed = Coverage("target", "mixed", COMPOSED, 0, nothing, nothing, nothing)
 
     @property
     def coverage(self) -> list[Coverage]:
-        """The coverage of the cells that were read, and of the passes put together without any."""
-        read = self._added.coverage if self._added is not None else []
-        return [*read, self._composed] if self._composed.passes else read
+        """The coverage of the passes put together without cells of their own."""
+        return [self._composed] if self._composed.passes else []
 
     def seconds(
         self, decode_s: float, decoded: float, prompt_s: float, tokens: int, cached: int
@@ -401,13 +408,14 @@ class IterationCost:
             raise DraftsimError(f"passes is {passes!r}, expected 'ragged' or 'padded'")
         self.draft_batch = draft_batch
         self.passes = passes
-        self._target = PassReader(latency, "target")
-        own = latency.has("target", "beside")
-        self._beside = PassReader(latency, "target", "beside") if own else self._target
-        self._mixed = MixedPasses(latency)
-        self._drafts = DraftCost(latency, speculates, self.always, draft_batch, passes)
+        self.phases = cells_read(latency, speculates)
+        readers = {place: PassReader(latency, *own) for place, own in self.phases.items()}
+        self._readers, self._target = readers, readers["target"]
+        self._beside = readers.get("beside", self._target)
+        self._mixed = MixedPasses(latency, readers.get("mixed"))
+        self._drafts = DraftCost(latency, readers, self.always, draft_batch, passes)
         self.hosts = HostCost(latency, reads)
-        self._prompts = PromptCost(latency, MODELS if speculates else MODELS[:1])
+        self._prompts = PromptCost(latency, readers, MODELS if speculates else MODELS[:1])
 
     def __call__(
         self, slots: Sequence[Slot], rounds: Sequence[Round], chunks: Sequence[Chunk]
@@ -462,9 +470,8 @@ class IterationCost:
     @property
     def coverage(self) -> list[Coverage]:
         """How many passes were measured, interpolated and extrapolated, per model and phase."""
-        besides = [] if self._beside is self._target else [self._beside]
-        readers = [self._target, *self._drafts.readers, *self._prompts.readers, *besides]
-        return [row for reader in readers for row in reader.coverage] + self._mixed.coverage
+        read = [row for reader in self._readers.values() for row in reader.coverage]
+        return read + self._mixed.coverage
 
     @property
     def unpriced(self) -> list[str]:
