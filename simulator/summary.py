@@ -38,7 +38,6 @@ SUMMARY_COLUMNS = (
 def summarize(
     logs: Sequence[RoundLog],
     latency: LatencyTable,
-    baseline: RoundLog | None = None,
     *,
     resamples: int = 2000,
     confidence: float = 0.95,
@@ -53,8 +52,6 @@ def summarize(
         Runs over the same requests in the same order.
     latency:
         Prices them all.
-    baseline:
-        Plain decoding; by default that of the first log's requests.
     resamples, confidence, seed:
         Of the bootstrap over prompts.  With one prompt the interval is undefined (NaN).
     prefill:
@@ -71,7 +68,7 @@ def summarize(
     DraftsimError
         If there is no log, a log has no rounds, or the logs' requests differ.
     """
-    runs = price_all(logs, latency, baseline)
+    runs = price_all(logs, latency)
     return summarize_runs(runs, resamples=resamples, confidence=confidence, prefill=prefill,
                           seed=seed)  # fmt: skip
 
@@ -86,69 +83,46 @@ def summarize_runs(
 
 
 def summarize_by_category(
-    logs: Sequence[RoundLog],
-    latency: LatencyTable,
-    baseline: RoundLog | None = None,
-    *,
-    resamples: int = 2000,
-    confidence: float = 0.95,
-    prefill: bool = False,
-    seed: int = 0,
+    logs: Sequence[RoundLog], latency: LatencyTable, *, resamples: int = 2000
 ) -> pd.DataFrame:
     """The rows of `summarize` for each prompt category, with a leading ``category``.
 
     Parameters and errors as of `summarize`.
     """
-    runs = price_all(logs, latency, baseline)
-    return summarize_runs_by_category(runs, resamples=resamples, confidence=confidence,
-                                      prefill=prefill, seed=seed)  # fmt: skip
+    return summarize_runs_by_category(price_all(logs, latency), resamples=resamples)
 
 
 def summarize_runs_by_category(
-    runs: Sequence[Priced], *, resamples: int = 2000, confidence: float = 0.95,
-    prefill: bool = False, seed: int = 0,
-) -> pd.DataFrame:  # fmt: skip
+    runs: Sequence[Priced], *, resamples: int = 2000, prefill: bool = False
+) -> pd.DataFrame:
     """The rows of `summarize_by_category` for runs that were priced (`price_all`)."""
     names = [r.category for r in runs[0].log.requests]
     parts = []
     for category in dict.fromkeys(names):
         keep = np.array([name == category for name in names])
-        weights = draws(int(keep.sum()), resamples, seed)
-        part = _rows(runs, keep, weights, confidence, prefill)
+        part = _rows(runs, keep, draws(int(keep.sum()), resamples), prefill=prefill)
         part.insert(0, "category", category)
         parts.append(part)
     return pd.concat(parts, ignore_index=True)
 
 
-def prompt_speedups(
-    log: RoundLog,
-    latency: LatencyTable,
-    baseline: RoundLog | None = None,
-    *,
-    prefill: bool = False,
-) -> Floats:
+def prompt_speedups(log: RoundLog, latency: LatencyTable) -> Floats:
     """Speedup of each prompt, shape (requests,); NaN where a request has no rounds.
 
     SpecBound, Table 5 shows this distribution: a mean above 1x hides the prompts that
     speculation slows down.  ``np.nanmean(prompt_speedups(...) < 1)`` is their share.
     """
-    plain, run = price_all([log], latency, baseline)
-    return speedups_over(plain, run, prefill=prefill)
+    plain, run = price_all([log], latency)
+    return speedups_over(plain, run)
 
 
-def speedups_over(plain: Priced, run: Priced, *, prefill: bool = False) -> Floats:
+def speedups_over(plain: Priced, run: Priced) -> Floats:
     """The speedups of `prompt_speedups` for runs that were priced."""
-    return rate_ratio(_sums(run, prefill), _sums(plain, prefill))
+    return rate_ratio(_sums(run), _sums(plain))
 
 
 def paired_gain(
-    log: RoundLog,
-    other: RoundLog,
-    latency: LatencyTable,
-    *,
-    resamples: int = 2000,
-    confidence: float = 0.95,
-    seed: int = 0,
+    log: RoundLog, other: RoundLog, latency: LatencyTable, *, resamples: int = 2000
 ) -> tuple[float, float, float]:
     """Seconds per token of `other` over those of `log`, with the interval of that ratio.
 
@@ -162,18 +136,16 @@ def paired_gain(
         If a log has no rounds or their requests differ.
     """
     _, run, rival = price_all([log, other], latency)
-    [found] = gains_over(rival, [run], resamples=resamples, confidence=confidence, seed=seed)
-    return found
+    return gains_over(rival, [run], resamples=resamples)[0]
 
 
 def gains_over(
-    rival: Priced, runs: Sequence[Priced], *, resamples: int = 2000, confidence: float = 0.95,
-    seed: int = 0,
-) -> list[tuple[float, float, float]]:  # fmt: skip
+    rival: Priced, runs: Sequence[Priced], *, resamples: int = 2000
+) -> list[tuple[float, float, float]]:
     """The gain of `paired_gain` over `rival` of each of `runs`, all of which were priced."""
-    theirs = _sums(rival, False)
-    weights = draws(theirs.shape[1], resamples, seed)
-    return [gain(_sums(run, False), theirs, weights, confidence) for run in runs]
+    theirs = _sums(rival)
+    weights = draws(theirs.shape[1], resamples)
+    return [gain(_sums(run), theirs, weights) for run in runs]
 
 
 def speedup_distribution(speedups: npt.ArrayLike, edges: npt.ArrayLike) -> pd.DataFrame:
@@ -212,10 +184,10 @@ def to_rows(frame: pd.DataFrame) -> list[dict[str, Any]]:
 
 
 def price_all(
-    logs: Sequence[RoundLog], latency: LatencyTable, baseline: RoundLog | None = None,
+    logs: Sequence[RoundLog], latency: LatencyTable,
     progress: Callable[[int, int], None] = lambda *_: None,
 ) -> list[Priced]:  # fmt: skip
-    """Plain decoding (`baseline`, or that of the first log's requests) and each log, priced.
+    """Plain decoding of the first log's requests and each log, priced.
 
     `progress` is told of the logs that are priced, and of all, as `simulator.forks` counts them.
 
@@ -223,7 +195,7 @@ def price_all(
     """
     if not logs:
         raise DraftsimError("no round log was given: name at least one policy")
-    plain = autoregressive(logs[0]) if baseline is None else baseline
+    plain = autoregressive(logs[0])
     ids = [r.id for r in plain.requests]
     for log in (plain, *logs):
         if [r.id for r in log.requests] != ids:
@@ -235,7 +207,7 @@ def price_all(
     return results_of(parts, len(plain) * len(parts), shared, progress)
 
 
-def _sums(run: Priced, prefill: bool) -> Floats:
+def _sums(run: Priced, prefill: bool = False) -> Floats:
     """Tokens and seconds of each request, shape (2, requests)."""
     seconds = run.wall_s if prefill else run.decode_s
     return np.stack([run.log.per_request(run.log.rounds["emitted"]), seconds])
@@ -243,7 +215,7 @@ def _sums(run: Priced, prefill: bool) -> Floats:
 
 def _rows(
     runs: Sequence[Priced], keep: npt.NDArray[np.bool_] | None, weights: Floats,
-    confidence: float, prefill: bool,
+    confidence: float = 0.95, prefill: bool = False,
 ) -> pd.DataFrame:  # fmt: skip
     if not 0 < confidence < 1:
         raise DraftsimError(f"confidence is {confidence}, expected between 0 and 1")
