@@ -20,10 +20,9 @@ from simulator.papers.early_exit import (
     early_exit_rows,
     search,
 )
-from simulator.papers.order import order_rows
 from simulator.papers.quantities import SPECBOUND
 from simulator.papers.rows import EXPERIMENT
-from simulator.papers.systems import system_rows
+from simulator.papers.systems import order_rows, system_rows
 from simulator.published import SPECBOUND_1
 from tests.test_cli_sources import tokens_alone
 from tests.test_sources_early_exit import recording

@@ -31,8 +31,8 @@ from simulator.tune import (
     tune_vllm,
 )
 from simulator.tune.costs import RESTING
-from simulator.tune.evidence import about_rising
-from simulator.tune.repair import Floats, Ints, Serve, smoothed
+from simulator.tune.served import Floats, Ints, Serve, smoothed
+from simulator.tune.settings import about_rising
 from tests.tuning import batched, iid, loads
 from traces.latency.table import LatencyTable
 

@@ -17,13 +17,12 @@ from simulator.papers.early_exit import (
     sampling_rows,
 )
 from simulator.papers.gammatune import gammatune_rows
-from simulator.papers.order import order_rows
 from simulator.papers.ours import Ours, outcome
 from simulator.papers.quantities import SPECBOUND, quantity_rows
 from simulator.papers.rows import EXPERIMENT, WEIGHTS, Row, missing
 from simulator.papers.settings import TABLE as SETTINGS_TABLE
 from simulator.papers.settings import setting_rows
-from simulator.papers.systems import system_rows
+from simulator.papers.systems import order_rows, system_rows
 from simulator.published import SPECBOUND_1, TASKS, PaperTable
 from traces.errors import DraftsimError, SignalError
 

@@ -20,13 +20,15 @@ from simulator.tune.huggingface import tune_huggingface
 from simulator.tune.launch import launch_line
 from simulator.tune.llamacpp import tune_llamacpp
 from simulator.tune.reading import read_settings
-from simulator.tune.repair import Held, held, mended
 from simulator.tune.served import (
     NO_SPECULATION,
     RIVALS,
+    Held,
     check_seed,
     closed_load,
     compare_served,
+    held,
+    mended,
     served_rates,
     unbeaten,
 )

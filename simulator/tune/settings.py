@@ -1,4 +1,4 @@
-"""The result of a search: the document an engine reads, and the evidence for it."""
+"""The result of a search: the document that an engine reads, and how good its evidence is."""
 
 from __future__ import annotations
 
@@ -6,18 +6,27 @@ import json
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any
+
+import numpy as np
+import numpy.typing as npt
 
 from policies.batch.base import BatchPolicy
 from policies.core import DraftPolicy
 from policies.lengths.basic import Autoregressive
-from simulator.tune.costs import Grid
-from simulator.tune.evidence import about_row, origin
+from simulator.hardware import scaling_words
+from simulator.targets import Targets
+from simulator.tune.costs import Grid, longest_seen
 from simulator.tune.formats import CHECKS, check_settings
-from simulator.tune.gains import OFF
+from simulator.tune.gains import MISSED, OFF
 from simulator.tune.served import NO_SPECULATION
+from traces.acceptance.trace import Trace
 from traces.latency.table import LatencyTable
 from traces.store.writing import write_atomically
+
+Floats = npt.NDArray[np.float64]
+Ints = npt.NDArray[np.int64]
 
 ENGINES = tuple(CHECKS)
 
@@ -144,3 +153,164 @@ def laid_out(document: Mapping[str, Any] | None) -> str:
             text = "[\n" + ",\n".join(f"    {json.dumps(row)}" for row in value) + "\n  ]"
         lines.append(f"  {json.dumps(key)}: {text}")
     return "{\n" + ",\n".join(lines) + "\n}"
+
+
+FEW_PROMPTS = 30
+"""Below this many prompts a bootstrap interval is itself a rough guess."""
+NOISY = 0.1
+"""Relative spread of repeated timings beyond which a cell's median is uncertain."""
+WIDE = 0.25
+"""Width of a gain's interval, relative to the gain, beyond which it is a rough guess."""
+GAP = 4
+"""Ratio of neighbouring batch sizes beyond which what lies between is a guess."""
+
+
+def about_recording(trace: Trace, latency: LatencyTable) -> list[str]:
+    """Return what the recording and the latency table leave uncertain."""
+    found = []
+    if len(trace.requests) < FEW_PROMPTS:
+        found.append(
+            f"only {len(trace.requests)} prompts were recorded: intervals are rough below "
+            f"{FEW_PROMPTS}"
+        )
+    if (seen := longest_seen(trace)) is not None:
+        found.append(f"no draft longer than {seen} was seen verified in this log: none is searched")
+    if "imputed" in trace.meta or trace.meta.get("fidelity") == "approximate":
+        found.append(
+            "the trace is approximate: what was not observed, position by position, was drawn"
+        )
+    if said := scaling_words(latency):
+        found.append(f"latencies were scaled, not measured: {said}")
+    if not latency.has("target", "prefill"):
+        found.append(
+            "these latencies have no prefill: tokens/s and gains come out too high where prompts "
+            "are long"
+        )
+    if latency.is_constant:
+        found.append("constant latencies do not depend on batch or context: measure them")
+        return found
+    cells = latency.cells[latency.cells["phase"] == "forward"]
+    timed = cells[(cells["repeats"] > 1) & (cells["median_s"] > 0)]
+    if len(timed):
+        spread = float(np.median(timed["spread_s"] / timed["median_s"]))
+        if spread > NOISY:
+            found.append(
+                f"timings scatter by {spread:.0%} of their median from repeat to repeat, which "
+                "the intervals do not cover: profile on an idle device"
+            )
+    return found
+
+
+def origin(latency: LatencyTable, batch: int) -> dict[str, Any]:
+    """Columns of a row that say where its seconds come from."""
+    return {"scaled": "scaled" in latency.meta, "assumed": latency.said_batch_free(batch)}
+
+
+def about_row(row: Mapping[str, Any]) -> list[str]:
+    """Return what one searched batch and context leaves uncertain, without naming them."""
+    found = []
+    if row["outside"] > 0:
+        found.append(f"{row['outside']:.0%} of passes lie outside the measured cells")
+    if row["assumed"]:
+        found.append(f"taken to cost nothing: {row['assumed']}")
+    gain, lo, hi = row["gain"], row["gain_lo"], row["gain_hi"]
+    if np.isnan(gain):
+        found.append("no speculation serves no request within the targets: there is no gain")
+    elif not np.isfinite([lo, hi]).all():
+        found.append("the gain has no interval")
+    else:
+        if hi - lo > WIDE * gain:
+            found.append(f"the gain's interval is wide ({lo:.2f} to {hi:.2f})")
+        if lo <= 1 <= hi and lo < hi:
+            found.append("no significant gain: its interval includes 1")
+    if not row["held_out"]:
+        found.append("no held-out prompts: the gain is measured on the prompts of the choice")
+    return found
+
+
+def about_served(rival: str, gain: float, kept: bool, worse: bool) -> list[str]:
+    """Describe how serving the whole setting at a batch compares with `rival` throughout.
+
+    ``gain`` is the ratio of their rates, ``kept`` whether the first choice was kept, ``worse``
+    whether the setting is still slower beyond the interval.
+    """
+    found = [] if kept else [f"{rival} was faster when served with the rest: changed"]
+    if worse:
+        found.append(f"served as a whole, the setting is {1 - gain:.1%} slower than {rival}")
+    return found
+
+
+def about_deploying(rows: Sequence[Mapping[str, Any]], reason: str, remedy: str) -> list[str]:
+    """Batches at which the setting is slower than no speculation, with its gain there.
+
+    `reason` says why a setting can be slower, `remedy` what to do.
+    """
+    off = {row["batch"]: row["gain"] for row in rows if row["deploy"] == OFF}
+    if off and len(off) == len({row["batch"] for row in rows}):
+        return [f"no setting is faster than no speculation at any batch searched: {remedy}"]
+    slower = [f"{gain:.3g}x at batch {batch}" for batch, gain in off.items() if gain < 1]
+    if not slower:
+        return []
+    return [
+        f"the setting serves {', '.join(slower)} of what no speculation does, {reason}: {remedy}"
+    ]
+
+
+def about_targets(rows: Sequence[Mapping[str, Any]], slo: Targets | None) -> list[str]:
+    """Batches at which no setting meets the targets, and how near the nearest comes."""
+    missed = [row for row in rows if row["deploy"] == MISSED]
+    if slo is None or not missed:
+        return []
+    batches = ", ".join(str(batch) for batch in dict.fromkeys(row["batch"] for row in missed))
+    best = max(missed, key=lambda row: float(row["within_slo"]))
+    return [
+        f"no setting meets {slo} for {slo.share:.0%} of the requests at batch {batches}: "
+        f"{best['setting']} at batch {best['batch']} does so for {best['within_slo']:.1%}. Loosen "
+        "the targets, lower p, or keep to smaller batches"
+    ]
+
+
+def about_rising(
+    name: str, batches: Sequence[int], options: Sequence[Any], table: Ints, fixed: Sequence[Floats]
+) -> list[str]:
+    """Places where a larger batch drafts more than the one before, and what that gives there.
+
+    ``table`` has shape (batches, contexts); ``fixed`` are the rates of every option alone at each
+    batch, (options, replications).
+    """
+    said = []
+    for i in range(1, len(table)):
+        pairs = zip(table[i - 1].tolist(), table[i].tolist(), strict=True)
+        for before, now in dict.fromkeys(pairs):
+            if now > before:
+                gain = fixed[i][now].mean() / max(fixed[i][before].mean(), 1e-300) - 1
+                said.append(
+                    f"{name} rises again at batch {batches[i]}, from {options[before]} to "
+                    f"{options[now]}: served there, {name} = {options[now]} gives {gain:+.1%} over "
+                    f"{name} = {options[before]}"
+                )
+    return said
+
+
+def about_batches(batches: Sequence[int]) -> list[str]:
+    """Gaps between the batch sizes searched that a range has to bridge by guessing."""
+    return [
+        f"no batch between {low} and {high} was searched: a range there follows its neighbours"
+        for low, high in pairwise(batches)
+        if high > GAP * low
+    ]
+
+
+def summed_up(rows: Sequence[Mapping[str, Any]]) -> list[str]:
+    """The warnings of all rows, each said once with the places it holds for."""
+    places: dict[str, list[str]] = {}
+    for row in rows:
+        where = f"batch {row['batch']}"
+        if row["context"] is not None:
+            where += f" at context {row['context']}"
+        for text in row["warnings"]:
+            places.setdefault(text, []).append(where)
+    return [
+        text if len(where) == len(rows) > 1 else f"{', '.join(where)}: {text}"
+        for text, where in places.items()
+    ]

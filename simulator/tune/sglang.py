@@ -26,26 +26,28 @@ from simulator.tune.choice import (
     shared_by_neighbours,
 )
 from simulator.tune.costs import DEFAULT_LENGTHS, Grid, default_batches, fixed_logs, price_grid
-from simulator.tune.evidence import (
+from simulator.tune.gains import DRAWS, OFF, ON, Against, gain_of, resampled, to_deploy
+from simulator.tune.served import (
+    Outcome,
+    Progress,
+    closed_load,
+    mended,
+    served_each,
+    unbeaten,
+    untold,
+)
+from simulator.tune.settings import (
+    Tuned,
     about_batches,
     about_deploying,
     about_recording,
     about_row,
     about_served,
     about_targets,
+    plain_row,
+    row_of,
     summed_up,
 )
-from simulator.tune.gains import DRAWS, OFF, ON, Against, gain_of, resampled, to_deploy
-from simulator.tune.repair import mended
-from simulator.tune.served import (
-    Outcome,
-    Progress,
-    closed_load,
-    served_each,
-    unbeaten,
-    untold,
-)
-from simulator.tune.settings import Tuned, plain_row, row_of
 from traces.acceptance.trace import Trace
 from traces.errors import DraftsimError
 from traces.latency.table import LatencyTable

@@ -22,10 +22,18 @@ from simulator.tune.choice import (
     folds,
 )
 from simulator.tune.costs import longest_draft, price_grid
-from simulator.tune.evidence import about_recording, about_row, about_targets, summed_up
 from simulator.tune.gains import MISSED, OFF, ON, to_deploy
 from simulator.tune.served import SEARCH_CONFIDENCE
-from simulator.tune.settings import Gain, Tuned, plain_row, row_of
+from simulator.tune.settings import (
+    Gain,
+    Tuned,
+    about_recording,
+    about_row,
+    about_targets,
+    plain_row,
+    row_of,
+    summed_up,
+)
 from traces.acceptance.trace import Trace
 from traces.errors import DraftsimError, TailError
 from traces.latency.table import LatencyTable

@@ -37,7 +37,21 @@ from simulator.tune.costs import (
     fixed_logs,
     price_grid,
 )
-from simulator.tune.evidence import (
+from simulator.tune.formats import BY_LENGTH, CONTEXT_END
+from simulator.tune.gains import DRAWS, OFF, ON, Against, Resampled, resampled, to_deploy
+from simulator.tune.served import (
+    NO_SPECULATION,
+    Outcome,
+    Progress,
+    closed_load,
+    mended,
+    served_each,
+    smoothed,
+    unbeaten,
+    untold,
+)
+from simulator.tune.settings import (
+    Tuned,
     about_batches,
     about_deploying,
     about_recording,
@@ -45,21 +59,10 @@ from simulator.tune.evidence import (
     about_row,
     about_served,
     about_targets,
+    plain_row,
+    row_of,
     summed_up,
 )
-from simulator.tune.formats import BY_LENGTH, CONTEXT_END
-from simulator.tune.gains import DRAWS, OFF, ON, Against, Resampled, resampled, to_deploy
-from simulator.tune.repair import mended, smoothed
-from simulator.tune.served import (
-    NO_SPECULATION,
-    Outcome,
-    Progress,
-    closed_load,
-    served_each,
-    unbeaten,
-    untold,
-)
-from simulator.tune.settings import Tuned, plain_row, row_of
 from traces.acceptance.trace import Trace
 from traces.errors import DraftsimError
 from traces.latency.table import LatencyTable
@@ -94,7 +97,7 @@ def tune_vllm(
     serving decides.  Neighbours that some K serves alike share a range.  A range ends at the
     geometric mean of two searched batches, and midway between two contexts.  Then the table is
     served as a whole at every batch, and changed where some fixed K is faster there, or where K
-    rises with the batch and serving cannot tell the difference (`simulator.tune.repair`).
+    rises with the batch and serving cannot tell the difference (`simulator.tune.served`).
 
     A K of 0 costs a draft pass in every iteration (`policies.batch.base.KeptInStep`), and the
     draft model reads every prompt.  An engine without a draft model saves both.  The row's
