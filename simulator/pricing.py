@@ -260,7 +260,8 @@ def price(log: RoundLog, latency: LatencyTable, *, batch: int = 1) -> Priced:
         draft_s, count = draft_seconds(latency, drafter, batch, forwards, catch_up, context)
     else:
         draft_s, count = call_seconds(log, latency, batch=batch, verify=False)
-    signal_s = forwards * (host_seconds(latency, "signal", batch) if log.reads else 0.0)
+    each_s = host_seconds(latency, "signal", batch) if log.reads else 0.0
+    signal_s = np.asarray(forwards * each_s, dtype=np.float64)
     # The last drafted token was never fed to the draft model, so its cache holds one fewer.
     unread = accepted < forwards - 1 if calls is None else np.zeros(len(log), bool)
     host_s = round_host_seconds(latency, drafter, batch, forwards, accepted < drafted, unread)
@@ -449,7 +450,7 @@ def read_each(
     if width.dtype.kind == "f" or context.dtype.kind == "f":  # means, few of which are equal
         return latency.estimate(model, phase, batch=batch, new_tokens=width, context=context)
     scale = int(context.max()) + 1
-    keys, inverse = distinct(width * scale + context)
+    keys, inverse = distinct(np.asarray(width * scale + context, dtype=np.int64))
     read = latency.estimate(
         model, phase, batch=batch, new_tokens=keys // scale, context=keys % scale
     )
