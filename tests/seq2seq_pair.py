@@ -35,7 +35,7 @@ from transformers import (
 )
 
 from profiler.train.documents import stable_hash
-from profiler.train.loop import Descent, rise_and_fall
+from profiler.train.loop import Descent, Plan, rise_and_fall
 
 EOS, PAD = "<|end|>", "<|pad|>"  # ids 0 and 1; EOS also starts the decoder
 IGNORED = -100
@@ -55,18 +55,8 @@ class Shape:
     positions: int = 128
 
 
-@dataclass(frozen=True)
-class Stage:
-    """One training run: optimiser steps, tokens (both sides) a step, seed, rate factor."""
-
-    steps: int
-    tokens: int = 2048
-    seed: int = 0
-    rate: float = 1.0
-
-
-DRAFT = Stage(350, seed=1)
-TARGET = Stage(120, seed=2, rate=0.4)
+DRAFT = Plan(350, 2048, 1, muon_rate=0.02, adam_rate=0.01)
+TARGET = Plan(120, 2048, 2, muon_rate=0.008, adam_rate=0.004)
 
 
 def words(name: str) -> str:
@@ -201,7 +191,7 @@ def _padded(rows: Sequence[Sequence[int]], fill: int) -> Tensor:
     return torch.tensor([[*row, *[fill] * (width - len(row))] for row in rows])
 
 
-def train(model: Any, batches: Batches, stage: Stage, name: str) -> float:
+def train(model: Any, batches: Batches, stage: Plan, name: str) -> float:
     """Train in place as `profiler.train.pair` does; the mean loss, nats a token, of 50 steps."""
     generator = torch.Generator().manual_seed(stage.seed)
 
@@ -215,7 +205,7 @@ def train(model: Any, batches: Batches, stage: Stage, name: str) -> float:
         return F.cross_entropy(logits.flatten(0, 1), goal.flatten(), ignore_index=IGNORED)
 
     model.train()
-    descent = Descent(model, 0.01 * stage.rate, 0.02 * stage.rate, apart=("embed", "shared"))
+    descent = Descent(model, stage.adam_rate, stage.muon_rate, apart=("embed", "shared"))
     values = descent.steps(loss, rise_and_fall(stage.steps))
     losses = [float(v) for v in track(values, total=stage.steps, description=f"{name:7}")]
     model.eval()
@@ -223,7 +213,7 @@ def train(model: Any, batches: Batches, stage: Stage, name: str) -> float:
 
 
 def make_pair(
-    out: Path, shape: Shape | None = None, *, draft: Stage = DRAFT, target: Stage = TARGET,
+    out: Path, shape: Shape | None = None, *, draft: Plan = DRAFT, target: Plan = TARGET,
     prompts: int = 40,
 ) -> tuple[float, float]:  # fmt: skip
     """Train and save the pair and held-out prompts; the (draft, target) losses."""

@@ -9,34 +9,15 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from profiler.features import (
-    Eagle3,
-    Mtp,
-    ParallelEagle3,
-    read_drafter,
-    target_features,
-    unroll,
-)
+from profiler import features as on_features
+from profiler.features import Eagle3, Mtp, ParallelEagle3
 from profiler.train import chats as own_text
+from profiler.train import eagles
+from profiler.train import heads as on_target
 from profiler.train.candidates import Candidates, by_frequency
 from profiler.train.chats import ANSWERS, BOTH, Chats, RowWriter
 from profiler.train.draft import ProjectedDraft, draft_config, principal_directions
-from profiler.train.eagles import (
-    Unrolled,
-    in_turn,
-    new_eagle,
-    new_eagle3,
-    new_mtp,
-    new_parallel,
-)
-from profiler.train.heads import (
-    AHEAD,
-    Distilled,
-    DistilledAdapter,
-    new_adapter,
-    new_exit_heads,
-    new_parallel_heads,
-)
+from profiler.train.heads import AHEAD
 from profiler.train.loop import Plan, fit
 from profiler.train.stored import store_draft, store_drafter, write_folder
 from tests import small_smollm2
@@ -106,8 +87,10 @@ def test_a_shard_holds_whole_chats_and_their_states(
     for index in range(len(chats.bounds) - 1):
         batch = chats.batch([index])
         ids = batch.tokens
-        torch.testing.assert_close(batch.states, target_features(model, ids), rtol=1e-3, atol=1e-3)
-        features = target_features(model, ids, DEPTHS)
+        torch.testing.assert_close(
+            batch.states, on_features.target_features(model, ids), rtol=1e-3, atol=1e-3
+        )
+        features = on_features.target_features(model, ids, DEPTHS)
         torch.testing.assert_close(batch.features, features, rtol=1e-3, atol=1e-3)
         line = ids[0].tolist()
         at = next((i for i in range(len(line)) if line[i : i + len(answering)] == answering), None)
@@ -221,12 +204,12 @@ def test_feature_drafters_learn_and_are_read_back(
     if kind != "eagle":
         tokens = by_frequency(chats.tokens, vocabulary)[:100].sort().values
         own = Eagle3 if kind == "eagle3" else ParallelEagle3
-        drafter = new_eagle3(model, chats, tokens, DEPTHS, own)
+        drafter = eagles.new_eagle3(model, chats, tokens, DEPTHS, own)
         candidates = Candidates(tokens, torch.arange(0), 0)
     else:
         candidates = Candidates(torch.arange(100), torch.arange(100, vocabulary), 40)
-        drafter = new_eagle(model, chats)
-    module = Unrolled(drafter, model.get_output_embeddings().weight.detach(), candidates, 3)
+        drafter = eagles.new_eagle(model, chats)
+    module = eagles.Unrolled(drafter, model.get_output_embeddings().weight.detach(), candidates, 3)
     plan = Plan(steps=14, tokens=600, warmup=4, report_every=7)
     curve = fit(module, module.loss, chats, plan, tmp_path / "kept")
     assert curve[-1]["loss"] < curve[0]["loss"]
@@ -234,7 +217,7 @@ def test_feature_drafters_learn_and_are_read_back(
     trained = module.finished()
     store_drafter(trained, tmp_path / "stored.safetensors")
     write_folder(tmp_path / "stored.safetensors", folder, tmp_path / "made")
-    read = read_drafter(tmp_path / "made", model)
+    read = on_features.read_drafter(tmp_path / "made", model)
     weights = read.state_dict()
     for name, value in trained.state_dict().items():
         torch.testing.assert_close(weights[name].float(), value.float(), rtol=1e-3, atol=1e-3)
@@ -252,15 +235,17 @@ def test_one_pass_begins_as_the_drafter_that_drafts_in_turn(
     torch.manual_seed(0)
     candidates = Candidates(tokens, torch.arange(0), 0)
     head = model.get_output_embeddings().weight.detach()
-    trained = Unrolled(new_eagle3(model, chats, tokens, DEPTHS), head, candidates, 1).finished()
+    trained = eagles.Unrolled(
+        eagles.new_eagle3(model, chats, tokens, DEPTHS), head, candidates, 1
+    ).finished()
     assert isinstance(trained, Eagle3)
-    parallel = new_parallel(trained, chats)
+    parallel = eagles.new_parallel(trained, chats)
     assert torch.equal(parallel.target_ids(torch.arange(100)), tokens)
     ids = chats.batch(chats.training[:2].tolist()).tokens
-    features = target_features(model, ids, DEPTHS)
-    first, second = unroll(parallel, ids, features, 2)
-    torch.testing.assert_close(first, unroll(trained, ids, features, 1)[0])
-    assert not torch.equal(second, unroll(trained, ids, features, 2)[1])
+    features = on_features.target_features(model, ids, DEPTHS)
+    first, second = on_features.unroll(parallel, ids, features, 2)
+    torch.testing.assert_close(first, on_features.unroll(trained, ids, features, 1)[0])
+    assert not torch.equal(second, on_features.unroll(trained, ids, features, 2)[1])
 
 
 def test_mtp_learns_as_one_module_and_as_several(
@@ -271,18 +256,18 @@ def test_mtp_learns_as_one_module_and_as_several(
     candidates = Candidates(torch.arange(100), torch.arange(100, model.config.vocab_size), 40)
     head = model.get_output_embeddings().weight.detach()
     torch.manual_seed(0)
-    drafter: Mtp = new_mtp(model, chats)
+    drafter: Mtp = eagles.new_mtp(model, chats)
     for modules in (1, 3):
         if modules > 1:
-            drafter = in_turn(drafter, modules)
-        module = Unrolled(drafter, head, candidates, max(2, modules))
+            drafter = eagles.in_turn(drafter, modules)
+        module = eagles.Unrolled(drafter, head, candidates, max(2, modules))
         plan = Plan(steps=14, tokens=600, warmup=4, report_every=7)
         curve = fit(module, module.loss, chats, plan, tmp_path / f"kept{modules}")
         assert curve[-1]["loss"] < curve[0]["loss"]
         module.finished()
         store_drafter(drafter, tmp_path / "stored.safetensors")
         write_folder(tmp_path / "stored.safetensors", folder, tmp_path / f"made{modules}")
-        read = read_drafter(tmp_path / f"made{modules}", model)
+        read = on_features.read_drafter(tmp_path / f"made{modules}", model)
         assert (read.kind, read.modules_in_turn) == ("mtp", modules)
         for name, value in drafter.state_dict().items():
             torch.testing.assert_close(read.state_dict()[name], value, rtol=1e-3, atol=1e-3)
@@ -297,8 +282,12 @@ def test_heads_learn(
     table = model.get_input_embeddings().weight.detach()
     candidates = Candidates(torch.arange(len(table)), torch.arange(0), 0)
     torch.manual_seed(0)
-    heads = new_exit_heads(model, DEPTHS[1:]) if kind == "exit" else new_parallel_heads(model, kind)
-    module = Distilled(heads, table, candidates)
+    heads = (
+        on_target.new_exit_heads(model, DEPTHS[1:])
+        if kind == "exit"
+        else on_target.new_parallel_heads(model, kind)
+    )
+    module = on_target.Distilled(heads, table, candidates)
     batch = chats.batch(chats.training[:6].tolist())
     if kind == "exit":
         # Untrained, a head is the logit lens at its own depth.
@@ -322,7 +311,7 @@ def test_kangaroo_learns_from_the_logit_lens_on(
     vocabulary = model.config.vocab_size
     candidates = Candidates(torch.arange(vocabulary), torch.arange(0), 0)
     torch.manual_seed(0)
-    module = DistilledAdapter(new_adapter(model, DEPTHS[0]), model, candidates)
+    module = on_target.DistilledAdapter(on_target.new_adapter(model, DEPTHS[0]), model, candidates)
     batch = chats.batch(chats.training[:6].tolist())
     states = model(batch.tokens, output_hidden_states=True).hidden_states
     lens = model.lm_head(model.model.norm(states[DEPTHS[0]])).argmax(-1)
@@ -342,10 +331,10 @@ def test_parallel_heads_read_the_state_behind_which_they_are_asked(
     chats = Chats(chats_folder, 1, ANSWERS)
     table = model.get_input_embeddings().weight.detach()
     batch = chats.batch(chats.training[:4].tolist())
-    heads = new_parallel_heads(model, "specdec")
+    heads = on_target.new_parallel_heads(model, "specdec")
     torch.nn.init.normal_(heads.blocks[1].up.weight, std=0.3)
     whole = Candidates(torch.arange(len(table)), torch.arange(0), 0)
-    agreement = Distilled(heads, table, whole).loss(batch)[1]
+    agreement = on_target.Distilled(heads, table, whole).loss(batch)[1]
     embedded = table[batch.tokens.roll(-1, 1)]
     drafts = (heads.states(batch.states.flatten(0, 1), embedded.flatten(0, 1)) @ table.T).argmax(-1)
     drafts = drafts.unflatten(0, batch.tokens.shape)  # (rows, length, k): of token t + 2 + i

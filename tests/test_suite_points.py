@@ -107,7 +107,7 @@ def test_a_call_behind_another_is_timed_alone(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(passes.time, "perf_counter", lambda: clock[0])
     told = Clock(lambda: clock[0], lambda: clock[0], lambda: 0)
     monkeypatch.setattr(passes, "Stopwatch", partial(Stopwatch, clock=told))
-    sample = Timer(torch.device("cpu"), repeats=4).behind(takes(8.0), takes(0.25))
+    sample = Timer(torch.device("cpu"), repeats=4).following(takes(8.0), takes(0.25))
     assert sample == (0.25, 0.0, 3)  # calls of seconds are not repeated more often than that
 
 

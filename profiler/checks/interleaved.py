@@ -133,7 +133,7 @@ def run_interleaved(
     machine, counted = Machine(pair.target, pair.device), {arm.label: Repeats() for arm in arms}
     for repeat in sweeps(repeats):
         learnt = {arm.label: _begun(arm, vocab_size, trace.sampling) for arm in arms}
-        behind: list[int] = []  # requests of this repeat that an earlier call ran
+        earlier: list[int] = []  # requests of this repeat that an earlier call ran
         for n, i in enumerate(chosen if repeat >= 0 else chosen[:1]):
             rotated = [arms[(k + n + repeat) % len(arms)] for k in range(len(arms))]
             run = partial(_decoded, pair.device, opened, repeat)
@@ -143,14 +143,14 @@ def run_interleaved(
             step = f"{repeat:03d}-{n:05d}"
             ran = None if kept is None else _restored(kept, step, machine, counted)
             if ran is not None:
-                behind.append(i)
+                earlier.append(i)
                 for _ in arms:
                     advance()
             else:
                 for arm in (a for a in arms if a.policy.learns_across_requests):
-                    for j in behind:
+                    for j in earlier:
                         _, (learnt[arm.label], *_) = run(j, arm, learnt[arm.label])
-                behind.clear()
+                earlier.clear()
                 machine.pulse()
                 ran = _in_turn(rotated, i, run, learnt, counted, advance)
                 if kept is not None:

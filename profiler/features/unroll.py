@@ -74,9 +74,9 @@ def unroll(
     for step in range(steps):
         # A module in turn meets its own true entries at every step; one for all meets them
         # at the first, and from then on its own.
-        behind = 0 if turns > 1 else step
+        shift = 0 if turns > 1 else step
         states, fed_back = drafter.step(
-            drafter.embed(feed), fed_back, drafter.rotary((at + behind)[None]), mask[None, None],
+            drafter.embed(feed), fed_back, drafter.rotary((at + shift)[None]), mask[None, None],
             cache, step if turns > 1 else 0,
         )  # fmt: skip
         outputs.append(states)

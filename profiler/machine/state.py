@@ -55,11 +55,11 @@ class Machine:
             low, middle, high = (float(q) for q in np.quantile(self.taken, [0.25, 0.5, 0.75]))
             spread = (high - low) / 2
         return {
-            **counts(repeats), **self._beside(),
+            **counts(repeats), **self._others(),
             "reference_s": middle, "reference_spread_s": spread,
         }  # fmt: skip
 
-    def _beside(self) -> dict[str, float | None]:
+    def _others(self) -> dict[str, float | None]:
         """Steal and other work since the beginning."""
         before, begin, own = self._since
         now, wall, spent = read_stat(), Clock().wall() - begin, os.times()

@@ -171,12 +171,8 @@ class Runner:
         places = positions.clamp(min=0)
         mask = self._positions[0, :visible] <= places[:, None, :, None]  # (batch, 1, new, visible)
         out = self.model(
-            input_ids=tokens,
-            attention_mask=mask,
-            position_ids=places,
-            past_key_values=cache,
-            use_cache=True,
-            logits_to_keep=keep,
-        )
+            input_ids=tokens, attention_mask=mask, position_ids=places, past_key_values=cache,
+            use_cache=True, logits_to_keep=keep,
+        )  # fmt: skip
         logits: Tensor = out.logits
         return logits

@@ -25,22 +25,15 @@ def draft_config(target: Any, hidden: int, layers: int) -> LlamaConfig:
     Head size as the target's, two query heads to a key head, a feed-forward of 2.75 widths.
     """
     heads = max(2, hidden // int(target.head_dim))
+    taken = (
+        "vocab_size", "head_dim", "max_position_embeddings", "rms_norm_eps", "rope_parameters",
+        "bos_token_id", "eos_token_id", "pad_token_id",
+    )  # fmt: skip
     return LlamaConfig(
-        vocab_size=target.vocab_size,
-        hidden_size=hidden,
-        intermediate_size=hidden * 11 // 4,
-        num_hidden_layers=layers,
-        num_attention_heads=heads,
-        num_key_value_heads=heads // 2,
-        head_dim=target.head_dim,
-        max_position_embeddings=target.max_position_embeddings,
-        rms_norm_eps=target.rms_norm_eps,
-        rope_parameters=target.rope_parameters,
-        tie_word_embeddings=True,
-        bos_token_id=target.bos_token_id,
-        eos_token_id=target.eos_token_id,
-        pad_token_id=target.pad_token_id,
-    )
+        hidden_size=hidden, intermediate_size=hidden * 11 // 4, num_hidden_layers=layers,
+        num_attention_heads=heads, num_key_value_heads=heads // 2, tie_word_embeddings=True,
+        **{name: getattr(target, name) for name in taken},
+    )  # fmt: skip
 
 
 def principal_directions(embedding: Tensor, counts: Tensor, width: int) -> Tensor:

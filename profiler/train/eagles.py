@@ -9,15 +9,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
-from profiler.features import (
-    Eagle,
-    Eagle3,
-    FeatureDrafter,
-    Mtp,
-    ParallelEagle3,
-    layer_config,
-    unroll,
-)
+from profiler import features as on_features
+from profiler.features import Eagle, Eagle3, FeatureDrafter, Mtp, ParallelEagle3
 from profiler.train.candidates import Candidates, soft_loss
 from profiler.train.chats import Batch, Chats
 
@@ -70,7 +63,9 @@ def new_eagle3(
     ``fc`` starts as the ridge regression of that state from the features (0.22 of first tokens
     right), the head is the target's own rows and stays so, and the layer adds nothing yet.
     """
-    drafter = kind(layer_config(target.config), draft_tokens, depths, norm_before_residual=True)
+    drafter = kind(
+        on_features.layer_config(target.config), draft_tokens, depths, norm_before_residual=True
+    )
     drafter.attach(target)
     places = _pairs(chats)
     features, states = chats.features[places].float(), chats.states[places + 1].float()
@@ -95,7 +90,7 @@ def new_eagle(target: Any, chats: Chats) -> Eagle:
     ``fc`` starts as the ridge regression of that state from the token read and the state before
     it, which alone gives 0.31 of first tokens right; the layer adds nothing yet.
     """
-    drafter = Eagle(layer_config(target.config))
+    drafter = Eagle(on_features.layer_config(target.config))
     drafter.attach(target)
     places = _pairs(chats)
     embedding = target.get_input_embeddings().weight.detach()
@@ -140,7 +135,7 @@ def new_mtp(target: Any, chats: Chats) -> Mtp:
     Its projection begins as the ridge regression of that state from the normed embedding of the
     token and the normed state before it; the layer adds nothing yet.
     """
-    drafter = Mtp(layer_config(target.config))
+    drafter = Mtp(on_features.layer_config(target.config))
     drafter.attach(target)
     places = _pairs(chats)
     embedding = target.get_input_embeddings().weight.detach()
@@ -191,7 +186,7 @@ class Unrolled(nn.Module):
         wanted = batch.states[row, column]
         rows, raised, teacher = self.candidates.teacher(self.head, wanted)
         weights = batch.weights[row, column]
-        outputs = unroll(self.drafter, batch.tokens, features, self.steps)
+        outputs = on_features.unroll(self.drafter, batch.tokens, features, self.steps)
         value = torch.zeros(())
         agreements = []
         for step, states in enumerate(outputs):

@@ -193,8 +193,8 @@ def train_masks(
         ids = usable[torch.randint(len(usable), (batch,), device=device)]
         at = torch.randint(BEGINNING, length - k - 1, (starts,), device=device)
         mask, positions = mask_layout(length, at, k)
-        behind = masks.weight.repeat(starts, 1)[None].expand(batch, -1, -1)
-        embedded = torch.cat([table[ids].float(), behind], 1).to(table.dtype)
+        masked = masks.weight.repeat(starts, 1)[None].expand(batch, -1, -1)
+        embedded = torch.cat([table[ids].float(), masked], 1).to(table.dtype)
         out = model(
             inputs_embeds=embedded, attention_mask=mask[None, None].expand(batch, -1, -1, -1),
             position_ids=positions[None].expand(batch, -1), use_cache=False,

@@ -66,41 +66,27 @@ def train_tokenizer(documents: Sequence[Document]) -> PreTrainedTokenizerFast:
     bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     bpe.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
-        vocab_size=VOCABULARY,
-        special_tokens=[EOS, PAD],
+        vocab_size=VOCABULARY, special_tokens=[EOS, PAD], show_progress=False,
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False,
-    )
+    )  # fmt: skip
     bpe.train_from_iterator((document.text for document in documents), trainer)
     # The class's constructor has no type hints; a typed name for it keeps the check strict.
     wrap: Callable[..., PreTrainedTokenizerFast] = PreTrainedTokenizerFast
     return wrap(
-        tokenizer_object=bpe,
-        bos_token=EOS,
-        eos_token=EOS,
-        pad_token=PAD,
-        model_max_length=POSITIONS,
-        clean_up_tokenization_spaces=False,
-    )
+        tokenizer_object=bpe, bos_token=EOS, eos_token=EOS, pad_token=PAD,
+        model_max_length=POSITIONS, clean_up_tokenization_spaces=False,
+    )  # fmt: skip
 
 
 def build_model(layers: int) -> LlamaForCausalLM:
     """Return a randomly initialised model of `layers` layers; all else is the same in both."""
-    return LlamaForCausalLM(
-        LlamaConfig(
-            vocab_size=VOCABULARY,
-            hidden_size=HIDDEN,
-            intermediate_size=FEED_FORWARD,
-            num_hidden_layers=layers,
-            num_attention_heads=HEADS,
-            num_key_value_heads=HEADS,
-            max_position_embeddings=POSITIONS,
-            tie_word_embeddings=True,
-            bos_token_id=0,
-            eos_token_id=0,
-            pad_token_id=1,
-        )
-    )
+    config = LlamaConfig(
+        vocab_size=VOCABULARY, hidden_size=HIDDEN, intermediate_size=FEED_FORWARD,
+        num_hidden_layers=layers, num_attention_heads=HEADS, num_key_value_heads=HEADS,
+        max_position_embeddings=POSITIONS, tie_word_embeddings=True,
+        bos_token_id=0, eos_token_id=0, pad_token_id=1,
+    )  # fmt: skip
+    return LlamaForCausalLM(config)
 
 
 def grow(small: LlamaForCausalLM, layers: int) -> LlamaForCausalLM:

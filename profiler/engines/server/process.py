@@ -78,7 +78,7 @@ class Server:
         self._handlers: dict[signal.Signals, Any] = {}
 
     def decide(self, policy: str, source: str) -> None:
-        """From now on requests that find nobody else are under this policy, with these drafts."""
+        """Set policy and drafts of the requests that arrive while no other is served."""
         given = {"policy": policy, "source": source}
         write_atomically(self._setup, json.dumps(given).encode())
 

@@ -63,9 +63,9 @@ def served_run(answers: Sequence[Answer], log: EngineLog, control_s: float) -> S
     ]
     texts = {answer.name: answer.tokens for answer in answers}
     load = LoadRun(requests, steps, log.rounds, control_s, texts)
-    beside = [s.seconds - sum(s.parts[p] for p in ("schedule", "execute", "update")) for s in steps]
+    around = [s.seconds - sum(s.parts[p] for p in ("schedule", "execute", "update")) for s in steps]
     queued = sorted(log.queued[answer.name] for answer in answers)
-    return ServedRun(load, around_requests(answers, log), beside, [at - queued[0] for at in queued])
+    return ServedRun(load, around_requests(answers, log), around, [at - queued[0] for at in queued])
 
 
 def gaps(log: EngineLog) -> list[float]:
@@ -142,17 +142,17 @@ def added(run: ServedRun, latency: LatencyTable) -> dict[str, float]:
     the iterations that it was part of.
     """
     requests, steps = run.load.requests, run.load.steps
-    beside = [
+    around = [
         seconds - known_s(latency, len(step.decoded) or 1)
         for step, seconds in zip(steps, run.around_step_s, strict=True)
     ]
     parts = sum(
         seconds * (len(step.decoded) + len(step.prompts))
-        for step, seconds in zip(steps, beside, strict=True)
+        for step, seconds in zip(steps, around, strict=True)
     )
     whole_s = float((requests["finish_s"] - requests["arrival_s"]).sum())
     return {
-        "request_s": float(np.mean(run.around_request_s)), "iteration_s": float(np.mean(beside)),
+        "request_s": float(np.mean(run.around_request_s)), "iteration_s": float(np.mean(around)),
         "share": (sum(run.around_request_s) + parts) / whole_s,
     }  # fmt: skip
 

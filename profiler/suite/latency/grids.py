@@ -13,8 +13,7 @@ class Grids:
     """The coarse grids by batch; `quick` for a CPU in seconds.
 
     Host time is a fit of two numbers, for which three draft lengths are enough, and in miniatures
-    two: whole runs are the dearest thing that is measured.  Nobody asks how long a miniature took,
-    so that nothing of it is measured twice.
+    two: whole runs cost the most.  A miniature's times are not used, so each is measured once.
     """
 
     def __init__(self, quick: bool) -> None:

@@ -286,8 +286,8 @@ class PairMeasurement:
 
         def measure(at: Point) -> list[Any]:
             run = forward_call(runner, batch, *at, drafts=name == "draft")
-            behind = self.timer.time(run) if before is None else self.timer.behind(before, run)
-            return cell(name, phase, batch, at.width, at.context, behind)
+            taken = self.timer.time(run) if before is None else self.timer.following(before, run)
+            return cell(name, phase, batch, at.width, at.context, taken)
 
         grid = PassGrid(
             of, widths, contexts, measure, tolerance=TOLERANCE, least_gap=grids.least_gap,

@@ -84,7 +84,7 @@ class Timer:
 
         return summary([watch.time(several) / count for _ in range(self._timings(first))])
 
-    def behind(self, before: Callable[[], object], run: Callable[[], object]) -> Sample:
+    def following(self, before: Callable[[], object], run: Callable[[], object]) -> Sample:
         """Return the seconds of a call right after another one, as a draft pass after the target's.
 
         What ran before decides what the caches hold and how far the host is ahead.

@@ -33,7 +33,7 @@ QUICK_ARMS = ("autoregressive", "fixed:gamma=3", "svip")
 MORE_QUICK_ARMS = ("ucb",)
 
 LEAST_REPEATS = 2
-"""From one repeat alone nobody can tell a difference from chance."""
+"""One repeat alone cannot tell a difference from chance."""
 
 REPEATS = 3
 
@@ -52,7 +52,7 @@ def more_arms_of(trace: Trace, quick: bool) -> list[Arm]:
 
 
 def repeats_of(quick: bool) -> int:
-    """How often an arm runs: once in miniatures, whose times nobody asks."""
+    """Return how often an arm runs: once in miniatures, whose times are not used."""
     return 1 if quick else REPEATS
 
 
