@@ -71,7 +71,7 @@ def demo(
 
     from commands.common.figures import save_all
     from commands.simulate.table import print_ranked
-    from profiler.recording.folder import only_writer
+    from profiler.recording.run import only_writer
     from simulator.whatif.ranking import rank, ranked_rows
     from traces.store.files import read_latency, read_trace
 
@@ -113,8 +113,7 @@ def _profiled(out: Path, size: Size) -> None:
     from profiler.checks.unfinished import PLACE
     from profiler.latency.table import Grid
     from profiler.profile import Settings
-    from profiler.recording.folder import claimed, only_writer
-    from profiler.recording.run import BUNDLED, RunInfo
+    from profiler.recording.run import BUNDLED, RunInfo, claimed, only_writer
 
     note(
         f"now the same pair here: {size.prompts} prompts of up to {size.tokens} tokens are "

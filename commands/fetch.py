@@ -26,7 +26,7 @@ def fetch(
     their SHA-256 is checked. A stopped command goes on where it stopped.
     """
     from profiler.fetched import fetch as fetched
-    from profiler.fetched.models import SETS, SMOLLM2
+    from profiler.fetched.places import SETS, SMOLLM2
 
     if name not in SETS:
         raise DraftsimError(f"{name!r} is not known: known are {' and '.join(SETS)}")

@@ -21,14 +21,13 @@ from profiler.latency.passes import pass_blocks
 from profiler.latency.rules import measure_rules
 from profiler.latency.seq2seq import fitting_grid, seq2seq_blocks, seq2seq_layers
 from profiler.latency.table import Grid, Sweeps, table
-from profiler.machine.state import Machine
+from profiler.machine import Machine
 from profiler.models.loading import Pair
 from profiler.models.runner import Runner
-from profiler.models.seq2seq import Seq2SeqRunner, make_runner
-from profiler.models.seq2seq_settings import check_room, is_seq2seq
+from profiler.models.seq2seq import Seq2SeqRunner, check_room, is_seq2seq, make_runner
 from profiler.prompts import Prompt
 from profiler.recording.checkpoint import Checkpoint
-from profiler.recording.folder import DONE_WITH, digest_of
+from profiler.recording.run import DONE_WITH, digest_of
 from profiler.recording.trace import Columns, Recorder
 from traces.acceptance.sampling import GREEDY, Sampling
 from traces.acceptance.trace import Request, Trace

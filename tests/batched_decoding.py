@@ -9,9 +9,7 @@ from torch import Tensor
 
 from policies.core import Round
 from policies.together import Policy, Synchronise, together_of
-from profiler.decoding.batch import speculate_batch
-from profiler.decoding.batch_passes import BatchedDecoder
-from profiler.decoding.batch_stream import Stream
+from profiler.decoding.batch import BatchedDecoder, Stream, speculate_batch
 from profiler.models.runner import Runner
 
 

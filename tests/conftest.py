@@ -70,7 +70,7 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 @pytest.fixture(autouse=True)
 def _nothing_run_twice(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing is run to warm up, or again where it was disturbed: no test is about seconds."""
-    repeats = sys.modules.get("profiler.machine.repeats")
+    repeats = sys.modules.get("profiler.machine")
     if repeats is not None:
         monkeypatch.setattr(repeats, "MOST", 0)
         monkeypatch.setattr(repeats, "WARMING", 0)

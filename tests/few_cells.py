@@ -84,5 +84,5 @@ def few_cells() -> Iterator[None]:
         ):  # fmt: skip
             patch.setattr(owner, name, given(getattr(owner, name), **less))
         for name in ("MOST", "WARMING"):
-            patch.setattr(f"profiler.machine.repeats.{name}", 0)
+            patch.setattr(f"profiler.machine.{name}", 0)
         yield

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from profiler.checks.outputs import output_of
+from profiler.checks.differences import output_of
 from profiler.checks.spot_check import Arm, rounds_differ, run_arms
 from profiler.models.loading import Pair
 from traces.acceptance.trace import Trace

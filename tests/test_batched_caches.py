@@ -14,10 +14,13 @@ pytest.importorskip("transformers")
 from policies import ConfidenceFreeze, Fixed, Round  # noqa: E402
 from policies.batch.base import BatchPolicy  # noqa: E402
 from policies.together import together_of  # noqa: E402
-from profiler.checks.outputs import output_of  # noqa: E402
-from profiler.decoding.batch import enter, speculate_batch  # noqa: E402
-from profiler.decoding.batch_passes import BatchedDecoder  # noqa: E402
-from profiler.decoding.batch_stream import Stream  # noqa: E402
+from profiler.checks.differences import output_of  # noqa: E402
+from profiler.decoding.batch import (  # noqa: E402
+    BatchedDecoder,
+    Stream,
+    enter,
+    speculate_batch,
+)
 from profiler.models.runner import Runner  # noqa: E402
 from tests.batched import (  # noqa: E402
     END,

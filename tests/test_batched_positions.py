@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 torch = pytest.importorskip("torch")
 
-from profiler.decoding.batch_passes import _on_device, span_positions  # noqa: E402
+from profiler.decoding.batch import _on_device, span_positions  # noqa: E402
 
 SPANS = st.lists(
     st.one_of(

@@ -32,10 +32,8 @@ from policies import (
 from policies.batch.base import BatchPolicy
 from policies.together import together_of
 from profiler.checks.batch_runs import groups_of
-from profiler.checks.outputs import output_of
-from profiler.decoding.batch import speculate_batch
-from profiler.decoding.batch_passes import BatchedDecoder
-from profiler.decoding.batch_stream import Stream
+from profiler.checks.differences import output_of
+from profiler.decoding.batch import BatchedDecoder, Stream, speculate_batch
 from profiler.decoding.single import greedy
 from profiler.models.runner import Runner
 from simulator.serving.arrivals import Job

@@ -14,11 +14,10 @@ from commands.common.progress import progress_bar
 from policies import SVIP, ConfidenceFreeze, Fixed, Round
 from policies.together import together_of
 from profiler.checks.batch_runs import BatchArm, groups_of, run_batches
-from profiler.checks.outputs import output_of
+from profiler.checks.differences import output_of
 from profiler.checks.spot_check import rounds_differ
-from profiler.decoding.batch import speculate_batch
-from profiler.decoding.batch_forced import ForcedStream
-from profiler.decoding.batch_passes import BatchedDecoder
+from profiler.decoding.batch import BatchedDecoder, speculate_batch
+from profiler.decoding.forced import ForcedStream
 from profiler.latency.batch import batch_blocks, measure_batch_host
 from profiler.latency.table import Grid, Sweeps
 from profiler.models.loading import Pair

@@ -8,7 +8,7 @@ import pytest
 import torch
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
-from profiler.models.compiled import (
+from profiler.models.graphs import (
     CompiledRunner,
     Norm,
     compile_layers,
@@ -67,7 +67,7 @@ def test_layers_compile_once_for_all_widths_contexts_and_layers(
         plain = Runner(model(layers, 1), 700)
         twin = fused(model(layers, 1))
         compile_layers(twin, backend)  # type: ignore[arg-type]
-        monkeypatch.setattr("profiler.models.compiled.compiled", lambda own: twin)
+        monkeypatch.setattr("profiler.models.graphs.compiled", lambda own: twin)
         runner = CompiledRunner(None, 700)
         for width, start in ((40, 0), (1, 40), (3, 41), (5, 300), (1, 500), (2, 600), (9, 10)):
             tokens = ids(width, start)

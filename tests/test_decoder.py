@@ -14,13 +14,13 @@ from policies import parse_policy
 from policies.core import DraftPolicy, speculate
 from policies.lengths.basic import Fixed
 from policies.lengths.huggingface import HFHeuristic
+from profiler import machine as repeats
 from profiler.checks.assisted import assisted_generation
 from profiler.checks.batch_runs import BatchArm, run_batches
-from profiler.checks.outputs import output_of
+from profiler.checks.differences import output_of
 from profiler.checks.spot_check import Arm, rounds_differ, run_arms
 from profiler.decoding.forced import ForcedDecoder
 from profiler.decoding.single import ModelDecoder, greedy
-from profiler.machine import repeats
 from profiler.models.runner import Runner
 from tests import batched, bundled
 from tests.replayed import assert_decoded_as_replayed

@@ -16,11 +16,8 @@ from policies.lengths.basic import Fixed
 from policies.registry import parse_policy
 from policies.rules.registry import parse_rule
 from policies.together import PerRequest
-from profiler.decoding.batch import enter, speculate_batch
-from profiler.decoding.batch_forced import ForcedStream
-from profiler.decoding.batch_passes import BatchedDecoder
-from profiler.decoding.batch_stream import Stream
-from profiler.decoding.forced import ForcedDecoder
+from profiler.decoding.batch import BatchedDecoder, Stream, enter, speculate_batch
+from profiler.decoding.forced import ForcedDecoder, ForcedStream
 from profiler.decoding.single import ModelDecoder
 from profiler.models.graphs import GraphRunner, Shape
 from profiler.models.runner import Runner

@@ -15,17 +15,16 @@ import torch
 
 from commands.validate.texts import Texts
 from policies import parse_policy
-from profiler.checks import interleaved
+from profiler.checks import spot_check as interleaved
 from profiler.checks.differences import (
     before,
     comparable,
     divergence,
     draft_ties,
     first_difference,
+    output_of,
 )
-from profiler.checks.interleaved import Runs
-from profiler.checks.outputs import output_of
-from profiler.checks.spot_check import rounds_differ
+from profiler.checks.spot_check import Runs, rounds_differ
 from profiler.models.loading import Pair
 from profiler.recording.run import BUNDLED, RunInfo
 from tests import bundled

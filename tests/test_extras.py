@@ -131,7 +131,7 @@ def test_one_absent_package_is_named(package: str, recorded: Path, tmp_path: Pat
 
 def test_what_reads_gguf_files_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("torch")
-    from profiler.fetched.convert import check_packages
+    from profiler.fetched.fetch import check_packages
 
     monkeypatch.setattr("importlib.util.find_spec", lambda _: None)
     with pytest.raises(DraftsimError, match=r"gguf and accelerate.*\.\[profile,smollm2\]'`"):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from profiler.features.tree import Layer, Trees
+from profiler.features.runner import Layer, Trees
 from profiler.sources.tree_record import ranks
 
 

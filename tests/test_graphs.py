@@ -13,9 +13,7 @@ from policies.core import speculate
 from policies.lengths.basic import Fixed
 from policies.registry import parse_policy
 from policies.together import PerRequest
-from profiler.decoding.batch import enter, speculate_batch
-from profiler.decoding.batch_passes import BatchedDecoder
-from profiler.decoding.batch_stream import Stream
+from profiler.decoding.batch import BatchedDecoder, Stream, enter, speculate_batch
 from profiler.decoding.single import ModelDecoder
 from profiler.models.graphs import WIDEST, GraphRunner, Shape
 from profiler.models.runner import Runner

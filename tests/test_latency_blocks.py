@@ -13,7 +13,7 @@ torch = pytest.importorskip("torch")
 
 from profiler.latency.passes import SETTLING, decoding_blocks, signal_block  # noqa: E402
 from profiler.latency.table import FIRST_WIDTHS, Block, Grid, Step, Sweeps  # noqa: E402
-from profiler.machine.stopwatch import Timing  # noqa: E402
+from profiler.machine import Timing  # noqa: E402
 from profiler.recording.checkpoint import Checkpoint  # noqa: E402 - needs torch
 from traces.errors import DraftsimError  # noqa: E402 - needs torch
 

@@ -14,13 +14,17 @@ torch = pytest.importorskip("torch")
 
 import commands.common.quiet  # noqa: E402 - needs torch
 from profiler.latency.table import Block, Step, Sweeps  # noqa: E402
-from profiler.machine.repeats import MOST, Repeats, counts  # noqa: E402
-from profiler.machine.state import Machine, matrix_vector_products, read_stat  # noqa: E402
-from profiler.machine.stopwatch import (  # noqa: E402
+from profiler.machine import (  # noqa: E402  # noqa: E402  # noqa: E402
+    MOST,
     Clock,
+    Machine,
+    Repeats,
     Stopwatch,
     Timing,
+    counts,
     involuntary_switches,
+    matrix_vector_products,
+    read_stat,
     timed,
 )
 from traces.latency.table import LatencyTable  # noqa: E402
@@ -32,7 +36,7 @@ CPU = torch.device("cpu")
 @pytest.fixture(autouse=True)
 def _made_again(_nothing_run_twice: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """As outside the tests."""
-    monkeypatch.setattr("profiler.machine.repeats.MOST", MOST)
+    monkeypatch.setattr("profiler.machine.MOST", MOST)
 
 
 QUIET, OFF = Timing(1.0, 0.0), Timing(2.0, 1.0, 4)

@@ -10,8 +10,7 @@ import torch
 from transformers import TopPLogitsWarper
 
 from profiler.models.runner import Runner
-from profiler.models.sampling import log_probs_at
-from profiler.models.signals import signals
+from profiler.models.sampling import log_probs_at, signals
 from profiler.recording.signals import lacking, with_signals
 from profiler.recording.trace import Recorder
 from tests import bundled

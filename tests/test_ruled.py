@@ -10,7 +10,7 @@ from policies import parse_policy
 from policies.core import speculate
 from policies.lengths.basic import Fixed
 from policies.rules.registry import parse_rule
-from profiler.checks.outputs import output_of
+from profiler.checks.differences import output_of
 from profiler.checks.spot_check import Arm, rounds_differ, run_arms
 from profiler.decoding.single import ModelDecoder
 from tests import bundled

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from profiler.checks.outputs import real_run, solves
+from profiler.checks.differences import real_run, solves
 from profiler.checks.score import ANSWERS, SOLVED, Score, answers_to, score, solved_by
 from profiler.decoding.single import greedy
 from profiler.prompts import Prompt, read_prompts

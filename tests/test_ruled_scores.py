@@ -12,8 +12,7 @@ from policies.core import SIGNALS, speculate
 from policies.lengths.basic import Fixed
 from policies.rules.base import SCORES, VerifyRule
 from policies.rules.registry import parse_rule
-from profiler.decoding.ruled import judge, target_numbers
-from profiler.decoding.single import ModelDecoder
+from profiler.decoding.single import ModelDecoder, judge, target_numbers
 from tests import bundled
 from tests.rule_runs import short_trace
 from traces.replay.scores import score_tape

@@ -13,8 +13,7 @@ import pytest
 
 from commands.validate import spot_check
 from profiler.prompts import read_prompts
-from profiler.recording.folder import LOCK, claimed, only_writer
-from profiler.recording.run import NAME, RunInfo, read_run
+from profiler.recording.run import LOCK, NAME, RunInfo, claimed, only_writer, read_run
 from tests.conftest import ROOT, SMALL_PROFILE, Run
 from tests.forked import forked
 from traces.acceptance.trace import Trace

@@ -13,8 +13,7 @@ from scipy import stats
 from transformers import TopKLogitsWarper, TopPLogitsWarper
 
 from profiler.models import sampling as sampling_module
-from profiler.models.sampling import coupled, draw, log_probs_at, probs
-from profiler.models.signals import top10_log_prob
+from profiler.models.sampling import coupled, draw, log_probs_at, probs, top10_log_prob
 from traces.acceptance.sampling import GREEDY, Sampling
 from traces.acceptance.synthetic import synthetic_trace
 from traces.acceptance.trace import Trace

@@ -12,8 +12,7 @@ from profiler.latency.seq2seq import fitting_grid
 from profiler.latency.table import Grid
 from profiler.models.loading import load_pair
 from profiler.models.runner import Runner
-from profiler.models.seq2seq import Seq2SeqRunner
-from profiler.models.seq2seq_settings import check_same_start, decoder_prefix
+from profiler.models.seq2seq import Seq2SeqRunner, check_same_start, decoder_prefix
 from profiler.profile import Settings, profile_trace
 from profiler.prompts import Prompt
 from tests import seq2seq_pair as bundled

@@ -8,7 +8,7 @@ import torch
 
 from policies import parse_policy
 from profiler.checks.assisted import assisted_generation
-from profiler.checks.outputs import output_of
+from profiler.checks.differences import output_of
 from profiler.checks.spot_check import Arm
 from profiler.decoding.single import greedy
 from profiler.models.seq2seq import Seq2SeqRunner, make_runner

@@ -16,7 +16,7 @@ from commands.profile.drafters import load_drafters
 from profiler import features
 from profiler.fetched import download, places
 from profiler.fetched.fetch import fetch
-from profiler.fetched.models import SMOLLM2
+from profiler.fetched.places import SMOLLM2
 from profiler.models.loading import Pair
 from profiler.recording.run import BUNDLED, shipped_heads
 from tests import small_smollm2

@@ -12,7 +12,7 @@ from commands.common.progress import progress_bar
 from policies.lengths.basic import Fixed
 from profiler.checks.spot_check import Arm
 from profiler.features import Eagle, layer_config, target_features
-from profiler.features.unroll import GrowingCache
+from profiler.features.runner import GrowingCache
 from profiler.models.loading import Pair, load_pair
 from profiler.profile import Settings, profile_trace
 from profiler.prompts import Prompt

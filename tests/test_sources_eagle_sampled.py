@@ -15,7 +15,7 @@ from policies.core import DraftPolicy
 from policies.lengths.basic import Fixed
 from policies.lengths.huggingface import Confidence
 from profiler.features import FeatureDrafter
-from profiler.features.picks import Drawn
+from profiler.features.runner import Drawn
 from profiler.models.sampling import draw, probs
 from profiler.sources.modules import Modules, record_sources
 from profiler.sources.run import SourceRunner

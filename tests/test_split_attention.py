@@ -5,9 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from profiler.models.graphs import GraphRunner
-from profiler.models.runner import Runner
-from profiler.models.split_attention import (
+from profiler.models.attention import (
     ALIGNED,
     LEAST_KEYS,
     fused_part,
@@ -16,6 +14,8 @@ from profiler.models.split_attention import (
     split_attention,
     split_mask,
 )
+from profiler.models.graphs import GraphRunner
+from profiler.models.runner import Runner
 from tests.pretend_gpu import pretended
 from tests.test_graphs import ids, model
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from profiler.checks.spot_check import Arm
-from profiler.machine.stopwatch import Clock, Stopwatch
+from profiler.machine import Clock, Stopwatch
 from profiler.models.architectures import PAIRS
 from profiler.suite.environment import NoTimeError, Workplace
 from profiler.suite.latency import pair as pair_latency

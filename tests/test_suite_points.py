@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from policies import Fixed
 from policies.core import Round
-from profiler.machine.stopwatch import Clock, Stopwatch
+from profiler.machine import Clock, Stopwatch
 from profiler.models.architectures import ARCHITECTURES
 from profiler.suite.latency import passes
 from profiler.suite.latency.passes import Timer

@@ -9,7 +9,7 @@ from commands.engine.loads import drawn
 from commands.engine.rounds import simulated_rounds
 from profiler.checks.unfinished import version
 from profiler.engines.texts import prompts_of
-from profiler.recording.folder import digest_of
+from profiler.recording.run import digest_of
 from traces.acceptance.trace import Trace
 from traces.store.identity import identity
 

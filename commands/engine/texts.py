@@ -13,8 +13,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from commands.engine.rounds import index_of
-from profiler.checks.differences import Divergence, divergence
-from profiler.checks.outputs import output_of
+from profiler.checks.differences import Divergence, divergence, output_of
 from traces.acceptance.trace import Trace
 
 if TYPE_CHECKING:

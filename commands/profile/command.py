@@ -192,7 +192,7 @@ def profile(
     --policy, and the rounds and outputs are kept in the folder; a folder that is already
     complete keeps its recordings, and only those are added.
     """
-    from profiler.recording.folder import claimed, only_writer
+    from profiler.recording.run import claimed, only_writer
 
     if engine is not None:
         if draft is not None and engine_eagle is not None:

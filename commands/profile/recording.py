@@ -49,14 +49,14 @@ class Recording:
 def run_profile(recording: Recording, force: bool = False) -> None:
     """Profile the pair into its run folder; what is finished of it is kept, unless `force`."""
     from profiler.checks.score import answers_to, score
-    from profiler.models.seq2seq_settings import is_seq2seq
+    from profiler.models.seq2seq import is_seq2seq
     from profiler.profile import (
         latency_options,
         profile_latency,
         profile_trace,
         trace_options,
     )
-    from profiler.recording.folder import begin, is_done
+    from profiler.recording.run import begin, is_done
     from traces.acceptance.sampling import GREEDY
     from traces.store.files import read_trace
     from traces.store.parquet import read_meta

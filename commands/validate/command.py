@@ -155,8 +155,7 @@ def validate(
         return
     if run is None:
         raise DraftsimError("name a run folder with --run, or a recording with --recorded")
-    from profiler.recording.folder import only_writer
-    from profiler.recording.run import read_run
+    from profiler.recording.run import only_writer, read_run
 
     if engine is not None:
         from commands.engine.baseline import SHOWN as WITH_DEFAULTS

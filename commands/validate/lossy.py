@@ -41,7 +41,7 @@ def lossy_check(
     speedups), and the fields of `traces.store.outputs.Quality`.
     """
     from commands.validate.spot_check import as_recorded, check_ids, spread_over_categories
-    from profiler.checks.outputs import real_run
+    from profiler.checks.differences import real_run
     from profiler.checks.score import answers_to
     from profiler.checks.spot_check import Arm, rounds_differ, run_arms
     from profiler.recording.run import read_run

@@ -24,8 +24,8 @@ if TYPE_CHECKING:
 
     from policies.core import DraftPolicy, Round
     from policies.rules.base import VerifyRule
-    from profiler.checks import interleaved as checks
-    from profiler.checks.interleaved import Opener
+    from profiler.checks import spot_check as checks
+    from profiler.checks.spot_check import Opener
     from profiler.models.loading import Pair
     from profiler.sources.modules import Modules
     from traces.acceptance.trace import Trace
@@ -71,7 +71,7 @@ def source_check(
     from commands.validate.remeasure import Remeasured, seconds_of
     from commands.validate.spot_check import REMEDY, check_ids, spread_over_categories
     from commands.validate.texts import Texts
-    from profiler.checks import interleaved as checks
+    from profiler.checks import spot_check as checks
     from profiler.checks.unfinished import check_options, unfinished
     from profiler.recording.run import read_run
     from simulator.pricing import price

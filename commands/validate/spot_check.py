@@ -76,7 +76,7 @@ def spot_check(
     from commands.validate.texts import Texts
     from profiler.checks.spot_check import Arm, run_arms
     from profiler.checks.unfinished import check_options, unfinished
-    from profiler.models.seq2seq_settings import is_seq2seq
+    from profiler.models.seq2seq import is_seq2seq
     from profiler.recording.run import read_run
     from simulator.chosen import named, say_left_out
     from simulator.pricing import price

@@ -6,9 +6,9 @@ from typing import Any
 
 import torch
 
-from profiler.machine.stopwatch import timed
+from profiler.machine import timed
 from profiler.models.loading import Pair
-from profiler.models.seq2seq_settings import decoder_prefix, is_seq2seq
+from profiler.models.seq2seq import decoder_prefix, is_seq2seq
 
 
 def assisted_generation(

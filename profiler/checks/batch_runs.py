@@ -19,13 +19,9 @@ import torch
 
 from policies.core import Round
 from policies.together import Policy, Synchronise, Together, together_of
-from profiler.decoding.batch import enter, speculate_batch
-from profiler.decoding.batch_forced import ForcedStream
-from profiler.decoding.batch_passes import BatchedDecoder
-from profiler.decoding.batch_stream import Stream
-from profiler.machine.repeats import Repeats, sweeps
-from profiler.machine.state import Machine
-from profiler.machine.stopwatch import Timing, timed
+from profiler.decoding.batch import BatchedDecoder, Stream, enter, speculate_batch
+from profiler.decoding.forced import ForcedStream
+from profiler.machine import Machine, Repeats, Timing, sweeps, timed
 from profiler.models.loading import Pair, check_same_models
 from profiler.models.runner import Runner
 from traces.acceptance.trace import Trace

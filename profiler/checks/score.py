@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
-from profiler.checks.outputs import output_of, solves
+from profiler.checks.differences import output_of, solves
 from profiler.models.loading import Pair
 from profiler.prompts import Prompt
 from traces.acceptance.trace import Trace

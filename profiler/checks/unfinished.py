@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from profiler.recording.checkpoint import Checkpoint
-from profiler.recording.folder import digest_of
+from profiler.recording.run import digest_of
 from traces.acceptance.trace import Trace
 from traces.replay.rounds import RoundLog
 from traces.store.identity import identity

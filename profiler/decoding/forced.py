@@ -2,10 +2,14 @@
 
 Tests the cost model alone and needs no trained weights: an architecture with random
 weights has the latency of the trained one.
+
+As `profiler.decoding.forced` for one stream: real passes, dictated outcomes, hence the cost of a
+run that accepts as the trace did, with any weights.
 """
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 from typing import Any
 
@@ -13,6 +17,7 @@ import torch
 from torch import Tensor
 
 from policies.core import Load
+from profiler.decoding.batch import BatchToken, Stream
 from profiler.decoding.single import ModelDecoder, ModelToken
 from profiler.models.runner import Runner
 from traces.acceptance.trace import Trace
@@ -89,3 +94,74 @@ class ForcedDecoder(ModelDecoder):
         accepted = self._script.verify(draft)
         emitted = self._script.position - before  # without a bonus after an accepted EOS
         return accepted, logits[: accepted + 1].argmax(-1), [0] * emitted
+
+
+class ForcedBatchToken:
+    """A real draft token's work with a recorded token's values."""
+
+    __slots__ = ("_real", "_recorded")
+
+    def __init__(self, real: BatchToken, recorded: Any) -> None:
+        self._real, self._recorded = real, recorded
+
+    @property
+    def ends(self) -> bool:
+        """As recorded: no transfer, so nothing waits."""
+        return bool(self._recorded.ends)
+
+    def __getattr__(self, name: str) -> Any:
+        # A policy that reads a signal pays for fetching it, and acts on the recorded one.
+        getattr(self._real, name)
+        return getattr(self._recorded, name)
+
+
+class ForcedStream(Stream):
+    """Request `request` of `trace`, its prompt random ids of the recorded length.
+
+    For a `BatchedDecoder` that does not watch for EOS.
+    """
+
+    def __init__(
+        self, trace: Trace, request: int, vocab_size: int, device: torch.device, seed: int = 0
+    ) -> None:
+        info = trace.requests[request]
+        seeded = torch.Generator().manual_seed(seed + request)
+        prompt = torch.randint(vocab_size, (info.prompt_length,), generator=seeded)
+        super().__init__(request, prompt.to(device), info.max_new_tokens)
+        self._script = ReplayDecoder(trace, request, first=1)
+        self._begun = False
+
+    @property
+    def position(self) -> int:
+        """As the recording has it."""
+        return self._script.position
+
+    @property
+    def remaining(self) -> int:
+        """As the recording has it."""
+        return self._script.remaining
+
+    def load(self, batch: int) -> Load:
+        """As the recording has it, in this batch."""
+        return self._script.load._replace(batch=batch)
+
+    def proposed(self, token: BatchToken) -> ForcedBatchToken:
+        """Return the recorded token in place of the real one."""
+        return ForcedBatchToken(token, self._script.draft(self.draft))
+
+    def judge(self, accepted: int) -> int:
+        """The recording's verdict, whatever the models' is."""
+        del accepted
+        return copy.copy(self._script).verify(self.draft)
+
+    def ends_after(self, accepted: int, tokens: Sequence[int]) -> bool:
+        """As the recording has it."""
+        after = copy.copy(self._script)
+        after.verify(self.draft[:accepted])
+        return after.remaining == 0
+
+    def emit(self, accepted: int, tokens: Sequence[int]) -> None:
+        """Advance the recording; the output itself has no meaning."""
+        if self._begun:  # the recording's replay begins after the prefill's token
+            self._script.verify(self.draft[:accepted])
+        self._begun = True

@@ -8,12 +8,12 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from profiler.models.signals import drafted, top10_log_prob
+from profiler.models.sampling import drafted, top10_log_prob
 from traces.acceptance.sampling import Sampling
 
 
 class Fetched(ABC):
-    """The signals of a drafted token, `profiler.models.signals.Drafted` fetched to the host."""
+    """The signals of a drafted token, `profiler.models.sampling.Drafted` fetched to the host."""
 
     __slots__ = ()
 
@@ -23,7 +23,7 @@ class Fetched(ABC):
 
     @abstractmethod
     def _fetch_top10(self) -> float:
-        """`profiler.models.signals.top10_log_prob`, apart: few ask, and it costs as much."""
+        """`profiler.models.sampling.top10_log_prob`, apart: few ask, and it costs as much."""
 
     # Derived in float64 from float32, exactly as Trace.signal does.
 

@@ -28,16 +28,18 @@ need no mask, only labels that leave the padding out.  Trained parameters are
 Reading and writing: `read_drafter` and `write_drafter`.  Decoding: `DrafterRunner`.
 """
 
-from profiler.features.base import FeatureDrafter, layer_config
-from profiler.features.checkpoint import read_drafter
-from profiler.features.eagle import Eagle
-from profiler.features.eagle3 import Eagle3
-from profiler.features.mtp import Mtp
-from profiler.features.parallel import ParallelEagle3
-from profiler.features.runner import DrafterRunner
-from profiler.features.target import default_depths, target_features
-from profiler.features.unroll import unroll
-from profiler.features.writing import write_drafter
+from profiler.features.checkpoint import read_drafter, write_drafter
+from profiler.features.drafters import (
+    Eagle,
+    Eagle3,
+    FeatureDrafter,
+    Mtp,
+    ParallelEagle3,
+    default_depths,
+    layer_config,
+    target_features,
+)
+from profiler.features.runner import DrafterRunner, unroll
 
 __all__ = [
     "DrafterRunner",

@@ -14,8 +14,7 @@ from torch import Tensor, nn
 
 from policies.json_text import parse_json
 from profiler.models.loading import fingerprint
-from profiler.models.sampling import log_probs_at
-from profiler.models.signals import signals
+from profiler.models.sampling import log_probs_at, signals
 from profiler.models.stack import LayerRunner
 from traces.acceptance.sampling import Sampling
 from traces.errors import DraftsimError
@@ -297,7 +296,7 @@ def exit_columns(logits: Tensor, temperatures: list[float]) -> dict[str, Tensor]
 def drawn_columns(
     logits: Tensor, drawn: Tensor, logsumexp: Tensor, sampling: Sampling
 ) -> dict[str, Tensor]:
-    """Log-probabilities of tokens drawn from `logits`, as in `profiler.models.signals.drafted`.
+    """Log-probabilities of tokens drawn from `logits`, as in `profiler.models.sampling.drafted`.
 
     ``logits``: (rows, vocab) raw; ``drawn``, ``logsumexp``: (rows,).
     """

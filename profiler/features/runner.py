@@ -1,12 +1,17 @@
-"""A drafter with the keys and values of one sequence, for decoding."""
+"""Runs a drafter: one sequence's chain or tree, and whole sequences for recording and training."""
 
 from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from profiler.features.base import FeatureDrafter
-from profiler.models.cache import SlotCache
+from profiler.features.drafters import FeatureDrafter
+from profiler.models.runner import SlotCache
+from profiler.models.sampling import coupled, draw, probs, signals
+from traces.acceptance.sampling import Sampling
 from traces.errors import DraftsimError
 
 
@@ -72,3 +77,389 @@ class DrafterRunner:
             self.drafter.embed(tokens), fused, (self._cos[:, at], self._sin[:, at]),
             self._causal[at, :stop][None, None], self.cache, module,
         )  # fmt: skip
+
+
+class Layer(NamedTuple):
+    """Candidates of one layer of every tree; after the first layer, `topk` per parent."""
+
+    scores: Tensor
+    """(trees, nodes) sums of log-probabilities along the path."""
+    tokens: Tensor
+    """(trees, nodes) target ids."""
+    parent: Tensor
+    """(trees, nodes) index in the layer above; 0 in the first."""
+    chosen: Tensor
+    """(trees, topk) nodes that are expanded, best first."""
+    logits: Tensor
+    """(trees, draft vocabulary) that the best node's token was taken from."""
+
+
+class Cut(NamedTuple):
+    """The verified part of a tree: the root, then its nodes, layer by layer."""
+
+    tokens: Tensor
+    """(nodes,) target ids, the root's left out."""
+    parent: Tensor
+    """(nodes,) place of each node's parent; 0 is the root."""
+    depth: Tensor
+    """(1 + nodes,): 0 for the root."""
+    sees: Tensor
+    """(1 + nodes, 1 + nodes): ancestors and itself."""
+
+
+class Trees:
+    """Trees that continue some entries of one sequence, which the runner's first slots hold.
+
+    Their nodes take the slots after it.  Of equal scores the upper layer's comes first, then the
+    node that was reached first.
+
+    Parameters
+    ----------
+    runner:
+        With room for ``trees x topk`` entries a layer.
+    logits:
+        (trees, draft vocabulary) after the last entry of each.
+    feature:
+        (trees, hidden): the replacement of the next feature there.
+    at:
+        (trees,) the last entry of each.
+    sees:
+        (trees, path) entries that each follows.
+
+    Raises
+    ------
+    DraftsimError
+        If the drafter knows fewer tokens than `topk`, or has modules that run in turn.
+    """
+
+    def __init__(
+        self, runner: DrafterRunner, topk: int, logits: Tensor, feature: Tensor, at: Tensor,
+        sees: Tensor,
+    ) -> None:  # fmt: skip
+        if topk > logits.shape[-1]:
+            raise DraftsimError(f"topk is {topk}, and the drafter knows {logits.shape[-1]} tokens")
+        check_tree(runner.drafter.modules_in_turn)
+        self.topk = topk
+        self._runner, self._at, self._sees = runner, at, sees
+        self._root = feature
+        self._own = torch.eye(topk, dtype=torch.bool, device=at.device)
+        scores, own = _best(logits, topk)
+        tokens, place = runner.drafter.target_ids(own), torch.arange(topk, device=at.device)
+        chosen = place.expand_as(tokens)
+        self.layers = [Layer(scores, tokens, torch.zeros_like(tokens), chosen, logits)]
+        self._ancestors = self._own[None, :, :0]
+        self._features = feature[:, None]
+
+    @torch.inference_mode()
+    def grow(self) -> Layer:
+        """Expand the best nodes of the last layer: one pass of the drafter."""
+        last, k, depth = self.layers[-1], self.topk, len(self.layers)
+        count = len(self._at)
+        tokens, score = (v.gather(1, last.chosen) for v in (last.tokens, last.scores))
+        # The place of its parent among the nodes expanded before.
+        above = last.chosen // k if depth > 1 else torch.zeros_like(last.chosen)
+        rows = torch.arange(count, device=above.device)[:, None]
+        features = self._features[rows, above].flatten(0, 1)
+        own = self._own.expand(count, k, k)
+        if depth > 1:
+            own = torch.cat([self._ancestors[rows, above], own], 2)
+        self._ancestors = own
+        nodes = own.new_zeros(count, k, depth, count, k)
+        nodes[rows[:, 0], :, :, rows[:, 0]] = own.view(count, k, depth, k)
+        path = self._sees.shape[1]
+        mask = torch.cat([self._sees[:, None].expand(-1, k, -1), nodes.flatten(2)], 2)
+        states, out = self._runner.run(
+            tokens.flatten(), features, path + (depth - 1) * count * k, mask=mask.flatten(0, 1),
+            positions=(self._at + depth).repeat_interleave(k),
+        )  # fmt: skip
+        self._features = out.view(count, k, -1)
+        logits = self._runner.drafter.logits(states).view(count, k, -1)
+        grown, ids = _best(logits, k)
+        scores = (score[..., None] + grown).flatten(1)
+        chosen = _in_order(scores)[:, :k]
+        parent = last.chosen.repeat_interleave(k, 1)
+        made = Layer(
+            scores, self._runner.drafter.target_ids(ids).flatten(1), parent, chosen,
+            logits[rows[:, 0], chosen[:, 0] // k],
+        )  # fmt: skip
+        self.layers.append(made)
+        return made
+
+    @torch.inference_mode()
+    def cut(self, budget: int, layers: int) -> Cut:
+        """The best `budget` nodes of the first `layers` layers of the first tree."""
+        kept = self.layers[:layers]
+        device = self._at.device
+        if not kept:
+            none = torch.zeros(0, dtype=torch.long, device=device)
+            return Cut(none, none, none.new_zeros(1), torch.ones_like(self._own[:1, :1]))
+        sizes = [layer.scores.shape[1] for layer in kept]
+        # Place 0 is the root; those of a layer begin after all of the layers above.
+        begins = [1 + sum(sizes[:d]) for d in range(len(sizes))]
+        parent = torch.cat([
+            layer.parent[0] + (begins[d - 1] if d else 0) for d, layer in enumerate(kept)
+        ])  # fmt: skip
+        depth = torch.repeat_interleave(
+            torch.arange(1, len(sizes) + 1, device=device), torch.tensor(sizes, device=device)
+        )
+        best = _in_order(torch.cat([layer.scores for layer in kept], 1))[0, :budget].sort().values
+        place = parent.new_zeros(1 + sum(sizes))
+        place[best + 1] = torch.arange(1, len(best) + 1, device=device)
+        above = place[parent[best]]
+        sees = torch.eye(1 + len(best), dtype=torch.bool, device=device)
+        upwards = torch.cat([above.new_zeros(1), above])
+        for _ in kept:
+            sees = sees | sees[upwards]
+        tokens = torch.cat([layer.tokens[0] for layer in kept])[best]
+        return Cut(tokens, above, torch.cat([above.new_zeros(1), depth[best]]), sees)
+
+
+def check_tree(modules_in_turn: int) -> None:
+    """Raise DraftsimError for a drafter that grows no trees."""
+    if modules_in_turn > 1:
+        raise DraftsimError(
+            f"a drafter of {modules_in_turn} modules that run in turn drafts a chain alone: name "
+            "one of a single module for eagle2"
+        )
+
+
+def layer_signals(layer: Layer) -> Tensor:
+    """(trees, 4): `traces.sources.starts.trees.TREE_SIGNALS` of a layer's best node."""
+    of = signals(layer.logits)
+    score = layer.scores.gather(1, layer.chosen[:, :1])[:, 0]
+    return torch.stack([score, of.top1 - of.logsumexp, of.top2 - of.logsumexp, of.entropy], -1)
+
+
+def _best(logits: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    """Log-probabilities and ids of the likeliest tokens, (..., count) each; none above 0."""
+    top = logits.float().topk(count, dim=-1)
+    return top.values - logits.float().logsumexp(-1, keepdim=True), top.indices
+
+
+def _in_order(scores: Tensor) -> Tensor:
+    """Indices of (trees, nodes) scores, the largest first, of equal ones the first."""
+    return scores.sort(dim=1, descending=True, stable=True).indices
+
+
+class DrafterChain:
+    """A drafter that follows one sequence.
+
+    ``slots``: tokens it has room for, drafts and branches of trees included.
+    """
+
+    def __init__(self, drafter: FeatureDrafter, slots: int) -> None:
+        self.drafter = drafter
+        self._runner = DrafterRunner(drafter, slots)
+        turns, hidden = drafter.modules_in_turn, int(drafter.config.hidden_size)
+        self._tokens = torch.zeros(slots, dtype=torch.long, device=drafter.device)
+        # What module k reads of every entry: the target's, and module k - 1's output.
+        self._inputs = torch.zeros(turns, slots, hidden, dtype=drafter.dtype, device=drafter.device)
+        self._known = 0  # true tokens
+        self._seen = 0  # features: the last token's comes with the pass that processes it
+        self._done = [0] * turns  # entries that each module has seen with true tokens
+        self._fed_back = self._inputs[0, :1]
+
+    @torch.inference_mode()
+    def prefill(self, prompt: Tensor, features: Tensor) -> None:
+        """Take in a prompt (tokens,) and its (tokens, width) features."""
+        self.learn(prompt, features)
+        for module in range(self.drafter.modules_in_turn):
+            self._run(module, self._known - 1 - module)
+
+    @torch.inference_mode()
+    def draft(self, offset: int, last: Tensor | None) -> tuple[Tensor, int]:
+        """Logits (1, draft vocabulary) of this round's token `offset`, and the pass's width.
+
+        ``last`` (1,): the token drafted before it, None at the first.
+        """
+        entries = self._known - 1
+        turns = self.drafter.modules_in_turn
+        if last is not None:
+            self._tokens[self._known + offset - 1] = last[0]
+        if turns == 1 and last is not None:
+            states, self._fed_back = self._runner.run(last, self._fed_back, entries + offset - 1)
+            return self.drafter.logits(states), 1
+        begin = self._done[offset]
+        states = self._run(offset, entries)
+        self._done[offset] = max(0, entries - offset)
+        return self.drafter.logits(states[-1:]), entries - begin
+
+    @torch.inference_mode()
+    def draft_all(self, count: int) -> tuple[Tensor, int]:
+        """Logits (count, draft vocabulary) of all this round's tokens, and the pass's width.
+
+        The drafter is one of `FeatureDrafter.one_pass`.
+        """
+        begin, entries = self._done[0], self._known - 1
+        tokens, inputs = self._tokens[begin + 1 : entries + 1], self._inputs[0, begin:entries]
+        masks = self.drafter.following(
+            self._tokens.new_zeros(count - 1), self._inputs[0].new_zeros(count - 1, inputs.shape[1])
+        )
+        states, _ = self._runner.run(
+            torch.cat([tokens, masks[0]]), torch.cat([inputs, masks[1]]), begin
+        )
+        self._done[0] = entries
+        return self.drafter.logits(states[-count:]), entries - begin + count - 1
+
+    @torch.inference_mode()
+    def tree(self, topk: int) -> tuple[Trees, int]:
+        """Return a tree after the known tokens, one layer deep, and the width of its pass."""
+        logits, width = self.draft(0, None)
+        entries = self._known - 1
+        sees = torch.ones(1, entries, dtype=torch.bool, device=logits.device)
+        at = self._tokens.new_full((1,), entries - 1)
+        return Trees(self._runner, topk, logits, self._fed_back, at, sees), width
+
+    @torch.inference_mode()
+    def learn(self, tokens: Tensor, features: Tensor | None = None) -> None:
+        """True tokens (n,) follow, and the (m, width) features that have become known."""
+        if features is not None:
+            at = self._seen
+            self._inputs[0, at : at + features.shape[0]] = self.drafter.fuse(features)
+            self._seen = at + features.shape[0]
+        self._tokens[self._known : self._known + tokens.shape[0]] = tokens
+        self._known += tokens.shape[0]
+
+    def _run(self, module: int, stop: int) -> Tensor:
+        """Run a module over the entries it lacks up to `stop`; what the head reads of them."""
+        begin = self._done[module]
+        if stop <= begin:
+            return self._inputs[0, :0]
+        tokens = self._tokens[begin + 1 + module : stop + 1 + module]
+        states, out = self._runner.run(
+            tokens, self._inputs[module, begin:stop], begin, module=module
+        )
+        if module + 1 < self.drafter.modules_in_turn:
+            self._inputs[module + 1, begin:stop] = out
+        self._fed_back = out[-1:]
+        self._done[module] = stop
+        return states
+
+
+class GrowingCache:
+    """Keys and values by layer, appended to; gradients pass through."""
+
+    def __init__(self, kept: dict[int, tuple[Tensor, Tensor]] | None = None) -> None:
+        self._kept = dict(kept or {})
+
+    def update(
+        self, keys: Tensor, values: Tensor, layer: int, *args: object
+    ) -> tuple[Tensor, Tensor]:
+        """Append (batch, kv_heads, entries, head_dim) and return all of the layer."""
+        del args
+        if layer in self._kept:
+            before = self._kept[layer]
+            keys, values = torch.cat([before[0], keys], 2), torch.cat([before[1], values], 2)
+        self._kept[layer] = keys, values
+        return keys, values
+
+    def branch(self) -> GrowingCache:
+        """A cache that holds the same and grows by itself."""
+        return GrowingCache(self._kept)
+
+
+def unroll(
+    drafter: FeatureDrafter, tokens: Tensor, features: Tensor, steps: int, *,
+    pick: Callable[[Tensor], Tensor] | None = None,
+) -> list[Tensor]:  # fmt: skip
+    """Draft `steps` tokens from every entry (training-time test, arXiv:2503.01840, sec. 3.2).
+
+    Parameters
+    ----------
+    tokens: (batch, tokens) target ids; what lies beyond the last counts as token 0.
+    features: (batch, tokens or tokens - 1, feature_width) of the target, see `target_features`.
+    steps: tokens drafted from each entry; at most the modules of a drafter with several.
+    pick: what the drafter feeds itself: (batch, entries, hidden) states of a step -> (batch,
+        entries) target ids.  None: the true tokens.
+
+    Returns
+    -------
+    For each step, what the head reads, (batch, tokens - 1, hidden): at ``[:, i]`` of step j it
+    foresees token i + 2 + j.
+
+    Raises
+    ------
+    DraftsimError
+        If a drafter has fewer modules than `steps`, or several and a `pick`.
+    """
+    turns = drafter.modules_in_turn
+    if turns > 1 and (steps > turns or pick is not None):
+        raise DraftsimError(
+            f"a drafter of {turns} modules drafts at most {turns} tokens from the true ones, "
+            f"not {steps}"
+        )
+    batch, count = tokens.shape[0], tokens.shape[1] - 1
+    device = tokens.device
+    at = torch.arange(count, device=device)
+    causal = torch.ones(count, count, dtype=torch.bool, device=device).tril()
+    own = torch.eye(count, dtype=torch.bool, device=device)
+    padded = torch.cat([tokens.clamp(min=0), tokens.new_zeros(batch, steps)], 1)
+    feed, fed_back = padded[:, 1 : 1 + count], drafter.fuse(features[:, :count])
+    cache, mask, outputs = GrowingCache(), causal, []
+    for step in range(steps):
+        # A module in turn meets its own true entries at every step; one for all meets them
+        # at the first, and from then on its own.
+        shift = 0 if turns > 1 else step
+        states, fed_back = drafter.step(
+            drafter.embed(feed), fed_back, drafter.rotary((at + shift)[None]), mask[None, None],
+            cache, step if turns > 1 else 0,
+        )  # fmt: skip
+        outputs.append(states)
+        if step + 1 < steps:
+            feed = padded[:, 2 + step : 2 + step + count] if pick is None else pick(states)
+            feed, fed_back = drafter.following(feed, fed_back)
+            mask = causal if turns > 1 else torch.cat([mask, own], 1)
+    return outputs
+
+
+class Likeliest:
+    """Greedy drafts."""
+
+    def __init__(self, drafter: FeatureDrafter) -> None:
+        self._drafter = drafter
+
+    def __call__(self, logits: Tensor, starts: Tensor, step: int) -> Tensor:
+        """Target ids (starts,) of each start's token `step`, from logits (starts, vocab)."""
+        del starts, step
+        return self._drafter.target_ids(logits.argmax(-1))
+
+
+class Drawn:
+    """Drafts of lossless rejection sampling, given the output that was drawn.
+
+    As long as a start's tokens are those of the output, each is it with the probability that
+    it was, given that it was emitted (`profiler.models.sampling.coupled`); where it was not, and
+    from then on, the tokens are the drafter's own draws.  Every start has its own coins, as a
+    round begins at each at most once.
+
+    Parameters
+    ----------
+    output:
+        The sampled tokens.
+    target:
+        (tokens, vocab) distributions that they were drawn from.
+    """
+
+    def __init__(
+        self, drafter: FeatureDrafter, output: Sequence[int], target: Tensor, sampling: Sampling,
+        generator: torch.Generator | None,
+    ) -> None:  # fmt: skip
+        self._drafter, self._sampling, self._generator = drafter, sampling, generator
+        self._output = torch.tensor(output, device=target.device)
+        self._target = target
+        self._on_path = torch.ones(len(output), dtype=torch.bool, device=target.device)
+
+    def __call__(self, logits: Tensor, starts: Tensor, step: int) -> Tensor:
+        """As `Likeliest`; steps in turn, ``starts`` in positions of the output."""
+        head = probs(self._drafter.over_target(logits), self._sampling)
+        place = starts + step
+        known = place < len(self._output)
+        place = place.clamp(max=len(self._output) - 1)
+        emitted = self._output[place]
+        coins = torch.rand(len(starts), generator=self._generator, device=logits.device)
+        match, residual = coupled(head, self._target[place], emitted, coins)
+        follows = self._on_path[starts] & known
+        own = draw(torch.where(follows[:, None], residual, head), self._generator)
+        match &= follows
+        self._on_path[starts] = match
+        return torch.where(match, emitted, own)

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from profiler.fetched.models import Model
+from profiler.fetched.places import Model
 from traces.errors import DraftsimError
 
 Say = Callable[[str], None]

@@ -2,21 +2,57 @@
 
 from __future__ import annotations
 
+import contextlib
+import importlib.util
+import io
 import json
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import Any
 
 from filelock import FileLock, Timeout
 
 from policies.json_text import parse_json
-from profiler.fetched import convert
 from profiler.fetched.download import PACKAGES, Say, bring_gguf
-from profiler.fetched.models import Model, ModelSet
-from profiler.fetched.places import cache, folder
-from traces.errors import DraftsimError
+from profiler.fetched.places import Model, ModelSet, cache, folder
+from traces.errors import DraftsimError, missing
+
+NEEDED = ("torch", "transformers", "safetensors", "gguf", "accelerate")
+
+
+def check_packages() -> None:
+    """Raise DraftsimError unless the packages that read a GGUF file are installed."""
+    if absent := [name for name in NEEDED if importlib.util.find_spec(name) is None]:
+        raise missing(absent, "reading a GGUF file")
+
+
+def convert_gguf(path: Path, folder: Path) -> None:
+    """Write model, tokenizer and chat template of `path` to `folder`, weights in bfloat16."""
+    import torch
+    import transformers
+
+    transformers.utils.logging.disable_progress_bar()  # its bars would run through our lines
+    transformers.utils.logging.set_verbosity_error()
+    source: dict[str, Any] = {"gguf_file": path.name}
+    with contextlib.redirect_stderr(io.StringIO()):  # a bar that no setting turns off
+        model: Any = transformers.AutoModelForCausalLM.from_pretrained(
+            path.parent, dtype=torch.bfloat16, **source
+        )
+        tokenizer: Any = transformers.AutoTokenizer.from_pretrained(path.parent, **source)
+    # transformers takes a model read from GGUF for a quantised one, which it refuses to save,
+    # although its weights are ordinary by now.
+    model.hf_quantizer = None
+    for name in ("quantization_config", "_name_or_path"):
+        if hasattr(model.config, name):
+            delattr(model.config, name)
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    for written in folder.iterdir():
+        written.chmod(0o644)  # safetensors writes 0600
+
 
 MARKER = "made_from.json"
 CARD = "CARD.md"
@@ -38,7 +74,7 @@ def fetch(known: ModelSet, say: Say = print) -> list[Path]:
         for name in [name for name in named if name not in missing]:
             say(f"{name} is at {folder(name)}")
         if missing:
-            convert.check_packages()
+            check_packages()
             check_room(root, list(missing.values()), say)
         for name, model in missing.items():
             path, downloads = folder(name), root / DOWNLOADS / model.role
@@ -131,7 +167,7 @@ transformers. They are not those that the authors trained: rounding to 4 bits ca
 
 
 def _make(model: Model, gguf: Path, where: str, into: Path) -> None:
-    convert.convert_gguf(gguf, into)
+    convert_gguf(gguf, into)
     (into / CARD).write_text(card(model, where))
 
 

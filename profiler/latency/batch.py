@@ -16,14 +16,18 @@ from torch import Tensor
 
 from policies.lengths.basic import Fixed
 from policies.together import PerRequest, Together
-from profiler.decoding.batch import enter, speculate_batch
-from profiler.decoding.batch_passes import BatchedDecoder
-from profiler.decoding.batch_stream import BatchToken, DraftStep, Stream
+from profiler.decoding.batch import (
+    BatchedDecoder,
+    BatchToken,
+    DraftStep,
+    Stream,
+    enter,
+    speculate_batch,
+)
 from profiler.latency.host import HOST_GAMMAS
 from profiler.latency.passes import Pass, decoding_blocks, signal_block
 from profiler.latency.table import Block, Cell, Grid, Step, Stopwatch, rows_of
-from profiler.machine.repeats import Repeats, sweeps
-from profiler.machine.stopwatch import Timing
+from profiler.machine import Repeats, Timing, sweeps
 from profiler.models.runner import Runner
 
 MOST_PREFILLED = 4096

@@ -15,8 +15,7 @@ from policies.lengths.basic import Fixed
 from profiler.decoding.single import ModelDecoder
 from profiler.latency.passes import random_ids
 from profiler.latency.table import Stopwatch, rows_of
-from profiler.machine.repeats import Repeats, sweeps
-from profiler.machine.stopwatch import Timing
+from profiler.machine import Repeats, Timing, sweeps
 from profiler.models.runner import Runner
 
 HOST_GAMMAS = (0, 1, 2, 4, 8, 16)

@@ -14,8 +14,7 @@ from torch import Tensor
 
 from profiler.latency.passes import random_ids
 from profiler.latency.table import Grid, rows_of
-from profiler.machine.repeats import Repeats
-from profiler.machine.stopwatch import Stopwatch, Timing
+from profiler.machine import Repeats, Stopwatch, Timing
 from profiler.models.runner import Runner
 
 

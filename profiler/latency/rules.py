@@ -23,8 +23,7 @@ from policies.rules.base import VerifyRule
 from policies.rules.threshold import CMASDVerification, SpecVerification
 from profiler.decoding.single import ModelDecoder, ModelToken
 from profiler.latency.table import Stopwatch
-from profiler.machine.repeats import Repeats, sweeps
-from profiler.machine.stopwatch import Timing
+from profiler.machine import Repeats, Timing, sweeps
 from profiler.models.runner import Runner
 from traces.acceptance.sampling import GREEDY
 from traces.latency.schema import CELL_COLUMNS

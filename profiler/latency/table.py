@@ -16,8 +16,7 @@ import numpy.typing as npt
 import pandas as pd
 import torch
 
-from profiler.machine.repeats import Repeats
-from profiler.machine.stopwatch import Stopwatch, Timing
+from profiler.machine import Repeats, Stopwatch, Timing
 from profiler.recording.checkpoint import Checkpoint
 from traces.acceptance.schema import Request
 from traces.errors import DraftsimError

@@ -15,7 +15,7 @@ import transformers
 from huggingface_hub.utils import logging as hub_logging
 from torch import Tensor
 
-from profiler.models.seq2seq_settings import check_same_start, describe_seq2seq, is_seq2seq
+from profiler.models.seq2seq import check_same_start, describe_seq2seq, is_seq2seq
 from traces.errors import DraftsimError
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}

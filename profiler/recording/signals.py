@@ -13,8 +13,7 @@ from torch import Tensor
 
 from profiler.models.runner import Runner
 from profiler.models.seq2seq import make_runner
-from profiler.recording.sides import Sides
-from profiler.recording.tails import SCORE_TOKENS, Branches, spans_of
+from profiler.recording.trace import SCORE_TOKENS, Branches, Sides, spans_of
 from traces.acceptance.schema import SIGNAL_COLUMNS, Request, signal_columns
 from traces.acceptance.trace import Trace
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from profiler.fetched.models import SMOLLM2
+from profiler.fetched.places import SMOLLM2
 
 NAME, DRAFTERS = SMOLLM2.name, SMOLLM2.drafters
 STORED = Path(__file__).parent / "weights"

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from profiler.decoding.tokens import ModelToken
-from profiler.features.base import FeatureDrafter
-from profiler.features.chain import DrafterChain
-from profiler.models.signals import drafted
+from profiler.features.drafters import FeatureDrafter
+from profiler.features.runner import DrafterChain
+from profiler.models.sampling import drafted
 from profiler.models.stack import LayerRunner
 from profiler.sources.draws import Draws
 from profiler.sources.start_decoders import StateDecoder

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import pandas as pd
 import torch
 
-from profiler.features.base import FeatureDrafter
+from profiler.features.drafters import FeatureDrafter
 from profiler.features.runner import DrafterRunner
 from profiler.latency.passes import UNTIMED
 from profiler.latency.table import Block, Step, Sweeps, reaching

@@ -9,9 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from profiler.features.base import FeatureDrafter
-from profiler.features.picks import Drawn, Likeliest
-from profiler.features.runner import DrafterRunner
+from profiler.features.drafters import FeatureDrafter
+from profiler.features.runner import DrafterRunner, Drawn, Likeliest
 from profiler.models.sampling import probs
 from profiler.models.stack import LayerRunner
 from profiler.sources.start_record import CHUNK, StartRecorder

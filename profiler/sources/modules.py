@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from profiler.features.base import FeatureDrafter
+from profiler.features.drafters import FeatureDrafter
 from profiler.features.heads import (
     FILES,
     Adapter,

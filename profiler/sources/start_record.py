@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from profiler.features.heads import MaskEmbeddings, ParallelHeads
-from profiler.models.signals import drafted, signals
+from profiler.models.sampling import drafted, signals
 from profiler.models.stack import LayerRunner
 from profiler.sources.drafters import default_skip, head_logits, kept_layers, mask_logits
 from traces.acceptance.sampling import GREEDY, Sampling

@@ -9,10 +9,9 @@ import torch
 from torch import Tensor
 
 from profiler.decoding.tokens import Fetched
-from profiler.features.base import FeatureDrafter
-from profiler.features.chain import DrafterChain
-from profiler.features.tree import Cut, Layer, Trees, check_tree, layer_signals
-from profiler.models.signals import top10_log_prob
+from profiler.features.drafters import FeatureDrafter
+from profiler.features.runner import Cut, DrafterChain, Layer, Trees, check_tree, layer_signals
+from profiler.models.sampling import top10_log_prob
 from profiler.models.stack import LayerRunner
 from profiler.sources.start_decoders import StateDecoder
 from traces.replay.calls import DRAFTER, DRAFTER_TREE, TREE

@@ -8,9 +8,8 @@ from dataclasses import dataclass
 import pandas as pd
 import torch
 
-from profiler.features.base import FeatureDrafter
-from profiler.features.runner import DrafterRunner
-from profiler.features.tree import Trees
+from profiler.features.drafters import FeatureDrafter
+from profiler.features.runner import DrafterRunner, Trees
 from profiler.latency.passes import UNTIMED
 from profiler.latency.table import Block, Step, Sweeps, reaching
 from profiler.models.stack import LayerRunner

@@ -10,9 +10,8 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from profiler.features.base import FeatureDrafter
-from profiler.features.runner import DrafterRunner
-from profiler.features.tree import Trees, check_tree, layer_signals
+from profiler.features.drafters import FeatureDrafter
+from profiler.features.runner import DrafterRunner, Trees, check_tree, layer_signals
 from profiler.models.stack import LayerRunner
 from traces.acceptance.trace import Trace
 from traces.sources.base import prompt_tokens, true_tokens

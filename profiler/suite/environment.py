@@ -18,7 +18,7 @@ import torch
 from rich.console import Console
 
 from profiler.models.architectures import PAIRS, PairShape
-from profiler.models.compiled import forget_compiled
+from profiler.models.graphs import forget_compiled
 from profiler.models.loading import choose_device, choose_dtype, describe_device
 from traces.errors import DraftsimError
 from traces.store.writing import write_atomically

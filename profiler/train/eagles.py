@@ -179,7 +179,7 @@ class Unrolled(nn.Module):
         self.candidates = candidates
 
     def loss(self, batch: Batch) -> tuple[Tensor, Tensor]:
-        """The sum over offsets, and the agreement by offset; see `profiler.features.unroll`."""
+        """The sum over offsets, and the agreement by offset; see `profiler.features.runner`."""
         features = batch.states if batch.features is None else batch.features
         there = batch.weights > 0
         row, column = there.nonzero().T

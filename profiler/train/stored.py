@@ -29,7 +29,7 @@ from profiler.features import (
     layer_config,
     write_drafter,
 )
-from profiler.features.writing import Layout
+from profiler.features.checkpoint import Layout
 from profiler.fetched.download import Say, digest
 from profiler.fetched.fetch import made_from, place
 from profiler.fetched.places import folder

@@ -14,8 +14,7 @@ from torch import Tensor
 
 from profiler.decoding.single import ModelToken
 from profiler.latency.table import Stopwatch
-from profiler.models.compiled import CompiledRunner
-from profiler.models.graphs import GraphRunner
+from profiler.models.graphs import CompiledRunner, GraphRunner
 from profiler.models.runner import Runner
 from profiler.models.sampling import draw
 from traces.acceptance.sampling import GREEDY

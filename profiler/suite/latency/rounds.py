@@ -17,12 +17,10 @@ from scipy.optimize import nnls
 from policies.core import DraftPolicy, Round, speculate
 from policies.lengths.basic import Fixed
 from policies.together import PerRequest
-from profiler.decoding.batch import enter, speculate_batch
-from profiler.decoding.batch_forced import ForcedStream
-from profiler.decoding.batch_passes import BatchedDecoder
-from profiler.decoding.forced import ForcedDecoder
+from profiler.decoding.batch import BatchedDecoder, enter, speculate_batch
+from profiler.decoding.forced import ForcedDecoder, ForcedStream
 from profiler.latency.host import HOST_GAMMAS
-from profiler.machine.stopwatch import timed
+from profiler.machine import timed
 from profiler.models.graphs import GraphRunner
 from profiler.models.runner import Runner
 from profiler.suite.latency.passes import cell, summary

@@ -15,7 +15,7 @@ import pandas as pd
 import torch
 
 from profiler.models.architectures import PAIRS, PairShape
-from profiler.models.compiled import compiler_missing
+from profiler.models.graphs import compiler_missing
 from profiler.suite.account import Account
 from profiler.suite.environment import Workplace, clocks, write_results
 from profiler.suite.latency.grids import Grids

@@ -13,7 +13,7 @@ from policies.core import DraftPolicy, Round, speculate
 from policies.lengths.basic import Fixed
 from profiler.checks.assisted import assisted_generation
 from profiler.decoding.single import ModelDecoder
-from profiler.machine.stopwatch import timed
+from profiler.machine import timed
 from profiler.models.loading import Pair
 from profiler.models.runner import Runner
 from profiler.suite.environment import Workplace

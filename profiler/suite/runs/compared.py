@@ -9,7 +9,7 @@ from typing import Any
 from policies.core import DraftPolicy, Round, speculate
 from profiler.checks.differences import explain
 from profiler.checks.spot_check import Arm, rounds_differ
-from profiler.machine.stopwatch import timed
+from profiler.machine import timed
 from profiler.suite.environment import Workplace
 from profiler.suite.runs.arms import repeats_of, sweeps
 from traces.acceptance.trace import Trace

@@ -1,0 +1,289 @@
+"""Seconds a piece of work takes on a device, and the part of them that it had no processor.
+
+On a CPU, wall time beyond the thread's own processor time is time in which the thread was
+descheduled, or the virtual machine was.  On a GPU the host waits for the device, which looks
+the same: there time without a processor counts only together with involuntary switches.  With
+several threads the calling one alone is watched; a worker that others hold up shows as the
+caller's wait, or not at all where the caller spins.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple, TypeVar
+
+import numpy as np
+import torch
+
+from traces.machine import DISTURBED
+
+try:
+    import resource
+except ImportError:  # Windows
+    resource = None  # type: ignore[assignment]
+
+
+def involuntary_switches() -> int:
+    """Times that the system took the processor from this thread (or process); 0 if unknown."""
+    if resource is None:
+        return 0
+    who = getattr(resource, "RUSAGE_THREAD", resource.RUSAGE_SELF)
+    return resource.getrusage(who).ru_nivcsw
+
+
+class Clock(NamedTuple):
+    """Where seconds and switches are read."""
+
+    wall: Callable[[], float] = time.perf_counter
+    cpu: Callable[[], float] = time.thread_time
+    switches: Callable[[], int] = involuntary_switches
+
+
+class Timing(NamedTuple):
+    """The time of one run."""
+
+    wall_s: float
+    off_s: float = 0.0
+    """Seconds of these that it had no processor."""
+    switches: int = 0
+    """Involuntary context switches."""
+
+    @property
+    def off(self) -> float:
+        """Share of the time that it had no processor."""
+        return self.off_s / self.wall_s if self.wall_s > 0 else 0.0
+
+    @property
+    def disturbed(self) -> bool:
+        """Return True if that share is too large for the wall time to represent the run."""
+        return self.off > DISTURBED
+
+    @property
+    def seconds(self) -> float:
+        """Wall seconds; of a disturbed run those in which it had the processor."""
+        return self.wall_s - self.off_s if self.disturbed else self.wall_s
+
+    def __add__(self, other: object) -> Timing:
+        """Both, one after the other."""
+        if not isinstance(other, Timing):
+            return NotImplemented
+        return Timing(
+            self.wall_s + other.wall_s, self.off_s + other.off_s, self.switches + other.switches
+        )
+
+
+class Stopwatch:
+    """Times calls on a device: host clock on a CPU, events on a GPU."""
+
+    def __init__(self, device: torch.device, clock: Clock | None = None) -> None:
+        self._cuda, self._clock = device.type == "cuda", clock or Clock()
+
+    def measure(self, run: Callable[[], object]) -> Timing:
+        """Run once; the device is idle before and after."""
+        wall, cpu, switches = self._clock
+        if self._cuda:
+            torch.cuda.synchronize()
+            start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        before, on = switches(), cpu()
+        begin = wall()
+        if self._cuda:
+            start.record()
+        run()
+        if self._cuda:
+            stop.record()
+            torch.cuda.synchronize()
+        taken = wall() - begin
+        off = max(0.0, taken - (cpu() - on))
+        count = switches() - before
+        if self._cuda:
+            taken = float(start.elapsed_time(stop)) / 1e3
+            off = min(off, taken) if count else 0.0
+        return Timing(taken, off, count)
+
+    def time(self, run: Callable[[], object]) -> float:
+        """`Timing.seconds` of a run."""
+        return self.measure(run).seconds
+
+
+class Span:
+    """The time a block took, once it is over; called, its seconds."""
+
+    timing = Timing(0.0)
+
+    def __call__(self) -> float:
+        """`Timing.seconds` of the block."""
+        return self.timing.seconds
+
+
+@contextmanager
+def timed(device: torch.device, clock: Clock | None = None) -> Iterator[Span]:
+    """Time a block, garbage collection kept out of it."""
+    wall, cpu, switches = clock or Clock()
+    gc.collect(0)
+    gc.disable()
+    span, cuda = Span(), device.type == "cuda"
+    if cuda:
+        torch.cuda.synchronize(device)
+    before, on = switches(), cpu()
+    begin = wall()
+    try:
+        yield span
+    finally:
+        if cuda:
+            torch.cuda.synchronize(device)
+        taken = wall() - begin
+        off, count = max(0.0, taken - (cpu() - on)), switches() - before
+        span.timing = Timing(taken, 0.0 if cuda and not count else off, count)
+        gc.enable()
+
+
+Run = TypeVar("Run")
+
+MOST = 3
+"""Times a run is made again."""
+WARMING = 1
+"""Sweeps that warm up before those that count."""
+
+
+def sweeps(repeats: int, times: int = 1) -> range:
+    """Numbers of the sweeps of a measurement: those below 0 warm up, `times` as many as usual."""
+    return range(-WARMING * times, repeats)
+
+
+@dataclass
+class Repeats:
+    """Keeps the least disturbed of a run's repeats, and counts.
+
+    Parameters
+    ----------
+    share:
+        Runs made again per run, over all runs so far: the budget.
+    """
+
+    share: float = 0.5
+    runs: int = field(default=0, init=False)
+    disturbed: int = field(default=0, init=False)
+    repeated: int = field(default=0, init=False)
+    kept: Timing = field(default=Timing(0.0), init=False)
+    """All kept runs, one after the other."""
+
+    def best(self, run: Callable[[], tuple[Timing, Run]]) -> tuple[Timing, Run]:
+        """Make a run, again while it is disturbed; what the least disturbed one returned."""
+        self.runs += 1
+        best = run()
+        self.disturbed += best[0].disturbed
+        again = 0
+        while best[0].disturbed and again < MOST and self.repeated < self.share * self.runs:
+            again += 1
+            self.repeated += 1
+            other = run()
+            if other[0].off < best[0].off:
+                best = other
+        self.kept += best[0]
+        return best
+
+
+def counts(repeats: Sequence[Repeats]) -> dict[str, Any]:
+    """Return the figures of `traces.machine` that describe runs, over several counters."""
+    kept = sum((r.kept for r in repeats), Timing(0.0))
+    return {
+        "runs": sum(r.runs for r in repeats),
+        "disturbed": sum(r.disturbed for r in repeats),
+        "repeated": sum(r.repeated for r in repeats),
+        "off": kept.off,
+        "switches": kept.switches,
+    }
+
+
+STAT = Path("/proc/stat")
+
+
+class Machine:
+    """Keeps the figures of `traces.machine` while something is measured.
+
+    The reference work reads every weight matrix of the target once, by a product with a vector:
+    what a decoding pass does with memory, without the model around it.
+
+    Parameters
+    ----------
+    model, device:
+        The target, and where it runs.
+
+    Attributes
+    ----------
+    taken:
+        Seconds of the reference work, every time it was done.
+    """
+
+    def __init__(self, model: torch.nn.Module, device: torch.device) -> None:
+        self._watch, self._work = Stopwatch(device), matrix_vector_products(model)
+        self.taken: list[float] = []
+        self._warm = False
+        self._since = read_stat(), Clock().wall(), os.times()
+
+    def pulse(self) -> None:
+        """Do the reference work once; the first time, once more before it."""
+        if self._work is None:
+            return
+        if not self._warm:
+            self._work()
+            self._warm = True
+        self.taken.append(self._watch.time(self._work))
+
+    def state(self, repeats: Sequence[Repeats]) -> dict[str, Any]:
+        """The figures so far, those of runs from their counters."""
+        middle = spread = None
+        if self.taken:
+            low, middle, high = (float(q) for q in np.quantile(self.taken, [0.25, 0.5, 0.75]))
+            spread = (high - low) / 2
+        return {
+            **counts(repeats), **self._others(),
+            "reference_s": middle, "reference_spread_s": spread,
+        }  # fmt: skip
+
+    def _others(self) -> dict[str, float | None]:
+        """Steal and other work since the beginning."""
+        before, begin, own = self._since
+        now, wall, spent = read_stat(), Clock().wall() - begin, os.times()
+        if before is None or now is None or wall <= 0:
+            return {"steal": None, "others": None}
+        change = now - before
+        ticks = os.sysconf("SC_CLK_TCK")
+        # user, nice, system, idle, iowait, irq, softirq, steal
+        busy = float(change[[0, 1, 2, 5, 6]].sum()) / ticks
+        mine = spent.user + spent.system - own.user - own.system
+        return {
+            "steal": float(change[7] / max(change[:8].sum(), 1)),
+            "others": max(0.0, (busy - mine) / wall),
+        }
+
+
+def read_stat(path: Path = STAT) -> Any:
+    """The processors' time by kind, in ticks, as an array; None where there is no such file."""
+    try:
+        fields = path.read_text(encoding="ascii").split("\n", 1)[0].split()[1:]
+        values = np.array(fields, dtype=np.int64)
+    except (OSError, ValueError):
+        return None
+    return values if len(values) >= 8 else None
+
+
+def matrix_vector_products(model: torch.nn.Module) -> Callable[[], object] | None:
+    """A product of each weight matrix of `model` with a vector; None if it has none."""
+    matrices = [p.detach() for p in model.parameters() if p.ndim == 2 and p.is_floating_point()]
+    if not matrices:
+        return None
+    vectors = {m.shape[1]: m.new_ones(m.shape[1]) for m in matrices}
+
+    def run() -> None:
+        with torch.inference_mode():
+            for matrix in matrices:
+                torch.mv(matrix, vectors[matrix.shape[1]])
+
+    return run
