@@ -103,7 +103,7 @@ def test_batches_pay_once_for_all_their_sequences(draft_batch: str, passes: str)
 def test_steps_of_a_batch_pay_as_the_longest_draft_does() -> None:
     log = replay(trace(), Fixed(5))
     rates = [
-        InBatches(log, 2, resamples=2).at_latency(table((1, 2), beyond)).wall
+        InBatches(log, 2, resamples=2).at_latency(table((1, 2), beyond)).wall_s
         for beyond in (BEYOND, ())
     ]
     assert np.all(rates[0] > rates[1])

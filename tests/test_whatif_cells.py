@@ -177,7 +177,7 @@ def test_fixed_lengths_in_batches_cost_the_closed_form(batch: int) -> None:
     found = InBatches(log, batch, resamples=30).at_ratios(np.array([0.1]), 1.0)
     single = price_ratios(log, [0.1]).speedup[0]
     # All slots draft alike, but for the ends of outputs, so that a batch changes nothing.
-    assert found.low[0] - 0.05 < single < found.high[0] + 0.05
+    assert found.speedup_lo[0] - 0.05 < single < found.speedup_hi[0] + 0.05
 
 
 def test_ragged_drafts_pay_for_the_longest() -> None:

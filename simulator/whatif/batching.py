@@ -142,19 +142,19 @@ def step_costs(steps: Steps, latency: LatencyTable, context: float | None = None
     return StepCosts(target_s + draft_s + host_s + signal_s, passes + drafts)
 
 
-class InBatch(NamedTuple):
-    """Decoding in a full batch, with plain decoding in one as large; arrays of shape (prices,)."""
+class Compared(NamedTuple):
+    """Decoding against plain decoding, as columns of a sweep; arrays of shape (prices,)."""
 
+    wall_s: Floats
+    """Cost of as many tokens as the log emits; in a batch, at the batch's rate."""
     speedup: Floats
     """Tokens per second over plain decoding's."""
-    low: Floats
-    high: Floats
-    wall: Floats
-    """Cost of as many tokens as the log emits, at the batch's rate."""
+    speedup_lo: Floats
+    speedup_hi: Floats
     below_1: Floats
     """Share of prompts that take longer than under plain decoding, by the steps they are in."""
-    outside: float
-    """Share of passes read outside the measured cells, of either side's the larger one."""
+    outside: Floats
+    """Share of passes read outside the measured cells, the larger one of the two sides."""
 
 
 class _Taken(NamedTuple):
@@ -257,16 +257,16 @@ class InBatches:
         self.plain = plain or Samples(autoregressive(log), batch, resamples + 1, seed)
         self._tokens = float(log.rounds["emitted"].sum(dtype=np.int64))
 
-    def at_latency(self, latency: LatencyTable, context: float | None = None) -> InBatch:
+    def at_latency(self, latency: LatencyTable, context: float | None = None) -> Compared:
         """With measured or assumed passes; shape (1,)."""
         return self._compared(*(s.at_latency(latency, context) for s in (self._own, self.plain)))
 
-    def at_ratios(self, c: Floats, verify: float) -> InBatch:
+    def at_ratios(self, c: Floats, verify: float) -> Compared:
         """With a draft pass of c and a verification of `verify` target passes; shape of `c`."""
         c = np.atleast_1d(c)
         return self._compared(self._own.at_ratios(c, verify), self.plain.at_ratios(np.zeros(1), 1))
 
-    def _compared(self, ours: _Taken, plain: _Taken) -> InBatch:
+    def _compared(self, ours: _Taken, plain: _Taken) -> Compared:
         ratios = plain.each / ours.each
         value = ratios.mean(axis=0)
         low = high = np.full_like(value, np.nan)
@@ -274,7 +274,8 @@ class InBatches:
             low, high = intervals(ratios, self.confidence)
         slower = ours.prompt > plain.prompt * (1 + 1e-12)
         drawn = self._own.drawn & self.plain.drawn
-        return InBatch(
-            value, low, high, self._tokens * ours.each.mean(axis=0),
-            slower[:, drawn].mean(axis=1), max(ours.outside, plain.outside),
+        return Compared(
+            self._tokens * ours.each.mean(axis=0), value, low, high,
+            slower[:, drawn].mean(axis=1),
+            np.full(len(value), max(ours.outside, plain.outside)),
         )  # fmt: skip

@@ -16,7 +16,7 @@ from policies.lengths.basic import Fixed, Oracle
 from simulator.bootstrap import intervals, resamples
 from simulator.pricing import autoregressive, price
 from simulator.ratios import ratio_costs
-from simulator.whatif.batching import InBatch, InBatches, Samples
+from simulator.whatif.batching import Compared, InBatches, Samples
 from simulator.whatif.ladder import GAMMAS
 from simulator.whatif.rate import in_batch
 from simulator.whatif.sweep.prices import ANY, Prices
@@ -238,29 +238,30 @@ class Bench:
             plain.samples = batches.plain
         if len(prices.ratios):
             c = np.asarray(prices.ratios, dtype=np.float64)
-            piece = self._in_batch(batches.at_ratios(c, prices.verify)) if batches else None
-            none = dict.fromkeys(CARRIED, np.full(len(c), np.nan))
-            if piece is None:
+            if batches is not None:
+                found = batches.at_ratios(c, prices.verify)
+            else:
                 costs = ratio_costs(log)
-                piece = self._bootstrap(costs.plain, costs.at(c, prices.verify))
-            pieces.append({"c": c, **piece, **none})
+                found = self._bootstrap(costs.plain, costs.at(c, prices.verify))
+            none = dict.fromkeys(CARRIED, np.full(len(c), np.nan))
+            pieces.append({"c": c, **found._asdict(), **none})
         for context in prices.contexts:
             seen = log if context is None else _at_context(log, context)
             for at in prices.tables:
                 if batches is not None:
-                    piece = self._in_batch(batches.at_latency(at.table, context))
+                    found = batches.at_latency(at.table, context)
                 else:
                     ours = price(seen, at.table)
                     plain_s, outside = plain.at(at.table, context, seen)
-                    piece = self._bootstrap(plain_s, ours.decode_s[None])
-                    piece["outside"] = np.array([max(ours.outside, outside)])
+                    outside = max(ours.outside, outside)
+                    found = self._bootstrap(plain_s, ours.decode_s[None], outside)
                 ends = sorted(
                     batches.at_latency(table, context).speedup[0] if batches
                     else plain.at(table, context, seen)[0].sum() / price(seen, table).total_s
                     for table in at.bounds or ()
                 ) or [np.nan, np.nan]  # fmt: skip
-                piece |= {name: np.array([end]) for name, end in zip(CARRIED, ends, strict=True)}
-                pieces.append({"c": np.array([np.nan]), **piece})
+                carried = {name: np.array([end]) for name, end in zip(CARRIED, ends, strict=True)}
+                pieces.append({"c": np.array([np.nan]), **found._asdict(), **carried})
         columns = {k: np.concatenate([p[k] for p in pieces]) for k in pieces[0]}
         return {**columns, **self._labels()}
 
@@ -280,8 +281,8 @@ class Bench:
             ),
         }  # fmt: skip
 
-    def _bootstrap(self, plain: Floats, ours: Floats) -> dict[str, Any]:
-        """Speedup of costs `ours`, (prices, prompts), over `plain`, (prompts,), as columns."""
+    def _bootstrap(self, plain: Floats, ours: Floats, outside: float = 0.0) -> Compared:
+        """Compare costs `ours`, (prices, prompts), with `plain`, (prompts,)."""
         total = ours.sum(axis=1)
         low = high = np.full(len(ours), np.nan)
         if (weights := self._weights) is not None:
@@ -289,10 +290,10 @@ class Bench:
             low, high = intervals(drawn, self.confidence)
         counted = plain > 0
         slower = ours[:, counted] > plain[counted] * (1 + 1e-12)
-        return {
-            "wall_s": total, "speedup": plain.sum() / total, "speedup_lo": low, "speedup_hi": high,
-            "below_1": slower.mean(axis=1), "outside": np.zeros(len(ours)),
-        }  # fmt: skip
+        return Compared(
+            total, plain.sum() / total, low, high, slower.mean(axis=1),
+            np.full(len(ours), outside),
+        )  # fmt: skip
 
     @cached_property
     def _weights(self) -> Floats | None:
@@ -301,14 +302,6 @@ class Bench:
         if not self.resamples or prompts < 2:
             return None
         return resamples(prompts, self.resamples, self.seed)
-
-    @staticmethod
-    def _in_batch(found: InBatch) -> dict[str, Any]:
-        return {
-            "wall_s": found.wall, "speedup": found.speedup, "speedup_lo": found.low,
-            "speedup_hi": found.high, "below_1": found.below_1,
-            "outside": np.full(len(found.speedup), found.outside),
-        }  # fmt: skip
 
 
 def _at_context(log: RoundLog, context: int) -> RoundLog:
