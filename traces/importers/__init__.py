@@ -1,1 +1,1 @@
-"""Logs of other programs, made into traces or counts: one file a format, one interface."""
+"""Logs of other programs, made into traces or counts: a module a kind, a class a format."""

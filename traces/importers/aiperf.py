@@ -19,9 +19,8 @@ from traces.acceptance.trace import Trace
 from traces.errors import FileError
 from traces.importers.base import Options
 from traces.importers.bounds import MOST_DRAFTED, digits, label, whole
-from traces.importers.histograms import Summary, pooled
 from traces.importers.rows import logged_trace, matches, read_json_rows
-from traces.importers.totals import Totals
+from traces.importers.totals import Summary, Totals, pooled
 from traces.importers.vllm import STEPS, stepped_request
 
 RECORD = "spec_decode_acceptance"

@@ -7,21 +7,15 @@ from pathlib import Path
 
 from policies.spec import choice
 from traces.errors import DraftsimError, FileError
+from traces.importers.acceptance import ByStart, Rounds, SpeculationProfiles
 from traces.importers.aiperf import AIPerf
 from traces.importers.base import Imported, Importer, Options
-from traces.importers.by_start import ByStart
 from traces.importers.eagle import Eagle
-from traces.importers.latencies.cells import Latency
-from traces.importers.latencies.llama_bench import LlamaBench
-from traces.importers.llamacpp import LlamaCpp
-from traces.importers.llmservingsim import LLMServingSim
-from traces.importers.prometheus import Prometheus
-from traces.importers.rounds import Rounds
-from traces.importers.sglang import SGLang
+from traces.importers.metrics import Prometheus
+from traces.importers.operators import LLMServingSim, Vidur
+from traces.importers.responses import LlamaCpp, SGLang, TensorRTLLM
 from traces.importers.specbench import SpecBench
-from traces.importers.speculation_profile import SpeculationProfiles
-from traces.importers.tensorrt_llm import TensorRTLLM
-from traces.importers.vidur import Vidur
+from traces.importers.timings import Latency, LlamaBench
 from traces.importers.vllm import VLLM
 from traces.store.text import read_text
 

@@ -21,9 +21,8 @@ from traces.acceptance.trace import Trace
 from traces.errors import FileError
 from traces.importers.base import Options
 from traces.importers.bounds import MOST_DRAFTED, MOST_TOKENS, label, whole, wholes
-from traces.importers.histograms import Summary, pooled
 from traces.importers.rows import LoggedRound, Rows, logged_trace, matches, read_json_rows
-from traces.importers.totals import Totals
+from traces.importers.totals import Summary, Totals, pooled
 
 STEPS = ("per_step_drafted", "per_step_accepted")
 """Drafted and accepted tokens of each verification."""

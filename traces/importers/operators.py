@@ -1,45 +1,179 @@
-"""Reading LLMServingSim's profiles, of its older profiler and of the one inside vLLM.
-
-``<gpu>/<model>/tp<N>/`` holds, of the profiler inside vLLM, ``dense.csv`` (a layer's operators by
-tokens), ``per_sequence.csv`` (head and sampler by sequences), ``attention.csv`` (a prompt's chunk
-and decoding sequences together), ``skew.csv`` (sequences of different lengths), ``moe.csv`` (an MoE
-block by tokens and experts reached) and ``step.csv`` (whole steps by CUDA-graph mode), in
-microseconds; of the older one ``layers.csv`` (nanoseconds) and its ``attention.csv``
-(milliseconds).  GPU and model are the names of the folders, or are given.  Source of the format:
-casys-kaist/LLMServingSim, ``profiler``.
-
-Three things in these files are not what they look like:
-
-* The older profiler timed norms and rotary positions launch by launch, unfused: 17 to 27 us, which
-  is the host.  They are replaced by what a fused kernel takes (`fused_s`) where that is less, and
-  marked as corrected.
-* The decode cells of the older ``attention.csv`` give the cache of all sequences together: read as
-  tokens a sequence they would move 3.4 TB/s on a GPU of 0.77.  They time the kernel that does not
-  share a sequence among multiprocessors, and are kept as ``attention_unsplit``.
-* The times in ``skew.csv`` are sums over the measurement's iterations, three unless ``meta.yaml``
-  says otherwise: batches whose sequences are alike take 2.995 times (0.012) those of
-  ``attention.csv``.
-"""
+"""Timings of a layer's operators: Vidur's profiles and LLMServingSim's."""
 
 from __future__ import annotations
 
+import io
 import re
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 import pandas as pd
 
-from traces.errors import FileError
+from traces.errors import DraftsimError, FileError
 from traces.importers.base import Options
-from traces.importers.timed import Floats, numbers, place_of, read_frame
-from traces.operators.devices import Device
+from traces.operators.devices import Device, find_device
 from traces.operators.elementwise import fused_s
-from traces.operators.shapes import Architecture
+from traces.operators.shapes import Architecture, find_architecture
 from traces.operators.table import OperatorTable, joined, rows_of
+from traces.store.text import read_text
 
-SOURCE = "casys-kaist/LLMServingSim"
+Floats = npt.NDArray[np.float64]
+
+
+def read_frame(file: Path) -> pd.DataFrame:
+    """Return the rows of a CSV file, gzipped or not; FileError for other files."""
+    try:
+        frame = pd.read_csv(io.StringIO(read_text(file)), skipinitialspace=True)
+    except (pd.errors.EmptyDataError, pd.errors.ParserError) as error:
+        raise FileError(f"{file}: cannot be read as CSV: {error}") from None
+    if frame.empty:
+        raise FileError(f"{file}: holds no timings, only a header")
+    return frame
+
+
+MOST = 1e10
+"""Largest number of a timing: ten seconds in nanoseconds, ten gigabytes sent at once."""
+
+
+def numbers(file: Path, frame: pd.DataFrame, column: str) -> Floats:
+    """A column's numbers; FileError naming the file where it is missing or holds anything else."""
+    if column not in frame:
+        raise FileError(f"{file}: lacks the column {column}")
+    values: Floats = pd.to_numeric(frame[column], errors="coerce").to_numpy(float)
+    bad = ~(values >= 0) | (values > MOST)
+    if bad.any():
+        row = int(bad.argmax())
+        raise FileError(
+            f"{file}: row {row + 1}: {column} is {str(frame[column].iloc[row])[:40]}, expected a "
+            f"number from 0 to {MOST:g}"
+        )
+    return values
+
+
+def place_of(
+    file: Path, options: Options, needs_model: bool = True, folders: Sequence[str] | None = None
+) -> tuple[Device, Any, int | None]:
+    """(GPU, model, tensor parallel) of a file, by its folders where they are not given.
+
+    ``folders`` are their names, innermost first; by default those of the path.
+
+    Raises
+    ------
+    FileError
+        If neither the folders nor the options say them.
+    """
+    if folders is None:
+        folders = [part.name for part in file.resolve().parents if part.name]
+    device = _found(find_device, options.device, folders)
+    if device is None:
+        raise FileError(f"{file}: no folder above it is a GPU's: name the GPU with --device")
+    shape: Architecture | None = None
+    if needs_model:
+        shape = _found(find_architecture, options.model, folders)
+        if shape is None:
+            raise FileError(f"{file}: no folder above it is a model's: name it with --model")
+    shared = next((int(f[2:]) for f in folders if re.fullmatch(r"tp\d+", f)), None)
+    return device, shape, shared
+
+
+def _found(find: Any, given: str | None, folders: Sequence[str]) -> Any:
+    if given is not None:
+        return find(given)
+    for name in folders:
+        try:
+            return find(name)
+        except DraftsimError:
+            continue
+    return None
+
+
+TAKEN = {
+    "emb": ("embedding", 0), "attn_pre_proj": ("qkv", 1), "attn_rope": ("rope", 1),
+    "attn_post_proj": ("o", 1), "mlp_up_proj": ("gate_up", 1), "mlp_act": ("act", 1),
+    "mlp_down_proj": ("down", 1), "add": ("add", 1),
+}  # fmt: skip
+NORMS = ("input_layernorm", "post_attention_layernorm")
+VIDUR = "microsoft/vidur"
+
+
+class Vidur:
+    """Vidur's profiles.
+
+    ``<gpu>/<model>/mlp.csv``: a row for each number of tokens and of GPUs that share the layer,
+    with ``time_stats.<operator>.median`` in milliseconds.  ``<topology>/all_reduce.csv``: a row for
+    each message.  GPU and model are the names of the folders, or are given.  Only messages within
+    one machine are taken.  Source of the format: microsoft/vidur, ``data/profiling``.
+    """
+
+    name = "vidur"
+    summary = "Vidur's mlp.csv and all_reduce.csv of a GPU, gzipped or not: operators"
+    takes = ("device", "model")
+
+    def sniff(self, text: str) -> bool:
+        head = text.partition("\n")[0]
+        return "time_stats.mlp_up_proj.median" in head or "time_stats.all_reduce.median" in head
+
+    def read(self, files: Sequence[Path], options: Options) -> OperatorTable:
+        return joined([_read(file, options) for file in files])
+
+
+def _read(file: Path, options: Options) -> OperatorTable:
+    frame = read_frame(file)
+    if "time_stats.all_reduce.median" in frame:
+        return _collective(file, frame, options)
+    if "time_stats.mlp_up_proj.median" not in frame:
+        raise FileError(f"{file}: is no profile of Vidur: expected its mlp.csv or all_reduce.csv")
+    return _layer(file, frame, options)
+
+
+def _layer(file: Path, frame: pd.DataFrame, options: Options) -> OperatorTable:
+    device, model, _ = place_of(file, options)
+    tokens, shared = (
+        numbers(file, frame, c) for c in ("num_tokens", "num_tensor_parallel_workers")
+    )
+    parts = []
+    norms = [f"time_stats.{n}.median" for n in NORMS if f"time_stats.{n}.median" in frame]
+    found = {name: numbers(file, frame, f"time_stats.{name}.median") for name in TAKEN}
+    timed = {TAKEN[name]: values for name, values in found.items()}
+    if norms:
+        each = np.array([numbers(file, frame, column) for column in norms])
+        timed["norm", len(norms)] = each.mean(axis=0)
+    for (operator, per_layer), milliseconds in timed.items():
+        parts.append(rows_of(
+            device=device.name, model=model.name, operator=operator, per_layer=per_layer,
+            tensor_parallel=shared, tokens=tokens, seconds=milliseconds * 1e-3, source=VIDUR,
+        ))  # fmt: skip
+    rows = pd.concat(parts, ignore_index=True)
+    return joined([OperatorTable(rows, {"files": [file.name]})])
+
+
+def _collective(file: Path, frame: pd.DataFrame, options: Options) -> OperatorTable:
+    topology = file.resolve().parent.name
+    folders = [folder.name.partition("_")[0] for folder in file.resolve().parents]
+    device, _, _ = place_of(file, options, needs_model=False, folders=folders)
+    workers, beside, size, milliseconds = (
+        numbers(file, frame, c)
+        for c in ("num_workers", "devices_per_node", "size", "time_stats.all_reduce.min")
+    )
+    own = workers == beside
+    if not own.any():
+        raise FileError(f"{file}: holds no message within one machine")
+    # Three repeats, launched from the host: the quickest is the one that the host did not hold up.
+    rows = rows_of(
+        device=device.name, operator="all_reduce", per_layer=2, tensor_parallel=workers[own],
+        size=size[own], mode=topology, seconds=milliseconds[own] * 1e-3, source=VIDUR,
+    )  # fmt: skip
+    left = int((~own).sum())
+    meta = {"files": [file.name]}
+    if left:
+        meta["left_out"] = [f"{file}: {left} messages between machines"]
+    return joined([OperatorTable(rows, meta)])
+
+
+LLMSERVINGSIM = "casys-kaist/LLMServingSim"
 ITERATIONS = 3
 
 DENSE = {
@@ -77,13 +211,34 @@ class Read(NamedTuple):
         """Rows of this device and model."""
         shared = columns.pop("tensor_parallel", self.shared)
         return rows_of(
-            device=self.device.name, model=self.model.name, tensor_parallel=shared, source=SOURCE,
-            **columns,
+            device=self.device.name, model=self.model.name, tensor_parallel=shared,
+            source=LLMSERVINGSIM, **columns,
         )  # fmt: skip
 
 
 class LLMServingSim:
-    """LLMServingSim's profiles."""
+    """LLMServingSim's profiles.
+
+    ``<gpu>/<model>/tp<N>/`` holds, of the profiler inside vLLM, ``dense.csv`` (a layer's operators
+    by tokens), ``per_sequence.csv`` (head and sampler by sequences), ``attention.csv`` (a prompt's
+    chunk and decoding sequences together), ``skew.csv`` (sequences of different lengths),
+    ``moe.csv`` (an MoE block by tokens and experts reached) and ``step.csv`` (whole steps by
+    CUDA-graph mode), in microseconds; of the older one ``layers.csv`` (nanoseconds) and its
+    ``attention.csv`` (milliseconds).  GPU and model are the names of the folders, or are given.
+    Source of the format: casys-kaist/LLMServingSim, ``profiler``.
+
+    Three things in these files are not what they look like:
+
+    * The older profiler timed norms and rotary positions launch by launch, unfused: 17 to 27 us,
+      which is the host.  They are replaced by what a fused kernel takes (`fused_s`) where that is
+      less, and marked as corrected.
+    * The decode cells of the older ``attention.csv`` give the cache of all sequences together: read
+      as tokens a sequence they would move 3.4 TB/s on a GPU of 0.77.  They time the kernel that
+      does not share a sequence among multiprocessors, and are kept as ``attention_unsplit``.
+    * The times in ``skew.csv`` are sums over the measurement's iterations, three unless
+      ``meta.yaml`` says otherwise: batches whose sequences are alike take 2.995 times (0.012) those
+      of ``attention.csv``.
+    """
 
     name = "llmservingsim"
     summary = (

@@ -1,1 +1,0 @@
-"""Latencies that other programs measured, made into tables that every command reads."""

@@ -1,0 +1,301 @@
+"""Scrapes of a server's ``/metrics``, in the Prometheus text format."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Collection, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from reprlib import repr as shown
+from typing import NamedTuple
+
+from traces.errors import FileError
+from traces.importers.base import Options
+from traces.importers.bounds import MOST_COUNT, MOST_DRAFTED, decimal, digits
+from traces.importers.totals import Totals
+from traces.store.text import read_text
+
+_SAMPLE = re.compile(r"^([A-Za-z_:][\w:]*)(?:\{(.*)\})?\s+(\S+)(?:\s+-?\d+)?\s*$", re.ASCII)
+_LABEL = re.compile(r'([A-Za-z_]\w*)\s*=\s*"((?:\\.|[^"\\])*)"', re.ASCII)
+TOTAL = "_total"
+"""The format's suffix of a counter's name."""
+
+Counts = Mapping[tuple[str, int], int]
+"""Counts by name and position; position 0 of a counter that has none."""
+
+
+class Sample(NamedTuple):
+    """One line of a scrape."""
+
+    where: str
+    """File and line, for error messages."""
+    name: str
+    labels: Mapping[str, str]
+    text: str
+    """The value as written."""
+
+
+def read_samples(file: Path, prefix: str) -> list[Sample]:
+    """The samples of `file` whose names begin with `prefix`."""
+    found = []
+    for number, line in enumerate(read_text(file).splitlines(), 1):
+        if line.startswith(prefix) and (parts := _SAMPLE.match(line)) is not None:
+            name, labels, text = parts.groups()
+            pairs = dict(_LABEL.findall(labels or ""))
+            found.append(Sample(f"{file} line {number}", name, pairs, text))
+    return found
+
+
+def read_counts(
+    files: Sequence[Path], prefix: str, plain: Collection[str], placed: Collection[str] = (),
+    label: str = "position",
+) -> Counts:  # fmt: skip
+    """Counters by name (without `prefix`), summed over engines and models.
+
+    Parameters
+    ----------
+    files:
+        A scrape, or one before and one after, whose difference counts.
+    plain, placed:
+        Counters without, and with, the `label` that gives a draft position.
+
+    Raises
+    ------
+    FileError
+        If a value is no count, a label does not belong there, or the second scrape counts less.
+    """
+    if len(files) > 2:
+        raise FileError(f"prometheus takes a scrape, or two, not {len(files)} files")
+    counts = _count(files[-1], prefix, plain, placed, label)
+    if len(files) == 2:
+        before = _count(files[0], prefix, plain, placed, label)
+        counts = {key: value - before.get(key, 0) for key, value in counts.items()}
+        if any(value < 0 for value in counts.values()):
+            raise FileError(
+                f"{files[1]}: counts less than {files[0]}: name the earlier scrape first; a "
+                "server that was restarted between them cannot be told"
+            )
+    return counts
+
+
+def by_position(counts: Counts, name: str, file: Path) -> list[int]:
+    """A counter's values at draft positions 0, 1, ...; empty where it is not there."""
+    positions = sorted(p for n, p in counts if n == name)
+    if positions != list(range(len(positions))):
+        raise FileError(f"{file}: positions {positions} are not 0, 1, 2, ...")
+    return [counts[name, p] for p in positions]
+
+
+def _count(
+    file: Path, prefix: str, plain: Collection[str], placed: Collection[str], label: str
+) -> dict[tuple[str, int], int]:
+    counts: dict[tuple[str, int], int] = {}
+    for where, full, labels, text in read_samples(file, prefix):
+        name = full.removeprefix(prefix).removesuffix(TOTAL)
+        if name not in plain and name not in placed:
+            continue
+        if (name in placed) != (label in labels):
+            raise FileError(f"{where}: the label {label} does not belong there")
+        position = digits(where, f"the label {label}", labels.get(label, "0"), most=MOST_DRAFTED)
+        value = decimal(text)
+        if not 0 <= value <= MOST_COUNT or not value.is_integer():
+            raise FileError(f"{where}: {shown(text)} is no count of at most {MOST_COUNT:,}")
+        key = name, position
+        counts[key] = counts.get(key, 0) + int(value)
+    return counts
+
+
+_DRAFTS = ("drafts", "draft_tokens", "accepted_tokens")
+_ACCEPTED = "accepted_tokens_per_pos"
+
+
+def read_drafts(files: Sequence[Path], server: str) -> Totals:
+    """Totals of a server whose counters are called ``SERVER:spec_decode_num_…``.
+
+    ``spec_decode_num_drafts``, ``…_num_draft_tokens``, ``…_num_accepted_tokens`` and
+    ``…_num_accepted_tokens_per_pos`` with the label ``position``, each with the suffix ``_total``.
+    Sources of the format: vllm-project/vllm, ``v1/spec_decode/metrics.py``; ggml-org/llama.cpp,
+    ``tools/server`` (``/metrics``, 2026).
+    """
+    prefix = f"{server}:spec_decode_num_"
+    counts = read_counts(files, prefix, _DRAFTS, (_ACCEPTED,))
+    for name in _DRAFTS:
+        if (name, 0) not in counts:
+            raise FileError(
+                f"{files[-1]}: has no {prefix}{name}: expected {server}'s /metrics with "
+                "speculative decoding switched on"
+            )
+    rounds, drafted, accepted = (counts[name, 0] for name in _DRAFTS)
+    if not rounds:
+        raise FileError(f"{files[-1]}: counts no draft: nothing was decoded speculatively")
+    per_position = by_position(counts, _ACCEPTED, files[-1]) or None
+    return Totals(
+        rounds, drafted, accepted, len(per_position) if per_position else None, per_position,
+        meta={"kind": "prometheus", "server": server, "source": [file.name for file in files]},
+    )  # fmt: skip
+
+
+SGLANG = "sglang:"
+_SGLANG_COUNTERS = ("spec_verify_calls", "generation_tokens", "num_requests")
+
+
+def read_sglang(files: Sequence[Path]) -> Totals:
+    """Totals from counters where they are, else means from gauges.
+
+    ``sglang:spec_verify_calls_total``, ``generation_tokens_total`` and ``num_requests_total`` grow
+    as requests finish: a verification emits its accepted tokens and one more, a prompt its first
+    token, so the accepted are what was generated beyond these.  Where the first is missing (older
+    versions) the gauges ``spec_accept_length`` (accepted drafts and the bonus token of a round) and
+    ``spec_accept_rate`` (accepted of proposed) tell the last batches' means, of how many rounds is
+    not known.  ``spec_num_steps`` and ``spec_num_draft_tokens`` are the lengths in force; more
+    draft tokens than a chain of those steps verifies make a tree.  Source of the format:
+    sgl-project/sglang, ``srt/observability/metrics_collector.py``.
+
+    Raises
+    ------
+    FileError
+        If nothing was decoded speculatively, the counts contradict each other, or engines'
+        gauges differ, which nothing weighs.
+    """
+    file = files[-1]
+    counts = read_counts(files, SGLANG, _SGLANG_COUNTERS)
+    steps, tree = _lengths(files)
+    meta = {
+        "kind": "prometheus", "server": "sglang", "source": [name.name for name in files],
+    }  # fmt: skip
+    if not all((name, 0) in counts for name in _SGLANG_COUNTERS):
+        return _means(file, steps, tree, meta)
+    rounds, tokens, requests = (counts[name, 0] for name in _SGLANG_COUNTERS)
+    if not rounds:
+        raise FileError(f"{file}: counts no verification: nothing was decoded speculatively")
+    accepted = tokens - requests - rounds
+    if accepted < 0 or (steps is not None and accepted > rounds * steps):
+        raise FileError(
+            f"{file}: {tokens} tokens of {requests} requests in {rounds} verifications of "
+            f"{steps or 'unknown'} steps: the counts do not belong together"
+        )
+    return Totals(rounds, None, accepted, steps, requests=requests, tree=tree, meta=meta)
+
+
+def _means(file: Path, steps: int | None, tree: bool, meta: Mapping[str, object]) -> Totals:
+    length = _gauge(file, "spec_accept_length")
+    if length is None:
+        raise FileError(
+            f"{file}: has neither {SGLANG}spec_verify_calls_total nor {SGLANG}spec_accept_length: "
+            "expected SGLang's /metrics (--enable-metrics) with speculative decoding switched on"
+        )
+    if not length:
+        raise FileError(f"{file}: its mean acceptance length is 0: nothing was decoded yet")
+    if length < 1:
+        raise FileError(f"{file}: its mean acceptance length is {length:g}, expected 1 or more")
+    rate = _gauge(file, "spec_accept_rate")
+    drafted = (length - 1) / rate if rate else None
+    return Totals(None, drafted, length - 1, steps, tree=tree, meta=meta)
+
+
+def _lengths(files: Sequence[Path]) -> tuple[int | None, bool]:
+    """Steps in force, None where they are not told or changed; whether a tree was verified."""
+    told = {(_gauge(f, "spec_num_steps"), _gauge(f, "spec_num_draft_tokens")) for f in files}
+    tree = any(steps and drafts and drafts > steps + 1 for steps, drafts in told)
+    ((steps, _), *changed) = told
+    return (int(steps) if steps and not changed else None), tree
+
+
+def _gauge(file: Path, name: str) -> float | None:
+    """A gauge's value: ranks repeat it, and draft engines that decode nothing hold 0."""
+    found = []
+    for where, full, _, text in read_samples(file, SGLANG):
+        if full != SGLANG + name:
+            continue
+        value = decimal(text)
+        if not 0 <= value <= MOST_DRAFTED + 1:
+            raise FileError(f"{where}: {shown(text)} is no length or rate")
+        found.append(value)
+    values = sorted(set(found) - {0.0})
+    if len(values) > 1:
+        raise FileError(
+            f"{file}: {SGLANG}{name} differs between engines "
+            f"({', '.join(f'{v:g}' for v in values)}), and a gauge does not say of how many "
+            "rounds: scrape them one at a time"
+        )
+    return values[0] if values else (0.0 if found else None)
+
+
+TENSORRT_LLM = "trtllm_spec_decode_"
+_BY_POSITION = ("drafted_tokens", "accepted_tokens")
+
+
+def read_tensorrt_llm(files: Sequence[Path]) -> Totals:
+    """Totals with counts per position.
+
+    ``trtllm_spec_decode_drafted_tokens_total`` and ``…_accepted_tokens_total`` with the label
+    ``token_position`` count finished requests: the first position was drafted once a round.  The
+    iterations' own ``trtllm_spec_decode_num_draft_tokens_total`` and
+    ``…_num_accepted_tokens_total`` count tokens of an unknown number of rounds.  Source of the
+    format: NVIDIA/TensorRT-LLM, ``tensorrt_llm/metrics/collector.py``.
+
+    Raises
+    ------
+    FileError
+        If those counters are missing, or count nothing.
+    """
+    file = files[-1]
+    counts = read_counts(files, TENSORRT_LLM, (), _BY_POSITION, "token_position")
+    drafted, accepted = (by_position(counts, name, file) for name in _BY_POSITION)
+    if not drafted:
+        raise FileError(
+            f"{file}: has no {TENSORRT_LLM}drafted_tokens_total by token_position, and the tokens "
+            "of iterations alone do not say in how many rounds: ask for per-request metrics "
+            "(return_perf_metrics: true), or import the iterations' JSON as tensorrt-llm"
+        )
+    if not drafted[0]:
+        raise FileError(f"{file}: counts no draft: nothing was decoded speculatively")
+    # A position that was never accepted has no sample yet.
+    accepted += [0] * (len(drafted) - len(accepted))
+    return Totals(
+        drafted[0], sum(drafted), sum(accepted), len(drafted), accepted,
+        meta={
+            "kind": "prometheus", "server": "tensorrt-llm", "source": [f.name for f in files],
+        },
+    )  # fmt: skip
+
+
+SERVERS: Mapping[str, Callable[[Sequence[Path]], Totals]] = {
+    "vllm:spec_decode_": partial(read_drafts, server="vllm"),
+    "llamacpp:spec_decode_": partial(read_drafts, server="llamacpp"),
+    "sglang:spec_": read_sglang,
+    "trtllm_spec_decode_": read_tensorrt_llm,
+}
+"""How the names of a server's metrics of speculation begin, and who reads them."""
+
+
+class Prometheus:
+    """``/metrics`` of vLLM, SGLang, TensorRT-LLM or llama.cpp's server.
+
+    One scrape counts from the server's start; two, before and after, count between them.
+    """
+
+    name = "prometheus"
+    summary = (
+        "/metrics of vLLM, SGLang, TensorRT-LLM or llama.cpp's server; two files: before and after"
+    )
+    takes: tuple[str, ...] = ()
+
+    def sniff(self, text: str) -> bool:
+        return bool(_servers(text)) and not text.lstrip().startswith(("{", "["))
+
+    def read(self, files: Sequence[Path], options: Options) -> Totals:
+        del options
+        found = [_servers(read_text(file)) for file in files]
+        if len(found[-1]) != 1 or any(other != found[-1] for other in found):
+            told = sorted({name for names in found for name in names}) or ["none"]
+            raise FileError(
+                f"{files[-1]}: expected /metrics of one server with speculative decoding switched "
+                f"on, whose names begin with {' or '.join(SERVERS)}; found {', '.join(told)}"
+            )
+        return SERVERS[found[-1][0]](files)
+
+
+def _servers(text: str) -> list[str]:
+    lines = text.splitlines()
+    return [begin for begin in SERVERS if any(line.startswith(begin) for line in lines)]

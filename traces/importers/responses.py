@@ -1,0 +1,306 @@
+"""Counts in servers' responses: of SGLang, TensorRT-LLM and llama.cpp."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from reprlib import repr as shown
+from typing import Any
+
+from traces.errors import FileError
+from traces.importers.base import Options
+from traces.importers.bounds import (
+    MOST_COUNT,
+    MOST_DRAFTED,
+    MOST_TOKENS,
+    check_drafted,
+    is_seconds,
+    summed,
+    whole,
+    wholes,
+)
+from traces.importers.rows import Rows, read_json_rows
+from traces.importers.totals import Summary, Totals, pooled
+from traces.store.text import read_text
+
+HISTOGRAMS = ("spec_correct_drafts_histogram", "spec_accept_histogram")
+
+
+class SGLang:
+    """SGLang's responses.
+
+    ``spec_verify_ct`` verifications, ``completion_tokens``, and in newer versions
+    ``spec_num_proposed_drafts``, ``spec_num_correct_drafts`` and ``spec_correct_drafts_histogram``
+    (rounds by accepted drafts; ``spec_accept_histogram`` before that).  Rounds are not in order, so
+    there is no trace.  Source of the format: sgl-project/sglang, ``managers/io_struct.py`` and
+    ``tokenizer_manager.py``.
+    """
+
+    name = "sglang"
+    summary = "SGLang's responses (meta_info with spec_verify_ct)"
+    takes: tuple[str, ...] = ()
+
+    def sniff(self, text: str) -> bool:
+        return '"spec_verify_ct"' in text
+
+    def read(self, files: Sequence[Path], options: Options) -> Totals:
+        del options
+        found = [pair for file in files for pair in _infos(file)]
+        if not found:
+            raise FileError(
+                f"{files[0]}: no response with meta_info.spec_verify_ct: serve with speculative "
+                "decoding switched on"
+            )
+        rounds = sum(_count(at, info, "spec_verify_ct") for at, info in found)
+        if not rounds:
+            raise FileError(f"{files[0]}: is a log of plain decoding: spec_verify_ct is 0 in it")
+        accepted = sum(_accepted(at, info) for at, info in found)
+        drafted = None
+        if all("spec_num_proposed_drafts" in info for _, info in found):
+            drafted = sum(_count(at, info, "spec_num_proposed_drafts") for at, info in found)
+        histograms = [_histogram(at, info) for at, info in found]
+        per_position = longest = None
+        if all(histograms):
+            longest = max(len(h) for h in histograms) - 1
+            per_position = summed(histograms, longest)
+        meta = {"kind": "sglang", "source": [file.name for file in files]}
+        return Totals(rounds, drafted, accepted, longest, per_position, len(found), meta=meta)
+
+
+def _infos(file: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    for where, row in zip(*read_json_rows(file), strict=True):
+        choices = row.get("choices")
+        for holder in (row, *(choices if isinstance(choices, list) else ())):
+            info = holder.get("meta_info") if isinstance(holder, dict) else None
+            if isinstance(info, dict) and info.get("spec_verify_ct") is not None:
+                reason = info.get("finish_reason")
+                aborted = isinstance(reason, dict) and reason.get("type") == "abort"
+                if not aborted:
+                    yield where, info
+
+
+def _count(at: str, info: Mapping[str, Any], name: str) -> int:
+    return whole(at, f"meta_info.{name}", info.get(name))
+
+
+def _accepted(at: str, info: Mapping[str, Any]) -> int:
+    if info.get("spec_num_correct_drafts") is not None:
+        return _count(at, info, "spec_num_correct_drafts")
+    # Older versions: what was emitted beyond a token a round and the prompt's own.
+    rounds, tokens = _count(at, info, "spec_verify_ct"), _count(at, info, "completion_tokens")
+    return max(0, tokens - rounds - 1)
+
+
+def _histogram(at: str, info: Mapping[str, Any]) -> list[int]:
+    """Rounds by accepted drafts; empty where it is not there."""
+    told = (info[name] for name in HISTOGRAMS if info.get(name) is not None)
+    values: Any = next(told, [])
+    wholes(at, "its histogram of accepted drafts", values)
+    whole(at, "the length of its histogram", len(values), most=MOST_DRAFTED + 1)
+    if values and sum(values) != info["spec_verify_ct"]:
+        raise FileError(
+            f"{at}: the histogram counts {sum(values)} rounds, spec_verify_ct "
+            f"{info['spec_verify_ct']}: they do not belong together"
+        )
+    return list(values)
+
+
+STATS = "specDecodingStats"
+CHOICE = "speculative_decoding"
+_ITERATION = ("numRequestsWithDraftTokens", "numDraftTokens", "numAcceptedTokens")
+_SUMMED = (
+    "acceptance_histogram", "num_spec_steps", "total_draft_tokens", "total_accepted_draft_tokens",
+)  # fmt: skip
+
+
+class TensorRTLLM:
+    """TensorRT-LLM's iteration statistics or responses.
+
+    An iteration (``trtllm-serve``'s ``/metrics``, ``LLM.get_stats``, ``trtllm-bench
+    --iteration_log``) holds ``specDecodingStats``: ``numDraftTokens``, ``numAcceptedTokens`` and
+    ``numRequestsWithDraftTokens``, one round each; where only single requests drafted, every
+    iteration is one round and the survival curve follows.  A response's choice holds
+    ``speculative_decoding`` (``per_request_spec_decode_stats: true``): ``num_spec_steps``,
+    ``total_draft_tokens``, ``total_accepted_draft_tokens``, ``acceptance_histogram`` and
+    ``num_spec_tokens``.  Source of the format: NVIDIA/TensorRT-LLM, ``_torch/pyexecutor`` and
+    ``serve/openai_protocol.py``; ai-dynamo/aiperf, ``spec_decode/trtllm_adapter.py``.
+    """
+
+    name = "tensorrt-llm"
+    summary = "TensorRT-LLM's iterations (specDecodingStats) or responses (speculative_decoding)"
+    takes: tuple[str, ...] = ()
+
+    def sniff(self, text: str) -> bool:
+        response = f'"{CHOICE}"' in text and f'"{_SUMMED[-1]}"' in text
+        return response or f'"{STATS}"' in text or f"'{STATS}'" in text
+
+    def read(self, files: Sequence[Path], options: Options) -> Totals:
+        del options
+        rows = [pair for file in files for pair in zip(*_rows(file), strict=True)]
+        meta = {"kind": self.name, "source": [file.name for file in files]}
+        responses = [pair for where, row in rows for pair in _choices(where, row)]
+        if responses:
+            return pooled([Summary(at, *map(c.get, _SUMMED)) for at, c in responses], meta)
+        return _iterations(files[0], [pair for pair in rows if not _copied(pair[1])], meta)
+
+
+def _iterations(
+    file: Path, rows: Sequence[tuple[str, Mapping[str, Any]]], meta: dict[str, Any]
+) -> Totals:
+    if not any(STATS in row for _, row in rows):
+        raise FileError(
+            f"{file}: no iteration with {STATS} and no choice with {CHOICE}: serve with "
+            "enable_iter_perf_stats: true, or per_request_spec_decode_stats: true"
+        )
+    found = []
+    for at, row in rows:
+        stats = row.get(STATS)
+        if stats is None:
+            continue
+        if not isinstance(stats, dict):
+            raise FileError(f"{at}: {STATS} is {shown(stats)}, expected an object")
+        requests, drafted, accepted = counts = [
+            whole(at, f"{STATS}.{name}", stats.get(name)) for name in _ITERATION
+        ]
+        if accepted > drafted or requests > drafted or (drafted and not requests):
+            raise FileError(
+                f"{at}: {STATS} counts {accepted} accepted of {drafted} drafted in {requests} "
+                "requests: they do not belong together"
+            )
+        check_drafted(at, f"{STATS}.numDraftTokens", drafted, requests)
+        if drafted:
+            found.append(counts)
+    if not found:
+        raise FileError(f"{file}: is a log of plain decoding, no iteration drafted a token")
+    rounds, drafted, accepted = (sum(column) for column in zip(*found, strict=True))
+    longest = per_position = None
+    if all(requests == 1 for requests, _, _ in found):
+        longest = max(drafts for _, drafts, _ in found)
+        per_position = [sum(a >= k for _, _, a in found) for k in range(1, longest + 1)]
+    return Totals(rounds, drafted, accepted, longest, per_position, meta=meta)
+
+
+def _copied(row: Mapping[str, Any]) -> bool:
+    """Return True if another rank's row holds the same iteration."""
+    return bool(row.get("attentionDpRank") or row.get("rank"))
+
+
+def _choices(where: str, row: Mapping[str, Any]) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    choices = row.get("choices")
+    for i, choice in enumerate(choices if isinstance(choices, list) else ()):
+        stats = choice.get(CHOICE) if isinstance(choice, dict) else None
+        if isinstance(stats, dict):
+            yield f"{where}, choice {i}", stats
+
+
+def _rows(file: Path) -> Rows:
+    """The rows of a file, of JSON or as Python prints a dictionary (the iteration log)."""
+    text = read_text(file)
+    if not text.lstrip().startswith("{'"):
+        return read_json_rows(file)
+    where, objects = [], []
+    for number, line in enumerate(text.splitlines(), 1):
+        if not line.strip():
+            continue
+        at = f"{file} line {number}"
+        try:
+            row = ast.literal_eval(line)
+        except (ValueError, SyntaxError, MemoryError, RecursionError) as error:
+            raise FileError(f"{at}: is no dictionary (truncated?): copy the file again") from error
+        if not isinstance(row, dict):
+            raise FileError(f"{at}: is no dictionary: expected one iteration a line")
+        where.append(at)
+        objects.append(row)
+    return Rows(where, objects)
+
+
+class LlamaCpp:
+    """llama.cpp's server responses.
+
+    ``predicted_n`` tokens in ``predicted_ms``, ``draft_n`` drafted and ``draft_n_accepted``
+    accepted ones, the last two only where a draft was made.  A round emits its accepted tokens and
+    one more, so there were ``predicted_n - draft_n_accepted`` of them, of which the first emitted
+    the prompt's own token; rounds without a draft are among them.  The server ends a round at an
+    end of the text that it finds in a draft, and counts that token as the target's own; only where
+    it is the draft's last is it counted as accepted, and no token follows: such a request had one
+    round more than this says (up to a draft's length more in versions that draft on past the end).
+    Source of the format: ggml-org/llama.cpp, ``tools/server``.
+    """
+
+    name = "llamacpp"
+    summary = "responses of llama.cpp's server (timings with draft_n)"
+    takes: tuple[str, ...] = ("draft_lengths",)
+
+    def sniff(self, text: str) -> bool:
+        return '"draft_n"' in text or '"draft_n_accepted"' in text
+
+    def read(self, files: Sequence[Path], options: Options) -> Totals:
+        longest = _fixed(options.draft_lengths)
+        rounds = drafted = accepted = tokens = requests = 0
+        wall_s = 0.0
+        for file in files:
+            for where, row in zip(*read_json_rows(file), strict=True):
+                timings = row.get("timings")
+                if not isinstance(timings, dict):
+                    if row.get("error") is not None:
+                        continue  # a request that failed
+                    raise FileError(f"{where}: has no timings: expected llama.cpp's responses")
+                n, d, a = (
+                    whole(where, f"timings.{name}", timings.get(name, 0), most=most)
+                    for name, most in _COUNTS.items()
+                )
+                if a > d:
+                    raise FileError(
+                        f"{where}: draft_n_accepted={a} of draft_n={d}: they do not belong together"
+                    )
+                own = max(n - a - 1, int(d > 0))
+                check_drafted(where, "timings.draft_n", d, own)
+                requests, tokens, rounds = requests + 1, tokens + n, rounds + own
+                drafted, accepted = drafted + d, accepted + a
+                wall_s += _seconds(where, timings.get("predicted_ms"))
+        if not drafted:
+            raise FileError(
+                f"{files[0]}: is a log of plain decoding, its timings have no draft_n: serve with "
+                "a draft model"
+            )
+        meta: dict[str, Any] = {
+            "kind": "llamacpp", "source": [file.name for file in files],
+            "measured": {"tokens": tokens, "rounds": rounds, "wall_s": wall_s},
+        }  # fmt: skip
+        totals = Totals(rounds, drafted, accepted, longest, requests=requests, meta=meta)
+        if longest is not None and not totals.fixed_length:
+            raise FileError(
+                f"{files[0]}: {drafted} tokens drafted in {rounds} rounds are no drafts of "
+                f"{longest} each: say the --draft-max of a server with --draft-p-min 0, or leave "
+                "--draft-lengths out"
+            )
+        return totals
+
+
+_COUNTS = {"predicted_n": MOST_TOKENS, "draft_n": MOST_COUNT, "draft_n_accepted": MOST_COUNT}
+"""Counts of a request, and how large each can be."""
+
+
+def _fixed(text: str) -> int | None:
+    """The draft length that ``fixed:N`` says; None where nothing is said."""
+    if text == "infer":
+        return None
+    kind, _, length = text.partition(":")
+    if kind != "fixed" or not length.isdigit() or not 1 <= int(length) <= MOST_DRAFTED:
+        raise FileError(
+            f"--draft-lengths {text}: counts of llama.cpp tell of drafts of one length alone: "
+            "fixed:N, N the server's --draft-max"
+        )
+    return int(length)
+
+
+def _seconds(where: str, predicted_ms: Any) -> float:
+    """Seconds of decoding; 0 where they are not told."""
+    if predicted_ms is None or predicted_ms == 0:
+        return 0.0
+    if not is_seconds(predicted_ms):
+        raise FileError(
+            f"{where}: timings.predicted_ms is {shown(predicted_ms)}, expected milliseconds"
+        )
+    return float(predicted_ms) / 1e3

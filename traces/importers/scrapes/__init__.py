@@ -1,1 +1,0 @@
-"""Scrapes of a server's ``/metrics`` (Prometheus text format), a module for each server's names."""
