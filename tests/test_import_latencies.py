@@ -13,8 +13,8 @@ from tests.logs import bench_record, written
 from traces.acceptance.synthetic import synthetic_trace
 from traces.errors import DraftsimError, FileError
 from traces.importers.base import Options
-from traces.importers.timings import NORMAL_IQR
 from traces.importers.registry import import_log
+from traces.importers.timings import NORMAL_IQR
 from traces.latency.table import LatencyTable
 from traces.store.files import write_trace
 from traces.store.recordings import find_latency
