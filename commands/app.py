@@ -41,6 +41,13 @@ RENAMED = {
     "max-concurrency": "batch", "request-rate": "rate",
 }  # fmt: skip
 """Our names of options, by their former names and those of vLLM's benchmarks, which also work."""
+FIELDS = {
+    "max-num-seqs": ("max-batch", "engine-batch"), "max-num-batched-tokens": ("token-budget",),
+    "num-gpu-blocks": ("kv-blocks",), "num-gpu-blocks-override": ("kv-blocks",),
+    "max-model-len": ("engine-length",),
+    "num-speculative-tokens": ("k", "draft-length", "gamma", "engine-longest"),
+}  # fmt: skip
+"""Our names of options, by vLLM's names of its settings, which also work."""
 ELSEWHERE = {
     ("simulate", "--batch"): "it replays one request at a time: `draftsim serve --batch` or "
     "`draftsim sweep --batch`",
@@ -118,11 +125,8 @@ COMMANDS = {
 """Commands by name, in groups of what people have."""
 
 app = typer.Typer(
-    cls=lazy_group(COMMANDS),
-    context_settings={
-        "help_option_names": ["-h", "--help"],
-        "token_normalize_func": lambda name: RENAMED.get(name, name),
-    },
+    cls=lazy_group(COMMANDS, {**{old: (new,) for old, new in RENAMED.items()}, **FIELDS}),
+    context_settings={"help_option_names": ["-h", "--help"]},
     help="Predicts what speculative decoding will do, from one profiling run of a real pair.",
     add_completion=True,
     pretty_exceptions_enable=False,

@@ -9,18 +9,21 @@ import typer
 
 from commands.common.acceptance import FORMS, LONGEST, load_positions
 from commands.common.bounds import MOST_CONTEXT, MOST_LENGTH
-from commands.common.devices import AlwaysOption, GpuOption, WeightsOption, latencies
-from commands.common.drafted import DraftedOption, load_recording
-from commands.common.inputs import (
+from commands.common.drafted import latencies, load_recording
+from commands.common.options import (
+    AlwaysOption,
     AssumeOption,
+    DraftedOption,
+    GpuOption,
     LatencyOption,
     TraceOption,
+    WeightsOption,
     batch_sizes,
 )
-from commands.common.latex import Shown
 from commands.common.output import JsonOption, OutOption, emit, note, placed
 from commands.common.printed import print_table
 from commands.common.progress import working
+from commands.common.written import Shown
 from traces.store.recordings import DEFAULT_TRACE
 
 if TYPE_CHECKING:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from commands.common.acceptance import load_positions
-from commands.common.inputs import OtherAcceptanceOption
+from commands.common.options import OtherAcceptanceOption, batch_sizes
 from commands.common.output import JsonOption, emit, note, placed_recording
 from commands.common.printed import print_table
 from traces.digits import three_digits
@@ -84,7 +84,6 @@ def calibrate(
     The first line names the best draft length by concurrency. What the runs do not determine is
     named, and so is the run that would tell most. Intervals are for a further run at that load.
     """
-    from commands.common.inputs import batch_sizes
     from simulator.aggregate.advice import (
         choices,
         concurrencies,
@@ -120,7 +119,7 @@ def calibrate(
     intervals, suggestion = server.intervals(level), next_run(server)
     if json is None:
         note(f"{found.model}: {_headline(best, level)}" if found.model else _headline(best, level))
-        print_table([_choice(row) for row in best])
+        print_table([shown_choice(row) for row in best])
         print_table([_load(load) for load in loads])
         print_table([_cost(name, one) for name, one in intervals.items()])
     else:
@@ -130,7 +129,7 @@ def calibrate(
         ]
         more = {
             "undetermined": list(server.undetermined), "misfit": server.misfit,
-            "next_run": suggestion._asdict(), "choices": [_chosen(row) for row in best],
+            "next_run": suggestion._asdict(), "choices": [row.row for row in best],
             "predictions": [_flat(load) for load in loads],
         }  # fmt: skip
         emit("calibrate", rows, json, more=more)
@@ -266,22 +265,16 @@ def _times(value: Interval) -> str:
     return f"{value.value:.2f}x ({value.low:.2f} to {value.high:.2f})"
 
 
-def _choice(row: Choice) -> Mapping[str, str]:
+def shown_choice(row: Choice) -> Mapping[str, str]:
+    """Return the line that shows the best draft length at a concurrency."""
+    speed, gain = row.tokens_per_s, row.speedup
     return {
-        "requests": str(row.batch),
+        "concurrency": str(row.batch),
         "best K": str(row.k) + (f", p-min {row.p_min:g}" if row.p_min else ""),
-        "tokens/s": three_digits(row.tokens_per_s.value),
-        "speedup": _times(row.speedup) if row.k else "1",
+        "tokens/s": three_digits(speed.value),
+        "interval": f"{three_digits(speed.low)} to {three_digits(speed.high)}",
+        "speedup": f"{gain.value:.2f} ({gain.low:.2f} to {gain.high:.2f})" if row.k else "1",
         "chance faster": f"{row.faster:.0%}" if row.k else "-",
-    }  # fmt: skip
-
-
-def _chosen(row: Choice) -> dict[str, Any]:
-    return {
-        "batch": row.batch, "k": row.k, "tokens_per_s": row.tokens_per_s.value,
-        "speedup": row.speedup.value, "speedup_lo": row.speedup.low,
-        "speedup_hi": row.speedup.high, "faster": row.faster if row.k else None,
-        "extrapolated": row.extrapolated, "p_min": row.p_min,
     }  # fmt: skip
 
 

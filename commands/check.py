@@ -6,11 +6,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from commands.common.drafted import DraftedOption, load_recording
-from commands.common.inputs import LatencyOption, TraceOption
-from commands.common.latex import Shown
+from commands.common.drafted import load_recording
+from commands.common.options import DraftedOption, LatencyOption, TraceOption
 from commands.common.output import JsonOption, OutOption, emit, note
 from commands.common.printed import print_table
+from commands.common.written import Shown
 from traces.store.recordings import DEFAULT_TRACE
 
 if TYPE_CHECKING:

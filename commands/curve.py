@@ -9,7 +9,7 @@ import typer
 
 from commands.common.acceptance import FORMS
 from commands.common.bounds import MOST_LENGTH
-from commands.common.inputs import batch_sizes
+from commands.common.options import batch_sizes
 from commands.common.output import JsonOption, OutOption, emit, note
 from traces.errors import DraftsimError
 

@@ -69,9 +69,9 @@ def demo(
     )  # fmt: skip
     _profiled(out, size)
 
-    from commands.common.figures import save_all
     from commands.simulate.table import print_ranked
     from profiler.recording.run import only_writer
+    from simulator.plots.recording import save_all
     from simulator.whatif.ranking import rank, ranked_rows
     from traces.store.files import read_latency, read_trace
 

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from commands.common.drafted import DraftedOption, load_recording
-from commands.common.inputs import TraceOption
+from commands.common.drafted import load_recording
+from commands.common.options import DraftedOption, TraceOption
 from commands.common.output import JsonOption, emit, note, placed_as
 from traces.store.recordings import DEFAULT_TRACE
 

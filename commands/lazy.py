@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from importlib import import_module
 from typing import Any, NamedTuple
 
 import typer
-from typer.core import TyperGroup
+from typer.core import TyperCommand, TyperGroup
 
 from commands.common.bounds import bounded
-from commands.common.configured import configured
+from commands.common.configured import configured, expanded
 
 
 class Listed(NamedTuple):
@@ -29,14 +29,33 @@ class Listed(NamedTuple):
         """The function itself, whose docstring and options are the command's own help."""
         module, _, name = self.place.partition(":")
         found: Callable[..., None] = getattr(import_module(module), name)
-        return found
+        return expanded(found)
+
+
+class Sectioned(TyperCommand):
+    """A command whose help shows its own options, then groups of shared ones by heading."""
+
+    def format_options(self, ctx: Any, formatter: Any) -> None:
+        sections: dict[str, list[tuple[str, str]]] = {"Arguments": [], "Options": []}
+        for param in self.get_params(ctx):
+            if (record := param.get_help_record(ctx)) is not None:
+                own = "Arguments" if param.param_type_name == "argument" else "Options"
+                heading = getattr(param, "rich_help_panel", None) or own
+                sections.setdefault(heading, []).append(record)
+        for heading, records in sections.items():
+            if records:
+                with formatter.section(heading):
+                    formatter.write_dl(records)
 
 
 class _Loaded(Mapping[str, Any]):
-    """Click's command of each name, made when it is asked for."""
+    """Click's command of each name, made when it is asked for.
 
-    def __init__(self, listed: Mapping[str, Listed]) -> None:
-        self.listed = listed
+    ``names`` are other names of options, each with what commands call it.
+    """
+
+    def __init__(self, listed: Mapping[str, Listed], names: Mapping[str, Sequence[str]]) -> None:
+        self.listed, self.names = listed, names
         self.made: dict[str, Any] = {}
 
     def __getitem__(self, name: str) -> Any:
@@ -44,8 +63,15 @@ class _Loaded(Mapping[str, Any]):
             alone = typer.Typer(add_completion=False, rich_markup_mode=None)
             one = self.listed[name]
             function = configured(one.function()) if one.configured else one.function()
-            alone.command(name)(bounded(function))
-            self.made[name] = typer.main.get_command(alone)
+            alone.command(name, cls=Sectioned)(bounded(function))
+            made = self.made[name] = typer.main.get_command(alone)
+            own = {option.lstrip("-") for param in made.params for option in param.opts}
+
+            def called(option: str) -> str:
+                others = self.names.get(option, (option,))
+                return next((other for other in others if other in own), others[0])
+
+            made.context_settings["token_normalize_func"] = called
         return self.made[name]
 
     def __iter__(self) -> Iterator[str]:
@@ -55,12 +81,18 @@ class _Loaded(Mapping[str, Any]):
         return len(self.listed)
 
 
-def lazy_group(listed: Mapping[str, Listed]) -> type[TyperGroup]:
-    """The class of a group of the commands `listed`, for ``typer.Typer(cls=...)``."""
+def lazy_group(
+    listed: Mapping[str, Listed], names: Mapping[str, Sequence[str]]
+) -> type[TyperGroup]:
+    """Return the class of a group of the commands `listed`, for ``typer.Typer(cls=...)``.
+
+    ``names`` are other names of options, each with what commands call it: the first of these that
+    a command has.
+    """
 
     class LazyGroup(TyperGroup):
         def __init__(self, **settings: Any) -> None:
-            super().__init__(**{**settings, "commands": _Loaded(listed)})
+            super().__init__(**{**settings, "commands": _Loaded(listed, names)})
 
         def list_commands(self, ctx: Any) -> list[str]:
             del ctx

@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from commands.common.drafted import load_recording
-from commands.common.inputs import TraceOption, load_policies
+from commands.common.options import TraceOption
 from commands.common.output import note, placed_as, placed_recording
 from traces.errors import DraftsimError
 from traces.store.recordings import DEFAULT_TRACE
@@ -47,6 +47,7 @@ def calibrate_memory(
     keeps.  With --split below 1 the memory can be tried on prompts it has not seen.
     """
     from policies.rules.memory import OnlineCorrectionMemory
+    from simulator.chosen import load_policies
     from traces.replay.corrections import calibrated, split_requests
     from traces.store.files import write_trace
     from traces.store.writing import write_atomically
@@ -59,7 +60,7 @@ def calibrate_memory(
         )
     recorded = recording.trace
     train, others = split_requests(recorded, split)
-    [(name, chosen)] = load_policies([policy], recorded)
+    [(name, chosen)] = load_policies([policy], recorded, say=note)
     memory = calibrated(recorded.select(train), chosen, OnlineCorrectionMemory(capacity))
     write_atomically(out, memory.content())
     growth = f"{memory.sizes[0]} pairs after the first, {memory.sizes[-1]} after all"

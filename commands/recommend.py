@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from commands.calibrate import ExpertsOption, known_target, other_acceptance, untold_passes
+from commands.calibrate import (
+    ExpertsOption,
+    known_target,
+    other_acceptance,
+    shown_choice,
+    untold_passes,
+)
 from commands.common.acceptance import load_positions
-from commands.common.inputs import OtherAcceptanceOption
+from commands.common.options import OtherAcceptanceOption, batch_sizes
 from commands.common.output import JsonOption, emit, note, placed
 from commands.common.printed import print_table
-from traces.digits import three_digits
 from traces.errors import DraftsimError
 
 if TYPE_CHECKING:
@@ -77,10 +82,10 @@ def recommend(
     Two runs suffice for a first answer: one without speculation and one with. More runs, at other
     concurrencies and draft lengths, narrow the intervals. The last line is a command to paste.
     """
-    from commands.common.inputs import batch_sizes
     from simulator.aggregate.advice import choices, concurrencies, in_words, next_runs
     from simulator.aggregate.benches import read_benches, with_acceptance
     from simulator.aggregate.server import calibrate
+    from simulator.tune.advised import setting, start_line
 
     if engine not in ENGINES:
         raise DraftsimError(f"--engine {engine!r}: expected one of {', '.join(ENGINES)}")
@@ -107,19 +112,19 @@ def recommend(
     rows = _within(choices(server, batches, level=level), slo)
     suggestions = next_runs(server)
     suggestion = suggestions[0]
-    document = _document(engine, rows, method)
-    line = _line(engine, document, target or found.model, draft, method)
+    document = setting(engine, rows, method)
+    line = start_line(engine, document, target or found.model, draft, method)
     if json is None:
         of = f"{target or found.model}: " if target or found.model else ""
         note(f"{of}{in_words(rows)}{_gain(rows, level)}.")
-        print_table([_shown(row) for row in rows])
+        print_table([shown_choice(row) for row in rows])
     else:
         more = {
             "setting": document, "launch": line, "next_run": suggestion._asdict(),
             "next_runs": [one._asdict() for one in suggestions],
             "undetermined": list(server.undetermined), "misfit": server.misfit,
         }  # fmt: skip
-        emit("recommend", [_row(row) for row in rows], json, more=more)
+        emit("recommend", [row.row for row in rows], json, more=more)
     for text in _remarks(server, rows, suggestions):
         note(text)
     if engine in ONE_LENGTH and len({row.k for row in rows}) > 1:
@@ -171,68 +176,6 @@ def _within(rows: Sequence[Choice], slo: str | None) -> list[Choice]:
     return list(rows)
 
 
-def _document(engine: str, rows: Sequence[Choice], method: str | None) -> dict[str, Any] | None:
-    """Return the engine's setting, or None if no speculation is best at every concurrency."""
-    longest = max(row.k for row in rows)
-    if not longest:
-        return None
-    ranges: list[list[int]] = []
-    start = 1
-    for i, row in enumerate(rows):
-        if i + 1 < len(rows) and rows[i + 1].k == row.k:
-            continue
-        ranges.append([start, row.batch, row.k])
-        start = row.batch + 1
-    if engine == "vllm":
-        document: dict[str, Any] = {} if method is None else {"method": method}
-        document["num_speculative_tokens"] = longest
-        if len(ranges) > 1:
-            document["num_speculative_tokens_per_batch_size"] = ranges
-        return document
-    if engine == "tensorrt-llm":
-        # Its longest draft is that of the smallest batch; after the last batch nothing is drafted.
-        first = rows[0].k or longest
-        schedule = {str(high): min(k or first * (low == 1), first) for low, high, k in ranges}
-        while len(schedule) > 1 and not [*schedule.values()][-1]:
-            schedule.popitem()
-        return {"max_draft_len": first, "draft_len_schedule": schedule}
-    # These take one draft length: that of the smallest concurrency asked about.
-    k = rows[0].k or longest
-    if engine == "sglang":
-        return {
-            "speculative-num-steps": k, "speculative-eagle-topk": 1,
-            "speculative-num-draft-tokens": k + 1,
-        }  # fmt: skip
-    if engine == "llamacpp":
-        stop = {"spec-draft-p-min": rows[0].p_min} if rows[0].p_min else {}
-        return {"spec-draft-n-max": k, **stop}
-    return {"num_assistant_tokens": k, "num_assistant_tokens_schedule": "constant"}
-
-
-def _line(
-    engine: str, document: Mapping[str, Any] | None, target: str | None, draft: str | None,
-    method: str | None,
-) -> str:  # fmt: skip
-    """The command that starts the engine so."""
-    import shlex
-
-    from simulator.tune.launch import ALGORITHMS, DRAFT, TARGET, NamedDrafter, launch_line
-
-    model = target or TARGET
-    drafter = NamedDrafter(method, draft)
-    if engine != "sglang":
-        return launch_line(engine, document, target=model, drafter=drafter)
-    line = f"python -m sglang.launch_server --model-path {shlex.quote(model)}"
-    if document is None:
-        return line
-    algorithm = ALGORITHMS.get(method or "eagle3", "EAGLE3")
-    options = " ".join(f"--{name} {value}" for name, value in document.items())
-    return (
-        f"{line} --speculative-algorithm {algorithm} --speculative-draft-model-path "
-        f"{shlex.quote(draft or DRAFT)} {options}"
-    )
-
-
 def _gain(rows: Sequence[Choice], level: float) -> str:
     first = next((row for row in rows if row.k), None)
     if first is None:
@@ -276,25 +219,3 @@ def _remarks(
     if any(row.extrapolated for row in rows):
         lines.append("the longest draft length recommended was not measured: measure it")
     return lines
-
-
-def _shown(row: Choice) -> Mapping[str, str]:
-    speed, gain = row.tokens_per_s, row.speedup
-    return {
-        "concurrency": str(row.batch),
-        "best K": str(row.k) + (f", p-min {row.p_min:g}" if row.p_min else ""),
-        "tokens/s": three_digits(speed.value),
-        "interval": f"{three_digits(speed.low)} to {three_digits(speed.high)}",
-        "speedup": f"{gain.value:.2f} ({gain.low:.2f} to {gain.high:.2f})" if row.k else "1",
-        "chance faster": f"{row.faster:.0%}" if row.k else "-",
-    }  # fmt: skip
-
-
-def _row(row: Choice) -> dict[str, Any]:
-    return {
-        "batch": row.batch, "k": row.k, "tokens_per_s": row.tokens_per_s.value,
-        "tokens_per_s_lo": row.tokens_per_s.low, "tokens_per_s_hi": row.tokens_per_s.high,
-        "speedup": row.speedup.value, "speedup_lo": row.speedup.low,
-        "speedup_hi": row.speedup.high, "faster": row.faster if row.k else None,
-        "extrapolated": row.extrapolated, "p_min": row.p_min,
-    }  # fmt: skip

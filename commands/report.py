@@ -3,29 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from commands.common.devices import (
-    AlwaysOption,
-    GpuOption,
-    OnePassOption,
-    WeightsOption,
-    say_calibrate,
-)
-from commands.common.drafted import DraftedOption, load_recording
-from commands.common.inputs import (
+from commands.common.drafted import load_recording, say_calibrate
+from commands.common.options import (
     TRACE_VARIABLE,
+    AlwaysOption,
+    DraftedOption,
+    GpuOption,
     LatencyOption,
+    OnePassOption,
     PolicyOption,
+    WeightsOption,
     as_named,
 )
 from commands.common.output import note, placed_as
 from commands.common.progress import working
-from commands.common.sources import with_free_lookups
-from commands.simulate.runs import replay_side_by_side, split_asked
 from traces.errors import DraftsimError
 from traces.store.recordings import DEFAULT_TRACE
 
@@ -66,6 +63,7 @@ def report(
     The page ranks the policies and named systems that `simulate` ranks, and recommends the same
     one.
     """
+    from simulator.predict import compare, split_asked
     from simulator.report import build_report, write_report
     from traces.replay.always import always_drafted, drafting_always, passes_always
     from traces.store.measured import read_measured
@@ -94,12 +92,17 @@ def report(
             "with `draftsim simulate`"
         )
     with working("replaying policies", alone=True) as progress:
-        ranking, more = replay_side_by_side(recording, table, asked, lossy=False)
-        table = with_free_lookups(table)
+        compared = compare(
+            recording, table, asked, lossy=False, say=note,
+            progress=partial(progress, "replaying policies"),
+        )  # fmt: skip
+        ranking, table = compared.ranking, compared.latency
         notes = {**ranking.notes}
         for name, span in carried_spans(ranking.logs, table).items():
             notes[name] = "; ".join(filter(None, (notes.get(name), span)))
-        logs = [always_drafted(log, passes_always(table)) for log in (*ranking.logs, *more)]
+        logs = [
+            always_drafted(log, passes_always(table)) for log in (*ranking.logs, *compared.more)
+        ]
         page = build_report(
             recording.trace, table, logs, notes=notes, measured=measured, pair=names_of(recording),
             title=Path(run).name, serve=serve, resamples=resamples, progress=progress,

@@ -12,31 +12,14 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from commands.common.bounds import MOST_CONTEXT
-from commands.common.devices import (
-    AlwaysOption,
-    CaptureOption,
-    GpuOption,
-    GraphModeOption,
-    OnePassOption,
-    WeightsOption,
-    in_graphs,
-    say_calibrate,
-)
-from commands.common.drafted import DraftedOption, load_recording
-from commands.common.inputs import (
-    AcceptanceOption,
-    AssumeOption,
-    LatencyOption,
-    TraceOption,
-    batch_sizes,
-)
+from commands.common.drafted import say_calibrate
+from commands.common.options import CarriedInputs, Graphs, batch_sizes
 from commands.common.output import JsonOption, emit, note, placed_as
 from commands.common.printed import print_table
 from commands.common.progress import working
 from commands.engine.options import DefaultsOption
 from traces.digits import three_digits
 from traces.errors import DraftsimError
-from traces.store.recordings import DEFAULT_TRACE
 
 if TYPE_CHECKING:
     from simulator.recording import Recording
@@ -80,17 +63,8 @@ ONE_REQUEST = {
 
 def tune(
     engine: Annotated[Engine, typer.Option(help="Whose settings to write.")],
-    trace: TraceOption = DEFAULT_TRACE,
-    acceptance: AcceptanceOption = None,
-    latency: LatencyOption = None,
-    source: DraftedOption = None,
-    always_draft: AlwaysOption = None,
-    one_pass: OnePassOption = False,
-    gpu: GpuOption = None,
-    weights: WeightsOption = None,
-    assume_batch_free: AssumeOption = False,
-    cudagraph_capture_sizes: CaptureOption = None,
-    cudagraph_mode: GraphModeOption = None,
+    inputs: CarriedInputs,
+    graphs: Graphs,
     slo: Annotated[
         str | None,
         typer.Option(
@@ -168,13 +142,9 @@ def tune(
     from simulator.tune.costs import DEFAULT_LENGTHS, default_batches
     from simulator.tune.launch import FILE
     from simulator.tune.settings import laid_out
-    from traces.replay.always import drafting_always
 
     targets = None if slo is None else parse_targets(slo)
-    recording = load_recording(
-        trace, latency, source, acceptance=acceptance, chooses="tune", gpu=gpu, weights=weights,
-        assume_batch_free=assume_batch_free, one_pass=one_pass,
-    )  # fmt: skip
+    recording = inputs.load(chooses="tune")
     recorded = recording.trace
     if recording.source is not None and engine in ONE_REQUEST:
         raise DraftsimError(
@@ -190,8 +160,8 @@ def tune(
             raise DraftsimError("--by-length has one K at all batch sizes: name one --batch alone")
         sizes, by_context = sizes or [1], True
     largest = 1 if engine in ONE_REQUEST else max(sizes or default_batches(recording.latency))
-    recording = in_graphs(recording, cudagraph_capture_sizes, cudagraph_mode, largest)
-    table = drafting_always(recording.priced(), always_draft)
+    recording = graphs.captured(recording, largest)
+    table = inputs.priced(recording)
     if engine in ONE_REQUEST and sizes not in (None, [1]):
         raise DraftsimError(f"{ONE_REQUEST[engine]}: leave out --batch")
     longest = None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from commands.simulate.runs import recorded_rounds
+from commands.simulate.command import recorded_rounds
 from docs.reading import code, table
 from simulator.degenerate import accepted_mismatches
 from simulator.summary import summarize

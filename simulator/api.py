@@ -16,8 +16,7 @@ import pandas as pd
 from policies.batch.base import BatchPolicy
 from policies.core import DraftPolicy
 from policies.registry import is_bound
-from policies.rules.registry import parse_rule
-from simulator.chosen import load_serving_policies, swept_policies
+from simulator.chosen import load_rule, load_serving_policies, swept_policies
 from simulator.recording import Recording, check_models, load_recording, observed_trace
 from traces.acceptance.trace import Trace
 from traces.errors import DraftsimError
@@ -177,13 +176,14 @@ def predict(
         A recording's name, run folder or file, or an object.  By default the latencies are those
         recorded with the trace.
     policies:
-        Names as on the command line, or objects; by default every policy that the recording can
-        be replayed with.
+        Names as on the command line, methods of the papers among them, or objects; by default
+        every policy and method that the recording can be replayed with.
     acceptance:
         Instead of a trace: acceptance by position, such as ``[0.76, 0.6, 0.43]`` or what
         ``--acceptance`` takes; `latency` says what passes cost.
     source:
-        The drafter of a named recording, by default the one that the latencies were measured with.
+        The drafter of a named recording, by default the one that the latencies were measured with;
+        for `predict` any source.
     verify:
         A verification rule as text; by default lossless.
     against:
@@ -202,17 +202,23 @@ def predict(
     >>> list(found.table["policy"])
     ['autoregressive', 'fixed:gamma=3', 'gammatune', 'fixed:gamma=2']
     """
-    from simulator.whatif.ranking import rank, ranked_rows, winner
+    from simulator.predict import compare, split_asked
+    from simulator.whatif.ranking import winner
 
     notes: list[str] = []
-    recording = _recording(trace, latency, source, notes, acceptance)
-    rule = _rule(verify, recording)
-    table = recording.priced()
-    ranking = rank(recording.trace, table, policies, rule, notes.append)
-    rows = ranked_rows(
-        ranking, table, recording.trace, against=against, resamples=resamples, prefill=prefill,
-        by_category=by_category,
+    asked = split_asked(policies)
+    recording = _recording(trace, latency, source, notes, acceptance, one_stream=True)
+    if recording.stream is not None:
+        asked.check_alone("source", "a draft source")
+    if verify is not None:
+        asked.check_alone("verify")
+    compared = compare(
+        recording, recording.priced(), asked, _rule(verify, recording), say=notes.append,
+        alone=isinstance(trace, Trace),
     )  # fmt: skip
+    rows = compared.rows(
+        against=against, resamples=resamples, prefill=prefill, by_category=by_category
+    )
     overall = [row for row in rows if row.get("category") is None]
     first = winner(overall)
     best = None if first is None else str(overall[first]["policy"])
@@ -462,6 +468,7 @@ def sweep(
 def _recording(
     trace: str | Trace, latency: str | LatencyTable | None, source: str | None, notes: list[str],
     acceptance: Acceptance | None = None, chooses: str | None = None, by_ratio: bool = False,
+    one_stream: bool = False,
 ) -> Recording:  # fmt: skip
     """Return the recording that the arguments of `predict` describe; `notes` gets its remarks."""
     if acceptance is not None:
@@ -478,7 +485,8 @@ def _recording(
         tables = {latency or trace: find_latency(latency or trace)}
     return load_recording(
         trace, outputs, tables, source, given=latency is not None, chooses=chooses,
-        one=not by_ratio, observed=acceptance is not None, say=notes.append,
+        one=not by_ratio, one_stream=one_stream and acceptance is None,
+        observed=acceptance is not None, say=notes.append,
     )  # fmt: skip
 
 
@@ -522,12 +530,7 @@ def _given(
 
 
 def _rule(verify: str | None, recording: Recording) -> VerifyRule | None:
-    if verify is None:
-        return None
-    try:
-        rule = parse_rule(verify)
-    except ValueError as error:
-        raise DraftsimError(str(error)) from None
+    rule = load_rule(verify)
     recording.check_rule(rule)
     return rule
 

@@ -11,6 +11,10 @@ from policies.core import DraftPolicy
 from policies.from_file import is_file, load_file, said_cut
 from policies.lengths.basic import Autoregressive, Fixed
 from policies.registry import POLICIES, describe, parse_policy, parse_serving_policy, policy_names
+from policies.rules.base import VerifyRule
+from policies.rules.context import CSD
+from policies.rules.memory import OnlineCorrectionMemory
+from policies.rules.registry import parse_rule
 from policies.spec import parameters
 from traces.acceptance.trace import Trace
 from traces.errors import DraftsimError
@@ -135,6 +139,25 @@ def swept_policies(
             names = [n for n in names if n != "all"] + every
         names = with_gammas(names, list(gammas))
     return dict(named(load_policies(names, trace, say=say)))
+
+
+def load_rule(text: str | None, memory: Path | None = None) -> VerifyRule | None:
+    """Return the rule that `text` describes; None where none is named.
+
+    ``memory`` is the file of a calibrated memory.  Raises DraftsimError naming what is wrong.
+    """
+    if text is None:
+        if memory is not None:
+            raise DraftsimError("--memory belongs to a rule that has one: add --verify csd")
+        return None
+    try:
+        table = None if memory is None else OnlineCorrectionMemory.load(memory)
+        rule = parse_rule(text, memory=table)  # a run tells the rule its vocabulary
+    except ValueError as error:
+        raise DraftsimError(str(error)) from None
+    if memory is not None and not isinstance(rule, CSD):
+        raise DraftsimError(f"--memory belongs to a rule that has one, not {text!r}: --verify csd")
+    return rule
 
 
 def every_policy() -> list[str]:

@@ -124,8 +124,8 @@ class Recording:
 
     def check_rule(self, rule: VerifyRule | None) -> None:
         """Raise DraftsimError if `rule` asks for what is not known of the drafts."""
-        if self.source is not None:
-            check_rule(rule, self.source, self.outputs)
+        if (source := self.stream or self.source) is not None:
+            check_rule(rule, source, self.outputs)
 
     def check_ratios(self, ratios: Sequence[float]) -> None:
         """Raise DraftsimError if cost ratios are asked of a source without a cost per token."""

@@ -3,23 +3,32 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 import pandas as pd
 
+from policies.batch.base import SingleStream
 from policies.core import DraftPolicy
+from policies.from_file import Cut, split_name
+from policies.spec import describe_spec, parameters
+from simulator.chosen import load_policies
 from simulator.pricing import autoregressive, price
 from traces.acceptance.trace import Trace
 from traces.errors import DraftsimError
 from traces.latency.table import LatencyTable
 from traces.replay.vectorised import replay_many
+from traces.sources.methods import method_of
 
 Floats = npt.NDArray[np.float64]
 
 INITIAL_GAMMAS = (1, 2, 3, 4, 5, 6, 7, 8, 12, 16, 20, 24)
 """The twelve initial draft lengths of GammaTune, Table 2."""
+STARTING = ("fixed", "hf-heuristic", "confidence", "gammatune", "gammatune-plus")
+"""Policies that start from a draft length, where none is named."""
+LONGEST = 24
+"""Draft length that policies are made for where the recording sets no bound."""
 
 
 class GammaSeconds(NamedTuple):
@@ -104,3 +113,87 @@ def robustness(speedups: pd.DataFrame, reference: str = "fixed") -> pd.DataFrame
     frame = frame / float(speedups.loc[speedups["policy"] == reference, "speedup"].mean())
     frame.columns = pd.Index(["mean", "sd", "lowest", "highest"])
     return frame.reset_index()
+
+
+class Families(NamedTuple):
+    """Policies as functions of the draft length that they start from."""
+
+    made: dict[str, Callable[[int], DraftPolicy]]
+    gammas: list[int]
+    """The lengths."""
+    left_out: list[str]
+    """Lines on policies without such a length, and on lengths that were not recorded."""
+
+
+def families_of(trace: Trace, texts: Sequence[str] | None) -> Families:
+    """Return the policies of `texts` as functions of their parameter gamma, ``fixed`` first.
+
+    Without texts, or with ``all``, these are `STARTING` (and what is named beside ``all``).
+    Raises DraftsimError if the recording holds no drafts of two tokens.
+    """
+    longest = min(trace.max_gamma or LONGEST, LONGEST)
+    gammas = [g for g in INITIAL_GAMMAS if g <= longest]
+    if len(gammas) < 2:
+        raise DraftsimError(
+            "one draft length shows no robustness: record with --max-gamma 2 or larger"
+        )
+    made: dict[str, Callable[[int], DraftPolicy]] = {}
+    names = [text for text in texts or () if text != "all"]
+    without = [text for text in names if method_of(text) is not None]
+    names = [text for text in names if text not in without]
+    if names + without == [] or "all" in (texts or ()):
+        names += [name for name in STARTING if name not in names]
+    for name, policy in load_policies(list(dict.fromkeys(["fixed", *names])), trace):
+        inner: Any = getattr(policy, "policy", policy)
+        start = parameters(type(inner)).get("gamma")
+        if start is None or not isinstance(inner.gamma, int):
+            if name != "autoregressive":
+                without.append(name)
+            continue
+        make = _starting_from(policy, longest)
+        try:
+            for gamma in gammas:
+                make(gamma)
+        except ValueError as error:
+            without.append(f"{name} ({error})")
+            continue
+        made.setdefault(_family_name(name, inner), make)
+    said = []
+    if without:
+        said.append(
+            "robustness is of policies with a parameter gamma to start from, which leaves out "
+            f"{', '.join(without)}"
+        )
+    if longest < max(INITIAL_GAMMAS):
+        said.append(f"initial draft lengths 1 to {longest}: no longer drafts were recorded")
+    return Families(made, gammas, said)
+
+
+def _starting_from(policy: DraftPolicy, longest: int) -> Callable[[int], DraftPolicy]:
+    inner: Any = getattr(policy, "policy", policy)
+    known = parameters(type(inner))
+    values = {name: getattr(inner, name) for name in known}
+    if "gamma_max" in known and values["gamma_max"] == known["gamma_max"].default:
+        values["gamma_max"] = longest
+
+    def make(gamma: int) -> DraftPolicy:
+        made = type(inner)(**{**values, "gamma": gamma})
+        if isinstance(policy, Cut):
+            return Cut(made, policy.longest)
+        return SingleStream(made) if isinstance(policy, SingleStream) else made
+
+    return make
+
+
+def _family_name(name: str, policy: object) -> str:
+    """`name` without the length that is varied, and without the bound that goes with it."""
+    return describe_spec(policy, split_name(name)[0], ("gamma", "gamma_max"))
+
+
+def robustness_rows(
+    trace: Trace, latency: LatencyTable, texts: Sequence[str] | None
+) -> tuple[pd.DataFrame, list[str]]:
+    """Return mean and sd over initial draft lengths, and what has to be said of them."""
+    families = families_of(trace, texts)
+    speedups = speedup_by_gamma(trace, families.made, latency, families.gammas)
+    return robustness(speedups), families.left_out

@@ -52,6 +52,21 @@ def test_predict_gives_the_rows_of_simulate(run: Run) -> None:
     assert found.plot().axes
 
 
+def test_predict_lists_the_methods_that_simulate_lists(run: Run) -> None:
+    found = draftsim.predict("bundled", resamples=20).table
+    rows = run("simulate", "--trace", "bundled", "--resamples", "20", "--json", "-").rows
+    assert list(zip(found["policy"], found["verify"], found["source"], strict=True)) == [
+        (row["policy"], row["verify"], row["source"]) for row in rows
+    ]
+    assert {"exact", "csd"} <= {verify.partition(":")[0] for verify in found["verify"]}
+    some = draftsim.predict("bundled", policies=["pld", "gammatune+csd"], resamples=20).table
+    assert {"pld", "gammatune+csd"} <= set(some["policy"])
+    looked_up = draftsim.predict("bundled", source="pld", policies=SOME, resamples=20).table
+    assert set(looked_up["source"][1:]) == {"pld"}
+    with pytest.raises(draftsim.DraftsimError, match=r"is a method, .* of its own: drop verify"):
+        draftsim.predict("bundled", policies=["pld"], verify="csd")
+
+
 def test_predict_takes_objects() -> None:
     trace, latency = synthetic_trace(0.7, requests=4, tokens=30), LatencyTable.constant(1.0, 0.1)
     found = draftsim.predict(trace, latency, [Two(), "fixed:gamma=2"], resamples=20)

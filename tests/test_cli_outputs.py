@@ -84,6 +84,41 @@ def test_older_names_are_understood(old: str, synthetic_run: Path, run: Run) -> 
     assert old not in run("sweep", "--help").out
 
 
+@pytest.mark.parametrize(
+    ("command", "name", "own"),
+    [
+        ("serve", "max-num-seqs", "max-batch"), ("capacity", "max-num-seqs", "max-batch"),
+        ("profile", "max-num-seqs", "engine-batch"),
+        ("serve", "max-num-batched-tokens", "token-budget"),
+        ("serve", "num-gpu-blocks", "kv-blocks"), ("sweep", "num-speculative-tokens", "gamma"),
+        ("breakeven", "num-speculative-tokens", "k"),
+        ("export", "num-speculative-tokens", "draft-length"),
+    ],
+)  # fmt: skip
+def test_names_of_engines_are_understood(command: str, name: str, own: str, run: Run) -> None:
+    said = [run(command, f"--{option}") for option in (name, own)]
+    assert [one.code for one in said] == [2, 2]
+    assert "requires an argument" in said[0].err
+    assert said[0].err.replace(name, own) == said[1].err
+
+
+def test_a_file_of_options_takes_names_of_engines(run: Run, tmp_path: Path) -> None:
+    config = tmp_path / "run.yaml"
+    config.write_text("max_num_seqs: none\n")
+    said = run("serve", "--config", config)
+    assert said.code == 2
+    assert "Invalid value for '--max-batch'" in said.err
+
+
+def test_shared_options_stand_under_a_heading(run: Run) -> None:
+    said = run("serve", "--help").out
+    at = [said.index(f"\n{name}:\n") for name in (
+        "Options", "Acceptance and costs", "Policies", "Load", "Engine",
+    )]  # fmt: skip
+    assert at == sorted(at)
+    assert at[1] < said.index("--trace T") < at[2] < said.index("--policy P") < at[3]
+
+
 def test_every_command_writes_what_it_prints() -> None:
     page = (ROOT / "docs" / "commands.md").read_text(encoding="utf-8").replace("\n", " ")
     assert "Commands that print a table take `--json -` and `--out FILE`" in page
@@ -165,7 +200,7 @@ def test_a_place_that_cannot_be_is_refused_at_once(
     def worked(*_: object, **__: object) -> None:
         raise AssertionError("it worked first")
 
-    monkeypatch.setattr("commands.simulate.command.load_recording", worked)
+    monkeypatch.setattr("commands.common.drafted.load_recording", worked)
     ran = run("simulate", "--out", tmp_path / out)
     assert ran.code == 2
     assert said in ran.err

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from commands.serve.fastest import PLAIN, headline
-from simulator.chosen import load_serving_policies
+from commands.serve.rows import headline
+from simulator.chosen import PLAIN, load_serving_policies
 from tests.conftest import Run, Serve
 from tests.serving import PAIR, arrival_file
 from traces.acceptance.synthetic import synthetic_trace

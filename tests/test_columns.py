@@ -11,8 +11,7 @@ from rich.table import Table
 
 from commands import breakeven, curve, tune
 from commands.common.columns import COLUMNS, meaning
-from commands.common.layout import heading
-from commands.common.printed import OFF_TERMINAL
+from commands.common.printed import OFF_TERMINAL, heading
 from commands.engine import baseline, check, http, trial
 from commands.sweep import command as sweep
 from commands.validate import recorded

@@ -11,7 +11,7 @@ import pytest
 
 pytest.importorskip("torch")
 
-from commands.common.texts import say_texts
+from commands.common.quiet import say_texts
 from commands.engine.compare import compare_loads
 from commands.engine.loads import named_loads
 from commands.engine.rounds import before, first_divergence

@@ -10,7 +10,7 @@ import pytest
 from scipy.stats import halfnorm
 
 from commands.engine.compare import MOST, beside, slower_by, with_speedups
-from commands.engine.noise import expected_median, noise_said, scatter
+from simulator.noise import expected_median, noise_said, scatter
 
 OFF = "autoregressive"
 ARMS = (OFF, "a", "b", "c", "d", "e", "f")

@@ -11,9 +11,8 @@ from typing import Any
 import pytest
 
 from commands.engine.compare import priced_s
-from commands.engine.http import control_sizes
+from commands.engine.http import at_speed, control_sizes, speed_of
 from commands.engine.loads import named_loads
-from commands.engine.speed import at_speed, speed_of
 from policies import parse_policy
 from policies.core import Round
 from profiler.engines import setup

@@ -6,32 +6,18 @@ import math
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
-from commands.common.devices import (
-    AlwaysOption,
-    BlocksOption,
-    CaptureOption,
-    GraphModeOption,
-    OnePassOption,
-    blocks_of,
-    in_graphs,
+from commands.common.options import (
+    BatchInputs,
+    ClusterOption,
+    Engine,
+    JobsOption,
+    Policies,
+    chosen_executor,
 )
-from commands.common.drafted import DraftedOption, load_recording
-from commands.common.inputs import (
-    AcceptanceOption,
-    AssumeOption,
-    LatencyOption,
-    MemoryOption,
-    PolicyOption,
-    TraceOption,
-    VerifyOption,
-    load_rule,
-    one_rule,
-)
-from commands.common.latex import Shown
 from commands.common.output import (
     JsonOption,
     OutOption,
@@ -40,20 +26,14 @@ from commands.common.output import (
     placed_folder,
     said_free,
     say_drawn,
-)  # fmt: skip
+)
 from commands.common.printed import print_table
 from commands.common.progress import working
-from commands.common.workers import ClusterOption, JobsOption, chosen_executor
-from commands.serve.fleet import DEFAULT_ROUTER, RouterOption, chosen_router
-from commands.serve.loads import AsyncOption, BudgetOption, MaxBatchOption, arrivals_of
-from commands.serve.plots import assumption
+from commands.common.written import Shown
+from commands.serve.loads import ProcessOption, arrivals_of
 from policies.registry import is_bound
 from traces.errors import DraftsimError
 from traces.store.lock import only_writer
-from traces.store.recordings import DEFAULT_TRACE
-
-if TYPE_CHECKING:
-    from simulator.serving import Scenario
 
 
 def capacity(
@@ -66,6 +46,9 @@ def capacity(
             "(default 0.95).",
         ),
     ],
+    inputs: BatchInputs,
+    policies: Policies,
+    engine: Engine,
     rate: Annotated[float | None, typer.Option(help="Offered load, requests per second.")] = None,
     arrivals: Annotated[
         Path | None,
@@ -74,27 +57,9 @@ def capacity(
             help="Requests of a file, as `serve` takes them, at its own rate or --rate.",
         ),
     ] = None,
-    process: Annotated[
-        str | None,
-        typer.Option(help="Gaps between arrivals of --rate: poisson (default) or deterministic."),
-    ] = None,
-    policy: PolicyOption = None,
-    router: RouterOption = None,
+    process: ProcessOption = None,
     price: Annotated[float | None, typer.Option(help="Dollars an hour of a GPU.")] = None,
     gpus: Annotated[int, typer.Option(help="GPUs of a replica.")] = 1,
-    trace: TraceOption = DEFAULT_TRACE,
-    acceptance: AcceptanceOption = None,
-    latency: LatencyOption = None,
-    assume_batch_free: AssumeOption = False,
-    source: DraftedOption = None,
-    always_draft: AlwaysOption = None,
-    one_pass: OnePassOption = False,
-    max_batch: MaxBatchOption = None,
-    kv_blocks: BlocksOption = None,
-    token_budget: BudgetOption = None,
-    async_scheduling: AsyncOption = False,
-    cudagraph_capture_sizes: CaptureOption = None,
-    cudagraph_mode: GraphModeOption = None,
     max_replicas: Annotated[int, typer.Option(help="Replicas to try at most.")] = 1024,
     requests: Annotated[
         int | None,
@@ -104,8 +69,6 @@ def capacity(
     ] = None,
     replications: Annotated[int, typer.Option(help="Independent runs, for intervals.")] = 5,
     seed: Annotated[int, typer.Option(help="Of arrivals and of who replays what.")] = 0,
-    verify: VerifyOption = None,
-    memory: MemoryOption = None,
     jobs: JobsOption = None,
     cluster: ClusterOption = None,
     out: OutOption = None,
@@ -124,48 +87,39 @@ def capacity(
     With --out an interrupted plan goes on where it was: until the end FILE.jsonl holds what is
     finished.
     """
-    from simulator.capacity import parse_targets
+    from simulator.capacity import parse_targets, plan
     from simulator.capacity.rows import with_cost
-    from simulator.chosen import PLAIN, load_serving_policies
-    from simulator.serving import Limits, Scenario
-    from traces.replay.always import drafting_always
+    from simulator.chosen import load_serving_policies
+    from simulator.serving import Scenario
 
     targets = parse_targets(slo)
     with_cost([], gpus, price)  # refused before anything is simulated
-    recording = load_recording(
-        trace,
-        latency,
-        source,
-        acceptance=acceptance,
-        chooses="capacity",
-        assume_batch_free=assume_batch_free,
-        one_pass=one_pass,
-        plain=set(policy or ()) == {PLAIN},
-        sizes={} if arrivals is None else None,
+    recording = inputs.load(
+        chooses="capacity", plain=policies.plain, sizes={} if arrivals is None else None
     )
     recorded, table = recording.trace, recording.latency
-    policy, verify = one_rule(policy, verify)
-    rule = load_rule(verify, recorded, memory)
-    recording.check_rule(rule)
-    blocks = blocks_of(kv_blocks, table)
-    limits = Limits.of_engine(table, max_batch, token_budget, blocks, async_scheduling)
-    max_batch = limits.max_batch
-    table.check_sizes("target", "forward", max_batch, 1)
-    recording = in_graphs(recording, cudagraph_capture_sizes, cudagraph_mode, max_batch)
-    table = drafting_always(recording.priced(max_batch), always_draft)
+    texts, rule = policies.alike(recording)
+    limits = engine.limits(table)
+    largest = limits.max_batch
+    table.check_sizes("target", "forward", largest, 1)
+    table = inputs.priced(engine.captured(recording, largest), largest)
     base = Scenario(
         arrivals_of(rate, arrivals, process), limits, warmup=0.2, seed=seed,
-        replications=replications, router=chosen_router(router or DEFAULT_ROUTER, 2),
+        replications=replications, router=engine.routing(2),
     )  # fmt: skip
-    asked = _rate(rate, base)
-    policies = load_serving_policies(policy, recorded, table, largest=max_batch, say=note)
+    asked = base.arrivals.rate if rate is None else rate
+    if asked is None:
+        raise DraftsimError("the arrivals file spans no time: give the load, --rate")
+    chosen = load_serving_policies(texts, recorded, table, largest=largest, say=note)
     executor = chosen_executor(jobs, cluster)
     kept = None if out is None else out.with_name(out.name + ".jsonl")
     with only_writer(out) if out is not None else nullcontext():
-        planned = _planned(
-            kept, recorded, table, policies, base, asked, targets, rule=rule, requests=requests,
-            most=max_replicas, curve=plots is not None, executor=executor, say=note,
-        )  # fmt: skip
+        with working("simulating") as say:
+            planned = plan(
+                recorded, table, chosen, base, asked, targets, rule=rule, requests=requests,
+                most=max_replicas, curve=plots is not None, executor=executor, say=note,
+                path=kept, progress=lambda done, at: say(f"run {done}: {at}"),
+            )  # fmt: skip
         rows = with_cost(planned, gpus, price)
         note(f"{recording.said}: {headline(rows)}")
         emit(
@@ -177,26 +131,8 @@ def capacity(
     for remark in remarks(rows):
         note(remark)
     if plots is not None:
-        _draw(plots, rows, assumption(table, max_batch), recording.said)
-
-
-def _rate(rate: float | None, base: Scenario) -> float:
-    if rate is not None:
-        return rate
-    own: float | None = base.arrivals.rate
-    if own is None:
-        raise DraftsimError("the arrivals file spans no time: give the load, --rate")
-    return own
-
-
-def _planned(kept: Path | None, *question: Any, **options: Any) -> list[dict[str, Any]]:
-    """The plan, with a word on what is being simulated; the file `kept` holds what is finished."""
-    from simulator.capacity import plan
-
-    with working("simulating") as say:
-        return plan(
-            *question, **options, path=kept, progress=lambda done, at: say(f"run {done}: {at}")
-        )
+        free = table.said_batch_free(largest)
+        _draw(plots, rows, f"taken to cost nothing: {free}" if free else "", recording.said)
 
 
 def _draw(folder: Path, rows: list[dict[str, Any]], label: str, title: str) -> None:

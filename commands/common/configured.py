@@ -1,18 +1,71 @@
-"""Options of a command from a file: ``--config run.yaml``."""
+"""Options that commands share, as dataclasses; and options from a file: ``--config run.yaml``."""
 
 from __future__ import annotations
 
 import inspect
 import json
 import tomllib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from copy import copy
+from dataclasses import fields, is_dataclass
 from functools import wraps
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, get_args, get_type_hints
 
 import typer
 
 KINDS = (".yaml", ".yml", ".toml", ".json")
+
+
+def expanded(command: Callable[..., None]) -> Callable[..., None]:
+    """Return `command` with the fields of each parameter that is a dataclass as its options.
+
+    The fields are annotated as options are.  The class's ``heading``, if it has one, stands above
+    them in the command's help.
+    """
+    own = inspect.signature(command, eval_str=True)
+    groups: dict[str, Any] = {
+        n: p.annotation for n, p in own.parameters.items() if is_dataclass(p.annotation)
+    }
+    if not groups:
+        return command
+    options: list[inspect.Parameter] = []
+    for name, parameter in own.parameters.items():
+        if name not in groups:
+            options.append(parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY))
+            continue
+        hints = get_type_hints(groups[name], include_extras=True)
+        options += [
+            inspect.Parameter(
+                field.name, inspect.Parameter.KEYWORD_ONLY, default=field.default,
+                annotation=_under(hints[field.name], getattr(groups[name], "heading", None)),
+            )
+            for field in fields(groups[name])
+        ]  # fmt: skip
+
+    def run(**given: Any) -> None:
+        for name, kind in groups.items():
+            held = {f.name: given.pop(f.name) for f in fields(kind) if f.name in given}
+            given[name] = kind(**held)
+        command(**given)
+
+    return _with_options(wraps(command)(run), options)
+
+
+def _under(annotation: Any, heading: str | None) -> Any:
+    """Return the annotation of an option with the heading that it is shown under."""
+    kind, option = get_args(annotation)
+    option = copy(option)
+    option.rich_help_panel = option.rich_help_panel or heading
+    return Annotated[kind, option]
+
+
+def _with_options(
+    run: Callable[..., None], options: Sequence[inspect.Parameter]
+) -> Callable[..., None]:
+    run.__signature__ = inspect.Signature(options)  # type: ignore[attr-defined]
+    run.__annotations__ = {option.name: option.annotation for option in options}
+    return run
 
 
 def configured(command: Callable[..., None]) -> Callable[..., None]:
@@ -31,15 +84,11 @@ def configured(command: Callable[..., None]) -> Callable[..., None]:
         del config  # its options are defaults by now
         command(*values, **options)
 
-    own = inspect.signature(command, eval_str=True)
+    own = inspect.signature(command, eval_str=True).parameters.values()
     option = inspect.Parameter(
         "config", inspect.Parameter.KEYWORD_ONLY, default=None, annotation=asked
     )
-    run.__signature__ = own.replace(parameters=[*own.parameters.values(), option])  # type: ignore[attr-defined]
-    run.__annotations__ = {name: p.annotation for name, p in own.parameters.items()} | {
-        "config": asked
-    }
-    return run
+    return _with_options(run, [*own, option])
 
 
 def _taken(ctx: typer.Context, path: Path | None) -> Path | None:
@@ -49,21 +98,25 @@ def _taken(ctx: typer.Context, path: Path | None) -> Path | None:
             option.lstrip("-"): (str(p.name), getattr(p, "multiple", False))
             for p in ctx.command.params for option in getattr(p, "opts", ())
         }  # fmt: skip
-        ctx.default_map = dict(ctx.default_map or {}) | _defaults(read_config(path), known, path)
+        called = ctx.token_normalize_func or str
+        found = {called(n.replace("_", "-")): (n, value) for n, value in read_config(path).items()}
+        ctx.default_map = dict(ctx.default_map or {}) | _defaults(found, known, path)
     return path
 
 
 def _defaults(
-    found: Mapping[str, Any], known: Mapping[str, tuple[str, bool]], path: Path
+    found: Mapping[str, tuple[str, Any]], known: Mapping[str, tuple[str, bool]], path: Path
 ) -> dict[str, Any]:
-    """Return values by parameter, as the command line would give them."""
+    """Return values by parameter, as the command line would give them.
+
+    ``found`` are each option's name in the file and its value, by the option's own name.
+    """
     from difflib import get_close_matches
 
     from traces.errors import DraftsimError
 
     defaults: dict[str, Any] = {}
-    for name, value in found.items():
-        option = name.replace("_", "-")
+    for option, (name, value) in found.items():
         if option not in known or option == "config":
             near = get_close_matches(option, known, 1)
             hint = f": did you mean {near[0]}?" if near else ""

@@ -12,11 +12,12 @@ from typing import TYPE_CHECKING, Annotated, Any
 import pandas as pd
 import typer
 
-from commands.common.latex import Shown, as_latex
 from commands.common.printed import console, print_table, printable
 from commands.common.written import (
     BEGINS,
     TABLES,
+    Shown,
+    as_latex,
     check_folder,
     check_place,
     document,
@@ -27,6 +28,7 @@ from traces.store.writing import write_atomically
 
 if TYPE_CHECKING:
     from traces.latency.table import LatencyTable
+    from traces.replay.rounds import RoundLog
 
 
 def placed_as(*begins: bytes) -> Callable[[Path | None], Path | None]:
@@ -202,3 +204,14 @@ def say_unjudged(latency: LatencyTable) -> None:
             "the latencies hold no time for judging under a lossy rule: it is not included in "
             "what is predicted; measure it with `draftsim profile --latency-only`"
         )
+
+
+def say_memory(logs: Sequence[RoundLog]) -> None:
+    """Note how a learning rule's memory grew over the requests, in their order."""
+    for log in logs:
+        table = getattr(log.rule, "table", None)
+        if table is not None and table.sizes and table.sizes[-1]:
+            note(
+                f"{log.policy} / {log.verify}: memory of {table.sizes[0]} pairs after the first "
+                f"request, {table.sizes[-1]} after {len(table.sizes)}, {table.evictions} evicted"
+            )

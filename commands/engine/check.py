@@ -14,7 +14,7 @@ from commands.common.output import note
 from commands.engine.baseline import Loads, chances, say_defaults, synthetic_rows, with_defaults
 from commands.engine.compare import compare_loads
 from commands.engine.profile import check_engine
-from commands.engine.resumed import check_key
+from commands.engine.rounds import check_key
 from traces.acceptance.trace import Trace
 from traces.errors import DraftsimError
 from traces.store.files import CHECKED, read_latency, write_latency

@@ -12,12 +12,12 @@ import numpy as np
 from commands.common.output import note
 from commands.common.progress import working
 from commands.engine.loads import drawn
-from commands.engine.noise import noise_said, with_noise
 from commands.engine.rounds import Drawn, compare_run
 from commands.engine.texts import PolicyRuns, policy_runs
 from commands.engine.turns import run_loads
 from policies.core import Round
 from profiler.recording.checkpoint import Checkpoint, once
+from simulator.noise import noise_said, with_noise
 from traces.acceptance.trace import Trace
 
 if TYPE_CHECKING:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from commands.common.inputs import batch_sizes, positive_numbers
+from commands.common.options import batch_sizes, positive_numbers
 from traces.errors import DraftsimError
 
 if TYPE_CHECKING:

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from commands.common.inputs import TRACE_VARIABLE, as_named
+from commands.common.options import TRACE_VARIABLE, as_named
 from traces.store.recordings import DEFAULT_TRACE
 
 MeasuredEngineOption = Annotated[

@@ -13,15 +13,22 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from commands.engine.loads import drawn as drawn_loads
 from policies.core import DraftPolicy, Round
+from profiler.checks.unfinished import version
+from profiler.engines.texts import prompts_of
+from profiler.recording.run import digest_of
 from simulator.serving import Timeline, simulate
 from simulator.serving.replays import clock_free
 from traces.acceptance.trace import Trace
 from traces.replay.run import replay
+from traces.store.identity import identity
 
 if TYPE_CHECKING:
+    from profiler.engines.engine import Engine
     from profiler.engines.loads import LoadRun
     from simulator.serving import Run, Scenario
+    from simulator.serving.arrivals import Arrivals
     from traces.latency.table import LatencyTable
 
 Iteration = tuple[frozenset[tuple[int, int]], frozenset[tuple[int, int]]]
@@ -199,3 +206,33 @@ def _decoded(run: LoadRun) -> list[str]:
     """Names of the requests that have rounds: whose prompt does not end them."""
     requests = run.requests
     return list(requests["name"][requests["tokens"] > 1])
+
+
+def check_key(
+    engine: Engine, latency: LatencyTable, trace: Trace, chosen: Mapping[str, Any],
+    loads: Mapping[str, Arrivals], requests: int, seed: int, **more: Any
+) -> dict[str, Any]:  # fmt: skip
+    """Return the identity of a check without its repeats: requests, prompts, and each run's rounds.
+
+    The rounds that the simulator predicts tell what names do not: a policy's own file that has
+    changed since, or another recording.
+    """
+    scenarios, jobs = drawn_loads(loads, engine, trace, requests, seed)
+    served = {job.sequence for own in jobs.values() for job in own}
+    prompts = prompts_of(trace, engine.vocabulary, seed)
+    return {
+        "version": version(), "trace": identity(trace.meta), "seed": seed,
+        "prompts": digest_of({str(i): prompts[i] for i in sorted(served)}),
+        "loads": [
+            (load, s.arrivals.concurrency, digest_of({"jobs": jobs[load]}))
+            for load, s in scenarios.items()
+        ],
+        "arms": [
+            (text, [
+                digest_of({"rounds": simulated_rounds(trace, latency, policy, s)})
+                for s in scenarios.values()
+            ])
+            for text, policy in chosen.items()
+        ],
+        **more,
+    }  # fmt: skip

@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from commands.common.drafted import load_recording
-from commands.common.inputs import LatencyOption, TraceOption
-from commands.common.latex import Shown
+from commands.common.options import LatencyOption, TraceOption
 from commands.common.output import JsonOption, OutOption, emit, note
 from commands.common.printed import cell_text, print_table, printable
+from commands.common.written import Shown
 from traces.errors import DraftsimError
 from traces.store.recordings import PAPERS_TRACE
 

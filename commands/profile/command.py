@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from commands.common.inputs import (
+from commands.common.options import (
     MemoryOption,
     PolicyOption,
     TrustOption,
@@ -25,7 +25,12 @@ from commands.engine.options import (
     MinutesOption,
     PrefixOption,
 )
-from commands.profile.drafters import profile_drafters, split_drafters
+from commands.profile.drafters import (
+    profile_drafters,
+    profile_trees,
+    split_drafters,
+    trees_among,
+)
 from commands.profile.recording import (
     Recording,
     add_sampled,
@@ -33,10 +38,9 @@ from commands.profile.recording import (
     is_complete,
     measure_latency,
     run_profile,
+    say_complete,
 )
 from commands.profile.redecode import check_code, decode_again, jobs, score_code
-from commands.profile.said import say_complete
-from commands.profile.trees import profile_trees, trees_among
 from traces.errors import DraftsimError
 
 

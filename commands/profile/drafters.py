@@ -1,24 +1,30 @@
-"""Drafters on the target's features: loaded, recorded along a trace, timed."""
+"""Drafters on the target's features, chains and EAGLE-2's trees: loaded, recorded, timed."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from commands.common.output import note
 from commands.common.progress import progress_bar
-from commands.profile.said import say_recording
+from commands.profile.recording import say_recording
 from commands.profile.source_modules import digest, timed_layers, with_sources
 from traces.errors import DraftsimError
 
 if TYPE_CHECKING:
+    import pandas as pd
+
     from profiler.features import FeatureDrafter
     from profiler.models.loading import Pair
     from profiler.sources.modules import Modules
-    from traces.sources.base import Recordings
+    from profiler.sources.tree_latency import GrownTrees
+    from traces.acceptance.trace import Trace
+    from traces.sources.base import Recordings, Source
     from traces.sources.starts.features import Eagle, OnFeatures
     from traces.sources.starts.parallel import Parallel
+    from traces.sources.starts.tree_source import Eagle2
 
 OFFSETS = 8
 """Longest draft recorded of a drafter that one layer drafts with."""
@@ -57,6 +63,19 @@ def split_drafters(texts: Sequence[str]) -> tuple[list[OnFeatures], list[str]]:
     return found, others
 
 
+def trees_among(sources: Iterable[Source], temperature: float) -> list[Eagle2]:
+    """Return the tree sources among `sources`; DraftsimError if outputs are drawn, not greedy."""
+    from traces.sources.starts.tree_source import Eagle2
+
+    found = [s for s in sources if isinstance(s, Eagle2)]
+    if found and temperature > 0:
+        raise DraftsimError(
+            "trees of --source eagle2 are recorded along greedy output alone: drop --temperature, "
+            "or record them by a command of their own"
+        )
+    return found
+
+
 def load_drafters(pair: Pair, sources: Iterable[OnFeatures]) -> dict[str, FeatureDrafter]:
     """The drafters in the folders that `sources` name, by the name of their recording.
 
@@ -82,6 +101,18 @@ def load_drafters(pair: Pair, sources: Iterable[OnFeatures]) -> dict[str, Featur
     return found
 
 
+def load_trees(pair: Pair, sources: Sequence[Eagle2]) -> dict[str, GrownTrees]:
+    """The drafters that `sources` name, with the shape of their trees, by recording."""
+    from profiler.sources.tree_latency import GrownTrees
+    from profiler.sources.tree_record import LAYERS, TOPK
+
+    drafters = load_drafters(pair, sources)
+    return {
+        s.key: GrownTrees(drafters[s.key], s.topk or TOPK, s.depth or LAYERS, s.budget)
+        for s in sources
+    }
+
+
 def recorded_sources(recordings: Recordings) -> list[Eagle | Parallel]:
     """The drafters of a run's recordings, with the folders they were read from."""
     from traces.sources.starts.features import Eagle, recorded_drafters
@@ -90,6 +121,15 @@ def recorded_sources(recordings: Recordings) -> list[Eagle | Parallel]:
     chains = [Eagle(str(r.meta["model"])) for r in recorded_drafters(recordings).values()]
     masks = [Parallel(str(r.meta["model"])) for r in Parallel().found(recordings).values()]
     return [*chains, *masks]
+
+
+def recorded_trees(recordings: Recordings) -> list[Eagle2]:
+    """The trees of a run's recordings, with the folders that their drafters were read from."""
+    from traces.sources.starts.tree_source import Eagle2
+
+    return [
+        Eagle2(str(r.meta["model"]), depth=r.layers, topk=r.topk) for r in recordings.trees.values()
+    ]
 
 
 def profile_drafters(
@@ -111,47 +151,115 @@ def profile_drafters(
         note(f"recorded {', '.join(drawn)} along sampled outputs into {out}")
 
 
-def record_drafters(
-    pair: Pair,
-    out: Path,
-    sources: Sequence[Eagle | Parallel],
-    modules: Modules,
-    *,
-    sampled: bool = False,
-) -> list[str]:
-    """Record what is not yet recorded along one trace in `out`; names of what was."""
-    from dataclasses import replace
+def profile_trees(pair: Pair, out: Path, sources: Sequence[Eagle2], *, repeats: int) -> None:
+    """Record the trees of `sources` along the trace in `out`, and measure their passes.
 
+    Kept is what the folder already holds of this trace and these weights, as deep and as wide.
+    """
+    trees = load_trees(pair, sources)
+    anew = record_trees(pair, out, sources, trees)
+    measure_trees(pair, out, trees, repeats=repeats, again=anew)
+    note(f"recorded {', '.join(anew) or 'no new trees'} into {out}")
+
+
+def record_drafters(
+    pair: Pair, out: Path, sources: Sequence[Eagle | Parallel], modules: Modules, *,
+    sampled: bool = False,
+) -> list[str]:  # fmt: skip
+    """Record what is not yet recorded along one trace in `out`; names of what was."""
     from profiler.sources.modules import record_sources
-    from traces.sources.base import Recordings
-    from traces.sources.files import read_recordings, write_recordings
-    from traces.sources.found import STAMP, stamp_of
+    from traces.sources.files import read_recordings
     from traces.store.files import read_trace
 
     path = out / ("sampled.parquet" if sampled else "trace.parquet")
     if sampled and not path.is_file():
         return []
-    trace, kept = read_trace(path), read_recordings(out, sampled=sampled)
-    stamp, todo, places = stamp_of(trace), {}, {s.key: {"model": str(s.model)} for s in sources}
-    for key, place in places.items():
-        provenance = {STAMP: stamp, "drafter": digest(modules.drafters[key])}
-        found = kept.starts.get(key)
-        if found is None or any(found.meta.get(n) != v for n, v in provenance.items()):
-            todo[key] = {**provenance, **place}
-        elif found.meta.get("model") != place["model"]:
-            moved = replace(found, meta={**found.meta, **place})
-            write_recordings(Recordings(starts={key: moved}), out)
-    say_recording(todo, trace, places)
+    trace = read_trace(path)
     seed = int((trace.meta.get("sampling") or {}).get("seed", 0))
+
+    def made(key: str, advance: Callable[..., None]) -> Any:
+        return record_sources(
+            pair.target, trace, modules, draft_offsets=OFFSETS, only=[key], seed=seed,
+            advance=advance,
+        ).starts[key]  # fmt: skip
+
+    wanted = {
+        s.key: {"drafter": digest(modules.drafters[s.key]), "model": str(s.model)} for s in sources
+    }
+    return _record(out, trace, wanted, read_recordings(out, sampled=sampled).starts, "starts", made)
+
+
+def record_trees(
+    pair: Pair, out: Path, sources: Sequence[Eagle2], trees: Mapping[str, GrownTrees]
+) -> list[str]:
+    """Record what is not yet recorded along the trace in `out`; names of what was."""
+    from profiler.sources import tree_record
+    from traces.sources.files import read_recordings
+    from traces.store.files import read_trace
+
+    trace = read_trace(out / "trace.parquet")
+    kept = {
+        key: found for key, found in read_recordings(out).trees.items()
+        if key in trees and found.layers >= trees[key].layers
+    }  # fmt: skip
+
+    def made(key: str, advance: Callable[..., None]) -> Any:
+        grown = trees[key]
+        return tree_record.record_trees(
+            pair.target, trace, grown.drafter, grown.topk, grown.layers, advance=advance
+        )
+
+    wanted = {
+        s.key: {"drafter": digest(trees[s.key].drafter), "topk": trees[s.key].topk,
+                "model": str(s.model)}
+        for s in sources
+    }  # fmt: skip
+    return _record(out, trace, wanted, kept, "trees", made, "trees of ")
+
+
+def _record(
+    out: Path, trace: Trace, wanted: Mapping[str, dict[str, Any]], kept: Mapping[str, Any],
+    kind: str, made: Callable[[str, Callable[..., None]], Any], what: str = "",
+) -> list[str]:  # fmt: skip
+    """Record those of `wanted` that `kept` lacks, or holds with another provenance; their names.
+
+    If only the folder of the drafter differs, the recording is kept, and its folder is noted in it.
+
+    Parameters
+    ----------
+    wanted:
+        By key, the provenance of each recording; ``model`` is the drafter's folder.
+    kind:
+        The field of `traces.sources.base.Recordings`.
+    made:
+        Makes the recording of a key; it calls its second argument after each request.
+    """
+    from traces.sources.base import Recordings
+    from traces.sources.files import write_recordings
+    from traces.sources.found import STAMP, stamp_of
+
+    def write(key: str, found: Any, meta: Mapping[str, Any]) -> None:
+        own: Any = {kind: {key: replace(found, meta={**found.meta, **meta})}}
+        write_recordings(Recordings(**own), out)
+
+    stamp, todo = {STAMP: stamp_of(trace)}, {}
+    for key, provenance in wanted.items():
+        found = kept.get(key)
+        differ = {
+            name for name, value in {**stamp, **provenance}.items()
+            if found is None or found.meta.get(name) != value
+        }  # fmt: skip
+        if differ == {"model"}:
+            write(key, found, {"model": provenance["model"]})
+        elif differ:
+            todo[key] = {**stamp, **provenance}
+    say_recording([f"{what}{key}" for key in todo], trace, [f"{what}{key}" for key in wanted])
     with progress_bar() as progress:
-        task = progress.add_task("recording drafters", total=len(todo) * len(trace.requests))
+        task = progress.add_task(
+            f"recording {kind if what else 'drafters'}", total=len(todo) * len(trace.requests)
+        )
         for key, provenance in todo.items():
-            made = record_sources(
-                pair.target, trace, modules, draft_offsets=OFFSETS, only=[key], seed=seed,
-                advance=lambda _: progress.advance(task),
-            ).starts[key]  # fmt: skip
-            stamped = replace(made, meta={**made.meta, **provenance})
-            write_recordings(Recordings(starts={key: stamped}), out)
+            write(key, made(key, lambda *_: progress.advance(task)), provenance)
     return [*todo]
 
 
@@ -164,21 +272,47 @@ def measure_drafters(
     Those that are there are kept, but of the names in `again`.
     """
     from profiler.sources.feature_latency import measure_drafters as measured
-    from traces.store.files import read_latency, read_trace, write_latency
+    from traces.store.files import read_latency
 
-    path = out / "latency.parquet"
-    table = read_latency(path)
-    passes = table.cells[table.cells["phase"] == "forward"].groupby("model")["batch"].unique()
+    cells = read_latency(out / "latency.parquet").cells
+    passes = cells[cells["phase"] == "forward"].groupby("model")["batch"].unique()
     batches = sorted(int(b) for b in passes["target"])
     lacking = {
         name: drafter for name, drafter in drafters.items()
         if name in again or not {*batches} <= {*passes.get(name, ())}
     }  # fmt: skip
-    if not lacking:
-        return
-    note(f"measuring the latencies of {', '.join(lacking)}")
-    longest = read_trace(out / "trace.parquet").longest
-    cells = measured(
+    _measure(out, [*lacking], lambda longest: measured(
         timed_layers(pair, longest), lacking, repeats, batches=batches, longest=longest
-    )
-    write_latency(with_sources(table, cells), path)
+    ))  # fmt: skip
+
+
+def measure_trees(
+    pair: Pair, out: Path, trees: Mapping[str, GrownTrees], *, repeats: int, again: Collection[str]
+) -> None:
+    """Put cells of `trees` into the latency table of `out`.
+
+    Those that are there are kept, but of the names in `again`.
+    """
+    from profiler.sources.tree_latency import measure_trees as measured
+    from traces.store.files import read_latency
+
+    table = read_latency(out / "latency.parquet")
+    lacking = {
+        name: grown for name, grown in trees.items()
+        if name in again or not (table.has(name, "tree") and table.has("target", "tree"))
+    }  # fmt: skip
+    _measure(out, [*lacking], lambda longest: measured(
+        timed_layers(pair, longest, lacking), lacking, repeats, longest=longest
+    ))  # fmt: skip
+
+
+def _measure(out: Path, names: Sequence[str], measured: Callable[[int], pd.DataFrame]) -> None:
+    """Put the cells of `names` that `measured` makes for the longest request into the table."""
+    from traces.store.files import read_latency, read_trace, write_latency
+
+    if not names:
+        return
+    note(f"measuring the latencies of {', '.join(names)}")
+    cells = measured(read_trace(out / "trace.parquet").longest)
+    path = out / "latency.parquet"
+    write_latency(with_sources(read_latency(path), cells), path)

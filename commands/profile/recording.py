@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from commands.common.output import note
 from commands.common.progress import progress_bar
-from commands.profile.said import prompts
 from traces.errors import DraftsimError
 
 if TYPE_CHECKING:
@@ -17,6 +16,11 @@ if TYPE_CHECKING:
     from profiler.profile import Settings
     from profiler.prompts import Prompt
     from profiler.recording.run import RunInfo
+    from traces.acceptance.trace import Trace
+
+
+SOURCES = ("*exits*", "*starts-*", "trees-*", "sampled")
+"""Recordings that a folder may hold in addition to its trace and latencies."""
 
 
 @dataclass(frozen=True)
@@ -180,3 +184,35 @@ def add_signals(info: RunInfo, out: Path) -> None:
 def is_complete(out: Path) -> bool:
     """Return True if the folder holds a finished profile."""
     return all((out / f"{n}.parquet").is_file() for n in ("trace", "latency"))
+
+
+def say_complete(out: Path, asked: Sequence[str]) -> None:
+    """Say what a complete folder keeps, and what is to be recorded into it besides."""
+    from traces.store.files import read_trace
+
+    trace = read_trace(out / "trace.parquet")
+    found = {path.stem for name in SOURCES for path in out.glob(f"{name}.parquet")}
+    besides = f" (it also holds {', '.join(sorted(found))})" if found else ""
+    note(
+        f"{out} is complete: its trace of {prompts(len(trace.requests))} and its latencies are "
+        f"kept{besides}; recorded now, where it is not there yet: {', '.join(asked)}"
+    )
+
+
+def say_recording(what: Collection[str], trace: Trace, asked: Iterable[str] = ()) -> None:
+    """Say, before it is done, what is recorded along `trace`, and what of `asked` is kept."""
+    if not what:
+        return
+    kept = [name for name in asked if name not in what]
+    outputs = "" if trace.sampling.greedy else " sampled outputs of"
+    rest = f"; kept: {', '.join(kept)}" if kept else ""
+    note(f"recording {', '.join(what)} along{outputs} {prompts(len(trace.requests))}{rest}")
+
+
+def prompts(count: int) -> str:
+    """Return a number of prompts in words.
+
+    >>> prompts(1), prompts(2)
+    ('1 prompt', '2 prompts')
+    """
+    return f"{count} prompt{'s'[: count != 1]}"

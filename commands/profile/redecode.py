@@ -8,10 +8,9 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
-from commands.common.inputs import load_policies, load_rule, say_memory
-from commands.common.output import note
+from commands.common.output import note, say_memory
 from commands.common.progress import progress_bar
-from commands.profile.said import prompts
+from commands.profile.recording import prompts
 from traces.errors import DraftsimError, FileError
 
 if TYPE_CHECKING:
@@ -198,12 +197,13 @@ def _arm(job: Job, trace: Trace, memory: Path | None) -> tuple[Arm, Trace, list[
     from policies.rules.context import CSD
     from policies.rules.memory import OnlineCorrectionMemory
     from profiler.checks.spot_check import Arm
+    from simulator.chosen import load_policies, load_rule
     from traces.replay.corrections import calibrated, split_requests
     from traces.sources.methods import Method, resolved
 
-    [(name, policy)] = load_policies([job.policy], trace)
+    [(name, policy)] = load_policies([job.policy], trace, say=note)
     job = job._replace(rule=resolved(Method("", job.policy, job.rule, ""), trace).rule)
-    rule = load_rule(job.rule, trace)
+    rule = load_rule(job.rule)
     if rule is None or rule.lossless:
         raise DraftsimError(
             f"the rule {job.rule!r} is lossless: its rounds are those of a replay, which is exact "
@@ -212,7 +212,7 @@ def _arm(job: Job, trace: Trace, memory: Path | None) -> tuple[Arm, Trace, list[
     arm = Arm(name, policy, rule)
     learns = isinstance(rule, CSD) and rule.use_memory
     if memory is not None and learns:
-        arm = replace(arm, rule=load_rule(job.rule, trace, memory))
+        arm = replace(arm, rule=load_rule(job.rule, memory))
     if job.split is None:
         return arm, trace, None
     train, rest = split_requests(trace, job.split)

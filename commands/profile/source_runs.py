@@ -9,8 +9,15 @@ from typing import TYPE_CHECKING, Any
 
 from commands.common.output import note
 from commands.common.progress import progress_bar
-from commands.profile.drafters import load_drafters, measure_drafters, recorded_sources
-from commands.profile.said import say_recording
+from commands.profile.drafters import (
+    load_drafters,
+    load_trees,
+    measure_drafters,
+    measure_trees,
+    recorded_sources,
+    recorded_trees,
+)
+from commands.profile.recording import say_recording
 from commands.profile.source_modules import (
     adapter_digest,
     heads_digest,
@@ -18,7 +25,6 @@ from commands.profile.source_modules import (
     timed_layers,
     with_sources,
 )
-from commands.profile.trees import load_trees, measure_trees, recorded_trees
 from traces.errors import DraftsimError
 
 if TYPE_CHECKING:

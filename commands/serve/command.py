@@ -4,31 +4,11 @@ from __future__ import annotations
 
 from contextlib import nullcontext
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from commands.common.devices import (
-    AlwaysOption,
-    BlocksOption,
-    CaptureOption,
-    GraphModeOption,
-    OnePassOption,
-    blocks_of,
-    in_graphs,
-)
-from commands.common.drafted import DraftedOption, load_recording
-from commands.common.inputs import (
-    AcceptanceOption,
-    AssumeOption,
-    LatencyOption,
-    MemoryOption,
-    PolicyOption,
-    TraceOption,
-    VerifyOption,
-    load_rule,
-    one_rule,
-)
+from commands.common.options import BatchInputs, ClusterOption, Engine, Policies
 from commands.common.output import (
     JsonOption,
     emit,
@@ -40,37 +20,20 @@ from commands.common.output import (
 )
 from commands.common.printed import print_table
 from commands.common.progress import working
-from commands.common.workers import ClusterOption
-from commands.serve.fastest import Leader, Span, headline, interval_over_prompts
-from commands.serve.fleet import RouterOption, chosen_router, where
-from commands.serve.loads import (
-    ONE_STREAM,
-    AsyncOption,
-    BudgetOption,
-    MaxBatchOption,
-    OutputOption,
-    PromptOption,
-    load_scenarios,
-    requests_of,
-    sizes_of,
-)
-from commands.serve.measured import against_measured, print_measured
-from commands.serve.plots import draw
+from commands.serve.loads import ONE_STREAM, Loads, requests_of, where
 from commands.serve.progress import kept, requests_bar, rows_file
-from commands.serve.rows import remarks, shown
+from commands.serve.rows import headline, print_measured, remarks, shown
 from traces.errors import DraftsimError
-from traces.store.recordings import DEFAULT_TRACE
+
+if TYPE_CHECKING:
+    from simulator.fastest import Leader, Span
 
 
 def serve(
-    trace: TraceOption = DEFAULT_TRACE,
-    acceptance: AcceptanceOption = None,
-    latency: LatencyOption = None,
-    assume_batch_free: AssumeOption = False,
-    policy: PolicyOption = None,
-    source: DraftedOption = None,
-    always_draft: AlwaysOption = None,
-    one_pass: OnePassOption = False,
+    inputs: BatchInputs,
+    policies: Policies,
+    loads: Loads,
+    engine: Engine,
     settings: Annotated[
         Path | None,
         typer.Option(
@@ -79,49 +42,13 @@ def serve(
             "K = 1, 3, 5.",
         ),
     ] = None,
-    batch: Annotated[
-        str | None,
-        typer.Option(
-            metavar="B,...",
-            help="Batch sizes, each kept full. Default where no load is named: powers of two, as "
-            "far as the latencies were measured.",
-        ),
-    ] = None,
-    rate: Annotated[
-        str | None, typer.Option(metavar="R,...", help="Offered loads, requests per second.")
-    ] = None,
-    arrivals: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="FILE",
-            help="CSV with TIMESTAMP,ContextTokens,GeneratedTokens, the result of `vllm bench "
-            "serve --save-detailed`, or requests.jsonl of LLMServingSim's bench; the first "
-            "--requests of it. What was measured is shown next to the prediction.",
-        ),
-    ] = None,
-    prompt: PromptOption = None,
-    output: OutputOption = None,
-    scale: Annotated[
-        str | None, typer.Option(metavar="S,...", help="Speed the arrivals file up by these.")
-    ] = None,
-    process: Annotated[
-        str | None,
-        typer.Option(help="Gaps between arrivals of --rate: poisson (default) or deterministic."),
-    ] = None,
     mode: Annotated[
         str,
         typer.Option(help="continuous, static, static-minimum, static-mean, pearl or dsi."),
     ] = "continuous",
     requests: Annotated[int, typer.Option(help="Requests of every run.")] = 1000,
     replications: Annotated[int, typer.Option(help="Independent runs, for intervals.")] = 1,
-    max_batch: MaxBatchOption = None,
     replicas: Annotated[int, typer.Option(help="Engines like that, which share the requests.")] = 1,
-    router: RouterOption = None,
-    kv_blocks: BlocksOption = None,
-    token_budget: BudgetOption = None,
-    async_scheduling: AsyncOption = False,
-    cudagraph_capture_sizes: CaptureOption = None,
-    cudagraph_mode: GraphModeOption = None,
     slo: Annotated[
         str | None,
         typer.Option(
@@ -147,8 +74,6 @@ def serve(
         float | None, typer.Option(help="pearl and dsi: slowdown from sharing one device.")
     ] = None,
     seed: Annotated[int, typer.Option(help="Of arrivals and of who replays what.")] = 0,
-    verify: VerifyOption = None,
-    memory: MemoryOption = None,
     out: Annotated[
         Path | None,
         typer.Option(
@@ -186,24 +111,14 @@ def serve(
     A request of an arrivals file keeps the file's lengths and replays a recorded sequence of
     about its output length; such rows are approximate.
     """
-    from simulator.chosen import PLAIN, load_serving_policies
-    from simulator.serving import Devices, Limits, Scenario
-    from traces.replay.always import drafting_always
+    from simulator.chosen import load_serving_policies
+    from simulator.fastest import interval_over_prompts
+    from simulator.serving import ClosedLoop, Devices, Scenario, Timeline, sweep
+    from simulator.serving.measured import against_measured
 
-    recording = load_recording(
-        trace,
-        latency,
-        source,
-        acceptance=acceptance,
-        assume_batch_free=assume_batch_free,
-        one_pass=one_pass,
-        plain=settings is None and set(policy or ()) == {PLAIN},
-        sizes=sizes_of(prompt, output, arrivals),
-    )
+    recording = inputs.load(plain=settings is None and policies.plain, sizes=loads.sizes)
     recorded, table = recording.trace, recording.latency
-    policy, verify = one_rule(policy, verify)
-    rule = load_rule(verify, recorded, memory)
-    recording.check_rule(rule)
+    texts, rule = policies.alike(recording)
     if recording.source is not None and mode in ONE_STREAM:
         raise DraftsimError(
             f"--mode {mode} drafts on while the target verifies, and {recorded.source} drafts from "
@@ -212,44 +127,42 @@ def serve(
     if interference is not None and mode not in ONE_STREAM:
         raise DraftsimError(f"--interference is of --mode pearl or dsi, not of {mode}")
     ttft_s, tpot_s = _targets(slo, ttft, tpot)
-    blocks = blocks_of(kv_blocks, table)
-    limits = Limits.of_engine(table, max_batch, token_budget, blocks, async_scheduling)
     base = Scenario(
-        _no_arrivals(), limits, requests, mode,  # type: ignore[arg-type]
+        ClosedLoop(1), engine.limits(table), requests, mode,  # type: ignore[arg-type]
         Devices(interference or 0.0), ttft_target_s=ttft_s, tpot_target_s=tpot_s,
         max_time_s=max_time, warmup=warmup, seed=seed, replications=replications,
-        replicas=replicas, router=chosen_router(router, replicas),
+        replicas=replicas, router=engine.routing(replicas),
     )  # fmt: skip
-    scenarios = load_scenarios(base, batch, rate, arrivals, scale, process, table)
+    scenarios = loads.scenarios(base, table)
     largest = 1 if mode in ONE_STREAM else max(s.limits.max_batch for s in scenarios)
     table.check_sizes("target", "forward", largest, 1)  # refused before anything is served
-    recording = in_graphs(recording, cudagraph_capture_sizes, cudagraph_mode, largest)
-    table = recording.priced(largest)
-    if always_draft is not None and mode in ONE_STREAM:
+    recording = engine.captured(recording, largest)
+    table = inputs.priced(recording, largest)
+    if inputs.always_draft is not None and mode in ONE_STREAM:
         raise DraftsimError(f"--mode {mode} drafts without rounds to wait for: drop --always-draft")
-    table = drafting_always(table, always_draft)
-    policies = load_serving_policies(policy, recorded, table, mode, settings, largest, note)
-    meta = {"trace": acceptance or trace, "latency": latency or trace, "policies": list(policies)}
+    chosen = load_serving_policies(texts, recorded, table, mode, settings, largest, note)
+    meta = {
+        "trace": inputs.acceptance or inputs.trace, "latency": inputs.latency or inputs.trace,
+        "policies": list(chosen),
+    }  # fmt: skip
     meta |= {"source": recorded.source} if recording.source is not None else {}
-    executor = where(jobs, cluster, requests_of(scenarios) * len(policies), timeline)
+    executor = where(jobs, cluster, requests_of(scenarios) * len(chosen), timeline)
     rows: list[dict[str, Any]] = []
     with (
         kept(rows, out, meta, recording.said),
-        requests_bar(scenarios, policies) as (advance, progress),
+        requests_bar(scenarios, chosen) as (advance, progress),
+        Timeline(timeline) if timeline is not None else nullcontext() as drawn,
     ):
-        from simulator.serving import Timeline, sweep
-
-        with Timeline(timeline) if timeline is not None else nullcontext() as drawn:
-            sweep(
-                recorded, table, policies, scenarios, rule=rule,
-                path=rows_file(out), meta=meta, progress=progress, advance=advance, timeline=drawn,
-                rows=rows, executor=executor, say=note,
-            )  # fmt: skip
-    measured = against_measured(recorded, table, policies, scenarios, rule)
+        sweep(
+            recorded, table, chosen, scenarios, rule=rule, path=rows_file(out), meta=meta,
+            progress=progress, advance=advance, timeline=drawn, rows=rows, executor=executor,
+            say=note,
+        )  # fmt: skip
+    measured = against_measured(recorded, table, chosen, scenarios, rule)
     if json is None:
 
         def interval(leader: Leader) -> Span | None:
-            return interval_over_prompts(leader, recorded, table, policies, scenarios, rule)
+            return interval_over_prompts(leader, recorded, table, chosen, scenarios, rule)
 
         with working("serving resampled prompts, for intervals", alone=True):
             said = headline(rows, interval)
@@ -264,7 +177,9 @@ def serve(
     for path in (p for p in (out, timeline) if p is not None):
         note(f"wrote {path}")
     if plots is not None:
-        say_drawn(draw(plots, rows, recorded, table, policies, scenarios, recording.said))
+        from simulator.plots.served import draw
+
+        say_drawn(draw(plots, rows, recorded, table, chosen, scenarios, recording.said, note))
 
 
 def _targets(slo: str | None, ttft: str | None, tpot: str | None) -> tuple[float, float]:
@@ -286,9 +201,3 @@ def _targets(slo: str | None, ttft: str | None, tpot: str | None) -> tuple[float
         )
     targets = parse_targets(slo)
     return targets.ttft_s, targets.tpot_s
-
-
-def _no_arrivals() -> Any:
-    from simulator.serving import ClosedLoop
-
-    return ClosedLoop(1)

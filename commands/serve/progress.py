@@ -7,10 +7,9 @@ from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from commands.common.latex import Shown, as_latex
 from commands.common.output import note
 from commands.common.progress import progress_bar
-from commands.common.written import TABLES, write_rows
+from commands.common.written import TABLES, Shown, as_latex, write_rows
 from commands.serve.loads import requests_of
 from commands.serve.rows import shown
 from traces.store.lock import only_writer

@@ -1,14 +1,22 @@
-"""The printed table of ``draftsim serve``, and remarks on its rows."""
+"""Output of ``draftsim serve``: a sentence, its table, and remarks on the rows."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 from commands.common.output import said_free
+from commands.common.printed import print_table
+from traces.digits import three_digits
+
+if TYPE_CHECKING:
+    from simulator.fastest import Leader, Span
 
 Row = Mapping[str, Any]
+TOLD = 4
+"""Loads that the sentence tells."""
+NAMES = {"ttft_s": "TTFT", "tpot_s": "TPOT", "e2e_s": "end to end"}
 MEAN = "(mean end-to-end latency)"
 LATENCIES = (("ttft", "mean"), ("tpot", "mean"), ("tpot", "p99"), ("e2e", "mean"))
 
@@ -142,3 +150,65 @@ def _asked(row: Row) -> bool:
 def _span(ends: Sequence[float]) -> str:
     low, high = (f"{end:.0f}" if end >= 10 else f"{end:.3g}" for end in ends)
     return low if low == high else f"{low} to {high}"
+
+
+def headline(rows: Sequence[Row], interval: Callable[[Leader], Span | None]) -> str:
+    """Return the fastest policy of each load against no speculation, in one sentence.
+
+    ``interval`` is asked for the 95 % interval of the policies that the sentence names.
+    """
+    from simulator.fastest import is_closed, leaders
+
+    found, closed = leaders(rows), is_closed(rows)
+    unit = "tokens/s" if closed else "speed end to end"
+
+    def told(one: Leader) -> str:
+        span = interval(one)
+        within = "" if span is None else f" ({three_digits(span[0])} to {three_digits(span[1])})"
+        return f"{one.policy} {three_digits(one.ratio)}x{within}"
+
+    if all(one.policy is None for one in found):
+        return "no speculation alone was served: there is nothing to compare it with."
+    if all(one.ratio <= 1 for one in found):
+        best = max(found, key=lambda one: one.ratio)
+        if not best.ratio:
+            return "no policy is faster than no speculation at any of these loads."
+        return (
+            "no policy is faster than no speculation at any of these loads; the closest is "
+            f"{_where(best, closed)} {told(best)} in {unit}."
+        )
+    shown = [
+        f"{_where(one, closed)} {told(one)}" if one.ratio > 1
+        else f"{_where(one, closed)} no policy is faster" + (f", {told(one)}" if one.ratio else "")
+        for one in found[:TOLD]
+    ]  # fmt: skip
+    more = "" if len(found) <= TOLD else f"; {len(found) - TOLD} more loads below"
+    return f"{unit} over no speculation: {'; '.join(shown)}{more}."
+
+
+def _where(one: Leader, closed: bool) -> str:
+    if one.load is None:
+        return "at these arrivals"
+    names = "requests" if closed else "requests/s"
+    return f"at {one.load:.4g} {names[:-1] if closed and one.load == 1 else names}"
+
+
+def print_measured(rows: Sequence[Mapping[str, Any]]) -> None:
+    """Print predicted and measured statistics of each metric, and the error of the prediction."""
+    several = len({row["policy"] for row in rows}) > 1
+    lines: dict[tuple[str, str, str], dict[str, str]] = {}
+    for row in rows:
+        values = {
+            "predicted": _seconds(row["predicted"]), "measured": _seconds(row["measured"]),
+            "error": f"{row['error']:+.1%}",
+        }  # fmt: skip
+        for kind, text in values.items():
+            key = row["policy"], row["metric"], kind
+            named = {"policy": row["policy"]} if several else {}
+            named["the file's requests"] = f"{NAMES[row['metric']]}, {kind}"
+            lines.setdefault(key, named)[row["statistic"]] = text
+    print_table(list(lines.values()))
+
+
+def _seconds(value: float) -> str:
+    return f"{1e3 * value:.3g} ms" if value < 1 else f"{value:.3g} s"

@@ -3,25 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from commands.common.devices import AlwaysOption, OnePassOption
 from commands.common.drafted import load_recording
-from commands.common.inputs import (
-    AcceptanceOption,
-    LatencyOption,
-    MemoryOption,
-    PolicyOption,
-    TraceOption,
-    VerifyOption,
-    load_rule,
-    say_memory,
-)
-from commands.common.latex import Shown
+from commands.common.options import Inputs, Policies, SourceOption
 from commands.common.output import (
     JsonOption,
     OutOption,
@@ -30,44 +20,32 @@ from commands.common.output import (
     placed_folder,
     said_free,
     say_drawn,
+    say_memory,
     say_unjudged,
 )
-from commands.common.printed import (
-    print_table,
-)
+from commands.common.printed import print_table
 from commands.common.progress import working
 from commands.common.quiet import say_disturbed
-from commands.common.sources import SourceOption, with_free_lookups
+from commands.common.written import Shown
 from commands.simulate.phases import load_phases, phases_in, shown_phases
-from commands.simulate.runs import (
-    Asked,
-    decoded_part,
-    rank_source,
-    recorded_rounds,
-    replay_side_by_side,
-    same_requests,
-    split_asked,
-)
 from traces.errors import DraftsimError
-from traces.store.recordings import DEFAULT_TRACE
 
 if TYPE_CHECKING:
-    from simulator.whatif.ranking import Ranking
     from traces.acceptance.trace import Trace
     from traces.latency.table import LatencyTable
     from traces.replay.rounds import RoundLog
 
 
+@dataclass(frozen=True)
+class AnySource(Inputs):
+    """The inputs of one stream, which any source may draft for."""
+
+    source: SourceOption = None
+
+
 def simulate(
-    trace: TraceOption = DEFAULT_TRACE,
-    acceptance: AcceptanceOption = None,
-    latency: LatencyOption = None,
-    policy: PolicyOption = None,
-    source: SourceOption = None,
-    always_draft: AlwaysOption = None,
-    one_pass: OnePassOption = False,
-    verify: VerifyOption = None,
-    memory: MemoryOption = None,
+    inputs: AnySource,
+    policies: Policies,
     rounds: Annotated[
         Path | None,
         typer.Option(
@@ -138,10 +116,11 @@ def simulate(
     that is a policy's, too, is the policy: cm-asd is its draft lengths, cm-asd+cm-asd the whole.
     With const: latencies, searching text costs nothing.
     """
-    from commands.simulate.table import with_quality
+    from simulator import predict
+    from simulator.chosen import load_rule
     from simulator.whatif.ranking import Ranking, lossless
     from traces.replay.always import drafting_always
-    from traces.sources.replay import check_rule, runs_layers
+    from traces.sources.replay import runs_layers
     from traces.store.outputs import find_runs, read_run
     from traces.store.recordings import folder_of
 
@@ -150,116 +129,142 @@ def simulate(
         raise DraftsimError("--phase is of replayed policies: drop --rounds and --robustness")
     if tokenizer is not None and not phases:
         raise DraftsimError("--tokenizer belongs to --phase: name a phase, or drop it")
-    options: dict[str, Any] = {
-        "against": against, "resamples": resamples, "prefill": prefill, "by_category": by_category,
-    }  # fmt: skip
+
+    def priced(compared: predict.Compared) -> list[dict[str, Any]]:
+        with working("pricing their rounds", alone=True) as say:
+            return compared.rows(
+                against=against, resamples=resamples, prefill=prefill, by_category=by_category,
+                progress=partial(say, "pricing their rounds"),
+            )  # fmt: skip
+
     if rounds is not None:
         if not rounds.exists():
             rounds = folder_of(rounds) or rounds
-        logs, table, recorded = recorded_rounds(rounds, latency, trace)
-        table = drafting_always(table, always_draft)
+        logs, table, recorded = recorded_rounds(rounds, inputs.latency, inputs.trace)
+        table = drafting_always(table, inputs.always_draft)
         runs = [read_run(file) for file in find_runs(rounds)]
         found = []
-        for group in same_requests(logs):
-            rows = _rows(Ranking([]), group, table, recorded, **options)
-            found += with_quality(rows, runs, decoded_part(recorded, group[0]))
+        for group in predict.same_requests(logs):
+            rows = priced(predict.Compared(recorded, Ranking([]), group, table))
+            found += predict.with_quality(rows, runs, predict.decoded_part(recorded, group[0]))
         _emit(found, json, prefill, out, of=rounds.name, gains=against is not None)
         if any(log.mismatched is not None for log in logs):
             say_unjudged(table)
         return
-    recording = load_recording(
-        trace,
-        latency,
-        source,
-        acceptance=acceptance,
-        one_stream=acceptance is None,
-        one_pass=one_pass,
-    )
+    recording = inputs.load(one_stream=inputs.acceptance is None)
     recorded = recording.trace
-    table = drafting_always(recording.priced(), always_draft)
+    table = inputs.priced(recording)
     say_disturbed(table)
-    asked = split_asked(policy)
+    policy, verify, memory = policies.policy, policies.verify, policies.memory
+    asked = predict.split_asked(policy)
     by_name = bool(policy) and "all" not in (policy or ())
     # Read before anything is replayed, so that a wrong marker is told at once.
     found_phases = phases_in(recorded, phases, tokenizer) if phases else None
     if recording.stream is not None:
-        _refuse_with("--source", asked, plots=plots, robustness=robustness)
-        rule = load_rule(verify, recorded, memory)
-        check_rule(rule, recording.stream, recorded)
-        table = with_free_lookups(table)
-        ranking = rank_source(
-            recorded, table, asked.policies, recording.stream, recording.recordings, rule
-        )
-        rows = _rows(ranking, ranking.logs, table, recorded, **options)
-        by_phase = found_phases.rows(ranking.logs, table, resamples) if found_phases else None
-        _emit(
-            rows, json, prefill, out, by_name, recording.said, by_phase, gains=against is not None
-        )
-        return
+        if plots is not None or robustness:
+            raise DraftsimError("--plots and --robustness belong to the draft model: drop --source")
+        asked.check_alone("--source", "a draft source")
     if robustness:
-        from commands.common.figures import robustness_rows
-
-        if (other := [*asked.systems, *asked.ruled]) or verify is not None:
-            what = f"--policy {other[0]}" if other else "--verify"
-            raise DraftsimError(
-                f"--robustness is of draft lengths verified exactly: drop {what}, or name the "
-                "policy alone"
-            )
-        spread, said = robustness_rows(recorded, table, asked.policies)
-        of = f"{recording.said}: speedup over initial draft lengths"
-        emit(
-            "simulate", spread, json, out=out,
-            tables=lambda: [Shown(spread.to_dict("records"), of)],
-        )  # fmt: skip
-        for line in said:
-            note(line)
+        _robustness(recorded, table, policies, [*asked.systems, *asked.ruled], json, out,
+                    recording.said)  # fmt: skip
         return
     if verify is not None:
-        _refuse_with("--verify", asked)
-    rule = load_rule(verify, recorded, None if asked.remembers else memory)
+        asked.check_alone("--verify")
+    rule = load_rule(verify, None if asked.remembers else memory)
     recording.check_rule(rule)
-    ranking, more = replay_side_by_side(recording, table, asked, rule, memory)
-    logs, table = ranking.logs, with_free_lookups(table)
-    listed = sorted([*logs, *more], key=lambda log: log is ranking.added)
-    rows = _rows(ranking, listed, table, recorded, **options)
-    folder = None if recording.observed else folder_of(trace)
-    runs = [read_run(file) for file in find_runs(folder)] if folder is not None else []
-    by_phase = found_phases.rows(listed, table, resamples) if found_phases else None
+    with working("replaying policies", alone=True) as say:
+        compared = predict.compare(
+            recording, table, asked, rule, memory, say=note,
+            progress=partial(say, "replaying policies"),
+        )  # fmt: skip
+    table, more = compared.latency, compared.more
+    rows = priced(compared)
+    by_phase = None if found_phases is None else found_phases.rows(compared.logs, table, resamples)
+    if recording.stream is None:
+        folder = None if recording.observed else folder_of(inputs.trace)
+        runs = [read_run(file) for file in find_runs(folder)] if folder is not None else []
+        rows = predict.with_quality(rows, runs, recorded)
     _emit(
-        with_quality(rows, runs, recorded), json, prefill, out, by_name, recording.said, by_phase,
-        gains=against is not None,
+        rows, json, prefill, out, by_name, recording.said, by_phase, gains=against is not None
     )  # fmt: skip
+    if recording.stream is not None:
+        return
     if recording.said_depths and any(runs_layers(log) for log in more):
         note(recording.said_depths)
-    say_memory([*logs, *more])
-    if any(log.mismatched is not None for log in [*logs, *more]):
+    say_memory(compared.logs)
+    if any(log.mismatched is not None for log in compared.logs):
         say_unjudged(table)
     if plots is not None:
-        from commands.common.figures import save_all
+        from simulator.plots.recording import save_all
 
-        if not logs:
+        if not compared.ranking.logs:
             raise DraftsimError("--plots compares policies with the draft model: name some")
         # Lossy ones are drawn where they were asked for.
         own = {log.policy for log in more} if by_name else {*asked.ruled}
-        beside = [log for log in more if lossless(log.verify) or log.policy in own]
         drawn = save_all(
-            recorded, table, logs, plots, systems=beside, texts=policy, title=recording.said
-        )
+            recorded, table, compared.ranking.logs, plots, texts=policy, title=recording.said,
+            systems=[log for log in more if lossless(log.verify) or log.policy in own],
+        )  # fmt: skip
         say_drawn(drawn.paths)
         for line in drawn.left_out:
             note(line)
 
 
-def _rows(
-    ranking: Ranking, logs: Sequence[RoundLog], latency: LatencyTable, trace: Trace,
-    **options: Any,
-) -> list[dict[str, Any]]:  # fmt: skip
-    """Return the rows of `simulator.whatif.ranking.ranked_rows`, with a progress bar."""
-    from simulator.whatif.ranking import ranked_rows
+def _robustness(
+    trace: Trace, table: LatencyTable, policies: Policies, other: Sequence[str], json: str | None,
+    out: Path | None, of: str,
+) -> None:  # fmt: skip
+    """Print mean and sd over initial draft lengths; `other` are methods, which are refused."""
+    from simulator.robustness import robustness_rows
 
-    with working("pricing their rounds", alone=True) as say:
-        said = partial(say, "pricing their rounds")
-        return ranked_rows(ranking, latency, trace, logs, **options, progress=said)
+    if other or policies.verify is not None:
+        what = f"--policy {other[0]}" if other else "--verify"
+        raise DraftsimError(
+            f"--robustness is of draft lengths verified exactly: drop {what}, or name the "
+            "policy alone"
+        )
+    spread, said = robustness_rows(trace, table, policies.policy)
+    title = f"{of}: speedup over initial draft lengths"
+    emit(
+        "simulate", spread, json, out=out, tables=lambda: [Shown(spread.to_dict("records"), title)]
+    )
+    for line in said:
+        note(line)
+
+
+def recorded_rounds(
+    path: Path, latency: str | None, trace: str
+) -> tuple[list[RoundLog], LatencyTable, Trace]:
+    """Return the recorded round logs at `path`, their folder's latencies by default, and its trace.
+
+    Where they lie in no run folder, `trace` names the trace.
+    """
+    from traces.store.files import read_rounds
+    from traces.store.identity import check_folder
+    from traces.store.outputs import find_runs
+    from traces.store.recordings import SAMPLED
+
+    files = find_runs(path)
+    if not files:
+        raise DraftsimError(
+            f"{path} holds no recorded rounds: record some with `draftsim profile --verify`"
+        )
+    near = (path, path.parent, path.parent.parent)
+    own = next((f for f in near if f.is_dir() and (f / "latency.parquet").is_file()), None)
+    if own is not None:
+        check_folder(own, files)
+    if own is not None and any((own / name).is_file() for name in ("trace.parquet", SAMPLED)):
+        trace = str(own)
+    elif own is not None and latency is None:
+        latency = str(own)
+    recording = load_recording(trace, latency)
+    logs = [read_rounds(file) for file in files]
+    if recording.source is not None and any(log.drafter == "draft" for log in logs):
+        raise DraftsimError(
+            f"the latencies are of drafting with {recording.trace.source}, and the rounds in "
+            f"{path} were drafted by a draft model: give latencies of one with --latency"
+        )
+    return logs, recording.latency, recording.outputs
 
 
 def _emit(
@@ -295,17 +300,3 @@ def _emit(
         )
     for line in said_free({what for row in rows for what in row["unpriced"]} - {"judging"}):
         note(line)
-
-
-def _refuse_with(
-    option: str, asked: Asked, *, plots: Path | None = None, robustness: bool = False
-) -> None:
-    """DraftsimError where options do not go together."""
-    from traces.sources.methods import method_of
-
-    if plots is not None or robustness:
-        raise DraftsimError(f"--plots and --robustness belong to the draft model: drop {option}")
-    own = [*asked.systems, *asked.ruled, *(t for t in asked.policies or () if method_of(t))]
-    if own:
-        what = "a draft source" if option == "--source" else "a verification"
-        raise DraftsimError(f"{own[0]!r} is a method, which has {what} of its own: drop {option}")

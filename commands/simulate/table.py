@@ -5,59 +5,28 @@ from __future__ import annotations
 import sys
 from collections.abc import Mapping, Sequence
 from itertools import takewhile
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from commands.common.latex import Shown
-from commands.common.layout import GAP, NAME, blocks, in_lines, longest
-from commands.common.printed import coloured, print_alike, printable, without_alike
+from commands.common.printed import (
+    GAP,
+    NAME,
+    blocks,
+    coloured,
+    in_lines,
+    longest,
+    print_alike,
+    printable,
+    without_alike,
+)
 from commands.common.printed import console as console_for
+from commands.common.written import Shown
 from policies.registry import is_bound
 from simulator.whatif.ranking import BEST_FIXED, are_bounds, lossless, winner
 from traces.digits import three_digits
-from traces.errors import DraftsimError
-
-if TYPE_CHECKING:
-    from traces.acceptance.trace import Trace
-    from traces.store.outputs import Quality, RealRun
 
 Row = dict[str, Any]
 WIDTH = 100
 """Columns that a table fits where there is no terminal."""
-QUALITY = (
-    "agreement", "relative_bleu", "scored", "solved", "solved_greedy", "tested", "passed",
-    "passed_greedy",
-)  # fmt: skip
-"""Keys for the quality of decoded texts; None in rows without such texts."""
-
-
-def with_quality(rows: Sequence[Row], runs: Sequence[RealRun], trace: Trace) -> list[Row]:
-    """The rows with the quality of texts really decoded under the same policy and rule.
-
-    The row of a category is of its prompts alone.
-    """
-    from policies.registry import parse_policy
-    from policies.rules.registry import parse_rule
-    from traces.sources.methods import method_of
-    from traces.store.outputs import find_run, quality
-
-    category = {request.id: request.category for request in trace.requests}
-    found = []
-    for row in rows:
-        seen: Quality | None = None
-        if not lossless(row["verify"]) and runs:
-            try:
-                method = method_of(row["policy"])
-                policy = row["policy"] if method is None else method.policy
-                names = parse_policy(policy), parse_rule(row["verify"])
-            except (ValueError, DraftsimError):
-                names = None  # a system's name, or a policy of the user's own
-            run = None if names is None else find_run(runs, *names, trace)
-            if run is not None:
-                kind = row.get("category")
-                of_row = [o for o in run.outputs if kind in (None, category[o.id])]
-                seen = quality(of_row, trace)
-        found.append({**row, **{name: seen and getattr(seen, name) for name in QUALITY}})
-    return found
 
 
 def over_all(rows: Sequence[Row]) -> list[Row]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -11,31 +11,19 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from commands.common.bounds import MOST_BATCH, MOST_CONTEXT, MOST_LENGTH
-from commands.common.devices import (
-    AlwaysOption,
-    GpuOption,
-    OnePassOption,
-    WeightsOption,
+from commands.common.drafted import (
     gpu_names,
     in_batches,
     say_calibrate,
     say_scaling,
     weight_formats,
 )
-from commands.common.drafted import DraftedOption, load_recording
-from commands.common.inputs import (
-    AcceptanceOption,
-    AssumeOption,
-    TraceOption,
-)
-from commands.common.latex import Shown, as_latex
+from commands.common.options import CarriedInputs, ClusterOption, JobsOption, chosen_executor
 from commands.common.output import JsonOption, emit, note, placed_folder, placed_table, say_drawn
 from commands.common.printed import print_table
 from commands.common.progress import progress_bar
-from commands.common.workers import ClusterOption, JobsOption, chosen_executor
-from commands.common.written import TABLES, write_rows
+from commands.common.written import TABLES, Shown, as_latex, write_rows
 from traces.errors import DraftsimError
-from traces.store.recordings import DEFAULT_TRACE
 from traces.store.writing import write_atomically
 
 if TYPE_CHECKING:
@@ -45,7 +33,6 @@ if TYPE_CHECKING:
     from simulator.recording import Recording
     from simulator.whatif.sweep.prices import Prices
     from simulator.whatif.sweep.run import Sweep
-    from traces.acceptance.trace import Trace
     from traces.latency.table import LatencyTable
 
 SHOWN = (
@@ -72,9 +59,10 @@ class Tilting(StrEnum):
     IID = "iid"
 
 
-def sweep(
-    trace: TraceOption = DEFAULT_TRACE,
-    acceptance: AcceptanceOption = None,
+@dataclass(frozen=True)
+class SweepInputs(CarriedInputs):
+    """The inputs of a sweep, which takes several tables."""
+
     latency: Annotated[
         list[str] | None,
         typer.Option(
@@ -84,7 +72,11 @@ def sweep(
             "one device each; FILE:PAIR/MODE of a GPU suite's table. Default: the trace's own, "
             "unless --c is given.",
         ),
-    ] = None,
+    ] = None  # type: ignore[assignment]
+
+
+def sweep(
+    inputs: SweepInputs,
     policy: Annotated[
         list[str] | None,
         typer.Option(
@@ -95,7 +87,6 @@ def sweep(
             "recorded, and oracle.",
         ),
     ] = None,
-    source: DraftedOption = None,
     c: Annotated[
         str | None,
         typer.Option("--c", metavar="AXIS", help=f"Cost ratios T_draft / T_target: {AXIS}."),
@@ -113,11 +104,6 @@ def sweep(
         str | None,
         typer.Option(metavar="AXIS", help="Prompt tokens to price at. Default: as recorded."),
     ] = None,
-    always_draft: AlwaysOption = None,
-    one_pass: OnePassOption = False,
-    gpu: GpuOption = None,
-    weights: WeightsOption = None,
-    assume_batch_free: AssumeOption = False,
     verify_ratio: Annotated[
         float, typer.Option(help="With --c: target passes that a verification costs.")
     ] = 1.0,
@@ -173,16 +159,15 @@ def sweep(
     from simulator.whatif.sweep.memory import said_too_large
     from simulator.whatif.sweep.run import Sweep, write_thresholds
     from simulator.whatif.sweep.thresholds import thresholds
+    from simulator.whatif.tuning import tuned_rows
     from traces.replay.always import drafting_always
 
     ratios = axis(c, "c", low=0.0)
-    by_ratio = bool(ratios) and gpu is None and weights is None and not (ladder or tune)
-    recording = load_recording(
-        trace, latency, source, acceptance=acceptance, chooses="sweep", gpu=gpu, weights=weights,
-        assume_batch_free=assume_batch_free, by_ratio=by_ratio, one=False, one_pass=one_pass,
-    )  # fmt: skip
+    carried = inputs.gpu is not None or inputs.weights is not None
+    by_ratio = bool(ratios) and not (carried or ladder or tune)
+    recording = inputs.load(chooses="sweep", by_ratio=by_ratio, one=False)
     recording.check_ratios(ratios)
-    if one_pass and (gpu is not None or weights is not None):
+    if inputs.one_pass and carried:
         raise DraftsimError(
             "--one-pass: --gpu and --weights carry passes over by the models' shapes, and "
             "that drafter's is not known: leave them out"
@@ -190,14 +175,16 @@ def sweep(
     recorded = recording.trace
     sizes = [int(b) for b in axis(batch, "batch", low=1, high=MOST_BATCH, whole=True)]
     tables = {name: recording.priced(max(sizes), t) for name, t in recording.tables.items()}
-    assumed = in_batches(tables, ratios, max(sizes), assume_batch_free)
+    assumed = in_batches(tables, ratios, max(sizes), inputs.assume_batch_free)
     if ladder or tune:
         mode = "--ladder" if ladder else "--tune"
-        carried = "--gpu" if gpu is not None else "--weights" if weights is not None else ""
         if carried or (ladder and tune):
-            other = carried or "--tune"
+            own = "--gpu" if inputs.gpu is not None else "--weights"
+            other = own if carried else "--tune"
             raise DraftsimError(f"{mode} prices policies on the device measured: leave out {other}")
-        table = drafting_always(_one(tables, mode), always_draft)
+        if len(tables) != 1:
+            raise DraftsimError(f"{mode} takes one latency table, got {len(tables)}")
+        table = drafting_always(next(iter(tables.values())), inputs.always_draft)
         if ladder:
             _ladder(recording, table, policy, resamples, seed, plots, json, out)
             return
@@ -212,7 +199,7 @@ def sweep(
     study = Sweep(
         recorded,
         swept_policies(policy, lengths, recorded, note),
-        prices_of(ratios, tables, context, verify_ratio, gpu, weights, always_draft),
+        prices_of(ratios, tables, context, verify_ratio, inputs),
         axis(alpha, "alpha", low=1e-6, high=1 - 1e-6),
         sizes,
         method=tilt.value, resamples=resamples, seed=seed,
@@ -277,12 +264,6 @@ def _run(study: Sweep, executor: Executor, out: Path | None) -> Any:
         )  # fmt: skip
 
 
-def _one(tables: dict[str, LatencyTable], mode: str) -> LatencyTable:
-    if len(tables) != 1:
-        raise DraftsimError(f"{mode} takes one latency table, got {len(tables)}")
-    return next(iter(tables.values()))
-
-
 def _ladder(
     recording: Recording, table: LatencyTable, policy: list[str] | None, resamples: int,
     seed: int, plots: Path | None, json: str | None, out: Path | None,
@@ -329,7 +310,7 @@ def axis(
 
 def prices_of(
     ratios: tuple[float, ...], tables: dict[str, LatencyTable], context: str | None,
-    verify: float, gpu: str | None, weights: str | None, always: int | None,
+    verify: float, inputs: CarriedInputs,
 ) -> Prices:  # fmt: skip
     """Cost ratios and tables, at contexts, on GPUs and in formats.
 
@@ -343,52 +324,15 @@ def prices_of(
             raise DraftsimError("--context needs a latency table: add --latency")
         contexts = [int(k) for k in axis(context, "context", low=0, high=MOST_CONTEXT, whole=True)]
     return Prices(
-        ratios, tables, contexts, verify, gpu_names(gpu), weight_formats(weights), always or 0
-    )
+        ratios, tables, contexts, verify, gpu_names(inputs.gpu), weight_formats(inputs.weights),
+        inputs.always_draft or 0,
+    )  # fmt: skip
 
 
 SEARCHED = (
     "policy", "tried", "train_speedup", "speedup", "speedup_lo", "speedup_hi",
     "block_efficiency", "share_below_1",
 )  # fmt: skip
-
-
-def tuned_rows(
-    trace: Trace, latency: LatencyTable, texts: Sequence[str], *, resamples: int, seed: int,
-    jobs: int,
-) -> list[dict[str, Any]]:  # fmt: skip
-    """Per policy the setting it came with and the best found, on the prompts held out.
-
-    `texts` name the values to try in braces.  ``tried`` is the number of settings searched and
-    ``train_speedup`` the best one's speedup on the prompts it was searched on.
-
-    Raises
-    ------
-    DraftsimError
-        If a text has no braces, or its search is impossible.
-    """
-    from simulator.summary import to_rows
-    from simulator.whatif.sweep.grid import search_space
-    from simulator.whatif.tuning import tune
-
-    rows: list[dict[str, Any]] = []
-    for text in texts:
-        name, space = search_space(text)
-        if not space:
-            raise DraftsimError(
-                f"--tune searches values in braces, which {text!r} has none of: "
-                "write them as in gammatune:eta={0.1,0.3,0.5}"
-            )
-        found = tune(trace, latency, name, space, resamples=max(resamples, 1), seed=seed, jobs=jobs)
-        for row in to_rows(found.held_out)[1 if rows else 0 :]:
-            best = row["policy"] == found.text
-            rows.append(
-                {
-                    **row, "tried": len(found.tried) if best else None,
-                    "train_speedup": float(found.tried["train_speedup"][0]) if best else None,
-                }
-            )  # fmt: skip
-    return rows
 
 
 VARYING = ("alpha", "c", "latency", "gpu", "batch", "context")

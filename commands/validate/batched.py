@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import pandas as pd
 
-from commands.common.inputs import batch_sizes
+from commands.common.options import batch_sizes
 from commands.common.output import note
 from commands.common.progress import progress_bar
 from commands.common.quiet import AGAIN, say_machine, with_machine

@@ -9,17 +9,16 @@ from typing import Annotated
 import pandas as pd
 import typer
 
-from commands.common.inputs import (
+from commands.common.options import (
     MemoryOption,
     PolicyOption,
+    SourceOption,
     TrustOption,
     VerifyOption,
     one_rule,
 )
 from commands.common.output import JsonOption, OutOption, emit, placed, say_unjudged
-from commands.common.quiet import columns_shown
-from commands.common.sources import SourceOption, split_systems
-from commands.common.texts import say_texts
+from commands.common.quiet import columns_shown, say_texts
 from commands.engine.options import (
     AcceptanceOption,
     CheckedEngineOption,
@@ -214,6 +213,8 @@ def _check_kind(
     batch: str | None, sampled: bool, forced: bool,
 ) -> None:  # fmt: skip
     """DraftsimError if the options ask for real runs of several kinds at once."""
+    from simulator.systems import split_systems
+
     if source is not None or split_systems(policy)[1]:
         if batch is not None or verify is not None or memory is not None or sampled or forced:
             raise DraftsimError(
@@ -236,6 +237,8 @@ def _decoded(
     limit: int | None, assisted: bool, remeasure: bool, trust_remote_code: bool,
 ) -> pd.DataFrame:  # fmt: skip
     """The rows of real runs of the kind that the options ask for."""
+    from simulator.systems import split_systems
+
     if source is not None or split_systems(policy)[1]:
         from commands.validate.sources import source_check
 

@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import pandas as pd
 
-from commands.common.inputs import load_policies, load_rule, replay_all, say_memory
-from commands.common.output import note
+from commands.common.output import note, say_memory
 from commands.common.progress import progress_bar
 from commands.common.quiet import AGAIN, say_machine, with_machine
 from traces.errors import DraftsimError
@@ -45,9 +44,11 @@ def lossy_check(
     from profiler.checks.score import answers_to
     from profiler.checks.spot_check import Arm, rounds_differ, run_arms
     from profiler.recording.run import read_run
+    from simulator.chosen import load_policies, load_rule
     from simulator.pricing import price
     from simulator.validation import compare
     from simulator.whatif.ranking import predicted_fastest, with_fastest
+    from traces.replay.vectorised import replay_many
     from traces.store.files import read_latency, read_trace
     from traces.store.measured import MeasuredRuns, write_measured
     from traces.store.outputs import quality
@@ -59,21 +60,23 @@ def lossy_check(
     check_ids(greedy)
     if limit is not None:
         trace = trace.select(spread_over_categories(trace, limit))
-    rule = load_rule(verify, trace, memory)
+    rule = load_rule(verify, memory)
     if rule is None or rule.lossless:
         raise DraftsimError(f"--verify {verify} is lossless: leave it out, its replay is exact")
     chosen = [
-        c for c in load_policies(policy or as_recorded(LOSSY_ARMS, trace), trace) if c[0] != PLAIN
+        c
+        for c in load_policies(policy or as_recorded(LOSSY_ARMS, trace), trace, say=note)
+        if c[0] != PLAIN
     ]
     if not policy:
-        every = load_policies(None, trace, say=False)
+        every = load_policies(None, trace)
         best = predicted_fastest(
-            latency, every, trace.max_gamma, lambda some: replay_all(trace, some, rule=rule)
+            latency, every, trace.max_gamma, lambda some: list(replay_many(trace, some, rule=rule))
         )
         chosen = with_fastest(chosen, best, note)
     [(_, plain)] = load_policies([PLAIN], trace)
     arms = [Arm(PLAIN, plain), *(Arm(name, p, rule) for name, p in chosen)]
-    replayed = replay_all(trace, chosen, rule=rule)
+    replayed = list(replay_many(trace, chosen, rule=rule))
     for log in replayed:
         price(log, latency)  # a table that cannot price it is refused before any work
     pair = info.load()

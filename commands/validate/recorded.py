@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any
 
 import pandas as pd
 
-from commands.common.latex import Shown
 from commands.common.output import emit, note
 from commands.common.printed import print_table, printable
+from commands.common.written import Shown
 from traces.errors import DraftsimError
 from traces.store.writing import write_atomically
 

@@ -7,16 +7,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from commands.common.inputs import load_policies, replay_all
 from commands.common.output import note
 from commands.common.progress import progress_bar
 from commands.common.quiet import say_machine, with_machine
-from commands.common.sources import (
-    load_source_policies,
-    load_system,
-    longest_draft,
-    split_systems,
-)
 from traces.errors import DraftsimError
 
 if TYPE_CHECKING:
@@ -65,9 +58,8 @@ def source_check(
     """
     import pandas as pd
 
-    from commands.profile.drafters import load_drafters
+    from commands.profile.drafters import load_drafters, load_trees
     from commands.profile.source_modules import modules_of
-    from commands.profile.trees import load_trees
     from commands.validate.remeasure import Remeasured, seconds_of
     from commands.validate.spot_check import REMEDY, check_ids, spread_over_categories
     from commands.validate.texts import Texts
@@ -152,8 +144,16 @@ def arms(
     Where a source has no policies named for it, these are `SOURCE_ARMS` and the one predicted
     fastest with `latency`.
     """
+    from simulator.chosen import load_policies
     from simulator.recording import load_source
+    from simulator.systems import (
+        load_source_policies,
+        load_system,
+        longest_draft,
+        split_systems,
+    )
     from simulator.whatif.ranking import predicted_fastest, with_fastest
+    from traces.replay.vectorised import replay_many
     from traces.sources.replay import replay_source
 
     texts, systems = split_systems(policy)
@@ -162,17 +162,15 @@ def arms(
         raise DraftsimError(f"{systems[0]!r} has a draft source of its own: drop --source")
     some = trace.select(list(chosen))
     plain = load_policies([PLAIN], trace)
-    found = [Arm(PLAIN, plain[0][1], None, replay_all(some, plain)[0])]
+    found = [Arm(PLAIN, plain[0][1], None, next(replay_many(some, plain)))]
     runs: list[tuple[tuple[str, DraftPolicy], Source]] = []
     if drafting is not None:
-        named = load_source_policies(texts or SOURCE_ARMS, drafting, trace, recordings)
+        named = load_source_policies(texts or SOURCE_ARMS, drafting, trace, recordings, note)
         if not texts:
             named = [n for n in named if set(n[1].reads) <= drafting.held(recordings)]
             own = as_recorded(drafting, recordings)
             longest = longest_draft(drafting, trace, recordings)
-            every = load_policies(
-                None, trace, signals=drafting.held(recordings), max_gamma=longest, say=False
-            )
+            every = load_policies(None, trace, signals=drafting.held(recordings), max_gamma=longest)
             best = predicted_fastest(
                 latency, every, longest,
                 lambda some: [
@@ -183,8 +181,8 @@ def arms(
             named = with_fastest(named, best, note)
         runs += [(n, drafting) for n in named if n[0] != PLAIN]
     elif texts:
-        with_model = [c for c in load_policies(texts, trace) if c[0] != PLAIN]
-        logs = replay_all(some, with_model)
+        with_model = [c for c in load_policies(texts, trace, say=note) if c[0] != PLAIN]
+        logs = list(replay_many(some, with_model))
         found += [Arm(name, p, None, log) for (name, p), log in zip(with_model, logs, strict=True)]
     for system in systems:
         own, arm = load_system(system, trace, recordings)

@@ -9,11 +9,9 @@ from typing import TYPE_CHECKING, Any
 
 import pandas as pd
 
-from commands.common.inputs import load_policies, replay_all
 from commands.common.output import note
 from commands.common.progress import progress_bar
-from commands.common.quiet import say_machine, with_machine
-from commands.common.texts import say_texts
+from commands.common.quiet import say_machine, say_texts, with_machine
 from traces.errors import DraftsimError, SignalError, TailError
 
 if TYPE_CHECKING:
@@ -78,10 +76,11 @@ def spot_check(
     from profiler.checks.unfinished import check_options, unfinished
     from profiler.models.seq2seq import is_seq2seq
     from profiler.recording.run import read_run
-    from simulator.chosen import named, say_left_out
+    from simulator.chosen import load_policies, named, say_left_out
     from simulator.pricing import price
     from simulator.validation import compare
     from simulator.whatif.ranking import fastest_for_real, is_unfitted, with_fastest
+    from traces.replay.vectorised import replay_many
     from traces.store.files import read_latency, read_trace
     from traces.store.measured import MeasuredRuns, write_measured
 
@@ -91,7 +90,7 @@ def spot_check(
     check_ids(trace)
     if limit is not None:
         trace = trace.select(spread_over_categories(trace, limit))
-    chosen = named(load_policies(policy or as_recorded(ARMS, trace), trace))
+    chosen = named(load_policies(policy or as_recorded(ARMS, trace), trace, say=note))
     if not policy:
         lacking = {n: p for n, p in chosen if not trace.signals.issuperset(p.reads)}
         say_left_out(lacking, trace.signals, note)
@@ -103,7 +102,7 @@ def spot_check(
         note(f"{name} runs unfitted: with the estimates and the rate it comes with")
     if "autoregressive" not in dict(chosen):
         chosen = load_policies(["autoregressive"], trace) + chosen
-    replayed = {log.policy: log for log in replay_all(trace, chosen)}
+    replayed = {log.policy: log for log in replay_many(trace, chosen)}
     greedy = assisted and not forced and trace.temperature == 0
     others = _assisted_logs(trace) if greedy else {}
     pair = info.load()
@@ -174,10 +173,13 @@ def as_recorded(texts: Sequence[str], trace: Trace) -> list[str]:
 
 def _assisted_logs(trace: Trace) -> dict[str, RoundLog]:
     """The replay of each of transformers' schedules, as far as their drafts were recorded."""
+    from simulator.chosen import load_policies
+    from traces.replay.vectorised import replay_many
+
     logs = {}
     for schedule, (text, _) in ASSISTED.items():
         try:
-            logs[schedule] = replay_all(trace, load_policies([text], trace), first=0)[0]
+            [logs[schedule]] = replay_many(trace, load_policies([text], trace, say=note), first=0)
         except (TailError, SignalError) as error:
             note(f"left out: transformers' own generation, {schedule} schedule: {error}")
     return logs
@@ -185,7 +187,7 @@ def _assisted_logs(trace: Trace) -> dict[str, RoundLog]:
 
 def say_faster(run: Path, trace: Trace, latency: LatencyTable, best: Fastest) -> None:
     """A note where a method with drafts of its own is predicted to be faster than `best`."""
-    from commands.common.sources import replay_systems
+    from simulator.systems import replay_systems
     from simulator.whatif.ranking import fastest
     from traces.sources.found import find_recordings
     from traces.sources.registry import SYSTEMS

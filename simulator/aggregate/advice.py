@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -44,6 +44,18 @@ class Choice(NamedTuple):
     """True if no run was this large, or drafted this much."""
     p_min: float = 0.0
     """Probability below which drafts stop (llama.cpp); 0 if they do not."""
+
+    @property
+    def row(self) -> dict[str, Any]:
+        """The choice as a row of numbers; intervals are ``_lo`` and ``_hi``."""
+        speed, gain = self.tokens_per_s, self.speedup
+        return {
+            "batch": self.batch, "k": self.k, "tokens_per_s": speed.value,
+            "tokens_per_s_lo": speed.low, "tokens_per_s_hi": speed.high,
+            "speedup": gain.value, "speedup_lo": gain.low, "speedup_hi": gain.high,
+            "faster": self.faster if self.k else None, "extrapolated": self.extrapolated,
+            "p_min": self.p_min,
+        }  # fmt: skip
 
 
 class Suggestion(NamedTuple):

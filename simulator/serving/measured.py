@@ -1,20 +1,18 @@
-"""Served requests against what a real server measured of the same requests."""
+"""Served requests compared with what a real server measured of the same requests."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from commands.common.printed import print_table
-
-if TYPE_CHECKING:
-    from policies.rules.base import VerifyRule
-    from simulator.serving import Scenario
-    from traces.acceptance.trace import Trace
-    from traces.latency.table import LatencyTable
-
-NAMES = {"ttft_s": "TTFT", "tpot_s": "TPOT", "e2e_s": "end to end"}
+from policies.rules.base import VerifyRule
+from simulator.serving.arrivals import ArrivalFile
+from simulator.serving.recorded import compared
+from simulator.serving.run import simulate
+from simulator.serving.scenario import Scenario
+from traces.acceptance.trace import Trace
+from traces.latency.table import LatencyTable
 
 
 def against_measured(
@@ -26,9 +24,6 @@ def against_measured(
     Empty if there is no file of measured requests at its own pace.  All requests count, those of
     the warm-up too.
     """
-    from simulator.serving import ArrivalFile, simulate
-    from simulator.serving.recorded import compared
-
     found = []
     for scenario in scenarios:
         file = scenario.arrivals
@@ -50,24 +45,3 @@ def against_measured(
                 for row in compared(ours, theirs)
             ]
     return found
-
-
-def print_measured(rows: Sequence[Mapping[str, Any]]) -> None:
-    """Print predicted and measured statistics of each metric, and the error of the prediction."""
-    several = len({row["policy"] for row in rows}) > 1
-    lines: dict[tuple[str, str, str], dict[str, str]] = {}
-    for row in rows:
-        values = {
-            "predicted": _seconds(row["predicted"]), "measured": _seconds(row["measured"]),
-            "error": f"{row['error']:+.1%}",
-        }  # fmt: skip
-        for kind, text in values.items():
-            key = row["policy"], row["metric"], kind
-            named = {"policy": row["policy"]} if several else {}
-            named["the file's requests"] = f"{NAMES[row['metric']]}, {kind}"
-            lines.setdefault(key, named)[row["statistic"]] = text
-    print_table(list(lines.values()))
-
-
-def _seconds(value: float) -> str:
-    return f"{1e3 * value:.3g} ms" if value < 1 else f"{value:.3g} s"

@@ -1,33 +1,36 @@
-"""Draft sources and the named systems built on them: loading, replaying, notes."""
+"""Draft sources and the named systems built on them: policies, replays, and what is missing."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, Annotated, NamedTuple
+from typing import NamedTuple, TypeVar
 
-import typer
+import numpy as np
+import pandas as pd
 
-from commands.common.inputs import load_policies
-from commands.common.output import note
+from policies.batch.base import BatchPolicy
+from policies.core import DraftPolicy
+from policies.rules.base import VerifyRule
+from simulator.chosen import Named, Say, load_policies, silent
+from traces.acceptance.trace import Trace
 from traces.errors import DraftsimError
+from traces.latency.schema import CELL_COLUMNS
+from traces.latency.table import LatencyTable
+from traces.replay.calls import CALL_KINDS, DRAFTER, DRAFTER_TREE, ONE_PASS
+from traces.replay.rounds import RoundLog
+from traces.sources.base import Recordings, Source
+from traces.sources.exits.early_exit import EarlyExit
+from traces.sources.exits.kangaroo import Kangaroo
+from traces.sources.lookups.sources import LookupSource
+from traces.sources.registry import SOURCES, SYSTEMS, describe_source, parse_source
+from traces.sources.replay import check_layers, replay_source
+from traces.sources.starts.features import Eagle, OnFeatures
+from traces.sources.starts.parallel import Parallel
+from traces.sources.starts.recording import StartSource
+from traces.sources.starts.sources import LayerSkip
+from traces.sources.starts.tree_source import Eagle2
 
-if TYPE_CHECKING:
-    from policies.core import DraftPolicy
-    from policies.rules.base import VerifyRule
-    from traces.acceptance.trace import Trace
-    from traces.latency.table import LatencyTable
-    from traces.replay.rounds import RoundLog
-    from traces.sources.base import Recordings, Source
-
-SourceOption = Annotated[
-    str | None,
-    typer.Option(
-        "--source",
-        metavar="S",
-        help="Draft with this source, name[:key=value,...], instead of the draft model "
-        "(`draftsim list --sources`).",
-    ),
-]
+Text = TypeVar("Text")
 
 RECORD = "`draftsim profile --exit-layers`"
 UNTIMED = "measures their latencies"
@@ -45,15 +48,6 @@ def longest_draft(source: Source, trace: Trace, recordings: Recordings) -> int |
     DraftsimError
         If what the source needs was not recorded.
     """
-    from traces.sources.exits.early_exit import EarlyExit
-    from traces.sources.exits.kangaroo import Kangaroo
-    from traces.sources.registry import describe_source
-    from traces.sources.starts.features import Eagle
-    from traces.sources.starts.parallel import Parallel
-    from traces.sources.starts.recording import StartSource
-    from traces.sources.starts.sources import LayerSkip
-    from traces.sources.starts.tree_source import Eagle2
-
     if isinstance(source, Eagle):
         return source.recording(recordings).offsets
     if isinstance(source, Parallel):
@@ -86,55 +80,46 @@ def longest_draft(source: Source, trace: Trace, recordings: Recordings) -> int |
 
 def recorded_settings(recordings: Recordings) -> list[str]:
     """The early-exit settings that a recording follows, as text."""
-    from traces.sources.exits.early_exit import EarlyExit
-    from traces.sources.registry import describe_source
-
     settings = recordings.exits.settings if recordings.exits else ()
     return list(dict.fromkeys(describe_source(EarlyExit(*s[:-1])) for s in settings))
 
 
 def load_source_policies(
-    texts: Sequence[str] | None, source: Source, trace: Trace, recordings: Recordings
-) -> list[tuple[str, DraftPolicy]]:
-    """(name, policy) of each text, with maxima that `source` can be replayed with."""
+    texts: Sequence[str | DraftPolicy | BatchPolicy] | None, source: Source, trace: Trace,
+    recordings: Recordings, say: Say = silent,
+) -> Named:  # fmt: skip
+    """Return (name, policy) of each text, with maxima that `source` can be replayed with."""
     limit = longest_draft(source, trace, recordings)
-    return load_policies(texts, trace, signals=source.held(recordings), max_gamma=limit)
+    return load_policies(texts, trace, signals=source.held(recordings), max_gamma=limit, say=say)
 
 
 def replay_with(
-    trace: Trace,
-    source: Source,
-    policies: Sequence[tuple[str, DraftPolicy]],
-    recordings: Recordings,
-    rule: VerifyRule | None = None,
-) -> list[RoundLog]:
+    trace: Trace, source: Source, policies: Sequence[tuple[str, DraftPolicy]],
+    recordings: Recordings, rule: VerifyRule | None = None,
+) -> list[RoundLog]:  # fmt: skip
     """Replay every policy over the trace with `source` drafting."""
-    from traces.sources.replay import replay_source
-
     return [
         replay_source(trace, source, policy, rule, recordings=recordings, name=name)
         for name, policy in policies
     ]
 
 
-def split_systems(texts: Sequence[str] | None) -> tuple[list[str] | None, list[str]]:
-    """The policies among `texts` (None: all of them) and the named systems."""
-    from traces.sources.registry import SYSTEMS
-
+def split_systems(texts: Sequence[Text] | None) -> tuple[list[Text] | None, list[str]]:
+    """Return the policies among `texts` (None: all of them) and the names of systems."""
     if not texts:
         return None, []
-    return [t for t in texts if t not in SYSTEMS], [t for t in texts if t in SYSTEMS]
+    systems = [str(t) for t in texts if isinstance(t, str) and t in SYSTEMS]
+    return [t for t in texts if t not in systems], systems
 
 
 def load_system(
-    name: str, trace: Trace, recordings: Recordings, source: Source | None = None
-) -> tuple[Source, tuple[str, DraftPolicy]]:
-    """Source (its own, unless `source` is one of its kind), and (name, policy), of a system."""
-    from traces.sources.registry import SYSTEMS, parse_source
-
+    name: str, trace: Trace, recordings: Recordings, source: Source | None = None,
+    say: Say = silent,
+) -> tuple[Source, tuple[str, DraftPolicy]]:  # fmt: skip
+    """Return a system's source (or `source`, one of its kind) and its (name, policy)."""
     system = SYSTEMS[name]
     source = source or parse_source(system.source)
-    [(_, policy)] = load_source_policies([system.policy], source, trace, recordings)
+    [(_, policy)] = load_source_policies([system.policy], source, trace, recordings, say)
     return source, (name, policy)
 
 
@@ -143,9 +128,6 @@ def replay_system(name: str, trace: Trace, recordings: Recordings) -> list[Round
 
     Raises DraftsimError where its source was not recorded.
     """
-    from traces.sources.registry import SYSTEMS, parse_source
-    from traces.sources.starts.features import OnFeatures
-
     source = parse_source(SYSTEMS[name].source)
     every: list[Source] = [source]
     if isinstance(source, OnFeatures):
@@ -165,10 +147,6 @@ def replay_systems(
     names: Iterable[str], trace: Trace, recordings: Recordings, latency: LatencyTable
 ) -> Listed:
     """Return the named systems that can be replayed and priced."""
-    from traces.sources.registry import SYSTEMS, parse_source
-    from traces.sources.replay import check_layers
-    from traces.sources.starts.features import OnFeatures
-
     found = Listed([], {})
     for name in names:
         source = parse_source(SYSTEMS[name].source)
@@ -196,16 +174,14 @@ def replay_systems(
     return found
 
 
-def in_listed_order(parts: Sequence[Listed]) -> list[RoundLog]:
-    """The logs of all parts in the systems' order; a note says how many are missing, and why."""
-    from traces.sources.registry import SYSTEMS
-
+def in_listed_order(parts: Sequence[Listed], say: Say = silent) -> list[RoundLog]:
+    """Return the logs of all parts in the systems' order; `say` is told what is missing."""
     reasons = {name: why for part in parts for name, why in part.missing.items()}
     missing = [name for name in SYSTEMS if name in reasons]
     untimed = [name for name in missing if reasons[name].endswith(UNTIMED)]
     layers = [name for name in missing if reasons[name] == OTHER_LAYERS]
     if 0 < len(missing) <= FEW:
-        note(f"not listed: {'; '.join(f'{name} ({reasons[name]})' for name in missing)}")
+        say(f"not listed: {'; '.join(f'{name} ({reasons[name]})' for name in missing)}")
     elif missing:
         absent = [name for name in missing if name not in (*untimed, *layers)]
         counts = [
@@ -214,7 +190,7 @@ def in_listed_order(parts: Sequence[Listed]) -> list[RoundLog]:
                 (absent, "without recorded drafts"), (untimed, "without measured passes"),
             ) if names
         ]  # fmt: skip
-        note(
+        say(
             f"not listed: {' and '.join(counts)}: {RECORD} records and times other sources, "
             "lookups among them; --policy NAME says what one of them lacks"
         )
@@ -224,9 +200,6 @@ def in_listed_order(parts: Sequence[Listed]) -> list[RoundLog]:
 
 def is_measured(log: RoundLog, latency: LatencyTable) -> bool:
     """Return True if the table has cells for all that the rounds ran."""
-    import numpy as np
-
-    from traces.replay.calls import CALL_KINDS, DRAFTER, DRAFTER_TREE, ONE_PASS
 
     if log.drafter != "draft" and not (latency.is_constant or latency.has(log.drafter, "forward")):
         return False
@@ -247,12 +220,6 @@ def is_measured(log: RoundLog, latency: LatencyTable) -> bool:
 
 def with_free_lookups(latency: LatencyTable) -> LatencyTable:
     """A constant table in which searching text costs nothing; any other as it is."""
-    import pandas as pd
-
-    from traces.latency.schema import CELL_COLUMNS
-    from traces.latency.table import LatencyTable
-    from traces.sources.lookups.sources import LookupSource
-    from traces.sources.registry import SOURCES
 
     if not latency.is_constant:
         return latency

@@ -1,25 +1,26 @@
-"""The figures of ``draftsim serve``: curves over batch sizes or loads, and maps of speedup."""
+"""The figures of served rows: curves over batch sizes or loads, and maps of speedup."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from commands.common.output import note
-from commands.serve.loads import ONE_STREAM
+import numpy as np
+import numpy.typing as npt
+from matplotlib.figure import Figure
 
-if TYPE_CHECKING:
-    import numpy as np
-    import numpy.typing as npt
-    from matplotlib.figure import Figure
-
-    from policies.batch.base import BatchPolicy
-    from policies.core import DraftPolicy
-    from simulator.serving import Scenario
-    from traces.acceptance.trace import Trace
-    from traces.latency.table import LatencyTable
+from policies.batch.base import BatchPolicy
+from policies.core import DraftPolicy
+from policies.lengths.basic import Autoregressive
+from simulator.chosen import Say, silent
+from simulator.plots import save_all_kinds
+from simulator.plots import serving as plots
+from simulator.serving import Scenario, over_batches, sweep
+from simulator.serving.station import OVERLAPPED
+from traces.acceptance.trace import Trace
+from traces.latency.table import LatencyTable
 
 MOST_CONTEXTS = 5
 """Prompt lengths of a map: as many columns as can be read."""
@@ -28,24 +29,17 @@ APART = 1.3
 
 
 def draw(
-    folder: Path,
-    rows: Sequence[Mapping[str, Any]],
-    trace: Trace,
-    latency: LatencyTable,
-    policies: Mapping[str, DraftPolicy | BatchPolicy],
-    scenarios: Sequence[Scenario],
-    title: str = "",
-) -> list[Path]:
+    folder: Path, rows: Sequence[Mapping[str, Any]], trace: Trace, latency: LatencyTable,
+    policies: Mapping[str, DraftPolicy | BatchPolicy], scenarios: Sequence[Scenario],
+    title: str = "", say: Say = silent,
+) -> list[Path]:  # fmt: skip
     """Draw the rows, with `title` below each figure, and return the PNG files.
 
     Over batch sizes these are latency against throughput, and the speedup of every policy by batch
     and prompt length; over loads, latency against load; with either, tokens/s of a user against
     tokens/s in all, and the batch and the cache blocks in use over time at the largest size or
-    load.
+    load.  `say` is told what cannot be drawn.
     """
-    from simulator.plots import save_all_kinds
-    from simulator.plots import serving as plots
-
     said = assumption(latency, max(s.limits.max_batch for s in scenarios))
 
     def save(figure: Figure, name: str) -> Path:
@@ -53,7 +47,7 @@ def draw(
 
     finished = [row for row in rows if row["requests"]]
     if not finished:
-        note("no request finished: there is nothing to draw")
+        say("no request finished: there is nothing to draw")
         return []
     base = scenarios[0]
     last = [row for row in finished if row["rate"] == finished[-1]["rate"]]
@@ -61,7 +55,7 @@ def draw(
         written = [save(plots.plot_over_time(last), "over_time")]
         loads = {row["rate"] for row in finished}
         if loads == {None}:
-            note("the arrivals span no time: there is no load to draw latency against")
+            say("the arrivals span no time: there is no load to draw latency against")
             return written
         written += _pareto(finished, save)
         names = {row["policy"] for row in finished}
@@ -78,7 +72,7 @@ def draw(
         save(plots.plot_latency_throughput(finished), "latency_throughput"),
         save(plots.plot_over_time(last), "over_time"),
     ]
-    if base.mode in ONE_STREAM:
+    if base.mode in OVERLAPPED:
         return written
     grids = _speedups(finished, trace, latency, policies, scenarios)
     if grids:
@@ -90,10 +84,8 @@ def draw(
 
 def _pareto(rows: Sequence[Mapping[str, Any]], save: Callable[[Figure, str], Path]) -> list[Path]:
     """Draw tokens/s of a user against those of all; nothing if no output has two tokens."""
-    from simulator.plots.serving import plot_pareto
-
     spoken = [row for row in rows if row["tpot_s"]["mean"] > 0]
-    return [save(plot_pareto(spoken), "pareto")] if spoken else []
+    return [save(plots.plot_pareto(spoken), "pareto")] if spoken else []
 
 
 def _speedups(
@@ -105,11 +97,6 @@ def _speedups(
     The first column is that of the rows.  In the others every prompt has one length, the recorded
     acceptance is taken to hold there, and the same scenario is served with fewer requests.
     """
-    import numpy as np
-
-    from policies import Autoregressive
-    from simulator.serving import over_batches, sweep
-
     batches = [s.limits.max_batch for s in scenarios]
     fewer = max(64, 4 * max(batches))
     small = over_batches(replace(scenarios[0], requests=fewer, replications=1, replicas=1), batches)
@@ -128,8 +115,6 @@ def _speedups(
 
 def _contexts(trace: Trace, latency: LatencyTable) -> list[int]:
     """At most `MOST_CONTEXTS` of the measured prompt lengths, spread evenly on a log scale."""
-    import numpy as np
-
     cells = latency.cells
     own = cells[(cells["model"] == "target") & (cells["phase"] == "forward")]["context"]
     measured = sorted({int(c) for c in own if c > 0}) or [64, 256, 1024, 4096]

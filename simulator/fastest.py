@@ -1,31 +1,31 @@
-"""The first sentence of ``draftsim serve``: the fastest policy of each load, with its interval."""
+"""The fastest policy of each load that was served, and the interval of its ratio over prompts."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
+import numpy as np
+
+from policies.lengths.basic import Autoregressive
 from policies.registry import is_bound
-from traces.digits import three_digits
-
-if TYPE_CHECKING:
-    from policies.rules.base import VerifyRule
-    from simulator.serving import Scenario
-    from simulator.serving.station import Policy
-    from traces.acceptance.trace import Trace
-    from traces.latency.table import LatencyTable
+from policies.rules.base import VerifyRule
+from simulator.chosen import PLAIN
+from simulator.forks import results_of
+from simulator.serving import Scenario, serve
+from simulator.serving.station import Policy
+from simulator.tune.gains import DRAWS, half_width, resampled
+from traces.acceptance.trace import Trace
+from traces.latency.table import LatencyTable
 
 Row = Mapping[str, Any]
 Span = tuple[float, float]
 
-TOLD = 4
-"""Loads that the sentence tells."""
 FEWEST, PER_PLACE = 200, 4
 """Fewest requests of a load served again on resampled prompts, and fewest for each place."""
-PLAIN = "autoregressive"
 
 
 class Leader(NamedTuple):
@@ -59,48 +59,9 @@ def leaders(rows: Sequence[Row]) -> list[Leader]:
     return found
 
 
-def headline(rows: Sequence[Row], interval: Callable[[Leader], Span | None]) -> str:
-    """Return the fastest policy of each load against no speculation, in one sentence.
-
-    ``interval`` is asked for the 95 % interval of the policies that the sentence names.
-    """
-    found, closed = leaders(rows), is_closed(rows)
-    unit = "tokens/s" if closed else "speed end to end"
-
-    def told(one: Leader) -> str:
-        span = interval(one)
-        within = "" if span is None else f" ({three_digits(span[0])} to {three_digits(span[1])})"
-        return f"{one.policy} {three_digits(one.ratio)}x{within}"
-
-    if all(one.policy is None for one in found):
-        return "no speculation alone was served: there is nothing to compare it with."
-    if all(one.ratio <= 1 for one in found):
-        best = max(found, key=lambda one: one.ratio)
-        if not best.ratio:
-            return "no policy is faster than no speculation at any of these loads."
-        return (
-            "no policy is faster than no speculation at any of these loads; the closest is "
-            f"{_where(best, closed)} {told(best)} in {unit}."
-        )
-    shown = [
-        f"{_where(one, closed)} {told(one)}" if one.ratio > 1
-        else f"{_where(one, closed)} no policy is faster" + (f", {told(one)}" if one.ratio else "")
-        for one in found[:TOLD]
-    ]  # fmt: skip
-    more = "" if len(found) <= TOLD else f"; {len(found) - TOLD} more loads below"
-    return f"{unit} over no speculation: {'; '.join(shown)}{more}."
-
-
 def is_closed(rows: Sequence[Row]) -> bool:
     """Return True if every row is of a closed loop."""
     return all(row["concurrency"] is not None for row in rows)
-
-
-def _where(one: Leader, closed: bool) -> str:
-    if one.load is None:
-        return "at these arrivals"
-    names = "requests" if closed else "requests/s"
-    return f"at {one.load:.4g} {names[:-1] if closed and one.load == 1 else names}"
 
 
 def _load(row: Row) -> float | None:
@@ -128,13 +89,6 @@ def interval_over_prompts(
     policies, scenarios:
         Those of the rows: a scenario has a row for each policy, in order.
     """
-    import numpy as np
-
-    from policies.lengths.basic import Autoregressive
-    from simulator.forks import results_of
-    from simulator.serving import serve
-    from simulator.tune.gains import DRAWS, half_width, resampled
-
     if leader.policy is None or len(trace.requests) < 2:
         return None
     load = scenarios[leader.place // len(policies)]

@@ -1,0 +1,421 @@
+"""Options that several commands share, and the groups of them that commands take together."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar
+
+import typer
+
+from commands.common.bounds import MOST_BATCH
+from traces.errors import DraftsimError
+from traces.store.recordings import DEFAULT_TRACE
+
+if TYPE_CHECKING:
+    from policies.rules.base import VerifyRule
+    from simulator.executors import Executor
+    from simulator.recording import Recording
+    from simulator.serving import Limits, Router
+    from traces.latency.table import LatencyTable
+
+TRACE_VARIABLE = "DRAFTSIM_TRACE"
+"""The environment variable that names another recording than the default."""
+
+
+class Defaulted(str):
+    """The name of a recording that a command takes because the user named none."""
+
+    option = "--trace"
+    """The option that would have named one."""
+
+
+def as_named(context: typer.Context, param: typer.CallbackParam, value: str) -> str:
+    """Mark a recording that comes by default: a callback of the options that name one."""
+    source = context.get_parameter_source(str(param.name))
+    if source is None or source.name != "DEFAULT":
+        return value
+    name = Defaulted(value)
+    name.option = f"--{param.name}"
+    return name
+
+
+TraceOption = Annotated[
+    str,
+    typer.Option(
+        "--trace", metavar="T", envvar=TRACE_VARIABLE, callback=as_named,
+        help="Trace file, run folder, or recording's name.",
+    ),
+]  # fmt: skip
+LatencyOption = Annotated[
+    str | None,
+    typer.Option(
+        "--latency", metavar="L",
+        help="Latency file, run folder, bundled recording's name, GPU/TARGET[@tpN][+DRAFT] "
+        "composed from measured operators (a100/llama-2-70b@tp4+llama-2-7b), or "
+        "const:target=S,draft=S[,verify=S] in seconds. Default: the trace's own.",
+    ),
+]  # fmt: skip
+AcceptanceOption = Annotated[
+    str | None,
+    typer.Option(
+        "--acceptance", metavar="FILE|P,P,..",
+        help="Instead of --trace: chances that the first 1, 2, ... drafted tokens are all accepted "
+        "(0.76,0.60,0.43), or a server's /metrics (BEFORE,AFTER), its benchmark's result, or "
+        "counts of `draftsim import`. Takes --latency.",
+    ),
+]  # fmt: skip
+OtherAcceptanceOption = Annotated[
+    str | None,
+    typer.Option(
+        "--acceptance", metavar="FILE|P,P,..",
+        help="Predict for this acceptance instead of the runs' own: chances that the first 1, 2, "
+        "... drafted tokens are all accepted (0.76,0.60,0.43), a server's /metrics "
+        "(BEFORE,AFTER), or a benchmark's result.",
+    ),
+]  # fmt: skip
+DraftedOption = Annotated[
+    str | None,
+    typer.Option(
+        "--source", metavar="S",
+        help="Draft with this source, recorded by start: eagle:model=NAME, medusa, blockwise, "
+        "specdec, layer-skip, or draft-model. Default: the drafter that the latencies were "
+        "measured with.",
+    ),
+]  # fmt: skip
+SourceOption = Annotated[
+    str | None,
+    typer.Option(
+        "--source", metavar="S",
+        help="Draft with this source, name[:key=value,...], instead of the draft model "
+        "(`draftsim list --sources`).",
+    ),
+]  # fmt: skip
+AssumeOption = Annotated[
+    bool,
+    typer.Option(
+        "--assume-batch-free",
+        help="Where the latencies know one batch size: take every other to cost the same.",
+    ),
+]
+AlwaysOption = Annotated[
+    int | None,
+    typer.Option(
+        "--always-draft", metavar="K", min=1,
+        help="Draft passes that the engine runs in every round, whatever is drafted or verified: "
+        "1 where it calls the drafter every round, all slots where it fills them.",
+    ),
+]  # fmt: skip
+OnePassOption = Annotated[
+    bool,
+    typer.Option(
+        "--one-pass",
+        help="The drafter drafts all tokens of a round in one pass: --latency's draft pass is paid "
+        "once a round, whatever the draft length.",
+    ),
+]
+GpuOption = Annotated[
+    str | None,
+    typer.Option(
+        "--gpu", metavar="NAME",
+        help="GPU to carry latencies measured on another over to, approximately: see "
+        "`draftsim list --devices`. For `sweep`, several with commas between.",
+    ),
+]  # fmt: skip
+WeightsOption = Annotated[
+    str | None,
+    typer.Option(
+        "--weights", metavar="FORMAT",
+        help="Carry latencies over to weights kept in this format, approximately: awq-int4, fp8, "
+        "... for both models, or target=...,draft=... (`draftsim list --weight-formats`).",
+    ),
+]  # fmt: skip
+PolicyOption = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--policy", metavar="P",
+        help="name[:key=value,...], FILE.py:Class[:...] for a policy of your own, or the name "
+        "of a paper's method; repeatable; all = every policy (`draftsim list --policies`).",
+    ),
+]  # fmt: skip
+VerifyOption = Annotated[
+    str | None,
+    typer.Option(
+        "--verify", metavar="RULE",
+        help="Verify rule, name[:key=value,...]; lossless where none is named.",
+    ),
+]  # fmt: skip
+MemoryOption = Annotated[
+    Path | None,
+    typer.Option(
+        "--memory", metavar="FILE",
+        help="Correction memory of `draftsim calibrate-memory`, for csd.",
+    ),
+]  # fmt: skip
+TrustOption = Annotated[
+    bool,
+    typer.Option(
+        "--trust-remote-code", help="Run the code that a model's folder brings; read it first."
+    ),
+]
+JobsOption = Annotated[
+    int | None, typer.Option(min=1, help="Processes here. Default: one per core.")
+]
+ClusterOption = Annotated[
+    str | None, typer.Option(metavar="tcp://HOST:PORT", help="Run on a Dask cluster instead.")
+]
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """Options for whose drafts are accepted, and what passes cost."""
+
+    heading: ClassVar[str] = "Acceptance and costs"
+
+    trace: TraceOption = DEFAULT_TRACE
+    acceptance: AcceptanceOption = None
+    latency: LatencyOption = None
+    source: DraftedOption = None
+    always_draft: AlwaysOption = None
+    one_pass: OnePassOption = False
+
+    def load(self, **how: Any) -> Recording:
+        """Return the recording (`commands.common.drafted.load_recording`, with its options)."""
+        from commands.common.drafted import load_recording
+
+        return load_recording(
+            self.trace, self.latency, self.source, acceptance=self.acceptance,
+            one_pass=self.one_pass, **how,
+        )  # fmt: skip
+
+    def priced(self, recording: Recording, largest: int = 1) -> LatencyTable:
+        """Return the table that prices batches up to `largest`, with the passes always drafted."""
+        from traces.replay.always import drafting_always
+
+        return drafting_always(recording.priced(largest), self.always_draft)
+
+
+@dataclass(frozen=True)
+class BatchInputs(Inputs):
+    """The inputs of commands that price batches."""
+
+    assume_batch_free: AssumeOption = False
+
+    def load(self, **how: Any) -> Recording:
+        return super().load(assume_batch_free=self.assume_batch_free, **how)
+
+
+@dataclass(frozen=True)
+class CarriedInputs(BatchInputs):
+    """The inputs of commands that carry latencies over to another device."""
+
+    gpu: GpuOption = None
+    weights: WeightsOption = None
+
+    def load(self, **how: Any) -> Recording:
+        return super().load(gpu=self.gpu, weights=self.weights, **how)
+
+
+@dataclass(frozen=True)
+class Policies:
+    """Options for draft lengths, and how drafts are verified."""
+
+    heading: ClassVar[str] = "Policies"
+
+    policy: PolicyOption = None
+    verify: VerifyOption = None
+    memory: MemoryOption = None
+
+    @property
+    def plain(self) -> bool:
+        """True if plain decoding alone is named."""
+        from simulator.chosen import PLAIN
+
+        return set(self.policy or ()) == {PLAIN}
+
+    def alike(self, recording: Recording) -> tuple[list[str] | None, VerifyRule | None]:
+        """Return the policies, and the rule by which all of them are verified.
+
+        Raises DraftsimError if the rule asks for what is not known of the recording's drafts.
+        """
+        from simulator.chosen import load_rule
+
+        policy, verify = one_rule(self.policy, self.verify)
+        rule = load_rule(verify, self.memory)
+        recording.check_rule(rule)
+        return policy, rule
+
+
+def one_rule(
+    texts: Sequence[str] | None, verify: str | None
+) -> tuple[list[str] | None, str | None]:
+    """Return policies and rule for a command that verifies all policies alike.
+
+    Methods that have one lossy rule in common give it (`traces.sources.methods.same_rule`).
+    """
+    from commands.common.output import note
+    from traces.sources.methods import same_rule
+
+    policies, rule = same_rule(texts, verify)
+    if rule != verify:
+        pairs = zip(texts or (), policies or (), strict=True)
+        parts = [f"{text} is {own}" for text, own in pairs if text != own]
+        note(f"{', '.join(parts)}, verified by {rule}")
+    return policies, rule
+
+
+@dataclass(frozen=True)
+class Graphs:
+    """Options for the CUDA graphs of an engine."""
+
+    heading: ClassVar[str] = "Engine"
+
+    cudagraph_capture_sizes: Annotated[
+        str | None,
+        typer.Option(
+            metavar="N,...",
+            help="Tokens that the engine captures CUDA graphs for: a pass costs what the next "
+            "captured size costs. Default: vLLM's list for composed latencies, as measured for "
+            "others.",
+        ),
+    ] = None
+    cudagraph_mode: Annotated[
+        str | None,
+        typer.Option(
+            metavar="MODE", help="FULL (default), PIECEWISE or NONE, of composed latencies."
+        ),
+    ] = None
+
+    def captured(self, recording: Recording, largest: int) -> Recording:
+        """Return `recording` with its latencies in these graphs.
+
+        Raises DraftsimError for sizes and modes that are none, or that the latencies say nothing
+        of.
+        """
+        from traces.latency.graphs import CUDAGraphs
+        from traces.store.operators import in_graphs
+
+        sizes, mode = self.cudagraph_capture_sizes, self.cudagraph_mode
+        graphs = None if sizes is None and mode is None else CUDAGraphs.parsed(sizes, mode)
+        tables = {name: in_graphs(t, graphs, largest) for name, t in recording.tables.items()}
+        return replace(recording, tables=tables)
+
+
+@dataclass(frozen=True)
+class Engine(Graphs):
+    """Options for the limits of an engine, and of several."""
+
+    max_batch: Annotated[
+        int | None,
+        typer.Option(
+            show_default="the measured engine's, else 64",
+            help="Requests running at a time in an engine, where no batch size is given: "
+            "max_num_seqs.",
+        ),
+    ] = None
+    token_budget: Annotated[
+        int | None,
+        typer.Option(
+            show_default="the measured engine's, else 8192",
+            help="Tokens of one iteration: max_num_batched_tokens.",
+        ),
+    ] = None
+    kv_blocks: Annotated[
+        str | None,
+        typer.Option(
+            metavar="N",
+            help="Cache blocks of 16 tokens (num_gpu_blocks), or auto[:UTILISATION] for those that "
+            "fit a composed table's GPU next to the weights; default: no limit.",
+        ),
+    ] = None
+    async_scheduling: Annotated[
+        bool,
+        typer.Option(
+            "--async-scheduling",
+            help="Plan an iteration while the one before it runs, as recent vLLM does by default.",
+        ),
+    ] = False
+    router: Annotated[
+        str | None,
+        typer.Option(
+            help="Who takes a request: random, round-robin (default), least-requests or "
+            "least-tokens."
+        ),
+    ] = None
+
+    def limits(self, table: LatencyTable) -> Limits:
+        """Return the limits of one engine, by default those of the engine measured."""
+        from simulator.serving import Limits
+
+        return Limits.of_engine(
+            table, self.max_batch, self.token_budget, blocks_of(self.kv_blocks, table),
+            self.async_scheduling,
+        )  # fmt: skip
+
+    def routing(self, replicas: int) -> Router:
+        """Return the router; DraftsimError where one is named and nothing is to be routed."""
+        from simulator.serving.routers import parse_router
+
+        if self.router is not None and replicas == 1:
+            raise DraftsimError("--router chooses among replicas: give --replicas 2 or more")
+        return parse_router(self.router or "round-robin")
+
+
+def blocks_of(text: str | None, table: LatencyTable) -> int | None:
+    """The blocks that ``--kv-blocks`` asks for; with auto, said in a note.
+
+    Raises DraftsimError if it is no number, or the table does not say what GPU and models it is of.
+    """
+    from commands.common.output import note
+    from traces.operators.memory import UTILISATION, blocks_of_meta
+
+    if text is None:
+        return None
+    kind, _, share = text.partition(":")
+    try:
+        if kind != "auto":
+            return int(text)
+        utilisation = float(share) if share else UTILISATION
+    except ValueError:
+        raise DraftsimError(
+            f"--kv-blocks is {text!r}, expected a whole number or auto[:UTILISATION]"
+        ) from None
+    found = blocks_of_meta(table.meta, utilisation)
+    note(found.said)
+    return found.blocks
+
+
+def chosen_executor(jobs: int | None, cluster: str | None) -> Executor:
+    """Where the options say that a study runs; raises DraftsimError if they say two things."""
+    from simulator.executors import Cluster, Local
+
+    if cluster is not None:
+        if jobs is not None:
+            raise DraftsimError("--jobs counts processes here, --cluster has its own: give one")
+        return Cluster(cluster)
+    return Local(jobs)
+
+
+def batch_sizes(option: str, text: str, most: int = MOST_BATCH) -> list[int]:
+    """Read whole numbers from 1 to `most`, commas between.
+
+    Raises DraftsimError naming `option` if `text` is anything else.
+    """
+    sizes = [int(size) for size in positive_numbers(option, text, int)]
+    if max(sizes) > most:
+        raise DraftsimError(f"{option} holds {max(sizes)}, expected at most {most}")
+    return sizes
+
+
+def positive_numbers(option: str, text: str, kind: type[int] | type[float] = float) -> list[float]:
+    """The positive numbers of `text`, commas between; DraftsimError naming `option` if not so."""
+    try:
+        values = [kind(part) for part in text.split(",")]
+    except ValueError:
+        what = "whole numbers" if kind is int else "numbers"
+        raise DraftsimError(f"{option} is {text!r}, expected {what} with commas between") from None
+    for value in values:
+        if not 0 < value < float("inf"):
+            raise DraftsimError(f"{option} holds {value}, expected positive finite numbers")
+    return [float(v) for v in values]

@@ -1,0 +1,337 @@
+"""One prediction: policies, methods and other draft sources replayed over one recording, ranked."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from policies.batch.base import BatchPolicy
+from policies.core import DraftPolicy
+from policies.from_file import is_file
+from policies.registry import parse_policy
+from policies.rules.base import VerifyRule
+from policies.rules.registry import parse_rule
+from simulator.chosen import Named, Say, load_policies, load_rule, named, silent
+from simulator.forks import results_of
+from simulator.recording import Recording
+from simulator.systems import (
+    Listed,
+    in_listed_order,
+    load_source_policies,
+    longest_draft,
+    replay_system,
+    replay_systems,
+    replay_with,
+    split_systems,
+    with_free_lookups,
+)
+from simulator.whatif.ranking import (
+    UNFITTED,
+    Progress,
+    Ranking,
+    is_unfitted,
+    lossless,
+    rank,
+    ranked_rows,
+    with_best_fixed,
+    without_plain,
+)
+from traces.acceptance.trace import Trace
+from traces.errors import DraftsimError, SignalError, TailError
+from traces.latency.table import LatencyTable
+from traces.replay.rounds import RoundLog
+from traces.replay.vectorised import replay_many
+from traces.sources.base import Recordings
+from traces.sources.found import find_recordings
+from traces.sources.lookups.sources import LookupSource
+from traces.sources.methods import METHODS, method, method_of, resolved
+from traces.sources.registry import DRAFT_MODEL, SYSTEMS, parse_source
+from traces.store.outputs import Quality, RealRun, find_run, quality
+
+Row = dict[str, Any]
+Policy = str | DraftPolicy | BatchPolicy
+
+QUALITY = (
+    "agreement", "relative_bleu", "scored", "solved", "solved_greedy", "tested", "passed",
+    "passed_greedy",
+)  # fmt: skip
+"""Keys for the quality of decoded texts; None in rows without such texts."""
+
+
+class Asked(NamedTuple):
+    """Policies asked for, by how they are replayed."""
+
+    policies: list[Policy] | None
+    """Draft lengths with the recording's drafter, under one rule; None: every policy."""
+    systems: list[str]
+    """Methods with another draft source."""
+    ruled: list[str]
+    """Methods with the draft model and a lossy rule of their own."""
+
+    @property
+    def remembers(self) -> bool:
+        """True if one of these rules has a memory."""
+        rules = [chosen.rule for text in self.ruled if (chosen := method_of(text))]
+        return any(rule.partition(":")[0] in ("csd", "csd-ocm") for rule in rules)
+
+    def check_alone(self, option: str, what: str = "a verification") -> None:
+        """Raise DraftsimError if a method has `what` of its own, and `option` gives another."""
+        texts = [text for text in self.policies or () if isinstance(text, str)]
+        if own := [*self.systems, *self.ruled, *filter(method_of, texts)]:
+            raise DraftsimError(
+                f"{own[0]!r} is a method, which has {what} of its own: drop {option}"
+            )
+
+
+def split_asked(given: Sequence[Policy] | None) -> Asked:
+    """Return what texts and objects name, each in its place.
+
+    Raises DraftsimError for an unknown rule.
+    """
+    others, systems = split_systems(given)
+    ruled = [text for text in others or () if isinstance(text, str) and _is_lossy(text)]
+    return Asked(
+        None if others is None else [one for one in others if one not in ruled], systems, ruled
+    )
+
+
+def _is_lossy(text: str) -> bool:
+    chosen = method_of(text)
+    return chosen is not None and not parse_rule(chosen.rule.partition(":")[0]).lossless
+
+
+@dataclass(frozen=True)
+class Compared:
+    """Policies of one recording replayed side by side."""
+
+    trace: Trace
+    ranking: Ranking
+    more: list[RoundLog]
+    """Logs listed next to the ranking: methods, and named systems with other draft sources."""
+    latency: LatencyTable
+    """The table that prices all of them."""
+
+    @property
+    def logs(self) -> list[RoundLog]:
+        """All logs; the best fixed length comes last if no one asked for it."""
+        return sorted([*self.ranking.logs, *self.more], key=lambda log: log is self.ranking.added)
+
+    def rows(self, **options: Any) -> list[Row]:
+        """Return the rows of `simulator.whatif.ranking.ranked_rows`, with its options."""
+        return ranked_rows(self.ranking, self.latency, self.trace, self.logs, **options)
+
+
+def compare(
+    recording: Recording, latency: LatencyTable, asked: Asked, rule: VerifyRule | None = None,
+    memory: Path | None = None, *, lossy: bool = True, alone: bool = False, say: Say = silent,
+    progress: Progress = lambda *_: None,
+) -> Compared:  # fmt: skip
+    """Replay what is asked for, and rank it.
+
+    With every policy, all named methods that can be replayed are listed too, unless a `rule` is
+    asked for.
+
+    Parameters
+    ----------
+    latency:
+        The recording's table (`Recording.priced`).
+    rule, memory:
+        Verification of the policies, by default lossless, and the memory of methods that have one.
+    lossy:
+        True to list methods that change the text as well.
+    alone:
+        True if the recording has no name by which recordings of other sources could be found.
+    say, progress:
+        `say` is told what is left out and why, `progress` how many parts are done, and of how many.
+
+    Raises
+    ------
+    DraftsimError
+        If something cannot be replayed, or as in `simulator.whatif.ranking.rank`.
+    """
+    free = with_free_lookups(latency)
+    if recording.stream is not None:
+        ranking = _ranked_stream(recording, free, asked.policies, rule, say)
+        return Compared(recording.trace, ranking, [], free)
+    if recording.observed and asked.systems:
+        raise DraftsimError(
+            f"{asked.systems[0]} drafts from texts, and --acceptance holds none: give a --trace"
+        )
+    outputs, trace, texts = recording.outputs, recording.trace, asked.policies
+
+    def recordings() -> Recordings:
+        return Recordings() if alone else find_recordings(recording.name, outputs)
+
+    def ranked(say: Say) -> Ranking:
+        if texts is None or texts:
+            return rank(trace, latency, texts, rule, say)
+        if trace.is_lower_bound:
+            return Ranking([])
+        return with_best_fixed(
+            Ranking([]), latency, trace.max_gamma, lambda some: list(replay_many(trace, some)),
+            False,
+        )  # fmt: skip
+
+    def with_own_drafts(_: Say) -> list[RoundLog]:
+        held = recordings() if asked.systems else Recordings()
+        return [log for one in asked.systems for log in replay_system(one, outputs, held)]
+
+    def with_own_rules(say: Say) -> list[RoundLog]:
+        return [replay_method(one, trace, memory, say) for one in asked.ruled]
+
+    def looked_up(_: Say) -> Listed:
+        return replay_systems(lookups, outputs, Recordings(), free)
+
+    def recorded(_: Say) -> Listed:
+        others = [name for name in SYSTEMS if name not in lookups]
+        return replay_systems(others, outputs, recordings(), free)
+
+    def methods(say: Say) -> list[RoundLog]:
+        return replay_methods(trace, say) if lossy else []
+
+    lookups = [n for n in SYSTEMS if isinstance(parse_source(SYSTEMS[n].source), LookupSource)]
+    every = rule is None and (texts is None or "all" in texts) and not recording.observed
+    # The longest first.
+    parts: list[Callable[[Say], Any]] = [looked_up, recorded, methods] if every else []
+    parts += [ranked, with_own_drafts, with_own_rules]
+    found = results_of(
+        [partial(_heard, part) for part in parts], trace.tokens * len(SYSTEMS),
+        [latency, free, *trace.requests], progress,
+    )  # fmt: skip
+    for _, said in found:
+        for line in said:
+            say(line)
+    *listed, ranking, more, ruled = [result for result, _ in found]
+    more += ruled
+    if every:
+        more += listed.pop()
+        known = {log.policy for log in more}
+        more += [log for log in in_listed_order(listed, say) if log.policy not in known]
+    return Compared(trace, ranking, more, free)
+
+
+def _heard(part: Callable[[Say], Any]) -> tuple[Any, list[str]]:
+    """Return a part's result and what it said: it may run in a process of its own."""
+    said: list[str] = []
+    return part(said.append), said
+
+
+def _ranked_stream(
+    recording: Recording, latency: LatencyTable, texts: Sequence[Policy] | None,
+    rule: VerifyRule | None, say: Say,
+) -> Ranking:  # fmt: skip
+    """Rank the policies of `texts` with the source `Recording.stream` drafting."""
+    trace, source, held = recording.trace, recording.stream, recording.recordings
+    assert source is not None
+
+    def replayed(some: Named) -> list[RoundLog]:
+        return replay_with(trace, source, some, held, rule)
+
+    chosen = without_plain(named(load_source_policies(texts, source, trace, held, say)))
+    # The rule is fitted to a draft model's passes, which another source does not make.
+    notes = {name: UNFITTED for name, policy in chosen if is_unfitted(policy)}
+    every = not texts or "all" in texts
+    longest = longest_draft(source, trace, held)
+    return with_best_fixed(Ranking(replayed(chosen), notes), latency, longest, replayed, every)
+
+
+def load_method(
+    name: str, trace: Trace, memory: Path | None = None, say: Say = silent
+) -> tuple[str, DraftPolicy, VerifyRule | None]:
+    """Return the policy's text, the policy and the rule of a method with a draft model.
+
+    ``name`` is in `traces.sources.methods.METHODS`, or ``POLICY+RULE``.
+    """
+    chosen = method_of(name) or method(name)
+    if chosen.source not in (DRAFT_MODEL, "none"):
+        raise DraftsimError(
+            f"method {name!r} drafts with {chosen.source}, whose replay is exact: see `simulate`"
+        )
+    chosen = resolved(chosen, trace)
+    [(text, policy)] = load_policies([chosen.policy], trace, say=say)
+    learns = chosen.rule.partition(":")[0] in ("csd", "csd-ocm")
+    return text, policy, load_rule(chosen.rule, memory if learns else None)
+
+
+def replay_method(
+    name: str, trace: Trace, memory: Path | None = None, say: Say = silent
+) -> RoundLog:
+    """Return the log of a method with the draft model, called what it was asked for by."""
+    text, policy, rule = load_method(name, trace, memory, say)
+    if is_file(name) and (chosen := method_of(name)) is not None:
+        name = f"{text}+{chosen.rule}"  # without the folder
+    [log] = replay_many(trace, [(name, policy)], rule=rule)
+    return log
+
+
+def replay_methods(trace: Trace, say: Say = silent) -> list[RoundLog]:
+    """Return the papers' lossy methods with a draft model, as far as the trace can tell of them.
+
+    `say` is told those whose drafts are longer than the recorded ones.
+    """
+    logs: dict[tuple[str, str], RoundLog] = {}
+    longer = []
+    for name, chosen in METHODS.items():
+        if chosen.source != DRAFT_MODEL or chosen.rule == "exact":
+            continue
+        try:
+            text, policy, rule = load_method(name, trace, say=say)
+            [log] = replay_many(trace, named([(text, policy)]), rule=rule)
+        except SignalError:
+            continue
+        except TailError:
+            longer.append(name)
+            continue
+        logs.setdefault((log.policy, log.verify), log)
+    if longer:
+        say(
+            f"not listed: {', '.join(longer)}, whose drafts are longer than the recorded "
+            f"{trace.max_gamma} tokens"
+        )
+    return list(logs.values())
+
+
+def with_quality(
+    rows: Sequence[Mapping[str, Any]], runs: Sequence[RealRun], trace: Trace
+) -> list[Row]:
+    """Return the rows with the quality of texts really decoded under the same policy and rule.
+
+    The row of a category is of its prompts alone.
+    """
+    category = {request.id: request.category for request in trace.requests}
+    found = []
+    for row in rows:
+        seen: Quality | None = None
+        if not lossless(row["verify"]) and runs:
+            try:
+                chosen = method_of(row["policy"])
+                policy = row["policy"] if chosen is None else chosen.policy
+                names = parse_policy(policy), parse_rule(row["verify"])
+            except (ValueError, DraftsimError):
+                names = None  # a system's name, or a policy of the user's own
+            run = None if names is None else find_run(runs, *names, trace)
+            if run is not None:
+                kind = row.get("category")
+                of_row = [o for o in run.outputs if kind in (None, category[o.id])]
+                seen = quality(of_row, trace)
+        found.append({**row, **{name: seen and getattr(seen, name) for name in QUALITY}})
+    return found
+
+
+def decoded_part(trace: Trace, log: RoundLog) -> Trace:
+    """Return the requests of `trace` that `log` decoded, in its order; all if one is missing."""
+    places = {request.id: i for i, request in enumerate(trace.requests)}
+    if any(request.id not in places for request in log.requests):
+        return trace
+    return trace.select([places[request.id] for request in log.requests])
+
+
+def same_requests(logs: Sequence[RoundLog]) -> list[list[RoundLog]]:
+    """Return the logs grouped by the requests they decoded: only those can be compared."""
+    groups: dict[tuple[str, ...], list[RoundLog]] = {}
+    for log in logs:
+        groups.setdefault(tuple(r.id for r in log.requests), []).append(log)
+    return list(groups.values())
