@@ -54,6 +54,9 @@ ELSEWHERE = {
     ("simulate", "--rate"): "it knows no arrivals: `draftsim serve --rate`",
     ("sweep", "--rate"): "it knows no arrivals: `draftsim serve --rate`",
     ("sweep", "--verify"): "it replays exact verification: `draftsim simulate --verify`",
+    ("report", "--trace"): "name a recording or a run folder: `draftsim report --run`",
+    ("report", "--latency"): "it reads the run folder's: `draftsim simulate --latency`",
+    ("serve", "--robustness"): "it is of one request at a time: `draftsim simulate --robustness`",
     ("tune", "--policy"): "it searches the draft lengths itself: compare with `draftsim serve`",
 }
 """Where an option is that a command does not have, by command and option."""

@@ -11,10 +11,11 @@ from commands.common.acceptance import FORMS
 from commands.common.bounds import MOST_LENGTH
 from commands.common.options import batch_sizes
 from commands.common.output import JsonOption, OutOption, emit, note
+from traces.digits import three_digits
 from traces.errors import DraftsimError
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
 
 SHOWN = (
     "curve", "k", "measured", "hazard", "low", "high", "inside", "iid", "two_state",
@@ -66,6 +67,8 @@ def curve(
         )  # fmt: skip
         rows += [{"curve": name, **row} for row in extended(lengths, used, asked, level)]
     shown = [n for n in SHOWN if any(row[n] is not None for row in rows)]
+    if json is None:
+        note(headline(rows, level))
     emit("curve", rows, json, show=shown, out=out)
     for line in _judged(rows, level):
         note(line)
@@ -84,6 +87,19 @@ def _curves(texts: list[str]) -> Mapping[str, dict[int, float]]:
         else:
             found[text] = dict(load_positions(text).known)
     return found
+
+
+def headline(rows: Sequence[Mapping[str, Any]], level: float) -> str:
+    """Return the first curve's acceptance lengths at its first and last draft length, as told."""
+    mine = [row for row in rows if row["curve"] == rows[0]["curve"]]
+    ends = mine[:: max(len(mine) - 1, 1)][:2]
+    said = "; ".join(
+        f"K = {row['k']}: {three_digits(row['hazard'])} tokens per round "
+        f"({three_digits(row['low'])} to {three_digits(row['high'])})" for row in ends
+    )  # fmt: skip
+    others = len({row["curve"] for row in rows}) - 1
+    more = f"; and {others} more curve{'s' * (others > 1)}" if others else ""
+    return f"{rows[0]['curve']}: {said}, {level:.0%} intervals{more}"
 
 
 def _judged(rows: list[dict[str, Any]], level: float) -> list[str]:

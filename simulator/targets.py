@@ -48,9 +48,9 @@ class Targets:
             raise DraftsimError("the targets bound nothing: give ttft, tpot or both")
 
     def __str__(self) -> str:
-        """The bounds in words, as in ``TTFT 0.2 s and TPOT 0.03 s``."""
+        """The bounds in words, as in ``TTFT 200 ms and TPOT 30 ms``."""
         bounds = (("TTFT", self.ttft_s), ("TPOT", self.tpot_s))
-        return " and ".join(f"{name} {s:g} s" for name, s in bounds if math.isfinite(s))
+        return " and ".join(f"{name} {s * 1e3:g} ms" for name, s in bounds if math.isfinite(s))
 
 
 def parse_targets(text: str, option: str = "--slo") -> Targets:

@@ -89,6 +89,8 @@ def test_curve_on_the_command_line(tmp_path: Path, run: Run) -> None:
     assert rows[8]["low"] < rows[8]["hazard"] < rows[8]["high"]
     shown = run("curve", "1:1.83,2:2.43,3:2.88", "--k", "5,8")
     assert "measured" not in shown.out
+    assert shown.err.startswith("1:1.83,2:2.43,3:2.88: K = 5: 3.42 tokens per round (")
+    assert "K = 8: 3.73 tokens per round (" in shown.err
     assert run("curve", path, "--given", "7").code == 2
     own = run("curve", "bundled", "--given", "1,2", "--k", "4", "--json", "-").rows[0]
     assert own["inside"]

@@ -51,3 +51,17 @@ def test_what_is_the_same_in_every_row_is_said_once(capsys: pytest.CaptureFixtur
     alone = capsys.readouterr().out
     assert "pair" in alone
     assert "every row" not in alone
+
+
+def test_figures_in_words_are_not_cut(capsys: pytest.CaptureFixture[str]) -> None:
+    rows = [
+        {
+            "study": "a study of a model on a GPU with a name", "given": f"the others of row {i}",
+            **{f"in interval {j}": f"{i}{j}6 of 1{i}8" for j in range(8)},
+        }
+        for i in range(2)
+    ]  # fmt: skip
+    print_table(rows)
+    out = capsys.readouterr().out
+    assert max(map(len, out.splitlines())) <= 100
+    assert all(f"{i}{j}6 of 1{i}8" in out for i in range(2) for j in range(8))

@@ -58,5 +58,5 @@ def test_other_options_are_named_and_impossible_targets_refused() -> None:
 
 
 def test_targets_are_said_in_words() -> None:
-    assert str(Targets(0.2, 0.03)) == "TTFT 0.2 s and TPOT 0.03 s"
-    assert str(Targets(tpot_s=0.03)) == "TPOT 0.03 s"
+    assert str(Targets(0.2, 0.03)) == "TTFT 200 ms and TPOT 30 ms"
+    assert str(Targets(tpot_s=0.03)) == "TPOT 30 ms"

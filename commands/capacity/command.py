@@ -153,16 +153,16 @@ def shown(rows: Sequence[Row]) -> list[dict[str, Any]]:
     priced = any(not math.isnan(row["cost_per_hour"]) for row in rows)
     table = []
     for row in rows:
-        low, high = row["replicas_lo"], row["replicas_hi"]
+        low, high, stops = row["replicas_lo"], row["replicas_hi"], row["stops_saving"]
         table.append({
             "policy": row["policy"], "replicas": row["replicas"],
-            "of 95 %": None if low is None else f"{low} to {high if high is not None else '?'}",
+            "replicas interval": low and f"{low} to {'?' if high is None else high}",
             "saved": row["saved"], "in time": row["within_targets"],
             "add one above, /s": row["rate_limit"], "each takes, /s": row["rate_per_replica"],
             "tokens/s each GPU": row["tok_s_per_gpu"],
             **({"$/h": row["cost_per_hour"], "$/M tokens": row["cost_per_million_tokens"]}
                if priced else {}),
-            "saves below, /s each": row["stops_saving"],
+            "saves below, /s each": "any" if math.isinf(stops or 0) else stops,
         })  # fmt: skip
     return table
 
@@ -195,13 +195,13 @@ def remarks(rows: Sequence[Row]) -> list[str]:
     """Return the comparison in words, and what a reader of the table should know."""
     first = rows[0]
     targets = " and ".join(
-        f"{name} {seconds:g} s"
+        f"{name} {seconds * 1e3:g} ms"
         for name, seconds in (("ttft", first["ttft_target_s"]), ("tpot", first["tpot_target_s"]))
         if math.isfinite(seconds)
     )
     said = [
         f"{first['rate']:.4g} requests/s, {first['share']:.0%} of them within {targets}, "
-        f"routed {first['router']}:"
+        f"router {first['router']}:"
     ]
     plain = next((r for r in rows if r["policy"] == "autoregressive"), None)
     if plain is not None:
@@ -251,8 +251,8 @@ def _compared(row: Row, plain: Row) -> str:
 def _why_none(row: Row) -> str:
     if row["within_alone"] < row["share"]:
         return (
-            f"alone in a replica {row['within_alone']:.1%} of the requests keep the targets "
-            f"(ttft {row['ttft_s']['p95']:.3g} s, tpot {row['tpot_s']['p95']:.3g} s for the "
-            "slowest twentieth): no number of replicas will do"
+            f"alone in a replica {row['within_alone']:.1%} of the requests meet the SLO "
+            f"(95th percentiles: ttft {row['ttft_s']['p95'] * 1e3:,.0f} ms, tpot "
+            f"{row['tpot_s']['p95'] * 1e3:,.0f} ms): no number of replicas will do"
         )
     return f"{row['within_targets']:.1%} meet the SLO at the most replicas that were tried"

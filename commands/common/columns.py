@@ -78,7 +78,6 @@ COLUMNS: dict[str, str] = {
     "preemptions": "times that a request was pre-empted for want of KV blocks",
     # Capacity.
     "replicas": "engines; `capacity`: fewest that meet the SLO",
-    "of 95 %": "95 % interval of the fewest replicas",
     "saved": "replicas fewer than without speculation",
     "add one above, /s": "request rate above which one more replica is needed",
     "each takes, /s": "requests/s that a replica sustains within the SLO",

@@ -130,18 +130,19 @@ def emit(
             write_atomically(out, as_latex(own).encode())
         else:
             write_rows(out, records, command, more)
-        note(f"wrote {out}")
     if json_to is None:
         if printed is None:
             print_table(records, show, title)
         else:
             printed()
-        return
-    text = document(command, records, more)
-    if json_to == "-":
-        sys.stdout.write(text)
-        return
-    write_atomically(json_to, text.encode())
+    else:
+        text = document(command, records, more)
+        if json_to == "-":
+            sys.stdout.write(text)
+        else:
+            write_atomically(json_to, text.encode())
+    if out is not None:
+        note(f"wrote {out}")
 
 
 WIDEST = 100

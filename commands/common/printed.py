@@ -76,10 +76,16 @@ def print_table(
     needed = {n: max(map(longest, [*column, heads[n]])) for n, column in cells.items()}
     needed |= {n: min(width, WORD) for n, width in needed.items() if n not in numeric}
     if len(keys) == len(cells):  # all words, which are folded where they have to be
-        few = {keys[0]: needed[keys[0]]}
-        _print_block(cells, heads, few, numeric, styles, title, room, stderr)
-        print_alike(alike, console(width=room, stderr=stderr))
-        return
+        figures = {n for n in keys[1:] if is_number_column(cells[n])}
+        words = {n: " ".join([*cells[n], heads[n]]).split() for n in cells}
+        least = {
+            n: needed[n] if n in (keys[0], *figures) else max(map(len, words[n])) for n in cells
+        }
+        if sum(least.values()) + GAP * (len(cells) - 1) <= room:
+            _print_block(cells, heads, least, numeric, styles, title, room, stderr)
+            print_alike(alike, console(width=room, stderr=stderr))
+            return
+        keys = [n for n in keys if n not in figures]
     if sum(needed[name] + GAP for name in keys) > 2 * room // 3:
         keys = keys[:1]
     for i, names in enumerate(blocks(needed, keys, room)):

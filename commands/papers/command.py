@@ -233,6 +233,18 @@ def print_evidence(
         "predictions of public measurements that were not given",
     )
 
+    if json is None:
+        errors = [record.median for record in records.values()]
+        right, signs = (
+            sum(getattr(r, n) for r in records.values()) for n in ("sign_right", "signs")
+        )
+        side = f"; {right} of {signs} speedups are on the right side of 1x" if signs else ""
+        note(
+            f"{len(rows)} public measurements of {len({row.study for row in rows})} studies, "
+            "predicted from others: median error "
+            f"{min(errors):.1%} to {max(errors):.1%} by study{side}"
+        )
+
     def printed() -> None:
         print_table(table.rows)
         for remark in remarks:

@@ -172,9 +172,14 @@ def simulate(
         asked.check_alone("--verify")
     rule = load_rule(verify, None if asked.remembers else memory)
     recording.check_rule(rule)
+    absent: list[str] = []  # said after the answer
+
+    def said(line: str) -> None:
+        absent.append(line) if line.startswith("not listed: ") else note(line)
+
     with working("replaying policies", alone=True) as say:
         compared = predict.compare(
-            recording, table, asked, rule, memory, say=note,
+            recording, table, asked, rule, memory, say=said,
             progress=partial(say, "replaying policies"),
         )  # fmt: skip
     table, more = compared.latency, compared.more
@@ -187,6 +192,8 @@ def simulate(
     _emit(
         rows, json, prefill, out, by_name, recording.said, by_phase, gains=against is not None
     )  # fmt: skip
+    for line in absent:
+        note(line)
     if recording.stream is not None:
         return
     if recording.said_depths and any(runs_layers(log) for log in more):
@@ -225,6 +232,12 @@ def _robustness(
         )
     spread, said = robustness_rows(trace, table, policies.policy)
     title = f"{of}: speedup over initial draft lengths"
+    if json is None:
+        best = max(spread.to_dict("records"), key=lambda row: float(row["mean"]))
+        note(
+            f"{of}: over initial draft lengths {best['policy']} is fastest, "
+            f"{best['mean']:.3g} times the mean of fixed"
+        )
     emit(
         "simulate", spread, json, out=out, tables=lambda: [Shown(spread.to_dict("records"), title)]
     )

@@ -23,6 +23,7 @@ from commands.common.output import JsonOption, emit, note, placed_folder, placed
 from commands.common.printed import print_table
 from commands.common.progress import progress_bar
 from commands.common.written import TABLES, Shown, as_latex, write_rows
+from traces.digits import three_digits
 from traces.errors import DraftsimError
 from traces.store.writing import write_atomically
 
@@ -152,7 +153,7 @@ def sweep(
     """Ask what if: any grid over cost ratio, acceptance, policies, batch, context, device.
 
     Regrets are against the best of the fixed lengths 1 to 12 and against the oracle, whichever
-    policies are swept.  The second table says where each policy stops paying.
+    policies are swept.  The second table says where each policy stops giving a speedup.
     """
     from simulator.chosen import swept_policies
     from simulator.whatif.breakeven import fastest, overview
@@ -193,6 +194,13 @@ def sweep(
         )
         if not found:
             raise DraftsimError("--tune needs a --policy with values in braces")
+        if json is None:
+            best = max(found, key=lambda row: row["speedup"])
+            low, high = (three_digits(best[f"speedup_{end}"]) for end in ("lo", "hi"))
+            note(
+                f"{recording.said}: on held-out prompts {best['policy']} is fastest, "
+                f"{three_digits(best['speedup'])}x no speculation ({low} to {high})"
+            )
         emit("sweep", found, json, show=SEARCHED, out=out)
         return
     lengths = [int(g) for g in axis(gamma, "gamma", low=0, high=MOST_LENGTH, whole=True)]
@@ -223,23 +231,24 @@ def sweep(
             write_atomically(wanted, as_latex([printed]).encode())
         else:
             write_rows(wanted, frame.to_dict("records"), "sweep")
-        note(f"wrote {wanted}")
     if recording.source is not None:
         rows["drafts"] = recorded.source
+    best = fastest(fitting)
+    note(f"{recording.said}: {headline(best)}")
     if assumed:
         rows["assumed"] = assumed
         note(f"taken to cost nothing: {assumed}")
-    if out is not None:
-        beside = write_thresholds(ends, out, study.description)
-        note(f"wrote {len(frame)} rows to {out} and {len(ends)} to {beside}")
-    best = fastest(fitting)
-    note(f"{recording.said}: {headline(best)}")
     for line in large:
         note(line)
     more = {"break_even": ends.to_dict("records"), "fastest": best.to_dict("records")}
     emit("sweep", rows, json, show=[n for n in SHOWN if n in rows], more=more)
     if json is None:
         print_thresholds(ends, out)
+    if wanted is not None and wanted != out:
+        note(f"wrote {wanted}")
+    if out is not None:
+        points = write_thresholds(ends, out, study.description)
+        note(f"wrote {len(frame)} rows to {out} and {len(ends)} to {points}")
     say_untried(study, fitting)
     say_outside(fitting)
     if plots is not None:
@@ -374,9 +383,11 @@ def headline(best: pd.DataFrame) -> str:
 def _figures(part: pd.DataFrame) -> str:
     """Return the speedups of some points, and the ends of their intervals where known."""
     ends = [float(value) for value in (part["speedup"].min(), part["speedup"].max())]
-    said = " to ".join(dict.fromkeys(f"{value:.3g}x" for value in ends))
+    said = " to ".join(dict.fromkeys(f"{three_digits(value)}x" for value in ends))
     low, high = float(part["speedup_lo"].min()), float(part["speedup_hi"].max())
-    return said if math.isnan(low) or math.isnan(high) else f"{said}, 95 % {low:.3g} to {high:.3g}"
+    if math.isnan(low) or math.isnan(high):
+        return said
+    return f"{said}, 95 % {three_digits(low)} to {three_digits(high)}"
 
 
 def _along(axis: str, values: list[object]) -> str:
@@ -453,6 +464,6 @@ def say_outside(frame: pd.DataFrame) -> None:
     context = "" if worst["context"] != worst["context"] else f", context {worst['context']:g}"
     note(
         f"{len(outside)} of {len(frame)} rows read passes outside the measured cells, by a fitted "
-        f"roofline: most {worst['policy']} at batch {worst['batch']}{context} "
+        f"roofline; most: {worst['policy']} at batch {worst['batch']}{context} "
         f"({worst['outside']:.0%} of its passes); see the column outside"
     )

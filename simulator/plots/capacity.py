@@ -30,7 +30,7 @@ class Crossing(NamedTuple):
 
 
 def limits(pairs: Pairs) -> Floats:
-    """(most,) the rates up to which 1, 2, ... replicas keep the targets.
+    """(most,) the rates up to which 1, 2, ... replicas meet the SLO.
 
     What lies between the numbers that were simulated is interpolated: the rate per replica is
     taken to change evenly with the logarithm of their number.
@@ -59,7 +59,8 @@ def crossings(one: Pairs, other: Pairs, tolerance: float = FINE) -> list[Crossin
     """Where the lines of two policies cross, by more than the `tolerance` they are known to."""
     a, b = limits(one), limits(other)
     most = min(len(a), len(b))
-    gaps = a[:most] / b[:most] - 1
+    with np.errstate(divide="ignore", invalid="ignore"):  # no rate at few replicas
+        gaps = np.nan_to_num(a[:most] / b[:most] - 1, posinf=1e9)
     told = np.flatnonzero(np.abs(gaps) > tolerance)
     found = []
     for left, right in pairwise(told.tolist()):
@@ -91,7 +92,7 @@ def plot_replicas(rows: Sequence[Mapping[str, Any]], baseline: str = "autoregres
         look = {"color": COLOURS[i % len(COLOURS)], "linestyle": DASHES[i % len(DASHES)]}
         x = np.concatenate(([0.0], steps[steps < end]))
         y = np.arange(1, len(x) + 1)
-        if len(x) <= len(steps):  # this many keep the targets beyond the figure
+        if len(x) <= len(steps):  # this many meet the SLO beyond the figure
             x, y = np.append(x, end), np.append(y, y[-1])
         else:
             y = np.append(y[:-1], y[-2])
@@ -110,7 +111,7 @@ def plot_replicas(rows: Sequence[Mapping[str, Any]], baseline: str = "autoregres
     axes.set_xlim(0, end)
     axes.set_ylim(0, max(tops) + 0.8)
     axes.yaxis.set_major_locator(MaxNLocator(integer=True))
-    axes.set_ylabel("replicas that keep the targets")
+    axes.set_ylabel("replicas that meet the SLO")
     bars = any(row["replicas_lo"] is not None for _, row in drawn)
     axes.set_xlabel(
         f"requests per second (markers: at {rate:.4g}/s{', bars: 95 %' if bars else ''})\n{said}"
@@ -126,7 +127,7 @@ def _mark_crossings(
 ) -> str:  # fmt: skip
     plain = next((row["curve"] for _, row in drawn if row["policy"] == baseline), None)
     if plain is None:
-        return f"{baseline} keeps the targets at no rate"
+        return f"{baseline} meets the SLO at no rate"
     marked = 0
     for (i, row), shift in zip(drawn, shifts, strict=True):
         look = {"color": COLOURS[i % len(COLOURS)]}
