@@ -195,11 +195,11 @@ def sweep(
         if not found:
             raise DraftsimError("--tune needs a --policy with values in braces")
         if json is None:
-            best = max(found, key=lambda row: row["speedup"])
-            low, high = (three_digits(best[f"speedup_{end}"]) for end in ("lo", "hi"))
+            first = max(found, key=lambda row: row["speedup"])
+            low, high = (three_digits(first[f"speedup_{end}"]) for end in ("lo", "hi"))
             note(
-                f"{recording.said}: on held-out prompts {best['policy']} is fastest, "
-                f"{three_digits(best['speedup'])}x no speculation ({low} to {high})"
+                f"{recording.said}: on held-out prompts {first['policy']} is fastest, "
+                f"{three_digits(first['speedup'])}x no speculation ({low} to {high})"
             )
         emit("sweep", found, json, show=SEARCHED, out=out)
         return
