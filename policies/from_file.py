@@ -79,7 +79,7 @@ def bounded(
 ) -> Loaded:
     """Return the policy of a user's class, with the parameters that ``name:...`` in `text` gives.
 
-    ``max_gamma``: as of `load_file`.  Raises ValueError, or what the constructor raises.
+    ``max_gamma``: as in `load_file`.  Raises ValueError, or what the constructor raises.
     """
     given = parse_spec(text, "policy", {name: found}).given
     policy: DraftPolicy | BatchPolicy = found(**given)

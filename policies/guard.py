@@ -72,7 +72,7 @@ class Guarded:
 def guarded(kind: type[T], reads: Collection[str]) -> type[T]:
     """`kind`, a class of drafted tokens with slots, without the signals outside `reads`.
 
-    What `reads` names is read as fast as of `kind` itself, so that a replay's inner loop pays
+    What `reads` names is read as fast as in `kind` itself, so that a replay's inner loop pays
     nothing; a value given for another signal is dropped.
     """
     made: type[T] = _guarded(kind, frozenset(reads), "reads")  # type: ignore[arg-type]

@@ -8,7 +8,7 @@ decide, they are arrays with one entry a run (`VectorisedState`).  Such a policy
 
     def vectorised(self, batch: int) -> VectorisedPlan | None
 
-which is read of the very class that defines it: a subclass may decide otherwise.  ``batch`` is
+which is read from the class that defines it alone: a subclass may decide otherwise.  ``batch`` is
 the number of sequences decoded together, always the same; None sends this setting through the
 loop.  The rounds must be those of the loop, to the last bit of what is compared.
 """
@@ -50,12 +50,12 @@ class Starts(Protocol):
 
     @property
     def context(self) -> Ints:
-        """Tokens in the target's cache, as of `policies.core.Load`, shape (starts,)."""
+        """Tokens in the target's cache, as in `policies.core.Load`, shape (starts,)."""
         ...
 
     @property
     def run_lengths(self) -> Ints:
-        """Drafts that would be accepted, as of `policies.core.Load`; -1 where nobody knows."""
+        """Drafts that would be accepted, as in `policies.core.Load`; -1 where nobody knows."""
         ...
 
     def signal(self, name: str) -> Floats:

@@ -88,7 +88,7 @@ def speedup_by_gamma(
 ) -> pd.DataFrame:
     """Decode speedup of every policy from every initial draft length.
 
-    Parameters and errors as of `seconds_by_gamma`.  Rows: policy, gamma, speedup.
+    Parameters and errors as in `seconds_by_gamma`.  Rows: policy, gamma, speedup.
     """
     return seconds_by_gamma(trace, families, latency, gammas).speedups()
 

@@ -87,7 +87,7 @@ def summarize_by_category(
 ) -> pd.DataFrame:
     """The rows of `summarize` for each prompt category, with a leading ``category``.
 
-    Parameters and errors as of `summarize`.
+    Parameters and errors as in `summarize`.
     """
     return summarize_runs_by_category(price_all(logs, latency), resamples=resamples)
 
@@ -191,7 +191,7 @@ def price_all(
 
     `progress` is told of the logs that are priced, and of all, as `simulator.forks` counts them.
 
-    Raises DraftsimError as of `summarize`.
+    Raises DraftsimError as in `summarize`.
     """
     if not logs:
         raise DraftsimError("no round log was given: name at least one policy")

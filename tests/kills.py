@@ -143,7 +143,7 @@ def table_of(path: Path) -> list[dict[str, Any]]:
 
 
 def files_of(*names: str) -> Callable[[Path], list[bytes]]:
-    """The very bytes of files."""
+    """Exact bytes of files."""
     return lambda folder: [
         path.read_bytes() for name in names for path in sorted(folder.glob(name)) or [folder / name]
     ]

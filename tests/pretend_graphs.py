@@ -93,7 +93,7 @@ class Graphs:
 
 
 class CUDAGraph:
-    """Recorded operations, run again on the very tensors they were recorded with."""
+    """Recorded operations, run again on the same tensors they were recorded with."""
 
     owner: Graphs
 

@@ -38,7 +38,7 @@ def nothing_named(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(scope="module")
 def calibrated(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Costs that name no model, as of `calibrate`."""
+    """Costs that name no model, as in `calibrate`."""
     rows = [
         (model, "forward", batch, width, 0, seconds, 0.0, 1)
         for model, seconds in (("target", 0.01), ("draft", 0.001))

@@ -161,7 +161,7 @@ def test_other_repositories_names_are_understood(
 
 
 def test_attention_biases_and_an_own_embedding_are_kept(target: Any, tmp_path: Path) -> None:
-    """As of drafters for Qwen2, and of those that are narrower than their target."""
+    """As in drafters for Qwen2, and of those that are narrower than their target."""
     torch.manual_seed(3)
     config = {**target.config.to_dict(), "hidden_size": 24, "num_attention_heads": 2,
               "num_key_value_heads": 1, "head_dim": 12}  # fmt: skip

@@ -190,7 +190,7 @@ def test_serving_is_that_of_the_check_and_says_what_to_deploy() -> None:
     cells = [c for c in reader(text).cells if c == "off" or c.startswith("tuned, K=")]
     assert cells == ["off" if d["deploy"] == "off" else f"tuned, {d['setting']}"
                      for d in found["deploy"]]  # fmt: skip
-    # The very requests of `tune --check`, in fewer replications.
+    # The same requests as in `tune --check`, in fewer replications.
     [row] = compare_served(
         trace, losing(), Fixed(1), [closed_load(trace, 2, None, check_seed(0))],
         replications=REPLICATIONS, metric="throughput_tok_s",

@@ -68,7 +68,7 @@ def test_a_damaged_line_is_named_and_its_row_computed_again(
     assert ran.code == 0, ran.err
     assert f"{out}, line 4: damaged" in ran.err
     assert answer(out) == expected
-    # The others are the very rows that were there, and all are in their order.
+    # The others are the rows that were there, and all are in their order.
     again = out.read_text().splitlines()
     kept = [i for i in range(len(again)) if i != 3]
     assert [again[i] for i in kept] == [whole.splitlines()[i] for i in kept]

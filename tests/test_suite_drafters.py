@@ -75,7 +75,7 @@ def test_smollm2s_drafters_are_recorded_timed_and_decode_as_they_replay(out: Pat
         assert trace.by_start
         assert trace.requests == whole.requests
         assert kept["requests"] == len(whole.requests)
-        # float32 on one thread: the very rounds.
+        # float32 on one thread: the same rounds.
         assert [n for n, _ in kept["checked"]["rounds_differ_of"].values()] == [0, 0, 0]
         own = runs[runs["pair"] == pair]
         assert set(own["policy"]) == set(drafters.QUICK_ARMS)

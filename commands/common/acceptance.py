@@ -29,12 +29,12 @@ def load_positions(
     """Return acceptance by position, from a text or the files of one log (`FORMS`).
 
     ``k`` is the draft length that recordings are replayed at: by default their longest, up to
-    `LONGEST`, or the longest draft that an imported log shows.  ``source`` is as of ``--source``.
+    `LONGEST`, or the longest draft that an imported log shows.  ``source`` is as in ``--source``.
 
     Raises
     ------
     DraftsimError
-        As of `read_acceptance`, or if a recording does not have the drafts.
+        As in `read_acceptance`, or if a recording does not have the drafts.
     """
     from simulator.aggregate.observed import is_told, read_acceptance
     from simulator.aggregate.positions import of_trace

@@ -55,7 +55,7 @@ class Say(Protocol):
 def working(first: str, alone: bool = False) -> Iterator[Say]:
     """Show what is being computed, how far and for how long, and nothing when it is done.
 
-    Gives a function that says what comes next; `alone` as of `progress_bar`.
+    Gives a function that says what comes next; `alone` as in `progress_bar`.
     """
     columns = SpinnerColumn(), TextColumn("{task.description}", markup=False), _Count()
     with Bar((*columns, TimeElapsedColumn()), alone, transient=True) as bar:

@@ -464,6 +464,6 @@ def say_outside(frame: pd.DataFrame) -> None:
     context = "" if worst["context"] != worst["context"] else f", context {worst['context']:g}"
     note(
         f"{len(outside)} of {len(frame)} rows read passes outside the measured cells, by a fitted "
-        f"roofline; most: {worst['policy']} at batch {worst['batch']}{context} "
+        f"roofline: most {worst['policy']} at batch {worst['batch']}{context} "
         f"({worst['outside']:.0%} of its passes); see the column outside"
     )

@@ -186,7 +186,7 @@ class _Confidence:
         if self.per_nat:
             score = score + self.per_nat * starts.signal("entropy")
         if self.margin:
-            # The library's exp, as of one token: numpy's may differ in the last bit.
+            # The library's exp, as in one token: numpy's may differ in the last bit.
             falls = map(exp, (-self.beta * starts.signal("logit_margin")).tolist())
             score = score + self.margin / (1.0 + np.fromiter(falls, np.float64, len(score)))
         if self.softmax:

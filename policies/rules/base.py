@@ -127,7 +127,7 @@ class TokenRule(VerifyRule):
         def accepts_each(self, tokens, scores) -> Bools | None
 
     `accepts` of every row of a recording, to the last bit: the attributes are arrays, one entry
-    a row.  It is read of the very class that defines it; None judges one by one.
+    a row.  It is read from the class that defines it alone; None judges one by one.
     """
 
     @abstractmethod

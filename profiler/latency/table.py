@@ -1,6 +1,6 @@
 """Measures how long each step of decoding takes, on the device in front of you.
 
-Every cell runs the very code the decoder runs, in the order in which decoding runs it.
+Every cell runs the same code as the decoder, in the order in which decoding runs it.
 Repeats are interleaved: each sweep times all cells once in a fresh random order, so that
 drift of the machine spreads over all of them instead of biasing some.
 """

@@ -22,7 +22,7 @@ class KangarooDecoder(EarlyExitDecoder):
     A position enters the adapter's keys and values when something is drafted after it, or, being
     the last of a fully accepted draft, together with the next that does.
 
-    Parameters as of `EarlyExitDecoder`, with an adapter instead of the heads.
+    Parameters as in `EarlyExitDecoder`, with an adapter instead of the heads.
     """
 
     def __init__(

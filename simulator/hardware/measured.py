@@ -32,7 +32,7 @@ def check_recording(folder: Path) -> pd.DataFrame:
     """Predicted against measured seconds of a recording, one row per policy and batch.
 
     ``folder`` holds ``latency.parquet``, ``measured.parquet`` and a trace, or the name of the
-    folder that does, as ``python -m profiler.suite unpack`` sorts them.  Columns as of
+    folder that does, as ``python -m profiler.suite unpack`` sorts them.  Columns as in
     `simulator.validation.compare`.
 
     Raises

@@ -92,7 +92,7 @@ def fit_table(
 ) -> tuple[Roofline, float]:
     """The cost model of the device measured, and its median relative error on the passes.
 
-    Parameters as of `carry_over`.
+    Parameters as in `carry_over`.
 
     Raises
     ------

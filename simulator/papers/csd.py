@@ -273,12 +273,12 @@ class Rescues(CSD):
     """CSD that keeps the pairs it rescues in a run, in order."""
 
     def begin_run(self, vocab_size: int | None, temperature: float, top_p: float = 1.0) -> None:
-        """As of CSD; nothing is rescued yet."""
+        """Start with nothing rescued (CSD)."""
         super().begin_run(vocab_size, temperature, top_p)
         self.rescued: list[Pair] = []
 
     def accepts(self, token: Any, score: Any) -> bool:
-        """As of CSD."""
+        """Follow CSD."""
         stands = super().accepts(token, score)
         if stands and not score.match:
             self.rescued.append((token.token_id, score.token))

@@ -18,7 +18,7 @@ def plot_surface(surface: pd.DataFrame) -> Figure:
     """Draw the speedup over batch and context, a map a draft length; hatched is slower.
 
     With one batch size or one context, the map is over the other and the draft length.
-    ``surface`` as of `simulator.tune.breakeven`.  Raises DraftsimError if neither has two values.
+    ``surface`` as in `simulator.tune.breakeven`.  Raises DraftsimError if neither has two values.
     """
     drafted = surface[surface["k"] > 0]
     axes_of = [name for name in ("context", "batch") if drafted[name].nunique() > 1]

@@ -45,7 +45,7 @@ def needed(row: Mapping[str, Any]) -> Floats:
     """`limits` of a row's curve, which give the row's own replicas at the rate asked for.
 
     What is interpolated between the numbers that were simulated is cut to agree with them.  A
-    limit is known to `FINE`: one at the very rate is drawn beyond it, so that the line meets the
+    limit is known to `FINE`: one at that rate is drawn beyond it, so that the line meets the
     marker.
     """
     steps, rate, count = limits(row["curve"]), row["rate"], row["replicas"]

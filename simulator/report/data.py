@@ -256,7 +256,7 @@ def report_data(
     resamples: int = 2000,
     progress: Callable[[str], None] = lambda _: None,
 ) -> dict[str, Any]:
-    """The page's data; parameters as of `simulator.report.build_report`."""
+    """The page's data; parameters as in `simulator.report.build_report`."""
     progress("pricing policies")
     logs, said = with_best_fixed(trace, latency, logs, notes or {})
     best = next(int(n.partition("=")[2]) for n, text in said.items() if text == BEST_FIXED)

@@ -17,7 +17,7 @@
     return plain / (forwards * c + verified * v + rest);
   }
 
-  // The largest c at which rounds still pay, 0 where they do not even with free drafts, and its
+  // The largest c at which rounds still give a speedup, 0 if they do not even with free drafts, and its
   // 95 % interval: that of a ratio of sums over prompts, from simulator.ratios.RatioSums.
   function breakEven(sums, v) {
     const [n, plain, forwards, rest, verified, gg, gv, gf, vv, vf, ff] = sums;
@@ -30,7 +30,7 @@
     return { ratio: Math.max(0, ratio), low: Math.max(0, low), high: Math.max(0, high) };
   }
   const evenText = (even) => (!Number.isFinite(even.ratio) ? "–" : even.ratio > 0 ? digits(even.ratio) : "never");
-  const spanText = (even) => (Number.isFinite(even.high) ? `${digits(even.low)} – ${digits(even.high)}` : "–");
+  const spanText = (even) => (even.high > 0 && Number.isFinite(even.high) ? `${digits(even.low)} – ${digits(even.high)}` : "–");
 
   const expectedTokens = (alpha, gamma) => {
     let sum = 0;

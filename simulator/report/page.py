@@ -63,7 +63,7 @@ def build_report(
     Raises
     ------
     DraftsimError
-        If there is no log, or as of the computations for the page.
+        If there is no log, or as in the computations for the page.
     """
     if not logs:
         raise DraftsimError("no round log was given: name at least one policy")

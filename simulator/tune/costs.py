@@ -121,7 +121,7 @@ def price_grid(
     Raises
     ------
     DraftsimError
-        As of `simulator.pricing.price`.
+        As in `simulator.pricing.price`.
     """
     runs = [price(_held_at(log, context), latency, batch=batch) for log in logs]
     seconds = np.stack([run.decode_s for run in runs])

@@ -190,7 +190,7 @@ def check_huggingface(document: Mapping[str, Any]) -> None:
 
 
 def check_llamacpp(document: Mapping[str, Any]) -> None:
-    """Options of llama.cpp's server, as of April 2026, without their dashes.
+    """Options of llama.cpp's server (April 2026), without their dashes.
 
     Raises
     ------

@@ -49,7 +49,7 @@ def tune_tensorrt_llm(
     Raises
     ------
     DraftsimError
-        As of `tune_vllm`.
+        As in `tune_vllm`.
     """
     kept, shortened = sorted(set(lengths)), False
     while True:
@@ -138,7 +138,7 @@ def tune_dynamo(
     Raises
     ------
     DraftsimError
-        As of `tune_vllm`.
+        As in `tune_vllm`.
     """
     most = min(MOST_DYNAMO, longest_draft(trace) or MOST_DYNAMO)
     kept = sorted({k for k in lengths if k <= most})

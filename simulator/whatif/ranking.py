@@ -79,7 +79,7 @@ def fastest(logs: Sequence[RoundLog], latency: LatencyTable) -> RoundLog:
     Raises
     ------
     DraftsimError
-        If there is no log, or as of `simulator.pricing.price`.
+        If there is no log, or as in `simulator.pricing.price`.
     """
     if not logs:
         raise DraftsimError("no round log was given: name at least one policy")

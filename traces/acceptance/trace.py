@@ -187,7 +187,7 @@ class Trace:
 
     @property
     def drafter(self) -> str:
-        """Whose passes drafting took, by its name in latency tables."""
+        """Name of the drafter in latency tables."""
         return str(self.meta.get("drafter", "draft")) if "drafts" in self.meta else "draft"
 
     @property

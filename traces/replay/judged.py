@@ -18,7 +18,7 @@ from traces.replay.walk import Lengths32, Rounds, Walk
 
 
 class Judged(NamedTuple):
-    """Rounds, and as of `traces.replay.ruled.RuleReplayDecoder` what the rule made of them."""
+    """Rounds, and as in `traces.replay.ruled.RuleReplayDecoder` what the rule made of them."""
 
     rounds: Rounds
     mismatched: Sequence[int]

@@ -19,7 +19,7 @@ class Places(ABC):
     Attributes
     ----------
     rows, most, context, run_lengths:
-        As of `policies.vectorised.Starts`.
+        As in `policies.vectorised.Starts`.
     runs:
         Drafts that were accepted in a row from each start.
     recorded:

@@ -143,7 +143,7 @@ def find_composed(
     ``GPU`` is one whose operators come along, or the file of an operator table, followed by a colon
     and the GPU where it holds several.  Where whole steps were timed on the GPU, passes are
     corrected by them.  With ``:operators`` they are the sum of their operators; with ``:steps``
-    there must be whole steps.  ``graphs`` and ``largest`` as of `Composer` and `Composer.table`.
+    there must be whole steps.  ``graphs`` and ``largest`` as in `Composer` and `Composer.table`.
 
     Raises
     ------

@@ -231,7 +231,7 @@ def pair_label(
 ) -> str:
     """Return target and drafter of a recording in a few words, with the engine they ran in.
 
-    ``models`` as of `models_of`, ``measured`` the provenance of its latencies, ``drafter`` the
+    ``models`` as in `models_of`, ``measured`` the provenance of its latencies, ``drafter`` the
     source that drafts in the draft model's place.  Empty where no model is known.
     """
     target, draft = (model_label(models.get(role, {})) for role in ("target", "draft"))

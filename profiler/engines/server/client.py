@@ -1,7 +1,7 @@
 """Sends requests to a server as its clients do, and notes when each piece of an answer came.
 
 The endpoint is OpenAI's ``/v1/completions`` with token ids for a prompt, streamed; ids come back
-with every piece (vLLM's ``return_token_ids``).  The client is aiohttp, as of ``vllm bench serve``.
+with every piece (vLLM's ``return_token_ids``).  The client is aiohttp, as in ``vllm bench serve``.
 """
 
 from __future__ import annotations

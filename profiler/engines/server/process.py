@@ -57,7 +57,7 @@ class Server:
     Parameters
     ----------
     options:
-        As of `profiler.engines.engine.Engine`.
+        As in `profiler.engines.engine.Engine`.
     folder:
         Where its setup, log and record are kept: empty, and the caller's to remove.
 

@@ -171,7 +171,7 @@ def cell(model: str, phase: str, batch: int, width: int, context: int, s: Sample
 
 
 def table_of(rows: Sequence[Sequence[Any]]) -> LatencyTable:
-    """Rows as of `cell` as a table."""
+    """Rows as in `cell` as a table."""
     return LatencyTable(pd.DataFrame(rows, columns=list(CELL_COLUMNS)))
 
 

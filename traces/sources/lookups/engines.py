@@ -67,7 +67,7 @@ class NGramSimple(LookupSource):
         return NGramSimpleLookup(self.size_n, self.size_m, eos)
 
     def drafted(self, trace: Trace) -> Ints:
-        """Neither an n-gram at the very beginning counts, nor one that the last token follows."""
+        """Return all drafts.  An n-gram at the start, or before the last token, does not count."""
         text = text_of(trace)
         ids, begins, places = text
         found = last_end(strings(ids, self.size_n), text, begins + self.size_n, places - 2)

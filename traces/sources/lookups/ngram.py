@@ -49,7 +49,7 @@ class NGramSimpleLookup(Lookup):
     """Copies what followed the latest earlier occurrence of the last n-gram.
 
     As llama.cpp's ``ngram-simple`` (``common/ngram-map.cpp``, 2026): n-grams of `size_n` tokens
-    alone, of which the last one and one at the very beginning of the sequence do not count; up to
+    alone, of which the last one and one at the beginning of the sequence do not count; up to
     `size_m` tokens that follow, the sequence's last one excepted, and none if they are fewer than
     `size_n`; none at all in a sequence of at most ``size_n + size_m + 2`` tokens.  The server
     copies on past an end of the text, after which nothing could be accepted.

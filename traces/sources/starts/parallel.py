@@ -171,7 +171,7 @@ def drawn_starts(
     """Draw drafts with this acceptance by position from every start of `trace`.
 
     A draft holds the true tokens up to its first miss and other tokens from there on; none of
-    these ends a sequence.  Parameters as of `Parallel`.
+    these ends a sequence.  Parameters as in `Parallel`.
 
     Raises DraftsimError if the trace holds no output tokens.
     """
