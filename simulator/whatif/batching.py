@@ -62,7 +62,7 @@ class Steps(NamedTuple):
     unread: Bools
     """True if any token that the draft model has read leaves its cache."""
     request: Ints
-    """Model whose round each slot runs, shape (steps, batch)."""
+    """Index of the request that each slot runs, shape (steps, batch)."""
 
 
 def in_steps(log: RoundLog, batch: int, rngs: Sequence[np.random.Generator]) -> Steps:
