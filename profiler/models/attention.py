@@ -69,7 +69,7 @@ def split_attention(
     """Attention over keys in parts, put together.
 
     ``query`` (batch, kv_heads, rows, width); ``key``, ``value`` (batch, kv_heads, visible, width);
-    ``mask`` as of `split_mask`, (batch, parts, rows, visible / parts).  Returns as `query`.
+    ``mask`` as in `split_mask`, (batch, parts, rows, visible / parts).  Returns as `query`.
     """
     batch, heads, rows, width = query.shape
     parts = mask.shape[1]

@@ -85,7 +85,7 @@ class Sides:
         return ended
 
     def propose(self, logits: Tensor) -> dict[str, Tensor]:
-        """One proposal of the draft per row and its numbers, as of `draft`; each (rows,)."""
+        """One proposal of the draft per row and its numbers, as in `draft`; each (rows,)."""
         if self.sampling.top_p == 1:
             return self.draft(logits, self.pick(logits))
         scaled = tempered(logits, self.sampling)  # once: the cut is most of the work

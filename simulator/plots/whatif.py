@@ -64,17 +64,19 @@ def figures(frame: pd.DataFrame) -> dict[str, Figure]:
     for i, (name, gpu) in enumerate(tables):
         part = priced[(priced["latency"] == name) & (priced["gpu"] == gpu)]
         part = part[part["alpha"] == part["alpha"].iloc[0]]
-        suffix = f"_{i + 1}" if len(tables) > 1 else ""
+        where = f" on {gpu}" if isinstance(gpu, str) and gpu not in name else ""
+        suffix, of = (f"_{i + 1}", f"{name}{where}\n") if len(tables) > 1 else ("", "")
         if part["batch"].nunique() > 1 and part["context"].nunique() > 1:
             # The cache of some batches may fit at the shorter contexts alone.
             held = part.groupby("batch")["context"].transform("nunique")
             full = part[held == part["context"].nunique()]
             if full["batch"].nunique() > 1:
-                drawn.append((f"map_context_batch{suffix}", plot_maps(full, "context", "batch")))
+                maps = plot_maps(full, "context", "batch", of=of)
+                drawn.append((f"map_context_batch{suffix}", maps))
         contexts = part["context"].fillna(-1)
         at = part[contexts == contexts.iloc[0]]
         if at["batch"].nunique() > 1 and at["gamma"].nunique() > 1:
-            drawn.append((f"map_batch_gamma{suffix}", plot_maps(at, "batch", "gamma")))
+            drawn.append((f"map_batch_gamma{suffix}", plot_maps(at, "batch", "gamma", of=of)))
     one = priced[priced["alpha"] == priced["alpha"].min()] if len(priced) else priced
     if len(one) and one["batch"].nunique() > 1 and one["context"].fillna(-1).nunique() == 1:
         drawn.append(("speedup_batch", plot_batches(one)))
@@ -82,12 +84,13 @@ def figures(frame: pd.DataFrame) -> dict[str, Figure]:
 
 
 def plot_maps(
-    frame: pd.DataFrame, x: str = "c", y: str = "alpha", policies: Sequence[str] | None = None
-) -> Figure:
+    frame: pd.DataFrame, x: str = "c", y: str = "alpha", policies: Sequence[str] | None = None,
+    of: str = "",
+) -> Figure:  # fmt: skip
     """Speedup of each policy over two axes, with the line of break-even.
 
     ``frame`` holds one value of every other axis; where y or x is gamma, a map is drawn
-    per family of policies.
+    per family of policies.  ``of`` begins the title of every map.
     """
     by = "family" if "gamma" in (x, y) else "policy"
     there = list(dict.fromkeys(frame[by].astype(str)))
@@ -109,7 +112,7 @@ def plot_maps(
     for i, (name, found) in enumerate(zip(names, surfaces, strict=True)):
         axes = grid[i // columns][i % columns]
         image = _map(axes, found, scale, _scale(axes, x, y, found))
-        axes.set_title(name, fontsize=9, color=INK)
+        axes.set_title(f"{of}{name}", fontsize=9, color=INK)
         axes.tick_params(labelleft=i % columns == 0, labelbottom=i + columns >= len(names))
     for blank in grid.ravel()[len(names) :]:
         blank.set_visible(False)
@@ -228,7 +231,7 @@ def plot_batches(frame: pd.DataFrame) -> Figure:
             line = found.sort_values("batch")
             look, called = series(i, len(line)), label
             if is_bound(label):
-                look, called = {**BOUND}, f"{label} (bound)"
+                look, called = {**BOUND}, f"{label}\n(knows every outcome)"
             axes.plot(line["batch"], line["speedup"], label=called, **look)
             axes.fill_between(
                 line["batch"], line["speedup_lo"], line["speedup_hi"],
@@ -236,6 +239,7 @@ def plot_batches(frame: pd.DataFrame) -> Figure:
             )  # fmt: skip
         axes.axhline(1, color=INK, linewidth=0.8)
         axes.set_xscale("log", base=2)
+        axes.set_xticks(sorted(own["batch"].unique()))
         axes.xaxis.set_major_formatter(lambda value, _: f"{value:g}")
         axes.minorticks_off()
         axes.set_xlabel(LABELS["batch"])
