@@ -126,7 +126,7 @@ def load_latency(name: str | None, trace_name: str, say: Say = note) -> LatencyT
     """Return the latency table called `name`, by default the one recorded with the trace.
 
     ``say`` is told how the table is known.
-    Raises DraftsimError if the trace is a file by itself, as of a log, and none is named.
+    Raises DraftsimError if the trace is a file by itself, as in a log, and none is named.
     """
     from traces.store.recordings import find_latency, folder_of
 
@@ -169,7 +169,7 @@ def carried(
 ) -> dict[str, LatencyTable]:  # fmt: skip
     """`tables` on the device they were measured on, or the one table carried over to one GPU.
 
-    ``weights`` as of `weight_formats`.
+    ``weights`` as in `weight_formats`.
 
     Raises
     ------
