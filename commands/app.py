@@ -109,17 +109,17 @@ COMMANDS = {
         "commands.serve.command:serve", "Simulate batches, queues and fleets.", _LOAD, True
     ),
     "capacity": Listed(
-        "commands.capacity.command:capacity", "Find the fewest replicas that meet an SLO.",
+        "commands.capacity:capacity", "Find the fewest replicas that meet an SLO.",
         _LOAD, True,
     ),
     "breakeven": Listed(
         "commands.breakeven:breakeven", "Find the loads above which speculation is slower.",
         _LOAD,
     ),
-    "sweep": Listed("commands.sweep.command:sweep", "Ask what if, over a grid.", _STUDY),
+    "sweep": Listed("commands.sweep:sweep", "Ask what if, over a grid.", _STUDY),
     "check": Listed("commands.check:check", "Check the papers' formulas by simulation.", _STUDY),
     "papers": Listed(
-        "commands.papers.command:papers", "Compare the papers' tables with ours.", _STUDY
+        "commands.papers:papers", "Compare the papers' tables with ours.", _STUDY
     ),
     "calibrate-memory": Listed(
         "commands.memory:calibrate_memory", "Count a run's corrections, for the rule csd.", _STUDY

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -27,9 +26,7 @@ from traces.errors import DraftsimError
 from traces.store.recordings import DEFAULT_TRACE
 
 if TYPE_CHECKING:
-    from simulator.recording import Recording
-    from traces.latency.table import LatencyTable
-    from traces.replay.rounds import RoundLog
+    pass
 
 
 def report(
@@ -65,6 +62,7 @@ def report(
     """
     from simulator.predict import compare, split_asked
     from simulator.report import build_report, write_report
+    from simulator.report.data import carried_spans, names_of
     from traces.replay.always import always_drafted, drafting_always, passes_always
     from traces.store.measured import read_measured
 
@@ -109,38 +107,6 @@ def report(
         )  # fmt: skip
     write_report(page, out)
     note(f"wrote {out}, {out.stat().st_size / 1e3:.0f} kB")
-
-
-def names_of(recording: Recording) -> Mapping[str, str]:
-    """Return the names that the page gives to a recording's target and drafter.
-
-    Those in the trace may say only the model's role.
-    """
-    from simulator.report.data import model_name
-
-    found = {role: model_name(about) for role, about in recording.models.items() if about}
-    if recording.source is not None:
-        found["draft"] = recording.trace.source
-    return found
-
-
-def carried_spans(logs: Sequence[RoundLog], latency: LatencyTable) -> dict[str, str]:
-    """By policy, the speedup at the bounds of the latencies; empty for measured ones."""
-    from simulator.hardware import bounds_of, bounds_words
-    from simulator.pricing import autoregressive, price
-
-    bounds = bounds_of(latency)
-    if bounds is None:
-        return {}
-
-    def speedup(log: RoundLog, table: LatencyTable) -> float:
-        return price(autoregressive(log), table).total_s / price(log, table).total_s
-
-    spans = {log.policy: sorted(speedup(log, table) for table in bounds) for log in logs}
-    return {
-        policy: f"{low:.2f} to {high:.2f} {bounds_words(latency)}"
-        for policy, (low, high) in spans.items()
-    }
 
 
 def measured_file(run: str) -> Path | None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from dataclasses import replace
 from enum import StrEnum
 from pathlib import Path
@@ -22,10 +21,8 @@ from traces.digits import three_digits
 from traces.errors import DraftsimError
 
 if TYPE_CHECKING:
-    from simulator.recording import Recording
     from simulator.targets import Targets
     from simulator.tune import Tuned
-    from simulator.tune.launch import NamedDrafter
     from traces.acceptance.trace import Trace
     from traces.latency.table import LatencyTable
 
@@ -140,7 +137,7 @@ def tune(
     from simulator.targets import parse_targets
     from simulator.tune import launch_line, write_settings
     from simulator.tune.costs import DEFAULT_LENGTHS, default_batches
-    from simulator.tune.launch import FILE
+    from simulator.tune.launch import FILE, named_models
     from simulator.tune.settings import laid_out
 
     targets = None if slo is None else parse_targets(slo)
@@ -183,7 +180,7 @@ def tune(
         from simulator.tune.vllm import by_length as turned
 
         tuned = turned(tuned)
-    target, drafter = _models(recording, table)
+    target, drafter = named_models(recording, table)
     if engine is Engine.VLLM and tuned.document is not None:
         tuned = replace(tuned, document={**drafter.config(), **tuned.document})
     rows = [dict(row) for row in tuned.rows]
@@ -328,34 +325,6 @@ def _gained(row: dict[str, Any]) -> str:
         "" if low is None or math.isnan(low) else f", {three_digits(low)} to {three_digits(high)}"
     )
     return f" ({three_digits(gain)}x{span})"
-
-
-def _models(recording: Recording, latency: LatencyTable) -> tuple[str, NamedDrafter]:
-    """Return the recorded names of the target and the drafter."""
-    from simulator.tune.launch import METHODS, TARGET, NamedDrafter
-
-    trace, engine = recording.trace, latency.meta.get("engine") or {}
-    target = str(latency.meta["target"]) if engine else _path(trace, "target") or TARGET
-    if recording.source is not None:
-        meta = recording.drafter
-        kind = METHODS.get(str(meta.get("kind", recording.source.name)))
-        model = meta.get("model")
-        return target, NamedDrafter(kind, None if model is None else str(model))
-    if engine.get("own_drafter"):
-        model = str(latency.meta["draft"])
-        # One name for both is that of a pair; as a model it would be the target itself.
-        named = None if model == target else model
-        return target, NamedDrafter(METHODS.get(engine["method"]), named)
-    if isinstance(trace.meta.get("draft"), Mapping):
-        return target, NamedDrafter("draft_model", _path(trace, "draft"))
-    return target, NamedDrafter()
-
-
-def _path(trace: Trace, role: str) -> str | None:
-    """Folder or name of a recorded model; None where the recording names it by its role alone."""
-    described = trace.meta.get(role)
-    path = described.get("path") if isinstance(described, Mapping) else None
-    return None if path in (None, role) else str(path)
 
 
 def _search(

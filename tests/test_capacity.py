@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from commands.capacity.command import remarks
+from commands.capacity import remarks
 from policies.lengths.basic import Autoregressive, Fixed
 from simulator.capacity import Targets, parse_targets, plan, stages
 from simulator.capacity.points import Bench, Point, Verdict

@@ -9,11 +9,10 @@ from typing import Any
 import pytest
 from rich.table import Table
 
-from commands import breakeven, curve, tune
+from commands import breakeven, curve, sweep, tune
 from commands.common.columns import COLUMNS, meaning
 from commands.common.printed import OFF_TERMINAL, heading
 from commands.engine import baseline, check, http, trial
-from commands.sweep import command as sweep
 from commands.validate import recorded
 from policies.registry import POLICIES
 from simulator.validation import VALIDATE_COLUMNS

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from commands.papers.command import print_papers
+from commands.papers import print_papers
 from simulator.papers import Row
 from simulator.papers.rows import EXPERIMENT
 

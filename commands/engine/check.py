@@ -20,6 +20,7 @@ from traces.errors import DraftsimError
 from traces.store.files import CHECKED, read_latency, write_latency
 
 if TYPE_CHECKING:
+    from commands.engine.options import CheckedEngine
     from profiler.engines.plan import Grid
     from profiler.engines.start import EngineOptions
     from simulator.serving.arrivals import Arrivals
@@ -37,35 +38,34 @@ SHOWN = (
 
 
 def engine_check(
-    name: str, run: Path, trace_name: str, source: str | None, policies: Sequence[str] | None,
-    loads: Mapping[str, Arrivals], requests: int, repeats: int, limit: int | None, seed: int,
-    remeasure: bool = False, http: bool = False, defaults: bool = False,
-    synthetic: str | None = None,
+    served: CheckedEngine, run: Path, source: str | None, policies: Sequence[str] | None,
+    loads: Mapping[str, Arrivals], repeats: int, limit: int | None, remeasure: bool = False,
 ) -> list[dict[str, Any]]:  # fmt: skip
     """Rows of `validate --engine`, one per load and policy.
 
-    With `defaults` an engine with vLLM's own settings serves the loads too, and with `synthetic`
+    With ``defaults`` an engine with vLLM's own settings serves the loads too; with ``synthetic``
     nothing but vLLM's synthetic acceptance is run (`commands.engine.baseline`).
 
     What is accepted are the drafts of `source`, recorded along the trace; by default those of the
     drafter that the engine was measured with.
     With `remeasure` the table is measured once more between the runs, predicts instead of the
-    profile's own, and is kept with it (`CHECKED`).  With `http` the engine runs in its HTTP server
-    (`commands.engine.http`).  The runs of a stopped check are kept in the run folder; the same call
-    continues with them.  More `repeats` are added to the runs of a finished check.
+    profile's own, and is kept with it (`CHECKED`).  With ``http`` the engine runs in its HTTP
+    server (`commands.engine.http`).  The runs of a stopped check are kept in the run folder; the
+    same call continues with them.  More `repeats` are added to the runs of a finished check.
     """
     from profiler.checks.unfinished import unfinished
     from profiler.engines.engine import Engine
     from profiler.engines.loads import TURN_S
     from profiler.engines.measure import BetweenTable
 
+    name, requests, seed = str(served.engine), served.requests, served.seed
     check_engine(name)
     latency = read_latency(run / "latency.parquet")
     if latency.meta.get("kind") != "engine":
         raise DraftsimError(
             f"{run} holds no engine's latencies: `draftsim profile --engine {name}`"
         )
-    recording = load_recording(trace_name, str(run), source)
+    recording = load_recording(served.trace, str(run), source)
     if latency.meta["engine"].get("own_drafter"):
         recording.priced()  # refuses latencies of drafting with another
     trace = recording.trace
@@ -74,18 +74,18 @@ def engine_check(
     longest, options = latency.meta["engine"]["longest"], engine_options(latency, trace)
     if not policies:
         policies = [*ENGINE_ARMS, *predicted(latency, trace, longest, loads, requests, seed)]
-    chosen = arms(policies, trace, longest, latency if not http else None)
+    chosen = arms(policies, trace, longest, latency if not served.http else None)
     for load, arrivals in loads.items():
         if (arrivals.concurrency or 0) > options.max_batch:
             raise DraftsimError(
                 f"--load {load} is more than the {options.max_batch} requests the engine runs"
             )
     apart = Loads(options, trace, loads, requests, repeats, seed)
-    if synthetic is not None:
-        return synthetic_rows(latency, apart, chances(synthetic))
+    if served.synthetic is not None:
+        return synthetic_rows(latency, apart, chances(served.synthetic))
     # Before the engine that is stepped by hand: a GPU holds one of them.
-    plain = apart.run() if defaults else None
-    if http:
+    plain = apart.run() if served.defaults else None
+    if served.http:
         from commands.engine.http import compare_served
 
         return compare_served(

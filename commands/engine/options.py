@@ -2,115 +2,19 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, ClassVar
 
 import typer
 
 from commands.common.options import TRACE_VARIABLE, as_named
+from traces.errors import DraftsimError
 from traces.store.recordings import DEFAULT_TRACE
 
-MeasuredEngineOption = Annotated[
-    str | None,
-    typer.Option(
-        "--engine",
-        metavar="NAME",
-        help="Instead, measure what an iteration of a serving engine costs (vllm), in the "
-        "engine's own environment (`make vllm`); without --draft or --eagle, drafts come from a "
-        "proposer of ours, which runs no passes.",
-    ),
-]
-EagleOption = Annotated[
-    str | None,
-    typer.Option(
-        "--eagle",
-        metavar="DIR",
-        help="With --engine: an EAGLE or EAGLE-3 head that the engine itself drafts with; --draft "
-        "is a draft model of its own.",
-    ),
-]
-LongestOption = Annotated[
-    int,
-    typer.Option("--engine-longest", min=1, help="With --engine: longest draft of a request."),
-]
-EngineBatchOption = Annotated[
-    int, typer.Option("--engine-batch", min=1, help="With --engine: requests that run at a time.")
-]
-EngineLengthOption = Annotated[
-    int,
-    typer.Option("--engine-length", min=256, help="With --engine: longest prompt and output."),
-]
-MinutesOption = Annotated[
-    float,
-    typer.Option(
-        min=0,
-        help="With --engine: what was disturbed is measured again, and points are added, as long "
-        "as this is not over.",
-    ),
-]
-CheckedEngineOption = Annotated[
-    str | None,
-    typer.Option(
-        "--engine",
-        metavar="NAME",
-        help="Instead, serve the same requests in a real engine (vllm) and in the simulator; "
-        "--run is of `draftsim profile --engine`, in whose environment this runs.",
-    ),
-]
-HttpOption = Annotated[
-    bool,
-    typer.Option(
-        "--http",
-        help="With --engine: send the requests to the engine's real server instead, and say what "
-        "server, streaming and its loop add.",
-    ),
-]
-AcceptanceOption = Annotated[
-    str,
-    typer.Option(
-        "--trace", metavar="T", help="With --engine: the acceptance that drafts are given.",
-        envvar=TRACE_VARIABLE, show_default=DEFAULT_TRACE, callback=as_named,
-    ),
-]  # fmt: skip
-LoadOption = Annotated[
-    str | None,
-    typer.Option(
-        "--load",
-        metavar="closed:N,...",
-        help="With --engine: closed loops. Default without --rate and --arrivals: closed:1,4,8,16.",
-    ),
-]
-RateOption = Annotated[
-    str | None,
-    typer.Option(
-        "--rate", metavar="R,...", help="With --engine: Poisson loads, requests per second."
-    ),
-]
-EngineArrivalsOption = Annotated[
-    Path | None,
-    typer.Option(
-        "--arrivals",
-        metavar="FILE",
-        help="With --engine: send requests at the times of a file, as `serve --arrivals` reads it; "
-        "their lengths are the recording's.",
-    ),
-]
-RequestsOption = Annotated[
-    int, typer.Option("--requests", min=1, help="With --engine: requests of every load.")
-]
-SeedOption = Annotated[int, typer.Option("--seed", help="With --engine: of arrivals and prompts.")]
-AsyncOption = Annotated[
-    bool,
-    typer.Option(
-        "--async-scheduling", help="With --engine: schedule the next iteration during this one."
-    ),
-]
-GraphsOption = Annotated[
-    bool, typer.Option("--cuda-graphs", help="With --engine: run captured graphs, not eagerly.")
-]
-PrefixOption = Annotated[
-    bool, typer.Option("--prefix-caching", help="With --engine: keep the cache of known prompts.")
-]
+if TYPE_CHECKING:
+    from profiler.engines.start import EngineOptions
+
 DefaultsOption = Annotated[
     bool,
     typer.Option(
@@ -119,12 +23,159 @@ DefaultsOption = Annotated[
         "defaults (asynchronous scheduling, graphs, prefix caching), and tell the speedup over it.",
     ),
 ]
-SyntheticOption = Annotated[
-    str | None,
-    typer.Option(
-        "--synthetic",
-        metavar="R,...",
-        help="With --engine: instead, let vLLM accept the draft positions with these chances "
-        "(rejection_sample_method synthetic, on a GPU), with the drafter of the profile.",
-    ),
-]
+
+
+@dataclass(frozen=True)
+class MeasuredEngine:
+    """The options of a serving engine that is measured."""
+
+    heading: ClassVar[str] = "With --engine"
+
+    engine: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAME",
+            help="Instead, measure what an iteration of a serving engine costs (vllm), in the "
+            "engine's own environment (`make vllm`); without --draft or --eagle, drafts come from "
+            "a proposer of ours, which runs no passes.",
+        ),
+    ] = None
+    engine_eagle: Annotated[
+        str | None,
+        typer.Option(
+            "--eagle", metavar="DIR",
+            help="An EAGLE or EAGLE-3 head that the engine itself drafts with; --draft is a draft "
+            "model of its own.",
+        ),
+    ] = None  # fmt: skip
+    engine_longest: Annotated[
+        int, typer.Option(min=1, help="Longest draft of a request: num_speculative_tokens.")
+    ] = 8
+    engine_batch: Annotated[
+        int, typer.Option(min=1, help="Requests that run at a time: max_num_seqs.")
+    ] = 16
+    engine_length: Annotated[
+        int, typer.Option(min=256, help="Longest prompt and output: max_model_len.")
+    ] = 2048
+    async_scheduling: Annotated[
+        bool,
+        typer.Option("--async-scheduling", help="Schedule the next iteration during this one."),
+    ] = False
+    cuda_graphs: Annotated[
+        bool, typer.Option("--cuda-graphs", help="Run captured graphs, not eagerly.")
+    ] = False
+    prefix_caching: Annotated[
+        bool, typer.Option("--prefix-caching", help="Keep the cache of known prompts.")
+    ] = False
+    minutes: Annotated[
+        float,
+        typer.Option(
+            min=0,
+            help="What was disturbed is measured again, and points are added, as long as this is "
+            "not over.",
+        ),
+    ] = 10.0
+
+    def options(
+        self, target: str, draft: str | None, eagle: str | None, dtype: str | None, threads: int
+    ) -> EngineOptions:
+        """Return how the engine is started."""
+        from commands.engine.profile import engine_settings
+        from profiler.engines.start import EngineOptions
+
+        more = engine_settings(self.async_scheduling, self.cuda_graphs, self.prefix_caching)
+        return EngineOptions(
+            target, draft=draft, eagle=eagle, longest=self.engine_longest,
+            max_batch=self.engine_batch, max_model_len=self.engine_length, dtype=dtype or "auto",
+            threads=threads, more=more,
+        )  # fmt: skip
+
+    def check_unused(self) -> None:
+        """Raise DraftsimError if an engine's settings are given, and no engine."""
+        if self.async_scheduling or self.cuda_graphs or self.prefix_caching:
+            raise DraftsimError(
+                "--async-scheduling, --cuda-graphs and --prefix-caching are of --engine: add "
+                "--engine vllm"
+            )
+
+
+@dataclass(frozen=True)
+class CheckedEngine:
+    """The options of a serving engine that the simulator is compared with."""
+
+    heading: ClassVar[str] = "With --engine"
+
+    engine: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAME",
+            help="Instead, serve the same requests in a real engine (vllm) and in the simulator; "
+            "--run is of `draftsim profile --engine`, in whose environment this runs.",
+        ),
+    ] = None
+    http: Annotated[
+        bool,
+        typer.Option(
+            "--http",
+            help="Send the requests to the engine's real server instead, and say what server, "
+            "streaming and its loop add.",
+        ),
+    ] = False
+    defaults: DefaultsOption = False
+    synthetic: Annotated[
+        str | None,
+        typer.Option(
+            metavar="R,...",
+            help="Instead, let vLLM accept the draft positions with these chances "
+            "(rejection_sample_method synthetic, on a GPU), with the drafter of the profile.",
+        ),
+    ] = None
+    trace: Annotated[
+        str,
+        typer.Option(
+            metavar="T", help="The acceptance that drafts are given.", envvar=TRACE_VARIABLE,
+            show_default=DEFAULT_TRACE, callback=as_named,
+        ),
+    ] = DEFAULT_TRACE  # fmt: skip
+    load: Annotated[
+        str | None,
+        typer.Option(
+            metavar="closed:N,...",
+            help="Closed loops. Default without --rate and --arrivals: closed:1,4,8,16.",
+        ),
+    ] = None
+    rate: Annotated[
+        str | None, typer.Option(metavar="R,...", help="Poisson loads, requests per second.")
+    ] = None
+    arrivals: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            help="Send requests at the times of a file, as `serve --arrivals` reads it; their "
+            "lengths are the recording's.",
+        ),
+    ] = None
+    requests: Annotated[int, typer.Option(min=1, help="Requests of every load.")] = 40
+    seed: Annotated[int, typer.Option(help="Of arrivals and prompts.")] = 0
+
+    def check(self, policy: list[str] | None, remeasure: bool) -> None:
+        """Raise DraftsimError if an option belongs to another one that is missing or excludes it.
+
+        ``policy`` and ``remeasure`` are those options of `validate`.
+        """
+        if self.http and self.engine is None:
+            raise DraftsimError("--http is of --engine: add --engine vllm")
+        if self.engine is None and (self.defaults or self.synthetic is not None):
+            raise DraftsimError("--defaults and --synthetic are of --engine: add --engine vllm")
+        if self.synthetic is not None and (self.http or remeasure or self.defaults or policy):
+            raise DraftsimError(
+                "--synthetic runs vLLM's own acceptance alone: drop --http, --remeasure, "
+                "--defaults and --policy"
+            )
+        if self.http and self.defaults:
+            raise DraftsimError("--defaults serves without a server: drop --http")
+        if self.http and remeasure:
+            raise DraftsimError(
+                "--http measures with loops of its own how slow the engine is in its server: drop "
+                "--remeasure, which steps an engine by hand"
+            )

@@ -14,17 +14,7 @@ from commands.common.options import (
     VerifyOption,
     batch_sizes,
 )
-from commands.engine.options import (
-    AsyncOption,
-    EagleOption,
-    EngineBatchOption,
-    EngineLengthOption,
-    GraphsOption,
-    LongestOption,
-    MeasuredEngineOption,
-    MinutesOption,
-    PrefixOption,
-)
+from commands.engine.options import MeasuredEngine
 from commands.profile.drafters import (
     profile_drafters,
     profile_trees,
@@ -47,6 +37,7 @@ from traces.errors import DraftsimError
 def profile(
     target: Annotated[str, typer.Option(metavar="DIR", help="Target model: directory or hub id.")],
     out: Annotated[Path, typer.Option(metavar="RUN", help="Folder for the recordings.")],
+    engine: MeasuredEngine,
     draft: Annotated[
         str | None, typer.Option(metavar="DIR", help="Draft model: directory or hub id.")
     ] = None,
@@ -54,15 +45,6 @@ def profile(
         Path | None,
         typer.Option(metavar="FILE", help="JSON lines with prompt and category, or plain lines."),
     ] = None,
-    engine: MeasuredEngineOption = None,
-    engine_eagle: EagleOption = None,
-    engine_longest: LongestOption = 8,
-    engine_batch: EngineBatchOption = 16,
-    engine_length: EngineLengthOption = 2048,
-    async_scheduling: AsyncOption = False,
-    cuda_graphs: GraphsOption = False,
-    prefix_caching: PrefixOption = False,
-    minutes: MinutesOption = 10.0,
     device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
     dtype: Annotated[
         str | None,
@@ -198,29 +180,19 @@ def profile(
     """
     from profiler.recording.run import claimed, only_writer
 
-    if engine is not None:
-        if draft is not None and engine_eagle is not None:
+    if engine.engine is not None:
+        if draft is not None and engine.engine_eagle is not None:
             raise DraftsimError("--draft and --eagle are two drafters: give one of them")
         if prompts is not None:
             raise DraftsimError("--engine measures iterations of made-up prompts: drop --prompts")
-        from commands.engine.profile import engine_settings, profile_engine
-        from profiler.engines.start import EngineOptions
+        from commands.engine.profile import profile_engine
 
-        options = EngineOptions(
-            _kept(target), draft=None if draft is None else _kept(draft),
-            eagle=None if engine_eagle is None else _kept(engine_eagle),
-            longest=engine_longest, max_batch=engine_batch, max_model_len=engine_length,
-            dtype=dtype or "auto", threads=threads,
-            more=engine_settings(async_scheduling, cuda_graphs, prefix_caching),
-        )  # fmt: skip
+        drafter, eagle = (None if m is None else _kept(m) for m in (draft, engine.engine_eagle))
+        options = engine.options(_kept(target), drafter, eagle, dtype, threads)
         with only_writer(out):
-            profile_engine(engine, options, out, minutes)
+            profile_engine(engine.engine, options, out, engine.minutes)
         return
-    if async_scheduling or cuda_graphs or prefix_caching:
-        raise DraftsimError(
-            "--async-scheduling, --cuda-graphs and --prefix-caching are of --engine: add --engine "
-            "vllm"
-        )
+    engine.check_unused()
     if draft is None or (prompts is None and not latency_only and not signals_only):
         missing = "--draft" if draft is None else "--prompts"
         raise DraftsimError(f"{missing} is missing: a pair is profiled on prompts, or an --engine")

@@ -19,26 +19,15 @@ from commands.common.options import (
 )
 from commands.common.output import JsonOption, OutOption, emit, placed, say_unjudged
 from commands.common.quiet import columns_shown, say_texts
-from commands.engine.options import (
-    AcceptanceOption,
-    CheckedEngineOption,
-    DefaultsOption,
-    EngineArrivalsOption,
-    HttpOption,
-    LoadOption,
-    RateOption,
-    RequestsOption,
-    SeedOption,
-    SyntheticOption,
-)
+from commands.engine.options import CheckedEngine
 from commands.validate.spot_check import say_verdict, spot_check
 from traces.errors import DraftsimError
-from traces.store.recordings import DEFAULT_TRACE
 
 COPY = "the measured times are kept there, so copy it and name the copy"
 
 
 def validate(
+    served: CheckedEngine,
     run: Annotated[
         Path | None, typer.Option(metavar="RUN", help="Run folder of `draftsim profile`.")
     ] = None,
@@ -85,16 +74,6 @@ def validate(
         ),
     ] = None,
     trust_remote_code: TrustOption = False,
-    engine: CheckedEngineOption = None,
-    http: HttpOption = False,
-    defaults: DefaultsOption = False,
-    synthetic: SyntheticOption = None,
-    trace: AcceptanceOption = DEFAULT_TRACE,
-    load: LoadOption = None,
-    rate: RateOption = None,
-    arrivals: EngineArrivalsOption = None,
-    requests: RequestsOption = 40,
-    seed: SeedOption = 0,
     out: OutOption = None,
     json: JsonOption = None,
 ) -> None:
@@ -129,22 +108,7 @@ def validate(
     requests' time; they predict from loops of plain decoding that are no row, which also tell how
     much slower the engine is than its latencies (`slowdown`).
     """
-    if http and engine is None:
-        raise DraftsimError("--http is of --engine: add --engine vllm")
-    if engine is None and (defaults or synthetic is not None):
-        raise DraftsimError("--defaults and --synthetic are of --engine: add --engine vllm")
-    if synthetic is not None and (http or remeasure or defaults or policy):
-        raise DraftsimError(
-            "--synthetic runs vLLM's own acceptance alone: drop --http, --remeasure, --defaults "
-            "and --policy"
-        )
-    if http and defaults:
-        raise DraftsimError("--defaults serves without a server: drop --http")
-    if http and remeasure:
-        raise DraftsimError(
-            "--http measures with loops of its own how slow the engine is in its server: drop "
-            "--remeasure, which steps an engine by hand"
-        )
+    served.check(policy, remeasure)
     if recorded is not None:
         from commands.validate.recorded import recorded_check
 
@@ -156,23 +120,22 @@ def validate(
         raise DraftsimError("name a run folder with --run, or a recording with --recorded")
     from profiler.recording.run import only_writer, read_run
 
-    if engine is not None:
+    if served.engine is not None:
         from commands.engine.baseline import SHOWN as WITH_DEFAULTS
         from commands.engine.baseline import SHOWN_SYNTHETIC
         from commands.engine.check import SHOWN, engine_check
         from commands.engine.compare import say_kinds, say_noise
         from commands.engine.loads import named_loads
 
-        loads = named_loads(load, rate, arrivals)
+        loads = named_loads(served.load, served.rate, served.arrivals)
         with only_writer(run, COPY) if run.is_dir() else nullcontext():
             found = engine_check(
-                engine, run, trace, source, policy, loads, requests, repeats, limit,
-                seed, remeasure, http, defaults, synthetic,
+                served, run, source, policy, loads, repeats, limit, remeasure
             )  # fmt: skip
-        if synthetic is not None:
+        if served.synthetic is not None:
             emit("validate", found, json, show=SHOWN_SYNTHETIC, out=out)
             return
-        if http:
+        if served.http:
             from commands.engine import http as over_http
 
             emit("validate", found, json, show=over_http.SHOWN, out=out)
@@ -182,7 +145,7 @@ def validate(
                 say_noise(found)
             return
         again = ("profile_error", "profile_speedup_error") if remeasure else ()
-        shown = (*SHOWN, *again, *(WITH_DEFAULTS if defaults else ()))
+        shown = (*SHOWN, *again, *(WITH_DEFAULTS if served.defaults else ()))
         emit("validate", found, json, show=shown, out=out)
         if json is None:
             say_kinds(found)

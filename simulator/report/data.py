@@ -11,9 +11,10 @@ import numpy as np
 from policies.registry import is_bound
 from simulator.bootstrap import gain, resamples
 from simulator.degenerate import degenerate
-from simulator.hardware import scaling_words
-from simulator.pricing import price
+from simulator.hardware import bounds_of, bounds_words, scaling_words
+from simulator.pricing import autoregressive, price
 from simulator.ratios import OwnRatios, own_ratios
+from simulator.recording import Recording
 from simulator.report import ratio_model
 from simulator.serving import sweep
 from simulator.summary import (
@@ -369,4 +370,31 @@ def _validation(
         "wrong_sign": list(said.wrong_sign),
         "sign_arms": said.sign_arms,
         "left_out": left_out,
+    }
+
+
+def names_of(recording: Recording) -> Mapping[str, str]:
+    """Return the names that the page gives to a recording's target and drafter.
+
+    Those in the trace may say only the model's role.
+    """
+    found = {role: model_name(about) for role, about in recording.models.items() if about}
+    if recording.source is not None:
+        found["draft"] = recording.trace.source
+    return found
+
+
+def carried_spans(logs: Sequence[RoundLog], latency: LatencyTable) -> dict[str, str]:
+    """By policy, the speedup at the bounds of the latencies; empty for measured ones."""
+    bounds = bounds_of(latency)
+    if bounds is None:
+        return {}
+
+    def speedup(log: RoundLog, table: LatencyTable) -> float:
+        return price(autoregressive(log), table).total_s / price(log, table).total_s
+
+    spans = {log.policy: sorted(speedup(log, table) for table in bounds) for log in logs}
+    return {
+        policy: f"{low:.2f} to {high:.2f} {bounds_words(latency)}"
+        for policy, (low, high) in spans.items()
     }

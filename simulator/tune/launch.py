@@ -14,8 +14,11 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from simulator.recording import Recording
+from traces.acceptance.trace import Trace
 from traces.errors import DraftsimError
 from traces.latency.graphs import CUDAGraphs
+from traces.latency.table import LatencyTable
 
 TARGET, DRAFT, METHOD, FILE = "TARGET", "DRAFT", "METHOD", "FILE"
 """Placeholders for models, a method and a file that nobody named."""
@@ -189,3 +192,29 @@ _LINES: Mapping[str, tuple[str, Callable[[Mapping[str, Any], str, NamedDrafter],
     "dynamo": ("python -m dynamo.mocker --model-path {target}", _dynamo),
 }
 """By engine: the command without speculation, and what a document adds."""
+
+
+def named_models(recording: Recording, latency: LatencyTable) -> tuple[str, NamedDrafter]:
+    """Return the recorded names of the target and the drafter."""
+    trace, engine = recording.trace, latency.meta.get("engine") or {}
+    target = str(latency.meta["target"]) if engine else _path(trace, "target") or TARGET
+    if recording.source is not None:
+        meta = recording.drafter
+        kind = METHODS.get(str(meta.get("kind", recording.source.name)))
+        model = meta.get("model")
+        return target, NamedDrafter(kind, None if model is None else str(model))
+    if engine.get("own_drafter"):
+        model = str(latency.meta["draft"])
+        # One name for both is that of a pair; as a model it would be the target itself.
+        named = None if model == target else model
+        return target, NamedDrafter(METHODS.get(engine["method"]), named)
+    if isinstance(trace.meta.get("draft"), Mapping):
+        return target, NamedDrafter("draft_model", _path(trace, "draft"))
+    return target, NamedDrafter()
+
+
+def _path(trace: Trace, role: str) -> str | None:
+    """Folder or name of a recorded model; None where the recording names it by its role alone."""
+    described = trace.meta.get(role)
+    path = described.get("path") if isinstance(described, Mapping) else None
+    return None if path in (None, role) else str(path)
