@@ -149,7 +149,7 @@ Row = Mapping[str, Any]
 
 
 def shown(rows: Sequence[Row]) -> list[dict[str, Any]]:
-    """The columns of the printed table."""
+    """Return the columns of the printed table."""
     priced = any(not math.isnan(row["cost_per_hour"]) for row in rows)
     table = []
     for row in rows:

@@ -80,7 +80,7 @@ def list_all(
 
 
 def policy_rows() -> list[dict[str, Any]]:
-    """Every length policy."""
+    """Return every length policy."""
     from policies.batch.base import BatchPolicy
     from policies.registry import POLICIES
 
@@ -99,7 +99,7 @@ def policy_rows() -> list[dict[str, Any]]:
 
 
 def rule_rows() -> list[dict[str, Any]]:
-    """Every verify rule."""
+    """Return every verify rule."""
     from policies.rules.registry import PRESETS, RULES
 
     rows = []
@@ -120,7 +120,7 @@ def rule_rows() -> list[dict[str, Any]]:
 
 
 def source_rows() -> list[dict[str, Any]]:
-    """Every draft source, and the named systems that combine one with a policy."""
+    """Return every draft source, and the named systems that combine one with a policy."""
     from traces.sources.registry import DRAFT_MODEL, SOURCES, SYSTEMS
 
     rows: list[dict[str, Any]] = [
@@ -160,7 +160,7 @@ def column_rows() -> list[dict[str, Any]]:
 
 
 def format_rows() -> list[dict[str, Any]]:
-    """Every format of `draftsim import`."""
+    """Return every format of `draftsim import`."""
     from traces.importers.registry import IMPORTERS
 
     return [
@@ -192,7 +192,7 @@ def weight_rows() -> list[dict[str, Any]]:
 
 
 def published_rows() -> list[dict[str, Any]]:
-    """The roofline model against published times."""
+    """Return the roofline model against published times."""
     from simulator.hardware import check_published
     from simulator.hardware.record import predictions
     from simulator.published import GAMMATUNE
@@ -210,7 +210,7 @@ def published_rows() -> list[dict[str, Any]]:
 
 
 def recording_rows() -> list[dict[str, Any]]:
-    """The bundled recordings."""
+    """Return the bundled recordings."""
     from traces.store.recordings import recordings
 
     return [{"name": r.name, "summary": r.summary} for r in recordings()]
@@ -273,7 +273,7 @@ def _entry(row: Mapping[str, Any]) -> tuple[str, list[list[str]]]:
 
 
 def signals(cls: type) -> tuple[str, ...]:
-    """The draft signals that a policy reads as it comes."""
+    """Return the draft signals that a policy reads as it comes."""
     try:
         return tuple(cls().reads)
     except (TypeError, ValueError):
@@ -295,6 +295,6 @@ def _ids(text: str | None) -> str:
 
 
 def summary(cls: type) -> str:
-    """The first sentence of a class's docstring, with the source that it names."""
+    """Return the first sentence of a class's docstring, with the source that it names."""
     text = inspect.cleandoc(cls.__doc__ or "").partition("\n\n")[0]
     return re.sub(r"\s+", " ", text).replace("`", "").removesuffix(".")

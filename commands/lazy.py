@@ -26,7 +26,7 @@ class Listed(NamedTuple):
     """True if its options may come from a file, by ``--config``."""
 
     def function(self) -> Callable[..., None]:
-        """The function itself, whose docstring and options are the command's own help."""
+        """Return the function itself, whose docstring and options are the command's own help."""
         module, _, name = self.place.partition(":")
         found: Callable[..., None] = getattr(import_module(module), name)
         return expanded(found)

@@ -152,7 +152,7 @@ def recommend(
 
 
 def _within(rows: Sequence[Choice], slo: str | None) -> list[Choice]:
-    """The choices; refused where even the fastest draft length misses the bound on TPOT."""
+    """Return the choices; refused where even the fastest draft length misses the bound on TPOT."""
     if slo is None:
         return list(rows)
     import math

@@ -311,7 +311,7 @@ def _climbed(rungs: pd.DataFrame) -> str:
 def axis(
     text: str | None, name: str, *, low: float, high: float | None = None, whole: bool = False
 ) -> tuple[float, ...]:
-    """The points of an axis; none where it is not named."""
+    """Return the points of an axis; none where it is not named."""
     from simulator.whatif.sweep.grid import parse_axis
 
     return () if text is None else parse_axis(text, name, low=low, high=high, whole=whole)
@@ -321,7 +321,7 @@ def prices_of(
     ratios: tuple[float, ...], tables: dict[str, LatencyTable], context: str | None,
     verify: float, inputs: CarriedInputs,
 ) -> Prices:  # fmt: skip
-    """Cost ratios and tables, at contexts, on GPUs and in formats.
+    """Return the cost ratios and tables, at contexts, on GPUs and in formats.
 
     Raises DraftsimError where contexts are named without a table, or one is impossible.
     """
@@ -348,7 +348,7 @@ VARYING = ("alpha", "c", "latency", "gpu", "batch", "context")
 
 
 def headline(best: pd.DataFrame) -> str:
-    """Which policy is fastest where, in one sentence; rows of `simulator.whatif.fastest`.
+    """Return which policy is fastest where, in one sentence; rows of `simulator.whatif.fastest`.
 
     Along a single axis every value is named, neighbours with one winner together; over several
     axes the winners are counted, and the largest speedup is named. In brackets are the speedups
@@ -391,7 +391,7 @@ def _figures(part: pd.DataFrame) -> str:
 
 
 def _along(axis: str, values: list[object]) -> str:
-    """The values of an axis in words: its ends, or the one there is."""
+    """Return the values of an axis in words: its ends, or the one there is."""
 
     def figure(value: object) -> str:
         if isinstance(value, float):

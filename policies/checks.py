@@ -77,7 +77,7 @@ class ScriptedDecoder:
         return Load(1, 10 + self.position, self._run())
 
     def draft(self, so_far: Sequence[Any]) -> Any:
-        """A token with random signals; now and then it is EOS."""
+        """Return a token with random signals; now and then it is EOS."""
         n = len(so_far)
         if n >= LONGEST_DRAFT:
             raise PolicyError(f"drafted {n} tokens in one round: keep_drafting never stops")
@@ -171,7 +171,7 @@ def check_policy(policy: DraftPolicy) -> None:
 
 
 def _drive(policy: DraftPolicy, seed: int, tokens: int = 60, **script: Any) -> list[Round]:
-    """The rounds of one scripted request under `policy`, as it is."""
+    """Return the rounds of one scripted request under `policy`, as it is."""
     return list(speculate(ScriptedDecoder(seed, tokens, policy.reads, **script), _Watched(policy)))
 
 
@@ -263,6 +263,6 @@ def _within_its_bound(policy: DraftPolicy) -> None:
 
 
 def _run(policy: DraftPolicy) -> list[list[Round]]:
-    """A run of several requests under a copy of `policy`."""
+    """Return a run of several requests under a copy of `policy`."""
     mine = policy.for_run()
     return [_drive(mine.fresh(), seed) for seed in range(10)]

@@ -87,13 +87,13 @@ def cmasd_confidence(
 
 
 def each(function: Callable[[float], float], values: npt.NDArray[Any]) -> npt.NDArray[np.float64]:
-    """A `function` of `math` of every value: numpy's own may differ in the last bit."""
+    """Return a `function` of `math` of every value: numpy's own may differ in the last bit."""
     found = map(function, values.ravel().tolist())
     return np.fromiter(found, np.float64, values.size).reshape(values.shape)
 
 
 def known_vocabulary(own: int | None, run: int | None, who: str) -> int:
-    """The vocabulary size it was given, or else the run's; ValueError if neither is."""
+    """Return the vocabulary size it was given, or else the run's; ValueError if neither is."""
     if own is not None:
         return own
     if run is not None:

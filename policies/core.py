@@ -156,7 +156,7 @@ class DraftPolicy(ABC):
         """
 
     def submit(self, draft: Sequence[Any]) -> int:
-        """How many of the drafted tokens go to verification; the rest were paid in vain."""
+        """Return how many of the drafted tokens go to verification; the rest were paid in vain."""
         return len(draft)
 
     def begin_round(self, load: Load) -> None:
@@ -168,14 +168,14 @@ class DraftPolicy(ABC):
         return self.reads_load and type(self).begin_round is not DraftPolicy.begin_round
 
     def observe(self, outcome: Round, draft: Sequence[Any]) -> None:
-        """Called after verification with the round's outcome and the submitted tokens."""
+        """Learn from a round: called after verification with its outcome and submitted tokens."""
         del outcome, draft
 
     def begin_request(self) -> None:  # noqa: B027
         """Called when a request begins, before its first `begin_round`."""
 
     def for_run(self: P) -> P:
-        """The copy that serves one run, from its first request to its last."""
+        """Return the copy that serves one run, from its first request to its last."""
         return self.copy()
 
     def fresh(self: P) -> P:
@@ -185,7 +185,7 @@ class DraftPolicy(ABC):
         return mine
 
     def copy(self: P) -> P:
-        """An independent copy, but for what is `shared`."""
+        """Return an independent copy, but for what is `shared`."""
         kept = (vars(self).get(name) for name in self.shared)
         return copy.deepcopy(self, {id(value): value for value in kept if value is not None})
 
@@ -202,7 +202,7 @@ def bound_of(policy: Any) -> int | None:
 
 
 def own_copy(policy: P, vocab_size: int | None) -> P:
-    """A run's own copy of the caller's `policy`, told the target's vocabulary size."""
+    """Return a run's own copy of the caller's `policy`, told the target's vocabulary size."""
     mine = policy.for_run()
     mine.begin_run(vocab_size)
     return mine
@@ -235,7 +235,7 @@ class Decoder(Protocol):
     def draft(self, so_far: Sequence[Any]) -> DraftToken | None:
         """Propose one token after the output so far and the tokens drafted this round.
 
-        None where the source has nothing (more) to propose: a lookup without a match, heads
+        None if the source has nothing (more) to propose: a lookup without a match, heads
         used up, a token that did not exit early.
         """
         ...

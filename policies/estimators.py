@@ -127,7 +127,7 @@ class IsotonicAcceptance:
 
 
 def rising_blocks(values: npt.ArrayLike, weights: npt.ArrayLike) -> list[tuple[int, float, float]]:
-    """The rising least-squares fit to `values`, (n,) both, by pooling adjacent violators.
+    """Return the rising least-squares fit to `values`, (n,) both, by pooling adjacent violators.
 
     Blocks of equal fit: (index of the first, weight, value).
     """

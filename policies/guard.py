@@ -46,7 +46,7 @@ class UndeclaredSignal(DraftsimError):
         )
 
     def by(self, reader: object) -> UndeclaredSignal:
-        """The same error, naming who read; one that already names somebody stays."""
+        """Return the same error, naming who read; one that already names somebody stays."""
         if self.reader is not None:
             return self
         # A wrapper's own name would tell nobody anything.

@@ -74,13 +74,13 @@ FILE_MARK = "__policy_file__"
 
 
 def policy_names(kind: Literal["all", "single", "batch"] = "all") -> list[str]:
-    """Names of the built-in policies: all, those per request, or those per batch."""
+    """Return the names of the built-in policies: all, those per request, or those per batch."""
     batch = {name for name, cls in POLICIES.items() if issubclass(cls, BatchPolicy)}
     return [n for n in POLICIES if kind == "all" or (n in batch) == (kind == "batch")]
 
 
 def parse_policy(text: str, *, max_gamma: int | None = None, **resources: Any) -> DraftPolicy:
-    """The policy that `text` describes, for a single stream.
+    """Return the policy that `text` describes, for a single stream.
 
     A policy for whole batches comes wrapped in `SingleStream`; `parse_serving_policy`
     gives it bare.
@@ -134,7 +134,7 @@ def is_bound(name: str) -> bool:
 
 
 def describe(policy: DraftPolicy | BatchPolicy) -> str:
-    """The text form of `policy`: its name and the parameters that differ from the defaults.
+    """Return the text form of `policy`: its name and the parameters that differ from the defaults.
 
     A cost or an estimator has no text form and is left out.
 

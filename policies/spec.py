@@ -74,7 +74,7 @@ def describe_spec(obj: object, name: str, fixed: Collection[str] = ()) -> str:
 
 
 def parameters(cls: type) -> dict[str, inspect.Parameter]:
-    """The constructor's parameters, by name, with resolved annotations."""
+    """Return the constructor's parameters, by name, with resolved annotations."""
     if cls.__init__ is object.__init__:  # type: ignore[misc]
         return {}
     try:
@@ -117,7 +117,7 @@ def split_items(text: str) -> list[str]:
 
 
 def _declared(parameter: inspect.Parameter) -> Any:
-    """The parameter's annotation, or without one the type of its default."""
+    """Return the parameter's annotation, or without one the type of its default."""
     if parameter.annotation not in (inspect.Parameter.empty, Any):
         return parameter.annotation
     default = parameter.default
@@ -162,7 +162,7 @@ def _value(where: str, annotation: Any, text: str) -> Any:
 
 
 def as_text(value: Any) -> str:
-    """A parameter's value as it is written in a text form."""
+    """Return a parameter's value as it is written in a text form."""
     if isinstance(value, bool) or value is None:
         return str(value).lower()
     if isinstance(value, float):

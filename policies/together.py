@@ -133,7 +133,7 @@ class Together(ABC):
             raise error.by(self.policy) from None
 
     def keep(self, accepted: Sequence[int], ends: Sequence[bool]) -> list[int]:
-        """Return how many of its accepted tokens each member keeps; ``ends``: that ends it."""
+        """Return how many accepted tokens each member keeps; ``ends`` is True if that ends it."""
         del ends
         return list(accepted)
 

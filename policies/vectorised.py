@@ -59,11 +59,11 @@ class Starts(Protocol):
         ...
 
     def signal(self, name: str) -> Floats:
-        """A draft signal of every row, shape (rows,)."""
+        """Return a draft signal of every row, shape (rows,)."""
         ...
 
     def watched(self, watch: Watch) -> Floats:
-        """Its values, taken once however many settings ask."""
+        """Return its values, taken once however many settings ask."""
         ...
 
 
@@ -82,7 +82,7 @@ class Stop(Protocol):
     def __hash__(self) -> int: ...
 
     def lengths(self, starts: Starts) -> Lengths:
-        """Where it ends the draft from every start."""
+        """Return where it ends the draft from every start."""
         ...
 
 
@@ -109,7 +109,7 @@ class VectorisedState(ABC):
         """Longest draft of the round to come."""
 
     def sent(self) -> Ints | None:
-        """How much of a draft is verified at most; None: all of it."""
+        """Return how much of a draft is verified at most; None: all of it."""
         return None
 
     def thresholds(self) -> Floats:
@@ -129,7 +129,7 @@ class VectorisedState(ABC):
 
     @classmethod
     def evened(cls, states: Sequence[Any]) -> Sequence[Any]:
-        """The states, all of whose fields are of one shape."""
+        """Return the states, all of whose fields are of one shape."""
         return states
 
     def keep(self, which: Bools) -> None:
@@ -168,7 +168,7 @@ def own_word(policy: Any, method: str, *args: Any) -> Any:
 
 
 def plan_of(policy: Any, batch: int = 1) -> VectorisedPlan | None:
-    """The plan of `policy` where its own class tells one; None sends it through the loop."""
+    """Return the plan of `policy` where its own class tells one; None sends it through the loop."""
     plan: VectorisedPlan | None = own_word(policy, "vectorised", batch)
     return plan
 
@@ -190,7 +190,7 @@ def grown(starts: Starts, keep: Callable[[int, Ints], Bools]) -> Ints:
 
 
 class Read(Protocol):
-    """The draft signal of that name of some tokens, an array of any shape."""
+    """A function from a signal's name to its values for some tokens, an array of any shape."""
 
     def __call__(self, name: str) -> Floats: ...
 

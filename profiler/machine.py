@@ -237,7 +237,7 @@ class Machine:
         self.taken.append(self._watch.time(self._work))
 
     def state(self, repeats: Sequence[Repeats]) -> dict[str, Any]:
-        """The figures so far, those of runs from their counters."""
+        """Return the figures so far, those of runs from their counters."""
         middle = spread = None
         if self.taken:
             low, middle, high = (float(q) for q in np.quantile(self.taken, [0.25, 0.5, 0.75]))
@@ -265,7 +265,7 @@ class Machine:
 
 
 def read_stat(path: Path = STAT) -> Any:
-    """The processors' time by kind, in ticks, as an array; None where there is no such file."""
+    """The processors' time by kind, in ticks, as an array; None if there is no such file."""
     try:
         fields = path.read_text(encoding="ascii").split("\n", 1)[0].split()[1:]
         values = np.array(fields, dtype=np.int64)
@@ -275,7 +275,7 @@ def read_stat(path: Path = STAT) -> Any:
 
 
 def matrix_vector_products(model: torch.nn.Module) -> Callable[[], object] | None:
-    """A product of each weight matrix of `model` with a vector; None if it has none."""
+    """Return a product of each weight matrix of `model` with a vector; None if it has none."""
     matrices = [p.detach() for p in model.parameters() if p.ndim == 2 and p.is_floating_point()]
     if not matrices:
         return None

@@ -20,7 +20,7 @@ class CodeTask:
     entry: str
     """The function or class that the answer defines, or tests."""
     unit_tests: str = ""
-    """Python statements that fail unless the answer is right; empty where it is itself tests."""
+    """Python statements that fail unless the answer is right; empty if it is itself tests."""
     solution: str = ""
     """Code that tests must pass on."""
     mutant: str = ""
@@ -35,9 +35,9 @@ class Prompt:
     category: str
     text: str
     answer: str | None = None
-    """The number that solves it, in digits; None where it asks for no number."""
+    """The number that solves it, in digits; None if it asks for no number."""
     code: CodeTask | None = None
-    """How code that answers it is judged; None where it asks for none."""
+    """How code that answers it is judged; None if it asks for none."""
 
 
 class _Sorted(Protocol):
@@ -51,7 +51,7 @@ Item = TypeVar("Item", bound=_Sorted)
 def read_prompts(
     path: str | Path, limit: int | None = None, categories: Collection[str] = ()
 ) -> list[Prompt]:
-    """Prompts from JSON lines (``prompt``, ``text`` or ``turns``; ``category``) or plain lines.
+    """Read prompts from JSON lines (``prompt``, ``text`` or ``turns``; ``category``) or lines.
 
     Of a ``reference`` (of the first turn, where there is a list of them) or an ``answer`` only
     the number is kept that solves the prompt, if it names one: ``#### 72`` at its end as in GSM8K
@@ -78,7 +78,7 @@ def read_prompts(
 
 
 def _check_ids(path: Path, prompts: Mapping[int, Prompt]) -> None:
-    """DraftsimError if two prompts, by their lines, have the same id: results are filed by it."""
+    """Raise DraftsimError if two prompts have the same id, by which results are filed."""
     lines: dict[str, int] = {}
     for number, prompt in prompts.items():
         if (before := lines.setdefault(prompt.id, number)) != number:
@@ -91,7 +91,7 @@ def _check_ids(path: Path, prompts: Mapping[int, Prompt]) -> None:
 def chosen_of(
     items: Iterable[Item], where: str, limit: int | None, categories: Collection[str]
 ) -> list[Item]:
-    """The items of the categories, if any are named, and `limit` of them, in turn from each.
+    """Return the items of the categories, if any are named, and `limit` of them, in turn from each.
 
     Raises DraftsimError for a category that is not `where` they are from.
     """
@@ -131,7 +131,7 @@ def _prompt(row: Any, where: str, number: int) -> Prompt:
 
 
 def _code(row: dict[str, Any], where: str) -> CodeTask | None:
-    """How code that answers the prompt is judged; None if the row does not say."""
+    """Return how code that answers the prompt is judged; None if the row does not say."""
     tests = row.get("unit_tests")
     names = ("entry", "unit_tests") if tests else ("entry", "solution", "mutant")
     if not tests and not all(row.get(name) for name in names[1:]):

@@ -29,7 +29,7 @@ def resamples(prompts: int, count: int, seed: int = 0) -> Floats:
 
 
 def ratio(over: npt.ArrayLike, under: npt.ArrayLike) -> Floats:
-    """Element-wise ratio, NaN where nothing stands below."""
+    """Return the element-wise ratio; NaN where the denominator is zero."""
     a, b = np.broadcast_arrays(np.asarray(over, float), np.asarray(under, float))
     out = np.full(a.shape, np.nan)
     np.divide(a, b, out=out, where=b > 0)
@@ -37,7 +37,7 @@ def ratio(over: npt.ArrayLike, under: npt.ArrayLike) -> Floats:
 
 
 def rate_ratio(own: Floats, base: Floats) -> Floats:
-    """Tokens per second of `own` over those of `base`; leading axis (tokens, seconds)."""
+    """Return tokens per second of `own` over those of `base`; leading axis (tokens, seconds)."""
     return ratio(own[0] * base[1], base[0] * own[1])
 
 

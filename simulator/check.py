@@ -178,7 +178,7 @@ def dsi_latency(
 
 
 def truncated_rounds(run_lengths: npt.ArrayLike, gamma: int) -> Ints:
-    """Tokens per round and sequence of a batch that keeps what all sequences accepted.
+    """Return tokens per round and sequence of a batch that keeps what all sequences accepted.
 
     ``run_lengths`` has shape (sequences, positions); the result has shape (rounds,).
     """
@@ -216,7 +216,7 @@ class _Bench:
         return self._traces[alpha]
 
     def log(self, alpha: float, gamma: int) -> RoundLog:
-        """Rounds of gamma drafts; those the end of the output cuts short are left out."""
+        """Return rounds of gamma drafts; those the end of the output cuts short are left out."""
         if (alpha, gamma) not in self._logs:
             log = replay(self.trace(alpha), Fixed(gamma))
             whole = log.rounds[log.rounds["drafted"] == gamma]
@@ -407,7 +407,7 @@ def run_checks(
     tokens: int = 20_000,
     seed: int = 0,
 ) -> pd.DataFrame:
-    """Every closed form against simulation, one row each (columns of `Check`).
+    """Return every closed form against simulation, one row each (columns of `Check`).
 
     Parameters
     ----------
@@ -423,7 +423,7 @@ def run_checks(
 
 
 def compare(formula: str, parameters: str, closed_form: float, simulated: Estimate) -> Check:
-    """A `Check` of a closed form against a simulated value with its standard error."""
+    """Return a `Check` of a closed form against a simulated value with its standard error."""
     value, error = simulated
     gap = value - closed_form
     if error > 0:

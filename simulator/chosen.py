@@ -142,7 +142,7 @@ def swept_policies(
 
 
 def load_rule(text: str | None, memory: Path | None = None) -> VerifyRule | None:
-    """Return the rule that `text` describes; None where none is named.
+    """Return the rule that `text` describes; None if none is named.
 
     ``memory`` is the file of a calibrated memory.  Raises DraftsimError naming what is wrong.
     """

@@ -11,7 +11,7 @@ HARDLY_VERIFIES = 0.95
 
 
 def accepted_mismatches(log: RoundLog) -> float | None:
-    """Share of the mismatches that a lossy rule judged and let stand; None without any.
+    """Return the share of the mismatches that a lossy rule judged and let stand; None without any.
 
     A refusal ends a round, and is of a token that the target would not have chosen.
     """

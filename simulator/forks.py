@@ -140,9 +140,7 @@ class _Helper:
             os._exit(0)  # nothing of what the other process would do at its end
 
     def results(self, shared: Sequence[object]) -> dict[int, Any]:
-        """Return the results of its parts by their place, once it has ended; all that arrived
-        whole.
-        """
+        """Wait for the end, and return the complete results by the places of their parts."""
         os.waitpid(self.process, 0)
         self.process = 0
         self.file.seek(0)

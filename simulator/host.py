@@ -15,7 +15,7 @@ HOSTS = ("target", "draft")
 
 
 def host_seconds(latency: LatencyTable, phase: str, batch: int) -> float:
-    """Seconds of a host phase at `batch`, under whichever models it was stored; else 0."""
+    """Return seconds of a host phase at `batch`, under whichever models it was stored; else 0."""
     return sum(scalar_seconds(latency, model, phase, batch) for model in HOSTS)
 
 
@@ -72,7 +72,7 @@ class HostCost:
         self._at: dict[int, Host] = {}
 
     def at(self, batch: int) -> Host:
-        """Seconds at `batch`."""
+        """Return seconds at `batch`."""
         host = self._at.get(batch)
         if host is None:
             host = self._at[batch] = self._read(batch)

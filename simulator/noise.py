@@ -17,7 +17,7 @@ def with_noise(rows: list[dict[str, Any]], first: str) -> list[dict[str, Any]]:
     """The rows with the relative standard errors that their own repeats give what was measured.
 
     ``noise`` is of tokens/s, ``speedup_noise`` of the speedup over the policy `first` at the same
-    load; both are None where each arm ran once.  Arms of a load are taken to scatter alike: with a
+    load; both are None if each arm ran once.  Arms of a load are taken to scatter alike: with a
     few repeats each, one arm's own scatter says little.
     """
     for load in dict.fromkeys(row["load"] for row in rows):
@@ -69,7 +69,7 @@ def expected_median(noises: Sequence[float]) -> float:
 
 
 def noise_said(rows: Sequence[Mapping[str, Any]], first: str) -> str | None:
-    """How far the speedups are off, and how far the repeats alone would have them off."""
+    """Return how far the speedups are off, and how far the repeats alone would have them off."""
     arms = [row for row in rows if row["policy"] != first and row["speedup_noise"] is not None]
     if not arms:
         return None

@@ -277,18 +277,18 @@ def price(log: RoundLog, latency: LatencyTable, *, batch: int = 1) -> Priced:
 
 
 def _drafter(log: RoundLog, latency: LatencyTable) -> str:
-    """The model of `latency` whose passes draft."""
+    """Return the model of `latency` whose passes draft."""
     return log.drafter if log.drafter == "draft" else latency.drafter(log.drafter)
 
 
 def _readers(log: RoundLog, drafter: str) -> tuple[str, ...]:
-    """The models that read the prompts: the target, and a drafter that is not part of it."""
+    """Return the models that read the prompts: the target, and a drafter that is not part of it."""
     own = log.calls is None or log.drafter != "draft" or ONE_PASS in log.calls["kind"]
     return ("target", drafter) if own and log.rounds["draft_forwards"].any() else ("target",)
 
 
 def judging_phase(log: RoundLog) -> str:
-    """The phase of `traces.latency.schema.PHASES` that the verdicts of a lossy run cost.
+    """Return the phase of `traces.latency.schema.PHASES` that the verdicts of a lossy run cost.
 
     It follows from what the run's rule reads, by the rule's name where the rule itself was
     not kept.
@@ -299,7 +299,7 @@ def judging_phase(log: RoundLog) -> str:
 
 
 def _judging(latency: LatencyTable, phase: str, batch: int, drafted: Ints) -> Floats:
-    """Seconds of each round's verdicts, read once per draft length."""
+    """Return seconds of each round's verdicts, read once per draft length."""
     lengths, inverse = distinct(drafted)
     cells = latency.cells[latency.cells["phase"] == phase]
     nearest = int(np.clip(batch, cells["batch"].min(), cells["batch"].max()))
@@ -309,7 +309,7 @@ def _judging(latency: LatencyTable, phase: str, batch: int, drafted: Ints) -> Fl
 def call_seconds(
     log: RoundLog, latency: LatencyTable, *, batch: int = 1, verify: bool
 ) -> tuple[Floats, PassCount]:
-    """Seconds of each round's drafting or verification calls, shape (rounds,).
+    """Return seconds of each round's drafting or verification calls, shape (rounds,).
 
     Also returns the calls, counted as passes.  A layer call is read at its width and the
     round's context.
@@ -353,7 +353,7 @@ def call_seconds(
 
 
 def verify_phase(log: RoundLog, latency: LatencyTable) -> str:
-    """The phase of the target's cells that the rounds' verifications cost.
+    """Return the phase of the target's cells that the rounds' verifications cost.
 
     A pass takes longer after passes that left other weights in the processor's caches: heads and
     lookups leave few.
@@ -381,7 +381,7 @@ def _cells(latency: LatencyTable, model: str, phase: str) -> tuple[str, str]:
 def draft_seconds(
     latency: LatencyTable, model: str, batch: int, forwards: Ints, catch_up: Sizes, context: Sizes
 ) -> tuple[Floats, PassCount]:
-    """Seconds of each round's passes of `model`, (rounds,); ``catch_up`` 0 was paid before.
+    """Return seconds of each round's passes of `model`, (rounds,); ``catch_up`` 0 was paid before.
 
     ``catch_up`` and ``context`` are tokens a sequence, and fractions where they are means.
     """
@@ -421,7 +421,7 @@ def _spans(values: npt.NDArray[np.generic], begin: Ints, end: Ints) -> Floats:
 def round_host_seconds(
     latency: LatencyTable, drafter: str, batch: int, forwards: Ints, rejected: Bools, unread: Bools
 ) -> Floats:
-    """The host's seconds of each round: itself, its draft passes, and its caches, (rounds,).
+    """Return the host's seconds of each round: itself, its draft passes, and its caches, (rounds,).
 
     `rejected` rounds take tokens out of the target's cache, `unread` ones out of the drafter's.
     """
@@ -436,7 +436,7 @@ def pass_seconds(
     latency: LatencyTable, model: str, batch: int, width: Sizes, context: Sizes,
     phase: str = "forward",
 ) -> tuple[Floats, PassCount]:  # fmt: skip
-    """Seconds of one pass per element."""
+    """Return seconds of one pass per element."""
     if not len(width):
         return np.zeros(0), NO_PASSES
     read = read_each(latency, model, batch, width, context, phase)
@@ -446,7 +446,7 @@ def pass_seconds(
 def read_each(
     latency: LatencyTable, model: str, batch: int, width: Sizes, context: Sizes, phase: str
 ) -> Estimate:  # fmt: skip
-    """The pass of each element; equal (width, context) in whole tokens are read once."""
+    """Return the pass of each element; equal (width, context) in whole tokens are read once."""
     if width.dtype.kind == "f" or context.dtype.kind == "f":  # means, few of which are equal
         return latency.estimate(model, phase, batch=batch, new_tokens=width, context=context)
     scale = int(context.max()) + 1

@@ -155,12 +155,12 @@ def own_ratios(trace: Trace, latency: LatencyTable, drafted: int = 1) -> OwnRati
 
 
 def ratio_sums(log: RoundLog) -> RatioSums:
-    """The sums over `log` in the textbook cost model."""
+    """Return the sums over `log` in the textbook cost model."""
     return _sums(ratio_costs(log))
 
 
 def carried_sums(run: Priced, plain: Priced, own: OwnRatios, drafts_at_c: bool = True) -> RatioSums:
-    """The sums over priced rounds, with all that they cost carried over to other ratios.
+    """Return the sums over priced rounds, with all that they cost carried over to other ratios.
 
     Seconds of drafting (catching up on the draft's cache and longer contexts included) are
     taken as proportional to c, those of verifying drafts to v, and signals, the host and plain
@@ -204,7 +204,7 @@ def carried_sums(run: Priced, plain: Priced, own: OwnRatios, drafts_at_c: bool =
 
 
 def speedup_at(sums: RatioSums, ratios: npt.ArrayLike, verify: float = 1.0) -> Floats:
-    """Speedup over plain decoding at cost ratios c, shape (ratios,)."""
+    """Return the speedup over plain decoding at cost ratios c, shape (ratios,)."""
     parts = (sums.plain, sums.forwards, sums.verified, sums.rest)
     costs = RatioCosts(*(np.array([part]) for part in parts))
     return np.asarray(sums.plain / costs.at(ratios, verify)[:, 0])

@@ -94,7 +94,7 @@ def speedup_by_gamma(
 
 
 def robustness(speedups: pd.DataFrame, reference: str = "fixed") -> pd.DataFrame:
-    """Mean and standard deviation over initial gamma, relative to `reference`'s mean.
+    """Return the mean and standard deviation over initial gamma, relative to `reference`'s mean.
 
     ``speedups`` is what `speedup_by_gamma` returns.  Rows: policy, mean, sd, lowest,
     highest; the reference's mean is 1 by construction and `sd` is the sample's (n - 1).

@@ -77,7 +77,7 @@ def summarize_runs(
     runs: Sequence[Priced], *, resamples: int = 2000, confidence: float = 0.95,
     prefill: bool = False, seed: int = 0,
 ) -> pd.DataFrame:  # fmt: skip
-    """The rows of `summarize` for runs that were priced (`price_all`)."""
+    """Return the rows of `summarize` for runs that were priced (`price_all`)."""
     weights = draws(len(runs[0].log.requests), resamples, seed)
     return _rows(runs, None, weights, confidence, prefill)
 
@@ -85,7 +85,7 @@ def summarize_runs(
 def summarize_by_category(
     logs: Sequence[RoundLog], latency: LatencyTable, *, resamples: int = 2000
 ) -> pd.DataFrame:
-    """The rows of `summarize` for each prompt category, with a leading ``category``.
+    """Return the rows of `summarize` for each prompt category, with a leading ``category``.
 
     Parameters and errors as in `summarize`.
     """
@@ -95,7 +95,7 @@ def summarize_by_category(
 def summarize_runs_by_category(
     runs: Sequence[Priced], *, resamples: int = 2000, prefill: bool = False
 ) -> pd.DataFrame:
-    """The rows of `summarize_by_category` for runs that were priced (`price_all`)."""
+    """Return the rows of `summarize_by_category` for runs that were priced (`price_all`)."""
     names = [r.category for r in runs[0].log.requests]
     parts = []
     for category in dict.fromkeys(names):
@@ -107,7 +107,7 @@ def summarize_runs_by_category(
 
 
 def prompt_speedups(log: RoundLog, latency: LatencyTable) -> Floats:
-    """Speedup of each prompt, shape (requests,); NaN where a request has no rounds.
+    """Return the speedup of each prompt, shape (requests,); NaN if a request has no rounds.
 
     SpecBound, Table 5 shows this distribution: a mean above 1x hides the prompts that
     speculation slows down.  ``np.nanmean(prompt_speedups(...) < 1)`` is their share.
@@ -117,14 +117,14 @@ def prompt_speedups(log: RoundLog, latency: LatencyTable) -> Floats:
 
 
 def speedups_over(plain: Priced, run: Priced) -> Floats:
-    """The speedups of `prompt_speedups` for runs that were priced."""
+    """Return the speedups of `prompt_speedups` for runs that were priced."""
     return rate_ratio(_sums(run), _sums(plain))
 
 
 def paired_gain(
     log: RoundLog, other: RoundLog, latency: LatencyTable, *, resamples: int = 2000
 ) -> tuple[float, float, float]:
-    """Seconds per token of `other` over those of `log`, with the interval of that ratio.
+    """Return seconds per token of `other` over those of `log`, with the interval of that ratio.
 
     Both are drawn on the same prompts in every resample, so that what makes a prompt fast for
     both is left out: two policies can differ surely although their own intervals overlap.
@@ -142,7 +142,7 @@ def paired_gain(
 def gains_over(
     rival: Priced, runs: Sequence[Priced], *, resamples: int = 2000
 ) -> list[tuple[float, float, float]]:
-    """The gain of `paired_gain` over `rival` of each of `runs`, all of which were priced."""
+    """Return the gain of `paired_gain` over `rival` of each of `runs`, all of which were priced."""
     theirs = _sums(rival)
     weights = draws(theirs.shape[1], resamples)
     return [gain(_sums(run), theirs, weights) for run in runs]
@@ -170,7 +170,7 @@ def speedup_distribution(speedups: npt.ArrayLike, edges: npt.ArrayLike) -> pd.Da
 
 
 def to_rows(frame: pd.DataFrame) -> list[dict[str, Any]]:
-    """The frame as JSON-ready rows; NaN, which JSON lacks, becomes None."""
+    """Return the frame as JSON-ready rows; NaN, which JSON lacks, becomes None."""
     rows: list[dict[str, Any]] = []
     for record in frame.to_dict("records"):
         row = {str(k): v.item() if isinstance(v, np.generic) else v for k, v in record.items()}
@@ -208,7 +208,7 @@ def price_all(
 
 
 def _sums(run: Priced, prefill: bool = False) -> Floats:
-    """Tokens and seconds of each request, shape (2, requests)."""
+    """Return tokens and seconds of each request, shape (2, requests)."""
     seconds = run.wall_s if prefill else run.decode_s
     return np.stack([run.log.per_request(run.log.rounds["emitted"]), seconds])
 

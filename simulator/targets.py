@@ -48,7 +48,7 @@ class Targets:
             raise DraftsimError("the targets bound nothing: give ttft, tpot or both")
 
     def __str__(self) -> str:
-        """The bounds in words, as in ``TTFT 200 ms and TPOT 30 ms``."""
+        """Return the bounds in words, as in ``TTFT 200 ms and TPOT 30 ms``."""
         bounds = (("TTFT", self.ttft_s), ("TPOT", self.tpot_s))
         return " and ".join(f"{name} {s * 1e3:g} ms" for name, s in bounds if math.isfinite(s))
 

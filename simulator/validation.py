@@ -78,7 +78,7 @@ def compare(predicted: pd.DataFrame | Sequence[Priced], measured: pd.DataFrame) 
     ``speedup_error`` the signed error of the speedup over plain decoding run in the same
     session (NaN without that arm): what is left of ``error`` when the whole machine was
     slower or faster than when it was profiled.  ``disturbed`` is the share of the counted runs'
-    seconds that they had no processor (NaN where nobody watched), ``machine`` says whether that
+    seconds that they had no processor (NaN if nobody watched), ``machine`` says whether that
     is little (`traces.machine.label`), ``left_out`` counts the runs made again or not counted.
 
     Raises

@@ -98,6 +98,15 @@ def test_every_page_is_in_the_navigation() -> None:
     }
 
 
+def test_pages_for_users_are_short() -> None:
+    """At most 10,000 words outside code, tables and what is made; pages for authors apart."""
+    authors = {"CONTRIBUTING", "architecture", "invariants", "mutants"}
+    users = [p for p in PAGES if p.stem not in authors and p.parent.name != "log"]
+    apart = re.compile(r"^```.*?^```|^\{\{.*?\}\}$|^\|.*?$|<!--.*?-->", re.MULTILINE | re.DOTALL)
+    assert sum(len(apart.sub("", text_of(p)).split()) for p in users) <= 10_000
+    assert len(text_of(PAGES[0]).splitlines()) <= 90
+
+
 @pytest.fixture(scope="module")
 def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The pages, built as `make docs` does: in this process, which has made parts of them."""

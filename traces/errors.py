@@ -27,7 +27,7 @@ def missing(packages: Sequence[str], what: str) -> DraftsimError:
 
 
 def missing_for(error: Exception) -> list[str]:
-    """The optional packages whose absence `error` may come from; none for other errors."""
+    """Return the optional packages whose absence `error` may come from; none for other errors."""
     name = (getattr(error, "name", None) or "").partition(".")[0]
     if isinstance(error, ImportError) and any(name in names for names in EXTRAS.values()):
         return [name]

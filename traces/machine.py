@@ -37,7 +37,7 @@ QUIET, BUSY = "quiet", "disturbed"
 
 
 def label(state: State | None) -> str | None:
-    """`QUIET` or `BUSY`; None where nothing is known.
+    """`QUIET` or `BUSY`; None if nothing is known.
 
     >>> label({"off": 0.2}), label({"off": 0.0, "reference_s": 1.0, "reference_spread_s": 0.02})
     ('disturbed', 'quiet')
@@ -49,7 +49,7 @@ def label(state: State | None) -> str | None:
 
 
 def slowdown(before: State | None, after: State | None) -> float | None:
-    """How much longer the reference work took `after` than `before`, relative.
+    """Return how much longer the reference work took `after` than `before`, relative.
 
     >>> slowdown({"reference_s": 2.0}, {"reference_s": 3.0})
     0.5
@@ -68,7 +68,7 @@ def differ(before: State | None, after: State | None) -> bool:
 
 
 def describe(state: State | None) -> str:
-    """The figures that are known, in words."""
+    """Return the figures that are known, in words."""
     words = []
     if (off := _number(state, "off")) is not None:
         words.append(f"{off:.1%} of the time without a processor")

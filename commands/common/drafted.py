@@ -90,7 +90,7 @@ def latencies(
     names: Sequence[str] | None, trace_name: str, priced: bool, assume_batch_free: bool = False,
     say: Say = note,
 ) -> dict[str, LatencyTable]:  # fmt: skip
-    """The tables named, by name; none where something else prices already (`priced`).
+    """Return the tables named, by name; none where something else prices already (`priced`).
 
     With ``assume_batch_free``, those of one batch size are taken to cost the same at every other.
     A table of the GPU suite, which holds many pairs and modes, gives one table each, or the one
@@ -146,7 +146,7 @@ def in_batches(
 ) -> str:
     """Return which costs batches up to `largest` are assumed not to have; empty for none.
 
-    Raises DraftsimError where nobody said that they may, be it of tables or of ratios (`assume`).
+    Raises DraftsimError if nobody said that they may, be it of tables or of ratios (`assume`).
     """
     from traces.latency.table import BATCH_FREE_SAID
 
@@ -200,7 +200,7 @@ def _by_pair(table: LatencyTable) -> dict[str, LatencyTable]:
 
 
 def gpu_names(text: str | None) -> tuple[str, ...]:
-    """The names of ``--gpu``; DraftsimError for one without a data-sheet entry."""
+    """Return the names of ``--gpu``; DraftsimError for one without a data-sheet entry."""
     from simulator.hardware import find_device
 
     names = [part.strip() for part in (text or "").split(",")] if text is not None else []

@@ -354,7 +354,7 @@ class Engine(Graphs):
         )  # fmt: skip
 
     def routing(self, replicas: int) -> Router:
-        """Return the router; DraftsimError where one is named and nothing is to be routed."""
+        """Return the router; DraftsimError if one is named and nothing is to be routed."""
         from simulator.serving.routers import parse_router
 
         if self.router is not None and replicas == 1:
@@ -363,7 +363,7 @@ class Engine(Graphs):
 
 
 def blocks_of(text: str | None, table: LatencyTable) -> int | None:
-    """The blocks that ``--kv-blocks`` asks for; with auto, said in a note.
+    """Return the blocks that ``--kv-blocks`` asks for; with auto, said in a note.
 
     Raises DraftsimError if it is no number, or the table does not say what GPU and models it is of.
     """

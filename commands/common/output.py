@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 
 def placed_as(*begins: bytes) -> Callable[[Path | None], Path | None]:
-    """An option's callback that refuses the path of a file to write before any work is done.
+    """Return an option's callback that refuses the path of a file to write before any work is done.
 
     The file may not hold something else: it begins in one of these ways, if any is given, and is
     no recording.
@@ -51,7 +51,7 @@ placed = placed_as()
 
 
 def placed_recording(path: Path | None) -> Path | None:
-    """The callback of a file that may hold a recording; `write_file` checks its kind."""
+    """Return the callback of a file that may hold a recording; `write_file` checks its kind."""
     if path is not None:
         check_place(path, recording=True)
     return path
@@ -71,7 +71,7 @@ def _placed_table(path: Path | None) -> Path | None:
 
 
 def placed_table(path: Path | None) -> Path | None:
-    """The callback of a file that holds a table where its suffix says so."""
+    """Return the callback of a file that holds a table where its suffix says so."""
     if path is not None:
         check_place(path, BEGINS.get(path.suffix, ()))
     return path

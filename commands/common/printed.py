@@ -278,7 +278,7 @@ def in_lines(name: str, width: int = NAME) -> str:
 
 
 def heading(name: str, width: int) -> str:
-    """A column's name on lines of at most `width`, as far as its words allow.
+    """Return a column's name on lines of at most `width`, as far as its words allow.
 
     >>> heading("standard_error", 8)
     'standard_\\nerror'
@@ -306,7 +306,7 @@ def longest(text: str) -> int:
 
 
 def blocks(widths: Mapping[str, int], keys: Sequence[str], room: int) -> list[list[str]]:
-    """The columns that stand together, in order: `keys` lead every block.
+    """Return the columns that stand together, in order: `keys` lead every block.
 
     ``widths`` are the characters that each column needs.  A block takes at most `room`, `GAP`
     between its columns, unless a single column needs more.

@@ -20,12 +20,12 @@ QUIETLY = ("left_out", "slowdown", "diverged", "requests_left_out")
 
 
 def columns_shown(rows: pd.DataFrame) -> list[str]:
-    """The columns that the printed table has."""
+    """Return the columns that the printed table has."""
     return [column for column in rows.columns if column not in QUIETLY]
 
 
 def machine_of(meta: Mapping[str, Any]) -> State | None:
-    """The state kept in the metadata of a measurement, if any was."""
+    """Return the state kept in the metadata of a measurement, if any was."""
     state = meta.get("machine")
     return state if isinstance(state, Mapping) else None
 
@@ -40,7 +40,7 @@ def with_machine(rows: pd.DataFrame, latency: LatencyTable, state: State) -> pd.
 def say_machine(latency: LatencyTable, state: State, remedy: str | None) -> None:
     """Warn where the real runs were disturbed, or saw another machine than the profile did.
 
-    ``remedy`` says what to do; None where the latencies were measured during the runs.
+    ``remedy`` says what to do; None if the latencies were measured during the runs.
     """
     if label(state) == BUSY:
         words = describe(state) if remedy is None else f"{describe(state)}: {remedy}"
@@ -117,6 +117,6 @@ def _policy(row: Mapping[Any, Any]) -> str:
 
 
 def _listed(row: Mapping[Any, Any], name: str) -> list[dict[str, Any]]:
-    """A column that rows of another kind lack."""
+    """Return a column that rows of another kind lack."""
     found = row.get(name)
     return found if isinstance(found, list) else []

@@ -26,7 +26,7 @@ BEGINS = {".tex": (b"\\begin{tab",), ".parquet": (b"PAR1",), ".json": (b"{",)}
 
 
 def check_place(path: Path, begins: Sequence[bytes] = (), recording: bool = False) -> None:
-    """Raise FileError where a file at `path` could not be written, so far as can be told.
+    """Raise FileError if a file at `path` could not be written, so far as can be told.
 
     Nor may something else be lost: a file that is there must begin in one of the ways `begins`,
     where any are given, and be no recording, unless a `recording` is to be written.
@@ -54,7 +54,7 @@ def _begins(path: Path, ways: Sequence[bytes]) -> bool:
 
 
 def _unwritable(path: Path) -> str:
-    """Why no file can be written at `path`; empty if one can, so far as can be told."""
+    """Return why no file can be written at `path`; empty if one can, so far as can be told."""
     if path.is_dir():
         return "it is a folder"
     if path.exists() and not path.is_file():  # a device or a FIFO is written to, not replaced
@@ -70,7 +70,7 @@ def check_folder(path: Path) -> None:
 
 
 def _closed(folder: Path) -> str:
-    """Why nothing can be put into `folder`; empty if it can, so far as can be told."""
+    """Return why nothing can be put into `folder`; empty if it can, so far as can be told."""
     if not folder.is_dir():
         return f"{folder} is no folder"
     return "" if os.access(folder, os.W_OK | os.X_OK) else f"{folder} may only be read"
@@ -115,7 +115,7 @@ def document(
 
 
 def _flat(value: Any) -> Any:
-    """A value for one cell: what holds others is JSON text there."""
+    """Return a value for one cell: what holds others is JSON text there."""
     return json.dumps(value) if isinstance(value, (dict, list)) else value
 
 

@@ -131,7 +131,7 @@ def synthetic_rows(
 def drawn_trace(trace: Trace, latency: LatencyTable, rates: Sequence[float]) -> Trace:
     """Return the outputs of `trace` with drafts drawn by acceptance, for the table's own drafter.
 
-    Raises DraftsimError where the table is of an engine without a drafter of its own.
+    Raises DraftsimError if the table is of an engine without a drafter of its own.
     """
     from dataclasses import replace
 

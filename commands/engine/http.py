@@ -166,7 +166,7 @@ def _rows(
 
 
 def control_sizes(loads: Mapping[str, Arrivals], most: int) -> list[int]:
-    """Requests that control loops keep: the ends of what the loads do."""
+    """Return requests that control loops keep: the ends of what the loads do."""
     closed = [a.concurrency for a in loads.values() if a.concurrency is not None]
     opened = [1, min(CONTROL_OPEN, most)] if len(closed) < len(loads) else []
     return sorted({min([*closed, *opened]), max([*closed, *opened])})
@@ -233,7 +233,7 @@ class Speed:
 
 
 def speed_of(controls: Mapping[int, Sequence[ServedRun]], latency: LatencyTable) -> Speed:
-    """The engine's seconds in loops of plain decoding, over what `latency` has for them.
+    """Return the engine's seconds in loops of plain decoding, over what `latency` has for them.
 
     Those that a server adds are no part of it (`profiler.engines.server.share.with_server`).
     """

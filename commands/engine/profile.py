@@ -20,7 +20,7 @@ ENGINES = ("vllm",)
 
 
 def check_engine(name: str) -> None:
-    """DraftsimError unless the engine is known."""
+    """Raise DraftsimError unless the engine is known."""
     if name not in ENGINES:
         raise DraftsimError(f"--engine is {name!r}, expected {' or '.join(ENGINES)}")
 

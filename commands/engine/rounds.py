@@ -160,19 +160,19 @@ def first_divergence(run: LoadRun, diverged: Mapping[str, int]) -> int | None:
 def simulated_rounds(
     trace: Trace, latency: LatencyTable, policy: Any, scenario: Scenario
 ) -> dict[int, list[Round]]:
-    """The rounds of every request that the simulator serves, by its place in the load."""
+    """Return the rounds of every request that the simulator serves, by its place in the load."""
     drawn = Drawn()
     simulate(trace, latency, policy, scenario, timeline=drawn)
     return drawn.rounds
 
 
 def index_of(name: str) -> int:
-    """The place in its load of a request called SEQUENCE/INDEX."""
+    """Return the place in its load of a request called SEQUENCE/INDEX."""
     return int(name.rpartition("/")[2])
 
 
 def _counts(run: LoadRun, predicted: Run) -> tuple[int, int]:
-    """How much the numbers of rounds differ in all, and how many are predicted."""
+    """Return how much the numbers of rounds differ in all, and how many are predicted."""
     requests = predicted.requests
     numbers = dict(zip(requests["index"], requests["rounds"], strict=True))
     told = {name: int(numbers[index_of(name)]) for name in run.rounds}
@@ -203,7 +203,7 @@ def _replayed(trace: Trace, policy: DraftPolicy) -> dict[int, list[Round]]:
 
 
 def _decoded(run: LoadRun) -> list[str]:
-    """Names of the requests that have rounds: whose prompt does not end them."""
+    """Return the names of the requests that have rounds: whose prompt does not end them."""
     requests = run.requests
     return list(requests["name"][requests["tokens"] > 1])
 

@@ -35,7 +35,7 @@ class PolicyRuns:
     left_out: frozenset[str]
     """Requests of the load that diverged in any run under any policy."""
     unlike_recording: int | None
-    """Requests whose text is not the recorded one, in the run with most; None where the recording
+    """Requests whose text is not the recorded one, in the run with most; None if the recording
     is of another model or other prompts."""
 
     @property

@@ -45,7 +45,7 @@ def try_settings(
     latency: LatencyTable, trace: Trace, tuned: Tuned, requests: int, repeats: int, seed: int,
     defaults: bool = False,
 ) -> list[dict[str, Any]]:  # fmt: skip
-    """Rows of `tried` in a vLLM started as it was when its latencies were measured.
+    """Return rows of `tried` in a vLLM started as it was when its latencies were measured.
 
     With `defaults` the loads are also served by one with its own settings
     (`commands.engine.baseline`).

@@ -102,7 +102,7 @@ def run_loads(
 
 
 def together(turns: Iterable[Turn], blocks: Mapping[str, int], room: int) -> Iterator[list[Turn]]:
-    """The turns in lists of those that run side by side.
+    """Yield the turns in lists of those that run side by side.
 
     Each holds as many loads of a repeat, under all policies, as fit into `room` blocks; if not even
     one load fits, its runs are alone.

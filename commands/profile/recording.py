@@ -40,13 +40,13 @@ class Recording:
     categories: Sequence[str] = ()
 
     def texts(self) -> list[Prompt]:
-        """The prompts, read from their file."""
+        """Return the prompts, read from their file."""
         from profiler.prompts import read_prompts
 
         return read_prompts(self.prompts, self.limit, self.categories)
 
     def load(self) -> Pair:
-        """The pair, loaded unless it is."""
+        """Return the pair, loaded unless it is."""
         return self.info.load() if self.pair is None else self.pair
 
 

@@ -193,7 +193,7 @@ def _is_kept(out: Path, arm: Arm, trace: Trace) -> bool:
 
 
 def _arm(job: Job, trace: Trace, memory: Path | None) -> tuple[Arm, Trace, list[str] | None]:
-    """The arm of a job, the requests it decodes, and those its memory was calibrated on."""
+    """Return the arm of a job, the requests it decodes, and those its memory was calibrated on."""
     from policies.rules.context import CSD
     from policies.rules.memory import OnlineCorrectionMemory
     from profiler.checks.spot_check import Arm

@@ -183,7 +183,7 @@ def serve(
 
 
 def _targets(slo: str | None, ttft: str | None, tpot: str | None) -> tuple[float, float]:
-    """Seconds of the two targets, infinite where none is named."""
+    """Return seconds of the two targets, infinite if none is named."""
     from simulator.targets import parse_targets, parse_time
 
     if slo is None:

@@ -120,7 +120,7 @@ class Loads:
 
 
 def arrivals_of(rate: float | None, arrivals: Path | None, process: str | None) -> Arrivals:
-    """A file of arrivals, or those of a process at `rate`.
+    """Return a file of arrivals, or those of a process at `rate`.
 
     Raises DraftsimError if the options contradict each other or say neither.
     """
@@ -141,7 +141,7 @@ def arrivals_of(rate: float | None, arrivals: Path | None, process: str | None) 
 
 
 def requests_of(scenarios: Sequence[Scenario]) -> int:
-    """Requests of all scenarios and replications together, under one policy."""
+    """Return requests of all scenarios and replications together, under one policy."""
     total = 0
     for scenario in scenarios:
         each = scenario.requests or 0
@@ -154,7 +154,7 @@ def requests_of(scenarios: Sequence[Scenario]) -> int:
 def where(
     jobs: int | None, cluster: str | None, requests: int, timeline: Path | None
 ) -> Executor | None:
-    """Where that many requests are simulated; None: in this process."""
+    """Return where that many requests are simulated; None: in this process."""
     if timeline is not None and (cluster is not None or (jobs or 1) > 1):
         raise DraftsimError("--timeline is drawn by this process: drop --jobs and --cluster")
     if cluster is None and (jobs == 1 or timeline is not None or (not jobs and requests < MANY)):

@@ -88,7 +88,7 @@ def remarks(rows: Sequence[Row]) -> list[str]:
 
 
 def guesses(rows: Sequence[Row]) -> list[str]:
-    """How much was read between the measured sizes, and what beyond them."""
+    """Return how much was read between the measured sizes, and what beyond them."""
     from simulator.serving.outcome.merge import joined_coverage
 
     entries = joined_coverage([entry for row in rows for entry in row["coverage"]])

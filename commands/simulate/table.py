@@ -30,7 +30,7 @@ WIDTH = 100
 
 
 def over_all(rows: Sequence[Row]) -> list[Row]:
-    """The rows over all prompts, of no category."""
+    """Return the rows over all prompts, of no category."""
     return [row for row in rows if row.get("category") is None]
 
 
@@ -87,7 +87,7 @@ def _is_best_fixed(row: Row) -> bool:
 
 
 def percent(ratio: float) -> str:
-    """A ratio as a difference in percent, with its sign."""
+    """Return a ratio as a difference in percent, with its sign."""
     return f"{100 * (ratio - 1):+.1f} %"
 
 
@@ -166,7 +166,7 @@ def _lossless(row: Row) -> Row:
 
 
 def _either(row: Row) -> Row:
-    """A row of the table that holds both kinds; `wrong` is of lossy rules alone."""
+    """Return a row of the table that holds both kinds; `wrong` is of lossy rules alone."""
     verified = {"verify": "-" if row["policy"] == PLAIN else row["verify"]}
     return {**_common(row), **verified, **_gain(row), "wrong": _share(row["mismatches_accepted"])}
 
@@ -231,7 +231,7 @@ def _footnotes(rows: Sequence[Row]) -> list[str]:
 
 
 def _row_name(row: Row) -> str:
-    """The policy, and a lossy rule where it is not a method that has one."""
+    """Return the policy, and a lossy rule where it is not a method that has one."""
     from traces.sources.methods import method_of
 
     if lossless(row["verify"]) or method_of(row["policy"]) is not None:

@@ -36,7 +36,7 @@ def batch_check(
     limit: int | None = None,
     trust_remote_code: bool = False,
 ) -> pd.DataFrame:
-    """The rows of ``validate --batch``; the measured times are kept in the run folder.
+    """Return the rows of ``validate --batch``; the measured times are kept in the run folder.
 
     ``rounds_differ`` counts requests whose rounds, drafted or accepted tokens were not the
     simulated ones.  A pass is priced as the rectangle that the real decoder runs.
@@ -137,7 +137,7 @@ def groups_left_out(
 ) -> set[int]:
     """Return the first request of each group of `size` in which a text diverged under any policy.
 
-    Empty where that is every group.
+    Empty if that is every group.
     """
     firsts = {i - i % size for (_, at), own in diverged.items() if at == size for i in own}
     return firsts if len(firsts) < math.ceil(requests / size) else set()

@@ -31,7 +31,7 @@ def lossy_check(
     limit: int | None = None,
     trust_remote_code: bool = False,
 ) -> pd.DataFrame:
-    """The rows of ``validate --verify``, plain decoding first.
+    """Return the rows of ``validate --verify``, plain decoding first.
 
     Besides the columns of `simulator.validation.compare`, whose predicted seconds price
     the rounds really decoded: ``accepted_per_round`` of the real run and
@@ -118,12 +118,12 @@ PLAIN = "autoregressive"
 
 
 def accepted_per_round(log: RoundLog) -> float:
-    """Mean accepted tokens of a round."""
+    """Return the mean accepted tokens of a round."""
     return float(log.rounds["accepted"].mean())
 
 
 def speedup(log: RoundLog, latency: LatencyTable) -> float:
-    """Predicted seconds per token of plain decoding over those of `log`."""
+    """Return predicted seconds per token of plain decoding over those of `log`."""
     from simulator.pricing import autoregressive, price
 
     return float(price(autoregressive(log), latency).total_s / price(log, latency).total_s)

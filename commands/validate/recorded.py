@@ -133,7 +133,7 @@ def remarks_on(parts: Sequence[pd.DataFrame]) -> list[str]:
 
 
 def bounds_of(parts: Sequence[pd.DataFrame]) -> dict[str, Bounds]:
-    """The bounds of every recording by pair and mode, and of all of them."""
+    """Return the bounds of every recording by pair and mode, and of all of them."""
     from simulator.hardware.measured import bounds
 
     kept = {f"{p['pair'].iloc[0]}, {p['mode'].iloc[0]}": bounds([p]) for p in parts}
@@ -155,7 +155,7 @@ def bounds_row(name: str, kept: Bounds) -> dict[str, str]:
 
 
 def formatted(row: Mapping[Any, Any]) -> dict[str, str]:
-    """The cells of a row as a README has them: seconds, and signed percent."""
+    """Return the cells of a row as a README has them: seconds, and signed percent."""
     text = {}
     for name, value in row.items():
         if isinstance(value, float) and math.isnan(value):
@@ -172,7 +172,7 @@ def formatted(row: Mapping[Any, Any]) -> dict[str, str]:
 
 
 def markdown_table(rows: Sequence[Mapping[str, str]]) -> str:
-    """The rows as a Markdown table, the first one's keys as its head."""
+    """Return the rows as a Markdown table, the first one's keys as its head."""
     lines = [list(rows[0]), ["---"] * len(rows[0]), *(list(row.values()) for row in rows)]
     cells = [[cell.replace("|", "\\|") for cell in line] for line in lines]
     return "".join(f"| {' | '.join(line)} |\n" for line in cells)

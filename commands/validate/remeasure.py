@@ -111,5 +111,5 @@ class Remeasured:
 
 
 def seconds_of(priced: Sequence[Priced]) -> float:
-    """How long all of these runs take, one after another."""
+    """Return how long all of these runs take, one after another."""
     return sum(p.total_s + float(p.prefill_s.sum()) for p in priced)

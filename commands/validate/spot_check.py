@@ -57,7 +57,7 @@ def spot_check(
     remeasure: bool = False,
     trust_remote_code: bool = False,
 ) -> pd.DataFrame:
-    """The rows of `validate`; the measured times are kept in the run folder.
+    """Return the rows of `validate`; the measured times are kept in the run folder.
 
     With `remeasure` the sweeps over the latencies are spread over the real runs, the rows are
     predicted from them, and `profile_error` and `profile_speedup_error` are those of the run's own

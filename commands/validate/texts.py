@@ -85,7 +85,7 @@ class Texts:
         self, real: RoundLog, replayed: RoundLog, diverged: Mapping[int, Divergence],
         draft_model: bool,
     ) -> tuple[dict[int, int], int]:  # fmt: skip
-        """The position up to which each request compares, and how many drafts diverged."""
+        """Return the position up to which each request compares, and how many drafts diverged."""
         from profiler.checks.differences import comparable, draft_ties
 
         count, learns = len(self.trace.requests), real.policy in self.learners

@@ -39,7 +39,7 @@ class IterationCost(Protocol):
     """
 
     def __call__(self, batch: int, draft_length: int, verify_tokens: int, context: float) -> float:
-        """Seconds of `draft_length` batched draft steps and one verification.
+        """Return seconds of `draft_length` batched draft steps and one verification.
 
         ``verify_tokens`` counts all sequences together, the ``batch`` tokens that are no
         drafts included; ``context`` is the mean cached tokens per sequence.
@@ -108,7 +108,7 @@ class BatchPolicy(ABC):
 
     @abstractmethod
     def plan(self, loads: Sequence[Load]) -> int:
-        """The draft-length cap shared by every sequence this iteration; 0 = plain decoding.
+        """Return the draft-length cap shared by every sequence this iteration; 0 = plain decoding.
 
         `loads` has one entry per sequence; each carries the batch size and its context.
         """
@@ -129,7 +129,7 @@ class BatchPolicy(ABC):
         return True
 
     def allot(self, drafts: Sequence[Sequence[Any]]) -> Sequence[int]:
-        """How many leading tokens of each draft to verify, 0 to ``len(drafts[i])``."""
+        """Return how many leading tokens of each draft to verify, 0 to ``len(drafts[i])``."""
         return [len(draft) for draft in drafts]
 
     def observe(self, outcomes: Sequence[Round]) -> None:
@@ -137,7 +137,7 @@ class BatchPolicy(ABC):
         del outcomes
 
     def fresh(self: B) -> B:
-        """An independent copy for one run; a cost or an estimator is shared, not copied."""
+        """Return an independent copy for one run; a cost or an estimator is shared, not copied."""
         shared = (vars(self).get("cost"), vars(self).get("estimator"))
         return copy.deepcopy(self, {id(s): s for s in shared if s is not None})
 

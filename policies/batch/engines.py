@@ -108,7 +108,7 @@ class SGLangThroughput(KeptInStep):
         self._steps = steps
 
     def _scores(self, candidates: Sequence[int], batch: int) -> dict[int, float]:
-        """Expected tokens per second of every candidate; empty before anything was seen."""
+        """Return expected tokens per second of every candidate; empty before anything was seen."""
         seen = [sum(w) / len(w) for w in self._windows if w]
         if not seen:
             return {}

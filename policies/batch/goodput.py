@@ -26,7 +26,7 @@ class _CostByLength(BatchPolicy):
         self._costs: dict[tuple[int, int], list[float]] = {}
 
     def _seconds(self, loads: Sequence[Load]) -> list[float]:
-        """Seconds for each draft length 0 to gamma_max at this batch and mean context."""
+        """Return seconds for each draft length 0 to gamma_max at this batch and mean context."""
         batch = loads[0].batch
         context = sum(load.context for load in loads) // len(loads)
         key = (batch, context // CONTEXT_BUCKET)

@@ -118,7 +118,7 @@ class _Slot:
         self._batches = 0
 
     def state(self, in_step: bool) -> Tiers:
-        """The same slot among many, one entry a run."""
+        """Return the same slot among many, one entry a run."""
         s = self._settings
         scalars: Any = (
             self.candidates, self.candidates.index(self.steps), self.steps,

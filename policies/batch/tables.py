@@ -49,11 +49,11 @@ class BatchTable(KeptInStep):
         super().__init__(max(row[-1] for row in table), in_step)
 
     def row_of(self, batch: int) -> int:
-        """Index of the batch range that `batch` requests are in, or that a gap inherits."""
+        """The index of the batch range that `batch` requests are in, or that a gap inherits."""
         return max(bisect_right(self._starts, batch) - 1, 0)
 
     def row(self, loads: Sequence[Load]) -> int:
-        """Index of the batch range whose K is in force now."""
+        """Return the index of the batch range whose K is in force now."""
         return self.row_of(counted(loads))
 
     def planned_at(self, scheduled: int) -> Planned | None:
@@ -183,7 +183,7 @@ class SwitchedOff(KeptInStep):
 
 
 def counted(loads: Sequence[Load]) -> int:
-    """Requests by whose number an engine looks up what to draft.
+    """Return requests by whose number an engine looks up what to draft.
 
     vLLM v0 asked in the step that drafted and verified, about that step; whatever policy it is, a
     present engine asks when the iteration before ends (`policies.core.Load.scheduled`).

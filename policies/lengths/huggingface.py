@@ -20,7 +20,7 @@ RocUpdate = Literal["off", "in_call", "next_call"]
 
 
 def roc_threshold(probs: Sequence[float], matches: Sequence[int]) -> float | None:
-    """The threshold minimising fpr + 3 fnr, the largest on ties; None before one exists.
+    """Return the threshold minimising fpr + 3 fnr, the largest on ties; None before one exists.
 
     `probs` are draft probabilities of verified tokens and `matches` their outcomes (1
     accepted), equally long.  transformers asks for more than five samples of both

@@ -126,7 +126,7 @@ class RateOptimal(DraftPolicy):
         return mine
 
     def at_rate(self, rate: float | list[list[float]]) -> Self:
-        """The same policy at another rate; the two share the costs that they look up."""
+        """Return the same policy at another rate; the two share the costs that they look up."""
         made = self.copy()
         made.rate, made._prices, made._drafting, made._verifying = rate, {}, [], []
         return made
@@ -326,7 +326,7 @@ class WorthDrafting:
 
 
 def _best_prefix(forwards: Ints, survival: list[Floats], verifying: Floats, own: Ints) -> Ints:
-    """How many of the drafted tokens are worth their verification, shape (starts,)."""
+    """Return how many of the drafted tokens are worth their verification, shape (starts,)."""
     best, worth, most = np.zeros_like(forwards), np.zeros(len(forwards)), np.zeros(len(forwards))
     for k in range(1, int(forwards.max(initial=0)) + 1):
         worth = worth + survival[k]

@@ -95,7 +95,7 @@ class VerifyRule(ABC):
 
     @abstractmethod
     def accept(self, draft: Sequence[Any], scores: Sequence[Any]) -> int:
-        """Leading tokens of `draft` that are accepted.
+        """Return the leading tokens of `draft` that are accepted.
 
         ``draft``: `policies.core.DraftToken`, ``scores``: `TargetScore`, equally many.
         The target's own token follows the accepted ones: a correction, or the bonus.
@@ -115,7 +115,7 @@ class VerifyRule(ABC):
         """Called after every request of a run."""
 
     def fresh(self: R) -> R:
-        """An independent copy for one run."""
+        """Return an independent copy for one run."""
         return copy.deepcopy(self)
 
 
@@ -135,7 +135,7 @@ class TokenRule(VerifyRule):
         """Return True if this drafted token is kept, given that all before it were."""
 
     def accept(self, draft: Sequence[Any], scores: Sequence[Any]) -> int:
-        """Leading tokens that `accepts` lets stand."""
+        """Return the leading tokens that `accepts` lets stand."""
         for i, (token, score) in enumerate(zip(draft, scores, strict=True)):
             if not self.accepts(token, score):
                 return i

@@ -96,7 +96,7 @@ class CSD(TokenRule):
             self.needs = ("match", "token")
 
     def with_memory(self, memory: OnlineCorrectionMemory) -> CSD:
-        """The same rule, starting from `memory`."""
+        """Return the same rule, starting from `memory`."""
         names = ("threshold", "tau", "use_memory", "use_gate", "count_first", "count_rescued")
         return CSD(**{name: getattr(self, name) for name in names}, memory=memory)
 
@@ -162,7 +162,7 @@ class FLy(VerifyRule):
         self.vocab_size = known_vocabulary(self.vocab_size, vocab_size, type(self).__name__)
 
     def accept(self, draft: Sequence[Any], scores: Sequence[Any]) -> int:
-        """Leading tokens up to the first mismatch that is not forgiven."""
+        """Return the leading tokens up to the first mismatch that is not forgiven."""
         most = math.log(known_vocabulary(self.vocab_size, None, type(self).__name__))
         for i, score in enumerate(scores):
             if score.match:

@@ -41,7 +41,7 @@ PRESETS: Mapping[str, Mapping[str, Any]] = {
 
 
 def parse_rule(text: str, **resources: Any) -> VerifyRule:
-    """The rule that `text` describes: ``name`` or ``name:key=value,...``.
+    """Return the rule that `text` describes: ``name`` or ``name:key=value,...``.
 
     ``resources`` are given to a rule with a parameter of that name which `text` leaves
     unset, such as ``memory``.
@@ -65,7 +65,7 @@ def parse_rule(text: str, **resources: Any) -> VerifyRule:
 
 
 def describe_rule(rule: VerifyRule) -> str:
-    """The text form of `rule`: its name and the parameters that differ from the defaults.
+    """Return the text form of `rule`: its name and the parameters that differ from the defaults.
 
     >>> describe_rule(parse_rule("csd-scg:tau=0.3"))
     'csd-scg:tau=0.3'

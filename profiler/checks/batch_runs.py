@@ -61,7 +61,7 @@ Attempt = tuple[Timing, tuple[Together, list[Stream], list[list[tuple[Stream, Ro
 
 
 def groups_of(requests: int, batch: int) -> list[range]:
-    """The groups of consecutive requests that are decoded together.
+    """Return the groups of consecutive requests that are decoded together.
 
     >>> groups_of(5, 2)
     [range(0, 2), range(2, 4), range(4, 5)]

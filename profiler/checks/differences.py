@@ -32,7 +32,7 @@ def real_run(
     pair: Pair, greedy: Trace, arm: Arm, measured: Measured, meta: Mapping[str, Any],
     answers: Mapping[str, str] | None = None,
 ) -> RealRun:  # fmt: skip
-    """The rounds and outputs of an arm with a lossy rule.
+    """Return the rounds and outputs of an arm with a lossy rule.
 
     ``greedy`` is the recording of the target's own outputs, which may hold more requests;
     ``answers`` holds the numbers that solve requests, by id (`profiler.checks.score.answers_to`).
@@ -58,7 +58,7 @@ def real_run(
 
 
 def output_of(trace: Trace, request: int) -> list[int]:
-    """The recorded output of a request."""
+    """Return the recorded output of a request."""
     starts = trace.request_starts
     rows = trace.on_path[starts[request] : starts[request + 1]]
     tokens: list[int] = np.asarray(trace.columns["token"])[rows].tolist()
@@ -94,7 +94,7 @@ def units(top1: npt.ArrayLike, top2: npt.ArrayLike, dtype: torch.dtype) -> npt.N
 class Divergence(NamedTuple):
     """Where the output of a request is first another than expected, and how near a tie that was.
 
-    The logits are those that the recording holds of the target at this position; None where it
+    The logits are those that the recording holds of the target at this position; None if it
     holds none, or is of another text.
     """
 
@@ -234,7 +234,7 @@ def explain(
     dtype: torch.dtype,
     drafted: Trace | None = None,
 ) -> list[dict[str, Any]]:
-    """The first difference of every request that differs, and its cause.
+    """Return the first difference of every request that differs, and its cause.
 
     ``drafted``: the recording of what drafted, where that is not `trace`'s own draft model.
 
@@ -281,7 +281,7 @@ def explain(
 
 
 def _closest(trace: Trace, side: str, rows: npt.NDArray[np.int64], dtype: torch.dtype) -> float:
-    """The smallest margin of a model's two likeliest tokens, in units in the last place."""
+    """Return the smallest margin of a model's two likeliest tokens, in units in the last place."""
     first, second = (trace.columns[f"{side}_{top}"][rows] for top in ("top1", "top2"))
     return float(units(first, second, dtype).min(initial=np.inf))
 
@@ -289,7 +289,7 @@ def _closest(trace: Trace, side: str, rows: npt.NDArray[np.int64], dtype: torch.
 def _first_difference(
     mine: npt.NDArray[Any], theirs: npt.NDArray[Any], output: Sequence[int], recorded: Sequence[int]
 ) -> int | None:
-    """Index of the first round whose outcome or tokens differ."""
+    """Return the index of the first round whose outcome or tokens differ."""
     for k in range(max(len(mine), len(theirs))):
         if k >= min(len(mine), len(theirs)):
             return k

@@ -101,7 +101,7 @@ def run(
     Lines at the end of `cut` code are left out until it is Python, of tests at least the last one.
 
     Only a verdict with the token that the process was given counts, so that an exit or a print of
-    the code is no success.  Raises DraftsimError where there are no such limits.
+    the code is no success.  Raises DraftsimError if there are no such limits.
     """
     if sys.platform != "linux":
         raise DraftsimError(f"--run-code needs the limits of Linux; this is {sys.platform}")

@@ -114,7 +114,7 @@ def run(code: str, entry: str, given: str, tests: str, cut: bool) -> None:
 
 
 def whole_statements(code: str) -> str:
-    """The code without lines at its end that are no Python, as where it was cut off."""
+    """Return the code without lines at its end that are no Python, as where it was cut off."""
     lines = code.splitlines()
     while lines:
         with suppress(SyntaxError):
@@ -141,7 +141,7 @@ def without(code: str, entry: str) -> ast.Module:
 
 
 def stand_in_for_pytest() -> types.ModuleType:
-    """The few parts of pytest that short tests use; the real one is not there."""
+    """Return the few parts of pytest that short tests use; the real one is not there."""
     import re
 
     @contextmanager

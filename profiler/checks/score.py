@@ -31,7 +31,7 @@ class Score(NamedTuple):
 
 
 def answers_to(trace: Trace, prompts: Iterable[Prompt] = ()) -> dict[str, str]:
-    """The numbers that solve the requests of `trace`, by id.
+    """Return the numbers that solve the requests of `trace`, by id.
 
     Those of `prompts`, where id and category are a request's, before those recorded.
     """
@@ -42,7 +42,7 @@ def answers_to(trace: Trace, prompts: Iterable[Prompt] = ()) -> dict[str, str]:
 
 
 def solved_by(pair: Pair, trace: Trace, answers: Mapping[str, str]) -> list[str]:
-    """Ids of the requests that the recorded outputs solve."""
+    """Return ids of the requests that the recorded outputs solve."""
     return [
         request.id
         for i, request in enumerate(trace.requests)
@@ -51,6 +51,6 @@ def solved_by(pair: Pair, trace: Trace, answers: Mapping[str, str]) -> list[str]
 
 
 def score(pair: Pair, trace: Trace, answers: Mapping[str, str]) -> Score:
-    """How many of the requests that have an answer the recorded outputs solve."""
+    """Return how many of the requests that have an answer the recorded outputs solve."""
     cut = sum(r.ended != "eos" for r in trace.requests if r.id in answers)
     return Score(len(answers), len(solved_by(pair, trace, answers)), cut)

@@ -177,7 +177,7 @@ def _in_turn(
     learnt: dict[str, Learnt], counted: Mapping[str, Repeats],
     advance: Callable[[], None] = lambda: None,
 ) -> dict[str, Ran]:  # fmt: skip
-    """Every arm's run of a request; `learnt` is then what they have learnt by it."""
+    """Return every arm's run of a request; `learnt` is then what they have learnt by it."""
     ran = {}
     for arm in arms:
         again = counted[arm.label]
@@ -217,7 +217,7 @@ def _rounds(decoder: Any, policy: DraftPolicy, arm: Arm) -> list[Round]:
 
 
 def _begun(arm: Arm, vocab_size: int, sampling: Sampling) -> Learnt:
-    """The sweep's own copies of the arm's policy and rule; no rule where it is lossless."""
+    """Return the sweep's own copies of the arm's policy and rule; no rule where it is lossless."""
     policy = own_copy(arm.policy, vocab_size)
     if arm.lossy is None:
         return policy, None

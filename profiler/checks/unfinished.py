@@ -42,7 +42,7 @@ def check_options(
 
 
 def version(name: str = "draftsim") -> str | None:
-    """Return the version of a distribution; None where it is not installed."""
+    """Return the version of a distribution; None if it is not installed."""
     return next((found.version for found in distributions(name=name)), None)
 
 

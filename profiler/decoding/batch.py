@@ -144,7 +144,7 @@ class Stream(Member):
         return token
 
     def judge(self, accepted: int) -> int:
-        """How many drafted tokens are accepted, where the models agree on `accepted`."""
+        """Return how many drafted tokens are accepted, where the models agree on `accepted`."""
         return accepted
 
     def ends_after(self, accepted: int, tokens: Sequence[int]) -> bool:
@@ -339,7 +339,7 @@ class BatchedDecoder:
 
 
 def span_positions(spans: Tensor, columns: Tensor, right: bool) -> Tensor:
-    """Positions (rows, width) of tokens that `spans` (rows, 2) feed, -1 where there is none.
+    """Return positions (rows, width) of tokens that `spans` (rows, 2) feed, -1 where there is none.
 
     `columns` counts 0 to width - 1; a row's tokens stand at the right end or the left.
     """

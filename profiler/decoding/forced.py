@@ -79,7 +79,7 @@ class ForcedDecoder(ModelDecoder):
         return self._script.load
 
     def draft(self, so_far: Sequence[Any]) -> Any:
-        """A real draft pass; the recorded token's values."""
+        """Return a real draft pass; the recorded token's values."""
         assert self._script is not None
         return ForcedToken(super().draft(so_far), self._script.draft(so_far))
 
@@ -150,7 +150,7 @@ class ForcedStream(Stream):
         return ForcedBatchToken(token, self._script.draft(self.draft))
 
     def judge(self, accepted: int) -> int:
-        """The recording's verdict, whatever the models' is."""
+        """Return the recording's verdict, whatever the models' is."""
         del accepted
         return copy.copy(self._script).verify(self.draft)
 

@@ -98,7 +98,7 @@ def _accepted(rule: VerifyRule, draft: Sequence[Any], scores: Sequence[Any]) -> 
 
 
 def target_numbers(logits: Tensor, drafted: Tensor) -> Tensor:
-    """The target's numbers about one drafted token per row, float64 (rows, 7).
+    """Return the target's numbers about one drafted token per row, float64 (rows, 7).
 
     Columns: argmax, top-1 and top-2 logit, log-sum-exp, entropy, and the drafted token's
     logit and rank; each as in the columns ``target_*`` of a trace.
@@ -255,7 +255,7 @@ class ModelDecoder:
     def _verdict(
         self, draft: Sequence[Any], drafted: Tensor, logits: Tensor
     ) -> tuple[int, Tensor, list[int]]:
-        """Tokens accepted, and the tokens emitted: on the device, and on the host."""
+        """Return tokens accepted, and the tokens emitted: on the device, and on the host."""
         if self._rule is not None:
             return self._judge(self._rule, draft, drafted, logits)
         if not self._sampling.greedy:
@@ -280,7 +280,7 @@ class ModelDecoder:
     def _judge(
         self, rule: VerifyRule, draft: Sequence[Any], drafted: Tensor, logits: Tensor
     ) -> tuple[int, Tensor, list[int]]:
-        """The rule's verdict; its refusals are corrected as lossless verification does."""
+        """Return the rule's verdict; its refusals are corrected as lossless verification does."""
         target = proposal = coins = None
         if not self._sampling.greedy:
             target, proposal, coins = self._coins(draft, drafted, logits)
@@ -353,7 +353,7 @@ def check_prompt(length: int, max_new_tokens: int, *runners: Runner) -> None:
 
 
 def greedy(target: Runner, prompt: Tensor, max_new_tokens: int, eos: frozenset[int]) -> list[int]:
-    """The target's own greedy output, one token at a time: the reference and baseline."""
+    """Return the target's own greedy output, one token at a time: the reference and baseline."""
     check_prompt(int(prompt.shape[0]), max_new_tokens, target)
     output: list[int] = []
     feed, start = target.begin(prompt), 0

@@ -19,7 +19,7 @@ class Fetched(ABC):
 
     @abstractmethod
     def _fetch(self) -> Sequence[float]:
-        """The token's numbers, (7,)."""
+        """Return the token's numbers, (7,)."""
 
     @abstractmethod
     def _fetch_top10(self) -> float:

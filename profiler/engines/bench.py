@@ -109,7 +109,7 @@ class Control:
             self.seconds()
 
     def seconds(self) -> float:
-        """The time of one run."""
+        """Return the time of one run."""
         began = time.perf_counter()
         product = self._square @ self._square
         total = self._long.sum()

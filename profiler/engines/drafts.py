@@ -26,7 +26,7 @@ NAMED = re.compile(r"(?:cmpl-(?P<served>.+)-\d+|(?P<added>.+))-[^-]*")
 
 
 def caller_name(name: str) -> str:
-    """A request's name as its caller gave it; over HTTP that is the header X-Request-Id."""
+    """Return a request's name as its caller gave it; over HTTP that is the header X-Request-Id."""
     found = NAMED.fullmatch(name)
     return name if found is None else found["served"] or found["added"]
 
@@ -58,7 +58,7 @@ class Drafts(ABC):
 
     @abstractmethod
     def draft(self, so_far: Sequence[Any]) -> Any:
-        """One token after the output so far and `so_far`; None where there is none."""
+        """One token after the output so far and `so_far`; None if there is none."""
 
     @abstractmethod
     def ids(self, draft: Sequence[Any]) -> list[int]:
@@ -75,9 +75,9 @@ class DraftSource(ABC):
     signals: frozenset[str] = frozenset({"token_id"})
     """Signals that its tokens carry, of `policies.core.SIGNALS`."""
     longest: int | None = None
-    """Tokens that a draft may have; None where the source sets no bound."""
+    """Tokens that a draft may have; None if the source sets no bound."""
     vocab_size: int | None = None
-    """Size of the vocabulary that the signals are over; None where it is the engine's."""
+    """Size of the vocabulary that the signals are over; None if it is the engine's."""
 
     @abstractmethod
     def open(self, request: Asked, output: Sequence[int]) -> Drafts:
@@ -154,7 +154,7 @@ class _ForcedDrafts(ReplayDecoder, Drafts):
         self._text, self._vocabulary = text, vocabulary
 
     def ids(self, draft: Sequence[Any]) -> list[int]:
-        """The text's own tokens as far as the recording matched, then one that is wrong."""
+        """Return the text's own tokens as far as the recording matched, then one that is wrong."""
         position, right = self.position, self._runs[self._start + self.position]
         last = len(self._text) - 1
         return [

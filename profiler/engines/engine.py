@@ -95,7 +95,7 @@ class Engine:
         return self._watch.taken(start_s, seconds, emitted, finished)
 
     def run(self, requests: Mapping[str, tuple[Sequence[int], int]]) -> dict[str, list[int]]:
-        """Output tokens of requests by name, each a prompt and how many tokens to emit."""
+        """The output tokens of requests by name, each a prompt and how many tokens to emit."""
         for name, (prompt, tokens) in requests.items():
             self.add(name, prompt, tokens)
         outputs: dict[str, list[int]] = {}

@@ -47,7 +47,7 @@ class LoadRun:
     control_s: float
     """The control load's time around this run, and all along it where it could be had."""
     texts: Mapping[str, Sequence[int]] = field(default_factory=dict)
-    """Output tokens by name; empty where they were not kept."""
+    """Output tokens by name; empty if they were not kept."""
 
     @property
     def busy_s(self) -> float:

@@ -22,7 +22,7 @@ from traces.errors import DraftsimError
 
 
 class OwnDrafter(Governed):
-    """Takes the place of a runner's `propose_draft_token_ids`; used as a `Proposer` is.
+    """A replacement of a runner's `propose_draft_token_ids`, used like a `Proposer`.
 
     Drafts that a source dictates (`profiler.engines.drafts.Forced`) are handed on instead of the
     drafter's, whose passes run all the same.
@@ -44,7 +44,7 @@ class OwnDrafter(Governed):
         runner.propose_draft_token_ids = self.propose
 
     def propose(self, output: Any, sampled: Any, *rest: Any) -> list[list[int]]:
-        """The drafter's tokens of each row, as far as the policy goes."""
+        """Return the drafter's tokens of each row, as far as the policy goes."""
         runner = self._runner
         unfinished = runner.discard_request_mask.np
         emitted = [

@@ -66,7 +66,7 @@ class Grid:
     held_out: float = 0.03
 
     def fitted(self, options: EngineOptions) -> Grid:
-        """The grid within what the engine was started with, its ends included."""
+        """Return the grid within what the engine was started with, its ends included."""
         most, wide, length = options.max_batch, options.longest + 1, options.max_model_len
         # Sequences grow by a token an iteration while the cells of their state are measured.
         cells = max(len(self.widths), len(self.beside_widths) * len(self.beside_prompts)) + 3
@@ -93,7 +93,7 @@ class Grid:
         return self.contexts[len(self.contexts) // 2]
 
     def blocks(self) -> list[list[Cell]]:
-        """Cells by block: those of a number of sequences, prompts alone, and mixed ones.
+        """Return cells by block: those of a number of sequences, prompts alone, and mixed ones.
 
         What is compared with each other is measured in the same seconds: lengths, and contexts.
         """

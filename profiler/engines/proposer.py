@@ -25,7 +25,7 @@ class Proposer(Governed):
         super().__init__(longest, int(vllm_config.model_config.get_vocab_size()))
 
     def load_model(self, *args: Any) -> None:
-        """Nothing to load."""
+        """Load nothing: it drafts without a model."""
 
     def propose(
         self,
@@ -44,7 +44,7 @@ class Proposer(Governed):
 def _engine_state(
     caller: dict[str, Any], token_ids: Any
 ) -> tuple[Any, list[str], dict[str, list[int]]]:
-    """The model runner, its rows' request names, and the drafts that it just verified.
+    """Return the model runner, its rows' request names, and the drafts that it just verified.
 
     vLLM hands a proposer token arrays alone; who the rows are, how long they may become and
     what was verified stands in the method that calls it.

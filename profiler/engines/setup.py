@@ -50,7 +50,7 @@ class Setup:
 
 
 def setup_from(environment: Mapping[str, str] | None = None, *, longest: int) -> Setup:
-    """The setup that `VARIABLE` describes, drafting at most `longest` tokens.
+    """Return the setup that `VARIABLE` describes, drafting at most `longest` tokens.
 
     ``{"policy": "gammatune", "source": "pld:max_ngram=3"}``: the policy as the command line
     writes it, or a class of one's own as ``FILE.py:Class[:key=value,...]`` or by its dotted name,
@@ -75,7 +75,7 @@ def setup_from(environment: Mapping[str, str] | None = None, *, longest: int) ->
 
 
 def version(environment: Mapping[str, str] | None = None) -> tuple[int, int] | None:
-    """Another value for every state of the file that `VARIABLE` names; None where it names none."""
+    """Another value for every state of the file that `VARIABLE` names; None if it names none."""
     text = (os.environ if environment is None else environment).get(VARIABLE, "")
     if not text or text.lstrip().startswith("{"):
         return None

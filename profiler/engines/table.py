@@ -98,7 +98,7 @@ def _mixed(kept: Samples) -> list[tuple[Any, ...]]:
 
 
 def _proposing(own: Samples) -> tuple[float, float]:
-    """Proposer's seconds without drafts, and per token of a sequence's draft."""
+    """Return the proposer's seconds without drafts, and per token of a sequence's draft."""
     pairs = [
         (c.width - 1, float(np.median([s.parts[PROPOSE] for s in samples])))
         for c, samples in own.items()

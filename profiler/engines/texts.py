@@ -30,7 +30,7 @@ class Served(Protocol):
 
 
 def prompts_of(trace: Trace, vocabulary: int, seed: int = 0) -> dict[int, list[int]]:
-    """Prompt ids of every sequence: the recorded ones, or made-up ones of the same length.
+    """Return prompt ids of every sequence: the recorded ones, or made-up ones of the same length.
 
     Recorded ids that the engine's model does not have are made up, too: another model's.
     """

@@ -92,7 +92,7 @@ class Watch:
     def taken(
         self, start_s: float, seconds: float, emitted: Mapping[str, int], finished: Sequence[str]
     ) -> Step | None:
-        """The iteration that has ended; None if nothing was run."""
+        """Return the iteration that has ended; None if nothing was run."""
         if self._plan is None or not self._plan.total_num_scheduled_tokens:
             return None
         parts = self._watch

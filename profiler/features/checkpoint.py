@@ -44,7 +44,7 @@ UNREAD = ("rotary_emb", "verifier_", "t2d", "mask_hidden")
 
 
 def read_drafter(folder: str | Path, target: Any) -> FeatureDrafter:
-    """The drafter kept in `folder`, attached to `target`, in its dtype and on its device.
+    """Return the drafter kept in `folder`, attached to `target`, in its dtype and on its device.
 
     Raises
     ------
@@ -120,7 +120,7 @@ def _kind(folder: Path, config: dict[str, Any], weights: Weights) -> str:
 def _build(
     kind: str, config: dict[str, Any], layer: Any, weights: Weights, target: Any
 ) -> FeatureDrafter:
-    """An empty drafter of the right shape; renames `weights` as it names its own."""
+    """Return an empty drafter of the right shape; renames `weights` as it names its own."""
     stripped = {_renamed(name): w for name, w in weights.items() if not _unread(name)}
     weights.clear()
     weights.update(stripped)

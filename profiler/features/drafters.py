@@ -28,7 +28,7 @@ SHAPE = (
 
 
 def layer_config(config: Any) -> LlamaConfig:
-    """The configuration of one Llama layer in the shape of a model's.
+    """Return the configuration of one Llama layer in the shape of a model's.
 
     ``config``: a transformers configuration, or the contents of a ``config.json``.
     """
@@ -354,7 +354,7 @@ class Eagle3(FeatureDrafter):
         return int(self.lm_head.out_features)
 
     def logits(self, states: Tensor) -> Tensor:
-        """Its own head, over the draft vocabulary."""
+        """Return its own head, over the draft vocabulary."""
         out: Tensor = self.lm_head(states)
         return out
 
@@ -374,7 +374,7 @@ class Eagle3(FeatureDrafter):
         return found.masked_fill(tokens < 0, -1)
 
     def fuse(self, features: Tensor) -> Tensor:
-        """The three depths become one."""
+        """Return the three depths become one."""
         given = features.to(self.dtype)
         if self.input_norm is not None:
             given = self.input_norm(given)

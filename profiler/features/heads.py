@@ -245,7 +245,7 @@ def save_module(module: nn.Module, target: Any, path: Path) -> None:
 
 
 def load_module(path: Path, target: Any, factory: type[nn.Module]) -> Any:
-    """The module kept at `path`, in float32 on the target's device.
+    """Return the module kept at `path`, in float32 on the target's device.
 
     Raises
     ------

@@ -187,7 +187,7 @@ class Trees:
 
     @torch.inference_mode()
     def cut(self, budget: int, layers: int) -> Cut:
-        """The best `budget` nodes of the first `layers` layers of the first tree."""
+        """Return the best `budget` nodes of the first `layers` layers of the first tree."""
         kept = self.layers[:layers]
         device = self._at.device
         if not kept:
@@ -237,7 +237,7 @@ def _best(logits: Tensor, count: int) -> tuple[Tensor, Tensor]:
 
 
 def _in_order(scores: Tensor) -> Tensor:
-    """Indices of (trees, nodes) scores, the largest first, of equal ones the first."""
+    """Return indices of (trees, nodes) scores, the largest first, of equal ones the first."""
     return scores.sort(dim=1, descending=True, stable=True).indices
 
 
@@ -268,7 +268,7 @@ class DrafterChain:
 
     @torch.inference_mode()
     def draft(self, offset: int, last: Tensor | None) -> tuple[Tensor, int]:
-        """Logits (1, draft vocabulary) of this round's token `offset`, and the pass's width.
+        """Return logits (1, draft vocabulary) of this round's token `offset`, and the pass's width.
 
         ``last`` (1,): the token drafted before it, None at the first.
         """
@@ -286,7 +286,7 @@ class DrafterChain:
 
     @torch.inference_mode()
     def draft_all(self, count: int) -> tuple[Tensor, int]:
-        """Logits (count, draft vocabulary) of all this round's tokens, and the pass's width.
+        """Return logits (count, draft vocabulary) of all this round's tokens, and the pass's width.
 
         The drafter is one of `FeatureDrafter.one_pass`.
         """
@@ -354,7 +354,7 @@ class GrowingCache:
         return keys, values
 
     def branch(self) -> GrowingCache:
-        """A cache that holds the same and grows by itself."""
+        """Return a cache that holds the same and grows by itself."""
         return GrowingCache(self._kept)
 
 

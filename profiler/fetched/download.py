@@ -24,7 +24,7 @@ ANSWER_S = 5.0
 
 
 def bring_gguf(model: Model, into: Path, say: Say) -> tuple[Path, str]:
-    """The checked GGUF file in the folder `into`, and where it came from.
+    """Return the checked GGUF file in the folder `into`, and where it came from.
 
     Whole parts that an earlier call has left in `into` are used.  Raises DraftsimError with one
     line: no network, or another file than expected.
@@ -42,7 +42,7 @@ def bring_gguf(model: Model, into: Path, say: Say) -> tuple[Path, str]:
 
 
 def from_hub(model: Model, into: Path, say: Say) -> Path | None:
-    """The file from the model's own repository; None where the hub gives it not."""
+    """Return the file from the model's own repository; None if the hub gives it not."""
     from huggingface_hub import constants, get_hf_file_metadata, hf_hub_download, hf_hub_url
 
     if constants.HF_HUB_OFFLINE or model.hub is None:

@@ -127,13 +127,13 @@ def cache() -> Path:
 
 
 def folder(name: str) -> Path:
-    """The Hugging Face folder of one of NAMES, there or not."""
+    """Return the Hugging Face folder of one of NAMES, there or not."""
     known = NAMES[name]
     return cache() / known.name / (name.removeprefix(known.name).lstrip("-") or "target")
 
 
 def fetched(name: str) -> Path:
-    """The folder of one of NAMES; DraftsimError if it is not there."""
+    """Return the folder of one of NAMES; DraftsimError if it is not there."""
     path = folder(name)
     if not (path / "config.json").is_file():
         raise DraftsimError(
@@ -143,7 +143,7 @@ def fetched(name: str) -> Path:
 
 
 def name_in_role(name: str, role: str) -> str:
-    """The model that `name` means as target or draft: a set's name is also its draft's.
+    """Return the model that `name` means as target or draft: a set's name is also its draft's.
 
     >>> name_in_role("qwen-coder", "draft")
     'qwen-coder-draft'

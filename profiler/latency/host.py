@@ -33,7 +33,7 @@ class _Watched:
         return getattr(self._runner, name)
 
     def forward(self, *args: Any, **settings: Any) -> Tensor:
-        """The runner's own pass."""
+        """Return the runner's own pass."""
         out: list[Tensor] = []
         run = self._runner.forward
         self.spent += self._watch.measure(lambda: out.append(run(*args, **settings)))
@@ -54,7 +54,7 @@ class _Idle(Runner):
         self, tokens: Tensor, start: int, *, keep: int = 0, mask: Tensor | None = None,
         positions: Tensor | None = None,
     ) -> Tensor:  # fmt: skip
-        """The first `keep` of some fixed rows."""
+        """Return the first `keep` of some fixed rows."""
         del tokens, start, mask, positions
         return self._rows[:keep]
 
@@ -62,7 +62,7 @@ class _Idle(Runner):
 def measure_host(
     target: Runner, draft: Runner, *, repeats: int = 7, tokens: int = 10
 ) -> pd.DataFrame:
-    """Seconds per round and per drafted token outside the models, by a linear fit.
+    """Return seconds per round and per drafted token outside the models, by a linear fit.
 
     The real loop decodes `tokens` tokens, and what its passes take is subtracted: between real
     passes the loop finds the processor's caches full of weights, and takes several times as long

@@ -49,7 +49,7 @@ class _Given(Runner):
         self, tokens: Tensor, start: int, *, keep: int = 0, mask: Tensor | None = None,
         positions: Tensor | None = None,
     ) -> Tensor:  # fmt: skip
-        """The last `keep` rows."""
+        """Return the last `keep` rows."""
         del tokens, start, mask, positions
         return self.rows[-keep:]
 
@@ -62,7 +62,7 @@ def measure_rules(
     repeats: int = 25,
     seed: int = 0,
 ) -> pd.DataFrame:
-    """Seconds per round that a rule of each family takes beyond lossless verification.
+    """Return seconds per round that a rule of each family takes beyond lossless verification.
 
     Every draft is one that the target agrees with, so that a rule judges all of it.  Numbers
     of drafted tokens that do not fit the caches are left out.

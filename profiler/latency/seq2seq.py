@@ -104,6 +104,6 @@ class _Passes:
         return call
 
     def prefill(self, length: int) -> Callable[[], object]:
-        """The encoder over `length` tokens, and the decoder's first pass."""
+        """Return the encoder over `length` tokens, and the decoder's first pass."""
         runner, tokens = self._runner, self.ids[:length]
         return lambda: runner.forward(runner.begin(tokens), 0, keep=1)

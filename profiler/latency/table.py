@@ -62,7 +62,7 @@ class Grid:
         return replace(self, batch_widths=(*within, longest + 1))
 
     def reaching(self, prompt_tokens: int, new_tokens: int) -> Grid:
-        """The grid with points added for prompts of up to `prompt_tokens` and their outputs.
+        """Return the grid with points added for prompts of up to `prompt_tokens` and their outputs.
 
         Contexts double until they hold the longest prompt with its output; prompts are added four
         times as far apart, since a prefill's seconds bend little and many are long.
@@ -74,7 +74,7 @@ class Grid:
         return replace(self, contexts=contexts, prompts=tuple(prompts))
 
     def holding(self, requests: Sequence[Request]) -> Grid:
-        """The grid `reaching` these requests."""
+        """Return the grid `reaching` these requests."""
         new_tokens = max(r.max_new_tokens for r in requests)
         return self.reaching(max(r.prompt_length for r in requests), new_tokens)
 
@@ -211,7 +211,7 @@ class Sweeps:
             self._checkpoint.put("latency", {"samples": self._samples, "cells": self._cells})
 
     def _time(self, block: Block) -> tuple[Timing, dict[Cell, list[Timing]]]:
-        """All timed calls of a block, and each cell's."""
+        """Return all timed calls of a block, and each cell's."""
         whole, calls = Timing(0.0), dict[Cell, list[Timing]]()
         for number, steps in enumerate(block.rounds):
             for step in steps:
@@ -234,7 +234,7 @@ class Sweeps:
 
 
 def rows_of(cells: Sequence[Cell], samples: npt.NDArray[np.float64]) -> pd.DataFrame:
-    """Rows as in `traces.latency.table` from samples of shape (repeats, cells), seconds.
+    """Return rows as in `traces.latency.table` from samples of shape (repeats, cells), seconds.
 
     Decoding pays the sum of its passes, slow ones included, and a sum is told by the mean: on a
     machine that is slow now and then the median hides what the sum pays for.

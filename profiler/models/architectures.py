@@ -36,7 +36,7 @@ class Architecture:
 
     @classmethod
     def of(cls, name: str, model: Any) -> Architecture:
-        """The shape of a model that is there."""
+        """Return the shape of a model that is there."""
         c = model.config.get_text_config()
         return cls(
             name, str(getattr(c, "_name_or_path", "") or name), c.hidden_size,
@@ -68,7 +68,7 @@ class Architecture:
         return 2 * self.layers * self.kv_heads * self.head_width
 
     def config(self) -> Any:
-        """The transformers configuration."""
+        """Return the transformers configuration."""
         rope = {"rope_theta": self.rope_theta, "rope_type": "default"}
         return FAMILIES[self.family](
             vocab_size=self.vocab_size,
@@ -87,7 +87,7 @@ class Architecture:
         )
 
     def miniature(self) -> Architecture:
-        """The same structure at a size that a CPU runs at once."""
+        """Return the same structure at a size that a CPU runs at once."""
         group = self.heads // self.kv_heads
         kv_heads = 2 if group < 4 else 1
         heads = kv_heads * group
@@ -98,7 +98,7 @@ class Architecture:
         )  # fmt: skip
 
     def build(self, device: torch.device, dtype: torch.dtype) -> Any:
-        """The model with random weights, made on the device itself, in eval mode.
+        """Return the model with random weights, made on the device itself, in eval mode.
 
         Raises torch.OutOfMemoryError where it does not fit.
         """
@@ -168,7 +168,7 @@ class PairShape:
         return self.target.parameters + (self.draft.parameters if self.draft else 0)
 
     def miniature(self) -> PairShape:
-        """The pair at a size that a CPU runs at once."""
+        """Return the pair at a size that a CPU runs at once."""
         draft = self.draft.miniature() if self.draft else None
         return replace(self, target=self.target.miniature(), draft=draft)
 

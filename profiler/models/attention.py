@@ -51,7 +51,7 @@ def parts_of(visible: int, heads: int, rows: int, processors: int) -> int:
 
 
 def split_mask(seen: Tensor, group: int, dtype: torch.dtype, parts: int) -> Tensor:
-    """The mask to add: (batch, parts, group * new_tokens, visible / parts).
+    """Return the mask to add: (batch, parts, group * new_tokens, visible / parts).
 
     ``seen`` (batch, new_tokens, visible) booleans.  Additive, since a boolean mask would be
     made additive again in every layer.
@@ -147,7 +147,7 @@ def grouped_attention(
     scaling: float | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """An attention function in transformers' sense; takes a mask of `split_mask` alone.
+    """Return an attention function in transformers' sense; takes a mask of `split_mask` alone.
 
     ``query`` (batch, heads, new_tokens, width); ``key``, ``value`` (batch, kv_heads, ...).  A
     mask in more parts than one asks for `split_attention`.

@@ -204,7 +204,7 @@ class GraphRunner(Runner):
         return held.logits.clone()
 
     def _static(self, held: _Pass) -> Tensor:
-        """The pass on its buffers: no host value but the shape enters."""
+        """Return the pass on its buffers: no host value but the shape enters."""
         batch, width, visible, keep = held.shape
         cache = self.cache
         slots = torch.where(held.positions < 0, cache.scratch, held.positions)
@@ -251,7 +251,7 @@ class ApartCache(SlotCache):
 
 
 def compiled(model: Any) -> Any:
-    """The twin of a model, made when first asked for; compiled where it lies on a GPU."""
+    """Return the twin of a model, made when first asked for; compiled where it lies on a GPU."""
     if model not in _twins:
         twin = fused(model)
         if model.device.type == "cuda":
@@ -277,7 +277,7 @@ def compile_layers(model: Any, backend: str = "inductor") -> None:
 
 
 def fused(model: Any) -> Any:
-    """A copy of a model that shares its weights, with fused projections and norms.
+    """Return a copy of a model that shares its weights, with fused projections and norms.
 
     The weights of fused projections are laid side by side, in place, for both.
     """
@@ -324,7 +324,7 @@ class First(Module):
         self.others: list[Tensor] = []
 
     def forward(self, states: Tensor) -> Tensor:
-        """Its own part of the product, (..., sizes[0])."""
+        """Return its own part of the product, (..., sizes[0])."""
         whole = torch.nn.functional.linear(states, self.weight, self.bias)
         first: Tensor
         first, *others = whole.split(self.sizes, dim=-1)
@@ -375,7 +375,7 @@ def _fuse(part: Module, names: Sequence[str]) -> None:
 
 
 def _whole(rows: Sequence[Tensor]) -> Tensor:
-    """The one matrix that consecutive views make up."""
+    """Return the one matrix that consecutive views make up."""
     first = rows[0].detach()
     shape = (sum(len(r) for r in rows), *first.shape[1:])
     return first.as_strided(shape, first.stride())
@@ -383,7 +383,7 @@ def _whole(rows: Sequence[Tensor]) -> Tensor:
 
 @cache
 def compiler_missing(device: torch.device) -> str | None:
-    """Why nothing can be compiled for a device, or None."""
+    """Return why nothing can be compiled for a device, or None."""
     if device.type != "cuda":
         return None
     try:

@@ -74,7 +74,7 @@ class Pair:
 
 
 def choose_device(name: str) -> torch.device:
-    """The device called `name` (cpu, cuda, cuda:1), made ready to decode and to be timed.
+    """Return the device called `name` (cpu, cuda, cuda:1), made ready to decode and to be timed.
 
     Raises DraftsimError if it is not there.
     """
@@ -100,7 +100,7 @@ def choose_device(name: str) -> torch.device:
 
 
 def choose_dtype(name: str | None, device: torch.device) -> torch.dtype:
-    """The dtype called `name`, or the device's usual one (cpu float32, cuda bfloat16)."""
+    """Return the dtype called `name`, or the device's usual one (cpu float32, cuda bfloat16)."""
     if name is None:
         if device.type == "cpu":
             return torch.float32
@@ -180,7 +180,7 @@ def check_tokenizers(target: Any, draft: Any, target_name: str, draft_name: str)
 
 
 def _model_factory(target: str | Path, draft: str | Path, **trust: bool) -> Any:
-    """The class to load both with; DraftsimError if only one is an encoder-decoder."""
+    """Return the class to load both with; DraftsimError if only one is an encoder-decoder."""
     configs = [_load(transformers.AutoConfig, path, "model", **trust) for path in (target, draft)]
     kinds = [bool(getattr(config, "is_encoder_decoder", False)) for config in configs]
     if kinds[0] != kinds[1]:

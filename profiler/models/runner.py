@@ -76,7 +76,7 @@ class SlotLayer(CacheLayerMixin):
         return self._cache.start + query_length, 0
 
     def get_seq_length(self, *args: Any) -> int:
-        """Tokens before the current pass."""
+        """Return tokens before the current pass."""
         return self._cache.start
 
     def get_max_length(self) -> int:

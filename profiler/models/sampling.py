@@ -21,7 +21,7 @@ ROWS = 32
 
 
 def tempered(logits: Tensor, sampling: Sampling) -> Tensor:
-    """Logits whose softmax is the distribution drawn from, float32 (rows, vocab).
+    """Return logits whose softmax is the distribution drawn from, float32 (rows, vocab).
 
     Divided by the temperature (greedy decoding reads T = 1), and -inf outside the smallest
     set of likeliest tokens whose mass reaches top-p: the set of transformers' TopPLogitsWarper.
@@ -35,7 +35,7 @@ def tempered(logits: Tensor, sampling: Sampling) -> Tensor:
 
 
 def _cut(scaled: Tensor, top_p: float) -> Tensor:
-    """Which tokens top-p leaves out; bool (rows, vocab)."""
+    """Return which tokens top-p leaves out; bool (rows, vocab)."""
     on_host = scaled.device.type == "cpu"
     if on_host:  # where torch takes fifteen times as long as numpy
         ascending = torch.from_numpy(np.sort(scaled.detach().numpy(), -1))
@@ -65,7 +65,7 @@ def log_probs_at(logits: Tensor, tokens: Tensor, sampling: Sampling) -> Tensor:
 
 
 def log_softmax_at(scaled: Tensor, tokens: Tensor) -> Tensor:
-    """The same of what `tempered` gives."""
+    """Return the same of what `tempered` gives."""
     return scaled.gather(-1, tokens[:, None])[:, 0] - scaled.logsumexp(-1)
 
 
@@ -184,7 +184,7 @@ def drafted(
     best: Tensor | None = None,
     log_prob: Tensor | None = None,
 ) -> Drafted:
-    """The numbers about one drafted token per row.
+    """Return the numbers about one drafted token per row.
 
     ``logits``: (rows, vocab) raw, any float dtype; ``tokens``: (rows,) drawn from them under
     `sampling`; ``best`` as for `signals`; ``log_prob``: (rows,) that of drawing them, where the

@@ -29,7 +29,7 @@ def is_seq2seq(model: Any) -> bool:
 
 
 def decoder_layers(decoder: Any) -> int:
-    """Layers of a decoder stack, under either of the two names in use."""
+    """Return layers of a decoder stack, under either of the two names in use."""
     layers: int = len(decoder.layers if hasattr(decoder, "layers") else decoder.block)
     return layers
 
@@ -52,7 +52,7 @@ def decoder_prefix(model: Any) -> list[int]:
 
 
 def banned_tokens(model: Any) -> list[int]:
-    """Ids that `generate` never emits, by the model's generation settings."""
+    """Return ids that `generate` never emits, by the model's generation settings."""
     settings = model.generation_config
     words = [ids[0] for ids in settings.bad_words_ids or [] if len(ids) == 1]
     return sorted({*words, *(settings.suppress_tokens or [])})
@@ -230,12 +230,12 @@ class Seq2SeqRunner(Runner):
 
 
 def make_runner(model: Any, slots: int) -> Runner:
-    """The runner of the model's kind, for one sequence at a time."""
+    """Return the runner of the model's kind, for one sequence at a time."""
     return Seq2SeqRunner(model, slots) if is_seq2seq(model) else Runner(model, slots)
 
 
 def position_setter(decoder: Any) -> Any:
-    """How to give a decoder's pass positions of its own: a context manager of
+    """Return how to give a decoder's pass positions of its own: a context manager of
 
     ``places`` (visible,), the position of every slot shown, and ``own`` (new_tokens,).
     BART and Marian add an embedding of the position; T5 adds a bias by distance.

@@ -74,7 +74,7 @@ class LayerRunner(Runner):
         return states
 
     def project(self, normed: Tensor) -> Tensor:
-        """The output head alone: (tokens, hidden) -> (tokens, vocab)."""
+        """Return the output head alone: (tokens, hidden) -> (tokens, vocab)."""
         logits: Tensor = self._head(normed.to(self._head.weight.dtype))
         return logits
 
@@ -107,7 +107,7 @@ class LayerRunner(Runner):
         return logits, torch.cat([states[0] for states in seen], -1)
 
     def states(self, tokens: Tensor, start: int, depths: Sequence[int] = ()) -> Tensor:
-        """The states of `forward_with_states`, by no more layers than that takes."""
+        """Return the states of `forward_with_states`, by no more layers than that takes."""
         hidden, parts, at = self.embed(tokens), [], 0
         for depth in depths or (self.layers,):
             hidden = self.run_layers(hidden, start, range(at, depth))

@@ -61,7 +61,7 @@ class Checkpoint:
         return sorted(path.name.removesuffix(".npz") for path in self.folder.glob("*.npz"))
 
     def get(self, name: str, of: str = "") -> Arrays | None:
-        """The arrays kept under `name`, or None; ``of`` as they were kept with."""
+        """Return the arrays kept under `name`, or None; ``of`` as they were kept with."""
         path = self.folder / f"{name}.npz"
         if not path.exists():
             return None
@@ -84,12 +84,12 @@ class Checkpoint:
         write_atomically(self.folder / f"{name}.npz", self._sealed(name, of, file.getvalue()))
 
     def _sealed(self, name: str, of: str, content: bytes) -> bytes:
-        """An archive without a comment, with the digest as its comment."""
+        """Return an archive without a comment, with the digest as its comment."""
         digest = _digest(self._stamp.encode(), name.encode(), of.encode(), content)
         return content[: -len(_COMMENT)] + _COMMENT + digest.encode()
 
     def get_json(self, name: str) -> Any:
-        """The value kept under `name` by `put_json`, or None."""
+        """Return the value kept under `name` by `put_json`, or None."""
         kept = self.get(name)
         return None if kept is None else parse_json(kept["json"].tobytes())
 
@@ -99,7 +99,7 @@ class Checkpoint:
         self.put(name, {"json": np.frombuffer(text.encode(), np.uint8)})
 
     def within(self, name: str) -> Checkpoint:
-        """A checkpoint of other pieces of the same run, gone with this one."""
+        """Return a checkpoint of other pieces of the same run, gone with this one."""
         return Checkpoint(self.folder / name, {"within": self._stamp}, self._say)
 
     def close(self) -> None:

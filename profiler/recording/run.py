@@ -46,7 +46,7 @@ class RunInfo:
     """True if code that a model brings may run: said on the command line, never by the folder."""
 
     def load(self) -> Pair:
-        """The pair, as the run had it; DraftsimError if it cannot be loaded."""
+        """Return the pair, as the run had it; DraftsimError if it cannot be loaded."""
         # Only now: what a run says of itself is also read where no model is to be loaded.
         from profiler.models.loading import load_pair
 
@@ -64,7 +64,7 @@ class RunInfo:
 
 
 def model_path(name: str, role: str) -> str:
-    """The folder or hub id of a model's name, in the role of target or draft.
+    """Return the folder or hub id of a model's name, in the role of target or draft.
 
     ``bundled`` is the pair that comes with the project; what `draftsim fetch` brings has names
     too (see `profiler.fetched.places`).
@@ -124,7 +124,7 @@ def _fields(path: Path) -> dict[str, Any]:
 
 
 def _check_recordings(folder: Path, info: RunInfo) -> None:
-    """FileError if a recording in the folder says that it is of another run than `info`."""
+    """Raise FileError if a recording in the folder says that it is of another run than `info`."""
     own = {RUN_ID: info.run_id, "dtype": info.dtype, "threads": info.threads}
     for name in ("trace", "sampled", "latency"):
         path = folder / f"{name}.parquet"

@@ -21,7 +21,7 @@ Arrays = Mapping[str, npt.NDArray[Any]]
 
 
 def lacking(trace: Trace) -> list[str]:
-    """The columns of draft signals that an older recording does not have."""
+    """Return the columns of draft signals that an older recording does not have."""
     wanted = {c for s in SIGNAL_COLUMNS for c in signal_columns(s, trace.sampling)}
     return sorted(wanted - trace.columns.keys())
 
@@ -57,7 +57,7 @@ def with_signals(trace: Trace, draft: Any, advance: Callable[[], object]) -> Tra
 def _signals(
     runner: Runner, request: Request, columns: Arrays, sides: Sides, wanted: list[str]
 ) -> Arrays:
-    """Columns of one request, in the order of its rows."""
+    """Return columns of one request, in the order of its rows."""
     rows = {
         name: torch.tensor(columns[name], dtype=torch.long, device=runner.device)
         for name in ("position", "offset", "token", "draft_token")

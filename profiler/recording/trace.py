@@ -78,7 +78,7 @@ class Sides:
         return draw(weights, self.generator)
 
     def ends(self, tokens: Tensor) -> Tensor:
-        """Which tokens are an EOS; bool (rows,)."""
+        """Return which tokens are an EOS; bool (rows,)."""
         ended = torch.zeros_like(tokens, dtype=torch.bool)
         for eos in self.eos:
             ended |= tokens == eos
@@ -95,7 +95,7 @@ class Sides:
     def draft(
         self, logits: Tensor, proposal: Tensor, log_prob: Tensor | None = None
     ) -> dict[str, Tensor]:
-        """The draft's numbers about one proposal per row; each (rows,).
+        """Return the draft's numbers about one proposal per row; each (rows,).
 
         ``log_prob``: (rows,) that of drawing it, where the caller has it.
         """
@@ -116,7 +116,7 @@ class Sides:
         return columns
 
     def target(self, logits: Tensor, proposal: Tensor) -> dict[str, Tensor]:
-        """The target's numbers about one proposal per row; each (rows,)."""
+        """Return the target's numbers about one proposal per row; each (rows,)."""
         parts = [
             _target(*part) for part in zip(logits.split(ROWS), proposal.split(ROWS), strict=True)
         ]
@@ -429,7 +429,7 @@ class Recorder:
         return bool(self.eos) and int(stream.output[-1]) in self.eos
 
     def _recorded(self, prompt: Tensor, output: Tensor, target_logits: Tensor) -> Columns:
-        """Columns of an output whose path is in the first row of the target's cache."""
+        """Return columns of an output whose path is in the first row of the target's cache."""
         count = output.shape[0]
         path = torch.cat([prompt, output[:-1]])
         draft_logits = self.draft.forward(path, 0, keep=count)  # (count, vocab)
@@ -454,7 +454,7 @@ class Recorder:
         return _merge(on_path, self._tail_columns(rows, starts) if rows else {})
 
     def _decode(self, prompt: Tensor) -> tuple[Tensor, Tensor]:
-        """The target's output (tokens,) and the logits it came from (tokens, vocab)."""
+        """Return the target's output (tokens,) and the logits it came from (tokens, vocab)."""
         feed, start = prompt, 0
         output: list[Tensor] = []
         rows: list[Tensor] = []
@@ -485,7 +485,7 @@ class Recorder:
         return torch.where(match, output, self.sides.draw(residual)), match, overlap
 
     def _tail_plan(self, match: Tensor) -> tuple[Tensor, Tensor]:
-        """Positions whose proposal was wrong, and the tail tokens each may need."""
+        """Return positions whose proposal was wrong, and the tail tokens each may need."""
         starts = torch.nonzero(~match)[:, 0]
         # No draft reaches the last position of the limit: verification fills it.
         room = self.max_new_tokens - 2 - starts

@@ -58,5 +58,5 @@ def kept_layers(layers: int, skip: list[int]) -> list[int]:
 
 
 def default_skip(layers: int) -> list[int]:
-    """Every second layer, the first and the last kept."""
+    """Return every second layer, the first and the last kept."""
     return list(range(2, layers, 2))

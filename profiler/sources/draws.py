@@ -91,7 +91,7 @@ class SharedDraws:
         self._coins = torch.rand(rows, generator=generator, device=device)
 
     def tokens(self, head: Tensor, truth: tuple[Tensor, Tensor] | None) -> Tensor:
-        """A draw per row of `head` (rows, vocab), given `truth` where the output is known."""
+        """Return one sampled token per row of `head` (rows, vocab), or `truth` if it is known."""
         if truth is None:
             return (head / self._noise).argmax(-1)
         emitted, target = truth

@@ -78,7 +78,7 @@ class TreeDecoder(StateDecoder):
 
     @torch.inference_mode()
     def draft(self, so_far: Sequence[Any]) -> LayerToken | None:
-        """The next layer; None at the tree's full depth."""
+        """Return the next layer; None at the tree's full depth."""
         if len(so_far) >= self._depth:
             return None
         if not so_far:

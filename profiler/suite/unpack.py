@@ -95,7 +95,7 @@ def unpack(out: Path, into: Path) -> list[Path]:
 
 
 def _along(folder: Path, trace: str, stage: str, room: Path) -> dict[str, dict[str, Path]]:
-    """A stage's trace and what was recorded along it, by name; sets of files by suffix.
+    """Return a stage's trace and what was recorded along it, by name; sets of files by suffix.
 
     Early exits that do not follow every request of the trace make a recording of their own,
     with the part of the trace that they follow, written to `room`.
@@ -146,7 +146,7 @@ def tables_of(table: LatencyTable, pair: str, mode: str) -> LatencyTable:
 
 
 def device_name(meta: dict[str, Any]) -> str:
-    """A short name for file paths: "NVIDIA H200" -> "h200", what is no measurement "-quick".
+    """Return a short name for file paths: "NVIDIA H200" -> "h200", what is no measurement "-quick".
 
     >>> device_name({"device": "NVIDIA A100-SXM4-80GB"})
     'a100-sxm4-80gb'

@@ -27,7 +27,7 @@ class Candidates:
         self.sampled = min(sampled, len(self.others))
 
     def draw(self) -> tuple[Tensor, Tensor]:
-        """Ids (n,) and what to add to their logits (n,)."""
+        """Return ids (n,) and what to add to their logits (n,)."""
         if not self.sampled:
             return self.frequent, torch.zeros(len(self.frequent))
         some = torch.randint(len(self.others), (self.sampled,))

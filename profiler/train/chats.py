@@ -163,7 +163,7 @@ class _Row:
     kinds: list[int] = field(default_factory=list)  # PROMPT, USER or ANSWER, of each of them
 
     def following(self, proposed: int, between: list[int], end: int) -> int | None:
-        """The token to read next, given the model's proposal; None where the chat has ended."""
+        """The token to read next, given the model's proposal; None if the chat has ended."""
         if self.forced:
             self.kinds.append(PROMPT)
             return self.forced.pop(0)
@@ -199,7 +199,7 @@ class ChatWriter:
         self.end: int = tokenizer.eos_token_id
 
     def shard(self, number: int, rows: int = ROWS, steps: int = STEPS) -> dict[str, Tensor]:
-        """The chats of one shard, (n,) tokens in all, those unfinished at its end included.
+        """Return the chats of one shard, (n,) tokens in all, those unfinished at its end included.
 
         `tokens` (n,) int32; `kinds` (n,) uint8, see PROMPT; `starts` (chats + 1,) int64;
         `features` (n, depths, hidden) and `final` (n, hidden): the states where the token was read;
@@ -250,13 +250,13 @@ class ChatWriter:
         return _Row(forced=list(opening), greedy=greedy < 0.75)
 
     def _first(self, row: _Row, probabilities: Tensor, generator: torch.Generator) -> int:
-        """The first token of a user turn."""
+        """Return the first token of a user turn."""
         if row.forced:
             return row.forced.pop(0)
         return int(torch.multinomial(probabilities, 1, generator=generator))
 
     def _propose(self, logits: Tensor, rows: list[_Row], generator: torch.Generator) -> list[int]:
-        """The model's next token of every row: likeliest, or sampled at temperature 1."""
+        """Return the model's next token of every row: likeliest, or sampled at temperature 1."""
         chosen = logits.argmax(-1)
         drawn = [
             i for i, row in enumerate(rows) if not row.forced and not (row.answering and row.greedy)
@@ -352,7 +352,7 @@ class Chats:
 
     @property
     def counts(self) -> dict[str, int]:
-        """Tokens by what they are."""
+        """Count tokens by their kind."""
         kinds = self._arrays["kinds"].long().bincount(minlength=3).tolist()
         return {"prompt": kinds[PROMPT], "user": kinds[USER], "answer": kinds[ANSWER]}
 
@@ -380,7 +380,7 @@ class Chats:
         return torch.stack(rows).long()
 
     def batch(self, chosen: Sequence[int]) -> Batch:
-        """The chats of these indices."""
+        """Return the chats of these indices."""
         count = len(self._prefix["tokens"])
         spans = [(int(self.bounds[i]), int(self.bounds[i + 1])) for i in chosen]
         length = count + max(end - start for start, end in spans)

@@ -51,7 +51,7 @@ class Document:
 
 
 def stable_hash(text: str) -> int:
-    """A 32-bit hash of `text` that is the same in every process (unlike `hash`)."""
+    """Return a 32-bit hash of `text` that is the same in every process (unlike `hash`)."""
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:4], "big")
 
 
@@ -61,7 +61,7 @@ def is_held_out(source: str) -> bool:
 
 
 def load_documents(root: Path | None = None) -> tuple[list[Document], list[Document]]:
-    """The (training, held-out) documents of the standard library, in path order.
+    """Return the (training, held-out) documents of the standard library, in path order.
 
     `root` is the library's folder, the running Python's by default. A text that occurs twice is
     kept once, and a held-out text that also occurs in training is dropped.
@@ -85,7 +85,7 @@ def load_documents(root: Path | None = None) -> tuple[list[Document], list[Docum
 
 
 def _sources(root: Path) -> Iterator[Path]:
-    """The Python files of `root`; folders that are left out are not walked through."""
+    """Yield the Python files of `root`; folders that are left out are not walked through."""
     for folder, inner, files in os.walk(root):
         inner[:] = [name for name in inner if name not in _SKIPPED_DIRS]
         yield from (Path(folder, name) for name in files if name.endswith(".py"))
@@ -142,7 +142,7 @@ def _module_pieces(module: ast.Module, lines: list[str]) -> Iterator[tuple[str, 
 
 
 def _class_pieces(node: ast.ClassDef, lines: list[str], start: int) -> Iterator[tuple[str, str]]:
-    """A class: whole where short, else its head up to the first method, then each method."""
+    """Yield a class: whole where short, else its head up to the first method, then each method."""
     whole = "\n".join(lines[start : node.end_lineno])
     methods = [n for n in node.body if isinstance(n, ast.FunctionDef | ast.AsyncFunctionDef)]
     if len(whole) <= 2 * _SECTION_CHARS or not methods:

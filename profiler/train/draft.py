@@ -20,7 +20,7 @@ from profiler.train.chats import Batch
 
 
 def draft_config(target: Any, hidden: int, layers: int) -> LlamaConfig:
-    """A Llama of `layers` layers of width `hidden` over the vocabulary of a target's config.
+    """Return a Llama of `layers` layers of width `hidden` over the vocabulary of a target's config.
 
     Head size as the target's, two query heads to a key head, a feed-forward of 2.75 widths.
     """
@@ -85,7 +85,7 @@ class ProjectedDraft(nn.Module):
 def draft_model(
     config: LlamaConfig, stored: Mapping[str, Tensor], embedding: Tensor
 ) -> LlamaForCausalLM:
-    """The ordinary Llama of stored weights and the target's embedding, in float16."""
+    """Return the ordinary Llama of stored weights and the target's embedding, in float16."""
     model = LlamaForCausalLM(config)
     weights = {
         name.replace("body.", "model.", 1): value.float()

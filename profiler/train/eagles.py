@@ -47,7 +47,7 @@ def _pairs(chats: Chats, count: int = 40_000) -> Tensor:
 
 
 def _ridge(inputs: Tensor, wanted: Tensor, scale: Tensor) -> Tensor:
-    """The matrix (out, in) that best gives `wanted` (n, out) from `inputs` (n, in)."""
+    """Return the matrix (out, in) that best gives `wanted` (n, out) from `inputs` (n, in)."""
     scaled = inputs / scale
     gram = scaled.T @ scaled + 1e-3 * len(scaled) * torch.eye(scaled.shape[1])
     solved: Tensor = torch.linalg.solve(gram, scaled.T @ wanted)
@@ -85,7 +85,7 @@ def new_eagle3(
 
 
 def new_eagle(target: Any, chats: Chats) -> Eagle:
-    """An EAGLE drafter that begins as a linear guess of the target's next final state.
+    """Return an EAGLE drafter that begins as a linear guess of the target's next final state.
 
     ``fc`` starts as the ridge regression of that state from the token read and the state before
     it, which alone gives 0.31 of first tokens right; the layer adds nothing yet.
@@ -205,7 +205,7 @@ class Unrolled(nn.Module):
         return value, torch.stack(agreements)
 
     def finished(self) -> FeatureDrafter:
-        """The drafter as it is written and read, its scales folded in."""
+        """Return the drafter as it is written and read, its scales folded in."""
         for module in list(self.drafter.modules()):
             if parametrize.is_parametrized(module, "weight"):
                 parametrize.remove_parametrizations(module, "weight")

@@ -68,7 +68,7 @@ class States:
 
 
 def default_exit_layers(layers: int) -> tuple[int, ...]:
-    """Every quarter of the target's layers but the last."""
+    """Return every quarter of the target's layers but the last."""
     step = max(1, layers // 4)
     return tuple(range(step, layers, step))
 
@@ -294,7 +294,7 @@ class Distilled(nn.Module):
         self.heads, self.table, self.candidates = heads, table, cand
 
     def loss(self, batch: Batch) -> tuple[Tensor, Tensor]:
-        """The sum over heads, and the agreement of each."""
+        """Return the sum over heads, and the agreement of each."""
         row, column = (batch.weights > 0).nonzero().T
         weights = batch.weights[row, column]
         rows, raised, teacher = self.candidates.teacher(self.table, batch.states[row, column])
@@ -345,7 +345,7 @@ class DistilledAdapter(nn.Module):
         self._rotary = [target.model.rotary_emb]  # in a list: not a part of this module
 
     def loss(self, batch: Batch) -> tuple[Tensor, Tensor]:
-        """The mean over positions, and the agreement."""
+        """Return the mean over positions, and the agreement."""
         assert batch.features is not None
         there = batch.weights > 0
         rows, raised, teacher = self.candidates.teacher(self.table, batch.states[there])

@@ -19,7 +19,7 @@ from traces.errors import DraftsimError
 
 @dataclass(frozen=True)
 class Plan:
-    """Optimiser steps over batches of up to `tokens` tokens; learning rates of both optimisers."""
+    """A training plan: optimiser steps, batches of up to `tokens` tokens, and learning rates."""
 
     steps: int
     tokens: int = 4096

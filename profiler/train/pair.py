@@ -210,7 +210,7 @@ def repeats(rows: Tensor, prompt: int, eos: int) -> Tensor:
 
 
 def unlikelihood(logits: Tensor, rows: Tensor, repeated: Tensor) -> Tensor:
-    """Mean -log(1 - p) of the repeated tokens, a scalar; 0 where none is repeated.
+    """Return the mean -log(1 - p) of the repeated tokens, a scalar; 0 where none is repeated.
 
     `logits`, float (rows, tokens - 1, vocabulary), are those at all but the last of `rows`.
     """

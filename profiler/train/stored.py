@@ -64,7 +64,7 @@ def store_drafter(drafter: FeatureDrafter, path: Path) -> None:
 
 
 def read_stored(path: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """The settings and weights of a drafter as the project holds them."""
+    """Return the settings and weights of a drafter as the project holds them."""
     with safe_open(path, "pt") as file:
         settings = parse_json(file.metadata()["settings"])
         return settings, {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
@@ -93,7 +93,7 @@ def write_folder(stored: Path, target: Path, into: Path) -> None:
 def feature_drafter(
     settings: Mapping[str, Any], weights: dict[str, Tensor], target: Any
 ) -> FeatureDrafter:
-    """The drafter of stored settings and weights, float32, attached to `target`."""
+    """Return the drafter of stored settings and weights, float32, attached to `target`."""
     config = layer_config(target.config)
     made: FeatureDrafter
     own = {name: value.float() for name, value in weights.items() if name != "draft_tokens"}

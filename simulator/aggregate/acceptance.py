@@ -69,7 +69,7 @@ class TwoState:
         return np.asarray(_survival(gamma, *self._columns())[0])
 
     def emitted(self, gamma: int) -> float:
-        """Mean tokens of a round that drafts `gamma`, the target's own one included."""
+        """Return the mean tokens of a round that drafts `gamma`, the target's own one included."""
         return 1.0 + float(self.survival(gamma).sum()) if gamma else 1.0
 
     def _columns(self) -> tuple[Floats, ...]:
@@ -81,7 +81,7 @@ def iid_mean(gamma: int, emitted: float) -> float:
     """Return the i.i.d. acceptance at which rounds of `gamma` emit `emitted` tokens (Leviathan eq.
     1).
 
-    Raises DraftsimError where no acceptance does.
+    Raises DraftsimError if no acceptance does.
     """
     if not 1 <= emitted <= gamma + 1 or gamma < 1:
         raise DraftsimError(f"no acceptance gives {emitted:g} tokens a round of {gamma}")
@@ -94,7 +94,7 @@ def iid_mean(gamma: int, emitted: float) -> float:
 
 
 def _chances(mean: Floats, uneven: Floats, share: Floats, *rest: Floats) -> Floats:
-    """Acceptance at easy and hard positions of some members, (members, 2)."""
+    """Return acceptance at easy and hard positions of some members, (members, 2)."""
     del rest
     deviation = np.sqrt(uneven * mean * (1 - mean))
     odds = np.sqrt((1 - share) / share)
@@ -104,7 +104,7 @@ def _chances(mean: Floats, uneven: Floats, share: Floats, *rest: Floats) -> Floa
 def _survival(
     gamma: int, mean: Floats, uneven: Floats, share: Floats, memory: Floats, later: Floats
 ) -> Floats:
-    """Chances that the first 1, 2, ... drafted tokens are all accepted, (members, gamma)."""
+    """Return chances that the first 1, 2, ... drafted tokens are all accepted, (members, gamma)."""
     chances = _chances(mean, uneven, share)
     accepts = [np.clip(chances * (later[:, None] if k else 1.0), 0, 1) for k in range(gamma)]
     overall = np.stack([share, 1 - share], axis=1)[:, None]  # (members, 1, 2)

@@ -82,7 +82,7 @@ def draft_lengths(runs: Sequence[ServerRun]) -> list[int]:
 
 
 def usual(server: Server) -> tuple[float, float]:
-    """Mean context, and prompt tokens per output token (NaN if unknown), of the runs."""
+    """Return the mean context, and prompt tokens per output token (NaN if unknown), of the runs."""
     runs = server.runs
     return float(np.mean([run.held for run in runs])), float(np.mean([run.prompts for run in runs]))
 
@@ -107,7 +107,7 @@ def choices(
     lengths: Sequence[int] | None = None,
     level: float = 0.8,
 ) -> list[Choice]:
-    """The draft length with the highest expected speed, at each concurrency."""
+    """Return the draft length with the highest expected speed, at each concurrency."""
     runs = server.runs
     context, prompts = usual(server)
     widest, longest = max(run.batch for run in runs), max(run.k for run in runs)

@@ -179,7 +179,7 @@ def _fields(record: Mapping[str, Any], where: str) -> _Fields:
 
 
 def _serve(record: Mapping[str, Any]) -> _Fields:
-    """A result of vLLM's or SGLang's serving benchmark: the fields have the same names."""
+    """Return a result of vLLM's or SGLang's serving benchmark: the fields have the same names."""
     completed = float(record["completed"])
     prompt = float(record["total_input_tokens"]) / completed
     answer = float(record["total_output_tokens"]) / completed
@@ -248,7 +248,7 @@ FORMATS: Sequence[tuple[Callable[[Record], bool], Callable[[Record], _Fields]]] 
 
 
 def with_acceptance(runs: Sequence[ServerRun], accepted: Sequence[float]) -> list[ServerRun]:
-    """The runs, with a server's acceptance by position where they say none.
+    """Return the runs, with a server's acceptance by position where they say none.
 
     ``accepted``: chances that the first 1, 2, ... drafted tokens are all accepted.  Runs with
     longer drafts keep theirs open.

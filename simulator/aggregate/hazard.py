@@ -40,7 +40,7 @@ BEND = 0.3
 
 
 def survival(values: Floats, longest: int) -> Floats:
-    """Chances that the first 1, 2, ... drafted tokens are all accepted, (draws, longest).
+    """Return chances that the first 1, 2, ... drafted tokens are all accepted, (draws, longest).
 
     ``values``: (draws, 3) in the order of `HAZARD`.
     """
@@ -50,7 +50,7 @@ def survival(values: Floats, longest: int) -> Floats:
 
 
 def _logits(values: Floats, longest: int) -> Floats:
-    """Logits of the hazard at positions 1 to `longest`, (draws, longest)."""
+    """Return logits of the hazard at positions 1 to `longest`, (draws, longest)."""
     first, later, slope = (values[:, i, None] for i in range(3))
     mean, spread = HAZARD["slope"]
     # A normal draw far from the mean is a slope much farther from it.
@@ -87,7 +87,7 @@ class Interval:
         return self.low <= other <= self.high
 
     def scaled(self, factor: float) -> Interval:
-        """All three times a factor."""
+        """Return all three times a factor."""
         low, high = sorted((self.low * factor, self.high * factor))
         return Interval(self.value * factor, low, high)
 
@@ -102,7 +102,7 @@ def check_totals(known: Mapping[int, float]) -> None:
 
 
 def further(values: Floats, known: Mapping[int, float], k: int) -> Floats:
-    """Acceptance lengths at draft length `k`, (draws,), where some lengths are measured.
+    """Return acceptance lengths at draft length `k`, (draws,), where some lengths are measured.
 
     Positions after all measured ones depart from the line by `BEND` each, by the same amount at
     every `k`.  ``values``: (draws, 3) in the order of `HAZARD`; ``known``: measured acceptance
@@ -124,7 +124,7 @@ def further(values: Floats, known: Mapping[int, float], k: int) -> Floats:
 
 
 def emitted_at(known: Mapping[int, float], k: int, level: float = 0.8) -> Interval:
-    """Acceptance length at draft length `k`, from those measured at other draft lengths.
+    """Return acceptance length at draft length `k`, from those measured at other draft lengths.
 
     A measured length is returned as it is.  Raises DraftsimError for impossible lengths.
 

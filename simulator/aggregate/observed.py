@@ -153,7 +153,7 @@ def _counts(file: Path, named: str) -> Positions | None:
 
 
 def _fetched(source: str, scratch: Path, number: int) -> Path:
-    """A file as it is; a URL on this machine, fetched."""
+    """Return a file as it is; a URL on this machine, fetched."""
     if not source.startswith(URLS):
         return Path(source)
     from urllib.error import URLError

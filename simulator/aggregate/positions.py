@@ -78,7 +78,7 @@ class Positions:
 
     @property
     def rounds(self) -> int | None:
-        """Rounds counted; None where they are not known."""
+        """Rounds counted; None if they are not known."""
         return int(self.reached[0]) if self.counted and len(self.reached) else None
 
     @cached_property
@@ -135,7 +135,7 @@ class Positions:
         return f"acceptance by position {chances}{where}{how}"
 
     def emitted(self, k: int, level: float = 0.8) -> Interval:
-        """Acceptance length at draft length `k`, extended where it was not measured."""
+        """Return acceptance length at draft length `k`, extended where it was not measured."""
         return emitted_at(self.known, k, level)
 
 

@@ -21,7 +21,7 @@ LENGTHS = (1, 2, 3, 4, 5, 6, 8)
 
 
 def emitted_of_rate(rate: float, gamma: int, later: Sequence[float] = (1.0,)) -> Interval:
-    """Tokens a round of `gamma`, where positions match at `rate`: i.i.d., least and largest.
+    """Return tokens a round of `gamma`, where positions match at `rate`: i.i.d., least and largest.
 
     ``rate`` is the chance that the draft's token is the target's at any position of the text, as
     an alpha is; ``later`` as in `simulator.aggregate.acceptance.members`.  Rounds begin more often
@@ -49,7 +49,7 @@ def emitted_of_rate(rate: float, gamma: int, later: Sequence[float] = (1.0,)) ->
 def known_totals(
     accepted: float, longest: int, survival: Sequence[float] | None, fixed: bool
 ) -> dict[int, float]:
-    """Tokens a round by draft length, so far as counts tell; empty where they tell of none.
+    """Return tokens a round by draft length, so far as counts tell; empty if they tell of none.
 
     ``accepted``: drafted tokens accepted in a round; ``survival``: chances that the first 1, 2, ...
     are, where known.  These tell every length up to the longest, the sum alone that one, and either
@@ -67,7 +67,7 @@ def emitted_rows(
 ) -> list[dict[str, Any]]:
     """Return tokens a round by draft length, with intervals and the i.i.d. reading, from totals.
 
-    ``known``: whether the totals hold the length itself.
+    ``known``: True if the totals hold the length itself.
     """
     near = max(totals)
     even = TwoState(iid_mean(near, totals[near]))

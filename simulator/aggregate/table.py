@@ -115,7 +115,7 @@ def _run(row: Any, where: str) -> ServerRun:
 
 
 def _per_round(where: str, totals: list[float | None]) -> dict[str, float]:
-    """Acceptance length and drafted tokens of a round, from totals over all rounds."""
+    """Return acceptance length and drafted tokens of a round, from totals over all rounds."""
     rounds, drafted, accepted = totals
     if drafted is None and accepted is None:
         return {}

@@ -47,7 +47,7 @@ def plan(
     progress: Progress | None = None,
     say: Callable[[str], None] = lambda _: None,
 ) -> list[dict[str, Any]]:
-    """The fewest replicas that keep `targets` at `rate` requests a second, a row a policy.
+    """Return the fewest replicas that keep `targets` at `rate` requests a second, a row a policy.
 
     Parameters
     ----------

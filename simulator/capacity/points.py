@@ -93,7 +93,7 @@ class Bench:
         return describe_router(self.base.router)
 
     def key(self) -> str | None:
-        """A digest of everything that a point's result depends on."""
+        """Return a digest of everything that a point's result depends on."""
         scenario = replace(
             self.base, ttft_target_s=self.targets.ttft_s, tpot_target_s=self.targets.tpot_s
         )
@@ -147,6 +147,6 @@ class Verdict:
         return ""
 
     def mean(self, name: str, quantile: str | None = None) -> float:
-        """A number of the outcomes in the mean."""
+        """Return a number of the outcomes in the mean."""
         found = [o[name] if quantile is None else o[name][quantile] for o in self.outcomes]
         return float(np.mean([math.nan if v is None else v for v in found]))

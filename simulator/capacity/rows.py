@@ -78,7 +78,7 @@ def plan_rows(
 def with_cost(
     rows: Sequence[Mapping[str, Any]], gpus: int = 1, price: float | None = None
 ) -> list[dict[str, Any]]:
-    """The rows with tokens per second and GPU, and what they cost.
+    """Return the rows with tokens per second and GPU, and what they cost.
 
     Parameters
     ----------

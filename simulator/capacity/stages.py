@@ -107,7 +107,7 @@ class Study:
 
 
 def fewest(guess: int, most: int) -> Generator[int, bool, int | None]:
-    """The fewest replicas, up to `most`, that keep the targets; None if `most` do not.
+    """Yield the fewest replicas, up to `most`, that keep the targets; None if `most` do not.
 
     It looks around `guess` in growing steps, halves what is between, and then makes sure that
     one more keeps them too: where that is not so, the answer was chance, and it goes on above.
@@ -137,7 +137,7 @@ def fewest(guess: int, most: int) -> Generator[int, bool, int | None]:
 def highest(
     start: float, step: float, tolerance: float, least: float, most: float
 ) -> Generator[float, bool, float]:
-    """The highest rate that keeps the targets, to a relative `tolerance`.
+    """Return the highest rate that keeps the targets, to a relative `tolerance`.
 
     0 if it is below `least`, infinite if it is above `most`.
 
@@ -210,11 +210,11 @@ class Answer:
     low: int | None = None
     high: int | None = None
     limit: float = math.nan
-    """The rate up to which that many replicas keep the targets; infinite where none is too much."""
+    """The rate up to which that many replicas keep the targets; infinite if none is too much."""
 
 
 def start(ask: Ask, at_once: int) -> Search[Start]:
-    """Find whether one replica keeps the targets at any rate, and roughly up to which.
+    """Find if one replica meets the SLO at any rate, and roughly up to which.
 
     It serves `at_once` requests at once.
     """
@@ -278,7 +278,7 @@ def answer(
 
 
 def shares(ask: Ask, rates: Sequence[float], requests: int) -> Search[list[float]]:
-    """The share of requests within the targets at each of `rates` per replica."""
+    """Return the share of requests within the targets at each of `rates` per replica."""
     found = []
     for rate in rates:
         verdict = yield ask(1, rate, requests, ENOUGH)
@@ -314,7 +314,7 @@ def curve(
 
 
 def below(rate: float) -> float:
-    """The largest number below `rate`."""
+    """Return the largest number below `rate`."""
     return math.nextafter(rate, 0.0)
 
 

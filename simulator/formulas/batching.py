@@ -10,7 +10,7 @@ from simulator.formulas.bounds import geometric_sum, require
 
 
 def truncated_tokens(alphas: Sequence[float], gamma: int) -> float:
-    """Tokens per sequence and round if a batch keeps only what all sequences accepted.
+    """Return tokens per sequence and round if a batch keeps only what all sequences accepted.
 
     1 + sum over k of the product over b of alpha_b**k: the shortest of B independent runs.
     One sequence gives Leviathan's E[Y]; ragged batches keep that value for each sequence.
@@ -33,7 +33,7 @@ class AffineLatency:
     constant: float = 0.0
 
     def seconds(self, cached_tokens: float, tokens: float, batch: float) -> float:
-        """Seconds of a step over a batch with that much cache and that many new tokens."""
+        """Return seconds of a step over a batch with that much cache and that many new tokens."""
         return (
             self.per_cached_token * cached_tokens
             + self.per_token * tokens
@@ -47,7 +47,7 @@ LLAMA_8B_H100 = AffineLatency(per_cached_token=3.926e-8, per_token=2.101e-5, con
 
 
 def goodput(alpha: float, gamma: int, batch: int, proposing: int, step_s: float) -> float:
-    """Tokens per second of a batch step (TurboSpec): `proposing` of `batch` speculate.
+    """Return tokens per second of a batch step (TurboSpec): `proposing` of `batch` speculate.
 
     Each speculating sequence emits Leviathan's E[Y] tokens, each other one token.
     """

@@ -19,7 +19,7 @@ from simulator.formulas.bounds import require
 def sequential_latency(
     tokens: int, alpha: float, lookahead: int, draft: float, target: float = 1.0
 ) -> float:
-    """Expected latency of ordinary speculation: every round drafts, then verifies."""
+    """Return expected latency of ordinary speculation: every round drafts, then verifies."""
     _check(tokens, alpha, lookahead, draft, target)
     latency = [0.0] * (tokens + 1)
     for left in range(1, tokens + 1):
@@ -32,7 +32,7 @@ def sequential_latency(
 def distributed_latency(
     tokens: int, alpha: float, lookahead: int, draft: float, target: float = 1.0
 ) -> float:
-    """Expected latency of DSI: never above ``tokens * target``.
+    """Return expected latency of DSI: never above ``tokens * target``.
 
     alpha = 0 gives exactly that; alpha = 1 gives ``(tokens - 1) * draft + target`` where
     drafting is the faster.

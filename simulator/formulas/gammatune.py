@@ -24,7 +24,7 @@ def steps(tokens: int, proportion: float, gamma: float) -> float:
 
 
 def cost(tokens: int, proportion: float, gamma: float, c_gt: float, draft_s: float) -> float:
-    """Seconds for `tokens`: steps, each of a target step and gamma draft steps."""
+    """Return seconds for `tokens`: steps, each of a target step and gamma draft steps."""
     return steps(tokens, proportion, gamma) * (require("c_gt", c_gt, 0) + gamma) * draft_s
 
 

@@ -12,7 +12,7 @@ Floats = npt.NDArray[np.float64]
 
 
 def block_efficiency(survival: npt.ArrayLike) -> float:
-    """Tokens per round from the survival function: 1 + sum over k of Pr(run >= k).
+    """Return tokens per round from the survival function: 1 + sum over k of Pr(run >= k).
 
     ``survival[k - 1]`` is the probability that at least k drafts in a row match from a
     round's start, k = 1 ... gamma.  It holds for any dependence between positions; with
@@ -34,7 +34,7 @@ def empirical_survival(run_lengths: npt.ArrayLike, gamma: int) -> Floats:
 
 
 def speedup(tokens: float, gamma: float, target_s: float, draft_s: float, verify_s: float) -> float:
-    """Speedup of rounds that emit `tokens` for gamma draft passes and one verification.
+    """Return the speedup of rounds that emit `tokens` for gamma draft passes and one verification.
 
     ``tokens * target_s / (gamma * draft_s + verify_s)``: times in seconds, `verify_s` the
     target's pass over gamma + 1 positions.

@@ -10,19 +10,19 @@ from traces.errors import DraftsimError
 
 
 def expected_tokens(alpha: float, gamma: int) -> float:
-    """Tokens per round, bonus included, E[Y] (eq. 1): from 1 at alpha = 0 to gamma + 1."""
+    """Return tokens per round, bonus included, E[Y] (eq. 1): from 1 at alpha = 0 to gamma + 1."""
     require("gamma", gamma, 0)
     return geometric_sum(alpha, gamma + 1)
 
 
 def speedup(alpha: float, gamma: int, c: float) -> float:
-    """Expected improvement of wall time over plain decoding (Theorem 3.8)."""
+    """Return expected improvement of wall time over plain decoding (Theorem 3.8)."""
     require("c", c, 0)
     return expected_tokens(alpha, gamma) / (gamma * c + 1)
 
 
 def operations_factor(alpha: float, gamma: int, c_hat: float) -> float:
-    """Expected arithmetic operations over those of plain decoding (Theorem 3.11).
+    """Return expected arithmetic operations over those of plain decoding (Theorem 3.11).
 
     ``c_hat`` is the ratio of operations per token, draft over target; the target's
     operations grow with the gamma + 1 positions it verifies.
@@ -32,7 +32,7 @@ def operations_factor(alpha: float, gamma: int, c_hat: float) -> float:
 
 
 def optimal_gamma(alpha: float, c: float, max_gamma: int = 1000) -> int:
-    """The integer draft length of highest `speedup`, 0 if none exceeds 1.
+    """Return the integer draft length of highest `speedup`, 0 if none exceeds 1.
 
     The speedup has a single peak in gamma.  At c = 0 it only rises: the answer is then
     `max_gamma`, or 0 where alpha = 0.
@@ -60,7 +60,7 @@ def guaranteed_speedup(alpha: float, c: float) -> float:
 
 
 def break_even_alpha(gamma: int, c: float, verify: float = 1.0) -> float:
-    """Acceptance at which a draft length of gamma costs what it brings.
+    """Return acceptance at which a draft length of gamma costs what it brings.
 
     ``verify`` is T_verify / T_target.  Solves E[Y] = gamma c + verify.
 
@@ -82,7 +82,7 @@ def break_even_alpha(gamma: int, c: float, verify: float = 1.0) -> float:
 
 
 def acceptance_proportion(alpha: float, gamma: int) -> float:
-    """Expected accepted over drafted tokens of a round of gamma i.i.d. drafts.
+    """Return expected accepted over drafted tokens of a round of gamma i.i.d. drafts.
 
     Below alpha for gamma > 1, since drafts after the first rejection are lost:
     alpha = 0.8 gives 0.538 at gamma = 5.  GammaTune's alpha is this proportion;

@@ -11,7 +11,7 @@ from simulator.formulas.bounds import geometric_sum, require
 
 
 def tokens_per_step(alpha: float, gamma: int) -> float:
-    """Expected tokens per step under i.i.d. acceptance.
+    """Return expected tokens per step under i.i.d. acceptance.
 
     A cycle from one pre-verify to the next emits 1 / (1 - alpha) tokens in
     1 + alpha / (1 - alpha**gamma) steps (renewal argument); written without the pole at
@@ -22,7 +22,7 @@ def tokens_per_step(alpha: float, gamma: int) -> float:
 
 
 def step_s(gamma: int, draft_s: float, target_s: float) -> float:
-    """Seconds of a step: max(gamma T_draft, T_target)."""
+    """Return seconds of a step: max(gamma T_draft, T_target)."""
     return max(require("gamma", gamma, 1) * draft_s, target_s)
 
 

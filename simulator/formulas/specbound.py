@@ -20,19 +20,19 @@ gamma = 1 is plain decoding) or gamma + 1 (Leviathan's, a bonus on top)."""
 
 
 def round_cost(gamma: float, depth: float) -> float:
-    """Time of a round in plain decoding steps (eq. 3): gamma depth + (1 - depth)."""
+    """Return the time of a round in plain decoding steps (eq. 3): gamma depth + (1 - depth)."""
     require("gamma", gamma, 1)
     return gamma * require("depth", depth, 0, 1) + (1 - depth)
 
 
 def expected_tokens(alpha: float, gamma: float, reading: Reading = "physical") -> float:
-    """Tokens per round (eq. 4)."""
+    """Return tokens per round (eq. 4)."""
     require("gamma", gamma, 1)
     return geometric_sum(alpha, gamma + (reading == "literal"))
 
 
 def speedup(alpha: float, gamma: float, depth: float, reading: Reading = "physical") -> float:
-    """Speedup over plain decoding (eq. 5).
+    """Return the speedup over plain decoding (eq. 5).
 
     alpha = 0 gives `worst_case`; alpha = 1 gives gamma / (1 + (gamma - 1) depth), towards
     1 / depth; depth = 1 never exceeds 1 in the physical reading.
@@ -41,12 +41,12 @@ def speedup(alpha: float, gamma: float, depth: float, reading: Reading = "physic
 
 
 def worst_case(width: float, depth: float) -> float:
-    """Speedup when every draft of a full width is rejected (App. E): 1 / (1 + (w - 1) d)."""
+    """Return the speedup if every full draft is rejected (App. E): 1 / (1 + (w - 1) d)."""
     return 1 / round_cost(width, depth)
 
 
 def break_even_alpha(gamma: float, depth: float, reading: Reading = "physical") -> float:
-    """Acceptance at which eq. 5 gives 1; at gamma = 2 (physical) it is the depth itself."""
+    """Return acceptance at which eq. 5 gives 1; at gamma = 2 (physical) it is the depth itself."""
     from scipy.optimize import brentq
 
     if require("gamma", gamma, 1) == 1:

@@ -104,7 +104,7 @@ _ALIASES = {
 
 
 def find_format(name: str) -> WeightFormat:
-    """The format called `name`, as in `FORMATS`; raises DraftsimError with the nearest name.
+    """Return the format called `name`, as in `FORMATS`; raises DraftsimError with the nearest name.
 
     >>> find_format("Q4_K_M").bits
     4.83
@@ -157,7 +157,7 @@ class ModelShape:
         return (self.weights - self.head) * self.weight_bytes + self.head * head
 
     def kept_as(self, form: WeightFormat, unpacking: Unpacking | None = None) -> ModelShape:
-        """The same model with its weights in another format."""
+        """Return the same model with its weights in another format."""
         return replace(
             self, weight_bytes=form.bits / 8, head_bytes=form.head_bits / 8,
             unpacking=unpacking or Unpacking(),
@@ -165,7 +165,7 @@ class ModelShape:
 
     @classmethod
     def from_meta(cls, meta: Mapping[str, Any], dtype_bytes: float = 2.0) -> ModelShape:
-        """The shape that a recording's provenance holds (``meta["target"]``, ``["draft"]``).
+        """Return the shape that a recording's provenance holds (``meta["target"]``, ``["draft"]``).
 
         Where the cache's size is not recorded, every head has keys and values of its own;
         embeddings count as untied unless ``tied`` says otherwise.

@@ -29,7 +29,7 @@ WORST_BOUND = 0.05
 
 
 def check_recording(folder: Path) -> pd.DataFrame:
-    """Predicted against measured seconds of a recording, one row per policy and batch.
+    """Return predicted against measured seconds of a recording, one row per policy and batch.
 
     ``folder`` holds ``latency.parquet``, ``measured.parquet`` and a trace, or the name of the
     folder that does, as ``python -m profiler.suite unpack`` sorts them.  Columns as in
@@ -148,7 +148,7 @@ def bounds(recordings: Sequence[pd.DataFrame]) -> Bounds:
 
 
 def _decoded(trace: Trace, measured: pd.DataFrame, batch: int) -> list[int]:
-    """Indices of the requests that were decoded: each group from its first request on."""
+    """Return indices of the requests that were decoded: each group from its first request on."""
     place = {r.id: i for i, r in enumerate(trace.requests)}
     if unknown := set(measured["request"]) - set(place):
         raise DraftsimError(

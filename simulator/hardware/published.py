@@ -67,7 +67,7 @@ def check_published(
     rows.append(_row("SpecBound 3, ms", "AR", "h800", published, ours, kind))
 
     def round_cost(model: Roofline) -> float:
-        """A round over a plain step (SpecBound, eq. 3, with the measured cost of a width)."""
+        """Return a round over a plain step (SpecBound, eq. 3, at the width's measured cost)."""
         one, wide = (
             float(model.seconds(vicuna, new_tokens=n, context=CONTEXT)) for n in (1, width)
         )
@@ -94,7 +94,7 @@ class PublishedError(NamedTuple):
 
 
 def published_error(fitted: Roofline | None = None, quantised: bool = False) -> PublishedError:
-    """The error of the model against published passes of its kind.
+    """Return the error of the model against published passes of its kind.
 
     Of the launch mode of `fitted` (eager without one) and of weights that are `quantised` or are
     not: `simulator.hardware.record.passes`, and eagerly `check_published` as well, in which an

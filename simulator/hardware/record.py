@@ -31,12 +31,12 @@ Left = tuple[tuple[str, Run], ...]
 
 
 def observed(run: Run) -> Observation:
-    """A published run of an unquantised model as the cost model's fit takes it."""
+    """Return a published run of an unquantised model as the cost model's fit takes it."""
     return Observation(SHAPES[run.model], 1, run.new_tokens, run.context, run.seconds)
 
 
 def plain_model(study: Study, device: str, left: Left = ()) -> Roofline:
-    """The unquantised passes of a study on a device, from its runs there but those left out.
+    """Return the unquantised passes of a study on a device, from its runs there but those left out.
 
     Eager: what the host launches a layer, the rest as known of other studies.  Graph: the share
     of the bandwidth that is reached and, with three models or more, what is left between kernels.
@@ -112,7 +112,7 @@ def unpacking(form: WeightFormat, mode: Mode, left: Left = ()) -> Unpacking:
 
 
 def evidence_for(form: WeightFormat, mode: Mode) -> list[tuple[Study, Run]]:
-    """The published runs that tell of a format's unpacking."""
+    """Return the published runs that tell of a format's unpacking."""
     return [
         (study, run) for study in STUDIES if study.mode == mode
         for run in study.runs if _same(FORMATS[run.weights], form, mode)
@@ -150,7 +150,7 @@ def _more_launches(study: Study, run: Run, left: Left) -> float:
 
 
 def _beyond_bytes(study: Study, run: Run, left: Left) -> tuple[Sequence[float], float]:
-    """Layers and operations of a run, and its seconds beyond those of bytes and launches."""
+    """Return layers and operations of a run, and its seconds beyond those of bytes and launches."""
     shape = SHAPES[run.model].kept_as(FORMATS[run.weights])
     model = _kin(study, run, left)
     by_bytes = float(model.seconds(shape, 1, run.new_tokens, run.context))
@@ -161,7 +161,7 @@ def _beyond_bytes(study: Study, run: Run, left: Left) -> tuple[Sequence[float], 
 
 
 def _kin(study: Study, run: Run, left: Left) -> Roofline:
-    """The unquantised model of a study, or of another of its engine where it has none."""
+    """Return the unquantised model of a study, or of another of its engine where it has none."""
     for one in (study, *(s for s in STUDIES if s.engine == study.engine)):
         try:
             return plain_model(one, run.device, left)
@@ -197,7 +197,7 @@ class Predicted(NamedTuple):
 
 @cache
 def predictions(mode: Mode) -> tuple[Predicted, ...]:
-    """Every published run of a mode that can be predicted from others."""
+    """Return every published run of a mode that can be predicted from others."""
     return tuple(row for study in STUDIES if study.mode == mode for row in _of(study))
 
 
@@ -269,7 +269,7 @@ def _names(study: Study, runs: list[Run]) -> Left:
 
 
 def passes(mode: Mode, quantised: bool) -> list[Predicted]:
-    """The predicted passes over one token, of formats that are quantised or are not."""
+    """Return the predicted passes over one token, of formats that are quantised or are not."""
     return [
         row for row in predictions(mode)
         if row.run.new_tokens == 1 and FORMATS[row.run.weights].quantised == quantised
@@ -277,7 +277,7 @@ def passes(mode: Mode, quantised: bool) -> list[Predicted]:
 
 
 def ratio_errors(mode: Mode, quantised: bool) -> list[float]:
-    """Relative errors of cost ratios c, of pairs of runs that could be draft and target.
+    """Return relative errors of cost ratios c, of pairs of runs that could be draft and target.
 
     One study's, the one at least three times the other, the target in the format asked for.  What
     is common to both models' errors cancels, as it does in a speedup.
@@ -309,7 +309,7 @@ def _series(row: Predicted) -> tuple[str, str, str]:
 
 
 def reach(relative: list[float], level: float) -> float:
-    """The factor that a further error of the kind stays within at `level`, by those seen.
+    """Return the factor that a further error of the kind stays within at `level`, by those seen.
 
     The conformal quantile of their logarithms' sizes: with n of them, the one that
     ceil((n + 1) level) of n + 1 are no larger than; the largest where there are too few.

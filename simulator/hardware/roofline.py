@@ -89,7 +89,7 @@ class Roofline:
         self, shape: ModelShape, batch: npt.ArrayLike = 1, new_tokens: npt.ArrayLike = 1,
         context: npt.ArrayLike = 0,
     ) -> Floats:  # fmt: skip
-        """Seconds by memory and arithmetic alone; sizes broadcast."""
+        """Return seconds by memory and arithmetic alone; sizes broadcast."""
         b, n, c = (np.asarray(v, dtype=float) for v in (batch, new_tokens, context))
         moved = shape.held_bytes + b * (c + n) * shape.kv_values * shape.kv_bytes
         done = 2 * b * n * shape.weights + 4 * b * n * (c + n) * shape.layers * shape.hidden
@@ -102,7 +102,7 @@ class Roofline:
         self, shape: ModelShape, batch: npt.ArrayLike = 1, new_tokens: npt.ArrayLike = 1,
         context: npt.ArrayLike = 0,
     ) -> Floats:  # fmt: skip
-        """Seconds of a pass; sizes broadcast."""
+        """Return seconds of a pass; sizes broadcast."""
         roof = self.roof_s(shape, batch, new_tokens, context)
         how = shape.unpacking
         if self.mode == "eager":
@@ -111,11 +111,11 @@ class Roofline:
         return np.asarray(self.fixed_s + shape.layers * (self.layer_s + how.layer_s) + roof)
 
     def on(self, device: Device) -> Roofline:
-        """The same launches and shares of the peak rates on another device."""
+        """Return the same launches and shares of the peak rates on another device."""
         return replace(self, device=device)
 
     def fitted(self, observed: Sequence[Observation], free: Sequence[str] = FREE) -> Roofline:
-        """The parameters in `free` fitted to relative errors, the others as they are.
+        """Return the parameters in `free` fitted to relative errors, the others as they are.
 
         Raises
         ------
@@ -161,14 +161,14 @@ class Roofline:
         return made(np.minimum(best.x, high))
 
     def errors(self, observed: Sequence[Observation]) -> Floats:
-        """Relative error of every observation, positive where the model is too slow."""
+        """Return relative error of every observation, positive where the model is too slow."""
         own = [float(self.seconds(o.shape, o.batch, o.new_tokens, o.context)) for o in observed]
         relative: Floats = np.array(own) / np.array([o.seconds for o in observed]) - 1
         return relative
 
 
 def observations(table: LatencyTable, shapes: Mapping[str, ModelShape]) -> list[Observation]:
-    """The forward passes of a table, of the models whose shapes are given."""
+    """Return the forward passes of a table, of the models whose shapes are given."""
     cells = table.cells[table.cells["phase"] == "forward"]
     return [
         Observation(shapes[str(m)], int(b), int(n), int(c), float(t))

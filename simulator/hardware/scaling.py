@@ -26,7 +26,7 @@ PASSES = ("forward", "catch_up", "settling", "prefill", "layer")
 
 
 def table_shapes(latency: LatencyTable) -> dict[str, ModelShape]:
-    """The shapes of a table's models, from its provenance.
+    """Return the shapes of a table's models, from its provenance.
 
     Raises DraftsimError if it does not say them.
     """
@@ -41,7 +41,7 @@ def table_shapes(latency: LatencyTable) -> dict[str, ModelShape]:
 
 
 def home_device(latency: LatencyTable) -> Device:
-    """The GPU that a table was measured on, by its provenance.
+    """Return the GPU that a table was measured on, by its provenance.
 
     Raises DraftsimError if the latencies were assumed, or measured on something whose peak
     rates are not known, such as a CPU: no ratio of rates leads from there to a GPU.
@@ -73,7 +73,7 @@ def scaling_words(latency: LatencyTable) -> str:
 
 
 def scaling_error(note: Mapping[str, Any]) -> str:
-    """How far off the model that carried a table over is known to be; ``meta["scaled"]``."""
+    """Return how far off the model that carried a table over is known to be; ``meta["scaled"]``."""
     where = ", ".join(note["published_devices"])
     return (
         f"a cost model that is off by {note['published_median']:.0%} in the median and "
@@ -90,7 +90,7 @@ def fit_table(
     shapes: Mapping[str, ModelShape] | None = None,
     mode: Mode | None = None,
 ) -> tuple[Roofline, float]:
-    """The cost model of the device measured, and its median relative error on the passes.
+    """Return the cost model of the device measured, and its median relative error on the passes.
 
     Parameters as in `carry_over`.
 
@@ -216,19 +216,19 @@ class Reach(NamedTuple):
 
 
 class Bounds(NamedTuple):
-    """A table with everything dearer, and with everything cheaper, than it is."""
+    """A latency table with every cost at its upper, and at its lower bound."""
 
     dear: LatencyTable
     cheap: LatencyTable
 
 
 def reaches(mode: Mode, quantised: bool) -> Reach:
-    """The factors by the model's own record; see `simulator.hardware.record`."""
+    """Return the factors by the model's own record; see `simulator.hardware.record`."""
     return Reach(reach(ratio_errors(mode, quantised), LEVEL), reach(width_errors(quantised), LEVEL))
 
 
 def reach_of(latency: LatencyTable) -> Reach | None:
-    """The factors of a table that was carried over; None for one that was measured."""
+    """Return the factors of a table that was carried over; None for one that was measured."""
     note = latency.meta.get("scaled")
     if not isinstance(note, Mapping) or "draft_within" not in note:
         return None
@@ -301,7 +301,7 @@ def note_of(mode: Mode, quantised: bool) -> dict[str, Any]:
 
 
 def interval_words(latency: LatencyTable) -> str:
-    """The factors in words; empty for a table that was measured."""
+    """Return the factors in words; empty for a table that was measured."""
     how = reach_of(latency)
     if how is None:
         return ""

@@ -30,7 +30,7 @@ TOK_NOTE = "Tok counts accepted drafts, without the token that the target adds t
 
 
 def at_tau(chosen: Method, tau: float) -> Method:
-    """A variant of fixed threshold at another one than the equal mean."""
+    """Return a variant of fixed threshold at another one than the equal mean."""
     return chosen._replace(rule=chosen.rule.replace(MEAN_TAU, f"{tau:g}"))
 
 
@@ -138,9 +138,9 @@ LARGEST = 32
 
 
 def batch_rows(ours: Ours) -> list[Row]:
-    """Tokens per second and milliseconds a token, with as many requests kept in the engine.
+    """Return tokens per second and milliseconds a token, with as many requests kept in the engine.
 
-    At the batch sizes that the latencies know; DraftsimError where that is one.
+    At the batch sizes that the latencies know; DraftsimError if that is one.
     """
     if not ours.latency.knows_batches:
         raise DraftsimError(

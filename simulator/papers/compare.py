@@ -96,7 +96,7 @@ def _draft_model_distribution(ours: Ours) -> list[Row]:
 
 
 def _specbound_missing(done: list[Row]) -> list[Row]:
-    """Table 1's cells that no row compares."""
+    """Return the table 1's cells that no row compares."""
     compared = {(row.row, row.column) for row in done if row.table == SPECBOUND}
     cells = [
         (f"{model} {method}", f"{task} {column}", value)

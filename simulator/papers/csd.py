@@ -42,13 +42,13 @@ TABLE = CSD_ABLATION.name
 
 
 def csd_rule(chosen: Method) -> str:
-    """The rule of a CSD variant at our lambda."""
+    """Return the rule of a CSD variant at our lambda."""
     learns = chosen.rule in ("csd", "csd-ocm")
     return f"{chosen.rule}:threshold={CSD_LAMBDA}" if learns else chosen.rule
 
 
 def csd_window(trace: Trace) -> DraftPolicy:
-    """The length policy of all of CSD's arms."""
+    """Return the length policy of all of CSD's arms."""
     return build(Method("", CSD_WINDOW, "exact", ""), trace)[0]
 
 
@@ -185,7 +185,7 @@ class Rejections:
         return {pair for pair, _ in most}
 
     def held(self, lam: int, memory: OnlineCorrectionMemory | None = None) -> float:
-        """Share of the rejections whose pair was counted more than `lam` times.
+        """Return the share of the rejections whose pair was counted more than `lam` times.
 
         In `memory`, or without one among these very rejections, each not counting itself.
         """
@@ -194,7 +194,7 @@ class Rejections:
         return float((np.array(counts) > lam).mean())
 
     def passed(self, tau: float) -> float:
-        """Share of the rejections that the gate lets pass."""
+        """Return the share of the rejections that the gate lets pass."""
         return float((self.gaps >= math.log(tau)).mean())
 
     def median_lambda(self) -> int:
@@ -205,7 +205,7 @@ class Rejections:
         return lam
 
     def median_tau(self) -> float:
-        """The tau at which the gate lets half of the rejections pass."""
+        """Return the tau at which the gate lets half of the rejections pass."""
         return float(f"{math.exp(float(np.median(self.gaps))):.3g}")
 
 
@@ -231,7 +231,7 @@ def threshold_rows(
 
 
 def pattern_rows(whole: Rejections, frequent: set[Pair], rescued: Sequence[Pair]) -> list[Row]:
-    """Share of all rejections, and of rescues, that the most frequent patterns hold.
+    """Return the share of all rejections, and of rescues, that the most frequent patterns hold.
 
     ``frequent`` are those of the prompts that `rescued` is not from.
     """

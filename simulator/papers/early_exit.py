@@ -39,7 +39,7 @@ class Setting(NamedTuple):
         return f"tau={self.tau:g}, omega={self.omega:g}, depth={self.depth:g}, width={self.width:g}"
 
     def source(self, kind: type[EarlyExit] = EarlyExit) -> EarlyExit:
-        """The source of drafts; the width is the length policy's."""
+        """Return the source of drafts; the width is the length policy's."""
         return kind(tau=self.tau, omega=self.omega, depth=self.depth)
 
 
@@ -91,7 +91,7 @@ class Replays:
     found: dict[Setting, Replayed] = field(default_factory=dict)
 
     def run(self, setting: Setting) -> Replayed:
-        """Rounds and speedup; raises what `traces.sources.replay.replay_source` raises."""
+        """Return rounds and speedup; raises what `traces.sources.replay.replay_source` raises."""
         if setting not in self.found:
             try:
                 log = self._replay(setting, EarlyExit)
@@ -128,7 +128,7 @@ def search(replays: Replays) -> Setting:
 def _climbed(
     best: Setting, replays: Replays, values: dict[str, tuple[float, ...]]
 ) -> Setting:  # fmt: skip
-    """The last of ever better neighbours along single parameters."""
+    """Return the last of ever better neighbours along single parameters."""
     moved = True
     while moved:
         moved = False
@@ -178,7 +178,7 @@ def early_exit_rows(ours: Ours) -> list[Row]:
 
 
 def optimum_rows(best: Setting, replays: Replays, said: str) -> list[Row]:
-    """Table 1's row at the optimum, and how much that is worth."""
+    """Return the table 1's row at the optimum, and how much that is worth."""
     found, start = replays.run(best), replays.run(START)
     gain = 100 * (found.speedup / start.speedup - 1)
     note = f"{said}; {gain:+.1f} % over {START.text}"
@@ -246,7 +246,7 @@ def _pair(table: str, label: str, found: Replayed, note: str, mark: str = "") ->
 
 
 def sampling_rows(ours: Ours) -> list[Row]:
-    """Table 2: our prompts as a whole; the categories are Table 1's rows.
+    """Return the table 2: our prompts as a whole; the categories are Table 1's rows.
 
     The sampled recordings follow `SYSTEMS` alone: SpecBound is at its setting there, and not at
     the optimum of the other tables.  Empty without a recording of early exits.

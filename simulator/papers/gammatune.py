@@ -19,7 +19,7 @@ NOT_AT_HAND = "no figure of the appendix is at hand: ours alone"
 
 
 def gammatune_families(max_gamma: int) -> dict[str, Callable[[int], DraftPolicy]]:
-    """Table 2's methods as functions of the initial draft length."""
+    """Return the table 2's methods as functions of the initial draft length."""
     return {
         REFERENCE: Fixed,
         "HFHeuristic": lambda gamma: HFHeuristic(gamma=gamma, gamma_max=max_gamma),
@@ -30,7 +30,7 @@ def gammatune_families(max_gamma: int) -> dict[str, Callable[[int], DraftPolicy]
 
 
 def gammatune_rows(ours: Ours) -> list[Row]:
-    """Table 2, mean and sd over the initial draft lengths; and what these are made of.
+    """Return the table 2, mean and sd over the initial draft lengths; and what these are made of.
 
     The appendix breaks the table's means down: by initial draft length, as speedups over plain
     decoding, and by prompt category (Spec-Bench's tasks in the paper), relative to the mean of

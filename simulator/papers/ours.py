@@ -107,7 +107,7 @@ class Outcome:
 
     @property
     def speedup(self) -> float:
-        """Seconds per token of plain decoding over its own."""
+        """Speedup: seconds per token of plain decoding over its own."""
         return self.plain_s / self.priced.total_s
 
     @property
@@ -119,7 +119,7 @@ class Outcome:
 def outcome(
     ours: Ours, policy: DraftPolicy, rule: VerifyRule | None = None, trace: Trace | None = None
 ) -> Outcome:
-    """A method's run: the real one where it was recorded on these requests, else a replay.
+    """Return a method's run: the real one where it was recorded on these requests, else a replay.
 
     ``trace`` is a part of ``ours.trace`` to run on; by default all of it.
     Raises what `traces.replay.run.replay` raises.
@@ -138,7 +138,7 @@ def outcome(
 def method_outcome(
     ours: Ours, chosen: Method, trace: Trace | None = None, **resources: object
 ) -> Outcome:
-    """A named method's run; ``resources`` go to its rule."""
+    """Return a named method's run; ``resources`` go to its rule."""
     try:
         policy, rule = build(chosen, ours.trace, **resources)
     except ValueError as error:
@@ -147,7 +147,7 @@ def method_outcome(
 
 
 def quality_note(seen: Quality) -> str:
-    """How far outputs are from the target's own, in words."""
+    """Return how far outputs are from the target's own, in words."""
     said = (
         f"{seen.agreement:.0%} of tokens agree with greedy output; log-likelihood "
         f"{seen.log_likelihood:.2f} nats a token, greedy {seen.reference_log_likelihood:.2f}"

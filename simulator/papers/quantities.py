@@ -37,7 +37,7 @@ PAIRS = {
 
 
 def quantity_rows() -> list[Row]:
-    """Every row of the kind ``same quantity``."""
+    """Return every row of the kind ``same quantity``."""
     return [
         *specbound_cells(), *specbound_fits(), *specbound_overall(), *specbound_ratios(),
         *gammatune_costs(), *gammatune_means(), *cmasd_speed(), *csd_gains(),
@@ -97,7 +97,7 @@ def specbound_fits() -> list[Row]:
 
 
 def specbound_overall() -> list[Row]:
-    """The overall column as the plain mean of the six tasks."""
+    """Return the overall column as the plain mean of the six tasks."""
     return [
         Row(
             SPECBOUND, f"{model} {name}", "Overall SD", line.overall, float(np.mean(line.speedup)),
@@ -108,7 +108,7 @@ def specbound_overall() -> list[Row]:
 
 
 def specbound_ratios() -> list[Row]:
-    """Table 3's improvements from its own columns, and the means of Tables 2 and 4."""
+    """Return the table 3's improvements from its own columns, and the means of Tables 2 and 4."""
     rows = []
     for name, inverse in (
         ("Per-token latency (ms)", True), ("Throughput (tokens/s)", False),
@@ -153,7 +153,7 @@ def gammatune_costs() -> list[Row]:
 
 
 def gammatune_means() -> list[Row]:
-    """Table 2's average columns from its pairs: means, and root mean squares of the sds."""
+    """The table 2's average columns from its pairs: means, and root mean squares of the sds."""
     rows = []
     for method, values in GAMMATUNE_2.cells.items():
         numbers = np.array(values, dtype=float)

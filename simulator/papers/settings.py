@@ -70,7 +70,7 @@ SPECBOUND_MODELS = {"Vicuna-7B": "h800/vicuna-7b", "Vicuna-13B": "h800/vicuna-13
 
 
 def setting_rows(ours: Ours) -> list[Row]:
-    """Rows of GammaTune's pairs on H100, SpecBound's on H800 and CM-ASD's batch on A100."""
+    """Return rows of GammaTune's pairs on H100, SpecBound's on H800 and CM-ASD's batch on A100."""
     fixed = [Fixed(k) for k in LENGTHS if k <= (ours.trace.max_gamma or LENGTHS[-1])]
     logs = list(replay_many(ours.trace, [(f"fixed:gamma={p.gamma}", p) for p in fixed]))
     return [*_gammatune_rows(ours, logs), *_specbound_rows(ours), *_cmasd_rows(ours, logs)]
@@ -91,7 +91,7 @@ class Costs(NamedTuple):
     """Verification of a draft."""
 
     def break_even_c(self, gamma: int, tokens_per_round: float) -> float:
-        """The c at which rounds that emit this many tokens give no speedup.
+        """Return the c at which rounds that emit this many tokens give no speedup.
 
         ``gamma c + verify = tokens per round``; negative where verification alone takes longer.
         """
@@ -159,7 +159,7 @@ def _pair_rows(label: str, latency: LatencyTable, logs: list[RoundLog], batch: i
 def _curve(
     label: str, latency: LatencyTable, logs: list[RoundLog], batches: list[int]
 ) -> Iterator[Row]:
-    """The speedup of the best fixed length at other batch sizes."""
+    """Yield the speedup of the best fixed length at other batch sizes."""
     for batch in batches:
         found = speedups(logs, latency, batch)
         best = int(np.argmax(found))

@@ -32,7 +32,7 @@ REFERENCE = "specdecode"
 
 
 def replayed(ours: Ours | Sampled, name: str) -> RoundLog:
-    """A named system replayed; DraftsimError where its source was not recorded."""
+    """Return a named system replayed; DraftsimError if its source was not recorded."""
     if name == REFERENCE:
         policy, _ = build(METHODS[name], ours.trace)
         [log] = replay_many(ours.trace, [(name, policy)])
@@ -44,7 +44,7 @@ def replayed(ours: Ours | Sampled, name: str) -> RoundLog:
 
 
 def system_rows(ours: Ours) -> list[Row]:
-    """Tokens a round and speedup of every system, by prompt category for the table's own.
+    """Return tokens a round and speedup of every system, by prompt category for the table's own.
 
     Table 1's tasks are the prompt categories of ours, so only its systems are named alike.  A
     system that was not recorded, or whose parts were not timed, has a row that says so.

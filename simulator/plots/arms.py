@@ -22,7 +22,7 @@ PANELS = 5
 
 
 def plot_validation(rows: pd.DataFrame) -> Figure:
-    """Predicted and measured seconds per arm, with the error; rows of `validation.compare`.
+    """Draw predicted and measured seconds per arm, with the error; rows of `validation.compare`.
 
     Arms that were disturbed say so, with the share of their time without a processor.
     """
@@ -120,7 +120,7 @@ def _by_kind(
 
 
 def plot_categories(by_category: pd.DataFrame, policies: Sequence[str] | None = None) -> Figure:
-    """Speedup by prompt category, one panel each; rows of `summarize_by_category`."""
+    """Draw the speedup by prompt category, one panel each; rows of `summarize_by_category`."""
     rows = by_category[by_category["policy"] != "autoregressive"]
     if policies is not None:
         rows = rows[rows["policy"].isin(list(policies))]

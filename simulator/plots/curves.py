@@ -29,7 +29,7 @@ def plot_cost_ratio(
     logs: Sequence[RoundLog], ratios: npt.ArrayLike | None = None, verify: float = 1.0, *,
     latency: LatencyTable | None = None, own: OwnRatios | None = None,
 ) -> Figure:  # fmt: skip
-    """Speedup against c = T_draft / T_target for each log.
+    """Draw the speedup against c = T_draft / T_target for each log.
 
     With the pair's `latency` and its `own` ratios, rounds cost what they cost there with
     drafting scaled to c (`simulator.ratios.carried_sums`), so that the curves go through the
@@ -128,7 +128,7 @@ def plot_survival(trace: Trace, gamma: int = 16, resamples: int = 500, seed: int
 
 
 def plot_robustness(speedups: pd.DataFrame, reference: str = "fixed") -> Figure:
-    """Speedup against initial gamma, relative to `reference`'s mean.
+    """Draw the speedup against initial gamma, relative to `reference`'s mean.
 
     ``speedups`` is what `robustness.speedup_by_gamma` returns.
     """

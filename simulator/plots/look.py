@@ -130,7 +130,7 @@ LEAST_REACH = 0.05
 
 
 def shading(*values: npt.ArrayLike) -> Normalize:
-    """The scale from a speedup of 1 to the largest of `values`, for maps side by side."""
+    """Return the scale from a speedup of 1 to the largest of `values`, for maps side by side."""
     best = max((float(np.nanmax(v, initial=1.0)) for v in map(np.asarray, values)), default=1.0)
     return Normalize(1.0, max(best, 1 + LEAST_REACH))
 

@@ -92,7 +92,7 @@ def _speedups(
     rows: Sequence[Mapping[str, Any]], trace: Trace, latency: LatencyTable,
     policies: Mapping[str, DraftPolicy | BatchPolicy], scenarios: Sequence[Scenario],
 ) -> dict[str, npt.NDArray[np.float64]]:  # fmt: skip
-    """The speedup of every policy that drafts, by batch and prompt length.
+    """Return the speedup of every policy that drafts, by batch and prompt length.
 
     The first column is that of the rows.  In the others every prompt has one length, the recorded
     acceptance is taken to hold there, and the same scenario is served with fewer requests.
@@ -127,6 +127,6 @@ def _contexts(trace: Trace, latency: LatencyTable) -> list[int]:
 
 
 def assumption(latency: LatencyTable, batch: int) -> str:
-    """Return the label of a plot of figures at `batch`; empty where nothing was assumed."""
+    """Return the label of a plot of figures at `batch`; empty if nothing was assumed."""
     said = latency.said_batch_free(batch)
     return f"taken to cost nothing: {said}" if said else ""

@@ -154,7 +154,7 @@ def plot_pareto(rows: Rows) -> Figure:
 
 
 def plot_over_time(rows: Rows) -> Figure:
-    """Requests running and cache blocks in use over simulated time, one curve a policy.
+    """Draw requests running and cache blocks in use over simulated time, one curve a policy.
 
     Rows of one load or batch size; of replications, the first is drawn.
     """
@@ -184,7 +184,7 @@ def plot_over_time(rows: Rows) -> Figure:
 def plot_speedup_grid(
     speedup: npt.ArrayLike, batches: Sequence[int], contexts: Sequence[int], policy: str = ""
 ) -> Figure:
-    """Speedup over no speculation by batch size and context; shape (batches, contexts)."""
+    """The speedup over no speculation by batch size and context; shape (batches, contexts)."""
     values = np.asarray(speedup, dtype=float)
     if values.shape != (len(batches), len(contexts)):
         raise DraftsimError(
@@ -219,12 +219,12 @@ def plot_speedup_grid(
 def plot_speedups(
     speedups: Mapping[str, npt.ArrayLike], batches: Sequence[int], columns: Sequence[str]
 ) -> Figure:
-    """Speedup over no speculation by batch size and prompt length, a panel per policy.
+    """Draw the speedup over no speculation by batch size and prompt length, a panel per policy.
 
     Parameters
     ----------
     speedups:
-        By policy, an array of shape (batches, columns); NaN where nothing was served.
+        By policy, an array of shape (batches, columns); NaN if nothing was served.
     columns:
         What each column is labelled with.
 

@@ -87,7 +87,7 @@ def plot_maps(
     frame: pd.DataFrame, x: str = "c", y: str = "alpha", policies: Sequence[str] | None = None,
     of: str = "",
 ) -> Figure:  # fmt: skip
-    """Speedup of each policy over two axes, with the line of break-even.
+    """Draw the speedup of each policy over two axes, with the line of break-even.
 
     ``frame`` holds one value of every other axis; where y or x is gamma, a map is drawn
     per family of policies.  ``of`` begins the title of every map.
@@ -128,7 +128,7 @@ def plot_break_even(
     frame: pd.DataFrame, x: str = "alpha", along: str = "c",
     policies: Sequence[str] | None = None,
 ) -> Figure:  # fmt: skip
-    """The largest c (or smallest alpha, ...) that pays, over x: a line per policy.
+    """Draw the largest c (or smallest alpha, ...) that pays, over x: a line per policy.
 
     The band is where the bounds of the speedup's interval cross 1.  Of more policies than can
     be told apart, those that pay furthest are named and the others thin.
@@ -208,7 +208,7 @@ def plot_adapting(frame: pd.DataFrame, x: str = "c", y: str = "alpha") -> Figure
 
 
 def plot_batches(frame: pd.DataFrame) -> Figure:
-    """Speedup against the batch, a panel for each latency table.
+    """Draw the speedup against the batch, a panel for each latency table.
 
     The fixed lengths are one line, at each batch the fastest of them; bands are the intervals over
     prompts.  Raises DraftsimError if fewer than two batches or no latency table were swept.

@@ -31,11 +31,11 @@ class PaperTable:
     cells: Mapping[str, tuple[float | None, ...]]
 
     def value(self, row: str, column: str) -> float | None:
-        """Return the published number of a cell; None where the paper gives none."""
+        """Return the published number of a cell; None if the paper gives none."""
         return self.cells[row][self.columns.index(column)]
 
     def number(self, row: str, column: str) -> float:
-        """Return the published number of a cell; NaN where the paper gives none."""
+        """Return the published number of a cell; NaN if the paper gives none."""
         value = self.value(row, column)
         return math.nan if value is None else value
 
@@ -100,7 +100,7 @@ class EngineRun(NamedTuple):
 
     tokens_per_s: float
     emitted: float | None
-    """Tokens a round; None where it was not said."""
+    """Tokens a round; None if it was not said."""
 
 
 class EngineStudy(NamedTuple):

@@ -199,7 +199,7 @@ def ranked(
 
 
 def says(row: Mapping[str, Any], what: str) -> bool:
-    """Return whether the note of a row at the pair's own ratios says `what`."""
+    """Return True if the note of a row at the pair's own ratios says `what`."""
     return what in (row["at_own"] or "").split("; ")
 
 

@@ -36,7 +36,7 @@ def build_report(
     resamples: int = 2000,
     progress: Callable[[str], None] = lambda _: None,
 ) -> str:
-    """The page about a recording, as HTML that needs nothing else.
+    """Return the page about a recording, as HTML that needs nothing else.
 
     Parameters
     ----------
@@ -75,7 +75,7 @@ def build_report(
 
 
 def render(data: dict[str, Any], title: str) -> str:
-    """The HTML of `simulator.report.data.report_data`."""
+    """Return the HTML of `simulator.report.data.report_data`."""
     environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True,
                               lstrip_blocks=True)  # fmt: skip
     environment.filters.update(
@@ -119,7 +119,7 @@ def _signed(value: float | None) -> str:
 
 
 def _named(policy: str) -> Markup:
-    """A policy's name that may break after its marks, and not within its words."""
+    """Return a policy's name that may break after its marks, and not within its words."""
     return Markup(re.sub(r"([:,=_])", r"\1<wbr>", str(escape(policy))))
 
 

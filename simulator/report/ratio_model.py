@@ -40,7 +40,7 @@ def slider(values: Sequence[float], start: float) -> dict[str, Any]:
 
 
 def sliders(trace: Trace, c: float, v: float, gammas: Sequence[int], gamma: int) -> dict[str, Any]:
-    """The four sliders of the page; every stop is a number that Python and page share."""
+    """Return the four sliders of the page; every stop is a number that Python and page share."""
     alpha = recorded_alpha(trace)
     return {
         "c": slider(np.geomspace(0.005, 1, 60).tolist(), c),
@@ -51,13 +51,13 @@ def sliders(trace: Trace, c: float, v: float, gammas: Sequence[int], gamma: int)
 
 
 def recorded_alpha(trace: Trace) -> float:
-    """Share of on-path drafts that match."""
+    """Return the share of on-path drafts that match."""
     match = trace.columns["match"][trace.on_path]
     return float((match[match != UNKNOWN] == MATCH).mean())
 
 
 def fixed_lengths(trace: Trace) -> dict[int, RoundLog]:
-    """The trace at fixed draft lengths 1 to 12, as far as the recording goes."""
+    """Return the trace at fixed draft lengths 1 to 12, as far as the recording goes."""
     most = min(MOST_GAMMA, trace.max_gamma or MOST_GAMMA)
     return _at_lengths(trace, range(1, most + 1))
 
@@ -83,10 +83,10 @@ def tilted(
 ) -> dict[str, Any] | None:  # fmt: skip
     """Per alpha stop, tokens and rounds of every gamma on the tilted recording.
 
-    None where it cannot be tilted: all drafts of it match, or none does, or its off-path tails
+    None if it cannot be tilted: all drafts of it match, or none does, or its off-path tails
     are too short.  Each entry of ``rounds`` holds the fields of `simulator.ratios.RatioSums`;
     each of ``error`` the relative error to expect of a speedup and whether a shift as large
-    was measured, or None where no prompts differ enough to measure one.
+    was measured, or None if no prompts differ enough to measure one.
     """
     recorded = _significant(recorded_alpha(trace))
     wanted = [a for a in stops if 0 < a < 1]

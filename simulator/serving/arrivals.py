@@ -48,7 +48,7 @@ class Arrivals(ABC):
         """Arrival times in seconds, never decreasing."""
 
     def jobs(self, trace: Trace, rng: np.random.Generator, requests: int | None) -> Iterator[Job]:
-        """The first `requests` requests, each bound to a sequence of `trace`."""
+        """Yield the first `requests` requests, each bound to a sequence of `trace`."""
         if not trace.requests:
             raise DraftsimError("the trace holds no request to replay: record one")
         deck = _deck(len(trace.requests), rng)
@@ -61,7 +61,7 @@ class Arrivals(ABC):
 
     @property
     def rate(self) -> float | None:
-        """Requests offered per second; None where the engine's own pace decides."""
+        """Requests offered per second; None if the engine's own pace decides."""
         return None
 
     @property
@@ -176,7 +176,7 @@ class ArrivalFile(Arrivals):
             raise DraftsimError(f"nearest is {self.nearest}, expected at least 1 sequence")
 
     def scaled(self, factor: float) -> ArrivalFile:
-        """The same file sped up by a further `factor`; it is not read again."""
+        """Return the same file sped up by a further `factor`; it is not read again."""
         return replace(self, scale=self.scale * factor, requests=self.read)
 
     @cached_property
@@ -190,12 +190,12 @@ class ArrivalFile(Arrivals):
         return self.read.arrival_s, self.read.prompt, self.read.output
 
     def times(self, rng: np.random.Generator) -> Iterator[float]:
-        """The file's times, scaled."""
+        """Yield the file's times, scaled."""
         del rng
         yield from (self.rows[0] / self.scale).tolist()
 
     def jobs(self, trace: Trace, rng: np.random.Generator, requests: int | None) -> Iterator[Job]:
-        """The file's requests, each bound to a recorded sequence of about its length."""
+        """Yield the file's requests, each bound to a recorded sequence of about its length."""
         if not trace.requests:
             raise DraftsimError("the trace holds no request to replay: record one")
         _, prompts, outputs = self.rows
@@ -232,7 +232,7 @@ class ArrivalTimes(Arrivals):
     file: ArrivalFile
 
     def times(self, rng: np.random.Generator) -> Iterator[float]:
-        """The file's times, scaled."""
+        """Return the file's times, scaled."""
         return self.file.times(rng)
 
     @property

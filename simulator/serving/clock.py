@@ -17,10 +17,10 @@ class Clock(simpy.Environment):
     """
 
     def skip(self, seconds: float) -> bool:
-        """Let `seconds` pass if the next event is later than that; else False.
+        """Advance the clock by `seconds` if no event is due before; return False otherwise.
 
-        For a process that nobody else shares its last event with: time moves on while it
-        runs.
+        Only a process that does not share its current event may call this: time moves on while
+        it runs.
         """
         then = self._now + seconds
         if self._queue and self._queue[0][0] <= then:

@@ -143,7 +143,7 @@ class Engine(Replica):
         return False
 
     def sleep(self) -> simpy.Event:
-        """An event for the next request to arrive."""
+        """Return an event for the next request to arrive."""
         self._wakeup = self.env.event()
         return self._wakeup
 

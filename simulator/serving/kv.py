@@ -36,7 +36,7 @@ class BlockPool:
         self.block_size = block_size
         self.used = 0
         self._held: dict[Hashable, int] = {}
-        # (whose they were, how many) in the order in which they are taken; empty where no free
+        # (whose they were, how many) in the order in which they are taken; empty if no free
         # block is anybody's.
         self._free: list[tuple[Hashable | None, int]] = []
 

@@ -168,7 +168,7 @@ class Overlapped(Replica):
         return [row for r in (self._target, self._draft, *self._prefill) for row in r.coverage]
 
     def block(self, slot: Slot, ahead: int, limit: int) -> list[Any]:
-        """The tokens the policy drafts next, `ahead` tokens after the output so far.
+        """Return the tokens the policy drafts next, `ahead` tokens after the output so far.
 
         Raises
         ------
@@ -186,11 +186,11 @@ class Overlapped(Replica):
         return draft
 
     def passes_s(self, context: int, count: int) -> float:
-        """Seconds of `count` draft passes after `context` tokens."""
+        """Return seconds of `count` draft passes after `context` tokens."""
         return self._draft.run(1, context, count)
 
     def verify_s(self, tokens: int, context: int) -> float:
-        """Seconds of a target pass over `tokens` tokens."""
+        """Return seconds of a target pass over `tokens` tokens."""
         return self._target(1, max(tokens, 1), max(context - 1, 0))
 
     def emit(self, slot: Slot, outcome: Round, draft: list[Any], wasted: int) -> None:

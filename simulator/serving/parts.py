@@ -58,7 +58,7 @@ class Bench:
         )  # fmt: skip
 
     def parts(self, scenario: int, policy: str, drawn: bool = False) -> list[Part]:
-        """The parts of every replication of a scenario under a policy, in order.
+        """Return the parts of every replication of a scenario under a policy, in order.
 
         They depend on the scenario alone, never on who runs them.
         """
@@ -70,7 +70,7 @@ class Bench:
         ]  # fmt: skip
 
     def key(self) -> str | None:
-        """A digest of everything that the results depend on; None where that cannot be taken."""
+        """A digest of everything that the results depend on; None if that cannot be taken."""
         import joblib
 
         content: list[Any] = [

@@ -138,7 +138,7 @@ class Replays:
 def replays_of(
     trace: Trace, policy: DraftPolicy, rule: VerifyRule | None, lookahead: int
 ) -> Replays:
-    """The replays of `trace` under `policy`, shared by all runs of equal policies."""
+    """Return the replays of `trace` under `policy`, shared by all runs of equal policies."""
     made = Replays(trace, policy, rule, lookahead)
     try:
         key = pickle.dumps((policy, rule)), lookahead

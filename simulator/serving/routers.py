@@ -58,7 +58,7 @@ class RandomSplit(Router):
     reads_load: ClassVar[bool] = False
 
     def choose(self, index: int, replicas: Sequence[Loaded], rng: np.random.Generator) -> int:
-        """A draw."""
+        """Return a draw."""
         del index
         return int(rng.integers(len(replicas)))
 
@@ -70,7 +70,7 @@ class RoundRobin(Router):
     reads_load: ClassVar[bool] = False
 
     def choose(self, index: int, replicas: Sequence[Loaded], rng: np.random.Generator) -> int:
-        """The next in turn."""
+        """Return the next in turn."""
         del rng
         return index % len(replicas)
 
@@ -80,7 +80,7 @@ class LeastRequests(Router):
     """The replica with the fewest requests that wait or run; of several such, any."""
 
     def choose(self, index: int, replicas: Sequence[Loaded], rng: np.random.Generator) -> int:
-        """The shortest queue, as it is when the request arrives."""
+        """Return the shortest queue, as it is when the request arrives."""
         del index
         return _any_least([replica.requests for replica in replicas], rng)
 
@@ -93,7 +93,7 @@ class LeastTokens(Router):
     """
 
     def choose(self, index: int, replicas: Sequence[Loaded], rng: np.random.Generator) -> int:
-        """The fewest tokens, as they are when the request arrives."""
+        """Return the fewest tokens, as they are when the request arrives."""
         del index
         return _any_least([replica.tokens for replica in replicas], rng)
 
@@ -106,14 +106,14 @@ ROUTERS: Mapping[str, type[Router]] = {
 
 
 def parse_router(name: str) -> Router:
-    """The router of this name; raises DraftsimError for another one than `ROUTERS` holds."""
+    """Return the router of this name; raises DraftsimError for another one than `ROUTERS` holds."""
     if name not in ROUTERS:
         raise DraftsimError(f"router is {name!r}, expected one of {', '.join(ROUTERS)}")
     return ROUTERS[name]()
 
 
 def describe_router(router: Router) -> str:
-    """The name of a router, or of the class of one's own."""
+    """Return the name of a router, or of the class of one's own."""
     names = (name for name, kind in ROUTERS.items() if type(router) is kind)
     return next(names, type(router).__name__)
 

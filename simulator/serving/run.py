@@ -117,7 +117,7 @@ def _shares(
     marked: Sequence[int],
     rng: np.random.Generator,
 ) -> tuple[dict[int, list[Job]], dict[int, float]]:
-    """The requests of each of `replicas`, and when the `marked` ones arrive anywhere."""
+    """Return the requests of each of `replicas`, and when the `marked` ones arrive anywhere."""
     shares: dict[int, list[Job]] = {replica: [] for replica in replicas}
     marks: dict[int, float] = {}
     choose, unseen = scenario.router.choose, [Idle()] * scenario.replicas

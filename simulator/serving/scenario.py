@@ -103,7 +103,7 @@ class Scenario:
 
     @property
     def router_name(self) -> str | None:
-        """The router's name; None where there is nothing to choose."""
+        """The router's name; None if there is nothing to choose."""
         return describe_router(self.router) if self.replicas > 1 else None
 
     @property

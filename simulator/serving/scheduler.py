@@ -122,7 +122,7 @@ class Scheduler(ABC):
 
     @abstractmethod
     def next(self, more_to_come: bool) -> Iteration:
-        """The next iteration; empty if nobody can run before another request arrives."""
+        """Return the next iteration; empty if nobody can run before another request arrives."""
 
     def arrive(self, slot: Slot, busy: bool) -> None:
         """Queue `slot`; `busy` if it arrives while an iteration runs."""
@@ -130,7 +130,7 @@ class Scheduler(ABC):
         self._unseen += busy and self.limits.async_scheduling
 
     def finish(self, slot: Slot) -> None:
-        """`slot` has left: free its blocks, or with `async_scheduling` after the next plan."""
+        """Free the blocks of a finished `slot`; with `async_scheduling` after the next plan."""
         self.running.remove(slot)
         if self.limits.async_scheduling:
             self._left.append(slot)
@@ -236,7 +236,7 @@ class Continuous(Scheduler):
             budget -= tokens
 
     def _found(self, slot: Slot) -> int:
-        """Tokens that a pre-empted request need not process again; one is always left."""
+        """Return tokens that a pre-empted request need not process again; one is always left."""
         if not slot.preemptions or not self.pool.keeps:
             return 0
         size = self.limits.block_size
@@ -257,12 +257,12 @@ class StaticBatches(Scheduler):
     """One batch at a time: filled from the queue when the last one has ended.
 
     A batch starts when it is full, or with what waits once no more requests will come.
-    Its prompts are processed together; requests that finish leave the passes, but nobody
-    takes their place.
+    Its prompts are processed together.  Requests that finish leave the passes, and their places
+    stay empty.
     """
 
     def next(self, more_to_come: bool) -> Iteration:
-        """Every running request, or a new batch's prompts."""
+        """Return every running request, or a new batch's prompts."""
         if not self.running:
             size = self.limits.max_batch
             if not self.waiting or (more_to_come and len(self.waiting) < size):

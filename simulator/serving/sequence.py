@@ -96,7 +96,7 @@ class ServedSequence(ReplayDecoder):
         return min(self.length, self._seam) - self.position
 
     def judge(self, draft: Sequence[Any]) -> int:
-        """How many of `draft` verification accepts, without moving on.
+        """Return how many of `draft` verification accepts, without moving on.
 
         Under a lossy rule the request goes on along the recording, as in
         `traces.replay.ruled.RuleReplayDecoder`.

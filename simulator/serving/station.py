@@ -258,7 +258,7 @@ class Station:
         return fidelity_of(trace)
 
     def _assumed(self) -> str:
-        """Return the unmeasured assumptions that the seconds of a run's batches rest on."""
+        """Return the assumptions, not measured, in the prices of a run's batches."""
         one_stream = self.scenario.mode in OVERLAPPED
         return self.latency.said_batch_free(
             1 if one_stream else self.scenario.limits.max_batch or 1

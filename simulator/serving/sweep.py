@@ -96,7 +96,7 @@ def sweep(
     has them.  `say` is told of damaged rows in the file.
 
     A row's ``speedup`` and ``latency_ratio`` compare it with no speculation in the same scenario
-    (`compared_with`); both are NaN where no policy before it, nor itself, decodes plainly.
+    (`compared_with`); both are NaN if no policy before it, nor itself, decodes plainly.
 
     Raises
     ------
@@ -146,7 +146,7 @@ def _gathered(
     executor: Executor | None,
     advance: Callable[[int], None],
 ) -> Iterator[list[Run]]:
-    """The runs of each group, a run a replication, in the order of the groups."""
+    """Yield the runs of each group, a run a replication, in the order of the groups."""
     parts = [part for group in groups for part in group]
     owner = [i for i, group in enumerate(groups) for _ in group]
     found: list[dict[int, Run]] = [{} for _ in groups]
@@ -173,7 +173,7 @@ def _gathered(
 
 
 def compared_with(plain: Mapping[str, Any] | None, row: Mapping[str, Any]) -> dict[str, float]:
-    """How a row compares with no speculation in the same scenario, `plain`.
+    """Return how a row compares with no speculation in the same scenario, `plain`.
 
     ``speedup`` is the ratio of output tokens per second, above 1 where the policy is faster.  Under
     arrivals that both keep up with it is about 1.  ``latency_ratio`` is the ratio of the mean
@@ -192,7 +192,7 @@ def compared_with(plain: Mapping[str, Any] | None, row: Mapping[str, Any]) -> di
 def break_even_load(
     loads: npt.ArrayLike, policy_s: npt.ArrayLike, baseline_s: npt.ArrayLike
 ) -> float:
-    """The load at which a policy's latency rises above plain decoding's.
+    """Return the load at which a policy's latency rises above plain decoding's.
 
     Linear between the swept loads (ascending); NaN if it is slower from the first load
     on, infinity if it is faster up to the last.

@@ -43,7 +43,7 @@ class Objective:
         return np.asarray(self.tokens.sum(axis=1) / self.seconds.sum(axis=1))
 
     def on(self, prompts: Bools) -> Objective:
-        """The same options on some of the prompts, resampled among themselves."""
+        """Return the same options on some of the prompts, resampled among themselves."""
         weights = self.weights[:, prompts]
         return Objective(self.tokens[:, prompts], self.seconds[:, prompts], weights)
 
@@ -81,7 +81,7 @@ def choose(objective: Objective) -> int:
 
 
 def folds(categories: Sequence[str]) -> Bools:
-    """Every second prompt of each category: True where it belongs to the second half."""
+    """Return every second prompt of each category: True if it belongs to the second half."""
     seen: dict[str, int] = {}
     second: Bools = np.zeros(len(categories), dtype=bool)
     for i, category in enumerate(categories):

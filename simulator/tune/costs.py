@@ -45,7 +45,7 @@ class Grid:
 
 
 def longest_seen(trace: Trace) -> int | None:
-    """The longest draft whose last verdict an imputed log holds; None where nothing is imputed.
+    """The longest draft whose last verdict an imputed log holds; None if nothing is imputed.
 
     What comes after longer drafts was guessed from shorter ones, which is no ground for a
     setting.
@@ -55,7 +55,7 @@ def longest_seen(trace: Trace) -> int | None:
 
 
 def longest_draft(trace: Trace) -> int | None:
-    """The longest draft that the recording can answer for; None if any."""
+    """Return the longest draft that the recording can answer for; None if any."""
     bounds = [b for b in (trace.max_gamma, longest_seen(trace)) if b is not None]
     return min(bounds, default=None)
 
@@ -98,7 +98,7 @@ def default_batches(latency: LatencyTable) -> list[int]:
 
 
 def default_contexts(latency: LatencyTable, longest: int) -> list[int]:
-    """The contexts that the target's passes were measured at.
+    """Return the contexts that the target's passes were measured at.
 
     The outermost are moved inwards, so that a round of `longest` drafts stays between them.
     """
@@ -138,7 +138,7 @@ def price_grid(
 
 
 def _held_at(log: RoundLog, context: int | None) -> RoundLog:
-    """The log with every round at `context` tokens in the target's cache."""
+    """Return the log with every round at `context` tokens in the target's cache."""
     if context is None:
         return log
     rounds = log.rounds.copy()

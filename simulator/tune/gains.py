@@ -62,7 +62,7 @@ class Against(NamedTuple):
     def gain(self) -> tuple[float, float, float]:
         """The setting's rate over that of no speculation, with its 95 % interval.
 
-        NaN where no speculation serves nothing that counts.
+        NaN if no speculation serves nothing that counts.
         """
         return gain_of(ratio(self.own, self.plain), self.told)
 

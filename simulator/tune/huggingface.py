@@ -37,7 +37,7 @@ class Setting(NamedTuple):
         )  # fmt: skip
 
     def document(self) -> dict[str, Any]:
-        """The keys of the draft's generation config."""
+        """Return the keys of the draft's generation config."""
         return dict(zip(HF_KEYS, self, strict=True))
 
     def __str__(self) -> str:

@@ -27,7 +27,7 @@ class LlamaCppSetting(NamedTuple):
     p_min: float = 0.0
 
     def policy(self) -> LlamaCppDraft:
-        """The server's drafting under it."""
+        """Return the server's drafting under it."""
         return LlamaCppDraft(self.tokens, self.fewest, self.p_min)
 
     def document(self) -> dict[str, Any]:
@@ -97,7 +97,7 @@ def tune_llamacpp(
 
 
 def mirrored(log: RoundLog) -> RoundLog:
-    """The rounds with the draft's pass over what was verified, its catching up.
+    """Return the rounds with the draft's pass over what was verified, its catching up.
 
     After every pass of the target the server runs the draft model over the same tokens; drafting
     then begins with a pass over the target's own.  Source of the behaviour: ggml-org/llama.cpp,

@@ -62,9 +62,9 @@ class Outcome(NamedTuple):
         return slo is None or float(self.within.mean()) >= slo.share
 
     def rates(self, reachable: bool) -> Floats:
-        """Tokens per second that count: within the targets, or all where nothing meets them.
+        """Return tokens per second that count: within the targets, or all where nothing meets them.
 
-        `reachable`: whether any setting meets the targets at this load.
+        `reachable`: True if any setting meets the targets at this load.
         """
         return self.counted if reachable else self.total
 
@@ -93,7 +93,7 @@ def served_rates(
     trace: Trace, latency: LatencyTable, policies: Sequence[Policy], scenario: Scenario,
     replications: int = 5,
 ) -> Floats:  # fmt: skip
-    """Tokens per second that count towards the targets, shape (policies, replications).
+    """Return tokens per second that count towards the targets, shape (policies, replications).
 
     All policies meet the same requests at the same times.
     """
@@ -117,12 +117,12 @@ def served_each(
 
 
 def counted_rate(run: Run) -> float:
-    """Tokens per second of the requests that met the scenario's targets."""
+    """Return tokens per second of the requests that met the scenario's targets."""
     return run.throughput * run.tokens_within_targets
 
 
 def share_within(run: Run) -> float:
-    """Share of the requests that met the scenario's targets; 1 if none was measured."""
+    """Return the share of the requests that met the scenario's targets; 1 if none was measured."""
     within = run.within(run.columns(measured=True))
     return float(within.mean()) if len(within) else 1.0
 
@@ -152,7 +152,7 @@ def compare_served(
     metric: str | None = None,
     share: float = 0.0,
 ) -> pd.DataFrame:
-    """A policy, or one for each load, against the best of `rivals`; one row per scenario.
+    """Return a policy, or one for each load, against the best of `rivals`; one row per scenario.
 
     Replications are paired: all policies meet the same requests at the same times.
     ``margin`` is policy minus best rival (the sign turned round for latencies, so that

@@ -63,7 +63,7 @@ class Tuned:
     engine:
         One of `ENGINES`.
     document:
-        What the engine reads; it has passed `check_settings`.  None where no setting is to be
+        What the engine reads; it has passed `check_settings`.  None if no setting is to be
         deployed at any batch searched: no draft model should be loaded.
     policy:
         The same decisions as a policy, for replay and `serve`.
@@ -202,7 +202,7 @@ def about_recording(trace: Trace, latency: LatencyTable) -> list[str]:
 
 
 def origin(latency: LatencyTable, batch: int) -> dict[str, Any]:
-    """Columns of a row that say where its seconds come from."""
+    """Return columns of a row that say where its seconds come from."""
     return {"scaled": "scaled" in latency.meta, "assumed": latency.said_batch_free(batch)}
 
 
@@ -302,7 +302,7 @@ def about_batches(batches: Sequence[int]) -> list[str]:
 
 
 def summed_up(rows: Sequence[Mapping[str, Any]]) -> list[str]:
-    """The warnings of all rows, each said once with the places it holds for."""
+    """Return the warnings of all rows, each said once with the places it holds for."""
     places: dict[str, list[str]] = {}
     for row in rows:
         where = f"batch {row['batch']}"

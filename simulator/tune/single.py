@@ -50,7 +50,7 @@ class SingleSetting(Protocol):
         ...
 
     def policy(self) -> DraftPolicy:
-        """The decisions of the engine under it."""
+        """Return the decisions of the engine under it."""
         ...
 
     def document(self) -> dict[str, Any]:

@@ -108,7 +108,7 @@ def _dealt(bounds: Ints, batch: int, rng: np.random.Generator) -> Ints:
 
 
 def _summed(log: RoundLog, context: Ints, index: Ints) -> tuple[Any, ...]:
-    """Columns of `Steps` of the dealt rounds, from ``emitted`` on."""
+    """Return columns of `Steps` of the dealt rounds, from ``emitted`` on."""
     rounds = log.rounds[index]
     forwards = rounds["draft_forwards"].astype(np.int64)
     drafting, held = forwards > 0, context[index]
@@ -203,7 +203,7 @@ class Samples:
         return np.asarray(np.add.reduceat(costs, self.steps.starts) / self._emitted)
 
     def prompt(self, costs: Floats | Ints) -> Floats:
-        """Cost of each prompt, its rounds at the mean of their steps; shape (prompts,).
+        """Return the cost of each prompt, its rounds at the mean of their steps; shape (prompts,).
 
         A step takes as long for every slot, whichever request drafts longest in it.
         """

@@ -32,7 +32,7 @@ class Surface(NamedTuple):
 
 
 def select(frame: pd.DataFrame, **where: Any) -> pd.DataFrame:
-    """The rows whose columns have these values; NaN selects NaN.
+    """Return the rows whose columns have these values; NaN selects NaN.
 
     Raises
     ------
@@ -54,7 +54,7 @@ def select(frame: pd.DataFrame, **where: Any) -> pd.DataFrame:
 
 
 def surface(rows: pd.DataFrame, x: str, y: str) -> Surface:
-    """Speedup of `rows` over the columns x and y, which must name one row a point.
+    """Return the speedup of `rows` over the columns x and y, which must name one row a point.
 
     Raises
     ------
@@ -79,7 +79,7 @@ def surface(rows: pd.DataFrame, x: str, y: str) -> Surface:
 
 
 def _axis(rows: pd.DataFrame, name: str) -> Floats:
-    """The column, alpha as it was asked for: the one replayed is near it, not on a grid."""
+    """Return the column, alpha as it was asked for: the one replayed is near it, not on a grid."""
     if name == "alpha" and rows["alpha_asked"].notna().all():
         name = "alpha_asked"
     return rows[name].to_numpy(float)
@@ -91,7 +91,7 @@ Scale = Literal["linear", "log", "cost"]
 def crossing(
     x: npt.ArrayLike, speedup: npt.ArrayLike, falling: bool, scale: Scale = "linear"
 ) -> float:
-    """Where a speedup crosses 1 along rising `x`, read between the points.
+    """Return where a speedup crosses 1 along rising `x`, read between the points.
 
     `scale`: the speedup is ``linear`` in x, or in ``log`` x, or its inverse, the cost of a
     token, is linear in x (``cost``), as it is exactly in the cost ratio c.

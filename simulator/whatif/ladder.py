@@ -32,7 +32,7 @@ PARTS = ("useful_draft", "wasted_draft", "verify", "signal", "host")
 
 
 def split_prompts(trace: Trace, seed: int = 0, share: float = 0.5) -> tuple[list[int], list[int]]:
-    """Prompt indices to train on and to hold out, drawn within each category.
+    """Return prompt indices to train on and to hold out, drawn within each category.
 
     Raises
     ------
@@ -135,7 +135,7 @@ def ladder(
 
 
 def best_fixed(trace: Trace, latency: LatencyTable, gammas: Sequence[int] = GAMMAS) -> int:
-    """The draft length of fewest seconds over `trace`, 0 where plain decoding is faster."""
+    """Return the draft length of fewest seconds over `trace`, 0 where plain decoding is faster."""
     kept = [g for g in gammas if g <= (trace.max_gamma or g)]
     logs = dict(zip(kept, replay_many(trace, [("", Fixed(g)) for g in kept]), strict=True))
     if not logs:
@@ -146,7 +146,7 @@ def best_fixed(trace: Trace, latency: LatencyTable, gammas: Sequence[int] = GAMM
 
 
 def paper_policies(trace: Trace) -> dict[str, DraftPolicy]:
-    """Every single-stream policy with its defaults whose signals the trace holds."""
+    """Return every single-stream policy with its defaults whose signals the trace holds."""
     skipped = ("autoregressive", "fixed", "oracle", "rate-optimal")
     chosen = {
         name: parse_policy(name, max_gamma=trace.max_gamma)

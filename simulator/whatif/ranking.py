@@ -53,7 +53,7 @@ LOSSLESS = ("exact", "rejection-sampling")
 
 
 def winner(rows: Sequence[Mapping[str, Any]]) -> int | None:
-    """Return the index of the fastest row that one could run; None where there is none.
+    """Return the index of the fastest row that one could run; None if there is none.
 
     Every table and page recommends this one.  ``rows`` have the keys ``policy``, ``verify``,
     ``speedup`` and ``fidelity`` (`simulator.summary.SUMMARY_COLUMNS`).  Rules that change the
@@ -68,13 +68,13 @@ def winner(rows: Sequence[Mapping[str, Any]]) -> int | None:
 
 
 def fixed_lengths(trace: Trace, gammas: Sequence[int] = GAMMAS) -> list[RoundLog]:
-    """The trace under each fixed draft length that it can be replayed at, named after it."""
+    """Return the trace under each fixed draft length that it can be replayed at, named after it."""
     kept = [g for g in gammas if g <= (trace.max_gamma or g)]
     return list(replay_many(trace, {f"fixed:gamma={g}": Fixed(g) for g in kept}))
 
 
 def fastest(logs: Sequence[RoundLog], latency: LatencyTable) -> RoundLog:
-    """The log of fewest seconds per emitted token, the first of equals.
+    """Return the log of fewest seconds per emitted token, the first of equals.
 
     Raises
     ------
@@ -93,7 +93,7 @@ def cross_fitted_rule(
     trace: Trace, latency: LatencyTable, *, gamma_max: int | None = None, seed: int = 0,
     name: str = "rate-optimal",
 ) -> RoundLog:  # fmt: skip
-    """The trace under the rate-optimal rule, every prompt under one fitted to other prompts.
+    """Return the trace under the rate-optimal rule, every prompt under one fitted to other prompts.
 
     Each half of the prompts (`simulator.whatif.ladder.split_prompts`) is replayed under the
     rule that `simulator.whatif.rate.fit_rate_optimal` finds on the other half.  Where the
@@ -214,7 +214,7 @@ def rank(
 def fitted_log(
     trace: Trace, latency: LatencyTable, name: str = "rate-optimal", gamma_max: int | None = None
 ) -> RoundLog | None:
-    """Return the log of `cross_fitted_rule`; None where the rule cannot be fitted."""
+    """Return the log of `cross_fitted_rule`; None if the rule cannot be fitted."""
     try:
         return cross_fitted_rule(trace, latency, gamma_max=gamma_max, name=name)
     except DraftsimError:

@@ -40,7 +40,7 @@ Floats = npt.NDArray[np.float64]
 
 
 def judged_rows(trace: Trace) -> Ints:
-    """Rows of drafted tokens that verification reached in some round, ascending.
+    """Return rows of drafted tokens that verification reached in some round, ascending.
 
     Where every start has drafts of its own these are its own, up to the first wrong one.
     """
@@ -64,7 +64,7 @@ def ends_draft(trace: Trace, judged: Ints) -> npt.NDArray[np.bool_]:
 
 
 def first_acceptance(trace: Trace) -> float:
-    """Share of matches right after a mismatch's position or at a request's begin."""
+    """Return the share of matches right after a mismatch's position or at a request's begin."""
     match = trace.columns["match"][trace.on_path] == MATCH
     fresh = np.zeros(len(match), dtype=bool)
     fresh[trace.request_starts[:-1]] = True
@@ -114,7 +114,7 @@ class LatencyCost(TableCost):
         self._widths = np.arange(1.0, longest + 2)
 
     def __call__(self, batch: int, draft_length: int, verify_tokens: int, context: float) -> float:
-        """Seconds of `draft_length` batched draft steps and one verification."""
+        """Return seconds of `draft_length` batched draft steps and one verification."""
         known = _seconds.setdefault(self.latency, {})
         key = self.signals, batch, draft_length, verify_tokens, context
         seconds = known.get(key)
@@ -337,7 +337,7 @@ def _best_rate(
 def _achieved(
     trace: Trace, latency: LatencyTable, policies: Sequence[DraftPolicy], batch: int
 ) -> list[float]:
-    """Tokens per second and sequence under each policy."""
+    """Return tokens per second and sequence under each policy."""
     named = [("", in_batch(policy, batch)) for policy in policies]
     return [tokens_per_second(log, latency, batch) for log in replay_many(trace, named)]
 
@@ -383,7 +383,7 @@ class InBatch(DraftPolicy):
 
 
 def tokens_per_second(log: RoundLog, latency: LatencyTable, batch: int = 1) -> float:
-    """Tokens per second and sequence of a log's decoding."""
+    """Return tokens per second and sequence of a log's decoding."""
     return (
         float(log.rounds["emitted"].sum(dtype=np.int64)) / price(log, latency, batch=batch).total_s
     )

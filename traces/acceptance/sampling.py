@@ -77,7 +77,7 @@ class Sampling:
 
     @property
     def meta(self) -> dict[str, float]:
-        """The fields of a file's provenance; ``top_p`` only where something is cut."""
+        """Return the fields of a file's provenance; ``top_p`` only if it cuts tokens."""
         cut = {"top_p": self.top_p} if self.top_p < 1 else {}
         return {"temperature": self.temperature, **cut}
 

@@ -76,7 +76,7 @@ SIGNAL_COLUMNS: dict[str, tuple[str, ...]] = {
 
 
 def signal_columns(signal: str, sampling: Sampling) -> tuple[str, ...]:
-    """The columns that `signal` is computed from in a recording drawn under `sampling`."""
+    """Return the columns that `signal` is computed from in a recording drawn under `sampling`."""
     same = (signal == "top_prob" and sampling.greedy) or (signal == "raw_prob" and sampling.plain)
     return SIGNAL_COLUMNS["prob" if same else signal]
 
@@ -98,6 +98,6 @@ class Request:
     ended: Literal["eos", "length"]
     """Why the output ends: the target's end-of-sequence token, or the limit."""
     prompt_ids: tuple[int, ...] | None = None
-    """Token ids of the prompt, which lookups search; None where they were not recorded."""
+    """Token ids of the prompt, which lookups search; None if they were not recorded."""
     wall_s: float | None = None
     """Measured seconds of plain decoding, where the recording has them."""

@@ -30,13 +30,13 @@ class Runs(NamedTuple):
     lengths: Ints
     """Matches in a row."""
     rejected: npt.NDArray[np.bool_]
-    """True where a recorded mismatch ended the run, False where it was censored."""
+    """True if a recorded mismatch ended the run, False if it was censored."""
     ends: Ints
     """Index into `Trace.on_path` of the position after the run (perhaps the next request's)."""
 
 
 def runs(trace: Trace) -> Runs:
-    """Every run of the trace, in order; an unrecorded match ends one as censored."""
+    """Return every run of the trace, in order; an unrecorded match ends one as censored."""
     match = trace.columns["match"][trace.on_path]
     bounds = trace.request_starts
     begins = np.zeros(len(match), dtype=bool)
@@ -121,7 +121,7 @@ def survival(
 def impute_matches(
     trace: Trace, seed: int, method: Literal["hazard", "rejected"] = "hazard"
 ) -> Trace:
-    """The trace with every unrecorded match on the path filled in; see `Trace.impute`."""
+    """Return the trace with every unrecorded match on the path filled in; see `Trace.impute`."""
     match = np.array(trace.columns["match"])
     _, _, ends = runs(trace)
     on_path = match[trace.on_path]
@@ -148,7 +148,7 @@ def impute_matches(
 
 
 def _pooled(estimate: Survival) -> Floats:
-    """Hazards by run so far, the thinly observed long runs sharing one."""
+    """Return the hazard after each run length; long runs with few observations share one."""
     thin = np.flatnonzero(estimate.at_risk < _FEWEST_AT_RISK)
     if not thin.size:
         return estimate.hazard

@@ -110,7 +110,7 @@ def synthetic_trace(
     eos_fraction: float = 0.0,
     prompt_length: int = 64,
 ) -> Trace:
-    """A trace whose matches follow `process`.
+    """Return a trace whose matches follow `process`.
 
     Parameters
     ----------
@@ -207,7 +207,7 @@ def trace_by_position(
     meta: Mapping[str, Any] | None = None,
     seed: int = 0,
 ) -> Trace:
-    """A trace whose rounds accept by draft position as a server's counters say.
+    """Return a trace whose rounds accept by draft position as a server's counters say.
 
     Every start of a round has a draft of its own, whose accepted tokens are drawn independently:
     counters do not tell which rounds follow each other.  Fixed lengths therefore have the

@@ -74,7 +74,7 @@ class Rows(Generic[T]):
         self._values: list[tuple[str, Sequence[Any]]] = []
 
     def make(self, row: int) -> T:
-        """The object of a row, from now on kept."""
+        """Return the object of a row, from now on kept."""
         if not self._values:
             self._values = [(name, self._column(name)) for name in self._names]
         made = self._kind.__new__(self._kind)
@@ -84,7 +84,7 @@ class Rows(Generic[T]):
         return made
 
     def rows(self, start: int, count: int) -> list[T]:
-        """The objects of `count` rows from `start`: a draft walks over consecutive rows."""
+        """Return the objects of `count` rows from `start`: a draft walks over consecutive rows."""
         return [self.known[row] or self.make(row) for row in range(start, start + count)]
 
 
@@ -166,7 +166,7 @@ _tapes: WeakKeyDictionary[Trace, Tape] = WeakKeyDictionary()
 
 
 def tape_of(trace: Trace) -> Tape:
-    """The tape of a trace, laid out once."""
+    """Return the tape of a trace, laid out once."""
     # Derived data cached for an immutable trace: every policy replays the same tape.
     if (tape := _tapes.get(trace)) is None:
         tape = _tapes[trace] = Tape(trace)

@@ -157,13 +157,13 @@ class Trace:
 
     @cached_property
     def run_lengths(self) -> Array:
-        """Matches in a row starting at each on-path position, within its request.
+        """Number of consecutive matches from each on-path position, within its request.
 
         Under lossless verification a draft of n tokens started at s has
         ``min(n, run_lengths[s])`` accepted.  A position whose match was not recorded
         ends a run.
 
-        A drafter on the target's features drafts otherwise from every start, so its accepted
+        A drafter on the target's features drafts differently from every start, so its accepted
         drafts are no runs of matches: where the trace holds ``accepted``, these are they.
         """
         index = np.arange(len(self.on_path))

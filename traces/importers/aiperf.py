@@ -81,7 +81,7 @@ def _trace(records: Records, meta: dict[str, Any]) -> Trace:
 
 
 def _prompt(at: str, row: Mapping[str, Any]) -> dict[str, Any]:
-    """Tokens of the prompt, as far as AIPerf measured them."""
+    """Return tokens of the prompt, as far as AIPerf measured them."""
     metrics = row.get("metrics")
     if metrics is not None and not isinstance(metrics, dict):
         raise FileError(f"{at}: metrics is {shown(metrics)}, expected an object")

@@ -36,7 +36,7 @@ class Sample(NamedTuple):
 
 
 def read_samples(file: Path, prefix: str) -> list[Sample]:
-    """The samples of `file` whose names begin with `prefix`."""
+    """Return the samples of `file` whose names begin with `prefix`."""
     found = []
     for number, line in enumerate(read_text(file).splitlines(), 1):
         if line.startswith(prefix) and (parts := _SAMPLE.match(line)) is not None:
@@ -79,7 +79,7 @@ def read_counts(
 
 
 def by_position(counts: Counts, name: str, file: Path) -> list[int]:
-    """A counter's values at draft positions 0, 1, ...; empty where it is not there."""
+    """Return a counter's values at draft positions 0, 1, ...; empty if it is not there."""
     positions = sorted(p for n, p in counts if n == name)
     if positions != list(range(len(positions))):
         raise FileError(f"{file}: positions {positions} are not 0, 1, 2, ...")
@@ -110,7 +110,7 @@ _ACCEPTED = "accepted_tokens_per_pos"
 
 
 def read_drafts(files: Sequence[Path], server: str) -> Totals:
-    """Totals of a server whose counters are called ``SERVER:spec_decode_num_…``.
+    """Return the totals of a server whose counters are called ``SERVER:spec_decode_num_…``.
 
     ``spec_decode_num_drafts``, ``…_num_draft_tokens``, ``…_num_accepted_tokens`` and
     ``…_num_accepted_tokens_per_pos`` with the label ``position``, each with the suffix ``_total``.
@@ -140,7 +140,7 @@ _SGLANG_COUNTERS = ("spec_verify_calls", "generation_tokens", "num_requests")
 
 
 def read_sglang(files: Sequence[Path]) -> Totals:
-    """Totals from counters where they are, else means from gauges.
+    """Return the totals from counters where they are, else means from gauges.
 
     ``sglang:spec_verify_calls_total``, ``generation_tokens_total`` and ``num_requests_total`` grow
     as requests finish: a verification emits its accepted tokens and one more, a prompt its first
@@ -194,7 +194,7 @@ def _means(file: Path, steps: int | None, tree: bool, meta: Mapping[str, object]
 
 
 def _lengths(files: Sequence[Path]) -> tuple[int | None, bool]:
-    """Steps in force, None where they are not told or changed; whether a tree was verified."""
+    """Steps in force, None if they are not told or changed; whether a tree was verified."""
     told = {(_gauge(f, "spec_num_steps"), _gauge(f, "spec_num_draft_tokens")) for f in files}
     tree = any(steps and drafts and drafts > steps + 1 for steps, drafts in told)
     ((steps, _), *changed) = told
@@ -202,7 +202,7 @@ def _lengths(files: Sequence[Path]) -> tuple[int | None, bool]:
 
 
 def _gauge(file: Path, name: str) -> float | None:
-    """A gauge's value: ranks repeat it, and draft engines that decode nothing hold 0."""
+    """Return a gauge's value: ranks repeat it, and draft engines that decode nothing hold 0."""
     found = []
     for where, full, _, text in read_samples(file, SGLANG):
         if full != SGLANG + name:

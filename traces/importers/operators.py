@@ -204,11 +204,11 @@ class Read(NamedTuple):
     shared: int
 
     def column(self, name: str) -> Floats:
-        """Its numbers."""
+        """Return its numbers."""
         return numbers(self.file, self.frame, name)
 
     def rows(self, **columns: Any) -> pd.DataFrame:
-        """Rows of this device and model."""
+        """Return rows of this device and model."""
         shared = columns.pop("tensor_parallel", self.shared)
         return rows_of(
             device=self.device.name, model=self.model.name, tensor_parallel=shared,

@@ -29,7 +29,7 @@ AUTO = "auto"
 
 
 def find_importer(name: str, files: Sequence[Path]) -> Importer:
-    """The importer called `name`, or with ``auto`` the one that knows the first file.
+    """Return the importer called `name`, or with ``auto`` the one that knows the first file.
 
     Raises
     ------
@@ -48,7 +48,7 @@ def find_importer(name: str, files: Sequence[Path]) -> Importer:
 
 
 def looks_like(file: Path) -> list[str]:
-    """Names of the formats that a file's beginning looks like."""
+    """Return the names of the formats that a file's beginning looks like."""
     text = read_text(file)[:100_000]
     return [name for name, importer in IMPORTERS.items() if importer.sniff(text)]
 

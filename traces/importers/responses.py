@@ -93,7 +93,7 @@ def _accepted(at: str, info: Mapping[str, Any]) -> int:
 
 
 def _histogram(at: str, info: Mapping[str, Any]) -> list[int]:
-    """Rounds by accepted drafts; empty where it is not there."""
+    """Return rounds by accepted drafts; empty if it is not there."""
     told = (info[name] for name in HISTOGRAMS if info.get(name) is not None)
     values: Any = next(told, [])
     wholes(at, "its histogram of accepted drafts", values)
@@ -195,7 +195,7 @@ def _choices(where: str, row: Mapping[str, Any]) -> Iterator[tuple[str, Mapping[
 
 
 def _rows(file: Path) -> Rows:
-    """The rows of a file, of JSON or as Python prints a dictionary (the iteration log)."""
+    """Return the rows of a file, of JSON or as Python prints a dictionary (the iteration log)."""
     text = read_text(file)
     if not text.lstrip().startswith("{'"):
         return read_json_rows(file)
@@ -283,7 +283,7 @@ _COUNTS = {"predicted_n": MOST_TOKENS, "draft_n": MOST_COUNT, "draft_n_accepted"
 
 
 def _fixed(text: str) -> int | None:
-    """The draft length that ``fixed:N`` says; None where nothing is said."""
+    """Return the draft length that ``fixed:N`` says; None if nothing is said."""
     if text == "infer":
         return None
     kind, _, length = text.partition(":")
@@ -296,7 +296,7 @@ def _fixed(text: str) -> int | None:
 
 
 def _seconds(where: str, predicted_ms: Any) -> float:
-    """Seconds of decoding; 0 where they are not told."""
+    """Return seconds of decoding; 0 where they are not told."""
     if predicted_ms is None or predicted_ms == 0:
         return 0.0
     if not is_seconds(predicted_ms):

@@ -61,7 +61,7 @@ def matches(rounds: Sequence[LoggedRound], tokens: int, first: int = 0) -> npt.N
 def logged_trace(
     requests: Sequence[Request], match: Sequence[npt.NDArray[np.int8]], meta: dict[str, Any]
 ) -> Trace:
-    """A trace of matches alone, one array a request."""
+    """Return a trace of matches alone, one array a request."""
     lengths = [len(m) for m in match]
     columns = {
         "request": np.repeat(np.arange(len(requests)), lengths),
@@ -80,14 +80,14 @@ class Rows(NamedTuple):
 
 
 def only_file(name: str, files: Sequence[Path]) -> Path:
-    """The one file of a format that takes one; FileError for several."""
+    """Return the one file of a format that takes one; FileError for several."""
     if len(files) != 1:
         raise FileError(f"{name} takes one file, not {len(files)}: import them one at a time")
     return files[0]
 
 
 def read_json_rows(path: str | os.PathLike[str]) -> Rows:
-    """The objects of a JSON or JSON Lines file.
+    """Return the objects of a JSON or JSON Lines file.
 
     Raises
     ------
@@ -108,7 +108,7 @@ def read_json_rows(path: str | os.PathLike[str]) -> Rows:
 
 
 def _whole(path: str | os.PathLike[str], text: str) -> list[tuple[str, Any]] | None:
-    """The entries of a text that is one JSON document, None if it is not."""
+    """Return the entries of a text that is one JSON document, None if it is not."""
     try:
         document = parse_json(text)
     except JSONError:

@@ -44,7 +44,7 @@ FORMS = "infer, none, at-least:N, fixed:N, hf-heuristic:N or another policy that
 
 
 def reading(text: str) -> Reading:
-    """The reading that `text` describes.
+    """Return the reading that `text` describes.
 
     * ``none``: nothing is known, so the target's own token of every round is unknown: it may
       have replaced a wrong draft or followed a right one.
@@ -138,7 +138,7 @@ class Inference:
         return self.fits[0] if len(self.fits) == 1 else "none"
 
     def said(self) -> str:
-        """The finding in a sentence."""
+        """Return the finding in a sentence."""
         if len(self.fits) == 1:
             also = f", {', '.join(self.also)} to within {ALIKE:.0%} of the rounds" * bool(self.also)
             return (
@@ -203,7 +203,7 @@ def infer(
 
 
 def _apart(mine: Sequence[Sequence[LoggedRound]], theirs: Sequence[Sequence[LoggedRound]]) -> float:
-    """Share of the rounds in which two schedules draft other lengths."""
+    """Return the share of the rounds in which two schedules draft other lengths."""
     pairs = [
         a.drafted != b.drafted
         for one, other in zip(mine, theirs, strict=True)
@@ -213,7 +213,7 @@ def _apart(mine: Sequence[Sequence[LoggedRound]], theirs: Sequence[Sequence[Logg
 
 
 def known_schedules(longest: int) -> Iterator[DraftPolicy]:
-    """Every schedule that is a function of past outcomes alone.
+    """Yield every schedule that is a function of past outcomes alone.
 
     The fixed length `longest`, transformers' heuristic in its versions, from every initial
     length, and the other built-in policies that read no signal, as they come.

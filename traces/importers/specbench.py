@@ -66,7 +66,7 @@ def import_specbench(
     max_new_tokens: int = 1024,
     progress: Progress = lambda *_: None,
 ) -> Trace:
-    """A trace of the matches that a Spec-Bench result file tells of; each turn is a request.
+    """Return a trace of the matches that a Spec-Bench result file tells of; each turn is a request.
 
     Parameters
     ----------
@@ -181,7 +181,7 @@ TREES = (
 
 
 def _check_chain(file: str | os.PathLike[str], log: _Log) -> None:
-    """FileError if the log is of a method that drafts trees."""
+    """Raise FileError if the log is of a method that drafts trees."""
     for model in log.models:
         parts = set(re.split(r"[^a-z0-9]+", model.lower()))
         for tree in TREES:
@@ -194,7 +194,7 @@ def _check_chain(file: str | os.PathLike[str], log: _Log) -> None:
 
 
 def _first(turns: list[_Turn]) -> int:
-    """Where decoding began: 0 if the rounds of every turn emit all its tokens, else 1."""
+    """Return where decoding began: 0 if the rounds of every turn emit all its tokens, else 1."""
     missing = {turn.tokens - sum(turn.lengths) for turn in turns}
     if max(missing) <= 0:
         bad = [t for t in turns if sum(t.lengths) - t.tokens >= t.lengths[-1]]
@@ -274,7 +274,7 @@ def _read(file: str | os.PathLike[str]) -> _Log:
 def _per_token(
     baseline: str | os.PathLike[str], turns: list[_Turn]
 ) -> dict[tuple[str, int], float]:
-    """Seconds per token of plain decoding, by question and turn."""
+    """Return seconds per token of plain decoding, by question and turn."""
     plain = {(t.question, t.turn): t.wall_s / t.tokens for t in _read(baseline).turns}
     for turn in turns:
         if (turn.question, turn.turn) not in plain:

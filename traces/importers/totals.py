@@ -34,10 +34,10 @@ class Totals:
     ----------
     rounds, drafted, accepted:
         Verifications, drafted tokens and accepted ones; none of them counts bonus tokens.
-        ``drafted`` is None where the program does not say.  ``rounds`` is None where it tells
+        ``drafted`` is None if the program does not say.  ``rounds`` is None if it tells
         means of an unknown number of rounds: the others are then per round.
     longest:
-        Tokens of the longest draft; None where the program does not say: nothing then bounds
+        Tokens of the longest draft; None if the program does not say: nothing then bounds
         the curve from below.
     per_position:
         Rounds that accepted at least 1, 2, ... tokens, where this is known (chances where
@@ -176,7 +176,7 @@ class Summary(NamedTuple):
     where: str
     """File and row, for error messages."""
     histogram: Any
-    """Rounds by accepted drafts, a list from 0; None where the server tells sums alone."""
+    """Rounds by accepted drafts, a list from 0; None if the server tells sums alone."""
     rounds: Any
     drafted: Any
     accepted: Any
@@ -185,7 +185,7 @@ class Summary(NamedTuple):
 
 
 def pooled(summaries: Sequence[Summary], meta: dict[str, Any]) -> Totals:
-    """The requests together; a curve if each has its histogram, else an interval of curves.
+    """Return the requests together; a curve if each has its histogram, else an interval of curves.
 
     Raises
     ------

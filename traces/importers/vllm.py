@@ -31,7 +31,7 @@ OTHERS = ("spec_decode_acceptance", "total_accepted_draft_tokens")
 
 
 def import_vllm(files: str | os.PathLike[str] | Sequence[str | os.PathLike[str]]) -> Trace:
-    """A trace of the requests in vLLM response files (JSON or JSON Lines).
+    """Return a trace of the requests in vLLM response files (JSON or JSON Lines).
 
     The metrics may stand at the top of an object or in its ``choices``; of the rest,
     ``id``, ``usage`` (``prompt_tokens``, ``completion_tokens``), ``finish_reason`` and
@@ -132,7 +132,7 @@ def _unfinished(row: Mapping[str, Any]) -> str | None:
 def _found(
     where: str, row: Mapping[str, Any]
 ) -> Iterator[tuple[str, Mapping[str, Any], Mapping[str, Any], Mapping[str, Any]]]:
-    """Every set of step metrics in an object, with the objects around it."""
+    """Yield every set of step metrics in an object, with the objects around it."""
     if (steps := _metrics(row)) is not None:
         choices = row.get("choices")
         single = choices[0] if isinstance(choices, list) and len(choices) == 1 else row
@@ -165,7 +165,7 @@ def _metrics(holder: Mapping[str, Any]) -> Mapping[str, Any] | None:
 def stepped_request(
     at: str, outer: Mapping[str, Any], holder: Mapping[str, Any], steps: Mapping[str, Any]
 ) -> tuple[Request, list[LoggedRound]]:
-    """A request and its rounds, from its ``per_step_drafted`` and ``per_step_accepted``.
+    """Return a request and its rounds, from its ``per_step_drafted`` and ``per_step_accepted``.
 
     Parameters
     ----------
@@ -209,7 +209,7 @@ def _name(at: str, outer: Mapping[str, Any]) -> str:
 
 
 def _usage(at: str, outer: Mapping[str, Any], emitted: int, last: int) -> tuple[int, int]:
-    """Output and prompt tokens."""
+    """Return the output and prompt tokens."""
     usage = outer.get("usage")
     if usage is not None and not isinstance(usage, dict):
         raise FileError(f"{at}: usage is {shown(usage)}, expected an object")

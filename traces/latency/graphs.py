@@ -101,7 +101,7 @@ class CUDAGraphs:
         return cls((*single, *sizes))
 
     def padded(self, tokens: npt.ArrayLike) -> Floats:
-        """Tokens that passes over `tokens` run over."""
+        """Return tokens that passes over `tokens` run over."""
         asked = np.asarray(tokens, dtype=float)
         if not self.sizes:
             return asked
@@ -169,5 +169,5 @@ class CUDAGraphs:
         return LatencyTable(cells, {**latency.meta, **self.meta()})
 
     def meta(self) -> dict[str, Any]:
-        """The fields of a latency table's provenance that say the graphs."""
+        """Return the fields of a latency table's provenance that say the graphs."""
         return {"captured": list(self.sizes), "graph_mode": self.mode}

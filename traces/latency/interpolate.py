@@ -117,12 +117,12 @@ class Grid:
 
     @cached_property
     def widest_together(self) -> float:
-        """The largest width of several sequences; infinite where none was measured."""
+        """The largest width of several sequences; infinite if none was measured."""
         widths = [width for batch, rows in self.lines.items() if batch > 1 for width in rows]
         return max(widths, default=math.inf)
 
     def line(self, batch: float, width: float) -> Line | None:
-        """Return the seconds at every context; None where no batch and width measured surround it.
+        """Return the seconds at every context; None if no batch and width measured surround it.
 
         There the growth of the fit makes them a curve, which `read` alone knows.
         """
@@ -154,7 +154,7 @@ class Grid:
         return Line(*(column.tolist() for column in (cuts, at, slopes, at_cut, after)))
 
     def read(self, b: Floats, n: Floats, c: Floats) -> tuple[Floats, Origins]:
-        """Seconds and their origin at equally long arrays of batch, new tokens, context."""
+        """Return seconds and their origin at equally long arrays of batch, new tokens, context."""
         if (only := self.only_batch) is not None:
             b = np.full(len(b), only)
         if self.flat:
@@ -177,7 +177,7 @@ class Grid:
     def _at_batch(
         self, batch: float, n: Floats, c: Floats
     ) -> tuple[Floats, npt.NDArray[np.bool_], Origins]:
-        """Seconds at a measured batch, whether the width lies outside, and origins."""
+        """Return seconds at a measured batch, whether the width lies outside, and origins."""
         value, origin = np.zeros(len(n)), np.zeros(len(n), dtype=np.int8)
         widths = sorted(self.lines[batch])
         for rows, width, weight in _sides(widths, n):
@@ -256,5 +256,5 @@ def _sides(
 
 
 def _features(b: float | Floats, n: float | Floats, c: Floats) -> Floats:
-    """Cost shapes of a pass: launch, sequences, batched tokens, cache read, attention."""
+    """The cost shapes of a pass: launch, sequences, batched tokens, cache read, attention."""
     return np.stack(np.broadcast_arrays(1.0, b, b * n, b * c, b * n * c), axis=1)

@@ -64,7 +64,7 @@ class LatencyTable:
         cls, target: float, draft: float, verify: float | None = None, *,
         batch_free: bool = True, **others: float,
     ) -> LatencyTable:  # fmt: skip
-        """The textbook model: every pass of a model costs the same (seconds).
+        """Return the textbook model: every pass of a model costs the same (seconds).
 
         ``verify`` is the target's pass over two or more tokens (default: ``target``);
         ``others`` gives further single-cell phases of the target by name (``host_round``).
@@ -101,7 +101,7 @@ class LatencyTable:
         return BATCH_FREE_SAID if batch > 1 and self.meta.get(BATCH_FREE) == ASSUMED else ""
 
     def assumed_batch_free(self, model: str = "target") -> LatencyTable:
-        """The table with passes of one batch size taken to cost the same at every other.
+        """Return the table with passes of one batch size taken to cost the same at every other.
 
         Without, a table that knows one batch size refuses to say what another costs; one that
         knows several, of `model`, is returned as it is.
@@ -155,7 +155,7 @@ class LatencyTable:
         return (model, phase) in self._grids
 
     def grid(self, model: str, phase: str) -> Grid:
-        """The cells of a step, to be read between.
+        """Return the cells of a step, to be read between.
 
         Raises
         ------
@@ -172,7 +172,7 @@ class LatencyTable:
         return grid
 
     def drafter(self, model: str) -> str:
-        """The model whose cells hold the passes of the drafter `model`.
+        """Return the model whose cells hold the passes of the drafter `model`.
 
         A textbook table knows one drafter, whichever it is.  Raises DraftsimError if it has none.
         """
@@ -190,7 +190,7 @@ class LatencyTable:
         return "catch_up" if self.has(model, "catch_up") else "forward"
 
     def scaled(self, factors: Mapping[str, float], note: str) -> LatencyTable:
-        """The table with each model's times multiplied, marked as scaled with `note`."""
+        """Return the table with each model's times multiplied, marked as scaled with `note`."""
         cells = self.cells.copy()
         factor = cells["model"].map(dict(factors)).fillna(1.0).to_numpy(float)
         cells["median_s"] *= factor
@@ -206,7 +206,7 @@ class LatencyTable:
         new_tokens: npt.ArrayLike = 1,
         context: npt.ArrayLike = 0,
     ) -> Estimate:
-        """Seconds of a step; the three sizes broadcast against each other.
+        """Return seconds of a step; the three sizes broadcast against each other.
 
         Raises
         ------
@@ -222,7 +222,7 @@ class LatencyTable:
         return Estimate(seconds.reshape(sizes[0].shape), origin.reshape(sizes[0].shape))
 
     def seconds(self, model: str, phase: str, **sizes: npt.ArrayLike) -> Floats:
-        """The seconds of `estimate` alone, zero for a host phase nobody measured."""
+        """Return the seconds of `estimate` alone, zero for a host phase nobody measured."""
         if phase not in ("prefill", "forward", "layer", "head") and not self.has(model, phase):
             return np.zeros(np.broadcast_shapes(*(np.shape(v) for v in sizes.values())))
         return self.estimate(model, phase, **sizes).seconds

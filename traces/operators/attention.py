@@ -62,7 +62,7 @@ class Heads(NamedTuple):
 
 
 def heads_of(model: Architecture, shared: int) -> Heads:
-    """The heads of one of the GPUs that share a model; key-value heads are never divided."""
+    """Return the heads of one of the GPUs that share a model; key-value heads are never divided."""
     return Heads(model.heads / shared, max(model.kv_heads / shared, 1), model.head_dim)
 
 
@@ -74,7 +74,7 @@ class Plane(NamedTuple):
     seconds: Floats
 
     def at(self, sizes: Floats, contexts: Floats) -> Floats:
-        """Seconds between the timings; beyond the last they go on in proportion."""
+        """Return seconds between the timings; beyond the last they go on in proportion."""
         inside = np.clip(sizes, self.sizes[0], self.sizes[-1])
         near = np.clip(contexts, self.contexts[0], None)
         lines = np.array([_carried(self.contexts, line, near) for line in self.seconds])
@@ -125,7 +125,7 @@ class AttentionOperators:
         return self.device.name in HOPPER
 
     def origin(self, model: Architecture, shared: int) -> str:
-        """How attention of a model is known."""
+        """Return how attention of a model is known."""
         if heads_of(model, shared) in self._timed:
             return MEASURED
         return OWN_LAW if self._timed else LAW
@@ -163,7 +163,7 @@ class AttentionOperators:
         return np.maximum(found, split)
 
     def pass_s(self, heads: Heads, batch: Floats, width: Floats, context: Floats) -> Floats:
-        """Seconds of a layer's attention in a pass over `width` tokens a sequence."""
+        """Return seconds of a layer's attention in a pass over `width` tokens a sequence."""
         split = self.split_s(heads, batch, context + width)
         wide = width > 1
         if not wide.any():
@@ -212,7 +212,7 @@ class AttentionOperators:
 
 
 def timed_planes(table: OperatorTable, device: str) -> dict[str, Timed]:
-    """The timings of a GPU by what they are of: a model, and the GPUs that share it."""
+    """Return the timings of a GPU by what they are of: a model, and the GPUs that share it."""
     rows = table.of(device=device, operator="attention", longest=0)
     found = {}
     for (name, shared), own in rows.groupby(["model", "tensor_parallel"], sort=False):

@@ -44,7 +44,7 @@ class Curve(NamedTuple):
     seconds: Floats
 
     def at(self, tokens: Floats) -> Floats:
-        """Seconds at any number of tokens; beyond the last they grow in proportion."""
+        """Return seconds at any number of tokens; beyond the last they grow in proportion."""
         found = np.interp(tokens, self.tokens, self.seconds)
         beyond = np.maximum(tokens / self.tokens[-1], 1.0)
         return np.asarray(found * beyond)
@@ -88,7 +88,7 @@ class DenseOperators:
     # What a model runs.
 
     def layer(self, model: Architecture, shared: int) -> dict[str, Part]:
-        """The operators of a layer but attention and collectives, with how each is known."""
+        """Return the operators of a layer but attention and collectives, with how each is known."""
         names = ["norm", "qkv", *(["qk_norm"] if model.qk_norm else []), "rope", "o"]
         if model.experts:
             return {name: self.part(name, model, shared) for name in names}
@@ -100,7 +100,7 @@ class DenseOperators:
         return parts
 
     def part(self, operator: str, model: Architecture, shared: int) -> Part:
-        """An operator at a model's sizes."""
+        """Return an operator at a model's sizes."""
         found = self._timed(operator, model, shared)
         if found is not None:
             curve, per_layer, measured = found
@@ -122,7 +122,7 @@ class DenseOperators:
         return Part(Curve(tokens, seconds), per_layer, MOVING)
 
     def layer_s(self, model: Architecture, shared: int, tokens: Floats) -> Floats:
-        """Seconds of a layer's operators but attention and collectives."""
+        """Return seconds of a layer's operators but attention and collectives."""
         total = np.zeros(len(tokens))
         for part in self.layer(model, shared).values():
             assert part.curve is not None
@@ -132,7 +132,7 @@ class DenseOperators:
         return total
 
     def once_s(self, operator: str, model: Architecture, shared: int, rows: Floats) -> Floats:
-        """Seconds of an operator that runs once in a pass."""
+        """Return seconds of an operator that runs once in a pass."""
         part = self.part(operator, model, shared)
         assert part.curve is not None
         return part.curve.at(rows)
@@ -140,7 +140,7 @@ class DenseOperators:
     # Experts.
 
     def experts_s(self, model: Architecture, shared: int, tokens: Floats) -> Floats:
-        """Seconds of an MoE block: routing, and the experts that the tokens reach."""
+        """Return seconds of an MoE block: routing, and the experts that the tokens reach."""
         reached = experts_reached(model, tokens)
         block = self._rows[self._rows["operator"] == "moe"]
         own = block[block["model"].isin(_alike(model))]
@@ -165,14 +165,14 @@ class DenseOperators:
         return self._products.curve(BYTES * model.hidden * model.inner / shared)
 
     def experts_origin(self, model: Architecture) -> str:
-        """How an MoE block is known."""
+        """Return how an MoE block is known."""
         timed = self._rows[self._rows["operator"].isin(["moe", "expert_down"])]
         return MEASURED if timed["model"].isin(_alike(model)).any() else NEAR
 
     # Collectives.
 
     def all_reduce_s(self, size: Floats, gpus: int) -> tuple[Floats, str]:
-        """Seconds of one all-reduce of `size` bytes over `gpus`, and how they are known."""
+        """Return seconds of one all-reduce of `size` bytes over `gpus`, and how they are known."""
         if gpus == 1:
             return np.zeros(len(size)), MEASURED
         own = self._rows[
@@ -247,7 +247,7 @@ class Products:
         self._seconds = np.array([np.median(by_bytes[b], axis=0) for b in self._bytes.tolist()])
 
     def curve(self, size: float) -> Curve:
-        """Seconds by tokens of a product of `size` bytes of weights.
+        """Return seconds by tokens of a product of `size` bytes of weights.
 
         Beyond the most weights timed they grow in proportion; below the fewest, all but a launch
         shrinks in proportion.
@@ -265,7 +265,7 @@ class Products:
 
 
 def _curves(rows: pd.DataFrame) -> dict[tuple[str, str, int], tuple[Curve, int, bool]]:
-    """By operator, model and GPUs: seconds by tokens, times a layer, and whether as timed."""
+    """Return by operator, model and GPUs: seconds by tokens, uses in a layer, and how known."""
     keys = ["operator", "model", "tensor_parallel", "tokens"]
     if rows.duplicated(keys).any():
         together = {"seconds": "median", "per_layer": "first", "measured": "min"}
@@ -285,7 +285,7 @@ def _curves(rows: pd.DataFrame) -> dict[tuple[str, str, int], tuple[Curve, int, 
 
 
 def experts_reached(model: Architecture, tokens: Floats) -> Floats:
-    """Distinct experts that this many tokens reach.
+    """Return distinct experts that this many tokens reach.
 
     With tokens that choose independently, E experts and k a token, ``E (1 - (1 - k / E)^T)`` are
     reached by T tokens; times the model's ``concentration``, never fewer than k.
@@ -296,7 +296,7 @@ def experts_reached(model: Architecture, tokens: Floats) -> Floats:
 
 
 def _alike(model: Architecture) -> list[str]:
-    """Models whose layers have the same sizes, itself first."""
+    """Return models whose layers have the same sizes, itself first."""
     same = [m.name for m in ARCHITECTURES.values() if m.layer_shape == model.layer_shape]
     return sorted(same, key=lambda name: name != model.name)
 
@@ -309,7 +309,7 @@ def _alike_head(model: Architecture) -> list[str]:
 
 
 def _plane(rows: pd.DataFrame, tokens: Floats, experts: Floats) -> Floats:
-    """Seconds of an MoE block between the tokens and experts that were timed."""
+    """Return seconds of an MoE block between the tokens and experts that were timed."""
     lines = []
     counts = np.array(sorted(set(rows["tokens"])), dtype=float)
     for count in counts:

@@ -60,7 +60,7 @@ _ALIASES = {
 
 
 def find_device(name: str) -> Device:
-    """The device called `name`, as in `DEVICES` or as torch names it ("NVIDIA H200").
+    """Return the device called `name`, as in `DEVICES` or as torch names it ("NVIDIA H200").
 
     Raises DraftsimError with the nearest name.
 

@@ -35,7 +35,7 @@ def fused_s(
     operator: str, model: Architecture, device: Device, tokens: Floats, *, shared: int = 1,
     launch_s: float = LAUNCH_S,
 ) -> Floats:  # fmt: skip
-    """Seconds of one fused kernel: its launch, and the bytes that it moves."""
+    """Return seconds of one fused kernel: its launch, and the bytes that it moves."""
     moved = tokens * moved_per_token(operator, model, shared)
     found: Floats = launch_s + moved / (MOVED * device.bandwidth)
     return found

@@ -81,7 +81,7 @@ class Architecture:
         return self.layers * self.layer_weights + (1 if self.tied else 2) * self.head
 
     def meta(self) -> dict[str, object]:
-        """The fields that a latency table's provenance says of a model."""
+        """Return the fields that a latency table's provenance says of a model."""
         return {
             "name": self.hub, "layers": self.layers, "hidden_size": self.hidden,
             "vocab_size": self.vocab, "parameters": self.parameters, "tied": self.tied,
@@ -107,7 +107,7 @@ _ENDINGS = ("-hf", "-instruct", "-chat", "-2507", "-v0.1", "-v1.5", "-v1.3", "-b
 
 
 def find_architecture(name: str) -> Architecture:
-    """The model called `name`, as in `ARCHITECTURES` or as on the Hugging Face hub.
+    """Return the model called `name`, as in `ARCHITECTURES` or as on the Hugging Face hub.
 
     Sizes that differ may follow: ``NAME:field=value,...`` with fields of `Architecture`.
 

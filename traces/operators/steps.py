@@ -39,7 +39,7 @@ class StepFactors(NamedTuple):
     attended: float = 0.0
 
     def of(self, parts: Parts) -> Floats:
-        """Seconds of steps whose operators are `parts`."""
+        """Return seconds of steps whose operators are `parts`."""
         more = self.host_s + self.dense * parts.dense_s + self.attended * parts.attended_s
         return np.asarray(parts.dense_s + parts.attended_s + more)
 
@@ -48,7 +48,7 @@ NOTHING = StepFactors()
 
 
 def steps_of(rows: pd.DataFrame) -> pd.DataFrame:
-    """The whole steps among the rows of an operator table."""
+    """Return the whole steps among the rows of an operator table."""
     return rows[rows["operator"] == "step"]
 
 
@@ -94,7 +94,7 @@ def covered(
 
 
 def fit_steps(composer: Composer, placed: Placed, steps: pd.DataFrame) -> StepFactors:
-    """The factors of a GPU's steps.
+    """Return the factors of a GPU's steps.
 
     Raises
     ------
@@ -114,6 +114,6 @@ def fit_steps(composer: Composer, placed: Placed, steps: pd.DataFrame) -> StepFa
 
 
 def model_of_steps(steps: pd.DataFrame) -> tuple[str, int]:
-    """The model that whole steps were timed of, and the GPUs that share it."""
+    """Return the model that whole steps were timed of, and the GPUs that share it."""
     name, shared = steps[["model", "tensor_parallel"]].iloc[0]
     return find_architecture(str(name)).name, int(shared)

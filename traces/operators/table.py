@@ -99,7 +99,7 @@ class OperatorTable:
         return sorted((str(m), int(n)) for m, n in pairs.itertuples(index=False))
 
     def of(self, **values: Any) -> pd.DataFrame:
-        """The rows whose columns have these values; a list means any of them."""
+        """Return the rows whose columns have these values; a list means any of them."""
         keep = np.ones(len(self.rows), dtype=bool)
         for name, value in values.items():
             column = self.rows[name]

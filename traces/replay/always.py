@@ -29,7 +29,7 @@ target's."""
 
 
 def drafting_always(latency: LatencyTable, passes: int | None) -> LatencyTable:
-    """The table of an engine that runs `passes` draft passes in every round; None: as it is.
+    """Return the table of an engine that runs `passes` draft passes in every round; None: as it is.
 
     Raises DraftsimError if ``passes < 1``.
     """
@@ -85,7 +85,7 @@ def always_drafted(log: RoundLog, passes: int) -> RoundLog:
 
 
 def _behind(rounds: npt.NDArray[Any], read: npt.NDArray[Any]) -> npt.NDArray[Any]:
-    """Tokens that the drafter has not read as each round begins."""
+    """Return tokens that the drafter has not read as each round begins."""
     behind = rounds["catch_up"].copy()
     same = rounds["request"][1:] == rounds["request"][:-1]
     after = rounds["accepted"] - read + 1

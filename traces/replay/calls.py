@@ -98,7 +98,7 @@ class CallCounter:
 
 
 def pack_calls(sequences: Iterable[Sequence[Sequence[Call]]]) -> npt.NDArray[np.void]:
-    """Rows of `CALL_DTYPE` from the calls of each round of each sequence in turn."""
+    """Return rows of `CALL_DTYPE` from the calls of each round of each sequence in turn."""
     rounds = list(chain.from_iterable(sequences))
     each = list(map(len, rounds))
     # Number by number: an array of tuples is made many times slower.

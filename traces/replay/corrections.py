@@ -61,7 +61,7 @@ def _at_rejections(trace: Trace, log: RoundLog, *columns: str) -> list[npt.NDArr
 def calibrated(
     trace: Trace, policy: DraftPolicy, memory: OnlineCorrectionMemory | None = None
 ) -> OnlineCorrectionMemory:
-    """A memory that has counted every rejection of `policy` over `trace`, in its order.
+    """Return a memory that has counted every rejection of `policy` over `trace`, in its order.
 
     `memory` is counted on and returned; by default a new one without a bound.  Its
     ``sizes`` then show its growth, request by request.
@@ -80,7 +80,7 @@ def calibrated(
 
 
 def split_requests(trace: Trace, share: float) -> tuple[list[int], list[int]]:
-    """Indices of a training part, `share` of the requests, and of the rest.
+    """Return indices of a training part, `share` of the requests, and of the rest.
 
     Both are spread evenly over the categories, and keep the order of the trace.
 

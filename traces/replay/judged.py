@@ -30,7 +30,7 @@ def judged_rounds(
 ) -> Judged | None:
     """The rounds of drafts known by start, (starts + 1,) each, under a run's own lossy `rule`.
 
-    None where one leaves what was recorded: there the loop says what is missing.
+    None if one leaves what was recorded: there the loop says what is missing.
     """
     verdicts = trace.columns["match"]
     if not (verdicts == UNKNOWN).any():
@@ -81,7 +81,7 @@ def _at_once(
 
 
 def _leading(which: Bools, rows: Ints) -> Ints:
-    """How many rows in a row from each of `rows` are of `which`."""
+    """Return how many rows in a row from each of `rows` are of `which`."""
     others = np.append(np.flatnonzero(~which), len(which))
     found: Ints = others[np.searchsorted(others, rows)] - rows
     return found

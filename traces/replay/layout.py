@@ -60,7 +60,7 @@ class Places(ABC):
 
     @abstractmethod
     def read(self, name: str) -> Floats:
-        """A draft signal of every row."""
+        """Return a draft signal of every row."""
 
     def signal(self, name: str) -> Floats:
         if name not in self._signals:
@@ -135,7 +135,7 @@ _layouts: WeakKeyDictionary[Trace, Layout] = WeakKeyDictionary()
 
 
 def layout_of(trace: Trace) -> Layout:
-    """The layout of a trace, made once."""
+    """Return the layout of a trace, made once."""
     if (layout := _layouts.get(trace)) is None:
         layout = _layouts[trace] = Layout(trace)
     return layout

@@ -11,7 +11,7 @@ from traces.errors import DraftsimError, SignalError, missing
 
 
 def token_agreement(outputs: Sequence[Sequence[int]], references: Sequence[Sequence[int]]) -> float:
-    """Share of output tokens equal to the target's own output at the same position.
+    """Return the share of output tokens equal to the target's own output at the same position.
 
     One pair per request, as token ids.  Tokens beyond the end of the shorter output of
     a pair count as different: the denominator is the longer length.
@@ -27,7 +27,7 @@ def token_agreement(outputs: Sequence[Sequence[int]], references: Sequence[Seque
 
 
 def output_log_likelihood(trace: Trace) -> float:
-    """The target's mean log-probability of the recorded output tokens, nats per token.
+    """Return the target's mean log-probability of the recorded output tokens, nats per token.
 
     Under the recording's sampling (T = 1 if greedy).  For the output of a lossy
     rule, pass the recording that was decoded under it; the target's own greedy output

@@ -42,7 +42,7 @@ class RoundLog:
     ``rule`` is the rule as the run left it; both are None where verification is lossless.
 
     ``calls`` is the work of sources other than a draft model, which is not a pass per drafted
-    token: rows of `traces.replay.calls.CALL_DTYPE`; None where it is, as for a draft model.
+    token: rows of `traces.replay.calls.CALL_DTYPE`; None if it is, as for a draft model.
     ``drafter`` is the model of the latency table that these passes are of.
     """
 
@@ -82,7 +82,7 @@ class RoundLog:
         return sums.astype(np.float64)
 
     def to_frame(self) -> pd.DataFrame:
-        """The rounds as a data frame, one row each."""
+        """Return the rounds as a data frame, one row each."""
         return pd.DataFrame({name: self.rounds[name] for name in ROUND_DTYPE.names or ()})
 
     @staticmethod

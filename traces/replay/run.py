@@ -84,7 +84,7 @@ def ruled_log(
     log: RoundLog, rule: VerifyRule, own_rule: VerifyRule | None, mismatched: Sequence[int],
     departed: bool,
 ) -> RoundLog:  # fmt: skip
-    """The log of a run under `rule`; ``own_rule`` is the run's copy, None where it is lossless."""
+    """The log of a run under `rule`; ``own_rule`` is the run's copy, None if it is lossless."""
     log = replace(log, verify=describe_rule(rule))
     if own_rule is not None:
         log = replace(log, mismatched=np.array(mismatched, dtype=np.int32), rule=own_rule)
@@ -94,7 +94,7 @@ def ruled_log(
 def recorded_log(
     trace: Trace, rounds: npt.NDArray[Any], name: str, reads: tuple[str, ...], first: int
 ) -> RoundLog:
-    """A log of `rounds` along the recorded output, verified losslessly."""
+    """Return a log of `rounds` along the recorded output, verified losslessly."""
     return RoundLog(
         rounds, trace.requests, name, source=trace.source, drafter=trace.drafter,
         verify="rejection-sampling" if trace.temperature > 0 else "exact",
@@ -103,7 +103,7 @@ def recorded_log(
 
 
 def own_policy(trace: Trace, policy: P) -> P:
-    """A run's own copy of `policy`, told the vocabulary of the recorded pair.
+    """Return a run's own copy of `policy`, told the vocabulary of the recorded pair.
 
     Raises SignalError where the policy needs one and neither it nor the recording has it.
     """

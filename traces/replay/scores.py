@@ -44,7 +44,7 @@ class ScoreTape:
     def __init__(self, trace: Trace) -> None:
         known = {MATCH: True, UNKNOWN: None}
         self.verdicts = [known.get(m, False) for m in trace.columns["match"].tolist()]
-        """Per row the lossless verdict; None where it was not recorded."""
+        """Per row the lossless verdict; None if it was not recorded."""
         self._columns: dict[str, Sequence[Any]] = {
             n: trace.columns[c].tolist() for n, c in SCORE_COLUMNS.items() if c in trace.columns
         }
@@ -65,7 +65,7 @@ _tapes: WeakKeyDictionary[Trace, ScoreTape] = WeakKeyDictionary()
 
 
 def score_tape(trace: Trace) -> ScoreTape:
-    """The trace's `ScoreTape`, laid out at the first call."""
+    """Return the trace's `ScoreTape`, laid out at the first call."""
     if (tape := _tapes.get(trace)) is None:
         tape = _tapes[trace] = ScoreTape(trace)
     return tape
@@ -94,7 +94,7 @@ def check_rule_columns(trace: Trace, rule: VerifyRule) -> None:
 
 
 def prepared_rule(rule: VerifyRule | None, trace: Trace) -> VerifyRule | None:
-    """The run's own copy of a lossy rule; None where the recorded verdicts decide.
+    """Return the run's own copy of a lossy rule; None if the recorded verdicts decide.
 
     Raises
     ------

@@ -27,7 +27,7 @@ def replay_many(
     first: int | None = None,
     leave_out: Callable[[str, DraftsimError], bool] | None = None,
 ) -> Iterator[RoundLog]:
-    """The logs of `traces.replay.run.replay` for named `policies`, in their order.
+    """Yield the logs of `traces.replay.run.replay` for named `policies`, in their order.
 
     Policies with a plan (`policies.vectorised`) advance together, setting by
     setting and request by request; any other goes through the loop, and so does one that leaves
@@ -66,7 +66,7 @@ def replay_many(
 
 
 class _Kind(NamedTuple):
-    """The properties that plans share which advance together."""
+    """The properties shared by plans that advance together."""
 
     state: type | None
     watches: bool
@@ -74,7 +74,7 @@ class _Kind(NamedTuple):
 
 
 def _together(trace: Trace, policies: Sequence[DraftPolicy], walk: Walk) -> list[Rounds | None]:
-    """The rounds of each policy that has a plan, and stays within what was recorded."""
+    """Return the rounds of each policy that has a plan, and stays within what was recorded."""
     kinds: dict[_Kind, dict[int, VectorisedPlan]] = {}
     for i, policy in enumerate(policies):
         if (plan := _planned(trace, policy)) is None:
@@ -118,7 +118,7 @@ def _judged(
 
 
 def _planned(trace: Trace, policy: DraftPolicy) -> VectorisedPlan | None:
-    """The plan of a policy whose reads were recorded."""
+    """Return the plan of a policy whose reads were recorded."""
     if not set(policy.reads) <= trace.signals:
         return None
     try:

@@ -68,7 +68,7 @@ class Walk:
         self.onward: Ints = later[np.searchsorted(self.entries, ends)]
 
     def steady(self, plans: Sequence[VectorisedPlan]) -> Tried:
-        """The rounds of plans without a state: lengths that stand before the walk begins."""
+        """Return the rounds of plans without a state: lengths that stand before the walk begins."""
         forwards, sent = self._matrix(plans)
         count = len(plans)
         emitted = np.minimum(sent, self.runs) + np.int32(1)
@@ -106,7 +106,7 @@ class Walk:
         return visited
 
     def adaptive(self, plans: Sequence[VectorisedPlan], learns: bool) -> Tried:
-        """The rounds of plans with states of one kind, all of which watch or none.
+        """Return the rounds of plans with states of one kind, all of which watch or none.
 
         ``learns``: whether a state outlives its request.
         """
@@ -153,7 +153,7 @@ class Walk:
         return forwards[0], sent[0]
 
     def rounds(self, tried: Tried) -> list[Rounds | None]:
-        """The rounds of each setting; None where one left what was recorded."""
+        """Return the rounds of each setting; None if one left what was recorded."""
         block = self.width * max(1, CELLS // self.width)
         return [
             rounds
@@ -186,7 +186,7 @@ class Walk:
         self, start: Ints, forwards: Lengths32, sent: Lengths32, accepted: Lengths32,
         positions: Lengths32 | None = None,
     ) -> Rounds:  # fmt: skip
-        """The rounds that began at `start`, in the order of requests and positions.
+        """Return the rounds that began at `start`, in the order of requests and positions.
 
         ``positions``: those that a verification gives true tokens for; None: one more than sent.
         """
@@ -222,7 +222,7 @@ def caught_up(
     begins: Bools, forwards: Lengths32 | Ints, accepted: Lengths32 | Ints, anew: bool,
     first: int = 1,
 ) -> npt.NDArray[np.integer]:  # fmt: skip
-    """Tokens each round's first draft pass catches up on (see `policies.core.speculate`).
+    """Return tokens each round's first draft pass catches up on (see `policies.core.speculate`).
 
     `begins` marks the rounds that are a request's first, and those catch up on `first` tokens.
     """

@@ -57,7 +57,7 @@ def write_exits(recording: ExitRecording, path: PathLike) -> None:
 
 
 def read_exits(path: PathLike) -> ExitRecording:
-    """The early-exit recording at `path`; FileError if it is missing or damaged."""
+    """Return the early-exit recording at `path`; FileError if it is missing or damaged."""
     with _read(path, EXITS) as (header, table):
         layers: Any = header.get("layers")
         check(path, "layers", layers, is_whole(layers, 1, MOST_LAYERS), f"1 to {MOST_LAYERS}")
@@ -100,7 +100,7 @@ def write_starts(recording: StartRecording, path: PathLike) -> None:
 
 
 def read_starts(path: PathLike) -> StartRecording:
-    """The recording of drafts by start at `path`; FileError if it is missing or damaged."""
+    """Return the recording of drafts by start at `path`; FileError if it is missing or damaged."""
     with _read(path, STARTS) as (header, table):
         offsets = header.get("offsets")
         check(path, "offsets", offsets, is_whole(offsets, 1, MOST_DRAFTED), f"1 to {MOST_DRAFTED}")
@@ -131,7 +131,7 @@ def write_trees(recording: TreeRecording, path: PathLike) -> None:
 
 
 def read_trees(path: PathLike) -> TreeRecording:
-    """The recording of draft trees at `path`; FileError if it is missing or damaged."""
+    """Return the recording of draft trees at `path`; FileError if it is missing or damaged."""
     with _read(path, TREES) as (header, table):
         rows, meta = table.num_rows, header["meta"]
         layers: Any = header.get("layers")
@@ -217,7 +217,7 @@ def _sound(setting: Any) -> bool:
 def _check_nodes(
     path: PathLike, nodes: Mapping[str, npt.NDArray[Any]], starts: Sequence[int]
 ) -> None:
-    """FileError where a node of an early-exit recording cannot be, naming its row."""
+    """Raise FileError if a node of an early-exit recording cannot be, naming its row."""
     rows = np.arange(len(nodes["token"]))
     on_path = rows < starts[-1]
     parent, request = nodes["parent"].astype(np.int64), nodes["request"]
@@ -237,7 +237,7 @@ def _check_nodes(
 
 
 def _drawn_lists(recording: ExitRecording | StartRecording) -> dict[str, pa.Array]:
-    """The columns that it has along sampled outputs."""
+    """Return the columns that it has along sampled outputs."""
     drawn = {name: getattr(recording, name) for name in DRAWN}
     return {name: _lists(values) for name, values in drawn.items() if values is not None}
 
@@ -254,7 +254,7 @@ def _lists(values: npt.NDArray[Any]) -> pa.Array:
 
 
 def _column(path: PathLike, table: pa.Table, name: str, dtype: str) -> npt.NDArray[Any]:
-    """A column of numbers of exactly this type, none of them missing."""
+    """Return a column of numbers of exactly this type, none of them missing."""
     if name not in table.column_names:
         raise file_error(path, f"lacks the column {name!r}")
     column, expected = table.column(name), pa.from_numpy_dtype(np.dtype(dtype))

@@ -23,7 +23,7 @@ STAMP = "outputs_sha256"
 
 
 def stamp_of(trace: Trace) -> str:
-    """A digest of the target's outputs and their prompts."""
+    """Return a digest of the target's outputs and their prompts."""
     digest = hashlib.sha256(np.asarray(true_tokens(trace, sampled=True), dtype=np.int64).tobytes())
     for request in trace.requests:
         digest.update(np.asarray(request.prompt_ids or (), dtype=np.int64).tobytes())

@@ -117,7 +117,7 @@ METHODS: Mapping[str, Method] = {
 
 
 def method(name: str) -> Method:
-    """The method called `name`; DraftsimError with the nearest if there is none."""
+    """Return the method called `name`; DraftsimError with the nearest if there is none."""
     if name not in METHODS:
         raise DraftsimError(f"unknown method {name!r}{choice(name, METHODS)}")
     return METHODS[name]

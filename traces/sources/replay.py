@@ -86,7 +86,7 @@ def _at_once(
 ) -> Walked | None:  # fmt: skip
     """The rounds of the requests `chosen` as the loop would make them with decoders of `source`.
 
-    None where the policy has to be asked before every token, where a decoder is of a class of
+    None if the policy has to be asked before every token, where a decoder is of a class of
     the caller's own, and where a draft leaves what was recorded: there the loop says what is
     missing.
     """
@@ -110,7 +110,7 @@ def _asked(
     decoder_of: Callable[[int], SourceReplay], policy: DraftPolicy, plan: VectorisedPlan | None,
     chosen: Sequence[int],
 ) -> Walked:  # fmt: skip
-    """Rounds and calls by the loop: the policy is asked before every token.
+    """Return rounds and calls by the loop: the policy is asked before every token.
 
     It is not where its drafts have one length and the decoder finds them in one step.
     """

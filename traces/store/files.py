@@ -42,7 +42,7 @@ def write_trace(trace: Trace, path: PathLike) -> None:
 
 
 def read_trace(path: PathLike) -> Trace:
-    """The trace in the file at `path`.
+    """Return the trace in the file at `path`.
 
     Raises
     ------
@@ -97,7 +97,7 @@ def write_latency(table: LatencyTable, path: PathLike) -> None:
 
 
 def read_latency(path: PathLike) -> LatencyTable:
-    """The latency table in the file at `path`.
+    """Return the latency table in the file at `path`.
 
     Raises
     ------
@@ -133,7 +133,7 @@ def write_rounds(log: RoundLog, path: PathLike) -> None:
 
 
 def read_rounds(path: PathLike) -> RoundLog:
-    """The round log in the file at `path`.
+    """Return the round log in the file at `path`.
 
     Raises
     ------
@@ -174,7 +174,7 @@ def _check_rounds(
     path: PathLike, rounds: npt.NDArray[Any], requests: Sequence[Request],
     mismatched: npt.NDArray[Any] | None,
 ) -> None:  # fmt: skip
-    """FileError where a round of a log cannot have been, naming its row."""
+    """Raise FileError if a round of a log cannot have been, naming its row."""
     own = {name: rounds[name].astype(np.int64) for name in rounds.dtype.names or ()}
     request = own["request"]
     named = (request >= 0) & (request < len(requests))
@@ -226,7 +226,7 @@ CALL_FIELDS = ("verify", "kind", "new_tokens", "count")
 
 
 def _call_lists(calls: npt.NDArray[np.void], rounds: int) -> dict[str, Any]:
-    """The calls of each round as one list per field of theirs."""
+    """Return the calls of each round as one list per field of theirs."""
     ordered = calls[np.argsort(calls["round"], kind="stable")]
     stops = np.searchsorted(ordered["round"], np.arange(rounds + 1)).astype(np.int32)
     return {
@@ -238,7 +238,7 @@ def _call_lists(calls: npt.NDArray[np.void], rounds: int) -> dict[str, Any]:
 
 
 def _calls(path: PathLike, table: pa.Table) -> npt.NDArray[np.void] | None:
-    """Return what `_call_lists` laid out; None where the rounds are those of a draft model."""
+    """Return what `_call_lists` laid out; None if the rounds are those of a draft model."""
     # `traces.sources` reads its own files through this module.
     from traces.replay.calls import CALL_DTYPE, CALL_KINDS
 
@@ -280,7 +280,7 @@ def _calls(path: PathLike, table: pa.Table) -> npt.NDArray[np.void] | None:
 def _columns(
     path: PathLike, table: pa.Table, dtypes: Mapping[str, str]
 ) -> dict[str, npt.NDArray[Any]]:
-    """The named columns as arrays of exactly these dtypes."""
+    """Return the named columns as arrays of exactly these dtypes."""
     columns = {}
     for name, dtype in dtypes.items():
         if name not in table.column_names:

@@ -32,7 +32,7 @@ def identity(meta: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def model_in(meta: Mapping[str, Any], role: str) -> dict[str, Any]:
-    """Return everything that provenance says of the model in a role; empty where it names none.
+    """Return everything that provenance says of the model in a role; empty if it names none.
 
     Traces and transformers' latency tables describe a model by its fields, tables of an engine by
     its folder's name, tables of the GPU suite by its shape, and those of llama-bench by its title.
@@ -82,7 +82,7 @@ def engine_head(meta: Mapping[str, Any]) -> str | None:
 
 
 def model_label(model: Mapping[str, Any]) -> str:
-    """Return a model's name and size in a few words; empty where neither is known.
+    """Return a model's name and size in a few words; empty if neither is known.
 
     >>> model_label({"path": "smollm2", "parameters": 134515008})
     'smollm2 135M'
@@ -95,7 +95,7 @@ def model_label(model: Mapping[str, Any]) -> str:
 
 
 def check_together(metas: Mapping[str, Mapping[str, Any]]) -> None:
-    """FileError unless the files named belong to one run, as far as they say."""
+    """Raise FileError unless the files named belong to one run, as far as they say."""
     held: dict[str, tuple[str, Any]] = {}
     for file, meta in metas.items():
         for name, value in identity(meta).items():
@@ -109,7 +109,7 @@ def check_together(metas: Mapping[str, Mapping[str, Any]]) -> None:
 
 
 def check_folder(folder: Path, rounds: Sequence[Path] = ()) -> None:
-    """FileError unless trace, latencies and `rounds` of a run folder belong together.
+    """Raise FileError unless trace, latencies and `rounds` of a run folder belong together.
 
     Only provenance is read; damage is reported when the file itself is read.
     """

@@ -97,7 +97,7 @@ def _within(times: pd.DataFrame, name: str, low: float) -> npt.NDArray[np.bool_]
 
 
 def _check_whole(path: str | os.PathLike[str], times: pd.DataFrame) -> None:
-    """FileError unless every arm of a batch ran every request in every repeat, once."""
+    """Raise FileError unless every arm of a batch ran every request in every repeat, once."""
     together = [name for name in ("pair", "mode", "batch", "forced") if name in times]
     runs = times.groupby([*together, "policy", "verify", "repeat", "request"]).size()
     if (runs > 1).any():

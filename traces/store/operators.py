@@ -39,7 +39,7 @@ def write_operators(table: OperatorTable, path: PathLike) -> None:
 
 
 def read_operators(path: PathLike) -> OperatorTable:
-    """The operator table in the file at `path`.
+    """Return the operator table in the file at `path`.
 
     Raises
     ------
@@ -76,12 +76,12 @@ OPERATORS_ALONE = ":operators"
 
 
 def timed_devices() -> dict[str, Path]:
-    """The GPUs whose operators come along, and the files that hold them."""
+    """Return the GPUs whose operators come along, and the files that hold them."""
     return {path.stem: path for path in sorted(DATA.glob("*.parquet"))}
 
 
 def bundled_operators(device: str) -> OperatorTable:
-    """The operators of a GPU that come along.
+    """Return the operators of a GPU that come along.
 
     Raises
     ------
@@ -234,7 +234,7 @@ def at_depths(latency: LatencyTable, layers: int | None) -> LatencyTable:
 
 
 def in_graphs(latency: LatencyTable, graphs: CUDAGraphs | None, largest: int) -> LatencyTable:
-    """The latencies of up to `largest` sequences in an engine with these CUDA graphs.
+    """Return the latencies of up to `largest` sequences in an engine with these CUDA graphs.
 
     None means vLLM's graphs for a composed table, and the measured ones for any other.
     Every batch size has cells of its own in the table returned.

@@ -61,7 +61,7 @@ class Output:
     greedy_solved: bool | None = None
     """The same of the target's own greedy output."""
     passed: bool | None = None
-    """True if its code passes the prompt's tests; None where the prompt has none, or it was not
+    """True if its code passes the prompt's tests; None if the prompt has none, or it was not
     run (`draftsim profile --run-code`)."""
     greedy_passed: bool | None = None
     """The same of the target's own greedy output."""
@@ -120,7 +120,7 @@ class Quality:
 def find_run(
     runs: Sequence[RealRun], policy: DraftPolicy, rule: VerifyRule, trace: Trace
 ) -> RealRun | None:
-    """The run that decoded the requests of `trace` under `policy` and `rule`, or None.
+    """Return the run that decoded the requests of `trace` under `policy` and `rule`, or None.
 
     Names are compared as a person would type them: without defaults, and without a vocabulary
     size that is the recorded pair's own.  A run along sampled outputs is one of that sampling.
@@ -218,7 +218,7 @@ def digest_of(document: Mapping[str, Any]) -> str:
 
 
 def read_run(path: str | os.PathLike[str]) -> RealRun:
-    """The run whose rounds are in the file `path`.
+    """Return the run whose rounds are in the file `path`.
 
     Raises
     ------
@@ -249,7 +249,7 @@ def read_run(path: str | os.PathLike[str]) -> RealRun:
 
 
 def _output(beside: Path, index: int, row: Any) -> Output:
-    """An output as a document holds it; FileError naming the field that is damaged."""
+    """Return an output as a document holds it; FileError naming the field that is damaged."""
     if not isinstance(row, dict) or not _NEEDED <= set(row) <= set(_OUTPUT):
         raise FileError(f"{beside}: output {index} does not have its fields: {REMEDY}")
     for name, value in row.items():
@@ -286,7 +286,7 @@ def _name(run: RealRun) -> str:
 
 
 def file_name(log: RoundLog, sampling: Sampling = GREEDY, part: str = "") -> str:
-    """A name for the log's file: policy, rule, how outputs were drawn, and of which prompts.
+    """Return a name for the log's file: policy, rule, how outputs were drawn, and of which prompts.
 
     >>> from traces.replay.rounds import RoundLog
     >>> import numpy as np

@@ -86,7 +86,7 @@ def _leaves(schema: pa.Schema) -> tuple[list[str], list[str]]:
 
 
 def sealed(content: bytes) -> bytes:
-    """The bytes of a Parquet file with the digest of themselves put in its place.
+    """Return the bytes of a Parquet file with the digest of themselves put in its place.
 
     Raises
     ------
@@ -100,7 +100,7 @@ def sealed(content: bytes) -> bytes:
 
 
 def read_file(path: str | os.PathLike[str], kind: str) -> tuple[dict[str, Any], pa.Table]:
-    """The header and the table of a file of this kind.
+    """Return the header and the table of a file of this kind.
 
     Raises
     ------
@@ -150,7 +150,7 @@ def check_no_recording(path: str | os.PathLike[str], but: str = "") -> None:
 
 
 def file_error(path: str | os.PathLike[str], problem: str, remedy: str = "") -> FileError:
-    """A one-line `FileError` about the content of `path`."""
+    """Return a one-line `FileError` about the content of `path`."""
     return FileError(f"{path}: {problem}: {remedy or 'record it again, or copy it again'}")
 
 
@@ -179,7 +179,7 @@ def _content(path: Path) -> bytes:
 
 
 def _digest_place(content: bytes) -> slice | None:
-    """Where the digest stands in the footer."""
+    """Return where the digest stands in the footer."""
     footer = int.from_bytes(content[-8:-4], "little")
     matches = list(_DIGEST.finditer(content, max(0, len(content) - 8 - footer)))
     return slice(*matches[-1].span(1)) if matches else None
@@ -226,7 +226,7 @@ def _header(path: Path, text: bytes | None, kind: str) -> dict[str, Any]:
 
 
 def _header_of(path: str | os.PathLike[str]) -> dict[str, Any]:
-    """The header of a file, unchecked; empty where it has none."""
+    """Return the header of a file, unchecked; empty if it has none."""
     if not Path(path).is_file():
         return {}
     try:

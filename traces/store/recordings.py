@@ -51,7 +51,7 @@ class Recording:
 
 
 def recordings(folder: Path = BUNDLED) -> list[Recording]:
-    """The bundled recordings, by name."""
+    """Return the bundled recordings, by name."""
     folders = [f for f in sorted(folder.glob("*")) if any(_file(f, kind) for kind in KINDS)]
     return [Recording(f.name, f, _summary(f)) for f in folders]
 
@@ -102,7 +102,7 @@ def models_of(
 
 
 def pair_of(trace: Trace) -> tuple[str | None, str | None]:
-    """Fingerprints of the target's and the draft's weights; None where they are not known."""
+    """Fingerprints of the target's and the draft's weights; None if they are not known."""
     target, draft = (
         value.get("fingerprint") if isinstance(value := trace.meta.get(role), dict) else None
         for role in ("target", "draft")
@@ -111,7 +111,7 @@ def pair_of(trace: Trace) -> tuple[str | None, str | None]:
 
 
 def find_trace(name_or_path: str | os.PathLike[str], folder: Path = BUNDLED) -> Trace:
-    """The trace of a bundled recording, of a run's folder, or in a file.
+    """Return the trace of a bundled recording, of a run's folder, or in a file.
 
     A ``speculation_profile.json`` gives a trace drawn from its acceptance rates.
 
@@ -126,7 +126,7 @@ def find_trace(name_or_path: str | os.PathLike[str], folder: Path = BUNDLED) -> 
 
 
 def find_latency(name_or_path: str | os.PathLike[str], folder: Path = BUNDLED) -> LatencyTable:
-    """The latency table of a recording, of a run's folder, in a file, or given in words.
+    """Return the latency table of a recording, of a run's folder, in a file, or given in words.
 
     Words are ``const:`` (see `parse_latency`) or a GPU and its models, composed from operators:
     ``a100/llama-2-70b@tp4+llama-2-7b`` (see `traces.store.operators.find_composed`).
@@ -149,13 +149,13 @@ def find_latency(name_or_path: str | os.PathLike[str], folder: Path = BUNDLED) -
 
 
 def folder_of(name_or_path: str | os.PathLike[str], folder: Path = BUNDLED) -> Path | None:
-    """The folder of a bundled recording or run; None for a single file."""
+    """Return the folder of a bundled recording or run; None for a single file."""
     path = _find(name_or_path, "trace", folder)
     return path.parent if path.parent != Path(name_or_path).parent else None
 
 
 def parse_latency(text: str) -> LatencyTable:
-    """The table of ``const:target=0.0143,draft=0.00176[,verify=0.0150]``, in seconds.
+    """Return the table of ``const:target=0.0143,draft=0.00176[,verify=0.0150]``, in seconds.
 
     Any single-cell phase of the target may follow by name (``host_round=0.0003``).
 
@@ -232,7 +232,7 @@ def pair_label(
     """Return target and drafter of a recording in a few words, with the engine they ran in.
 
     ``models`` as in `models_of`, ``measured`` the provenance of its latencies, ``drafter`` the
-    source that drafts in the draft model's place.  Empty where no model is known.
+    source that drafts in the draft model's place.  Empty if no model is known.
     """
     target, draft = (model_label(models.get(role, {})) for role in ("target", "draft"))
     size = model_label({"parameters": models.get("draft", {}).get("parameters")})

@@ -45,7 +45,7 @@ class SpeculationProfile:
     marginal:
         Chances that the first 1, 2, ... K drafted tokens are all accepted.
     histogram:
-        Rounds that accepted 0, 1, ... K tokens; empty where they are not known.
+        Rounds that accepted 0, 1, ... K tokens; empty if they are not known.
     method, draft, target:
         Method as vLLM names it, and the checkpoints.
     conditions:
@@ -53,7 +53,7 @@ class SpeculationProfile:
     categories:
         Acceptance length and rounds by category of prompts.
     per_request:
-        Acceptance length as the mean over requests; None where it is not known.
+        Acceptance length as the mean over requests; None if it is not known.
 
     Raises DraftsimError for rates that are no chances, or that rise.
     """
@@ -210,7 +210,7 @@ def write_profile(profile: SpeculationProfile, path: str | os.PathLike[str]) -> 
 
 
 def _histogram(path: str | os.PathLike[str], held: Mapping[str, Any], longest: int) -> list[int]:
-    """Rounds that accepted 0, 1, ... `longest` tokens."""
+    """Return rounds that accepted 0, 1, ... `longest` tokens."""
     found = held.get("acceptance_length_histogram")
     if not found:
         return []

@@ -105,7 +105,7 @@ def json_lines(
 
 
 def _bounded(file: IO[bytes], most: int) -> bytes | None:
-    """The content of a file; None if it holds more than `most` bytes."""
+    """Return the content of a file; None if it holds more than `most` bytes."""
     about = os.fstat(file.fileno())
     if stat.S_ISREG(about.st_mode):
         return file.read() if about.st_size <= most else None

@@ -129,7 +129,7 @@ class AtomicFile:
 
 
 def refused(path: str | os.PathLike[str], error: OSError) -> FileError:
-    """The error that says that the file at `path` cannot be written, why, and what to do."""
+    """Return the error that says that the file at `path` cannot be written, why, and what to do."""
     room = "free some space, or " if error.errno in (errno.ENOSPC, errno.EDQUOT) else ""
     reason = error.strerror or error
     return FileError(f"{path}: cannot be written ({reason}): {room}choose another place for it")

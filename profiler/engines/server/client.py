@@ -36,9 +36,9 @@ class Answer:
 def send_load(
     url: str, jobs: Sequence[Job], prompts: Mapping[int, Sequence[int]], concurrency: int | None
 ) -> list[Answer]:
-    """The answers to `jobs`: sent at their times, or in a closed loop of `concurrency`.
+    """Return the answers to `jobs`: sent at their times, or in a closed loop of `concurrency`.
 
-    Requests are called SEQUENCE/INDEX.  Raises DraftsimError where the server refuses one, or goes.
+    Requests are called SEQUENCE/INDEX.  Raises DraftsimError if the server refuses one, or goes.
     """
     return asyncio.run(_sent(url, jobs, prompts, concurrency))
 

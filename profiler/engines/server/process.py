@@ -39,7 +39,7 @@ HOST = "127.0.0.1"
 
 
 def check_server() -> None:
-    """DraftsimError unless vLLM is here and will load this project's plugin."""
+    """Raise DraftsimError unless vLLM is here and will load this project's plugin."""
     if find_spec("vllm") is None:
         raise DraftsimError("vLLM is not installed here: `make vllm`, then .venv-vllm/bin/draftsim")
     plugins = {p.name for p in entry_points(group="vllm.general_plugins")}
@@ -127,7 +127,7 @@ class Server:
         self._handlers = {}
 
     def check(self) -> None:
-        """DraftsimError if the server has ended by itself."""
+        """Raise DraftsimError if the server has ended by itself."""
         if self._process is not None and (code := self._process.poll()) is not None:
             raise self.failed(f"`vllm serve` ended with code {code}")
 
@@ -173,7 +173,7 @@ class Server:
         raise self.failed(f"`vllm serve` did not answer in {START_S:g} s")
 
     def failed(self, how: str) -> DraftsimError:
-        """An error that says why, as far as the server's log does; its end is printed."""
+        """Return an error that says why, as far as the server's log does; its end is printed."""
         said = self.log.read_text(encoding="utf-8", errors="replace").splitlines()
         for line in said[-TAIL:]:
             print(line, file=sys.stderr)

@@ -52,7 +52,7 @@ class Recorder:
         return outputs
 
     def ran(self, own: Any) -> Any:
-        """A method of the model runner that notes how long it took."""
+        """Return a method of the model runner that notes how long it took."""
 
         def timed(*args: Any, **kwargs: Any) -> Any:
             began_s = time.perf_counter()

@@ -21,7 +21,7 @@ class Passes(NamedTuple):
 
 
 class PassGrid:
-    """Measures the points of a grid, those among `known` cells apart.
+    """Measurement of a grid's points, except those among `known` cells.
 
     Parameters
     ----------

@@ -39,7 +39,7 @@ class _Gap(NamedTuple):
 
 @dataclass
 class Refiner:
-    """Chooses points: ask `next`, measure it, and `tell` the seconds.
+    """A choice of points to measure: ask `next`, measure it, and `tell` the seconds.
 
     Parameters
     ----------

@@ -162,7 +162,7 @@ class DrafterPair:
         return rows
 
     def run(self, checks: Checks, seconds: float) -> dict[str, Any]:
-        """Policies with it on the requests of `checks`, interleaved; real rounds against replay."""
+        """Run policies with it on the requests of `checks`, interleaved, and compare the rounds."""
         drafted = read_trace(self.path)
         count = min(len(drafted.requests), len(checks.trace.requests))
         trace = checks.trace.select(range(count))

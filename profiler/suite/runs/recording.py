@@ -74,7 +74,7 @@ def record_trace(
 
 
 def write_within(trace: Trace, path: Path, limit: int = LARGEST) -> int:
-    """Write as many of the trace's first requests as fit into `limit` bytes; how many did.
+    """Write the first requests that fit into `limit` bytes, and return their number.
 
     Requests come in turn from each category, so that the first ones are of all of them.
     """

@@ -55,7 +55,7 @@ def measured_rows(logs: Path | None = None, named: str = "") -> list[Evidence]:
 
 
 def sources() -> dict[str, str]:
-    """Where the figures are from, by study."""
+    """Return where the figures are from, by study."""
     found = {"RTX 3090 llama.cpp 27B 4-bit": RTX3090_SOURCE}
     found |= {study.name: study.source for study in ENGINE_STUDIES}
     found[MINICPM.name] = MINICPM.source

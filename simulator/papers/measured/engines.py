@@ -43,7 +43,7 @@ def ladder_rows(named: str = "") -> list[Evidence]:
 
 
 def cycle_at(known: Mapping[int, float], length: int) -> float:
-    """A round over a plain step, on the line from a plain step nearest to the known ones."""
+    """Return a round over a plain step, on the line from a plain step nearest to the known ones."""
     slope = sum(n * (k - 1) for n, k in known.items()) / sum(n * n for n in known)
     return 1 + slope * length
 
@@ -97,7 +97,7 @@ FIRST = "the first two positions"
 
 
 def engine_rows() -> list[Evidence]:
-    """Every study's runs from as few of them as say anything."""
+    """Return predictions of every study's runs from the fewest of them that determine it."""
     rows: list[Evidence] = []
     for study in ENGINE_STUDIES:
         for load, runs in study.runs.items():
@@ -109,7 +109,7 @@ def engine_rows() -> list[Evidence]:
 
 
 def _lengths(study: EngineStudy, load: int) -> Iterator[Evidence]:
-    """Each length from each other: its tokens a round are known, and so is a round's time."""
+    """Yield the prediction of each draft length from each other one, given its tokens a round."""
     runs = study.runs[load]
     plain = runs[0].tokens_per_s
     for given, run in runs.items():

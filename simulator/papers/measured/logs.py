@@ -49,7 +49,7 @@ class Turns(NamedTuple):
 
 
 def log_rows(folder: Path, needed: bool = True) -> list[Evidence]:
-    """Rows of the logs found in `folder`, laid out as `EAGLE` and `SPECBENCH` name them.
+    """Return rows of the logs found in `folder`, laid out as `EAGLE` and `SPECBENCH` name them.
 
     Raises
     ------
@@ -134,7 +134,7 @@ def _design(steps: Floats, tokens: Floats) -> Floats:
 
 
 def _fit(turns: Turns, steps: Floats) -> Floats:
-    """Seconds of a turn, of a step, and of a step per token in the cache; none negative."""
+    """Return seconds of a turn, of a step, and of a step per token in the cache; none negative."""
     weight = 1 / turns.seconds[:, None]
     return non_negative(_design(steps, turns.tokens) * weight, np.ones(len(steps)))
 

@@ -43,7 +43,7 @@ EAGLE_PROMPT = 150
 
 
 def operator_rows(named: str = "") -> list[Evidence]:
-    """The rows of studies whose name contains `named`, none of which needs a log."""
+    """Return the rows of studies whose name contains `named`, none of which needs a log."""
     rows: list[Evidence] = []
     if named.lower() in STEPS.lower():
         rows += step_rows()
@@ -59,7 +59,7 @@ def composer_of(device: str) -> Composer:
 
 
 def step_rows() -> Iterator[Evidence]:
-    """Every whole step, from operators, and from some of the steps besides."""
+    """Yield every whole step, from operators, and from some of the steps besides."""
     composer, placed = composer_of("rtx-pro-6000"), Placed(find_architecture("llama-3.1-8b"))
     steps = composer.steps
     tokens = (steps["tokens"] + steps["batch"]).to_numpy()
@@ -105,7 +105,7 @@ def product_rows() -> Iterator[Evidence]:
 
 
 def attention_rows() -> Iterator[Evidence]:
-    """Every other cell of attention from those of every other size and context."""
+    """Yield every other cell of attention from those of every other size and context."""
     for device in timed_devices():
         for name, planes in timed_planes(bundled_operators(device), device).items():
             for kind, plane in zip(("decoding", "prompts"), planes, strict=False):
@@ -114,7 +114,7 @@ def attention_rows() -> Iterator[Evidence]:
 
 
 def law_rows() -> Iterator[Evidence]:
-    """Attention with one token a sequence, by the law fitted to another GPU's timings."""
+    """Yield attention with one token a sequence, by the law fitted to another GPU's timings."""
     timed = {name: composer_of(name).attention for name in timed_devices()}
     timed = {name: of for name, of in timed.items() if timed_planes(bundled_operators(name), name)}
     for device, own in timed.items():

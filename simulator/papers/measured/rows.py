@@ -25,7 +25,7 @@ class Evidence(NamedTuple):
     high: float | None = None
     """The interval predicted, where there is one."""
     sign_right: bool | None = None
-    """True if it is on the right side of plain decoding; None where that says nothing."""
+    """True if it is on the right side of plain decoding; None if that says nothing."""
     rank_right: bool | None = None
     """True if it stands right among the other settings of the study; None likewise."""
 
@@ -74,7 +74,7 @@ class Record(NamedTuple):
 
 
 def record(rows: Sequence[Evidence]) -> Record:
-    """How far off the rows are, and how often interval, sign and rank hold."""
+    """Return how far off the rows are, and how often interval, sign and rank hold."""
     errors = np.array([row.error for row in rows])
     within = [r.low <= r.measured <= r.high for r in rows if r.low is not None and r.high]
     signs = [r.sign_right for r in rows if r.sign_right is not None]
@@ -86,7 +86,7 @@ def record(rows: Sequence[Evidence]) -> Record:
 
 
 def by_study(rows: Sequence[Evidence]) -> Mapping[tuple[str, str], Record]:
-    """The record of every study and kind of given information, in order of appearance."""
+    """Return the record of every study and kind of given information, in order of appearance."""
     groups: dict[tuple[str, str], list[Evidence]] = {}
     for row in rows:
         groups.setdefault((row.study, kind_of(row.given)), []).append(row)
@@ -94,5 +94,5 @@ def by_study(rows: Sequence[Evidence]) -> Mapping[tuple[str, str], Record]:
 
 
 def kind_of(given: str) -> str:
-    """The given information without its own values: what stands before a colon."""
+    """Return the kind of the given information: the text before its colon."""
     return given.partition(":")[0]

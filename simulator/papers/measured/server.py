@@ -48,7 +48,7 @@ class Served(NamedTuple):
 
 
 def server_rows(folder: Path) -> list[Evidence]:
-    """The server's statistics, every request of it, and who runs and waits over time.
+    """Return the server's statistics, every request of it, and who runs and waits over time.
 
     Empty if `folder` does not hold its requests.  Raises DraftsimError if they are damaged.
     """

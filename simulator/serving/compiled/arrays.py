@@ -200,12 +200,12 @@ class Arrays(NamedTuple):
 
 
 def zeros(of: Any, *shape: int) -> Records:
-    """An array of records of this type."""
+    """Return an array of records of this type."""
     return np.zeros(shape, of).view(np.recarray)
 
 
 def prices_of(cost: IterationCost, most: int) -> Prices:
-    """The prices of an engine of up to `most` requests, made once per table."""
+    """Return the prices of an engine of up to `most` requests, made once per table."""
     known = _prices.setdefault(cost.latency, {})
     key = cost.reads, cost.speculates
     found = known.get(key)
@@ -262,7 +262,7 @@ def _priced(cost: IterationCost, most: int) -> Prices:
 
 
 def starts_of(trace: Trace) -> Records:
-    """Every place of `trace` where a round may begin."""
+    """Return every place of `trace` where a round may begin."""
     found = _starts.get(trace)
     if found is None:
         layout = layout_of(trace)
@@ -279,7 +279,7 @@ _starts: WeakKeyDictionary[Trace, Records] = WeakKeyDictionary()
 def requests_of(
     scheduler: Scheduler, trace: Trace, jobs: Sequence[Job], skip: int, replica: int
 ) -> Records:
-    """Requests that have not arrived yet.
+    """Return requests that have not arrived yet.
 
     Statistics leave out those whose number is below `skip`.  `replica` serves them; negative
     where a router has yet to choose.

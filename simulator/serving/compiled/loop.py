@@ -718,7 +718,7 @@ def next_arrival(engine: Arrays) -> None:
 
 @jit
 def bin_of(seconds: float) -> int:
-    """Where `Histogram.add` counts it."""
+    """Return where `Histogram.add` counts it."""
     return min(math.floor(math.log(max(seconds, 1e-9)) / WIDTH) - FINEST, BINS - 1)
 
 
@@ -811,7 +811,7 @@ def decoded(engine: Arrays, r: int) -> None:
 
 @jit
 def all_left(engine: Arrays, r: int) -> bool:
-    """Requests leave, then prompts have been read; False as soon as another one is due."""
+    """Return requests leave, then prompts have been read; False as soon as another one is due."""
     state, seats, clock = engine.replicas[r], engine.seats[r], engine.clock[0]
     while state.cursor < state.leaving + state.reads:
         at = state.cursor

@@ -69,7 +69,7 @@ def drafting_always(work: Work, batch: int, passes: int) -> Work:
 
 
 def work_of(slots: Sequence[Slot], rounds: Sequence[Round]) -> Work:
-    """The work of `rounds`, one per slot; contexts are those from before the rounds."""
+    """Return the work of `rounds`, one per slot; contexts are those from before the rounds."""
     context = drafted_all = longest = drafting = catch_up_all = draft_context = 0
     rejected = unread = False
     for slot, (_, drafted, accepted, _, forwards, catch_up) in zip(slots, rounds, strict=True):
@@ -127,7 +127,7 @@ class Prompts(NamedTuple):
     draft_s: float
     target_s: float
     tokens: int
-    """Zero where the target's prompts have no price."""
+    """Zero if the target's prompts have no price."""
     cached: int
     """Tokens of the same prompts that were processed before."""
 
@@ -136,12 +136,12 @@ NO_PROMPTS = Prompts(0.0, 0.0, 0, 0)
 
 
 class PromptCost:
-    """Prices prompt chunks of `models`.
+    """Prices of prompt chunks of `models`.
 
-    Prompts processed whole are read from the prefill cells: each at its own length, for attention
-    grows with the square, and several together as much less than one by one as prompts alike of
-    their mean length are.  Chunks are read from the forward cells at their mean width and context.
-    A model without prefill cells reads prompts at no cost.
+    A prompt processed whole is priced by the prefill cells at its own length, because attention
+    grows with the square of it.  Several such prompts in a pass get the discount that prompts of
+    their mean length get together.  Chunks are priced by the forward cells at their mean width and
+    context.  A model without prefill cells reads prompts at no cost.
     """
 
     def __init__(
@@ -162,7 +162,7 @@ class PromptCost:
         return [f"{m} prefill" for m in self.models if m not in self._prefill]
 
     def seconds(self, model: str, forward: PassReader | None, chunks: Sequence[Chunk]) -> float:
-        """Seconds of one pass of `model` over `chunks`; ``forward`` reads its passes."""
+        """Return seconds of one pass of `model` over `chunks`; ``forward`` reads its passes."""
         prefill = self._prefill.get(model)
         if prefill is None or forward is None or not chunks:
             return 0.0
@@ -207,7 +207,7 @@ class DraftCost:
     ----------
     later, first, along:
         Readers of a draft's later passes, of its first, and of what a drafter takes that an
-        engine runs along in every iteration; None where there is no such.
+        engine runs along in every iteration; None if there is no such.
     """
 
     def __init__(
@@ -228,7 +228,7 @@ class DraftCost:
         self._settled: dict[int, list[float]] = {}
 
     def running(self) -> tuple[PassReader, PassReader]:
-        """The readers of a draft's later passes and of its first."""
+        """Return the readers of a draft's later passes and of its first."""
         if self.later is None or self.first is None:
             raise DraftsimError("the policy drafted, but the engine was told it never would")
         return self.later, self.first
@@ -241,7 +241,7 @@ class DraftCost:
         return self.along is not None and not work.drafted and self._always < 2
 
     def _idle_s(self, work: Work, batch: int) -> float:
-        """Seconds of an iteration without drafts."""
+        """Return seconds of an iteration without drafts."""
         if self.along is None or not self.idle(work):
             return 0.0
         return self.along(batch, 1.0, work.context / batch - 1.0)
@@ -259,7 +259,7 @@ class DraftCost:
         return first_s + settling_s + read.run(batch, mean, longest - 1)
 
     def by_sequence(self, work: Work, slots: Sequence[Slot], rounds: Sequence[Round]) -> float:
-        """Seconds where it matters which sequence drafts how long: one round per slot."""
+        """Return seconds where it matters which sequence drafts how long: one round per slot."""
         if not work.longest or self.idle(work):
             return self._idle_s(work, len(rounds))
         read, read_first = self.running()
@@ -339,7 +339,7 @@ class MixedPasses:
     def seconds(
         self, decode_s: float, decoded: float, prompt_s: float, tokens: int, cached: int
     ) -> float:
-        """Seconds of a pass over `decoded` tokens and prompts of `tokens`, `cached` before.
+        """Return seconds of a pass over `decoded` tokens and prompts of `tokens`, `cached` before.
 
         By themselves they take `decode_s` and `prompt_s`; together never less than either.
         """
@@ -420,7 +420,7 @@ class IterationCost:
     def __call__(
         self, slots: Sequence[Slot], rounds: Sequence[Round], chunks: Sequence[Chunk]
     ) -> Seconds:
-        """Seconds of an iteration of `rounds` (one per slot) and prompt `chunks`.
+        """Return seconds of an iteration of `rounds` (one per slot) and prompt `chunks`.
 
         Slots must still show their context from before the rounds.
         """
@@ -442,7 +442,7 @@ class IterationCost:
         return Seconds(draft_s, target_s, self._host_seconds(work, batch))
 
     def of_work(self, work: Work, batch: int, prompts: Prompts = NO_PROMPTS) -> Seconds:
-        """Seconds of an iteration over `batch` sequences, all sizes at their means."""
+        """Return seconds of an iteration over `batch` sequences, all sizes at their means."""
         if self.always:
             work = drafting_always(work, batch, self.always)
         draft_s = prompts.draft_s + self._drafts.of_work(work, batch)
@@ -528,7 +528,7 @@ class TableCost:
         self._cost = IterationCost(latency, reads=signals)
 
     def __call__(self, batch: int, draft_length: int, verify_tokens: int, context: float) -> float:
-        """Seconds of `draft_length` batched draft steps and one verification."""
+        """Return seconds of `draft_length` batched draft steps and one verification."""
         known = (context + 1) * batch
         drafting = batch if draft_length else 0
         work = Work(

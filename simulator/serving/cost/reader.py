@@ -104,7 +104,7 @@ class PassReader:
         return plan.base + plan.slope * (context - plan.start)
 
     def run(self, batch: float, context: float, count: int) -> float:
-        """Seconds of `count` passes in a row, a token each, from `context` tokens on."""
+        """Return seconds of `count` passes in a row, a token each, from `context` tokens on."""
         plan = self._plans.get((batch, 1.0))
         last = context + (count - 1)
         if plan is None or not (plan.start < context and last < plan.stop and count > 0):

@@ -15,7 +15,7 @@ TOTALS = {
 
 
 def t_interval(values: Any, confidence: float = 0.95) -> tuple[float, float, float]:
-    """Mean and t interval of independent `values`; NaN bounds for fewer than two."""
+    """Return the mean and t interval of independent `values`; NaN bounds for fewer than two."""
     from scipy.special import stdtrit
 
     values = np.asarray(values, dtype=float)
@@ -29,7 +29,7 @@ def t_interval(values: Any, confidence: float = 0.95) -> tuple[float, float, flo
 
 
 def merged_rows(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Rows of replications in one: numbers averaged, counts summed, flags or-ed.
+    """Return rows of replications in one: numbers averaged, counts summed, flags or-ed.
 
     ``<metric>_lo`` and ``_hi`` bound throughput and the three mean latencies with 95 % t
     intervals where there are two or more; ``over_time`` is that of the first.

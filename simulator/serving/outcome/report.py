@@ -76,7 +76,7 @@ class Run:
         return float(kept["tokens"][self.within(kept)].sum() / total) if total else 1.0
 
     def within(self, requests: Mapping[str, Any] | pd.DataFrame) -> Any:
-        """Which of `requests` met the scenario's targets."""
+        """Return which of `requests` met the scenario's targets."""
         scenario = self.scenario
         return (requests["ttft_s"] <= scenario.ttft_target_s) & ~(
             requests["tpot_s"] > scenario.tpot_target_s

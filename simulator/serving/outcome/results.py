@@ -162,7 +162,7 @@ class ResultsFile:
 
 
 def read_results(path: str | Path) -> Results:
-    """The rows written so far, and whether the run that wrote them came to its end.
+    """Return the rows written so far, and whether the run that wrote them came to its end.
 
     Raises
     ------
@@ -206,7 +206,7 @@ class _Parsed:
 
 
 def _parsed(path: Path) -> _Parsed:
-    """The lines of a file; FileError if it cannot be read."""
+    """Return the lines of a file; FileError if it cannot be read."""
     try:
         content = path.read_bytes()
     except OSError as error:
@@ -231,7 +231,7 @@ def _parsed(path: Path) -> _Parsed:
 
 
 def _line(value: Mapping[str, Any]) -> bytes:
-    """A line of a results file, with its checksum."""
+    """Return a line of a results file, with its checksum."""
     text = json.dumps(plain(value), allow_nan=False).encode()
     return text[:-1] + b', "sha256": "%s"}\n' % _digest(text)
 
@@ -241,7 +241,7 @@ def _row_line(number: int, row: Mapping[str, Any]) -> bytes:
 
 
 def _checked(line: bytes) -> dict[str, Any] | None:
-    """The object on a line, if the line is as `_line` wrote it."""
+    """Return the object on a line, if the line is as `_line` wrote it."""
     match = _SUM.search(line)
     if match is None:
         return None
@@ -285,7 +285,7 @@ def write_table(
 
 
 def restored(row: Mapping[str, Any]) -> dict[str, Any]:
-    """A row as it was before it was written: JSON has no NaN and no infinity."""
+    """Return a row as it was before it was written: JSON has no NaN and no infinity."""
 
     def number(key: str, value: Any) -> Any:
         if isinstance(value, dict):

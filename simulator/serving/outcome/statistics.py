@@ -16,7 +16,7 @@ NOTHING = {"mean": math.nan, **dict.fromkeys(QUANTILES, math.nan)}
 
 
 def summary(values: Floats) -> dict[str, float]:
-    """Mean, p50, p95 and p99 of `values`; NaN where there are none."""
+    """Return the mean, p50, p95 and p99 of `values`; NaN if there are none."""
     if not len(values):
         return dict(NOTHING)
     at = np.quantile(values, list(QUANTILES.values()))
@@ -143,7 +143,7 @@ class Series:
 
     @classmethod
     def joined(cls, parts: Sequence[Series]) -> Series:
-        """The sum of `parts` over the same time, each of as many points."""
+        """Return the sum of `parts` over the same time, each of as many points."""
         whole = cls(parts[0].points)
         for part in parts:
             part._close()
@@ -159,7 +159,7 @@ class Series:
         return whole
 
     def means(self, until_s: float) -> tuple[Floats, Floats]:
-        """Where the intervals up to `until_s` start, and the quantity's mean in each."""
+        """Return where the intervals up to `until_s` start, and the quantity's mean in each."""
         self._close()
         self._fold()
         self._reach(until_s)

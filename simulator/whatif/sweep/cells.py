@@ -60,7 +60,7 @@ def with_regrets(frame: pd.DataFrame) -> pd.DataFrame:
     New columns: ``best_fixed`` and ``best_gamma`` (0: plain decoding), ``oracle``,
     ``regret_fixed`` = 1 - speedup / best_fixed and ``regret_oracle`` likewise, and
     ``adapting``: the oracle's speedup less the best fixed length's, all that adapting the
-    draft length could bring.  NaN where no such policy is among the rows.  The best fixed
+    draft length could bring.  NaN if no such policy is among the rows.  The best fixed
     length is chosen at each point in hindsight.  The oracle drafts for each request by itself:
     in a batch, where every step drafts as often as its longest draft, it is no bound.
     """
@@ -102,7 +102,7 @@ COLUMNS = (
 """Columns of a sweep: one row per policy, alpha, batch and price (c, or latency and context).
 
 ``alpha`` is the share of matches replayed and ``alpha_asked`` the one asked for (NaN: as
-recorded); ``source`` is recorded, tilted or iid.  ``c`` is NaN where a latency table
+recorded); ``source`` is recorded, tilted or iid.  ``c`` is NaN if a latency table
 prices and ``latency`` is ``ratio`` where c does; ``context`` NaN is the recorded one.
 ``gpu`` is the device of the latencies (``any`` under a ratio), ``scaled`` whether they were
 carried over to it from another one, ``scale_error`` the median relative error of the model
@@ -118,9 +118,9 @@ take at the full batch's rate.  ``below_1`` is the share of prompts slower than 
 decoding, in a batch by the steps that each prompt is in.  The six columns from
 ``best_fixed`` on are those of `simulator.whatif.sweep.cells.with_regrets`, from the fixed
 lengths 1 to 12 and the oracle, asked for or not.  ``tilt_error`` is the relative error
-to expect of a speedup from tilting, larger for policies that read signals and NaN where it
+to expect of a speedup from tilting, larger for policies that read signals and NaN if it
 is not known; ``tilt_tried`` says whether it was measured at a shift as large.  ``cache_fits`` is
-False where the batch's KV cache exceeds the memory of a composed table's GPU
+False if the batch's KV cache exceeds the memory of a composed table's GPU
 (`simulator.whatif.sweep.memory`).
 """
 CARRIED = ("carried_lo", "carried_hi")
@@ -185,7 +185,7 @@ class Bench:
     """Policies not asked for, left out where the recording does not reach."""
 
     def run(self, part: Part) -> dict[str, npt.NDArray[Any]]:
-        """The rows of `part` as columns, without those that compare policies or tell the
+        """Return the rows of `part` as columns, without those that compare policies or tell the
         tilt's error.
 
         Raises what `traces.replay.run.replay` and `simulator.pricing.price` raise.
@@ -305,6 +305,6 @@ class Bench:
 
 
 def _at_context(log: RoundLog, context: int) -> RoundLog:
-    """The rounds as if every prompt had `context` tokens."""
+    """Return the rounds as if every prompt had `context` tokens."""
     requests = [replace(r, prompt_length=context, prompt_ids=None) for r in log.requests]
     return replace(log, requests=requests)

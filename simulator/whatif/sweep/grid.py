@@ -26,7 +26,7 @@ def parse_axis(
     text: str, name: str, *, low: float | None = None, high: float | None = None,
     whole: bool = False,
 ) -> tuple[float, ...]:  # fmt: skip
-    """The points that `text` names, in its order and without repetition.
+    """Return the points that `text` names, in its order and without repetition.
 
     ``a:b:N`` is N points evenly from a to b, ``a:b:Nlog`` evenly in the logarithm,
     ``a..b`` or ``a..b..step`` whole numbers, ``a,b,c`` these and ``a`` one.  `whole`
@@ -76,7 +76,7 @@ def _points(part: str, text: str, name: str, whole: bool) -> list[float]:
 
 
 def expand(texts: Sequence[str]) -> list[str]:
-    """Every policy that `texts` name, with each ``{...}`` replaced by its alternatives.
+    """Return every policy that `texts` name, with each ``{...}`` replaced by its alternatives.
 
     ``{1..12}`` counts, ``{1..12..3}`` in steps, ``{0.3,0.5}`` lists.
 
@@ -101,7 +101,7 @@ def expand(texts: Sequence[str]) -> list[str]:
 
 
 def search_space(text: str) -> tuple[str, dict[str, list[str]]]:
-    """A policy without its ``{...}``, and the values that these give its parameters.
+    """Return a policy without its ``{...}``, and the values that these give its parameters.
 
     Raises
     ------

@@ -125,7 +125,7 @@ def write_thresholds(
 
 
 def read_sweep(path: str | Path) -> pd.DataFrame:
-    """The table of a sweep; what it was made from is in ``.attrs["sweep"]``.
+    """Return the table of a sweep; what it was made from is in ``.attrs["sweep"]``.
 
     Raises
     ------
@@ -386,7 +386,7 @@ class Sweep:
         )  # fmt: skip
 
     def _key(self) -> str | None:
-        """A digest of everything a part's rows depend on; None where that cannot be taken."""
+        """A digest of everything a part's rows depend on; None if that cannot be taken."""
         import joblib
 
         bench = self.bench

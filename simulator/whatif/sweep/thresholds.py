@@ -27,7 +27,7 @@ speedup less the best fixed length's) are means over the points of the axis,
 
 
 def thresholds(frame: pd.DataFrame) -> pd.DataFrame:
-    """The break-even of every policy that drafts, along every axis of two values or more.
+    """Return the break-even of every policy that drafts, along every axis of two values or more.
 
     The largest c and batch that pay, the smallest alpha, and of contexts whichever bound
     there is: longer ones may pay less, or pay where shorter ones do not.  Columns

@@ -58,9 +58,9 @@ class TiltError:
     comparisons: int
 
     def at(self, alpha: float, recorded: float) -> float:
-        """Relative error to expect of a speedup at `alpha`, tilted from `recorded`.
+        """Return relative error to expect of a speedup at `alpha`, tilted from `recorded`.
 
-        NaN where nothing or everything matches: no shift leads there.
+        NaN if nothing or everything matches: no shift leads there.
         """
         shift = abs(_logit(alpha) - _logit(recorded))
         return self.per_logit * shift if np.isfinite(shift) else _NAN
@@ -157,7 +157,7 @@ def compare_groups(trace: Trace, *, method: Method = "coupled", seed: int = 0) -
 
 
 def summarize_error(rows: pd.DataFrame) -> TiltError:
-    """The error of `compare_tilt` rows, over their speedups."""
+    """Return the error of `compare_tilt` rows, over their speedups."""
     part = rows[rows["metric"] == "speedup"]
     error, shift = part["error"].to_numpy(float), part["shift"].to_numpy(float)
     return TiltError(
@@ -181,12 +181,12 @@ class TiltErrors(NamedTuple):
     """Error for policies that read signals; unknown where the recording holds none."""
 
     def of(self, reads: bool) -> TiltError:
-        """The one for a policy that does or does not read signals."""
+        """Return the one for a policy that does or does not read signals."""
         return self.signals if reads else self.lengths
 
 
 def tilt_errors(trace: Trace, *, method: Method = "coupled", seed: int = 0) -> TiltErrors:
-    """The errors of tilting `trace`, from its own prompt groups; NaN where they are too alike."""
+    """The errors of tilting `trace`, from its own prompt groups; NaN if they are too alike."""
     try:
         rows = compare_groups(trace, method=method, seed=seed)
     except DraftsimError:

@@ -83,7 +83,7 @@ class Rebuilder:
         self._lender = self._lenders(np.flatnonzero(recorded == MISMATCH))
 
     def __call__(self, match: Bools, meta: Mapping[str, Any], shown: Ints | None = None) -> Trace:
-        """The trace whose on-path matches are `match`, shape (positions,), with more `meta`.
+        """Return the trace whose on-path matches are `match`, shape (positions,), with more `meta`.
 
         ``shown``: per position the one whose recorded signals it shows, by default its own.
         """
@@ -204,7 +204,7 @@ class History(NamedTuple):
     """Exponentially weighted share of matches."""
 
     def after(self, match: Bools) -> History:
-        """The history one position later."""
+        """Return the history one position later."""
         run = np.where(match, np.minimum(self.run + 1, LONGEST_RUN), 0)
         return History(run, DECAY * self.share + (1 - DECAY) * match)
 
@@ -267,7 +267,7 @@ class MatchModel:
         self.share_logit: Floats = weights[split + LONGEST_RUN + 1 :]
 
     def start(self, shape: tuple[int, ...]) -> History:
-        """The history of a request that has emitted nothing."""
+        """Return the history of a request that has emitted nothing."""
         return History(np.zeros(shape, dtype=np.int64), np.full(shape, self.alpha))
 
     def history_logit(self, history: History) -> Floats:
@@ -309,7 +309,7 @@ class _Padded:
         return np.moveaxis(values[..., self.index], -2, 0)
 
     def flat(self, table: npt.NDArray[Any]) -> npt.NDArray[Any]:
-        """A (longest, ..., requests) table as (..., positions)."""
+        """Return a (longest, ..., requests) table as (..., positions)."""
         inner = np.moveaxis(table, 0, -2)[..., self.inside]
         return np.asarray(inner[..., self._order])
 
@@ -341,7 +341,7 @@ def _as_is(values: Floats) -> Floats:
 
 
 def signal_table(trace: Trace) -> Floats:
-    """The numeric signals of every row, rescaled, shape (rows, signals)."""
+    """Return the numeric signals of every row, rescaled, shape (rows, signals)."""
     parts = [_SCALE.get(n, _as_is)(trace.signal(n)) for n in NUMERIC if n in trace.signals]
     return np.column_stack(parts) if parts else np.zeros((len(trace), 0))
 
@@ -395,7 +395,7 @@ class Tilter:
         return self.model.alpha
 
     def shifted(self, shift: float) -> Trace:
-        """The trace with every chance of a match shifted by `shift` on the logit scale."""
+        """Return the trace with every chance of a match shifted by `shift` on the logit scale."""
         if not np.isfinite(shift):
             raise DraftsimError(f"shift is {shift}, expected a finite number")
         match = self._draw(np.array([shift]))[0]
@@ -411,7 +411,7 @@ class Tilter:
         return self.shifted(float(self.shifts([alpha])[0]))
 
     def shifts(self, alphas: Sequence[float]) -> Floats:
-        """The shift that leads to each rate, shape (alphas,); they are searched together."""
+        """Return the shift that leads to each rate, shape (alphas,); they are searched together."""
         wanted = np.asarray(alphas, dtype=np.float64)
         for value in wanted:
             if not 0 < value < 1:
@@ -496,7 +496,7 @@ def tilt_to(trace: Trace, alpha: float, *, method: Method = "coupled", seed: int
 
 
 def iid_like(trace: Trace, alpha: float, seed: int = 0) -> Trace:
-    """The textbook baseline: matches drawn independently with chance `alpha` everywhere.
+    """Return the textbook baseline: matches drawn independently with chance `alpha` everywhere.
 
     The signals stay and tell nothing any more.  It is what formulas with a single alpha
     assume, offered to show what they miss and marked ``iid`` in ``meta["tilt"]``.
@@ -514,7 +514,7 @@ def iid_like(trace: Trace, alpha: float, seed: int = 0) -> Trace:
 
 
 def acceptance(trace: Trace) -> float:
-    """Share of on-path drafts that match."""
+    """Return the share of on-path drafts that match."""
     match: npt.NDArray[Any] = trace.columns["match"][trace.on_path]
     return float((match == 1).mean())
 

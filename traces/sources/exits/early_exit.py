@@ -107,7 +107,7 @@ class EarlyExit(Source):
     def open(
         self, trace: Trace, recordings: Recordings, first: int
     ) -> Callable[[int], SourceReplay]:
-        """Needs an early-exit recording of the same requests."""
+        """Return the decoder of one request, from an early-exit recording of the same requests."""
         if recordings.exits is None:
             options = " ".join(filter(None, ("--exit-layers", trace.sampling.options)))
             raise DraftsimError(

@@ -114,7 +114,7 @@ class Suffix(LookupSource):
     def open(
         self, trace: Trace, recordings: Recordings, first: int
     ) -> Callable[[int], SourceReplay]:
-        """Needs prompt and output tokens; what is drafted at a place is found once a trace."""
+        """Return the decoder of one request; drafts are looked up once per trace."""
         del recordings
         if self._found is None or self._found[0]() is not trace:
             self._found = weakref.ref(trace), _Proposals(self, trace)

@@ -100,7 +100,7 @@ class SuffixTree:
             self.append(token)
 
     def _seen_once(self, place: int, length: int) -> Node:
-        """The node of a string of `length` whose one occurrence goes on at `place`."""
+        """Return the node of a string of `length` whose one occurrence goes on at `place`."""
         node = Node()
         node.count = 1
         if (after := self.after(place, length)) is not None:
@@ -138,7 +138,7 @@ class SuffixTree:
             yield matched, node
 
     def next(self, at: Node | int, length: int) -> int | None:
-        """Return the token most frequent after a string of `length`; None where nothing follows."""
+        """Return the token most frequent after a string of `length`; None if nothing follows."""
         if isinstance(at, int):
             return self.after(at, length)
         return at.order[0] if at.order else None
@@ -170,7 +170,7 @@ def speculate(
     tree: SuffixTree, context: Sequence[int], most: int, factor: float, least: float,
     best: Draft = NOTHING,
 ) -> Draft:  # fmt: skip
-    """The best-scored draft over all lengths of the context's end, the longest among equals.
+    """Return the best-scored draft over all lengths of the context's end, the longest among equals.
 
     A match of n tokens allows ``n factor`` drafted ones; each is the most frequent after those
     before it, as long as the product of their shares is at least `least`.  In float32, as there.
@@ -252,7 +252,7 @@ class SuffixLookup(Lookup):
         self._context = [*self._context, *tokens][-self.depth :]
 
     def propose(self) -> list[Proposal]:
-        """The better-scored draft of both trees, the request's own among equals."""
+        """Return the better-scored draft of both trees, the request's own among equals."""
         context, best = self._context or [], NOTHING
         for tree in (self._own, self._served):
             if tree is not None:

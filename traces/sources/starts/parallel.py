@@ -145,7 +145,7 @@ class ParallelReplay(StartReplay):
         return submitted + 1
 
     def chained(self, log: RoundLog) -> list[Counted]:
-        """One pass in every round that drafts."""
+        """Return one pass for every round that drafts."""
         forwards = log.rounds["draft_forwards"].astype(np.int64)
         read = _read(log, np.flatnonzero(forwards))
         return [Counted.each(False, ONE_PASS, read + self.width - 1, np.minimum(forwards, 1))]
