@@ -22,7 +22,7 @@ PAGE = "report.html"
 
 
 class Size(NamedTuple):
-    """How much a demo decodes and measures; every size makes the same checks."""
+    """The amount that a demo decodes and measures; every size makes the same checks."""
 
     prompts: int
     tokens: int

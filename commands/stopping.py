@@ -18,7 +18,7 @@ TOGETHER_S = 1.0
 
 @dataclass
 class Stop:
-    """How the command was stopped."""
+    """The way in which the command was stopped."""
 
     number: int = signal.SIGINT
 

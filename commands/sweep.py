@@ -53,7 +53,7 @@ AXIS = "a:b:N, a:b:Nlog, a..b or a,b,c"
 
 
 class Tilting(StrEnum):
-    """How an acceptance rate other than the recorded one is made."""
+    """The way to get an acceptance rate other than the recorded one."""
 
     COUPLED = "coupled"
     REDRAW = "redraw"
@@ -297,7 +297,7 @@ def _ladder(
 
 
 def _climbed(rungs: pd.DataFrame) -> str:
-    """How far the best policy gets, in one sentence; rows of `simulator.whatif.ladder.ladder`."""
+    """Return in one sentence how far the best policy gets; rows of `whatif.ladder.ladder`."""
     best = rungs[rungs["rung"] != "oracle"].iloc[-1]
     oracle = rungs[rungs["rung"] == "oracle"].iloc[0]
     if not best["speedup"] > 1 + 1e-12:
@@ -421,7 +421,7 @@ def print_thresholds(rows: pd.DataFrame, out: Path | None) -> None:
 
 
 def say_tilt(study: Sweep) -> None:
-    """How wrong tilting to another acceptance was measured to be."""
+    """Note the measured error of tilting to another acceptance."""
     if study.error is None:
         return
     note("alpha is tilted: approximate")
@@ -441,7 +441,7 @@ def say_tilt(study: Sweep) -> None:
 
 
 def say_untried(study: Sweep, frame: pd.DataFrame) -> None:
-    """Which acceptance rates lie further off than any that tilting was tried at."""
+    """Note the acceptance rates that lie outside the measured range of tilting."""
     tilted = frame[(frame["source"] == "tilted") & ~frame["tilt_tried"]]
     if study.error is None or not study.error.lengths.comparisons or tilted.empty:
         return

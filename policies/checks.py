@@ -68,7 +68,7 @@ class ScriptedDecoder:
         self.remaining, self.position = tokens, 0
 
     def declare(self, reads: Iterable[str]) -> None:
-        """From now on give tokens of which these signals alone can be read."""
+        """Give from now on tokens with these signals only."""
         self._reads = frozenset(reads)
 
     @property

@@ -112,7 +112,7 @@ def parse_policy(text: str, *, max_gamma: int | None = None, **resources: Any) -
 def parse_serving_policy(
     text: str, *, max_gamma: int | None = None, **resources: Any
 ) -> DraftPolicy | BatchPolicy:
-    """As `parse_policy`, with policies for whole batches as they are."""
+    """Return the policy that `text` describes, per request or for a whole batch."""
     name, cls, given = parse_spec(text, "policy", POLICIES)
     known = parameters(cls)
     extra = {k: v for k, v in resources.items() if k in known and k not in given and v is not None}

@@ -139,7 +139,7 @@ class VectorisedState(ABC):
 
 
 class VectorisedPlan(NamedTuple):
-    """How long a policy drafts; every part that is given ends a draft."""
+    """A plan of draft lengths; every part that is given ends a draft."""
 
     cap: int = UNBOUNDED
     """Its length."""
@@ -268,7 +268,7 @@ class EntropyBound:
 
 @dataclass(frozen=True)
 class KnownRun:
-    """As many tokens as will be accepted, and `more`, up to `longest`."""
+    """A draft of the tokens that will be accepted, plus `more`, up to `longest`."""
 
     more: int
     longest: int

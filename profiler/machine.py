@@ -38,7 +38,7 @@ def involuntary_switches() -> int:
 
 
 class Clock(NamedTuple):
-    """Where seconds and switches are read."""
+    """A source of seconds and of counts of context switches."""
 
     wall: Callable[[], float] = time.perf_counter
     cpu: Callable[[], float] = time.thread_time

@@ -15,7 +15,7 @@ from traces.store.text import json_lines, read_text
 
 @dataclass(frozen=True)
 class CodeTask:
-    """How the code that answers a prompt is judged (see `profiler.checks.sandbox`)."""
+    """A task whose answer is code, and how that is judged (see `profiler.checks.sandbox`)."""
 
     entry: str
     """The function or class that the answer defines, or tests."""

@@ -137,7 +137,7 @@ class Study:
 
     @property
     def thresholds(self) -> pd.DataFrame:
-        """Where each policy stops giving a speedup (`simulator.whatif.sweep.thresholds`)."""
+        """Break-even of each policy (`simulator.whatif.sweep.thresholds`)."""
         from simulator.whatif.sweep.thresholds import thresholds
 
         return thresholds(self.table)

@@ -47,7 +47,7 @@ def degenerate(logs: Sequence[RoundLog]) -> list[str]:
 
 
 def _name(log: RoundLog, other: RoundLog) -> str:
-    """As short as tells `log` from `other`."""
+    """Return the shortest name that tells `log` from `other`."""
     if log.policy != other.policy:
         return log.policy
     return log.verify if log.verify != other.verify else log.source

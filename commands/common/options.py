@@ -387,7 +387,7 @@ def blocks_of(text: str | None, table: LatencyTable) -> int | None:
 
 
 def chosen_executor(jobs: int | None, cluster: str | None) -> Executor:
-    """Where the options say that a study runs; raises DraftsimError if they say two things."""
+    """Return the executor that the options name; raises DraftsimError if they say two things."""
     from simulator.executors import Cluster, Local
 
     if cluster is not None:

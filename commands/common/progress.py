@@ -123,7 +123,7 @@ class Bar(Progress):
         self._pulse()
 
     def _pulse(self) -> None:
-        """Without a thread: draw the bar or print a line, where it is time to."""
+        """Draw the bar or print a line if it is time to, without a thread."""
         if not self._alone or (now_s := time.monotonic()) < self._due_s:
             return
         self._due_s = now_s + (REDRAW_S if self._shown else EVERY_S)

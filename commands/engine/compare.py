@@ -229,7 +229,7 @@ def _compared(
 
 
 def slower_by(controls_s: Sequence[float], told: Mapping[str, float]) -> float | None:
-    """How much longer the engine takes by what the control load says, than when it was measured.
+    """Return the engine's slowdown since it was measured, by the control load.
 
     By the power with which it followed the control load there (`profiler.engines.table.follows`);
     None where the table does not know.
@@ -303,6 +303,6 @@ def say_kinds(rows: Sequence[Mapping[str, Any]]) -> None:
 
 
 def say_noise(rows: Sequence[Mapping[str, Any]]) -> None:
-    """How much of the speedups' errors the repeats account for."""
+    """Note how much of the speedups' errors the scatter of repeats explains."""
     if (said := noise_said(rows, rows[0]["policy"])) is not None:
         note(said)

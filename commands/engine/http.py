@@ -212,7 +212,7 @@ def say_shares(rows: Sequence[Mapping[str, Any]]) -> None:
 
 @dataclass(frozen=True)
 class Speed:
-    """How much longer an engine takes than a table of it says.
+    """The seconds of an engine over those that its table predicts.
 
     decoding:
         Of iterations that decode, by the requests that a loop kept.

@@ -62,7 +62,7 @@ def scenario_of(arrivals: Arrivals, engine: Engine, requests: int, seed: int) ->
 def drawn(
     loads: Mapping[str, Arrivals], engine: Engine, trace: Trace, requests: int, seed: int
 ) -> tuple[dict[str, Scenario], dict[str, list[Job]]]:
-    """By load, its scenario and the requests that the simulator draws for it."""
+    """Return for each load its scenario and the requests that the simulator draws."""
     from profiler.engines.loads import Job
 
     scenarios = {

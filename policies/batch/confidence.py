@@ -214,7 +214,7 @@ class ConfidenceScheduled(AdaptiveVerification):
     def _step_s(
         self, batch: int, steps: int, tokens: npt.NDArray[np.int64], context: float
     ) -> npt.NDArray[np.float64]:
-        """As the base; padded to the sizes of graphs, and never falling, as vLLM's tables."""
+        """Return the base's seconds, padded to graph sizes and never falling, as vLLM does."""
         if self.captured is not None:
             sizes = graph_sizes(self.captured)
             # A step beyond the last graph runs as it is.

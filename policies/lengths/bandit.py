@@ -239,7 +239,7 @@ class _VectorisedArms(VectorisedState):
 
     @property
     def _own(self) -> tuple[Ints, Ints]:
-        """Where the arm pulled stands in an array by arm."""
+        """Return the index of the arm that was pulled."""
         return np.arange(len(self.arm)), self.arm
 
 

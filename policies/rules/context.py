@@ -114,7 +114,7 @@ class CSD(TokenRule):
         return bool(rescued)
 
     def accepts_each(self, tokens: Any, scores: Any) -> Bools | None:
-        """As `accepts` of many tokens, where no memory decides."""
+        """Return `accepts` for many tokens at once, if no memory decides."""
         del tokens
         if self.use_memory:
             return None

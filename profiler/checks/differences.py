@@ -92,7 +92,7 @@ def units(top1: npt.ArrayLike, top2: npt.ArrayLike, dtype: torch.dtype) -> npt.N
 
 
 class Divergence(NamedTuple):
-    """Where the output of a request is first another than expected, and how near a tie that was.
+    """The first token of an output that is not the expected one, and how near a tie it was.
 
     The logits are those that the recording holds of the target at this position; None if it
     holds none, or is of another text.
@@ -116,7 +116,7 @@ class Divergence(NamedTuple):
         return None if self.target_units is None else self.target_units <= NEAR
 
     def __str__(self) -> str:
-        """In words."""
+        """Return the difference in words."""
         said = f"{self.request} at position {self.position}"
         if self.target_top1 is None or self.target_top2 is None:
             return said

@@ -22,7 +22,7 @@ class Score(NamedTuple):
     cut: int
 
     def __str__(self) -> str:
-        """In words."""
+        """Return the score in words."""
         cut = f"; {self.cut} were cut at their token limit" if self.cut else ""
         return (
             f"solves {self.solved} of the {self.scored} prompts that have a number for an "

@@ -236,7 +236,7 @@ class EngineDrafts(DraftSource):
     signals: frozenset[str] = frozenset()
 
     def open(self, request: Asked, output: Sequence[int]) -> Drafts:
-        """As many drafts as the request has room for."""
+        """Return as many drafts as the request has room for."""
         return _Counted(request, len(output))
 
 

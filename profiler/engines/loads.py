@@ -55,7 +55,7 @@ class LoadRun:
         return sum(step.seconds for step in self.steps)
 
     def written(self) -> dict[str, Any]:
-        """As JSON holds it; `read` reads that."""
+        """Return the form written as JSON, which `read` reads."""
         return {
             "requests": self.requests.to_dict("list"), "steps": [vars(s) for s in self.steps],
             "rounds": {name: list(own) for name, own in self.rounds.items()},

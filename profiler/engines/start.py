@@ -21,7 +21,7 @@ FIXED: Mapping[str, Any] = {
 
 @dataclass(frozen=True)
 class EngineOptions:
-    """How to start the engine.
+    """Options that the engine is started with.
 
     Models are folders, or names (`profiler.recording.run.model_path`).  ``draft`` and ``eagle`` are
     those of vLLM's own draft methods, whose passes then run

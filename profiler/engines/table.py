@@ -36,7 +36,7 @@ def quiet(samples: Samples) -> dict[Cell, list[Sample]]:
 
 
 def follows(samples: Samples) -> float:
-    """By which power of the control load's time the engine's goes, from 0 to 1.
+    """Return the exponent, 0 to 1, with which the engine's time follows the control load's.
 
     Told from visits to the same decoding cells at other moments: a machine that is slow for memory
     is so for both, one that has less of a processor perhaps for either.  Noise of the control

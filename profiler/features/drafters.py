@@ -114,7 +114,7 @@ class FeatureDrafter(nn.Module, ABC):
         return drafted
 
     def over_target(self, logits: Tensor) -> Tensor:
-        """Its logits (..., draft vocabulary) over the target's; -inf where it lacks a token."""
+        """Return its logits over the target's vocabulary; -inf for tokens that it lacks."""
         return logits
 
     def draft_ids(self, tokens: Tensor) -> Tensor:
@@ -165,7 +165,7 @@ class FeatureDrafter(nn.Module, ABC):
 
     @property
     def device(self) -> torch.device:
-        """Where its weights are."""
+        """Device of the weights."""
         return next(self.parameters()).device
 
     def _initialise(self) -> None:

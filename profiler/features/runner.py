@@ -67,7 +67,7 @@ class DrafterRunner:
     def run_batch(
         self, tokens: Tensor, fused: Tensor, start: int, *, module: int = 0
     ) -> tuple[Tensor, Tensor]:
-        """As `run`, of (batch, entries) tokens and (batch, entries, hidden), each causal."""
+        """Do `run` for (batch, entries) tokens and (batch, entries, hidden) states, each causal."""
         batch, count = tokens.shape
         stop = start + count
         places = torch.arange(start, stop, device=tokens.device).expand(batch, count)

@@ -97,7 +97,7 @@ def plain_part(
 def fused_part(
     query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scale: float
 ) -> tuple[Tensor, Tensor]:
-    """As `plain_part`, by CUDA's memory-efficient kernel, which takes a mask."""
+    """Compute `plain_part` with CUDA's memory-efficient kernel, which takes a mask."""
     out, lse, _, _ = torch.ops.aten._scaled_dot_product_efficient_attention(
         query, key, value, mask, True, scale=scale
     )

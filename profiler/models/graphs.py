@@ -149,7 +149,7 @@ class GraphRunner(Runner):
         mask: Tensor | None = None,
         positions: Tensor | None = None,
     ) -> Tensor:
-        """As `Runner.forward`; the logits returned are the caller's to keep."""
+        """Do `Runner.forward`; the returned logits may be kept."""
         width = tokens.shape[0]
         stop = start + width
         if mask is not None or positions is not None or width > WIDEST or stop > self.cache.slots:
@@ -161,7 +161,7 @@ class GraphRunner(Runner):
     def forward_batch(
         self, tokens: Tensor, positions: Tensor, visible: int, *, first: int = 0, keep: int = 0
     ) -> Tensor:
-        """As `Runner.forward_batch`; the logits returned are the caller's to keep."""
+        """Do `Runner.forward_batch`; the returned logits may be kept."""
         batch, width = tokens.shape
         fits = visible <= self.cache.slots and batch <= self.cache.batch
         if first or width > WIDEST or not fits:

@@ -32,7 +32,7 @@ class Pair:
 
     @property
     def device(self) -> torch.device:
-        """Where both models live."""
+        """Device of both models."""
         device: torch.device = self.target.device
         return device
 

@@ -248,7 +248,7 @@ class Runner:
     def forward_blocks(
         self, tokens: Tensor, start: int, blocks: Sequence[Block], positions: Tensor
     ) -> Tensor:
-        """As `forward`, for branches of a tree that attend in `blocks` covering all tokens."""
+        """Do `forward` for branches of a tree that attend in `blocks` covering all tokens."""
         if not self._attends_in_blocks:
             return self.forward(tokens, start, mask=dense_mask(blocks, start), positions=positions)
         # transformers makes no mask of its own where it is given one of four dimensions.

@@ -514,7 +514,7 @@ class Recorder:
 
 
 def _merge(on_path: dict[str, Tensor], tails: dict[str, Tensor]) -> Columns:
-    """Both kinds of rows in (position, offset) order, as numpy in the trace's dtypes."""
+    """Return both kinds of rows in (position, offset) order, in the trace's dtypes."""
     merged: Columns = {}
     for name, values in on_path.items():
         parts = [values, tails[name].to(values.dtype)] if tails else [values]

@@ -58,7 +58,7 @@ class Account:
         return [*self.limits.values(), *(f"{name}: {why}" for name, why in undone.items())]
 
     def summary(self) -> dict[str, Any]:
-        """For the results of the stage."""
+        """Return the summary that the stage's results hold."""
         return {
             "complete": self.status == COMPLETE, "left_out": self.notes, "late": self.late,
             "failed": self.failed, "stopped": self.stopped,

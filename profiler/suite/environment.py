@@ -37,7 +37,7 @@ class NoTimeError(DraftsimError):
 
 @dataclass
 class Workplace:
-    """Where a stage runs and writes, and until when.
+    """The device, the folder and the deadline of a stage.
 
     ``quick`` shrinks every model and grid so that a CPU runs the stage in seconds.
     """
@@ -117,7 +117,7 @@ class Workplace:
             torch.cuda.empty_cache()
 
     def lacks_memory(self, pair: PairShape) -> str | None:
-        """Why a pair's weights do not fit, and what does; None if they do."""
+        """Return why a pair's weights do not fit and which pair does; None if they fit."""
         needed, free = pair.parameters * self.dtype.itemsize, self.free_bytes()
         if needed <= 0.95 * free:
             return None
@@ -127,7 +127,7 @@ class Workplace:
         )
 
     def advice(self, free: int | None = None) -> str:
-        """Which pair to take where memory is short: the largest that fits in `free` bytes."""
+        """Return the pair to take if memory is short: the largest that fits in `free` bytes."""
         room = 0.8 * (self.free_bytes() if free is None else free) / self.dtype.itemsize
         fitting = [p for p in PAIRS.values() if p.parameters <= room]
         if not fitting:

@@ -108,7 +108,7 @@ class RowWriter:
         self.prefix_features = torch.stack([kept[0] for _, kept in states])
 
     def restart(self, row: int) -> None:
-        """Let `row` begin a new text after the common prefix."""
+        """Begin a new text in `row` after the common prefix."""
         self.lengths[row] = self.prefix_length
 
     @torch.no_grad()
@@ -400,7 +400,7 @@ class Chats:
         )  # fmt: skip
 
     def order(self, indices: Tensor, seed: int, tokens: int) -> Iterator[list[int]]:
-        """These chats in random order without end, in batches of about `tokens` tokens.
+        """Yield these chats in random order without end, in batches of about `tokens` tokens.
 
         A batch's chats are of similar length; padding counts.  What does not fill half a batch
         is left for another round.

@@ -315,7 +315,7 @@ class Distilled(nn.Module):
     def _states(
         self, batch: Batch, index: int, row: Tensor, column: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """Which of the places head `index` can foresee, and what the projection reads there."""
+        """Return the places that head `index` can predict, and the states that it reads there."""
         if isinstance(self.heads, ExitHeads):
             assert batch.features is not None
             parts = batch.features.unflatten(-1, (-1, self.heads.width))

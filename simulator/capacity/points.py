@@ -134,7 +134,7 @@ class Verdict:
 
     @property
     def too_short(self) -> str:
-        """Why the horizon does not allow a judgement; empty if it does."""
+        """Return why the horizon is too short to judge; empty if it is not."""
         slowest, span = self.mean("e2e_s", "p95"), self.mean("span_s")
         if not span >= LONG * slowest:
             return (

@@ -16,7 +16,7 @@ from traces.operators.shapes import ARCHITECTURES, Architecture
 
 @dataclass(frozen=True)
 class WeightFormat:
-    """How a model's matrices are stored.
+    """A format in which a model's matrices are stored.
 
     ``bits``: of a number in the layers' matrices, its share of scales and zero points included.
     ``head_bits``: of one in the output projection, which many formats leave alone.  ``kernels``:

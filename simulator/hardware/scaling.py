@@ -63,7 +63,7 @@ def home_device(latency: LatencyTable) -> Device:
 
 
 def scaling_words(latency: LatencyTable) -> str:
-    """From where to where a table was carried over, and how well; empty if it was measured."""
+    """Return the devices a table was carried between and the error; empty if measured."""
     note = latency.meta.get("scaled") or ""
     if not isinstance(note, Mapping):
         return str(note)

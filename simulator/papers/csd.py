@@ -212,7 +212,7 @@ class Rejections:
 def threshold_rows(
     table: str, seen: Rejections, memory: OnlineCorrectionMemory, lambdas: Sequence[int], tau: float
 ) -> list[Row]:
-    """How often memory and gate say yes where the rounds were shown, not where they were fitted.
+    """Return how often memory and gate accept on the rounds shown, not on those fitted.
 
     A threshold at which either never does, or nearly always, is marked.
     """

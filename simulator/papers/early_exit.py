@@ -315,7 +315,7 @@ NO_PROMPTS = "prompts not included: these latencies hold no prefill"
 
 
 def serving_rows(log: RoundLog, ours: Ours, note: str) -> list[Row]:
-    """Both columns of Table 3 from the prices of plain decoding and of SpecBound's rounds.
+    """Return both columns of Table 3 from the prices of plain decoding and of SpecBound's rounds.
 
     Per-token latency is decoding's seconds over its tokens, throughput all tokens over all
     seconds, prompts included: the paper's three speedups differ for such reasons.

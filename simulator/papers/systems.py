@@ -103,7 +103,7 @@ MODEL = "Vicuna-7B"
 
 
 def order_rows(found: Sequence[Row]) -> list[Row]:
-    """Each system's place by speedup among those that the paper and our pair both have.
+    """Return each system's rank by speedup among those that both the paper and our pair have.
 
     Parameters
     ----------

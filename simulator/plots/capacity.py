@@ -23,7 +23,7 @@ BEYOND = 1.25
 
 
 class Crossing(NamedTuple):
-    """Where two policies need the same number of replicas, and each fewer on one side."""
+    """A rate at which two policies need equally many replicas, and each fewer on one side."""
 
     rate: float
     replicas: float
@@ -56,7 +56,7 @@ def needed(row: Mapping[str, Any]) -> Floats:
 
 
 def crossings(one: Pairs, other: Pairs, tolerance: float = FINE) -> list[Crossing]:
-    """Where the lines of two policies cross, by more than the `tolerance` they are known to."""
+    """Return the points where the lines of two policies cross by more than `tolerance`."""
     a, b = limits(one), limits(other)
     most = min(len(a), len(b))
     with np.errstate(divide="ignore", invalid="ignore"):  # no rate at few replicas

@@ -114,7 +114,7 @@ def _speedups(
 
 
 def _contexts(trace: Trace, latency: LatencyTable) -> list[int]:
-    """At most `MOST_CONTEXTS` of the measured prompt lengths, spread evenly on a log scale."""
+    """Return up to `MOST_CONTEXTS` measured prompt lengths, spread evenly on a log scale."""
     cells = latency.cells
     own = cells[(cells["model"] == "target") & (cells["phase"] == "forward")]["context"]
     measured = sorted({int(c) for c in own if c > 0}) or [64, 256, 1024, 4096]

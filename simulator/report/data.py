@@ -385,7 +385,7 @@ def names_of(recording: Recording) -> Mapping[str, str]:
 
 
 def carried_spans(logs: Sequence[RoundLog], latency: LatencyTable) -> dict[str, str]:
-    """By policy, the speedup at the bounds of the latencies; empty for measured ones."""
+    """Return by policy the speedup at the latencies' bounds; empty for measured ones."""
     bounds = bounds_of(latency)
     if bounds is None:
         return {}

@@ -74,7 +74,7 @@ class Engine(Replica):
         self.wake()
 
     def wake(self) -> None:
-        """Let an idle engine look at its queue again."""
+        """Wake an idle engine, so that it looks at its queue again."""
         if self._wakeup is not None and not self._wakeup.triggered:
             self._wakeup.succeed()
 
@@ -119,7 +119,7 @@ class Engine(Replica):
 
     @property
     def coverage(self) -> list[Coverage]:
-        """How many passes were measured, interpolated and extrapolated, per model and phase."""
+        """Count measured, interpolated and extrapolated passes, per model and phase."""
         return self.cost.coverage
 
     @property

@@ -45,7 +45,7 @@ class BlockPool:
         return self.blocks is None or -(-tokens // self.block_size) <= self.blocks
 
     def grow(self, owner: Hashable, tokens: int) -> int:
-        """Let `owner` hold `tokens` tokens; returns its capacity in tokens, 0 if refused.
+        """Reserve blocks for `tokens` of `owner`; return its capacity in tokens, 0 if refused.
 
         A refused request leaves the pool as it was; holding more than asked is kept.
         """
@@ -92,7 +92,7 @@ class BlockPool:
         return sum(count for whose, count in self._free if whose is owner)
 
     def find(self, owner: Hashable, blocks: int) -> None:
-        """Let a pre-empted `owner` hold `blocks` of those it finds again; the others are free."""
+        """Give a pre-empted `owner` back `blocks` of those it finds again, and free the others."""
         left = blocks
         for place, (whose, count) in enumerate(self._free):
             if whose is owner:

@@ -35,7 +35,7 @@ TRACKS = ("target", "draft")
 
 @dataclass(frozen=True)
 class Devices:
-    """Where drafter and target run.
+    """The devices that drafter and target run on.
 
     Parameters
     ----------
@@ -56,7 +56,7 @@ class Devices:
             raise DraftsimError(f"target_servers is {self.target_servers}, expected at least 1")
 
     def together(self, a_s: float, b_s: float) -> tuple[float, float]:
-        """When two steps begun together end, in seconds from their start."""
+        """Return the ends of two steps begun together, in seconds from their start."""
         short = min(a_s, b_s)
         return a_s + self.interference * short, b_s + self.interference * short
 
@@ -110,7 +110,7 @@ class Overlapped(Replica):
         self.wake()
 
     def wake(self) -> None:
-        """Let an idle server look at its queue again."""
+        """Wake an idle server, so that it looks at its queue again."""
         if self._wakeup is not None and not self._wakeup.triggered:
             self._wakeup.succeed()
 
@@ -164,7 +164,7 @@ class Overlapped(Replica):
 
     @property
     def coverage(self) -> list[Coverage]:
-        """How many passes were measured, interpolated and extrapolated, per model and phase."""
+        """Count measured, interpolated and extrapolated passes, per model and phase."""
         return [row for r in (self._target, self._draft, *self._prefill) for row in r.coverage]
 
     def block(self, slot: Slot, ahead: int, limit: int) -> list[Any]:

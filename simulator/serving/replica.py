@@ -36,7 +36,7 @@ class Replica(ABC):
     @property
     @abstractmethod
     def coverage(self) -> list[Coverage]:
-        """How many passes were measured, interpolated and extrapolated, per model and phase."""
+        """Count measured, interpolated and extrapolated passes, per model and phase."""
 
     @property
     def emitted(self) -> int:

@@ -20,7 +20,7 @@ MOST = {"requests": 1_000_000_000, "replications": 10_000, "replicas": 65_536}
 
 @dataclass(frozen=True)
 class Scenario:
-    """Which requests come, and the engine or engines that serve them.
+    """The requests that arrive, and the engine or engines that serve them.
 
     Parameters
     ----------

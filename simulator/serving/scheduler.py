@@ -138,7 +138,7 @@ class Scheduler(ABC):
             self.pool.release(slot)
 
     def _see_all(self) -> bool:
-        """Let the next plan see all that has happened by now; True if there was anything."""
+        """Show the next plan all that has happened by now; return True if there was anything."""
         late = bool(self._unseen or self._left)
         for slot in self._left:
             self.pool.release(slot)
@@ -216,7 +216,7 @@ class Continuous(Scheduler):
         return Iteration(decode, chunks)
 
     def admit(self, budget: int, chunks: list[Chunk]) -> None:
-        """Let waiting requests in while tokens of `budget`, seats and blocks last."""
+        """Admit waiting requests while tokens of `budget`, places and blocks last."""
         limits, running = self.limits, self.running
         seats = limits.max_batch - len(self._left)
         while len(self.waiting) > self._unseen and len(running) < seats and budget > 0:

@@ -75,7 +75,7 @@ class Front:
         self.replicas[self.router.choose(job.number, self.replicas, self.rng)].submit(job)
 
     def wake(self) -> None:
-        """Let every replica look at its queue again."""
+        """Wake every replica, so that it looks at its queue again."""
         for replica in self.replicas:
             replica.wake()
 
@@ -149,7 +149,7 @@ class Station:
         marks: Mapping[int, float] | None = None,
         timeline: Timeline | None = None,
     ) -> Run:
-        """Let these replicas of the fleet serve `jobs` on one clock.
+        """Serve `jobs` with these replicas of the fleet, on one clock.
 
         With more than one the scenario's router chooses, from `rng`.  `marks` are the times of
         the `marked` requests, for a replica that they may not arrive at.

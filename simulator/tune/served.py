@@ -76,7 +76,7 @@ class Outcome(NamedTuple):
 
 
 def closed_load(trace: Trace, batch: int, slo: Targets | None = None, seed: int = 0) -> Scenario:
-    """As many requests at a time as `batch`, each followed by the next: a full engine."""
+    """Return the load of a full engine: `batch` requests at a time, each followed by the next."""
     ttft_s, tpot_s = (math.inf, math.inf) if slo is None else (slo.ttft_s, slo.tpot_s)
     return Scenario(
         ClosedLoop(batch), Limits(max_batch=batch), seed=seed,
@@ -136,7 +136,7 @@ def beaten(rates: Floats, best: Floats, confidence: float = SEARCH_CONFIDENCE) -
 
 
 def unbeaten(rates: Floats) -> Bools:
-    """Which of the settings served (`served_rates`) the best does not beat, shape (settings,)."""
+    """Return the settings served (`served_rates`) that the best does not beat, (settings,)."""
     best = rates[int(rates.mean(axis=1).argmax())]
     return np.array([not beaten(own, best) for own in rates])
 

@@ -195,7 +195,7 @@ class Samples:
 
     @property
     def drawn(self) -> Bools:
-        """Which prompts any sample holds, shape (prompts,)."""
+        """Return the prompts that any sample holds, shape (prompts,)."""
         return np.asarray(self._drawn > 0)
 
     def each(self, costs: Floats | Ints) -> Floats:

@@ -62,7 +62,7 @@ class Sampling:
 
     @property
     def label(self) -> str:
-        """Both in a few characters, like ``T=1, top-p 0.9``; ``greedy`` without a temperature."""
+        """Temperature and top-p in short, such as ``T=1, top-p 0.9`` or ``greedy``."""
         if self.greedy:
             return "greedy"
         return f"T={self.temperature:g}" + (f", top-p {self.top_p:g}" if self.top_p < 1 else "")

@@ -23,7 +23,7 @@ ORDINARY = EOS + 1
 
 
 class MatchProcess(Protocol):
-    """How likely each draft of one request is to match."""
+    """A model of the chance that each draft of a request matches."""
 
     def probabilities(self, tokens: int, rng: np.random.Generator) -> Floats:
         """Chance of a match at each output position, shape (tokens,)."""

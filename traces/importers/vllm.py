@@ -115,7 +115,7 @@ def _totals(summaries: Sequence[tuple[str, Mapping[str, Any]]], files: Sequence[
 
 
 def _unfinished(row: Mapping[str, Any]) -> str | None:
-    """Why a response tells nothing: aborted, failed, or without metrics by vLLM's own account."""
+    """Return why a response cannot be used: aborted, failed, or without metrics."""
     choices = row.get("choices")
     several = choices if isinstance(choices, list) else []
     reasons = [c.get("finish_reason") for c in (row, *several) if isinstance(c, dict)]

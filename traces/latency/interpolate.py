@@ -216,7 +216,7 @@ class Grid:
         return out, np.zeros(len(n), dtype=np.int8)
 
     def _ratio(self, at: Sizes, base: Sizes) -> Floats:
-        """How much the fit grows from `base` to `at`, points of (batch, new tokens, contexts)."""
+        """Return the growth of the fit from `base` to `at`: (batch, new tokens, contexts)."""
         above, below = _features(*at) @ self.fit, _features(*base) @ self.fit
         return np.divide(above, below, out=np.ones_like(above), where=below > 0)
 

@@ -157,7 +157,7 @@ def distinct(keys: Ints) -> tuple[Ints, Ints]:
 
 
 class LayerLedger:
-    """Which layers each pending position has passed, and the calls that takes.
+    """An account of the layers that each pending position has passed, and of the calls for them.
 
     Position i of a round attends to the earlier ones at every layer it runs, so bringing the
     newest position to a depth brings all earlier ones at least as deep; where they lack a

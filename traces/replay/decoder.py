@@ -48,7 +48,7 @@ class ReplayDecoder:
         self.position = min(trace.first if first is None else first, self.length)
 
     def declare(self, reads: Collection[str]) -> None:
-        """From now on give tokens of which these signals alone can be read."""
+        """Give from now on tokens with these signals only."""
         self._tokens = self._tape.tokens(reads)
 
     @property

@@ -118,7 +118,7 @@ class Foreseen(Places):
     """Places from which drafts were found beforehand; no signal of theirs is read."""
 
     def foresee(self, most: Ints, runs: Ints) -> None:
-        """How many tokens a draft from each has at most, and how many of them are right."""
+        """Return the longest draft from each position, and how many of its tokens are right."""
         self.rows = np.zeros(len(self.position), dtype=np.int64)
         self.most = np.minimum(most, self.left)
         self.runs = self.run_lengths = runs

@@ -70,7 +70,7 @@ class RuleReplayDecoder(ReplayDecoder):
         return accepted
 
     def _leading(self, row: int, count: int, accepts: Callable[[Any, Any], bool]) -> int:
-        """As `TokenRule.accept`, without a look at what follows a refusal."""
+        """Return the tokens accepted before the first refusal, as `TokenRule.accept`."""
         read, scores = self._read, self._scores
         for at in range(row, row + count):
             token, score = read.known[at] or read.make(at), scores.known[at] or scores.make(at)

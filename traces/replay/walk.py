@@ -251,7 +251,7 @@ def carried(
 
 
 class _Watched:
-    """Where what is watched first falls below the threshold of each run."""
+    """Positions where the watched signal first falls below the threshold of each run."""
 
     def __init__(self, walk: Walk, plans: Sequence[VectorisedPlan], count: int) -> None:
         longest = max(plan.cap for plan in plans)

@@ -81,7 +81,7 @@ class RealRun:
 
 @dataclass(frozen=True)
 class Quality:
-    """How far the outputs of a lossy run are from the target's own."""
+    """A comparison of a lossy run's outputs with the target's own."""
 
     agreement: float
     """Share of tokens equal to the target's own output at the same position."""
@@ -106,7 +106,7 @@ class Quality:
 
     @property
     def score(self) -> str:
-        """How many prompts were solved and how many tests passed, in words; empty without any."""
+        """Return in words how many prompts were solved and tests passed; empty without any."""
         return "; ".join(
             f"{done} {own} of {count} (greedy {greedy} of {count})"
             for done, count, own, greedy in (

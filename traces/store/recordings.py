@@ -57,7 +57,7 @@ def recordings(folder: Path = BUNDLED) -> list[Recording]:
 
 
 def trace_folder(folder: Path) -> Path:
-    """Where a recording's trace lies: in its own folder, or in the one that `ELSEWHERE` names.
+    """Return the folder of a recording's trace: its own, or the one that `ELSEWHERE` names.
 
     What was recorded along the trace (sampled outputs, early exits) lies with it.
 

@@ -49,6 +49,6 @@ class Lines:
 
 @lru_cache(maxsize=1)
 def lines() -> Lines | None:
-    """This process's notes; None if the environment asks for none."""
+    """Return this process's notes; None if the environment asks for none."""
     folder = os.environ.get(VARIABLE)
     return Lines(Path(folder)) if folder else None

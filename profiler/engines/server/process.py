@@ -133,7 +133,7 @@ class Server:
 
     @property
     def url(self) -> str:
-        """Where it listens."""
+        """The server's address."""
         return f"http://{HOST}:{self.port}"
 
     def command(self) -> list[str]:

@@ -39,7 +39,7 @@ class ServedRun:
     """When each request reached the engine, in the order they did, from the first on."""
 
     def written(self) -> dict[str, Any]:
-        """As JSON holds it; `read` reads that."""
+        """Return the form written as JSON, which `read` reads."""
         return {**vars(self), "load": self.load.written()}
 
     @classmethod
@@ -78,7 +78,7 @@ def gaps(log: EngineLog) -> list[float]:
 
 
 def around_requests(answers: Sequence[Answer], log: EngineLog) -> list[float]:
-    """By request, seconds on the way to the engine and back.
+    """Return by request the seconds on the way to the engine and back.
 
     On the way back: from the end of its last step.  Where no step ran when the request came, the
     time until one took it belongs to the server, which had to wake up; else the engine was at work.

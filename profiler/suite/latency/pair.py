@@ -205,7 +205,7 @@ class PairMeasurement:
             self.parts += [{"model": name, **part} for part in choice_parts(runner, self.timer)]
 
     def finer(self, of: Passes) -> None:
-        """As many points more as interpolation needs, or the time allows."""
+        """Add points until interpolation needs no more, or the time is up."""
         if not self._has(of):
             self._lacks(of)
         grid, _ = self._grid(of)

@@ -13,7 +13,7 @@ Rows = list[list[Any]]
 
 
 class Passes(NamedTuple):
-    """Which passes: of a model, in a phase, at a batch size."""
+    """A kind of passes: a model, a phase and a batch size."""
 
     model: str
     phase: str

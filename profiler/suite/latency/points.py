@@ -119,7 +119,7 @@ class Refiner:
         return {p: s for p, s in sorted(self.seconds.items()) if p.width in whole}
 
     def at_random(self, count: int, seed: int = 0) -> list[Point]:
-        """At most `count` points of the grid's range that were never measured."""
+        """Return at most `count` points of the grid's range that were never measured."""
         rng = np.random.default_rng(seed)
         drawn = zip(
             rng.integers(self.widths[0], self.widths[-1] + 1, count).tolist(),

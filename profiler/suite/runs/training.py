@@ -117,7 +117,7 @@ def sample_tokenizer(documents: Sequence[Document], quick: bool = False) -> Any:
 def held_out_prompts(
     train: Sequence[Document], held_out: Sequence[Document], tokenizer: Any, count: int
 ) -> list[Prompt]:
-    """At most `count` beginnings of held-out documents, in turn from each category.
+    """Return at most `count` beginnings of held-out documents, in turn from each category.
 
     None occurs anywhere in the training text.  A document is cut only when its turn comes.
     """

@@ -41,7 +41,7 @@ class Turns(NamedTuple):
     seconds: Floats
 
     def only(self, which: npt.NDArray[np.bool_]) -> Turns:
-        """Some of the turns."""
+        """Return some of the turns."""
         return Turns(
             self.question[which], self.category[which], self.rounds[which], self.tokens[which],
             self.seconds[which],

@@ -307,7 +307,7 @@ def _recorded(trace: Trace) -> Ints:
 
 
 def nothing_seen(replicas: int) -> Records:
-    """No pass was read."""
+    """Return a tally without any pass."""
     seen = zeros(SEEN, replicas, len(READERS) + 1, len(ORIGINS))
     for size in ("batch", "width", "context"):
         seen[f"least_{size}"], seen[f"most_{size}"] = math.inf, -math.inf

@@ -300,7 +300,7 @@ class _Running:
     # --- out ---------------------------------------------------------------------------
 
     def _raise_lost(self, slot: int) -> None:
-        """Let the replay say why it cannot go on."""
+        """Raise the replay's own error of why it cannot go on."""
         engine, serving = self._engine, self._of
         request, job = engine.requests[slot], self._jobs[slot]
         state = engine.replicas[request.replica]

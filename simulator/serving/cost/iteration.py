@@ -91,7 +91,7 @@ def work_of(slots: Sequence[Slot], rounds: Sequence[Round]) -> Work:
 
 
 class Seconds(NamedTuple):
-    """Where an iteration's time went."""
+    """The time of an iteration by what took it."""
 
     draft_s: float
     target_s: float
@@ -469,7 +469,7 @@ class IterationCost:
 
     @property
     def coverage(self) -> list[Coverage]:
-        """How many passes were measured, interpolated and extrapolated, per model and phase."""
+        """Count measured, interpolated and extrapolated passes, per model and phase."""
         read = [row for reader in self._readers.values() for row in reader.coverage]
         return read + self._mixed.coverage
 

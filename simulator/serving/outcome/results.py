@@ -200,7 +200,7 @@ class _Parsed:
 
     @property
     def problem(self) -> str:
-        """Which lines are damaged."""
+        """Return in words which lines are damaged."""
         lines = ", ".join(map(str, self.damaged))
         return f"results file {self.path}, line {lines}: damaged, or edited after it was written"
 

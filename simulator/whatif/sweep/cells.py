@@ -297,7 +297,7 @@ class Bench:
 
     @cached_property
     def _weights(self) -> Floats | None:
-        """How often each prompt is drawn, shape (resamples, prompts); None: no interval."""
+        """Return how often each prompt is drawn, shape (resamples, prompts); None: no interval."""
         prompts = len(self.trace.requests)
         if not self.resamples or prompts < 2:
             return None

@@ -42,7 +42,7 @@ class DeviceTable(NamedTuple):
 
 @dataclass(frozen=True)
 class Prices:
-    """At what costs every round log is priced.
+    """The costs at which every round log is priced.
 
     Parameters
     ----------

@@ -73,7 +73,7 @@ def _along(rows: pd.DataFrame, along: str) -> pd.DataFrame:
 def _words(
     value: float, low: float, high: float, first: float, last: float, *, rising: bool, along: str
 ) -> tuple[str, str]:  # fmt: skip
-    """On which side of the points a break-even lies, empty if between them; and the whole."""
+    """Return the side of the points that a break-even lies on, empty if between, and all words."""
 
     def edge(at: float) -> str:
         if np.isfinite(at):
