@@ -21,7 +21,6 @@ from simulator.systems import (
     Listed,
     in_listed_order,
     load_source_policies,
-    longest_draft,
     replay_system,
     replay_systems,
     replay_with,
@@ -234,7 +233,7 @@ def _ranked_stream(
     # The rule is fitted to a draft model's passes, which another source does not make.
     notes = {name: UNFITTED for name, policy in chosen if is_unfitted(policy)}
     every = not texts or "all" in texts
-    longest = longest_draft(source, trace, held)
+    longest = source.longest(trace, held)
     return with_best_fixed(Ranking(replayed(chosen), notes), latency, longest, replayed, every)
 
 

@@ -95,7 +95,9 @@ class Recording:
     @property
     def drafter(self) -> Mapping[str, Any]:
         """The provenance of the source's recording; empty for a draft model."""
-        return {} if self.source is None else check_drafts(self.source, self.recordings).meta
+        if self.source is None:
+            return {}
+        return check_drafts(self.source, self.recordings).recording(self.recordings).meta
 
     @property
     def said(self) -> str:

@@ -19,16 +19,10 @@ from traces.latency.table import LatencyTable
 from traces.replay.calls import CALL_KINDS, DRAFTER, DRAFTER_TREE, ONE_PASS
 from traces.replay.rounds import RoundLog
 from traces.sources.base import Recordings, Source
-from traces.sources.exits.early_exit import EarlyExit
-from traces.sources.exits.kangaroo import Kangaroo
 from traces.sources.lookups.sources import LookupSource
-from traces.sources.registry import SOURCES, SYSTEMS, describe_source, parse_source
+from traces.sources.registry import SOURCES, SYSTEMS, parse_source
 from traces.sources.replay import check_layers, replay_source
-from traces.sources.starts.features import Eagle, OnFeatures
-from traces.sources.starts.parallel import Parallel
-from traces.sources.starts.recording import StartSource
-from traces.sources.starts.sources import LayerSkip
-from traces.sources.starts.tree_source import Eagle2
+from traces.sources.starts.features import OnFeatures
 
 Text = TypeVar("Text")
 
@@ -40,56 +34,12 @@ FEW = 3
 """Systems that are still named one by one where they are missing."""
 
 
-def longest_draft(source: Source, trace: Trace, recordings: Recordings) -> int | None:
-    """Longest draft that `source` can be replayed with; None where nothing bounds it.
-
-    Raises
-    ------
-    DraftsimError
-        If what the source needs was not recorded.
-    """
-    if isinstance(source, Eagle):
-        return source.recording(recordings).offsets
-    if isinstance(source, Parallel):
-        return source.k or source.recording(recordings).offsets
-    if isinstance(source, Eagle2):
-        return source.depth or source.recording(recordings).layers
-    if isinstance(source, StartSource) and source.key not in recordings.starts:
-        raise DraftsimError(f"{source.name!r} drafts were not recorded: {RECORD} records them")
-    if isinstance(source, LayerSkip):
-        return recordings.starts[source.key].offsets
-    if not isinstance(source, EarlyExit):
-        return trace.max_gamma
-    if isinstance(source, Kangaroo):
-        if recordings.adapter is None:
-            raise DraftsimError(f"Kangaroo's adapter was not recorded: {RECORD} records it")
-        return max(s.gamma_max for s in recordings.adapter.settings)
-    if recordings.exits is None:
-        raise DraftsimError(f"early exits were not recorded: {RECORD} records them")
-    wanted = source.setting(1)[:-1]
-    lengths = [s.gamma_max for s in recordings.exits.settings if s[:-1] == wanted]
-    if not lengths:
-        text = describe_source(source)
-        raise DraftsimError(
-            f"drafts of {text!r} were not recorded after wrong exits (recorded: "
-            f"{', '.join(recorded_settings(recordings))}): choose one of these, or record it with "
-            f"`draftsim profile --exit-layers --source {text}`"
-        )
-    return max(lengths)
-
-
-def recorded_settings(recordings: Recordings) -> list[str]:
-    """The early-exit settings that a recording follows, as text."""
-    settings = recordings.exits.settings if recordings.exits else ()
-    return list(dict.fromkeys(describe_source(EarlyExit(*s[:-1])) for s in settings))
-
-
 def load_source_policies(
     texts: Sequence[str | DraftPolicy | BatchPolicy] | None, source: Source, trace: Trace,
     recordings: Recordings, say: Say = silent,
 ) -> Named:  # fmt: skip
     """Return (name, policy) of each text, with maxima that `source` can be replayed with."""
-    limit = longest_draft(source, trace, recordings)
+    limit = source.longest(trace, recordings)
     return load_policies(texts, trace, signals=source.held(recordings), max_gamma=limit, say=say)
 
 

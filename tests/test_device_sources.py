@@ -43,8 +43,7 @@ from traces.acceptance.trace import Trace
 from traces.errors import DraftsimError
 from traces.replay.run import replay
 from traces.sources.base import Source
-from traces.sources.exits.early_exit import EarlyExit
-from traces.sources.exits.kangaroo import Kangaroo
+from traces.sources.exits.early_exit import EarlyExit, Kangaroo
 from traces.sources.lookups.sources import PLD
 from traces.sources.starts.sources import Blockwise, LayerSkip, Medusa, Space, SpecDec
 

@@ -16,7 +16,7 @@ from tests.test_importers import counts
 from traces.errors import FileError
 from traces.replay.run import replay
 from traces.sources import replay_source
-from traces.sources.lookups.ngram import NGramSimpleLookup
+from traces.sources.lookups.text import NGramSimpleLookup
 
 RUNS = sorted(path.stem for path in SERVED.glob("*.jsonl"))
 SURE = sorted(run for run, setting in settings().items() if not setting.p_min)

@@ -18,9 +18,9 @@ from tests.engine_lookups import NGRAMS, SUFFIXES, ngram_texts, suffix_texts
 from tests.engine_runs import BATCH, BY_BATCH, LONGEST, OWN, TRACE, names, policy
 from traces import Request, Trace, read_latency, replay
 from traces.replay.rounds import RoundLog
-from traces.sources.lookups.ngram import NGramLookup
 from traces.sources.lookups.sources import PLD
 from traces.sources.lookups.suffix import SuffixLookup, SuffixTree
+from traces.sources.lookups.text import NGramLookup
 from traces.sources.replay import replay_source
 
 PYTHON = Path(sys.prefix).parent / ".venv-vllm" / "bin" / "python"

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from traces.sources.base import Recordings, Source
     from traces.sources.starts.features import Eagle, OnFeatures
     from traces.sources.starts.parallel import Parallel
-    from traces.sources.starts.tree_source import Eagle2
+    from traces.sources.starts.trees import Eagle2
 
 OFFSETS = 8
 """Longest draft recorded of a drafter that one layer drafts with."""
@@ -65,7 +65,7 @@ def split_drafters(texts: Sequence[str]) -> tuple[list[OnFeatures], list[str]]:
 
 def trees_among(sources: Iterable[Source], temperature: float) -> list[Eagle2]:
     """Return the tree sources among `sources`; DraftsimError if outputs are drawn, not greedy."""
-    from traces.sources.starts.tree_source import Eagle2
+    from traces.sources.starts.trees import Eagle2
 
     found = [s for s in sources if isinstance(s, Eagle2)]
     if found and temperature > 0:
@@ -125,7 +125,7 @@ def recorded_sources(recordings: Recordings) -> list[Eagle | Parallel]:
 
 def recorded_trees(recordings: Recordings) -> list[Eagle2]:
     """The trees of a run's recordings, with the folders that their drafters were read from."""
-    from traces.sources.starts.tree_source import Eagle2
+    from traces.sources.starts.trees import Eagle2
 
     return [
         Eagle2(str(r.meta["model"]), depth=r.layers, topk=r.topk) for r in recordings.trees.values()

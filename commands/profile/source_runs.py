@@ -156,8 +156,7 @@ def wanted(
     """
     from policies.registry import parse_policy
     from simulator.papers.early_exit import FOLLOWED_SOURCES, START
-    from traces.sources.exits.early_exit import EarlyExit
-    from traces.sources.exits.kangaroo import Kangaroo
+    from traces.sources.exits.early_exit import EarlyExit, Kangaroo
     from traces.sources.registry import SYSTEMS, parse_source
     from traces.sources.starts.sources import LayerSkip
 

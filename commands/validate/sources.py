@@ -72,7 +72,7 @@ def source_check(
     from traces.sources.registry import describe_source
     from traces.sources.starts.features import Eagle
     from traces.sources.starts.parallel import Parallel
-    from traces.sources.starts.tree_source import Eagle2
+    from traces.sources.starts.trees import Eagle2
     from traces.store.files import read_latency, read_trace
     from traces.store.measured import MeasuredRuns, write_measured
 
@@ -149,7 +149,6 @@ def arms(
     from simulator.systems import (
         load_source_policies,
         load_system,
-        longest_draft,
         split_systems,
     )
     from simulator.whatif.ranking import predicted_fastest, with_fastest
@@ -169,7 +168,7 @@ def arms(
         if not texts:
             named = [n for n in named if set(n[1].reads) <= drafting.held(recordings)]
             own = as_recorded(drafting, recordings)
-            longest = longest_draft(drafting, trace, recordings)
+            longest = drafting.longest(trace, recordings)
             every = load_policies(None, trace, signals=drafting.held(recordings), max_gamma=longest)
             best = predicted_fastest(
                 latency, every, longest,
@@ -224,7 +223,7 @@ def as_recorded(source: Source, recordings: Recordings) -> Source:
     from traces.sources.starts.features import OnFeatures
     from traces.sources.starts.parallel import Parallel
     from traces.sources.starts.sources import LayerSkip
-    from traces.sources.starts.tree_source import Eagle2
+    from traces.sources.starts.trees import Eagle2
 
     if isinstance(source, Eagle2):
         found = source.recording(recordings)

@@ -13,7 +13,7 @@ from profiler.models.stack import LayerRunner
 from profiler.sources.early_exit import EarlyExitDecoder, ExitToken
 from traces.acceptance.sampling import GREEDY
 from traces.replay.calls import ADAPTER
-from traces.sources.exits.kangaroo import Kangaroo
+from traces.sources.exits.early_exit import Kangaroo
 
 
 class KangarooDecoder(EarlyExitDecoder):

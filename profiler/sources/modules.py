@@ -33,11 +33,11 @@ from profiler.sources.tree_latency import GrownTrees
 from traces.acceptance.trace import Trace
 from traces.errors import DraftsimError
 from traces.sources.base import Recordings
-from traces.sources.exits.kangaroo import Kangaroo
+from traces.sources.exits.early_exit import Kangaroo
 from traces.sources.exits.recording import ExitSetting
 from traces.sources.starts.features import OnFeatures
 from traces.sources.starts.recording import StartRecording
-from traces.sources.starts.tree_source import Eagle2
+from traces.sources.starts.trees import Eagle2
 
 
 @dataclass(frozen=True, eq=False)

@@ -31,14 +31,13 @@ from traces.errors import DraftsimError
 from traces.replay.calls import CALL_KINDS, Call, pack_calls
 from traces.replay.rounds import RoundLog
 from traces.sources.base import Source, prompt_tokens
-from traces.sources.exits.early_exit import EarlyExit
-from traces.sources.exits.kangaroo import Kangaroo
+from traces.sources.exits.early_exit import EarlyExit, Kangaroo
 from traces.sources.lookups.sources import LookupSource, served_before
 from traces.sources.replay import check_signals
 from traces.sources.starts.features import Eagle
 from traces.sources.starts.parallel import Parallel
 from traces.sources.starts.sources import Heads, LayerSkip, Space
-from traces.sources.starts.tree_source import Eagle2
+from traces.sources.starts.trees import Eagle2
 
 
 class SourceRun(NamedTuple):

@@ -1,8 +1,7 @@
 """Draft sources other than a draft model: early exit, parallel heads, lookup."""
 
 from traces.sources.base import Recordings, Source, SourceToken
-from traces.sources.exits.early_exit import EarlyExit
-from traces.sources.exits.kangaroo import Kangaroo
+from traces.sources.exits.early_exit import EarlyExit, Kangaroo
 from traces.sources.exits.recording import ExitRecording, ExitSetting
 from traces.sources.files import (
     read_exits,
@@ -15,8 +14,7 @@ from traces.sources.files import (
     write_trees,
 )
 from traces.sources.found import find_drafted, find_recordings
-from traces.sources.lookups.engines import NGram, NGramSimple, Suffix
-from traces.sources.lookups.sources import PLD, REST, Lookahead
+from traces.sources.lookups.sources import PLD, REST, Lookahead, NGram, NGramSimple, Suffix
 from traces.sources.registry import (
     SOURCES,
     SYSTEMS,
@@ -35,8 +33,7 @@ from traces.sources.starts.sources import (
     Space,
     SpecDec,
 )
-from traces.sources.starts.tree_source import Eagle2
-from traces.sources.starts.trees import TreeRecording
+from traces.sources.starts.trees import Eagle2, TreeRecording
 
 __all__ = [
     "PLD",

@@ -88,6 +88,10 @@ class Source(ABC):
     """The draft signals its tokens carry, of `policies.core.SIGNALS`."""
     fidelity: ClassVar[Fidelity] = "exact"
     """How its replay relates to really decoding with this source."""
+    unlike: ClassVar[str | None] = (
+        "its drafts are not recorded by start, and requests of a batch share no pass for them"
+    )
+    """Why it cannot replace a draft model; None if it can."""
     what: ClassVar[str]
     """One line: the method, where it is from, and what its label refers to."""
 
@@ -100,6 +104,19 @@ class Source(ABC):
         """The model it drafts with; None where it has none but the target."""
         del recordings
         return None
+
+    def longest(self, trace: Trace, recordings: Recordings) -> int | None:
+        """Return the longest draft that it can be replayed with; None if nothing bounds it.
+
+        Raises DraftsimError if what it needs was not recorded.
+        """
+        del recordings
+        return trace.max_gamma
+
+    def unlike_a_draft_model(self, recordings: Recordings) -> str | None:
+        """Return why `traces.sources.starts.as_draft` cannot take it; None if it can."""
+        del recordings
+        return self.unlike
 
     def held(self, recordings: Recordings) -> frozenset[str]:
         """Return the signals among `signals` that the tokens of these recordings carry."""

@@ -1,4 +1,4 @@
-"""The columns of recorded drafts that policies read, for all of a recording at once."""
+"""The arrays of recorded drafts: the columns that policies read, and checks of their shapes."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+
+from traces.errors import DraftsimError
 
 Floats = npt.NDArray[np.float64]
 
@@ -34,3 +36,18 @@ def read_columns(
     margin = np.exp(wide1 - lse) - np.exp(wide2 - lse)
     wide = entropy.astype(np.float64)
     return np.stack([prob, wide, wide1 - wide2, margin, top, raw], axis=-1)
+
+
+def check_shapes(
+    recording: str, arrays: Mapping[str, tuple[npt.NDArray[Any] | None, tuple[int, ...]]]
+) -> None:
+    """Raise DraftsimError unless each array that exists has the shape given with it.
+
+    ``recording`` names the recording in the message.
+    """
+    for name, (values, expected) in arrays.items():
+        if values is not None and values.shape != expected:
+            raise DraftsimError(
+                f"{recording}: {name} has shape {values.shape}, expected {expected}: record it "
+                "again"
+            )

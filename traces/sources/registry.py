@@ -7,14 +7,12 @@ from typing import NamedTuple
 
 from policies.spec import describe_spec, parse_spec
 from traces.sources.base import Source
-from traces.sources.exits.early_exit import EarlyExit
-from traces.sources.exits.kangaroo import Kangaroo
-from traces.sources.lookups.engines import NGram, NGramSimple, Suffix
-from traces.sources.lookups.sources import PLD, REST, Lookahead
+from traces.sources.exits.early_exit import EarlyExit, Kangaroo
+from traces.sources.lookups.sources import PLD, REST, Lookahead, NGram, NGramSimple, Suffix
 from traces.sources.starts.features import Eagle
 from traces.sources.starts.parallel import Parallel
 from traces.sources.starts.sources import Blockwise, LayerSkip, Medusa, MedusaTree, Space, SpecDec
-from traces.sources.starts.tree_source import Eagle2
+from traces.sources.starts.trees import Eagle2
 
 DRAFT_MODEL = "draft-model"
 """The source of `traces.replay.decoder`, which is no `Source`: its drafts are the trace's own."""

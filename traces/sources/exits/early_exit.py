@@ -1,4 +1,4 @@
-"""Drafting by early exit of the target: SpecBound and AdaDecode as one source."""
+"""Drafting by early exit of the target: SpecBound, AdaDecode and Kangaroo as one source."""
 
 from __future__ import annotations
 
@@ -9,10 +9,12 @@ import numpy as np
 import numpy.typing as npt
 
 from policies.parameters import flag, whole, within
+from policies.spec import describe_spec
 from policies.vectorised import UNBOUNDED, Bools, Floats, Ints, VectorisedPlan
 from traces.acceptance.trace import Trace
 from traces.errors import DraftsimError, TailError
 from traces.replay.calls import (
+    ADAPTER,
     EXIT_HEAD,
     HEAD,
     LAYER,
@@ -107,16 +109,39 @@ class EarlyExit(Source):
     def open(
         self, trace: Trace, recordings: Recordings, first: int
     ) -> Callable[[int], SourceReplay]:
-        """Return the decoder of one request, from an early-exit recording of the same requests."""
+        """Return the decoder of one request, from a recording of the same requests."""
+        recording = self.recording(recordings, trace)
+        if first < 1:
+            raise DraftsimError(f"{self.name} is recorded after the prefill: replay with first=1")
+        tape = ExitTape(trace, recording, self)
+        return lambda request: self.decoder(trace, request, tape, first)
+
+    def recording(self, recordings: Recordings, trace: Trace) -> ExitRecording:
+        """Return the recording of its exits; DraftsimError if there is none."""
         if recordings.exits is None:
             options = " ".join(filter(None, ("--exit-layers", trace.sampling.options)))
             raise DraftsimError(
                 f"no early-exit recording: make one with `draftsim profile {options}`"
             )
-        if first < 1:
-            raise DraftsimError("early exit is recorded after the prefill: replay with first=1")
-        tape = ExitTape(trace, recordings.exits, self)
-        return lambda request: self.decoder(trace, request, tape, first)
+        return recordings.exits
+
+    def longest(self, trace: Trace, recordings: Recordings) -> int:
+        """Return the longest draft that was followed after wrong exits under its setting.
+
+        Raises DraftsimError if none was, and names the recorded settings.
+        """
+        settings = self.recording(recordings, trace).settings
+        wanted = self.setting(1)[:-1]
+        if lengths := [s.gamma_max for s in settings if s[:-1] == wanted]:
+            return max(lengths)
+        own, *recorded = (
+            describe_spec(EarlyExit(*s[:-1]), EarlyExit.name) for s in (self.setting(1), *settings)
+        )
+        raise DraftsimError(
+            f"drafts of {own!r} were not recorded after wrong exits (recorded: "
+            f"{', '.join(dict.fromkeys(recorded))}): choose one of these, or record it with "
+            f"`draftsim profile --exit-layers --source {own}`"
+        )
 
     def decoder(self, trace: Trace, request: int, tape: ExitTape, first: int) -> SourceReplay:
         """The replay of one request."""
@@ -487,3 +512,70 @@ def _slices(begin: Ints, length: Ints) -> Ints:
     """The indices of slices, one after another."""
     offset = np.arange(int(length.sum())) - np.repeat(np.cumsum(length) - length, length)
     return np.repeat(begin, length) + offset
+
+
+class Kangaroo(EarlyExit):
+    """Kangaroo (arXiv:2404.18911): a fixed shallow exit, and an attention block after it.
+
+    The adapter keeps keys and values of its own over the exit's states, which are exact; so a
+    draft depends on the fed tokens alone.  A draft of n tokens takes n + 1 shallow passes and
+    n of the adapter; verification runs the other layers over n + 1 positions, the last of
+    which may give a bonus token.  When to stop is the length policy's: the paper's is a
+    confidence threshold.
+    """
+
+    name = "kangaroo"
+    what = "Kangaroo's adapter after a shallow exit of the target; exact"
+
+    def __init__(self) -> None:
+        super().__init__(tau=0, omega=0, depth=1, bonus=True)
+
+    def recording(self, recordings: Recordings, trace: Trace) -> ExitRecording:
+        """Return the recording of its adapter; DraftsimError if there is none."""
+        del trace
+        if recordings.adapter is None:
+            raise DraftsimError(
+                "no recording of Kangaroo's adapter: make one with `draftsim profile --exit-layers`"
+            )
+        return recordings.adapter
+
+    def decoder(self, trace: Trace, request: int, tape: ExitTape, first: int) -> SourceReplay:
+        """The replay of one request."""
+        return KangarooReplay(trace, request, tape, first)
+
+
+class KangarooReplay(EarlyExitReplay):
+    """One recorded request, drafted by the adapter."""
+
+    def __init__(self, trace: Trace, request: int, tape: ExitTape, first: int) -> None:
+        super().__init__(trace, request, tape, first)
+        self._pending = 0  # positions whose exit states the adapter has not taken in
+
+    def draft(self, so_far: Sequence[Any]) -> SourceToken | None:
+        """Return the adapter's proposal after the last token."""
+        step = self._step(so_far)
+        self._depths.append(step.deepest)
+        self.calls.add(ADAPTER, self._pending + 1)
+        self._pending = 0
+        return step.token
+
+    def charge(self, submitted: int) -> int:
+        """The layers that the processed positions still lack."""
+        entered = len(self._depths)
+        positions = super().charge(submitted)
+        self._pending += max(0, positions - entered)
+        return positions
+
+    def verify(self, draft: Sequence[Any]) -> int:
+        """As any source; what was refused leaves nothing for the adapter to take in."""
+        accepted = super().verify(draft)
+        if accepted < len(draft):
+            self._pending = 0
+        return accepted
+
+    at_once = EarlyExitReplay.at_once
+
+    def drafted(self, steps: Steps, waiting: npt.NDArray[np.integer]) -> Counted:
+        """Return the adapter's passes: the first of a round takes in what is `waiting`."""
+        width = np.where(steps.offset == 0, waiting[steps.round] + 1, 1)
+        return Counted(False, ADAPTER, steps.round, width, np.ones_like(width))

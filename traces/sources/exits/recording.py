@@ -24,8 +24,7 @@ import numpy.typing as npt
 
 from traces.acceptance.sampling import Sampling
 from traces.errors import DraftsimError
-from traces.sources.columns import DRAWN, Floats, read_columns
-from traces.sources.shapes import check_shapes
+from traces.sources.columns import DRAWN, Floats, check_shapes, read_columns
 
 NODE_COLUMNS: dict[str, str] = {
     "request": "int32",

@@ -21,42 +21,26 @@ from traces.latency.schema import CELL_COLUMNS
 from traces.latency.table import LatencyTable
 from traces.sources.base import Recordings, Source, true_tokens
 from traces.sources.columns import DRAWN
-from traces.sources.starts.features import Eagle
-from traces.sources.starts.parallel import Parallel
-from traces.sources.starts.recording import StartRecording, StartSource
-from traces.sources.starts.sources import Heads, LayerSkip, Space
-from traces.sources.starts.tree_source import Eagle2
+from traces.sources.starts.recording import StartSource
 
 Ints = npt.NDArray[np.int64]
 
 PASSES = ("forward", "catch_up", "settling", "prefill", "layer", "rollback")
 """Phases of a draft model that a source in its place does not have."""
-WIDER = "its verification is wider than its draft"
 ANY = 1 << 20
 """A width or context beyond any: cells at both ends hold for all sizes between."""
 
 
-def check_drafts(source: Source, recordings: Recordings) -> StartRecording:
-    """Return the recording of `source`; DraftsimError if it cannot replace a draft model."""
-    why = None
-    if isinstance(source, Eagle2):
-        why = WIDER
-    elif not isinstance(source, StartSource):
-        why = "its drafts are not recorded by start, and requests of a batch share no pass for them"
-    elif isinstance(source, Eagle):
-        recording = source.recording(recordings)
-        if source.drafter(recordings).by_passes:
-            return recording
-        why = "its modules run in turn, each over tokens that the others have seen"
-    elif not isinstance(source, Heads | LayerSkip | Parallel):
-        why = WIDER
-    if why is not None:
+def check_drafts(source: Source, recordings: Recordings) -> StartSource:
+    """Return `source`; DraftsimError if it cannot replace a draft model, or was not recorded."""
+    why = source.unlike_a_draft_model(recordings)
+    if why is not None or not isinstance(source, StartSource):
         raise DraftsimError(
             f"{source.name!r} cannot be replayed like a draft model: {why}; `draftsim "
             "simulate --source` prices one stream of it"
         )
-    assert isinstance(source, StartSource)
-    return source.recording(recordings)
+    source.recording(recordings)
+    return source
 
 
 def drafted_trace(trace: Trace, source: Source, recordings: Recordings) -> Trace:
@@ -68,9 +52,7 @@ def drafted_trace(trace: Trace, source: Source, recordings: Recordings) -> Trace
     Raises DraftsimError if the source was not recorded along this trace, or cannot replace a draft
     model (`check_drafts`).
     """
-    check_drafts(source, recordings)
-    assert isinstance(source, StartSource)
-    return chained_trace(trace, source, recordings)
+    return chained_trace(trace, check_drafts(source, recordings), recordings)
 
 
 def chained_trace(trace: Trace, source: StartSource, recordings: Recordings) -> Trace:
@@ -78,7 +60,7 @@ def chained_trace(trace: Trace, source: StartSource, recordings: Recordings) -> 
     recording = source.recording(recordings)
     source.open(trace, recordings, 1)  # refuses a recording of other requests, or settings
     most = recording.offsets
-    if isinstance(source, Heads | Space | Parallel) and source.k is not None:
+    if source.k is not None:
         source.open(trace, recordings, 1)(0)  # refuses more heads than there are
         most = source.k
     true, bounds = np.array(true_tokens(trace, sampled=True)), trace.request_starts
@@ -113,9 +95,8 @@ def chained_trace(trace: Trace, source: StartSource, recordings: Recordings) -> 
         "draft_entropy": signals["entropy"],
     }
     meta = {
-        **trace.meta, "drafts": source.label(recordings), "drafter": _model(source, recordings),
-        "takes_verified": isinstance(source, Eagle | Parallel),
-        "drafts_end": isinstance(source, Heads | Space | Parallel),
+        **trace.meta, "drafts": source.label(recordings), "drafter": model_of(source, recordings),
+        "takes_verified": source.takes_verified, "drafts_end": source.drafts_end,
     }  # fmt: skip
     return Trace(columns, trace.requests, most, meta)
 
@@ -130,25 +111,7 @@ def drafted_latency(
 
     Raises DraftsimError if the table lacks them.
     """
-    recording = check_drafts(source, recordings)
-    name = _model(source, recordings)
-    if isinstance(source, Eagle) and (latency.meta.get("engine") or {}).get("own_drafter"):
-        table = _in_an_engine(latency, str(recording.meta["model"]), name)
-    elif isinstance(source, Eagle):
-        table = in_the_drafts_place(latency, name)
-    elif isinstance(source, Parallel):
-        width = recording.offsets if source.k is None else source.k
-        table = _standing_in(
-            latency,
-            _behind_no_passes(latency.cells),
-            _one_pass(latency, _measured(source, recordings), width),
-            name,
-        )
-    elif isinstance(source, LayerSkip):
-        own = _skipping(latency, int(recording.meta["layers"]))
-        table = _standing_in(latency, latency.cells, own, name)
-    else:
-        table = _standing_in(latency, _behind_no_passes(latency.cells), _at_once(latency), name)
+    table = check_drafts(source, recordings).as_draft(latency, recordings)
     return table.assumed_batch_free("draft") if batch_free else table
 
 
@@ -159,10 +122,10 @@ def in_the_drafts_place(latency: LatencyTable, drafter: str) -> LatencyTable:
     """
     cells = latency.cells
     own = cells[(cells["model"] == latency.drafter(drafter)) & cells["phase"].isin(PASSES)]
-    return _standing_in(latency, cells, own, drafter)
+    return standing_in(latency, cells, own, drafter)
 
 
-def _in_an_engine(latency: LatencyTable, drafter: str, name: str) -> LatencyTable:
+def in_an_engine(latency: LatencyTable, drafter: str, name: str) -> LatencyTable:
     """The table of an engine that drafts with `drafter` itself: its draft passes are this one's.
 
     Raises DraftsimError if the engine drafted with another.
@@ -174,12 +137,12 @@ def _in_an_engine(latency: LatencyTable, drafter: str, name: str) -> LatencyTabl
             f"`draftsim profile --engine vllm --eagle {drafter}`"
         )
     cells = latency.cells
-    return _standing_in(
+    return standing_in(
         latency, cells, cells[(cells["model"] == "draft") & cells["phase"].isin(PASSES)], name
     )
 
 
-def _standing_in(
+def standing_in(
     latency: LatencyTable, cells: pd.DataFrame, own: pd.DataFrame, name: str
 ) -> LatencyTable:
     """`cells` with passes of its own in the draft model's place; under its own name as well, by
@@ -190,14 +153,14 @@ def _standing_in(
     return LatencyTable(pd.concat([others, *named], ignore_index=True), latency.meta)
 
 
-def _model(source: Source, recordings: Recordings) -> str:
+def model_of(source: Source, recordings: Recordings) -> str:
     """The model of the latency table that its passes are of."""
-    model = _measured(source, recordings)
+    model = measured_model(source, recordings)
     # Rounds of the draft model's name are priced as its own, one pass per drafted token.
     return source.name if model == "draft" else model
 
 
-def _measured(source: Source, recordings: Recordings) -> str:
+def measured_model(source: Source, recordings: Recordings) -> str:
     """The model of the latency table that its passes were measured of."""
     drafter = source.drafter(recordings)
     return source.name if drafter is None else drafter.model
@@ -216,7 +179,7 @@ def _frame(rows: list[tuple[str, str, int, int, int, float]]) -> pd.DataFrame:
     return pd.DataFrame([(*row, 0.0, 1) for row in rows], columns=list(CELL_COLUMNS))
 
 
-def _at_once(latency: LatencyTable) -> pd.DataFrame:
+def heads_at_once(latency: LatencyTable) -> pd.DataFrame:
     """All heads run before a round's first draft, whatever it catches up on; no pass follows."""
     heads = "draft" if latency.is_constant else "heads"
     seconds = float(latency.estimate(heads, "forward").seconds)
@@ -227,7 +190,7 @@ def _at_once(latency: LatencyTable) -> pd.DataFrame:
     )
 
 
-def _one_pass(latency: LatencyTable, name: str, width: int) -> pd.DataFrame:
+def one_pass(latency: LatencyTable, name: str, width: int) -> pd.DataFrame:
     """A pass over what was verified and ``width - 1`` masks drafts all; no other pass follows.
 
     Sizes are those of the measured cells; widths between or beyond them are read as any others.
@@ -248,7 +211,7 @@ def _one_pass(latency: LatencyTable, name: str, width: int) -> pd.DataFrame:
     return pd.concat([_frame(rows), prompts], ignore_index=True)
 
 
-def _skipping(latency: LatencyTable, layers: int) -> pd.DataFrame:
+def skipping(latency: LatencyTable, layers: int) -> pd.DataFrame:
     """Return the cells of a pass through `layers` layers and the head per drafted token."""
     model = "exit" if latency.has("exit", "layer") else "target"
     if not latency.has(model, "layer"):
@@ -270,7 +233,7 @@ def _skipping(latency: LatencyTable, layers: int) -> pd.DataFrame:
     return _frame(rows)
 
 
-def _behind_no_passes(cells: pd.DataFrame) -> pd.DataFrame:
+def with_passes_alone(cells: pd.DataFrame) -> pd.DataFrame:
     """Price verifications of one stream as target passes with no pass before, where timed."""
     alone = (cells["model"] == "target") & (cells["batch"] == 1) & (cells["new_tokens"] > 1)
     measured = cells[alone & (cells["phase"] == "pass")].assign(phase="forward")

@@ -10,9 +10,11 @@ from typing import Any, ClassVar, Self
 
 from traces.acceptance.trace import Trace
 from traces.errors import DraftsimError
+from traces.latency.table import LatencyTable
 from traces.replay.calls import DRAFTER, Counted
 from traces.replay.rounds import RoundLog
 from traces.sources.base import Drafter, Recordings, Source, SourceReplay, SourceToken
+from traces.sources.starts.as_draft import in_an_engine, in_the_drafts_place, model_of
 from traces.sources.starts.recording import ByStart, StartRecording, StartReplay, StartSource
 
 RECORD = "`draftsim profile --source eagle:model=DIR`"
@@ -89,6 +91,7 @@ class Eagle(OnFeatures, StartSource):
 
     name = "eagle"
     prefix = "eagle."
+    takes_verified = True
     record = RECORD
     what = "EAGLE, EAGLE-3 or MTP drafter on the target's features, as a chain; exact"
 
@@ -104,6 +107,24 @@ class Eagle(OnFeatures, StartSource):
         """Its passes are timed under the name of its recording."""
         key = self.recorded(recordings)
         return Drafter(key, int(recordings.starts[key].meta["modules"]) == 1)
+
+    def longest(self, trace: Trace, recordings: Recordings) -> int:
+        """Return the longest chain recorded."""
+        del trace
+        return self.recording(recordings).offsets
+
+    def unlike_a_draft_model(self, recordings: Recordings) -> str | None:
+        """Return why several modules are unlike a draft model; None for one."""
+        if self.drafter(recordings).by_passes:
+            return None
+        return "its modules run in turn, each over tokens that the others have seen"
+
+    def as_draft(self, latency: LatencyTable, recordings: Recordings) -> LatencyTable:
+        """Return `latency` with the passes of its module, or of the engine that drafted with it."""
+        name = model_of(self, recordings)
+        if (latency.meta.get("engine") or {}).get("own_drafter"):
+            return in_an_engine(latency, str(self.recording(recordings).meta["model"]), name)
+        return in_the_drafts_place(latency, name)
 
     def replay(
         self, trace: Trace, request: int, recording: StartRecording, first: int

@@ -19,9 +19,17 @@ from policies.parameters import whole, within
 from policies.spec import describe_spec
 from traces.acceptance.synthetic import ORDINARY, drawn_chances, logits_of
 from traces.acceptance.trace import Trace
+from traces.latency.table import LatencyTable
 from traces.replay.calls import ONE_PASS, Counted
 from traces.replay.rounds import RoundLog
 from traces.sources.base import Drafter, Recordings, SourceReplay, SourceToken, eos_of, true_tokens
+from traces.sources.starts.as_draft import (
+    measured_model,
+    model_of,
+    one_pass,
+    standing_in,
+    with_passes_alone,
+)
 from traces.sources.starts.features import OnFeatures
 from traces.sources.starts.recording import START_SIGNALS, StartRecording, StartReplay, StartSource
 
@@ -57,6 +65,9 @@ class Parallel(OnFeatures, StartSource):
 
     name = "parallel"
     prefix = "parallel."
+    unlike = None
+    takes_verified = True
+    drafts_end = True
     record = "`draftsim profile --source parallel:model=DIR`"
     what = (
         "one-pass drafter (P-EAGLE, DFlash, DSpark, PARD): all tokens by one pass, recorded, or "
@@ -106,6 +117,19 @@ class Parallel(OnFeatures, StartSource):
         """Its own passes, or the draft model's where its acceptance alone is known."""
         model = "draft" if self.acceptance is not None else self.recorded(recordings)
         return Drafter(model, False)
+
+    def longest(self, trace: Trace, recordings: Recordings) -> int:
+        """Return the number of masks."""
+        del trace
+        return self.k or self.recording(recordings).offsets
+
+    def as_draft(self, latency: LatencyTable, recordings: Recordings) -> LatencyTable:
+        """Return `latency` with a draft of one pass."""
+        width = self.recording(recordings).offsets if self.k is None else self.k
+        own = one_pass(latency, measured_model(self, recordings), width)
+        return standing_in(
+            latency, with_passes_alone(latency.cells), own, model_of(self, recordings)
+        )
 
     def with_masks(self, k: int) -> Parallel:
         """Return the same source with `k` masks."""

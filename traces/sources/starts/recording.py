@@ -18,10 +18,11 @@ import numpy.typing as npt
 from traces.acceptance.sampling import Sampling
 from traces.acceptance.trace import Trace
 from traces.errors import DraftsimError, TailError
+from traces.latency.table import LatencyTable
 from traces.sources.base import DRAFTER_SIGNALS, Recordings, Source, SourceReplay, SourceToken
-from traces.sources.columns import DRAWN, Floats, read_columns
-from traces.sources.shapes import check_shapes
+from traces.sources.columns import DRAWN, Floats, check_shapes, read_columns
 
+WIDER = "its verification is wider than its draft"
 START_SIGNALS = ("top1", "top2", "logsumexp", "entropy")
 
 
@@ -90,6 +91,13 @@ class StartSource(Source):
     """A source recorded by (start, offset)."""
 
     signals: ClassVar[frozenset[str]] = DRAFTER_SIGNALS
+    unlike: ClassVar[str | None] = WIDER
+    takes_verified: ClassVar[bool] = False
+    """True if every round's first pass reads all that was verified since the one before."""
+    drafts_end: ClassVar[bool] = False
+    """True if a draft ends where the recorded one does."""
+    k: int | None = None
+    """Longest draft that it makes; None: as recorded."""
 
     @property
     def key(self) -> str:
@@ -106,6 +114,18 @@ class StartSource(Source):
                 "`draftsim profile --exit-layers`"
             )
         return recording
+
+    def longest(self, trace: Trace, recordings: Recordings) -> int | None:
+        """Return the trace's own bound: no head drafts more than there are of it."""
+        self.recording(recordings)
+        return trace.max_gamma
+
+    def as_draft(self, latency: LatencyTable, recordings: Recordings) -> LatencyTable:
+        """Return `latency` with its passes instead of the draft model's.
+
+        Raises DraftsimError if the table lacks them.
+        """
+        raise NotImplementedError
 
     def open(
         self, trace: Trace, recordings: Recordings, first: int

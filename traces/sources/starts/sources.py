@@ -10,9 +10,17 @@ import numpy as np
 from policies.parameters import whole
 from traces.acceptance.trace import Trace
 from traces.errors import DraftsimError
+from traces.latency.table import LatencyTable
 from traces.replay.calls import CALL_KINDS, HEAD, LAYER, PASS, Counted
 from traces.replay.rounds import Fidelity, RoundLog
-from traces.sources.base import SourceReplay, SourceToken
+from traces.sources.base import Recordings, SourceReplay, SourceToken
+from traces.sources.starts.as_draft import (
+    heads_at_once,
+    model_of,
+    skipping,
+    standing_in,
+    with_passes_alone,
+)
 from traces.sources.starts.recording import StartRecording, StartReplay, StartSource
 
 HEADS = CALL_KINDS.index(("heads", "forward"))
@@ -40,6 +48,9 @@ class HeadsReplay(StartReplay):
 class Heads(StartSource):
     """Parallel heads on the target's last state; ``k`` of them are used (None: all)."""
 
+    unlike = None
+    drafts_end = True
+
     def __init__(self, k: int | None = None) -> None:
         whole("k", k, 1, none=True)
         self.k = k
@@ -49,6 +60,11 @@ class Heads(StartSource):
     ) -> SourceReplay:
         """Heads over the recorded rows."""
         return HeadsReplay(trace, request, recording, first, self.k)
+
+    def as_draft(self, latency: LatencyTable, recordings: Recordings) -> LatencyTable:
+        """Return `latency` with all heads as the first pass of a round."""
+        own, name = heads_at_once(latency), model_of(self, recordings)
+        return standing_in(latency, with_passes_alone(latency.cells), own, name)
 
 
 class Blockwise(Heads):
@@ -85,6 +101,7 @@ class Space(StartSource):
 
     name = "space"
     what = "SPACE (arXiv:2402.11809) with trained mask embeddings and a frozen target"
+    drafts_end = True
 
     def __init__(self, k: int | None = None) -> None:
         whole("k", k, 1, none=True)
@@ -201,6 +218,7 @@ class LayerSkip(StartSource):
 
     name = "layer-skip"
     what = "Draft & Verify (arXiv:2309.08168): inexact states, hence recorded by (start, offset)"
+    unlike = None
 
     def __init__(self, skip: Sequence[int] | None = None) -> None:
         for layer in skip or ():
@@ -218,6 +236,16 @@ class LayerSkip(StartSource):
                 "record these, or leave skip out"
             )
         return LayerSkipReplay(trace, request, recording, first)
+
+    def longest(self, trace: Trace, recordings: Recordings) -> int:
+        """Return the longest chain recorded."""
+        del trace
+        return self.recording(recordings).offsets
+
+    def as_draft(self, latency: LatencyTable, recordings: Recordings) -> LatencyTable:
+        """Return `latency` with the kept layers and the head as a pass."""
+        own = skipping(latency, int(self.recording(recordings).meta["layers"]))
+        return standing_in(latency, latency.cells, own, model_of(self, recordings))
 
 
 class LayerSkipReplay(StartReplay):
