@@ -26,7 +26,7 @@ from traces.sources import REST, EarlyExit, Recordings, Source, parse_source, re
 from traces.sources import replay as by_source
 from traces.sources.exits.early_exit import StandInExit
 from traces.sources.found import find_recordings
-from traces.sources.lookups import retrieval
+from traces.sources.lookups import occurrences
 from traces.sources.registry import SYSTEMS
 from traces.sources.starts.as_draft import drafted_trace
 
@@ -135,7 +135,7 @@ def test_retrieval_from_a_file(tmp_path: Path) -> None:
         served = (rng.integers(0, VOCABULARY, rng.integers(0, 20)).tolist() for _ in range(seed))
         corpus.write_text("".join(f"{ids}\n" for ids in served), encoding="utf-8")
         for held in (1, 1 << 20):
-            with patch.object(retrieval, "HELD", held):
+            with patch.object(occurrences, "HELD", held):
                 source = REST(str(corpus), num_tokens=4, max_suffix=3, min_suffix=1 + seed % 3)
                 check(random_outputs(seed), source, Fixed(3), Recordings())
 
