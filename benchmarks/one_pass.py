@@ -32,7 +32,7 @@ from simulator.aggregate.hazard import survival
 from simulator.aggregate.server import COSTS, Server, ServerRun, calibrate
 from simulator.aggregate.server import Load as Loads
 from traces.acceptance.synthetic import drawn_chances
-from traces.sources.base import SourceToken
+from traces.acceptance.tape import RecordedToken
 
 Floats = npt.NDArray[np.float64]
 
@@ -134,7 +134,7 @@ def adaptive(server: Server, batch: int, concentration: float | None) -> float:
         chances = np.broadcast_to(hazard, (batch, K))
         if concentration is not None:
             chances = drawn_chances(chances, concentration, rng)
-        drafts = [[SourceToken(2, prob=p) for p in row] for row in chances.tolist()]
+        drafts = [[RecordedToken(2, prob=p) for p in row] for row in chances.tolist()]
         policy.plan([Load(batch, 0)] * batch)
         lengths = np.array(policy.allot(drafts))
         kept = np.arange(K) < lengths[:, None]

@@ -16,8 +16,8 @@ from profiler.engines.engine import PARTS, Engine, Step
 from profiler.engines.plan import Cell
 from profiler.engines.setup import Setup
 from profiler.engines.texts import FIRST_ID
+from traces.acceptance.tape import RecordedToken
 from traces.errors import DraftsimError
-from traces.sources.base import SourceToken
 
 UNTIMED = 2
 """Iterations before a prompt's: the first still verifies drafts of the last cell."""
@@ -82,8 +82,8 @@ class _NoiseDrafts(Drafts):
     def load(self) -> Load:
         return Load(1, len(self._request.prompt) + self.position)
 
-    def draft(self, so_far: Sequence[Any]) -> SourceToken:
-        return SourceToken(0)
+    def draft(self, so_far: Sequence[Any]) -> RecordedToken:
+        return RecordedToken(0)
 
     def ids(self, draft: Sequence[Any]) -> list[int]:
         return self._rng.integers(FIRST_ID, self._vocabulary, len(draft)).tolist()  # type: ignore[no-any-return]

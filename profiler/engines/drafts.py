@@ -11,10 +11,10 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from policies.core import Load
+from traces.acceptance.tape import RecordedToken
 from traces.acceptance.trace import Trace
 from traces.errors import DraftsimError, FileError
 from traces.replay.decoder import ReplayDecoder
-from traces.sources.base import SourceToken
 from traces.sources.lookups.sources import LookupSource, Served, proposed
 from traces.sources.lookups.text import Lookup
 from traces.store.files import read_trace, write_trace
@@ -210,7 +210,7 @@ class _Found(Drafts):
     def load(self) -> Load:
         return Load(1, self._prompt + self.position)
 
-    def draft(self, so_far: Sequence[Any]) -> SourceToken | None:
+    def draft(self, so_far: Sequence[Any]) -> RecordedToken | None:
         if self._found is None:
             self._found = self._lookup.propose()
         if len(so_far) >= len(self._found):
@@ -253,8 +253,8 @@ class _Counted(Drafts):
     def load(self) -> Load:
         return Load(1, self._prompt + self.position)
 
-    def draft(self, so_far: Sequence[Any]) -> SourceToken:
-        return SourceToken(UNKNOWN)
+    def draft(self, so_far: Sequence[Any]) -> RecordedToken:
+        return RecordedToken(UNKNOWN)
 
     def ids(self, draft: Sequence[Any]) -> list[int]:
         return [UNKNOWN] * len(draft)

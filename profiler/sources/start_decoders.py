@@ -15,8 +15,8 @@ from profiler.models.stack import LayerRunner
 from profiler.sources.base import SourceDecoder
 from profiler.sources.drafters import head_logits, kept_layers, mask_states
 from traces.acceptance.sampling import GREEDY
+from traces.acceptance.tape import RecordedToken
 from traces.replay.calls import HEAD, LAYER, PASS
-from traces.sources.base import SourceToken
 from traces.sources.lookups.sources import proposed
 from traces.sources.lookups.text import Lookup, Proposal
 from traces.sources.starts.sources import HEADS
@@ -44,7 +44,7 @@ class LookupDecoder(SourceDecoder):
         if first:
             self._verify([])
 
-    def draft(self, so_far: Sequence[Any]) -> SourceToken | None:
+    def draft(self, so_far: Sequence[Any]) -> RecordedToken | None:
         """The next token of this round's proposal; None at its end."""
         if not so_far:
             self.calls.add(self._kind, 1)

@@ -16,14 +16,14 @@ T = TypeVar("T")
 
 
 class RecordedToken:
-    """A drafted token as it was recorded; a field that was not recorded is None."""
+    """A drafted token as it was recorded; a signal that was not recorded is None."""
 
     __slots__ = ("ends", *SIGNALS)
 
     def __init__(
         self,
         token_id: int,
-        ends: bool,
+        ends: bool = False,
         prob: Any = None,
         entropy: Any = None,
         logit_margin: Any = None,

@@ -1,6 +1,6 @@
 """Draft sources other than a draft model: early exit, parallel heads, lookup."""
 
-from traces.sources.base import Recordings, Source, SourceToken
+from traces.sources.base import Recordings, Source
 from traces.sources.exits.early_exit import EarlyExit, Kangaroo
 from traces.sources.exits.recording import ExitRecording, ExitSetting
 from traces.sources.files import (
@@ -55,7 +55,6 @@ __all__ = [
     "NGramSimple",
     "Recordings",
     "Source",
-    "SourceToken",
     "Space",
     "SpecDec",
     "StartRecording",

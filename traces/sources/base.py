@@ -12,6 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from policies.core import SIGNALS, Load
+from traces.acceptance.tape import RecordedToken
 from traces.acceptance.trace import Trace
 from traces.errors import DraftsimError
 from traces.replay.calls import CallCounter
@@ -48,36 +49,6 @@ class Drafter(NamedTuple):
     by_passes: bool
     """True if a drafted token is a pass, the first over what was verified since the one before:
     such rounds cost what a draft model's do, any others their calls."""
-
-
-class SourceToken:
-    """A replayed proposal; a signal that the source does not have is None."""
-
-    __slots__ = ("ends", "exit_layer", *SIGNALS)
-
-    def __init__(
-        self,
-        token_id: int,
-        ends: bool = False,
-        prob: Any = None,
-        entropy: Any = None,
-        logit_margin: Any = None,
-        prob_margin: Any = None,
-        exit_layer: int | None = None,
-        top_prob: Any = None,
-        raw_prob: Any = None,
-        top10_prob: Any = None,
-    ) -> None:
-        self.token_id = token_id
-        self.ends = ends
-        self.prob = prob
-        self.entropy = entropy
-        self.logit_margin = logit_margin
-        self.prob_margin = prob_margin
-        self.exit_layer = exit_layer
-        self.top_prob = top_prob
-        self.raw_prob = raw_prob
-        self.top10_prob = top10_prob
 
 
 class Source(ABC):
@@ -143,6 +114,7 @@ class Source(ABC):
         """
 
 
+Ints = npt.NDArray[np.int64]
 Walked = tuple[npt.NDArray[np.void], npt.NDArray[np.void]]
 """Rounds, and the calls that they ran."""
 
@@ -196,7 +168,7 @@ class SourceReplay(ABC):
         """Proposals that would be accepted if drafting went on as long as they are right."""
 
     @abstractmethod
-    def draft(self, so_far: Sequence[Any]) -> SourceToken | None:
+    def draft(self, so_far: Sequence[Any]) -> RecordedToken | None:
         """The proposal after the output so far and `so_far`; None where there is none."""
 
     @abstractmethod
@@ -245,6 +217,18 @@ def true_tokens(trace: Trace, *, sampled: bool = False) -> list[int]:
     if (tokens := _outputs.get(trace)) is None:
         tokens = _outputs[trace] = np.asarray(trace.columns["token"])[trace.on_path].tolist()
     return tokens
+
+
+def leading_right(drafts: npt.ArrayLike, true: npt.ArrayLike, ends: npt.ArrayLike) -> Ints:
+    """Return the leading right tokens of the draft from every output position, shape (positions,).
+
+    ``drafts`` (positions, offsets); ``true`` (positions,) are the output tokens of all requests;
+    ``ends`` (positions,) is one past the last position of each one's request.
+    """
+    drafts, true = np.asarray(drafts), np.asarray(true)
+    at = np.arange(len(true))[:, None] + np.arange(drafts.shape[1])
+    right = (at < np.asarray(ends)[:, None]) & (drafts == true.take(at, mode="clip"))
+    return np.asarray(np.cumprod(right, axis=1).sum(axis=1), dtype=np.int64)
 
 
 _outputs: WeakKeyDictionary[Trace, list[int]] = WeakKeyDictionary()

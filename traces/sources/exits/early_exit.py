@@ -11,6 +11,7 @@ import numpy.typing as npt
 from policies.parameters import flag, whole, within
 from policies.spec import describe_spec
 from policies.vectorised import UNBOUNDED, Bools, Floats, Ints, VectorisedPlan
+from traces.acceptance.tape import RecordedToken
 from traces.acceptance.trace import Trace
 from traces.errors import DraftsimError, TailError
 from traces.replay.calls import (
@@ -32,7 +33,6 @@ from traces.sources.base import (
     Recordings,
     Source,
     SourceReplay,
-    SourceToken,
     Walked,
     eos_of,
     true_tokens,
@@ -148,10 +148,20 @@ class EarlyExit(Source):
         return EarlyExitReplay(trace, request, tape, first)
 
 
+class ExitToken(RecordedToken):
+    """A drafted token that knows at which layer it exited."""
+
+    __slots__ = ("exit_layer",)
+
+    def __init__(self, exit_layer: int, *recorded: Any) -> None:
+        super().__init__(*recorded)
+        self.exit_layer = exit_layer
+
+
 class ExitStep(NamedTuple):
     """The source's step at a node."""
 
-    token: SourceToken | None
+    token: RecordedToken | None
     heads: int
     """Exit heads asked, the accepted one included."""
     deepest: int
@@ -216,15 +226,11 @@ class ExitTape:
         record = self.recording
         token = int(record.argmax[node, at])
         layer = record.exit_layers[at]
-        prob, entropy, margin, prob_margin, top, raw = record.columns[node, at].tolist()
+        signals = record.columns[node, at].tolist()  # in the order of a token's fields
         if self._raw_unknown:
-            raw = None
-        return ExitStep(
-            SourceToken(
-                token, token in self.eos, prob, entropy, margin, prob_margin, layer, top, raw
-            ),
-            self.used.index(at) + 1, layer,
-        )  # fmt: skip
+            signals[-1] = None
+        made = ExitToken(layer, token, token in self.eos, *signals)
+        return ExitStep(made, self.used.index(at) + 1, layer)
 
 
 class EarlyExitReplay(SourceReplay):
@@ -249,7 +255,7 @@ class EarlyExitReplay(SourceReplay):
         wrong = np.flatnonzero(~self.tape.right[at:end])
         return int(wrong[0]) if len(wrong) else end - at
 
-    def draft(self, so_far: Sequence[Any]) -> SourceToken | None:
+    def draft(self, so_far: Sequence[Any]) -> RecordedToken | None:
         """Run the last token up to its exit; None if it reaches the depth bound."""
         step = self._step(so_far)
         self._depths.append(step.deepest)
@@ -551,7 +557,7 @@ class KangarooReplay(EarlyExitReplay):
         super().__init__(trace, request, tape, first)
         self._pending = 0  # positions whose exit states the adapter has not taken in
 
-    def draft(self, so_far: Sequence[Any]) -> SourceToken | None:
+    def draft(self, so_far: Sequence[Any]) -> RecordedToken | None:
         """Return the adapter's proposal after the last token."""
         step = self._step(so_far)
         self._depths.append(step.deepest)

@@ -12,6 +12,7 @@ import numpy as np
 
 from policies.core import Round, caught_up
 from policies.vectorised import Ints, VectorisedPlan, own_word
+from traces.acceptance.tape import RecordedToken
 from traces.acceptance.trace import Trace
 from traces.errors import DraftsimError
 from traces.replay.calls import CALL_KINDS, Counted, pack_counted
@@ -23,9 +24,9 @@ from traces.sources.base import (
     Recordings,
     Source,
     SourceReplay,
-    SourceToken,
     Walked,
     eos_of,
+    leading_right,
     prompt_tokens,
     true_tokens,
 )
@@ -98,7 +99,7 @@ class LookupReplay(SourceReplay):
             run += 1
         return run
 
-    def draft(self, so_far: Sequence[Any]) -> SourceToken | None:
+    def draft(self, so_far: Sequence[Any]) -> RecordedToken | None:
         """The next token of this round's proposal; None at its end."""
         if not so_far:
             self.calls.add(self._kind, 1)
@@ -145,7 +146,7 @@ class LookupReplay(SourceReplay):
         if proposed is None:
             return None
         places = Foreseen(trace)
-        right = _right(trace, proposed[:, : plan.cap], places.ends)
+        right = leading_right(proposed[:, : plan.cap], true_tokens(trace), places.ends)
         places.foresee((proposed >= 0).sum(axis=1), right)
         walk = Walk(places, first, False)
         drafts = walk.drafts(plan)
@@ -158,15 +159,6 @@ class LookupReplay(SourceReplay):
         asked = np.flatnonzero(np.minimum(places.left[start], plan.cap) > 0)
         ones = np.ones_like(asked)
         return rounds, pack_counted([Counted(False, self._kind, asked, ones, ones)])
-
-
-def _right(trace: Trace, proposed: Ints, ends: Ints) -> Ints:
-    """Leading proposals that are the target's own tokens, at every position."""
-    output = np.array(true_tokens(trace))
-    at = np.arange(len(output))[:, None] + np.arange(proposed.shape[1])
-    right = (at < ends[:, None]) & (proposed == output.take(at, mode="clip"))
-    found: Ints = np.cumprod(right, axis=1).sum(axis=1)
-    return found
 
 
 class LookupSource(Source):
@@ -314,10 +306,10 @@ class Lookahead(LookupSource):
         return until_eos(tokens, eos_of(trace), proposed=False)
 
 
-def proposed(proposal: Proposal) -> SourceToken:
+def proposed(proposal: Proposal) -> RecordedToken:
     """The drafted token of a proposal, which is the likeliest one and nobody draws."""
     token, prob, entropy, margin = proposal
-    return SourceToken(token, False, prob, entropy, None, margin, top_prob=prob, raw_prob=prob)
+    return RecordedToken(token, False, prob, entropy, None, margin, top_prob=prob, raw_prob=prob)
 
 
 def read_corpus(path: str | Path) -> list[list[int]]:

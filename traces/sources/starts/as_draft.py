@@ -19,7 +19,7 @@ from traces.acceptance.trace import Trace
 from traces.errors import DraftsimError
 from traces.latency.schema import CELL_COLUMNS
 from traces.latency.table import LatencyTable
-from traces.sources.base import Recordings, Source, true_tokens
+from traces.sources.base import Recordings, Source, leading_right, true_tokens
 from traces.sources.columns import DRAWN
 from traces.sources.starts.recording import StartSource
 
@@ -70,7 +70,7 @@ def chained_trace(trace: Trace, source: StartSource, recordings: Recordings) -> 
     begins[bounds[:-1]] = True
     from_row = np.where(begins & (stop - rows > 1), rows + 1, rows)
     drafted = recording.token[:, :most]
-    accepted = _accepted(drafted, true, stop)[from_row]
+    accepted = leading_right(drafted, true, stop)[from_row]
     drafted = drafted[from_row]
     # A draft that ended with EOS holds nothing more; one that never was holds its blanks.
     held = (drafted >= 0) | (drafted[:, :1] < 0)
@@ -164,15 +164,6 @@ def measured_model(source: Source, recordings: Recordings) -> str:
     """The model of the latency table that its passes were measured of."""
     drafter = source.drafter(recordings)
     return source.name if drafter is None else drafter.model
-
-
-def _accepted(
-    drafted: npt.NDArray[np.int32], true: npt.NDArray[np.int64], stop: Ints
-) -> npt.NDArray[np.int64]:
-    """Leading drafts of every start that are right, (starts,)."""
-    ahead = np.arange(len(true))[:, None] + np.arange(drafted.shape[1])
-    right = (ahead < stop[:, None]) & (drafted == true[np.minimum(ahead, len(true) - 1)])
-    return np.asarray(np.cumprod(right, axis=1).sum(axis=1), dtype=np.int64)
 
 
 def _frame(rows: list[tuple[str, str, int, int, int, float]]) -> pd.DataFrame:

@@ -8,12 +8,13 @@ from copy import copy
 from pathlib import PurePath
 from typing import Any, ClassVar, Self
 
+from traces.acceptance.tape import RecordedToken
 from traces.acceptance.trace import Trace
 from traces.errors import DraftsimError
 from traces.latency.table import LatencyTable
 from traces.replay.calls import DRAFTER, Counted
 from traces.replay.rounds import RoundLog
-from traces.sources.base import Drafter, Recordings, Source, SourceReplay, SourceToken
+from traces.sources.base import Drafter, Recordings, Source, SourceReplay
 from traces.sources.starts.as_draft import in_an_engine, in_the_drafts_place, model_of
 from traces.sources.starts.recording import ByStart, StartRecording, StartReplay, StartSource
 
@@ -156,7 +157,7 @@ class EagleReplay(StartReplay):
         """Return True if every drafted token is a pass (`traces.sources.base.Drafter`)."""
         return self._turns == 1
 
-    def draft(self, so_far: Sequence[Any]) -> SourceToken | None:
+    def draft(self, so_far: Sequence[Any]) -> RecordedToken | None:
         """The next token of the chain from here; None when the modules are used up."""
         offset = len(so_far)
         if offset >= self.width and self.width == self._turns > 1:

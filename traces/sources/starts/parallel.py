@@ -18,11 +18,12 @@ import numpy.typing as npt
 from policies.parameters import whole, within
 from policies.spec import describe_spec
 from traces.acceptance.synthetic import ORDINARY, drawn_chances, logits_of
+from traces.acceptance.tape import RecordedToken
 from traces.acceptance.trace import Trace
 from traces.latency.table import LatencyTable
 from traces.replay.calls import ONE_PASS, Counted
 from traces.replay.rounds import RoundLog
-from traces.sources.base import Drafter, Recordings, SourceReplay, SourceToken, eos_of, true_tokens
+from traces.sources.base import Drafter, Recordings, SourceReplay, eos_of, true_tokens
 from traces.sources.starts.as_draft import (
     measured_model,
     model_of,
@@ -156,7 +157,7 @@ class ParallelReplay(StartReplay):
     _ran = 0
     """Output tokens known when the drafter last ran."""
 
-    def draft(self, so_far: Sequence[Any]) -> SourceToken | None:
+    def draft(self, so_far: Sequence[Any]) -> RecordedToken | None:
         """The next mask's token; None when they are used up."""
         if not so_far:
             read = min(self.position - self._ran, self.info.prompt_length + self.position - 1)

@@ -16,10 +16,11 @@ import numpy as np
 import numpy.typing as npt
 
 from traces.acceptance.sampling import Sampling
+from traces.acceptance.tape import RecordedToken
 from traces.acceptance.trace import Trace
 from traces.errors import DraftsimError, TailError
 from traces.latency.table import LatencyTable
-from traces.sources.base import DRAFTER_SIGNALS, Recordings, Source, SourceReplay, SourceToken
+from traces.sources.base import DRAFTER_SIGNALS, Recordings, Source, SourceReplay
 from traces.sources.columns import DRAWN, Floats, check_shapes, read_columns
 
 WIDER = "its verification is wider than its draft"
@@ -218,12 +219,12 @@ class StartReplay(SourceReplay):
                 "or record longer drafts"
             )
 
-    def token(self, offset: int) -> SourceToken:
+    def token(self, offset: int) -> RecordedToken:
         """The recorded draft at this offset from here."""
         record, at = self.recording, (self.row0 + self.position, offset)
         token = int(record.token[at])
         prob, entropy, margin, prob_margin, top, raw = record.columns[at].tolist()
-        return SourceToken(
+        return RecordedToken(
             token, token in self.eos, prob, entropy, margin, prob_margin, top_prob=top,
             raw_prob=raw,
         )  # fmt: skip

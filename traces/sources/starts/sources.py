@@ -8,12 +8,13 @@ from typing import Any, ClassVar
 import numpy as np
 
 from policies.parameters import whole
+from traces.acceptance.tape import RecordedToken
 from traces.acceptance.trace import Trace
 from traces.errors import DraftsimError
 from traces.latency.table import LatencyTable
 from traces.replay.calls import CALL_KINDS, HEAD, LAYER, PASS, Counted
 from traces.replay.rounds import Fidelity, RoundLog
-from traces.sources.base import Recordings, SourceReplay, SourceToken
+from traces.sources.base import Recordings, SourceReplay
 from traces.sources.starts.as_draft import (
     heads_at_once,
     model_of,
@@ -29,7 +30,7 @@ HEADS = CALL_KINDS.index(("heads", "forward"))
 class HeadsReplay(StartReplay):
     """All heads run once a round, of which the policy takes as many as it likes."""
 
-    def draft(self, so_far: Sequence[Any]) -> SourceToken | None:
+    def draft(self, so_far: Sequence[Any]) -> RecordedToken | None:
         """The next head's token; None when the heads are used up."""
         if not so_far:
             self.calls.add(HEADS, 1)
@@ -117,7 +118,7 @@ class Space(StartSource):
 class SpaceReplay(StartReplay):
     """Drafts come with the verification before, which carries the masks of every candidate."""
 
-    def draft(self, so_far: Sequence[Any]) -> SourceToken | None:
+    def draft(self, so_far: Sequence[Any]) -> RecordedToken | None:
         """The next mask's token; None when they are used up."""
         return self.token(len(so_far)) if len(so_far) < self.width else None
 
@@ -189,7 +190,7 @@ class TreeReplay(StartReplay):
         rank = int(self.recording.rank[self.row0 + self.position, offset])
         return at < self.length and 0 <= rank < self.tops[offset]
 
-    def draft(self, so_far: Sequence[Any]) -> SourceToken | None:
+    def draft(self, so_far: Sequence[Any]) -> RecordedToken | None:
         """The next level, standing for the true token where the tree holds it."""
         offset = len(so_far)
         if not offset:
@@ -251,7 +252,7 @@ class LayerSkip(StartSource):
 class LayerSkipReplay(StartReplay):
     """A pass through the kept layers per drafted token."""
 
-    def draft(self, so_far: Sequence[Any]) -> SourceToken | None:
+    def draft(self, so_far: Sequence[Any]) -> RecordedToken | None:
         """The next token of the chain from here."""
         self.check_tail(len(so_far))
         self.calls.add(LAYER, 1, int(self.recording.meta["layers"]))

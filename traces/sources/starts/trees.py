@@ -20,6 +20,7 @@ import numpy.typing as npt
 from policies.parameters import whole
 from policies.vectorised import Ints, VectorisedPlan
 from traces.acceptance.sampling import Sampling
+from traces.acceptance.tape import RecordedToken
 from traces.acceptance.trace import Trace
 from traces.errors import DraftsimError, TailError
 from traces.replay.calls import DRAFTER, DRAFTER_TREE, TREE, Counted, pack_counted
@@ -31,7 +32,6 @@ from traces.sources.base import (
     Recordings,
     Source,
     SourceReplay,
-    SourceToken,
     Walked,
 )
 from traces.sources.columns import Floats, check_shapes
@@ -257,7 +257,7 @@ class TreeReplay(SourceReplay):
         # A deeper tree may lose a node to its budget, never gain one but at its end.
         return max(self.recording.accepted(row, d, self.budget) for d in range(1, deepest + 1))
 
-    def draft(self, so_far: Sequence[Any]) -> SourceToken | None:
+    def draft(self, so_far: Sequence[Any]) -> RecordedToken | None:
         """The next layer, without a token of its own; None at the tree's full depth."""
         layer, record = len(so_far), self.recording
         if layer == self.depth:
@@ -275,7 +275,7 @@ class TreeReplay(SourceReplay):
             self._ran = self.position
         read = record.columns[self._row0 + self.position, layer].tolist()
         prob, entropy, margin, prob_margin, top, raw = read
-        return SourceToken(
+        return RecordedToken(
             -1, False, prob, entropy, margin, prob_margin, top_prob=top, raw_prob=raw
         )
 
