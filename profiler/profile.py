@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +38,8 @@ from traces.store.files import write_latency, write_trace
 
 PULSE = 8
 """Blocks of passes between two timings of the reference work."""
+LEAST_PROMPTS = 4
+"""Prompts recorded whatever the time."""
 NEAR_TIE = 1e-3
 """Top-2 logit margins below this are counted: a lower precision may decide them otherwise."""
 
@@ -165,20 +168,11 @@ def profile_trace(
     options = trace_options(pair, prompts, settings)
     checkpoint = Checkpoint(folder / f".{name}", options)
     of = [repr((prompt.id, ids.tolist())) for prompt, ids in zip(prompts, encoded, strict=True)]
-    recorded = {i: checkpoint.get(f"{i:05d}", of[i]) for i in range(len(encoded))}
-    missing = [i for i, columns in recorded.items() if columns is None]
-    done = len(prompts) - len(missing)
-    task = progress.add_task(f"recording {name}", total=len(prompts), completed=done)
-    # A seed per prompt: a resumed recording draws what an uninterrupted one would.
-    seeds = [settings.seed * 1_000_003 + i for i in range(len(encoded))]
-    begin = time.perf_counter()
-    for i, columns, decode_s in _record(recorder, encoded, seeds, missing, settings.together):
-        columns["seconds"] = np.array([decode_s, time.perf_counter() - begin])
-        checkpoint.put(f"{i:05d}", columns, of[i])
-        recorded[i] = columns
-        begin = time.perf_counter()
-        progress.advance(task)
-    made = [columns for columns in recorded.values() if columns is not None]
+    task = progress.add_task(f"recording {name}", total=len(prompts))
+    made = recorded_columns(
+        recorder, encoded, of, settings, checkpoint,
+        advance=lambda done: progress.update(task, completed=done),
+    )  # fmt: skip
     trace = assemble(pair, prompts, encoded, made, settings)
     trace = replace(trace, meta={**trace.meta, DONE_WITH: digest_of(options)})
     write_trace(trace, folder / f"{name}.parquet")
@@ -186,11 +180,39 @@ def profile_trace(
     return trace
 
 
+def recorded_columns(
+    recorder: Recorder, encoded: Sequence[torch.Tensor], of: Sequence[str], settings: Settings,
+    kept: Checkpoint, *, until: float = math.inf, advance: Callable[[int], None] = lambda _: None,
+) -> list[Columns]:  # fmt: skip
+    """Return the columns of the prompts, from `kept` where a stopped recording left them.
+
+    ``of``: what each prompt's columns are made from (`Checkpoint.put`).  ``until``: monotonic
+    seconds after which no further prompt begins, but the first `LEAST_PROMPTS`; the columns are
+    then those of the first prompts alone.  ``advance`` gets the number of prompts done.
+    """
+    recorded = [kept.get(f"{i:05d}", name) for i, name in enumerate(of)]
+    missing = [i for i, columns in enumerate(recorded) if columns is None]
+    done = len(recorded) - len(missing)
+    advance(done)
+    # A seed per prompt: a resumed recording draws what an uninterrupted one would.
+    seeds = [settings.seed * 1_000_003 + i for i in range(len(encoded))]
+    in_time = takewhile(lambda i: i < LEAST_PROMPTS or time.monotonic() <= until, missing)
+    begin = time.perf_counter()
+    for i, columns, decode_s in _record(recorder, encoded, seeds, in_time, settings.together):
+        columns["seconds"] = np.array([decode_s, time.perf_counter() - begin])
+        kept.put(f"{i:05d}", columns, of[i])
+        recorded[i] = columns
+        begin = time.perf_counter()
+        done += 1
+        advance(done)
+    return [columns for columns in takewhile(lambda c: c is not None, recorded) if columns]
+
+
 def _record(
     recorder: Recorder,
     encoded: Sequence[torch.Tensor],
     seeds: Sequence[int],
-    missing: Sequence[int],
+    missing: Iterable[int],
     together: int,
 ) -> Iterator[tuple[int, Columns, float]]:
     """Record the prompts `missing`; yield place, columns and seconds of plain decoding.

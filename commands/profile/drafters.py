@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from profiler.features import FeatureDrafter
     from profiler.models.loading import Pair
     from profiler.sources.modules import Modules
-    from profiler.sources.tree_latency import GrownTrees
+    from profiler.sources.tree_record import GrownTrees
     from traces.acceptance.trace import Trace
     from traces.sources.base import Recordings, Source
     from traces.sources.starts.features import Eagle, OnFeatures
@@ -103,7 +103,7 @@ def load_drafters(pair: Pair, sources: Iterable[OnFeatures]) -> dict[str, Featur
 
 def load_trees(pair: Pair, sources: Sequence[Eagle2]) -> dict[str, GrownTrees]:
     """The drafters that `sources` name, with the shape of their trees, by recording."""
-    from profiler.sources.tree_latency import GrownTrees
+    from profiler.sources.tree_record import GrownTrees
     from profiler.sources.tree_record import LAYERS, TOPK
 
     drafters = load_drafters(pair, sources)

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from profiler.models.stack import LayerRunner
     from profiler.recording.run import RunInfo
     from profiler.sources.modules import Modules
-    from profiler.sources.tree_latency import GrownTrees
+    from profiler.sources.tree_record import GrownTrees
     from traces.acceptance.trace import Trace
     from traces.latency.table import LatencyTable
 

@@ -25,7 +25,7 @@ from profiler.decoding.batch import (
     speculate_batch,
 )
 from profiler.latency.host import HOST_GAMMAS
-from profiler.latency.passes import Pass, decoding_blocks, signal_block
+from profiler.latency.passes import Pass, decoding_blocks, random_ids, signal_block
 from profiler.latency.table import Block, Cell, Grid, Step, Stopwatch, rows_of
 from profiler.machine import Repeats, Timing, sweeps
 from profiler.models.runner import Runner
@@ -48,7 +48,7 @@ def batch_blocks(target: Runner, draft: Runner, grid: Grid) -> list[Block]:
         for name, runner in (("target", target), ("draft", draft)):
             for length in grid.prompts:
                 if length <= runner.cache.slots and batch * length <= MOST_PREFILLED:
-                    run = _pass(runner, batch, length, 0, 1)
+                    run = batch_pass(runner, batch, length, 0, 1)
                     blocks.append(Block([[Step(name, "prefill", length, 0, run, batch)]]))
         passes = _passes(target, batch, 0), _passes(draft, batch, 1)
         # A pass over a batch outweighs what the caches keep: fewer rounds will do.
@@ -59,22 +59,22 @@ def batch_blocks(target: Runner, draft: Runner, grid: Grid) -> list[Block]:
 
 
 def _passes(runner: Runner, batch: int, keep: int) -> Pass:
-    return lambda width, context: _pass(runner, batch, width, context, keep)
+    return lambda width, context: batch_pass(runner, batch, width, context, keep)
 
 
 def _fill(runner: Runner) -> None:
     """Real keys and values in every slot of every row."""
-    seeded = torch.Generator().manual_seed(0)
-    ids = torch.randint(runner.vocab_size, (runner.cache.slots,), generator=seeded)
     with torch.inference_mode():
-        runner.forward(ids.to(runner.device), 0, keep=1)
+        runner.forward(random_ids(runner, runner.cache.slots), 0, keep=1)
         for row in range(1, runner.cache.batch):
             runner.cache.copy_row(0, row)
 
 
-def _pass(runner: Runner, batch: int, width: int, context: int, keep: int) -> Callable[[], object]:
-    seeded = torch.Generator().manual_seed(0)
-    ids = torch.randint(runner.vocab_size, (batch, width), generator=seeded).to(runner.device)
+def batch_pass(
+    runner: Runner, batch: int, width: int, context: int, keep: int
+) -> Callable[[], Tensor]:
+    """Return a call that makes one pass over `width` tokens of every sequence; its logits."""
+    ids = random_ids(runner, batch, width)
     places = torch.arange(context, context + width, device=runner.device).expand(batch, width)
     return lambda: runner.forward_batch(ids, places, context + width, keep=keep)
 

@@ -105,10 +105,10 @@ def signal_block(
     return Block([[*steps, verify]] * (UNTIMED + 3), UNTIMED)
 
 
-def random_ids(runner: Runner, count: int) -> Tensor:
-    """`count` token ids on the model's device, the same each time."""
+def random_ids(runner: Runner, *shape: int) -> Tensor:
+    """Return token ids of a shape on the model's device, the same each time."""
     seeded = torch.Generator().manual_seed(0)
-    return torch.randint(runner.vocab_size, (count,), generator=seeded).to(runner.device)
+    return torch.randint(runner.vocab_size, shape, generator=seeded).to(runner.device)
 
 
 def _pass(runner: Runner, ids: Tensor, context: int, keep: int) -> Callable[[], object]:

@@ -17,14 +17,14 @@ from profiler.models.stack import LayerRunner
 
 LATER = 3
 """Passes of one token after a round's first."""
-WIDTHS = (1, 2, 3, 5, 9)
+DRAFTER_WIDTHS = (1, 2, 3, 5, 9)
 CONTEXTS = (32, 128, 256)
 PROMPTS = (32, 64, 128, 256)
 
 
 def measure_drafters(
     target: LayerRunner, drafters: Mapping[str, FeatureDrafter], repeats: int,
-    widths: Sequence[int] = WIDTHS, contexts: Sequence[int] = CONTEXTS,
+    widths: Sequence[int] = DRAFTER_WIDTHS, contexts: Sequence[int] = CONTEXTS,
     batches: Sequence[int] = (1,), longest: int = 0,
 ) -> pd.DataFrame:  # fmt: skip
     """Cells of the passes of `drafters` alone; columns as in `traces.latency.table`.
@@ -38,11 +38,16 @@ def measure_drafters(
             wide = Runner(target.model, target.cache.slots, largest)
             for batch in [b for b in batches if b > 1]:
                 blocks += drafter_rounds(wide, drafters, widths, contexts, batch)
-        sweeps = Sweeps(blocks, target.device)
-        for _ in range(repeats):
-            sweeps.run()
-    cells = sweeps.cells()
+        cells = swept(blocks, target.device, repeats)
     return cells[cells["model"] != "target"].reset_index(drop=True)
+
+
+def swept(blocks: Sequence[Block], device: torch.device, repeats: int) -> pd.DataFrame:
+    """Return the cells of `blocks` from `repeats` sweeps; columns as in `traces.latency.table`."""
+    sweeps = Sweeps(blocks, device)
+    for _ in range(repeats):
+        sweeps.run()
+    return sweeps.cells()
 
 
 def drafter_rounds(
@@ -56,7 +61,7 @@ def drafter_rounds(
     1, and has room for `batch` sequences.
     """
     for name, drafter in drafters.items():
-        yield from _rounds(target, _Part(name, drafter), widths, contexts, batch)
+        yield from _drafter_rounds(target, _Part(name, drafter), widths, contexts, batch)
 
 
 class _Part(NamedTuple):
@@ -64,7 +69,7 @@ class _Part(NamedTuple):
     drafter: FeatureDrafter
 
 
-def _rounds(
+def _drafter_rounds(
     target: Runner, part: _Part, widths: Sequence[int], contexts: Sequence[int], batch: int
 ) -> Iterator[Block]:
     room, (name, drafter) = target.cache.slots, part

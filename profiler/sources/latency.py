@@ -13,7 +13,7 @@ from profiler.latency.table import Block, Step, Sweeps, reaching
 from profiler.models.stack import LayerRunner
 from profiler.recording.checkpoint import Checkpoint
 from profiler.sources.drafters import head_logits
-from profiler.sources.feature_latency import drafter_rounds
+from profiler.sources.feature_latency import CONTEXTS, drafter_rounds
 from profiler.sources.modules import Modules
 from profiler.sources.tree_latency import tree_rounds
 from traces.acceptance.trace import Trace
@@ -22,7 +22,6 @@ from traces.sources.lookups.sources import LookupSource, served_before
 from traces.sources.registry import SOURCES
 
 WIDTHS = (1, 2, 3, 5, 9, 17, 25)
-CONTEXTS = (32, 128, 256)
 
 
 class SourceLatency:

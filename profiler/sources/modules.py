@@ -29,7 +29,7 @@ from profiler.sources.start_record import (
     StartRecorder,
     record_starts,
 )
-from profiler.sources.tree_latency import GrownTrees
+from profiler.sources.tree_record import GrownTrees
 from traces.acceptance.trace import Trace
 from traces.errors import DraftsimError
 from traces.sources.base import Recordings

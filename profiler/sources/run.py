@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -38,6 +38,8 @@ from traces.sources.starts.features import Eagle
 from traces.sources.starts.parallel import Parallel
 from traces.sources.starts.sources import Heads, LayerSkip, Space
 from traces.sources.starts.trees import Eagle2
+
+T = TypeVar("T")
 
 
 class SourceRun(NamedTuple):
@@ -90,61 +92,17 @@ class SourceRunner:
             )
         limit = self.trace.requests[request].max_new_tokens
         prompt = torch.tensor(prompt_tokens(self.trace, request), device=self.target.device)
-        begin = (prompt, limit, self._eos)
-        if isinstance(source, LookupSource):
-            kind = CALL_KINDS.index((source.name, "forward"))
-            lookup = source.lookup(self._eos, lambda: served_before(self.trace, request))
-            return LookupDecoder(self.target, lookup, kind, *begin)
-        if isinstance(source, Kangaroo):
-            if self.modules.adapter is None:
-                raise DraftsimError("no adapter for this target: train one first")
-            return KangarooDecoder(self.target, self.modules.adapter, source, *begin)
-        draws: Draws | None = None
-        if not sampling.greedy:
-            draws = self._draws(request) if self._draws else RandomDraws(sampling)
-        if isinstance(source, EarlyExit):
-            if self.modules.exits is None:
-                raise DraftsimError("no exit heads for this target: train some first")
-            return EarlyExitDecoder(self.target, self.modules.exits, source, *begin, draws)
-        if isinstance(source, Heads):
-            heads = self.modules.heads(source.name)
-            return HeadsDecoder(self.target, heads, *begin, k=source.k)
-        if isinstance(source, Space):
-            if self.modules.masks is None:
-                raise DraftsimError("no mask embeddings for this target: train some first")
-            return SpaceDecoder(self.target, self.modules.masks, *begin, k=source.k)
-        if isinstance(source, LayerSkip):
-            skip = default_skip(self.target.layers) if source.skip is None else source.skip
-            return LayerSkipDecoder(self.target, skip, *begin)
-        if isinstance(source, Eagle2):
-            return self._tree(source, *begin)
-        if isinstance(source, Eagle):
-            return FeatureDecoder(self.target, self.modules.drafter(source), *begin, draws)
-        if isinstance(source, Parallel) and source.k is not None and source.acceptance is None:
-            drafter = self.modules.drafter(source)
-            return ParallelDecoder(self.target, drafter, *begin, width=source.k)
-        if isinstance(source, Parallel):
-            raise DraftsimError(
-                f"{source.key!r} is really decoded by a drafter and a number of masks: name both, "
-                "or its recording, as in parallel:model=DIR,k=8"
-            )
+        for kind, make in DECODERS.items():
+            if isinstance(source, kind):
+                return make(self, source, request, (prompt, limit, self._eos))
         raise DraftsimError(f"{source.name!r} is replayed alone: it has no real decoder")
 
-    def _tree(
-        self, source: Eagle2, prompt: torch.Tensor, limit: int, eos: frozenset[int]
-    ) -> SourceDecoder:
-        """Grows the target's cache where the tree needs more room than other sources."""
-        if source.depth is None or source.topk is None:
-            raise DraftsimError(
-                "a tree is really grown to a depth, with a number of nodes: name them, or its "
-                "recording, as in eagle2:depth=6,topk=10"
-            )
-        if (slots := self.trace.longest + source.budget + 1) > self.target.cache.slots:
-            self.target = LayerRunner(self.target.model, slots)
-        return TreeDecoder(
-            self.target, self.modules.drafter(source), prompt, limit, eos, budget=source.budget,
-            topk=source.topk, depth=source.depth,
-        )  # fmt: skip
+    def drawn(self, request: int) -> Draws | None:
+        """Return the random choices of a sampled run of `request`; None if it is greedy."""
+        sampling = self.trace.sampling
+        if sampling.greedy:
+            return None
+        return self._draws(request) if self._draws else RandomDraws(sampling)
 
     def run(
         self, source: Source, policy: DraftPolicy, requests: Sequence[int] | None = None
@@ -178,3 +136,79 @@ class SourceRunner:
     def _wait(self) -> None:
         if self.target.device.type == "cuda":
             torch.cuda.synchronize(self.target.device)
+
+
+Begin = tuple[torch.Tensor, int, frozenset[int]]
+"""Prompt, output limit, and the ids that end an output."""
+
+
+def _trained(part: T | None, what: str) -> T:
+    if part is None:
+        raise DraftsimError(f"no {what} for this target: train some first")
+    return part
+
+
+def _lookup(of: SourceRunner, source: LookupSource, request: int, begin: Begin) -> SourceDecoder:
+    kind = CALL_KINDS.index((source.name, "forward"))
+    lookup = source.lookup(begin[2], lambda: served_before(of.trace, request))
+    return LookupDecoder(of.target, lookup, kind, *begin)
+
+
+def _kangaroo(of: SourceRunner, source: Kangaroo, _: int, begin: Begin) -> SourceDecoder:
+    adapter = _trained(of.modules.adapter, "adapter")
+    return KangarooDecoder(of.target, adapter, source, *begin)
+
+
+def _early_exit(of: SourceRunner, source: EarlyExit, request: int, begin: Begin) -> SourceDecoder:
+    exits = _trained(of.modules.exits, "exit heads")
+    return EarlyExitDecoder(of.target, exits, source, *begin, of.drawn(request))
+
+
+def _heads(of: SourceRunner, source: Heads, _: int, begin: Begin) -> SourceDecoder:
+    return HeadsDecoder(of.target, of.modules.heads(source.name), *begin, k=source.k)
+
+
+def _space(of: SourceRunner, source: Space, _: int, begin: Begin) -> SourceDecoder:
+    masks = _trained(of.modules.masks, "mask embeddings")
+    return SpaceDecoder(of.target, masks, *begin, k=source.k)
+
+
+def _layer_skip(of: SourceRunner, source: LayerSkip, _: int, begin: Begin) -> SourceDecoder:
+    skip = default_skip(of.target.layers) if source.skip is None else source.skip
+    return LayerSkipDecoder(of.target, skip, *begin)
+
+
+def _tree(of: SourceRunner, source: Eagle2, _: int, begin: Begin) -> SourceDecoder:
+    """Grow the target's cache where the tree needs more room than other sources."""
+    if source.depth is None or source.topk is None:
+        raise DraftsimError(
+            "a tree is really grown to a depth, with a number of nodes: name them, or its "
+            "recording, as in eagle2:depth=6,topk=10"
+        )
+    if (slots := of.trace.longest + source.budget + 1) > of.target.cache.slots:
+        of.target = LayerRunner(of.target.model, slots)
+    return TreeDecoder(
+        of.target, of.modules.drafter(source), *begin, budget=source.budget, topk=source.topk,
+        depth=source.depth,
+    )  # fmt: skip
+
+
+def _on_features(of: SourceRunner, source: Eagle, request: int, begin: Begin) -> SourceDecoder:
+    return FeatureDecoder(of.target, of.modules.drafter(source), *begin, of.drawn(request))
+
+
+def _parallel(of: SourceRunner, source: Parallel, _: int, begin: Begin) -> SourceDecoder:
+    if source.k is None or source.acceptance is not None:
+        raise DraftsimError(
+            f"{source.key!r} is really decoded by a drafter and a number of masks: name both, "
+            "or its recording, as in parallel:model=DIR,k=8"
+        )
+    return ParallelDecoder(of.target, of.modules.drafter(source), *begin, width=source.k)
+
+
+DECODERS: Mapping[type[Source], Callable[[SourceRunner, Any, int, Begin], SourceDecoder]] = {
+    LookupSource: _lookup, Kangaroo: _kangaroo, EarlyExit: _early_exit, Heads: _heads,
+    Space: _space, LayerSkip: _layer_skip, Eagle2: _tree, Eagle: _on_features,
+    Parallel: _parallel,
+}  # fmt: skip
+"""The real decoder of every kind of source; a subclass comes before its base."""

@@ -3,43 +3,30 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 
 import pandas as pd
 import torch
 
-from profiler.features.drafters import FeatureDrafter
 from profiler.features.runner import DrafterRunner, Trees
 from profiler.latency.passes import UNTIMED
-from profiler.latency.table import Block, Step, Sweeps, reaching
+from profiler.latency.table import Block, Step, reaching
 from profiler.models.stack import LayerRunner
+from profiler.sources.feature_latency import CONTEXTS, PROMPTS, swept
 from profiler.sources.tree_decoder import verify_tree
-from profiler.sources.tree_record import LAYERS, TOPK
+from profiler.sources.tree_record import BUDGET, GrownTrees
 from traces.sources.starts.trees import candidates
 
 DEPTH = 4
 """Layers of the trees that are timed."""
 FIRST = (1, 2, 3, 5, 9)
 """Tokens that a round's first pass takes in."""
-WIDTHS = (1, 2, 6, 11, 21, 40, 60)
-"""Tokens that are verified, the root's included; 60 are the authors' `total_token`."""
-CONTEXTS = (32, 128, 256)
-PROMPTS = (32, 64, 128, 256)
-
-
-@dataclass(frozen=True)
-class GrownTrees:
-    """A drafter, and the shape of its trees."""
-
-    drafter: FeatureDrafter
-    topk: int = TOPK
-    layers: int = LAYERS
-    budget: int = WIDTHS[-1] - 1
+TREE_WIDTHS = (1, 2, 6, 11, 21, 40, BUDGET + 1)
+"""Tokens that are verified, the root's included."""
 
 
 def widest_tree(trees: Mapping[str, GrownTrees]) -> int:
     """Tokens of the target's widest pass that is timed of `trees`."""
-    return max(*WIDTHS, *(grown.budget + 1 for grown in trees.values()))
+    return max(*TREE_WIDTHS, *(grown.budget + 1 for grown in trees.values()))
 
 
 def measure_trees(
@@ -52,10 +39,7 @@ def measure_trees(
     """
     contexts = reaching(contexts, longest)
     with torch.inference_mode():
-        sweeps = Sweeps([*tree_rounds(target, trees, contexts)], target.device)
-        for _ in range(repeats):
-            sweeps.run()
-    return sweeps.cells()
+        return swept([*tree_rounds(target, trees, contexts)], target.device, repeats)
 
 
 def tree_rounds(
@@ -69,7 +53,7 @@ def tree_rounds(
     """
     for name, grown in trees.items():
         rounds = _Rounds(target, name, grown)
-        widths = sorted({*WIDTHS, grown.budget + 1})
+        widths = sorted({*TREE_WIDTHS, grown.budget + 1})
         widths = [w for w in widths if w <= 1 + candidates(grown.topk, DEPTH)]
         for context in contexts:
             fitting = [w for w in widths if context + w <= target.cache.slots]

@@ -3,28 +3,40 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
 from profiler.features.drafters import FeatureDrafter
 from profiler.features.runner import DrafterRunner, Trees, check_tree, layer_signals
 from profiler.models.stack import LayerRunner
+from profiler.sources.start_record import Rows
 from traces.acceptance.trace import Trace
 from traces.sources.base import prompt_tokens, true_tokens
 from traces.sources.starts.trees import TREE_SIGNALS, TreeRecording
 
-CHUNK = 16
+TREE_CHUNK = 16
 """Trees grown side by side: bounds the mask and the logits' memory."""
 TOPK = 10
 """Nodes expanded in a layer, and children of each, where nothing else is asked for: EAGLE-2's."""
 LAYERS = 8
 """Depth of recorded trees, likewise: that of EAGLE-3's released code."""
 
-Rows = dict[str, "npt.NDArray[Any]"]
+BUDGET = 59
+"""Nodes verified of a tree: with its root, the 60 of the authors' `total_token`."""
+
+
+@dataclass(frozen=True)
+class GrownTrees:
+    """A drafter, and the shape of its trees."""
+
+    drafter: FeatureDrafter
+    topk: int = TOPK
+    layers: int = LAYERS
+    budget: int = BUDGET
 
 
 class TreeRecorder:
@@ -39,7 +51,7 @@ class TreeRecorder:
     ) -> None:  # fmt: skip
         check_tree(drafter.modules_in_turn)
         self.target, self.drafter, self.topk, self.layers = target, drafter, topk, layers
-        self._runner = DrafterRunner(drafter, longest + CHUNK * topk * (layers - 1))
+        self._runner = DrafterRunner(drafter, longest + TREE_CHUNK * topk * (layers - 1))
 
     def meta(self) -> dict[str, Any]:
         """Return the settings that the replay needs to know."""
@@ -58,8 +70,8 @@ class TreeRecorder:
         entries, first = int(fused.shape[0]), int(prompt.shape[0]) - 1
         heads, out = self._runner.run(path[1:], fused, 0)
         padded = prompt.new_tensor(output + [-1] * layers)
-        for begin in range(first, entries, CHUNK):
-            at = torch.arange(begin, min(begin + CHUNK, entries), device=path.device)
+        for begin in range(first, entries, TREE_CHUNK):
+            at = torch.arange(begin, min(begin + TREE_CHUNK, entries), device=path.device)
             sees = torch.arange(entries, device=at.device)[None] <= at[:, None]
             logits = self.drafter.logits(heads[at])
             trees = Trees(self._runner, self.topk, logits, out[at], at, sees)

@@ -12,7 +12,7 @@ import numpy as np
 from policies.json_text import parse_json
 from profiler.recording.checkpoint import Checkpoint
 from profiler.suite.account import Account
-from profiler.suite.environment import Workplace
+from profiler.suite.environment import Workplace, clocks, write_results
 from traces.errors import DraftsimError
 
 Unit = dict[str, Any]
@@ -48,6 +48,23 @@ class Ledger:
         """Keep a finished unit."""
         self.units[name] = self._own[name] = unit
         self._kept.put(name, {"unit": np.array(json.dumps(unit, default=float))})
+
+    def write(self, account: Account, begun: Mapping[str, str], key: str, about: Any) -> None:
+        """Write the stage's JSON: its units but for their rows, which are filed under `key`.
+
+        ``begun``: the clocks (`clocks`) when it began; ``about``: the kernels that ran.
+        """
+        place = self.place
+        units = {
+            name: {k: v for k, v in unit.items() if k != key} for name, unit in self.units.items()
+        }
+        write_results(
+            place.out / f"{self.stage}.json",
+            {
+                "stage": self.stage, "meta": place.meta(), **account.summary(), "kernels": about,
+                "clocks": [begun, clocks(place.device)], "units": units,
+            },
+        )  # fmt: skip
 
     def close(self, account: Account) -> None:
         """The stage ends: forget its pieces, unless some of it is left, be it other pairs'."""

@@ -13,6 +13,8 @@ import torch
 from torch import Tensor
 
 from profiler.decoding.single import ModelToken
+from profiler.latency.batch import batch_pass
+from profiler.latency.passes import random_ids
 from profiler.latency.table import Stopwatch
 from profiler.models.graphs import CompiledRunner, GraphRunner
 from profiler.models.runner import Runner
@@ -145,12 +147,6 @@ def fill(runner: Runner) -> None:
                 states.normal_()
 
 
-def random_ids(runner: Runner, *shape: int) -> Tensor:
-    """Token ids on the runner's device, the same every time."""
-    seeded = torch.Generator().manual_seed(0)
-    return torch.randint(runner.vocab_size, shape, generator=seeded).to(runner.device)
-
-
 def forward_call(
     runner: Runner, batch: int, width: int, context: int, *, drafts: bool
 ) -> Callable[[], object]:
@@ -159,10 +155,8 @@ def forward_call(
         ids = random_ids(runner, width)
         keep = 1 if drafts else width
         return lambda: runner.forward(ids, context, keep=keep).argmax(-1)
-    many = random_ids(runner, batch, width)
-    places = torch.arange(context, context + width, device=runner.device).expand(batch, width)
-    keep = 1 if drafts else 0
-    return lambda: runner.forward_batch(many, places, context + width, keep=keep).argmax(-1)
+    run = batch_pass(runner, batch, width, context, keep=1 if drafts else 0)
+    return lambda: run().argmax(-1)
 
 
 def cell(model: str, phase: str, batch: int, width: int, context: int, s: Sample) -> list[Any]:

@@ -17,7 +17,7 @@ import torch
 from profiler.models.architectures import PAIRS, PairShape
 from profiler.models.graphs import compiler_missing
 from profiler.suite.account import Account
-from profiler.suite.environment import Workplace, clocks, write_results
+from profiler.suite.environment import Workplace, clocks
 from profiler.suite.latency.grids import Grids
 from profiler.suite.latency.kernels import KERNELS, profile_rounds, span
 from profiler.suite.latency.pair import RANKS, PairMeasurement
@@ -231,20 +231,14 @@ def write_table(
 
 
 def _write(place: Workplace, ledger: Ledger, account: Account, before: dict[str, str]) -> None:
-    rows, units = [], {}
-    for name, unit in ledger.units.items():
-        rows += named(unit["cells"], *name.rsplit(".", 1))
-        units[name] = {k: v for k, v in unit.items() if k != "cells"}
+    rows = [
+        row for name, unit in ledger.units.items()
+        for row in named(unit["cells"], *name.rsplit(".", 1))
+    ]  # fmt: skip
     if rows:
         shapes = {p.name: shapes_of(p) for p in chosen_pairs(None, place.quick)}
         write_table(place, rows, shapes, "latency.parquet")
-    write_results(
-        place.out / "latency.json",
-        {
-            "stage": "latency", "meta": place.meta(), **account.summary(), "kernels": KERNELS,
-            "clocks": [before, clocks(place.device)], "units": units,
-        },
-    )  # fmt: skip
+    ledger.write(account, before, "cells", KERNELS)
 
 
 def shapes_of(pair: PairShape) -> dict[str, Any]:

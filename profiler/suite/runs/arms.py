@@ -43,12 +43,12 @@ COLUMNS = ("pair", "mode", *MEASURED_COLUMNS)
 
 def arms_of(trace: Trace, quick: bool) -> list[Arm]:
     """The arms, their maxima lowered to what the trace holds."""
-    return _arms(QUICK_ARMS if quick else ARMS, trace)
+    return arms_named(QUICK_ARMS if quick else ARMS, trace)
 
 
 def more_arms_of(trace: Trace, quick: bool) -> list[Arm]:
     """The arms that come after those of `arms_of`."""
-    return _arms(MORE_QUICK_ARMS if quick else MORE_ARMS, trace)
+    return arms_named(MORE_QUICK_ARMS if quick else MORE_ARMS, trace)
 
 
 def repeats_of(quick: bool) -> int:
@@ -56,7 +56,8 @@ def repeats_of(quick: bool) -> int:
     return 1 if quick else REPEATS
 
 
-def _arms(names: Sequence[str], trace: Trace) -> list[Arm]:
+def arms_named(names: Sequence[str], trace: Trace) -> list[Arm]:
+    """Return an arm per policy, its maximum lowered to what the trace holds."""
     made = {name: parse_policy(name, max_gamma=trace.max_gamma) for name in names}
     # The vocabulary is the recorded pair's: what is run here is what a replay predicts.
     return [Arm(name, own_copy(policy, trace.vocab_size)) for name, policy in made.items()]

@@ -15,8 +15,6 @@ from typing import Any
 
 import pandas as pd
 
-from policies.core import own_copy
-from policies.registry import parse_policy
 from profiler import smollm2
 from profiler.checks.spot_check import Arm
 from profiler.features import (
@@ -36,6 +34,7 @@ from profiler.sources.modules import Modules, record_sources
 from profiler.sources.run import SourceRunner
 from profiler.suite.environment import Workplace
 from profiler.suite.latency.passes import EAGER
+from profiler.suite.runs.arms import arms_named
 from profiler.suite.runs.checks import Checks
 from profiler.suite.runs.compared import compared_runs
 from profiler.suite.runs.recording import write_within
@@ -167,10 +166,7 @@ class DrafterPair:
         count = min(len(drafted.requests), len(checks.trace.requests))
         trace = checks.trace.select(range(count))
         names = QUICK_ARMS if self.place.quick else ARMS
-        arms = [
-            Arm(text, own_copy(parse_policy(text, max_gamma=drafted.max_gamma), trace.vocab_size))
-            for text in names
-        ]
+        arms = arms_named(names, drafted)
         runner = SourceRunner(self.pair.target, trace, self._modules)
         plain = names[0]
 

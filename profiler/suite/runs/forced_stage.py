@@ -23,7 +23,7 @@ from profiler.models.architectures import PairShape
 from profiler.models.graphs import GraphRunner, Shape
 from profiler.models.runner import Runner
 from profiler.suite.account import Account
-from profiler.suite.environment import NoTimeError, Workplace, clocks, write_results
+from profiler.suite.environment import NoTimeError, Workplace, clocks
 from profiler.suite.latency.grids import Grids
 from profiler.suite.latency.kernels import KERNELS, span
 from profiler.suite.latency.passes import (
@@ -274,13 +274,4 @@ def _write(place: Workplace, ledger: Ledger, account: Account, before: dict[str,
         meta = {"kernels": KERNELS, **place.meta()}
         runs = MeasuredRuns(pd.DataFrame(rows, columns=list(COLUMNS)), meta)
         write_measured(runs, place.out / "forced-measured.parquet")
-    units = {
-        name: {k: v for k, v in unit.items() if k != "rows"} for name, unit in ledger.units.items()
-    }
-    write_results(
-        place.out / "forced.json",
-        {
-            "stage": "forced", "meta": place.meta(), **account.summary(), "kernels": KERNELS,
-            "clocks": [before, clocks(place.device)], "units": units,
-        },
-    )  # fmt: skip
+    ledger.write(account, before, "rows", KERNELS)

@@ -7,16 +7,15 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 
 from profiler.models.graphs import GraphRunner
 from profiler.models.loading import Pair
 from profiler.models.stack import LayerRunner
-from profiler.profile import Settings, assemble
+from profiler.profile import Settings, assemble, recorded_columns
 from profiler.prompts import Prompt
 from profiler.recording.checkpoint import Checkpoint
-from profiler.recording.trace import Columns, Recorder
+from profiler.recording.trace import Recorder
 from profiler.sources.exit_record import ExitRecorder, record_exits
 from profiler.suite.environment import Workplace
 from profiler.train.heads import default_exit_layers, train_exit_heads
@@ -43,11 +42,10 @@ def record_trace(
     """
     encoded = [pair.encode(p.text) for p in prompts]
     slots = max(len(ids) for ids in encoded) + settings.max_new_tokens * (settings.max_gamma + 1)
-    generator = torch.Generator(pair.device)
     recorder = Recorder(
         GraphRunner(pair.target, slots), GraphRunner(pair.draft, slots),
         max_new_tokens=settings.max_new_tokens, max_gamma=settings.max_gamma, eos=pair.eos,
-        sampling=settings.sampling, generator=generator,
+        sampling=settings.sampling, generator=torch.Generator(pair.device),
     )  # fmt: skip
     # Of other weights' outputs nothing may be taken over.
     weights = [pair.meta[role]["fingerprint"] for role in ("target", "draft")]
@@ -55,19 +53,8 @@ def record_trace(
         place.work / f"trained-trace-{settings.sampling.temperature:g}",
         {"settings": settings, "pair": weights},
     )
-    recorded: list[Columns] = []
-    for i, ids in enumerate(encoded):
-        of = repr(ids.tolist())
-        columns = kept.get(f"{i:05d}", of)
-        if columns is None:
-            if len(recorded) >= 4 and time.monotonic() > until:
-                break
-            generator.manual_seed(settings.seed * 1_000_003 + i)
-            begin = time.perf_counter()
-            columns = recorder.record(ids)
-            columns["seconds"] = np.array([recorder.decode_s, time.perf_counter() - begin])
-            kept.put(f"{i:05d}", columns, of)
-        recorded.append(columns)
+    of = [repr(ids.tolist()) for ids in encoded]
+    recorded = recorded_columns(recorder, encoded, of, settings, kept, until=until)
     done = len(recorded)
     place.say(f"recorded {done} of {len(prompts)} prompts, {settings.sampling.label}")
     return assemble(pair, prompts[:done], encoded[:done], recorded, settings)
