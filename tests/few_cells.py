@@ -34,9 +34,9 @@ def given(call: Callable[..., Any], **less: Any) -> Callable[..., Any]:
 def untimed_none(patch: pytest.MonkeyPatch) -> None:
     """No pass runs before those that are timed."""
     from profiler.latency import passes
-    from profiler.sources import feature_latency, latency, tree_latency
+    from profiler.sources import latency
 
-    for module in (passes, latency, feature_latency, tree_latency):
+    for module in (passes, latency):
         for name in {"UNTIMED", "UNTIMED_PLAIN"} & {*vars(module)}:
             patch.setattr(module, name, 0)
 
@@ -49,7 +49,7 @@ def few_cells() -> Iterator[None]:
         return
     from profiler import profile
     from profiler.latency import batch, host, passes, table
-    from profiler.sources import feature_latency, latency, tree_latency
+    from profiler.sources import latency
 
     @dataclass(frozen=True)
     class Few(table.Grid):
@@ -68,16 +68,16 @@ def few_cells() -> Iterator[None]:
         patch.setitem(table.Sweeps.__init__.__kwdefaults__, "warmup", 0)
         for module in (host, batch):
             patch.setattr(module, "HOST_GAMMAS", GAMMAS)
-        patch.setattr(feature_latency, "PROMPTS", PROMPTS)
+        patch.setattr(latency, "PROMPTS", PROMPTS)
         patch.setattr(passes, "PLAIN_BLOCKS", 1)
         patch.setattr(passes, "decoding_blocks", partial(passes.decoding_blocks, untimed=0))
         for name, thinned in TREES.items():
-            patch.setattr(tree_latency, name, thinned)
+            patch.setattr(latency, name, thinned)
         untimed_none(patch)
         for owner, name, less in (
             (latency, "measure_sources", few), (latency, "SourceLatency", few),
-            (feature_latency, "measure_drafters", few),
-            (tree_latency, "measure_trees", {"contexts": CONTEXTS, "repeats": 1}),
+            (latency, "measure_drafters", few),
+            (latency, "measure_trees", {"contexts": CONTEXTS, "repeats": 1}),
             (profile, "measure_host", {"repeats": 1}),
             (profile, "measure_batch_host", {"repeats": 1, "tokens": 8}),
             (profile, "measure_rules", {"repeats": 1, "drafted": GAMMAS}),

@@ -13,7 +13,7 @@ import pandas as pd
 from policies.registry import parse_policy
 from profiler.suite.__main__ import main
 from profiler.suite.runs.arms import COLUMNS
-from profiler.suite.runs.recording import LARGEST
+from profiler.suite.runs.training import LARGEST
 from simulator.pricing import price
 from traces.acceptance.synthetic import synthetic_trace
 from traces.acceptance.trace import Trace

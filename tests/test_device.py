@@ -23,9 +23,14 @@ from profiler.models.graphs import GraphRunner, Shape
 from profiler.models.runner import Runner
 from profiler.models.sampling import draw
 from profiler.recording.trace import Recorder
-from profiler.suite.latency.layers import captured, layer_cells
-from profiler.suite.latency.passes import MODES, Timer
-from profiler.suite.latency.rounds import ReadingFixed, loop_trace
+from profiler.suite.latency.passes import (
+    MODES,
+    ReadingFixed,
+    Timer,
+    captured,
+    layer_cells,
+    loop_trace,
+)
 from tests.batched_decoding import decode_batch
 from tests.pretend_gpu import CUDA, PretendedError, PretendedGPU, pretended
 from traces.acceptance.sampling import GREEDY, Sampling

@@ -17,10 +17,10 @@ from policies.together import Policy
 from profiler.engines.bench import Sample
 from profiler.engines.drafts import EngineDrafts, Forced
 from profiler.engines.engine import PARTS
+from profiler.engines.measure import cells_of
 from profiler.engines.own_drafter import OwnDrafter, check_speculative, register
 from profiler.engines.plan import Cell, Grid
 from profiler.engines.setup import ENGINE, VARIABLE, Setup, asks_for_engine, setup_from
-from profiler.engines.table import cells_of
 from simulator.serving import ClosedLoop, Scenario, simulate
 from simulator.serving.cost.iteration import IterationCost
 from tests.compiled import ALONG, PLAIN

@@ -17,9 +17,9 @@ from policies import parse_policy
 from profiler.engines import measure
 from profiler.engines.bench import Sample
 from profiler.engines.engine import PARTS
+from profiler.engines.measure import cells_of, follows, held_out_errors, host_parts, quiet
 from profiler.engines.plan import Cell, Grid
 from profiler.engines.start import EngineOptions
-from profiler.engines.table import cells_of, follows, held_out_errors, host_parts, quiet
 from simulator.serving import ClosedLoop
 from tests.conftest import Run
 from tests.serving import SMALL

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from profiler.features.runner import Layer, Trees
-from profiler.sources.tree_record import ranks
+from profiler.sources.start_record import ranks
 
 
 def test_equal_scores_are_taken_from_the_upper_layer_first() -> None:

@@ -17,8 +17,7 @@ from policies.lengths.huggingface import Confidence
 from profiler.decoding.single import greedy
 from profiler.features import DrafterRunner, FeatureDrafter, target_features, unroll
 from profiler.models.stack import LayerRunner
-from profiler.sources.feature_latency import measure_drafters
-from profiler.sources.latency import measure_sources
+from profiler.sources.latency import measure_drafters, measure_sources
 from profiler.sources.modules import Modules, record_sources
 from profiler.sources.run import SourceRunner
 from simulator.pricing import price

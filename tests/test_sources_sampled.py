@@ -18,8 +18,8 @@ from policies.rules.base import ExactMatch, RejectionSampling
 from profiler.features.heads import ExitHeads
 from profiler.models.sampling import draw, probs
 from profiler.models.stack import LayerRunner
-from profiler.sources.draws import RandomDraws, SharedDraws
 from profiler.sources.exit_record import ExitRecorder, record_exits
+from profiler.sources.exits import RandomDraws, SharedDraws
 from profiler.sources.modules import Modules, record_sources
 from profiler.sources.run import SourceRunner
 from tests.outputs import drawn_trace

@@ -18,8 +18,7 @@ from profiler.models.stack import LayerRunner
 from profiler.sources.latency import measure_sources
 from profiler.sources.modules import Modules, record_sources
 from profiler.sources.run import SourceRunner
-from profiler.sources.tree_record import GrownTrees
-from profiler.sources.tree_record import record_trees
+from profiler.sources.start_record import GrownTrees, record_trees
 from simulator.pricing import price
 from tests.few_cells import untimed_none
 from tests.outputs import trace_of

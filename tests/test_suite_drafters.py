@@ -17,9 +17,8 @@ from profiler import smollm2
 from profiler.features import Eagle, Eagle3, Mtp, layer_config, write_drafter
 from profiler.recording.run import BUNDLED
 from profiler.suite.__main__ import main
-from profiler.suite.account import COMPLETE, FAILED, REFUSED
-from profiler.suite.environment import open_workplace
-from profiler.suite.runs import drafters, real_pair, trained_stage
+from profiler.suite.environment import COMPLETE, FAILED, REFUSED, open_workplace
+from profiler.suite.runs import checks, trained_stage, training
 from profiler.suite.runs.checks import Checks
 from profiler.suite.runs.training import QUICK_PROMPTS
 from simulator.hardware import check_recording
@@ -28,7 +27,7 @@ from traces.sources.starts.features import Eagle as EagleSource
 from traces.store.files import read_latency, read_trace
 from traces.store.measured import read_measured
 
-PAIRS = tuple(f"{real_pair.RANDOM}+{name}" for name in ("eagle", "eagle3"))
+PAIRS = tuple(f"{training.RANDOM}+{name}" for name in ("eagle", "eagle3"))
 
 
 @pytest.fixture
@@ -43,7 +42,7 @@ def out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 def drafters_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """Replace the stage's other work, which is tested elsewhere."""
     cells = [
-        [f"{real_pair.RANDOM}/eager/{model}", phase, 1, 1, 16, 1e-3, 0.0, 3]
+        [f"{training.RANDOM}/eager/{model}", phase, 1, 1, 16, 1e-3, 0.0, 3]
         for model, phase in (("target", "forward"), ("draft", "forward"), ("draft", "catch_up"))
     ]
     monkeypatch.setattr(trained_stage, "measure_modes", lambda *_: {"latency": {}, "cells": cells})
@@ -78,7 +77,7 @@ def test_smollm2s_drafters_are_recorded_timed_and_decode_as_they_replay(out: Pat
         # float32 on one thread: the same rounds.
         assert [n for n, _ in kept["checked"]["rounds_differ_of"].values()] == [0, 0, 0]
         own = runs[runs["pair"] == pair]
-        assert set(own["policy"]) == set(drafters.QUICK_ARMS)
+        assert set(own["policy"]) == set(checks.QUICK_ARMS)
         assert set(own["mode"]) == {"eager"}
         assert (own["wall_s"] > 0).all()
         key = EagleSource(pair.rpartition("+")[2]).key
@@ -113,20 +112,20 @@ def test_drafters_run_on_a_gpu(out: Path, drafters_alone: None) -> None:
 def test_a_drafter_that_fails_leaves_the_others_and_is_tried_again(
     out: Path, drafters_alone: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    real = drafters.measure_drafters
+    real = checks.measure_drafters
 
     def broken(target: Any, some: Any, *more: Any) -> Any:
         if "eagle.eagle" in some:
             raise RuntimeError("CUDA error: misaligned address")
         return real(target, some, *more)
 
-    monkeypatch.setattr(drafters, "measure_drafters", broken)
+    monkeypatch.setattr(checks, "measure_drafters", broken)
     assert stage(out) == FAILED
     found = results(out)
     assert found["failed"] == {PAIRS[0]: "CUDA error: misaligned address"}
     assert found["drafters"][PAIRS[1]]["requests"] == QUICK_PROMPTS
     assert set(read_measured(out / "trained-measured.parquet").times["pair"]) == {PAIRS[1]}
-    monkeypatch.setattr(drafters, "measure_drafters", real)
+    monkeypatch.setattr(checks, "measure_drafters", real)
     assert stage(out) == COMPLETE
     assert set(read_measured(out / "trained-measured.parquet").times["pair"]) == set(PAIRS)
 
@@ -167,13 +166,13 @@ def test_the_stand_in_gets_the_projects_own_drafters(
 ) -> None:
     """A target of SmolLM2's width has the trained weights, another one random ones."""
     place = open_workplace("cpu", out, seconds=9, quick=True)
-    config = LlamaConfig(**{**real_pair.CONFIG, "num_hidden_layers": 28})
+    config = LlamaConfig(**{**training.CONFIG, "num_hidden_layers": 28})
     with torch.device("meta"):
         target = LlamaForCausalLM(config)
     target.to_empty(device="cpu")
-    found = drafters.smollm2_drafters(place, target)
+    found = checks.smollm2_drafters(place, target)
     assert tuple(found) == ("eagle", "eagle3")
     for name, drafter in found.items():
-        _, weights = drafters.read_stored(smollm2.STORED / f"{name}.safetensors")
+        _, weights = checks.read_stored(smollm2.STORED / f"{name}.safetensors")
         assert torch.equal(drafter.state_dict()["fc.weight"], weights["fc.weight"].float())
         assert drafter.dtype is torch.float32

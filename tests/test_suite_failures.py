@@ -17,12 +17,11 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from profiler import smollm2
 from profiler.fetched import places as fetched
 from profiler.suite.__main__ import main
-from profiler.suite.account import COMPLETE, FAILED, REFUSED
-from profiler.suite.environment import Workplace, open_workplace
+from profiler.suite.environment import COMPLETE, FAILED, REFUSED, Workplace, open_workplace
 from profiler.suite.latency import pair as pair_latency
 from profiler.suite.latency import stage as latency_stage
 from profiler.suite.latency.passes import MODES
-from profiler.suite.runs import forced_stage, real_pair, trained_stage
+from profiler.suite.runs import forced_stage, trained_stage, training
 from profiler.suite.runs.training import QUICK_PROMPTS
 from profiler.train.draft import draft_config, draft_model
 from profiler.train.stored import read_stored
@@ -252,13 +251,13 @@ def test_smollm2_is_recorded_by_its_shapes_where_its_weights_are_not_here(
     for name in ("trace", "sampled"):
         trace = read_trace(out / f"trained-{name}.parquet")
         assert len(trace.requests) == QUICK_PROMPTS
-        assert trace.meta["target"]["path"] == real_pair.RANDOM
+        assert trace.meta["target"]["path"] == training.RANDOM
         assert trace.meta["random_weights"]
     assert len({r.category for r in trace.requests}) > 1
 
 
 def test_the_stand_in_has_smollm2s_shape_and_its_drafts() -> None:
-    config = LlamaConfig(**real_pair.CONFIG)
+    config = LlamaConfig(**training.CONFIG)
     with torch.device("meta"):
         target = LlamaForCausalLM(config)
     assert sum(weights.numel() for weights in target.parameters()) == 134_515_008
@@ -270,6 +269,6 @@ def test_the_stand_in_has_smollm2s_shape_and_its_drafts() -> None:
     if not (folder / "config.json").is_file():
         pytest.skip("SmolLM2 is not on this machine: its own configuration is not compared")
     own = LlamaConfig.from_pretrained(folder)
-    for name, value in real_pair.CONFIG.items():
+    for name, value in training.CONFIG.items():
         if not name.endswith("_token_id"):
             assert getattr(own, name) == value, name

@@ -14,9 +14,9 @@ from profiler.profile import Settings
 from profiler.suite.__main__ import SECONDS
 from profiler.suite.environment import Workplace
 from profiler.suite.latency import stage as latency_stage
-from profiler.suite.latency.grids import Grids
+from profiler.suite.latency.pair import Grids
 from profiler.suite.latency.passes import MODES
-from profiler.suite.runs import forced_stage, recording, training
+from profiler.suite.runs import forced_stage, training
 from profiler.suite.runs.arms import ARMS, COLUMNS, MORE_ARMS, REPEATS
 from tests.suite_results import check_files
 from traces.latency.schema import CELL_COLUMNS
@@ -58,15 +58,15 @@ def test_recorded_exits_stay_within_a_file(
     place: Workplace, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pair, prompts, _ = training.trained_pair(place, tmp_path / "pair", 0.2)
-    trace = recording.record_trace(place, pair, prompts, Settings(12, 4), float("inf"))
+    trace = training.record_trace(place, pair, prompts, Settings(12, 4), float("inf"))
     text = torch.randint(50, (4, 40), generator=torch.Generator().manual_seed(0))
     path = tmp_path / "exits.parquet"
-    recording.record_early_exits(place, pair, trace, text, path, 60.0)
+    training.record_early_exits(place, pair, trace, text, path, 60.0)
     whole = path.stat().st_size
     limit = int(0.8 * whole)
-    monkeypatch.setattr(recording, "LARGEST", limit)
+    monkeypatch.setattr(training, "LARGEST", limit)
     # Guessed too high: as if the first requests were the smallest.
-    monkeypatch.setattr(recording, "ROOM", 2.0)
-    done = recording.record_early_exits(place, pair, trace, text, path, 60.0)
+    monkeypatch.setattr(training, "ROOM", 2.0)
+    done = training.record_early_exits(place, pair, trace, text, path, 60.0)
     assert path.stat().st_size <= limit
     assert 0 < done["requests"] < len(trace.requests)

@@ -14,8 +14,7 @@ import pytest
 import torch
 
 from profiler.suite.__main__ import main
-from profiler.suite.account import COMPLETE, FAILED
-from profiler.suite.environment import Workplace, clocks, open_workplace
+from profiler.suite.environment import COMPLETE, FAILED, Workplace, clocks, open_workplace
 from profiler.suite.latency import stage as latency_stage
 from profiler.suite.latency.passes import MODES
 from profiler.suite.runs import forced_stage

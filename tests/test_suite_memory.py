@@ -12,8 +12,7 @@ import torch
 
 from profiler.models.architectures import PAIRS, Architecture
 from profiler.suite.__main__ import main
-from profiler.suite.account import Account
-from profiler.suite.environment import Workplace, open_workplace
+from profiler.suite.environment import Account, Workplace, open_workplace
 from profiler.suite.latency import pair as pair_latency
 from profiler.suite.latency import stage as latency_stage
 from profiler.suite.runs import forced_stage

@@ -15,11 +15,9 @@ from profiler.suite.environment import NoTimeError, Workplace
 from profiler.suite.latency import pair as pair_latency
 from profiler.suite.latency import passes
 from profiler.suite.latency import stage as latency_stage
-from profiler.suite.latency.grids import Grids
-from profiler.suite.latency.pair import BATCHED, SINGLE, PairMeasurement
-from profiler.suite.latency.pass_grids import Passes, PassGrid, read_again
+from profiler.suite.latency.pair import BATCHED, SINGLE, Grids, PairMeasurement
 from profiler.suite.latency.passes import LONG_REPEATS, MODES, Timer, cell, summary
-from profiler.suite.latency.points import Point, Refiner
+from profiler.suite.latency.points import Passes, PassGrid, Point, Refiner, read_again
 from profiler.suite.runs.arms import ARMS, MORE_ARMS, arms_of, more_arms_of, sweeps
 from profiler.suite.runs.forced_stage import Unit, forced_trace
 from traces.replay.run import replay

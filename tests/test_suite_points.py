@@ -15,9 +15,8 @@ from policies.core import Round
 from profiler.machine import Clock, Stopwatch
 from profiler.models.architectures import ARCHITECTURES
 from profiler.suite.latency import passes
-from profiler.suite.latency.passes import Timer
+from profiler.suite.latency.passes import Timer, loop_trace, pass_seconds
 from profiler.suite.latency.points import Point, Refiner, error_summary
-from profiler.suite.latency.rounds import loop_trace, pass_seconds
 from simulator.pricing import price
 from traces.latency.table import LatencyTable
 from traces.replay.run import replay

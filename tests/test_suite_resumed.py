@@ -10,8 +10,7 @@ from typing import Any
 import pytest
 
 from profiler.suite.__main__ import main
-from profiler.suite.account import COMPLETE, UNFINISHED
-from profiler.suite.environment import NoTimeError, open_workplace
+from profiler.suite.environment import COMPLETE, UNFINISHED, NoTimeError, open_workplace
 from profiler.suite.runs import trained_stage
 from profiler.suite.runs.checks import NAME, Checks
 from traces.store.files import read_trace

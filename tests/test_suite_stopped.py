@@ -11,13 +11,11 @@ import pytest
 import torch
 
 from profiler.profile import Settings
-from profiler.suite.account import Account
-from profiler.suite.environment import Workplace, open_workplace
+from profiler.suite.environment import Account, Ledger, Workplace, open_workplace
 from profiler.suite.latency import stage as latency_stage
 from profiler.suite.latency.passes import MODES
-from profiler.suite.ledger import Ledger
 from profiler.suite.runs import forced_stage, trained_stage, training
-from profiler.suite.runs.recording import record_trace
+from profiler.suite.runs.training import record_trace
 from tests.suite_results import suite
 from traces.errors import DraftsimError
 from traces.store.files import read_latency, read_trace

@@ -10,17 +10,14 @@ import pytest
 
 from profiler.models.architectures import PAIRS
 from profiler.suite.__main__ import SECONDS, main
-from profiler.suite.account import COMPLETE, UNFINISHED
-from profiler.suite.environment import NoTimeError, Workplace, open_workplace
+from profiler.suite.environment import COMPLETE, UNFINISHED, NoTimeError, Workplace, open_workplace
 from profiler.suite.latency import pair as pair_latency
 from profiler.suite.latency import stage as latency_stage
-from profiler.suite.latency.grids import Grids
-from profiler.suite.latency.pair import PairMeasurement
+from profiler.suite.latency.pair import Grids, PairMeasurement
 from profiler.suite.latency.passes import MODES
 from profiler.suite.runs import arms, forced_stage, trained_stage
 from profiler.suite.runs.arms import sweeps
-from profiler.suite.runs.recording import ENOUGH
-from profiler.suite.runs.training import PROMPTS
+from profiler.suite.runs.training import ENOUGH, PROMPTS
 from tests.suite_results import check_files
 from traces.store.files import read_latency
 from traces.store.measured import read_measured

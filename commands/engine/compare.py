@@ -231,7 +231,7 @@ def _compared(
 def slower_by(controls_s: Sequence[float], told: Mapping[str, float]) -> float | None:
     """Return the engine's slowdown since it was measured, by the control load.
 
-    By the power with which it followed the control load there (`profiler.engines.table.follows`);
+    By the power with which it followed the control load there (`profiler.engines.measure.follows`);
     None where the table does not know.
     """
     if "follows" not in told:

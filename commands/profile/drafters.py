@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from profiler.features import FeatureDrafter
     from profiler.models.loading import Pair
     from profiler.sources.modules import Modules
-    from profiler.sources.tree_record import GrownTrees
+    from profiler.sources.start_record import GrownTrees
     from traces.acceptance.trace import Trace
     from traces.sources.base import Recordings, Source
     from traces.sources.starts.features import Eagle, OnFeatures
@@ -103,8 +103,7 @@ def load_drafters(pair: Pair, sources: Iterable[OnFeatures]) -> dict[str, Featur
 
 def load_trees(pair: Pair, sources: Sequence[Eagle2]) -> dict[str, GrownTrees]:
     """The drafters that `sources` name, with the shape of their trees, by recording."""
-    from profiler.sources.tree_record import GrownTrees
-    from profiler.sources.tree_record import LAYERS, TOPK
+    from profiler.sources.start_record import LAYERS, TOPK, GrownTrees
 
     drafters = load_drafters(pair, sources)
     return {
@@ -193,7 +192,7 @@ def record_trees(
     pair: Pair, out: Path, sources: Sequence[Eagle2], trees: Mapping[str, GrownTrees]
 ) -> list[str]:
     """Record what is not yet recorded along the trace in `out`; names of what was."""
-    from profiler.sources import tree_record
+    from profiler.sources import start_record as tree_record
     from traces.sources.files import read_recordings
     from traces.store.files import read_trace
 
@@ -271,7 +270,7 @@ def measure_drafters(
 
     Those that are there are kept, but of the names in `again`.
     """
-    from profiler.sources.feature_latency import measure_drafters as measured
+    from profiler.sources.latency import measure_drafters as measured
     from traces.store.files import read_latency
 
     cells = read_latency(out / "latency.parquet").cells
@@ -293,7 +292,7 @@ def measure_trees(
 
     Those that are there are kept, but of the names in `again`.
     """
-    from profiler.sources.tree_latency import measure_trees as measured
+    from profiler.sources.latency import measure_trees as measured
     from traces.store.files import read_latency
 
     table = read_latency(out / "latency.parquet")

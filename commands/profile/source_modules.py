@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from profiler.models.stack import LayerRunner
     from profiler.recording.run import RunInfo
     from profiler.sources.modules import Modules
-    from profiler.sources.tree_record import GrownTrees
+    from profiler.sources.start_record import GrownTrees
     from traces.acceptance.trace import Trace
     from traces.latency.table import LatencyTable
 
@@ -106,8 +106,7 @@ def timed_layers(
     """
     from profiler.latency.table import reaching
     from profiler.models.stack import LayerRunner
-    from profiler.sources.latency import CONTEXTS, WIDTHS
-    from profiler.sources.tree_latency import widest_tree
+    from profiler.sources.latency import CONTEXTS, WIDTHS, widest_tree
 
     limit = int(pair.target.config.get_text_config().max_position_embeddings)
     widest = max(*WIDTHS, widest_tree(trees) if trees else 0)

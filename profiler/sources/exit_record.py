@@ -25,7 +25,7 @@ from torch import Tensor
 from profiler.features.heads import Adapter, AdapterRunner, ExitHeads, drawn_columns, exit_columns
 from profiler.models.sampling import probs
 from profiler.models.stack import LayerRunner
-from profiler.sources.draws import SharedDraws
+from profiler.sources.exits import SharedDraws
 from traces.acceptance.sampling import GREEDY, Sampling
 from traces.acceptance.trace import Trace
 from traces.errors import DraftsimError

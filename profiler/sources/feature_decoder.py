@@ -13,7 +13,7 @@ from profiler.features.drafters import FeatureDrafter
 from profiler.features.runner import DrafterChain
 from profiler.models.sampling import drafted
 from profiler.models.stack import LayerRunner
-from profiler.sources.draws import Draws
+from profiler.sources.exits import Draws
 from profiler.sources.start_decoders import StateDecoder
 from traces.acceptance.sampling import GREEDY, Sampling
 from traces.replay.calls import DRAFTER, ONE_PASS

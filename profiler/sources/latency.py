@@ -2,24 +2,265 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import NamedTuple
 
 import pandas as pd
 import torch
 
+from profiler.features.drafters import FeatureDrafter
 from profiler.features.heads import AdapterRunner, log_confidence
+from profiler.features.runner import DrafterRunner, Trees
 from profiler.latency.passes import UNTIMED, UNTIMED_PLAIN
 from profiler.latency.table import Block, Step, Sweeps, reaching
+from profiler.models.runner import Runner
 from profiler.models.stack import LayerRunner
 from profiler.recording.checkpoint import Checkpoint
 from profiler.sources.drafters import head_logits
-from profiler.sources.feature_latency import CONTEXTS, drafter_rounds
 from profiler.sources.modules import Modules
-from profiler.sources.tree_latency import tree_rounds
+from profiler.sources.start_record import BUDGET, GrownTrees
+from profiler.sources.tree_decoder import verify_tree
 from traces.acceptance.trace import Trace
 from traces.sources.base import prompt_tokens, true_tokens
 from traces.sources.lookups.sources import LookupSource, served_before
 from traces.sources.registry import SOURCES
+from traces.sources.starts.trees import candidates
+
+LATER = 3
+"""Passes of one token after a round's first."""
+DRAFTER_WIDTHS = (1, 2, 3, 5, 9)
+CONTEXTS = (32, 128, 256)
+PROMPTS = (32, 64, 128, 256)
+
+
+def measure_drafters(
+    target: LayerRunner, drafters: Mapping[str, FeatureDrafter], repeats: int,
+    widths: Sequence[int] = DRAFTER_WIDTHS, contexts: Sequence[int] = CONTEXTS,
+    batches: Sequence[int] = (1,), longest: int = 0,
+) -> pd.DataFrame:  # fmt: skip
+    """Cells of the passes of `drafters` alone; columns as in `traces.latency.table`.
+
+    ``contexts`` go on to ``longest``, the tokens that a request gets to.
+    """
+    contexts = reaching(contexts, longest)
+    with torch.inference_mode():
+        blocks = [*drafter_rounds(target, drafters, widths, contexts)]
+        if (largest := max(batches)) > 1:
+            wide = Runner(target.model, target.cache.slots, largest)
+            for batch in [b for b in batches if b > 1]:
+                blocks += drafter_rounds(wide, drafters, widths, contexts, batch)
+        cells = swept(blocks, target.device, repeats)
+    return cells[cells["model"] != "target"].reset_index(drop=True)
+
+
+def swept(blocks: Sequence[Block], device: torch.device, repeats: int) -> pd.DataFrame:
+    """Return the cells of `blocks` from `repeats` sweeps; columns as in `traces.latency.table`."""
+    sweeps = Sweeps(blocks, device)
+    for _ in range(repeats):
+        sweeps.run()
+    return sweeps.cells()
+
+
+def drafter_rounds(
+    target: Runner, drafters: Mapping[str, FeatureDrafter], widths: Sequence[int],
+    contexts: Sequence[int], batch: int = 1,
+) -> Iterator[Block]:  # fmt: skip
+    """A first pass over several tokens, some of one, and the target's pass that verifies them.
+
+    Cells, under each drafter's name: ``forward`` over widths and contexts, head and choice of the
+    token included, and ``prefill`` over prompts.  ``target`` is a `LayerRunner` where `batch` is
+    1, and has room for `batch` sequences.
+    """
+    for name, drafter in drafters.items():
+        yield from _drafter_rounds(target, _Part(name, drafter), widths, contexts, batch)
+
+
+class _Part(NamedTuple):
+    name: str
+    drafter: FeatureDrafter
+
+
+def _drafter_rounds(
+    target: Runner, part: _Part, widths: Sequence[int], contexts: Sequence[int], batch: int
+) -> Iterator[Block]:
+    room, (name, drafter) = target.cache.slots, part
+    runner = DrafterRunner(drafter, room, batch)
+    longest = max(*widths, LATER + 1, *PROMPTS)
+    tokens = torch.zeros(batch, longest, dtype=torch.long, device=target.device)
+    features = torch.zeros(batch, longest, drafter.feature_width, device=target.device)
+    features = features.to(target.model.dtype)
+    one = isinstance(target, LayerRunner)
+    own = drafter.fuse(features[:, :1])
+
+    def states(
+        width: int, context: int, module: int = 0, fused: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        fed = tokens[:, :width], drafter.fuse(features[:, :width]) if fused is None else fused
+        if one:
+            return runner.run(fed[0][0], fed[1][0], context, module=module)[0][None]
+        return runner.run_batch(*fed, context, module=module)[0]
+
+    def draft(width: int, context: int, fused: torch.Tensor | None = None) -> Step:
+        def run() -> object:
+            logits = drafter.logits(states(width, context, fused=fused)[:, -1])
+            return drafter.target_ids(logits.argmax(-1))
+
+        return Step(name, "forward", width, context, run, batch)
+
+    def prompt(width: int) -> Step:
+        def run() -> object:
+            return [states(width, 0, module) for module in range(drafter.modules_in_turn)]
+
+        return Step(name, "prefill", width, 0, run, batch)
+
+    for context in contexts:
+        for width in [w for w in widths if context + max(w, LATER + 1) <= room]:
+            verify = Step(
+                "target", "pass", LATER + 1, context, _verify(target, drafter, context, batch),
+                batch,
+            )  # fmt: skip
+            # Later passes are fed the drafter's own output: nothing of the target's is fused.
+            round_ = [draft(width, context), *[draft(1, context, own)] * LATER, verify]
+            yield Block([round_] * (UNTIMED + 3), UNTIMED)
+    for width in [w for w in PROMPTS if w <= room]:
+        yield Block([[prompt(width)]])
+
+
+def _verify(
+    target: Runner, drafter: FeatureDrafter, context: int, batch: int
+) -> Callable[[], object]:
+    """The target's pass over a draft of every sequence."""
+    if isinstance(target, LayerRunner):
+        runner, pieces = target, list(torch.zeros(LATER + 1, dtype=torch.long).split(1))
+        pieces = [piece.to(target.device) for piece in pieces]
+
+        def run() -> object:
+            fed = torch.cat(pieces)
+            logits, _ = runner.forward_with_states(fed, context, drafter.feature_layers)
+            return logits.argmax(-1).tolist()
+
+        return run
+    ids = torch.zeros(batch, LATER + 1, dtype=torch.long, device=target.device)
+    places = torch.arange(context, context + LATER + 1, device=target.device).expand_as(ids)
+    visible = context + LATER + 1
+    return lambda: target.forward_batch(ids, places, visible).argmax(-1).tolist()
+
+
+DEPTH = 4
+"""Layers of the trees that are timed."""
+FIRST = (1, 2, 3, 5, 9)
+"""Tokens that a round's first pass takes in."""
+TREE_WIDTHS = (1, 2, 6, 11, 21, 40, BUDGET + 1)
+"""Tokens that are verified, the root's included."""
+
+
+def widest_tree(trees: Mapping[str, GrownTrees]) -> int:
+    """Tokens of the target's widest pass that is timed of `trees`."""
+    return max(*TREE_WIDTHS, *(grown.budget + 1 for grown in trees.values()))
+
+
+def measure_trees(
+    target: LayerRunner, trees: Mapping[str, GrownTrees], repeats: int,
+    contexts: Sequence[int] = CONTEXTS, longest: int = 0,
+) -> pd.DataFrame:  # fmt: skip
+    """Cells of the rounds of `trees`; columns as in `traces.latency.table`.
+
+    ``contexts`` go on to ``longest``, the tokens that a request gets to.
+    """
+    contexts = reaching(contexts, longest)
+    with torch.inference_mode():
+        return swept([*tree_rounds(target, trees, contexts)], target.device, repeats)
+
+
+def tree_rounds(
+    target: LayerRunner, trees: Mapping[str, GrownTrees], contexts: Sequence[int] = CONTEXTS
+) -> Iterator[Block]:
+    """A first pass over several tokens, some over a layer's nodes, and the target's over the best.
+
+    Cells: ``forward`` over widths, ``tree`` over the nodes of a layer and ``prefill`` over prompts
+    under each name, and the target's ``tree`` over widths; all over contexts.  What chooses the
+    nodes is part of them: a layer's of the pass before, those verified of the target's.
+    """
+    for name, grown in trees.items():
+        rounds = _Rounds(target, name, grown)
+        widths = sorted({*TREE_WIDTHS, grown.budget + 1})
+        widths = [w for w in widths if w <= 1 + candidates(grown.topk, DEPTH)]
+        for context in contexts:
+            fitting = [w for w in widths if context + w <= target.cache.slots]
+            for n in range(max(len(fitting), len(FIRST)) if fitting else 0):
+                wide, first = fitting[n % len(fitting)], FIRST[n % len(FIRST)]
+                yield rounds.block(context, first, wide)
+        for width in [w for w in PROMPTS if w <= target.cache.slots]:
+            yield Block([[rounds.prompt(width)]])
+
+
+class _Rounds:
+    """Rounds of one drafter, each of which starts its own tree."""
+
+    def __init__(self, target: LayerRunner, name: str, grown: GrownTrees) -> None:
+        self.target, self.name, self.grown = target, name, grown
+        self.drafter = grown.drafter
+        room = target.cache.slots
+        self.runner = DrafterRunner(self.drafter, room + max(FIRST) + grown.topk * DEPTH)
+        device = target.device
+        self.tokens = torch.zeros(max(room, *PROMPTS), dtype=torch.long, device=device)
+        features = torch.zeros(len(self.tokens), self.drafter.feature_width, device=device)
+        self.features = features.to(target.model.dtype)
+        self.trees: Trees | None = None
+
+    def block(self, context: int, first: int, width: int) -> Block:
+        """Rounds at a context that take in `first` tokens and verify `width`."""
+        growing = [self.grow(context)] * (DEPTH - 1)
+        round_ = [self.begin(first, context), *growing, self.verify(width, context)]
+        return Block([round_] * (UNTIMED + 3), UNTIMED)
+
+    def begin(self, width: int, context: int) -> Step:
+        def run() -> None:
+            fused = self.drafter.fuse(self.features[:width])
+            states, out = self.runner.run(self.tokens[:width], fused, context)
+            logits = self.drafter.logits(states[-1:])
+            path = context + width
+            sees = torch.ones(1, path, dtype=torch.bool, device=logits.device)
+            at = self.tokens.new_full((1,), path - 1)
+            self.trees = Trees(self.runner, self.grown.topk, logits, out[-1:], at, sees)
+
+        return Step(self.name, "forward", width, context, run)
+
+    def grow(self, context: int) -> Step:
+        def run() -> None:
+            trees = self._begun(context)
+            if len(trees.layers) == DEPTH:  # called by itself, to warm up
+                self.begin(1, context).run()
+                trees = self._begun(context)
+            trees.grow()
+
+        return Step(self.name, "tree", self.grown.topk, context, run)
+
+    def verify(self, width: int, context: int) -> Step:
+        last = self.tokens[:1]
+
+        def run() -> None:
+            trees = self._begun(context)
+            while len(trees.layers) < DEPTH:
+                trees.grow()
+            cut = trees.cut(width - 1, DEPTH) if width > 1 else None
+            verify_tree(self.target, last, cut, context, self.drafter.feature_layers, frozenset())
+
+        return Step("target", "tree", width, context, run)
+
+    def prompt(self, width: int) -> Step:
+        def run() -> object:
+            fused = self.drafter.fuse(self.features[:width])
+            return self.runner.run(self.tokens[:width], fused, 0)
+
+        return Step(self.name, "prefill", width, 0, run)
+
+    def _begun(self, context: int) -> Trees:
+        if self.trees is None:
+            self.begin(1, context).run()
+        assert self.trees is not None
+        return self.trees
+
 
 WIDTHS = (1, 2, 3, 5, 9, 17, 25)
 

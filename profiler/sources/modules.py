@@ -21,15 +21,15 @@ from profiler.features.heads import (
 )
 from profiler.models.stack import LayerRunner
 from profiler.sources.exit_record import ExitRecorder, record_exits
-from profiler.sources.feature_record import FeatureRecorder
 from profiler.sources.start_record import (
+    FeatureRecorder,
+    GrownTrees,
     HeadsRecorder,
     MasksRecorder,
     SkipRecorder,
     StartRecorder,
     record_starts,
 )
-from profiler.sources.tree_record import GrownTrees
 from traces.acceptance.trace import Trace
 from traces.errors import DraftsimError
 from traces.sources.base import Recordings

@@ -12,11 +12,14 @@ import torch
 
 from policies.core import DraftPolicy, Round, own_copy, speculate
 from profiler.models.stack import LayerRunner
-from profiler.sources.adapter_decoder import KangarooDecoder
-from profiler.sources.base import SourceDecoder
 from profiler.sources.drafters import default_skip
-from profiler.sources.draws import Draws, RandomDraws
-from profiler.sources.early_exit import EarlyExitDecoder
+from profiler.sources.exits import (
+    Draws,
+    EarlyExitDecoder,
+    KangarooDecoder,
+    RandomDraws,
+    SourceDecoder,
+)
 from profiler.sources.feature_decoder import FeatureDecoder, ParallelDecoder
 from profiler.sources.modules import Modules
 from profiler.sources.start_decoders import (
@@ -63,7 +66,7 @@ class SourceRunner:
     modules:
         Trained modules of this target.
     draws:
-        By request, the random choices of a sampled run (`profiler.sources.draws`); None draws
+        By request, the random choices of a sampled run (`profiler.sources.exits`); None draws
         from torch's global generator.
     """
 

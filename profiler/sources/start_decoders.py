@@ -12,8 +12,8 @@ from profiler.decoding.single import ModelToken, check_prompt
 from profiler.features.heads import MaskEmbeddings, ParallelHeads
 from profiler.models.runner import Runner
 from profiler.models.stack import LayerRunner
-from profiler.sources.base import SourceDecoder
 from profiler.sources.drafters import head_logits, kept_layers, mask_states
+from profiler.sources.exits import SourceDecoder
 from traces.acceptance.sampling import GREEDY
 from traces.acceptance.tape import RecordedToken
 from traces.replay.calls import HEAD, LAYER, PASS

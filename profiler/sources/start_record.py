@@ -1,9 +1,11 @@
-"""Records what a source drafts from every start (see `traces.sources.starts.recording`)."""
+"""Records what a source drafts from every start of an output, chain or tree."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -11,8 +13,17 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from profiler.features.drafters import FeatureDrafter
 from profiler.features.heads import MaskEmbeddings, ParallelHeads
-from profiler.models.sampling import drafted, signals
+from profiler.features.runner import (
+    DrafterRunner,
+    Drawn,
+    Likeliest,
+    Trees,
+    check_tree,
+    layer_signals,
+)
+from profiler.models.sampling import drafted, probs, signals
 from profiler.models.stack import LayerRunner
 from profiler.sources.drafters import default_skip, head_logits, kept_layers, mask_logits
 from traces.acceptance.sampling import GREEDY, Sampling
@@ -20,6 +31,7 @@ from traces.acceptance.trace import Trace
 from traces.sources.base import prompt_tokens, true_tokens
 from traces.sources.columns import DRAWN
 from traces.sources.starts.recording import START_SIGNALS, StartRecording
+from traces.sources.starts.trees import TREE_SIGNALS, TreeRecording
 
 Rows = dict[str, "npt.NDArray[Any]"]
 CHUNK = 64
@@ -207,4 +219,253 @@ def record_starts(
         merged["token"], {name: merged[name] for name in START_SIGNALS}, merged["rank"],
         tuple(int(s) for s in starts), {**recorder.meta(), "sampling": recorder.sampling.meta},
         **{name: merged[name] for name in DRAWN if name in merged},
+    )  # fmt: skip
+
+
+Pick = Callable[..., Tensor]
+Drafts = tuple[Tensor, Tensor]
+"""Logits (starts, offsets, draft vocabulary), and the target ids drafted (starts, offsets)."""
+
+
+class FeatureRecorder(StartRecorder):
+    """Chains from every start, `offsets` tokens long; all starts of a chunk advance together.
+
+    One pass of the target gives the features, one of the drafter its keys and values of the
+    true path; from then on each chain attends to the path before its start and to its own.
+
+    ``longest``: tokens of the longest path; ``offsets``: of a draft, unless modules in turn
+    limit it; ``sampling`` and ``generator``: of outputs and drafts that were drawn.
+    """
+
+    def __init__(
+        self, target: LayerRunner, drafter: FeatureDrafter, longest: int, offsets: int = 8,
+        sampling: Sampling = GREEDY, generator: torch.Generator | None = None,
+    ) -> None:  # fmt: skip
+        super().__init__(target, sampling)
+        self._generator = generator
+        turns = drafter.modules_in_turn
+        self.drafter, self.offsets = drafter, turns if turns > 1 else offsets
+        self._runner = DrafterRunner(drafter, longest + CHUNK * self.offsets)
+        self._likeliest: Likeliest | Drawn = Likeliest(drafter)
+
+    def meta(self) -> dict[str, Any]:
+        return {"kind": self.drafter.kind, "modules": self.drafter.modules_in_turn}
+
+    def slots_needed(self, longest: int) -> int:
+        return longest
+
+    def target_ids(self, drafted: Tensor) -> Tensor:
+        return self.drafter.target_ids(drafted)
+
+    def draft_ids(self, tokens: Tensor) -> Tensor:
+        return self.drafter.draft_ids(tokens)
+
+    def logits(self, prompt: Tensor, output: list[int]) -> Tensor:
+        return self.drafts(prompt, output)[0]
+
+    def drafts(self, prompt: Tensor, output: list[int]) -> tuple[Tensor, Tensor]:
+        path = torch.cat([prompt, prompt.new_tensor(output[:-1])])
+        depths, pick = self.drafter.feature_layers, self._likeliest
+        if self.sampling.greedy:
+            features = self.target.states(path[:-1], 0, depths)
+        else:
+            logits, features = self.target.forward_with_states(path, 0, depths)
+            drawn_from = probs(logits[prompt.shape[0] - 1 :], self.sampling)
+            pick = Drawn(self.drafter, output, drawn_from, self.sampling, self._generator)
+        fused = self.drafter.fuse(features[: path.shape[0] - 1])
+        first = int(prompt.shape[0]) - 1  # entry from which start 1 drafts
+        entries = int(fused.shape[0])
+        inputs, heads = [fused], []
+        for module in range(self.drafter.modules_in_turn):
+            count = entries - module
+            if count < 1:
+                break
+            tokens = path[1 + module : 1 + module + count]
+            states, out = self._runner.run(tokens, inputs[module][:count], 0, module=module)
+            heads.append(states)
+            inputs.append(out)
+        parts: list[Drafts] = []
+        for begin in range(first, entries, CHUNK):
+            at = torch.arange(begin, min(begin + CHUNK, entries), device=path.device)
+            own = partial(pick, starts=at - first + 1)
+            if self.drafter.modules_in_turn > 1:
+                parts.append(self._in_turn(at, heads[0], inputs, entries, own))
+            else:
+                parts.append(self._chain(at, heads[0], inputs[1], entries, own))
+        return torch.cat([made for made, _ in parts]), torch.cat([picked for _, picked in parts])
+
+    def _chain(self, at: Tensor, heads: Tensor, out: Tensor, path: int, pick: Pick) -> Drafts:
+        """One layer for all tokens."""
+        count = int(at.shape[0])
+        sees = torch.arange(path, device=at.device)[None] <= at[:, None]
+        own = torch.eye(count, dtype=torch.bool, device=at.device)
+        steps, fed_back = [self.drafter.logits(heads[at])], out[at]
+        drafted = [pick(steps[0], step=0)]
+        for step in range(1, self.offsets):
+            mask = torch.cat([sees, own.repeat(1, step)], 1)
+            # Of a one-pass drafter these are masks, whose rows wait for no other.
+            tokens, fed_back = self.drafter.following(drafted[-1], fed_back)
+            states, fed_back = self._runner.run(
+                tokens, fed_back, path + (step - 1) * count, mask=mask, positions=at + step
+            )
+            steps.append(self.drafter.logits(states))
+            drafted.append(pick(steps[-1], step=step))
+        return torch.stack(steps, 1), torch.stack(drafted, 1)
+
+    def _in_turn(
+        self, at: Tensor, heads: Tensor, inputs: list[Tensor], path: int, pick: Pick
+    ) -> Drafts:
+        """Modules in turn: the k-th (from 0) lacks the true tokens of a start's last k entries.
+
+        These are its own rows, oldest first; all but the oldest read what the module before made
+        of its own.
+        """
+        count, device = int(at.shape[0]), at.device
+        steps = [self.drafter.logits(heads[at])]
+        drafted = [pick(steps[0], step=0)]
+        before: list[Tensor] = []  # outputs of the own rows of the module before
+        seen = torch.arange(path, device=device)[None]
+        same = torch.arange(count, device=device)
+        for module in range(1, self.offsets):
+            entries = [at - module + 1 + row for row in range(module)]
+            oldest = entries[0].clamp(min=0)
+            fused = torch.cat([inputs[module][oldest.clamp(max=len(inputs[module]) - 1)], *before])
+            where = torch.cat(entries)
+            group, row = same.repeat(module), torch.arange(module, device=device)
+            row = row.repeat_interleave(count)
+            own = (group[:, None] == group[None]) & (row[None] <= row[:, None])
+            # An entry before the sequence began is seen by itself alone.
+            own &= (where[None] >= 0) | torch.eye(len(where), dtype=torch.bool, device=device)
+            true = seen <= (at - module)[group][:, None]
+            states, out = self._runner.run(
+                torch.cat(drafted), fused, path, module=module,
+                mask=torch.cat([true, own], 1), positions=where.clamp(min=0),
+            )  # fmt: skip
+            before = list(out.split(count))
+            steps.append(self.drafter.logits(states[-count:]))
+            drafted.append(pick(steps[-1], step=module))
+        return torch.stack(steps, 1), torch.stack(drafted, 1)
+
+
+TREE_CHUNK = 16
+"""Trees grown side by side: bounds the mask and the logits' memory."""
+TOPK = 10
+"""Nodes expanded in a layer, and children of each, where nothing else is asked for: EAGLE-2's."""
+LAYERS = 8
+"""Depth of recorded trees, likewise: that of EAGLE-3's released code."""
+
+BUDGET = 59
+"""Nodes verified of a tree: with its root, the 60 of the authors' `total_token`."""
+
+
+@dataclass(frozen=True)
+class GrownTrees:
+    """A drafter, and the shape of its trees."""
+
+    drafter: FeatureDrafter
+    topk: int = TOPK
+    layers: int = LAYERS
+    budget: int = BUDGET
+
+
+class TreeRecorder:
+    """Trees from every start, as the real decoder grows them.
+
+    ``longest``: tokens of the longest path; ``topk`` and ``layers`` as for `Trees`.
+    """
+
+    def __init__(
+        self, target: LayerRunner, drafter: FeatureDrafter, longest: int, topk: int = TOPK,
+        layers: int = LAYERS,
+    ) -> None:  # fmt: skip
+        check_tree(drafter.modules_in_turn)
+        self.target, self.drafter, self.topk, self.layers = target, drafter, topk, layers
+        self._runner = DrafterRunner(drafter, longest + TREE_CHUNK * topk * (layers - 1))
+
+    def meta(self) -> dict[str, Any]:
+        """Return the settings that the replay needs to know."""
+        return {"kind": self.drafter.kind, "topk": self.topk}
+
+    @torch.inference_mode()
+    def record(self, prompt: Tensor, output: list[int]) -> Rows:
+        """Rows of one request; that of start 0, before the first token, is empty."""
+        count, layers = len(output), self.layers
+        rows: Rows = {name: np.zeros((count, layers), np.float32) for name in TREE_SIGNALS}
+        rows["rank"] = np.full((count, layers, layers), -1, np.int32)
+        if count < 2:
+            return rows
+        path = torch.cat([prompt, prompt.new_tensor(output[:-1])])
+        fused = self.drafter.fuse(self.target.states(path[:-1], 0, self.drafter.feature_layers))
+        entries, first = int(fused.shape[0]), int(prompt.shape[0]) - 1
+        heads, out = self._runner.run(path[1:], fused, 0)
+        padded = prompt.new_tensor(output + [-1] * layers)
+        for begin in range(first, entries, TREE_CHUNK):
+            at = torch.arange(begin, min(begin + TREE_CHUNK, entries), device=path.device)
+            sees = torch.arange(entries, device=at.device)[None] <= at[:, None]
+            logits = self.drafter.logits(heads[at])
+            trees = Trees(self._runner, self.topk, logits, out[at], at, sees)
+            found = [layer_signals(trees.layers[0])]
+            found += [layer_signals(trees.grow()) for _ in range(layers - 1)]
+            start = at - first + 1
+            mine = slice(int(start[0]), int(start[-1]) + 1)
+            for name, values in zip(TREE_SIGNALS, torch.stack(found, 1).unbind(-1), strict=True):
+                rows[name][mine] = values.cpu().numpy()
+            true = padded[start[:, None] + torch.arange(layers, device=at.device)]
+            rows["rank"][mine] = ranks(trees, true).cpu().numpy()
+        return rows
+
+
+def ranks(trees: Trees, true: Tensor) -> Tensor:
+    """(trees, layers, layers): places of the tokens `true` (trees, layers), -1 for none.
+
+    As `TreeRecording.rank`.
+    """
+    count, layers = true.shape
+    rank = torch.full((count, layers, layers), -1, dtype=torch.long, device=true.device)
+    rows, k = torch.arange(count, device=true.device), trees.topk
+    place = torch.zeros_like(rows)  # of the node above among those expanded
+    there = torch.ones_like(rows, dtype=torch.bool)
+    for j, layer in enumerate(trees.layers):
+        children = place[:, None] * k + torch.arange(k, device=true.device)
+        same = layer.tokens.gather(1, children) == true[:, j, None]
+        there = there & same.any(1)
+        node = children[rows, same.int().argmax(1)]
+        score = layer.scores[rows, node][:, None]
+        before = torch.zeros_like(rows)
+        for d, other in enumerate(trees.layers):
+            ahead = other.scores > score
+            if d < j:
+                ahead |= other.scores == score
+            elif d == j:
+                earlier = torch.arange(other.scores.shape[1], device=true.device) < node[:, None]
+                ahead |= (other.scores == score) & earlier
+            before = before + ahead.sum(1)
+            if d >= j:
+                rank[:, j, d] = torch.where(there, before, -1)
+        expanded = layer.chosen == node[:, None]
+        there = there & expanded.any(1)
+        place = expanded.int().argmax(1)
+    return rank
+
+
+def record_trees(
+    target: Any, trace: Trace, drafter: FeatureDrafter, topk: int = TOPK, layers: int = LAYERS,
+    advance: Callable[[], None] = lambda: None,
+) -> TreeRecording:  # fmt: skip
+    """The trees of every start of the requests of `trace`; `advance` after each request.
+
+    Raises DraftsimError if the trace was sampled or holds no prompts, or of what `Trees` refuses.
+    """
+    output, starts = true_tokens(trace), trace.request_starts
+    longest = max(r.prompt_length + r.tokens for r in trace.requests)
+    recorder = TreeRecorder(LayerRunner(target, longest), drafter, longest, topk, layers)
+    parts = []
+    for i in range(len(trace.requests)):
+        prompt = torch.tensor(prompt_tokens(trace, i), device=recorder.target.device)
+        parts.append(recorder.record(prompt, output[int(starts[i]) : int(starts[i + 1])]))
+        advance()
+    merged = {name: np.concatenate([p[name] for p in parts]) for name in parts[0]}
+    return TreeRecording(
+        merged["rank"], {name: merged[name] for name in TREE_SIGNALS},
+        tuple(int(s) for s in starts), {**recorder.meta(), "sampling": trace.sampling.meta},
     )  # fmt: skip

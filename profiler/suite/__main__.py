@@ -13,8 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from profiler.suite.account import Account
-    from profiler.suite.environment import Workplace
+    from profiler.suite.environment import Account, Workplace
 
 STAGES = ("latency", "forced", "trained", "unpack")
 MODE_NAMES = ("eager", "graph", "compiled")
@@ -60,7 +59,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     finished is written in any case, and the same command goes on with what is left.
     """
     options = parser().parse_args(arguments)
-    from profiler.suite.account import FAILED, REFUSED, StoppedError
+    from profiler.suite.environment import FAILED, REFUSED, StoppedError
     from traces.errors import DraftsimError
 
     try:
@@ -124,7 +123,7 @@ def _stage(place: Workplace, options: argparse.Namespace) -> Account:
 @contextmanager
 def _told_to_end() -> Iterator[None]:
     """Inside the block SIGTERM, as `timeout` sends it, is an error that can be cleaned up after."""
-    from profiler.suite.account import StoppedError
+    from profiler.suite.environment import StoppedError
 
     def end(number: int, frame: object) -> None:
         del frame

@@ -9,17 +9,21 @@ import shutil
 import subprocess
 import tempfile
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from rich.console import Console
 
+from policies.json_text import parse_json
 from profiler.models.architectures import PAIRS, PairShape
 from profiler.models.graphs import forget_compiled
 from profiler.models.loading import choose_device, choose_dtype, describe_device
+from profiler.recording.checkpoint import Checkpoint
 from traces.errors import DraftsimError
 from traces.store.writing import write_atomically
 
@@ -185,3 +189,176 @@ def clocks(device: torch.device) -> dict[str, str]:
 def write_results(path: Path, results: Mapping[str, Any]) -> None:
     """Write a stage's results as JSON, atomically."""
     write_atomically(path, json.dumps(results, indent=1, default=float).encode())
+
+
+COMPLETE, FAILED, REFUSED, UNFINISHED = range(4)
+"""Exit codes: all done, something failed, a wrong request, and time alone was lacking."""
+
+
+class StoppedError(BaseException):
+    """The process was told to end; what is finished is written first."""
+
+
+class Account:
+    """The work that a stage leaves undone; `summary` goes into its results, `status` is its exit
+    code.
+
+    What failed or came too late stays unfinished: the same command tries it again.
+    """
+
+    def __init__(self, place: Workplace) -> None:
+        self.place = place
+        self.limits: dict[str, str] = {}
+        """Parts that this device or model does not hold, by name."""
+        self.late: dict[str, str] = {}
+        """Parts that there was no time for, by name."""
+        self.failed: dict[str, str] = {}
+        """Errors, by the part that they stopped."""
+        self.stopped: str | None = None
+        """Why the stage broke off, if it did."""
+
+    def limit(self, name: str, why: str) -> None:
+        """Leave something out for good."""
+        self.limits[name] = why
+        self.place.say(why)
+
+    def fail(self, name: str, error: BaseException | str) -> None:
+        """Something went wrong; it is said at once."""
+        self.failed[name] = error if isinstance(error, str) else reason(error)
+        self.place.say(f"FAILED {name}: {self.failed[name]}")
+
+    @property
+    def status(self) -> int:
+        """The exit code."""
+        if self.failed or self.stopped:
+            return FAILED
+        return UNFINISHED if self.late else COMPLETE
+
+    @property
+    def notes(self) -> list[str]:
+        """Everything left out, a line each."""
+        undone = {**self.late, **{name: f"failed: {why}" for name, why in self.failed.items()}}
+        return [*self.limits.values(), *(f"{name}: {why}" for name, why in undone.items())]
+
+    def summary(self) -> dict[str, Any]:
+        """Return the summary that the stage's results hold."""
+        return {
+            "complete": self.status == COMPLETE, "left_out": self.notes, "late": self.late,
+            "failed": self.failed, "stopped": self.stopped,
+        }  # fmt: skip
+
+    @contextmanager
+    def closing(self, write: Callable[[], None]) -> Iterator[None]:
+        """Whatever ends the block, what there is by then is written."""
+        try:
+            yield
+        except BaseException as error:
+            self.stopped = reason(error)
+            write()
+            raise
+        write()
+
+
+def reason(error: BaseException) -> str:
+    """An error in one line: its first, or what it is."""
+    lines = str(error).strip().splitlines()
+    return lines[0] if lines else type(error).__name__
+
+
+Unit = dict[str, Any]
+
+
+class Ledger:
+    """Finished units of a stage, so that a stopped one goes on with the next.
+
+    `units` are all of the stage's: those `earlier` found in its folder, those of a stopped run,
+    and those finished now.  Raises DraftsimError if the folder holds a stopped run with other
+    settings.
+    """
+
+    def __init__(
+        self, place: Workplace, stage: str, settings: Mapping[str, Any],
+        earlier: Mapping[str, Unit] | None = None,
+    ) -> None:  # fmt: skip
+        self.place, self.stage = place, stage
+        self._kept = Checkpoint(place.work / stage, {**settings, "meta": place.meta()})
+        read = {name: self._read(name) for name in self._kept.names()}
+        self._own = {name: unit for name, unit in read.items() if unit is not None}
+        self.units: dict[str, Unit] = {**(earlier or {}), **self._own}
+
+    def _read(self, name: str) -> Unit | None:
+        kept = self._kept.get(name)
+        return None if kept is None else parse_json(str(kept["unit"]))
+
+    def get(self, name: str) -> Unit | None:
+        """Return what a unit left when it was finished before, or None."""
+        return self._own.get(name)
+
+    def put(self, name: str, unit: Unit) -> None:
+        """Keep a finished unit."""
+        self.units[name] = self._own[name] = unit
+        self._kept.put(name, {"unit": np.array(json.dumps(unit, default=float))})
+
+    def write(self, account: Account, begun: Mapping[str, str], key: str, about: Any) -> None:
+        """Write the stage's JSON: its units but for their rows, which are filed under `key`.
+
+        ``begun``: the clocks (`clocks`) when it began; ``about``: the kernels that ran.
+        """
+        place = self.place
+        units = {
+            name: {k: v for k, v in unit.items() if k != key} for name, unit in self.units.items()
+        }
+        write_results(
+            place.out / f"{self.stage}.json",
+            {
+                "stage": self.stage, "meta": place.meta(), **account.summary(), "kernels": about,
+                "clocks": [begun, clocks(place.device)], "units": units,
+            },
+        )  # fmt: skip
+
+    def close(self, account: Account) -> None:
+        """The stage ends: forget its pieces, unless some of it is left, be it other pairs'."""
+        left = [*account.failed, *account.late]
+        if not left and not any(unit.get("unfinished") for unit in self._own.values()):
+            self.place.forget(self.stage)
+        elif left:
+            what = "failed or came too late" if account.failed else "came too late"
+            self.place.say(
+                f"{len(left)} parts {what}, from {left[0]} on: the same command on this machine "
+                "goes on with them"
+            )
+
+
+def earlier_units(
+    place: Workplace, path: Path, again: Callable[[str], bool],
+    rows: Callable[[], Mapping[str, list[list[Any]]]], key: str,
+) -> dict[str, Unit]:  # fmt: skip
+    """The units of a stage's results that lie in its folder, but those to be measured `again`.
+
+    ``path`` is the stage's JSON; ``rows`` reads what of each unit is in its table, filed under
+    ``key``.
+
+    Raises
+    ------
+    DraftsimError
+        If they were measured with other settings, or a file is damaged: a folder is of one
+        device, dtype and set of library versions.
+    """
+    if not path.is_file():
+        return {}
+    try:
+        document = parse_json(path.read_text())
+        named: Collection[str] = [name for name in document["units"] if not again(name)]
+        meta = document["meta"]
+    except (ValueError, KeyError, TypeError) as error:
+        raise DraftsimError(f"{path} is damaged ({error}): use another --out") from None
+    if not named:
+        return {}
+    own = parse_json(json.dumps(place.meta()))
+    if other := sorted(k for k in {*own, *meta} if own.get(k) != meta.get(k)):
+        raise DraftsimError(
+            f"{path} holds figures measured with another {', '.join(other)}: one --out holds one "
+            "device and its settings; use another"
+        )
+    tabled = rows()
+    return {name: {**document["units"][name], key: tabled.get(name, [])} for name in named}

@@ -16,13 +16,9 @@ import torch
 
 from profiler.models.architectures import PAIRS, PairShape
 from profiler.models.graphs import compiler_missing
-from profiler.suite.account import Account
-from profiler.suite.environment import Workplace, clocks
-from profiler.suite.latency.grids import Grids
-from profiler.suite.latency.kernels import KERNELS, profile_rounds, span
-from profiler.suite.latency.pair import RANKS, PairMeasurement
-from profiler.suite.latency.passes import COMPILED, MODES
-from profiler.suite.ledger import Ledger, earlier_units
+from profiler.suite.environment import Account, Ledger, Workplace, clocks, earlier_units
+from profiler.suite.latency.pair import RANKS, Grids, PairMeasurement
+from profiler.suite.latency.passes import COMPILED, KERNELS, MODES, profile_rounds, span
 from traces.errors import DraftsimError
 from traces.latency.schema import CELL_COLUMNS
 from traces.latency.table import LatencyTable

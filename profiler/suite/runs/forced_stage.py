@@ -22,22 +22,29 @@ from profiler.checks.spot_check import Arm
 from profiler.models.architectures import PairShape
 from profiler.models.graphs import GraphRunner, Shape
 from profiler.models.runner import Runner
-from profiler.suite.account import Account
-from profiler.suite.environment import NoTimeError, Workplace, clocks
-from profiler.suite.latency.grids import Grids
-from profiler.suite.latency.kernels import KERNELS, span
+from profiler.suite.environment import (
+    Account,
+    Ledger,
+    NoTimeError,
+    Workplace,
+    clocks,
+    earlier_units,
+)
+from profiler.suite.latency.pair import Grids
 from profiler.suite.latency.passes import (
     COMPILED,
     EAGER,
     GRAPH,
+    KERNELS,
     Timer,
     fill,
     forward_call,
     make_runner,
+    run_group,
+    run_single,
+    span,
 )
-from profiler.suite.latency.rounds import run_group, run_single
 from profiler.suite.latency.stage import build_or_none, chosen_pairs, modes_here, unfinished
-from profiler.suite.ledger import Ledger, earlier_units
 from profiler.suite.runs.arms import (
     COLUMNS,
     LEAST_REPEATS,

@@ -22,30 +22,40 @@ from profiler.models.architectures import Architecture, PairShape
 from profiler.models.loading import Pair
 from profiler.profile import Settings
 from profiler.prompts import Prompt
-from profiler.suite.account import Account
-from profiler.suite.environment import NoTimeError, Workplace, clocks, write_results
-from profiler.suite.latency.grids import Grids
-from profiler.suite.latency.kernels import span
-from profiler.suite.latency.pair import PairMeasurement
-from profiler.suite.latency.passes import EAGER, GRAPH
+from profiler.suite.environment import (
+    Account,
+    Ledger,
+    NoTimeError,
+    Workplace,
+    clocks,
+    write_results,
+)
+from profiler.suite.latency.pair import Grids, PairMeasurement
+from profiler.suite.latency.passes import EAGER, GRAPH, span
 from profiler.suite.latency.stage import named, shapes_of, write_table
-from profiler.suite.ledger import Ledger
 from profiler.suite.runs.arms import COLUMNS
-from profiler.suite.runs.checks import NAME, TRAINED_MODES, Checks, sampled_rounds
-from profiler.suite.runs.drafters import (
+from profiler.suite.runs.checks import (
+    NAME,
+    TRAINED_MODES,
+    Checks,
     DrafterPair,
     Drafters,
     given_drafters,
+    sampled_rounds,
     smollm2_drafters,
 )
-from profiler.suite.runs.real_pair import given_pair, smollm2_pair
-from profiler.suite.runs.recording import ENOUGH, record_early_exits, record_trace, write_within
 from profiler.suite.runs.training import (
     DRAFT,
+    ENOUGH,
     PROMPTS,
     QUICK_PROMPTS,
     TARGET,
+    given_pair,
+    record_early_exits,
+    record_trace,
+    smollm2_pair,
     trained_pair,
+    write_within,
 )
 from traces.acceptance.sampling import Sampling
 from traces.acceptance.trace import Trace
@@ -72,7 +82,7 @@ def run_trained(
     With ``target``, ``draft`` and ``prompts`` a pair of the user's takes the place of the trained
     one, and ``drafters`` are folders of drafters on its features; the target ``smollm2`` alone
     names SmolLM2 with its draft model, EAGLE and EAGLE-3, or where they are not on the machine
-    random weights of their shapes (`profiler.suite.runs.real_pair`).
+    random weights of their shapes (`profiler.suite.runs.training`).
 
     Parts have fixed shares of the time; one that is late does less of its work, and one for
     which none is left, one that failed, or a recording of fewer than `ENOUGH` prompts, is named in

@@ -1,6 +1,10 @@
 """Trains a pair in minutes: a target on the Python sources of this machine, a draft after it.
 
 The pair is kept with its stage's unfinished work, so that a stopped stage trains once.
+
+Weights that are not on the machine cannot always be brought: 98 MB and no network.  A model of
+random weights has the same passes and so the same latencies; its drafts are accepted by chance
+alone, which its name says.
 """
 
 from __future__ import annotations
@@ -22,12 +26,24 @@ import scipy
 import torch
 import transformers
 from torch import Tensor
+from transformers import LlamaConfig, LlamaForCausalLM
 
+from profiler import smollm2
+from profiler.fetched import places as fetched
 from profiler.models.architectures import Architecture
-from profiler.models.loading import Pair, describe_model
-from profiler.prompts import Prompt
+from profiler.models.graphs import GraphRunner
+from profiler.models.loading import Pair, describe_model, load_pair
+from profiler.models.stack import LayerRunner
+from profiler.profile import Settings, assemble, recorded_columns
+from profiler.prompts import Prompt, read_prompts
+from profiler.recording.checkpoint import Checkpoint
+from profiler.recording.run import BUNDLED, model_path
+from profiler.recording.trace import Recorder
+from profiler.sources.exit_record import ExitRecorder, record_exits
 from profiler.suite.environment import Workplace
 from profiler.train.documents import CATEGORIES, Document, load_documents, stable_hash
+from profiler.train.draft import draft_config, draft_model
+from profiler.train.heads import default_exit_layers, train_exit_heads
 from profiler.train.pair import (
     VOCABULARY,
     descent,
@@ -36,6 +52,12 @@ from profiler.train.pair import (
     train_tokenizer,
 )
 from profiler.train.pair_prompts import cut_prompt
+from profiler.train.stored import read_stored
+from traces.acceptance.trace import Trace
+from traces.errors import DraftsimError
+from traces.sources.exits.early_exit import EarlyExit
+from traces.sources.files import write_exits
+from traces.store.files import write_trace
 from traces.store.text import read_object
 
 ROW_TOKENS = 512
@@ -294,3 +316,185 @@ def _read(place: Workplace, folder: Path) -> tuple[Pair, list[Prompt], dict[str,
     )
     prompts = [Prompt(**prompt) for prompt in about["prompts"]]
     return Pair(target, draft, tokenizer, about["meta"]), prompts, about["record"]
+
+
+RANDOM = f"{smollm2.NAME}-random"
+CONFIG: dict[str, Any] = {
+    "vocab_size": 49152, "hidden_size": 576, "intermediate_size": 1536, "num_hidden_layers": 30,
+    "num_attention_heads": 9, "num_key_value_heads": 3, "head_dim": 64,
+    "max_position_embeddings": 8192, "tie_word_embeddings": True,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 100_000.0},
+    "bos_token_id": None, "eos_token_id": None, "pad_token_id": None,
+}  # fmt: skip
+"""SmolLM2-135M's, but that nothing ends an output."""
+SMALL = {
+    "vocab_size": 2048,  # of the bundled pair's tokenizer
+    "hidden_size": 96, "intermediate_size": 192, "num_hidden_layers": 4, "num_attention_heads": 3,
+    "num_key_value_heads": 1, "head_dim": 32, "max_position_embeddings": 512,
+}  # fmt: skip
+"""Settings that miniatures have instead."""
+
+
+def smollm2_pair(
+    place: Workplace, prompts: Path | None, most: int
+) -> tuple[Pair, list[Prompt], str]:
+    """Return SmolLM2 and its draft model, at most `most` prompts, and the pair's name.
+
+    The prompts are the project's where none are named, as a user's turns where the tokenizer has a
+    template for them.  Where the models were not fetched, a pair of random weights replaces them,
+    with the bundled pair's tokenizer.
+
+    Raises DraftsimError if models that are there cannot be loaded.
+    """
+    texts = read_prompts(prompts or BUNDLED / "prompts.jsonl", most)
+    folders = fetched.folder(smollm2.NAME), fetched.folder(f"{smollm2.NAME}-draft")
+    if not all((folder / "config.json").is_file() for folder in folders):
+        place.say(
+            f"{smollm2.NAME} is not on this machine (`draftsim fetch {smollm2.NAME}`): random "
+            "weights of its shapes, whose latencies are its own and whose acceptance is not"
+        )
+        return _random(place), texts, RANDOM
+    pair = _load(place, *folders)
+    return pair, [_turn(pair, prompt) for prompt in texts], smollm2.NAME
+
+
+def given_pair(
+    place: Workplace, target: str, draft: str | None, prompts: Path | None, most: int
+) -> tuple[Pair, list[Prompt], dict[str, Any]]:
+    """Return a user's pair, by folder or name, a limited number of prompts, and an empty record.
+
+    Raises DraftsimError if draft or prompts are not named, or one cannot be loaded.
+    """
+    if draft is None or prompts is None:
+        raise DraftsimError("--target also takes --draft and --prompts: name all three")
+    pair = _load(place, model_path(target, "target"), model_path(draft, "draft"))
+    return pair, read_prompts(prompts, most), {}
+
+
+def _load(place: Workplace, target: str | Path, draft: str | Path) -> Pair:
+    dtype = str(place.dtype).removeprefix("torch.")
+    return load_pair(target, draft, device=str(place.device), dtype=dtype)
+
+
+def _turn(pair: Pair, prompt: Prompt) -> Prompt:
+    if pair.tokenizer.chat_template is None:
+        return prompt
+    turns = [{"role": "user", "content": prompt.text}]
+    text = pair.tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True)
+    return replace(prompt, text=text)
+
+
+def _random(place: Workplace) -> Pair:
+    tokenizer = transformers.AutoTokenizer.from_pretrained(
+        BUNDLED / "target", trust_remote_code=False
+    )
+    torch.manual_seed(0)
+    config = LlamaConfig(**{**CONFIG, **(SMALL if place.quick else {})})
+    target: Any = LlamaForCausalLM(config)
+    if place.quick:
+        draft: Any = LlamaForCausalLM(draft_config(config, 64, 2))
+    else:
+        settings, weights = read_stored(smollm2.STORED / "draft.safetensors")
+        shape = draft_config(config, settings["hidden"], settings["layers"])
+        draft = draft_model(shape, weights, target.get_input_embeddings().weight.detach())
+    for model in (target, draft):
+        model.config._attn_implementation = "sdpa"
+        model.generation_config.eos_token_id = None
+        torch.nn.Module.to(model, device=place.device, dtype=place.dtype)
+        model.eval()
+    meta = {
+        "target": describe_model(target, RANDOM), "draft": describe_model(draft, f"{RANDOM}-draft"),
+        "tokenizer": {"class": type(tokenizer).__name__, "vocab_size": len(tokenizer)},
+        "attention": "sdpa", "random_weights": True, **place.meta(),
+    }  # fmt: skip
+    return Pair(target, draft, tokenizer, meta)
+
+
+LARGEST = 16 * 10**6
+"""Bytes of the largest file a stage may leave."""
+ENOUGH = 200
+"""Prompts that make a recording; one of fewer is unfinished."""
+ROOM = 0.9
+"""Share of it to fill where its size is a guess from the first requests."""
+
+
+def record_trace(
+    place: Workplace, pair: Pair, prompts: Sequence[Prompt], settings: Settings, until: float
+) -> Trace:
+    """The trace of as many prompts as are done by `until` (monotonic seconds), four at least.
+
+    The target decodes through captured passes; tails run eagerly under their tree masks.
+    Prompts recorded before the stage was stopped are read back.
+    """
+    encoded = [pair.encode(p.text) for p in prompts]
+    slots = max(len(ids) for ids in encoded) + settings.max_new_tokens * (settings.max_gamma + 1)
+    recorder = Recorder(
+        GraphRunner(pair.target, slots), GraphRunner(pair.draft, slots),
+        max_new_tokens=settings.max_new_tokens, max_gamma=settings.max_gamma, eos=pair.eos,
+        sampling=settings.sampling, generator=torch.Generator(pair.device),
+    )  # fmt: skip
+    # Of other weights' outputs nothing may be taken over.
+    weights = [pair.meta[role]["fingerprint"] for role in ("target", "draft")]
+    kept = Checkpoint(
+        place.work / f"trained-trace-{settings.sampling.temperature:g}",
+        {"settings": settings, "pair": weights},
+    )
+    of = [repr(ids.tolist()) for ids in encoded]
+    recorded = recorded_columns(recorder, encoded, of, settings, kept, until=until)
+    done = len(recorded)
+    place.say(f"recorded {done} of {len(prompts)} prompts, {settings.sampling.label}")
+    return assemble(pair, prompts[:done], encoded[:done], recorded, settings)
+
+
+def write_within(trace: Trace, path: Path, limit: int = LARGEST) -> int:
+    """Write the first requests that fit into `limit` bytes, and return their number.
+
+    Requests come in turn from each category, so that the first ones are of all of them.
+    """
+    count = len(trace.requests)
+    while True:
+        some = trace if count == len(trace.requests) else trace.select(range(count))
+        write_trace(some, path)
+        size = path.stat().st_size
+        if size <= limit or count == 1:
+            return count
+        count = max(1, min(count - 1, int(0.97 * count * limit / size)))
+
+
+def record_early_exits(
+    place: Workplace, pair: Pair, trace: Trace, text: torch.Tensor, path: Path, seconds: float
+) -> dict[str, Any]:
+    """Train exit heads on the target and record what they say along some of the trace.
+
+    ``text``: (sequences, tokens) ids to train on.  Requests are recorded until `seconds` are
+    spent or the file is full.  Returns what was done.
+    """
+    begin = time.monotonic()
+    setting = EarlyExit().setting(8)
+    layers = default_exit_layers(int(pair.target.config.num_hidden_layers))
+    longest = trace.longest
+    slots = max(ExitRecorder.slots_needed(longest, 8), text.shape[1])
+    runner = LayerRunner(pair.target, slots)
+    steps = 5 if place.quick else 120
+    heads = train_exit_heads(runner, text, layers, steps=steps, seconds=seconds / 3)
+    recorder = ExitRecorder(runner, heads, [setting], eos=pair.eos)
+    per_request, count = 0.0, 2
+    while True:
+        at = time.monotonic()
+        some = trace.select(range(min(count, len(trace.requests))))
+        recording = record_exits(recorder, some)
+        write_exits(recording, path)
+        size = path.stat().st_size / len(some.requests)
+        per_request = (time.monotonic() - at) / len(some.requests)
+        room = min(ROOM * LARGEST / size, (seconds - (time.monotonic() - begin)) / per_request)
+        if count >= min(room, len(trace.requests)) or count > 2:
+            break
+        count = int(min(room, len(trace.requests)))
+    while path.stat().st_size > LARGEST and len(some.requests) > 1:
+        # The first requests said too little of the others' size.
+        share = 0.8 * LARGEST / path.stat().st_size
+        some = some.select(range(max(1, int(share * len(some.requests)))))
+        write_exits(record_exits(recorder, some), path)
+    return {
+        "layers": layers, "requests": len(some.requests), "seconds": time.monotonic() - begin,
+    }  # fmt: skip
