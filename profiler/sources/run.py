@@ -145,9 +145,9 @@ Begin = tuple[torch.Tensor, int, frozenset[int]]
 """Prompt, output limit, and the ids that end an output."""
 
 
-def _trained(part: T | None, what: str) -> T:
+def _trained(part: T | None, what: str, remedy: str = "train some first") -> T:
     if part is None:
-        raise DraftsimError(f"no {what} for this target: train some first")
+        raise DraftsimError(f"no {what} for this target: {remedy}")
     return part
 
 
@@ -158,7 +158,7 @@ def _lookup(of: SourceRunner, source: LookupSource, request: int, begin: Begin) 
 
 
 def _kangaroo(of: SourceRunner, source: Kangaroo, _: int, begin: Begin) -> SourceDecoder:
-    adapter = _trained(of.modules.adapter, "adapter")
+    adapter = _trained(of.modules.adapter, "adapter", "train one first")
     return KangarooDecoder(of.target, adapter, source, *begin)
 
 
