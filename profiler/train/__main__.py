@@ -40,6 +40,7 @@ from profiler.fetched.places import cache, fetched
 from profiler.smollm2 import NAME, STORED
 from profiler.train.smollm2 import SHARDS, STEPS, Work, measure_all
 from profiler.train.stored import write_folder
+from traces.errors import DraftsimError
 
 
 def train_pair(given: argparse.Namespace) -> None:
@@ -121,7 +122,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     for step, option in (("measure", "trace"), ("folder", "drafter")):
         if given.what == "smollm2" and given.step == step and getattr(given, option) is None:
             smollm2.error(f"{step} needs --{option}")
-    given.run(given)
+    try:
+        given.run(given)
+    except DraftsimError as error:
+        parser.exit(2, f"{parser.prog}: {error}\n")
 
 
 if __name__ == "__main__":

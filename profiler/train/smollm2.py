@@ -63,9 +63,9 @@ MODULES = 3  # of MTP in turn
 PLANS = {
     "draft": Plan(steps=1700, tokens=2048),
     "eagle3": Plan(steps=1100, tokens=2048),
-    "parallel": Plan(steps=60, tokens=1024, muon_rate=0.004, warmup=5, report_every=10),
-    "mtp": Plan(steps=80, tokens=1024, muon_rate=0.004, adam_rate=5e-4, report_every=20),
-    "mtp3": Plan(steps=30, tokens=1024, muon_rate=0.004, adam_rate=5e-4, report_every=10),
+    "parallel": Plan(steps=400, tokens=2048, muon_rate=0.004),
+    "mtp": Plan(steps=500, tokens=2048, muon_rate=0.004, adam_rate=5e-4),
+    "mtp3": Plan(steps=150, tokens=2048, muon_rate=0.004, adam_rate=5e-4),
     "eagle": Plan(steps=250, tokens=2048, muon_rate=0.004, adam_rate=5e-4),
     "heads": Plan(steps=120, tokens=2048),
 }
