@@ -53,7 +53,9 @@ def test_real_decoding_is_what_was_recorded(pair: Pair, tmp_path: Path) -> None:
     assert_decoded_as_replayed(pair, trace, [Arm("fixed:gamma=3", Fixed(3))])
 
 
-@pytest.mark.parametrize("name", ["smollm2-eagle", "smollm2-eagle3"])
+@pytest.mark.parametrize(
+    "name", ["smollm2-eagle", "smollm2-eagle3", "smollm2-parallel", "smollm2-mtp"]
+)
 def test_feature_drafters_are_read(pair: Pair, name: str) -> None:
     _need(name)
     drafter = read_drafter(places.fetched(name), pair.target)

@@ -73,7 +73,7 @@ SMOLLM2 = ModelSet(
             folder_size=275_000_000,
         ),
     ),
-    ("draft", "eagle", "eagle3"),
+    ("draft", "eagle", "eagle3", "parallel", "mtp"),
 )
 
 QWEN_CODER = ModelSet(
