@@ -2,6 +2,8 @@
 
     python -m benchmarks.one_pass
 
+Both targets are mixtures of experts, which the predictions are told (`--experts`).
+
 Pull request 52362 (DeepSeek-V4 with DSpark): from the runs without speculation and with K = 7 at
 three concurrencies, every other run is predicted; from two runs of adaptive verification, the five
 others.  Its acceptance length is not given there; 3.4 is that of the DSpark blog of vLLM
@@ -25,11 +27,11 @@ import numpy as np
 import numpy.typing as npt
 import pandas as pd
 
-from benchmarks.server_left_out import TABLES, eagle3_runs
+from benchmarks.server_left_out import GPT_OSS_120B, TABLES, eagle3_runs
 from policies.batch.confidence import AdaptiveVerification
 from policies.core import Load
 from simulator.aggregate.hazard import survival
-from simulator.aggregate.server import COSTS, Server, ServerRun, calibrate
+from simulator.aggregate.server import COSTS, Server, ServerRun, Target, calibrate
 from simulator.aggregate.server import Load as Loads
 from traces.acceptance.synthetic import drawn_chances
 from traces.acceptance.tape import RecordedToken
@@ -38,6 +40,8 @@ Floats = npt.NDArray[np.float64]
 
 RUNS = Path(__file__).with_name("one_pass.csv")
 K, EMITTED = 7, 3.4
+DEEPSEEK_V4 = Target(experts=(384, 6))
+"""Routed experts of DeepSeek-V4-Pro, and how many a token chooses, by its configuration."""
 GIVEN = (4, 64, 256)
 """Concurrencies whose runs without speculation and with K = 7 are given."""
 TUNED = (16, 128)
@@ -81,7 +85,7 @@ def fixed_rows(table: pd.DataFrame) -> tuple[Server, list[Row]]:
             ServerRun(c, K, float(table["fixed"][c]), emitted=EMITTED),
         )
     ]
-    server = calibrate(runs, passes=1)
+    server = calibrate(runs, passes=1, target=DEEPSEEK_V4)
     return server, [
         Row(
             int(c), name, float(table[name][c]),
@@ -148,7 +152,9 @@ def eagle3_rows() -> list[Row]:
     """Return every EAGLE-3 run, predicted from those of `DESIGN`."""
     lengths, batches = DESIGN
     runs = eagle3_runs()
-    server = calibrate([r for r in runs if r.k in lengths and r.batch in batches])
+    server = calibrate(
+        [r for r in runs if r.k in lengths and r.batch in batches], target=GPT_OSS_120B
+    )
     return [
         Row(
             run.batch, f"K = {run.k}", run.tokens_per_s,
@@ -161,7 +167,7 @@ def eagle3_rows() -> list[Row]:
 
 def gains() -> Iterator[tuple[str, int, float]]:
     """Yield (benchmark, concurrency, gain) of one pass at the best K over EAGLE-3 at its best."""
-    server = calibrate(eagle3_runs())
+    server = calibrate(eagle3_runs(), target=GPT_OSS_120B)
     for name, published in GAINS.items():
         drafts_in_turn = server if name == HUMANEVAL else server.at_acceptance(MT_BENCH_ACCEPTED)
         for batch in published:
@@ -179,7 +185,7 @@ def tpots_ms() -> dict[int, tuple[float, float]]:
     times the ratio of the predicted speeds.
     """
     table = pd.read_csv(TABLES / "vllm_pr32628_eagle3_humaneval.csv", comment="#")
-    server = calibrate(eagle3_runs())
+    server = calibrate(eagle3_runs(), target=GPT_OSS_120B)
     at_once = replace(server, passes=1)
     found = {}
     for k, measured in zip(table["k"].tolist(), table["tpot_ms"].tolist(), strict=True):

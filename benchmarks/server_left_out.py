@@ -1,6 +1,7 @@
 """Errors and coverage of `draftsim calibrate` on public runs that it was not given.
 
-    python -m benchmarks.server_left_out [--each-run] [--terms] [--without COST ...] [--out FILE]
+    python -m benchmarks.server_left_out [--each-run] [--terms | --widths] [--without COST ...]
+        [--out FILE]
 
 Studies are those of `../shared/tables` and of `simulator.published`.  From some runs
 of a study every other run is predicted; with `--each-run` every run from all others of its study.
@@ -8,14 +9,17 @@ of a study every other run is predicted; with `--each-run` every run from all ot
 often speculation is rightly called faster or slower than none, where that is by more than 5 %;
 `best K` how often the draft length predicted fastest is within 2 % of the fastest measured.
 `--without` takes costs as zero (names of `simulator.aggregate.server.COSTS`); `--terms` does so
-with each term in turn, and prints what it is worth.  `--out` writes a CSV with a row per study.
+with each term in turn, and prints what it is worth.  `--widths` prints, for each server, how wide
+intervals have to be for 80 % of its runs to lie inside, relative to the draws', and the coverage
+with the width that the other servers need (`simulator.aggregate.server.WIDTH`).  `--out` writes a
+CSV with a row per study, or per server.
 """
 
 from __future__ import annotations
 
 import argparse
 import re
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -27,6 +31,9 @@ from simulator.aggregate.server import ServerRun, Target, calibrate, interval_of
 from simulator.published import ENGINE_STUDIES, RTX3090, RTX3090_PLAIN
 
 ALL = "all studies"
+LEVEL = 0.8
+SERVERS = ("A100", "vLLM 32628", "RTX 3090", "vLLM EAGLE", "vLLM FR-Spec")
+"""Servers by the beginning of their studies' names."""
 CLEAR, NEAR = 0.05, 0.02
 """Gains and losses that count as clear, and a draft length's speed that counts as the best."""
 TERMS = {
@@ -61,6 +68,8 @@ class Missed(NamedTuple):
     held: bool
     width: float
     """Upper over lower end of the interval."""
+    needed: float
+    """Width, relative to the draws', at which the run is at the end of its interval."""
 
 
 def studies() -> Iterator[tuple[str, list[Study]]]:
@@ -171,10 +180,13 @@ def _predicted(
     plain = {run.batch: run.tokens_per_s for run in runs if run.k == 0}
     for run in asked:
         speeds = server.tokens_per_s(run.batch, run.k)
-        found = interval_of(speeds, 0.8)
+        found = interval_of(speeds, LEVEL)
+        drawn = interval_of(replace(server, width=1.0).tokens_per_s(run.batch, run.k), LEVEL)
+        end = drawn.high if run.tokens_per_s > drawn.value else drawn.low
         missed.append(Missed(
             replace(run), found.value / run.tokens_per_s - 1, found.holds(run.tokens_per_s),
             found.high / found.low,
+            float(np.log(run.tokens_per_s / drawn.value) / np.log(end / drawn.value)),
         ))  # fmt: skip
         if run.k and run.batch in plain:
             true = run.tokens_per_s / plain[run.batch]
@@ -197,10 +209,12 @@ def main() -> None:
     parser.add_argument("--each-run", action="store_true")
     parser.add_argument("--terms", action="store_true")
     parser.add_argument("--out", type=Path, metavar="FILE")
+    parser.add_argument("--widths", action="store_true")
     asked = parser.parse_args()
     held_out = each_run if asked.each_run else left_out
     terms = TERMS if asked.terms else {"all terms": tuple(asked.without)}
-    rows = []
+    rows: list[dict[str, Any]] = []
+    needed: dict[str, list[float]] = {name: [] for name in SERVERS}
     for name, without in terms.items():
         everything, seen = NOTHING, set()
         for study, parts in studies():
@@ -211,15 +225,38 @@ def main() -> None:
                     results = results.joined(held_out(part, without))
                 seen.add(part.name)
             everything = everything.joined(results)
+            server = next(name for name in SERVERS if study.startswith(name))
+            needed[server] += [one.needed for one in results.missed]
             if results.missed:
                 label = re.split(r", (?:from|K =) ", study)[0] if asked.each_run else study
                 rows.append({"terms": name, "study": label, **summary(results)})
-                if not asked.terms:
+                if not (asked.terms or asked.widths):
                     _print(rows[-1])
         rows.append({"terms": name, "study": ALL, **summary(everything)})
         _print(rows[-1])
+    if asked.widths:
+        rows = widths(needed)
+        print(pd.DataFrame(rows).to_string(index=False, float_format="{:.2f}".format))
     if asked.out is not None:
         pd.DataFrame(rows).to_csv(asked.out, index=False, float_format="%.4g")
+
+
+def widths(needed: Mapping[str, list[float]]) -> list[dict[str, Any]]:
+    """Return by server the width that it needs, that of the others, and its coverage with that.
+
+    ``needed``: widths at which single runs are at the ends of their intervals.  A width for several
+    servers is the narrowest at which `LEVEL` of the runs of each are inside.
+    """
+    own = {name: float(np.quantile(runs, LEVEL)) for name, runs in needed.items()}
+    rows = []
+    for name, runs in needed.items():
+        others = max(width for other, width in own.items() if other != name)
+        covered = float(np.mean(np.array(runs) <= others))
+        rows.append({
+            "server": name, "runs": len(runs), "needs": own[name], "others_need": others,
+            "coverage": covered,
+        })  # fmt: skip
+    return rows
 
 
 def summary(found: Result) -> dict[str, float]:

@@ -27,7 +27,7 @@ from docs.pair_tables import ladder
 from docs.paper_tables import order_of_systems
 from docs.question_tables import questions
 from docs.reading import as_markdown, attribute_docs, code, first_line, string_behind, table
-from docs.server_tables import server_confirmed, server_left_out, server_terms
+from docs.server_tables import server_confirmed, server_left_out, server_terms, server_widths
 from policies.core import Round
 from policies.guard import SIGNALS
 from traces.acceptance.schema import COLUMNS, SIGNAL_COLUMNS, Request
@@ -316,6 +316,7 @@ MAKERS: Mapping[str, Callable[..., str]] = {
     "llamacpp_counts": llamacpp_counts, "lossy_rules": lossy_rules, "methods": methods,
     "server_confirmed": server_confirmed, "server_left_out": server_left_out,
     "server_terms": server_terms,
+    "server_widths": server_widths,
     "modules": modules, "operators": operators, "order_of_systems": order_of_systems,
     "output": output, "over_http": over_http, "paper_settings": paper_settings,
     "phases": phases, "printed_columns": printed_columns, "questions": questions,

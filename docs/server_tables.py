@@ -119,13 +119,29 @@ def server_terms(name: str) -> str:
     return _errors(rows[rows["study"] == "all studies"], "terms")
 
 
+def server_widths() -> str:
+    """Return how wide intervals have to be by server, and coverage with the others' width."""
+    rows = pd.read_csv(LEFT_OUT / "server_widths.csv")
+    return table(
+        ("server", "runs", "width needed", "width that the others need", "inside with that"),
+        [
+            (
+                row["server"], row["runs"], f"{row['needs']:.2f}", f"{row['others_need']:.2f}",
+                f"{row['coverage']:.0%}",
+            )
+            for row in rows.to_dict("records")
+        ],
+    )  # fmt: skip
+
+
 def _errors(rows: pd.DataFrame, first: str) -> str:
     return table(
         (first, "runs", "median error", "largest", "inside 80 %", "sign right", "best K right"),
         [
             (
                 row[first], row["runs"], f"{row['median_error']:.1%}",
-                f"{row['largest_error']:.0%}", f"{row['coverage']:.0%}",
+                f"{row['largest_error']:.0%}",
+                "–" if np.isnan(row["coverage"]) else f"{row['coverage']:.0%}",
                 _share(row["signs_right"], row["signs"]), _share(row["best_right"], row["best"]),
             )
             for row in rows.to_dict("records")

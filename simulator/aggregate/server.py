@@ -90,6 +90,10 @@ MISFIT = Cost(0.035, 0.5, "relative error of the model about a run")
 STEP = 0.04
 """Relative error by doubling of a pass's tokens beyond those measured: where the next kernel or
 graph begins, and how much faster or slower it is, is not known."""
+WIDTH = 0.6
+"""Width of intervals relative to the draws': the narrowest at which every public server that was
+predicted from a few of its runs has 80 % of the others inside (`benchmarks.server_left_out
+--widths`).  Priors have to be wider than servers differ, as each covers every server."""
 TOLD = 0.75
 """A cost is undetermined if the runs leave more than this part of its prior's spread."""
 SECONDS = (
@@ -351,6 +355,8 @@ class Server:
     without: tuple[str, ...] = ()
     """Costs taken to be zero."""
     target: Target = ANY_TARGET
+    width: float = WIDTH
+    """Width of predicted speeds relative to the draws'."""
 
     @cached_property
     def central(self) -> Mapping[str, float]:
@@ -455,7 +461,9 @@ class Server:
         """Output tokens per second of all requests, (draws,).
 
         With `noisy` as a further run would measure it: the model's misfit is in the draws, and
-        what larger kernels or graphs may change (`STEP`).
+        what larger kernels or graphs may change (`STEP`).  These draws are as far from their median
+        as those of real servers (`WIDTH`); if the runs depart from the model by more than its prior
+        says, they are as wide as the misfit says, at most as the draws are.
         ``like`` is a run whose drafts stop early: its acceptance and draft passes are taken.
         """
         emitted = self.emitted(k)
@@ -474,7 +482,9 @@ class Server:
         counted = k == 0 or k in self.known or like is not None
         beyond = np.hypot(STEP * self._away(batch, verified), 0.0 if counted else ANOTHER_RUN)
         spread = np.hypot(np.exp(self.draws[:, len(COSTS)]), beyond)
-        return np.asarray(speeds * np.exp(spread * noise))
+        speeds = speeds * np.exp(spread * noise)
+        width = min(1.0, self.width * max(1.0, self.misfit / MISFIT.median))
+        return np.asarray(np.median(speeds) ** (1 - width) * speeds**width)
 
     def _away(self, batch: int, verified: float) -> float:
         """Doublings between a pass's tokens and the nearest that were measured."""
