@@ -10,9 +10,9 @@ often speculation is rightly called faster or slower than none, where that is by
 `best K` how often the draft length predicted fastest is within 2 % of the fastest measured.
 `--without` takes costs as zero (names of `simulator.aggregate.server.COSTS`); `--terms` does so
 with each term in turn, and prints what it is worth.  `--widths` prints, for each server, how wide
-intervals have to be for 80 % of its runs to lie inside, relative to the draws', and the coverage
-with the width that the other servers need (`simulator.aggregate.server.WIDTH`).  `--out` writes a
-CSV with a row per study, or per server.
+intervals have to be for 80 % of its runs to lie inside, from a few runs and from all others,
+relative to the draws', and the coverage with the width that the other servers need
+(`simulator.aggregate.server.WIDTH`).  `--out` writes a CSV with a row per study, or per server.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ from simulator.published import ENGINE_STUDIES, RTX3090, RTX3090_PLAIN
 
 ALL = "all studies"
 LEVEL = 0.8
-SERVERS = ("A100", "vLLM 32628", "RTX 3090", "vLLM EAGLE", "vLLM FR-Spec")
-"""Servers by the beginning of their studies' names."""
+SERVERS = ("A100", "vLLM 32628", "RTX 3090")
+"""Servers with 20 predicted runs and more, by the beginning of their studies' names."""
 CLEAR, NEAR = 0.05, 0.02
 """Gains and losses that count as clear, and a draft length's speed that counts as the best."""
 TERMS = {
@@ -211,10 +211,15 @@ def main() -> None:
     parser.add_argument("--out", type=Path, metavar="FILE")
     parser.add_argument("--widths", action="store_true")
     asked = parser.parse_args()
+    if asked.widths:
+        table = pd.DataFrame(widths(_needed()))
+        print(table.to_string(index=False, float_format="{:.2f}".format))
+        if asked.out is not None:
+            table.to_csv(asked.out, index=False, float_format="%.3g")
+        return
     held_out = each_run if asked.each_run else left_out
     terms = TERMS if asked.terms else {"all terms": tuple(asked.without)}
     rows: list[dict[str, Any]] = []
-    needed: dict[str, list[float]] = {name: [] for name in SERVERS}
     for name, without in terms.items():
         everything, seen = NOTHING, set()
         for study, parts in studies():
@@ -225,27 +230,36 @@ def main() -> None:
                     results = results.joined(held_out(part, without))
                 seen.add(part.name)
             everything = everything.joined(results)
-            server = next(name for name in SERVERS if study.startswith(name))
-            needed[server] += [one.needed for one in results.missed]
             if results.missed:
                 label = re.split(r", (?:from|K =) ", study)[0] if asked.each_run else study
                 rows.append({"terms": name, "study": label, **summary(results)})
-                if not (asked.terms or asked.widths):
+                if not asked.terms:
                     _print(rows[-1])
         rows.append({"terms": name, "study": ALL, **summary(everything)})
         _print(rows[-1])
-    if asked.widths:
-        rows = widths(needed)
-        print(pd.DataFrame(rows).to_string(index=False, float_format="{:.2f}".format))
     if asked.out is not None:
         pd.DataFrame(rows).to_csv(asked.out, index=False, float_format="%.4g")
+
+
+def _needed() -> dict[str, list[float]]:
+    """Return by server the widths at which single runs are at the ends of their intervals."""
+    needed: dict[str, list[float]] = {name: [] for name in SERVERS}
+    seen = set()
+    for study, parts in studies():
+        server = next((name for name in SERVERS if study.startswith(name)), None)
+        for part in parts if server is not None else ():
+            results = left_out(part)
+            if part.name not in seen:
+                results = results.joined(each_run(part))
+            seen.add(part.name)
+            needed[str(server)] += [one.needed for one in results.missed]
+    return needed
 
 
 def widths(needed: Mapping[str, list[float]]) -> list[dict[str, Any]]:
     """Return by server the width that it needs, that of the others, and its coverage with that.
 
-    ``needed``: widths at which single runs are at the ends of their intervals.  A width for several
-    servers is the narrowest at which `LEVEL` of the runs of each are inside.
+    A width for several servers is the narrowest at which `LEVEL` of the runs of each are inside.
     """
     own = {name: float(np.quantile(runs, LEVEL)) for name, runs in needed.items()}
     rows = []

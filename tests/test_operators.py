@@ -214,12 +214,24 @@ def test_h800_is_h100_within_one_gpu_and_slower_between_several() -> None:
             assert h100.cells.equals(h800.cells)
 
 
+@pytest.mark.parametrize(("name", "billions"), [("gpt-oss-20b", 20.9), ("gpt-oss-120b", 116.8)])
+def test_gpt_oss_has_its_published_sizes_and_says_what_is_not_composed(
+    name: str, billions: float
+) -> None:
+    model = find_architecture(f"openai/{name}")
+    assert model.parameters / 1e9 == pytest.approx(billions, abs=0.1)
+    said = str(find_latency(f"h100/{name}@tp4").meta["said"])
+    assert "experts in 4 bits" in said
+    assert "experts in 4 bits" not in str(find_latency("h100/llama-3.1-8b").meta["said"])
+
+
 @pytest.mark.parametrize(
     ("name", "said"),
     [
         ("l4/llama-2-7b+vicuna-68m", "no operators were timed on l4"),
         ("a100/lama-2-7b", "did you mean 'llama-2-7b'"),
         ("a100/llama-2-70b", "the weights take 138 GB of one a100-80gb, which has 80"),
+        ("a100/gpt-oss-120b", "share the target, as in gpt-oss-120b@tp4"),
         ("a100/llama-2-70b@tp3", "its 64 heads cannot be shared by 3 GPUs"),
         ("a100/llama-2-7b@4", "expected a model and @tpN"),
         ("a100/llama-2-7b+vicuna-68m+vicuna-68m", "names 3 models"),

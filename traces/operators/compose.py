@@ -289,13 +289,17 @@ class Composer:
 
     def _check_memory(self, roles: Mapping[str, Placed]) -> None:
         # Every GPU of a target holds its share; a draft that is not shared lies on one of them.
-        held = sum(BYTES * placed.model.parameters / placed.shared for placed in roles.values())
+        shares = {role: BYTES * one.model.parameters / one.shared for role, one in roles.items()}
+        held = sum(shares.values())
         if held > self.device.memory:
+            more = 2
+            while held - shares["target"] * (1 - 1 / more) > self.device.memory and more < 64:
+                more *= 2
             names = " + ".join(placed.name for placed in roles.values())
             raise DraftsimError(
                 f"{names}: the weights take {held / 1e9:.0f} GB of one {self.device.name}, which "
                 f"has {self.device.memory / 1e9:.0f}: share the target, as in "
-                f"{roles['target'].model.name}@tp{2 * roles['target'].shared}"
+                f"{roles['target'].model.name}@tp{more * roles['target'].shared}"
             )
 
 
