@@ -23,7 +23,10 @@ from tests.conftest import ROOT, Run
 
 PAGE = (ROOT / "docs" / "server.md").read_text(encoding="utf-8")
 BLOCKS = re.findall(r"^```\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL)
-COMMANDS = [line for block in BLOCKS for line in block.splitlines() if line.startswith("draftsim ")]
+COMMANDS = [
+    line for block in BLOCKS for line in block.replace("\\\n", "").splitlines()
+    if line.startswith("draftsim ")
+]  # fmt: skip
 
 
 def test_every_command_of_the_page_runs(
