@@ -28,7 +28,9 @@ def read_frame(file: Path) -> pd.DataFrame:
     try:
         frame = pd.read_csv(io.StringIO(read_text(file)), skipinitialspace=True)
     except (pd.errors.EmptyDataError, pd.errors.ParserError) as error:
-        raise FileError(f"{file}: cannot be read as CSV: {error}") from None
+        raise FileError(
+            f"{file}: cannot be read as CSV: give the .csv files of a profile ({error})"
+        ) from None
     if frame.empty:
         raise FileError(f"{file}: holds no timings, only a header")
     return frame
