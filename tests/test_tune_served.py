@@ -162,7 +162,7 @@ def test_targets_never_deploy_a_loss(engine: str, tpot_s: float) -> None:
             assert row["within_slo"] < slo.share
     deployed = {row["deploy"] for row in tuned.rows}
     assert (tuned.document is None) == ("on" not in deployed)
-    said = [w for w in tuned.warnings if w.startswith(f"no setting meets TPOT {tpot_s:g} s")]
+    said = [w for w in tuned.warnings if w.startswith(f"no setting meets TPOT {tpot_s * 1e3:g} ms")]
     assert bool(said) == ("SLO missed" in deployed)
     if tpot_s == 4e-3:
         assert deployed == {"SLO missed"}

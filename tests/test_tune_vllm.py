@@ -155,7 +155,7 @@ def test_targets_count_only_requests_that_meet_them() -> None:
     late = price_grid(logs, CHEAP, slo=Targets(ttft_s=0.5))
     assert (late.within == 0).all()
     tuned = tune_vllm(trace, CHEAP, slo=Targets(tpot_s=1e-3), draws=50)
-    assert any("no setting meets TPOT 0.001 s for 95% of the requests" in w for w in tuned.warnings)
+    assert any("no setting meets TPOT 1 ms for 95% of the requests" in w for w in tuned.warnings)
 
 
 def test_thin_evidence_is_said() -> None:
