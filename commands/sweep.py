@@ -64,7 +64,7 @@ class Tilting(StrEnum):
 class SweepInputs(CarriedInputs):
     """The inputs of a sweep, which takes several tables."""
 
-    latency: Annotated[
+    latency: Annotated[  # pyright: ignore[reportIncompatibleVariableOverride]
         list[str] | None,
         typer.Option(
             "--latency",
