@@ -49,7 +49,7 @@ UNLIKE = {
     "openai/gpt-oss": "gpt-oss is published with experts in 4 bits, and every second layer attends "
     "to 128 tokens: composed with 16 bits and whole contexts, its passes are too slow",
 }
-"""What composed passes lack of a family of models, by the beginning of its name on the hub."""
+"""Differences of composed passes from a family of models, by the beginning of its hub name."""
 VERIFIED = 64
 """Tokens a sequence up to which a pass is taken for a verification, with a row of logits each."""
 
