@@ -55,7 +55,7 @@ class Starts(Protocol):
 
     @property
     def run_lengths(self) -> Ints:
-        """Drafts that would be accepted, as in `policies.core.Load`; -1 where nobody knows."""
+        """Drafts that would be accepted, as in `policies.core.Load`; -1 if unknown."""
         ...
 
     def signal(self, name: str) -> Floats:

@@ -128,7 +128,7 @@ class Families(NamedTuple):
 def families_of(trace: Trace, texts: Sequence[str] | None) -> Families:
     """Return the policies of `texts` as functions of their parameter gamma, ``fixed`` first.
 
-    Without texts, or with ``all``, these are `STARTING` (and what is named beside ``all``).
+    Without texts, or with ``all``, these are `STARTING` (and those named with ``all``).
     Raises DraftsimError if the recording holds no drafts of two tokens.
     """
     longest = min(trace.max_gamma or LONGEST, LONGEST)

@@ -146,7 +146,7 @@ def in_batches(
 ) -> str:
     """Return which costs batches up to `largest` are assumed not to have; empty for none.
 
-    Raises DraftsimError if nobody said that they may, be it of tables or of ratios (`assume`).
+    Raises DraftsimError if this may not be assumed, of tables or of ratios (`assume`).
     """
     from traces.latency.table import BATCH_FREE_SAID
 

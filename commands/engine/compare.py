@@ -52,8 +52,8 @@ def compare_loads(
     scenarios, jobs = drawn(loads, engine, trace, requests, seed)
     served = {job.sequence for own in jobs.values() for job in own}
     prompts = {i: p for i, p in prompts_of(trace, engine.vocabulary, seed).items() if i in served}
-    beside_runs = None if kept is None else kept.within("beside")
-    texts = texts_of(engine, trace, prompts, beside_runs)
+    during_runs = None if kept is None else kept.within("beside")
+    texts = texts_of(engine, trace, prompts, during_runs)
     forced = Forced(trace, texts, engine.vocabulary)
     measured = run_loads(
         engine, chosen, scenarios, jobs, prompts, forced, repeats, between, kept
@@ -70,13 +70,15 @@ def compare_loads(
 
     first = next(iter(chosen))
     rows = with_speedups(rows_from(latency), first)
-    return rows if between is None else beside(
+    return rows if between is None else with_profile_errors(
         with_speedups(rows_from(between.table()), first), rows
     )  # fmt: skip
 
 
-def beside(rows: list[dict[str, Any]], old: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The rows with the errors of the run's own table, of which `old` are."""
+def with_profile_errors(
+    rows: list[dict[str, Any]], old: list[dict[str, Any]]
+) -> list[dict[str, Any]]:
+    """Return the rows with the errors of `old`, which the profile's own table predicts."""
     for row, before in zip(rows, old, strict=True):
         row |= {f"profile_{key}": before[key] for key in ("error", "busy_error", "speedup_error")}
     return rows

@@ -13,7 +13,7 @@ import numpy as np
 
 from commands.common.output import note
 from commands.common.progress import working
-from commands.engine.compare import beside, figures_of, priced_s, row_of, with_speedups
+from commands.engine.compare import figures_of, priced_s, row_of, with_profile_errors, with_speedups
 from commands.engine.loads import Turn, drawn, in_turn
 from commands.engine.rounds import check_key
 from commands.engine.texts import PolicyRuns, policy_runs
@@ -101,8 +101,8 @@ def _measured(
     from profiler.engines.server.share import ServedRun
 
     note("the engine's own outputs")
-    beside_runs = kept.within("beside")
-    clients.learn({job.sequence for own in jobs.values() for job in own}, seed, beside_runs)
+    during_runs = kept.within("beside")
+    clients.learn({job.sequence for own in jobs.values() for job in own}, seed, during_runs)
     controls: dict[int, list[ServedRun]] = {}
 
     def run_controls(when: str) -> None:
@@ -112,7 +112,7 @@ def _measured(
                 note(f"control: plain decoding, closed:{size}")
                 return clients.control(size).written()
 
-            found = once(beside_runs, f"{when}-{size}", control)
+            found = once(during_runs, f"{when}-{size}", control)
             controls.setdefault(size, []).append(ServedRun.read(found))
 
     measured: dict[tuple[str, str], list[ServedRun]] = {}
@@ -162,7 +162,7 @@ def _rows(
             rows.append(
                 _row(found, measured[load, text], now, table, trace, policy, scenario, speed)
             )
-    return beside(with_speedups(rows, first), with_speedups(old, first))
+    return with_profile_errors(with_speedups(rows, first), with_speedups(old, first))
 
 
 def control_sizes(loads: Mapping[str, Arrivals], most: int) -> list[int]:

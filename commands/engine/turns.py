@@ -42,13 +42,13 @@ def run_loads(
     from profiler.engines.setup import Setup
 
     control = Control(engine.meta["device"])
-    beside = None if kept is None else kept.within("beside")
+    during_runs = None if kept is None else kept.within("beside")
     # Every repeat has as many sweeps, so the table is of the runs' own time: repeats added hours
     # later, when the machine is perhaps another, get as many as the first ones had.  Blocks are
     # kept by their place in this order, as runs are, so that a call for fewer repeats takes none
     # that belong to others.  If a check was stopped, only the blocks of its unfinished runs are
     # measured at another time than the runs, when it continues.
-    sweeps, of = once(beside, "sweeps", lambda: [max(repeats, SWEEPS), repeats])
+    sweeps, of = once(during_runs, "sweeps", lambda: [max(repeats, SWEEPS), repeats])
     blocks = {
         load: blocks_of(engine, scenario, jobs[load], prompts)
         for load, scenario in scenarios.items()

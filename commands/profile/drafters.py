@@ -142,10 +142,10 @@ def profile_drafters(
     from profiler.sources.modules import Modules
 
     modules = Modules(drafters=load_drafters(pair, sources))
-    anew = record_drafters(pair, out, sources, modules)
+    recorded = record_drafters(pair, out, sources, modules)
     drawn = record_drafters(pair, out, sources, modules, sampled=True)
-    measure_drafters(pair, out, modules.drafters, repeats=repeats, again=anew)
-    note(f"recorded {', '.join(anew) or 'no new drafter'} into {out}")
+    measure_drafters(pair, out, modules.drafters, repeats=repeats, again=recorded)
+    note(f"recorded {', '.join(recorded) or 'no new drafter'} into {out}")
     if drawn:
         note(f"recorded {', '.join(drawn)} along sampled outputs into {out}")
 
@@ -156,9 +156,9 @@ def profile_trees(pair: Pair, out: Path, sources: Sequence[Eagle2], *, repeats: 
     Kept is what the folder already holds of this trace and these weights, as deep and as wide.
     """
     trees = load_trees(pair, sources)
-    anew = record_trees(pair, out, sources, trees)
-    measure_trees(pair, out, trees, repeats=repeats, again=anew)
-    note(f"recorded {', '.join(anew) or 'no new trees'} into {out}")
+    recorded = record_trees(pair, out, sources, trees)
+    measure_trees(pair, out, trees, repeats=repeats, again=recorded)
+    note(f"recorded {', '.join(recorded) or 'no new trees'} into {out}")
 
 
 def record_drafters(

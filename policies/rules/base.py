@@ -155,15 +155,15 @@ class ExactMatch(TokenRule):
 class RejectionSampling(TokenRule):
     """Lossless speculative sampling (Leviathan et al., 2211.17192; Chen et al., 2302.01318).
 
-    The coin is part of the score (`TargetScore.match`): a recording carries it, and a
-    decoder that runs real models draws it with `acceptance_probability`.  At temperature
-    0 it degenerates to `ExactMatch`.
+    The outcome is part of the score (`TargetScore.match`): a recording holds it, and a decoder
+    with real models draws it, True with `acceptance_probability`.  At temperature 0 the rule is
+    `ExactMatch`.
     """
 
     lossless = True
 
     def accepts(self, token: Any, score: Any) -> bool:
-        """Return True if the coin fell for the token."""
+        """Return True if the draw accepted the token."""
         return bool(score.match)
 
 

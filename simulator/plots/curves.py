@@ -52,7 +52,7 @@ def plot_cost_ratio(
     at, rules = verify if own is None else own.verify, len({log.verify for log in logs})
     order = np.argsort([-float(speedup_at(s, c[0] if own is None else own.ratio, at)[0])
                         for s in sums])  # fmt: skip
-    # Bounds come last in the legend: nobody can run them.
+    # Bounds come last in the legend: no engine can run them.
     for i in sorted(order, key=lambda i: is_bound(logs[i].policy)):
         label = logs[i].policy + (f" ({logs[i].verify})" if rules > 1 else "")
         label += " (bound)" if is_bound(logs[i].policy) else ""

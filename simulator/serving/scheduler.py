@@ -122,7 +122,7 @@ class Scheduler(ABC):
 
     @abstractmethod
     def next(self, more_to_come: bool) -> Iteration:
-        """Return the next iteration; empty if nobody can run before another request arrives."""
+        """Return the next iteration; empty if no request can run before another one arrives."""
 
     def arrive(self, slot: Slot, busy: bool) -> None:
         """Queue `slot`; `busy` if it arrives while an iteration runs."""

@@ -47,7 +47,7 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 
 DONE, CUT, PAUSE, MORE, ROUTE, LOST, STUCK = range(7)
 """Why `run` returns: no request is left; the time is up; it has done `STEPS` events; it needs more
-requests; a router has to choose; a draft leaves the recording; nobody can run."""
+requests; a router has to choose; a draft leaves the recording; no request can run."""
 STEPS = 1 << 16
 """Events between two looks at the outside."""
 BEGUN, SLEEPS, OVER = -3, -2, -1

@@ -61,9 +61,9 @@ def drafting_always(work: Work, batch: int, passes: int) -> Work:
 
     A drafter called in every iteration has at most `MOST_BEHIND` tokens to catch up on.
     """
-    behind = min(work.catch_up, MOST_BEHIND * work.drafting) + batch - work.drafting
+    catch_up = min(work.catch_up, MOST_BEHIND * work.drafting) + batch - work.drafting
     return work._replace(
-        longest=max(work.longest, passes), drafting=batch, catch_up=behind,
+        longest=max(work.longest, passes), drafting=batch, catch_up=catch_up,
         draft_context=work.context, unread=work.unread or passes > 1,
     )  # fmt: skip
 
