@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from scipy.stats import halfnorm
 
-from commands.engine.compare import MOST, beside, slower_by, with_speedups
+from commands.engine.compare import MOST, slower_by, with_profile_errors, with_speedups
 from simulator.noise import expected_median, noise_said, scatter
 
 OFF = "autoregressive"
@@ -105,5 +105,5 @@ def test_errors_of_arms_on_a_slow_machine_are_told_by_what_else_ran_beside_them(
 
 def test_rows_of_two_tables_stand_beside_each_other() -> None:
     rows, old = (rows_of(np.random.default_rng(seed), 2, 0.02, 0.0) for seed in (1, 2))
-    found = beside(rows, old)
+    found = with_profile_errors(rows, old)
     assert [row["profile_speedup_error"] for row in found] == [row["speedup_error"] for row in old]
