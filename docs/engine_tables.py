@@ -94,6 +94,22 @@ def stepped(name: str) -> str:
     return stepped_in_words(checks(name, "engine-*.json"))
 
 
+def over_defaults(name: str) -> str:
+    """Return speedups over the same engine and over the engine with its own defaults."""
+    rows = [
+        (
+            row["policy"],
+            f"{row['throughput']:.1f}",
+            f"{row['speedup']:.2f}x",
+            f"{row['speedup_defaults']:.2f}x",
+        )
+        for row in checks(name, "defaults-*.json")
+    ]
+    plain = checks(name, "defaults-*.json")[0]["throughput_defaults"]
+    heads = ("policy", "tokens/s", "over the same engine, drafts off", "over the defaults, no drafter")
+    return table(heads, [*rows, ("the engine with its defaults, no drafter", f"{plain:.1f}", "", "1.00x")])
+
+
 def over_http(name: str) -> str:
     """Return what a server added in a recording's checks, as one sentence."""
     words = served_in_words(checks(name, "http-*.json"))

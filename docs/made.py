@@ -18,7 +18,14 @@ from typing import Any
 import typer.main
 
 from commands import app, catalogue
-from docs.engine_tables import engine_checks, engine_load, over_http, server_checks, stepped
+from docs.engine_tables import (
+    engine_checks,
+    engine_load,
+    over_defaults,
+    over_http,
+    server_checks,
+    stepped,
+)
 from docs.llamacpp_tables import llamacpp_counts
 from docs.lossy_tables import lossy_rules
 from docs.operator_tables import held_against, paper_settings
@@ -318,7 +325,8 @@ MAKERS: Mapping[str, Callable[..., str]] = {
     "server_terms": server_terms,
     "server_widths": server_widths,
     "modules": modules, "operators": operators, "order_of_systems": order_of_systems,
-    "output": output, "over_http": over_http, "paper_settings": paper_settings,
+    "output": output, "over_defaults": over_defaults, "over_http": over_http,
+    "paper_settings": paper_settings,
     "phases": phases, "printed_columns": printed_columns, "questions": questions,
     "readme": readme, "rooms": rooms, "routers": routers, "row_columns": row_columns,
     "served": served, "server_checks": server_checks, "signals": signals,

@@ -230,6 +230,26 @@ def test_every_pass_has_a_measured_cell_and_a_price(
         assert table.has(log.drafter, "prefill")
 
 
+def test_a_one_pass_drafter_is_timed_up_to_its_masks_after_as_many_tokens(case: Case) -> None:
+    drafter = drafters(case.target)["p-eagle"]
+    chosen: list[int] = []
+    logits = drafter.logits
+
+    def counted(states: torch.Tensor) -> torch.Tensor:
+        chosen.append(states.shape[1])
+        return logits(states)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(drafter, "logits", counted)
+        cells = measure_drafters(
+            LayerRunner(case.target, 64), {"p": drafter}, 1, widths=(1, 2, 5), contexts=(8,)
+        )
+    passes = cells[cells["phase"] == "forward"]
+    # Four masks at most: a pass over five verified tokens and four masks has nine.
+    assert set(passes["new_tokens"]) == {1, 2, 5, 9}
+    assert set(chosen) == {1, 2, 4}
+
+
 TARGET = pd.DataFrame(
     [("target", "forward", 1, n, c, 0.01 + 1e-4 * n, 0.0, 1) for n in (1, 9) for c in (8, 64)],
     columns=list(CELL_COLUMNS),

@@ -94,8 +94,9 @@ def say_defaults(rows: Sequence[Mapping[str, Any]], apart: Apart, gain: str = "s
     for load in dict.fromkeys(row["load"] for row in rows):
         best = max((r for r in rows if r["load"] == load), key=lambda r: float(r["throughput"]))
         note(
-            f"{load}: {best['policy']} is at {best[gain]:.2f}x the same engine without "
-            f"speculation, {best['speedup_defaults']:.2f}x the engine with its defaults"
+            f"{load}: {best['policy']} is at {best[gain]:.2f}x the same engine with drafts off "
+            f"(a drafter of its own still runs), {best['speedup_defaults']:.2f}x the engine with "
+            "its defaults and no drafter"
         )
 
 

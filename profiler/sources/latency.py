@@ -68,8 +68,9 @@ def drafter_rounds(
     """A first pass over several tokens, some of one, and the target's pass that verifies them.
 
     Cells, under each drafter's name: ``forward`` over widths and contexts, head and choice of the
-    token included, and ``prefill`` over prompts.  ``target`` is a `LayerRunner` where `batch` is
-    1, and has room for `batch` sequences.
+    tokens included, and ``prefill`` over prompts.  No later pass follows that of a one-pass
+    drafter; its widths reach a longest draft of masks after as many verified tokens.  ``target``
+    is a `LayerRunner` where `batch` is 1, and has room for `batch` sequences.
     """
     for name, drafter in drafters.items():
         yield from _drafter_rounds(target, _Part(name, drafter), widths, contexts, batch)
@@ -85,6 +86,9 @@ def _drafter_rounds(
 ) -> Iterator[Block]:
     room, (name, drafter) = target.cache.slots, part
     runner = DrafterRunner(drafter, room, batch)
+    most = max(*widths) - 1 if drafter.one_pass else 1  # tokens that a pass chooses
+    if drafter.one_pass:
+        widths = (*widths, 2 * most + 1)
     longest = max(*widths, LATER + 1, *PROMPTS)
     tokens = torch.zeros(batch, longest, dtype=torch.long, device=target.device)
     features = torch.zeros(batch, longest, drafter.feature_width, device=target.device)
@@ -92,24 +96,29 @@ def _drafter_rounds(
     one = isinstance(target, LayerRunner)
     own = drafter.fuse(features[:, :1])
 
-    def states(
-        width: int, context: int, module: int = 0, fused: torch.Tensor | None = None
-    ) -> torch.Tensor:
-        fed = tokens[:, :width], drafter.fuse(features[:, :width]) if fused is None else fused
+    def states(width: int, context: int, fused: torch.Tensor, module: int = 0) -> torch.Tensor:
+        fed = tokens[:, :width], fused
         if one:
             return runner.run(fed[0][0], fed[1][0], context, module=module)[0][None]
         return runner.run_batch(*fed, context, module=module)[0]
 
     def draft(width: int, context: int, fused: torch.Tensor | None = None) -> Step:
+        read = max(1, width - most + 1)  # the others are masks, which have no features
+
         def run() -> object:
-            logits = drafter.logits(states(width, context, fused=fused)[:, -1])
+            of = drafter.fuse(features[:, :read]) if fused is None else fused
+            of = torch.cat([of, of[:, -1:].expand(-1, width - read, -1)], 1)
+            logits = drafter.logits(states(width, context, of)[:, -most:])
             return drafter.target_ids(logits.argmax(-1))
 
         return Step(name, "forward", width, context, run, batch)
 
     def prompt(width: int) -> Step:
         def run() -> object:
-            return [states(width, 0, module) for module in range(drafter.modules_in_turn)]
+            return [
+                states(width, 0, drafter.fuse(features[:, :width]), module)
+                for module in range(drafter.modules_in_turn)
+            ]
 
         return Step(name, "prefill", width, 0, run, batch)
 
@@ -120,8 +129,8 @@ def _drafter_rounds(
                 batch,
             )  # fmt: skip
             # Later passes are fed the drafter's own output: nothing of the target's is fused.
-            round_ = [draft(width, context), *[draft(1, context, own)] * LATER, verify]
-            yield Block([round_] * (UNTIMED + 3), UNTIMED)
+            later = [] if drafter.one_pass else [draft(1, context, own)] * LATER
+            yield Block([[draft(width, context), *later, verify]] * (UNTIMED + 3), UNTIMED)
     for width in [w for w in PROMPTS if w <= room]:
         yield Block([[prompt(width)]])
 
