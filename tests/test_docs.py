@@ -124,31 +124,40 @@ def test_the_logs_figures_of_the_real_pair_are_those_recorded() -> None:
     ratio = by_width[2] / by_width[1]
     assert f"takes {ratio.min():.1f} to {ratio.max():.1f} times one" in text
     first = {"draft model": (trace.run_lengths > 0).mean()}
-    for name, head in (("EAGLE", "smollm2-eagle"), ("EAGLE-3", "smollm2-eagle3")):
-        drafted = load_recording("smollm2-cpu", None, f"eagle:model={head}")
+    for name, source in HEADS.items():
+        drafted = load_recording("smollm2-cpu", None, source)
         columns = drafted.trace.columns
         first[name] = (columns["accepted"][columns["offset"] == 0] > 0).mean()
     for name, share in first.items():
         assert f"| {name} | {share:.2f} |" in text
 
 
+HEADS = {
+    "EAGLE": "eagle:model=smollm2-eagle", "EAGLE-3": "eagle:model=smollm2-eagle3",
+    "P-EAGLE": "parallel:model=smollm2-parallel,k=4", "MTP": "eagle:model=smollm2-mtp",
+}  # fmt: skip
+"""SmolLM2's drafters on features, by their names in the log."""
+
+
 @pytest.mark.parametrize(
-    ("name", "source"),
-    [("draft model", ()), ("EAGLE", ("--source", "eagle:model=smollm2-eagle")),
-     ("EAGLE-3", ("--source", "eagle:model=smollm2-eagle3"))],
-)  # fmt: skip
-def test_the_logs_ladder_is_what_simulate_prints(
-    name: str, source: tuple[str, ...], run: Run
-) -> None:
-    every = run("simulate", "--trace", "smollm2-cpu", *source, "--json", "-").rows
+    ("recording", "name"),
+    [
+        *(("smollm2-cpu", name) for name in ("draft model", "EAGLE", "EAGLE-3")),
+        *(("smollm2-drafters-cpu", n) for n in ("draft model", "EAGLE-3", "P-EAGLE", "MTP")),
+    ],
+)
+def test_the_logs_ladder_is_what_simulate_prints(recording: str, name: str, run: Run) -> None:
+    source = ("--source", HEADS[name]) if name in HEADS else ()
+    every = run("simulate", "--trace", recording, *source, "--json", "-").rows
     lossless = [r for r in every if r["verify"] == "exact" and r["source"] == every[1]["source"]]
     best = next(r["speedup"] for r in lossless if "best fixed" in str(r["note"]))
     oracle = next(r["speedup"] for r in lossless if r["policy"].startswith("oracle"))
     drafting = max(
         r["speedup"] for r in lossless if r["accepted"] and not r["policy"].startswith("oracle")
     )
-    [line] = re.findall(rf"^\| {name} \|.*$", _log(), re.M)
-    assert line.endswith(f"| {best:.2f}x | {drafting:.2f}x | {oracle:.2f}x |")
+    ends = f"| {best:.2f}x | {drafting:.2f}x | {oracle:.2f}x |"
+    part = _log().split(f"--trace {recording}")[1].split("\n## ")[0]
+    assert re.search(rf"^\| {name} \|.*{re.escape(ends)}$", part, re.M), ends
 
 
 def test_the_logs_lookup_is_what_simulate_prints(run: Run) -> None:
