@@ -24,6 +24,7 @@ from commands.common.output import JsonOption, OutOption, emit, note, placed
 from commands.common.printed import print_table
 from commands.common.progress import working
 from commands.common.written import Shown
+from traces.errors import DraftsimError
 from traces.store.recordings import DEFAULT_TRACE
 
 if TYPE_CHECKING:
@@ -106,6 +107,8 @@ def breakeven(
     lengths = [int(n) for n in batch_sizes("--k", k or DEFAULT_KS, MOST_LENGTH)]
     server = None if bench is None else _server(bench, passes)
     if plan:
+        if plot is not None:
+            raise DraftsimError("--plan prints runs and has no surface to draw: leave out --plot")
         given = _given(acceptance, trace, source, lengths)
         loads = grid(*_axes(batch, context, server, None, lengths), lengths)
         _plan(loads, given, server, passes, out, json)

@@ -156,6 +156,7 @@ def tune(
         if by_context or len(sizes or [1]) != 1:
             raise DraftsimError("--by-length has one K at all batch sizes: name one --batch alone")
         sizes, by_context = sizes or [1], True
+    by_context = by_context or context is not None
     largest = 1 if engine in ONE_REQUEST else max(sizes or default_batches(recording.latency))
     recording = graphs.captured(recording, largest)
     table = inputs.priced(recording)
@@ -298,11 +299,11 @@ def _headline(rows: list[dict[str, Any]]) -> str:
 
     here: dict[int, dict[str, Any]] = {}
     for row in rows:  # of several contexts, all settings at a batch
-        at = here.setdefault(row["batch"], {**row, "settings": []})
-        at["settings"] += [row["setting"]] if row["setting"] not in at["settings"] else []
+        at = here.setdefault(row["batch"], {**row, "settings": {}})
+        at["settings"].setdefault(row["setting"], []).append(str(row.get("context")))
     steps = "steps " if rows[0]["engine"] == Engine.SGLANG.value else ""
     on = [
-        f"{steps}{' or '.join(row['settings'])} at batch {batch}"
+        f"{steps}{_by_context(row['settings'])} at batch {batch}"
         + _gained(row)
         for batch, row in here.items() if row["deploy"] == ON
     ]  # fmt: skip
@@ -314,6 +315,13 @@ def _headline(rows: list[dict[str, Any]]) -> str:
     if missed:
         said.append(f"no setting meets the SLO at batch {', '.join(missed)}")
     return "; ".join(said)
+
+
+def _by_context(settings: dict[str, list[str]]) -> str:
+    """Return a setting, or of several each with its contexts."""
+    if len(settings) == 1:
+        return next(iter(settings))
+    return ", ".join(f"{one} (context {' and '.join(at)})" for one, at in settings.items())
 
 
 def _gained(row: dict[str, Any]) -> str:
@@ -352,7 +360,7 @@ def _search(
         if engine in by_batch:
             return by_batch[engine](trace, latency, batches, progress=say, **common)
         return tune_vllm(
-            trace, latency, batches, by_context=by_context or context is not None,
+            trace, latency, batches, by_context=by_context,
             contexts=None if context is None else batch_sizes("--context", context, MOST_CONTEXT),
             progress=say, **common,
         )  # fmt: skip

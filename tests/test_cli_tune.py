@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shlex
 from dataclasses import replace
 from pathlib import Path
@@ -296,3 +297,18 @@ def test_without_the_engine_nothing_is_searched(
     assert ran.code == 2
     assert "make vllm" in ran.err
     assert ran.err.count("\n") == 1
+
+
+def test_settings_of_several_contexts_are_told_by_context(run: Run) -> None:
+    ran = run(
+        "tune", "--engine", "vllm", "--trace", "qwen-coder-cpu", "--latency",
+        "a100/llama-3.1-8b+llama-3.2-1b", "--batch", "8", "--context", "512,4096",
+        "--resamples", "20",
+    )  # fmt: skip
+    assert ran.code == 0, ran.err
+    said = " ".join(ran.err.split())
+    rows = re.findall(r"^ +8 +(512|4096) +(K=\d)", ran.err, re.M)
+    [(short, low), (long, high)] = rows
+    assert (short, long) == ("512", "4096")
+    assert low != high
+    assert f"{low} (context 512), {high} (context 4096) at batch 8" in said

@@ -146,6 +146,12 @@ def test_dictated_runs_are_read_and_another_acceptance_is_put_in(run: Run, tmp_p
     assert gains[1][0] / gains[0][0] == pytest.approx(3.5 / 1.5, rel=0.25)
 
 
+def test_a_plan_draws_nothing(run: Run) -> None:
+    ran = run("breakeven", "--plan", "--acceptance", "0.8", "--plot", "surface.png")
+    assert ran.code == 2
+    assert "leave out --plot" in ran.err
+
+
 def test_a_plan_on_the_command_line(run: Run) -> None:
     ran = run("breakeven", "--plan", "--acceptance", "0.8,0.7,0.6", "--batch", "1,16", "--context",
               "1000,20000", "--k", "1,3", "--json", "-")  # fmt: skip

@@ -26,7 +26,10 @@ from traces.replay.vectorised import replay_many
 
 Floats = npt.NDArray[np.float64]
 
-EXPECTED = "expected chances from 1 to 0 that do not rise, such as 0.76,0.60,0.43"
+EXPECTED = (
+    "expected chances from 1 to 0 that do not rise, such as 0.76,0.60,0.43; acceptance lengths are "
+    "given as 1:1.8,2:2.4"
+)
 
 
 @dataclass(frozen=True, eq=False)
