@@ -178,6 +178,76 @@ def test_other_programs_results_are_read(tmp_path: Path) -> None:
     assert sum("taken as a run without it" in line for line in found.notes) == 2
 
 
+def aiperf(concurrency: int | None, speed: float) -> dict[str, Any]:
+    """A ``profile_export_aiperf.json`` of schema 1.5, whose configuration has phases."""
+    return {
+        "schema_version": "1.5",
+        "request_throughput": {"unit": "requests/sec", "avg": speed / 100},
+        "request_latency": {"unit": "ms", "avg": 1e5 * 8 / speed, "count": 40},
+        "output_token_throughput": {"unit": "tokens/sec", "avg": speed},
+        "input_sequence_length": {"unit": "tokens", "avg": 300.0, "count": 40},
+        "output_sequence_length": {"unit": "tokens", "avg": 100.0, "count": 40},
+        "input_config": {
+            "models": {"items": [{"name": "org/target"}]},
+            "phases": [
+                {"name": "warmup", "concurrency": 1, "exclude_from_results": True},
+                {"name": "profiling", "type": "concurrency", "concurrency": concurrency},
+            ],
+        },
+    }  # fmt: skip
+
+
+def test_folders_of_aiperf_tell_concurrency_draft_length_and_model(tmp_path: Path) -> None:
+    for name, concurrency, speed in (("plain-c4", 4, 300.0), ("k3-c4", 4, 410.0)):
+        folder = tmp_path / name
+        folder.mkdir()
+        (folder / "profile_export_aiperf.json").write_text(json.dumps(aiperf(concurrency, speed)))
+        (folder / "inputs.json").write_text('{"data": []}')
+        (folder / "profile_export.jsonl").write_text('{"metrics": {}}\n')
+    found = read_benches([str(tmp_path)])
+    assert [(r.batch, r.k, r.tokens_per_s, r.prompts) for r in found.runs] == [
+        (4, 3, 410.0, 3.0), (4, 0, 300.0, 3.0),
+    ]  # fmt: skip
+    assert found.model == "org/target"
+    # With a request rate there is no concurrency: Little's law gives it.
+    (tmp_path / "k3-c4" / "profile_export_aiperf.json").write_text(json.dumps(aiperf(None, 410.0)))
+    assert read_benches([str(tmp_path / "k3-c4")]).runs[0].batch == 8
+
+
+@pytest.mark.parametrize(
+    ("server", "k"),
+    [
+        ({"speculative_algorithm": None}, 0),
+        ({"speculative_algorithm": "EAGLE3", "speculative_num_steps": 3,
+          "speculative_eagle_topk": 1, "speculative_num_draft_tokens": 4}, 3),
+        ({"speculative_algorithm": "NGRAM", "speculative_num_draft_tokens": 9}, 8),
+    ],
+)  # fmt: skip
+def test_sglangs_options_tell_draft_length_and_model(
+    server: dict[str, Any], k: int, tmp_path: Path
+) -> None:
+    row = {**served(4, 300.0), "accept_length": 2.1 if k else None}
+    del row["model_id"]
+    row["server_info"] = {"model_path": "org/target", **server}
+    (tmp_path / "run.jsonl").write_text(json.dumps(row) + "\n")
+    found = read_benches([str(tmp_path / "run.jsonl")])
+    assert (found.runs[0].k, found.model) == (k, "org/target")
+
+
+def test_a_speculating_run_without_a_draft_length_is_no_run_without_speculation(
+    tmp_path: Path,
+) -> None:
+    row = {**served(4, 300.0), "accept_length": 2.1}
+    tree = {"speculative_algorithm": "EAGLE", "speculative_num_steps": 3,
+            "speculative_eagle_topk": 4, "speculative_num_draft_tokens": 16}  # fmt: skip
+    path = tmp_path / "run.jsonl"
+    for server in ({}, {"server_info": tree}):
+        path.write_text(json.dumps({**row, **server}) + "\n")
+        with pytest.raises(DraftsimError, match=r"not its draft length: write .*@K"):
+            read_benches([str(path)])
+    assert read_benches([f"{path}@3"]).runs[0].k == 3
+
+
 def test_without_a_concurrency_littles_law_gives_it(tmp_path: Path) -> None:
     row = served(0, 640.0)
     row["max_concurrency"] = None

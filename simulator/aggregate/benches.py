@@ -2,7 +2,7 @@
 
 Each format is a function from one record to the fields of `ServerRun`.  Fields read in: vLLM 0.32
 ``benchmarks/serve.py`` (``vllm bench serve --save-result``, ``vllm bench sweep``), SGLang 0.5
-``bench_serving.py``, GuideLLM 0.7 (``benchmarks.json``), AIPerf 0.13
+``bench_serving.py``, GuideLLM 0.7 (``benchmarks.json``), AIPerf 0.13 and before
 (``profile_export_aiperf.json``).  A CSV is read by `simulator.aggregate.table.read_runs`.
 """
 
@@ -24,6 +24,10 @@ from traces.store.text import json_lines, read_text
 MOST_BYTES = 256 * 2**20
 """A larger file is no summary of benchmarks."""
 ESTIMATED = "says no acceptance: it is estimated from the speeds"
+AIPERF = "profile_export_aiperf.json"
+"""Summary of a run in AIPerf's folder; the other files there are inputs, records and telemetry."""
+SAME_NAME = (AIPERF, "benchmarks.json")
+"""Results of AIPerf and GuideLLM, which have this name in every run: their folder is named."""
 AT = re.compile(r"^(?P<path>.+)@(?P<k>\d{1,4})$")
 
 
@@ -64,7 +68,7 @@ def read_benches(files: Sequence[str], *, acceptance_told: bool = False) -> Benc
         found = AT.match(text)
         path, k = (Path(found["path"]), int(found["k"])) if found else (Path(text), None)
         if path.is_dir():
-            inside = [p for p in sorted(path.rglob("*.json*")) if p.is_file() and _is_run(p)]
+            inside = [p for p in sorted(path.rglob("*.json*")) if p.is_file() and _is_run(p, path)]
             if not inside:
                 raise DraftsimError(f"{path}: holds no .json or .jsonl of a benchmark")
         else:
@@ -81,12 +85,19 @@ def read_benches(files: Sequence[str], *, acceptance_told: bool = False) -> Benc
     return Bench(runs, models[0] if models else None, list(dict.fromkeys(notes)))
 
 
-def _is_run(path: Path) -> bool:
-    """Return False for files that `vllm bench sweep` puts next to the results of its runs."""
+def _is_run(path: Path, top: Path) -> bool:
+    """Return False for what `vllm bench sweep` and AIPerf put next to the results of their runs.
+
+    ``top`` is the folder that was given.
+    """
     if path.name == "warmup.json" or path.stem.endswith("failure"):
         return False
+    above = [folder for folder in path.parents if folder == top or top in folder.parents]
+    if path.name != AIPERF and any((folder / AIPERF).exists() for folder in above):
+        return False
     # The summary repeats the runs.
-    return path.name != "summary.json" or not any(map(_is_run, path.parent.glob("run=*.json")))
+    runs = path.parent.glob("run=*.json")
+    return path.name != "summary.json" or not any(_is_run(run, top) for run in runs)
 
 
 def _read(path: Path, k: int | None) -> Bench:
@@ -101,6 +112,11 @@ def _read(path: Path, k: int | None) -> Bench:
         fields = _fields(record, where)
         length = _length(fields, path, k)
         if length is None:
+            if fields.emitted is not None and fields.emitted > 1:
+                raise DraftsimError(
+                    f"{where}: says {fields.emitted:g} tokens a step, and not its draft length: "
+                    f"write {path}@K"
+                )
             length = 0
             notes.append(
                 f"{path}: says nothing of speculation and is taken as a run without it (K = 0); "
@@ -131,15 +147,16 @@ def _at(run: ServerRun, k: int | None) -> ServerRun:
 
 
 def _length(fields: _Fields, path: Path, k: int | None) -> int | None:
-    """Draft length: as given, as counted, or as the file's name says (k3, K=3, spec-3)."""
+    """Draft length: as given, as counted, or as the name of the file says (k3, K=3, spec-3)."""
     if k is not None:
         return k
     if fields.k is not None:
         return fields.k
     if fields.accepted:
         return len(fields.accepted)
+    name = path.absolute().parent.name if path.name in SAME_NAME else path.stem
     named = re.search(r"(?:^|[^a-z])(?:k|spec|num_speculative_tokens)[-_=]?(\d{1,2})(?!\d)",
-                      path.stem.lower())  # fmt: skip
+                      name.lower())  # fmt: skip
     return int(named[1]) if named else None
 
 
@@ -170,7 +187,9 @@ def _fields(record: Mapping[str, Any], where: str) -> _Fields:
         if knows(record):
             try:
                 return read(record)
-            except (KeyError, TypeError, ValueError, ZeroDivisionError, JSONError) as error:
+            except (
+                AttributeError, KeyError, TypeError, ValueError, ZeroDivisionError, JSONError
+            ) as error:  # fmt: skip
                 raise DraftsimError(f"{where}: lacks or misstates {error}") from None
     raise DraftsimError(
         f"{where}: is of no known format: expected a result of vllm bench serve, SGLang's "
@@ -188,17 +207,30 @@ def _serve(record: Mapping[str, Any]) -> _Fields:
         # Little's law: requests at once are their rate times their stay.
         stay = float(record["mean_ttft_ms"]) + float(record["mean_tpot_ms"]) * (answer - 1)
         concurrency = float(record["request_throughput"]) * stay / 1e3
+    server = record.get("server_info") or {}  # SGLang's options
     drafts, drafted = (record.get(f"spec_decode_{n}") for n in ("num_drafts", "draft_tokens"))
     k = round(float(drafted) / float(drafts)) if drafts and drafted is not None else None
     positions = record.get("spec_decode_per_position_acceptance_rates") or ()
     emitted = record.get("spec_decode_acceptance_length") or record.get("accept_length")
     named = _speculative(record)
+    if named is None and server:
+        named = _steps(server)
     return _Fields(
         None if concurrency is None else float(concurrency), float(record["output_throughput"]),
         prompt, answer, tuple(float(p) for p in positions)[:k],
         None if emitted is None else float(emitted), k if named is None else int(named),
-        record.get("model_id"),
+        record.get("model_id") or server.get("model_path"),
     )  # fmt: skip
+
+
+def _steps(server: Record) -> int | None:
+    """Draft length of an SGLang server; None for trees, which have no single one."""
+    if not server.get("speculative_algorithm"):
+        return 0 if "speculative_algorithm" in server else None
+    if (server.get("speculative_eagle_topk") or 1) > 1:
+        return None
+    steps, tokens = (server.get(f"speculative_num_{n}") for n in ("steps", "draft_tokens"))
+    return int(steps) if steps else int(tokens) - 1 if tokens else None
 
 
 def _speculative(record: Record) -> Any:
@@ -230,12 +262,20 @@ def _aiperf(record: Mapping[str, Any]) -> _Fields:
         return float(record[name]["avg"])
 
     config = record.get("input_config") or {}
-    loads, endpoint = config.get("loadgen") or {}, config.get("endpoint") or {}
+    # A run has phases, warm-up among them; older versions wrote one `loadgen`.
+    loads = [p for p in config.get("phases") or () if not p.get("exclude_from_results")]
+    loads = [p for p in loads if p.get("name") == "profiling"] or loads
+    concurrency = next((p.get("concurrency") for p in [*loads, config.get("loadgen") or {}]), None)
+    if concurrency is None and "request_latency" in record and "request_throughput" in record:
+        # Little's law; latencies are in milliseconds.
+        concurrency = average("request_throughput") * average("request_latency") / 1e3
+    models = config.get("models") or (config.get("endpoint") or {}).get("model_names") or ()
+    first = next(iter(models.get("items") or () if isinstance(models, dict) else models), None)
     return _Fields(
-        None if loads.get("concurrency") is None else float(loads["concurrency"]),
+        None if concurrency is None else float(concurrency),
         average("output_token_throughput"), average("input_sequence_length"),
         average("output_sequence_length"),
-        model=next(iter(endpoint.get("model_names") or ()), None),
+        model=first.get("name") if isinstance(first, dict) else first,
     )  # fmt: skip
 
 
