@@ -11,8 +11,8 @@ others.  Its acceptance length is not given there; 3.4 is that of the DSpark blo
 
 Pull request 32628 (gpt-oss-120b, HumanEval): from four of the EAGLE-3 runs (`../shared/tables`),
 the 20 others.  From all 24, a drafter that drafts all tokens in one pass (P-EAGLE): the thread's
-table of its runs is not in our data, its summary is.  With acceptance within 2 % of EAGLE-3's, the
-best K of each differs by 16 % at one request and 10 % at eight (MT-bench: 12 % and 6.5 %), and a
+table of its runs is not in our data, its summary is.  With acceptance within 2% of EAGLE-3's, the
+best K of each differs by 16% at one request and 10% at eight (MT-bench: 12% and 6.5%), and a
 token takes 2.7 to 2.9 ms whatever K.
 """
 

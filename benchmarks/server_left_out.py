@@ -5,12 +5,12 @@
 
 Studies are those of `../shared/tables` and of `simulator.published`.  From some runs
 of a study every other run is predicted; with `--each-run` every run from all others of its study.
-`coverage` is the part of the measured speeds that lie in the 80 % intervals; `sign` counts how
-often speculation is rightly called faster or slower than none, where that is by more than 5 %;
-`best K` how often the draft length predicted fastest is within 2 % of the fastest measured.
+`coverage` is the part of the measured speeds that lie in the 80% intervals; `sign` counts how
+often speculation is rightly called faster or slower than none, where that is by more than 5%;
+`best K` how often the draft length predicted fastest is within 2% of the fastest measured.
 `--without` takes costs as zero (names of `simulator.aggregate.server.COSTS`); `--terms` does so
 with each term in turn, and prints what it is worth.  `--widths` prints, for each server, how wide
-intervals have to be for 80 % of its runs to lie inside, from a few runs and from all others,
+intervals have to be for 80% of its runs to lie inside, from a few runs and from all others,
 relative to the draws', and the coverage with the width that the other servers need
 (`simulator.aggregate.server.WIDTH`).  `--out` writes a CSV with a row per study, or per server.
 """

@@ -352,7 +352,7 @@ def headline(best: pd.DataFrame) -> str:
 
     Along a single axis every value is named, neighbours with one winner together; over several
     axes the winners are counted, and the largest speedup is named. In brackets are the speedups
-    and the ends of their 95 % intervals.
+    and the ends of their 95% intervals.
     """
     from simulator.whatif.breakeven import NO_SPECULATION
 
@@ -387,7 +387,7 @@ def _figures(part: pd.DataFrame) -> str:
     low, high = float(part["speedup_lo"].min()), float(part["speedup_hi"].max())
     if math.isnan(low) or math.isnan(high):
         return said
-    return f"{said}, 95 % {three_digits(low)} to {three_digits(high)}"
+    return f"{said}, 95% {three_digits(low)} to {three_digits(high)}"
 
 
 def _along(axis: str, values: list[object]) -> str:

@@ -156,8 +156,8 @@ def served_in_words(rows: Sequence[Row]) -> str:
     }  # fmt: skip
     return (
         f"the server adds {ends['iteration_s']} ms around an iteration and {ends['request_s']} ms "
-        f"around a request, {ends['share']} % of the requests' time "
-        f"(predicted {ends['share_predicted']} %)"
+        f"around a request, {ends['share']}% of the requests' time "
+        f"(predicted {ends['share_predicted']}%)"
     )
 
 
@@ -167,4 +167,4 @@ def _relative(row: Row, name: str) -> float:
 
 def _errors(errors: Sequence[float]) -> str:
     sizes = sorted(map(abs, errors))
-    return f"{100 * median(sizes):.1f} % (median; worst {100 * sizes[-1]:.0f} %)"
+    return f"{100 * median(sizes):.1f}% (median; worst {100 * sizes[-1]:.0f}%)"

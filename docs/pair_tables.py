@@ -12,7 +12,7 @@ PLAIN, ORACLE, SHOWN = "autoregressive", "oracle", "gammatune:"
 
 
 def ladder(name: str) -> str:
-    """Return speedups over no speculation with their 95 % intervals: all prompts, then categories.
+    """Return speedups over no speculation with their 95% intervals: all prompts, then categories.
 
     A row's best policies are chosen on its own prompts, so they show the most that a choice for
     each category could reach.

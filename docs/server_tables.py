@@ -83,7 +83,7 @@ def server_confirmed() -> str:
     """Return the predicted and measured tokens/s, and the best draft length by load."""
     rows, choices = confirmed()
     speeds = table(
-        ("requests", "K", "predicted tokens/s", "80 % interval", "measured", "error"),
+        ("requests", "K", "predicted tokens/s", "80% interval", "measured", "error"),
         [
             (
                 row.batch, row.k, f"{row.predicted.value:.1f}",
@@ -97,7 +97,7 @@ def server_confirmed() -> str:
     errors = np.abs([row.error for row in rows])
     said = (
         f"The median error is {np.median(errors):.1%}, the largest {errors.max():.1%}; "
-        f"{sum(inside)} of {len(inside)} measured runs are inside the 80 % intervals."
+        f"{sum(inside)} of {len(inside)} measured runs are inside the 80% intervals."
     )
     best = table(
         ("requests", "K predicted fastest", "its measured speedup", "K measured fastest",
@@ -136,7 +136,7 @@ def server_widths() -> str:
 
 def _errors(rows: pd.DataFrame, first: str) -> str:
     return table(
-        (first, "runs", "median error", "largest", "inside 80 %", "sign right", "best K right"),
+        (first, "runs", "median error", "largest", "inside 80%", "sign right", "best K right"),
         [
             (
                 row[first], row["runs"], f"{row['median_error']:.1%}",

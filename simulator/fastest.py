@@ -79,7 +79,7 @@ def interval_over_prompts(
     leader: Leader, trace: Trace, latency: LatencyTable, policies: Mapping[str, Policy],
     scenarios: Sequence[Scenario], rule: VerifyRule | None,
 ) -> Span | None:  # fmt: skip
-    """Return the 95 % interval of a leader's ratio, None for fewer than two prompts.
+    """Return the 95% interval of a leader's ratio, None for fewer than two prompts.
 
     The leader and no speculation are served again on bootstrap resamples of the prompts, and the
     spread of their ratios is the standard error (`simulator.tune.gains`).

@@ -11,7 +11,7 @@ from traces.errors import DraftsimError
 from traces.replay.rounds import RoundLog
 
 NORMAL_95 = 1.959964
-"""Standard errors that a 95 % interval reaches to either side."""
+"""Standard errors that a 95% interval reaches to either side."""
 
 
 class BreakEven(NamedTuple):
@@ -28,7 +28,7 @@ def break_even_ratio(log: RoundLog | RatioSums, verify: float = 1.0) -> BreakEve
     In the cost model of `price_ratios`, or that of the sums given, with every verification
     costing `verify` target passes.
     0 where they do not even pay with free drafts, infinity where nothing is drafted and nothing
-    lost.  The 95 % interval is that of a ratio of sums over prompts, linearised (Cochran,
+    lost.  The 95% interval is that of a ratio of sums over prompts, linearised (Cochran,
     "Sampling Techniques", 1977, sec. 2.11); NaN with fewer than two prompts.
 
     Raises

@@ -64,7 +64,7 @@ def logs() -> tuple[RoundLog, ...]:
 
 @cache
 def measured() -> MeasuredRuns:
-    """Times of "real" runs: the predicted ones, all 10 % slower, give or take."""
+    """Times of "real" runs: the predicted ones, all 10% slower, give or take."""
     rng = np.random.default_rng(0)
     rows = []
     for log in (autoregressive(logs()[0]), *logs()[:3]):

@@ -66,7 +66,7 @@ def test_curves_of_four_large_models_lie_in_their_intervals(shared_data: Path) -
 
 
 def test_intervals_hold_curves_of_the_prior_as_often_as_they_claim() -> None:
-    """80 % or more: they are also wide enough for positions that leave the line."""
+    """80% or more: they are also wide enough for positions that leave the line."""
     random = np.random.default_rng(3)
     held = []
     for _ in range(40):

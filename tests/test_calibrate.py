@@ -56,7 +56,7 @@ def made_up(seed: int) -> tuple[list[ServerRun], list[ServerRun]]:
 
 
 def test_intervals_of_further_runs_hold_as_often_as_they_claim() -> None:
-    """80 % of them, over servers drawn from the priors: within four standard errors.
+    """80% of them, over servers drawn from the priors: within four standard errors.
 
     Real servers differ less than the priors (`WIDTH`), so the draws are taken as they are.
     """

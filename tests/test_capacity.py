@@ -75,7 +75,7 @@ def test_the_fewest_replicas_are_those_of_queueing_theory(rate: float) -> None:
 
 
 def test_the_share_within_a_target_has_the_standard_error_that_it_claims() -> None:
-    """M/M/1 at a rate where 90 % are in time: |z| < 4 over replications, and they have power."""
+    """M/M/1 at a rate where 90% are in time: |z| < 4 over replications, and they have power."""
     each = queues.rate_within(6.0, 0.9, 1.0)
     jobs = exponential(np.random.default_rng(6), 4000)
     trace = one_token_jobs(np.rint(jobs / jobs.mean() / PER_TOKEN_S).astype(int))

@@ -180,8 +180,8 @@ def test_no_number_is_cut_on_any_terminal(
 def test_a_standard_error_is_no_percentage(capsys: pytest.CaptureFixture[str]) -> None:
     print_table([{"standard_error": 0.0265, "tilt_error": 0.0265, "error": -0.1}])
     assert "0.026" in (shown := capsys.readouterr().out)
-    assert "+2.6 %" in shown
-    assert "-10.0 %" in shown
+    assert "+2.6%" in shown
+    assert "-10.0%" in shown
     assert shown.count("%") == 2
 
 

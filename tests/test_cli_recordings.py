@@ -255,7 +255,7 @@ def test_a_headline_gains_over_no_slower_row_by_itself() -> None:
          "note": "best fixed"},
     ]  # fmt: skip
     assert headline(rows) == (
-        "svip is fastest, 1.50x no speculation; +25.0 % against fixed:gamma=2."
+        "svip is fastest, 1.50x no speculation; +25.0% against fixed:gamma=2."
     )
     rows[2]["speedup"] = 0.9
     assert headline(rows, "mine").startswith("mine: svip is fastest, 1.50x no speculation; the")

@@ -72,8 +72,8 @@ def test_the_readmes_first_table_is_what_was_recorded() -> None:
     assert all(row["iterations_differ"] == 0 for row in rows)
     # Its sentence about times is of the same file.
     said = stepped_in_words(rows)
-    median, worst = re.findall(r"Speedups err by ([\d.]+) % \(median; worst (\d+) %\)", said)[0]
-    assert f"speedups err by {median} % (median; worst {worst} %) in vLLM" in _readme()
+    median, worst = re.findall(r"Speedups err by ([\d.]+)% \(median; worst (\d+)%\)", said)[0]
+    assert f"speedups err by {median}% (median; worst {worst}%) in vLLM" in _readme()
 
 
 def test_the_readme_shows_what_its_commands_print() -> None:
@@ -99,13 +99,13 @@ def test_accuracy_is_what_was_recorded() -> None:
     ):
         rows = checks(name, files)
         errors = re.findall(
-            r"Speedups err by ([\d.]+) % \(median; worst (\d+) %\)", stepped_in_words(rows)
+            r"Speedups err by ([\d.]+)% \(median; worst (\d+)%\)", stepped_in_words(rows)
         )
         median, worst = errors[0]
         [shown] = [x for x in page.splitlines() if line in x and x.startswith("|")]
         cells = [cell.strip() for cell in shown.split("|")]
-        assert cells[3] == f"{median} %", shown
-        assert cells[4] == f"{worst} %", shown
+        assert cells[3] == f"{median}%", shown
+        assert cells[4] == f"{worst}%", shown
         assert all(row["rounds_differ"] == 0 for row in rows)
 
 

@@ -91,7 +91,7 @@ def test_the_most_frequent_fifth_of_the_patterns(
     every = [pair for half in halves(ours.trace) for pair, _ in half]
     counts = sorted(Counter(every).values(), reverse=True)
     fifth = math.ceil(len(counts) / 5)
-    row = rows["most frequent 20 % of (draft, target) pairs", "rejections, percent"]
+    row = rows["most frequent 20% of (draft, target) pairs", "rejections, percent"]
     assert row.ours == pytest.approx(100 * sum(counts[:fifth]) / len(every))
     assert row.published == 69
     assert f"{len(every)} rejections of {len(counts)} patterns" in row.note

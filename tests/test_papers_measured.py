@@ -66,7 +66,7 @@ def test_one_total_leaves_an_interval_that_narrows_with_a_second() -> None:
 
 
 def test_intervals_cover_the_public_ladder() -> None:
-    """Tokens a round of every length from every other one: at least the 80 % that are claimed."""
+    """Tokens a round of every length from every other one: at least the 80% that are claimed."""
     held = total = 0
     for ladder in RTX3090.values():
         for given in ladder:

@@ -159,7 +159,7 @@ def test_figure_4_says_what_each_part_is_worth(made: Made, rows: list[Row]) -> N
         if row.mark:
             assert speed == pytest.approx(full)
         else:
-            assert f"{100 * (full / speed - 1):+.1f} % with it" in row.note
+            assert f"{100 * (full / speed - 1):+.1f}% with it" in row.note
     assert figure["without annealing"].mark
 
 

@@ -64,7 +64,7 @@ def found(rows: list[Row], table: str, column: str, row: str = "") -> list[Row]:
 
 
 def test_eq5_reproduces_specbounds_cells() -> None:
-    """Every cell but the named outlier within 16 %, most within 10 %; an independent fit."""
+    """Every cell but the named outlier within 16%, most within 10%; an independent fit."""
     rows = quantity_rows()
     cells = [r for r in found(rows, SPECBOUND, " SD", " SpecBound") if r.column.split()[0] in TASKS]
     assert len(cells) == 24

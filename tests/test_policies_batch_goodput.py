@@ -73,7 +73,7 @@ def test_turbospec_stops_at_the_first_length_that_does_not_improve() -> None:
 
 
 def test_turbospec_asks_a_tenth_more_before_it_speculates() -> None:
-    """One draft per round gains 1.5 / 1.4 = 7 % or 1.5 / 1.3 = 15 % at acceptance .5."""
+    """One draft per round gains 1.5 / 1.4 = 7% or 1.5 / 1.3 = 15% at acceptance .5."""
     for draft, then in ((0.4, 0), (0.3, 1)):
         policy = TurboSpec(acceptance=0.5, cost=TextbookCost(1.0, draft))
         assert policy.plan(loads(4)) == then
@@ -123,7 +123,7 @@ def test_turbospec_batch_variant_never_turns_off_after_its_first_scan() -> None:
 
 @pytest.mark.parametrize(
     ("variant", "draft", "then"),
-    # 1.5 / (1 + draft) against 1.1 for dsd; against 1, with 5 % overhead, for batch-dsd.
+    # 1.5 / (1 + draft) against 1.1 for dsd; against 1, with 5% overhead, for batch-dsd.
     [("dsd", 0.35, 1), ("dsd", 0.37, 0), ("batch-dsd", 0.44, 1), ("batch-dsd", 0.47, 0)],
 )
 def test_only_the_batch_variant_charges_an_overhead(variant: str, draft: float, then: int) -> None:

@@ -69,7 +69,7 @@ def pulls(policy: DraftPolicy, accept: float, rounds: int, seed: int = 0) -> lis
 
 
 def test_paper_ucb_drifts_to_the_longest_arm_and_the_cost_aware_one_to_the_best() -> None:
-    """At acceptance .5 and a draft step worth .5 targets, 1 breaks even and 8 loses 60 %."""
+    """At acceptance .5 and a draft step worth .5 targets, 1 breaks even and 8 loses 60%."""
     cost = TextbookCost(target=1.0, draft=0.5)
     blind = pulls(UCBSpec("ucb_paper", (1, 8), cost=cost), 0.8, 3000)
     aware = pulls(UCBSpec("ucb_cost", (1, 8), cost=cost), 0.5, 3000)

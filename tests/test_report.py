@@ -84,7 +84,7 @@ def test_predictions_stand_beside_what_was_measured() -> None:
     checked = data()["validation"]
     assert [r["policy"] for r in checked["rows"]] == ["autoregressive", *POLICIES[:3]]
     for row in checked["rows"]:
-        # Three repeats of 20 requests, each with an error of 1 %.
+        # Three repeats of 20 requests, each with an error of 1%.
         assert row["error"] == pytest.approx(1 / 1.1 - 1, abs=4 * 0.01)
         assert row["rounds_differ"] == 0
     without = build_report(recording(), latency(), logs()[:1], serve=False, resamples=20)
@@ -125,7 +125,7 @@ def test_the_headline_says_whether_the_first_is_told_from_the_best_fixed_length(
     assert head["told_apart"] == (expected[1] > 1)
     assert ("is beyond chance" in lead(page())) == head["told_apart"]
     assert "oracle" not in lead(page())
-    # A rule that comes out as the best fixed length is as fast, not 0.0 % slower ...
+    # A rule that comes out as the best fixed length is as fast, not 0.0% slower ...
     twin = replace(logs()[0], policy="twin")
     text = build_report(recording(), latency(), [twin], resamples=20, serve=False)
     assert "The best fixed length, γ = 4, is just as fast." in lead(text)

@@ -57,7 +57,7 @@ def test_counters_and_results_of_one_server_agree() -> None:
 
 
 def test_most_runs_that_were_not_given_are_inside_the_intervals() -> None:
-    """Fewer than half inside 80 % intervals would be far too few by chance."""
+    """Fewer than half inside 80% intervals would be far too few by chance."""
     rows, choices = confirmed()
     held = [row.predicted.holds(speed) for row in rows for speed in row.measured]
     assert len(rows) >= 6

@@ -33,12 +33,12 @@ def test_replications_are_drawn_with_their_intervals_and_break_even_names_its_po
     axes = plots.plot_latency_load(rows, "ttft_s").axes[0]
     bars = [c for c in axes.collections if len(c.get_paths()) == 3]
     assert len(bars) == len(policies)
-    assert "bars: 95 %" in axes.get_ylabel()
+    assert "bars: 95%" in axes.get_ylabel()
     assert all(t.get_text().startswith("fast: ") for t in axes.texts)
     single = [{k: v for k, v in row.items() if not k.endswith(("_lo", "_hi"))} for row in rows]
     axes = plots.plot_latency_load(single).axes[0]
     assert not axes.collections
-    assert "95 %" not in axes.get_ylabel()
+    assert "95%" not in axes.get_ylabel()
 
 
 def test_what_is_slower_than_plain_decoding_is_told_without_colour():

@@ -77,7 +77,7 @@ def test_what_misses_a_bound_says_so(
         assert kept["wrong_sign"] > 0
     ran = run("validate", "--recorded", next(folder.iterdir()))
     assert ran.code == 0
-    assert "-66.7 %" in ran.out
+    assert "-66.7%" in ran.out
     assert "MISSED" in ran.out
 
 

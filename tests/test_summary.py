@@ -86,14 +86,14 @@ def test_intervals_match_scipy(logs: list[RoundLog]) -> None:
         rng=np.random.default_rng(7),
     )  # fmt: skip
     row = summarize(logs[1:], LATENCY, resamples=4000).iloc[1]
-    # A 2.5 % quantile of 4000 normal draws has a standard error of about 0.042 sd.
+    # A 2.5% quantile of 4000 normal draws has a standard error of about 0.042 sd.
     tolerance = 4 * math.sqrt(2) * 0.042 * float(other.standard_error)
     assert row["speedup_lo"] == pytest.approx(other.confidence_interval.low, abs=tolerance)
     assert row["speedup_hi"] == pytest.approx(other.confidence_interval.high, abs=tolerance)
 
 
 def test_interval_covers_the_expected_share() -> None:
-    """About 95 % of the intervals of independent recordings hold the long-run speedup."""
+    """About 95% of the intervals of independent recordings hold the long-run speedup."""
     truth = summarize([replay(mixed_trace(2000, seed=999), Fixed(4))], LATENCY, resamples=1)
     expected, trials = float(truth["speedup"].iloc[1]), 60
     covered = 0
@@ -193,5 +193,5 @@ def test_ratio_error_is_the_spread_of_repeated_ratios() -> None:
     estimates = [ratio(a, b) for a, b in zip(over, under, strict=True)]
     spread = np.std([e.value for e in estimates])
     claimed = np.mean([e.standard_error for e in estimates])
-    # The sd of 4000 values has a relative error of 1.1 %; the delta method is of order 1/50.
+    # The sd of 4000 values has a relative error of 1.1%; the delta method is of order 1/50.
     assert claimed == pytest.approx(spread, rel=4 * 0.011 + 0.02)

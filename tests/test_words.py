@@ -50,6 +50,9 @@ OF_PAGES = {
 OPENINGS = re.compile(r"(?:Of|What|Whether|So|Those|Who|Whose|Whom)\b")
 """Words that no docstring begins with: a verb in the imperative or a noun does."""
 
+PERCENT = re.compile(r"(?<=[\d}]) %(?![a-zA-Z(%}])")
+"""A percentage with a blank before its sign: 95% is written without, as the program prints it."""
+
 CODE = re.compile(r"`[^`\n]+`|^ +\w+(?:, \w+)*:$", re.M)
 """Code in a string: an expression in backticks, or the parameters that a paragraph is about."""
 
@@ -115,6 +118,36 @@ def test_ruled_out_words_only_become_fewer(folder: str) -> None:
     most = LEFT.get(folder, 0)
     said = "\n".join(found[-40:])
     assert len(found) <= most, f"{len(found)} in {folder}, at most {most}:\n{said}"
+
+
+def with_blanks(path: Path) -> Iterator[str]:
+    """Each percentage with a blank: in strings and comments of Python files, or in a page."""
+    text = path.read_text(encoding="utf-8")
+    if path.suffix == ".py":
+        tokens = tokenize.generate_tokens(io.StringIO(text).readline)
+        parts = [(t.start[0], t.string) for t in tokens if t.type in PROSE]
+    else:
+        parts = [(1, text)]
+    for line, said in parts:
+        for found in PERCENT.finditer(said):
+            at = line + said.count("\n", 0, found.start())
+            yield f"{path.relative_to(ROOT)}:{at}: {said[max(found.start() - 20, 0) : found.end()]}"
+
+
+PROSE = {
+    getattr(tokenize, name) for name in ("STRING", "COMMENT", "FSTRING_MIDDLE")
+    if hasattr(tokenize, name)
+}  # fmt: skip
+"""Kinds of token that hold words."""
+
+
+@pytest.mark.parametrize("folder", [*FOLDERS, "notebooks", "."])
+def test_percentages_are_written_without_a_blank(folder: str) -> None:
+    root = ROOT / folder
+    files = sorted(root.glob("*") if folder == "." else root.rglob("*"))
+    kinds = (".py", ".md", ".html", ".js", ".ipynb")
+    own = Path(__file__).resolve()
+    assert [s for p in files if p.suffix in kinds and p != own for s in with_blanks(p)] == []
 
 
 def test_no_allowance_is_kept_for_nothing() -> None:

@@ -28,7 +28,7 @@ DISTURBED = 0.03
 UNSTEADY = 0.05
 """Spread of the reference work, relative to its median, from which the machine was unsteady.
 
-At 9 to 11 %, its processors idle, predictions of runs a minute after the profile were 8 % off.
+At 9 to 11%, its processors idle, predictions of runs a minute after the profile were 8% off.
 """
 ALIKE = 0.05
 """Difference of the reference work below which two machines are alike, whatever its spread."""

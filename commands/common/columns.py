@@ -39,11 +39,11 @@ COLUMNS: dict[str, str] = {
     "highest": "highest of them, on the scale of `mean`",
     # Speed.
     "speedup": "decoding speed over no speculation: above 1 is faster",
-    "95 %": "95 % interval of the speedup, from resampled prompts",
+    "95%": "95% interval of the speedup, from resampled prompts",
     "interval": "interval of the column before",
     "low": "lower end of the interval",
     "high": "upper end of the interval",
-    "\u00b1": "half of the 95 % interval over replications",
+    "\u00b1": "half of the 95% interval over replications",
     "gain": "tokens/s over those without speculation; `simulate --against` and `tune`",
     "gain, %": "speed over the row that --against names, in percent, with its interval",
     "tokens/round": "acceptance length: tokens per target pass",

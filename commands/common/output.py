@@ -172,7 +172,7 @@ def wrapped(text: str, width: int) -> str:
     """
     begin = text[: len(text) - len(text.lstrip())]
     # No printable text holds the mark that keeps words together.
-    marked = re.sub(r"`[^`]*`|\d %", lambda found: found[0].replace(" ", "\0"), text.strip())
+    marked = re.sub(r"`[^`]*`", lambda found: found[0].replace(" ", "\0"), text.strip())
     lines = textwrap.wrap(
         marked, width, initial_indent=begin, subsequent_indent=begin + HANGING,
         break_long_words=False, break_on_hyphens=False,
@@ -187,15 +187,23 @@ def say_drawn(paths: Iterable[Path]) -> None:
 
 
 def said_free(unpriced: Iterable[str]) -> list[str]:
-    """Return lines on what a latency table does not hold; none if it holds everything."""
+    """Return a line on what a latency table does not hold, and how results err without it.
+
+    No line if it holds everything.
+    """
     names = sorted(set(unpriced))
-    said = [f"not in the latency table, hence free: {', '.join(names)}"] if names else []
-    if "target prefill" in names:
-        said.append(
-            "prompts take no time in these latencies: tokens/s and speedups come out too high, the "
-            "more so the longer the prompts"
-        )
-    return said
+    apart = {name: way for name, way in ERRS.items() if name in names}
+    drafting = [name for name in names if name not in apart]
+    said = [f"{', '.join(drafting)} (speedups come out too high)"] if drafting else []
+    said += [f"{name} ({way})" for name, way in apart.items()]
+    return [f"not in the latency table, hence free: {'; '.join(said)}"] if said else []
+
+
+ERRS = {
+    "host_round": "speedups come out too low, unless the passes hold the host's time",
+    "target prefill": "tokens/s come out too high, and speedups too far from 1 for long prompts",
+}
+"""How results err if a part that plain decoding has, too, costs nothing."""
 
 
 def say_unjudged(latency: LatencyTable) -> None:

@@ -259,9 +259,9 @@ def cell_text(name: str, value: Any) -> str:
         # A standard error is in its figure's own unit, every other error relative.
         relative = name.endswith("error") and name != "standard_error"
         if relative or name in ("bias", "slowdown"):
-            return f"{100 * value:+.1f} %"
+            return f"{100 * value:+.1f}%"
         if name.endswith("noise") or name in ("spread", "share", "disturbed"):
-            return f"{100 * value:.1f} %"
+            return f"{100 * value:.1f}%"
         return three_digits(value)
     return printable(str(value))
 

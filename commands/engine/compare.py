@@ -243,7 +243,7 @@ def slower_by(controls_s: Sequence[float], told: Mapping[str, float]) -> float |
 
 
 def figures_of(requests: Any, one_by_one: bool = False) -> dict[str, float]:
-    """Throughput, and means and 95 % quantiles of latencies, over the requests.
+    """Throughput, and means and 95% quantiles of latencies, over the requests.
 
     ``one_by_one``: each was sent when the one before had ended, so the throughput is over the
     requests' own time.

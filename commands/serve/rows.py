@@ -155,7 +155,7 @@ def _span(ends: Sequence[float]) -> str:
 def headline(rows: Sequence[Row], interval: Callable[[Leader], Span | None]) -> str:
     """Return the fastest policy of each load against no speculation, in one sentence.
 
-    ``interval`` is asked for the 95 % interval of the policies that the sentence names.
+    ``interval`` is asked for the 95% interval of the policies that the sentence names.
     """
     from simulator.fastest import is_closed, leaders
 

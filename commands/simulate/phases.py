@@ -116,7 +116,7 @@ def shown_phases(rows: Sequence[Row]) -> list[dict[str, str]]:
             "tokens/round": _number(row["block_efficiency"], 2),
             "accepted": "-" if row["acceptance_rate"] is None else f"{row['acceptance_rate']:.0%}",
             "speedup": _number(row["speedup"], 2),
-            "95 %": "-" if lo is None or hi is None else f"{lo:.2f}-{hi:.2f}",
+            "95%": "-" if lo is None or hi is None else f"{lo:.2f}-{hi:.2f}",
         })  # fmt: skip
     return lines
 

@@ -88,7 +88,7 @@ def _is_best_fixed(row: Row) -> bool:
 
 def percent(ratio: float) -> str:
     """Return a ratio as a difference in percent, with its sign."""
-    return f"{100 * (ratio - 1):+.1f} %"
+    return f"{100 * (ratio - 1):+.1f}%"
 
 
 def print_ranked(
@@ -154,8 +154,8 @@ def _gain(row: Row) -> Row:
     if row["gain"] is None:
         return {}
     low, high = (row[k] for k in ("gain_lo", "gain_hi"))
-    span = "" if low is None else f" ({percent(low)[:-2]}, {percent(high)[:-2]})"
-    return {"gain, %": percent(row["gain"])[:-2] + span}
+    span = "" if low is None else f" ({percent(low)[:-1]}, {percent(high)[:-1]})"
+    return {"gain, %": percent(row["gain"])[:-1] + span}
 
 
 def _lossless(row: Row) -> Row:
@@ -189,7 +189,7 @@ def _common(row: Row) -> Row:
     bound = are_bounds([row])
     name = row["policy"] + (" ~" if about else "") + (" *" if row["note"] and not bound else "")
     least = "\u2265 " if bound else ""
-    return {"policy": name, "speedup": least + _number(row["speedup"], 2), "95 %": span}
+    return {"policy": name, "speedup": least + _number(row["speedup"], 2), "95%": span}
 
 
 def _footnotes(rows: Sequence[Row]) -> list[str]:
@@ -278,7 +278,7 @@ def _print(console: Any, table: Shown) -> None:
 
 def _look(row: Mapping[str, str]) -> str:
     """Return the colour of a row's speedup: its interval is above 1, or below."""
-    low, dash, high = row.get("95 %", "").partition("-")
+    low, dash, high = row.get("95%", "").partition("-")
     if not (dash and low and high) or row.get("speedup", "").startswith("\u2265"):
         return ""
     return coloured(float(low), float(high))
@@ -297,7 +297,7 @@ NARROW = 15
 PLAIN = "autoregressive"
 CODE = "passes\n/greedy"
 ORDER = [
-    "policy", "rule", "verify", "speedup", "95 %", "gain, %", "tokens\n/round", "accepted", "wrong",
+    "policy", "rule", "verify", "speedup", "95%", "gain, %", "tokens\n/round", "accepted", "wrong",
     "like\ngreedy", "BLEU", CODE,
 ]  # fmt: skip
 
@@ -335,7 +335,7 @@ def category_ladder(overall: Sequence[Row], rows: Sequence[Row]) -> list[dict[st
             line[fixed.replace(":", ":\n")] = _speed(at)
         line["fastest"] = "-" if best is None else best["policy"]
         line["speedup"] = "-" if best is None else _speed(best)
-        line["95 %"] = "-" if best is None else _span(best)
+        line["95%"] = "-" if best is None else _span(best)
         for kind in (RULE, ORACLE):
             if kind in by_kind:
                 line[kind.replace("-", "-\n")] = _speed(by_kind[kind])
@@ -358,7 +358,7 @@ def category_rows(overall: Sequence[Row], rows: Sequence[Row]) -> list[dict[str,
                 continue
             line = {"category": shown, "policy": row["policy"]}
             line |= {"verify": row["verify"]} if lossy else {}
-            lines.append({**line, "speedup": _speed(found), "95 %": _span(found)})
+            lines.append({**line, "speedup": _speed(found), "95%": _span(found)})
             shown = ""
     return lines
 

@@ -161,9 +161,9 @@ def formatted(row: Mapping[Any, Any]) -> dict[str, str]:
         if isinstance(value, float) and math.isnan(value):
             text[name.removesuffix("_s")] = "–"
         elif name in ("error", "drift"):
-            text[name] = f"{100 * value:+.1f} %"
+            text[name] = f"{100 * value:+.1f}%"
         elif name == "spread":
-            text[name] = f"{100 * value:.1f} %"
+            text[name] = f"{100 * value:.1f}%"
         elif name.endswith("_s"):
             text[name.removesuffix("_s")] = f"{value:.4g}"
         else:

@@ -127,7 +127,7 @@ class TurboSpec(SwitchedOff, _CostByLength):
     variant:
         ``dsd``: scans every 20 iterations from k = 0, whose goodput counts 1.1-fold;
         a <- 0.85 a + 0.15 observed.  ``batch-dsd``: every 200 iterations, a = mean of the
-        last 100 observed, 5 % of the plain target step added as overhead, and from the second
+        last 100 observed, 5% of the plain target step added as overhead, and from the second
         scan on it starts at k = 1, so that speculation never stops altogether.
     gamma_max:
         Largest k scanned; 8 is what `dsd` proposes.

@@ -24,7 +24,7 @@ Floats = npt.NDArray[np.float64]
 WITHIN = 2.0
 """Variance of a rate counted over rounds of a text, over that of independent rounds."""
 BETWEEN = 0.06
-"""Standard deviation between two sound runs, in log-odds: 1.5 % at an acceptance rate of 0.5."""
+"""Standard deviation between two sound runs, in log-odds: 1.5% at an acceptance rate of 0.5."""
 DIFFERS = 3.0
 """Absolute z from which a position differs."""
 NOTHING = 0.05
@@ -84,7 +84,7 @@ class Diagnosis:
     contexts: list[ContextPart]
     draft_length: int
     expected: float
-    """Tokens per round at the observed draft length; `low` and `high` its 80 % interval."""
+    """Tokens per round at the observed draft length; `low` and `high` its 80% interval."""
     low: float
     high: float
     observed: float

@@ -92,7 +92,7 @@ STEP = 0.04
 graph begins, and how much faster or slower it is, is not known."""
 WIDTH = 0.65
 """Width of intervals relative to the draws': about the narrowest at which every public server with
-20 predicted runs has 80 % of them inside (``python -m benchmarks.server_left_out --widths``).  The
+20 predicted runs has 80% of them inside (``python -m benchmarks.server_left_out --widths``).  The
 draws are wider, as every cost's prior covers every server."""
 TOLD = 0.75
 """A cost is undetermined if the runs leave more than this part of its prior's spread."""

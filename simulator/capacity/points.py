@@ -118,7 +118,7 @@ class Verdict:
 
     @property
     def low(self) -> float:
-        """Lower end of its 95 % interval; of one replication NaN."""
+        """Lower end of its 95% interval; of one replication NaN."""
         return self._interval[1]
 
     @property

@@ -29,7 +29,7 @@ def plan_rows(
 
     * ``replicas``: fewest that meet the SLO.  None if no number that was tried does, or if a
       request alone is too slow.
-    * ``replicas_lo``, ``replicas_hi``: its 95 % interval over replications.
+    * ``replicas_lo``, ``replicas_hi``: its 95% interval over replications.
     * ``within_alone``: share of requests within the SLO if every request is alone.
     * ``rate_limit``: largest load at which ``replicas`` meet the SLO; infinite if no rate was too
       much.  ``rate_per_replica`` is that load per replica.

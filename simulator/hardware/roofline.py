@@ -9,7 +9,7 @@ bytes: the weights once, and every sequence's cache; operations: two per weight 
 and four per cached position, token and hidden unit of every layer (the roofline model of
 Williams et al. 2009, with launches as in LLM inference in eager mode).  Its two roofs are added:
 the thin products of decoding do not hide their arithmetic in their reading.  Where the larger
-one alone is taken, published passes over 8 to 64 tokens come out 9 to 50 % too fast.
+one alone is taken, published passes over 8 to 64 tokens come out 9 to 50% too fast.
 ``outside``: what a pass launches outside of its layers, embedding to sampling, over the launches of
 a layer.  Quantised weights are unpacked as their kernels do
 (`simulator.hardware.formats.Unpacking`).

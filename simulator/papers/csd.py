@@ -217,7 +217,7 @@ def threshold_rows(
     A threshold at which either never does, or nearly always, is marked.
     """
     low, mid, high = np.percentile(seen.gaps, [10, 50, 90])
-    gate = f"log ratio at rejections: 10 % below {low:.2f}, half below {mid:.2f}, 90 % {high:.2f}"
+    gate = f"log ratio at rejections: 10% below {low:.2f}, half below {mid:.2f}, 90% {high:.2f}"
     counts = sorted((n for _, n in memory.items()), reverse=True)
     held = f"the most frequent pair was counted {counts[0]} times, half of them {_median(counts)}"
     rows = []

@@ -181,7 +181,7 @@ def optimum_rows(best: Setting, replays: Replays, said: str) -> list[Row]:
     """Return the table 1's row at the optimum, and how much that is worth."""
     found, start = replays.run(best), replays.run(START)
     gain = 100 * (found.speedup / start.speedup - 1)
-    note = f"{said}; {gain:+.1f} % over {START.text}"
+    note = f"{said}; {gain:+.1f}% over {START.text}"
     return _pair(TABLE, f"our pair, {FULL}", found, note)
 
 
@@ -211,7 +211,7 @@ def ablation_rows(best: Setting, replays: Replays, said: str) -> list[Row]:
             mark = f"the optimum itself is {label}"
         worth = 100 * (full.speedup / other.speedup - 1)
         verdict = "gives a speedup" if worth > 0 else "gives no speedup"
-        note = f"{setting.text}; the part {verdict} here: {worth:+.1f} % with it"
+        note = f"{setting.text}; the part {verdict} here: {worth:+.1f}% with it"
         rows += _pair(FIGURE_4, label, other, setting.text if mark else note, mark)
     return rows
 

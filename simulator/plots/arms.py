@@ -88,7 +88,7 @@ def plot_speedup(summary: pd.DataFrame) -> Figure:
     axes.set_yticks(y, _policy_labels(rows))
     axes.axvline(1, color=INK, linewidth=0.8)
     axes.margins(x=0.09)
-    axes.set_xlabel("speedup over no speculation (×, 95 % interval over prompts)")
+    axes.set_xlabel("speedup over no speculation (×, 95% interval over prompts)")
     style(axes, "x")
     if len({*kinds}) > 1:
         figure.legend(loc="outside upper left", ncols=3, frameon=False, fontsize=8)
@@ -155,7 +155,7 @@ def plot_categories(by_category: pd.DataFrame, policies: Sequence[str] | None = 
         axes.set_title(str(category), fontsize=9)
         axes.set_yticks(y, names)
         style(axes, "x")
-    figure.supxlabel("speedup over no speculation (×, 95 % interval over prompts)", fontsize=9)
+    figure.supxlabel("speedup over no speculation (×, 95% interval over prompts)", fontsize=9)
     if len({*kinds}) > 1:
         figure.legend(
             *grid[0].get_legend_handles_labels(), loc="outside upper left", ncols=3, frameon=False,

@@ -114,7 +114,7 @@ def plot_replicas(rows: Sequence[Mapping[str, Any]], baseline: str = "autoregres
     axes.set_ylabel("replicas that meet the SLO")
     bars = any(row["replicas_lo"] is not None for _, row in drawn)
     axes.set_xlabel(
-        f"requests per second (markers: at {rate:.4g}/s{', bars: 95 %' if bars else ''})\n{said}"
+        f"requests per second (markers: at {rate:.4g}/s{', bars: 95%' if bars else ''})\n{said}"
     )
     style(axes)
     figure.legend(loc="outside upper left", ncols=3, frameon=False, fontsize=8)

@@ -115,7 +115,7 @@ def plot_survival(trace: Trace, gamma: int = 16, resamples: int = 500, seed: int
     axes = figure.subplots()
     axes.fill_between(k, low, high, color=COLOURS[0], alpha=0.2, linewidth=0)
     axes.plot(k, weight @ table / weight.sum(), "o-", color=COLOURS[0], markersize=4,
-              label="recorded (95 % interval over prompts)")  # fmt: skip
+              label="recorded (95% interval over prompts)")  # fmt: skip
     axes.plot(k, alpha**k, "s--", color=COLOURS[1], markersize=4, markerfacecolor="white",
               label=f"i.i.d. with the same α = {alpha:.2f}")  # fmt: skip
     axes.set_ylim(0, 1)

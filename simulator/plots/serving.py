@@ -33,7 +33,7 @@ def plot_latency_throughput(rows: Rows, latency: str = "tpot_s") -> Figure:
     """Latency against throughput, one curve a policy, one point a batch size (CM-ASD, Fig. 2).
 
     `latency` is ``ttft_s``, ``tpot_s``, ``itl_s`` or ``e2e_s``; its mean is drawn, and of
-    replications the 95 % intervals.
+    replications the 95% intervals.
     """
     frame = _frame(rows)
     figure = Figure(figsize=(6.0, 3.8), layout="constrained")
@@ -285,7 +285,7 @@ _NAMES = {
 }
 
 
-_INTERVAL = "; bars: 95 %"
+_INTERVAL = "; bars: 95%"
 
 
 def _replicated(line: pd.DataFrame, latency: str) -> bool:

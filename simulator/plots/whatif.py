@@ -277,7 +277,7 @@ def plot_ladder(rungs: pd.DataFrame) -> Figure:
         if rung != "autoregressive" and np.isfinite(low[i]):
             text += f" [{low[i]:.2f}, {high[i]:.2f}]"
         if np.isfinite(share[i]):
-            text += f"  {100 * share[i]:.0f} %"
+            text += f"  {100 * share[i]:.0f}%"
         axes.text(float(left[i]) + 0.01, float(y[i]), text, va="center", fontsize=7.5, color=INK)
     names = [
         f"{p} ({r})" if r == "best-fixed" else str(p)
@@ -287,7 +287,7 @@ def plot_ladder(rungs: pd.DataFrame) -> Figure:
     for tick, rung in zip(axes.get_yticklabels(), rungs["rung"], strict=True):
         tick.set_fontweight("normal" if rung == "policy" else "bold")
     axes.set_xlim(0, 1.32 * max(1.0, float(left.max())))
-    axes.set_xlabel("time per token, plain decoding = 1;  speedup [95 % interval]  "
+    axes.set_xlabel("time per token, plain decoding = 1;  speedup [95% interval]  "
                     "share of the oracle's gain")  # fmt: skip
     style(axes, "x")
     figure.legend(loc="outside upper center", ncols=5, frameon=False, fontsize=8)

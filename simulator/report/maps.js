@@ -108,7 +108,7 @@ const maps = (() => {
       const pays = v >= 1, px = left + i * w, py = bottom - (j + 1) * h;
       const low = cells.low[i][j], high = cells.high[i][j], doubt = low <= 1 && high >= 1;
       const cell = add(svg, "rect", { x: px, y: py, width: w + 0.4, height: h + 0.4, fill: pays ? shade(v, reach) : hatch });
-      add(cell, "title", {}, `${xText(xs[i])}, ${yText(ys[j])}: ${times(v)} (95 % interval ${number(low)} to ${number(high)})${words ? ", " + words(i, j) : ""}`);
+      add(cell, "title", {}, `${xText(xs[i])}, ${yText(ys[j])}: ${times(v)} (95% interval ${number(low)} to ${number(high)})${words ? ", " + words(i, j) : ""}`);
       if (i + 1 < xs.length && (row[i + 1] >= 1) !== pays) edge += `M${px + w} ${py}v${h}`;
       if (j + 1 < ys.length && (grid[j + 1][i] >= 1) !== pays) edge += `M${px} ${py}h${w}`;
       if (w < 34) return;

@@ -18,7 +18,7 @@
   }
 
   // The largest c at which rounds still give a speedup, 0 if they do not even with free drafts, and its
-  // 95 % interval: that of a ratio of sums over prompts, from simulator.ratios.RatioSums.
+  // 95% interval: that of a ratio of sums over prompts, from simulator.ratios.RatioSums.
   function breakEven(sums, v) {
     const [n, plain, forwards, rest, verified, gg, gv, gf, vv, vf, ff] = sums;
     const left = plain - rest - v * verified;
@@ -345,7 +345,7 @@
       ? "This is the recording's own α: nothing is tilted."
       : error === null
       ? "The error of tilting cannot be measured on this recording: its prompts are too few or too alike."
-      : `Tilting to α = ${alpha} is expected to be off by about ${(100 * error[0]).toFixed(1)} %, `
+      : `Tilting to α = ${alpha} is expected to be off by about ${(100 * error[0]).toFixed(1)}%, `
         + `measured between prompt groups of this recording${error[1] ? "" : "; no shift as large was among them"}.`;
   }
 

@@ -111,11 +111,11 @@ def _speedup(value: float | None) -> str:
 
 
 def _percent(value: float | None, digits: int = 0) -> str:
-    return "–" if value is None else f"{100 * value:.{digits}f}\u00a0%"
+    return "–" if value is None else f"{100 * value:.{digits}f}%"
 
 
 def _signed(value: float | None) -> str:
-    return "–" if value is None else f"{100 * value:+.1f}\u00a0%"
+    return "–" if value is None else f"{100 * value:+.1f}%"
 
 
 def _named(policy: str) -> Markup:

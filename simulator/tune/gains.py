@@ -60,7 +60,7 @@ class Against(NamedTuple):
 
     @property
     def gain(self) -> tuple[float, float, float]:
-        """The setting's rate over that of no speculation, with its 95 % interval.
+        """The setting's rate over that of no speculation, with its 95% interval.
 
         NaN if no speculation serves nothing that counts.
         """
@@ -76,7 +76,7 @@ class Against(NamedTuple):
 
 
 def gain_of(ratios: Floats, told: bool = True) -> tuple[float, float, float]:
-    """Mean of ratios over resampled prompts with its 95 % interval; NaN bounds if not `told`."""
+    """Mean of ratios over resampled prompts with its 95% interval; NaN bounds if not `told`."""
     value, reach = float(ratios.mean()), half_width(ratios) if told else float("nan")
     return value, value - reach, value + reach
 

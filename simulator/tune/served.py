@@ -39,7 +39,7 @@ Progress = Callable[[str, int, int], None]
 """Called with what is being served, the parts done or begun, and all parts."""
 
 SEARCH_CONFIDENCE = 0.5
-"""Confidence of the intervals by which a search calls a setting beaten.  It is lower than the 95 %
+"""Confidence of the intervals by which a search calls a setting beaten.  It is lower than the 95%
 of ``--check``, which serves what was found with other random numbers."""
 
 
@@ -156,7 +156,7 @@ def compare_served(
 
     Replications are paired: all policies meet the same requests at the same times.
     ``margin`` is policy minus best rival (the sign turned round for latencies, so that
-    more is better), with the 95 % t interval of the paired differences; ``not_worse``
+    more is better), with the 95% t interval of the paired differences; ``not_worse``
     says that the interval does not lie below 0.  The best rival is the one that came out best
     at that very load, which leans towards the rivals.
 

@@ -36,7 +36,7 @@ TILE = 64
 """Tokens of a sequence that an unsplit block takes."""
 SPLIT = (11.7e-6, 0.0187e-6, 0.897)
 """Launch, seconds for a sequence's head, and share of the bandwidth: the means of those fitted to
-the RTX 4090 and to the RTX PRO 6000, each of which predicts the other within 6 % in the median."""
+the RTX 4090 and to the RTX PRO 6000, each of which predicts the other within 6% in the median."""
 UNSPLIT_S = 5e-6
 WALKS = {"rtx-3090": 51e-9, "rtx-a6000": 48e-9, "rtx-4090": 32e-9, "rtx-pro-6000": 22.8e-9}
 """Seconds an unsplit block takes for a token of the cache.  Timed on all but the RTX 3090, whose

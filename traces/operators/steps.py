@@ -3,7 +3,7 @@
     step = host + (1 + dense) x (operators but attention) + (1 + attended) x attention
 
 The three are never negative, and fitted to relative errors.  On the RTX PRO 6000 a few steps say
-what the others take: from those of 1 and 64 tokens the rest, and from 1k of context 8k, within 3 %
+what the others take: from those of 1 and 64 tokens the rest, and from 1k of context 8k, within 3%
 in the median.  Where a GPU has whole steps, passes take what they say, unless the sum of the
 operators is asked for (``rtx-pro-6000:operators/...``).
 

@@ -204,7 +204,7 @@ def _measure_pair(
         if measured.failed:
             cut += f"; FAILED: {', '.join(measured.failed)}"
         place.say(
-            f"{pair.name}.{mode}: {len(measured.cells)} cells, {off:.1f} % off at points at "
+            f"{pair.name}.{mode}: {len(measured.cells)} cells, {off:.1f}% off at points at "
             f"random{cut}"
         )
 

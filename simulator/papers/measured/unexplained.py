@@ -87,7 +87,7 @@ NOTES = (
     Note(
         "llama.cpp, several GPUs", "",
         "its tables are of December 2023 and May 2024; llama.cpp captures CUDA graphs since May "
-        "2024 (pull request 6766: 6 to 14 % for 7B in 4 bits), so some of these passes were "
+        "2024 (pull request 6766: 6 to 14% for 7B in 4 bits), so some of these passes were "
         "launched kernel by kernel.  Not explained: the A100 reached half of its bandwidth there, "
         "where gpt-fast reached two thirds",
     ),

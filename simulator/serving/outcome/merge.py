@@ -31,7 +31,7 @@ def t_interval(values: Any, confidence: float = 0.95) -> tuple[float, float, flo
 def merged_rows(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """Return rows of replications in one: numbers averaged, counts summed, flags or-ed.
 
-    ``<metric>_lo`` and ``_hi`` bound throughput and the three mean latencies with 95 % t
+    ``<metric>_lo`` and ``_hi`` bound throughput and the three mean latencies with 95% t
     intervals where there are two or more; ``over_time`` is that of the first.
     """
     if len(rows) == 1:

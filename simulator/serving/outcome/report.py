@@ -204,7 +204,7 @@ class ServeResult:
     runs: Mapping[str, Sequence[Run]]
 
     def rows(self) -> list[dict[str, Any]]:
-        """One record per policy: means over replications, with 95 % t intervals.
+        """One record per policy: means over replications, with 95% t intervals.
 
         ``<metric>_lo`` and ``_hi`` accompany throughput and the three mean latencies where
         there are two or more replications.
@@ -219,7 +219,7 @@ class ServeResult:
     def difference(
         self, policy: str, baseline: str, metric: str = "throughput_tok_s"
     ) -> tuple[float, float, float]:
-        """Mean of ``policy - baseline`` over paired replications, with its 95 % t interval.
+        """Mean of ``policy - baseline`` over paired replications, with its 95% t interval.
 
         `metric` is a column of `summary`.  Both met the same requests at the same times,
         so the interval is that of the differences.

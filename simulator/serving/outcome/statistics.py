@@ -24,9 +24,9 @@ def summary(values: Floats) -> dict[str, float]:
 
 
 class Histogram:
-    """Counts of positive values in bins 0.5 % wide; size grows with the range alone.
+    """Counts of positive values in bins 0.5% wide; size grows with the range alone.
 
-    The mean is exact, quantiles are within 0.25 %.
+    The mean is exact, quantiles are within 0.25%.
     """
 
     WIDTH = math.log(1.005)
