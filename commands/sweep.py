@@ -38,9 +38,8 @@ if TYPE_CHECKING:
 
 SHOWN = (
     "gpu", "scaled", "scale_error", "fit_error", "policy", "points", "mean_speedup", "carried_lo",
-    "carried_hi", "pays",
-    "surely_pays", "below_1", "regret_fixed", "regret_oracle", "adapting", "outside", "tilt_error",
-    "tilt_tried", "assumed", "drafts",
+    "carried_hi", "speedup_above_1", "interval_above_1", "share_below_1", "regret_fixed",
+    "regret_oracle", "adapting", "outside", "tilt_error", "tilt_tried", "assumed", "drafts",
 )  # fmt: skip
 RUNGS = (
     "rung", "policy", "speedup", "speedup_lo", "speedup_hi", "share", "block_efficiency",
@@ -411,7 +410,16 @@ def print_thresholds(rows: pd.DataFrame, out: Path | None) -> None:
         return
     shown = some_points(rows)
     axes = [n for n in VARYING if rows[n].nunique(dropna=False) > 1]
-    columns = ["along", "policy", *axes, "side", "says", "below_1", "adapting", "adapting_most"]
+    columns = [
+        "along",
+        "policy",
+        *axes,
+        "side",
+        "says",
+        "share_below_1",
+        "adapting",
+        "adapting_most",
+    ]
     print_table(
         shown.to_dict("records"), columns, "Where speedup is 1, with its interval over prompts"
     )

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pandas as pd
+import pyarrow.parquet as pq
 import pytest
 from typer.testing import CliRunner
 
@@ -62,7 +63,12 @@ def test_grid_writes_a_table_and_maps(trace: str, tmp_path: Path) -> None:
         "adapting.png", "break_even_c.png", "map_c_alpha.png",
     ]  # fmt: skip
     assert all((plots / name).stat().st_size > 10_000 for name in ("map_c_alpha.png",))
-    assert all(0 <= row["pays"] <= 1 for row in found)
+    assert all(0 <= row["speedup_above_1"] <= 1 for row in found)
+    # A table of before has another name for a column.
+    table = pq.read_table(out)
+    old = ["below_1" if name == "share_below_1" else name for name in table.column_names]
+    pq.write_table(table.rename_columns(old), tmp_path / "old.parquet")
+    pd.testing.assert_frame_equal(read_sweep(tmp_path / "old.parquet"), frame)
 
 
 def said(*arguments: str) -> tuple[str, str]:

@@ -38,7 +38,7 @@ def test_the_surface_of_constant_costs_is_the_closed_form() -> None:
         assert row["emitted"] == pytest.approx(sum(0.7**i for i in range(k + 1)))
         assert row["needed"] == pytest.approx(seconds)
         assert row["speedup"] == pytest.approx(row["emitted"] / seconds)
-        assert row["pays"] == (row["speedup"] > 1)
+        assert row["speedup_above_1"] == (row["speedup"] > 1)
         # At the rate that breaks even, it does.
         rate = row["needed_rate"]
         assert sum(rate**i for i in range(k + 1)) == pytest.approx(row["needed"])

@@ -55,12 +55,12 @@ def test_rows_agree_with_single_runs() -> None:
             for column in SUMMARIZED:
                 assert own[column] == pytest.approx(summary[column]), column
             slower = np.nanmean(prompt_speedups(log, TABLE) < 1)
-            assert own["below_1"] == pytest.approx(slower)
+            assert own["share_below_1"] == pytest.approx(slower)
             at_c = autoregressive(log)
             for row in by_ratio.itertuples():
                 cost = LatencyTable.constant(1.0, float(row.c), 1.1)
                 each = price(at_c, cost).decode_s / price(log, cost).decode_s
-                assert row.below_1 == pytest.approx((each < 1 - 1e-12).mean())
+                assert row.share_below_1 == pytest.approx((each < 1 - 1e-12).mean())
     assert (frame["fidelity"] == "approximate").all()
 
 
@@ -159,15 +159,15 @@ def test_times_and_slow_prompts_in_a_batch(batch: int) -> None:
     frame = Sweep(recorded(), {"fixed": Fixed(3)}, prices, (), (1, batch)).run(Local(1))
     alone, together = (frame[frame["batch"] == b].reset_index(drop=True) for b in (1, batch))
     assert frame["wall_s"].notna().all()
-    assert frame["below_1"].between(0, 1).all()
+    assert frame["share_below_1"].between(0, 1).all()
     # With passes that cost the same in any batch, a prompt's rounds do; wall time is shared.
     np.testing.assert_allclose(together["wall_s"], alone["wall_s"] / batch, rtol=0.1)
-    np.testing.assert_allclose(together["below_1"], alone["below_1"], atol=0.2)
-    assert together["below_1"].iloc[0] < together["below_1"].iloc[2]
+    np.testing.assert_allclose(together["share_below_1"], alone["share_below_1"], atol=0.2)
+    assert together["share_below_1"].iloc[0] < together["share_below_1"].iloc[2]
     # Among drafts that differ, all wait for the longest: more prompts lose than by themselves.
     ragged = Sweep(recorded(), {"oracle": Oracle()}, Prices((0.3,)), (), (1, 16)).run(Local(1))
-    assert ragged["below_1"].tolist() == sorted(ragged["below_1"])
-    assert ragged["below_1"].iloc[1] > 0
+    assert ragged["share_below_1"].tolist() == sorted(ragged["share_below_1"])
+    assert ragged["share_below_1"].iloc[1] > 0
 
 
 @pytest.mark.parametrize("batch", [2, 8])

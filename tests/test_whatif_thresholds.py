@@ -53,7 +53,7 @@ def test_break_even_is_what_bisection_finds(ratios: tuple[float, ...]) -> None:
         part = frame[(frame["policy"] == row.policy) & (frame["alpha_asked"] == row.alpha)]
         assert row.adapting == part["adapting"].mean()
         assert row.adapting_most == part["adapting"].max()
-        assert row.below_1 == part["below_1"].mean()
+        assert row.share_below_1 == part["share_below_1"].mean()
 
 
 def test_the_interval_is_the_bootstrap_of_the_break_even() -> None:

@@ -148,9 +148,8 @@ COLUMNS: dict[str, str] = {
     # Sweeps.
     "points": "points of the grid",
     "mean_speedup": "mean speedup over the grid",
-    "pays": "share of the points with a speedup above 1",
-    "surely_pays": "share of the points whose interval is above 1",
-    "below_1": "mean share of prompts that are slower than without speculation",
+    "speedup_above_1": "share of the points with a speedup above 1",
+    "interval_above_1": "share of the points whose interval is above 1",
     "share_below_1": "share of prompts that are slower than without speculation",
     "regret_fixed": "speedup lost against the best fixed draft length of each point",
     "regret_oracle": "speedup lost against the oracle",

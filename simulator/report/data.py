@@ -216,8 +216,8 @@ def headline(
     shown as no difference, as where a fitted rule comes out as that very length.  Where the
     best fixed length is itself the fastest, it is compared with the fastest policy of the same
     drafter that adapts its length, ``next``; otherwise None.  A policy whose rounds are those of
-    one of the `constant` lengths, or that never drafts, does not adapt.  ``pays`` says whether any
-    policy of that drafter is faster than no speculation.
+    one of the `constant` lengths, or that never drafts, does not adapt.  ``faster`` says whether
+    any policy of that drafter is faster than no speculation.
     """
     fixed = next(i for i, row in enumerate(rows) if says(row, BEST_FIXED))
     found = winner(rows)
@@ -238,7 +238,7 @@ def headline(
     known = bool(np.isfinite([low, high]).all())
     return {
         "policy": top, "fixed": fixed, "next": second,
-        "pays": first is not None and drafted[first]["speedup"] > 1,
+        "faster": first is not None and drafted[first]["speedup"] > 1,
         "gain": value, "gain_lo": low if known else None,
         "gain_hi": high if known else None, "told_apart": known and not low <= 1 <= high,
         "same": max(abs(n - 1) for n in (value, low, high) if np.isfinite(n)) < SHOWN,

@@ -30,8 +30,8 @@ from traces.errors import DraftsimError
 Floats = npt.NDArray[np.float64]
 
 COLUMNS = (
-    "batch", "context", "k", "emitted", "needed", "needed_rate", "speedup", "low", "high", "pays",
-    "tokens_per_s",
+    "batch", "context", "k", "emitted", "needed", "needed_rate", "speedup", "low", "high",
+    "speedup_above_1", "tokens_per_s",
 )  # fmt: skip
 """Columns of a surface.
 

@@ -151,7 +151,7 @@ class Compared(NamedTuple):
     """Tokens per second over plain decoding's."""
     speedup_lo: Floats
     speedup_hi: Floats
-    below_1: Floats
+    share_below_1: Floats
     """Share of prompts that take longer than under plain decoding, by the steps they are in."""
     outside: Floats
     """Share of passes read outside the measured cells, the larger one of the two sides."""

@@ -136,9 +136,9 @@ def break_even(
     ``_hi`` where the interval's bounds cross 1 (percentile bootstrap over prompts; a draw
     breaks even below some c just where its speedup there is below 1, so that the bounds of
     the one are those of the other), ``first`` and ``last`` of the points there are, and the
-    means over these of ``below_1`` and ``adapting``, with ``adapting_most``, its largest.  The
-    ``largest`` value that pays is the default for c, batch, context and gamma, the
-    ``smallest`` for alpha; see `crossing` for infinities and NaN.
+    means over these of ``share_below_1`` and ``adapting``, with ``adapting_most``, its largest.
+    The ``largest`` value with a speedup above 1 is the default for c, batch, context and gamma,
+    the ``smallest`` for alpha; see `crossing` for infinities and NaN.
     """
     if along not in ("c", "alpha", "batch", "context", "gamma"):
         raise DraftsimError(f"cannot break even along {along!r}: c, alpha, batch, context, gamma")
@@ -161,10 +161,10 @@ def break_even(
         # What surely pays ends sooner; what may pay, later.
         bounds = (low, high) if falling else (high, low)
         adapting = ordered["adapting"]
-        more = (x[0], x[-1], ordered["below_1"].mean(), adapting.mean(), adapting.max())
+        more = (x[0], x[-1], ordered["share_below_1"].mean(), adapting.mean(), adapting.max())
         found.append((*values, mid, *bounds, *more))
     names = [
-        *group, "break_even", "break_even_lo", "break_even_hi", "first", "last", "below_1",
+        *group, "break_even", "break_even_lo", "break_even_hi", "first", "last", "share_below_1",
         "adapting", "adapting_most",
     ]  # fmt: skip
     return pd.DataFrame(found, columns=names)
@@ -193,13 +193,13 @@ def overview(frame: pd.DataFrame) -> pd.DataFrame:
     Where the grid has several devices, or latencies carried over to another one, there is a
     row per device and policy, with ``gpu``, ``scaled`` and the largest ``scale_error`` and
     ``fit_error``, and the means of ``carried_lo`` and ``carried_hi``.
-    ``points``; ``pays``, ``surely_pays`` and ``surely_loses``: shares of the points with
-    speedup, lower bound above 1, upper bound below it; ``below_1``: mean share of prompts
-    slower than plain decoding; mean regrets against the best fixed length and the oracle, and
-    mean ``adapting``; ``outside``: the largest share of passes read outside the measured
-    cells; ``tilt_error``: the largest error to expect from tilting that is known, and
+    ``points``; ``speedup_above_1``, ``interval_above_1`` and ``interval_below_1``: shares of the
+    points whose speedup, or whole interval, is above 1 or below it; ``share_below_1``: mean share
+    of prompts slower than plain decoding; mean regrets against the best fixed length and the
+    oracle, and mean ``adapting``; ``outside``: the largest share of passes read outside the
+    measured cells; ``tilt_error``: the largest error to expect from tilting that is known, and
     ``tilt_tried``, whether all of the tilts are as small as those it was measured at.
-    Where a policy stops paying is told by `simulator.whatif.sweep.thresholds`.
+    `simulator.whatif.sweep.thresholds` tells where a policy stops being faster.
     """
     found = []
     devices = set(frame["gpu"].astype(str)) - {ANY}
@@ -213,9 +213,10 @@ def overview(frame: pd.DataFrame) -> pd.DataFrame:
         found.append(
             {
                 **keys, "points": len(part), "mean_speedup": part["speedup"].mean(),
-                "pays": (part["speedup"] > 1).mean(),
-                "surely_pays": (part["speedup_lo"] > 1).mean(),
-                "surely_loses": (part["speedup_hi"] < 1).mean(), "below_1": part["below_1"].mean(),
+                "speedup_above_1": (part["speedup"] > 1).mean(),
+                "interval_above_1": (part["speedup_lo"] > 1).mean(),
+                "interval_below_1": (part["speedup_hi"] < 1).mean(),
+                "share_below_1": part["share_below_1"].mean(),
                 "regret_fixed": part["regret_fixed"].mean(),
                 "regret_oracle": part["regret_oracle"].mean(),
                 "adapting": part["adapting"].mean(), "outside": part["outside"].max(),

@@ -95,9 +95,9 @@ COLUMNS = (
     "policy", "family", "gamma", "alpha", "alpha_asked", "source", "c", "latency", "batch",
     "context", "gpu", "scaled", "scale_error", "fit_error", "tokens", "rounds", "drafted",
     "accepted", "draft_forwards", "block_efficiency", "acceptance_rate", "wall_s", "speedup",
-    "speedup_lo", "speedup_hi", "carried_lo", "carried_hi", "below_1", "best_fixed", "best_gamma",
-    "oracle", "regret_fixed", "regret_oracle", "adapting", "outside", "tilt_error", "tilt_tried",
-    "fidelity", "cache_fits",
+    "speedup_lo", "speedup_hi", "carried_lo", "carried_hi", "share_below_1", "best_fixed",
+    "best_gamma", "oracle", "regret_fixed", "regret_oracle", "adapting", "outside", "tilt_error",
+    "tilt_tried", "fidelity", "cache_fits",
 )  # fmt: skip
 """Columns of a sweep: one row per policy, alpha, batch and price (c, or latency and context).
 
@@ -114,7 +114,7 @@ as much as that model was off before; or, of composed latencies, with and withou
 whole steps; NaN for others.  ``speedup_lo`` and ``speedup_hi`` are of the prompts alone.
 ``outside`` is the share of passes read outside the measured cells.
 ``wall_s`` is decode seconds, or target passes under a ratio; in a batch, what as many tokens
-take at the full batch's rate.  ``below_1`` is the share of prompts slower than plain
+take at the full batch's rate.  ``share_below_1`` is the share of prompts slower than plain
 decoding, in a batch by the steps that each prompt is in.  The six columns from
 ``best_fixed`` on are those of `simulator.whatif.sweep.cells.with_regrets`, from the fixed
 lengths 1 to 12 and the oracle, asked for or not.  ``tilt_error`` is the relative error

@@ -69,7 +69,7 @@ class KeptParts:
                 kept = path.read_bytes()
                 content = kept[_DIGEST:]
                 if hashlib.sha256(content).digest() == kept[:_DIGEST]:
-                    yield i, _columns(pq.read_table(pa.BufferReader(content)))
+                    yield i, _columns(_renamed(pq.read_table(pa.BufferReader(content))))
                 else:
                     path.unlink(missing_ok=True)  # damaged: computed again
 
@@ -133,7 +133,7 @@ def read_sweep(path: str | Path) -> pd.DataFrame:
         If the file is missing, damaged or no sweep.
     """
     try:
-        table = pq.read_table(path)
+        table = _renamed(pq.read_table(path))
         header = (table.schema.metadata or {}).get(b"draftsim")
         found = None if header is None else parse_json(header)
     except (OSError, ValueError, pa.ArrowException) as error:
@@ -165,6 +165,14 @@ def _bytes(columns: Columns, description: Mapping[str, Any]) -> bytes:
     pq.write_table(table, sink, compression="zstd")
     content: bytes = sink.getvalue().to_pybytes()
     return content
+
+
+RENAMED = {"below_1": "share_below_1"}
+"""Columns of tables that were written before, by their names there."""
+
+
+def _renamed(table: pa.Table) -> pa.Table:
+    return table.rename_columns([RENAMED.get(name, name) for name in table.column_names])
 
 
 def _columns(table: pa.Table) -> Columns:

@@ -10,7 +10,7 @@ from simulator.whatif.breakeven import break_even
 AXES = ("c", "alpha", "batch", "context")
 THRESHOLDS = (
     "along", "policy", "side", "alpha", "source", "c", "latency", "gpu", "batch", "context",
-    "break_even", "break_even_lo", "break_even_hi", "edge", "says", "below_1", "adapting",
+    "break_even", "break_even_lo", "break_even_hi", "edge", "says", "share_below_1", "adapting",
     "adapting_most",
 )  # fmt: skip
 """Columns of `thresholds`: one row per axis searched, policy and point of the other axes.
@@ -20,7 +20,7 @@ the break-even or ``from`` it on.  ``break_even`` is read between the points of 
 its bootstrap interval over prompts.  Where it lies beyond the points there are it is NaN or
 infinite, and ``edge`` says on which side, such as ``> 0.5``, or ``nowhere``; ``says`` is the
 whole in words.
-``below_1`` (share of prompts slower than plain decoding) and ``adapting`` (the oracle's
+``share_below_1`` (share of prompts slower than plain decoding) and ``adapting`` (the oracle's
 speedup less the best fixed length's) are means over the points of the axis,
 ``adapting_most`` the largest.
 """
