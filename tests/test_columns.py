@@ -16,8 +16,9 @@ from commands.engine import baseline, check, http, trial
 from commands.validate import recorded
 from policies.registry import POLICIES
 from simulator.validation import VALIDATE_COLUMNS
-from tests.conftest import Run
+from tests.conftest import ROOT, Run
 
+SERVED = ROOT / "docs" / "examples" / "server" / "results"
 FEW = ("--policy", "fixed:gamma=2", "--policy", "gammatune")
 COMMANDS = {
     "simulate": ("simulate", *FEW, "--policy", "gammatune+csd", "--against", "fixed:gamma=2"),
@@ -32,6 +33,10 @@ COMMANDS = {
     "ladder": ("sweep", "--ladder", *FEW),
     "search": ("sweep", "--tune", "--policy", "fixed:gamma={1,2}"),
     "breakeven": ("breakeven", "--batch", "1,8"),
+    "recommend": ("recommend", "--bench", SERVED),
+    "recommend-llamacpp": ("recommend", "--engine", "llamacpp", "--bench", SERVED),
+    "calibrate": ("calibrate", SERVED, "--batch", "1,2,4", "--k", "0,1,3"),
+    "doctor": ("doctor", "0.7,0.4,0.2", "--against", "0.76,0.60,0.43"),
     "curve": ("curve", "0.8,0.6,0.5,0.4"),
     "check": ("check", "--tokens", 2000),
     "papers": ("papers", "--table", "Table 2"),
