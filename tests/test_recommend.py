@@ -209,6 +209,15 @@ def test_folders_of_aiperf_tell_concurrency_draft_length_and_model(tmp_path: Pat
         (4, 3, 410.0, 3.0), (4, 0, 300.0, 3.0),
     ]  # fmt: skip
     assert found.model == "org/target"
+    # vLLM tells acceptance per request if asked to, and AIPerf sums it up.
+    told = aiperf(4, 410.0) | {
+        "pooled_spec_decode_acceptance_histogram": {"0": 40, "1": 30, "2": 20, "3": 10},
+        "spec_decode_overall_draft_acceptance_rate": {"unit": "%", "avg": 20.0},
+    }
+    (tmp_path / "told.json").write_text(json.dumps(told))
+    (tmp_path / "bare.json").write_text(json.dumps({**told, list(told)[-1]: None}))
+    runs = [read_benches([str(tmp_path / f"{n}.json")]).runs[0] for n in ("told", "bare")]
+    assert [(run.k, run.round_tokens) for run in runs] == [(5, 2.0), (3, 2.0)]
     # With a request rate there is no concurrency: Little's law gives it.
     (tmp_path / "k3-c4" / "profile_export_aiperf.json").write_text(json.dumps(aiperf(None, 410.0)))
     assert read_benches([str(tmp_path / "k3-c4")]).runs[0].batch == 8

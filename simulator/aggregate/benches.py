@@ -269,14 +269,31 @@ def _aiperf(record: Mapping[str, Any]) -> _Fields:
     if concurrency is None and "request_latency" in record and "request_throughput" in record:
         # Little's law; latencies are in milliseconds.
         concurrency = average("request_throughput") * average("request_latency") / 1e3
+    emitted, k = _accepted(record)
     models = config.get("models") or (config.get("endpoint") or {}).get("model_names") or ()
     first = next(iter(models.get("items") or () if isinstance(models, dict) else models), None)
     return _Fields(
         None if concurrency is None else float(concurrency),
         average("output_token_throughput"), average("input_sequence_length"),
-        average("output_sequence_length"),
+        average("output_sequence_length"), emitted=emitted, k=k,
         model=first.get("name") if isinstance(first, dict) else first,
     )  # fmt: skip
+
+
+def _accepted(record: Record) -> tuple[float | None, int | None]:
+    """Return acceptance length and draft length of a run whose server told AIPerf of its steps.
+
+    AIPerf makes up the counts by accepted tokens of a llama.cpp server, so their mean alone is
+    used.
+    """
+    counts = record.get("pooled_spec_decode_acceptance_histogram")
+    if not counts:
+        return None, None
+    steps = sum(float(n) for n in counts.values())
+    accepted = sum(int(drafts) * float(n) for drafts, n in counts.items())
+    rate = float((record.get("spec_decode_overall_draft_acceptance_rate") or {}).get("avg") or 0)
+    k = round(accepted / steps / (rate / 100)) if rate else max(map(int, counts))
+    return 1 + accepted / steps, k or None
 
 
 FORMATS: Sequence[tuple[Callable[[Record], bool], Callable[[Record], _Fields]]] = (
