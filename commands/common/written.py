@@ -165,7 +165,7 @@ def escaped(text: str) -> str:
     """Return `text` with what LaTeX would read as a command written out.
 
     >>> escaped("a_b & 50%")
-    'a\\\\_b \\\\& 50 \\\\%'
+    'a\\\\_b \\\\& 50\\\\%'
     """
     return "".join(_SPECIAL.get(c, c) for c in text)
 
