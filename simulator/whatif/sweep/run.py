@@ -172,7 +172,8 @@ RENAMED = {"below_1": "share_below_1"}
 
 
 def _renamed(table: pa.Table) -> pa.Table:
-    return table.rename_columns([RENAMED.get(name, name) for name in table.column_names])
+    names = [RENAMED.get(name, name) for name in table.column_names]
+    return table.rename_columns(names).replace_schema_metadata(table.schema.metadata)
 
 
 def _columns(table: pa.Table) -> Columns:
