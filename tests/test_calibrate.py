@@ -189,6 +189,17 @@ def test_costs_are_one_set_of_numbers_wherever_they_are_told(tmp_path: Path, run
         assert verify + first + others == pytest.approx(step)
 
 
+def test_steps_of_the_table_are_those_that_are_predicted() -> None:
+    """Costs are one draw's: the medians of single costs add up to other steps."""
+    for seed in (1, 2, 3):
+        server = calibrate(made_up(seed)[0])
+        for batch, k in DESIGN:
+            predicted = np.median(server.tokens_per_s(batch, k, noisy=False))
+            emitted = np.median(server.emitted(k))
+            told = batch * emitted / server.step_s(Load(batch, k), emitted)[0]
+            assert told == pytest.approx(predicted, rel=0.03), (seed, batch, k)
+
+
 def test_a_longer_context_is_never_faster() -> None:
     runs = [ServerRun(b, k, 100 * b**0.8 * (1 + 0.3 * k), 350, emitted=1 + 0.7 * k if k else None)
             for b, k in product((1, 16), (0, 2))]  # fmt: skip
@@ -393,6 +404,9 @@ def test_costs_of_one_context_hold_at_every_other_and_say_so() -> None:
     table = latency_table(one)
     assert set(table.cells.query("phase == 'forward'")["context"]) == {900}
     assert "calibrated at one context, 900 tokens" in table.meta["remark"]
+    far = table.estimate("target", "forward", batch=8, new_tokens=1, context=[0, 900, 9000])
+    assert len(set(far.seconds.tolist())) == 1
+    assert not far.origin.any()  # all count as measured
     two = calibrate([ServerRun(b, 0, 90.0 * b**0.9, c) for b, c in ((1, 900), (8, 900), (8, 4000))])
     assert two.tells_context
     assert "remark" not in latency_table(two).meta

@@ -33,7 +33,7 @@ import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from itertools import pairwise
+from itertools import pairwise, product
 from typing import NamedTuple
 
 import numpy as np
@@ -94,6 +94,9 @@ WIDTH = 0.65
 """Width of intervals relative to the draws': about the narrowest at which every public server with
 20 predicted runs has 80% of them inside (``python -m benchmarks.server_left_out --widths``).  The
 draws are wider, as every cost's prior covers every server."""
+ALIKE = 0.003
+"""Relative difference of two steps that counts as much as a cost's standard deviation where one
+draw is chosen for all."""
 TOLD = 0.75
 """A cost is undetermined if the runs leave more than this part of its prior's spread."""
 SECONDS = (
@@ -360,9 +363,31 @@ class Server:
 
     @cached_property
     def central(self) -> Mapping[str, float]:
-        """One value per cost: what is printed, written and predicted with.  Seconds (`SECONDS`)."""
-        middle = np.median(self.draws, axis=0)
-        values = _values(middle[None], self.without, self.target)
+        """One value per cost: what is printed and written.  Seconds (`SECONDS`).
+
+        They are one draw's.  The medians of single costs make up no server: what one cost lacks,
+        another has in the same draw, so their steps come out shorter than those predicted.  The
+        draw is the one with the steps, and ratios of steps, nearest to the predicted ones at the
+        loads of the runs, and the costs nearest to their medians.
+        """
+        runs = self.runs
+        batches, longest = {run.batch for run in runs}, max(run.k for run in runs)
+        loads = list(product(sorted(batches), range(longest + 1)))
+        load = Load(
+            [batch for batch, _ in loads], [k for _, k in loads],
+            float(np.mean([run.held for run in runs])), float(np.mean([r.prompts for r in runs])),
+        )  # fmt: skip
+        emitted = np.stack([self.emitted(k) for _, k in loads], axis=1)
+        steps = step_s(
+            _values(self.draws, self.without, self.target), load, emitted, self.passes, self.target
+        )
+        logs = np.log(steps).reshape(len(steps), len(batches), -1)
+        told = np.concatenate([logs, logs[..., 1:] - logs[..., :1]], axis=2).reshape(len(logs), -1)
+        apart = told - np.median(told, axis=0)
+        costs = np.delete(self.draws, range(len(COSTS), OWN), axis=1)
+        far = (costs - np.median(costs, axis=0)) / np.maximum(costs.std(axis=0), 1e-12)
+        misses = np.square(apart / ALIKE).mean(axis=1) + np.square(far).mean(axis=1)
+        values = _values(self.draws[[np.argmin(misses)]], self.without, self.target)
         return {
             name: float(value[0, 0]) * (self.scale_s if name in SECONDS else 1.0)
             for name, value in values.items()

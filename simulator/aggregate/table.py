@@ -15,7 +15,7 @@ import pandas as pd
 from simulator.aggregate.server import Load, Server, ServerRun
 from traces.errors import DraftsimError
 from traces.latency.schema import CELL_COLUMNS
-from traces.latency.table import LatencyTable
+from traces.latency.table import ANY_CONTEXT, LatencyTable
 from traces.store.text import json_lines, read_text
 
 COLUMNS: Mapping[str, tuple[str, ...]] = {
@@ -180,6 +180,7 @@ def latency_table(server: Server, model: str | None = None) -> LatencyTable:
     meta |= {"passes_apart": server.tells_passes_apart}
     if not server.tells_context:
         where = f"{contexts[0]:,} tokens" if contexts[0] else "an unknown length"
+        meta[ANY_CONTEXT] = True
         meta["remark"] = (
             f"calibrated at one context, {where}: every other is priced like it, and longer ones "
             "come out too fast"

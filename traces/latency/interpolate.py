@@ -62,6 +62,8 @@ class Grid:
         context, and counts as measured.
     batch_free:
         Every batch is read at the one measured, where there is but one.
+    any_context:
+        The one context measured holds at every other, and counts as measured.
 
     Attributes
     ----------
@@ -69,9 +71,13 @@ class Grid:
         (contexts, seconds) by batch and width.
     """
 
-    def __init__(self, cells: pd.DataFrame, flat: bool = False, batch_free: bool = False) -> None:
+    def __init__(
+        self, cells: pd.DataFrame, flat: bool = False, batch_free: bool = False,
+        any_context: bool = False,
+    ) -> None:  # fmt: skip
         self.flat = flat
         self.batch_free = batch_free
+        self.any_context = any_context
         b, n, c, t = (
             cells[k].to_numpy(float) for k in ("batch", "new_tokens", "context", "median_s")
         )
@@ -157,6 +163,8 @@ class Grid:
         """Return seconds and their origin at equally long arrays of batch, new tokens, context."""
         if (only := self.only_batch) is not None:
             b = np.full(len(b), only)
+        if self.any_context:
+            c = np.full(len(c), self.contexts[0])
         if self.flat:
             return self._constant(n, c)
         # Element by element as if alone; together they take a step per measured line.

@@ -24,6 +24,8 @@ from traces.latency.schema import CELL_COLUMNS, checked_cells
 __all__ = ["EXTRAPOLATED", "INTERPOLATED", "MEASURED", "Estimate", "LatencyTable"]
 
 BATCH_FREE = "batch_free"
+ANY_CONTEXT = "any_context"
+"""Key of a table whose cells, of one context, hold at every other (`draftsim calibrate`)."""
 """Key of the meta that says that passes are taken to cost the same at every batch."""
 ASSUMED = "assumed"
 BATCH_FREE_SAID = "further sequences of a batch (--assume-batch-free)"
@@ -230,6 +232,8 @@ class LatencyTable:
     @cached_property
     def _grids(self) -> dict[tuple[str, str], Grid]:
         return {
-            (str(model), str(phase)): Grid(part, self.is_constant, self.batch_free)
+            (str(model), str(phase)): Grid(
+                part, self.is_constant, self.batch_free, bool(self.meta.get(ANY_CONTEXT))
+            )
             for (model, phase), part in self.cells.groupby(["model", "phase"], sort=False)
         }
