@@ -222,7 +222,7 @@ def tune(
         printed=lambda: print_table(rows, _columns(rows, by_context), stderr=setting_out),
     )  # fmt: skip
     if tried:
-        from commands.engine.baseline import SHOWN as WITH_DEFAULTS
+        from commands.engine.apart import SHOWN as WITH_DEFAULTS
         from commands.engine.trial import TRIED, say_tried
 
         if json is None:

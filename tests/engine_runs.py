@@ -17,20 +17,19 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from commands.engine.check import arms
-from commands.engine.compare import compare_loads
-from commands.engine.loads import named_loads
+from commands.engine.check import arms, compare_loads
+from commands.engine.options import named_loads
 from commands.engine.trial import tried
 from policies import DraftPolicy, parse_policy, policy_names
 from policies.batch.base import BatchPolicy, SingleStream
 from profiler.engines import loads as running
+from profiler.engines.bench import Grid
 from profiler.engines.drafts import EngineDrafts, Forced, LookedUp
-from profiler.engines.engine import Engine
+from profiler.engines.engine import EngineOptions, outputs_of
 from profiler.engines.measure import BetweenTable, EngineTable
-from profiler.engines.plan import Grid
-from profiler.engines.setup import Setup, policy_from
-from profiler.engines.start import EngineOptions
+from profiler.engines.session import Setup, policy_from
 from profiler.engines.texts import own_texts, prompts_of
+from profiler.engines.vllm.engine import Engine
 from simulator.tune import tune_vllm
 from tests.engine_lookups import looked_up
 from tests.own_policy import Told
@@ -188,8 +187,14 @@ def own(folder: Path) -> dict[str, Any]:
         "sweeps": between.done / len(small.blocks()),
         "policies": found, "own": own, "texts": texts, "meta": engine.meta, "rows": rows,
         "by_start": by_start,
-        "outputs": engine.run({f"{i}/0": (p, TRACE.requests[i].tokens) for i, p in prompts.items()})
+        "outputs": own_outputs(engine, prompts),
     }  # fmt: skip
+
+
+def own_outputs(engine: Engine, prompts: dict[int, list[int]]) -> dict[str, list[int]]:
+    """Return the texts that the engine writes with its own drafter's tokens."""
+    engine.proposer.use(Setup(policy("fixed"), EngineDrafts()))
+    return outputs_of(engine, {f"{i}/0": (p, TRACE.requests[i].tokens) for i, p in prompts.items()})
 
 
 def lookups(folder: Path) -> dict[str, Any]:

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from profiler.engines.proposer import Proposer
+from profiler.engines.vllm.proposer import Proposer
 
 
 def config(longest: int, vocabulary: int = 97) -> Any:

@@ -17,8 +17,9 @@ import pandas as pd
 
 from commands.engine.check import arms
 from commands.engine.http import compare_served
-from commands.engine.loads import named_loads
-from profiler.engines.start import EngineOptions
+from commands.engine.options import named_loads
+from profiler.engines import vllm
+from profiler.engines.engine import EngineOptions
 from tests.engine_runs import BATCH, LONGEST, MODEL, OWN_FILE, TRACE, miniature
 from traces.latency.schema import CELL_COLUMNS
 from traces.latency.table import LatencyTable
@@ -67,7 +68,7 @@ def main(folder: Path) -> list[dict[str, Any]]:
     chosen = arms(POLICIES, TRACE, LONGEST)
     loads = named_loads("closed:1,3", "20")
     return compare_served(
-        options, made_up(model), TRACE, chosen, loads, len(TRACE.requests), 1, 0, folder
+        vllm, options, made_up(model), TRACE, chosen, loads, len(TRACE.requests), 1, 0, folder
     )
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
@@ -11,11 +11,11 @@ from typing import Any, ClassVar
 import pytest
 
 from profiler.engines import bench, loads
-from profiler.engines.plan import Grid
+from profiler.engines.bench import Grid
+from profiler.engines.engine import EngineOptions
 from profiler.engines.session import Governed
-from profiler.engines.start import EngineOptions
-from profiler.engines.watch import PARTS, Decoded, Prompt, Step
 from traces import write_latency
+from traces.store.engine_runs import PARTS, Decoded, Prompt, Step
 
 GRID = Grid((1, 2), (1, 3), (16, 32), ((1, 8), (1, 32)), (1,), (1, 3), (8, 32), 1, 1, 0.5)
 OPTIONS = EngineOptions("stand-in", longest=4, max_batch=2, max_model_len=512)
@@ -44,6 +44,7 @@ class Clock:
         monkeypatch.setattr(loads, "time", time)
         monkeypatch.setattr(bench, "time", time)
         monkeypatch.setattr(bench, "Control", Control)
+        monkeypatch.setattr(loads, "Control", Control)
         monkeypatch.setattr(cls, "slower", 1.0)
 
 
@@ -58,14 +59,16 @@ class Control:
 
 
 class StandIn:
-    """A replacement of `profiler.engines.engine.Engine`, whose texts follow from the prompts."""
+    """A `profiler.engines.engine.Engine` without a model, whose texts follow from the prompts."""
+
+    cache_settings = "VLLM_CPU_KVCACHE_SPACE"
 
     def __init__(self, options: EngineOptions) -> None:
         self.options, self.vocabulary = options, 97
         self.blocks, self.block_size = 1000, 16
         self.meta: dict[str, Any] = {
             "engine": {
-                "name": "stand-in", "version": "1", "method": options.method, "own_drafter": False,
+                "name": "stand-in", "version": "1", "method": "custom_class", "own_drafter": False,
                 "longest": options.longest, "max_batch": options.max_batch,
                 "max_model_len": options.max_model_len, "token_budget": options.token_budget,
             },
@@ -132,17 +135,9 @@ class StandIn:
             if len(r.output_token_ids) >= r.sampling_params.max_tokens
         ]  # fmt: skip
         emitted = {n: len(r.output_token_ids) for n, r in running.items()}
-        self._texts = {n: self._requests.pop(n).output_token_ids for n in ended}
+        for name in ended:
+            del self._requests[name]
         return Step(Clock.now_s, parts["execute"], parts, decoded, prompts, emitted, ended)
-
-    def run(self, requests: Mapping[str, tuple[Sequence[int], int]]) -> dict[str, list[int]]:
-        for name, (prompt, tokens) in requests.items():
-            self.add(name, prompt, tokens)
-        outputs: dict[str, list[int]] = {}
-        while self.busy:
-            self.step()
-            outputs |= self._texts
-        return outputs
 
     def _rows(self, found: list[tuple[str, list[int]]]) -> list[tuple[str, list[int]]]:
         """Return the results of an iteration, in the order of the engine's rows."""
@@ -190,11 +185,10 @@ class Forking(StandIn):
 def use_for_commands(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let ``--engine vllm`` of the commands start a `StandIn`, measured over `GRID`."""
     from commands.engine import profile
-    from profiler.engines import engine
+    from profiler.engines.vllm import engine
 
     Clock.use(monkeypatch)
     monkeypatch.setattr(engine, "Engine", StandIn)
-    monkeypatch.setattr(profile, "Engine", StandIn)
     monkeypatch.setattr(profile, "Grid", lambda: GRID)
 
 

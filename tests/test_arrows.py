@@ -93,3 +93,13 @@ def test_rooms_beside_each_other_form_no_circle() -> None:
                     edges[here].add(there)
     assert len(edges) > 20
     TopologicalSorter(edges).prepare()  # raises CycleError, which names the circle
+
+
+def test_what_engines_share_names_none() -> None:
+    """An engine's own folder alone knows it, so that another engine is one new folder."""
+    engines = ROOT / "profiler" / "engines"
+    names = [path.parent.name for path in engines.glob("*/__init__.py")]
+    assert names
+    for path in engines.glob("*.py"):
+        text = path.read_text(encoding="utf-8").lower()
+        assert not [name for name in names if name in text], path

@@ -111,7 +111,7 @@ def test_latencies_measured_between_the_real_runs_predict_and_are_kept(
     run: Run, small_run: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # A sweep takes seconds, and that there is one is all that matters here.
-    monkeypatch.setattr("commands.validate.remeasure.SWEEPS", 1)
+    monkeypatch.setattr("commands.validate.flow.SWEEPS", 1)
     arms = ("--policy", "fixed:gamma=2", "--policy", "gammatune")
     ran = run(
         "validate", "--run", small_run, *arms, "--repeats", 2, "--no-assisted", "--remeasure",

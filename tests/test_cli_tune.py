@@ -290,7 +290,7 @@ def test_only_the_engine_that_was_measured_is_tried(
 def test_without_the_engine_nothing_is_searched(
     run: Run, recorded: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("commands.engine.trial.find_spec", lambda name: None)
+    monkeypatch.setattr("profiler.engines.vllm.find_spec", lambda name: None)
     measured = LatencyTable(batched().cells, {"kind": "engine", "engine": {"longest": 4}})
     write_latency(measured, recorded.folder / "latency.parquet")
     ran = run("tune", "--trace", recorded.folder, "--engine", "vllm", "--try")

@@ -12,7 +12,7 @@ from rich.table import Table
 from commands import breakeven, curve, sweep, tune
 from commands.common.columns import COLUMNS, meaning
 from commands.common.printed import OFF_TERMINAL, heading
-from commands.engine import baseline, check, http, trial
+from commands.engine import apart, check, http, trial
 from commands.validate import recorded
 from policies.registry import POLICIES
 from simulator.validation import VALIDATE_COLUMNS
@@ -78,7 +78,7 @@ def test_every_printed_column_is_in_the_glossary(name: str, headings: list[str],
 def test_columns_of_commands_that_need_an_engine_are_in_the_glossary() -> None:
     named = {
         *breakeven.SHOWN, *curve.SHOWN, *tune.SHOWN, *tune.CARRIED, *tune.CHECKED, *check.SHOWN,
-        *http.SHOWN, *trial.TRIED, *baseline.SHOWN, *recorded.SHOWN, *sweep.SHOWN, *sweep.RUNGS,
+        *http.SHOWN, *trial.TRIED, *apart.SHOWN, *recorded.SHOWN, *sweep.SHOWN, *sweep.RUNGS,
         *sweep.SEARCHED, *VALIDATE_COLUMNS,
     }  # fmt: skip
     bounds = {n for n in named if n.removesuffix("_lo").removesuffix("_hi") in named - {n}}

@@ -72,7 +72,7 @@ def test_a_demo_ends_with_the_path_of_its_page(
         return spot_check(folder, ["fixed:gamma=2"], assisted=False, **given)
 
     monkeypatch.setattr("commands.demo.spot_check", checked)
-    monkeypatch.setattr("commands.validate.remeasure.SWEEPS", 1)
+    monkeypatch.setattr("commands.validate.flow.SWEEPS", 1)
     folder = tmp_path / "run"
     with few_cells():
         ran = run("demo", "--out", folder, *SMALL, "--repeats", 1, "--json", "-")

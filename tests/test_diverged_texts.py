@@ -13,10 +13,10 @@ pytest.importorskip("torch")
 import pandas as pd
 import torch
 
-from commands.validate.texts import Texts
 from policies import parse_policy
 from profiler.checks import spot_check as interleaved
 from profiler.checks.differences import (
+    Texts,
     before,
     comparable,
     divergence,

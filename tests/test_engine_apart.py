@@ -8,18 +8,18 @@ from typing import Any
 import numpy as np
 import pytest
 
-from commands.engine import baseline
-from commands.engine.baseline import Loads, chances, drawn_trace, synthetic_rows, with_defaults
+from commands.engine.apart import chances, say_defaults
 from commands.engine.check import engine_options
-from commands.engine.profile import engine_settings
-from profiler.engines.apart import Apart, Speed, arguments, timed
-from profiler.engines.loads import Job
-from profiler.engines.server.process import arguments as of_server
-from profiler.engines.start import EngineOptions
-from simulator.serving import ClosedLoop
+from profiler.engines import vllm
+from profiler.engines.engine import EngineOptions
+from profiler.engines.vllm.apart import arguments, timed
+from profiler.engines.vllm.server import arguments as of_server
+from simulator.engines import drawn_trace, scenarios_of, synthetic_rows, with_defaults
+from simulator.serving import ClosedLoop, Limits
 from tests.conftest import Run
 from traces.errors import DraftsimError
 from traces.latency.table import LatencyTable
+from traces.store.engine_runs import Apart, Job, Speed
 from traces.store.recordings import find_latency, find_trace
 
 
@@ -92,8 +92,8 @@ def test_synthetic_acceptance_is_asked_of_the_engines_own_drafter() -> None:
 
 
 def test_settings_of_a_profile_are_kept_and_used_again() -> None:
-    assert engine_settings(False, False, False) == {}
-    chosen = engine_settings(True, True, True)
+    assert vllm.settings(False, False, False) == {}
+    chosen = vllm.settings(True, True, True)
     expected = {
         "async_scheduling": True, "enforce_eager": False, "enable_prefix_caching": True,
     }  # fmt: skip
@@ -102,10 +102,10 @@ def test_settings_of_a_profile_are_kept_and_used_again() -> None:
     assert {"--async-scheduling", "--no-enforce-eager", "--enable-prefix-caching"} <= set(flags)
     table = find_latency("smollm2-vllm-eagle3-cpu")
     trace = find_trace("smollm2-vllm-eagle3-cpu")
-    assert dict(engine_options(table, trace).more) == {}
+    assert dict(engine_options(table, trace, vllm).more) == {}
     engine = {**table.meta["engine"], "async_scheduling": True, "eager": False}
     again = LatencyTable(table.cells, {**table.meta, "engine": engine})
-    assert dict(engine_options(again, trace).more) == {
+    assert dict(engine_options(again, trace, vllm).more) == {
         "async_scheduling": True, "enforce_eager": False,
     }  # fmt: skip
 
@@ -118,21 +118,21 @@ def test_both_speedups_are_told(capsys: pytest.CaptureFixture[str]) -> None:
     apart = Apart({"closed:4": Speed(1200, 10.0)}, {"async_scheduling": True})
     found = with_defaults(rows, apart)
     assert found[1]["speedup_defaults"] == pytest.approx(1.5)
-    baseline.say_defaults(found, apart)
+    say_defaults(found, apart)
     said = capsys.readouterr().err
     assert "1.80x the same engine" in said
     assert "1.50x the engine with its defaults" in said
 
 
-def test_synthetic_acceptance_is_predicted(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_synthetic_acceptance_is_predicted() -> None:
     table, trace = find_latency("smollm2-vllm-eagle3-cpu"), find_trace("smollm2-vllm-eagle3-cpu")
     rates = chances("0.7,0.4")
     drafted = drawn_trace(trace, table, rates)
     drafts = np.asarray(drafted.columns["accepted"])[drafted.on_path]
     assert (drafts >= 1).mean() == pytest.approx(0.7, abs=0.03)
-    loads = Loads(engine_options(table, trace), trace, {"closed:2": ClosedLoop(2)}, 8, 1, 0)
-    monkeypatch.setattr(Loads, "run", lambda *_: Apart({"closed:2": Speed(1000, 10.0)}, {}))
-    [row] = synthetic_rows(table, loads, rates)
+    scenarios = scenarios_of({"closed:2": ClosedLoop(2)}, Limits.of_engine(table), 8, 0, True)
+    apart = Apart({"closed:2": Speed(1000, 10.0)}, {})
+    [row] = synthetic_rows(table, trace, scenarios, apart, rates)
     assert row["policy"] == "synthetic K=2"
     assert row["throughput_predicted"] > 0
     assert row["error"] == pytest.approx(row["throughput_predicted"] / 100 - 1)

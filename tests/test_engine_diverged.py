@@ -12,19 +12,18 @@ import pytest
 pytest.importorskip("torch")
 
 from commands.common.quiet import say_texts
-from commands.engine.compare import compare_loads
-from commands.engine.loads import named_loads
-from commands.engine.rounds import before, first_divergence
+from commands.engine.check import compare_loads
+from commands.engine.options import named_loads
 from policies import DraftPolicy, DraftToken, Load, Round, parse_serving_policy
-from profiler.engines import engine
-from profiler.engines.loads import LoadRun
 from profiler.engines.measure import EngineTable
-from profiler.engines.watch import Decoded, Prompt, Step
+from profiler.engines.vllm import engine
+from simulator.engines import before, first_divergence
 from tests.serving import arrival_file
 from tests.stand_in_engine import GRID, OPTIONS, Clock, Forking, Reordering, StandIn
 from tests.test_engine_resumed import Checked, check, folder
 from traces import read_trace, synthetic_trace
 from traces.latency.table import LatencyTable
+from traces.store.engine_runs import Decoded, LoadRun, Prompt, Step
 
 __all__ = ["check", "folder"]  # fixtures
 

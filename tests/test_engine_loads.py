@@ -9,14 +9,14 @@ from typing import Any
 import numpy as np
 import pytest
 
-from commands.engine.loads import named_loads
+from commands.engine.options import named_loads
 from profiler.engines import loads
-from profiler.engines.loads import Job, Load
-from profiler.engines.watch import Step
+from profiler.engines.loads import Load
 from simulator.serving import ArrivalTimes, ClosedLoop, Poisson
 from tests.conftest import Run
 from tests.serving import SMALL, arrival_file
 from traces.errors import FileError
+from traces.store.engine_runs import Demand, Job, Step
 
 
 def test_loads_are_named_after_their_options(tmp_path: Path) -> None:
@@ -99,7 +99,7 @@ def test_the_control_load_runs_all_along_and_takes_none_of_the_requests_time(
     monkeypatch.setattr(loads, "time", SimpleNamespace(perf_counter=lambda: engine.now))
     jobs = [Job(i, 0.0, 20) for i in range(4)]
     setup: Any = None
-    load = Load(engine, setup, jobs, {i: [1] for i in range(4)}, concurrency, engine)
+    load = Load(engine, setup, Demand(jobs, concurrency), {i: [1] for i in range(4)}, engine)
     load.go_on()
     run = load.result()
     iterations = 40 if concurrency else 20

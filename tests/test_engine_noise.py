@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from scipy.stats import halfnorm
 
-from commands.engine.compare import MOST, slower_by, with_profile_errors, with_speedups
+from simulator.engines import MOST, slower_by, with_profile_errors, with_speedups
 from simulator.noise import expected_median, noise_said, scatter
 
 OFF = "autoregressive"

@@ -14,13 +14,11 @@ import pytest
 from policies import Round, parse_policy
 from policies.batch.tables import BatchTable
 from policies.together import Policy
-from profiler.engines.bench import Sample
+from profiler.engines.bench import Cell, Grid, Sample
 from profiler.engines.drafts import EngineDrafts, Forced
-from profiler.engines.engine import PARTS
 from profiler.engines.measure import cells_of
-from profiler.engines.own_drafter import OwnDrafter, check_speculative, register
-from profiler.engines.plan import Cell, Grid
-from profiler.engines.setup import ENGINE, VARIABLE, Setup, asks_for_engine, setup_from
+from profiler.engines.session import ENGINE, VARIABLE, Setup, asks_for_engine, setup_from
+from profiler.engines.vllm.proposer import OwnDrafter, check_speculative, register
 from simulator.serving import ClosedLoop, Scenario, simulate
 from simulator.serving.cost.iteration import IterationCost
 from tests.compiled import ALONG, PLAIN
@@ -28,6 +26,7 @@ from tests.pretend_vllm import PretendRunner
 from tests.test_engine_proposer import LONGEST, PROMPTS, TEXTS, TRACE, VOCABULARY, rounds
 from traces import LatencyTable, replay
 from traces.errors import DraftsimError
+from traces.store.engine_runs import PARTS
 
 WRONG = VOCABULARY - 1
 """No text holds it."""

@@ -17,8 +17,8 @@ from policies.lengths.rate_optimal import RateOptimal
 from policies.registry import parse_serving_policy
 from policies.together import Policy
 from profiler.engines.drafts import Asked, Forced, LookedUp
-from profiler.engines.proposer import Proposer
-from profiler.engines.setup import FORCED, VARIABLE, Setup, policy_from, setup_from
+from profiler.engines.session import FORCED, VARIABLE, Setup, policy_from, setup_from
+from profiler.engines.vllm.proposer import Proposer
 from simulator.serving.run import lookahead_of
 from tests.own_policy import StopWhenUnsure, Told
 from tests.pretend_vllm import PretendRunner, config

@@ -15,13 +15,14 @@ import pytest
 
 pytest.importorskip("torch")
 
-from commands.engine import turns
 from profiler.checks.unfinished import DONE, PLACE
-from profiler.engines import bench, engine, loads
+from profiler.engines import bench, loads
+from profiler.engines.vllm import engine
 from profiler.recording.checkpoint import Checkpoint
 from tests.conftest import Ran, Run
 from tests.stand_in_engine import Clock, StandIn, write_measured_engine
 from traces import read_latency, synthetic_trace, write_trace
+from traces.store.engine_runs import LoadRun
 
 LOADS, ARMS = 2, 2
 PAIR = LOADS * ARMS
@@ -51,7 +52,7 @@ def ran(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     found: list[str] = []
     result = loads.Load.result
 
-    def noted(load: loads.Load) -> loads.LoadRun:
+    def noted(load: loads.Load) -> LoadRun:
         found.append("x")
         return result(load)
 
@@ -262,7 +263,7 @@ def test_fewer_repeats_take_no_sweeps_of_others(
     folder: Path, tmp_path: Path, check: Checked, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     other = Path(shutil.copytree(folder, tmp_path / "other"))
-    monkeypatch.setattr(turns, "SWEEPS", 1)
+    monkeypatch.setattr(loads, "SWEEPS", 1)
     expected = check(other, 1, "--remeasure")
     with monkeypatch.context() as patch:
         stop_after(2 * PAIR, patch)

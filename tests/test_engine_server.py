@@ -10,27 +10,25 @@ from typing import Any
 
 import pytest
 
-from commands.engine.compare import priced_s
-from commands.engine.http import at_speed, control_sizes, speed_of
-from commands.engine.loads import named_loads
+from commands.engine.options import named_loads
 from policies import parse_policy
 from policies.core import Round
-from profiler.engines import setup
-from profiler.engines.drafts import Asked, Forced, caller_name
-from profiler.engines.proposer import Proposer
-from profiler.engines.server.client import Answer
-from profiler.engines.server.lines import Lines
-from profiler.engines.server.log import LogReader
-from profiler.engines.server.record import Recorder
-from profiler.engines.server.share import ServedRun, added, served_run, with_server
-from profiler.engines.watch import Decoded, Prompt, Step
+from profiler.engines import session
+from profiler.engines.drafts import Asked, Forced
+from profiler.engines.notes import Lines, LogReader
+from profiler.engines.served import Answer, served_run
+from profiler.engines.vllm.proposer import Proposer
+from profiler.engines.vllm.watch import Recorder, caller_name
+from simulator.engines import priced_s
 from simulator.host import HostCost
+from simulator.served import added, control_sizes, slowdown_of, slowed, with_server
 from simulator.serving.cost.iteration import IterationCost
 from tests.pretend_vllm import PretendRunner, config
 from tests.serving import GRID
 from traces import replay, synthetic_trace
 from traces.errors import DraftsimError, FileError
 from traces.latency.table import LatencyTable
+from traces.store.engine_runs import Decoded, Prompt, ServedRun, Step
 
 TRACE = synthetic_trace(0.7, requests=5, tokens=20, concentration=5.0, prompt_length=9, seed=2)
 TEXTS = {i: [(7 * i + 3 * k) % 97 for k in range(20)] for i in range(5)}
@@ -146,11 +144,11 @@ def test_an_engine_slower_than_its_table_is_priced_as_its_control_loops_ran() ->
     controls = {1: [control_of(table, 1, 1.3, 1.2, [0.0])],
                 8: [control_of(table, 8, 1.1, 1.2, [0.0, 2e-3, 4e-3, 6e-3, 8e-3, 9e-3, 0.011,
                                                     0.014])]}  # fmt: skip
-    speed = speed_of(controls, table)
+    speed = slowdown_of(controls, table)
     assert speed.decoding == pytest.approx({1: 1.3, 8: 1.1})
     assert speed.prompts == pytest.approx(1.2)
     assert speed.at(16) == pytest.approx(1.1)
-    now = at_speed(table, speed)
+    now = slowed(table, speed)
     cost, before = IterationCost(now), IterationCost(table)
     for size, slower in ((1, 1.3), (8, 1.1)):
         decoding = controls[size][0].load.steps[0]
@@ -165,7 +163,7 @@ def test_an_engine_slower_than_its_table_is_priced_as_its_control_loops_ran() ->
     assert served.seconds("server", "iteration", **around) == pytest.approx(2e-3)
     assert served.seconds("server", "apart", **around) == pytest.approx(2e-3)
     assert HostCost(served, reads=False).apart_s(1) == 0
-    again = at_speed(served, speed)
+    again = slowed(served, speed)
     assert again.seconds("server", "iteration", **around) == pytest.approx(2e-3)
 
 
@@ -227,11 +225,11 @@ def test_forced_drafts_travel_in_files_and_a_changed_file_changes_the_policy(
 ) -> None:
     place = Forced(TRACE, TEXTS, 97).write(tmp_path)
     given = tmp_path / "setup.json"
-    monkeypatch.setenv(setup.VARIABLE, str(given))
+    monkeypatch.setenv(session.VARIABLE, str(given))
     proposer = Proposer(config(4))
     for text in ("fixed:gamma=3", "gammatune", "autoregressive"):
         given.with_suffix(".new").write_text(
-            json.dumps({"policy": text, "source": f"{setup.FORCED}{place}"})
+            json.dumps({"policy": text, "source": f"{session.FORCED}{place}"})
         )
         given.with_suffix(".new").replace(given)
         runner = PretendRunner(proposer, TEXTS, PROMPTS)
@@ -246,9 +244,9 @@ def test_forced_drafts_travel_in_files_and_a_changed_file_changes_the_policy(
 def test_forced_drafts_that_cannot_be_read_are_refused(tmp_path: Path) -> None:
     with pytest.raises(FileError, match="no such file"):
         Forced.read(tmp_path / "forced.json")
-    given = json.dumps({"policy": "fixed", "source": f"{setup.FORCED}{tmp_path / 'none.json'}"})
+    given = json.dumps({"policy": "fixed", "source": f"{session.FORCED}{tmp_path / 'none.json'}"})
     with pytest.raises(DraftsimError, match="no such file"):
-        setup.setup_from({setup.VARIABLE: given}, longest=4)
+        session.setup_from({session.VARIABLE: given}, longest=4)
     path = Forced(TRACE, TEXTS, 97).write(tmp_path)
     source = Forced.read(path)
     drafts = source.open(Asked("2/5", [1], 20), TEXTS[2][:1])

@@ -7,14 +7,18 @@ import os
 import signal
 import sys
 import time
+from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
-from profiler.engines.server import process
-from profiler.engines.server.process import Server, arguments
-from profiler.engines.start import EngineOptions
-from tests.conftest import Run
+from profiler.engines import vllm
+from profiler.engines.engine import EngineOptions
+from profiler.engines.vllm import server as process
+from profiler.engines.vllm.engine import speculative_of
+from profiler.engines.vllm.server import Server, arguments
+from tests.conftest import ROOT, Run
 from traces.errors import DraftsimError
 
 OPTIONS = EngineOptions("somewhere", longest=4, max_batch=2, max_model_len=64)
@@ -29,14 +33,14 @@ def test_the_server_is_started_as_the_engine_is() -> None:
         assert given[given.index(flag) + 1] == value
     assert {"--enforce-eager", "--no-enable-prefix-caching", "--no-async-scheduling"} <= {*given}
     drafting = json.loads(given[given.index("--speculative-config") + 1])
-    assert drafting == OPTIONS.speculative
+    assert drafting == speculative_of(OPTIONS)
 
 
 def pretend_server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, script: str) -> Server:
     """A server whose process runs `script` instead, which may use the port PORT."""
     room = tmp_path / "room"
     room.mkdir()
-    monkeypatch.setattr(process, "check_server", lambda: None)
+    monkeypatch.setattr(process, "check_installed", lambda server: None)
     server = Server(OPTIONS, room)
     code = tmp_path / "script.py"
     code.write_text(script)
@@ -126,10 +130,21 @@ def test_http_needs_an_engine(run: Run, tmp_path: Path) -> None:
 
 
 def test_a_server_needs_vllm_and_our_plugin(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(process, "find_spec", lambda name: None)
+    monkeypatch.setattr(vllm, "find_spec", lambda name: None)
     with pytest.raises(DraftsimError, match="vLLM is not installed here"):
-        process.check_server()
-    monkeypatch.setattr(process, "find_spec", lambda name: object())
-    monkeypatch.setattr(process, "entry_points", lambda group: [])
+        vllm.check_installed(server=True)
+    monkeypatch.setattr(vllm, "find_spec", lambda name: object())
+    monkeypatch.setattr(vllm, "entry_points", lambda group: [])
     with pytest.raises(DraftsimError, match="does not load draftsim's plugin"):
-        process.check_server()
+        vllm.check_installed(server=True)
+
+
+def test_an_earlier_installation_s_plugin_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(vllm, "find_spec", lambda name: object())
+    monkeypatch.delenv("VLLM_PLUGINS", raising=False)
+    for value, refused in ((vllm.PLUGIN, False), ("profiler.engines.own_drafter:register", True)):
+        found = [SimpleNamespace(name="draftsim", value=value)]
+        monkeypatch.setattr(vllm, "entry_points", lambda group, found=found: found)
+        with pytest.raises(DraftsimError, match="make vllm") if refused else nullcontext():
+            vllm.check_installed(server=True)
+    assert f'draftsim = "{vllm.PLUGIN}"' in (ROOT / "pyproject.toml").read_text()

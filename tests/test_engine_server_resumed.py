@@ -13,17 +13,18 @@ import pytest
 
 pytest.importorskip("torch")
 
+from profiler.engines import served as clients
+from profiler.engines import vllm
 from profiler.engines.drafts import Forced
 from profiler.engines.loads import Load
-from profiler.engines.server import loads as clients
-from profiler.engines.server import process
-from profiler.engines.server.loads import CONTROL, Clients
-from profiler.engines.server.share import ServedRun
-from profiler.engines.setup import FORCED, Setup, policy_from
+from profiler.engines.served import CONTROL, Clients
+from profiler.engines.session import FORCED, Setup, policy_from
 from profiler.engines.texts import own_texts
+from profiler.engines.vllm import server as process
 from tests.stand_in_engine import TICK_S, Control, StandIn
 from tests.test_engine_resumed import LOADS, PAIR, Checked, check, folder, stop_after
 from traces import Trace
+from traces.store.engine_runs import Demand, ServedRun
 
 __all__ = ["check", "folder"]  # fixtures
 
@@ -41,21 +42,20 @@ class StandInClients(Clients):
     def decide(self, policy: str) -> None:
         self.policy = policy
 
-    def _sent(self, jobs: Any, concurrency: Any) -> Any:
-        del concurrency
+    def _sent(self, demand: Demand) -> Any:
         texts = own_texts(
-            self.engine, self.trace, {j.sequence: self.prompts[j.sequence] for j in jobs}
+            self.engine, self.trace, {j.sequence: self.prompts[j.sequence] for j in demand.jobs}
         )
         return [SimpleNamespace(sequence=i, tokens=text) for i, text in texts.items()], None
 
-    def run(self, jobs: Any, concurrency: int | None) -> ServedRun:
-        self.loads.append((self.policy, len(jobs)))
+    def run(self, demand: Demand) -> ServedRun:
+        self.loads.append((self.policy, len(demand.jobs)))
         forced = Forced.read(Path(self._drafts.removeprefix(FORCED)))
         setup, control = Setup(policy_from(self.policy), forced), Control()
-        load = Load(self.engine, setup, jobs, self.prompts, concurrency, control)  # type: ignore[arg-type]
+        load = Load(self.engine, setup, demand, self.prompts, control)  # type: ignore[arg-type]
         load.go_on()
         ran = load.result()
-        added = [TICK_S * i for i in range(len(jobs))]
+        added = [TICK_S * i for i in range(len(demand.jobs))]
         return ServedRun(ran, added, [2 * TICK_S] * len(ran.steps), added)
 
 
@@ -68,7 +68,7 @@ def sent(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int]]:
         yield SimpleNamespace(options=options, folder=folder)
 
     monkeypatch.setattr(process, "Server", server)
-    monkeypatch.setattr(process, "check_server", lambda: None)
+    monkeypatch.setattr(vllm, "check_installed", lambda server: None)
     monkeypatch.setattr(clients, "Clients", StandInClients)
     StandInClients.loads.clear()
     return StandInClients.loads

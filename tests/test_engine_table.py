@@ -14,16 +14,15 @@ import torch
 from commands.engine.check import engine_options, grid_of
 from commands.engine.profile import say_slow_dtype
 from policies import parse_policy
-from profiler.engines import measure
-from profiler.engines.bench import Sample
-from profiler.engines.engine import PARTS
+from profiler.engines import measure, vllm
+from profiler.engines.bench import Cell, Grid, Sample
+from profiler.engines.engine import EngineOptions
 from profiler.engines.measure import cells_of, follows, held_out_errors, host_parts, quiet
-from profiler.engines.plan import Cell, Grid
-from profiler.engines.start import EngineOptions
 from simulator.serving import ClosedLoop
 from tests.conftest import Run
 from tests.serving import SMALL
 from traces import LatencyTable, write_latency
+from traces.store.engine_runs import PARTS
 
 GRID = Grid((1, 4), (1, 5), (64, 256), ((1, 16), (1, 64)), (1, 3), (1, 5), (16, 64), 1, 3)
 
@@ -180,7 +179,7 @@ def test_a_table_between_the_arms_has_the_batches_that_so_few_requests_make() ->
                    "method": "custom_class"},
         "target": "m", "dtype": "float32", "threads": 1,
     })  # fmt: skip
-    options = engine_options(latency, SMALL)
+    options = engine_options(latency, SMALL, vllm)
     loads = {f"closed:{n}": ClosedLoop(n) for n in (4, 16)}
     grid = grid_of(options, SMALL, {"a": parse_policy("fixed:gamma=3")}, loads, 12)
     assert list(grid.batches) == [1, 2, 4, 8, 12]

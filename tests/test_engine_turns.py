@@ -9,19 +9,16 @@ import pytest
 
 pytest.importorskip("torch")
 
-from commands.engine import turns
-from commands.engine.loads import in_turn
-from commands.engine.turns import run_loads, together
 from policies import parse_policy
 from profiler.engines import bench, loads
 from profiler.engines.drafts import Forced
-from profiler.engines.loads import Job, Load, interleave
+from profiler.engines.loads import Load, in_turn, interleave, run_loads, together
 from profiler.engines.measure import BetweenTable
-from profiler.engines.setup import Setup
+from profiler.engines.session import Setup
 from profiler.engines.texts import own_texts, prompts_of
-from simulator.serving import ClosedLoop, Limits, Scenario
 from tests.stand_in_engine import GRID, OPTIONS, TICK_S, Clock, Control, StandIn
 from traces import synthetic_trace
+from traces.store.engine_runs import Demand, Job, LoadRun
 
 TRACE = synthetic_trace(0.7, requests=5, tokens=60, prompt_length=12, seed=3)
 JOBS = [Job(i, 0.25 * i, r.tokens) for i, r in enumerate(TRACE.requests)]
@@ -39,12 +36,14 @@ def loads_of(engine: Any, concurrency: int | None, tenants: list[Any]) -> dict[s
     prompts = prompts_of(TRACE, engine.vocabulary)
     forced = Forced(TRACE, own_texts(engine, TRACE, prompts), engine.vocabulary)
     return {
-        text: Load(engine, Setup(policy, forced), JOBS, prompts, concurrency, Control(), tenant)  # type: ignore[arg-type]
+        text: Load(
+            engine, Setup(policy, forced), Demand(JOBS, concurrency), prompts, Control(), tenant
+        )  # type: ignore[arg-type]
         for (text, policy), tenant in zip(ARMS.items(), tenants, strict=True)
     }
 
 
-def side_by_side(engine: Any, *sizes: int | None) -> dict[tuple[int | None, str], loads.LoadRun]:
+def side_by_side(engine: Any, *sizes: int | None) -> dict[tuple[int | None, str], LoadRun]:
     """By concurrency and arm."""
     with engine.tenants([100] * len(ARMS) * len(sizes)) as tenants:
         free = iter(tenants)
@@ -132,7 +131,6 @@ def test_cells_are_measured_all_along(engine: Any, monkeypatch: pytest.MonkeyPat
     """Between the turns too, by the engine's own scheduler."""
     prompts = prompts_of(TRACE, engine.vocabulary)
     forced = Forced(TRACE, own_texts(engine, TRACE, prompts), engine.vocabulary)
-    scenario = Scenario(ClosedLoop(1), Limits(), len(JOBS))
     between = BetweenTable(engine, GRID)
     took: list[tuple[float, bool]] = []
     block, advance = bench.Bench.block, between.advance
@@ -146,10 +144,10 @@ def test_cells_are_measured_all_along(engine: Any, monkeypatch: pytest.MonkeyPat
         return found
 
     monkeypatch.setattr(bench.Bench, "block", noted)
-    run_loads(engine, ARMS, {"closed:1": scenario}, {"closed:1": JOBS}, prompts, forced, 1, between)
-    assert between.done == turns.SWEEPS * len(GRID.blocks()) == len(took)
+    run_loads(engine, ARMS, {"closed:1": Demand(JOBS, 1)}, prompts, forced, 1, between)
+    assert between.done == loads.SWEEPS * len(GRID.blocks()) == len(took)
     assert all(own for _, own in took)
-    assert sum(at < turns.SWEEPS for at, _ in took) > len(took) // 2
+    assert sum(at < loads.SWEEPS for at, _ in took) > len(took) // 2
 
 
 def test_a_table_of_the_runs_own_time_leaves_out_no_sample(engine: Any) -> None:
@@ -165,12 +163,11 @@ def test_a_table_of_the_runs_own_time_leaves_out_no_sample(engine: Any) -> None:
 
 
 def test_what_has_no_room_in_the_cache_runs_alone(
-    engine: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    engine: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     prompts = prompts_of(TRACE, engine.vocabulary)
     forced = Forced(TRACE, own_texts(engine, TRACE, prompts), engine.vocabulary)
-    scenarios = {f"closed:{n}": Scenario(ClosedLoop(n), Limits(), len(JOBS)) for n in (1, 2)}
-    jobs = dict.fromkeys(scenarios, JOBS)
+    demands = {f"closed:{n}": Demand(JOBS, n) for n in (1, 2)}
     made, tenants = [], engine.tenants
 
     def noted(blocks: Sequence[int]) -> Any:
@@ -180,8 +177,9 @@ def test_what_has_no_room_in_the_cache_runs_alone(
     monkeypatch.setattr(engine, "tenants", noted)
 
     def said() -> str:
-        run_loads(engine, ARMS, scenarios, jobs, prompts, forced, 1)
-        return " ".join(capsys.readouterr().err.split())
+        notes: list[str] = []
+        run_loads(engine, ARMS, demands, prompts, forced, 1, say=notes.append)
+        return " ".join(notes)
 
     # A request of 12 and 60 tokens, a draft of 4 and what is sampled: 5 blocks, one begun.
     assert "not all" not in said()

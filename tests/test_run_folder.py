@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from commands.validate import spot_check
+from commands.validate import flow, spot_check
 from profiler.prompts import read_prompts
 from profiler.recording.run import LOCK, NAME, RunInfo, claimed, only_writer, read_run
 from tests.conftest import ROOT, SMALL_PROFILE, Run
@@ -90,6 +90,7 @@ def test_validate_leaves_out_what_was_not_recorded_and_says_so(
     _with_trace(folder, Trace(short, trace.requests, 2, trace.meta))
     notes: list[str] = []
     monkeypatch.setattr(spot_check, "note", notes.append)
+    monkeypatch.setattr(flow, "note", notes.append)
     monkeypatch.setattr(spot_check, "ARMS", ("fixed:gamma=2", "fixed:gamma=4"))
     ran = run("validate", "--run", folder, "--repeats", 1, "--limit", 1, "--json", "-")
     assert {row["policy"] for row in ran.rows} >= {"autoregressive", "fixed:gamma=2"}

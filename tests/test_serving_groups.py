@@ -148,7 +148,8 @@ def test_batches_really_decoded_are_compared_request_by_request(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pytest.importorskip("torch")
-    from commands.validate.batched import batch_check
+    from commands.validate.batched import BatchRuns
+    from commands.validate.flow import Given
     from profiler.recording.run import RunInfo, write_run
     from tests.bundled import pair, record
     from traces.store.files import write_latency, write_trace
@@ -160,7 +161,7 @@ def test_batches_really_decoded_are_compared_request_by_request(
     write_run(RunInfo("bundled", "bundled"), tmp_path)
     monkeypatch.setattr(RunInfo, "load", lambda self: pair())
     names = ["fixed:gamma=3", "svip", "confidence-freeze", "batch-table"]
-    rows = batch_check(tmp_path, names, "1,3", repeats=1)
+    rows = BatchRuns(Given(tmp_path, names, repeats=1), "1,3").rows()
     assert rows[["batch", "policy"]].apply(tuple, axis=1).tolist() == [
         (b, p) for b in (1, 3) for p in ("autoregressive", *names)
     ]
@@ -171,4 +172,4 @@ def test_batches_really_decoded_are_compared_request_by_request(
     kept = read_measured(tmp_path / "measured_batches.parquet").times
     assert set(kept["batch"]) == {1, 3}
     with pytest.raises(DraftsimError, match="beyond the largest batch measured, 4"):
-        batch_check(tmp_path, names, "8")
+        BatchRuns(Given(tmp_path, names), "8")

@@ -195,6 +195,21 @@ def test_a_stopped_check_goes_on_with_the_same_command(
     assert not list(folder.glob(".*"))
 
 
+def test_a_stopped_check_of_batches_goes_on(
+    folder: Path, run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    policies = ("--policy", "fixed:gamma=2", "--policy", "confidence-freeze:gamma=4")
+    options = ("--batch", 1, *policies, "--repeats", 2, "--json", "-")
+    place = stopped(folder, run, options, monkeypatch)
+    ran = run("validate", "--run", folder, *options)
+    assert f"goes on with 9 of 12 runs done: remove {place} to start again" in said(ran)
+    assert [row["rounds_differ"] for row in ran.rows] == [0, 0, 0]
+    times = read_measured(folder / "measured_batches.parquet").times
+    assert len(times) == 12
+    assert not times.duplicated(["policy", "batch", "repeat", "request"]).any()
+    assert not list(folder.glob(".*"))
+
+
 def test_another_check_begins_anew_and_leaves_the_unfinished_one(
     folder: Path, run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -247,8 +262,8 @@ def test_runs_of_another_version_are_another_check(
 def test_sweeps_between_the_runs_are_kept_with_them(
     more: tuple[str, ...], folder: Path, run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("commands.validate.remeasure.SWEEPS", 2)
-    monkeypatch.setattr("commands.validate.remeasure.FEWEST", 2)
+    monkeypatch.setattr("commands.validate.flow.SWEEPS", 2)
+    monkeypatch.setattr("commands.validate.flow.FEWEST", 2)
     options = (
         "--policy", "fixed:gamma=2", *more, "--repeats", 2, "--no-assisted", "--remeasure",
     )  # fmt: skip

@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from commands.engine.turns import SWEEPS
 from policies import parse_policy
+from profiler.engines.loads import SWEEPS
 from tests.conftest import ROOT
 from tests.engine_lookups import NGRAMS, SUFFIXES, ngram_texts, suffix_texts
 from tests.engine_runs import BATCH, BY_BATCH, LONGEST, OWN, TRACE, names, policy

@@ -73,7 +73,7 @@ NAMED = 3
 
 def say_texts(rows: Sequence[Mapping[Any, Any]]) -> None:
     """Say which texts diverged, what is not compared, and whether rounding can have done it."""
-    from profiler.checks.differences import Divergence
+    from traces.store.outputs import Divergence
 
     found = [
         (Divergence(**{k: one[k] for k in Divergence._fields}), _policy(row))

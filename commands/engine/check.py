@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import itertools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -11,22 +13,28 @@ import numpy as np
 
 from commands.common.drafted import load_recording
 from commands.common.output import note
-from commands.engine.baseline import Loads, chances, say_defaults, synthetic_rows, with_defaults
-from commands.engine.compare import compare_loads
-from commands.engine.profile import check_engine
-from commands.engine.rounds import check_key
+from commands.common.progress import progress_bar, working
+from commands.common.quiet import say_texts
+from commands.engine.apart import chances, run_apart, say_defaults
+from commands.engine.options import named_loads
 from traces.acceptance.trace import Trace
 from traces.errors import DraftsimError
 from traces.store.files import CHECKED, read_latency, write_latency
 
 if TYPE_CHECKING:
     from commands.engine.options import CheckedEngine
-    from profiler.engines.plan import Grid
-    from profiler.engines.start import EngineOptions
+    from profiler.engines.bench import Grid
+    from profiler.engines.engine import Engine, EngineKind, EngineOptions
+    from profiler.engines.measure import BetweenTable
+    from profiler.recording.checkpoint import Checkpoint
     from simulator.serving.arrivals import Arrivals
+    from simulator.serving.scenario import Scenario
     from traces.latency.table import LatencyTable
+    from traces.store.engine_runs import Demand
 
 OFF = "autoregressive"
+PARTS = 100
+"""Parts of what runs side by side, of which it is said how many are done."""
 ENGINE_ARMS = ("fixed:gamma=2", "fixed:gamma=4", "gammatune")
 """Policies run where none is named, with no speculation and those predicted fastest."""
 SHOWN = (
@@ -39,12 +47,12 @@ SHOWN = (
 
 def engine_check(
     served: CheckedEngine, run: Path, source: str | None, policies: Sequence[str] | None,
-    loads: Mapping[str, Arrivals], repeats: int, limit: int | None, remeasure: bool = False,
+    repeats: int, limit: int | None, remeasure: bool = False,
 ) -> list[dict[str, Any]]:  # fmt: skip
-    """Rows of `validate --engine`, one per load and policy.
+    """Return the rows of `validate --engine`, one per load and policy.
 
-    With ``defaults`` an engine with vLLM's own settings serves the loads too; with ``synthetic``
-    nothing but vLLM's synthetic acceptance is run (`commands.engine.baseline`).
+    With ``defaults`` an engine with its own settings serves the loads too; with ``synthetic``
+    nothing but the engine's synthetic acceptance is run (`commands.engine.apart`).
 
     What is accepted are the drafts of `source`, recorded along the trace; by default those of the
     drafter that the engine was measured with.
@@ -54,12 +62,15 @@ def engine_check(
     same call continues with them.  More `repeats` are added to the runs of a finished check.
     """
     from profiler.checks.unfinished import unfinished
-    from profiler.engines.engine import Engine
+    from profiler.engines.engine import find_engine
     from profiler.engines.loads import TURN_S
     from profiler.engines.measure import BetweenTable
+    from simulator.engines import scenarios_of, synthetic_rows, with_defaults
+    from simulator.serving import Limits
 
+    loads = named_loads(served.load, served.rate, served.arrivals)
     name, requests, seed = str(served.engine), served.requests, served.seed
-    check_engine(name)
+    kind = find_engine(name)
     latency = read_latency(run / "latency.parquet")
     if latency.meta.get("kind") != "engine":
         raise DraftsimError(
@@ -71,7 +82,7 @@ def engine_check(
     trace = recording.trace
     if limit is not None:
         trace = trace.select(range(min(limit, len(trace.requests))))
-    longest, options = latency.meta["engine"]["longest"], engine_options(latency, trace)
+    longest, options = latency.meta["engine"]["longest"], engine_options(latency, trace, kind)
     if not policies:
         policies = [*ENGINE_ARMS, *predicted(latency, trace, longest, loads, requests, seed)]
     chosen = arms(policies, trace, longest, latency if not served.http else None)
@@ -80,18 +91,21 @@ def engine_check(
             raise DraftsimError(
                 f"--load {load} is more than the {options.max_batch} requests the engine runs"
             )
-    apart = Loads(options, trace, loads, requests, repeats, seed)
-    if served.synthetic is not None:
-        return synthetic_rows(latency, apart, chances(served.synthetic))
     # Before the engine that is stepped by hand: a GPU holds one of them.
-    plain = apart.run() if served.defaults else None
+    plain = None
+    if served.synthetic is not None or served.defaults:
+        rates = None if served.synthetic is None else chances(served.synthetic)
+        plain = run_apart(kind, options, trace, loads, requests, repeats, seed, rates)
+        if rates is not None:
+            scenarios = scenarios_of(loads, Limits.of_engine(latency), requests, seed, True)
+            return synthetic_rows(latency, trace, scenarios, plain, rates)
     if served.http:
         from commands.engine.http import compare_served
 
         return compare_served(
-            options, latency, trace, chosen, loads, requests, repeats, seed, run
+            kind, options, latency, trace, chosen, loads, requests, repeats, seed, run
         )  # fmt: skip
-    engine = Engine(options)
+    engine = kind.start(options)
     grid = grid_of(options, trace, chosen, loads, requests) if remeasure else None
     key = check_key(
         engine, latency, trace, chosen, loads, requests, seed, meta=engine.meta,
@@ -113,6 +127,131 @@ def engine_check(
     return rows
 
 
+def compare_loads(
+    engine: Engine, latency: LatencyTable, trace: Trace, chosen: Mapping[str, Any],
+    loads: Mapping[str, Arrivals], requests: int, repeats: int, seed: int = 0,
+    between: BetweenTable | None = None, kept: Checkpoint | None = None,
+) -> list[dict[str, Any]]:  # fmt: skip
+    """Run every load under every policy in the engine (`run_loads`) and in the simulator.
+
+    Speedups are over the first policy.  A table measured `between` the runs predicts instead of
+    `latency`, whose errors are then the columns ``profile_error``, ``profile_busy_error`` and
+    ``profile_speedup_error``.  What `kept` holds of an earlier call, of fewer repeats perhaps, is
+    not run again.
+    """
+    from profiler.engines.drafts import Forced
+    from profiler.engines.loads import run_loads
+    from profiler.engines.texts import policy_runs, prompts_of
+    from simulator.engines import row_of, with_profile_errors, with_speedups
+
+    scenarios, demands = drawn(loads, engine, trace, requests, seed)
+    served = {job.sequence for demand in demands.values() for job in demand.jobs}
+    prompts = {i: p for i, p in prompts_of(trace, engine.vocabulary, seed).items() if i in served}
+    during_runs = None if kept is None else kept.within("beside")
+    texts = texts_of(engine, trace, prompts, during_runs)
+    forced = Forced(trace, texts, engine.vocabulary)
+    measured = run_loads(
+        engine, chosen, demands, prompts, forced, repeats, between, kept, note, _bar
+    )
+    found = policy_runs(measured, trace, texts, engine.meta["dtype"])
+    first = next(iter(chosen))
+
+    def rows_from(table: LatencyTable) -> list[dict[str, Any]]:
+        rows = [
+            row_of(found[load, text], table, trace, policy, scenario)
+            for load, scenario in scenarios.items()
+            for text, policy in chosen.items()
+        ]
+        return with_speedups(rows, first)
+
+    rows = rows_from(latency)
+    return rows if between is None else with_profile_errors(rows_from(between.table()), rows)
+
+
+@contextmanager
+def _bar() -> Iterator[Callable[[float], None]]:
+    """Show how much of the loads that run side by side is done."""
+    # Without a thread, which could wake while the engine is timed.
+    with progress_bar(alone=True) as bar:
+        task = bar.add_task("% of these runs", total=PARTS)
+        yield lambda share: bar.update(task, completed=share * PARTS)
+
+
+def drawn(
+    loads: Mapping[str, Arrivals], engine: Any, trace: Trace, requests: int, seed: int
+) -> tuple[dict[str, Scenario], dict[str, Demand]]:
+    """Return for each load its scenario in an engine, and the requests that the simulator draws."""
+    from simulator.engines import demands_of, scenarios_of
+    from simulator.serving import Limits
+
+    options = engine.options
+    limits = Limits(
+        options.max_batch, options.token_budget, kv_blocks=engine.blocks,
+        block_size=engine.block_size,
+    )  # fmt: skip
+    scenarios = scenarios_of(loads, limits, requests, seed, options.own_drafter)
+    return scenarios, demands_of(loads, trace, requests, seed)
+
+
+def texts_of(
+    engine: Engine, trace: Trace, prompts: dict[int, list[int]], kept: Checkpoint | None
+) -> dict[int, list[int]]:
+    """Return the engine's own output of every prompt, by sequence; decoded, or `kept`.
+
+    Either way the engine has run when this is done, as it is to have before a load is timed.
+    """
+    from profiler.engines.texts import TEXTS, own_texts
+    from profiler.recording.checkpoint import once
+
+    if kept is not None and TEXTS in kept.names():
+        note("some of the engine's own outputs again, to warm up")
+        some = itertools.islice(prompts.items(), engine.options.max_batch)
+        own_texts(engine, trace, dict(some))
+
+    def decoded() -> dict[int, list[int]]:
+        note(f"the engine's own {len(prompts)} outputs")
+        with working("decoding them"):
+            return own_texts(engine, trace, prompts)
+
+    return {int(i): text for i, text in once(kept, TEXTS, decoded).items()}
+
+
+def check_key(
+    engine: Any, latency: LatencyTable, trace: Trace, chosen: Mapping[str, Any],
+    loads: Mapping[str, Arrivals], requests: int, seed: int, **more: Any
+) -> dict[str, Any]:  # fmt: skip
+    """Return the identity of a check without its repeats: requests, prompts, and each run's rounds.
+
+    The rounds that the simulator predicts tell what names do not: a policy's own file that has
+    changed since, or another recording.
+    """
+    from profiler.checks.unfinished import version
+    from profiler.engines.texts import prompts_of
+    from profiler.recording.run import digest_of
+    from simulator.engines import simulated_rounds
+    from traces.store.identity import identity
+
+    scenarios, demands = drawn(loads, engine, trace, requests, seed)
+    served = {job.sequence for demand in demands.values() for job in demand.jobs}
+    prompts = prompts_of(trace, engine.vocabulary, seed)
+    return {
+        "version": version(), "trace": identity(trace.meta), "seed": seed,
+        "prompts": digest_of({str(i): prompts[i] for i in sorted(served)}),
+        "loads": [
+            (load, demand.concurrency, digest_of({"jobs": demand.jobs}))
+            for load, demand in demands.items()
+        ],
+        "arms": [
+            (text, [
+                digest_of({"rounds": simulated_rounds(trace, latency, policy, s)})
+                for s in scenarios.values()
+            ])
+            for text, policy in chosen.items()
+        ],
+        **more,
+    }  # fmt: skip
+
+
 def predicted(
     latency: LatencyTable, trace: Trace, longest: int, loads: Mapping[str, Arrivals],
     requests: int, seed: int,
@@ -121,18 +260,15 @@ def predicted(
 
     A note names those that would not run by default.
     """
-    from simulator.serving import Limits, Scenario
-    from simulator.serving.run import simulate
+    from simulator.engines import scenarios_of
+    from simulator.serving import Limits, simulate
 
     lengths = (f"fixed:gamma={g}" for g in range(1, min(longest, trace.max_gamma or longest) + 1))
     every = arms([*ENGINE_ARMS, *lengths], trace, longest)
     best: dict[str, list[str]] = {}
-    for load, arrivals in loads.items():
-        limits = Limits.of_engine(latency, None, None, None)
-        scenario = Scenario(
-            arrivals, limits, requests, warmup=0.0, seed=seed,
-            drafter_loaded=bool(latency.meta["engine"].get("own_drafter")),
-        )  # fmt: skip
+    own_drafter = bool(latency.meta["engine"].get("own_drafter"))
+    scenarios = scenarios_of(loads, Limits.of_engine(latency), requests, seed, own_drafter)
+    for load, scenario in scenarios.items():
         speed = {
             text: simulate(trace, latency, policy, scenario, name=text).row()["throughput_tok_s"]
             for text, policy in every.items()
@@ -151,7 +287,7 @@ def grid_of(
 
     Prompts sent at once share a pass: as many of the trace's mean length as an iteration may have.
     """
-    from profiler.engines.plan import Grid
+    from profiler.engines.bench import Grid
     from simulator.serving.run import lookahead_of
 
     at_once = {min(a.concurrency or options.max_batch, requests) for a in loads.values()}
@@ -161,9 +297,9 @@ def grid_of(
     return grid.fitted(replace(options, max_batch=max(at_once), longest=max(longest, 1)))
 
 
-def engine_options(latency: LatencyTable, trace: Trace) -> EngineOptions:
-    """The options that the engine had when `latency` was measured, with room for `trace`."""
-    from profiler.engines.start import EngineOptions
+def engine_options(latency: LatencyTable, trace: Trace, kind: EngineKind) -> EngineOptions:
+    """Return the options that `latency` was measured with, with room for `trace`."""
+    from profiler.engines.engine import EngineOptions
 
     said: Mapping[str, Any] = latency.meta["engine"]
     room = max(r.prompt_length + r.tokens for r in trace.requests) + said["longest"] + 1
@@ -173,17 +309,12 @@ def engine_options(latency: LatencyTable, trace: Trace) -> EngineOptions:
     return EngineOptions(
         latency.meta["target"], **drafter, longest=said["longest"], max_batch=said["max_batch"],
         max_model_len=max(said["max_model_len"], room), token_budget=said["token_budget"],
-        dtype=latency.meta["dtype"], threads=latency.meta["threads"], more=_chosen(said),
+        dtype=latency.meta["dtype"], threads=latency.meta["threads"],
+        more=kind.settings(
+            said.get("async_scheduling", False), not said.get("eager", True),
+            said.get("prefix_caching", False),
+        ),
     )  # fmt: skip
-
-
-def _chosen(said: Mapping[str, Any]) -> dict[str, bool]:
-    """Return the settings of a measured engine that are not `profiler.engines.start.FIXED`."""
-    from profiler.engines.start import FIXED
-
-    names = {"enforce_eager": "eager", "enable_prefix_caching": "prefix_caching"}
-    own = {name: said.get(names.get(name, name), fixed) for name, fixed in FIXED.items()}
-    return {name: bool(value) for name, value in own.items() if value != FIXED[name]}
 
 
 def arms(
@@ -197,7 +328,7 @@ def arms(
     rate, since it would weigh textbook costs.
     """
     from policies.from_file import Cut, said_cut
-    from profiler.engines.setup import policy_from
+    from profiler.engines.session import policy_from
     from simulator.chosen import FITTED, every_policy, fitted
     from simulator.serving.run import lookahead_of
     from simulator.whatif.ranking import is_default, is_unfitted
@@ -244,3 +375,40 @@ def _can_run(text: str, trace: Trace, longest: int) -> bool:
 
     policy = parse_serving_policy(text, max_gamma=min(longest, trace.max_gamma or longest))
     return set(policy.reads) <= trace.signals and lookahead_of(policy, trace) <= longest
+
+
+def columns_of(served: CheckedEngine, remeasure: bool) -> Sequence[str]:
+    """Return the columns that the printed table of a check has."""
+    from commands.engine import apart, http
+
+    if served.synthetic is not None:
+        return apart.SHOWN_SYNTHETIC
+    if served.http:
+        return http.SHOWN
+    again = ("profile_error", "profile_speedup_error") if remeasure else ()
+    return (*SHOWN, *again, *(apart.SHOWN if served.defaults else ()))
+
+
+def say_checked(served: CheckedEngine, rows: Sequence[Mapping[str, Any]]) -> None:
+    """Print what the rows of a check amount to."""
+    from commands.engine.http import say_shares
+    from simulator.noise import noise_said
+
+    if served.synthetic is not None:
+        return
+    if served.http:
+        say_shares(rows)
+    else:
+        say_kinds(rows)
+    say_texts(rows)
+    if (said := noise_said(rows, rows[0]["policy"])) is not None:
+        note(said)
+
+
+def say_kinds(rows: Sequence[Mapping[str, Any]]) -> None:
+    """Print each kind of iteration's share of the error."""
+    for row in rows:
+        parts = ", ".join(
+            f"{k['kind']} {k['error']:+.1%} of {k['measured_s']:.2f} s" for k in row["kinds"]
+        )
+        note(f"{row['load']} {row['policy']}: {parts}")

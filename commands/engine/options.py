@@ -8,12 +8,13 @@ from typing import TYPE_CHECKING, Annotated, ClassVar
 
 import typer
 
-from commands.common.options import TRACE_VARIABLE, as_named
+from commands.common.options import TRACE_VARIABLE, as_named, batch_sizes, positive_numbers
 from traces.errors import DraftsimError
 from traces.store.recordings import DEFAULT_TRACE
 
 if TYPE_CHECKING:
-    from profiler.engines.start import EngineOptions
+    from profiler.engines.engine import EngineOptions
+    from simulator.serving.arrivals import Arrivals
 
 DefaultsOption = Annotated[
     bool,
@@ -80,10 +81,11 @@ class MeasuredEngine:
         self, target: str, draft: str | None, eagle: str | None, dtype: str | None, threads: int
     ) -> EngineOptions:
         """Return how the engine is started."""
-        from commands.engine.profile import engine_settings
-        from profiler.engines.start import EngineOptions
+        from profiler.engines.engine import EngineOptions, find_engine
 
-        more = engine_settings(self.async_scheduling, self.cuda_graphs, self.prefix_caching)
+        more = find_engine(str(self.engine)).settings(
+            self.async_scheduling, self.cuda_graphs, self.prefix_caching
+        )
         return EngineOptions(
             target, draft=draft, eagle=eagle, longest=self.engine_longest,
             max_batch=self.engine_batch, max_model_len=self.engine_length, dtype=dtype or "auto",
@@ -179,3 +181,29 @@ class CheckedEngine:
                 "--http measures with loops of its own how slow the engine is in its server: drop "
                 "--remeasure, which steps an engine by hand"
             )
+
+
+def named_loads(
+    load: str | None, rate: str | None, file: Path | None = None
+) -> dict[str, Arrivals]:
+    """Loads by name: ``closed:4``, ``rate:2.5``, ``arrivals:FILE`` for the times of a file.
+
+    Raises DraftsimError naming what is wrong with the options, or with the file.
+    """
+    from simulator.serving import ArrivalFile, ArrivalTimes, ClosedLoop, Poisson
+
+    kind, _, sizes = (load or ("" if rate or file else "closed:1,4,8,16")).partition(":")
+    if load is not None and kind != "closed":
+        raise DraftsimError(
+            f"--load is {load!r}, expected closed:N,...; open loads are --rate and --arrivals"
+        )
+    found: dict[str, Arrivals] = {}
+    if kind:
+        found |= {f"closed:{n}": ClosedLoop(n) for n in batch_sizes("--load", sizes)}
+    if rate:
+        found |= {f"rate:{r:g}": Poisson(r) for r in positive_numbers("--rate", rate)}
+    if file:
+        timed = ArrivalFile(file)
+        _ = timed.rows  # read now: refused before an engine is started
+        found[f"arrivals:{file.name}"] = ArrivalTimes(timed)
+    return found

@@ -9,31 +9,11 @@ from typing import Any
 
 from commands.common.output import note
 from commands.common.progress import progress_bar
-from profiler.engines.engine import Engine
+from profiler.engines.bench import Grid
+from profiler.engines.engine import EngineOptions, find_engine
 from profiler.engines.measure import EngineTable
-from profiler.engines.plan import Grid
-from profiler.engines.start import EngineOptions
 from traces.errors import DraftsimError
 from traces.store.files import write_latency
-
-ENGINES = ("vllm",)
-
-
-def check_engine(name: str) -> None:
-    """Raise DraftsimError unless the engine is known."""
-    if name not in ENGINES:
-        raise DraftsimError(f"--engine is {name!r}, expected {' or '.join(ENGINES)}")
-
-
-def engine_settings(
-    async_scheduling: bool, cuda_graphs: bool, prefix_caching: bool
-) -> dict[str, bool]:
-    """Return arguments of ``vllm.LLM``: those that differ from a measured engine's usual ones."""
-    asked = {
-        "async_scheduling": async_scheduling, "enforce_eager": not cuda_graphs,
-        "enable_prefix_caching": prefix_caching,
-    }  # fmt: skip
-    return {name: value for name, value in asked.items() if value == (name != "enforce_eager")}
 
 
 def profile_engine(name: str, options: EngineOptions, out: Path, minutes: float) -> None:
@@ -41,14 +21,14 @@ def profile_engine(name: str, options: EngineOptions, out: Path, minutes: float)
 
     What is not needed for a table is measured only as long as there are `minutes` left.
     """
-    check_engine(name)
+    kind = find_engine(name)
     try:
         out.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise DraftsimError(f"cannot make the run folder {out}: {error.strerror}") from None
     end = time.monotonic() + 60 * minutes
     note(f"starting {name} with {options.target}")
-    engine = Engine(options)
+    engine = kind.start(options)
     say_slow_dtype(engine.meta)
     measured = EngineTable(
         engine, Grid(), out / "engine-checkpoint", left_s=lambda: end - time.monotonic()

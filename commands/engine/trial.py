@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 from commands.common.output import note
-from commands.engine.baseline import Loads, say_defaults, with_defaults
-from commands.engine.check import engine_options
-from commands.engine.compare import compare_loads
+from commands.engine.apart import run_apart, say_defaults
+from commands.engine.check import compare_loads, engine_options
 from traces.errors import DraftsimError
 
 if TYPE_CHECKING:
@@ -18,6 +16,8 @@ if TYPE_CHECKING:
     from traces.acceptance.trace import Trace
     from traces.latency.table import LatencyTable
 
+ENGINE = "vllm"
+"""The engine whose settings are tried."""
 TUNED = "tuned"
 TRIED = (
     "load", "policy", "iterations", "iterations_predicted", "rounds_differ", "texts_diverged",
@@ -31,13 +31,14 @@ def check_trial(latency: LatencyTable) -> int:
 
     Raises DraftsimError before anything is searched where it cannot.
     """
+    from profiler.engines.engine import find_engine
+
     if latency.meta.get("kind") != "engine" or "scaled" in latency.meta:
         raise DraftsimError(
             "--try starts the engine that the latencies were measured on: give --latency RUN of "
             "`draftsim profile --engine vllm`, and no --gpu"
         )
-    if find_spec("vllm") is None:
-        raise DraftsimError("vLLM is not installed here: `make vllm`, then .venv-vllm/bin/draftsim")
+    find_engine(ENGINE).check_installed()
     return int(latency.meta["engine"]["longest"])
 
 
@@ -48,22 +49,25 @@ def try_settings(
     """Return rows of `tried` in a vLLM started as it was when its latencies were measured.
 
     With `defaults` the loads are also served by one with its own settings
-    (`commands.engine.baseline`).
+    (`commands.engine.apart`).
     """
-    from profiler.engines.engine import Engine
+    from profiler.engines.engine import find_engine
+    from simulator.engines import with_defaults
     from simulator.serving import ClosedLoop
 
-    options = engine_options(latency, trace)
+    kind = find_engine(ENGINE)
+    options = engine_options(latency, trace, kind)
     if large := [row["batch"] for row in tuned.rows if row["batch"] > options.max_batch]:
         raise DraftsimError(
             f"--batch {max(large)} is more than the {options.max_batch} requests the engine runs"
         )
     batches = sorted({row["batch"] for row in tuned.rows})
     arrivals = {f"closed:{batch}": ClosedLoop(batch) for batch in batches}
-    apart = Loads(options, trace, arrivals, requests, repeats, seed)
     # Before the engine that is stepped by hand: a GPU holds one of them.
-    plain = apart.run() if defaults else None
-    rows = tried(Engine(options), latency, trace, tuned, requests, repeats, seed)
+    plain = None
+    if defaults:
+        plain = run_apart(kind, options, trace, arrivals, requests, repeats, seed)
+    rows = tried(kind.start(options), latency, trace, tuned, requests, repeats, seed)
     if plain is None:
         return rows
     rows = with_defaults(rows, plain)
@@ -100,7 +104,7 @@ def tried(
     for row in rows:
         for key in [name for name in row if "speedup" in name]:
             row[key.replace("speedup", "gain")] = row.pop(key)
-    if not engine.knows_batch_tables:
+    if not getattr(engine, "knows_batch_tables", True):
         note(
             "this vLLM does not read num_speculative_tokens_per_batch_size: the proposer follows "
             "the table by itself, a draft model of vLLM's own cannot"
@@ -125,7 +129,7 @@ def say_tried(rows: Sequence[Mapping[str, Any]], tuned: Tuned, latency: LatencyT
             "of vLLM's own come on top, in the engine as in these latencies (measure with --draft "
             "or --eagle, and both are in)"
         )
-    line = launch_line("vllm", tuned.document, target=latency.meta["target"])
+    line = launch_line(ENGINE, tuned.document, target=latency.meta["target"])
     if tuned.document is not None:
         line += f" --max-num-seqs {latency.meta['engine']['max_batch']}"
     note(f"launch: {line}", whole=True)

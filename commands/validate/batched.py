@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping, Sequence
-from pathlib import Path
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import pandas as pd
 
 from commands.common.options import batch_sizes
 from commands.common.output import note
-from commands.common.progress import progress_bar
-from commands.common.quiet import AGAIN, say_machine, with_machine
+from commands.validate.flow import PLAIN, Given, RealRuns, as_recorded
 from traces.errors import DraftsimError
 
 if TYPE_CHECKING:
+    from profiler.checks.batch_runs import MeasuredBatches
+    from profiler.recording.checkpoint import Checkpoint
     from traces.acceptance.trace import Trace
     from traces.latency.table import LatencyTable
     from traces.replay.rounds import RoundLog
@@ -27,16 +27,12 @@ BATCH_ARMS = (
 """Policies run where none is named, with those predicted fastest."""
 
 
-def batch_check(
-    run: Path,
-    policy: list[str] | None,
-    batch: str,
-    forced: bool = False,
-    repeats: int = 3,
-    limit: int | None = None,
-    trust_remote_code: bool = False,
-) -> pd.DataFrame:
-    """Return the rows of ``validate --batch``; the measured times are kept in the run folder.
+COUNTED = ["drafted", "accepted", "draft_forwards"]
+"""Columns of a request's rounds that are compared, besides their number."""
+
+
+class BatchRuns(RealRuns):
+    """Static batches of several sizes.
 
     ``rounds_differ`` counts requests whose rounds, drafted or accepted tokens were not the
     simulated ones.  A pass is priced as the rectangle that the real decoder runs.
@@ -45,71 +41,100 @@ def batch_check(
     compared, nor those of requests whose batch policy or learning policy has seen them; seconds
     are compared over the groups in which no text diverged under any policy.
     """
-    import torch
 
-    from commands.validate.spot_check import as_recorded, check_ids, spread_over_categories
-    from commands.validate.texts import with_diverged
-    from profiler.checks.batch_runs import BatchArm, groups_of, run_batches
-    from profiler.checks.differences import divergences
-    from profiler.recording.run import read_run
-    from simulator.chosen import load_serving_policies
-    from simulator.serving.groups import predict_groups
-    from simulator.validation import compare
-    from traces.store.files import read_latency, read_trace
-    from traces.store.measured import MeasuredRuns, write_measured
+    file = "measured_batches.parquet"
 
-    info = read_run(run, trust_remote_code)
-    trace, latency = read_trace(run / "trace.parquet"), read_latency(run / "latency.parquet")
-    check_ids(trace)
-    batches = batch_sizes("--batch", batch)
-    _check_measured(latency, batches)
-    if limit is not None:
-        trace = trace.select(spread_over_categories(trace, limit))
-    names = list(policy or as_recorded(BATCH_ARMS, trace))
-    if "autoregressive" not in names:
-        names.insert(0, "autoregressive")
-    policies = load_serving_policies(names, trace, latency, "static", say=note)
-    if not policy:
-        policies |= fastest_by_batch(trace, latency, batches, policies)
-    predicted, requests = predict_groups(trace, latency, policies, batches)
-    pair = info.load()
-    total = repeats * len(policies) * sum(len(groups_of(len(trace.requests), b)) for b in batches)
-    with progress_bar() as progress:
-        task = progress.add_task("decoding batches for real", total=total)
-        measured = run_batches(
-            pair, trace, [BatchArm(n, p) for n, p in policies.items()], batches=batches,
-            forced=forced, repeats=repeats, advance=lambda: progress.advance(task),
+    def __init__(self, given: Given, batch: str, forced: bool = False) -> None:
+        from simulator.chosen import load_serving_policies
+        from simulator.serving.groups import predict_groups
+
+        super().__init__(given)
+        self.logs = []
+        trace, latency, self.forced = self.trace, self.latency, forced
+        self.batches = batch_sizes("--batch", batch)
+        _check_measured(latency, self.batches)
+        names = list(given.policy or as_recorded(BATCH_ARMS, trace))
+        if PLAIN not in names:
+            names.insert(0, PLAIN)
+        self.policies = load_serving_policies(names, trace, latency, "static", say=note)
+        if not given.policy:
+            self.policies |= fastest_by_batch(trace, latency, self.batches, self.policies)
+        self.groups, self.requests = predict_groups(trace, latency, self.policies, self.batches)
+
+    @property
+    def conditions(self) -> dict[str, Any]:
+        """Say which groups are decoded, and the rounds that the simulator predicts for each."""
+        from profiler.recording.run import digest_of
+
+        predicted = {
+            f"{name} {size}": digest_of({"rounds": frame[["rounds", *COUNTED]].to_numpy().tolist()})
+            for (name, size), frame in self.requests.items()
+        }
+        return {"batches": self.batches, "forced": self.forced, "predicted": predicted}
+
+    @property
+    def total(self) -> int:
+        """Runs of a policy over a group."""
+        from profiler.checks.batch_runs import groups_of
+
+        groups = sum(len(groups_of(len(self.chosen), size)) for size in self.batches)
+        return self.given.repeats * len(self.policies) * groups
+
+    def decode(self, kept: Checkpoint | None, advance: Callable[[], None]) -> MeasuredBatches:
+        """Decode group by group."""
+        from profiler.checks.batch_runs import BatchArm, run_batches
+
+        arms = [BatchArm(name, policy) for name, policy in self.policies.items()]
+        return run_batches(
+            self.pair, self.trace, arms, batches=self.batches, forced=self.forced,
+            repeats=self.given.repeats, advance=advance, kept=kept,
         )  # fmt: skip
-    dtype, count = getattr(torch, str(pair.meta["dtype"])), len(trace.requests)
-    diverged = {
-        arm: {} if forced else divergences(trace, outputs, dtype)
-        for arm, outputs in measured.outputs.items()
-    }
-    out = {size: groups_left_out(diverged, size, count) for size in batches}
-    ids = {(size, trace.requests[i].id) for size, firsts in out.items() for i in firsts}
-    of_texts = [(b, r) not in ids for b, r in measured.times[["batch", "request"]].to_numpy()]
-    times = measured.times[of_texts].reset_index(drop=True)
-    rows = compare(predicted, times)
-    arms = list(zip(rows["policy"], rows["batch"], strict=True))
-    rows["rounds_differ"] = [
-        requests_differ(
-            measured.logs[name, size], requests[name, size],
-            unlike(diverged[name, size], policies[name], size, count),
-        )
-        for name, size in arms
-    ]  # fmt: skip
-    if not forced:
-        rows = with_diverged(rows, [[*diverged[arm].values()] for arm in arms], 0)
-        rows["requests_left_out"] = [
-            sum(min(size, count - first) for first in out[size]) for _, size in arms
-        ]
-    if outside := sum(frame.attrs["extrapolated"] for frame in requests.values()):
-        note(f"{outside} predicted passes lie outside the measured sizes: a fitted roofline")
-    rows = with_machine(rows, latency, measured.machine)
-    say_machine(latency, measured.machine, AGAIN)
-    meta = {**pair.meta, "machine": measured.machine}
-    write_measured(MeasuredRuns(times, meta), run / "measured_batches.parquet")
-    return rows.sort_values("batch", kind="stable", ignore_index=True)
+
+    def times(self, measured: MeasuredBatches) -> pd.DataFrame:
+        """Return the times of groups in which no text diverged under any policy."""
+        import torch
+
+        from profiler.checks.differences import divergences
+
+        trace, count = self.trace, len(self.trace.requests)
+        dtype = getattr(torch, str(self.pair.meta["dtype"]))
+        self.diverged = {
+            arm: {} if self.forced else divergences(trace, outputs, dtype)
+            for arm, outputs in measured.outputs.items()
+        }
+        self.out = {size: groups_left_out(self.diverged, size, count) for size in self.batches}
+        ids = {(size, trace.requests[i].id) for size, firsts in self.out.items() for i in firsts}
+        told = measured.times[["batch", "request"]].to_numpy()
+        return measured.times[[(b, r) not in ids for b, r in told]].reset_index(drop=True)
+
+    def predicted(self, measured: MeasuredBatches) -> pd.DataFrame:
+        """Return the simulated groups."""
+        del measured
+        return self.groups
+
+    def compared(
+        self, rows: pd.DataFrame, measured: MeasuredBatches, progress: Any
+    ) -> pd.DataFrame:
+        """Compare the requests one by one."""
+        from profiler.checks.differences import with_diverged
+
+        del progress
+        arms, count = list(zip(rows["policy"], rows["batch"], strict=True)), len(self.chosen)
+        rows["rounds_differ"] = [
+            requests_differ(
+                measured.logs[name, size], self.requests[name, size],
+                unlike(self.diverged[name, size], self.policies[name], size, count),
+            )
+            for name, size in arms
+        ]  # fmt: skip
+        if not self.forced:
+            rows = with_diverged(rows, [[*self.diverged[arm].values()] for arm in arms], 0)
+            rows["requests_left_out"] = [
+                sum(min(size, count - first) for first in self.out[size]) for _, size in arms
+            ]
+        if outside := sum(frame.attrs["extrapolated"] for frame in self.requests.values()):
+            note(f"{outside} predicted passes lie outside the measured sizes: a fitted roofline")
+        return rows.sort_values("batch", kind="stable", ignore_index=True)
 
 
 def fastest_by_batch(
@@ -161,10 +186,9 @@ def requests_differ(real: RoundLog, simulated: pd.DataFrame, skipped: Collection
     """Count requests whose rounds, drafted, accepted tokens or draft passes differ in number."""
     simulated = simulated.drop(index=list(skipped))
     rounds = pd.DataFrame(real.rounds)
-    columns = ["drafted", "accepted", "draft_forwards"]
-    sums = rounds.groupby("request")[columns].sum().reindex(simulated.index, fill_value=0)
+    sums = rounds.groupby("request")[COUNTED].sum().reindex(simulated.index, fill_value=0)
     sums["rounds"] = rounds.groupby("request").size().reindex(simulated.index, fill_value=0)
-    own = simulated[[*columns, "rounds"]]
+    own = simulated[[*COUNTED, "rounds"]]
     return int((sums[own.columns].to_numpy() != own.to_numpy()).any(axis=1).sum())
 
 

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Annotated
 
-import pandas as pd
 import typer
 
 from commands.common.options import (
@@ -17,10 +17,11 @@ from commands.common.options import (
     VerifyOption,
     one_rule,
 )
-from commands.common.output import JsonOption, OutOption, emit, placed, say_unjudged
-from commands.common.quiet import columns_shown, say_texts
+from commands.common.output import JsonOption, OutOption, emit, placed
+from commands.common.quiet import columns_shown
 from commands.engine.options import CheckedEngine
-from commands.validate.spot_check import say_verdict, spot_check
+from commands.validate.flow import Given, RealRuns
+from commands.validate.spot_check import SpotCheck, say_verdict
 from traces.errors import DraftsimError
 
 COPY = "the measured times are kept there, so copy it and name the copy"
@@ -79,8 +80,8 @@ def validate(
 ) -> None:
     """Run policies for real, interleaved, and compare with what was predicted.
 
-    A stopped check goes on where it stopped when the command is repeated, but for --batch and
-    --verify; one with --engine that is done goes on for more --repeats.
+    A stopped check goes on where it stopped when the command is repeated, but for --verify;
+    one with --engine that is done goes on for more --repeats.
 
     With a lossy --verify rule the predicted seconds price the rounds really decoded; what
     replay along the recorded text would have said instead, and the quality of the output,
@@ -121,102 +122,61 @@ def validate(
     from profiler.recording.run import only_writer, read_run
 
     if served.engine is not None:
-        from commands.engine.baseline import SHOWN as WITH_DEFAULTS
-        from commands.engine.baseline import SHOWN_SYNTHETIC
-        from commands.engine.check import SHOWN, engine_check
-        from commands.engine.compare import say_kinds, say_noise
-        from commands.engine.loads import named_loads
+        from commands.engine.check import columns_of, engine_check, say_checked
 
-        loads = named_loads(served.load, served.rate, served.arrivals)
         with only_writer(run, COPY) if run.is_dir() else nullcontext():
-            found = engine_check(
-                served, run, source, policy, loads, repeats, limit, remeasure
-            )  # fmt: skip
-        if served.synthetic is not None:
-            emit("validate", found, json, show=SHOWN_SYNTHETIC, out=out)
-            return
-        if served.http:
-            from commands.engine import http as over_http
-
-            emit("validate", found, json, show=over_http.SHOWN, out=out)
-            if json is None:
-                over_http.say_shares(found)
-                say_texts(found)
-                say_noise(found)
-            return
-        again = ("profile_error", "profile_speedup_error") if remeasure else ()
-        shown = (*SHOWN, *again, *(WITH_DEFAULTS if served.defaults else ()))
-        emit("validate", found, json, show=shown, out=out)
+            found = engine_check(served, run, source, policy, repeats, limit, remeasure)
+        emit("validate", found, json, show=columns_of(served, remeasure), out=out)
         if json is None:
-            say_kinds(found)
-            say_texts(found)
-            say_noise(found)
+            say_checked(served, found)
         return
     if markdown is not None:
         raise DraftsimError("--markdown is for --recorded: drop it, or use --json")
     policy, verify = one_rule(policy, verify)
     if remeasure and (batch or verify):
         raise DraftsimError("--remeasure is for lossless runs, one at a time")
-    _check_kind(policy, source, verify, memory, batch, sampled, forced)
+    kind = _kind(policy, source, verify, memory, batch, sampled, forced, assisted)
     # Refused now where it is no run or may only be read, and not once torch is loaded or after
     # minutes of decoding.
     read_run(run, trust_remote_code)
     with only_writer(run, COPY):
-        rows = _decoded(
-            run, policy, source, verify, memory, batch, sampled, forced, repeats, limit, assisted,
-            remeasure, trust_remote_code,
-        )  # fmt: skip
+        rows = kind(Given(run, policy, repeats, limit, remeasure, trust_remote_code)).rows()
     emit("validate", rows, json, show=columns_shown(rows), out=out)
     if json is None:
         say_verdict(rows)
 
 
-def _check_kind(
+def _kind(
     policy: list[str] | None, source: str | None, verify: str | None, memory: Path | None,
-    batch: str | None, sampled: bool, forced: bool,
-) -> None:  # fmt: skip
-    """DraftsimError if the options ask for real runs of several kinds at once."""
+    batch: str | None, sampled: bool, forced: bool, assisted: bool,
+) -> Callable[[Given], RealRuns]:  # fmt: skip
+    """Return the kind of real runs that the options ask for.
+
+    Raises DraftsimError if they ask for several kinds at once.
+    """
     from simulator.systems import split_systems
 
     if source is not None or split_systems(policy)[1]:
+        from commands.validate.sources import SourceRuns
+
         if batch is not None or verify is not None or memory is not None or sampled or forced:
             raise DraftsimError(
                 "other draft sources are run greedily, one request at a time: drop --batch, "
                 "--verify, --memory, --sampled and --forced"
             )
-    elif batch is not None:
+        return lambda given: SourceRuns(given, source)
+    if batch is not None:
+        from commands.validate.batched import BatchRuns
+
         if verify is not None or memory is not None or sampled:
             raise DraftsimError("--batch runs greedily: drop --verify, --memory and --sampled")
-    elif verify is not None:
+        return lambda given: BatchRuns(given, batch, forced)
+    if verify is not None:
+        from commands.validate.lossy import LossyRuns
+
         if forced:
             raise DraftsimError("a forced run takes its verdicts from the trace: drop --verify")
-    elif memory is not None:
+        return lambda given: LossyRuns(given, verify, memory, sampled)
+    if memory is not None:
         raise DraftsimError("--memory belongs to a rule that has one: add --verify csd")
-
-
-def _decoded(
-    run: Path, policy: list[str] | None, source: str | None, verify: str | None,
-    memory: Path | None, batch: str | None, sampled: bool, forced: bool, repeats: int,
-    limit: int | None, assisted: bool, remeasure: bool, trust_remote_code: bool,
-) -> pd.DataFrame:  # fmt: skip
-    """The rows of real runs of the kind that the options ask for."""
-    from simulator.systems import split_systems
-
-    if source is not None or split_systems(policy)[1]:
-        from commands.validate.sources import source_check
-
-        return source_check(run, policy, source, repeats, limit, remeasure, trust_remote_code)
-    if batch is not None:
-        from commands.validate.batched import batch_check
-
-        return batch_check(run, policy, batch, forced, repeats, limit, trust_remote_code)
-    if verify is not None:
-        from commands.validate.lossy import lossy_check
-        from traces.store.files import read_latency
-
-        rows = lossy_check(run, policy, verify, memory, sampled, repeats, limit, trust_remote_code)
-        say_unjudged(read_latency(run / "latency.parquet"))
-        return rows
-    return spot_check(
-        run, policy, forced, sampled, repeats, limit, assisted, remeasure, trust_remote_code
-    )
+    return lambda given: SpotCheck(given, forced, sampled, assisted)

@@ -2,24 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import pandas as pd
+
 from commands.common.output import note
-from commands.common.progress import progress_bar
-from commands.common.quiet import say_machine, with_machine
+from commands.validate.flow import PLAIN, REMEDY, Given, RealRuns
 from traces.errors import DraftsimError
 
 if TYPE_CHECKING:
-    import pandas as pd
-
     from policies.core import DraftPolicy, Round
     from policies.rules.base import VerifyRule
     from profiler.checks import spot_check as checks
-    from profiler.checks.spot_check import Opener
+    from profiler.checks.spot_check import Measured, Opener
     from profiler.models.loading import Pair
+    from profiler.recording.checkpoint import Checkpoint
     from profiler.sources.modules import Modules
     from traces.acceptance.trace import Trace
     from traces.latency.table import LatencyTable
@@ -28,7 +28,6 @@ if TYPE_CHECKING:
 
 SOURCE_ARMS = ("fixed:gamma=2", "fixed:gamma=4", "confidence:gamma=6", "gammatune")
 """Policies run with a source where none is named, as far as its tokens carry their signals."""
-PLAIN = "autoregressive"
 
 
 class Arm(NamedTuple):
@@ -40,99 +39,77 @@ class Arm(NamedTuple):
     log: RoundLog
 
 
-def source_check(
-    run: Path,
-    policy: Sequence[str] | None,
-    source: str | None,
-    repeats: int = 3,
-    limit: int | None = None,
-    remeasure: bool = False,
-    trust_remote_code: bool = False,
-) -> pd.DataFrame:
-    """The rows of ``validate --source`` and of named systems, plain decoding first.
+class SourceRuns(RealRuns):
+    """One request at a time, with a source of drafts and with named systems.
 
-    `remeasure`: as in `commands.validate.spot_check.spot_check`.
-
-    Besides the columns of `simulator.validation.compare`: ``source``, and those of
-    `commands.validate.texts`.  A stopped check goes on as one of `spot_check` does.
+    The rows also have the column ``source``.
     """
-    import pandas as pd
 
-    from commands.profile.drafters import load_drafters, load_trees
-    from commands.profile.source_modules import modules_of
-    from commands.validate.remeasure import Remeasured, seconds_of
-    from commands.validate.spot_check import REMEDY, check_ids, spread_over_categories
-    from commands.validate.texts import Texts
-    from profiler.checks import spot_check as checks
-    from profiler.checks.unfinished import check_options, unfinished
-    from profiler.recording.run import read_run
-    from simulator.pricing import price
-    from simulator.validation import compare
-    from traces.sources.found import find_recordings
-    from traces.sources.registry import describe_source
-    from traces.sources.starts.features import Eagle
-    from traces.sources.starts.parallel import Parallel
-    from traces.sources.starts.trees import Eagle2
-    from traces.store.files import read_latency, read_trace
-    from traces.store.measured import MeasuredRuns, write_measured
+    file = "measured-sources.parquet"
+    remedy = REMEDY
 
-    info = read_run(run, trust_remote_code)
-    trace, latency = read_trace(run / "trace.parquet"), read_latency(run / "latency.parquet")
-    check_ids(trace)
-    recordings = find_recordings(str(run), trace)
-    chosen = range(len(trace.requests)) if limit is None else spread_over_categories(trace, limit)
-    every = arms(trace, recordings, chosen, policy, source, latency)
-    pair = info.load()
-    drafters = load_drafters(
-        pair, [a.source for a in every if isinstance(a.source, Eagle | Parallel)]
-    )
-    trees = load_trees(pair, [a.source for a in every if isinstance(a.source, Eagle2)])
-    modules = replace(modules_of(pair, info, run), drafters=drafters, trees=trees)
-    total = repeats * len(chosen) * len(every)
-    shown = [arm.log for arm in every]
-    expected = [price(log, latency) for log in shown]
-    opened, vocab_size = _openers(pair, modules, trace, every)
-    drafting = [None if a.source is None else describe_source(a.source) for a in every]
-    work = check_options(pair, trace, shown, repeats, sources=drafting, remeasure=remeasure)
-    with unfinished(run, work, total, note, together=len(every)) as kept:
-        again = None
-        if remeasure:
-            some = trace.select(list(chosen))
-            again = Remeasured(pair, total, repeats * seconds_of(expected), some, kept, modules)
-        with progress_bar() as progress:
-            task = progress.add_task("decoding for real", total=total)
+    def __init__(self, given: Given, source: str | None) -> None:
+        from traces.sources.found import find_recordings
 
-            def advance() -> None:
-                progress.advance(task)
-                if again is not None:
-                    again.advance()
+        super().__init__(given)
+        recordings = find_recordings(str(given.run), self.whole)
+        self.arms = arms(self.whole, recordings, self.chosen, given.policy, source, self.latency)
+        self.policies = {arm.name: arm.policy for arm in self.arms}
+        self.logs = [arm.log for arm in self.arms]
 
-            runs = checks.run_interleaved(
-                pair, trace, [checks.Arm(a.name, a.policy) for a in every], opened, vocab_size,
-                requests=chosen, repeats=repeats, advance=advance, kept=kept,
-            )  # fmt: skip
+    @property
+    def conditions(self) -> dict[str, Any]:
+        """Say what drafts in every run."""
+        from traces.sources.registry import describe_source
+
+        sources = [arm.source for arm in self.arms]
+        return {"sources": [None if s is None else describe_source(s) for s in sources]}
+
+    @property
+    def modules(self) -> Modules | None:
+        """The modules that drafts come from."""
+        return self._modules
+
+    def load(self) -> None:
+        """Load the models, and what drafts; a source without a real decoder is refused."""
+        from commands.profile.drafters import load_drafters, load_trees
+        from commands.profile.source_modules import modules_of
+        from traces.sources.starts.features import Eagle
+        from traces.sources.starts.parallel import Parallel
+        from traces.sources.starts.trees import Eagle2
+
+        super().load()
+        sources = [arm.source for arm in self.arms]
+        drafters = load_drafters(self.pair, [s for s in sources if isinstance(s, Eagle | Parallel)])
+        trees = load_trees(self.pair, [s for s in sources if isinstance(s, Eagle2)])
+        found = modules_of(self.pair, self.info, self.given.run)
+        self._modules = replace(found, drafters=drafters, trees=trees)
+        self._opened = _openers(self.pair, self._modules, self.whole, self.arms)
+
+    def decode(self, kept: Checkpoint | None, advance: Callable[[], None]) -> Measured:
+        """Decode with every run's source."""
+        from profiler.checks import spot_check as checks
+
+        opened, vocab_size = self._opened
+        runs = checks.run_interleaved(
+            self.pair, self.whole, [checks.Arm(a.name, a.policy) for a in self.arms], opened,
+            vocab_size, requests=self.chosen, repeats=self.given.repeats, advance=advance,
+            kept=kept,
+        )  # fmt: skip
         # In the order of the arms, whichever ran first.
-        order = {arm.name: n for n, arm in enumerate(every)}
+        order = {arm.name: n for n, arm in enumerate(self.arms)}
         times = runs.times.sort_values("policy", key=lambda c: c.map(order), kind="stable")
-        times = times.reset_index(drop=True)
-        texts = Texts(
-            trace.select(list(chosen)),
-            {a.name: [ran.output for ran in runs.first[a.name]] for a in every},
-            str(pair.meta["dtype"]),
-            [a.name for a in every if a.policy.learns_across_requests],
-        )
-        times = texts.times(times)
-        if again is not None:
-            rows = again.compare(shown, times, expected, run)
-        else:
-            rows = compare(expected, times)
-        real = {a.name: _log([ran.rounds for ran in runs.first[a.name]], a.log) for a in every}
-        rows = texts.compared(rows, real, {a.name: a.log for a in every})
-        rows["source"] = [log.source for log in shown]
-        say_machine(latency, runs.machine, None if remeasure else REMEDY)
-        meta = {**pair.meta, "machine": dict(runs.machine)}
-        write_measured(MeasuredRuns(times, meta), run / "measured-sources.parquet")
-    return pd.DataFrame(with_machine(rows, latency, runs.machine))
+        return checks.Measured(
+            times.reset_index(drop=True),
+            {a.name: _log([ran.rounds for ran in runs.first[a.name]], a.log) for a in self.arms},
+            {a.name: [ran.output for ran in runs.first[a.name]] for a in self.arms},
+            {}, dict(runs.machine),
+        )  # fmt: skip
+
+    def compared(self, rows: pd.DataFrame, measured: Measured, progress: Any) -> pd.DataFrame:
+        """Compare rounds and texts, and name the source."""
+        rows = super().compared(rows, measured, progress)
+        return rows.assign(source=[log.source for log in self.logs])
 
 
 def arms(
@@ -167,7 +144,7 @@ def arms(
         named = load_source_policies(texts or SOURCE_ARMS, drafting, trace, recordings, note)
         if not texts:
             named = [n for n in named if set(n[1].reads) <= drafting.held(recordings)]
-            own = as_recorded(drafting, recordings)
+            own = as_trained(drafting, recordings)
             longest = drafting.longest(trace, recordings)
             every = load_policies(None, trace, signals=drafting.held(recordings), max_gamma=longest)
             best = predicted_fastest(
@@ -187,7 +164,7 @@ def arms(
         own, arm = load_system(system, trace, recordings)
         runs.append((arm, own))
     for (name, policy_of), unset in runs:
-        own = as_recorded(unset, recordings)
+        own = as_trained(unset, recordings)
         log = replay_source(
             trace, own, policy_of, recordings=recordings, name=name, requests=chosen
         )
@@ -217,9 +194,8 @@ def _openers(
     return opened, plain.target.vocab_size
 
 
-def as_recorded(source: Source, recordings: Recordings) -> Source:
-    """`source` with what only its recording knows: skipped layers, a drafter's folder, a tree's
-    shape."""
+def as_trained(source: Source, recordings: Recordings) -> Source:
+    """Return `source` with what only its recording knows: skipped layers, a folder, a shape."""
     from traces.sources.starts.features import OnFeatures
     from traces.sources.starts.parallel import Parallel
     from traces.sources.starts.sources import LayerSkip

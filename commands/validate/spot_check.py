@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pandas as pd
 
 from commands.common.output import note
-from commands.common.progress import progress_bar
-from commands.common.quiet import say_machine, say_texts, with_machine
+from commands.common.quiet import say_texts
+from commands.validate.flow import PLAIN, REMEDY, Given, RealRuns, as_recorded
 from traces.errors import DraftsimError, SignalError, TailError
 
 if TYPE_CHECKING:
-    from profiler.models.loading import Pair
+    from profiler.checks.spot_check import Measured
+    from profiler.recording.checkpoint import Checkpoint
     from simulator.whatif.ranking import Fastest
     from traces.acceptance.trace import Trace
     from traces.latency.table import LatencyTable
@@ -43,132 +43,131 @@ ASSISTED = {
 """transformers' schedules: the policy that replays each, and its generation settings."""
 
 
-REMEDY = "predict from latencies measured between the runs, with --remeasure"
-
-
 def spot_check(
-    run: Path,
-    policy: list[str] | None = None,
-    forced: bool = False,
-    sampled: bool = False,
-    repeats: int = 3,
-    limit: int | None = None,
-    assisted: bool = True,
-    remeasure: bool = False,
+    run: Path, policy: list[str] | None = None, forced: bool = False, sampled: bool = False,
+    repeats: int = 3, limit: int | None = None, assisted: bool = True, remeasure: bool = False,
     trust_remote_code: bool = False,
-) -> pd.DataFrame:
-    """Return the rows of `validate`; the measured times are kept in the run folder.
+) -> pd.DataFrame:  # fmt: skip
+    """Return the rows of `validate`; the measured times are kept in the run folder."""
+    given = Given(run, policy, repeats, limit, remeasure, trust_remote_code)
+    return SpotCheck(given, forced, sampled, assisted).rows()
 
-    With `remeasure` the sweeps over the latencies are spread over the real runs, the rows are
-    predicted from them, and `profile_error` and `profile_speedup_error` are those of the run's own
-    table.  That second table is kept in the run folder (`traces.store.files.CHECKED`).
+
+class SpotCheck(RealRuns):
+    """One request at a time, drafted by the draft model.
 
     A request whose text diverged from the recorded one is counted in ``texts_diverged``: its rounds
     are compared up to there, and its seconds not at all, under no policy
     (`profiler.checks.differences`).
 
-    The runs of a stopped check, and the sweeps between them, are kept there too: the same call
-    goes on with them, but runs transformers' own generation from its beginning.
+    Parameters
+    ----------
+    forced:
+        Take drafts and verdicts from the trace.
+    sampled:
+        Use the run's sampled trace.
+    assisted:
+        Also run transformers' own generation, which a stopped check begins again.
     """
-    from commands.validate.remeasure import Remeasured, seconds_of
-    from commands.validate.texts import Texts
-    from profiler.checks.spot_check import Arm, run_arms
-    from profiler.checks.unfinished import check_options, unfinished
-    from profiler.models.seq2seq import is_seq2seq
-    from profiler.recording.run import read_run
-    from simulator.chosen import load_policies, named, say_left_out
-    from simulator.pricing import price
-    from simulator.validation import compare
-    from simulator.whatif.ranking import fastest_for_real, is_unfitted, with_fastest
-    from traces.replay.vectorised import replay_many
-    from traces.store.files import read_latency, read_trace
-    from traces.store.measured import MeasuredRuns, write_measured
 
-    info = read_run(run, trust_remote_code)
-    trace = read_trace(run / ("sampled.parquet" if sampled else "trace.parquet"))
-    latency = read_latency(run / "latency.parquet")
-    check_ids(trace)
-    if limit is not None:
-        trace = trace.select(spread_over_categories(trace, limit))
-    chosen = named(load_policies(policy or as_recorded(ARMS, trace), trace, say=note))
-    if not policy:
-        lacking = {n: p for n, p in chosen if not trace.signals.issuperset(p.reads)}
-        say_left_out(lacking, trace.signals, note)
-        chosen = [(n, p) for n, p in chosen if n not in lacking]
-        best = fastest_for_real(trace, latency)
-        chosen = with_fastest(chosen, best, note)
-        say_faster(run, trace, latency, best)
-    for name in (n for n, p in chosen if is_unfitted(p)):
-        note(f"{name} runs unfitted: with the estimates and the rate it comes with")
-    if "autoregressive" not in dict(chosen):
-        chosen = load_policies(["autoregressive"], trace) + chosen
-    replayed = {log.policy: log for log in replay_many(trace, chosen)}
-    greedy = assisted and not forced and trace.temperature == 0
-    others = _assisted_logs(trace) if greedy else {}
-    pair = info.load()
-    total = repeats * len(trace.requests) * len(chosen)
-    logs = list(replayed.values())
-    expected = [price(log, latency) for log in logs]
-    work = check_options(pair, trace, logs, repeats, forced=forced, remeasure=remeasure)
-    with unfinished(run, work, total, note, together=len(chosen)) as kept:
-        again = None
-        if remeasure:
-            again = Remeasured(pair, total, repeats * seconds_of(expected), trace, kept)
-        with progress_bar() as progress:
-            task = progress.add_task("decoding for real", total=total)
+    file = "measured.parquet"
+    remedy = REMEDY
+    draft_model = True
 
-            def advance() -> None:
+    def __init__(
+        self, given: Given, forced: bool = False, sampled: bool = False, assisted: bool = True
+    ) -> None:
+        from simulator.chosen import load_policies, named, say_left_out
+        from simulator.whatif.ranking import fastest_for_real, is_unfitted, with_fastest
+        from traces.replay.vectorised import replay_many
+
+        super().__init__(given, "sampled.parquet" if sampled else "trace.parquet")
+        trace, latency, policy = self.trace, self.latency, given.policy
+        chosen = named(load_policies(policy or as_recorded(ARMS, trace), trace, say=note))
+        if not policy:
+            lacking = {n: p for n, p in chosen if not trace.signals.issuperset(p.reads)}
+            say_left_out(lacking, trace.signals, note)
+            chosen = [(n, p) for n, p in chosen if n not in lacking]
+            best = fastest_for_real(trace, latency)
+            chosen = with_fastest(chosen, best, note)
+            say_faster(given.run, trace, latency, best)
+        for name in (n for n, p in chosen if is_unfitted(p)):
+            note(f"{name} runs unfitted: with the estimates and the rate it comes with")
+        if PLAIN not in dict(chosen):
+            chosen = load_policies([PLAIN], trace) + chosen
+        self.policies, self.logs = dict(chosen), list(replay_many(trace, chosen))
+        self.forced, self.greedy = forced, trace.temperature == 0
+        self.assisted = _assisted_logs(trace) if assisted and not forced and self.greedy else {}
+
+    @property
+    def conditions(self) -> dict[str, Any]:
+        """Say whether the runs are forced."""
+        return {"forced": self.forced}
+
+    def decode(self, kept: Checkpoint | None, advance: Callable[[], None]) -> Measured:
+        """Decode with both models, or as the trace says."""
+        from profiler.checks.spot_check import Arm, run_arms
+
+        arms = [Arm(name, policy) for name, policy in self.policies.items()]
+        return run_arms(
+            self.pair, self.trace, arms, forced=self.forced, repeats=self.given.repeats,
+            advance=advance, kept=kept,
+        )  # fmt: skip
+
+    def outputs(self, measured: Measured) -> dict[str, list[list[int]]]:
+        """Return greedy outputs of the models' own.
+
+        Forced runs emit no such text, and sampled ones draw other numbers than the recording did.
+        """
+        return measured.outputs if self.greedy and not self.forced else {}
+
+    def compared(self, rows: pd.DataFrame, measured: Measured, progress: Any) -> pd.DataFrame:
+        """Compare rounds and texts of greedy runs, and add transformers' own generation."""
+        from profiler.models.seq2seq import is_seq2seq
+
+        if not self.greedy:
+            return rows
+        rows = super().compared(rows, measured, progress)
+        # With encoder-decoders transformers 5.23 drafts otherwise than the draft model would.
+        if not self.assisted or is_seq2seq(self.pair.target):
+            return rows
+        return pd.concat([rows, self._assisted_rows(progress)], ignore_index=True)
+
+    def _assisted_rows(self, progress: Any) -> pd.DataFrame:
+        """Return transformers' assisted generation: its target passes against replayed rounds."""
+        import torch
+
+        from profiler.checks.assisted import assisted_generation
+        from profiler.checks.differences import divergence
+
+        pair, trace = self.pair, self.trace
+        rows, dtype = [], getattr(torch, str(pair.meta["dtype"]))
+        for schedule, log in self.assisted.items():
+            settings = ASSISTED[schedule][1]
+            expected = log.per_request([1] * len(log))
+            task = progress.add_task(f"transformers, {schedule}", total=len(trace.requests))
+            seconds, differ, diverged = 0.0, 0, []
+            for i, request in enumerate(trace.requests):
+                prompt = torch.tensor(request.prompt_ids, device=pair.device)
+                output, passes, wall = assisted_generation(
+                    pair, prompt, request.max_new_tokens, **settings
+                )
+                if (found := divergence(trace, i, output, dtype)) is None:
+                    differ += abs(passes - int(expected[i]))
+                else:
+                    diverged.append(found._asdict())
+                seconds += wall
                 progress.advance(task)
-                if again is not None:
-                    again.advance()
-
-            measured = run_arms(
-                pair, trace, [Arm(name, p) for name, p in chosen], forced=forced, repeats=repeats,
-                advance=advance, kept=kept,
+            rows.append(
+                {
+                    "policy": f"transformers {schedule}", "verify": "exact", "batch": 1,
+                    "forced": False, "predicted_s": None, "measured_s": seconds, "error": None,
+                    "spread": None, "rounds_differ": differ, "speedup_error": None,
+                    "texts_diverged": len(diverged), "drafts_diverged": None, "diverged": diverged,
+                    "requests_left_out": 0,
+                }
             )  # fmt: skip
-            # Forced runs emit no text of the model's own, and sampled ones draw other numbers than
-            # the recording did: only greedy outputs can be the recorded ones.
-            greedy = trace.temperature == 0
-            learners = [name for name, policy in chosen if policy.learns_across_requests]
-            outputs = measured.outputs if greedy and not forced else {}
-            texts = Texts(trace, outputs, str(pair.meta["dtype"]), learners)
-            times = texts.times(measured.times)
-            if again is not None:
-                rows = again.compare(logs, times, expected, run)
-            else:
-                rows = compare(expected, times)
-            rows = with_machine(rows, latency, measured.machine)
-            if greedy:
-                rows = texts.compared(rows, measured.logs, replayed, draft_model=True)
-                # With encoder-decoders transformers 5.23 drafts otherwise than the draft model
-                # would.
-                if others and not is_seq2seq(pair.target):
-                    assisted_rows = _assisted_rows(pair, trace, others, progress)
-                    rows = pd.concat([rows, assisted_rows], ignore_index=True)
-        say_machine(latency, measured.machine, None if remeasure else REMEDY)
-        meta = {**pair.meta, "machine": measured.machine}
-        write_measured(MeasuredRuns(times, meta), run / "measured.parquet")
-    return rows
-
-
-def check_ids(trace: Trace) -> None:
-    """Raise DraftsimError if two requests have the same id: measured times are filed by it."""
-    times = Counter(request.id for request in trace.requests)
-    if again := [name for name, count in times.items() if count > 1]:
-        raise DraftsimError(
-            f"the trace has {len(again)} ids more than once, as {again[0]!r}, and measured times "
-            "are filed by them: record prompts with ids of their own"
-        )
-
-
-def as_recorded(texts: Sequence[str], trace: Trace) -> list[str]:
-    """Return those of the default arms `texts` whose fixed length the trace was recorded for."""
-    longest = trace.max_gamma or 0
-    fixed = {text: text.removeprefix("fixed:gamma=") for text in texts}
-    beyond = [t for t, gamma in fixed.items() if gamma.isdigit() and int(gamma) > longest]
-    if beyond:
-        note(f"left out: {', '.join(beyond)}; drafts of up to {longest} were recorded")
-    return [text for text in texts if text not in beyond]
+        return pd.DataFrame(rows)
 
 
 def _assisted_logs(trace: Trace) -> dict[str, RoundLog]:
@@ -205,44 +204,6 @@ def say_faster(run: Path, trace: Trace, latency: LatencyTable, best: Fastest) ->
         )
 
 
-def _assisted_rows(
-    pair: Pair, trace: Trace, logs: Mapping[str, RoundLog], progress: Any
-) -> pd.DataFrame:
-    """transformers' assisted generation: its target passes against the replayed rounds."""
-    import torch
-
-    from profiler.checks.assisted import assisted_generation
-    from profiler.checks.differences import divergence
-
-    rows, dtype = [], getattr(torch, str(pair.meta["dtype"]))
-    for schedule, log in logs.items():
-        settings = ASSISTED[schedule][1]
-        expected = log.per_request([1] * len(log))
-        task = progress.add_task(f"transformers, {schedule}", total=len(trace.requests))
-        seconds, differ, diverged = 0.0, 0, []
-        for i, request in enumerate(trace.requests):
-            prompt = torch.tensor(request.prompt_ids, device=pair.device)
-            output, passes, wall = assisted_generation(
-                pair, prompt, request.max_new_tokens, **settings
-            )
-            if (found := divergence(trace, i, output, dtype)) is None:
-                differ += abs(passes - int(expected[i]))
-            else:
-                diverged.append(found._asdict())
-            seconds += wall
-            progress.advance(task)
-        rows.append(
-            {
-                "policy": f"transformers {schedule}", "verify": "exact", "batch": 1,
-                "forced": False, "predicted_s": None, "measured_s": seconds, "error": None,
-                "spread": None, "rounds_differ": differ, "speedup_error": None,
-                "texts_diverged": len(diverged), "drafts_diverged": None, "diverged": diverged,
-                "requests_left_out": 0,
-            }
-        )  # fmt: skip
-    return pd.DataFrame(rows)
-
-
 def say_verdict(rows: pd.DataFrame) -> None:
     """Print the verdict of the comparison in words."""
     from simulator.validation import verdict
@@ -263,14 +224,3 @@ def say_verdict(rows: pd.DataFrame) -> None:
             "predicted from latencies measured between the real runs; from those of the profile "
             f"before them the median |error| is {priced['profile_error'].abs().median():.1%}"
         )
-
-
-def spread_over_categories(trace: Trace, limit: int) -> list[int]:
-    """`limit` request indices, in turn from each category."""
-    groups: dict[str, list[int]] = {}
-    for i, request in enumerate(trace.requests):
-        groups.setdefault(request.category, []).append(i)
-    order = sorted(
-        range(len(trace.requests)), key=lambda i: groups[trace.requests[i].category].index(i)
-    )
-    return sorted(order[:limit])

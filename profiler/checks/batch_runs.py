@@ -1,9 +1,8 @@
 """Full batched runs of policies on the device, to hold predictions against.
 
 Consecutive requests of the trace are decoded in groups of `batch`, each until its slowest
-has ended (a static batch); the last group may be smaller.  Arms run interleaved as in
-`profiler.checks.spot_check`: each group is decoded under every arm before the next group, in
-rotated order, every batch size within every repeat.
+has ended (a static batch); the last group may be smaller.  Arms run in turn
+(`profiler.checks.turns`), every batch size within every repeat.
 """
 
 from __future__ import annotations
@@ -17,13 +16,15 @@ from typing import Any
 import pandas as pd
 import torch
 
-from policies.core import Round
+from policies.core import DraftPolicy, Round
 from policies.together import Policy, Synchronise, Together, together_of
+from profiler.checks.turns import Attempt, Work, take_turns
 from profiler.decoding.batch import BatchedDecoder, Stream, enter, speculate_batch
 from profiler.decoding.forced import ForcedStream
-from profiler.machine import Machine, Repeats, Timing, sweeps, timed
+from profiler.machine import timed
 from profiler.models.loading import Pair, check_same_models
 from profiler.models.runner import Runner
+from profiler.recording.checkpoint import Checkpoint
 from traces.acceptance.trace import Trace
 from traces.errors import DraftsimError
 from traces.replay.rounds import RoundLog
@@ -56,8 +57,8 @@ class MeasuredBatches:
     """How quiet the machine was (`traces.machine`)."""
 
 
-Attempt = tuple[Timing, tuple[Together, list[Stream], list[list[tuple[Stream, Round]]]]]
-"""A run's time; the style as it left it, its streams, and the rounds of each iteration."""
+Unit = tuple[int, Any]
+"""A batch size, and a group of as many requests."""
 
 
 def groups_of(requests: int, batch: int) -> list[range]:
@@ -78,11 +79,13 @@ def run_batches(
     forced: bool = False,
     repeats: int = 3,
     advance: Callable[[], None] = lambda: None,
+    kept: Checkpoint | None = None,
 ) -> MeasuredBatches:
     """Decode the trace's requests for real under every arm at every batch size.
 
     ``forced`` takes drafts and verdicts from the trace instead of the models.  ``advance``
-    is called after every arm's run of a group.
+    is called after every arm's run of a group.  What `kept` holds of an earlier call is not run
+    again (`take_turns`).
 
     Raises
     ------
@@ -101,56 +104,25 @@ def run_batches(
         )
     if not forced:
         check_same_models(trace.meta, pair)
-    count = len(trace.requests)
-    slots = trace.longest
-    verify = "exact" if trace.temperature == 0 else "rejection-sampling"
+    count, verify = len(trace.requests), "exact" if trace.temperature == 0 else "rejection-sampling"
+    work = _Groups(pair, trace, arms, batches, forced)
+    turns = take_turns(pair, work, repeats, advance, kept)
+    keys = {work.label(arm, (batch, None)): (arm.name, batch) for batch in batches for arm in arms}
     rows: list[tuple[Any, ...]] = []
-    keys = [(arm.name, batch) for batch in batches for arm in arms]
-    rounds: dict[tuple[str, int], list[list[Round]]] = {k: [[] for _ in range(count)] for k in keys}
-    outputs: dict[tuple[str, int], list[list[int]]] = {k: [[] for _ in range(count)] for k in keys}
-    runners = {b: (Runner(pair.target, slots, b), Runner(pair.draft, slots, b)) for b in batches}
-    machine, counted = Machine(pair.target, pair.device), {key: Repeats() for key in keys}
-    for repeat, batch in product(sweeps(repeats), batches):
-        decoder = BatchedDecoder(*runners[batch], watch_eos=not forced)
-        # Policies that learn across requests start each sweep without what they learnt.
-        vocab = decoder.target.vocab_size
-        styles = [together_of(arm.policy, arm.synchronise, vocab) for arm in arms]
-        groups = groups_of(count, batch)
-        # What warms up does so on one group.
-        for g, group in enumerate(groups if repeat >= 0 else groups[:1]):
-            if repeat >= 0:
-                machine.pulse()
-            for k in range(len(arms)):
-                at = (k + g + repeat) % len(arms)
-
-                def attempt(
-                    group: range = group, learnt: Together = styles[at],
-                    decoder: BatchedDecoder = decoder,
-                ) -> Attempt:  # fmt: skip
-                    # Made again, a run begins with what was learnt before it.
-                    style = deepcopy(learnt)
-                    streams = [_stream(pair, trace, i, forced) for i in group]
-                    enter(decoder, style, streams)
-                    with timed(pair.device) as span:
-                        log = list(speculate_batch(decoder, style))
-                    return span.timing, (style, streams, log)
-
-                name, first = arms[at].name, trace.requests[group[0]].id
-                again = counted[name, batch] if repeat >= 0 else Repeats(0)
-                before = again.repeated
-                taken, (styles[at], streams, log) = again.best(attempt)
-                if repeat >= 0:
-                    rows.append(
-                        (name, verify, batch, forced, repeat, first, taken.wall_s, len(log),
-                         taken.off_s, again.repeated - before)
-                    )  # fmt: skip
-                if repeat == 0:
-                    for stream, outcome in chain.from_iterable(log):
-                        rounds[name, batch][stream.request].append(outcome)
-                    for stream in streams:
-                        outputs[name, batch][stream.request] = stream.output
-                if repeat >= 0:
-                    advance()
+    rounds: dict[tuple[str, int], list[list[Round]]] = {
+        key: [[] for _ in range(count)] for key in keys.values()
+    }
+    outputs = {key: [list[int]() for _ in range(count)] for key in keys.values()}
+    for one in turns.taken:
+        (name, batch), (_, group), found = keys[one.label], one.unit, one.found
+        rows.append(
+            (name, verify, batch, forced, one.repeat, trace.requests[group[0]].id,
+             one.timing.wall_s, found["iterations"], one.timing.off_s, one.repeated)
+        )  # fmt: skip
+        if one.repeat == 0:
+            for i, own, output in zip(group, found["rounds"], found["outputs"], strict=True):
+                rounds[name, batch][i] = [Round(*r) for r in own]
+                outputs[name, batch][i] = output
     logs = {
         (arm.name, batch): RoundLog(
             RoundLog.pack(rounds[arm.name, batch]),
@@ -162,7 +134,54 @@ def run_batches(
         for batch, arm in product(batches, arms)
     }
     times = pd.DataFrame(rows, columns=[*MEASURED_COLUMNS, *OFF_COLUMNS])
-    return MeasuredBatches(times, logs, outputs, machine.state(list(counted.values())))
+    return MeasuredBatches(times, logs, outputs, dict(turns.machine))
+
+
+class _Groups(Work):
+    """Groups of requests at each batch size; an arm learns by the style that it decides with."""
+
+    def __init__(
+        self, pair: Pair, trace: Trace, arms: Sequence[BatchArm], batches: Sequence[int],
+        forced: bool,
+    ) -> None:  # fmt: skip
+        self.arms, self._pair, self._trace, self._forced = arms, pair, trace, forced
+        self.units = [(b, group) for b in batches for group in groups_of(len(trace.requests), b)]
+        self._decoders = {
+            b: BatchedDecoder(
+                *(Runner(model, trace.longest, b) for model in (pair.target, pair.draft)),
+                watch_eos=not forced,
+            )
+            for b in batches
+        }
+
+    def size(self, unit: Unit) -> int:
+        return unit[0]
+
+    def label(self, arm: BatchArm, unit: Unit) -> str:
+        return f"{arm.name} at batch {unit[0]}"
+
+    def learns(self, arm: BatchArm) -> bool:
+        return not isinstance(arm.policy, DraftPolicy) or arm.policy.learns_across_requests
+
+    def begun(self, arm: BatchArm, unit: Unit) -> Together:
+        vocab_size = self._decoders[unit[0]].target.vocab_size
+        return together_of(arm.policy, arm.synchronise, vocab_size)
+
+    def attempt(self, repeat: int, unit: Unit, arm: BatchArm, learnt: Together) -> Attempt:
+        (batch, group), style = unit, deepcopy(learnt)
+        decoder = self._decoders[batch]
+        streams = [_stream(self._pair, self._trace, i, self._forced) for i in group]
+        enter(decoder, style, streams)
+        with timed(self._pair.device) as span:
+            log = list(speculate_batch(decoder, style))
+        rounds: dict[int, list[Round]] = {i: [] for i in group}
+        for stream, outcome in chain.from_iterable(log):
+            rounds[stream.request].append(outcome)
+        found = {
+            "rounds": list(rounds.values()), "iterations": len(log),
+            "outputs": [stream.output for stream in streams],
+        }  # fmt: skip
+        return span.timing, (style, found)
 
 
 def _stream(pair: Pair, trace: Trace, i: int, forced: bool) -> Stream:

@@ -11,18 +11,19 @@ after it is compared (`Divergence`, `before`).
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
+import pandas as pd
 import torch
 
 from profiler.models.loading import Pair
 from traces.acceptance.trace import Trace
 from traces.replay.exact_match import solved
 from traces.replay.rounds import RoundLog
-from traces.store.outputs import Output, RealRun
+from traces.store.outputs import NEAR, Divergence, Output, RealRun
 
 if TYPE_CHECKING:
     from profiler.checks.spot_check import Arm, Measured
@@ -77,8 +78,6 @@ def solves(pair: Pair, tokens: Sequence[int], ended: str | None, answer: str | N
     return ended == "eos" and solved(text, answer)
 
 
-NEAR = 4.0
-"""Units in the last place within which two logits count as tied."""
 NEAR_FEATURES = 16.0
 """The same of a drafter on the target's features, which were rounded otherwise as well."""
 
@@ -89,38 +88,6 @@ def units(top1: npt.ArrayLike, top2: npt.ArrayLike, dtype: torch.dtype) -> npt.N
     exponent = np.floor(np.log2(np.maximum(np.abs(first), 1e-30)))
     last_place = torch.finfo(dtype).eps * 2.0**exponent
     return np.asarray((first - np.asarray(top2, dtype=np.float64)) / last_place)
-
-
-class Divergence(NamedTuple):
-    """The first token of an output that is not the expected one, and how near a tie it was.
-
-    The logits are those that the recording holds of the target at this position; None if it
-    holds none, or is of another text.
-    """
-
-    request: str
-    position: int
-    """Output position, 0 = first generated token."""
-    token: int | None
-    """Token emitted; None after the end."""
-    expected: int | None
-    """Token expected; None after the end."""
-    target_top1: float | None = None
-    target_top2: float | None = None
-    target_units: float | None = None
-    """Margin of the two in units in the last place of the run's number format."""
-
-    @property
-    def near_tie(self) -> bool | None:
-        """True if rounding can have decided the token; None if the margin is not known."""
-        return None if self.target_units is None else self.target_units <= NEAR
-
-    def __str__(self) -> str:
-        """Return the difference in words."""
-        said = f"{self.request} at position {self.position}"
-        if self.target_top1 is None or self.target_top2 is None:
-            return said
-        return f"{said} (logits {self.target_top1:.5g} and {self.target_top2:.5g})"
 
 
 def first_difference(output: Sequence[int], expected: Sequence[int]) -> int | None:
@@ -299,3 +266,122 @@ def _first_difference(
         if not same or list(output[span]) != list(recorded[span]):
             return k
     return None
+
+
+def rounds_differ(
+    real: RoundLog, replayed: RoundLog, until: Mapping[int, int] | None = None
+) -> int:
+    """Count the rounds whose (drafted, accepted) differ; unequal numbers of rounds differ too.
+
+    ``until``: by request, the position at which its text diverged; nothing after it is compared.
+    """
+    count, until = 0, until or {}
+    for i in range(len(real.requests)):
+        mine, theirs = (log.rounds[log.rounds["request"] == i] for log in (real, replayed))
+        if i in until:
+            mine, theirs = before(mine, until[i]), before(theirs, until[i])
+        shared = min(len(mine), len(theirs))
+        differ = (mine["drafted"][:shared] != theirs["drafted"][:shared]) | (
+            mine["accepted"][:shared] != theirs["accepted"][:shared]
+        )
+        count += int(differ.sum()) + abs(len(mine) - len(theirs))
+    return count
+
+
+class Texts:
+    """The outputs of real runs and those of `trace`, by run.
+
+    Parameters
+    ----------
+    outputs:
+        Token ids by arm and request; an arm that is not in it decoded no text of its own.
+    dtype:
+        Number format that the models ran in.
+    learners:
+        Arms whose policy remembers earlier requests.
+    """
+
+    def __init__(
+        self, trace: Trace, outputs: Mapping[str, Sequence[Sequence[int]]], dtype: str,
+        learners: Collection[str] = (),
+    ) -> None:  # fmt: skip
+        self.trace, self.outputs, self.dtype = trace, outputs, getattr(torch, dtype)
+        self.learners, count = learners, len(trace.requests)
+        self.diverged = {name: divergences(trace, own, self.dtype) for name, own in outputs.items()}
+        found = {i for own in self.diverged.values() for i in own}
+        self.left_out = found if len(found) < count else set()
+        """Requests whose seconds are compared under no arm, so that all arms are of the same texts.
+
+        Where every request diverged under some arm none would remain, and none is left out.
+        """
+
+    def times(self, times: pd.DataFrame) -> pd.DataFrame:
+        """Return the measured times of the requests that are not left out."""
+        ids = [self.trace.requests[i].id for i in self.left_out]
+        return times[~times["request"].isin(ids)].reset_index(drop=True)
+
+    def compared(
+        self, rows: pd.DataFrame, real: Mapping[str, RoundLog], replayed: Mapping[str, RoundLog],
+        draft_model: bool = False,
+    ) -> pd.DataFrame:  # fmt: skip
+        """Return `rows` with what their rounds and texts did.
+
+        ``rounds_differ`` counts rounds up to a divergence, ``texts_diverged`` the requests whose
+        text diverged.  In the JSON, ``diverged`` names position, both tokens and the recorded
+        logits of each, and ``requests_left_out`` is the number of requests whose seconds are not
+        compared.
+
+        Where the `draft_model` drafted, ``drafts_diverged`` counts the requests whose text is the
+        recorded one, and in which it proposed another token at a near-tie: their rounds are
+        compared up to there, too.
+        """
+        names = list(rows["policy"])
+        diverged = [self.diverged.get(name, {}) for name in names]
+        differ, ties = [], []
+        for name, own in zip(names, diverged, strict=True):
+            until, tied = self._until(real[name], replayed[name], own, draft_model)
+            differ.append(rounds_differ(real[name], replayed[name], until))
+            ties.append(tied)
+        rows = rows.assign(rounds_differ=differ)
+        if not self.outputs:
+            return rows
+        rows = with_diverged(rows, [[*own.values()] for own in diverged], len(self.left_out))
+        if draft_model:
+            rows.insert([*rows.columns].index("texts_diverged") + 1, "drafts_diverged", ties)
+        return rows
+
+    def _until(
+        self, real: RoundLog, replayed: RoundLog, diverged: Mapping[int, Divergence],
+        draft_model: bool,
+    ) -> tuple[dict[int, int], int]:  # fmt: skip
+        """Return the position up to which each request compares, and how many drafts diverged."""
+        count, learns = len(self.trace.requests), real.policy in self.learners
+        positions = {i: one.position for i, one in diverged.items()}
+        until = comparable(positions, count, learns)
+        if not draft_model or real.policy not in self.outputs:
+            return until, 0
+        ties = draft_ties(real, replayed, self.trace, self.dtype, until)
+        if learns and ties:
+            ties = {min(ties): ties[min(ties)]}  # what follows was learnt from other rounds
+        # The round of the tie has another draft: those before it compare.
+        before_ties = {i: begin - 1 for i, begin in ties.items()}
+        return comparable(positions | before_ties, count, learns), len(ties)
+
+
+def with_diverged(
+    rows: pd.DataFrame, diverged: Sequence[Sequence[Divergence]], left_out: int
+) -> pd.DataFrame:
+    """Return `rows` with the columns that tell of each row's divergences."""
+    counts = [len(own) for own in diverged]
+    rows = with_lists(rows, "diverged", [[one._asdict() for one in own] for own in diverged])
+    rows = rows.assign(requests_left_out=left_out)
+    rows.insert([*rows.columns].index("rounds_differ") + 1, "texts_diverged", counts)
+    return rows
+
+
+def with_lists(
+    rows: pd.DataFrame, name: str, lists: Sequence[list[dict[str, Any]]]
+) -> pd.DataFrame:
+    """Return `rows` with a list in each cell of the column `name`."""
+    cells: Any = lists
+    return rows.assign(**{name: pd.Series(cells, index=rows.index, dtype=object)})

@@ -1,16 +1,10 @@
-"""Full runs of policies on the device, to hold predictions against.
-
-Every request is decoded under every arm before the next request, and the order of the arms
-rotates, so that a slow minute of the machine falls on all.  A run that was disturbed is made
-again, within a budget of every arm's own.
-"""
+"""Full runs of policies on the device, to hold predictions against (`profiler.checks.turns`)."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field, replace
-from functools import partial
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
@@ -20,10 +14,11 @@ import torch
 from policies.core import DraftPolicy, Round, own_copy, speculate
 from policies.rules.base import VerifyRule
 from policies.rules.registry import describe_rule
-from profiler.checks.differences import before
+from profiler.checks.differences import rounds_differ
+from profiler.checks.turns import Attempt, Work, take_turns
 from profiler.decoding.forced import ForcedDecoder
 from profiler.decoding.single import ModelDecoder
-from profiler.machine import Machine, Repeats, Timing, sweeps, timed
+from profiler.machine import timed
 from profiler.models.loading import Pair, check_same_models
 from profiler.models.seq2seq import make_runner
 from profiler.recording.checkpoint import Checkpoint
@@ -63,23 +58,14 @@ class Arm:
 Opener = Callable[[Arm, int, int, VerifyRule | None], Any]
 """From an arm, a request, a repeat and the sweep's own rule: a decoder after its prefill."""
 
-Learnt = tuple[DraftPolicy, VerifyRule | None]
-"""An arm's policy and rule of one sweep, with what they learnt in it so far."""
-
-
-Attempt = tuple[Timing, tuple[Learnt, Any, list[Round]]]
-"""A run's time; what its arm has then learnt, its decoder and its rounds."""
-
 
 class Ran(NamedTuple):
-    """An arm's run of a request: the least disturbed one, and how often it was made again.
+    """The rounds and the output of an arm's run of a request.
 
     ``mismatched`` and ``log_probs`` are those of `profiler.decoding.single.ModelDecoder`, of runs
     under a lossy rule.
     """
 
-    taken: Timing
-    repeated: int
     rounds: list[Round]
     output: list[int]
     mismatched: list[int]
@@ -98,6 +84,46 @@ class Runs(NamedTuple):
     machine: State
 
 
+@dataclass
+class _Requests(Work):
+    """Single requests; an arm learns by its policy and its rule."""
+
+    arms: Sequence[Arm]
+    units: Sequence[int]
+    opened: Opener
+    device: torch.device
+    vocab_size: int
+    sampling: Sampling
+
+    def label(self, arm: Arm, unit: int) -> str:
+        return arm.label
+
+    def learns(self, arm: Arm) -> bool:
+        return arm.policy.learns_across_requests
+
+    def begun(self, arm: Arm, unit: int) -> tuple[DraftPolicy, VerifyRule | None]:
+        """Return the repeat's own copies of the policy and rule; no rule where it is lossless."""
+        policy = own_copy(arm.policy, self.vocab_size)
+        if arm.lossy is None:
+            return policy, None
+        rule = arm.lossy.fresh()
+        try:
+            rule.begin_run(self.vocab_size, self.sampling.temperature, self.sampling.top_p)
+        except ValueError as error:
+            raise DraftsimError(f"{describe_rule(arm.lossy)}: {error}") from None
+        return policy, rule
+
+    def attempt(self, repeat: int, unit: int, arm: Arm, learnt: Any) -> Attempt:
+        learner, rule = deepcopy(learnt)
+        decoder = self.opened(arm, unit, repeat, rule)
+        with timed(self.device) as span:
+            rounds = _rounds(decoder, learner.fresh(), arm)
+        if rule is not None:
+            rule.end_request()
+        ruled = (decoder.mismatched, decoder.log_probs) if arm.lossy else ([], [])
+        return span.timing, ((learner, rule), Ran(rounds, decoder.output, *ruled)._asdict())
+
+
 def run_interleaved(
     pair: Pair,
     trace: Trace,
@@ -114,13 +140,8 @@ def run_interleaved(
     """Decode `requests` of `trace` (None: all) for real under every arm, `repeats` times.
 
     Policies that learn across requests, and lossy rules, start each repeat without what they
-    learnt.  ``advance`` is called after every arm's run of a request.
-
-    What `kept` holds of an earlier call is not run again: all arms' runs of a request are put
-    there together.  A policy that learns across requests then decodes those of the repeat that
-    was under way once more, untimed, and so has learnt what it had: exact in every mode, at the
-    price of a part of one repeat of that arm.  Runs under a lossy rule are not kept.  In what is
-    told of the machine, steal and other work are those since the last call.
+    learnt.  ``advance`` is called after every arm's run of a request.  What `kept` holds of an
+    earlier call is not run again (`take_turns`); runs under a lossy rule are not kept.
 
     Raises
     ------
@@ -130,78 +151,22 @@ def run_interleaved(
     if kept is not None and any(arm.lossy for arm in arms):
         raise ValueError("runs under a lossy rule are not kept")
     chosen = range(len(trace.requests)) if requests is None else requests
+    work = _Requests(arms, chosen, opened, pair.device, vocab_size, trace.sampling)
+    turns = take_turns(pair, work, repeats, advance, kept)
     names = {arm.label: (arm.name, arm.verify(trace)) for arm in arms}
-    rows: list[tuple[Any, ...]] = []
     first: dict[str, list[Ran]] = {arm.label: [] for arm in arms}
-    rules: dict[str, VerifyRule | None] = {}
-    machine, counted = Machine(pair.target, pair.device), {arm.label: Repeats() for arm in arms}
-    for repeat in sweeps(repeats):
-        learnt = {arm.label: _begun(arm, vocab_size, trace.sampling) for arm in arms}
-        earlier: list[int] = []  # requests of this repeat that an earlier call ran
-        for n, i in enumerate(chosen if repeat >= 0 else chosen[:1]):
-            rotated = [arms[(k + n + repeat) % len(arms)] for k in range(len(arms))]
-            run = partial(_decoded, pair.device, opened, repeat)
-            if repeat < 0:  # what warms up does so on one request
-                _in_turn(rotated, i, run, learnt, {arm.label: Repeats(0) for arm in arms})
-                continue
-            step = f"{repeat:03d}-{n:05d}"
-            ran = None if kept is None else _restored(kept, step, machine, counted)
-            if ran is not None:
-                earlier.append(i)
-                for _ in arms:
-                    advance()
-            else:
-                for arm in (a for a in arms if a.policy.learns_across_requests):
-                    for j in earlier:
-                        _, (learnt[arm.label], *_) = run(j, arm, learnt[arm.label])
-                earlier.clear()
-                machine.pulse()
-                ran = _in_turn(rotated, i, run, learnt, counted, advance)
-                if kept is not None:
-                    _keep(kept, step, machine, counted, ran)
-            for label, one in ran.items():
-                rows.append(
-                    (*names[label], 1, forced, repeat, trace.requests[i].id, one.taken.wall_s,
-                     len(one.rounds), one.taken.off_s, one.repeated)
-                )  # fmt: skip
-                if repeat == 0:
-                    first[label].append(one)
-        if repeat == 0:
-            rules = {label: rule for label, (_, rule) in learnt.items()}
+    rows: list[tuple[Any, ...]] = []
+    for one in turns.taken:
+        ran = Ran(**one.found)
+        rows.append(
+            (*names[one.label], 1, forced, one.repeat, trace.requests[one.unit].id,
+             one.timing.wall_s, len(ran.rounds), one.timing.off_s, one.repeated)
+        )  # fmt: skip
+        if one.repeat == 0:
+            first[one.label].append(ran._replace(rounds=[Round(*r) for r in ran.rounds]))
     times = pd.DataFrame(rows, columns=[*MEASURED_COLUMNS, *OFF_COLUMNS])
-    return Runs(times, first, rules, machine.state(list(counted.values())))
-
-
-def _in_turn(
-    arms: Sequence[Arm], request: int, run: Callable[[int, Arm, Learnt], Attempt],
-    learnt: dict[str, Learnt], counted: Mapping[str, Repeats],
-    advance: Callable[[], None] = lambda: None,
-) -> dict[str, Ran]:  # fmt: skip
-    """Return every arm's run of a request; `learnt` is then what they have learnt by it."""
-    ran = {}
-    for arm in arms:
-        again = counted[arm.label]
-        before = again.repeated
-        # Made again, a run begins with what was learnt before it.
-        taken, (learnt[arm.label], decoder, rounds) = again.best(
-            partial(run, request, arm, learnt[arm.label])
-        )
-        ruled = (decoder.mismatched, decoder.log_probs) if arm.lossy else ([], [])
-        ran[arm.label] = Ran(taken, again.repeated - before, rounds, decoder.output, *ruled)
-        advance()
-    return ran
-
-
-def _decoded(
-    device: torch.device, opened: Opener, repeat: int, request: int, arm: Arm, learnt: Learnt
-) -> Attempt:
-    learner, rule = deepcopy(learnt)
-    decoder = opened(arm, request, repeat, rule)
-    with timed(device) as span:
-        rounds = _rounds(decoder, learner.fresh(), arm)
-    if rule is not None:
-        rule.end_request()
-    return span.timing, ((learner, rule), decoder, rounds)
+    rules = {label: rule for label, (_, rule) in turns.learnt.items()}
+    return Runs(times, first, rules, turns.machine)
 
 
 def _rounds(decoder: Any, policy: DraftPolicy, arm: Arm) -> list[Round]:
@@ -214,54 +179,6 @@ def _rounds(decoder: Any, policy: DraftPolicy, arm: Arm) -> list[Round]:
                 f"{arm.label} cannot be decoded for real: {error}; drop this policy"
             ) from error
         raise
-
-
-def _begun(arm: Arm, vocab_size: int, sampling: Sampling) -> Learnt:
-    """Return the sweep's own copies of the arm's policy and rule; no rule where it is lossless."""
-    policy = own_copy(arm.policy, vocab_size)
-    if arm.lossy is None:
-        return policy, None
-    rule = arm.lossy.fresh()
-    try:
-        rule.begin_run(vocab_size, sampling.temperature, sampling.top_p)
-    except ValueError as error:
-        raise DraftsimError(f"{describe_rule(arm.lossy)}: {error}") from None
-    return policy, rule
-
-
-def _keep(
-    kept: Checkpoint, step: str, machine: Machine, counted: Mapping[str, Repeats],
-    ran: Mapping[str, Ran],
-) -> None:  # fmt: skip
-    """Keep what all arms' runs of a request gave, and the counters as they are then."""
-    found = {
-        "ran": {label: one._asdict() for label, one in ran.items()},
-        "counted": {label: vars(one) for label, one in counted.items()},
-        "reference_s": machine.taken[-1:],
-    }
-    kept.put_json(step, found)
-
-
-def _restored(
-    kept: Checkpoint, step: str, machine: Machine, counted: dict[str, Repeats]
-) -> dict[str, Ran] | None:
-    """Return what `_keep` kept and set the counters to it; None if there is nothing."""
-    found = kept.get_json(step)
-    if found is None:
-        return None
-    machine.taken += found["reference_s"]
-    for label, figures in found["counted"].items():
-        vars(counted[label]).update(figures, kept=Timing(*figures["kept"]))
-    return {
-        label: Ran(
-            **{
-                **one,
-                "taken": Timing(*one["taken"]),
-                "rounds": [Round(*r) for r in one["rounds"]],
-            }
-        )
-        for label, one in found["ran"].items()
-    }
 
 
 __all__ = ["Arm", "DraftModel", "Measured", "rounds_differ", "run_arms"]
@@ -372,23 +289,3 @@ def _emitted(request: Request, output: Sequence[int], eos: frozenset[int]) -> Re
     """`request` with the length and end of an output of its own."""
     ended: Literal["eos", "length"] = "eos" if output[-1] in eos else "length"
     return replace(request, tokens=len(output), ended=ended, wall_s=None)
-
-
-def rounds_differ(
-    real: RoundLog, replayed: RoundLog, until: Mapping[int, int] | None = None
-) -> int:
-    """Count the rounds whose (drafted, accepted) differ; unequal numbers of rounds differ too.
-
-    ``until``: by request, the position at which its text diverged; nothing after it is compared.
-    """
-    count, until = 0, until or {}
-    for i in range(len(real.requests)):
-        mine, theirs = (log.rounds[log.rounds["request"] == i] for log in (real, replayed))
-        if i in until:
-            mine, theirs = before(mine, until[i]), before(theirs, until[i])
-        shared = min(len(mine), len(theirs))
-        differ = (mine["drafted"][:shared] != theirs["drafted"][:shared]) | (
-            mine["accepted"][:shared] != theirs["accepted"][:shared]
-        )
-        count += int(differ.sum()) + abs(len(mine) - len(theirs))
-    return count

@@ -36,7 +36,7 @@ def check_options(
     return {
         "version": version(), "meta": pair.meta, "trace": identity(trace.meta),
         "sampling": trace.sampling.meta, "repeats": repeats,
-        "requests": [request.id for request in logs[0].requests],
+        "requests": [request.id for request in trace.requests],
         "arms": [(log.policy, log.source, _digest(log)) for log in logs], **more,
     }  # fmt: skip
 

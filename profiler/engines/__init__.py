@@ -1,8 +1,7 @@
-"""Serving engines: our policies inside them, and what their iterations cost.
+"""Serving engines: our policies inside them, and the cost of their iterations.
 
-`rounds` drives `policies.together`, whose rounds an engine verifies when it likes; `drafts` is
-where tokens come from; `proposer` is the class that vLLM loads by name; `engine` steps an engine by
-hand, and `plan`, `bench` and `table` turn its iterations into a latency table; `server` runs the
-engine in its HTTP server.  Only `engine`, `start`, `proposer`, `watch`, `own_drafter` and `server`
-know vLLM.
+`engine` says what an engine provides; a folder here holds one engine.  `session` decides drafts for
+the rows of an engine's batch; `drafts` is where tokens come from; `bench` and `measure` turn
+iterations into a latency table; `loads` runs loads in an engine, `served` sends them to its HTTP
+server, and `notes` is what its processes write down.
 """

@@ -1,24 +1,30 @@
-"""Puts an engine into the state of a cell and times iterations there, with a control load."""
+"""Cells of an engine's latency table: the grid of sizes, and the iterations timed at each.
+
+`Bench` puts an engine into the state of a cell and times iterations there, with a control load.
+"""
 
 from __future__ import annotations
 
 import itertools
 import time
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from dataclasses import dataclass, replace
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
 from policies.batch.base import BatchPolicy
 from policies.core import Load
-from profiler.engines.drafts import Asked, Drafts, DraftSource
-from profiler.engines.engine import PARTS, Engine, Step
-from profiler.engines.plan import Cell
-from profiler.engines.setup import Setup
+from profiler.engines.drafts import Asked, CountedDrafts, Drafts, DraftSource
+from profiler.engines.engine import Engine, EngineOptions
+from profiler.engines.session import Setup
 from profiler.engines.texts import FIRST_ID
-from traces.acceptance.tape import RecordedToken
 from traces.errors import DraftsimError
+from traces.store.engine_runs import PARTS, Step
 
+Kind = Literal["decode", "prompt", "mixed"]
+SPARE = 8
+"""Tokens of a sequence that the longest prompt leaves free: one is sampled after the prompt."""
 UNTIMED = 2
 """Iterations before a prompt's: the first still verifies drafts of the last cell."""
 LARGE = 1024
@@ -27,12 +33,125 @@ SHORT = 128
 """Tokens of a prompt that decodes by itself before others come."""
 
 
+class Cell(NamedTuple):
+    """Sizes of an iteration.
+
+    ``batch`` sequences decode ``width`` tokens each after about ``context`` tokens, and
+    ``prompts`` prompts of ``tokens`` tokens each are processed.
+    """
+
+    kind: Kind
+    batch: int = 0
+    width: int = 0
+    context: int = 0
+    prompts: int = 0
+    tokens: int = 0
+
+
+@dataclass(frozen=True)
+class Grid:
+    """The sizes to measure.
+
+    Parameters
+    ----------
+    batches, widths, contexts:
+        Of decoding: sequences, tokens a sequence, tokens known before.
+    prompts:
+        (count, tokens each) of prompts alone.
+    beside_batches, beside_widths, beside_prompts:
+        Decoding sequences, their width and the prompt's tokens where both share a pass, at
+        the middle context.
+    sweeps:
+        Times that everything is measured, in a fresh order each time.
+    steps:
+        Timed iterations of a decoding cell in a sweep; half as many of a prompt, of a large one
+        and of a mixed one a single one.
+    held_out:
+        Relative error of interpolation from which a held-out batch or width joins the grid.
+    """
+
+    batches: Sequence[int] = (1, 2, 4, 8, 16)
+    widths: Sequence[int] = (1, 2, 3, 5, 9)
+    contexts: Sequence[int] = (32, 256, 640)
+    prompts: Sequence[tuple[int, int]] = (
+        (1, 16), (1, 64), (1, 256), (1, 512), (1, 1024), (1, 1536), (4, 16), (4, 64), (4, 256),
+        (16, 256),
+    )  # fmt: skip
+    beside_batches: Sequence[int] = (1, 4, 15)
+    beside_widths: Sequence[int] = (1, 5)
+    beside_prompts: Sequence[int] = (16, 64, 256, 1024)
+    sweeps: int = 3
+    steps: int = 4
+    held_out: float = 0.03
+
+    def fitted(self, options: EngineOptions) -> Grid:
+        """Return the grid within what the engine was started with, its ends included."""
+        most, wide, length = options.max_batch, options.longest + 1, options.max_model_len
+        # Sequences grow by a token an iteration while the cells of their state are measured.
+        cells = max(len(self.widths), len(self.beside_widths) * len(self.beside_prompts)) + 3
+        grown = cells * 2 * (self.steps + 1)
+        room = length - 2 * wide - grown
+        contexts = [c for c in self.contexts if c < room] or [max(room // 2, 8)]
+        return replace(
+            self,
+            batches=sorted({*(b for b in self.batches if b < most), most}),
+            widths=sorted({*(w for w in self.widths if w < wide), wide}),
+            contexts=contexts,
+            prompts=[
+                (n, t) for n, t in dict.fromkeys((min(n, most), t) for n, t in self.prompts)
+                if t + SPARE < length and n * t <= options.token_budget
+            ],
+            beside_batches=sorted({min(b, most - 1) for b in self.beside_batches if most > 1}),
+            beside_widths=sorted({min(w, wide) for w in self.beside_widths}),
+            beside_prompts=[t for t in self.beside_prompts if t < room],
+        )  # fmt: skip
+
+    @property
+    def middle(self) -> int:
+        """The context at which prompts join and batches and widths are held out."""
+        return self.contexts[len(self.contexts) // 2]
+
+    def blocks(self) -> list[list[Cell]]:
+        """Return cells by block: those of a number of sequences, prompts alone, and mixed ones.
+
+        What is compared with each other is measured in the same seconds: lengths, and contexts.
+        """
+        decoding = [
+            [Cell("decode", b, w, c) for c in self.contexts for w in self.widths]
+            for b in self.batches
+        ]
+        alone = [Cell("prompt", prompts=n, tokens=t) for n, t in self.prompts]
+        mixed = [
+            Cell("mixed", b, w, self.middle, 1, t)
+            for b in self.beside_batches
+            for w in self.beside_widths
+            for t in self.beside_prompts
+        ]
+        return [block for block in (*decoding, alone, mixed) if block]
+
+    def between(self) -> list[Cell]:
+        """Held-out cells at the middle context: between batches, and between widths."""
+        batches = [
+            Cell("decode", (a + b) // 2, w, self.middle)
+            for a, b in zip(self.batches, self.batches[1:], strict=False)
+            if b - a > 1
+            for w in (self.widths[0], self.widths[len(self.widths) // 2], self.widths[-1])
+        ]
+        widths = [
+            Cell("decode", b, (v + w) // 2, self.middle)
+            for v, w in zip(self.widths, self.widths[1:], strict=False)
+            if w - v > 1
+            for b in (self.batches[0], self.batches[-1])
+        ]
+        return sorted({*batches, *widths}, key=lambda c: (-c.batch, c.width))
+
+
 class Sample(NamedTuple):
     """One timed iteration; its seconds, and those around it, without the engine's own drafter."""
 
     seconds: float
     parts: tuple[float, ...]
-    """As `profiler.engines.engine.PARTS`."""
+    """As `traces.store.engine_runs.PARTS`."""
     context: float
     """Mean tokens cached by the decoding sequences."""
     base_s: float
@@ -69,27 +188,13 @@ class Noise(DraftSource):
         return _NoiseDrafts(request, len(output), self._rng, self.vocabulary)
 
 
-class _NoiseDrafts(Drafts):
+class _NoiseDrafts(CountedDrafts):
     def __init__(self, request: Asked, position: int, rng: Any, vocabulary: int) -> None:
-        self._request, self._rng, self._vocabulary = request, rng, vocabulary
-        self.position = position
-
-    @property
-    def remaining(self) -> int:
-        return max(self._request.limit - self.position, 0)
-
-    @property
-    def load(self) -> Load:
-        return Load(1, len(self._request.prompt) + self.position)
-
-    def draft(self, so_far: Sequence[Any]) -> RecordedToken:
-        return RecordedToken(0)
+        super().__init__(request, position)
+        self._rng, self._vocabulary = rng, vocabulary
 
     def ids(self, draft: Sequence[Any]) -> list[int]:
         return self._rng.integers(FIRST_ID, self._vocabulary, len(draft)).tolist()  # type: ignore[no-any-return]
-
-    def advance(self, emitted: Sequence[int]) -> None:
-        self.position += len(emitted)
 
 
 class Control:
@@ -242,6 +347,6 @@ class Bench:
         if step is None:
             raise DraftsimError(
                 "the engine had nothing to run while it was measured: lower --max-batch or raise "
-                "its cache (VLLM_CPU_KVCACHE_SPACE, gpu_memory_utilization)"
+                f"its cache ({self.engine.cache_settings})"
             )
         return step

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
@@ -20,15 +19,6 @@ from traces.sources.lookups.text import Lookup
 from traces.store.files import read_trace, write_trace
 from traces.store.text import read_object
 from traces.store.writing import write_atomically
-
-NAMED = re.compile(r"(?:cmpl-(?P<served>.+)-\d+|(?P<added>.+))-[^-]*")
-"""vLLM's form of a caller's request name: it adds a number, and a prefix in a server."""
-
-
-def caller_name(name: str) -> str:
-    """Return a request's name as its caller gave it; over HTTP that is the header X-Request-Id."""
-    found = NAMED.fullmatch(name)
-    return name if found is None else found["served"] or found["added"]
 
 
 class Asked(NamedTuple):
@@ -193,22 +183,59 @@ class LookedUp(DraftSource):
         self._served.append(Served([*request.prompt], [*output]))
 
 
-class _Found(Drafts):
-    def __init__(self, request: Asked, output: Sequence[int], lookup: Lookup) -> None:
+UNKNOWN = -1
+"""A placeholder for a token that the engine's own drafter is still to find."""
+
+
+class EngineDrafts(DraftSource):
+    """Drafts of the engine's own drafter: how many are decided, not which."""
+
+    signals: frozenset[str] = frozenset()
+
+    def open(self, request: Asked, output: Sequence[int]) -> Drafts:
+        """Return as many drafts as the request has room for."""
+        return CountedDrafts(request, len(output))
+
+
+class CountedDrafts(Drafts):
+    """Drafts without tokens, of a request of which only the output's length is known."""
+
+    def __init__(self, request: Asked, position: int) -> None:
         self._limit, self._prompt = request.limit, len(request.prompt)
+        self.position = position
+
+    @property
+    def remaining(self) -> int:
+        """Output tokens to the limit."""
+        return max(self._limit - self.position, 0)
+
+    @property
+    def load(self) -> Load:
+        """A batch of this request alone."""
+        return Load(1, self._prompt + self.position)
+
+    def draft(self, so_far: Sequence[Any]) -> RecordedToken | None:
+        """Return a token that is not known."""
+        return RecordedToken(UNKNOWN)
+
+    def ids(self, draft: Sequence[Any]) -> list[int]:
+        """Return a placeholder for each token."""
+        return [UNKNOWN] * len(draft)
+
+    def advance(self, emitted: Sequence[int]) -> None:
+        """Count the emitted tokens."""
+        self.position += len(emitted)
+
+
+class _Found(CountedDrafts):
+    """Drafts that a lookup finds after what is known of the request."""
+
+    def __init__(self, request: Asked, output: Sequence[int], lookup: Lookup) -> None:
+        super().__init__(request, len(output))
         self._lookup = lookup
         self._lookup.extend(request.prompt)
         self._lookup.extend(output)
         self._found: list[Any] | None = None
-        self.position = len(output)
-
-    @property
-    def remaining(self) -> int:
-        return self._limit - self.position
-
-    @property
-    def load(self) -> Load:
-        return Load(1, self._prompt + self.position)
 
     def draft(self, so_far: Sequence[Any]) -> RecordedToken | None:
         if self._found is None:
@@ -221,43 +248,6 @@ class _Found(Drafts):
         return [token.token_id for token in draft]
 
     def advance(self, emitted: Sequence[int]) -> None:
+        super().advance(emitted)
         self._lookup.extend(list(emitted))
         self._found = None
-        self.position += len(emitted)
-
-
-UNKNOWN = -1
-"""A placeholder for a token that the engine's own drafter is still to find."""
-
-
-class EngineDrafts(DraftSource):
-    """Drafts of the engine's own drafter: how many are decided, not which."""
-
-    signals: frozenset[str] = frozenset()
-
-    def open(self, request: Asked, output: Sequence[int]) -> Drafts:
-        """Return as many drafts as the request has room for."""
-        return _Counted(request, len(output))
-
-
-class _Counted(Drafts):
-    def __init__(self, request: Asked, position: int) -> None:
-        self._limit, self._prompt = request.limit, len(request.prompt)
-        self.position = position
-
-    @property
-    def remaining(self) -> int:
-        return self._limit - self.position
-
-    @property
-    def load(self) -> Load:
-        return Load(1, self._prompt + self.position)
-
-    def draft(self, so_far: Sequence[Any]) -> RecordedToken:
-        return RecordedToken(UNKNOWN)
-
-    def ids(self, draft: Sequence[Any]) -> list[int]:
-        return [UNKNOWN] * len(draft)
-
-    def advance(self, emitted: Sequence[int]) -> None:
-        self.position += len(emitted)

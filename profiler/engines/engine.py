@@ -1,110 +1,208 @@
-"""A vLLM engine in this process, stepped by hand, with a stopwatch on every part of a step."""
+"""The seam between draftsim and a serving engine: what an engine's folder must provide.
+
+The folder ``profiler/engines/NAME/`` holds everything that knows the engine NAME.  Its ``__init__``
+has the functions of `EngineKind`, and it is found by its name: a new engine is one new folder.
+Everything else in `profiler.engines` is shared by all engines.
+"""
 
 from __future__ import annotations
 
-import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from typing import Any
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from importlib import import_module
+from pathlib import Path
+from typing import Any, Protocol, cast
 
-from profiler.engines.own_drafter import OwnDrafter
-from profiler.engines.proposer import Proposer
-from profiler.engines.start import EngineOptions, meta_of, start
-from profiler.engines.tenants import lent
-from profiler.engines.watch import PARTS, Decoded, Prompt, Step, Watch
-
-__all__ = ["PARTS", "Decoded", "Engine", "Prompt", "Step"]
+from profiler.engines.session import Governed
+from profiler.recording.run import model_path
+from traces.errors import DraftsimError
+from traces.store.engine_runs import Apart, Demand, Step
+from traces.store.text import read_object
 
 
-class Engine:
-    """The engine, one step at a time.
+@dataclass(frozen=True)
+class EngineOptions:
+    """Options that an engine is started with.
 
-    Raises DraftsimError where vLLM is not installed or refuses the options.
+    Models are folders, or names (`profiler.recording.run.model_path`).  ``draft`` is a draft model
+    and ``eagle`` an EAGLE head that the engine drafts with by itself; with neither, drafts come
+    from a policy's own source (`profiler.engines.drafts`).  A draft has at most `longest` tokens.
     """
 
-    def __init__(self, options: EngineOptions) -> None:
-        self.options = options
-        llm, self._params, self._prompt = start(options)
-        self._engine = llm.llm_engine
-        self._core = core = self._engine.engine_core.engine_core
-        self._own = core.scheduler
-        executor = core.model_executor
-        runner = executor.driver_worker.worker.model_runner
-        config = self._engine.vllm_config
-        self.vocabulary = int(config.model_config.get_vocab_size())
-        self.proposer: Proposer | OwnDrafter = (
-            OwnDrafter(runner, options.longest, self.vocabulary)
-            if options.own_drafter else runner.drafter
-        )  # fmt: skip
-        self.blocks = int(config.cache_config.num_gpu_blocks)
-        self.block_size = int(config.cache_config.block_size)
-        self.meta = meta_of(options, config)
-        self._watch = Watch(core.scheduler, executor, runner)
-        self._idle_steps()
+    target: str
+    draft: str | None = None
+    eagle: str | None = None
+    longest: int = 8
+    max_batch: int = 16
+    max_model_len: int = 1024
+    token_budget: int = 8192
+    dtype: str = "auto"
+    threads: int = 1
+    more: Mapping[str, Any] = field(default_factory=dict)
+    """Further settings, by the engine's own names."""
+
+    @property
+    def own_drafter(self) -> bool:
+        """Return True if drafts are the engine's own."""
+        return bool(self.eagle or self.draft)
+
+    @property
+    def vocabulary(self) -> int:
+        """Tokens of the target, from its ``config.json``; DraftsimError without one."""
+        path = Path(model_path(self.target, "target")) / "config.json"
+        config = read_object(path, "name the target's folder")
+        size = config.get("vocab_size") or (config.get("text_config") or {}).get("vocab_size")
+        if not isinstance(size, int):
+            raise DraftsimError(f"{path}: says no vocab_size: name the target's folder")
+        return size
+
+
+class Engine(Protocol):
+    """An engine in this process, stepped by hand, whose drafts a policy of ours decides."""
+
+    options: EngineOptions
+    meta: dict[str, Any]
+    """Metadata kept with its figures: ``engine`` (name, version, settings), ``target``, ``draft``,
+    ``dtype``, ``device``, ``threads``."""
+    vocabulary: int
+    blocks: int
+    """Blocks of its cache, of `block_size` tokens each."""
+    block_size: int
+    cache_settings: str
+    """Names of the settings that make its cache larger."""
+    proposer: Governed
+    """The class that the engine asks for drafts in every step."""
 
     def add(self, name: str, prompt: Sequence[int], tokens: int) -> None:
         """Queue a request for exactly `tokens` greedy output tokens."""
-        params = self._params(tokens)
-        self._engine.add_request(name, self._prompt(list(prompt)), params)
+        ...
 
     def abort(self, names: Sequence[str]) -> None:
         """Drop requests, and let the engine forget them."""
-        self._engine.abort_request(list(names))
+        ...
 
-    @contextmanager
-    def tenants(self, blocks: Sequence[int]) -> Iterator[list[Any]]:
-        """Yield further schedulers, each with that many of the cache's blocks, which no other then
-        has.
+    def step(self) -> Step | None:
+        """Run one iteration; None if there was nothing to run."""
+        ...
+
+    @property
+    def busy(self) -> bool:
+        """Return True if any request is unfinished."""
+        ...
+
+    def tenants(self, blocks: Sequence[int]) -> AbstractContextManager[list[Any]]:
+        """Yield further schedulers, each with this many blocks of the cache for itself alone.
 
         `enter` one, and requests are added to it.  None may have any when they are given back.
         """
-        self.enter()
-        with lent(self._core, blocks) as schedulers:
-            try:
-                yield schedulers
-            finally:
-                self.enter()
+        ...
 
     def enter(self, tenant: Any = None) -> None:
         """Add requests to one of the `tenants` and step it from now on; without one, the engine's.
 
         Requests of the others wait where they are, and keep their cache.
         """
-        self._core.scheduler = self._own if tenant is None else tenant
-        self._watch.follow(self._core.scheduler)
+        ...
+
+
+class Server(Protocol):
+    """An engine's HTTP server on this machine; a context manager that ends it on leaving.
+
+    Its processes write `profiler.engines.notes` of what they do.
+    """
+
+    options: EngineOptions
+    folder: Path
+    """A folder for this server alone, the caller's to remove."""
+    notes: Path
+    """The folder with its notes."""
+    unnoted: str
+    """The likely reason why its processes note nothing, and what to do."""
+
+    def __enter__(self) -> Server: ...
+
+    def __exit__(self, *error: object) -> None: ...
 
     @property
-    def knows_batch_tables(self) -> bool:
-        """Return True if this vLLM reads ``num_speculative_tokens_per_batch_size``."""
-        config = self._engine.vllm_config.speculative_config
-        return hasattr(config, "num_speculative_tokens_per_batch_size")
+    def url(self) -> str:
+        """The server's address."""
+        ...
 
-    @property
-    def busy(self) -> bool:
-        """Return True if any request is unfinished."""
-        return bool(self._core.scheduler.has_unfinished_requests())
+    def decide(self, policy: str, source: str) -> None:
+        """Set policy and drafts of the requests that arrive while no other is served."""
+        ...
 
-    def step(self) -> Step | None:
-        """One iteration; None if nothing was to be run."""
-        self._watch.begin()
-        start_s = time.perf_counter()
-        outputs = self._engine.step()
-        seconds = time.perf_counter() - start_s
-        emitted = {o.request_id: len(o.outputs[0].token_ids) for o in outputs}
-        finished = [o.request_id for o in outputs if o.finished]
-        return self._watch.taken(start_s, seconds, emitted, finished)
+    def failed(self, how: str) -> DraftsimError:
+        """Return an error that says `how` it failed, and why as far as its log does."""
+        ...
 
-    def run(self, requests: Mapping[str, tuple[Sequence[int], int]]) -> dict[str, list[int]]:
-        """The output tokens of requests by name, each a prompt and how many tokens to emit."""
-        for name, (prompt, tokens) in requests.items():
-            self.add(name, prompt, tokens)
-        outputs: dict[str, list[int]] = {}
-        while self.busy:
-            for output in self._engine.step():
-                outputs[output.request_id] = list(output.outputs[0].token_ids)
-        return outputs
 
-    def _idle_steps(self) -> None:
-        """Steps that let the engine drop what has ended."""
-        while self.busy:
-            self._engine.step()
+class EngineKind(Protocol):
+    """The functions that the ``__init__`` of an engine's folder has.
+
+    All raise DraftsimError where the engine is not installed or refuses the options.
+    """
+
+    NAME: str
+
+    def check_installed(self, server: bool = False) -> None:
+        """Raise DraftsimError unless the engine, and with `server` its server, can run here."""
+        ...
+
+    def settings(
+        self, async_scheduling: bool, cuda_graphs: bool, prefix_caching: bool
+    ) -> dict[str, bool]:
+        """Return `EngineOptions.more` for these settings; all of them are off in a measured engine
+        by default."""
+        ...
+
+    def start(self, options: EngineOptions) -> Engine:
+        """Start an engine in this process."""
+        ...
+
+    def serve(self, options: EngineOptions, folder: Path) -> Server:
+        """Return a server that keeps its files in `folder`; it starts on entry."""
+        ...
+
+    def run_apart(
+        self, options: EngineOptions, demands: Mapping[str, Demand],
+        prompts: Mapping[int, Sequence[int]], repeats: int,
+        synthetic: Sequence[float] | None = None,
+    ) -> Apart:  # fmt: skip
+        """Run loads in an engine in a process of its own, where nothing of ours runs.
+
+        ``demands`` are by load, ``prompts`` by sequence.  Without `synthetic` the
+        engine does not speculate and keeps its own defaults; with it, its own drafter drafts and
+        the token at every position is accepted with these unconditional chances.
+        """
+        ...
+
+
+def engine_names() -> list[str]:
+    """Return the names of the engines: the folders here."""
+    return sorted(path.parent.name for path in Path(__file__).parent.glob("*/__init__.py"))
+
+
+def find_engine(name: str) -> EngineKind:
+    """Return the engine of this name.  Raises DraftsimError that names those known."""
+    known = engine_names()
+    if name not in known:
+        raise DraftsimError(f"--engine is {name!r}, expected {' or '.join(known)}")
+    return cast(EngineKind, import_module(f"profiler.engines.{name}"))
+
+
+def outputs_of(
+    engine: Engine, requests: Mapping[str, tuple[Sequence[int], int]]
+) -> dict[str, list[int]]:
+    """Return the output tokens of requests by name, each a prompt and how many tokens to emit.
+
+    The engine drafts as its proposer was last told to `use`; no request since then may have one of
+    these names.
+    """
+    for name, (prompt, tokens) in requests.items():
+        engine.add(name, prompt, tokens)
+    while engine.busy:
+        engine.step()
+    finished = engine.proposer.finished
+    return {name: finished[name].output[:tokens] for name, (_, tokens) in requests.items()}

@@ -1,80 +1,35 @@
-"""Runs a load in an engine: closed loops and timed arrivals, with every iteration kept."""
+"""Runs loads in an engine, side by side and in turns, with every iteration kept."""
 
 from __future__ import annotations
 
+import itertools
 import math
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
 import numpy as np
 import pandas as pd
 
-from policies.core import Round
+from policies.together import Policy
 from profiler.engines.bench import Control
-from profiler.engines.engine import Engine, Step
-from profiler.engines.session import Session
-from profiler.engines.setup import Setup
-from profiler.engines.watch import Decoded, Prompt
+from profiler.engines.drafts import Forced
+from profiler.engines.engine import Engine
+from profiler.engines.measure import BetweenTable
+from profiler.engines.session import Session, Setup
+from profiler.recording.checkpoint import Checkpoint, once
+from traces.store.engine_runs import Demand, LoadRun, Step
 
 CONTROL_EVERY_S = 0.5
 """Seconds between two runs of the control load during a load; it takes a few milliseconds."""
 TURN_S = 1.0
 """Seconds that a load runs before the loads that share the engine have their turns."""
-
-
-class Job(NamedTuple):
-    """A request to send: which sequence, when at the earliest, and how many tokens."""
-
-    sequence: int
-    arrival_s: float
-    tokens: int
-
-
-@dataclass(frozen=True)
-class LoadRun:
-    """The results of a load.
-
-    ``requests``: ``name, sequence, arrival_s, first_s, finish_s, tokens``, seconds from the
-    load's start.
-    """
-
-    requests: pd.DataFrame
-    steps: Sequence[Step]
-    rounds: Mapping[str, Sequence[Round]]
-    control_s: float
-    """The control load's time around this run, and all along it where it could be had."""
-    texts: Mapping[str, Sequence[int]] = field(default_factory=dict)
-    """Output tokens by name; empty if they were not kept."""
-
-    @property
-    def busy_s(self) -> float:
-        """Seconds spent in iterations."""
-        return sum(step.seconds for step in self.steps)
-
-    def written(self) -> dict[str, Any]:
-        """Return the form written as JSON, which `read` reads."""
-        return {
-            "requests": self.requests.to_dict("list"), "steps": [vars(s) for s in self.steps],
-            "rounds": {name: list(own) for name, own in self.rounds.items()},
-            "control_s": self.control_s, "texts": {n: list(t) for n, t in self.texts.items()},
-        }  # fmt: skip
-
-    @classmethod
-    def read(cls, kept: Mapping[str, Any]) -> LoadRun:
-        """Return the run that was `written`."""
-        steps = [
-            Step(**{
-                **step, "decoded": [Decoded(*d) for d in step["decoded"]],
-                "prompts": [Prompt(*p) for p in step["prompts"]],
-            })
-            for step in kept["steps"]
-        ]  # fmt: skip
-        rounds = {name: [Round(*r) for r in own] for name, own in kept["rounds"].items()}
-        texts = kept.get("texts", {})  # runs of an earlier version kept none
-        return cls(pd.DataFrame(kept["requests"]), steps, rounds, kept["control_s"], texts)
+SWEEPS = 4
+"""Sweeps over the table's cells between the loads, at least; as many as repeats otherwise."""
+Progress = Callable[[], AbstractContextManager[Callable[[float], None]]]
+"""Shows how far loads are while they run: gives a function that takes the share of them done."""
 
 
 class Load:
@@ -84,8 +39,8 @@ class Load:
 
     Parameters
     ----------
-    jobs:
-        What to send: at their times, or in a closed loop of `concurrency` requests.
+    demand:
+        What to send.
     prompts:
         By sequence.
     tenant:
@@ -93,23 +48,22 @@ class Load:
     """
 
     def __init__(
-        self, engine: Engine, setup: Setup, jobs: Sequence[Job],
-        prompts: Mapping[int, Sequence[int]], concurrency: int | None, control: Control,
-        tenant: Any = None,
+        self, engine: Engine, setup: Setup, demand: Demand, prompts: Mapping[int, Sequence[int]],
+        control: Control, tenant: Any = None,
     ) -> None:  # fmt: skip
         self._engine, self._setup, self._prompts = engine, setup, prompts
-        self._concurrency, self._control, self._tenant = concurrency, control, tenant
-        self._waiting = deque(enumerate(jobs))
+        self._concurrency, self._control, self._tenant = demand.concurrency, control, tenant
+        self._waiting = deque(enumerate(demand.jobs))
         self._session: Session | None = None
         self._requests: dict[str, dict[str, float]] = {}
         self._steps: list[Step] = []
         self._controls: list[float] = []
         self._now_s = 0.0
-        self.asked = sum(job.tokens for job in jobs)
+        self.asked = sum(job.tokens for job in demand.jobs)
         """Tokens that are to be emitted."""
         self.tokens = 0
         """Emitted so far."""
-        self.done = not jobs
+        self.done = not demand.jobs
 
     @property
     def share(self) -> float:
@@ -201,3 +155,141 @@ def interleave(loads: Sequence[Load], after_round: Callable[[float], None]) -> N
             load.go_on(share=math.inf if first.done else first.share)
         after_round(min(load.share for load in loads))
         loads = [*others, first]
+
+
+class Turn(NamedTuple):
+    """An arm's run of a load: what it is kept under, and what is said as it begins."""
+
+    name: str
+    repeat: int
+    load: str
+    text: str
+    said: str
+
+
+def in_turn(loads: Sequence[str], arms: Sequence[str], repeats: int) -> Iterator[Turn]:
+    """Loads and arms in the order they run: arms rotate with the repeat.
+
+    Of more repeats, the first ones are those of fewer.
+    """
+    for repeat in range(repeats):
+        first = repeat % len(arms)
+        for i, load in enumerate(loads):
+            for text in (*arms[first:], *arms[:first]):
+                name = f"{repeat:03d}-{i:02d}-{arms.index(text):02d}"
+                said = f"{load} under {text}, repeat {repeat + 1}"
+                yield Turn(name, repeat, load, text, said)
+
+
+def run_loads(
+    engine: Engine, chosen: Mapping[str, Policy], demands: Mapping[str, Demand],
+    prompts: Mapping[int, Sequence[int]], forced: Forced, repeats: int,
+    between: BetweenTable | None = None, kept: Checkpoint | None = None,
+    say: Callable[[str], None] = lambda _: None, progress: Progress = lambda: nullcontext(_unseen),
+) -> dict[tuple[str, str], list[LoadRun]]:  # fmt: skip
+    """Return the runs by load and policy, of every repeat.
+
+    The loads of a repeat under all policies take turns of a second, as far as the engine's cache
+    has room for them (`together`), and the cells `between` theirs.  What `kept` holds of an
+    earlier call, of fewer repeats perhaps, is not run again.
+    """
+    control = Control(engine.meta["device"])
+    during_runs = None if kept is None else kept.within("beside")
+    # Every repeat has as many sweeps, so the table is of the runs' own time: repeats added hours
+    # later, when the machine is perhaps another, get as many as the first ones had.  Blocks are
+    # kept by their place in this order, as runs are, so that a call for fewer repeats takes none
+    # that belong to others.  If a check was stopped, only the blocks of its unfinished runs are
+    # measured at another time than the runs, when it continues.
+    sweeps, of = once(during_runs, "sweeps", lambda: [max(repeats, SWEEPS), repeats])
+    blocks = {load: blocks_of(engine, demand, prompts) for load, demand in demands.items()}
+    room = room_left(engine, between)
+    if (needed := len(chosen) * sum(blocks.values())) > room:
+        say(
+            f"not all loads run side by side: they need a cache of "
+            f"{(needed + engine.blocks - room) * engine.block_size} tokens, the engine's has "
+            f"{engine.blocks * engine.block_size} ({engine.cache_settings})"
+        )
+
+    def measure_cells(runs: float) -> None:
+        if between is not None:
+            between.advance(sweeps * runs / (of * len(demands) * len(chosen)))
+
+    def run(turns: Sequence[Turn], done: int) -> list[LoadRun]:
+        for load, arms in itertools.groupby(turns, lambda turn: turn.load):
+            say(f"{load}, repeat {turns[0].repeat + 1}: {', '.join(arm.text for arm in arms)}")
+        own = [blocks[turn.load] for turn in turns]
+        with engine.tenants(own) if sum(own) <= room else nullcontext([None]) as tenants:
+            loads = [
+                Load(engine, Setup(chosen[turn.text], forced), demands[turn.load], prompts,
+                     control, tenant)
+                for turn, tenant in zip(turns, tenants, strict=True)
+            ]  # fmt: skip
+            if None in tenants:
+                loads[0].go_on()
+            with progress() as show:
+
+                def after_round(share: float) -> None:
+                    show(share)
+                    measure_cells(done + share * len(turns))
+
+                interleave(loads, after_round)
+        return [load.result() for load in loads]
+
+    measured: dict[tuple[str, str], list[LoadRun]] = {}
+    done = 0
+    for turns in together(in_turn(list(demands), list(chosen), repeats), blocks, room):
+        found: list[Any] = [None if kept is None else kept.get_json(turn.name) for turn in turns]
+        if None in found:
+            found = [load.written() for load in run(turns, done)]
+            for turn, written in zip(turns, found, strict=True):
+                if kept is not None:
+                    kept.put_json(turn.name, written)
+        for turn, written in zip(turns, found, strict=True):
+            measured.setdefault((turn.load, turn.text), []).append(LoadRun.read(written))
+        done += len(turns)
+        measure_cells(done)
+    return measured
+
+
+def _unseen(share: float) -> None:
+    """Show nothing of how far loads are."""
+
+
+def together(turns: Iterable[Turn], blocks: Mapping[str, int], room: int) -> Iterator[list[Turn]]:
+    """Yield the turns in lists of those that run side by side.
+
+    Each holds as many loads of a repeat, under all policies, as fit into `room` blocks; if not even
+    one load fits, its runs are alone.
+    """
+    group: list[Turn] = []
+    left = room
+    for (repeat, load), own in itertools.groupby(turns, lambda turn: (turn.repeat, turn.load)):
+        arms = list(own)
+        needed = len(arms) * blocks[load]
+        if group and (group[-1].repeat != repeat or needed > left):
+            yield group
+            group, left = [], room
+        if needed > left:
+            yield from ([arm] for arm in arms)
+            continue
+        group += arms
+        left -= needed
+    if group:
+        yield group
+
+
+def blocks_of(engine: Engine, demand: Demand, prompts: Mapping[int, Sequence[int]]) -> int:
+    """Return the blocks of the cache that a load can come to need."""
+    options, jobs = engine.options, demand.jobs
+    running = min(demand.concurrency or options.max_batch, len(jobs))
+    lengths = sorted(len(prompts[job.sequence]) + job.tokens for job in jobs)[-running:]
+    return sum(math.ceil((n + options.longest + 1) / engine.block_size) + 1 for n in lengths)
+
+
+def room_left(engine: Engine, between: BetweenTable | None) -> int:
+    """Return the blocks that the engine can do without while it measures cells `between`."""
+    grid = None if between is None else between.grid
+    cells = 0 if grid is None else (
+        max(grid.batches) * engine.options.max_model_len + max(n * t for n, t in grid.prompts)
+    )  # fmt: skip
+    return engine.blocks - 1 - math.ceil(cells / engine.block_size)

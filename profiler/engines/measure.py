@@ -12,12 +12,12 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from profiler.engines.bench import Bench, Sample
-from profiler.engines.engine import PARTS, Engine
-from profiler.engines.plan import Cell, Grid
+from profiler.engines.bench import Bench, Cell, Grid, Sample
+from profiler.engines.engine import Engine
 from profiler.recording.checkpoint import Checkpoint
 from traces.latency.schema import CELL_COLUMNS
 from traces.latency.table import LatencyTable
+from traces.store.engine_runs import PARTS
 
 Samples = Mapping[Cell, Sequence[Sample]]
 DISTURBED = 1.1

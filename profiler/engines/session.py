@@ -1,15 +1,150 @@
-"""The requests that an engine decodes under one setup, and their rounds, for every drafter."""
+"""A policy at work in an engine: what it is set up with, its requests, and their rounds."""
 
 from __future__ import annotations
 
+import importlib
+import os
+import sys
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, ClassVar
 
-from policies.core import Round
-from policies.together import Member, Together, together_of
-from profiler.engines.drafts import Asked, Drafts, caller_name
-from profiler.engines.server.lines import lines
-from profiler.engines.setup import Setup, setup_from, version
+from policies.batch.base import BatchPolicy
+from policies.core import DraftPolicy, Round
+from policies.from_file import Cut, bounded, is_file, load_file, said_cut
+from policies.json_text import parse_json
+from policies.registry import parse_serving_policy
+from policies.together import Member, Policy, Together, together_of
+from profiler.engines.drafts import Asked, Drafts, DraftSource, EngineDrafts, Forced, LookedUp
+from profiler.engines.notes import lines
+from traces.errors import DraftsimError
+from traces.sources.lookups.sources import LookupSource
+from traces.sources.methods import exact_policy
+from traces.sources.registry import parse_source
+from traces.store.text import read_json
+
+VARIABLE = "DRAFTSIM_PROPOSER"
+"""Environment variable that holds the setup as JSON, or the name of a file that does."""
+ENGINE = "engine"
+"""The source that is the engine's own draft model or EAGLE head."""
+FORCED = "forced:"
+"""Before the file of drafts that dictate verdicts (`profiler.engines.drafts.Forced.write`)."""
+
+
+@dataclass(frozen=True)
+class Setup:
+    """A policy's prototype and the source of its drafts.
+
+    Raises DraftsimError if the policy reads a signal that the drafts do not carry.
+    """
+
+    policy: Policy
+    source: DraftSource
+
+    def __post_init__(self) -> None:
+        if missing := [name for name in self.policy.reads if name not in self.source.signals]:
+            raise DraftsimError(
+                f"{type(self.policy).__name__} reads {', '.join(missing)}, which these drafts do "
+                "not carry: choose a policy that reads none"
+            )
+
+
+def setup_from(environment: Mapping[str, str] | None = None, *, longest: int) -> Setup:
+    """Return the setup that `VARIABLE` describes, drafting at most `longest` tokens.
+
+    ``{"policy": "gammatune", "source": "pld:max_ngram=3"}``: the policy as the command line
+    writes it, or a class of one's own as ``FILE.py:Class[:key=value,...]`` or by its dotted name,
+    ``module.Class[:...]``; the source a lookup,
+    `ENGINE`, or `FORCED` followed by a file.
+
+    Raises
+    ------
+    DraftsimError
+        If the variable is not set, or naming what is wrong with it.
+    """
+    policy, source = _given(environment)
+    try:
+        drafts = _source(source)
+        found = policy_from(policy, min(longest, drafts.longest or longest))
+        if isinstance(found, Cut):
+            said = said_cut(policy, found.longest, "the engine's")
+            print(f"draftsim: {said}", file=sys.stderr)
+        return Setup(found, drafts)
+    except ValueError as error:
+        raise DraftsimError(f"{VARIABLE}: {error}") from None
+
+
+def version(environment: Mapping[str, str] | None = None) -> tuple[int, int] | None:
+    """Another value for every state of the file that `VARIABLE` names; None if it names none."""
+    text = (os.environ if environment is None else environment).get(VARIABLE, "")
+    if not text or text.lstrip().startswith("{"):
+        return None
+    try:
+        found = os.stat(text)
+    except OSError:
+        return None
+    return found.st_ino, found.st_mtime_ns
+
+
+def asks_for_engine(environment: Mapping[str, str] | None = None) -> bool:
+    """Return True if `VARIABLE` is set and names `ENGINE` as source.  Raises as `setup_from`."""
+    values = os.environ if environment is None else environment
+    return bool(values.get(VARIABLE)) and _given(values)[1] == ENGINE
+
+
+def _given(environment: Mapping[str, str] | None) -> tuple[str, str]:
+    """Policy and source as `VARIABLE` has them."""
+    text = (os.environ if environment is None else environment).get(VARIABLE)
+    if not text:
+        raise DraftsimError(
+            f'{VARIABLE} is not set: give it {{"policy": "gammatune", "source": "pld"}}, or a file'
+        )
+    try:
+        given = parse_json(text) if text.lstrip().startswith("{") else read_json(text)
+        policy, source = given["policy"], given["source"]
+        if not (isinstance(policy, str) and isinstance(source, str)):
+            raise TypeError("text for both")
+        return policy, source
+    except (KeyError, TypeError) as error:
+        raise DraftsimError(f"{VARIABLE}: expected policy and source, missing {error}") from None
+    except ValueError as error:
+        raise DraftsimError(f"{VARIABLE}: {error}") from None
+
+
+def policy_from(text: str, longest: int | None = None) -> Policy:
+    """Return a policy by its name, its class in a file, or the dotted name of its class.
+
+    A policy of one's own that sets no longest draft is cut at `longest` tokens.
+    Raises ValueError naming what is wrong.
+    """
+    if is_file(text):
+        return load_file(text, longest).policy
+    name = text.partition(":")[0].strip()
+    if "." not in name:
+        return parse_serving_policy(exact_policy(text), max_gamma=longest)
+    module, _, cls = name.rpartition(".")
+    try:
+        found: Any = getattr(importlib.import_module(module), cls)
+    except (ImportError, AttributeError) as error:
+        raise ValueError(f"policy {name!r} cannot be imported: {error}") from None
+    if not isinstance(found, type) or not issubclass(found, DraftPolicy | BatchPolicy):
+        raise ValueError(f"policy {name!r} is no DraftPolicy and no BatchPolicy")
+    return bounded(found, name, text, longest).policy
+
+
+def _source(text: str) -> DraftSource:
+    if text == ENGINE:
+        return EngineDrafts()
+    if text.startswith(FORCED):
+        return Forced.read(Path(text.removeprefix(FORCED)))
+    source = parse_source(text)
+    if not isinstance(source, LookupSource):
+        raise ValueError(
+            f"source {text!r} needs a recording: name a lookup, such as pld or rest, or {ENGINE}, "
+            "the engine's own drafter"
+        )
+    return LookedUp(source)
 
 
 class Stream(Member):
@@ -90,13 +225,17 @@ class Session:
         Whether the engine's records hold what was just sampled.
     ended:
         Called with every stream that has ended.
+    caller_name:
+        Returns the name that a request's caller gave, from the one that the engine has for it.
     """
 
     def __init__(
         self, setup: Setup, longest: int, vocabulary: int, keep: bool = False, booked: bool = True,
         ended: Callable[[Stream], None] = lambda _: None,
+        caller_name: Callable[[str], str] = str,
     ) -> None:  # fmt: skip
         self.setup, self.keep, self.booked, self._ended = setup, keep, booked, ended
+        self._caller_name = caller_name
         self.finished: dict[str, Stream] = {}
         """Streams that have ended, by the request's own name."""
         self._streams: dict[str, tuple[Stream, Asked]] = {}
@@ -117,7 +256,8 @@ class Session:
 
         ``sampled``: the tokens that each row emitted in this one, none where its prompt is not
         finished; ``verified``: the drafts it looked at, by name; ``requests``: the engine's
-        records of those that it still knows.
+        records of those that it still knows, with their ``prompt_token_ids``, ``output_token_ids``
+        and ``sampling_params.max_tokens``.
         """
         for name in [n for n in self._streams if n not in requests]:
             self._leave(name)
@@ -144,9 +284,8 @@ class Session:
         return [by_name.get(name, []) for name in names[: len(sampled)]]
 
     def _join(self, name: str, state: Any, tokens: Sequence[int]) -> None:
-        # vLLM appends a number of its own to the name that the caller gave.
         limit = state.sampling_params.max_tokens
-        asked = Asked(caller_name(name), state.prompt_token_ids, limit)
+        asked = Asked(self._caller_name(name), state.prompt_token_ids, limit)
         output = [*state.output_token_ids, *tokens]
         stream = Stream(asked.id, self.setup.source.open(asked, output), output)
         self._streams[name] = stream, asked
@@ -169,7 +308,7 @@ class Session:
 class Governed:
     """A drafter of an engine whose rounds a policy of ours decides.
 
-    Without `use`, the setup is that of the environment (`profiler.engines.setup`); where that is a
+    Without `use`, the setup is that of the environment (`setup_from`); where that is a
     file, which was changed, it is read again before a request that finds no other.
 
     Parameters
@@ -214,7 +353,13 @@ class Governed:
         return known
 
     def _begun(self, setup: Setup, keep: bool = False) -> Session:
-        return Session(setup, self.longest, self.vocabulary, keep, self.booked, _note)
+        return Session(
+            setup, self.longest, self.vocabulary, keep, self.booked, _note, self.caller_name
+        )
+
+    def caller_name(self, name: str) -> str:
+        """Return the name that a request's caller gave, from the engine's name for it."""
+        return name
 
 
 def _note(stream: Stream) -> None:

@@ -1,32 +1,31 @@
-"""The engine's own texts: prompts for recorded sequences, and its greedy outputs."""
+"""The engine's own texts: prompts, greedy outputs, and the texts of runs that diverged from them.
+
+The drafts of a check are forced along the engine's own output of plain decoding, which a request
+under a policy therefore repeats token by token.  In bfloat16 a pass of another width or batch may
+decide a near-tie otherwise: from there on the text is another, the drafts forced on it are wrong,
+and the request takes more rounds than predicted.  That is no error of the prediction.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, Protocol
 
 import numpy as np
+import torch
 
 from policies.lengths.basic import Autoregressive
+from profiler.checks.differences import divergence, output_of
 from profiler.engines.drafts import Forced
-from profiler.engines.setup import Setup
+from profiler.engines.engine import Engine, outputs_of
+from profiler.engines.session import Setup
 from traces.acceptance.trace import Trace
+from traces.store.engine_runs import LoadRun, PolicyRuns
+from traces.store.outputs import Divergence
 
 FIRST_ID = 3
 """Ids below this one are left out of made-up prompts: usually padding, begin and end."""
 TEXTS = "texts"
 """Name under which the outputs are kept by a check that goes on where it was stopped."""
-
-
-class Served(Protocol):
-    """The part of `profiler.engines.engine.Engine` that this module uses."""
-
-    proposer: Any
-    vocabulary: int
-
-    def run(self, requests: Mapping[str, tuple[Sequence[int], int]]) -> dict[str, list[int]]:
-        """Outputs by name of requests, each a prompt and how many tokens to emit."""
-        ...
 
 
 def prompts_of(trace: Trace, vocabulary: int, seed: int = 0) -> dict[int, list[int]]:
@@ -44,10 +43,62 @@ def prompts_of(trace: Trace, vocabulary: int, seed: int = 0) -> dict[int, list[i
     return prompts
 
 
-def own_texts(engine: Served, trace: Trace, prompts: dict[int, list[int]]) -> dict[int, list[int]]:
-    """The engine's greedy output of every sequence, as long as the recorded one, undrafted."""
+def own_texts(engine: Engine, trace: Trace, prompts: dict[int, list[int]]) -> dict[int, list[int]]:
+    """Return the engine's greedy output of every sequence, as long as the recorded, undrafted."""
     nothing = {i: [0] for i in prompts}
     engine.proposer.use(Setup(Autoregressive(), Forced(trace, nothing, engine.vocabulary)))
     asked = {f"{i}/alone": (prompt, trace.requests[i].tokens) for i, prompt in prompts.items()}
-    outputs = engine.run(asked)
+    outputs = outputs_of(engine, asked)
     return {i: outputs[f"{i}/alone"] for i in prompts}
+
+
+def policy_runs(
+    measured: Mapping[tuple[str, str], Sequence[LoadRun]], trace: Trace,
+    own: Mapping[int, Sequence[int]], dtype: str,
+) -> dict[tuple[str, str], PolicyRuns]:  # fmt: skip
+    """Return the runs by load and policy.
+
+    ``own``: by sequence, what the engine writes by plain decoding; ``dtype``: its number format.
+    """
+    kind = getattr(torch, dtype)
+
+    def diverged_in(run: LoadRun) -> dict[str, Divergence]:
+        found = {}
+        for name, text in run.texts.items():
+            i = int(name.partition("/")[0])
+            one = divergence(trace, i, text, kind, expected=own[i][: len(text)])
+            if one is not None:
+                found[name] = one
+        return found
+
+    diverged = {key: [diverged_in(run) for run in runs] for key, runs in measured.items()}
+    left_out: dict[str, set[str]] = {}
+    for (load, _), each in diverged.items():
+        left_out.setdefault(load, set()).update(*each)
+    known = is_recorded(trace, own)
+    return {
+        (load, text): PolicyRuns(
+            load, text, runs, diverged[load, text], frozenset(left_out[load]),
+            max(unlike_recording(run, trace) for run in runs) if known else None,
+        )
+        for (load, text), runs in measured.items()
+    }  # fmt: skip
+
+
+def is_recorded(trace: Trace, own: Mapping[int, Sequence[int]]) -> bool:
+    """Return True if the engine's outputs are of the recorded model and prompts.
+
+    Then most of them begin with the recorded token.
+    """
+    if "token" not in trace.columns:
+        return False
+    same = sum(output_of(trace, i)[:1] == [*text[:1]] for i, text in own.items())
+    return 2 * same > len(own)
+
+
+def unlike_recording(run: LoadRun, trace: Trace) -> int:
+    """Count the requests of a run whose text is not the recorded one."""
+    return sum(
+        [*text] != output_of(trace, int(name.partition("/")[0]))[: len(text)]
+        for name, text in run.texts.items()
+    )

@@ -17,7 +17,7 @@ from importlib.util import find_spec
 from itertools import pairwise
 from pathlib import Path
 from reprlib import repr as shown
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -42,6 +42,41 @@ FOLDER = "rounds"
 DIGEST = "sha256"
 """Field of the outputs that holds the checksum of the others; older files have none."""
 REMEDY = "record the run again with `draftsim profile --verify`"
+
+NEAR = 4.0
+"""Units in the last place within which two logits count as tied."""
+
+
+class Divergence(NamedTuple):
+    """The first token of an output that is not the expected one, and how near a tie it was.
+
+    The logits are those that the recording holds of the target at this position; None if it
+    holds none, or is of another text.
+    """
+
+    request: str
+    position: int
+    """Output position, 0 = first generated token."""
+    token: int | None
+    """Token emitted; None after the end."""
+    expected: int | None
+    """Token expected; None after the end."""
+    target_top1: float | None = None
+    target_top2: float | None = None
+    target_units: float | None = None
+    """Margin of the two in units in the last place of the run's number format."""
+
+    @property
+    def near_tie(self) -> bool | None:
+        """True if rounding can have decided the token; None if the margin is not known."""
+        return None if self.target_units is None else self.target_units <= NEAR
+
+    def __str__(self) -> str:
+        """Return the difference in words."""
+        said = f"{self.request} at position {self.position}"
+        if self.target_top1 is None or self.target_top2 is None:
+            return said
+        return f"{said} (logits {self.target_top1:.5g} and {self.target_top2:.5g})"
 
 
 @dataclass(frozen=True)

@@ -1,22 +1,79 @@
-"""The notes of a server's processes (`profiler.engines.server.record`), read from outside."""
+"""Notes of a server's processes: written inside them, and read from outside.
+
+A note is a JSON object in a line of a file.  It is kept while its process is at work and written
+once that has been idle for `QUIET_S`.  Times are those of `time.perf_counter`, which all processes
+of a machine share.  The engine's process notes
+
+* ``engine``: what it is (``blocks``, ``block_size``, ``vocabulary``, ``device``);
+* ``queued`` and ``at``: a request came;
+* ``step`` (`traces.store.engine_runs.Step.written`) and ``left``: an iteration, and the requests
+  unfinished after it.
+
+The process that runs the model, which may be the same, notes ``ran`` and ``seconds``: when a pass,
+or sampling with drafting, began and how long it took.  `profiler.engines.session` notes ``rounds``
+of a request that ended.
+"""
 
 from __future__ import annotations
 
+import json
+import os
+import threading
 import time
 from bisect import bisect_left, bisect_right
+from collections import deque
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
 from policies.core import Round
 from policies.json_text import parse_json
-from profiler.engines.server.lines import QUIET_S
-from profiler.engines.watch import Decoded, Prompt, Step
 from traces.errors import DraftsimError
+from traces.store.engine_runs import Step
 
+VARIABLE = "DRAFTSIM_RECORD"
+"""Environment variable that names the folder to write to."""
+QUIET_S = 0.1
 WAIT_S = 30.0
+"""Seconds that notes of a request that ended may take to come."""
+
+
+class Lines:
+    """The notes of one process, in a file of its own."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self._lines: deque[dict[str, Any]] = deque()
+        self._last_s = time.perf_counter()
+        self._process = 0
+
+    def put(self, **line: Any) -> None:
+        """Note something."""
+        if self._process != os.getpid():  # the first note, or that of a forked process
+            self._process = os.getpid()
+            self._lines.clear()
+            threading.Thread(target=self._write, daemon=True).start()
+        self._last_s = time.perf_counter()
+        self._lines.append(line)
+
+    def _write(self) -> None:
+        path = self.folder / f"{os.getpid()}.jsonl"
+        while True:
+            time.sleep(QUIET_S / 2)
+            if self._lines and time.perf_counter() - self._last_s > QUIET_S:
+                lines = [self._lines.popleft() for _ in range(len(self._lines))]
+                with path.open("a", encoding="utf-8") as file:
+                    file.writelines(json.dumps(line) + "\n" for line in lines)
+
+
+@lru_cache(maxsize=1)
+def lines() -> Lines | None:
+    """Return this process's notes; None if the environment asks for none."""
+    folder = os.environ.get(VARIABLE)
+    return Lines(Path(folder)) if folder else None
 
 
 @dataclass(frozen=True)
@@ -36,10 +93,13 @@ class EngineLog:
 
 
 class LogReader:
-    """Reads what processes noted into `folder`, load by load."""
+    """Reads what processes noted into `folder`, load by load.
 
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
+    ``unnoted``: the reason to give where they note nothing.
+    """
+
+    def __init__(self, folder: Path, unnoted: str = "see its log") -> None:
+        self.folder, self.unnoted = folder, unnoted
         self.engine: Mapping[str, Any] = {}
         """The engine's description of itself."""
         self._at: dict[Path, int] = {}
@@ -54,8 +114,8 @@ class LogReader:
         while missing:
             if time.monotonic() > until_s:
                 raise DraftsimError(
-                    f"the server's engine did not say within {wait_s:g} s what it did: this vLLM "
-                    "is not 0.32, or draftsim is not installed in its environment (`make vllm`)"
+                    f"the server's engine did not say within {wait_s:g} s what it did: "
+                    f"{self.unnoted}"
                 )
             time.sleep(QUIET_S / 2)
             new = self._new()
@@ -83,7 +143,7 @@ class LogReader:
             self.engine = line.get("engine", self.engine)
         noted = [n for n in found if "step" in n]
         ran = sorted((float(n["ran"]), float(n["seconds"])) for n in found if "ran" in n)
-        steps = executed([_step(n["step"]) for n in noted], ran)
+        steps = executed([Step.read(n["step"]) for n in noted], ran)
         return EngineLog(queued, steps, [int(n["left"]) for n in noted], rounds)
 
 
@@ -98,9 +158,3 @@ def executed(steps: Sequence[Step], ran: Sequence[tuple[float, float]]) -> list[
         parts = {**step.parts, "execute": seconds, "output": step.parts["output"] - seconds}
         known.append(replace(step, parts=parts))
     return known
-
-
-def _step(fields: Sequence[Any]) -> Step:
-    start_s, seconds, parts, decoded, prompts, emitted, finished = fields
-    decoding, reading = [Decoded(*d) for d in decoded], [Prompt(*p) for p in prompts]
-    return Step(start_s, seconds, parts, decoding, reading, emitted, finished)

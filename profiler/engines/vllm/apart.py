@@ -1,8 +1,8 @@
 """Loads in an engine of its own process, in which nothing of ours runs.
 
 It tells what a user's engine does: with its own defaults and no speculation, or with vLLM's own
-drafter under synthetic acceptance (``rejection_sample_method``).  `profiler.engines.engine.Engine`
-is stepped by hand with `FIXED` settings, so that every step can be compared.
+drafter under synthetic acceptance (``rejection_sample_method``).  The `Engine` that is stepped by
+hand has `FIXED` settings, so that every step can be compared.
 """
 
 from __future__ import annotations
@@ -15,35 +15,17 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
-from profiler.engines.loads import Job
-from profiler.engines.start import FIXED, EngineOptions
+from profiler.engines.engine import EngineOptions
+from profiler.engines.vllm.engine import FIXED, speculative_of
 from profiler.recording.run import model_path
 from traces.errors import DraftsimError
+from traces.store.engine_runs import Apart, Demand, Job, Speed
 from traces.store.text import read_object
 
 TAIL = 12
 """Lines of a failed engine's output that are shown."""
-
-
-class Speed(NamedTuple):
-    """The speed of an engine under a load, over all repeats."""
-
-    tokens: int
-    seconds: float
-
-    @property
-    def tokens_per_s(self) -> float:
-        """Output tokens per second of the load."""
-        return self.tokens / self.seconds
-
-
-class Apart(NamedTuple):
-    """Speeds by load, and the settings that the engine chose or was given."""
-
-    speeds: Mapping[str, Speed]
-    settings: Mapping[str, Any]
 
 
 class Plain(Protocol):
@@ -81,7 +63,7 @@ def arguments(options: EngineOptions, synthetic: Sequence[float] | None = None) 
         )
     rates = list(synthetic)
     speculative = {
-        **options.speculative, "num_speculative_tokens": len(rates),
+        **speculative_of(options), "num_speculative_tokens": len(rates),
         "rejection_sample_method": "synthetic", "synthetic_acceptance_rates": rates,
     }  # fmt: skip
     return {
@@ -90,19 +72,13 @@ def arguments(options: EngineOptions, synthetic: Sequence[float] | None = None) 
     }  # fmt: skip
 
 
-def run_apart(
-    given: Mapping[str, Any], jobs: Mapping[str, Sequence[Job]],
-    concurrency: Mapping[str, int | None], prompts: Mapping[int, Sequence[int]], repeats: int,
-    threads: int = 1,
+def run(
+    given: Mapping[str, Any], demands: Mapping[str, Demand], prompts: Mapping[int, Sequence[int]],
+    repeats: int, threads: int = 1,
 ) -> Apart:  # fmt: skip
     """Start ``vllm.LLM`` with the arguments `given` in a process of its own, and run the loads.
 
-    Parameters
-    ----------
-    jobs, concurrency:
-        By load: the requests to send, at their times or in a closed loop of this many.
-    prompts:
-        By sequence.
+    ``demands`` are by load, ``prompts`` by sequence.
 
     Raises DraftsimError if the engine fails; the end of its output goes to standard error.
     """
@@ -110,14 +86,11 @@ def run_apart(
         asked, told = Path(scratch) / "asked.json", Path(scratch) / "told.json"
         document = {
             "arguments": given, "repeats": repeats, "threads": threads,
-            "loads": {
-                load: {"jobs": [list(job) for job in own], "concurrency": concurrency[load]}
-                for load, own in jobs.items()
-            },
+            "loads": {load: own._asdict() for load, own in demands.items()},
             "prompts": {str(i): list(ids) for i, ids in prompts.items()},
         }  # fmt: skip
         asked.write_text(json.dumps(document))
-        command = [sys.executable, "-m", "profiler.engines.apart", str(asked), str(told)]
+        command = [sys.executable, "-m", "profiler.engines.vllm.apart", str(asked), str(told)]
         ran = subprocess.run(command, capture_output=True, text=True, check=False)
         if ran.returncode or not told.is_file():
             for line in (ran.stdout + ran.stderr).splitlines()[-TAIL:]:

@@ -1,27 +1,83 @@
-"""vLLM's own drafter, a draft model or an EAGLE head, told by a policy of ours how far to draft.
+"""Policies of ours inside vLLM: with drafts of their own, or deciding for vLLM's own drafter.
 
-The policy decides before the drafter runs, so it may read no signal of a drafted token but its
-place (`reads` is empty): of the drafter's probabilities vLLM hands nothing on.  What the engine
+    DRAFTSIM_PROPOSER='{"policy": "gammatune", "source": "pld"}' vllm serve MODEL \\
+        --speculative-config '{"method": "custom_class", "num_speculative_tokens": 8,
+                               "model": "profiler.engines.vllm.proposer.Proposer"}'
+
+vLLM loads `Proposer` by that name.  `OwnDrafter` tells a draft model or an EAGLE head how far to
+draft.  The policy decides before the drafter runs, so it may read no signal of a drafted token but
+its place (`reads` is empty): of the drafter's probabilities vLLM hands nothing on.  What the engine
 still pays: a first pass of the drafter over all that was verified in every iteration, drafts or
 not; passes over the whole batch until the longest draft of any request ends; and on a GPU a wait
 for the sampled tokens, by which the policy decides.
 
-Written against vLLM 0.32: ``num_spec_tokens_to_schedule`` of the scheduler's output is how many
-tokens a drafter is asked for, in v1/worker/gpu_model_runner.py without asynchronous scheduling.
+Written against vLLM 0.32 (v1/worker/gpu_model_runner.py): ``propose_draft_token_ids``, and
+``num_spec_tokens_to_schedule`` of the scheduler's output, which is how many tokens a drafter is
+asked for without asynchronous scheduling.
 """
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Sequence
 from typing import Any
 
 from profiler.engines.drafts import UNKNOWN
-from profiler.engines.server import record
-from profiler.engines.session import Governed
-from profiler.engines.setup import asks_for_engine
+from profiler.engines.session import Governed, asks_for_engine
+from profiler.engines.vllm import watch
 from traces.errors import DraftsimError
 
 
-class OwnDrafter(Governed):
+class _Named(Governed):
+    """A drafter whose requests have vLLM's form of their names."""
+
+    def caller_name(self, name: str) -> str:
+        """Return the name without what vLLM adds."""
+        return watch.caller_name(name)
+
+
+class Proposer(_Named):
+    """Drafts for every request of a vLLM engine as a policy decides (`Session`)."""
+
+    def __init__(self, vllm_config: Any) -> None:
+        longest = int(vllm_config.speculative_config.num_speculative_tokens)
+        super().__init__(longest, int(vllm_config.model_config.get_vocab_size()))
+
+    def load_model(self, *args: Any) -> None:
+        """Load nothing: it drafts without a model."""
+
+    def propose(
+        self,
+        sampled_token_ids: Sequence[Sequence[int]],
+        num_tokens_no_spec: Any,
+        token_ids_cpu: Any,
+        slot_mappings: Any = None,
+    ) -> list[list[int]]:
+        """Drafts of each row of the engine's batch; none where a prompt is not finished."""
+        del num_tokens_no_spec, slot_mappings
+        caller = sys._getframe(1).f_locals
+        runner, names, verified = _engine_state(caller, token_ids_cpu)
+        return self.session.advance(names, sampled_token_ids, verified, runner.requests)
+
+
+def _engine_state(
+    caller: dict[str, Any], token_ids: Any
+) -> tuple[Any, list[str], dict[str, list[int]]]:
+    """Return the model runner, its rows' request names, and the drafts that it just verified.
+
+    vLLM hands a proposer token arrays alone; who the rows are, how long they may become and
+    what was verified stands in the method that calls it.
+    """
+    runner, output = caller.get("self"), caller.get("scheduler_output")
+    batch = getattr(runner, "input_batch", None)
+    if output is None or batch is None or batch.token_ids_cpu is not token_ids:
+        raise DraftsimError(
+            "this version of vLLM calls proposers otherwise than 0.32 does: install vllm==0.32.0"
+        )
+    return runner, batch.req_ids, output.scheduled_spec_decode_tokens
+
+
+class OwnDrafter(_Named):
     """A replacement of a runner's `propose_draft_token_ids`, used like a `Proposer`.
 
     Drafts that a source dictates (`profiler.engines.drafts.Forced`) are handed on instead of the
@@ -85,11 +141,10 @@ def check_speculative(config: Any, asynchronous: bool) -> None:
 def register() -> None:
     """vLLM's plugin: puts on runners and engines what the environment asks for.
 
-    An `OwnDrafter` where `profiler.engines.setup.VARIABLE` names the engine as the source of
-    drafts, a recorder where `profiler.engines.server.lines.VARIABLE` names a
-    folder.
+    An `OwnDrafter` where `profiler.engines.session.VARIABLE` names the engine as the source of
+    drafts, a recorder where `profiler.engines.notes.VARIABLE` names a folder.
     """
-    record.install()
+    watch.install()
     if not asks_for_engine():
         return
     from vllm.v1.worker.gpu_model_runner import GPUModelRunner

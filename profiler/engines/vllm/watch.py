@@ -1,58 +1,28 @@
-"""A stopwatch on every part of an engine's iteration, and a note of who ran in it."""
+"""A stopwatch on every part of a vLLM iteration, and notes of it inside a server's processes.
+
+Written against vLLM 0.32: the scheduler, `EngineCore.step`, `EngineCore.preprocess_add_request`,
+which the thread that reads the engine's socket calls with every request, and the executor's and
+model runner's methods that are timed.
+"""
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
-from profiler.engines.drafts import caller_name
+from profiler.engines.notes import Lines, lines
+from traces.store.engine_runs import PARTS, Decoded, Prompt, Step
 
-PARTS = ("schedule", "execute", "sample", "propose", "update", "output")
-"""Parts of a step in seconds: the scheduler's plan, the model's pass, sampling with the
-engine's bookkeeping, drafting, taking the results in, and detokenising with what is left."""
-
-
-class Prompt(NamedTuple):
-    """Prompt tokens of one request that a step processed."""
-
-    name: str
-    tokens: int
-    cached: int
-    left: int
-    """Prompt tokens read before this step."""
+NAMED = re.compile(r"(?:cmpl-(?P<served>.+)-\d+|(?P<added>.+))-[^-]*")
+"""vLLM's form of a caller's request name: it adds a number, and a prefix in a server."""
 
 
-class Decoded(NamedTuple):
-    """One request that a step decoded."""
-
-    name: str
-    context: int
-    """Tokens known before the step, prompt and output."""
-    drafted: int
-    emitted: int
-
-
-@dataclass(frozen=True)
-class Step:
-    """One iteration: who ran, what came of it, and where its seconds went."""
-
-    start_s: float
-    seconds: float
-    parts: Mapping[str, float]
-    decoded: Sequence[Decoded]
-    prompts: Sequence[Prompt]
-    emitted: Mapping[str, int]
-    """Tokens that each request's caller got."""
-    finished: Sequence[str]
-
-    @property
-    def kind(self) -> str:
-        """``decode``, ``prompt`` or ``mixed``."""
-        if not self.prompts:
-            return "decode"
-        return "mixed" if self.decoded else "prompt"
+def caller_name(name: str) -> str:
+    """Return a request's name as its caller gave it; over HTTP that is the header X-Request-Id."""
+    found = NAMED.fullmatch(name)
+    return name if found is None else found["served"] or found["added"]
 
 
 class Watch:
@@ -155,3 +125,73 @@ class Watch:
             return result
 
         setattr(owner, method, timed)
+
+
+class Recorder:
+    """Notes what one engine does, in the form of `profiler.engines.notes`."""
+
+    def __init__(self, notes: Lines) -> None:
+        self._put = notes.put
+        self._watch: Watch | None = None
+
+    def queued(self, name: str) -> None:
+        """A request has reached the engine's process."""
+        self._put(queued=caller_name(name), at=time.perf_counter())
+
+    def step(self, core: Any, own: Any) -> Any:
+        """One iteration of the engine, which `own` runs."""
+        watch = self._watch or self._begin(core)
+        watch.begin()
+        start_s = time.perf_counter()
+        outputs = own(core)
+        seconds = time.perf_counter() - start_s
+        new = [output for some in outputs[0].values() for output in some.outputs]
+        emitted = {caller_name(o.request_id): len(o.new_token_ids) for o in new}
+        finished = [caller_name(o.request_id) for o in new if o.finished]
+        step = watch.taken(start_s, seconds, emitted, finished)
+        if step is not None:
+            self._put(step=step.written, left=core.scheduler.get_num_unfinished_requests())
+        return outputs
+
+    def ran(self, own: Any) -> Any:
+        """Return a method of the model runner that notes how long it took."""
+
+        def timed(*args: Any, **kwargs: Any) -> Any:
+            began_s = time.perf_counter()
+            result = own(*args, **kwargs)
+            self._put(ran=began_s, seconds=time.perf_counter() - began_s)
+            return result
+
+        return timed
+
+    def _begin(self, core: Any) -> Watch:
+        config = core.vllm_config
+        self._put(engine={
+            "blocks": config.cache_config.num_gpu_blocks,
+            "block_size": config.cache_config.block_size,
+            "vocabulary": config.model_config.get_vocab_size(),
+            "device": config.device_config.device_type,
+        })  # fmt: skip
+        self._watch = Watch(core.scheduler)
+        return self._watch
+
+
+def install() -> None:
+    """Put a recorder on this process's engine, where the environment asks for one."""
+    notes = lines()
+    if notes is None:
+        return
+    from vllm.v1.engine.core import EngineCore
+    from vllm.v1.worker.gpu_model_runner import GPUModelRunner
+
+    recorder = Recorder(notes)
+    step, preprocess = EngineCore.step, EngineCore.preprocess_add_request
+
+    def preprocessed(core: Any, request: Any) -> Any:
+        recorder.queued(request.request_id)
+        return preprocess(core, request)
+
+    EngineCore.step = lambda core: recorder.step(core, step)
+    EngineCore.preprocess_add_request = preprocessed
+    for method in ("execute_model", "sample_tokens"):
+        setattr(GPUModelRunner, method, recorder.ran(getattr(GPUModelRunner, method)))

@@ -14,21 +14,19 @@ import time
 import urllib.error
 import urllib.request
 from contextlib import suppress
-from importlib.metadata import entry_points
-from importlib.util import find_spec
 from pathlib import Path
-from types import FrameType, TracebackType
+from types import FrameType
 from typing import IO, Any
 
-from profiler.engines import setup
-from profiler.engines.server import lines
-from profiler.engines.start import FIXED, EngineOptions
+from profiler.engines import notes, session
+from profiler.engines.engine import EngineOptions
+from profiler.engines.served import MODEL
+from profiler.engines.vllm import check_installed
+from profiler.engines.vllm.engine import FIXED, speculative_of
 from profiler.recording.run import model_path
 from traces.errors import DraftsimError
 from traces.store.writing import write_atomically
 
-NAME = "target"
-"""Name that the server gives its model."""
 START_S, STOP_S = 600.0, 15.0
 """Seconds that it may take to come up, and to end, before it is killed."""
 TAIL = 12
@@ -38,26 +36,13 @@ RAISED = re.compile(r"(?:^|[\])] )((?:\w+\.)*\w*(?:Error|Exception): .*)")
 HOST = "127.0.0.1"
 
 
-def check_server() -> None:
-    """Raise DraftsimError unless vLLM is here and will load this project's plugin."""
-    if find_spec("vllm") is None:
-        raise DraftsimError("vLLM is not installed here: `make vllm`, then .venv-vllm/bin/draftsim")
-    plugins = {p.name for p in entry_points(group="vllm.general_plugins")}
-    chosen = os.environ.get("VLLM_PLUGINS")
-    if "draftsim" not in plugins or (chosen is not None and "draftsim" not in chosen.split(",")):
-        raise DraftsimError(
-            "vLLM here does not load draftsim's plugin: install draftsim in its environment "
-            "(`make vllm`), and leave VLLM_PLUGINS unset"
-        )
-
-
 class Server:
     """A server on a free port of this machine; a context manager that ends it on leaving.
 
     Parameters
     ----------
     options:
-        As in `profiler.engines.engine.Engine`.
+        As in `profiler.engines.vllm.engine.Engine`.
     folder:
         Where its setup, log and record are kept: empty, and the caller's to remove.
 
@@ -67,10 +52,12 @@ class Server:
         On entry, where vLLM is missing or does not come up; its log's end goes to standard error.
     """
 
+    unnoted = "this vLLM is not 0.32, or draftsim is not installed in its environment (`make vllm`)"
+
     def __init__(self, options: EngineOptions, folder: Path) -> None:
         self.options, self.folder = options, folder
         self.notes = folder / "notes"
-        """Where its processes note what they do, see `profiler.engines.server.log`."""
+        """The folder that its processes write `profiler.engines.notes` to."""
         self.log = folder / "server.log"
         self.port = 0
         self._setup = folder / "setup.json"
@@ -85,10 +72,10 @@ class Server:
     @property
     def undrafted(self) -> tuple[str, str]:
         """Policy and source of an engine that drafts nothing."""
-        return "autoregressive", setup.ENGINE if self.options.own_drafter else "pld"
+        return "autoregressive", session.ENGINE if self.options.own_drafter else "pld"
 
     def __enter__(self) -> Server:
-        check_server()
+        check_installed(server=True)
         self.notes.mkdir()
         self.decide(*self.undrafted)
         self.port = _free_port()
@@ -102,12 +89,7 @@ class Server:
             raise
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        tb: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.stop()
 
     def stop(self) -> None:
@@ -156,8 +138,8 @@ class Server:
             "VLLM_CPU_KVCACHE_SPACE": "2", "VLLM_NO_USAGE_STATS": "1",
             # Else the process that runs the model takes as many threads as there are processors.
             "VLLM_CPU_OMP_THREADS_BIND": "nobind", **os.environ,
-            "OMP_NUM_THREADS": str(self.options.threads), setup.VARIABLE: str(self._setup),
-            lines.VARIABLE: str(self.notes),
+            "OMP_NUM_THREADS": str(self.options.threads), session.VARIABLE: str(self._setup),
+            notes.VARIABLE: str(self.notes),
         }  # fmt: skip
 
     def _wait(self) -> None:
@@ -199,9 +181,9 @@ class Server:
 def arguments(options: EngineOptions) -> list[str]:
     """Return the arguments of ``vllm serve`` for a server with these options."""
     flags: dict[str, Any] = {
-        "served_model_name": NAME, "dtype": options.dtype, "max_model_len": options.max_model_len,
+        "served_model_name": MODEL, "dtype": options.dtype, "max_model_len": options.max_model_len,
         "max_num_seqs": options.max_batch, "max_num_batched_tokens": options.token_budget,
-        **FIXED, "speculative_config": options.speculative, **options.more,
+        **FIXED, "speculative_config": speculative_of(options), **options.more,
     }  # fmt: skip
     found = ["--model", model_path(options.target, "target")]
     for name, value in flags.items():

@@ -1,0 +1,327 @@
+"""The one flow of checks that decode for real: read, choose, predict, run, compare, keep."""
+
+from __future__ import annotations
+
+import time
+from abc import ABC, abstractmethod
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
+
+import numpy as np
+
+from commands.common.output import note
+from commands.common.progress import progress_bar
+from commands.common.quiet import AGAIN, say_machine, with_machine
+from traces.errors import DraftsimError
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+    from profiler.models.loading import Pair
+    from profiler.recording.checkpoint import Checkpoint
+    from profiler.sources.modules import Modules
+    from simulator.pricing import Priced
+    from traces.acceptance.trace import Trace
+    from traces.replay.rounds import RoundLog
+
+PLAIN = "autoregressive"
+REMEDY = "predict from latencies measured between the runs, with --remeasure"
+SWEEPS = 15
+"""Latency sweeps spread over the real runs, where they are cheap."""
+FEWEST = 3
+"""Where a sweep is dear: a large model's takes minutes."""
+SHARE = 0.5
+"""Share of the real runs' seconds that sweeps may take before there are fewer of them."""
+
+
+class Given(NamedTuple):
+    """The options that every check takes."""
+
+    run: Path
+    """Run folder, where the measured times are kept, too."""
+    policy: list[str] | None = None
+    repeats: int = 3
+    limit: int | None = None
+    """Prompts used at most."""
+    remeasure: bool = False
+    """Measure the latencies again between the real runs, and predict from those."""
+    trust_remote_code: bool = False
+
+
+class RealRuns(ABC):
+    """A check: policies that are decoded for real, and what is predicted of them.
+
+    The constructor reads the run folder and refuses what cannot be run, before a model is loaded.
+    A kind chooses the policies there, and its methods decode and compare.  `rows` goes through it
+    all.
+
+    Parameters
+    ----------
+    recorded:
+        The trace's file in the run folder.
+    """
+
+    file: ClassVar[str]
+    """File of the run folder that the measured times are kept in."""
+    resumed: ClassVar[bool] = True
+    """True if the runs of a stopped check are kept in the run folder, for the same call to go on
+    with them."""
+    remedy: ClassVar[str] = AGAIN
+    """Advice where the machine was another one during the runs than during the profile."""
+    draft_model: ClassVar[bool] = False
+    """True if a pair's draft model drafts in every run."""
+
+    pair: Pair
+    policies: dict[str, Any]
+    """Policies to decode, by name; plain decoding is among them."""
+    logs: list[RoundLog]
+    """The replays of these policies."""
+
+    def __init__(self, given: Given, recorded: str = "trace.parquet") -> None:
+        from profiler.recording.run import read_run
+        from traces.store.files import read_latency, read_trace
+
+        self.given = given
+        self.info = read_run(given.run, given.trust_remote_code)
+        self.whole = read_trace(given.run / recorded)
+        self.latency = read_latency(given.run / "latency.parquet")
+        check_ids(self.whole)
+        self.chosen: Sequence[int] = range(len(self.whole.requests))
+        self.trace = self.whole
+        if given.limit is not None:
+            self.chosen = spread_over_categories(self.whole, given.limit)
+            self.trace = self.whole.select(list(self.chosen))
+
+    @property
+    def total(self) -> int:
+        """Runs of a policy over a request that are counted as progress."""
+        return self.given.repeats * len(self.chosen) * len(self.policies)
+
+    @property
+    def conditions(self) -> dict[str, Any]:
+        """Further conditions under which the runs of a stopped check belong to this one."""
+        return {}
+
+    @property
+    def modules(self) -> Modules | None:
+        """Trained modules whose cells are measured again, too."""
+        return None
+
+    def load(self) -> None:
+        """Load the models."""
+        self.pair = self.info.load()
+
+    @abstractmethod
+    def decode(self, kept: Checkpoint | None, advance: Callable[[], None]) -> Any:
+        """Decode for real; `kept` holds the runs of an earlier call.
+
+        The result has ``times`` (`traces.store.measured.MEASURED_COLUMNS`), ``logs``, ``outputs``
+        and ``machine``, as `profiler.checks.spot_check.Measured`.
+        """
+
+    def outputs(self, measured: Any) -> dict[str, list[list[int]]]:
+        """Return the texts that are compared with the recorded ones, by policy."""
+        return dict(measured.outputs)
+
+    def times(self, measured: Any) -> pd.DataFrame:
+        """Return the measured times that are compared: those of texts that did not diverge."""
+        from profiler.checks.differences import Texts
+
+        learners = [n for n, p in self.policies.items() if p.learns_across_requests]
+        self.texts = Texts(
+            self.trace, self.outputs(measured), str(self.pair.meta["dtype"]), learners
+        )
+        return self.texts.times(measured.times)
+
+    def predicted(self, measured: Any) -> Any:
+        """Return the predictions that times are compared with."""
+        del measured
+        return self.expected
+
+    def compared(self, rows: pd.DataFrame, measured: Any, progress: Any) -> pd.DataFrame:
+        """Return `rows` with what their rounds and texts did."""
+        del progress
+        replayed = {log.policy: log for log in self.logs}
+        return self.texts.compared(rows, measured.logs, replayed, self.draft_model)
+
+    def rows(self) -> pd.DataFrame:
+        """Run, predict and compare; the measured times are kept in the run folder.
+
+        The columns are those of `simulator.validation.compare`, and what the kind adds.  With
+        `Given.remeasure` the sweeps over the latencies are spread over the real runs, the rows are
+        predicted from them, and `profile_error` and `profile_speedup_error` are those of the
+        profile's own table.  That second table is kept, too (`traces.store.files.CHECKED`).
+        """
+        from simulator.pricing import price
+        from simulator.validation import compare
+        from traces.store.measured import MeasuredRuns, write_measured
+
+        run, remeasure = self.given.run, self.given.remeasure
+        # A table that cannot price them is refused before any run.
+        self.expected = [price(log, self.latency) for log in self.logs]
+        self.load()
+        with self._kept() as kept:
+            again = None
+            if remeasure:
+                assert kept is not None
+                expected_s = self.given.repeats * seconds_of(self.expected)
+                again = Remeasured(
+                    self.pair, self.total, expected_s, self.trace, kept, self.modules
+                )
+            with progress_bar() as progress:
+                task = progress.add_task("decoding for real", total=self.total)
+
+                def advance() -> None:
+                    progress.advance(task)
+                    if again is not None:
+                        again.advance()
+
+                measured = self.decode(kept, advance)
+                times = self.times(measured)
+                if again is not None:
+                    rows = again.compare(self.logs, times, self.expected, run)
+                else:
+                    rows = compare(self.predicted(measured), times)
+                rows = with_machine(rows, self.latency, measured.machine)
+                rows = self.compared(rows, measured, progress)
+            say_machine(self.latency, measured.machine, None if remeasure else self.remedy)
+            meta = {**self.pair.meta, "machine": dict(measured.machine)}
+            write_measured(MeasuredRuns(times, meta), run / self.file)
+        return rows
+
+    @contextmanager
+    def _kept(self) -> Iterator[Checkpoint | None]:
+        from profiler.checks.unfinished import check_options, unfinished
+
+        if not self.resumed:
+            yield None
+            return
+        work = check_options(
+            self.pair, self.trace, self.logs, self.given.repeats,
+            remeasure=self.given.remeasure, **self.conditions,
+        )  # fmt: skip
+        together = len(self.policies)
+        with unfinished(self.given.run, work, self.total, note, together) as kept:
+            yield kept
+
+
+class Remeasured:
+    """Sweeps over the latencies of a pair: the first at once, the others block by block.
+
+    Those come between real runs, as many as are to be had for half of the runs' time.  Whole
+    sweeps are kept with the real runs, so that a stopped check goes on with both; of the sweep
+    under way its blocks are timed again at once.
+
+    Parameters
+    ----------
+    total, expected_s:
+        Steps of real work to come, as fine as possible, and about how long all of it takes.
+    trace:
+        What is decoded: how long requests get, and text to look up.
+    modules:
+        Trained modules of the target: the cells of sources are measured too.
+    kept:
+        Of the real runs.
+    """
+
+    def __init__(
+        self, pair: Pair, total: int, expected_s: float, trace: Trace,
+        kept: Checkpoint, modules: Modules | None = None,
+    ) -> None:  # fmt: skip
+        from commands.profile.source_modules import timed_layers
+        from profiler.latency.table import Grid
+        from profiler.profile import LatencyProfile
+        from profiler.sources.latency import SourceLatency
+
+        passes = kept.within("passes")
+        self._profile = LatencyProfile(pair, Grid().holding(trace.requests), passes)
+        self._sources = None
+        if modules is not None:
+            layers = timed_layers(pair, trace.longest, modules.trees)
+            own = kept.within("sources")
+            self._sources = SourceLatency(layers, modules, trace, checkpoint=own)
+        self._total, self._done = total, 0
+        if (planned := passes.get("planned")) is None:
+            began = time.perf_counter()
+            self._sweep_until(1.0)
+            fit = int(SHARE * expected_s / (time.perf_counter() - began))
+            planned = {"sweeps": np.array(min(max(fit, FEWEST), SWEEPS))}
+            passes.put("planned", planned)
+        self._sweeps = int(planned["sweeps"])
+
+    def advance(self) -> None:
+        """A step of real work is done; perhaps some blocks of a sweep are due.
+
+        Sweeps are cut into their blocks, so that passes are timed at as many moments as runs are:
+        where the machine is slow for seconds, whole sweeps would miss it.
+        """
+        self._done += 1
+        self._sweep_until(self._sweeps * self._done / self._total)
+
+    def _sweep_until(self, share: float) -> None:
+        """Time the next blocks until `share` sweeps are done; a part of one counts."""
+        while self._profile.sweeps.steps < int(share * len(self._profile.sweeps.blocks)):
+            self._profile.step()
+        if self._sources is not None:
+            self._sources.advance(share)
+
+    def compare(
+        self, logs: Sequence[RoundLog], times: pd.DataFrame, expected: Sequence[Priced], run: Path
+    ) -> pd.DataFrame:
+        """Return the rows of `simulator.validation.compare` from these latencies, kept in `run`.
+
+        ``profile_error`` and ``profile_speedup_error`` are the errors of what was `expected`.
+        """
+        from commands.profile.source_modules import with_sources
+        from simulator.pricing import price
+        from simulator.validation import compare
+        from traces.store.files import CHECKED, write_latency
+
+        now = self._profile.table()
+        if self._sources is not None:
+            now = with_sources(now, self._sources.cells())
+        rows = compare([price(log, now) for log in logs], times)
+        write_latency(now, run / CHECKED)
+        before = compare(expected, times)
+        return rows.assign(
+            profile_error=before["error"], profile_speedup_error=before["speedup_error"]
+        )
+
+
+def seconds_of(priced: Sequence[Priced]) -> float:
+    """Return how long all of these runs take, one after another."""
+    return sum(p.total_s + float(p.prefill_s.sum()) for p in priced)
+
+
+def check_ids(trace: Trace) -> None:
+    """Raise DraftsimError if two requests have the same id: measured times are filed by it."""
+    times = Counter(request.id for request in trace.requests)
+    if again := [name for name, count in times.items() if count > 1]:
+        raise DraftsimError(
+            f"the trace has {len(again)} ids more than once, as {again[0]!r}, and measured times "
+            "are filed by them: record prompts with ids of their own"
+        )
+
+
+def spread_over_categories(trace: Trace, limit: int) -> list[int]:
+    """`limit` request indices, in turn from each category."""
+    groups: dict[str, list[int]] = {}
+    for i, request in enumerate(trace.requests):
+        groups.setdefault(request.category, []).append(i)
+    order = sorted(
+        range(len(trace.requests)), key=lambda i: groups[trace.requests[i].category].index(i)
+    )
+    return sorted(order[:limit])
+
+
+def as_recorded(texts: Sequence[str], trace: Trace) -> list[str]:
+    """Return those of the default arms `texts` whose fixed length the trace was recorded for."""
+    longest = trace.max_gamma or 0
+    fixed = {text: text.removeprefix("fixed:gamma=") for text in texts}
+    beyond = [t for t, gamma in fixed.items() if gamma.isdigit() and int(gamma) > longest]
+    if beyond:
+        note(f"left out: {', '.join(beyond)}; drafts of up to {longest} were recorded")
+    return [text for text in texts if text not in beyond]

@@ -1,0 +1,266 @@
+"""Loads of a server: sent as its clients do, and joined with the notes of its processes.
+
+The endpoint is OpenAI's ``/v1/completions`` with token ids for a prompt, streamed; ids come back
+with every part (``return_token_ids``).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import time
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import torch
+
+from policies.json_text import parse_json
+from profiler.engines.bench import Control
+from profiler.engines.drafts import Forced
+from profiler.engines.engine import Server
+from profiler.engines.notes import EngineLog, LogReader
+from profiler.engines.session import FORCED
+from profiler.engines.texts import TEXTS, prompts_of
+from profiler.recording.checkpoint import Checkpoint, once
+from traces.acceptance.trace import Trace
+from traces.errors import DraftsimError
+from traces.store.engine_runs import Demand, Job, LoadRun, ServedRun, Step
+
+MODEL = "target"
+"""Name that a server gives its model."""
+CONTROL = 8
+"""Requests of a control loop, at least."""
+
+
+@dataclass
+class Answer:
+    """One request as its client saw it; times are those of `time.perf_counter`."""
+
+    name: str
+    sequence: int
+    arrival_s: float
+    """When it was due; in a closed loop, when it was sent."""
+    sent_s: float
+    tokens: list[int] = field(default_factory=list)
+    pieces: list[tuple[float, int]] = field(default_factory=list)
+    """When each piece came, and how many tokens it had."""
+
+
+def send_load(url: str, demand: Demand, prompts: Mapping[int, Sequence[int]]) -> list[Answer]:
+    """Return the answers to the requests of a load.
+
+    Requests are called SEQUENCE/INDEX.  Raises DraftsimError if the server refuses one, or goes.
+    """
+    return asyncio.run(_sent(url, demand, prompts))
+
+
+async def _sent(url: str, demand: Demand, prompts: Mapping[int, Sequence[int]]) -> list[Answer]:
+    import aiohttp
+
+    waiting, answers = deque(enumerate(demand.jobs)), []
+    timeout = aiohttp.ClientTimeout(total=None)
+    connector = aiohttp.TCPConnector(limit=0)
+    async with aiohttp.ClientSession(url, connector=connector, timeout=timeout) as session:
+        start_s = time.perf_counter()
+
+        async def send(index: int, job: Job, due_s: float | None = None) -> None:
+            now_s = time.perf_counter()
+            answer = Answer(
+                f"{job.sequence}/{index}", job.sequence, now_s if due_s is None else due_s, now_s
+            )
+            answers.append(answer)
+            await _ask(session, answer, prompts[job.sequence], job.tokens)
+
+        async def client() -> None:
+            while waiting:
+                await send(*waiting.popleft())
+
+        async def at_its_time(index: int, job: Job) -> None:
+            due_s = start_s + job.arrival_s
+            await asyncio.sleep(max(due_s - time.perf_counter(), 0.0))
+            await send(index, job, due_s)
+
+        sending = (
+            [at_its_time(i, job) for i, job in waiting] if demand.concurrency is None
+            else [client() for _ in range(demand.concurrency)]
+        )  # fmt: skip
+        try:
+            async with asyncio.TaskGroup() as group:
+                for each in sending:
+                    group.create_task(each)
+        except* (aiohttp.ClientError, DraftsimError) as errors:
+            raise _named(errors) from None
+    return answers
+
+
+def _named(errors: BaseExceptionGroup[Any]) -> DraftsimError:
+    error = errors.exceptions[0]
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    if isinstance(error, DraftsimError):
+        return error
+    return DraftsimError(f"the server went away while it was asked: {error}")
+
+
+async def _ask(session: Any, answer: Answer, prompt: Sequence[int], tokens: int) -> None:
+    body = {
+        "model": MODEL, "prompt": list(prompt), "max_tokens": tokens, "temperature": 0,
+        "ignore_eos": True, "stream": True, "return_token_ids": True,
+    }  # fmt: skip
+    named = {"X-Request-Id": answer.name}
+    async with session.post("/v1/completions", json=body, headers=named) as response:
+        if response.status != 200:
+            said = (await response.text())[:300]
+            raise DraftsimError(
+                f"the server refuses request {answer.name} ({response.status}): {said}"
+            )
+        async for line in response.content:
+            now_s = time.perf_counter()
+            _, data, text = line.partition(b"data: ")
+            if not data or text.startswith(b"[DONE]"):
+                continue
+            piece = parse_json(text)
+            if "error" in piece:
+                raise DraftsimError(f"the server breaks off {answer.name}: {piece['error']}")
+            ids = piece["choices"][0].get("token_ids") or []
+            if ids:
+                answer.tokens += ids
+                answer.pieces.append((now_s, len(ids)))
+    if len(answer.tokens) != tokens:
+        raise DraftsimError(
+            f"the server answers {answer.name} with {len(answer.tokens)} tokens, not with {tokens}"
+        )
+
+
+def served_run(answers: Sequence[Answer], log: EngineLog, control_s: float) -> ServedRun:
+    """Combine what clients and engine saw of a load; seconds from its first arrival on."""
+    start_s = min(answer.arrival_s for answer in answers)
+    requests = pd.DataFrame([
+        {"name": a.name, "sequence": a.sequence, "arrival_s": a.arrival_s - start_s,
+         "first_s": a.pieces[0][0] - start_s, "finish_s": a.pieces[-1][0] - start_s,
+         "tokens": len(a.tokens)}
+        for a in answers
+    ])  # fmt: skip
+    steps = [
+        replace(step, start_s=step.start_s - start_s, seconds=step.seconds + gap_s)
+        for step, gap_s in zip(log.steps, gaps(log), strict=True)
+    ]
+    texts = {answer.name: answer.tokens for answer in answers}
+    load = LoadRun(requests, steps, log.rounds, control_s, texts)
+    around = [s.seconds - sum(s.parts[p] for p in ("schedule", "execute", "update")) for s in steps]
+    queued = sorted(log.queued[answer.name] for answer in answers)
+    return ServedRun(load, around_requests(answers, log), around, [at - queued[0] for at in queued])
+
+
+def gaps(log: EngineLog) -> list[float]:
+    """Seconds from each step's end to the next one's start; 0 where the engine had nothing left."""
+    following = [*log.steps[1:], None]
+    return [
+        max(after.start_s - (step.start_s + step.seconds), 0.0) if left and after else 0.0
+        for step, after, left in zip(log.steps, following, log.left, strict=True)
+    ]
+
+
+def around_requests(answers: Sequence[Answer], log: EngineLog) -> list[float]:
+    """Return by request the seconds on the way to the engine and back.
+
+    On the way back: from the end of its last step.  Where no step ran when the request came, the
+    time until one took it belongs to the server, which had to wake up; else the engine was at work.
+    """
+    first: dict[str, Step] = {}
+    last: dict[str, Step] = {}
+    for step in log.steps:
+        for prompt in step.prompts:
+            first.setdefault(prompt.name, step)
+        last |= dict.fromkeys(step.finished, step)
+    ends = np.array([step.start_s + step.seconds for step in log.steps])
+    found = []
+    for answer in answers:
+        queued_s, taken_s = log.queued[answer.name], first[answer.name].start_s
+        at_work = bool(((ends > queued_s) & (ends <= taken_s)).any())
+        end = last[answer.name]
+        back_s = answer.pieces[-1][0] - (end.start_s + end.seconds)
+        found.append(
+            queued_s - answer.arrival_s + (0.0 if at_work else taken_s - queued_s) + back_s
+        )
+    return found
+
+
+class Clients:
+    """Loads that go to a server, its drafts those of a recording.
+
+    Parameters
+    ----------
+    server:
+        One that has started.
+    trace:
+        What is accepted; requests are its prompts.
+    device:
+        The server's, whose speed a control load tells.
+    """
+
+    def __init__(self, server: Server, trace: Trace, device: str) -> None:
+        torch.set_num_threads(server.options.threads)  # of the control load, as in the engine
+        self.server, self.trace = server, trace
+        self.prompts: dict[int, list[int]] = {0: [3, 3]}
+        self.texts: dict[int, list[int]] = {}
+        """The engine's own outputs, by sequence."""
+        self._reader = LogReader(server.notes, server.unnoted)
+        self._control = Control(device)
+        self._drafts = ""
+        self.run(Demand([Job(0, 0.0, 2)], 1))
+        about = self._reader.engine
+        self.engine: Any = SimpleNamespace(
+            options=server.options, blocks=about["blocks"], block_size=about["block_size"],
+            vocabulary=int(about["vocabulary"]),
+        )  # fmt: skip
+
+    def learn(self, sequences: set[int], seed: int, kept: Checkpoint | None = None) -> None:
+        """Let the engine decode these sequences' prompts, and dictate verdicts from now on.
+
+        Where their outputs are `kept`, it decodes only some of them, to warm up.
+        """
+        most, vocabulary = self.server.options.max_batch, self.engine.vocabulary
+        prompts = prompts_of(self.trace, vocabulary, seed)
+        self.prompts = {i: prompt for i, prompt in prompts.items() if i in sequences}
+        jobs = [Job(i, 0.0, self.trace.requests[i].tokens) for i in self.prompts]
+        if kept is not None and TEXTS in kept.names():
+            self._sent(Demand(jobs[:most], most))
+
+        def decoded() -> dict[int, list[int]]:
+            return {answer.sequence: answer.tokens for answer in self._sent(Demand(jobs, most))[0]}
+
+        self.texts = {int(i): text for i, text in once(kept, TEXTS, decoded).items()}
+        forced = Forced(self.trace, self.texts, vocabulary)
+        self._drafts = FORCED + str(forced.write(self.server.folder))
+        self.decide("autoregressive")
+        self.run(Demand(jobs[:1], 1))  # the recording is read before anything is timed
+
+    def decide(self, policy: str) -> None:
+        """Put the requests to come under this policy."""
+        self.server.decide(policy, self._drafts)
+
+    def run(self, demand: Demand) -> ServedRun:
+        """Send the requests of a load, and wait for what the engine says of them."""
+        before_s = self._control.seconds()
+        answers, log = self._sent(demand)
+        return served_run(answers, log, (before_s + self._control.seconds()) / 2)
+
+    def _sent(self, demand: Demand) -> tuple[list[Answer], EngineLog]:
+        try:
+            answers = send_load(self.server.url, demand, self.prompts)
+            return answers, self._reader.take([answer.name for answer in answers])
+        except DraftsimError as error:
+            raise self.server.failed(str(error)) from None
+
+    def control(self, size: int) -> ServedRun:
+        """Plain decoding of the known prompts, `size` of them at a time."""
+        self.decide("autoregressive")
+        around = itertools.islice(itertools.cycle(self.prompts), max(CONTROL, 2 * size))
+        jobs = [Job(i, 0.0, self.trace.requests[i].tokens) for i in around]
+        return self.run(Demand(jobs, size))

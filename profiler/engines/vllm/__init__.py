@@ -1,0 +1,71 @@
+"""vLLM 0.32: all that knows it, as `profiler.engines.engine.EngineKind` asks for."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from importlib.metadata import entry_points
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from traces.errors import DraftsimError
+
+if TYPE_CHECKING:
+    from profiler.engines.engine import Engine, EngineOptions, Server
+    from traces.store.engine_runs import Apart, Demand
+
+
+NAME = "vllm"
+PLUGIN = "profiler.engines.vllm.proposer:register"
+"""The function that vLLM calls in each of its processes, as `pyproject.toml` names it."""
+
+
+def check_installed(server: bool = False) -> None:
+    """Raise DraftsimError unless vLLM is here and, with `server`, loads this project's plugin."""
+    if find_spec("vllm") is None:
+        raise DraftsimError("vLLM is not installed here: `make vllm`, then .venv-vllm/bin/draftsim")
+    # An installation of an earlier draftsim names another function.
+    plugins = {p.name: p.value for p in entry_points(group="vllm.general_plugins")}
+    chosen = os.environ.get("VLLM_PLUGINS", "draftsim").split(",")
+    if server and (plugins.get("draftsim") != PLUGIN or "draftsim" not in chosen):
+        raise DraftsimError(
+            "vLLM here does not load draftsim's plugin: install draftsim in its environment "
+            "(`make vllm`), and leave VLLM_PLUGINS unset"
+        )
+
+
+def settings(
+    async_scheduling: bool = False, cuda_graphs: bool = False, prefix_caching: bool = False
+) -> dict[str, bool]:
+    """Return arguments of ``vllm.LLM``: those that differ from a measured engine's usual ones."""
+    asked = {
+        "async_scheduling": async_scheduling, "enforce_eager": not cuda_graphs,
+        "enable_prefix_caching": prefix_caching,
+    }  # fmt: skip
+    return {name: value for name, value in asked.items() if value == (name != "enforce_eager")}
+
+
+def start(options: EngineOptions) -> Engine:
+    """Start an engine in this process."""
+    from profiler.engines.vllm.engine import Engine
+
+    return Engine(options)
+
+
+def serve(options: EngineOptions, folder: Path) -> Server:
+    """Return a server that keeps its files in `folder`; it starts on entry."""
+    from profiler.engines.vllm.server import Server
+
+    return Server(options, folder)
+
+
+def run_apart(
+    options: EngineOptions, demands: Mapping[str, Demand], prompts: Mapping[int, Sequence[int]],
+    repeats: int, synthetic: Sequence[float] | None = None,
+) -> Apart:  # fmt: skip
+    """Run loads in an engine of its own process, as `EngineKind.run_apart` says."""
+    from profiler.engines.vllm.apart import arguments, run
+
+    given = arguments(options, synthetic)
+    return run(given, demands, prompts, repeats, options.threads)
