@@ -25,9 +25,14 @@ from profiler.models.loading import load_pair
 from profiler.models.runner import Runner
 from profiler.models.stack import LayerRunner
 from profiler.prompts import read_prompts
-from profiler.sources.latency import measure_sources
-from profiler.sources.modules import load_modules, record_sources
-from profiler.sources.run import SourceRun, SourceRunner
+from profiler.sources.run import (
+    SourceRun,
+    SourceRunner,
+    load_modules,
+    measure_sources,
+    record_sources,
+)
+from profiler.sources.start_record import RecordOptions
 from simulator.pricing import autoregressive, price
 from traces.acceptance.trace import Request, Trace
 from traces.errors import DraftsimError
@@ -91,7 +96,7 @@ def main() -> None:
         spent[name] = spent.get(name, 0.0) + time.perf_counter() - begin
         begin = time.perf_counter()
 
-    recordings = record_sources(pair.target, trace, modules, settings, advance=done)
+    recordings = record_sources(pair.target, trace, modules, RecordOptions(settings), advance=done)
     print(f"plain decoding {sum(plain_s):.2f} s; recording, as a share of it:")
     for name, seconds in spent.items():
         print(f"  {name:14s} {seconds / sum(plain_s):6.2f}")

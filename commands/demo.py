@@ -109,7 +109,7 @@ def say_recorded() -> None:
 
 def _profiled(out: Path, size: Size) -> None:
     """Record and measure the bundled pair into the folder `out`."""
-    from commands.profile.recording import Recording, run_profile
+    from commands.profile.recording import RecordingJob, run_profile
     from profiler.checks.unfinished import PLACE
     from profiler.latency.table import Grid
     from profiler.profile import Settings
@@ -128,7 +128,7 @@ def _profiled(out: Path, size: Size) -> None:
         info, anew = claimed(info, out), not any(out.glob(f"{PLACE}-*"))
         if anew:
             info = claimed(info, out, force=True)
-        recording = Recording(info, BUNDLED / "prompts.jsonl", out, settings, size.prompts)
+        recording = RecordingJob(info, BUNDLED / "prompts.jsonl", out, settings, size.prompts)
         run_profile(recording, force=anew)
 
 

@@ -81,8 +81,8 @@ def papers(
         return print_evidence(logs, table, json, out)
     from simulator.forks import results_of
     from simulator.papers import CONTRADICTIONS, Ours, side_by_side
-    from traces.sources.base import Recordings
-    from traces.sources.files import read_recordings
+    from traces.sources.found import read_recordings
+    from traces.sources.recording import Recordings
     from traces.store.identity import check_folder
     from traces.store.outputs import find_runs, read_run
     from traces.store.recordings import folder_of
@@ -99,7 +99,7 @@ def papers(
     files = [f for path in (rounds or ([folder] if folder else [])) for f in find_runs(path)]
 
     def beside() -> Recordings:
-        return Recordings() if folder is None else read_recordings(folder)
+        return {} if folder is None else read_recordings(folder)
 
     reading: list[Callable[[], Any]] = [beside, partial(sampled_runs, recorded, folder, sampled)]
     recordings, sampled_ones = results_of(reading, recorded.tokens * COLUMNS)
@@ -150,6 +150,7 @@ def sampled_runs(trace: Trace, folder: Path | None, named: Sequence[Path] | None
     of another pair.
     """
     from simulator.papers import Sampled
+    from traces.sources.exits.early_exit import EarlyExit
     from traces.sources.found import find_recordings
     from traces.store.files import read_trace
     from traces.store.recordings import SAMPLED, pair_of
@@ -180,7 +181,7 @@ def sampled_runs(trace: Trace, folder: Path | None, named: Sequence[Path] | None
                 raise
             note(f"sampled outputs found with the trace are left out: {error}")
             continue
-        if recordings.exits is not None:
+        if EarlyExit.name in recordings:
             found.setdefault(sampled.sampling, Sampled(sampled, recordings))
     return list(found.values())
 

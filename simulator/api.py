@@ -21,7 +21,6 @@ from simulator.recording import Recording, check_models, load_recording, observe
 from traces.acceptance.trace import Trace
 from traces.errors import DraftsimError
 from traces.latency.table import LatencyTable
-from traces.sources.base import Recordings
 from traces.store.identity import ROLES, model_in
 from traces.store.recordings import DEFAULT_TRACE, find_latency, find_trace
 
@@ -526,7 +525,7 @@ def _given(
         tables = {latency if isinstance(latency, str) else "latency": found}
     models = {role: model_in(trace.meta, role) for role in ROLES}
     check_models("trace", models, tables, None, None, notes.append)
-    return Recording("trace", trace, trace, tables, models, "", None, Recordings())
+    return Recording("trace", trace, trace, tables, models, "", None, {})
 
 
 def _rule(verify: str | None, recording: Recording) -> VerifyRule | None:

@@ -32,7 +32,6 @@ from simulator.serving.scheduler import Limits
 from traces.acceptance.trace import Trace
 from traces.latency.table import LatencyTable
 from traces.replay.run import replay
-from traces.sources.base import Recordings
 from traces.sources.starts.as_draft import drafted_trace
 from traces.sources.starts.features import Eagle
 from traces.sources.starts.parallel import drawn_starts
@@ -480,6 +479,6 @@ def drawn_trace(trace: Trace, latency: LatencyTable, rates: Sequence[float]) -> 
     drawn = drawn_starts(trace, rates)
     source = Eagle(head or "draft")
     meta = {**drawn.meta, "kind": "eagle3", "modules": 1, "model": head or "draft"}
-    recordings = Recordings(starts={source.key: replace(drawn, meta=meta)})
+    recordings = {source.key: replace(drawn, meta=meta)}
     drafted = drafted_trace(trace, source, recordings)
     return replace(drafted, meta={**drafted.meta, "drafter": "draft"})

@@ -43,10 +43,9 @@ from traces.errors import DraftsimError, SignalError, TailError
 from traces.latency.table import LatencyTable
 from traces.replay.rounds import RoundLog
 from traces.replay.vectorised import replay_many
-from traces.sources.base import Recordings
 from traces.sources.found import find_recordings
-from traces.sources.lookups.sources import LookupSource
 from traces.sources.methods import METHODS, method, method_of, resolved
+from traces.sources.recording import Recordings
 from traces.sources.registry import DRAFT_MODEL, SYSTEMS, parse_source
 from traces.store.outputs import Quality, RealRun, find_run, quality
 
@@ -162,7 +161,7 @@ def compare(
     outputs, trace, texts = recording.outputs, recording.trace, asked.policies
 
     def recordings() -> Recordings:
-        return Recordings() if alone else find_recordings(recording.name, outputs)
+        return {} if alone else find_recordings(recording.name, outputs)
 
     def ranked(say: Say) -> Ranking:
         if texts is None or texts:
@@ -175,14 +174,14 @@ def compare(
         )  # fmt: skip
 
     def with_own_drafts(_: Say) -> list[RoundLog]:
-        held = recordings() if asked.systems else Recordings()
+        held = recordings() if asked.systems else {}
         return [log for one in asked.systems for log in replay_system(one, outputs, held)]
 
     def with_own_rules(say: Say) -> list[RoundLog]:
         return [replay_method(one, trace, memory, say) for one in asked.ruled]
 
     def looked_up(_: Say) -> Listed:
-        return replay_systems(lookups, outputs, Recordings(), free)
+        return replay_systems(lookups, outputs, {}, free)
 
     def recorded(_: Say) -> Listed:
         others = [name for name in SYSTEMS if name not in lookups]
@@ -191,7 +190,7 @@ def compare(
     def methods(say: Say) -> list[RoundLog]:
         return replay_methods(trace, say) if lossy else []
 
-    lookups = [n for n in SYSTEMS if isinstance(parse_source(SYSTEMS[n].source), LookupSource)]
+    lookups = [n for n in SYSTEMS if parse_source(SYSTEMS[n].source).recorded_as is None]
     every = rule is None and (texts is None or "all" in texts) and not recording.observed
     # The longest first.
     parts: list[Callable[[Say], Any]] = [looked_up, recorded, methods] if every else []

@@ -35,7 +35,6 @@ from traces.latency.settling import settling_s
 from traces.latency.table import EXTRAPOLATED, INTERPOLATED, Estimate, LatencyTable
 from traces.replay.always import always_drafted, passes_always
 from traces.replay.calls import (
-    ADAPTER,
     CALL_KINDS,
     DRAFTER,
     DRAFTER_TREE,
@@ -360,7 +359,7 @@ def verify_phase(log: RoundLog, latency: LatencyTable) -> str:
     """
     if log.calls is None or not latency.has("target", "pass"):
         return "forward"
-    return "forward" if np.isin(log.calls["kind"], (LAYER, ADAPTER)).any() else "pass"
+    return "forward" if (log.calls["kind"] == LAYER).any() else "pass"
 
 
 def _cells(latency: LatencyTable, model: str, phase: str) -> tuple[str, str]:

@@ -17,14 +17,13 @@ from traces.acceptance.trace import UNKNOWN, Trace
 from traces.errors import DraftsimError, FileError
 from traces.latency.table import LatencyTable
 from traces.replay.always import in_one_pass
-from traces.sources.base import Recordings, Source
-from traces.sources.exits.early_exit import EarlyExit
+from traces.sources.base import Source
 from traces.sources.found import find_recordings, own_source
+from traces.sources.recording import Recordings
 from traces.sources.registry import DRAFT_MODEL, parse_source
 from traces.sources.replay import check_rule, check_same_layers
 from traces.sources.starts.as_draft import check_drafts, drafted_latency, drafted_trace
 from traces.sources.starts.features import Eagle
-from traces.sources.starts.sources import LayerSkip
 from traces.store.identity import ROLES, engine_head, model_in, model_label, same_model
 from traces.store.operators import at_depths
 from traces.store.recordings import find_latency, folder_of, models_of, pair_label
@@ -86,7 +85,7 @@ class Recording:
         table = at_depths(table, model_in(self.outputs.meta, "target").get("layers"))
         if self.source is None:
             return table
-        if isinstance(self.source, LayerSkip):
+        if self.source.runs_layers:
             check_same_layers(self.trace.source, self.outputs, table)
         priced = drafted_latency(table, self.source, self.recordings, self.assume_batch_free)
         priced.check_sizes("draft", "forward", largest, 1)
@@ -97,7 +96,8 @@ class Recording:
         """The provenance of the source's recording; empty for a draft model."""
         if self.source is None:
             return {}
-        return check_drafts(self.source, self.recordings).recording(self.recordings).meta
+        meta: Mapping[str, Any] = self.source.recording(self.recordings).meta
+        return meta
 
     @property
     def said(self) -> str:
@@ -272,14 +272,14 @@ def load_recording(
             f"--latency holds {len(tables)} tables, expected one: name {', '.join(tables)}"
         )
     stream = load_source(source) if one_stream and source is not None else None
-    if observed:
-        drafter, recordings = None, Recordings()
-    elif stream is None:
-        drafter, recordings = _drafter(name, outputs, tables, source, given, option is None, say)
-    else:
-        drafter, recordings = None, find_recordings(name, outputs)
+    drafter: Source | None = None
+    recordings: Recordings = {}
+    if stream is not None and not observed:
+        recordings = find_recordings(name, outputs)
         if _is_own(stream, next(iter(tables.values())), recordings):
             stream, drafter = None, stream
+    elif not observed:
+        drafter, recordings = _drafter(name, outputs, tables, source, given, option is None, say)
     for chosen in (drafter, stream):
         if chosen is not None:
             recordings = chosen.completed(outputs, recordings)
@@ -316,7 +316,8 @@ def load_recording(
         name, outputs, trace, tables, models, label, drafter, recordings, assume_batch_free,
         stream, observed, one_pass,
     )  # fmt: skip
-    if isinstance(drafter or stream, EarlyExit | LayerSkip) and found.said_depths:
+    by_layers = any(chosen is not None and chosen.runs_layers for chosen in (drafter, stream))
+    if by_layers and found.said_depths:
         say(found.said_depths)
     return found
 
@@ -345,7 +346,7 @@ def _drafter(
                 "have no passes of the draft model: drop --source, or name a recording of the "
                 "draft model (`draftsim list`)"
             )
-        return drafter, Recordings() if drafter is None else find_recordings(name, outputs)
+        return drafter, {} if drafter is None else find_recordings(name, outputs)
     if len(set(heads.values())) > 1:
         pairs = ", ".join(f"{head or 'a draft model'} ({label})" for label, head in heads.items())
         raise DraftsimError(f"the latencies are of several drafters: {pairs}: name one at a time")
@@ -359,7 +360,7 @@ def _drafter(
             f"{name} was measured with {before or 'the draft model'}"
         )
     if deciding is None or head is None:
-        return None, Recordings()
+        return None, {}
     recordings = find_recordings(name, outputs)
     return own_source(deciding, outputs, recordings), recordings
 

@@ -18,11 +18,10 @@ from traces.latency.schema import CELL_COLUMNS
 from traces.latency.table import LatencyTable
 from traces.replay.calls import CALL_KINDS, DRAFTER, DRAFTER_TREE, ONE_PASS
 from traces.replay.rounds import RoundLog
-from traces.sources.base import Recordings, Source
-from traces.sources.lookups.sources import LookupSource
+from traces.sources.base import Source
+from traces.sources.recording import Recordings
 from traces.sources.registry import SOURCES, SYSTEMS, parse_source
 from traces.sources.replay import check_layers, replay_source
-from traces.sources.starts.features import OnFeatures
 
 Text = TypeVar("Text")
 
@@ -78,10 +77,7 @@ def replay_system(name: str, trace: Trace, recordings: Recordings) -> list[Round
 
     Raises DraftsimError where its source was not recorded.
     """
-    source = parse_source(SYSTEMS[name].source)
-    every: list[Source] = [source]
-    if isinstance(source, OnFeatures):
-        every = [*source.with_each(recordings)] or every
+    every = parse_source(SYSTEMS[name].source).with_each(recordings)
     found = [load_system(name, trace, recordings, own) for own in every]
     return [replay_with(trace, own, [policy], recordings)[0] for own, policy in found]
 
@@ -100,7 +96,7 @@ def replay_systems(
     found = Listed([], {})
     for name in names:
         source = parse_source(SYSTEMS[name].source)
-        by = source.record if isinstance(source, OnFeatures) else RECORD
+        by = source.record
         try:
             if not all(latency.has(*call) for call in source.calls):
                 # What could not be priced is not replayed; what it lacks first is said first.
@@ -177,7 +173,7 @@ def with_free_lookups(latency: LatencyTable) -> LatencyTable:
         [
             (cls.name, "forward", 1, 1, 0, 0.0, 0.0, 1)
             for cls in SOURCES.values()
-            if issubclass(cls, LookupSource) and not latency.has(cls.name, "forward")
+            if cls.recorded_as is None and not latency.has(cls.name, "forward")
         ],
         columns=list(CELL_COLUMNS),
     )

@@ -49,7 +49,7 @@ def few_cells() -> Iterator[None]:
         return
     from profiler import profile
     from profiler.latency import batch, host, passes, table
-    from profiler.sources import latency
+    from profiler.sources import latency, run
 
     @dataclass(frozen=True)
     class Few(table.Grid):
@@ -75,7 +75,7 @@ def few_cells() -> Iterator[None]:
             patch.setattr(latency, name, thinned)
         untimed_none(patch)
         for owner, name, less in (
-            (latency, "measure_sources", few), (latency, "SourceLatency", few),
+            (run, "measure_sources", few), (run, "SourceLatency", few),
             (latency, "measure_drafters", few),
             (latency, "measure_trees", {"contexts": CONTEXTS, "repeats": 1}),
             (profile, "measure_host", {"repeats": 1}),

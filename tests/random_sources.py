@@ -8,8 +8,8 @@ import numpy as np
 
 from tests.outputs import trace_of
 from traces.acceptance.trace import Trace
-from traces.sources.base import Recordings
-from traces.sources.exits.recording import SIGNALS, ExitRecording, ExitSetting
+from traces.sources.exits.recording import ExitRecording, ExitSetting
+from traces.sources.recording import LOGITS, Recordings
 from traces.sources.starts.recording import StartRecording
 from traces.sources.starts.trees import TREE_SIGNALS, TreeRecording
 
@@ -39,7 +39,7 @@ def _signals(rng: np.random.Generator, shape: tuple[int, ...]) -> dict[str, Any]
     top1 = top2 + rng.exponential(2.0, shape)
     rest = np.logaddexp(top1, top2) + rng.exponential(0.3, shape)
     values = (top1, top2, rest, rng.exponential(1.5, shape))
-    return {n: v.astype(np.float32) for n, v in zip(SIGNALS, values, strict=True)}
+    return {n: v.astype(np.float32) for n, v in zip(LOGITS, values, strict=True)}
 
 
 def random_exits(
@@ -73,12 +73,13 @@ def random_exits(
     columns = zip(("request", "parent", "position", "token"), np.array(nodes).T, strict=True)
     shape = (len(nodes), len(exits))
     log_confidence = np.log(rng.random((*shape, len(OMEGAS))))
-    return ExitRecording(
-        {name: values.astype(np.int32) for name, values in columns},
-        np.array(argmax, np.int32), log_confidence.astype(np.float32), _signals(rng, shape),
-        exits, LAYERS, OMEGAS, (ExitSetting(0.5, 0.3, 0.5, None, gamma_max),),
-        tuple(int(s) for s in starts),
-    )  # fmt: skip
+    arrays = {
+        **{name: values.astype(np.int32) for name, values in columns},
+        "argmax": np.array(argmax, np.int32),
+        "log_confidence": log_confidence.astype(np.float32), **_signals(rng, shape),
+    }  # fmt: skip
+    settings = (ExitSetting(0.5, 0.3, 0.5, None, gamma_max),)
+    return ExitRecording(arrays, tuple(int(s) for s in starts), {}, exits, LAYERS, OMEGAS, settings)
 
 
 def random_starts(trace: Trace, seed: int, meta: dict[str, Any]) -> StartRecording:
@@ -92,7 +93,7 @@ def random_starts(trace: Trace, seed: int, meta: dict[str, Any]) -> StartRecordi
     token = np.where(over, -1, drafted).astype(np.int32)
     starts = tuple(int(s) for s in trace.request_starts)
     rank = np.zeros(shape, np.int32)
-    return StartRecording(token, _signals(rng, shape), rank, starts, meta)
+    return StartRecording({"token": token, "rank": rank, **_signals(rng, shape)}, starts, meta)
 
 
 def random_trees(trace: Trace, seed: int) -> TreeRecording:
@@ -110,7 +111,7 @@ def random_trees(trace: Trace, seed: int) -> TreeRecording:
         for name in TREE_SIGNALS
     }
     starts = tuple(int(s) for s in trace.request_starts)
-    return TreeRecording(rank, signals, starts, {"topk": 3})
+    return TreeRecording({"rank": rank, **signals}, starts, {"topk": 3})
 
 
 def random_recordings(
@@ -127,8 +128,8 @@ def random_recordings(
         "eagle.mtp": random_starts(trace, seed + 4, several),
         "parallel.one": random_starts(trace, seed + 8, parallel),
     }  # fmt: skip
-    return Recordings(
-        random_exits(trace, seed + 5, (2, 4), gamma_max, missing) if exits else None, starts,
-        random_exits(trace, seed + 6, (2,), gamma_max, missing) if exits else None,
-        {"eagle2.eagle": random_trees(trace, seed + 7)},
-    )  # fmt: skip
+    early = {
+        "early-exit": random_exits(trace, seed + 5, (2, 4), gamma_max, missing),
+        "kangaroo": random_exits(trace, seed + 6, (2,), gamma_max, missing),
+    }
+    return {**(early if exits else {}), **starts, "eagle2.eagle": random_trees(trace, seed + 7)}

@@ -51,7 +51,7 @@ class RecordedDraws(_Recorded):
 
     def __init__(self, recording: ExitRecording, trace: Trace, request: int, device: Any) -> None:
         super().__init__(trace, request, device)
-        self._recording, self._path = recording, recording.path_starts[request]
+        self._recording, self._path = recording, recording.request_starts[request]
 
     def propose(self, logits: Tensor, at: int, position: int, so_far: Sequence[Any]) -> Tensor:
         """Return the token that was drawn at the node of this prefix.
@@ -63,7 +63,7 @@ class RecordedDraws(_Recorded):
         for i, token in enumerate(so_far):
             on_path = on_path and token.token_id == self._true[position + i]
             node = node + 1 if on_path else self._recording.children[node, token.token_id]
-        return self._tensor([int(self._recording.argmax[node, at])])
+        return self._tensor([int(self._recording["argmax"][node, at])])
 
 
 class RecordedStarts(_Recorded):
@@ -71,7 +71,7 @@ class RecordedStarts(_Recorded):
 
     def __init__(self, recording: StartRecording, trace: Trace, request: int, device: Any) -> None:
         super().__init__(trace, request, device)
-        self._rows = recording.token[recording.request_starts[request] :]
+        self._rows = recording["token"][recording.request_starts[request] :]
 
     def propose(self, logits: Tensor, at: int, position: int, so_far: Sequence[Any]) -> Tensor:
         """Return the token that was drawn from this start at this offset."""

@@ -21,8 +21,7 @@ def test_a_profiled_drafter_replays_as_it_really_decodes(
     made = run(*ONE_PROMPT, "--out", out, *sources)
     assert made.code == 0, made.err
     found = read_recordings(out)
-    assert set(found.starts) == {"eagle.one", "eagle.three"}
-    assert found.exits is None
+    assert set(found) == {"eagle.one", "eagle.three"}
     table = read_latency(out / "latency.parquet")
     for name in ("eagle.one", "eagle.three"):
         assert table.has(name, "forward")
@@ -135,18 +134,18 @@ def test_a_run_takes_in_further_drafters_of_a_kind(
 
     # Weights that lie elsewhere by now are the same weights.
     (drafters / "one").rename(tmp_path / "one")
-    drafts = read_recordings(out).starts["eagle.one"].token
+    drafts = read_recordings(out)["eagle.one"]["token"]
     made = run(*ONE_PROMPT, "--out", out, "--source", f"eagle:model={tmp_path / 'one'}",
                "--temperature", 1)  # fmt: skip
-    assert "recorded no new drafter" in made.err
+    assert "recorded nothing new" in made.err
     assert "recording outputs sampled at T=1 of 1 prompt" in made.err
     assert "recording eagle.one along sampled outputs of 1 prompt" in made.err
     assert "recorded eagle.one along sampled outputs" in made.err
     row = run("simulate", "--trace", out / "sampled.parquet", "--latency", out, *asked).rows[1]
     assert (row["source"], row["fidelity"]) == ("eagle:model=one", "exact in distribution")
-    moved = read_recordings(out).starts["eagle.one"]
+    moved = read_recordings(out)["eagle.one"]
     assert moved.meta["model"] == str(tmp_path / "one")
-    assert (moved.token == drafts).all()
+    assert (moved["token"] == drafts).all()
     (tmp_path / "one").rename(drafters / "one")
 
 

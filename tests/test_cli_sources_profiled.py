@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +20,7 @@ from tests.conftest import SMALL_PROFILE, Run
 from traces import find_trace
 from traces.latency.table import LatencyTable
 from traces.replay.run import replay
-from traces.sources import EarlyExit, read_recordings
-from traces.sources.base import Recordings
+from traces.sources import EarlyExit, read_recordings, write_recordings
 from traces.store.files import read_latency, read_trace, write_latency
 from traces.store.measured import read_measured
 
@@ -167,11 +167,10 @@ def test_a_repeated_profile_keeps_what_it_has_and_adds_what_is_asked(
         "exits.parquet", "starts-medusa.parquet", "measured-sources.parquet",
     }  # fmt: skip
     found = read_recordings(small_run)
-    assert found.exits is not None
-    settings = {s[:-1] for s in found.exits.settings}
+    settings = {s[:-1] for s in EarlyExit().recording(found).settings}
     assert EarlyExit(tau=0.55).setting(1)[:-1] in settings
     assert EarlyExit().setting(1)[:-1] in settings
-    assert "medusa" in found.starts
+    assert "medusa" in found
     measured = run(*command, "--latency-only")
     assert measured.code == 0
     # What is measured again is not kept.
@@ -184,17 +183,32 @@ def test_a_repeated_profile_keeps_what_it_has_and_adds_what_is_asked(
     assert refused.code == 2
 
 
-def test_stale_recordings_are_recorded_again(small_run: Path) -> None:
-    from commands.profile.source_runs import missing
-    from profiler.sources.modules import Modules
+def test_stale_recordings_are_recorded_again(
+    small_run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from commands.profile.sources import modules_of, record
+    from profiler.recording.run import read_run
+    from profiler.sources import run as real
 
     kept = read_recordings(small_run)
-    provenance = {"outputs_sha256": "of another trace"}
-    assert missing(kept, Modules(), [], None, provenance) == ["layer-skip"]
-    assert missing(Recordings(), Modules(), [], None, {}) == ["layer-skip"]
-    true = {"outputs_sha256": kept.starts["layer-skip"].meta["outputs_sha256"]}
-    assert missing(kept, Modules(), [], None, true) == []
-    assert missing(kept, Modules(), [], [2], true) == ["layer-skip"]
+    info = read_run(small_run)
+    pair = info.load()
+    modules = modules_of(pair, info, small_run)
+    monkeypatch.setattr(real, "record_sources", lambda *_, only, **__: {only[0]: kept[only[0]]})
+    run = Path(shutil.copytree(small_run, tmp_path / "run"))
+    name = "layer-skip"
+
+    def again(*sources: str) -> list[str]:
+        return record(pair, run, modules, {name: {}}, sources)
+
+    assert again() == again("layer-skip") == []
+    assert again("layer-skip:skip=[2]") == [name]
+    of_another = {**kept[name].meta, "outputs_sha256": "of another trace"}
+    write_recordings({name: replace(kept[name], meta=of_another)}, run)
+    assert again() == [name]
+    assert again() == []
+    (run / "starts-layer-skip.parquet").unlink()
+    assert again() == [name]
 
 
 def test_an_unsupported_architecture_is_one_line(run: Run, tmp_path: Path) -> None:
@@ -224,7 +238,7 @@ def test_an_unsupported_architecture_is_one_line(run: Run, tmp_path: Path) -> No
 def test_heads_are_trained_for_a_target_that_has_none(
     small_run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from commands.profile.source_modules import HEADS, modules_of
+    from commands.profile.sources import HEADS, modules_of
     from profiler.models.loading import Pair
     from profiler.recording.run import read_run
     from profiler.train import heads as train
@@ -248,8 +262,7 @@ def test_heads_are_trained_for_a_target_that_has_none(
     trace = read_trace(small_run / "trace.parquet")
     modules = modules_of(pair, info, tmp_path, trace, texts)
     assert set(made) == set(train.MODULES)
-    assert modules.exits is not None
-    assert modules.masks is not None
+    assert {"early-exit", "space"} <= set(modules)
     assert sorted(p.name for p in (tmp_path / HEADS).iterdir()) == sorted(train.FILES.values())
     made.clear()
     modules_of(pair, info, tmp_path, trace, texts)

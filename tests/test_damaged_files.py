@@ -51,7 +51,7 @@ from traces.errors import DraftsimError
 from traces.importers.registry import IMPORTERS
 from traces.latency.table import LatencyTable
 from traces.replay.run import replay
-from traces.sources.files import write_recordings
+from traces.sources.found import write_recordings
 from traces.sources.lookups.sources import read_corpus
 from traces.sources.registry import parse_source
 from traces.sources.replay import replay_source

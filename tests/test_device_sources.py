@@ -28,9 +28,8 @@ from profiler.profile import LatencyProfile, Settings, profile_trace
 from profiler.prompts import read_prompts
 from profiler.recording.run import BUNDLED
 from profiler.recording.trace import Recorder
-from profiler.sources.latency import SourceLatency
-from profiler.sources.modules import load_modules, record_sources
-from profiler.sources.run import SourceRunner
+from profiler.sources.run import SourceLatency, SourceRunner, load_modules, record_sources
+from profiler.sources.start_record import RecordOptions
 from profiler.train import heads as train
 from profiler.train.heads import default_exit_layers, own_text, train_all
 from tests import bundled, seq2seq
@@ -137,11 +136,11 @@ def test_heads_trained_in_float32_serve_the_target_in_bfloat16(
 ) -> None:
     """The bundled heads, whose file names a digest of the weights before they were rounded."""
     modules = load_modules(BUNDLED / "exit_heads", whole.pair.target)
-    assert modules.exits is not None
-    recordings = record_sources(whole.pair.target, whole.greedy, modules, [EarlyExit().setting(4)])
-    assert recordings.exits is not None
-    assert set(recordings.starts) >= {"blockwise", "medusa", "specdec", "space", "layer-skip"}
-    record_sources(whole.pair.target, whole.sampled, modules, [EarlyExit().setting(4)])
+    how = RecordOptions([EarlyExit().setting(4)])
+    recordings = record_sources(whole.pair.target, whole.greedy, modules, how)
+    heads = {"early-exit", "blockwise", "medusa", "specdec", "space", "layer-skip"}
+    assert set(recordings) >= heads
+    record_sources(whole.pair.target, whole.sampled, modules, how)
     runner = SourceRunner(whole.pair.target, whole.greedy, modules)
     # Lookups work on the host, and early exits ask at every exit whether to stop.
     for source, most in SOURCES:
@@ -149,7 +148,7 @@ def test_heads_trained_in_float32_serve_the_target_in_bfloat16(
         with gpu.counted() as waits:
             rounds = list(speculate(decoder, Fixed(3)))
         drafts = sum(r.draft_forwards for r in rounds)
-        exits = len(modules.exits.layers) * (drafts + len(rounds))
+        exits = len(modules["early-exit"].layers) * (drafts + len(rounds))
         token = [w for w in waits if "tokens.py" in w.where]
         asked = [w for w in waits if "exits.py" in w.where and w.what == "item"]
         assert len(token) <= drafts
@@ -177,8 +176,7 @@ def test_modules_are_trained_on_the_device(
     layers = default_exit_layers(LayerRunner(target, 16).layers)
     train_all(LayerRunner(target, 200), text, tmp_path, exit_layers=layers, seconds=0.0)
     modules = load_modules(tmp_path, target)
-    assert modules.exits is not None
-    assert modules.adapter is not None
+    assert {"early-exit", "kangaroo"} <= set(modules)
     weight = target.model.norm.weight
     before = weight.data.clone()
     weight.data += 1

@@ -23,7 +23,10 @@ from traces.acceptance.trace import Trace
 from traces.errors import FileError
 from traces.latency.table import LatencyTable
 from traces.replay.run import replay
-from traces.sources.files import read_exits, read_starts, read_trees, write_recordings
+from traces.sources.exits.recording import ExitRecording
+from traces.sources.found import write_recordings
+from traces.sources.starts.recording import StartRecording
+from traces.sources.starts.trees import TreeRecording
 from traces.store.files import (
     read_latency,
     read_rounds,
@@ -36,7 +39,7 @@ from traces.store.measured import MeasuredRuns, read_measured, write_measured
 from traces.store.parquet import write_file
 
 READERS: dict[str, Callable[[Path], Any]] = {
-    "starts": read_starts, "exits": read_exits, "trees": read_trees,
+    "starts": StartRecording.read, "exits": ExitRecording.read, "trees": TreeRecording.read,
 }  # fmt: skip
 
 
@@ -268,7 +271,7 @@ def test_a_source_without_rows_or_with_gaps_is_named(sources: Path) -> None:
     ):
         write_file(sources / "changed", "exits", table, header)
         with pytest.raises(FileError, match=message):
-            read_exits(sources / "changed")
+            ExitRecording.read(sources / "changed")
 
 
 def test_a_draft_vocabulary_may_be_padded_beyond_the_targets(tmp_path: Path) -> None:

@@ -30,7 +30,6 @@ from traces.acceptance.trace import Request, Trace
 from traces.errors import TailError
 from traces.latency.table import LatencyTable
 from traces.replay.corrections import split_requests
-from traces.sources.base import Recordings
 from traces.sources.exits.early_exit import EarlyExit
 from traces.sources.exits.recording import OMEGAS
 
@@ -61,7 +60,7 @@ class Made:
         self.trace = Trace(columns, rows, 1, {"eos_token_ids": []})
         outputs = [self.true[i * LENGTH : (i + 1) * LENGTH].tolist() for i in range(requests)]
         exits = recording(outputs, list(self.argmax), list(self.confidence), LAYERS, EXITS)
-        self.ours = Ours(self.trace, LATENCY, (), Recordings(exits))
+        self.ours = Ours(self.trace, LATENCY, (), {"early-exit": exits})
 
     def by_hand(self, setting: Setting, requests: list[int]) -> tuple[float, float]:
         """Tokens a round and speedup, a round's layers counted from eqs. 1 to 3.

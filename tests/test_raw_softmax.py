@@ -26,7 +26,7 @@ from traces.errors import SignalError
 from traces.replay.decoder import ReplayDecoder
 from traces.replay.run import replay
 from traces.replay.vectorised import replay_many
-from traces.sources import EarlyExit, Recordings, replay_source
+from traces.sources import EarlyExit, replay_source
 
 SAMPLED = [Sampling(0.7), Sampling(1.0, 0.9), Sampling(0.7, 0.9)]
 
@@ -221,9 +221,9 @@ def test_exits_recorded_without_it_lack_that_signal_alone() -> None:
         (GREEDY, None, set()), (Sampling(1.0), None, set()), (Sampling(0.7), drawn, set()),
         (Sampling(0.7), None, {"raw_prob"}), (Sampling(1.0, 0.9), None, {"raw_prob"}),
     ):  # fmt: skip
-        prob = None if sampling.greedy else drawn
-        exits = replace(greedy, meta=sampling.meta, log_prob=prob, raw_log_prob=raw)
-        held = Recordings(exits=exits)
+        own = {"log_prob": None if sampling.greedy else drawn, "raw_log_prob": raw}
+        arrays = {**greedy.arrays, **{n: v for n, v in own.items() if v is not None}}
+        held = {"early-exit": replace(greedy, meta=sampling.meta, arrays=arrays)}
         assert every - EarlyExit().held(held) == lacks, sampling.label
         plain = trace_of([output], 3)
         trace = Trace(
@@ -235,4 +235,4 @@ def test_exits_recorded_without_it_lack_that_signal_alone() -> None:
                 replay_source(trace, source, DraftAndVerify(), recordings=held)
         else:
             assert len(replay_source(trace, source, DraftAndVerify(), recordings=held))
-    assert EarlyExit().held(Recordings()) == every
+    assert EarlyExit().held({}) == every

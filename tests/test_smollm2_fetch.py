@@ -12,7 +12,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from commands.profile.drafters import load_drafters
+from commands.profile.sources import load_drafters
 from profiler import features
 from profiler.fetched import download, places
 from profiler.fetched.fetch import fetch

@@ -27,7 +27,7 @@ from traces.errors import DraftsimError, SignalError, TailError
 from traces.latency.table import LatencyTable
 from traces.replay.run import can_replay, replay
 from traces.replay.vectorised import replay_many
-from traces.sources import Recordings, Source, parse_source, replay_source
+from traces.sources import Source, parse_source, replay_source
 from traces.sources.starts.as_draft import drafted_latency, drafted_trace
 
 SOURCES = ("eagle:model=eagle", "eagle:model=eagle3", "medusa", "medusa:k=2", "layer-skip",
@@ -64,15 +64,13 @@ TABLE = LatencyTable(MEASURED)
 @pytest.fixture(scope="module")
 def case() -> Any:
     case = Case(("eagle", "eagle3", "mtp", "mtp-several"))
-    starts = case.recordings.starts
+    recordings = dict(case.recordings)
     # What heads or skipped layers draft matters little here: some other drafter's chains will do.
-    chains = starts["eagle.mtp"]
-    cut = {n: v[:, :HEADS] for n, v in chains.signals.items()}
-    case.recordings.starts["medusa"] = replace(
-        chains, token=chains.token[:, :HEADS], rank=chains.rank[:, :HEADS], signals=cut, meta={}
-    )
-    case.recordings.starts["layer-skip"] = replace(chains, meta={"layers": 3, "skip": [2]})
-    case.recordings = parse_source(SOURCES[-1]).completed(case.trace, case.recordings)
+    chains = recordings["eagle.mtp"]
+    cut = {n: v[:, :HEADS] for n, v in chains.arrays.items()}
+    recordings["medusa"] = replace(chains, arrays=cut, meta={})
+    recordings["layer-skip"] = replace(chains, meta={"layers": 3, "skip": [2]})
+    case.recordings = parse_source(SOURCES[-1]).completed(case.trace, recordings)
     return case
 
 
@@ -115,9 +113,9 @@ def test_the_rounds_and_their_cost_are_those_of_the_source(case: Any, text: str)
 
 def test_an_engine_that_drafts_with_a_head_itself_has_its_passes(case: Any) -> None:
     source, trace = both(case, "eagle:model=eagle3")
-    starts = case.recordings.starts["eagle.eagle3"]
+    starts = case.recordings["eagle.eagle3"]
     starts = replace(starts, meta={**starts.meta, "model": "/models/eagle3"})
-    recordings = replace(case.recordings, starts={"eagle.eagle3": starts})
+    recordings = {"eagle.eagle3": starts}
     engine = {"own_drafter": True, "max_batch": 4}
     latency = LatencyTable(ALONG.cells, {"engine": engine, "draft": "eagle3"})
     table = drafted_latency(latency, source, recordings)
@@ -282,6 +280,6 @@ def test_a_textbook_table_prices_any_drafter(case: Any) -> None:
 
 
 def test_drafts_of_other_outputs_are_refused(case: Any) -> None:
-    other = Recordings(starts={"eagle.x": case.recordings.starts["eagle.eagle"]})
+    other = {"eagle.x": case.recordings["eagle.eagle"]}
     with pytest.raises(DraftsimError, match="of other requests"):
         drafted_trace(case.trace.select([0, 1]), parse_source("eagle"), other)

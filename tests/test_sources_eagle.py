@@ -17,9 +17,9 @@ from policies.lengths.huggingface import Confidence
 from profiler.decoding.single import greedy
 from profiler.features import DrafterRunner, FeatureDrafter, target_features, unroll
 from profiler.models.stack import LayerRunner
-from profiler.sources.latency import measure_drafters, measure_sources
-from profiler.sources.modules import Modules, record_sources
-from profiler.sources.run import SourceRunner
+from profiler.sources.latency import measure_drafters
+from profiler.sources.run import REAL, SourceRunner, measure_sources, record_sources
+from profiler.sources.start_record import RecordOptions
 from simulator.pricing import price
 from tests.features import drafters, miniature
 from tests.few_cells import untimed_none
@@ -32,7 +32,6 @@ from traces.replay.calls import DRAFTER, pack_calls
 from traces.replay.rounds import RoundLog
 from traces.sources import (
     Eagle,
-    Recordings,
     parse_source,
     read_recordings,
     replay_source,
@@ -90,10 +89,10 @@ class Case:
         made = drafters(self.target)
         for kind in kinds:
             _trained(kind, made[kind], self.target, texts)
-        self.modules = Modules(drafters={f"eagle.{kind}": made[kind] for kind in kinds})
+        self.modules = {f"eagle.{kind}": made[kind] for kind in kinds}
         self.recordings = record_sources(
-            self.target, self.trace, self.modules, draft_offsets=OFFSETS,
-            only=list(self.modules.drafters),
+            self.target, self.trace, self.modules, RecordOptions(offsets=OFFSETS),
+            only=list(self.modules),
         )  # fmt: skip
         self.runner = SourceRunner(self.target, self.trace, self.modules)
 
@@ -167,7 +166,7 @@ def test_first_passes_take_in_what_was_verified(case: Case, policy: DraftPolicy)
 def test_recordings_survive_their_files(case: Case, tmp_path: Path) -> None:
     write_recordings(case.recordings, tmp_path)
     again = read_recordings(tmp_path)
-    assert set(again.starts) == {f"eagle.{kind}" for kind in KINDS}
+    assert set(again) == {f"eagle.{kind}" for kind in KINDS}
     for source in (Eagle("eagle3"), Eagle("some/where/mtp-several")):
         ours = replay_source(case.trace, source, Fixed(2), recordings=case.recordings)
         theirs = replay_source(case.trace, source, Fixed(2), recordings=again)
@@ -175,7 +174,7 @@ def test_recordings_survive_their_files(case: Case, tmp_path: Path) -> None:
 
 
 def test_a_drafter_is_named_by_folder_or_kind(case: Case) -> None:
-    one = Recordings(starts={"eagle.mine": case.recordings.starts["eagle.eagle3"]})
+    one = {"eagle.mine": case.recordings["eagle.eagle3"]}
     for text in ("eagle", "eagle:model=eagle3", "eagle:model=drafters/mine"):
         log = replay_source(case.trace, parse_source(text), Fixed(2), recordings=one)
         assert log.source == "eagle:model=mine"
@@ -187,8 +186,8 @@ def test_a_drafter_is_named_by_folder_or_kind(case: Case) -> None:
     with pytest.raises(DraftsimError, match=r"there are: none.*draftsim profile --source eagle"):
         replay_source(case.trace, Eagle(), Fixed(2))
     with pytest.raises(DraftsimError, match="no drafter 'other' for this target"):
-        case.modules.drafter(Eagle("other"))
-    assert case.modules.drafter(Eagle("mtp")).modules_in_turn == 1
+        REAL["eagle"].module(case.modules, Eagle("other"))
+    assert REAL["eagle"].module(case.modules, Eagle("mtp")).modules_in_turn == 1
 
 
 @pytest.mark.invariant(12)
@@ -200,15 +199,15 @@ def test_drafting_past_the_recording_is_refused(case: Case) -> None:
 
 
 def test_ranks_are_those_under_the_drafters_own_vocabulary(case: Case) -> None:
-    recording = case.recordings.starts["eagle.eagle3"]
-    drafter = case.modules.drafters["eagle.eagle3"]
+    recording = case.recordings["eagle.eagle3"]
+    drafter = case.modules["eagle.eagle3"]
     true = torch.tensor([token for output in case.outputs for token in output])
     lacking = (drafter.draft_ids(true) < 0).numpy()
-    first = recording.rank[:, 0]
+    first = recording["rank"][:, 0]
     starts = np.array(recording.request_starts[:-1])
     rows = np.setdiff1d(np.arange(len(first)), starts)
     assert (first[rows][lacking[rows]] == 64).all()
-    right = recording.token[rows, 0] == true.numpy()[rows]
+    right = recording["token"][rows, 0] == true.numpy()[rows]
     np.testing.assert_array_equal(first[rows] == 0, right)
     assert lacking[rows].any()
     assert right.any()
@@ -257,8 +256,8 @@ TARGET = pd.DataFrame(
 
 
 def test_two_drafters_of_a_kind_cost_what_each_costs(case: Case) -> None:
-    starts = case.recordings.starts["eagle.eagle"]
-    both = Recordings(starts={"eagle.quick": starts, "eagle.slow": starts})
+    starts = case.recordings["eagle.eagle"]
+    both = {"eagle.quick": starts, "eagle.slow": starts}
     rows = [
         (f"eagle.{name}", "forward", 1, n, c, s * (1e-3 + 1e-4 * n + 1e-6 * c), 0.0, 1)
         for name, s in (("quick", 1.0), ("slow", 3.0)) for n in (1, 2, 9) for c in (8, 64)
@@ -289,7 +288,7 @@ def test_two_drafters_of_a_kind_cost_what_each_costs(case: Case) -> None:
 
 def test_batched_passes_of_a_drafter_are_those_of_its_rows(case: Case) -> None:
     generator = torch.Generator().manual_seed(5)
-    for kind, drafter in case.modules.drafters.items():
+    for kind, drafter in case.modules.items():
         width = int(drafter.config.hidden_size)
         tokens = torch.randint(96, (3, 12), generator=generator)
         fused = torch.randn(3, 12, width, generator=generator)
@@ -304,7 +303,7 @@ def test_batched_passes_of_a_drafter_are_those_of_its_rows(case: Case) -> None:
 
 
 def test_drafters_are_timed_at_every_batch(case: Case) -> None:
-    drafters = {k: case.modules.drafters[f"eagle.{k}"] for k in ("eagle3", "mtp-several")}
+    drafters = {k: case.modules[f"eagle.{k}"] for k in ("eagle3", "mtp-several")}
     cells = measure_drafters(
         LayerRunner(case.target, 64), drafters, 2, widths=(1, 2), contexts=(8,), batches=(1, 2)
     )

@@ -17,8 +17,9 @@ from policies.lengths.huggingface import Confidence
 from profiler.features import FeatureDrafter
 from profiler.features.runner import Drawn
 from profiler.models.sampling import draw, probs
-from profiler.sources.modules import Modules, record_sources
-from profiler.sources.run import SourceRunner
+from profiler.sources.exits import Modules
+from profiler.sources.run import SourceRunner, record_sources
+from profiler.sources.start_record import RecordOptions
 from tests.features import drafters, miniature
 from tests.outputs import drawn_trace
 from tests.recorded_draws import RecordedStarts
@@ -47,7 +48,7 @@ def model() -> Any:
 @cache
 def modules() -> Modules:
     made = drafters(model())
-    return Modules(drafters={f"eagle.{kind}": made[kind] for kind in KINDS})
+    return {f"eagle.{kind}": made[kind] for kind in KINDS}
 
 
 def sampled_trace(requests: int, seed: int, sampling: Sampling) -> Trace:
@@ -57,7 +58,7 @@ def sampled_trace(requests: int, seed: int, sampling: Sampling) -> Trace:
 
 def record(trace: Trace, seed: int, only: tuple[str, ...] = KINDS) -> Recordings:
     return record_sources(
-        model(), trace, modules(), draft_offsets=OFFSETS, seed=seed,
+        model(), trace, modules(), RecordOptions(offsets=OFFSETS, seed=seed),
         only=[f"eagle.{kind}" for kind in only],
     )  # fmt: skip
 
@@ -71,7 +72,7 @@ def case(sampling: Sampling) -> tuple[Trace, Recordings]:
 def runner(kind: str, sampling: Sampling) -> SourceRunner:
     """A runner whose draws are those of the recording."""
     trace, recordings = case(sampling)
-    starts = recordings.starts[f"eagle.{kind}"]
+    starts = recordings[f"eagle.{kind}"]
     return SourceRunner(
         model(), trace, modules(), lambda i: RecordedStarts(starts, trace, i, "cpu")
     )
@@ -174,10 +175,10 @@ def test_real_and_replayed_rounds_have_one_distribution(sampling: Sampling) -> N
 def test_a_sampled_recording_survives_its_file(tmp_path: Path, sampling: Sampling) -> None:
     trace, recordings = case(sampling)
     write_recordings(recordings, tmp_path)
-    assert not read_recordings(tmp_path).starts
+    assert not read_recordings(tmp_path)
     again = read_recordings(tmp_path, sampled=True)
-    assert set(again.starts) == set(recordings.starts)
-    assert again.starts["eagle.eagle3"].sampling == sampling
+    assert set(again) == set(recordings)
+    assert again["eagle.eagle3"].sampling == sampling
     np.testing.assert_array_equal(
         replay_source(trace, Eagle("eagle3"), POLICIES[1], recordings=again).rounds,
         replay_source(trace, Eagle("eagle3"), POLICIES[1], recordings=recordings).rounds,
@@ -190,8 +191,8 @@ def test_a_sampled_recording_fits_its_trace_alone() -> None:
         other = Trace(trace.columns, trace.requests, None, {"sampling": wrong.meta})
         with pytest.raises(DraftsimError, match=rf"decoded T=1\.5, and the trace's were {shown}"):
             replay_source(other, Eagle("eagle"), Fixed(2), recordings=recordings)
-    starts = recordings.starts["eagle.eagle"]
+    starts = recordings["eagle.eagle"]
     with pytest.raises(DraftsimError, match="raw_log_prob has shape"):
-        replace(starts, raw_log_prob=starts.raw_log_prob[:, :2])  # type: ignore[index]
-    everything = record_sources(model(), trace, modules(), draft_offsets=2)
-    assert set(everything.starts) == set(modules().drafters)  # skipped layers are greedy alone
+        replace(starts, arrays={**starts.arrays, "raw_log_prob": starts["raw_log_prob"][:, :2]})
+    everything = record_sources(model(), trace, modules(), RecordOptions(offsets=2))
+    assert set(everything) == set(modules())  # skipped layers are greedy alone

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,12 +21,10 @@ from traces.replay.calls import CALL_DTYPE, EXIT_HEAD, HEAD, LAYER, CallCounter,
 from traces.sources import (
     EarlyExit,
     ExitRecording,
-    Recordings,
-    read_exits,
     replay_source,
-    write_exits,
 )
-from traces.sources.exits.recording import OMEGAS, SIGNALS, temperature
+from traces.sources.exits.recording import NODE_COLUMNS, OMEGAS, temperature
+from traces.sources.recording import LOGITS
 
 
 def layer_tokens(calls: list[tuple[bool, int, int, int]], verify: bool) -> dict[int, int]:
@@ -95,10 +94,11 @@ def recording(
     }
     log = np.log(np.asarray(confidence, np.float32))[:, :, None].repeat(len(OMEGAS), 2)
     zeros = np.zeros((count, len(exits)), np.float32)
-    return ExitRecording(
-        nodes, np.asarray(argmax, np.int32), log, dict.fromkeys(SIGNALS, zeros), exits, layers,
-        OMEGAS, (), tuple(starts.tolist()),
-    )  # fmt: skip
+    arrays = {
+        **nodes, "argmax": np.asarray(argmax, np.int32), "log_confidence": log,
+        **dict.fromkeys(LOGITS, zeros),
+    }  # fmt: skip
+    return ExitRecording(arrays, tuple(starts.tolist()), {}, exits, layers, OMEGAS)
 
 
 def relative_cost(log: Any, layers: int, rounds: int) -> float:
@@ -118,10 +118,10 @@ def test_rounds_meet_the_limits_of_equations_3_to_5(right: bool, gamma: int) -> 
     source = EarlyExit(tau=0.5, omega=0, depth=depth)
     if not right and gamma > 1:
         with pytest.raises(TailError, match="past what was recorded after its wrong exit"):
-            replay_source(trace, source, Fixed(gamma), recordings=Recordings(exits=record))
+            replay_source(trace, source, Fixed(gamma), recordings={"early-exit": record})
         # After each wrong token the trie holds nodes that exit at the same layer.
         record = with_tails(record, gamma - 1)
-    log = replay_source(trace, source, Fixed(gamma), recordings=Recordings(exits=record))
+    log = replay_source(trace, source, Fixed(gamma), recordings={"early-exit": record})
     # Up to where the output limit cuts the drafts.
     full = log.rounds[tokens - log.rounds["position"] > gamma]
     assert len(full) >= 4
@@ -134,22 +134,21 @@ def test_rounds_meet_the_limits_of_equations_3_to_5(right: bool, gamma: int) -> 
 
 def with_tails(record: ExitRecording, length: int) -> ExitRecording:
     """Return `record` with `length` further wrong tokens after each path node."""
-    path = len(record.argmax)
-    nodes = {name: [values] for name, values in record.nodes.items()}
+    path = len(record["argmax"])
+    nodes = {name: [record[name]] for name in NODE_COLUMNS}
     parent = np.arange(path, dtype=np.int32)
     for step in range(length):
         nodes["parent"].append(parent)
         nodes["token"].append(np.ones(path, np.int32))
-        nodes["position"].append(record.nodes["position"] + np.int32(step + 1))
-        nodes["request"].append(record.nodes["request"])
+        nodes["position"].append(record["position"] + np.int32(step + 1))
+        nodes["request"].append(record["request"])
         parent = parent + np.int32(path)
     times = length + 1
-    return ExitRecording(
-        {name: np.concatenate(values) for name, values in nodes.items()},
-        np.tile(record.argmax, (times, 1)), np.tile(record.log_confidence, (times, 1, 1)),
-        {name: np.tile(v, (times, 1)) for name, v in record.signals.items()},
-        record.exit_layers, record.layers, record.omegas, (), record.path_starts,
-    )  # fmt: skip
+    arrays = {
+        name: np.concatenate(nodes.get(name, [values] * times))
+        for name, values in record.arrays.items()
+    }
+    return replace(record, arrays=arrays)
 
 
 def test_a_difficult_token_gives_one_token_more_than_was_drafted() -> None:
@@ -158,7 +157,7 @@ def test_a_difficult_token_gives_one_token_more_than_was_drafted() -> None:
     record = recording([output], [[t] for t in output], confidence, 8, (4,))
     trace = trace_of([output], 5)
     source = EarlyExit(tau=0.5, omega=0, depth=0.75)
-    log = replay_source(trace, source, Fixed(4), recordings=Recordings(exits=record))
+    log = replay_source(trace, source, Fixed(4), recordings={"early-exit": record})
     # From position 1: two exits, then one that reaches layer 6 undecided; its position is
     # verified as well and gives a third token.
     assert log.rounds["drafted"].tolist()[0] == 2
@@ -182,29 +181,29 @@ def test_what_was_not_recorded_is_refused(tmp_path: Path) -> None:
     output = [10, 11, 12]
     record = recording([output], [[t] for t in output], [[1.0]] * 3, 8, (4,))
     trace = trace_of([output], 3)
-    held = Recordings(exits=record)
+    held = {"early-exit": record}
     with pytest.raises(DraftsimError, match=r"omega=0.25 was not recorded \(recorded: 0, 0.1"):
         replay_source(trace, EarlyExit(omega=0.25), Fixed(2), recordings=held)
     with pytest.raises(DraftsimError, match="no exit head at layer 3"):
         replay_source(trace, EarlyExit(layers=[3]), Fixed(2), recordings=held)
-    with pytest.raises(DraftsimError, match="no early-exit recording"):
+    with pytest.raises(DraftsimError, match="no recording of 'early-exit' drafts"):
         replay_source(trace, EarlyExit(), Fixed(2))
     with pytest.raises(DraftsimError, match="other requests"):
         replay_source(trace_of([output, output], 3), EarlyExit(), Fixed(2), recordings=held)
     with pytest.raises(ValueError, match=r"tau is 1\.5, expected between 0 and 1"):
         EarlyExit(tau=1.5)
     path = tmp_path / "exits.parquet"
-    write_exits(record, path)
-    again = read_exits(path)
+    record.write(path)
+    again = ExitRecording.read(path)
     assert again.exit_layers == (4,)
-    np.testing.assert_array_equal(again.log_confidence, record.log_confidence)
+    np.testing.assert_array_equal(again["log_confidence"], record["log_confidence"])
     path.write_bytes(path.read_bytes()[:-20])
     with pytest.raises(FileError, match="truncated"):
-        read_exits(path)
+        ExitRecording.read(path)
     object.__setattr__(record, "layers", 2)
-    write_exits(record, path)
+    record.write(path)
     with pytest.raises(FileError, match=rf"^{path}: header and columns .* not ascending within 1"):
-        read_exits(path)
+        ExitRecording.read(path)
 
 
 class Case:
@@ -214,16 +213,16 @@ class Case:
         pair, target, _, self.outputs, self.trace = decoded(512)
         from profiler.features.heads import ExitHeads
         from profiler.models.stack import LayerRunner
-        from profiler.sources.exit_record import ExitRecorder, record_exits
-        from profiler.sources.modules import Modules
+        from profiler.sources.exit_record import ExitRecorder
         from profiler.sources.run import SourceRunner
+        from profiler.sources.start_record import record_along
 
         exits = tuple(range(2, target.layers, 2))
         norm = pair.target.model.norm.weight.detach()
         heads = ExitHeads(exits, norm.shape[0]).start_from(norm)
         # Thresholds that some tokens reach and some do not, whatever the target's weights.
-        plain = record_exits(ExitRecorder(target, heads, (), eos=pair.eos), self.trace)
-        path = plain.log_confidence[: plain.path_starts[-1], :, 2]
+        plain = record_along(ExitRecorder(target, heads, ()), self.trace)
+        path = plain["log_confidence"][: plain.request_starts[-1], :, 2]
         low, high = np.exp(np.quantile(path.max(1), [0.3, 0.7])).tolist()
         self.arms: dict[str, tuple[EarlyExit, DraftPolicy]] = {
             "specbound": (EarlyExit(high, 0.2, 0.75), Fixed(4)),
@@ -236,9 +235,9 @@ class Case:
         widths = {"specbound": 4, "low threshold": 6, "no annealing": 4, "adadecode": 24}
         chosen = [s.setting(widths.get(n, 5)) for n, (s, _) in self.arms.items()]
         wide = LayerRunner(pair.target, ExitRecorder.slots_needed(200, 24))
-        recorder = ExitRecorder(wide, heads, chosen, eos=pair.eos)
-        self.recordings = Recordings(exits=record_exits(recorder, self.trace))
-        self.runner = SourceRunner(pair.target, self.trace, Modules(exits=heads))
+        recorder = ExitRecorder(wide, heads, chosen)
+        self.recordings = {"early-exit": record_along(recorder, self.trace)}
+        self.runner = SourceRunner(pair.target, self.trace, {"early-exit": heads})
 
 
 @pytest.fixture(scope="module")
@@ -285,9 +284,8 @@ def test_the_cases_are_not_trivial(case: Case) -> None:
         log = replay_source(case.trace, source, policy, recordings=case.recordings)
         rejected += int((log.rounds["accepted"] < log.rounds["drafted"]).sum())
     assert rejected > 0
-    exits = case.recordings.exits
-    assert exits is not None
-    assert len(exits.argmax) > exits.path_starts[-1]
+    exits = case.recordings["early-exit"]
+    assert exits.rows > exits.request_starts[-1]
 
 
 def test_the_oracle_wastes_nothing(case: Case) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -25,7 +26,6 @@ from traces.sources import (
     LayerSkip,
     Medusa,
     MedusaTree,
-    Recordings,
     Source,
     Space,
     SpecDec,
@@ -36,7 +36,8 @@ from traces.sources import (
     replay_source,
     write_recordings,
 )
-from traces.sources.starts.recording import START_SIGNALS
+from traces.sources.recording import LOGITS
+from traces.sources.registry import SOURCES as SOURCES_BY_NAME
 
 
 class Case:
@@ -46,8 +47,8 @@ class Case:
         pair, target, prompts, self.outputs, self.trace = decoded(256)
         import torch
 
-        from profiler.sources.modules import Modules, record_sources
-        from profiler.sources.run import SourceRunner
+        from profiler.sources.run import SourceRunner, record_sources
+        from profiler.sources.start_record import RecordOptions
         from profiler.train.heads import train_exit_heads, train_masks, train_parallel_heads
 
         self.target = target
@@ -56,20 +57,23 @@ class Case:
             whole = torch.cat([ids, torch.tensor(output)])
             text[i, : len(whole)] = whole
         short = {"steps": 8, "seconds": 3.0, "batch": 96}
-        self.modules = Modules(
-            train_exit_heads(target, text, (4,), rank=4, **short),  # type: ignore[arg-type]
-            {
+        self.modules: dict[str, Any] = {
+            "early-exit": train_exit_heads(target, text, (4,), rank=4, **short),  # type: ignore[arg-type]
+            **{
                 kind: train_parallel_heads(target, text, kind, 3, rank=16, **short)  # type: ignore[arg-type]
                 for kind in ("blockwise", "medusa", "specdec")
             },
-            train_masks(target, text, 2, steps=2, batch=1, starts=6),
-        )
+            "space": train_masks(target, text, 2, steps=2, batch=1, starts=6),
+        }
         skip = [3, 5, 6]
         self.told: list[str] = []
         self.recordings = record_sources(
-            pair.target, self.trace, self.modules, skip=skip, skip_offsets=6,
+            pair.target,
+            self.trace,
+            self.modules,
+            RecordOptions(skip=skip, offsets=6),
             advance=self.told.append,
-        )  # fmt: skip
+        )
         self.runner = SourceRunner(pair.target, self.trace, self.modules)
         self.skip = LayerSkip(skip)
 
@@ -92,8 +96,7 @@ SOURCES: list[tuple[Source, DraftPolicy]] = [
 
 
 def test_progress_is_told_after_every_request_of_every_source(case: Case) -> None:
-    named = ["early-exit", *case.recordings.starts]
-    assert Counter(case.told) == dict.fromkeys(named, len(case.trace.requests))
+    assert Counter(case.told) == dict.fromkeys(case.recordings, len(case.trace.requests))
 
 
 @pytest.mark.invariant(1)
@@ -111,11 +114,20 @@ def test_replayed_rounds_are_the_real_ones(case: Case, source: Source, policy: D
     assert log.fidelity == "exact"
 
 
+def test_every_recorded_source_has_a_real_side() -> None:
+    from profiler.sources.run import REAL, TRAINED
+
+    recorded = {name for name, source in SOURCES_BY_NAME.items() if source.recorded_as is not None}
+    assert recorded - set(REAL) == {"medusa-tree"}
+    assert set(TRAINED) <= set(REAL) <= recorded
+    assert all(real.recorded_sampled or not real.sampled for real in REAL.values())
+
+
 def test_recordings_survive_their_files(case: Case, tmp_path: Path) -> None:
     write_recordings(case.recordings, tmp_path)
     again = read_recordings(tmp_path)
-    assert set(again.starts) == {"blockwise", "medusa", "specdec", "space", "layer-skip"}
-    assert again.exits is not None
+    named = {"early-exit", "blockwise", "medusa", "specdec", "space", "layer-skip"}
+    assert set(again) == set(case.recordings) == named
     for source, policy in ((Medusa(), Fixed(3)), (case.skip, Fixed(4))):
         ours = replay_source(case.trace, source, policy, recordings=case.recordings)
         theirs = replay_source(case.trace, source, policy, recordings=again)
@@ -127,8 +139,7 @@ def test_modules_survive_their_files_and_know_their_target(case: Case, tmp_path:
 
     from profiler.features.heads import ExitHeads, load_module, save_module
 
-    exits = case.modules.exits
-    assert exits is not None
+    exits = case.modules["early-exit"]
     path = tmp_path / "exit.safetensors"
     save_module(exits, case.target.model, path)
     again = load_module(path, case.target.model, ExitHeads)
@@ -150,16 +161,15 @@ def test_modules_survive_their_files_and_know_their_target(case: Case, tmp_path:
 def starts(tokens: list[list[int]], ranks: list[list[int]]) -> StartRecording:
     """A recording of one request."""
     shape = np.shape(tokens)
-    signals = dict.fromkeys(START_SIGNALS, np.zeros(shape, np.float32))
-    return StartRecording(
-        np.array(tokens, np.int32), signals, np.array(ranks, np.int32), (0, len(tokens))
-    )
+    arrays = {"token": np.array(tokens, np.int32), "rank": np.array(ranks, np.int32)}
+    logits = dict.fromkeys(LOGITS, np.zeros(shape, np.float32))
+    return StartRecording({**arrays, **logits}, (0, len(tokens)))
 
 
 def test_a_tree_level_is_right_where_it_holds_the_true_token() -> None:
     trace = trace_of([[10, 11, 12, 13, 14, 15]], 6, [(1,)], [])
     tokens, ranks = [[7, 7]] * 6, [[9, 9], [1, 1], [9, 9], [9, 9], [2, 0], [9, 9]]
-    held = Recordings(starts={"medusa": starts(tokens, ranks)})
+    held = {"medusa": starts(tokens, ranks)}
     log = replay_source(trace, MedusaTree(tops=[2, 2]), Fixed(2), recordings=held)
     # From 1 both levels hold the true token, from 4 the first level does not.
     assert log.rounds["position"].tolist() == [1, 4, 5]
@@ -174,10 +184,8 @@ def test_a_tree_level_is_right_where_it_holds_the_true_token() -> None:
 def test_drafting_past_the_recorded_chain_is_an_error() -> None:
     trace = trace_of([[10, 11, 12, 13, 14, 15]], 6, [(1,)], [])
     record = starts([[7, 7]] * 6, [[9, 9]] * 6)
-    record = StartRecording(
-        record.token, record.signals, record.rank, record.request_starts, {"layers": 4, "skip": [2]}
-    )
-    held = Recordings(starts={"layer-skip": record})
+    record = StartRecording(record.arrays, record.request_starts, {"layers": 4, "skip": [2]})
+    held = {"layer-skip": record}
     with pytest.raises(TailError, match="and 2 were recorded"):
         replay_source(trace, LayerSkip(), Fixed(3), recordings=held)
     with pytest.raises(DraftsimError, match=r"layers \[3\] were to be skipped"):
@@ -185,7 +193,7 @@ def test_drafting_past_the_recorded_chain_is_an_error() -> None:
     with pytest.raises(DraftsimError, match="no recording of 'medusa' drafts"):
         replay_source(trace, Medusa(), Fixed(2), recordings=held)
     with pytest.raises(DraftsimError, match="3 heads were asked for and 2 recorded"):
-        replay_source(trace, Medusa(3), Fixed(2), recordings=Recordings(starts={"medusa": record}))
+        replay_source(trace, Medusa(3), Fixed(2), recordings={"medusa": record})
 
 
 def cells(*rows: tuple[str, str, int, float]) -> LatencyTable:
@@ -196,7 +204,7 @@ def cells(*rows: tuple[str, str, int, float]) -> LatencyTable:
 
 def test_rounds_cost_their_calls() -> None:
     trace = trace_of([[10, 11, 12, 13, 14, 15]], 6, [(1,)], [])
-    held = Recordings(starts={"medusa": starts([[7, 7]] * 6, [[9, 9]] * 6)})
+    held = {"medusa": starts([[7, 7]] * 6, [[9, 9]] * 6)}
     log = replay_source(trace, Medusa(), Fixed(2), recordings=held)
     table = cells(
         ("target", "forward", 1, 1.0), ("target", "forward", 3, 2.0), ("heads", "forward", 1, 0.25)

@@ -15,9 +15,8 @@ from policies.registry import parse_policy
 from profiler.decoding.single import greedy
 from profiler.features.heads import Adapter, AdapterRunner, load_module, save_module
 from profiler.models.stack import LayerRunner
-from profiler.sources.latency import measure_sources
-from profiler.sources.modules import Modules, record_sources
-from profiler.sources.run import SourceRunner
+from profiler.sources.run import SourceRunner, measure_sources, record_sources
+from profiler.sources.start_record import RecordOptions
 from profiler.train.heads import train_adapter, train_all
 from simulator.pricing import price
 from tests.outputs import trace_of
@@ -27,13 +26,13 @@ from traces.errors import DraftsimError
 from traces.latency.table import LatencyTable
 from traces.replay.calls import ADAPTER, LAYER
 from traces.sources import (
-    Kangaroo,
     Recordings,
     parse_source,
     read_recordings,
     replay_source,
     write_recordings,
 )
+from traces.sources.exits.early_exit import Kangaroo
 
 LIMIT = 24
 
@@ -76,8 +75,8 @@ def case() -> tuple[Trace, Recordings]:
     prompts = [torch.tensor([i, 4, 5 + i, 2]) for i in range(8)]
     outputs = [greedy(target, p, LIMIT, frozenset({EOS})) for p in prompts]
     trace = trace_of(outputs, LIMIT, [p.tolist() for p in prompts], [EOS])
-    modules = Modules(adapter=adapter())
-    return trace, record_sources(model(), trace, modules, only=["kangaroo"], adapter_gamma=6)
+    modules, how = {"kangaroo": adapter()}, RecordOptions(tail=6)
+    return trace, record_sources(model(), trace, modules, how, only=["kangaroo"])
 
 
 @pytest.mark.invariant(1)
@@ -85,7 +84,7 @@ def case() -> tuple[Trace, Recordings]:
 def test_replayed_rounds_are_the_real_ones(name: str) -> None:
     trace, recordings = case()
     policy = POLICIES[name]
-    runner = SourceRunner(model(), trace, Modules(adapter=adapter()))
+    runner = SourceRunner(model(), trace, {"kangaroo": adapter()})
     run_layers, ran = runner.target.run_layers, []
 
     def spy(hidden: Any, start: int, which: Any, **kwargs: Any) -> Any:
@@ -171,7 +170,7 @@ def test_recordings_weights_and_latencies_survive_and_fit(tmp_path: Path) -> Non
     log = replay_source(trace, parse_source("kangaroo"), policy, recordings=again)
     expected = replay_source(trace, Kangaroo(), policy, recordings=recordings)
     np.testing.assert_array_equal(log.rounds, expected.rounds)
-    with pytest.raises(DraftsimError, match="no recording of Kangaroo's adapter"):
+    with pytest.raises(DraftsimError, match="no recording of 'kangaroo' drafts"):
         replay_source(trace, Kangaroo(), policy)
     with pytest.raises(DraftsimError, match="train one first"):
         SourceRunner(model(), trace).decoder(Kangaroo(), 0)
@@ -184,7 +183,7 @@ def test_recordings_weights_and_latencies_survive_and_fit(tmp_path: Path) -> Non
     for mine, theirs in zip(kept.parameters(), adapter().parameters(), strict=True):
         torch.testing.assert_close(mine, theirs, rtol=1e-2, atol=1e-3)  # half precision
     cells = measure_sources(
-        LayerRunner(model(), 64), Modules(adapter=adapter()), widths=(1, 2, 4, 7), repeats=3
+        LayerRunner(model(), 64), {"kangaroo": adapter()}, widths=(1, 2, 4, 7), repeats=3
     )
     priced = price(log, LatencyTable(cells))
     assert (priced.draft_s[log.rounds["draft_forwards"] > 0] > 0).all()

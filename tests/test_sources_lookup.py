@@ -132,6 +132,7 @@ def test_real_prompt_lookup_is_the_replay_and_transformers_generate(
     from transformers.generation.candidate_generator import PromptLookupCandidateGenerator
 
     from policies.core import speculate
+    from profiler.sources.exits import Begin
     from profiler.sources.start_decoders import LookupDecoder
 
     pair, runner, encoded, outputs, trace = decoded(256, 5)
@@ -147,7 +148,7 @@ def test_real_prompt_lookup_is_the_replay_and_transformers_generate(
     monkeypatch.setattr(PromptLookupCandidateGenerator, "get_candidates", spy)
     for i, ids in enumerate(encoded):
         decoder = LookupDecoder(
-            runner, PromptLookup(num_tokens, 2, pair.eos), 5, ids, LIMIT, pair.eos, first=0
+            runner, PromptLookup(num_tokens, 2, pair.eos), 5, Begin(ids, LIMIT, pair.eos), first=0
         )
         real = list(speculate(decoder, Fixed(num_tokens)))
         mine = log.rounds[log.rounds["request"] == i]

@@ -13,13 +13,12 @@ from policies.core import DraftPolicy, speculate
 from policies.lengths.basic import Fixed
 from policies.lengths.huggingface import Confidence
 from profiler.features import ParallelEagle3, read_drafter, target_features, unroll, write_drafter
-from profiler.sources.modules import Modules
 from profiler.sources.run import SourceRunner
 from tests.conftest import ONE_PROMPT, Run
 from tests.test_sources_eagle import OFFSETS, Case, Moody
 from traces.errors import DraftsimError
 from traces.replay.calls import ONE_PASS, pack_calls
-from traces.sources import Recordings, read_recordings, replay_source
+from traces.sources import read_recordings, replay_source
 from traces.sources.starts.parallel import Parallel
 
 
@@ -28,10 +27,10 @@ class Masks:
 
     def __init__(self) -> None:
         self.case = Case(("p-eagle",))
-        own = self.case.modules.drafters["eagle.p-eagle"]
-        self.modules = Modules(drafters={"parallel.mine": own})
-        starts = self.case.recordings.starts["eagle.p-eagle"]
-        self.recordings = Recordings(starts={"parallel.mine": starts})
+        own = self.case.modules["eagle.p-eagle"]
+        self.modules = {"parallel.mine": own}
+        starts = self.case.recordings["eagle.p-eagle"]
+        self.recordings = {"parallel.mine": starts}
         self.runner = SourceRunner(self.case.target, self.case.trace, self.modules)
         self.drafter: Any = own
 
@@ -87,7 +86,7 @@ def test_it_is_profiled_and_replayed_from_the_command_line(
     out = tmp_path / "run"
     made = run(*ONE_PROMPT, "--out", out, "--source", f"parallel:model={drafters / 'masks'}")
     assert made.code == 0, made.err
-    assert set(read_recordings(out).starts) == {"parallel.masks"}
+    assert set(read_recordings(out)) == {"parallel.masks"}
     rows = run(
         "simulate", "--trace", out, "--source", "parallel:model=masks", "--policy",
         "fixed:gamma=3", "--json", "-",

@@ -13,7 +13,7 @@ from tests.outputs import trace_of
 from traces.acceptance.trace import Trace
 from traces.errors import DraftsimError
 from traces.latency.table import LatencyTable
-from traces.sources import Recordings, parse_source, replay_source
+from traces.sources import parse_source, replay_source
 from traces.sources.starts.as_draft import drafted_latency, drafted_trace
 from traces.sources.starts.parallel import Parallel, drawn_starts
 
@@ -33,7 +33,7 @@ def test_every_position_is_accepted_as_often_as_was_asked(trace: Trace) -> None:
     true = np.asarray(trace.columns["token"])
     starts = np.concatenate([np.arange(b + 1, b + 1490) for b in recorded.request_starts[:-1]])
     ahead = starts[:, None] + np.arange(4)
-    shares = np.cumprod(recorded.token[starts] == true[ahead], axis=1).mean(0)
+    shares = np.cumprod(recorded["token"][starts] == true[ahead], axis=1).mean(0)
     error = np.sqrt(np.array(ACCEPTANCE) * (1 - np.array(ACCEPTANCE)) / len(starts))
     assert (np.abs(shares - ACCEPTANCE) < 4 * error).all()
     # The confidence is the position's own chance, given that those before it were accepted.
@@ -45,7 +45,7 @@ def test_a_drawn_confidence_is_the_chance_of_its_token(trace: Trace) -> None:
     recorded = drawn_starts(trace, (0.6,), concentration=1.5, seed=3)
     true = np.asarray(trace.columns["token"])
     starts = np.concatenate([np.arange(b + 1, b + 1490) for b in recorded.request_starts[:-1]])
-    prob, right = recorded.columns[starts, 0, 0], recorded.token[starts, 0] == true[starts]
+    prob, right = recorded.columns[starts, 0, 0], recorded["token"][starts, 0] == true[starts]
     for low, high in ((0.05, 0.4), (0.4, 0.8), (0.8, 1.0)):
         some = (prob >= low) & (prob < high)
         assert some.sum() > 300
@@ -68,7 +68,7 @@ def test_all_tokens_cost_one_pass(trace: Trace) -> None:
     drafted = np.isin(same + 1, calls["round"])
     place = np.searchsorted(calls["round"], same[drafted] + 1)
     np.testing.assert_array_equal(calls["new_tokens"][place], emitted[same[drafted]] + 3)
-    recordings = source.completed(trace, Recordings())
+    recordings = source.completed(trace, {})
     alike = drafted_latency(table, source, recordings)
     drafted_as = drafted_trace(trace, source, recordings)
     assert (drafted_as.takes_verified, drafted_as.drafts_end, drafted_as.max_gamma) == (

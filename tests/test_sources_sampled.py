@@ -18,10 +18,10 @@ from policies.rules.base import ExactMatch, RejectionSampling
 from profiler.features.heads import ExitHeads
 from profiler.models.sampling import draw, probs
 from profiler.models.stack import LayerRunner
-from profiler.sources.exit_record import ExitRecorder, record_exits
-from profiler.sources.exits import RandomDraws, SharedDraws
-from profiler.sources.modules import Modules, record_sources
-from profiler.sources.run import SourceRunner
+from profiler.sources.exit_record import ExitRecorder, SharedDraws
+from profiler.sources.exits import RandomDraws
+from profiler.sources.run import SourceRunner, record_sources
+from profiler.sources.start_record import RecordOptions, record_along
 from tests.outputs import drawn_trace
 from tests.recorded_draws import RecordedDraws
 from traces.acceptance.sampling import GREEDY, Sampling
@@ -73,7 +73,8 @@ def sampled_trace(requests: int, seed: int, sampling: Sampling) -> Trace:
 
 def record(trace: Trace, seed: int, names: Collection[str] = ARMS.keys()) -> Recordings:
     settings = [source.setting(gamma) for source, _, gamma in (ARMS[name] for name in names)]
-    return record_sources(model(), trace, Modules(exits=heads()), settings, seed=seed)
+    how = RecordOptions(settings, seed=seed)
+    return record_sources(model(), trace, {"early-exit": heads()}, how)
 
 
 @cache
@@ -89,11 +90,10 @@ def test_with_the_recorded_draws_real_rounds_are_the_replayed_ones(
     name: str, sampling: Sampling
 ) -> None:
     trace, recordings = case(sampling)
-    exits = recordings.exits
-    assert exits is not None
+    exits = EarlyExit().recording(recordings)
     source, policy, _ = ARMS[name]
     runner = SourceRunner(
-        model(), trace, Modules(exits=heads()), lambda i: RecordedDraws(exits, trace, i, "cpu")
+        model(), trace, {"early-exit": heads()}, lambda i: RecordedDraws(exits, trace, i, "cpu")
     )
     real = runner.run(source, policy)
     log = replay_source(trace, source, policy, recordings=recordings)
@@ -116,11 +116,10 @@ def test_with_the_recorded_draws_real_rounds_are_the_replayed_ones(
 @SAMPLINGS
 def test_what_a_token_says_is_what_the_real_one_says(sampling: Sampling) -> None:
     trace, recordings = case(sampling)
-    exits = recordings.exits
-    assert exits is not None
+    exits = EarlyExit().recording(recordings)
     source = ARMS["no bound"][0]
     real = SourceRunner(
-        model(), trace, Modules(exits=heads()), lambda i: RecordedDraws(exits, trace, i, "cpu")
+        model(), trace, {"early-exit": heads()}, lambda i: RecordedDraws(exits, trace, i, "cpu")
     ).decoder(source, 0)
     replayed = source.open(trace, recordings, 1)(0)
     mine, theirs = real.draft([]), replayed.draft([])
@@ -199,7 +198,7 @@ def test_real_and_replayed_rounds_have_one_distribution(sampling: Sampling) -> N
     trace = sampled_trace(count, 21, sampling)
     replayed = replay_source(trace, source, policy, recordings=record(trace, 22, ["specbound"]))
     torch.manual_seed(23)
-    real = SourceRunner(model(), trace, Modules(exits=heads())).run(source, policy).log
+    real = SourceRunner(model(), trace, {"early-exit": heads()}).run(source, policy).log
 
     def rate(log: object, name: str) -> np.ndarray:
         """Per request; requests are independent, rounds of one are not."""
@@ -215,10 +214,9 @@ def test_real_and_replayed_rounds_have_one_distribution(sampling: Sampling) -> N
 def test_a_sampled_recording_survives_its_file(tmp_path: Path, sampling: Sampling) -> None:
     trace, recordings = case(sampling)
     write_recordings(recordings, tmp_path)
-    assert read_recordings(tmp_path).exits is None
+    assert not read_recordings(tmp_path)
     again = read_recordings(tmp_path, sampled=True)
-    assert again.exits is not None
-    assert again.exits.sampling == trace.sampling == sampling
+    assert again["early-exit"].sampling == trace.sampling == sampling
     source, policy, _ = ARMS["specbound"]
     np.testing.assert_array_equal(
         replay_source(trace, source, policy, recordings=again).rounds,
@@ -231,19 +229,17 @@ def test_a_sampled_recording_fits_its_trace_alone() -> None:
     source, policy, _ = ARMS["specbound"]
     for wrong, shown in ((GREEDY, "greedy"), (CUT, r"T=0\.8, top-p 0\.7")):
         other = Trace(trace.columns, trace.requests, None, {"sampling": wrong.meta})
-        with pytest.raises(
-            DraftsimError, match=rf"follows T=0\.8 outputs, those of the trace are {shown}"
-        ):
+        with pytest.raises(DraftsimError, match=rf"decoded T=0\.8, and the trace's were {shown}"):
             replay_source(other, source, policy, recordings=recordings)
-        with pytest.raises(DraftsimError, match=rf"are {shown}, and early exits .* along T=0\.8"):
-            record_exits(ExitRecorder(LayerRunner(model(), 64), heads(), (), sampling=HOT), other)
-    with pytest.raises(DraftsimError, match=r"--exit-layers --temperature 0\.8`"):
+        with pytest.raises(DraftsimError, match=rf"are {shown}, and this source .* along T=0\.8"):
+            record_along(ExitRecorder(LayerRunner(model(), 64), heads(), (), sampling=HOT), other)
+    with pytest.raises(DraftsimError, match="record them with `draftsim profile --exit-layers`"):
         replay_source(trace, source, policy)
     with pytest.raises(DraftsimError, match="use RejectionSampling"):
         replay_source(trace, source, policy, ExactMatch(), recordings=recordings)
     with pytest.raises(DraftsimError, match="was sampled"):
         replay_source(trace, PLD(), policy)
-    runner = SourceRunner(model(), trace, Modules(exits=heads()))
+    runner = SourceRunner(model(), trace, {"early-exit": heads()})
     with pytest.raises(DraftsimError, match="'pld' is decoded greedily alone"):
         runner.decoder(PLD(), 0)
     with pytest.raises(ValueError, match="temperature is 0"):

@@ -12,7 +12,7 @@ from policies.lengths.basic import Fixed
 from tests.outputs import trace_of
 from traces.acceptance.trace import Trace
 from traces.sources import Suffix, replay_source
-from traces.sources.base import Recordings, prompt_tokens, true_tokens
+from traces.sources.base import prompt_tokens, true_tokens
 from traces.sources.lookups.sources import served_before
 from traces.sources.lookups.suffix import SuffixLookup
 
@@ -36,7 +36,7 @@ def test_a_draft_is_that_of_a_lookup_begun_there(
 ) -> None:  # fmt: skip
     trace = recorded(seed, tokens)
     source = Suffix(6, 8, factor, least, cached)
-    decoder_of = source.open(trace, Recordings(), 0)
+    decoder_of = source.open(trace, {}, 0)
     for request, share in asked:
         start, end = trace.request_starts[request : request + 2].tolist()
         position = int(share * (end - start))
@@ -57,7 +57,7 @@ def test_a_draft_is_that_of_a_lookup_begun_there(
 def test_rounds_are_those_of_the_loop(seed: int, lengths: list[int]) -> None:
     trace, source = recorded(seed), Suffix(6, 8, 2.0)
     for length in lengths:
-        fresh = Suffix(6, 8, 2.0).open(trace, Recordings(), trace.first)
+        fresh = Suffix(6, 8, 2.0).open(trace, {}, trace.first)
         want = [
             [*round_]
             for i in range(len(trace.requests))

@@ -15,10 +15,8 @@ from policies.lengths.basic import Fixed, Oracle
 from policies.lengths.huggingface import Confidence
 from profiler.features import DrafterRunner, FeatureDrafter, target_features
 from profiler.models.stack import LayerRunner
-from profiler.sources.latency import measure_sources
-from profiler.sources.modules import Modules, record_sources
-from profiler.sources.run import SourceRunner
-from profiler.sources.start_record import GrownTrees, record_trees
+from profiler.sources.run import SourceRunner, measure_sources, record_sources
+from profiler.sources.start_record import GrownTrees, RecordOptions, TreeRecorder, record_along
 from simulator.pricing import price
 from tests.few_cells import untimed_none
 from tests.outputs import trace_of
@@ -51,15 +49,23 @@ class Grown(Case):
             f"eagle2.{kind}": record_trees(self.target, self.trace, self.made(kind), TOPK, LAYERS)
             for kind in KINDS
         }
-        self.grown = Recordings(trees=self.trees)
+        self.grown: Recordings = self.trees
         shape = {"topk": TOPK, "layers": LAYERS, "budget": 12}
-        self.growing = Modules(
-            trees={f"eagle2.{kind}": GrownTrees(self.made(kind), **shape) for kind in KINDS}
-        )
+        self.growing = {f"eagle2.{kind}": GrownTrees(self.made(kind), **shape) for kind in KINDS}
         self.runner = SourceRunner(self.target, self.trace, self.growing)
 
     def made(self, kind: str) -> FeatureDrafter:
-        return self.modules.drafters[f"eagle.{kind}"]
+        drafter: FeatureDrafter = self.modules[f"eagle.{kind}"]
+        return drafter
+
+
+def record_trees(
+    target: Any, trace: Trace, drafter: FeatureDrafter, topk: int, layers: int
+) -> TreeRecording:
+    grown = GrownTrees(drafter, topk, layers)
+    recorder = TreeRecorder(LayerRunner(target, trace.longest), grown, trace.longest)
+    recording: TreeRecording = record_along(recorder, trace)
+    return recording
 
 
 @pytest.fixture(scope="module")
@@ -132,7 +138,7 @@ def test_ranks_are_those_in_the_tree_itself(case: Grown, kind: str) -> None:
             for layer in range(1, depth + 1):
                 path = true[:layer]
                 place = ordered.index(path) if len(path) == layer and path in ordered else -1
-                assert recording.rank[row, layer - 1, depth - 1] == place
+                assert recording["rank"][row, layer - 1, depth - 1] == place
                 followed += place >= 0
             for budget in (1, 2, 5, 9, 100):
                 kept = set(ordered[:budget])
@@ -152,11 +158,15 @@ def test_a_tree_of_one_child_each_is_the_chain(case: Grown, kind: str, policy: D
     prompts = [list(case.trace.requests[i].prompt_ids or ()) for i in long]
     trace = trace_of([case.outputs[i][:limit] for i in long], limit, prompts, [])
     chains = record_sources(
-        case.target, trace, case.modules, draft_offsets=OFFSETS, only=[f"eagle.{kind}"]
+        case.target,
+        trace,
+        case.modules,
+        RecordOptions(offsets=OFFSETS),
+        only=[f"eagle.{kind}"],
     )
     trees = {"eagle2.one": record_trees(case.target, trace, case.made(kind), 1, OFFSETS)}
     chain = replay_source(trace, Eagle(kind), policy, recordings=chains)
-    tree = replay_source(trace, Eagle2(budget=999), policy, recordings=Recordings(trees=trees))
+    tree = replay_source(trace, Eagle2(budget=999), policy, recordings=trees)
     np.testing.assert_array_equal(tree.rounds, chain.rounds)
     assert chain.rounds["accepted"].sum() > 0
     # Passes as wide as the chain's: one first pass over what was verified, others over a token.
@@ -175,17 +185,17 @@ def test_more_budget_never_accepts_less(case: Grown, kind: str) -> None:
     for depth in range(1, LAYERS + 1):
         found = np.array([
             [recording.accepted(row, depth, budget) for budget in range(1, 90)]
-            for row in range(len(recording.rank))
+            for row in range(len(recording["rank"]))
         ])  # fmt: skip
         assert (np.diff(found) >= 0).all()
         assert found[:, 0].max() <= 1
         assert (found[:, -1] > found[:, 0]).any()
     # A node's place falls back as the tree grows, and it precedes those below it.
-    rank = np.where(recording.rank < 0, 10**6, recording.rank)
+    rank = np.where(recording["rank"] < 0, 10**6, recording["rank"])
     for layer in range(LAYERS):
         assert (np.diff(rank[:, layer, layer:], axis=1) >= 0).all()
     for depth in range(1, LAYERS):
-        own = recording.rank[:, : depth + 1, depth]
+        own = recording["rank"][:, : depth + 1, depth]
         below = own[:, 1:] >= 0
         assert (own[:, :-1][below] < own[:, 1:][below]).all()
         assert (own[:, :-1][below] >= 0).all()
@@ -207,14 +217,14 @@ def test_recordings_survive_their_files(case: Grown, tmp_path: Path) -> None:
         f"trees-eagle2.{kind}.parquet" for kind in KINDS
     ]
     again = read_recordings(tmp_path)
-    assert read_recordings(tmp_path, sampled=True).trees == {}
+    assert read_recordings(tmp_path, sampled=True) == {}
     for name, ours in case.trees.items():
-        theirs = again.trees[name]
-        np.testing.assert_array_equal(ours.rank, theirs.rank)
+        theirs: Any = again[name]
+        np.testing.assert_array_equal(ours["rank"], theirs["rank"])
         np.testing.assert_array_equal(ours.columns, theirs.columns)
         assert (theirs.topk, theirs.layers) == (TOPK, LAYERS)
     with pytest.raises(DraftsimError, match="expected"):
-        TreeRecording(ours.rank[1:], ours.signals, ours.request_starts, ours.meta)
+        TreeRecording({**ours.arrays, "rank": ours["rank"][1:]}, ours.request_starts, ours.meta)
 
 
 def test_every_pass_has_a_measured_cell_and_a_price(
@@ -274,12 +284,11 @@ def test_what_was_not_recorded_is_refused(case: Grown) -> None:
         parse_source("eagle2:depth=0")
     other = case.trees["eagle2.eagle"]
     fewer = TreeRecording(
-        other.rank[: other.request_starts[1]],
-        {n: v[: other.request_starts[1]] for n, v in other.signals.items()},
+        {n: v[: other.request_starts[1]] for n, v in other.arrays.items()},
         other.request_starts[:2], other.meta,
     )  # fmt: skip
     with pytest.raises(DraftsimError, match="of other requests than the trace"):
-        replayed("eagle2", Fixed(2), Recordings(trees={"eagle2.eagle": fewer}))
+        replayed("eagle2", Fixed(2), {"eagle2.eagle": fewer})
     with pytest.raises(DraftsimError, match="3 modules that run in turn"):
         record_trees(case.target, case.trace, case.made("mtp-several"), TOPK, LAYERS)
     with pytest.raises(DraftsimError, match="topk is 97, and the drafter knows 96"):

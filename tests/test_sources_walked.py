@@ -124,7 +124,7 @@ def test_recorded_sources(
 def test_lookups(
     text: str, seed: int, policy: DraftPolicy, first: int, requests: list[int] | None
 ) -> None:
-    check(random_outputs(seed), parse_source(text), policy, Recordings(), first, requests)
+    check(random_outputs(seed), parse_source(text), policy, {}, first, requests)
 
 
 @pytest.mark.invariant(9)
@@ -137,7 +137,7 @@ def test_retrieval_from_a_file(tmp_path: Path) -> None:
         for held in (1, 1 << 20):
             with patch.object(occurrences, "HELD", held):
                 source = REST(str(corpus), num_tokens=4, max_suffix=3, min_suffix=1 + seed % 3)
-                check(random_outputs(seed), source, Fixed(3), Recordings())
+                check(random_outputs(seed), source, Fixed(3), {})
 
 
 @pytest.mark.invariant(9)
@@ -204,7 +204,7 @@ def test_a_draft_is_right_as_long_as_its_own_output_goes_on_so() -> None:
     for seed in range(20):
         outputs = random_outputs(seed)
         recordings = random_recordings(outputs, seed)
-        said = recordings.starts["medusa"].token
+        said = recordings["medusa"]["token"]
         trace = drafted_trace(outputs, parse_source("medusa"), recordings)
         bounds, true = outputs.request_starts.tolist(), outputs.columns["token"].tolist()
         drafts, accepted = [], []
@@ -226,4 +226,4 @@ def test_what_a_lookup_finds_behind_an_output_s_end_accepts_nothing(text: str) -
     outputs = [[7, 8, 9, EOS], [5, 6, 7, EOS], [7, 8, 9, EOS]]
     trace = trace_of(outputs, 24, prompts, [EOS])
     for policy in (Fixed(4), Fixed(2)):
-        assert check(trace, parse_source(text), policy, Recordings())
+        assert check(trace, parse_source(text), policy, {})

@@ -13,7 +13,8 @@ from profiler.suite.__main__ import main
 from tests.suite_results import META, MODES, cells, write_forced, write_latencies
 from traces.errors import FileError
 from traces.sources.exits.early_exit import EarlyExit
-from traces.sources.files import read_exits, read_recordings, write_exits
+from traces.sources.exits.recording import ExitRecording
+from traces.sources.found import read_recordings
 from traces.store.recordings import (
     BUNDLED,
     ELSEWHERE,
@@ -103,9 +104,9 @@ def test_exits_lie_with_the_requests_they_follow(tmp_path: Path, followed: int) 
     (out / "latency.json").rename(out / "trained.json")
     (out / "latency.parquet").rename(out / "trained-latency.parquet")
     shutil.copy(bundled / "trace.parquet", out / "trained-trace.parquet")
-    exits = read_exits(bundled / "exits.parquet")
-    some = replace(exits, path_starts=exits.path_starts[: followed + 1])
-    write_exits(some, out / "trained-exits.parquet")
+    exits = ExitRecording.read(bundled / "exits.parquet")
+    some = replace(exits, request_starts=exits.request_starts[: followed + 1])
+    some.write(out / "trained-exits.parquet")
     into = tmp_path / "in"
     for _ in range(2):
         assert main(["unpack", "--out", str(out), "--into", str(into)]) == 0

@@ -18,7 +18,7 @@ from traces.store.files import (
     write_rounds,
     write_trace,
 )
-from traces.store.recordings import Recording, find_latency, find_trace, parse_latency, recordings
+from traces.store.recordings import Bundled, find_latency, find_trace, parse_latency, recordings
 
 __distribution__ = "draftsim"
 
@@ -29,6 +29,7 @@ __all__ = [
     "MEASURED",
     "MISMATCH",
     "UNKNOWN",
+    "Bundled",
     "Bursty",
     "DraftsimError",
     "Estimate",
@@ -38,7 +39,6 @@ __all__ = [
     "LatencyTable",
     "MatchProcess",
     "PerPosition",
-    "Recording",
     "ReplayDecoder",
     "Request",
     "RoundLog",

@@ -15,14 +15,8 @@ from commands.common.options import (
     batch_sizes,
 )
 from commands.engine.options import MeasuredEngine
-from commands.profile.drafters import (
-    profile_drafters,
-    profile_trees,
-    split_drafters,
-    trees_among,
-)
 from commands.profile.recording import (
-    Recording,
+    RecordingJob,
     add_sampled,
     add_signals,
     is_complete,
@@ -31,6 +25,12 @@ from commands.profile.recording import (
     say_complete,
 )
 from commands.profile.redecode import check_code, decode_again, jobs, score_code
+from commands.profile.sources import (
+    check_layers,
+    profile_drafters,
+    profile_sources,
+    split_drafters,
+)
 from traces.errors import DraftsimError
 
 
@@ -200,8 +200,6 @@ def profile(
     from profiler.profile import Settings
     from profiler.recording.run import RunInfo
     from traces.acceptance.sampling import Sampling
-    from traces.sources.starts.features import Eagle
-    from traces.sources.starts.parallel import Parallel
 
     grid = Grid(repeats=repeats, batches=sorted({1, *batch_sizes("--batch", batch)}))
     grid = grid.drafting(max_gamma)
@@ -219,18 +217,12 @@ def profile(
         raise DraftsimError("--memory and --split say how to decode under --verify: name a rule")
     if memory and split is not None:
         raise DraftsimError("--memory and --split both give the rule a memory: choose one")
-    drafters, others = split_drafters(source or [])
-    trees = trees_among(drafters, temperature)
+    drafters, others = split_drafters(source or [], temperature)
     if (others or heads_text) and not exit_layers:
         raise DraftsimError(
             "--source (but eagle and eagle2:model=DIR) and --heads-text belong to --exit-layers: "
             "add it"
         )
-    if others:
-        from commands.profile.source_runs import settable
-
-        for text in others:  # refused now, and not after minutes of recording
-            settable(text)
     for only, name in ((latency_only, "--latency-only"), (signals_only, "--signals-only")):
         if only and (again or exit_layers or drafters or force):
             raise DraftsimError(f"{name} records nothing: drop what asks for recordings")
@@ -251,11 +243,9 @@ def profile(
         assert prompts is not None
         pair = None
         if exit_layers or drafters:
-            from commands.profile.source_runs import check_layers
-
             pair = info.load()
             check_layers(pair)
-        recording = Recording(info, prompts, out, settings, limit, pair, category or [])
+        recording = RecordingJob(info, prompts, out, settings, limit, pair, category or [])
         if force or not ((again or run_code or pair is not None) and is_complete(out)):
             run_profile(recording, force)
         else:
@@ -267,15 +257,9 @@ def profile(
             if sampled:
                 add_sampled(recording)
         if pair is not None and exit_layers:
-            from commands.profile.source_runs import profile_sources
-
             profile_sources(pair, info, out, sources=others, text=heads_text, repeats=repeats)
-        if pair is not None and (
-            chains := [s for s in drafters if isinstance(s, Eagle | Parallel)]
-        ):
-            profile_drafters(pair, out, chains, repeats=repeats)
-        if pair is not None and trees:
-            profile_trees(pair, out, trees, repeats=repeats)
+        if pair is not None and drafters:
+            profile_drafters(pair, out, drafters, repeats=repeats)
         if again:
             decode_again(recording, again, memory, not settings.sampling.greedy)
         if run_code:

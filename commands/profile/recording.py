@@ -24,7 +24,7 @@ SOURCES = ("*exits*", "*starts-*", "trees-*", "sampled")
 
 
 @dataclass(frozen=True)
-class Recording:
+class RecordingJob:
     """The pair of `info`, what to record of it, and the run folder it goes to.
 
     ``pair`` is that pair where it is loaded already; ``limit`` prompts are used, or all, of the
@@ -50,7 +50,7 @@ class Recording:
         return self.info.load() if self.pair is None else self.pair
 
 
-def run_profile(recording: Recording, force: bool = False) -> None:
+def run_profile(recording: RecordingJob, force: bool = False) -> None:
     """Profile the pair into its run folder; what is finished of it is kept, unless `force`."""
     from profiler.checks.score import answers_to, score
     from profiler.models.seq2seq import is_seq2seq
@@ -116,7 +116,7 @@ def measure_latency(info: RunInfo, out: Path, settings: Settings) -> None:
     DraftsimError
         If the folder holds no recording of greedy outputs.
     """
-    from commands.profile.source_runs import has_sources, remeasure
+    from commands.profile.sources import remeasure
     from profiler.profile import profile_latency
     from traces.store.files import read_trace
 
@@ -128,11 +128,10 @@ def measure_latency(info: RunInfo, out: Path, settings: Settings) -> None:
     settings = replace(settings, grid=settings.grid.holding(requests))
     with progress_bar() as progress:
         profile_latency(pair, settings, out, progress)
-    if has_sources(out):
-        remeasure(pair, info, out, repeats=settings.grid.repeats)
+    remeasure(pair, info, out, repeats=settings.grid.repeats)
 
 
-def add_sampled(recording: Recording) -> None:
+def add_sampled(recording: RecordingJob) -> None:
     """Record the sampled outputs that a complete run folder lacks; what it holds is kept.
 
     Raises DraftsimError if it holds outputs sampled otherwise.

@@ -14,7 +14,7 @@ from commands.profile.recording import prompts
 from traces.errors import DraftsimError, FileError
 
 if TYPE_CHECKING:
-    from commands.profile.recording import Recording
+    from commands.profile.recording import RecordingJob
     from profiler.checks.spot_check import Arm
     from profiler.prompts import CodeTask
     from traces.acceptance.trace import Trace
@@ -58,7 +58,7 @@ def jobs(
 
 
 def decode_again(
-    recording: Recording,
+    recording: RecordingJob,
     wanted: Sequence[Job],
     memory: Path | None = None,
     sampled: bool = False,

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
     from profiler.models.loading import Pair
     from profiler.recording.checkpoint import Checkpoint
-    from profiler.sources.modules import Modules
+    from profiler.sources.exits import Modules
     from simulator.pricing import Priced
     from traces.acceptance.trace import Trace
     from traces.replay.rounds import RoundLog
@@ -231,16 +231,16 @@ class Remeasured:
         self, pair: Pair, total: int, expected_s: float, trace: Trace,
         kept: Checkpoint, modules: Modules | None = None,
     ) -> None:  # fmt: skip
-        from commands.profile.source_modules import timed_layers
+        from commands.profile.sources import timed_layers
         from profiler.latency.table import Grid
         from profiler.profile import LatencyProfile
-        from profiler.sources.latency import SourceLatency
+        from profiler.sources.run import SourceLatency
 
         passes = kept.within("passes")
         self._profile = LatencyProfile(pair, Grid().holding(trace.requests), passes)
         self._sources = None
         if modules is not None:
-            layers = timed_layers(pair, trace.longest, modules.trees)
+            layers = timed_layers(pair, trace.longest, modules)
             own = kept.within("sources")
             self._sources = SourceLatency(layers, modules, trace, checkpoint=own)
         self._total, self._done = total, 0
@@ -275,7 +275,7 @@ class Remeasured:
 
         ``profile_error`` and ``profile_speedup_error`` are the errors of what was `expected`.
         """
-        from commands.profile.source_modules import with_sources
+        from commands.profile.sources import with_sources
         from simulator.pricing import price
         from simulator.validation import compare
         from traces.store.files import CHECKED, write_latency

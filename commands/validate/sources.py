@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import pandas as pd
@@ -20,11 +18,12 @@ if TYPE_CHECKING:
     from profiler.checks.spot_check import Measured, Opener
     from profiler.models.loading import Pair
     from profiler.recording.checkpoint import Checkpoint
-    from profiler.sources.modules import Modules
+    from profiler.sources.exits import Modules
     from traces.acceptance.trace import Trace
     from traces.latency.table import LatencyTable
     from traces.replay.rounds import RoundLog
-    from traces.sources.base import Recordings, Source
+    from traces.sources.base import Source
+    from traces.sources.recording import Recordings
 
 SOURCE_ARMS = ("fixed:gamma=2", "fixed:gamma=4", "confidence:gamma=6", "gammatune")
 """Policies run with a source where none is named, as far as its tokens carry their signals."""
@@ -72,18 +71,11 @@ class SourceRuns(RealRuns):
 
     def load(self) -> None:
         """Load the models, and what drafts; a source without a real decoder is refused."""
-        from commands.profile.drafters import load_drafters, load_trees
-        from commands.profile.source_modules import modules_of
-        from traces.sources.starts.features import Eagle
-        from traces.sources.starts.parallel import Parallel
-        from traces.sources.starts.trees import Eagle2
+        from commands.profile.sources import load_drafters, modules_of
 
         super().load()
-        sources = [arm.source for arm in self.arms]
-        drafters = load_drafters(self.pair, [s for s in sources if isinstance(s, Eagle | Parallel)])
-        trees = load_trees(self.pair, [s for s in sources if isinstance(s, Eagle2)])
-        found = modules_of(self.pair, self.info, self.given.run)
-        self._modules = replace(found, drafters=drafters, trees=trees)
+        drafters = load_drafters(self.pair, [arm.source for arm in self.arms])
+        self._modules = {**modules_of(self.pair, self.info, self.given.run), **drafters}
         self._opened = _openers(self.pair, self._modules, self.whole, self.arms)
 
     def decode(self, kept: Checkpoint | None, advance: Callable[[], None]) -> Measured:
@@ -144,7 +136,7 @@ def arms(
         named = load_source_policies(texts or SOURCE_ARMS, drafting, trace, recordings, note)
         if not texts:
             named = [n for n in named if set(n[1].reads) <= drafting.held(recordings)]
-            own = as_trained(drafting, recordings)
+            own = drafting.for_decoding(recordings)
             longest = drafting.longest(trace, recordings)
             every = load_policies(None, trace, signals=drafting.held(recordings), max_gamma=longest)
             best = predicted_fastest(
@@ -164,7 +156,7 @@ def arms(
         own, arm = load_system(system, trace, recordings)
         runs.append((arm, own))
     for (name, policy_of), unset in runs:
-        own = as_trained(unset, recordings)
+        own = unset.for_decoding(recordings)
         log = replay_source(
             trace, own, policy_of, recordings=recordings, name=name, requests=chosen
         )
@@ -192,27 +184,6 @@ def _openers(
         return real.decoder(source, request)
 
     return opened, plain.target.vocab_size
-
-
-def as_trained(source: Source, recordings: Recordings) -> Source:
-    """Return `source` with what only its recording knows: skipped layers, a folder, a shape."""
-    from traces.sources.starts.features import OnFeatures
-    from traces.sources.starts.parallel import Parallel
-    from traces.sources.starts.sources import LayerSkip
-    from traces.sources.starts.trees import Eagle2
-
-    if isinstance(source, Eagle2):
-        found = source.recording(recordings)
-        source = source.grown(source.depth or found.layers, found.topk)
-    if isinstance(source, Parallel) and source.acceptance is not None:
-        return source
-    if isinstance(source, Parallel) and source.k is None:
-        source = source.with_masks(source.recording(recordings).offsets)
-    if isinstance(source, OnFeatures) and not Path(source.model or "").is_dir():
-        source = source.of(str(source.recording(recordings).meta["model"]))
-    if isinstance(source, LayerSkip) and source.skip is None:
-        return LayerSkip(recordings.starts[source.key].meta["skip"])
-    return source
 
 
 def _log(rounds: Sequence[Sequence[Round]], like: RoundLog) -> RoundLog:

@@ -11,6 +11,7 @@ from torch import Tensor
 from profiler.features.drafters import FeatureDrafter
 from profiler.models.runner import SlotCache
 from profiler.models.sampling import coupled, draw, probs, signals
+from profiler.models.stack import LayerRunner
 from traces.acceptance.sampling import Sampling
 from traces.errors import DraftsimError
 
@@ -463,3 +464,41 @@ class Drawn:
         match &= follows
         self._on_path[starts] = match
         return torch.where(match, emitted, own)
+
+
+def verify_tree(
+    target: LayerRunner, last: Tensor, cut: Cut | None, slot: int, depths: Sequence[int],
+    eos: frozenset[int],
+) -> tuple[Tensor, Tensor, list[int]]:  # fmt: skip
+    """Run one pass over the last true token (1,), in `slot`, and the nodes of `cut` after it.
+
+    The accepted path is moved together in the target's cache.
+
+    Returns
+    -------
+    The target's tokens after each token of the path, (path,), their states, (path, width), and
+    the path's places in the tree, the root's 0 first: its last token is the target's own, unless
+    the path ended with one of `eos`.
+    """
+    if cut is None:
+        fed, mask, positions = last, None, None
+    else:
+        fed = torch.cat([last, cut.tokens])
+        before = cut.sees.new_ones(len(fed), slot)
+        mask, positions = torch.cat([before, cut.sees], 1), cut.depth + slot
+    logits, states = target.forward_with_states(fed, slot, depths, mask=mask, positions=positions)
+    picks = logits.argmax(-1)
+    path = [0]
+    if cut is not None:
+        tokens, parents, chosen = torch.stack(
+            [fed, torch.cat([last.new_zeros(1), cut.parent]), picks]
+        ).tolist()
+        nodes = {(parents[i], tokens[i]): i for i in range(1, len(tokens))}
+        while (node := nodes.get((path[-1], chosen[path[-1]]))) is not None:
+            path.append(node)
+            if tokens[node] in eos:
+                break
+    places = torch.tensor(path, device=fed.device)
+    if path != list(range(len(path))):
+        target.cache.move(places + slot, slot)
+    return picks[places], states[places], path

@@ -12,8 +12,7 @@ exit a position, so each still draws from its own head, and settings differ by t
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -23,16 +22,13 @@ import torch
 from torch import Tensor
 
 from profiler.features.heads import Adapter, AdapterRunner, ExitHeads, drawn_columns, exit_columns
-from profiler.models.sampling import probs
+from profiler.models.sampling import coupled, probs
 from profiler.models.stack import LayerRunner
-from profiler.sources.exits import SharedDraws
+from profiler.sources.start_record import Recorder
 from traces.acceptance.sampling import GREEDY, Sampling
 from traces.acceptance.trace import Trace
-from traces.errors import DraftsimError
-from traces.sources.base import prompt_tokens, true_tokens
 from traces.sources.exits.recording import (
     OMEGAS,
-    SIGNALS,
     ExitRecording,
     ExitSetting,
     depth_layers,
@@ -68,57 +64,26 @@ class ExitNodes:
         self.columns.append(columns)
 
 
-def assemble(
-    requests: Iterable[ExitNodes], counts: Sequence[int], layers: tuple[tuple[int, ...], int],
-    omegas: tuple[float, ...], settings: tuple[ExitSetting, ...], sampling: Sampling = GREEDY,
-) -> ExitRecording:  # fmt: skip
-    """One recording: all path nodes first, then the continuations, request by request.
+class SharedDraws:
+    """One coin and one noise per row, whichever exit the row takes."""
 
-    ``counts``: output tokens of each request; ``layers``: those with a head, and how many the
-    target has; ``sampling``: of the outputs.
-    """
-    starts = np.concatenate([[0], np.cumsum(counts)]).astype(int)
-    total, branches = int(starts[-1]), []
-    parts: list[tuple[npt.NDArray[np.int64], Columns]] = []
-    for i, nodes in enumerate(requests):
-        own = len(nodes) - counts[i]
-        number = np.concatenate(
-            [np.arange(starts[i], starts[i + 1]), np.arange(total, total + own)]
-        )
-        total += own
-        parent = np.array(nodes.parent)
-        values: Columns = {
-            "request": np.full(len(nodes), i),
-            "parent": np.where(parent < 0, -1, number[parent]),
-            "position": np.array(nodes.position),
-            "token": np.array(nodes.token),
-        }
-        for name in nodes.columns[0]:
-            values[name] = np.concatenate([c[name] for c in nodes.columns])
-        parts.append((number, values))
-        branches.append(own)
-    order = np.concatenate([number for number, _ in parts])
-    merged = {
-        name: np.concatenate([values[name] for _, values in parts])[np.argsort(order)]
-        for name in parts[0][1]
-    }
-    nodes32 = {n: merged[n].astype(np.int32) for n in ("request", "parent", "position", "token")}
-    meta: dict[str, Any] = {"off_path_nodes": int(sum(branches))}
-    if not sampling.greedy:
-        meta |= sampling.meta
-    return ExitRecording(
-        nodes32, merged["argmax"].astype(np.int32), merged["log_confidence"].astype(np.float32),
-        {name: merged[name].astype(np.float32) for name in SIGNALS},
-        *layers, omegas, settings,
-        tuple(starts.tolist()), meta,
-        *(
-            merged[n].astype(np.float32) if n in merged else None
-            for n in ("log_prob", "raw_log_prob")
-        ),
-    )  # fmt: skip
+    def __init__(
+        self, rows: int, vocab_size: int, generator: torch.Generator | None, device: Any
+    ) -> None:
+        shape = (rows, vocab_size)
+        self._noise = torch.empty(shape, device=device).exponential_(generator=generator)
+        self._coins = torch.rand(rows, generator=generator, device=device)
+
+    def tokens(self, head: Tensor, truth: tuple[Tensor, Tensor] | None) -> Tensor:
+        """Return one sampled token per row of `head` (rows, vocab), or `truth` if it is known."""
+        if truth is None:
+            return (head / self._noise).argmax(-1)
+        emitted, target = truth
+        match, residual = coupled(head, target, emitted, self._coins)
+        return torch.where(match, emitted, (residual / self._noise).argmax(-1))
 
 
-class ExitRecorder:
+class ExitRecorder(Recorder):
     """Records requests of one target with its exit heads.
 
     Parameters
@@ -126,29 +91,25 @@ class ExitRecorder:
     target:
         Needs room in its cache for path and continuations: see `slots_needed`.
     heads:
-        Exit heads of this target, or Kangaroo's adapter: one exit, whose head attends to its own
-        past.  Its drafts too depend on the fed tokens alone, as the states it reads are exact.
+        Exit heads of this target, or an adapter: one exit, whose head attends to its own past.
+        Its drafts too depend on the fed tokens alone, as the states it reads are exact.
     settings:
         Whose wrong exits are followed beyond the first further token.
     omegas:
         Annealing strengths to record; must include those of the settings.
-    eos:
-        Ids that end an output and a draft.
     sampling, generator:
         How the outputs were drawn, and of the exits' own draws.
     """
 
     def __init__(
         self, target: LayerRunner, heads: ExitHeads | Adapter, settings: Sequence[ExitSetting],
-        omegas: Sequence[float] = OMEGAS, eos: frozenset[int] = frozenset(),
-        sampling: Sampling = GREEDY, generator: torch.Generator | None = None,
+        omegas: Sequence[float] = OMEGAS, sampling: Sampling = GREEDY,
+        generator: torch.Generator | None = None,
     ) -> None:  # fmt: skip
-        self.sampling, self.generator = sampling, generator
-        self.target, self.heads, self.eos = target, heads, eos
+        super().__init__(target, sampling)
+        self.heads, self.generator = heads, generator
         self._adapter = AdapterRunner(heads, target) if isinstance(heads, Adapter) else None
         self.settings, self.omegas = tuple(settings), tuple(omegas)
-        self.recorded_s = 0.0
-        """Seconds the last request took, prefill of its prompt included."""
         layers = heads.layers
         self._temperatures = [
             [temperature(o, layer, target.layers) for o in self.omegas] for layer in layers
@@ -167,9 +128,10 @@ class ExitRecorder:
         return longest + GROUP * (16 + 4 * gamma_max)
 
     @torch.inference_mode()
-    def record(self, prompt: Tensor, output: Sequence[int], limit: int) -> ExitNodes:
-        """Nodes of one request: `prompt` (prompt_tokens,), its output, and its limit."""
-        begin = time.perf_counter()
+    def record(
+        self, prompt: Tensor, output: list[int], limit: int, eos: frozenset[int]
+    ) -> ExitNodes:
+        """Nodes of one request."""
         count, width = len(output), int(prompt.shape[0])
         path = torch.cat([prompt, prompt.new_tensor(output[:-1])])
         hidden = self.target.embed(path)
@@ -193,15 +155,52 @@ class ExitRecorder:
         wrong = [
             (t, token)
             for t in range(min(count, limit - 2))
-            for token in sorted(set(columns["argmax"][t].tolist()) - {output[t]} - self.eos)
+            for token in sorted(set(columns["argmax"][t].tolist()) - {output[t]} - eos)
         ]
         chosen = [self._choose(columns, rule) for rule in self._rules]
         for first in range(0, count, GROUP):
             some = [(t, token) for t, token in wrong if first <= t < first + GROUP]
             if some:
-                self._grow(nodes, some, chosen, width, int(path.shape[0]), limit)
-        self.recorded_s = time.perf_counter() - begin
+                self._grow(nodes, some, chosen, width, int(path.shape[0]), limit, eos)
         return nodes
+
+    def joined(self, parts: Sequence[ExitNodes], trace: Trace) -> ExitRecording:
+        """Return the nodes of all requests: all paths first, then what follows wrong exits."""
+        counts = [r.tokens for r in trace.requests]
+        starts = np.concatenate([[0], np.cumsum(counts)]).astype(int)
+        total = int(starts[-1])
+        numbers: list[npt.NDArray[np.int64]] = []
+        columns: list[Columns] = []
+        for i, nodes in enumerate(parts):
+            own = len(nodes) - counts[i]
+            number = np.concatenate(
+                [np.arange(starts[i], starts[i + 1]), np.arange(total, total + own)]
+            )
+            total += own
+            parent = np.array(nodes.parent)
+            values: Columns = {
+                "request": np.full(len(nodes), i),
+                "parent": np.where(parent < 0, -1, number[parent]),
+                "position": np.array(nodes.position),
+                "token": np.array(nodes.token),
+            }
+            for name in nodes.columns[0]:
+                values[name] = np.concatenate([c[name] for c in nodes.columns])
+            numbers.append(number)
+            columns.append(values)
+        order = np.argsort(np.concatenate(numbers))
+        meta: dict[str, Any] = {"off_path_nodes": total - int(starts[-1])}
+        if not self.sampling.greedy:
+            meta |= self.sampling.meta
+        layers, omegas = self.heads.layers, tuple(self.omegas)
+        layout = ExitRecording.layout({"exit_layers": layers, "omegas": omegas})
+        arrays = {
+            name: np.concatenate([values[name] for values in columns])[order].astype(dtype)
+            for name, (dtype, _) in layout.items() if name in columns[0]
+        }  # fmt: skip
+        return ExitRecording(
+            arrays, tuple(starts.tolist()), meta, layers, self.target.layers, omegas, self.settings
+        )
 
     def _normed(
         self, at: int, hidden: Tensor, start: int, first: int = 0, *, mask: Tensor | None = None,
@@ -253,7 +252,7 @@ class ExitRecorder:
 
     def _grow(
         self, nodes: ExitNodes, wrong: list[tuple[int, int]], chosen: list[npt.NDArray[np.int64]],
-        width: int, path: int, limit: int,
+        width: int, path: int, limit: int, eos: frozenset[int],
     ) -> None:  # fmt: skip
         """Add the continuations after some wrong exits of the path."""
         first = len(nodes)
@@ -282,7 +281,7 @@ class ExitRecorder:
                     continue
                 for s in range(len(self._rules)):
                     token = int(drafts[s][i])
-                    if not bits >> s & 1 or token < 0 or token in self.eos:
+                    if not bits >> s & 1 or token < 0 or token in eos:
                         continue
                     if level < self._rules[s][3]:
                         children[i, token] = children.get((i, token), 0) | 1 << s
@@ -326,43 +325,3 @@ def _extended(sees: npt.NDArray[np.bool_], parents: list[int]) -> npt.NDArray[np
             grown[old + i, :old] = sees[parent]
         grown[old + i, old + i] = True
     return grown
-
-
-def record_exits(
-    recorder: ExitRecorder, trace: Trace, advance: Callable[[], None] = lambda: None
-) -> ExitRecording:
-    """The early-exit recording of the requests of `trace`, whose output it follows.
-
-    `advance` is called after each request.
-
-    Raises DraftsimError if the trace was sampled otherwise than the recorder does or holds no
-    prompts.
-    """
-    if trace.sampling != recorder.sampling:
-        raise DraftsimError(
-            f"this trace's outputs are {trace.sampling.label}, and early exits are to be recorded "
-            f"along {recorder.sampling.label} ones: record both alike"
-        )
-    layers = recorder.heads.layers, recorder.target.layers
-    return assemble(
-        _followed(recorder, trace, advance), [r.tokens for r in trace.requests], layers,
-        recorder.omegas, recorder.settings, recorder.sampling,
-    )  # fmt: skip
-
-
-def _followed(
-    recorder: ExitRecorder, trace: Trace, advance: Callable[[], None]
-) -> Iterator[ExitNodes]:
-    for nodes, _ in recorded(recorder, trace):
-        yield nodes
-        advance()
-
-
-def recorded(recorder: ExitRecorder, trace: Trace) -> Iterator[tuple[ExitNodes, float]]:
-    """Nodes and recording seconds of each request in turn."""
-    output, starts = true_tokens(trace, sampled=True), trace.request_starts
-    for i, info in enumerate(trace.requests):
-        prompt = torch.tensor(prompt_tokens(trace, i), device=recorder.target.device)
-        mine = output[int(starts[i]) : int(starts[i + 1])]
-        nodes = recorder.record(prompt, mine, info.max_new_tokens)
-        yield nodes, recorder.recorded_s

@@ -1,21 +1,37 @@
-"""The random choices of sampled decoding with early exits."""
+"""Real decoding by early exit, what all sources' decoders share, and their random choices."""
 
 from __future__ import annotations
 
+import hashlib
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
-from typing import Any, Protocol
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any, ClassVar, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
 from policies.core import DraftToken, Load
 from profiler.decoding.single import ModelToken, check_prompt
-from profiler.features.heads import Adapter, AdapterRunner, ExitHeads, log_confidence
-from profiler.models.sampling import coupled, draw, probs
+from profiler.features.heads import (
+    Adapter,
+    AdapterRunner,
+    ExitHeads,
+    ParallelHeads,
+    log_confidence,
+)
+from profiler.latency.table import Block, Step
+from profiler.models.runner import Runner
+from profiler.models.sampling import draw, probs
 from profiler.models.stack import LayerRunner
+from profiler.sources.exit_record import ExitRecorder
+from profiler.sources.latency import LayerRounds
+from profiler.sources.start_record import Recorder, RecordOptions
 from traces.acceptance.sampling import GREEDY, Sampling
+from traces.acceptance.trace import Trace
+from traces.errors import DraftsimError
 from traces.replay.calls import ADAPTER, EXIT_HEAD, CallCounter, LayerLedger
+from traces.sources.base import Source
 from traces.sources.exits.early_exit import EarlyExit, Kangaroo, verified
 from traces.sources.exits.recording import depth_layers, log_threshold, temperature, usable_exits
 
@@ -88,36 +104,96 @@ class RandomDraws:
         return accepted, tokens.tolist()
 
 
-class SharedDraws:
-    """One coin and one noise per row, whichever exit the row takes."""
+class Begin(NamedTuple):
+    """Where a decoding begins."""
 
-    def __init__(
-        self, rows: int, vocab_size: int, generator: torch.Generator | None, device: Any
-    ) -> None:
-        shape = (rows, vocab_size)
-        self._noise = torch.empty(shape, device=device).exponential_(generator=generator)
-        self._coins = torch.rand(rows, generator=generator, device=device)
+    prompt: Tensor
+    """(prompt_tokens,) ids."""
+    limit: int
+    """Most output tokens."""
+    eos: frozenset[int] = frozenset()
+    """Ids that end the output."""
+    draws: Draws | None = None
+    """The random choices of sampled decoding; None decodes greedily."""
 
-    def tokens(self, head: Tensor, truth: tuple[Tensor, Tensor] | None) -> Tensor:
-        """Return one sampled token per row of `head` (rows, vocab), or `truth` if it is known."""
-        if truth is None:
-            return (head / self._noise).argmax(-1)
-        emitted, target = truth
-        match, residual = coupled(head, target, emitted, self._coins)
-        return torch.where(match, emitted, (residual / self._noise).argmax(-1))
+
+Modules = Mapping[str, Any]
+"""Modules trained for a target, by the name of the recording that each makes (`Source.key`)."""
+HEADS = ("early-exit", *ParallelHeads.KINDS, "space")
+"""Modules whose weights one digest tells."""
+ROOM = 25
+"""Cache slots that decoders need besides the text."""
 
 
 class SourceDecoder(ABC):
-    """A sequence that is being decoded greedily, and the calls it took.
+    """The real side of a draft source: how it is decoded, and what records it.
 
-    ``prompt_tokens``: length of the prompt; the output is limited to `max_new_tokens`.
+    An instance is a sequence that is being decoded, and the calls it took
+    (`policies.core.Decoder`). Those in `profiler.sources.run.REAL` are made of the target, whose
+    cache is overwritten, the source's module, the source, and `Begin`.
     """
 
-    def __init__(self, prompt_tokens: int, max_new_tokens: int, eos: frozenset[int]) -> None:
+    sampled: ClassVar[bool] = False
+    """True if it decodes sampled outputs."""
+    recorded_sampled: ClassVar[bool] = False
+    """True if it is recorded along sampled outputs, too."""
+    cells: ClassVar[tuple[tuple[str, str], ...]] = ()
+    """(model, phase) of the cells of the latency table that only its module has."""
+
+    @classmethod
+    def module(cls, modules: Modules, source: Source) -> Any:
+        """Return what was trained for `source`; DraftsimError if nothing was."""
+        if source.key not in modules:
+            raise DraftsimError(f"no {source.key!r} module for this target: train one first")
+        return modules[source.key]
+
+    @classmethod
+    def room(cls, source: Any, modules: Modules) -> int:
+        """Return the cache slots that decoding needs besides the text."""
+        del source, modules
+        return ROOM
+
+    @classmethod
+    def recorder(cls, target: Any, trace: Trace, module: Any, how: RecordOptions) -> Recorder:
+        """Return what records it along outputs of the model `target`."""
+        raise NotImplementedError
+
+    @classmethod
+    def fits(cls, found: Any, module: Any, how: RecordOptions) -> bool:
+        """Return True if the recording `found` holds what is to be recorded."""
+        del found, module, how
+        return True
+
+    @classmethod
+    def extended(cls, how: RecordOptions, found: Any) -> RecordOptions:
+        """Return `how`, extended by what the recording `found` of the same outputs holds."""
+        del found
+        return how
+
+    @classmethod
+    def provenance(cls, module: Any, modules: Modules) -> dict[str, Any]:
+        """Return the fields of its recording's provenance that tell which weights drafted."""
+        del module
+        return {"heads": digest(*(modules.get(name) for name in HEADS))}
+
+    @classmethod
+    def depth(cls, module: Any) -> int | None:
+        """Return the layers of the target that every draft runs first; None if it runs none."""
+        del module
+        return None
+
+    @classmethod
+    def blocks(cls, rounds: LayerRounds, name: str, module: Any) -> Iterator[Block]:
+        """Yield the rounds that time its passes; cells are named by the recording's `name`."""
+        del rounds, name, module
+        return iter(())
+
+    def __init__(self, target: Runner, begin: Begin) -> None:
+        self._prompt, self._limit = int(begin.prompt.shape[0]), begin.limit
+        check_prompt(self._prompt, self._limit, target)
         self.output: list[int] = []
         self.calls = CallCounter()
-        self.eos = eos
-        self._prompt, self._limit = prompt_tokens, max_new_tokens
+        self.eos, self._draws = begin.eos, begin.draws
 
     @property
     def position(self) -> int:
@@ -130,6 +206,11 @@ class SourceDecoder(ABC):
         if self.output and self.output[-1] in self.eos:
             return 0
         return self._limit - len(self.output)
+
+    @property
+    def _slot(self) -> int:
+        """Slot of the last true token, which no pass has processed yet."""
+        return self._prompt + len(self.output) - 1
 
     @property
     def load(self) -> Load:
@@ -180,33 +261,43 @@ class ExitToken(ModelToken):
 
 
 class EarlyExitDecoder(SourceDecoder):
-    """Decodes one prompt, drafting by early exit of the target (`policies.core.Decoder`).
+    """Decodes one prompt, drafting by early exit of the target.
 
     The processed positions of a round keep their states at the depth they have reached.  A
     deeper token first brings the positions before it to its own depth, in the same calls.
-
-    Parameters
-    ----------
-    target:
-        Its cache is overwritten.
-    heads:
-        Exit heads of this target.
-    source:
-        Threshold, annealing, depth bound and layers.
-    prompt, max_new_tokens, eos:
-        (prompt_tokens,) ids; output limit; ids that end the output.
-    draws:
-        The random choices of sampled decoding; None decodes greedily.
     """
 
+    sampled = recorded_sampled = True
+
+    @classmethod
+    def recorder(cls, target: Any, trace: Trace, module: Any, how: RecordOptions) -> Recorder:
+        """Return what records the settings of `how`."""
+        gamma = max((s.gamma_max for s in how.settings), default=1)
+        runner = LayerRunner(target, ExitRecorder.slots_needed(trace.longest, gamma))
+        chance = torch.Generator(runner.device).manual_seed(how.seed)
+        return ExitRecorder(runner, module, how.settings, sampling=trace.sampling, generator=chance)
+
+    @classmethod
+    def fits(cls, found: Any, module: Any, how: RecordOptions) -> bool:
+        """Return True if every setting was followed."""
+        del module
+        return set(how.settings) <= set(found.settings)
+
+    @classmethod
+    def extended(cls, how: RecordOptions, found: Any) -> RecordOptions:
+        """Return `how` with the settings that were followed, too."""
+        return replace(how, settings=tuple(dict.fromkeys((*found.settings, *how.settings))))
+
+    @classmethod
+    def depth(cls, module: Any) -> int | None:
+        """Return the layers up to the first exit."""
+        return int(module.layers[0])
+
     def __init__(
-        self, target: LayerRunner, heads: ExitHeads | Adapter, source: EarlyExit, prompt: Tensor,
-        max_new_tokens: int, eos: frozenset[int] = frozenset(), draws: Draws | None = None,
-    ) -> None:  # fmt: skip
-        check_prompt(int(prompt.shape[0]), max_new_tokens, target)
-        super().__init__(int(prompt.shape[0]), max_new_tokens, eos)
+        self, target: LayerRunner, heads: ExitHeads | Adapter, source: EarlyExit, begin: Begin
+    ) -> None:
+        super().__init__(target, begin)
         self._target, self._heads, self._source = target, heads, source
-        self._draws = draws
         self._deepest = depth_layers(source.depth, target.layers)
         self._threshold = log_threshold(source.tau)
         self._exits = [
@@ -215,7 +306,8 @@ class EarlyExitDecoder(SourceDecoder):
         ]
         self._ledger = LayerLedger(target.layers, self.calls)
         self._states: list[Tensor] = []  # (1, hidden) each: the positions of this round
-        logits = self._prefill(prompt)
+        logits = self._prefill(begin.prompt)
+        draws = self._draws
         self._last = logits.argmax(-1) if draws is None else draws.first(logits)  # (1,)
         self._emit(self._last.tolist())
 
@@ -274,31 +366,70 @@ class EarlyExitDecoder(SourceDecoder):
 
     def _run(self, segments: list[tuple[int, int, int]]) -> None:
         """Run layers first..last - 1 over the newest `width` positions, segment by segment."""
-        base = self._prompt + len(self.output) - 1  # slot of the last true token
         for first, last, width in segments:
             begin = len(self._states) - width
             hidden = self._target.run_layers(
-                torch.cat(self._states[begin:]), base + begin, range(first, last)
+                torch.cat(self._states[begin:]), self._slot + begin, range(first, last)
             )
             self._states[begin:] = hidden.split(1)
 
 
 class KangarooDecoder(EarlyExitDecoder):
-    """Decodes one prompt, drafting by the adapter (`policies.core.Decoder`).
+    """Decodes one prompt, drafting by the adapter.
 
     A position enters the adapter's keys and values when something is drafted after it, or, being
     the last of a fully accepted draft, together with the next that does.
-
-    Parameters as in `EarlyExitDecoder`, with an adapter instead of the heads.
     """
 
+    sampled = recorded_sampled = False
+    cells = (("adapter", "forward"),)
+
+    @classmethod
+    def recorder(cls, target: Any, trace: Trace, module: Any, how: RecordOptions) -> Recorder:
+        """Return what records its one setting."""
+        runner = LayerRunner(target, ExitRecorder.slots_needed(trace.longest, how.tail))
+        return ExitRecorder(runner, module, [Kangaroo().setting(how.tail)], (0.0,))
+
+    @classmethod
+    def fits(cls, found: Any, module: Any, how: RecordOptions) -> bool:
+        """Return True: its setting is always the same."""
+        del found, module, how
+        return True
+
+    @classmethod
+    def extended(cls, how: RecordOptions, found: Any) -> RecordOptions:
+        """Return `how`: it has no settings."""
+        del found
+        return how
+
+    @classmethod
+    def provenance(cls, module: Any, modules: Modules) -> dict[str, Any]:
+        """Return digests of all heads, and of the adapter."""
+        return {**super().provenance(module, modules), "adapter": digest(module)}
+
+    @classmethod
+    def blocks(cls, rounds: LayerRounds, name: str, module: Any) -> Iterator[Block]:
+        """Yield rounds that draft by the adapter."""
+        del name
+        target, runner = rounds.target, AdapterRunner(module, rounds.target)
+        runner.run(rounds.states, 0)
+
+        def adapt(width: int, context: int) -> Step:
+            pieces = list(rounds.states[:width].split(1))
+
+            def run() -> object:
+                return target.project(runner.run(torch.cat(pieces), context)[-1:]).argmax(-1)
+
+            return Step("adapter", "forward", width, context, run)
+
+        return rounds.by(adapt)
+
     def __init__(
-        self, target: LayerRunner, adapter: Adapter, source: Kangaroo, prompt: Tensor,
-        max_new_tokens: int, eos: frozenset[int] = frozenset(),
-    ) -> None:  # fmt: skip
+        self, target: LayerRunner, adapter: Adapter, source: Kangaroo, begin: Begin
+    ) -> None:
         self._adapter, self._exit = AdapterRunner(adapter, target), adapter.layer
         self._pending: list[Tensor] = []  # (1, hidden) each: exit states the adapter lacks
-        super().__init__(target, adapter, source, prompt, max_new_tokens, eos)
+        super().__init__(target, adapter, source, begin)
 
     @torch.inference_mode()
     def _prefill(self, prompt: Tensor) -> Tensor:
@@ -314,7 +445,7 @@ class KangarooDecoder(EarlyExitDecoder):
         self._enter(so_far[-1].device_id if so_far else self._last)
         self._run(self._ledger.deepen(self._exit))
         width = len(self._pending)
-        slot = self._prompt + len(self.output) - 1 + len(self._states) - width
+        slot = self._slot + len(self._states) - width
         states = self._adapter.run(torch.cat(self._pending), slot)
         self._pending.clear()
         logits = self._target.project(states[-1:])
@@ -336,3 +467,13 @@ class KangarooDecoder(EarlyExitDecoder):
                 first = self._exit  # noqa: PLW2901
             if first < last:
                 super()._run([(first, last, width)])
+
+
+def digest(*modules: torch.nn.Module | None) -> str:
+    """A digest of the weights of `modules`, those that are not None."""
+    made = hashlib.sha256()
+    for module in modules:
+        if module is not None:
+            for name, weights in sorted(module.state_dict().items()):
+                made.update(name.encode() + weights.detach().float().cpu().numpy().tobytes())
+    return made.hexdigest()[:16]

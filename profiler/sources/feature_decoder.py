@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -11,12 +11,19 @@ from torch import Tensor
 from profiler.decoding.tokens import ModelToken
 from profiler.features.drafters import FeatureDrafter
 from profiler.features.runner import DrafterChain
+from profiler.latency.table import Block
 from profiler.models.sampling import drafted
 from profiler.models.stack import LayerRunner
-from profiler.sources.exits import Draws
-from profiler.sources.start_decoders import StateDecoder
+from profiler.sources.exits import Begin, Modules, SourceDecoder, digest
+from profiler.sources.latency import LayerRounds, drafter_rounds
+from profiler.sources.start_record import FeatureRecorder, Recorder, RecordOptions
 from traces.acceptance.sampling import GREEDY, Sampling
+from traces.acceptance.trace import Trace
+from traces.errors import DraftsimError
 from traces.replay.calls import DRAFTER, ONE_PASS
+from traces.sources.base import Source
+from traces.sources.starts.features import OnFeatures
+from traces.sources.starts.parallel import Parallel
 
 
 class FeatureToken(ModelToken):
@@ -41,18 +48,64 @@ class FeatureToken(ModelToken):
         return self._values
 
 
-class FeatureDecoder(StateDecoder):
-    """Decodes one prompt, drafting with `drafter` (`policies.core.Decoder`)."""
+class OnFeaturesDecoder(SourceDecoder):
+    """The real side of a source whose drafter reads the target's features."""
 
     takes_verified = True
+    recorded_sampled = True
+
+    @classmethod
+    def module(cls, modules: Modules, source: Source) -> Any:
+        """Return the drafter that `source` names; DraftsimError if it was not loaded."""
+        assert isinstance(source, OnFeatures)
+        mine = {k: m for k, m in modules.items() if k.startswith(f"{source.name}.")}
+        if source.key in mine:
+            return mine[source.key]
+        fitting = [m for m in mine.values() if source.model in (None, m.kind)]
+        if len(fitting) != 1:
+            raise DraftsimError(
+                f"no drafter {source.model or ''!r} for this target: name its folder, "
+                f"{source.name}:model=DIR"
+            )
+        return fitting[0]
+
+    @classmethod
+    def loaded(cls, drafter: FeatureDrafter, source: Any) -> Any:
+        """Return the module of `source`, whose drafter was read from its folder."""
+        del source
+        return drafter
+
+    @classmethod
+    def recorder(cls, target: Any, trace: Trace, module: Any, how: RecordOptions) -> Recorder:
+        """Return what records chains from every start."""
+        chance = torch.Generator(target.device).manual_seed(how.seed)
+        runner = LayerRunner(target, trace.longest)
+        return FeatureRecorder(runner, module, trace.longest, how.offsets, trace.sampling, chance)
+
+    @classmethod
+    def provenance(cls, module: Any, modules: Modules) -> dict[str, Any]:
+        """Return a digest of the drafter."""
+        del modules
+        return {"drafter": digest(module)}
+
+    @classmethod
+    def blocks(cls, rounds: LayerRounds, name: str, module: Any) -> Iterator[Block]:
+        """Yield rounds that draft by the drafter."""
+        return drafter_rounds(rounds.target, {name: module}, rounds.widths, rounds.contexts)
+
+
+class FeatureDecoder(OnFeaturesDecoder):
+    """Decodes one prompt, drafting with `drafter`."""
+
+    sampled = True
 
     @torch.inference_mode()
     def __init__(
-        self, target: LayerRunner, drafter: FeatureDrafter, prompt: Tensor, max_new_tokens: int,
-        eos: frozenset[int] = frozenset(), draws: Draws | None = None,
-    ) -> None:  # fmt: skip
-        super().__init__(target, prompt, max_new_tokens, eos)
-        self._drafter, self._draws = drafter, draws
+        self, target: LayerRunner, drafter: FeatureDrafter, source: OnFeatures, begin: Begin
+    ) -> None:
+        super().__init__(target, begin)
+        self._target, self._drafter = target, drafter
+        prompt, draws = begin.prompt, begin.draws
         self._chain = DrafterChain(drafter, target.cache.slots)
         logits, states = target.forward_with_states(prompt, 0, drafter.feature_layers)
         last = logits[-1:]
@@ -103,14 +156,20 @@ class FeatureDecoder(StateDecoder):
 
 
 class ParallelDecoder(FeatureDecoder):
-    """Decodes one prompt greedily, drafting `width` tokens of a round by one pass."""
+    """Decodes one prompt greedily, drafting `Parallel.k` tokens of a round by one pass."""
+
+    sampled = False
 
     def __init__(
-        self, target: LayerRunner, drafter: FeatureDrafter, prompt: Tensor, max_new_tokens: int,
-        eos: frozenset[int] = frozenset(), *, width: int,
-    ) -> None:  # fmt: skip
-        super().__init__(target, drafter, prompt, max_new_tokens, eos)
-        self._width = width
+        self, target: LayerRunner, drafter: FeatureDrafter, source: Parallel, begin: Begin
+    ) -> None:
+        if source.k is None or source.acceptance is not None:
+            raise DraftsimError(
+                f"{source.key!r} is really decoded by a drafter and a number of masks: name both, "
+                "or its recording, as in parallel:model=DIR,k=8"
+            )
+        super().__init__(target, drafter, source, begin)
+        self._width = source.k
         self._logits = self._no_drafts
 
     def draft(self, so_far: Sequence[Any]) -> ModelToken | None:

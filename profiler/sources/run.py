@@ -1,48 +1,199 @@
-"""Full runs of a source on the device, to hold replays and predictions against."""
+"""Every draft source on the device: modules loaded, drafts recorded, timed and decoded."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple, TypeVar
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
+import pandas as pd
 import torch
 
 from policies.core import DraftPolicy, Round, own_copy, speculate
+from profiler.features.heads import (
+    FILES,
+    Adapter,
+    ExitHeads,
+    MaskEmbeddings,
+    ParallelHeads,
+    load_module,
+)
+from profiler.latency.table import Block, Sweeps, reaching
 from profiler.models.stack import LayerRunner
-from profiler.sources.drafters import default_skip
+from profiler.recording.checkpoint import Checkpoint
 from profiler.sources.exits import (
+    ROOM,
+    Begin,
     Draws,
     EarlyExitDecoder,
     KangarooDecoder,
+    Modules,
     RandomDraws,
     SourceDecoder,
 )
 from profiler.sources.feature_decoder import FeatureDecoder, ParallelDecoder
-from profiler.sources.modules import Modules
+from profiler.sources.latency import CONTEXTS, WIDTHS, LayerRounds, lookup_step, pass_rounds
 from profiler.sources.start_decoders import (
     HeadsDecoder,
     LayerSkipDecoder,
     LookupDecoder,
     SpaceDecoder,
 )
+from profiler.sources.start_record import RecordOptions, record_along
 from profiler.sources.tree_decoder import TreeDecoder
 from traces.acceptance.trace import Trace
 from traces.errors import DraftsimError
-from traces.replay.calls import CALL_KINDS, Call, pack_calls
+from traces.replay.calls import Call, pack_calls
 from traces.replay.rounds import RoundLog
-from traces.sources.base import Source, prompt_tokens
-from traces.sources.exits.early_exit import EarlyExit, Kangaroo
+from traces.sources.base import Source, eos_of, prompt_tokens
 from traces.sources.lookups.sources import LookupSource, served_before
+from traces.sources.recording import SourceRecording
+from traces.sources.registry import SOURCES
 from traces.sources.replay import check_signals
-from traces.sources.starts.features import Eagle
-from traces.sources.starts.parallel import Parallel
-from traces.sources.starts.sources import Heads, LayerSkip, Space
-from traces.sources.starts.trees import Eagle2
 
-T = TypeVar("T")
+REAL: Mapping[str, type[Any]] = {
+    "early-exit": EarlyExitDecoder, **dict.fromkeys(ParallelHeads.KINDS, HeadsDecoder),
+    "space": SpaceDecoder, "kangaroo": KangarooDecoder, "layer-skip": LayerSkipDecoder,
+    "eagle": FeatureDecoder, "parallel": ParallelDecoder, "eagle2": TreeDecoder,
+}  # fmt: skip
+"""The real side (`profiler.sources.exits.SourceDecoder`) of every recorded source that has one."""
+TRAINED: Mapping[str, tuple[str, type[torch.nn.Module]]] = {
+    "early-exit": ("exit", ExitHeads),
+    **{kind: (kind, ParallelHeads) for kind in ParallelHeads.KINDS},
+    "space": ("space", MaskEmbeddings), "kangaroo": ("kangaroo", Adapter),
+}  # fmt: skip
+"""Name in `profiler.features.heads.FILES` and class of the module that is kept for a source."""
+
+
+def real_of(key: str) -> type[Any]:
+    """Return the real side of the source whose recording is called `key`."""
+    return REAL[key.partition(".")[0]]
+
+
+def load_modules(folder: Path, target: Any) -> dict[str, Any]:
+    """The modules kept in `folder` for the model `target`, as far as there are any.
+
+    Raises
+    ------
+    DraftsimError
+        If a file is damaged or belongs to another target.
+    """
+    paths = {name: folder / FILES[file] for name, (file, _) in TRAINED.items()}
+    return {
+        name: load_module(path, target, TRAINED[name][1])
+        for name, path in paths.items() if path.exists()
+    }  # fmt: skip
+
+
+def record_sources(
+    target: Any, trace: Trace, modules: Modules, how: RecordOptions | None = None, *,
+    only: Sequence[str] | None = None, advance: Callable[[str], None] = lambda name: None,
+) -> dict[str, SourceRecording]:  # fmt: skip
+    """Record every source that `modules` has parts for, and layer skip, along `trace`.
+
+    Parameters
+    ----------
+    target:
+        The model whose output `trace` holds.  Along sampled outputs early exits and drafters
+        on features alone are recorded.
+    only:
+        Names of recordings to make; None: all.
+    advance:
+        Called with the recording's name after each request.
+    """
+    found = {}
+    for key in [*modules, "layer-skip"]:
+        real = real_of(key)
+        if (only is None or key in only) and (trace.sampling.greedy or real.recorded_sampled):
+            recorder = real.recorder(target, trace, modules.get(key), how or RecordOptions())
+            found[key] = record_along(recorder, trace, partial(advance, key))
+    return found
+
+
+class SourceLatency:
+    """The cells that sources add to the target's latency table, measured sweep by sweep.
+
+    * ``exit``/``layer``: a layer as early exit runs it, over widths and contexts;
+    * ``exit``/``head``: an exit head with its test, host wait included;
+    * ``adapter``/``forward``: an adapter and the output projection, over contexts;
+    * ``target``/``head``: final norm, output projection and argmax, over widths;
+    * ``heads``/``forward``: all parallel heads in one go;
+    * ``eagle.NAME``/``forward``, ``prefill``: passes of a drafter on features, over both;
+    * ``eagle2.NAME``/``forward``, ``tree``, ``prefill``, and ``target``/``tree``: passes of a
+      drafter over what was verified and over nodes of its tree, the target's over the best of them;
+    * ``target``/``pass``: a whole pass in rounds where layers draft nothing, over both;
+    * ``pld``, ``rest``, ``lookahead``, ``ngram``, ``ngram-simple``, ``suffix``/``forward``: one
+      lookup, at a long context.
+
+    Parameters
+    ----------
+    target, modules:
+        The target and its trained modules.
+    trace:
+        Text to look up, and how long its requests get; None leaves lookups out.
+    checkpoint:
+        Keeps every sweep, as in `profiler.latency.table.Sweeps`.
+    """
+
+    def __init__(
+        self, target: LayerRunner, modules: Modules, trace: Trace | None = None, *,
+        widths: Sequence[int] = WIDTHS, contexts: Sequence[int] = CONTEXTS,
+        lookups: Sequence[LookupSource] | None = None, checkpoint: Checkpoint | None = None,
+    ) -> None:  # fmt: skip
+        contexts = reaching(contexts, 0 if trace is None else trace.longest)
+        if lookups is None:
+            lookups = [s() for s in SOURCES.values() if issubclass(s, LookupSource)]
+        depths = [d for key, m in modules.items() if (d := real_of(key).depth(m)) is not None]
+        self._layers = target.layers
+        self._depth = depths[0] if depths else max(1, target.layers // 4)
+        with torch.inference_mode():
+            rounds = LayerRounds(target, self._depth, widths, contexts)
+            blocks = [*rounds.by_exits(modules.get("early-exit"))]
+            blocks += pass_rounds(target, modules, widths, contexts)
+            for name, module in modules.items():
+                blocks += real_of(name).blocks(rounds, name, module)
+            if trace is not None:
+                blocks += (Block([[lookup_step(trace, source)]]) for source in lookups)
+            self._sweeps = Sweeps(blocks, target.device, checkpoint=checkpoint)
+
+    def sweep(self) -> None:
+        """Time everything once more."""
+        with torch.inference_mode():
+            self._sweeps.run()
+
+    def advance(self, sweeps: float) -> None:
+        """Time the next blocks until `sweeps` sweeps are done; a part of one counts."""
+        with torch.inference_mode():
+            while self._sweeps.steps < int(sweeps * len(self._sweeps.blocks)):
+                self._sweeps.step()
+
+    def cells(self) -> pd.DataFrame:
+        """The sweeps so far; columns as in `traces.latency.schema.CELL_COLUMNS`."""
+        cells = self._sweeps.cells()
+        layers = cells["phase"] == "layer"
+        ran = cells["new_tokens"].where(cells["new_tokens"] == 1, self._layers - self._depth)
+        ran = ran.where(cells["new_tokens"] > 1, self._depth)
+        for column in ("median_s", "spread_s"):
+            cells.loc[layers, column] /= ran[layers]
+        return cells
+
+
+def measure_sources(
+    target: LayerRunner, modules: Modules, trace: Trace | None = None, *,
+    widths: Sequence[int] = WIDTHS, contexts: Sequence[int] = CONTEXTS, repeats: int = 15,
+    lookups: Sequence[LookupSource] | None = None,
+) -> pd.DataFrame:  # fmt: skip
+    """Return the cells of `SourceLatency` from `repeats` sweeps, one after another."""
+    latency = SourceLatency(
+        target, modules, trace, widths=widths, contexts=contexts, lookups=lookups
+    )
+    for _ in range(repeats):
+        latency.sweep()
+    return latency.cells()
 
 
 class SourceRun(NamedTuple):
@@ -74,10 +225,8 @@ class SourceRunner:
         self, target: Any, trace: Trace, modules: Modules | None = None,
         draws: Callable[[int], Draws] | None = None,
     ) -> None:  # fmt: skip
-        wide = 25 * (1 + (modules.masks.k if modules and modules.masks else 0))
-        self.target = LayerRunner(target, trace.longest + wide)
-        self.trace, self.modules, self._draws = trace, modules or Modules(), draws
-        self._eos = frozenset(trace.meta.get("eos_token_ids") or ())
+        self.target = LayerRunner(target, trace.longest + ROOM)
+        self.trace, self.modules, self._draws = trace, modules or {}, draws
 
     def decoder(self, source: Source, request: int) -> SourceDecoder:
         """Return a decoder after the prefill of one request.
@@ -88,17 +237,23 @@ class SourceRunner:
             If the source has no real decoder (under the trace's sampling), or its heads were
             not trained.
         """
-        sampling = self.trace.sampling
-        if not sampling.greedy and type(source) not in (EarlyExit, Eagle):
+        trace, real = self.trace, REAL.get(source.name)
+        if not trace.sampling.greedy and not (real and real.sampled):
             raise DraftsimError(
                 f"{source.name!r} is decoded greedily alone: give a trace of temperature 0"
             )
-        limit = self.trace.requests[request].max_new_tokens
-        prompt = torch.tensor(prompt_tokens(self.trace, request), device=self.target.device)
-        for kind, make in DECODERS.items():
-            if isinstance(source, kind):
-                return make(self, source, request, (prompt, limit, self._eos))
-        raise DraftsimError(f"{source.name!r} is replayed alone: it has no real decoder")
+        prompt = torch.tensor(prompt_tokens(trace, request), device=self.target.device)
+        limit = trace.requests[request].max_new_tokens
+        begin = Begin(prompt, limit, eos_of(trace), self.drawn(request))
+        if isinstance(source, LookupSource):
+            lookup = source.lookup(begin.eos, lambda: served_before(trace, request))
+            return LookupDecoder(self.target, lookup, source.kind, begin)
+        if real is None:
+            raise DraftsimError(f"{source.name!r} is replayed alone: it has no real decoder")
+        if (slots := trace.longest + real.room(source, self.modules)) > self.target.cache.slots:
+            self.target = LayerRunner(self.target.model, slots)
+        made: SourceDecoder = real(self.target, real.module(self.modules, source), source, begin)
+        return made
 
     def drawn(self, request: int) -> Draws | None:
         """Return the random choices of a sampled run of `request`; None if it is greedy."""
@@ -139,79 +294,3 @@ class SourceRunner:
     def _wait(self) -> None:
         if self.target.device.type == "cuda":
             torch.cuda.synchronize(self.target.device)
-
-
-Begin = tuple[torch.Tensor, int, frozenset[int]]
-"""Prompt, output limit, and the ids that end an output."""
-
-
-def _trained(part: T | None, what: str, remedy: str = "train some first") -> T:
-    if part is None:
-        raise DraftsimError(f"no {what} for this target: {remedy}")
-    return part
-
-
-def _lookup(of: SourceRunner, source: LookupSource, request: int, begin: Begin) -> SourceDecoder:
-    kind = CALL_KINDS.index((source.name, "forward"))
-    lookup = source.lookup(begin[2], lambda: served_before(of.trace, request))
-    return LookupDecoder(of.target, lookup, kind, *begin)
-
-
-def _kangaroo(of: SourceRunner, source: Kangaroo, _: int, begin: Begin) -> SourceDecoder:
-    adapter = _trained(of.modules.adapter, "adapter", "train one first")
-    return KangarooDecoder(of.target, adapter, source, *begin)
-
-
-def _early_exit(of: SourceRunner, source: EarlyExit, request: int, begin: Begin) -> SourceDecoder:
-    exits = _trained(of.modules.exits, "exit heads")
-    return EarlyExitDecoder(of.target, exits, source, *begin, of.drawn(request))
-
-
-def _heads(of: SourceRunner, source: Heads, _: int, begin: Begin) -> SourceDecoder:
-    return HeadsDecoder(of.target, of.modules.heads(source.name), *begin, k=source.k)
-
-
-def _space(of: SourceRunner, source: Space, _: int, begin: Begin) -> SourceDecoder:
-    masks = _trained(of.modules.masks, "mask embeddings")
-    return SpaceDecoder(of.target, masks, *begin, k=source.k)
-
-
-def _layer_skip(of: SourceRunner, source: LayerSkip, _: int, begin: Begin) -> SourceDecoder:
-    skip = default_skip(of.target.layers) if source.skip is None else source.skip
-    return LayerSkipDecoder(of.target, skip, *begin)
-
-
-def _tree(of: SourceRunner, source: Eagle2, _: int, begin: Begin) -> SourceDecoder:
-    """Grow the target's cache where the tree needs more room than other sources."""
-    if source.depth is None or source.topk is None:
-        raise DraftsimError(
-            "a tree is really grown to a depth, with a number of nodes: name them, or its "
-            "recording, as in eagle2:depth=6,topk=10"
-        )
-    if (slots := of.trace.longest + source.budget + 1) > of.target.cache.slots:
-        of.target = LayerRunner(of.target.model, slots)
-    return TreeDecoder(
-        of.target, of.modules.drafter(source), *begin, budget=source.budget, topk=source.topk,
-        depth=source.depth,
-    )  # fmt: skip
-
-
-def _on_features(of: SourceRunner, source: Eagle, request: int, begin: Begin) -> SourceDecoder:
-    return FeatureDecoder(of.target, of.modules.drafter(source), *begin, of.drawn(request))
-
-
-def _parallel(of: SourceRunner, source: Parallel, _: int, begin: Begin) -> SourceDecoder:
-    if source.k is None or source.acceptance is not None:
-        raise DraftsimError(
-            f"{source.key!r} is really decoded by a drafter and a number of masks: name both, "
-            "or its recording, as in parallel:model=DIR,k=8"
-        )
-    return ParallelDecoder(of.target, of.modules.drafter(source), *begin, width=source.k)
-
-
-DECODERS: Mapping[type[Source], Callable[[SourceRunner, Any, int, Begin], SourceDecoder]] = {
-    LookupSource: _lookup, Kangaroo: _kangaroo, EarlyExit: _early_exit, Heads: _heads,
-    Space: _space, LayerSkip: _layer_skip, Eagle2: _tree, Eagle: _on_features,
-    Parallel: _parallel,
-}  # fmt: skip
-"""The real decoder of every kind of source; a subclass comes before its base."""

@@ -8,18 +8,31 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from profiler.decoding.single import ModelToken, check_prompt
+from profiler.decoding.single import ModelToken
 from profiler.features.heads import MaskEmbeddings, ParallelHeads
 from profiler.models.runner import Runner
 from profiler.models.stack import LayerRunner
-from profiler.sources.drafters import head_logits, kept_layers, mask_states
-from profiler.sources.exits import SourceDecoder
+from profiler.sources.exits import ROOM, Begin, Modules, SourceDecoder
+from profiler.sources.start_record import (
+    CHUNK,
+    HeadsRecorder,
+    MasksRecorder,
+    Recorder,
+    RecordOptions,
+    SkipRecorder,
+    default_skip,
+    head_logits,
+    kept_layers,
+    mask_states,
+)
 from traces.acceptance.sampling import GREEDY
 from traces.acceptance.tape import RecordedToken
+from traces.acceptance.trace import Trace
 from traces.replay.calls import HEAD, LAYER, PASS
+from traces.sources.base import Source
 from traces.sources.lookups.sources import proposed
 from traces.sources.lookups.text import Lookup, Proposal
-from traces.sources.starts.sources import HEADS
+from traces.sources.starts.sources import HEADS, Heads, LayerSkip, Space
 
 
 class LookupDecoder(SourceDecoder):
@@ -31,16 +44,14 @@ class LookupDecoder(SourceDecoder):
     """
 
     def __init__(
-        self, target: Runner, lookup: Lookup, kind: int, prompt: Tensor, max_new_tokens: int,
-        eos: frozenset[int] = frozenset(), first: int = 1,
-    ) -> None:  # fmt: skip
-        check_prompt(int(prompt.shape[0]), max_new_tokens, target)
-        super().__init__(int(prompt.shape[0]), max_new_tokens, eos)
+        self, target: Runner, lookup: Lookup, kind: int, begin: Begin, first: int = 1
+    ) -> None:
+        super().__init__(target, begin)
         self._target, self._lookup, self._kind = target, lookup, kind
-        self._pending = prompt  # true tokens that the target has not seen
+        self._pending = begin.prompt  # true tokens that the target has not seen
         self._in_target = 0
         self._proposals: list[Proposal] = []
-        lookup.extend(prompt.tolist())
+        lookup.extend(begin.prompt.tolist())
         if first:
             self._verify([])
 
@@ -72,33 +83,22 @@ class LookupDecoder(SourceDecoder):
         return accepted
 
 
-class StateDecoder(SourceDecoder):
-    """Verifies by the target's layers, keeping the state after the last accepted token."""
+class HeadsDecoder(SourceDecoder):
+    """Drafts with parallel heads, of which the first `Heads.k` (None: all) are used."""
 
-    def __init__(
-        self, target: LayerRunner, prompt: Tensor, max_new_tokens: int, eos: frozenset[int]
-    ) -> None:
-        check_prompt(int(prompt.shape[0]), max_new_tokens, target)
-        super().__init__(int(prompt.shape[0]), max_new_tokens, eos)
-        self._target = target
-
-    @property
-    def _slot(self) -> int:
-        """Slot of the last true token, which no pass has processed yet."""
-        return self._prompt + len(self.output) - 1
-
-
-class HeadsDecoder(StateDecoder):
-    """Drafts with parallel heads, of which the first `k` (None: all) are used."""
+    @classmethod
+    def recorder(cls, target: Any, trace: Trace, module: Any, how: RecordOptions) -> Recorder:
+        """Return what records all starts in one pass."""
+        return HeadsRecorder(LayerRunner(target, trace.longest), module)
 
     @torch.inference_mode()
     def __init__(
-        self, target: LayerRunner, heads: ParallelHeads, prompt: Tensor, max_new_tokens: int,
-        eos: frozenset[int] = frozenset(), k: int | None = None,
-    ) -> None:  # fmt: skip
-        super().__init__(target, prompt, max_new_tokens, eos)
-        self._heads, self._k = heads, heads.k if k is None else min(k, heads.k)
-        logits, states = target.forward_with_states(prompt, 0)
+        self, target: LayerRunner, heads: ParallelHeads, source: Heads, begin: Begin
+    ) -> None:
+        super().__init__(target, begin)
+        self._target, self._heads = target, heads
+        self._k = heads.k if source.k is None else min(source.k, heads.k)
+        logits, states = target.forward_with_states(begin.prompt, 0)
         self._state = states[-1:]  # (1, hidden)
         self._last = logits[-1:].argmax(-1)  # (1,)
         self._logits = self._state  # (1, k, vocab) once a round drafts
@@ -132,16 +132,27 @@ class HeadsDecoder(StateDecoder):
         return accepted
 
 
-class SpaceDecoder(StateDecoder):
+class SpaceDecoder(SourceDecoder):
     """Verifies the draft and drafts after every candidate in the same pass (SPACE)."""
+
+    @classmethod
+    def room(cls, source: Any, modules: Modules) -> int:
+        """Return room for the masks after every drafted token."""
+        return ROOM * (1 + int(cls.module(modules, source).k))
+
+    @classmethod
+    def recorder(cls, target: Any, trace: Trace, module: Any, how: RecordOptions) -> Recorder:
+        """Return what records some starts in a pass."""
+        return MasksRecorder(LayerRunner(target, trace.longest + CHUNK * module.k), module)
 
     @torch.inference_mode()
     def __init__(
-        self, target: LayerRunner, masks: MaskEmbeddings, prompt: Tensor, max_new_tokens: int,
-        eos: frozenset[int] = frozenset(), k: int | None = None,
-    ) -> None:  # fmt: skip
-        super().__init__(target, prompt, max_new_tokens, eos)
-        self._masks, self._k = masks, masks.k if k is None else min(k, masks.k)
+        self, target: LayerRunner, masks: MaskEmbeddings, source: Space, begin: Begin
+    ) -> None:
+        super().__init__(target, begin)
+        self._target, self._masks = target, masks
+        self._k = masks.k if source.k is None else min(source.k, masks.k)
+        prompt = begin.prompt
         if prompt.shape[0] > 1:
             target.forward(prompt[:-1], 0, keep=1)
         self._last = prompt[-1:]
@@ -194,21 +205,35 @@ class SpaceDecoder(StateDecoder):
         return accepted, tokens, width
 
 
-class LayerSkipDecoder(StateDecoder):
+class LayerSkipDecoder(SourceDecoder):
     """Drafts with some of the target's layers left out (Draft & Verify).
 
     Draft states stay in the cache for the rest of the round and are then overwritten by the
     verification, which runs every layer.
     """
 
+    @classmethod
+    def module(cls, modules: Modules, source: Source) -> None:
+        """Return None: there is nothing to train."""
+
+    @classmethod
+    def recorder(cls, target: Any, trace: Trace, module: Any, how: RecordOptions) -> Recorder:
+        """Return what records chains from every start."""
+        runner = LayerRunner(target, trace.longest + CHUNK * how.offsets)
+        return SkipRecorder(runner, None if how.skip is None else list(how.skip), how.offsets)
+
+    @classmethod
+    def fits(cls, found: Any, module: Any, how: RecordOptions) -> bool:
+        """Return True if the same layers were skipped, or any may be."""
+        del module
+        return how.skip is None or list(how.skip) == found.meta.get("skip")
+
     @torch.inference_mode()
-    def __init__(
-        self, target: LayerRunner, skip: Sequence[int], prompt: Tensor, max_new_tokens: int,
-        eos: frozenset[int] = frozenset(),
-    ) -> None:  # fmt: skip
-        super().__init__(target, prompt, max_new_tokens, eos)
-        self._kept = kept_layers(target.layers, list(skip))
-        self._last = target.forward(prompt, 0, keep=1).argmax(-1)
+    def __init__(self, target: LayerRunner, module: None, source: LayerSkip, begin: Begin) -> None:
+        super().__init__(target, begin)
+        skip = default_skip(target.layers) if source.skip is None else source.skip
+        self._target, self._kept = target, kept_layers(target.layers, list(skip))
+        self._last = target.forward(begin.prompt, 0, keep=1).argmax(-1)
         self._emit(self._last.tolist())
 
     @torch.inference_mode()

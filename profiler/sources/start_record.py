@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from profiler.features.drafters import FeatureDrafter
-from profiler.features.heads import MaskEmbeddings, ParallelHeads
+from profiler.features.heads import MaskEmbeddings, ParallelHeads, mask_layout
 from profiler.features.runner import (
     DrafterRunner,
     Drawn,
@@ -25,12 +25,13 @@ from profiler.features.runner import (
 )
 from profiler.models.sampling import drafted, probs, signals
 from profiler.models.stack import LayerRunner
-from profiler.sources.drafters import default_skip, head_logits, kept_layers, mask_logits
 from traces.acceptance.sampling import GREEDY, Sampling
 from traces.acceptance.trace import Trace
-from traces.sources.base import prompt_tokens, true_tokens
-from traces.sources.columns import DRAWN
-from traces.sources.starts.recording import START_SIGNALS, StartRecording
+from traces.errors import DraftsimError
+from traces.sources.base import eos_of, prompt_tokens, true_tokens
+from traces.sources.exits.recording import ExitSetting
+from traces.sources.recording import DRAWN, LOGITS, SourceRecording
+from traces.sources.starts.recording import StartRecording
 from traces.sources.starts.trees import TREE_SIGNALS, TreeRecording
 
 Rows = dict[str, "npt.NDArray[Any]"]
@@ -38,17 +39,127 @@ CHUNK = 64
 """Starts a pass takes: bounds the tree masks and the logits' memory."""
 
 
-class StartRecorder(ABC):
-    """Drafts from every start of one output."""
+def head_logits(target: LayerRunner, heads: ParallelHeads, normed: Tensor, last: Tensor) -> Tensor:
+    """Return the logits of every head after some states: (starts, k, vocab).
 
-    offsets: int
+    ``normed`` (starts, hidden): the target's last state that was verified; ``last``
+    (starts,): the token emitted from it.
+    """
+    states = heads.states(normed.float(), target.embed(last).float())
+    return target.project(states)
+
+
+def mask_logits(
+    target: LayerRunner, masks: MaskEmbeddings, path: Tensor, at: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Run one pass over `path` (tokens,) with the masks after each index of `at` (starts,).
+
+    Returns the target's logits along the path, (tokens, vocab), and the masks', (starts, k,
+    vocab).  Path tokens do not see the masks, so the former are the plain ones.
+    """
+    length, k = int(path.shape[0]), masks.k
+    layout, positions = mask_layout(length, at, k)
+    hidden = torch.cat([target.embed(path), mask_states(target, masks, int(at.shape[0]))])
+    hidden = target.run_layers(hidden, 0, range(target.layers), mask=layout, positions=positions)
+    logits = target.logits(hidden)
+    return logits[:length], logits[length:].reshape(-1, k, logits.shape[-1])
+
+
+def mask_states(target: LayerRunner, masks: MaskEmbeddings, groups: int) -> Tensor:
+    """Embeddings of `groups` groups of masks, (groups k, hidden), in the target's dtype."""
+    like = target.embed(torch.zeros(1, dtype=torch.long, device=target.device))
+    return masks.weight.repeat(groups, 1).to(like.dtype)
+
+
+def kept_layers(layers: int, skip: list[int]) -> list[int]:
+    """0-based layers that remain when those of `skip` (1-based) are left out.
+
+    Raises DraftsimError if `skip` names layers the target does not have, or all of them.
+    """
+    if wrong := [layer for layer in skip if not 1 <= layer <= layers]:
+        raise DraftsimError(f"skip names layer {wrong[0]}: the target has layers 1 to {layers}")
+    kept = [i for i in range(layers) if i + 1 not in skip]
+    if not kept or not skip:
+        raise DraftsimError(
+            f"skip={skip} leaves {len(kept)} of {layers} layers: skip some, and not all"
+        )
+    return kept
+
+
+def default_skip(layers: int) -> list[int]:
+    """Return every second layer, the first and the last kept."""
+    return list(range(2, layers, 2))
+
+
+@dataclass(frozen=True)
+class RecordOptions:
+    """How sources are recorded."""
+
+    settings: Sequence[ExitSetting] = ()
+    """Exit settings whose wrong exits are followed (see `EarlyExit.setting`)."""
+    skip: Sequence[int] | None = None
+    """Layers left out by layer skip; None: every second."""
+    offsets: int = 8
+    """Longest draft recorded of layer skip and of drafters on the target's features."""
+    tail: int = 12
+    """Longest draft recorded of an adapter."""
+    seed: int = 0
+    """Seed of the draws along sampled outputs."""
+
+
+class Recorder(ABC):
+    """Records a source along outputs of one target.
+
+    ``sampling``: how these outputs were drawn.
+    """
 
     def __init__(self, target: LayerRunner, sampling: Sampling = GREEDY) -> None:
         self.target, self.sampling = target, sampling
 
     @abstractmethod
-    def slots_needed(self, longest: int) -> int:
-        """Cache slots for a path of `longest` tokens."""
+    def record(self, prompt: Tensor, output: list[int], limit: int, eos: frozenset[int]) -> Any:
+        """Return what is recorded of one request.
+
+        ``prompt`` (prompt_tokens,) ids; ``limit``: most output tokens; ``eos``: ids that end it.
+        """
+
+    @abstractmethod
+    def joined(self, parts: Sequence[Any], trace: Trace) -> SourceRecording:
+        """Return the recording of all requests."""
+
+
+def record_along(
+    recorder: Recorder, trace: Trace, advance: Callable[[], None] = lambda: None
+) -> Any:
+    """Return the recording of a source along the outputs of `trace`; `advance` after each request.
+
+    Raises DraftsimError if the trace was sampled otherwise than the recorder expects, or holds no
+    prompts.
+    """
+    drawn = not recorder.sampling.greedy
+    output, starts = true_tokens(trace, sampled=drawn), trace.request_starts
+    if trace.sampling != recorder.sampling:
+        raise DraftsimError(
+            f"this trace's outputs are {trace.sampling.label}, and this source is to be recorded "
+            f"along {recorder.sampling.label} ones: record both alike"
+        )
+    parts = []
+    for i, info in enumerate(trace.requests):
+        prompt = torch.tensor(prompt_tokens(trace, i), device=recorder.target.device)
+        mine = output[int(starts[i]) : int(starts[i + 1])]
+        parts.append(recorder.record(prompt, mine, info.max_new_tokens, eos_of(trace)))
+        advance()
+    return recorder.joined(parts, trace)
+
+
+def _merged(parts: Sequence[Rows]) -> Rows:
+    return {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
+
+
+class StartRecorder(Recorder):
+    """Drafts from every start of one output."""
+
+    offsets: int
 
     @abstractmethod
     def logits(self, prompt: Tensor, output: list[int]) -> Tensor:
@@ -72,10 +183,11 @@ class StartRecorder(ABC):
         return {}
 
     @torch.inference_mode()
-    def record(self, prompt: Tensor, output: list[int], eos: frozenset[int]) -> Rows:
+    def record(self, prompt: Tensor, output: list[int], limit: int, eos: frozenset[int]) -> Rows:
         """Rows of one request; that of start 0, before the first token, is empty."""
+        del limit
         count, k = len(output), self.offsets
-        names = START_SIGNALS if self.sampling.greedy else (*START_SIGNALS, *DRAWN)
+        names = LOGITS if self.sampling.greedy else (*LOGITS, *DRAWN)
         rows: Rows = {name: np.zeros((count, k), np.float32) for name in names}
         rows["token"] = np.full((count, k), -1, np.int32)
         rows["rank"] = np.full((count, k), -1, np.int32)
@@ -83,7 +195,7 @@ class StartRecorder(ABC):
             return rows
         logits, tokens = self.drafts(prompt, output)  # (count - 1, k, vocab), (count - 1, k)
         flat = logits.flatten(0, 1)
-        for name, values in zip(START_SIGNALS, signals(flat), strict=True):
+        for name, values in zip(LOGITS, signals(flat), strict=True):
             rows[name][1:] = values.reshape(-1, k).cpu().numpy()
         if not self.sampling.greedy:
             own = drafted(flat, self.draft_ids(tokens).flatten(), self.sampling)
@@ -104,6 +216,12 @@ class StartRecorder(ABC):
         rows["rank"][1:] = rank.cpu().numpy()
         return rows
 
+    def joined(self, parts: Sequence[Rows], trace: Trace) -> StartRecording:
+        """Return the drafts of all requests."""
+        starts = tuple(int(s) for s in trace.request_starts)
+        meta = {**self.meta(), "sampling": self.sampling.meta}
+        return StartRecording(_merged(parts), starts, meta)
+
 
 class HeadsRecorder(StartRecorder):
     """Parallel heads, all starts in one teacher-forced pass."""
@@ -111,9 +229,6 @@ class HeadsRecorder(StartRecorder):
     def __init__(self, target: LayerRunner, heads: ParallelHeads) -> None:
         super().__init__(target)
         self.heads, self.offsets = heads, heads.k
-
-    def slots_needed(self, longest: int) -> int:
-        return longest
 
     def logits(self, prompt: Tensor, output: list[int]) -> Tensor:
         emitted = prompt.new_tensor(output[:-1])
@@ -133,9 +248,6 @@ class MasksRecorder(StartRecorder):
 
     def meta(self) -> dict[str, Any]:
         return {"layers": self.target.layers}
-
-    def slots_needed(self, longest: int) -> int:
-        return longest + CHUNK * self.offsets
 
     def logits(self, prompt: Tensor, output: list[int]) -> Tensor:
         path = torch.cat([prompt, prompt.new_tensor(output[:-2])])
@@ -166,9 +278,6 @@ class SkipRecorder(StartRecorder):
     def meta(self) -> dict[str, Any]:
         return {"skip": self.skip, "layers": len(self.kept)}
 
-    def slots_needed(self, longest: int) -> int:
-        return longest + CHUNK * self.offsets
-
     def logits(self, prompt: Tensor, output: list[int]) -> Tensor:
         path = torch.cat([prompt, prompt.new_tensor(output[:-2])])
         self.target.run_layers(self.target.embed(path), 0, range(self.target.layers))
@@ -196,30 +305,6 @@ class SkipRecorder(StartRecorder):
             feed = logits.argmax(-1)
             steps.append(logits)
         return torch.stack(steps, 1)
-
-
-def record_starts(
-    recorder: StartRecorder, trace: Trace, advance: Callable[[], None] = lambda: None
-) -> StartRecording:
-    """Record what the source drafts from every start of `trace`; call `advance` after each.
-
-    Raises DraftsimError if the trace was sampled otherwise than its recorder draws, or holds no
-    prompts.
-    """
-    drawn = not recorder.sampling.greedy and recorder.sampling == trace.sampling
-    output, starts = true_tokens(trace, sampled=drawn), trace.request_starts
-    eos = frozenset(trace.meta.get("eos_token_ids") or ())
-    parts = []
-    for i in range(len(trace.requests)):
-        prompt = torch.tensor(prompt_tokens(trace, i), device=recorder.target.device)
-        parts.append(recorder.record(prompt, output[int(starts[i]) : int(starts[i + 1])], eos))
-        advance()
-    merged = {name: np.concatenate([p[name] for p in parts]) for name in parts[0]}
-    return StartRecording(
-        merged["token"], {name: merged[name] for name in START_SIGNALS}, merged["rank"],
-        tuple(int(s) for s in starts), {**recorder.meta(), "sampling": recorder.sampling.meta},
-        **{name: merged[name] for name in DRAWN if name in merged},
-    )  # fmt: skip
 
 
 Pick = Callable[..., Tensor]
@@ -250,9 +335,6 @@ class FeatureRecorder(StartRecorder):
 
     def meta(self) -> dict[str, Any]:
         return {"kind": self.drafter.kind, "modules": self.drafter.modules_in_turn}
-
-    def slots_needed(self, longest: int) -> int:
-        return longest
 
     def target_ids(self, drafted: Tensor) -> Tensor:
         return self.drafter.target_ids(drafted)
@@ -367,28 +449,30 @@ class GrownTrees:
     layers: int = LAYERS
     budget: int = BUDGET
 
+    @property
+    def kind(self) -> str:
+        """The drafter's kind."""
+        return str(self.drafter.kind)
 
-class TreeRecorder:
+
+class TreeRecorder(Recorder):
     """Trees from every start, as the real decoder grows them.
 
-    ``longest``: tokens of the longest path; ``topk`` and ``layers`` as for `Trees`.
+    ``longest``: tokens of the longest path.
     """
 
-    def __init__(
-        self, target: LayerRunner, drafter: FeatureDrafter, longest: int, topk: int = TOPK,
-        layers: int = LAYERS,
-    ) -> None:  # fmt: skip
-        check_tree(drafter.modules_in_turn)
-        self.target, self.drafter, self.topk, self.layers = target, drafter, topk, layers
-        self._runner = DrafterRunner(drafter, longest + TREE_CHUNK * topk * (layers - 1))
-
-    def meta(self) -> dict[str, Any]:
-        """Return the settings that the replay needs to know."""
-        return {"kind": self.drafter.kind, "topk": self.topk}
+    def __init__(self, target: LayerRunner, grown: GrownTrees, longest: int) -> None:
+        super().__init__(target)
+        check_tree(grown.drafter.modules_in_turn)
+        self.drafter, self.topk, self.layers = grown.drafter, grown.topk, grown.layers
+        self._runner = DrafterRunner(
+            self.drafter, longest + TREE_CHUNK * self.topk * (self.layers - 1)
+        )
 
     @torch.inference_mode()
-    def record(self, prompt: Tensor, output: list[int]) -> Rows:
+    def record(self, prompt: Tensor, output: list[int], limit: int, eos: frozenset[int]) -> Rows:
         """Rows of one request; that of start 0, before the first token, is empty."""
+        del limit, eos
         count, layers = len(output), self.layers
         rows: Rows = {name: np.zeros((count, layers), np.float32) for name in TREE_SIGNALS}
         rows["rank"] = np.full((count, layers, layers), -1, np.int32)
@@ -413,6 +497,12 @@ class TreeRecorder:
             true = padded[start[:, None] + torch.arange(layers, device=at.device)]
             rows["rank"][mine] = ranks(trees, true).cpu().numpy()
         return rows
+
+    def joined(self, parts: Sequence[Rows], trace: Trace) -> TreeRecording:
+        """Return the trees of all requests."""
+        starts = tuple(int(s) for s in trace.request_starts)
+        meta = {"kind": self.drafter.kind, "topk": self.topk, "sampling": trace.sampling.meta}
+        return TreeRecording(_merged(parts), starts, meta)
 
 
 def ranks(trees: Trees, true: Tensor) -> Tensor:
@@ -446,26 +536,3 @@ def ranks(trees: Trees, true: Tensor) -> Tensor:
         there = there & expanded.any(1)
         place = expanded.int().argmax(1)
     return rank
-
-
-def record_trees(
-    target: Any, trace: Trace, drafter: FeatureDrafter, topk: int = TOPK, layers: int = LAYERS,
-    advance: Callable[[], None] = lambda: None,
-) -> TreeRecording:  # fmt: skip
-    """The trees of every start of the requests of `trace`; `advance` after each request.
-
-    Raises DraftsimError if the trace was sampled or holds no prompts, or of what `Trees` refuses.
-    """
-    output, starts = true_tokens(trace), trace.request_starts
-    longest = max(r.prompt_length + r.tokens for r in trace.requests)
-    recorder = TreeRecorder(LayerRunner(target, longest), drafter, longest, topk, layers)
-    parts = []
-    for i in range(len(trace.requests)):
-        prompt = torch.tensor(prompt_tokens(trace, i), device=recorder.target.device)
-        parts.append(recorder.record(prompt, output[int(starts[i]) : int(starts[i + 1])]))
-        advance()
-    merged = {name: np.concatenate([p[name] for p in parts]) for name in parts[0]}
-    return TreeRecording(
-        merged["rank"], {name: merged[name] for name in TREE_SIGNALS},
-        tuple(int(s) for s in starts), {**recorder.meta(), "sampling": trace.sampling.meta},
-    )  # fmt: skip

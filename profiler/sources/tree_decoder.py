@@ -2,19 +2,39 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from profiler.decoding.tokens import Fetched
 from profiler.features.drafters import FeatureDrafter
-from profiler.features.runner import Cut, DrafterChain, Layer, Trees, check_tree, layer_signals
+from profiler.features.runner import (
+    DrafterChain,
+    Layer,
+    Trees,
+    check_tree,
+    layer_signals,
+    verify_tree,
+)
+from profiler.latency.table import Block
 from profiler.models.sampling import top10_log_prob
 from profiler.models.stack import LayerRunner
-from profiler.sources.start_decoders import StateDecoder
+from profiler.sources.exits import ROOM, Begin, Modules
+from profiler.sources.feature_decoder import OnFeaturesDecoder
+from profiler.sources.latency import LayerRounds, tree_rounds
+from profiler.sources.start_record import (
+    LAYERS,
+    TOPK,
+    GrownTrees,
+    Recorder,
+    RecordOptions,
+    TreeRecorder,
+)
+from traces.acceptance.trace import Trace
+from traces.errors import DraftsimError
 from traces.replay.calls import DRAFTER, DRAFTER_TREE, TREE
+from traces.sources.starts.trees import Eagle2
 
 
 class LayerToken(Fetched):
@@ -47,28 +67,65 @@ class LayerToken(Fetched):
         return False
 
 
-class TreeDecoder(StateDecoder):
-    """Decodes one prompt, drafting trees with `drafter` (`policies.core.Decoder`).
+class TreeDecoder(OnFeaturesDecoder):
+    """Decodes one prompt, drafting trees with the drafter of `grown`.
 
     The target keeps the keys and values of the accepted path, moved together; the drafter reads
     accepted tokens again in a round's first pass, with the target's features instead of its own, as
     the authors' code does.
 
-    ``target`` with room for the `budget` besides the text; ``depth`` layers at most.
+    ``target`` has room for the source's `budget` besides the text.
     """
 
-    takes_verified = True
+    recorded_sampled = False
+
+    @classmethod
+    def room(cls, source: Any, modules: Modules) -> int:
+        """Return room for the tree's nodes."""
+        del modules
+        return max(ROOM, int(source.budget) + 1)
+
+    @classmethod
+    def loaded(cls, drafter: FeatureDrafter, source: Any) -> GrownTrees:
+        """Return the drafter with the shape of its trees."""
+        return GrownTrees(drafter, source.topk or TOPK, source.depth or LAYERS, source.budget)
+
+    @classmethod
+    def recorder(cls, target: Any, trace: Trace, module: Any, how: RecordOptions) -> Recorder:
+        """Return what records trees from every start."""
+        return TreeRecorder(LayerRunner(target, trace.longest), module, trace.longest)
+
+    @classmethod
+    def fits(cls, found: Any, module: Any, how: RecordOptions) -> bool:
+        """Return True if the recorded trees are as deep."""
+        del how
+        return bool(found.layers >= module.layers)
+
+    @classmethod
+    def provenance(cls, module: Any, modules: Modules) -> dict[str, Any]:
+        """Return a digest of the drafter, and how its trees grow."""
+        return {**super().provenance(module.drafter, modules), "topk": module.topk}
+
+    @classmethod
+    def blocks(cls, rounds: LayerRounds, name: str, module: Any) -> Iterator[Block]:
+        """Yield rounds that grow and verify trees."""
+        return tree_rounds(rounds.target, {name: module}, rounds.contexts)
 
     @torch.inference_mode()
     def __init__(
-        self, target: LayerRunner, drafter: FeatureDrafter, prompt: Tensor, max_new_tokens: int,
-        eos: frozenset[int] = frozenset(), *, budget: int, topk: int, depth: int,
-    ) -> None:  # fmt: skip
-        super().__init__(target, prompt, max_new_tokens, eos)
+        self, target: LayerRunner, grown: GrownTrees, source: Eagle2, begin: Begin
+    ) -> None:
+        if source.depth is None or source.topk is None:
+            raise DraftsimError(
+                "a tree is really grown to a depth, with a number of nodes: name them, or its "
+                "recording, as in eagle2:depth=6,topk=10"
+            )
+        super().__init__(target, begin)
+        drafter, prompt = grown.drafter, begin.prompt
         check_tree(drafter.modules_in_turn)
-        self._budget, self._topk, self._depth = budget, topk, depth
-        self._features = drafter.feature_layers
-        self._chain = DrafterChain(drafter, target.cache.slots + topk * (depth - 1))
+        self._target, self._features = target, drafter.feature_layers
+        self._budget, self._topk, self._depth = source.budget, source.topk, source.depth
+        self._chain = DrafterChain(drafter, target.cache.slots + self._topk * (self._depth - 1))
         logits, states = target.forward_with_states(prompt, 0, self._features)
         self._last = logits[-1:].argmax(-1)  # (1,)
         self._chain.prefill(prompt, states)
@@ -103,41 +160,3 @@ class TreeDecoder(StateDecoder):
         self._chain.learn(picks, states)
         self._emit(picks.tolist())
         return len(path) - 1
-
-
-def verify_tree(
-    target: LayerRunner, last: Tensor, cut: Cut | None, slot: int, depths: Sequence[int],
-    eos: frozenset[int],
-) -> tuple[Tensor, Tensor, list[int]]:  # fmt: skip
-    """Run one pass over the last true token (1,), in `slot`, and the nodes of `cut` after it.
-
-    The accepted path is moved together in the target's cache.
-
-    Returns
-    -------
-    The target's tokens after each token of the path, (path,), their states, (path, width), and
-    the path's places in the tree, the root's 0 first: its last token is the target's own, unless
-    the path ended with one of `eos`.
-    """
-    if cut is None:
-        fed, mask, positions = last, None, None
-    else:
-        fed = torch.cat([last, cut.tokens])
-        before = cut.sees.new_ones(len(fed), slot)
-        mask, positions = torch.cat([before, cut.sees], 1), cut.depth + slot
-    logits, states = target.forward_with_states(fed, slot, depths, mask=mask, positions=positions)
-    picks = logits.argmax(-1)
-    path = [0]
-    if cut is not None:
-        tokens, parents, chosen = torch.stack(
-            [fed, torch.cat([last.new_zeros(1), cut.parent]), picks]
-        ).tolist()
-        nodes = {(parents[i], tokens[i]): i for i in range(1, len(tokens))}
-        while (node := nodes.get((path[-1], chosen[path[-1]]))) is not None:
-            path.append(node)
-            if tokens[node] in eos:
-                break
-    places = torch.tensor(path, device=fed.device)
-    if path != list(range(len(path))):
-        target.cache.move(places + slot, slot)
-    return picks[places], states[places], path

@@ -12,7 +12,7 @@ from typing import Any
 
 from traces.errors import DraftsimError
 from traces.latency.table import LatencyTable
-from traces.sources.files import read_exits
+from traces.sources.exits.recording import ExitRecording
 from traces.store.files import read_latency, read_trace, write_latency, write_trace
 from traces.store.measured import MeasuredRuns, read_measured, write_measured
 from traces.store.recordings import ELSEWHERE, SAMPLED
@@ -106,7 +106,7 @@ def _along(folder: Path, trace: str, stage: str, room: Path) -> dict[str, dict[s
     files = {name: path for name, path in extras.items() if path.is_file()}
     sets = {"": {"trace.parquet": folder / trace, **files}}
     if EXITS in files:
-        followed = len(read_exits(files[EXITS]).path_starts) - 1
+        followed = len(ExitRecording.read(files[EXITS]).request_starts) - 1
         whole = read_trace(folder / trace)
         if followed < len(whole.requests):
             write_trace(whole.select(range(followed)), room / "trace.parquet")

@@ -14,7 +14,7 @@ The drafters of SmolLM2-135M-Instruct, whose target ``draftsim fetch smollm2`` b
     python -m profiler.train smollm2 mtp3     # three MTP modules in turn, which begin as that one
     python -m profiler.train smollm2 draft
     python -m profiler.train smollm2 eagle
-    python -m profiler.train smollm2 heads    # exit heads, Blockwise, Medusa, SpecDec, Kangaroo
+    python -m profiler.train smollm2 heads    # exit heads, an adapter, parallel heads
     python -m profiler.train smollm2 space    # mask embeddings
     python -m profiler.train smollm2 folder --drafter NAME    # the folder for `draftsim profile`
     python -m profiler.train smollm2 measure --trace RUN/trace.parquet    # the figures of CARD.md

@@ -67,8 +67,9 @@ A threshold of 0 has no meaning and is not among them.
 
 def choices(ours: Ours) -> dict[str, tuple[float, ...]]:
     """`CHOICES` as far as the recording has them."""
-    exits = ours.recordings.exits
-    return CHOICES if exits is None else {**CHOICES, "omega": tuple(exits.omegas)}
+    if EarlyExit.name not in ours.recordings:
+        return CHOICES
+    return {**CHOICES, "omega": tuple(EarlyExit().recording(ours.recordings).omegas)}
 
 
 class Replayed(NamedTuple):
@@ -161,7 +162,7 @@ def early_exit_rows(ours: Ours) -> list[Row]:
     As in the paper, what is not varied is at its optimum: `search` finds it on half of the
     prompts, and the rows are of the other half.
     """
-    if ours.recordings.exits is None:
+    if EarlyExit.name not in ours.recordings:
         return []
     fit, shown = split_requests(ours.trace, FITTED_SHARE)
     if not shown:
@@ -251,7 +252,7 @@ def sampling_rows(ours: Ours) -> list[Row]:
     The sampled recordings follow `SYSTEMS` alone: SpecBound is at its setting there, and not at
     the optimum of the other tables.  Empty without a recording of early exits.
     """
-    if ours.recordings.exits is None:
+    if EarlyExit.name not in ours.recordings:
         return []
     rows = []
     for row, sampling in TABLE_2.items():

@@ -17,8 +17,8 @@ from traces.errors import DraftsimError
 from traces.latency.table import LatencyTable
 from traces.replay.rounds import RoundLog
 from traces.replay.vectorised import replay_many
-from traces.sources.base import Recordings
 from traces.sources.methods import Method, build
+from traces.sources.recording import Recordings
 from traces.store.outputs import Quality, RealRun, find_run, quality
 
 REAL, REPLAYED = "decoded for real under the rule", "replayed along the recorded text: approximate"
@@ -41,7 +41,7 @@ class Ours:
     latency: LatencyTable
     runs: Sequence[RealRun] = ()
     """Real runs under lossy rules, preferred to a replay."""
-    recordings: Recordings = field(default_factory=Recordings)
+    recordings: Recordings = field(default_factory=dict)
     """Early exits and the like."""
     sampled: Sequence[Sampled] = ()
     """The pair's recordings along sampled outputs, at most one of each `Sampling`."""

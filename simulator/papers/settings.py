@@ -27,7 +27,8 @@ from traces.latency.table import LatencyTable
 from traces.replay.corrections import split_requests
 from traces.replay.rounds import RoundLog
 from traces.replay.vectorised import replay_many
-from traces.sources.files import read_recordings
+from traces.sources.exits.early_exit import EarlyExit
+from traces.sources.found import read_recordings
 from traces.sources.methods import METHODS
 from traces.store.operators import at_depths
 from traces.store.recordings import BUNDLED, find_latency, find_trace
@@ -216,7 +217,7 @@ def _exit_speedup(latency: LatencyTable, depth: float, tokens: float, batch: int
 
 def with_exits(ours: Ours) -> tuple[Ours, str]:
     """Return a recording with early exits, and whose they are: ours, else the bundled one."""
-    if ours.recordings.exits is not None:
+    if EarlyExit.name in ours.recordings:
         return ours, "the recording's"
     recordings = read_recordings(BUNDLED / EXITS)
     return Ours(find_trace(EXITS), ours.latency, recordings=recordings), f"those of {EXITS}"
@@ -226,8 +227,7 @@ def _early_exits(
     ours: Ours, whose: str, label: str, latency: LatencyTable, published: float
 ) -> Iterator[Row]:
     """SpecBound at its optimum on these latencies, found on half of the prompts."""
-    assert ours.recordings.exits is not None
-    layers = ours.recordings.exits.layers
+    layers = EarlyExit().recording(ours.recordings).layers
     own = replace(ours, latency=at_depths(latency, layers))
     fit, shown = split_requests(ours.trace, FITTED_SHARE)
     best = search(Replays(own, fit))

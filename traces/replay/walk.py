@@ -92,6 +92,24 @@ class Walk:
             entries = entries[np.isin(self.layout.request[entries], requests)]
         return np.flatnonzero(self.visited(after, entries)[:-1])
 
+    def of(
+        self, requests: Sequence[int], forwards: Lengths32 | Ints, sent: Lengths32 | Ints,
+        accepted: Lengths32 | Ints, positions: Lengths32 | Ints | None = None,
+    ) -> tuple[Ints, Rounds]:  # fmt: skip
+        """Return where the rounds of `requests`, ascending, begin, and these rounds.
+
+        The lengths, (starts + 1,), are those of a round from every start; ``positions`` as in
+        `told`. The requests of the rounds are places in `requests`.
+        """
+        given = accepted + 1 if positions is None else np.minimum(accepted + 1, positions)
+        start = self.begun(given, requests)
+        rounds = self.told(
+            start, forwards[start], sent[start], accepted[start],
+            None if positions is None else positions[start],
+        )  # fmt: skip
+        rounds["request"] = np.searchsorted(requests, rounds["request"])
+        return start, rounds
+
     def visited(self, after: Ints, at: Ints) -> Bools:
         """Return where rounds begin if they begin at `at` and, after each round, where `after`
         says.
@@ -183,8 +201,8 @@ class Walk:
         ]
 
     def told(
-        self, start: Ints, forwards: Lengths32, sent: Lengths32, accepted: Lengths32,
-        positions: Lengths32 | None = None,
+        self, start: Ints, forwards: Lengths32 | Ints, sent: Lengths32 | Ints,
+        accepted: Lengths32 | Ints, positions: Lengths32 | Ints | None = None,
     ) -> Rounds:  # fmt: skip
         """Return the rounds that began at `start`, in the order of requests and positions.
 

@@ -1,20 +1,16 @@
 """Draft sources other than a draft model: early exit, parallel heads, lookup."""
 
-from traces.sources.base import Recordings, Source
-from traces.sources.exits.early_exit import EarlyExit, Kangaroo
+from traces.sources.base import Source
+from traces.sources.exits.early_exit import EarlyExit
 from traces.sources.exits.recording import ExitRecording, ExitSetting
-from traces.sources.files import (
-    read_exits,
+from traces.sources.found import (
+    find_drafted,
+    find_recordings,
     read_recordings,
-    read_starts,
-    read_trees,
-    write_exits,
     write_recordings,
-    write_starts,
-    write_trees,
 )
-from traces.sources.found import find_drafted, find_recordings
 from traces.sources.lookups.sources import PLD, REST, Lookahead, NGram, NGramSimple, Suffix
+from traces.sources.recording import Recordings, SourceRecording
 from traces.sources.registry import (
     SOURCES,
     SYSTEMS,
@@ -46,7 +42,6 @@ __all__ = [
     "EarlyExit",
     "ExitRecording",
     "ExitSetting",
-    "Kangaroo",
     "LayerSkip",
     "Lookahead",
     "Medusa",
@@ -55,6 +50,7 @@ __all__ = [
     "NGramSimple",
     "Recordings",
     "Source",
+    "SourceRecording",
     "Space",
     "SpecDec",
     "StartRecording",
@@ -65,13 +61,7 @@ __all__ = [
     "find_drafted",
     "find_recordings",
     "parse_source",
-    "read_exits",
     "read_recordings",
-    "read_starts",
-    "read_trees",
     "replay_source",
-    "write_exits",
     "write_recordings",
-    "write_starts",
-    "write_trees",
 ]

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple, Self
 from weakref import WeakKeyDictionary
 
 import numpy as np
@@ -17,28 +16,10 @@ from traces.acceptance.trace import Trace
 from traces.errors import DraftsimError
 from traces.replay.calls import CallCounter
 from traces.replay.rounds import Fidelity
-
-if TYPE_CHECKING:
-    from traces.sources.exits.recording import ExitRecording
-    from traces.sources.starts.recording import StartRecording
-    from traces.sources.starts.trees import TreeRecording
-
+from traces.sources.recording import Recordings, SourceRecording
 
 DRAFTER_SIGNALS = frozenset(SIGNALS) - {"top10_prob"}
 """Signals recorded of a drafter along a trace, which leave out its ten likeliest tokens."""
-
-
-@dataclass(frozen=True, eq=False)
-class Recordings:
-    """The recordings made of a target along its trace: one entry per kind of source."""
-
-    exits: ExitRecording | None = None
-    starts: dict[str, StartRecording] = field(default_factory=dict)
-    """By the name of the source that drafted."""
-    adapter: ExitRecording | None = None
-    """Recording of Kangaroo's adapter: one exit."""
-    trees: dict[str, TreeRecording] = field(default_factory=dict)
-    """By the name of the source that grew them."""
 
 
 class Drafter(NamedTuple):
@@ -51,7 +32,7 @@ class Drafter(NamedTuple):
     such rounds cost what a draft model's do, any others their calls."""
 
 
-class Source(ABC):
+class Source:
     """Where proposals come from.  Parameters live in the constructor, recordings do not."""
 
     name: ClassVar[str]
@@ -65,6 +46,33 @@ class Source(ABC):
     """Why it cannot replace a draft model; None if it can."""
     what: ClassVar[str]
     """One line: the method, where it is from, and what its label refers to."""
+    recorded_as: ClassVar[type[SourceRecording] | None] = None
+    """Class of its recordings; None: nothing is recorded, the trace's tokens decide its drafts."""
+    record: ClassVar[str] = "`draftsim profile --exit-layers`"
+    """Command that records it and measures its latencies, for messages."""
+    runs_layers: ClassVar[bool] = False
+    """True if its rounds run single layers of the target."""
+    replays: ClassVar[type[Any]]
+    """The `SourceReplay` of a recorded source: made of the trace, a request's index, the recording,
+    the position that decoding begins at, and the source."""
+
+    @property
+    def key(self) -> str:
+        """Name of its recording."""
+        return self.name
+
+    def recorded(self, recordings: Recordings) -> str:
+        """Return the name of its recording; DraftsimError if it is not there."""
+        if self.key not in recordings:
+            raise DraftsimError(
+                f"no recording of {self.key!r} drafts (there are: "
+                f"{', '.join(sorted(recordings)) or 'none'}): record them with {self.record}"
+            )
+        return self.key
+
+    def recording(self, recordings: Recordings) -> Any:
+        """Return its recording, a `recorded_as`; DraftsimError if it is not there."""
+        return recordings[self.recorded(recordings)]
 
     def label(self, recordings: Recordings) -> str:
         """Its name in tables, which tells it from the others of these recordings."""
@@ -99,19 +107,31 @@ class Source(ABC):
         del trace
         return recordings
 
+    def for_decoding(self, recordings: Recordings) -> Source:
+        """Return the source with what only its recording knows, as real decoding needs it."""
+        del recordings
+        return self
+
+    def with_each(self, recordings: Recordings) -> Sequence[Self]:
+        """Return the source once for each recorded drafter that it names; at least once."""
+        del recordings
+        return [self]
+
     @property
     def calls(self) -> tuple[tuple[str, str], ...]:
         """(model, phase) of the calls that every draft makes; empty where rounds differ."""
         return ()
 
-    @abstractmethod
     def open(
         self, trace: Trace, recordings: Recordings, first: int
     ) -> Callable[[int], SourceReplay]:
-        """A function from a request's index to its decoder.
+        """Return a function from a request's index to its decoder, which begins at ``first``.
 
         Raises DraftsimError naming the remedy where what it needs was not recorded.
         """
+        recording = self.recording(recordings)
+        recording.check_follows(self.recorded(recordings), trace, first)
+        return lambda request: self.replays(trace, request, recording, first, self)
 
 
 Ints = npt.NDArray[np.int64]
@@ -128,7 +148,7 @@ class SourceReplay(ABC):
     A class may define methods that spare the loop for policies with a plan (`policies.vectorised`).
     They count for the class that defines them, not for its subclasses::
 
-        def at_once(self, trace, source, plan, first, chosen) -> Walked | None
+        def at_once(self, trace, plan, first, chosen) -> Walked | None
         def chained(self, log) -> list[Counted] | None
         def rounds(self, longest) -> Iterator[Round]
 
@@ -171,9 +191,12 @@ class SourceReplay(ABC):
     def draft(self, so_far: Sequence[Any]) -> RecordedToken | None:
         """The proposal after the output so far and `so_far`; None where there is none."""
 
-    @abstractmethod
     def charge(self, submitted: int) -> int:
-        """Count the verification's calls; return the positions it gives true tokens for."""
+        """Count the verification's calls; return the positions it gives true tokens for.
+
+        By default it is an ordinary pass over the draft and the last token.
+        """
+        return submitted + 1
 
     def verify(self, draft: Sequence[Any]) -> int:
         """Accept the leading matches, extend the output, and return how many matched.

@@ -1,8 +1,9 @@
-"""The recordings of sources that belong to a trace, found by the trace's name."""
+"""The recordings of sources in a run's folder, and those that belong to a trace of a name."""
 
 from __future__ import annotations
 
 import hashlib
+import re
 from pathlib import Path
 
 import numpy as np
@@ -10,9 +11,10 @@ import numpy as np
 from traces.acceptance.trace import Trace
 from traces.errors import DraftsimError
 from traces.latency.table import LatencyTable
-from traces.sources.base import Recordings, Source, true_tokens
-from traces.sources.files import read_recordings
-from traces.sources.registry import DRAFT_MODEL, parse_source
+from traces.sources.base import Source, true_tokens
+from traces.sources.exits.recording import ExitRecording
+from traces.sources.recording import Recordings, SourceRecording
+from traces.sources.registry import DRAFT_MODEL, SOURCES, parse_source
 from traces.sources.starts.as_draft import drafted_latency, drafted_trace
 from traces.sources.starts.features import Eagle
 from traces.store.identity import engine_head
@@ -20,6 +22,37 @@ from traces.store.recordings import find_latency, find_trace, folder_of
 
 STAMP = "outputs_sha256"
 """Field of a recording's provenance that says which outputs it follows."""
+
+
+NAMED = re.compile(r"(?P<sampled>sampled-)?(?P<kind>[a-z]+)-(?P<key>.+)\.parquet")
+"""Name of a recording's file in a run folder, along greedy or sampled outputs."""
+OWN_NAMES = {("early-exit", False): "exits.parquet", ("early-exit", True): "exits-sampled.parquet"}
+"""Files with other names, by the recording, and True if it is along sampled outputs."""
+
+
+def write_recordings(recordings: Recordings, folder: Path) -> None:
+    """Write each recording into its file in a run folder."""
+    for key, recording in recordings.items():
+        sampled = not recording.sampling.greedy
+        name = f"{'sampled-' * sampled}{recording.kind}-{key}.parquet"
+        recording.write(folder / OWN_NAMES.get((key, sampled), name))
+
+
+def read_recordings(folder: Path, *, sampled: bool = False) -> dict[str, SourceRecording]:
+    """Return what `write_recordings` wrote along greedy or ``sampled`` outputs.
+
+    Raises FileError if a file is damaged.
+    """
+    kinds = {of.kind: of for source in SOURCES.values() if (of := source.recorded_as) is not None}
+    own = {name: key for (key, drawn), name in OWN_NAMES.items() if drawn == sampled}
+    found: dict[str, SourceRecording] = {}
+    for path in sorted(folder.glob("*.parquet")):
+        named = None if path.name in OWN_NAMES.values() else NAMED.fullmatch(path.name)
+        if path.name in own:
+            found[own[path.name]] = ExitRecording.read(path)
+        elif named and named["kind"] in kinds and bool(named["sampled"]) == sampled:
+            found[named["key"]] = kinds[named["kind"]].read(path)
+    return found
 
 
 def stamp_of(trace: Trace) -> str:
@@ -39,12 +72,9 @@ def find_recordings(name: str, trace: Trace) -> Recordings:
     if folder is None and trace.temperature > 0:
         folder = Path(name).parent  # sampled outputs are named by their file
     if folder is None:
-        return Recordings()
+        return {}
     found = read_recordings(folder, sampled=trace.temperature > 0)
-    metas = [part.meta for part in (found.exits, found.adapter) if part is not None]
-    metas += [part.meta for part in found.starts.values()]
-    metas += [part.meta for part in found.trees.values()]
-    stamps = {meta[STAMP] for meta in metas if STAMP in meta}
+    stamps = {part.meta[STAMP] for part in found.values() if STAMP in part.meta}
     if stamps and stamps != {stamp_of(trace)}:
         raise DraftsimError(
             f"the recordings of other draft sources in {folder} belong to other outputs than its "
@@ -68,7 +98,7 @@ def own_source(latency: LatencyTable, trace: Trace, recordings: Recordings) -> S
     if head is None:
         return None
     source = Eagle(head)
-    if source.key in source.found(recordings):
+    if source.key in recordings:
         return source
     if trace.meta.get("draft") is None:
         return None  # an imported log: its drafts may be those of any drafter

@@ -19,7 +19,8 @@ from traces.replay.rounds import Fidelity, RoundLog
 from traces.replay.run import own_policy, text_fidelity
 from traces.replay.scores import prepared_rule
 from traces.replay.vectorised import replay_many
-from traces.sources.base import Recordings, Source, SourceReplay, Walked
+from traces.sources.base import Source, SourceReplay, Walked
+from traces.sources.recording import Recordings
 from traces.sources.starts.as_draft import chained_trace
 from traces.sources.starts.recording import StartSource
 from traces.store.identity import model_in
@@ -55,7 +56,7 @@ def replay_source(
         If the policy drafts past what was recorded off the path.
     """
     lossless = check_rule(rule, source, trace)
-    recordings = source.completed(trace, recordings or Recordings())
+    recordings = source.completed(trace, recordings or {})
     check_signals(policy, source, recordings)
     first = trace.first if first is None else first
     decoder_of = source.open(trace, recordings, first)
@@ -94,7 +95,7 @@ def _at_once(
     if plan is None or not len(chosen) or not ascending:
         return None
     decoder = decoder_of(chosen[0])
-    known: Walked | None = own_word(decoder, "at_once", trace, source, plan, first, chosen)
+    known: Walked | None = own_word(decoder, "at_once", trace, plan, first, chosen)
     if "chained" not in vars(type(decoder)) or len(chosen) < len(trace.requests):
         return known
     assert isinstance(source, StartSource)

@@ -36,7 +36,7 @@ KINDS = ("trace", "latency")
 
 
 @dataclass(frozen=True)
-class Recording:
+class Bundled:
     """A bundled recording."""
 
     name: str
@@ -50,10 +50,10 @@ class Recording:
         return folder / f"{kind}.parquet"
 
 
-def recordings(folder: Path = BUNDLED) -> list[Recording]:
+def recordings(folder: Path = BUNDLED) -> list[Bundled]:
     """Return the bundled recordings, by name."""
     folders = [f for f in sorted(folder.glob("*")) if any(_file(f, kind) for kind in KINDS)]
-    return [Recording(f.name, f, _summary(f)) for f in folders]
+    return [Bundled(f.name, f, _summary(f)) for f in folders]
 
 
 def trace_folder(folder: Path) -> Path:

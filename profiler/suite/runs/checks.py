@@ -38,8 +38,8 @@ from profiler.models.runner import Runner
 from profiler.models.stack import LayerRunner
 from profiler.recording.run import model_path
 from profiler.sources.latency import measure_drafters
-from profiler.sources.modules import Modules, record_sources
-from profiler.sources.run import SourceRunner
+from profiler.sources.run import SourceRunner, record_sources
+from profiler.sources.start_record import RecordOptions
 from profiler.suite.environment import Workplace
 from profiler.suite.latency.passes import EAGER, GRAPH, make_runner
 from profiler.suite.runs.arms import arms_named, arms_of, compared_runs
@@ -262,7 +262,7 @@ class DrafterPair:
         self.source = EagleSource(name)
         self.pair_name = f"{base}+{name}"
         self.path = place.work / "trained-files" / f"trained-trace-{name}.parquet"
-        self._modules = Modules(drafters={self.source.key: drafter})
+        self._modules = {self.source.key: drafter}
 
     def measure(
         self, trace: Trace, cells: Sequence[Sequence[Any]], seconds: float
@@ -289,7 +289,11 @@ class DrafterPair:
     def _recorded(self, trace: Trace) -> Trace:
         self.place.check_time()
         found = record_sources(
-            self.pair.target, trace, self._modules, draft_offsets=OFFSETS, only=[self.source.key]
+            self.pair.target,
+            trace,
+            self._modules,
+            RecordOptions(offsets=OFFSETS),
+            only=[self.source.key],
         )
         return drafted_trace(trace, self.source, found)
 
@@ -301,7 +305,7 @@ class DrafterPair:
         limit = int(self.pair.target.config.get_text_config().max_position_embeddings)
         target = LayerRunner(self.pair.target, min(limit, max(contexts) + max(widths)))
         place.check_time()
-        own = measure_drafters(target, self._modules.drafters, repeats, widths, contexts)
+        own = measure_drafters(target, self._modules, repeats, widths, contexts)
         frame = pd.DataFrame(cells, columns=list(CELL_COLUMNS))
         table = LatencyTable(pd.concat([frame, own], ignore_index=True))
         rows: list[list[Any]] = in_the_drafts_place(table, self.source.key).cells.values.tolist()

@@ -39,7 +39,8 @@ from profiler.prompts import Prompt, read_prompts
 from profiler.recording.checkpoint import Checkpoint
 from profiler.recording.run import BUNDLED, model_path
 from profiler.recording.trace import Recorder
-from profiler.sources.exit_record import ExitRecorder, record_exits
+from profiler.sources.exit_record import ExitRecorder
+from profiler.sources.start_record import record_along
 from profiler.suite.environment import Workplace
 from profiler.train.documents import CATEGORIES, Document, load_documents, stable_hash
 from profiler.train.draft import draft_config, draft_model
@@ -56,7 +57,6 @@ from profiler.train.stored import read_stored
 from traces.acceptance.trace import Trace
 from traces.errors import DraftsimError
 from traces.sources.exits.early_exit import EarlyExit
-from traces.sources.files import write_exits
 from traces.store.files import write_trace
 from traces.store.text import read_object
 
@@ -477,13 +477,12 @@ def record_early_exits(
     runner = LayerRunner(pair.target, slots)
     steps = 5 if place.quick else 120
     heads = train_exit_heads(runner, text, layers, steps=steps, seconds=seconds / 3)
-    recorder = ExitRecorder(runner, heads, [setting], eos=pair.eos)
+    recorder = ExitRecorder(runner, heads, [setting])
     per_request, count = 0.0, 2
     while True:
         at = time.monotonic()
         some = trace.select(range(min(count, len(trace.requests))))
-        recording = record_exits(recorder, some)
-        write_exits(recording, path)
+        record_along(recorder, some).write(path)
         size = path.stat().st_size / len(some.requests)
         per_request = (time.monotonic() - at) / len(some.requests)
         room = min(ROOM * LARGEST / size, (seconds - (time.monotonic() - begin)) / per_request)
@@ -494,7 +493,7 @@ def record_early_exits(
         # The first requests said too little of the others' size.
         share = 0.8 * LARGEST / path.stat().st_size
         some = some.select(range(max(1, int(share * len(some.requests)))))
-        write_exits(record_exits(recorder, some), path)
+        record_along(recorder, some).write(path)
     return {
         "layers": layers, "requests": len(some.requests), "seconds": time.monotonic() - begin,
     }  # fmt: skip

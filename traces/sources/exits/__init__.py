@@ -1,1 +1,1 @@
-"""Drafting with the target's own first layers: early exit, and Kangaroo's adapter."""
+"""Drafting with the target's own first layers: early exit, with heads or an adapter."""

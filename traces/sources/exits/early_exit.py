@@ -30,122 +30,14 @@ from traces.replay.rounds import Fidelity
 from traces.replay.walk import Walk, carried
 from traces.sources.base import (
     DRAFTER_SIGNALS,
-    Recordings,
     Source,
     SourceReplay,
     Walked,
     eos_of,
     true_tokens,
 )
-from traces.sources.columns import read_columns
 from traces.sources.exits.recording import ExitRecording, ExitSetting, depth_layers, usable_exits
-
-
-class EarlyExit(Source):
-    """A token leaves the target at the first layer whose exit head is confident enough.
-
-    SpecBound (arXiv:2604.12247): at layer l of L the head's logits are softened by
-    ``1 + omega (1 - l / L)`` and the token exits where the largest probability reaches
-    ``tau`` (eq. 1-2).  A token that has not exited at the depth bound is *difficult*: it
-    ends the draft, and as its own layers run on, verification gives one token more than was
-    drafted.  Otherwise (the length policy, SpecBound's width bound, or EOS ended the draft)
-    the last drafted token is not processed, and a full match emits no bonus token.  States
-    that an exit skipped are computed, exactly, together with the next deeper token.
-
-    Along sampled outputs an exit draws its token from the head under the same sampling, and
-    rejection sampling verifies it; where to exit is decided as above.
-
-    Parameters
-    ----------
-    tau:
-        Confidence to exit with; 0 exits at the first exit layer.
-    omega:
-        Annealing strength; 0 is plain softmax confidence.
-    depth:
-        Depth bound as a share of the layers, in (0, 1]; 1 is no bound, as in AdaDecode.
-    layers:
-        Exit layers used; None for every layer with a head.
-    bonus:
-        Process the last drafted token as well, as Kangaroo does: the verification then
-        covers one position more than was drafted.
-    """
-
-    name = "early-exit"
-    what = "early exit of the target with trained heads; skipped states are recomputed exactly"
-    signals: ClassVar[frozenset[str]] = DRAFTER_SIGNALS
-
-    def __init__(
-        self,
-        tau: float = 0.5,
-        omega: float = 0.3,
-        depth: float = 0.5,
-        layers: Sequence[int] | None = None,
-        bonus: bool = False,
-    ) -> None:
-        within("tau", tau, 0, 1)
-        within("omega", omega, 0)
-        within("depth", depth, 0, 1)
-        flag("bonus", bonus)
-        for layer in layers or ():
-            whole("layers", layer, 1)
-        if layers is not None and not layers:
-            raise ValueError("layers is empty, expected at least one exit layer")
-        self.tau, self.omega, self.depth = tau, omega, depth
-        self.layers, self.bonus = layers, bonus
-
-    def held(self, recordings: Recordings) -> frozenset[str]:
-        """All signals, but for a draw's raw probability where it was not recorded."""
-        exits = recordings.exits
-        lacks = exits is not None and not exits.sampling.plain and exits.raw_log_prob is None
-        return self.signals - {"raw_prob"} if lacks else self.signals
-
-    def setting(self, gamma_max: int) -> ExitSetting:
-        """Return the setting that a recording must have followed for drafts of up to `gamma_max`
-        tokens.
-        """
-        layers = None if self.layers is None else tuple(self.layers)
-        return ExitSetting(self.tau, self.omega, self.depth, layers, gamma_max)
-
-    def open(
-        self, trace: Trace, recordings: Recordings, first: int
-    ) -> Callable[[int], SourceReplay]:
-        """Return the decoder of one request, from a recording of the same requests."""
-        recording = self.recording(recordings, trace)
-        if first < 1:
-            raise DraftsimError(f"{self.name} is recorded after the prefill: replay with first=1")
-        tape = ExitTape(trace, recording, self)
-        return lambda request: self.decoder(trace, request, tape, first)
-
-    def recording(self, recordings: Recordings, trace: Trace) -> ExitRecording:
-        """Return the recording of its exits; DraftsimError if there is none."""
-        if recordings.exits is None:
-            options = " ".join(filter(None, ("--exit-layers", trace.sampling.options)))
-            raise DraftsimError(
-                f"no early-exit recording: make one with `draftsim profile {options}`"
-            )
-        return recordings.exits
-
-    def longest(self, trace: Trace, recordings: Recordings) -> int:
-        """Return the longest draft that was followed after wrong exits under its setting.
-
-        Raises DraftsimError if none was, and names the recorded settings.
-        """
-        settings = self.recording(recordings, trace).settings
-        wanted = self.setting(1)[:-1]
-        if lengths := [s.gamma_max for s in settings if s[:-1] == wanted]:
-            return max(lengths)
-        own, *recorded = (
-            describe_spec(EarlyExit(*s[:-1]), EarlyExit.name) for s in (self.setting(1), *settings)
-        )
-        raise DraftsimError(
-            f"drafts of {own!r} were not recorded after wrong exits (recorded: "
-            f"{', '.join(dict.fromkeys(recorded))}): choose one of these, or record it with "
-            f"`draftsim profile --exit-layers --source {own}`"
-        )
-
-    def decoder(self, trace: Trace, request: int, tape: ExitTape, first: int) -> SourceReplay:
-        """The replay of one request."""
-        return EarlyExitReplay(trace, request, tape, first)
+from traces.sources.recording import DRAWN, LOGITS, Recordings, read_columns
 
 
 class ExitToken(RecordedToken):
@@ -172,19 +64,8 @@ class ExitTape:
     """One setting laid out over a recording; a step is made when first taken."""
 
     def __init__(self, trace: Trace, recording: ExitRecording, source: EarlyExit) -> None:
-        counts = [r.tokens for r in trace.requests]
-        if np.diff(recording.path_starts).tolist() != counts:
-            raise DraftsimError(
-                "the early-exit recording is of other requests than the trace: record both in "
-                "one run"
-            )
-        if recording.sampling != trace.sampling:
-            raise DraftsimError(
-                f"the early-exit recording follows {recording.sampling.label} outputs, those of "
-                f"the trace are {trace.sampling.label}: record both in one run"
-            )
         self.recording, self.source = recording, source
-        self._raw_unknown = not recording.sampling.plain and recording.raw_log_prob is None
+        self._raw_unknown = not recording.sampling.plain and DRAWN[1] not in recording.arrays
         self.eos = eos_of(trace)
         self.choices = recording.choices(source.tau, source.omega, source.depth, source.layers)
         self.deepest = depth_layers(source.depth, recording.layers)
@@ -192,9 +73,9 @@ class ExitTape:
         self._steps: list[ExitStep | None] = [None] * len(self.choices)
         self._calls: dict[tuple[int, ...], Mapping[CallKey, int]] = {}
         true = np.asarray(true_tokens(trace, sampled=True))
-        path = np.arange(recording.path_starts[-1])
+        path = np.arange(recording.request_starts[-1])
         exited = self.choices[path]
-        self.right = (exited >= 0) & (recording.argmax[path, exited] == true)
+        self.right = (exited >= 0) & (recording["argmax"][path, exited] == true)
         """True for each position on the path at which the exit's token is the target's."""
 
     def step(self, node: int) -> ExitStep:
@@ -224,7 +105,7 @@ class ExitTape:
         if at < 0:
             return ExitStep(None, len(self.used), self.deepest)
         record = self.recording
-        token = int(record.argmax[node, at])
+        token = int(record["argmax"][node, at])
         layer = record.exit_layers[at]
         signals = record.columns[node, at].tolist()  # in the order of a token's fields
         if self._raw_unknown:
@@ -237,13 +118,11 @@ class EarlyExitReplay(SourceReplay):
     """One recorded request, drafted by early exit of its target."""
 
     sampled: ClassVar[bool] = True
-    stands_in: ClassVar[bool] = False
-    """True if drafts go on along the path where nothing was recorded after a wrong exit."""
 
     def __init__(self, trace: Trace, request: int, tape: ExitTape, first: int) -> None:
         super().__init__(trace, request, first)
         self.tape = tape
-        self._path = tape.recording.path_starts[request]
+        self._path = tape.recording.request_starts[request]
         self._depths: list[int] = []
         """Layers that the round's drafts reached."""
         self._node = 0
@@ -280,6 +159,8 @@ class EarlyExitReplay(SourceReplay):
 
     def _unrecorded(self, drafted: int) -> int:
         """Return the node to go on from if none was recorded after a wrong exit."""
+        if self.tape.source.stands_in:
+            return self._path + min(self.position + drafted, self.length - 1)
         raise TailError(
             f"early exit drafted {drafted + 1} tokens at position {self.position} of request "
             f"{self.info.id!r}, past what was recorded after its wrong exit: draft fewer, or "
@@ -294,12 +175,11 @@ class EarlyExitReplay(SourceReplay):
         return positions
 
     def at_once(
-        self, trace: Trace, source: Source, plan: VectorisedPlan, first: int, chosen: Sequence[int]
+        self, trace: Trace, plan: VectorisedPlan, first: int, chosen: Sequence[int]
     ) -> Walked | None:
         """Return the rounds of a plan without a state, unless a draft leaves what was recorded."""
-        del source
         tape = self.tape
-        places = ExitPlaces(trace, tape, self.stands_in, plan.cap)
+        places = ExitPlaces(trace, tape, plan.cap)
         walk = Walk(places, first, False)
         if (drafts := walk.drafts(plan)) is None:
             return None
@@ -313,12 +193,9 @@ class EarlyExitReplay(SourceReplay):
             _, sent = walk.drafts(plan) or drafts
         accepted = np.minimum(sent, walk.runs)
         positions = sent + 1 if tape.source.bonus else np.minimum(np.maximum(asked, 1), sent + 1)
-        emitted = np.minimum(accepted + 1, positions)
-        start = walk.begun(emitted, chosen)
+        start, rounds = walk.of(chosen, forwards, sent, accepted, positions)
         if (asked[start] > walk.recorded[start]).any():
             return None
-        rounds = walk.told(start, *(v[start] for v in (forwards, sent, accepted, positions)))
-        rounds["request"] = np.searchsorted(chosen, rounds["request"])
         passed: Ints = asked[start].astype(np.int64)
         steps = Steps(passed, places.node[_slices(places.rows[start], passed)])
         calls = layer_calls(tape, steps, positions[start].astype(np.int64))
@@ -338,6 +215,105 @@ class EarlyExitReplay(SourceReplay):
         return Counted(False, EXIT_HEAD, steps.round, np.ones_like(many), many)
 
 
+class EarlyExit(Source):
+    """A token leaves the target at the first layer whose exit head is confident enough.
+
+    SpecBound (arXiv:2604.12247): at layer l of L the head's logits are softened by
+    ``1 + omega (1 - l / L)`` and the token exits where the largest probability reaches
+    ``tau`` (eq. 1-2).  A token that has not exited at the depth bound is *difficult*: it
+    ends the draft, and as its own layers run on, verification gives one token more than was
+    drafted.  Otherwise (the length policy, SpecBound's width bound, or EOS ended the draft)
+    the last drafted token is not processed, and a full match emits no bonus token.  States
+    that an exit skipped are computed, exactly, together with the next deeper token.
+
+    Along sampled outputs an exit draws its token from the head under the same sampling, and
+    rejection sampling verifies it; where to exit is decided as above.
+
+    Parameters
+    ----------
+    tau:
+        Confidence to exit with; 0 exits at the first exit layer.
+    omega:
+        Annealing strength; 0 is plain softmax confidence.
+    depth:
+        Depth bound as a share of the layers, in (0, 1]; 1 is no bound, as in AdaDecode.
+    layers:
+        Exit layers used; None for every layer with a head.
+    bonus:
+        Process the last drafted token as well, as Kangaroo does: the verification then
+        covers one position more than was drafted.
+    """
+
+    name = "early-exit"
+    what = "early exit of the target with trained heads; skipped states are recomputed exactly"
+    signals: ClassVar[frozenset[str]] = DRAFTER_SIGNALS
+    recorded_as = ExitRecording
+    runs_layers = True
+    replays = EarlyExitReplay
+    stands_in: ClassVar[bool] = False
+    """True if drafts go on along the true text where nothing was recorded after a wrong exit."""
+
+    def __init__(
+        self,
+        tau: float = 0.5,
+        omega: float = 0.3,
+        depth: float = 0.5,
+        layers: Sequence[int] | None = None,
+        bonus: bool = False,
+    ) -> None:
+        within("tau", tau, 0, 1)
+        within("omega", omega, 0)
+        within("depth", depth, 0, 1)
+        flag("bonus", bonus)
+        for layer in layers or ():
+            whole("layers", layer, 1)
+        if layers is not None and not layers:
+            raise ValueError("layers is empty, expected at least one exit layer")
+        self.tau, self.omega, self.depth = tau, omega, depth
+        self.layers, self.bonus = layers, bonus
+
+    def held(self, recordings: Recordings) -> frozenset[str]:
+        """All signals, but for a draw's raw probability where it was not recorded."""
+        exits = recordings.get(self.key)
+        lacks = exits is not None and not exits.sampling.plain and DRAWN[1] not in exits.arrays
+        return self.signals - {"raw_prob"} if lacks else self.signals
+
+    def setting(self, gamma_max: int) -> ExitSetting:
+        """Return the setting that a recording must have followed for drafts of up to `gamma_max`
+        tokens.
+        """
+        layers = None if self.layers is None else tuple(self.layers)
+        return ExitSetting(self.tau, self.omega, self.depth, layers, gamma_max)
+
+    def open(
+        self, trace: Trace, recordings: Recordings, first: int
+    ) -> Callable[[int], SourceReplay]:
+        """Return the decoder of one request, from a recording of the same requests."""
+        recording = self.recording(recordings)
+        recording.check_follows(self.key, trace, first)
+        tape = ExitTape(trace, recording, self)
+        return lambda request: self.replays(trace, request, tape, first)
+
+    def longest(self, trace: Trace, recordings: Recordings) -> int:
+        """Return the longest draft that was followed after wrong exits under its setting.
+
+        Raises DraftsimError if none was, and names the recorded settings.
+        """
+        del trace
+        settings = self.recording(recordings).settings
+        wanted = self.setting(1)[:-1]
+        if lengths := [int(s.gamma_max) for s in settings if s[:-1] == wanted]:
+            return max(lengths)
+        own, *recorded = (
+            describe_spec(EarlyExit(*s[:-1]), EarlyExit.name) for s in (self.setting(1), *settings)
+        )
+        raise DraftsimError(
+            f"drafts of {own!r} were not recorded after wrong exits (recorded: "
+            f"{', '.join(dict.fromkeys(recorded))}): choose one of these, or record it with "
+            f"`draftsim profile --exit-layers --source {own}`"
+        )
+
+
 class StandInExit(EarlyExit):
     """Early exit that, after an unrecorded wrong exit, goes on with the steps of the true text.
 
@@ -346,20 +322,7 @@ class StandInExit(EarlyExit):
     """
 
     fidelity: ClassVar[Fidelity] = "approximate"
-
-    def decoder(self, trace: Trace, request: int, tape: ExitTape, first: int) -> SourceReplay:
-        """The replay of one request."""
-        return StandInReplay(trace, request, tape, first)
-
-
-class StandInReplay(EarlyExitReplay):
-    """One recorded request, with the true text's exits where a wrong one's were not recorded."""
-
     stands_in = True
-    at_once = EarlyExitReplay.at_once
-
-    def _unrecorded(self, drafted: int) -> int:
-        return self._path + min(self.position + drafted, self.length - 1)
 
 
 def verified(processed: int, submitted: int, bonus: bool) -> int:
@@ -372,7 +335,7 @@ def verified(processed: int, submitted: int, bonus: bool) -> int:
 
 
 READ = ("prob", "entropy", "logit_margin", "prob_margin", "top_prob", "raw_prob")
-"""Signals in the order of `traces.sources.columns.read_columns`."""
+"""Signals in the order of `traces.sources.recording.read_columns`."""
 
 
 class Steps:
@@ -428,23 +391,17 @@ class ExitPlaces(Places):
     each wrong one the tail that was recorded.  So a draft is a slice of rows, of which the last
     may be `vain`: asked for, but it reaches the depth bound and yields no token.
 
-    Parameters
-    ----------
-    stand_in:
-        Go on along the path where nothing was recorded after a wrong exit
-        (`traces.sources.exits.early_exit.StandInExit`).
-    longest:
-        Tokens that are asked for at most.
+    ``longest``: tokens that are asked for at most.
     """
 
-    def __init__(self, trace: Trace, tape: ExitTape, stand_in: bool, longest: int) -> None:
+    def __init__(self, trace: Trace, tape: ExitTape, longest: int) -> None:
         super().__init__(trace)
         self.tape = tape
         self._eos = np.array(sorted(tape.eos), dtype=np.int64)
         index = np.arange(len(self.position))
         at_end, right = index == self.ends - 1, tape.right
         ends = self._ends(index)
-        owners, nodes = self._tails(index[~right & ~ends], ends, stand_in, longest)
+        owners, nodes = self._tails(index[~right & ~ends], ends, longest)
         tail = np.bincount(np.concatenate([index[:0], *owners]), minlength=len(index))
         self.rows = index + np.cumsum(tail) - tail
         node = np.empty(len(index) + int(tail.sum()), dtype=np.int64)
@@ -467,11 +424,9 @@ class ExitPlaces(Places):
     def _ends(self, node: Ints) -> Bools:
         """Return True for each node at which a draft ends with what is asked for."""
         at = self.tape.choices[node]
-        return (at < 0) | np.isin(self.tape.recording.argmax[node, at], self._eos)
+        return (at < 0) | np.isin(self.tape.recording["argmax"][node, at], self._eos)
 
-    def _tails(
-        self, owner: Ints, ends: Bools, stand_in: bool, longest: int
-    ) -> tuple[list[Ints], list[Ints]]:
+    def _tails(self, owner: Ints, ends: Bools, longest: int) -> tuple[list[Ints], list[Ints]]:
         """Per token of the tails, the wrong exits on the path that have one, and its nodes.
 
         `ends` is set of those whose tail ends by itself, and not with what was recorded.
@@ -481,8 +436,8 @@ class ExitPlaces(Places):
         for k in range(1, min(longest, int(self.left.max(initial=0)))):
             if not len(owner):
                 break
-            behind = record.behind(node, record.argmax[node, self.tape.choices[node]])
-            if stand_in:
+            behind = record.behind(node, record["argmax"][node, self.tape.choices[node]])
+            if self.tape.source.stands_in:
                 along = np.minimum(owner + k, self.ends[owner] - 1)
                 behind = np.where(behind < 0, along, behind)
             owner, node = owner[behind >= 0], behind[behind >= 0]
@@ -497,12 +452,8 @@ class ExitPlaces(Places):
         if self._columns is None:
             record = self.tape.recording
             where = self.node, self.tape.choices[self.node]
-            drawn: list[Any] = [record.log_prob]
-            drawn.append(None if record.sampling.plain else record.raw_log_prob)
-            self._columns = read_columns(
-                {name: values[where] for name, values in record.signals.items()},
-                *(None if values is None else values[where] for values in drawn),
-            )
+            rows = {n: record[n][where] for n in (*LOGITS, *DRAWN) if n in record.arrays}
+            self._columns = read_columns(rows, *map(rows.get, DRAWN))
             self._columns[self.vain] = np.nan
         return self._columns[:, READ.index(name)]
 
@@ -518,36 +469,6 @@ def _slices(begin: Ints, length: Ints) -> Ints:
     """The indices of slices, one after another."""
     offset = np.arange(int(length.sum())) - np.repeat(np.cumsum(length) - length, length)
     return np.repeat(begin, length) + offset
-
-
-class Kangaroo(EarlyExit):
-    """Kangaroo (arXiv:2404.18911): a fixed shallow exit, and an attention block after it.
-
-    The adapter keeps keys and values of its own over the exit's states, which are exact; so a
-    draft depends on the fed tokens alone.  A draft of n tokens takes n + 1 shallow passes and
-    n of the adapter; verification runs the other layers over n + 1 positions, the last of
-    which may give a bonus token.  When to stop is the length policy's: the paper's is a
-    confidence threshold.
-    """
-
-    name = "kangaroo"
-    what = "Kangaroo's adapter after a shallow exit of the target; exact"
-
-    def __init__(self) -> None:
-        super().__init__(tau=0, omega=0, depth=1, bonus=True)
-
-    def recording(self, recordings: Recordings, trace: Trace) -> ExitRecording:
-        """Return the recording of its adapter; DraftsimError if there is none."""
-        del trace
-        if recordings.adapter is None:
-            raise DraftsimError(
-                "no recording of Kangaroo's adapter: make one with `draftsim profile --exit-layers`"
-            )
-        return recordings.adapter
-
-    def decoder(self, trace: Trace, request: int, tape: ExitTape, first: int) -> SourceReplay:
-        """The replay of one request."""
-        return KangarooReplay(trace, request, tape, first)
 
 
 class KangarooReplay(EarlyExitReplay):
@@ -585,3 +506,21 @@ class KangarooReplay(EarlyExitReplay):
         """Return the adapter's passes: the first of a round takes in what is `waiting`."""
         width = np.where(steps.offset == 0, waiting[steps.round] + 1, 1)
         return Counted(False, ADAPTER, steps.round, width, np.ones_like(width))
+
+
+class Kangaroo(EarlyExit):
+    """Kangaroo (arXiv:2404.18911): a fixed shallow exit, and an attention block after it.
+
+    The adapter keeps keys and values of its own over the exit's states, which are exact; so a
+    draft depends on the fed tokens alone.  A draft of n tokens takes n + 1 shallow passes and
+    n of the adapter; verification runs the other layers over n + 1 positions, the last of
+    which may give a bonus token.  When to stop is the length policy's: the paper's is a
+    confidence threshold.
+    """
+
+    name = "kangaroo"
+    replays = KangarooReplay
+    what = "Kangaroo's adapter after a shallow exit of the target; exact"
+
+    def __init__(self) -> None:
+        super().__init__(tau=0, omega=0, depth=1, bonus=True)

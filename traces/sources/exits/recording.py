@@ -15,16 +15,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from traces.acceptance.sampling import Sampling
+from traces.acceptance.schema import MOST_DRAFTED
 from traces.errors import DraftsimError
-from traces.sources.columns import DRAWN, Floats, check_shapes, read_columns
+from traces.sources.recording import DRAWN, LOGITS, Layout, SourceRecording
+from traces.store.header import PathLike, are_wholes, check, check_rows, is_number, is_whole
 
 NODE_COLUMNS: dict[str, str] = {
     "request": "int32",
@@ -34,11 +35,10 @@ NODE_COLUMNS: dict[str, str] = {
 }
 """Per node: its request; parent (-1 on the path); output position it predicts; token fed."""
 
-SIGNALS = ("top1", "top2", "logsumexp", "entropy")
-"""Float32 arrays of shape (nodes, exits): raw logits, and entropy in nats, all at T = 1."""
-
 OMEGAS = (0.0, 0.1, 0.2, 0.3, 0.5, 1.0)
 """The annealing strengths recorded by default."""
+MOST_LAYERS = 4096
+"""Most layers of a model."""
 
 
 class ExitSetting(NamedTuple):
@@ -69,21 +69,16 @@ def log_threshold(tau: float) -> float:
 
 
 @dataclass(frozen=True, eq=False)
-class ExitRecording:
+class ExitRecording(SourceRecording):
     """The exit heads' record of every request of one trace.
+
+    The arrays are those of `NODE_COLUMNS`, (nodes,), the path nodes of request 0, 1, ... first, in
+    order, and per exit, (nodes, exits): ``argmax``, the token that each exit layer would draft,
+    which along sampled outputs is its draw; ``log_confidence``, (nodes, exits, omegas), the log of
+    the largest softmax(z / T) (SpecBound, eq. 2); and `traces.sources.recording.LOGITS`.
 
     Parameters
     ----------
-    nodes:
-        Columns of `NODE_COLUMNS`; the path nodes of request 0, 1, ... first, in order.
-    argmax:
-        (nodes, exits) int32: the token each exit layer would draft, its argmax; along sampled
-        outputs its draw.
-    log_confidence:
-        (nodes, exits, omegas) float32: log of the largest softmax(z / T) (SpecBound, eq. 2),
-        which the top logit and the log-sum-exp at temperature T amount to.
-    signals:
-        `SIGNALS`, (nodes, exits) float32 each.
     exit_layers:
         Layers with a head, ascending, 1 = after the first; all below `layers`.
     layers:
@@ -92,15 +87,6 @@ class ExitRecording:
         The annealing strengths recorded.
     settings:
         The settings whose wrong exits were followed.
-    path_starts:
-        First path node of each request, and the number of path nodes at the end.
-    meta:
-        Provenance; of sampled outputs also what `sampling` is read from.
-    log_prob:
-        (nodes, exits) float32: log-probability that token was drawn with;
-        None along greedy outputs, where it follows from the signals.
-    raw_log_prob:
-        Likewise at T = 1 without top-p; None where it is `log_prob`, and in older recordings.
 
     Raises
     ------
@@ -108,31 +94,18 @@ class ExitRecording:
         If the arrays disagree.
     """
 
-    nodes: Mapping[str, npt.NDArray[Any]]
-    argmax: npt.NDArray[np.int32]
-    log_confidence: npt.NDArray[np.float32]
-    signals: Mapping[str, npt.NDArray[np.float32]]
-    exit_layers: tuple[int, ...]
-    layers: int
-    omegas: tuple[float, ...]
-    settings: tuple[ExitSetting, ...]
-    path_starts: tuple[int, ...]
-    meta: Mapping[str, Any] = field(default_factory=dict)
-    log_prob: npt.NDArray[np.float32] | None = None
-    raw_log_prob: npt.NDArray[np.float32] | None = None
+    kind = "exits"
+    said = "early-exit recording"
+    starts_field = "path_starts"
+
+    exit_layers: tuple[int, ...] = ()
+    layers: int = 0
+    omegas: tuple[float, ...] = ()
+    settings: tuple[ExitSetting, ...] = ()
 
     def __post_init__(self) -> None:
-        count, exits = len(self.nodes["token"]), len(self.exit_layers)
-        shapes = {
-            **{name: (values, (count,)) for name, values in self.nodes.items()},
-            "argmax": (self.argmax, (count, exits)),
-            "log_confidence": (self.log_confidence, (count, exits, len(self.omegas))),
-            **{name: (values, (count, exits)) for name, values in self.signals.items()},
-        }
-        drawn = {name: getattr(self, name) for name in DRAWN}
-        shapes |= {name: (values, (count, exits)) for name, values in drawn.items()}
-        check_shapes("early-exit recording", shapes)
-        if (self.log_prob is None) != self.sampling.greedy:
+        super().__post_init__()
+        if ("log_prob" not in self.arrays) != self.sampling.greedy:
             raise DraftsimError(
                 f"early-exit recording: outputs that are {self.sampling.label} and the "
                 "probabilities of draws do not fit together: record it again"
@@ -144,36 +117,85 @@ class ExitRecording:
                 f"early-exit recording: exit layers {list(self.exit_layers)} are not ascending "
                 f"within 1..{self.layers - 1}: record it again"
             )
-        if not np.isfinite(self.log_confidence).all():
+        if not np.isfinite(self["log_confidence"]).all():
             raise DraftsimError(
                 "early-exit recording: a confidence is not finite: check the exit heads"
             )
 
-    @cached_property
-    def sampling(self) -> Sampling:
-        """How the outputs it follows were drawn."""
-        return Sampling.of(self.meta)
+    @property
+    def rows(self) -> int:
+        """Number of nodes."""
+        return len(self["token"])
 
-    @cached_property
-    def columns(self) -> Floats:
-        """(nodes, exits, 6): what policies read of each draft (`read_columns`)."""
-        own = None if self.sampling.plain else self.raw_log_prob
-        return read_columns(self.signals, self.log_prob, own)
+    @property
+    def header(self) -> dict[str, Any]:
+        """The exits, and what was recorded of them."""
+        names = ("exit_layers", "layers", "omegas", "settings")
+        return {name: getattr(self, name) for name in names}
+
+    @classmethod
+    def layout(cls, header: Mapping[str, Any]) -> Layout:
+        """Return the arrays of nodes and of their exits."""
+        exits, omegas = len(header["exit_layers"]), len(header["omegas"])
+        return {
+            **{name: (dtype, ()) for name, dtype in NODE_COLUMNS.items()},
+            "argmax": ("int32", (exits,)), "log_confidence": ("float32", (exits, omegas)),
+            **dict.fromkeys((*LOGITS, *DRAWN), ("float32", (exits,))),
+        }  # fmt: skip
+
+    @classmethod
+    def checked(cls, path: PathLike, header: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the exits, and what was recorded of them."""
+        layers: Any = header.get("layers")
+        check(path, "layers", layers, is_whole(layers, 1, MOST_LAYERS), f"1 to {MOST_LAYERS}")
+        for name in ("exit_layers", "omegas", "settings"):
+            check(path, name, header.get(name), isinstance(header.get(name), list), "a list")
+        exits, omegas = tuple(header["exit_layers"]), tuple(header["omegas"])
+        sound = are_wholes(list(exits), 1, MOST_LAYERS)
+        check(path, "exit_layers", exits, sound, f"layers from 1 to {MOST_LAYERS}")
+        check(path, "omegas", omegas, all(is_number(w) and w >= 0 for w in omegas), "numbers >= 0")
+        for setting in header["settings"]:
+            check(path, "settings", setting, _sound(setting), "tau, omega, depth, layers, gamma")
+        settings = tuple(
+            ExitSetting(tau, omega, depth, None if used is None else tuple(used), gamma_max)
+            for tau, omega, depth, used, gamma_max in header["settings"]
+        )
+        return {"exit_layers": exits, "layers": layers, "omegas": omegas, "settings": settings}
+
+    @classmethod
+    def check_rows(
+        cls, path: PathLike, arrays: Mapping[str, npt.NDArray[Any]], starts: Sequence[int]
+    ) -> None:
+        """Raise FileError if a node cannot be, naming its row."""
+        rows = np.arange(len(arrays["token"]))
+        on_path = rows < starts[-1]
+        parent, request = arrays["parent"].astype(np.int64), arrays["request"]
+        # Path nodes of the requests come first, in turn; a branch follows its parent.
+        of = np.searchsorted(np.asarray(starts), rows, side="right") - 1
+        check_rows(
+            path,
+            {
+                "0 <= request": request >= 0,
+                "the order of requests on the path": ~on_path | (request == of),
+                "-1 <= parent < its own row": (parent >= -1) & (parent < np.maximum(rows, 1)),
+                "parent = -1 on the path": (parent == -1) | ~on_path,
+                "0 <= position": arrays["position"] >= 0,
+                "0 <= token": arrays["token"] >= 0,
+            },
+        )
 
     @cached_property
     def children(self) -> dict[tuple[int, int], int]:
         """(node, wrong token fed) -> node."""
-        branch = np.flatnonzero(self.nodes["parent"] >= 0)
-        pairs = zip(
-            self.nodes["parent"][branch].tolist(), self.nodes["token"][branch].tolist(), strict=True
-        )
+        branch = np.flatnonzero(self["parent"] >= 0)
+        pairs = zip(self["parent"][branch].tolist(), self["token"][branch].tolist(), strict=True)
         return dict(zip(pairs, branch.tolist(), strict=True))
 
     @cached_property
     def branches(self) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
         """`children` as sorted keys (`branch_keys`) and their nodes."""
-        branch = np.flatnonzero(self.nodes["parent"] >= 0)
-        keys = branch_keys(self.nodes["parent"][branch], self.nodes["token"][branch])
+        branch = np.flatnonzero(self["parent"] >= 0)
+        keys = branch_keys(self["parent"][branch], self["token"][branch])
         order = np.argsort(keys, kind="stable")
         return keys[order], branch[order]
 
@@ -201,7 +223,7 @@ class ExitRecording:
             If `omega` or one of `layers` was not recorded.
         """
         used = usable_exits(self.exit_layers, depth_layers(depth, self.layers), layers)
-        confident = self.log_confidence[:, :, self._omega(omega)] >= log_threshold(tau)
+        confident = self["log_confidence"][:, :, self._omega(omega)] >= log_threshold(tau)
         chosen = np.full(len(confident), -1)
         for i in reversed(used):
             chosen[confident[:, i]] = i
@@ -240,3 +262,17 @@ def usable_exits(recorded: Sequence[int], deepest: int, layers: Sequence[int] | 
         for i, layer in enumerate(recorded)
         if layer <= deepest and (layers is None or layer in layers)
     ]
+
+
+def _sound(setting: Any) -> bool:
+    """Return True if a header's list is a valid `ExitSetting`."""
+    if not isinstance(setting, list) or len(setting) != 5:
+        return False
+    tau, omega, depth, layers, gamma_max = setting
+    return (
+        all(is_number(value) and value >= 0 for value in (tau, omega, depth))
+        and 0 < depth <= 1
+        and tau <= 1
+        and (layers is None or (are_wholes(layers, 1, MOST_LAYERS) and layers != []))
+        and is_whole(gamma_max, 1, MOST_DRAFTED)
+    )

@@ -21,7 +21,6 @@ from traces.replay.rounds import Fidelity
 from traces.replay.walk import Walk
 from traces.sources.base import (
     DRAFTER_SIGNALS,
-    Recordings,
     Source,
     SourceReplay,
     Walked,
@@ -51,6 +50,7 @@ from traces.sources.lookups.text import (
     Proposal,
     Retrieval,
 )
+from traces.sources.recording import Recordings
 from traces.store.text import json_lines
 
 EARLIER = "earlier"
@@ -70,10 +70,11 @@ class LookupReplay(SourceReplay):
     """
 
     def __init__(
-        self, trace: Trace, request: int, begin: Callable[[], Lookup], kind: int, first: int
-    ) -> None:
+        self, trace: Trace, request: int, begin: Callable[[], Lookup], first: int,
+        source: LookupSource,
+    ) -> None:  # fmt: skip
         super().__init__(trace, request, first)
-        self._begin, self._kind = begin, kind
+        self._begin, self._source, self._kind = begin, source, source.kind
         self._lookup: Lookup | None = None
         self._prompt = prompt_tokens(trace, request)
         self._seen = 0
@@ -108,10 +109,6 @@ class LookupReplay(SourceReplay):
             return None
         return proposed(proposals[len(so_far)])
 
-    def charge(self, submitted: int) -> int:
-        """An ordinary verification over the draft and the last token."""
-        return submitted + 1
-
     def rounds(self, longest: int) -> Iterator[Round]:
         """Return the rounds of drafts of `longest` tokens, or what is proposed if less.
 
@@ -134,13 +131,13 @@ class LookupReplay(SourceReplay):
             catch_up = caught_up(catch_up, drafted, accepted, False)
 
     def at_once(
-        self, trace: Trace, source: Source, plan: VectorisedPlan, first: int, chosen: Sequence[int]
+        self, trace: Trace, plan: VectorisedPlan, first: int, chosen: Sequence[int]
     ) -> Walked | None:
         """Return the rounds of a length, where all proposals of `trace` can be found at once."""
         if not plan.is_length:
             return None
         try:
-            proposed: Ints | None = own_word(source, "drafted", trace)
+            proposed: Ints | None = own_word(self._source, "drafted", trace)
         except DraftsimError:
             return None
         if proposed is None:
@@ -151,10 +148,8 @@ class LookupReplay(SourceReplay):
         walk = Walk(places, first, False)
         drafts = walk.drafts(plan)
         assert drafts is not None
-        drafted, accepted = drafts[0], np.minimum(drafts[0], walk.runs)
-        start = walk.begun(accepted + 1, chosen)
-        rounds = walk.told(start, *(values[start] for values in (drafted, drafted, accepted)))
-        rounds["request"] = np.searchsorted(chosen, rounds["request"])
+        drafted = drafts[0]
+        start, rounds = walk.of(chosen, drafted, drafted, np.minimum(drafted, walk.runs))
         # A search that finds nothing is one too.
         asked = np.flatnonzero(np.minimum(places.left[start], plan.cap) > 0)
         ones = np.ones_like(asked)
@@ -168,6 +163,11 @@ class LookupSource(Source):
     def calls(self) -> tuple[tuple[str, str], ...]:
         """One search a draft."""
         return ((self.name, "forward"),)
+
+    @property
+    def kind(self) -> int:
+        """Index of a search in `CALL_KINDS`."""
+        return CALL_KINDS.index((self.name, "forward"))
 
     def lookup(self, eos: frozenset[int], corpus: Callable[[], Sequence[Served]]) -> Lookup:
         """A lookup for one request; ``corpus()`` gives the requests served before it."""
@@ -187,14 +187,13 @@ class LookupSource(Source):
     ) -> Callable[[int], SourceReplay]:
         """Needs prompt and output tokens, which `draftsim profile` records."""
         del recordings
-        kind = CALL_KINDS.index((self.name, "forward"))
         eos = eos_of(trace)
 
         def decoder(request: int) -> LookupReplay:
             def begin() -> Lookup:
                 return self.lookup(eos, lambda: served_before(trace, request))
 
-            return LookupReplay(trace, request, begin, kind, first)
+            return LookupReplay(trace, request, begin, first, self)
 
         return decoder
 
@@ -415,9 +414,8 @@ class Suffix(LookupSource):
         if self._found is None or self._found[0]() is not trace:
             self._found = weakref.ref(trace), _Proposals(self, trace)
         proposals = self._found[1]
-        kind = CALL_KINDS.index((self.name, "forward"))
         return lambda request: LookupReplay(
-            trace, request, lambda: _Known(proposals, request), kind, first
+            trace, request, lambda: _Known(proposals, request), first, self
         )
 
 

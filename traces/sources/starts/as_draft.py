@@ -19,8 +19,8 @@ from traces.acceptance.trace import Trace
 from traces.errors import DraftsimError
 from traces.latency.schema import CELL_COLUMNS
 from traces.latency.table import LatencyTable
-from traces.sources.base import Recordings, Source, leading_right, true_tokens
-from traces.sources.columns import DRAWN
+from traces.sources.base import Source, leading_right, true_tokens
+from traces.sources.recording import DRAWN, LOGITS, Recordings
 from traces.sources.starts.recording import StartSource
 
 Ints = npt.NDArray[np.int64]
@@ -69,16 +69,16 @@ def chained_trace(trace: Trace, source: StartSource, recordings: Recordings) -> 
     begins = np.zeros(len(true), bool)
     begins[bounds[:-1]] = True
     from_row = np.where(begins & (stop - rows > 1), rows + 1, rows)
-    drafted = recording.token[:, :most]
+    drafted = recording["token"][:, :most]
     accepted = leading_right(drafted, true, stop)[from_row]
     drafted = drafted[from_row]
     # A draft that ended with EOS holds nothing more; one that never was holds its blanks.
     held = (drafted >= 0) | (drafted[:, :1] < 0)
     start, offset = np.nonzero(held)
     # Drawn greedily, a token is the likeliest.
-    likeliest = recording.signals["top1"] - recording.signals["logsumexp"]
-    drawn = {n: likeliest if (own := getattr(recording, n)) is None else own for n in DRAWN}
-    signals = {n: v[:, :most][from_row][held] for n, v in {**recording.signals, **drawn}.items()}
+    likeliest = recording["top1"] - recording["logsumexp"]
+    found = {n: recording.arrays.get(n, likeliest) for n in (*LOGITS, *DRAWN)}
+    signals = {n: v[:, :most][from_row][held] for n, v in found.items()}
     columns: dict[str, npt.NDArray[Any]] = {
         "request": np.repeat(np.arange(len(lengths)), lengths)[start],
         "position": (rows - np.repeat(bounds[:-1], lengths))[start],

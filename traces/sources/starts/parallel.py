@@ -7,8 +7,7 @@ verification alone by cutting drafts.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Sequence
 from itertools import pairwise
 from typing import Any
 
@@ -23,7 +22,8 @@ from traces.acceptance.trace import Trace
 from traces.latency.table import LatencyTable
 from traces.replay.calls import ONE_PASS, Counted
 from traces.replay.rounds import RoundLog
-from traces.sources.base import Drafter, Recordings, SourceReplay, eos_of, true_tokens
+from traces.sources.base import Drafter, Source, eos_of, true_tokens
+from traces.sources.recording import LOGITS, Recordings
 from traces.sources.starts.as_draft import (
     measured_model,
     model_of,
@@ -32,7 +32,43 @@ from traces.sources.starts.as_draft import (
     with_passes_alone,
 )
 from traces.sources.starts.features import OnFeatures
-from traces.sources.starts.recording import START_SIGNALS, StartRecording, StartReplay, StartSource
+from traces.sources.starts.recording import StartRecording, StartReplay, StartSource
+
+
+class ParallelReplay(StartReplay):
+    """One pass a round, over what was verified since the one before and the masks."""
+
+    takes_verified = True
+    _ran = 0
+    """Output tokens known when the drafter last ran."""
+
+    def draft(self, so_far: Sequence[Any]) -> RecordedToken | None:
+        """The next mask's token; None when they are used up."""
+        if not so_far:
+            read = min(self.position - self._ran, self.info.prompt_length + self.position - 1)
+            self.calls.add(ONE_PASS, read + self.width - 1)
+            self._ran = self.position
+        return self.token(len(so_far)) if len(so_far) < self.width else None
+
+    def chained(self, log: RoundLog) -> list[Counted]:
+        """Return one pass for every round that drafts."""
+        forwards = log.rounds["draft_forwards"].astype(np.int64)
+        read = _read(log, np.flatnonzero(forwards))
+        return [Counted.each(False, ONE_PASS, read + self.width - 1, np.minimum(forwards, 1))]
+
+
+def _read(log: RoundLog, ran: npt.NDArray[np.intp]) -> npt.NDArray[np.int64]:
+    """Tokens that a pass over what was verified since the one before reads, (rounds,).
+
+    ``ran`` are the rounds that have such a pass; a request's first begins at its prompt's end.
+    """
+    position, request = (log.rounds[n].astype(np.int64) for n in ("position", "request"))
+    before = np.append(0, position[ran][:-1])
+    before[np.diff(request[ran], prepend=-1) > 0] = 0
+    prompt = np.array([r.prompt_length for r in log.requests], dtype=np.int64)[request[ran]]
+    read = np.zeros(len(position), dtype=np.int64)
+    read[ran] = np.minimum(position[ran] - before, prompt + position[ran] - 1)
+    return read
 
 
 class Parallel(OnFeatures, StartSource):
@@ -65,7 +101,8 @@ class Parallel(OnFeatures, StartSource):
     """
 
     name = "parallel"
-    prefix = "parallel."
+    replays = ParallelReplay
+    one_pass = True
     unlike = None
     takes_verified = True
     drafts_end = True
@@ -98,17 +135,9 @@ class Parallel(OnFeatures, StartSource):
         """Name of its recording, or of the drafts drawn for it."""
         return super().key if self.acceptance is None else describe_spec(self, self.name)
 
-    def found(self, recordings: Recordings) -> Mapping[str, StartRecording]:
-        """The recorded drafts of one-pass drafters."""
-        return {k: r for k, r in recordings.starts.items() if k.startswith(self.prefix)}
-
     def recorded(self, recordings: Recordings) -> str:
-        """Name of its recording; DraftsimError if none or several fit."""
+        """Name of its recording, or of the one drawn (`completed`); DraftsimError if none fits."""
         return super().recorded(recordings) if self.acceptance is None else self.key
-
-    def recording(self, recordings: Recordings) -> StartRecording:
-        """The one that ``model`` names, or the one drawn (`completed`)."""
-        return recordings.starts[self.recorded(recordings)]
 
     def label(self, recordings: Recordings) -> str:
         """As it is named on the command line."""
@@ -122,7 +151,7 @@ class Parallel(OnFeatures, StartSource):
     def longest(self, trace: Trace, recordings: Recordings) -> int:
         """Return the number of masks."""
         del trace
-        return self.k or self.recording(recordings).offsets
+        return self.k or int(self.recording(recordings).offsets)
 
     def as_draft(self, latency: LatencyTable, recordings: Recordings) -> LatencyTable:
         """Return `latency` with a draft of one pass."""
@@ -132,62 +161,20 @@ class Parallel(OnFeatures, StartSource):
             latency, with_passes_alone(latency.cells), own, model_of(self, recordings)
         )
 
-    def with_masks(self, k: int) -> Parallel:
-        """Return the same source with `k` masks."""
-        return Parallel(self.model, self.acceptance, self.concentration, k, self.seed)
-
     def completed(self, trace: Trace, recordings: Recordings) -> Recordings:
         """Add the drafts that `acceptance` describes, drawn along `trace`."""
-        if self.acceptance is None or self.key in recordings.starts:
+        if self.acceptance is None or self.key in recordings:
             return recordings
         drawn = drawn_starts(trace, self.acceptance, self.concentration, self.seed)
-        return replace(recordings, starts={**recordings.starts, self.key: drawn})
+        return {**recordings, self.key: drawn}
 
-    def replay(
-        self, trace: Trace, request: int, recording: StartRecording, first: int
-    ) -> SourceReplay:
-        """The masks' tokens over the recorded rows."""
-        return ParallelReplay(trace, request, recording, first, self.k)
-
-
-class ParallelReplay(StartReplay):
-    """One pass a round, over what was verified since the one before and the masks."""
-
-    takes_verified = True
-    _ran = 0
-    """Output tokens known when the drafter last ran."""
-
-    def draft(self, so_far: Sequence[Any]) -> RecordedToken | None:
-        """The next mask's token; None when they are used up."""
-        if not so_far:
-            read = min(self.position - self._ran, self.info.prompt_length + self.position - 1)
-            self.calls.add(ONE_PASS, read + self.width - 1)
-            self._ran = self.position
-        return self.token(len(so_far)) if len(so_far) < self.width else None
-
-    def charge(self, submitted: int) -> int:
-        """An ordinary verification over the draft and the last token."""
-        return submitted + 1
-
-    def chained(self, log: RoundLog) -> list[Counted]:
-        """Return one pass for every round that drafts."""
-        forwards = log.rounds["draft_forwards"].astype(np.int64)
-        read = _read(log, np.flatnonzero(forwards))
-        return [Counted.each(False, ONE_PASS, read + self.width - 1, np.minimum(forwards, 1))]
-
-
-def _read(log: RoundLog, ran: npt.NDArray[np.intp]) -> npt.NDArray[np.int64]:
-    """Tokens that a pass over what was verified since the one before reads, (rounds,).
-
-    ``ran`` are the rounds that have such a pass; a request's first begins at its prompt's end.
-    """
-    position, request = (log.rounds[n].astype(np.int64) for n in ("position", "request"))
-    before = np.append(0, position[ran][:-1])
-    before[np.diff(request[ran], prepend=-1) > 0] = 0
-    prompt = np.array([r.prompt_length for r in log.requests], dtype=np.int64)[request[ran]]
-    read = np.zeros(len(position), dtype=np.int64)
-    read[ran] = np.minimum(position[ran] - before, prompt + position[ran] - 1)
-    return read
+    def for_decoding(self, recordings: Recordings) -> Source:
+        """Return the source with its drafter's folder, and as many masks as were recorded."""
+        if self.acceptance is not None:
+            return self
+        masks = self.k or self.recording(recordings).offsets
+        own = Parallel(self.model, self.acceptance, self.concentration, masks, self.seed)
+        return OnFeatures.for_decoding(own, recordings)
 
 
 def drawn_starts(
@@ -220,12 +207,11 @@ def drawn_starts(
     token[np.isin(token, eos).cumsum(axis=1) - np.isin(token, eos) > 0] = -1
     token[bounds[:-1][np.diff(bounds) > 0]] = -1  # nothing drafts the prompt's own token
     logits = logits_of(chance)
-    signals = {name: logits[f"draft_{name}"] for name in START_SIGNALS}
+    signals = {name: logits[f"draft_{name}"] for name in LOGITS}
     rank = np.where(wanted < 0, -1, np.where(token == wanted, 0, 1)).astype(np.int32)
     meta = {"acceptance": list(map(float, acceptance)), "sampling": trace.sampling.meta}
-    return StartRecording(
-        token.astype(np.int32), signals, rank, tuple(int(b) for b in bounds), meta
-    )
+    arrays = {"token": token.astype(np.int32), "rank": rank, **signals}
+    return StartRecording(arrays, tuple(int(b) for b in bounds), meta)
 
 
 def _others(wanted: npt.NDArray[np.int64], eos: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:

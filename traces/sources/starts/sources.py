@@ -14,7 +14,8 @@ from traces.errors import DraftsimError
 from traces.latency.table import LatencyTable
 from traces.replay.calls import CALL_KINDS, HEAD, LAYER, PASS, Counted
 from traces.replay.rounds import Fidelity, RoundLog
-from traces.sources.base import Recordings, SourceReplay
+from traces.sources.base import Source
+from traces.sources.recording import Recordings
 from traces.sources.starts.as_draft import (
     heads_at_once,
     model_of,
@@ -36,10 +37,6 @@ class HeadsReplay(StartReplay):
             self.calls.add(HEADS, 1)
         return self.token(len(so_far)) if len(so_far) < self.width else None
 
-    def charge(self, submitted: int) -> int:
-        """An ordinary verification over the draft and the last token."""
-        return submitted + 1
-
     def chained(self, log: RoundLog) -> list[Counted]:
         """The heads run once in every round that drafts."""
         forwards = log.rounds["draft_forwards"].astype(np.int64)
@@ -51,16 +48,11 @@ class Heads(StartSource):
 
     unlike = None
     drafts_end = True
+    replays = HeadsReplay
 
     def __init__(self, k: int | None = None) -> None:
         whole("k", k, 1, none=True)
         self.k = k
-
-    def replay(
-        self, trace: Trace, request: int, recording: StartRecording, first: int
-    ) -> SourceReplay:
-        """Heads over the recorded rows."""
-        return HeadsReplay(trace, request, recording, first, self.k)
 
     def as_draft(self, latency: LatencyTable, recordings: Recordings) -> LatencyTable:
         """Return `latency` with all heads as the first pass of a round."""
@@ -93,28 +85,6 @@ class SpecDec(Heads):
     what = "one-pass drafter after Spec-Drafter (arXiv:2203.16487), reading the target's state"
 
 
-class Space(StartSource):
-    """SPACE: mask tokens after every candidate draft while it is verified (arXiv:2402.11809).
-
-    The paper tunes the target for it; here the target is frozen and the mask tokens'
-    embeddings alone are trained.  ``k`` is the number of masks used (None: all recorded).
-    """
-
-    name = "space"
-    what = "SPACE (arXiv:2402.11809) with trained mask embeddings and a frozen target"
-    drafts_end = True
-
-    def __init__(self, k: int | None = None) -> None:
-        whole("k", k, 1, none=True)
-        self.k = k
-
-    def replay(
-        self, trace: Trace, request: int, recording: StartRecording, first: int
-    ) -> SourceReplay:
-        """Masks over the recorded rows."""
-        return SpaceReplay(trace, request, recording, first, self.k)
-
-
 class SpaceReplay(StartReplay):
     """Drafts come with the verification before, which carries the masks of every candidate."""
 
@@ -134,49 +104,32 @@ class SpaceReplay(StartReplay):
         return [Counted.each(True, PASS, width, np.ones_like(width))]
 
 
-class MedusaTree(StartSource):
-    """Medusa's tree: every combination of the `top` best candidates of each head.
+class Space(StartSource):
+    """SPACE: mask tokens after every candidate draft while it is verified (arXiv:2402.11809).
 
-    Acceptance under greedy verification follows from the rank of the true token under each
-    head.  ``tops`` gives the candidates per head; the tree has as many nodes as their
-    combinations (Medusa's own trees are pruned, and cheaper).
+    The paper tunes the target for it; here the target is frozen and the mask tokens'
+    embeddings alone are trained.  ``k`` is the number of masks used (None: all recorded).
     """
 
-    name = "medusa-tree"
-    what = (
-        "Medusa's tree of candidates (arXiv:2401.10774): acceptance from recorded ranks, "
-        "unpruned, and without a real decoder to hold it against"
-    )
-    fidelity: ClassVar[Fidelity] = "approximate"
+    name = "space"
+    what = "SPACE (arXiv:2402.11809) with trained mask embeddings and a frozen target"
+    drafts_end = True
+    replays = SpaceReplay
 
-    def __init__(self, tops: Sequence[int] = (4, 2, 1)) -> None:
-        if not tops:
-            raise ValueError("tops is empty, expected the candidates of at least one head")
-        for top in tops:
-            whole("tops", top, 1)
-        self.tops = tops
-
-    @property
-    def key(self) -> str:
-        """The heads are Medusa's."""
-        return Medusa.name
-
-    def replay(
-        self, trace: Trace, request: int, recording: StartRecording, first: int
-    ) -> SourceReplay:
-        """The tree over the recorded ranks."""
-        return TreeReplay(trace, request, recording, first, self.tops)
+    def __init__(self, k: int | None = None) -> None:
+        whole("k", k, 1, none=True)
+        self.k = k
 
 
-class TreeReplay(StartReplay):
+class MedusaTreeReplay(StartReplay):
     """A level of the tree is one drafted token: right if the true one is among its candidates."""
 
     def __init__(
         self, trace: Trace, request: int, recording: StartRecording, first: int,
-        tops: Sequence[int],
+        source: MedusaTree,
     ) -> None:  # fmt: skip
-        super().__init__(trace, request, recording, first, len(tops))
-        self.tops = tops
+        super().__init__(trace, request, recording, first, source)
+        self.tops = source.tops
 
     def run_length(self) -> int:
         """Levels from here that hold the true token."""
@@ -187,7 +140,7 @@ class TreeReplay(StartReplay):
 
     def _held(self, offset: int) -> bool:
         at = self.position + offset
-        rank = int(self.recording.rank[self.row0 + self.position, offset])
+        rank = int(self.recording["rank"][self.row0 + self.position, offset])
         return at < self.length and 0 <= rank < self.tops[offset]
 
     def draft(self, so_far: Sequence[Any]) -> RecordedToken | None:
@@ -210,43 +163,34 @@ class TreeReplay(StartReplay):
         return submitted + 1
 
 
-class LayerSkip(StartSource):
-    """Draft & Verify: the target drafts with some layers left out (arXiv:2309.08168).
+class MedusaTree(StartSource):
+    """Medusa's tree: every combination of the `top` best candidates of each head.
 
-    Its draft states are inexact, so a draft depends on where its round began; they are
-    recomputed by the verification.  ``skip`` names the layers left out, 1 = the first.
+    Acceptance under greedy verification follows from the rank of the true token under each
+    head.  ``tops`` gives the candidates per head; the tree has as many nodes as their
+    combinations (Medusa's own trees are pruned, and cheaper).
     """
 
-    name = "layer-skip"
-    what = "Draft & Verify (arXiv:2309.08168): inexact states, hence recorded by (start, offset)"
-    unlike = None
+    name = "medusa-tree"
+    what = (
+        "Medusa's tree of candidates (arXiv:2401.10774): acceptance from recorded ranks, "
+        "unpruned, and without a real decoder to hold it against"
+    )
+    fidelity: ClassVar[Fidelity] = "approximate"
+    drafts_end = True
+    replays = MedusaTreeReplay
 
-    def __init__(self, skip: Sequence[int] | None = None) -> None:
-        for layer in skip or ():
-            whole("skip", layer, 1)
-        self.skip = skip
+    def __init__(self, tops: Sequence[int] = (4, 2, 1)) -> None:
+        if not tops:
+            raise ValueError("tops is empty, expected the candidates of at least one head")
+        for top in tops:
+            whole("tops", top, 1)
+        self.tops, self.k = tops, len(tops)
 
-    def replay(
-        self, trace: Trace, request: int, recording: StartRecording, first: int
-    ) -> SourceReplay:
-        """The chain over the recorded rows."""
-        recorded = recording.meta.get("skip")
-        if self.skip is not None and list(self.skip) != list(recorded or ()):
-            raise DraftsimError(
-                f"layers {list(self.skip)} were to be skipped and {recorded} were recorded: "
-                "record these, or leave skip out"
-            )
-        return LayerSkipReplay(trace, request, recording, first)
-
-    def longest(self, trace: Trace, recordings: Recordings) -> int:
-        """Return the longest chain recorded."""
-        del trace
-        return self.recording(recordings).offsets
-
-    def as_draft(self, latency: LatencyTable, recordings: Recordings) -> LatencyTable:
-        """Return `latency` with the kept layers and the head as a pass."""
-        own = skipping(latency, int(self.recording(recordings).meta["layers"]))
-        return standing_in(latency, latency.cells, own, model_of(self, recordings))
+    @property
+    def key(self) -> str:
+        """The heads are Medusa's."""
+        return Medusa.name
 
 
 class LayerSkipReplay(StartReplay):
@@ -259,10 +203,6 @@ class LayerSkipReplay(StartReplay):
         self.calls.add(HEAD, 1)
         return self.token(len(so_far))
 
-    def charge(self, submitted: int) -> int:
-        """A full pass: nothing of the draft's states is reused."""
-        return submitted + 1
-
     def chained(self, log: RoundLog) -> list[Counted]:
         """The kept layers and the output head, for every drafted token."""
         forwards = log.rounds["draft_forwards"].astype(np.int64)
@@ -271,3 +211,42 @@ class LayerSkipReplay(StartReplay):
             Counted.each(False, LAYER, ones, forwards * layers),
             Counted.each(False, HEAD, ones, forwards),
         ]
+
+
+class LayerSkip(StartSource):
+    """Draft & Verify: the target drafts with some layers left out (arXiv:2309.08168).
+
+    Its draft states are inexact, so a draft depends on where its round began; they are
+    recomputed by the verification.  ``skip`` names the layers left out, 1 = the first.
+    """
+
+    name = "layer-skip"
+    what = "Draft & Verify (arXiv:2309.08168): inexact states, hence recorded by (start, offset)"
+    unlike = None
+    runs_layers = True
+    replays = LayerSkipReplay
+
+    def __init__(self, skip: Sequence[int] | None = None) -> None:
+        for layer in skip or ():
+            whole("skip", layer, 1)
+        self.skip = skip
+
+    def recording(self, recordings: Recordings) -> Any:
+        """Return its recording; DraftsimError if there is none, or it skips other layers."""
+        found = super().recording(recordings)
+        recorded = found.meta.get("skip")
+        if self.skip is not None and list(self.skip) != list(recorded or ()):
+            raise DraftsimError(
+                f"layers {list(self.skip)} were to be skipped and {recorded} were recorded: "
+                "record these, or leave skip out"
+            )
+        return found
+
+    def for_decoding(self, recordings: Recordings) -> Source:
+        """Return the source with the layers that were skipped."""
+        return LayerSkip(self.recording(recordings).meta["skip"])
+
+    def as_draft(self, latency: LatencyTable, recordings: Recordings) -> LatencyTable:
+        """Return `latency` with the kept layers and the head as a pass."""
+        own = skipping(latency, int(self.recording(recordings).meta["layers"]))
+        return standing_in(latency, latency.cells, own, model_of(self, recordings))

@@ -1,0 +1,413 @@
+"""Draft sources of a pair: modules loaded or trained, drafts recorded, passes timed."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from commands.common.output import note
+from commands.common.progress import progress_bar
+from commands.profile.recording import say_recording
+from traces.errors import DraftsimError
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+    from profiler.models.loading import Pair
+    from profiler.models.stack import LayerRunner
+    from profiler.recording.run import RunInfo
+    from profiler.sources.exits import Modules
+    from profiler.sources.start_record import RecordOptions
+    from traces.acceptance.trace import Trace
+    from traces.latency.table import LatencyTable
+    from traces.sources.base import Source
+    from traces.sources.recording import Recordings
+    from traces.sources.starts.features import OnFeatures
+
+HEADS = "exit_heads"
+"""Folder of the trained modules inside a run folder."""
+
+
+def check_layers(pair: Pair) -> None:
+    """DraftsimError if the target cannot be run layer by layer."""
+    from profiler.models.stack import LayerRunner
+
+    LayerRunner(pair.target, 8)
+
+
+def split_drafters(texts: Sequence[str], temperature: float) -> tuple[list[OnFeatures], list[str]]:
+    """Return the drafters on features among sources given as text, and the others.
+
+    A folder is named in full from here on, so that the run can be used from anywhere.
+
+    Raises DraftsimError if one names no folder, two are called alike, one is not recorded along
+    outputs of this ``temperature``, or no recording depends on the parameters of one of the others.
+    """
+    from simulator.recording import load_source
+    from traces.sources.exits.early_exit import EarlyExit
+    from traces.sources.starts.features import OnFeatures
+    from traces.sources.starts.sources import LayerSkip
+
+    found: list[OnFeatures] = []
+    others = []
+    for text in texts:
+        source = load_source(text)
+        if not isinstance(source, OnFeatures):
+            others.append(text)
+            if source is None or source.name not in (EarlyExit.name, LayerSkip.name):
+                raise DraftsimError(
+                    f"--source {text} has nothing to set in a recording: name early-exit or "
+                    "layer-skip with its parameters"
+                )
+            continue
+        if source.model is None:
+            raise DraftsimError(
+                f"--source {text} names no drafter: give its folder, {source.name}:model=DIR"
+            )
+        if Path(source.model).is_dir():
+            source = source.of(os.path.abspath(source.model))
+        if any(source.key == other.key for other in found):
+            raise DraftsimError(
+                f"two drafters are called {Path(str(source.model)).name}, by which tables tell "
+                "them apart: rename a folder"
+            )
+        if temperature > 0 and not source.replays.sampled:
+            raise DraftsimError(
+                f"drafts of --source {source.name} are recorded along greedy output alone: drop "
+                "--temperature, or record them by a command of their own"
+            )
+        found.append(source)
+    return found, others
+
+
+def load_drafters(pair: Pair, sources: Iterable[Source | None]) -> dict[str, Any]:
+    """Return the modules of drafters on features that `sources` name, by their recording's name.
+
+    Raises DraftsimError where the drafter and its source differ in kind: one of them drafts all
+    tokens in one pass, the other token by token.
+    """
+    from profiler.features import read_drafter
+    from profiler.recording.run import model_path
+    from profiler.sources.run import REAL
+    from traces.sources.starts.features import Eagle, OnFeatures
+    from traces.sources.starts.parallel import Parallel
+
+    found = {}
+    for source in sources:
+        if not isinstance(source, OnFeatures) or source.model is None:
+            continue
+        drafter = read_drafter(model_path(source.model, "draft"), pair.target)
+        if drafter.one_pass != source.one_pass:
+            wanted = Parallel.name if drafter.one_pass else Eagle.name
+            raise DraftsimError(
+                f"{source.model} holds a drafter of kind {drafter.kind}: name it "
+                f"{wanted}:model={source.model}"
+            )
+        found[source.key] = REAL[source.name].loaded(drafter, source)
+    return found
+
+
+def recorded_drafters(recordings: Recordings) -> list[Source]:
+    """Return the drafters of a run's recordings, with the folders that they were read from."""
+    from traces.sources.base import Source
+    from traces.sources.registry import SOURCES
+    from traces.sources.starts.features import OnFeatures
+
+    found = []
+    for key, recording in recordings.items():
+        of = SOURCES.get(key.partition(".")[0], Source)
+        if issubclass(of, OnFeatures):
+            found.append(of(str(recording.meta["model"])).for_decoding(recordings))
+    return found
+
+
+def profile_drafters(pair: Pair, out: Path, sources: Sequence[OnFeatures], *, repeats: int) -> None:
+    """Record what `sources` draft along the traces in `out`, and measure their passes.
+
+    What the folder already holds of these traces and weights is kept, wherever the weights lie by
+    now; other drafters that it holds are left as they are.
+    """
+    modules = load_drafters(pair, sources)
+    folders = {source.key: {"model": str(source.model)} for source in sources}
+    recorded = record(pair, out, modules, folders)
+    drawn = record(pair, out, modules, folders, sampled=True)
+    measure_drafters(pair, out, modules, repeats=repeats, again=recorded)
+    say_recorded(out, recorded, drawn)
+
+
+def profile_sources(
+    pair: Pair, info: RunInfo, out: Path, *, sources: Sequence[str] = (),
+    text: Path | None = None, repeats: int = 15,
+) -> None:  # fmt: skip
+    """Record every other source along the traces in `out`, and measure what its parts cost.
+
+    What the folder already holds of these traces is kept, so a stopped run goes on with the
+    source it stopped at.
+
+    Parameters
+    ----------
+    sources:
+        Further early-exit settings, and the layers of layer skip, as text.
+    text:
+        Texts to train heads on where the target has none.
+    """
+    from traces.store.files import read_trace
+
+    trace = read_trace(out / "trace.parquet")
+    modules = modules_of(pair, info, out, trace, text)
+    keys: dict[str, dict[str, str]] = {key: {} for key in (*modules, "layer-skip")}
+    drawn = record(pair, out, modules, keys, sources, sampled=True)
+    recorded = record(pair, out, modules, keys, sources)
+    measure(pair, out, trace, modules, repeats=repeats)
+    say_recorded(out, recorded, drawn)
+
+
+def say_recorded(out: Path, recorded: Sequence[str], drawn: Sequence[str]) -> None:
+    """Note what was recorded into `out`, along greedy and along sampled outputs."""
+    note(f"recorded {', '.join(recorded) or 'nothing new'} into {out}")
+    if drawn:
+        note(f"recorded {', '.join(drawn)} along sampled outputs into {out}")
+
+
+def wanted(trace: Trace, sources: Sequence[str]) -> RecordOptions:
+    """Return early-exit settings to follow after wrong exits, and the layers to skip.
+
+    The settings are those of the named systems and of `sources`; along greedy outputs also those
+    of SpecBound's Figure 3.
+    """
+    from policies.registry import parse_policy
+    from profiler.sources.start_record import RecordOptions
+    from simulator.papers.early_exit import FOLLOWED_SOURCES, START
+    from traces.sources.exits.early_exit import EarlyExit
+    from traces.sources.exits.recording import ExitSetting
+    from traces.sources.registry import SYSTEMS, parse_source
+    from traces.sources.starts.sources import LayerSkip
+
+    most = trace.max_gamma or 24
+    lengths: dict[ExitSetting, int] = {}
+    skip = None
+
+    asked = []
+    for system in SYSTEMS.values():
+        policy = parse_policy(system.policy, max_gamma=most)
+        asked.append((system.source, int(getattr(policy, "gamma", most))))
+    asked += [(text, most) for text in sources]
+    if trace.sampling.greedy:
+        asked += [(text, int(START.width)) for text in FOLLOWED_SOURCES]
+    for text, gamma in asked:
+        source = parse_source(text)
+        if isinstance(source, LayerSkip) and source.skip is not None:
+            skip = source.skip
+        if isinstance(source, EarlyExit) and source.name == EarlyExit.name:
+            key = source.setting(1)
+            lengths[key] = max(lengths.get(key, 0), gamma)
+    settings = tuple(key._replace(gamma_max=gamma) for key, gamma in lengths.items())
+    return RecordOptions(settings, skip)
+
+
+def record(
+    pair: Pair, out: Path, modules: Modules, keys: Mapping[str, Mapping[str, str]],
+    sources: Sequence[str] = (), *, sampled: bool = False,
+) -> list[str]:  # fmt: skip
+    """Record those of `keys` that `out` lacks along one trace, or holds of something else.
+
+    If only the folder of a drafter differs, the recording is kept, and its folder is noted in it.
+
+    Parameters
+    ----------
+    keys:
+        Names of recordings, with what else their provenance says: ``model``, a drafter's folder.
+    sources:
+        As in `wanted`.
+    sampled:
+        Along the sampled outputs, if there are any, the sources that are recorded there.
+
+    Returns
+    -------
+    The names of what was recorded.
+    """
+    from profiler.sources.run import real_of, record_sources
+    from traces.sources.found import STAMP, read_recordings, stamp_of, write_recordings
+    from traces.store.files import read_trace
+
+    path = out / ("sampled.parquet" if sampled else "trace.parquet")
+    keys = {key: also for key, also in keys.items() if real_of(key).recorded_sampled or not sampled}
+    if not keys or not path.is_file():
+        return []
+    trace, kept = read_trace(path), read_recordings(out, sampled=sampled)
+    how = replace(
+        wanted(trace, sources), seed=int((trace.meta.get("sampling") or {}).get("seed", 0))
+    )
+    stamp, todo = {STAMP: stamp_of(trace)}, {}
+    for key, also in keys.items():
+        real, module, found = real_of(key), modules.get(key), kept.get(key)
+        provenance = {**stamp, **real.provenance(module, modules), **also}
+        if found is not None and found.meta.get(STAMP) == stamp[STAMP]:
+            how = real.extended(how, found)
+        differ = {n for n, v in provenance.items() if found is None or found.meta.get(n) != v}
+        if differ == {"model"} and real.fits(found, module, how):
+            assert found is not None
+            again = replace(found, meta={**found.meta, "model": provenance["model"]})
+            write_recordings({key: again}, out)
+        elif differ or not real.fits(found, module, how):
+            todo[key] = provenance
+    say_recording(todo, trace, keys)
+    with progress_bar() as progress:
+        task = progress.add_task("recording sources", total=len(todo) * len(trace.requests))
+        for key, provenance in todo.items():
+            made = record_sources(
+                pair.target, trace, modules, how, only=[key],
+                advance=lambda _: progress.advance(task),
+            )[key]  # fmt: skip
+            own = replace(made, meta={**made.meta, **provenance})
+            write_recordings({key: own}, out)
+    return [*todo]
+
+
+def measure(
+    pair: Pair, out: Path, trace: Trace, modules: Modules, *, repeats: int, again: bool = False
+) -> None:
+    """Put the cells of the sources into the latency table of `out`, unless they are there."""
+    from profiler.sources.run import measure_sources, real_of
+    from traces.store.files import read_latency, write_latency
+
+    path = out / "latency.parquet"
+    table = read_latency(path)
+    cells = [("exit", "layer"), *(cell for key in modules for cell in real_of(key).cells)]
+    if not again and all(table.has(*cell) for cell in cells):
+        return
+    note("measuring the latencies of single layers, heads and lookups")
+    found = measure_sources(timed_layers(pair, trace.longest), modules, trace, repeats=repeats)
+    write_latency(with_sources(table, found), path)
+
+
+def measure_drafters(
+    pair: Pair, out: Path, modules: Modules, *, repeats: int, again: Collection[str]
+) -> None:
+    """Put cells of drafters into the latency table of `out`: chains at the target's batch sizes.
+
+    Those that are there are kept, but of the names in `again`.
+    """
+    from profiler.sources import latency
+    from profiler.sources.start_record import GrownTrees
+    from traces.store.files import read_latency, read_trace, write_latency
+
+    path = out / "latency.parquet"
+    table = read_latency(path)
+    passes = table.cells[table.cells["phase"] == "forward"].groupby("model")["batch"].unique()
+    batches = sorted(int(b) for b in passes["target"])
+    grown = latency.of_kind(modules, GrownTrees)
+    chains = {
+        name: drafter for name, drafter in modules.items()
+        if name not in grown and (name in again or not {*batches} <= {*passes.get(name, ())})
+    }  # fmt: skip
+    trees = {
+        name: module for name, module in grown.items()
+        if name in again or not (table.has(name, "tree") and table.has("target", "tree"))
+    }  # fmt: skip
+    if not chains and not trees:
+        return
+    note(f"measuring the latencies of {', '.join((*chains, *trees))}")
+    longest = read_trace(out / "trace.parquet").longest
+    layers = timed_layers(pair, longest, trees)
+    if chains:
+        found = latency.measure_drafters(layers, chains, repeats, batches=batches, longest=longest)
+        table = with_sources(table, found)
+    if trees:
+        table = with_sources(table, latency.measure_trees(layers, trees, repeats, longest=longest))
+    write_latency(table, path)
+
+
+def remeasure(pair: Pair, info: RunInfo, out: Path, *, repeats: int) -> None:
+    """Measure the sources of a run folder again; its recordings are kept."""
+    from traces.sources.found import read_recordings
+    from traces.store.files import read_trace
+
+    recordings = read_recordings(out)
+    drafters = load_drafters(pair, recorded_drafters(recordings))
+    measure_drafters(pair, out, drafters, repeats=repeats, again=drafters)
+    if len(recordings) > len(drafters):
+        modules = modules_of(pair, info, out)
+        measure(pair, out, read_trace(out / "trace.parquet"), modules, repeats=repeats, again=True)
+
+
+def modules_of(
+    pair: Pair, info: RunInfo, out: Path, trace: Trace | None = None, text: Path | None = None
+) -> dict[str, Any]:
+    """The target's trained modules: the run's own, those the project has, or trained now.
+
+    Without ``trace`` nothing is trained.
+    """
+    from profiler.features.heads import FILES
+    from profiler.recording.run import shipped_heads
+    from profiler.sources.run import load_modules
+
+    own = out / HEADS
+    absent = [name for name, file in FILES.items() if not (own / file).is_file()]
+    shipped = shipped_heads(info.target)
+    if len(absent) == len(FILES) and shipped is not None and text is None:
+        return load_modules(shipped, pair.target)
+    if absent and trace is not None:
+        _train(pair, own, absent, trace, text)
+    return load_modules(own, pair.target)
+
+
+def _train(pair: Pair, own: Path, absent: Sequence[str], trace: Trace, text: Path | None) -> None:
+    """Train the absent modules into `own`, each file whole or not at all."""
+    from profiler.features.heads import FILES
+    from profiler.models.stack import LayerRunner
+    from profiler.prompts import read_prompts
+    from profiler.train.heads import own_text, train_all
+    from traces.sources.base import prompt_tokens
+
+    if text is not None:
+        encoded = [pair.encode(p.text).tolist() for p in read_prompts(text)]
+    else:
+        note(
+            "no heads for this target: training them on the recorded prompts, which flatters "
+            "them; give other texts with --heads-text"
+        )
+        encoded = [prompt_tokens(trace, i) for i in range(len(trace.requests))]
+    own.mkdir(parents=True, exist_ok=True)
+    limit = int(pair.target.config.get_text_config().max_position_embeddings)
+    with progress_bar() as progress, tempfile.TemporaryDirectory(dir=own) as made:
+        task = progress.add_task("training heads", total=len(absent) + 1)
+        samples = own_text(pair.target, encoded)
+        progress.advance(task)
+        runner = LayerRunner(pair.target, min(512, limit))
+        for name in absent:
+            train_all(runner, samples, Path(made), [name])
+            (Path(made) / FILES[name]).replace(own / FILES[name])
+            progress.advance(task)
+
+
+def timed_layers(pair: Pair, longest: int, modules: Modules | None = None) -> LayerRunner:
+    """Return a runner with room for timing sources, and requests of `longest` tokens.
+
+    ``modules``: those whose trees are timed are among them.
+    """
+    from profiler.latency.table import reaching
+    from profiler.models.stack import LayerRunner
+    from profiler.sources.latency import CONTEXTS, WIDTHS, of_kind, widest_tree
+    from profiler.sources.start_record import GrownTrees
+
+    limit = int(pair.target.config.get_text_config().max_position_embeddings)
+    trees = of_kind(modules or {}, GrownTrees)
+    widest = max(*WIDTHS, widest_tree(trees) if trees else 0)
+    return LayerRunner(pair.target, min(limit, max(reaching(CONTEXTS, longest)) + widest))
+
+
+def with_sources(table: LatencyTable, found: pd.DataFrame) -> LatencyTable:
+    """Return `table` with the cells of sources in place of its own of the same parts."""
+    import pandas as pd
+
+    from traces.latency.table import LatencyTable
+
+    # The same part timed in two ways does not belong into one grid.
+    ours = set(zip(found["model"], found["phase"], strict=True))
+    keep = [key not in ours for key in zip(table.cells["model"], table.cells["phase"], strict=True)]
+    return LatencyTable(pd.concat([table.cells[keep], found], ignore_index=True), table.meta)
