@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,6 +11,7 @@ import pytest
 
 from commands.engine.apart import chances, say_defaults
 from commands.engine.check import engine_options
+from commands.engine.profile import default_speeds, with_default_speeds
 from profiler.engines import vllm
 from profiler.engines.engine import EngineOptions
 from profiler.engines.vllm.apart import arguments, timed
@@ -20,6 +22,7 @@ from tests.conftest import Run
 from traces.errors import DraftsimError
 from traces.latency.table import LatencyTable
 from traces.store.engine_runs import Apart, Job, Speed
+from traces.store.files import write_latency
 from traces.store.recordings import find_latency, find_trace
 
 
@@ -156,3 +159,41 @@ def test_options_that_do_not_go_together(run: Run, command: tuple[str, ...], say
 def test_rising_chances_are_refused() -> None:
     with pytest.raises(DraftsimError, match=r"--synthetic 0\.5,0\.6"):
         chances("0.5,0.6")
+
+
+class Told:
+    """An engine's folder whose engines with defaults decode at given speeds."""
+
+    def __init__(self) -> None:
+        self.loads: dict[str, Any] = {}
+
+    def run_apart(
+        self, options: Any, demands: Any, prompts: Any, repeats: int, synthetic: Any = None
+    ) -> Apart:
+        assert synthetic is None
+        self.loads |= demands
+        speeds = {
+            load: Speed(sum(job.tokens for job in own.jobs), 10.0)
+            for load, own in demands.items()
+        }
+        return Apart(speeds, {"prefix_caching": True})
+
+
+def test_a_profile_keeps_what_the_defaults_decode(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, run: Run
+) -> None:
+    monkeypatch.setattr(EngineOptions, "vocabulary", 1000)
+    told = Told()
+    plain = default_speeds(told, EngineOptions("T", max_batch=4))  # type: ignore[arg-type]
+    assert [(load, own.concurrency) for load, own in told.loads.items()] == [
+        ("closed:1", 1), ("closed:4", 4)
+    ]  # fmt: skip
+    table = with_default_speeds(find_latency("smollm2-vllm-eagle3-cpu"), plain)
+    loads = table.meta["defaults"]["loads"]
+    assert loads["closed:1"]["tokens_per_s"] == pytest.approx(4 * 64 / 10)
+    assert loads["closed:4"]["own_tokens_per_s"] > loads["closed:1"]["own_tokens_per_s"] > 0
+    write_latency(table, tmp_path / "latency.parquet")
+    ran = run("serve", "--trace", "smollm2-vllm-eagle3-cpu", "--latency", tmp_path, "--batch", "1",
+              "--policy", "fixed:gamma=1", "--requests", "8")  # fmt: skip
+    share = loads["closed:1"]["own_tokens_per_s"] / loads["closed:1"]["tokens_per_s"]
+    assert f"speedups are {share:.2f} times those printed at closed:1" in " ".join(ran.err.split())

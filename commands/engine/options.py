@@ -21,7 +21,8 @@ DefaultsOption = Annotated[
     typer.Option(
         "--defaults",
         help="Of the real engine: also serve the loads without speculation in one with vLLM's own "
-        "defaults (asynchronous scheduling, graphs, prefix caching), and tell the speedup over it.",
+        "defaults (asynchronous scheduling, graphs, prefix caching) and no drafter, and print the "
+        "speedup over it.",
     ),
 ]
 
@@ -68,6 +69,7 @@ class MeasuredEngine:
     prefix_caching: Annotated[
         bool, typer.Option("--prefix-caching", help="Keep the cache of known prompts.")
     ] = False
+    defaults: DefaultsOption = False
     minutes: Annotated[
         float,
         typer.Option(
@@ -94,10 +96,10 @@ class MeasuredEngine:
 
     def check_unused(self) -> None:
         """Raise DraftsimError if an engine's settings are given, and no engine."""
-        if self.async_scheduling or self.cuda_graphs or self.prefix_caching:
+        if self.async_scheduling or self.cuda_graphs or self.prefix_caching or self.defaults:
             raise DraftsimError(
-                "--async-scheduling, --cuda-graphs and --prefix-caching are of --engine: add "
-                "--engine vllm"
+                "--async-scheduling, --cuda-graphs, --prefix-caching and --defaults are of "
+                "--engine: add --engine vllm"
             )
 
 

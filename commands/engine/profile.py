@@ -4,28 +4,46 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from commands.common.output import note
 from commands.common.progress import progress_bar
 from profiler.engines.bench import Grid
-from profiler.engines.engine import EngineOptions, find_engine
+from profiler.engines.engine import EngineKind, EngineOptions, find_engine
 from profiler.engines.measure import EngineTable
+from traces.acceptance.synthetic import synthetic_trace
 from traces.errors import DraftsimError
+from traces.store.engine_runs import Apart
 from traces.store.files import write_latency
 
+if TYPE_CHECKING:
+    from simulator.serving.arrivals import Arrivals
+    from traces.acceptance.trace import Trace
+    from traces.latency.table import LatencyTable
 
-def profile_engine(name: str, options: EngineOptions, out: Path, minutes: float) -> None:
+
+PLAIN_TOKENS = 64
+"""Prompt and output tokens of the requests that the engine's defaults serve."""
+
+
+def profile_engine(
+    name: str, options: EngineOptions, out: Path, minutes: float, defaults: bool = False
+) -> None:
     """Measure the engine, and write ``latency.parquet`` into the run folder.
 
-    What is not needed for a table is measured only as long as there are `minutes` left.
+    What is not needed for a table is measured only as long as there are `minutes` left.  With
+    `defaults` an engine with its own settings and no drafter decodes too (`default_speeds`); its
+    tokens/s, and those that the table predicts without drafts, are in the table's metadata.
     """
     kind = find_engine(name)
     try:
         out.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise DraftsimError(f"cannot make the run folder {out}: {error.strerror}") from None
+    # Before the engine that is stepped by hand: a GPU holds one of them.
+    plain = default_speeds(kind, options) if defaults else None
     end = time.monotonic() + 60 * minutes
     note(f"starting {name} with {options.target}")
     engine = kind.start(options)
@@ -36,6 +54,9 @@ def profile_engine(name: str, options: EngineOptions, out: Path, minutes: float)
     with progress_bar() as progress:
         task = progress.add_task("measuring iterations", total=measured.blocks)
         table = measured.run(lambda: progress.advance(task))
+    if plain is not None:
+        table = with_default_speeds(table, plain)
+        note(table.meta["remark"])
     write_latency(table, out / "latency.parquet")
     errors = [abs(entry["error"]) for entry in table.meta["held_out"]]
     worst = f"; held-out cells within {max(errors):.1%} before points were added" if errors else ""
@@ -45,6 +66,57 @@ def profile_engine(name: str, options: EngineOptions, out: Path, minutes: float)
             f"{measured.left_out} more visits to cells (again, where disturbed, or between others) "
             f"did not fit into {minutes:g} minutes: --minutes gives more"
         )
+
+
+def plain_load(concurrency: int) -> tuple[str, Trace, Arrivals]:
+    """Return a closed loop of plain requests: its name, the requests and their arrivals."""
+    from simulator.serving import ClosedLoop
+
+    requests = max(4, concurrency)
+    trace = synthetic_trace(requests=requests, tokens=PLAIN_TOKENS, prompt_length=PLAIN_TOKENS)
+    return f"closed:{concurrency}", trace, ClosedLoop(concurrency)
+
+
+def default_speeds(kind: EngineKind, options: EngineOptions) -> Apart:
+    """Run closed loops of 1 and of all requests in an engine with its own defaults."""
+    from commands.engine.apart import run_apart
+
+    note("decoding without a drafter, in an engine with its own defaults")
+    speeds, settings = {}, {}
+    for concurrency in sorted({1, options.max_batch}):
+        load, trace, arrivals = plain_load(concurrency)
+        ran = run_apart(kind, options, trace, {load: arrivals}, len(trace.requests), 1, 0)
+        speeds |= ran.speeds
+        settings = ran.settings
+    return Apart(speeds, settings)
+
+
+def with_default_speeds(table: LatencyTable, plain: Apart) -> LatencyTable:
+    """Return `table` with tokens/s under the engine's defaults, and the remark that they make.
+
+    Commands that price with the table print the remark: their speedups are over an engine with the
+    profile's settings, whose own drafter runs even without drafts.
+    """
+    from policies.lengths.basic import Autoregressive
+    from simulator.engines import scenarios_of
+    from simulator.serving import Limits, simulate
+
+    limits = Limits.of_engine(table, None, None, None)
+    own_drafter = bool(table.meta["engine"].get("own_drafter"))
+    loads = {}
+    for load, speed in plain.speeds.items():
+        _, trace, arrivals = plain_load(int(load.partition(":")[2]))
+        scenario = scenarios_of({load: arrivals}, limits, len(trace.requests), 0, own_drafter)[load]
+        own = simulate(trace, table, Autoregressive(), scenario).row()["throughput_tok_s"]
+        loads[load] = {"tokens_per_s": speed.tokens_per_s, "own_tokens_per_s": float(own)}
+    name = table.meta["engine"]["name"]
+    shares = ", ".join(
+        f"{own['own_tokens_per_s'] / own['tokens_per_s']:.2f} times those printed at {load}"
+        for load, own in loads.items()
+    )
+    remark = f"over {name} with its own defaults and no drafter, speedups are {shares}"
+    found = {"settings": dict(plain.settings), "loads": loads}
+    return replace(table, meta={**table.meta, "defaults": found, "remark": remark})
 
 
 def say_slow_dtype(meta: Mapping[str, Any]) -> None:

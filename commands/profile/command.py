@@ -190,7 +190,7 @@ def profile(
         drafter, eagle = (None if m is None else _kept(m) for m in (draft, engine.engine_eagle))
         options = engine.options(_kept(target), drafter, eagle, dtype, threads)
         with only_writer(out):
-            profile_engine(engine.engine, options, out, engine.minutes)
+            profile_engine(engine.engine, options, out, engine.minutes, engine.defaults)
         return
     engine.check_unused()
     if draft is None or (prompts is None and not latency_only and not signals_only):
