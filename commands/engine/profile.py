@@ -24,6 +24,8 @@ if TYPE_CHECKING:
     from traces.latency.table import LatencyTable
 
 
+REPEATS = 3
+"""Runs of each load under the defaults."""
 PLAIN_TOKENS = 64
 """Prompt and output tokens of the requests that the engine's defaults serve."""
 
@@ -85,7 +87,7 @@ def default_speeds(kind: EngineKind, options: EngineOptions) -> Apart:
     speeds, settings = {}, {}
     for concurrency in sorted({1, options.max_batch}):
         load, trace, arrivals = plain_load(concurrency)
-        ran = run_apart(kind, options, trace, {load: arrivals}, len(trace.requests), 1, 0)
+        ran = run_apart(kind, options, trace, {load: arrivals}, len(trace.requests), REPEATS, 0)
         speeds |= ran.speeds
         settings = ran.settings
     return Apart(speeds, settings)
