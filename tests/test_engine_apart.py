@@ -173,8 +173,7 @@ class Told:
         assert synthetic is None
         self.loads |= demands
         speeds = {
-            load: Speed(sum(job.tokens for job in own.jobs), 10.0)
-            for load, own in demands.items()
+            load: Speed(sum(job.tokens for job in own.jobs), 10.0) for load, own in demands.items()
         }
         return Apart(speeds, {"prefix_caching": True})
 
