@@ -15,7 +15,7 @@ from profiler.engines.engine import EngineKind, EngineOptions, find_engine
 from profiler.engines.measure import EngineTable
 from traces.acceptance.synthetic import synthetic_trace
 from traces.errors import DraftsimError
-from traces.store.engine_runs import Apart
+from traces.store.engine_runs import Apart, Speed
 from traces.store.files import write_latency
 
 if TYPE_CHECKING:
@@ -84,7 +84,8 @@ def default_speeds(kind: EngineKind, options: EngineOptions) -> Apart:
     from commands.engine.apart import run_apart
 
     note("decoding without a drafter, in an engine with its own defaults")
-    speeds, settings = {}, {}
+    speeds: dict[str, Speed] = {}
+    settings: Mapping[str, Any] = {}
     for concurrency in sorted({1, options.max_batch}):
         load, trace, arrivals = plain_load(concurrency)
         ran = run_apart(kind, options, trace, {load: arrivals}, len(trace.requests), REPEATS, 0)
