@@ -14,7 +14,7 @@ import typer
 
 from commands.common.drafted import load_recording
 from commands.common.options import LatencyOption, TraceOption
-from commands.common.output import JsonOption, OutOption, emit, note
+from commands.common.output import WIDEST, JsonOption, OutOption, emit, note, wrapped
 from commands.common.printed import cell_text, print_table, printable
 from commands.common.written import Shown
 from traces.errors import DraftsimError
@@ -249,7 +249,7 @@ def print_evidence(
     def printed() -> None:
         print_table(table.rows)
         for remark in remarks:
-            print(printable(remark))
+            print(wrapped(printable(remark), WIDEST))
 
     emit(
         "papers", [row._asdict() for row in rows], json, more=more, out=out, printed=printed,

@@ -154,8 +154,8 @@ HANGING = "  "
 def note(text: str, whole: bool = False) -> None:
     """Print a remark on standard error, wrapped to the terminal.
 
-    Nothing between backticks is broken, nor a percentage.  A command or a file's content to copy
-    is `whole`: it is printed on one line.
+    Nothing between backticks is broken.  A command or a file's content to copy is `whole`: it is
+    printed on one line.
     """
     where = console(stderr=True)
     width = min(WIDEST, where.width) if where.is_terminal else WIDEST
