@@ -27,7 +27,7 @@ def log() -> RoundLog:
 
 @pytest.fixture(scope="module")
 def latency() -> LatencyTable:
-    """A measured table's shape: both models over widths and contexts."""
+    """Return a measured table's shape: both models over widths and contexts."""
     rows = [
         (model, "forward", 1, width, context, base * (1 + width / 50 + context / 4000), 0.0, 9)
         for model, base in (("target", 0.01), ("draft", 0.002))

@@ -49,7 +49,7 @@ POLICIES: dict[str, DraftPolicy] = {
 
 @pytest.fixture(scope="module")
 def trace() -> Trace:
-    """150,000 positions of i.i.d. matches, with signals and off-path tails."""
+    """Return 150,000 positions of i.i.d. matches, with signals and off-path tails."""
     made = synthetic_trace(
         ALPHA, requests=REQUESTS, tokens=TOKENS, concentration=4.0, max_gamma=MAX_GAMMA
     )

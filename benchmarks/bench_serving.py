@@ -40,7 +40,7 @@ CONVERSATIONS = (
 
 
 def measured_like_table() -> LatencyTable:
-    """A grid of the size that profiling makes, with interpolation at nearly every pass."""
+    """Return a grid of the size that profiling makes, with interpolation at nearly every pass."""
     rows = [
         (m, "forward", b, n, c, s * (0.012 + 6e-5 * b * n + 3e-8 * b * c), 0.0, 5)
         for m, s in (("target", 1.0), ("draft", 0.08))
@@ -105,7 +105,9 @@ def test_serving_speed(benchmark, case):
 def measured(
     trace: Trace, latency: LatencyTable, policy: DraftPolicy | BatchPolicy, scenario: Scenario
 ) -> str:
-    """Speed of the best of three runs, in processor time: others may want the machine too."""
+    """Return speed of the best of three runs, in processor time: others may want the machine
+    too.
+    """
     best, run = float("inf"), simulate(trace, latency, policy, scenario)
     for _ in range(3):
         began = time.process_time()
@@ -121,7 +123,7 @@ def measured(
 
 
 def bare_event_us() -> float:
-    """Microseconds of one SimPy timeout and nothing else."""
+    """Return microseconds of one SimPy timeout and nothing else."""
 
     def sleeper() -> Iterator[simpy.Event]:
         for _ in range(100_000):

@@ -35,7 +35,7 @@ ALPHAS = parse_axis("0.3:0.95:100", "alpha")
 
 @cache
 def recording() -> Trace:
-    """The bundled one, or one of its kind where none is bundled."""
+    """Return the bundled one, or one of its kind where none is bundled."""
     try:
         return find_trace("bundled")
     except FileError:
@@ -44,7 +44,7 @@ def recording() -> Trace:
 
 @cache
 def policies() -> dict[str, DraftPolicy]:
-    """Six policies from twelve draft lengths each."""
+    """Return six policies from twelve draft lengths each."""
     names = with_gammas(FAMILIES[:5], range(1, 13))
     names += expand(["cm-asd:gamma_max={1..12}"])
     return {name: parse_policy(name, max_gamma=recording().max_gamma) for name in names}
@@ -70,14 +70,14 @@ def test_ratios(benchmark: Any, ratios: int) -> None:
 
 @cache
 def settings(kind: str, count: int = 1000) -> dict[str, DraftPolicy]:
-    """`count` different settings of a kind, by numbered names."""
+    """Return `count` different settings of a kind, by numbered names."""
     texts = KINDS[kind]
     found = [texts(i) for i in range(count)]
     return {f"{i} {text}": parse_policy(text) for i, text in enumerate(found)}
 
 
 def _spread(i: int, among: int) -> str:
-    """A number in (0, 1), of `among` different ones."""
+    """Return a number in (0, 1), of `among` different ones."""
     return f"{(i % among + 1) / (among + 1):.5f}"
 
 
@@ -117,12 +117,12 @@ def test_tilt(benchmark: Any) -> None:
 
 
 def at_once(many: Mapping[str, DraftPolicy]) -> int:
-    """Rounds of all settings."""
+    """Return rounds of all settings."""
     return sum(map(len, replay_many(recording(), many)))
 
 
 def one_by_one(many: Mapping[str, DraftPolicy]) -> int:
-    """The same through the loop."""
+    """Return the same through the loop."""
     return sum(len(replay(recording(), policy)) for policy in many.values())
 
 

@@ -55,7 +55,7 @@ LOADS = {"none": None, "core": CORE, "memory": MEMORY, "bursts": BURSTS}
 
 @contextmanager
 def load(name: str) -> Iterator[None]:
-    """Another process that keeps the machine busy while the block runs."""
+    """Keep the machine busy by another process while the block runs."""
     code = LOADS[name]
     if code is None:
         yield
@@ -96,7 +96,7 @@ def main() -> None:
 
 
 def say(rows: pd.DataFrame) -> None:
-    """The table, and the medians over the policies."""
+    """Print the table, and the medians over the policies."""
     print_table(rows.drop(columns=["verify", "batch", "forced"]).to_dict("records"))
     say_verdict(rows)
 

@@ -35,7 +35,7 @@ CONTEXTS = {0, 16, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384}
 
 
 def imported(folder: Path) -> OperatorTable:
-    """Everything in the folder."""
+    """Return everything in the folder."""
     tables = []
     for kind in ("vidur", "llmservingsim"):
         for file in sorted((folder / kind).rglob("*.csv*")):
@@ -45,7 +45,7 @@ def imported(folder: Path) -> OperatorTable:
 
 
 def condensed(table: OperatorTable, device: str) -> OperatorTable:
-    """The sizes of one GPU that are carried."""
+    """Return the sizes of one GPU that are carried."""
     rows = table.of(device=device)
     dense = rows[~rows["operator"].isin(_OTHERWISE) & rows["tokens"].isin(TOKENS)]
     attention = rows[(rows["operator"] == "attention") & rows["longest"].eq(0)]
@@ -68,7 +68,7 @@ _OTHERWISE = ("attention", "attention_unsplit", "all_reduce", "moe", "step", "st
 
 
 def _thinned(messages: pd.DataFrame) -> pd.DataFrame:
-    """A quarter's quantile of the messages of each doubling of bytes."""
+    """Return a quarter's quantile of the messages of each doubling of bytes."""
     if messages.empty:
         return messages
     octave = messages["size"].map(lambda size: 1 << max(int(size) - 1, 1).bit_length())

@@ -45,7 +45,7 @@ def main() -> None:
 
 
 def write_log(log: RoundLog, latency: LatencyTable, path: Path) -> Path:
-    """The result file that Spec-Bench would have left of a run."""
+    """Return the result file that Spec-Bench would have left of a run."""
     seconds = price(log, latency).decode_s
     lines = []
     for i, wall in enumerate(seconds):
@@ -60,7 +60,7 @@ def write_log(log: RoundLog, latency: LatencyTable, path: Path) -> Path:
 
 
 def errors(imported: Trace, trace: Trace, latency: LatencyTable) -> dict[str, Any]:
-    """Signed error of each policy's speedup, and whether the fastest is found."""
+    """Return signed error of each policy's speedup, and whether the fastest is found."""
     known = bool(imported.meta["draft_lengths_known"])
     filled = imported.impute(0, "hazard" if known else "rejected")
     predicted, true = {}, {}

@@ -73,7 +73,7 @@ class Missed(NamedTuple):
 
 
 def studies() -> Iterator[tuple[str, list[Study]]]:
-    """Studies by name, with the design of the runs that are given."""
+    """Yield studies by name, with the design of the runs that are given."""
     a100 = list(_a100())
     for design in ((1, 8), (1, 8, 32)):
         yield (
@@ -148,7 +148,7 @@ class Result(NamedTuple):
     """True for each load whose draft length predicted fastest is near the fastest measured."""
 
     def joined(self, other: Result) -> Result:
-        """Both together."""
+        """Return both together."""
         return Result(self.missed + other.missed, self.signs + other.signs, self.best + other.best)
 
 
@@ -156,13 +156,13 @@ NOTHING = Result([], [], [])
 
 
 def left_out(study: Study, without: Collection[str] = ()) -> Result:
-    """Every run that was not given, predicted from those that were."""
+    """Return every run that was not given, predicted from those that were."""
     given = [run for run in study.runs if study.given(run)]
     return _predicted(study, given, [r for r in study.runs if not study.given(r)], without)
 
 
 def each_run(study: Study, without: Collection[str] = ()) -> Result:
-    """Every run, predicted from all others of its study."""
+    """Return every run, predicted from all others of its study."""
     found = NOTHING
     for run in study.runs:
         others = [other for other in study.runs if other is not run]

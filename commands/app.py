@@ -144,7 +144,7 @@ def options(
         typer.Option("--version", callback=_version, is_eager=True, help="Show the version."),
     ] = False,
 ) -> None:
-    """Predicts what speculative decoding will do, from one profiling run of a real pair."""
+    """Predict what speculative decoding will do, from one profiling run of a real pair."""
     del version
 
 

@@ -173,7 +173,7 @@ def format_rows() -> list[dict[str, Any]]:
 
 
 def device_rows() -> list[dict[str, Any]]:
-    """Data sheets, and what is measured, composed or a roofline on each GPU."""
+    """Return data sheets, and what is measured, composed or a roofline on each GPU."""
     from dataclasses import asdict
 
     from simulator.hardware import DEVICES
@@ -183,7 +183,7 @@ def device_rows() -> list[dict[str, Any]]:
 
 
 def weight_rows() -> list[dict[str, Any]]:
-    """Weight formats."""
+    """Return weight formats."""
     from dataclasses import asdict
 
     from simulator.hardware import FORMATS
@@ -254,7 +254,9 @@ def _options(annotation: Any) -> str:
 
 
 def _entry(row: Mapping[str, Any]) -> tuple[str, list[list[str]]]:
-    """The name of a policy, rule or source, and what is said of it, in parts that stay whole."""
+    """Return the name of a policy, rule or source, and what is said of it, in parts that stay
+    whole.
+    """
     from policies.spec import as_text
 
     parameters = [
@@ -281,7 +283,9 @@ def signals(cls: type) -> tuple[str, ...]:
 
 
 def papers_of(cls: type) -> str:
-    """The arXiv numbers in a class's docstring, or its module's; else what the summary names."""
+    """Return the arXiv numbers in a class's docstring, or its module's; else what the summary
+    names.
+    """
     module = inspect.getmodule(cls)
     for text in (cls.__doc__, module.__doc__ if module else None):
         if (ids := _ids(text)) != "-":

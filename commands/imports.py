@@ -100,7 +100,9 @@ def import_file(
 
 
 def _recording(out: Path | None, made: str) -> Path:
-    """The file for what was made, which is a Parquet file whatever its name; not a table's."""
+    """Return the file for what was made, which is a Parquet file whatever its name; not a
+    table's.
+    """
     if out is None:
         raise DraftsimError(f"{made}: name a file for it with --out")
     if out.suffix in TABLES and out.suffix != ".parquet":
@@ -163,7 +165,9 @@ def _totals(totals: Totals, form: str, out: Path | None, json: str | None) -> No
 
 
 def _lengths(totals: Totals) -> list[dict[str, Any]]:
-    """Tokens a round by draft length with intervals; none where the counts tell of no length."""
+    """Return tokens a round by draft length with intervals; none where the counts tell of no
+    length.
+    """
     from simulator.aggregate import emitted_rows, known_totals
 
     if totals.tree:

@@ -143,7 +143,7 @@ def _counted(rows: Sequence[Row]) -> str:
 
 
 def sampled_runs(trace: Trace, folder: Path | None, named: Sequence[Path] | None) -> list[Sampled]:
-    """Early exits of the pair of `trace` along sampled outputs, one of each sampling.
+    """Return early exits of the pair of `trace` along sampled outputs, one of each sampling.
 
     Looked for in the trace's own `folder` and in the `named` run folders, or if None, in the
     folders next to its own.  Raises DraftsimError if a named one holds no sampled outputs, or those
@@ -187,7 +187,8 @@ def sampled_runs(trace: Trace, folder: Path | None, named: Sequence[Path] | None
 
 
 def command_of(trace: Trace, folder: Path | None) -> str:
-    """The `draftsim profile` that records the pair of a run folder on the same prompts again.
+    """Return the `draftsim profile` that records the pair of a run folder on the same prompts
+    again.
 
     What only the user knows is left in capitals.
     """
@@ -282,7 +283,7 @@ ROW, COLUMN = 38, 28
 
 
 def print_papers(rows: Sequence[Row]) -> None:
-    """One table for the rows of each published table and kind; numbers are never cut.
+    """Print one table for the rows of each published table and kind; numbers are never cut.
 
     Each part of a note stands once below its table, under the number that the rows give it;
     a degenerate row has a star, and its reason below.

@@ -30,7 +30,7 @@ class Stop:
 
 @contextmanager
 def stop_signals() -> Iterator[Stop]:
-    """Inside the block SIGTERM and SIGHUP raise KeyboardInterrupt, unless they are ignored."""
+    """Let SIGTERM and SIGHUP raise KeyboardInterrupt inside the block, unless they are ignored."""
     stop, last_s = Stop(), -TOGETHER_S
 
     def interrupt(number: int, frame: object) -> None:

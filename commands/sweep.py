@@ -403,7 +403,7 @@ def _along(axis: str, values: list[object]) -> str:
 
 
 def print_thresholds(rows: pd.DataFrame, out: Path | None) -> None:
-    """The table of `simulator.whatif.sweep.thresholds`, or some of its points."""
+    """Print the table of `simulator.whatif.sweep.thresholds`, or some of its points."""
     from simulator.whatif.sweep.thresholds import some_points
 
     if rows.empty:
@@ -464,7 +464,7 @@ def say_untried(study: Sweep, frame: pd.DataFrame) -> None:
 
 
 def say_outside(frame: pd.DataFrame) -> None:
-    """The row with most passes read outside the measured latencies."""
+    """Name the row with most passes read outside the measured latencies."""
     outside = frame[frame["outside"] > 0]
     if outside.empty:
         return

@@ -273,7 +273,7 @@ def _captured(engine: Engine, tuned: Tuned, table: LatencyTable) -> list[int]:
 
 
 def _columns(rows: list[dict[str, Any]], by_context: bool) -> list[str]:
-    """The columns of the printed table: those that say something about these rows."""
+    """Return the columns of the printed table: those that say something about these rows."""
     first = rows[0]
     left_out = set() if by_context else {"context"}
     if first["served_tok_s"] is None:

@@ -68,7 +68,7 @@ def engine_load(name: str) -> str:
 
 
 def server_checks(name: str) -> str:
-    """The same over HTTP, with the time that the server took."""
+    """Return the same over HTTP, with the time that the server took."""
     return _table(name, "http-*.json", SERVED)
 
 
@@ -136,7 +136,7 @@ def speedups(name: str, loads: Sequence[int], policies: Sequence[str]) -> str:
 
 
 def stepped_in_words(rows: Sequence[Row]) -> str:
-    """How far off predictions of an engine stepped by hand are, plain decoding left out."""
+    """Return how far off predictions of an engine stepped by hand are, plain decoding left out."""
     speedups = [r["speedup_predicted"] / r["speedup"] - 1 for r in rows if r["speedup"] != 1]
     wrong = sum((r["speedup_predicted"] - 1) * (r["speedup"] - 1) < 0 for r in rows)
     return (

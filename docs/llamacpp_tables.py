@@ -21,7 +21,9 @@ COUNTS = ("draft_n", "draft_n_accepted")
 
 
 def settings() -> Mapping[str, LlamaCppSetting]:
-    """By name of a run with a draft model: the drafting that the server was started with."""
+    """Return, by name of a run with a draft model: the drafting that the server was started
+    with.
+    """
     return {
         run: LlamaCppSetting(*options.values())
         for run, options in _started().items() if [*options] == [*LLAMACPP_KEYS]
@@ -29,7 +31,7 @@ def settings() -> Mapping[str, LlamaCppSetting]:
 
 
 def lookups() -> Mapping[str, NGramSimple]:
-    """By name of a run under ``--spec-type ngram-simple``: its lookup."""
+    """Return, by name of a run under ``--spec-type ngram-simple``: its lookup."""
     return {run: NGramSimple(*v.values()) for run, v in _started().items() if [*v] == NGRAM_KEYS}
 
 
@@ -39,13 +41,13 @@ def _started() -> dict[str, dict[str, Any]]:
 
 
 def answers(run: str) -> list[dict[str, Any]]:
-    """The server's answers, one a request."""
+    """Return the server's answers, one a request."""
     text = (SERVED / f"{run}.jsonl").read_text(encoding="utf-8")
     return [json.loads(line) for line in text.splitlines()]
 
 
 def asked(given: list[dict[str, Any]]) -> Trace:
-    """The recording of the requests that were answered."""
+    """Return the recording of the requests that were answered."""
     trace = find_trace("smollm2-cpu")
     at = {request.id: i for i, request in enumerate(trace.requests)}
     return trace.select([at[answer["id"]] for answer in given])
@@ -59,7 +61,7 @@ def same_text(given: list[dict[str, Any]], trace: Trace) -> list[bool]:
 
 
 def llamacpp_counts() -> str:
-    """A row a setting: what the server counted and what replay predicts."""
+    """Return a row a setting: what the server counted and what replay predicts."""
     rows = []
     for run, setting in settings().items():
         given = answers(run)
@@ -83,7 +85,7 @@ def llamacpp_counts() -> str:
 def _row(
     setting: str, given: list[dict[str, Any]], trace: Trace, log: RoundLog | None
 ) -> tuple[Any, ...]:
-    """``log``: the replay; None where what its policy reads was not recorded."""
+    """Return a row; ``log`` is the replay, None where what its policy reads was not recorded."""
     drafted, accepted = (sum(a["timings"].get(name, 0) for a in given) for name in COUNTS)
     mine = [
         "not recorded" if log is None else log.rounds[name].sum()

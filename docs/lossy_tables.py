@@ -16,7 +16,7 @@ HEAD = (
 
 
 def lossy_rules(name: str) -> str:
-    """The table of ``simulate --rounds NAME``, the fastest rule first.
+    """Return the table of ``simulate --rounds NAME``, the fastest rule first.
 
     Raises
     ------

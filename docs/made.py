@@ -51,7 +51,7 @@ ROOT = Path(__file__).resolve().parent.parent
 
 
 def columns(kind: str) -> str:
-    """The columns of a file, with types, meanings and units."""
+    """Return the columns of a file, with types, meanings and units."""
     schemas = {"trace": COLUMNS, "latency": CELL_COLUMNS, "operators": OPERATOR_COLUMNS}
     if kind in schemas:
         found = schemas[kind]
@@ -79,7 +79,7 @@ def columns(kind: str) -> str:
 
 
 def kinds() -> str:
-    """The kinds of recordings."""
+    """Return the kinds of recordings."""
     return table(("kind", "holds"), [(code(name), what) for name, what in KINDS.items()])
 
 
@@ -92,7 +92,7 @@ BOUNDS = (
 
 
 def bounds() -> str:
-    """The bounds of what is read from a file."""
+    """Return the bounds of what is read from a file."""
     rows = []
     for module, _, name in (where.partition(":") for where in BOUNDS):
         value = getattr(importlib.import_module(module), name)
@@ -101,23 +101,23 @@ def bounds() -> str:
 
 
 def phases() -> str:
-    """The phases of a latency table."""
+    """Return the phases of a latency table."""
     return table(("phase", "what was timed"), [(code(n), what) for n, what in PHASES.items()])
 
 
 def operators() -> str:
-    """The operators of an operator table."""
+    """Return the operators of an operator table."""
     return table(("operator", "what was timed"), [(code(n), t) for n, t in OPERATORS.items()])
 
 
 def calls() -> str:
-    """The kinds of calls of sources other than a draft model."""
+    """Return the kinds of calls of sources other than a draft model."""
     rows = [(i, code(model), code(phase)) for i, (model, phase) in enumerate(CALL_KINDS)]
     return table(("kind", "model", "phase"), rows)
 
 
 def signals() -> str:
-    """The draft signals, what they are, and the columns they are computed from."""
+    """Return the draft signals, what they are, and the columns they are computed from."""
     from policies.core import DraftToken
 
     rows = []
@@ -142,7 +142,7 @@ def printed_columns() -> str:
 
 
 def served() -> str:
-    """The columns of a row of `serve`, from two requests served."""
+    """Return the columns of a row of `serve`, from two requests served."""
     from policies.lengths.basic import Fixed
     from simulator.serving import ClosedLoop, Scenario, simulate
     from traces.acceptance.synthetic import synthetic_trace
@@ -198,7 +198,7 @@ def _with_paper(what: str, paper: str) -> str:
 
 
 def routers() -> str:
-    """The routers of `serve` and `capacity`, and what they do."""
+    """Return the routers of `serve` and `capacity`, and what they do."""
     from simulator.serving import ROUTERS
 
     rows = [
@@ -209,7 +209,7 @@ def routers() -> str:
 
 
 def parameters(given: Iterable[Mapping[str, Any]]) -> str:
-    """Parameters with their defaults, as code."""
+    """Return parameters with their defaults, as code."""
     from policies.spec import as_text
 
     return ", ".join(
@@ -218,7 +218,7 @@ def parameters(given: Iterable[Mapping[str, Any]]) -> str:
 
 
 def methods() -> str:
-    """The named methods, each a source, a length policy and a rule."""
+    """Return the named methods, each a source, a length policy and a rule."""
     return table(
         ("method", "source", "policy", "rule", "what"),
         [
@@ -235,7 +235,7 @@ def commands() -> str:
 
 
 def usage(command: Any) -> str:
-    """A command's help, as printed."""
+    """Return a command's help, as printed."""
     width = {"terminal_width": 92, "max_content_width": 92}
     context = command.context_class(command, info_name=f"draftsim {command.name}", **width)
     return str(command.get_help(context))
@@ -258,14 +258,14 @@ def modules(package: str) -> str:
 
 
 def rooms(package: str) -> str:
-    """The folders below a folder, a line each."""
+    """Return the folders below a folder, a line each."""
     found = sorted((ROOT / package).glob("*/**/__init__.py"))
     rooms = [(code(f"{path.parent.relative_to(ROOT)}/"), first_line(path)) for path in found]
     return table(("folder", "what it is for"), rooms)
 
 
 def readme(part: str) -> str:
-    """The part of README.md between ``<!-- part -->`` and ``<!-- end of part -->``.
+    """Return the part of README.md between ``<!-- part -->`` and ``<!-- end of part -->``.
 
     Its links to pages are those of a page in the same folder.
     """
@@ -290,7 +290,7 @@ def _exported(module: str) -> list[str]:
 
 
 def formulas() -> str:
-    """The functions of every module of closed forms."""
+    """Return the functions of every module of closed forms."""
     import simulator.formulas
 
     parts = []
@@ -306,7 +306,7 @@ def formulas() -> str:
 
 
 def equivalents() -> str:
-    """Mutants of the core that make no difference, and why."""
+    """Return mutants of the core that make no difference, and why."""
     file = ROOT / "benchmarks" / "mutants" / "equivalent.toml"
     known = tomllib.loads(file.read_text(encoding="utf-8"))["equivalent"]
     return table(

@@ -19,7 +19,7 @@ SETTINGS = (
 
 @cache
 def held_against() -> str:
-    """Every study that is predicted from operators without a log, with the errors."""
+    """Return every study that is predicted from operators without a log, with the errors."""
     rows = [
         (study, given, one.rows, f"{one.median:.1%}", f"{one.worst:+.0%}")
         for (study, given), one in by_study(operator_rows()).items()
@@ -29,7 +29,7 @@ def held_against() -> str:
 
 @cache
 def paper_settings() -> str:
-    """The papers' pairs on their GPUs at the acceptance of a recording."""
+    """Return the papers' pairs on their GPUs at the acceptance of a recording."""
     rows = setting_rows(Ours(find_trace("qwen-coder-cpu"), find_latency("a100/llama-2-7b")))
     cells = {(row.row, row.column): row for row in rows}
     lines = []

@@ -13,7 +13,7 @@ from traces.sources import find_recordings
 
 @cache
 def order_of_systems(name: str) -> str:
-    """Where SpecBound's Table 1 and this recording put its systems, and why they differ."""
+    """Return where SpecBound's Table 1 and this recording put its systems, and why they differ."""
     trace = find_trace(name)
     ours = Ours(trace, find_latency(name), recordings=find_recordings(name, trace))
     rows = [

@@ -12,19 +12,19 @@ from pathlib import Path
 
 
 def table(head: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
-    """A Markdown table; bars and line ends of the cells are taken care of."""
+    """Return a Markdown table; bars and line ends of the cells are taken care of."""
     lines = [head, ["---"] * len(head), *rows]
     cells = [[str(c).replace("|", r"\|").replace("\n", " ") for c in line] for line in lines]
     return "\n".join(f"| {' | '.join(line)} |" for line in cells)
 
 
 def code(name: object) -> str:
-    """`name` as code."""
+    """Return `name` as code."""
     return f"`{name}`"
 
 
 def first_line(path: Path) -> str:
-    """The first line of a module's docstring."""
+    """Return the first line of a module's docstring."""
     text = ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or ""
     return as_markdown(text.partition("\n")[0])
 
@@ -43,7 +43,7 @@ def string_behind(module: str, name: str) -> str:
 
 
 def strings_behind(body: Sequence[ast.stmt]) -> dict[str, str]:
-    """Names assigned or annotated, with the strings that follow them."""
+    """Return names assigned or annotated, with the strings that follow them."""
     found = {}
     for one, following in pairwise(body):
         if not isinstance(one, ast.Assign | ast.AnnAssign):
@@ -57,5 +57,5 @@ def strings_behind(body: Sequence[ast.stmt]) -> dict[str, str]:
 
 
 def as_markdown(text: str) -> str:
-    """A docstring's double backticks as single ones."""
+    """Return a docstring's double backticks as single ones."""
     return re.sub(r"``([^`]+)``", r"`\1`", text)

@@ -47,7 +47,7 @@ def cmasd_confidence(
     weights: Sequence[float] = EQUAL_WEIGHTS,
     entropy_sign: EntropySign = "intended",
 ) -> Any:
-    """CM-ASD's ensemble confidence of a drafted token, in [0, 1] (CM-ASD, eqs. 1-4).
+    """Return CM-ASD's ensemble confidence of a drafted token, in [0, 1] (CM-ASD, eqs. 1-4).
 
     Parameters
     ----------

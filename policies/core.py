@@ -145,7 +145,7 @@ class DraftPolicy(ABC):
         return bound_of(self)
 
     def begin_run(self, vocab_size: int | None) -> None:
-        """Called once on a run's own copy, with the target's vocabulary size; None: not known."""
+        """Begin a run, on its own copy, with the target's vocabulary size; None: not known."""
         del vocab_size
 
     @abstractmethod
@@ -160,7 +160,7 @@ class DraftPolicy(ABC):
         return len(draft)
 
     def begin_round(self, load: Load) -> None:
-        """Called before the first `keep_drafting` of a round."""
+        """Prepare for a round, before its first `keep_drafting`."""
         del load
 
     def decides_by_load(self) -> bool:
@@ -172,14 +172,16 @@ class DraftPolicy(ABC):
         del outcome, draft
 
     def begin_request(self) -> None:  # noqa: B027
-        """Called when a request begins, before its first `begin_round`."""
+        """Prepare for a request, before its first `begin_round`."""
 
     def for_run(self: P) -> P:
         """Return the copy that serves one run, from its first request to its last."""
         return self.copy()
 
     def fresh(self: P) -> P:
-        """The policy of the run's next request: a copy, or itself if it learns across them."""
+        """Return the policy of the run's next request: a copy, or itself if it learns across
+        them.
+        """
         mine = self if self.learns_across_requests else self.copy()
         mine.begin_request()
         return mine

@@ -28,7 +28,7 @@ class AcceptanceEstimator(Protocol):
         ...
 
     def __call__(self, token: Any, offset: int) -> float:
-        """Probability in [0, 1]; `offset` is the token's place in the draft, from 0."""
+        """Return the probability in [0, 1]; `offset` is the token's place in the draft, from 0."""
         ...
 
 
@@ -108,7 +108,8 @@ class IsotonicAcceptance:
     def fit(
         cls, signal: str, observed: npt.ArrayLike, accepted: npt.ArrayLike, rising: bool = True
     ) -> IsotonicAcceptance:
-        """Least-squares monotone fit of `accepted` (0 or 1) on the signal, both (samples,).
+        """Return the least-squares monotone fit of `accepted` (0 or 1) on the signal, both
+        (samples,).
 
         `rising` says whether a larger signal means a likelier acceptance (entropy: False).
         """
@@ -196,7 +197,7 @@ class LogisticAcceptance:
         accepted: npt.ArrayLike,
         ridge: float = 1e-3,
     ) -> LogisticAcceptance:
-        """Newton's method on the penalised likelihood.
+        """Fit by Newton's method on the penalised likelihood.
 
         `observed` is (samples, signals), `offsets` and `accepted` (0 or 1) are (samples,);
         `ridge` penalises the standardised weights, which also keeps separable data finite.

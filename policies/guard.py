@@ -70,7 +70,7 @@ class Guarded:
 
 
 def guarded(kind: type[T], reads: Collection[str]) -> type[T]:
-    """`kind`, a class of drafted tokens with slots, without the signals outside `reads`.
+    """Return `kind`, a class of drafted tokens with slots, without the signals outside `reads`.
 
     What `reads` names is read as fast as in `kind` itself, so that a replay's inner loop pays
     nothing; a value given for another signal is dropped.
@@ -80,7 +80,7 @@ def guarded(kind: type[T], reads: Collection[str]) -> type[T]:
 
 
 def guarded_scores(kind: type[T], needs: Collection[str]) -> type[T]:
-    """`kind`, a class of target scores with slots, without those outside `needs`."""
+    """Return `kind`, a class of target scores with slots, without those outside `needs`."""
     made: type[T] = _guarded(kind, frozenset(needs), "needs")  # type: ignore[arg-type]
     return made
 

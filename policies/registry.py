@@ -149,7 +149,8 @@ def describe(policy: DraftPolicy | BatchPolicy) -> str:
 
 
 def capped(policy: AnyPolicy, max_gamma: int, explicit: Collection[str] = ()) -> AnyPolicy:
-    """`policy` with its maximum draft length lowered to `max_gamma` where the default is larger.
+    """Return `policy` with its maximum draft length lowered to `max_gamma` where the default is
+    larger.
 
     A parameter set to another value than its default, or named in `explicit`, is its
     user's choice and stays, even if a trace then proves too short for it.  The result is

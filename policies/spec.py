@@ -62,7 +62,7 @@ def parse_spec(
 
 
 def describe_spec(obj: object, name: str, fixed: Collection[str] = ()) -> str:
-    """`name` with those parameters of `obj` that differ from their defaults."""
+    """Return `name` with those parameters of `obj` that differ from their defaults."""
     parts = [
         f"{key}={as_text(value)}"
         for key, parameter in parameters(type(obj)).items()

@@ -98,10 +98,10 @@ class Together(ABC):
         return tuple(self.policy.reads)
 
     def join(self, member: Member) -> None:  # noqa: B027
-        """A sequence begins to decode."""
+        """Note that a sequence begins to decode."""
 
     def leave(self, member: Member) -> None:  # noqa: B027
-        """A sequence has ended."""
+        """Note that a sequence has ended."""
 
     def draft(self, members: Sequence[M], load: Callable[[M], Load], more: Draft[M]) -> None:
         """Draft for every member of this iteration, and leave in it what is to be verified.

@@ -92,7 +92,7 @@ class Watch(Protocol):
     def __hash__(self) -> int: ...
 
     def values(self, starts: Starts) -> Floats:
-        """Shape (rows,)."""
+        """Return the values, shape (rows,)."""
         ...
 
 
@@ -106,7 +106,7 @@ class VectorisedState(ABC):
 
     @abstractmethod
     def caps(self) -> Ints:
-        """Longest draft of the round to come."""
+        """Return the longest draft of the round to come."""
 
     def sent(self) -> Ints | None:
         """Return how much of a draft is verified at most; None: all of it."""
@@ -210,7 +210,7 @@ def reader(starts: Starts, rows: Ints) -> Read:
 
 
 def until_first(starts: Starts, failing: Bools, *, drops: bool = False) -> Lengths:
-    """Lengths if a draft ends with its first token of `failing`, shape (rows,).
+    """Return lengths if a draft ends with its first token of `failing`, shape (rows,).
 
     ``drops``: a failing token that ends a draft is not verified.
     """

@@ -30,7 +30,9 @@ except ImportError:  # Windows
 
 
 def involuntary_switches() -> int:
-    """Times that the system took the processor from this thread (or process); 0 if unknown."""
+    """Return how often the system took the processor from this thread (or process); 0 if
+    unknown.
+    """
     if resource is None:
         return 0
     who = getattr(resource, "RUSAGE_THREAD", resource.RUSAGE_SELF)
@@ -70,7 +72,7 @@ class Timing(NamedTuple):
         return self.wall_s - self.off_s if self.disturbed else self.wall_s
 
     def __add__(self, other: object) -> Timing:
-        """Both, one after the other."""
+        """Return both, one after the other."""
         if not isinstance(other, Timing):
             return NotImplemented
         return Timing(
@@ -107,7 +109,7 @@ class Stopwatch:
         return Timing(taken, off, count)
 
     def time(self, run: Callable[[], object]) -> float:
-        """`Timing.seconds` of a run."""
+        """Return `Timing.seconds` of a run."""
         return self.measure(run).seconds
 
 
@@ -117,7 +119,7 @@ class Span:
     timing = Timing(0.0)
 
     def __call__(self) -> float:
-        """`Timing.seconds` of the block."""
+        """Return `Timing.seconds` of the block."""
         return self.timing.seconds
 
 
@@ -152,7 +154,9 @@ WARMING = 1
 
 
 def sweeps(repeats: int, times: int = 1) -> range:
-    """Numbers of the sweeps of a measurement: those below 0 warm up, `times` as many as usual."""
+    """Return numbers of the sweeps of a measurement: those below 0 warm up, `times` as many as
+    usual.
+    """
     return range(-WARMING * times, repeats)
 
 
@@ -248,7 +252,7 @@ class Machine:
         }  # fmt: skip
 
     def _others(self) -> dict[str, float | None]:
-        """Steal and other work since the beginning."""
+        """Return steal and other work since the beginning."""
         before, begin, own = self._since
         now, wall, spent = read_stat(), Clock().wall() - begin, os.times()
         if before is None or now is None or wall <= 0:
@@ -265,7 +269,7 @@ class Machine:
 
 
 def read_stat(path: Path = STAT) -> Any:
-    """The processors' time by kind, in ticks, as an array; None if there is no such file."""
+    """Read the processors' time by kind, in ticks, as an array; None if there is no such file."""
     try:
         fields = path.read_text(encoding="ascii").split("\n", 1)[0].split()[1:]
         values = np.array(fields, dtype=np.int64)

@@ -84,13 +84,15 @@ class LatencyProfile:
         self._machine = Machine(pair.target, pair.device)
 
     def step(self) -> None:
-        """The next block of a sweep, and now and then the reference work."""
+        """Run the next block of a sweep, and now and then the reference work."""
         if self.sweeps.steps % PULSE == 0:
             self._machine.pulse()
         self.sweeps.step()
 
     def table(self) -> LatencyTable:
-        """The passes swept so far; the host's work and single layers are measured here and now."""
+        """Return the passes swept so far; the host's work and single layers are measured here and
+        now.
+        """
         grid = self._grid
         few = replace(
             grid,

@@ -143,7 +143,9 @@ def _code(row: dict[str, Any], where: str) -> CodeTask | None:
 
 
 def _answer(row: dict[str, Any], key: str, where: str) -> str | None:
-    """The number that the field `key` names as what solves the prompt; None if it names none."""
+    """Return the number that the field `key` names as what solves the prompt; None if it names
+    none.
+    """
     given = row.get(key)
     if isinstance(given, list):
         given = given[0] if given else None

@@ -18,7 +18,9 @@ EXTRAS = {
 
 
 def missing(packages: Sequence[str], what: str) -> DraftsimError:
-    """The error that says that `what` needs packages that are not installed, and their extra."""
+    """Return the error that says that `what` needs packages that are not installed, and their
+    extra.
+    """
     extras = [extra for extra, names in EXTRAS.items() if set(names) & set(packages)]
     return DraftsimError(
         f"{what} needs {' and '.join(packages)}, not installed here: run "

@@ -37,7 +37,7 @@ QUIET, BUSY = "quiet", "disturbed"
 
 
 def label(state: State | None) -> str | None:
-    """`QUIET` or `BUSY`; None if nothing is known.
+    """Return `QUIET` or `BUSY`; None if nothing is known.
 
     >>> label({"off": 0.2}), label({"off": 0.0, "reference_s": 1.0, "reference_spread_s": 0.02})
     ('disturbed', 'quiet')

@@ -175,7 +175,7 @@ def compiles(text: str) -> bool:
 
 @contextmanager
 def copied_tree() -> Iterator[Path]:
-    """A copy of the working tree to change files in, whose packages this process imports."""
+    """Yield a copy of the working tree to change files in, whose packages this process imports."""
     listed = ["git", "ls-files", "--cached", "--others", "--exclude-standard"]
     names = subprocess.run(listed, cwd=ROOT, capture_output=True, text=True, check=True).stdout
     with tempfile.TemporaryDirectory(prefix="draftsim-mutants-") as folder:
@@ -194,7 +194,7 @@ def copied_tree() -> Iterator[Path]:
 
 
 def area_of(path: str) -> str:
-    """That of `AREAS` which a file of the scope lies in."""
+    """Return that of `AREAS` which a file of the scope lies in."""
     return next(area for area in AREAS if path.startswith(f"{area}/"))
 
 
@@ -203,7 +203,7 @@ def say(path: str, line: int, row: Row) -> str:
 
 
 def reason(row: Row) -> str:
-    """Why the mutant is no other program, if somebody has said so."""
+    """Return why the mutant is no other program, if somebody has said so."""
     file = ROOT / "benchmarks" / "mutants" / "equivalent.toml"
     known = tomllib.loads(file.read_text(encoding="utf-8"))["equivalent"]
     this = [row["path"], *row["change"]]

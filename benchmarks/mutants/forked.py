@@ -24,7 +24,9 @@ def load_libraries() -> None:
 
 
 def run_tests(arguments: list[str], tree: Path, limit_s: float) -> tuple[int | None, str]:
-    """pytest's exit code in `tree`, None if it took more than `limit_s`, and what it printed."""
+    """Return pytest's exit code in `tree`, None if it took more than `limit_s`, and what it
+    printed.
+    """
     output = tree.parent / "output"
     sys.stdout.flush()
     child = os.fork()

@@ -48,13 +48,13 @@ class Mutant(NamedTuple):
 
 
 def files(root: Path) -> list[str]:
-    """The files in `SCOPE`, relative to `root`."""
+    """Return the files in `SCOPE`, relative to `root`."""
     found = {path for pattern in SCOPE for path in root.glob(pattern)}
     return [str(path.relative_to(root)) for path in sorted(found)]
 
 
 def mutants(root: Path, path: str) -> list[Mutant]:
-    """Every mutant of a file that could change what it does."""
+    """Return every mutant of a file that could change what it does."""
     from cosmic_ray import plugins
     from cosmic_ray.ast import ast_nodes, get_ast
 
@@ -86,7 +86,9 @@ def sample(found: list[Mutant], size: int, seed: int) -> list[Mutant]:
 
 
 def unevaluated(text: str) -> list[Span]:
-    """Annotations, protocols and what else only type checkers read, abstract methods' marks."""
+    """Return annotations, protocols and what else only type checkers read, abstract methods'
+    marks.
+    """
     spans = []
     for node in ast.walk(ast.parse(text)):
         if isinstance(node, ast.arg | ast.AnnAssign) and node.annotation:
@@ -122,7 +124,7 @@ def guards(text: str) -> list[Span]:
 
 
 def binary_operators(text: str) -> list[Span]:
-    """Where binary operators stand: between their operands."""
+    """Return where binary operators stand: between their operands."""
     return [
         (span_of(node.left)[1], span_of(node.right)[0])
         for node in ast.walk(ast.parse(text))
@@ -131,7 +133,7 @@ def binary_operators(text: str) -> list[Span]:
 
 
 def statement(text: str, line: int) -> range:
-    """Lines of the innermost statement at `line`; of a compound one, its head.
+    """Return lines of the innermost statement at `line`; of a compound one, its head.
 
     What stands in the head of a function, a default or a decorator, is the body's.
     """
@@ -162,7 +164,7 @@ def inside(span: Span, spans: list[Span]) -> bool:
 
 
 def functions(text: str) -> Iterator[range]:
-    """Lines of the bodies of functions: what runs when called, not at import."""
+    """Yield lines of the bodies of functions: what runs when called, not at import."""
     for node in ast.walk(ast.parse(text)):
         if isinstance(node, ast.FunctionDef):
             yield range(node.body[0].lineno, (node.end_lineno or node.lineno) + 1)

@@ -86,5 +86,5 @@ class Lines:
 
 
 def function_of(node: str) -> str:
-    """The test function of a node id."""
+    """Return the test function of a node id."""
     return node.partition("[")[0]

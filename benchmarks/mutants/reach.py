@@ -83,7 +83,7 @@ class Reach:
         self.seconds |= {test: seconds - common + 0.1 for test, seconds in opening.items()}
 
     def tests_of(self, path: str, line: int) -> list[str]:
-        """The tests that run the statement at `line`, those that are soonest done first.
+        """Return the tests that run the statement at `line`, those that are soonest done first.
 
         What only an import runs, a constant or a default, is everybody's that calls into the file.
         """
@@ -96,7 +96,7 @@ class Reach:
         return sorted(names, key=lambda name: (self.cost([name]), name))
 
     def files_of(self, tests: Iterable[str], path: str) -> list[str]:
-        """Their files, those named like `path` first, then the quickest.
+        """Return their files, those named like `path` first, then the quickest.
 
         Whole files, for fixtures and caches are the first test's alone.
         """
@@ -104,7 +104,9 @@ class Reach:
         return sorted(files, key=lambda f: (-len(words & named(f)), self.cost([f]), f))
 
     def within(self, tests: list[str], budget_s: float) -> list[str]:
-        """`tests` in turn, as far as they take no more than `budget_s` together; one at least."""
+        """Return `tests` in turn, as far as they take no more than `budget_s` together; one at
+        least.
+        """
         chosen = tests[:1]
         for name in tests[1:]:
             if self.cost([*chosen, name]) <= budget_s:
@@ -112,7 +114,7 @@ class Reach:
         return chosen
 
     def cost(self, tests: Iterable[str]) -> float:
-        """Seconds of tests, or of whole files, the imports of each file counted once."""
+        """Return seconds of tests, or of whole files, the imports of each file counted once."""
         names = set(tests)
         if whole := {name for name in names if "::" not in name}:
             names |= {name for name in self.seconds if file_of(name) in whole}
@@ -139,12 +141,12 @@ def file_of(test: str) -> str:
 
 
 def named(path: str) -> set[str]:
-    """The words of a path."""
+    """Return the words of a path."""
     return set(re.findall("[a-z]+", path))
 
 
 def environment(root: Path) -> dict[str, str]:
-    """The environment in which the packages are those under `root`, and nothing is compiled.
+    """Return the environment in which the packages are those under `root`, and nothing is compiled.
 
     Coverage does not see into machine code, and a mutant is not worth compiling.
     """

@@ -26,7 +26,9 @@ OTHERWISE = 2**31 - 1
 
 
 def bounded(command: Callable[..., None]) -> Callable[..., None]:
-    """`command`, which refuses whole numbers beyond `MOST` in one line before it does anything."""
+    """Return `command`, which refuses whole numbers beyond `MOST` in one line before it does
+    anything.
+    """
 
     @wraps(command)
     def checked(*values: Any, **options: Any) -> None:

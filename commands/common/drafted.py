@@ -167,7 +167,8 @@ def carried(
     tables: Mapping[str, LatencyTable], gpu: str | None = None, weights: str | None = None,
     say: Say = note,
 ) -> dict[str, LatencyTable]:  # fmt: skip
-    """`tables` on the device they were measured on, or the one table carried over to one GPU.
+    """Return `tables` on the device they were measured on, or the one table carried over to one
+    GPU.
 
     ``weights`` as in `weight_formats`.
 
@@ -189,7 +190,9 @@ def carried(
 
 
 def _by_pair(table: LatencyTable) -> dict[str, LatencyTable]:
-    """The tables of every pair with a draft and mode in a table of the suite; else itself."""
+    """Return the tables of every pair with a draft and mode in a table of the suite; else
+    itself.
+    """
     models = {str(m) for m in table.cells["model"]}
     drafts = [tuple(m.split("/")) for m in models if m.endswith("/draft") and m.count("/") == 2]
     if not drafts:

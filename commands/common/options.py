@@ -409,7 +409,9 @@ def batch_sizes(option: str, text: str, most: int = MOST_BATCH) -> list[int]:
 
 
 def positive_numbers(option: str, text: str, kind: type[int] | type[float] = float) -> list[float]:
-    """The positive numbers of `text`, commas between; DraftsimError naming `option` if not so."""
+    """Return the positive numbers of `text`, commas between; DraftsimError naming `option` if not
+    so.
+    """
     try:
         values = [kind(part) for part in text.split(",")]
     except ValueError:

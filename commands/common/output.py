@@ -58,7 +58,7 @@ def placed_recording(path: Path | None) -> Path | None:
 
 
 def placed_folder(path: Path | None) -> Path | None:
-    """`path` of a folder to write files into, likewise; it is made when they are."""
+    """Return `path` of a folder to write files into, likewise; it is made when they are."""
     if path is not None:
         check_folder(path)
     return path
@@ -207,7 +207,7 @@ ERRS = {
 
 
 def say_unjudged(latency: LatencyTable) -> None:
-    """A note where the table has no time for the verdicts of lossy rules."""
+    """Note where the table has no time for the verdicts of lossy rules."""
     if not latency.is_constant and not latency.has("target", "judge"):
         note(
             "the latencies hold no time for judging under a lossy rule: it is not included in "

@@ -183,7 +183,7 @@ def is_number_column(texts: Sequence[str]) -> bool:
 
 
 def print_entries(entries: Iterable[tuple[str, Sequence[Sequence[str]]]]) -> None:
-    """Names, and below each its paragraphs, in whose parts no line is broken.
+    """Print names, and below each its paragraphs, in whose parts no line is broken.
 
     Blanks at the end of a part stand between it and the next, or at a line's end.
     """
@@ -240,12 +240,14 @@ def _is_figure(values: Sequence[Any]) -> bool:
 
 
 def console(**options: Any) -> Console:
-    """A console that takes text for text: names hold brackets, and come from anybody's file."""
+    """Return a console that takes text for text: names hold brackets, and come from anybody's
+    file.
+    """
     return Console(markup=False, emoji=False, highlight=False, **options)
 
 
 def printable(text: str) -> str:
-    """`text` with what a terminal would take for a command written out."""
+    """Return `text` with what a terminal would take for a command written out."""
     return "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)
 
 
@@ -267,7 +269,8 @@ def cell_text(name: str, value: Any) -> str:
 
 
 def in_lines(name: str, width: int = NAME) -> str:
-    """`name` on lines of at most `width` where it has places to break; never within a number.
+    """Return `name` on lines of at most `width` where it has places to break; never within a
+    number.
 
     A name is not broken at its hyphens, so that it can be copied.
 
@@ -287,7 +290,7 @@ def heading(name: str, width: int) -> str:
 
 
 def in_parts(parts: Sequence[str], width: int) -> str:
-    """`parts` on lines of at most `width`, broken only between them.
+    """Return `parts` on lines of at most `width`, broken only between them.
 
     >>> in_parts(["gamma=5, ", "weights=[1,2,3], ", "beta=1"], 17)
     'gamma=5,\\nweights=[1,2,3],\\nbeta=1'
@@ -301,7 +304,7 @@ def in_parts(parts: Sequence[str], width: int) -> str:
 
 
 def longest(text: str) -> int:
-    """Characters of the longest line of `text`."""
+    """Return the number of characters of the longest line of `text`."""
     return max(map(len, text.split("\n")))
 
 

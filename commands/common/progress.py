@@ -149,7 +149,7 @@ class Bar(Progress):
         _print(f"{self._counted(task)}{left}")
 
     def _since(self, task: Task) -> tuple[float, float]:
-        """Seconds since the task was added, and what was done of it in them."""
+        """Return seconds since the task was added, and what was done of it in them."""
         began_s, before = self._began_s[task.id]
         return time.monotonic() - began_s, task.completed - before
 

@@ -58,7 +58,7 @@ def say_machine(latency: LatencyTable, state: State, remedy: str | None) -> None
 
 
 def say_disturbed(latency: LatencyTable) -> None:
-    """A note where the latencies were measured on a disturbed machine."""
+    """Note where the latencies were measured on a disturbed machine."""
     state = machine_of(latency.meta)
     if state is not None and label(state) == BUSY:
         note(

@@ -120,7 +120,7 @@ def _flat(value: Any) -> Any:
 
 
 def _plain(value: Any) -> Any:
-    """JSON values: numpy scalars unwrapped, what is not a number null."""
+    """Return values of JSON: numpy scalars unwrapped, what is not a number null."""
     if isinstance(value, Mapping):
         return {str(k): _plain(v) for k, v in value.items()}
     if isinstance(value, (list, tuple)):

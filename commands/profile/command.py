@@ -267,5 +267,5 @@ def profile(
 
 
 def _kept(name: str) -> str:
-    """A directory as an absolute path, so that the run can be used from anywhere."""
+    """Return a directory as an absolute path, so that the run can be used from anywhere."""
     return str(Path(name).resolve()) if Path(name).is_dir() else name

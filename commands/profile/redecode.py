@@ -156,7 +156,7 @@ def score_code(out: Path, prompts: Path) -> None:
 
 
 def _tasks(file: Path) -> dict[str, tuple[str, CodeTask]]:
-    """Category and tests of the prompts of a file that have tests, by id."""
+    """Return category and tests of the prompts of a file that have tests, by id."""
     from profiler.prompts import read_prompts
 
     return {p.id: (p.category, p.code) for p in read_prompts(file) if p.code is not None}
@@ -165,7 +165,9 @@ def _tasks(file: Path) -> dict[str, tuple[str, CodeTask]]:
 def part_of(
     trace: Trace, limit: int | None, categories: Collection[str]
 ) -> tuple[Trace, str | None]:
-    """The requests that are chosen, in the trace's order, and what they are; None if all are."""
+    """Return the requests that are chosen, in the trace's order, and what they are; None if all
+    are.
+    """
     from profiler.prompts import chosen_of
 
     chosen = {r.id for r in chosen_of(trace.requests, "the recording", limit, categories)}

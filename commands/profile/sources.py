@@ -33,7 +33,7 @@ HEADS = "exit_heads"
 
 
 def check_layers(pair: Pair) -> None:
-    """DraftsimError if the target cannot be run layer by layer."""
+    """Raise DraftsimError if the target cannot be run layer by layer."""
     from profiler.models.stack import LayerRunner
 
     LayerRunner(pair.target, 8)
@@ -338,7 +338,7 @@ def remeasure(pair: Pair, info: RunInfo, out: Path, *, repeats: int) -> None:
 def modules_of(
     pair: Pair, info: RunInfo, out: Path, trace: Trace | None = None, text: Path | None = None
 ) -> dict[str, Any]:
-    """The target's trained modules: the run's own, those the project has, or trained now.
+    """Return the target's trained modules: the run's own, those the project has, or trained now.
 
     Without ``trace`` nothing is trained.
     """

@@ -58,7 +58,9 @@ def write_as(
     rows: Sequence[Mapping[str, Any]], path: Path, meta: Mapping[str, Any], caption: str,
     complete: bool = True,
 ) -> None:  # fmt: skip
-    """The rows as the table that the suffix names; only Parquet says whether they are complete."""
+    """Write the rows as the table that the suffix names; only Parquet says whether they are
+    complete.
+    """
     from simulator.serving.outcome.results import flat, write_table
 
     if path.suffix == ".parquet":
@@ -83,7 +85,9 @@ def _lines_of(table: Path) -> Path:
 def requests_bar(
     scenarios: Sequence[Scenario], policies: Mapping[str, Any]
 ) -> Iterator[tuple[Any, Any]]:
-    """A progress bar over every request of every run, on standard error: (advance, progress)."""
+    """Show a progress bar over every request of every run, on standard error: (advance,
+    progress).
+    """
     each = requests_of(scenarios[:1])
     runs = len(scenarios) * len(policies)
     with progress_bar() as bar:

@@ -285,7 +285,9 @@ def _look(row: Mapping[str, str]) -> str:
 
 
 def _cell(name: str, text: str, width: int) -> str:
-    """`text` as the column `name` shows it, names on lines of `width`; they are anybody's."""
+    """Return `text` as the column `name` shows it, names on lines of `width`; they are
+    anybody's.
+    """
     return in_lines(printable(text), width) if name in WORDS else printable(text)
 
 
@@ -314,7 +316,7 @@ ORACLE, RULE = "oracle", "rate-optimal"
 
 
 def category_ladder(overall: Sequence[Row], rows: Sequence[Row]) -> list[dict[str, str]]:
-    """One line a category, as text: the rungs from one fixed length up to the oracle.
+    """Return one line a category, as text: the rungs from one fixed length up to the oracle.
 
     ``overall`` are the rows over all prompts, ``rows`` those by category, all of lossless rules.
     The fixed length is the one that is best over all prompts, so that it is one setting; the

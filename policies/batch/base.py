@@ -133,7 +133,7 @@ class BatchPolicy(ABC):
         return [len(draft) for draft in drafts]
 
     def observe(self, outcomes: Sequence[Round]) -> None:
-        """Called after verification with one `Round` per sequence."""
+        """Take in one `Round` per sequence after verification."""
         del outcomes
 
     def fresh(self: B) -> B:

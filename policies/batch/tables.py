@@ -49,7 +49,9 @@ class BatchTable(KeptInStep):
         super().__init__(max(row[-1] for row in table), in_step)
 
     def row_of(self, batch: int) -> int:
-        """The index of the batch range that `batch` requests are in, or that a gap inherits."""
+        """Return the index of the batch range that `batch` requests are in, or that a gap
+        inherits.
+        """
         return max(bisect_right(self._starts, batch) - 1, 0)
 
     def row(self, loads: Sequence[Load]) -> int:
@@ -95,7 +97,7 @@ class _LookedUp:
 
 
 def _checked(table: Sequence[Sequence[int]]) -> list[tuple[int, list[tuple[int, int]]]]:
-    """[(first batch size, [(first context, K), ...]), ...] in rising order."""
+    """Return [(first batch size, [(first context, K), ...]), ...] in rising order."""
     if not table:
         raise ValueError("table is empty, expected rows [lo, hi, K]")
     widths = {len(row) for row in table}
@@ -163,7 +165,7 @@ class SwitchedOff(KeptInStep):
         return False
 
     def switched(self, queue: int) -> None:
-        """Called where `plan` gave 0, with the requests that were running."""
+        """Note that `plan` gave 0, with the requests that were running."""
 
     def plan_each(self, requests: Sequence[Hashable], loads: Sequence[Load]) -> Sequence[int]:
         queue = counted(loads)

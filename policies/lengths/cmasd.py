@@ -93,7 +93,7 @@ class CMASD(DraftPolicy):
         self._set_constants()
 
     def _set_constants(self) -> None:
-        """The constants of `cmasd_confidence`, taken out of the inner loop."""
+        """Set the constants of `cmasd_confidence`, taken out of the inner loop."""
         w_entropy, self._w_margin, self._w_softmax = self.weights
         if self.vocab_size is None:
             return
@@ -136,7 +136,7 @@ class CMASD(DraftPolicy):
             self._length = self._clip(sum(map(self.confidence, draft)) / len(draft))
 
     def confidence(self, token: Any) -> float:
-        """C of one drafted token, in [0, 1]: `cmasd_confidence` under these parameters.
+        """Return C of one drafted token, in [0, 1]: `cmasd_confidence` under these parameters.
 
         A component of weight 0 is not read, so that its signal costs nothing.  Raises ValueError
         where no vocabulary size was given, by the caller or by a run.

@@ -104,7 +104,7 @@ class VerifyRule(ABC):
     def begin_run(  # noqa: B027
         self, vocab_size: int | None, temperature: float, top_p: float = 1.0
     ) -> None:
-        """Called once before a run with what the rule may need to know about it.
+        """Prepare for a run, once, with what the rule may need to know about it.
 
         ``temperature`` is the sampling temperature, 0 for greedy; below 1, ``top_p`` is the
         share of the probability that the draft's and the target's distributions were cut to.
@@ -112,7 +112,7 @@ class VerifyRule(ABC):
         """
 
     def end_request(self) -> None:  # noqa: B027
-        """Called after every request of a run."""
+        """End a request of a run."""
 
     def fresh(self: R) -> R:
         """Return an independent copy for one run."""
@@ -168,7 +168,7 @@ class RejectionSampling(TokenRule):
 
 
 def acceptance_probability(target_prob: float, draft_prob: float) -> float:
-    """min(1, target / draft) of the drafted token (Leviathan et al., 2211.17192, Alg. 1)."""
+    """Return min(1, target / draft) of the drafted token (Leviathan et al., 2211.17192, Alg. 1)."""
     if draft_prob <= 0:
         raise ValueError(f"draft_prob is {draft_prob}, expected > 0: the draft proposed the token")
     return min(1.0, target_prob / draft_prob)
@@ -177,7 +177,7 @@ def acceptance_probability(target_prob: float, draft_prob: float) -> float:
 def residual(
     target_probs: npt.NDArray[np.floating[Any]], draft_probs: npt.NDArray[np.floating[Any]]
 ) -> npt.NDArray[np.float64]:
-    """The distribution a rejected token is replaced from: (target - draft)+, normalised.
+    """Return the distribution a rejected token is replaced from: (target - draft)+, normalised.
 
     Shapes (..., vocab), all alike.  Where the two agree nothing is ever rejected, and
     the target's own distribution is returned.

@@ -36,7 +36,7 @@ class Sample:
 def sample_round(
     rng: np.random.Generator, length: int, temperature: float = 0.0, *, vocab_size: int = VOCAB
 ) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    """Random but coherent draft signals and target scores of one round.
+    """Return random but coherent draft signals and target scores of one round.
 
     Both sides are computed from full random distributions over `vocab_size` tokens, so
     every relation between the fields that real models keep holds here too.  At
@@ -82,13 +82,13 @@ def sample_round(
 
 
 def softmax(logits: Any) -> Any:
-    """Probabilities of raw logits at T = 1."""
+    """Return probabilities of raw logits at T = 1."""
     weights = np.exp(logits - logits.max())
     return weights / weights.sum()
 
 
 def entropy(probs: Any) -> float:
-    """Entropy in nats."""
+    """Return entropy in nats."""
     return float(-(probs * np.log(probs)).sum())
 
 

@@ -60,7 +60,7 @@ class OnlineCorrectionMemory:
         return mine
 
     def count(self, draft_token: int, target_token: int) -> int:
-        """Times this pair has been counted, 0 if it is not held."""
+        """Return how often this pair has been counted, 0 if it is not held."""
         return self._counts.get((draft_token, target_token), 0)
 
     def add(self, draft_token: int, target_token: int, times: int = 1) -> None:
@@ -87,7 +87,7 @@ class OnlineCorrectionMemory:
         return self
 
     def items(self) -> list[tuple[Pair, int]]:
-        """All pairs with their counts, in the order they entered."""
+        """Return all pairs with their counts, in the order they entered."""
         return list(self._counts.items())
 
     def end_request(self) -> None:

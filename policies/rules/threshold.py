@@ -128,14 +128,14 @@ class CMASDVerification(TokenRule):
         self.vocab_size = known_vocabulary(self.vocab_size, vocab_size, type(self).__name__)
 
     def threshold(self, token: Any) -> float:
-        """tau_t of a drafted token, in nats."""
+        """Return tau_t of a drafted token, in nats."""
         found: float = self._thresholds(
             *(float(getattr(token, s)) if s in self.reads else 0.0 for s in COMPONENTS)
         )
         return found
 
     def thresholds(self, tokens: Any) -> Floats:
-        """tau_t of many drafted tokens, whose signals are arrays of one shape."""
+        """Return tau_t of many drafted tokens, whose signals are arrays of one shape."""
         blank = np.zeros_like(getattr(tokens, self.reads[0]))
         return np.asarray(
             self._thresholds(

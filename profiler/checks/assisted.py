@@ -14,7 +14,7 @@ from profiler.models.seq2seq import decoder_prefix, is_seq2seq
 def assisted_generation(
     pair: Pair, prompt: torch.Tensor, max_new_tokens: int, **settings: Any
 ) -> tuple[list[int], int, float]:
-    """transformers' own assisted generation: (output ids, target passes, wall seconds).
+    """Run transformers' own assisted generation: return (output ids, target passes, wall seconds).
 
     ``settings`` go to the draft's generation config: ``num_assistant_tokens``,
     ``num_assistant_tokens_schedule``, ``assistant_confidence_threshold``.

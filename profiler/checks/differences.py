@@ -83,7 +83,7 @@ NEAR_FEATURES = 16.0
 
 
 def units(top1: npt.ArrayLike, top2: npt.ArrayLike, dtype: torch.dtype) -> npt.NDArray[np.float64]:
-    """Margin of two logits in units in the last place of `top1` in `dtype`."""
+    """Return the margin of two logits in units in the last place of `top1` in `dtype`."""
     first = np.asarray(top1, dtype=np.float64)
     exponent = np.floor(np.log2(np.maximum(np.abs(first), 1e-30)))
     last_place = torch.finfo(dtype).eps * 2.0**exponent

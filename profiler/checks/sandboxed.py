@@ -125,7 +125,9 @@ def whole_statements(code: str) -> str:
 
 
 def without(code: str, entry: str) -> ast.Module:
-    """The code without definitions and imports of `entry`, so that it tests the one given."""
+    """Return the code without definitions and imports of `entry`, so that it tests the one
+    given.
+    """
     tree = ast.parse(code)
     kept: list[ast.stmt] = []
     for node in tree.body:

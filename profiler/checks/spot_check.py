@@ -286,6 +286,6 @@ def run_arms(
 
 
 def _emitted(request: Request, output: Sequence[int], eos: frozenset[int]) -> Request:
-    """`request` with the length and end of an output of its own."""
+    """Return `request` with the length and end of an output of its own."""
     ended: Literal["eos", "length"] = "eos" if output[-1] in eos else "length"
     return replace(request, tokens=len(output), ended=ended, wall_s=None)

@@ -39,7 +39,9 @@ class Work(ABC):
     units: Sequence[Any]
 
     def size(self, unit: Any) -> int:
-        """Requests decoded together: units of one size warm up, rotate and learn by themselves."""
+        """Return requests decoded together: units of one size warm up, rotate and learn by
+        themselves.
+        """
         del unit
         return 1
 

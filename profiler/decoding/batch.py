@@ -132,7 +132,7 @@ class Stream(Member):
         return self.max_new_tokens - len(self.output)
 
     def load(self, batch: int) -> Load:
-        """State of an engine that decodes `batch` sequences."""
+        """Return the state of an engine that decodes `batch` sequences."""
         at, run = len(self.output), None
         if (runs := self.run_lengths) is not None:
             # An output that diverged from the known one may be longer.
@@ -234,7 +234,7 @@ class BatchedDecoder:
 
     @torch.inference_mode()
     def draft(self, active: Sequence[Stream]) -> list[Any]:
-        """One draft pass: return a token more for each of `active`.
+        """Run one draft pass: return a token more for each of `active`.
 
         The whole batch runs.  A sequence's first pass of a round also feeds what its draft
         model has not seen yet (catch-up).
@@ -257,7 +257,7 @@ class BatchedDecoder:
 
     @torch.inference_mode()
     def verify(self) -> list[Verdict]:
-        """One target pass over every sequence's draft; a verdict each, in `streams` order."""
+        """Run one target pass over every sequence's draft; a verdict each, in `streams` order."""
         spans = [(0, 0)] * len(self.streams)
         for s in self.streams:
             spans[s.row] = (s.known - 1, s.known + len(s.draft))
@@ -302,7 +302,7 @@ class BatchedDecoder:
 
     @torch.inference_mode()
     def retire(self) -> None:
-        """Sequences that have ended leave; the last rows take the places they free."""
+        """Remove sequences that have ended; the last rows take the places they free."""
         staying = [s for s in self.streams if s.remaining > 0]
         rows = set(range(len(staying)))
         free = sorted(rows - {s.row for s in staying})
@@ -350,7 +350,7 @@ def span_positions(spans: Tensor, columns: Tensor, right: bool) -> Tensor:
 
 
 def _on_device(values: Sequence[Sequence[int]], device: torch.device) -> Tensor:
-    """`values` as a tensor, for which neither host nor device waits."""
+    """Return `values` as a tensor, for which neither host nor device waits."""
     host = torch.tensor(values)
     if device.type != "cuda":
         return host.to(device)

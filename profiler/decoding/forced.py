@@ -142,7 +142,7 @@ class ForcedStream(Stream):
         return self._script.remaining
 
     def load(self, batch: int) -> Load:
-        """As the recording has it, in this batch."""
+        """Return the state as the recording has it, in this batch."""
         return self._script.load._replace(batch=batch)
 
     def proposed(self, token: BatchToken) -> ForcedBatchToken:
@@ -155,7 +155,7 @@ class ForcedStream(Stream):
         return copy.copy(self._script).verify(self.draft)
 
     def ends_after(self, accepted: int, tokens: Sequence[int]) -> bool:
-        """As the recording has it."""
+        """Return what the recording has."""
         after = copy.copy(self._script)
         after.verify(self.draft[:accepted])
         return after.remaining == 0

@@ -223,7 +223,7 @@ class ModelDecoder:
         return Load(1, self._context + at, run)
 
     def draft(self, so_far: Sequence[Any]) -> ModelToken:
-        """One draft pass over what the draft has not seen, then its next proposal."""
+        """Run one draft pass over what the draft has not seen, then its next proposal."""
         if so_far:
             feed = so_far[-1].device_id
         else:
@@ -234,7 +234,7 @@ class ModelDecoder:
 
     @torch.inference_mode()
     def verify(self, draft: Sequence[Any]) -> int:
-        """One target pass over the draft; emits the accepted tokens and one of its own."""
+        """Run one target pass over the draft; emits the accepted tokens and one of its own."""
         known, count = self._prompt + len(self.output), len(draft)
         pending = self._sequence[self._in_target : known]
         drafted = torch.cat([pending[:0], *(t.device_id for t in draft)])  # (count,)
@@ -265,7 +265,7 @@ class ModelDecoder:
     def _reject(
         self, target: Tensor, proposal: Tensor, coins: Tensor, drafted: Tensor
     ) -> tuple[int, Tensor, list[int]]:
-        """Rejection sampling without asking the host how many were accepted."""
+        """Sample by rejection without asking the host how many were accepted."""
         count = coins.long().cumprod(0).sum(0, keepdim=True)  # (1,)
         # After a full match there is nothing to subtract: the residual is the target's row.
         taken = torch.cat([proposal, torch.zeros_like(target[:1])])
@@ -303,7 +303,7 @@ class ModelDecoder:
         return kept, emitted, tokens
 
     def _compare(self, drafted: Tensor, logits: Tensor) -> tuple[int, Tensor, list[int]]:
-        """Greedy matching: leading drafted tokens that are the target's argmax."""
+        """Match greedily: return the leading drafted tokens that are the target's argmax."""
         count = drafted.shape[0]
         picks = logits.argmax(-1)  # (count + 1,)
         # One transfer per round: the verdict and the tokens together.
@@ -324,7 +324,9 @@ class ModelDecoder:
     def _coins(
         self, draft: Sequence[Any], drafted: Tensor, logits: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Target and draft distributions, and per token whether rejection sampling accepts."""
+        """Return target and draft distributions, and per token whether rejection sampling
+        accepts.
+        """
         target = probs(logits, self._sampling)  # (count + 1, vocab)
         if not draft:
             return target, target[:0], drafted.bool()
@@ -337,7 +339,9 @@ class ModelDecoder:
     def _replacement(
         self, target: Tensor, proposal: Tensor, accepted: int, rejected: bool
     ) -> Tensor:
-        """The target's own token after the accepted ones, from the residual after a rejection."""
+        """Return the target's own token after the accepted ones, from the residual after a
+        rejection.
+        """
         left = target[accepted]
         if rejected:
             left = (left - proposal[accepted]).clamp(min=0)

@@ -23,7 +23,9 @@ class Fetched(ABC):
 
     @abstractmethod
     def _fetch_top10(self) -> float:
-        """`profiler.models.sampling.top10_log_prob`, apart: few ask, and it costs as much."""
+        """Return `profiler.models.sampling.top10_log_prob`, apart: few ask, and it costs as
+        much.
+        """
 
     # Derived in float64 from float32, exactly as Trace.signal does.
 

@@ -184,7 +184,9 @@ def _unread(name: str) -> bool:
 
 
 def _swap_halves(weights: Weights) -> None:
-    """MiMo projects [previous state; embedding], the others [embedding; previous state]."""
+    """Swap the halves: MiMo projects [previous state; embedding], the others [embedding; previous
+    state].
+    """
     for name in [n for n in weights if n.endswith("input_proj.weight")]:
         state, embedded = weights[name].chunk(2, -1)
         weights[name] = torch.cat([embedded, state], -1)
@@ -293,7 +295,7 @@ def write_drafter(
 
 
 def _layer(drafter: FeatureDrafter) -> dict[str, Any]:
-    """``config.json`` of EAGLE's repository: the layer as if it were a model."""
+    """Return ``config.json`` of EAGLE's repository: the layer as if it were a model."""
     given = drafter.config.to_dict()
     config: dict[str, Any] = {
         "architectures": ["LlamaForCausalLM"], "model_type": "llama", "num_hidden_layers": 1,

@@ -97,20 +97,20 @@ class FeatureDrafter(nn.Module, ABC):
         return int(self.config.hidden_size)
 
     def embed(self, tokens: Tensor) -> Tensor:
-        """(...,) target ids -> (..., hidden)."""
+        """Map (...,) target ids -> (..., hidden)."""
         table = self._embedding if self.embed_tokens is None else self.embed_tokens.weight
         if table is None:
             raise DraftsimError("no embedding: attach a target to this drafter first")
         return nn.functional.embedding(tokens, table).to(self.dtype)
 
     def logits(self, states: Tensor) -> Tensor:
-        """(..., hidden) states of `step` -> (..., draft vocabulary)."""
+        """Map (..., hidden) states of `step` -> (..., draft vocabulary)."""
         if self._head is None:
             raise DraftsimError("no output head: attach a target to this drafter first")
         return nn.functional.linear(states.to(self._head.dtype), self._head)
 
     def target_ids(self, drafted: Tensor) -> Tensor:
-        """Target ids of draft ids, any shape."""
+        """Return target ids of draft ids, any shape."""
         return drafted
 
     def over_target(self, logits: Tensor) -> Tensor:
@@ -122,7 +122,7 @@ class FeatureDrafter(nn.Module, ABC):
         return tokens
 
     def fuse(self, features: Tensor) -> Tensor:
-        """(..., feature_width) of the target -> (..., hidden), what `step` reads."""
+        """Map (..., feature_width) of the target -> (..., hidden), what `step` reads."""
         return features.to(self.dtype)
 
     def following(self, tokens: Tensor, fed_back: Tensor) -> tuple[Tensor, Tensor]:
@@ -153,7 +153,9 @@ class FeatureDrafter(nn.Module, ABC):
         """
 
     def rotary(self, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """Cosines and sines of (batch, entries) positions, (batch, entries, head_dim) each."""
+        """Return cosines and sines of (batch, entries) positions, (batch, entries, head_dim)
+        each.
+        """
         like = torch.empty(0, dtype=self.dtype, device=positions.device)
         cos, sin = self._rotary(like, positions)
         return cos, sin
@@ -177,7 +179,7 @@ class FeatureDrafter(nn.Module, ABC):
 
 
 def default_depths(layers: int) -> tuple[int, int, int]:
-    """Depths that EAGLE-3 reads of a target of `layers` layers: 2, half, and all but 3.
+    """Return depths that EAGLE-3 reads of a target of `layers` layers: 2, half, and all but 3.
 
     As EAGLE's repository and vLLM have them; where these are not three in ascending order the
     target is too small for them, and it is the first, the middle and the last but one.
@@ -197,7 +199,7 @@ def default_depths(layers: int) -> tuple[int, int, int]:
 
 @torch.no_grad()
 def target_features(model: Any, ids: Tensor, depths: Sequence[int] = ()) -> Tensor:
-    """Features of every token, (batch, tokens, width x depths), by one pass of `model`.
+    """Return features of every token, (batch, tokens, width x depths), by one pass of `model`.
 
     ``ids`` (batch, tokens), rows padded on the right with anything; ``depths`` as
     `FeatureDrafter.feature_layers`.
@@ -271,7 +273,7 @@ class WideLayer(nn.Module):
         self, embedded: Tensor, fused: Tensor, rotary: tuple[Tensor, Tensor], mask: Tensor | None,
         cache: Any,
     ) -> Tensor:  # fmt: skip
-        """(batch, entries, hidden) each -> the same, not normed."""
+        """Map (batch, entries, hidden) each -> the same, not normed."""
         normed = self.hidden_norm(fused)
         residual = normed if self.norm_before_residual else fused
         both = torch.cat([self.input_layernorm(embedded), normed], -1)
@@ -468,10 +470,10 @@ class ParallelEagle3(Eagle3):
         self.mask_state = nn.Parameter(torch.zeros(config.hidden_size))
 
     def embed(self, tokens: Tensor) -> Tensor:
-        """(...,) target ids or MASK -> (..., hidden)."""
+        """Map (...,) target ids or MASK -> (..., hidden)."""
         known = super().embed(tokens.clamp(min=0))
         return torch.where((tokens == MASK)[..., None], self.mask_token.to(known.dtype), known)
 
     def following(self, tokens: Tensor, fed_back: Tensor) -> tuple[Tensor, Tensor]:
-        """Masks, whatever was drafted; see `FeatureDrafter.following`."""
+        """Return masks, whatever was drafted; see `FeatureDrafter.following`."""
         return torch.full_like(tokens, MASK), self.mask_state.to(fed_back).expand_as(fed_back)

@@ -30,7 +30,7 @@ class ResidualBlock(nn.Module):
         nn.init.zeros_(self.up.weight)
 
     def forward(self, states: Tensor, seen: Tensor | None = None) -> Tensor:
-        """(..., width) -> (..., width); `seen` (..., inputs) is read in place of `states`."""
+        """Map (..., width) -> (..., width); `seen` (..., inputs) is read in place of `states`."""
         out: Tensor = states + self.up(
             nn.functional.silu(self.down(states if seen is None else seen))
         )
@@ -46,7 +46,7 @@ class MedusaBlock(nn.Module):
         nn.init.zeros_(self.inner.weight)
 
     def forward(self, states: Tensor, seen: Tensor | None = None) -> Tensor:
-        """(..., width) -> (..., width)."""
+        """Map (..., width) -> (..., width)."""
         del seen
         out: Tensor = states + nn.functional.silu(self.inner(states))
         return out
@@ -67,7 +67,9 @@ class ExitHeads(nn.Module):
         self.norms = nn.ParameterList(nn.Parameter(torch.ones(width)) for _ in layers)
 
     def states(self, at: int, hidden: Tensor) -> Tensor:
-        """Input of the output projection from exit `at`: (tokens, width) -> (tokens, width)."""
+        """Return the input of the output projection from exit `at`: (tokens, width) -> (tokens,
+        width).
+        """
         raw: Tensor = self.blocks[at](hidden.float())
         return _norm(raw, self.norms[at])
 
@@ -100,7 +102,7 @@ class ParallelHeads(nn.Module):
         )
 
     def states(self, normed: Tensor, embedded: Tensor) -> Tensor:
-        """(starts, width) state and last token's embedding -> (starts, k, width)."""
+        """Map (starts, width) state and last token's embedding -> (starts, k, width)."""
         seen = torch.cat([normed, embedded], -1) if self.kind == "specdec" else normed
         return torch.stack([block(normed, seen) for block in self.blocks], 1)
 
@@ -149,7 +151,8 @@ class Adapter(nn.Module):
         return self
 
     def projected(self, hidden: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Queries, keys and values of (..., tokens, width) states: (..., heads, tokens, head_dim).
+        """Return queries, keys and values of (..., tokens, width) states: (..., heads, tokens,
+        head_dim).
 
         ``cos``, ``sin``: (tokens, head_dim) of the tokens' positions.
         """
@@ -163,7 +166,7 @@ class Adapter(nn.Module):
     def attended(
         self, hidden: Tensor, query: Tensor, keys: Tensor, values: Tensor, mask: Tensor
     ) -> Tensor:
-        """Input of the output projection, (..., tokens, width).
+        """Return the input of the output projection, (..., tokens, width).
 
         ``keys``, ``values`` (..., heads, seen, head_dim); ``mask`` (tokens, seen) booleans.
         """
@@ -191,7 +194,7 @@ class AdapterRunner:
         mask: Tensor | None = None,
         positions: Tensor | None = None,
     ) -> Tensor:
-        """States for the output projection, (tokens, width), of exit states (tokens, width).
+        """Return states for the output projection, (tokens, width), of exit states (tokens, width).
 
         ``start``, ``mask`` and ``positions`` as in `LayerRunner.run_layers`.
         """
@@ -281,7 +284,7 @@ def log_confidence(logits: Tensor, temperature: float) -> Tensor:
 
 
 def exit_columns(logits: Tensor, temperatures: list[float]) -> dict[str, Tensor]:
-    """Argmax, log confidence at each temperature and the signals; (rows, ...) each."""
+    """Return argmax, log confidence at each temperature and the signals; (rows, ...) each."""
     of = signals(logits)
     return {
         "argmax": logits.argmax(-1),
@@ -296,7 +299,8 @@ def exit_columns(logits: Tensor, temperatures: list[float]) -> dict[str, Tensor]
 def drawn_columns(
     logits: Tensor, drawn: Tensor, logsumexp: Tensor, sampling: Sampling
 ) -> dict[str, Tensor]:
-    """Log-probabilities of tokens drawn from `logits`, as in `profiler.models.sampling.drafted`.
+    """Return log-probabilities of tokens drawn from `logits`, as in
+    `profiler.models.sampling.drafted`.
 
     ``logits``: (rows, vocab) raw; ``drawn``, ``logsumexp``: (rows,).
     """

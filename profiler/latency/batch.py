@@ -63,7 +63,7 @@ def _passes(runner: Runner, batch: int, keep: int) -> Pass:
 
 
 def _fill(runner: Runner) -> None:
-    """Real keys and values in every slot of every row."""
+    """Put real keys and values into every slot of every row."""
     with torch.inference_mode():
         runner.forward(random_ids(runner, runner.cache.slots), 0, keep=1)
         for row in range(1, runner.cache.batch):
@@ -97,7 +97,7 @@ class _Idle(Runner):
     def forward_batch(
         self, tokens: Tensor, positions: Tensor, visible: int, *, first: int = 0, keep: int = 0
     ) -> Tensor:
-        """Some fixed rows, as many as asked for."""
+        """Return some fixed rows, as many as asked for."""
         del positions, visible, first
         return self._rows[: tokens.shape[0], : keep or tokens.shape[1]]
 
@@ -105,7 +105,7 @@ class _Idle(Runner):
 def measure_batch_host(
     target: Runner, draft: Runner, batches: Sequence[int], *, repeats: int = 15, tokens: int = 40
 ) -> pd.DataFrame:
-    """Seconds per iteration and per batched draft step outside the models, by a linear fit.
+    """Measure seconds per iteration and per batched draft step outside the models, by a linear fit.
 
     The real loop decodes `tokens` tokens a sequence, both models replaced by ones that do
     nothing; one row per phase and batch above 1, named ``host_round`` and ``host_draft``.
@@ -137,7 +137,7 @@ def measure_batch_host(
 
 
 def _run_into(log: list[int], decoder: BatchedDecoder, together: Together) -> Callable[[], object]:
-    """Appends each iteration's draft steps to `log`."""
+    """Append each iteration's draft steps to `log`."""
     return lambda: log.extend(
         max(outcome.draft_forwards for _, outcome in iteration)
         for iteration in speculate_batch(decoder, together)

@@ -19,7 +19,7 @@ from profiler.models.runner import Runner
 
 
 def measure_layers(runner: Runner, model: str, grid: Grid) -> pd.DataFrame:
-    """Per-layer and output-head seconds of one model, from hooks around its modules."""
+    """Measure per-layer and output-head seconds of one model, from hooks around its modules."""
     layers, head = _parts(runner.stack, runner.layers), runner.model.get_output_embeddings()
     parts: list[pd.DataFrame] = []
     watch, again = Stopwatch(runner.device), Repeats()

@@ -62,7 +62,7 @@ def decoding_blocks(
     target: Pass, draft: Pass, widths: Sequence[int], contexts: Sequence[int], batch: int = 1,
     untimed: int = UNTIMED,
 ) -> Iterator[Block]:  # fmt: skip
-    """A block for every width of the target's pass and context, with the drafting before it.
+    """Yield a block for every width of the target's pass and context, with the drafting before it.
 
     The timed rounds differ in what their first draft pass catches up on (FIRST_WIDTHS); the next
     passes are kept apart by place (SETTLING).
@@ -82,7 +82,7 @@ def decoding_blocks(
 
 
 def _drafting(draft: Pass, passes: int, first: int, context: int, batch: int) -> list[Step]:
-    """A round's draft passes, the first over `first` tokens."""
+    """Return a round's draft passes, the first over `first` tokens."""
     run, one = draft(first, context), draft(1, context)
     steps = [Step("draft", "catch_up", first, context, run, batch)]
     steps += [
@@ -96,7 +96,7 @@ def signal_block(
     target: Pass, draft: Pass, read: Callable[[], object], widths: Sequence[int], context: int,
     batch: int = 1,
 ) -> Block:  # fmt: skip
-    """Rounds of a policy that reads the signals of every token it drafts."""
+    """Return rounds of a policy that reads the signals of every token it drafts."""
     width = max(w for w in widths if w <= max(5, min(widths)))
     reading = Step("draft", "signal", 1, 0, read, batch)
     verify = Step("target", "forward", width, context, target(width, context), batch)

@@ -123,7 +123,9 @@ def _round(
     given: tuple[_Given, _Given], models: tuple[Runner, Runner], prompts: tuple[Tensor, Tensor],
     ids: Tensor, rule: VerifyRule | None,
 ) -> Callable[[], int]:  # fmt: skip
-    """The verification of as many drafted tokens as `ids`, its passes done, ready to be timed."""
+    """Return the verification of as many drafted tokens as `ids`, its passes done, ready to be
+    timed.
+    """
     count = int(ids.shape[0])
     prompt = ids.new_zeros(4)
     decoder = ModelDecoder(*given, prompt, count + 4, watch_eos=False, rule=rule)

@@ -70,7 +70,7 @@ def seq2seq_blocks(target: Seq2SeqRunner, draft: Seq2SeqRunner, grid: Grid) -> l
 
 
 def seq2seq_layers(runner: Seq2SeqRunner, model: str, grid: Grid) -> pd.DataFrame:
-    """`measure_layers` of the decoder, at the same contexts as the passes."""
+    """Run `measure_layers` on the decoder, at the same contexts as the passes."""
     passes, parts = _Passes(runner, grid), []
     for context in grid.contexts:
         passes.run(1, context)()  # leaves the source in place
@@ -94,7 +94,9 @@ class _Passes:
             runner.forward(self.ids, 0, keep=1)  # real keys and values in every slot
 
     def run(self, width: int, context: int, keep: int = 1) -> Callable[[], object]:
-        """A pass of `width` tokens that attends to `context` others, half of them the source."""
+        """Return a pass of `width` tokens that attends to `context` others, half of them the
+        source.
+        """
         runner, source, tokens = self._runner, self._sources[context // 2], self.ids[:width]
 
         def call() -> object:

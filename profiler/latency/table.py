@@ -55,7 +55,9 @@ class Grid:
         return max(*self.widths, *self.batch_widths, *FIRST_WIDTHS)
 
     def drafting(self, longest: int) -> Grid:
-        """The grid whose batches verify drafts of up to `longest` tokens, and no longer ones."""
+        """Return the grid whose batches verify drafts of up to `longest` tokens, and no longer
+        ones.
+        """
         if max(self.batch_widths) <= longest:
             return self
         within = [w for w in self.batch_widths if w <= longest]
@@ -175,7 +177,7 @@ class Sweeps:
         self._sums = np.zeros((2, len(self._steps)))  # seconds and calls of the sweep under way
 
     def __len__(self) -> int:
-        """Sweeps done."""
+        """Return the number of sweeps done."""
         return len(self._samples)
 
     @property
@@ -185,13 +187,13 @@ class Sweeps:
         return len(self) * len(self.blocks) + (len(self.blocks) - left if left else 0)
 
     def run(self) -> None:
-        """One sweep, or what is left of the one under way."""
+        """Run one sweep, or what is left of the one under way."""
         self.step()
         while self._left:
             self.step()
 
     def step(self) -> None:
-        """The next block of a sweep."""
+        """Run the next block of a sweep."""
         if not self._warm:
             for step in self._steps.values():
                 for _ in range(self.warmup):
@@ -229,7 +231,9 @@ class Sweeps:
         return [groups[n][i] for n in sizes for i in self._rng.permutation(len(groups[n]))]
 
     def cells(self) -> pd.DataFrame:
-        """Rows as in `traces.latency.table`: means over sweeps, half their interquartile ranges."""
+        """Return rows as in `traces.latency.table`: means over sweeps, half their interquartile
+        ranges.
+        """
         return rows_of(list(self._steps), self._samples)
 
 
@@ -248,5 +252,5 @@ def rows_of(cells: Sequence[Cell], samples: npt.NDArray[np.float64]) -> pd.DataF
 
 
 def table(parts: Sequence[pd.DataFrame], meta: dict[str, Any]) -> LatencyTable:
-    """One latency table from measured parts."""
+    """Return one latency table from measured parts."""
     return LatencyTable(pd.concat(parts, ignore_index=True), meta)

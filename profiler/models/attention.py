@@ -40,7 +40,7 @@ Finite, so that a part of masked keys alone has a log-sum-exp that weighs nothin
 
 
 def parts_of(visible: int, heads: int, rows: int, processors: int) -> int:
-    """Into how many equal parts to cut `visible` keys; 1 where there are blocks enough.
+    """Return into how many equal parts to cut `visible` keys; 1 where there are blocks enough.
 
     ``heads`` key heads of all sequences, ``rows`` queries of each, ``processors`` of the device.
     """
@@ -66,7 +66,7 @@ def split_mask(seen: Tensor, group: int, dtype: torch.dtype, parts: int) -> Tens
 def split_attention(
     query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scale: float | None = None
 ) -> Tensor:
-    """Attention over keys in parts, put together.
+    """Return attention over keys in parts, put together.
 
     ``query`` (batch, kv_heads, rows, width); ``key``, ``value`` (batch, kv_heads, visible, width);
     ``mask`` as in `split_mask`, (batch, parts, rows, visible / parts).  Returns as `query`.
@@ -88,7 +88,7 @@ def split_attention(
 def plain_part(
     query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scale: float
 ) -> tuple[Tensor, Tensor]:
-    """Attention and its log-sum-exp (..., rows), of plain operations."""
+    """Return attention and its log-sum-exp (..., rows), of plain operations."""
     scores = (query @ key.transpose(-1, -2)).float() * scale + mask
     lse = scores.logsumexp(-1)
     return (scores - lse[..., None]).exp().to(value.dtype) @ value, lse
@@ -178,7 +178,8 @@ def dense_mask(blocks: Sequence[Block], start: int) -> Tensor:
 
 
 def block_attention(blocks: Sequence[Block]) -> Callable[..., tuple[Tensor, None]]:
-    """An attention function in transformers' sense for one sequence that attends in `blocks`.
+    """Return an attention function in transformers' sense for one sequence that attends in
+    `blocks`.
 
     It takes the place of the mask, whatever mask the model was given.
     """
@@ -212,14 +213,14 @@ def block_attention(blocks: Sequence[Block]) -> Callable[..., tuple[Tensor, None
 
 @contextmanager
 def in_blocks(model: Any, blocks: Sequence[Block]) -> Iterator[None]:
-    """Inside the block, `model` attends through `block_attention`."""
+    """Let `model` attend, inside the block, through `block_attention`."""
     with attending(model, "draftsim_blocks", block_attention(blocks)):
         yield
 
 
 @contextmanager
 def attending(model: Any, name: str, function: Callable[..., Any]) -> Iterator[None]:
-    """Inside the block, `model` attends through `function`, known to transformers as `name`."""
+    """Let `model` attend, inside the block, through `function`, known to transformers as `name`."""
     AttentionInterface.register(name, function)
     config = model.config.get_text_config()
     before = config._attn_implementation

@@ -60,14 +60,14 @@ class _Pass:
 
 @cache
 def capture_stream(device: torch.device) -> torch.cuda.Stream:
-    """One stream for all captures: libraries keep a workspace per stream for good."""
+    """Return one stream for all captures: libraries keep a workspace per stream for good."""
     return torch.cuda.Stream(device)
 
 
 def capture(
     run: Callable[[], Tensor], device: torch.device, pool: Any = None
 ) -> tuple[torch.cuda.CUDAGraph, Tensor]:
-    """`run` as a CUDA graph, and the tensor that a replay writes what it returns to.
+    """Return `run` as a CUDA graph, and the tensor that a replay writes what it returns to.
 
     The warm-up runs off the current stream, as captures must, and on the stream of the capture, so
     that it makes every allocation that must not happen during one: caches, library handles and that
@@ -131,12 +131,14 @@ class GraphRunner(Runner):
         return len(self._passes)
 
     def bucket(self, stop: int) -> int:
-        """Slots shown to a pass that needs the first `stop`."""
+        """Return the number of slots shown to a pass that needs the first `stop`."""
         step = max(self.granularity, 1 << max(0, stop.bit_length() - 5))
         return min(self.cache.slots, -(-stop // step) * step)
 
     def _rounded(self, batch: int) -> int:
-        """Rows a batch is padded to, a power of two: it shrinks as its sequences end."""
+        """Return the number of rows a batch is padded to, a power of two: it shrinks as its
+        sequences end.
+        """
         return min(self.cache.batch, 1 << (batch - 1).bit_length())
 
     @torch.inference_mode()

@@ -47,7 +47,8 @@ class Pair:
         return frozenset(ids if isinstance(ids, list) else [ids])
 
     def encode(self, text: str, chat: bool = False) -> Tensor:
-        """(tokens,) ids on the device; `chat`: of a user's turn, up to where the answer begins.
+        """Return (tokens,) ids on the device; `chat`: of a user's turn, up to where the answer
+        begins.
 
         Raises DraftsimError if the target's tokenizer has no chat template, or one that fails.
         """
@@ -239,7 +240,9 @@ def describe_model(model: Any, path: str | Path) -> dict[str, Any]:
 
 
 def fingerprint(model: Any) -> str:
-    """A digest of a model's weights, some values of each: tells whether it is another one."""
+    """Return a digest of a model's weights, some values of each: tells whether it is another
+    one.
+    """
     digest = hashlib.sha256()
     for name, weights in sorted(model.state_dict().items()):
         flat = weights.detach().flatten()
@@ -262,7 +265,7 @@ def check_same_models(recorded: Mapping[str, Any], pair: Pair) -> None:
 
 
 def describe_device(device: torch.device) -> dict[str, Any]:
-    """Device, driver and library versions, for provenance."""
+    """Return device, driver and library versions, for provenance."""
     versions = {
         "torch": str(torch.__version__),
         "transformers": transformers.__version__,

@@ -72,7 +72,7 @@ class SlotLayer(CacheLayerMixin):
                 buffer[:1, :, start:stop] = buffer[:1, :, slots]
 
     def get_mask_sizes(self, query_length: int, *args: Any) -> tuple[int, int]:
-        """(key length, offset); only asked for when no 4-D mask is given."""
+        """Return (key length, offset); only asked for when no 4-D mask is given."""
         return self._cache.start + query_length, 0
 
     def get_seq_length(self, *args: Any) -> int:
@@ -80,7 +80,7 @@ class SlotLayer(CacheLayerMixin):
         return self._cache.start
 
     def get_max_length(self) -> int:
-        """Slots allocated."""
+        """Return the number of slots allocated."""
         return self._cache.slots
 
     # transformers before 5.20 asks under this name.
@@ -110,11 +110,11 @@ class SlotCache(Cache):
         super().__init__(layers=[SlotLayer(self) for _ in range(layers)])
 
     def place(self, start: int) -> None:
-        """The next pass writes slots start, start + 1, ... of the first sequence."""
+        """Let the next pass write slots start, start + 1, ... of the first sequence."""
         self.start, self.scatter = start, None
 
     def place_ragged(self, rows: Tensor, positions: Tensor, visible: int, first: int = 0) -> None:
-        """The next pass writes ``positions`` (batch, new_tokens) of sequences from ``first`` on.
+        """Let the next pass write ``positions`` (batch, new_tokens) of sequences from ``first`` on.
 
         ``rows`` (batch, 1) counts them: 0, 1, ...
         """

@@ -54,12 +54,16 @@ def _cut(scaled: Tensor, top_p: float) -> Tensor:
 
 
 def probs(logits: Tensor, sampling: Sampling) -> Tensor:
-    """The distribution drawn from, float32 (rows, vocab), from raw ``logits`` of that shape."""
+    """Return the distribution drawn from, float32 (rows, vocab), from raw ``logits`` of that
+    shape.
+    """
     return torch.softmax(tempered(logits, sampling), -1)
 
 
 def log_probs_at(logits: Tensor, tokens: Tensor, sampling: Sampling) -> Tensor:
-    """log of `probs` of one token per row, float32 (rows,); -inf where top-p cuts it away."""
+    """Return log of `probs` of one token per row, float32 (rows,); -inf where top-p cuts it
+    away.
+    """
     parts = zip(logits.split(ROWS), tokens.split(ROWS), strict=True)
     return torch.cat([log_softmax_at(tempered(some, sampling), of) for some, of in parts])
 
@@ -70,7 +74,7 @@ def log_softmax_at(scaled: Tensor, tokens: Tensor) -> Tensor:
 
 
 def draw(weights: Tensor, generator: torch.Generator | None) -> Tensor:
-    """One index per row with probability in proportion to its weight; (rows,).
+    """Return one index per row with probability in proportion to its weight; (rows,).
 
     By the inverse of the cumulative weights: one random number a row, where a race of
     exponentials (torch.multinomial) takes one a token and, on a CPU, 15 times as long.
@@ -90,7 +94,7 @@ def draw(weights: Tensor, generator: torch.Generator | None) -> Tensor:
 
 
 def coupled(draft: Tensor, target: Tensor, emitted: Tensor, coins: Tensor) -> tuple[Tensor, Tensor]:
-    """Rejection sampling backwards: what the draft proposed where the target emitted a token.
+    """Run rejection sampling backwards: what the draft proposed where the target emitted a token.
 
     Given the emitted x the proposal was x with probability min(1, draft(x) / target(x)), and
     otherwise a draw from the normalised positive part of draft - target, never x.
@@ -115,12 +119,12 @@ class Signals(NamedTuple):
     entropy: Tensor
 
     def stack(self) -> Tensor:
-        """(rows, 4)."""
+        """Stack the signals, (rows, 4)."""
         return torch.stack(tuple(self), dim=-1)
 
 
 def signals(logits: Tensor, best: Tensor | None = None) -> Signals:
-    """Raw top-2 logits, log-sum-exp and entropy (nats) at T = 1.
+    """Return raw top-2 logits, log-sum-exp and entropy (nats) at T = 1.
 
     ``logits``: (rows, vocab), any float dtype; computed in float32.  ``best``: (rows,) their
     argmax, where the caller has it: seeking it is the largest part of the work.
@@ -147,7 +151,8 @@ LIKELIEST = 10
 
 
 def top10_log_prob(logits: Tensor) -> Tensor:
-    """Log-probability of the likeliest token among the ten likeliest at T = 1; float32 (rows,).
+    """Return the log-probability of the likeliest token among the ten likeliest at T = 1; float32
+    (rows,).
 
     Apart from `signals`, since only who asks pays for seeking them.
 
@@ -172,7 +177,7 @@ class Drafted(NamedTuple):
     """Its own at T = 1 without top-p."""
 
     def stack(self) -> Tensor:
-        """(rows, 7)."""
+        """Stack the signals, (rows, 7)."""
         return torch.stack(tuple(self), dim=-1)
 
 

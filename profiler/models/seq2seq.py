@@ -59,7 +59,7 @@ def banned_tokens(model: Any) -> list[int]:
 
 
 def ignored_settings(model: Any) -> dict[str, Any]:
-    """Generation settings that change `generate`'s output and are not followed here."""
+    """Return generation settings that change `generate`'s output and are not followed here."""
     settings = model.generation_config
     neutral = {
         "num_beams": (None, 1), "repetition_penalty": (None, 1.0), "min_length": (None, 0),
@@ -105,7 +105,9 @@ def check_room(model: Any, length: int, max_new_tokens: int, where: str = "") ->
 
 
 def describe_seq2seq(model: Any) -> dict[str, Any]:
-    """Shape and settings of an encoder-decoder, for provenance; ``layers`` are the decoder's."""
+    """Return shape and settings of an encoder-decoder, for provenance; ``layers`` are the
+    decoder's.
+    """
     layers = model.config.num_hidden_layers  # the encoder's, in every class
     ignored = ignored_settings(model)
     return {
@@ -165,7 +167,9 @@ class Seq2SeqRunner(Runner):
 
     @torch.inference_mode()
     def encode(self, prompt: Tensor) -> Source:
-        """The source text's states; the first pass over them fills the cross-attention cache."""
+        """Return the source text's states; the first pass over them fills the cross-attention
+        cache.
+        """
         states = self.model.get_encoder()(input_ids=prompt[None])[0]  # (1, tokens, width)
         cache: Any = EncoderDecoderCache(self.cache, DynamicCache())
         output: Any = BaseModelOutput(last_hidden_state=states)
@@ -181,7 +185,7 @@ class Seq2SeqRunner(Runner):
         mask: Tensor | None = None,
         positions: Tensor | None = None,
     ) -> Tensor:
-        """`Runner.forward` over the decoder, which attends to the source of `begin`.
+        """Run `Runner.forward` over the decoder, which attends to the source of `begin`.
 
         Raises DraftsimError if the tokens do not fit the cache or nothing was encoded.
         """
@@ -213,7 +217,7 @@ class Seq2SeqRunner(Runner):
     def forward_batch(
         self, tokens: Tensor, positions: Tensor, visible: int, *, first: int = 0, keep: int = 0
     ) -> Tensor:
-        """Refused: encoder-decoder models are decoded one request at a time."""
+        """Refuse a batch: encoder-decoder models are decoded one request at a time."""
         raise DraftsimError(
             f"{type(self.model).__name__} is an encoder-decoder model: decode one request at a time"
         )

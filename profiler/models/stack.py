@@ -50,7 +50,7 @@ class LayerRunner(Runner):
 
     @torch.inference_mode()
     def _check(self) -> None:
-        """The layers one by one must be the model."""
+        """Check that the layers one by one are the model."""
         count = min(5, self.cache.slots, self.max_positions)
         ids = torch.arange(count, device=self.device) % self.vocab_size
         whole = self.forward(ids, 0)
@@ -64,7 +64,7 @@ class LayerRunner(Runner):
             )
 
     def embed(self, tokens: Tensor) -> Tensor:
-        """States before the first layer: (tokens,) ids -> (tokens, hidden)."""
+        """Return states before the first layer: (tokens,) ids -> (tokens, hidden)."""
         states: Tensor = self._inner.embed_tokens(tokens)
         return states
 
@@ -79,7 +79,7 @@ class LayerRunner(Runner):
         return logits
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """Final norm and output head: (tokens, hidden) -> (tokens, vocab)."""
+        """Apply final norm and output head: (tokens, hidden) -> (tokens, vocab)."""
         return self.project(self.normed(hidden))
 
     @torch.inference_mode()
@@ -87,7 +87,7 @@ class LayerRunner(Runner):
         self, tokens: Tensor, start: int, depths: Sequence[int] = (), *,
         mask: Tensor | None = None, positions: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
-        """One ordinary pass: logits (tokens, vocab), and states of the tokens.
+        """Run one ordinary pass: logits (tokens, vocab), and states of the tokens.
 
         These are the head's input, (tokens, hidden).  With ``depths`` they are the states after
         that many layers each, fewer than there are, (tokens, hidden x depths).  ``mask`` and

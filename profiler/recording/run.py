@@ -76,7 +76,9 @@ def model_path(name: str, role: str) -> str:
 
 
 def shipped_heads(name: str) -> Path | None:
-    """The folder of trained heads that the project has for a target, by its name or folder."""
+    """Return the folder of trained heads that the project has for a target, by its name or
+    folder.
+    """
     folder = Path(model_path(name, "target")).resolve()
     for target, heads in (
         (BUNDLED / "target", BUNDLED / "exit_heads"),
@@ -112,7 +114,9 @@ def read_run(folder: Path, trust_remote_code: bool = False) -> RunInfo:
 
 
 def _fields(path: Path) -> dict[str, Any]:
-    """The fields of `RunInfo` in a run's own file; FileError naming the one that is damaged."""
+    """Return the fields of `RunInfo` in a run's own file; FileError naming the one that is
+    damaged.
+    """
     found = read_object(path, AGAIN)
     if TRUST in found:
         raise FileError(f"{path} may not say {TRUST}: {AGAIN}")
@@ -194,7 +198,7 @@ def only_writer(folder: Path, remedy: str = "name another") -> Iterator[None]:
 
 
 def claimed(info: RunInfo, folder: Path, force: bool = False) -> RunInfo:
-    """`info` with the identity of the run that `folder` holds, or a new one.
+    """Return `info` with the identity of the run that `folder` holds, or a new one.
 
     Nothing is written.  With `force` what the folder holds does not matter.
 
@@ -224,7 +228,7 @@ def begin(info: RunInfo, folder: Path, force: bool = False) -> None:
 
 
 def digest_of(options: Mapping[str, Any]) -> str:
-    """A short digest of the options a recording is made under."""
+    """Return a short digest of the options a recording is made under."""
     text = json.dumps(options, sort_keys=True, default=str)
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 

@@ -27,7 +27,7 @@ def lacking(trace: Trace) -> list[str]:
 
 
 def with_signals(trace: Trace, draft: Any, advance: Callable[[], object]) -> Trace:
-    """`trace` with the columns that it is `lacking`.
+    """Return `trace` with the columns that it is `lacking`.
 
     Parameters
     ----------

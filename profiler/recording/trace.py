@@ -68,13 +68,13 @@ class Sides:
         self.sampling, self.generator, self.eos = sampling, generator, eos
 
     def pick(self, logits: Tensor) -> Tensor:
-        """One token per row: argmax, or a draw; (rows,)."""
+        """Return one token per row: argmax, or a draw; (rows,)."""
         if self.sampling.greedy:
             return _likeliest(logits)
         return self.draw(probs(logits, self.sampling))
 
     def draw(self, weights: Tensor) -> Tensor:
-        """One index per row, with probability as its weight; (rows,)."""
+        """Return one index per row, with probability as its weight; (rows,)."""
         return draw(weights, self.generator)
 
     def ends(self, tokens: Tensor) -> Tensor:
@@ -85,7 +85,7 @@ class Sides:
         return ended
 
     def propose(self, logits: Tensor) -> dict[str, Tensor]:
-        """One proposal of the draft per row and its numbers, as in `draft`; each (rows,)."""
+        """Return one proposal of the draft per row and its numbers, as in `draft`; each (rows,)."""
         if self.sampling.top_p == 1:
             return self.draft(logits, self.pick(logits))
         scaled = tempered(logits, self.sampling)  # once: the cut is most of the work
@@ -209,7 +209,8 @@ class Tails:
         self._branches, self._lengths, self._sides = Branches(path, wrong_at), lengths, sides
 
     def record(self, wrong: Tensor) -> Rows:
-        """Rows of all tails by (branch, step), which are two of the columns; {} if there are none.
+        """Return rows of all tails by (branch, step), which are two of the columns; {} if there are
+        none.
 
         ``wrong``: (branches,) the wrong tokens.  A tail ends with the EOS it proposes.
         """
@@ -226,7 +227,9 @@ class Tails:
         return rows | {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
 
     def _drafted(self, feed: Tensor) -> Rows:
-        """The draft's columns, with the token fed before each proposal, in drafting order."""
+        """Return the draft's columns, with the token fed before each proposal, in drafting
+        order.
+        """
         known, branch = self._branches, torch.arange(feed.shape[0], device=feed.device)
         owners = branch[:0]
         steps: list[Rows] = []
@@ -255,7 +258,9 @@ class Tails:
     def _scored(
         self, fed: Tensor, branch: Tensor, step: Tensor, draft_token: Tensor, **_: Tensor
     ) -> Rows:
-        """The target's columns about the proposals of whole branches, in (branch, step) order."""
+        """Return the target's columns about the proposals of whole branches, in (branch, step)
+        order.
+        """
         logits = self._branches.forward(self._target, fed, branch, step)
         scored = self._sides.target(logits, draft_token)
         if not self._sides.sampling.greedy:
@@ -264,7 +269,7 @@ class Tails:
 
 
 def spans_of(branch: Tensor, most: int) -> list[slice]:
-    """Slices of whole branches, about equally many rows and at most about `most` in each."""
+    """Return slices of whole branches, about equally many rows and at most about `most` in each."""
     # Whole branches: one never looks into another.
     rows = branch.shape[0]
     share = rows / math.ceil(rows / most)
@@ -345,12 +350,15 @@ class Recorder:
         """Seconds the last prompt's plain decoding took, prefill included."""
 
     def slots_needed(self, prompt_tokens: int) -> int:
-        """Cache slots that recording a prompt of this length can take at most."""
+        """Return the number of cache slots that recording a prompt of this length can take at
+        most.
+        """
         return prompt_tokens + self.max_new_tokens * (self.max_gamma + 1)
 
     @torch.inference_mode()
     def record(self, prompt: Tensor) -> Columns:
-        """Columns (without `request`) of one prompt, as in `traces.acceptance.trace.COLUMNS`.
+        """Return columns (without `request`) of one prompt, as in
+        `traces.acceptance.trace.COLUMNS`.
 
         ``prompt``: (prompt_tokens,) ids on the models' device; an encoder-decoder's source.
         Raises DraftsimError if the prompt does not fit or a model gives NaN.
@@ -423,7 +431,7 @@ class Recorder:
             stream.take(row)
 
     def _is_done(self, stream: _Stream) -> bool:
-        """True if the stream has reached the limit or an end-of-sequence token."""
+        """Return True if the stream has reached the limit or an end-of-sequence token."""
         if len(stream.output) >= self.max_new_tokens:
             return True
         return bool(self.eos) and int(stream.output[-1]) in self.eos
@@ -494,7 +502,7 @@ class Recorder:
         return starts[keep], lengths[keep]
 
     def _tail_columns(self, rows: dict[str, Tensor], starts: Tensor) -> dict[str, Tensor]:
-        """Trace columns from the rows of `Tails.record`."""
+        """Return trace columns from the rows of `Tails.record`."""
         branch, step, drawn = rows.pop("branch"), rows.pop("step"), rows.pop("drawn", None)
         if drawn is None:
             match = rows["draft_token"] == rows["target_token"]

@@ -124,14 +124,16 @@ class ExitRecorder(Recorder):
 
     @staticmethod
     def slots_needed(longest: int, gamma_max: int) -> int:
-        """Cache slots for a path of `longest` tokens and the continuations of a group."""
+        """Return the number of cache slots for a path of `longest` tokens and the continuations of
+        a group.
+        """
         return longest + GROUP * (16 + 4 * gamma_max)
 
     @torch.inference_mode()
     def record(
         self, prompt: Tensor, output: list[int], limit: int, eos: frozenset[int]
     ) -> ExitNodes:
-        """Nodes of one request."""
+        """Return nodes of one request."""
         count, width = len(output), int(prompt.shape[0])
         path = torch.cat([prompt, prompt.new_tensor(output[:-1])])
         hidden = self.target.embed(path)
@@ -218,7 +220,7 @@ class ExitRecorder(Recorder):
     def _columns(
         self, states: Sequence[Tensor], truth: tuple[Tensor, Tensor] | None = None
     ) -> Columns:
-        """Node columns from what each exit's output projection reads, (tokens, hidden) each.
+        """Return node columns from what each exit's output projection reads, (tokens, hidden) each.
 
         ``truth``: sampled tokens (tokens,) and the target's probabilities (tokens, vocab).
         """
@@ -242,7 +244,9 @@ class ExitRecorder(Recorder):
     def _choose(
         self, columns: Columns, rule: tuple[list[int], int, float, int]
     ) -> npt.NDArray[np.int64]:
-        """The token each row drafts under a setting, -1 where it reaches the bound; (rows,)."""
+        """Return the token each row drafts under a setting, -1 where it reaches the bound;
+        (rows,).
+        """
         used, column, threshold, _ = rule
         drafts = np.full(len(columns["argmax"]), -1, dtype=np.int64)
         for at in reversed(used):
@@ -294,7 +298,7 @@ class ExitRecorder(Recorder):
         self, tokens: list[int], roots: list[int], positions: list[int],
         sees: npt.NDArray[np.bool_], width: int, path: int,
     ) -> Columns:  # fmt: skip
-        """One tree-masked pass over the newest level, as deep as the last exit."""
+        """Run one tree-masked pass over the newest level, as deep as the last exit."""
         device = self.target.device
         count = len(tokens)
         ends = torch.tensor(roots, device=device) + width
@@ -316,7 +320,9 @@ class ExitRecorder(Recorder):
 
 
 def _extended(sees: npt.NDArray[np.bool_], parents: list[int]) -> npt.NDArray[np.bool_]:
-    """`sees` with a row per new node: itself and what its parent sees (negative: no parent)."""
+    """Return `sees` with a row per new node: itself and what its parent sees (negative: no
+    parent).
+    """
     old, new = len(sees), len(parents)
     grown = np.zeros((old + new, old + new), dtype=bool)
     grown[:old, :old] = sees

@@ -45,11 +45,11 @@ class Draws(Protocol):
         ...
 
     def first(self, logits: Tensor) -> Tensor:
-        """The token that the prefill emits, from logits (1, vocab); (1,)."""
+        """Return the token that the prefill emits, from logits (1, vocab); (1,)."""
         ...
 
     def propose(self, logits: Tensor, at: int, position: int, so_far: Sequence[Any]) -> Tensor:
-        """The token that exit `at` drafts at an output position after `so_far`; (1,)."""
+        """Return the token that exit `at` drafts at an output position after `so_far`; (1,)."""
         ...
 
     def settle(
@@ -76,11 +76,11 @@ class RandomDraws:
         self.sampling, self.generator = sampling, generator
 
     def first(self, logits: Tensor) -> Tensor:
-        """A draw from the target."""
+        """Return a draw from the target."""
         return draw(probs(logits, self.sampling), self.generator)
 
     def propose(self, logits: Tensor, at: int, position: int, so_far: Sequence[Any]) -> Tensor:
-        """A draw from the exit head."""
+        """Return a draw from the exit head."""
         del at, position, so_far
         return draw(probs(logits, self.sampling), self.generator)
 
@@ -219,7 +219,7 @@ class SourceDecoder(ABC):
 
     @abstractmethod
     def draft(self, so_far: Sequence[Any]) -> DraftToken | None:
-        """The proposal after the output so far and `so_far`; None where there is none."""
+        """Return the proposal after the output so far and `so_far`; None where there is none."""
 
     @abstractmethod
     def verify(self, draft: Sequence[Any]) -> int:
@@ -233,7 +233,7 @@ class SourceDecoder(ABC):
 
     @staticmethod
     def _compare(drafted: Sequence[Tensor], picks: Tensor) -> tuple[int, list[int]]:
-        """Leading drafted tokens that are the target's, and the tokens to emit.
+        """Return leading drafted tokens that are the target's, and the tokens to emit.
 
         ``picks`` (positions,): the target's own tokens; with no position after the last drafted
         token, a full match emits the draft alone.
@@ -453,7 +453,7 @@ class KangarooDecoder(EarlyExitDecoder):
         return ExitToken(logits.argmax(-1), logits, GREEDY, self.eos, self._exit)
 
     def verify(self, draft: Sequence[Any]) -> int:
-        """As early exit does; what was refused leaves nothing for the adapter to take in."""
+        """Verify as early exit does; what was refused leaves nothing for the adapter to take in."""
         accepted = super().verify(draft)
         if accepted < len(draft):
             self._pending.clear()
@@ -470,7 +470,7 @@ class KangarooDecoder(EarlyExitDecoder):
 
 
 def digest(*modules: torch.nn.Module | None) -> str:
-    """A digest of the weights of `modules`, those that are not None."""
+    """Return a digest of the weights of `modules`, those that are not None."""
     made = hashlib.sha256()
     for module in modules:
         if module is not None:

@@ -116,7 +116,7 @@ class FeatureDecoder(OnFeaturesDecoder):
         self._emit(self._last.tolist())
 
     def draft(self, so_far: Sequence[Any]) -> ModelToken | None:
-        """The next token of the chain; None when modules that run in turn are used up."""
+        """Return the next token of the chain; None when modules that run in turn are used up."""
         offset = len(so_far)
         if offset >= self._drafter.modules_in_turn > 1:
             return None
@@ -133,7 +133,7 @@ class FeatureDecoder(OnFeaturesDecoder):
 
     @torch.inference_mode()
     def verify(self, draft: Sequence[Any]) -> int:
-        """One pass over the last token and the draft, which gives the accepted features."""
+        """Run one pass over the last token and the draft, which gives the accepted features."""
         fed = [t.device_id for t in draft]
         logits, states = self._target.forward_with_states(
             torch.cat([self._last, *fed]), self._slot, self._drafter.feature_layers
@@ -173,7 +173,9 @@ class ParallelDecoder(FeatureDecoder):
         self._logits = self._no_drafts
 
     def draft(self, so_far: Sequence[Any]) -> ModelToken | None:
-        """The next token of the round's pass, which runs before the first; None at its end."""
+        """Return the next token of the round's pass, which runs before the first; None at its
+        end.
+        """
         offset = len(so_far)
         if offset >= self._width:
             return None

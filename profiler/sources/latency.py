@@ -35,7 +35,7 @@ def measure_drafters(
     widths: Sequence[int] = DRAFTER_WIDTHS, contexts: Sequence[int] = CONTEXTS,
     batches: Sequence[int] = (1,), longest: int = 0,
 ) -> pd.DataFrame:  # fmt: skip
-    """Cells of the passes of `drafters` alone; columns as in `traces.latency.table`.
+    """Measure cells of the passes of `drafters` alone; columns as in `traces.latency.table`.
 
     ``contexts`` go on to ``longest``, the tokens that a request gets to.
     """
@@ -62,7 +62,8 @@ def drafter_rounds(
     target: Runner, drafters: Mapping[str, FeatureDrafter], widths: Sequence[int],
     contexts: Sequence[int], batch: int = 1,
 ) -> Iterator[Block]:  # fmt: skip
-    """A first pass over several tokens, some of one, and the target's pass that verifies them.
+    """Yield a first pass over several tokens, some of one, and the target's pass that verifies
+    them.
 
     Cells, under each drafter's name: ``forward`` over widths and contexts, head and choice of the
     tokens included, and ``prefill`` over prompts.  No later pass follows that of a one-pass
@@ -131,7 +132,7 @@ def _drafter_rounds(
 def _verify(
     target: Runner, drafter: FeatureDrafter, context: int, batch: int
 ) -> Callable[[], object]:
-    """The target's pass over a draft of every sequence."""
+    """Return the target's pass over a draft of every sequence."""
     if isinstance(target, LayerRunner):
         runner, pieces = target, list(torch.zeros(LATER + 1, dtype=torch.long).split(1))
         pieces = [piece.to(target.device) for piece in pieces]
@@ -157,7 +158,7 @@ TREE_WIDTHS = (1, 2, 6, 11, 21, 40, BUDGET + 1)
 
 
 def widest_tree(trees: Mapping[str, GrownTrees]) -> int:
-    """Tokens of the target's widest pass that is timed of `trees`."""
+    """Return the number of tokens of the target's widest pass that is timed of `trees`."""
     return max(*TREE_WIDTHS, *(grown.budget + 1 for grown in trees.values()))
 
 
@@ -165,7 +166,7 @@ def measure_trees(
     target: LayerRunner, trees: Mapping[str, GrownTrees], repeats: int,
     contexts: Sequence[int] = CONTEXTS, longest: int = 0,
 ) -> pd.DataFrame:  # fmt: skip
-    """Cells of the rounds of `trees`; columns as in `traces.latency.table`.
+    """Measure cells of the rounds of `trees`; columns as in `traces.latency.table`.
 
     ``contexts`` go on to ``longest``, the tokens that a request gets to.
     """
@@ -177,7 +178,8 @@ def measure_trees(
 def tree_rounds(
     target: LayerRunner, trees: Mapping[str, GrownTrees], contexts: Sequence[int] = CONTEXTS
 ) -> Iterator[Block]:
-    """A first pass over several tokens, some over a layer's nodes, and the target's over the best.
+    """Yield a first pass over several tokens, some over a layer's nodes, and the target's over the
+    best.
 
     Cells: ``forward`` over widths, ``tree`` over the nodes of a layer and ``prefill`` over prompts
     under each name, and the target's ``tree`` over widths; all over contexts.  What chooses the
@@ -211,7 +213,7 @@ class _Rounds:
         self.trees: Trees | None = None
 
     def block(self, context: int, first: int, width: int) -> Block:
-        """Rounds at a context that take in `first` tokens and verify `width`."""
+        """Return rounds at a context that take in `first` tokens and verify `width`."""
         growing = [self.grow(context)] * (DEPTH - 1)
         round_ = [self.begin(first, context), *growing, self.verify(width, context)]
         return Block([round_] * (UNTIMED + 3), UNTIMED)
@@ -345,7 +347,9 @@ class LayerRounds:
 def pass_rounds(
     target: LayerRunner, modules: Mapping[str, Any], widths: Sequence[int], contexts: Sequence[int]
 ) -> Iterator[Block]:
-    """Rounds of a lookup or of parallel heads: a pass of the target follows the one before."""
+    """Yield rounds of a lookup or of parallel heads: a pass of the target follows the one
+    before.
+    """
     tokens = torch.zeros(max(widths), dtype=torch.long, device=target.device)
     one = target.embed(tokens[:1])
     draft = []
@@ -369,7 +373,9 @@ def pass_rounds(
 
 
 def lookup_step(trace: Trace, source: LookupSource) -> Step:
-    """One round's work of a lookup on the longest request: take in a few tokens and propose."""
+    """Return one round's work of a lookup on the longest request: take in a few tokens and
+    propose.
+    """
     longest = max(range(len(trace.requests)), key=lambda i: trace.requests[i].tokens)
     starts, output = trace.request_starts, true_tokens(trace)
     prompt = prompt_tokens(trace, longest)

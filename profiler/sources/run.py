@@ -75,7 +75,7 @@ def real_of(key: str) -> type[Any]:
 
 
 def load_modules(folder: Path, target: Any) -> dict[str, Any]:
-    """The modules kept in `folder` for the model `target`, as far as there are any.
+    """Return the modules kept in `folder` for the model `target`, as far as there are any.
 
     Raises
     ------
@@ -172,7 +172,7 @@ class SourceLatency:
                 self._sweeps.step()
 
     def cells(self) -> pd.DataFrame:
-        """The sweeps so far; columns as in `traces.latency.schema.CELL_COLUMNS`."""
+        """Return the sweeps so far; columns as in `traces.latency.schema.CELL_COLUMNS`."""
         cells = self._sweeps.cells()
         layers = cells["phase"] == "layer"
         ran = cells["new_tokens"].where(cells["new_tokens"] == 1, self._layers - self._depth)

@@ -56,7 +56,7 @@ class LookupDecoder(SourceDecoder):
             self._verify([])
 
     def draft(self, so_far: Sequence[Any]) -> RecordedToken | None:
-        """The next token of this round's proposal; None at its end."""
+        """Return the next token of this round's proposal; None at its end."""
         if not so_far:
             self.calls.add(self._kind, 1)
             self._proposals = self._lookup.propose()
@@ -65,7 +65,7 @@ class LookupDecoder(SourceDecoder):
         return proposed(self._proposals[len(so_far)])
 
     def verify(self, draft: Sequence[Any]) -> int:
-        """One target pass over the last token and the draft."""
+        """Run one target pass over the last token and the draft."""
         self.calls.end_round()
         return self._verify([t.token_id for t in draft])
 
@@ -106,7 +106,7 @@ class HeadsDecoder(SourceDecoder):
 
     @torch.inference_mode()
     def draft(self, so_far: Sequence[Any]) -> ModelToken | None:
-        """The next head's token; all heads run before the first."""
+        """Return the next head's token; all heads run before the first."""
         at = len(so_far)
         if not at:
             self.calls.add(HEADS, 1)
@@ -118,7 +118,7 @@ class HeadsDecoder(SourceDecoder):
 
     @torch.inference_mode()
     def verify(self, draft: Sequence[Any]) -> int:
-        """One pass over the last token and the draft; the accepted state serves the heads."""
+        """Run one pass over the last token and the draft; the accepted state serves the heads."""
         drafted = [t.device_id for t in draft]
         logits, states = self._target.forward_with_states(
             torch.cat([self._last, *drafted]), self._slot
@@ -161,7 +161,7 @@ class SpaceDecoder(SourceDecoder):
         self._emit(tokens)
 
     def draft(self, so_far: Sequence[Any]) -> ModelToken | None:
-        """The next mask's token."""
+        """Return the next mask's token."""
         if len(so_far) >= self._k:
             return None
         logits = self._drafts[len(so_far)][None]
@@ -177,7 +177,7 @@ class SpaceDecoder(SourceDecoder):
         return accepted
 
     def _pass(self, drafted: list[Tensor], start: int) -> tuple[int, list[int], int]:
-        """Accepted drafts, tokens to emit, and the width of the pass."""
+        """Return accepted drafts, tokens to emit, and the width of the pass."""
         feed = torch.cat([self._last, *drafted])
         count, k, device = int(feed.shape[0]), self._k, feed.device
         width = count * (k + 1)
@@ -238,7 +238,7 @@ class LayerSkipDecoder(SourceDecoder):
 
     @torch.inference_mode()
     def draft(self, so_far: Sequence[Any]) -> ModelToken:
-        """One pass through the kept layers."""
+        """Run one pass through the kept layers."""
         feed = so_far[-1].device_id if so_far else self._last
         hidden = self._target.run_layers(
             self._target.embed(feed), self._slot + len(so_far), self._kept
@@ -250,7 +250,7 @@ class LayerSkipDecoder(SourceDecoder):
 
     @torch.inference_mode()
     def verify(self, draft: Sequence[Any]) -> int:
-        """One full pass over the last token and the draft."""
+        """Run one full pass over the last token and the draft."""
         drafted = [t.device_id for t in draft]
         feed = torch.cat([self._last, *drafted])
         picks = self._target.forward(feed, self._slot).argmax(-1)

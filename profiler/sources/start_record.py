@@ -66,13 +66,13 @@ def mask_logits(
 
 
 def mask_states(target: LayerRunner, masks: MaskEmbeddings, groups: int) -> Tensor:
-    """Embeddings of `groups` groups of masks, (groups k, hidden), in the target's dtype."""
+    """Return embeddings of `groups` groups of masks, (groups k, hidden), in the target's dtype."""
     like = target.embed(torch.zeros(1, dtype=torch.long, device=target.device))
     return masks.weight.repeat(groups, 1).to(like.dtype)
 
 
 def kept_layers(layers: int, skip: list[int]) -> list[int]:
-    """0-based layers that remain when those of `skip` (1-based) are left out.
+    """Return 0-based layers that remain when those of `skip` (1-based) are left out.
 
     Raises DraftsimError if `skip` names layers the target does not have, or all of them.
     """
@@ -163,28 +163,30 @@ class StartRecorder(Recorder):
 
     @abstractmethod
     def logits(self, prompt: Tensor, output: list[int]) -> Tensor:
-        """(starts - 1, offsets, vocab): drafts of the starts 1, 2, ... of the output."""
+        """Return (starts - 1, offsets, vocab): drafts of the starts 1, 2, ... of the output."""
 
     def drafts(self, prompt: Tensor, output: list[int]) -> tuple[Tensor, Tensor]:
-        """`logits`, and the target ids drafted from them, (starts - 1, offsets)."""
+        """Return `logits`, and the target ids drafted from them, (starts - 1, offsets)."""
         logits = self.logits(prompt, output)
         return logits, self.target_ids(logits.argmax(-1))
 
     def target_ids(self, drafted: Tensor) -> Tensor:
-        """Target ids of the drafter's, any shape: the same, unless its vocabulary is smaller."""
+        """Return target ids of the drafter's, any shape: the same, unless its vocabulary is
+        smaller.
+        """
         return drafted
 
     def draft_ids(self, tokens: Tensor) -> Tensor:
-        """The drafter's ids of target ids, any shape; -1 where it lacks one."""
+        """Return the drafter's ids of target ids, any shape; -1 where it lacks one."""
         return tokens
 
     def meta(self) -> dict[str, Any]:
-        """Provenance, and what the replay must know."""
+        """Return provenance, and what the replay must know."""
         return {}
 
     @torch.inference_mode()
     def record(self, prompt: Tensor, output: list[int], limit: int, eos: frozenset[int]) -> Rows:
-        """Rows of one request; that of start 0, before the first token, is empty."""
+        """Return rows of one request; that of start 0, before the first token, is empty."""
         del limit
         count, k = len(output), self.offsets
         names = LOGITS if self.sampling.greedy else (*LOGITS, *DRAWN)
@@ -288,7 +290,7 @@ class SkipRecorder(StartRecorder):
         return torch.cat(parts)
 
     def _chains(self, starts: Tensor, prompt: Tensor, output: list[int], path: int) -> Tensor:
-        """Chains from some starts: (starts, offsets, vocab)."""
+        """Return chains from some starts: (starts, offsets, vocab)."""
         device, count = prompt.device, int(starts.shape[0])
         slot = starts + (prompt.shape[0] - 1)  # of the last true token, which is fed first
         feed = prompt.new_tensor(output)[starts - 1]
@@ -377,7 +379,7 @@ class FeatureRecorder(StartRecorder):
         return torch.cat([made for made, _ in parts]), torch.cat([picked for _, picked in parts])
 
     def _chain(self, at: Tensor, heads: Tensor, out: Tensor, path: int, pick: Pick) -> Drafts:
-        """One layer for all tokens."""
+        """Draft by one layer for all tokens."""
         count = int(at.shape[0])
         sees = torch.arange(path, device=at.device)[None] <= at[:, None]
         own = torch.eye(count, dtype=torch.bool, device=at.device)
@@ -397,7 +399,8 @@ class FeatureRecorder(StartRecorder):
     def _in_turn(
         self, at: Tensor, heads: Tensor, inputs: list[Tensor], path: int, pick: Pick
     ) -> Drafts:
-        """Modules in turn: the k-th (from 0) lacks the true tokens of a start's last k entries.
+        """Draft by modules in turn: the k-th (from 0) lacks the true tokens of a start's last k
+        entries.
 
         These are its own rows, oldest first; all but the oldest read what the module before made
         of its own.
@@ -471,7 +474,7 @@ class TreeRecorder(Recorder):
 
     @torch.inference_mode()
     def record(self, prompt: Tensor, output: list[int], limit: int, eos: frozenset[int]) -> Rows:
-        """Rows of one request; that of start 0, before the first token, is empty."""
+        """Return rows of one request; that of start 0, before the first token, is empty."""
         del limit, eos
         count, layers = len(output), self.layers
         rows: Rows = {name: np.zeros((count, layers), np.float32) for name in TREE_SIGNALS}
@@ -506,7 +509,7 @@ class TreeRecorder(Recorder):
 
 
 def ranks(trees: Trees, true: Tensor) -> Tensor:
-    """(trees, layers, layers): places of the tokens `true` (trees, layers), -1 for none.
+    """Return (trees, layers, layers): places of the tokens `true` (trees, layers), -1 for none.
 
     As `TreeRecording.rank`.
     """

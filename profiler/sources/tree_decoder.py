@@ -148,7 +148,7 @@ class TreeDecoder(OnFeaturesDecoder):
 
     @torch.inference_mode()
     def verify(self, draft: Sequence[Any]) -> int:
-        """One pass over the last token and the tree's best nodes."""
+        """Run one pass over the last token and the tree's best nodes."""
         cut = None if self._trees is None else self._trees.cut(self._budget, len(draft))
         picks, states, path = verify_tree(
             self._target, self._last, cut, self._slot, self._features, self.eos

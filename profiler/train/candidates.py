@@ -10,7 +10,9 @@ from torch import Tensor
 
 
 def by_frequency(tokens: Tensor, vocabulary: int) -> Tensor:
-    """All ids below `vocabulary`, the most frequent of `tokens` first; ties: the lower first."""
+    """Return all ids below `vocabulary`, the most frequent of `tokens` first; ties: the lower
+    first.
+    """
     return tokens.long().bincount(minlength=vocabulary).argsort(descending=True, stable=True)
 
 
@@ -49,7 +51,7 @@ class Candidates:
 
 
 def soft_loss(student: Tensor, teacher: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
-    """Cross-entropy to the teacher's distribution (nats), and the share of equal argmaxes.
+    """Return cross-entropy to the teacher's distribution (nats), and the share of equal argmaxes.
 
     `student`, `teacher`: (n, candidates) logits; `weights` (n,), both are means under them.
     """

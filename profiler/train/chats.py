@@ -147,7 +147,7 @@ class RowWriter:
         return _norm(hidden, self.final_norm, self.eps), torch.stack(kept, 1)
 
     def logits(self, final: Tensor) -> Tensor:
-        """(rows, vocabulary) in float32, of final hidden states (rows, hidden)."""
+        """Return logits (rows, vocabulary) in float32, of final hidden states (rows, hidden)."""
         return F.linear(final, self.head).float()
 
 
@@ -163,7 +163,7 @@ class _Row:
     kinds: list[int] = field(default_factory=list)  # PROMPT, USER or ANSWER, of each of them
 
     def following(self, proposed: int, between: list[int], end: int) -> int | None:
-        """The token to read next, given the model's proposal; None if the chat has ended."""
+        """Return the token to read next, given the model's proposal; None if the chat has ended."""
         if self.forced:
             self.kinds.append(PROMPT)
             return self.forced.pop(0)
@@ -428,5 +428,5 @@ _STORED = {"states": "final"}
 
 
 def _flat(values: Tensor) -> Tensor:
-    """(n,) as it is, (n, depths, hidden) as (n, depths * hidden)."""
+    """Return (n,) as it is, (n, depths, hidden) as (n, depths * hidden)."""
     return values.flatten(1) if values.ndim > 1 else values

@@ -92,7 +92,8 @@ def _sources(root: Path) -> Iterator[Path]:
 
 
 def _file_pieces(path: Path, source: str) -> Iterator[tuple[str, str, str]]:
-    """(category, source, text) of each piece of one file; none where this Python cannot parse it.
+    """Yield (category, source, text) of each piece of one file; none where this Python cannot parse
+    it.
 
     In the language reference each topic is its own source, so that topics are split, not the file.
     """
@@ -115,7 +116,9 @@ def _file_pieces(path: Path, source: str) -> Iterator[tuple[str, str, str]]:
 
 
 def _module_pieces(module: ast.Module, lines: list[str]) -> Iterator[tuple[str, str]]:
-    """(category, text) of each top-level piece; a comment goes with the statement below it."""
+    """Yield (category, text) of each top-level piece; a comment goes with the statement below
+    it.
+    """
     header: list[str] = []  # statements that are no table, function or class, up to the next one
     end = 0
     for node in module.body:
@@ -156,7 +159,7 @@ def _class_pieces(node: ast.ClassDef, lines: list[str], start: int) -> Iterator[
 
 
 def _sections(text: str, separator: str) -> Iterator[str]:
-    """`text` cut at `separator` into runs of about _SECTION_CHARS characters."""
+    """Yield `text` cut at `separator` into runs of about _SECTION_CHARS characters."""
     section: list[str] = []
     for part in inspect.cleandoc(text).split(separator):
         section.append(part)

@@ -37,7 +37,8 @@ def draft_config(target: Any, hidden: int, layers: int) -> LlamaConfig:
 
 
 def principal_directions(embedding: Tensor, counts: Tensor, width: int) -> Tensor:
-    """The `width` principal directions of the rows, weighted by their counts: (hidden, width).
+    """Return the `width` principal directions of the rows, weighted by their counts: (hidden,
+    width).
 
     One is added to every count, so that a token never seen still weighs something.
     """
@@ -64,13 +65,15 @@ class ProjectedDraft(nn.Module):
         self.projection = nn.Parameter(torch.empty(embedding.shape[1], config.hidden_size))
 
     def states(self, tokens: Tensor) -> Tensor:
-        """(rows, length) ids -> (rows, length, hidden), what the tied head reads."""
+        """Map (rows, length) ids -> (rows, length, hidden), what the tied head reads."""
         embedded = F.embedding(tokens, self.embedding).to(self.projection.dtype) @ self.projection
         out: Tensor = self.body(inputs_embeds=embedded, use_cache=False).last_hidden_state
         return out
 
     def loss(self, batch: Batch, candidates: Candidates) -> tuple[Tensor, Tensor]:
-        """Distillation of the target's distribution at every position that weighs something."""
+        """Return the loss of distilling the target's distribution at every position that weighs
+        something.
+        """
         there = batch.weights > 0
         rows, raised, teacher = candidates.teacher(self.embedding, batch.states[there])
         student = F.linear(self.states(batch.tokens)[there], rows.float() @ self.projection)

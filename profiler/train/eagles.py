@@ -58,7 +58,8 @@ def new_eagle3(
     target: Any, chats: Chats, draft_tokens: Tensor, depths: tuple[int, ...],
     kind: type[Eagle3] = Eagle3,
 ) -> Eagle3:  # fmt: skip
-    """An EAGLE-3 drafter (`kind`) that begins as a linear guess of the target's next final state.
+    """Return an EAGLE-3 drafter (`kind`) that begins as a linear guess of the target's next final
+    state.
 
     ``fc`` starts as the ridge regression of that state from the features (0.22 of first tokens
     right), the head is the target's own rows and stays so, and the layer adds nothing yet.
@@ -179,7 +180,9 @@ class Unrolled(nn.Module):
         self.candidates = candidates
 
     def loss(self, batch: Batch) -> tuple[Tensor, Tensor]:
-        """The sum over offsets, and the agreement by offset; see `profiler.features.runner`."""
+        """Return the sum over offsets, and the agreement by offset; see
+        `profiler.features.runner`.
+        """
         features = batch.states if batch.features is None else batch.features
         there = batch.weights > 0
         row, column = there.nonzero().T

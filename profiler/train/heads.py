@@ -77,7 +77,9 @@ def default_exit_layers(layers: int) -> tuple[int, ...]:
 def continuations(
     target: Any, beginnings: Tensor, new_tokens: int = 96, sampled: bool = False
 ) -> Tensor:
-    """The target's own text: (sequences, BEGINNING) ids -> (sequences, tokens), -1 after EOS."""
+    """Return the target's own text: (sequences, BEGINNING) ids -> (sequences, tokens), -1 after
+    EOS.
+    """
     out: Tensor = target.generate(
         input_ids=beginnings, attention_mask=torch.ones_like(beginnings),
         max_new_tokens=new_tokens, do_sample=sampled, temperature=0.8 if sampled else None,
@@ -95,7 +97,9 @@ def own_text(
     target: Any, encoded: Sequence[Sequence[int]], *, rounds: int = 16, batch: int = 64,
     seed: int = 0,
 ) -> Tensor:  # fmt: skip
-    """Continuations of `rounds` batches of random document beginnings; (sequences, tokens)."""
+    """Return continuations of `rounds` batches of random document beginnings; (sequences,
+    tokens).
+    """
     long = [ids[:BEGINNING] for ids in encoded if len(ids) >= BEGINNING]
     if not long:
         raise DraftsimError(f"no text of {BEGINNING} tokens or more to train on: give longer texts")
@@ -212,7 +216,7 @@ def train_adapter(
     target: LayerRunner, text: Tensor, layer: int, *, steps: int = 150, seconds: float = 30.0,
     seed: int = 0, batch: int = 8,
 ) -> Adapter:  # fmt: skip
-    """Kangaroo's adapter distilled from the target's final distribution over `text`.
+    """Train Kangaroo's adapter, distilled from the target's final distribution over `text`.
 
     ``text``: (sequences, tokens) ids, -1 beyond a sequence's end; ``layer``: the exit it reads;
     ``batch``: whole sequences per step.
@@ -272,7 +276,7 @@ def new_exit_heads(target: Any, depths: tuple[int, ...]) -> ExitHeads:
 
 
 def new_parallel_heads(target: Any, kind: str) -> ParallelHeads:
-    """AHEAD heads of a kind that begin by repeating the target's own next token."""
+    """Return AHEAD heads of a kind that begin by repeating the target's own next token."""
     return ParallelHeads(kind, AHEAD[kind], target.config.hidden_size, PARALLEL_RANK)
 
 

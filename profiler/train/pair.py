@@ -143,7 +143,8 @@ class Stream:
         self.starts = torch.cat([ends.new_zeros(1), ends[:-1] + 1])
 
     def batch(self, length: int, generator: torch.Generator) -> Tensor:
-        """Rows of length + 1 token ids, _BATCH_TOKENS in all: int64 (_BATCH_TOKENS // length, .).
+        """Return rows of length + 1 token ids, _BATCH_TOKENS in all: int64 (_BATCH_TOKENS //
+        length, .).
 
         Half of the rows begin where a document does, which is how a prompt begins; the others
         begin anywhere, so that the far end of a long document is seen as well.
@@ -167,7 +168,8 @@ def descent(model: torch.nn.Module, rate: float = 1.0, **settings: Any) -> Desce
 
 
 def prediction_loss(model: Any, tokens: Tensor, teacher: Any | None = None) -> Tensor:
-    """Cross-entropy, nats a token, to the next token, or to the teacher's distribution over it.
+    """Return cross-entropy, nats a token, to the next token, or to the teacher's distribution over
+    it.
 
     `tokens` is int64 (rows, length + 1): the first `length` of each row are read.
     """
@@ -192,7 +194,8 @@ def write_greedily(model: LlamaForCausalLM, prompts: Tensor, new: int) -> Tensor
 
 
 def repeats(rows: Tensor, prompt: int, eos: int) -> Tensor:
-    """Bool (rows, tokens): tokens past the first `prompt` that complete a 4-gram seen before.
+    """Return bool (rows, tokens): tokens past the first `prompt` that complete a 4-gram seen
+    before.
 
     Only tokens up to the first EOS past the prompt count: a new document begins after it.
     """

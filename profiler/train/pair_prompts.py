@@ -32,7 +32,8 @@ _MIN_LEFT_TOKENS = 24  # of a document after the prompt, so that there is someth
 
 
 def cut_prompt(text: str, encode: Callable[[str], list[int]]) -> str | None:
-    """The first lines of a document as a prompt of _PROMPT_TOKENS tokens, or None if none fits.
+    """Return the first lines of a document as a prompt of _PROMPT_TOKENS tokens, or None if none
+    fits.
 
     The length aimed at differs by document. The cut is at the end of a line, before its line
     break: there the prompt's tokens are the first tokens of the document, as in training.
@@ -53,7 +54,9 @@ def cut_prompt(text: str, encode: Callable[[str], list[int]]) -> str | None:
 def continue_greedily(
     model: LlamaForCausalLM, prompt: Sequence[int], limit: int = MAX_NEW_TOKENS
 ) -> list[int]:
-    """Token ids that follow `prompt`, the likeliest each time: at most `limit`, EOS included."""
+    """Return token ids that follow `prompt`, the likeliest each time: at most `limit`, EOS
+    included.
+    """
     cache = DynamicCache(config=model.config)
     new: list[int] = []
     step = torch.tensor([list(prompt)])
@@ -64,7 +67,9 @@ def continue_greedily(
 
 
 def unique_4gram_share(tokens: Sequence[int]) -> float:
-    """Distinct 4-grams over all 4-grams of `tokens` (1.0 = no repetition; 1.0 below 4 tokens)."""
+    """Return distinct 4-grams over all 4-grams of `tokens` (1.0 = no repetition; 1.0 below 4
+    tokens).
+    """
     grams = [tuple(tokens[i : i + 4]) for i in range(len(tokens) - 3)]
     return len(set(grams)) / len(grams) if grams else 1.0
 
@@ -94,7 +99,8 @@ def pick_prompts(
     train_documents: Sequence[Document],
     held_out: Sequence[Document],
 ) -> tuple[list[dict[str, str]], dict[str, tuple[int, int]]]:
-    """The prompts, and per category how many candidates were (tried, dropped for repetition).
+    """Return the prompts, and per category how many candidates were (tried, dropped for
+    repetition).
 
     Candidates come in hash order from held-out documents; one whose text occurs anywhere in the
     training text is no candidate. The first PROMPTS_PER_CATEGORY whose greedy continuation has a

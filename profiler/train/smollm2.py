@@ -209,7 +209,7 @@ Shares = dict[str, list[float]]
 
 
 def recorded_outputs(trace: Trace) -> Iterator[tuple[Request, Tensor, Tensor]]:
-    """(request, its tokens with the prompt, the draft model's matches) of every request."""
+    """Yield (request, its tokens with the prompt, the draft model's matches) of every request."""
     tokens = trace.columns["token"][trace.on_path]
     matches = trace.columns["match"][trace.on_path] == MATCH
     starts = trace.request_starts
@@ -249,7 +249,8 @@ def drafted(drafter: FeatureDrafter, target: Any, ids: Tensor, prompt: int, offs
 def measure(
     trace: Trace, target: Any, drafter: FeatureDrafter | None = None, offsets: int = 5
 ) -> Shares:
-    """Shares by category and for ``all``; of the trace's own draft model where there is no drafter.
+    """Measure shares by category and for ``all``; of the trace's own draft model where there is no
+    drafter.
 
     Every request weighs the same, whatever its length; one too short to count is left out.
     """

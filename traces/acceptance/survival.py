@@ -76,7 +76,7 @@ def survival(
     confidence: float = 0.95,
     interval: Literal["log-log", "linear"] = "log-log",
 ) -> Survival:
-    """Kaplan-Meier survival of the run length, fully accepted rounds censored.
+    """Return Kaplan-Meier survival of the run length, fully accepted rounds censored.
 
     Kaplan & Meier 1958, eq. 1a; variance by Greenwood's formula, the interval on the
     scale named (``log-log`` stays within [0, 1]).

@@ -26,7 +26,7 @@ class MatchProcess(Protocol):
     """A model of the chance that each draft of a request matches."""
 
     def probabilities(self, tokens: int, rng: np.random.Generator) -> Floats:
-        """Chance of a match at each output position, shape (tokens,)."""
+        """Return the chance of a match at each output position, shape (tokens,)."""
         ...
 
 

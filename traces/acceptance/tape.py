@@ -123,7 +123,9 @@ class Tape:
         self.row_limit = np.minimum(tail_end[next_mismatch], own_end).tolist()
 
     def tokens(self, reads: Collection[str]) -> Rows[RecordedToken]:
-        """The drafted tokens, one per row, that can be asked for the signals `reads` alone."""
+        """Return the drafted tokens, one per row, that can be asked for the signals `reads`
+        alone.
+        """
         key = frozenset(reads)
         if (tokens := self._kept.get(key)) is None:
             tokens = self._kept[key] = self._laid_out(key)
@@ -139,7 +141,9 @@ class Tape:
         return tokens
 
     def _column(self, name: str) -> Sequence[Any]:
-        """The values of a token's attribute, one per row; None each if it was not recorded."""
+        """Return the values of a token's attribute, one per row; None each if it was not
+        recorded.
+        """
         if (values := self._columns.get(name)) is None:
             trace = self._trace()
             assert trace is not None
@@ -150,7 +154,7 @@ class Tape:
 
 
 def ends_drafts(trace: Trace) -> npt.NDArray[np.bool_]:
-    """Per row whether the drafted token ends the draft."""
+    """Return per row whether the drafted token ends the draft."""
     if "draft_token" in trace.columns:
         ends = np.isin(trace.columns["draft_token"], trace.meta.get("eos_token_ids") or [])
     else:

@@ -213,7 +213,7 @@ class Trace:
         return np.asarray(inside & (match[ends] == UNKNOWN))
 
     def signal(self, name: str) -> Array:
-        """The draft signal `name` for every row (see `policies.core.DraftToken`)."""
+        """Return the draft signal `name` for every row (see `policies.core.DraftToken`)."""
         c = self.columns
         if name not in self.signals:
             raise DraftsimError(
@@ -249,7 +249,7 @@ class Trace:
             )
 
     def select(self, keep: Sequence[int]) -> Trace:
-        """The trace of the requests with these indices, in this order."""
+        """Return the trace of the requests with these indices, in this order."""
         rows, numbers = [], []
         bounds = np.searchsorted(self.columns["request"], np.arange(len(self.requests) + 1))
         for new, old in enumerate(keep):
@@ -261,7 +261,7 @@ class Trace:
         return Trace(columns, [self.requests[i] for i in keep], self.max_gamma, self.meta)
 
     def impute(self, seed: int = 0, method: Literal["hazard", "rejected"] = "hazard") -> Trace:
-        """The trace with the matches that were not recorded filled in, marked in ``meta``.
+        """Return the trace with the matches that were not recorded filled in, marked in ``meta``.
 
         ``hazard`` draws each from the trace's own Kaplan-Meier hazard (`survival`) at the
         run of recorded matches before it.  ``rejected`` takes every one as a mismatch: no
@@ -288,7 +288,7 @@ _MAY_BE_MINUS_INF = frozenset({"draft_path_logprob", "target_path_logprob"})
 
 
 def normalised(columns: Mapping[str, Array]) -> dict[str, Array]:
-    """The columns in their declared dtypes, read-only: a trace never changes."""
+    """Return the columns in their declared dtypes, read-only: a trace never changes."""
     result = {}
     for name, values in columns.items():
         if name not in COLUMNS:

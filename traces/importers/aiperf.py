@@ -113,7 +113,7 @@ def _without(row: Mapping[str, Any]) -> str:
 
 
 def _dense(at: str, histogram: Any) -> list[int]:
-    """``{"0": 8, "2": 6}`` as a list by accepted drafts."""
+    """Return ``{"0": 8, "2": 6}`` as a list by accepted drafts."""
     name = "its histogram of accepted drafts"
     if not isinstance(histogram, dict):
         raise FileError(f"{at}: {name} is {shown(histogram)}, expected an object")

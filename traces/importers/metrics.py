@@ -50,7 +50,7 @@ def read_counts(
     files: Sequence[Path], prefix: str, plain: Collection[str], placed: Collection[str] = (),
     label: str = "position",
 ) -> Counts:  # fmt: skip
-    """Counters by name (without `prefix`), summed over engines and models.
+    """Read counters by name (without `prefix`), summed over engines and models.
 
     Parameters
     ----------
@@ -194,7 +194,7 @@ def _means(file: Path, steps: int | None, tree: bool, meta: Mapping[str, object]
 
 
 def _lengths(files: Sequence[Path]) -> tuple[int | None, bool]:
-    """Steps in force, None if they are not told or changed; whether a tree was verified."""
+    """Return steps in force, None if they are not told or changed; whether a tree was verified."""
     told = {(_gauge(f, "spec_num_steps"), _gauge(f, "spec_num_draft_tokens")) for f in files}
     tree = any(steps and drafts and drafts > steps + 1 for steps, drafts in told)
     ((steps, _), *changed) = told
@@ -226,7 +226,7 @@ _BY_POSITION = ("drafted_tokens", "accepted_tokens")
 
 
 def read_tensorrt_llm(files: Sequence[Path]) -> Totals:
-    """Totals with counts per position.
+    """Read totals with counts per position.
 
     ``trtllm_spec_decode_drafted_tokens_total`` and ``…_accepted_tokens_total`` with the label
     ``token_position`` count finished requests: the first position was drafted once a round.  The

@@ -41,7 +41,9 @@ MOST = 1e10
 
 
 def numbers(file: Path, frame: pd.DataFrame, column: str) -> Floats:
-    """A column's numbers; FileError naming the file where it is missing or holds anything else."""
+    """Return a column's numbers; FileError naming the file where it is missing or holds anything
+    else.
+    """
     if column not in frame:
         raise FileError(f"{file}: lacks the column {column}")
     values: Floats = pd.to_numeric(frame[column], errors="coerce").to_numpy(float)
@@ -58,7 +60,7 @@ def numbers(file: Path, frame: pd.DataFrame, column: str) -> Floats:
 def place_of(
     file: Path, options: Options, needs_model: bool = True, folders: Sequence[str] | None = None
 ) -> tuple[Device, Any, int | None]:
-    """(GPU, model, tensor parallel) of a file, by its folders where they are not given.
+    """Return (GPU, model, tensor parallel) of a file, by its folders where they are not given.
 
     ``folders`` are their names, innermost first; by default those of the path.
 

@@ -41,7 +41,7 @@ class LoggedRound(NamedTuple):
 
 
 def matches(rounds: Sequence[LoggedRound], tokens: int, first: int = 0) -> npt.NDArray[np.int8]:
-    """Per output position whether the draft matched, shape (tokens,), as far as is known.
+    """Return per output position whether the draft matched, shape (tokens,), as far as is known.
 
     A round at s with A accepted says that s ... s + A - 1 matched.  Position s + A was
     emitted by the target: a mismatch if a draft stood there, that is if more than A were

@@ -258,7 +258,8 @@ def _coincidence(rounds: Sequence[Sequence[LoggedRound]]) -> float:
 def unexplained_share(
     turns: Sequence[LoggedTurn], rounds: Sequence[Sequence[LoggedRound]], first: int
 ) -> float | None:
-    """Share of a round's time that goes with accepted tokens, given rounds, drafts and context.
+    """Return the share of a round's time that goes with accepted tokens, given rounds, drafts and
+    context.
 
     By least squares over the turns; 0 where it is within `SIGNIFICANT` standard errors, None
     where there are too few wall times.  Where the drafts are right, accepting costs nothing.
@@ -292,7 +293,7 @@ def _positions(turn: LoggedTurn, first: int) -> float:
 def _residual(
     columns: npt.NDArray[np.float64], values: npt.NDArray[np.float64]
 ) -> npt.NDArray[np.float64]:
-    """`values` less what the columns explain."""
+    """Return `values` less what the columns explain."""
     scale = np.abs(columns).max(axis=0)
     columns = columns / np.where(scale > 0, scale, 1.0)
     found = np.linalg.lstsq(columns, values, rcond=None)[0]

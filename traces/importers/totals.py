@@ -112,7 +112,7 @@ class Totals:
         return self.longest or max(1, math.ceil(round(drafted / self._rounds, 6)))
 
     def survival(self) -> tuple[Floats, Floats]:
-        """Lowest and highest P(accepted >= k) of a round, k = 1 ... `reach`.
+        """Return the lowest and highest P(accepted >= k) of a round, k = 1 ... `reach`.
 
         The two are equal where the counts per position are known (of drafts as long as
         `reach`; shorter ones make it a lower bound, which `fixed_length` tells).
@@ -146,7 +146,9 @@ class Totals:
         return short <= 1e-6 * full or 0 <= short <= min(ends, SHORT * full)
 
     def block_efficiency(self) -> tuple[Floats, Floats]:
-        """Lowest and highest tokens emitted a round if `gamma` = 1 ... `reach` were drafted."""
+        """Return the lowest and highest tokens emitted a round if `gamma` = 1 ... `reach` were
+        drafted.
+        """
         if self.per_position is not None:
             emitted = 1 + np.cumsum(self.survival()[0])
             return emitted, emitted
@@ -156,7 +158,7 @@ class Totals:
         return 1 + mean * gamma / self.reach, 1 + np.minimum(gamma, mean)
 
     def rows(self) -> list[dict[str, Any]]:
-        """One row a draft length: survival and block efficiency, lowest and highest.
+        """Return one row a draft length: survival and block efficiency, lowest and highest.
 
         None for trees.
         """

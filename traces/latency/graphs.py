@@ -67,7 +67,8 @@ class CUDAGraphs:
 
     @classmethod
     def parsed(cls, sizes: str | None, mode: str | None) -> CUDAGraphs:
-        """The graphs of ``--cudagraph-capture-sizes`` and ``--cudagraph-mode``; None: vLLM's.
+        """Return the graphs of ``--cudagraph-capture-sizes`` and ``--cudagraph-mode``; None:
+        vLLM's.
 
         Raises DraftsimError if the sizes are not whole numbers, or the mode is unknown.
         """
@@ -82,7 +83,7 @@ class CUDAGraphs:
 
     @classmethod
     def for_lengths(cls, rows: Sequence[Sequence[int]]) -> CUDAGraphs:
-        """Graphs whose sizes are multiples of K + 1, for rows [first batch, last batch, K].
+        """Return graphs whose sizes are multiples of K + 1, for rows [first batch, last batch, K].
 
         Every batch size up to `FINEST` has its own; larger ones are captured at an eighth apart.
         Draft passes have one token a sequence: vLLM's sizes up to the last batch are kept.
@@ -111,7 +112,9 @@ class CUDAGraphs:
         return np.where(place < len(captured), inside, asked)
 
     def launched(self, tokens: npt.ArrayLike) -> npt.NDArray[np.bool_]:
-        """True for passes that no graph holds, though vLLM's default list has one for them."""
+        """Return True for passes that no graph holds, though vLLM's default list has one for
+        them.
+        """
         asked = np.asarray(tokens, dtype=float)
         largest = self.sizes[-1] if self.sizes else 0
         return np.asarray((asked > largest) & (asked <= CAPTURED[-1]))

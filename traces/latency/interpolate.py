@@ -202,7 +202,7 @@ class Grid:
         return value, outside, origin
 
     def _along(self, b: float, n: float, c: Floats) -> tuple[Floats, Origins]:
-        """One measured line of contexts, carried on beyond its ends."""
+        """Return one measured line of contexts, carried on beyond its ends."""
         contexts, times = self.lines[b][n]
         seconds = np.interp(c, contexts, times)
         inside = np.minimum(np.maximum(c, contexts[0]), contexts[-1])
@@ -244,7 +244,7 @@ class Grid:
 def _sides(
     points: Sequence[float], x: Floats
 ) -> Iterator[tuple[npt.NDArray[np.int64], float, Floats]]:
-    """(elements, point, weights): the points that bracket each element of `x`, below first.
+    """Yield (elements, point, weights): the points that bracket each element of `x`, below first.
 
     A point itself has the weight 1, and so has the nearest one to what lies outside.
     """
@@ -264,5 +264,7 @@ def _sides(
 
 
 def _features(b: float | Floats, n: float | Floats, c: Floats) -> Floats:
-    """The cost shapes of a pass: launch, sequences, batched tokens, cache read, attention."""
+    """Return the cost shapes of a pass: launch, sequences, batched tokens, cache read,
+    attention.
+    """
     return np.stack(np.broadcast_arrays(1.0, b, b * n, b * c, b * n * c), axis=1)

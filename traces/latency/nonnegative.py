@@ -17,7 +17,8 @@ ROUNDING = 1e-14
 
 
 def non_negative(features: Floats, target: Floats) -> Floats:
-    """(columns,) weights, none negative, with the least squared error of ``features @ weights``.
+    """Return (columns,) weights, none negative, with the least squared error of ``features @
+    weights``.
 
     The solution is plain least squares over the columns that it uses, so it is the best of all
     choices of columns (2 to their number) that leaves no weight negative.  Of equally good choices

@@ -55,7 +55,7 @@ SERVER = "server"
 
 
 def checked_cells(cells: pd.DataFrame) -> pd.DataFrame:
-    """`cells` with the columns of `CELL_COLUMNS` alone, in their types.
+    """Return `cells` with the columns of `CELL_COLUMNS` alone, in their types.
 
     Raises
     ------

@@ -131,7 +131,9 @@ class AttentionOperators:
         return OWN_LAW if self._timed else LAW
 
     def split_s(self, heads: Heads, batch: Floats, context: Floats) -> Floats:
-        """Seconds of a layer's attention with one new token a sequence; never less than bytes."""
+        """Return seconds of a layer's attention with one new token a sequence; never less than
+        bytes.
+        """
         least = batch * context * heads.cached_bytes / self.device.bandwidth
         timed = self._timed.get(heads)
         found = timed.split.at(batch, context) if timed else self._split_law(heads, batch, context)
@@ -199,7 +201,9 @@ class AttentionOperators:
     def by_law(
         self, law: tuple[float, float, float], heads: Heads, batch: Floats, context: Floats
     ) -> Floats:
-        """Seconds of attention with one token a sequence, by a `law` of this GPU or another."""
+        """Return seconds of attention with one token a sequence, by a `law` of this GPU or
+        another.
+        """
         launch, each, share = law
         read = batch * context * heads.cached_bytes / (share * self.device.bandwidth)
         return np.asarray(launch + each * batch * heads.kv_heads + read)

@@ -160,7 +160,7 @@ class Composer:
         return attend(heads_of(placed.model, placed.shared), batch, width, context)
 
     def head_s(self, placed: Placed, rows: Floats) -> Floats:
-        """Seconds from the last layer to chosen tokens, of this many rows of logits."""
+        """Return seconds from the last layer to chosen tokens, of this many rows of logits."""
         model, shared = placed.model, placed.shared
         return np.asarray(
             self.dense.once_s("final_norm", model, shared, rows)
@@ -172,7 +172,9 @@ class Composer:
         self, placed: Placed, batch: npt.ArrayLike, width: npt.ArrayLike, context: npt.ArrayLike,
         beside: bool = False,
     ) -> Floats:  # fmt: skip
-        """Seconds of a pass over `width` new tokens each of `batch` sequences; sizes broadcast."""
+        """Return seconds of a pass over `width` new tokens each of `batch` sequences; sizes
+        broadcast.
+        """
         given = (np.asarray(v, dtype=float) for v in (batch, width, context))
         sizes = np.broadcast_arrays(*given)
         b, n, c = (v.ravel() for v in sizes)
@@ -190,14 +192,14 @@ class Composer:
         return Parts(dense_s, placed.model.layers * attended_s)
 
     def dense_pass_s(self, placed: Placed, tokens: Floats, rows: Floats) -> Floats:
-        """Seconds of all operators of a pass but attention."""
+        """Return seconds of all operators of a pass but attention."""
         model, shared = placed.model, placed.shared
         once = self.dense.once_s("embedding", model, shared, self.graphs.padded(tokens))
         layers = model.layers * self._dense_layer_s(placed, tokens)
         return np.asarray(layers + once + self.head_s(placed, rows))
 
     def origins(self, placed: Placed) -> dict[str, str]:
-        """How each part of a model's passes is known."""
+        """Return how each part of a model's passes is known."""
         model, shared = placed.model, placed.shared
         found = {name: part.origin for name, part in self.dense.layer(model, shared).items()}
         if model.experts:
@@ -210,7 +212,7 @@ class Composer:
         return found
 
     def cells(self, role: str, placed: Placed, batches: Sequence[int] = BATCHES) -> pd.DataFrame:
-        """The cells of a model's passes, of its layers and of its head.
+        """Return the cells of a model's passes, of its layers and of its head.
 
         Column ``repeats`` is 1 where a whole step covers the pass, else 0.
         """
@@ -238,7 +240,7 @@ class Composer:
     def table(
         self, target: Placed, draft: Placed | None = None, name: str = "", largest: int = 0
     ) -> LatencyTable:
-        """The latency table of a target and its draft.
+        """Return the latency table of a target and its draft.
 
         Every batch size up to `largest` has cells of its own, so that no pass is read between two
         captured sizes.
@@ -304,7 +306,7 @@ class Composer:
 
 
 def said(name: str, device: Device, origins: Mapping[str, Mapping[str, str]]) -> str:
-    """In one line, how the parts of a composed table are known."""
+    """Say in one line how the parts of a composed table are known."""
     roles = []
     for role, parts in origins.items():
         by_origin: dict[str, list[str]] = {}

@@ -323,7 +323,7 @@ def _plane(rows: pd.DataFrame, tokens: Floats, experts: Floats) -> Floats:
 
 
 def _quickest(rows: pd.DataFrame) -> tuple[Floats, Floats]:
-    """(bytes, seconds) of messages; no message takes longer than the quickest larger one."""
+    """Return (bytes, seconds) of messages; no message takes longer than the quickest larger one."""
     edges = 2.0 ** np.arange(10, 31)
     size, seconds = rows["size"].to_numpy(float), rows["seconds"].to_numpy(float)
     place = np.searchsorted(edges, size)

@@ -18,7 +18,7 @@ MOVED = 0.8
 
 
 def moved_per_token(operator: str, model: Architecture, shared: int = 1) -> float:
-    """Bytes that an operator reads and writes for a token, on one of the GPUs that share it.
+    """Return bytes that an operator reads and writes for a token, on one of the GPUs that share it.
 
     A norm reads and writes the token and the residual; an activation reads a gate and what it
     gates, and writes their product.

@@ -33,7 +33,8 @@ def kv_blocks(
     device: Device, models: Mapping[str, tuple[Architecture, int]],
     utilisation: float = UTILISATION, block_size: int = 16,
 ) -> Blocks:  # fmt: skip
-    """The blocks of one GPU of an engine with these models (architecture, GPUs that share it).
+    """Return the blocks of one GPU of an engine with these models (architecture, GPUs that share
+    it).
 
     ``(memory x utilisation - weights - overhead) / (block size x cached bytes of a token)``, with
     the weights and the cache of the draft counted with the target's.
@@ -75,7 +76,7 @@ def kv_blocks(
 def blocks_of_meta(
     meta: Mapping[str, Any], utilisation: float = UTILISATION, block_size: int = 16
 ) -> Blocks:
-    """`kv_blocks` of the models of a composed latency table.
+    """Return `kv_blocks` of the models of a composed latency table.
 
     Raises DraftsimError if its provenance does not say GPU and models.
     """

@@ -139,7 +139,7 @@ def find_architecture(name: str) -> Architecture:
 
 
 def _changed(model: Architecture, changes: str) -> Architecture:
-    """`model` with other sizes, named and findable by them."""
+    """Return `model` with other sizes, named and findable by them."""
     name = f"{model.name}:{changes}"
     own = {f.name: type(getattr(model, f.name)) for f in fields(model)[2:]}
     values: dict[str, Any] = {}

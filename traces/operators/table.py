@@ -109,7 +109,7 @@ class OperatorTable:
 
 
 def checked_rows(rows: pd.DataFrame) -> pd.DataFrame:
-    """`rows` with the columns of `OPERATOR_COLUMNS` alone, in their types."""
+    """Return `rows` with the columns of `OPERATOR_COLUMNS` alone, in their types."""
     if missing := [c for c in OPERATOR_COLUMNS if c not in rows.columns]:
         raise DraftsimError(f"operator table lacks the column(s) {', '.join(missing)}")
     typed: dict[str, Any] = {}
@@ -131,7 +131,9 @@ def checked_rows(rows: pd.DataFrame) -> pd.DataFrame:
 
 
 def rows_of(**columns: Any) -> pd.DataFrame:
-    """Rows with these columns, the others empty, zero or one (`tensor_parallel`, `measured`)."""
+    """Return rows with these columns, the others empty, zero or one (`tensor_parallel`,
+    `measured`).
+    """
     frame = pd.DataFrame(columns)
     for name, (dtype, _) in OPERATOR_COLUMNS.items():
         if name not in frame:
@@ -141,7 +143,9 @@ def rows_of(**columns: Any) -> pd.DataFrame:
 
 
 def joined(tables: Sequence[OperatorTable]) -> OperatorTable:
-    """One table of several; rows that say the same thing twice are joined at their median."""
+    """Return one table of several; rows that say the same thing twice are joined at their
+    median.
+    """
     rows = pd.concat([table.rows for table in tables], ignore_index=True)
     if rows.duplicated([*KEY, "source"]).any():
         keys = [*KEY, "source"]

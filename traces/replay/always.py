@@ -41,7 +41,8 @@ def drafting_always(latency: LatencyTable, passes: int | None) -> LatencyTable:
 
 
 def in_one_pass(latency: LatencyTable) -> LatencyTable:
-    """The table of a drafter that drafts all tokens of a round in one pass, whatever their number.
+    """Return the table of a drafter that drafts all tokens of a round in one pass, whatever their
+    number.
 
     A round's first draft pass costs what it cost, at any width, and the others nothing.
 
@@ -67,7 +68,8 @@ def passes_always(latency: LatencyTable) -> int:
 
 
 def always_drafted(log: RoundLog, passes: int) -> RoundLog:
-    """The rounds of `log` in an engine that runs `passes` draft passes in each, or more if drafted.
+    """Return the rounds of `log` in an engine that runs `passes` draft passes in each, or more if
+    drafted.
 
     Verified and accepted tokens stay the same.  The drafter, called every time, is always up to
     date, so its first pass reads one token, or two if all that it had read was accepted.  Sources

@@ -148,7 +148,9 @@ def pack_counted(parts: Sequence[Counted]) -> npt.NDArray[np.void]:
 
 
 def distinct(keys: Ints) -> tuple[Ints, Ints]:
-    """Distinct keys and the index of each key among them, by counting where that is faster."""
+    """Return distinct keys and the index of each key among them, by counting where that is
+    faster.
+    """
     if int(keys.max(initial=0)) > 100 * len(keys) + 1_000_000:
         found, inverse = np.unique(keys, return_inverse=True)
         return found, np.asarray(inverse, dtype=np.int64)
@@ -173,11 +175,12 @@ class LayerLedger:
         self._counter = counter
 
     def enter(self) -> None:
-        """A new position, no layer run yet."""
+        """Begin a new position, no layer run yet."""
         self.depths.append(0)
 
     def segments(self, depth: int) -> list[tuple[int, int, int]]:
-        """(first layer, last layer + 1, width) of the calls that bring the newest to `depth`.
+        """Return (first layer, last layer + 1, width) of the calls that bring the newest to
+        `depth`.
 
         The width counts the newest positions that run together.
         """

@@ -17,7 +17,7 @@ from traces.replay.run import replay
 
 
 def rejected_pairs(trace: Trace, log: RoundLog) -> list[tuple[int, int]]:
-    """(draft token, target token) of every rejection in `log`, in the order they happened.
+    """Return (draft token, target token) of every rejection in `log`, in the order they happened.
 
     ``log`` is a lossless replay of `trace`; its policy decides which mismatches are met
     at all.  The pairs are what `policies.rules.memory.OnlineCorrectionMemory.calibrate` counts.

@@ -67,7 +67,9 @@ class ReplayDecoder:
         return Load(1, self._info.prompt_length + self.position, length)
 
     def draft(self, so_far: Sequence[Any]) -> RecordedToken | None:
-        """The recorded proposal after the output so far and `so_far`; None at a draft's end."""
+        """Return the recorded proposal after the output so far and `so_far`; None at a draft's
+        end.
+        """
         start = self._start + self.position
         if not self._signals:
             drafted = len(so_far)

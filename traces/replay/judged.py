@@ -28,7 +28,8 @@ class Judged(NamedTuple):
 def judged_rounds(
     trace: Trace, rule: VerifyRule, walk: Walk, forwards: Lengths32, sent: Lengths32
 ) -> Judged | None:
-    """The rounds of drafts known by start, (starts + 1,) each, under a run's own lossy `rule`.
+    """Return the rounds of drafts known by start, (starts + 1,) each, under a run's own lossy
+    `rule`.
 
     None if one leaves what was recorded: there the loop says what is missing.
     """

@@ -48,7 +48,8 @@ def output_log_likelihood(trace: Trace) -> float:
 
 
 def relative_bleu(outputs: Sequence[str], references: Sequence[str]) -> float:
-    """BLEU of `outputs` against the target's greedy `references`, 0..100 (CM-ASD, Table V).
+    """Return the BLEU of `outputs` against the target's greedy `references`, 0..100 (CM-ASD, Table
+    V).
 
     Corpus BLEU of sacrebleu with its default tokenisation, one text per request.
 

@@ -87,7 +87,7 @@ class RoundLog:
 
     @staticmethod
     def pack(per_request: Iterable[Sequence[Round]]) -> npt.NDArray[Any]:
-        """Structured array of the rounds of each request in turn.
+        """Return a structured array of the rounds of each request in turn.
 
         Requests are taken one at a time, so a generator's rounds are freed as they are
         packed: half a million live tuples keep the garbage collector busier than replay.

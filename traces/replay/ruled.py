@@ -47,7 +47,7 @@ class RuleReplayDecoder(ReplayDecoder):
         return self.judge(len(draft))
 
     def judge(self, count: int) -> int:
-        """`verify` of the `count` tokens that are drafted here."""
+        """Return `verify` of the `count` tokens that are drafted here."""
         row = self._rows[self._start + self.position]
         try:
             if self._accepts is not None:

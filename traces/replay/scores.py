@@ -52,7 +52,9 @@ class ScoreTape:
         self._kept: dict[frozenset[str], Rows[RecordedScore]] = {}
 
     def scores(self, needs: Collection[str]) -> Rows[RecordedScore]:
-        """The scores, one per row, that can be asked for those of `needs` alone, which it holds."""
+        """Return the scores, one per row, that can be asked for those of `needs` alone, which it
+        holds.
+        """
         key = frozenset(needs)
         if (scores := self._kept.get(key)) is None:
             kind, names = guarded_scores(RecordedScore, key), [n for n in SCORES if n in key]

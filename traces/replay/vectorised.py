@@ -102,7 +102,8 @@ def _together(trace: Trace, policies: Sequence[DraftPolicy], walk: Walk) -> list
 def _judged(
     trace: Trace, policy: DraftPolicy, rule: VerifyRule, walk: Walk, name: str
 ) -> RoundLog | None:  # fmt: skip
-    """The log of a policy whose drafts no round changes, under a lossy rule; None for any other.
+    """Return the log of a policy whose drafts no round changes, under a lossy rule; None for any
+    other.
 
     None, too, where a draft leaves what was recorded.
     """

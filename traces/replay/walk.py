@@ -164,7 +164,7 @@ class Walk:
         return Tried(forwards >= 0, forwards, given)
 
     def drafts(self, plan: VectorisedPlan) -> tuple[Lengths32, Lengths32] | None:
-        """(drafted, sent) from every start of a plan without a state; None for one with."""
+        """Return (drafted, sent) from every start of a plan without a state; None for one with."""
         if plan.state is not None:
             return None
         forwards, sent = self._matrix([plan])
@@ -219,7 +219,7 @@ class Walk:
         return rounds
 
     def _matrix(self, plans: Sequence[VectorisedPlan]) -> tuple[Lengths32, Lengths32]:
-        """(forwards, sent) that no state decides, shape (plans, starts + 1) each."""
+        """Return (forwards, sent) that no state decides, shape (plans, starts + 1) each."""
         forwards = np.zeros((len(plans), self.width), dtype=np.int32)
         sent = forwards
         known: dict[Hashable, Lengths] = {None: Lengths(self.layout.most)}
@@ -287,7 +287,7 @@ class _Watched:
         self._drops = np.repeat([p.drops for p in plans], count)
 
     def cut(self, at: Ints, thresholds: Floats, length: Ints, sent: Ints) -> tuple[Ints, Ints]:
-        """(drafted, sent), no longer than to the first token below the thresholds."""
+        """Return (drafted, sent), no longer than to the first token below the thresholds."""
         # What was lowest so far never rises: the tokens that hold are found by halving.
         place = self._base + at * self._longest
         holds, step = np.zeros(len(at), dtype=np.int64), self._longest // 2

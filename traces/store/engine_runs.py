@@ -190,7 +190,9 @@ class PolicyRuns:
         return len({name for own in self.diverged for name in own})
 
     def kept(self, requests: pd.DataFrame) -> pd.DataFrame:
-        """The requests, measured or predicted, that are not left out; all, if that leaves none."""
+        """Return the requests, measured or predicted, that are not left out; all, if that leaves
+        none.
+        """
         column = requests["index"] if "index" in requests else requests["name"].map(index_of)
         kept = requests[~column.isin({index_of(name) for name in self.left_out})]
         return kept if len(kept) else requests

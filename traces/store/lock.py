@@ -74,7 +74,7 @@ def locked(lock: Path, what: Path, remedy: str) -> Iterator[None]:
 
 
 def _acquired(lock: Path) -> int:
-    """Descriptor of the locked file; BlockingIOError if another process holds it."""
+    """Return the descriptor of the locked file; BlockingIOError if another process holds it."""
     while True:
         descriptor = os.open(lock, os.O_RDWR | os.O_CREAT, 0o666)
         try:

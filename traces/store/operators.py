@@ -138,7 +138,8 @@ def coverage(device: str) -> dict[str, str]:
 def find_composed(
     name: str, graphs: CUDAGraphs = VLLM_GRAPHS, largest: int = 0
 ) -> LatencyTable | None:
-    """The latency table of ``GPU[:operators]/TARGET[@tpN][+DRAFT[@tpN]]``; None for no such name.
+    """Return the latency table of ``GPU[:operators]/TARGET[@tpN][+DRAFT[@tpN]]``; None for no such
+    name.
 
     ``GPU`` is one whose operators come along, or the file of an operator table, followed by a colon
     and the GPU where it holds several.  Where whole steps were timed on the GPU, passes are
@@ -171,7 +172,9 @@ def find_composed(
 
 
 def _by_steps(where: str) -> tuple[str, bool | None]:
-    """The GPU or file of a name, and whether passes are corrected by whole steps (None: if any)."""
+    """Return the GPU or file of a name, and whether passes are corrected by whole steps (None: if
+    any).
+    """
     for ending, by_steps in ((OPERATORS_ALONE, False), (":steps", True)):
         if where.endswith(ending):
             return where.removesuffix(ending), by_steps
@@ -202,7 +205,8 @@ def _composed(
 
 
 def operators_alone(latency: LatencyTable) -> LatencyTable | None:
-    """The table whose passes are the sums of their operators, of one corrected by whole steps.
+    """Return the table whose passes are the sums of their operators, of one corrected by whole
+    steps.
 
     None for a table that was not composed, is not corrected, or whose operators are no longer
     found.

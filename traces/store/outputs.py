@@ -172,7 +172,9 @@ def find_run(
 
 
 def _typed(name: str, trace: Trace) -> tuple[str, frozenset[str]]:
-    """A policy's or rule's name and what its text sets, but for what the recording supplies."""
+    """Return a policy's or rule's name and what its text sets, but for what the recording
+    supplies.
+    """
     head, _, rest = name.partition(":")
     supplied = f"vocab_size={trace.vocab_size}"
     return head, frozenset(part for part in split_items(rest) if part != supplied)
@@ -218,7 +220,7 @@ def quality(outputs: Sequence[Output], trace: Trace) -> Quality:
 
 
 def quality_of_code(outputs: Sequence[Output]) -> tuple[int, int, int]:
-    """Outputs whose code was run, those that pass, and those whose greedy text passes."""
+    """Return outputs whose code was run, those that pass, and those whose greedy text passes."""
     tested = [o for o in outputs if o.passed is not None]
     passed = sum(o.passed is True for o in tested)
     return len(tested), passed, sum(o.greedy_passed is True for o in tested)

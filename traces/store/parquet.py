@@ -74,7 +74,7 @@ def write_file(
 
 
 def _leaves(schema: pa.Schema) -> tuple[list[str], list[str]]:
-    """Paths of the columns that hold floating-point numbers, and of the others."""
+    """Return paths of the columns that hold floating-point numbers, and of the others."""
     floats: list[str] = []
     others: list[str] = []
     for field in schema:
@@ -137,7 +137,7 @@ def read_file(path: str | os.PathLike[str], kind: str) -> tuple[dict[str, Any], 
 
 
 def read_meta(path: str | os.PathLike[str]) -> dict[str, Any]:
-    """The provenance of a file, without its content or its checksum; empty if it has none."""
+    """Read the provenance of a file, without its content or its checksum; empty if it has none."""
     meta = _header_of(path).get("meta")
     return meta if isinstance(meta, dict) else {}
 
@@ -240,7 +240,7 @@ def _header_of(path: str | os.PathLike[str]) -> dict[str, Any]:
 
 
 def _plain(value: object) -> object:
-    """JSON form of what provenance may hold: numpy values, paths, versions."""
+    """Return the JSON form of what provenance may hold: numpy values, paths, versions."""
     if isinstance(value, np.generic):
         return value.item()
     if isinstance(value, np.ndarray):

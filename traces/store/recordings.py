@@ -45,7 +45,7 @@ class Bundled:
     """Pair, size and device in one line."""
 
     def file(self, kind: str) -> Path:
-        """Path of one of its files: ``trace``, ``latency``, ``measured``."""
+        """Return the path of one of its files: ``trace``, ``latency``, ``measured``."""
         folder = trace_folder(self.folder) if kind == "trace" else self.folder
         return folder / f"{kind}.parquet"
 
@@ -102,7 +102,7 @@ def models_of(
 
 
 def pair_of(trace: Trace) -> tuple[str | None, str | None]:
-    """Fingerprints of the target's and the draft's weights; None if they are not known."""
+    """Return fingerprints of the target's and the draft's weights; None if they are not known."""
     target, draft = (
         value.get("fingerprint") if isinstance(value := trace.meta.get(role), dict) else None
         for role in ("target", "draft")
@@ -212,7 +212,9 @@ def _find(name_or_path: str | os.PathLike[str], kind: str, folder: Path) -> Path
 
 
 def _file(place: Path, kind: str) -> Path | None:
-    """The file of a recording's folder that holds its trace or latencies, if there is one."""
+    """Return the file of a recording's folder that holds its trace or latencies, if there is
+    one.
+    """
     if kind == "trace":
         home = trace_folder(place)
         files = [home / f"{kind}.parquet", home / SAMPLED]
@@ -245,7 +247,7 @@ def pair_label(
 
 
 def _summary(folder: Path) -> str:
-    """Pair, size and device; the mode where latencies belong to one."""
+    """Return pair, size and device; the mode where latencies belong to one."""
     table = folder / "latency.parquet"
     measured = read_latency(table).meta if table.is_file() else {}
     mode = f", {measured['mode']}" if "mode" in measured else ""
