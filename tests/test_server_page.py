@@ -75,6 +75,12 @@ def test_tables_of_public_studies_have_all_of_them(name: str) -> None:
     assert server_terms(name).splitlines()[2].startswith("| all terms |")
 
 
+def test_every_term_has_its_coverage() -> None:
+    rows = [line.split("|") for line in server_terms("server_few_runs").splitlines()[2:]]
+    assert len(rows) > 3
+    assert all(cells[5].strip().endswith("%") for cells in rows)
+
+
 def test_the_files_are_small_and_name_no_machine() -> None:
     files = [path for path in SERVED.rglob("*") if path.is_file()]
     assert sum(path.stat().st_size for path in files) < 300_000
