@@ -43,7 +43,7 @@ from tests.test_serving_exact import RAGGED
 from traces.acceptance.synthetic import synthetic_trace
 from traces.acceptance.trace import Trace
 from traces.errors import DraftsimError, TailError
-from traces.latency.table import EXTRAPOLATED, INTERPOLATED, MEASURED, LatencyTable
+from traces.latency.table import ANY_CONTEXT, EXTRAPOLATED, INTERPOLATED, MEASURED, LatencyTable
 from traces.store.recordings import find_trace
 
 
@@ -337,8 +337,15 @@ def test_runs_of_equal_policies_share_their_replay(monkeypatch):
     assert len(asked) > first
 
 
+ONE_CONTEXT = LatencyTable(
+    GRID.cells.sort_values("context").groupby(["model", "phase", "batch", "new_tokens"]).head(1),
+    {**GRID.meta, ANY_CONTEXT: True},
+)
+"""Cells of one context, which hold at every other."""
+
+
 @pytest.mark.invariant(5)
-@pytest.mark.parametrize("cells", [RAGGED, GRID])
+@pytest.mark.parametrize("cells", [RAGGED, GRID, ONE_CONTEXT])
 @settings(max_examples=150, deadline=None)
 @given(
     batch=st.one_of(st.integers(1, 10), st.floats(0.5, 12)),

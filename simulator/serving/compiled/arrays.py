@@ -40,11 +40,12 @@ FIT = ("launch", "sequence", "token", "cache", "attention")
 (`traces.latency.interpolate.Grid.fit`)."""
 READER = np.dtype([
     ("read", "i8"), ("first", "i8"), ("last", "i8"), ("constant", "?"), ("only_batch", "f8"),
-    ("most", "f8"), *((name, "f8") for name in FIT),
+    ("only_context", "f8"), ("most", "f8"), *((name, "f8") for name in FIT),
 ])  # fmt: skip
 """The reader whose cells are read (its own mostly) or `NOWHERE`; the measured batches, from `first`
 to `last`; True for a constant table; the batch that every other is read at, 0 where sizes are told
-apart; the prompt tokens up to which cells hold; and the weights of the fit."""
+apart; the context that every other is read at, -1 where they are told apart; the prompt tokens up
+to which cells hold; and the weights of the fit."""
 HOST = np.dtype([(name, "f8") for name in Host._fields])
 SEEN = np.dtype([
     ("passes", "i8"), ("least_batch", "f8"), ("most_batch", "f8"), ("least_width", "f8"),
@@ -232,6 +233,7 @@ def _priced(cost: IterationCost, most: int) -> Prices:
             batches += grid.batches
             by_batch += [grid.lines[batch] for batch in grid.batches]
             reader.constant, reader.only_batch = grid.flat, grid.only_batch or 0.0
+            reader.only_context = grid.contexts[0] if grid.any_context else -1.0
             if not grid.flat:
                 for name, weight in zip(FIT, grid.fit, strict=True):
                     reader[name] = weight

@@ -132,6 +132,7 @@ def read(
 ) -> float:
     """Return the seconds of one pass, and count it in `seen`, (readers, origins)."""
     sizes, first, reader = prices.sizes, prices.first, prices.readers[place]
+    held = context if reader.only_context < 0 else reader.only_context
     origin, total = MEASURED, 0.0
     if reader.constant:
         begin = first[reader.first]
@@ -156,24 +157,24 @@ def read(
             value = 0.0
             for line in range(at, at + (2 if part > 0 else 1)):
                 begin, end = first[line], first[line + 1]
-                edge = min(max(context, sizes[begin]), sizes[end - 1])
+                edge = min(max(held, sizes[begin]), sizes[end - 1])
                 cut = below(sizes, begin, end, edge)
                 seconds = prices.seconds[cut]
                 if sizes[cut] != edge:
                     step = (edge - sizes[cut]) / (sizes[cut + 1] - sizes[cut])
                     seconds += step * (prices.seconds[cut + 1] - seconds)
                     origin = max(origin, INTERPOLATED)
-                if edge != context:
+                if edge != held:
                     own = sizes[side], sizes[line]
-                    seconds *= growth(reader, *own, context, *own, edge)
+                    seconds *= growth(reader, *own, held, *own, edge)
                     origin = EXTRAPOLATED
                 value += seconds * (1.0 - part if line == at else part)
             if narrow != width:
-                value *= growth(reader, sizes[side], width, context, sizes[side], narrow, context)
+                value *= growth(reader, sizes[side], width, held, sizes[side], narrow, held)
                 origin = EXTRAPOLATED
             total += value * (1.0 - share if side == low else share)
         if near != asked:
-            total *= growth(reader, batch, width, context, near, width, context)
+            total *= growth(reader, batch, width, held, near, width, held)
             origin = EXTRAPOLATED
     count(seen[place, origin], batch, width, context)
     return total
