@@ -18,12 +18,11 @@ from traces.errors import DraftsimError, FileError
 from traces.latency.table import LatencyTable
 from traces.replay.always import in_one_pass
 from traces.sources.base import Source
-from traces.sources.found import find_recordings, own_source
+from traces.sources.found import engine_source, find_recordings, own_source
 from traces.sources.recording import Recordings
 from traces.sources.registry import DRAFT_MODEL, parse_source
 from traces.sources.replay import check_rule, check_same_layers
 from traces.sources.starts.as_draft import check_drafts, drafted_latency, drafted_trace
-from traces.sources.starts.features import Eagle
 from traces.store.identity import ROLES, engine_head, model_in, model_label, same_model
 from traces.store.operators import at_depths
 from traces.store.recordings import find_latency, folder_of, models_of, pair_label
@@ -367,11 +366,11 @@ def _drafter(
 
 def _is_own(source: Source, latency: LatencyTable, recordings: Recordings) -> bool:
     """Return whether a source is the head that an engine ran while `latency` was measured."""
-    head = engine_head(latency.meta)
-    if head is None or not isinstance(source, Eagle):
+    own = engine_source(latency)
+    if own is None or source.name != own.name:
         return False
     try:
-        return source.recorded(recordings) == Eagle(head).key
+        return source.recorded(recordings) == own.key
     except DraftsimError:
         return False  # none recorded, or several that fit: said where it is replayed
 

@@ -35,7 +35,7 @@ from profiler.sources.exits import (
     RandomDraws,
     SourceDecoder,
 )
-from profiler.sources.feature_decoder import FeatureDecoder, ParallelDecoder
+from profiler.sources.feature_decoder import FeatureDecoder, ParallelDecoder, TreeDecoder
 from profiler.sources.latency import CONTEXTS, WIDTHS, LayerRounds, lookup_step, pass_rounds
 from profiler.sources.start_decoders import (
     HeadsDecoder,
@@ -44,7 +44,6 @@ from profiler.sources.start_decoders import (
     SpaceDecoder,
 )
 from profiler.sources.start_record import RecordOptions, record_along
-from profiler.sources.tree_decoder import TreeDecoder
 from traces.acceptance.trace import Trace
 from traces.errors import DraftsimError
 from traces.replay.calls import Call, pack_calls

@@ -83,6 +83,12 @@ def find_recordings(name: str, trace: Trace) -> Recordings:
     return found
 
 
+def engine_source(latency: LatencyTable) -> Eagle | None:
+    """Return the head that an engine ran while `latency` was measured; None if it ran none."""
+    head = engine_head(latency.meta)
+    return None if head is None else Eagle(head)
+
+
 def own_source(latency: LatencyTable, trace: Trace, recordings: Recordings) -> Source | None:
     """Return the source that drafted while `latency` was measured; None for the trace's own drafts.
 
@@ -94,18 +100,16 @@ def own_source(latency: LatencyTable, trace: Trace, recordings: Recordings) -> S
     DraftsimError
         If the trace was recorded with a draft model, and has no drafts of the head.
     """
-    head = engine_head(latency.meta)
-    if head is None:
+    if (source := engine_source(latency)) is None:
         return None
-    source = Eagle(head)
     if source.key in recordings:
         return source
     if trace.meta.get("draft") is None:
         return None  # an imported log: its drafts may be those of any drafter
     raise DraftsimError(
-        f"the engine's latencies are of drafting with {head}, whose drafts this trace does not "
-        f"hold: record them with `draftsim profile --source eagle:model={head}`, or give latencies "
-        "of the draft model"
+        f"the engine's latencies are of drafting with {source.model}, whose drafts this trace does "
+        f"not hold: record them with `draftsim profile --source eagle:model={source.model}`, or "
+        "give latencies of the draft model"
     )
 
 
@@ -124,7 +128,7 @@ def find_drafted(name: str, source: str | None = None) -> tuple[Trace, LatencyTa
     (`traces.sources.starts.as_draft`).
     """
     trace, latency = find_trace(name), find_latency(name)
-    if source is None and engine_head(latency.meta) is None:
+    if source is None and engine_source(latency) is None:
         return trace, latency
     recordings = find_recordings(name, trace)
     if source is None:

@@ -22,6 +22,8 @@ Floats = npt.NDArray[np.float64]
 Layout = dict[str, tuple[str, tuple[int, ...]]]
 """Type and shape of one row of every array."""
 
+MOST_LAYERS = 4096
+"""Most layers of a model, and of a tree of drafts."""
 LOGITS = ("top1", "top2", "logsumexp", "entropy")
 """Signals recorded of a draft: of its drafter's raw logits, and the entropy in nats, at T = 1."""
 DRAWN = ("log_prob", "raw_log_prob")

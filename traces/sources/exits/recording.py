@@ -24,7 +24,7 @@ import numpy.typing as npt
 
 from traces.acceptance.schema import MOST_DRAFTED
 from traces.errors import DraftsimError
-from traces.sources.recording import DRAWN, LOGITS, Layout, SourceRecording
+from traces.sources.recording import DRAWN, LOGITS, MOST_LAYERS, Layout, SourceRecording
 from traces.store.header import PathLike, are_wholes, check, check_rows, is_number, is_whole
 
 NODE_COLUMNS: dict[str, str] = {
@@ -37,8 +37,6 @@ NODE_COLUMNS: dict[str, str] = {
 
 OMEGAS = (0.0, 0.1, 0.2, 0.3, 0.5, 1.0)
 """The annealing strengths recorded by default."""
-MOST_LAYERS = 4096
-"""Most layers of a model."""
 
 
 class ExitSetting(NamedTuple):

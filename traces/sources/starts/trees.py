@@ -25,13 +25,11 @@ from traces.replay.calls import DRAFTER, DRAFTER_TREE, TREE, Counted, pack_count
 from traces.replay.layout import Foreseen
 from traces.replay.walk import Walk
 from traces.sources.base import DRAFTER_SIGNALS, Drafter, Source, SourceReplay, Walked
-from traces.sources.recording import Floats, Layout, Recordings, SourceRecording
+from traces.sources.recording import MOST_LAYERS, Floats, Layout, Recordings, SourceRecording
 from traces.sources.starts.features import OnFeatures
 from traces.sources.starts.recording import WIDER
 from traces.store.header import PathLike, check, is_whole
 
-MOST_LAYERS = 4096
-"""Most layers of a tree."""
 TREE_SIGNALS = ("score", "log_top", "log_second", "entropy")
 
 
