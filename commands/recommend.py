@@ -89,16 +89,18 @@ def recommend(
 
     if engine not in ENGINES:
         raise DraftsimError(f"--engine {engine!r}: expected one of {', '.join(ENGINES)}")
-    accepted = load_positions(metrics).survival if metrics else ()
     if not bench:
-        if accepted:
-            raise DraftsimError(WITHOUT_SPEEDS.format(k=len(accepted)))
+        if metrics:
+            raise DraftsimError(WITHOUT_SPEEDS.format(k=load_positions(metrics).longest))
         raise DraftsimError("nothing to go by: give --bench, and --metrics where runs say none")
-    found = read_benches(bench, acceptance_told=bool(accepted))
+    found = read_benches(bench, acceptance_told=metrics is not None)
     other = other_acceptance(acceptance, found.model)
     for line in found.notes:
         note(line)
-    runs = with_acceptance(found.runs, accepted)
+    drafting = {run.k for run in found.runs if run.k and run.round_tokens is None}
+    only = drafting.pop() if len(drafting) == 1 else None
+    told = load_positions(metrics, drafts=only) if metrics else None
+    runs = found.runs if told is None else with_acceptance(found.runs, told)
     if not any(run.k for run in runs):
         raise DraftsimError(
             "no run with speculation: what a drafter costs and gets accepted is not known; "

@@ -119,6 +119,34 @@ def test_counters_say_what_runs_do_not(tmp_path: Path, run: Run) -> None:
     assert "counters say what is accepted, not what a step costs" in alone.err
 
 
+def test_sglangs_counters_tell_the_acceptance_of_runs_of_one_draft_length(
+    tmp_path: Path, run: Run
+) -> None:
+    """They count rounds and tokens, and no positions: 2,470 tokens of 20 requests in 1,000."""
+    metrics = tmp_path / "metrics.txt"
+    counts = {"spec_verify_calls": 1000, "generation_tokens": 2470, "num_requests": 20}
+    metrics.write_text("".join(f"sglang:{name}_total {n}.0\n" for name, n in counts.items()))
+    speeds = {"plain-1": served(1, 90.0), "plain-8": served(8, 627.0),
+              "k3-1": served(1, 165.0), "k3-8": served(8, 960.0)}  # fmt: skip
+    folder = written(tmp_path / "results", speeds)
+    asked = ("recommend", "--engine", "sglang", "--bench", folder, "--json", "-")
+    ran = run(*asked, "--metrics", metrics)
+    assert ran.code == 0, ran.err
+    told = {f"{n}": {**row, "accept_length": 2.45} if n[0] == "k" else row
+            for n, row in speeds.items()}  # fmt: skip
+    same = run("recommend", "--engine", "sglang", "--bench", written(tmp_path / "told", told),
+               "--json", "-")  # fmt: skip
+    assert ran.rows == same.rows
+    # Of two draft lengths nothing says which one was counted.
+    written(folder, {"k5-1": served(1, 194.0)})
+    two = run(*asked, "--metrics", metrics)
+    assert two.code == 2
+    assert "such as 3:2.45 for drafts of 3" in two.err
+    # The server's own steps say it.
+    metrics.write_text(metrics.read_text() + "sglang:spec_num_steps 3\n")
+    assert run(*asked, "--metrics", metrics).code == 0
+
+
 def test_metrics_come_from_a_url_on_this_machine(tmp_path: Path, run: Run) -> None:
     text = (
         "vllm:spec_decode_num_drafts_total 100.0\nvllm:spec_decode_num_draft_tokens_total 100.0\n"

@@ -24,12 +24,13 @@ LONGEST = 8
 
 def load_positions(
     given: str | Sequence[str], k: int | None = None, *, form: str = "auto",
-    source: str | None = None,
+    source: str | None = None, drafts: int | None = None,
 ) -> Positions:  # fmt: skip
     """Return acceptance by position, from a text or the files of one log (`FORMS`).
 
     ``k`` is the draft length that recordings are replayed at: by default their longest, up to
-    `LONGEST`, or the longest draft that an imported log shows.  ``source`` is as in ``--source``.
+    `LONGEST`, or the longest draft that an imported log shows.  ``source`` is as in ``--source``,
+    ``drafts`` the draft length of counts that do not say theirs.
 
     Raises
     ------
@@ -48,7 +49,8 @@ def load_positions(
     texts = [given] if isinstance(given, str) else list(given)
     if len(texts) == 1 and texts[0].strip() and not is_told(texts[0]):
         return _recorded(texts[0], k, source)
-    return read_acceptance(texts[0] if len(texts) == 1 else texts, k, form=form, rounds=rounds)
+    one = texts[0] if len(texts) == 1 else texts
+    return read_acceptance(one, k, form=form, rounds=rounds, drafts=drafts)
 
 
 def _recorded(name: str, k: int | None, source: str | None) -> Positions:

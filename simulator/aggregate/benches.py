@@ -8,18 +8,20 @@ Each format is a function from one record to the fields of `ServerRun`.  Fields 
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from policies.json_text import JSONError, parse_json
 from simulator.aggregate.server import ServerRun
 from simulator.aggregate.table import read_runs
 from traces.errors import DraftsimError
 from traces.store.text import json_lines, read_text
+
+if TYPE_CHECKING:
+    from simulator.aggregate.positions import Positions
 
 MOST_BYTES = 256 * 2**20
 """A larger file is no summary of benchmarks."""
@@ -304,16 +306,17 @@ FORMATS: Sequence[tuple[Callable[[Record], bool], Callable[[Record], _Fields]]] 
 """For each format: a test that recognises a record, and its reader."""
 
 
-def with_acceptance(runs: Sequence[ServerRun], accepted: Sequence[float]) -> list[ServerRun]:
-    """Return the runs, with a server's acceptance by position where they say none.
+def with_acceptance(runs: Sequence[ServerRun], told: Positions) -> list[ServerRun]:
+    """Return the runs, with a server's acceptance where they say none.
 
-    ``accepted``: chances that the first 1, 2, ... drafted tokens are all accepted.  Runs with
-    longer drafts keep theirs open.
+    Runs with longer drafts than it tells of keep theirs open.
     """
-    told = tuple(accepted)
-    return [
-        replace(run, accepted=told[: run.k])
-        if run.k and run.round_tokens is None and run.k <= len(told)
-        and math.isfinite(sum(told)) else run
-        for run in runs
-    ]  # fmt: skip
+
+    def known(run: ServerRun) -> ServerRun:
+        if not run.k or run.round_tokens is not None or run.k > told.longest:
+            return run
+        if told.estimated:
+            return replace(run, emitted=told.known[run.k]) if run.k in told.known else run
+        return replace(run, accepted=told.survival[: run.k])
+
+    return [known(run) for run in runs]

@@ -44,7 +44,7 @@ Rounds = Callable[[str, Trace], Positions]
 
 def read_acceptance(
     given: str | Sequence[str], k: int | None = None, *, form: str = "auto",
-    rounds: Rounds | None = None,
+    rounds: Rounds | None = None, drafts: int | None = None,
 ) -> Positions:  # fmt: skip
     """Return acceptance by position, from numbers or files.
 
@@ -58,6 +58,8 @@ def read_acceptance(
         Format of a log, of `draftsim import`.
     rounds:
         Reads a log of rounds in order; None: such a log is refused.
+    drafts:
+        Draft length of counts that do not say theirs (older versions of SGLang).
 
     Raises
     ------
@@ -76,7 +78,7 @@ def read_acceptance(
         return Positions(text, pick_curve(text))
     with tempfile.TemporaryDirectory() as scratch:
         files = [_fetched(part, Path(scratch), i) for i, part in enumerate(parts)]
-        read = _of_files(files, parts, form, rounds)
+        read = _of_files(files, parts, form, rounds, drafts)
     named = ", ".join(Path(part).name for part in parts)
     return replace(read, label=named, source=named)
 
@@ -94,8 +96,9 @@ def is_told(text: str) -> bool:
 
 
 def _of_files(
-    files: Sequence[Path], named: Sequence[str], form: str, rounds: Rounds | None
-) -> Positions:
+    files: Sequence[Path], named: Sequence[str], form: str, rounds: Rounds | None,
+    drafts: int | None,
+) -> Positions:  # fmt: skip
     first = files[0]
     if not first.exists() and not AT.match(str(first)):
         raise FileError(f"{named[0]}: no such file: {FORMS}")
@@ -119,7 +122,7 @@ def _of_files(
         return rounds(label, read)
     if not isinstance(read, Totals):
         raise FileError(f"{named[0]}: holds timings, and nothing about acceptance")
-    return of_totals(named[-1], read)
+    return of_totals(named[-1], read, drafts)
 
 
 def _of_runs(files: Sequence[Path], named: Sequence[str]) -> Positions:

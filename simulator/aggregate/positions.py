@@ -193,20 +193,25 @@ def of_runs(label: str, runs: Sequence[ServerRun], model: str | None = None) -> 
     return Positions(label, lengths, model=model, **sizes)
 
 
-def of_totals(label: str, totals: Totals) -> Positions:
+def of_totals(label: str, totals: Totals, drafts: int | None = None) -> Positions:
     """Return the positions that counts tell of.
+
+    ``drafts`` is the draft length of counts that do not say theirs.
 
     Raises DraftsimError for trees, or counts without any draft length.
     """
     if totals.tree:
         raise DraftsimError(f"{label}: counts trees of drafts: they tell no acceptance of a chain")
     if totals.per_position is None:
-        if not totals.fixed_length:
+        told = totals.longest if totals.drafted is None else None  # SGLang's chains are as long
+        k = totals.reach if totals.fixed_length else told or drafts
+        if k is None:
             raise DraftsimError(
                 f"{label}: counts no acceptance by position, and its drafts differ in length or "
-                "their lengths are unknown: give /metrics, or numbers such as 0.76,0.60,0.43"
+                "their lengths are unknown: give the acceptance length by draft length, such as "
+                f"3:{1 + totals.mean_accepted:.3g} for drafts of 3"
             )
-        return Positions(label, {totals.reach: 1.0 + totals.mean_accepted})
+        return Positions(label, {k: 1.0 + totals.mean_accepted})
     alive = np.asarray(totals.per_position, dtype=float)
     counted = totals.rounds is not None
     reached = np.append(float(totals.rounds or 1), alive[:-1])
