@@ -15,12 +15,14 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import torch
 
+from traces.errors import DraftsimError
 from traces.machine import DISTURBED
 
 try:
@@ -88,25 +90,40 @@ class Stopwatch:
 
     def measure(self, run: Callable[[], object]) -> Timing:
         """Run once; the device is idle before and after."""
-        wall, cpu, switches = self._clock
         if self._cuda:
-            torch.cuda.synchronize()
-            start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            return self._marked([run])[0]
+        wall, cpu, switches = self._clock
         before, on = switches(), cpu()
         begin = wall()
-        if self._cuda:
-            start.record()
         run()
-        if self._cuda:
-            stop.record()
-            torch.cuda.synchronize()
         taken = wall() - begin
-        off = max(0.0, taken - (cpu() - on))
-        count = switches() - before
-        if self._cuda:
-            taken = float(start.elapsed_time(stop)) / 1e3
-            off = min(off, taken) if count else 0.0
-        return Timing(taken, off, count)
+        return Timing(taken, max(0.0, taken - (cpu() - on)), switches() - before)
+
+    def each(self, runs: Sequence[Callable[[], object]]) -> list[Timing]:
+        """Run one call after another; the device is idle before the first and after the last.
+
+        On a GPU the host does not wait between them: it prepares a call while the device still
+        runs the one before, as in a round of decoding.
+        """
+        return self._marked(runs) if self._cuda else [self.measure(run) for run in runs]
+
+    def _marked(self, runs: Sequence[Callable[[], object]]) -> list[Timing]:
+        """Return the times between events on a GPU's stream."""
+        wall, cpu, switches = self._clock
+        torch.cuda.synchronize()
+        marks = [torch.cuda.Event(enable_timing=True) for _ in range(len(runs) + 1)]
+        before, on = switches(), cpu()
+        begin = wall()
+        marks[0].record()
+        for run, mark in zip(runs, marks[1:], strict=True):
+            run()
+            mark.record()
+        torch.cuda.synchronize()
+        off, count = wall() - begin - (cpu() - on), switches() - before
+        taken = [float(start.elapsed_time(stop)) / 1e3 for start, stop in pairwise(marks)]
+        whole = sum(taken)
+        share = min(max(off / whole, 0.0), 1.0) if count and whole > 0 else 0.0
+        return [Timing(t, share * t, 0 if i else count) for i, t in enumerate(taken)]
 
     def time(self, run: Callable[[], object]) -> float:
         """Return `Timing.seconds` of a run."""
@@ -143,6 +160,10 @@ def timed(device: torch.device, clock: Clock | None = None) -> Iterator[Span]:
         off, count = max(0.0, taken - (cpu() - on)), switches() - before
         span.timing = Timing(taken, 0.0 if cuda and not count else off, count)
         gc.enable()
+
+
+class NoTimeError(DraftsimError):
+    """The time for a measurement is spent; another run goes on with what it leaves undone."""
 
 
 Run = TypeVar("Run")

@@ -11,12 +11,13 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pandas as pd
 import torch
 from rich.progress import Progress
 
 from profiler.checks.score import ANSWERS, SOLVED, answers_to, solved_by
 from profiler.latency.batch import batch_blocks, measure_batch_host
-from profiler.latency.host import measure_host
+from profiler.latency.host import host_beyond, measure_host
 from profiler.latency.layers import measure_layers
 from profiler.latency.passes import pass_blocks
 from profiler.latency.rules import measure_rules
@@ -68,6 +69,7 @@ class LatencyProfile:
     def __init__(self, pair: Pair, grid: Grid, checkpoint: Checkpoint | None = None) -> None:
         slots = _context_limit(pair, max(grid.contexts) + grid.widest)
         self._pair, self._batched = pair, None
+        self._short = pair.device.type == "cuda"
         self._runners = make_runner(pair.target, slots), make_runner(pair.draft, slots)
         target, draft = self._runners
         if isinstance(target, Seq2SeqRunner) and isinstance(draft, Seq2SeqRunner):
@@ -76,10 +78,10 @@ class LatencyProfile:
         else:
             contexts = [c for c in grid.contexts if c + grid.widest <= slots]
             self._grid = replace(grid, contexts=contexts)
-            blocks = pass_blocks(target, draft, self._grid)
+            blocks = pass_blocks(target, draft, self._grid, short=self._short)
         if (largest := max(grid.batches, default=1)) > 1:
             self._batched = Runner(pair.target, slots, largest), Runner(pair.draft, slots, largest)
-            blocks += batch_blocks(*self._batched, self._grid)
+            blocks += batch_blocks(*self._batched, self._grid, short=self._short)
         self.sweeps = Sweeps(blocks, pair.device, warmup=grid.warmup, checkpoint=checkpoint)
         self._machine = Machine(pair.target, pair.device)
 
@@ -99,9 +101,8 @@ class LatencyProfile:
             widths=[w for w in (1, 5, 25) if w in grid.widths],
             repeats=max(3, grid.repeats // 2),
         )
-        parts = [self.sweeps.cells(), measure_host(*self._runners), measure_rules(*self._runners)]
-        if self._batched is not None:
-            parts.append(measure_batch_host(*self._batched, grid.batches))
+        cells = self.sweeps.cells()
+        parts = [cells, *self._host(cells), measure_rules(*self._runners)]
         for name, runner in zip(("target", "draft"), self._runners, strict=True):
             if isinstance(runner, Seq2SeqRunner):
                 parts.append(seq2seq_layers(runner, name, few))
@@ -112,6 +113,18 @@ class LatencyProfile:
             "machine": self._machine.state([self.sweeps.repeats]),
         }  # fmt: skip
         return table(parts, meta)
+
+    def _host(self, cells: pd.DataFrame) -> Iterator[pd.DataFrame]:
+        """The host's time in rounds, alone and at every batch."""
+        if not self._short:
+            yield measure_host(*self._runners)
+            if self._batched is not None:
+                yield measure_batch_host(*self._batched, self._grid.batches)
+            return
+        yield host_beyond(*self._runners, cells)
+        for batch in [b for b in self._grid.batches if b > 1]:
+            assert self._batched is not None
+            yield host_beyond(*self._batched, cells, batch=batch)
 
 
 def profile_latency(
@@ -153,7 +166,6 @@ def profile_trace(
     encoded = [pair.encode(p.text, settings.chat) for p in prompts]
     longest = max(int(ids.shape[0]) for ids in encoded)
     _check_context(pair, prompts, encoded, settings.max_new_tokens)
-    generator = torch.Generator(pair.device)
     # Sized for what is recorded, beyond the positions a model knows: branches share them.
     slots = longest + settings.max_new_tokens * (settings.max_gamma + 1)
     target = make_runner(pair.target, slots)
@@ -161,37 +173,36 @@ def profile_trace(
         if isinstance(target, Seq2SeqRunner):
             raise DraftsimError("encoder-decoder pairs are recorded one prompt at a time")
         target = Runner(pair.target, slots, settings.together + 1)
-    recorder = Recorder(
-        target, make_runner(pair.draft, slots),
-        max_new_tokens=settings.max_new_tokens, max_gamma=settings.max_gamma, eos=pair.eos,
-        sampling=settings.sampling, generator=generator,
-    )  # fmt: skip
     name = "trace" if settings.sampling.greedy else "sampled"
     options = trace_options(pair, prompts, settings)
     checkpoint = Checkpoint(folder / f".{name}", options)
-    of = [repr((prompt.id, ids.tolist())) for prompt, ids in zip(prompts, encoded, strict=True)]
     task = progress.add_task(f"recording {name}", total=len(prompts))
-    made = recorded_columns(
-        recorder, encoded, of, settings, checkpoint,
+    trace = recorded_trace(
+        pair, (target, make_runner(pair.draft, slots)), prompts, encoded, settings, checkpoint,
         advance=lambda done: progress.update(task, completed=done),
     )  # fmt: skip
-    trace = assemble(pair, prompts, encoded, made, settings)
     trace = replace(trace, meta={**trace.meta, DONE_WITH: digest_of(options)})
     write_trace(trace, folder / f"{name}.parquet")
     checkpoint.close()
     return trace
 
 
-def recorded_columns(
-    recorder: Recorder, encoded: Sequence[torch.Tensor], of: Sequence[str], settings: Settings,
-    kept: Checkpoint, *, until: float = math.inf, advance: Callable[[int], None] = lambda _: None,
-) -> list[Columns]:  # fmt: skip
-    """Return the columns of the prompts, from `kept` where a stopped recording left them.
+def recorded_trace(
+    pair: Pair, runners: tuple[Runner, Runner], prompts: Sequence[Prompt],
+    encoded: Sequence[torch.Tensor], settings: Settings, kept: Checkpoint, *,
+    until: float = math.inf, advance: Callable[[int], None] = lambda _: None,
+) -> Trace:  # fmt: skip
+    """Return the trace of the prompts, from `kept` where a stopped recording left them.
 
-    ``of``: what each prompt's columns are made from (`Checkpoint.put`).  ``until``: monotonic
-    seconds after which no further prompt begins, but the first `LEAST_PROMPTS`; the columns are
-    then those of the first prompts alone.  ``advance`` gets the number of prompts done.
+    ``encoded``: the prompts' ids.  ``until``: monotonic seconds after which no further prompt
+    begins, but the first `LEAST_PROMPTS`; the trace is then of the first prompts alone.
+    ``advance`` gets the number of prompts done.
     """
+    recorder = Recorder(
+        *runners, max_new_tokens=settings.max_new_tokens, max_gamma=settings.max_gamma,
+        eos=pair.eos, sampling=settings.sampling, generator=torch.Generator(pair.device),
+    )  # fmt: skip
+    of = [repr((prompt.id, ids.tolist())) for prompt, ids in zip(prompts, encoded, strict=True)]
     recorded = [kept.get(f"{i:05d}", name) for i, name in enumerate(of)]
     missing = [i for i, columns in enumerate(recorded) if columns is None]
     done = len(recorded) - len(missing)
@@ -207,7 +218,8 @@ def recorded_columns(
         begin = time.perf_counter()
         done += 1
         advance(done)
-    return [columns for columns in takewhile(lambda c: c is not None, recorded) if columns]
+    made = [columns for columns in takewhile(lambda c: c is not None, recorded) if columns]
+    return assemble(pair, prompts[: len(made)], encoded[: len(made)], made, settings)
 
 
 def _record(

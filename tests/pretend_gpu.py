@@ -49,8 +49,6 @@ class PretendedGPU:
         self.waits: list[Wait] = []
         self.masked_prompts: list[Wait] = []
         """Whole prompts whose attention was given a mask: no flash attention takes one."""
-        self.ranges: list[str] = []
-        """NVTX ranges begun."""
         self.breaks_captures = False
         """True if capturing a graph fails, as where a library allocates within it."""
         self.tape: list[Any] | None = None

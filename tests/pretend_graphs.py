@@ -206,8 +206,6 @@ def installed(gpu: PretendedGPU, generator: Any) -> Iterator[None]:
             assert taken <= known, (name, taken, known)
         patches.append(mock.patch.object(torch.cuda, name, value))
     patches.append(mock.patch.object(torch, "Generator", generator))
-    patches.append(mock.patch.object(torch.cuda.nvtx, "range_push", gpu.ranges.append))
-    patches.append(mock.patch.object(torch.cuda.nvtx, "range_pop", return_value=0))
     # A compiler sees none of the pretended device: what it is given runs as it is.
     patches.append(mock.patch.object(torch, "compile", lambda run, **_: run))
     patches.append(mock.patch.object(torch.compiler, "reset"))

@@ -157,6 +157,8 @@ class Calls(TorchFunctionMode):
         own = self._own.get(func)
         if own is not None:
             return own(*args, **(kwargs or {}))
+        if func is torch._C._nn._parse_to:  # a module's: its tensors are then moved one by one
+            return func(*args, **(kwargs or {}))
         # Every other call asks for a shape or type.
         if type(func) is MethodWrapperType and func.__name__ == "__get__":
             return func(*args)

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
+import pandas as pd
 import pytest
 
 pytest.importorskip("torch")
@@ -15,11 +17,13 @@ from policies import SVIP, ConfidenceFreeze, Fixed, Round
 from policies.together import together_of
 from profiler.checks.batch_runs import BatchArm, groups_of, run_batches
 from profiler.checks.differences import output_of
-from profiler.checks.spot_check import rounds_differ
+from profiler.checks.spot_check import Arm, rounds_differ, run_arms
+from profiler.checks.turns import LEAST_REPEATS, order
 from profiler.decoding.batch import BatchedDecoder, speculate_batch
 from profiler.decoding.forced import ForcedStream
 from profiler.latency.batch import batch_blocks, measure_batch_host
 from profiler.latency.table import Grid, Sweeps
+from profiler.machine import NoTimeError
 from profiler.models.loading import Pair
 from profiler.models.runner import Runner
 from profiler.profile import Settings, profile_latency
@@ -52,6 +56,68 @@ def test_forced_and_real_agree_where_sequences_wait() -> None:
     ]
     for arm in arms:
         assert rounds_differ(*(run.logs[arm.name, 4] for run in both)) == 0
+
+
+def test_runs_in_turn_are_repeats_of_all_units_or_in_haste_of_one_after_another(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("profiler.machine.WARMING", 1)
+    assert list(order([0, 1, 0], 1)) == [(-1, 0), (-1, 2), (0, 0), (0, 1), (0, 2)]
+
+    def within(steps: int, repeats: int = 3) -> list[tuple[int, int]]:
+        done: list[tuple[int, int]] = []
+        for turn in order([0, 1, 2], repeats, lambda: len(done) < steps):
+            done.append(turn)
+        return done
+
+    every = [(-1, 0), *((r, i) for i in range(3) for r in range(3))]
+    assert within(100) == every
+    assert within(0) == every[: 1 + LEAST_REPEATS]  # these in any case
+    assert within(3) == every[:3]
+    assert within(4) == every[:4]
+    assert within(5) == every[:7]  # an item that was begun has all of its repeats
+    assert within(0, repeats=1) == every[:2]
+
+
+@pytest.mark.parametrize("batch", [1, 4])
+def test_runs_of_limited_time_are_whole_repeats_of_the_first_requests(batch: int) -> None:
+    """Alone and in batches: what was begun when the time ended does not count."""
+    left: list[int] = []
+
+    def advance() -> None:
+        left.pop()
+        if not left:
+            raise NoTimeError("no time left")
+
+    def times(runs: int, repeats: int = 2, late: bool = False) -> pd.DataFrame:
+        left[:] = range(runs)
+        limited: dict[str, Any] = {
+            "repeats": repeats, "advance": advance, "in_time": lambda: not late
+        }  # fmt: skip
+        if batch == 1:
+            arms = [Arm("fixed", Fixed(3)), Arm("svip", SVIP(gamma_max=GAMMA))]
+            measured = run_arms(pair(), trace(), arms, **limited)
+            for arm in arms:
+                count = measured.times["request"].nunique()
+                assert len(measured.outputs[arm.name]) == count
+                assert len(measured.logs[arm.name].requests) == count
+            return measured.times
+        some = [BatchArm("fixed", Fixed(3)), BatchArm("freeze", ConfidenceFreeze())]
+        ran = run_batches(pair(), trace(), some, batches=(batch,), **limited)
+        for arm in some:
+            count = len(ran.logs[arm.name, batch].requests)
+            assert -(-count // batch) == ran.times["request"].nunique()
+        return ran.times
+
+    whole = times(1000)
+    assert whole["request"].nunique() == len(groups_of(9, batch))
+    assert (whole.groupby(["policy", "request"]).size() == 2).all()
+    two = times(9)  # two repeats of two arms on two requests, and one run of the third
+    assert two["request"].tolist() == whole["request"].tolist()[:4] * 2
+    assert times(4)["repeat"].unique().tolist() == [0]  # the second repeat lacked a run
+    assert times(1000, 3, late=True)["repeat"].tolist() == [0, 0, 1, 1]
+    with pytest.raises(NoTimeError):
+        times(1)
 
 
 def test_run_batches_reports_every_group() -> None:

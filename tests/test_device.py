@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import cache
 from typing import Any
 
+import pandas as pd
 import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
@@ -19,27 +20,36 @@ from policies.together import PerRequest
 from profiler.decoding.batch import BatchedDecoder, Stream, enter, speculate_batch
 from profiler.decoding.forced import ForcedDecoder, ForcedStream
 from profiler.decoding.single import ModelDecoder
-from profiler.models.graphs import GraphRunner, Shape
+from profiler.latency.host import dictating_trace, host_beyond
+from profiler.latency.layers import a_layer, layer_blocks
+from profiler.latency.passes import pass_blocks
+from profiler.latency.table import Grid, Sweeps, swept
+from profiler.models.graphs import GraphRunner, captured
 from profiler.models.runner import Runner
 from profiler.models.sampling import draw
+from profiler.models.stack import LayerRunner
 from profiler.recording.trace import Recorder
-from profiler.suite.latency.passes import (
-    MODES,
-    ReadingFixed,
-    Timer,
-    captured,
-    layer_cells,
-    loop_trace,
-)
 from tests.batched_decoding import decode_batch
 from tests.pretend_gpu import CUDA, PretendedError, PretendedGPU, pretended
 from traces.acceptance.sampling import GREEDY, Sampling
+from traces.latency.schema import CELL_COLUMNS
 
 SLOTS, WORDS, NEW = 200, 61, 10
 HALF = torch.bfloat16
 """Precision of a GPU's models: where signals are read in float32, it takes one operation more."""
 RUNNERS = (Runner, GraphRunner)
 READERS = ("svip", "confidence")
+
+
+class ReadingFixed(Fixed):
+    """A fixed length that reads a signal of every drafted token, as adaptive policies do."""
+
+    reads = ("prob",)
+
+    def keep_drafting(self, draft: Sequence[Any]) -> bool:
+        if draft:
+            _ = draft[-1].prob
+        return super().keep_drafting(draft)
 
 
 @cache
@@ -204,7 +214,7 @@ def test_batches_of_every_style_decode(gpu: PretendedGPU, synchronise: Any) -> N
 
 @pytest.mark.parametrize("make", RUNNERS)
 def test_forced_rounds_wait_as_real_ones_do(gpu: PretendedGPU, make: Any) -> None:
-    trace = loop_trace(4, 12, 10, 8)
+    trace = dictating_trace(4, 12, 10, 8)
     target, draft = runners(gpu, make, HALF, batch=4)
     single = ForcedDecoder(target, draft, trace, 0)
     with gpu.counted() as waits:
@@ -244,11 +254,54 @@ def test_plain_decoding_is_timed_to_its_end(
     assert recorder.decode_s == 5.0
 
 
-def test_layers_and_heads_are_timed_in_both_modes(gpu: PretendedGPU) -> None:
-    target, _ = pair(gpu, HALF)
-    for mode in MODES:
-        rows = layer_cells(mode, target, "target", (1, 3), (16, 40), Timer(CUDA, 2, 0), exits=True)
-        assert {row[1] for row in rows} == {"layer", "head"}
+@torch.inference_mode()
+def test_layers_and_heads_are_timed_alone_and_captured(gpu: PretendedGPU) -> None:
+    runner = LayerRunner(pair(gpu, HALF)[0], 44)
+    for graphs in (False, True):
+        blocks = layer_blocks(runner, "target", (1, 3), (16, 40), graphs=graphs, exits=True)
+        cells = swept(list(blocks), CUDA, 1)
+        assert {*zip(cells["model"], cells["phase"], strict=True)} == {
+            ("target", "layer"), ("target", "head"), ("exit", "head")
+        }  # fmt: skip
+        each = a_layer(cells.assign(median_s=1.0), 4)
+        assert set(each[each["phase"] == "layer"]["median_s"]) == {0.25}
+        assert set(each[each["phase"] == "head"]["median_s"]) == {1.0}
+
+
+def test_the_host_waits_at_the_end_of_a_round_alone(
+    gpu: PretendedGPU, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Passes follow one another as in decoding; only then is the device waited for."""
+    target, draft = runners(gpu, dtype=HALF)
+    grid = Grid((1, 3), (16,), (8,), batch_widths=(1,))
+    blocks = pass_blocks(target, draft, grid, apart=[(2, 20)], short=True)
+    sweeps = Sweeps(blocks, CUDA, warmup=0)
+    ended: list[Any] = []
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda *_: ended.append(1))
+    with gpu.counted() as waits:
+        sweeps.run()
+    rounds = sum(len(block.rounds) for block in blocks)
+    read = sum(step.phase == "signal" for block in blocks for r in block.rounds for step in r)
+    assert Counter(w.what for w in waits) == {"tolist": read}
+    assert len(ended) == 2 * rounds
+    cells = sweeps.cells()
+    assert set(cells[cells["phase"] == "forward"]["context"]) == {16, 20}
+
+
+@pytest.mark.parametrize("batch", [1, 4])
+def test_the_hosts_share_of_dictated_runs_is_never_negative(gpu: PretendedGPU, batch: int) -> None:
+    target, draft = runners(gpu, GraphRunner, HALF, batch=batch)
+    rows = [(model, phase, b, w, c, 1e-9, 0.0, 1)
+            for model, phase in (("target", "forward"), ("draft", "forward"), ("draft", "catch_up"))
+            for b in (1, 4) for w in (1, 9) for c in (16, 64)]  # fmt: skip
+    passes = pd.DataFrame(rows, columns=list(CELL_COLUMNS))
+    cells = host_beyond(
+        target, draft, passes, batch=batch, repeats=1, tokens=6, prompt=16, gammas=(0, 2)
+    )
+    assert cells["phase"].tolist() == ["host_round", "host_draft"]
+    assert set(cells["batch"]) == {batch}
+    assert cells["median_s"].iloc[0] > 0
+    assert (cells["median_s"] >= 0).all()
 
 
 def test_a_captured_call_is_computed_by_its_replay(gpu: PretendedGPU) -> None:
@@ -286,5 +339,5 @@ def test_a_shape_whose_capture_fails_is_captured_anew(
     torch.testing.assert_close(
         runner.forward(ids(2), 30), want.forward(ids(2), 30), rtol=1e-4, atol=1e-4
     )
-    runner.prepare([Shape(1, 3, SLOTS, 3)])
+    runner.forward(ids(3), 32)
     assert runner.captured == 3

@@ -95,8 +95,7 @@ def test_a_pair_is_loaded_in_bfloat16_and_recorded(case: Case) -> None:
 
 def test_the_latency_table_is_measured(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
     less: dict[str, dict[str, Any]] = {
-        "measure_host": {}, "measure_batch_host": {"tokens": 8},
-        "measure_rules": {"drafted": (1, 4)},
+        "host_beyond": {"tokens": 4, "gammas": (0, 2)}, "measure_rules": {"drafted": (1, 4)},
     }  # fmt: skip
     for name, given in less.items():
         monkeypatch.setattr(profile, name, partial(getattr(profile, name), repeats=1, **given))

@@ -12,8 +12,8 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from profiler.latency.passes import SETTLING, decoding_blocks, signal_block  # noqa: E402
-from profiler.latency.table import FIRST_WIDTHS, Block, Grid, Step, Sweeps  # noqa: E402
-from profiler.machine import Timing  # noqa: E402
+from profiler.latency.table import FIRST_WIDTHS, Block, Grid, Step, Sweeps, swept  # noqa: E402
+from profiler.machine import NoTimeError, Timing  # noqa: E402
 from profiler.recording.checkpoint import Checkpoint  # noqa: E402 - needs torch
 from traces.errors import DraftsimError  # noqa: E402 - needs torch
 
@@ -62,6 +62,56 @@ def test_every_cell_is_timed(untimed: int) -> None:
         assert timed == seen
         caught_up = {c[3] for c in timed if c[1] == "catch_up"}
         assert caught_up in (set(), set(FIRST_WIDTHS))
+
+
+def test_short_rounds_have_two_draft_passes_and_the_same_cells() -> None:
+    log = Log()
+    passes = log.passes("target"), log.passes("draft")
+    made = list(decoding_blocks(*passes, (1, 2, 9), (8,), short=True))
+    assert len(made) == 4  # plain decoding is not repeated
+    for width, block in zip((1, 2, 9), made, strict=False):
+        assert block.untimed == 1
+        for steps in block.rounds:
+            phases = [step.phase for step in steps]
+            drafting = ["catch_up", "forward"][: min(width - 1, 2)]
+            assert phases == [*drafting, "forward"]
+    cells = {step.cell for block in made for steps in block.rounds for step in steps}
+    usual = {
+        step.cell for block in decoding_blocks(*passes, (1, 2, 9), (8,))
+        for steps in block.rounds for step in steps
+    }  # fmt: skip
+    assert cells == {cell for cell in usual if cell[1] != "settling"}
+
+
+def test_a_target_alone_drafts_nothing() -> None:
+    log = Log()
+    for short in (False, True):
+        made = list(decoding_blocks(log.passes("target"), None, (1, 3), (8,), short=short))
+        models = {step.model for block in made for steps in block.rounds for step in steps}
+        assert models == {"target"}
+
+
+def test_sweeps_end_between_two_blocks_and_only_whole_ones_count() -> None:
+    log = Log()
+    blocks = list(decoding_blocks(log.passes("target"), log.passes("draft"), (1, 2), (8,)))
+    calls: list[int] = []
+
+    def check() -> None:
+        calls.append(1)
+        if len(calls) > most:
+            raise NoTimeError("no time left")
+
+    cells = len({step.cell for block in blocks for steps in block.rounds for step in steps})
+    most = cells + 2 * len(blocks) + 1  # warms up, two sweeps, and a part of the third
+    found = swept(blocks, CPU, 3, warmup=1, check=check)
+    assert set(found["repeats"]) == {2}
+    assert len(calls) == most + 1
+    calls.clear()
+    most = cells + 1
+    with pytest.raises(NoTimeError):
+        swept(blocks, CPU, 3, warmup=1, check=check)
+    found = swept(blocks, CPU, 3, warmup=0, late=lambda: True)
+    assert set(found["repeats"]) == {1}
 
 
 @pytest.mark.parametrize("widths", [(1,), (1, 3), (1, 2, 3, 4, 5, 7), (7, 9)])

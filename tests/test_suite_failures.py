@@ -11,20 +11,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from transformers import LlamaConfig, LlamaForCausalLM
 
-from profiler import smollm2
-from profiler.fetched import places as fetched
 from profiler.suite.__main__ import main
 from profiler.suite.environment import COMPLETE, FAILED, REFUSED, Workplace, open_workplace
 from profiler.suite.latency import pair as pair_latency
 from profiler.suite.latency import stage as latency_stage
-from profiler.suite.latency.passes import MODES
-from profiler.suite.runs import forced_stage, trained_stage, training
+from profiler.suite.latency.modes import MODES
+from profiler.suite.runs import forced_stage, trained_stage
 from profiler.suite.runs.training import QUICK_PROMPTS
-from profiler.train.draft import draft_config, draft_model
-from profiler.train.stored import read_stored
 from tests.pretend_gpu import pretended
 from traces.store.files import read_latency, read_trace
 from traces.store.measured import read_measured
@@ -62,10 +56,10 @@ def test_a_capture_that_fails_is_loud_and_measured_again(
         gpu.breaks_captures = True
         assert stage("latency", out, *TWO, device="cuda") == FAILED
         said = " ".join(capsys.readouterr().err.split())
-        assert f"FAILED {SMALL}.graph, target, batch 1: CUDA error: operation failed" in said
+        assert f"FAILED {SMALL}.graph, passes at batch 1: CUDA error: operation failed" in said
         found = results(out, "latency")
         assert not found["complete"]
-        assert set(found["units"][f"{SMALL}.graph"]["failed"]) >= {"target, batch 1"}
+        assert set(found["units"][f"{SMALL}.graph"]["failed"]) >= {"passes at batch 1"}
         assert not found["units"][f"{SMALL}.eager"]["failed"]
         assert models(out) == {f"{SMALL}/eager"}
         gpu.breaks_captures = False
@@ -91,13 +85,13 @@ def test_forced_runs_that_fail_leave_those_that_do_not(out: Path) -> None:
 def test_a_piece_that_fails_is_undone_and_tried_again(
     out: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    real = pair_latency.host_cells
+    real = pair_latency.host_beyond
 
     def broken(*_: Any, **__: Any) -> Any:
         raise RuntimeError("CUDA error: misaligned address\nmore")
 
     options = ("--pairs", SMALL, "--modes", "eager")
-    monkeypatch.setattr(pair_latency, "host_cells", broken)
+    monkeypatch.setattr(pair_latency, "host_beyond", broken)
     assert stage("latency", out, *options) == FAILED
     unit = results(out, "latency")["units"][f"{SMALL}.eager"]
     assert unit["failed"] == {
@@ -105,7 +99,7 @@ def test_a_piece_that_fails_is_undone_and_tried_again(
     }
     assert set(unit["failed"]) <= set(unit["unfinished"])
     assert "the host at batch 1: failed: CUDA error: misaligned address" in unit["skipped"]
-    monkeypatch.setattr(pair_latency, "host_cells", real)
+    monkeypatch.setattr(pair_latency, "host_beyond", real)
     assert stage("latency", out, *options) == COMPLETE
     cells = read_latency(out / "latency.parquet").cells
     assert not cells.duplicated(["model", "phase", "batch", "new_tokens", "context"]).any()
@@ -115,13 +109,13 @@ def test_a_piece_that_fails_is_undone_and_tried_again(
 def test_a_stage_told_to_end_leaves_what_it_has(
     out: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    real = pair_latency.host_cells
+    real = pair_latency.host_beyond
 
     def told(*args: Any, **kwargs: Any) -> Any:
         os.kill(os.getpid(), signal.SIGTERM)
         return real(*args, **kwargs)
 
-    monkeypatch.setattr(pair_latency, "host_cells", told)
+    monkeypatch.setattr(pair_latency, "host_beyond", told)
     before = signal.getsignal(signal.SIGTERM)
     assert stage("latency", out, "--pairs", SMALL) == FAILED
     assert signal.getsignal(signal.SIGTERM) is before
@@ -133,32 +127,28 @@ def test_a_stage_told_to_end_leaves_what_it_has(
 def test_a_part_that_fails_leaves_the_trained_stage_the_others(
     out: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    real = trained_stage.sampled_rounds, trained_stage.record_trace
-
-    def broken(*_: Any) -> Any:
-        raise RuntimeError("no kernel image")
+    real = trained_stage.record_trace
 
     def half(place: Workplace, pair: Any, prompts: Any, settings: Any, until: float) -> Any:
-        if settings.sampling.temperature:
-            raise RuntimeError("no room")
-        return real[1](place, pair, prompts, settings, until)
+        if settings.sampling.greedy:
+            raise RuntimeError("no room\nat all")
+        return real(place, pair, prompts, settings, until)
 
-    monkeypatch.setattr(trained_stage, "record_early_exits", broken)
     monkeypatch.setattr(trained_stage, "record_trace", half)
     options = ("--seconds", "200")
     assert stage("trained", out, *options) == FAILED
     found = results(out, "trained")
-    assert found["failed"] == {
-        "sampled": "no room", "sampled-rounds": "the recording that it needs failed",
-        "exits": "no kernel image",
-    }  # fmt: skip
-    assert "FAILED exits: no kernel image" in capsys.readouterr().err
-    for part in ("greedy", "latency", "rounds_graph", "rounds_eager"):
-        assert found[part]
+    needs = "the recording that it needs failed"
+    assert found["failed"] == {"greedy": "no room", "graph": needs, "eager": needs}
+    assert "FAILED greedy: no room" in capsys.readouterr().err
+    assert found["sampled"]
+    assert found["latency"]
     monkeypatch.undo()
     assert stage("trained", out, *options) == COMPLETE
-    assert not results(out, "trained")["failed"]
-    assert (out / "trained-exits.parquet").is_file()
+    found = results(out, "trained")
+    assert not found["failed"]
+    assert found["rounds_graph"]
+    assert found["rounds_eager"]
 
 
 @pytest.fixture
@@ -215,13 +205,12 @@ def test_kernels_of_some_rounds_are_kept(
             ledger.put(f"{pair.name}.{mode}", {"cells": [], "held_out": []})
 
     monkeypatch.setattr(latency_stage, "_measure_pair", cells)
-    with pretended() as gpu:
+    with pretended():
         assert stage("latency", tmp_path, "--pairs", SMALL, "--profile", device=device) == 0
     for mode in MODES:
         document = json.loads((tmp_path / f"profile-{SMALL}-{mode}.json").read_text())
         names = {event.get("name") for event in document["traceEvents"]}
         assert {"rounds", "target, 5 wide", "draft, 1 wide"} <= names
-    assert "target, 5 wide" in gpu.ranges
 
 
 def test_a_pair_of_the_users_is_recorded(
@@ -240,35 +229,11 @@ def test_a_pair_of_the_users_is_recorded(
     assert results(out, "trained")["greedy"]["requests"] == QUICK_PROMPTS
 
 
-def test_smollm2_is_recorded_by_its_shapes_where_its_weights_are_not_here(
+def test_smollm2_that_was_not_fetched_is_refused_with_the_remedy(
     out: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("DRAFTSIM_CACHE", str(out / "none"))
-    monkeypatch.setattr(trained_stage._Stage, "part", lambda *_, **__: {})
-    assert stage("trained", out, "--target", "smollm2", "--seconds", "900") == COMPLETE
-    assert "random weights of its shapes" in " ".join(capsys.readouterr().err.split())
-    assert read_trace(out / "trained-sampled.parquet").temperature == 1.0
-    for name in ("trace", "sampled"):
-        trace = read_trace(out / f"trained-{name}.parquet")
-        assert len(trace.requests) == QUICK_PROMPTS
-        assert trace.meta["target"]["path"] == training.RANDOM
-        assert trace.meta["random_weights"]
-    assert len({r.category for r in trace.requests}) > 1
-
-
-def test_the_stand_in_has_smollm2s_shape_and_its_drafts() -> None:
-    config = LlamaConfig(**training.CONFIG)
-    with torch.device("meta"):
-        target = LlamaForCausalLM(config)
-    assert sum(weights.numel() for weights in target.parameters()) == 134_515_008
-    settings, weights = read_stored(smollm2.STORED / "draft.safetensors")
-    shape = draft_config(config, settings["hidden"], settings["layers"])
-    draft = draft_model(shape, weights, torch.zeros(config.vocab_size, config.hidden_size))
-    assert draft.config.vocab_size == config.vocab_size
-    folder = fetched.folder(smollm2.NAME)
-    if not (folder / "config.json").is_file():
-        pytest.skip("SmolLM2 is not on this machine: its own configuration is not compared")
-    own = LlamaConfig.from_pretrained(folder)
-    for name, value in training.CONFIG.items():
-        if not name.endswith("_token_id"):
-            assert getattr(own, name) == value, name
+    assert stage("trained", out, "--target", "smollm2") == REFUSED
+    error = capsys.readouterr().err.strip()
+    assert error.endswith("bring it with `draftsim fetch smollm2`")
+    assert "\n" not in error

@@ -6,29 +6,25 @@ import json
 from pathlib import Path
 
 import pandas as pd
-import pytest
-import torch
 
 from profiler.models.architectures import PAIRS
-from profiler.profile import Settings
 from profiler.suite.__main__ import SECONDS
-from profiler.suite.environment import Workplace
 from profiler.suite.latency import stage as latency_stage
-from profiler.suite.latency.pair import Grids
-from profiler.suite.latency.passes import MODES
-from profiler.suite.runs import forced_stage, training
+from profiler.suite.latency.modes import MODES
+from profiler.suite.runs import forced_stage
 from profiler.suite.runs.arms import ARMS, COLUMNS, MORE_ARMS, REPEATS
+from profiler.suite.runs.training import write_within
 from tests.suite_results import check_files
 from traces.latency.schema import CELL_COLUMNS
 from traces.latency.table import LatencyTable
-from traces.store.files import write_latency, write_trace
+from traces.store.files import read_trace, write_latency, write_trace
 from traces.store.measured import MeasuredRuns, write_measured
 
 
 def test_files_of_full_size_are_small_enough(tmp_path: Path) -> None:
     """As many cells as the time holds, every run made, every round recorded."""
-    # Every cell takes several timings of 8 ms: more do not fit into the stage's time.
-    cells = int(SECONDS / (3 * Grids(False).enough_s))
+    # Every cell takes several calls and some of them a capture: more do not fit into the time.
+    cells = int(SECONDS / 0.024)
     row = ("llama-3.1-8b+1b/eager/target", "forward", 64, 25, 16384, 1.2345678e-3, 1.2e-5, 5)
     rows = [(*row[:5], row[5] + i * 1e-9, *row[6:]) for i in range(cells)]
     meta = {"shapes": {p.name: latency_stage.shapes_of(p) for p in PAIRS.values()}}
@@ -54,19 +50,11 @@ def test_files_of_full_size_are_small_enough(tmp_path: Path) -> None:
     check_files(tmp_path)
 
 
-def test_recorded_exits_stay_within_a_file(
-    place: Workplace, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    pair, prompts, _ = training.trained_pair(place, tmp_path / "pair", 0.2)
-    trace = training.record_trace(place, pair, prompts, Settings(12, 4), float("inf"))
-    text = torch.randint(50, (4, 40), generator=torch.Generator().manual_seed(0))
-    path = tmp_path / "exits.parquet"
-    training.record_early_exits(place, pair, trace, text, path, 60.0)
-    whole = path.stat().st_size
-    limit = int(0.8 * whole)
-    monkeypatch.setattr(training, "LARGEST", limit)
-    # Guessed too high: as if the first requests were the smallest.
-    monkeypatch.setattr(training, "ROOM", 2.0)
-    done = training.record_early_exits(place, pair, trace, text, path, 60.0)
-    assert path.stat().st_size <= limit
-    assert 0 < done["requests"] < len(trace.requests)
+def test_a_recording_is_cut_to_its_file(tmp_path: Path) -> None:
+    trace = forced_stage.forced_trace(True)
+    path = tmp_path / "trace.parquet"
+    assert write_within(trace, path) == len(trace.requests)
+    limit = path.stat().st_size - 1
+    kept = write_within(trace, path, limit)
+    assert 0 < kept < len(trace.requests)
+    assert len(read_trace(path).requests) == kept

@@ -5,18 +5,16 @@ from __future__ import annotations
 import gc
 import json
 import shutil
-import subprocess
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
 from profiler.suite.__main__ import main
-from profiler.suite.environment import COMPLETE, FAILED, Workplace, clocks, open_workplace
+from profiler.suite.environment import COMPLETE, FAILED, Workplace, open_workplace
 from profiler.suite.latency import stage as latency_stage
-from profiler.suite.latency.passes import MODES
+from profiler.suite.latency.modes import MODES
 from profiler.suite.runs import forced_stage
 from tests.pretend_gpu import pretended
 from tests.suite_results import check_files
@@ -37,7 +35,6 @@ def test_a_stage_runs_on_a_gpu(arguments: tuple[str, ...], tmp_path: Path) -> No
         assert main([*arguments, *options]) == 0
     check_files(tmp_path)
     assert not gpu.masked_prompts
-    assert gpu.ranges
     results = json.loads((tmp_path / f"{arguments[0]}.json").read_text())
     assert results["meta"]["device"] == "Pretended GPU"
     assert results["meta"]["dtype"] == "bfloat16"
@@ -81,34 +78,6 @@ def test_a_broken_driver_ends_the_stage_in_one_line(
         results = json.loads((tmp_path / f"{stage}.json").read_text())
         assert results["stopped"] == "CUDA error: an illegal memory access"
     shutil.rmtree(open_workplace("cpu", tmp_path, seconds=1, quick=True).work)
-
-
-def test_clocks_are_asked_of_the_gpu_that_torch_means(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[list[str]] = []
-
-    def ask(command: list[str], **_: Any) -> Any:
-        asked.append(command)
-        return SimpleNamespace(stdout="1980, 2619, 1980, 41, 120.5, 700.0, P0, 570.1\n")
-
-    monkeypatch.setattr("shutil.which", lambda name: "/usr/bin/nvidia-smi")
-    monkeypatch.setattr(subprocess, "run", ask)
-    with pretended():
-        assert clocks(torch.device("cuda", 0))["clocks.sm"] == "1980"
-        assert "--id=0" in asked[0]
-        named = SimpleNamespace(uuid="ab-12")
-        monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: named)
-        clocks(torch.device("cuda", 0))
-        assert "--id=GPU-ab-12" in asked[1]
-
-        def fail(*_: Any, **__: Any) -> Any:
-            raise subprocess.CalledProcessError(9, "nvidia-smi")
-
-        monkeypatch.setattr(subprocess, "run", fail)
-        assert clocks(torch.device("cuda", 0)) == {}
-
-
-def test_clocks_are_empty_where_there_is_no_gpu() -> None:
-    assert clocks(torch.device("cpu")) == {}
 
 
 def test_models_are_out_of_the_collectors_sight_while_they_run(

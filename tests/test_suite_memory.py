@@ -15,6 +15,7 @@ from profiler.suite.__main__ import main
 from profiler.suite.environment import Account, Workplace, open_workplace
 from profiler.suite.latency import pair as pair_latency
 from profiler.suite.latency import stage as latency_stage
+from profiler.suite.latency.pair import PairMeasurement, plan_of
 from profiler.suite.runs import forced_stage
 from traces.errors import DraftsimError
 
@@ -38,17 +39,14 @@ def test_what_memory_or_the_model_forbids_is_named_and_left_out(
     assert why is not None
     assert "--pairs vicuna-7b+68m fits" in why
     pair = PAIRS["vicuna-7b+68m"]
-    monkeypatch.setattr(Workplace, "free_bytes", lambda self: 2 << 30)
-    measured = latency_stage.PairMeasurement(
-        place, pair, "eager", (None, None), latency_stage.Grids(False), 0.0
-    )
-    assert pair.draft is not None
-    assert measured._contexts(pair.draft, (128, 1024, 4096), 1, 25, "draft") == [128, 1024, 2023]
-    assert measured._contexts(pair.target, (128, 1024), 4, 25, "target") == [128]
-    assert any("the model's context is 2048" in s for s in measured.skipped)
-    assert any("the memory does not hold" in s for s in measured.skipped)
+    monkeypatch.setattr(Workplace, "free_bytes", lambda self: 4 << 30)
+    measured = PairMeasurement(place, pair, "eager", (None, None), plan_of(False), 0.0)
+    assert measured._contexts(1) == [128, 1024, 2023]
+    assert measured._contexts(4) == [128]
+    assert "batch 1, context 4096: the model's context is 2048" in measured.limits
+    assert "batch 4, context 1024: the memory does not hold its cache" in measured.limits
     with pytest.raises(DraftsimError, match="no context of"):
-        measured._contexts(pair.target, (1024,), 64, 25, "target")
+        measured._contexts(64)
 
 
 def test_running_out_of_memory_ends_a_piece_not_the_stage(
@@ -57,20 +55,18 @@ def test_running_out_of_memory_ends_a_piece_not_the_stage(
     place = open_workplace("cpu", tmp_path, seconds=60, quick=True)
     pair = PAIRS[SMALL].miniature()
     models = latency_stage.build_pair(place, pair)
-    measured = latency_stage.PairMeasurement(
-        place, pair, "eager", models, latency_stage.Grids(True), float("inf")
-    )
+    measured = PairMeasurement(place, pair, "eager", models, plan_of(True), float("inf"))
 
-    real = pair_latency.host_cells
+    real = pair_latency.host_beyond
 
     def full(*args: Any, batch: int, **kwargs: Any) -> Any:
         if batch > 1:
             raise torch.OutOfMemoryError("CUDA out of memory")
         return real(*args, batch=batch, **kwargs)
 
-    monkeypatch.setattr(pair_latency, "host_cells", full)
+    monkeypatch.setattr(pair_latency, "host_beyond", full)
     measured.run()
-    assert measured.skipped == ["the host at batch 4: out of memory"]
+    assert measured.limits == ["the host at batch 4: out of memory"]
     assert not measured.unfinished
     assert any(row[1] == "host_round" for row in measured.cells)
 

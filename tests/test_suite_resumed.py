@@ -9,15 +9,16 @@ from typing import Any
 
 import pytest
 
+from profiler.machine import NoTimeError
 from profiler.suite.__main__ import main
-from profiler.suite.environment import COMPLETE, UNFINISHED, NoTimeError, open_workplace
+from profiler.suite.environment import COMPLETE, UNFINISHED, open_workplace
 from profiler.suite.runs import trained_stage
 from profiler.suite.runs.checks import NAME, Checks
 from traces.store.files import read_trace
 
 FILES = [
-    "trained-exits.parquet", "trained-latency.parquet", "trained-measured.parquet",
-    "trained-sampled.parquet", "trained-trace.parquet", "trained.json",
+    "trained-latency.parquet", "trained-measured.parquet", "trained-sampled.parquet",
+    "trained-trace.parquet", "trained.json",
 ]  # fmt: skip
 
 
@@ -37,16 +38,8 @@ def done(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         row = [NAME, mode, "svip", "exact", 1, False, 0, self.trace.requests[0].id, 1e-3, 3]
         return {"times": [row], "checked": {}}
 
-    def exits(place: Any, pair: Any, trace: Any, text: Any, path: Path, seconds: float) -> Any:
-        ran.append("exits")
-        path.write_bytes(b"exits")
-        return {"requests": 1}
-
     monkeypatch.setattr(trained_stage, "measure_modes", latency)
     monkeypatch.setattr(Checks, "run", run)
-    monkeypatch.setattr(Checks, "against_assisted", lambda *_: {})
-    monkeypatch.setattr(trained_stage, "sampled_rounds", lambda *_: {"gamma": 4})
-    monkeypatch.setattr(trained_stage, "record_early_exits", exits)
     return ran
 
 
@@ -104,12 +97,11 @@ def test_a_finished_recording_keeps_its_length(
 
     monkeypatch.setattr(trained_stage, "record_trace", record)
     with monkeypatch.context() as patch:
-        patch.setattr(trained_stage, "sampled_rounds", late)
-        assert stage(tmp_path, UNFINISHED)["left_out"] == ["sampled-rounds: no time left"]
+        patch.setattr(trained_stage, "measure_modes", late)
+        assert stage(tmp_path, UNFINISHED)["left_out"] == ["latency: no time left"]
     most[0] = 1000
     results = stage(tmp_path)
     assert results["greedy"]["recorded"] == results["sampled"]["recorded"] == 3
-    assert results["sampled"]["gamma"] == 4
 
 
 def test_a_recording_cut_to_its_file_is_named(

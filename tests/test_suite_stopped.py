@@ -13,8 +13,9 @@ import torch
 from profiler.profile import Settings
 from profiler.suite.environment import Account, Ledger, Workplace, open_workplace
 from profiler.suite.latency import stage as latency_stage
-from profiler.suite.latency.passes import MODES
+from profiler.suite.latency.modes import MODES
 from profiler.suite.runs import forced_stage, trained_stage, training
+from profiler.suite.runs.checks import Checks
 from profiler.suite.runs.training import record_trace
 from tests.suite_results import suite
 from traces.errors import DraftsimError
@@ -56,25 +57,27 @@ def test_a_stopped_stage_goes_on_where_it_stopped(
 def test_a_stopped_trained_stage_keeps_its_pair_and_parts(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    real = trained_stage.sampled_rounds
+    real = Checks.run
 
-    def stop(*_: Any) -> Any:
-        raise KeyboardInterrupt
+    def stop(self: Checks, mode: str, *more: Any) -> Any:
+        if mode == "eager":
+            raise KeyboardInterrupt
+        return real(self, mode, *more)
 
-    def again(*_: Any) -> Any:
+    def again(*_: Any, **__: Any) -> Any:
         raise AssertionError("done before")
 
-    monkeypatch.setattr(trained_stage, "sampled_rounds", stop)
+    monkeypatch.setattr(Checks, "run", stop)
     with pytest.raises(KeyboardInterrupt):
         suite("trained", "--seconds", "200", out=tmp_path)
     before = json.loads((tmp_path / "trained.json").read_text())
     trace = read_trace(tmp_path / "trained-trace.parquet")
-    monkeypatch.setattr(trained_stage, "sampled_rounds", real)
+    monkeypatch.setattr(Checks, "run", real)
     for place, name in ((training, "train_pair"), (trained_stage, "measure_modes")):
         monkeypatch.setattr(place, name, again)
     suite("trained", "--seconds", "200", out=tmp_path)
     after = json.loads((tmp_path / "trained.json").read_text())
-    for part in ("training", "greedy", "latency", "rounds_graph", "assisted"):
+    for part in ("training", "greedy", "latency", "rounds_graph"):
         assert after[part] == before[part], part
     assert "rounds_eager" in set(after) - set(before)
     same = read_trace(tmp_path / "trained-trace.parquet")
@@ -141,19 +144,19 @@ def test_recordings_of_other_weights_are_not_taken_over(
 
 
 def test_a_ledger_is_kept_while_parts_are_left(place: Workplace) -> None:
-    ledger = Ledger(place, "forced", {})
+    ledger = Ledger(place, "forced")
     ledger.put("a.b", {"rows": []})
     account = Account(place)
     account.late["b"] = "no time left"
     ledger.close(account)
-    assert Ledger(place, "forced", {}).get("a.b") == {"rows": []}
+    assert Ledger(place, "forced").get("a.b") == {"rows": []}
     account.late.clear()
     account.failed["c"] = "broken"
     ledger.close(account)
-    assert Ledger(place, "forced", {}).units == {"a.b": {"rows": []}}
+    assert Ledger(place, "forced").units == {"a.b": {"rows": []}}
     ledger.put("of other pairs", {"unfinished": ["layers"]})
     ledger.close(Account(place))
-    assert Ledger(place, "forced", {}).get("a.b") is not None
+    assert Ledger(place, "forced").get("a.b") is not None
     ledger.put("of other pairs", {"unfinished": []})
     ledger.close(Account(place))
-    assert Ledger(place, "forced", {}).get("a.b") is None
+    assert Ledger(place, "forced").get("a.b") is None

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,9 +11,6 @@ import pytest
 from profiler.suite.__main__ import main
 from tests.suite_results import META, MODES, cells, write_forced, write_latencies
 from traces.errors import FileError
-from traces.sources.exits.early_exit import EarlyExit
-from traces.sources.exits.recording import ExitRecording
-from traces.sources.found import read_recordings
 from traces.store.recordings import (
     BUNDLED,
     ELSEWHERE,
@@ -97,33 +93,19 @@ def test_miniatures_say_so_in_their_name(tmp_path: Path) -> None:
     assert [f.name for f in (tmp_path / "in").iterdir()] == [f"h200-quick-{PAIRS[0]}-eager"]
 
 
-@pytest.mark.parametrize("followed", [3, 56])
-def test_exits_lie_with_the_requests_they_follow(tmp_path: Path, followed: int) -> None:
-    out, pair, bundled = tmp_path / "out", "trained-12+3", BUNDLED / "bundled"
+def test_a_sampled_recording_lies_next_to_its_trace(tmp_path: Path) -> None:
+    out, pair = tmp_path / "out", "trained-12+3"
     write_latencies(out, [row for mode in MODES for row in cells(pair, mode)])
     (out / "latency.json").rename(out / "trained.json")
     (out / "latency.parquet").rename(out / "trained-latency.parquet")
-    shutil.copy(bundled / "trace.parquet", out / "trained-trace.parquet")
-    exits = ExitRecording.read(bundled / "exits.parquet")
-    some = replace(exits, request_starts=exits.request_starts[: followed + 1])
-    some.write(out / "trained-exits.parquet")
+    for name in ("trace", "sampled"):
+        shutil.copy(BUNDLED / "bundled" / "trace.parquet", out / f"trained-{name}.parquet")
     into = tmp_path / "in"
     for _ in range(2):
         assert main(["unpack", "--out", str(out), "--into", str(into)]) == 0
+    assert {f.name for f in into.iterdir()} == {f"h200-{pair}-{mode}" for mode in MODES}
+    assert len(list(into.glob("*/sampled.parquet"))) == len(list(into.glob("*/trace.parquet"))) == 1
     assert len(find_trace(into / f"h200-{pair}-graph").requests) == 56
-    own = pair if followed == 56 else f"{pair}-exits"
-    assert {f.name for f in into.iterdir()} == {
-        f"h200-{name}-{mode}" for name in {pair, own} for mode in MODES
-    }
-    assert len(list(into.glob("*/exits.parquet"))) == 1
-    assert len(list(into.glob("*/trace.parquet"))) == len({pair, own})
-    for mode in MODES:
-        name = f"h200-{own}-{mode}"
-        home, trace = folder_of(name, into), find_trace(name, into)
-        assert home is not None
-        assert find_latency(name, into).meta["mode"] == mode
-        # Refused where the exits follow other requests than the trace holds.
-        EarlyExit().open(trace, read_recordings(home), 1)
 
 
 def test_another_trace_takes_the_place_of_a_reference(recorded: Path, tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ has ended (a static batch); the last group may be smaller.  Arms run in turn
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field
@@ -80,12 +81,15 @@ def run_batches(
     repeats: int = 3,
     advance: Callable[[], None] = lambda: None,
     kept: Checkpoint | None = None,
+    in_time: Callable[[], bool] | None = None,
+    runner: Callable[[Any, int, int], Runner] = Runner,
 ) -> MeasuredBatches:
     """Decode the trace's requests for real under every arm at every batch size.
 
     ``forced`` takes drafts and verdicts from the trace instead of the models.  ``advance``
     is called after every arm's run of a group.  What `kept` holds of an earlier call is not run
-    again (`take_turns`).
+    again, and with `in_time` as many groups are run as there is time for (`take_turns`).
+    ``runner`` makes a model's runner for a number of slots and of sequences.
 
     Raises
     ------
@@ -105,16 +109,18 @@ def run_batches(
     if not forced:
         check_same_models(trace.meta, pair)
     count, verify = len(trace.requests), "exact" if trace.temperature == 0 else "rejection-sampling"
-    work = _Groups(pair, trace, arms, batches, forced)
-    turns = take_turns(pair, work, repeats, advance, kept)
+    work = _Groups(pair, trace, arms, batches, forced, runner)
+    turns = take_turns(pair, work, repeats, advance, kept, in_time)
     keys = {work.label(arm, (batch, None)): (arm.name, batch) for batch in batches for arm in arms}
     rows: list[tuple[Any, ...]] = []
     rounds: dict[tuple[str, int], list[list[Round]]] = {
         key: [[] for _ in range(count)] for key in keys.values()
     }
     outputs = {key: [list[int]() for _ in range(count)] for key in keys.values()}
+    ran = Counter[int]()
     for one in turns.taken:
         (name, batch), (_, group), found = keys[one.label], one.unit, one.found
+        ran[batch] = max(ran[batch], group[-1] + 1)  # the first requests, in whole groups
         rows.append(
             (name, verify, batch, forced, one.repeat, trace.requests[group[0]].id,
              one.timing.wall_s, found["iterations"], one.timing.off_s, one.repeated)
@@ -125,13 +131,14 @@ def run_batches(
                 outputs[name, batch][i] = output
     logs = {
         (arm.name, batch): RoundLog(
-            RoundLog.pack(rounds[arm.name, batch]),
-            trace.requests,
+            RoundLog.pack(rounds[arm.name, batch][: ran[batch]]),
+            trace.requests[: ran[batch]],
             arm.name,
             verify=verify,
             reads=arm.policy.reads,
         )
         for batch, arm in product(batches, arms)
+        if ran[batch]
     }
     times = pd.DataFrame(rows, columns=[*MEASURED_COLUMNS, *OFF_COLUMNS])
     return MeasuredBatches(times, logs, outputs, dict(turns.machine))
@@ -142,13 +149,13 @@ class _Groups(Work):
 
     def __init__(
         self, pair: Pair, trace: Trace, arms: Sequence[BatchArm], batches: Sequence[int],
-        forced: bool,
+        forced: bool, runner: Callable[[Any, int, int], Runner],
     ) -> None:  # fmt: skip
         self.arms, self._pair, self._trace, self._forced = arms, pair, trace, forced
         self.units = [(b, group) for b in batches for group in groups_of(len(trace.requests), b)]
         self._decoders = {
             b: BatchedDecoder(
-                *(Runner(model, trace.longest, b) for model in (pair.target, pair.draft)),
+                *(runner(model, trace.longest, b) for model in (pair.target, pair.draft)),
                 watch_eos=not forced,
             )
             for b in batches
@@ -157,6 +164,9 @@ class _Groups(Work):
     def size(self, unit: Unit) -> int:
         return unit[0]
 
+    def captured(self) -> int:
+        return sum(d.target.captured + d.draft_model.captured for d in self._decoders.values())
+
     def label(self, arm: BatchArm, unit: Unit) -> str:
         return f"{arm.name} at batch {unit[0]}"
 
@@ -164,7 +174,7 @@ class _Groups(Work):
         return not isinstance(arm.policy, DraftPolicy) or arm.policy.learns_across_requests
 
     def begun(self, arm: BatchArm, unit: Unit) -> Together:
-        vocab_size = self._decoders[unit[0]].target.vocab_size
+        vocab_size = self._trace.vocab_size or self._decoders[unit[0]].target.vocab_size
         return together_of(arm.policy, arm.synchronise, vocab_size)
 
     def attempt(self, repeat: int, unit: Unit, arm: BatchArm, learnt: Together) -> Attempt:

@@ -20,6 +20,7 @@ from profiler.decoding.forced import ForcedDecoder
 from profiler.decoding.single import ModelDecoder
 from profiler.machine import timed
 from profiler.models.loading import Pair, check_same_models
+from profiler.models.runner import Runner
 from profiler.models.seq2seq import make_runner
 from profiler.recording.checkpoint import Checkpoint
 from traces.acceptance.sampling import Sampling
@@ -94,6 +95,10 @@ class _Requests(Work):
     device: torch.device
     vocab_size: int
     sampling: Sampling
+    graphs: Callable[[], int]
+
+    def captured(self) -> int:
+        return self.graphs()
 
     def label(self, arm: Arm, unit: int) -> str:
         return arm.label
@@ -136,12 +141,15 @@ def run_interleaved(
     repeats: int = 3,
     advance: Callable[[], None] = lambda: None,
     kept: Checkpoint | None = None,
+    in_time: Callable[[], bool] | None = None,
+    captured: Callable[[], int] = lambda: 0,
 ) -> Runs:
     """Decode `requests` of `trace` (None: all) for real under every arm, `repeats` times.
 
     Policies that learn across requests, and lossy rules, start each repeat without what they
     learnt.  ``advance`` is called after every arm's run of a request.  What `kept` holds of an
-    earlier call is not run again (`take_turns`); runs under a lossy rule are not kept.
+    earlier call is not run again, and with `in_time` as many requests are run as there is time for
+    (`take_turns`); runs under a lossy rule are not kept.  ``captured``: as `Work.captured`.
 
     Raises
     ------
@@ -151,8 +159,8 @@ def run_interleaved(
     if kept is not None and any(arm.lossy for arm in arms):
         raise ValueError("runs under a lossy rule are not kept")
     chosen = range(len(trace.requests)) if requests is None else requests
-    work = _Requests(arms, chosen, opened, pair.device, vocab_size, trace.sampling)
-    turns = take_turns(pair, work, repeats, advance, kept)
+    work = _Requests(arms, chosen, opened, pair.device, vocab_size, trace.sampling, captured)
+    turns = take_turns(pair, work, repeats, advance, kept, in_time)
     names = {arm.label: (arm.name, arm.verify(trace)) for arm in arms}
     first: dict[str, list[Ran]] = {arm.label: [] for arm in arms}
     rows: list[tuple[Any, ...]] = []
@@ -203,14 +211,21 @@ class DraftModel:
     """Opens requests of a trace with both models of a pair (`profiler.checks.spot_check.Opener`).
 
     ``forced`` takes drafts and verdicts from the trace instead of the models (see
-    `profiler.decoding.forced`).
+    `profiler.decoding.forced`).  ``runner`` makes a model's runner for a number of slots.
     """
 
-    def __init__(self, pair: Pair, trace: Trace, forced: bool = False) -> None:
+    def __init__(
+        self, pair: Pair, trace: Trace, forced: bool = False,
+        runner: Callable[[Any, int], Runner] = make_runner,
+    ) -> None:  # fmt: skip
         slots = trace.longest
-        self.target, self.draft = make_runner(pair.target, slots), make_runner(pair.draft, slots)
+        self.target, self.draft = runner(pair.target, slots), runner(pair.draft, slots)
         self._pair, self._trace, self._forced = pair, trace, forced
         self._generator = torch.Generator(pair.device)
+
+    def captured(self) -> int:
+        """Return the shapes captured as CUDA graphs so far."""
+        return self.target.captured + self.draft.captured
 
     def __call__(self, arm: Arm, i: int, repeat: int, rule: VerifyRule | None) -> ModelDecoder:
         """Return a decoder after the prefill of request `i`; every repeat draws its own numbers."""
@@ -238,13 +253,17 @@ def run_arms(
     repeats: int = 3,
     advance: Callable[[], None] = lambda: None,
     kept: Checkpoint | None = None,
+    in_time: Callable[[], bool] | None = None,
+    model: DraftModel | None = None,
+    opened: Opener | None = None,
 ) -> Measured:
     """Decode the trace's requests for real under every arm, `repeats` times.
 
     ``forced`` takes drafts and verdicts from the trace instead of the models (see
     `profiler.decoding.forced`).  ``advance`` is called after every arm's run of a request.  A
     lossy rule is copied for each repeat and shared by its requests, in the order of the trace.
-    ``kept`` makes a stopped call go on (see `profiler.checks.spot_check`).
+    ``kept`` makes a stopped call go on, and `in_time` one of limited time (`take_turns`).
+    ``model`` opens the requests where it was made before, ``opened`` where another drafts.
 
     Raises
     ------
@@ -258,11 +277,13 @@ def run_arms(
         raise DraftsimError("this trace holds no prompts to decode again: use --forced")
     if not forced:
         check_same_models(trace.meta, pair)
-    opened = DraftModel(pair, trace, forced)
+    own = DraftModel(pair, trace, forced) if model is None else model
     runs = run_interleaved(
-        pair, trace, arms, opened, opened.target.vocab_size, forced=forced, repeats=repeats,
-        advance=advance, kept=kept,
+        pair, trace, arms, opened or own, trace.vocab_size or own.target.vocab_size, forced=forced,
+        repeats=repeats, advance=advance, kept=kept, in_time=in_time, captured=own.captured,
     )  # fmt: skip
+    if in_time is not None:
+        trace = trace.select(range(len(next(iter(runs.first.values())))))
     logs = {}
     for arm in arms:
         first, rule = runs.first[arm.label], runs.rules[arm.label]

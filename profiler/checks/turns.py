@@ -8,11 +8,11 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
-from profiler.machine import Machine, Repeats, Timing, sweeps
+from profiler.machine import Machine, NoTimeError, Repeats, Timing, sweeps
 from profiler.models.loading import Pair
 from profiler.recording.checkpoint import Checkpoint
 from traces.machine import State
@@ -45,6 +45,10 @@ class Work(ABC):
         del unit
         return 1
 
+    def captured(self) -> int:
+        """Shapes captured as CUDA graphs so far: a run in which they grow is made again."""
+        return 0
+
     @abstractmethod
     def label(self, arm: Any, unit: Any) -> str:
         """Return the name of an arm's runs over units of this one's size."""
@@ -73,33 +77,40 @@ class Turns(NamedTuple):
 
 def take_turns(
     pair: Pair, work: Work, repeats: int, advance: Callable[[], None] = lambda: None,
-    kept: Checkpoint | None = None,
+    kept: Checkpoint | None = None, in_time: Callable[[], bool] | None = None,
 ) -> Turns:  # fmt: skip
-    """Run every unit under every arm, `repeats` times.
+    """Run every unit under every arm, `repeats` times, or with `in_time` the first ones (`order`).
 
-    What arms learn across units is theirs for one repeat.  ``advance`` is called after every run.
+    What arms learn across units is theirs for one repeat.  ``advance`` is called after every run;
+    if it raises NoTimeError, the unit under way does not count, or of the first one the repeat.
+    That is raised on if not even one repeat of the first unit was done.
 
     What `kept` holds of an earlier call is not run again: all arms' runs of a unit are put there
     together.  An arm that learns then runs those of the repeat that was under way once more,
     untimed, and so has learnt what it had: exact, at the price of a part of one repeat of that
     arm.  In what is told of the machine, steal and other work are those since the last call.
     """
-    arms, first = work.arms, dict[str, Any]()
+    arms = work.arms
     firsts = {work.size(unit): unit for unit in reversed(work.units)}.values()
     labels = {work.label(arm, unit): (arm, unit) for unit in firsts for arm in arms}
     machine, counted = Machine(pair.target, pair.device), {label: Repeats() for label in labels}
-    taken: list[Taken] = []
-    for repeat in sweeps(repeats):
-        learnt = {label: work.begun(*own) for label, own in labels.items()}
-        earlier: list[Any] = []  # units of this repeat that an earlier call ran
-        places = Counter[int]()
-        for n, unit in enumerate(work.units):
-            place = places[work.size(unit)]
-            places[work.size(unit)] += 1
-            rotated = [arms[(k + place + repeat) % len(arms)] for k in range(len(arms))]
-            if repeat < 0:  # what warms up does so on one unit
-                if place == 0:
-                    _turn(work, repeat, unit, rotated, learnt, dict.fromkeys(labels, Repeats(0)))
+    seen = Counter[int]()
+    places = []  # of each unit among those of its size
+    for unit in work.units:
+        places.append(seen[work.size(unit)])
+        seen[work.size(unit)] += 1
+    # By repeat: what the arms have learnt, and the units that an earlier call ran.
+    learners: dict[int, tuple[dict[str, Any], list[Any]]] = {}
+    done: list[tuple[int, int, list[Taken]]] = []
+    try:
+        for repeat, n in order(places, repeats, in_time):
+            if repeat not in learners:
+                learners[repeat] = {label: work.begun(*own) for label, own in labels.items()}, []
+            (learnt, earlier), unit = learners[repeat], work.units[n]
+            rotated = [arms[(k + places[n] + repeat) % len(arms)] for k in range(len(arms))]
+            if repeat < 0:  # in haste one arm warms up for all
+                some = rotated if in_time is None else rotated[:1]
+                _turn(work, repeat, unit, some, learnt, dict.fromkeys(labels, Repeats(0)))
                 continue
             step = f"{repeat:03d}-{n:05d}"
             ran = None if kept is None else _restored(kept, step, repeat, unit, machine, counted)
@@ -117,10 +128,41 @@ def take_turns(
                 ran = _turn(work, repeat, unit, rotated, learnt, counted, advance)
                 if kept is not None:
                     _keep(kept, step, machine, counted, ran)
-            taken += ran
-        if repeat == 0:
-            first = learnt
+            done.append((repeat, n, ran))
+    except NoTimeError:
+        if not done:
+            raise
+    counts = Counter(n for _, n, _ in done)
+    whole = sorted((d for d in done if counts[d[1]] == counts[0]), key=lambda d: d[0])
+    taken = [one for _, _, ran in whole for one in ran]
+    first = learners[0][0] if done else {}
     return Turns(taken, first, machine.state(list(counted.values())))
+
+
+LEAST_REPEATS = 2
+"""Repeats where time is short: one alone cannot tell a difference from chance."""
+
+
+def order(
+    places: Sequence[int], repeats: int, in_time: Callable[[], bool] | None = None
+) -> Iterator[tuple[int, int]]:
+    """Yield (repeat, unit) as they are run; repeats below 0 warm up, on units of place 0.
+
+    A repeat is of all units.  With `in_time`, each unit has all of its repeats before the next, and
+    as many units are run as there is time for: once `in_time` is False, no unit begins but the
+    first, and no repeat of that after LEAST_REPEATS.
+    """
+    if in_time is None:
+        for repeat in sweeps(repeats):
+            yield from ((repeat, n) for n, at in enumerate(places) if repeat >= 0 or at == 0)
+        return
+    for n, at in enumerate(places):
+        if n and not in_time():
+            return
+        for repeat in range(repeats) if at else sweeps(repeats):
+            if not n and repeat >= LEAST_REPEATS and not in_time():
+                return
+            yield repeat, n
 
 
 def _turn(
@@ -135,11 +177,18 @@ def _turn(
         before = again.repeated
         # Made again, a run begins with what was learnt before it.
         timing, (learnt[label], found) = again.best(
-            partial(work.attempt, repeat, unit, arm, learnt[label])
+            partial(_captured, work, repeat, unit, arm, learnt[label])
         )
         ran.append(Taken(repeat, unit, label, timing, again.repeated - before, found))
         advance()
     return ran
+
+
+def _captured(work: Work, repeat: int, unit: Any, arm: Any, learnt: Any) -> Attempt:
+    """Make a run; once more where a shape was captured within its time."""
+    before = work.captured()
+    attempt = work.attempt(repeat, unit, arm, learnt)
+    return attempt if before == work.captured() else _captured(work, repeat, unit, arm, learnt)
 
 
 def _keep(

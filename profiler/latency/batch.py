@@ -8,8 +8,8 @@ rectangle that its widest sequence and longest context span.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 
-import numpy as np
 import pandas as pd
 import torch
 from torch import Tensor
@@ -24,37 +24,47 @@ from profiler.decoding.batch import (
     enter,
     speculate_batch,
 )
-from profiler.latency.host import HOST_GAMMAS
-from profiler.latency.passes import Pass, decoding_blocks, random_ids, signal_block
-from profiler.latency.table import Block, Cell, Grid, Step, Stopwatch, rows_of
-from profiler.machine import Repeats, Timing, sweeps
+from profiler.latency.host import HOST_GAMMAS, Spent, host_cells
+from profiler.latency.passes import Pass, Points, random_ids, rounds, signal_block
+from profiler.latency.table import Block, Grid, Step, Stopwatch
+from profiler.machine import Repeats, Timing
 from profiler.models.runner import Runner
 
 MOST_PREFILLED = 4096
 """Tokens of a batch's prefill at most: more, which take as long each, are read from these."""
 
 
-def batch_blocks(target: Runner, draft: Runner, grid: Grid) -> list[Block]:
-    """Prefill and decoding passes of both models and the signals' cost, at every batch above 1.
+def batch_blocks(
+    target: Runner, draft: Runner | None, grid: Grid, *, apart: Points = (), short: bool = False
+) -> list[Block]:
+    """Return prefill and decoding passes and the signals' cost, at every batch above 1.
 
-    ``target`` and ``draft`` have room for ``max(grid.batches)`` sequences.
+    ``target`` and ``draft`` (None: there is none) have room for ``max(grid.batches)`` sequences.
+    ``apart`` and ``short``: as in `profiler.latency.passes.pass_blocks`.
     """
     blocks: list[Block] = []
-    for runner in (target, draft):
+    models = {"target": target} if draft is None else {"target": target, "draft": draft}
+    for runner in models.values():
         _fill(runner)
     contexts = [c for c in grid.contexts if c + grid.widest <= target.cache.slots]
     for batch in [b for b in grid.batches if b > 1]:
-        logits = torch.randn(batch, draft.vocab_size, device=draft.device, dtype=draft.model.dtype)
-        for name, runner in (("target", target), ("draft", draft)):
+        for name, runner in models.items():
             for length in grid.prompts:
                 if length <= runner.cache.slots and batch * length <= MOST_PREFILLED:
                     run = batch_pass(runner, batch, length, 0, 1)
                     blocks.append(Block([[Step(name, "prefill", length, 0, run, batch)]]))
-        passes = _passes(target, batch, 0), _passes(draft, batch, 1)
+        verify = _passes(target, batch, 0)
+        propose = None if draft is None else _passes(draft, batch, 1)
         # A pass over a batch outweighs what the caches keep: fewer rounds will do.
-        blocks += decoding_blocks(*passes, grid.batch_widths, contexts, batch, untimed=1)
-        read = _signals(logits)
-        blocks.append(signal_block(*passes, read, grid.batch_widths, min(contexts), batch))
+        blocks += rounds(
+            verify, propose, grid.batch_widths, contexts, apart, batch=batch, untimed=1, short=short
+        )
+        if draft is not None and propose is not None:
+            read = _signals(torch.randn(batch, draft.vocab_size, device=draft.device,
+                                        dtype=draft.model.dtype))  # fmt: skip
+            blocks.append(
+                signal_block(verify, propose, read, grid.batch_widths, min(contexts), batch, short)
+            )
     return blocks
 
 
@@ -113,27 +123,20 @@ def measure_batch_host(
     batches = [b for b in batches if b > 1]
     idle = _Idle(target), _Idle(draft)
     watch, again = Stopwatch(target.device), Repeats()
-    cells: list[Cell] = [
-        ("target", phase, b, 1, 0) for b in batches for phase in ("host_round", "host_draft")
-    ]
-    fits = np.empty((repeats, len(batches), 2))
-    for repeat in sweeps(repeats):  # what warms up is overwritten
-        for b, batch in enumerate(batches):
-            samples, counts = np.empty(len(HOST_GAMMAS)), np.empty((len(HOST_GAMMAS), 2))
-            for i, gamma in enumerate(HOST_GAMMAS):
 
-                def run(batch: int = batch, gamma: int = gamma) -> tuple[Timing, list[int]]:
-                    decoder = BatchedDecoder(*idle, watch_eos=False)
-                    together = PerRequest(Fixed(gamma))
-                    prompt = torch.zeros(4, dtype=torch.long, device=target.device)
-                    enter(decoder, together, [Stream(k, prompt, tokens) for k in range(batch)])
-                    log: list[int] = []
-                    return watch.measure(_run_into(log, decoder, together)), log
+    def run(batch: int, gamma: int) -> tuple[Timing, list[int]]:
+        decoder, together = BatchedDecoder(*idle, watch_eos=False), PerRequest(Fixed(gamma))
+        prompt = torch.zeros(4, dtype=torch.long, device=target.device)
+        enter(decoder, together, [Stream(k, prompt, tokens) for k in range(batch)])
+        log: list[int] = []
+        return watch.measure(_run_into(log, decoder, together)), log
 
-                taken, log = again.best(run)
-                samples[i], counts[i] = taken.seconds, (len(log), sum(log))
-            fits[repeat, b] = np.linalg.lstsq(counts, samples, rcond=None)[0]
-    return rows_of(cells, fits.clip(min=0).reshape(repeats, -1))
+    def spent(batch: int, gamma: int) -> Spent:
+        taken, log = again.best(partial(run, batch, gamma))
+        return taken.seconds, len(log), sum(log)
+
+    parts = [host_cells(b, HOST_GAMMAS, repeats, partial(spent, b)) for b in batches]
+    return pd.concat(parts, ignore_index=True)
 
 
 def _run_into(log: list[int], decoder: BatchedDecoder, together: Together) -> Callable[[], object]:

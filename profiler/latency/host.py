@@ -1,22 +1,35 @@
-"""Measures what a round costs outside the models: the loop, the policy's call, the verdict."""
+"""Measures what a round costs outside the models: the loop, the policy's call, the verdict.
+
+On a CPU the passes of a run are timed as they are made.  That would keep a GPU and its host from
+working at the same time; there the run is timed as a whole, and the host's share is what the
+passes' own cells do not explain.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
 import pandas as pd
-import torch
+from scipy.optimize import nnls
 from torch import Tensor
 
-from policies.core import Round, speculate
+from policies.core import DraftPolicy, Round, speculate
 from policies.lengths.basic import Fixed
+from policies.together import PerRequest
+from profiler.decoding.batch import BatchedDecoder, enter, speculate_batch
+from profiler.decoding.forced import ForcedDecoder, ForcedStream
 from profiler.decoding.single import ModelDecoder
 from profiler.latency.passes import random_ids
 from profiler.latency.table import Stopwatch, rows_of
-from profiler.machine import Repeats, Timing, sweeps
+from profiler.machine import Repeats, Timing, sweeps, timed
 from profiler.models.runner import Runner
+from traces.acceptance.synthetic import synthetic_trace
+from traces.acceptance.trace import Trace
+from traces.latency.settling import settling_s
+from traces.latency.table import LatencyTable
 
 HOST_GAMMAS = (0, 1, 2, 4, 8, 16)
 """Draft lengths over which the host's time per round and per drafted token is fitted."""
@@ -40,25 +53,6 @@ class _Watched:
         return out[0]
 
 
-class _Idle(Runner):
-    """Stands in for a model: right shapes, no work.  What is left is the host's own time."""
-
-    spent = Timing(0.0)
-
-    def __init__(self, like: Runner) -> None:
-        self.cache, self.max_positions = like.cache, like.max_positions
-        rows = max(HOST_GAMMAS) + 1
-        self._rows = torch.randn(rows, like.vocab_size, device=like.device, dtype=like.model.dtype)
-
-    def forward(
-        self, tokens: Tensor, start: int, *, keep: int = 0, mask: Tensor | None = None,
-        positions: Tensor | None = None,
-    ) -> Tensor:  # fmt: skip
-        """Return the first `keep` of some fixed rows."""
-        del tokens, start, mask, positions
-        return self._rows[:keep]
-
-
 def measure_host(
     target: Runner, draft: Runner, *, repeats: int = 7, tokens: int = 10
 ) -> pd.DataFrame:
@@ -66,36 +60,130 @@ def measure_host(
 
     The real loop decodes `tokens` tokens, and what its passes take is subtracted: between real
     passes the loop finds the processor's caches full of weights, and takes several times as long
-    as by itself.  On a GPU, where timing each pass would keep host and device from working at the
-    same time, both models are replaced by ones that do nothing.
+    as by itself.  For a GPU there is `host_beyond`.
     """
     prompt, watch, again = random_ids(draft, 4), Stopwatch(target.device), Repeats()
+
+    def run(gamma: int) -> tuple[Timing, Spent]:
+        models: list[Any] = [_Watched(runner, watch) for runner in (target, draft)]
+        decoder = ModelDecoder(models[0], models[1], prompt, tokens, watch_eos=False)
+        before = sum((m.spent for m in models), Timing(0.0))
+        log: list[Round] = []
+        whole = watch.measure(_run_into(log, decoder, Fixed(gamma)))
+        passes = sum((m.spent for m in models), Timing(0.0))
+        host = whole.wall_s - whole.off_s
+        for timing, sign in ((passes, -1), (before, 1)):
+            host += sign * (timing.wall_s - timing.off_s)
+        return whole, (host, len(log), sum(r.draft_forwards for r in log))
+
+    return host_cells(1, HOST_GAMMAS, repeats, lambda gamma: again.best(partial(run, gamma))[1])
+
+
+Spent = tuple[float, int, int]
+"""The host's seconds in a run, its rounds (a batch's iterations), and its draft steps."""
+
+
+def host_cells(
+    batch: int, gammas: Sequence[int], repeats: int, run: Callable[[int], Spent]
+) -> pd.DataFrame:
+    """Return seconds per round and per draft step, ``host_round`` and ``host_draft``.
+
+    They are fitted to what `run` returns for the draft lengths `gammas`, non-negative in both: a
+    negative one of the two would be counted in the other.
+    """
     fits = np.empty((repeats, 2))
     for repeat in sweeps(repeats):  # what warms up is overwritten
-        samples, counts = np.empty(len(HOST_GAMMAS)), np.empty((len(HOST_GAMMAS), 2))
-        for i, gamma in enumerate(HOST_GAMMAS):
-
-            def run(gamma: int = gamma) -> tuple[Timing, tuple[float, int, int]]:
-                models = [_stand_in(runner, watch) for runner in (target, draft)]
-                decoder = ModelDecoder(models[0], models[1], prompt, tokens, watch_eos=False)
-                before = sum((m.spent for m in models), Timing(0.0))
-                log: list[Round] = []
-                whole = watch.measure(_run_into(log, decoder, Fixed(gamma)))
-                passes = sum((m.spent for m in models), Timing(0.0))
-                host = whole.wall_s - whole.off_s
-                for timing, sign in ((passes, -1), (before, 1)):
-                    host += sign * (timing.wall_s - timing.off_s)
-                return whole, (host, len(log), sum(r.draft_forwards for r in log))
-
-            _, (samples[i], *counts[i]) = again.best(run)
-        fits[repeat] = np.linalg.lstsq(counts, samples, rcond=None)[0]
-    cells = [("target", phase, 1, 1, 0) for phase in ("host_round", "host_draft")]
-    return rows_of(cells, fits.clip(min=0))
-
-
-def _stand_in(runner: Runner, watch: Stopwatch) -> Any:
-    return _Idle(runner) if runner.device.type == "cuda" else _Watched(runner, watch)
+        spent = np.array([run(gamma) for gamma in gammas])
+        fits[repeat] = nnls(spent[:, 1:], spent[:, 0])[0]
+    return rows_of([("target", phase, batch, 1, 0) for phase in ("host_round", "host_draft")], fits)
 
 
 def _run_into(log: list[Round], decoder: ModelDecoder, policy: Fixed) -> Callable[[], object]:
     return lambda: log.extend(speculate(decoder, policy))
+
+
+ACCEPTED = 0.7
+"""Acceptance rate of dictated runs, so that some rounds catch up on two tokens."""
+
+
+def dictating_trace(requests: int, tokens: int, prompt: int, max_gamma: int) -> Trace:
+    """Return the recording that dictates the verdicts of `dictated_run`."""
+    return synthetic_trace(
+        ACCEPTED, requests=requests, tokens=tokens, prompt_length=prompt, max_gamma=max_gamma,
+        concentration=4.0, seed=11,
+    )  # fmt: skip
+
+
+def dictated_run(
+    target: Runner, draft: Runner, trace: Trace, group: Sequence[int], policy: DraftPolicy
+) -> tuple[float, list[list[Round]]]:
+    """Decode requests with dictated verdicts: seconds after prefill, each iteration's rounds.
+
+    A request by itself is decoded by `ModelDecoder`, several by `BatchedDecoder`.
+    """
+    policy = policy.for_run()
+    if len(group) == 1:
+        decoder = ForcedDecoder(target, draft, trace, group[0])
+        with timed(target.device) as seconds:
+            alone = [[one] for one in speculate(decoder, policy.fresh())]
+        return seconds(), alone
+    together = PerRequest(policy)
+    batched = BatchedDecoder(target, draft, watch_eos=False)
+    enter(
+        batched, together,
+        [ForcedStream(trace, i, target.vocab_size, target.device) for i in group],
+    )  # fmt: skip
+    with timed(target.device) as seconds:
+        log = [[one for _, one in it] for it in speculate_batch(batched, together)]
+    return seconds(), log
+
+
+def passes_s(iterations: Sequence[Sequence[Round]], prompt: int, latency: LatencyTable) -> float:
+    """Return the seconds of the passes of decoded rounds, as the cells say.
+
+    A pass of several sequences is the widest and longest rectangle.
+    """
+    total = 0.0
+    for rounds in iterations:
+        batch, drafting = len(rounds), [r for r in rounds if r.draft_forwards]
+        context = prompt + max(r.position for r in rounds)
+        total += float(latency.seconds(
+            "target", "forward", batch=batch, new_tokens=max(r.drafted for r in rounds) + 1,
+            context=max(context - 1, 0),
+        ))  # fmt: skip
+        if drafting:
+            first = max(r.catch_up for r in drafting)
+            total += float(latency.seconds(
+                "draft", latency.first_draft_phase("draft"), batch=batch, new_tokens=first,
+                context=max(context - first, 0),
+            ))  # fmt: skip
+            later = max(r.draft_forwards for r in drafting) - 1
+            at = context + np.arange(later)
+            total += float(latency.seconds("draft", "forward", batch=batch, context=at).sum())
+            total += float(settling_s(latency, "draft", batch, later))
+    return total
+
+
+def host_beyond(
+    target: Runner, draft: Runner, passes: pd.DataFrame, *, batch: int = 1, repeats: int = 3,
+    tokens: int = 24, prompt: int = 128, gammas: Sequence[int] = (0, 2, 8),
+    check: Callable[[], None] = lambda: None,
+) -> pd.DataFrame:  # fmt: skip
+    """Return seconds per iteration and per draft step that its passes leave of whole runs.
+
+    Dictated runs decode `tokens` tokens a sequence after prompts of `prompt` tokens, at the draft
+    lengths `gammas`; fewer tokens where the caches are smaller.  ``passes``: cells of the passes,
+    at this batch too.  `check`, called before every run, may raise.
+    """
+    room = min(target.cache.slots, target.max_positions)
+    prompt = min(prompt, max(room - tokens, room // 2))
+    trace = dictating_trace(batch, min(tokens, room - prompt), prompt, max(gammas))
+    latency = LatencyTable(passes)
+
+    def run(gamma: int) -> Spent:
+        check()
+        spent, log = dictated_run(target, draft, trace, range(batch), Fixed(gamma))
+        steps = sum(max(r.draft_forwards for r in rounds) for rounds in log)
+        return spent - passes_s(log, prompt, latency), len(log), steps
+
+    return host_cells(batch, gammas, repeats, run)

@@ -1,10 +1,11 @@
-"""Measures single layers and the output head of a model, by hooks around its modules."""
+"""Single layers and the output head of a model: by hooks, or run by themselves."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -12,10 +13,13 @@ import pandas as pd
 import torch
 from torch import Tensor
 
+from profiler.features.heads import ExitHeads
 from profiler.latency.passes import random_ids
-from profiler.latency.table import Grid, rows_of
+from profiler.latency.table import Block, Grid, Step, rows_of
 from profiler.machine import Repeats, Stopwatch, Timing
+from profiler.models.graphs import captured
 from profiler.models.runner import Runner
+from profiler.models.stack import LayerRunner
 
 
 def measure_layers(runner: Runner, model: str, grid: Grid) -> pd.DataFrame:
@@ -87,3 +91,46 @@ def _timed_modules(
     finally:
         for handle in handles:
             handle.remove()
+
+
+def layer_blocks(
+    runner: LayerRunner, name: str, widths: Sequence[int], contexts: Sequence[int], *,
+    graphs: bool = False, exits: bool = False,
+) -> Iterator[Block]:  # fmt: skip
+    """Yield blocks of the cells ``layer`` and ``head`` of a model, and ``head`` of an exit.
+
+    A cell ``layer`` is the time of all layers, which run one after another (`a_layer`).  The head
+    is the final norm, the output projection and the argmax; an exit's is its low-rank block, norm,
+    projection and confidence.  ``graphs``: each is one CUDA graph; ``exits``: with the exit's.
+    """
+    like, device = runner.model, runner.device
+    hidden_size = like.config.get_text_config().hidden_size
+    heads = ExitHeads((max(1, runner.layers // 2),), hidden_size).to(device)
+    runner.forward(random_ids(runner, runner.cache.slots), 0, keep=1)
+
+    def block(model: str, phase: str, width: int, context: int, run: Callable[[], Tensor]) -> Block:
+        own = captured(run, device) if graphs else run
+        return Block([[Step(model, phase, width, context, own)]] * 3, 1)
+
+    for width in widths:
+        states = torch.randn(width, hidden_size, device=device, dtype=like.dtype)
+        for context in contexts:
+            run = partial(runner.run_layers, states, context, range(runner.layers))
+            yield block(name, "layer", width, context, run)
+
+        def finish(states: Tensor = states) -> Tensor:
+            return runner.logits(states).argmax(-1)
+
+        def leave(states: Tensor = states) -> Tensor:
+            logits = runner.project(heads.states(0, states)).float()
+            return logits.amax(-1) - logits.logsumexp(-1)
+
+        yield block(name, "head", width, 0, finish)
+        if exits:
+            yield block("exit", "head", width, 0, leave)
+
+
+def a_layer(cells: pd.DataFrame, layers: int) -> pd.DataFrame:
+    """Return the `cells` of `layer_blocks` with the time of all layers divided by their number."""
+    each = cells["phase"].eq("layer").map({True: 1.0 / layers, False: 1.0})
+    return cells.assign(median_s=cells["median_s"] * each, spread_s=cells["spread_s"] * each)

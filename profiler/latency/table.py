@@ -16,14 +16,16 @@ import numpy.typing as npt
 import pandas as pd
 import torch
 
-from profiler.machine import Repeats, Stopwatch, Timing
+from profiler.machine import NoTimeError, Repeats, Stopwatch, Timing
 from profiler.recording.checkpoint import Checkpoint
 from traces.acceptance.schema import Request
 from traces.errors import DraftsimError
 from traces.latency.schema import CELL_COLUMNS
 from traces.latency.table import LatencyTable
 
-__all__ = ["FIRST_WIDTHS", "Block", "Grid", "Step", "Stopwatch", "Sweeps", "rows_of", "table"]
+__all__ = [
+    "FIRST_WIDTHS", "Block", "Grid", "Step", "Stopwatch", "Sweeps", "rows_of", "swept", "table",
+]  # fmt: skip
 
 FIRST_WIDTHS = (1, 2, 4)
 """Tokens a round's first draft pass catches up on: one, two after a fully accepted draft,
@@ -146,6 +148,9 @@ class Sweeps:
         Untimed calls of every cell before the first sweep.
     seed:
         Of the order.
+    check:
+        Called before every cell that is warmed up and every block; it may raise, and only whole
+        sweeps count.
     """
 
     def __init__(
@@ -156,8 +161,9 @@ class Sweeps:
         checkpoint: Checkpoint | None = None,
         warmup: int = 3,
         seed: int = 0,
+        check: Callable[[], None] = lambda: None,
     ) -> None:
-        self.blocks, self.warmup = blocks, warmup
+        self.blocks, self.warmup, self._check = blocks, warmup, check
         self._watch, self._checkpoint, self.repeats = Stopwatch(device), checkpoint, Repeats()
         # A cell may be in several blocks: any of its calls will do to warm up.
         self._steps = {step.cell: step for b in blocks for r in b.rounds for step in r}
@@ -196,11 +202,13 @@ class Sweeps:
         """Run the next block of a sweep."""
         if not self._warm:
             for step in self._steps.values():
+                self._check()
                 for _ in range(self.warmup):
                     step.run()
             self._warm = True
         if not self._left:
             self._left, self._sums[:] = self._shuffled()[::-1], 0
+        self._check()
         block = self._left.pop()
         _, calls = self.repeats.best(lambda: self._time(block))
         for cell, timings in calls.items():
@@ -216,9 +224,9 @@ class Sweeps:
         """Return all timed calls of a block, and each cell's."""
         whole, calls = Timing(0.0), dict[Cell, list[Timing]]()
         for number, steps in enumerate(block.rounds):
-            for step in steps:
-                taken = self._watch.measure(step.run)
-                if number >= block.untimed:
+            timings = self._watch.each([step.run for step in steps])
+            if number >= block.untimed:
+                for step, taken in zip(steps, timings, strict=True):
                     whole += taken
                     calls.setdefault(step.cell, []).append(taken)
         return whole, calls
@@ -235,6 +243,24 @@ class Sweeps:
         ranges.
         """
         return rows_of(list(self._steps), self._samples)
+
+
+def swept(
+    blocks: Sequence[Block], device: torch.device, repeats: int, *, warmup: int = 3,
+    check: Callable[[], None] = lambda: None, late: Callable[[], bool] = lambda: False,
+) -> pd.DataFrame:  # fmt: skip
+    """Return the cells of `blocks` from `repeats` sweeps, or fewer once it is `late`, one at least.
+
+    Raises NoTimeError, as `check` does (`Sweeps`), if there was no time for one.
+    """
+    sweeps = Sweeps(blocks, device, warmup=warmup, check=check)
+    try:
+        while len(sweeps) < repeats and not (len(sweeps) and late()):
+            sweeps.run()
+    except NoTimeError:
+        if not len(sweeps):
+            raise
+    return sweeps.cells()
 
 
 def rows_of(cells: Sequence[Cell], samples: npt.NDArray[np.float64]) -> pd.DataFrame:

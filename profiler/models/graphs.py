@@ -14,7 +14,7 @@ then the same for every context.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from functools import cache, partial
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
@@ -86,11 +86,19 @@ def capture(
     return graph, out
 
 
+def captured(run: Callable[[], Tensor], device: torch.device) -> Callable[[], object]:
+    """Return `run` as one CUDA graph; on a CPU, `run` itself."""
+    if device.type != "cuda":
+        return run
+    graph, _ = capture(run, device)
+    return graph.replay
+
+
 class GraphRunner(Runner):
     """A `Runner` whose narrow causal passes have static shapes, one CUDA graph each.
 
     A graph belongs to a (batch, width, visible context, kept logits), batches padded to
-    powers of two; it is captured when its shape first occurs, or ahead of time by `prepare`.
+    powers of two; it is captured when its shape first occurs.
     Tree passes, prompts and rows that do not begin at the first run eagerly over the same
     cache.  On a CPU the same static code runs without capture.
 
@@ -171,19 +179,6 @@ class GraphRunner(Runner):
         rows = self._rounded(batch)
         shape = Shape(rows, width, self.bucket(visible), min(keep, width) or width)
         return self._replay(shape, tokens, positions)[:batch]
-
-    def prepare(self, shapes: Iterable[Shape]) -> None:
-        """Capture `shapes` now, so that no capture falls into a timed run.
-
-        Sizes are rounded up as a pass would; what the cache holds is left alone.
-        """
-        for shape in shapes:
-            own = shape._replace(
-                batch=self._rounded(shape.batch), visible=self.bucket(shape.visible)
-            )
-            if own not in self._passes:
-                scratch = torch.full((own.batch, own.width), -1, device=self.device)
-                self._replay(own, torch.zeros_like(scratch), scratch)
 
     @torch.inference_mode()
     def _replay(self, shape: Shape, tokens: Tensor, positions: Tensor) -> Tensor:

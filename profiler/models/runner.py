@@ -178,6 +178,11 @@ class Runner:
         self._positions = torch.arange(slots, device=self.device)[None]
         self._rows = torch.arange(batch, device=self.device)[:, None]
 
+    @property
+    def captured(self) -> int:
+        """Shapes captured as CUDA graphs so far; none here."""
+        return 0
+
     def begin(self, prompt: Tensor) -> Tensor:
         """Start a request: the tokens that its first pass is fed, here the prompt itself."""
         return prompt

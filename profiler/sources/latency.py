@@ -12,7 +12,7 @@ from profiler.features.drafters import FeatureDrafter
 from profiler.features.heads import ExitHeads, ParallelHeads, log_confidence
 from profiler.features.runner import DrafterRunner, Trees, verify_tree
 from profiler.latency.passes import UNTIMED, UNTIMED_PLAIN
-from profiler.latency.table import Block, Step, Sweeps, reaching
+from profiler.latency.table import Block, Step, reaching, swept
 from profiler.models.runner import Runner
 from profiler.models.stack import LayerRunner
 from profiler.sources.start_record import BUDGET, GrownTrees, head_logits
@@ -48,14 +48,6 @@ def measure_drafters(
                 blocks += drafter_rounds(wide, drafters, widths, contexts, batch)
         cells = swept(blocks, target.device, repeats)
     return cells[cells["model"] != "target"].reset_index(drop=True)
-
-
-def swept(blocks: Sequence[Block], device: torch.device, repeats: int) -> pd.DataFrame:
-    """Return the cells of `blocks` from `repeats` sweeps; columns as in `traces.latency.table`."""
-    sweeps = Sweeps(blocks, device)
-    for _ in range(repeats):
-        sweeps.run()
-    return sweeps.cells()
 
 
 def drafter_rounds(

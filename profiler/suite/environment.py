@@ -1,4 +1,4 @@
-"""The suite's environment: device, clocks, memory, time left, and output folder."""
+"""The suite's environment: device, memory, time left, and output folder."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import gc
 import hashlib
 import json
 import shutil
-import subprocess
 import tempfile
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping
@@ -15,11 +14,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from rich.console import Console
 
 from policies.json_text import parse_json
+from profiler.machine import NoTimeError
 from profiler.models.architectures import PAIRS, PairShape
 from profiler.models.graphs import forget_compiled
 from profiler.models.loading import choose_device, choose_dtype, describe_device
@@ -27,16 +26,8 @@ from profiler.recording.checkpoint import Checkpoint
 from traces.errors import DraftsimError
 from traces.store.writing import write_atomically
 
-CLOCKS = (
-    "clocks.sm", "clocks.mem", "clocks.max.sm", "temperature.gpu", "power.draw", "power.limit",
-    "pstate", "driver_version",
-)  # fmt: skip
 RESERVE = 2 << 30
 """Bytes of device memory left to libraries, graphs and activations."""
-
-
-class NoTimeError(DraftsimError):
-    """The stage's time is spent; what it leaves undone another run goes on with."""
 
 
 @dataclass
@@ -167,25 +158,6 @@ def open_workplace(
     return place
 
 
-def clocks(device: torch.device) -> dict[str, str]:
-    """Return nvidia-smi's readings of the device's clocks now; empty where it cannot be asked."""
-    if device.type != "cuda" or shutil.which("nvidia-smi") is None:
-        return {}
-    # nvidia-smi counts all GPUs, torch those of CUDA_VISIBLE_DEVICES in an order of its own.
-    uuid = getattr(torch.cuda.get_device_properties(device), "uuid", None)
-    name = device.index or 0 if uuid is None else f"GPU-{uuid}"
-    command = [
-        "nvidia-smi", f"--id={name}", f"--query-gpu={','.join(CLOCKS)}",
-        "--format=csv,noheader,nounits",
-    ]  # fmt: skip
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=20, check=True)
-    except (OSError, subprocess.SubprocessError):
-        return {}
-    values = [part.strip() for part in done.stdout.strip().split(",")]
-    return dict(zip(CLOCKS, values, strict=False))
-
-
 def write_results(path: Path, results: Mapping[str, Any]) -> None:
     """Write a stage's results as JSON, atomically."""
     write_atomically(path, json.dumps(results, indent=1, default=float).encode())
@@ -266,29 +238,28 @@ def reason(error: BaseException) -> str:
 
 
 Unit = dict[str, Any]
+"""What a part of a stage found; ``unfinished`` where some of it is left."""
+
+
+def unfinished(unit: Unit | None) -> bool:
+    """Return True if a unit is missing, or parts of it for want of time."""
+    return unit is None or bool(unit.get("unfinished"))
 
 
 class Ledger:
     """Finished units of a stage, so that a stopped one goes on with the next.
 
-    `units` are all of the stage's: those `earlier` found in its folder, those of a stopped run,
+    `units` are all of the stage's: those that its folder holds (`join`), those of a stopped run,
     and those finished now.  Raises DraftsimError if the folder holds a stopped run with other
     settings.
     """
 
-    def __init__(
-        self, place: Workplace, stage: str, settings: Mapping[str, Any],
-        earlier: Mapping[str, Unit] | None = None,
-    ) -> None:  # fmt: skip
+    def __init__(self, place: Workplace, stage: str, **settings: Any) -> None:
         self.place, self.stage = place, stage
-        self._kept = Checkpoint(place.work / stage, {**settings, "meta": place.meta()})
-        read = {name: self._read(name) for name in self._kept.names()}
-        self._own = {name: unit for name, unit in read.items() if unit is not None}
-        self.units: dict[str, Unit] = {**(earlier or {}), **self._own}
-
-    def _read(self, name: str) -> Unit | None:
-        kept = self._kept.get(name)
-        return None if kept is None else parse_json(str(kept["unit"]))
+        self._kept = Checkpoint(place.work / stage, {**settings, "plan": 2, "meta": place.meta()})
+        read = {name: self._kept.get_json(name) for name in self._kept.names()}
+        self._own: dict[str, Unit] = {name: unit for name, unit in read.items() if unit is not None}
+        self.units = dict(self._own)
 
     def get(self, name: str) -> Unit | None:
         """Return what a unit left when it was finished before, or None."""
@@ -297,12 +268,45 @@ class Ledger:
     def put(self, name: str, unit: Unit) -> None:
         """Keep a finished unit."""
         self.units[name] = self._own[name] = unit
-        self._kept.put(name, {"unit": np.array(json.dumps(unit, default=float))})
+        self._kept.put_json(name, unit)
 
-    def write(self, account: Account, begun: Mapping[str, str], key: str, about: Any) -> None:
+    def join(
+        self, again: Collection[str], key: str, rows: Callable[[], Mapping[str, list[list[Any]]]]
+    ) -> None:
+        """Take over the units of the stage's JSON in its folder, but those to be measured `again`.
+
+        ``rows`` reads the rows of its table by unit, which are filed under `key`.
+
+        Raises
+        ------
+        DraftsimError
+            If they were measured with other settings, or a file is damaged: a folder is of one
+            device, dtype and set of library versions.
+        """
+        path = self.place.out / f"{self.stage}.json"
+        if not path.is_file():
+            return
+        try:
+            document = parse_json(path.read_text())
+            named = [name for name in document["units"] if name not in again]
+            meta = document["meta"]
+        except (ValueError, KeyError, TypeError) as error:
+            raise DraftsimError(f"{path} is damaged ({error}): use another --out") from None
+        own = parse_json(json.dumps(self.place.meta()))
+        other = sorted(k for k in {*own, *meta} if own.get(k) != meta.get(k))
+        if named and other:
+            raise DraftsimError(
+                f"{path} holds figures measured with another {', '.join(other)}: one --out holds "
+                "one device and its settings; use another"
+            )
+        tabled = rows() if named else {}
+        earlier = {n: {**document["units"][n], key: tabled.get(n, [])} for n in named}
+        self.units = {**earlier, **self._own}
+
+    def write(self, account: Account, key: str, about: Any) -> None:
         """Write the stage's JSON: its units but for their rows, which are filed under `key`.
 
-        ``begun``: the clocks (`clocks`) when it began; ``about``: the kernels that ran.
+        ``about``: the kernels that ran.
         """
         place = self.place
         units = {
@@ -312,14 +316,14 @@ class Ledger:
             place.out / f"{self.stage}.json",
             {
                 "stage": self.stage, "meta": place.meta(), **account.summary(), "kernels": about,
-                "clocks": [begun, clocks(place.device)], "units": units,
+                "units": units,
             },
         )  # fmt: skip
 
     def close(self, account: Account) -> None:
-        """The stage ends: forget its pieces, unless some of it is left, be it other pairs'."""
+        """The stage ends: forget its units, unless some of it is left, be it other pairs'."""
         left = [*account.failed, *account.late]
-        if not left and not any(unit.get("unfinished") for unit in self._own.values()):
+        if not left and not any(unfinished(unit) for unit in self._own.values()):
             self.place.forget(self.stage)
         elif left:
             what = "failed or came too late" if account.failed else "came too late"
@@ -327,38 +331,3 @@ class Ledger:
                 f"{len(left)} parts {what}, from {left[0]} on: the same command on this machine "
                 "goes on with them"
             )
-
-
-def earlier_units(
-    place: Workplace, path: Path, again: Callable[[str], bool],
-    rows: Callable[[], Mapping[str, list[list[Any]]]], key: str,
-) -> dict[str, Unit]:  # fmt: skip
-    """The units of a stage's results that lie in its folder, but those to be measured `again`.
-
-    ``path`` is the stage's JSON; ``rows`` reads what of each unit is in its table, filed under
-    ``key``.
-
-    Raises
-    ------
-    DraftsimError
-        If they were measured with other settings, or a file is damaged: a folder is of one
-        device, dtype and set of library versions.
-    """
-    if not path.is_file():
-        return {}
-    try:
-        document = parse_json(path.read_text())
-        named: Collection[str] = [name for name in document["units"] if not again(name)]
-        meta = document["meta"]
-    except (ValueError, KeyError, TypeError) as error:
-        raise DraftsimError(f"{path} is damaged ({error}): use another --out") from None
-    if not named:
-        return {}
-    own = parse_json(json.dumps(place.meta()))
-    if other := sorted(k for k in {*own, *meta} if own.get(k) != meta.get(k)):
-        raise DraftsimError(
-            f"{path} holds figures measured with another {', '.join(other)}: one --out holds one "
-            "device and its settings; use another"
-        )
-    tabled = rows()
-    return {name: {**document["units"][name], key: tabled.get(name, [])} for name in named}

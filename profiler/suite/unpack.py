@@ -5,15 +5,13 @@ from __future__ import annotations
 import json
 import re
 import shutil
-import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from traces.errors import DraftsimError
 from traces.latency.table import LatencyTable
-from traces.sources.exits.recording import ExitRecording
-from traces.store.files import read_latency, read_trace, write_latency, write_trace
+from traces.store.files import read_latency, write_latency
 from traces.store.measured import MeasuredRuns, read_measured, write_measured
 from traces.store.recordings import ELSEWHERE, SAMPLED
 from traces.store.text import read_object
@@ -26,9 +24,7 @@ STAGES = {
 }
 """Per stage its latency table, its measured runs, and the trace they belong to."""
 
-EXTRAS = {"trained": ("trained-sampled.parquet", "trained-exits.parquet")}
-EXITS = "exits.parquet"
-LAID = ("trace.parquet", SAMPLED, EXITS, ELSEWHERE)
+LAID = ("trace.parquet", SAMPLED, ELSEWHERE)
 """The files laid next to a recording's latencies: its trace and what belongs to it."""
 
 
@@ -74,46 +70,13 @@ def unpack(out: Path, into: Path) -> list[Path]:
         for pair, mode in sorted(units):
             place = _folder(into, device, pair, mode, made)
             _provenance(place, stage, results, f"{pair}.{mode}")
-        own_traces = {
-            pair: folder / about["trace"]
-            for pair, about in results.get("drafters", {}).items() if "trace" in about
-        }  # fmt: skip
-        for pair, mode in sorted(units):
-            if pair in own_traces:
-                place = _folder(into, device, pair, mode, made)
-                _place_trace({"trace.parquet": own_traces[pair]}, device, place)
-        with tempfile.TemporaryDirectory() as room:
-            sets = _along(folder, trace, stage, Path(room)) if trace else {}
-            for suffix, files in sets.items():
-                for pair, mode in sorted(u for u in units if u[0] not in own_traces):
-                    place = _folder(into, device, pair + suffix, mode, made)
-                    own = _folder(into, device, pair, mode, made) / "latency.parquet"
-                    if suffix and own.is_file():
-                        shutil.copyfile(own, place / own.name)
-                    _place_trace(files, device, place)
+            # A drafter's pair has a trace of its own.
+            own = results.get("drafters", {}).get(pair, {}).get("trace")
+            files = {"trace.parquet": own or trace, SAMPLED: None if own else f"{stage}-{SAMPLED}"}
+            laid = {n: folder / f for n, f in files.items() if f and (folder / f).is_file()}
+            if "trace.parquet" in laid:
+                _place_trace(laid, device, place)
     return list(made.values())
-
-
-def _along(folder: Path, trace: str, stage: str, room: Path) -> dict[str, dict[str, Path]]:
-    """Return a stage's trace and what was recorded along it, by name; sets of files by suffix.
-
-    Early exits that do not follow every request of the trace make a recording of their own,
-    with the part of the trace that they follow, written to `room`.
-    """
-    if not (folder / trace).is_file():
-        return {}
-    extras = {name.partition("-")[2]: folder / name for name in EXTRAS.get(stage, ())}
-    files = {name: path for name, path in extras.items() if path.is_file()}
-    sets = {"": {"trace.parquet": folder / trace, **files}}
-    if EXITS in files:
-        followed = len(ExitRecording.read(files[EXITS]).request_starts) - 1
-        whole = read_trace(folder / trace)
-        if followed < len(whole.requests):
-            write_trace(whole.select(range(followed)), room / "trace.parquet")
-            sets["-exits"] = {
-                "trace.parquet": room / "trace.parquet", EXITS: sets[""].pop(EXITS)
-            }  # fmt: skip
-    return sets
 
 
 def _place_trace(files: Mapping[str, Path], device: str, place: Path) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -48,6 +48,34 @@ def cut_prompt(text: str, encode: Callable[[str], list[int]]) -> str | None:
         if lines[count - 1] and shortest <= length <= min(aim, total - _MIN_LEFT_TOKENS):
             return prompt
     return None
+
+
+class Known:
+    """A search for texts in all of the documents."""
+
+    def __init__(self, documents: Sequence[Document]) -> None:
+        self._all = "\0".join(document.text for document in documents)
+        self._lines = {line for document in documents for line in document.text.split("\n")}
+
+    def __contains__(self, text: str) -> bool:
+        # Where it occurs, its inner lines are lines there; a search of everything takes long.
+        inner = text.split("\n")[1:-1]
+        return all(line in self._lines for line in inner) and text in self._all
+
+
+def cuts(
+    documents: Sequence[Document], category: str, known: Known, encode: Callable[[str], list[int]]
+) -> Iterator[str]:
+    """Yield a prompt of each document of a category, none of them twice or `known`.
+
+    A document is cut only when its turn comes.
+    """
+    found: set[str] = set()
+    for document in documents:
+        text = cut_prompt(document.text, encode) if document.category == category else None
+        if text and text not in found and text not in known:
+            found.add(text)
+            yield text
 
 
 @torch.inference_mode()
@@ -106,14 +134,13 @@ def pick_prompts(
     training text is no candidate. The first PROMPTS_PER_CATEGORY whose greedy continuation has a
     unique 4-gram share of at least MIN_UNIQUE_4GRAMS are kept. The draft takes no part in this.
     """
-    seen_in_training = "\0".join(document.text for document in train_documents)
+    known = Known(train_documents)
     encode = partial(tokenizer.encode, verbose=False)  # documents may be longer than the context
     rows: list[dict[str, str]] = []
     counts: dict[str, tuple[int, int]] = {}
     ordered = sorted(held_out, key=lambda document: stable_hash(document.text))
     for category in track(PICKED, description="prompts     "):
-        cuts = (cut_prompt(d.text, encode) for d in ordered if d.category == category)
-        candidates = list(dict.fromkeys(c for c in cuts if c and c not in seen_in_training))
+        candidates = list(cuts(ordered, category, known, encode))
         kept: list[str] = []
         tried = 0
         while len(kept) < PROMPTS_PER_CATEGORY and tried < len(candidates):

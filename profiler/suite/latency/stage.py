@@ -1,26 +1,24 @@
 """Stage ``latency``: tables of real architectures with random weights, in every mode.
 
 Writes ``latency.parquet``, one table whose models are named ``pair/mode/model``, and
-``latency.json`` with everything that is no cell: interpolation errors, parts, clocks, what
+``latency.json`` with everything that is no cell: interpolation errors, what
 was left out and why.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-import pandas as pd
 import torch
 
 from profiler.models.architectures import PAIRS, PairShape
 from profiler.models.graphs import compiler_missing
-from profiler.suite.environment import Account, Ledger, Workplace, clocks, earlier_units
-from profiler.suite.latency.pair import RANKS, Grids, PairMeasurement
-from profiler.suite.latency.passes import COMPILED, KERNELS, MODES, profile_rounds, span
+from profiler.suite.environment import Account, Ledger, Workplace, unfinished
+from profiler.suite.latency.modes import COMPILED, KERNELS, MODES, profile_rounds
+from profiler.suite.latency.pair import RANKS, PairMeasurement, plan_of, table_of
 from traces.errors import DraftsimError
-from traces.latency.schema import CELL_COLUMNS
 from traces.latency.table import LatencyTable
 from traces.store.files import read_latency, write_latency
 
@@ -47,10 +45,10 @@ def run_latency(
     how = modes_here(place, modes, account)
     units = {p.name: [f"{p.name}.{mode}" for mode in how] for p in chosen}
     asked = {name for names in units.values() for name in names}
-    ledger = Ledger(place, "latency", {}, _earlier(place, asked))
-    before = clocks(place.device)
+    ledger = Ledger(place, "latency")
+    ledger.join(asked, "cells", lambda: _rows(place))
     todo = [p for p in chosen if any(unfinished(ledger.get(name)) for name in units[p.name])]
-    with account.closing(lambda: _write(place, ledger, account, before)):
+    with account.closing(lambda: _write(place, ledger, account)):
         for i, pair in enumerate(todo):
             share = place.left * weight(pair) / sum(weight(other) for other in todo[i:])
             if place.left < (0 if place.quick else 10):
@@ -67,7 +65,7 @@ def run_latency(
                 _profile(place, pair, models, how, account)
             del models
             place.unsettle()
-            _write(place, ledger, account, before)
+            _write(place, ledger, account)
         if not asked & set(ledger.units):
             raise DraftsimError("nothing was measured: " + "; ".join(account.notes))
     ledger.close(account)
@@ -103,27 +101,18 @@ def _judge(account: Account, name: str, unit: dict[str, Any] | None) -> None:
         account.late[name] = "no time left"
         return
     failed = unit.get("failed") or {}
-    account.failed.update({f"{name}, {piece}": why for piece, why in failed.items()})
-    if late := [piece for piece in unit.get("unfinished", ()) if piece not in failed]:
+    account.failed.update({f"{name}, {part}": why for part, why in failed.items()})
+    if late := [part for part in unit.get("unfinished", ()) if part not in failed]:
         account.late[name] = f"no time left for {', '.join(late)}"
 
 
-def _earlier(place: Workplace, asked: Collection[str]) -> dict[str, dict[str, Any]]:
-    """Units that the folder holds of pairs and modes that are not asked for."""
-
-    def rows() -> dict[str, list[list[Any]]]:
-        found: dict[str, list[list[Any]]] = {}
-        for model, *rest in read_latency(place.out / "latency.parquet").cells.values.tolist():
-            pair, mode, name = model.split("/")
-            found.setdefault(f"{pair}.{mode}", []).append([name, *rest])
-        return found
-
-    return earlier_units(place, place.out / "latency.json", asked.__contains__, rows, "cells")
-
-
-def unfinished(unit: dict[str, Any] | None) -> bool:
-    """Return True if a unit is missing, or parts of it for want of time."""
-    return unit is None or bool(unit.get("unfinished"))
+def _rows(place: Workplace) -> dict[str, list[list[Any]]]:
+    """Return the cells in the folder's table, by unit."""
+    found: dict[str, list[list[Any]]] = {}
+    for model, *rest in read_latency(place.out / "latency.parquet").cells.values.tolist():
+        pair, mode, name = model.split("/")
+        found.setdefault(f"{pair}.{mode}", []).append([name, *rest])
+    return found
 
 
 def chosen_pairs(names: Sequence[str] | None, quick: bool) -> list[PairShape]:
@@ -177,25 +166,22 @@ def _measure_pair(
 ) -> None:  # fmt: skip
     """All modes, rank by rank: none is complete before the others have what is needed."""
     begin = time.monotonic()
-    grids = Grids(place.quick)
+    plan = plan_of(place.quick)
     modes = {
-        mode: PairMeasurement(place, pair, mode, models, grids, begin + share, kept)
+        mode: PairMeasurement(place, pair, mode, models, plan, begin + share, kept)
         for mode in how if unfinished(kept := ledger.get(f"{pair.name}.{mode}"))
     }  # fmt: skip
-    before = {mode: clocks(place.device) for mode in modes}
     spent = dict.fromkeys(modes, 0.0)
     for rank in RANKS:
         for k, (mode, measured) in enumerate(modes.items()):
             now = time.monotonic()
             measured.deadline = now + (begin + share - now) / (len(modes) - k)
             try:
-                with span(f"{pair.name}.{mode}, rank {rank}"):
-                    measured.run(rank)
+                measured.run(rank)
             finally:
                 # Also where the driver took no more work: what was measured before stands.
                 spent[mode] += time.monotonic() - now
-                state = [before[mode], clocks(place.device)]
-                unit = {**measured.unit(), "clocks": state, "seconds": spent[mode]}
+                unit = {**measured.unit(), "seconds": spent[mode]}
                 ledger.put(f"{pair.name}.{mode}", unit)
     for mode, measured in modes.items():
         off = 100 * measured.unit()["random_error"].get("median", float("nan"))
@@ -218,15 +204,14 @@ def write_table(
     place: Workplace, rows: Sequence[Sequence[Any]], shapes: Mapping[str, Any], file: str
 ) -> None:
     """Write `rows` of cells as the latency table `file`.  ``shapes``: by pair, its models'."""
-    frame = pd.DataFrame(rows, columns=list(CELL_COLUMNS))
     meta = {
-        "kind": "measured", "attention": "sdpa", "shapes": dict(shapes), "kernels": KERNELS,
-        **place.meta(),
+        "kind": "measured", "estimator": "mean", "attention": "sdpa", "shapes": dict(shapes),
+        "kernels": KERNELS, **place.meta(),
     }  # fmt: skip
-    write_latency(LatencyTable(frame, meta), place.out / file)
+    write_latency(LatencyTable(table_of(rows), meta), place.out / file)
 
 
-def _write(place: Workplace, ledger: Ledger, account: Account, before: dict[str, str]) -> None:
+def _write(place: Workplace, ledger: Ledger, account: Account) -> None:
     rows = [
         row for name, unit in ledger.units.items()
         for row in named(unit["cells"], *name.rsplit(".", 1))
@@ -234,7 +219,7 @@ def _write(place: Workplace, ledger: Ledger, account: Account, before: dict[str,
     if rows:
         shapes = {p.name: shapes_of(p) for p in chosen_pairs(None, place.quick)}
         write_table(place, rows, shapes, "latency.parquet")
-    ledger.write(account, before, "cells", KERNELS)
+    ledger.write(account, "cells", KERNELS)
 
 
 def shapes_of(pair: PairShape) -> dict[str, Any]:

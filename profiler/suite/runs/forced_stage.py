@@ -11,48 +11,26 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Sequence
 from itertools import groupby
 from typing import Any, NamedTuple
 
 import pandas as pd
 import torch
 
-from profiler.checks.spot_check import Arm
+from profiler.checks.batch_runs import BatchArm, run_batches
+from profiler.checks.spot_check import DraftModel, run_arms
+from profiler.checks.turns import LEAST_REPEATS
+from profiler.latency.table import Grid
+from profiler.machine import NoTimeError
 from profiler.models.architectures import PairShape
-from profiler.models.graphs import GraphRunner, Shape
+from profiler.models.loading import Pair
 from profiler.models.runner import Runner
-from profiler.suite.environment import (
-    Account,
-    Ledger,
-    NoTimeError,
-    Workplace,
-    clocks,
-    earlier_units,
-)
-from profiler.suite.latency.pair import Grids
-from profiler.suite.latency.passes import (
-    COMPILED,
-    EAGER,
-    GRAPH,
-    KERNELS,
-    Timer,
-    fill,
-    forward_call,
-    make_runner,
-    run_group,
-    run_single,
-    span,
-)
-from profiler.suite.latency.stage import build_or_none, chosen_pairs, modes_here, unfinished
-from profiler.suite.runs.arms import (
-    COLUMNS,
-    LEAST_REPEATS,
-    arms_of,
-    more_arms_of,
-    repeats_of,
-    sweeps,
-)
+from profiler.suite.environment import Account, Ledger, Workplace, unfinished
+from profiler.suite.latency.modes import COMPILED, EAGER, GRAPH, KERNELS, make_runner
+from profiler.suite.latency.pair import pass_cells
+from profiler.suite.latency.stage import build_or_none, chosen_pairs, modes_here
+from profiler.suite.runs.arms import COLUMNS, arms_of, more_arms_of, repeats_of, run_rows
 from traces.acceptance.synthetic import Bursty, synthetic_trace
 from traces.acceptance.trace import Trace
 from traces.errors import DraftsimError
@@ -123,16 +101,15 @@ def run_forced(
         for turn in turns for pair in chosen for batch in turn for mode in how
     ]  # fmt: skip
     asked = {unit.name for unit in every}
-    ledger = Ledger(place, "forced", {}, _earlier(place, asked))
-    before = clocks(place.device)
+    ledger = Ledger(place, "forced")
+    ledger.join(asked, "rows", lambda: _rows(place))
     todo = [unit for unit in every if unfinished(ledger.get(unit.name))]
 
     def attempt(unit: Unit, models: tuple[Any, Any]) -> None:
         gone = account.limits
         rest = sum(u.cost for u in todo[todo.index(unit) :] if u.pair.name not in gone)
         try:
-            with span(unit.name):
-                done = _unit(place, unit, models, trace, place.left * unit.cost / rest)
+            done = _unit(place, unit, models, trace, place.left * unit.cost / rest)
         except NoTimeError:
             account.late[unit.name] = "no time left"
         except torch.OutOfMemoryError:
@@ -149,7 +126,7 @@ def run_forced(
                 f"{done['groups']} groups"
             )
 
-    with account.closing(lambda: _write(place, ledger, account, before)):
+    with account.closing(lambda: _write(place, ledger, account)):
         # The weights are built once for a pair's batch 1, and once for its batches.
         for (name, _), some in groupby(todo, key=lambda unit: (unit.pair.name, unit.batch == 1)):
             units = list(some)
@@ -163,7 +140,7 @@ def run_forced(
             for unit in units:
                 attempt(unit, models)
                 place.release()
-                _write(place, ledger, account, before)
+                _write(place, ledger, account)
             del models
             place.unsettle()
         if not account.failed and not asked & set(ledger.units):
@@ -174,111 +151,69 @@ def run_forced(
     return account
 
 
-def _earlier(place: Workplace, asked: Collection[str]) -> dict[str, dict[str, Any]]:
-    """Units that the folder holds of pairs and modes that are not asked for."""
-
-    def rows() -> dict[str, list[list[Any]]]:
-        found: dict[str, list[list[Any]]] = {}
-        times = read_measured(place.out / "forced-measured.parquet").times[list(COLUMNS)]
-        for row in times.values.tolist():
-            values = dict(zip(COLUMNS, row, strict=True))
-            name = f"{values['pair']}.{values['mode']}.{values['batch']}"
-            found.setdefault(name, []).append(row)
-        return found
-
-    return earlier_units(place, place.out / "forced.json", asked.__contains__, rows, "rows")
+def _rows(place: Workplace) -> dict[str, list[list[Any]]]:
+    """Return the runs in the folder's table, by unit."""
+    times = read_measured(place.out / "forced-measured.parquet").times[list(COLUMNS)]
+    return {
+        ".".join(map(str, unit)): part.values.tolist()
+        for unit, part in times.groupby(["pair", "mode", "batch"])
+    }
 
 
 def _unit(
     place: Workplace, unit: Unit, models: tuple[Any, Any], trace: Trace, share: float
 ) -> dict[str, Any]:
-    """All arms of a unit, interleaved, within a `share` of the time, seconds, if they can be."""
-    begin = time.monotonic()
-    batch, info = unit.batch, trace.requests[0]
-    slots = info.prompt_length + info.max_new_tokens
-    target, draft = (make_runner(unit.mode, model, slots, batch) for model in models)
-    fill(target)
-    fill(draft)
-    state = clocks(place.device)
+    """Run all arms of a unit, interleaved, within a `share` of the time, seconds, if possible."""
+    until = time.monotonic() + share
+    batch = unit.batch
+    target, draft = (make_runner(unit.mode, model, trace.longest, batch) for model in models)
+    made = {id(models[0]): target, id(models[1]): draft}
     anchors = _anchors(place, target, draft, batch)
+    arms, more = arms_of(trace, place.quick), more_arms_of(trace, place.quick)
+    # Seconds of a run without drafts, which others take about as long as.
+    plain_s = anchors[0]["median_s"] * trace.requests[0].max_new_tokens
+    if plain_s * (LEAST_REPEATS + 1) * (len(arms) + len(more)) < until - time.monotonic():
+        arms += more
+    asked, pair = repeats_of(place.quick), Pair(*models, tokenizer=None, meta={})
+    timed: dict[str, Any] = {
+        "forced": True, "repeats": asked, "advance": place.check_time,
+        "in_time": lambda: time.monotonic() < until,
+    }  # fmt: skip
     if batch == 1:
-        prepare(
-            target, draft, slots, trace.max_gamma or 1, place.check_time, info.prompt_length + 1
-        )
-    count = len(trace.requests) // batch * batch
-    groups = [range(i, i + batch) for i in range(0, count, batch)]
-
-    def once(arm: Arm, group: range) -> tuple[float, int]:
-        if batch == 1:
-            seconds, log = run_single(target, draft, trace, group[0], arm.policy)
-            return seconds, len(log)
-        seconds, many = run_group(target, draft, trace, group, arm.policy)
-        return seconds, len(many)
-
-    def run(arm: Arm, group: range) -> tuple[float, int]:
-        # A run that met a shape for the first time captured it: the next one does not.
-        captured = -1
-        while captured != (now := sum(getattr(r, "captured", 0) for r in (target, draft))):
-            captured, result = now, once(arm, group)
-        return result
-
-    arms, asked = arms_of(trace, place.quick), repeats_of(place.quick)
-    rows = sweeps(
-        [*arms, *more_arms_of(trace, place.quick)], groups, run,
-        repeats=asked, needed=len(arms),
-        left=lambda: begin + share - time.monotonic(), check_time=place.check_time,
-    )  # fmt: skip
-    repeats = len({repeat for _, repeat, *_ in rows})
+        opener = DraftModel(pair, trace, forced=True, runner=lambda model, _: made[id(model)])
+        times = run_arms(pair, trace, arms, model=opener, **timed).times
+    else:
+        times = run_batches(
+            pair, trace, [BatchArm(arm.name, arm.policy) for arm in arms], batches=(batch,),
+            runner=lambda model, *_: made[id(model)], **timed,
+        ).times  # fmt: skip
+    repeats = times["repeat"].nunique()
     return {
-        "rows": [
-            [unit.pair.name, unit.mode, name, "exact", batch, True, repeat,
-             trace.requests[group[0]].id, seconds, rounds]
-            for name, repeat, group, seconds, rounds in rows
-        ],
+        "rows": run_rows(times, unit.pair.name, unit.mode),
         "repeats": repeats,
-        "groups": len({group for _, _, group, *_ in rows}),
+        "groups": times["request"].nunique(),
         "unfinished": repeats < min(asked, LEAST_REPEATS),
         "anchors": anchors,
-        "clocks": [state, clocks(place.device)],
-    }  # fmt: skip
-
-
-def prepare(
-    target: Runner, draft: Runner, slots: int, max_gamma: int, check_time: Callable[[], None],
-    shortest: int = 1,
-) -> None:  # fmt: skip
-    """Capture every shape that a single stream can need, before anything is timed.
-
-    Passes see `shortest` tokens or more.  `check_time` is asked before every capture of the
-    target's.
-    """
-    if not (isinstance(target, GraphRunner) and isinstance(draft, GraphRunner)):
-        return
-    stops = sorted({target.bucket(stop) for stop in range(shortest, slots + 1, target.granularity)})
-    stops = sorted({*stops, target.bucket(slots)})
-    for width in range(1, max_gamma + 2):
-        check_time()
-        target.prepare(Shape(1, width, stop, width) for stop in stops)
-    draft.prepare(Shape(1, w, stop, 1) for w in (1, 2) for stop in stops)
+    }
 
 
 def _anchors(place: Workplace, target: Runner, draft: Runner, batch: int) -> list[dict[str, Any]]:
-    """A few cells again, so that a device slower or faster than in stage ``latency`` shows."""
-    rows = []
-    context = 16 if place.quick else 128
-    timer = Timer(place.device, 3, Grids(place.quick).enough_s)
-    for name, runner, width in (("target", target, 1), ("target", target, 5), ("draft", draft, 1)):
-        run = forward_call(runner, batch, width, context, drafts=name == "draft")
-        sample = timer.time(run)
-        rows.append({"model": name, "batch": batch, "width": width, "context": context,
-                     **sample._asdict()})  # fmt: skip
-    return rows
+    """Measure a few cells again: they show how the device differs from stage ``latency``."""
+    repeats, context = (1, 16) if place.quick else (3, 128)
+    grid = Grid((1, 5), [context], (), batch_widths=(1, 5), repeats=repeats, warmup=1)
+    cells = pass_cells(place, (target, draft), grid, batch, check=place.check_time)
+    return [
+        {"model": model, "batch": batch, "width": width, "context": context,
+         "median_s": seconds, "spread_s": spread, "repeats": repeats}
+        for model, phase, _, width, _, seconds, spread, _ in cells.itertuples(index=False)
+        if phase == "forward" and (model, width) != ("draft", 2)
+    ]  # fmt: skip
 
 
-def _write(place: Workplace, ledger: Ledger, account: Account, before: dict[str, str]) -> None:
+def _write(place: Workplace, ledger: Ledger, account: Account) -> None:
     rows = [row for unit in ledger.units.values() for row in unit["rows"]]
     if rows:
         meta = {"kernels": KERNELS, **place.meta()}
         runs = MeasuredRuns(pd.DataFrame(rows, columns=list(COLUMNS)), meta)
         write_measured(runs, place.out / "forced-measured.parquet")
-    ledger.write(account, before, "rows", KERNELS)
+    ledger.write(account, "rows", KERNELS)

@@ -1,9 +1,9 @@
 """Stage ``trained``: a pair trained here, recorded, decoded for real, and compared.
 
 Writes ``trained-trace.parquet`` (greedy), ``trained-sampled.parquet`` (T = 1),
-``trained-exits.parquet``, ``trained-latency.parquet``, ``trained-measured.parquet`` and
-``trained.json``; no weights.  Each drafter on the target's features makes a pair of its own with
-it, and adds ``trained-trace-DRAFTER.parquet``.
+``trained-latency.parquet``, ``trained-measured.parquet`` and ``trained.json``; no weights.  Each
+drafter on the target's features makes a pair of its own with it, and adds
+``trained-trace-DRAFTER.parquet``.
 """
 
 from __future__ import annotations
@@ -11,27 +11,23 @@ from __future__ import annotations
 import shutil
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
 import pandas as pd
-import torch
 
 from profiler import smollm2
+from profiler.latency.table import Grid
+from profiler.machine import NoTimeError
 from profiler.models.architectures import Architecture, PairShape
 from profiler.models.loading import Pair
 from profiler.profile import Settings
 from profiler.prompts import Prompt
-from profiler.suite.environment import (
-    Account,
-    Ledger,
-    NoTimeError,
-    Workplace,
-    clocks,
-    write_results,
-)
-from profiler.suite.latency.pair import Grids, PairMeasurement
-from profiler.suite.latency.passes import EAGER, GRAPH, span
+from profiler.recording.run import BUNDLED
+from profiler.suite.environment import Account, Ledger, Workplace, unfinished, write_results
+from profiler.suite.latency.modes import EAGER, GRAPH
+from profiler.suite.latency.pair import FULL, QUICK, PairMeasurement
 from profiler.suite.latency.stage import named, shapes_of, write_table
 from profiler.suite.runs.arms import COLUMNS
 from profiler.suite.runs.checks import (
@@ -41,28 +37,23 @@ from profiler.suite.runs.checks import (
     DrafterPair,
     Drafters,
     given_drafters,
-    sampled_rounds,
-    smollm2_drafters,
 )
 from profiler.suite.runs.training import (
-    DRAFT,
     ENOUGH,
     PROMPTS,
     QUICK_PROMPTS,
-    TARGET,
     given_pair,
-    record_early_exits,
     record_trace,
-    smollm2_pair,
     trained_pair,
     write_within,
 )
+from profiler.train.minutes import DRAFT, TARGET
 from traces.acceptance.sampling import Sampling
 from traces.acceptance.trace import Trace
 from traces.errors import DraftsimError
 from traces.store.measured import MeasuredRuns, write_measured
 
-EXITS, LATENCY = "trained-exits.parquet", "trained-latency.parquet"
+LATENCY = "trained-latency.parquet"
 FILES = {"greedy": "trained-trace.parquet", "sampled": "trained-sampled.parquet"}
 NEW_TOKENS = 160
 """Tokens of an output, all of which are used: there is no end token.  So 200 prompts fit."""
@@ -70,6 +61,9 @@ DRAFTER_SHARE = 0.14
 """Share of the stage's time for each drafter on the target's features."""
 MODE_SHARE = 0.04
 """Share of the stage's time for the passes of a mode."""
+GRID = Grid(
+    (1, 2, 3, 5, 9, 17), contexts=(64, 384), prompts=(64, 128), batch_widths=(1,), repeats=3
+)
 T = TypeVar("T")
 
 
@@ -77,12 +71,11 @@ def run_trained(
     place: Workplace, target: str | None = None, draft: str | None = None,
     prompts: Path | None = None, drafters: Sequence[str] = (),
 ) -> Account:  # fmt: skip
-    """Train, record, measure, check, compare; each part writes its file when it is done.
+    """Train, record, measure and decode for real; each part writes its file when it is done.
 
     With ``target``, ``draft`` and ``prompts`` a pair of the user's takes the place of the trained
-    one, and ``drafters`` are folders of drafters on its features; the target ``smollm2`` alone
-    names SmolLM2 with its draft model, EAGLE and EAGLE-3, or where they are not on the machine
-    random weights of their shapes (`profiler.suite.runs.training`).
+    one, and ``drafters`` are folders of drafters on its features.  The target ``smollm2`` alone
+    names SmolLM2 with its draft model, the project's prompts, EAGLE and EAGLE-3.
 
     Parts have fixed shares of the time; one that is late does less of its work, and one for
     which none is left, one that failed, or a recording of fewer than `ENOUGH` prompts, is named in
@@ -95,29 +88,30 @@ def run_trained(
     DraftsimError
         If a pair is named and cannot be loaded.
     """
-    total = place.seconds
     account = Account(place)
     on_features: Drafters = {}
+    chat = False
     if target is None:
         if drafters:
             raise DraftsimError("--drafters are a given target's: name it with --target")
         pair, texts, record = trained_pair(
-            place, place.work / "trained-pair", 0.5 if place.quick else 0.34 * total
+            place, place.work / "trained-pair", 0.5 if place.quick else 0.34 * place.seconds
         )
         shape = PairShape(NAME, TARGET, DRAFT)
     else:
-        most = QUICK_PROMPTS if place.quick else PROMPTS
+        name = f"{Path(target).name}+{Path(str(draft)).name}"
         if target == smollm2.NAME and draft is None:
-            pair, texts, name = smollm2_pair(place, prompts, most)
-            record, on_features = {}, smollm2_drafters(place, pair.target)
-        else:
-            pair, texts, record = given_pair(place, target, draft, prompts, most)
-            name = f"{Path(target).name}+{Path(str(draft)).name}"
-        on_features = {**on_features, **given_drafters(drafters, pair.target)}
+            name, draft, prompts = target, target, prompts or BUNDLED / "prompts.jsonl"
+            own = [f"{target}-{d}" for d in smollm2.DRAFTERS if d.startswith("eagle")]
+            drafters = [*own, *drafters]
+            chat = True
+        most = QUICK_PROMPTS if place.quick else PROMPTS
+        pair, texts = given_pair(place, target, draft, prompts, most)
+        record, on_features = {}, given_drafters(drafters, pair.target)
         models = (("target", pair.target), ("draft", pair.draft))
         shape = PairShape(name, *(Architecture.of(role, model) for role, model in models))
     place.settle()
-    stage = _Stage(place, account, pair, texts, shape, on_features)
+    stage = _Stage(place, account, pair, texts, shape, on_features, chat)
     stage.keep(training=record, categories=sorted({p.category for p in texts}))
     with account.closing(stage.keep):
         stage.run()
@@ -130,21 +124,19 @@ class _Stage:
 
     def __init__(
         self, place: Workplace, account: Account, pair: Pair, prompts: Sequence[Prompt],
-        shape: PairShape, drafters: Drafters,
+        shape: PairShape, drafters: Drafters, chat: bool,
     ) -> None:  # fmt: skip
         self.place, self.account, self.pair, self.prompts = place, account, pair, prompts
-        self.shape, self.drafters = shape, drafters
-        self.ledger = Ledger(place, "trained", {"pair": shape.name})
+        self.shape, self.drafters, self.chat = shape, drafters, chat
+        self.ledger = Ledger(place, "trained", pair=shape.name)
         self.left_out: list[str] = []
         self.results: dict[str, Any] = {"stage": "trained", "meta": place.meta()}
-        self.results["clocks"] = [clocks(place.device)]
 
     def keep(self, **more: Any) -> None:
         """Add to the results, and write them."""
         summary = self.account.summary()
         summary["left_out"] = [*self.left_out, *summary["left_out"]]
         self.results.update(summary, **more)
-        self.results["clocks"] = [self.results["clocks"][0], clocks(self.place.device)]
         write_results(self.place.out / "trained.json", self.results)
 
     def part(
@@ -153,15 +145,14 @@ class _Stage:
         """Return a part's results, from now or before; empty if it failed, is late or lacks its
         input.
         """
-        if (unit := self.ledger.get(name)) is not None and not unit.get("unfinished"):
+        if (unit := self.ledger.get(name)) is not None and not unfinished(unit):
             return unit
         if needs is None:
             self.account.fail(name, "the recording that it needs failed")
             return {}
         try:
             self.place.check_time()
-            with span(name):
-                unit = make()
+            unit = make()
         except NoTimeError:
             self.account.late[name] = "no time left"
             return {}
@@ -173,15 +164,14 @@ class _Stage:
         return unit
 
     def recorded(self, name: str, settings: Settings, share: float) -> Trace | None:
-        """A trace, as long as it was if it was finished before, else longer; written."""
+        """Record and write a trace, as long as it was if it was finished before, else longer."""
         place, ledger = self.place, self.ledger
         done = (ledger.get(name) or {"recorded": 0})["recorded"]
         enough = min(ENOUGH, len(self.prompts))
         some = self.prompts[:done] if done >= enough else self.prompts
         until = time.monotonic() + min(share, place.left) if done < enough else float("inf")
         try:
-            with span(name):
-                trace = record_trace(place, self.pair, some, settings, until)
+            trace = record_trace(place, self.pair, some, settings, until)
         except (DraftsimError, RuntimeError) as error:
             self.account.fail(name, error)
             place.release()
@@ -201,31 +191,24 @@ class _Stage:
         return trace
 
     def run(self) -> None:
-        """All parts, in order."""
+        """Do all parts, in order."""
         place, pair, keep, part = self.place, self.pair, self.keep, self.part
         total = place.seconds
         new = 8 if place.quick else NEW_TOKENS
-        settings = Settings(max_new_tokens=new, max_gamma=4 if place.quick else 16)
-        hot = Settings(new, settings.max_gamma, Sampling(1.0), seed=1)
+        settings = Settings(new, 4 if place.quick else 16, chat=self.chat)
         trace = self.recorded("greedy", settings, 0.15 * total)
-        sampled = self.recorded("sampled", hot, 0.17 * total)
+        self.recorded("sampled", replace(settings, sampling=Sampling(1.0), seed=1), 0.17 * total)
         measured = part(
             "latency", lambda: measure_modes(place, pair, self.shape, self.account)
         )  # fmt: skip
         cells = measured.get("cells", [])
         self._write_latency(cells)
         keep(latency=measured.get("latency", {}), latency_cells=len(cells))
-        checks = None if trace is None else Checks(place, pair, trace, new, self.shape.name)
+        checks = None if trace is None else Checks(place, pair, trace, self.shape.name)
         graphed = part("graph", lambda: _there(checks).run(GRAPH, 0.08 * total, 7), checks)
         self._write_measured(graphed)
         keep(rounds_graph=graphed.get("checked", {}))
-        some, most = 3 if place.quick else 6, 0.06 * total
-        keep(assisted=part(
-            "assisted", lambda: _there(checks).against_assisted(some, most), checks
-        ))  # fmt: skip
-        rounds = part("sampled-rounds", lambda: sampled_rounds(pair, _there(sampled)), sampled)
-        keep(sampled={**self.results.get("sampled", {}), **rounds})
-        share = max(5.0, place.left - (0.05 + DRAFTER_SHARE * len(self.drafters)) * total)
+        share = max(5.0, place.left - DRAFTER_SHARE * len(self.drafters) * total)
         eager = part("eager", lambda: _there(checks).run(EAGER, share, 4), checks)
         self._write_measured(graphed, eager)
         keep(rounds_eager=eager.get("checked", {}))
@@ -240,16 +223,12 @@ class _Stage:
                 name: {k: v for k, v in found.items() if k not in ("cells", "times")}
                 for name, found in drafted.items()
             })  # fmt: skip
-        kept = place.work / "trained-files" / EXITS
-        keep(exits=part("exits", lambda: self._exits(_there(checks), _there(trace), kept), trace))
-        if kept.is_file():
-            shutil.copyfile(kept, place.out / EXITS)
 
     def _drafted(
         self, of: DrafterPair, trace: Trace | None, checks: Checks | None,
         cells: Sequence[Sequence[Any]],
     ) -> dict[str, Any]:  # fmt: skip
-        """A drafter's recording and passes, then its runs; ``cells`` named for the table."""
+        """Record a drafter, time its passes and run it; ``cells`` are named for the table."""
         share = 0.5 * DRAFTER_SHARE * self.place.seconds
         own = self.part(
             of.pair_name, lambda: of.measure(_there(trace), of_mode(cells, EAGER), share), trace
@@ -267,12 +246,6 @@ class _Stage:
         alone = {f"{base}+{name}": {"target": both["target"]} for name in self.drafters}
         if rows:
             write_table(self.place, rows, {base: both, **alone}, LATENCY)
-
-    def _exits(self, checks: Checks, trace: Trace, path: Path) -> dict[str, Any]:
-        text = torch.stack([checks.own_text(i) for i in range(min(64, len(trace.requests)))])
-        path.parent.mkdir(parents=True, exist_ok=True)
-        share = max(3.0, 0.5 * self.place.left)
-        return record_early_exits(self.place, self.pair, trace, text, path, share)
 
     def _write_measured(self, *checked: dict[str, Any]) -> None:
         times = [row for part in checked for row in part.get("times", ())]
@@ -297,19 +270,15 @@ def measure_modes(
     """
     rows: list[list[Any]] = []
     units: dict[str, Any] = {}
+    grid = replace(QUICK.grid, batches=(1,)) if place.quick else GRID
+    plan = replace(QUICK if place.quick else FULL, grid=grid)
     for mode in TRAINED_MODES:
-        grids = Grids(place.quick)
-        if not place.quick:
-            grids.contexts, grids.prompts = (64, 384), (64, 128)
-            grids.widths = (1, 2, 3, 5, 9, 17)
-        grids.batches = grids.between = ()
-        grids.host_batches = (1,)
         end = time.monotonic() + MODE_SHARE * place.seconds
         models = (pair.target, pair.draft)
-        measured = PairMeasurement(place, shape, mode, models, grids, end)
+        measured = PairMeasurement(place, shape, mode, models, plan, end)
         measured.run()
-        for piece, why in measured.failed.items():
-            account.failed[f"latency, {mode}, {piece}"] = why
+        for name, why in measured.failed.items():
+            account.failed[f"latency, {mode}, {name}"] = why
         rows += named(measured.cells, shape.name, mode)
         unit = measured.unit()
         units[mode] = {k: v for k, v in unit.items() if k != "cells"}

@@ -1,0 +1,199 @@
+"""A pair trained in minutes: a target on the Python sources of this machine, a draft after it."""
+
+from __future__ import annotations
+
+import sysconfig
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy
+import pandas
+import scipy
+import torch
+import transformers
+from torch import Tensor
+
+from profiler.models.architectures import Architecture
+from profiler.models.loading import Pair, describe_model
+from profiler.prompts import Prompt
+from profiler.train.documents import CATEGORIES, Document, load_documents, stable_hash
+from profiler.train.pair import VOCABULARY, descent, prediction_loss, token_line, train_tokenizer
+from profiler.train.pair_prompts import Known, cuts
+
+ROW_TOKENS = 512
+BATCH_TOKENS = 32_768
+TARGET = Architecture(
+    "trained-12", "trained by profiler.suite", 768, 2048, 12, 12, 12, VOCABULARY, 1024, tied=True
+)
+DRAFT = replace(TARGET, name="trained-3", layers=3)
+SAMPLE = 5
+"""One document in this many is enough for the tokenizer's merges."""
+HEAD_CHARS = 1600
+"""Characters of a document among which a prompt and something to continue are looked for."""
+
+Say = Callable[[str], None]
+Trained = tuple[Pair, list[Prompt], dict[str, Any]]
+"""A pair, held-out prompts, and the record of the training."""
+
+
+def source_roots(quick: bool) -> list[Path]:
+    """Return folders of Python sources, the standard library first."""
+    library = Path(sysconfig.get_paths()["stdlib"])
+    if quick:
+        return [library / "email", library / "asyncio"]
+    parts = (
+        (torch, "nn"),
+        (torch, "distributed"),
+        (torch, "_inductor"),
+        (transformers, "generation"),
+    )
+    folders = [Path(str(module.__file__)).parent for module in (pandas, scipy, numpy)]
+    folders += [Path(str(module.__file__)).parent / name for module, name in parts]
+    return [library, *folders]
+
+
+def read_sources(
+    seconds: float, say: Say, quick: bool = False
+) -> tuple[list[Document], list[Document]]:
+    """Return (training, held-out) documents of as many folders as `seconds` allow, one at least."""
+    begin = time.monotonic()
+    train: dict[str, Document] = {}
+    held_out: dict[str, Document] = {}
+    for root in source_roots(quick):
+        if train and time.monotonic() - begin > seconds:
+            break
+        try:
+            some, others = load_documents(root)
+        except FileNotFoundError:
+            continue
+        train.update((d.text, d) for d in some)
+        held_out.update((d.text, d) for d in others)
+    say(f"{len(train)} documents to train on, {len(held_out)} held out")
+    return list(train.values()), [d for text, d in held_out.items() if text not in train]
+
+
+def sample_tokenizer(documents: Sequence[Document], quick: bool = False) -> Any:
+    """Return a tokenizer (`train_tokenizer`) from some of the documents."""
+    ordered = sorted(documents, key=lambda d: stable_hash(d.text))
+    return train_tokenizer(ordered if quick else ordered[::SAMPLE])
+
+
+def held_out_prompts(
+    train: Sequence[Document], held_out: Sequence[Document], tokenizer: Any, count: int
+) -> list[Prompt]:
+    """Return at most `count` beginnings of held-out documents, in turn from each category.
+
+    None occurs anywhere in the training text.  A document is cut only when its turn comes.
+    """
+    known, encode = Known(train), partial(tokenizer.encode, verbose=False)
+    heads = [replace(document, text=document.text[:HEAD_CHARS]) for document in held_out]
+    # In the order of whole documents: their heads may be alike.
+    order = sorted(range(len(held_out)), key=lambda i: stable_hash(held_out[i].text))
+    ordered = [heads[i] for i in order]
+    sources = {category: cuts(ordered, category, known, encode) for category in CATEGORIES}
+    prompts: list[Prompt] = []
+    while sources and len(prompts) < count:
+        for category in list(sources):
+            text = next(sources[category], None) if len(prompts) < count else None
+            if text is None:
+                del sources[category]
+            else:
+                prompts.append(Prompt(f"{category}-{len(prompts):03}", category, text))
+    return prompts
+
+
+def train_model(
+    model: Any, ids: Tensor, seconds: float, name: str, say: Say, *, teacher: Any = None,
+    quick: bool = False,
+) -> dict[str, float]:  # fmt: skip
+    """Train in place for `seconds`; the loss is the next token's, or the teacher's distribution's.
+
+    The rate follows the time: it rises over the first twentieth and falls to zero over the
+    second half.  Returns steps and the mean loss of the last of them, nats a token.
+    """
+    device, length = ids.device, 64 if quick else ROW_TOKENS
+    rows = 4 if quick else BATCH_TOKENS // ROW_TOKENS
+    generator = torch.Generator(device).manual_seed(len(name))
+    offsets = torch.arange(length + 1, device=device)
+    cuda = device.type == "cuda"
+    begin = time.monotonic()
+
+    def loss(_: int) -> Tensor:
+        at = torch.randint(len(ids) - length - 1, (rows,), generator=generator, device=device)
+        return prediction_loss(model, ids[at[:, None] + offsets], teacher)
+
+    def factors() -> Iterator[float]:
+        while (done := (time.monotonic() - begin) / seconds) < 1:
+            yield min(1.0, done * 20 + 0.01, 2 * (1 - done))
+
+    # An older GPU only imitates bfloat16, more slowly than it computes in float32.
+    low = not cuda or torch.cuda.is_bf16_supported(False)
+    steps = descent(model, 0.5 if teacher is not None else 1.0, device=device.type, low=low)
+    losses: list[Tensor] = []
+    for value in steps.steps(loss, factors()):
+        losses.append(value)
+        if cuda and len(losses) % 8 == 0:
+            torch.cuda.synchronize()  # or the host runs minutes ahead of the clock it goes by
+    last = torch.stack(losses[-50:]).mean()
+    result = {"steps": len(losses), "loss": float(last), "seconds": time.monotonic() - begin}
+    say(f"{name}: {result['steps']} steps, loss {result['loss']:.3f} nats a token")
+    return result
+
+
+def train_pair(
+    seconds: float, device: torch.device, dtype: torch.dtype, say: Say, *, prompts: int,
+    quick: bool = False,
+) -> Trained:  # fmt: skip
+    """Train a 12-layer target and a 3-layer draft distilled from it; with held-out `prompts`.
+
+    ``seconds`` are of all of it; however long reading and tokenizing take, training gets half.
+    The record says how long they took (``preparation_s``).  ``quick``: miniatures.
+    """
+    begin = time.monotonic()
+    documents, held_out = read_sources(5 if quick else 30, say, quick)
+    tokenizer = sample_tokenizer(documents, quick)
+    ids = token_line(documents, tokenizer).to(device)
+    texts = held_out_prompts(documents, held_out, tokenizer, prompts)
+    spent = time.monotonic() - begin
+    say(f"{len(ids)} tokens, {len(texts)} prompts: prepared in {spent:.0f} s")
+    if not quick:
+        seconds = max(seconds / 2, seconds - spent)
+    shapes = [_small(shape) if quick else shape for shape in (TARGET, DRAFT)]
+    torch.manual_seed(0)
+    target = shapes[0].build(device, torch.float32).train()
+    record: dict[str, Any] = {
+        "tokens": len(ids), "documents": len(documents), "preparation_s": spent,
+    }  # fmt: skip
+    record["target"] = train_model(target, ids, 0.68 * seconds, "target", say, quick=quick)
+    target.eval()
+    draft = shapes[1].build(device, torch.float32).train()
+    # The target's own first layers: the draft starts out saying much of what it says.
+    draft.load_state_dict(target.state_dict(), strict=False)
+    record["draft"] = train_model(
+        draft, ids, 0.32 * seconds, "draft", say, teacher=target, quick=quick
+    )
+    models = [lowered(model, dtype) for model in (target, draft)]
+    meta = {
+        "target": describe_model(models[0], shapes[0].name),
+        "draft": describe_model(models[1], shapes[1].name),
+        "tokenizer": {"class": type(tokenizer).__name__, "vocab_size": len(tokenizer)},
+        "attention": "sdpa",
+        "training": record,
+    }
+    return Pair(models[0], models[1], tokenizer, meta), texts, record
+
+
+def lowered(model: Any, dtype: torch.dtype) -> Any:
+    """Lower a model to `dtype` for inference; buffers (rotary frequencies) stay as they are."""
+    for parameter in model.parameters():
+        parameter.data = parameter.data.to(dtype)
+    return model.eval()
+
+
+def _small(shape: Architecture) -> Architecture:
+    layers = 2 if shape.layers > 3 else 1
+    return replace(shape, hidden_size=32, intermediate_size=64, heads=2, kv_heads=2, layers=layers)
