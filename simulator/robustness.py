@@ -40,7 +40,9 @@ class GammaSeconds(NamedTuple):
     """By policy and initial draft length, shape (requests,) each."""
 
     def speedups(self, requests: Sequence[int] | None = None) -> pd.DataFrame:
-        """Speedup over all requests, or over those named by index; rows: policy, gamma, speedup."""
+        """Return the speedup over all requests, or over those named by index; rows: policy, gamma,
+        speedup.
+        """
         of = slice(None) if requests is None else list(requests)
         plain = self.plain_s[of].sum()
         rows = [(name, gamma, plain / s[of].sum()) for (name, gamma), s in self.policy_s.items()]
@@ -68,7 +70,7 @@ def seconds_at_each(
     latencies: Sequence[LatencyTable],
     gammas: Sequence[int] = INITIAL_GAMMAS,
 ) -> list[GammaSeconds]:
-    """`seconds_by_gamma` at each of several latency tables, from one replay."""
+    """Return `seconds_by_gamma` at each of several latency tables, from one replay."""
     named = {(name, gamma): make(gamma) for name, make in families.items() for gamma in gammas}
     logs = list(replay_many(trace, [(name, policy) for (name, _), policy in named.items()]))
     return [
@@ -186,7 +188,7 @@ def _starting_from(policy: DraftPolicy, longest: int) -> Callable[[int], DraftPo
 
 
 def _family_name(name: str, policy: object) -> str:
-    """`name` without the length that is varied, and without the bound that goes with it."""
+    """Return `name` without the length that is varied, and without the bound that goes with it."""
     return describe_spec(policy, split_name(name)[0], ("gamma", "gamma_max"))
 
 

@@ -188,7 +188,7 @@ class CheckedEngine:
 def named_loads(
     load: str | None, rate: str | None, file: Path | None = None
 ) -> dict[str, Arrivals]:
-    """Loads by name: ``closed:4``, ``rate:2.5``, ``arrivals:FILE`` for the times of a file.
+    """Return loads by name: ``closed:4``, ``rate:2.5``, ``arrivals:FILE`` for the times of a file.
 
     Raises DraftsimError naming what is wrong with the options, or with the file.
     """

@@ -253,7 +253,7 @@ class Remeasured:
         self._sweeps = int(planned["sweeps"])
 
     def advance(self) -> None:
-        """A step of real work is done; perhaps some blocks of a sweep are due.
+        """Note that a step of real work is done; perhaps some blocks of a sweep are due.
 
         Sweeps are cut into their blocks, so that passes are timed at as many moments as runs are:
         where the machine is slow for seconds, whole sweeps would miss it.
@@ -307,7 +307,7 @@ def check_ids(trace: Trace) -> None:
 
 
 def spread_over_categories(trace: Trace, limit: int) -> list[int]:
-    """`limit` request indices, in turn from each category."""
+    """Return `limit` request indices, in turn from each category."""
     groups: dict[str, list[int]] = {}
     for i, request in enumerate(trace.requests):
         groups.setdefault(request.category, []).append(i)

@@ -130,7 +130,7 @@ class Grid:
         return [block for block in (*decoding, alone, mixed) if block]
 
     def between(self) -> list[Cell]:
-        """Held-out cells at the middle context: between batches, and between widths."""
+        """Return held-out cells at the middle context: between batches, and between widths."""
         batches = [
             Cell("decode", (a + b) // 2, w, self.middle)
             for a, b in zip(self.batches, self.batches[1:], strict=False)
@@ -184,7 +184,7 @@ class Noise(DraftSource):
         self._rng = np.random.default_rng(seed)
 
     def open(self, request: Asked, output: Sequence[int]) -> Drafts:
-        """Endless drafts of random tokens."""
+        """Return endless drafts of random tokens."""
         return _NoiseDrafts(request, len(output), self._rng, self.vocabulary)
 
 
@@ -315,7 +315,7 @@ class Bench:
         return step, added_s, 0.0
 
     def _mixed(self, cell: Cell) -> tuple[Step, float, float]:
-        """One prompt joins those that decode; before and after, they decode by themselves."""
+        """Let one prompt join those that decode; before and after, they decode by themselves."""
         self._policy.length = cell.width - 1
         for _ in range(UNTIMED):
             self._step()

@@ -48,7 +48,7 @@ class Drafts(ABC):
 
     @abstractmethod
     def draft(self, so_far: Sequence[Any]) -> Any:
-        """One token after the output so far and `so_far`; None if there is none."""
+        """Return one token after the output so far and `so_far`; None if there is none."""
 
     @abstractmethod
     def ids(self, draft: Sequence[Any]) -> list[int]:
@@ -56,7 +56,7 @@ class Drafts(ABC):
 
     @abstractmethod
     def advance(self, emitted: Sequence[int]) -> None:
-        """The engine emitted these tokens, the accepted drafts and its own."""
+        """Note that the engine emitted these tokens, the accepted drafts and its own."""
 
 
 class DraftSource(ABC):
@@ -71,10 +71,10 @@ class DraftSource(ABC):
 
     @abstractmethod
     def open(self, request: Asked, output: Sequence[int]) -> Drafts:
-        """Drafts for one request that has emitted `output` so far, a token or more."""
+        """Return drafts for one request that has emitted `output` so far, a token or more."""
 
     def close(self, request: Asked, output: Sequence[int]) -> None:
-        """The request has ended with this output."""
+        """Note that the request has ended with this output."""
         del request, output
 
 
@@ -101,7 +101,7 @@ class Forced(DraftSource):
         self.longest = trace.max_gamma
 
     def open(self, request: Asked, output: Sequence[int]) -> Drafts:
-        """Raises DraftsimError for a request that names no recorded sequence."""
+        """Return the drafts of a request; DraftsimError if it names no recorded sequence."""
         name = request.id.partition("/")[0]
         if not name.isdigit() or int(name) not in self.texts:
             raise DraftsimError(
@@ -112,7 +112,7 @@ class Forced(DraftSource):
         return _ForcedDrafts(self.trace, int(name), text, self.vocabulary, len(output))
 
     def write(self, folder: Path) -> Path:
-        """Files of itself for another process (`read`); the one to name."""
+        """Write files of itself for another process (`read`); return the one to name."""
         write_trace(self.trace, folder / "forced.parquet")
         path = folder / "forced.json"
         kept = {
@@ -175,11 +175,11 @@ class LookedUp(DraftSource):
         self._served: list[Served] = []
 
     def open(self, request: Asked, output: Sequence[int]) -> Drafts:
-        """Searches what was served so far."""
+        """Search what was served so far."""
         return _Found(request, output, self.source.lookup(self.eos, lambda: self._served))
 
     def close(self, request: Asked, output: Sequence[int]) -> None:
-        """Kept for lookups in earlier requests."""
+        """Keep the output for lookups in earlier requests."""
         self._served.append(Served([*request.prompt], [*output]))
 
 

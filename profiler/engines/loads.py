@@ -71,7 +71,9 @@ class Load:
         return self.tokens / self.asked
 
     def go_on(self, seconds: float = math.inf, share: float = math.inf) -> None:
-        """Until so much time has passed, or that share of its tokens is emitted, or to its end."""
+        """Run until this much time has passed, or that share of its tokens is emitted, or to its
+        end.
+        """
         if self.done:
             return
         engine = self._engine
@@ -168,7 +170,7 @@ class Turn(NamedTuple):
 
 
 def in_turn(loads: Sequence[str], arms: Sequence[str], repeats: int) -> Iterator[Turn]:
-    """Loads and arms in the order they run: arms rotate with the repeat.
+    """Yield loads and arms in the order they run: arms rotate with the repeat.
 
     Of more repeats, the first ones are those of fewer.
     """

@@ -31,7 +31,9 @@ PROPOSE = PARTS.index("propose")
 
 
 def quiet(samples: Samples) -> dict[Cell, list[Sample]]:
-    """The samples taken while the machine was as fast as usual; all of a cell where none was."""
+    """Return the samples taken while the machine was as fast as usual; all of a cell where none
+    was.
+    """
     usual = usual_control_s(samples)
     kept = {}
     for cell, own in samples.items():
@@ -59,12 +61,12 @@ def follows(samples: Samples) -> float:
 
 
 def usual_control_s(samples: Samples) -> float:
-    """The control load's lower quartile over the whole measurement."""
+    """Return the control load's lower quartile over the whole measurement."""
     return float(np.quantile([s.control_s for own in samples.values() for s in own], USUAL))
 
 
 def cells_of(kept: Samples, own_passes: bool = False) -> pd.DataFrame:
-    """Cells as in `traces.latency.schema.CELL_COLUMNS`, of the samples that are to count.
+    """Return cells as in `traces.latency.schema.CELL_COLUMNS`, of the samples that are to count.
 
     ``forward`` is the engine's pass with sampling, ``host_round`` the rest of an iteration
     without drafts, ``host_draft`` what a drafted token adds to the proposer's time.
@@ -174,7 +176,7 @@ def _row(
 
 
 def host_parts(kept: Samples) -> list[dict[str, float]]:
-    """Median seconds of every part of a decoding iteration, by batch and width."""
+    """Return median seconds of every part of a decoding iteration, by batch and width."""
     return [
         {
             "batch": c.batch, "width": c.width, "context": c.context,
@@ -186,7 +188,7 @@ def host_parts(kept: Samples) -> list[dict[str, float]]:
 
 
 def held_out_errors(samples: Samples, held_out: Samples) -> dict[Cell, float]:
-    """Relative error of reading each held-out cell between the others."""
+    """Return the relative error of reading each held-out cell between the others."""
     table = LatencyTable(cells_of(quiet(samples)))
     errors = {}
     for cell, own in quiet(held_out).items():
@@ -215,7 +217,7 @@ class _Measured:
         self._took_s: dict[int, float] = {}
 
     def _visited(self, name: str, cells: list[Cell]) -> dict[Cell, list[Sample]]:
-        """A block's samples: those kept under `name`, or measured now, and kept."""
+        """Return a block's samples: those kept under `name`, or measured now, and kept."""
         found = self._restored(name)
         if found is None:
             began = time.perf_counter()
@@ -302,7 +304,7 @@ class BetweenTable(_Measured):
             self.done += 1
 
     def table(self) -> LatencyTable:
-        """The table so far, of every sample; a whole sweep must be done.
+        """Return the table so far, of every sample; a whole sweep must be done.
 
         What disturbed some of them disturbed the work around them as often.
         """
@@ -340,7 +342,9 @@ class EngineTable(_Measured):
         return self.grid.sweeps * len(self.grid.blocks())
 
     def run(self, advance: Callable[[], None] = lambda: None) -> LatencyTable:
-        """The sweeps, the held-out cells and points between, then what was disturbed again."""
+        """Measure the sweeps, the held-out cells and points between, then what was disturbed
+        again.
+        """
         blocks, held_out = self.grid.blocks(), self.grid.between()
         for sweep in range(self.grid.sweeps):
             for i in self._rng.permutation(len(blocks)).tolist():
@@ -367,7 +371,7 @@ class EngineTable(_Measured):
     def _if_time(
         self, blocks: Mapping[str, list[Cell]], to_come: Sequence[list[Cell]] = ()
     ) -> None:
-        """`_block` of each, where all of them fit: a grid with gaps cannot be read between.
+        """Measure `_block` of each, where all of them fit: a grid with gaps cannot be read between.
 
         Time is spared for what is `to_come` in any case.
         """
@@ -388,7 +392,7 @@ class EngineTable(_Measured):
         return expected_s
 
     def _disturbed(self, block: list[Cell]) -> list[Cell]:
-        """Cells of the block with fewer than half of their samples from a quiet machine."""
+        """Return cells of the block with fewer than half of their samples from a quiet machine."""
         usual = usual_control_s(self.samples)
         return [
             cell

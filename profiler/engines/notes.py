@@ -148,7 +148,9 @@ class LogReader:
 
 
 def executed(steps: Sequence[Step], ran: Sequence[tuple[float, float]]) -> list[Step]:
-    """Steps with what the model's process took in them, its starts and seconds in order of time."""
+    """Return steps with what the model's process took in them, its starts and seconds in order of
+    time.
+    """
     starts, until = [start for start, _ in ran], [0.0, *accumulate(s for _, s in ran)]
     known = []
     for step in steps:

@@ -76,7 +76,9 @@ def setup_from(environment: Mapping[str, str] | None = None, *, longest: int) ->
 
 
 def version(environment: Mapping[str, str] | None = None) -> tuple[int, int] | None:
-    """Another value for every state of the file that `VARIABLE` names; None if it names none."""
+    """Return another value for every state of the file that `VARIABLE` names; None if it names
+    none.
+    """
     text = (os.environ if environment is None else environment).get(VARIABLE, "")
     if not text or text.lstrip().startswith("{"):
         return None
@@ -94,7 +96,7 @@ def asks_for_engine(environment: Mapping[str, str] | None = None) -> bool:
 
 
 def _given(environment: Mapping[str, str] | None) -> tuple[str, str]:
-    """Policy and source as `VARIABLE` has them."""
+    """Return policy and source as `VARIABLE` has them."""
     text = (os.environ if environment is None else environment).get(VARIABLE)
     if not text:
         raise DraftsimError(
@@ -252,7 +254,7 @@ class Session:
         self, names: Sequence[str], sampled: Sequence[Sequence[int]],
         verified: Mapping[str, Sequence[int]], requests: Mapping[str, Any],
     ) -> list[list[int]]:  # fmt: skip
-        """Drafts of each row of the batch for the next iteration.
+        """Return drafts of each row of the batch for the next iteration.
 
         ``sampled``: the tokens that each row emitted in this one, none where its prompt is not
         finished; ``verified``: the drafts it looked at, by name; ``requests``: the engine's

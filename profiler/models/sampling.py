@@ -119,7 +119,7 @@ class Signals(NamedTuple):
     entropy: Tensor
 
     def stack(self) -> Tensor:
-        """Stack the signals, (rows, 4)."""
+        """Return stack the signals, (rows, 4)."""
         return torch.stack(tuple(self), dim=-1)
 
 
@@ -177,7 +177,7 @@ class Drafted(NamedTuple):
     """Its own at T = 1 without top-p."""
 
     def stack(self) -> Tensor:
-        """Stack the signals, (rows, 7)."""
+        """Return stack the signals, (rows, 7)."""
         return torch.stack(tuple(self), dim=-1)
 
 

@@ -22,7 +22,7 @@ SECONDS = 490.0
 
 
 def parser() -> argparse.ArgumentParser:
-    """The command line."""
+    """Return the command line."""
     line = argparse.ArgumentParser(prog="python -m profiler.suite", description="Calibrate a GPU.")
     line.add_argument("stage", choices=STAGES)
     line.add_argument("--device", default="cuda", help="cuda, cuda:1 or cpu")
@@ -122,7 +122,9 @@ def _stage(place: Workplace, options: argparse.Namespace) -> Account:
 
 @contextmanager
 def _told_to_end() -> Iterator[None]:
-    """Inside the block SIGTERM, as `timeout` sends it, is an error that can be cleaned up after."""
+    """Make SIGTERM, as `timeout` sends it, an error inside the block that can be cleaned up
+    after.
+    """
     from profiler.suite.environment import StoppedError
 
     def end(number: int, frame: object) -> None:

@@ -128,7 +128,9 @@ def diagnose(observed: Positions, expected: Positions) -> Diagnosis:
 
 
 def by_context(observed: Positions) -> list[ContextPart]:
-    """Tokens per round by context, in parts with as many rounds each; empty without rounds."""
+    """Return tokens per round by context, in parts with as many rounds each; empty without
+    rounds.
+    """
     if observed.log is None or len(observed.log) < CONTEXTS * 20:
         return []
     rounds, context = observed.log.rounds, observed.log.context
@@ -152,7 +154,9 @@ def _fall(parts: list[ContextPart]) -> float:
 
 
 def _errors(observed: Positions, expected: Positions, count: int) -> Floats:
-    """Standard errors of differences of log-odds, (count,); NaN where too few rounds got there."""
+    """Return standard errors of differences of log-odds, (count,); NaN where too few rounds got
+    there.
+    """
     variance = np.full(count, BETWEEN**2)
     for side in (observed, expected):
         if not side.counted:
@@ -214,6 +218,6 @@ def _by_length(observed: float, low: float, high: float) -> tuple[str, int | Non
 
 
 def _logit(rates: Floats) -> Floats:
-    """Log-odds, of rates kept a thousandth away from 0 and 1."""
+    """Return log-odds, of rates kept a thousandth away from 0 and 1."""
     kept = np.clip(rates, 1e-3, 1 - 1e-3)
     return np.asarray(np.log(kept / (1 - kept)))

@@ -8,7 +8,7 @@ from traces.errors import DraftsimError
 
 
 def require(name: str, value: float, low: float, high: float = math.inf) -> float:
-    """`value` itself if it lies in [low, high]; else a `DraftsimError` that says so."""
+    """Return `value` itself if it lies in [low, high]; else a `DraftsimError` that says so."""
     if not low <= value <= high:
         bound = f"between {low:g} and {high:g}" if math.isfinite(high) else f"at least {low:g}"
         raise DraftsimError(f"{name} is {value}, expected {bound}")
@@ -16,7 +16,9 @@ def require(name: str, value: float, low: float, high: float = math.inf) -> floa
 
 
 def geometric_sum(alpha: float, terms: float) -> float:
-    """(1 - alpha**terms) / (1 - alpha), accurate up to and at alpha = 1; terms may be real."""
+    """Return (1 - alpha**terms) / (1 - alpha), accurate up to and at alpha = 1; terms may be
+    real.
+    """
     require("alpha", alpha, 0, 1)
     require("terms", terms, 0)
     if terms == 1:

@@ -54,7 +54,7 @@ def distributed_latency(
 
 
 def servers(lookahead: int, draft: float, target: float = 1.0) -> int:
-    """Target servers that keep every verification off the critical path."""
+    """Return the number of target servers that keep every verification off the critical path."""
     require("lookahead", lookahead, 0)
     if draft <= 0:
         require("draft", draft, 1e-12)

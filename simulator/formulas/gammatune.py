@@ -11,14 +11,16 @@ from simulator.formulas.bounds import require
 
 
 def cost_ratio(target_s: float, draft_s: float) -> float:
-    """GammaTune's c, T_target / T_draft: how many draft steps one target step lasts."""
+    """Return GammaTune's c, T_target / T_draft: how many draft steps one target step lasts."""
     if draft_s <= 0:
         require("draft_s", draft_s, 1e-12)
     return require("target_s", target_s, 0) / draft_s
 
 
 def steps(tokens: int, proportion: float, gamma: float) -> float:
-    """Rounds needed for `tokens`: each emits proportion * gamma accepted drafts and one more."""
+    """Return the rounds needed for `tokens`: each emits proportion * gamma accepted drafts and one
+    more.
+    """
     require("proportion", proportion, 0, 1)
     return tokens / (proportion * require("gamma", gamma, 0) + 1)
 
@@ -29,7 +31,7 @@ def cost(tokens: int, proportion: float, gamma: float, c_gt: float, draft_s: flo
 
 
 def speedup(proportion: float, gamma: float, c_gt: float) -> float:
-    """Plain decoding over speculation (eq. 6): c (1 + alpha gamma) / (c + gamma).
+    """Return plain decoding's time over speculation's (eq. 6): c (1 + alpha gamma) / (c + gamma).
 
     With `leviathan.acceptance_proportion` it equals Leviathan's Theorem 3.8.  Held
     constant, the proportion makes it monotone in gamma: an optimum exists only because
@@ -41,6 +43,6 @@ def speedup(proportion: float, gamma: float, c_gt: float) -> float:
 
 
 def break_even_proportion(c_gt: float) -> float:
-    """Accepted share above which any gamma pays: 1 / c."""
+    """Return the accepted share above which any gamma gives a speedup: 1 / c."""
     require("c_gt", c_gt, 1)
     return 1 / c_gt

@@ -25,7 +25,7 @@ def block_efficiency(survival: npt.ArrayLike) -> float:
 
 
 def empirical_survival(run_lengths: npt.ArrayLike, gamma: int) -> Floats:
-    """Pr(run >= k) for k = 1 ... gamma over the given run lengths, shape (gamma,)."""
+    """Return Pr(run >= k) for k = 1 ... gamma over the given run lengths, shape (gamma,)."""
     require("gamma", gamma, 0)
     runs = np.asarray(run_lengths)
     if not runs.size:
@@ -44,5 +44,5 @@ def speedup(tokens: float, gamma: float, target_s: float, draft_s: float, verify
 
 
 def break_even_verify(tokens: float, gamma: float, c: float) -> float:
-    """T_verify / T_target below which speculating pays: tokens - gamma c."""
+    """Return T_verify / T_target below which speculation gives a speedup: tokens - gamma c."""
     return require("tokens", tokens, 0) - gamma * c

@@ -9,7 +9,7 @@ def time_ratio(
     tokens: float, gamma: float, target_s: float, draft_s: float, verify_s: float,
     selection_s: float = 0.0,
 ) -> float:  # fmt: skip
-    """T_SD / T_T per token (eq. 4).
+    """Return T_SD / T_T per token (eq. 4).
 
     ``tokens`` is Omega(gamma, alpha), the tokens per round; the times, in seconds, are
     those of one batch at its context: a target step, a draft step (over a sparse cache),

@@ -27,5 +27,5 @@ def step_s(gamma: int, draft_s: float, target_s: float) -> float:
 
 
 def speedup(alpha: float, gamma: int, draft_s: float, target_s: float) -> float:
-    """Over plain decoding; at least 1 where gamma T_draft <= T_target."""
+    """Return the speedup over plain decoding; at least 1 where gamma T_draft <= T_target."""
     return tokens_per_step(alpha, gamma) * target_s / step_s(gamma, draft_s, target_s)

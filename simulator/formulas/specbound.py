@@ -58,7 +58,7 @@ def break_even_alpha(gamma: float, depth: float, reading: Reading = "physical") 
 def speedup_from_compression(
     compression: npt.ArrayLike, gamma: npt.ArrayLike, depth: float
 ) -> npt.NDArray[np.float64]:
-    """Eq. 5 with a measured compression rate (tokens per round) in place of eq. 4."""
+    """Evaluate eq. 5 with a measured compression rate (tokens per round) in place of eq. 4."""
     require("depth", depth, 0, 1)
     return np.asarray(
         np.asarray(compression, dtype=float) / (1 + (np.asarray(gamma, dtype=float) - 1) * depth)

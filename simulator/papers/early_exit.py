@@ -66,7 +66,7 @@ A threshold of 0 has no meaning and is not among them.
 
 
 def choices(ours: Ours) -> dict[str, tuple[float, ...]]:
-    """`CHOICES` as far as the recording has them."""
+    """Return `CHOICES` as far as the recording has them."""
     if EarlyExit.name not in ours.recordings:
         return CHOICES
     return {**CHOICES, "omega": tuple(EarlyExit().recording(ours.recordings).omegas)}
@@ -109,7 +109,8 @@ class Replays:
 
 
 def search(replays: Replays) -> Setting:
-    """The setting from which no parameter can be changed alone for more speed on these requests.
+    """Return the setting from which no parameter can be changed alone for more speed on these
+    requests.
 
     From `START` to better neighbours along one parameter after another, then over all values
     of each.  Raises what `traces.sources.replay.replay_source` raises.
@@ -157,7 +158,7 @@ TABLE_2 = {
 
 
 def early_exit_rows(ours: Ours) -> list[Row]:
-    """Tables 1, 3 and 5 and Figures 3 and 4; empty without a recording of early exits.
+    """Return Tables 1, 3 and 5 and Figures 3 and 4; empty without a recording of early exits.
 
     As in the paper, what is not varied is at its optimum: `search` finds it on half of the
     prompts, and the rows are of the other half.
@@ -187,8 +188,9 @@ def optimum_rows(best: Setting, replays: Replays, said: str) -> list[Row]:
 
 
 def ablations(best: Setting, ours: Ours) -> dict[str, Setting]:
-    """Figure 4's variants of a setting, each without one of SpecBound's parts; and one without
-    the threshold that all of them serve."""
+    """Return Figure 4's variants of a setting, each without one of SpecBound's parts; and one
+    without the threshold that all of them serve.
+    """
     widest = int(max(choices(ours)["width"]))
     return {
         "without annealing": best._replace(omega=0.0),
@@ -199,7 +201,7 @@ def ablations(best: Setting, ours: Ours) -> dict[str, Setting]:
 
 
 def ablation_rows(best: Setting, replays: Replays, said: str) -> list[Row]:
-    """Figure 4 from the optimum: what each part is worth there.
+    """Return Figure 4 from the optimum: what each part is worth there.
 
     A part that the optimum does without is marked: its ablation is the full method again.
     """
@@ -218,7 +220,7 @@ def ablation_rows(best: Setting, replays: Replays, said: str) -> list[Row]:
 
 
 def sweep_rows(best: Setting, replays: Replays) -> list[Row]:
-    """Figure 3: tokens per round and speedup over each parameter in turn, from the optimum.
+    """Return Figure 3: tokens per round and speedup over each parameter in turn, from the optimum.
 
     The paper gives the figure's points as a drawing, so there is nothing published to hold
     them against but their shape.
@@ -263,7 +265,7 @@ def sampling_rows(ours: Ours) -> list[Row]:
 
 
 def _sampled(ours: Ours, sampling: Sampling) -> tuple[float | None, str]:
-    """SpecBound's speedup along outputs sampled so, and what to say of it."""
+    """Return SpecBound's speedup along outputs sampled so, and what to say of it."""
     held: Mapping[Sampling, Ours | Sampled] = {
         **{s.trace.sampling: s for s in reversed(ours.sampled)}, ours.trace.sampling: ours
     }  # fmt: skip
@@ -283,7 +285,7 @@ def _sampled(ours: Ours, sampling: Sampling) -> tuple[float | None, str]:
 
 
 def distribution_rows(log: RoundLog, ours: Ours, note: str) -> list[Row]:
-    """SpecBound, Table 5: prompts by speedup, in five equal ranges from fastest to slowest.
+    """Return SpecBound's Table 5: prompts by speedup, in five equal ranges from fastest to slowest.
 
     The paper's own bounds are not known; shares compare in shape alone.
     """

@@ -48,7 +48,9 @@ class Router(ABC):
 
     @abstractmethod
     def choose(self, index: int, replicas: Sequence[Loaded], rng: np.random.Generator) -> int:
-        """The replica (place in `replicas`) for the request that arrives as number `index`."""
+        """Return the replica (place in `replicas`) for the request that arrives as number
+        `index`.
+        """
 
 
 @dataclass(frozen=True)

@@ -31,7 +31,9 @@ Progress = Callable[[int, int, str], None]
 
 
 def over_batches(base: Scenario, batches: Sequence[int]) -> list[Scenario]:
-    """`base` at each batch size, with as many requests kept in every engine (closed loop)."""
+    """Return `base` at each batch size, with as many requests kept in every engine (closed
+    loop).
+    """
     think = base.arrivals.think_s
     return [
         replace(
@@ -43,7 +45,7 @@ def over_batches(base: Scenario, batches: Sequence[int]) -> list[Scenario]:
 
 
 def over_rates(base: Scenario, rates: Sequence[float]) -> list[Scenario]:
-    """`base` at each offered load, in requests per second.
+    """Return `base` at each offered load, in requests per second.
 
     A file's times are scaled to that mean rate; other arrivals change their own.
 

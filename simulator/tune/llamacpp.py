@@ -31,7 +31,9 @@ class LlamaCppSetting(NamedTuple):
         return LlamaCppDraft(self.tokens, self.fewest, self.p_min)
 
     def document(self) -> dict[str, Any]:
-        """The options by name, without their dashes, as the server's preset files hold them."""
+        """Return the options by name, without their dashes, as the server's preset files hold
+        them.
+        """
         return dict(zip(LLAMACPP_KEYS, self, strict=True))
 
     def __str__(self) -> str:
@@ -48,7 +50,9 @@ FEWEST = (0, 2)
 
 
 def llamacpp_options(signals: bool) -> list[LlamaCppSetting]:
-    """Settings searched; thresholds only where the trace holds what they are held against."""
+    """Return settings searched; thresholds only where the trace holds what they are held
+    against.
+    """
     found = [LlamaCppSetting(n) for n in LENGTHS]
     if signals:
         found += [LlamaCppSetting(n, m, p) for n in CAPS for m in FEWEST for p in THRESHOLDS]
@@ -64,7 +68,7 @@ def tune_llamacpp(
     seed: int = 0,
     settings: Sequence[LlamaCppSetting] | None = None,
 ) -> Tuned:
-    """``--spec-draft-n-max``, ``--spec-draft-n-min`` and ``--spec-draft-p-min``.
+    """Tune ``--spec-draft-n-max``, ``--spec-draft-n-min`` and ``--spec-draft-p-min``.
 
     Every setting is replayed as the server drafts for one slot, and of those that the best does
     not beat beyond the interval the one is taken that drafts least.  The server's draft model also

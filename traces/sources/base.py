@@ -75,12 +75,12 @@ class Source:
         return recordings[self.recorded(recordings)]
 
     def label(self, recordings: Recordings) -> str:
-        """Its name in tables, which tells it from the others of these recordings."""
+        """Return its name in tables, which tells it from the others of these recordings."""
         del recordings
         return self.name
 
     def drafter(self, recordings: Recordings) -> Drafter | None:
-        """The model it drafts with; None where it has none but the target."""
+        """Return the model it drafts with; None where it has none but the target."""
         del recordings
         return None
 
@@ -185,11 +185,13 @@ class SourceReplay(ABC):
 
     @abstractmethod
     def run_length(self) -> int:
-        """Proposals that would be accepted if drafting went on as long as they are right."""
+        """Return the number of proposals that would be accepted if drafting went on as long as they
+        are right.
+        """
 
     @abstractmethod
     def draft(self, so_far: Sequence[Any]) -> RecordedToken | None:
-        """The proposal after the output so far and `so_far`; None where there is none."""
+        """Return the proposal after the output so far and `so_far`; None where there is none."""
 
     def charge(self, submitted: int) -> int:
         """Count the verification's calls; return the positions it gives true tokens for.
@@ -217,12 +219,12 @@ class SourceReplay(ABC):
 
 
 def eos_of(trace: Trace) -> frozenset[int]:
-    """Ids that end a sequence."""
+    """Return ids that end a sequence."""
     return frozenset(trace.meta.get("eos_token_ids") or ())
 
 
 def true_tokens(trace: Trace, *, sampled: bool = False) -> list[int]:
-    """The target's output tokens of all requests, in on-path order.
+    """Return the target's output tokens of all requests, in on-path order.
 
     Raises DraftsimError if there are none, or unless ``sampled`` if they were sampled.
     """
@@ -258,7 +260,7 @@ _outputs: WeakKeyDictionary[Trace, list[int]] = WeakKeyDictionary()
 
 
 def prompt_tokens(trace: Trace, request: int) -> list[int]:
-    """Prompt ids of a request; DraftsimError if they were not recorded."""
+    """Return prompt ids of a request; DraftsimError if they were not recorded."""
     ids = trace.requests[request].prompt_ids
     if ids is None:
         raise DraftsimError(

@@ -233,7 +233,7 @@ def said_of(name: str, exact: bool) -> str | None:
 
 
 def build(chosen: Method, trace: Trace, **resources: object) -> tuple[DraftPolicy, VerifyRule]:
-    """Policy and rule of a method for the pair of `trace`.
+    """Return policy and rule of a method for the pair of `trace`.
 
     ``resources`` go to the rule where it has such a parameter, like ``memory``.
     """
@@ -243,7 +243,8 @@ def build(chosen: Method, trace: Trace, **resources: object) -> tuple[DraftPolic
 
 
 def resolved(chosen: Method, trace: Trace) -> Method:
-    """The method with the mean threshold of CM-ASD in its rule's text, where that asks for it.
+    """Return the method with the mean threshold of CM-ASD in its rule's text, where that asks for
+    it.
 
     Raises SignalError where the trace cannot tell what CM-ASD would judge.
     """
@@ -254,7 +255,8 @@ def resolved(chosen: Method, trace: Trace) -> Method:
 
 
 def mean_tau(trace: Trace, policy: DraftPolicy) -> float:
-    """Mean tau_t, in nats, of the tokens that CM-ASD's verification judges under `policy`.
+    """Return the mean tau_t, in nats, of the tokens that CM-ASD's verification judges under
+    `policy`.
 
     Not of those that are refused by their rank.
     """

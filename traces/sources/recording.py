@@ -184,7 +184,7 @@ def read_columns(
     log_prob: npt.NDArray[Any] | None = None,
     raw_log_prob: npt.NDArray[Any] | None = None,
 ) -> Floats:
-    """(..., 6): prob, entropy, logit_margin, prob_margin, top_prob, raw_prob of every draft.
+    """Return (..., 6): prob, entropy, logit_margin, prob_margin, top_prob, raw_prob of every draft.
 
     ``signals`` are those of `LOGITS`.  Without `log_prob` every draft is the likeliest token;
     without `raw_log_prob` it has the probability that it was drawn with.  Differences are taken in

@@ -106,7 +106,7 @@ SYSTEMS: Mapping[str, System] = {
 
 
 def parse_source(text: str) -> Source:
-    """The source that `text` (``name`` or ``name:key=value,...``) describes.
+    """Return the source that `text` (``name`` or ``name:key=value,...``) describes.
 
     Raises
     ------
@@ -125,7 +125,7 @@ def parse_source(text: str) -> Source:
 
 
 def describe_source(source: Source) -> str:
-    """The text form of `source`: its name and the parameters that differ from the defaults.
+    """Return the text form of `source`: its name and the parameters that differ from the defaults.
 
     >>> describe_source(PLD(num_tokens=5))
     'pld:num_tokens=5'

@@ -85,7 +85,8 @@ def _at_once(
     trace: Trace, source: Source, decoder_of: Callable[[int], SourceReplay], policy: DraftPolicy,
     plan: VectorisedPlan | None, recordings: Recordings, first: int, chosen: Sequence[int],
 ) -> Walked | None:  # fmt: skip
-    """The rounds of the requests `chosen` as the loop would make them with decoders of `source`.
+    """Return the rounds of the requests `chosen` as the loop would make them with decoders of
+    `source`.
 
     None if the policy has to be asked before every token, where a decoder is of a class of
     the caller's own, and where a draft leaves what was recorded: there the loop says what is

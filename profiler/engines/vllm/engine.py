@@ -101,7 +101,7 @@ class Engine:
         return bool(self._core.scheduler.has_unfinished_requests())
 
     def step(self) -> Step | None:
-        """One iteration; None if nothing was to be run."""
+        """Run one iteration; None if nothing was to be run."""
         self._watch.begin()
         start_s = time.perf_counter()
         outputs = self._engine.step()
@@ -111,7 +111,7 @@ class Engine:
         return self._watch.taken(start_s, seconds, emitted, finished)
 
     def _idle_steps(self) -> None:
-        """Steps that let the engine drop what has ended."""
+        """Run steps that let the engine drop what has ended."""
         while self.busy:
             self._engine.step()
 
@@ -228,7 +228,7 @@ def lent_blocks(core: Any, blocks: Sequence[int]) -> Iterator[list[Any]]:
 
 
 def _like(core: Any) -> Any:
-    """Another scheduler with all that `core` gave its own."""
+    """Return another scheduler with all that `core` gave its own."""
     from vllm.v1.core.kv_cache_utils import resolve_kv_cache_block_sizes
 
     own = core.scheduler

@@ -53,7 +53,7 @@ class Proposer(_Named):
         token_ids_cpu: Any,
         slot_mappings: Any = None,
     ) -> list[list[int]]:
-        """Drafts of each row of the engine's batch; none where a prompt is not finished."""
+        """Return drafts of each row of the engine's batch; none where a prompt is not finished."""
         del num_tokens_no_spec, slot_mappings
         caller = sys._getframe(1).f_locals
         runner, names, verified = _engine_state(caller, token_ids_cpu)
@@ -120,7 +120,9 @@ class OwnDrafter(_Named):
 
 
 def check_speculative(config: Any, asynchronous: bool) -> None:
-    """DraftsimError unless vLLM's ``speculative_config`` lets a policy say how far to draft."""
+    """Raise DraftsimError unless vLLM's ``speculative_config`` lets a policy say how far to
+    draft.
+    """
     if not (config.use_eagle() or config.uses_draft_model()):
         raise DraftsimError(
             f"vLLM drafts by {config.method!r}: a policy cuts drafts of a draft model or an EAGLE "
@@ -139,7 +141,7 @@ def check_speculative(config: Any, asynchronous: bool) -> None:
 
 
 def register() -> None:
-    """vLLM's plugin: puts on runners and engines what the environment asks for.
+    """Register vLLM's plugin: put on runners and engines what the environment asks for.
 
     An `OwnDrafter` where `profiler.engines.session.VARIABLE` names the engine as the source of
     drafts, a recorder where `profiler.engines.notes.VARIABLE` names a folder.

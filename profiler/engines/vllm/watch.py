@@ -47,7 +47,7 @@ class Watch:
             self._timed(runner, "propose_draft_token_ids", "propose")
 
     def follow(self, scheduler: Any) -> None:
-        """The iterations to come are planned by this scheduler."""
+        """Plan the iterations to come by this scheduler."""
         self._scheduler = scheduler
         if not any(scheduler is known for known in self._followed):
             self._followed.append(scheduler)
@@ -55,7 +55,7 @@ class Watch:
             self._timed(scheduler, "update_from_output", "update", before=self._output)
 
     def begin(self) -> None:
-        """An iteration begins."""
+        """Begin an iteration."""
         self._watch = dict.fromkeys(PARTS, 0.0)
         self._plan, self._sampled = None, {}
 
@@ -135,11 +135,11 @@ class Recorder:
         self._watch: Watch | None = None
 
     def queued(self, name: str) -> None:
-        """A request has reached the engine's process."""
+        """Note that a request has reached the engine's process."""
         self._put(queued=caller_name(name), at=time.perf_counter())
 
     def step(self, core: Any, own: Any) -> Any:
-        """One iteration of the engine, which `own` runs."""
+        """Run one iteration of the engine, which `own` runs."""
         watch = self._watch or self._begin(core)
         watch.begin()
         start_s = time.perf_counter()

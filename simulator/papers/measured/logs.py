@@ -114,7 +114,7 @@ def _speedups(
     study: str, given: str, asked: Turns, spec_s: Floats, plain_s: Floats, plain: Turns,
     categories: bool,
 ) -> Iterator[Evidence]:  # fmt: skip
-    """Speed over plain decoding's, of all turns and by category: tokens/s over tokens/s."""
+    """Yield speed over plain decoding's, of all turns and by category: tokens/s over tokens/s."""
     names = ["all", *sorted(set(asked.category.tolist()))] if categories else ["all"]
     for name in names:
         mine = np.full(len(asked.tokens), True) if name == "all" else asked.category == name
@@ -129,7 +129,9 @@ def _speedups(
 
 
 def _design(steps: Floats, tokens: Floats) -> Floats:
-    """A turn's own time, its steps, and its steps over the context that grows with the output."""
+    """Return a turn's own time, its steps, and its steps over the context that grows with the
+    output.
+    """
     return np.stack([np.ones_like(steps), steps, steps * tokens / 2], axis=1)
 
 
@@ -144,7 +146,7 @@ def _seconds(fitted: Floats, steps: Floats, tokens: Floats) -> Floats:
 
 
 def _eagle(rows: Sequence[dict[str, object]], *, plain: bool = False) -> Turns:
-    """EAGLE's log: ``idxs`` counts rounds, or in plain decoding tokens."""
+    """Return EAGLE's log: ``idxs`` counts rounds, or in plain decoding tokens."""
     found: list[tuple[object, ...]] = []
     for row in rows:
         choice = _choice(row)

@@ -54,7 +54,7 @@ def operator_rows(named: str = "") -> list[Evidence]:
 
 @cache
 def composer_of(device: str) -> Composer:
-    """Passes on one GPU."""
+    """Return the composer of passes on one GPU."""
     return Composer(bundled_operators(device), device)
 
 
@@ -82,7 +82,9 @@ def step_rows() -> Iterator[Evidence]:
 
 
 def product_rows() -> Iterator[Evidence]:
-    """A layer's matrix products of each of Vidur's models, from the other models of its GPU."""
+    """Yield a layer's matrix products of each of Vidur's models, from the other models of its
+    GPU.
+    """
     tokens = np.array([float(2**i) for i in range(12)])
     for device in ("a100-80gb", "h100"):
         rows = bundled_operators(device).of(source="microsoft/vidur")
@@ -163,7 +165,7 @@ def expert_rows() -> Iterator[Evidence]:
 
 
 def decode_rows() -> Iterator[Evidence]:
-    """Published times a token in 16 bits, on every GPU whose operators were timed."""
+    """Yield published times a token in 16 bits, on every GPU whose operators were timed."""
     for study in STUDIES:
         runs = [
             run for run in study.runs
@@ -185,7 +187,7 @@ def decode_rows() -> Iterator[Evidence]:
 
 
 def specbound_rows() -> Iterator[Evidence]:
-    """SpecBound's plain decoding of Vicuna-7B on an H800, in eager transformers."""
+    """Yield SpecBound's plain decoding of Vicuna-7B on an H800, in eager transformers."""
     step_s = composer_of("h800").pass_s(Placed(find_architecture("vicuna-7b")), 1, 1, CONTEXT)
     published = SPECBOUND_3.number("Per-token latency (ms)", "AR_base")
     what = "ms, vicuna-7b, h800, 1 tokens"
@@ -193,7 +195,7 @@ def specbound_rows() -> Iterator[Evidence]:
 
 
 def eagle_rows(folder: Path) -> Iterator[Evidence]:
-    """EAGLE's 70B, whose layers lie on four A100s of 40 GB, in turn, in eager transformers.
+    """Yield EAGLE's 70B, whose layers lie on four A100s of 40 GB, in turn, in eager transformers.
 
     A round is a verification of `EAGLE_TREE` tokens and `EAGLE_DEPTH` passes of the draft, which
     is one layer of the target, its head, and a matrix of twice its width to its width.
@@ -239,7 +241,9 @@ def _decoded(
 
 
 def concurrency_rows() -> Iterator[Evidence]:
-    """A server's time between tokens at several concurrencies: a step, and the prompts in it."""
+    """Yield a server's time between tokens at several concurrencies: a step, and the prompts in
+    it.
+    """
     study = A100_CONCURRENCY
     latency = find_latency("a100/llama-3-8b")
     context = study.prompt + study.output / 2

@@ -57,7 +57,7 @@ class Work(NamedTuple):
 
 
 def drafting_always(work: Work, batch: int, passes: int) -> Work:
-    """`work` where every sequence of the batch runs at least `passes` draft passes.
+    """Return `work` where every sequence of the batch runs at least `passes` draft passes.
 
     A drafter called in every iteration has at most `MOST_BEHIND` tokens to catch up on.
     """
@@ -247,7 +247,9 @@ class DraftCost:
         return self.along(batch, 1.0, work.context / batch - 1.0)
 
     def of_work(self, work: Work, batch: int) -> float:
-        """Seconds of the draft passes of an iteration over `batch` sequences, at their means."""
+        """Return seconds of the draft passes of an iteration over `batch` sequences, at their
+        means.
+        """
         if not work.longest or self.idle(work):
             return self._idle_s(work, batch)
         read, read_first = self.running()
@@ -285,7 +287,8 @@ class DraftCost:
         return settled
 
     def _first_sizes(self, work: Work, batch: int) -> tuple[float, float]:
-        """Tokens a sequence of a draft's first pass, and those cached before; both at their means.
+        """Return tokens a sequence of a draft's first pass, and those cached before; both at their
+        means.
 
         A drafter that runs along goes over all that the iteration verifies, of every sequence.
         """

@@ -260,7 +260,9 @@ def _digest(text: bytes) -> bytes:
 
 
 def flat(rows: Sequence[Mapping[str, Any]]) -> pd.DataFrame:
-    """The rows with what they hold in tables of their own as columns, ``ttft_s_mean`` and so on."""
+    """Return the rows with what they hold in tables of their own as columns, ``ttft_s_mean`` and so
+    on.
+    """
     parts = [{**plain(row), "unpriced": ", ".join(row.get("unpriced", ()))} for row in rows]
     return pd.json_normalize(parts, sep="_")
 
@@ -298,7 +300,7 @@ def restored(row: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def plain(value: Any) -> Any:
-    """`value` as JSON knows it: numpy numbers unwrapped, NaN and infinities as null."""
+    """Return `value` as JSON knows it: numpy numbers unwrapped, NaN and infinities as null."""
     if isinstance(value, Mapping):
         return {str(k): plain(v) for k, v in value.items()}
     if isinstance(value, list | tuple):

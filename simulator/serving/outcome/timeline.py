@@ -87,24 +87,26 @@ class Timeline:
     def device(
         self, track: int, name: str, start_s: float, seconds: float, label: str, **args: Any
     ) -> None:
-        """A device was busy with `label`."""
+        """Note that a device was busy with `label`."""
         self._slice(DEVICES, track, name, start_s, seconds, label, args)
 
     def request(self, index: int, start_s: float, seconds: float, label: str, **args: Any) -> None:
-        """A request was waiting, prefilled or decoded."""
+        """Note that a request was waiting, prefilled or decoded."""
         self._slice(REQUESTS, index, f"request {index}", start_s, seconds, label, args)
 
     def round(
         self, index: int, start_s: float, seconds: float, outcome: Round, wasted: int
     ) -> None:
-        """A request drafted and verified, or decoded plainly; `wasted` drafts are now lost."""
+        """Note that a request drafted and verified, or decoded plainly; `wasted` drafts are now
+        lost.
+        """
         self.request(
             index, start_s, seconds, verdict(outcome), drafted=outcome.drafted,
             accepted=outcome.accepted, emitted=outcome.emitted, wasted=wasted,
         )  # fmt: skip
 
     def tokens(self, start_s: float, seconds: float, accepted: int, wasted: int) -> None:
-        """Counters of an iteration's accepted and wasted drafts; 0 while nothing runs."""
+        """Note counters of an iteration's accepted and wasted drafts; 0 while nothing runs."""
         start_us = round(start_s * 1e6)
         if start_us > self._counted_us:
             self._count(self._counted_us, 0, 0)

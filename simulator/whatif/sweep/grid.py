@@ -156,7 +156,7 @@ def _number(text: str, form: str) -> float:
 
 
 def with_gammas(texts: Sequence[str], gammas: Sequence[int]) -> list[str]:
-    """`texts`, those of policies with a parameter gamma they do not set once per gamma.
+    """Return `texts`, those of policies with a parameter gamma they do not set once per gamma.
 
     Raises
     ------

@@ -79,7 +79,7 @@ class ExitTape:
         """True for each position on the path at which the exit's token is the target's."""
 
     def step(self, node: int) -> ExitStep:
-        """The step at a node."""
+        """Return the step at a node."""
         if (step := self._steps[node]) is None:
             step = self._steps[node] = self._make(node)
         return step
@@ -129,7 +129,7 @@ class EarlyExitReplay(SourceReplay):
         self._on_path = True
 
     def run_length(self) -> int:
-        """Positions from here whose exit is right."""
+        """Return the number of positions from here whose exit is right."""
         at, end = self._path + self.position, self._path + self.length
         wrong = np.flatnonzero(~self.tape.right[at:end])
         return int(wrong[0]) if len(wrong) else end - at
@@ -168,7 +168,7 @@ class EarlyExitReplay(SourceReplay):
         )
 
     def charge(self, submitted: int) -> int:
-        """The layers that the processed positions still lack."""
+        """Charge the layers that the processed positions still lack."""
         positions = verified(len(self._depths), submitted, self.tape.source.bonus)
         self.calls.add_all(self.tape.calls(self._depths, positions))
         self._depths.clear()
@@ -273,7 +273,7 @@ class EarlyExit(Source):
         self.layers, self.bonus = layers, bonus
 
     def held(self, recordings: Recordings) -> frozenset[str]:
-        """All signals, but for a draw's raw probability where it was not recorded."""
+        """Return all signals, but for a draw's raw probability where it was not recorded."""
         exits = recordings.get(self.key)
         lacks = exits is not None and not exits.sampling.plain and DRAWN[1] not in exits.arrays
         return self.signals - {"raw_prob"} if lacks else self.signals
@@ -326,7 +326,7 @@ class StandInExit(EarlyExit):
 
 
 def verified(processed: int, submitted: int, bonus: bool) -> int:
-    """Positions a verification covers, of those processed while drafting.
+    """Return the number of positions a verification covers, of those processed while drafting.
 
     A difficult token was processed beyond the last drafted one; so is the last drafted one
     where a bonus position is wanted; a round without a draft processes the last true token.
@@ -352,7 +352,8 @@ class Steps:
 
 
 def layer_calls(tape: ExitTape, steps: Steps, positions: Ints) -> list[Counted]:
-    """Layers and output heads of rounds that each verify `positions` (`LayerLedger` counts one).
+    """Return layers and output heads of rounds that each verify `positions` (`LayerLedger` counts
+    one).
 
     A layer runs where a token goes deeper, together with all positions of the round that have not
     passed it.  So each layer by itself tells its widths: positions since it last ran.  Layers
@@ -427,7 +428,7 @@ class ExitPlaces(Places):
         return (at < 0) | np.isin(self.tape.recording["argmax"][node, at], self._eos)
 
     def _tails(self, owner: Ints, ends: Bools, longest: int) -> tuple[list[Ints], list[Ints]]:
-        """Per token of the tails, the wrong exits on the path that have one, and its nodes.
+        """Return per token of the tails, the wrong exits on the path that have one, and its nodes.
 
         `ends` is set of those whose tail ends by itself, and not with what was recorded.
         """
@@ -459,14 +460,16 @@ class ExitPlaces(Places):
 
 
 def _next(which: Bools) -> Ints:
-    """For each position, the index of the first True at or after it.  The last must be True."""
+    """Return for each position the index of the first True at or after it.  The last must be
+    True.
+    """
     places = np.where(which, np.arange(len(which)), len(which))
     found: Ints = np.minimum.accumulate(places[::-1])[::-1]
     return found
 
 
 def _slices(begin: Ints, length: Ints) -> Ints:
-    """The indices of slices, one after another."""
+    """Return the indices of slices, one after another."""
     offset = np.arange(int(length.sum())) - np.repeat(np.cumsum(length) - length, length)
     return np.repeat(begin, length) + offset
 
@@ -487,14 +490,14 @@ class KangarooReplay(EarlyExitReplay):
         return step.token
 
     def charge(self, submitted: int) -> int:
-        """The layers that the processed positions still lack."""
+        """Charge the layers that the processed positions still lack."""
         entered = len(self._depths)
         positions = super().charge(submitted)
         self._pending += max(0, positions - entered)
         return positions
 
     def verify(self, draft: Sequence[Any]) -> int:
-        """As any source; what was refused leaves nothing for the adapter to take in."""
+        """Verify as any source does; what was refused leaves nothing for the adapter to take in."""
         accepted = super().verify(draft)
         if accepted < len(draft):
             self._pending = 0

@@ -52,12 +52,14 @@ class ExitSetting(NamedTuple):
 
 
 def temperature(omega: float, layer: int, layers: int) -> float:
-    """Confidence temperature 1 + omega (1 - l / L) (SpecBound, arXiv:2604.12247, eq. 1)."""
+    """Return the confidence temperature 1 + omega (1 - l / L) (SpecBound, arXiv:2604.12247, eq.
+    1).
+    """
     return 1.0 + omega * (1.0 - layer / layers)
 
 
 def depth_layers(depth: float, layers: int) -> int:
-    """The deepest layer a drafted token may reach: `depth` of `layers`, at least one."""
+    """Return the deepest layer a drafted token may reach: `depth` of `layers`, at least one."""
     return max(1, round(depth * layers))
 
 
@@ -213,7 +215,8 @@ class ExitRecording(SourceRecording):
     def choices(
         self, tau: float, omega: float, depth: float, layers: Sequence[int] | None
     ) -> npt.NDArray[np.int64]:
-        """Index of the exit each node takes, -1 where it reaches the bound; shape (nodes,).
+        """Return the index of the exit each node takes, -1 where it reaches the bound; shape
+        (nodes,).
 
         Raises
         ------
@@ -241,12 +244,12 @@ class ExitRecording(SourceRecording):
 def branch_keys(
     nodes: npt.NDArray[np.integer], tokens: npt.NDArray[np.integer]
 ) -> npt.NDArray[np.int64]:
-    """One number for each node and token fed."""
+    """Return one number for each node and token fed."""
     return (nodes.astype(np.int64) << 32) + tokens
 
 
 def usable_exits(recorded: Sequence[int], deepest: int, layers: Sequence[int] | None) -> list[int]:
-    """Indices into `recorded` of the exit layers up to `deepest`, of `layers` if given.
+    """Return indices into `recorded` of the exit layers up to `deepest`, of `layers` if given.
 
     Raises DraftsimError if a layer of `layers` has no exit head.
     """

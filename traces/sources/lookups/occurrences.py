@@ -40,7 +40,7 @@ def text_of(trace: Trace, before: Sequence[int] = (BETWEEN,)) -> Text:
 
 
 def strings(ids: Ints, length: int) -> Ints:
-    """A number for the string of `length` that ends at each index, equal for equal strings.
+    """Return a number for the string of `length` that ends at each index, equal for equal strings.
 
     BETWEEN where it would begin before its sequence.
     """
@@ -58,7 +58,7 @@ def strings(ids: Ints, length: int) -> Ints:
 
 
 def first_ends(text: Text, shortest: int, longest: int) -> Ints:
-    """Where the longest string that each place ends with, and that ended before, first did.
+    """Return where the longest string that each place ends with, and that ended before, first did.
 
     BETWEEN where none of these lengths did.
     """
@@ -75,7 +75,7 @@ def first_ends(text: Text, shortest: int, longest: int) -> Ints:
 
 
 def last_end(numbers: Ints, text: Text, since: Ints, until: Ints) -> Ints:
-    """Where the string that ends at each place last ended between `since` and `until`.
+    """Return where the string that ends at each place last ended between `since` and `until`.
 
     (places,) each; BETWEEN where it did not.
     """
@@ -86,7 +86,7 @@ def last_end(numbers: Ints, text: Text, since: Ints, until: Ints) -> Ints:
 
 
 def _ranked(numbers: Ints) -> Ints:
-    """Strings by number, then by place, between two that are none."""
+    """Return strings by number, then by place, between two that are none."""
     ends = np.flatnonzero(numbers >= 0)
     limits = np.iinfo(np.int64)
     ranked = np.sort(numbers[ends] * len(numbers) + ends)
@@ -101,7 +101,7 @@ def copied(ids: Ints, behind: Ints, last: Ints, most: int) -> Ints:
 
 
 def until_eos(tokens: Ints, eos: Collection[int], *, proposed: bool) -> Ints:
-    """`tokens` up to the first end of a sequence, which may be `proposed` itself or not."""
+    """Return `tokens` up to the first end of a sequence, which may be `proposed` itself or not."""
     over = np.logical_or.accumulate(np.isin(tokens, sorted(eos)), axis=1)
     if proposed:
         over = np.column_stack([np.zeros(len(over), bool), over[:, :-1]])
@@ -157,7 +157,8 @@ def _chains(
 def _matches(
     text: Ints, places: Ints, until: Ints, longest: int, shortest: int
 ) -> Iterator[tuple[Ints, Ints, Ints, Ints]]:
-    """Some places at a time, by number; and where the longest string that they end with ended.
+    """Yield some places at a time, by number; and where the longest string that they end with
+    ended.
 
     That is a range of the last of the four, from the second up to the third.
     """

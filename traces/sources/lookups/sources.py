@@ -91,7 +91,7 @@ class LookupReplay(SourceReplay):
         return self._proposed[1]
 
     def run_length(self) -> int:
-        """Leading proposals that are the target's own tokens."""
+        """Return the number of leading proposals that are the target's own tokens."""
         true = self.output[self.position :]
         run = 0
         for proposal, token in zip(self._proposals(), true, strict=False):
@@ -101,7 +101,7 @@ class LookupReplay(SourceReplay):
         return run
 
     def draft(self, so_far: Sequence[Any]) -> RecordedToken | None:
-        """The next token of this round's proposal; None at its end."""
+        """Return the next token of this round's proposal; None at its end."""
         if not so_far:
             self.calls.add(self._kind, 1)
         proposals = self._proposals()
@@ -170,11 +170,11 @@ class LookupSource(Source):
         return CALL_KINDS.index((self.name, "forward"))
 
     def lookup(self, eos: frozenset[int], corpus: Callable[[], Sequence[Served]]) -> Lookup:
-        """A lookup for one request; ``corpus()`` gives the requests served before it."""
+        """Return a lookup for one request; ``corpus()`` gives the requests served before it."""
         raise NotImplementedError
 
     def drafted(self, trace: Trace) -> Ints | None:
-        """Tokens proposed at every output position, where all can be found at once.
+        """Return tokens proposed at every output position, where all can be found at once.
 
         Shape (positions of all requests, tokens); `BETWEEN` after the last that is proposed.  None:
         the lookup is asked wherever a round begins.  A subclass needs its own method.
@@ -185,7 +185,9 @@ class LookupSource(Source):
     def open(
         self, trace: Trace, recordings: Recordings, first: int
     ) -> Callable[[int], SourceReplay]:
-        """Needs prompt and output tokens, which `draftsim profile` records."""
+        """Open the decoders; this needs prompt and output tokens, which `draftsim profile`
+        records.
+        """
         del recordings
         eos = eos_of(trace)
 
@@ -199,7 +201,7 @@ class LookupSource(Source):
 
 
 def served_before(trace: Trace, request: int) -> list[Served]:
-    """Prompt and output of every request recorded before this one."""
+    """Return prompt and output of every request recorded before this one."""
     output, starts = true_tokens(trace), trace.request_starts
     return [
         Served(prompt_tokens(trace, i), output[int(starts[i]) : int(starts[i + 1])])
@@ -218,12 +220,12 @@ class PLD(LookupSource):
         self.num_tokens, self.max_ngram = num_tokens, max_ngram
 
     def lookup(self, eos: frozenset[int], corpus: Callable[[], Sequence[Served]]) -> Lookup:
-        """Searches the request's own tokens."""
+        """Search the request's own tokens."""
         del corpus
         return PromptLookup(self.num_tokens, self.max_ngram, eos)
 
     def drafted(self, trace: Trace) -> Ints:
-        """Longer n-grams stand in for shorter ones."""
+        """Return the tokens proposed everywhere; longer n-grams stand in for shorter ones."""
         text = text_of(trace)
         found = first_ends(text, 1, self.max_ngram)
         tokens = copied(text.ids, found, text.places, self.num_tokens)
@@ -254,7 +256,7 @@ class REST(LookupSource):
         self._store: Datastore | None = None
 
     def lookup(self, eos: frozenset[int], corpus: Callable[[], Sequence[Served]]) -> Lookup:
-        """Searches the datastore; one from a file is read once."""
+        """Search the datastore; one from a file is read once."""
         if self.corpus == EARLIER:
             store = Datastore([served.prompt + served.output for served in corpus()])
         else:
@@ -267,7 +269,7 @@ class REST(LookupSource):
         return self._store
 
     def drafted(self, trace: Trace) -> Ints:
-        """All requests in one text, of which each searches what stands before it."""
+        """Search all requests in one text, each in what comes before it."""
         earlier = self.corpus == EARLIER
         before = [BETWEEN] if earlier else self._read().ids.tolist()
         text = text_of(trace, before)
@@ -293,7 +295,7 @@ class Lookahead(LookupSource):
         self.ngram, self.guesses = ngram, guesses
 
     def lookup(self, eos: frozenset[int], corpus: Callable[[], Sequence[Served]]) -> Lookup:
-        """Pools the request's own tokens."""
+        """Pool the request's own tokens."""
         del corpus
         return NGramPool(self.ngram, self.guesses, eos)
 
@@ -306,13 +308,15 @@ class Lookahead(LookupSource):
 
 
 def proposed(proposal: Proposal) -> RecordedToken:
-    """The drafted token of a proposal, which is the likeliest one and nobody draws."""
+    """Return the drafted token of a proposal, which is the likeliest one and nobody draws."""
     token, prob, entropy, margin = proposal
     return RecordedToken(token, False, prob, entropy, None, margin, top_prob=prob, raw_prob=prob)
 
 
 def read_corpus(path: str | Path) -> list[list[int]]:
-    """Token sequences from a file of one JSON list of ids a line; DraftsimError naming the line."""
+    """Read token sequences from a file of one JSON list of ids a line; DraftsimError naming the
+    line.
+    """
     sequences: list[list[int]] = []
     for number, ids in json_lines(path, remedy="write a JSON list of token ids a line"):
         if not isinstance(ids, list) or not all(type(i) is int and 0 <= i < 2**31 for i in ids):
@@ -334,12 +338,12 @@ class NGram(LookupSource):
         self.k, self.min_n, self.max_n = k, min_n, max_n
 
     def lookup(self, eos: frozenset[int], corpus: Callable[[], Sequence[Served]]) -> Lookup:
-        """Searches the request's own tokens."""
+        """Search the request's own tokens."""
         del corpus
         return NGramLookup(self.k, self.min_n, self.max_n, eos)
 
     def drafted(self, trace: Trace) -> Ints:
-        """Longer n-grams stand in for shorter ones."""
+        """Return the tokens proposed everywhere; longer n-grams stand in for shorter ones."""
         text = text_of(trace)
         found = first_ends(text, self.min_n, self.max_n)
         tokens = copied(text.ids, found, text.places, self.k)
@@ -357,7 +361,7 @@ class NGramSimple(LookupSource):
         self.size_n, self.size_m = size_n, size_m
 
     def lookup(self, eos: frozenset[int], corpus: Callable[[], Sequence[Served]]) -> Lookup:
-        """Searches the request's own tokens."""
+        """Search the request's own tokens."""
         del corpus
         return NGramSimpleLookup(self.size_n, self.size_m, eos)
 
@@ -393,7 +397,7 @@ class Suffix(LookupSource):
         self._found: tuple[weakref.ref[Trace], _Proposals] | None = None
 
     def lookup(self, eos: frozenset[int], corpus: Callable[[], Sequence[Served]]) -> Lookup:
-        """Searches the request's own tokens and what was served."""
+        """Search the request's own tokens and what was served."""
         if not self.cached:
             return self.begin(None, eos)
         served = SuffixTree(self.depth)
@@ -403,7 +407,7 @@ class Suffix(LookupSource):
         return self.begin(served, eos)
 
     def begin(self, served: SuffixTree | None, eos: frozenset[int]) -> SuffixLookup:
-        """A lookup over `served`, which its outputs join."""
+        """Return a lookup over `served`, which its outputs join."""
         return SuffixLookup(served, self.num_tokens, self.depth, self.factor, self.min_prob, eos)
 
     def open(

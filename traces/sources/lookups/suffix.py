@@ -66,12 +66,12 @@ class SuffixTree:
         self._ends: list[Node] = []
 
     def begin(self) -> None:
-        """A new sequence: no string spans it and the one before."""
+        """Begin a new sequence: no string spans it and the one before."""
         self._text.append(BETWEEN)
         self._ends = []
 
     def append(self, token: int) -> None:
-        """The sequence grows by a token."""
+        """Let the sequence grow by a token."""
         self._text.append(token)
         first = self._root.children.get(token)
         if not isinstance(first, Node):
@@ -95,7 +95,7 @@ class SuffixTree:
         self._ends = ends
 
     def extend(self, tokens: Sequence[int]) -> None:
-        """The sequence grows by `tokens`."""
+        """Let the sequence grow by `tokens`."""
         for token in tokens:
             self.append(token)
 
@@ -115,7 +115,7 @@ class SuffixTree:
         return self._text[place]
 
     def matches(self, context: Sequence[int]) -> Iterator[tuple[int, Node | int]]:
-        """Ever longer ends of a context, short of all of it, that something follows.
+        """Yield ever longer ends of a context, short of all of it, that something follows.
 
         Each with its length and its node, or the place where its one occurrence goes on.
         """
@@ -243,7 +243,7 @@ class SuffixLookup(Lookup):
         self._context: list[int] | None = None
 
     def extend(self, tokens: Sequence[int]) -> None:
-        """The prompt, and then outputs: these alone join what was served."""
+        """Append the prompt, and then outputs: these alone join what was served."""
         self._own.extend(tokens)
         if self._context is None:
             self._context = []

@@ -33,11 +33,11 @@ class Lookup(ABC):
 
     @abstractmethod
     def extend(self, tokens: Sequence[int]) -> None:
-        """The sequence has grown by `tokens`."""
+        """Take in that the sequence has grown by `tokens`."""
 
     @abstractmethod
     def propose(self) -> list[Proposal]:
-        """The proposed continuation, possibly empty."""
+        """Return the proposed continuation, possibly empty."""
 
 
 class FirstOccurrences:
@@ -120,7 +120,7 @@ class Datastore:
         return int((self.ids >= 0).sum())
 
     def after(self, token: int) -> npt.NDArray[np.int64]:
-        """Indices just after every occurrence of `token`, ascending."""
+        """Return indices just after every occurrence of `token`, ascending."""
         low, high = np.searchsorted(self._sorted, [token, token + 1])
         return np.sort(self._order[low:high]) + 1
 
@@ -160,11 +160,11 @@ class Retrieval(Lookup):
         self._ids: list[int] = []
 
     def extend(self, tokens: Sequence[int]) -> None:
-        """The sequence has grown by `tokens`."""
+        """Take in that the sequence has grown by `tokens`."""
         self._ids += tokens
 
     def propose(self) -> list[Proposal]:
-        """The heaviest chain; ties go to the smallest token id."""
+        """Return the heaviest chain; ties go to the smallest token id."""
         at = self._matches()
         ids = self.store.ids
         chosen: list[Proposal] = []
@@ -194,7 +194,7 @@ class Retrieval(Lookup):
         return chosen
 
     def _matches(self) -> npt.NDArray[np.int64]:
-        """Indices just after the occurrences of the longest suffix that occurs."""
+        """Return indices just after the occurrences of the longest suffix that occurs."""
         ids, store = self._ids, self.store.ids
         at = self.store.after(ids[-1]) if ids else np.empty(0, dtype=np.int64)
         length = 1 if len(at) else 0
@@ -341,7 +341,7 @@ class NGramSimpleLookup(Lookup):
 
 
 def until_eos(tokens: Sequence[int], eos: frozenset[int]) -> list[Proposal]:
-    """Proposals of `tokens` up to the first that ends a sequence, which is proposed too."""
+    """Return proposals of `tokens` up to the first that ends a sequence, which is proposed too."""
     chosen: list[Proposal] = []
     for token in tokens:
         chosen.append(Proposal(token))

@@ -56,7 +56,9 @@ def drafted_trace(trace: Trace, source: Source, recordings: Recordings) -> Trace
 
 
 def chained_trace(trace: Trace, source: StartSource, recordings: Recordings) -> Trace:
-    """`drafted_trace` of any source whose drafts are chains, whatever its verification costs."""
+    """Return `drafted_trace` of any source whose drafts are chains, whatever its verification
+    costs.
+    """
     recording = source.recording(recordings)
     source.open(trace, recordings, 1)  # refuses a recording of other requests, or settings
     most = recording.offsets
@@ -126,7 +128,8 @@ def in_the_drafts_place(latency: LatencyTable, drafter: str) -> LatencyTable:
 
 
 def in_an_engine(latency: LatencyTable, drafter: str, name: str) -> LatencyTable:
-    """The table of an engine that drafts with `drafter` itself: its draft passes are this one's.
+    """Return the table of an engine that drafts with `drafter` itself: its draft passes are this
+    one's.
 
     Raises DraftsimError if the engine drafted with another.
     """
@@ -145,8 +148,9 @@ def in_an_engine(latency: LatencyTable, drafter: str, name: str) -> LatencyTable
 def standing_in(
     latency: LatencyTable, cells: pd.DataFrame, own: pd.DataFrame, name: str
 ) -> LatencyTable:
-    """`cells` with passes of its own in the draft model's place; under its own name as well, by
-    which its rounds are known."""
+    """Return `cells` with passes of its own in the draft model's place; under its own name as well,
+    by which its rounds are known.
+    """
     others = cells[~((cells["model"] == "draft") & cells["phase"].isin(PASSES))]
     others = others[others["model"] != name]
     named = [own.assign(model=model) for model in dict.fromkeys(("draft", name))]
@@ -154,14 +158,14 @@ def standing_in(
 
 
 def model_of(source: Source, recordings: Recordings) -> str:
-    """The model of the latency table that its passes are of."""
+    """Return the model of the latency table that its passes are of."""
     model = measured_model(source, recordings)
     # Rounds of the draft model's name are priced as its own, one pass per drafted token.
     return source.name if model == "draft" else model
 
 
 def measured_model(source: Source, recordings: Recordings) -> str:
-    """The model of the latency table that its passes were measured of."""
+    """Return the model of the latency table that its passes were measured of."""
     drafter = source.drafter(recordings)
     return source.name if drafter is None else drafter.model
 
@@ -171,7 +175,9 @@ def _frame(rows: list[tuple[str, str, int, int, int, float]]) -> pd.DataFrame:
 
 
 def heads_at_once(latency: LatencyTable) -> pd.DataFrame:
-    """All heads run before a round's first draft, whatever it catches up on; no pass follows."""
+    """Return cells in which all heads run before a round's first draft, whatever it catches up on;
+    no pass follows.
+    """
     heads = "draft" if latency.is_constant else "heads"
     seconds = float(latency.estimate(heads, "forward").seconds)
     ends = [(n, c) for n in (1, ANY) for c in (0, ANY)]
@@ -182,7 +188,8 @@ def heads_at_once(latency: LatencyTable) -> pd.DataFrame:
 
 
 def one_pass(latency: LatencyTable, name: str, width: int) -> pd.DataFrame:
-    """A pass over what was verified and ``width - 1`` masks drafts all; no other pass follows.
+    """Return cells in which a pass over what was verified and ``width - 1`` masks drafts all; no
+    other pass follows.
 
     Sizes are those of the measured cells; widths between or beyond them are read as any others.
     """

@@ -58,11 +58,11 @@ class OnFeatures(Source):
         )
 
     def label(self, recordings: Recordings) -> str:
-        """As it is named on the command line: by its folder's own name."""
+        """Return the name on the command line: by its folder's own name."""
         return f"{self.name}:model={self.recorded(recordings).removeprefix(f'{self.name}.')}"
 
     def of(self, model: str) -> Self:
-        """The same source with another drafter."""
+        """Return the same source with another drafter."""
         other = copy(self)
         other.model = model
         return other
@@ -74,7 +74,7 @@ class OnFeatures(Source):
         return self.of(str(self.recording(recordings).meta["model"]))
 
     def with_each(self, recordings: Recordings) -> Sequence[Self]:
-        """The same source with each recorded drafter of the kind ``model``, by name."""
+        """Return the same source with each recorded drafter of the kind ``model``, by name."""
         mine = self.found(recordings).items()
         return [self.of(k) for k, r in mine if r.meta["kind"] == self.model] or [self]
 
@@ -98,7 +98,7 @@ class EagleReplay(StartReplay):
         return self._turns == 1
 
     def draft(self, so_far: Sequence[Any]) -> RecordedToken | None:
-        """The next token of the chain from here; None when the modules are used up."""
+        """Return the next token of the chain from here; None when the modules are used up."""
         offset = len(so_far)
         if offset >= self.width and self.width == self._turns > 1:
             return None
@@ -112,7 +112,7 @@ class EagleReplay(StartReplay):
         return self.token(offset)
 
     def chained(self, log: RoundLog) -> list[Counted] | None:
-        """Only passes of the drafter, where a token is one."""
+        """Count passes of the drafter alone, where a token is one."""
         del log
         return [] if self.by_passes else None
 
@@ -133,7 +133,7 @@ class Eagle(OnFeatures, StartSource):
     what = "EAGLE, EAGLE-3 or MTP drafter on the target's features, as a chain; exact"
 
     def drafter(self, recordings: Recordings) -> Drafter:
-        """Its passes are timed under the name of its recording."""
+        """Return the drafter, whose passes are timed under the name of its recording."""
         key = self.recorded(recordings)
         return Drafter(key, int(recordings[key].meta["modules"]) == 1)
 

@@ -43,7 +43,7 @@ class ParallelReplay(StartReplay):
     """Output tokens known when the drafter last ran."""
 
     def draft(self, so_far: Sequence[Any]) -> RecordedToken | None:
-        """The next mask's token; None when they are used up."""
+        """Return the next mask's token; None when they are used up."""
         if not so_far:
             read = min(self.position - self._ran, self.info.prompt_length + self.position - 1)
             self.calls.add(ONE_PASS, read + self.width - 1)
@@ -58,7 +58,7 @@ class ParallelReplay(StartReplay):
 
 
 def _read(log: RoundLog, ran: npt.NDArray[np.intp]) -> npt.NDArray[np.int64]:
-    """Tokens that a pass over what was verified since the one before reads, (rounds,).
+    """Return tokens that a pass over what was verified since the one before reads, (rounds,).
 
     ``ran`` are the rounds that have such a pass; a request's first begins at its prompt's end.
     """
@@ -140,11 +140,11 @@ class Parallel(OnFeatures, StartSource):
         return super().recorded(recordings) if self.acceptance is None else self.key
 
     def label(self, recordings: Recordings) -> str:
-        """As it is named on the command line."""
+        """Return the name on the command line."""
         return super().label(recordings) if self.acceptance is None else self.key
 
     def drafter(self, recordings: Recordings) -> Drafter:
-        """Its own passes, or the draft model's where its acceptance alone is known."""
+        """Return its own passes, or the draft model's where its acceptance alone is known."""
         model = "draft" if self.acceptance is not None else self.recorded(recordings)
         return Drafter(model, False)
 

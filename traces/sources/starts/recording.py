@@ -107,7 +107,7 @@ class StartReplay(SourceReplay):
         self.width = recording.offsets if source.k is None else source.k
 
     def run_length(self) -> int:
-        """Leading drafts from here that are right."""
+        """Return the number of leading drafts from here that are right."""
         row = self._tokens[self.row0 + self.position, : self.width].tolist()
         run = 0
         for token, true in zip(row, self.output[self.position :], strict=False):
@@ -126,7 +126,7 @@ class StartReplay(SourceReplay):
             )
 
     def token(self, offset: int) -> RecordedToken:
-        """The recorded draft at this offset from here."""
+        """Return the recorded draft at this offset from here."""
         at = self.row0 + self.position, offset
         token = int(self._tokens[at])
         prob, entropy, margin, prob_margin, top, raw = self.recording.columns[at].tolist()

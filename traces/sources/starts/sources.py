@@ -32,13 +32,13 @@ class HeadsReplay(StartReplay):
     """All heads run once a round, of which the policy takes as many as it likes."""
 
     def draft(self, so_far: Sequence[Any]) -> RecordedToken | None:
-        """The next head's token; None when the heads are used up."""
+        """Return the next head's token; None when the heads are used up."""
         if not so_far:
             self.calls.add(HEADS, 1)
         return self.token(len(so_far)) if len(so_far) < self.width else None
 
     def chained(self, log: RoundLog) -> list[Counted]:
-        """The heads run once in every round that drafts."""
+        """Count the heads, which run once in every round that drafts."""
         forwards = log.rounds["draft_forwards"].astype(np.int64)
         return [Counted.each(False, HEADS, np.ones_like(forwards), np.minimum(forwards, 1))]
 
@@ -89,7 +89,7 @@ class SpaceReplay(StartReplay):
     """Drafts come with the verification before, which carries the masks of every candidate."""
 
     def draft(self, so_far: Sequence[Any]) -> RecordedToken | None:
-        """The next mask's token; None when they are used up."""
+        """Return the next mask's token; None when they are used up."""
         return self.token(len(so_far)) if len(so_far) < self.width else None
 
     def charge(self, submitted: int) -> int:
@@ -99,7 +99,7 @@ class SpaceReplay(StartReplay):
         return submitted + 1
 
     def chained(self, log: RoundLog) -> list[Counted]:
-        """One pass a round, over the masks too."""
+        """Count one pass a round, over the masks too."""
         width = (log.rounds["drafted"].astype(np.int64) + 1) * (self.width + 1)
         return [Counted.each(True, PASS, width, np.ones_like(width))]
 
@@ -132,7 +132,7 @@ class MedusaTreeReplay(StartReplay):
         self.tops = source.tops
 
     def run_length(self) -> int:
-        """Levels from here that hold the true token."""
+        """Return the number of levels from here that hold the true token."""
         run = 0
         while run < self.width and self._held(run):
             run += 1
@@ -144,7 +144,7 @@ class MedusaTreeReplay(StartReplay):
         return at < self.length and 0 <= rank < self.tops[offset]
 
     def draft(self, so_far: Sequence[Any]) -> RecordedToken | None:
-        """The next level, standing for the true token where the tree holds it."""
+        """Return the next level, standing for the true token where the tree holds it."""
         offset = len(so_far)
         if not offset:
             self.calls.add(HEADS, 1)
@@ -157,7 +157,7 @@ class MedusaTreeReplay(StartReplay):
         return token
 
     def charge(self, submitted: int) -> int:
-        """One pass over every node of the tree down to the levels submitted."""
+        """Charge one pass over every node of the tree down to the levels submitted."""
         nodes = 1 + int(np.cumprod(self.tops[:submitted]).sum())
         self.calls.add(PASS, nodes, verify=True)
         return submitted + 1
@@ -197,14 +197,14 @@ class LayerSkipReplay(StartReplay):
     """A pass through the kept layers per drafted token."""
 
     def draft(self, so_far: Sequence[Any]) -> RecordedToken | None:
-        """The next token of the chain from here."""
+        """Return the next token of the chain from here."""
         self.check_tail(len(so_far))
         self.calls.add(LAYER, 1, int(self.recording.meta["layers"]))
         self.calls.add(HEAD, 1)
         return self.token(len(so_far))
 
     def chained(self, log: RoundLog) -> list[Counted]:
-        """The kept layers and the output head, for every drafted token."""
+        """Count the kept layers and the output head, for every drafted token."""
         forwards = log.rounds["draft_forwards"].astype(np.int64)
         layers, ones = int(self.recording.meta["layers"]), np.ones_like(forwards)
         return [

@@ -126,7 +126,7 @@ def candidates(topk: int, layers: int) -> int:
 
 
 def layer_columns(signals: Mapping[str, npt.NDArray[np.float32]]) -> Floats:
-    """(..., 6): prob, entropy, logit_margin, prob_margin, top_prob, raw_prob of layers.
+    """Return (..., 6): prob, entropy, logit_margin, prob_margin, top_prob, raw_prob of layers.
 
     They are those of a layer's first candidate: ``prob`` the probability of its whole path, which
     EAGLE-2 takes for that of being accepted (sec. 4.1); the others of the distribution that it was
@@ -152,13 +152,13 @@ class TreeReplay(SourceReplay):
         self._ran = 0
 
     def run_length(self) -> int:
-        """Nodes followed in the tree of the depth at which these are most."""
+        """Return the number of nodes followed in the tree of the depth at which these are most."""
         row, deepest = self._row0 + self.position, self.depth or self.recording.layers
         # A deeper tree may lose a node to its budget, never gain one but at its end.
         return max(self.recording.accepted(row, d, self.budget) for d in range(1, deepest + 1))
 
     def draft(self, so_far: Sequence[Any]) -> RecordedToken | None:
-        """The next layer, without a token of its own; None at the tree's full depth."""
+        """Return the next layer, without a token of its own; None at the tree's full depth."""
         layer, record = len(so_far), self.recording
         if layer == self.depth:
             return None
@@ -180,7 +180,9 @@ class TreeReplay(SourceReplay):
         )
 
     def verify(self, draft: Sequence[Any]) -> int:
-        """One pass over the last token and the best nodes; the path it agrees with is emitted."""
+        """Verify in one pass over the last token and the best nodes; the path it agrees with is
+        emitted.
+        """
         layers = len(draft)
         accepted = self.recording.accepted(self._row0 + self.position, layers, self.budget)
         self.charge(layers)
@@ -275,7 +277,7 @@ class Eagle2(OnFeatures):
         self.budget, self.depth, self.topk = budget, depth, topk
 
     def recording(self, recordings: Recordings) -> Any:
-        """The one that ``model`` names.
+        """Return the one that ``model`` names.
 
         Raises DraftsimError unless there is exactly one, of such trees.
         """
@@ -302,7 +304,7 @@ class Eagle2(OnFeatures):
         return OnFeatures.for_decoding(own, recordings)
 
     def label(self, recordings: Recordings) -> str:
-        """The drafter, and how its trees are cut."""
+        """Return the drafter, and how its trees are cut."""
         cut = f",depth={self.depth}" if self.depth else ""
         return f"{super().label(recordings)},budget={self.budget}{cut}"
 
@@ -312,12 +314,14 @@ class Eagle2(OnFeatures):
         return self.depth or int(self.recording(recordings).layers)
 
     def drafter(self, recordings: Recordings) -> Drafter:
-        """Its passes are timed under the name of its recording, wide ones apart."""
+        """Return the drafter, whose passes are timed under the name of its recording, wide ones
+        apart.
+        """
         return Drafter(self.recorded(recordings), by_passes=False)
 
 
 def _accepted(record: TreeRecording, row: Ints, depth: Ints, budget: int) -> Ints:
-    """As `TreeRecording.accepted`, of many rows and as many depths."""
+    """Return the same as `TreeRecording.accepted`, of many rows and as many depths."""
     found = np.zeros(len(row), dtype=np.int64)
     for layers in np.unique(depth).tolist():
         own = np.flatnonzero(depth == layers)
