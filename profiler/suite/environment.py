@@ -238,7 +238,7 @@ def reason(error: BaseException) -> str:
 
 
 Unit = dict[str, Any]
-"""What a part of a stage found; ``unfinished`` where some of it is left."""
+"""Findings of a part of a stage; ``unfinished`` where some of it is left."""
 
 
 def unfinished(unit: Unit | None) -> bool:
