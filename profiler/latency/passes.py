@@ -69,7 +69,9 @@ def pass_blocks(
     def read() -> object:
         return ModelToken(token, logits, GREEDY, None).prob
 
-    blocks += rounds(verify, propose, grid.widths, contexts, apart, short=short)
+    blocks += rounds(
+        verify, propose, grid.widths, contexts, apart, short=short, longest=grid.longest
+    )
     blocks.append(signal_block(verify, propose, read, grid.widths, min(contexts), short=short))
     return blocks
 
@@ -86,12 +88,12 @@ def rounds(
 
 def decoding_blocks(
     target: Pass, draft: Pass | None, widths: Sequence[int], contexts: Sequence[int],
-    batch: int = 1, untimed: int = UNTIMED, short: bool = False,
+    batch: int = 1, untimed: int = UNTIMED, short: bool = False, longest: int = Grid.longest,
 ) -> Iterator[Block]:  # fmt: skip
     """Yield a block for every width of the target's pass and context, with the drafting before it.
 
     The timed rounds differ in what their first draft pass catches up on (FIRST_WIDTHS); the next
-    passes are kept apart by place (SETTLING).
+    passes are kept apart by place (SETTLING).  No round has more than `longest` draft passes.
 
     ``short``: rounds of SHORT draft passes at most, which are not told apart, a single one of them
     untimed and none repeated.  That is enough on a GPU, whose caches hold little of a model.
@@ -105,7 +107,8 @@ def decoding_blocks(
                 first = FIRST_WIDTHS[number % len(FIRST_WIDTHS)]
                 run = target(width, context)
                 verify = Step("target", "forward", width, context, run, batch)
-                own.append([*_drafting(draft, width - 1, first, context, batch, short), verify])
+                passes = min(width - 1, longest)
+                own.append([*_drafting(draft, passes, first, context, batch, short), verify])
             yield from [Block(own, before)] * (PLAIN_BLOCKS if plain else 1)
         if draft is not None:
             # Two tokens in a later pass occur in no round; they show what a token more costs.

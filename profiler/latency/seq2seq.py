@@ -64,7 +64,9 @@ def seq2seq_blocks(target: Seq2SeqRunner, draft: Seq2SeqRunner, grid: Grid) -> l
         for name, passes in (("target", target_at), ("draft", draft_at))
         for n in grid.prompts
     ]
-    blocks += decoding_blocks(verify, draft_at.run, grid.widths, grid.contexts)
+    blocks += decoding_blocks(
+        verify, draft_at.run, grid.widths, grid.contexts, longest=grid.longest
+    )
     blocks.append(signal_block(verify, draft_at.run, read, grid.widths, min(grid.contexts)))
     return blocks
 

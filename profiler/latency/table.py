@@ -50,6 +50,9 @@ class Grid:
     batch_widths: Sequence[int] = (1, 2, 3, 5, 9, 17, 25)
     repeats: int = 15
     warmup: int = 1
+    longest: int = 24
+    """Tokens of the longest draft.  Wider passes verify what other sources draft: of the draft
+    model no more passes than these come before them."""
 
     @property
     def widest(self) -> int:
@@ -57,13 +60,14 @@ class Grid:
         return max(*self.widths, *self.batch_widths, *FIRST_WIDTHS)
 
     def drafting(self, longest: int) -> Grid:
-        """Return the grid whose batches verify drafts of up to `longest` tokens, and no longer
-        ones.
+        """Return the grid of a draft model whose drafts have up to `longest` tokens.
+
+        Batches verify no longer ones.
         """
         if max(self.batch_widths) <= longest:
-            return self
+            return replace(self, longest=longest)
         within = [w for w in self.batch_widths if w <= longest]
-        return replace(self, batch_widths=(*within, longest + 1))
+        return replace(self, batch_widths=(*within, longest + 1), longest=longest)
 
     def reaching(self, prompt_tokens: int, new_tokens: int) -> Grid:
         """Return the grid with points added for prompts of up to `prompt_tokens` and their outputs.
