@@ -162,7 +162,7 @@ def _priced(
 ) -> tuple[pd.DataFrame, str]:  # fmt: skip
     """Return the surface by a latency table, and whose it is."""
     from simulator.aggregate.positions import of_trace
-    from simulator.serving.cost.iteration import TableCost
+    from simulator.serving.cost import TableCost
     from simulator.tune.breakeven import grid, priced_surface
     from traces.replay.always import drafting_always
 
@@ -269,6 +269,6 @@ def _one_line(document: dict[str, Any]) -> str:
 
 def _draw(surface: pd.DataFrame, path: Path, title: str) -> None:
     from simulator.plots import save
-    from simulator.plots.breakeven import plot_surface
+    from simulator.plots.whatif import plot_surface
 
     note(f"wrote {save(plot_surface(surface), path, title=title)}")

@@ -92,9 +92,8 @@ def calibrate(
         predicted,
         usual,
     )
-    from simulator.aggregate.benches import read_benches
+    from simulator.aggregate.benches import latency_table, read_benches
     from simulator.aggregate.server import calibrate as fit
-    from simulator.aggregate.table import latency_table
     from traces.store.files import write_latency
 
     found = read_benches(runs)

@@ -87,10 +87,10 @@ def capacity(
     With --out an interrupted plan goes on where it was: until the end FILE.jsonl holds what is
     finished.
     """
-    from simulator.capacity import parse_targets, plan
-    from simulator.capacity.rows import with_cost
+    from simulator.capacity import plan, with_cost
     from simulator.chosen import load_serving_policies
     from simulator.serving import Scenario
+    from simulator.targets import parse_targets
 
     targets = parse_targets(slo)
     with_cost([], gpus, price)  # refused before anything is simulated
@@ -137,7 +137,7 @@ def capacity(
 
 def _draw(folder: Path, rows: list[dict[str, Any]], label: str, title: str) -> None:
     from simulator.plots import save_all_kinds
-    from simulator.plots.capacity import plot_replicas
+    from simulator.plots.serving import plot_replicas
 
     if not any(row["curve"] for row in rows):
         note("no load was found up to which a policy meets the SLO: nothing to draw")

@@ -50,7 +50,7 @@ def curve(
     Next to it are the readings with one rate for all positions, and with easy and hard stretches.
     Lengths that are in a file and not used are what the prediction is judged by.
     """
-    from simulator.aggregate.curves import extended
+    from simulator.aggregate.acceptance import extended
 
     rows: list[dict[str, Any]] = []
     for name, lengths in _curves(acceptance).items():
@@ -76,7 +76,7 @@ def curve(
 
 def _curves(texts: list[str]) -> Mapping[str, dict[int, float]]:
     from commands.common.acceptance import load_positions
-    from simulator.aggregate.curves import is_curves, pick_curve, read_curves
+    from simulator.aggregate.acceptance import is_curves, pick_curve, read_curves
 
     found: dict[str, dict[int, float]] = {}
     for text in texts:

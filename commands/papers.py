@@ -79,7 +79,7 @@ def papers(
     """
     if measured:
         return print_evidence(logs, table, json, out)
-    from simulator.forks import results_of
+    from simulator.executors import results_of
     from simulator.papers import CONTRADICTIONS, Ours, side_by_side
     from traces.sources.found import read_recordings
     from traces.sources.recording import Recordings

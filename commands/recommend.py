@@ -85,7 +85,7 @@ def recommend(
     from simulator.aggregate.advice import choices, concurrencies, in_words, next_runs
     from simulator.aggregate.benches import read_benches, with_acceptance
     from simulator.aggregate.server import calibrate
-    from simulator.tune.advised import setting, start_line
+    from simulator.tune.launch import setting, start_line
 
     if engine not in ENGINES:
         raise DraftsimError(f"--engine {engine!r}: expected one of {', '.join(ENGINES)}")

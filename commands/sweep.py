@@ -155,10 +155,9 @@ def sweep(
     policies are swept.  The second table says where each policy stops giving a speedup.
     """
     from simulator.chosen import swept_policies
-    from simulator.whatif.breakeven import fastest, overview
-    from simulator.whatif.sweep.memory import said_too_large
+    from simulator.whatif.breakeven import fastest, overview, thresholds
+    from simulator.whatif.sweep.prices import said_too_large
     from simulator.whatif.sweep.run import Sweep, write_thresholds
-    from simulator.whatif.sweep.thresholds import thresholds
     from simulator.whatif.tuning import tuned_rows
     from traces.replay.always import drafting_always
 
@@ -403,8 +402,8 @@ def _along(axis: str, values: list[object]) -> str:
 
 
 def print_thresholds(rows: pd.DataFrame, out: Path | None) -> None:
-    """Print the table of `simulator.whatif.sweep.thresholds`, or some of its points."""
-    from simulator.whatif.sweep.thresholds import some_points
+    """Print the table of `simulator.whatif.breakeven`, or some of its points."""
+    from simulator.whatif.breakeven import some_points
 
     if rows.empty:
         return

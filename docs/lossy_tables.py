@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from commands.simulate.command import recorded_rounds
 from docs.reading import code, table
-from simulator.degenerate import accepted_mismatches
-from simulator.summary import summarize
+from simulator.summary import accepted_mismatches, summarize
 from traces.store.outputs import find_runs, quality, read_run
 from traces.store.recordings import folder_of
 

@@ -6,7 +6,7 @@ from functools import cache
 
 from docs.reading import table
 from simulator.papers import Ours
-from simulator.papers.systems import order_rows, system_rows
+from simulator.papers.specbound import order_rows, system_rows
 from traces import find_latency, find_trace
 from traces.sources import find_recordings
 

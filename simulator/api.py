@@ -95,7 +95,7 @@ class Plan:
     Attributes
     ----------
     table:
-        A row for each policy (`simulator.capacity.rows.plan_rows`, with costs).
+        A row for each policy (`simulator.capacity.plan_rows`, with costs).
     best:
         The policy that needs the fewest replicas, the first of equals; None if no policy meets the
         targets.
@@ -109,7 +109,7 @@ class Plan:
 
     def plot(self) -> Figure:
         """Return replicas over request rates; DraftsimError without ``plan(..., curve=True)``."""
-        from simulator.plots.capacity import plot_replicas
+        from simulator.plots.serving import plot_replicas
 
         if not self.table["curve"].map(len).any():
             raise DraftsimError("the plan has no other loads to draw: plan(..., curve=True)")
@@ -136,8 +136,8 @@ class Study:
 
     @property
     def thresholds(self) -> pd.DataFrame:
-        """Break-even of each policy (`simulator.whatif.sweep.thresholds`)."""
-        from simulator.whatif.sweep.thresholds import thresholds
+        """Break-even of each policy (`simulator.whatif.breakeven`)."""
+        from simulator.whatif.breakeven import thresholds
 
         return thresholds(self.table)
 
@@ -360,7 +360,7 @@ def plan(
         For impossible values, or as in `predict`.
     """
     from simulator import capacity
-    from simulator.capacity.rows import with_cost
+    from simulator.capacity import with_cost
     from simulator.executors import Local
     from simulator.serving import Limits, Poisson, Scenario
     from simulator.targets import parse_targets

@@ -1,9 +1,10 @@
-"""The bootstrap over prompts, the unit that is independent."""
+"""Uncertainty over prompts, the unit that is independent: the bootstrap, and a standard error."""
 
 from __future__ import annotations
 
 import math
 from functools import lru_cache
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -73,3 +74,26 @@ def intervals(drawn: Floats, confidence: float = 0.95) -> tuple[Floats, Floats]:
     part = (places - below)[:, None]
     low, high = ordered[below] * (1 - part) + ordered[above] * part
     return low, high
+
+
+class Estimate(NamedTuple):
+    """A value and its standard error (NaN from a single sample)."""
+
+    value: float
+    standard_error: float
+
+
+def ratio_of_sums(over: npt.ArrayLike, under: npt.ArrayLike) -> Estimate:
+    """sum(over) / sum(under) over independent samples, both of shape (samples,).
+
+    The standard error is the delta method's, with n - 1 in the variance.
+    """
+    a, b = np.asarray(over, dtype=np.float64), np.asarray(under, dtype=np.float64)
+    value = float(a.sum() / b.sum())
+    n = len(a)
+    if n < 2:
+        return Estimate(value, float("nan"))
+    residual = a - value * b
+    error = np.sqrt((residual**2).sum() * n / (n - 1)) / abs(b.sum())
+    # Rounding leaves a trace of error where every sample has the same ratio.
+    return Estimate(value, 0.0 if error < 1e-12 * abs(value) else float(error))

@@ -16,8 +16,8 @@ import numpy.typing as npt
 import pandas as pd
 
 from policies.lengths.basic import Fixed
-from simulator.aggregate.rates import emitted_of_rate
-from simulator.estimate import Estimate, ratio
+from simulator.aggregate.acceptance import emitted_of_rate
+from simulator.bootstrap import Estimate, ratio_of_sums
 from simulator.formulas import (
     batching,
     dsi,
@@ -64,7 +64,7 @@ def _steps(trace: Trace, table: LatencyTable, alpha: float, gamma: int) -> Itera
     plain, run = price(autoregressive(log), table), price(log, table)
     rounds = log.rounds
     emitted = log.per_request(rounds["emitted"])
-    per_round = ratio(emitted, log.per_request(np.ones(len(log))))
+    per_round = ratio_of_sums(emitted, log.per_request(np.ones(len(log))))
     # Every position counted once, but for those whose draft the end would cut short.
     inside = np.concatenate(
         [
@@ -98,7 +98,7 @@ def _steps(trace: Trace, table: LatencyTable, alpha: float, gamma: int) -> Itera
     cached = np.maximum(log.context - 1, 0)
     draft_s = float((forwards * table.seconds("draft", "forward", context=cached)).sum())
     draft_s /= float(forwards.sum())
-    replayed = ratio(plain.decode_s, run.decode_s)
+    replayed = ratio_of_sums(plain.decode_s, run.decode_s)
     where = f"{where} c={draft_s / target_s:.4f}"
 
     def textbook(tokens: float, drafts: float) -> float:
@@ -226,11 +226,11 @@ class _Bench:
     def speedup(self, alpha: float, gamma: int, c: float, verify: float = 1.0) -> Estimate:
         log = self.log(alpha, gamma)
         table = LatencyTable.constant(1.0, c, verify)
-        return ratio(log.rounds["emitted"], price(log, table).round_s)
+        return ratio_of_sums(log.rounds["emitted"], price(log, table).round_s)
 
     def tokens_per_round(self, alpha: float, gamma: int) -> Estimate:
         emitted = self.log(alpha, gamma).rounds["emitted"]
-        return ratio(emitted, np.ones(len(emitted)))
+        return ratio_of_sums(emitted, np.ones(len(emitted)))
 
 
 def iid_checks(tokens: int, seed: int) -> Iterator[Row]:
@@ -251,7 +251,9 @@ def _leviathan(bench: _Bench) -> Iterator[Row]:
         yield "Leviathan Thm 3.8", where, leviathan.speedup(a, g, c), bench.speedup(a, g, c)
         # Operations: draft and target positions computed, per token emitted.
         rounds = bench.log(a, g).rounds
-        operations = ratio(c * rounds["draft_forwards"] + rounds["drafted"] + 1, rounds["emitted"])
+        operations = ratio_of_sums(
+            c * rounds["draft_forwards"] + rounds["drafted"] + 1, rounds["emitted"]
+        )
         yield "Leviathan Thm 3.11", where, leviathan.operations_factor(a, g, c), operations
     for a, c in OPTIMA:
         best = leviathan.optimal_gamma(a, c)
@@ -282,7 +284,7 @@ def _gammatune(bench: _Bench) -> Iterator[Row]:
         where = f"alpha={a} gamma={g} c={c_gt}"
         rounds = log.rounds
         proportion = leviathan.acceptance_proportion(a, g)
-        accepted = ratio(rounds["accepted"], rounds["drafted"])
+        accepted = ratio_of_sums(rounds["accepted"], rounds["drafted"])
         yield "accepted / drafted", f"alpha={a} gamma={g}", proportion, accepted
         yield (
             "GammaTune eq. 6", f"{where} alpha_prop={proportion:.6g}",
@@ -344,7 +346,7 @@ def _specbound(bench: _Bench) -> Iterator[Row]:
 def _pearl(bench: _Bench) -> Iterator[Row]:
     for a, g in PEARL:
         cycles = pearl_cycles(bench.trace(a).run_lengths.tolist(), g)
-        simulated = ratio(cycles.tokens, cycles.steps)
+        simulated = ratio_of_sums(cycles.tokens, cycles.steps)
         where = f"alpha={a} gamma={g}"
         yield "PEARL tokens per step", where, pearl.tokens_per_step(a, g), simulated
 
@@ -356,14 +358,14 @@ def _dsi(bench: _Bench) -> Iterator[Row]:
         trace = synthetic_trace(a, requests=outputs, tokens=length, seed=bench.seed)
         runs = trace.run_lengths.reshape(outputs, length)
         where = f"alpha={a} lookahead={k} draft/target={c} tokens={length}"
-        measured = ratio([dsi_latency(r.tolist(), k, c) for r in runs], np.ones(outputs))
+        measured = ratio_of_sums([dsi_latency(r.tolist(), k, c) for r in runs], np.ones(outputs))
         yield "DSI distributed latency", where, dsi.distributed_latency(length, a, k, c), measured
         rounds = replay(trace, Fixed(k), first=0)
         spent = price(rounds, LatencyTable.constant(1.0, c)).decode_s
         closed = dsi.sequential_latency(length, a, k, c)
-        yield "DSI sequential latency", where, closed, ratio(spent, np.ones(outputs))
+        yield "DSI sequential latency", where, closed, ratio_of_sums(spent, np.ones(outputs))
         plain = price(autoregressive(rounds), LatencyTable.constant(1.0, c)).decode_s
-        yield "DSI plain latency", where, float(length), ratio(plain, np.ones(outputs))
+        yield "DSI plain latency", where, float(length), ratio_of_sums(plain, np.ones(outputs))
 
 
 def _batching(bench: _Bench) -> Iterator[Row]:
@@ -373,7 +375,12 @@ def _batching(bench: _Bench) -> Iterator[Row]:
         rounds = truncated_rounds(runs, g)
         where = f"alpha={a} gamma={g} batch={batch}"
         closed = batching.truncated_tokens([a] * batch, g)
-        yield "batch truncated to the minimum", where, closed, ratio(rounds, np.ones(len(rounds)))
+        yield (
+            "batch truncated to the minimum",
+            where,
+            closed,
+            ratio_of_sums(rounds, np.ones(len(rounds))),
+        )
         step_s = batching.LLAMA_8B_H100.seconds(1000 * batch, batch * (g + 1), batch)
         tokens = bench.tokens_per_round(a, g)
         yield (

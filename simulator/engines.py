@@ -20,15 +20,15 @@ import numpy as np
 
 from policies.core import DraftPolicy, Round
 from policies.lengths.basic import Fixed
-from simulator.noise import with_noise
 from simulator.serving.arrivals import Arrivals
-from simulator.serving.cost.iteration import Chunk, IterationCost
+from simulator.serving.cost import Chunk, IterationCost
 from simulator.serving.outcome.report import Run
 from simulator.serving.outcome.timeline import Timeline
 from simulator.serving.replays import clock_free
 from simulator.serving.run import simulate
 from simulator.serving.scenario import Scenario
 from simulator.serving.scheduler import Limits
+from simulator.validation import with_noise
 from traces.acceptance.trace import Trace
 from traces.latency.table import LatencyTable
 from traces.replay.run import replay

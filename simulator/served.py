@@ -16,9 +16,9 @@ import numpy as np
 import pandas as pd
 
 from simulator.engines import figures_of, priced_s, row_of, with_profile_errors, with_speedups
-from simulator.host import HostCost
+from simulator.pricing import HostCost
 from simulator.serving.arrivals import Arrivals
-from simulator.serving.cost.iteration import IterationCost
+from simulator.serving.cost import IterationCost
 from simulator.serving.run import simulate
 from simulator.serving.scenario import Scenario
 from traces.acceptance.trace import Trace

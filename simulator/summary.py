@@ -19,7 +19,7 @@ import pandas as pd
 
 from simulator.bootstrap import gain, rate_ratio
 from simulator.bootstrap import resamples as draws
-from simulator.forks import results_of
+from simulator.executors import results_of
 from simulator.pricing import Priced, autoregressive, price
 from traces.errors import DraftsimError
 from traces.latency.table import LatencyTable
@@ -189,7 +189,7 @@ def price_all(
 ) -> list[Priced]:  # fmt: skip
     """Plain decoding of the first log's requests and each log, priced.
 
-    `progress` is told of the logs that are priced, and of all, as `simulator.forks` counts them.
+    `progress` is told of the logs that are priced, and of all, as `results_of` counts them.
 
     Raises DraftsimError as in `summarize`.
     """
@@ -241,3 +241,50 @@ def _rows(
         )  # fmt: skip
         rows.append(row)
     return pd.DataFrame(rows, columns=list(SUMMARY_COLUMNS))
+
+
+HARDLY_VERIFIES = 0.95
+"""Share of the judged mismatches from which on a rule is said to accept nearly everything."""
+
+
+def accepted_mismatches(log: RoundLog) -> float | None:
+    """Return the share of the mismatches that a lossy rule judged and let stand; None without any.
+
+    A refusal ends a round, and is of a token that the target would not have chosen.
+    """
+    if log.mismatched is None:
+        return None
+    stood = int(log.mismatched.sum())
+    refused = int((log.rounds["accepted"] < log.rounds["drafted"]).sum())
+    return stood / (stood + refused) if stood + refused else None
+
+
+def degenerate(logs: Sequence[RoundLog]) -> list[str]:
+    """Return for each run what makes it degenerate, in words; empty for the others.
+
+    A rule that accepts over `HARDLY_VERIFIES` of the mismatches it judges, one that accepts
+    none, and runs whose rounds are identical to an earlier one's: their settings differ in name
+    alone.
+    """
+    seen: dict[tuple[bytes, bytes], RoundLog] = {}
+    found = []
+    for log in logs:
+        said = []
+        share = accepted_mismatches(log)
+        if share is not None and share > HARDLY_VERIFIES:
+            said.append(f"accepts {share:.0%} of mismatches: hardly verifies")
+        calls = b"" if log.calls is None else log.calls.tobytes()
+        first = seen.setdefault((log.rounds.tobytes(), calls), log)
+        if first is not log:
+            said.append(f"identical to {_told_apart(first, log)}")
+        elif share == 0:
+            said.append("accepts no mismatch: never fires")
+        found.append("; ".join(said))
+    return found
+
+
+def _told_apart(log: RoundLog, other: RoundLog) -> str:
+    """Return the shortest name that tells `log` from `other`."""
+    if log.policy != other.policy:
+        return log.policy
+    return log.verify if log.verify != other.verify else log.source

@@ -23,17 +23,28 @@ Seconds are summed over the requests that were measured.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from itertools import combinations
-from typing import NamedTuple
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 import pandas as pd
 
-from simulator.pricing import Priced
+from policies.registry import parse_policy
+from simulator.pricing import Priced, price
+from traces.acceptance.trace import Trace
 from traces.errors import DraftsimError
+from traces.latency.table import LatencyTable
 from traces.machine import DISTURBED, label
-from traces.store.measured import MEASURED_COLUMNS, OFF_COLUMNS
+from traces.replay.vectorised import replay_many
+from traces.sources.found import find_drafted
+from traces.store.files import read_latency
+from traces.store.header import MOST, is_number, is_whole
+from traces.store.measured import MEASURED_COLUMNS, OFF_COLUMNS, read_measured
+from traces.store.text import read_object
 
 VALIDATE_COLUMNS = (
     "policy", "verify", "batch", "forced", "predicted_s", "measured_s", "error", "spread",
@@ -207,3 +218,237 @@ def verdict(rows: pd.DataFrame, baseline: str = CONTROL) -> Verdict:
         float(magnitude.median()), float(worst["error"]), str(worst["policy"]), pairs,
         tuple(misranked), signs, tuple(wrong),
     )  # fmt: skip
+
+
+MEDIAN_BOUND = 0.02
+"""Largest median |error| of predictions made from latencies measured on the same device."""
+WORST_BOUND = 0.05
+"""Largest |error| of any policy."""
+
+
+def check_recording(folder: Path) -> pd.DataFrame:
+    """Return predicted against measured seconds of a recording, one row per policy and batch.
+
+    ``folder`` holds ``latency.parquet``, ``measured.parquet`` and a trace, or the name of the
+    folder that does, as ``python -m profiler.suite unpack`` sorts them.  Columns as in
+    `simulator.validation.compare`.
+
+    Raises
+    ------
+    DraftsimError
+        If a file is missing or damaged, or a measured policy cannot be replayed.
+    """
+    trace, latency = find_drafted(str(folder))
+    runs = read_measured(folder / "measured.parquet").times
+    parts = []
+    for batch in sorted(set(runs["batch"].tolist())):
+        part = runs[runs["batch"] == batch]
+        names = list(dict.fromkeys(part["policy"]))
+        used = trace.select(_decoded(trace, part, batch))
+        predicted = (
+            _single(used, latency, names) if batch == 1 else _together(used, latency, names, batch)
+        )
+        parts.append(compare(predicted, part))
+    return pd.concat(parts, ignore_index=True)
+
+
+def anchor_drift(folder: Path) -> dict[int, float]:
+    """Return, by batch, how much slower passes were during the full runs than in the latency table.
+
+    Of the passes that stage ``forced`` times again (its anchors), the median of measured over
+    tabled, minus one; batches without anchors are left out.
+
+    Raises
+    ------
+    DraftsimError
+        If ``provenance.json`` is there and damaged.
+    """
+    path = folder / "provenance.json"
+    if not path.is_file():
+        return {}
+    latency = read_latency(folder / "latency.parquet")
+    found: dict[int, list[float]] = {}
+    document = read_object(path, "unpack the recording again")
+    try:
+        units = document.get("forced", {}).get("units", {})
+        for unit in units.values():
+            anchors = unit.get("anchors", [])
+            if not isinstance(anchors, list):
+                raise TypeError("anchors are no list")
+            for at in anchors:
+                sizes = all(is_whole(at[name]) for name in ("batch", "width", "context"))
+                if not (sizes and is_number(at["median_s"]) and 0 < at["median_s"] <= MOST):
+                    raise ValueError(f"an anchor is {at}")
+                tabled = latency.seconds(
+                    at["model"], "forward", batch=at["batch"], new_tokens=at["width"],
+                    context=at["context"],
+                )  # fmt: skip
+                found.setdefault(at["batch"], []).append(at["median_s"] / float(tabled) - 1)
+    except (ValueError, KeyError, TypeError, AttributeError, DraftsimError) as error:
+        raise DraftsimError(f"{path}: damaged ({error}): unpack the recording again") from None
+    return {batch: float(np.median(ratios)) for batch, ratios in found.items()}
+
+
+@dataclass(frozen=True)
+class Bounds:
+    """The bounds that the comparison of one recording, or of several, has to keep to."""
+
+    rows: int
+    """Arms compared: policies at batches."""
+    median_error: float
+    worst_error: float
+    """Signed, of the arm that is furthest off."""
+    worst_policy: str
+    ranked_pairs: int
+    misranked: int
+    """Counts over the pairs of runs that differ by more than twice their spread."""
+    sign_arms: int
+    wrong_sign: int
+    """Counts over the runs measured clearly faster or slower than plain decoding."""
+    undrifted_error: float
+    """Median |error| had passes been as fast as in the latency table."""
+
+    @property
+    def met(self) -> dict[str, bool]:
+        """Return for each bound whether it is kept."""
+        return {
+            "median": self.median_error <= MEDIAN_BOUND,
+            "worst": abs(self.worst_error) <= WORST_BOUND,
+            "ranking": self.misranked == 0,
+            "sign": self.wrong_sign == 0,
+        }
+
+
+def bounds(recordings: Sequence[pd.DataFrame]) -> Bounds:
+    """Errors, ranking and sign over the rows of `check_recording` of some recordings.
+
+    Policies are ranked within a recording and batch alone.  A column ``drift`` (`anchor_drift`)
+    enters ``undrifted_error``, where it is known.
+
+    Raises
+    ------
+    DraftsimError
+        If there are no rows.
+    """
+    said = [verdict(rows) for rows in recordings]
+    rows = pd.concat(recordings, ignore_index=True) if said else pd.DataFrame()
+    if rows.empty:
+        raise DraftsimError("no compared runs: name a recording with measured runs")
+    worst = rows.iloc[int(rows["error"].abs().argmax())]
+    drift = rows["drift"].fillna(0.0) if "drift" in rows else 0.0
+    return Bounds(
+        len(rows), float(rows["error"].abs().median()), float(worst["error"]),
+        str(worst["policy"]), sum(v.ranked_pairs for v in said),
+        sum(len(v.misranked) for v in said), sum(v.sign_arms for v in said),
+        sum(len(v.wrong_sign) for v in said),
+        float(((1 + rows["error"]) * (1 + drift) - 1).abs().median()),
+    )  # fmt: skip
+
+
+def _decoded(trace: Trace, measured: pd.DataFrame, batch: int) -> list[int]:
+    """Return indices of the requests that were decoded: each group from its first request on."""
+    place = {r.id: i for i, r in enumerate(trace.requests)}
+    if unknown := set(measured["request"]) - set(place):
+        raise DraftsimError(
+            f"request {sorted(unknown)[0]!r} was measured but is not in the trace of this folder: "
+            "unpack both from the same run"
+        )
+    first = sorted(place[request] for request in set(measured["request"]))
+    return [i for start in first for i in range(start, min(start + batch, len(trace.requests)))]
+
+
+def _single(trace: Trace, latency: LatencyTable, names: list[str]) -> pd.DataFrame:
+    policies = [(name, parse_policy(name, max_gamma=trace.max_gamma)) for name in names]
+    return predictions([price(log, latency) for log in replay_many(trace, policies)])
+
+
+def _together(trace: Trace, latency: LatencyTable, names: list[str], batch: int) -> pd.DataFrame:
+    # Brings all of serving, which a data sheet alone does not need.
+    from simulator.serving.groups import predict_groups
+
+    policies = {name: parse_policy(name, max_gamma=trace.max_gamma) for name in names}
+    groups, _ = predict_groups(trace, latency, policies, [batch])
+    return groups
+
+
+BOUND = 0.02
+"""Error of a speedup that is worth telling: repeats are named whose scatter is half of it."""
+
+
+def with_noise(rows: list[dict[str, Any]], first: str) -> list[dict[str, Any]]:
+    """The rows with the relative standard errors that their own repeats give what was measured.
+
+    ``noise`` is of tokens/s, ``speedup_noise`` of the speedup over the policy `first` at the same
+    load; both are None if each arm ran once.  Arms of a load are taken to scatter alike: with a
+    few repeats each, one arm's own scatter says little.
+    """
+    for load in dict.fromkeys(row["load"] for row in rows):
+        own = [row for row in rows if row["load"] == load]
+        rates = np.log([row["throughputs"] for row in own])
+        repeats = rates.shape[1]
+        single = scatter(rates)
+        beside = scatter(rates, shared=True)
+        for row in own:
+            row["noise"] = None if single is None else single / math.sqrt(repeats)
+            row["speedup_noise"] = None if beside is None else (
+                0.0 if row["policy"] == first else beside * math.sqrt(2 / repeats)
+            )  # fmt: skip
+    return rows
+
+
+def scatter(logs: npt.NDArray[np.float64], shared: bool = False) -> float | None:
+    """Standard deviation of one repeat about its arm, from (arms, repeats) logarithms.
+
+    With `shared`, less what all arms of a repeat share, which no ratio of two of them sees.  None
+    where too few ran to tell.
+    """
+    arms, repeats = logs.shape
+    rest = logs - logs.mean(1, keepdims=True)
+    degrees = arms * (repeats - 1)
+    if shared:
+        rest = rest - rest.mean(0, keepdims=True)
+        degrees -= repeats - 1
+    return math.sqrt(float((rest**2).sum()) / degrees) if degrees else None
+
+
+def expected_median(noises: Sequence[float]) -> float:
+    """Median of the errors' sizes that a model without error would show, its noises being these.
+
+    The median over a mixture of normal errors; 0 where none has any.
+    """
+    from scipy.optimize import brentq
+    from scipy.stats import halfnorm
+
+    scales = np.array([n for n in noises if n])
+    if not scales.size:
+        return 0.0
+    none = len(noises) - scales.size
+
+    def above(size: float) -> float:
+        return float(none + np.sum(halfnorm.cdf(size, scale=scales))) / len(noises) - 0.5
+
+    return 0.0 if above(0.0) >= 0 else float(brentq(above, 0.0, 2 * scales.max()))
+
+
+def noise_said(rows: Sequence[Mapping[str, Any]], first: str) -> str | None:
+    """Return how far the speedups are off, and how far the repeats alone would have them off."""
+    arms = [row for row in rows if row["policy"] != first and row["speedup_noise"] is not None]
+    if not arms:
+        return None
+    errors = np.abs([row["speedup_error"] for row in arms])
+    floor, repeats = expected_median([row["speedup_noise"] for row in arms]), arms[0]["repeats"]
+    needed = math.ceil(repeats * (2 * floor / BOUND) ** 2)
+    return (
+        f"speedups are off by {np.median(errors):.1%} (median; worst {errors.max():.1%}); a model "
+        f"without error would show {floor:.1%} with {repeats} repeats that scatter as these do"
+        + (f" ({needed} repeats: {BOUND / 2:.0%})" if needed > repeats else "")
+        + _paced(arms)
+    )
+
+
+def _paced(arms: Sequence[Mapping[str, Any]]) -> str:
+    paced = [row["paced_speedup_error"] for row in arms]
+    errors = [abs(error) for error in paced if error is not None]
+    if not errors:
+        return ""
+    return f"; for a machine as the control load found it they are off by {np.median(errors):.1%}"

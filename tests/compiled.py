@@ -15,7 +15,7 @@ from policies.batch.tables import BatchTable, DisableByBatchSize
 from simulator.serving import ClosedLoop, Limits, Poisson, Scenario, simulate
 from simulator.serving.compiled import loop
 from simulator.serving.outcome.report import Run
-from simulator.serving.station import Policy
+from simulator.serving.run import Policy
 from tests.serving import CONSTANT, GRID, bernoulli, table
 from traces.acceptance.synthetic import synthetic_trace
 from traces.acceptance.trace import Trace

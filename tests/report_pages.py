@@ -16,7 +16,7 @@ from policies.registry import parse_policy
 from simulator.pricing import autoregressive, price
 from simulator.ratios import OwnRatios
 from simulator.report import build_report
-from simulator.report.ratio_model import tilted
+from simulator.report.data import tilted
 from tests.browser import Browser
 from traces.acceptance.synthetic import synthetic_trace
 from traces.acceptance.trace import Trace

@@ -10,8 +10,8 @@ import pytest
 
 from commands.common.acceptance import load_positions
 from policies.lengths.basic import Fixed
+from simulator.aggregate.benches import latency_table
 from simulator.aggregate.server import ServerRun, calibrate
-from simulator.aggregate.table import latency_table
 from tests.conftest import Run
 from tests.test_recommend import A100, ACCEPTED, served, written
 from traces.acceptance.synthetic import trace_by_position

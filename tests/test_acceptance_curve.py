@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from simulator.aggregate.curves import extended, pick_curve, read_curves
+from simulator.aggregate.acceptance import extended, pick_curve, read_curves
 from simulator.aggregate.hazard import HAZARD, emitted_at, lengths
 from tests.conftest import Run
 from traces.errors import FileError

@@ -12,7 +12,6 @@ import pytest
 
 from policies.batch.base import SingleStream
 from policies.lengths.basic import Autoregressive, Fixed
-from simulator.capacity import stages
 from simulator.pricing import autoregressive, price
 from simulator.serving import TableCost
 from simulator.tune.costs import RESTING
@@ -155,7 +154,7 @@ def test_capacity_is_planned_at_what_the_engine_always_pays(
     file: Path, run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Requests one after the other: tokens take longer by what six passes cost beyond two."""
-    monkeypatch.setattr(stages, "FEW", 40)
+    monkeypatch.setattr("simulator.capacity.FEW", 40)
     tpot: dict[str, dict[str, float]] = {}
     for name, more in (("always", ("--always-draft", 6)), ("asked", ())):
         planned = run(

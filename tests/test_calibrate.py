@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from simulator.aggregate.advice import choices, draft_lengths, in_words, next_run, next_runs
+from simulator.aggregate.benches import latency_table, read_runs
 from simulator.aggregate.hazard import HAZARD, emitted_at, further, lengths
 from simulator.aggregate.server import (
     COSTS,
@@ -26,7 +27,6 @@ from simulator.aggregate.server import (
     passes_of,
     step_s,
 )
-from simulator.aggregate.table import latency_table, read_runs
 from tests.conftest import Run
 from traces.errors import DraftsimError
 from traces.store.files import read_latency

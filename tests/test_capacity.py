@@ -14,11 +14,17 @@ import pytest
 
 from commands.capacity import remarks
 from policies.lengths.basic import Autoregressive, Fixed
-from simulator.capacity import Targets, parse_targets, plan, stages
-from simulator.capacity.points import Bench, Point, Verdict
-from simulator.capacity.rows import with_cost
+from simulator.capacity import (
+    Bench,
+    Point,
+    Verdict,
+    find_answer,
+    find_curve,
+    plan,
+    with_cost,
+)
 from simulator.executors import Local
-from simulator.plots import capacity as plots
+from simulator.plots import serving as plots
 from simulator.serving import (
     ArrivalFile,
     LeastRequests,
@@ -29,6 +35,7 @@ from simulator.serving import (
     Scenario,
     read_results,
 )
+from simulator.targets import Targets, parse_targets
 from tests import queues
 from tests.compiled import same
 from tests.serving import arrival_file, bernoulli
@@ -41,7 +48,7 @@ from traces.latency.table import LatencyTable
 @pytest.fixture(autouse=True)
 def few_tried(monkeypatch: pytest.MonkeyPatch) -> None:
     """Fewer requests for where to begin to look, and for comparisons that no test is about."""
-    monkeypatch.setattr(stages, "FEW", 60)
+    monkeypatch.setattr("simulator.capacity.FEW", 60)
 
 
 PAIR: Any = {"autoregressive": Autoregressive(), "fixed": Fixed(3)}
@@ -274,10 +281,10 @@ def test_replicas_limit_curve_and_line_are_one_answer() -> None:
     def ask(*point: Any) -> Any:
         return point
 
-    found = driven(stages.answer(ask, 4.0, 0.67, 64, lambda n: 100 * n))
+    found = driven(find_answer(ask, 4.0, 0.67, 64, lambda n: 100 * n))
     assert found.replicas == 6
     assert found.limit >= 4.0  # of three replications alone it would be 3.78
-    pairs = driven(stages.curve(ask, found, 4.0, [1, 2, 4, 8], lambda n: 100 * n))
+    pairs = driven(find_curve(ask, found, 4.0, [1, 2, 4, 8], lambda n: 100 * n))
     assert [count for count, _ in pairs] == [1, 2, 4, 5, 6, 8]
     assert all((limit >= 4.0) == (count >= 6) for count, limit in pairs)
     assert [limit for _, limit in pairs] == sorted(limit for _, limit in pairs)

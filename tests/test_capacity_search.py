@@ -8,7 +8,7 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 
-from simulator.capacity.stages import fewest, highest
+from simulator.capacity import fewest, highest
 
 
 def answered(search: Any, answer: Any) -> tuple[Any, list[Any]]:

@@ -6,6 +6,7 @@ import numpy as np
 import pandas as pd
 import pytest
 
+from simulator.bootstrap import Estimate
 from simulator.check import (
     Check,
     _Bench,
@@ -15,7 +16,6 @@ from simulator.check import (
     run_checks,
     truncated_rounds,
 )
-from simulator.estimate import Estimate
 from simulator.formulas import leviathan
 from traces.acceptance.synthetic import synthetic_trace
 from traces.acceptance.trace import Request, Trace

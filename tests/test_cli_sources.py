@@ -10,7 +10,7 @@ import pytest
 
 from policies.lengths.basic import Fixed
 from simulator.papers import Ours
-from simulator.papers.early_exit import choices, early_exit_rows, sampling_rows
+from simulator.papers.specbound import choices, early_exit_rows, sampling_rows
 from simulator.pricing import price
 from tests.conftest import Run
 from traces.acceptance.trace import Request, Trace

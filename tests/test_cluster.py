@@ -20,9 +20,8 @@ import pytest
 
 from policies import DraftPolicy
 from policies.core import Load
-from simulator.capacity import stages
 from simulator.executors import Cluster, Local
-from simulator.serving import over_rates, parts, read_results
+from simulator.serving import over_rates, read_results
 from simulator.serving import sweep as serving_sweep
 from simulator.whatif.sweep.prices import Prices
 from simulator.whatif.sweep.run import Sweep
@@ -158,8 +157,8 @@ def test_fleets_and_plans_give_the_same_rows_and_outlive_a_worker(
     cluster: Started, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, synthetic_run: Path, run: Run
 ) -> None:
     address = cluster.address
-    monkeypatch.setattr(parts, "MANY", 50)
-    monkeypatch.setattr(parts, "A_PART", 20)
+    monkeypatch.setattr("simulator.serving.study.MANY", 50)
+    monkeypatch.setattr("simulator.serving.study.A_PART", 20)
     scenarios = over_rates(fleet(), [10.0, 60.0])
     expected = serving_sweep(SMALL, CONSTANT, POLICIES, scenarios)
     for row, other in zip(
@@ -167,7 +166,7 @@ def test_fleets_and_plans_give_the_same_rows_and_outlive_a_worker(
         timeless(expected), strict=True,
     ):  # fmt: skip
         same(row, other, "row")
-    monkeypatch.setattr(stages, "FEW", 60)
+    monkeypatch.setattr("simulator.capacity.FEW", 60)
     # Here first: what is compiled for it, the workers find.
     plans = (planned(9.0, requests=60, executor=own) for own in (None, Cluster(address)))
     for row, other in zip(*plans, strict=True):

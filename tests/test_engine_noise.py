@@ -10,7 +10,7 @@ import pytest
 from scipy.stats import halfnorm
 
 from simulator.engines import MOST, slower_by, with_profile_errors, with_speedups
-from simulator.noise import expected_median, noise_said, scatter
+from simulator.validation import expected_median, noise_said, scatter
 
 OFF = "autoregressive"
 ARMS = (OFF, "a", "b", "c", "d", "e", "f")

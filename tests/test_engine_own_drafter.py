@@ -20,7 +20,7 @@ from profiler.engines.measure import cells_of
 from profiler.engines.session import ENGINE, VARIABLE, Setup, asks_for_engine, setup_from
 from profiler.engines.vllm.proposer import OwnDrafter, check_speculative, register
 from simulator.serving import ClosedLoop, Scenario, simulate
-from simulator.serving.cost.iteration import IterationCost
+from simulator.serving.cost import IterationCost
 from tests.compiled import ALONG, PLAIN
 from tests.pretend_vllm import PretendRunner
 from tests.test_engine_proposer import LONGEST, PROMPTS, TEXTS, TRACE, VOCABULARY, rounds

@@ -20,9 +20,9 @@ from profiler.engines.served import Answer, served_run
 from profiler.engines.vllm.proposer import Proposer
 from profiler.engines.vllm.watch import Recorder, caller_name
 from simulator.engines import priced_s
-from simulator.host import HostCost
+from simulator.pricing import HostCost
 from simulator.served import added, control_sizes, slowdown_of, slowed, with_server
-from simulator.serving.cost.iteration import IterationCost
+from simulator.serving.cost import IterationCost
 from tests.pretend_vllm import PretendRunner, config
 from tests.serving import GRID
 from traces import replay, synthetic_trace

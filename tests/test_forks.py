@@ -13,8 +13,8 @@ from time import monotonic
 
 import pytest
 
-from simulator import forks
-from simulator.forks import results_of
+from simulator import executors
+from simulator.executors import results_of
 from tests.conftest import ROOT, Run
 from traces.errors import DraftsimError
 from traces.store.files import write_trace
@@ -30,9 +30,9 @@ SHARED = object()
 @pytest.fixture
 def two_cores(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two cores, also in a worker of the tests, which has threads."""
-    monkeypatch.setattr(forks, "cores", lambda: 2)
-    monkeypatch.setattr(forks.threading, "active_count", lambda: 1)
-    monkeypatch.setattr(forks, "parent_process", lambda: None)
+    monkeypatch.setattr(executors, "cores", lambda: 2)
+    monkeypatch.setattr(executors.threading, "active_count", lambda: 1)
+    monkeypatch.setattr(executors, "parent_process", lambda: None)
 
 
 def waiting(folder: Path, place: int) -> int:
@@ -80,11 +80,11 @@ def test_nothing_is_forked_where_it_is_unsafe_or_a_waste(
     alone: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if alone == "one core":
-        monkeypatch.setattr(forks, "cores", lambda: 1)
+        monkeypatch.setattr(executors, "cores", lambda: 1)
     elif alone == "threads":
-        monkeypatch.setattr(forks.threading, "active_count", lambda: 2)
+        monkeypatch.setattr(executors.threading, "active_count", lambda: 2)
     elif alone == "a worker":
-        monkeypatch.setattr(forks, "parent_process", object)
+        monkeypatch.setattr(executors, "parent_process", object)
     tokens = 0 if alone == "little to do" else MANY
     parts: list[Callable[[], int]] = [os.getpid] * 4
     if alone == "a part":
@@ -157,9 +157,9 @@ def test_two_cores_give_the_same_answer(
 ) -> None:
     if "papers" not in args:  # whose systems need the recordings of all prompts
         args = (*args, "--trace", str(few_prompts))
-    monkeypatch.setattr(forks, "FEWEST_TOKENS", 0)
+    monkeypatch.setattr(executors, "FEWEST_TOKENS", 0)
     both = run(*args, "--json", "-")
-    monkeypatch.setattr(forks, "cores", lambda: 1)
+    monkeypatch.setattr(executors, "cores", lambda: 1)
     assert both == run(*args, "--json", "-")
     assert both.rows
 
@@ -168,7 +168,7 @@ def test_two_cores_give_the_same_answer(
 def test_an_error_in_a_part_is_one_line_said_once(
     run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(forks, "FEWEST_TOKENS", 0)
+    monkeypatch.setattr(executors, "FEWEST_TOKENS", 0)
     folder = tmp_path / "run"
     shutil.copytree(ROOT / "traces" / "recorded" / "bundled", folder)
     damaged = folder / "starts-medusa.parquet"

@@ -16,13 +16,11 @@ from policies.rules.registry import parse_rule
 from simulator import published
 from simulator.papers import Ours, Row, quantity_rows, side_by_side
 from simulator.papers.cmasd import CMASD_ROWS
-from simulator.papers.compare import TABLES
+from simulator.papers.compare import REAL_RUNS, TABLES
 from simulator.papers.csd import CSD_ROWS
-from simulator.papers.early_exit import distribution_rows
 from simulator.papers.gammatune import APPENDIX, REFERENCE, gammatune_rows
-from simulator.papers.ours import REAL, outcome
-from simulator.papers.real_runs import REAL_RUNS
-from simulator.papers.rows import EXPERIMENT, QUANTITY, WEIGHTS
+from simulator.papers.ours import EXPERIMENT, QUANTITY, REAL, WEIGHTS, outcome
+from simulator.papers.specbound import distribution_rows
 from simulator.pricing import autoregressive, price
 from tests.conftest import Run
 from traces.acceptance.synthetic import synthetic_trace

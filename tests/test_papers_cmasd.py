@@ -11,8 +11,8 @@ from profiler.suite.runs.arms import arms_of
 from simulator.chosen import load_policies
 from simulator.papers import Ours
 from simulator.papers.cmasd import cmasd_rows, comparison
+from simulator.papers.compare import REAL_RUNS
 from simulator.papers.ours import REAL, Outcome, method_outcome
-from simulator.papers.real_runs import REAL_RUNS
 from tests.test_papers import LATENCY, scored_trace
 from traces.acceptance.trace import Trace
 from traces.errors import DraftsimError

@@ -22,7 +22,7 @@ from simulator.papers.csd import (
     csd_rows,
     pattern_rows,
 )
-from simulator.papers.rows import EXPERIMENT
+from simulator.papers.ours import EXPERIMENT
 from tests.test_papers import LATENCY, scored_trace
 from traces.acceptance.trace import Trace
 from traces.errors import SignalError

@@ -6,7 +6,7 @@ import pytest
 
 from commands.papers import print_papers
 from simulator.papers import Row
-from simulator.papers.rows import EXPERIMENT
+from simulator.papers.ours import EXPERIMENT
 
 
 def test_tables_fit_a_hundred_columns_and_say_each_note_once(

@@ -9,7 +9,9 @@ import numpy as np
 import pytest
 
 from simulator.papers import Ours, Row
-from simulator.papers.early_exit import (
+from simulator.papers.ours import EXPERIMENT
+from simulator.papers.quantities import SPECBOUND
+from simulator.papers.specbound import (
     FIGURE_3,
     FIGURE_4,
     FULL,
@@ -18,11 +20,10 @@ from simulator.papers.early_exit import (
     Setting,
     choices,
     early_exit_rows,
+    order_rows,
     search,
+    system_rows,
 )
-from simulator.papers.quantities import SPECBOUND
-from simulator.papers.rows import EXPERIMENT
-from simulator.papers.systems import order_rows, system_rows
 from simulator.published import SPECBOUND_1
 from tests.test_cli_sources import tokens_alone
 from tests.test_sources_early_exit import recording

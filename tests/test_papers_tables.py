@@ -10,8 +10,8 @@ import pytest
 
 from simulator import published
 from simulator.papers import Row, quantity_rows
+from simulator.papers.ours import EXPERIMENT, WEIGHTS, missing
 from simulator.papers.quantities import SPECBOUND
-from simulator.papers.rows import EXPERIMENT, WEIGHTS, missing
 from simulator.published import CONTRADICTIONS, SPECBOUND_1, TASKS, PaperTable, notes_on
 
 FILES = {

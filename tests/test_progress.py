@@ -11,7 +11,7 @@ import pytest
 
 from commands.common import progress
 from commands.common.progress import progress_bar, working
-from simulator.forks import results_of
+from simulator.executors import results_of
 from tests.conftest import ROOT, Run
 from tests.test_import_specbench import row, write_rows
 from traces.importers.base import Options

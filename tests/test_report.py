@@ -10,9 +10,9 @@ import pytest
 
 from policies.registry import parse_policy
 from simulator.pricing import price
-from simulator.report import build_report, ratio_model, write_report
-from simulator.report.ratio_model import (
-    fixed_lengths,
+from simulator.report import build_report, write_report
+from simulator.report.data import (
+    logs_by_length,
 )
 from simulator.summary import paired_gain, summarize
 from simulator.whatif.ranking import FITTED
@@ -44,7 +44,7 @@ from traces.store.measured import write_measured
 @pytest.fixture(autouse=True)
 def _tilted_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """These pages have one recording: it is tilted for the first of them alone."""
-    monkeypatch.setattr(ratio_model, "tilted", tilted_once)
+    monkeypatch.setattr("simulator.report.data.tilted", tilted_once)
 
 
 def test_the_page_is_whole_and_refers_to_nothing_outside() -> None:
@@ -96,7 +96,7 @@ def test_the_best_fixed_length_is_ranked_though_not_asked_for() -> None:
     given = [logs()[1], fixed_two(recording())]
     text = build_report(recording(), latency(), given, resamples=200, serve=False)
     found = data_of(text)
-    best = max(fixed_lengths(recording()).items(), key=lambda item: -seconds(item[1]))
+    best = max(logs_by_length(recording()).items(), key=lambda item: -seconds(item[1]))
     assert best[0] == 4
     assert {p["policy"]: p["note"] for p in found["policies"]} == {
         "svip": None, "fixed:gamma=2": None, "fixed:gamma=4": "best fixed",

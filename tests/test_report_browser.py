@@ -11,7 +11,7 @@ from policies.registry import parse_policy
 from simulator.formulas import general, leviathan
 from simulator.ratios import RatioSums, own_ratios, speedup_at
 from simulator.report import build_report
-from simulator.report.ratio_model import carried
+from simulator.report.data import carried
 from simulator.whatif.ranking import FITTED
 from tests.break_even import break_even_ratio
 from tests.browser import Browser

@@ -9,7 +9,7 @@ import pytest
 from policies.registry import parse_policy
 from simulator.ratios import RatioSums, own_ratios
 from simulator.report import build_report
-from simulator.report.ratio_model import carried
+from simulator.report.data import carried
 from simulator.whatif.tilt.trace import Tilter
 from tests.break_even import break_even_ratio
 from tests.browser import Browser

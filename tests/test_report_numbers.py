@@ -19,10 +19,10 @@ from simulator.ratios import (
     speedup_at,
 )
 from simulator.report import build_report
-from simulator.report.data import REPLICATIONS
-from simulator.report.ratio_model import (
+from simulator.report.data import (
+    REPLICATIONS,
     carried,
-    fixed_lengths,
+    logs_by_length,
     sliders,
     tilted,
 )
@@ -103,7 +103,7 @@ def test_tilted_rounds_are_those_of_the_tilted_recording() -> None:
     found = tilted(trace, latency(), ratios, [0.5, own], [2, 4])
     assert found is not None
     assert found["alphas"] == [0.5, own]
-    fixed = fixed_lengths(trace)
+    fixed = logs_by_length(trace)
     # At its own rate the recording speaks for itself.
     sums = carried(trace, latency(), ratios)
     assert found["rounds"][1] == [sums(fixed[g]) for g in (2, 4)]
@@ -132,7 +132,7 @@ def test_a_recording_without_signals_is_tilted_too() -> None:
 
 
 def test_break_even_and_contexts_come_from_the_api() -> None:
-    for log, sums in zip(fixed_lengths(recording()).values(), data()["fixed"]["sums"],
+    for log, sums in zip(logs_by_length(recording()).values(), data()["fixed"]["sums"],
                          strict=True):  # fmt: skip
         own = own_ratios(recording(), latency(), data()["about"]["best_fixed"])
         assert sums == carried(recording(), latency(), own)(log)

@@ -34,7 +34,7 @@ from simulator.serving import (
 )
 from simulator.serving.arrivals import Deterministic, Job
 from simulator.serving.compiled import arrays, engine, loop
-from simulator.serving.cost.iteration import IterationCost
+from simulator.serving.cost import IterationCost
 from simulator.serving.groups import InOrder
 from simulator.serving.replays import clock_free
 from tests.compiled import LENGTHS, PLAIN, PROMPTED, SCENARIOS, SIGNALLED, assert_same, ran

@@ -8,8 +8,7 @@ from typing import Any, Literal
 import pytest
 
 from policies.core import Round
-from simulator.serving.cost.iteration import IterationCost
-from simulator.serving.cost.reader import Coverage
+from simulator.serving.cost import Coverage, IterationCost
 from tests.compiled import ALONG
 from tests.serving import CONSTANT, GRID
 from traces.errors import DraftsimError

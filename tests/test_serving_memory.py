@@ -9,8 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from simulator.serving.kv import BlockPool
-from simulator.serving.scheduler import Continuous, Limits
+from simulator.serving.scheduler import BlockPool, Continuous, Limits
 from simulator.serving.sequence import Slot
 from traces.errors import DraftsimError
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from policies.lengths.basic import Autoregressive, Fixed
 from simulator.serving import Limits, Poisson, Scenario, serve, simulate
-from simulator.serving.outcome.statistics import Histogram, Series
+from simulator.serving.outcome.metrics import Histogram, Series
 from tests.serving import CONSTANT, SMALL
 
 

@@ -12,7 +12,7 @@ from commands.serve.rows import guesses
 from policies.core import Round
 from policies.lengths.basic import Fixed
 from simulator.serving import ClosedLoop, Limits, Scenario, simulate
-from simulator.serving.cost.iteration import Chunk, IterationCost
+from simulator.serving.cost import Chunk, IterationCost
 from tests.serving import bernoulli, table
 from traces.latency.table import LatencyTable
 

@@ -19,10 +19,10 @@ from simulator.serving import (
     Scenario,
     over_batches,
     over_rates,
-    parts,
     read_results,
     sweep,
 )
+from simulator.serving.study import shares_of
 from tests.compiled import same
 from tests.conftest import Serve
 from tests.serving import CONSTANT, PAIR, SMALL, arrival_file
@@ -44,17 +44,17 @@ def timeless(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
 
 @pytest.fixture
 def small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(parts, "MANY", 50)
-    monkeypatch.setattr(parts, "A_PART", 10)
+    monkeypatch.setattr("simulator.serving.study.MANY", 50)
+    monkeypatch.setattr("simulator.serving.study.A_PART", 10)
 
 
 @pytest.mark.usefixtures("small_parts")
 def test_parts_are_all_replicas_once() -> None:
-    assert parts.shares_of(fleet()) == [(0,), (1,), (2,), (3,), (4,), (5,)]
-    assert parts.shares_of(fleet(20)) == [None]
-    assert parts.shares_of(fleet(router=LeastRequests())) == [None]
+    assert shares_of(fleet()) == [(0,), (1,), (2,), (3,), (4,), (5,)]
+    assert shares_of(fleet(20)) == [None]
+    assert shares_of(fleet(router=LeastRequests())) == [None]
     for replicas in (2, 3, 5, 64):
-        shares = parts.shares_of(fleet(replicas=replicas))
+        shares = shares_of(fleet(replicas=replicas))
         assert [i for share in shares for i in share or ()] == list(range(replicas))
 
 

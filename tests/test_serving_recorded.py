@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from simulator.serving.recorded import compared, read_requests
+from simulator.serving.arrivals import compared, read_requests
 from tests.conftest import Run
 from traces.errors import FileError
 

@@ -9,7 +9,7 @@ import pytest
 from policies import parse_policy
 from simulator.serving import ClosedLoop, Limits, Poisson, Run, Scenario, simulate
 from simulator.serving.arrivals import Arrivals
-from simulator.serving.cost.iteration import IterationCost
+from simulator.serving.cost import IterationCost
 from tests.serving import GRID, SMALL
 from traces.latency.schema import CELL_COLUMNS
 from traces.latency.table import LatencyTable

@@ -14,7 +14,7 @@ from policies.core import Round
 from policies.lengths.basic import Fixed
 from simulator.pricing import price
 from simulator.serving import ClosedLoop, Limits, Scenario, simulate
-from simulator.serving.cost.iteration import IterationCost, TableCost
+from simulator.serving.cost import IterationCost, TableCost
 from simulator.whatif.batching import InBatches
 from simulator.whatif.rate import LatencyCost
 from tests.tuning import batched

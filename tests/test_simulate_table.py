@@ -15,8 +15,14 @@ from commands.simulate.table import headline
 from policies.lengths.basic import Fixed
 from policies.rules.registry import parse_rule
 from simulator import summarize
-from simulator.degenerate import HARDLY_VERIFIES, accepted_mismatches, degenerate
-from simulator.summary import paired_gain, price_all, to_rows
+from simulator.summary import (
+    HARDLY_VERIFIES,
+    accepted_mismatches,
+    degenerate,
+    paired_gain,
+    price_all,
+    to_rows,
+)
 from simulator.whatif.ranking import compared
 from tests.conftest import Run
 from tests.test_papers import LATENCY, scored_trace

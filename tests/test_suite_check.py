@@ -12,7 +12,7 @@ import pytest
 
 from commands.validate.recorded import markdown_table
 from profiler.suite.__main__ import main
-from simulator.hardware.measured import MEDIAN_BOUND, WORST_BOUND, anchor_drift, bounds
+from simulator.validation import MEDIAN_BOUND, WORST_BOUND, anchor_drift, bounds
 from tests.conftest import Run
 from tests.suite_results import META, MODES, POLICIES, cells, write_forced, write_latencies
 from traces.errors import DraftsimError

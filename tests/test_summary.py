@@ -23,7 +23,7 @@ from simulator import (
     summarize_by_category,
     to_rows,
 )
-from simulator.estimate import ratio
+from simulator.bootstrap import ratio_of_sums
 from traces.acceptance.trace import Request, Trace
 from traces.errors import DraftsimError
 from traces.latency.schema import CELL_COLUMNS
@@ -190,7 +190,7 @@ def test_ratio_error_is_the_spread_of_repeated_ratios() -> None:
     rng = np.random.default_rng(3)
     under = rng.uniform(1, 3, size=(4000, 50))
     over = 2 * under + rng.normal(0, 1, size=under.shape)
-    estimates = [ratio(a, b) for a, b in zip(over, under, strict=True)]
+    estimates = [ratio_of_sums(a, b) for a, b in zip(over, under, strict=True)]
     spread = np.std([e.value for e in estimates])
     claimed = np.mean([e.standard_error for e in estimates])
     # The sd of 4000 values has a relative error of 1.1%; the delta method is of order 1/50.

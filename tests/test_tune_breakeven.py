@@ -13,7 +13,7 @@ import pytest
 from simulator.aggregate.positions import of_rates
 from simulator.aggregate.server import COSTS, ServerRun, calibrate, step_s
 from simulator.aggregate.server import Load as ServerLoad
-from simulator.serving.cost.iteration import TableCost
+from simulator.serving.cost import TableCost
 from simulator.tune.breakeven import (
     grid,
     length_rows,

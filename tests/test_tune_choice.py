@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from simulator.bootstrap import resamples
 from simulator.tune import Objective, choose, cross_fitted
-from simulator.tune.choice import folds, shared_by_neighbours
+from simulator.tune.gains import folds, shared_by_neighbours
 
 
 @given(

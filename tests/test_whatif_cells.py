@@ -15,7 +15,7 @@ from policies.core import Load, Round
 from simulator.executors import Local
 from simulator.pricing import autoregressive, price
 from simulator.ratios import price_ratios
-from simulator.serving.cost.iteration import IterationCost
+from simulator.serving.cost import IterationCost
 from simulator.summary import prompt_speedups, summarize
 from simulator.whatif.batching import InBatches, _dealt, in_steps, step_costs
 from simulator.whatif.sweep.cells import COLUMNS, Bench, Part, _at_context

@@ -11,9 +11,9 @@ import pytest
 from policies import Autoregressive, DraftPolicy, Fixed, HFHeuristic, Oracle
 from simulator.executors import Local
 from simulator.ratios import price_ratios
+from simulator.whatif.breakeven import THRESHOLDS, some_points, thresholds
 from simulator.whatif.sweep.prices import Prices
 from simulator.whatif.sweep.run import Sweep, write_thresholds
-from simulator.whatif.sweep.thresholds import THRESHOLDS, some_points, thresholds
 from simulator.whatif.tilt.trace import tilt_to
 from tests.studies import recorded
 from traces.acceptance.synthetic import synthetic_trace

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from policies import CMASD, SVIP, Fixed
-from simulator.estimate import Estimate, ratio
+from simulator.bootstrap import Estimate, ratio_of_sums
 from simulator.whatif.tilt.trace import MatchModel, Tilter, acceptance, iid_like, tilt_to
 from tests.tilted import bursty, tilter
 from traces.acceptance.schema import MISMATCH
@@ -23,7 +23,7 @@ from traces.replay.run import replay
 
 def block_efficiency(trace: Trace, gamma: int) -> Estimate:
     log = replay(trace, Fixed(gamma))
-    return ratio(log.per_request(log.rounds["emitted"]), log.per_request(np.ones(len(log))))
+    return ratio_of_sums(log.per_request(log.rounds["emitted"]), log.per_request(np.ones(len(log))))
 
 
 @pytest.mark.parametrize("gamma", [1, 2, 4, 8, 16])

@@ -35,8 +35,8 @@ REDRAW_S = 0.1
 def progress_bar(alone: bool = False) -> Bar:
     """Return the bar shown for anything that is counted: what, how far, time left.
 
-    With `alone` it has no thread of its own, which would keep `simulator.forks` from sharing the
-    work between processes, and moves only when it is told of progress.
+    With `alone` it has no thread of its own, which would keep `simulator.executors.results_of` from
+    sharing the work between processes, and moves only when it is told of progress.
     """
     columns = (
         TextColumn("{task.description}", markup=False), BarColumn(), MofNCompleteColumn(),

@@ -392,7 +392,7 @@ def columns_of(served: CheckedEngine, remeasure: bool) -> Sequence[str]:
 def say_checked(served: CheckedEngine, rows: Sequence[Mapping[str, Any]]) -> None:
     """Print what the rows of a check amount to."""
     from commands.engine.http import say_shares
-    from simulator.noise import noise_said
+    from simulator.validation import noise_said
 
     if served.synthetic is not None:
         return

@@ -85,7 +85,7 @@ def tried(
     cost the passes of the drafter that the engine was measured with, if any.  ``gain`` is the
     throughput over that of no speculation, measured and predicted, ``gain_error`` the error of the
     prediction, ``gain_noise`` the part of it that the repeats' scatter explains
-    (`simulator.noise`).
+    (`simulator.validation`).
     """
     from policies.lengths.basic import Fixed
     from simulator.serving import ClosedLoop

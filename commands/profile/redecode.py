@@ -51,7 +51,7 @@ def jobs(
             )
         wanted.append(Job(chosen.policy, chosen.rule, split))
     if papers:
-        from simulator.papers.real_runs import REAL_RUNS
+        from simulator.papers.compare import REAL_RUNS
 
         wanted += [Job(*run) for run in REAL_RUNS]
     return wanted

@@ -181,7 +181,7 @@ def wanted(trace: Trace, sources: Sequence[str]) -> RecordOptions:
     """
     from policies.registry import parse_policy
     from profiler.sources.start_record import RecordOptions
-    from simulator.papers.early_exit import FOLLOWED_SOURCES, START
+    from simulator.papers.specbound import FOLLOWED_SOURCES, START
     from traces.sources.exits.early_exit import EarlyExit
     from traces.sources.exits.recording import ExitSetting
     from traces.sources.registry import SYSTEMS, parse_source

@@ -26,7 +26,7 @@ from commands.serve.rows import headline, print_measured, remarks, shown
 from traces.errors import DraftsimError
 
 if TYPE_CHECKING:
-    from simulator.fastest import Leader, Span
+    from simulator.tune.gains import Leader, Span
 
 
 def serve(
@@ -112,9 +112,9 @@ def serve(
     about its output length; such rows are approximate.
     """
     from simulator.chosen import load_serving_policies
-    from simulator.fastest import interval_over_prompts
     from simulator.serving import ClosedLoop, Devices, Scenario, Timeline, sweep
-    from simulator.serving.measured import against_measured
+    from simulator.serving.study import against_measured
+    from simulator.tune.gains import interval_over_prompts
 
     recording = inputs.load(plain=settings is None and policies.plain, sizes=loads.sizes)
     recorded, table = recording.trace, recording.latency
@@ -177,7 +177,7 @@ def serve(
     for path in (p for p in (out, timeline) if p is not None):
         note(f"wrote {path}")
     if plots is not None:
-        from simulator.plots.served import draw
+        from simulator.plots.serving import draw
 
         say_drawn(draw(plots, rows, recorded, table, chosen, scenarios, recording.said, note))
 

@@ -11,7 +11,7 @@ from commands.common.printed import print_table
 from traces.digits import three_digits
 
 if TYPE_CHECKING:
-    from simulator.fastest import Leader, Span
+    from simulator.tune.gains import Leader, Span
 
 Row = Mapping[str, Any]
 TOLD = 4
@@ -89,7 +89,7 @@ def remarks(rows: Sequence[Row]) -> list[str]:
 
 def guesses(rows: Sequence[Row]) -> list[str]:
     """Return how much was read between the measured sizes, and what beyond them."""
-    from simulator.serving.outcome.merge import joined_coverage
+    from simulator.serving.outcome.report import joined_coverage
 
     entries = joined_coverage([entry for row in rows for entry in row["coverage"]])
     outside = [e for e in entries if e["origin"] == "extrapolated"]
@@ -157,7 +157,7 @@ def headline(rows: Sequence[Row], interval: Callable[[Leader], Span | None]) -> 
 
     ``interval`` is asked for the 95% interval of the policies that the sentence names.
     """
-    from simulator.fastest import is_closed, leaders
+    from simulator.tune.gains import is_closed, leaders
 
     found, closed = leaders(rows), is_closed(rows)
     unit = "tokens/s" if closed else "speed end to end"

@@ -154,7 +154,7 @@ def _kind(
 
     Raises DraftsimError if they ask for several kinds at once.
     """
-    from simulator.systems import split_systems
+    from simulator.predict import split_systems
 
     if source is not None or split_systems(policy)[1]:
         from commands.validate.sources import SourceRuns

@@ -16,7 +16,7 @@ from traces.errors import DraftsimError
 from traces.store.writing import write_atomically
 
 if TYPE_CHECKING:
-    from simulator.hardware.measured import Bounds
+    from simulator.validation import Bounds
 
 SHOWN = (
     "pair", "mode", "batch", "policy", "predicted_s", "measured_s", "error", "spread", "drift",
@@ -100,7 +100,7 @@ def recorded_folders(name: str) -> list[Path]:
 
 def recorded_rows(folder: Path) -> pd.DataFrame:
     """Return `simulator.hardware.check_recording`'s rows with pair, mode and drift."""
-    from simulator.hardware.measured import anchor_drift, check_recording
+    from simulator.validation import anchor_drift, check_recording
     from traces.store.files import read_latency
 
     meta = read_latency(folder / "latency.parquet").meta
@@ -134,7 +134,7 @@ def remarks_on(parts: Sequence[pd.DataFrame]) -> list[str]:
 
 def bounds_of(parts: Sequence[pd.DataFrame]) -> dict[str, Bounds]:
     """Return the bounds of every recording by pair and mode, and of all of them."""
-    from simulator.hardware.measured import bounds
+    from simulator.validation import bounds
 
     kept = {f"{p['pair'].iloc[0]}, {p['mode'].iloc[0]}": bounds([p]) for p in parts}
     return {**kept, ALL: bounds(parts)}

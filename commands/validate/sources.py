@@ -114,12 +114,12 @@ def arms(
     fastest with `latency`.
     """
     from simulator.chosen import load_policies
-    from simulator.recording import load_source
-    from simulator.systems import (
+    from simulator.predict import (
         load_source_policies,
         load_system,
         split_systems,
     )
+    from simulator.recording import load_source
     from simulator.whatif.ranking import predicted_fastest, with_fastest
     from traces.replay.vectorised import replay_many
     from traces.sources.replay import replay_source

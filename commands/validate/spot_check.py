@@ -186,7 +186,7 @@ def _assisted_logs(trace: Trace) -> dict[str, RoundLog]:
 
 def say_faster(run: Path, trace: Trace, latency: LatencyTable, best: Fastest) -> None:
     """A note where a method with drafts of its own is predicted to be faster than `best`."""
-    from simulator.systems import replay_systems
+    from simulator.predict import replay_systems
     from simulator.whatif.ranking import fastest
     from traces.sources.found import find_recordings
     from traces.sources.registry import SYSTEMS

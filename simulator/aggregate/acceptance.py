@@ -9,12 +9,20 @@ lengths are extended to others by `simulator.aggregate.hazard`.
 
 from __future__ import annotations
 
+import os
+import re
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import product
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from traces.errors import DraftsimError
+from simulator.aggregate.hazard import Interval, check_totals, emitted_at
+from traces.errors import DraftsimError, FileError
+from traces.store.text import read_text
 
 Floats = npt.NDArray[np.float64]
 
@@ -124,3 +132,155 @@ def _survival(
         out[:, k] = now.sum(axis=1)
         now = (now[:, None] @ step)[:, 0]
     return out
+
+
+LENGTHS = (1, 2, 3, 4, 5, 6, 8)
+"""Draft lengths that are told where none are asked for."""
+
+
+def emitted_of_rate(rate: float, gamma: int, later: Sequence[float] = (1.0,)) -> Interval:
+    """Return tokens a round of `gamma`, where positions match at `rate`: i.i.d., least and largest.
+
+    ``rate`` is the chance that the draft's token is the target's at any position of the text, as
+    an alpha is; ``later`` as in `simulator.aggregate.acceptance.members`.  Rounds begin more often
+    in hard stretches, so that the middle may lie below what independent positions give.
+
+    Raises
+    ------
+    DraftsimError
+        If the rate is no chance.
+
+    >>> emitted_of_rate(0.8, 1).value
+    1.8
+    """
+    if not 0 <= rate <= 1:
+        raise DraftsimError(f"acceptance is {rate:g}, expected 0 to 1")
+    shapes = [
+        TwoState(rate, uneven, memory=memory, later=factor)
+        for uneven, memory, factor in product(UNEVENNESS, MEMORIES, later)
+    ]
+    values = [shape.emitted(gamma) for shape in shapes if shape.possible]
+    even = TwoState(rate).emitted(gamma)
+    return Interval(even, min([even, *values]), max([even, *values]))
+
+
+def known_totals(
+    accepted: float, longest: int, survival: Sequence[float] | None, fixed: bool
+) -> dict[int, float]:
+    """Return tokens a round by draft length, so far as counts tell; empty if they tell of none.
+
+    ``accepted``: drafted tokens accepted in a round; ``survival``: chances that the first 1, 2, ...
+    are, where known.  These tell every length up to the longest, the sum alone that one, and either
+    only where all drafts were as long (`fixed`).
+    """
+    if not fixed or longest < 1:
+        return {}
+    if survival is None:
+        return {longest: 1 + accepted}
+    return {k + 1: 1 + float(total) for k, total in enumerate(np.cumsum(survival))}
+
+
+def emitted_rows(
+    totals: Mapping[int, float], lengths: Sequence[int] = LENGTHS
+) -> list[dict[str, Any]]:
+    """Return tokens a round by draft length, with intervals and the i.i.d. reading, from totals.
+
+    ``known``: True if the totals hold the length itself.
+    """
+    near = max(totals)
+    even = TwoState(iid_mean(near, totals[near]))
+    rows = []
+    for gamma in sorted({*lengths, *totals}):
+        found = emitted_at(totals, gamma)
+        rows.append({
+            "draft_length": gamma, "tokens_a_round": found.value, "low": found.low,
+            "high": found.high, "independent": even.emitted(gamma), "known": gamma in totals,
+        })  # fmt: skip
+    return rows
+
+
+LINE = re.compile(r"^( *)([^:#\s][^:#]*):[ \t]*([^\s#]*)[ \t]*(?:#.*)?$")
+ABSENT = ("N/A", "null", "~", "")
+
+
+def is_curves(text: str) -> bool:
+    """Return True if `text` names a YAML file, with or without ``#CURVE``."""
+    return text.partition("#")[0].endswith((".yaml", ".yml"))
+
+
+def read_curves(path: str | os.PathLike[str]) -> dict[str, dict[int, float]]:
+    """Return acceptance lengths by draft length, by curve (``model/mode``).
+
+    Raises
+    ------
+    FileError
+        Naming the line that is not of the form.
+    """
+    curves: dict[str, dict[int, float]] = {}
+    above: list[tuple[int, str]] = []
+    for number, line in enumerate(read_text(path).splitlines(), 1):
+        if not line.strip() or line.lstrip().startswith(("#", "---")):
+            continue
+        found = LINE.match(line)
+        if found is None:
+            raise FileError(f"{path} line {number}: {line.strip()[:40]!r} is no `key: value`")
+        indent, key, value = len(found[1]), found[2].strip().strip("'\""), found[3]
+        above = [(at, name) for at, name in above if at < indent]
+        if not key.isdigit():
+            above.append((indent, key))
+            continue
+        if value in ABSENT:
+            continue
+        try:
+            emitted = float(value)
+            check_totals({int(key): emitted})
+        except (ValueError, DraftsimError) as error:
+            raise FileError(f"{path} line {number}: {error}") from None
+        name = "/".join(part for _, part in above) or Path(path).stem
+        curves.setdefault(name, {})[int(key)] = emitted
+    if not curves:
+        raise FileError(f"{path}: holds no acceptance length by draft length")
+    return curves
+
+
+def pick_curve(text: str) -> dict[int, float]:
+    """Return the one curve of a file, or the one named after ``#`` (by its end).
+
+    Raises FileError if it is not one.
+    """
+    path, _, name = text.partition("#")
+    curves = read_curves(path)
+    fitting = {n: c for n, c in curves.items() if n.endswith(name)} if name else curves
+    if len(fitting) != 1:
+        raise FileError(f"{path}: holds the curves {', '.join(curves)}: name one as {path}#CURVE")
+    return next(iter(fitting.values()))
+
+
+def extended(
+    curve: Mapping[int, float], given: Sequence[int], asked: Sequence[int], level: float = 0.8
+) -> list[dict[str, Any]]:
+    """Extend the lengths at `given` draft lengths to those `asked`, a row each.
+
+    ``hazard`` with ``low`` and ``high`` is the fitted hazard by position (`hazard.emitted_at`),
+    ``iid`` one acceptance rate for all positions, ``two_state`` the middle of the range over texts
+    with easy and hard stretches.  Where the curve has the length, the errors are relative to it.
+    """
+    known = {k: curve[k] for k in given}
+    near = max(known)
+    rate = iid_mean(near, known[near])
+    rows = []
+    for k in asked:
+        span = emitted_at(known, k, level)
+        states = emitted_of_rate(rate, k)
+        found = {
+            "hazard": span.value, "iid": TwoState(rate).emitted(k),
+            "two_state": (states.low + states.high) / 2,
+        }  # fmt: skip
+        measured = curve.get(k)
+        rows.append({
+            "k": k, "measured": measured, **found, "low": span.low, "high": span.high,
+            "inside": None if measured is None else span.holds(measured),
+            **{f"{name}_error": None if measured is None else value / measured - 1
+               for name, value in found.items()},
+        })  # fmt: skip
+    return rows

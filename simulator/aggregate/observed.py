@@ -14,8 +14,8 @@ from dataclasses import replace
 from pathlib import Path
 
 from policies.json_text import JSONError, parse_json
+from simulator.aggregate.acceptance import is_curves, pick_curve
 from simulator.aggregate.benches import AT, read_benches
-from simulator.aggregate.curves import is_curves, pick_curve
 from simulator.aggregate.positions import (
     EXPECTED,
     Positions,

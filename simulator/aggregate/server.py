@@ -39,9 +39,17 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from simulator.aggregate.hazard import ANOTHER_RUN, HAZARD, Interval, further, lengths
+from simulator.aggregate.hazard import (
+    ANOTHER_RUN,
+    HAZARD,
+    Interval,
+    Prior,
+    draws_near,
+    draws_of,
+    further,
+    lengths,
+)
 from simulator.aggregate.hazard import gaps as gaps_of
-from simulator.aggregate.posterior import Prior, draws_near, draws_of
 from traces.acceptance.schema import MOST_DRAFTED, MOST_TOKENS
 from traces.errors import DraftsimError
 

@@ -1,8 +1,7 @@
 """Another GPU than the one measured: data sheets, a cost model, and its error."""
 
 from simulator.hardware.formats import FORMATS, SHAPES, ModelShape, WeightFormat, find_format
-from simulator.hardware.measured import check_recording
-from simulator.hardware.published import check_published, published_error
+from simulator.hardware.record import check_published, published_error
 from simulator.hardware.roofline import Observation, Roofline, observations
 from simulator.hardware.scaling import (
     CALIBRATE,
@@ -14,6 +13,7 @@ from simulator.hardware.scaling import (
     scaling_error,
     scaling_words,
 )
+from simulator.validation import check_recording
 from traces.operators.devices import DEVICES, Device, find_device
 
 __all__ = [

@@ -11,8 +11,7 @@ import numpy.typing as npt
 import pandas as pd
 
 from simulator.hardware.formats import ModelShape, WeightFormat
-from simulator.hardware.published import published_error
-from simulator.hardware.record import ratio_errors, reach, unpacking, width_errors
+from simulator.hardware.record import published_error, ratio_errors, reach, unpacking, width_errors
 from simulator.hardware.roofline import Mode, Roofline, observations
 from traces.errors import DraftsimError
 from traces.latency.table import LatencyTable

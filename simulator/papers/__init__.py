@@ -5,9 +5,8 @@ contradict themselves in places; `simulator.published.CONTRADICTIONS` lists wher
 """
 
 from simulator.papers.compare import side_by_side
-from simulator.papers.ours import Ours, Sampled
+from simulator.papers.ours import Kind, Ours, Row, Sampled
 from simulator.papers.quantities import quantity_rows
-from simulator.papers.rows import Kind, Row
 from simulator.published import CONTRADICTIONS, PaperTable, notes_on
 
 __all__ = [

@@ -4,11 +4,18 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from simulator.degenerate import degenerate
-from simulator.papers.ours import REPLAYED, Ours, Outcome, method_outcome, quality_note
-from simulator.papers.rows import EXPERIMENT, Row
+from simulator.papers.ours import (
+    EXPERIMENT,
+    REPLAYED,
+    Ours,
+    Outcome,
+    Row,
+    method_outcome,
+    quality_note,
+)
 from simulator.published import CMASD_3, CMASD_5
 from simulator.serving import ClosedLoop, Limits, Scenario, over_batches, serve
+from simulator.summary import degenerate
 from traces.errors import DraftsimError
 from traces.sources.methods import (
     CMASD_ABLATION,

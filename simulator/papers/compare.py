@@ -7,24 +7,26 @@ from functools import partial
 
 from policies.lengths.gammatune import GammaTune
 from simulator import published
-from simulator.forks import results_of
-from simulator.papers.cmasd import FIGURE_2, batch_rows, cmasd_rows
-from simulator.papers.csd import csd_rows
-from simulator.papers.early_exit import (
+from simulator.executors import results_of
+from simulator.papers.cmasd import FIGURE_2, at_tau, batch_rows, cmasd_rows
+from simulator.papers.csd import TRAINING_SHARE, csd_rows, csd_rule
+from simulator.papers.gammatune import gammatune_rows
+from simulator.papers.ours import EXPERIMENT, WEIGHTS, Ours, Row, missing, outcome
+from simulator.papers.quantities import SPECBOUND, quantity_rows
+from simulator.papers.settings import TABLE as SETTINGS_TABLE
+from simulator.papers.settings import setting_rows
+from simulator.papers.specbound import (
     FIGURE_4,
     distribution_rows,
     early_exit_rows,
+    order_rows,
     sampling_rows,
+    system_rows,
 )
-from simulator.papers.gammatune import gammatune_rows
-from simulator.papers.ours import Ours, outcome
-from simulator.papers.quantities import SPECBOUND, quantity_rows
-from simulator.papers.rows import EXPERIMENT, WEIGHTS, Row, missing
-from simulator.papers.settings import TABLE as SETTINGS_TABLE
-from simulator.papers.settings import setting_rows
-from simulator.papers.systems import order_rows, system_rows
 from simulator.published import SPECBOUND_1, TASKS, PaperTable
 from traces.errors import DraftsimError, SignalError
+from traces.sources.methods import CMASD_ABLATION, FIXED_TAUS, MEAN_TAU
+from traces.sources.methods import CSD_ABLATION as CSD_METHODS
 
 TABLES: tuple[PaperTable, ...] = (
     published.CMASD_1, published.CMASD_2, published.CMASD_3, published.CMASD_4,
@@ -109,3 +111,16 @@ def _specbound_missing(done: list[Row]) -> list[Row]:
         for row, column, value in cells
         if (row, column) not in compared
     ]
+
+
+REAL_RUNS: tuple[tuple[str, str, float | None], ...] = (
+    *((m.policy, m.rule, None) for m in CMASD_ABLATION.values() if m.rule != "exact"),
+    *(
+        (m.policy, at_tau(m, tau).rule, None)
+        for m in CMASD_ABLATION.values()
+        if MEAN_TAU in m.rule
+        for tau in FIXED_TAUS
+    ),
+    *((m.policy, csd_rule(m), TRAINING_SHARE) for m in CSD_METHODS.values() if m.rule != "exact"),
+)
+"""(policy, rule, share to calibrate on) of what is better decoded for real than replayed."""

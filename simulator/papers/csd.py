@@ -15,10 +15,9 @@ from policies.core import DraftPolicy
 from policies.registry import describe
 from policies.rules.context import CSD
 from policies.rules.memory import OnlineCorrectionMemory, Pair
-from simulator.degenerate import HARDLY_VERIFIES, accepted_mismatches, degenerate
-from simulator.papers.ours import Ours, Outcome, method_outcome
-from simulator.papers.rows import EXPERIMENT, Row
+from simulator.papers.ours import EXPERIMENT, Ours, Outcome, Row, method_outcome
 from simulator.published import CSD_ABLATION, CSD_GAINS, CSD_MAIN, CSD_PATTERNS
+from simulator.summary import HARDLY_VERIFIES, accepted_mismatches, degenerate
 from traces.acceptance.trace import Trace
 from traces.errors import SignalError
 from traces.replay.corrections import calibrated, rejected_gaps, rejected_pairs, split_requests

@@ -8,8 +8,7 @@ from policies.core import DraftPolicy
 from policies.lengths.basic import Fixed
 from policies.lengths.gammatune import GammaTune, GammaTunePlus
 from policies.lengths.huggingface import Confidence, HFHeuristic
-from simulator.papers.ours import Ours
-from simulator.papers.rows import EXPERIMENT, Row
+from simulator.papers.ours import EXPERIMENT, Ours, Row
 from simulator.published import GAMMATUNE_2
 from simulator.robustness import INITIAL_GAMMAS, GammaSeconds, robustness, seconds_by_gamma
 

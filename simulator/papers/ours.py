@@ -1,10 +1,10 @@
-"""Our side of the comparison: one recording, and runs under lossy rules."""
+"""Published numbers and ours, one row per cell of a table; and our side of the comparison."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
@@ -12,6 +12,7 @@ from policies.core import DraftPolicy
 from policies.registry import describe
 from policies.rules.base import VerifyRule
 from simulator.pricing import Priced, autoregressive, price
+from simulator.published import PaperTable
 from traces.acceptance.trace import Trace
 from traces.errors import DraftsimError
 from traces.latency.table import LatencyTable
@@ -20,6 +21,42 @@ from traces.replay.vectorised import replay_many
 from traces.sources.methods import Method, build
 from traces.sources.recording import Recordings
 from traces.store.outputs import Quality, RealRun, find_run, quality
+
+Kind = Literal["same quantity", "same experiment on our pair", "needs their weights"]
+"""How a row's two numbers relate: computed from the paper's own published numbers; the same
+experiment with another pair of models, so that shapes compare and values need not; or ours
+missing, because only the paper's models could tell."""
+
+QUANTITY: Kind = "same quantity"
+EXPERIMENT: Kind = "same experiment on our pair"
+WEIGHTS: Kind = "needs their weights"
+
+
+class Row(NamedTuple):
+    """One cell."""
+
+    table: str
+    row: str
+    column: str
+    published: float | None
+    ours: float | None
+    kind: Kind
+    note: str = ""
+    """How ours was got, or what is wrong with the published number."""
+    mark: str = ""
+    """Reason why the run of our value is degenerate (`simulator.summary`)."""
+
+
+def missing(table: PaperTable, done: list[Row]) -> list[Row]:
+    """Return rows for the cells that `done` does not compare: they need the paper's models."""
+    compared = {(row.row, row.column) for row in done if row.table == table.name}
+    return [
+        Row(table.name, row, column, value, None, WEIGHTS)
+        for row, values in table.cells.items()
+        for column, value in zip(table.columns, values, strict=True)
+        if value is not None and (row, column) not in compared
+    ]
+
 
 REAL, REPLAYED = "decoded for real under the rule", "replayed along the recorded text: approximate"
 UNJUDGED = "judging time not included: these latencies were measured without it"

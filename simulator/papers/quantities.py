@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from simulator.formulas import gammatune, specbound
-from simulator.papers.rows import QUANTITY, Row
+from simulator.papers.ours import QUANTITY, Row
 from simulator.published import (
     CMASD_3,
     CSD_GAINS,

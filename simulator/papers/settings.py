@@ -15,10 +15,9 @@ import numpy as np
 
 from policies.lengths.basic import Fixed
 from policies.lengths.gammatune import GammaTune
-from simulator.papers.early_exit import FITTED_SHARE, Replays, search
 from simulator.papers.gammatune import REFERENCE, gammatune_families
-from simulator.papers.ours import Ours, method_outcome
-from simulator.papers.rows import EXPERIMENT, Row
+from simulator.papers.ours import EXPERIMENT, Ours, Row, method_outcome
+from simulator.papers.specbound import FITTED_SHARE, Replays, search
 from simulator.pricing import autoregressive, price
 from simulator.published import CMASD_1, GAMMATUNE_1, GAMMATUNE_2, SPECBOUND_1, SPECBOUND_3
 from simulator.robustness import INITIAL_GAMMAS, robustness, seconds_at_each

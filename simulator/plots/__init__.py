@@ -7,9 +7,15 @@ intervals over prompts.
 """
 
 from simulator.palette import COLOURS, DASHES, GREY, INK, MARKERS
-from simulator.plots.arms import plot_categories, plot_speedup, plot_validation
-from simulator.plots.curves import plot_cost_ratio, plot_robustness, plot_survival
 from simulator.plots.look import save, save_all_kinds
+from simulator.plots.recording import (
+    plot_categories,
+    plot_cost_ratio,
+    plot_robustness,
+    plot_speedup,
+    plot_survival,
+    plot_validation,
+)
 
 __all__ = [
     "COLOURS",

@@ -1,24 +1,342 @@
-"""Every figure of one recording, and what is not in them."""
+"""Figures of one recording: speedups, acceptance, cost ratios, and validation."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+import numpy as np
+import numpy.typing as npt
 import pandas as pd
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
 
 from policies.from_file import split_name
 from policies.registry import is_bound
-from simulator import plots
-from simulator.ratios import own_ratios
+from simulator.bootstrap import intervals
+from simulator.bootstrap import resamples as draws
+from simulator.formulas.general import empirical_survival
+from simulator.palette import COLOURS, GREY, INK
+from simulator.plots.look import BOUND, save_all_kinds, series, style
+from simulator.pricing import autoregressive, price
+from simulator.ratios import OwnRatios, carried_sums, own_ratios, ratio_sums, speedup_at
 from simulator.robustness import families_of, speedup_by_gamma
 from simulator.summary import summarize, summarize_by_category
-from traces.acceptance.trace import Trace
+from traces.acceptance.trace import MATCH, UNKNOWN, Trace
+from traces.digits import three_digits
 from traces.errors import DraftsimError
 from traces.latency.table import LatencyTable
+from traces.machine import BUSY
 from traces.replay.rounds import RoundLog
 from traces.sources.registry import DRAFT_MODEL
+
+PANELS = 5
+"""Categories side by side; more go into further rows."""
+
+
+def plot_validation(rows: pd.DataFrame) -> Figure:
+    """Draw predicted and measured seconds per arm, with the error; rows of `validation.compare`.
+
+    Arms that were disturbed say so, with the share of their time without a processor.
+    """
+    labels = [
+        f"{text} ({machine} {share:.0%})" if machine == BUSY else text
+        for text, machine, share in zip(
+            _arm_labels(rows), rows["machine"], rows["disturbed"], strict=True
+        )
+    ]
+    figure = Figure(figsize=(8.2, 0.34 * len(rows) + 1.3), layout="constrained")
+    left, right = figure.subplots(1, 2, sharey=True, width_ratios=[2.2, 1])
+    y = np.arange(len(rows))[::-1]
+    measured, predicted = rows["measured_s"].to_numpy(float), rows["predicted_s"].to_numpy(float)
+    spread = rows["spread"].to_numpy(float)
+    left.hlines(y, predicted, measured, color=GREY, linewidth=1)
+    left.errorbar(
+        measured, y, xerr=measured * spread, fmt="o", color=COLOURS[0], capsize=3,
+        label="measured (± half IQR of repeats)",
+    )  # fmt: skip
+    left.plot(predicted, y, "D", color=COLOURS[1], markerfacecolor="white", label="predicted")
+    left.set_xlabel("decode time over all prompts (s)")
+    left.set_yticks(y, labels)
+    left.set_xlim(left=0)
+    right.errorbar(
+        100 * rows["error"].to_numpy(float), y, xerr=100 * spread, fmt="D", capsize=3,
+        color=COLOURS[1], markerfacecolor="white",
+    )  # fmt: skip
+    right.axvline(0, color=INK, linewidth=0.8)
+    reach = max(1.0, 1.15 * float(100 * (rows["error"].abs() + rows["spread"]).max()))
+    right.set_xlim(-reach, reach)
+    right.set_xlabel("prediction error (%)")
+    for axes in (left, right):
+        style(axes, "x")
+    figure.legend(
+        *left.get_legend_handles_labels(), loc="outside upper left", ncols=2, frameon=False
+    )
+    return figure
+
+
+def plot_speedup(summary: pd.DataFrame) -> Figure:
+    """Draw the speedup of every policy with its interval; rows of `summary.summarize`.
+
+    Fastest first, but for lower bounds, which rank nothing. The oracle, a bound that no policy
+    reaches, is above the others in grey, and approximate rows are below them, hollow.
+    """
+    rows = summary[summary["policy"] != "autoregressive"]
+    if "lower bound" not in set(rows["fidelity"]):
+        rows = rows.sort_values("speedup", ascending=False, kind="stable")
+    kinds = _kinds(rows)
+    rows, kinds = rows.iloc[np.argsort(kinds, kind="stable")], np.sort(kinds)
+    figure = Figure(figsize=(6.8, 0.32 * len(rows) + 1.3), layout="constrained")
+    axes = figure.subplots()
+    y = np.arange(len(rows))[::-1]
+    _by_kind(axes, rows, y, kinds)
+    for i in np.flatnonzero(np.diff(kinds)):
+        axes.axhline(y[i] - 0.5, color=GREY, linewidth=0.6)
+    for value, high, at in zip(rows["speedup"], rows["speedup_hi"], y, strict=True):
+        if np.isfinite(value):
+            axes.annotate(
+                f"{value:.2f}", (np.nanmax([value, high]), at), (5, 0), color=INK, fontsize=7,
+                textcoords="offset points", va="center",
+            )  # fmt: skip
+    axes.set_yticks(y, _policy_labels(rows))
+    axes.axvline(1, color=INK, linewidth=0.8)
+    axes.margins(x=0.09)
+    axes.set_xlabel("speedup over no speculation (×, 95% interval over prompts)")
+    style(axes, "x")
+    if len({*kinds}) > 1:
+        figure.legend(loc="outside upper left", ncols=3, frameon=False, fontsize=8)
+    return figure
+
+
+KINDS = (
+    ("bound: knows every outcome", GREY, "D", GREY),
+    ("policies", COLOURS[0], "o", COLOURS[0]),
+    ("approximate", COLOURS[1], "s", "white"),
+)
+"""Kinds of row in the order that they are drawn in: label, colour, marker and its filling."""
+
+
+def _kinds(rows: pd.DataFrame) -> npt.NDArray[np.int64]:
+    """Return for each row the index of its kind in `KINDS`."""
+    oracle = rows["policy"].map(is_bound).to_numpy(dtype=bool)
+    about = rows["fidelity"] == "approximate"
+    return np.where(oracle, 0, np.where(about, 2, 1)).astype(np.int64)
+
+
+def _by_kind(
+    axes: Axes, rows: pd.DataFrame, y: npt.NDArray[Any], kinds: npt.NDArray[np.int64]
+) -> None:
+    for kind, (label, colour, marker, face) in enumerate(KINDS):
+        own = kinds == kind
+        if own.any():
+            _intervals(axes, rows[own], y[own], colour, marker, face=face, label=label)
+
+
+def plot_categories(by_category: pd.DataFrame, policies: Sequence[str] | None = None) -> Figure:
+    """Draw the speedup by prompt category, one panel each; rows of `summarize_by_category`."""
+    rows = by_category[by_category["policy"] != "autoregressive"]
+    if policies is not None:
+        rows = rows[rows["policy"].isin(list(policies))]
+    if rows.empty:
+        raise DraftsimError("no row to plot: name policies that the table holds")
+    # As in `plot_speedup`: bounds above, approximate rows below.
+    kinds = _kinds(rows)
+    rows, kinds = rows.iloc[np.argsort(kinds, kind="stable")], np.sort(kinds)
+    labels = _policy_labels(rows)
+    categories = list(dict.fromkeys(rows["category"]))
+    names = list(dict.fromkeys(labels))
+    of_name = dict(zip(labels, kinds, strict=True))
+    across = min(len(categories), PANELS)
+    down = -(-len(categories) // across)
+    figure = Figure(
+        figsize=(1.9 + 1.75 * across, (0.3 * len(names) + 0.6) * down + 0.6), layout="constrained"
+    )
+    grid = figure.subplots(down, across, sharex=True, sharey=True, squeeze=False).flatten()
+    y = np.arange(len(names))[::-1]
+    for axes in grid[len(categories) :]:
+        axes.set_visible(False)
+    for axes in grid[max(len(categories) - across, 0) : len(categories)]:
+        axes.tick_params(labelbottom=True)
+    for axes, category in zip(grid, categories, strict=False):
+        here = (rows["category"] == category).to_numpy()
+        at = {label: float(place) for label, place in zip(names, y, strict=True)}
+        own = np.array([at[label] for label, kept in zip(labels, here, strict=True) if kept])
+        _by_kind(axes, rows[here], own, kinds[here])
+        axes.axvline(1, color=INK, linewidth=0.8)
+        for i in np.flatnonzero(np.diff([of_name[name] for name in names])):
+            axes.axhline(y[i] - 0.5, color=GREY, linewidth=0.6)
+        axes.set_title(str(category), fontsize=9)
+        axes.set_yticks(y, names)
+        style(axes, "x")
+    figure.supxlabel("speedup over no speculation (×, 95% interval over prompts)", fontsize=9)
+    if len({*kinds}) > 1:
+        figure.legend(
+            *grid[0].get_legend_handles_labels(), loc="outside upper left", ncols=3, frameon=False,
+            fontsize=8,
+        )  # fmt: skip
+    return figure
+
+
+def _intervals(
+    axes: Axes, rows: pd.DataFrame, y: npt.NDArray[Any], colour: str, marker: str, face: str,
+    label: str,
+) -> None:  # fmt: skip
+    value = rows["speedup"].to_numpy(float)
+    lo = np.nan_to_num(value - rows["speedup_lo"].to_numpy(float)).clip(0)
+    hi = np.nan_to_num(rows["speedup_hi"].to_numpy(float) - value).clip(0)
+    axes.errorbar(
+        value, y, xerr=[lo, hi], fmt=marker, color=colour, capsize=2.5, markersize=5,
+        markerfacecolor=face, label=label,
+    )  # fmt: skip
+
+
+def _policy_labels(rows: pd.DataFrame) -> list[str]:
+    """Policy names, with the rule where several rules share the table."""
+    several = rows["verify"].nunique() > 1
+    pairs = zip(rows["policy"], rows["verify"], strict=True)
+    return [f"{p} ({v})" if several else str(p) for p, v in pairs]
+
+
+def _arm_labels(rows: pd.DataFrame) -> list[str]:
+    labels = _policy_labels(rows)
+    for column, text in (("batch", "batch {}"), ("forced", "forced={}")):
+        if rows[column].nunique() > 1:
+            labels = [
+                f"{label}, {text.format(v)}" for label, v in zip(labels, rows[column], strict=True)
+            ]
+    return labels
+
+
+def plot_cost_ratio(
+    logs: Sequence[RoundLog], ratios: npt.ArrayLike | None = None, verify: float = 1.0, *,
+    latency: LatencyTable | None = None, own: OwnRatios | None = None,
+) -> Figure:  # fmt: skip
+    """Draw the speedup against c = T_draft / T_target for each log.
+
+    With the pair's `latency` and its `own` ratios, rounds cost what they cost there with
+    drafting scaled to c (`simulator.ratios.carried_sums`), so that the curves go through the
+    table's speedups at the pair's c, which is marked.  Without, a round costs c per draft pass
+    and one target pass, or `verify` of them where it verifies drafts.
+    """
+    if (latency is None) != (own is None):
+        raise DraftsimError("latency and own ratios belong together: give both, or neither")
+    c = np.geomspace(0.005, 1, 200) if ratios is None else np.asarray(ratios, dtype=float)
+    figure = Figure(figsize=(7.2, 3.8), layout="constrained")
+    axes = figure.subplots()
+    sums = []
+    if latency is not None and own is not None:
+        plain = price(autoregressive(logs[0]), latency)
+        sums = [carried_sums(price(log, latency), plain, own) for log in logs]
+        if ratios is None and own.ratio > 0:
+            c = np.unique([*c, own.ratio])
+    else:
+        sums = [ratio_sums(log) for log in logs]
+    at, rules = verify if own is None else own.verify, len({log.verify for log in logs})
+    order = np.argsort([-float(speedup_at(s, c[0] if own is None else own.ratio, at)[0])
+                        for s in sums])  # fmt: skip
+    # Bounds come last in the legend: no engine can run them.
+    for i in sorted(order, key=lambda i: is_bound(logs[i].policy)):
+        label = logs[i].policy + (f" ({logs[i].verify})" if rules > 1 else "")
+        label += " (bound)" if is_bound(logs[i].policy) else ""
+        label += " ~" if logs[i].fidelity == "approximate" else ""
+        if own is not None:
+            label += f"  {three_digits(float(speedup_at(sums[i], own.ratio, at)[0]))}"
+        axes.plot(c, speedup_at(sums[i], c, at), label=label, **look_of(logs[i], int(i), len(c)))
+    axes.set_xscale("log")
+    axes.xaxis.set_major_formatter(lambda value, _: f"{value:g}")
+    axes.axhline(1, color=INK, linewidth=0.8)
+    if own is not None:
+        axes.axvline(own.ratio, color=GREY, linewidth=1, linestyle="--")
+        axes.annotate(
+            f"this pair: c = {own.ratio:.2g}", (own.ratio, 1), (4, -4), color=INK, fontsize=8,
+            xycoords=("data", "axes fraction"), textcoords="offset points", va="top",
+        )  # fmt: skip
+    axes.set_ylim(bottom=0)
+    axes.set_xlabel("cost ratio c = T_draft / T_target")
+    axes.set_ylabel("speedup over no speculation (×)")
+    style(axes, "both")
+    figure.legend(
+        loc="outside right upper", frameon=False, fontsize=8,
+        title=None if own is None else "speedup at this pair's c", title_fontsize=8,
+    )  # fmt: skip
+    if any(log.fidelity == "approximate" for log in logs):
+        axes.set_xlabel(f"{axes.get_xlabel()}   (~ approximate)")
+    return figure
+
+
+def look_of(log: RoundLog, i: int, points: int) -> dict[str, Any]:
+    """Return the look of the i-th curve: grey and dotted for a bound, thin if approximate."""
+    if is_bound(log.policy):
+        return {**BOUND}
+    own = series(i, points)
+    return {**own, "linewidth": 0.9} if log.fidelity == "approximate" else own
+
+
+def plot_survival(trace: Trace, gamma: int = 16, resamples: int = 500, seed: int = 0) -> Figure:
+    """Chance that k drafts in a row are accepted: recorded (with interval) and i.i.d.
+
+    The i.i.d. curve alpha**k has the recording's mean alpha: what lies between the curves
+    is what a formula with a single alpha misses.  Drafts go up to `gamma` tokens, or one less than
+    the longest output has.
+    """
+    gamma = min(gamma, max(request.tokens for request in trace.requests) - 1)
+    if gamma < 1:
+        raise DraftsimError("no output is longer than one token: nothing was drafted")
+    curves, weights = [], []
+    for start, stop in zip(trace.request_starts[:-1], trace.request_starts[1:], strict=True):
+        if stop - start > gamma:
+            curves.append(empirical_survival(trace.run_lengths[start : stop - gamma], gamma))
+            weights.append(float(stop - start - gamma))
+    table, weight = np.array(curves), np.array(weights)
+    drawn = draws(len(weight), resamples, seed) * weight
+    low, high = intervals(drawn @ table / drawn.sum(axis=1, keepdims=True))
+    match = trace.columns["match"][trace.on_path]
+    alpha = float((match[match != UNKNOWN] == MATCH).mean())
+    k = np.arange(1, gamma + 1)
+    figure = Figure(figsize=(5.6, 3.6), layout="constrained")
+    axes = figure.subplots()
+    axes.fill_between(k, low, high, color=COLOURS[0], alpha=0.2, linewidth=0)
+    axes.plot(k, weight @ table / weight.sum(), "o-", color=COLOURS[0], markersize=4,
+              label="recorded (95% interval over prompts)")  # fmt: skip
+    axes.plot(k, alpha**k, "s--", color=COLOURS[1], markersize=4, markerfacecolor="white",
+              label=f"i.i.d. with the same α = {alpha:.2f}")  # fmt: skip
+    axes.set_ylim(0, 1)
+    axes.set_xlim(0.5, gamma + 0.5)
+    axes.set_xlabel("draft length k (tokens)")
+    axes.set_ylabel("share of positions whose next k\ndrafts are all accepted")
+    axes.legend(frameon=False, fontsize=8)
+    style(axes, "both")
+    return figure
+
+
+def plot_robustness(speedups: pd.DataFrame, reference: str = "fixed") -> Figure:
+    """Draw the speedup against initial gamma, relative to `reference`'s mean.
+
+    ``speedups`` is what `robustness.speedup_by_gamma` returns.
+    """
+    mean = float(speedups.loc[speedups["policy"] == reference, "speedup"].mean())
+    if not mean > 0:
+        raise DraftsimError(f"the reference policy {reference!r} is not in the table")
+    figure = Figure(figsize=(6.4, 3.6), layout="constrained")
+    axes = figure.subplots()
+    for i, (name, part) in enumerate(speedups.groupby("policy", sort=False)):
+        value = part["speedup"].to_numpy(float) / mean
+        label = f"{name}  {value.mean():.2f} ± {value.std(ddof=1):.2f}"
+        axes.plot(part["gamma"], value, label=label, **{**series(i, 1), "markevery": 1})
+    axes.axhline(1, color=INK, linewidth=0.8)
+    ticks = sorted({int(g) for g in speedups["gamma"]})
+    axes.set_xscale("log", base=2)
+    axes.set_xticks([g for g in ticks if g in (1, 2, 3, 4, 6, 8, 12, 16, 24)])
+    axes.xaxis.set_major_formatter(lambda value, _: f"{value:g}")
+    axes.minorticks_off()
+    axes.set_xlabel("initial draft length γ (tokens)")
+    axes.set_ylabel(f"speedup relative to\nthe mean of {reference} (×)")
+    style(axes, "both")
+    figure.legend(loc="outside right upper", frameon=False, fontsize=8, title="mean ± sd over γ",
+                  title_fontsize=8)  # fmt: skip
+    return figure
+
 
 COMPARED = (
     "fixed", "hf-heuristic", "confidence", "gammatune", "svip", "oracle", "eagle", "eagle3",
@@ -68,9 +386,9 @@ def save_all(
     if not trace.is_lower_bound:
         some.sort(key=lambda log: -speed[log.policy])
     figures = {
-        "speedup": plots.plot_speedup(overall),
-        "categories": plots.plot_categories(summarize_by_category(some, latency)),
-        "survival": plots.plot_survival(trace),
+        "speedup": plot_speedup(overall),
+        "categories": plot_categories(summarize_by_category(some, latency)),
+        "survival": plot_survival(trace),
     }
     said = []
     if others := [log.policy for log in every if log not in some]:
@@ -82,7 +400,7 @@ def save_all(
     drafted = [log for log in some if log.source == DRAFT_MODEL]
     if drafted:
         own = own_ratios(trace, latency)
-        figures["cost_ratio"] = plots.plot_cost_ratio(drafted, latency=latency, own=own)
+        figures["cost_ratio"] = plot_cost_ratio(drafted, latency=latency, own=own)
     elsewhere = [log.policy for log in some if log.source != DRAFT_MODEL]
     if elsewhere:
         said.append(
@@ -94,12 +412,12 @@ def save_all(
         said.append(f"robustness.png is not drawn: {error}")
     else:
         speedups = speedup_by_gamma(trace, families.made, latency, families.gammas)
-        figures["robustness"] = plots.plot_robustness(speedups)
+        figures["robustness"] = plot_robustness(speedups)
         said += families.left_out
     if validation is not None:
-        figures["validation"] = plots.plot_validation(validation.dropna(subset=["predicted_s"]))
+        figures["validation"] = plot_validation(validation.dropna(subset=["predicted_s"]))
     paths = [
-        plots.save_all_kinds(figure, folder / f"{name}.png", label, title)
+        save_all_kinds(figure, folder / f"{name}.png", label, title)
         for name, figure in figures.items()
     ]
     return Drawn(paths, said)

@@ -1,13 +1,12 @@
-"""Figures of serving: what batching and load do to each policy.
-
-The style is that of `simulator.plots`, whose `save` writes these too.  Rows are those of
-`simulator.serving.sweep`.
-"""
+"""Figures of served rows, of runs over time, and of a capacity plan."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from itertools import pairwise
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -16,13 +15,31 @@ from matplotlib.axes import Axes
 from matplotlib.axis import Axis
 from matplotlib.colors import LinearSegmentedColormap, LogNorm
 from matplotlib.figure import Figure
-from matplotlib.ticker import FixedLocator, LogLocator, NullLocator
+from matplotlib.ticker import FixedLocator, LogLocator, MaxNLocator, NullLocator
 
+from policies.batch.base import BatchPolicy
+from policies.core import DraftPolicy
+from policies.lengths.basic import Autoregressive
 from policies.registry import is_bound
+from simulator.capacity import FINE, below
+from simulator.chosen import Say, silent
 from simulator.palette import COLOURS, DASHES, GREY, INK, MARKERS
-from simulator.plots.look import BOUND, LEAST_REACH, draw_map, is_dark, mark_bar, shading, style
-from simulator.serving.sweep import break_even_load
+from simulator.plots.look import (
+    BOUND,
+    LEAST_REACH,
+    draw_map,
+    is_dark,
+    mark_bar,
+    save_all_kinds,
+    shading,
+    style,
+)
+from simulator.serving import Scenario, over_batches, sweep
+from simulator.serving.run import OVERLAPPED
+from simulator.serving.study import break_even_load
+from traces.acceptance.trace import Trace
 from traces.errors import DraftsimError
+from traces.latency.table import LatencyTable
 
 Rows = Sequence[Mapping[str, Any]]
 SLOWER_FASTER = LinearSegmentedColormap.from_list("diverging", ["#8C4A00", "#FFFFFF", "#004978"])
@@ -327,3 +344,241 @@ def _plain_logarithm(axis: Axis) -> None:
 def _finish(figure: Figure, axes: Axes) -> None:
     style(axes)
     figure.legend(loc="outside upper left", ncols=4, frameon=False, fontsize=8)
+
+
+MOST_CONTEXTS = 5
+"""Prompt lengths of a map: as many columns as can be read."""
+APART = 1.3
+"""Prompt lengths nearer to each other than this factor share a column."""
+
+
+def draw(
+    folder: Path, rows: Sequence[Mapping[str, Any]], trace: Trace, latency: LatencyTable,
+    policies: Mapping[str, DraftPolicy | BatchPolicy], scenarios: Sequence[Scenario],
+    title: str = "", say: Say = silent,
+) -> list[Path]:  # fmt: skip
+    """Draw the rows, with `title` below each figure, and return the PNG files.
+
+    Over batch sizes these are latency against throughput, and the speedup of every policy by batch
+    and prompt length; over loads, latency against load; with either, tokens/s of a user against
+    tokens/s in all, and the batch and the cache blocks in use over time at the largest size or
+    load.  `say` is told what cannot be drawn.
+    """
+    said = assumption(latency, max(s.limits.max_batch for s in scenarios))
+
+    def save(figure: Figure, name: str) -> Path:
+        return save_all_kinds(figure, folder / f"{name}.png", said, title)
+
+    finished = [row for row in rows if row["requests"]]
+    if not finished:
+        say("no request finished: there is nothing to draw")
+        return []
+    base = scenarios[0]
+    last = [row for row in finished if row["rate"] == finished[-1]["rate"]]
+    if base.arrivals.concurrency is None:
+        written = [save(plot_over_time(last), "over_time")]
+        loads = {row["rate"] for row in finished}
+        if loads == {None}:
+            say("the arrivals span no time: there is no load to draw latency against")
+            return written
+        written += _pareto(finished, save)
+        names = {row["policy"] for row in finished}
+        baseline = "autoregressive" if "autoregressive" in names else None
+        for metric, name in (("e2e_s", "e2e"), ("tpot_s", "tpot"), ("ttft_s", "ttft")):
+            drawn = [row for row in finished if row[metric]["mean"] == row[metric]["mean"]]
+            if drawn:
+                figure = plot_latency_load(drawn, metric, baseline)
+                written.append(save(figure, f"load_{name}"))
+        return written
+    last = [row for row in finished if row["batch"] == finished[-1]["batch"]]
+    written = [
+        *_pareto(finished, save),
+        save(plot_latency_throughput(finished), "latency_throughput"),
+        save(plot_over_time(last), "over_time"),
+    ]
+    if base.mode in OVERLAPPED:
+        return written
+    grids = _speedups(finished, trace, latency, policies, scenarios)
+    if grids:
+        columns = ["as\nrecorded", *map(str, _contexts(trace, latency))]
+        figure = plot_speedups(grids, [s.limits.max_batch for s in scenarios], columns)
+        written.append(save(figure, "speedup"))
+    return written
+
+
+def _pareto(rows: Sequence[Mapping[str, Any]], save: Callable[[Figure, str], Path]) -> list[Path]:
+    """Draw tokens/s of a user against those of all; nothing if no output has two tokens."""
+    spoken = [row for row in rows if row["tpot_s"]["mean"] > 0]
+    return [save(plot_pareto(spoken), "pareto")] if spoken else []
+
+
+def _speedups(
+    rows: Sequence[Mapping[str, Any]], trace: Trace, latency: LatencyTable,
+    policies: Mapping[str, DraftPolicy | BatchPolicy], scenarios: Sequence[Scenario],
+) -> dict[str, npt.NDArray[np.float64]]:  # fmt: skip
+    """Return the speedup of every policy that drafts, by batch and prompt length.
+
+    The first column is that of the rows.  In the others every prompt has one length, the recorded
+    acceptance is taken to hold there, and the same scenario is served with fewer requests.
+    """
+    batches = [s.limits.max_batch for s in scenarios]
+    fewer = max(64, 4 * max(batches))
+    small = over_batches(replace(scenarios[0], requests=fewer, replications=1, replicas=1), batches)
+    found = [rows]
+    for context in _contexts(trace, latency):
+        requests = [replace(r, prompt_length=context, prompt_ids=None) for r in trace.requests]
+        found.append(sweep(replace(trace, requests=requests), latency, policies, small))
+    drafting = [n for n, p in policies.items() if not isinstance(p, Autoregressive)]
+    grids = {name: np.full((len(batches), len(found)), np.nan) for name in drafting}
+    for j, column in enumerate(found):
+        for row in column:
+            if row["policy"] in grids:
+                grids[row["policy"]][batches.index(row["batch"]), j] = row["speedup"]
+    return grids
+
+
+def _contexts(trace: Trace, latency: LatencyTable) -> list[int]:
+    """Return up to `MOST_CONTEXTS` measured prompt lengths, spread evenly on a log scale."""
+    cells = latency.cells
+    own = cells[(cells["model"] == "target") & (cells["phase"] == "forward")]["context"]
+    measured = sorted({int(c) for c in own if c > 0}) or [64, 256, 1024, 4096]
+    chosen: list[int] = []
+    for wanted in np.geomspace(measured[0], measured[-1], MOST_CONTEXTS):
+        nearest = min(measured, key=lambda c: abs(np.log(c / wanted)))
+        if not chosen or nearest >= APART * chosen[-1]:
+            chosen.append(nearest)
+    return chosen
+
+
+def assumption(latency: LatencyTable, batch: int) -> str:
+    """Return the label of a plot of figures at `batch`; empty if nothing was assumed."""
+    said = latency.said_batch_free(batch)
+    return f"taken to cost nothing: {said}" if said else ""
+
+
+Floats = npt.NDArray[np.float64]
+Pairs = Sequence[Sequence[float]]
+BEYOND = 1.25
+"""How far the figure reaches beyond the rate that was asked for."""
+
+
+class Crossing(NamedTuple):
+    """A rate at which two policies need equally many replicas, and each fewer on one side."""
+
+    rate: float
+    replicas: float
+
+
+def limits(pairs: Pairs) -> Floats:
+    """(most,) the rates up to which 1, 2, ... replicas meet the SLO.
+
+    What lies between the numbers that were simulated is interpolated: the rate per replica is
+    taken to change evenly with the logarithm of their number.
+    """
+    counts, rates = (np.array(column, dtype=float) for column in zip(*pairs, strict=True))
+    every = np.arange(1, int(counts[-1]) + 1)
+    each = np.interp(np.log(every), np.log(counts), rates / counts)
+    return np.asarray(np.maximum.accumulate(every * each))
+
+
+def needed(row: Mapping[str, Any]) -> Floats:
+    """`limits` of a row's curve, which give the row's own replicas at the rate asked for.
+
+    What is interpolated between the numbers that were simulated is cut to agree with them.  A
+    limit is known to `FINE`: one at that rate is drawn beyond it, so that the line meets the
+    marker.
+    """
+    steps, rate, count = limits(row["curve"]), row["rate"], row["replicas"]
+    if count is not None:
+        steps[: count - 1] = np.minimum(steps[: count - 1], below(rate))
+        steps[count - 1 :] = np.maximum(steps[count - 1 :], rate * (1 + FINE / 2))
+    return steps
+
+
+def crossings(one: Pairs, other: Pairs, tolerance: float = FINE) -> list[Crossing]:
+    """Return the points where the lines of two policies cross by more than `tolerance`."""
+    a, b = limits(one), limits(other)
+    most = min(len(a), len(b))
+    with np.errstate(divide="ignore", invalid="ignore"):  # no rate at few replicas
+        gaps = np.nan_to_num(a[:most] / b[:most] - 1, posinf=1e9)
+    told = np.flatnonzero(np.abs(gaps) > tolerance)
+    found = []
+    for left, right in pairwise(told.tolist()):
+        if gaps[left] * gaps[right] < 0:
+            share = gaps[left] / (gaps[left] - gaps[right])
+            count = left + 1 + share * (right - left)
+            found.append(Crossing(float(np.interp(count, np.arange(1, most + 1), a)), float(count)))
+    return found
+
+
+def plot_replicas(rows: Sequence[Mapping[str, Any]], baseline: str = "autoregressive") -> Figure:
+    """Replicas needed over the rate of requests; rows of `simulator.capacity.plan` with curves.
+
+    Markers stand at the rate asked for, with the interval over replications; rings where the
+    line of a policy crosses that of the `baseline`.
+    """
+    drawn = [(i, row) for i, row in enumerate(rows) if row["curve"]]
+    if not drawn:
+        raise DraftsimError("no row has a curve: plan with curve=True, or relax the targets")
+    rate = rows[0]["rate"]
+    end = BEYOND * rate
+    figure = Figure(figsize=(6.4, 4.0), layout="constrained")
+    axes = figure.subplots()
+    tops = [1.0]
+    # Lines that coincide would hide each other: each is drawn a little off its own number.
+    spread: Floats = np.linspace(-0.06, 0.06, len(drawn)) * (len(drawn) - 1)
+    for (i, row), shift in zip(drawn, spread, strict=True):
+        steps = needed(row)
+        look = {"color": COLOURS[i % len(COLOURS)], "linestyle": DASHES[i % len(DASHES)]}
+        x = np.concatenate(([0.0], steps[steps < end]))
+        y = np.arange(1, len(x) + 1)
+        if len(x) <= len(steps):  # this many meet the SLO beyond the figure
+            x, y = np.append(x, end), np.append(y, y[-1])
+        else:
+            y = np.append(y[:-1], y[-2])
+        axes.step(x, y + shift, where="post", linewidth=1.5, **look, label=row["policy"])
+        tops.append(float(y[-1]))
+        if row["replicas"] is not None:
+            count, low, high = (row[f"replicas{which}"] for which in ("", "_lo", "_hi"))
+            bar = [[count - (low or count)], [(high or count) - count]]
+            axes.errorbar(
+                [rate * (1 + 0.06 * shift)], [count + shift], bar,
+                color=look["color"], marker=MARKERS[i % len(MARKERS)], markersize=5, capsize=2,
+                linewidth=1,
+            )  # fmt: skip
+    said = _mark_crossings(axes, drawn, spread, baseline, end)
+    axes.axvline(rate, color=GREY, linewidth=0.8, zorder=0)
+    axes.set_xlim(0, end)
+    axes.set_ylim(0, max(tops) + 0.8)
+    axes.yaxis.set_major_locator(MaxNLocator(integer=True))
+    axes.set_ylabel("replicas that meet the SLO")
+    bars = any(row["replicas_lo"] is not None for _, row in drawn)
+    axes.set_xlabel(
+        f"requests per second (markers: at {rate:.4g}/s{', bars: 95%' if bars else ''})\n{said}"
+    )
+    style(axes)
+    figure.legend(loc="outside upper left", ncols=3, frameon=False, fontsize=8)
+    return figure
+
+
+def _mark_crossings(
+    axes: Any, drawn: Sequence[tuple[int, Mapping[str, Any]]], shifts: Floats, baseline: str,
+    end: float,
+) -> str:  # fmt: skip
+    plain = next((row["curve"] for _, row in drawn if row["policy"] == baseline), None)
+    if plain is None:
+        return f"{baseline} meets the SLO at no rate"
+    marked = 0
+    for (i, row), shift in zip(drawn, shifts, strict=True):
+        look = {"color": COLOURS[i % len(COLOURS)]}
+        for crossing in crossings(row["curve"], plain) if row["policy"] != baseline else ():
+            if crossing.rate < end:
+                # On the policy's own step, where the eye looks for it.
+                step = float(needed(row).searchsorted(crossing.rate)) + 1 + shift
+                axes.plot(crossing.rate, step, marker="o", markersize=9, fillstyle="none", **look)
+                axes.annotate(
+                    f"{crossing.rate:.3g}/s", (crossing.rate, step), xytext=(4, 8), fontsize=7,
+                    textcoords="offset points", **look,
+                )  # fmt: skip
+                marked += 1
+    return f"rings: crosses {baseline}" if marked else f"no line crosses that of {baseline}"

@@ -8,16 +8,16 @@ from typing import Any
 
 import numpy as np
 
+from policies.lengths.basic import Fixed
 from policies.registry import is_bound
 from simulator.bootstrap import gain, resamples
-from simulator.degenerate import degenerate
 from simulator.hardware import bounds_of, bounds_words, scaling_words
 from simulator.pricing import autoregressive, price
-from simulator.ratios import OwnRatios, own_ratios
+from simulator.ratios import OwnRatios, carried_sums, own_ratios
 from simulator.recording import Recording
-from simulator.report import ratio_model
 from simulator.serving import sweep
 from simulator.summary import (
+    degenerate,
     paired_gain,
     price_all,
     speedups_over,
@@ -36,20 +36,106 @@ from simulator.tune import (
     price_grid,
     tune_vllm,
 )
-from simulator.tune.choice import Floats
 from simulator.tune.costs import DEFAULT_LENGTHS, default_contexts
+from simulator.tune.gains import Floats
 from simulator.validation import compare, verdict
-from simulator.whatif.ranking import (
-    BEST_FIXED,
-    FITTED,
-    fastest,
-    fixed_lengths,
-    winner,
-)
-from traces.acceptance.trace import Trace
+from simulator.whatif.ranking import BEST_FIXED, FITTED, fastest, fixed_lengths, winner
+from simulator.whatif.tilt.fidelity import tilt_errors
+from simulator.whatif.tilt.trace import Tilter
+from traces.acceptance.trace import MATCH, UNKNOWN, Trace
+from traces.errors import DraftsimError
 from traces.latency.table import LatencyTable
 from traces.replay.rounds import RoundLog
+from traces.replay.vectorised import replay_many
 from traces.store.measured import MeasuredRuns
+
+Sums = list[float]
+
+MOST_GAMMA = 12
+DIGITS = 3
+"""Significant digits of a slider's stops; only the pair's own has all of its digits."""
+ALPHAS = (*(round(0.05 * i, 2) for i in range(20)), 0.98)
+"""Stops of the acceptance slider; the recording is tilted to all but 0."""
+
+
+def slider(values: Sequence[float], start: float) -> dict[str, Any]:
+    """Stops of a slider, `start` among them; ``start`` in the result is its index."""
+    others = {_significant(v) for v in values} - {_significant(start)}
+    stops = sorted(others | {start})
+    return {"values": stops, "start": stops.index(start)}
+
+
+def sliders(trace: Trace, c: float, v: float, gammas: Sequence[int], gamma: int) -> dict[str, Any]:
+    """Return the four sliders of the page; every stop is a number that Python and page share."""
+    alpha = recorded_alpha(trace)
+    return {
+        "c": slider(np.geomspace(0.005, 1, 60).tolist(), c),
+        "v": slider([1 + 0.05 * i for i in range(41)], v),
+        "alpha": slider(ALPHAS, _significant(alpha)),
+        "gamma": {"values": list(gammas), "start": list(gammas).index(gamma)},
+    }
+
+
+def recorded_alpha(trace: Trace) -> float:
+    """Return the share of on-path drafts that match."""
+    match = trace.columns["match"][trace.on_path]
+    return float((match[match != UNKNOWN] == MATCH).mean())
+
+
+def logs_by_length(trace: Trace) -> dict[int, RoundLog]:
+    """Return the trace at fixed draft lengths 1 to 12, as far as the recording goes."""
+    most = min(MOST_GAMMA, trace.max_gamma or MOST_GAMMA)
+    return _at_lengths(trace, range(1, most + 1))
+
+
+def _at_lengths(trace: Trace, gammas: Sequence[int]) -> dict[int, RoundLog]:
+    policies = {f"fixed:gamma={g}": Fixed(g) for g in gammas}
+    return dict(zip(gammas, replay_many(trace, policies), strict=True))
+
+
+def carried(trace: Trace, latency: LatencyTable, own: OwnRatios) -> Callable[[RoundLog], Sums]:
+    """Return the function that makes the sums of a log of `trace`, as the page holds them."""
+    plain = price(autoregressive(_at_lengths(trace, (1,))[1]), latency)
+
+    def sums(log: RoundLog) -> Sums:
+        return list(carried_sums(price(log, latency), plain, own, log.source == trace.source))
+
+    return sums
+
+
+def tilted(
+    trace: Trace, latency: LatencyTable, own: OwnRatios, stops: Sequence[float],
+    gammas: Sequence[int],
+) -> dict[str, Any] | None:  # fmt: skip
+    """Per alpha stop, tokens and rounds of every gamma on the tilted recording.
+
+    None if it cannot be tilted: all drafts of it match, or none does, or its off-path tails
+    are too short.  Each entry of ``rounds`` holds the fields of `simulator.ratios.RatioSums`;
+    each of ``error`` the relative error to expect of a speedup and whether a shift as large
+    was measured, or None if no prompts differ enough to measure one.
+    """
+    recorded = _significant(recorded_alpha(trace))
+    wanted = [a for a in stops if 0 < a < 1]
+    found, sums = [], carried(trace, latency, own)  # plain decoding drafts nothing: alike in all
+    try:
+        tilter = Tilter(trace)
+        for alpha, shift in zip(wanted, tilter.shifts(wanted), strict=True):
+            # At its own rate the recording speaks for itself.
+            other = trace if alpha == recorded else tilter.shifted(float(shift))
+            found.append([sums(log) for log in _at_lengths(other, gammas).values()])
+        error = tilt_errors(trace).lengths  # fixed lengths read no signal
+    except DraftsimError:
+        return None
+    known = error.comparisons > 0
+    off = [
+        [error.at(a, tilter.alpha), error.tried(a, tilter.alpha)] if known else None for a in wanted
+    ]
+    return {"alphas": wanted, "rounds": found, "error": off}
+
+
+def _significant(value: float) -> float:
+    return float(f"{value:.{DIGITS}g}")
+
 
 SERVED_BATCHES = 6
 REPLICATIONS = 2
@@ -78,7 +164,7 @@ def by_length(
 ) -> dict[str, Any]:  # fmt: skip
     """Speedup of every fixed length at every batch, (batches, lengths), with its bounds.
 
-    `logs` are plain decoding and the fixed `lengths`; `weights` of `simulator.tune.resamples`.
+    `logs` are plain decoding and the fixed `lengths`; `weights` of `simulator.tune.gains`.
     """
     rows = [_speedups(price_grid(logs, latency, b), weights) for b in sizes]
     return {
@@ -262,12 +348,12 @@ def report_data(
     logs, said = with_best_fixed(trace, latency, logs, notes or {})
     best = next(int(n.partition("=")[2]) for n, text in said.items() if text == BEST_FIXED)
     own = own_ratios(trace, latency, best)
-    sums = ratio_model.carried(trace, latency, own)
+    sums = carried(trace, latency, own)
     rows = ranked(logs, latency, said, resamples, sums, trace.source)
-    fixed = ratio_model.fixed_lengths(trace)
-    sliders = ratio_model.sliders(trace, own.ratio, own.verify, list(fixed), best)
+    fixed = logs_by_length(trace)
+    stops = sliders(trace, own.ratio, own.verify, list(fixed), best)
     progress("other acceptance rates")
-    tilted = ratio_model.tilted(trace, latency, own, sliders["alpha"]["values"], list(fixed))
+    moved = tilted(trace, latency, own, stops["alpha"]["values"], list(fixed))
     progress("batches, contexts and serving")
     served = loads(trace, latency, serve, resamples)
     progress("categories and checks")
@@ -285,8 +371,8 @@ def report_data(
             measured,
         ),
         "fixed": {"gammas": list(fixed), "sums": [sums(log) for log in fixed.values()]},
-        "sliders": sliders,
-        "tilt": tilted,
+        "sliders": stops,
+        "tilt": moved,
         **served,
     }
 
@@ -307,7 +393,7 @@ def _about(trace: Trace, latency: LatencyTable, own: OwnRatios) -> dict[str, Any
         "categories": len({r.category for r in trace.requests}),
         "sampling": trace.sampling.label,
         "max_gamma": trace.max_gamma,
-        "alpha": ratio_model.recorded_alpha(trace),
+        "alpha": recorded_alpha(trace),
         "c": own.ratio, "v": own.verify,
         "scaled": scaling_words(latency),
     }  # fmt: skip

@@ -14,7 +14,7 @@ from simulator.serving.arrivals import (
     Job,
     Poisson,
 )
-from simulator.serving.cost.iteration import TableCost
+from simulator.serving.cost import TableCost
 from simulator.serving.outcome.report import Run, ServeResult
 from simulator.serving.outcome.results import Results, ResultsFile, read_results
 from simulator.serving.outcome.timeline import Timeline
@@ -30,7 +30,7 @@ from simulator.serving.routers import (
 from simulator.serving.run import serve, simulate
 from simulator.serving.scenario import MODES, Scenario
 from simulator.serving.scheduler import Limits
-from simulator.serving.sweep import break_even_load, over_batches, over_rates, speedup_grid, sweep
+from simulator.serving.study import break_even_load, over_batches, over_rates, speedup_grid, sweep
 
 __all__ = [
     "MODES",

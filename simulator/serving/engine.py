@@ -15,15 +15,12 @@ from policies.core import Round
 from policies.rules.base import VerifyRule
 from policies.together import Together
 from simulator.serving.arrivals import Job
-from simulator.serving.clock import Clock
-from simulator.serving.cost.iteration import Chunk, IterationCost, Seconds
-from simulator.serving.cost.reader import Coverage
+from simulator.serving.cost import Chunk, Coverage, IterationCost, Seconds
 from simulator.serving.outcome.metrics import Recorder
 from simulator.serving.outcome.timeline import Timeline
-from simulator.serving.replica import Replica
 from simulator.serving.scheduler import Iteration, Scheduler
 from simulator.serving.sequence import EngineState, ServedSequence, Slot, step
-from simulator.serving.source import Events, Source
+from simulator.serving.source import Clock, Events, Replica, Source
 from traces.acceptance.trace import Trace
 from traces.errors import DraftsimError
 

@@ -13,10 +13,9 @@ import numpy as np
 import pandas as pd
 
 from simulator.serving.arrivals import Arrivals, Job
-from simulator.serving.run import simulate
+from simulator.serving.run import Policy, simulate
 from simulator.serving.scenario import Mode, Scenario
 from simulator.serving.scheduler import Limits
-from simulator.serving.station import Policy
 from traces.acceptance.trace import Trace
 from traces.latency.table import LatencyTable
 

@@ -17,12 +17,11 @@ import simpy
 
 from policies.core import DraftPolicy, Round, drafting
 from simulator.serving.arrivals import Job
-from simulator.serving.cost.reader import Coverage, PassReader
+from simulator.serving.cost import Coverage, PassReader
 from simulator.serving.outcome.metrics import Recorder
 from simulator.serving.outcome.timeline import Timeline
-from simulator.serving.replica import Replica
 from simulator.serving.sequence import EngineState, ServedSequence, Slot
-from simulator.serving.source import Events, Source
+from simulator.serving.source import Events, Replica, Source
 from traces.acceptance.tape import BLANK
 from traces.acceptance.trace import Trace
 from traces.errors import DraftsimError

@@ -12,8 +12,7 @@ import numpy.typing as npt
 
 from policies.core import DraftPolicy, Round, speculate
 from policies.rules.base import VerifyRule
-from simulator.serving.arrivals import Job
-from simulator.serving.recorded import LONGEST
+from simulator.serving.arrivals import LONGEST, Job
 from simulator.serving.sequence import EngineState, ServedSequence
 from traces.acceptance.trace import Trace
 from traces.errors import DraftsimError

@@ -2,24 +2,282 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import time
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from functools import partial
 
 import numpy as np
+import simpy
 
+from policies.batch.base import BatchPolicy
 from policies.core import DraftPolicy
+from policies.guard import UndeclaredSignal
 from policies.registry import describe
 from policies.rules.base import VerifyRule
+from policies.rules.registry import describe_rule
+from policies.together import Jointly, PerRequest, StopAtMean, Together, TruncateToMinimum
+from simulator.pricing import HostCost
 from simulator.serving.arrivals import Job
+from simulator.serving.compiled.engine import CompiledServing, Served
+from simulator.serving.cost import IterationCost
 from simulator.serving.engine import Engine
+from simulator.serving.outcome.metrics import Recorder, joined_recorders
 from simulator.serving.outcome.report import Run, ServeResult, joined_runs
 from simulator.serving.outcome.timeline import Timeline
-from simulator.serving.routers import Idle
-from simulator.serving.scenario import Scenario
-from simulator.serving.station import Policy, Station
+from simulator.serving.overlap import Dsi, Overlapped, Pearl
+from simulator.serving.routers import Idle, Router
+from simulator.serving.scenario import Mode, Scenario
+from simulator.serving.scheduler import Continuous, StaticBatches
+from simulator.serving.source import Clock, Replica, Source
 from traces.acceptance.trace import Trace
 from traces.errors import DraftsimError
 from traces.latency.table import LatencyTable
-from traces.replay.run import own_policy
+from traces.replay.run import fidelity_of, own_policy
+from traces.replay.scores import prepared_rule
+
+Policy = DraftPolicy | BatchPolicy
+OVERLAPPED: Mapping[str, type[Overlapped]] = {"pearl": Pearl, "dsi": Dsi}
+
+
+class Front:
+    """Takes every request of a fleet and hands it to one of the replicas.
+
+    Parameters
+    ----------
+    env:
+        The clock that the replicas share.
+    replicas, router, rng:
+        Who serves, who chooses, and what a choice may draw from.
+    marked:
+        Indices of the requests whose arrival every replica's record has to know of.
+    """
+
+    def __init__(
+        self,
+        env: simpy.Environment,
+        replicas: Sequence[Replica],
+        router: Router,
+        rng: np.random.Generator,
+        marked: Container[int] = (),
+    ) -> None:
+        self.env = env
+        self.replicas = replicas
+        self.router = router
+        self.rng = rng
+        self.marked = marked
+
+    def submit(self, job: Job) -> None:
+        """Hand a request to the replica that the router chooses."""
+        if job.number in self.marked:
+            for replica in self.replicas:
+                replica.recorder.mark(job.number, self.env.now, replica.emitted)
+        self.replicas[self.router.choose(job.number, self.replicas, self.rng)].submit(job)
+
+    def wake(self) -> None:
+        """Wake every replica, so that it looks at its queue again."""
+        for replica in self.replicas:
+            replica.wake()
+
+
+class Station:
+    """Builds the engines of a scenario under one policy, and runs them.
+
+    Parameters
+    ----------
+    trace, latency, policy, scenario, rule:
+        Of `simulator.serving.run.simulate`.  Every engine has its own copies of policy and rule.
+    name:
+        Of the policy.
+    lookahead:
+        The longest draft, for which slots are reserved.
+    expected:
+        Requests that will arrive at all replicas together.
+    by_iteration:
+        True: every iteration has an event of its own, even where the compiled loop would do.
+    advance, audit:
+        Called with the number of requests that have just left, and with every engine when a run
+        ends.
+
+    Raises
+    ------
+    DraftsimError
+        If mode and policy do not fit.
+    """
+
+    def __init__(
+        self,
+        trace: Trace,
+        latency: LatencyTable,
+        policy: Policy,
+        scenario: Scenario,
+        *,
+        name: str,
+        lookahead: int,
+        expected: int,
+        rule: VerifyRule | None = None,
+        by_iteration: bool = False,
+        advance: Callable[[int], None] = lambda _: None,
+        audit: Callable[[Engine], None] | None = None,
+    ) -> None:
+        self.trace, self.latency, self.scenario, self.rule = trace, latency, scenario, rule
+        self.name, self.policy = name, policy
+        self.by_iteration = by_iteration
+        self.advance, self.audit = advance, audit
+        self.expected, self.skip = expected, int(scenario.warmup * expected)
+        self.lookahead = lookahead
+        if scenario.mode in OVERLAPPED:
+            if prepared_rule(rule, trace) is not None:
+                raise DraftsimError(
+                    f"mode {scenario.mode!r} replays recorded verdicts: give no rule"
+                )
+            if not isinstance(policy, DraftPolicy):
+                raise DraftsimError(
+                    f"mode {scenario.mode!r} serves one stream: give a policy per request"
+                )
+
+    @property
+    def marked(self) -> tuple[int, int]:
+        """The requests whose arrivals are the ends of the measured window."""
+        return self.skip, self.expected - 1
+
+    def run(
+        self,
+        jobs: Iterator[Job],
+        replicas: Sequence[int],
+        rng: np.random.Generator,
+        marks: Mapping[int, float] | None = None,
+        timeline: Timeline | None = None,
+    ) -> Run:
+        """Serve `jobs` with these replicas of the fleet, on one clock.
+
+        With more than one the scenario's router chooses, from `rng`.  `marks` are the times of
+        the `marked` requests, for a replica that they may not arrive at.
+        """
+        began = time.perf_counter()
+        scenario = self.scenario
+        compiled = CompiledServing(
+            self.trace, self.latency, self.policy, scenario, prepared_rule(self.rule, self.trace),
+            self.lookahead, self.skip, self.expected, self.advance,
+        )  # fmt: skip
+        events = self.by_iteration or timeline is not None or self.audit is not None
+        try:
+            if compiled.serves and not events:
+                served = compiled.run(jobs, replicas, rng, marks or {})
+            else:
+                served = self._by_events(jobs, replicas, rng, marks or {}, timeline)
+        except UndeclaredSignal as error:
+            raise error.by(self.policy) from None
+        recorders = served.recorders
+        recorder = recorders[0] if len(recorders) == 1 else joined_recorders(recorders)
+        status = f"stopped at max_time_s={scenario.max_time_s:g}" if served.cut else "complete"
+        if scenario.max_tokens is not None and recorder.tokens >= scenario.max_tokens:
+            status = f"stopped at max_tokens={scenario.max_tokens}"
+        assumed = self._assumed()
+        lossless = "rejection-sampling" if self.trace.temperature > 0 else "exact"
+        return Run(
+            self.name, scenario, lossless if self.rule is None else describe_rule(self.rule),
+            self._fidelity(), recorder, served.coverage,
+            [*served.unpriced, *([assumed] if assumed else [])], served.now_s,
+            time.perf_counter() - began, status, served.residual_s, self.trace.source,
+            len(recorders),
+        )  # fmt: skip
+
+    def _by_events(
+        self, jobs: Iterator[Job], replicas: Sequence[int], rng: np.random.Generator,
+        marks: Mapping[int, float], timeline: Timeline | None,
+    ) -> Served:  # fmt: skip
+        """Serve with an event for every iteration."""
+        scenario, arrivals = self.scenario, self.scenario.arrivals
+        env = Clock()
+        source = Source(
+            env, jobs, arrivals.concurrency, arrivals.think_s, self.advance,
+            max(marks.values(), default=0.0),
+            HostCost(self.latency, reads=False).apart_s(arrivals.concurrency or 1),
+        )  # fmt: skip
+        engines = [
+            self._engine(
+                env, source, Recorder(self.skip, self.expected, replica=number),
+                timeline if number == 0 else None,
+            )
+            for number in replicas
+        ]  # fmt: skip
+        alone = engines[0] if len(engines) == 1 else None
+        server = alone or Front(env, engines, scenario.router, rng, self.marked)
+        processes = [env.process(engine.run()) for engine in engines]
+        ended = processes[0] if alone else env.all_of(processes)
+        for index, at_s in marks.items():
+            for engine in engines:
+                env.at(at_s).callbacks.append(partial(_mark, engine, index, at_s))
+        source.start(server)
+        if scenario.max_time_s is None:
+            env.run(until=ended)
+        else:
+            env.run(until=ended | env.timeout(scenario.max_time_s))
+        for engine in engines:
+            engine.recorder.enter(env.now, 0)
+            if isinstance(engine, Engine):
+                engine.recorder.length_changes = engine.together.changes
+                if self.audit is not None:
+                    self.audit(engine)
+        costs = [engine.cost.unpriced for engine in engines if isinstance(engine, Engine)]
+        return Served(
+            [engine.recorder for engine in engines], [c for e in engines for c in e.coverage],
+            costs[0] if costs else [], env.now,
+            sum(env.now - slot.arrival_s for engine in engines for slot in engine.unfinished),
+            any(process.is_alive for process in processes),
+        )  # fmt: skip
+
+    def _engine(
+        self, env: Clock, source: Source, recorder: Recorder, timeline: Timeline | None
+    ) -> Replica:
+        trace, latency, scenario, policy = self.trace, self.latency, self.scenario, self.policy
+        if isinstance(policy, DraftPolicy) and scenario.mode in OVERLAPPED:
+            return OVERLAPPED[scenario.mode](
+                env, trace, source, policy, latency, self.lookahead, recorder, scenario.devices,
+                timeline, scenario.max_tokens,
+            )  # fmt: skip
+        kind = StaticBatches if scenario.mode.startswith("static") else Continuous
+        cost = IterationCost(
+            latency, bool(policy.reads), self.lookahead > 0 or scenario.drafter_loaded,
+            scenario.draft_batch, scenario.passes,
+        )  # fmt: skip
+        return Engine(
+            env, trace, source, kind(scenario.limits, self.lookahead),
+            _together(policy, scenario.mode), cost, recorder, timeline, scenario.max_tokens,
+            prepared_rule(self.rule, trace),
+        )  # fmt: skip
+
+    def _fidelity(self) -> str:
+        trace = self.trace
+        # A file's lengths cut or repeat recordings; a lossy rule leaves them.
+        if hasattr(self.scenario.arrivals, "rows"):
+            return "approximate"
+        if self._assumed() or (self.rule is not None and not self.rule.lossless):
+            return "approximate"
+        return fidelity_of(trace)
+
+    def _assumed(self) -> str:
+        """Return the assumptions, not measured, in the prices of a run's batches."""
+        one_stream = self.scenario.mode in OVERLAPPED
+        return self.latency.said_batch_free(
+            1 if one_stream else self.scenario.limits.max_batch or 1
+        )
+
+
+def _mark(engine: Replica, index: int, at_s: float, _: object = None) -> None:
+    engine.recorder.mark(index, at_s, engine.emitted)
+
+
+def _together(policy: Policy, mode: Mode) -> Together:
+    if isinstance(policy, BatchPolicy):
+        if mode in ("static-minimum", "static-mean"):
+            raise DraftsimError(
+                f"mode {mode!r} synchronises policies per request; a batch policy decides for the "
+                "whole batch itself: use mode 'static'"
+            )
+        return Jointly(policy.fresh(), guarded=True)
+    styles = {"static-minimum": TruncateToMinimum, "static-mean": StopAtMean}
+    return styles.get(mode, PerRequest)(policy.for_run(), guarded=True)
 
 
 def lookahead_of(policy: Policy, trace: Trace) -> int:

@@ -1,14 +1,48 @@
-"""Feeds requests to a server as SimPy events."""
+"""Requests as SimPy events: the clock, what feeds requests to servers, and a server's interface."""
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator, Iterator
+from heapq import heappush
 from typing import Any, Protocol
 
 import simpy
+from simpy.events import NORMAL
 
 from simulator.serving.arrivals import Job
-from simulator.serving.clock import Clock
+from simulator.serving.cost import Coverage
+from simulator.serving.outcome.metrics import Recorder
+from simulator.serving.sequence import Slot
+
+
+class Clock(simpy.Environment):
+    """A SimPy environment that a process may move on without an event of its own.
+
+    An engine alone in the system sleeps from iteration to iteration, each time only to be
+    the next event itself.  `skip` saves that detour; whatever else is scheduled meanwhile
+    still goes first, so a run is the same with and without it.
+    """
+
+    def skip(self, seconds: float) -> bool:
+        """Advance the clock by `seconds` if no event is due before; return False otherwise.
+
+        Only a process that does not share its current event may call this: time moves on while
+        it runs.
+        """
+        then = self._now + seconds
+        if self._queue and self._queue[0][0] <= then:
+            return False
+        self._now = then
+        return True
+
+    def at(self, then: float) -> simpy.Event:
+        """An event at `then` exactly; a timeout over the difference would meet it to rounding."""
+        event = simpy.Event(self)
+        event._ok, event._value = True, None
+        heappush(self._queue, (then, NORMAL, next(self._eid), event))
+        return event
+
 
 Events = Generator[simpy.Event, Any, None]
 
@@ -118,3 +152,46 @@ class Source:
             else:
                 self._server.submit(job)
         self._submitting = False
+
+
+class Replica(ABC):
+    """A server with a queue of its own: alone, or one of a fleet's."""
+
+    recorder: Recorder
+
+    @abstractmethod
+    def submit(self, job: Job) -> None:
+        """Queue a request."""
+
+    @abstractmethod
+    def wake(self) -> None:
+        """Look at the queue again: something changed."""
+
+    @abstractmethod
+    def run(self) -> Events:
+        """Serve until no request is left."""
+
+    @property
+    @abstractmethod
+    def unfinished(self) -> list[Slot]:
+        """Requests that a bound of the run cut off."""
+
+    @property
+    @abstractmethod
+    def coverage(self) -> list[Coverage]:
+        """Count measured, interpolated and extrapolated passes, per model and phase."""
+
+    @property
+    def emitted(self) -> int:
+        """Tokens emitted by now."""
+        return self.recorder.tokens
+
+    @property
+    def requests(self) -> int:
+        """Requests that wait or run."""
+        return self.recorder.in_system
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of the requests that wait or run: of their prompts, and emitted by now."""
+        return self.recorder.carried + self.emitted

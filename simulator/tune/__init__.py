@@ -6,7 +6,6 @@
 ... )
 """
 
-from simulator.tune.choice import Choice, Objective, choose, cross_fitted
 from simulator.tune.costs import Grid, default_batches, fixed_logs, price_grid
 from simulator.tune.formats import (
     SettingsError,
@@ -16,6 +15,7 @@ from simulator.tune.formats import (
     check_sglang,
     check_vllm,
 )
+from simulator.tune.gains import Choice, Objective, choose, cross_fitted
 from simulator.tune.huggingface import tune_huggingface
 from simulator.tune.launch import launch_line
 from simulator.tune.llamacpp import tune_llamacpp

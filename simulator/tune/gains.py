@@ -1,19 +1,173 @@
-"""A setting served against no speculation, on resampled prompts, and what to deploy by it."""
+"""Choices among settings and policies, and their gains, with prompts as the unit of evidence.
+
+A setting is chosen and served on resampled prompts, and so is the fastest policy of a load.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import NamedTuple
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property, partial
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from simulator.bootstrap import ratio
-from simulator.tune.choice import CONFIDENCE, Bools
+from policies.lengths.basic import Autoregressive
+from policies.registry import is_bound
+from policies.rules.base import VerifyRule
+from simulator.bootstrap import gain, ratio
+from simulator.chosen import PLAIN
+from simulator.executors import results_of
+from simulator.serving import Scenario, serve
+from simulator.serving.run import Policy
 from simulator.tune.served import SEARCH_CONFIDENCE
 from traces.acceptance.trace import Trace
+from traces.latency.table import LatencyTable
 
 Floats = npt.NDArray[np.float64]
+Bools = npt.NDArray[np.bool_]
+
+CONFIDENCE = 0.95
+
+
+@dataclass(frozen=True, eq=False)
+class Objective:
+    """Tokens per second of several options over the same prompts.
+
+    Parameters
+    ----------
+    tokens, seconds:
+        Tokens that count and seconds spent, per option and prompt: shape (options,
+        prompts).  Options stand in order of preference between equals, the one that
+        drafts least first.
+    weights:
+        How often each prompt counts in each bootstrap resample, shape (resamples,
+        prompts); of all prompts or of a part.
+    """
+
+    tokens: Floats
+    seconds: Floats
+    weights: Floats
+
+    @cached_property
+    def rates(self) -> Floats:
+        """Tokens per second of each option over all prompts, shape (options,)."""
+        return np.asarray(self.tokens.sum(axis=1) / self.seconds.sum(axis=1))
+
+    def on(self, prompts: Bools) -> Objective:
+        """Return the same options on some of the prompts, resampled among themselves."""
+        weights = self.weights[:, prompts]
+        return Objective(self.tokens[:, prompts], self.seconds[:, prompts], weights)
+
+    @property
+    def admissible(self) -> Bools:
+        """Options that the best does not beat beyond the interval, shape (options,).
+
+        The interval is the paired percentile bootstrap over prompts of the ratio of
+        their rates; a single prompt has none, and only the best is admissible.
+        """
+        best = int(np.argmax(self.rates))
+        equal = self.rates >= self.rates[best] * (1 - 1e-12)
+        if self.tokens.shape[1] < 2:
+            return np.asarray(equal)
+        tokens, seconds = self.tokens @ self.weights.T, self.seconds @ self.weights.T
+        drawn = ratio(tokens[best] * seconds, tokens * seconds[best])
+        # An option without tokens that count is beaten by any that has them.
+        drawn[np.isnan(drawn)] = np.inf
+        low = np.percentile(drawn, 50 * (1 - CONFIDENCE), axis=1, method="lower")
+        return np.asarray(equal | (low <= 1))
+
+
+class Choice(NamedTuple):
+    """An option and what it brings over a default, as a ratio of tokens per second."""
+
+    option: int
+    gain: float
+    lo: float
+    hi: float
+
+
+def choose(objective: Objective) -> int:
+    """The first admissible option: the one that drafts least of those as good as the best."""
+    return int(np.flatnonzero(objective.admissible)[0])
+
+
+def folds(categories: Sequence[str]) -> Bools:
+    """Return every second prompt of each category: True if it belongs to the second half."""
+    seen: dict[str, int] = {}
+    second: Bools = np.zeros(len(categories), dtype=bool)
+    for i, category in enumerate(categories):
+        seen[category] = seen.get(category, 0) + 1
+        second[i] = seen[category] % 2 == 0
+    # Categories of one prompt each would all land in the first half.
+    return second if 4 * second.sum() >= len(second) else np.arange(len(second)) % 2 == 1
+
+
+def can_hold_back(second: Bools) -> bool:
+    """Return True if both halves have two prompts or more, the fewest that can be resampled."""
+    return bool(min(second.sum(), (~second).sum()) >= 2)
+
+
+def cross_fitted(
+    objective: Objective,
+    second: Bools,
+    default: tuple[Floats, Floats],
+    option: int,
+    halves: tuple[int, int] | None = None,
+    default_option: int | None = None,
+    confidence: float = CONFIDENCE,
+) -> Choice:
+    """Return the gain of choosing over `default`, on prompts the choice was not made on.
+
+    Each half of the prompts is run under the option chosen on the other half; the gain
+    is that of both together, with its percentile bootstrap interval.
+
+    Parameters
+    ----------
+    objective, second:
+        The options, and which prompts form the second half (`folds`).
+    default:
+        Tokens and seconds of the default per prompt, each of shape (prompts,).
+    option:
+        What was chosen on all prompts, and is reported.
+    halves:
+        What is chosen on the first and on the second half.  None: too few prompts to
+        hold some back, the gain is that of `option` on the prompts that chose it.
+    default_option:
+        The default among the options, if it is one: choosing it gains nothing, exactly.
+    confidence:
+        Of the interval.
+    """
+    if option == default_option:
+        return Choice(option, 1.0, 1.0, 1.0)
+    chosen = np.full(len(second), option)
+    if halves is not None:
+        chosen = np.where(second, halves[0], halves[1])
+    prompt = np.arange(len(second))
+    own = np.stack([objective.tokens[chosen, prompt], objective.seconds[chosen, prompt]])
+    return Choice(option, *gain(own, np.stack(default), objective.weights, confidence))
+
+
+def shared_by_neighbours(allowed: Bools) -> Bools:
+    """Along the first axis, options that a whole run of neighbours shares; (n, m, options).
+
+    Runs are as long as every place along the second axis still has a shared option, which
+    gives the fewest runs.
+    """
+    out = allowed.copy()
+    start, common = 0, allowed[0]
+    for i in range(1, len(allowed) + 1):
+        both = common & allowed[i] if i < len(allowed) else np.zeros_like(common)
+        if both.any(axis=1).all():
+            common = both
+            continue
+        out[start:i] = common
+        if i < len(allowed):
+            start, common = i, allowed[i]
+    return out
+
 
 DRAWS = 8
 """Resamples of the prompts that are served, if not said otherwise."""
@@ -37,7 +191,7 @@ def resampled(trace: Trace, second: Bools, held_out: bool, draws: int, seed: int
     Parameters
     ----------
     second:
-        Which prompts form the second half (`simulator.tune.choice.folds`).
+        Which prompts form the second half (`simulator.tune.gains.folds`).
     held_out:
         Whether halves are told apart, so that a choice made on one is judged on the other.
     """
@@ -100,3 +254,97 @@ def to_deploy(faster: bool, own_meets: bool, plain_meets: bool) -> str:
     if own_meets and (faster or not plain_meets):
         return ON
     return OFF if plain_meets else MISSED
+
+
+Row = Mapping[str, Any]
+Span = tuple[float, float]
+
+FEWEST, PER_PLACE = 200, 4
+"""Fewest requests of a load served again on resampled prompts, and fewest for each place."""
+
+
+class Leader(NamedTuple):
+    """The fastest policy that drafts at one load."""
+
+    load: float | None
+    """Requests at a time, or requests per second; None for arrivals that span no time."""
+    place: int
+    """Number of the load's first row."""
+    policy: str | None
+    """None if nothing drafts."""
+    ratio: float
+    """Speed over no speculation."""
+
+
+def leaders(rows: Sequence[Row]) -> list[Leader]:
+    """Return the fastest policy of each load.
+
+    In closed loops by output tokens/s, with open arrivals by mean end-to-end latency.
+    """
+    closed = is_closed(rows)
+    found = []
+    for load in dict.fromkeys(_load(row) for row in rows):
+        at = [i for i, row in enumerate(rows) if _load(row) == load]
+        drafting = [
+            (_ratio(row, closed), row["policy"]) for row in map(rows.__getitem__, at)
+            if row["policy"] != PLAIN and not is_bound(row["policy"])
+        ]  # fmt: skip
+        ratio, policy = max(drafting, key=lambda pair: pair[0], default=(0.0, None))
+        found.append(Leader(load, at[0], policy, ratio))
+    return found
+
+
+def is_closed(rows: Sequence[Row]) -> bool:
+    """Return True if every row is of a closed loop."""
+    return all(row["concurrency"] is not None for row in rows)
+
+
+def _load(row: Row) -> float | None:
+    load = row["rate"] if row["concurrency"] is None else row["concurrency"]
+    return None if load is None else float(load)
+
+
+def _ratio(row: Row, closed: bool) -> float:
+    """Return how many times as fast as no speculation; 0 where that is not known."""
+    value = row["speedup"] if closed else 1 / (row.get("latency_ratio") or math.inf)
+    return float(value) if math.isfinite(value) else 0.0
+
+
+def interval_over_prompts(
+    leader: Leader, trace: Trace, latency: LatencyTable, policies: Mapping[str, Policy],
+    scenarios: Sequence[Scenario], rule: VerifyRule | None,
+) -> Span | None:  # fmt: skip
+    """Return the 95% interval of a leader's ratio, None for fewer than two prompts.
+
+    The leader and no speculation are served again on bootstrap resamples of the prompts, and the
+    spread of their ratios is the standard error (`simulator.tune.gains`).
+
+    Parameters
+    ----------
+    policies, scenarios:
+        Those of the rows: a scenario has a row for each policy, in order.
+    """
+    if leader.policy is None or len(trace.requests) < 2:
+        return None
+    load = scenarios[leader.place // len(policies)]
+    closed = load.arrivals.concurrency is not None
+    enough = max(FEWEST, len(trace.requests), PER_PLACE * (load.arrivals.concurrency or 0))
+    load = replace(load, requests=min(load.requests or enough, enough), replications=1)
+    both = {"": policies[leader.policy], PLAIN: Autoregressive()}
+    halves = np.zeros(len(trace.requests), dtype=bool)
+    drawn = resampled(trace, halves, False, DRAWS, load.seed).traces
+
+    def ratio(prompts: Trace) -> float:
+        own, plain = serve(prompts, latency, both, load, rule=rule).rows()
+        if closed:
+            return float(own["throughput_tok_s"] / plain["throughput_tok_s"])
+        return float(plain["e2e_s"]["mean"] / own["e2e_s"]["mean"])
+
+    ratios = np.array(results_of(
+        [partial(ratio, one) for one in drawn], 2 * sum(one.tokens for one in drawn)
+    ))  # fmt: skip
+    if not np.isfinite(ratios).all():
+        return None
+    # About what was served, scaled from the mean of the resamples.
+    reach = half_width(ratios) * leader.ratio / ratios.mean()
+    return leader.ratio - reach, leader.ratio + reach

@@ -14,12 +14,10 @@ import pandas as pd
 
 from policies.lengths.basic import Autoregressive, Fixed
 from simulator.serving.arrivals import ClosedLoop
-from simulator.serving.outcome.merge import t_interval
-from simulator.serving.outcome.report import Run
-from simulator.serving.run import serve
+from simulator.serving.outcome.report import Run, t_interval
+from simulator.serving.run import Policy, serve
 from simulator.serving.scenario import Scenario
 from simulator.serving.scheduler import Limits
-from simulator.serving.station import Policy
 from simulator.targets import Targets
 from traces.acceptance.trace import Trace
 from traces.latency.table import LatencyTable
@@ -105,7 +103,7 @@ def served_rates(
 def served_each(
     latency: LatencyTable, runs: Sequence[tuple[Trace, Policy, Scenario]], replications: int = 5
 ) -> list[Callable[[], Outcome]]:
-    """The `Outcome` of each policy at its own load, as parts for `simulator.forks.results_of`."""
+    """The `Outcome` of each policy at its own load, as parts of `results_of`."""
 
     def outcome(trace: Trace, policy: Policy, load: Scenario) -> Outcome:
         repeated = replace(load, replications=replications)

@@ -14,19 +14,25 @@ from policies.batch.base import BatchPolicy
 from policies.batch.sglang import SGLangAdaptive
 from policies.lengths.basic import Autoregressive
 from simulator.bootstrap import ratio, resamples
-from simulator.forks import results_of
+from simulator.executors import results_of
+from simulator.serving.run import Policy
 from simulator.serving.scenario import Scenario
-from simulator.serving.station import Policy
 from simulator.targets import Targets
-from simulator.tune.choice import (
+from simulator.tune.costs import DEFAULT_LENGTHS, Grid, default_batches, fixed_logs, price_grid
+from simulator.tune.gains import (
+    DRAWS,
+    OFF,
+    ON,
+    Against,
     Objective,
     can_hold_back,
     choose,
     folds,
+    gain_of,
+    resampled,
     shared_by_neighbours,
+    to_deploy,
 )
-from simulator.tune.costs import DEFAULT_LENGTHS, Grid, default_batches, fixed_logs, price_grid
-from simulator.tune.gains import DRAWS, OFF, ON, Against, gain_of, resampled, to_deploy
 from simulator.tune.served import (
     Outcome,
     Progress,

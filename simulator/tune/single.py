@@ -13,16 +13,19 @@ from policies.lengths.basic import Autoregressive
 from simulator.bootstrap import resamples
 from simulator.pricing import autoregressive
 from simulator.targets import Targets
-from simulator.tune.choice import (
+from simulator.tune.costs import longest_draft, price_grid
+from simulator.tune.gains import (
     CONFIDENCE,
+    MISSED,
+    OFF,
+    ON,
     Objective,
     can_hold_back,
     choose,
     cross_fitted,
     folds,
+    to_deploy,
 )
-from simulator.tune.costs import longest_draft, price_grid
-from simulator.tune.gains import MISSED, OFF, ON, to_deploy
 from simulator.tune.served import SEARCH_CONFIDENCE
 from simulator.tune.settings import (
     Gain,

@@ -12,7 +12,7 @@ import numpy as np
 from policies.batch.engines import TensorRTLLM
 from policies.lengths.basic import Autoregressive, Fixed
 from simulator.aggregate.positions import of_trace
-from simulator.serving.cost.iteration import TableCost
+from simulator.serving.cost import TableCost
 from simulator.targets import Targets
 from simulator.tune.costs import DEFAULT_LENGTHS, longest_draft
 from simulator.tune.served import Progress, untold

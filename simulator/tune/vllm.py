@@ -17,17 +17,10 @@ from policies.batch.tables import BatchTable
 from policies.json_text import parse_json
 from policies.lengths.basic import Autoregressive, Fixed
 from simulator.bootstrap import resamples
-from simulator.forks import results_of
+from simulator.executors import results_of
+from simulator.serving.run import Policy
 from simulator.serving.scenario import Scenario
-from simulator.serving.station import Policy
 from simulator.targets import Targets
-from simulator.tune.choice import (
-    Objective,
-    can_hold_back,
-    cross_fitted,
-    folds,
-    shared_by_neighbours,
-)
 from simulator.tune.costs import (
     DEFAULT_LENGTHS,
     RESTING,
@@ -38,7 +31,20 @@ from simulator.tune.costs import (
     price_grid,
 )
 from simulator.tune.formats import BY_LENGTH, CONTEXT_END
-from simulator.tune.gains import DRAWS, OFF, ON, Against, Resampled, resampled, to_deploy
+from simulator.tune.gains import (
+    DRAWS,
+    OFF,
+    ON,
+    Against,
+    Objective,
+    Resampled,
+    can_hold_back,
+    cross_fitted,
+    folds,
+    resampled,
+    shared_by_neighbours,
+    to_deploy,
+)
 from simulator.tune.served import (
     NO_SPECULATION,
     Outcome,

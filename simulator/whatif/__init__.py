@@ -5,14 +5,22 @@ Figures live in `simulator.plots.whatif`.
 """
 
 from simulator.executors import Cluster, Local
-from simulator.whatif.breakeven import break_even, crossing, fastest, overview, select, surface
+from simulator.whatif.breakeven import (
+    THRESHOLDS,
+    break_even,
+    crossing,
+    fastest,
+    overview,
+    select,
+    surface,
+    thresholds,
+)
 from simulator.whatif.ladder import best_fixed, ladder, split_prompts
 from simulator.whatif.rate import LatencyCost, RateFit, fit_rate_optimal
 from simulator.whatif.sweep.cells import COLUMNS, references
 from simulator.whatif.sweep.grid import expand, parse_axis, with_gammas
 from simulator.whatif.sweep.prices import Prices
 from simulator.whatif.sweep.run import Sweep, read_sweep, write_sweep, write_thresholds
-from simulator.whatif.sweep.thresholds import THRESHOLDS, thresholds
 from simulator.whatif.tilt.fidelity import (
     TiltError,
     TiltErrors,

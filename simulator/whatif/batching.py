@@ -4,7 +4,7 @@ A policy that decides for one request acts alike in any batch, so the rounds of 
 can be dealt to B slots, each going through the requests in an order of its own, and the
 k-th round of every slot makes the k-th step.  A step drafts as often as its longest draft
 (the batch stays padded, as under CUDA graphs) and verifies the ragged total; the costs
-are those of `simulator.serving.cost.iteration`.  Slots are always full and prompts cost nothing:
+are those of `simulator.serving.cost`.  Slots are always full and prompts cost nothing:
 what arrivals, admission and prefill do to it is the serving simulator's to say.
 """
 
@@ -17,11 +17,11 @@ import numpy as np
 import numpy.typing as npt
 
 from simulator.bootstrap import intervals
-from simulator.host import host_seconds
 from simulator.pricing import (
     PassCount,
     autoregressive,
     draft_seconds,
+    host_seconds,
     pass_seconds,
     round_host_seconds,
 )

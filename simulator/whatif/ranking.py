@@ -17,9 +17,10 @@ from policies.registry import is_bound
 from policies.rules.base import VerifyRule
 from policies.spec import parameters
 from simulator.chosen import PLAIN, Named, Say, load_policies, named, say_left_out, silent
-from simulator.degenerate import accepted_mismatches, degenerate
 from simulator.pricing import Priced, price
 from simulator.summary import (
+    accepted_mismatches,
+    degenerate,
     gains_over,
     price_all,
     summarize_runs,

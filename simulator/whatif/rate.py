@@ -24,7 +24,7 @@ from policies.lengths.basic import Autoregressive
 from policies.lengths.rate_optimal import RateOptimal
 from policies.vectorised import VectorisedPlan, plan_of
 from simulator.pricing import price
-from simulator.serving.cost.iteration import TableCost
+from simulator.serving.cost import TableCost
 from simulator.whatif.tilt.trace import NUMERIC
 from traces.acceptance.schema import MATCH
 from traces.acceptance.trace import Trace

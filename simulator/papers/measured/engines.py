@@ -8,8 +8,7 @@ from itertools import combinations
 
 from simulator.aggregate.hazard import Interval, emitted_at
 from simulator.hardware.formats import FORMATS
-from simulator.hardware.published import check_published
-from simulator.hardware.record import ALONE, by_library, predictions
+from simulator.hardware.record import ALONE, by_library, check_published, predictions
 from simulator.papers.measured.rows import Evidence, evidence, ranked
 from simulator.published import (
     CLASSES,

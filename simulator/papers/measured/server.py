@@ -17,7 +17,7 @@ import numpy.typing as npt
 from policies.lengths.basic import Autoregressive
 from simulator.papers.measured.rows import Evidence, evidence
 from simulator.serving import ArrivalFile, Limits, Scenario, simulate
-from simulator.serving.recorded import METRICS, Requests, compared, read_requests
+from simulator.serving.arrivals import METRICS, Requests, compared, read_requests
 from traces.acceptance.synthetic import synthetic_trace
 from traces.errors import DraftsimError
 from traces.store.recordings import find_latency

@@ -14,11 +14,10 @@ from weakref import WeakKeyDictionary
 import numpy as np
 import numpy.typing as npt
 
-from simulator.host import Host
+from simulator.pricing import Host
 from simulator.serving.arrivals import Job
-from simulator.serving.cost.iteration import PLACES, IterationCost
-from simulator.serving.cost.reader import ORIGINS
-from simulator.serving.outcome.statistics import Histogram, Series
+from simulator.serving.cost import ORIGINS, PLACES, IterationCost
+from simulator.serving.outcome.metrics import Histogram, Series
 from simulator.serving.scheduler import Scheduler
 from traces.acceptance.trace import Trace
 from traces.latency.settling import settling_sums
@@ -51,7 +50,7 @@ SEEN = np.dtype([
     ("passes", "i8"), ("least_batch", "f8"), ("most_batch", "f8"), ("least_width", "f8"),
     ("most_width", "f8"), ("least_context", "f8"), ("most_context", "f8"),
 ])  # fmt: skip
-"""`simulator.serving.cost.reader.Coverage` of one origin."""
+"""`simulator.serving.cost.Coverage` of one origin."""
 WIDTH = Histogram.WIDTH
 FINEST = math.floor(math.log(1e-9) / WIDTH)
 """The lowest bin of seconds between tokens (`Histogram`)."""
@@ -161,7 +160,7 @@ THINK = np.dtype([("at_s", "f8"), ("order", "i8")])
 """When clients of a closed loop send their next request."""
 FREE = np.dtype([("whose", "i8"), ("blocks", "i8")])
 """Free blocks in the order in which they are taken, and the request that may find them again, or
-`NOBODY` (`simulator.serving.kv.BlockPool`)."""
+`NOBODY` (`simulator.serving.scheduler.BlockPool`)."""
 NOBODY = -1
 MARK = np.dtype([("number", "i8"), ("index", "i8"), ("at_s", "f8"), ("passed", "?")])
 """An end of the measured window: the request that arrives then, or `NOBODY` where time decides; and

@@ -16,13 +16,11 @@ from policies.batch.base import BatchPolicy, Planned, planned_of
 from policies.core import DraftPolicy, speculate
 from policies.rules.base import VerifyRule
 from policies.vectorised import plan_of
-from simulator.host import HostCost
+from simulator.pricing import HostCost
 from simulator.serving.arrivals import Job
 from simulator.serving.compiled import arrays
-from simulator.serving.cost.iteration import COMPOSED, PLACES, IterationCost
-from simulator.serving.cost.reader import ORIGINS, Coverage, Span
-from simulator.serving.outcome.metrics import Recorder
-from simulator.serving.outcome.statistics import Series
+from simulator.serving.cost import COMPOSED, ORIGINS, PLACES, Coverage, IterationCost, Span
+from simulator.serving.outcome.metrics import Recorder, Series
 from simulator.serving.replays import NO_ROUNDS, Replays, clock_free, replays_of
 from simulator.serving.routers import Idle
 from simulator.serving.scenario import Scenario
@@ -146,7 +144,7 @@ class CompiledServing:
         self, jobs: Iterator[Job], replicas: Sequence[int], rng: np.random.Generator,
         marks: Mapping[int, float],
     ) -> Served:  # fmt: skip
-        """Serve `jobs` by these replicas; the rest is as in `simulator.serving.station.Station`.
+        """Serve `jobs` by these replicas; the rest is as in `simulator.serving.run.Station`.
 
         Raises
         ------

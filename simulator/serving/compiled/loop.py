@@ -39,7 +39,7 @@ from simulator.serving.compiled.arrays import (
     Prices,
     Records,
 )
-from simulator.serving.cost.iteration import Work
+from simulator.serving.cost import Work
 from traces.latency.interpolate import EXTRAPOLATED, INTERPOLATED, MEASURED
 from traces.replay.always import MOST_BEHIND
 

@@ -9,11 +9,77 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from simulator.serving.cost.reader import Coverage
-from simulator.serving.outcome.merge import joined_coverage, merged_rows, t_interval
-from simulator.serving.outcome.metrics import Recorder, joined_recorders
-from simulator.serving.outcome.statistics import summary
+from simulator.serving.cost import Coverage
+from simulator.serving.outcome.metrics import Recorder, joined_recorders, summary
 from simulator.serving.scenario import Scenario
+
+TOTALS = {
+    "requests", "rejected", "preemptions", "interpolated", "extrapolated", "simulated_tokens",
+    "elapsed_s", "simulated_s",
+}  # fmt: skip
+"""Fields of a row that replications add up; other numbers are averaged."""
+
+
+def t_interval(values: Any, confidence: float = 0.95) -> tuple[float, float, float]:
+    """Return the mean and t interval of independent `values`; NaN bounds for fewer than two."""
+    from scipy.special import stdtrit
+
+    values = np.asarray(values, dtype=float)
+    mean = float(values.mean())
+    if len(values) < 2:
+        return mean, float("nan"), float("nan")
+    half = float(
+        stdtrit(len(values) - 1, 0.5 + confidence / 2) * values.std(ddof=1) / np.sqrt(len(values))
+    )
+    return mean, mean - half, mean + half
+
+
+def merged_rows(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Return rows of replications in one: numbers averaged, counts summed, flags or-ed.
+
+    ``<metric>_lo`` and ``_hi`` bound throughput and the three mean latencies with 95% t
+    intervals where there are two or more; ``over_time`` is that of the first.
+    """
+    if len(rows) == 1:
+        return {**rows[0], "replications": 1}
+    merged: dict[str, Any] = {}
+    for key, first in rows[0].items():
+        values = [row[key] for row in rows]
+        if key == "coverage":
+            merged[key] = joined_coverage([entry for value in values for entry in value])
+        elif key == "over_time":
+            merged[key] = first
+        elif isinstance(first, dict):
+            merged[key] = {q: float(np.mean([v[q] for v in values])) for q in first}
+        elif isinstance(first, bool):
+            merged[key] = any(values)
+        elif key in TOTALS:
+            merged[key] = sum(values)
+        elif isinstance(first, float):
+            merged[key] = float(np.mean(values))
+        elif key == "status":
+            merged[key] = next((v for v in values if v != "complete"), "complete")
+        else:
+            merged[key] = first
+    for key in ("throughput_tok_s", "ttft_s", "tpot_s", "e2e_s"):
+        values = [row[key]["mean"] if isinstance(row[key], dict) else row[key] for row in rows]
+        _, merged[f"{key}_lo"], merged[f"{key}_hi"] = t_interval(values)
+    return {**merged, "replications": len(rows)}
+
+
+def joined_coverage(entries: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """One entry per model, phase and origin: passes added, spans widened."""
+    found: dict[tuple[str, str, str], dict[str, Any]] = {}
+    for entry in entries:
+        key = entry["model"], entry["phase"], entry["origin"]
+        if key not in found:
+            found[key] = dict(entry)
+            continue
+        old = found[key]
+        old["passes"] += entry["passes"]
+        for size in ("batch", "new_tokens", "context"):
+            old[size] = [min(old[size][0], entry[size][0]), max(old[size][1], entry[size][1])]
+    return list(found.values())
 
 
 @dataclass(frozen=True, eq=False)
@@ -97,7 +163,7 @@ class Run:
         * ``length_changes``: share of steps whose draft length differs from that of the step
           before, under a policy with one length for all requests.
         * ``coverage``: how the latencies of each model and phase were found
-          (`simulator.serving.cost.reader.Coverage`).
+          (`simulator.serving.cost.Coverage`).
         * ``over_time``: mean batch and KV blocks in use over equal intervals, which begin at
           ``time_s``.
 

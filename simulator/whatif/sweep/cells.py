@@ -121,7 +121,7 @@ lengths 1 to 12 and the oracle, asked for or not.  ``tilt_error`` is the relativ
 to expect of a speedup from tilting, larger for policies that read signals and NaN if it
 is not known; ``tilt_tried`` says whether it was measured at a shift as large.  ``cache_fits`` is
 False if the batch's KV cache exceeds the memory of a composed table's GPU
-(`simulator.whatif.sweep.memory`).
+(`simulator.whatif.sweep.prices`).
 """
 CARRIED = ("carried_lo", "carried_hi")
 TEXT = ("policy", "family", "source", "latency", "gpu", "fidelity")

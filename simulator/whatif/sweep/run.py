@@ -30,8 +30,7 @@ from policies.from_file import identity
 from policies.json_text import parse_json
 from simulator.executors import Executor, Local, Lost
 from simulator.whatif.sweep.cells import COLUMNS, TEXT, Bench, Part, references, with_regrets
-from simulator.whatif.sweep.memory import cache_fits
-from simulator.whatif.sweep.prices import Prices
+from simulator.whatif.sweep.prices import Prices, cache_fits
 from simulator.whatif.tilt.fidelity import UNKNOWN_ERROR, TiltErrors, tilt_errors
 from simulator.whatif.tilt.trace import METHODS, Method, Tilter
 from traces.acceptance.trace import Trace
@@ -105,7 +104,7 @@ def write_sweep(frame: pd.DataFrame, path: str | Path, description: Mapping[str,
 def write_thresholds(
     rows: pd.DataFrame, out: str | Path, description: Mapping[str, Any]
 ) -> Path:  # fmt: skip
-    """Write `rows` of `simulator.whatif.sweep.thresholds` next to the sweep's file; return the
+    """Write `rows` of `simulator.whatif.breakeven` next to the sweep's file; return the
     path.
 
     Raises

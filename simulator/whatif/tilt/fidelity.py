@@ -17,7 +17,7 @@ import pandas as pd
 from policies.core import DraftPolicy
 from policies.lengths.basic import Fixed
 from policies.lengths.entropy import SVIP
-from simulator.estimate import Estimate, ratio
+from simulator.bootstrap import Estimate, ratio_of_sums
 from simulator.whatif.tilt.trace import Method, Tilter, acceptance, iid_like
 from traces.acceptance.trace import Trace
 from traces.errors import DraftsimError
@@ -212,8 +212,8 @@ def _metrics(trace: Trace, policies: Mapping[str, DraftPolicy]) -> dict[str, dic
         emitted, forwards = (log.per_request(log.rounds[n]) for n in ("emitted", "draft_forwards"))
         rounds = log.per_request(np.ones(len(log)))
         found[log.policy] = {
-            "block_efficiency": ratio(emitted, rounds),
-            "speedup": ratio(emitted, rounds + RATIO * forwards),
+            "block_efficiency": ratio_of_sums(emitted, rounds),
+            "speedup": ratio_of_sums(emitted, rounds + RATIO * forwards),
         }
     return found
 

@@ -2,29 +2,114 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import replace
+from dataclasses import asdict, dataclass, replace
+from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
+from policies.from_file import identity
 from policies.lengths.basic import Autoregressive
 from policies.rules.base import VerifyRule
 from simulator.executors import Executor, Local, Lost
-from simulator.serving.arrivals import ArrivalFile, ClosedLoop, Deterministic, Poisson
+from simulator.serving.arrivals import ArrivalFile, ClosedLoop, Deterministic, Poisson, compared
 from simulator.serving.outcome.report import Run, ServeResult, joined_runs
 from simulator.serving.outcome.results import ResultsFile, restored
 from simulator.serving.outcome.timeline import Timeline
-from simulator.serving.parts import Bench, Part
-from simulator.serving.run import serve
+from simulator.serving.run import Policy, serve, simulate
 from simulator.serving.scenario import Scenario
-from simulator.serving.station import Policy
 from traces.acceptance.trace import Trace
 from traces.errors import DraftsimError
 from traces.latency.table import LatencyTable
+
+MANY = 20_000
+"""Requests from which on replicas that know nothing of each other are run apart."""
+A_PART = 100_000
+"""Requests of a part, about: every part goes through the arrivals of all."""
+
+
+class Part(NamedTuple):
+    """One replication of one scenario under one policy, or some replicas of it."""
+
+    scenario: int
+    policy: str
+    replication: int = 0
+    only: tuple[int, ...] | None = None
+    """Replicas; None: the whole fleet."""
+    drawn: bool = False
+    """True if the timeline is of this one."""
+
+
+@dataclass(frozen=True, eq=False)
+class Bench:
+    """Everything that the parts of a study of serving need."""
+
+    trace: Trace
+    latency: LatencyTable
+    policies: Mapping[str, Policy]
+    scenarios: Sequence[Scenario]
+    rule: VerifyRule | None = None
+    advance: Callable[[int], None] | None = None
+    """Called with the number of requests that have just left; cannot follow to another process."""
+    timeline: Timeline | None = None
+
+    def run(self, part: Part) -> Run:
+        """Return what `simulator.serving.run.simulate` returns, and raise what it raises."""
+        return simulate(
+            self.trace, self.latency, self.policies[part.policy], self.scenarios[part.scenario],
+            name=part.policy, rule=self.rule, replication=part.replication, only=part.only,
+            timeline=self.timeline if part.drawn else None, advance=self.advance or _ignored,
+        )  # fmt: skip
+
+    def parts(self, scenario: int, policy: str, drawn: bool = False) -> list[Part]:
+        """Return the parts of every replication of a scenario under a policy, in order.
+
+        They depend on the scenario alone, never on who runs them.
+        """
+        chosen = self.scenarios[scenario]
+        shares = shares_of(chosen)
+        return [
+            Part(scenario, policy, replication, only, drawn and replication == 0)
+            for replication in range(chosen.replications) for only in shares
+        ]  # fmt: skip
+
+    def key(self) -> str | None:
+        """A digest of everything that the results depend on; None if that cannot be taken."""
+        import joblib
+
+        content: list[Any] = [
+            dict(self.trace.columns), [asdict(r) for r in self.trace.requests],
+            dict(self.trace.meta), self.trace.max_gamma, self.latency.cells.to_dict("list"),
+            dict(self.latency.meta), identity(self.policies), self.rule,
+            # A file of arrivals holds its rows once anybody asked for the rate.
+            [(s.arrivals.rate, s) for s in self.scenarios],
+        ]  # fmt: skip
+        try:
+            return str(joblib.hash(content))
+        except Exception:  # a policy of one's own may hold anything
+            return None
+
+
+def shares_of(scenario: Scenario) -> list[tuple[int, ...] | None]:
+    """Replicas to run together; [None] where the fleet stays whole."""
+    requests = scenario.requests or 0
+    if (rows := getattr(scenario.arrivals, "rows", None)) is not None:
+        requests = min(requests or len(rows[0]), len(rows[0]))
+    if not scenario.splits or requests < MANY:
+        return [None]
+    count = min(max(math.ceil(requests / A_PART), 4), scenario.replicas)
+    ends = [i * scenario.replicas // count for i in range(count + 1)]
+    return [tuple(range(a, b)) for a, b in pairwise(ends)]
+
+
+def _ignored(count: int) -> None:
+    del count
+
 
 Progress = Callable[[int, int, str], None]
 """Called with the runs finished, their total, and what was just finished."""
@@ -238,3 +323,35 @@ def speedup_grid(
                 done = j * len(batches) + i + 1
                 progress(done, grid.size, f"batch {batches[i]}, context {context}")
     return grid
+
+
+def against_measured(
+    trace: Trace, latency: LatencyTable, policies: Mapping[str, Any],
+    scenarios: Sequence[Scenario], rule: VerifyRule | None = None,
+) -> list[dict[str, Any]]:  # fmt: skip
+    """Return predicted and measured statistics of a file's requests, a row for each of a policy.
+
+    Empty if there is no file of measured requests at its own pace.  All requests count, those of
+    the warm-up too.
+    """
+    found = []
+    for scenario in scenarios:
+        file = scenario.arrivals
+        if not isinstance(file, ArrivalFile) or not file.read.measured or file.scale != 1:
+            continue
+        once = replace(scenario, warmup=0.0, replications=1)
+        for name, policy in policies.items():
+            run = simulate(trace, latency, policy, once, name=name, rule=rule)
+            served = run.requests.sort_values("index")
+            at = served["index"].to_numpy()
+            theirs = {metric: values[at] for metric, values in file.read.measured.items()}
+            ours = {metric: served[metric].to_numpy(float) for metric in theirs}
+            # One token has no time per output token.
+            several = served["tokens"].to_numpy() > 1
+            for part in (ours, theirs):
+                part["tpot_s"] = part["tpot_s"][several]
+            found += [
+                {"policy": name, **row._asdict(), "error": row.error}
+                for row in compared(ours, theirs)
+            ]
+    return found

@@ -1,0 +1,713 @@
+"""How many replicas keep the targets of a load, under which policy, and what that costs."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, field, replace
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple, TypeVar
+
+import numpy as np
+
+from policies.lengths.basic import Autoregressive
+from policies.rules.base import VerifyRule
+from simulator.executors import Cluster, Executor, Local, Lost
+from simulator.serving.outcome.report import t_interval
+from simulator.serving.outcome.results import ResultsFile, restored
+from simulator.serving.routers import describe_router
+from simulator.serving.run import Policy, simulate
+from simulator.serving.scenario import Scenario
+from simulator.serving.study import Bench as ServeBench
+from simulator.serving.study import break_even_load, over_rates
+from simulator.targets import Targets
+from traces.acceptance.trace import Trace
+from traces.errors import DraftsimError
+from traces.latency.table import LatencyTable
+
+SAMPLED = 2
+"""Replicas simulated of a fleet whose replicas know nothing of each other: all are alike."""
+LONG = 10
+"""Times that the slowest requests should fit into the time over which requests arrive."""
+
+
+class Point(NamedTuple):
+    """One replication of a number of replicas at a rate under a policy."""
+
+    policy: str
+    replicas: int
+    rate: float
+    requests: int | None
+    """Requests of the whole fleet; None: those of the arrivals file."""
+    replication: int = 0
+
+
+@dataclass(frozen=True, eq=False)
+class Bench:
+    """Everything that a point needs; `base` holds the arrivals, the engine and the router."""
+
+    trace: Trace
+    latency: LatencyTable
+    policies: Mapping[str, Policy]
+    base: Scenario
+    targets: Targets
+    rule: VerifyRule | None = None
+
+    def scenario(self, point: Point) -> Scenario:
+        """Return what is served at `point`."""
+        at = replace(
+            self.base, replicas=point.replicas, requests=point.requests, replications=1,
+            ttft_target_s=self.targets.ttft_s, tpot_target_s=self.targets.tpot_s,
+        )  # fmt: skip
+        return over_rates(at, [point.rate])[0]
+
+    def run(self, point: Point) -> dict[str, Any]:
+        """Return the results of `point`, in plain numbers."""
+        scenario = self.scenario(point)
+        only = range(min(point.replicas, SAMPLED)) if scenario.splits else None
+        run = simulate(
+            self.trace, self.latency, self.policies[point.policy], scenario, name=point.policy,
+            rule=self.rule, replication=point.replication, only=only,
+        )  # fmt: skip
+        row, recorder = run.row(), run.recorder
+        kept = run.columns(measured=True)
+        within = run.within(kept)
+        late = kept["index"] >= (recorder.skip + recorder.expected) / 2
+        refused = len(within) / (len(within) + recorder.rejected) if len(within) else 0.0
+        window = recorder.window
+        return {
+            **point._asdict(),
+            "within": float(within.mean()) * refused if len(within) else 0.0,
+            "within_late": float(within[late].mean()) * refused if late.any() else 0.0,
+            "span_s": window.end_s - window.start_s,
+            "throughput_tok_s": row["throughput_tok_s"] * point.replicas / run.replicas,
+            **{name: row[name] for name in ("ttft_s", "tpot_s", "e2e_s")},
+            **{
+                name: row[name]
+                for name in (
+                    "overloaded", "utilisation", "mean_batch", "verify", "source", "rejected",
+                    "fidelity", "extrapolated", "unpriced", "simulated_tokens",
+                )
+            },
+        }  # fmt: skip
+
+    @property
+    def router(self) -> str:
+        """The router's name."""
+        return describe_router(self.base.router)
+
+    def key(self) -> str | None:
+        """Return a digest of everything that a point's result depends on."""
+        scenario = replace(
+            self.base, ttft_target_s=self.targets.ttft_s, tpot_target_s=self.targets.tpot_s
+        )
+        return ServeBench(self.trace, self.latency, self.policies, [scenario], self.rule).key()
+
+
+@dataclass
+class Verdict:
+    """Replications of one point."""
+
+    outcomes: Sequence[Mapping[str, Any]]
+    targets: Targets
+    _interval: tuple[float, float, float] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._interval = t_interval([o["within"] for o in self.outcomes])
+
+    @property
+    def within(self) -> float:
+        """Share of requests within the targets, in the mean of the replications."""
+        return self._interval[0]
+
+    @property
+    def low(self) -> float:
+        """Lower end of its 95% interval; of one replication NaN."""
+        return self._interval[1]
+
+    @property
+    def high(self) -> float:
+        """Upper end of it."""
+        return self._interval[2]
+
+    @property
+    def kept(self) -> bool:
+        """Return True if enough of them are, and the replicas keep up with the load."""
+        overloaded = sum(o["overloaded"] for o in self.outcomes)
+        return self.within >= self.targets.share and 2 * overloaded < len(self.outcomes)
+
+    @property
+    def too_short(self) -> str:
+        """Return why the horizon is too short to judge; empty if it is not."""
+        slowest, span = self.mean("e2e_s", "p95"), self.mean("span_s")
+        if not span >= LONG * slowest:
+            return (
+                f"requests arrive over {span:.3g} s, and the slowest twentieth take {slowest:.3g} s"
+            )
+        late = t_interval([o["within_late"] for o in self.outcomes])
+        bound = late[2] if math.isfinite(late[2]) else late[0]
+        if self.kept and bound < self.targets.share:
+            return f"of the later half {late[0]:.1%} keep the targets: the queue still grows"
+        return ""
+
+    def mean(self, name: str, quantile: str | None = None) -> float:
+        """Return a number of the outcomes in the mean."""
+        found = [o[name] if quantile is None else o[name][quantile] for o in self.outcomes]
+        return float(np.mean([math.nan if v is None else v for v in found]))
+
+
+Found = TypeVar("Found")
+Search = Generator[Sequence[Point], Verdict, Found]
+"""Yields the replications of a point, is sent what came of them, returns what it looked for."""
+Progress = Callable[[int, str], None]
+"""Called with the runs there are, and a word on the one just finished."""
+
+
+class Study:
+    """Runs points, each once.
+
+    Parameters
+    ----------
+    bench:
+        What they need.
+    executor:
+        Who runs them; None: this process.
+    kept:
+        A file that was entered, of whose rows none is computed again.
+    progress:
+        Called whenever a point is there.
+    """
+
+    def __init__(
+        self,
+        bench: Bench,
+        executor: Executor | None = None,
+        kept: ResultsFile | None = None,
+        progress: Progress | None = None,
+    ) -> None:
+        self.bench = bench
+        self.executor = executor or Local(1)
+        self.progress = progress
+        self._file = kept
+        self._known: dict[Point, Mapping[str, Any]] = {}
+        for row in kept.kept.values() if kept is not None else ():
+            self._know(restored(row))
+
+    def drive(self, searches: Mapping[str, Search[Found]]) -> dict[str, Found]:
+        """Run searches to their ends, all their open questions at a time.
+
+        Raises
+        ------
+        DraftsimError
+            If a point fails, or was lost with its worker.
+        """
+        found: dict[str, Found] = {}
+        asked: dict[str, Sequence[Point]] = {}
+        for name, search in searches.items():
+            self._step(name, search, None, asked, found)
+        while asked:
+            self._answer([point for points in asked.values() for point in points])
+            for name, points in list(asked.items()):
+                del asked[name]
+                outcomes = [self._known[point] for point in points]
+                verdict = Verdict(outcomes, self.bench.targets)
+                self._step(name, searches[name], verdict, asked, found)
+        return found
+
+    def _step(
+        self,
+        name: str,
+        search: Search[Found],
+        verdict: Verdict | None,
+        asked: dict[str, Sequence[Point]],
+        found: dict[str, Found],
+    ) -> None:
+        try:
+            asked[name] = next(search) if verdict is None else search.send(verdict)
+        except StopIteration as end:
+            found[name] = end.value
+
+    def _answer(self, points: Sequence[Point]) -> None:
+        missing = [p for p in dict.fromkeys(points) if p not in self._known]
+        lost = 0
+        for _, outcome in self.executor.run(self.bench, missing):
+            if isinstance(outcome, Lost):
+                lost += 1
+                continue
+            self._know(outcome)
+            if self._file is not None:
+                self._file.add(outcome)
+            if self.progress is not None:
+                at = f"{outcome['policy']}, {outcome['replicas']} x at {outcome['rate']:.3g}/s"
+                self.progress(len(self._known), at)
+        if lost:
+            raise DraftsimError(
+                f"{lost} of {len(missing)} runs were lost with their workers: run the same "
+                "command again; with --out what is finished is kept"
+            )
+
+    def _know(self, outcome: Mapping[str, Any]) -> None:
+        self._known[Point(*(outcome[name] for name in Point._fields))] = outcome
+
+
+def fewest(guess: int, most: int) -> Generator[int, bool, int | None]:
+    """Yield the fewest replicas, up to `most`, that keep the targets; None if `most` do not.
+
+    It looks around `guess` in growing steps, halves what is between, and then makes sure that
+    one more keeps them too: where that is not so, the answer was chance, and it goes on above.
+    """
+    low, high, at, step = 0, most + 1, min(max(guess, 1), most), 1
+    while True:
+        if (yield at):
+            high = at
+        else:
+            low = at
+        if high - low == 1:
+            if high > most:
+                return None
+            if high == most or (yield high + 1):
+                return high
+            low, high, step = high + 1, most + 1, 1
+            if low == most:
+                return None
+        if high > most:
+            at, step = min(low + step, most), 2 * step
+        elif low == 0:
+            at, step = max(high - step, 1), 2 * step
+        else:
+            at = (low + high) // 2
+
+
+def highest(
+    start: float, step: float, tolerance: float, least: float, most: float
+) -> Generator[float, bool, float]:
+    """Return the highest rate that keeps the targets, to a relative `tolerance`.
+
+    0 if it is below `least`, infinite if it is above `most`.
+
+    From `start` it goes up or down by factors of `step`, then halves on a logarithmic scale.
+    """
+    low, high, at = 0.0, math.inf, start
+    while True:
+        if (yield at):
+            low = at
+        else:
+            high = at
+        if not low:
+            at = high / step
+            if at < least:
+                return 0.0
+        elif math.isinf(high):
+            if low >= most:
+                return math.inf
+            at = low * step
+        elif high <= low * (1 + tolerance):
+            return low
+        else:
+            at = math.sqrt(low * high)
+
+
+EMPTY_RATE = 1e-4
+"""Requests per second at which each is alone."""
+FEW = 200
+"""The least number of requests that a replica gets."""
+MOST_REQUESTS = 3000
+"""The most that a replica gets, however slow its requests."""
+BATCHES = 4
+"""A replica gets at least this many times what it serves at once, as far as `MOST_REQUESTS` allows:
+fewer requests would wait at no rate.
+"""
+BATCHED, FAR = 1e4, 100
+"""Rates are tried up to this many times the rate of one request at a time, and of batches.
+
+If the targets are kept even then, no rate is too much for this number of requests.
+"""
+ROUGH, FINE = 0.1, 0.03
+"""To what part rates are found: to look around from, and to report."""
+ENOUGH = 3
+"""Replications for rates, of which one is found from many points."""
+
+Value = TypeVar("Value", int, float)
+Ask = Callable[[int, float, int | None, int | None], Sequence[Point]]
+"""Makes the points of a policy: (replicas, rate, requests, replications at most; None: all)."""
+
+
+@dataclass(frozen=True)
+class Start:
+    """A rough estimate of what one replica can do."""
+
+    alone: Verdict
+    """A request at a time."""
+    limit: float
+    """The rate up to which it keeps the targets; 0 where it does at none."""
+    requests: int
+    """That a replica has to get for a judgement."""
+
+
+@dataclass(frozen=True)
+class Answer:
+    """The result for one policy."""
+
+    verdict: Verdict
+    """At `replicas`, or of the most that were tried."""
+    replicas: int | None
+    low: int | None = None
+    high: int | None = None
+    limit: float = math.nan
+    """The rate up to which that many replicas keep the targets; infinite if none is too much."""
+
+
+def find_start(ask: Ask, at_once: int) -> Search[Start]:
+    """Find if one replica meets the SLO at any rate, and roughly up to which.
+
+    It serves `at_once` requests at once.
+    """
+    few = max(FEW, min(BATCHES * at_once, MOST_REQUESTS))
+    alone = yield ask(1, EMPTY_RATE, few, 2)  # the same requests as at every other rate
+    if not alone.kept:
+        return Start(alone, 0.0, few)
+    rate = 1 / alone.mean("e2e_s", "mean")
+    verdicts: dict[float, Verdict] = {}
+    limit = yield from _asked(
+        highest(rate, 2.0, ROUGH, rate / 1000, rate * BATCHED),
+        lambda r: ask(1, r, few, 2),
+        verdicts,
+    )
+    limit = min(limit, max(verdicts))
+    slowest = (verdicts[limit] if limit else alone).mean("e2e_s", "p95")
+    needed = math.ceil(1.5 * LONG * slowest * limit)
+    return Start(alone, limit, max(few, min(needed, MOST_REQUESTS)))
+
+
+def find_answer(
+    ask: Ask, rate: float, limit: float, most: int, horizon: Callable[[int], int | None]
+) -> Search[Answer]:
+    """Find the fewest replicas at `rate`, their interval, and the rate that is too much for them.
+
+    A replica sustains about `limit` requests/s.  At most `most` replicas are tried; ``horizon(n)``
+    is the number of requests simulated for n replicas.  The rate that is too much is never below
+    `rate` itself, which these replicas were found to keep.
+    """
+    verdicts: dict[int, Verdict] = {}
+    guess = min(math.ceil(rate / limit), most)
+    # Who needs more replicas sees more of the same stream.
+    requests = horizon(guess)
+
+    def points(replicas: int) -> Sequence[Point]:
+        return ask(replicas, rate, requests, None)
+
+    count = yield from _asked(fewest(guess, most), points, verdicts)
+    if count is None:
+        return Answer(verdicts[most], None)
+    share = verdicts[count].targets.share
+    low: int | None = None
+    high: int | None = None
+    if math.isfinite(verdicts[count].low):
+        low = high = count
+        while low > 1:
+            if low - 1 not in verdicts:
+                verdicts[low - 1] = yield points(low - 1)
+            if verdicts[low - 1].high < share:
+                break
+            low -= 1
+        while high is not None and verdicts[high].low < share:
+            high = high + 1 if high < min(2 * count + 4, most) else None
+            if high is not None and high not in verdicts:
+                verdicts[high] = yield points(high)
+    too_much = yield from _asked(
+        highest(rate, 1 + 1 / max(count, 2), FINE, rate / 2, FAR * max(rate, limit)),
+        lambda r: ask(count, r, requests, ENOUGH), {rate: verdicts[count]},
+    )  # fmt: skip
+    return Answer(verdicts[count], count, low, high, too_much)
+
+
+def find_shares(ask: Ask, rates: Sequence[float], requests: int) -> Search[list[float]]:
+    """Return the share of requests within the targets at each of `rates` per replica."""
+    found = []
+    for rate in rates:
+        verdict = yield ask(1, rate, requests, ENOUGH)
+        found.append(verdict.within)
+    return found
+
+
+def find_curve(
+    ask: Ask, found: Answer, rate: float, counts: Sequence[int],
+    horizon: Callable[[int], int | None],
+) -> Search[list[tuple[int, float]]]:  # fmt: skip
+    """Find pairs of replicas and the rate up to which they keep the targets, ascending.
+
+    There are none where no rate is too much.  Every pair agrees with the answer at `rate`: fewer
+    replicas keep the targets below it only, more of them beyond the answer's limit.  That answer
+    was judged by all replications, the pairs by `ENOUGH`.
+    """
+    pairs: list[tuple[int, float]] = []
+    if found.replicas is not None and math.isfinite(found.limit):
+        fewest = found.replicas
+        for count in sorted({*counts, fewest - 1} - {0, fewest}):
+            about = found.limit / fewest * count
+
+            def points(rate: float, count: int = count) -> Sequence[Point]:
+                return ask(count, rate, horizon(count), ENOUGH)
+
+            search = highest(about, 1.1, FINE, about / 10, FAR * about)
+            limit = yield from _asked(search, points, {})
+            limit = max(limit, found.limit) if count > fewest else min(limit, below(rate))
+            pairs.append((count, limit))
+        pairs.append((fewest, found.limit))
+    return sorted(pair for pair in pairs if math.isfinite(pair[1]))
+
+
+def below(rate: float) -> float:
+    """Return the largest number below `rate`."""
+    return math.nextafter(rate, 0.0)
+
+
+def _asked(
+    search: Generator[Value, bool, Found],
+    points: Callable[[Value], Sequence[Point]],
+    verdicts: dict[Value, Verdict],
+) -> Search[Found]:
+    """Answer the questions of a search by simulation, except those that `verdicts` answers.
+
+    `verdicts` gets the answers.
+    """
+    try:
+        value = next(search)
+        while True:
+            if value not in verdicts:
+                verdicts[value] = yield points(value)
+            value = search.send(verdicts[value].kept)
+    except StopIteration as end:
+        found: Found = end.value
+        return found
+
+
+SECONDS_PER_HOUR = 3600
+TOLD_APART = 0.01
+"""Shares of requests in time that differ by less are taken to be equal."""
+
+
+def plan_rows(
+    bench: Bench,
+    rate: float,
+    starts: Mapping[str, Start],
+    answers: Mapping[str, Answer],
+    compared: tuple[Sequence[float], Mapping[str, Sequence[float]]],
+    curves: Mapping[str, Sequence[tuple[int, float]]],
+) -> list[dict[str, Any]]:
+    """Return a row per policy; latencies and throughput are those at ``replicas``.
+
+    * ``replicas``: fewest that meet the SLO.  None if no number that was tried does, or if a
+      request alone is too slow.
+    * ``replicas_lo``, ``replicas_hi``: its 95% interval over replications.
+    * ``within_alone``: share of requests within the SLO if every request is alone.
+    * ``rate_limit``: largest load at which ``replicas`` meet the SLO; infinite if no rate was too
+      much.  ``rate_per_replica`` is that load per replica.
+    * ``saved``: replicas fewer than without speculation.
+    * ``stops_saving``: load per replica above which no speculation meets the SLO for more requests;
+      infinite if at no rate tried, NaN if already at the lowest.
+    * ``too_short``: why the simulated requests are too few to judge.
+    * ``curve``: pairs of replicas and the largest rate at which they meet the SLO.
+    """
+    plain = next((n for n, p in bench.policies.items() if isinstance(p, Autoregressive)), None)
+    rows = []
+    for name in bench.policies:
+        found = answers.get(name)
+        verdict = found.verdict if found is not None else starts[name].alone
+        count = found.replicas if found is not None else None
+        outcomes = verdict.outcomes
+        rows.append({
+            "policy": name, "verify": outcomes[0]["verify"], "source": outcomes[0]["source"],
+            "router": bench.router, "rate": rate,
+            "ttft_target_s": bench.targets.ttft_s, "tpot_target_s": bench.targets.tpot_s,
+            "share": bench.targets.share, "replicas": count,
+            "replicas_lo": found.low if found is not None else None,
+            "replicas_hi": found.high if found is not None else None,
+            "within_targets": verdict.within, "within_targets_lo": verdict.low,
+            "within_targets_hi": verdict.high, "within_alone": starts[name].alone.within,
+            "rate_limit": found.limit if found is not None else math.nan,
+            "rate_per_replica": found.limit / count if found is not None and count else math.nan,
+            "saved": _saved(answers, plain, count),
+            "stops_saving": _stops(compared, plain, name),
+            "throughput_tok_s": verdict.mean("throughput_tok_s") if count else math.nan,
+            **{
+                metric: {q: verdict.mean(metric, q) for q in outcomes[0][metric]}
+                for metric in ("ttft_s", "tpot_s", "e2e_s")
+            },
+            "utilisation": verdict.mean("utilisation"), "mean_batch": verdict.mean("mean_batch"),
+            "requests": outcomes[0]["requests"], "replications": len(outcomes),
+            "too_short": verdict.too_short if found is not None else "",
+            "curve": [list(pair) for pair in curves.get(name, ())],
+            "rejected": sum(o["rejected"] for o in outcomes),
+            "extrapolated": sum(o["extrapolated"] for o in outcomes),
+            "unpriced": list(outcomes[0]["unpriced"]), "fidelity": outcomes[0]["fidelity"],
+        })  # fmt: skip
+    return rows
+
+
+def with_cost(
+    rows: Sequence[Mapping[str, Any]], gpus: int = 1, price: float | None = None
+) -> list[dict[str, Any]]:
+    """Return the rows with tokens per second and GPU, and what they cost.
+
+    Parameters
+    ----------
+    gpus:
+        Of a replica.
+    price:
+        Of a GPU, in dollars an hour; without one ``cost_per_hour``, of the fleet, and
+        ``cost_per_million_tokens``, of output, are NaN.
+
+    Raises
+    ------
+    DraftsimError
+        For an impossible number of GPUs or price.
+    """
+    if gpus < 1:
+        raise DraftsimError(f"gpus is {gpus}, expected at least 1 a replica")
+    if price is not None and not 0 <= price < math.inf:
+        raise DraftsimError(f"price is {price}, expected dollars an hour, 0 or more")
+    priced = []
+    for row in rows:
+        used = row["replicas"] * gpus if row["replicas"] is not None else math.nan
+        hourly = math.nan if price is None else used * price
+        tokens_s = row["throughput_tok_s"]
+        priced.append({
+            **row, "gpus": None if row["replicas"] is None else used,
+            "tok_s_per_gpu": tokens_s / used, "cost_per_hour": hourly,
+            "cost_per_million_tokens": hourly / (tokens_s * SECONDS_PER_HOUR) * 1e6,
+        })  # fmt: skip
+    return priced
+
+
+def _saved(answers: Mapping[str, Answer], plain: str | None, count: int | None) -> int | None:
+    found = answers.get(plain) if plain is not None else None
+    if found is None or found.replicas is None or count is None:
+        return None
+    return found.replicas - count
+
+
+def _stops(
+    compared: tuple[Sequence[float], Mapping[str, Sequence[float]]], plain: str | None, name: str
+) -> float | None:
+    rates, shares = compared
+    if plain is None or name == plain or name not in shares:
+        return None
+    if plain not in shares:
+        return math.inf  # plain decoding keeps the targets at no rate
+    gaps = [other - own for own, other in zip(shares[name], shares[plain], strict=True)]
+    late = [gap if abs(gap) > TOLD_APART else 0.0 for gap in gaps]
+    return break_even_load(rates, late, [0.0] * len(late))
+
+
+RATES = 6
+"""Rates per replica at which policies are compared."""
+
+
+def plan(
+    trace: Trace,
+    latency: LatencyTable,
+    policies: Mapping[str, Policy],
+    base: Scenario,
+    rate: float,
+    targets: Targets,
+    *,
+    rule: VerifyRule | None = None,
+    requests: int | None = None,
+    most: int = 1024,
+    curve: bool = False,
+    executor: Executor | None = None,
+    path: str | Path | None = None,
+    meta: Mapping[str, Any] | None = None,
+    progress: Progress | None = None,
+    say: Callable[[str], None] = lambda _: None,
+) -> list[dict[str, Any]]:
+    """Return the fewest replicas that keep `targets` at `rate` requests a second, a row a policy.
+
+    Parameters
+    ----------
+    base:
+        The kind of arrivals, the engine, the router, the seed and how many replications.
+    requests:
+        That arrive in a run; None: of a file all, else as many as a judgement needs (15 times
+        what the slowest twentieth takes, and for every replica 200 or four times what it serves
+        at once, up to 3000).
+    most:
+        Replicas to try at most.
+    curve:
+        Whether to find what other numbers of replicas can do, too.
+    executor, path, meta, progress:
+        Who runs the simulations, and a file (`ResultsFile`) of what each gave: the same question
+        asked again continues after them.
+    say:
+        Told of damaged lines in that file.
+
+    Returns
+    -------
+    rows
+        See `simulator.capacity.plan_rows`.
+
+    Raises
+    ------
+    DraftsimError
+        If a run fails, or the arrivals have no rate to change.
+    """
+    if not 0 < rate < math.inf:
+        raise DraftsimError(f"rate is {rate}, expected a positive number of requests a second")
+    if most < 1:
+        raise DraftsimError(f"most is {most}, expected at least 1 replica")
+    bench = Bench(trace, latency, policies, base, targets, rule)
+    whole_file = hasattr(base.arrivals, "rows") and requests is None
+    key = bench.key() if path is not None else None
+    file = (
+        ResultsFile(path, meta, command="capacity", key=key, say=say) if path is not None else None
+    )
+    # Searches ask in turn: a cluster is connected to once, not for every question.
+    with file or nullcontext(), executor if isinstance(executor, Cluster) else nullcontext():
+        study = Study(bench, executor, file, progress)
+        asks = {name: partial(_points, name, base.replications) for name in policies}
+        at_once = base.limits.max_batch
+        starts = study.drive({name: find_start(ask, at_once) for name, ask in asks.items()})
+        able = {name: found for name, found in starts.items() if found.limit}
+        each = max((found.requests for found in able.values()), default=FEW)
+
+        def horizon(replicas: int) -> int | None:
+            return None if whole_file else requests or each * replicas
+
+        answers = study.drive(
+            {n: find_answer(asks[n], rate, able[n].limit, most, horizon) for n in able}
+        )
+        rates = _rates([found.limit for found in able.values()])
+        shares = study.drive({n: find_shares(asks[n], rates, each) for n in able})
+        counts = _counts([found.replicas for found in answers.values()]) if curve else []
+        curves = study.drive(
+            {n: find_curve(asks[n], answers[n], rate, counts, horizon) for n in answers if curve}
+        )
+    return plan_rows(bench, rate, starts, answers, (rates, shares), curves)
+
+
+def _points(
+    policy: str,
+    replications: int,
+    replicas: int,
+    rate: float,
+    requests: int | None,
+    most: int | None,
+) -> list[Point]:
+    count = replications if most is None else min(replications, most)
+    return [Point(policy, replicas, rate, requests, i) for i in range(count)]
+
+
+def _rates(limits: Sequence[float]) -> list[float]:
+    """Rates per replica around those that replicas can take."""
+    if not limits:
+        return []
+    return [float(r) for r in np.geomspace(0.3 * min(limits), 1.3 * max(limits), RATES)]
+
+
+def _counts(found: Sequence[int | None]) -> list[int]:
+    """Numbers of replicas to draw lines through: powers of two, beyond the most found."""
+    most = max((count for count in found if count is not None), default=1)
+    return [1 << i for i in range(math.ceil(math.log2(most)) + 1)]

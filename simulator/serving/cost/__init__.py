@@ -1,1 +1,0 @@
-"""Seconds of one engine iteration, read from a latency table."""
