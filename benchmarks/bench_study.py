@@ -19,7 +19,11 @@ from typing import Any
 import pytest
 
 from policies import DraftPolicy, parse_policy
-from simulator.whatif import Local, Prices, Sweep, Tilter, expand, parse_axis, with_gammas
+from simulator.executors import Local
+from simulator.whatif.sweep.grid import expand, parse_axis, with_gammas
+from simulator.whatif.sweep.prices import Prices
+from simulator.whatif.sweep.run import Sweep
+from simulator.whatif.tilt.trace import Tilter
 from traces.acceptance.synthetic import Bursty, synthetic_trace
 from traces.acceptance.trace import Trace
 from traces.errors import FileError

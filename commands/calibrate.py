@@ -16,8 +16,8 @@ from traces.digits import three_digits
 from traces.errors import DraftsimError
 
 if TYPE_CHECKING:
-    from simulator.aggregate import Interval
     from simulator.aggregate.advice import Choice, Prediction
+    from simulator.aggregate.hazard import Interval
     from simulator.aggregate.positions import Positions
     from simulator.aggregate.server import Server, Target
 

@@ -176,7 +176,7 @@ def device_rows() -> list[dict[str, Any]]:
     """Return data sheets, and what is measured, composed or a roofline on each GPU."""
     from dataclasses import asdict
 
-    from simulator.hardware import DEVICES
+    from traces.operators.devices import DEVICES
     from traces.store.operators import coverage
 
     return [{"name": name, **coverage(name), **asdict(device)} for name, device in DEVICES.items()]
@@ -186,15 +186,14 @@ def weight_rows() -> list[dict[str, Any]]:
     """Return weight formats."""
     from dataclasses import asdict
 
-    from simulator.hardware import FORMATS
+    from simulator.hardware.formats import FORMATS
 
     return [asdict(form) for form in FORMATS.values()]
 
 
 def published_rows() -> list[dict[str, Any]]:
     """Return the roofline model against published times."""
-    from simulator.hardware import check_published
-    from simulator.hardware.record import predictions
+    from simulator.hardware.record import check_published, predictions
     from simulator.published import GAMMATUNE
 
     rows = [{str(k): v for k, v in row.items()} for row in check_published().to_dict("records")]

@@ -168,7 +168,7 @@ def _lengths(totals: Totals) -> list[dict[str, Any]]:
     """Return tokens a round by draft length with intervals; none where the counts tell of no
     length.
     """
-    from simulator.aggregate import emitted_rows, known_totals
+    from simulator.aggregate.acceptance import emitted_rows, known_totals
 
     if totals.tree:
         return []

@@ -21,8 +21,8 @@ from traces.errors import DraftsimError
 from traces.store.recordings import PAPERS_TRACE
 
 if TYPE_CHECKING:
-    from simulator.papers import Row, Sampled
     from simulator.papers.measured import Record
+    from simulator.papers.ours import Row, Sampled
     from traces.acceptance.sampling import Sampling
     from traces.acceptance.trace import Trace
 
@@ -80,7 +80,9 @@ def papers(
     if measured:
         return print_evidence(logs, table, json, out)
     from simulator.executors import results_of
-    from simulator.papers import CONTRADICTIONS, Ours, side_by_side
+    from simulator.papers.compare import side_by_side
+    from simulator.papers.ours import Ours
+    from simulator.published import CONTRADICTIONS
     from traces.sources.found import read_recordings
     from traces.sources.recording import Recordings
     from traces.store.identity import check_folder
@@ -149,7 +151,7 @@ def sampled_runs(trace: Trace, folder: Path | None, named: Sequence[Path] | None
     folders next to its own.  Raises DraftsimError if a named one holds no sampled outputs, or those
     of another pair.
     """
-    from simulator.papers import Sampled
+    from simulator.papers.ours import Sampled
     from traces.sources.exits.early_exit import EarlyExit
     from traces.sources.found import find_recordings
     from traces.store.files import read_trace

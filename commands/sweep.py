@@ -346,7 +346,7 @@ VARYING = ("alpha", "c", "latency", "gpu", "batch", "context")
 
 
 def headline(best: pd.DataFrame) -> str:
-    """Return which policy is fastest where, in one sentence; rows of `simulator.whatif.fastest`.
+    """Return which policy is fastest where, in one sentence; rows of `breakeven.fastest`.
 
     Along a single axis every value is named, neighbours with one winner together; over several
     axes the winners are counted, and the largest speedup is named. In brackets are the speedups

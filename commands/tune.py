@@ -31,7 +31,7 @@ SHOWN = (
     "decode_tok_s", "decode_gain", "default", "default_gain",
 )  # fmt: skip
 CARRIED = ("setting_dear", "gain_dear", "setting_cheap", "gain_cheap")
-"""Columns found at the bounds of the latencies (`simulator.hardware.bounds_of`): of those
+"""Columns found at the bounds of the latencies (`simulator.hardware.scaling.bounds_of`): of those
 carried over with --gpu or --weights, and of those composed and corrected by whole steps."""
 CHECKED = (
     "checked_tok_s", "deployed_tok_s", "rival", "rival_tok_s", "not_worse", "margin_lo",
@@ -133,7 +133,7 @@ def tune(
     Without --out the setting goes to standard output and the table to standard error, so that
     `draftsim tune ... > spec.json` saves the setting.
     """
-    from simulator.hardware import bounds_of
+    from simulator.hardware.scaling import bounds_of
     from simulator.targets import parse_targets
     from simulator.tune import launch_line, write_settings
     from simulator.tune.costs import DEFAULT_LENGTHS, default_batches

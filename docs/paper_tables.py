@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import cache
 
 from docs.reading import table
-from simulator.papers import Ours
+from simulator.papers.ours import Ours
 from simulator.papers.specbound import order_rows, system_rows
 from traces import find_latency, find_trace
 from traces.sources import find_recordings

@@ -436,10 +436,10 @@ def sweep(
         For an empty or impossible axis, or as in `predict`.
     """
     from simulator.executors import Local
-    from simulator.hardware import find_device
     from simulator.whatif.breakeven import fastest
     from simulator.whatif.sweep.prices import Prices
     from simulator.whatif.sweep.run import Sweep
+    from traces.operators.devices import find_device
 
     notes: list[str] = []
     by_ratio = bool(c) and latency is None and not gpus

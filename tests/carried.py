@@ -8,11 +8,12 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from simulator.hardware import DEVICES, Roofline
 from simulator.hardware.formats import ModelShape
+from simulator.hardware.roofline import Roofline
 from traces.acceptance.synthetic import Bursty, synthetic_trace
 from traces.latency.schema import CELL_COLUMNS
 from traces.latency.table import LatencyTable
+from traces.operators.devices import DEVICES
 from traces.store.files import write_latency, write_trace
 
 SHAPES: dict[str, dict[str, Any]] = {

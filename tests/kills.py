@@ -32,7 +32,7 @@ import pytest
 import draftsim
 from commands.validate.spot_check import ARMS
 from simulator.serving import read_results
-from simulator.whatif import read_sweep
+from simulator.whatif.sweep.run import read_sweep
 from tests.conftest import ROOT, SMALL_PROFILE
 from tests.few_cells import few_cells
 from tests.test_import_specbench import row, write_rows

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from policies.lengths.basic import Fixed
-from simulator.aggregate import TwoState, emitted_of_rate, emitted_rows, known_totals
+from simulator.aggregate.acceptance import TwoState, emitted_of_rate, emitted_rows, known_totals
 from simulator.check import recorded_checks
 from simulator.formulas.leviathan import expected_tokens
 from tests.conftest import Run

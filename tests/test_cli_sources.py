@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from policies.lengths.basic import Fixed
-from simulator.papers import Ours
+from simulator.papers.ours import Ours
 from simulator.papers.specbound import choices, early_exit_rows, sampling_rows
 from simulator.pricing import price
 from tests.conftest import Run

@@ -10,22 +10,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from simulator.hardware import (
-    DEVICES,
-    SHAPES,
-    ModelShape,
-    Observation,
-    Roofline,
-    carry_over,
-    check_published,
-    find_device,
-    observations,
-)
-from simulator.hardware.scaling import table_shapes
+from simulator.hardware.formats import SHAPES, ModelShape
+from simulator.hardware.record import check_published
+from simulator.hardware.roofline import Observation, Roofline, observations
+from simulator.hardware.scaling import carry_over, table_shapes
 from simulator.published import GAMMATUNE_MS, SPECBOUND_4
 from traces.errors import DraftsimError
 from traces.latency.schema import CELL_COLUMNS
 from traces.latency.table import LatencyTable
+from traces.operators.devices import DEVICES, find_device
 
 EIGHT = SHAPES["meta-llama/Llama-3.1-8B"]
 SEVEN = SHAPES["lmsys/vicuna-7b-v1.5"]

@@ -5,8 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from simulator.hardware import DEVICES, FORMATS, SHAPES, Roofline, find_format
-from simulator.hardware.formats import Unpacking
+from simulator.hardware.formats import FORMATS, SHAPES, Unpacking, find_format
 from simulator.hardware.record import (
     by_library,
     evidence_for,
@@ -19,9 +18,11 @@ from simulator.hardware.record import (
     unpacking,
     width_errors,
 )
+from simulator.hardware.roofline import Roofline
 from simulator.published import GAMMATUNE, STUDIES
 from tests.conftest import Run
 from traces.errors import DraftsimError
+from traces.operators.devices import DEVICES
 
 EIGHT = SHAPES["meta-llama/Llama-3.1-8B"]
 

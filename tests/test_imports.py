@@ -15,7 +15,10 @@ SLOW = {"scipy", "matplotlib", "torch", "transformers", "joblib", "sklearn", "da
 
 @pytest.mark.parametrize(
     "modules",
-    [("simulator", "simulator.whatif", "traces", "commands.tune"), ("simulator.serving",)],
+    [
+        ("simulator", "simulator.whatif.sweep.run", "traces", "commands.tune"),
+        ("simulator.serving",),
+    ],
     ids=str,
 )
 def test_no_slow_library_comes_with_a_package(modules: tuple[str, ...]) -> None:

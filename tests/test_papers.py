@@ -14,12 +14,12 @@ from policies.lengths.basic import Fixed
 from policies.registry import describe
 from policies.rules.registry import parse_rule
 from simulator import published
-from simulator.papers import Ours, Row, quantity_rows, side_by_side
 from simulator.papers.cmasd import CMASD_ROWS
-from simulator.papers.compare import REAL_RUNS, TABLES
+from simulator.papers.compare import REAL_RUNS, TABLES, side_by_side
 from simulator.papers.csd import CSD_ROWS
 from simulator.papers.gammatune import APPENDIX, REFERENCE, gammatune_rows
-from simulator.papers.ours import EXPERIMENT, QUANTITY, REAL, WEIGHTS, outcome
+from simulator.papers.ours import EXPERIMENT, QUANTITY, REAL, WEIGHTS, Ours, Row, outcome
+from simulator.papers.quantities import quantity_rows
 from simulator.papers.specbound import distribution_rows
 from simulator.pricing import autoregressive, price
 from tests.conftest import Run

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pandas as pd
 import pytest
 
-from simulator.papers import Ours
 from simulator.papers.cmasd import SERVED, batch_rows
+from simulator.papers.ours import Ours
 from tests.test_papers import LATENCY, scored_trace
 from traces.errors import DraftsimError
 from traces.latency.schema import CELL_COLUMNS

@@ -9,10 +9,9 @@ from policies.registry import parse_policy
 from policies.rules.registry import parse_rule
 from profiler.suite.runs.arms import arms_of
 from simulator.chosen import load_policies
-from simulator.papers import Ours
 from simulator.papers.cmasd import cmasd_rows, comparison
 from simulator.papers.compare import REAL_RUNS
-from simulator.papers.ours import REAL, Outcome, method_outcome
+from simulator.papers.ours import REAL, Ours, Outcome, method_outcome
 from tests.test_papers import LATENCY, scored_trace
 from traces.acceptance.trace import Trace
 from traces.errors import DraftsimError

@@ -12,7 +12,6 @@ import pytest
 
 from policies.registry import describe
 from policies.rules.memory import OnlineCorrectionMemory
-from simulator.papers import Ours, Row
 from simulator.papers.csd import (
     CALIBRATED,
     CSD_ROWS,
@@ -22,7 +21,7 @@ from simulator.papers.csd import (
     csd_rows,
     pattern_rows,
 )
-from simulator.papers.ours import EXPERIMENT
+from simulator.papers.ours import EXPERIMENT, Ours, Row
 from tests.test_papers import LATENCY, scored_trace
 from traces.acceptance.trace import Trace
 from traces.errors import SignalError

@@ -15,9 +15,8 @@ from simulator.formulas.leviathan import expected_tokens
 from simulator.hardware.formats import SHAPES
 from simulator.papers.measured import by_study, log_rows, measured_rows
 from simulator.papers.measured.engines import ONE, TWO, cycle_at, ladder_rows
-from simulator.papers.measured.rows import Evidence, evidence, ranked, record
+from simulator.papers.measured.rows import LARGE, NOTES, Evidence, evidence, ranked, record
 from simulator.papers.measured.server import SERVER
-from simulator.papers.measured.unexplained import LARGE, NOTES
 from simulator.published import CLASSES, GAMMATUNE_MS, RTX3090
 from tests.conftest import Run
 from traces.acceptance.synthetic import Bursty, synthetic_trace

@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from simulator.hardware import bounds_of
+from simulator.hardware.scaling import bounds_of
 from simulator.papers.measured.operators import (
     ALONE,
     WITH_HOST,

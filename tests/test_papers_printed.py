@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 
 from commands.papers import print_papers
-from simulator.papers import Row
-from simulator.papers.ours import EXPERIMENT
+from simulator.papers.ours import EXPERIMENT, Row
 
 
 def test_tables_fit_a_hundred_columns_and_say_each_note_once(

@@ -8,8 +8,7 @@ from collections import defaultdict
 import numpy as np
 import pytest
 
-from simulator.papers import Ours, Row
-from simulator.papers.ours import EXPERIMENT
+from simulator.papers.ours import EXPERIMENT, Ours, Row
 from simulator.papers.quantities import SPECBOUND
 from simulator.papers.specbound import (
     FIGURE_3,

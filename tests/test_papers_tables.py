@@ -9,9 +9,8 @@ import numpy as np
 import pytest
 
 from simulator import published
-from simulator.papers import Row, quantity_rows
-from simulator.papers.ours import EXPERIMENT, WEIGHTS, missing
-from simulator.papers.quantities import SPECBOUND
+from simulator.papers.ours import EXPERIMENT, WEIGHTS, Row, missing
+from simulator.papers.quantities import SPECBOUND, quantity_rows
 from simulator.published import CONTRADICTIONS, SPECBOUND_1, TASKS, PaperTable, notes_on
 
 FILES = {

@@ -13,8 +13,8 @@ from profiler.latency.table import FIRST_WIDTHS
 from profiler.suite.__main__ import main
 from profiler.suite.latency.modes import COMPILED, MODES
 from profiler.suite.latency.pair import error_summary
-from simulator.hardware import check_recording
 from simulator.hardware.scaling import table_shapes
+from simulator.validation import check_recording
 from tests.suite_results import suite
 from traces.latency.table import MEASURED
 from traces.store.files import read_latency, read_trace

@@ -21,7 +21,7 @@ from profiler.suite.runs import checks, trained_stage
 from profiler.suite.runs.arms import QUICK_ARMS
 from profiler.suite.runs.checks import Checks
 from profiler.suite.runs.training import QUICK_PROMPTS
-from simulator.hardware import check_recording
+from simulator.validation import check_recording
 from tests.pretend_gpu import pretended
 from traces.sources.starts.features import Eagle as EagleSource
 from traces.store.files import read_latency, read_trace

@@ -14,8 +14,8 @@ from typer.testing import CliRunner
 
 from commands import app
 from simulator.plots.whatif import plot_batches
-from simulator.whatif import read_sweep
 from simulator.whatif.sweep.grid import search_space
+from simulator.whatif.sweep.run import read_sweep
 from tests.conftest import Run
 from traces.acceptance.synthetic import Bursty, synthetic_trace
 from traces.acceptance.trace import Trace

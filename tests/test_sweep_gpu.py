@@ -12,21 +12,24 @@ from typer.testing import CliRunner
 
 import draftsim
 from commands import app
-from simulator.hardware import (
-    DEVICES,
-    FORMATS,
-    Roofline,
+from simulator.hardware.formats import FORMATS
+from simulator.hardware.record import published_error
+from simulator.hardware.roofline import Roofline
+from simulator.hardware.scaling import (
     bounds_of,
     carry_over,
     fit_table,
     interval_words,
-    published_error,
+    reach_of,
+    reaches,
 )
-from simulator.hardware.scaling import reach_of, reaches
-from simulator.whatif import Prices, overview, read_sweep
+from simulator.whatif.breakeven import overview
+from simulator.whatif.sweep.prices import Prices
+from simulator.whatif.sweep.run import read_sweep
 from tests.carried import SHAPES, TRUTH, cells, measured, write_carried
 from traces.errors import DraftsimError, FileError
 from traces.latency.table import LatencyTable
+from traces.operators.devices import DEVICES
 from traces.store.files import write_latency
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from simulator.hardware import published_error
+from simulator.hardware.record import published_error
 from tests.carried import TRUTH, write_carried
 from tests.conftest import Run
 

@@ -14,7 +14,7 @@ from traces.errors import DraftsimError
 
 if TYPE_CHECKING:
     from simulator.chosen import Say
-    from simulator.hardware import WeightFormat
+    from simulator.hardware.formats import WeightFormat
     from simulator.recording import Recording
     from simulator.whatif.sweep.prices import Prices
     from traces.latency.table import LatencyTable
@@ -204,7 +204,7 @@ def _by_pair(table: LatencyTable) -> dict[str, LatencyTable]:
 
 def gpu_names(text: str | None) -> tuple[str, ...]:
     """Return the names of ``--gpu``; DraftsimError for one without a data-sheet entry."""
-    from simulator.hardware import find_device
+    from traces.operators.devices import find_device
 
     names = [part.strip() for part in (text or "").split(",")] if text is not None else []
     return tuple(dict.fromkeys(find_device(name).name for name in names))
@@ -212,7 +212,7 @@ def gpu_names(text: str | None) -> tuple[str, ...]:
 
 def weight_formats(text: str | None) -> dict[str, WeightFormat]:
     """Return the formats of ``--weights`` by role; DraftsimError for an unknown one."""
-    from simulator.hardware import find_format
+    from simulator.hardware.formats import find_format
 
     if text is None:
         return {}
@@ -229,7 +229,7 @@ def weight_formats(text: str | None) -> dict[str, WeightFormat]:
 
 def say_calibrate(tables: Iterable[LatencyTable], largest: int) -> None:
     """Note, where carried latencies price batches above one, what does that better."""
-    from simulator.hardware import CALIBRATE
+    from simulator.hardware.scaling import CALIBRATE
 
     if largest > 1 and any(table.meta.get("scaled") for table in tables):
         note(CALIBRATE)
@@ -237,7 +237,7 @@ def say_calibrate(tables: Iterable[LatencyTable], largest: int) -> None:
 
 def say_scaling(prices: Prices, say: Say = note) -> None:
     """Note what was carried over to another GPU, and the model's known errors."""
-    from simulator.hardware import interval_words, scaling_error, scaling_words
+    from simulator.hardware.scaling import interval_words, scaling_error, scaling_words
 
     scaled = [t for t in prices.tables if t.scaled]
     for name in dict.fromkeys(t.latency for t in scaled):

@@ -99,7 +99,7 @@ def recorded_folders(name: str) -> list[Path]:
 
 
 def recorded_rows(folder: Path) -> pd.DataFrame:
-    """Return `simulator.hardware.check_recording`'s rows with pair, mode and drift."""
+    """Return `simulator.validation.check_recording`'s rows with pair, mode and drift."""
     from simulator.validation import anchor_drift, check_recording
     from traces.store.files import read_latency
 

@@ -131,14 +131,15 @@ class Positions(NamedTuple):
     accepted: tuple[float, ...]
 
 
-def _rows(name: str) -> Iterator[dict[str, str]]:
+def published_rows(name: str) -> Iterator[dict[str, str]]:
+    """Yield the rows of a CSV file of this folder."""
     with files(__name__).joinpath(f"{name}.csv").open(encoding="utf-8") as file:
         yield from csv.DictReader(file)
 
 
 def _tables() -> dict[str, PaperTable]:
     found = {}
-    for name, group in groupby(_rows("tables"), lambda row: row["table"]):
+    for name, group in groupby(published_rows("tables"), lambda row: row["table"]):
         cells: dict[str, dict[str, float | None]] = {}
         for row in group:
             value = float(row["value"]) if row["value"] else None
@@ -151,7 +152,7 @@ def _tables() -> dict[str, PaperTable]:
 
 def _specbound_1() -> dict[tuple[str, str], Line]:
     found = {}
-    rows = list(_rows("specbound_1"))
+    rows = list(published_rows("specbound_1"))
     for cr, sd in zip(rows[::2], rows[1::2], strict=True):
         compression, speedup = (tuple(float(row[task]) for task in TASKS) for row in (cr, sd))
         found[sd["model"], sd["method"]] = Line(compression, speedup, float(sd["Overall"]))
@@ -166,14 +167,14 @@ def _studies() -> tuple[Study, ...]:
             if model not in QUANTISED
         ]
     }
-    for row in _rows("passes"):
+    for row in published_rows("passes"):
         run = Run(
             row["model"], row["device"], row["weights"], float(row["tokens_per_s"]),
             int(row["new_tokens"]), int(row["context"]),
         )  # fmt: skip
         runs.setdefault(row["study"], []).append(run)
     found = []
-    for row in _rows("studies"):
+    for row in published_rows("studies"):
         mode: Literal["eager", "graph"] = "eager" if row["mode"] == "eager" else "graph"
         libraries = [part.split("=") for part in row["libraries"].split("; ") if part]
         found.append(
@@ -187,7 +188,7 @@ def _studies() -> tuple[Study, ...]:
 
 def _ladders() -> dict[str, dict[int, Length]]:
     found: dict[str, dict[int, Length]] = {}
-    for row in _rows("ladders"):
+    for row in published_rows("ladders"):
         gains = tuple(float(row[name]) for name in CLASSES)
         speed, emitted, cycle = (float(row[name]) for name in ("tokens_per_s", "emitted", "cycle"))
         length = Length(speed, emitted, cycle, gains)
@@ -197,7 +198,7 @@ def _ladders() -> dict[str, dict[int, Length]]:
 
 def _engines() -> tuple[EngineStudy, ...]:
     found: dict[str, dict[int, dict[int, EngineRun]]] = {}
-    for row in _rows("engines"):
+    for row in published_rows("engines"):
         emitted = float(row["emitted"]) if row["emitted"] else None
         loads = found.setdefault(row["study"], {})
         run = EngineRun(float(row["tokens_per_s"]), emitted)
@@ -206,19 +207,19 @@ def _engines() -> tuple[EngineStudy, ...]:
 
 
 def _server() -> ServerStudy:
-    rows = list(_rows("servers"))
+    rows = list(published_rows("servers"))
     name, prompt, output = (rows[0][key] for key in ("study", "prompt", "output"))
     times = {int(row["load"]): float(row["itl_s"]) for row in rows}
     return ServerStudy(name, SOURCES[name], int(prompt), int(output), times)
 
 
 def _positions() -> Positions:
-    rows = list(_rows("positions"))
+    rows = list(published_rows("positions"))
     name = rows[0]["study"]
     return Positions(name, SOURCES[name], tuple(float(row["accepted"]) for row in rows))
 
 
-SOURCES = {row["name"]: row["source"] for row in _rows("sources")}
+SOURCES = {row["name"]: row["source"] for row in published_rows("sources")}
 TABLES = _tables()
 CMASD_1, CMASD_2, CMASD_3, CMASD_4, CMASD_5 = (
     TABLES[f"CM-ASD Table {number}"] for number in ("I", "II", "III", "IV", "V")
@@ -235,7 +236,7 @@ SPECBOUND_2, SPECBOUND_3, SPECBOUND_4, SPECBOUND_5 = (
 TASKS = ("Math", "Multi.", "QA", "RAG", "Sum.", "Trans.")
 SPECBOUND_1 = _specbound_1()
 """Table 1 of SpecBound by model and method."""
-CONTRADICTIONS = tuple((row["table"], row["says"]) for row in _rows("contradictions"))
+CONTRADICTIONS = tuple((row["table"], row["says"]) for row in published_rows("contradictions"))
 """Where the papers contradict themselves: (table, what it says)."""
 STUDIES = _studies()
 """Single passes on GPUs."""

@@ -11,7 +11,7 @@ import numpy as np
 from policies.lengths.basic import Fixed
 from policies.registry import is_bound
 from simulator.bootstrap import gain, resamples
-from simulator.hardware import bounds_of, bounds_words, scaling_words
+from simulator.hardware.scaling import bounds_of, bounds_words, scaling_words
 from simulator.pricing import autoregressive, price
 from simulator.ratios import OwnRatios, carried_sums, own_ratios
 from simulator.recording import Recording
@@ -164,7 +164,7 @@ def by_length(
 ) -> dict[str, Any]:  # fmt: skip
     """Speedup of every fixed length at every batch, (batches, lengths), with its bounds.
 
-    `logs` are plain decoding and the fixed `lengths`; `weights` of `simulator.tune.gains`.
+    `logs` are plain decoding and the fixed `lengths`; `weights` of `simulator.bootstrap.resamples`.
     """
     rows = [_speedups(price_grid(logs, latency, b), weights) for b in sizes]
     return {

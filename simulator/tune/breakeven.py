@@ -19,8 +19,8 @@ import numpy.typing as npt
 import pandas as pd
 
 from policies.batch.base import IterationCost
-from simulator.aggregate import Interval, iid_mean
-from simulator.aggregate.hazard import HAZARD
+from simulator.aggregate.acceptance import iid_mean
+from simulator.aggregate.hazard import HAZARD, Interval
 from simulator.aggregate.positions import Positions
 from simulator.aggregate.server import COSTS, MISFIT, Server, ServerRun, interval_of
 from simulator.tune.formats import CONTEXT_END

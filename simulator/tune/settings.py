@@ -15,7 +15,7 @@ import numpy.typing as npt
 from policies.batch.base import BatchPolicy
 from policies.core import DraftPolicy
 from policies.lengths.basic import Autoregressive
-from simulator.hardware import scaling_words
+from simulator.hardware.scaling import scaling_words
 from simulator.targets import Targets
 from simulator.tune.costs import Grid, longest_seen
 from simulator.tune.formats import CHECKS, check_settings

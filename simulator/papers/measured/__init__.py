@@ -17,9 +17,8 @@ from simulator.papers.measured.operators import (
     eagle_rows,
     operator_rows,
 )
-from simulator.papers.measured.rows import Evidence, Record, by_study, record
+from simulator.papers.measured.rows import Evidence, Record, by_study, notes_on, record
 from simulator.papers.measured.server import SERVER, SERVER_SOURCE, server_rows
-from simulator.papers.measured.unexplained import notes_on
 from simulator.published import (
     A100_CONCURRENCY,
     ENGINE_STUDIES,

@@ -7,6 +7,8 @@ from typing import NamedTuple
 
 import numpy as np
 
+from simulator.published import published_rows
+
 SAME = 0.02
 """Speeds this close are not told apart: no order of theirs is right or wrong."""
 
@@ -96,3 +98,30 @@ def by_study(rows: Sequence[Evidence]) -> Mapping[tuple[str, str], Record]:
 def kind_of(given: str) -> str:
     """Return the kind of the given information: the text before its colon."""
     return given.partition(":")[0]
+
+
+class Note(NamedTuple):
+    """A remark on the rows of some studies: ``study`` and ``given`` are parts of their names."""
+
+    study: str
+    given: str
+    says: str
+
+    def on(self, study: str, given: str) -> bool:
+        """Return True if it is about these rows."""
+        return self.study in study and self.given in given
+
+
+LARGE = 0.2
+"""An error beyond this has a note."""
+NOTES = tuple(Note(**row) for row in published_rows("unexplained"))
+"""Explanations of the largest errors, and what is not explained."""
+
+
+def notes_on(rows: Sequence[Evidence]) -> list[str]:
+    """Return the notes on these rows, each after the parts of the names it is about."""
+    groups = [*by_study(rows)]
+    return [
+        f"{note.study} ({note.given or 'all rows'}): {note.says}"
+        for note in NOTES if any(note.on(*group) for group in groups)
+    ]  # fmt: skip

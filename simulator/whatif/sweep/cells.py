@@ -109,9 +109,9 @@ carried over to it from another one, ``scale_error`` the median relative error o
 that carried them against published figures of other devices, and ``fit_error`` the same on
 the passes measured, which it was fitted to and which say nothing of another device.
 ``carried_lo`` and ``carried_hi``: the least and the largest speedup at the bounds of the latencies
-(`simulator.hardware.bounds_of`): drafting and wide passes dearer, or cheaper, than carried over by
-as much as that model was off before; or, of composed latencies, with and without correction by
-whole steps; NaN for others.  ``speedup_lo`` and ``speedup_hi`` are of the prompts alone.
+(`simulator.hardware.scaling.bounds_of`): drafting and wide passes dearer, or cheaper, than carried
+over by as much as that model was off before; or, of composed latencies, with and without correction
+by whole steps; NaN for others.  ``speedup_lo`` and ``speedup_hi`` are of the prompts alone.
 ``outside`` is the share of passes read outside the measured cells.
 ``wall_s`` is decode seconds, or target passes under a ratio; in a batch, what as many tokens
 take at the full batch's rate.  ``share_below_1`` is the share of prompts slower than plain

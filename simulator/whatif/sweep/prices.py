@@ -61,7 +61,7 @@ class Prices:
         Tables by name, each read at every context of `contexts` (None: as recorded).
     gpus:
         Devices, by their data-sheet names, that each table is carried over to (see
-        `simulator.hardware.carry_over`); none leaves them on the device measured.
+        `simulator.hardware.scaling.carry_over`); none leaves them on the device measured.
     weights:
         By role, formats that the models' weights are kept in instead of those measured.
     always:
