@@ -14,7 +14,7 @@ import numpy as np
 
 from policies.lengths.basic import Autoregressive
 from policies.rules.base import VerifyRule
-from simulator.executors import Cluster, Executor, Local, Lost
+from simulator.executors import Cluster, Executor, Local
 from simulator.serving.outcome.report import t_interval
 from simulator.serving.outcome.results import ResultsFile, restored
 from simulator.serving.routers import describe_router
@@ -231,22 +231,13 @@ class Study:
 
     def _answer(self, points: Sequence[Point]) -> None:
         missing = [p for p in dict.fromkeys(points) if p not in self._known]
-        lost = 0
         for _, outcome in self.executor.run(self.bench, missing):
-            if isinstance(outcome, Lost):
-                lost += 1
-                continue
             self._know(outcome)
             if self._file is not None:
                 self._file.add(outcome)
             if self.progress is not None:
                 at = f"{outcome['policy']}, {outcome['replicas']} x at {outcome['rate']:.3g}/s"
                 self.progress(len(self._known), at)
-        if lost:
-            raise DraftsimError(
-                f"{lost} of {len(missing)} runs were lost with their workers: run the same "
-                "command again; with --out what is finished is kept"
-            )
 
     def _know(self, outcome: Mapping[str, Any]) -> None:
         self._known[Point(*(outcome[name] for name in Point._fields))] = outcome

@@ -29,8 +29,14 @@ Result = TypeVar("Result")
 Result_co = TypeVar("Result_co", covariant=True)
 
 
-class Lost:
-    """The result of a part whose workers were lost with it."""
+class LostParts(DraftsimError):
+    """Parts that were lost with their workers, of `total`."""
+
+    def __init__(self, count: int, total: int) -> None:
+        super().__init__(
+            f"{count} of {total} parts were lost with their workers: run the same command again; "
+            "with --out what is finished is kept"
+        )
 
 
 class Bench(Protocol[Part_contra, Result_co]):
@@ -46,8 +52,11 @@ class Executor(Protocol):
 
     def run(
         self, bench: Bench[Part, Result], parts: Sequence[Part]
-    ) -> Iterator[tuple[int, Result | Lost]]:
-        """(place in `parts`, its result) of every part, as they finish."""
+    ) -> Iterator[tuple[int, Result]]:
+        """(place in `parts`, its result) of every part, as they finish.
+
+        Raises `LostParts` once all others are done.
+        """
         ...
 
 
@@ -68,7 +77,7 @@ class Local:
 
     def run(
         self, bench: Bench[Part, Result], parts: Sequence[Part]
-    ) -> Iterator[tuple[int, Result | Lost]]:
+    ) -> Iterator[tuple[int, Result]]:
         jobs = min(self.jobs or cores(), max(len(parts), 1))
         if jobs == 1:
             for place, part in enumerate(parts):
@@ -107,7 +116,7 @@ class Cluster:
     -----
     Within a ``with`` block one connection serves all runs, and workers keep the benches they were
     sent; outside, every run makes its own.  The scheduler gives the parts of a lost worker to
-    another one; a part that outlives no worker is reported as `Lost`.
+    another one; a part that outlives no worker is lost (`LostParts`).
     """
 
     def __init__(self, address: str, timeout_s: float = 15.0) -> None:
@@ -139,7 +148,7 @@ class Cluster:
 
     def run(
         self, bench: Bench[Part, Result], parts: Sequence[Part]
-    ) -> Iterator[tuple[int, Result | Lost]]:
+    ) -> Iterator[tuple[int, Result]]:
         if self._client is None:
             with self:
                 yield from self.run(bench, parts)
@@ -159,12 +168,14 @@ class Cluster:
             self._sent[bench] = client.scatter(bench, broadcast=True, hash=False)
         shared = [self._sent[bench]] * len(parts)
         futures = client.map(_numbered, shared, range(len(parts)), parts, pure=False)
-        places = {future.key: i for i, future in enumerate(futures)}
+        lost = 0
         for future in dask.as_completed(futures, loop=client.loop):
             try:
                 yield future.result()
             except (dask.KilledWorker, FutureCancelledError):
-                yield places[future.key], Lost()
+                lost += 1
+        if lost:
+            raise LostParts(lost, len(parts))
 
 
 class _Packed:

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from policies.lengths.basic import Autoregressive, Fixed
-from simulator.executors import Local, Lost
+from simulator.executors import Local, LostParts
 from simulator.serving import (
     LeastRequests,
     Limits,
@@ -82,8 +82,7 @@ class Failing:
     def run(self, bench: Any, parts: Sequence[Any]) -> Iterator[tuple[int, Any]]:
         for i, part in enumerate(parts):
             if i >= self.good and self.lose:
-                yield i, Lost()
-                continue
+                raise LostParts(len(parts) - i, len(parts))
             if i >= self.good:
                 raise KeyboardInterrupt
             self.ran += 1

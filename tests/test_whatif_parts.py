@@ -12,7 +12,7 @@ import pandas as pd
 import pytest
 
 from policies import DraftPolicy
-from simulator.executors import Local, Lost
+from simulator.executors import Local, LostParts
 from simulator.whatif.sweep.cells import Bench, Part
 from simulator.whatif.sweep.prices import Prices
 from simulator.whatif.sweep.run import Columns, Sweep, read_sweep
@@ -28,11 +28,10 @@ class Failing:
         self.lose = lose
         self.ran = 0
 
-    def run(self, bench: Bench, parts: Sequence[Part]) -> Iterator[tuple[int, Columns | Lost]]:
+    def run(self, bench: Bench, parts: Sequence[Part]) -> Iterator[tuple[int, Columns]]:
         for i, part in enumerate(parts):
             if i >= self.good and self.lose:
-                yield i, Lost()
-                continue
+                raise LostParts(len(parts) - i, len(parts))
             if i >= self.good:
                 raise KeyboardInterrupt
             self.ran += 1

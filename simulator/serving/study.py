@@ -16,7 +16,7 @@ import numpy.typing as npt
 from policies.from_file import identity
 from policies.lengths.basic import Autoregressive
 from policies.rules.base import VerifyRule
-from simulator.executors import Executor, Local, Lost
+from simulator.executors import Executor, Local
 from simulator.serving.arrivals import ArrivalFile, ClosedLoop, Deterministic, Poisson, compared
 from simulator.serving.outcome.report import Run, ServeResult, joined_runs
 from simulator.serving.outcome.results import ResultsFile, restored
@@ -237,11 +237,8 @@ def _gathered(
     parts = [part for group in groups for part in group]
     owner = [i for i, group in enumerate(groups) for _ in group]
     found: list[dict[int, Run]] = [{} for _ in groups]
-    turn = lost = 0
+    turn = 0
     for place, run in (executor or Local(1)).run(bench, parts):
-        if isinstance(run, Lost):
-            lost += 1
-            continue
         if executor is not None:
             advance(run.recorder.arrived)
         found[owner[place]][place] = run
@@ -252,11 +249,6 @@ def _gathered(
             found[turn].clear()
             turn += 1
             yield [joined_runs(runs) for runs in by_replication.values()]
-    if lost:
-        raise DraftsimError(
-            f"{lost} of {len(parts)} parts were lost with their workers: run the same command "
-            "again; with --out the finished rows are kept"
-        )
 
 
 def compared_with(plain: Mapping[str, Any] | None, row: Mapping[str, Any]) -> dict[str, float]:

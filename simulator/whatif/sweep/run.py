@@ -28,7 +28,7 @@ import pyarrow.parquet as pq
 from policies.core import DraftPolicy
 from policies.from_file import identity
 from policies.json_text import parse_json
-from simulator.executors import Executor, Local, Lost
+from simulator.executors import Executor, Local
 from simulator.whatif.sweep.cells import COLUMNS, TEXT, Bench, Part, references, with_regrets
 from simulator.whatif.sweep.prices import Prices, cache_fits
 from simulator.whatif.tilt.fidelity import UNKNOWN_ERROR, TiltErrors, tilt_errors
@@ -323,21 +323,11 @@ class Sweep:
         done: dict[int, Columns] = dict(kept.read(parts))
         missing = [i for i in range(len(parts)) if i not in done]
         progress(len(done), len(parts))
-        lost = 0
         for place, result in executor.run(self.bench, [parts[i] for i in missing]):
-            if isinstance(result, Lost):
-                lost += 1
-                continue
             index = missing[place]
             done[index] = result
             kept.write(parts[index], result)
             progress(len(done), len(parts))
-        if lost:
-            again = "run the same command again for those alone" if out else "give --out to keep it"
-            raise DraftsimError(
-                f"{lost} of {len(parts)} parts were lost with their workers, the others are "
-                f"done: {again}"
-            )
         frame = self._table([done[i] for i in range(len(parts))])
         if out is not None:
             write_sweep(frame, out, self.description)
