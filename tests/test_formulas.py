@@ -85,7 +85,8 @@ def test_leviathan_limits(gamma: int, c: float) -> None:
     assert leviathan.speedup(0, gamma, c) == pytest.approx(1 / (1 + gamma * c))
     assert leviathan.speedup(1, gamma, c) == pytest.approx((gamma + 1) / (1 + gamma * c))
     assert leviathan.speedup(c, 0, c) == 1
-    assert leviathan.guaranteed_speedup(c, c) == pytest.approx(1)
+    # Corollary 3.9: alpha > c yields at least (1 + alpha) / (1 + c), with one drafted token.
+    assert leviathan.speedup(c, 1, c) == pytest.approx(1)
     assert leviathan.speedup(0.5, 200, 0) == pytest.approx(2)
 
 

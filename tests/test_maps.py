@@ -12,7 +12,7 @@ import pytest
 from matplotlib.figure import Figure
 
 from simulator.plots.look import SHADES, draw_map, log_ticks, shading
-from simulator.plots.serving import plot_speedup_grid
+from simulator.plots.serving import plot_speedups
 from simulator.plots.whatif import MOST_LINES, plot_break_even, plot_maps
 from tests.test_whatif_breakeven import iid_grid
 
@@ -50,7 +50,7 @@ def test_faster_and_slower_are_not_the_same_grey() -> None:
 
 def test_every_map_is_drawn_so() -> None:
     maps = plot_maps(iid_grid(), policies=["fixed:gamma=8"]).axes[0]
-    grid = plot_speedup_grid([[0.8, 1.2]], [1], [10, 200], "fixed").axes[0]
+    grid = plot_speedups({"fixed": [[0.8, 1.2]]}, [1], ["10", "200"]).axes[0]
     for axes in (maps, grid):
         assert axes.collections[0].get_cmap() == SHADES
         assert [p.get_hatch() for p in axes.patches] == ["////"]

@@ -24,7 +24,7 @@ from policies.registry import POLICIES
 from policies.rules.registry import RULES, parse_rule
 from policies.vectorised import plan_of
 from simulator.whatif.rate import InBatch
-from simulator.whatif.tilt.trace import iid_like, tilt_to
+from simulator.whatif.tilt.trace import Tilter, iid_like
 from tests.made_up import TRACE
 from tests.traces_of_kinds import KINDS, Kind, random_trace
 from tests.vectorised import MANY
@@ -106,7 +106,7 @@ def test_any_settings_over_any_recording(
 @pytest.mark.invariant(9)
 @pytest.mark.parametrize("name", [*POLICIES, *LOOPED])
 def test_built_in_policies(name: str) -> None:
-    for trace in (recorded(), tilt_to(recorded(), 0.8), iid_like(recorded(), 0.3)):
+    for trace in (recorded(), Tilter(recorded()).to(0.8), iid_like(recorded(), 0.3)):
         policy = parsed(name, trace)
         alike(one(trace, policy), replay(trace, policy, name="it"))
 

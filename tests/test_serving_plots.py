@@ -16,7 +16,6 @@ from simulator.serving import (
     over_batches,
     over_rates,
     serve,
-    speedup_grid,
     sweep,
 )
 from tests.serving import GRID, SMALL
@@ -39,15 +38,6 @@ def test_replications_are_drawn_with_their_intervals_and_break_even_names_its_po
     axes = plots.plot_latency_load(single).axes[0]
     assert not axes.collections
     assert "95%" not in axes.get_ylabel()
-
-
-def test_what_is_slower_than_plain_decoding_is_told_without_colour():
-    axes = plots.plot_speedup_grid([[0.8, 1.2], [1.0, 0.9]], [1, 8], [10, 200], "fixed").axes[0]
-    # The hatched ground shows where the mesh leaves cells out.
-    assert [p.get_hatch() for p in axes.patches] == ["////"]
-    mesh = axes.collections[0].get_array()
-    np.testing.assert_array_equal(np.ma.getmaskarray(mesh), [[True, False], [False, True]])
-    assert "hatched: slower" in axes.get_xlabel()
 
 
 def test_speedups_have_a_panel_per_policy_and_their_values_in_it():
@@ -83,10 +73,3 @@ def test_figures_show_every_policy():
     assert len(plots.plot_latency_load(by_rate).axes[0].lines) >= 2
     with pytest.raises(DraftsimError, match="rate"):
         plots.plot_latency_load(by_batch)
-    grid = speedup_grid(SMALL, GRID, Fixed(3), Autoregressive(), [1, 8], [10, 200], base)
-    assert grid.shape == (2, 2)
-    assert (grid[0] > grid[1]).all(), "tokens cost more in a batch here, so speculation pays less"
-    texts = [t.get_text() for t in plots.plot_speedup_grid(grid, [1, 8], [10, 200]).axes[0].texts]
-    assert texts == [f"{v:.2f}" for v in grid.ravel()]
-    with pytest.raises(DraftsimError, match="shape"):
-        plots.plot_speedup_grid(grid, [1], [10, 200])

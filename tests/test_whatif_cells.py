@@ -21,7 +21,7 @@ from simulator.whatif.batching import InBatches, _dealt, in_steps, step_costs
 from simulator.whatif.sweep.cells import COLUMNS, Bench, Part, _at_context
 from simulator.whatif.sweep.prices import Prices
 from simulator.whatif.sweep.run import Sweep
-from simulator.whatif.tilt.trace import tilt_to
+from simulator.whatif.tilt.trace import Tilter
 from tests.serving import GRID
 from tests.studies import POLICIES, TABLE, recorded, study
 from traces.acceptance.synthetic import synthetic_trace
@@ -42,7 +42,7 @@ def test_rows_agree_with_single_runs() -> None:
     assert tuple(frame.columns) == COLUMNS
     assert len(frame) == study().rows == 2 * 5 * 4
     for alpha in (0.4, 0.8):
-        tilted = tilt_to(recorded(), alpha)
+        tilted = Tilter(recorded()).to(alpha)
         for name, policy in POLICIES.items():
             log = replay(tilted, policy, name=name)
             part = frame[(frame["policy"] == name) & (frame["alpha_asked"] == alpha)]

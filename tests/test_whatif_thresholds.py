@@ -14,7 +14,7 @@ from simulator.ratios import price_ratios
 from simulator.whatif.breakeven import THRESHOLDS, some_points, thresholds
 from simulator.whatif.sweep.prices import Prices
 from simulator.whatif.sweep.run import Sweep, write_thresholds
-from simulator.whatif.tilt.trace import tilt_to
+from simulator.whatif.tilt.trace import Tilter
 from tests.studies import recorded
 from traces.acceptance.synthetic import synthetic_trace
 from traces.latency.schema import CELL_COLUMNS
@@ -28,7 +28,7 @@ POLICIES: dict[str, DraftPolicy] = {
 
 def bisected(policy: DraftPolicy, alpha: float | None = None) -> float:
     """Where the speedup is 1, by bisection of single prices."""
-    trace = recorded() if alpha is None else tilt_to(recorded(), alpha)
+    trace = recorded() if alpha is None else Tilter(recorded()).to(alpha)
     log = replay(trace, policy)
     low, high = 0.0, 5.0
     for _ in range(60):

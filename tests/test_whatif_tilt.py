@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from policies import CMASD, SVIP, Fixed
 from simulator.bootstrap import Estimate, ratio_of_sums
-from simulator.whatif.tilt.trace import MatchModel, Tilter, acceptance, iid_like, tilt_to
+from simulator.whatif.tilt.trace import MatchModel, Tilter, acceptance, iid_like
 from tests.tilted import bursty, tilter
 from traces.acceptance.schema import MISMATCH
 from traces.acceptance.synthetic import Bursty, synthetic_trace
@@ -121,7 +121,7 @@ def test_the_same_seed_serves_every_rate() -> None:
 
 def test_a_trace_without_signals_is_tilted_by_its_history() -> None:
     trace = synthetic_trace(Bursty(), requests=20, tokens=200)
-    tilted = tilt_to(trace, 0.5)
+    tilted = Tilter(trace).to(0.5)
     assert acceptance(tilted) == pytest.approx(0.5, abs=0.001)
     assert tilted.max_gamma is None
     # Stretches survive the tilt: long runs are commoner than independent draws make them.
@@ -137,13 +137,13 @@ def test_replays_are_approximate_and_target_scores_gone() -> None:
         {**bursty().columns, "target_draft_rank": np.zeros(len(bursty()), np.int32)},
         bursty().requests, bursty().max_gamma, bursty().meta,
     )  # fmt: skip
-    assert "target_draft_rank" not in tilt_to(scored, 0.6).columns
+    assert "target_draft_rank" not in Tilter(scored).to(0.6).columns
 
 
 def test_what_cannot_be_tilted_says_why() -> None:
     sure = synthetic_trace(1.0, requests=2, tokens=20)
     with pytest.raises(DraftsimError, match="same outcome"):
-        tilt_to(sure, 0.5)
+        Tilter(sure).to(0.5)
     with pytest.raises(DraftsimError, match=r"alpha is 1, expected strictly"):
         tilter().to(1.0)
     with pytest.raises(DraftsimError, match="alpha is 2"):
@@ -154,7 +154,7 @@ def test_what_cannot_be_tilted_says_why() -> None:
     unknown = dict(sure.columns)
     unknown["match"] = np.where(np.arange(40) % 7, unknown["match"], -1).astype(np.int8)
     with pytest.raises(DraftsimError, match="impute"):
-        tilt_to(Trace(unknown, sure.requests), 0.5)
+        Tilter(Trace(unknown, sure.requests)).to(0.5)
 
 
 def test_untouched_by_what_was_done_before() -> None:

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from simulator.whatif.tilt.trace import signal_table, tilt_to
+from simulator.whatif.tilt.trace import Tilter, signal_table
 from tests.tilted import bursty, tilter
 from traces.acceptance.schema import MISMATCH
 from traces.acceptance.synthetic import Bursty, synthetic_trace
@@ -39,7 +39,7 @@ def test_signals_still_tell_the_chance_of_a_match() -> None:
     # (Synthetic drafts match with just their probability.)
     trace = synthetic_trace(Bursty(), requests=60, tokens=150, concentration=8.0, seed=5)
     for alpha in (0.45, 0.8):
-        tilted = tilt_to(trace, alpha)
+        tilted = Tilter(trace).to(alpha)
         match = tilted.columns["match"][tilted.on_path] == 1
         prob = tilted.signal("prob")[tilted.on_path]
         kept = trace.signal("prob")[trace.on_path]

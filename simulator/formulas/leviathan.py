@@ -52,13 +52,6 @@ def pays(alpha: float, c: float) -> bool:
     return alpha > require("c", c, 0)
 
 
-def guaranteed_speedup(alpha: float, c: float) -> float:
-    """Return the least speedup that alpha > c yields, at gamma = 1 (Corollary 3.9): (1 + alpha) /
-    (1 + c).
-    """
-    return speedup(alpha, 1, c)
-
-
 def break_even_alpha(gamma: int, c: float, verify: float = 1.0) -> float:
     """Return acceptance at which a draft length of gamma costs what it brings.
 

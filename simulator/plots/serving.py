@@ -27,11 +27,8 @@ from simulator.palette import COLOURS, DASHES, GREY, INK, MARKERS
 from simulator.plots.look import (
     BOUND,
     LEAST_REACH,
-    draw_map,
-    is_dark,
     mark_bar,
     save_all_kinds,
-    shading,
     style,
 )
 from simulator.serving import Scenario, over_batches, sweep
@@ -195,41 +192,6 @@ def plot_over_time(rows: Rows) -> Figure:
     panels[-1].set_xlabel(f"simulated time (s) {where or f'at batch {batch}'}")
     handles, labels = panels[0].get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside upper left", ncols=4, frameon=False, fontsize=8)
-    return figure
-
-
-def plot_speedup_grid(
-    speedup: npt.ArrayLike, batches: Sequence[int], contexts: Sequence[int], policy: str = ""
-) -> Figure:
-    """The speedup over no speculation by batch size and context; shape (batches, contexts)."""
-    values = np.asarray(speedup, dtype=float)
-    if values.shape != (len(batches), len(contexts)):
-        raise DraftsimError(
-            f"speedup has shape {values.shape}, expected ({len(batches)}, {len(contexts)})"
-        )
-    figure = Figure(
-        figsize=(1.8 + 0.75 * len(contexts), 1.3 + 0.42 * len(batches)), layout="constrained"
-    )
-    axes = figure.subplots()
-    scale = shading(values)
-    image = draw_map(axes, range(len(contexts)), range(len(batches)), values, scale)
-    for i, j in np.ndindex(*values.shape):
-        axes.text(
-            j, i, f"{values[i, j]:.2f}", ha="center", va="center", fontsize=8,
-            color="white" if is_dark(float(values[i, j]), scale) else INK,
-            bbox=None if values[i, j] >= 1 else {"color": "white", "pad": 1.5},
-        )  # fmt: skip
-    axes.set_xticks(range(len(contexts)), [str(c) for c in contexts])
-    axes.set_yticks(range(len(batches)), [str(b) for b in batches])
-    axes.set_xlabel("prompt tokens")
-    axes.set_ylabel("batch size")
-    axes.tick_params(length=0, labelsize=8)
-    axes.spines[:].set_visible(False)
-    bar = figure.colorbar(image, ax=axes, shrink=0.9)
-    bar.set_label(f"speedup of {policy} over no speculation".replace(" of  ", " "), fontsize=8)
-    mark_bar(bar)
-    if (values < 1).any():
-        axes.set_xlabel("prompt tokens (hatched: slower than no speculation)")
     return figure
 
 

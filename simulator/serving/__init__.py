@@ -30,7 +30,7 @@ from simulator.serving.routers import (
 from simulator.serving.run import serve, simulate
 from simulator.serving.scenario import MODES, Scenario
 from simulator.serving.scheduler import Limits
-from simulator.serving.study import break_even_load, over_batches, over_rates, speedup_grid, sweep
+from simulator.serving.study import break_even_load, over_batches, over_rates, sweep
 
 __all__ = [
     "MODES",
@@ -62,6 +62,5 @@ __all__ = [
     "read_results",
     "serve",
     "simulate",
-    "speedup_grid",
     "sweep",
 ]

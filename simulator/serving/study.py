@@ -21,7 +21,7 @@ from simulator.serving.arrivals import ArrivalFile, ClosedLoop, Deterministic, P
 from simulator.serving.outcome.report import Run, ServeResult, joined_runs
 from simulator.serving.outcome.results import ResultsFile, restored
 from simulator.serving.outcome.timeline import Timeline
-from simulator.serving.run import Policy, serve, simulate
+from simulator.serving.run import Policy, simulate
 from simulator.serving.scenario import Scenario
 from traces.acceptance.trace import Trace
 from traces.errors import DraftsimError
@@ -285,36 +285,6 @@ def break_even_load(
         return float("inf")
     i = int(above[0])
     return float(x[i - 1] + (x[i] - x[i - 1]) * -gap[i - 1] / (gap[i] - gap[i - 1]))
-
-
-def speedup_grid(
-    trace: Trace,
-    latency: LatencyTable,
-    policy: Policy,
-    baseline: Policy,
-    batches: Sequence[int],
-    contexts: Sequence[int],
-    base: Scenario,
-    progress: Progress | None = None,
-) -> npt.NDArray[np.float64]:
-    """Decode speedup of `policy` over `baseline`, shape (batches, contexts).
-
-    Every prompt is taken to have the given length, and the recorded acceptance to hold
-    there.  Speedup is the ratio of mean times per output token in static batches, where
-    no other request's prompt interrupts decoding.
-    """
-    grid = np.empty((len(batches), len(contexts)))
-    static = replace(base, mode="static")
-    for j, context in enumerate(contexts):
-        requests = [replace(r, prompt_length=context, prompt_ids=None) for r in trace.requests]
-        stretched = replace(trace, requests=requests)
-        for i, scenario in enumerate(over_batches(static, batches)):
-            rows = serve(stretched, latency, {"p": policy, "b": baseline}, scenario).rows()
-            grid[i, j] = rows[1]["tpot_s"]["mean"] / rows[0]["tpot_s"]["mean"]
-            if progress is not None:
-                done = j * len(batches) + i + 1
-                progress(done, grid.size, f"batch {batches[i]}, context {context}")
-    return grid
 
 
 def against_measured(

@@ -282,21 +282,6 @@ class ServeResult:
         """`rows` flattened: ``ttft_s_mean``, ``ttft_s_p50``, ..."""
         return pd.json_normalize(self.rows(), sep="_")
 
-    def difference(
-        self, policy: str, baseline: str, metric: str = "throughput_tok_s"
-    ) -> tuple[float, float, float]:
-        """Mean of ``policy - baseline`` over paired replications, with its 95% t interval.
-
-        `metric` is a column of `summary`.  Both met the same requests at the same times,
-        so the interval is that of the differences.
-        """
-        sides = [
-            pd.json_normalize([run.row() for run in self.runs[name]], sep="_")[metric].to_numpy(
-                float
-            )
-            for name in (policy, baseline)
-        ]
-        return t_interval(sides[0] - sides[1])
 
 
 def _entry(coverage: Coverage) -> dict[str, Any]:

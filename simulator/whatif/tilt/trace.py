@@ -490,11 +490,6 @@ class Tilter:
         return padded.flat(matches)
 
 
-def tilt_to(trace: Trace, alpha: float, *, method: Method = "coupled", seed: int = 0) -> Trace:
-    """`trace` with its acceptance tilted to `alpha`; see `Tilter`, which does several at once."""
-    return Tilter(trace, method, seed).to(alpha)
-
-
 def iid_like(trace: Trace, alpha: float, seed: int = 0) -> Trace:
     """Return the textbook baseline: matches drawn independently with chance `alpha` everywhere.
 
