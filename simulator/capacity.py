@@ -1,4 +1,8 @@
-"""How many replicas keep the targets of a load, under which policy, and what that costs."""
+"""How many replicas keep the targets of a load, under which policy, and what that costs.
+
+A point asks the simulation about a number of replicas, a rate and a policy.  The search for a
+policy finds rough limits first, then the answer, then comparisons.
+"""
 
 from __future__ import annotations
 

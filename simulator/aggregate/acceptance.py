@@ -1,10 +1,14 @@
-"""Acceptance of a text whose positions are easy or hard, from one acceptance rate.
+"""Acceptance lengths from an acceptance rate, from counts, or from a published curve.
 
 The rate at which a draft matches the target at any position does not say how long its accepted
 runs are: some stretches of a text are easy and some are hard.  Here positions are easy or hard,
 in stretches of random length (the two-state chain of `traces.acceptance.synthetic.Bursty`), and
-every member of that family with the given rate is kept.  Acceptance lengths measured at some draft
-lengths are extended to others by `simulator.aggregate.hazard`.
+every member of that family with the given rate is kept, so that a rate gives an interval.
+Acceptance lengths measured at some draft lengths are extended to others by
+`simulator.aggregate.hazard`.
+
+Files of curves are those of SemiAnalysisAI/InferenceX, ``golden_al_distribution``: YAML of two
+levels (model, mode) with a length per draft length.  Only that much YAML is read.
 """
 
 from __future__ import annotations

@@ -3,7 +3,8 @@
 Each format is a function from one record to the fields of `ServerRun`.  Fields read in: vLLM 0.32
 ``benchmarks/serve.py`` (``vllm bench serve --save-result``, ``vllm bench sweep``), SGLang 0.5
 ``bench_serving.py``, GuideLLM 0.7 (``benchmarks.json``), AIPerf 0.13 and before
-(``profile_export_aiperf.json``).  A CSV is read by `simulator.aggregate.benches.read_runs`.
+(``profile_export_aiperf.json``).  A CSV is read by `read_runs`, and `latency_table` makes a latency
+table of the calibrated server.
 """
 
 from __future__ import annotations

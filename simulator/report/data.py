@@ -1,4 +1,9 @@
-"""Everything the page shows, as plain values: computed here, drawn and re-priced there."""
+"""Everything the page shows, as plain values: computed here, drawn and re-priced there.
+
+The page's sliders carry priced rounds over to other cost ratios: drafting costs in proportion to c
+and verifying drafts to v, in target passes; what else rounds take stays
+(`simulator.ratios.carried_sums`).  At the pair's own ratios the page's curves are its tables.
+"""
 
 from __future__ import annotations
 

@@ -5,6 +5,11 @@ once before any is used twice.  A file that gives lengths is matched by length i
 see `ArrivalFile`.  Both draw from the generator of the replication alone, never from a
 policy's, so every policy meets the same requests at the same times (common random
 numbers).
+
+Files of requests, with what was measured of each: a CSV with the columns of the Azure LLM inference
+traces, the result of ``vllm bench serve --save-result --save-detailed`` (vLLM 0.32,
+``benchmarks/serve.py``), and the requests of LLMServingSim's ``bench`` (``requests.jsonl``,
+engine's clock).
 """
 
 from __future__ import annotations

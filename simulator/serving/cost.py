@@ -4,6 +4,10 @@ A decode iteration over B sequences costs as many batched draft passes as the lo
 draft, one target pass over the ragged total of drafted + 1 tokens, and host time.  Ragged
 sizes are read at their means: a pass's tokens and cache reads add up over the sequences,
 so at equal totals its cost is that of B sequences of the mean width and context.
+
+`traces.latency.table.LatencyTable.estimate` reads arrays; an engine asks for one batch, width and
+context per pass.  `PassReader` keeps the lines of the grid that it read
+(`traces.latency.interpolate.Line`) and counts which sizes lay between or outside the measured ones.
 """
 
 from __future__ import annotations

@@ -4,6 +4,13 @@
 come first served, running requests before waiting ones, a token budget that prompts share
 in chunks, paged memory with look-ahead slots, and pre-emption of the youngest by
 recomputation.  `StaticBatches` forms one batch and runs it to the end of its slowest.
+
+Memory is paged: a fixed pool of blocks and how many each request holds.  Blocks are
+interchangeable, so counting them is enough: what an engine decides from a paged cache (admit,
+grow, pre-empt) depends on numbers of blocks and never on which.  Free blocks are taken in the order
+in which they became free.  A pre-empted request's blocks keep what they hold until they are taken,
+its last block first, and the request finds the rest again (vLLM's prefix caching,
+`KVCacheManager.free`).
 """
 
 from __future__ import annotations

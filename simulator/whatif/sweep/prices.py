@@ -1,4 +1,9 @@
-"""The prices of a sweep's rounds: cost ratios, tables, contexts and GPUs."""
+"""The prices of a sweep's rounds: cost ratios, tables, contexts and GPUs.
+
+A batch whose KV cache exceeds the memory of its GPU has no price.  Only composed tables say which
+GPU and models they are of.  A sequence is taken to hold its whole prompt and output, at their means
+over the recording's requests.
+"""
 
 from __future__ import annotations
 
