@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import islice
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -130,12 +131,56 @@ def choices(
     return rows
 
 
-def next_runs(server: Server, count: int = 2) -> list[Suggestion]:
-    """Return the `count` runs that narrow the predicted speedups most, the first one first.
+class Informative(NamedTuple):
+    """A load whose run narrows predicted speedups most, given the runs before it."""
 
-    Runs are chosen one by one, each given those before it, by the linear part of how speedups
-    depend on that run's speed, over the draws.
+    place: int
+    """Its place among the loads."""
+    gained: float
+    """Variance of all speedups together that its run takes away."""
+    left: float
+    """Mean variance of a speedup that it leaves."""
+
+
+def informative(
+    logs: Floats, pairs: Sequence[tuple[int, int]], misfit: float
+) -> tuple[float, Iterator[Informative]]:
+    """Return the mean variance of speedups, and the runs that take most of it away, one by one.
+
+    Each run is chosen given those before it, by the linear part of how speedups depend on its
+    speed; logarithms of speeds are taken as normal.
+
+    Parameters
+    ----------
+    logs:
+        Logarithms of the speeds at each load, over servers drawn, (loads, draws).
+    pairs:
+        For each speedup the places of its load and of the load without speculation.
+    misfit:
+        Relative standard deviation of a measured speed.
     """
+    over, under = np.array(pairs).T
+    spread = np.cov(logs)
+
+    def mean_variance(held: Floats) -> float:
+        own = held[over, over] + held[under, under] - 2 * held[over, under]
+        return float(np.maximum(own, 0).mean())
+
+    def chosen(spread: Floats) -> Iterator[Informative]:
+        while True:
+            # Covariances of every load with every speedup: what a run there would take away.
+            shared = spread[:, over] - spread[:, under]
+            gained = np.square(shared).sum(axis=1) / (np.diag(spread) + misfit**2)
+            best = int(np.argmax(gained))
+            taken = np.outer(spread[:, best], spread[best]) / (spread[best, best] + misfit**2)
+            spread = spread - taken
+            yield Informative(best, float(gained[best]), mean_variance(spread))
+
+    return mean_variance(spread), chosen(spread)
+
+
+def next_runs(server: Server, count: int = 2) -> list[Suggestion]:
+    """Return the `count` runs that narrow the predicted speedups most, the first one first."""
     runs = server.runs
     context, prompts = usual(server)
     batches, ks = concurrencies(runs), draft_lengths(runs)
@@ -147,18 +192,9 @@ def next_runs(server: Server, count: int = 2) -> list[Suggestion]:
     ])  # fmt: skip
     at = {load: i for i, load in enumerate(loads)}
     pairs = [(at[b, k], at[b, 0]) for b in batches[:-1] for k in ks if k]
-    over, under = np.array(pairs).T
-    spread, noise = np.cov(logs), server.misfit**2
-    own = spread[over, over] + spread[under, under] - 2 * spread[over, under]
-    before = max(float(own.sum()), 1e-12)
-    found = []
-    for _ in range(count):
-        shared = spread[:, over] - spread[:, under]
-        gained = np.square(shared).sum(axis=1) / (np.diag(spread) + noise)
-        best = int(np.argmax(gained))
-        found.append(Suggestion(*loads[best], float(gained[best]) / before))
-        spread = spread - np.outer(spread[:, best], spread[best]) / (spread[best, best] + noise)
-    return found
+    variance, chosen = informative(logs, pairs, server.misfit)
+    before = max(variance * len(pairs), 1e-12)
+    return [Suggestion(*loads[run.place], run.gained / before) for run in islice(chosen, count)]
 
 
 def next_run(server: Server) -> Suggestion:

@@ -135,11 +135,6 @@ def shading(*values: npt.ArrayLike) -> Normalize:
     return Normalize(1.0, max(best, 1 + LEAST_REACH))
 
 
-def is_dark(value: float, scale: Normalize) -> bool:
-    """Return True if text upon the shade of a speedup must be white."""
-    return bool(value >= 1 and scale(value) > 0.55)
-
-
 def draw_map(
     axes: Axes, x: npt.ArrayLike, y: npt.ArrayLike, values: npt.ArrayLike, scale: Normalize,
     *, log: tuple[bool, bool] = (False, False),

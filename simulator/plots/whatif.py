@@ -13,7 +13,6 @@ import numpy as np
 import numpy.typing as npt
 import pandas as pd
 from matplotlib.axes import Axes
-from matplotlib.colors import Normalize
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
@@ -40,6 +39,7 @@ LABELS = {
     "batch": "batch (sequences)",
     "context": "context (tokens)",
     "gamma": "draft length γ (tokens)",
+    "k": "draft length K (tokens)",
 }
 LOGARITHMIC = frozenset({"c", "batch", "context"})
 MOST_LINES = 7
@@ -103,25 +103,7 @@ def plot_maps(
     surfaces = [surface(frame[frame[by] == n], x, y) for n in names]
     if any(s.values.shape[0] < 2 or s.values.shape[1] < 2 for s in surfaces):
         raise DraftsimError(f"a map needs two values or more of both {x} and {y}")
-    columns = min(3, len(names))
-    rows = -(-len(names) // columns)
-    figure = Figure(figsize=(1.1 + 2.9 * columns, 0.8 + 2.5 * rows), layout="constrained")
-    grid = figure.subplots(rows, columns, sharex=True, sharey=True, squeeze=False)
-    scale = shading(*(s.values for s in surfaces))
-    image: Any = None
-    for i, (name, found) in enumerate(zip(names, surfaces, strict=True)):
-        axes = grid[i // columns][i % columns]
-        image = _map(axes, found, scale, _scale(axes, x, y, found))
-        axes.set_title(f"{of}{name}", fontsize=9, color=INK)
-        axes.tick_params(labelleft=i % columns == 0, labelbottom=i + columns >= len(names))
-    for blank in grid.ravel()[len(names) :]:
-        blank.set_visible(False)
-    figure.supxlabel(LABELS[x], fontsize=9)
-    figure.supylabel(LABELS[y], fontsize=9)
-    bar = figure.colorbar(image, ax=grid, shrink=0.8, pad=0.02)
-    bar.set_label("speedup over no speculation (hatched: slower)", fontsize=8)
-    mark_bar(bar)
-    return figure
+    return _maps([(f"{of}{n}", found) for n, found in zip(names, surfaces, strict=True)], x, y)
 
 
 def plot_break_even(
@@ -312,12 +294,31 @@ def _finite(column: pd.Series) -> npt.NDArray[np.float64]:
     return column.replace([np.inf, -np.inf], np.nan).to_numpy(float)
 
 
-def _map(axes: Axes, found: Surface, scale: Normalize, log: tuple[bool, bool]) -> Any:
-    image = draw_map(axes, found.x, found.y, found.values, scale, log=log)
-    for bound in (found.low, found.high):
-        if np.isfinite(bound).all():
-            draw_edge(axes, found.x, found.y, bound, log=log, bound=True)
-    return image
+def _maps(maps: Sequence[tuple[str, Surface]], x: str, y: str) -> Figure:
+    """Draw maps of speedups over x and y with one scale, each under its title."""
+    columns = min(3, len(maps))
+    rows = -(-len(maps) // columns)
+    figure = Figure(figsize=(1.1 + 2.9 * columns, 0.8 + 2.5 * rows), layout="constrained")
+    grid = figure.subplots(rows, columns, sharex=True, sharey=True, squeeze=False)
+    scale = shading(*(found.values for _, found in maps))
+    image: Any = None
+    for i, (title, found) in enumerate(maps):
+        axes = grid[i // columns][i % columns]
+        log = _scale(axes, x, y, found)
+        image = draw_map(axes, found.x, found.y, found.values, scale, log=log)
+        for bound in (found.low, found.high):
+            if np.isfinite(bound).all():
+                draw_edge(axes, found.x, found.y, bound, log=log, bound=True)
+        axes.set_title(title, fontsize=9, color=INK)
+        axes.tick_params(labelleft=i % columns == 0, labelbottom=i + columns >= len(maps))
+    for blank in grid.ravel()[len(maps) :]:
+        blank.set_visible(False)
+    figure.supxlabel(LABELS[x], fontsize=9)
+    figure.supylabel(LABELS[y], fontsize=9)
+    bar = figure.colorbar(image, ax=grid, shrink=0.8, pad=0.02)
+    bar.set_label("speedup over no speculation (hatched: slower)", fontsize=8)
+    mark_bar(bar)
+    return figure
 
 
 def _scale(axes: Axes, x: str, y: str, found: Surface) -> tuple[bool, bool]:
@@ -330,15 +331,12 @@ def _scale(axes: Axes, x: str, y: str, found: Surface) -> tuple[bool, bool]:
         if logs[-1]:
             put("log")
             log_ticks(axis, points)
-        elif name == "gamma":
+        elif name in ("gamma", "k"):
             axis.set_major_locator(MaxNLocator(integer=True))
     axes.tick_params(colors=INK, labelsize=8, length=3)
     axes.xaxis.label.set_fontsize(9)
     axes.yaxis.label.set_fontsize(9)
     return logs[0], logs[1]
-
-
-AXES = {"batch": "batch (requests)", "context": "context (tokens)", "k": "draft length K"}
 
 
 def plot_surface(surface: pd.DataFrame) -> Figure:
@@ -359,29 +357,10 @@ def plot_surface(surface: pd.DataFrame) -> Figure:
         x, y = axes_of[0], "k"
         other = "context" if x == "batch" else "batch"
         maps = [(f"{other} {drafted[other].iloc[0]}", drafted)]
-    columns = min(3, len(maps))
-    rows = -(-len(maps) // columns)
-    figure = Figure(figsize=(1.3 + 2.9 * columns, 0.8 + 2.5 * rows), layout="constrained")
-    panels = figure.subplots(rows, columns, sharex=True, sharey=True, squeeze=False)
-    scale = shading(drafted["speedup"].to_numpy())
-    image: Any = None
-    for i, (title, part) in enumerate(maps):
-        panel = panels[i // columns][i % columns]
+    surfaces = []
+    for title, part in maps:
         table = part.pivot_table(index=y, columns=x, values="speedup")
-        across, up = table.columns.to_numpy(float), table.index.to_numpy(float)
-        log = tuple(name != "k" and v[0] > 0 for name, v in ((x, across), (y, up)))
-        image = draw_map(panel, across, up, table.to_numpy(), scale, log=(log[0], log[1]))
-        for axis, points, own in ((panel.xaxis, across, log[0]), (panel.yaxis, up, log[1])):
-            if own:
-                (panel.set_xscale if axis is panel.xaxis else panel.set_yscale)("log")
-                log_ticks(axis, points)
-        panel.set_title(title, fontsize=9, color=INK)
-        panel.tick_params(labelsize=8)
-    for blank in panels.ravel()[len(maps) :]:
-        blank.set_visible(False)
-    figure.supxlabel(AXES[x], fontsize=9)
-    figure.supylabel(AXES[y], fontsize=9)
-    bar = figure.colorbar(image, ax=panels, shrink=0.8, pad=0.02)
-    bar.set_label("speedup over no speculation (hatched: slower)", fontsize=8)
-    mark_bar(bar)
-    return figure
+        across, up, values = (v.to_numpy(float) for v in (table.columns, table.index, table))
+        unknown = np.full_like(values, np.nan)
+        surfaces.append((title, Surface(across, up, values, unknown, unknown)))
+    return _maps(surfaces, x, y)

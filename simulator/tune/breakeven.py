@@ -20,6 +20,7 @@ import pandas as pd
 
 from policies.batch.base import IterationCost
 from simulator.aggregate.acceptance import iid_mean
+from simulator.aggregate.advice import informative
 from simulator.aggregate.hazard import HAZARD, Interval
 from simulator.aggregate.positions import Positions
 from simulator.aggregate.server import COSTS, MISFIT, Server, ServerRun, interval_of
@@ -201,10 +202,9 @@ def plan(
 ) -> list[Planned]:  # fmt: skip
     """Return the runs that determine the surface, the most informative first.
 
-    Runs are chosen one by one for what they take away from the variance of all speedups, given
-    those before, over servers drawn from the priors or left by the runs of `server`; logarithms of
-    speeds are taken as normal.  The plan ends when the speedups' standard deviation is `exact`.
-    Acceptance is dictated, so no good drafter is needed.
+    Runs are chosen one by one (`simulator.aggregate.advice.informative`), over servers drawn from
+    the priors or left by the runs of `server`.  The plan ends when the speedups' standard deviation
+    is `exact`.  Acceptance is dictated, so no good drafter is needed.
     """
     emitted = {k: acceptance.emitted(k).value for k in {0, *(load.k for load in loads)}}
     made = server or replace(_prior_server(), passes=passes)
@@ -217,22 +217,12 @@ def plan(
     pairs = [(at[cell], at[Load(cell.batch, cell.context, 0)]) for cell in cells if cell.k]
     if not pairs:
         raise DraftsimError("a plan needs a draft length above 0")
-    over, under = np.array(pairs).T
-    spread, noise = np.cov(logs), made.misfit**2
+    uncertain, chosen = informative(logs, pairs, made.misfit)
     runs: list[Planned] = []
-
-    def variance(held: Floats) -> float:
-        own = held[over, over] + held[under, under] - 2 * held[over, under]
-        return float(np.maximum(own, 0).mean())
-
-    while len(runs) < most and math.sqrt(variance(spread)) > exact:
-        # Covariances of every cell with every speedup: what a run there would take away.
-        shared = spread[:, over] - spread[:, under]
-        gained = np.square(shared).sum(axis=1) / (np.diag(spread) + noise)
-        best = int(np.argmax(gained))
-        spread = spread - np.outer(spread[:, best], spread[best]) / (spread[best, best] + noise)
-        cell = cells[best]
-        runs.append(Planned(*cell, emitted[cell.k], math.sqrt(variance(spread))))
+    while len(runs) < most and math.sqrt(uncertain) > exact:
+        run = next(chosen)
+        cell, uncertain = cells[run.place], run.left
+        runs.append(Planned(*cell, emitted[cell.k], math.sqrt(uncertain)))
     return runs
 
 

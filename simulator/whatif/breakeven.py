@@ -1,6 +1,7 @@
 """Where speculation stops giving a speedup, and what adapting the draft length is worth.
 
-`thresholds` tells where each policy stops, over all axes.  Everything here reads the table of a sweep (`simulator.whatif.sweep.run`).
+`thresholds` tells where each policy stops, over all axes.  Everything here reads the
+table of a sweep (`simulator.whatif.sweep.run`).
 """
 
 from __future__ import annotations
