@@ -9,7 +9,6 @@ missing.
 
 from __future__ import annotations
 
-import hashlib
 import json
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -36,20 +35,17 @@ from simulator.whatif.tilt.trace import METHODS, Method, Tilter
 from traces.acceptance.trace import Trace
 from traces.errors import DraftsimError, FileError
 from traces.store.lock import only_writer
-from traces.store.parquet import check_no_recording
+from traces.store.parquet import check_no_recording, read_file, write_file
 from traces.store.writing import write_atomically
 
 Columns = dict[str, npt.NDArray[Any]]
 
 SCHEMA = 5
-_DIGEST = hashlib.sha256().digest_size
+KIND = "sweep"
 
 
 class KeptParts:
-    """Finished parts as files in a folder; without one, nothing is kept.
-
-    A file is a Parquet table preceded by its SHA-256.
-    """
+    """Finished parts as files in a folder; without one, nothing is kept."""
 
     def __init__(self, folder: Path | None, key: str) -> None:
         self.folder = folder
@@ -65,17 +61,14 @@ class KeptParts:
         for i, part in enumerate(parts):
             path = self._path(part)
             if path.is_file():
-                kept = path.read_bytes()
-                content = kept[_DIGEST:]
-                if hashlib.sha256(content).digest() == kept[:_DIGEST]:
-                    yield i, _columns(_renamed(pq.read_table(pa.BufferReader(content))))
-                else:
+                try:
+                    yield i, _columns(read_file(path, KIND)[1])
+                except FileError:
                     path.unlink(missing_ok=True)  # damaged: computed again
 
     def write(self, part: Part, columns: Columns) -> None:
         if self.folder is not None:
-            content = _bytes(columns, {})
-            write_atomically(self._path(part), hashlib.sha256(content).digest() + content)
+            write_file(self._path(part), KIND, _table(columns), {})
 
     def clear(self) -> None:
         if self.folder is not None:
@@ -98,14 +91,13 @@ def write_sweep(frame: pd.DataFrame, path: str | Path, description: Mapping[str,
     """
     columns = {k: frame[k].astype(object).to_numpy() if k in TEXT else frame[k].to_numpy()
                for k in COLUMNS}  # fmt: skip
-    write_atomically(path, _bytes(columns, description))
+    write_atomically(path, _bytes(_table(columns), KIND, description))
 
 
 def write_thresholds(
     rows: pd.DataFrame, out: str | Path, description: Mapping[str, Any]
 ) -> Path:  # fmt: skip
-    """Write `rows` of `simulator.whatif.breakeven` next to the sweep's file; return the
-    path.
+    """Write `rows` of `breakeven.thresholds` next to the sweep's file; return the path.
 
     Raises
     ------
@@ -113,13 +105,8 @@ def write_thresholds(
         If the file cannot be written there.
     """
     beside = Path(out).with_suffix(".breakeven.parquet")
-    header = {"schema": SCHEMA, "kind": "break-even", "sweep": dict(description)}
-    table = pa.Table.from_pandas(rows, preserve_index=False).replace_schema_metadata(
-        {"draftsim": json.dumps(header, default=_plain)}
-    )
-    sink = pa.BufferOutputStream()
-    pq.write_table(table, sink, compression="zstd")
-    write_atomically(beside, sink.getvalue().to_pybytes())
+    table = pa.Table.from_pandas(rows, preserve_index=False)
+    write_atomically(beside, _bytes(table, "break-even", description))
     return beside
 
 
@@ -137,7 +124,7 @@ def read_sweep(path: str | Path) -> pd.DataFrame:
         found = None if header is None else parse_json(header)
     except (OSError, ValueError, pa.ArrowException) as error:
         raise FileError(f"{path}: cannot be read as Parquet ({error}): sweep again") from None
-    if not isinstance(found, dict) or found.get("kind") != "sweep":
+    if not isinstance(found, dict) or found.get("kind") != KIND:
         raise FileError(f"{path}: is no table of `draftsim sweep`")
     if found.get("schema") != SCHEMA or set(COLUMNS) - set(table.column_names):
         raise FileError(
@@ -151,17 +138,20 @@ def read_sweep(path: str | Path) -> pd.DataFrame:
     return frame
 
 
-def _bytes(columns: Columns, description: Mapping[str, Any]) -> bytes:
-    arrays = {
+def _table(columns: Columns) -> pa.Table:
+    return pa.table({
         k: pa.array(v.tolist(), pa.string()).dictionary_encode() if k in TEXT else pa.array(v)
         for k, v in columns.items()
-    }
-    header = {"schema": SCHEMA, "kind": "sweep", "sweep": dict(description)}
-    table = pa.table(arrays).replace_schema_metadata(
-        {"draftsim": json.dumps(header, default=_plain)}
-    )
+    })  # fmt: skip
+
+
+def _bytes(table: pa.Table, kind: str, description: Mapping[str, Any]) -> bytes:
+    header = {"schema": SCHEMA, "kind": kind, "sweep": dict(description)}
     sink = pa.BufferOutputStream()
-    pq.write_table(table, sink, compression="zstd")
+    pq.write_table(
+        table.replace_schema_metadata({"draftsim": json.dumps(header, default=_plain)}),
+        sink, compression="zstd",
+    )  # fmt: skip
     content: bytes = sink.getvalue().to_pybytes()
     return content
 
