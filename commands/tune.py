@@ -22,7 +22,7 @@ from traces.errors import DraftsimError
 
 if TYPE_CHECKING:
     from simulator.targets import Targets
-    from simulator.tune import Tuned
+    from simulator.tune.settings import Tuned
     from traces.acceptance.trace import Trace
     from traces.latency.table import LatencyTable
 
@@ -135,10 +135,9 @@ def tune(
     """
     from simulator.hardware.scaling import bounds_of
     from simulator.targets import parse_targets
-    from simulator.tune import launch_line, write_settings
     from simulator.tune.costs import DEFAULT_LENGTHS, default_batches
-    from simulator.tune.launch import FILE, named_models
-    from simulator.tune.settings import laid_out
+    from simulator.tune.launch import FILE, launch_line, named_models
+    from simulator.tune.settings import laid_out, write_settings
 
     targets = None if slo is None else parse_targets(slo)
     recording = inputs.load(chooses="tune")
@@ -339,14 +338,11 @@ def _search(
     engine: Engine, trace: Trace, latency: LatencyTable, batches: list[int] | None,
     by_context: bool, context: str | None, common: dict[str, Any],
 ) -> Tuned:  # fmt: skip
-    from simulator.tune import (
-        tune_dynamo,
-        tune_huggingface,
-        tune_llamacpp,
-        tune_sglang,
-        tune_tensorrt_llm,
-        tune_vllm,
-    )
+    from simulator.tune.huggingface import tune_huggingface
+    from simulator.tune.llamacpp import tune_llamacpp
+    from simulator.tune.sglang import tune_sglang
+    from simulator.tune.tensorrt_llm import tune_dynamo, tune_tensorrt_llm
+    from simulator.tune.vllm import tune_vllm
 
     if engine in ONE_REQUEST:
         single = tune_huggingface if engine is Engine.HF else tune_llamacpp
@@ -376,8 +372,8 @@ def _check(
     there (that, or no speculation), which ``not_worse`` judges.  Where nothing meets the targets
     there is nothing to judge, and all are None.
     """
-    from simulator.tune import check_seed, closed_load, compare_served, served_rates
     from simulator.tune.gains import MISSED
+    from simulator.tune.served import check_seed, closed_load, compare_served, served_rates
 
     batches = sorted({row["batch"] for row in rows if row["deploy"] != MISSED})
     loads = [closed_load(trace, b, slo, check_seed(seed)) for b in batches]

@@ -275,7 +275,7 @@ def serve(
         sweep,
     )
     from simulator.targets import parse_targets
-    from simulator.tune import default_batches
+    from simulator.tune.costs import default_batches
 
     if concurrency is not None and rate is not None:
         raise DraftsimError("concurrency keeps the engine full: give it, or rate, not both")

@@ -186,7 +186,8 @@ def load_serving_policies(
     Raises DraftsimError naming what is wrong with a text.
     """
     from simulator.serving import TableCost
-    from simulator.tune import RIVALS, read_settings
+    from simulator.tune.reading import read_settings
+    from simulator.tune.served import RIVALS
     from simulator.whatif.rate import fit_estimates
 
     asked = [t for t in texts or () if t != "all"]

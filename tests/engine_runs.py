@@ -30,7 +30,7 @@ from profiler.engines.measure import BetweenTable, EngineTable
 from profiler.engines.session import Setup, policy_from
 from profiler.engines.texts import own_texts, prompts_of
 from profiler.engines.vllm.engine import Engine
-from simulator.tune import tune_vllm
+from simulator.tune.vllm import tune_vllm
 from tests.engine_lookups import looked_up
 from tests.own_policy import Told
 from tests.traces_of_kinds import random_trace

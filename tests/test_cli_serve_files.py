@@ -18,7 +18,7 @@ import pyarrow.parquet as pq
 import pytest
 
 import draftsim
-from commands.serve.progress import kept
+from commands.serve.command import kept
 from simulator.serving import read_results
 from simulator.serving.outcome.results import ResultsFile
 from tests.conftest import Serve

@@ -16,7 +16,9 @@ from policies.batch.sglang import SGLangAdaptive
 from policies.batch.tables import BatchTable
 from policies.lengths.basic import Autoregressive
 from policies.lengths.huggingface import Confidence
-from simulator.tune import TUNE_COLUMNS, closed_load, read_settings, served_rates
+from simulator.tune.reading import read_settings
+from simulator.tune.served import closed_load, served_rates
+from simulator.tune.settings import TUNE_COLUMNS
 from tests.conftest import Run
 from tests.tuning import batched
 from traces.acceptance.synthetic import synthetic_trace

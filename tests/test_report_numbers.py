@@ -26,9 +26,10 @@ from simulator.report.data import (
     sliders,
     tilted,
 )
-from simulator.tune import check_seed, closed_load, compare_served, price_grid, tune_vllm
-from simulator.tune import fixed_logs as tune_logs
-from simulator.tune.costs import default_contexts
+from simulator.tune.costs import default_contexts, price_grid
+from simulator.tune.costs import fixed_logs as tune_logs
+from simulator.tune.served import check_seed, closed_load, compare_served
+from simulator.tune.vllm import tune_vllm
 from simulator.whatif.tilt.trace import Tilter
 from tests.break_even import break_even_ratio
 from tests.report_pages import (

@@ -15,7 +15,7 @@ from policies.registry import parse_policy, parse_serving_policy, policy_names
 from policies.rules.registry import parse_rule
 from simulator.pricing import price
 from simulator.serving import ArrivalFile, ClosedLoop, Limits, Poisson, Scenario, simulate
-from simulator.tune import tune_vllm
+from simulator.tune.vllm import tune_vllm
 from simulator.whatif.ladder import ladder
 from simulator.whatif.rate import drafts_of_rounds, ends_draft, judged_rows
 from simulator.whatif.sweep.prices import Prices

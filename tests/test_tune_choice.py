@@ -11,8 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from simulator.bootstrap import resamples
-from simulator.tune import Objective, choose, cross_fitted
-from simulator.tune.gains import folds, shared_by_neighbours
+from simulator.tune.gains import Objective, choose, cross_fitted, folds, shared_by_neighbours
 
 
 @given(

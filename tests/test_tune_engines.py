@@ -11,16 +11,10 @@ from policies.batch.sglang import SGLangAdaptive
 from policies.core import Load
 from policies.lengths.basic import Autoregressive
 from simulator.serving.run import lookahead_of
-from simulator.tune import (
-    TUNE_COLUMNS,
-    Tuned,
-    check_seed,
-    closed_load,
-    compare_served,
-    tune_huggingface,
-    tune_sglang,
-)
-from simulator.tune.huggingface import DEFAULT, Setting
+from simulator.tune.huggingface import DEFAULT, Setting, tune_huggingface
+from simulator.tune.served import check_seed, closed_load, compare_served
+from simulator.tune.settings import TUNE_COLUMNS, Tuned
+from simulator.tune.sglang import tune_sglang
 from tests.tuning import CHEAP, batched, iid
 from traces.acceptance.synthetic import synthetic_trace
 from traces.latency.table import LatencyTable

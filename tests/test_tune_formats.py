@@ -9,16 +9,15 @@ from typing import Any
 import pytest
 
 from policies.lengths.basic import Fixed
-from simulator.tune import (
+from simulator.tune.formats import (
+    CONTEXT_END,
     SettingsError,
-    Tuned,
     check_huggingface,
     check_settings,
     check_sglang,
     check_vllm,
-    write_settings,
 )
-from simulator.tune.formats import CONTEXT_END
+from simulator.tune.settings import Tuned, write_settings
 from traces.errors import FileError
 
 

@@ -14,16 +14,11 @@ from policies.lengths.basic import Fixed
 from policies.lengths.llamacpp import LlamaCppDraft
 from policies.registry import parse_policy
 from simulator.pricing import price
-from simulator.tune import (
-    SettingsError,
-    check_llamacpp,
-    launch_line,
-    read_settings,
-    tune_llamacpp,
-    write_settings,
-)
-from simulator.tune.launch import NamedDrafter
-from simulator.tune.llamacpp import LlamaCppSetting, mirrored
+from simulator.tune.formats import SettingsError, check_llamacpp
+from simulator.tune.launch import NamedDrafter, launch_line
+from simulator.tune.llamacpp import LlamaCppSetting, mirrored, tune_llamacpp
+from simulator.tune.reading import read_settings
+from simulator.tune.settings import write_settings
 from tests.conftest import Run
 from tests.tuning import CHEAP
 from traces.acceptance.synthetic import synthetic_trace

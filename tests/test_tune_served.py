@@ -18,21 +18,24 @@ from policies.core import Load
 from policies.lengths.basic import Autoregressive, Fixed
 from simulator.serving import Limits
 from simulator.targets import Targets
-from simulator.tune import (
+from simulator.tune.costs import RESTING
+from simulator.tune.huggingface import tune_huggingface
+from simulator.tune.llamacpp import tune_llamacpp
+from simulator.tune.served import (
+    Floats,
+    Ints,
+    Serve,
     check_seed,
     closed_load,
     compare_served,
     held,
     mended,
     served_rates,
-    tune_huggingface,
-    tune_llamacpp,
-    tune_sglang,
-    tune_vllm,
+    smoothed,
 )
-from simulator.tune.costs import RESTING
-from simulator.tune.served import Floats, Ints, Serve, smoothed
 from simulator.tune.settings import about_rising
+from simulator.tune.sglang import tune_sglang
+from simulator.tune.vllm import tune_vllm
 from tests.tuning import batched, iid, loads
 from traces.latency.table import LatencyTable
 

@@ -19,21 +19,13 @@ from simulator.formulas import leviathan
 from simulator.pricing import price
 from simulator.serving import serve, simulate
 from simulator.targets import Targets
-from simulator.tune import (
-    TUNE_COLUMNS,
-    check_vllm,
-    closed_load,
-    default_batches,
-    fixed_logs,
-    price_grid,
-    served_rates,
-    tune_huggingface,
-    tune_sglang,
-    tune_vllm,
-    unbeaten,
-)
-from simulator.tune.served import counted_rate
-from simulator.tune.vllm import table_rows
+from simulator.tune.costs import default_batches, fixed_logs, price_grid
+from simulator.tune.formats import check_vllm
+from simulator.tune.huggingface import tune_huggingface
+from simulator.tune.served import closed_load, counted_rate, served_rates, unbeaten
+from simulator.tune.settings import TUNE_COLUMNS
+from simulator.tune.sglang import tune_sglang
+from simulator.tune.vllm import table_rows, tune_vllm
 from tests.tuning import CHEAP, batched, iid
 from traces.acceptance.trace import Trace
 from traces.errors import DraftsimError

@@ -12,7 +12,7 @@ from traces.errors import DraftsimError
 
 if TYPE_CHECKING:
     from profiler.engines.engine import Engine
-    from simulator.tune import Tuned
+    from simulator.tune.settings import Tuned
     from traces.acceptance.trace import Trace
     from traces.latency.table import LatencyTable
 
@@ -89,7 +89,7 @@ def tried(
     """
     from policies.lengths.basic import Fixed
     from simulator.serving import ClosedLoop
-    from simulator.tune import RIVALS
+    from simulator.tune.served import RIVALS
 
     longest = engine.options.longest
     arms: dict[str, Any] = {
@@ -116,7 +116,8 @@ def say_tried(rows: Sequence[Mapping[str, Any]], tuned: Tuned, latency: LatencyT
     """Print whether the found setting is the best at each load, what was not tried, and how to
     launch.
     """
-    from simulator.tune import NO_SPECULATION, launch_line
+    from simulator.tune.launch import launch_line
+    from simulator.tune.served import NO_SPECULATION
 
     for load in dict.fromkeys(row["load"] for row in rows):
         at = {row["policy"]: row["gain"] for row in rows if row["load"] == load}

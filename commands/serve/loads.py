@@ -91,7 +91,7 @@ class Loads:
         Raises DraftsimError if loads contradict each other or hold an impossible value.
         """
         from simulator.serving import over_batches, over_rates
-        from simulator.tune import default_batches
+        from simulator.tune.costs import default_batches
 
         batch, rate, arrivals = self.batch, self.rate, self.arrivals
         if batch is not None and (rate is not None or arrivals is not None):

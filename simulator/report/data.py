@@ -30,19 +30,18 @@ from simulator.summary import (
     summarize_runs,
     to_rows,
 )
-from simulator.tune import (
-    RIVALS,
+from simulator.tune.costs import (
+    DEFAULT_LENGTHS,
     Grid,
-    Tuned,
-    check_seed,
-    closed_load,
     default_batches,
+    default_contexts,
     fixed_logs,
     price_grid,
-    tune_vllm,
 )
-from simulator.tune.costs import DEFAULT_LENGTHS, default_contexts
 from simulator.tune.gains import Floats
+from simulator.tune.served import RIVALS, check_seed, closed_load
+from simulator.tune.settings import Tuned
+from simulator.tune.vllm import tune_vllm
 from simulator.validation import compare, verdict
 from simulator.whatif.ranking import BEST_FIXED, FITTED, fastest, fixed_lengths, winner
 from simulator.whatif.tilt.fidelity import tilt_errors

@@ -55,6 +55,10 @@ def check_vllm(document: Mapping[str, Any]) -> None:
     ------
     SettingsError
         Naming the row and the rule.
+
+    >>> check_vllm(
+    ...     {"num_speculative_tokens": 3, "num_speculative_tokens_per_batch_size": [[1, 8, 3]]}
+    ... )
     """
     name = "num_speculative_tokens_per_batch_size"
     most = document.get("num_speculative_tokens")
