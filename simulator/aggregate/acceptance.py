@@ -146,7 +146,8 @@ def emitted_of_rate(rate: float, gamma: int, later: Sequence[float] = (1.0,)) ->
     """Return tokens a round of `gamma`, where positions match at `rate`: i.i.d., least and largest.
 
     ``rate`` is the chance that the draft's token is the target's at any position of the text, as
-    an alpha is; ``later`` are factors of `TwoState.later`.  Rounds begin more often in hard stretches, so that the middle may lie below what independent positions give.
+    an alpha is; ``later`` are factors of `TwoState.later`.  Rounds begin more often in hard
+    stretches, so that the middle may lie below what independent positions give.
 
     Raises
     ------
