@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
     from simulator.aggregate.positions import Positions
     from simulator.aggregate.server import Server
-    from simulator.tune.breakeven import Load
+    from simulator.tune.breakeven import SurfaceCell
     from traces.latency.table import LatencyTable
 
 SHOWN = ("batch", "context", "k", "speedup", "low", "high", "emitted", "needed", "needed_rate")
@@ -232,7 +232,7 @@ def _server(bench: list[str], passes: int | None) -> Server:
 
 
 def _plan(
-    loads: list[Load], own: Positions, server: Server | None, passes: int | None,
+    loads: list[SurfaceCell], own: Positions, server: Server | None, passes: int | None,
     out: Path | None, json: str | None,
 ) -> None:  # fmt: skip
     from simulator.tune.breakeven import EXACT, plan, run_lines

@@ -16,7 +16,7 @@ from traces.digits import three_digits
 from traces.errors import DraftsimError
 
 if TYPE_CHECKING:
-    from simulator.aggregate.advice import Choice, Prediction
+    from simulator.aggregate.advice import Choice, PredictedSpeed
     from simulator.aggregate.hazard import Interval
     from simulator.aggregate.positions import Positions
     from simulator.aggregate.server import Server, Target
@@ -277,7 +277,7 @@ def shown_choice(row: Choice) -> Mapping[str, str]:
     }  # fmt: skip
 
 
-def _load(load: Prediction) -> Mapping[str, str]:
+def _load(load: PredictedSpeed) -> Mapping[str, str]:
     speed = load.tokens_per_s
     low, value, high = map(three_digits, (speed.low, speed.value, speed.high))
     return {
@@ -287,7 +287,7 @@ def _load(load: Prediction) -> Mapping[str, str]:
     }  # fmt: skip
 
 
-def _flat(load: Prediction) -> Mapping[str, float]:
+def _flat(load: PredictedSpeed) -> Mapping[str, float]:
     parts = {"tokens_per_s": load.tokens_per_s, "speedup": load.speedup}
     row: dict[str, float] = {"batch": load.batch, "k": load.k, "context": load.context}
     for name, value in parts.items():

@@ -76,14 +76,14 @@ def intervals(drawn: Floats, confidence: float = 0.95) -> tuple[Floats, Floats]:
     return low, high
 
 
-class Estimate(NamedTuple):
+class RatioEstimate(NamedTuple):
     """A value and its standard error (NaN from a single sample)."""
 
     value: float
     standard_error: float
 
 
-def ratio_of_sums(over: npt.ArrayLike, under: npt.ArrayLike) -> Estimate:
+def ratio_of_sums(over: npt.ArrayLike, under: npt.ArrayLike) -> RatioEstimate:
     """sum(over) / sum(under) over independent samples, both of shape (samples,).
 
     The standard error is the delta method's, with n - 1 in the variance.
@@ -92,8 +92,8 @@ def ratio_of_sums(over: npt.ArrayLike, under: npt.ArrayLike) -> Estimate:
     value = float(a.sum() / b.sum())
     n = len(a)
     if n < 2:
-        return Estimate(value, float("nan"))
+        return RatioEstimate(value, float("nan"))
     residual = a - value * b
     error = np.sqrt((residual**2).sum() * n / (n - 1)) / abs(b.sum())
     # Rounding leaves a trace of error where every sample has the same ratio.
-    return Estimate(value, 0.0 if error < 1e-12 * abs(value) else float(error))
+    return RatioEstimate(value, 0.0 if error < 1e-12 * abs(value) else float(error))

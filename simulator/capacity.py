@@ -24,7 +24,7 @@ from simulator.serving.outcome.results import ResultsFile, restored
 from simulator.serving.routers import describe_router
 from simulator.serving.run import Policy, simulate
 from simulator.serving.scenario import Scenario
-from simulator.serving.study import Bench as ServeBench
+from simulator.serving.study import ServingRunner as ServeBench
 from simulator.serving.study import break_even_load, over_rates
 from simulator.targets import Targets
 from traces.acceptance.trace import Trace
@@ -49,7 +49,7 @@ class Point(NamedTuple):
 
 
 @dataclass(frozen=True, eq=False)
-class Bench:
+class PointRunner:
     """Everything that a point needs; `base` holds the arrivals, the engine and the router."""
 
     trace: Trace
@@ -111,7 +111,7 @@ class Bench:
 
 
 @dataclass
-class Verdict:
+class PointVerdict:
     """Replications of one point."""
 
     outcomes: Sequence[Mapping[str, Any]]
@@ -163,13 +163,13 @@ class Verdict:
 
 
 Found = TypeVar("Found")
-Search = Generator[Sequence[Point], Verdict, Found]
+Search = Generator[Sequence[Point], PointVerdict, Found]
 """Yields the replications of a point, is sent what came of them, returns what it looked for."""
 Progress = Callable[[int, str], None]
 """Called with the runs there are, and a word on the one just finished."""
 
 
-class Study:
+class Points:
     """Runs points, each once.
 
     Parameters
@@ -186,7 +186,7 @@ class Study:
 
     def __init__(
         self,
-        bench: Bench,
+        bench: PointRunner,
         executor: Executor | None = None,
         kept: ResultsFile | None = None,
         progress: Progress | None = None,
@@ -216,7 +216,7 @@ class Study:
             for name, points in list(asked.items()):
                 del asked[name]
                 outcomes = [self._known[point] for point in points]
-                verdict = Verdict(outcomes, self.bench.targets)
+                verdict = PointVerdict(outcomes, self.bench.targets)
                 self._step(name, searches[name], verdict, asked, found)
         return found
 
@@ -224,7 +224,7 @@ class Study:
         self,
         name: str,
         search: Search[Found],
-        verdict: Verdict | None,
+        verdict: PointVerdict | None,
         asked: dict[str, Sequence[Point]],
         found: dict[str, Found],
     ) -> None:
@@ -333,7 +333,7 @@ Ask = Callable[[int, float, int | None, int | None], Sequence[Point]]
 class Start:
     """A rough estimate of what one replica can do."""
 
-    alone: Verdict
+    alone: PointVerdict
     """A request at a time."""
     limit: float
     """The rate up to which it keeps the targets; 0 where it does at none."""
@@ -345,7 +345,7 @@ class Start:
 class Answer:
     """The result for one policy."""
 
-    verdict: Verdict
+    verdict: PointVerdict
     """At `replicas`, or of the most that were tried."""
     replicas: int | None
     low: int | None = None
@@ -364,7 +364,7 @@ def find_start(ask: Ask, at_once: int) -> Search[Start]:
     if not alone.kept:
         return Start(alone, 0.0, few)
     rate = 1 / alone.mean("e2e_s", "mean")
-    verdicts: dict[float, Verdict] = {}
+    verdicts: dict[float, PointVerdict] = {}
     limit = yield from _asked(
         highest(rate, 2.0, ROUGH, rate / 1000, rate * BATCHED),
         lambda r: ask(1, r, few, 2),
@@ -385,7 +385,7 @@ def find_answer(
     is the number of requests simulated for n replicas.  The rate that is too much is never below
     `rate` itself, which these replicas were found to keep.
     """
-    verdicts: dict[int, Verdict] = {}
+    verdicts: dict[int, PointVerdict] = {}
     guess = min(math.ceil(rate / limit), most)
     # Who needs more replicas sees more of the same stream.
     requests = horizon(guess)
@@ -462,7 +462,7 @@ def below(rate: float) -> float:
 def _asked(
     search: Generator[Value, bool, Found],
     points: Callable[[Value], Sequence[Point]],
-    verdicts: dict[Value, Verdict],
+    verdicts: dict[Value, PointVerdict],
 ) -> Search[Found]:
     """Answer the questions of a search by simulation, except those that `verdicts` answers.
 
@@ -485,7 +485,7 @@ TOLD_APART = 0.01
 
 
 def plan_rows(
-    bench: Bench,
+    bench: PointRunner,
     rate: float,
     starts: Mapping[str, Start],
     answers: Mapping[str, Answer],
@@ -653,7 +653,7 @@ def plan(
         raise DraftsimError(f"rate is {rate}, expected a positive number of requests a second")
     if most < 1:
         raise DraftsimError(f"most is {most}, expected at least 1 replica")
-    bench = Bench(trace, latency, policies, base, targets, rule)
+    bench = PointRunner(trace, latency, policies, base, targets, rule)
     whole_file = hasattr(base.arrivals, "rows") and requests is None
     key = bench.key() if path is not None else None
     file = (
@@ -661,7 +661,7 @@ def plan(
     )
     # Searches ask in turn: a cluster is connected to once, not for every question.
     with file or nullcontext(), executor if isinstance(executor, Cluster) else nullcontext():
-        study = Study(bench, executor, file, progress)
+        study = Points(bench, executor, file, progress)
         asks = {name: partial(_points, name, base.replications) for name in policies}
         at_once = base.limits.max_batch
         starts = study.drive({name: find_start(ask, at_once) for name, ask in asks.items()})

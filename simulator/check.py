@@ -17,7 +17,7 @@ import pandas as pd
 
 from policies.lengths.basic import Fixed
 from simulator.aggregate.acceptance import emitted_of_rate
-from simulator.bootstrap import Estimate, ratio_of_sums
+from simulator.bootstrap import RatioEstimate, ratio_of_sums
 from simulator.formulas import (
     batching,
     dsi,
@@ -36,7 +36,7 @@ from traces.latency.table import LatencyTable
 from traces.replay.rounds import RoundLog
 from traces.replay.run import replay
 
-Row = tuple[str, str, float, Estimate]
+Row = tuple[str, str, float, RatioEstimate]
 
 TEXTBOOK = LatencyTable.constant(1.0, 0.1)
 GAMMAS = (1, 2, 3, 4, 5, 6, 8, 12, 16)
@@ -223,12 +223,12 @@ class _Bench:
             self._logs[alpha, gamma] = RoundLog(whole, log.requests, log.policy)
         return self._logs[alpha, gamma]
 
-    def speedup(self, alpha: float, gamma: int, c: float, verify: float = 1.0) -> Estimate:
+    def speedup(self, alpha: float, gamma: int, c: float, verify: float = 1.0) -> RatioEstimate:
         log = self.log(alpha, gamma)
         table = LatencyTable.constant(1.0, c, verify)
         return ratio_of_sums(log.rounds["emitted"], price(log, table).round_s)
 
-    def tokens_per_round(self, alpha: float, gamma: int) -> Estimate:
+    def tokens_per_round(self, alpha: float, gamma: int) -> RatioEstimate:
         emitted = self.log(alpha, gamma).rounds["emitted"]
         return ratio_of_sums(emitted, np.ones(len(emitted)))
 
@@ -268,13 +268,13 @@ def _general(bench: _Bench) -> Iterator[Row]:
         where = f"alpha={a} gamma={g} c={c} T_v/T_t={v}"
         tokens, measured = leviathan.expected_tokens(a, g), bench.speedup(a, g, c, v)
         yield "speedup with T_verify", where, general.speedup(tokens, g, 1.0, c, v), measured
-        slower = Estimate(1 / measured.value, measured.standard_error / measured.value**2)
+        slower = RatioEstimate(1 / measured.value, measured.standard_error / measured.value**2)
         closed = magicdec.time_ratio(tokens, g, 1.0, c, v)
         yield "MagicDec eq. 4", where, closed, slower
         log, trace = bench.log(a, g), bench.trace(a)
         runs = trace.run_lengths[log.rounds["position"]]
         survival = general.block_efficiency(general.empirical_survival(runs, g))
-        exact = Estimate(bench.tokens_per_round(a, g).value, 0.0)
+        exact = RatioEstimate(bench.tokens_per_round(a, g).value, 0.0)
         yield "block efficiency from survival", f"alpha={a} gamma={g}", survival, exact
 
 
@@ -296,11 +296,11 @@ def _gammatune(bench: _Bench) -> Iterator[Row]:
         seconds = price(log, LatencyTable.constant(c_gt, 1.0)).total_s
         yield (
             "GammaTune rounds", f"{where} alpha_prop={own:.6g}",
-            gammatune.steps(emitted, own, g), Estimate(float(len(log)), 0.0),
+            gammatune.steps(emitted, own, g), RatioEstimate(float(len(log)), 0.0),
         )  # fmt: skip
         yield (
             "GammaTune cost", f"{where} alpha_prop={own:.6g}",
-            gammatune.cost(emitted, own, g, c_gt, 1.0), Estimate(seconds, 0.0),
+            gammatune.cost(emitted, own, g, c_gt, 1.0), RatioEstimate(seconds, 0.0),
         )  # fmt: skip
 
 
@@ -386,7 +386,7 @@ def _batching(bench: _Bench) -> Iterator[Row]:
         yield (
             "goodput of a ragged batch", f"{where} step_s={step_s:.6g}",
             batching.goodput(a, g, batch, batch, step_s),
-            Estimate(batch * tokens.value / step_s, batch * tokens.standard_error / step_s),
+            RatioEstimate(batch * tokens.value / step_s, batch * tokens.standard_error / step_s),
         )  # fmt: skip
 
 
@@ -429,7 +429,7 @@ def run_checks(
     return pd.DataFrame(list(_checks(trace, latency, tokens, seed)), columns=list(Check._fields))
 
 
-def compare(formula: str, parameters: str, closed_form: float, simulated: Estimate) -> Check:
+def compare(formula: str, parameters: str, closed_form: float, simulated: RatioEstimate) -> Check:
     """Return a `Check` of a closed form against a simulated value with its standard error."""
     value, error = simulated
     gap = value - closed_form
@@ -443,7 +443,7 @@ def compare(formula: str, parameters: str, closed_form: float, simulated: Estima
 def _checks(
     trace: Trace | None, latency: LatencyTable | None, tokens: int, seed: int
 ) -> Iterator[Check]:
-    rows: Iterable[tuple[str, str, float, Estimate]] = iid_checks(tokens, seed)
+    rows: Iterable[tuple[str, str, float, RatioEstimate]] = iid_checks(tokens, seed)
     yield from (compare(*row) for row in rows)
     if trace is not None:
         yield from (compare(*row) for row in recorded_checks(trace, latency))

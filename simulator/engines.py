@@ -21,7 +21,7 @@ import numpy as np
 from policies.core import DraftPolicy, Round
 from policies.lengths.basic import Fixed
 from simulator.serving.arrivals import Arrivals
-from simulator.serving.cost import Chunk, IterationCost
+from simulator.serving.cost import Chunk, EngineCost
 from simulator.serving.outcome.report import Run
 from simulator.serving.outcome.timeline import Timeline
 from simulator.serving.replays import clock_free
@@ -245,7 +245,7 @@ def figures_of(requests: Any, one_by_one: bool = False) -> dict[str, float]:
 
 def kinds(runs: Sequence[LoadRun], latency: LatencyTable) -> list[dict[str, Any]]:
     """The measured iterations priced one by one, and the error of each kind's seconds."""
-    cost = IterationCost(latency)
+    cost = EngineCost(latency)
     found: dict[str, list[tuple[float, float]]] = {}
     for step in itertools.chain.from_iterable(r.steps for r in runs):
         found.setdefault(step.kind, []).append((step.seconds, priced_s(step, cost)))

@@ -105,7 +105,7 @@ def replay_system(name: str, trace: Trace, recordings: Recordings) -> list[Round
     return [replay_with(trace, own, [policy], recordings)[0] for own, policy in found]
 
 
-class Listed(NamedTuple):
+class ListedSystems(NamedTuple):
     """Named systems replayed, and what the others lack, by name."""
 
     logs: list[RoundLog]
@@ -114,9 +114,9 @@ class Listed(NamedTuple):
 
 def replay_systems(
     names: Iterable[str], trace: Trace, recordings: Recordings, latency: LatencyTable
-) -> Listed:
+) -> ListedSystems:
     """Return the named systems that can be replayed and priced."""
-    found = Listed([], {})
+    found = ListedSystems([], {})
     for name in names:
         source = parse_source(SYSTEMS[name].source)
         by = source.record
@@ -143,7 +143,7 @@ def replay_systems(
     return found
 
 
-def in_listed_order(parts: Sequence[Listed], say: Say = silent) -> list[RoundLog]:
+def in_listed_order(parts: Sequence[ListedSystems], say: Say = silent) -> list[RoundLog]:
     """Return the logs of all parts in the systems' order; `say` is told what is missing."""
     reasons = {name: why for part in parts for name, why in part.missing.items()}
     missing = [name for name in SYSTEMS if name in reasons]
@@ -334,10 +334,10 @@ def compare(
     def with_own_rules(say: Say) -> list[RoundLog]:
         return [replay_method(one, trace, memory, say) for one in asked.ruled]
 
-    def looked_up(_: Say) -> Listed:
+    def looked_up(_: Say) -> ListedSystems:
         return replay_systems(lookups, outputs, {}, free)
 
-    def recorded(_: Say) -> Listed:
+    def recorded(_: Say) -> ListedSystems:
         others = [name for name in SYSTEMS if name not in lookups]
         return replay_systems(others, outputs, recordings(), free)
 

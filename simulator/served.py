@@ -18,7 +18,7 @@ import pandas as pd
 from simulator.engines import figures_of, priced_s, row_of, with_profile_errors, with_speedups
 from simulator.pricing import HostCost
 from simulator.serving.arrivals import Arrivals
-from simulator.serving.cost import IterationCost
+from simulator.serving.cost import EngineCost
 from simulator.serving.run import simulate
 from simulator.serving.scenario import Scenario
 from traces.acceptance.trace import Trace
@@ -179,7 +179,7 @@ def slowdown_of(controls: Mapping[int, Sequence[ServedRun]], latency: LatencyTab
 
     Those that a server adds are no part of it (`with_server`).
     """
-    cost = IterationCost(latency)
+    cost = EngineCost(latency)
     decoding: dict[int, float] = {}
     of_prompts: list[tuple[float, float]] = []
     for size, runs in controls.items():

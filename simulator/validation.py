@@ -290,7 +290,7 @@ def anchor_drift(folder: Path) -> dict[int, float]:
 
 
 @dataclass(frozen=True)
-class Bounds:
+class AccuracyBounds:
     """The bounds that the comparison of one recording, or of several, has to keep to."""
 
     rows: int
@@ -319,7 +319,7 @@ class Bounds:
         }
 
 
-def bounds(recordings: Sequence[pd.DataFrame]) -> Bounds:
+def bounds(recordings: Sequence[pd.DataFrame]) -> AccuracyBounds:
     """Errors, ranking and sign over the rows of `check_recording` of some recordings.
 
     Policies are ranked within a recording and batch alone.  A column ``drift`` (`anchor_drift`)
@@ -336,7 +336,7 @@ def bounds(recordings: Sequence[pd.DataFrame]) -> Bounds:
         raise DraftsimError("no compared runs: name a recording with measured runs")
     worst = rows.iloc[int(rows["error"].abs().argmax())]
     drift = rows["drift"].fillna(0.0) if "drift" in rows else 0.0
-    return Bounds(
+    return AccuracyBounds(
         len(rows), float(rows["error"].abs().median()), float(worst["error"]),
         str(worst["policy"]), sum(v.ranked_pairs for v in said),
         sum(len(v.misranked) for v in said), sum(v.sign_arms for v in said),

@@ -15,9 +15,9 @@ import pytest
 from commands.capacity import remarks
 from policies.lengths.basic import Autoregressive, Fixed
 from simulator.capacity import (
-    Bench,
     Point,
-    Verdict,
+    PointRunner,
+    PointVerdict,
     find_answer,
     find_curve,
     plan,
@@ -88,7 +88,7 @@ def test_the_share_within_a_target_has_the_standard_error_that_it_claims() -> No
     trace = one_token_jobs(np.rint(jobs / jobs.mean() / PER_TOKEN_S).astype(int))
     base = Scenario(Poisson(1.0), Limits(1, token_budget=1 << 30), warmup=0.2, router=RandomSplit())
     targets = Targets(ttft_s=6.0, share=0.9)
-    bench = Bench(trace, SERVICE, {"a": Autoregressive()}, base, targets)
+    bench = PointRunner(trace, SERVICE, {"a": Autoregressive()}, base, targets)
     shares = [bench.run(Point("a", 3, 3 * each, 4000, r))["within"] for r in range(12)]
     error = float(np.std(shares, ddof=1) / math.sqrt(len(shares)))
     assert error < 0.02
@@ -149,7 +149,7 @@ def test_speculation_that_halves_the_work_halves_the_replicas() -> None:
     assert fixed["stops_saving"] == math.inf
     assert plain["stops_saving"] is None
     # What is found is so: fewer do not keep the targets.
-    bench = Bench(
+    bench = PointRunner(
         TRACE, LATENCY, PAIR,
         Scenario(Poisson(1.0), Limits(4), warmup=0.2, router=RoundRobin()),
         parse_targets("ttft=0.4,tpot=0.05,p=0.9"),
@@ -158,7 +158,7 @@ def test_speculation_that_halves_the_work_halves_the_replicas() -> None:
         bench.run(Point("fixed", fixed["replicas"] - 1, 24.0, fixed["requests"], r))
         for r in range(2)
     ]
-    assert not Verdict(fewer, bench.targets).kept
+    assert not PointVerdict(fewer, bench.targets).kept
 
 
 def test_a_better_router_needs_no_more() -> None:
@@ -203,13 +203,13 @@ def test_a_queue_that_still_grows_is_no_judgement() -> None:
         "within": 0.96, "within_late": 0.9, "span_s": 100.0, "e2e_s": {"p95": 1.0},
         "overloaded": False,
     }  # fmt: skip
-    growing = Verdict([outcome, outcome], Targets(ttft_s=1.0))
+    growing = PointVerdict([outcome, outcome], Targets(ttft_s=1.0))
     assert growing.kept
     assert "the queue still grows" in growing.too_short
-    assert not Verdict([{**outcome, "within_late": 0.95}] * 2, Targets(ttft_s=1.0)).too_short
+    assert not PointVerdict([{**outcome, "within_late": 0.95}] * 2, Targets(ttft_s=1.0)).too_short
     swamped = {**outcome, "overloaded": True}
-    assert not Verdict([swamped, outcome], Targets(ttft_s=1.0)).kept
-    assert Verdict([swamped, outcome, outcome], Targets(ttft_s=1.0)).kept
+    assert not PointVerdict([swamped, outcome], Targets(ttft_s=1.0)).kept
+    assert PointVerdict([swamped, outcome, outcome], Targets(ttft_s=1.0)).kept
 
 
 def test_costs_are_those_of_the_fleet() -> None:

@@ -6,7 +6,7 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from simulator.bootstrap import Estimate
+from simulator.bootstrap import RatioEstimate
 from simulator.check import (
     Check,
     _Bench,
@@ -58,9 +58,9 @@ def test_mixing_the_two_alphas_is_caught() -> None:
 
 
 def test_without_randomness_agreement_is_exact() -> None:
-    assert compare("f", "", 2.0, Estimate(2.0, 0.0)).ok
-    assert not compare("f", "", 2.0, Estimate(2.000001, 0.0)).ok
-    assert not compare("f", "", 2.0, Estimate(1.0, float("nan"))).ok
+    assert compare("f", "", 2.0, RatioEstimate(2.0, 0.0)).ok
+    assert not compare("f", "", 2.0, RatioEstimate(2.000001, 0.0)).ok
+    assert not compare("f", "", 2.0, RatioEstimate(1.0, float("nan"))).ok
 
 
 @pytest.mark.invariant(7)

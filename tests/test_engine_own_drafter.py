@@ -20,7 +20,7 @@ from profiler.engines.measure import cells_of
 from profiler.engines.session import ENGINE, VARIABLE, Setup, asks_for_engine, setup_from
 from profiler.engines.vllm.proposer import OwnDrafter, check_speculative, register
 from simulator.serving import ClosedLoop, Scenario, simulate
-from simulator.serving.cost import IterationCost
+from simulator.serving.cost import EngineCost
 from tests.compiled import ALONG, PLAIN
 from tests.pretend_vllm import PretendRunner
 from tests.test_engine_proposer import LONGEST, PROMPTS, TEXTS, TRACE, VOCABULARY, rounds
@@ -155,8 +155,8 @@ def test_the_drafters_passes_are_read_from_iterations_that_ask_for_more_and_more
     # Neither the host nor the target is charged for them.
     assert table.seconds("target", "host_round", batch=4, new_tokens=1) == pytest.approx(3e-3)
     idle = [SimpleNamespace(context=65)], [Round(0, 0, 0, 1, 0, 1)], []
-    assert IterationCost(table)(*idle).draft_s == pytest.approx(2e-3)
-    assert IterationCost(table, speculates=False)(*idle).draft_s == 0  # an engine without one
+    assert EngineCost(table)(*idle).draft_s == pytest.approx(2e-3)
+    assert EngineCost(table, speculates=False)(*idle).draft_s == 0  # an engine without one
 
 
 def test_off_is_an_engine_without_a_drafter_unless_it_is_loaded() -> None:

@@ -22,7 +22,7 @@ from profiler.engines.vllm.watch import Recorder, caller_name
 from simulator.engines import priced_s
 from simulator.pricing import HostCost
 from simulator.served import added, control_sizes, slowdown_of, slowed, with_server
-from simulator.serving.cost import IterationCost
+from simulator.serving.cost import EngineCost
 from tests.pretend_vllm import PretendRunner, config
 from tests.serving import GRID
 from traces import replay, synthetic_trace
@@ -123,7 +123,7 @@ def control_of(
     table: LatencyTable, size: int, slower: float, prompts_slower: float, queued: list[float]
 ) -> ServedRun:
     """A loop of `size` requests in an engine that takes so much longer than `table` says."""
-    cost = IterationCost(table)
+    cost = EngineCost(table)
     prompt = [Prompt("0/0", 40, 0, 40)]
     steps = []
     for context in range(60, 90, 10):
@@ -149,7 +149,7 @@ def test_an_engine_slower_than_its_table_is_priced_as_its_control_loops_ran() ->
     assert speed.prompts == pytest.approx(1.2)
     assert speed.at(16) == pytest.approx(1.1)
     now = slowed(table, speed)
-    cost, before = IterationCost(now), IterationCost(table)
+    cost, before = EngineCost(now), EngineCost(table)
     for size, slower in ((1, 1.3), (8, 1.1)):
         decoding = controls[size][0].load.steps[0]
         # The host's share, a twentieth, has cells of one request alone.

@@ -11,7 +11,7 @@ from profiler.suite.runs.arms import arms_of
 from simulator.chosen import load_policies
 from simulator.papers.cmasd import cmasd_rows, comparison
 from simulator.papers.compare import REAL_RUNS
-from simulator.papers.ours import REAL, Ours, Outcome, method_outcome
+from simulator.papers.ours import REAL, MethodOutcome, Ours, method_outcome
 from tests.test_papers import LATENCY, scored_trace
 from traces.acceptance.trace import Trace
 from traces.errors import DraftsimError
@@ -121,7 +121,7 @@ def test_without_a_vocabulary_nobody_guesses_one(ours: Ours) -> None:
 
 
 def test_tok_counts_accepted_drafts_and_rollbacks_rounds(ours: Ours) -> None:
-    found: Outcome = method_outcome(replace(ours, runs=()), METHODS["cm-asd"])
+    found: MethodOutcome = method_outcome(replace(ours, runs=()), METHODS["cm-asd"])
     rounds = found.log.rounds
     assert found.accepted_per_round < found.tokens_per_round
     thrown = (rounds["accepted"] < rounds["drafted"]).sum() / (rounds["drafted"] > 0).sum()

@@ -15,8 +15,8 @@ from simulator.papers.specbound import (
     FIGURE_4,
     FULL,
     START,
-    Replays,
     Setting,
+    SettingReplays,
     choices,
     early_exit_rows,
     order_rows,
@@ -117,7 +117,7 @@ def settings_of(best: Setting, ours: Ours) -> dict[str, Setting]:
 
 def test_no_parameter_of_the_optimum_can_be_changed_alone(made: Made) -> None:
     fit, _ = split_requests(made.trace, 0.5)
-    best = search(Replays(made.ours, fit))
+    best = search(SettingReplays(made.ours, fit))
     _, top = made.by_hand(best, fit)
     assert top > made.by_hand(START, fit)[1]
     assert best.tau > 0
@@ -128,7 +128,7 @@ def test_no_parameter_of_the_optimum_can_be_changed_alone(made: Made) -> None:
 def test_figure_3_is_around_the_optimum_on_the_other_half(made: Made, rows: list[Row]) -> None:
     fit, shown = split_requests(made.trace, 0.5)
     assert not set(fit) & set(shown)
-    best = search(Replays(made.ours, fit))
+    best = search(SettingReplays(made.ours, fit))
     figure = {(r.row, r.column): r for r in rows if r.table == FIGURE_3}
     for label, setting in settings_of(best, made.ours).items():
         rate, speed = made.by_hand(setting, shown)
@@ -143,7 +143,7 @@ def test_figure_3_is_around_the_optimum_on_the_other_half(made: Made, rows: list
 
 def test_figure_4_says_what_each_part_is_worth(made: Made, rows: list[Row]) -> None:
     fit, shown = split_requests(made.trace, 0.5)
-    best = search(Replays(made.ours, fit))
+    best = search(SettingReplays(made.ours, fit))
     figure = {r.row: r for r in rows if r.table == FIGURE_4 and r.column == "SD"}
     full = made.by_hand(best, shown)[1]
     assert figure[FULL].ours == pytest.approx(full)
@@ -163,7 +163,7 @@ def test_figure_4_says_what_each_part_is_worth(made: Made, rows: list[Row]) -> N
 
 
 def test_a_stand_in_is_for_what_no_recording_followed(made: Made) -> None:
-    replays = Replays(made.ours, [0, 1])
+    replays = SettingReplays(made.ours, [0, 1])
     wide = START._replace(tau=0.05, width=8)
     with pytest.raises(TailError):
         replays._replay(wide, EarlyExit)
@@ -173,7 +173,7 @@ def test_a_stand_in_is_for_what_no_recording_followed(made: Made) -> None:
 
 def test_table_3_is_prefill_and_rounds(made: Made, rows: list[Row]) -> None:
     fit, shown = split_requests(made.trace, 0.5)
-    speed = made.by_hand(search(Replays(made.ours, fit)), shown)[1]
+    speed = made.by_hand(search(SettingReplays(made.ours, fit)), shown)[1]
     table = {(r.row, r.column): r.ours for r in rows if r.table == "SpecBound Table 3"}
     decode = (LENGTH - 1) * STEP_S
     want = {

@@ -34,7 +34,7 @@ from simulator.serving import (
 )
 from simulator.serving.arrivals import Deterministic, Job
 from simulator.serving.compiled import arrays, engine, loop
-from simulator.serving.cost import IterationCost
+from simulator.serving.cost import EngineCost
 from simulator.serving.groups import InOrder
 from simulator.serving.replays import clock_free
 from tests.compiled import LENGTHS, PLAIN, PROMPTED, SCENARIOS, SIGNALLED, assert_same, ran
@@ -353,7 +353,7 @@ ONE_CONTEXT = LatencyTable(
     context=st.one_of(st.integers(0, 1200), st.floats(0, 2000), st.sampled_from([40, 100, 900])),
 )
 def test_its_readings_are_the_tables(cells, batch, width, context):
-    prices = arrays.prices_of(IterationCost(cells), 2)
+    prices = arrays.prices_of(EngineCost(cells), 2)
     seen = arrays.nothing_seen(1)[0]
     found = loop.read(prices, seen, arrays.TARGET, float(batch), float(width), float(context))
     wanted, origin = cells.estimate(

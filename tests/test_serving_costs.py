@@ -8,7 +8,7 @@ from typing import Any, Literal
 import pytest
 
 from policies.core import Round
-from simulator.serving.cost import Coverage, IterationCost
+from simulator.serving.cost import Coverage, EngineCost
 from tests.compiled import ALONG
 from tests.serving import CONSTANT, GRID
 from traces.errors import DraftsimError
@@ -37,7 +37,7 @@ def target_s(batch: int, width: float, context: float) -> float:
 def test_rectangles_are_as_wide_as_the_widest_and_as_long_as_the_longest(
     draft_batch: Literal["padded", "active"],
 ) -> None:
-    cost = IterationCost(GRID, draft_batch=draft_batch, passes="padded")(SLOTS, ROUNDS, [])
+    cost = EngineCost(GRID, draft_batch=draft_batch, passes="padded")(SLOTS, ROUNDS, [])
     alone = 2 if draft_batch == "padded" else 1  # the second sequence drafts on alone
     drafts = first_s(2, 3, LONG - 3) + draft_s(2, LONG)
     drafts += draft_s(alone, SHORT + 1) + draft_s(alone, SHORT + 2)
@@ -49,7 +49,7 @@ def test_rectangles_are_as_wide_as_the_widest_and_as_long_as_the_longest(
 
 def test_ragged_passes_are_read_at_their_means() -> None:
     padded, active = (
-        IterationCost(GRID, draft_batch=kind)(SLOTS, ROUNDS, [])  # type: ignore[arg-type]
+        EngineCost(GRID, draft_batch=kind)(SLOTS, ROUNDS, [])  # type: ignore[arg-type]
         for kind in ("padded", "active")
     )
     mean = (LONG + SHORT) / 2
@@ -68,10 +68,10 @@ def test_who_drafts_nothing_is_no_part_of_the_drafts_means() -> None:
     padded = first_s(3, 2, mean - 2) + sum(draft_s(3, mean + k) for k in range(3))
     active = first_s(2, 2, mean - 2) + draft_s(2, mean)
     active += draft_s(1, SHORT + 1) + draft_s(1, SHORT + 2)
-    cost = IterationCost(GRID)(resting, rounds, [])
+    cost = EngineCost(GRID)(resting, rounds, [])
     assert cost.draft_s == pytest.approx(padded, rel=1e-12)
     assert cost.target_s == pytest.approx(target_s(3, 3, (LONG + SHORT + 10) / 3 - 1), rel=1e-12)
-    cost = IterationCost(GRID, draft_batch="active")(resting, rounds, [])
+    cost = EngineCost(GRID, draft_batch="active")(resting, rounds, [])
     assert cost.draft_s == pytest.approx(active, rel=1e-12)
 
 
@@ -81,15 +81,15 @@ def test_plain_iterations_pay_no_draft_and_drafts_need_a_drafter(
     draft_batch: Literal["padded", "active"], passes: Literal["ragged", "padded"]
 ) -> None:
     for speculates in (True, False):
-        cost = IterationCost(GRID, speculates=speculates, draft_batch=draft_batch, passes=passes)
+        cost = EngineCost(GRID, speculates=speculates, draft_batch=draft_batch, passes=passes)
         plain = cost(SLOTS, PLAIN, [])
         assert (plain.draft_s, plain.host_s) == (0, 7e-4)
     with pytest.raises(DraftsimError, match="told it never would"):
-        IterationCost(GRID, speculates=False)(SLOTS, ROUNDS, [])
+        EngineCost(GRID, speculates=False)(SLOTS, ROUNDS, [])
 
 
 def test_what_was_read_is_counted_with_its_sizes() -> None:
-    cost = IterationCost(CONSTANT)
+    cost = EngineCost(CONSTANT)
     assert cost.coverage == []
     cost(SLOTS, ROUNDS, [])
     assert cost.coverage == [
@@ -102,7 +102,7 @@ def test_what_was_read_is_counted_with_its_sizes() -> None:
 def test_a_drafter_that_runs_along_takes_that_pass_alone_unless_it_drafts_on(
     always: int | None,
 ) -> None:
-    cost = IterationCost(drafting_always(ALONG, always))(SLOTS, PLAIN, [])
+    cost = EngineCost(drafting_always(ALONG, always))(SLOTS, PLAIN, [])
     mean = (LONG + SHORT) / 2
     if always == 2:
         # A draft of two, whose first token leaves the drafter's cache again.
@@ -115,7 +115,7 @@ def test_a_drafter_that_runs_along_takes_that_pass_alone_unless_it_drafts_on(
 
 
 def test_what_has_no_cells_is_named() -> None:
-    assert IterationCost(GRID).unpriced == []
-    assert IterationCost(GRID, reads=True).unpriced == ["signal"]
-    assert IterationCost(CONSTANT).unpriced == ["target prefill", "draft prefill", "host_round"]
-    assert IterationCost(CONSTANT, speculates=False).unpriced == ["target prefill", "host_round"]
+    assert EngineCost(GRID).unpriced == []
+    assert EngineCost(GRID, reads=True).unpriced == ["signal"]
+    assert EngineCost(CONSTANT).unpriced == ["target prefill", "draft prefill", "host_round"]
+    assert EngineCost(CONSTANT, speculates=False).unpriced == ["target prefill", "host_round"]

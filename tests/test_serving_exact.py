@@ -19,7 +19,7 @@ from simulator.serving.arrivals import Job
 from simulator.serving.cost import PassReader
 from simulator.serving.outcome.metrics import Series
 from simulator.serving.sequence import EngineState, ServedSequence
-from simulator.serving.source import Clock
+from simulator.serving.source import SimulatedClock
 from tests.serving import GRID, arrival_file, bernoulli, table
 from traces.acceptance.synthetic import synthetic_trace
 from traces.acceptance.trace import Trace
@@ -81,7 +81,7 @@ def test_skipping_events_changes_nothing(
     )  # fmt: skip
     skipped = everything(chosen, trace, scenario)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Clock, "skip", lambda self, seconds: False)
+        patch.setattr(SimulatedClock, "skip", lambda self, seconds: False)
         by_event = everything(chosen, trace, scenario)
     # To the last bit: NaN where there is nothing, equal otherwise.
     np.testing.assert_equal(skipped[1], by_event[1])
@@ -92,9 +92,9 @@ def test_skipping_events_changes_nothing(
 
 def test_most_iterations_at_light_load_take_no_event(monkeypatch):
     taken = []
-    skip = Clock.skip
+    skip = SimulatedClock.skip
     monkeypatch.setattr(
-        Clock, "skip", lambda self, seconds: taken.append(skip(self, seconds)) or taken[-1]
+        SimulatedClock, "skip", lambda self, seconds: taken.append(skip(self, seconds)) or taken[-1]
     )
     run = simulate(PLAIN, GRID, Fixed(3), Scenario(Poisson(0.1), requests=12), by_iteration=True)
     assert len(taken) == run.recorder.iterations
@@ -103,7 +103,7 @@ def test_most_iterations_at_light_load_take_no_event(monkeypatch):
 
 def test_the_clock_lets_others_go_first():
     seen = []
-    clock = Clock()
+    clock = SimulatedClock()
 
     def other():
         yield clock.timeout(2.0)

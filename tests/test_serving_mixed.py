@@ -12,7 +12,7 @@ from commands.serve.rows import guesses
 from policies.core import Round
 from policies.lengths.basic import Fixed
 from simulator.serving import ClosedLoop, Limits, Scenario, simulate
-from simulator.serving.cost import Chunk, IterationCost
+from simulator.serving.cost import Chunk, EngineCost
 from tests.serving import bernoulli, table
 from traces.latency.table import LatencyTable
 
@@ -37,7 +37,7 @@ def prompt(tokens: int, cached: int = 0, left: int | None = None) -> Chunk:
 
 
 def seconds(latency: LatencyTable, *chunks: Chunk) -> float:
-    return IterationCost(latency, speculates=False)(SLOTS, ROUNDS, chunks).target_s
+    return EngineCost(latency, speculates=False)(SLOTS, ROUNDS, chunks).target_s
 
 
 def test_decoding_by_itself_is_unchanged() -> None:
@@ -55,7 +55,7 @@ def test_more_prompt_tokens_than_beside_decoding_are_not_as_cheap_as_the_most_me
     launch_s = 0.011
     four = [prompt(64)] * 4
     assert seconds(MEASURED, *four) == pytest.approx(ALONE_S + 0.008 + 4 * 0.064 - launch_s)
-    cost = IterationCost(MEASURED, speculates=False)
+    cost = EngineCost(MEASURED, speculates=False)
     cost(SLOTS, ROUNDS, four)
     assert [(c.phase, c.origin) for c in cost.coverage if c.phase == "mixed"] == [
         ("mixed", "composed")
@@ -80,7 +80,7 @@ def test_prompts_of_unlike_lengths_cost_what_each_costs_less_what_they_share(
     # One by one up to 128 tokens, four together only up to 64: they take 0.9 as long as alone.
     cells = [("target", "prefill", 1, n, 0, alone_s(n)) for n in (8, 16, 32, 64, 128)]
     cells += [("target", "prefill", 4, n, 0, 0.9 * 4 * alone_s(n)) for n in (8, 16, 32, 64)]
-    cost = IterationCost(table(FORWARD + cells), speculates=False)
+    cost = EngineCost(table(FORWARD + cells), speculates=False)
     count = len(lengths)
     shared = (1 + (count - 1) / 3 * (0.9 * 4 - 1)) / count  # between one and four prompts
     found = cost([], [], [prompt(n) for n in lengths]).target_s
@@ -89,7 +89,7 @@ def test_prompts_of_unlike_lengths_cost_what_each_costs_less_what_they_share(
 
 def test_prompts_cost_a_drafter_without_a_model_nothing() -> None:
     free = [("draft", phase, b, n, c, 0.0) for _, phase, b, n, c, _ in FORWARD + PREFILL]
-    cost = IterationCost(table(FORWARD + PREFILL + free))
+    cost = EngineCost(table(FORWARD + PREFILL + free))
     found = cost([], [], [prompt(8), prompt(20)])
     assert found.draft_s == 0.0
     assert found.target_s > 0
@@ -101,7 +101,7 @@ def test_a_pass_takes_no_less_than_its_parts() -> None:
 
 
 def test_a_prompt_in_pieces_is_composed_after_its_first_piece() -> None:
-    cost = IterationCost(MEASURED, speculates=False)
+    cost = EngineCost(MEASURED, speculates=False)
     cost(SLOTS, ROUNDS, [prompt(8, cached=16, left=40)])
     composed = [c for c in cost.coverage if c.origin == "composed"]
     assert [(c.passes, c.batch, c.new_tokens, c.context) for c in composed] == [
@@ -122,7 +122,7 @@ def test_a_prompt_in_pieces_is_composed_after_its_first_piece() -> None:
 def test_pieces_of_prompts_are_passes_of_their_mean_width_and_context(
     pieces: list[Chunk], width: int, context: int
 ) -> None:
-    found = IterationCost(COMPOSED, speculates=False)([], [], pieces).target_s
+    found = EngineCost(COMPOSED, speculates=False)([], [], pieces).target_s
     batch = len(pieces)
     assert found == pytest.approx(0.01 + 1e-3 * batch * width + 1e-5 * batch * context)
 

@@ -14,7 +14,7 @@ from policies.core import Round
 from policies.lengths.basic import Fixed
 from simulator.pricing import price
 from simulator.serving import ClosedLoop, Limits, Scenario, simulate
-from simulator.serving.cost import IterationCost, TableCost
+from simulator.serving.cost import EngineCost, TableCost
 from simulator.whatif.batching import InBatches
 from simulator.whatif.rate import LatencyCost
 from tests.tuning import batched
@@ -92,7 +92,7 @@ def test_batches_pay_once_for_all_their_sequences(draft_batch: str, passes: str)
     rounds = [Round(0, n, 0, 1, n, 1) for n in (4, 2)]
     slots: list[Any] = [SimpleNamespace(context=c) for c in (50, 60)]
     seconds = [
-        IterationCost(table((1, 2), beyond), draft_batch=draft_batch, passes=passes)(  # type: ignore[arg-type]
+        EngineCost(table((1, 2), beyond), draft_batch=draft_batch, passes=passes)(  # type: ignore[arg-type]
             slots, rounds, []
         ).total_s
         for beyond in (BEYOND, ())

@@ -15,10 +15,10 @@ from policies.core import Load, Round
 from simulator.executors import Local
 from simulator.pricing import autoregressive, price
 from simulator.ratios import price_ratios
-from simulator.serving.cost import IterationCost
+from simulator.serving.cost import EngineCost
 from simulator.summary import prompt_speedups, summarize
 from simulator.whatif.batching import InBatches, _dealt, in_steps, step_costs
-from simulator.whatif.sweep.cells import COLUMNS, Bench, Part, _at_context
+from simulator.whatif.sweep.cells import COLUMNS, SweepPart, SweepRunner, _at_context
 from simulator.whatif.sweep.prices import Prices
 from simulator.whatif.sweep.run import Sweep
 from simulator.whatif.tilt.trace import Tilter
@@ -102,7 +102,7 @@ def test_steps_cost_what_iterations_of_serving_do(name: str) -> None:
     found = step_costs(steps, GRID).seconds
     bounds = np.searchsorted(log.rounds["request"], np.arange(len(log.requests) + 1))
     dealt = _dealt(bounds, batch, np.random.default_rng(3))
-    cost = IterationCost(GRID, reads=bool(log.reads))
+    cost = EngineCost(GRID, reads=bool(log.reads))
     for step in range(0, len(found), 7):
         slots: list[Any] = [SimpleNamespace(context=int(context[i])) for i in dealt[step]]
         rounds = [Round(*(int(log.rounds[f][i]) for f in Round._fields)) for i in dealt[step]]
@@ -247,9 +247,9 @@ def test_a_sweeps_part_is_the_same_with_and_without_plans(monkeypatch: pytest.Mo
     trace = recorded()
     names = ("fixed:gamma=3", "gammatune", "adaedl", "cm-asd", "hf-heuristic", "rate-optimal")
     policies = {n: parse_policy(n, max_gamma=trace.max_gamma) for n in names}
-    bench = Bench(trace, policies, Prices((0.05, 0.4)), resamples=20)
-    quick = bench.run(Part(None, 1, names))
+    bench = SweepRunner(trace, policies, Prices((0.05, 0.4)), resamples=20)
+    quick = bench.run(SweepPart(None, 1, names))
     monkeypatch.setattr(vectorised, "plan_of", lambda _: None)
-    usual = bench.run(Part(None, 1, names))
+    usual = bench.run(SweepPart(None, 1, names))
     for name, values in usual.items():
         np.testing.assert_array_equal(quick[name], values, err_msg=name)

@@ -13,7 +13,7 @@ import pytest
 
 from policies import DraftPolicy
 from simulator.executors import Local, LostParts
-from simulator.whatif.sweep.cells import Bench, Part
+from simulator.whatif.sweep.cells import SweepPart, SweepRunner
 from simulator.whatif.sweep.prices import Prices
 from simulator.whatif.sweep.run import Columns, Sweep, read_sweep
 from tests.studies import recorded, study
@@ -28,7 +28,7 @@ class Failing:
         self.lose = lose
         self.ran = 0
 
-    def run(self, bench: Bench, parts: Sequence[Part]) -> Iterator[tuple[int, Columns]]:
+    def run(self, bench: SweepRunner, parts: Sequence[SweepPart]) -> Iterator[tuple[int, Columns]]:
         for i, part in enumerate(parts):
             if i >= self.good and self.lose:
                 raise LostParts(len(parts) - i, len(parts))

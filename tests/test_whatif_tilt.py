@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from policies import CMASD, SVIP, Fixed
-from simulator.bootstrap import Estimate, ratio_of_sums
+from simulator.bootstrap import RatioEstimate, ratio_of_sums
 from simulator.whatif.tilt.trace import MatchModel, Tilter, acceptance, iid_like
 from tests.tilted import bursty, tilter
 from traces.acceptance.schema import MISMATCH
@@ -21,7 +21,7 @@ from traces.errors import DraftsimError
 from traces.replay.run import replay
 
 
-def block_efficiency(trace: Trace, gamma: int) -> Estimate:
+def block_efficiency(trace: Trace, gamma: int) -> RatioEstimate:
     log = replay(trace, Fixed(gamma))
     return ratio_of_sums(log.per_request(log.rounds["emitted"]), log.per_request(np.ones(len(log))))
 

@@ -16,7 +16,7 @@ from traces.errors import DraftsimError
 from traces.store.writing import write_atomically
 
 if TYPE_CHECKING:
-    from simulator.validation import Bounds
+    from simulator.validation import AccuracyBounds
 
 SHOWN = (
     "pair", "mode", "batch", "policy", "predicted_s", "measured_s", "error", "spread", "drift",
@@ -132,7 +132,7 @@ def remarks_on(parts: Sequence[pd.DataFrame]) -> list[str]:
     return said
 
 
-def bounds_of(parts: Sequence[pd.DataFrame]) -> dict[str, Bounds]:
+def bounds_of(parts: Sequence[pd.DataFrame]) -> dict[str, AccuracyBounds]:
     """Return the bounds of every recording by pair and mode, and of all of them."""
     from simulator.validation import bounds
 
@@ -140,7 +140,7 @@ def bounds_of(parts: Sequence[pd.DataFrame]) -> dict[str, Bounds]:
     return {**kept, ALL: bounds(parts)}
 
 
-def bounds_row(name: str, kept: Bounds) -> dict[str, str]:
+def bounds_row(name: str, kept: AccuracyBounds) -> dict[str, str]:
     """One line of the table of bounds."""
     met = {what: "met" if good else "MISSED" for what, good in kept.met.items()}
     return {
@@ -178,7 +178,7 @@ def markdown_table(rows: Sequence[Mapping[str, str]]) -> str:
     return "".join(f"| {' | '.join(line)} |\n" for line in cells)
 
 
-def _plain(item: tuple[str, Bounds]) -> dict[str, Any]:
+def _plain(item: tuple[str, AccuracyBounds]) -> dict[str, Any]:
     from dataclasses import asdict
 
     name, kept = item

@@ -20,7 +20,7 @@ SURE = 0.9
 """A gain or a loss that this part of the draws agree on is called certain."""
 
 
-class Prediction(NamedTuple):
+class PredictedSpeed(NamedTuple):
     """A load, its output tokens per second, and its speedup over no speculation there."""
 
     batch: int
@@ -90,7 +90,7 @@ def usual(server: Server) -> tuple[float, float]:
 
 def predicted(
     server: Server, loads: Iterable[tuple[int, int, float]], level: float = 0.8
-) -> list[Prediction]:
+) -> list[PredictedSpeed]:
     """Speeds at some loads (batch, k, context), with intervals for a further run."""
     _, prompts = usual(server)
     rows = []
@@ -98,7 +98,7 @@ def predicted(
         ours = server.tokens_per_s(batch, k, context, prompts)
         plain = server.tokens_per_s(batch, 0, context, prompts)
         over = Interval(1.0, 1.0, 1.0) if k == 0 else interval_of(ours / plain, level)
-        rows.append(Prediction(batch, k, context, interval_of(ours, level), over))
+        rows.append(PredictedSpeed(batch, k, context, interval_of(ours, level), over))
     return rows
 
 

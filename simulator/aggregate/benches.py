@@ -212,7 +212,7 @@ SAME_NAME = (AIPERF, "benchmarks.json")
 AT = re.compile(r"^(?P<path>.+)@(?P<k>\d{1,4})$")
 
 
-class Bench(NamedTuple):
+class Benchmarks(NamedTuple):
     """Runs of one file."""
 
     runs: list[ServerRun]
@@ -232,7 +232,7 @@ class _Fields(NamedTuple):
     model: str | None = None
 
 
-def read_benches(files: Sequence[str], *, acceptance_told: bool = False) -> Bench:
+def read_benches(files: Sequence[str], *, acceptance_told: bool = False) -> Benchmarks:
     """Runs of benchmark files and folders of them; ``FILE@K`` names the draft length of a file.
 
     If something else tells the acceptance (``acceptance_told``), no note says that runs do not.
@@ -263,7 +263,7 @@ def read_benches(files: Sequence[str], *, acceptance_told: bool = False) -> Benc
         raise DraftsimError(
             f"the benchmarks are of {' and '.join(sorted(set(models)))}: give one server's"
         )
-    return Bench(runs, models[0] if models else None, list(dict.fromkeys(notes)))
+    return Benchmarks(runs, models[0] if models else None, list(dict.fromkeys(notes)))
 
 
 def _is_run(path: Path, top: Path) -> bool:
@@ -281,12 +281,12 @@ def _is_run(path: Path, top: Path) -> bool:
     return path.name != "summary.json" or not any(_is_run(run, top) for run in runs)
 
 
-def _read(path: Path, k: int | None) -> Bench:
+def _read(path: Path, k: int | None) -> Benchmarks:
     if path.suffix not in (".json", ".jsonl"):
-        return Bench([_at(run, k) for run in read_runs(path)], None, [])
+        return Benchmarks([_at(run, k) for run in read_runs(path)], None, [])
     records = _records(path)
     if path.suffix == ".jsonl" and all("tokens_per_s" in row for row in records):
-        return Bench([_at(run, k) for run in read_runs(path)], None, [])
+        return Benchmarks([_at(run, k) for run in read_runs(path)], None, [])
     runs, notes, models = [], [], []
     for number, record in enumerate(records, 1):
         where = f"{path}, run {number}" if len(records) > 1 else str(path)
@@ -320,7 +320,7 @@ def _read(path: Path, k: int | None) -> Bench:
         except DraftsimError as error:
             raise DraftsimError(f"{where}: {error}") from None
         models += [fields.model] if fields.model else []
-    return Bench(runs, models[0] if models else None, notes)
+    return Benchmarks(runs, models[0] if models else None, notes)
 
 
 def _at(run: ServerRun, k: int | None) -> ServerRun:

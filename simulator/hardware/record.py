@@ -27,8 +27,8 @@ from simulator.published import (
     SPECBOUND_3,
     SPECBOUND_4,
     STUDIES,
-    Run,
-    Study,
+    PublishedRun,
+    PublishedStudy,
 )
 from traces.operators.devices import DEVICES
 
@@ -37,16 +37,16 @@ Floats = npt.NDArray[np.float64]
 PLAIN = "bf16"
 ALONE = 8
 """Tokens of a pass that llama.cpp's matrix-vector kernels take (``MMVQ_MAX_BATCH_SIZE``)."""
-Left = tuple[tuple[str, Run], ...]
+Left = tuple[tuple[str, PublishedRun], ...]
 """Runs to leave out, each with its study's name."""
 
 
-def observed(run: Run) -> Observation:
+def observed(run: PublishedRun) -> Observation:
     """Return a published run of an unquantised model as the cost model's fit takes it."""
     return Observation(SHAPES[run.model], 1, run.new_tokens, run.context, run.seconds)
 
 
-def plain_model(study: Study, device: str, left: Left = ()) -> Roofline:
+def plain_model(study: PublishedStudy, device: str, left: Left = ()) -> Roofline:
     """Return the unquantised passes of a study on a device, from its runs there but those left out.
 
     Eager: what the host launches a layer, the rest as known of other studies.  Graph: the share
@@ -60,7 +60,7 @@ def plain_model(study: Study, device: str, left: Left = ()) -> Roofline:
 
 
 @lru_cache(maxsize=256)
-def _plain_model(name: str, device: str, left: frozenset[Run]) -> Roofline:
+def _plain_model(name: str, device: str, left: frozenset[PublishedRun]) -> Roofline:
     study = next(s for s in STUDIES if s.name == name)
     runs = [r for r in study.runs if r.weights == PLAIN and r.new_tokens == 1 and r not in left]
     near = [r for r in runs if r.device == device] or runs
@@ -108,7 +108,7 @@ def outside_launches(without: str = "") -> float:
     return float(least_squares(misses, start, bounds=(low, np.inf)).x[0])
 
 
-def _roof_s(run: Run) -> float:
+def _roof_s(run: PublishedRun) -> float:
     shape = SHAPES[run.model]
     return float(Roofline(DEVICES[run.device]).roof_s(shape, 1, run.new_tokens, run.context))
 
@@ -122,7 +122,7 @@ def unpacking(form: WeightFormat, mode: Mode, left: Left = ()) -> Unpacking:
     return _unpacking(form, mode, left) if form.quantised else Unpacking()
 
 
-def evidence_for(form: WeightFormat, mode: Mode) -> list[tuple[Study, Run]]:
+def evidence_for(form: WeightFormat, mode: Mode) -> list[tuple[PublishedStudy, PublishedRun]]:
     """Return the published runs that tell of a format's unpacking."""
     return [
         (study, run) for study in STUDIES if study.mode == mode
@@ -154,13 +154,15 @@ def _unpacking(form: WeightFormat, mode: Mode, left: Left) -> Unpacking:
     return Unpacking(layer_s, 0.0, weight_ops, token_ops, alone, tile_ops)
 
 
-def _more_launches(study: Study, run: Run, left: Left) -> float:
+def _more_launches(study: PublishedStudy, run: PublishedRun, left: Left) -> float:
     model = plain_model(study, run.device, left)
     layers = SHAPES[run.model].layers
     return (run.seconds / model.layer_s - model.outside) / layers - 1
 
 
-def _beyond_bytes(study: Study, run: Run, left: Left) -> tuple[Sequence[float], float]:
+def _beyond_bytes(
+    study: PublishedStudy, run: PublishedRun, left: Left
+) -> tuple[Sequence[float], float]:
     """Return layers and operations of a run, and its seconds beyond those of bytes and launches."""
     shape = SHAPES[run.model].kept_as(FORMATS[run.weights])
     model = _kin(study, run, left)
@@ -171,7 +173,7 @@ def _beyond_bytes(study: Study, run: Run, left: Left) -> tuple[Sequence[float], 
     return (shape.layers, work, one_by_one, 0.0 if few else work), run.seconds - by_bytes
 
 
-def _kin(study: Study, run: Run, left: Left) -> Roofline:
+def _kin(study: PublishedStudy, run: PublishedRun, left: Left) -> Roofline:
     """Return the unquantised model of a study, or of another of its engine where it has none."""
     for one in (study, *(s for s in STUDIES if s.engine == study.engine)):
         try:
@@ -187,8 +189,8 @@ OWN, LIBRARY = "its unquantised runs", "the library's other models"
 class Predicted(NamedTuple):
     """A published run and what the model says of it."""
 
-    study: Study
-    run: Run
+    study: PublishedStudy
+    run: PublishedRun
     seconds: float
     given: str
 
@@ -234,12 +236,14 @@ def by_library() -> tuple[Predicted, ...]:
     return tuple(found)
 
 
-def _of(study: Study) -> Iterator[Predicted]:
+def _of(study: PublishedStudy) -> Iterator[Predicted]:
     for run in study.runs:
         yield from _predicted(study, run, *_left(study, run))
 
 
-def _predicted(study: Study, run: Run, left: Left, given: str) -> Iterator[Predicted]:
+def _predicted(
+    study: PublishedStudy, run: PublishedRun, left: Left, given: str
+) -> Iterator[Predicted]:
     try:
         model = plain_model(study, run.device, left)
     except LookupError:
@@ -251,7 +255,7 @@ def _predicted(study: Study, run: Run, left: Left, given: str) -> Iterator[Predi
     )  # fmt: skip
 
 
-def _left(study: Study, run: Run) -> tuple[Left, str]:
+def _left(study: PublishedStudy, run: PublishedRun) -> tuple[Left, str]:
     """Return what must not be seen to predict a run, and what may."""
     form = FORMATS[run.weights]
     if not form.quantised:
@@ -275,7 +279,7 @@ def _left(study: Study, run: Run) -> tuple[Left, str]:
     return _names(study, mine), f"{OWN}, unpacking from {what}"
 
 
-def _names(study: Study, runs: list[Run]) -> Left:
+def _names(study: PublishedStudy, runs: list[PublishedRun]) -> Left:
     return tuple((study.name, run) for run in runs)
 
 

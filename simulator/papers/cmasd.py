@@ -7,8 +7,8 @@ from dataclasses import replace
 from simulator.papers.ours import (
     EXPERIMENT,
     REPLAYED,
+    MethodOutcome,
     Ours,
-    Outcome,
     Row,
     method_outcome,
     quality_note,
@@ -49,14 +49,14 @@ def cmasd_rows(ours: Ours) -> list[Row]:
     """
     found = {name: method_outcome(ours, chosen) for name, chosen in CMASD_ABLATION.items()}
 
-    def compared(rival: str, fixed: Outcome) -> str:
+    def compared(rival: str, fixed: MethodOutcome) -> str:
         # A replay is held against a replay: along the recorded text both err alike.
         adaptive = found[rival]
         if fixed.quality is None and adaptive.quality is not None:
             adaptive = method_outcome(replace(ours, runs=()), CMASD_ABLATION[rival])
         return comparison(adaptive, fixed)
 
-    shown: list[tuple[Outcome, str, str, str, bool]] = []
+    shown: list[tuple[MethodOutcome, str, str, str, bool]] = []
     for name, label in CMASD_ROWS.items():
         if name not in WINDOWS:
             shown.append((found[name], name, label, "", True))
@@ -77,7 +77,7 @@ def cmasd_rows(ours: Ours) -> list[Row]:
     ]
 
 
-def comparison(adaptive: Outcome, fixed: Outcome) -> str:
+def comparison(adaptive: MethodOutcome, fixed: MethodOutcome) -> str:
     """Return the verdict of an ablation of the adaptive threshold: tokens against agreement."""
     ours, theirs = adaptive.accepted_per_round, fixed.accepted_per_round
     more = "accepts as much"
@@ -96,7 +96,7 @@ def comparison(adaptive: Outcome, fixed: Outcome) -> str:
     return f"{text}: neither is better in both"
 
 
-def _rows(found: Outcome, name: str, label: str, said: str, published: bool) -> list[Row]:
+def _rows(found: MethodOutcome, name: str, label: str, said: str, published: bool) -> list[Row]:
     drafted = found.log.source != "none" and bool(found.log.rounds["drafted"].any())
     plain = "plain decoding drafts nothing: the table's 1 is the token that every step emits"
     values: dict[str, tuple[float | None, str]] = {

@@ -15,7 +15,7 @@ from policies.core import DraftPolicy
 from policies.registry import describe
 from policies.rules.context import CSD
 from policies.rules.memory import OnlineCorrectionMemory, Pair
-from simulator.papers.ours import EXPERIMENT, Ours, Outcome, Row, method_outcome
+from simulator.papers.ours import EXPERIMENT, MethodOutcome, Ours, Row, method_outcome
 from simulator.published import CSD_ABLATION, CSD_GAINS, CSD_MAIN, CSD_PATTERNS
 from simulator.summary import HARDLY_VERIFIES, accepted_mismatches, degenerate
 from traces.acceptance.trace import Trace
@@ -93,7 +93,7 @@ def csd_rows(ours: Ours) -> list[Row]:
     ]  # fmt: skip
 
 
-def compared(arms: Mapping[str, Outcome]) -> str:
+def compared(arms: Mapping[str, MethodOutcome]) -> str:
     """Return the verdict of an ablation of memory and gate, in shares of the judged mismatches."""
     memory, gate, both = (accepted_mismatches(arms[name].log) or 0.0 for name in CALIBRATED)
     text = f"the memory alone accepts {memory:.0%} of mismatches, the gate alone {gate:.0%}"
@@ -101,7 +101,7 @@ def compared(arms: Mapping[str, Outcome]) -> str:
     return f"{text}, both {both:.0%}: {'each' if each else 'not each'} of them takes some away"
 
 
-def accuracy(found: Outcome) -> float | None:
+def accuracy(found: MethodOutcome) -> float | None:
     """Percent of the prompts with a number for an answer that a real run solved."""
     seen = found.quality
     return 100 * seen.solved / seen.scored if seen and seen.scored else None
@@ -109,14 +109,14 @@ def accuracy(found: Outcome) -> float | None:
 
 def _outcome(
     ours: Ours, chosen: Method, rule: str, shown: Trace, memory: OnlineCorrectionMemory
-) -> Outcome:
+) -> MethodOutcome:
     resources = {"memory": memory} if chosen.rule in ("csd", "csd-ocm") else {}
     return method_outcome(ours, chosen._replace(rule=rule), shown, **resources)
 
 
 def _rows(
-    arms: Mapping[str, Outcome], labels: Mapping[str, str], notes: Mapping[str, str],
-    base: Outcome, published: bool,
+    arms: Mapping[str, MethodOutcome], labels: Mapping[str, str], notes: Mapping[str, str],
+    base: MethodOutcome, published: bool,
 ) -> list[Row]:  # fmt: skip
     marks = degenerate([arm.log for arm in arms.values()])
     rows: list[Row] = []

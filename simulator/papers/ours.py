@@ -99,7 +99,7 @@ class Ours:
 
 
 @dataclass(frozen=True, eq=False)
-class Outcome:
+class MethodOutcome:
     """One method on our pair."""
 
     priced: Priced
@@ -155,7 +155,7 @@ class Outcome:
 
 def outcome(
     ours: Ours, policy: DraftPolicy, rule: VerifyRule | None = None, trace: Trace | None = None
-) -> Outcome:
+) -> MethodOutcome:
     """Return a method's run: the real one where it was recorded on these requests, else a replay.
 
     ``trace`` is a part of ``ours.trace`` to run on; by default all of it.
@@ -174,7 +174,7 @@ def outcome(
 
 def method_outcome(
     ours: Ours, chosen: Method, trace: Trace | None = None, **resources: object
-) -> Outcome:
+) -> MethodOutcome:
     """Return a named method's run; ``resources`` go to its rule."""
     try:
         policy, rule = build(chosen, ours.trace, **resources)
@@ -192,7 +192,7 @@ def quality_note(seen: Quality) -> str:
     return f"{said}; {seen.score}" if seen.score else said
 
 
-def _outcome(how: str, log: RoundLog, ours: Ours, found: Quality | None = None) -> Outcome:
+def _outcome(how: str, log: RoundLog, ours: Ours, found: Quality | None = None) -> MethodOutcome:
     priced = price(log, ours.latency)
     said = f"{how}; {UNJUDGED}" if priced.left_out else how
-    return Outcome(priced, ours.plain(log).total_s, said, found)
+    return MethodOutcome(priced, ours.plain(log).total_s, said, found)

@@ -17,7 +17,7 @@ from policies.lengths.basic import Fixed
 from policies.lengths.gammatune import GammaTune
 from simulator.papers.gammatune import REFERENCE, gammatune_families
 from simulator.papers.ours import EXPERIMENT, Ours, Row, method_outcome
-from simulator.papers.specbound import FITTED_SHARE, Replays, search
+from simulator.papers.specbound import FITTED_SHARE, SettingReplays, search
 from simulator.pricing import autoregressive, price
 from simulator.published import CMASD_1, GAMMATUNE_1, GAMMATUNE_2, SPECBOUND_1, SPECBOUND_3
 from simulator.robustness import INITIAL_GAMMAS, robustness, seconds_at_each
@@ -229,8 +229,8 @@ def _early_exits(
     layers = EarlyExit().recording(ours.recordings).layers
     own = replace(ours, latency=at_depths(latency, layers))
     fit, shown = split_requests(ours.trace, FITTED_SHARE)
-    best = search(Replays(own, fit))
-    log = Replays(own, shown).run(best).log
+    best = search(SettingReplays(own, fit))
+    log = SettingReplays(own, shown).run(best).log
     note = f"{best.text}, {float(log.rounds['emitted'].mean()):.2f} tokens a round; exits are "
     note += f"{whose}, of {layers} layers, each priced as the same share of the depth"
     found = {batch: speedups([log], own.latency, batch)[0] for batch in CURVE}

@@ -205,7 +205,7 @@ class Replayed(NamedTuple):
 
 
 @dataclass
-class Replays:
+class SettingReplays:
     """SpecBound's settings replayed on some of the requests, each once.
 
     A setting that drafts past what was recorded after a wrong exit is replayed with a stand-in
@@ -233,7 +233,7 @@ class Replays:
         )  # fmt: skip
 
 
-def search(replays: Replays) -> Setting:
+def search(replays: SettingReplays) -> Setting:
     """Return the setting from which no parameter can be changed alone for more speed on these
     requests.
 
@@ -253,7 +253,7 @@ def search(replays: Replays) -> Setting:
 
 
 def _climbed(
-    best: Setting, replays: Replays, values: dict[str, tuple[float, ...]]
+    best: Setting, replays: SettingReplays, values: dict[str, tuple[float, ...]]
 ) -> Setting:  # fmt: skip
     """Return the last of ever better neighbours along single parameters."""
     moved = True
@@ -293,7 +293,7 @@ def early_exit_rows(ours: Ours) -> list[Row]:
     fit, shown = split_requests(ours.trace, FITTED_SHARE)
     if not shown:
         raise SignalError("one prompt a category leaves none to show: record more prompts")
-    fitting, replays = Replays(ours, fit), Replays(ours, shown)
+    fitting, replays = SettingReplays(ours, fit), SettingReplays(ours, shown)
     best = search(fitting)
     said = f"{best.text}: the best of {len(fitting.found)} settings tried on {len(fit)} others"
     log = replays.run(best).log
@@ -304,7 +304,7 @@ def early_exit_rows(ours: Ours) -> list[Row]:
     ]  # fmt: skip
 
 
-def optimum_rows(best: Setting, replays: Replays, said: str) -> list[Row]:
+def optimum_rows(best: Setting, replays: SettingReplays, said: str) -> list[Row]:
     """Return the table 1's row at the optimum, and how much that is worth."""
     found, start = replays.run(best), replays.run(START)
     gain = 100 * (found.speedup / start.speedup - 1)
@@ -325,7 +325,7 @@ def ablations(best: Setting, ours: Ours) -> dict[str, Setting]:
     }
 
 
-def ablation_rows(best: Setting, replays: Replays, said: str) -> list[Row]:
+def ablation_rows(best: Setting, replays: SettingReplays, said: str) -> list[Row]:
     """Return Figure 4 from the optimum: what each part is worth there.
 
     A part that the optimum does without is marked: its ablation is the full method again.
@@ -344,7 +344,7 @@ def ablation_rows(best: Setting, replays: Replays, said: str) -> list[Row]:
     return rows
 
 
-def sweep_rows(best: Setting, replays: Replays) -> list[Row]:
+def sweep_rows(best: Setting, replays: SettingReplays) -> list[Row]:
     """Return Figure 3: tokens per round and speedup over each parameter in turn, from the optimum.
 
     The paper gives the figure's points as a drawing, so there is nothing published to hold

@@ -40,7 +40,7 @@ class PaperTable:
         return math.nan if value is None else value
 
 
-class Line(NamedTuple):
+class MethodLine(NamedTuple):
     """One method on one model (SpecBound, Table 1): values by task, in the order of `TASKS`."""
 
     compression: tuple[float, ...]
@@ -50,7 +50,7 @@ class Line(NamedTuple):
     """The printed overall speedup."""
 
 
-class Run(NamedTuple):
+class PublishedRun(NamedTuple):
     """Passes of one model at batch 1."""
 
     model: str
@@ -70,14 +70,14 @@ class Run(NamedTuple):
         return self.new_tokens / self.tokens_per_s
 
 
-class Study(NamedTuple):
+class PublishedStudy(NamedTuple):
     """Runs of one engine by one group."""
 
     name: str
     source: str
     engine: str
     mode: Literal["eager", "graph"]
-    runs: tuple[Run, ...]
+    runs: tuple[PublishedRun, ...]
     libraries: tuple[tuple[str, str], ...] = ()
     """Weight formats and the libraries whose kernels read them, where these are not the engine's
     own."""
@@ -123,7 +123,7 @@ class ServerStudy(NamedTuple):
     itl_s: Mapping[int, float]
 
 
-class Positions(NamedTuple):
+class PublishedPositions(NamedTuple):
     """Chances that the first 1, 2, ... drafted tokens are all accepted, as an engine counts."""
 
     name: str
@@ -150,25 +150,25 @@ def _tables() -> dict[str, PaperTable]:
     return found
 
 
-def _specbound_1() -> dict[tuple[str, str], Line]:
+def _specbound_1() -> dict[tuple[str, str], MethodLine]:
     found = {}
     rows = list(published_rows("specbound_1"))
     for cr, sd in zip(rows[::2], rows[1::2], strict=True):
         compression, speedup = (tuple(float(row[task]) for task in TASKS) for row in (cr, sd))
-        found[sd["model"], sd["method"]] = Line(compression, speedup, float(sd["Overall"]))
+        found[sd["model"], sd["method"]] = MethodLine(compression, speedup, float(sd["Overall"]))
     return found
 
 
-def _studies() -> tuple[Study, ...]:
-    runs: dict[str, list[Run]] = {
+def _studies() -> tuple[PublishedStudy, ...]:
+    runs: dict[str, list[PublishedRun]] = {
         GAMMATUNE_1.name: [
-            Run(model, "h100", "bf16", 1e3 / milliseconds, 1, CONTEXT)
+            PublishedRun(model, "h100", "bf16", 1e3 / milliseconds, 1, CONTEXT)
             for model, milliseconds in GAMMATUNE_MS.items()
             if model not in QUANTISED
         ]
     }
     for row in published_rows("passes"):
-        run = Run(
+        run = PublishedRun(
             row["model"], row["device"], row["weights"], float(row["tokens_per_s"]),
             int(row["new_tokens"]), int(row["context"]),
         )  # fmt: skip
@@ -178,7 +178,7 @@ def _studies() -> tuple[Study, ...]:
         mode: Literal["eager", "graph"] = "eager" if row["mode"] == "eager" else "graph"
         libraries = [part.split("=") for part in row["libraries"].split("; ") if part]
         found.append(
-            Study(
+            PublishedStudy(
                 row["name"], row["source"], row["engine"], mode, tuple(runs[row["name"]]),
                 tuple((name, library) for name, library in libraries),
             )
@@ -213,10 +213,10 @@ def _server() -> ServerStudy:
     return ServerStudy(name, SOURCES[name], int(prompt), int(output), times)
 
 
-def _positions() -> Positions:
+def _positions() -> PublishedPositions:
     rows = list(published_rows("positions"))
     name = rows[0]["study"]
-    return Positions(name, SOURCES[name], tuple(float(row["accepted"]) for row in rows))
+    return PublishedPositions(name, SOURCES[name], tuple(float(row["accepted"]) for row in rows))
 
 
 SOURCES = {row["name"]: row["source"] for row in published_rows("sources")}

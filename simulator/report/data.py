@@ -32,7 +32,7 @@ from simulator.summary import (
 )
 from simulator.tune.costs import (
     DEFAULT_LENGTHS,
-    Grid,
+    PricedOptions,
     default_batches,
     default_contexts,
     fixed_logs,
@@ -202,7 +202,7 @@ def by_context(
     return found
 
 
-def _speedups(grid: Grid, weights: Floats) -> Floats:
+def _speedups(grid: PricedOptions, weights: Floats) -> Floats:
     """Speedup of every option but the first over the first, and its bounds: (3, options)."""
     plain, *options = np.stack([grid.tokens, grid.seconds], axis=1)
     found = np.array([gain(own, plain, weights) for own in options]).T

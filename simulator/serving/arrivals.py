@@ -59,7 +59,7 @@ class Requests(NamedTuple):
     """Requests of the file that failed and are left out."""
 
 
-class Compared(NamedTuple):
+class ComparedStatistic(NamedTuple):
     """A statistic of a metric, predicted and measured."""
 
     metric: str
@@ -99,13 +99,17 @@ def statistics(values: Floats) -> dict[str, float]:
     return {"mean": float(values.mean()), **quantiles}
 
 
-def compared(predicted: Mapping[str, Floats], measured: Mapping[str, Floats]) -> list[Compared]:
+def compared(
+    predicted: Mapping[str, Floats], measured: Mapping[str, Floats]
+) -> list[ComparedStatistic]:
     """Compare the statistics of each metric of the same requests."""
     found = []
     for name, values in measured.items():
         theirs = statistics(values)
         ours = statistics(np.asarray(predicted[name], dtype=float))
-        found += [Compared(name, label, ours[label], value) for label, value in theirs.items()]
+        found += [
+            ComparedStatistic(name, label, ours[label], value) for label, value in theirs.items()
+        ]
     return found
 
 

@@ -348,7 +348,7 @@ class DraftCost:
     always:
         Draft passes that the engine runs in every iteration (`traces.replay.always`).
     draft_batch, passes:
-        As in `IterationCost`.
+        As in `EngineCost`.
 
     Attributes
     ----------
@@ -507,7 +507,7 @@ def _wider(span: Span, value: float) -> Span:
     return Span(min(span.low, value), max(span.high, value))
 
 
-class IterationCost:
+class EngineCost:
     """Prices iterations of one engine.
 
     Parameters
@@ -661,7 +661,7 @@ class IterationCost:
 class TableCost:
     """Seconds of a decode iteration over equal sequences (`policies.batch.base.IterationCost`).
 
-    The price of serving (`IterationCost`) for an iteration in which every sequence drafts alike,
+    The price of serving (`EngineCost`) for an iteration in which every sequence drafts alike,
     catches up on one token, and nothing is taken out of a cache.
 
     Parameters
@@ -675,7 +675,7 @@ class TableCost:
 
     def __init__(self, latency: LatencyTable, signals: bool = False) -> None:
         self.latency, self.signals = latency, signals
-        self._cost = IterationCost(latency, reads=signals)
+        self._cost = EngineCost(latency, reads=signals)
 
     def __call__(self, batch: int, draft_length: int, verify_tokens: int, context: float) -> float:
         """Return seconds of `draft_length` batched draft steps and one verification."""

@@ -15,12 +15,12 @@ from policies.core import Round
 from policies.rules.base import VerifyRule
 from policies.together import Together
 from simulator.serving.arrivals import Job
-from simulator.serving.cost import Chunk, Coverage, IterationCost, Seconds
+from simulator.serving.cost import Chunk, Coverage, EngineCost, Seconds
 from simulator.serving.outcome.metrics import Recorder
 from simulator.serving.outcome.timeline import Timeline
 from simulator.serving.scheduler import Iteration, Scheduler
 from simulator.serving.sequence import EngineState, ServedSequence, Slot, step
-from simulator.serving.source import Clock, Events, Replica, Source
+from simulator.serving.source import Events, Replica, RequestSource, SimulatedClock
 from traces.acceptance.trace import Trace
 from traces.errors import DraftsimError
 
@@ -30,12 +30,12 @@ class Engine(Replica):
 
     def __init__(
         self,
-        env: Clock,
+        env: SimulatedClock,
         trace: Trace,
-        source: Source,
+        source: RequestSource,
         scheduler: Scheduler,
         together: Together,
-        cost: IterationCost,
+        cost: EngineCost,
         recorder: Recorder,
         timeline: Timeline | None = None,
         max_tokens: int | None = None,

@@ -21,7 +21,7 @@ from simulator.serving.cost import Coverage, PassReader
 from simulator.serving.outcome.metrics import Recorder
 from simulator.serving.outcome.timeline import Timeline
 from simulator.serving.sequence import EngineState, ServedSequence, Slot
-from simulator.serving.source import Events, Replica, Source
+from simulator.serving.source import Events, Replica, RequestSource
 from traces.acceptance.tape import BLANK
 from traces.acceptance.trace import Trace
 from traces.errors import DraftsimError
@@ -67,7 +67,7 @@ class Overlapped(Replica):
         self,
         env: simpy.Environment,
         trace: Trace,
-        source: Source,
+        source: RequestSource,
         policy: DraftPolicy,
         latency: LatencyTable,
         lookahead: int,

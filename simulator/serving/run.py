@@ -18,8 +18,8 @@ from policies.rules.registry import describe_rule
 from policies.together import Jointly, PerRequest, StopAtMean, Together, TruncateToMinimum
 from simulator.pricing import HostCost
 from simulator.serving.arrivals import Job
-from simulator.serving.compiled.engine import CompiledServing, Served
-from simulator.serving.cost import IterationCost
+from simulator.serving.compiled.engine import CompiledServing, ServedLoad
+from simulator.serving.cost import EngineCost
 from simulator.serving.engine import Engine
 from simulator.serving.outcome.metrics import Recorder, joined_recorders
 from simulator.serving.outcome.report import Run, ServeResult, joined_runs
@@ -28,7 +28,7 @@ from simulator.serving.overlap import Dsi, Overlapped, Pearl
 from simulator.serving.routers import Idle, Router
 from simulator.serving.scenario import Mode, Scenario
 from simulator.serving.scheduler import Continuous, StaticBatches
-from simulator.serving.source import Clock, Replica, Source
+from simulator.serving.source import Replica, RequestSource, SimulatedClock
 from traces.acceptance.trace import Trace
 from traces.errors import DraftsimError
 from traces.latency.table import LatencyTable
@@ -185,11 +185,11 @@ class Station:
     def _by_events(
         self, jobs: Iterator[Job], replicas: Sequence[int], rng: np.random.Generator,
         marks: Mapping[int, float], timeline: Timeline | None,
-    ) -> Served:  # fmt: skip
+    ) -> ServedLoad:  # fmt: skip
         """Serve with an event for every iteration."""
         scenario, arrivals = self.scenario, self.scenario.arrivals
-        env = Clock()
-        source = Source(
+        env = SimulatedClock()
+        source = RequestSource(
             env, jobs, arrivals.concurrency, arrivals.think_s, self.advance,
             max(marks.values(), default=0.0),
             HostCost(self.latency, reads=False).apart_s(arrivals.concurrency or 1),
@@ -220,7 +220,7 @@ class Station:
                 if self.audit is not None:
                     self.audit(engine)
         costs = [engine.cost.unpriced for engine in engines if isinstance(engine, Engine)]
-        return Served(
+        return ServedLoad(
             [engine.recorder for engine in engines], [c for e in engines for c in e.coverage],
             costs[0] if costs else [], env.now,
             sum(env.now - slot.arrival_s for engine in engines for slot in engine.unfinished),
@@ -228,7 +228,11 @@ class Station:
         )  # fmt: skip
 
     def _engine(
-        self, env: Clock, source: Source, recorder: Recorder, timeline: Timeline | None
+        self,
+        env: SimulatedClock,
+        source: RequestSource,
+        recorder: Recorder,
+        timeline: Timeline | None,
     ) -> Replica:
         trace, latency, scenario, policy = self.trace, self.latency, self.scenario, self.policy
         if isinstance(policy, DraftPolicy) and scenario.mode in OVERLAPPED:
@@ -237,7 +241,7 @@ class Station:
                 timeline, scenario.max_tokens,
             )  # fmt: skip
         kind = StaticBatches if scenario.mode.startswith("static") else Continuous
-        cost = IterationCost(
+        cost = EngineCost(
             latency, bool(policy.reads), self.lookahead > 0 or scenario.drafter_loaded,
             scenario.draft_batch, scenario.passes,
         )  # fmt: skip

@@ -39,7 +39,7 @@ class Scenario:
     devices:
         Of the overlapped modes.
     draft_batch, passes:
-        See `simulator.serving.cost.IterationCost`.
+        See `simulator.serving.cost.EngineCost`.
     drafter_loaded:
         Whether the engine runs with its drafter under a policy that never drafts, too: it then
         pays for what the drafter runs along.  By default such a policy has an engine without one.

@@ -16,7 +16,7 @@ from simulator.serving.outcome.metrics import Recorder
 from simulator.serving.sequence import Slot
 
 
-class Clock(simpy.Environment):
+class SimulatedClock(simpy.Environment):
     """A SimPy environment that a process may move on without an event of its own.
 
     An engine alone in the system sleeps from iteration to iteration, each time only to be
@@ -47,7 +47,7 @@ class Clock(simpy.Environment):
 Events = Generator[simpy.Event, Any, None]
 
 
-class Server(Protocol):
+class RequestServer(Protocol):
     """A server that takes requests."""
 
     def submit(self, job: Job) -> None:
@@ -59,7 +59,7 @@ class Server(Protocol):
         ...
 
 
-class Source:
+class RequestSource:
     """Feeds requests to a queue: at their times, or as completions allow.
 
     `advance` is called with the number of requests that have just left.  Of open arrivals nobody
@@ -68,7 +68,7 @@ class Source:
     """
 
     def __init__(
-        self, env: Clock, jobs: Iterator[Job], concurrency: int | None, think_s: float,
+        self, env: SimulatedClock, jobs: Iterator[Job], concurrency: int | None, think_s: float,
         advance: Callable[[int], None] = lambda _: None, open_until_s: float = 0.0,
         apart_s: float = 0.0,
     ) -> None:  # fmt: skip
@@ -84,7 +84,7 @@ class Source:
         self._due = 0
         self._submitting = False
 
-    def start(self, server: Server) -> None:
+    def start(self, server: RequestServer) -> None:
         """Begin to submit requests to `server`."""
         self._server = server
         if self._concurrency is None:

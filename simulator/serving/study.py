@@ -33,7 +33,7 @@ A_PART = 100_000
 """Requests of a part, about: every part goes through the arrivals of all."""
 
 
-class Part(NamedTuple):
+class ServingPart(NamedTuple):
     """One replication of one scenario under one policy, or some replicas of it."""
 
     scenario: int
@@ -46,7 +46,7 @@ class Part(NamedTuple):
 
 
 @dataclass(frozen=True, eq=False)
-class Bench:
+class ServingRunner:
     """Everything that the parts of a study of serving need."""
 
     trace: Trace
@@ -58,7 +58,7 @@ class Bench:
     """Called with the number of requests that have just left; cannot follow to another process."""
     timeline: Timeline | None = None
 
-    def run(self, part: Part) -> Run:
+    def run(self, part: ServingPart) -> Run:
         """Return what `simulator.serving.run.simulate` returns, and raise what it raises."""
         return simulate(
             self.trace, self.latency, self.policies[part.policy], self.scenarios[part.scenario],
@@ -66,7 +66,7 @@ class Bench:
             timeline=self.timeline if part.drawn else None, advance=self.advance or _ignored,
         )  # fmt: skip
 
-    def parts(self, scenario: int, policy: str, drawn: bool = False) -> list[Part]:
+    def parts(self, scenario: int, policy: str, drawn: bool = False) -> list[ServingPart]:
         """Return the parts of every replication of a scenario under a policy, in order.
 
         They depend on the scenario alone, never on who runs them.
@@ -74,7 +74,7 @@ class Bench:
         chosen = self.scenarios[scenario]
         shares = shares_of(chosen)
         return [
-            Part(scenario, policy, replication, only, drawn and replication == 0)
+            ServingPart(scenario, policy, replication, only, drawn and replication == 0)
             for replication in range(chosen.replications) for only in shares
         ]  # fmt: skip
 
@@ -193,7 +193,7 @@ def sweep(
     rows = [] if rows is None else rows
     drawn = next((n for n, p in policies.items() if not isinstance(p, Autoregressive)), None)
     here = executor is None
-    bench = Bench(
+    bench = ServingRunner(
         trace, latency, policies, scenarios, rule, advance if here else None,
         timeline if here else None,
     )  # fmt: skip
@@ -228,8 +228,8 @@ def sweep(
 
 
 def _gathered(
-    bench: Bench,
-    groups: Sequence[Sequence[Part]],
+    bench: ServingRunner,
+    groups: Sequence[Sequence[ServingPart]],
     executor: Executor | None,
     advance: Callable[[int], None],
 ) -> Iterator[list[Run]]:

@@ -51,7 +51,7 @@ MOST_RUNS = 24
 """Longest plan."""
 
 
-class Load(NamedTuple):
+class SurfaceCell(NamedTuple):
     """One cell of the surface."""
 
     batch: int
@@ -60,7 +60,7 @@ class Load(NamedTuple):
 
 
 def priced_surface(
-    cost: IterationCost, plain: IterationCost, acceptance: Positions, loads: Sequence[Load],
+    cost: IterationCost, plain: IterationCost, acceptance: Positions, loads: Sequence[SurfaceCell],
     level: float = 0.8,
 ) -> pd.DataFrame:  # fmt: skip
     """Return the surface from a latency table's costs (columns `COLUMNS`).
@@ -80,7 +80,7 @@ def priced_surface(
 
 
 def measured_surface(
-    server: Server, acceptance: Positions | None, loads: Sequence[Load], level: float = 0.8
+    server: Server, acceptance: Positions | None, loads: Sequence[SurfaceCell], level: float = 0.8
 ) -> pd.DataFrame:
     """Return the surface of a server calibrated from its runs.
 
@@ -175,7 +175,7 @@ def length_rows(contexts: Sequence[int], ks: Sequence[int]) -> list[list[int]]:
     return rows
 
 
-class Planned(NamedTuple):
+class PlannedRun(NamedTuple):
     """A run to measure."""
 
     batch: int
@@ -197,9 +197,9 @@ class Planned(NamedTuple):
 
 
 def plan(
-    loads: Sequence[Load], acceptance: Positions, server: Server | None = None,
+    loads: Sequence[SurfaceCell], acceptance: Positions, server: Server | None = None,
     passes: int | None = None, exact: float = EXACT, most: int = MOST_RUNS,
-) -> list[Planned]:  # fmt: skip
+) -> list[PlannedRun]:  # fmt: skip
     """Return the runs that determine the surface, the most informative first.
 
     Runs are chosen one by one (`simulator.aggregate.advice.informative`), over servers drawn from
@@ -209,20 +209,20 @@ def plan(
     emitted = {k: acceptance.emitted(k).value for k in {0, *(load.k for load in loads)}}
     made = server or replace(_prior_server(), passes=passes)
     made = replace(made, known={k: e for k, e in emitted.items() if k})
-    cells = sorted({*loads, *(Load(b, c, 0) for b, c, _ in loads)})
+    cells = sorted({*loads, *(SurfaceCell(b, c, 0) for b, c, _ in loads)})
     logs = np.stack([
         np.log(made.tokens_per_s(b, k, c, prompts=0.0, noisy=False)) for b, c, k in cells
     ])  # fmt: skip
     at = {cell: i for i, cell in enumerate(cells)}
-    pairs = [(at[cell], at[Load(cell.batch, cell.context, 0)]) for cell in cells if cell.k]
+    pairs = [(at[cell], at[SurfaceCell(cell.batch, cell.context, 0)]) for cell in cells if cell.k]
     if not pairs:
         raise DraftsimError("a plan needs a draft length above 0")
     uncertain, chosen = informative(logs, pairs, made.misfit)
-    runs: list[Planned] = []
+    runs: list[PlannedRun] = []
     while len(runs) < most and math.sqrt(uncertain) > exact:
         run = next(chosen)
         cell, uncertain = cells[run.place], run.left
-        runs.append(Planned(*cell, emitted[cell.k], math.sqrt(uncertain)))
+        runs.append(PlannedRun(*cell, emitted[cell.k], math.sqrt(uncertain)))
     return runs
 
 
@@ -236,7 +236,7 @@ def _prior_server() -> Server:
 
 
 def run_lines(
-    runs: Sequence[Planned], target: str, method: str, draft: str | None
+    runs: Sequence[PlannedRun], target: str, method: str, draft: str | None
 ) -> list[tuple[str, str]]:
     """Return for each run the command that starts vLLM, and the one that measures."""
     lines = []
@@ -258,9 +258,9 @@ def run_lines(
     return lines
 
 
-def grid(batches: Sequence[int], contexts: Sequence[int], ks: Sequence[int]) -> list[Load]:
+def grid(batches: Sequence[int], contexts: Sequence[int], ks: Sequence[int]) -> list[SurfaceCell]:
     """Return every cell of a grid."""
-    return [Load(*cell) for cell in product(batches, contexts, ks)]
+    return [SurfaceCell(*cell) for cell in product(batches, contexts, ks)]
 
 
 def pays_to(surface: pd.DataFrame, along: str, unit: str) -> str:

@@ -28,7 +28,7 @@ POWERS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
 
 
 @dataclass(frozen=True, eq=False)
-class Grid:
+class PricedOptions:
     """Options priced at one batch and context.
 
     ``tokens`` (those that count) and ``seconds`` per option and prompt, shape (options,
@@ -115,7 +115,7 @@ def price_grid(
     batch: int = 1,
     context: int | None = None,
     slo: Targets | None = None,
-) -> Grid:
+) -> PricedOptions:
     """Price every log at one batch; `context` holds every round at that many cached tokens.
 
     Raises
@@ -129,7 +129,7 @@ def price_grid(
     meets = np.stack([_meets(run, slo) for run in runs])
     # Reading the prompts counts where the time to the first token does.
     prompts_count = slo is not None and slo.ttft_s < float("inf")
-    return Grid(
+    return PricedOptions(
         batch, context, emitted * meets, seconds,
         np.array([m[e > 0].mean() if (e > 0).any() else 1.0
                   for m, e in zip(meets, emitted, strict=True)]),

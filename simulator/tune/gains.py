@@ -80,7 +80,7 @@ class Objective:
         return np.asarray(equal | (low <= 1))
 
 
-class Choice(NamedTuple):
+class ChosenOption(NamedTuple):
     """An option and what it brings over a default, as a ratio of tokens per second."""
 
     option: int
@@ -118,7 +118,7 @@ def cross_fitted(
     halves: tuple[int, int] | None = None,
     default_option: int | None = None,
     confidence: float = CONFIDENCE,
-) -> Choice:
+) -> ChosenOption:
     """Return the gain of choosing over `default`, on prompts the choice was not made on.
 
     Each half of the prompts is run under the option chosen on the other half; the gain
@@ -141,13 +141,13 @@ def cross_fitted(
         Of the interval.
     """
     if option == default_option:
-        return Choice(option, 1.0, 1.0, 1.0)
+        return ChosenOption(option, 1.0, 1.0, 1.0)
     chosen = np.full(len(second), option)
     if halves is not None:
         chosen = np.where(second, halves[0], halves[1])
     prompt = np.arange(len(second))
     own = np.stack([objective.tokens[chosen, prompt], objective.seconds[chosen, prompt]])
-    return Choice(option, *gain(own, np.stack(default), objective.weights, confidence))
+    return ChosenOption(option, *gain(own, np.stack(default), objective.weights, confidence))
 
 
 def shared_by_neighbours(allowed: Bools) -> Bools:

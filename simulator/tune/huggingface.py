@@ -16,7 +16,7 @@ from traces.acceptance.trace import Trace
 from traces.latency.table import LatencyTable
 
 
-class Setting(NamedTuple):
+class HuggingFaceSetting(NamedTuple):
     """The three keys that transformers reads from the draft's generation config."""
 
     tokens: int
@@ -44,24 +44,28 @@ class Setting(NamedTuple):
         return f"{self.tokens}, {self.schedule}, {self.threshold:g}"
 
 
-DEFAULT = Setting(20, "constant", 0.4)
+DEFAULT = HuggingFaceSetting(20, "constant", 0.4)
 """transformers since 4.45."""
 LENGTHS = (1, 2, 3, 4, 5, 6, 8, 10, 15, 20)
 THRESHOLDS = (0.2, 0.4, 0.6, 0.8)
 CAPS = (3, 5, 10, 20)
 
 
-def options(signals: bool) -> list[Setting]:
+def options(signals: bool) -> list[HuggingFaceSetting]:
     """Settings searched; those with a threshold only where the trace holds the signal.
 
     ``heuristic`` is searched without a threshold: with one, what carries over from call to
     call differs between versions.
     """
-    found = [Setting(n, "constant", 0.0) for n in LENGTHS]
-    found += [Setting(n, s, 0.0) for s in ("heuristic_transient", "heuristic") for n in (1, 3, 5)]
+    found = [HuggingFaceSetting(n, "constant", 0.0) for n in LENGTHS]
+    found += [
+        HuggingFaceSetting(n, s, 0.0)
+        for s in ("heuristic_transient", "heuristic")
+        for n in (1, 3, 5)
+    ]
     if signals:
-        found += [Setting(n, "constant", t) for n in CAPS for t in THRESHOLDS]
-        found += [Setting(5, "heuristic_transient", t) for t in THRESHOLDS]
+        found += [HuggingFaceSetting(n, "constant", t) for n in CAPS for t in THRESHOLDS]
+        found += [HuggingFaceSetting(5, "heuristic_transient", t) for t in THRESHOLDS]
     return found
 
 
@@ -72,7 +76,7 @@ def tune_huggingface(
     slo: Targets | None = None,
     draws: int = 1000,
     seed: int = 0,
-    settings: Sequence[Setting] | None = None,
+    settings: Sequence[HuggingFaceSetting] | None = None,
 ) -> Tuned:
     """``num_assistant_tokens``, its schedule and ``assistant_confidence_threshold``.
 

@@ -21,7 +21,7 @@ from simulator.tune.formats import (
     check_settings,
     is_batch,
 )
-from simulator.tune.huggingface import Setting
+from simulator.tune.huggingface import HuggingFaceSetting
 from simulator.tune.llamacpp import LlamaCppSetting
 from traces.store.text import read_json
 
@@ -69,7 +69,7 @@ def _policy(document: Mapping[str, Any]) -> tuple[str, DraftPolicy | BatchPolicy
     if "num_assistant_tokens" in document:
         own = {key: document[key] for key in HF_KEYS if key in document}
         check_settings("hf", own)
-        return "hf", Setting(*(own[key] for key in HF_KEYS)).policy()
+        return "hf", HuggingFaceSetting(*(own[key] for key in HF_KEYS)).policy()
     if LLAMACPP_KEYS[0] in document:
         mine = {key: document[key] for key in LLAMACPP_KEYS if key in document}
         check_settings("llamacpp", mine)

@@ -17,7 +17,7 @@ from policies.core import DraftPolicy
 from policies.lengths.basic import Autoregressive
 from simulator.hardware.scaling import scaling_words
 from simulator.targets import Targets
-from simulator.tune.costs import Grid, longest_seen
+from simulator.tune.costs import PricedOptions, longest_seen
 from simulator.tune.formats import CHECKS, check_settings
 from simulator.tune.gains import MISSED, OFF
 from simulator.tune.served import NO_SPECULATION
@@ -92,9 +92,9 @@ class Tuned:
 
 
 def row_of(
-    engine: str, grid: Grid, option: int, latency: LatencyTable, *, setting: str, deploy: str,
-    served_tok_s: float | None, gain: Gain, decode_tok_s: float | None, decode_gain: Gain | None,
-    default: str, default_gain: float, within: float, held_out: bool,
+    engine: str, grid: PricedOptions, option: int, latency: LatencyTable, *, setting: str,
+    deploy: str, served_tok_s: float | None, gain: Gain, decode_tok_s: float | None,
+    decode_gain: Gain | None, default: str, default_gain: float, within: float, held_out: bool,
 ) -> dict[str, Any]:  # fmt: skip
     """A row of `TUNE_COLUMNS`, without its warnings; `option` is the setting's place in `grid`."""
     names = ("decode_gain", "decode_gain_lo", "decode_gain_hi")
@@ -111,7 +111,7 @@ def row_of(
 
 
 def plain_row(
-    row: Mapping[str, Any], grid: Grid, served_tok_s: float | None, within: float
+    row: Mapping[str, Any], grid: PricedOptions, served_tok_s: float | None, within: float
 ) -> dict[str, Any]:
     """`row` of a setting turned into that of no speculation, the first option of `grid`."""
     decode = grid.batch * float(grid.tokens[0].sum() / grid.seconds[0].sum())

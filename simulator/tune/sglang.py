@@ -18,7 +18,13 @@ from simulator.executors import results_of
 from simulator.serving.run import Policy
 from simulator.serving.scenario import Scenario
 from simulator.targets import Targets
-from simulator.tune.costs import DEFAULT_LENGTHS, Grid, default_batches, fixed_logs, price_grid
+from simulator.tune.costs import (
+    DEFAULT_LENGTHS,
+    PricedOptions,
+    default_batches,
+    fixed_logs,
+    price_grid,
+)
 from simulator.tune.gains import (
     DRAWS,
     OFF,
@@ -209,7 +215,9 @@ def tune_sglang(
     return Tuned("sglang", document, SGLangAdaptive(document), rows, warnings)
 
 
-def _lists(grid: Grid, options: Sequence[int], categories: Sequence[str]) -> set[tuple[int, ...]]:
+def _lists(
+    grid: PricedOptions, options: Sequence[int], categories: Sequence[str]
+) -> set[tuple[int, ...]]:
     """Candidate lists made of the lengths that pay at one batch; the grid's first is no draft."""
     weights = resamples(len(categories), 500, 0)
     objective = Objective(grid.tokens[1:], grid.seconds[1:], weights)

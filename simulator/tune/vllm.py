@@ -24,7 +24,7 @@ from simulator.targets import Targets
 from simulator.tune.costs import (
     DEFAULT_LENGTHS,
     RESTING,
-    Grid,
+    PricedOptions,
     default_batches,
     default_contexts,
     fixed_logs,
@@ -155,7 +155,7 @@ def tune_vllm(
     lone = [(trace, policy, load) for load in drafting for policy in policies]
     plainly = [(trace, Autoregressive(), load) for load in loads]
 
-    def grids_of(targets: Targets | None) -> list[list[Grid]]:
+    def grids_of(targets: Targets | None) -> list[list[PricedOptions]]:
         return [[price_grid(priced, latency, b, c, targets) for c in where] for b in sizes]
 
     parts: list[Callable[[], Any]] = [partial(grids_of, s) for s in dict.fromkeys((slo, None))]
@@ -171,7 +171,7 @@ def tune_vllm(
     reachable = [
         any(o.meets(slo) for o in [plain, *own]) for plain, own in zip(off, fixed, strict=True)
     ]
-    grids: list[list[Grid]] = [
+    grids: list[list[PricedOptions]] = [
         a if met else b for met, a, b in zip(reachable, within, free, strict=True)
     ]
     alone = [

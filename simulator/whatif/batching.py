@@ -142,7 +142,7 @@ def step_costs(steps: Steps, latency: LatencyTable, context: float | None = None
     return StepCosts(target_s + draft_s + host_s + signal_s, passes + drafts)
 
 
-class Compared(NamedTuple):
+class Speedups(NamedTuple):
     """Decoding against plain decoding, as columns of a sweep; arrays of shape (prices,)."""
 
     wall_s: Floats
@@ -257,16 +257,16 @@ class InBatches:
         self.plain = plain or Samples(autoregressive(log), batch, resamples + 1, seed)
         self._tokens = float(log.rounds["emitted"].sum(dtype=np.int64))
 
-    def at_latency(self, latency: LatencyTable, context: float | None = None) -> Compared:
+    def at_latency(self, latency: LatencyTable, context: float | None = None) -> Speedups:
         """With measured or assumed passes; shape (1,)."""
         return self._compared(*(s.at_latency(latency, context) for s in (self._own, self.plain)))
 
-    def at_ratios(self, c: Floats, verify: float) -> Compared:
+    def at_ratios(self, c: Floats, verify: float) -> Speedups:
         """With a draft pass of c and a verification of `verify` target passes; shape of `c`."""
         c = np.atleast_1d(c)
         return self._compared(self._own.at_ratios(c, verify), self.plain.at_ratios(np.zeros(1), 1))
 
-    def _compared(self, ours: _Taken, plain: _Taken) -> Compared:
+    def _compared(self, ours: _Taken, plain: _Taken) -> Speedups:
         ratios = plain.each / ours.each
         value = ratios.mean(axis=0)
         low = high = np.full_like(value, np.nan)
@@ -274,7 +274,7 @@ class InBatches:
             low, high = intervals(ratios, self.confidence)
         slower = ours.prompt > plain.prompt * (1 + 1e-12)
         drawn = self._own.drawn & self.plain.drawn
-        return Compared(
+        return Speedups(
             self._tokens * ours.each.mean(axis=0), value, low, high,
             slower[:, drawn].mean(axis=1),
             np.full(len(value), max(ours.outside, plain.outside)),

@@ -38,7 +38,7 @@ WINDOW_S = 10.0
 """Requests that run and wait are compared as means over this many seconds."""
 
 
-class Served(NamedTuple):
+class ServedRequests(NamedTuple):
     """Results of a run of the server's requests."""
 
     requests: dict[str, Floats]
@@ -74,7 +74,7 @@ def server_rows(folder: Path) -> list[Evidence]:
     return [*rows, *_over_time_rows(path.with_name(OVER_TIME), ours, given)]
 
 
-def _over_time_rows(path: Path, ours: Served, given: str) -> Iterator[Evidence]:
+def _over_time_rows(path: Path, ours: ServedRequests, given: str) -> Iterator[Evidence]:
     if not path.is_file():
         return
     for name, measured in read_over_time(path).items():
@@ -106,7 +106,7 @@ def read_over_time(path: Path) -> dict[str, Floats]:
     return {name: np.bincount(window, values) / count for name, values in columns.items()}
 
 
-def served(real: Requests, name: str = SERVED, limits: Limits = LIMITS) -> Served:
+def served(real: Requests, name: str = SERVED, limits: Limits = LIMITS) -> ServedRequests:
     """Serve the same requests under plain decoding, at the latencies called `name`."""
     trace = synthetic_trace(0.5, requests=8, tokens=640, max_gamma=1, seed=0)
     arrivals = ArrivalFile("the server's requests", requests=real)
@@ -124,7 +124,7 @@ def served(real: Requests, name: str = SERVED, limits: Limits = LIMITS) -> Serve
         "running": np.diff(running) / spans,
         "waiting": (np.diff(inside) - np.diff(running)) / spans,
     }
-    return Served({m: requests[m].to_numpy(float) for m in METRICS}, over_time)
+    return ServedRequests({m: requests[m].to_numpy(float) for m in METRICS}, over_time)
 
 
 def _since(times: Floats, edges: Floats) -> Floats:

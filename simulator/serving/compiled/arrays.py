@@ -16,7 +16,7 @@ import numpy.typing as npt
 
 from simulator.pricing import Host
 from simulator.serving.arrivals import Job
-from simulator.serving.cost import ORIGINS, PLACES, IterationCost
+from simulator.serving.cost import ORIGINS, PLACES, EngineCost
 from simulator.serving.outcome.metrics import Histogram, Series
 from simulator.serving.scheduler import Scheduler
 from traces.acceptance.trace import Trace
@@ -59,7 +59,7 @@ BINS = 10_000
 POINTS = Series().points
 
 
-class Prices(NamedTuple):
+class LoopPrices(NamedTuple):
     """The content of a latency table.
 
     ``sizes`` has the batches measured by all readers, then the widths at each of these batches,
@@ -80,7 +80,7 @@ class Prices(NamedTuple):
     """Draft passes in every iteration (`traces.replay.always`)."""
 
 
-class Limits(NamedTuple):
+class LoopLimits(NamedTuple):
     """An engine's configuration (`simulator.serving.scheduler.Limits`) and the run's bounds."""
 
     max_batch: int
@@ -170,8 +170,8 @@ the request whose arrival it is, here or elsewhere."""
 class Arrays(NamedTuple):
     """All that `simulator.serving.compiled.loop.run` reads and writes."""
 
-    limits: Limits
-    prices: Prices
+    limits: LoopLimits
+    prices: LoopPrices
     lengths: Records
     starts: Records
     rounds: Ints
@@ -204,7 +204,7 @@ def zeros(of: Any, *shape: int) -> Records:
     return np.zeros(shape, of).view(np.recarray)
 
 
-def prices_of(cost: IterationCost, most: int) -> Prices:
+def prices_of(cost: EngineCost, most: int) -> LoopPrices:
     """Return the prices of an engine of up to `most` requests, made once per table."""
     known = _prices.setdefault(cost.latency, {})
     key = cost.reads, cost.speculates
@@ -215,10 +215,10 @@ def prices_of(cost: IterationCost, most: int) -> Prices:
     return found
 
 
-_prices: WeakKeyDictionary[LatencyTable, dict[tuple[bool, bool], Prices]] = WeakKeyDictionary()
+_prices: WeakKeyDictionary[LatencyTable, dict[tuple[bool, bool], LoopPrices]] = WeakKeyDictionary()
 
 
-def _priced(cost: IterationCost, most: int) -> Prices:
+def _priced(cost: EngineCost, most: int) -> LoopPrices:
     latency = cost.latency
     readers = zeros(READER, len(READERS))
     batches: list[float] = []
@@ -253,7 +253,7 @@ def _priced(cost: IterationCost, most: int) -> Prices:
     children = [*map(len, by_batch), *(len(own) for own, _ in lines)]
     sums = [settling_sums(latency, "draft", batch) for batch in range(most + 1)]
     longest = max(map(len, sums))
-    return Prices(
+    return LoopPrices(
         readers, np.concatenate([batches, widths, contexts]),
         np.cumsum([len(batches), *children]), np.concatenate([np.zeros(above), seconds]),
         np.array([np.pad(own, (0, longest - len(own)), "edge") for own in sums]),

@@ -19,7 +19,7 @@ from policies.vectorised import plan_of
 from simulator.pricing import HostCost
 from simulator.serving.arrivals import Job
 from simulator.serving.compiled import arrays
-from simulator.serving.cost import COMPOSED, ORIGINS, PLACES, Coverage, IterationCost, Span
+from simulator.serving.cost import COMPOSED, ORIGINS, PLACES, Coverage, EngineCost, Span
 from simulator.serving.outcome.metrics import Recorder, Series
 from simulator.serving.replays import NO_ROUNDS, Replays, clock_free, replays_of
 from simulator.serving.routers import Idle
@@ -41,7 +41,7 @@ PATIENCE_S = 1.5
 """Seconds after which a run says that it compiles: loading what is compiled takes less."""
 
 
-class Served(NamedTuple):
+class ServedLoad(NamedTuple):
     """The work that the replicas of a run did."""
 
     recorders: list[Recorder]
@@ -143,7 +143,7 @@ class CompiledServing:
     def run(
         self, jobs: Iterator[Job], replicas: Sequence[int], rng: np.random.Generator,
         marks: Mapping[int, float],
-    ) -> Served:  # fmt: skip
+    ) -> ServedLoad:  # fmt: skip
         """Serve `jobs` by these replicas; the rest is as in `simulator.serving.run.Station`.
 
         Raises
@@ -166,7 +166,7 @@ class _Running:
         kind = Continuous if scenario.mode == "continuous" else StaticBatches
         self._of, self._more, self._replicas, self._rng = serving, jobs, replicas, rng
         self._scheduler = kind(scenario.limits, serving.lookahead)
-        self._cost = IterationCost(
+        self._cost = EngineCost(
             serving.latency, bool(serving.policy.reads),
             serving.lookahead > 0 or scenario.drafter_loaded,
         )  # fmt: skip
@@ -183,7 +183,7 @@ class _Running:
         self._engine = self._arrays(max(marks.values(), default=0.0))
         self._list()
 
-    def run(self) -> Served:
+    def run(self) -> ServedLoad:
         """Run the loop, and answer it where it asks."""
         from simulator.serving.compiled import loop  # loads the compiler
 
@@ -239,7 +239,7 @@ class _Running:
             states[name]["interval_s"] = Series().interval_s
         planned = self._lengths is not None
         return arrays.Arrays(
-            arrays.Limits(
+            arrays.LoopLimits(
                 limits.max_batch, limits.token_budget, limits.kv_blocks or 0, limits.block_size,
                 limits.chunked_prefill, limits.prefix_caching, limits.whole_prompts,
                 limits.async_scheduling, serving.lookahead, scenario.mode == "static",
@@ -308,7 +308,7 @@ class _Running:
             served.commit(int(request.tokens) - served.position - 1)
         next(speculate(served, PlannedLength(self._lengths[state.asked])))
 
-    def _served(self, now_s: float, cut: bool) -> Served:
+    def _served(self, now_s: float, cut: bool) -> ServedLoad:
         engine = self._engine
         requests = engine.requests
         finished = requests[engine.left[: int(engine.clock[0].finished)]]
@@ -319,7 +319,7 @@ class _Running:
         coverage = [entry for seen in engine.seen for entry in self._coverage(seen)]
         inside = requests[requests.entered & ~requests.left]
         residual_s = float((now_s - inside.arrival_s).sum())
-        return Served(recorders, coverage, self._cost.unpriced, now_s, residual_s, cut)
+        return ServedLoad(recorders, coverage, self._cost.unpriced, now_s, residual_s, cut)
 
     def _recorder(self, place: int, number: int, left: Any, now_s: float) -> Recorder:
         engine = self._engine

@@ -1,6 +1,6 @@
 """The serving loop in machine code: requests, iterations and their seconds, over arrays.
 
-`run` does what `simulator.serving.engine.Engine`, `simulator.serving.source.Source` and
+`run` does what `simulator.serving.engine.Engine`, `simulator.serving.source.RequestSource` and
 `simulator.serving.scheduler` do with SimPy's events, in their order; `iteration_s` does what
 `simulator.serving.cost` does.  Those say why; the tests hold the two together to 1e-9.  All
 functions stand in one file because numba's cache on disk notices changes of this file alone.
@@ -36,7 +36,7 @@ from simulator.serving.compiled.arrays import (
     WIDTH,
     Arrays,
     Floats,
-    Prices,
+    LoopPrices,
     Records,
 )
 from simulator.serving.cost import Work
@@ -55,7 +55,7 @@ BEGUN, SLEEPS, OVER = -3, -2, -1
 BLOCKED = -4
 
 
-class Prompts(NamedTuple):
+class PromptChunks(NamedTuple):
     """The prompt chunks of an iteration, added up."""
 
     number: int
@@ -87,7 +87,9 @@ def drop_stale(folder: str) -> None:
     numba compares this file's time only after it has read the types, and fails with a traceback
     where one of them has moved to another module.
     """
-    modules = {function_type.__module__ for function_type in (Arrays, Prices, Prompts, Work)}
+    modules = {
+        function_type.__module__ for function_type in (Arrays, LoopPrices, PromptChunks, Work)
+    }
     sources = {__file__, *(sys.modules[name].__file__ for name in modules)}
     newest = max(os.stat(path).st_mtime for path in sources if path)
     for code in Path(folder).glob(f"{Path(__file__).stem}.*.nb[ic]"):
@@ -128,7 +130,7 @@ def growth(
 
 @jit
 def read(
-    prices: Prices, seen: Records, place: int, batch: float, width: float, context: float
+    prices: LoopPrices, seen: Records, place: int, batch: float, width: float, context: float
 ) -> float:
     """Return the seconds of one pass, and count it in `seen`, (readers, origins)."""
     sizes, first, reader = prices.sizes, prices.first, prices.readers[place]
@@ -194,7 +196,7 @@ def count(seen: Any, batch: float, width: float, context: float) -> None:
 
 @jit
 def decoding_s(
-    prices: Prices, seen: Records, work: Work, batch: int, target: int
+    prices: LoopPrices, seen: Records, work: Work, batch: int, target: int
 ) -> tuple[float, float]:
     """Return the seconds of the target's pass over what decodes, and of all else."""
     context, drafted, longest, drafting, catch_up, draft_context, rejected, unread = work
@@ -228,7 +230,12 @@ def decoding_s(
 
 @jit
 def prompts_s(
-    prices: Prices, seen: Records, prefill: int, forward: int, prompts: Prompts, seats: Records
+    prices: LoopPrices,
+    seen: Records,
+    prefill: int,
+    forward: int,
+    prompts: PromptChunks,
+    seats: Records,
 ) -> float:
     """Return the seconds of a model's pass over prompts alone, the first ``chunk`` of `seats`."""
     if prices.readers[prefill].read == NOWHERE or prices.readers[forward].read == NOWHERE:
@@ -253,7 +260,7 @@ def prompts_s(
 
 @jit
 def iteration_s(
-    prices: Prices, seen: Records, work: Work, batch: int, prompts: Prompts, seats: Records
+    prices: LoopPrices, seen: Records, work: Work, batch: int, prompts: PromptChunks, seats: Records
 ) -> float:
     """Return the seconds of an iteration; mixed passes put together are counted last."""
     draft_s = prompt_s = 0.0
@@ -580,7 +587,7 @@ def begin(engine: Arrays, r: int, order: int) -> int:
     seconds = iteration_s(
         engine.prices, engine.seen[r],
         Work(context, drafted, longest, drafting, catch_up, draft_context, rejected, unread),
-        batch, Prompts(state.reads, tokens, cached, whole), seats,
+        batch, PromptChunks(state.reads, tokens, cached, whole), seats,
     )  # fmt: skip
     state.started_s = clock.now
     state.at_s, state.order = clock.now + seconds, order

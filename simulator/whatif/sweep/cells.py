@@ -16,7 +16,7 @@ from policies.lengths.basic import Fixed, Oracle
 from simulator.bootstrap import intervals, resamples
 from simulator.pricing import autoregressive, price
 from simulator.ratios import ratio_costs
-from simulator.whatif.batching import Compared, InBatches, Samples
+from simulator.whatif.batching import InBatches, Samples, Speedups
 from simulator.whatif.ladder import GAMMAS
 from simulator.whatif.rate import in_batch
 from simulator.whatif.sweep.prices import ANY, Prices
@@ -128,7 +128,7 @@ TEXT = ("policy", "family", "source", "latency", "gpu", "fidelity")
 
 
 @dataclass(frozen=True)
-class Part:
+class SweepPart:
     """Replays that share a trace: the unit that is computed, kept and, if need be, lost.
 
     Parameters
@@ -166,7 +166,7 @@ class _Plain:
 
 
 @dataclass(frozen=True, eq=False)
-class Bench:
+class SweepRunner:
     """Everything a part needs, sent once to each worker."""
 
     trace: Trace
@@ -184,7 +184,7 @@ class Bench:
     references: frozenset[str] = frozenset()
     """Policies not asked for, left out where the recording does not reach."""
 
-    def run(self, part: Part) -> dict[str, npt.NDArray[Any]]:
+    def run(self, part: SweepPart) -> dict[str, npt.NDArray[Any]]:
         """Return the rows of `part` as columns, without those that compare policies or tell the
         tilt's error.
 
@@ -281,7 +281,7 @@ class Bench:
             ),
         }  # fmt: skip
 
-    def _bootstrap(self, plain: Floats, ours: Floats, outside: float = 0.0) -> Compared:
+    def _bootstrap(self, plain: Floats, ours: Floats, outside: float = 0.0) -> Speedups:
         """Compare costs `ours`, (prices, prompts), with `plain`, (prompts,)."""
         total = ours.sum(axis=1)
         low = high = np.full(len(ours), np.nan)
@@ -290,7 +290,7 @@ class Bench:
             low, high = intervals(drawn, self.confidence)
         counted = plain > 0
         slower = ours[:, counted] > plain[counted] * (1 + 1e-12)
-        return Compared(
+        return Speedups(
             total, plain.sum() / total, low, high, slower.mean(axis=1),
             np.full(len(ours), outside),
         )  # fmt: skip

@@ -1,6 +1,6 @@
 """Any grid of what-if questions, in parallel, resumable, as one tidy table.
 
-A sweep is cut into parts (`simulator.whatif.sweep.cells.Part`): policies that share an
+A sweep is cut into parts (`simulator.whatif.sweep.cells.SweepPart`): policies that share an
 acceptance rate and a batch, and hence a trace.  A part is replayed once and priced at
 every cost ratio, latency table and context, which costs next to nothing in comparison.
 Parts are kept as files as they finish; the same sweep begun again computes only what is
@@ -28,7 +28,14 @@ from policies.core import DraftPolicy
 from policies.from_file import identity
 from policies.json_text import parse_json
 from simulator.executors import Executor, Local
-from simulator.whatif.sweep.cells import COLUMNS, TEXT, Bench, Part, references, with_regrets
+from simulator.whatif.sweep.cells import (
+    COLUMNS,
+    TEXT,
+    SweepPart,
+    SweepRunner,
+    references,
+    with_regrets,
+)
 from simulator.whatif.sweep.prices import Prices, cache_fits
 from simulator.whatif.tilt.fidelity import UNKNOWN_ERROR, TiltErrors, tilt_errors
 from simulator.whatif.tilt.trace import METHODS, Method, Tilter
@@ -51,7 +58,7 @@ class KeptParts:
         self.folder = folder
         self.key = key
 
-    def read(self, parts: Iterable[Part]) -> Iterator[tuple[int, Columns]]:
+    def read(self, parts: Iterable[SweepPart]) -> Iterator[tuple[int, Columns]]:
         if self.folder is None:
             return
         try:
@@ -66,7 +73,7 @@ class KeptParts:
                 except FileError:
                     path.unlink(missing_ok=True)  # damaged: computed again
 
-    def write(self, part: Part, columns: Columns) -> None:
+    def write(self, part: SweepPart, columns: Columns) -> None:
         if self.folder is not None:
             write_file(self._path(part), KIND, _table(columns), {})
 
@@ -74,7 +81,7 @@ class KeptParts:
         if self.folder is not None:
             shutil.rmtree(self.folder, ignore_errors=True)
 
-    def _path(self, part: Part) -> Path:
+    def _path(self, part: SweepPart) -> Path:
         import joblib
 
         assert self.folder is not None
@@ -257,7 +264,7 @@ class Sweep:
             # Searched together here, so that a part need not.
             shifts = dict(zip(self.alphas, tilter.shifts(self.alphas).tolist(), strict=True))
         beside = references(trace, policies)
-        self.bench = Bench(
+        self.bench = SweepRunner(
             trace, {**policies, **beside}, prices, tilter, shifts,
             bool(alphas) and method == "iid", resamples, confidence, seed, frozenset(beside),
         )  # fmt: skip
@@ -268,14 +275,14 @@ class Sweep:
         return tuple(n for n in self.bench.policies if n not in self.bench.references)
 
     @property
-    def parts(self) -> list[Part]:
+    def parts(self) -> list[SweepPart]:
         """The parts of the grid, in the order of its rows."""
         names = self.policies
         blocks = [names[i : i + POLICIES_A_PART] for i in range(0, len(names), POLICIES_A_PART)]
         beside = tuple(n for n in self.bench.policies if n in self.bench.references)
         blocks[0] += beside
         rates: tuple[float | None, ...] = self.alphas or (None,)
-        return [Part(a, b, block) for a in rates for b in self.batches for block in blocks]
+        return [SweepPart(a, b, block) for a in rates for b in self.batches for block in blocks]
 
     @property
     def rows(self) -> int:

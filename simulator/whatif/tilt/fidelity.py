@@ -17,7 +17,7 @@ import pandas as pd
 from policies.core import DraftPolicy
 from policies.lengths.basic import Fixed
 from policies.lengths.entropy import SVIP
-from simulator.bootstrap import Estimate, ratio_of_sums
+from simulator.bootstrap import RatioEstimate, ratio_of_sums
 from simulator.whatif.tilt.trace import Method, Tilter, acceptance, iid_like
 from traces.acceptance.trace import Trace
 from traces.errors import DraftsimError
@@ -92,7 +92,7 @@ def compare_tilt(
 
 def _compare(
     tilter: Tilter, reference: Trace, policies: Mapping[str, DraftPolicy] | None, label: str,
-    known: dict[tuple[Trace, str], dict[str, Estimate]],
+    known: dict[tuple[Trace, str], dict[str, RatioEstimate]],
 ) -> pd.DataFrame:  # fmt: skip
     # `known` keeps what recordings themselves achieve: many comparisons share them.
     source, alpha = tilter.trace, acceptance(reference)
@@ -135,7 +135,7 @@ def compare_groups(trace: Trace, *, method: Method = "coupled", seed: int = 0) -
     """
     parts: list[pd.DataFrame] = []
     chosen = default_policies(trace)
-    known: dict[tuple[Trace, str], dict[str, Estimate]] = {}
+    known: dict[tuple[Trace, str], dict[str, RatioEstimate]] = {}
     for groups in _groupings(trace):
         traces = {name: trace.select(keep) for name, keep in groups.items()}
         # A group of one outcome alone has no chance to calibrate.
@@ -206,7 +206,9 @@ def default_policies(*traces: Trace) -> dict[str, DraftPolicy]:
     return chosen
 
 
-def _metrics(trace: Trace, policies: Mapping[str, DraftPolicy]) -> dict[str, dict[str, Estimate]]:
+def _metrics(
+    trace: Trace, policies: Mapping[str, DraftPolicy]
+) -> dict[str, dict[str, RatioEstimate]]:
     found = {}
     for log in replay_many(trace, policies):
         emitted, forwards = (log.per_request(log.rounds[n]) for n in ("emitted", "draft_forwards"))
