@@ -52,7 +52,6 @@ class Engine(Replica):
         self.max_tokens = max_tokens
         self.rule = rule
         self.state = EngineState()
-        self._wakeup: simpy.Event | None = None
         self._idle = True
 
     def submit(self, job: Job) -> None:
@@ -69,11 +68,6 @@ class Engine(Replica):
         sequence = ServedSequence(self.trace, job, lookahead, self.state, self.rule)
         self.scheduler.arrive(Slot(job.number, job, now, sequence), busy=not self._idle)
         self.wake()
-
-    def wake(self) -> None:
-        """Wake an idle engine, so that it looks at its queue again."""
-        if self._wakeup is not None and not self._wakeup.triggered:
-            self._wakeup.succeed()
 
     def run(self) -> Events:
         """Iterate until every request has left, or the token limit is reached."""
@@ -138,11 +132,6 @@ class Engine(Replica):
         if scheduler.running or (scheduler.waiting and last):
             raise DraftsimError("the scheduler found nothing to run with requests waiting")
         return False
-
-    def sleep(self) -> simpy.Event:
-        """Return an event for the next request to arrive."""
-        self._wakeup = self.env.event()
-        return self._wakeup
 
     def _account(
         self, start: float, now: float, plan: Iteration, rounds: list[Round], cost: Seconds

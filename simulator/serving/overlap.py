@@ -21,7 +21,7 @@ from simulator.serving.cost import Coverage, PassReader
 from simulator.serving.outcome.metrics import Recorder
 from simulator.serving.outcome.timeline import Timeline
 from simulator.serving.sequence import EngineState, ServedSequence, Slot
-from simulator.serving.source import Events, Replica, RequestSource
+from simulator.serving.source import Events, Replica, RequestSource, SimulatedClock
 from traces.acceptance.tape import BLANK
 from traces.acceptance.trace import Trace
 from traces.errors import DraftsimError
@@ -65,7 +65,7 @@ class Overlapped(Replica):
 
     def __init__(
         self,
-        env: simpy.Environment,
+        env: SimulatedClock,
         trace: Trace,
         source: RequestSource,
         policy: DraftPolicy,
@@ -92,7 +92,6 @@ class Overlapped(Replica):
             PassReader(latency, m, "prefill") for m in TRACKS if latency.has(m, "prefill")
         ]
         self._blank = not policy.reads
-        self._wakeup: simpy.Event | None = None
 
     @abstractmethod
     def decode(self, slot: Slot) -> Events:
@@ -108,11 +107,6 @@ class Overlapped(Replica):
         self.waiting.append(Slot(job.number, job, now, decoder))
         self.wake()
 
-    def wake(self) -> None:
-        """Wake an idle server, so that it looks at its queue again."""
-        if self._wakeup is not None and not self._wakeup.triggered:
-            self._wakeup.succeed()
-
     def run(self) -> Events:
         """Serve request after request."""
         env, recorder = self.env, self.recorder
@@ -120,9 +114,7 @@ class Overlapped(Replica):
             if not self.waiting:
                 if self.source.exhausted:
                     return
-                self._wakeup = env.event()
-                yield self._wakeup
-                self._wakeup = None
+                yield self.sleep()
                 continue
             slot = self.waiting.popleft()
             start = env.now

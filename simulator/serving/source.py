@@ -157,15 +157,23 @@ class RequestSource:
 class Replica(ABC):
     """A server with a queue of its own: alone, or one of a fleet's."""
 
+    env: SimulatedClock
     recorder: Recorder
+    _wakeup: simpy.Event | None = None
 
     @abstractmethod
     def submit(self, job: Job) -> None:
         """Queue a request."""
 
-    @abstractmethod
+    def sleep(self) -> simpy.Event:
+        """Return an event for the next request to arrive."""
+        self._wakeup = self.env.event()
+        return self._wakeup
+
     def wake(self) -> None:
-        """Look at the queue again: something changed."""
+        """Wake an idle server, so that it looks at its queue again."""
+        if self._wakeup is not None and not self._wakeup.triggered:
+            self._wakeup.succeed()
 
     @abstractmethod
     def run(self) -> Events:
