@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from simulator.published import published_rows
 from traces.errors import DraftsimError
 from traces.operators.shapes import ARCHITECTURES, Architecture
 
@@ -71,31 +72,12 @@ class Unpacking:
         return np.asarray(self.weight_ops + more)
 
 
-_GPTQ = "a 16-bit scale and a zero point for 128 weights; the head in 16 bits"
-_GGUF = "llama.cpp, block layouts of ggml-common.h; the head in Q6_K"
-_MIXED = "llama.cpp, bits per weight of its quantize README, Llama 2 13B; the head in Q6_K"
-
-_ALL = (
-    WeightFormat("bf16", 16, 16, "16 bits, unquantised"),
-    WeightFormat("fp8", 8 + 32 / 128**2, 16, "E4M3, a scale for 128 x 128 weights; the head bf16"),
-    WeightFormat("gptq-int8", 8 + (16 + 8) / 128, 16, _GPTQ, "marlin"),
-    WeightFormat("gptq-int4", 4 + (16 + 4) / 128, 16, _GPTQ, "marlin"),
-    WeightFormat("awq-int4", 4 + (16 + 4) / 128, 16, _GPTQ, "marlin"),
-    WeightFormat(
-        "int8", 8, 8, "gpt-fast, weights alone, a scale for a row; the head too", "gpt-fast"
-    ),
-    WeightFormat(
-        "int4-g32", 4 + 32 / 32, 4 + 32 / 32, "gpt-fast, groups of 32; the head too", "gpt-fast"
-    ),
-    WeightFormat("nf4", 4.127, 16, "QLoRA, arXiv:2305.14314, section 3; the head in 16 bits"),
-    WeightFormat("q4_0", 4.5, 6.5625, _GGUF, "llama.cpp"),
-    WeightFormat("q4_k_m", 4.83, 6.5625, _MIXED, "llama.cpp"),
-    WeightFormat("q5_k_m", 5.67, 6.5625, _MIXED, "llama.cpp"),
-    WeightFormat("q6_k", 6.5625, 6.5625, _GGUF, "llama.cpp"),
-    WeightFormat("q8_0", 8.5, 8.5, "llama.cpp, block layouts of ggml-common.h", "llama.cpp"),
-)
-
-FORMATS: Mapping[str, WeightFormat] = {f.name: f for f in _ALL}
+FORMATS: Mapping[str, WeightFormat] = {
+    row["name"]: WeightFormat(
+        row["name"], float(row["bits"]), float(row["head_bits"]), row["source"], row["kernels"]
+    )
+    for row in published_rows("formats")
+}
 
 _ALIASES = {
     "fp16": "bf16", "float16": "bf16", "bfloat16": "bf16", "gptq": "gptq-int4", "awq": "awq-int4",
