@@ -7,6 +7,7 @@ round's outcome is decided when its iteration begins and takes effect when it en
 from __future__ import annotations
 
 from collections.abc import Generator
+from dataclasses import dataclass
 from typing import Any
 
 import simpy
@@ -25,32 +26,22 @@ from traces.acceptance.trace import Trace
 from traces.errors import DraftsimError
 
 
+@dataclass(eq=False)
 class Engine(Replica):
     """One model replica: a scheduler, a policy's rounds, and what they cost."""
 
-    def __init__(
-        self,
-        env: SimulatedClock,
-        trace: Trace,
-        source: RequestSource,
-        scheduler: Scheduler,
-        together: Together,
-        cost: EngineCost,
-        recorder: Recorder,
-        timeline: Timeline | None = None,
-        max_tokens: int | None = None,
-        rule: VerifyRule | None = None,
-    ) -> None:
-        self.env = env
-        self.trace = trace
-        self.source = source
-        self.scheduler = scheduler
-        self.together = together
-        self.cost = cost
-        self.recorder = recorder
-        self.timeline = timeline
-        self.max_tokens = max_tokens
-        self.rule = rule
+    env: SimulatedClock
+    trace: Trace
+    source: RequestSource
+    scheduler: Scheduler
+    together: Together
+    cost: EngineCost
+    recorder: Recorder
+    timeline: Timeline | None = None
+    max_tokens: int | None = None
+    rule: VerifyRule | None = None
+
+    def __post_init__(self) -> None:
         self.state = EngineState()
         self._idle = True
 

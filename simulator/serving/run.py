@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 
 import numpy as np
@@ -39,6 +40,7 @@ Policy = DraftPolicy | BatchPolicy
 OVERLAPPED: Mapping[str, type[Overlapped]] = {"pearl": Pearl, "dsi": Dsi}
 
 
+@dataclass(eq=False)
 class Front:
     """Takes every request of a fleet and hands it to one of the replicas.
 
@@ -52,19 +54,11 @@ class Front:
         Indices of the requests whose arrival every replica's record has to know of.
     """
 
-    def __init__(
-        self,
-        env: simpy.Environment,
-        replicas: Sequence[Replica],
-        router: Router,
-        rng: np.random.Generator,
-        marked: Container[int] = (),
-    ) -> None:
-        self.env = env
-        self.replicas = replicas
-        self.router = router
-        self.rng = rng
-        self.marked = marked
+    env: simpy.Environment
+    replicas: Sequence[Replica]
+    router: Router
+    rng: np.random.Generator
+    marked: Container[int] = ()
 
     def submit(self, job: Job) -> None:
         """Hand a request to the replica that the router chooses."""
@@ -79,6 +73,7 @@ class Front:
             replica.wake()
 
 
+@dataclass(eq=False, kw_only=True)
 class Station:
     """Builds the engines of a scenario under one policy, and runs them.
 
@@ -104,36 +99,25 @@ class Station:
         If mode and policy do not fit.
     """
 
-    def __init__(
-        self,
-        trace: Trace,
-        latency: LatencyTable,
-        policy: Policy,
-        scenario: Scenario,
-        *,
-        name: str,
-        lookahead: int,
-        expected: int,
-        rule: VerifyRule | None = None,
-        by_iteration: bool = False,
-        advance: Callable[[int], None] = lambda _: None,
-        audit: Callable[[Engine], None] | None = None,
-    ) -> None:
-        self.trace, self.latency, self.scenario, self.rule = trace, latency, scenario, rule
-        self.name, self.policy = name, policy
-        self.by_iteration = by_iteration
-        self.advance, self.audit = advance, audit
-        self.expected, self.skip = expected, int(scenario.warmup * expected)
-        self.lookahead = lookahead
-        if scenario.mode in OVERLAPPED:
-            if prepared_rule(rule, trace) is not None:
-                raise DraftsimError(
-                    f"mode {scenario.mode!r} replays recorded verdicts: give no rule"
-                )
-            if not isinstance(policy, DraftPolicy):
-                raise DraftsimError(
-                    f"mode {scenario.mode!r} serves one stream: give a policy per request"
-                )
+    trace: Trace
+    latency: LatencyTable
+    policy: Policy
+    scenario: Scenario
+    name: str
+    lookahead: int
+    expected: int
+    rule: VerifyRule | None
+    by_iteration: bool
+    advance: Callable[[int], None]
+    audit: Callable[[Engine], None] | None
+
+    def __post_init__(self) -> None:
+        self.skip, mode = int(self.scenario.warmup * self.expected), self.scenario.mode
+        if mode in OVERLAPPED:
+            if prepared_rule(self.rule, self.trace) is not None:
+                raise DraftsimError(f"mode {mode!r} replays recorded verdicts: give no rule")
+            if not isinstance(self.policy, DraftPolicy):
+                raise DraftsimError(f"mode {mode!r} serves one stream: give a policy per request")
 
     @property
     def marked(self) -> tuple[int, int]:
@@ -349,9 +333,9 @@ def simulate(
         expected, jobs = len(listed), iter(listed)
     jobs = (Job(*job[:4], i) for i, job in enumerate(jobs))
     station = Station(
-        trace, latency, policy, scenario, name=name, expected=expected, rule=rule,
-        lookahead=_longest_draft(policy, trace, scenario), by_iteration=by_iteration,
-        advance=advance, audit=audit,
+        trace=trace, latency=latency, policy=policy, scenario=scenario, name=name,
+        lookahead=_longest_draft(policy, trace, scenario), expected=expected, rule=rule,
+        by_iteration=by_iteration, advance=advance, audit=audit,
     )  # fmt: skip
     replicas = range(scenario.replicas) if only is None else only
     if not scenario.splits:
