@@ -21,7 +21,7 @@ from traces.errors import DraftsimError
 from traces.store.recordings import PAPERS_TRACE
 
 if TYPE_CHECKING:
-    from simulator.papers.measured import Record
+    from simulator.papers.measured.rows import Record
     from simulator.papers.ours import Row, Sampled
     from traces.acceptance.sampling import Sampling
     from traces.acceptance.trace import Trace
@@ -220,7 +220,8 @@ def print_evidence(
     DraftsimError
         If no study's name contains `study`, or `logs` holds no logs.
     """
-    from simulator.papers.measured import by_study, measured_rows, notes_on, sources
+    from simulator.papers.measured import measured_rows, sources
+    from simulator.papers.measured.rows import by_study, notes_on
 
     rows = measured_rows(logs, study or "")
     if not rows:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from functools import cache
 
 from docs.reading import table
-from simulator.papers.measured import by_study
 from simulator.papers.measured.operators import operator_rows
+from simulator.papers.measured.rows import by_study
 from simulator.papers.ours import Ours
 from simulator.papers.settings import setting_rows
 from traces import find_latency, find_trace

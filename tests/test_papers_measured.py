@@ -13,9 +13,18 @@ from simulator.aggregate.acceptance import TwoState, iid_mean
 from simulator.aggregate.hazard import check_totals, emitted_at
 from simulator.formulas.leviathan import expected_tokens
 from simulator.hardware.formats import SHAPES
-from simulator.papers.measured import by_study, log_rows, measured_rows
+from simulator.papers.measured import measured_rows
 from simulator.papers.measured.engines import ONE, TWO, cycle_at, ladder_rows
-from simulator.papers.measured.rows import LARGE, NOTES, Evidence, evidence, ranked, record
+from simulator.papers.measured.logs import log_rows
+from simulator.papers.measured.rows import (
+    LARGE,
+    NOTES,
+    Evidence,
+    by_study,
+    evidence,
+    ranked,
+    record,
+)
 from simulator.papers.measured.server import SERVER
 from simulator.published import CLASSES, GAMMATUNE_MS, RTX3090
 from tests.conftest import Run

@@ -11,13 +11,8 @@ from pathlib import Path
 
 from simulator.papers.measured.engines import engine_rows, ladder_rows, roofline_rows
 from simulator.papers.measured.logs import EAGLE_STUDY, SPECBENCH_STUDY, log_rows
-from simulator.papers.measured.operators import (
-    CELLS,
-    STEPS,
-    eagle_rows,
-    operator_rows,
-)
-from simulator.papers.measured.rows import Evidence, Record, by_study, notes_on, record
+from simulator.papers.measured.operators import CELLS, STEPS, eagle_rows, operator_rows
+from simulator.papers.measured.rows import Evidence
 from simulator.papers.measured.server import SERVER, SERVER_SOURCE, server_rows
 from simulator.published import (
     A100_CONCURRENCY,
@@ -26,17 +21,6 @@ from simulator.published import (
     RTX3090_SOURCE,
     STUDIES,
 )
-
-__all__ = [
-    "Evidence",
-    "Record",
-    "by_study",
-    "log_rows",
-    "measured_rows",
-    "notes_on",
-    "record",
-    "sources",
-]
 
 
 def measured_rows(logs: Path | None = None, named: str = "") -> list[Evidence]:
