@@ -6,12 +6,32 @@ from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 from hypothesis import settings
 from hypothesis import strategies as st
 
 V = 12
 seeds = st.integers(0, 2**32 - 1)
 relaxed = settings(max_examples=60, deadline=None)
+
+
+def acceptance_probability(target_prob: float, draft_prob: float) -> float:
+    """min(1, target / draft) of the drafted token (Leviathan et al., 2211.17192, Alg. 1)."""
+    return min(1.0, target_prob / draft_prob)
+
+
+def residual(
+    target_probs: npt.NDArray[np.floating[Any]], draft_probs: npt.NDArray[np.floating[Any]]
+) -> npt.NDArray[np.float64]:
+    """The distribution a rejected token is replaced from: (target - draft)+, normalised.
+
+    Shapes (..., vocab), all alike.  Where the two agree nothing is ever rejected, and
+    the target's own distribution is returned.
+    """
+    target = np.asarray(target_probs, np.float64)
+    excess = np.maximum(target - draft_probs, 0.0)
+    mass = excess.sum(-1, keepdims=True)
+    return np.where(mass > 0, excess / np.where(mass > 0, mass, 1.0), target)
 
 
 class Position:

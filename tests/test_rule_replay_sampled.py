@@ -11,7 +11,8 @@ import pytest
 
 from policies.core import Round
 from policies.lengths.basic import Fixed
-from policies.rules.base import RejectionSampling, acceptance_probability, residual
+from policies.rules.base import RejectionSampling
+from tests.rule_positions import acceptance_probability, residual
 from traces.acceptance.trace import Request, Trace
 from traces.replay.rounds import RoundLog
 from traces.replay.run import replay

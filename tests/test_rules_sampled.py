@@ -1,4 +1,4 @@
-"""Rules that toss coins: the shares they accept, their seeds, and what is left to emit."""
+"""Rules that toss coins: the shares they accept, and their seeds."""
 
 from __future__ import annotations
 
@@ -7,11 +7,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given
 
-from policies.rules.base import acceptance_probability, residual
 from policies.rules.ratio import Ensemble, Lenience
-from tests.rule_positions import Position, V, accept, leading, positions, relaxed, seeds
+from tests.rule_positions import Position, V, accept, acceptance_probability, leading, positions
 
 
 def z_of(hits: int, trials: int, share: float) -> float:
@@ -61,20 +59,3 @@ def test_stochastic_rules_repeat_with_their_seed_and_accept_a_generator() -> Non
 
     assert run(3) == run(np.random.default_rng(3))
     assert run(3) != run(4)
-
-
-@given(seed=seeds)
-@relaxed
-def test_acceptance_and_residual_recover_the_target(seed: int) -> None:
-    x = positions(seed, 1)[0]
-    accepted = np.array([q * acceptance_probability(p, q) for p, q in zip(x.p, x.q, strict=True)])
-    emitted = accepted + (1 - accepted.sum()) * residual(x.p, x.q)
-    np.testing.assert_allclose(emitted, x.p, atol=1e-12)
-    np.testing.assert_allclose(residual(x.p, x.p), x.p)
-    several = residual(np.array([x.p, x.q, x.p]), np.array([x.q, x.p, x.p]))
-    np.testing.assert_allclose(several, [residual(x.p, x.q), residual(x.q, x.p), x.p])
-
-
-def test_acceptance_of_a_token_the_draft_cannot_propose_is_refused() -> None:
-    with pytest.raises(ValueError, match="draft_prob is 0"):
-        acceptance_probability(0.3, 0.0)

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from policies import EXP3Spec, Load, Round, TextbookCost, UCBSpec
-from policies.rules.base import acceptance_probability, residual
+from tests.rule_positions import acceptance_probability, residual
 
 
 def play(policy: Any, rng: np.random.Generator, rounds: int) -> list[tuple[int, int]]:

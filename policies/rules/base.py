@@ -13,9 +13,6 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import Any, ClassVar, Protocol, TypeVar
 
-import numpy as np
-import numpy.typing as npt
-
 from policies.guard import SCORES as SCORES  # noqa: PLC0414
 
 R = TypeVar("R", bound="VerifyRule")
@@ -156,8 +153,8 @@ class RejectionSampling(TokenRule):
     """Lossless speculative sampling (Leviathan et al., 2211.17192; Chen et al., 2302.01318).
 
     The outcome is part of the score (`TargetScore.match`): a recording holds it, and a decoder
-    with real models draws it, True with `acceptance_probability`.  At temperature 0 the rule is
-    `ExactMatch`.
+    with real models draws it, True with probability min(1, target / draft).  At temperature 0
+    the rule is `ExactMatch`.
     """
 
     lossless = True
@@ -165,24 +162,3 @@ class RejectionSampling(TokenRule):
     def accepts(self, token: Any, score: Any) -> bool:
         """Return True if the draw accepted the token."""
         return bool(score.match)
-
-
-def acceptance_probability(target_prob: float, draft_prob: float) -> float:
-    """Return min(1, target / draft) of the drafted token (Leviathan et al., 2211.17192, Alg. 1)."""
-    if draft_prob <= 0:
-        raise ValueError(f"draft_prob is {draft_prob}, expected > 0: the draft proposed the token")
-    return min(1.0, target_prob / draft_prob)
-
-
-def residual(
-    target_probs: npt.NDArray[np.floating[Any]], draft_probs: npt.NDArray[np.floating[Any]]
-) -> npt.NDArray[np.float64]:
-    """Return the distribution a rejected token is replaced from: (target - draft)+, normalised.
-
-    Shapes (..., vocab), all alike.  Where the two agree nothing is ever rejected, and
-    the target's own distribution is returned.
-    """
-    target = np.asarray(target_probs, np.float64)
-    excess = np.maximum(target - draft_probs, 0.0)
-    mass = excess.sum(-1, keepdims=True)
-    return np.where(mass > 0, excess / np.where(mass > 0, mass, 1.0), target)
