@@ -88,9 +88,6 @@ LIMITS = st.builds(
     token_budget=st.sampled_from([30, 70, 200, 8192]),
     kv_blocks=st.sampled_from([None, 14, 20, 40]),
     block_size=st.sampled_from([4, 16]),
-    chunked_prefill=st.booleans(),
-    prefix_caching=st.booleans(),
-    whole_prompts=st.booleans(),
     async_scheduling=st.booleans(),
 )
 
@@ -110,7 +107,6 @@ SCENARIOS = st.builds(
     mode=st.sampled_from(["continuous", "continuous", "static"]),
     seed=st.integers(0, 5),
     max_time_s=st.sampled_from([None, None, 0.7, 3.0]),
-    max_tokens=st.sampled_from([None, None, 100, 333]),
 )
 
 

@@ -292,9 +292,8 @@ def test_policies_that_look_at_the_load_or_learn_need_events():
 
 @pytest.mark.parametrize(
     "changed",
-    [{"mode": "static-minimum"}, {"mode": "static-mean"}, {"passes": "padded"},
-     {"draft_batch": "active"}],
-)  # fmt: skip
+    [{"mode": "static-minimum"}, {"mode": "static-mean"}, {"passes": "padded"}],
+)
 def test_synchronised_batches_and_costs_of_single_sequences_need_events(changed):
     scenario = replace(Scenario(ClosedLoop(3), Limits(3), requests=6), **changed)
     assert not ran(SMALL, GRID, Fixed(3), scenario)[1]

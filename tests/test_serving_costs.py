@@ -33,14 +33,10 @@ def target_s(batch: int, width: float, context: float) -> float:
     return float(GRID.seconds("target", "forward", batch=batch, new_tokens=width, context=context))
 
 
-@pytest.mark.parametrize("draft_batch", ["padded", "active"])
-def test_rectangles_are_as_wide_as_the_widest_and_as_long_as_the_longest(
-    draft_batch: Literal["padded", "active"],
-) -> None:
-    cost = EngineCost(GRID, draft_batch=draft_batch, passes="padded")(SLOTS, ROUNDS, [])
-    alone = 2 if draft_batch == "padded" else 1  # the second sequence drafts on alone
+def test_rectangles_are_as_wide_as_the_widest_and_as_long_as_the_longest() -> None:
+    cost = EngineCost(GRID, passes="padded")(SLOTS, ROUNDS, [])
     drafts = first_s(2, 3, LONG - 3) + draft_s(2, LONG)
-    drafts += draft_s(alone, SHORT + 1) + draft_s(alone, SHORT + 2)
+    drafts += draft_s(2, SHORT + 1) + draft_s(2, SHORT + 2)
     assert cost.draft_s == pytest.approx(drafts, rel=1e-12)
     assert cost.target_s == pytest.approx(target_s(2, 5, LONG + 2 - 5), rel=1e-12)
     # Of the host: the round, four draft steps, and what leaves the target's cache.
@@ -48,17 +44,11 @@ def test_rectangles_are_as_wide_as_the_widest_and_as_long_as_the_longest(
 
 
 def test_ragged_passes_are_read_at_their_means() -> None:
-    padded, active = (
-        EngineCost(GRID, draft_batch=kind)(SLOTS, ROUNDS, [])  # type: ignore[arg-type]
-        for kind in ("padded", "active")
-    )
+    cost = EngineCost(GRID)(SLOTS, ROUNDS, [])
     mean = (LONG + SHORT) / 2
     first = first_s(2, 2, mean - 2)
-    assert padded.draft_s == pytest.approx(first + sum(draft_s(2, mean + k) for k in range(3)))
-    later = draft_s(2, mean) + draft_s(1, SHORT + 1) + draft_s(1, SHORT + 2)
-    assert active.draft_s == pytest.approx(first + later, rel=1e-12)
-    for cost in (padded, active):
-        assert cost.target_s == pytest.approx(target_s(2, 4, mean - 1), rel=1e-12)
+    assert cost.draft_s == pytest.approx(first + sum(draft_s(2, mean + k) for k in range(3)))
+    assert cost.target_s == pytest.approx(target_s(2, 4, mean - 1), rel=1e-12)
 
 
 def test_who_drafts_nothing_is_no_part_of_the_drafts_means() -> None:
@@ -66,22 +56,17 @@ def test_who_drafts_nothing_is_no_part_of_the_drafts_means() -> None:
     rounds = [*ROUNDS, Round(0, 0, 0, 1, 0, 7)]
     mean = (LONG + SHORT) / 2
     padded = first_s(3, 2, mean - 2) + sum(draft_s(3, mean + k) for k in range(3))
-    active = first_s(2, 2, mean - 2) + draft_s(2, mean)
-    active += draft_s(1, SHORT + 1) + draft_s(1, SHORT + 2)
     cost = EngineCost(GRID)(resting, rounds, [])
     assert cost.draft_s == pytest.approx(padded, rel=1e-12)
     assert cost.target_s == pytest.approx(target_s(3, 3, (LONG + SHORT + 10) / 3 - 1), rel=1e-12)
-    cost = EngineCost(GRID, draft_batch="active")(resting, rounds, [])
-    assert cost.draft_s == pytest.approx(active, rel=1e-12)
 
 
-@pytest.mark.parametrize("draft_batch", ["padded", "active"])
 @pytest.mark.parametrize("passes", ["ragged", "padded"])
 def test_plain_iterations_pay_no_draft_and_drafts_need_a_drafter(
-    draft_batch: Literal["padded", "active"], passes: Literal["ragged", "padded"]
+    passes: Literal["ragged", "padded"],
 ) -> None:
     for speculates in (True, False):
-        cost = EngineCost(GRID, speculates=speculates, draft_batch=draft_batch, passes=passes)
+        cost = EngineCost(GRID, speculates=speculates, passes=passes)
         plain = cost(SLOTS, PLAIN, [])
         assert (plain.draft_s, plain.host_s) == (0, 7e-4)
     with pytest.raises(DraftsimError, match="told it never would"):

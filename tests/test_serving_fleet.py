@@ -278,7 +278,5 @@ def test_queues_of_one_server_are_one_queue() -> None:
 def test_impossible_fleets_are_refused() -> None:
     with pytest.raises(DraftsimError, match="replicas is 0, expected a positive number"):
         Scenario(Poisson(1.0), replicas=0)
-    with pytest.raises(DraftsimError, match="max_tokens bounds one engine"):
-        Scenario(Poisson(1.0), replicas=2, max_tokens=100)
     with pytest.raises(DraftsimError, match="router is 'best', expected one of random, round-"):
         parse_router("best")

@@ -128,9 +128,8 @@ def test_a_preempted_request_reads_only_what_was_taken_again() -> None:
 
 
 def test_a_prompt_that_does_not_fit_whole_waits() -> None:
-    for whole, begun in ((True, []), (False, [8])):
-        limits = Limits(token_budget=8, kv_blocks=3, block_size=4, whole_prompts=whole)
-        scheduler = Continuous(limits, lookahead=0)
+    for blocks, begun in ((3, []), (4, [8])):
+        scheduler = Continuous(Limits(token_budget=8, kv_blocks=blocks, block_size=4), lookahead=0)
         job: Any = SimpleNamespace(prompt_tokens=16, output_tokens=2)
         scheduler.waiting.append(Slot(0, job, 0.0, None))
         assert [chunk.tokens for chunk in scheduler.next(False).chunks] == begun

@@ -5,8 +5,6 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
-import pytest
-
 from simulator.serving.scheduler import Continuous, Iteration, Limits, Scheduler, StaticBatches
 from simulator.serving.sequence import Slot
 
@@ -78,24 +76,11 @@ def test_each_decoding_request_takes_its_look_ahead_of_the_budget() -> None:
     assert len(scheduler.waiting) == 1
 
 
-@pytest.mark.parametrize(
-    ("chunked", "first", "second"),
-    [(True, [(0, 6), (1, 2)], [(1, 4)]), (False, [(0, 6)], [(1, 6)])],
-)
-def test_prompts_share_the_budget_in_pieces_or_whole(
-    chunked: bool, first: list[tuple[int, int]], second: list[tuple[int, int]]
-) -> None:
-    scheduler = Continuous(Limits(token_budget=8, chunked_prefill=chunked), lookahead=0)
+def test_prompts_share_the_budget_in_pieces() -> None:
+    scheduler = Continuous(Limits(token_budget=8), lookahead=0)
     waiting(scheduler, 6, 6)
-    assert chunks(run(scheduler)) == first
-    assert chunks(run(scheduler)) == second
-
-
-def test_a_whole_prompt_may_take_all_of_the_budget_and_no_more() -> None:
-    scheduler = Continuous(Limits(token_budget=8, chunked_prefill=False), lookahead=0)
-    waiting(scheduler, 8, 9)
-    assert chunks(run(scheduler)) == [(0, 8)]
-    assert chunks(run(scheduler)) == []
+    assert chunks(run(scheduler)) == [(0, 6), (1, 2)]
+    assert chunks(run(scheduler)) == [(1, 4)]
 
 
 def test_seats_are_taken_in_order_of_arrival() -> None:

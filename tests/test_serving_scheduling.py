@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from policies.batch.base import BatchPolicy
 from policies.core import DraftPolicy
-from policies.lengths.basic import Fixed, Oracle
+from policies.lengths.basic import Fixed
 from policies.registry import parse_serving_policy, policy_names
 from policies.rules.base import VerifyRule
 from policies.together import StopAtMean
@@ -95,20 +95,12 @@ def test_batched_draft_steps_are_those_of_the_longest_draft():
     assert expected - 0.09 <= run.simulated_s <= expected + 1e-9
 
 
-def test_active_drafting_costs_no_more_than_padded():
-    base = Scenario(ClosedLoop(8), Limits(max_batch=8), requests=40, warmup=0.0)
-    trace = synthetic_trace(0.7, requests=10, tokens=60, seed=2)
-    padded = simulate(trace, GRID, Oracle(gamma_max=8), base)
-    active = simulate(trace, GRID, Oracle(gamma_max=8), replace(base, draft_batch="active"))
-    assert active.simulated_s < padded.simulated_s
-
-
 def test_batch_policies_see_the_whole_batch():
     trace = bernoulli(0.7, 30, 40, seed=8)
     run = simulate(trace, CONSTANT, ByBatch(), Scenario(Poisson(2), requests=30, warmup=0.0))
     assert run.recorder.draft_forwards > run.recorder.drafted > 0, "allotted 3 of 4"
     crowd = Scenario(ClosedLoop(16), Limits(max_batch=16), requests=16, mode="static", warmup=0.0)
-    busy = simulate(trace, CONSTANT, ByBatch(), replace(crowd, max_tokens=300))
+    busy = simulate(trace, CONSTANT, ByBatch(), crowd)
     assert busy.recorder.drafted == 0
     with pytest.raises(DraftsimError, match="batch policy decides"):
         simulate(trace, CONSTANT, ByBatch(), replace(crowd, mode="static-minimum"))

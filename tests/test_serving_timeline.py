@@ -144,7 +144,7 @@ def checked(path: Path) -> Imported:
         ("gammatune", Scenario(ClosedLoop(4), Limits(4), requests=12, mode="static-minimum")),
         ("fixed:gamma=3", Scenario(Poisson(2), requests=10, mode="pearl")),
         ("fixed:gamma=2", Scenario(Poisson(2), requests=10, mode="dsi")),
-        ("svip", Scenario(Poisson(2), requests=6, mode="dsi", devices=Devices(0.4, 2))),
+        ("svip", Scenario(Poisson(2), requests=6, mode="dsi", devices=Devices(0.4))),
     ],
 )
 @pytest.mark.parametrize("latency", [GRID, LatencyTable.constant(1.37e-5, 3.3e-6, 1.91e-5)])

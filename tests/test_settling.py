@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import pytest
@@ -86,15 +86,12 @@ def test_serving_one_stream_costs_what_pricing_says(gamma: int) -> None:
     assert busy_s - without == pytest.approx(by_place(log))
 
 
-@pytest.mark.parametrize("draft_batch", ["padded", "active"])
 @pytest.mark.parametrize("passes", ["ragged", "padded"])
-def test_batches_pay_once_for_all_their_sequences(draft_batch: str, passes: str) -> None:
+def test_batches_pay_once_for_all_their_sequences(passes: Literal["ragged", "padded"]) -> None:
     rounds = [Round(0, n, 0, 1, n, 1) for n in (4, 2)]
     slots: list[Any] = [SimpleNamespace(context=c) for c in (50, 60)]
     seconds = [
-        EngineCost(table((1, 2), beyond), draft_batch=draft_batch, passes=passes)(  # type: ignore[arg-type]
-            slots, rounds, []
-        ).total_s
+        EngineCost(table((1, 2), beyond), passes=passes)(slots, rounds, []).total_s
         for beyond in (BEYOND, ())
     ]
     assert seconds[0] - seconds[1] == pytest.approx(2 * sum(BEYOND))

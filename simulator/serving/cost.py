@@ -347,8 +347,6 @@ class DraftCost:
         draft model never runs.
     always:
         Draft passes that the engine runs in every iteration (`traces.replay.always`).
-    draft_batch, passes:
-        As in `EngineCost`.
 
     Attributes
     ----------
@@ -362,13 +360,9 @@ class DraftCost:
         latency: LatencyTable,
         readers: Mapping[str, PassReader],
         always: int,
-        draft_batch: Literal["padded", "active"],
-        passes: Literal["ragged", "padded"],
     ) -> None:
         self._latency = latency
         self._always = always
-        self._draft_batch = draft_batch
-        self._passes = passes
         self.later = readers.get("later")
         self.first = readers.get("first", self.later)
         self.along = readers.get("along")
@@ -407,23 +401,24 @@ class DraftCost:
         settling_s = settled[min(longest, len(settled)) - 1]
         return first_s + settling_s + read.run(batch, mean, longest - 1)
 
-    def by_sequence(self, work: Work, slots: Sequence[Slot], rounds: Sequence[Round]) -> float:
-        """Return seconds where it matters which sequence drafts how long: one round per slot."""
+    def rectangles(self, work: Work, slots: Sequence[Slot], rounds: Sequence[Round]) -> float:
+        """Return seconds of passes as wide as the widest sequence: one round per slot."""
         if not work.longest or self.idle(work):
             return self._idle_s(work, len(rounds))
         read, read_first = self.running()
-        longest, drafting = work.longest, work.drafting
-        if self._passes == "padded":
-            return self._rectangles(slots, rounds, longest)
-        batch = drafting if self.along is None else len(rounds)
-        seconds = read_first(batch, *self._first_sizes(work, batch))
-        settled = self.settling(drafting)
-        seconds += settled[min(longest, len(settled)) - 1]
-        for step in range(1, longest):
-            still = [
-                s.context for s, r in zip(slots, rounds, strict=True) if r.draft_forwards > step
-            ]
-            seconds += read(len(still), 1.0, sum(still) / len(still) + step - 1)
+        sizes = [
+            (r.draft_forwards, r.catch_up, slot.context)
+            for slot, r in zip(slots, rounds, strict=True) if r.draft_forwards
+        ]  # fmt: skip
+        width = max(catch_up for _, catch_up, _ in sizes)
+        settled = self.settling(len(rounds))
+        seconds = settled[min(work.longest, len(settled)) - 1]
+        for step in range(work.longest):
+            longest = max(context for forwards, _, context in sizes if forwards > step)
+            # What a pass sees when it ends: every known token and the drafts so far.
+            pass_s = read if step else read_first
+            seconds += pass_s(len(rounds), width, max(longest + step - width, 0))
+            width = 1
         return seconds
 
     def settling(self, batch: int) -> list[float]:
@@ -443,24 +438,6 @@ class DraftCost:
             return work.drafted / batch + 1.0, work.context / batch - 1.0
         width, mean = work.catch_up / work.drafting, work.draft_context / work.drafting
         return width, mean - width if mean > width else 0.0
-
-    def _rectangles(self, slots: Sequence[Slot], rounds: Sequence[Round], longest: int) -> float:
-        read, read_first = self.running()
-        sizes = [
-            (r.draft_forwards, r.catch_up, slot.context)
-            for slot, r in zip(slots, rounds, strict=True) if r.draft_forwards
-        ]  # fmt: skip
-        width = max(catch_up for _, catch_up, _ in sizes)
-        settled = self.settling(len(rounds))
-        seconds = settled[min(longest, len(settled)) - 1]
-        for step in range(longest):
-            active = [context for forwards, _, context in sizes if forwards > step]
-            batch = len(active) if self._draft_batch == "active" else len(rounds)
-            # What a pass sees when it ends: every known token and the drafts so far.
-            pass_s = read if step else read_first
-            seconds += pass_s(batch, width, max(max(active) + step - width, 0))
-            width = 1
-        return seconds
 
 
 class MixedPasses:
@@ -520,9 +497,6 @@ class EngineCost:
         draft step.
     speculates:
         Whether the draft model runs at all; its prompts are charged if so.
-    draft_batch:
-        ``padded``: every draft pass runs over the whole decoding batch, as under CUDA
-        graphs; ``active``: sequences that stopped drafting leave the batch.
     passes:
         ``ragged``: sizes at their means, as with kernels for sequences of any length;
         ``padded``: every decode pass is the rectangle of its widest sequence and longest
@@ -530,6 +504,8 @@ class EngineCost:
 
     Notes
     -----
+    Every draft pass runs over the whole decoding batch, as under CUDA graphs.
+
     If the table has the time of a drafter that runs in every iteration (``along``), an iteration
     without drafts costs that.  The first pass of a draft is then over all tokens that the iteration
     verifies, because such a drafter runs after them.
@@ -545,25 +521,21 @@ class EngineCost:
         latency: LatencyTable,
         reads: bool = False,
         speculates: bool = True,
-        draft_batch: Literal["padded", "active"] = "padded",
         passes: Literal["ragged", "padded"] = "ragged",
     ) -> None:
-        if draft_batch not in ("padded", "active"):
-            raise DraftsimError(f"draft_batch is {draft_batch!r}, expected 'padded' or 'active'")
         self.latency = latency
         self.reads = reads
         self.speculates = speculates
         self.always = passes_always(latency) if speculates else 0
         if passes not in ("ragged", "padded"):
             raise DraftsimError(f"passes is {passes!r}, expected 'ragged' or 'padded'")
-        self.draft_batch = draft_batch
         self.passes = passes
         self.phases = cells_read(latency, speculates)
         readers = {place: PassReader(latency, *own) for place, own in self.phases.items()}
         self._readers, self._target = readers, readers["target"]
         self._beside = readers.get("beside", self._target)
         self._mixed = MixedPasses(latency, readers.get("mixed"))
-        self._drafts = DraftCost(latency, readers, self.always, draft_batch, passes)
+        self._drafts = DraftCost(latency, readers, self.always)
         self.hosts = HostCost(latency, reads)
         self._prompts = PromptCost(latency, readers, MODELS if speculates else MODELS[:1])
 
@@ -579,16 +551,16 @@ class EngineCost:
             around_s = self.hosts.at(len(chunks)).iteration_s
             return Seconds(prompts.draft_s, prompts.target_s, around_s)
         work, batch = work_of(slots, rounds), len(rounds)
-        if self.by_totals:
+        if self.passes == "ragged":
             return self.of_work(work, batch, prompts)
         if least := self.always:
             rounds = [r._replace(draft_forwards=max(r.draft_forwards, least)) for r in rounds]
             work = work_of(slots, rounds)
-        draft_s = prompts.draft_s + self._drafts.by_sequence(work, slots, rounds)
-        if self.passes == "padded" and not prompts.tokens:
-            target_s = self._rectangle(slots, rounds)
-        else:
-            target_s = self._target_pass(work, batch, prompts)
+        draft_s = prompts.draft_s + self._drafts.rectangles(work, slots, rounds)
+        target_s = (
+            self._target_pass(work, batch, prompts) if prompts.tokens
+            else self._rectangle(slots, rounds)
+        )  # fmt: skip
         return Seconds(draft_s, target_s, self._host_seconds(work, batch))
 
     def of_work(self, work: Work, batch: int, prompts: Prompts = NO_PROMPTS) -> Seconds:
@@ -599,11 +571,6 @@ class EngineCost:
         target_s = self._target_pass(work, batch, prompts)
         # As in `work_of`.
         return tuple.__new__(Seconds, (draft_s, target_s, self._host_seconds(work, batch)))
-
-    @property
-    def by_totals(self) -> bool:
-        """Return True if an iteration's cost depends on its total work, not on single sequences."""
-        return self.passes == "ragged" and self.draft_batch == "padded"
 
     def prompts(self, chunks: Sequence[Chunk]) -> Prompts:
         """Return the time of `chunks`; to be asked before they are processed."""

@@ -38,7 +38,6 @@ class Engine(Replica):
     cost: EngineCost
     recorder: Recorder
     timeline: Timeline | None = None
-    max_tokens: int | None = None
     rule: VerifyRule | None = None
 
     def __post_init__(self) -> None:
@@ -61,10 +60,9 @@ class Engine(Replica):
         self.wake()
 
     def run(self) -> Events:
-        """Iterate until every request has left, or the token limit is reached."""
-        while not self.full:
-            if not (yield from self.iterate()):
-                return
+        """Iterate until every request has left."""
+        while (yield from self.iterate()):
+            pass
 
     def iterate(self) -> Generator[simpy.Event, Any, bool]:
         """One iteration, or the wait for a request; False once no request will come."""
@@ -103,11 +101,6 @@ class Engine(Replica):
     def coverage(self) -> list[Coverage]:
         """Count measured, interpolated and extrapolated passes, per model and phase."""
         return self.cost.coverage
-
-    @property
-    def full(self) -> bool:
-        """Return True if the token limit is reached."""
-        return self.max_tokens is not None and self.recorder.tokens >= self.max_tokens
 
     def idle_for_good(self) -> bool:
         """Return True if no request will come any more and nothing is planned for the next

@@ -41,18 +41,13 @@ class Devices:
     interference:
         0: each on its own device.  f > 0: they share one, and each runs (1 + f) times
         slower while the other is busy too.
-    target_servers:
-        Verifications that may run at the same time (DSI); None: as many as are needed.
     """
 
     interference: float = 0.0
-    target_servers: int | None = None
 
     def __post_init__(self) -> None:
         if not 0 <= self.interference < float("inf"):
             raise DraftsimError(f"interference is {self.interference}, expected >= 0")
-        if self.target_servers is not None and self.target_servers < 1:
-            raise DraftsimError(f"target_servers is {self.target_servers}, expected at least 1")
 
     def together(self, a_s: float, b_s: float) -> tuple[float, float]:
         """Return the ends of two steps begun together, in seconds from their start."""
@@ -74,7 +69,6 @@ class Overlapped(Replica):
         recorder: Recorder,
         devices: Devices,
         timeline: Timeline | None = None,
-        max_tokens: int | None = None,
     ) -> None:
         self.env = env
         self.trace = trace
@@ -84,7 +78,6 @@ class Overlapped(Replica):
         self.recorder = recorder
         self.devices = devices
         self.timeline = timeline
-        self.max_tokens = max_tokens
         self.waiting: deque[Slot] = deque()
         self._target = PassReader(latency, "target")
         self._draft = PassReader(latency, "draft")
@@ -110,7 +103,7 @@ class Overlapped(Replica):
     def run(self) -> Events:
         """Serve request after request."""
         env, recorder = self.env, self.recorder
-        while self.max_tokens is None or recorder.tokens < self.max_tokens:
+        while True:
             if not self.waiting:
                 if self.source.exhausted:
                     return
@@ -273,14 +266,13 @@ class Dsi(Overlapped):
     def decode(self, slot: Slot) -> Events:
         """Segments from one confirmed token to the next rejection."""
         env, decoder = self.env, slot.decoder
-        servers = simpy.Resource(env, self.devices.target_servers or 1 << 30)
         self._slowed = 1 + self.devices.interference
         self._busy: set[int] = set()
         while not decoder.ended:
             left = decoder.segment_left - 1
             run = decoder.judge([None] * left)
             segment = _Segment(env.event(), left, run)
-            drafter = env.process(self._drafter(slot, segment, servers))
+            drafter = env.process(self._drafter(slot, segment))
             plain = env.process(self._plain(slot, run + 1))
             yield segment.verdict | plain
             for process in (drafter, plain, *segment.verifiers):
@@ -303,7 +295,7 @@ class Dsi(Overlapped):
             # Where plain decoding was first, tokens were confirmed that nobody had drafted.
             self.emit(slot, outcome, segment.draft, max(forwards - accepted, 0))
 
-    def _drafter(self, slot: Slot, segment: _Segment, servers: simpy.Resource) -> Process:
+    def _drafter(self, slot: Slot, segment: _Segment) -> Process:
         env, run, left = self.env, segment.run, segment.left
         ahead = 0
         try:
@@ -317,7 +309,7 @@ class Dsi(Overlapped):
                 segment.drafted = ahead
                 segment.draft += block
                 segment.confirmed, segment.decided_s = min(run, ahead), env.now
-                verifier = self._verifier(slot, start, len(block), servers, segment, decisive)
+                verifier = self._verifier(slot, start, len(block), segment, decisive)
                 segment.verifiers.append(env.process(verifier))
                 if decisive:
                     return
@@ -325,25 +317,20 @@ class Dsi(Overlapped):
             return
 
     def _verifier(
-        self, slot: Slot, ahead: int, tokens: int, servers: simpy.Resource, segment: _Segment,
-        decisive: bool,
-    ) -> Process:  # fmt: skip
+        self, slot: Slot, ahead: int, tokens: int, segment: _Segment, decisive: bool
+    ) -> Process:
+        start, label = self.env.now, "cancelled"
+        seconds = self.verify_s(tokens + 1, slot.context + ahead) * self._slowed
+        track = min(set(range(len(self._busy) + 1)) - self._busy)
+        self._busy.add(track)
         try:
-            with servers.request() as server:
-                yield server
-                start = self.env.now
-                seconds = self.verify_s(tokens + 1, slot.context + ahead) * self._slowed
-                track = min(set(range(len(self._busy) + 1)) - self._busy)
-                self._busy.add(track)
-                label = "cancelled"
-                try:
-                    yield self.env.timeout(seconds)
-                    label = "verify"
-                finally:
-                    self._busy.discard(track)
-                    self._draw(2 + track, f"target server {track}", start, label, drafted=tokens)
+            yield self.env.timeout(seconds)
+            label = "verify"
         except simpy.Interrupt:
             return
+        finally:
+            self._busy.discard(track)
+            self._draw(2 + track, f"target server {track}", start, label, drafted=tokens)
         if decisive and not segment.verdict.triggered:
             segment.verdict.succeed()
 

@@ -154,8 +154,6 @@ class Station:
         recorders = served.recorders
         recorder = recorders[0] if len(recorders) == 1 else joined_recorders(recorders)
         status = f"stopped at max_time_s={scenario.max_time_s:g}" if served.cut else "complete"
-        if scenario.max_tokens is not None and recorder.tokens >= scenario.max_tokens:
-            status = f"stopped at max_tokens={scenario.max_tokens}"
         assumed = self._assumed()
         lossless = "rejection-sampling" if self.trace.temperature > 0 else "exact"
         return Run(
@@ -222,16 +220,16 @@ class Station:
         if isinstance(policy, DraftPolicy) and scenario.mode in OVERLAPPED:
             return OVERLAPPED[scenario.mode](
                 env, trace, source, policy, latency, self.lookahead, recorder, scenario.devices,
-                timeline, scenario.max_tokens,
+                timeline,
             )  # fmt: skip
         kind = StaticBatches if scenario.mode.startswith("static") else Continuous
         cost = EngineCost(
             latency, bool(policy.reads), self.lookahead > 0 or scenario.drafter_loaded,
-            scenario.draft_batch, scenario.passes,
+            scenario.passes,
         )  # fmt: skip
         return Engine(
             env, trace, source, kind(scenario.limits, self.lookahead),
-            _together(policy, scenario.mode), cost, recorder, timeline, scenario.max_tokens,
+            _together(policy, scenario.mode), cost, recorder, timeline,
             prepared_rule(self.rule, trace),
         )  # fmt: skip
 

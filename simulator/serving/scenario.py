@@ -38,16 +38,15 @@ class Scenario:
         How many engines like that there are, and who chooses among them.
     devices:
         Of the overlapped modes.
-    draft_batch, passes:
+    passes:
         See `simulator.serving.cost.EngineCost`.
     drafter_loaded:
         Whether the engine runs with its drafter under a policy that never drafts, too: it then
         pays for what the drafter runs along.  By default such a policy has an engine without one.
     warmup:
         Share of the requests, first to arrive, that no statistic counts (`Recorder`).
-    max_time_s, max_tokens:
-        Bounds of simulated time and, of one replica, emitted tokens; a run that meets one says
-        so.
+    max_time_s:
+        Bound of simulated time; a run that meets it says so.
     ttft_target_s, tpot_target_s:
         Targets that a request must meet to count for goodput.
     seed, replications:
@@ -64,12 +63,10 @@ class Scenario:
     requests: int | None = 1000
     mode: Mode = "continuous"
     devices: Devices = field(default_factory=Devices)
-    draft_batch: Literal["padded", "active"] = "padded"
     passes: Literal["ragged", "padded"] = "ragged"
     drafter_loaded: bool = False
     warmup: float = 0.1
     max_time_s: float | None = None
-    max_tokens: int | None = None
     ttft_target_s: float = float("inf")
     tpot_target_s: float = float("inf")
     seed: int = 0
@@ -87,14 +84,12 @@ class Scenario:
             )
         if not 0 <= self.warmup < 1:
             raise DraftsimError(f"warmup is {self.warmup}, expected a share in [0, 1)")
-        for name in ("requests", "max_tokens", "max_time_s", "replications", "replicas"):
+        for name in ("requests", "max_time_s", "replications", "replicas"):
             value = getattr(self, name)
             if value is not None and not value > 0:
                 raise DraftsimError(f"{name} is {value}, expected a positive number")
             if value is not None and value > MOST.get(name, math.inf):
                 raise DraftsimError(f"{name} is {value}, expected at most {MOST[name]}")
-        if self.max_tokens is not None and self.replicas > 1:
-            raise DraftsimError("max_tokens bounds one engine: give replicas 1, or max_time_s")
         if self.seed < 0:
             raise DraftsimError(f"seed is {self.seed}, expected a whole number >= 0")
         for name in ("ttft_target_s", "tpot_target_s"):

@@ -163,13 +163,6 @@ class Limits:
         Tokens of one iteration: look-ahead + 1 per decoding request, and prompt chunks.
     kv_blocks, block_size:
         Blocks of the pool (None: never runs out) and tokens of a block.
-    chunked_prefill:
-        Whether a prompt may be processed in pieces.
-    prefix_caching:
-        Whether a pre-empted request finds those of its blocks again that nobody has taken.
-    whole_prompts:
-        Whether a request is admitted only if all of its prompt fits into the free blocks, not just
-        the first piece (vLLM's ``scheduler_reserve_full_isl``).
     async_scheduling:
         Whether an iteration is planned while the one before it runs (vLLM's option of this name).
         A plan then does not see the requests that arrive during that iteration, and the requests
@@ -183,9 +176,6 @@ class Limits:
     token_budget: int = 8192
     kv_blocks: int | None = None
     block_size: int = 16
-    chunked_prefill: bool = True
-    prefix_caching: bool = True
-    whole_prompts: bool = True
     async_scheduling: bool = False
     lookahead: int | None = None
 
@@ -244,9 +234,7 @@ class Scheduler(ABC):
 
     def admissible(self, prompt_tokens: Any, output_tokens: Any) -> Any:
         """Return True if a request could finish if it were alone; both may be arrays."""
-        total = prompt_tokens + output_tokens
-        whole = self.limits.chunked_prefill or total <= self.limits.token_budget
-        return whole & self.pool.fits(total + self.lookahead)
+        return self.pool.fits(prompt_tokens + output_tokens + self.lookahead)
 
     @abstractmethod
     def next(self, more_to_come: bool) -> Iteration:
@@ -277,8 +265,7 @@ class Scheduler(ABC):
     def _preempt(self, slot: Slot) -> None:
         # The last emitted token is in no cache yet.
         computed = slot.prefilled if slot.prefill_left else slot.context - 1
-        full = computed // self.limits.block_size
-        if self.limits.prefix_caching and full:
+        if full := computed // self.limits.block_size:
             self.pool.preempt(slot, full)
         else:
             self.pool.release(slot)
@@ -351,9 +338,9 @@ class Continuous(Scheduler):
             slot = self.waiting[0]
             found = self._found(slot)
             left = slot.prefill_left - found
-            tokens = min(left, budget) if limits.chunked_prefill else left
-            needed = slot.prefill_left if limits.whole_prompts else found + tokens
-            if tokens > budget or not self.pool.has(needed):
+            tokens = min(left, budget)
+            # All of the prompt has to fit, as with vLLM's ``scheduler_reserve_full_isl``.
+            if not self.pool.has(slot.prefill_left):
                 return
             if slot.preemptions and self.pool.keeps:
                 self.pool.find(slot, found // limits.block_size)

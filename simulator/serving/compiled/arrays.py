@@ -88,9 +88,6 @@ class LoopLimits(NamedTuple):
     kv_blocks: int
     """0: blocks never run out."""
     block_size: int
-    chunked_prefill: bool
-    prefix_caching: bool
-    whole_prompts: bool
     async_scheduling: bool
     lookahead: int
     static: bool
@@ -99,7 +96,6 @@ class LoopLimits(NamedTuple):
     """True if an answer brings the next request."""
     think_s: float
     max_time_s: float
-    max_tokens: int
     open_until_s: float
     """Time before which open arrivals do not count as exhausted."""
     takes_verified: bool

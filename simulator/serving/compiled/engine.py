@@ -133,7 +133,7 @@ class CompiledServing:
         scenario = self.scenario
         return (
             scenario.mode in ("continuous", "static")
-            and scenario.passes == "ragged" and scenario.draft_batch == "padded"
+            and scenario.passes == "ragged"
             and (
                 self.lengths is not None
                 or (isinstance(self.policy, DraftPolicy) and clock_free(self.policy, self.rule))
@@ -241,11 +241,9 @@ class _Running:
         return arrays.Arrays(
             arrays.LoopLimits(
                 limits.max_batch, limits.token_budget, limits.kv_blocks or 0, limits.block_size,
-                limits.chunked_prefill, limits.prefix_caching, limits.whole_prompts,
                 limits.async_scheduling, serving.lookahead, scenario.mode == "static",
                 clients is not None, float(arrivals.think_s),
                 np.inf if scenario.max_time_s is None else float(scenario.max_time_s),
-                np.iinfo(np.int64).max if scenario.max_tokens is None else scenario.max_tokens,
                 float(open_until_s), serving.trace.takes_verified, planned,
             ),
             arrays.prices_of(self._cost, most),
@@ -263,8 +261,7 @@ class _Running:
         """List more requests: all of them, or of a bounded run as many as may be needed soon."""
         serving, engine = self._of, self._engine
         scenario = serving.scenario
-        bounded = scenario.max_time_s is not None or scenario.max_tokens is not None
-        size = max(len(self._jobs), LISTED) if bounded else None
+        size = None if scenario.max_time_s is None else max(len(self._jobs), LISTED)
         new = list(islice(self._more, size))
         engine.clock.listed = size is None or len(new) < size
         self._jobs += new

@@ -374,7 +374,7 @@ def room(engine: Arrays, r: int, slot: int, tokens: int) -> bool:
         number = engine.seats[r, state.running].running
         victim = engine.requests[number]
         computed = victim.prefilled if victim.prefill_left else victim.context - 1
-        full = computed // engine.limits.block_size if engine.limits.prefix_caching else 0
+        full = computed // engine.limits.block_size
         if full and not state.free:
             append(engine, r, NOBODY, engine.limits.kv_blocks - state.used)
         state.used -= victim.blocks
@@ -454,10 +454,9 @@ def plan(engine: Arrays, r: int) -> None:
         request = requests[slot]
         found = found_again(engine, r, slot)
         left = request.prefill_left - found
-        tokens = min(left, budget) if limits.chunked_prefill else left
-        needed = request.prefill_left if limits.whole_prompts else found + tokens
-        blocks = -(-needed // limits.block_size)
-        if tokens > budget or (limits.kv_blocks and state.used + blocks > limits.kv_blocks):
+        tokens = min(left, budget)
+        blocks = -(-request.prefill_left // limits.block_size)
+        if limits.kv_blocks and state.used + blocks > limits.kv_blocks:
             return
         if request.preemptions and state.free:
             find(engine, r, slot, found // limits.block_size)
@@ -901,9 +900,6 @@ def run(engine: Arrays) -> tuple[int, int]:
                 continue
             clock.active = NOBODY
             state = replicas[r]
-            if not state.idle and state.tokens >= limits.max_tokens:
-                end(engine, r)
-                continue
             state.idle = False
             why = begin(engine, r, state.order)
             if why == BLOCKED:
