@@ -12,7 +12,8 @@ import pandas as pd
 import pytest
 
 from policies import Fixed
-from simulator import price, price_ratios, summarize
+from simulator import price, summarize
+from simulator.ratios import ratio_costs
 from traces.acceptance.synthetic import synthetic_trace
 from traces.latency.schema import CELL_COLUMNS
 from traces.latency.table import LatencyTable
@@ -37,10 +38,10 @@ def latency() -> LatencyTable:
     return LatencyTable(pd.DataFrame(rows, columns=list(CELL_COLUMNS)))
 
 
-def test_price_ratios(benchmark: Any, log: RoundLog) -> None:
+def test_cost_ratios(benchmark: Any, log: RoundLog) -> None:
     ratios = np.linspace(0.001, 1, 10_000)
-    curve = benchmark(price_ratios, log, ratios, 1.2)
-    assert curve.speedup.shape == (10_000,)
+    costs = benchmark(lambda: ratio_costs(log).at(ratios, 1.2))
+    assert costs.shape == (10_000, 300)
 
 
 def test_price(benchmark: Any, log: RoundLog, latency: LatencyTable) -> None:

@@ -5,7 +5,6 @@ Figures live in `simulator.plots`, closed forms in `simulator.formulas`.
 
 from simulator.check import Check, run_checks
 from simulator.pricing import PassCount, Priced, autoregressive, price
-from simulator.ratios import RatioCurve, price_ratios
 from simulator.robustness import INITIAL_GAMMAS, robustness, speedup_by_gamma
 from simulator.summary import (
     SUMMARY_COLUMNS,
@@ -32,13 +31,11 @@ __all__ = [
     "Check",
     "PassCount",
     "Priced",
-    "RatioCurve",
     "Verdict",
     "autoregressive",
     "compare",
     "predictions",
     "price",
-    "price_ratios",
     "prompt_speedups",
     "robustness",
     "run_checks",

@@ -12,6 +12,8 @@ import numpy.typing as npt
 from traces.errors import DraftsimError
 
 Floats = npt.NDArray[np.float64]
+CONFIDENCE = 0.95
+"""Of intervals, where nothing else is asked for."""
 
 
 @lru_cache(maxsize=4)
@@ -43,7 +45,7 @@ def rate_ratio(own: Floats, base: Floats) -> Floats:
 
 
 def gain(
-    own: Floats, base: Floats, weights: Floats, confidence: float = 0.95
+    own: Floats, base: Floats, weights: Floats, confidence: float = CONFIDENCE
 ) -> tuple[float, float, float]:
     """Ratio of tokens per second over all prompts, with its interval; both (2, prompts).
 
@@ -56,7 +58,7 @@ def gain(
     return value, *interval(rate_ratio(own @ weights.T, base @ weights.T), confidence)
 
 
-def interval(drawn: Floats, confidence: float = 0.95) -> tuple[float, float]:
+def interval(drawn: Floats, confidence: float = CONFIDENCE) -> tuple[float, float]:
     """Return the percentile interval of the finite values of `drawn`; NaN if there are none."""
     finite = drawn[np.isfinite(drawn)]
     if not len(finite):
@@ -65,10 +67,10 @@ def interval(drawn: Floats, confidence: float = 0.95) -> tuple[float, float]:
     return float(low), float(high)
 
 
-def intervals(drawn: Floats, confidence: float = 0.95) -> tuple[Floats, Floats]:
+def intervals(drawn: Floats) -> tuple[Floats, Floats]:
     """Return the percentile interval of each column of `drawn`, shape (resamples, columns)."""
     ordered = np.sort(drawn, axis=0)
-    places = (len(ordered) - 1) * np.array([1 - confidence, 1 + confidence]) / 2
+    places = (len(ordered) - 1) * np.array([1 - CONFIDENCE, 1 + CONFIDENCE]) / 2
     below = np.floor(places).astype(int)
     above = np.minimum(below + 1, len(ordered) - 1)
     part = (places - below)[:, None]

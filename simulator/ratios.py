@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import NamedTuple
 
 import numpy as np
@@ -16,17 +16,6 @@ from traces.replay.rounds import RoundLog
 
 Floats = npt.NDArray[np.float64]
 Bools = npt.NDArray[np.bool_]
-
-
-class RatioCurve(NamedTuple):
-    """Decode cost over a range of cost ratios, in units of one target pass; shape (ratios,)."""
-
-    ratio: Floats
-    """c = T_draft / T_target."""
-    cost: Floats
-    """Target passes' worth of time over the whole log."""
-    speedup: Floats
-    """Plain decoding's cost over `cost`."""
 
 
 class RatioCosts(NamedTuple):
@@ -61,53 +50,11 @@ class RatioCosts(NamedTuple):
         return np.multiply.outer(c, self.forwards) + (self.verified * verify + self.rest)
 
 
-def ratio_costs(log: RoundLog, widths: Mapping[int, float] | None = None) -> RatioCosts:
-    """The costs of each request of `log`, shape (requests,).
-
-    A verification of n drafts counts as ``widths[n]``; by default as 1.
-    """
+def ratio_costs(log: RoundLog) -> RatioCosts:
+    """The costs of each request of `log`, shape (requests,)."""
     rounds = log.rounds
     costs = RatioCosts.of(rounds["emitted"], rounds["draft_forwards"], rounds["drafted"] > 0)
-    if widths is not None:
-        lengths, inverse = np.unique(rounds["drafted"], return_inverse=True)
-        each = [_checked(n, widths.get(n, np.nan)) if n else 0.0 for n in lengths.tolist()]
-        costs = costs._replace(verified=np.array(each)[inverse])
     return costs.summed(log.per_request)
-
-
-def _checked(drafts: int, cost: float) -> float:
-    if not 0 <= cost < np.inf:
-        raise DraftsimError(
-            f"the verification cost of {drafts} drafts is {cost}, expected T_verify / T_target >= 0"
-        )
-    return cost
-
-
-def price_ratios(
-    log: RoundLog, ratios: npt.ArrayLike, verify: float | Mapping[int, float] = 1.0
-) -> RatioCurve:
-    """Price `log` at every cost ratio c at once, in the textbook cost model (`RatioCosts`).
-
-    ``verify`` is the cost of a verification of drafts, or holds it by their number.  The price of
-    one more ratio does not depend on the length of the log.
-
-    Raises
-    ------
-    DraftsimError
-        On a negative or non-finite ratio or verification cost, or a width `verify` lacks;
-        or if the log has no rounds.
-    """
-    c = np.atleast_1d(np.asarray(ratios, dtype=np.float64))
-    if not np.isfinite(c).all() or (c < 0).any():
-        raise DraftsimError("a cost ratio is negative or not finite, expected c >= 0")
-    if not len(log):
-        raise DraftsimError("the log has no rounds: every request ended with its first token")
-    if isinstance(verify, Mapping):
-        costs, verify = ratio_costs(log, verify), 1.0
-    else:
-        costs, verify = ratio_costs(log), _checked(int(log.rounds["drafted"].max()), verify)
-    cost = costs.at(c, verify).sum(axis=1)
-    return RatioCurve(c, cost, costs.plain.sum() / cost)
 
 
 class RatioSums(NamedTuple):
@@ -154,11 +101,6 @@ def own_ratios(trace: Trace, latency: LatencyTable, drafted: int = 1) -> OwnRati
     return OwnRatios(draft / target, float(verify) / target, target)
 
 
-def ratio_sums(log: RoundLog) -> RatioSums:
-    """Return the sums over `log` in the textbook cost model."""
-    return _sums(ratio_costs(log))
-
-
 def carried_sums(run: Priced, plain: Priced, own: OwnRatios, drafts_at_c: bool = True) -> RatioSums:
     """Return the sums over priced rounds, with all that they cost carried over to other ratios.
 
@@ -192,7 +134,7 @@ def carried_sums(run: Priced, plain: Priced, own: OwnRatios, drafts_at_c: bool =
                 "give latencies above 0"
             )
     emitted = [float(p.log.rounds["emitted"].sum(dtype=np.int64)) for p in (run, plain)]
-    return _sums(
+    return sums_of(
         RatioCosts(
             # A lossy run's outputs have other lengths: plain decoding of as many tokens.
             plain.decode_s * (emitted[0] / max(emitted[1], 1.0)) / (unit or 1.0),
@@ -210,7 +152,7 @@ def speedup_at(sums: RatioSums, ratios: npt.ArrayLike, verify: float = 1.0) -> F
     return np.asarray(sums.plain / costs.at(ratios, verify)[:, 0])
 
 
-def _sums(costs: RatioCosts) -> RatioSums:
+def sums_of(costs: RatioCosts) -> RatioSums:
     """Return the sums of costs of prompts, shape (requests,)."""
     plain, forwards, verified, rest = costs
     own = np.stack([plain - rest, verified, forwards])

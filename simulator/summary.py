@@ -40,7 +40,6 @@ def summarize(
     latency: LatencyTable,
     *,
     resamples: int = 2000,
-    confidence: float = 0.95,
     prefill: bool = False,
     seed: int = 0,
 ) -> pd.DataFrame:
@@ -52,7 +51,7 @@ def summarize(
         Runs over the same requests in the same order.
     latency:
         Prices them all.
-    resamples, confidence, seed:
+    resamples, seed:
         Of the bootstrap over prompts.  With one prompt the interval is undefined (NaN).
     prefill:
         Whether `wall_s` and the speedups include prefill.
@@ -69,17 +68,15 @@ def summarize(
         If there is no log, a log has no rounds, or the logs' requests differ.
     """
     runs = price_all(logs, latency)
-    return summarize_runs(runs, resamples=resamples, confidence=confidence, prefill=prefill,
-                          seed=seed)  # fmt: skip
+    return summarize_runs(runs, resamples=resamples, prefill=prefill, seed=seed)
 
 
 def summarize_runs(
-    runs: Sequence[Priced], *, resamples: int = 2000, confidence: float = 0.95,
-    prefill: bool = False, seed: int = 0,
-) -> pd.DataFrame:  # fmt: skip
+    runs: Sequence[Priced], *, resamples: int = 2000, prefill: bool = False, seed: int = 0
+) -> pd.DataFrame:
     """Return the rows of `summarize` for runs that were priced (`price_all`)."""
     weights = draws(len(runs[0].log.requests), resamples, seed)
-    return _rows(runs, None, weights, confidence, prefill)
+    return _rows(runs, None, weights, prefill)
 
 
 def summarize_by_category(
@@ -92,15 +89,13 @@ def summarize_by_category(
     return summarize_runs_by_category(price_all(logs, latency), resamples=resamples)
 
 
-def summarize_runs_by_category(
-    runs: Sequence[Priced], *, resamples: int = 2000, prefill: bool = False
-) -> pd.DataFrame:
+def summarize_runs_by_category(runs: Sequence[Priced], *, resamples: int = 2000) -> pd.DataFrame:
     """Return the rows of `summarize_by_category` for runs that were priced (`price_all`)."""
     names = [r.category for r in runs[0].log.requests]
     parts = []
     for category in dict.fromkeys(names):
         keep = np.array([name == category for name in names])
-        part = _rows(runs, keep, draws(int(keep.sum()), resamples), prefill=prefill)
+        part = _rows(runs, keep, draws(int(keep.sum()), resamples))
         part.insert(0, "category", category)
         parts.append(part)
     return pd.concat(parts, ignore_index=True)
@@ -215,10 +210,8 @@ def _sums(run: Priced, prefill: bool = False) -> Floats:
 
 def _rows(
     runs: Sequence[Priced], keep: npt.NDArray[np.bool_] | None, weights: Floats,
-    confidence: float = 0.95, prefill: bool = False,
+    prefill: bool = False,
 ) -> pd.DataFrame:  # fmt: skip
-    if not 0 < confidence < 1:
-        raise DraftsimError(f"confidence is {confidence}, expected between 0 and 1")
     mask = np.ones(len(runs[0].log.requests), bool) if keep is None else keep
     plain = _sums(runs[0], prefill)[:, mask]
     rows = []
@@ -230,7 +223,7 @@ def _rows(
         }
         own = _sums(run, prefill)[:, mask]
         # The same resamples for every policy, so that their intervals can be compared.
-        speedup, lo, hi = gain(own, plain, weights, confidence)
+        speedup, lo, hi = gain(own, plain, weights)
         lo, hi = (lo, hi) if i else (1.0, 1.0)
         row = (
             run.log.policy, run.log.verify, run.log.source, counts["emitted"], len(rounds),

@@ -5,8 +5,9 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 
-from simulator.ratios import RatioSums, ratio_sums
+from simulator.ratios import RatioSums, ratio_costs, sums_of
 from traces.errors import DraftsimError
 from traces.replay.rounds import RoundLog
 
@@ -22,10 +23,24 @@ class BreakEven(NamedTuple):
     high: float
 
 
+def ratio_sums(log: RoundLog) -> RatioSums:
+    """The sums over `log` in the textbook cost model."""
+    return sums_of(ratio_costs(log))
+
+
+def priced_at(
+    log: RoundLog, ratios: npt.ArrayLike, verify: float = 1.0
+) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.float64]]:
+    """Target passes' worth of time and speedup at each cost ratio, in the textbook cost model."""
+    costs = ratio_costs(log)
+    cost = costs.at(ratios, verify).sum(axis=1)
+    return cost, costs.plain.sum() / cost
+
+
 def break_even_ratio(log: RoundLog | RatioSums, verify: float = 1.0) -> BreakEven:
     """The largest c = T_draft / T_target at which the rounds of `log` still pay.
 
-    In the cost model of `price_ratios`, or that of the sums given, with every verification
+    In the textbook cost model, or that of the sums given, with every verification
     costing `verify` target passes.
     0 where they do not even pay with free drafts, infinity where nothing is drafted and nothing
     lost.  The 95% interval is that of a ratio of sums over prompts, linearised (Cochran,

@@ -15,8 +15,9 @@ from hypothesis import strategies as st
 
 from policies.core import Round
 from policies.lengths.basic import Autoregressive, Fixed
-from simulator import autoregressive, price, price_ratios
+from simulator import autoregressive, price
 from simulator.pricing import call_seconds
+from tests.break_even import priced_at
 from traces.acceptance.synthetic import synthetic_trace
 from traces.acceptance.trace import Request
 from traces.errors import DraftsimError
@@ -214,28 +215,15 @@ def test_origin_of_every_pass_is_counted() -> None:
 )
 def test_ratios_equal_pricing_one_by_one(seed: int, verify: float, ratios: list[float]) -> None:
     log = random_log(seed)
-    curve = price_ratios(log, ratios, verify)
     emitted = log.rounds["emitted"].sum()
-    for c, cost, speedup in zip(*curve, strict=True):
+    for c, cost, speedup in zip(ratios, *priced_at(log, ratios, verify), strict=True):
         one = price(log, LatencyTable.constant(1.0, float(c), verify)).total_s
         assert cost == pytest.approx(one, rel=1e-12)
         assert speedup == pytest.approx(emitted / one, rel=1e-12)
 
 
-def test_verification_cost_may_depend_on_the_width() -> None:
-    log = random_log(3)
-    verify = {n: 1 + 0.1 * n for n in range(1, 8)}
-    n, f = log.rounds["drafted"], log.rounds["draft_forwards"]
-    expected = (0.2 * f + np.where(n > 0, 1 + 0.1 * n, 1.0)).sum()
-    assert price_ratios(log, 0.2, verify).cost[0] == pytest.approx(expected, rel=1e-12)
-
-
 def test_bad_input_names_value_and_remedy() -> None:
     log = random_log(0)
-    with pytest.raises(DraftsimError, match="cost ratio is negative"):
-        price_ratios(log, [-0.1])
-    with pytest.raises(DraftsimError, match="verification cost of 1 drafts is nan"):
-        price_ratios(log, 0.1, {})
     with pytest.raises(DraftsimError, match="batch is 0"):
         price(log, table(CELLS), batch=0)
     with pytest.raises(DraftsimError, match="no 'forward' cells of 'draft'"):

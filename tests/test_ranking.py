@@ -9,7 +9,6 @@ import pytest
 from policies.lengths.basic import Autoregressive, Fixed
 from policies.rules.registry import parse_rule
 from simulator.pricing import autoregressive
-from simulator.ratios import price_ratios, ratio_sums
 from simulator.summary import paired_gain, prompt_speedups, summarize
 from simulator.whatif.ladder import ladder, split_prompts
 from simulator.whatif.ranking import (
@@ -22,7 +21,7 @@ from simulator.whatif.ranking import (
     rank,
 )
 from simulator.whatif.rate import fit_rate_optimal
-from tests.break_even import break_even_ratio
+from tests.break_even import break_even_ratio, priced_at, ratio_sums
 from traces.acceptance.synthetic import synthetic_trace
 from traces.acceptance.trace import Trace
 from traces.errors import DraftsimError
@@ -142,7 +141,7 @@ def test_rounds_pay_up_to_their_break_even_ratio() -> None:
     for gamma, verify in ((1, 1.0), (3, 1.2), (8, 1.0)):
         log = replay(trace, Fixed(gamma))
         even = break_even_ratio(log, verify)
-        assert float(price_ratios(log, even.ratio, verify).speedup[0]) == pytest.approx(1)
+        assert float(priced_at(log, even.ratio, verify)[1][0]) == pytest.approx(1)
         assert break_even_ratio(ratio_sums(log), verify) == even
         # The linearised interval against resampled prompts: 40 of them, so alike within a fifth.
         drawn = _resampled(log, verify)

@@ -121,5 +121,5 @@ def test_real_decoding_has_the_rounds_of_replay() -> None:
     latency = LatencyTable.constant(1.0, 0.1, 1.05)
     for estimates in ("isotonic", "logistic"):
         kind: Any = estimates
-        policy = fit_rate_optimal(trace, latency, range(3), estimates=kind, recalibrate=0.05).policy
+        policy = fit_rate_optimal(trace, latency, range(3), estimates=kind).policy
         assert_decoded_as_replayed(bundled.pair(), trace, [Arm("own", policy)])

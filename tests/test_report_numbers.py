@@ -15,7 +15,6 @@ from simulator.ratios import (
     RatioSums,
     carried_sums,
     own_ratios,
-    ratio_sums,
     speedup_at,
 )
 from simulator.report import build_report
@@ -31,7 +30,7 @@ from simulator.tune.costs import fixed_logs as tune_logs
 from simulator.tune.served import check_seed, closed_load, compare_served
 from simulator.tune.vllm import tune_vllm
 from simulator.whatif.tilt.trace import Tilter
-from tests.break_even import break_even_ratio
+from tests.break_even import break_even_ratio, ratio_sums
 from tests.report_pages import (
     POLICIES,
     data,

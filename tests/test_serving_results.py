@@ -24,7 +24,7 @@ from simulator.serving import (
     over_batches,
     over_rates,
     read_results,
-    serve,
+    simulate,
     sweep,
 )
 from tests.forked import forked
@@ -108,12 +108,11 @@ def test_timeline_opens_as_chrome_trace(tmp_path):
     path = tmp_path / "run.json"
     scenario = Scenario(Poisson(4), Limits(max_batch=4), requests=12, warmup=0.0)
     with Timeline(path) as timeline:
-        result = serve(SMALL, GRID, {"fixed": Fixed(3)}, scenario, timeline=timeline)
+        run = simulate(SMALL, GRID, Fixed(3), scenario, timeline=timeline)
     events = json.loads(path.read_text())
     slices = [e for e in events if e["ph"] == "X"]
     names = {e["args"]["name"] for e in events if e["name"] == "thread_name"}
     assert {"target model", "draft model", *(f"request {i}" for i in range(12))} <= names
-    run = result.runs["fixed"][0]
     rounds = [e for e in slices if e["pid"] == 2 and "emitted" in e["args"]]
     assert sum(e["args"]["emitted"] for e in rounds) == run.recorder.tokens - 12
     assert (

@@ -166,8 +166,6 @@ def test_other_requests_are_refused(logs: list[RoundLog]) -> None:
         summarize([], LATENCY)
     with pytest.raises(DraftsimError, match="resamples is 0"):
         summarize(logs, LATENCY, resamples=0)
-    with pytest.raises(DraftsimError, match="confidence is 1"):
-        summarize(logs, LATENCY, confidence=1)
     with pytest.raises(DraftsimError, match="increasing numbers"):
         speedup_distribution([1.0], [2, 1])
 

@@ -14,7 +14,6 @@ from policies import Autoregressive, DraftPolicy, Fixed, Oracle, parse_policy
 from policies.core import Load, Round
 from simulator.executors import Local
 from simulator.pricing import autoregressive, price
-from simulator.ratios import price_ratios
 from simulator.serving.cost import EngineCost
 from simulator.summary import prompt_speedups, summarize
 from simulator.whatif.batching import InBatches, _dealt, in_steps, step_costs
@@ -22,6 +21,7 @@ from simulator.whatif.sweep.cells import COLUMNS, SweepPart, SweepRunner, _at_co
 from simulator.whatif.sweep.prices import Prices
 from simulator.whatif.sweep.run import Sweep
 from simulator.whatif.tilt.trace import Tilter
+from tests.break_even import priced_at
 from tests.serving import GRID
 from tests.studies import POLICIES, TABLE, recorded, study
 from traces.acceptance.synthetic import synthetic_trace
@@ -47,9 +47,9 @@ def test_rows_agree_with_single_runs() -> None:
             log = replay(tilted, policy, name=name)
             part = frame[(frame["policy"] == name) & (frame["alpha_asked"] == alpha)]
             by_ratio = part[part["latency"] == "ratio"]
-            curve = price_ratios(log, by_ratio["c"], verify=1.1)
-            np.testing.assert_allclose(by_ratio["speedup"], curve.speedup)
-            np.testing.assert_allclose(by_ratio["wall_s"], curve.cost)
+            cost, speedup = priced_at(log, by_ratio["c"], 1.1)
+            np.testing.assert_allclose(by_ratio["speedup"], speedup)
+            np.testing.assert_allclose(by_ratio["wall_s"], cost)
             own = part[(part["latency"] == "here") & part["context"].isna()].iloc[0]
             summary = summarize([log], TABLE, resamples=40, seed=0).iloc[1]
             for column in SUMMARIZED:
@@ -175,7 +175,7 @@ def test_fixed_lengths_in_batches_cost_the_closed_form(batch: int) -> None:
     trace = synthetic_trace(0.7, requests=40, tokens=200, seed=1)
     log = replay(trace, Fixed(3))
     found = InBatches(log, batch, resamples=30).at_ratios(np.array([0.1]), 1.0)
-    single = price_ratios(log, [0.1]).speedup[0]
+    single = priced_at(log, [0.1])[1][0]
     # All slots draft alike, but for the ends of outputs, so that a batch changes nothing.
     assert found.speedup_lo[0] - 0.05 < single < found.speedup_hi[0] + 0.05
 

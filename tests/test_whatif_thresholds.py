@@ -10,11 +10,11 @@ import pytest
 
 from policies import Autoregressive, DraftPolicy, Fixed, HFHeuristic, Oracle
 from simulator.executors import Local
-from simulator.ratios import price_ratios
 from simulator.whatif.breakeven import THRESHOLDS, some_points, thresholds
 from simulator.whatif.sweep.prices import Prices
 from simulator.whatif.sweep.run import Sweep, write_thresholds
 from simulator.whatif.tilt.trace import Tilter
+from tests.break_even import priced_at
 from tests.studies import recorded
 from traces.acceptance.synthetic import synthetic_trace
 from traces.latency.schema import CELL_COLUMNS
@@ -33,7 +33,7 @@ def bisected(policy: DraftPolicy, alpha: float | None = None) -> float:
     low, high = 0.0, 5.0
     for _ in range(60):
         c = (low + high) / 2
-        low, high = (c, high) if price_ratios(log, c, 1.1).speedup[0] > 1 else (low, c)
+        low, high = (c, high) if priced_at(log, c, 1.1)[1][0] > 1 else (low, c)
     return low
 
 

@@ -25,7 +25,7 @@ def test_error_is_measured_against_another_recording() -> None:
     # Two recordings of the same kind, one of harder text: the tilt must come nearer to the
     # second than the first as it is, in every row.
     easy, hard = bursty(1, 0.95, 0.5), bursty(2, 0.88, 0.3)
-    rows = compare_tilt(easy, hard)
+    rows = compare_tilt(Tilter(easy), hard)
     assert set(rows["metric"]) == {"block_efficiency", "speedup"}
     untilted = (rows["untilted"] / rows["recorded"] - 1).abs()
     assert (rows["error"].abs() < untilted).mean() > 0.8
@@ -60,8 +60,8 @@ def test_moved_signals_come_nearer_to_a_real_recording(monkeypatch: pytest.Monke
 
     def errors() -> Any:
         rows = [
-            compare_tilt(*order, policies=reading)
-            for easy, hard in pairs for order in ((easy, hard), (hard, easy))
+            compare_tilt(Tilter(source), reference, reading)
+            for easy, hard in pairs for source, reference in ((easy, hard), (hard, easy))
         ]  # fmt: skip
         found = pd.concat(rows)
         return found.loc[found["metric"] == "speedup", "error"].to_numpy(float)

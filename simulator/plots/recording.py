@@ -20,7 +20,7 @@ from simulator.formulas.general import empirical_survival
 from simulator.palette import COLOURS, GREY, INK
 from simulator.plots.look import BOUND, save_all_kinds, series, style
 from simulator.pricing import autoregressive, price
-from simulator.ratios import OwnRatios, carried_sums, own_ratios, ratio_sums, speedup_at
+from simulator.ratios import OwnRatios, carried_sums, own_ratios, speedup_at
 from simulator.robustness import families_of, speedup_by_gamma
 from simulator.summary import summarize, summarize_by_category
 from traces.acceptance.trace import MATCH, UNKNOWN, Trace
@@ -208,57 +208,46 @@ def _arm_labels(rows: pd.DataFrame) -> list[str]:
     return labels
 
 
-def plot_cost_ratio(
-    logs: Sequence[RoundLog], ratios: npt.ArrayLike | None = None, verify: float = 1.0, *,
-    latency: LatencyTable | None = None, own: OwnRatios | None = None,
-) -> Figure:  # fmt: skip
+def plot_cost_ratio(logs: Sequence[RoundLog], latency: LatencyTable, own: OwnRatios) -> Figure:
     """Draw the speedup against c = T_draft / T_target for each log.
 
-    With the pair's `latency` and its `own` ratios, rounds cost what they cost there with
-    drafting scaled to c (`simulator.ratios.carried_sums`), so that the curves go through the
-    table's speedups at the pair's c, which is marked.  Without, a round costs c per draft pass
-    and one target pass, or `verify` of them where it verifies drafts.
+    Rounds cost what they cost by the pair's `latency` with drafting scaled from its `own` ratio
+    to c (`simulator.ratios.carried_sums`), so that the curves go through the table's speedups at
+    the pair's c, which is marked.
     """
-    if (latency is None) != (own is None):
-        raise DraftsimError("latency and own ratios belong together: give both, or neither")
-    c = np.geomspace(0.005, 1, 200) if ratios is None else np.asarray(ratios, dtype=float)
+    c = np.geomspace(0.005, 1, 200)
     figure = Figure(figsize=(7.2, 3.8), layout="constrained")
     axes = figure.subplots()
-    sums = []
-    if latency is not None and own is not None:
-        plain = price(autoregressive(logs[0]), latency)
-        sums = [carried_sums(price(log, latency), plain, own) for log in logs]
-        if ratios is None and own.ratio > 0:
-            c = np.unique([*c, own.ratio])
-    else:
-        sums = [ratio_sums(log) for log in logs]
-    at, rules = verify if own is None else own.verify, len({log.verify for log in logs})
-    order = np.argsort([-float(speedup_at(s, c[0] if own is None else own.ratio, at)[0])
-                        for s in sums])  # fmt: skip
+    plain = price(autoregressive(logs[0]), latency)
+    sums = [carried_sums(price(log, latency), plain, own) for log in logs]
+    if own.ratio > 0:
+        c = np.unique([*c, own.ratio])
+    rules = len({log.verify for log in logs})
+    here = [float(speedup_at(s, own.ratio, own.verify)[0]) for s in sums]
+    order = np.argsort([-speedup for speedup in here])
     # Bounds come last in the legend: no engine can run them.
     for i in sorted(order, key=lambda i: is_bound(logs[i].policy)):
         label = logs[i].policy + (f" ({logs[i].verify})" if rules > 1 else "")
         label += " (bound)" if is_bound(logs[i].policy) else ""
         label += " ~" if logs[i].fidelity == "approximate" else ""
-        if own is not None:
-            label += f"  {three_digits(float(speedup_at(sums[i], own.ratio, at)[0]))}"
-        axes.plot(c, speedup_at(sums[i], c, at), label=label, **look_of(logs[i], int(i), len(c)))
+        label += f"  {three_digits(here[i])}"
+        look = look_of(logs[i], int(i), len(c))
+        axes.plot(c, speedup_at(sums[i], c, own.verify), label=label, **look)
     axes.set_xscale("log")
     axes.xaxis.set_major_formatter(lambda value, _: f"{value:g}")
     axes.axhline(1, color=INK, linewidth=0.8)
-    if own is not None:
-        axes.axvline(own.ratio, color=GREY, linewidth=1, linestyle="--")
-        axes.annotate(
-            f"this pair: c = {own.ratio:.2g}", (own.ratio, 1), (4, -4), color=INK, fontsize=8,
-            xycoords=("data", "axes fraction"), textcoords="offset points", va="top",
-        )  # fmt: skip
+    axes.axvline(own.ratio, color=GREY, linewidth=1, linestyle="--")
+    axes.annotate(
+        f"this pair: c = {own.ratio:.2g}", (own.ratio, 1), (4, -4), color=INK, fontsize=8,
+        xycoords=("data", "axes fraction"), textcoords="offset points", va="top",
+    )  # fmt: skip
     axes.set_ylim(bottom=0)
     axes.set_xlabel("cost ratio c = T_draft / T_target")
     axes.set_ylabel("speedup over no speculation (×)")
     style(axes, "both")
     figure.legend(
         loc="outside right upper", frameon=False, fontsize=8,
-        title=None if own is None else "speedup at this pair's c", title_fontsize=8,
+        title="speedup at this pair's c", title_fontsize=8,
     )  # fmt: skip
     if any(log.fidelity == "approximate" for log in logs):
         axes.set_xlabel(f"{axes.get_xlabel()}   (~ approximate)")
@@ -400,7 +389,7 @@ def save_all(
     drafted = [log for log in some if log.source == DRAFT_MODEL]
     if drafted:
         own = own_ratios(trace, latency)
-        figures["cost_ratio"] = plot_cost_ratio(drafted, latency=latency, own=own)
+        figures["cost_ratio"] = plot_cost_ratio(drafted, latency, own)
     elsewhere = [log.policy for log in some if log.source != DRAFT_MODEL]
     if elsewhere:
         said.append(

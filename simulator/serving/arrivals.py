@@ -355,12 +355,16 @@ class ClosedLoop(Arrivals):
         return self.think
 
 
+NEAREST = 8
+"""Recorded sequences that a request of a file may replay."""
+
+
 @dataclass(frozen=True)
 class ArrivalFile(Arrivals):
     """Requests of a file (`simulator.serving.arrivals.read_requests`).
 
     The first request arrives at time 0, and `scale` > 1 speeds the file up.
-    A request keeps the file's prompt and output lengths and replays one of the `nearest`
+    A request keeps the file's prompt and output lengths and replays one of the `NEAREST`
     recorded sequences closest in output length (smallest |log(recorded / asked)|), drawn
     at random: cut where the recording is longer, begun again where it is shorter.  The
     recorded acceptance is taken to hold at the file's prompt length.
@@ -371,13 +375,10 @@ class ArrivalFile(Arrivals):
 
     path: str | Path
     scale: float = 1.0
-    nearest: int = 8
     requests: Requests | None = field(default=None, compare=False, repr=False)
 
     def __post_init__(self) -> None:
         _positive("rate scale", self.scale)
-        if self.nearest < 1:
-            raise DraftsimError(f"nearest is {self.nearest}, expected at least 1 sequence")
 
     def scaled(self, factor: float) -> ArrivalFile:
         """Return the same file sped up by a further `factor`; it is not read again."""
@@ -406,7 +407,7 @@ class ArrivalFile(Arrivals):
         recorded = np.log([r.tokens for r in trace.requests])
         order = recorded.argsort(kind="stable")
         ranked = recorded[order]
-        window, asked = min(self.nearest, len(order)), np.log(outputs.astype(float))
+        window, asked = min(NEAREST, len(order)), np.log(outputs.astype(float))
         pick = rng.integers(window, size=len(asked))
         count = len(asked) if requests is None else min(requests, len(asked))
         rows = zip(self.times(rng), prompts.tolist(), outputs.tolist(), strict=True)

@@ -14,7 +14,7 @@ import pandas as pd
 
 from simulator.serving.arrivals import Arrivals, Job
 from simulator.serving.run import Policy, simulate
-from simulator.serving.scenario import Mode, Scenario
+from simulator.serving.scenario import Scenario
 from simulator.serving.scheduler import Limits
 from traces.acceptance.trace import Trace
 from traces.latency.table import LatencyTable
@@ -42,7 +42,6 @@ def predict_groups(
     policies: Mapping[str, Policy],
     batches: Sequence[int],
     *,
-    mode: Mode = "static",
     passes: Literal["ragged", "padded"] = "padded",
 ) -> tuple[pd.DataFrame, dict[tuple[str, int], pd.DataFrame]]:
     """Decode seconds of every group, and what each request went through.
@@ -65,7 +64,7 @@ def predict_groups(
     count = len(trace.requests)
     for batch in batches:
         scenario = Scenario(
-            InOrder(), Limits(max_batch=batch, token_budget=1 << 30), count, mode,
+            InOrder(), Limits(max_batch=batch, token_budget=1 << 30), count, "static",
             passes=passes, warmup=0.0,
         )  # fmt: skip
         for name, policy in policies.items():

@@ -381,25 +381,15 @@ def serve(
     scenario: Scenario,
     *,
     rule: VerifyRule | None = None,
-    progress: Callable[[str, int], None] | None = None,
-    timeline: Timeline | None = None,
-    advance: Callable[[int], None] = lambda _: None,
 ) -> ServeResult:
-    """Serve `scenario` under every policy, replication by replication.
-
-    `progress` is called with the policy's name and the replication before each run;
-    `timeline` records the first run; `advance` is called with the
-    number of requests that have just left.
-    """
-    runs: dict[str, list[Run]] = {name: [] for name in policies}
-    for replication in range(scenario.replications):
-        for name, policy in policies.items():
-            if progress is not None:
-                progress(name, replication)
-            run = simulate(
-                trace, latency, policy, scenario, name=name, rule=rule, replication=replication,
-                timeline=timeline, advance=advance,
-            )  # fmt: skip
-            timeline = None
-            runs[name].append(run)
-    return ServeResult(scenario, runs)
+    """Serve `scenario` under every policy, replication by replication."""
+    return ServeResult(
+        scenario,
+        {
+            name: [
+                simulate(trace, latency, policy, scenario, name=name, rule=rule, replication=i)
+                for i in range(scenario.replications)
+            ]
+            for name, policy in policies.items()
+        },
+    )

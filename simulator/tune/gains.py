@@ -17,7 +17,7 @@ import numpy.typing as npt
 from policies.lengths.basic import Autoregressive
 from policies.registry import is_bound
 from policies.rules.base import VerifyRule
-from simulator.bootstrap import gain, ratio
+from simulator.bootstrap import CONFIDENCE, gain, ratio
 from simulator.chosen import PLAIN
 from simulator.executors import results_of
 from simulator.serving import Scenario, serve
@@ -28,8 +28,6 @@ from traces.latency.table import LatencyTable
 
 Floats = npt.NDArray[np.float64]
 Bools = npt.NDArray[np.bool_]
-
-CONFIDENCE = 0.95
 
 
 @dataclass(frozen=True, eq=False)

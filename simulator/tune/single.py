@@ -10,12 +10,11 @@ import numpy as np
 
 from policies.core import DraftPolicy
 from policies.lengths.basic import Autoregressive
-from simulator.bootstrap import resamples
+from simulator.bootstrap import CONFIDENCE, resamples
 from simulator.pricing import autoregressive
 from simulator.targets import Targets
 from simulator.tune.costs import longest_draft, price_grid
 from simulator.tune.gains import (
-    CONFIDENCE,
     MISSED,
     OFF,
     ON,

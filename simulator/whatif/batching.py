@@ -241,17 +241,16 @@ class InBatches:
         Slots.
     resamples:
         Bootstrap samples of prompts, besides one for the value.
-    confidence, seed:
-        Of the percentile interval.
+    seed:
+        Of the samples.
     plain:
         That of another log of the same requests, with as many resamples.
     """
 
     def __init__(
-        self, log: RoundLog, batch: int, resamples: int = 30, confidence: float = 0.95,
-        seed: int = 0, plain: Samples | None = None,
+        self, log: RoundLog, batch: int, resamples: int = 30, seed: int = 0,
+        plain: Samples | None = None,
     ) -> None:  # fmt: skip
-        self.confidence = confidence
         self._own = Samples(log, batch, resamples + 1, seed)
         # Both sides draw the same prompts in the same order, so that the ratio is paired.
         self.plain = plain or Samples(autoregressive(log), batch, resamples + 1, seed)
@@ -271,7 +270,7 @@ class InBatches:
         value = ratios.mean(axis=0)
         low = high = np.full_like(value, np.nan)
         if len(ratios) > 2:
-            low, high = intervals(ratios, self.confidence)
+            low, high = intervals(ratios)
         slower = ours.prompt > plain.prompt * (1 + 1e-12)
         drawn = self._own.drawn & self.plain.drawn
         return Speedups(

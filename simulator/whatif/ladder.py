@@ -31,16 +31,14 @@ PARTS = ("useful_draft", "wasted_draft", "verify", "signal", "host")
 """Parts of a round's seconds: passes of accepted drafts, of rejected ones, and the rest."""
 
 
-def split_prompts(trace: Trace, seed: int = 0, share: float = 0.5) -> tuple[list[int], list[int]]:
-    """Return prompt indices to train on and to hold out, drawn within each category.
+def split_prompts(trace: Trace, seed: int = 0) -> tuple[list[int], list[int]]:
+    """Return prompt indices to train on and to hold out, half drawn within each category.
 
     Raises
     ------
     DraftsimError
         If either side would be empty.
     """
-    if not 0 < share < 1:
-        raise DraftsimError(f"share is {share}, expected between 0 and 1")
     if len(trace.requests) < 2:
         raise DraftsimError("one prompt cannot be split: record two or more")
     rng = np.random.default_rng(seed)
@@ -49,23 +47,14 @@ def split_prompts(trace: Trace, seed: int = 0, share: float = 0.5) -> tuple[list
         groups.setdefault(request.category, []).append(i)
     # Shuffled within a category, dealt across them, so that small ones land on both sides.
     order = [int(i) for group in groups.values() for i in rng.permutation(group)]
-    places = np.arange(len(order))
-    chosen = np.floor((places + 1) * share) > np.floor(places * share)
-    train = sorted(np.array(order)[chosen].tolist())
-    if not train or len(train) == len(order):
-        train = sorted(order[: max(1, min(len(order) - 1, round(share * len(order))))])
-    held_out = sorted(set(order) - set(train))
-    return train, held_out
+    return sorted(order[1::2]), sorted(order[::2])
 
 
 def ladder(
     trace: Trace,
     latency: LatencyTable,
-    train: Sequence[int] | None = None,
-    held_out: Sequence[int] | None = None,
     *,
     policies: Mapping[str, DraftPolicy] | None = None,
-    gammas: Sequence[int] = GAMMAS,
     seed: int = 0,
     resamples: int = 1000,
 ) -> pd.DataFrame:
@@ -81,23 +70,17 @@ def ladder(
     time, which add up to ``1 / speedup``; and ``lost_draft`` (useful and wasted),
     ``lost_verify``, ``lost_signal``, ``lost_host``: the same less the oracle's.
 
-    Best fixed length and rate-optimal rule are fitted on `train`; the other policies
-    (default: all single-stream ones whose signals the trace holds) have no say in the
-    split.  Defaults of `train` and `held_out`: `split_prompts`.
+    Best fixed length and rate-optimal rule are fitted on one half of the prompts
+    (`split_prompts`); the other policies (default: all single-stream ones whose signals the
+    trace holds) have no say in the split.
 
     Raises
     ------
     DraftsimError
-        If a split is empty or shares prompts, or the latency table lacks a model.
+        If there is one prompt, or the latency table lacks a model.
     """
-    if train is None or held_out is None:
-        train, held_out = split_prompts(trace, seed)
-    if not train or not held_out:
-        raise DraftsimError("the ladder needs prompts to train on and prompts held out")
-    if shared := set(train) & set(held_out):
-        raise DraftsimError(f"prompts {sorted(shared)[:5]} are both trained on and held out")
-    learned, tested = trace.select(train), trace.select(held_out)
-    gamma, fit = best_fixed(learned, latency, gammas), fit_rate_optimal(learned, latency)
+    learned, tested = (trace.select(half) for half in split_prompts(trace, seed))
+    gamma, fit = best_fixed(learned, latency), fit_rate_optimal(learned, latency)
     arms: dict[str, tuple[str, DraftPolicy]] = {
         f"fixed:gamma={gamma}": ("best-fixed" if gamma else "autoregressive", Fixed(gamma))
     }

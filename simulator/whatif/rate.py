@@ -11,7 +11,6 @@ from weakref import WeakKeyDictionary
 import numpy as np
 import numpy.typing as npt
 
-from policies.batch.base import IterationCost
 from policies.core import DraftPolicy, Load, Round
 from policies.estimators import (
     AcceptanceEstimator,
@@ -157,6 +156,8 @@ Estimates = Literal["auto", "isotonic", "logistic", "none"]
 KINDS: tuple[Estimates, ...] = ("none", "isotonic", "logistic")
 DEFAULT_GAMMA = 20
 _ITERATIONS = 30
+TOLERANCE = 1e-6
+"""Relative change of the rate at which its fixed point is reached."""
 FRACTIONS = (0.6, 0.7, 0.8, 0.9, 0.95, 1.05)
 """Factors of the fixed point, tried where the estimates turn out not to be exact."""
 
@@ -194,10 +195,7 @@ def fit_rate_optimal(
     *,
     estimates: Estimates = "auto",
     gamma_max: int | None = None,
-    recalibrate: float = 0.0,
     batches: Sequence[int] = (1,),
-    cost: IterationCost | None = None,
-    tolerance: float = 1e-6,
 ) -> RateFit:
     """Fit `policies.lengths.rate_optimal.RateOptimal` on the prompts `train` (default: all).
 
@@ -210,8 +208,8 @@ def fit_rate_optimal(
 
     The rate is Dinkelbach's fixed point: replay with the rate, price, take the rate
     achieved.  Estimates that are not exact move the best rate away from it, so that some
-    fractions of it are tried too, and the one of most tokens per second is taken.  Where
-    `cost` is not given, the table is read both as it is and smoothed (`LatencyCost`).
+    fractions of it are tried too, and the one of most tokens per second is taken.  The
+    table is read both as it is and smoothed (`LatencyCost`).
     ``batches`` beyond 1 are priced in step (`simulator.pricing.price`) and give rows of
     ``rate``.
 
@@ -232,12 +230,12 @@ def fit_rate_optimal(
     plain = [_achieved(learned, latency, [Autoregressive()], batch)[0] for batch in batches]
     fitted = {kind: fit_estimates(learned, kind, longest) for kind in kinds}
     # Whether a dip of the target's pass is noise or real, the training prompts decide.
-    for kind, smooth in product(kinds, (True,) if cost is not None else (True, False)):
+    for kind, smooth in product(kinds, (True, False)):
         now, following, first = fitted[kind]
-        priced = cost or LatencyCost(latency, bool(now.reads), longest, smooth)
-        rule = RateOptimal(plain[0], longest, first, True, recalibrate, now, following, priced)
+        priced = LatencyCost(latency, bool(now.reads), longest, smooth)
+        rule = RateOptimal(plain[0], longest, first, True, 0.0, now, following, priced)
         found = [
-            _best_rate(learned, latency, rule, batch, rate, tolerance)
+            _best_rate(learned, latency, rule, batch, rate)
             for batch, rate in zip(batches, plain, strict=True)
         ]
         table = sorted([float(b), f.rate] for b, f in zip(batches, found, strict=True))
@@ -310,9 +308,8 @@ class _Found(NamedTuple):
 
 
 def _best_rate(
-    trace: Trace, latency: LatencyTable, rule: RateOptimal, batch: int, rate: float,
-    tolerance: float,
-) -> _Found:  # fmt: skip
+    trace: Trace, latency: LatencyTable, rule: RateOptimal, batch: int, rate: float
+) -> _Found:
     """The fixed point, from plain decoding's `rate` on, or a fraction of it that does better."""
 
     def achieved(*rates: float) -> list[float]:
@@ -324,13 +321,13 @@ def _best_rate(
         rate = history[-1]
         [tried[rate]] = achieved(rate)
         history.append(tried[rate])
-        if tried[rate] <= rate * (1 + tolerance):
+        if tried[rate] <= rate * (1 + TOLERANCE):
             break
-    if tried[rate] < rate * (1 - tolerance) or len(tried) == _ITERATIONS:
+    if tried[rate] < rate * (1 - TOLERANCE) or len(tried) == _ITERATIONS:
         others = [fraction * rate for fraction in FRACTIONS]
         tried |= zip(others, achieved(*others), strict=True)
     most = max(tried.values())
-    best = rate if tried[rate] >= most * (1 - tolerance) else max(tried, key=lambda r: tried[r])
+    best = rate if tried[rate] >= most * (1 - TOLERANCE) else max(tried, key=lambda r: tried[r])
     return _Found(best, tried[best], tuple(history))
 
 

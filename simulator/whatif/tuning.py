@@ -53,19 +53,15 @@ def tune(
     policy: str,
     space: Mapping[str, Sequence[Any]],
     *,
-    trials: int | None = None,
-    train: Sequence[int] | None = None,
-    held_out: Sequence[int] | None = None,
     seed: int = 0,
     jobs: int = 1,
     resamples: int = 1000,
 ) -> Tuning:
     """Search the parameters of `policy` (its text form) over `space`, name -> values.
 
-    All combinations are tried, or `trials` of them drawn at random without repetition;
-    combinations that the policy refuses are left out.  The setting the policy comes with
-    is always among those tried, so that tuning cannot lose in training.  `train` and
-    `held_out` default to `split_prompts`.
+    All combinations are tried but those that the policy refuses, on one half of the prompts
+    (`split_prompts`).  The setting the policy comes with is always among those tried, so that
+    tuning cannot lose in training.
 
     Raises
     ------
@@ -76,14 +72,7 @@ def tune(
 
     if not space or any(len(values) == 0 for values in space.values()):
         raise DraftsimError("the space to search is empty: give every parameter some values")
-    if train is None or held_out is None:
-        train, held_out = split_prompts(trace, seed)
     grid = [dict(zip(space, values, strict=True)) for values in product(*space.values())]
-    if trials is not None and trials < len(grid):
-        if trials < 1:
-            raise DraftsimError(f"trials is {trials}, expected at least 1")
-        drawn = np.random.default_rng(seed).choice(len(grid), trials, replace=False)
-        grid = [grid[i] for i in sorted(drawn.tolist())]
     made: list[tuple[dict[str, Any], DraftPolicy]] = [({}, _make(policy, {}, trace))]
     refused = ""
     for setting in grid:
@@ -93,7 +82,7 @@ def tune(
             refused = str(error)
     if len(made) == 1:
         raise DraftsimError(f"no combination of the space is possible: {refused}")
-    learned, tested = trace.select(train), trace.select(held_out)
+    learned, tested = (trace.select(half) for half in split_prompts(trace, seed))
     candidates = [candidate for _, candidate in made]
     [first] = replay_many(learned, {"": candidates[0]})
     plain = price(autoregressive(first), latency).total_s

@@ -179,7 +179,6 @@ class SweepRunner:
     """Errors of the tilter, by acceptance rate."""
     iid: bool = False
     resamples: int = 200
-    confidence: float = 0.95
     seed: int = 0
     references: frozenset[str] = frozenset()
     """Policies not asked for, left out where the recording does not reach."""
@@ -234,7 +233,7 @@ class SweepRunner:
         batches = None
         if batch > 1:
             resamples = min(self.resamples, 30)
-            batches = InBatches(log, batch, resamples, self.confidence, self.seed, plain.samples)
+            batches = InBatches(log, batch, resamples, self.seed, plain.samples)
             plain.samples = batches.plain
         if len(prices.ratios):
             c = np.asarray(prices.ratios, dtype=np.float64)
@@ -287,7 +286,7 @@ class SweepRunner:
         low = high = np.full(len(ours), np.nan)
         if (weights := self._weights) is not None:
             drawn = (weights @ plain)[:, None] / (weights @ ours.T)
-            low, high = intervals(drawn, self.confidence)
+            low, high = intervals(drawn)
         counted = plain > 0
         slower = ours[:, counted] > plain[counted] * (1 + 1e-12)
         return Speedups(

@@ -27,6 +27,7 @@ import pyarrow.parquet as pq
 from policies.core import DraftPolicy
 from policies.from_file import identity
 from policies.json_text import parse_json
+from simulator.bootstrap import CONFIDENCE
 from simulator.executors import Executor, Local
 from simulator.whatif.sweep.cells import (
     COLUMNS,
@@ -210,7 +211,7 @@ class Sweep:
         Sequences decoded together.
     method:
         How to tilt (`simulator.whatif.tilt.trace`), or ``iid``, the textbook baseline.
-    resamples, confidence, seed:
+    resamples, seed:
         Of the bootstrap over prompts, and of all that is drawn.
     measure_tilt:
         Whether to measure the error of tilting on this recording's own prompt groups.
@@ -231,7 +232,6 @@ class Sweep:
         *,
         method: Method | str = "coupled",
         resamples: int = 200,
-        confidence: float = 0.95,
         seed: int = 0,
         measure_tilt: bool = True,
     ) -> None:
@@ -243,8 +243,6 @@ class Sweep:
             raise DraftsimError(f"batches are {list(batches)}, expected at least 1 each")
         if resamples < 0:
             raise DraftsimError(f"resamples is {resamples}, expected >= 0")
-        if not 0 < confidence < 1:
-            raise DraftsimError(f"confidence is {confidence}, expected between 0 and 1")
         for alpha in alphas:
             if not 0 < alpha < 1:
                 raise DraftsimError(f"alpha is {alpha:g}, expected strictly between 0 and 1")
@@ -266,7 +264,7 @@ class Sweep:
         beside = references(trace, policies)
         self.bench = SweepRunner(
             trace, {**policies, **beside}, prices, tilter, shifts,
-            bool(alphas) and method == "iid", resamples, confidence, seed, frozenset(beside),
+            bool(alphas) and method == "iid", resamples, seed, frozenset(beside),
         )  # fmt: skip
 
     @property
@@ -345,7 +343,7 @@ class Sweep:
                 for t in bench.prices.tables
             ],
             "method": self.method, "resamples": bench.resamples, "seed": bench.seed,
-            "confidence": bench.confidence,
+            "confidence": CONFIDENCE,
             "tilt_error": None
             if self.error is None
             else {n: asdict(e) for n, e in self.error._asdict().items()},
@@ -390,7 +388,7 @@ class Sweep:
             bench.trace.max_gamma, identity(bench.policies), list(bench.prices.ratios),
             bench.prices.verify, list(bench.prices.contexts),
             [(*t[:-1], t.table.cells.to_dict("list")) for t in bench.prices.tables],
-            self.method, bench.resamples, bench.confidence, bench.seed,
+            self.method, bench.resamples, bench.seed,
         ]  # fmt: skip
         try:
             return str(joblib.hash(content))

@@ -76,25 +76,19 @@ UNKNOWN_ERROR = TiltError(_NAN, _NAN, _NAN, _NAN, _NAN, 0)
 
 
 def compare_tilt(
-    source: Trace, reference: Trace, *, method: Method = "coupled", seed: int = 0,
-    policies: Mapping[str, DraftPolicy] | None = None, label: str = "",
+    tilter: Tilter, reference: Trace, policies: Mapping[str, DraftPolicy] | None = None,
+    label: str = "", known: dict[tuple[Trace, str], dict[str, RatioEstimate]] | None = None,
 ) -> pd.DataFrame:  # fmt: skip
-    """Tilt `source` to the acceptance of `reference` and hold replays of both together.
+    """Tilt a recording to the acceptance of `reference` and hold replays of both together.
 
     Returns one row per policy (``reads``: whether it reads signals) and metric
     (``block_efficiency``; ``speedup`` at c = 0.1): ``recorded`` (the reference),
     ``tilted``, ``iid``, ``untilted`` (the source as it is), the relative errors ``error``
     and ``iid_error``, and ``spread``, the standard error that the two recordings' prompts
-    alone give ``error``.
+    alone give ``error``.  `known` keeps what recordings themselves achieve: many comparisons
+    share them.
     """
-    return _compare(Tilter(source, method, seed), reference, policies, label, {})
-
-
-def _compare(
-    tilter: Tilter, reference: Trace, policies: Mapping[str, DraftPolicy] | None, label: str,
-    known: dict[tuple[Trace, str], dict[str, RatioEstimate]],
-) -> pd.DataFrame:  # fmt: skip
-    # `known` keeps what recordings themselves achieve: many comparisons share them.
+    known = {} if known is None else known
     source, alpha = tilter.trace, acceptance(reference)
     chosen = policies or default_policies(source, reference)
     for recording in (reference, source):
@@ -146,7 +140,7 @@ def compare_groups(trace: Trace, *, method: Method = "coupled", seed: int = 0) -
                 continue
             tilter = Tilter(traces[source], method, seed)
             parts += [
-                _compare(tilter, traces[n], chosen, f"{source} -> {n}", known) for n in others
+                compare_tilt(tilter, traces[n], chosen, f"{source} -> {n}", known) for n in others
             ]
     if not parts:
         raise DraftsimError(
