@@ -193,7 +193,7 @@ def test_serving_is_that_of_the_check_and_says_what_to_deploy() -> None:
     # The same requests as in `tune --check`, in fewer replications.
     [row] = compare_served(
         trace, losing(), Fixed(1), [closed_load(trace, 2, None, check_seed(0))],
-        replications=REPLICATIONS, metric="throughput_tok_s",
+        replications=REPLICATIONS,
     ).to_dict("records")  # fmt: skip
     at = {r["policy"]: r["throughput_tok_s"] for r in found["rows"] if r["batch"] == 2}
     assert at["K=1"] == pytest.approx(row["tuned"])

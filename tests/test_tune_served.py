@@ -282,11 +282,7 @@ def test_a_bad_table_is_caught_when_served() -> None:
     bad = BatchTable([[1, 64, 8]])
     found = compare_served(trace, batched(), bad, loads(trace)[1:2], replications=3)
     assert not found["not_worse"].any()
-    slower = compare_served(
-        trace, batched(), bad, loads(trace)[1:2], replications=3, metric="tpot_s_mean"
-    )
-    assert not slower["not_worse"].any()
-    assert (slower["margin"] < 0).all()
+    assert (found["margin"] < 0).all()
 
 
 def test_what_is_tuned_for_vllm_is_not_worse_when_served() -> None:

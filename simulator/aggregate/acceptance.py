@@ -139,14 +139,14 @@ def _survival(
 
 
 LENGTHS = (1, 2, 3, 4, 5, 6, 8)
-"""Draft lengths that are told where none are asked for."""
+"""Draft lengths that are always told."""
 
 
-def emitted_of_rate(rate: float, gamma: int, later: Sequence[float] = (1.0,)) -> Interval:
+def emitted_of_rate(rate: float, gamma: int) -> Interval:
     """Return tokens a round of `gamma`, where positions match at `rate`: i.i.d., least and largest.
 
     ``rate`` is the chance that the draft's token is the target's at any position of the text, as
-    an alpha is; ``later`` are factors of `TwoState.later`.  Rounds begin more often in hard
+    an alpha is.  Rounds begin more often in hard
     stretches, so that the middle may lie below what independent positions give.
 
     Raises
@@ -160,8 +160,7 @@ def emitted_of_rate(rate: float, gamma: int, later: Sequence[float] = (1.0,)) ->
     if not 0 <= rate <= 1:
         raise DraftsimError(f"acceptance is {rate:g}, expected 0 to 1")
     shapes = [
-        TwoState(rate, uneven, memory=memory, later=factor)
-        for uneven, memory, factor in product(UNEVENNESS, MEMORIES, later)
+        TwoState(rate, uneven, memory=memory) for uneven, memory in product(UNEVENNESS, MEMORIES)
     ]
     values = [shape.emitted(gamma) for shape in shapes if shape.possible]
     even = TwoState(rate).emitted(gamma)
@@ -184,9 +183,7 @@ def known_totals(
     return {k + 1: 1 + float(total) for k, total in enumerate(np.cumsum(survival))}
 
 
-def emitted_rows(
-    totals: Mapping[int, float], lengths: Sequence[int] = LENGTHS
-) -> list[dict[str, Any]]:
+def emitted_rows(totals: Mapping[int, float]) -> list[dict[str, Any]]:
     """Return tokens a round by draft length, with intervals and the i.i.d. reading, from totals.
 
     ``known``: True if the totals hold the length itself.
@@ -194,7 +191,7 @@ def emitted_rows(
     near = max(totals)
     even = TwoState(iid_mean(near, totals[near]))
     rows = []
-    for gamma in sorted({*lengths, *totals}):
+    for gamma in sorted({*LENGTHS, *totals}):
         found = emitted_at(totals, gamma)
         rows.append({
             "draft_length": gamma, "tokens_a_round": found.value, "low": found.low,

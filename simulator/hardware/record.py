@@ -337,9 +337,12 @@ def reach(relative: list[float], level: float) -> float:
 COLUMNS = ("table", "row", "device", "published", "ours", "error", "kind")
 
 
-def check_published(
-    fitted: Roofline | None = None, *, depth: float = 0.3, width: int = 4
-) -> pd.DataFrame:
+DEPTH, WIDTH = 0.3, 4
+"""SpecBound's draft phase as a share of the layers, and positions a round: the two devices'
+speedups differ by what a pass of that width costs on each."""
+
+
+def check_published(fitted: Roofline | None = None) -> pd.DataFrame:
     """Return published latencies and speedups with the model's; ``error`` is ours / published - 1.
 
     Parameters
@@ -349,9 +352,6 @@ def check_published(
         (kind ``scaled``).  Without one the launches are fitted to GammaTune's other
         unquantised models (kind ``left out``: the row itself never enters its own fit) and
         all of them serve the SpecBound rows (kind ``fitted elsewhere``).
-    depth, width:
-        SpecBound's draft phase as a share of the layers, and positions a round: the two
-        devices' speedups differ by what a pass of that width costs on each.
 
     Notes
     -----
@@ -381,9 +381,9 @@ def check_published(
     def round_cost(model: Roofline) -> float:
         """Return a round over a plain step (SpecBound, eq. 3, at the width's measured cost)."""
         one, wide = (
-            float(model.seconds(vicuna, new_tokens=n, context=CONTEXT)) for n in (1, width)
+            float(model.seconds(vicuna, new_tokens=n, context=CONTEXT)) for n in (1, WIDTH)
         )
-        return width * depth + (1 - depth) * wide / one
+        return WIDTH * DEPTH + (1 - DEPTH) * wide / one
 
     ratio = round_cost(h800) / round_cost(rtx)
     rows += [

@@ -133,13 +133,9 @@ def _by_kind(
             _intervals(axes, rows[own], y[own], colour, marker, face=face, label=label)
 
 
-def plot_categories(by_category: pd.DataFrame, policies: Sequence[str] | None = None) -> Figure:
+def plot_categories(by_category: pd.DataFrame) -> Figure:
     """Draw the speedup by prompt category, one panel each; rows of `summarize_by_category`."""
     rows = by_category[by_category["policy"] != "autoregressive"]
-    if policies is not None:
-        rows = rows[rows["policy"].isin(list(policies))]
-    if rows.empty:
-        raise DraftsimError("no row to plot: name policies that the table holds")
     # As in `plot_speedup`: bounds above, approximate rows below.
     kinds = _kinds(rows)
     rows, kinds = rows.iloc[np.argsort(kinds, kind="stable")], np.sort(kinds)

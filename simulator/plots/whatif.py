@@ -83,47 +83,36 @@ def figures(frame: pd.DataFrame) -> dict[str, Figure]:
     return dict(drawn)
 
 
-def plot_maps(
-    frame: pd.DataFrame, x: str = "c", y: str = "alpha", policies: Sequence[str] | None = None,
-    of: str = "",
-) -> Figure:  # fmt: skip
+def plot_maps(frame: pd.DataFrame, x: str = "c", y: str = "alpha", of: str = "") -> Figure:
     """Draw the speedup of each policy over two axes, with the line of break-even.
 
     ``frame`` holds one value of every other axis; where y or x is gamma, a map is drawn
     per family of policies.  ``of`` begins the title of every map.
     """
     by = "family" if "gamma" in (x, y) else "policy"
-    there = list(dict.fromkeys(frame[by].astype(str)))
+    names = list(dict.fromkeys(frame[by].astype(str)))
     if "gamma" in (x, y):
         counts = frame[frame["gamma"].notna()].groupby("family", observed=True)["gamma"].nunique()
-        there = [n for n in there if counts.get(n, 0) > 1]
-    names = [n for n in there if policies is None or n in policies]
+        names = [n for n in names if counts.get(n, 0) > 1]
     if not names:
-        raise DraftsimError(f"no {by} to map: the sweep has {', '.join(there) or 'none'}")
+        raise DraftsimError(f"no {by} to map")
     surfaces = [surface(frame[frame[by] == n], x, y) for n in names]
     if any(s.values.shape[0] < 2 or s.values.shape[1] < 2 for s in surfaces):
         raise DraftsimError(f"a map needs two values or more of both {x} and {y}")
     return _maps([(f"{of}{n}", found) for n, found in zip(names, surfaces, strict=True)], x, y)
 
 
-def plot_break_even(
-    frame: pd.DataFrame, x: str = "alpha", along: str = "c",
-    policies: Sequence[str] | None = None,
-) -> Figure:  # fmt: skip
-    """Draw the largest c (or smallest alpha, ...) that pays, over x: a line per policy.
+def plot_break_even(frame: pd.DataFrame) -> Figure:
+    """Draw the largest c that pays over alpha: a line per policy.
 
     The band is where the bounds of the speedup's interval cross 1.  Of more policies than can
     be told apart, those that pay furthest are named and the others thin.
     """
-    found = break_even(frame, along)
-    key = "alpha_asked" if x == "alpha" else x
-    names = [n for n in dict.fromkeys(found["policy"].astype(str))
-             if policies is None or n in policies]  # fmt: skip
-    if not names:
-        raise DraftsimError("no policy to draw: name policies that the sweep holds")
+    found, key = break_even(frame, "c"), "alpha_asked"
+    names = list(dict.fromkeys(found["policy"].astype(str)))
     figure = Figure(figsize=(6.4, 3.8), layout="constrained")
     axes = figure.subplots()
-    chosen = names if len(names) <= MOST_LINES else _furthest(found, names, along)
+    chosen = names if len(names) <= MOST_LINES else _furthest(found, names)
     for name in (n for n in names if n not in chosen):
         part = found[found["policy"] == name].sort_values(key)
         axes.plot(part[key], _finite(part["break_even"]), color="#B8B8B8", linewidth=0.7)
@@ -144,24 +133,20 @@ def plot_break_even(
     if others := len(names) - len(chosen):
         axes.plot([], [], color="#B8B8B8", linewidth=0.7, label=f"{others} others")
     shown = [v for line in axes.get_lines() for v in np.asarray(line.get_ydata(), float)]
-    for name, points, axis, put in (
-        (along, shown, axes.yaxis, axes.set_yscale), (x, found[key], axes.xaxis, axes.set_xscale)
-    ):  # fmt: skip
-        own = np.asarray(points, dtype=float)
-        own = own[np.isfinite(own)]
-        if name in LOGARITHMIC and len(own) and (own > 0).all():
-            put("log")
-            log_ticks(axis, own, swept=name == x)
-    axes.set_xlabel(LABELS[x])
-    word = "smallest" if along == "alpha" else "largest"
-    axes.set_ylabel(f"{word} {LABELS[along]}\nwith a speedup")
+    own = np.asarray(shown, dtype=float)
+    own = own[np.isfinite(own)]
+    if len(own) and (own > 0).all():
+        axes.set_yscale("log")
+        log_ticks(axes.yaxis, own, swept=False)
+    axes.set_xlabel(LABELS["alpha"])
+    axes.set_ylabel(f"largest {LABELS['c']}\nwith a speedup")
     style(axes, "both")
     figure.legend(loc="outside right upper", frameon=False, fontsize=8)
     return figure
 
 
-def plot_adapting(frame: pd.DataFrame, x: str = "c", y: str = "alpha") -> Figure:
-    """Plot what adapting could bring: oracle and best fixed length over two axes.
+def plot_adapting(frame: pd.DataFrame) -> Figure:
+    """Plot what adapting could bring: oracle and best fixed length over c and alpha.
 
     Left the best fixed length itself, right the oracle's speedup less its speedup.
     """
@@ -169,23 +154,23 @@ def plot_adapting(frame: pd.DataFrame, x: str = "c", y: str = "alpha") -> Figure
     for column, what in (("oracle", "oracle"), ("best_fixed", "fixed length")):
         if rows[column].isna().any():
             raise DraftsimError(f"the recording allows no {what} to compare with")
-    rows = rows.drop_duplicates([c for c in rows.columns if c in (x, y, "alpha_asked")])
+    rows = rows.drop_duplicates([c for c in rows.columns if c in ("c", "alpha", "alpha_asked")])
     figure = Figure(figsize=(8.2, 3.4), layout="constrained")
     left, right = figure.subplots(1, 2, sharey=True)
     for axes, column, label in (
         (left, "best_gamma", "best fixed γ (0: do not speculate)"),
         (right, "adapting", "oracle − best fixed (×)"),
     ):
-        found = surface(rows.assign(speedup=rows[column]), x, y)
-        _scale(axes, x, y, found)
+        found = surface(rows.assign(speedup=rows[column]), "c", "alpha")
+        _scale(axes, "c", "alpha", found)
         image = axes.pcolormesh(
             found.x, found.y, found.values, cmap=SHADES, shading="nearest", rasterized=True
         )
         bar = figure.colorbar(image, ax=axes, pad=0.02)
         bar.set_label(label, fontsize=8)
         bar.ax.tick_params(labelsize=8)
-        axes.set_xlabel(LABELS[x])
-    left.set_ylabel(LABELS[y])
+        axes.set_xlabel(LABELS["c"])
+    left.set_ylabel(LABELS["alpha"])
     return figure
 
 
@@ -276,14 +261,13 @@ def plot_ladder(rungs: pd.DataFrame) -> Figure:
     return figure
 
 
-def _furthest(found: pd.DataFrame, names: Sequence[str], along: str) -> list[str]:
+def _furthest(found: pd.DataFrame, names: Sequence[str]) -> list[str]:
     """Return the `MOST_LINES` of `names` with a speedup furthest in the mean, in their order."""
-    sign = -1.0 if along == "alpha" else 1.0
     reach = {}
     for name in names:
-        value = sign * found.loc[found["policy"] == name, "break_even"].to_numpy(float)
+        value = found.loc[found["policy"] == name, "break_even"].to_numpy(float)
         # Where one pays everywhere or nowhere it is beyond all points, or short of them.
-        ends = sign * found[["first", "last"]].to_numpy(float)
+        ends = found[["first", "last"]].to_numpy(float)
         far, near = 2 * ends.max() - ends.min(), 2 * ends.min() - ends.max()
         reach[name] = float(np.where(np.isnan(value), near, np.minimum(value, far)).mean())
     best = sorted(names, key=lambda n: -reach[n])[:MOST_LINES]

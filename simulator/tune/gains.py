@@ -78,15 +78,6 @@ class Objective:
         return np.asarray(equal | (low <= 1))
 
 
-class ChosenOption(NamedTuple):
-    """An option and what it brings over a default, as a ratio of tokens per second."""
-
-    option: int
-    gain: float
-    lo: float
-    hi: float
-
-
 def choose(objective: Objective) -> int:
     """The first admissible option: the one that drafts least of those as good as the best."""
     return int(np.flatnonzero(objective.admissible)[0])
@@ -114,10 +105,9 @@ def cross_fitted(
     default: tuple[Floats, Floats],
     option: int,
     halves: tuple[int, int] | None = None,
-    default_option: int | None = None,
     confidence: float = CONFIDENCE,
-) -> ChosenOption:
-    """Return the gain of choosing over `default`, on prompts the choice was not made on.
+) -> tuple[float, float, float]:
+    """Return the gain over `default`, with its interval, on prompts it was not chosen on.
 
     Each half of the prompts is run under the option chosen on the other half; the gain
     is that of both together, with its percentile bootstrap interval.
@@ -133,19 +123,15 @@ def cross_fitted(
     halves:
         What is chosen on the first and on the second half.  None: too few prompts to
         hold some back, the gain is that of `option` on the prompts that chose it.
-    default_option:
-        The default among the options, if it is one: choosing it gains nothing, exactly.
     confidence:
         Of the interval.
     """
-    if option == default_option:
-        return ChosenOption(option, 1.0, 1.0, 1.0)
     chosen = np.full(len(second), option)
     if halves is not None:
         chosen = np.where(second, halves[0], halves[1])
     prompt = np.arange(len(second))
     own = np.stack([objective.tokens[chosen, prompt], objective.seconds[chosen, prompt]])
-    return ChosenOption(option, *gain(own, np.stack(default), objective.weights, confidence))
+    return gain(own, np.stack(default), objective.weights, confidence)
 
 
 def shared_by_neighbours(allowed: Bools) -> Bools:

@@ -125,12 +125,12 @@ def share_within(run: Run) -> float:
     return float(within.mean()) if len(within) else 1.0
 
 
-def beaten(rates: Floats, best: Floats, confidence: float = SEARCH_CONFIDENCE) -> bool:
+def beaten(rates: Floats, best: Floats) -> bool:
     """Return where the t interval of the paired differences to `best` lies below 0;
     (replications,).
     """
     # Equal runs differ by rounding alone.
-    return bool(t_interval(rates - best, confidence)[2] < -1e-9 * best.mean())
+    return bool(t_interval(rates - best, SEARCH_CONFIDENCE)[2] < -1e-9 * best.mean())
 
 
 def unbeaten(rates: Floats) -> Bools:
@@ -146,38 +146,30 @@ def compare_served(
     scenarios: Sequence[Scenario],
     *,
     replications: int = 5,
-    rivals: Mapping[str, Policy] = RIVALS,
-    metric: str | None = None,
     share: float = 0.0,
 ) -> pd.DataFrame:
-    """Return a policy, or one for each load, against the best of `rivals`; one row per scenario.
+    """Return a policy, or one for each load, against the best of `RIVALS`; one row per scenario.
 
     Replications are paired: all policies meet the same requests at the same times.
-    ``margin`` is policy minus best rival (the sign turned round for latencies, so that
-    more is better), with the 95% t interval of the paired differences; ``not_worse``
-    says that the interval does not lie below 0.  The best rival is the one that came out best
-    at that very load, which leans towards the rivals.
+    What is compared is `counted_rate`.  ``margin`` is policy minus best rival, with the 95% t
+    interval of the paired differences; ``not_worse`` says that the interval does not lie
+    below 0.  The best rival is the one that came out best at that very load, which leans
+    towards the rivals.
 
     Parameters
     ----------
-    metric:
-        A column of `simulator.serving.ServeResult.summary`; by default `counted_rate`.
     share:
         Share of the requests that must meet the scenario's targets: a policy counts for nothing
         where fewer do.
     """
     rows: list[dict[str, Any]] = []
-    fewer_is_better = metric is not None and not metric.startswith(
-        ("throughput", "goodput", "within")
-    )
-    sign = -1 if fewer_is_better else 1
     each = policies if isinstance(policies, Sequence) else [policies] * len(scenarios)
     for scenario, policy in zip(scenarios, each, strict=True):
         repeated = replace(scenario, replications=replications)
-        runs = serve(trace, latency, {"tuned": policy, **rivals}, repeated).runs
-        values = {name: _values(own, metric, share) for name, own in runs.items()}
-        best = max(rivals, key=lambda name: sign * values[name].mean())
-        margin, lo, hi = t_interval(sign * (values["tuned"] - values[best]))
+        runs = serve(trace, latency, {"tuned": policy, **RIVALS}, repeated).runs
+        values = {name: _values(own, share) for name, own in runs.items()}
+        best = max(RIVALS, key=lambda name: float(values[name].mean()))
+        margin, lo, hi = t_interval(values["tuned"] - values[best])
         own = float(values["tuned"].mean())
         # Equal runs differ by rounding alone.
         slack = 1e-9 * abs(own)
@@ -192,11 +184,9 @@ def compare_served(
     return pd.DataFrame(rows)
 
 
-def _values(runs: Sequence[Run], metric: str | None, share: float) -> Floats:
-    if metric is None:
-        meets = float(np.mean([share_within(run) for run in runs])) >= share
-        return np.array([counted_rate(run) * meets for run in runs])
-    return pd.json_normalize([run.row() for run in runs], sep="_")[metric].to_numpy(float)
+def _values(runs: Sequence[Run], share: float) -> Floats:
+    meets = float(np.mean([share_within(run) for run in runs])) >= share
+    return np.array([counted_rate(run) * meets for run in runs])
 
 
 NEGLIGIBLE = 5e-4

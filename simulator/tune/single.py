@@ -127,9 +127,7 @@ def tune_single(
 
     def over(k: int, confidence: float = CONFIDENCE) -> Gain:
         pair = grid.tokens[k], grid.seconds[k]
-        return cross_fitted(
-            objective, second, pair, option, halves, confidence=confidence
-        )[1:]  # fmt: skip
+        return cross_fitted(objective, second, pair, option, halves, confidence)
 
     # As where settings are served: a gain beyond the search's interval, one prompt having none.
     low = over(0, SEARCH_CONFIDENCE)[1 if len(trace.requests) > 1 else 0]

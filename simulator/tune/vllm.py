@@ -223,7 +223,7 @@ def tune_vllm(
             "vllm", grid, 1 + option, latency, setting=f"K={options[option]}",
             deploy=to_deploy(against.faster, now.meets(slo), off[i].meets(slo)),
             served_tok_s=float(now.rates(reachable[i]).mean()), gain=against.gain,
-            decode_tok_s=grid.batch * float(o.rates[option]), decode_gain=chosen[1:],
+            decode_tok_s=grid.batch * float(o.rates[option]), decode_gain=chosen,
             default=NO_SPECULATION, default_gain=against.gain[0],
             within=float(now.within.mean()), held_out=told is not None,
         )  # fmt: skip

@@ -68,9 +68,9 @@ def winner(rows: Sequence[Mapping[str, Any]]) -> int | None:
     return max(able, key=lambda i: rows[i]["speedup"]) if able else None
 
 
-def fixed_lengths(trace: Trace, gammas: Sequence[int] = GAMMAS) -> list[RoundLog]:
+def fixed_lengths(trace: Trace) -> list[RoundLog]:
     """Return the trace under each fixed draft length that it can be replayed at, named after it."""
-    kept = [g for g in gammas if g <= (trace.max_gamma or g)]
+    kept = [g for g in GAMMAS if g <= (trace.max_gamma or g)]
     return list(replay_many(trace, {f"fixed:gamma={g}": Fixed(g) for g in kept}))
 
 
