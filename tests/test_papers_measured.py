@@ -60,7 +60,7 @@ def test_members_are_what_a_bursty_recording_replays(gamma: int) -> None:
 
 
 def test_one_total_leaves_an_interval_that_narrows_with_a_second() -> None:
-    made = TwoState(0.7, uneven=0.15, memory=0.9, later=0.9)
+    made = TwoState(0.7, uneven=0.15, memory=0.9)
     for given in (1, 2, 4, 8):
         for asked in (1, 2, 4, 8, 12):
             found = emitted_at({given: made.emitted(given)}, asked)

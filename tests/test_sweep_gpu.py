@@ -18,7 +18,6 @@ from simulator.hardware.roofline import Roofline
 from simulator.hardware.scaling import (
     bounds_of,
     carry_over,
-    fit_table,
     interval_words,
     reach_of,
     reaches,
@@ -178,7 +177,7 @@ def test_the_command_line_ends_with_2_and_one_line(
 
 def test_a_fit_that_does_not_hold_is_refused() -> None:
     with pytest.raises(DraftsimError, match="measured in float32"):
-        fit_table(measured(dtype="float32"))
+        carry_over(measured(dtype="float32"), DEVICES["h100"])
     wild = LatencyTable(cells(TRUTH, wrinkle=1.5), measured().meta)
     with pytest.raises(DraftsimError, match=r"misses the passes measured on h200 by \d+%"):
         carry_over(wild, DEVICES["h100"])

@@ -54,19 +54,18 @@ class TwoState:
         Share of easy positions.
     memory:
         Correlation of neighbouring positions' states.
-    later:
-        Factor on the chances of drafted tokens after a round's first.
     """
 
     mean: float
     uneven: float = 0.0
     share: float = SHARE
     memory: float = 0.9
-    later: float = 1.0
 
     def chances(self) -> Floats:
         """Acceptance at an easy and at a hard position; out of 0..1 if there is no such member."""
-        return np.asarray(_chances(*self._columns())[0])
+        deviation = np.sqrt(self.uneven * self.mean * (1 - self.mean))
+        odds = np.sqrt((1 - self.share) / self.share)
+        return np.array([self.mean + deviation * odds, self.mean - deviation / odds])
 
     @property
     def possible(self) -> bool:
@@ -78,15 +77,28 @@ class TwoState:
 
         Rounds begin where the one before ended, so more of them in hard stretches.
         """
-        return np.asarray(_survival(gamma, *self._columns())[0])
+        accept = np.clip(self.chances(), 0, 1)
+        overall = np.array([self.share, 1 - self.share])
+        step = self.memory * np.eye(2) + (1 - self.memory) * overall
+        # Row i: where the next round begins if this one began in state i.
+        alive, ends = np.eye(2), np.zeros((2, 2))
+        for _ in range(gamma):
+            ends = ends + (alive * (1 - accept)) @ step
+            alive = (alive * accept) @ step
+        ends = ends + alive @ step
+        # The share of rounds that begin in each state is the chain's stationary one.
+        begins = np.array([ends[1, 0], ends[0, 1]])
+        now = begins / begins.sum() if begins.sum() > 0 else overall
+        out = np.empty(gamma)
+        for k in range(gamma):
+            now = now * accept
+            out[k] = now.sum()
+            now = now @ step
+        return out
 
     def emitted(self, gamma: int) -> float:
         """Return the mean tokens of a round that drafts `gamma`, the target's own one included."""
         return 1.0 + float(self.survival(gamma).sum()) if gamma else 1.0
-
-    def _columns(self) -> tuple[Floats, ...]:
-        values = (self.mean, self.uneven, self.share, self.memory, self.later)
-        return tuple(np.array([value]) for value in values)
 
 
 def iid_mean(gamma: int, emitted: float) -> float:
@@ -103,39 +115,6 @@ def iid_mean(gamma: int, emitted: float) -> float:
         under = sum(mean**k for k in range(gamma + 1)) < emitted
         low, high = (mean, high) if under else (low, mean)
     return high
-
-
-def _chances(mean: Floats, uneven: Floats, share: Floats, *rest: Floats) -> Floats:
-    """Return acceptance at easy and hard positions of some members, (members, 2)."""
-    del rest
-    deviation = np.sqrt(uneven * mean * (1 - mean))
-    odds = np.sqrt((1 - share) / share)
-    return np.stack([mean + deviation * odds, mean - deviation / odds], axis=1)
-
-
-def _survival(
-    gamma: int, mean: Floats, uneven: Floats, share: Floats, memory: Floats, later: Floats
-) -> Floats:
-    """Return chances that the first 1, 2, ... drafted tokens are all accepted, (members, gamma)."""
-    chances = _chances(mean, uneven, share)
-    accepts = [np.clip(chances * (later[:, None] if k else 1.0), 0, 1) for k in range(gamma)]
-    overall = np.stack([share, 1 - share], axis=1)[:, None]  # (members, 1, 2)
-    step = memory[:, None, None] * np.eye(2) + (1 - memory)[:, None, None] * overall
-    # Row i: where the next round begins if this one began in state i.
-    alive, ends = np.broadcast_to(np.eye(2), step.shape), np.zeros_like(step)
-    for accept in accepts:
-        ends = ends + (alive * (1 - accept)[:, None]) @ step
-        alive = (alive * accept[:, None]) @ step
-    ends = ends + alive @ step
-    begins = np.stack([ends[:, 1, 0], ends[:, 0, 1]], axis=1)
-    still = begins.sum(axis=1, keepdims=True)
-    now = np.where(still > 0, begins / np.where(still > 0, still, 1), overall[:, 0])
-    out = np.empty((len(mean), gamma))
-    for k, accept in enumerate(accepts):
-        now = now * accept
-        out[:, k] = now.sum(axis=1)
-        now = (now[:, None] @ step)[:, 0]
-    return out
 
 
 LENGTHS = (1, 2, 3, 4, 5, 6, 8)

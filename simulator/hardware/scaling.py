@@ -82,16 +82,8 @@ def scaling_error(note: Mapping[str, Any]) -> str:
     )
 
 
-def fit_table(
-    latency: LatencyTable,
-    *,
-    source: Device | None = None,
-    shapes: Mapping[str, ModelShape] | None = None,
-    mode: Mode | None = None,
-) -> tuple[Roofline, float]:
+def fit_table(latency: LatencyTable, shapes: Mapping[str, ModelShape]) -> tuple[Roofline, float]:
     """Return the cost model of the device measured, and its median relative error on the passes.
-
-    Parameters as in `carry_over`.
 
     Raises
     ------
@@ -100,14 +92,14 @@ def fit_table(
         give the rates of bf16), there are too few of them, or the fit misses them by more
         than `MOST_ERROR`.
     """
-    home = source or home_device(latency)
+    home = home_device(latency)
     if latency.meta.get("dtype") == "float32":
         raise DraftsimError(
             "the latencies were measured in float32, and data sheets are compared by their bf16 "
             "rates: measure in bfloat16 to carry them over"
         )
-    how: Mode = mode or ("graph" if latency.meta.get("mode") in ("graph", "compiled") else "eager")
-    observed = observations(latency, shapes or table_shapes(latency))
+    how: Mode = "graph" if latency.meta.get("mode") in ("graph", "compiled") else "eager"
+    observed = observations(latency, shapes)
     fit = Roofline(home, how).fitted(observed)
     error = float(np.median(np.abs(fit.errors(observed))))
     if error > MOST_ERROR:
@@ -123,9 +115,7 @@ def carry_over(
     latency: LatencyTable,
     to: Device,
     *,
-    source: Device | None = None,
     shapes: Mapping[str, ModelShape] | None = None,
-    mode: Mode | None = None,
     weights: Mapping[str, WeightFormat] | None = None,
 ) -> LatencyTable:
     """`latency` as it would be on `to`: every cell times the ratio of the fitted model there.
@@ -137,10 +127,8 @@ def carry_over(
 
     Parameters
     ----------
-    source:
-        The device measured; by default what the table's provenance says.
-    shapes, mode:
-        Models' shapes and launch mode; by default as well.
+    shapes:
+        Models' shapes; by default what the table's provenance says.
     weights:
         By role, the format that a model's weights are kept in there; those measured by default.
 
@@ -151,7 +139,7 @@ def carry_over(
         models' weights are larger than the memory of `to`.
     """
     known = dict(shapes or table_shapes(latency))
-    fit, error = fit_table(latency, source=source, shapes=known, mode=mode)
+    fit, error = fit_table(latency, known)
     asked = dict(weights or {})
     if odd := [role for role in asked if role not in known]:
         raise DraftsimError(f"no model {odd[0]!r} in these latencies, expected {', '.join(known)}")
