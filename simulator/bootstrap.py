@@ -13,7 +13,7 @@ from traces.errors import DraftsimError
 
 Floats = npt.NDArray[np.float64]
 CONFIDENCE = 0.95
-"""Of intervals, where nothing else is asked for."""
+"""Level of intervals where no other is asked for."""
 
 
 @lru_cache(maxsize=4)

@@ -242,7 +242,7 @@ class InBatches:
     resamples:
         Bootstrap samples of prompts, besides one for the value.
     seed:
-        Of the samples.
+        Seed of the samples.
     plain:
         That of another log of the same requests, with as many resamples.
     """
