@@ -151,7 +151,7 @@ def compare_served(
     """Return a policy, or one for each load, against the best of `RIVALS`; one row per scenario.
 
     Replications are paired: all policies meet the same requests at the same times.
-    What is compared is `counted_rate`.  ``margin`` is policy minus best rival, with the 95% t
+    Policies are compared by `counted_rate`.  ``margin`` is policy minus best rival, with the 95% t
     interval of the paired differences; ``not_worse`` says that the interval does not lie
     below 0.  The best rival is the one that came out best at that very load, which leans
     towards the rivals.
