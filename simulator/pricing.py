@@ -542,7 +542,7 @@ class HostCost:
         """Return the seconds between requests at a server's engine if `requests` come at once."""
         return scalar_seconds(self.latency, SERVER, "apart", requests)
 
-    def _scalar(self, batch: int) -> Host:
+    def _read(self, batch: int) -> Host:
         latency = self.latency
         draft_s = host_seconds(latency, "host_draft", batch)
         if self.reads:
