@@ -283,7 +283,6 @@ class ServeResult:
         return pd.json_normalize(self.rows(), sep="_")
 
 
-
 def _entry(coverage: Coverage) -> dict[str, Any]:
     named = coverage._asdict()
     return {k: list(v) if isinstance(v, tuple) else v for k, v in named.items()}
