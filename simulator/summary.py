@@ -89,13 +89,15 @@ def summarize_by_category(
     return summarize_runs_by_category(price_all(logs, latency), resamples=resamples)
 
 
-def summarize_runs_by_category(runs: Sequence[Priced], *, resamples: int = 2000) -> pd.DataFrame:
+def summarize_runs_by_category(
+    runs: Sequence[Priced], *, resamples: int = 2000, prefill: bool = False
+) -> pd.DataFrame:
     """Return the rows of `summarize_by_category` for runs that were priced (`price_all`)."""
     names = [r.category for r in runs[0].log.requests]
     parts = []
     for category in dict.fromkeys(names):
         keep = np.array([name == category for name in names])
-        part = _rows(runs, keep, draws(int(keep.sum()), resamples))
+        part = _rows(runs, keep, draws(int(keep.sum()), resamples), prefill)
         part.insert(0, "category", category)
         parts.append(part)
     return pd.concat(parts, ignore_index=True)
