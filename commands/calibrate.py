@@ -281,7 +281,7 @@ def _load(load: PredictedSpeed) -> Mapping[str, str]:
     speed = load.tokens_per_s
     low, value, high = map(three_digits, (speed.low, speed.value, speed.high))
     return {
-        "requests": str(load.batch), "K": str(load.k), "context": f"{load.context:g}",
+        "requests": str(load.batch), "K": str(load.k), "context": f"{load.context:,.0f}",
         "tokens/s": value, "interval": f"{low} to {high}",
         "speedup": _times(load.speedup) if load.k else "1",
     }  # fmt: skip
