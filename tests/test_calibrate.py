@@ -191,13 +191,15 @@ def test_costs_are_one_set_of_numbers_wherever_they_are_told(tmp_path: Path, run
 
 def test_steps_of_the_table_are_those_that_are_predicted() -> None:
     """Costs are one draw's: the medians of single costs add up to other steps."""
-    for seed in (1, 2, 3):
+    for seed in (2, 5, 6):
         server = calibrate(made_up(seed)[0])
         for batch, k in DESIGN:
             predicted = np.median(server.tokens_per_s(batch, k, noisy=False))
             emitted = np.median(server.emitted(k))
             told = batch * emitted / server.step_s(Load(batch, k), emitted)[0]
             assert told == pytest.approx(predicted, rel=0.03), (seed, batch, k)
+        for name, one in server.intervals(0.8).items():
+            assert one.low <= one.value <= one.high, (seed, name)
 
 
 def test_a_longer_context_is_never_faster() -> None:

@@ -395,6 +395,10 @@ class Server:
         costs = np.delete(self.draws, range(len(COSTS), OWN), axis=1)
         far = (costs - np.median(costs, axis=0)) / np.maximum(costs.std(axis=0), 1e-12)
         misses = np.square(apart / ALIKE).mean(axis=1) + np.square(far).mean(axis=1)
+        shown = [i for i, name in enumerate((*COSTS, *self.target.costs)) if name in self._told]
+        low, high = np.quantile(costs[:, shown], [0.1, 0.9], axis=0)
+        outside = ((costs[:, shown] < low) | (costs[:, shown] > high)).any(axis=1)
+        misses[outside & ~outside.all()] = np.inf  # a cost lies in the interval printed with it
         values = _values(self.draws[[np.argmin(misses)]], self.without, self.target)
         return {
             name: float(value[0, 0]) * (self.scale_s if name in SECONDS else 1.0)
@@ -402,20 +406,20 @@ class Server:
         }
 
     def intervals(self, level: float) -> dict[str, Interval]:
-        """Every cost that the runs tell something of, with its interval."""
+        """Return every cost that the runs tell something of, with its interval."""
         ends = np.quantile(self.draws, [(1 - level) / 2, (1 + level) / 2], axis=0)
         out = {}
-        for i, name in enumerate(COSTS):
-            if name not in (*self.undetermined, *self.without) and not (
-                name == "prompts" and self._prompts_given
-            ):
-                unit = self.scale_s if name in SECONDS else 1.0
-                low, high = np.exp(ends[:, i]) * unit
+        for i, name in [*enumerate(COSTS), *enumerate(self.target.costs, OWN)]:
+            if name in self._told:
+                low, high = np.exp(ends[:, i]) * (self.scale_s if name in SECONDS else 1.0)
                 out[name] = Interval(self.central[name], float(low), float(high))
-        for i, name in enumerate(self.target.costs, OWN):
-            low, high = np.exp(ends[:, i]) * (self.scale_s if name in SECONDS else 1.0)
-            out[name] = Interval(self.central[name], float(low), float(high))
         return out
+
+    @cached_property
+    def _told(self) -> tuple[str, ...]:
+        """Costs that the runs tell something of."""
+        silent = {*self.undetermined, *self.without, *(["prompts"] * self._prompts_given)}
+        return (*(name for name in COSTS if name not in silent), *self.target.costs)
 
     @cached_property
     def undetermined(self) -> tuple[str, ...]:
