@@ -115,7 +115,7 @@ class LatencyProfile:
         return table(parts, meta)
 
     def _host(self, cells: pd.DataFrame) -> Iterator[pd.DataFrame]:
-        """The host's time in rounds, alone and at every batch."""
+        """Yield the host's time in rounds, alone and at every batch."""
         if not self._short:
             yield measure_host(*self._runners)
             if self._batched is not None:

@@ -47,7 +47,7 @@ def rate_ratio(own: Floats, base: Floats) -> Floats:
 def gain(
     own: Floats, base: Floats, weights: Floats, confidence: float = CONFIDENCE
 ) -> tuple[float, float, float]:
-    """Ratio of tokens per second over all prompts, with its interval; both (2, prompts).
+    """Return the ratio of tokens per second over all prompts, with its interval; both (2, prompts).
 
     Both are drawn on the same prompts in every resample (`weights`, of `resamples`), so that what
     makes a prompt fast for both is left out.  The interval is NaN with one prompt.
@@ -86,7 +86,7 @@ class RatioEstimate(NamedTuple):
 
 
 def ratio_of_sums(over: npt.ArrayLike, under: npt.ArrayLike) -> RatioEstimate:
-    """sum(over) / sum(under) over independent samples, both of shape (samples,).
+    """Return sum(over) / sum(under) over independent samples, both of shape (samples,).
 
     The standard error is the delta method's, with n - 1 in the variance.
     """

@@ -696,13 +696,13 @@ def _points(
 
 
 def _rates(limits: Sequence[float]) -> list[float]:
-    """Rates per replica around those that replicas can take."""
+    """Return rates per replica around those that replicas can take."""
     if not limits:
         return []
     return [float(r) for r in np.geomspace(0.3 * min(limits), 1.3 * max(limits), RATES)]
 
 
 def _counts(found: Sequence[int | None]) -> list[int]:
-    """Numbers of replicas to draw lines through: powers of two, beyond the most found."""
+    """Return numbers of replicas to draw lines through: powers of two, beyond the most found."""
     most = max((count for count in found if count is not None), default=1)
     return [1 << i for i in range(math.ceil(math.log2(most)) + 1)]

@@ -45,7 +45,7 @@ GAMMAS = (1, 2, 3, 4, 5, 6, 8, 12, 16)
 def recorded_checks(
     trace: Trace, latency: LatencyTable | None = None, gammas: Sequence[int] = GAMMAS
 ) -> Iterator[Row]:
-    """(formula, parameters, prediction, replayed with standard error) for each gamma.
+    """Yield (formula, parameters, prediction, replayed with standard error) for each gamma.
 
     The standard error is over the requests.  Without latencies c is 0.1 and verification
     free; the steps that concern time then coincide.
@@ -130,7 +130,7 @@ class Cycles(NamedTuple):
 
 
 def pearl_cycles(run_lengths: Sequence[int], gamma: int) -> Cycles:
-    """PEARL over one output: tokens and steps of each cycle from pre-verify to pre-verify.
+    """Simulate PEARL over one output: tokens and steps of each cycle from pre-verify to pre-verify.
 
     Pre-verify checks the first token being drafted; once accepted, each post-verify step
     checks gamma tokens while the next gamma are drafted; a rejection after n accepted ones
@@ -160,7 +160,7 @@ def pearl_cycles(run_lengths: Sequence[int], gamma: int) -> Cycles:
 def dsi_latency(
     run_lengths: Sequence[int], lookahead: int, draft: float, target: float = 1.0
 ) -> float:
-    """Latency of one output under distributed speculative inference, block by block."""
+    """Return the latency of one output under distributed speculative inference, block by block."""
     require("lookahead", lookahead, 1)
     total, at, length = 0.0, 0, len(run_lengths)
     while at < length:
@@ -234,7 +234,7 @@ class _Bench:
 
 
 def iid_checks(tokens: int, seed: int) -> Iterator[Row]:
-    """(formula, parameters, closed form, simulated with standard error) of every check."""
+    """Yield (formula, parameters, closed form, simulated with standard error) of every check."""
     bench = _Bench(tokens, seed)
     parts: tuple[Callable[[_Bench], Iterator[Row]], ...] = (
         _leviathan, _general, _gammatune, _break_evens, _specbound, _pearl, _dsi, _batching

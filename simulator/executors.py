@@ -53,7 +53,7 @@ class Executor(Protocol):
     def run(
         self, bench: Runner[Part, Result], parts: Sequence[Part]
     ) -> Iterator[tuple[int, Result]]:
-        """(place in `parts`, its result) of every part, as they finish.
+        """Yield (place in `parts`, its result) of every part, as they finish.
 
         Raises `LostParts` once all others are done.
         """
@@ -213,7 +213,7 @@ def _numbered(bench: Runner[Part, Result], place: int, part: Part) -> tuple[int,
 
 
 def cores() -> int:
-    """Processor cores that this process may use."""
+    """Return the number of processor cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
@@ -356,7 +356,9 @@ class _Helper:
 
 
 def _taken(parts: Parts, queue: int) -> Iterator[tuple[int, Any]]:
-    """(place, result) of parts that nobody else took, those left out that are to be done again."""
+    """Yield (place, result) of parts that nobody else took, those left out that are to be done
+    again.
+    """
     # The place in the file is one for all processes: who reads a number has it alone.
     while number := os.read(queue, NUMBER):
         place, said = int.from_bytes(number, "big"), io.StringIO()

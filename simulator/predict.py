@@ -96,7 +96,7 @@ def load_system(
 
 
 def replay_system(name: str, trace: Trace, recordings: Recordings) -> list[RoundLog]:
-    """A named system replayed, with each drafter of its kind that was recorded.
+    """Return a named system replayed, with each drafter of its kind that was recorded.
 
     Raises DraftsimError where its source was not recorded.
     """
@@ -188,7 +188,7 @@ def is_measured(log: RoundLog, latency: LatencyTable) -> bool:
 
 
 def with_free_lookups(latency: LatencyTable) -> LatencyTable:
-    """A constant table in which searching text costs nothing; any other as it is."""
+    """Return a constant table in which searching text costs nothing; any other as it is."""
 
     if not latency.is_constant:
         return latency

@@ -155,7 +155,7 @@ class Priced:
         return self.decode_passes.outside
 
     def outside_with(self, prefill: bool) -> float:
-        """`outside`, the passes that read the prompts counted as well if `prefill`."""
+        """Return `outside`, the passes that read the prompts counted as well if `prefill`."""
         return self.passes.outside if prefill else self.outside
 
     def unpriced(self, latency: LatencyTable, prefill: bool = False) -> list[str]:
@@ -168,7 +168,7 @@ class Priced:
         return [*missing, *self.left_out]
 
     def to_frame(self) -> pd.DataFrame:
-        """One row per round: the log's fields and the seconds in their four parts."""
+        """Return one row per round: the log's fields and the seconds in their four parts."""
         parts = {
             "draft_s": self.draft_s, "verify_s": self.verify_s, "signal_s": self.signal_s,
             "host_s": self.host_s, "round_s": self.round_s,
@@ -177,7 +177,7 @@ class Priced:
 
 
 def autoregressive(log: RoundLog) -> RoundLog:
-    """Plain decoding of the requests of `log`: one round of one token after another."""
+    """Return plain decoding of the requests of `log`: one round of one token after another."""
     lengths = np.array([max(r.tokens - log.first, 0) for r in log.requests], dtype=np.int64)
     starts = np.repeat(np.cumsum(lengths) - lengths, lengths)
     rounds = np.zeros(int(lengths.sum()), dtype=ROUND_DTYPE)
@@ -480,7 +480,8 @@ def host_seconds(latency: LatencyTable, phase: str, batch: int) -> float:
 
 
 def scalar_seconds(latency: LatencyTable, model: str, phase: str, batch: int) -> float:
-    """Seconds at `batch` of a phase that was measured at one number of tokens and one context.
+    """Return seconds at `batch` of a phase that was measured at one number of tokens and one
+    context.
 
     0 where the table lacks the phase.
     """

@@ -37,21 +37,21 @@ class RatioCosts(NamedTuple):
 
     @classmethod
     def of(cls, emitted: npt.ArrayLike, forwards: npt.ArrayLike, drafts: Bools) -> RatioCosts:
-        """The costs of rounds or steps, of which `drafts` says which verify drafts."""
+        """Return the costs of rounds or steps, of which `drafts` says which verify drafts."""
         return cls(*(np.asarray(n, np.float64) for n in (emitted, forwards, drafts, ~drafts)))
 
     def summed(self, add: Callable[[Floats], Floats]) -> RatioCosts:
-        """The same costs with every array put through `add`."""
+        """Return the same costs with every array put through `add`."""
         return RatioCosts(*map(add, self))
 
     def at(self, ratios: npt.ArrayLike, verify: float = 1.0) -> Floats:
-        """Costs at ratios c and one v, shape (ratios, units)."""
+        """Return costs at ratios c and one v, shape (ratios, units)."""
         c = np.atleast_1d(np.asarray(ratios, dtype=np.float64))
         return np.multiply.outer(c, self.forwards) + (self.verified * verify + self.rest)
 
 
 def ratio_costs(log: RoundLog) -> RatioCosts:
-    """The costs of each request of `log`, shape (requests,)."""
+    """Return the costs of each request of `log`, shape (requests,)."""
     rounds = log.rounds
     costs = RatioCosts.of(rounds["emitted"], rounds["draft_forwards"], rounds["drafted"] > 0)
     return costs.summed(log.per_request)
@@ -88,7 +88,7 @@ class OwnRatios(NamedTuple):
 
 
 def own_ratios(trace: Trace, latency: LatencyTable, drafted: int = 1) -> OwnRatios:
-    """c = T_draft / T_target and v = T_verify / T_target at the recording's mean context.
+    """Return c = T_draft / T_target and v = T_verify / T_target at the recording's mean context.
 
     T_verify is that of `drafted` drafts.
     """

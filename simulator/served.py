@@ -34,7 +34,8 @@ OF_PROMPTS = ("prefill", "mixed")
 
 
 def with_server(latency: LatencyTable, controls: Mapping[int, Sequence[ServedRun]]) -> LatencyTable:
-    """`latency` with what a server adds, by the requests that closed loops of plain decoding kept.
+    """Return `latency` with what a server adds, by the requests that closed loops of plain decoding
+    kept.
 
     Raises DraftsimError for a table that has it already.
     """
@@ -193,7 +194,7 @@ def slowdown_of(controls: Mapping[int, Sequence[ServedRun]], latency: LatencyTab
 
 
 def slowed(latency: LatencyTable, slower: Slowdown) -> LatencyTable:
-    """`latency` with every cell of the engine's as much slower as its loops were."""
+    """Return `latency` with every cell of the engine's as much slower as its loops were."""
     cells = latency.cells.copy()
     own = cells["model"] != SERVER
     prompts = cells["phase"].isin(OF_PROMPTS)

@@ -43,7 +43,7 @@ def summarize(
     prefill: bool = False,
     seed: int = 0,
 ) -> pd.DataFrame:
-    """One row per log (columns `SUMMARY_COLUMNS`), plain decoding first.
+    """Return one row per log (columns `SUMMARY_COLUMNS`), plain decoding first.
 
     Parameters
     ----------
@@ -146,7 +146,7 @@ def gains_over(
 
 
 def speedup_distribution(speedups: npt.ArrayLike, edges: npt.ArrayLike) -> pd.DataFrame:
-    """Prompts per speedup range, fastest first: columns low, high, prompts, share.
+    """Return prompts per speedup range, fastest first: columns low, high, prompts, share.
 
     ``edges`` are the increasing bounds of the ranges; the lowest range also takes what is
     below it and the highest what is above, so that the shares add up to 1.
@@ -184,7 +184,7 @@ def price_all(
     logs: Sequence[RoundLog], latency: LatencyTable,
     progress: Callable[[int, int], None] = lambda *_: None,
 ) -> list[Priced]:  # fmt: skip
-    """Plain decoding of the first log's requests and each log, priced.
+    """Return plain decoding of the first log's requests and each log, priced.
 
     `progress` is told of the logs that are priced, and of all, as `results_of` counts them.
 

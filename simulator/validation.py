@@ -59,7 +59,7 @@ ARM = ["policy", "verify", "batch", "forced"]
 
 
 def predictions(runs: Sequence[Priced]) -> pd.DataFrame:
-    """Per policy, verify rule and request: predicted decode seconds and rounds."""
+    """Return per policy, verify rule and request: predicted decode seconds and rounds."""
     parts = [
         pd.DataFrame(
             {
@@ -78,7 +78,7 @@ def predictions(runs: Sequence[Priced]) -> pd.DataFrame:
 
 
 def compare(predicted: pd.DataFrame | Sequence[Priced], measured: pd.DataFrame) -> pd.DataFrame:
-    """One row per measured arm (columns `VALIDATE_COLUMNS`).
+    """Return one row per measured arm (columns `VALIDATE_COLUMNS`).
 
     ``measured_s`` is the sum over requests of the mean over their undisturbed repeats (a mean, as
     latencies are: a median hides what is slow now and then, and a sum pays for it); a request
@@ -320,7 +320,7 @@ class AccuracyBounds:
 
 
 def bounds(recordings: Sequence[pd.DataFrame]) -> AccuracyBounds:
-    """Errors, ranking and sign over the rows of `check_recording` of some recordings.
+    """Return errors, ranking and sign over the rows of `check_recording` of some recordings.
 
     Policies are ranked within a recording and batch alone.  A column ``drift`` (`anchor_drift`)
     enters ``undrifted_error``, where it is known.
@@ -376,7 +376,8 @@ BOUND = 0.02
 
 
 def with_noise(rows: list[dict[str, Any]], first: str) -> list[dict[str, Any]]:
-    """The rows with the relative standard errors that their own repeats give what was measured.
+    """Return the rows with the relative standard errors that their own repeats give what was
+    measured.
 
     ``noise`` is of tokens/s, ``speedup_noise`` of the speedup over the policy `first` at the same
     load; both are None if each arm ran once.  Arms of a load are taken to scatter alike: with a
@@ -397,7 +398,7 @@ def with_noise(rows: list[dict[str, Any]], first: str) -> list[dict[str, Any]]:
 
 
 def scatter(logs: npt.NDArray[np.float64], shared: bool = False) -> float | None:
-    """Standard deviation of one repeat about its arm, from (arms, repeats) logarithms.
+    """Return the standard deviation of one repeat about its arm, from (arms, repeats) logarithms.
 
     With `shared`, less what all arms of a repeat share, which no ratio of two of them sees.  None
     where too few ran to tell.
@@ -412,7 +413,8 @@ def scatter(logs: npt.NDArray[np.float64], shared: bool = False) -> float | None
 
 
 def expected_median(noises: Sequence[float]) -> float:
-    """Median of the errors' sizes that a model without error would show, its noises being these.
+    """Return the median of the errors' sizes that a model without error would show, its noises
+    being these.
 
     The median over a mixture of normal errors; 0 where none has any.
     """

@@ -141,7 +141,7 @@ def bounds_of(parts: Sequence[pd.DataFrame]) -> dict[str, AccuracyBounds]:
 
 
 def bounds_row(name: str, kept: AccuracyBounds) -> dict[str, str]:
-    """One line of the table of bounds."""
+    """Return one line of the table of bounds."""
     met = {what: "met" if good else "MISSED" for what, good in kept.met.items()}
     return {
         "recording": name,

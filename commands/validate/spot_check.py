@@ -171,7 +171,9 @@ class SpotCheck(RealRuns):
 
 
 def _assisted_logs(trace: Trace) -> dict[str, RoundLog]:
-    """The replay of each of transformers' schedules, as far as their drafts were recorded."""
+    """Return the replay of each of transformers' schedules, as far as their drafts were
+    recorded.
+    """
     from simulator.chosen import load_policies
     from traces.replay.vectorised import replay_many
 
@@ -185,7 +187,7 @@ def _assisted_logs(trace: Trace) -> dict[str, RoundLog]:
 
 
 def say_faster(run: Path, trace: Trace, latency: LatencyTable, best: Fastest) -> None:
-    """A note where a method with drafts of its own is predicted to be faster than `best`."""
+    """Note where a method with drafts of its own is predicted to be faster than `best`."""
     from simulator.predict import replay_systems
     from simulator.whatif.ranking import fastest
     from traces.sources.found import find_recordings

@@ -46,7 +46,7 @@ class Work(ABC):
         return 1
 
     def captured(self) -> int:
-        """Shapes captured as CUDA graphs so far: a run in which they grow is made again."""
+        """Return shapes captured as CUDA graphs so far: a run in which they grow is made again."""
         return 0
 
     @abstractmethod

@@ -56,7 +56,7 @@ class Workplace:
             raise NoTimeError("no time left")
 
     def say(self, text: str) -> None:
-        """A line of progress, with the time spent."""
+        """Print a line of progress, with the time spent."""
         self.console.print(f"[{self.seconds - self.left:6.1f} s] {text}", highlight=False)
 
     @property
@@ -73,7 +73,7 @@ class Workplace:
             self.work.rmdir()
 
     def meta(self) -> dict[str, Any]:
-        """Provenance of everything measured here."""
+        """Return provenance of everything measured here."""
         return {
             **describe_device(self.device),
             "dtype": str(self.dtype).removeprefix("torch."),
@@ -81,7 +81,7 @@ class Workplace:
         }
 
     def free_bytes(self) -> int:
-        """Device memory that models and caches may still take."""
+        """Return device memory that models and caches may still take."""
         if self.device.type != "cuda":
             return 8 << 30
         torch.cuda.empty_cache()
@@ -89,7 +89,8 @@ class Workplace:
         return max(0, free - RESERVE)
 
     def settle(self) -> None:
-        """Models are built: let no collection of garbage walk through them while runs are timed.
+        """Let no collection of garbage walk through the models, which are built, while runs are
+        timed.
 
         Every capture collects.
         """
@@ -98,7 +99,7 @@ class Workplace:
             gc.freeze()
 
     def unsettle(self) -> None:
-        """Models are dropped: let them be collected, and hand their memory back."""
+        """Let dropped models be collected, and hand their memory back."""
         forget_compiled()
         if self.device.type == "cuda":
             gc.unfreeze()
@@ -135,7 +136,7 @@ class Workplace:
 def open_workplace(
     device: str, out: Path, *, seconds: float, quick: bool = False, dtype: str | None = None
 ) -> Workplace:
-    """The place a stage runs at.
+    """Return the place that a stage runs at.
 
     Raises
     ------
@@ -195,7 +196,7 @@ class Account:
         self.place.say(why)
 
     def fail(self, name: str, error: BaseException | str) -> None:
-        """Something went wrong; it is said at once."""
+        """Note that something went wrong, and say so at once."""
         self.failed[name] = error if isinstance(error, str) else reason(error)
         self.place.say(f"FAILED {name}: {self.failed[name]}")
 
@@ -221,7 +222,7 @@ class Account:
 
     @contextmanager
     def closing(self, write: Callable[[], None]) -> Iterator[None]:
-        """Whatever ends the block, what there is by then is written."""
+        """Write what there is when the block ends, whatever ends it."""
         try:
             yield
         except BaseException as error:
@@ -232,7 +233,7 @@ class Account:
 
 
 def reason(error: BaseException) -> str:
-    """An error in one line: its first, or what it is."""
+    """Return an error in one line: its first, or what it is."""
     lines = str(error).strip().splitlines()
     return lines[0] if lines else type(error).__name__
 
@@ -321,7 +322,7 @@ class Ledger:
         )  # fmt: skip
 
     def close(self, account: Account) -> None:
-        """The stage ends: forget its units, unless some of it is left, be it other pairs'."""
+        """End the stage: forget its units, unless some of it is left, be it other pairs'."""
         left = [*account.failed, *account.late]
         if not left and not any(unfinished(unit) for unit in self._own.values()):
             self.place.forget(self.stage)

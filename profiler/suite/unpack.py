@@ -98,7 +98,7 @@ def _place_trace(files: Mapping[str, Path], device: str, place: Path) -> None:
 
 
 def tables_of(table: LatencyTable, pair: str, mode: str) -> LatencyTable:
-    """One pair's table of a mode, its models named as usual."""
+    """Return one pair's table of a mode, its models named as usual."""
     prefix = f"{pair}/{mode}/"
     own = table.cells[table.cells["model"].str.startswith(prefix)].copy()
     own["model"] = own["model"].str.removeprefix(prefix)

@@ -62,7 +62,9 @@ class TwoState:
     memory: float = 0.9
 
     def chances(self) -> Floats:
-        """Acceptance at an easy and at a hard position; out of 0..1 if there is no such member."""
+        """Return acceptance at an easy and at a hard position; out of 0..1 if there is no such
+        member.
+        """
         deviation = np.sqrt(self.uneven * self.mean * (1 - self.mean))
         odds = np.sqrt((1 - self.share) / self.share)
         return np.array([self.mean + deviation * odds, self.mean - deviation / odds])
@@ -73,7 +75,8 @@ class TwoState:
         return bool(np.all((self.chances() >= -1e-9) & (self.chances() <= 1 + 1e-9)))
 
     def survival(self, gamma: int) -> Floats:
-        """Chances that the first 1, 2, ... of `gamma` drafted tokens are all accepted, (gamma,).
+        """Return chances that the first 1, 2, ... of `gamma` drafted tokens are all accepted,
+        (gamma,).
 
         Rounds begin where the one before ended, so more of them in hard stretches.
         """

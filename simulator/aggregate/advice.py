@@ -69,7 +69,7 @@ class Suggestion(NamedTuple):
 
 
 def concurrencies(runs: Sequence[ServerRun]) -> list[int]:
-    """Concurrencies to answer for: those measured, and powers of two between them."""
+    """Return concurrencies to answer for: those measured, and powers of two between them."""
     measured = {run.batch for run in runs}
     low, high = min(measured), max(measured)
     doubles = {1 << i for i in range(high.bit_length()) if low <= 1 << i <= high}
@@ -91,7 +91,7 @@ def usual(server: Server) -> tuple[float, float]:
 def predicted(
     server: Server, loads: Iterable[tuple[int, int, float]], level: float = 0.8
 ) -> list[PredictedSpeed]:
-    """Speeds at some loads (batch, k, context), with intervals for a further run."""
+    """Return speeds at some loads (batch, k, context), with intervals for a further run."""
     _, prompts = usual(server)
     rows = []
     for batch, k, context in loads:
@@ -203,7 +203,7 @@ def next_run(server: Server) -> Suggestion:
 
 
 def in_words(rows: Sequence[Choice]) -> str:
-    """One sentence: which draft length up to which concurrency, and where to switch off."""
+    """Return one sentence: which draft length up to which concurrency, and where to switch off."""
     parts: list[str] = []
     for i, row in enumerate(rows):
         last = i + 1 == len(rows) or (rows[i + 1].k, rows[i + 1].p_min) != (row.k, row.p_min)

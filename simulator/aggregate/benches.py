@@ -53,7 +53,7 @@ MOST = 1e9
 
 
 def read_runs(path: Path) -> list[ServerRun]:
-    """Runs from CSV with a head, or JSON lines; the columns are those of `COLUMNS`.
+    """Read runs from CSV with a head, or JSON lines; the columns are those of `COLUMNS`.
 
     Acceptance by position is numbers separated by blanks or semicolons (a list in JSON): the
     chances that the first 1, 2, ... drafted tokens are all accepted.  Other columns are ignored,
@@ -153,7 +153,7 @@ def _number(where: str, name: str, value: Any) -> float:
 
 
 def latency_table(server: Server, model: str | None = None) -> LatencyTable:
-    """Passes of target and draft, and prompts, over the loads that the runs span.
+    """Return passes of target and draft, and prompts, over the loads that the runs span.
 
     The cells are the costs that `calibrate` prints and predicts with.  What speculation costs
     whatever the draft length is part of a round's first draft pass.  ``model`` is the target's
@@ -233,7 +233,8 @@ class _Fields(NamedTuple):
 
 
 def read_benches(files: Sequence[str], *, acceptance_told: bool = False) -> Benchmarks:
-    """Runs of benchmark files and folders of them; ``FILE@K`` names the draft length of a file.
+    """Read runs of benchmark files and folders of them; ``FILE@K`` names the draft length of a
+    file.
 
     If something else tells the acceptance (``acceptance_told``), no note says that runs do not.
 

@@ -42,7 +42,7 @@ class Prior(NamedTuple):
 def draws_of(
     priors: Mapping[str, Prior], log_likelihood: Callable[[Floats], Floats], seed: int = 0
 ) -> Floats:
-    """Draws from the posterior, (draws, parameters), in the order of `priors`.
+    """Return draws from the posterior, (draws, parameters), in the order of `priors`.
 
     ``log_likelihood``: (draws, parameters) to (draws,).  The ensemble (emcee: Goodman and Weare's
     stretch moves, and differential evolution) begins around the most likely values.  The same
@@ -80,7 +80,7 @@ DRAWN, KEPT_NEAR, TAILS = 4000, 1000, 4.0
 def draws_near(
     priors: Mapping[str, Prior], residuals: Callable[[Floats], Floats], seed: int = 0
 ) -> Floats:
-    """Draws from the posterior, (draws, parameters), by importance sampling about its mode.
+    """Return draws from the posterior, (draws, parameters), by importance sampling about its mode.
 
     ``residuals``: (draws, parameters) to (draws, measurements), in standard deviations.
     """
@@ -145,12 +145,14 @@ def _logits(values: Floats, longest: int) -> Floats:
 
 
 def lengths(values: Floats, k: int) -> Floats:
-    """Acceptance length (tokens per round, the target's own included) at draft length `k`."""
+    """Return acceptance length (tokens per round, the target's own included) at draft length
+    `k`.
+    """
     return np.asarray(1.0 + survival(values, k).sum(axis=1))
 
 
 def gaps(values: Floats, known: Mapping[int, float]) -> Floats:
-    """Misses of measured acceptance lengths, in standard deviations, (draws, known)."""
+    """Return misses of measured acceptance lengths, in standard deviations, (draws, known)."""
     if not known:
         return np.zeros((len(values), 0))
     alive = np.cumsum(survival(values, max(known)), axis=1)
@@ -168,7 +170,7 @@ class Interval:
     high: float
 
     def holds(self, other: float) -> bool:
-        """True if `other` lies within."""
+        """Return True if `other` lies within."""
         return self.low <= other <= self.high
 
     def scaled(self, factor: float) -> Interval:
@@ -229,7 +231,8 @@ def emitted_at(known: Mapping[int, float], k: int, level: float = 0.8) -> Interv
 
 
 def median_survival(known: Mapping[int, float], longest: int) -> tuple[float, ...]:
-    """Chances that the first 1, 2, ... `longest` tokens are all accepted, the likeliest ones.
+    """Return chances that the first 1, 2, ... `longest` tokens are all accepted, the likeliest
+    ones.
 
     ``known``: measured acceptance lengths by draft length.  Raises DraftsimError for impossible
     ones.

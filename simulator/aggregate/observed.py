@@ -131,7 +131,7 @@ def _of_runs(files: Sequence[Path], named: Sequence[str]) -> Positions:
 
 
 def _counts(file: Path, named: str) -> Positions | None:
-    """Acceptance in the counts that `draftsim import` wrote; None if the file is another."""
+    """Return acceptance in the counts that `draftsim import` wrote; None if the file is another."""
     if file.suffix != ".json":
         return None
     try:

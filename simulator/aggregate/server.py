@@ -147,11 +147,11 @@ class Target:
         return found | kernels
 
     def prior(self, name: str) -> Cost:
-        """The prior of a cost of `COSTS`."""
+        """Return the prior of a cost of `COSTS`."""
         return VECTOR_KNEE if self.vectors and name == "knee" else COSTS[name]
 
     def read_s(self, values: Mapping[str, Floats], tokens: Floats) -> Floats:
-        """Seconds of reading what a pass of this many tokens reads."""
+        """Return seconds of reading what a pass of this many tokens reads."""
         if self.experts is None:
             return np.asarray(values["weights"])
         count, chosen = self.experts
@@ -159,7 +159,7 @@ class Target:
         return np.asarray(values["weights"] + values["experts"] * reached)
 
     def pass_s(self, values: Mapping[str, Floats], tokens: Floats) -> Floats:
-        """Seconds of reading weights and computing in a pass of this many tokens."""
+        """Return seconds of reading weights and computing in a pass of this many tokens."""
         s, read = values["sharpness"], self.read_s(values, tokens)
         found = (read**s + (values["weights"] / values["knee"] * tokens) ** s) ** (1 / s)
         if self.vectors:
@@ -324,7 +324,7 @@ def step_s(
     values: Mapping[str, Floats], load: Load, emitted: npt.ArrayLike, passes: int | None,
     target: Target = ANY_TARGET,
 ) -> Floats:  # fmt: skip
-    """Seconds of a step, (draws, loads).
+    """Return seconds of a step, (draws, loads).
 
     ``values``: a column (draws, 1) per name of `COSTS` and `Target.costs`; ``emitted``: acceptance
     lengths, (loads,) or (draws, loads); ``passes``: draft passes of a step that speculates, None
@@ -445,12 +445,12 @@ class Server:
         return MATRIX_KNEE if self.target.vectors else self.central["knee"]
 
     def step_s(self, load: Load, emitted: npt.ArrayLike) -> Floats:
-        """Seconds of a step with the central costs, (loads,)."""
+        """Return seconds of a step with the central costs, (loads,)."""
         values = {name: np.array([[value]]) for name, value in self.central.items()}
         return np.asarray(step_s(values, load, emitted, self.passes, self.target)[0])
 
     def at_acceptance(self, survival: Sequence[float]) -> Server:
-        """The same costs with another acceptance: that of another workload or drafter.
+        """Return the same costs with another acceptance: that of another workload or drafter.
 
         ``survival``: chances that the first 1, 2, ... drafted tokens are all accepted.
         """
@@ -462,7 +462,7 @@ class Server:
         return replace(self, draws=draws, known=known)
 
     def emitted(self, k: int) -> Floats:
-        """Acceptance lengths at draft length `k`, (draws,)."""
+        """Return acceptance lengths at draft length `k`, (draws,)."""
         if k == 0:
             return np.ones(len(self.draws))
         if k in self.known:
@@ -487,7 +487,7 @@ class Server:
         return several or (any(run.p_min for run in drafting) and len(drafting) > 1)
 
     def stopping(self) -> list[ServerRun]:
-        """One run of each setting whose drafts stop early, by draft length and p-min."""
+        """Return one run of each setting whose drafts stop early, by draft length and p-min."""
         found = {(run.k, run.p_min): run for run in self.runs if run.p_min}
         return [found[key] for key in sorted(found)]
 
@@ -495,7 +495,7 @@ class Server:
         self, batch: int, k: int, context: float = 0.0, prompts: float = np.nan,
         *, noisy: bool = True, like: ServerRun | None = None,
     ) -> Floats:  # fmt: skip
-        """Output tokens per second of all requests, (draws,).
+        """Return output tokens per second of all requests, (draws,).
 
         With `noisy` as a further run would measure it: the model's misfit is in the draws, and
         what larger kernels or graphs may change (`STEP`).  These draws are as far from their median
@@ -524,7 +524,7 @@ class Server:
         return np.asarray(np.median(speeds) ** (1 - width) * speeds**width)
 
     def _away(self, batch: int, verified: float) -> float:
-        """Doublings between a pass's tokens and the nearest that were measured."""
+        """Return doublings between a pass's tokens and the nearest that were measured."""
         tokens = batch * (verified + 1)
         return min(abs(math.log2(tokens / (r.batch * (r.verified + 1)))) for r in self.runs)
 
@@ -537,7 +537,7 @@ def calibrate(
     without: Collection[str] = (),
     target: Target = ANY_TARGET,
 ) -> Server:
-    """The costs that agree with a server's runs, from as few as one.
+    """Return the costs that agree with a server's runs, from as few as one.
 
     Parameters
     ----------
@@ -610,7 +610,7 @@ OWN = len(COSTS) + 1 + len(HAZARD)
 
 
 def _values(draws: Floats, without: Collection[str], target: Target) -> dict[str, Floats]:
-    """A column (draws, 1) per cost."""
+    """Return a column (draws, 1) per cost."""
     columns = {**dict(enumerate(COSTS)), **dict(enumerate(target.costs, OWN))}
     return {
         name: np.zeros((len(draws), 1)) if name in without else np.exp(draws[:, i, None])
@@ -619,6 +619,6 @@ def _values(draws: Floats, without: Collection[str], target: Target) -> dict[str
 
 
 def interval_of(draws: Floats, level: float) -> Interval:
-    """Median of draws, and the ends of their central interval."""
+    """Return the median of draws, and the ends of their central interval."""
     low, value, high = np.quantile(draws, [(1 - level) / 2, 0.5, (1 + level) / 2])
     return Interval(float(value), float(low), float(high))

@@ -82,7 +82,8 @@ def _plain_model(name: str, device: str, left: frozenset[PublishedRun]) -> Roofl
 
 @lru_cache(maxsize=64)
 def outside_launches(without: str = "") -> float:
-    """Launches outside of the layers, in layers' worth, of a host that launches every kernel.
+    """Return the number of launches outside of the layers, in layers' worth, of a host that
+    launches every kernel.
 
     Embedding, positions, masks, the last norm, the output projection, choosing a token.  Fitted
     to the eager studies but the one called `without`, each with layers of its own speed, where
@@ -216,7 +217,8 @@ def predictions(mode: Mode) -> tuple[Predicted, ...]:
 
 @cache
 def by_library() -> tuple[Predicted, ...]:
-    """Runs of a format that other studies read with another library, from this library's alone.
+    """Return runs of a format that other studies read with another library, from this library's
+    alone.
 
     What is launched for a quantised matrix is the library's choice, so that another's runs say
     little.  Who knows which one a server has can do as well as this; `predictions` are made by
@@ -308,7 +310,9 @@ def ratio_errors(mode: Mode, quantised: bool) -> list[float]:
 
 
 def width_errors(quantised: bool) -> list[float]:
-    """Relative errors of what more tokens make of a pass, by published runs over 1, 2, ..."""
+    """Return relative errors of what more tokens make of a pass, by published runs over 1, 2,
+    ...
+    """
     rows = [r for r in predictions("graph") if FORMATS[r.run.weights].quantised == quantised]
     one = {_series(r): r.error for r in rows if r.run.new_tokens == 1}
     if not quantised:  # the run over one token is given, and met

@@ -118,7 +118,8 @@ def carry_over(
     shapes: Mapping[str, ModelShape] | None = None,
     weights: Mapping[str, WeightFormat] | None = None,
 ) -> LatencyTable:
-    """`latency` as it would be on `to`: every cell times the ratio of the fitted model there.
+    """Return `latency` as it would be on `to`: every cell times the ratio of the fitted model
+    there.
 
     Only the ratio is the model's; what it does not explain of a cell is kept.  Host phases
     stay as they are, since the host does.  The result is marked ``scaled``, with the fit, its
@@ -223,7 +224,7 @@ def reach_of(latency: LatencyTable) -> Reach | None:
 
 
 def bounds_of(latency: LatencyTable) -> Bounds | None:
-    """`latency` with drafting and wide passes dearer and cheaper by their factors.
+    """Return `latency` with drafting and wide passes dearer and cheaper by their factors.
 
     The target's passes over one token stay as they are: what they are off by, a speedup does not
     show.  A wide pass is never cheaper than a narrow one.  A table that was composed and corrected
@@ -249,7 +250,7 @@ _bounds: WeakKeyDictionary[LatencyTable, Bounds] = WeakKeyDictionary()
 
 
 def _uncovered(latency: LatencyTable, alone: LatencyTable) -> LatencyTable:
-    """`latency` with the seconds of `alone` in cells that no whole step covers."""
+    """Return `latency` with the seconds of `alone` in cells that no whole step covers."""
     keys = ["model", "phase", "batch", "new_tokens", "context"]
     cells = latency.cells.merge(alone.cells[[*keys, "median_s"]], on=keys, suffixes=("", "_alone"))
     summed = cells.pop("median_s_alone")

@@ -42,7 +42,7 @@ def at_tau(chosen: Method, tau: float) -> Method:
 
 
 def cmasd_rows(ours: Ours) -> list[Row]:
-    """CM-ASD, Table III on our pair, with Table V's relative BLEU where it was recorded.
+    """Return CM-ASD's Table III on our pair, with Table V's relative BLEU where it was recorded.
 
     Where the threshold is fixed, its row is at the mean of the adaptive one, and `FIXED_TAUS`
     give two more: how an ablation ends follows from the threshold that it is given.

@@ -44,7 +44,7 @@ SETTINGS = 100
 
 
 def side_by_side(ours: Ours) -> list[Row]:
-    """One row per published cell, and per number of ours that has none, sorted by table.
+    """Return one row per published cell, and per number of ours that has none, sorted by table.
 
     An experiment that the recording cannot support (no target scores, no signals) is left
     to the rows that need the papers' weights, with one row saying why.

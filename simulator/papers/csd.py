@@ -52,7 +52,8 @@ def csd_window(trace: Trace) -> DraftPolicy:
 
 
 def csd_rows(ours: Ours) -> list[Row]:
-    """CSD's ablation on the prompts that neither its memory nor its thresholds were fitted to.
+    """Return CSD's ablation on the prompts that neither its memory nor its thresholds were fitted
+    to.
 
     First at our lambda and the paper's tau, then the arms with a threshold again at those that
     `Rejections` calibrates on the other prompts, so that memory and gate both say no.
@@ -102,7 +103,7 @@ def compared(arms: Mapping[str, MethodOutcome]) -> str:
 
 
 def accuracy(found: MethodOutcome) -> float | None:
-    """Percent of the prompts with a number for an answer that a real run solved."""
+    """Return percent of the prompts with a number for an answer that a real run solved."""
     seen = found.quality
     return 100 * seen.solved / seen.scored if seen and seen.scored else None
 
@@ -178,7 +179,9 @@ class Rejections:
         return Rejections([*self.pairs, *other.pairs], np.concatenate([self.gaps, other.gaps]))
 
     def top(self) -> set[Pair]:
-        """The most frequent `TOP` of the patterns, rounded up; ties as they were met first."""
+        """Return the most frequent `TOP` of the patterns, rounded up; ties as they were met
+        first.
+        """
         counts = Counter(self.pairs)
         most = counts.most_common(math.ceil(TOP * len(counts)))
         return {pair for pair, _ in most}
@@ -197,7 +200,9 @@ class Rejections:
         return float((self.gaps >= math.log(tau)).mean())
 
     def median_lambda(self) -> int:
-        """The largest lambda at which the memory still holds half of the rejections, or 0."""
+        """Return the largest lambda at which the memory still holds half of the rejections, or
+        0.
+        """
         lam = 0
         while self.held(lam + 1) >= 0.5:
             lam += 1

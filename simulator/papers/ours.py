@@ -87,7 +87,7 @@ class Ours:
     _plain: dict[tuple[Any, ...], Priced] = field(default_factory=dict, init=False)
 
     def plain(self, log: RoundLog) -> Priced:
-        """Plain decoding of the requests of `log`, priced once for each set of them."""
+        """Return plain decoding of the requests of `log`, priced once for each set of them."""
         key = log.first, *((r.id, r.prompt_length, r.tokens) for r in log.requests)
         if key not in self._plain:
             self._plain[key] = price(autoregressive(log), self.latency)

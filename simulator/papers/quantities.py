@@ -45,7 +45,9 @@ def quantity_rows() -> list[Row]:
 
 
 def specbound_cells() -> list[Row]:
-    """Eq. 5 with one fitted depth fraction per model, gamma = CR, against the 24 SD cells."""
+    """Return rows of eq. 5 with one fitted depth fraction per model, gamma = CR, against the 24 SD
+    cells.
+    """
     rows, inside = [], 0
     for model in _models():
         line = SPECBOUND_1[model, "SpecBound"]
@@ -71,7 +73,9 @@ def specbound_cells() -> list[Row]:
 
 
 def specbound_fits() -> list[Row]:
-    """Depth fractions that eq. 5 needs, per model and pooled, for no or one wasted position."""
+    """Return depth fractions that eq. 5 needs, per model and pooled, for no or one wasted
+    position.
+    """
     rows = []
     for wasted, label in ((0.0, "gamma = CR"), (1.0, "gamma = CR + 1")):
         for name, models in (*((m, [m]) for m in _models()), ("all models", _models())):
@@ -131,7 +135,9 @@ def specbound_ratios() -> list[Row]:
 
 
 def gammatune_costs() -> list[Row]:
-    """Eq. 6 from the latencies of Table 1: cost ratio, break-even, and the limit of speedup."""
+    """Return rows of eq. 6 from the latencies of Table 1: cost ratio, break-even, and the limit of
+    speedup.
+    """
     rows = []
     for name, (target, draft) in PAIRS.items():
         times = (GAMMATUNE_1.number(m, "ms per token") for m in (target, draft))
@@ -153,7 +159,9 @@ def gammatune_costs() -> list[Row]:
 
 
 def gammatune_means() -> list[Row]:
-    """The table 2's average columns from its pairs: means, and root mean squares of the sds."""
+    """Return the table 2's average columns from its pairs: means, and root mean squares of the
+    sds.
+    """
     rows = []
     for method, values in GAMMATUNE_2.cells.items():
         numbers = np.array(values, dtype=float)
@@ -173,7 +181,7 @@ def gammatune_means() -> list[Row]:
 
 
 def cmasd_speed() -> list[Row]:
-    """Table III's speed from its accepted tokens, at one cost per round for all variants."""
+    """Return Table III's speed from its accepted tokens, at one cost per round for all variants."""
     variants = [row for row in CMASD_3.cells if CMASD_3.value(row, "td_ms") is not None]
     tokens, speed = (
         np.array([CMASD_3.number(v, c) for v in variants]) for c in ("Tok", "Speed")
@@ -191,7 +199,7 @@ def cmasd_speed() -> list[Row]:
 
 
 def csd_gains() -> list[Row]:
-    """CSD's gains over its baselines."""
+    """Return CSD's gains over its baselines."""
     rows = []
     for name, given in CSD_GAINS.items():
         ours, base, plain = (CSD_MAIN.number(name, c) for c in ("CSD", "SpecDecode", "Vanilla"))

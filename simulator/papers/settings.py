@@ -98,7 +98,8 @@ class Costs(NamedTuple):
         return (tokens_per_round - self.verify) / gamma
 
     def break_even_alpha(self, gamma: int) -> float:
-        """The chance of acceptance, alike at every position, at which rounds give no speedup.
+        """Return the chance of acceptance, alike at every position, at which rounds give no
+        speedup.
 
         ``(1 - alpha^(gamma + 1)) / (1 - alpha) = gamma c + verify`` (arXiv:2211.17192, eq. 1);
         NaN where even accepting every token gives none.
@@ -110,7 +111,7 @@ class Costs(NamedTuple):
 
 
 def costs_of(latency: LatencyTable, gamma: int, context: float, batch: int = 1) -> Costs:
-    """Costs of a round of `gamma` drafted tokens."""
+    """Return costs of a round of `gamma` drafted tokens."""
     at = {"batch": batch, "context": context}
     one = latency.seconds("target", "forward", **at).item()
     draft = latency.seconds("draft", "forward", **at).item()
@@ -168,7 +169,7 @@ def _curve(
 
 
 def _specbound_rows(ours: Ours) -> Iterator[Row]:
-    """SpecBound's rounds priced layer by layer, and what its published figures imply.
+    """Yield SpecBound's rounds priced layer by layer, and what its published figures imply.
 
     Early exit has no draft model: the rows also say which share of a pass a drafted token took.
     """
@@ -202,7 +203,8 @@ def _specbound_rows(ours: Ours) -> Iterator[Row]:
 
 
 def _exit_speedup(latency: LatencyTable, depth: float, tokens: float, batch: int) -> float:
-    """Speedup of rounds of `tokens`, all but one drafted through `depth` layers and the head.
+    """Return the speedup of rounds of `tokens`, all but one drafted through `depth` layers and the
+    head.
 
     All sequences of the batch are drafted for together, layer by layer.
     """
@@ -225,7 +227,7 @@ def with_exits(ours: Ours) -> tuple[Ours, str]:
 def _early_exits(
     ours: Ours, whose: str, label: str, latency: LatencyTable, published: float
 ) -> Iterator[Row]:
-    """SpecBound at its optimum on these latencies, found on half of the prompts."""
+    """Yield SpecBound at its optimum on these latencies, found on half of the prompts."""
     layers = EarlyExit().recording(ours.recordings).layers
     own = replace(ours, latency=at_depths(latency, layers))
     fit, shown = split_requests(ours.trace, FITTED_SHARE)

@@ -160,7 +160,7 @@ def draw_edge(
     axes: Axes, x: npt.ArrayLike, y: npt.ArrayLike, values: npt.ArrayLike,
     *, log: tuple[bool, bool] = (False, False), bound: bool = False,
 ) -> None:  # fmt: skip
-    """The line between the cells that pay and those that do not: thick, or dashed for a bound."""
+    """Draw the line between cells with and without a speedup: thick, or dashed for a bound."""
     pays = np.asarray(values, dtype=float) >= 1
     if pays.all() or not pays.any():
         return
@@ -176,14 +176,14 @@ def draw_edge(
 
 
 def mark_bar(bar: Colorbar) -> None:
-    """The colour bar of a map, from break-even to the best."""
+    """Mark the colour bar of a map, from break-even to the best."""
     bar.outline.set_visible(False)
     bar.ax.yaxis.set_major_formatter(lambda value, _: f"{value:.3g}×")
     bar.ax.tick_params(labelsize=8)
 
 
 def log_ticks(axis: Axis, points: npt.ArrayLike, swept: bool = True) -> None:
-    """Few labels on a logarithmic axis, at the points themselves if they are few and `swept`.
+    """Put few labels on a logarithmic axis, at the points themselves if they are few and `swept`.
 
     The small ticks between them are left out: they would be labelled larger than the others.
     """
@@ -199,7 +199,7 @@ def log_ticks(axis: Axis, points: npt.ArrayLike, swept: bool = True) -> None:
 
 
 def _edges(points: Floats, log: bool) -> Floats:
-    """Sides of the cells about `points`, one more than these."""
+    """Return sides of the cells about `points`, one more than these."""
     at = np.log(points) if log else points
     if len(at) < 2:
         sides = np.array([at[0] - 0.5, at[0] + 0.5])

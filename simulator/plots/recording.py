@@ -188,7 +188,7 @@ def _intervals(
 
 
 def _policy_labels(rows: pd.DataFrame) -> list[str]:
-    """Policy names, with the rule where several rules share the table."""
+    """Return policy names, with the rule where several rules share the table."""
     several = rows["verify"].nunique() > 1
     pairs = zip(rows["policy"], rows["verify"], strict=True)
     return [f"{p} ({v})" if several else str(p) for p, v in pairs]
@@ -259,7 +259,7 @@ def look_of(log: RoundLog, i: int, points: int) -> dict[str, Any]:
 
 
 def plot_survival(trace: Trace, gamma: int = 16, resamples: int = 500, seed: int = 0) -> Figure:
-    """Chance that k drafts in a row are accepted: recorded (with interval) and i.i.d.
+    """Plot the chance that k drafts in a row are accepted: recorded (with interval) and i.i.d.
 
     The i.i.d. curve alpha**k has the recording's mean alpha: what lies between the curves
     is what a formula with a single alpha misses.  Drafts go up to `gamma` tokens, or one less than

@@ -44,7 +44,8 @@ SLOWER_FASTER = LinearSegmentedColormap.from_list("diverging", ["#8C4A00", "#FFF
 
 
 def plot_latency_throughput(rows: Rows, latency: str = "tpot_s") -> Figure:
-    """Latency against throughput, one curve a policy, one point a batch size (CM-ASD, Fig. 2).
+    """Plot the latency against throughput, one curve a policy, one point a batch size (CM-ASD, Fig.
+    2).
 
     `latency` is ``ttft_s``, ``tpot_s``, ``itl_s`` or ``e2e_s``; its mean is drawn, and of
     replications the 95% intervals.
@@ -82,7 +83,7 @@ def plot_latency_throughput(rows: Rows, latency: str = "tpot_s") -> Figure:
 
 
 def plot_latency_load(rows: Rows, latency: str = "e2e_s", baseline: str | None = None) -> Figure:
-    """Mean latency against offered load, with the load at which each policy stops paying.
+    """Plot the mean latency against offered load, with the load at which each policy stops paying.
 
     `baseline` names the policy to break even with; by default the first.
     """
@@ -297,7 +298,7 @@ def _label(policy: str) -> str:
 
 
 def _plain_logarithm(axis: Axis) -> None:
-    """Ticks at round numbers, written as numbers instead of powers."""
+    """Put ticks at round numbers, written as numbers instead of powers."""
     axis.set_major_locator(LogLocator(subs=(1, 1.5, 2, 3, 5, 7)))
     axis.set_major_formatter(lambda value, _: f"{value:g}")
     axis.set_minor_locator(NullLocator())
@@ -432,7 +433,7 @@ class Crossing(NamedTuple):
 
 
 def limits(pairs: Pairs) -> Floats:
-    """(most,) the rates up to which 1, 2, ... replicas meet the SLO.
+    """Return the rates (most,) up to which 1, 2, ... replicas meet the SLO.
 
     What lies between the numbers that were simulated is interpolated: the rate per replica is
     taken to change evenly with the logarithm of their number.
@@ -444,7 +445,7 @@ def limits(pairs: Pairs) -> Floats:
 
 
 def needed(row: Mapping[str, Any]) -> Floats:
-    """`limits` of a row's curve, which give the row's own replicas at the rate asked for.
+    """Return `limits` of a row's curve, which give the row's own replicas at the rate asked for.
 
     What is interpolated between the numbers that were simulated is cut to agree with them.  A
     limit is known to `FINE`: one at that rate is drawn beyond it, so that the line meets the
@@ -474,7 +475,8 @@ def crossings(one: Pairs, other: Pairs, tolerance: float = FINE) -> list[Crossin
 
 
 def plot_replicas(rows: Sequence[Mapping[str, Any]], baseline: str = "autoregressive") -> Figure:
-    """Replicas needed over the rate of requests; rows of `simulator.capacity.plan` with curves.
+    """Plot replicas needed over the rate of requests; rows of `simulator.capacity.plan` with
+    curves.
 
     Markers stand at the rate asked for, with the interval over replications; rings where the
     line of a policy crosses that of the `baseline`.

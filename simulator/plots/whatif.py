@@ -219,7 +219,7 @@ def plot_batches(frame: pd.DataFrame) -> Figure:
 
 
 def plot_ladder(rungs: pd.DataFrame) -> Figure:
-    """Time per token of every rung as shares of plain decoding's; rows of `ladder.ladder`."""
+    """Plot time per token of every rung as shares of plain decoding's; rows of `ladder.ladder`."""
     figure = Figure(figsize=(8.2, 0.3 * len(rungs) + 1.4), layout="constrained")
     axes = figure.subplots()
     y = np.arange(len(rungs))[::-1]

@@ -63,7 +63,7 @@ ALPHAS = (*(round(0.05 * i, 2) for i in range(20)), 0.98)
 
 
 def slider(values: Sequence[float], start: float) -> dict[str, Any]:
-    """Stops of a slider, `start` among them; ``start`` in the result is its index."""
+    """Return stops of a slider, `start` among them; ``start`` in the result is its index."""
     others = {_significant(v) for v in values} - {_significant(start)}
     stops = sorted(others | {start})
     return {"values": stops, "start": stops.index(start)}
@@ -111,7 +111,7 @@ def tilted(
     trace: Trace, latency: LatencyTable, own: OwnRatios, stops: Sequence[float],
     gammas: Sequence[int],
 ) -> dict[str, Any] | None:  # fmt: skip
-    """Per alpha stop, tokens and rounds of every gamma on the tilted recording.
+    """Return per alpha stop, tokens and rounds of every gamma on the tilted recording.
 
     None if it cannot be tilted: all drafts of it match, or none does, or its off-path tails
     are too short.  Each entry of ``rounds`` holds the fields of `simulator.ratios.RatioSums`;
@@ -148,7 +148,9 @@ MAPPED_CONTEXTS = 8
 
 
 def loads(trace: Trace, latency: LatencyTable, serve: bool, draws: int) -> dict[str, Any]:
-    """``batches``, ``contexts`` and ``serving``; None where nothing was measured for them."""
+    """Return ``batches``, ``contexts`` and ``serving``; None where nothing was measured for
+    them.
+    """
     sizes = default_batches(latency)
     if len(sizes) < 2:
         return {"batches": None, "contexts": None, "serving": None}
@@ -166,7 +168,7 @@ def by_length(
     logs: Sequence[RoundLog], lengths: Sequence[int], latency: LatencyTable,
     sizes: Sequence[int], weights: Floats,
 ) -> dict[str, Any]:  # fmt: skip
-    """Speedup of every fixed length at every batch, (batches, lengths), with its bounds.
+    """Return the speedup of every fixed length at every batch, (batches, lengths), with its bounds.
 
     `logs` are plain decoding and the fixed `lengths`; `weights` of `simulator.bootstrap.resamples`.
     """
@@ -182,7 +184,7 @@ def by_context(
     logs: Sequence[RoundLog], lengths: Sequence[int], latency: LatencyTable,
     sizes: Sequence[int], weights: Floats,
 ) -> dict[str, Any] | None:  # fmt: skip
-    """The best fixed length at every batch and context and its speedup, (batches, contexts).
+    """Return the best fixed length at every batch and context and its speedup, (batches, contexts).
 
     None where passes were measured at one context alone.
     """
@@ -203,14 +205,16 @@ def by_context(
 
 
 def _speedups(grid: PricedOptions, weights: Floats) -> Floats:
-    """Speedup of every option but the first over the first, and its bounds: (3, options)."""
+    """Return the speedup of every option but the first over the first, and its bounds: (3,
+    options).
+    """
     plain, *options = np.stack([grid.tokens, grid.seconds], axis=1)
     found = np.array([gain(own, plain, weights) for own in options]).T
     return np.where(np.isnan(found), found[0], found)  # one prompt has no interval
 
 
 def serving(trace: Trace, latency: LatencyTable, sizes: Sequence[int]) -> dict[str, Any]:
-    """Throughput and latency of the tuned table and its rivals in full engines.
+    """Return the throughput and latency of the tuned table and its rivals in full engines.
 
     The loads are those of ``draftsim tune --check``.  ``deploy`` holds, by batch served, what
     the search says to run there: ``on``, or ``off`` where no speculation is faster.
@@ -237,7 +241,7 @@ def serving(trace: Trace, latency: LatencyTable, sizes: Sequence[int]) -> dict[s
 
 
 def deployment(tuned: Tuned, batches: Sequence[int]) -> list[dict[str, Any]]:
-    """Per batch of `batches` what to deploy there, and the draft length of the table."""
+    """Return per batch of `batches` what to deploy there, and the draft length of the table."""
     at = {row["batch"]: row for row in tuned.rows}
     return [{"batch": b, "deploy": at[b]["deploy"], "setting": at[b]["setting"]} for b in batches]
 
@@ -249,7 +253,7 @@ SHOWN = 5e-4
 def with_best_fixed(
     trace: Trace, latency: LatencyTable, logs: Sequence[RoundLog], notes: Mapping[str, str]
 ) -> tuple[list[RoundLog], dict[str, str]]:
-    """The logs and notes with the fastest fixed draft length among them, noted as such."""
+    """Return the logs and notes with the fastest fixed draft length among them, noted as such."""
     if BEST_FIXED in notes.values():
         return list(logs), dict(notes)
     best = fastest(fixed_lengths(trace), latency)
@@ -347,7 +351,7 @@ def report_data(
     resamples: int = 2000,
     progress: Callable[[str], None] = lambda _: None,
 ) -> dict[str, Any]:
-    """The page's data; parameters as in `simulator.report.build_report`."""
+    """Return the page's data; parameters as in `simulator.report.build_report`."""
     progress("pricing policies")
     logs, said = with_best_fixed(trace, latency, logs, notes or {})
     best = next(int(n.partition("=")[2]) for n, text in said.items() if text == BEST_FIXED)
@@ -422,7 +426,7 @@ def model_name(value: Any) -> str:
 def _categories(
     trace: Trace, logs: Sequence[RoundLog], latency: LatencyTable, draws: int
 ) -> dict[str, Any] | None:
-    """Speedups by category; None where there is one category alone."""
+    """Return speedups by category; None where there is one category alone."""
     sizes: dict[str, int] = {}
     for request in trace.requests:
         sizes[request.category] = sizes.get(request.category, 0) + 1
@@ -440,7 +444,7 @@ def _categories(
 def _validation(
     logs: Sequence[RoundLog], latency: LatencyTable, measured: MeasuredRuns
 ) -> dict[str, Any] | None:
-    """Predicted against measured seconds of the arms that were replayed here too."""
+    """Return predicted against measured seconds of the arms that were replayed here too."""
     from simulator.pricing import autoregressive
 
     own = {log.policy: log for log in (autoregressive(logs[0]), *logs)}

@@ -249,7 +249,7 @@ class Arrivals(ABC):
 
     @abstractmethod
     def times(self, rng: np.random.Generator) -> Iterator[float]:
-        """Arrival times in seconds, never decreasing."""
+        """Yield arrival times in seconds, never decreasing."""
 
     def jobs(self, trace: Trace, rng: np.random.Generator, requests: int | None) -> Iterator[Job]:
         """Yield the first `requests` requests, each bound to a sequence of `trace`."""
@@ -289,7 +289,7 @@ class Poisson(Arrivals):
         _positive("rate", self.per_second)
 
     def times(self, rng: np.random.Generator) -> Iterator[float]:
-        """Sums of exponential gaps."""
+        """Yield sums of exponential gaps."""
         now = 0.0
         while True:
             for gap in rng.exponential(1 / self.per_second, 256).tolist():
@@ -312,7 +312,7 @@ class Deterministic(Arrivals):
         _positive("rate", self.per_second)
 
     def times(self, rng: np.random.Generator) -> Iterator[float]:
-        """0, 1 / rate, 2 / rate, ..."""
+        """Yield 0, 1 / rate, 2 / rate, ..."""
         del rng
         count = 0
         while True:
@@ -339,7 +339,7 @@ class ClosedLoop(Arrivals):
             raise DraftsimError(f"think time is {self.think}, expected >= 0 seconds")
 
     def times(self, rng: np.random.Generator) -> Iterator[float]:
-        """Zero for every request: completions decide."""
+        """Yield zero for every request: completions decide."""
         del rng
         while True:
             yield 0.0

@@ -97,7 +97,9 @@ class PassReader:
         self._seen = [[0.0, *[inf, -inf] * 3] for _ in ORIGINS]
 
     def __call__(self, batch: float, new_tokens: float, context: float) -> float:
-        """Seconds of one pass over `batch` sequences of `new_tokens` after `context` tokens."""
+        """Return seconds of one pass over `batch` sequences of `new_tokens` after `context`
+        tokens.
+        """
         plan = self._plans.get((batch, new_tokens))
         if plan is None:
             plan = self._plan(batch, new_tokens)

@@ -65,7 +65,7 @@ class Engine(Replica):
             pass
 
     def iterate(self) -> Generator[simpy.Event, Any, bool]:
-        """One iteration, or the wait for a request; False once no request will come."""
+        """Run one iteration, or wait for a request; return False once no request will come."""
         env, state = self.env, self.state
         plan = self.scheduler.next(self.source.more_to_come)
         decode, chunks = plan
@@ -163,7 +163,9 @@ class Engine(Replica):
             self.leave(slot)
 
     def prefilled(self, chunk: Chunk) -> None:
-        """Prompt tokens were processed; the pass that ends a prompt emits the first token."""
+        """Note that prompt tokens were processed; the pass that ends a prompt emits the first
+        token.
+        """
         slot, now = chunk.slot, self.env.now
         slot.prefilled += chunk.tokens
         slot.prefill_left -= chunk.tokens
@@ -180,7 +182,7 @@ class Engine(Replica):
             self.leave(slot)
 
     def leave(self, slot: Slot) -> None:
-        """A request has emitted its last token."""
+        """Note that a request has emitted its last token."""
         around_s = self.cost.hosts.at(len(self.scheduler.running)).request_s
         self.scheduler.finish(slot)
         self.recorder.leave(slot, self.env.now, around_s)

@@ -24,13 +24,13 @@ class InOrder(Arrivals):
     """Every recorded request once, in the order of the trace, all there from the start."""
 
     def times(self, rng: np.random.Generator) -> Iterator[float]:
-        """Zero for every request."""
+        """Yield zero for every request."""
         del rng
         while True:
             yield 0.0
 
     def jobs(self, trace: Trace, rng: np.random.Generator, requests: int | None) -> Iterator[Job]:
-        """One job per recorded request."""
+        """Yield one job per recorded request."""
         del rng
         for i, info in enumerate(trace.requests[:requests]):
             yield Job(0.0, i, max(info.prompt_length, 1), info.tokens)

@@ -214,7 +214,7 @@ class Pearl(Overlapped):
     """
 
     def decode(self, slot: Slot) -> Events:
-        """Steps of max(draft, verify) until the request's last token."""
+        """Yield steps of max(draft, verify) until the request's last token."""
         decoder = slot.decoder
         pending: list[Any] = []
         while not decoder.ended:
@@ -264,7 +264,7 @@ class Dsi(Overlapped):
     """
 
     def decode(self, slot: Slot) -> Events:
-        """Segments from one confirmed token to the next rejection."""
+        """Yield segments from one confirmed token to the next rejection."""
         env, decoder = self.env, slot.decoder
         self._slowed = 1 + self.devices.interference
         self._busy: set[int] = set()

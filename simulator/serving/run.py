@@ -299,7 +299,7 @@ def simulate(
     by_iteration: bool = False,
     only: Sequence[int] | None = None,
 ) -> Run:
-    """One replication of `scenario` under `policy`.
+    """Return one replication of `scenario` under `policy`.
 
     `rule` decides what is accepted; by default the recorded verdicts do.  One copy serves
     all requests of an engine, as in `traces.replay.run.replay`; overlapped modes take none.

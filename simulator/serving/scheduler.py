@@ -99,7 +99,7 @@ class BlockPool:
         return bool(self._free)
 
     def kept(self, owner: Hashable) -> int:
-        """Blocks that a pre-empted `owner` would find again."""
+        """Return the number of blocks that a pre-empted `owner` would find again."""
         return sum(count for whose, count in self._free if whose is owner)
 
     def find(self, owner: Hashable, blocks: int) -> None:
@@ -295,7 +295,7 @@ class Continuous(Scheduler):
     drafts_ahead = True
 
     def next(self, more_to_come: bool) -> Iteration:
-        """Running requests in order of admission, then waiting ones, within the budget."""
+        """Return running requests in order of admission, then waiting ones, within the budget."""
         del more_to_come
         plan = self._plan()
         # With nothing to run, the engine waits for what runs and plans again.

@@ -37,7 +37,9 @@ class SimulatedClock(simpy.Environment):
         return True
 
     def at(self, then: float) -> simpy.Event:
-        """An event at `then` exactly; a timeout over the difference would meet it to rounding."""
+        """Return an event at `then` exactly; a timeout over the difference would meet it to
+        rounding.
+        """
         event = simpy.Event(self)
         event._ok, event._value = True, None
         heappush(self._queue, (then, NORMAL, next(self._eid), event))
@@ -97,7 +99,7 @@ class RequestSource:
                 self._submit_next()
 
     def completed(self, around_s: float = 0.0) -> None:
-        """A request left: a closed loop sends another.
+        """Let a closed loop send another request after one left.
 
         ``around_s`` is what a server puts around a request: the answer's way to the client and
         the next request's to the engine.

@@ -79,7 +79,9 @@ class ServingRunner:
         ]  # fmt: skip
 
     def key(self) -> str | None:
-        """A digest of everything that the results depend on; None if that cannot be taken."""
+        """Return a digest of everything that the results depend on; None if that cannot be
+        taken.
+        """
         import joblib
 
         content: list[Any] = [
@@ -96,7 +98,7 @@ class ServingRunner:
 
 
 def shares_of(scenario: Scenario) -> list[tuple[int, ...] | None]:
-    """Replicas to run together; [None] where the fleet stays whole."""
+    """Return replicas to run together; [None] where the fleet stays whole."""
     requests = scenario.requests or 0
     if (rows := getattr(scenario.arrivals, "rows", None)) is not None:
         requests = min(requests or len(rows[0]), len(rows[0]))

@@ -187,7 +187,9 @@ class PlannedRun(NamedTuple):
     """Standard deviation of the speedups, relative, once this run and those before are known."""
 
     def config(self) -> dict[str, Any] | None:
-        """vLLM's ``--speculative-config`` of the run, without method and model; None at K = 0."""
+        """Return vLLM's ``--speculative-config`` of the run, without method and model; None at K =
+        0.
+        """
         if not self.k:
             return None
         return {

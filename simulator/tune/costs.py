@@ -45,7 +45,7 @@ class PricedOptions:
 
 
 def longest_seen(trace: Trace) -> int | None:
-    """The longest draft whose last verdict an imputed log holds; None if nothing is imputed.
+    """Return the longest draft whose last verdict an imputed log holds; None if nothing is imputed.
 
     What comes after longer drafts was guessed from shorter ones, which is no ground for a
     setting.
@@ -63,7 +63,7 @@ def longest_draft(trace: Trace) -> int | None:
 def fixed_logs(
     trace: Trace, lengths: Sequence[int] = DEFAULT_LENGTHS
 ) -> tuple[RoundLog, dict[int, RoundLog]]:
-    """Plain decoding, and the trace replayed at each fixed draft length that it can be.
+    """Return plain decoding, and the trace replayed at each fixed draft length that it can be.
 
     Length 0 is that of an engine whose draft model reads along (`RESTING`), which plain
     decoding, without a draft model, is not.
@@ -87,7 +87,7 @@ def fixed_logs(
 
 
 def default_batches(latency: LatencyTable) -> list[int]:
-    """Powers of two up to the largest batch that both models' passes were measured at."""
+    """Return powers of two up to the largest batch that both models' passes were measured at."""
     if latency.is_constant:
         return [1]
     cells = latency.cells[latency.cells["phase"] == "forward"]

@@ -121,7 +121,7 @@ def _by_length(table: Any, most: int) -> None:
 
 
 def check_sglang(document: Mapping[str, Any]) -> None:
-    """SGLang's ``--speculative-adaptive-config``: candidate steps per batch-size slot.
+    """Check SGLang's ``--speculative-adaptive-config``: candidate steps per batch-size slot.
 
     Keys are batch sizes as digits, each with ``candidate_steps`` (whole numbers >= 0),
     and settings, for all slots or within one.  A slot serves batches from its size on, so
@@ -176,7 +176,7 @@ def _sglang_setting(place: str, key: str, value: Any) -> None:
 
 
 def check_huggingface(document: Mapping[str, Any]) -> None:
-    """transformers' assisted-generation keys of the draft's ``generation_config.json``.
+    """Check transformers' assisted-generation keys of the draft's ``generation_config.json``.
 
     Raises
     ------
@@ -194,7 +194,7 @@ def check_huggingface(document: Mapping[str, Any]) -> None:
 
 
 def check_llamacpp(document: Mapping[str, Any]) -> None:
-    """Options of llama.cpp's server (April 2026), without their dashes.
+    """Check options of llama.cpp's server (April 2026), without their dashes.
 
     Raises
     ------

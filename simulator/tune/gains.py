@@ -79,7 +79,9 @@ class Objective:
 
 
 def choose(objective: Objective) -> int:
-    """The first admissible option: the one that drafts least of those as good as the best."""
+    """Return the first admissible option: the one that drafts least of those as good as the
+    best.
+    """
     return int(np.flatnonzero(objective.admissible)[0])
 
 
@@ -135,7 +137,7 @@ def cross_fitted(
 
 
 def shared_by_neighbours(allowed: Bools) -> Bools:
-    """Along the first axis, options that a whole run of neighbours shares; (n, m, options).
+    """Return, along the first axis, options that a whole run of neighbours shares; (n, m, options).
 
     Runs are as long as every place along the second axis still has a shared option, which
     gives the fewest runs.
@@ -170,7 +172,7 @@ class Resampled(NamedTuple):
 
 
 def resampled(trace: Trace, second: Bools, held_out: bool, draws: int, seed: int) -> Resampled:
-    """`draws` resamples of the prompts: of each half (`second` or not), or of all prompts.
+    """Return `draws` resamples of the prompts: of each half (`second` or not), or of all prompts.
 
     Parameters
     ----------
@@ -214,13 +216,15 @@ class Against(NamedTuple):
 
 
 def gain_of(ratios: Floats, told: bool = True) -> tuple[float, float, float]:
-    """Mean of ratios over resampled prompts with its 95% interval; NaN bounds if not `told`."""
+    """Return the mean of ratios over resampled prompts with its 95% interval; NaN bounds if not
+    `told`.
+    """
     value, reach = float(ratios.mean()), half_width(ratios) if told else float("nan")
     return value, value - reach, value + reach
 
 
 def half_width(values: Floats, confidence: float = CONFIDENCE) -> float:
-    """Half the width of the t interval whose standard error is the spread of the draws.
+    """Return half the width of the t interval whose standard error is the spread of the draws.
 
     The bootstrap t interval of Efron & Tibshirani (1993), ch. 12.
     """

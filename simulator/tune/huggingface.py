@@ -24,7 +24,7 @@ class HuggingFaceSetting(NamedTuple):
     threshold: float
 
     def policy(self) -> Confidence:
-        """transformers 5.23 under this setting, scikit-learn installed."""
+        """Return transformers 5.23 under this setting, scikit-learn installed."""
         if self.schedule == "constant":
             # The threshold is re-fitted within each call, as 5.23 does.
             update: Any = "in_call" if self.threshold else "off"
@@ -52,7 +52,7 @@ CAPS = (3, 5, 10, 20)
 
 
 def options(signals: bool) -> list[HuggingFaceSetting]:
-    """Settings searched; those with a threshold only where the trace holds the signal.
+    """Return settings searched; those with a threshold only where the trace holds the signal.
 
     ``heuristic`` is searched without a threshold: with one, what carries over from call to
     call differs between versions.
@@ -78,7 +78,7 @@ def tune_huggingface(
     seed: int = 0,
     settings: Sequence[HuggingFaceSetting] | None = None,
 ) -> Tuned:
-    """``num_assistant_tokens``, its schedule and ``assistant_confidence_threshold``.
+    """Tune ``num_assistant_tokens``, its schedule and ``assistant_confidence_threshold``.
 
     Every setting is replayed as transformers 5.23 decodes (the first verification includes
     the prompt, batch 1), and of those that the best does not beat beyond the interval the

@@ -49,7 +49,8 @@ class NamedDrafter:
     """A folder, or a name on the Hugging Face hub."""
 
     def config(self) -> dict[str, str]:
-        """The keys ``method`` and ``model`` of vLLM's ``--speculative-config``, as far as known.
+        """Return the keys ``method`` and ``model`` of vLLM's ``--speculative-config``, as far as
+        known.
 
         >>> NamedDrafter("eagle3", "org/head").config()
         {'method': 'eagle3', 'model': 'org/head'}
@@ -64,7 +65,8 @@ def launch_line(
     engine: str, document: Mapping[str, Any] | None, *, target: str = TARGET, file: str = FILE,
     drafter: NamedDrafter | None = None, captured: Sequence[int] = (),
 ) -> str:  # fmt: skip
-    """One line for a shell; for transformers, whose draft's folder holds the settings, a call.
+    """Return one line for a shell; for transformers, whose draft's folder holds the settings, a
+    call.
 
     Parameters
     ----------
@@ -105,7 +107,7 @@ def launch_line(
 
 
 def proposed_graphs(document: Mapping[str, Any] | None) -> CUDAGraphs | None:
-    """CUDA graphs for the rounds of a vLLM setting: their sizes are multiples of K + 1.
+    """Return CUDA graphs for the rounds of a vLLM setting: their sizes are multiples of K + 1.
 
     None without a setting, and for a table by sequence length.
 
@@ -147,7 +149,9 @@ def _llamacpp(document: Mapping[str, Any], file: str, drafter: NamedDrafter) -> 
 
 
 def _hf(document: Mapping[str, Any] | None, target: str, drafter: NamedDrafter) -> str:
-    """A line of Python, in which `TARGET` and `DRAFT` are models; they are loaded if named."""
+    """Return a line of Python, in which `TARGET` and `DRAFT` are models; they are loaded if
+    named.
+    """
     names = {TARGET: target if target != TARGET else None}
     call = f"{TARGET}.generate(inputs)"
     update = ""
@@ -169,7 +173,7 @@ DECODING_TYPES = {"eagle3": "Eagle3", "eagle": "Eagle", "mtp": "MTP", "ngram": "
 
 
 def _tensorrt_llm(document: Mapping[str, Any], file: str, drafter: NamedDrafter) -> str:
-    """A file of options, written by the shell (bash or zsh); JSON is YAML too."""
+    """Return a file of options, written by the shell (bash or zsh); JSON is YAML too."""
     del file
     kind = DECODING_TYPES.get(drafter.method or "eagle3", "DraftTarget")
     settings = {"decoding_type": kind, "speculative_model": drafter.model or DRAFT, **document}
@@ -215,7 +219,9 @@ def named_models(recording: Recording, latency: LatencyTable) -> tuple[str, Name
 
 
 def _path(trace: Trace, role: str) -> str | None:
-    """Folder or name of a recorded model; None where the recording names it by its role alone."""
+    """Return the folder or name of a recorded model; None where the recording names it by its role
+    alone.
+    """
     described = trace.meta.get(role)
     path = described.get("path") if isinstance(described, Mapping) else None
     return None if path in (None, role) else str(path)

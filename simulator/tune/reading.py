@@ -27,7 +27,7 @@ from traces.store.text import read_json
 
 
 def read_settings(path: str | os.PathLike[str]) -> tuple[str, DraftPolicy | BatchPolicy]:
-    """Engine and policy of a file that `draftsim tune` wrote, or that an engine would read.
+    """Read engine and policy of a file that `draftsim tune` wrote, or that an engine would read.
 
     ``null`` means any engine without a draft model, ``off``.  Keys other than an engine's own, such
     as the ``model`` and ``method`` of vLLM's ``--speculative-config``, are left alone.

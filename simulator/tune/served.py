@@ -67,7 +67,7 @@ class Outcome(NamedTuple):
         return self.counted if reachable else self.total
 
     def search_rates(self, slo: Targets | None, reachable: bool) -> Floats:
-        """`rates`, and zeros for a setting that misses targets which another one meets."""
+        """Return `rates`, and zeros for a setting that misses targets which another one meets."""
         if reachable and not self.meets(slo):
             return np.zeros_like(self.counted)
         return self.rates(reachable)
@@ -83,7 +83,9 @@ def closed_load(trace: Trace, batch: int, slo: Targets | None = None, seed: int 
 
 
 def check_seed(seed: int) -> int:
-    """The seed of a check of what was searched under `seed`: other requests, in other order."""
+    """Return the seed of a check of what was searched under `seed`: other requests, in other
+    order.
+    """
     return int(np.random.SeedSequence(seed, spawn_key=(1,)).generate_state(1)[0])
 
 
@@ -103,7 +105,7 @@ def served_rates(
 def served_each(
     latency: LatencyTable, runs: Sequence[tuple[Trace, Policy, Scenario]], replications: int = 5
 ) -> list[Callable[[], Outcome]]:
-    """The `Outcome` of each policy at its own load, as parts of `results_of`."""
+    """Return the `Outcome` of each policy at its own load, as parts of `results_of`."""
 
     def outcome(trace: Trace, policy: Policy, load: Scenario) -> Outcome:
         repeated = replace(load, replications=replications)
@@ -218,7 +220,7 @@ class Held:
 
 
 def held(table: Ints, fixed: Sequence[Floats], serve: Serve) -> Held:
-    """`table` served at every batch against single options throughout.
+    """Return `table` served at every batch against single options throughout.
 
     Parameters
     ----------
@@ -236,7 +238,7 @@ def held(table: Ints, fixed: Sequence[Floats], serve: Serve) -> Held:
 
 
 def mended(table: Ints, fixed: Sequence[Floats], serve: Serve) -> Held:
-    """`table`, or one near it that single options beat at fewer batches, if any is found.
+    """Return `table`, or one near it that single options beat at fewer batches, if any is found.
 
     Where one option throughout wins it is put in that batch's row, at one context, and if this does
     not help at all contexts, and if not in all rows up to it or all there are: served at that
@@ -253,7 +255,8 @@ def mended(table: Ints, fixed: Sequence[Floats], serve: Serve) -> Held:
 
 
 def smoothed(now: Held, fixed: Sequence[Floats], serve: Serve) -> Held:
-    """`now` without rises of the option along the batches that serving cannot tell from noise.
+    """Return `now` without rises of the option along the batches that serving cannot tell from
+    noise.
 
     Options are in the order of how much they draft.  Where a larger batch drafts more than the one
     before, the smaller batches are raised or the larger ones lowered, if the whole table is then

@@ -96,7 +96,9 @@ def row_of(
     deploy: str, served_tok_s: float | None, gain: Gain, decode_tok_s: float | None,
     decode_gain: Gain | None, default: str, default_gain: float, within: float, held_out: bool,
 ) -> dict[str, Any]:  # fmt: skip
-    """A row of `TUNE_COLUMNS`, without its warnings; `option` is the setting's place in `grid`."""
+    """Return a row of `TUNE_COLUMNS`, without its warnings; `option` is the setting's place in
+    `grid`.
+    """
     names = ("decode_gain", "decode_gain_lo", "decode_gain_hi")
     return {
         "engine": engine, "batch": grid.batch, "context": grid.context, "setting": setting,
@@ -113,7 +115,7 @@ def row_of(
 def plain_row(
     row: Mapping[str, Any], grid: PricedOptions, served_tok_s: float | None, within: float
 ) -> dict[str, Any]:
-    """`row` of a setting turned into that of no speculation, the first option of `grid`."""
+    """Return `row` of a setting turned into that of no speculation, the first option of `grid`."""
     decode = grid.batch * float(grid.tokens[0].sum() / grid.seconds[0].sum())
     found = dict(row) | dict.fromkeys(
         ("gain", "gain_lo", "gain_hi", "decode_gain", "decode_gain_lo", "decode_gain_hi"), 1.0
@@ -143,7 +145,7 @@ def write_settings(tuned: Tuned, path: str | os.PathLike[str]) -> None:
 
 
 def laid_out(document: Mapping[str, Any] | None) -> str:
-    """JSON with a line per key and per row of a table, as people write these files."""
+    """Return JSON with a line per key and per row of a table, as people write these files."""
     if document is None:
         return "null"
     lines = []
@@ -241,7 +243,7 @@ def about_served(rival: str, gain: float, kept: bool, worse: bool) -> list[str]:
 
 
 def about_deploying(rows: Sequence[Mapping[str, Any]], reason: str, remedy: str) -> list[str]:
-    """Batches at which the setting is slower than no speculation, with its gain there.
+    """Return batches at which the setting is slower than no speculation, with its gain there.
 
     `reason` says why a setting can be slower, `remedy` what to do.
     """
@@ -257,7 +259,7 @@ def about_deploying(rows: Sequence[Mapping[str, Any]], reason: str, remedy: str)
 
 
 def about_targets(rows: Sequence[Mapping[str, Any]], slo: Targets | None) -> list[str]:
-    """Batches at which no setting meets the targets, and how near the nearest comes."""
+    """Return batches at which no setting meets the targets, and how near the nearest comes."""
     missed = [row for row in rows if row["deploy"] == MISSED]
     if slo is None or not missed:
         return []
@@ -273,7 +275,8 @@ def about_targets(rows: Sequence[Mapping[str, Any]], slo: Targets | None) -> lis
 def about_rising(
     name: str, batches: Sequence[int], options: Sequence[Any], table: Ints, fixed: Sequence[Floats]
 ) -> list[str]:
-    """Places where a larger batch drafts more than the one before, and what that gives there.
+    """Return places where a larger batch drafts more than the one before, and what that gives
+    there.
 
     ``table`` has shape (batches, contexts); ``fixed`` are the rates of every option alone at each
     batch, (options, replications).
@@ -293,7 +296,7 @@ def about_rising(
 
 
 def about_batches(batches: Sequence[int]) -> list[str]:
-    """Gaps between the batch sizes searched that a range has to bridge by guessing."""
+    """Return gaps between the batch sizes searched that a range has to bridge by guessing."""
     return [
         f"no batch between {low} and {high} was searched: a range there follows its neighbours"
         for low, high in pairwise(batches)

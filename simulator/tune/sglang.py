@@ -84,7 +84,7 @@ def tune_sglang(
     seed: int = 0,
     progress: Progress = untold,
 ) -> Tuned:
-    """``--speculative-adaptive-config``: candidate steps per batch-size slot.
+    """Tune ``--speculative-adaptive-config``: candidate steps per batch-size slot.
 
     The rule that moves between candidates sees accepted drafts and no cost, so the
     candidates must keep it from lengths that do not pay.  A few lists are built from the
@@ -218,7 +218,9 @@ def tune_sglang(
 def _lists(
     grid: PricedOptions, options: Sequence[int], categories: Sequence[str]
 ) -> set[tuple[int, ...]]:
-    """Candidate lists made of the lengths that pay at one batch; the grid's first is no draft."""
+    """Return candidate lists made of the lengths that pay at one batch; the grid's first is no
+    draft.
+    """
     weights = resamples(len(categories), 500, 0)
     objective = Objective(grid.tokens[1:], grid.seconds[1:], weights)
     best = options[choose(objective)]
@@ -232,7 +234,7 @@ def _lists(
 
 
 def _default_steps(batch: int, most: int) -> tuple[int, ...]:
-    """Candidates that SGLang's default has for `batch`, none above the longest recorded."""
+    """Return candidates that SGLang's default has for `batch`, none above the longest recorded."""
     slots = {int(k): v for k, v in DEFAULT_CONFIG.items()}
     steps = slots[max(size for size in slots if size <= batch)]
     return tuple(s for s in steps if s <= most) or (most,)
@@ -245,18 +247,18 @@ DEFAULT_CONFIG: Mapping[str, tuple[int, ...]] = {
 
 
 def _hysteresis(batch: int) -> float:
-    """``down_hysteresis`` of the default's slot: a longer memory for single streams."""
+    """Return ``down_hysteresis`` of the default's slot: a longer memory for single streams."""
     return -0.25 if batch < 8 else 0.0
 
 
 def _policy(batch: int, steps: Sequence[int]) -> BatchPolicy:
-    """One list at every batch, with the hysteresis of its slot."""
+    """Return one list at every batch, with the hysteresis of its slot."""
     settings = {"candidate_steps": list(steps), "down_hysteresis": _hysteresis(batch)}
     return SGLangAdaptive({"1": settings})
 
 
 def _document(slots: Sequence[tuple[int, Sequence[int]]]) -> dict[str, Any]:
-    """Slots with equal neighbours merged, each from just above the batch before."""
+    """Return slots with equal neighbours merged, each from just above the batch before."""
     document: dict[str, Any] = {}
     last: dict[str, Any] | None = None
     before = 0

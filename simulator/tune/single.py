@@ -81,7 +81,8 @@ def tune_single(
     engine: SingleEngine, trace: Trace, latency: LatencyTable, settings: Sequence[SingleSetting],
     *, slo: Targets | None = None, draws: int = 1000, seed: int = 0,
 ) -> Tuned:  # fmt: skip
-    """The setting that drafts least of those that the best does not beat beyond its interval.
+    """Return the setting that drafts least of those that the best does not beat beyond its
+    interval.
 
     Settings that draft past the recorded tails are left out.
 

@@ -289,7 +289,7 @@ def _on_draws(
     latency: LatencyTable, drawn: Resampled, loads: Sequence[Scenario], reachable: Sequence[bool],
     tables: Sequence[list[list[int]]], progress: Callable[[int, int], None],
 ) -> tuple[Floats, Floats]:  # fmt: skip
-    """Rates of the tables and of no speculation on resampled prompts, (batches, draws) each.
+    """Return rates of the tables and of no speculation on resampled prompts, (batches, draws) each.
 
     Resamples of the first half are served under the second of `tables`, which was chosen on the
     other half, and those of the second half under the first.
@@ -310,7 +310,7 @@ def _on_draws(
 
 
 def _choose(objectives: Sequence[Sequence[Objective]], served: Sequence[Bools]) -> Ints:
-    """Option of every batch and context, the same over ranges that one serves alike."""
+    """Return the option of every batch and context, the same over ranges that one serves alike."""
     admissible = np.array([[o.admissible for o in row] for row in objectives])
     both = admissible & np.array(served)[:, None]
     allowed = np.where(both.any(axis=2, keepdims=True), both, np.array(served)[:, None])

@@ -66,7 +66,7 @@ class Steps(NamedTuple):
 
 
 def in_steps(log: RoundLog, batch: int, rngs: Sequence[np.random.Generator]) -> Steps:
-    """Steps of `batch` slots, a sample per generator.
+    """Return steps of `batch` slots, a sample per generator.
 
     Each draws requests with replacement, so that steps vary with them.
 
@@ -89,7 +89,9 @@ def in_steps(log: RoundLog, batch: int, rngs: Sequence[np.random.Generator]) -> 
 
 
 def _dealt(bounds: Ints, batch: int, rng: np.random.Generator) -> Ints:
-    """Rounds dealt to the slots, shape (steps, batch); request i has those from ``bounds[i]``."""
+    """Return rounds dealt to the slots, shape (steps, batch); request i has those from
+    ``bounds[i]``.
+    """
     counts = np.diff(bounds)
     usable = np.flatnonzero(counts)
     # A bootstrap sample of prompts serves all slots, each in its own order.
@@ -130,7 +132,7 @@ class StepCosts(NamedTuple):
 
 
 def step_costs(steps: Steps, latency: LatencyTable, context: float | None = None) -> StepCosts:
-    """Costs of every step; `context` replaces the recorded one."""
+    """Return costs of every step; `context` replaces the recorded one."""
     batch, held, seen = steps.batch, steps.context, steps.draft_context
     if context is not None:
         held = seen = np.full(len(held), float(context))
@@ -199,7 +201,7 @@ class Samples:
         return np.asarray(self._drawn > 0)
 
     def each(self, costs: Floats | Ints) -> Floats:
-        """Costs of the steps per token of every sample, shape (samples,)."""
+        """Return costs of the steps per token of every sample, shape (samples,)."""
         return np.asarray(np.add.reduceat(costs, self.steps.starts) / self._emitted)
 
     def prompt(self, costs: Floats | Ints) -> Floats:
@@ -223,7 +225,9 @@ class Samples:
         return self._priced[latency, context]
 
     def at_ratios(self, c: Floats, verify: float) -> _Taken:
-        """With a draft pass of c and a verification of `verify` target passes; prices as `c`."""
+        """Price with a draft pass of c and a verification of `verify` target passes; prices as
+        `c`.
+        """
         steps = self.steps
         costs = RatioCosts.of(steps.emitted, steps.longest, steps.longest > 0)
         each, prompt = (costs.summed(own).at(c, verify) for own in (self.each, self.prompt))
@@ -257,11 +261,13 @@ class InBatches:
         self._tokens = float(log.rounds["emitted"].sum(dtype=np.int64))
 
     def at_latency(self, latency: LatencyTable, context: float | None = None) -> Speedups:
-        """With measured or assumed passes; shape (1,)."""
+        """Price with measured or assumed passes; shape (1,)."""
         return self._compared(*(s.at_latency(latency, context) for s in (self._own, self.plain)))
 
     def at_ratios(self, c: Floats, verify: float) -> Speedups:
-        """With a draft pass of c and a verification of `verify` target passes; shape of `c`."""
+        """Price with a draft pass of c and a verification of `verify` target passes; shape of
+        `c`.
+        """
         c = np.atleast_1d(c)
         return self._compared(self._own.at_ratios(c, verify), self.plain.at_ratios(np.zeros(1), 1))
 

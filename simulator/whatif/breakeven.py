@@ -131,7 +131,7 @@ def crossing(
 def break_even(
     frame: pd.DataFrame, along: str = "c", *, side: Literal["largest", "smallest"] | None = None
 ) -> pd.DataFrame:
-    """Per policy and point of the other axes, the value of `along` at which speedup is 1.
+    """Return per policy and point of the other axes, the value of `along` at which speedup is 1.
 
     Columns: the policy and the axes that vary, then ``break_even`` with ``_lo`` and
     ``_hi`` where the interval's bounds cross 1 (percentile bootstrap over prompts; a draw
@@ -172,7 +172,7 @@ def break_even(
 
 
 def fastest(frame: pd.DataFrame) -> pd.DataFrame:
-    """One row per point of the grid: the fastest policy there that can be deployed.
+    """Return one row per point of the grid: the fastest policy there that can be deployed.
 
     The oracle, which knows outcomes beforehand, cannot.  Columns: those that name the point, then
     ``policy`` with ``speedup``, ``speedup_lo`` and ``speedup_hi``; where nothing is faster than no
@@ -189,7 +189,7 @@ def fastest(frame: pd.DataFrame) -> pd.DataFrame:
 
 
 def overview(frame: pd.DataFrame) -> pd.DataFrame:
-    """One row per policy over the whole grid, by falling mean speedup.
+    """Return one row per policy over the whole grid, by falling mean speedup.
 
     Where the grid has several devices, or latencies carried over to another one, there is a
     row per device and policy, with ``gpu``, ``scaled`` and the largest ``scale_error`` and
@@ -317,7 +317,9 @@ def _words(
 
 
 def some_points(rows: pd.DataFrame, most: int = 26) -> pd.DataFrame:
-    """About `most` rows along every axis: all policies at points spread evenly over the others."""
+    """Return about `most` rows along every axis: all policies at points spread evenly over the
+    others.
+    """
     kept = []
     point = ["alpha", "c", "latency", "gpu", "batch", "context"]
     for _, part in rows.groupby("along", sort=False):

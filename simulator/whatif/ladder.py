@@ -58,7 +58,7 @@ def ladder(
     seed: int = 0,
     resamples: int = 1000,
 ) -> pd.DataFrame:
-    """One row per policy over the held-out prompts, by rising speedup.
+    """Return one row per policy over the held-out prompts, by rising speedup.
 
     No speculation has one row, also where it is the best fixed length or among `policies`.
 
@@ -139,7 +139,7 @@ def paper_policies(trace: Trace) -> dict[str, DraftPolicy]:
 
 
 def _parts(run: Priced, whole_s: float) -> dict[str, float]:
-    """Shares of `whole_s` seconds, one per entry of `PARTS`."""
+    """Return shares of `whole_s` seconds, one per entry of `PARTS`."""
     forwards = run.log.rounds["draft_forwards"]
     kept: npt.NDArray[Any] = run.log.rounds["accepted"] / np.maximum(forwards, 1)
     seconds = {

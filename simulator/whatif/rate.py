@@ -72,7 +72,8 @@ def first_acceptance(trace: Trace) -> float:
 
 
 def drafts_of_rounds(trace: Trace, judged: Ints, gamma: int) -> tuple[Ints, Ints]:
-    """Indices into `judged` of tokens drafted by rounds of `gamma`, and their places in the draft.
+    """Return indices into `judged` of tokens drafted by rounds of `gamma`, and their places in the
+    draft.
 
     A draft counts up to its first mismatch: what follows has no outcome of its own.
     """
@@ -252,7 +253,9 @@ def fit_rate_optimal(
 def fit_estimates(
     trace: Trace, estimates: str, gamma: int
 ) -> tuple[AcceptanceEstimator, AcceptanceEstimator | None, float]:
-    """(acceptance of a drafted token, of the one after it, of a round's first) from `trace`."""
+    """Return (acceptance of a drafted token, of the one after it, of a round's first) from
+    `trace`.
+    """
     if estimates not in ("isotonic", "logistic", "none"):
         raise DraftsimError(f"estimates is {estimates!r}, expected isotonic, logistic or none")
     judged = judged_rows(trace)
@@ -292,7 +295,9 @@ def fit_estimates(
 def _smoothed(
     values: npt.NDArray[np.float64], match: npt.NDArray[np.bool_], rising: bool
 ) -> npt.NDArray[np.float64]:
-    """Outcomes with the ends pooled: a first or last step of few samples claims certainty."""
+    """Return outcomes with the ends pooled: a first or last step of few samples claims
+    certainty.
+    """
     result = match.astype(np.float64)
     order = np.argsort(values, kind="stable")
     pool = max(1, min(len(order) // 20, 25))
@@ -310,7 +315,9 @@ class _Found(NamedTuple):
 def _best_rate(
     trace: Trace, latency: LatencyTable, rule: RateOptimal, batch: int, rate: float
 ) -> _Found:
-    """The fixed point, from plain decoding's `rate` on, or a fraction of it that does better."""
+    """Return the fixed point, from plain decoding's `rate` on, or a fraction of it that does
+    better.
+    """
 
     def achieved(*rates: float) -> list[float]:
         return _achieved(trace, latency, [rule.at_rate(r) for r in rates], batch)
@@ -340,7 +347,7 @@ def _achieved(
 
 
 def in_batch(policy: DraftPolicy, batch: int) -> DraftPolicy:
-    """`policy` as it acts where `batch` sequences decode together."""
+    """Return `policy` as it acts where `batch` sequences decode together."""
     return policy if batch == 1 else InBatch(policy, batch)
 
 

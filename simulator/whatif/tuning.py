@@ -110,7 +110,7 @@ def tuned_rows(
     trace: Trace, latency: LatencyTable, texts: Sequence[str], *, resamples: int, seed: int,
     jobs: int,
 ) -> list[dict[str, Any]]:  # fmt: skip
-    """Per policy the setting it came with and the best found, on the prompts held out.
+    """Return per policy the setting it came with and the best found, on the prompts held out.
 
     `texts` name the values to try in braces.  ``tried`` is the number of settings searched and
     ``train_speedup`` the best one's speedup on the prompts it was searched on.

@@ -85,7 +85,7 @@ def _profile(
 
 
 def modes_here(place: Workplace, modes: Sequence[str] | None, account: Account) -> list[str]:
-    """The modes asked for that this device runs; why not the others, in `account`."""
+    """Return the modes asked for that this device runs; why not the others, in `account`."""
     asked = [mode for mode in MODES if mode in (modes or MODES)]
     if COMPILED in asked and (why := compiler_missing(place.device)) is not None:
         account.limit(COMPILED, f"mode {COMPILED} left out, nothing compiles here: {why}")
@@ -116,7 +116,7 @@ def _rows(place: Workplace) -> dict[str, list[list[Any]]]:
 
 
 def chosen_pairs(names: Sequence[str] | None, quick: bool) -> list[PairShape]:
-    """The pairs by name; DraftsimError for one that is not known."""
+    """Return the pairs by name; DraftsimError for one that is not known."""
     if unknown := [n for n in names or () if n not in PAIRS]:
         raise DraftsimError(f"--pairs {unknown[0]!r} is not one of {', '.join(PAIRS)}")
     chosen = [PAIRS[n] for n in names or PAIRS]
@@ -124,14 +124,16 @@ def chosen_pairs(names: Sequence[str] | None, quick: bool) -> list[PairShape]:
 
 
 def build_pair(place: Workplace, pair: PairShape) -> tuple[Any, Any]:
-    """Target and draft (or None) with random weights on the device."""
+    """Return target and draft (or None) with random weights on the device."""
     torch.manual_seed(0)
     target = pair.target.build(place.device, place.dtype)
     return target, pair.draft.build(place.device, place.dtype) if pair.draft else None
 
 
 def build_or_none(place: Workplace, pair: PairShape, account: Account) -> tuple[Any, Any] | None:
-    """Target and draft; None, and a smaller pair named in `account`, if the memory is too small."""
+    """Return target and draft; None, and a smaller pair named in `account`, if the memory is too
+    small.
+    """
     if (why := place.lacks_memory(pair)) is not None:
         account.limit(pair.name, why)
         return None
@@ -164,7 +166,7 @@ def _measure_pair(
     place: Workplace, pair: PairShape, models: tuple[Any, Any], share: float, ledger: Ledger,
     how: Sequence[str],
 ) -> None:  # fmt: skip
-    """All modes, rank by rank: none is complete before the others have what is needed."""
+    """Measure all modes, rank by rank: none is complete before the others have what is needed."""
     begin = time.monotonic()
     plan = plan_of(place.quick)
     modes = {

@@ -42,7 +42,7 @@ ORDER = (GRAPH, EAGER, COMPILED)
 
 
 def forced_trace(quick: bool) -> Trace:
-    """The dictating recording: easy and hard stretches, calibrated signals, full tails.
+    """Return the dictating recording: easy and hard stretches, calibrated signals, full tails.
 
     Its requests are short and many: where time is short a second repeat says more than a
     longer run, and where it is not, another request does.

@@ -24,7 +24,8 @@ from simulator.published import (
 
 
 def measured_rows(logs: Path | None = None, named: str = "") -> list[Evidence]:
-    """The rows of studies whose name contains `named`; those of logs where their folder is named.
+    """Return the rows of studies whose name contains `named`; those of logs where their folder is
+    named.
 
     Raises DraftsimError if there are no logs in it.
     """

@@ -25,7 +25,8 @@ TWO, ONE = "plain and two lengths", "plain and one length"
 
 
 def ladder_rows(named: str = "") -> list[Evidence]:
-    """Every length of the RTX 3090's ladder from every two others, and from every single one.
+    """Return every length of the RTX 3090's ladder from every two others, and from every single
+    one.
 
     Only of drafters whose study's name contains `named`: these rows take longest of all studies'.
     """
@@ -131,7 +132,7 @@ def _lengths(study: EngineStudy, load: int) -> Iterator[Evidence]:
 
 
 def _elsewhere(study: EngineStudy, load: int) -> Iterator[Evidence]:
-    """Lengths at a load from one of them there, and from all at the smallest load.
+    """Yield lengths at a load from one of them there, and from all at the smallest load.
 
     A round emits as much at every load.  With the tokens of a round unknown, the speeds at the
     smallest load only say how much more time than tokens a longer draft takes there; at the
@@ -152,7 +153,7 @@ def _elsewhere(study: EngineStudy, load: int) -> Iterator[Evidence]:
 
 
 def _positions() -> Iterator[Evidence]:
-    """Later positions' acceptance from the first two, by the acceptance family."""
+    """Yield later positions' acceptance from the first two, by the acceptance family."""
     known = {n: 1 + sum(MINICPM.accepted[:n]) for n in (1, 2)}
     for n in range(3, len(MINICPM.accepted) + 1):
         found = emitted_at(known, n)
@@ -171,7 +172,7 @@ GIVEN = {
 
 
 def roofline_rows() -> list[Evidence]:
-    """`check_published` and `predictions` as rows of evidence; quantised models apart."""
+    """Return `check_published` and `predictions` as rows of evidence; quantised models apart."""
     groups: dict[str, list[Evidence]] = {}
     for row in check_published().to_dict("records"):
         study, given = GIVEN[str(row["table"])]

@@ -36,7 +36,9 @@ def evidence(
     study: str, given: str, quantity: str, predicted: float, measured: float,
     interval: tuple[float, float] | None = None, plain: float | None = None,
 ) -> Evidence:  # fmt: skip
-    """A row with its error; the sign is judged against `plain` decoding's value, if given."""
+    """Return a row with its error; the sign is judged against `plain` decoding's value, if
+    given.
+    """
     low, high = interval or (None, None)
     sign = None
     if plain is not None and abs(measured / plain - 1) > SAME:

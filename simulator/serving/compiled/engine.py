@@ -366,7 +366,7 @@ def _covered(phases: tuple[str, str], origin: str, sizes: Any) -> Coverage:
 
 
 def _marks(marks: Mapping[int, float], skip: int, expected: int) -> Any:
-    """The ends of the measured window: at given times, or where a request arrives."""
+    """Return the ends of the measured window: at given times, or where a request arrives."""
     timed = sorted(marks.items(), key=lambda mark: mark[1])
     if timed:
         rows = [(arrays.NOBODY, index, at_s, False) for index, at_s in timed]

@@ -118,7 +118,7 @@ def growth(
     fit: Any, batch: float, width: float, context: float,
     from_batch: float, from_width: float, from_context: float,
 ) -> float:  # fmt: skip
-    """`traces.latency.interpolate.Grid._ratio`, of one size."""
+    """Do as `traces.latency.interpolate.Grid._ratio`, of one size."""
     cached = from_context * (fit.cache + from_width * fit.attention)
     base = fit.launch + from_batch * (fit.sequence + from_width * fit.token + cached)
     if base <= 0:
@@ -301,7 +301,7 @@ def append(engine: Arrays, r: int, whose: int, blocks: int) -> None:
 
 @jit
 def take_blocks(engine: Arrays, r: int, blocks: int) -> None:
-    """`BlockPool._take`, and join entries that have become alike."""
+    """Do as `BlockPool._take`, and join entries that have become alike."""
     state, free = engine.replicas[r], engine.free[r]
     kept, anybodys = 0, False
     for i in range(state.free):
@@ -322,7 +322,7 @@ def take_blocks(engine: Arrays, r: int, blocks: int) -> None:
 
 @jit
 def found_again(engine: Arrays, r: int, slot: int) -> int:
-    """`Scheduler._found`."""
+    """Do as `Scheduler._found`."""
     state, request = engine.replicas[r], engine.requests[slot]
     kept = 0
     if request.preemptions:
@@ -335,7 +335,7 @@ def found_again(engine: Arrays, r: int, slot: int) -> int:
 
 @jit
 def find(engine: Arrays, r: int, slot: int, blocks: int) -> None:
-    """`BlockPool.find`."""
+    """Do as `BlockPool.find`."""
     state, left = engine.replicas[r], blocks
     for i in range(state.free):
         entry = engine.free[r, i]
@@ -351,7 +351,7 @@ def find(engine: Arrays, r: int, slot: int, blocks: int) -> None:
 
 @jit
 def grown(engine: Arrays, r: int, slot: int, tokens: int) -> bool:
-    """`BlockPool.grow`."""
+    """Do as `BlockPool.grow`."""
     limits, state, request = engine.limits, engine.replicas[r], engine.requests[slot]
     wanted = max(request.blocks, -(-tokens // limits.block_size))
     more = wanted - request.blocks
@@ -367,7 +367,7 @@ def grown(engine: Arrays, r: int, slot: int, tokens: int) -> bool:
 
 @jit
 def room(engine: Arrays, r: int, slot: int, tokens: int) -> bool:
-    """`Scheduler._room`: the youngest go until there is room, perhaps `slot` itself."""
+    """Do as `Scheduler._room`: the youngest go until there is room, perhaps `slot` itself."""
     state = engine.replicas[r]
     while not grown(engine, r, slot, tokens):
         state.running -= 1
@@ -401,7 +401,7 @@ def room(engine: Arrays, r: int, slot: int, tokens: int) -> bool:
 
 @jit
 def admit(engine: Arrays, r: int) -> None:
-    """The first of the queue runs from now on."""
+    """Let the first of the queue run from now on."""
     state = engine.replicas[r]
     slot = state.head
     state.head = engine.requests[slot].next
@@ -412,7 +412,7 @@ def admit(engine: Arrays, r: int) -> None:
 
 @jit
 def reads(engine: Arrays, r: int, slot: int, tokens: int) -> None:
-    """The next iteration reads this many tokens of a prompt."""
+    """Plan to read this many tokens of a prompt in the next iteration."""
     state = engine.replicas[r]
     seat = engine.seats[r, state.reads]
     seat.reads, seat.chunk = slot, tokens
@@ -421,7 +421,7 @@ def reads(engine: Arrays, r: int, slot: int, tokens: int) -> None:
 
 @jit
 def plan(engine: Arrays, r: int) -> None:
-    """`Continuous.next`: who decodes and whose prompts are read next."""
+    """Do as `Continuous.next`: who decodes and whose prompts are read next."""
     limits, state, requests = engine.limits, engine.replicas[r], engine.requests
     seats = engine.seats[r]
     budget, queued, held_back, at = limits.token_budget, state.head, False, 0
@@ -470,7 +470,7 @@ def plan(engine: Arrays, r: int) -> None:
 
 @jit
 def see_all(engine: Arrays, r: int) -> bool:
-    """`Scheduler._see_all`."""
+    """Do as `Scheduler._see_all`."""
     state = engine.replicas[r]
     if not (state.unseen or state.held_seats):
         return False
@@ -483,7 +483,7 @@ def see_all(engine: Arrays, r: int) -> bool:
 
 @jit
 def plan_static(engine: Arrays, r: int) -> None:
-    """`StaticBatches.next`."""
+    """Do as `StaticBatches.next`."""
     limits, state, requests = engine.limits, engine.replicas[r], engine.requests
     seats = engine.seats[r]
     if state.running:
@@ -504,7 +504,9 @@ def plan_static(engine: Arrays, r: int) -> None:
 
 @jit
 def decide(engine: Arrays, r: int, n: int, seat: Any, slot: int) -> bool:
-    """The round of a request where `n` requests decide; False if a draft leaves the recording."""
+    """Decide the round of a request where `n` requests decide; False if a draft leaves the
+    recording.
+    """
     request = engine.requests[slot]
     if not engine.limits.planned:
         known = engine.rounds[request.first + request.steps]
@@ -606,14 +608,14 @@ def ordered(engine: Arrays) -> int:
 
 @jit
 def more_to_come(engine: Arrays) -> bool:
-    """`Source.more_to_come`."""
+    """Do as `Source.more_to_come`."""
     clock = engine.clock[0]
     return bool(clock.think_count > 0 if engine.limits.closed else not clock.exhausted)
 
 
 @jit
 def wake(engine: Arrays, r: int) -> None:
-    """`Engine.wake`."""
+    """Do as `Engine.wake`."""
     state = engine.replicas[r]
     if state.idle and not state.ended and state.at_s == math.inf:
         state.at_s, state.order = engine.clock[0].now, ordered(engine)
@@ -621,7 +623,7 @@ def wake(engine: Arrays, r: int) -> None:
 
 @jit
 def enter(state: Any, now: float, change: int) -> None:
-    """`Recorder.enter`."""
+    """Do as `Recorder.enter`."""
     state.area_s += state.in_system * (now - state.changed_s)
     state.changed_s = now
     state.in_system += change
@@ -629,7 +631,7 @@ def enter(state: Any, now: float, change: int) -> None:
 
 @jit
 def think(engine: Arrays, wait_s: float) -> None:
-    """A client sends its next request after `wait_s`."""
+    """Let a client send its next request after `wait_s`."""
     clock, ring = engine.clock[0], engine.thinking
     size, at_s = len(ring), clock.now + wait_s
     at = clock.think_count
@@ -643,7 +645,7 @@ def think(engine: Arrays, wait_s: float) -> None:
 
 @jit
 def next_of_client(engine: Arrays, wait_s: float) -> None:
-    """`Source.completed`: a closed loop sends another request, after `wait_s`."""
+    """Do as `Source.completed`: a closed loop sends another request, after `wait_s`."""
     if not engine.limits.closed:
         return
     if wait_s > 0:
@@ -654,7 +656,7 @@ def next_of_client(engine: Arrays, wait_s: float) -> None:
 
 @jit
 def mark(engine: Arrays, k: int, now: float) -> None:
-    """An end of the measured window has come."""
+    """Mark an end of the measured window."""
     engine.marks[k].at_s, engine.marks[k].passed = now, True
     for r in range(len(engine.replicas)):
         engine.marked[k, r] = engine.replicas[r].tokens
@@ -662,7 +664,7 @@ def mark(engine: Arrays, k: int, now: float) -> None:
 
 @jit
 def submit(engine: Arrays) -> None:
-    """`Source._submit_next` and `Engine.submit`: a request comes now, if there is another."""
+    """Do as `Source._submit_next` and `Engine.submit`: a request comes now, if there is another."""
     clock, limits = engine.clock[0], engine.limits
     clock.wanted -= 1
     if clock.arrived == len(engine.requests):
@@ -699,7 +701,7 @@ def submit(engine: Arrays) -> None:
 
 @jit
 def exhaust(engine: Arrays) -> None:
-    """No request will come any more."""
+    """Note that no request will come any more."""
     clock = engine.clock[0]
     clock.exhausted = True
     clock.comes_s = math.inf
@@ -709,7 +711,7 @@ def exhaust(engine: Arrays) -> None:
 
 @jit
 def arrivals(engine: Arrays) -> bool:
-    """Requests of an open system, or a client's next, come now; False if more must be known."""
+    """Let requests of an open system, or a client's next, come now; False if more must be known."""
     clock, requests = engine.clock[0], engine.requests
     if engine.limits.closed:
         entry = engine.thinking[clock.think_head]
@@ -734,7 +736,7 @@ def arrivals(engine: Arrays) -> bool:
 
 @jit
 def next_arrival(engine: Arrays) -> None:
-    """`Source._open`: when the next request of an open system comes."""
+    """Do as `Source._open`: when the next request of an open system comes."""
     clock, requests = engine.clock[0], engine.requests
     if clock.arrived < len(requests):
         clock.comes_s = max(requests[clock.arrived].arrival_s, clock.now)
@@ -754,7 +756,7 @@ def bin_of(seconds: float) -> int:
 
 @jit
 def spread(series: Any, sums: Floats, start: float, end: float, value: float) -> None:
-    """`Series.add`."""
+    """Do as `Series.add`."""
     series.integral += value * (end - start)
     while end > series.interval_s * POINTS:
         for i in range(POINTS // 2):
@@ -771,7 +773,7 @@ def spread(series: Any, sums: Floats, start: float, end: float, value: float) ->
 
 @jit
 def leave(engine: Arrays, r: int, slot: int) -> None:
-    """`Engine.leave`."""
+    """Do as `Engine.leave`."""
     state, seats, clock = engine.replicas[r], engine.seats[r], engine.clock[0]
     request = engine.requests[slot]
     request.around_s = engine.prices.hosts[state.running].request_s
@@ -801,7 +803,7 @@ def leave(engine: Arrays, r: int, slot: int) -> None:
 
 @jit
 def decoded(engine: Arrays, r: int) -> None:
-    """`Engine._account` and `Engine._decoded`: the rounds have ended."""
+    """Do as `Engine._account` and `Engine._decoded`: the rounds have ended."""
     state, seats, now = engine.replicas[r], engine.seats[r], engine.clock[0].now
     start = state.started_s
     state.iterations += 1
@@ -857,7 +859,7 @@ def all_left(engine: Arrays, r: int) -> bool:
 
 @jit
 def prefilled(engine: Arrays, r: int, at: int) -> None:
-    """`Engine.prefilled`: prompt tokens were read."""
+    """Do as `Engine.prefilled`: prompt tokens were read."""
     state, now = engine.replicas[r], engine.clock[0].now
     slot, chunk = engine.seats[r, at].reads, engine.seats[r, at].chunk
     request = engine.requests[slot]
@@ -875,7 +877,7 @@ def prefilled(engine: Arrays, r: int, at: int) -> None:
 
 @jit
 def end(engine: Arrays, r: int) -> None:
-    """A replica serves nobody any more."""
+    """End a replica, which serves no request any more."""
     state = engine.replicas[r]
     state.ended, state.at_s = True, math.inf
     engine.clock[0].alive -= 1

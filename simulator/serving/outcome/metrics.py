@@ -1,4 +1,4 @@
-"""What a run records: a row per finished request, counters, and statistics of fixed size."""
+"""Records of a run: a row per finished request, counters, and statistics of fixed size."""
 
 from __future__ import annotations
 
@@ -95,13 +95,15 @@ class Series:
 
     @classmethod
     def of(cls, sums: Floats, interval_s: float, integral: float) -> Series:
-        """A series with these integrals over its intervals, which are as long, and over all."""
+        """Return a series with these integrals over its intervals, which are as long, and over
+        all.
+        """
         series = cls(len(sums))
         series._sums, series.interval_s, series._integral = sums, interval_s, integral
         return series
 
     def add(self, start_s: float, end_s: float, value: float) -> None:
-        """The quantity had this value from `start_s` to `end_s`."""
+        """Note that the quantity had this value from `start_s` to `end_s`."""
         if value == self._value and start_s == self._until_s:
             self._until_s = end_s
             return
@@ -241,25 +243,27 @@ class Recorder:
     draft_forwards: int = 0
 
     def arrive(self, index: int, now: float, tokens: int) -> None:
-        """The request `index` arrived here, after `tokens` had been emitted."""
+        """Note that the request `index` arrived here, after `tokens` had been emitted."""
         self.mark(index, now, tokens)
         self.arrived += 1
 
     def mark(self, index: int, now: float, tokens: int) -> None:
-        """The request `index` arrived, here or at another replica: an end of the window maybe."""
+        """Note that the request `index` arrived, here or at another replica: an end of the window
+        maybe.
+        """
         if index == self.skip:
             self.window.start_s, self.window.start_tokens = now, tokens
         if index == self.expected - 1:
             self.window.end_s, self.window.end_tokens = now, tokens
 
     def enter(self, now: float, change: int) -> None:
-        """The number in the system changed by `change`."""
+        """Note that the number in the system changed by `change`."""
         self.area_s += self.in_system * (now - self._changed_s)
         self._changed_s = now
         self.in_system += change
 
     def leave(self, slot: Slot, now: float, around_s: float = 0.0) -> None:
-        """A request got its last token, of which its client knows `around_s` later.
+        """Note that a request got its last token, of which its client knows `around_s` later.
 
         This is the server's own time around a request: all of it is counted after the arrival at
         the engine, though some of it comes before.
@@ -276,13 +280,15 @@ class Recorder:
             column.append(value)
 
     def gap(self, slot: Slot, gap_s: float) -> None:
-        """A request got tokens `gap_s` after the last ones."""
+        """Note that a request got tokens `gap_s` after the last ones."""
         if slot.index >= self.skip:
             self.itl.add(gap_s)
 
 
 def joined_recorders(recorders: Sequence[Recorder]) -> Recorder:
-    """The records of replicas that saw the same window, as one; requests in order of finishing."""
+    """Return the records of replicas that saw the same window, as one; requests in order of
+    finishing.
+    """
     first = recorders[0]
     joined = Recorder(
         first.skip, first.expected, requests=_requests([r.requests for r in recorders]),

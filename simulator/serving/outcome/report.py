@@ -68,7 +68,7 @@ def merged_rows(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
 
 def joined_coverage(entries: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """One entry per model, phase and origin: passes added, spans widened."""
+    """Return one entry per model, phase and origin: passes added, spans widened."""
     found: dict[tuple[str, str, str], dict[str, Any]] = {}
     for entry in entries:
         key = entry["model"], entry["phase"], entry["origin"]
@@ -110,7 +110,9 @@ class Run:
         return pd.DataFrame(self.columns())
 
     def columns(self, measured: bool = False) -> dict[str, Any]:
-        """The columns of `requests` as arrays; with `measured` without those of the warm-up."""
+        """Return the columns of `requests` as arrays; with `measured` without those of the
+        warm-up.
+        """
         own = {name: np.array(values) for name, values in self.recorder.requests.items()}
         if measured:
             kept = own["index"] >= self.recorder.skip
@@ -248,7 +250,7 @@ class Run:
 
 
 def joined_runs(runs: Sequence[Run]) -> Run:
-    """Runs of different replicas of one fleet as one run; `runs` is not empty."""
+    """Return runs of different replicas of one fleet as one run; `runs` is not empty."""
     if len(runs) == 1:
         return runs[0]
     first = runs[0]
@@ -270,7 +272,7 @@ class ServeResult:
     runs: Mapping[str, Sequence[Run]]
 
     def rows(self) -> list[dict[str, Any]]:
-        """One record per policy: means over replications, with 95% t intervals.
+        """Return one record per policy: means over replications, with 95% t intervals.
 
         ``<metric>_lo`` and ``_hi`` accompany throughput and the three mean latencies where
         there are two or more replications.

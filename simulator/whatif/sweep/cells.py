@@ -32,7 +32,9 @@ POINT = ("alpha_asked", "alpha", "source", "c", "latency", "gpu", "batch", "cont
 
 
 def references(trace: Trace, policies: Mapping[str, DraftPolicy]) -> dict[str, DraftPolicy]:
-    """The fixed lengths that the trace's tails allow and the oracle, less what `policies` hold."""
+    """Return the fixed lengths that the trace's tails allow and the oracle, less what `policies`
+    hold.
+    """
     # After longer drafts than a log holds, what was accepted would be a guess.
     seen = (trace.meta.get("imputed") or {}).get("longest_seen")
     longest = min((g for g in (trace.max_gamma, seen) if g is not None), default=max(GAMMAS))
@@ -55,7 +57,8 @@ def family(name: str) -> str:
 
 
 def with_regrets(frame: pd.DataFrame) -> pd.DataFrame:
-    """The rows with what the best fixed length and the oracle among them do at the same point.
+    """Return the rows with what the best fixed length and the oracle among them do at the same
+    point.
 
     New columns: ``best_fixed`` and ``best_gamma`` (0: plain decoding), ``oracle``,
     ``regret_fixed`` = 1 - speedup / best_fixed and ``regret_oracle`` likewise, and

@@ -128,7 +128,9 @@ class Prices:
 
 
 def device_name(latency: LatencyTable) -> str:
-    """The data-sheet name of a table's device where there is one, else as it was recorded."""
+    """Return the data-sheet name of a table's device where there is one, else as it was
+    recorded.
+    """
     try:
         return home_device(latency).name
     except DraftsimError:

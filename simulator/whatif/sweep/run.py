@@ -379,7 +379,7 @@ class Sweep:
         )  # fmt: skip
 
     def _key(self) -> str | None:
-        """A digest of everything a part's rows depend on; None if that cannot be taken."""
+        """Return a digest of everything a part's rows depend on; None if that cannot be taken."""
         import joblib
 
         bench = self.bench

@@ -117,7 +117,7 @@ def compare_tilt(
 
 
 def compare_groups(trace: Trace, *, method: Method = "coupled", seed: int = 0) -> pd.DataFrame:
-    """`compare_tilt` between the prompt groups of one recording, every ordered pair.
+    """Return `compare_tilt` between the prompt groups of one recording, every ordered pair.
 
     Groups are the categories large enough, and the thirds of all prompts by acceptance,
     which lie further apart.
@@ -180,7 +180,9 @@ class TiltErrors(NamedTuple):
 
 
 def tilt_errors(trace: Trace, *, method: Method = "coupled", seed: int = 0) -> TiltErrors:
-    """The errors of tilting `trace`, from its own prompt groups; NaN if they are too alike."""
+    """Return the errors of tilting `trace`, from its own prompt groups; NaN if they are too
+    alike.
+    """
     try:
         rows = compare_groups(trace, method=method, seed=seed)
     except DraftsimError:
@@ -190,7 +192,7 @@ def tilt_errors(trace: Trace, *, method: Method = "coupled", seed: int = 0) -> T
 
 
 def default_policies(*traces: Trace) -> dict[str, DraftPolicy]:
-    """Fixed lengths, and a policy that follows the signals where all `traces` hold them."""
+    """Return fixed lengths, and a policy that follows the signals where all `traces` hold them."""
     bounds = [t.max_gamma for t in traces if t.max_gamma is not None]
     longest = min(bounds, default=max(GAMMAS))
     chosen: dict[str, DraftPolicy] = {f"fixed:gamma={g}": Fixed(g) for g in GAMMAS if g <= longest}

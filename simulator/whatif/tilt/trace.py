@@ -138,7 +138,9 @@ class Rebuilder:
         return moved
 
     def _lenders(self, mismatches: Ints) -> Ints:
-        """Per position the recorded mismatch that would lend its tail, shape (positions,)."""
+        """Return per position the recorded mismatch that would lend its tail, shape
+        (positions,).
+        """
         from scipy.spatial import cKDTree
 
         trace = self.trace
@@ -175,7 +177,7 @@ class Rebuilder:
 
 
 def _tail_lengths(trace: Trace) -> Ints:
-    """Tail tokens a mismatch at each position may need, shape (positions,).
+    """Return tail tokens a mismatch at each position may need, shape (positions,).
 
     A draft ends one token before the output limit, which verification fills.
     """
@@ -277,7 +279,9 @@ class MatchModel:
         return np.asarray(self.run_logit[history.run] + share * (one + two * share))
 
     def histories(self, match: Bools) -> History:
-        """The history before each on-path position, given all matches; shape (positions,)."""
+        """Return the history before each on-path position, given all matches; shape
+        (positions,).
+        """
         state = self.start((self.padded.requests,))
         runs, shares = [], []
         for column in self.padded.table(match):
@@ -287,7 +291,7 @@ class MatchModel:
         return History(self.padded.flat(np.array(runs)), self.padded.flat(np.array(shares)))
 
     def logit(self, match: Bools) -> Floats:
-        """Log-odds at every on-path position under the histories that `match` makes."""
+        """Return log-odds at every on-path position under the histories that `match` makes."""
         return self.signal_logit + self.history_logit(self.histories(match))
 
 
@@ -305,7 +309,9 @@ class _Padded:
         self._order = np.argsort(self.index[self.inside], kind="stable")
 
     def table(self, values: npt.NDArray[Any]) -> npt.NDArray[Any]:
-        """`values` (..., positions) as (longest, ..., requests); beyond a request, anything."""
+        """Return `values` (..., positions) as (longest, ..., requests); beyond a request,
+        anything.
+        """
         return np.moveaxis(values[..., self.index], -2, 0)
 
     def flat(self, table: npt.NDArray[Any]) -> npt.NDArray[Any]:
@@ -315,7 +321,9 @@ class _Padded:
 
 
 def _spline_features(trace: Trace) -> Floats:
-    """Cubic B-splines of each signal at the on-path positions, shape (positions, features)."""
+    """Return cubic B-splines of each signal at the on-path positions, shape (positions,
+    features).
+    """
     from sklearn.preprocessing import SplineTransformer
 
     make: Any = SplineTransformer
@@ -407,7 +415,9 @@ class Tilter:
         return self._rebuild(match, {"tilt": tilt, "fidelity": "approximate"}, shown)
 
     def to(self, alpha: float) -> Trace:
-        """The trace whose share of matches is as near to `alpha` as one more draft can be."""
+        """Return the trace whose share of matches is as near to `alpha` as one more draft can
+        be.
+        """
         return self.shifted(float(self.shifts([alpha])[0]))
 
     def shifts(self, alphas: Sequence[float]) -> Floats:
@@ -432,7 +442,9 @@ class Tilter:
     def _halved(
         self, wanted: Floats, low: Floats, high: Floats, times: int
     ) -> tuple[Floats, Floats]:
-        """The interval of each rate's shift, halved `times` times; all of shape (alphas,)."""
+        """Return the interval of each rate's shift, halved `times` times; all of shape
+        (alphas,).
+        """
         parts = 2**times
         step = (high - low) / parts
         inner = low + step * np.arange(1, parts)[:, None]
@@ -446,7 +458,9 @@ class Tilter:
         return low + step * first, low + step * last
 
     def _shown(self, match: Bools, shift: float) -> Ints | None:
-        """The position whose signals each one shows under the new matches, shape (positions,)."""
+        """Return the position whose signals each one shows under the new matches, shape
+        (positions,).
+        """
         if not self.trace.signals:
             return None
         logit, recorded = self.model.signal_logit, self._recorded
@@ -476,7 +490,7 @@ class Tilter:
         return np.asarray(self.trace.columns["match"][self.trace.on_path] == 1)
 
     def _draw(self, shifts: Floats) -> Bools:
-        """Matches under each shift, shape (shifts, positions)."""
+        """Return matches under each shift, shape (shifts, positions)."""
         model, padded = self.model, self.model.padded
         # Outcomes are compared as log-odds: a sigmoid per step and shift would cost most.
         with np.errstate(divide="ignore"):

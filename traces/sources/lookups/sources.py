@@ -295,7 +295,7 @@ class Lookahead(LookupSource):
         self.ngram, self.guesses = ngram, guesses
 
     def lookup(self, eos: frozenset[int], corpus: Callable[[], Sequence[Served]]) -> Lookup:
-        """Pool the request's own tokens."""
+        """Return pool the request's own tokens."""
         del corpus
         return NGramPool(self.ngram, self.guesses, eos)
 
