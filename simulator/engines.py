@@ -12,7 +12,8 @@ import itertools
 import os
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from functools import cached_property
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -47,36 +48,58 @@ Iteration = tuple[frozenset[tuple[int, int]], frozenset[tuple[int, int]]]
 """Requests that decode with their drafted tokens; others with their prompt tokens processed."""
 
 
-def scenarios_of(
-    loads: Mapping[str, Arrivals], limits: Limits, requests: int, seed: int, own_drafter: bool
-) -> dict[str, Scenario]:
-    """Return `requests` requests of each load, within the limits of the engine that takes them."""
-    return {
-        load: Scenario(
-            arrivals, limits, requests, warmup=0.0, seed=seed, drafter_loaded=own_drafter
-        )
-        for load, arrivals in loads.items()
-    }
+@dataclass(frozen=True)
+class Workload:
+    """Loads that an engine and the simulator both serve.
 
+    Parameters
+    ----------
+    trace:
+        What is accepted; requests are its prompts.
+    policies:
+        By text; speedups are over the first.
+    loads:
+        By name.
+    requests, repeats:
+        Requests of a load; runs of each in the engine.
+    """
 
-def demands_of(
-    loads: Mapping[str, Arrivals], trace: Trace, requests: int, seed: int
-) -> dict[str, Demand]:
-    """Return for each load the requests that `simulate` draws in its first run."""
-    return {
-        load: Demand(
-            [
-                Job(job.sequence, job.arrival_s, job.output_tokens)
-                for job in arrivals.jobs(trace, _generator(seed), requests)
-            ],
-            arrivals.concurrency,
-        )
-        for load, arrivals in loads.items()
-    }
+    trace: Trace
+    policies: Mapping[str, Any]
+    loads: Mapping[str, Arrivals]
+    requests: int
+    repeats: int = 1
+    seed: int = 0
 
+    @cached_property
+    def demands(self) -> dict[str, Demand]:
+        """The requests of each load, which `simulate` draws in its first run."""
+        seed = np.random.SeedSequence([self.seed, 0])
+        return {
+            load: Demand(
+                [
+                    Job(job.sequence, job.arrival_s, job.output_tokens)
+                    for job in arrivals.jobs(self.trace, np.random.default_rng(seed), self.requests)
+                ],
+                arrivals.concurrency,
+            )
+            for load, arrivals in self.loads.items()
+        }
 
-def _generator(seed: int) -> np.random.Generator:
-    return np.random.default_rng(np.random.SeedSequence([seed, 0]))
+    @property
+    def sequences(self) -> set[int]:
+        """The recorded sequences that are served."""
+        return {job.sequence for demand in self.demands.values() for job in demand.jobs}
+
+    def scenarios(self, limits: Limits, own_drafter: bool) -> dict[str, Scenario]:
+        """Return the simulated loads, within the limits of the engine that takes them."""
+        return {
+            load: Scenario(
+                arrivals, limits, self.requests, warmup=0.0, seed=self.seed,
+                drafter_loaded=own_drafter,
+            )
+            for load, arrivals in self.loads.items()
+        }  # fmt: skip
 
 
 def with_profile_errors(
@@ -450,16 +473,15 @@ def with_defaults(rows: Sequence[Mapping[str, Any]], apart: Apart) -> list[dict[
 
 
 def synthetic_rows(
-    latency: LatencyTable, trace: Trace, scenarios: Mapping[str, Scenario], apart: Apart,
-    rates: Sequence[float],
-) -> list[dict[str, Any]]:  # fmt: skip
+    latency: LatencyTable, work: Workload, apart: Apart, rates: Sequence[float]
+) -> list[dict[str, Any]]:
     """Return a row for each load: an engine under synthetic acceptance, measured and predicted.
 
     The prediction replays drafts drawn with the same acceptance by position
     (`traces.sources.starts.parallel.drawn_starts`) at the costs of the engine's drafter.
     """
-    drafted, rows = drawn_trace(trace, latency, rates), []
-    for load, scenario in scenarios.items():
+    drafted, rows = drawn_trace(work.trace, latency, rates), []
+    for load, scenario in work.scenarios(Limits.of_engine(latency), True).items():
         predicted = simulate(drafted, latency, Fixed(len(rates)), scenario).row()
         speed = apart.speeds[load].tokens_per_s
         expected = float(predicted["throughput_tok_s"])

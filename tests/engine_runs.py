@@ -30,6 +30,8 @@ from profiler.engines.measure import BetweenTable, EngineTable
 from profiler.engines.session import Setup, policy_from
 from profiler.engines.texts import own_texts, prompts_of
 from profiler.engines.vllm.engine import Engine
+from simulator.engines import Workload
+from simulator.serving import ClosedLoop
 from simulator.tune.vllm import tune_vllm
 from tests.engine_lookups import looked_up
 from tests.own_policy import Told
@@ -147,9 +149,11 @@ def main(folder: Path) -> dict[str, Any]:
         return tenants(blocks)
 
     engine.tenants = noted  # type: ignore[method-assign]
-    rows = compare_loads(engine, latency, TRACE, chosen, loads, len(TRACE.requests), 1)
+    work = Workload(TRACE, chosen, loads, len(TRACE.requests))
+    rows = compare_loads(engine, latency, work)
     tuned = tune_vllm(TRACE, latency, [1, 3], lengths=range(LONGEST + 1), draws=40)
-    trial = tried(engine, latency, TRACE, tuned, len(TRACE.requests), 1)
+    closed = {f"closed:{n}": ClosedLoop(n) for n in (1, 3)}
+    trial = tried(engine, latency, tuned, Workload(TRACE, {}, closed, len(TRACE.requests)))
     return {
         "tuned": tuned.document, "tried": trial, "tables": engine.knows_batch_tables,
         "policies": found, "batch": batch, "lookup": lookup, "prompts": prompts, "texts": texts,
@@ -178,7 +182,10 @@ def own(folder: Path) -> dict[str, Any]:
     between = BetweenTable(engine, small)
     by_start, rows = (
         compare_loads(
-            engine, latency, t, arms(chosen[1:3], t, LONGEST), loads, len(t.requests), 1, 0, beside
+            engine,
+            latency,
+            Workload(t, arms(chosen[1:3], t, LONGEST), loads, len(t.requests)),
+            beside,
         )
         for t, beside in ((BY_START, None), (TRACE, between))
     )

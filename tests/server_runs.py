@@ -20,6 +20,7 @@ from commands.engine.http import compare_served
 from commands.engine.options import named_loads
 from profiler.engines import vllm
 from profiler.engines.engine import EngineOptions
+from simulator.engines import Workload
 from tests.engine_runs import BATCH, LONGEST, MODEL, OWN_FILE, TRACE, miniature
 from traces.latency.schema import CELL_COLUMNS
 from traces.latency.table import LatencyTable
@@ -67,9 +68,8 @@ def main(folder: Path) -> list[dict[str, Any]]:
     options = EngineOptions(str(model), longest=LONGEST, max_batch=BATCH, **settings)
     chosen = arms(POLICIES, TRACE, LONGEST)
     loads = named_loads("closed:1,3", "20")
-    return compare_served(
-        vllm, options, made_up(model), TRACE, chosen, loads, len(TRACE.requests), 1, 0, folder
-    )
+    work = Workload(TRACE, chosen, loads, len(TRACE.requests))
+    return compare_served(vllm, options, made_up(model), work, folder)
 
 
 if __name__ == "__main__":

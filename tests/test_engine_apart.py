@@ -16,8 +16,8 @@ from profiler.engines import vllm
 from profiler.engines.engine import EngineOptions
 from profiler.engines.vllm.apart import arguments, timed
 from profiler.engines.vllm.server import arguments as of_server
-from simulator.engines import drawn_trace, scenarios_of, synthetic_rows, with_defaults
-from simulator.serving import ClosedLoop, Limits
+from simulator.engines import Workload, drawn_trace, synthetic_rows, with_defaults
+from simulator.serving import ClosedLoop
 from tests.conftest import Run
 from traces.errors import DraftsimError
 from traces.latency.table import LatencyTable
@@ -133,9 +133,9 @@ def test_synthetic_acceptance_is_predicted() -> None:
     drafted = drawn_trace(trace, table, rates)
     drafts = np.asarray(drafted.columns["accepted"])[drafted.on_path]
     assert (drafts >= 1).mean() == pytest.approx(0.7, abs=0.03)
-    scenarios = scenarios_of({"closed:2": ClosedLoop(2)}, Limits.of_engine(table), 8, 0, True)
+    work = Workload(trace, {}, {"closed:2": ClosedLoop(2)}, 8)
     apart = Apart({"closed:2": Speed(1000, 10.0)}, {})
-    [row] = synthetic_rows(table, trace, scenarios, apart, rates)
+    [row] = synthetic_rows(table, work, apart, rates)
     assert row["policy"] == "synthetic K=2"
     assert row["throughput_predicted"] > 0
     assert row["error"] == pytest.approx(row["throughput_predicted"] / 100 - 1)

@@ -17,7 +17,7 @@ from commands.engine.options import named_loads
 from policies import DraftPolicy, DraftToken, Load, Round, parse_serving_policy
 from profiler.engines.measure import EngineTable
 from profiler.engines.vllm import engine
-from simulator.engines import before, first_divergence
+from simulator.engines import Workload, before, first_divergence
 from tests.serving import arrival_file
 from tests.stand_in_engine import GRID, OPTIONS, Clock, Forking, Reordering, StandIn
 from tests.test_engine_resumed import Checked, check, folder
@@ -44,7 +44,7 @@ def compared(made: type[StandIn], folder: Path) -> dict[tuple[str, str], dict[st
         # The stand-in's clock goes by ticks, of which these times are whole numbers.
         file = arrival_file(folder / "times.csv", *(f"{i / 4},12,24" for i in range(5)))
         loads = named_loads("closed:1,2", None, file)
-        rows = compare_loads(own, latency, TRACE, chosen, loads, 5, 2)
+        rows = compare_loads(own, latency, Workload(TRACE, chosen, loads, 5, 2))
     return {(row["load"], row["policy"]): row for row in rows}
 
 
@@ -162,7 +162,8 @@ def test_a_policy_that_learns_has_the_places_of_the_simulator_in_any_rows(
         text: parse_serving_policy(text, max_gamma=OPTIONS.longest), "by load": ByLoad(),
     }  # fmt: skip
     trace = synthetic_trace(0.7, requests=12, tokens=24, prompt_length=12, seed=3)
-    rows = compare_loads(own, latency, trace, policies, named_loads("closed:2,4", None), 12, 1)
+    work = Workload(trace, policies, named_loads("closed:2,4", None), 12)
+    rows = compare_loads(own, latency, work)
     for row in rows:
         assert row["rounds_compared"] > 50
         assert row["rounds_differ"] == row["iterations_differ"] == 0, (row["load"], row["policy"])

@@ -18,6 +18,7 @@ from profiler.engines import measure, vllm
 from profiler.engines.bench import Cell, Grid, Sample
 from profiler.engines.engine import EngineOptions
 from profiler.engines.measure import cells_of, follows, held_out_errors, host_parts, quiet
+from simulator.engines import Workload
 from simulator.serving import ClosedLoop
 from tests.conftest import Run
 from tests.serving import SMALL
@@ -181,7 +182,7 @@ def test_a_table_between_the_arms_has_the_batches_that_so_few_requests_make() ->
     })  # fmt: skip
     options = engine_options(latency, SMALL, vllm)
     loads = {f"closed:{n}": ClosedLoop(n) for n in (4, 16)}
-    grid = grid_of(options, SMALL, {"a": parse_policy("fixed:gamma=3")}, loads, 12)
+    grid = grid_of(options, Workload(SMALL, {"a": parse_policy("fixed:gamma=3")}, loads, 12))
     assert list(grid.batches) == [1, 2, 4, 8, 12]
     assert list(grid.widths) == [1, 2, 3, 4]
     assert (12, 256) in grid.prompts

@@ -15,8 +15,7 @@ from traces.errors import DraftsimError
 
 if TYPE_CHECKING:
     from profiler.engines.engine import EngineKind, EngineOptions
-    from simulator.serving.arrivals import Arrivals
-    from traces.acceptance.trace import Trace
+    from simulator.engines import Workload
     from traces.store.engine_runs import Apart
 
 SHOWN = ("throughput_defaults", "speedup_defaults")
@@ -25,18 +24,14 @@ SHOWN_SYNTHETIC = ("load", "policy", "throughput", "throughput_predicted", "erro
 
 
 def run_apart(
-    kind: EngineKind, options: EngineOptions, trace: Trace, loads: Mapping[str, Arrivals],
-    requests: int, repeats: int, seed: int, synthetic: Sequence[float] | None = None,
+    kind: EngineKind, options: EngineOptions, work: Workload,
+    synthetic: Sequence[float] | None = None,
 ) -> Apart:  # fmt: skip
     """Run the loads in an engine apart (`profiler.engines.engine.EngineKind.run_apart`)."""
     from profiler.engines.texts import prompts_of
-    from simulator.engines import demands_of
 
-    demands = demands_of(loads, trace, requests, seed)
-    served = {job.sequence for demand in demands.values() for job in demand.jobs}
-    made = prompts_of(trace, options.vocabulary, seed)
-    prompts = {i: ids for i, ids in made.items() if i in served}
-    return kind.run_apart(options, demands, prompts, repeats, synthetic)
+    prompts = prompts_of(work.trace, options.vocabulary, work.seed, work.sequences)
+    return kind.run_apart(options, work.demands, prompts, work.repeats, synthetic)
 
 
 def say_defaults(rows: Sequence[Mapping[str, Any]], apart: Apart, gain: str = "speedup") -> None:

@@ -27,10 +27,9 @@ if TYPE_CHECKING:
     from profiler.engines.engine import Engine, EngineKind, EngineOptions
     from profiler.engines.measure import BetweenTable
     from profiler.recording.checkpoint import Checkpoint
-    from simulator.serving.arrivals import Arrivals
+    from simulator.engines import Workload
     from simulator.serving.scenario import Scenario
     from traces.latency.table import LatencyTable
-    from traces.store.engine_runs import Demand
 
 OFF = "autoregressive"
 PARTS = 100
@@ -65,11 +64,10 @@ def engine_check(
     from profiler.engines.engine import find_engine
     from profiler.engines.loads import TURN_S
     from profiler.engines.measure import BetweenTable
-    from simulator.engines import scenarios_of, synthetic_rows, with_defaults
-    from simulator.serving import Limits
+    from simulator.engines import Workload, synthetic_rows, with_defaults
 
     loads = named_loads(served.load, served.rate, served.arrivals)
-    name, requests, seed = str(served.engine), served.requests, served.seed
+    name = str(served.engine)
     kind = find_engine(name)
     latency = read_latency(run / "latency.parquet")
     if latency.meta.get("kind") != "engine":
@@ -83,9 +81,11 @@ def engine_check(
     if limit is not None:
         trace = trace.select(range(min(limit, len(trace.requests))))
     longest, options = latency.meta["engine"]["longest"], engine_options(latency, trace, kind)
+    work = Workload(trace, {}, loads, served.requests, repeats, served.seed)
     if not policies:
-        policies = [*ENGINE_ARMS, *predicted(latency, trace, longest, loads, requests, seed)]
+        policies = [*ENGINE_ARMS, *predicted(latency, work, longest)]
     chosen = arms(policies, trace, longest, latency if not served.http else None)
+    work = replace(work, policies=chosen)
     for load, arrivals in loads.items():
         if (arrivals.concurrency or 0) > options.max_batch:
             raise DraftsimError(
@@ -95,30 +95,25 @@ def engine_check(
     plain = None
     if served.synthetic is not None or served.defaults:
         rates = None if served.synthetic is None else chances(served.synthetic)
-        plain = run_apart(kind, options, trace, loads, requests, repeats, seed, rates)
+        plain = run_apart(kind, options, work, rates)
         if rates is not None:
-            scenarios = scenarios_of(loads, Limits.of_engine(latency), requests, seed, True)
-            return synthetic_rows(latency, trace, scenarios, plain, rates)
+            return synthetic_rows(latency, work, plain, rates)
     if served.http:
         from commands.engine.http import compare_served
 
-        return compare_served(
-            kind, options, latency, trace, chosen, loads, requests, repeats, seed, run
-        )  # fmt: skip
+        return compare_served(kind, options, latency, work, run)
     engine = kind.start(options)
-    grid = grid_of(options, trace, chosen, loads, requests) if remeasure else None
+    grid = grid_of(options, work) if remeasure else None
     key = check_key(
-        engine, latency, trace, chosen, loads, requests, seed, meta=engine.meta,
-        grid=None if grid is None else vars(grid), turn_s=TURN_S,
+        engine, latency, work, meta=engine.meta, grid=None if grid is None else vars(grid),
+        turn_s=TURN_S,
     )  # fmt: skip
     total = repeats * len(loads) * len(chosen)
     with unfinished(run, key, total, note, grows=True) as kept:
         between = None
         if grid is not None:
-            between = BetweenTable(engine, grid, seed, kept.within("table"))
-        rows = compare_loads(
-            engine, latency, trace, chosen, loads, requests, repeats, seed, between, kept
-        )
+            between = BetweenTable(engine, grid, work.seed, kept.within("table"))
+        rows = compare_loads(engine, latency, work, between, kept)
         if between is not None:
             write_latency(between.table(), run / CHECKED)
     if plain is not None:
@@ -128,9 +123,8 @@ def engine_check(
 
 
 def compare_loads(
-    engine: Engine, latency: LatencyTable, trace: Trace, chosen: Mapping[str, Any],
-    loads: Mapping[str, Arrivals], requests: int, repeats: int, seed: int = 0,
-    between: BetweenTable | None = None, kept: Checkpoint | None = None,
+    engine: Engine, latency: LatencyTable, work: Workload, between: BetweenTable | None = None,
+    kept: Checkpoint | None = None,
 ) -> list[dict[str, Any]]:  # fmt: skip
     """Run every load under every policy in the engine (`run_loads`) and in the simulator.
 
@@ -144,15 +138,15 @@ def compare_loads(
     from profiler.engines.texts import policy_runs, prompts_of
     from simulator.engines import row_of, with_profile_errors, with_speedups
 
-    scenarios, demands = drawn(loads, engine, trace, requests, seed)
-    served = {job.sequence for demand in demands.values() for job in demand.jobs}
-    prompts = {i: p for i, p in prompts_of(trace, engine.vocabulary, seed).items() if i in served}
+    trace, chosen = work.trace, work.policies
+    prompts = prompts_of(trace, engine.vocabulary, work.seed, work.sequences)
     during_runs = None if kept is None else kept.within("beside")
     texts = texts_of(engine, trace, prompts, during_runs)
     forced = Forced(trace, texts, engine.vocabulary)
     measured = run_loads(
-        engine, chosen, demands, prompts, forced, repeats, between, kept, note, _bar
+        engine, chosen, work.demands, prompts, forced, work.repeats, between, kept, note, _bar
     )
+    scenarios = scenarios_in(engine, work)
     found = policy_runs(measured, trace, texts, engine.meta["dtype"])
     first = next(iter(chosen))
 
@@ -177,11 +171,8 @@ def _bar() -> Iterator[Callable[[float], None]]:
         yield lambda share: bar.update(task, completed=share * PARTS)
 
 
-def drawn(
-    loads: Mapping[str, Arrivals], engine: Any, trace: Trace, requests: int, seed: int
-) -> tuple[dict[str, Scenario], dict[str, Demand]]:
-    """Return for each load its scenario in an engine, and the requests that the simulator draws."""
-    from simulator.engines import demands_of, scenarios_of
+def scenarios_in(engine: Any, work: Workload) -> dict[str, Scenario]:
+    """Return the simulated loads, within the limits of an engine."""
     from simulator.serving import Limits
 
     options = engine.options
@@ -189,8 +180,7 @@ def drawn(
         options.max_batch, options.token_budget, kv_blocks=engine.blocks,
         block_size=engine.block_size,
     )  # fmt: skip
-    scenarios = scenarios_of(loads, limits, requests, seed, options.own_drafter)
-    return scenarios, demands_of(loads, trace, requests, seed)
+    return work.scenarios(limits, options.own_drafter)
 
 
 def texts_of(
@@ -216,10 +206,7 @@ def texts_of(
     return {int(i): text for i, text in once(kept, TEXTS, decoded).items()}
 
 
-def check_key(
-    engine: Any, latency: LatencyTable, trace: Trace, chosen: Mapping[str, Any],
-    loads: Mapping[str, Arrivals], requests: int, seed: int, **more: Any
-) -> dict[str, Any]:  # fmt: skip
+def check_key(engine: Any, latency: LatencyTable, work: Workload, **more: Any) -> dict[str, Any]:
     """Return the identity of a check without its repeats: requests, prompts, and each run's rounds.
 
     The rounds that the simulator predicts tell what names do not: a policy's own file that has
@@ -231,44 +218,39 @@ def check_key(
     from simulator.engines import simulated_rounds
     from traces.store.identity import identity
 
-    scenarios, demands = drawn(loads, engine, trace, requests, seed)
-    served = {job.sequence for demand in demands.values() for job in demand.jobs}
-    prompts = prompts_of(trace, engine.vocabulary, seed)
+    trace, scenarios = work.trace, scenarios_in(engine, work)
+    prompts = prompts_of(trace, engine.vocabulary, work.seed, work.sequences)
     return {
-        "version": version(), "trace": identity(trace.meta), "seed": seed,
-        "prompts": digest_of({str(i): prompts[i] for i in sorted(served)}),
+        "version": version(), "trace": identity(trace.meta), "seed": work.seed,
+        "prompts": digest_of({str(i): prompts[i] for i in sorted(prompts)}),
         "loads": [
             (load, demand.concurrency, digest_of({"jobs": demand.jobs}))
-            for load, demand in demands.items()
+            for load, demand in work.demands.items()
         ],
         "arms": [
             (text, [
                 digest_of({"rounds": simulated_rounds(trace, latency, policy, s)})
                 for s in scenarios.values()
             ])
-            for text, policy in chosen.items()
+            for text, policy in work.policies.items()
         ],
         **more,
     }  # fmt: skip
 
 
-def predicted(
-    latency: LatencyTable, trace: Trace, longest: int, loads: Mapping[str, Arrivals],
-    requests: int, seed: int,
-) -> list[str]:  # fmt: skip
+def predicted(latency: LatencyTable, work: Workload, longest: int) -> list[str]:
     """Return the fixed lengths, or `ENGINE_ARMS`, predicted to be the fastest under the loads.
 
     A note names those that would not run by default.
     """
-    from simulator.engines import scenarios_of
     from simulator.serving import Limits, simulate
 
+    trace = work.trace
     lengths = (f"fixed:gamma={g}" for g in range(1, min(longest, trace.max_gamma or longest) + 1))
     every = arms([*ENGINE_ARMS, *lengths], trace, longest)
     best: dict[str, list[str]] = {}
     own_drafter = bool(latency.meta["engine"].get("own_drafter"))
-    scenarios = scenarios_of(loads, Limits.of_engine(latency), requests, seed, own_drafter)
-    for load, scenario in scenarios.items():
+    for load, scenario in work.scenarios(Limits.of_engine(latency), own_drafter).items():
         speed = {
             text: simulate(trace, latency, policy, scenario, name=text).row()["throughput_tok_s"]
             for text, policy in every.items()
@@ -279,20 +261,18 @@ def predicted(
     return list(best)
 
 
-def grid_of(
-    options: EngineOptions, trace: Trace, chosen: Mapping[str, Any], loads: Mapping[str, Arrivals],
-    requests: int,
-) -> Grid:  # fmt: skip
-    """Return the sizes that loads of `requests` requests can reach under the policies.
+def grid_of(options: EngineOptions, work: Workload) -> Grid:
+    """Return the sizes that the loads can reach under their policies.
 
     Prompts sent at once share a pass: as many of the trace's mean length as an iteration may have.
     """
     from profiler.engines.bench import Grid
     from simulator.serving.run import lookahead_of
 
-    at_once = {min(a.concurrency or options.max_batch, requests) for a in loads.values()}
-    longest = max(lookahead_of(policy, trace) for policy in chosen.values())
-    mean = round(float(np.mean([r.prompt_length for r in trace.requests])))
+    most = options.max_batch
+    at_once = {min(a.concurrency or most, work.requests) for a in work.loads.values()}
+    longest = max(lookahead_of(policy, work.trace) for policy in work.policies.values())
+    mean = round(float(np.mean([r.prompt_length for r in work.trace.requests])))
     grid = Grid(prompts=(*Grid.prompts, *((n, mean) for n in sorted(at_once) if n > 1)))
     return grid.fitted(replace(options, max_batch=max(at_once), longest=max(longest, 1)))
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from commands.common.output import note
 from commands.common.progress import working
-from commands.engine.check import check_key, drawn
+from commands.engine.check import check_key, scenarios_in
 from traces.errors import FileError
 from traces.store.files import write_latency
 
@@ -18,10 +18,9 @@ if TYPE_CHECKING:
     from profiler.engines.loads import Turn
     from profiler.engines.served import Clients
     from profiler.recording.checkpoint import Checkpoint
-    from simulator.serving.arrivals import Arrivals
-    from traces.acceptance.trace import Trace
+    from simulator.engines import Workload
     from traces.latency.table import LatencyTable
-    from traces.store.engine_runs import Demand, ServedRun
+    from traces.store.engine_runs import ServedRun
 
 SERVED = "latency-http.parquet"
 """File of the run folder with the engine's latencies and the server's share."""
@@ -35,10 +34,8 @@ SHOWN = (
 
 
 def compare_served(
-    kind: EngineKind, options: EngineOptions, latency: LatencyTable, trace: Trace,
-    chosen: Mapping[str, Any], loads: Mapping[str, Arrivals], requests: int, repeats: int,
-    seed: int, run: Path,
-) -> list[dict[str, Any]]:  # fmt: skip
+    kind: EngineKind, options: EngineOptions, latency: LatencyTable, work: Workload, run: Path
+) -> list[dict[str, Any]]:
     """Run every load under every policy, from clients of a real server and in the simulator.
 
     The server's own time is measured in loops of plain decoding, which get no row, before every
@@ -57,6 +54,7 @@ def compare_served(
     from simulator.served import control_sizes, served_rows, with_server
 
     kind.check_installed(server=True)
+    trace, chosen = work.trace, work.policies
     for policy in chosen.values():
         Setup(policy, Forced(trace, {}, 1))  # refused now if it reads what was not recorded
     note(f"starting {kind.NAME}'s server with {options.target}")
@@ -66,25 +64,22 @@ def compare_served(
     ):
         clients = Clients(server, trace, latency.meta["device"])
         key = check_key(
-            clients.engine, latency, trace, chosen, loads, requests, seed,
-            options=vars(options), device=latency.meta["device"], **{kind.NAME: version(kind.NAME)},
+            clients.engine, latency, work, options=vars(options), device=latency.meta["device"],
+            **{kind.NAME: version(kind.NAME)},
         )  # fmt: skip
-        total = repeats * len(loads) * len(chosen)
+        total = work.repeats * len(work.loads) * len(chosen)
         with unfinished(run, key, total, note, grows=True) as kept:
-            scenarios, demands = drawn(loads, clients.engine, trace, requests, seed)
-            sizes = control_sizes(loads, options.max_batch)
-            measured, controls = _measured(
-                clients, demands, list(chosen), sizes, repeats, seed, kept
-            )
+            sizes = control_sizes(work.loads, options.max_batch)
+            measured, controls = _measured(clients, work, sizes, kept)
             loaded = {key: [one.load for one in runs] for key, runs in measured.items()}
             own = policy_runs(loaded, trace, clients.texts, latency.meta["dtype"])
             _write_share(with_server(latency, controls), run / SERVED)
+            scenarios = scenarios_in(clients.engine, work)
             return served_rows(measured, own, controls, latency, trace, chosen, scenarios)
 
 
 def _measured(
-    clients: Clients, demands: Mapping[str, Demand], texts: Sequence[str], sizes: Sequence[int],
-    repeats: int, seed: int, kept: Checkpoint,
+    clients: Clients, work: Workload, sizes: Sequence[int], kept: Checkpoint
 ) -> tuple[dict[tuple[str, str], list[ServedRun]], dict[int, list[ServedRun]]]:  # fmt: skip
     """Return the runs by load and policy, and the control loops by size; what is `kept` is read."""
     from profiler.engines.loads import in_turn
@@ -93,8 +88,7 @@ def _measured(
 
     note("the engine's own outputs")
     during_runs = kept.within("beside")
-    sequences = {job.sequence for demand in demands.values() for job in demand.jobs}
-    clients.learn(sequences, seed, during_runs)
+    clients.learn(work.sequences, work.seed, during_runs)
     controls: dict[int, list[ServedRun]] = {}
 
     def run_controls(when: str) -> None:
@@ -108,8 +102,9 @@ def _measured(
             controls.setdefault(size, []).append(ServedRun.read(found))
 
     measured: dict[tuple[str, str], list[ServedRun]] = {}
-    for done, turn in enumerate(in_turn(list(demands), texts, repeats)):
-        repeat, place = divmod(done, len(demands) * len(texts))
+    loads, texts = list(work.loads), list(work.policies)
+    for done, turn in enumerate(in_turn(loads, texts, work.repeats)):
+        repeat, place = divmod(done, len(loads) * len(texts))
         if place == 0:
             run_controls(f"before-{repeat:03d}")
 
@@ -117,12 +112,12 @@ def _measured(
             note(turn.said)
             clients.decide(turn.text)
             with working(f"serving {turn.load}"):
-                return clients.run(demands[turn.load]).written()
+                return clients.run(work.demands[turn.load]).written()
 
         found = once(kept, turn.name, run)
         measured.setdefault((turn.load, turn.text), []).append(ServedRun.read(found))
     # With fewer repeats, later loops are not counted: each repeat is to have as many.
-    run_controls(f"behind-{repeats:03d}")
+    run_controls(f"behind-{work.repeats:03d}")
     return measured, controls
 
 

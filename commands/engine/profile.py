@@ -19,8 +19,7 @@ from traces.store.engine_runs import Apart, Speed
 from traces.store.files import write_latency
 
 if TYPE_CHECKING:
-    from simulator.serving.arrivals import Arrivals
-    from traces.acceptance.trace import Trace
+    from simulator.engines import Workload
     from traces.latency.table import LatencyTable
 
 
@@ -70,13 +69,15 @@ def profile_engine(
         )
 
 
-def plain_load(concurrency: int) -> tuple[str, Trace, Arrivals]:
-    """Return a closed loop of plain requests: its name, the requests and their arrivals."""
+def plain_load(load: str) -> Workload:
+    """Return a closed loop of plain requests, ``closed:N``."""
+    from simulator.engines import Workload
     from simulator.serving import ClosedLoop
 
+    concurrency = int(load.partition(":")[2])
     requests = max(4, concurrency)
     trace = synthetic_trace(requests=requests, tokens=PLAIN_TOKENS, prompt_length=PLAIN_TOKENS)
-    return f"closed:{concurrency}", trace, ClosedLoop(concurrency)
+    return Workload(trace, {}, {load: ClosedLoop(concurrency)}, requests, REPEATS)
 
 
 def default_speeds(kind: EngineKind, options: EngineOptions) -> Apart:
@@ -87,8 +88,7 @@ def default_speeds(kind: EngineKind, options: EngineOptions) -> Apart:
     speeds: dict[str, Speed] = {}
     settings: Mapping[str, Any] = {}
     for concurrency in sorted({1, options.max_batch}):
-        load, trace, arrivals = plain_load(concurrency)
-        ran = run_apart(kind, options, trace, {load: arrivals}, len(trace.requests), REPEATS, 0)
+        ran = run_apart(kind, options, plain_load(f"closed:{concurrency}"))
         speeds |= ran.speeds
         settings = ran.settings
     return Apart(speeds, settings)
@@ -101,16 +101,15 @@ def with_default_speeds(table: LatencyTable, plain: Apart) -> LatencyTable:
     profile's settings, whose own drafter runs even without drafts.
     """
     from policies.lengths.basic import Autoregressive
-    from simulator.engines import scenarios_of
     from simulator.serving import Limits, simulate
 
-    limits = Limits.of_engine(table, None, None, None)
+    limits = Limits.of_engine(table)
     own_drafter = bool(table.meta["engine"].get("own_drafter"))
     loads = {}
     for load, speed in plain.speeds.items():
-        _, trace, arrivals = plain_load(int(load.partition(":")[2]))
-        scenario = scenarios_of({load: arrivals}, limits, len(trace.requests), 0, own_drafter)[load]
-        own = simulate(trace, table, Autoregressive(), scenario).row()["throughput_tok_s"]
+        work = plain_load(load)
+        scenario = work.scenarios(limits, own_drafter)[load]
+        own = simulate(work.trace, table, Autoregressive(), scenario).row()["throughput_tok_s"]
         loads[load] = {"tokens_per_s": speed.tokens_per_s, "own_tokens_per_s": float(own)}
     name = table.meta["engine"]["name"]
     shares = ", ".join(

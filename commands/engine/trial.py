@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from commands.common.output import note
@@ -12,6 +13,7 @@ from traces.errors import DraftsimError
 
 if TYPE_CHECKING:
     from profiler.engines.engine import Engine
+    from simulator.engines import Workload
     from simulator.tune.settings import Tuned
     from traces.acceptance.trace import Trace
     from traces.latency.table import LatencyTable
@@ -52,7 +54,7 @@ def try_settings(
     (`commands.engine.apart`).
     """
     from profiler.engines.engine import find_engine
-    from simulator.engines import with_defaults
+    from simulator.engines import Workload, with_defaults
     from simulator.serving import ClosedLoop
 
     kind = find_engine(ENGINE)
@@ -62,12 +64,11 @@ def try_settings(
             f"--batch {max(large)} is more than the {options.max_batch} requests the engine runs"
         )
     batches = sorted({row["batch"] for row in tuned.rows})
-    arrivals = {f"closed:{batch}": ClosedLoop(batch) for batch in batches}
+    loads = {f"closed:{batch}": ClosedLoop(batch) for batch in batches}
+    work = Workload(trace, {}, loads, requests, repeats, seed)
     # Before the engine that is stepped by hand: a GPU holds one of them.
-    plain = None
-    if defaults:
-        plain = run_apart(kind, options, trace, arrivals, requests, repeats, seed)
-    rows = tried(kind.start(options), latency, trace, tuned, requests, repeats, seed)
+    plain = run_apart(kind, options, work) if defaults else None
+    rows = tried(kind.start(options), latency, tuned, work)
     if plain is None:
         return rows
     rows = with_defaults(rows, plain)
@@ -76,9 +77,8 @@ def try_settings(
 
 
 def tried(
-    engine: Engine, latency: LatencyTable, trace: Trace, tuned: Tuned, requests: int,
-    repeats: int, seed: int = 0,
-) -> list[dict[str, Any]]:  # fmt: skip
+    engine: Engine, latency: LatencyTable, tuned: Tuned, work: Workload
+) -> list[dict[str, Any]]:
     """Closed loops at every batch searched: no speculation, K = 1, 3 and 5, and what was found.
 
     Drafts are the recording's, forced upon the engine, so that acceptance is the recorded one; they
@@ -88,7 +88,6 @@ def tried(
     (`simulator.validation`).
     """
     from policies.lengths.basic import Fixed
-    from simulator.serving import ClosedLoop
     from simulator.tune.served import RIVALS
 
     longest = engine.options.longest
@@ -98,9 +97,7 @@ def tried(
     }  # fmt: skip
     if tuned.document is not None:
         arms[TUNED] = tuned.policy
-    batches = sorted({row["batch"] for row in tuned.rows})
-    loads = {f"closed:{batch}": ClosedLoop(batch) for batch in batches}
-    rows = compare_loads(engine, latency, trace, arms, loads, requests, repeats, seed)
+    rows = compare_loads(engine, latency, replace(work, policies=arms))
     for row in rows:
         for key in [name for name in row if "speedup" in name]:
             row[key.replace("speedup", "gain")] = row.pop(key)

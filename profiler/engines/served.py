@@ -226,8 +226,7 @@ class Clients:
         Where their outputs are `kept`, it decodes only some of them, to warm up.
         """
         most, vocabulary = self.server.options.max_batch, self.engine.vocabulary
-        prompts = prompts_of(self.trace, vocabulary, seed)
-        self.prompts = {i: prompt for i, prompt in prompts.items() if i in sequences}
+        self.prompts = prompts_of(self.trace, vocabulary, seed, sequences)
         jobs = [Job(i, 0.0, self.trace.requests[i].tokens) for i in self.prompts]
         if kept is not None and TEXTS in kept.names():
             self._sent(Demand(jobs[:most], most))

@@ -8,7 +8,7 @@ and the request takes more rounds than predicted.  That is no error of the predi
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 
 import numpy as np
 import torch
@@ -28,8 +28,10 @@ TEXTS = "texts"
 """Name under which the outputs are kept by a check that goes on where it was stopped."""
 
 
-def prompts_of(trace: Trace, vocabulary: int, seed: int = 0) -> dict[int, list[int]]:
-    """Return prompt ids of every sequence: the recorded ones, or made-up ones of the same length.
+def prompts_of(
+    trace: Trace, vocabulary: int, seed: int = 0, sequences: Container[int] | None = None
+) -> dict[int, list[int]]:
+    """Return prompt ids of `sequences` (None: all): recorded ones, or made-up ones as long.
 
     Recorded ids that the engine's model does not have are made up, too: another model's.
     """
@@ -39,7 +41,8 @@ def prompts_of(trace: Trace, vocabulary: int, seed: int = 0) -> dict[int, list[i
         made_up = rng.integers(FIRST_ID, vocabulary, max(request.prompt_length, 1)).tolist()
         known = request.prompt_ids
         fits = known and max(known) < vocabulary
-        prompts[i] = list(known) if known and fits else made_up
+        if sequences is None or i in sequences:
+            prompts[i] = list(known) if known and fits else made_up
     return prompts
 
 
