@@ -112,7 +112,8 @@ def with_profile_errors(
 
 
 def with_speedups(rows: list[dict[str, Any]], first: str) -> list[dict[str, Any]]:
-    """The rows with speedups over the policy `first` at the same load, and how sure they are.
+    """Return the rows with speedups over the policy `first` at the same load, and how sure they
+    are.
 
     Errors with the prefix ``paced_`` are those of predictions for a machine as slow as the control
     load was during either run (`slower_by`).
@@ -130,7 +131,7 @@ def with_speedups(rows: list[dict[str, Any]], first: str) -> list[dict[str, Any]
 def row_of(
     own_runs: PolicyRuns, latency: LatencyTable, trace: Trace, policy: Any, scenario: Scenario
 ) -> dict[str, Any]:
-    """A load under one policy, measured and predicted.
+    """Return a load under one policy, measured and predicted.
 
     Where texts diverged (`PolicyRuns`):
 
@@ -246,7 +247,7 @@ def slower_by(controls_s: Sequence[float], told: Mapping[str, float]) -> float |
 
 
 def figures_of(requests: Any, one_by_one: bool = False) -> dict[str, float]:
-    """Throughput, and means and 95% quantiles of latencies, over the requests.
+    """Return the throughput, and means and 95% quantiles of latencies, over the requests.
 
     ``one_by_one``: each was sent when the one before had ended, so the throughput is over the
     requests' own time.
@@ -267,7 +268,7 @@ def figures_of(requests: Any, one_by_one: bool = False) -> dict[str, float]:
 
 
 def kinds(runs: Sequence[LoadRun], latency: LatencyTable) -> list[dict[str, Any]]:
-    """The measured iterations priced one by one, and the error of each kind's seconds."""
+    """Return the measured iterations priced one by one, and the error of each kind's seconds."""
     cost = EngineCost(latency)
     found: dict[str, list[tuple[float, float]]] = {}
     for step in itertools.chain.from_iterable(r.steps for r in runs):
@@ -321,18 +322,18 @@ class Drawn(Timeline):
         return [(frozenset(decoded), frozenset(prompts)) for decoded, prompts in self._iterations]
 
     def tokens(self, start_s: float, seconds: float, accepted: int, wasted: int) -> None:
-        """An iteration begins to be drawn."""
+        """Begin to draw an iteration."""
         self._iterations.append((set(), set()))
 
     def round(
         self, index: int, start_s: float, seconds: float, outcome: Round, wasted: int
     ) -> None:
-        """A request decoded in this iteration."""
+        """Draw a request that decoded in this iteration."""
         self.rounds.setdefault(index, []).append(outcome)
         self._iterations[-1][0].add((index, outcome.drafted))
 
     def request(self, index: int, start_s: float, seconds: float, label: str, **args: Any) -> None:
-        """A request's prompt was processed in this iteration, or the request waited."""
+        """Draw a request whose prompt was processed in this iteration, or that waited."""
         if label == "prefill":
             self._iterations[-1][1].add((index, args["tokens"]))
 
@@ -434,7 +435,9 @@ def _counts(run: LoadRun, predicted: Run) -> tuple[int, int]:
 
 
 def _iterations_differ(run: LoadRun, drawn: Drawn, first: int | None) -> int:
-    """Iterations that run other requests, drafts or prompts, up to the `first` divergence."""
+    """Return the number of iterations that run other requests, drafts or prompts, up to the `first`
+    divergence.
+    """
     real = [
         (
             frozenset((index_of(d.name), d.drafted) for d in step.decoded),

@@ -50,6 +50,11 @@ OF_PAGES = {
 OPENINGS = re.compile(r"(?:Of|What|Whether|So|Those|Who|Whose|Whom)\b")
 """Words that no docstring begins with: a verb in the imperative or a noun does."""
 
+NO_VERB = re.compile(
+    r"(?:The|An?|One|All|Every|Both|Its?|Each|As|In|Per|How|Where|By|Another|[A-Z][a-z]+[^\Ws]s|"
+    r"[(`\[{$].*)(?!\w)"
+)
+"""Beginnings that no docstring of a function has, which begins with a verb in the imperative."""
 PERCENT = re.compile(r"(?<=[\d}]) %(?![a-zA-Z(%}])")
 """A percentage with a blank before its sign: 95% is written without, as the program prints it."""
 
@@ -118,6 +123,21 @@ def test_ruled_out_words_only_become_fewer(folder: str) -> None:
     most = LEFT.get(folder, 0)
     said = "\n".join(found[-40:])
     assert len(found) <= most, f"{len(found)} in {folder}, at most {most}:\n{said}"
+
+
+def without_verb(path: Path) -> Iterator[str]:
+    """Each function whose docstring begins with no verb; a property's is a noun phrase."""
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            marks = " ".join(map(ast.unparse, node.decorator_list))
+            said = ast.get_docstring(node) or ""
+            if NO_VERB.match(said) and "property" not in marks and ".setter" not in marks:
+                yield f"{path.relative_to(ROOT)}:{node.lineno}: {said.splitlines()[0]}"
+
+
+@pytest.mark.parametrize("folder", [f for f in FOLDERS if f != "tests"])
+def test_docstrings_of_functions_begin_with_a_verb(folder: str) -> None:
+    assert [s for p in sorted((ROOT / folder).rglob("*.py")) for s in without_verb(p)] == []
 
 
 def with_blanks(path: Path) -> Iterator[str]:

@@ -122,7 +122,7 @@ def with_default_speeds(table: LatencyTable, plain: Apart) -> LatencyTable:
 
 
 def say_slow_dtype(meta: Mapping[str, Any]) -> None:
-    """A warning where the processor has no instructions for the engine's number format."""
+    """Warn where the processor has no instructions for the engine's number format."""
     import torch
 
     if meta["device"] != "cpu" or meta["dtype"] != "bfloat16":

@@ -29,7 +29,8 @@ TRIED = (
 
 
 def check_trial(latency: LatencyTable) -> int:
-    """The longest draft of the engine that `latency` was measured on, which can be tried here.
+    """Return the longest draft of the engine that `latency` was measured on, which can be tried
+    here.
 
     Raises DraftsimError before anything is searched where it cannot.
     """
@@ -79,7 +80,8 @@ def try_settings(
 def tried(
     engine: Engine, latency: LatencyTable, tuned: Tuned, work: Workload
 ) -> list[dict[str, Any]]:
-    """Closed loops at every batch searched: no speculation, K = 1, 3 and 5, and what was found.
+    """Return closed loops at every batch searched: no speculation, K = 1, 3 and 5, and what was
+    found.
 
     Drafts are the recording's, forced upon the engine, so that acceptance is the recorded one; they
     cost the passes of the drafter that the engine was measured with, if any.  ``gain`` is the

@@ -158,7 +158,9 @@ def served_run(answers: Sequence[Answer], log: EngineLog, control_s: float) -> S
 
 
 def gaps(log: EngineLog) -> list[float]:
-    """Seconds from each step's end to the next one's start; 0 where the engine had nothing left."""
+    """Return seconds from each step's end to the next one's start; 0 where the engine had nothing
+    left.
+    """
     following = [*log.steps[1:], None]
     return [
         max(after.start_s - (step.start_s + step.seconds), 0.0) if left and after else 0.0
@@ -258,7 +260,7 @@ class Clients:
             raise self.server.failed(str(error)) from None
 
     def control(self, size: int) -> ServedRun:
-        """Plain decoding of the known prompts, `size` of them at a time."""
+        """Run plain decoding of the known prompts, `size` of them at a time."""
         self.decide("autoregressive")
         around = itertools.islice(itertools.cycle(self.prompts), max(CONTROL, 2 * size))
         jobs = [Job(i, 0.0, self.trace.requests[i].tokens) for i in around]

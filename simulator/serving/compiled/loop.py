@@ -504,7 +504,7 @@ def plan_static(engine: Arrays, r: int) -> None:
 
 @jit
 def decide(engine: Arrays, r: int, n: int, seat: Any, slot: int) -> bool:
-    """Decide the round of a request where `n` requests decide; False if a draft leaves the
+    """Return decide the round of a request where `n` requests decide; False if a draft leaves the
     recording.
     """
     request = engine.requests[slot]
