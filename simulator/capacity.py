@@ -146,6 +146,8 @@ class PointVerdict:
     def too_short(self) -> str:
         """Return why the horizon is too short to judge; empty if it is not."""
         slowest, span = self.mean("e2e_s", "p95"), self.mean("span_s")
+        if math.isnan(slowest):
+            return f"requests arrive over {span:.3g} s, and none of those that count finishes"
         if not span >= LONG * slowest:
             return (
                 f"requests arrive over {span:.3g} s, and the slowest twentieth take {slowest:.3g} s"

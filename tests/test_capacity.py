@@ -207,6 +207,8 @@ def test_a_queue_that_still_grows_is_no_judgement() -> None:
     assert growing.kept
     assert "the queue still grows" in growing.too_short
     assert not PointVerdict([{**outcome, "within_late": 0.95}] * 2, Targets(ttft_s=1.0)).too_short
+    endless = PointVerdict([{**outcome, "e2e_s": {"p95": None}}], Targets(ttft_s=1.0))
+    assert "none of those that count finishes" in endless.too_short
     swamped = {**outcome, "overloaded": True}
     assert not PointVerdict([swamped, outcome], Targets(ttft_s=1.0)).kept
     assert PointVerdict([swamped, outcome, outcome], Targets(ttft_s=1.0)).kept
