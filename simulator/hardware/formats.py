@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from policies.json_text import parse_json
 from simulator.published import published_rows
 from traces.errors import DraftsimError
 from traces.operators.shapes import ARCHITECTURES, Architecture
@@ -74,7 +75,11 @@ class Unpacking:
 
 FORMATS: Mapping[str, WeightFormat] = {
     row["name"]: WeightFormat(
-        row["name"], float(row["bits"]), float(row["head_bits"]), row["source"], row["kernels"]
+        row["name"],
+        parse_json(row["bits"]),
+        parse_json(row["head_bits"]),
+        row["source"],
+        row["kernels"],
     )
     for row in published_rows("formats")
 }
