@@ -120,14 +120,15 @@ def test_what_attends_to_the_context_is_read_at_it(kind: int, cell: str, attends
 
 
 def test_passes_behind_light_drafts_are_read_apart_where_they_were_timed_apart() -> None:
-    """Heads and lookups leave the target's weights in the caches; layers and adapters do not."""
+    """Heads and lookups leave the target's weights in the caches; layers, which run with every
+    adapter, do not."""
     forward = {key: value for key, value in CELLS.items() if key[1] == "forward"}
     light = {("target", "pass", *key[2:]): value / 2 for key, value in forward.items()}
     both, bare = table(forward | light), table(forward)
     by_model = replace(random_log(3), calls=None)
     for log, phase in (
         (by_model, "forward"), (calling(LOOKUP), "pass"), (calling(EXIT_HEAD), "pass"),
-        (calling(LAYER), "forward"), (calling(ADAPTER), "forward"),
+        (calling(LAYER), "forward"), (calling(ADAPTER, LAYER), "forward"),
         (calling(LOOKUP, LAYER), "forward"),
     ):  # fmt: skip
         assert verify_phase(log, both) == phase

@@ -10,7 +10,7 @@ import pytest
 from matplotlib.figure import Figure
 
 from policies.registry import POLICIES
-from simulator import plots
+from simulator.plots import recording
 from tests.conftest import Run
 from tests.test_cli_own_policy import OWN
 from traces.sources.methods import METHODS, exact_policy, method_of, said_of, same_rule
@@ -134,7 +134,7 @@ def drawn(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
         return plot
 
     for name in ("plot_speedup", "plot_categories", "plot_cost_ratio", "plot_robustness"):
-        monkeypatch.setattr(plots, name, taking(name))
+        monkeypatch.setattr(recording, name, taking(name))
     return given
 
 

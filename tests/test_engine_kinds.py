@@ -23,7 +23,7 @@ def other(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let an engine ``other`` be known, and no vLLM."""
     kind: Any = ModuleType("profiler.engines.other")
     kind.NAME, kind.start = "other", StandIn
-    kind.settings = lambda *_: {}
+    kind.settings, kind.check_installed = (lambda *_: {}), lambda: None
     use_for_commands(monkeypatch)
     monkeypatch.setitem(sys.modules, kind.__name__, kind)
     monkeypatch.setitem(sys.modules, "profiler.engines.vllm", None)  # importing it fails

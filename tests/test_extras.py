@@ -114,7 +114,7 @@ def test_after_a_plain_install_models_are_one_line_away(recorded: Path, tmp_path
         needs("profile", (code, said))
     needs("cluster", found["cluster"])
     assert found["engine"][0] == 2
-    assert "vLLM cannot be imported here" in found["engine"][1].splitlines()[-1]
+    assert "vLLM is not installed here" in found["engine"][1].splitlines()[-1]
     for made in ("new", "demo", "e"):
         assert not (tmp_path / made).exists()
 

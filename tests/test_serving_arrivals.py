@@ -34,12 +34,13 @@ def synthetic_lengths(lengths: list[int]) -> Trace:
     return Trace(columns, [p.requests[0] for p in parts])
 
 
-def test_matching_prefers_the_nearest_length(tmp_path):
+def test_matching_prefers_the_nearest_length(tmp_path, monkeypatch):
+    monkeypatch.setattr("simulator.serving.arrivals.NEAREST", 1)
     mixed = synthetic_lengths([5, 50, 500])
     path = arrival_file(
         tmp_path / "a.csv", *(f"{i},10,{n}" for i, n in enumerate((4, 60, 400, 900)))
     )
-    arrivals = ArrivalFile(path, nearest=1)
+    arrivals = ArrivalFile(path)
     jobs = list(arrivals.jobs(mixed, np.random.default_rng(0), None))
     assert [mixed.requests[j.sequence].tokens for j in jobs] == [5, 50, 500, 500]
 

@@ -31,11 +31,10 @@ from traces.replay.run import replay
     blocks=st.one_of(st.none(), st.integers(5, 40)),
     block_size=st.integers(1, 16),
     rate=st.one_of(st.none(), st.floats(0.05, 50)),
-    chunked=st.booleans(),
     seed=st.integers(0, 99),
 )
-def test_conservation(mode, gamma, max_batch, budget, blocks, block_size, rate, chunked, seed):
-    limits = Limits(max_batch, budget, blocks, block_size, chunked)
+def test_conservation(mode, gamma, max_batch, budget, blocks, block_size, rate, seed):
+    limits = Limits(max_batch, budget, blocks, block_size)
     arrivals = ClosedLoop(max_batch + 1) if rate is None else Poisson(rate)
     scenario = Scenario(arrivals, limits, requests=25, mode=mode, warmup=0.0, seed=seed)
     engines = []
@@ -64,7 +63,7 @@ def test_conservation(mode, gamma, max_batch, budget, blocks, block_size, rate, 
     pd.testing.assert_frame_equal(frame, again.requests)
     # Fitting is decided by size alone: all requests here are alike.
     need = 32 + 40 + gamma
-    fits = (blocks is None or math.ceil(need / block_size) <= blocks) and (chunked or budget >= 72)
+    fits = blocks is None or math.ceil(need / block_size) <= blocks
     assert run.recorder.rejected == (0 if fits else 25)
 
 

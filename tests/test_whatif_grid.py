@@ -90,7 +90,6 @@ def test_gammas_go_to_the_policies_that_have_one() -> None:
         ({"batches": (0,)}, "batches are"),
         ({"method": "guess"}, "method is 'guess'"),
         ({"resamples": -1}, "resamples is -1"),
-        ({"confidence": 1.0}, "confidence is 1"),
     ],
 )
 def test_impossible_grids(changes: dict[str, Any], message: str) -> None:

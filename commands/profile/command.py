@@ -185,6 +185,9 @@ def profile(
             raise DraftsimError("--draft and --eagle are two drafters: give one of them")
         if prompts is not None:
             raise DraftsimError("--engine measures iterations of made-up prompts: drop --prompts")
+        from profiler.engines.engine import find_engine
+
+        find_engine(engine.engine).check_installed()  # before what needs torch, which comes with it
         from commands.engine.profile import profile_engine
 
         drafter, eagle = (None if m is None else _kept(m) for m in (draft, engine.engine_eagle))

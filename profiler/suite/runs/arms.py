@@ -7,6 +7,7 @@ from typing import Any
 
 import pandas as pd
 
+from policies.core import own_copy
 from policies.registry import parse_policy
 from profiler.checks.spot_check import Arm
 from traces.acceptance.trace import Trace
@@ -55,7 +56,9 @@ def repeats_of(quick: bool) -> int:
 
 def arms_named(names: Sequence[str], trace: Trace) -> list[Arm]:
     """Return an arm per policy, its maximum lowered to what the trace holds."""
-    return [Arm(name, parse_policy(name, max_gamma=trace.max_gamma)) for name in names]
+    made = {name: parse_policy(name, max_gamma=trace.max_gamma) for name in names}
+    # The vocabulary is the recorded pair's: what is run here is what a replay predicts.
+    return [Arm(name, own_copy(policy, trace.vocab_size)) for name, policy in made.items()]
 
 
 def run_rows(times: pd.DataFrame, pair: str, mode: str) -> list[list[Any]]:
