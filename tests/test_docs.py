@@ -160,6 +160,18 @@ def test_the_logs_ladder_is_what_simulate_prints(recording: str, name: str, run:
     assert re.search(rf"^\| {name} \|.*{re.escape(ends)}$", part, re.M), ends
 
 
+def test_modules_in_turn_are_priced_for_one_request_and_not_served(run: Run) -> None:
+    source = ("--trace", "smollm2-drafters-cpu", "--source", "eagle:model=smollm2-mtp3")
+    every = run("simulate", *source, "--json", "-").rows
+    best = next(r["speedup"] for r in every if "best fixed" in str(r["note"]))
+    oracle = next(r["speedup"] for r in every if r["policy"].startswith("oracle"))
+    text = " ".join(_log().split())
+    assert f"have {best:.2f}x with the best fixed length and {oracle:.2f}x with the oracle" in text
+    ran = run("serve", *source, "--policy", "fixed:gamma=2", "--batch", "1")
+    assert ran.code == 2
+    assert "modules run in turn" in ran.err
+
+
 def test_the_logs_lookup_is_what_simulate_prints(run: Run) -> None:
     own = run("simulate", "--trace", "smollm2-cpu", "--policy", "ngram", "--json", "-").rows[1]
     text = f"{own['speedup']:.2f}x ({own['speedup_lo']:.2f} to {own['speedup_hi']:.2f})"
