@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from commands.common.drafted import load_recording
+from commands.common.acceptance import load_unpriced
 from commands.common.options import DraftedOption, TraceOption
 from commands.common.output import JsonOption, emit, note, placed_as
 from traces.store.recordings import DEFAULT_TRACE
@@ -43,7 +43,7 @@ def export(
     from traces.store.speculation_profile import write_profile
 
     del what
-    recording = load_recording(trace, None, source, chooses="export")
+    recording = load_unpriced(trace, source, "export")
     profile = profile_of(recording, draft_length)
     write_profile(profile, out)
     note(

@@ -98,3 +98,11 @@ def test_a_profile_that_contradicts_itself_is_refused(
     path.write_text(json.dumps(document))
     with pytest.raises(FileError, match=said):
         read_profile(path)
+
+
+def test_a_recording_without_latencies_has_a_profile(run: Run, tmp_path: Path) -> None:
+    path = tmp_path / "p.json"
+    ran = run("export", "speculation-profile", "--trace", "qwen-coder-t1-cpu", "--out", path)
+    greedy = run("export", "speculation-profile", "--trace", "qwen-coder-cpu", "--out", path)
+    assert ran.code == greedy.code == 0, (ran.err, greedy.err)
+    assert len(json.loads(path.read_text())["marginal_accept_rates"]) == 8

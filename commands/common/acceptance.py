@@ -9,6 +9,7 @@ from commands.common.output import note
 
 if TYPE_CHECKING:
     from simulator.aggregate.positions import Positions
+    from simulator.recording import Recording
     from traces.acceptance.trace import Trace
 
 FORMS = (
@@ -54,15 +55,21 @@ def load_positions(
 
 
 def _recorded(name: str, k: int | None, source: str | None) -> Positions:
-    from commands.common.drafted import load_recording
     from simulator.aggregate.positions import of_trace
 
-    # Nothing is priced: any latencies do.
-    trace = load_recording(
-        name, None if _has_latency(name) else "const:target=1,draft=0.1", source,
-        chooses="acceptance by position",
-    ).trace  # fmt: skip
+    trace = load_unpriced(name, source, "acceptance by position").trace
     return of_trace(name, trace, k or min(trace.max_gamma or LONGEST, LONGEST))
+
+
+def load_unpriced(name: str, source: str | None, chooses: str) -> Recording:
+    """Return the recording called `name`, for what needs no costs: it may have no latencies.
+
+    ``source`` is as in ``--source``; ``chooses`` and errors are those of `load_recording`.
+    """
+    from commands.common.drafted import load_recording
+
+    latency = None if _has_latency(name) else "const:target=1,draft=0.1"  # nothing is priced
+    return load_recording(name, latency, source, chooses=chooses)
 
 
 def _has_latency(name: str) -> bool:
