@@ -185,9 +185,11 @@ class Forking(StandIn):
 def use_for_commands(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let ``--engine vllm`` of the commands start a `StandIn`, measured over `GRID`."""
     from commands.engine import profile
+    from profiler.engines import vllm
     from profiler.engines.vllm import engine
 
     Clock.use(monkeypatch)
+    monkeypatch.setattr(vllm, "check_installed", lambda server=False: None)
     monkeypatch.setattr(engine, "Engine", StandIn)
     monkeypatch.setattr(profile, "Grid", lambda: GRID)
 
