@@ -305,7 +305,8 @@ class EarlyExit(Source):
         if lengths := [int(s.gamma_max) for s in settings if s[:-1] == wanted]:
             return max(lengths)
         own, *recorded = (
-            describe_spec(EarlyExit(*s[:-1]), EarlyExit.name) for s in (self.setting(1), *settings)
+            describe_spec(EarlyExit(s.tau, s.omega, s.depth, s.layers), EarlyExit.name)
+            for s in (self.setting(1), *settings)
         )
         raise DraftsimError(
             f"drafts of {own!r} were not recorded after wrong exits (recorded: "
