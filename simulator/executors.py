@@ -324,7 +324,7 @@ class _Helper:
             signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
             for found in _taken(parts, queue):
                 if os.getppid() != owner:
-                    break  # nobody waits for the rest
+                    break  # the rest is not asked for
                 packed = io.BytesIO()
                 try:
                     _Packer(packed, shared).dump(found)
@@ -356,7 +356,7 @@ class _Helper:
 
 
 def _taken(parts: Parts, queue: int) -> Iterator[tuple[int, Any]]:
-    """Yield (place, result) of parts that nobody else took, those left out that are to be done
+    """Yield (place, result) of parts that no other process took, those left out that are to be done
     again.
     """
     # The place in the file is one for all processes: who reads a number has it alone.

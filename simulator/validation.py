@@ -388,11 +388,11 @@ def with_noise(rows: list[dict[str, Any]], first: str) -> list[dict[str, Any]]:
         rates = np.log([row["throughputs"] for row in own])
         repeats = rates.shape[1]
         single = scatter(rates)
-        beside = scatter(rates, shared=True)
+        in_turn = scatter(rates, shared=True)
         for row in own:
             row["noise"] = None if single is None else single / math.sqrt(repeats)
-            row["speedup_noise"] = None if beside is None else (
-                0.0 if row["policy"] == first else beside * math.sqrt(2 / repeats)
+            row["speedup_noise"] = None if in_turn is None else (
+                0.0 if row["policy"] == first else in_turn * math.sqrt(2 / repeats)
             )  # fmt: skip
     return rows
 

@@ -117,7 +117,7 @@ def _measured(
         found = once(kept, turn.name, run)
         measured.setdefault((turn.load, turn.text), []).append(ServedRun.read(found))
     # With fewer repeats, later loops are not counted: each repeat is to have as many.
-    run_controls(f"behind-{work.repeats:03d}")
+    run_controls(f"after-{work.repeats:03d}")
     return measured, controls
 
 

@@ -97,26 +97,28 @@ def default_speeds(kind: EngineKind, options: EngineOptions) -> Apart:
 def with_default_speeds(table: LatencyTable, plain: Apart) -> LatencyTable:
     """Return `table` with tokens/s under the engine's defaults, and the remark that they make.
 
-    Commands that price with the table print the remark: their speedups are over an engine with the
-    profile's settings, whose own drafter runs even without drafts.
+    Commands that price with the table print the remark: the baseline of their speedups is an engine
+    with the profile's settings and no drafter.
     """
     from policies.lengths.basic import Autoregressive
     from simulator.serving import Limits, simulate
 
     limits = Limits.of_engine(table)
-    own_drafter = bool(table.meta["engine"].get("own_drafter"))
     loads = {}
     for load, speed in plain.speeds.items():
         work = plain_load(load)
-        scenario = work.scenarios(limits, own_drafter)[load]
+        scenario = work.scenarios(limits, own_drafter=False)[load]
         own = simulate(work.trace, table, Autoregressive(), scenario).row()["throughput_tok_s"]
         loads[load] = {"tokens_per_s": speed.tokens_per_s, "own_tokens_per_s": float(own)}
     name = table.meta["engine"]["name"]
     shares = ", ".join(
-        f"{own['own_tokens_per_s'] / own['tokens_per_s']:.2f} times those printed at {load}"
+        f"{own['own_tokens_per_s'] / own['tokens_per_s']:.2f} at {load}"
         for load, own in loads.items()
     )
-    remark = f"over {name} with its own defaults and no drafter, speedups are {shares}"
+    remark = (
+        f"no speculation is the profiled engine without a drafter; over {name} with its own "
+        f"defaults, multiply speedups by {shares}"
+    )
     found = {"settings": dict(plain.settings), "loads": loads}
     return replace(table, meta={**table.meta, "defaults": found, "remark": remark})
 
