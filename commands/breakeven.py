@@ -198,7 +198,7 @@ def _axes(
     lengths: list[int],
 ) -> tuple[list[int], list[int]]:  # fmt: skip
     """Return the batch sizes and contexts asked for, or measured, or usual ones for a plan."""
-    from simulator.tune.costs import default_batches, default_contexts
+    from simulator.tune.costs import default_contexts
 
     batches = None if batch is None else batch_sizes("--batch", batch)
     contexts = None if context is None else batch_sizes("--context", context, MOST_CONTEXT)
@@ -206,7 +206,7 @@ def _axes(
         held = [0] if table.is_constant else default_contexts(table, max(lengths))
         # Engines are timed at contexts a few tokens apart: one of them says what the others do.
         far = [c for i, c in enumerate(held) if i == 0 or c > 1.3 * held[i - 1]]
-        return batches or default_batches(table), contexts or far
+        return batches or table.usual_batches, contexts or far
     if server is not None:
         from simulator.aggregate.advice import concurrencies
 

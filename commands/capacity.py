@@ -30,9 +30,8 @@ from commands.common.output import (
 from commands.common.printed import print_table
 from commands.common.progress import working
 from commands.common.written import Shown
-from commands.serve.loads import ProcessOption, arrivals_of
+from commands.serve.loads import ProcessOption
 from policies.registry import is_bound
-from traces.errors import DraftsimError
 from traces.store.lock import only_writer
 
 
@@ -90,6 +89,7 @@ def capacity(
     from simulator.capacity import plan, with_cost
     from simulator.chosen import load_serving_policies
     from simulator.serving import Scenario
+    from simulator.serving.arrivals import arrivals_of
     from simulator.targets import parse_targets
 
     targets = parse_targets(slo)
@@ -107,16 +107,13 @@ def capacity(
         arrivals_of(rate, arrivals, process), limits, warmup=0.2, seed=seed,
         replications=replications, router=engine.routing(2),
     )  # fmt: skip
-    asked = base.arrivals.rate if rate is None else rate
-    if asked is None:
-        raise DraftsimError("the arrivals file spans no time: give the load, --rate")
     chosen = load_serving_policies(texts, recorded, table, largest=largest, say=note)
     executor = chosen_executor(jobs, cluster)
     kept = None if out is None else out.with_name(out.name + ".jsonl")
     with only_writer(out) if out is not None else nullcontext():
         with working("simulating") as say:
             planned = plan(
-                recorded, table, chosen, base, asked, targets, rule=rule, requests=requests,
+                recorded, table, chosen, base, rate, targets, rule=rule, requests=requests,
                 most=max_replicas, curve=plots is not None, executor=executor, say=note,
                 path=kept, progress=lambda done, at: say(f"run {done}: {at}"),
             )  # fmt: skip

@@ -13,7 +13,6 @@ import typer
 from commands.common.bounds import MOST_BATCH, MOST_CONTEXT, MOST_LENGTH
 from commands.common.drafted import (
     gpu_names,
-    in_batches,
     say_calibrate,
     say_scaling,
     weight_formats,
@@ -32,7 +31,6 @@ if TYPE_CHECKING:
 
     from simulator.executors import Executor
     from simulator.recording import Recording
-    from simulator.whatif.sweep.prices import Prices
     from simulator.whatif.sweep.run import Sweep
     from traces.latency.table import LatencyTable
 
@@ -156,25 +154,22 @@ def sweep(
     """
     from simulator.chosen import swept_policies
     from simulator.whatif.breakeven import fastest, overview, thresholds
-    from simulator.whatif.sweep.prices import said_too_large
+    from simulator.whatif.sweep.prices import Prices, said_too_large
     from simulator.whatif.sweep.run import Sweep, write_thresholds
     from simulator.whatif.tuning import tuned_rows
+    from traces.latency.table import BATCH_FREE_SAID
     from traces.replay.always import drafting_always
 
     ratios = axis(c, "c", low=0.0)
     carried = inputs.gpu is not None or inputs.weights is not None
     by_ratio = bool(ratios) and not (carried or ladder or tune)
     recording = inputs.load(chooses="sweep", by_ratio=by_ratio, one=False)
-    recording.check_ratios(ratios)
-    if inputs.one_pass and carried:
-        raise DraftsimError(
-            "--one-pass: --gpu and --weights carry passes over by the models' shapes, and "
-            "that drafter's is not known: leave them out"
-        )
     recorded = recording.trace
     sizes = [int(b) for b in axis(batch, "batch", low=1, high=MOST_BATCH, whole=True)]
-    tables = {name: recording.priced(max(sizes), t) for name, t in recording.tables.items()}
-    assumed = in_batches(tables, ratios, max(sizes), inputs.assume_batch_free)
+    tables = recording.swept(ratios, largest := max(sizes))
+    said = [BATCH_FREE_SAID] * (largest > 1 and bool(ratios))
+    said += [table.said_batch_free(largest) for table in tables.values()]
+    assumed = next(filter(None, said), "")
     if ladder or tune:
         mode = "--ladder" if ladder else "--tune"
         if carried or (ladder and tune):
@@ -190,8 +185,6 @@ def sweep(
         found = tuned_rows(
             recorded, table, policy or [], resamples=resamples, seed=seed, jobs=jobs or 1
         )
-        if not found:
-            raise DraftsimError("--tune needs a --policy with values in braces")
         if json is None:
             first = max(found, key=lambda row: row["speedup"])
             low, high = (three_digits(first[f"speedup_{end}"]) for end in ("lo", "hi"))
@@ -202,22 +195,27 @@ def sweep(
         emit("sweep", found, json, show=SEARCHED, out=out)
         return
     lengths = [int(g) for g in axis(gamma, "gamma", low=0, high=MOST_LENGTH, whole=True)]
+    contexts = [int(k) for k in axis(context, "context", low=0, high=MOST_CONTEXT, whole=True)]
+    prices = Prices(
+        ratios, tables, contexts or [None], verify_ratio, gpu_names(inputs.gpu),
+        weight_formats(inputs.weights), inputs.always_draft or 0,
+    )  # fmt: skip
     study = Sweep(
         recorded,
         swept_policies(policy, lengths, recorded, note),
-        prices_of(ratios, tables, context, verify_ratio, inputs),
+        prices,
         axis(alpha, "alpha", low=1e-6, high=1 - 1e-6),
         sizes,
         method=tilt.value, resamples=resamples, seed=seed,
     )  # fmt: skip
     say_tilt(study)
-    say_scaling(study.bench.prices)
-    say_calibrate((at.table for at in study.bench.prices.tables), max(sizes))
+    say_scaling(prices)
+    say_calibrate((at.table for at in prices.tables), largest)
     wanted = out
     if out is not None and out.suffix in TABLES:
         out = out.with_suffix(".parquet")  # what an interrupted sweep goes on from
     frame = _run(study, chosen_executor(jobs, cluster), out)
-    large = list(said_too_large(frame, study.bench.prices, recorded))
+    large = list(said_too_large(frame, prices, recorded))
     if not frame["cache_fits"].any():
         raise DraftsimError(large[0])
     fitting = frame[frame["cache_fits"]]
@@ -313,27 +311,6 @@ def axis(
     from simulator.whatif.sweep.grid import parse_axis
 
     return () if text is None else parse_axis(text, name, low=low, high=high, whole=whole)
-
-
-def prices_of(
-    ratios: tuple[float, ...], tables: dict[str, LatencyTable], context: str | None,
-    verify: float, inputs: CarriedInputs,
-) -> Prices:  # fmt: skip
-    """Return the cost ratios and tables, at contexts, on GPUs and in formats.
-
-    Raises DraftsimError where contexts are named without a table, or one is impossible.
-    """
-    from simulator.whatif.sweep.prices import Prices
-
-    contexts: list[int | None] = [None]
-    if context is not None:
-        if not tables:
-            raise DraftsimError("--context needs a latency table: add --latency")
-        contexts = [int(k) for k in axis(context, "context", low=0, high=MOST_CONTEXT, whole=True)]
-    return Prices(
-        ratios, tables, contexts, verify, gpu_names(inputs.gpu), weight_formats(inputs.weights),
-        inputs.always_draft or 0,
-    )  # fmt: skip
 
 
 SEARCHED = (

@@ -51,13 +51,6 @@ class Engine(StrEnum):
     DYNAMO = "dynamo"
 
 
-ONE_REQUEST = {
-    Engine.HF: "assisted generation of hf decodes one request",
-    Engine.LLAMACPP: "llama.cpp's server has one setting for every batch size, no table of them",
-}
-"""Why an engine's settings are those of a single stream."""
-
-
 def tune(
     engine: Annotated[Engine, typer.Option(help="Whose settings to write.")],
     inputs: CarriedInputs,
@@ -135,32 +128,20 @@ def tune(
     """
     from simulator.hardware.scaling import bounds_of
     from simulator.targets import parse_targets
-    from simulator.tune.costs import DEFAULT_LENGTHS, default_batches
+    from simulator.tune.costs import DEFAULT_LENGTHS
     from simulator.tune.launch import FILE, launch_line, named_models
+    from simulator.tune.search import ONE_REQUEST, Search
     from simulator.tune.settings import laid_out, write_settings
 
     targets = None if slo is None else parse_targets(slo)
     recording = inputs.load(chooses="tune")
     recorded = recording.trace
-    if recording.source is not None and engine in ONE_REQUEST:
-        raise DraftsimError(
-            f"what is tuned for {engine.value} drafts with a model, not with "
-            f"{recorded.source}: tune for vllm, sglang, tensorrt-llm or dynamo"
-        )
-    sizes = None if batch is None else batch_sizes("--batch", batch)
-    if engine is not Engine.VLLM and (by_context or by_length or context):
-        form = "--by-length" if by_length else "--by-context"
-        raise DraftsimError(f"{form} is a form of vllm's, not of {engine.value}'s")
-    if by_length:
-        if by_context or len(sizes or [1]) != 1:
-            raise DraftsimError("--by-length has one K at all batch sizes: name one --batch alone")
-        sizes, by_context = sizes or [1], True
-    by_context = by_context or context is not None
-    largest = 1 if engine in ONE_REQUEST else max(sizes or default_batches(recording.latency))
-    recording = graphs.captured(recording, largest)
+    search = Search(
+        engine.value, None if batch is None else batch_sizes("--batch", batch), by_context,
+        None if context is None else batch_sizes("--context", context, MOST_CONTEXT), by_length,
+    )  # fmt: skip
+    recording = graphs.captured(recording, search.largest(recording.latency))
     table = inputs.priced(recording)
-    if engine in ONE_REQUEST and sizes not in (None, [1]):
-        raise DraftsimError(f"{ONE_REQUEST[engine]}: leave out --batch")
     longest = None
     if defaults and not try_out:
         raise DraftsimError("--defaults is of --try: add it, or drop --defaults")
@@ -175,19 +156,19 @@ def tune(
         common["draws"] = resamples
     if longest is not None:
         common["lengths"] = [k for k in DEFAULT_LENGTHS if k <= longest]
-    tuned = _search(engine, recorded, table, sizes, by_context, context, common)
-    if by_length:
-        from simulator.tune.vllm import by_length as turned
 
-        tuned = turned(tuned)
+    def searched(latency: LatencyTable) -> Tuned:
+        with working("searching settings", engine.value not in ONE_REQUEST) as say:
+            return search.run(recorded, latency, progress=say, **common)
+
+    tuned = searched(table)
     target, drafter = named_models(recording, table)
     if engine is Engine.VLLM and tuned.document is not None:
         tuned = replace(tuned, document={**drafter.config(), **tuned.document})
     rows = [dict(row) for row in tuned.rows]
     for name, other in zip(("dear", "cheap"), bounds_of(table) or (), strict=False):
         # Searched again: were the carried latencies off as before, would the setting be another?
-        again = _search(engine, recorded, other, sizes, by_context, context, common)
-        for row, found in zip(rows, again.rows, strict=False):
+        for row, found in zip(rows, searched(other).rows, strict=False):
             row |= {f"setting_{name}": found["setting"], f"gain_{name}": found["gain"]}
     say_calibrate([table], max(row["batch"] for row in rows) if rows else 1)
     if check:
@@ -218,7 +199,7 @@ def tune(
     note(f"{recording.said}, {engine.value}: {_headline(rows)}")
     emit(
         "tune", rows, json, more=more,
-        printed=lambda: print_table(rows, _columns(rows, by_context), stderr=setting_out),
+        printed=lambda: print_table(rows, _columns(rows, search.has_contexts), stderr=setting_out),
     )  # fmt: skip
     if tried:
         from commands.engine.apart import SHOWN as WITH_DEFAULTS
@@ -332,34 +313,6 @@ def _gained(row: dict[str, Any]) -> str:
         "" if low is None or math.isnan(low) else f", {three_digits(low)} to {three_digits(high)}"
     )
     return f" ({three_digits(gain)}x{span})"
-
-
-def _search(
-    engine: Engine, trace: Trace, latency: LatencyTable, batches: list[int] | None,
-    by_context: bool, context: str | None, common: dict[str, Any],
-) -> Tuned:  # fmt: skip
-    from simulator.tune.huggingface import tune_huggingface
-    from simulator.tune.llamacpp import tune_llamacpp
-    from simulator.tune.sglang import tune_sglang
-    from simulator.tune.tensorrt_llm import tune_dynamo, tune_tensorrt_llm
-    from simulator.tune.vllm import tune_vllm
-
-    if engine in ONE_REQUEST:
-        single = tune_huggingface if engine is Engine.HF else tune_llamacpp
-        with working("searching settings"):
-            return single(trace, latency, **common)
-    by_batch = {
-        Engine.SGLANG: tune_sglang, Engine.TENSORRT_LLM: tune_tensorrt_llm,
-        Engine.DYNAMO: tune_dynamo,
-    }  # fmt: skip
-    with working("searching settings", alone=True) as say:
-        if engine in by_batch:
-            return by_batch[engine](trace, latency, batches, progress=say, **common)
-        return tune_vllm(
-            trace, latency, batches, by_context=by_context,
-            contexts=None if context is None else batch_sizes("--context", context, MOST_CONTEXT),
-            progress=say, **common,
-        )  # fmt: skip
 
 
 def _check(

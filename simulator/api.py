@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pandas as pd
@@ -16,8 +17,15 @@ import pandas as pd
 from policies.batch.base import BatchPolicy
 from policies.core import DraftPolicy
 from policies.registry import is_bound
-from simulator.chosen import load_rule, load_serving_policies, swept_policies
-from simulator.recording import Recording, check_models, load_recording, observed_trace
+from simulator.chosen import load_rule, load_serving_policies, one_rule, swept_policies
+from simulator.recording import (
+    Recording,
+    check_carried,
+    check_models,
+    load_latency,
+    load_recording,
+    observed_trace,
+)
 from traces.acceptance.trace import Trace
 from traces.errors import DraftsimError
 from traces.latency.table import LatencyTable
@@ -28,6 +36,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
     from policies.rules.base import VerifyRule
+    from simulator.serving.scenario import Mode
 
 Policies = Sequence[str | DraftPolicy | BatchPolicy]
 Acceptance = str | Sequence[float]
@@ -207,10 +216,6 @@ def predict(
     notes: list[str] = []
     asked = split_asked(policies)
     recording = _recording(trace, latency, source, notes, acceptance, one_stream=True)
-    if recording.stream is not None:
-        asked.check_alone("source", "a draft source")
-    if verify is not None:
-        asked.check_alone("verify")
     compared = compare(
         recording, recording.priced(), asked, _rule(verify, recording), say=notes.append,
         alone=isinstance(trace, Trace),
@@ -231,6 +236,8 @@ def serve(
     *,
     concurrency: Sequence[int] | None = None,
     rate: Sequence[float] | None = None,
+    arrivals: str | Path | None = None,
+    mode: Mode = "continuous",
     requests: int = 1000,
     replications: int = 1,
     replicas: int = 1,
@@ -253,6 +260,11 @@ def serve(
         Requests kept running, one run for each number; by default the measured batch sizes.
     rate:
         Instead, request rates in requests/s, with Poisson arrivals.
+    arrivals:
+        Instead, a file of requests (`simulator.serving.arrivals.read_requests`), at its own pace or
+        at each `rate`.
+    mode:
+        Batching, or what overlaps drafting and verification (`simulator.serving.Scenario`).
     requests, replications, replicas:
         Requests of each run, independent runs, engines that share the requests.
     max_num_seqs, max_num_batched_tokens, num_gpu_blocks:
@@ -263,52 +275,43 @@ def serve(
     Raises
     ------
     DraftsimError
-        If both `concurrency` and `rate` are given, a value is impossible, or as in `predict`.
+        If loads contradict each other, a value is impossible, or as in `predict`.
     """
-    from simulator.serving import (
-        ClosedLoop,
-        Limits,
-        Poisson,
-        Scenario,
-        over_batches,
-        over_rates,
-        sweep,
-    )
+    from simulator.serving import ClosedLoop, Limits, Scenario, sweep
+    from simulator.serving.study import over_loads
     from simulator.targets import parse_targets
-    from simulator.tune.costs import default_batches
 
-    if concurrency is not None and rate is not None:
-        raise DraftsimError("concurrency keeps the engine full: give it, or rate, not both")
     notes: list[str] = []
     recording = _recording(trace, latency, source, notes, acceptance)
-    rule = _rule(verify, recording)
+    policies, rule = _alike(policies, verify, recording, notes)
     measured = recording.latency
     limits = Limits.of_engine(measured, max_num_seqs, max_num_batched_tokens, num_gpu_blocks)
     base = Scenario(
-        ClosedLoop(1), limits, requests, seed=seed, replications=replications, replicas=replicas
+        ClosedLoop(1),
+        limits,
+        requests,
+        mode,
+        seed=seed,
+        replications=replications,
+        replicas=replicas,
     )
     if slo is not None:
-        targets = parse_targets(slo, "slo")
+        targets = parse_targets(slo, share=False)
         base = replace(base, ttft_target_s=targets.ttft_s, tpot_target_s=targets.tpot_s)
-    if rate is not None:
-        scenarios = over_rates(replace(base, arrivals=Poisson(1.0)), rate)
-    else:
-        scenarios = over_batches(base, concurrency or default_batches(measured))
-    largest = max(scenario.limits.max_batch for scenario in scenarios)
+    scenarios = over_loads(base, measured, concurrency=concurrency, rate=rate, arrivals=arrivals)
+    largest = max(scenario.largest_batch for scenario in scenarios)
     measured.check_sizes("target", "forward", largest, 1)
     table = recording.priced(largest)
     chosen = load_serving_policies(
-        policies, recording.trace, table, largest=largest, say=notes.append
+        policies, recording.trace, table, mode, largest=largest, say=notes.append
     )
     rows = sweep(recording.trace, table, chosen, scenarios, rule=rule)
     best = {}
-    for load in dict.fromkeys(row["concurrency" if rate is None else "rate"] for row in rows):
-        own = [
-            row for row in rows
-            if row["concurrency" if rate is None else "rate"] == load
-            and not is_bound(row["policy"])
-        ]  # fmt: skip
-        if rate is None:
+    closed = rate is None and arrivals is None
+    by = "concurrency" if closed else "rate"
+    for load in dict.fromkeys(row[by] for row in rows):
+        own = [row for row in rows if row[by] == load and not is_bound(row["policy"])]
+        if closed:
             best[load] = max(own, key=lambda row: row["throughput_tok_s"])["policy"]
         else:
             best[load] = min(own, key=lambda row: row["e2e_s"]["mean"])["policy"]
@@ -320,8 +323,9 @@ def plan(
     latency: str | LatencyTable | None = None,
     policies: Policies | None = None,
     *,
-    rate: float,
     slo: str,
+    rate: float | None = None,
+    arrivals: str | Path | None = None,
     requests: int | None = None,
     replications: int = 5,
     max_replicas: int = 1024,
@@ -344,8 +348,10 @@ def plan(
         Those of `serve`.
     max_num_seqs, max_num_batched_tokens, num_gpu_blocks:
         Those of `serve`.
-    rate, slo:
-        Requests/s, and targets such as ``"ttft=200ms,tpot=30ms,p=0.95"``.
+    slo:
+        Targets such as ``"ttft=200ms,tpot=30ms,p=0.95"``.
+    rate, arrivals:
+        Requests/s, or a file of requests as in `serve`, at its own rate or `rate`.
     requests, replications, max_replicas:
         Requests of each run (by default as many as a judgement needs), independent runs, and the
         most replicas to try.
@@ -362,19 +368,22 @@ def plan(
     from simulator import capacity
     from simulator.capacity import with_cost
     from simulator.executors import Local
-    from simulator.serving import Limits, Poisson, Scenario
+    from simulator.serving import Limits, Scenario
+    from simulator.serving.arrivals import arrivals_of
     from simulator.targets import parse_targets
 
-    targets = parse_targets(slo, "slo")
+    targets = parse_targets(slo)
     with_cost([], gpus, price)  # refused before anything is simulated
     notes: list[str] = []
     recording = _recording(trace, latency, source, notes, acceptance, "a plan")
-    rule = _rule(verify, recording)
+    policies, rule = _alike(policies, verify, recording, notes)
     measured = recording.latency
     limits = Limits.of_engine(measured, max_num_seqs, max_num_batched_tokens, num_gpu_blocks)
     measured.check_sizes("target", "forward", limits.max_batch, 1)
     table = recording.priced(limits.max_batch)
-    base = Scenario(Poisson(rate), limits, warmup=0.2, seed=seed, replications=replications)
+    base = Scenario(
+        arrivals_of(rate, arrivals), limits, warmup=0.2, seed=seed, replications=replications
+    )
     chosen = load_serving_policies(
         policies, recording.trace, table, largest=limits.max_batch, say=notes.append
     )
@@ -444,16 +453,10 @@ def sweep(
     notes: list[str] = []
     by_ratio = bool(c) and latency is None and not gpus
     recording = _recording(trace, latency, source, notes, acceptance, "a sweep", by_ratio=by_ratio)
-    recording.check_ratios(c)
     sizes = list(concurrency)
-    if max(sizes, default=1) > 1 and c:
-        raise DraftsimError(
-            "c is a cost ratio at one sequence: leave concurrency at 1, or give latencies that "
-            "were measured at batches"
-        )
-    tables = {n: recording.priced(max(sizes), t) for n, t in recording.tables.items()}
-    for table in tables.values():
-        table.check_sizes("target", "forward", max(sizes), 1)
+    tables = recording.swept(c, max(sizes, default=1))
+    if gpus:
+        check_carried(recording.source, recording.recordings)
     names = tuple(find_device(name).name for name in gpus)
     prices = Prices(tuple(c), tables, context or [None], verify_ratio, names)
     chosen = swept_policies(policies, gamma, recording.trace, notes.append)
@@ -481,7 +484,7 @@ def _recording(
     elif by_ratio:
         tables = {}
     else:
-        tables = {latency or trace: find_latency(latency or trace)}
+        tables = {latency or trace: load_latency(latency, trace, notes.append)}
     return load_recording(
         trace, outputs, tables, source, given=latency is not None, chooses=chooses,
         one=not by_ratio, one_stream=one_stream and acceptance is None,
@@ -494,14 +497,12 @@ def _observed(
     acceptance: Acceptance, by_ratio: bool, notes: list[str],
 ) -> tuple[str, Trace]:  # fmt: skip
     """Return a name and a trace made from acceptance by position."""
-    if isinstance(trace, Trace) or trace != DEFAULT_TRACE:
-        raise DraftsimError("trace and acceptance are two acceptances: give one")
-    if source is not None:
-        raise DraftsimError("acceptance is that of your drafter: leave source out")
-    if latency is None and not by_ratio:
-        raise DraftsimError("acceptance says nothing of what passes cost: give latency as well")
+    named = "object" if isinstance(trace, Trace) else trace
     text = acceptance if isinstance(acceptance, str) else ",".join(f"{p:g}" for p in acceptance)
-    return observed_trace(text, notes.append)
+    return observed_trace(
+        text, notes.append, named=None if named == DEFAULT_TRACE else named, source=source,
+        costs=latency is not None or by_ratio,
+    )  # fmt: skip
 
 
 def _given(
@@ -532,6 +533,14 @@ def _rule(verify: str | None, recording: Recording) -> VerifyRule | None:
     rule = load_rule(verify)
     recording.check_rule(rule)
     return rule
+
+
+def _alike(
+    policies: Policies | None, verify: str | None, recording: Recording, notes: list[str]
+) -> tuple[Policies | None, VerifyRule | None]:
+    """Return policies, and the rule by which all of them are verified."""
+    policies, verify = one_rule(policies, verify, notes.append)
+    return policies, _rule(verify, recording)
 
 
 def _rows(table: pd.DataFrame) -> list[dict[str, Any]]:

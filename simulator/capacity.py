@@ -608,7 +608,7 @@ def plan(
     latency: LatencyTable,
     policies: Mapping[str, Policy],
     base: Scenario,
-    rate: float,
+    rate: float | None,
     targets: Targets,
     *,
     rule: VerifyRule | None = None,
@@ -621,12 +621,14 @@ def plan(
     progress: Progress | None = None,
     say: Callable[[str], None] = lambda _: None,
 ) -> list[dict[str, Any]]:
-    """Return the fewest replicas that keep `targets` at `rate` requests a second, a row a policy.
+    """Return the fewest replicas that keep `targets` at `rate` requests/s, a row for each policy.
 
     Parameters
     ----------
     base:
         The kind of arrivals, the engine, the router, the seed and how many replications.
+    rate:
+        Offered load; None: that of the arrivals.
     requests:
         That arrive in a run; None: of a file all, else as many as a judgement needs (15 times
         what the slowest twentieth takes, and for every replica 200 or four times what it serves
@@ -651,6 +653,9 @@ def plan(
     DraftsimError
         If a run fails, or the arrivals have no rate to change.
     """
+    rate = base.arrivals.rate if rate is None else rate
+    if rate is None:
+        raise DraftsimError("the arrivals span no time: give the load, rate")
     if not 0 < rate < math.inf:
         raise DraftsimError(f"rate is {rate}, expected a positive number of requests a second")
     if most < 1:

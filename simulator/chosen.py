@@ -20,7 +20,7 @@ from traces.acceptance.trace import Trace
 from traces.errors import DraftsimError
 from traces.latency.table import LatencyTable
 from traces.replay.run import can_replay
-from traces.sources.methods import exact_policy
+from traces.sources.methods import exact_policy, same_rule
 
 if TYPE_CHECKING:
     from policies.lengths.rate_optimal import RateOptimal
@@ -158,6 +158,24 @@ def load_rule(text: str | None, memory: Path | None = None) -> VerifyRule | None
     if memory is not None and not isinstance(rule, CSD):
         raise DraftsimError(f"--memory belongs to a rule that has one, not {text!r}: --verify csd")
     return rule
+
+
+def one_rule(
+    texts: Sequence[str | DraftPolicy | BatchPolicy] | None, verify: str | None, say: Say = silent
+) -> tuple[Sequence[str | DraftPolicy | BatchPolicy] | None, str | None]:
+    """Return policies and rule for who verifies all policies alike.
+
+    Methods that have one lossy rule in common give it (`traces.sources.methods.same_rule`).
+    """
+    given = [text for text in texts or () if isinstance(text, str)]
+    if not given or len(given) < len(texts or ()):
+        return texts, verify
+    policies, rule = same_rule(given, verify)
+    if rule != verify:
+        pairs = zip(given, policies or (), strict=True)
+        parts = [f"{text} is {own}" for text, own in pairs if text != own]
+        say(f"{', '.join(parts)}, verified by {rule}")
+    return policies, rule
 
 
 def every_policy() -> list[str]:

@@ -302,15 +302,19 @@ def compare(
     Raises
     ------
     DraftsimError
-        If something cannot be replayed, or as in `simulator.whatif.ranking.rank`.
+        If a method comes with a drafter or a rule that another was named for, if something cannot
+        be replayed, or as in `simulator.whatif.ranking.rank`.
     """
+    if rule is not None:
+        asked.check_alone("verify")
     free = with_free_lookups(latency)
     if recording.stream is not None:
+        asked.check_alone("source", "a draft source")
         ranking = _ranked_stream(recording, free, asked.policies, rule, say)
         return Compared(recording.trace, ranking, [], free)
     if recording.observed and asked.systems:
         raise DraftsimError(
-            f"{asked.systems[0]} drafts from texts, and --acceptance holds none: give a --trace"
+            f"{asked.systems[0]} drafts from texts, and acceptance holds none: give a trace"
         )
     outputs, trace, texts = recording.outputs, recording.trace, asked.policies
 

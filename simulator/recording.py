@@ -128,18 +128,32 @@ class Recording:
         if (source := self.stream or self.source) is not None:
             check_rule(rule, source, self.outputs)
 
-    def check_ratios(self, ratios: Sequence[float]) -> None:
-        """Raise DraftsimError if cost ratios are asked of a source without a cost per token."""
+    def swept(self, ratios: Sequence[float], largest: int) -> dict[str, LatencyTable]:
+        """Return every table that prices a sweep over batches up to `largest`, by name.
+
+        Raises DraftsimError if a table does not know such batches, or if cost ratios are asked of
+        them, or of a source without a cost per token.
+        """
         if ratios and self.one_pass:
             raise DraftsimError(
-                "--c is the cost of a drafted token, and with --one-pass they have one pass: give "
-                "--latency, const:target=1,draft=C"
+                "c is the cost of a drafted token, and with --one-pass they have one pass: give "
+                "latency, const:target=1,draft=C"
             )
         if ratios and self.trace.drafts_end:
             raise DraftsimError(
-                f"--c is the cost of a drafted token, and {self.trace.source} drafts all of a "
+                f"c is the cost of a drafted token, and {self.trace.source} drafts all of a "
                 "round's at once: leave it out"
             )
+        if ratios and largest > 1 and not self.assume_batch_free:
+            raise DraftsimError(
+                "c gives the cost of a draft pass relative to a target pass, not that of a batch: "
+                "leave the batch at 1, give latency measured at batches, or take every batch to "
+                "cost the same (--assume-batch-free)"
+            )
+        tables = {name: self.priced(largest, table) for name, table in self.tables.items()}
+        for table in tables.values():
+            table.check_sizes("target", "forward", largest, 1)
+        return tables
 
 
 def imputed(name: str, trace: Trace, chooses: str | None = None, say: Say = silent) -> Trace:
@@ -181,12 +195,25 @@ def imputed(name: str, trace: Trace, chooses: str | None = None, say: Say = sile
 
 
 def observed_trace(
-    text: str, say: Say = silent, sizes: Mapping[str, int] | None = None
-) -> tuple[str, Trace]:
+    text: str, say: Say = silent, sizes: Mapping[str, int] | None = None, *,
+    named: str | None = None, source: str | None = None, costs: bool = True,
+) -> tuple[str, Trace]:  # fmt: skip
     """Return a name and a trace of acceptance that a server counted; `say` is told whose it is.
 
     ``sizes`` are the requests' ``prompt_length`` and ``tokens``, by default the server's.
+
+    Raises DraftsimError if it cannot be read, a recording (`named`) or a `source` was named as
+    well, or nothing says what passes cost (`costs`).
     """
+    if named is not None:
+        raise DraftsimError(f"acceptance and trace {named} are two acceptances: give one")
+    if source is not None:
+        raise DraftsimError(f"source {source}: acceptance is that of your drafter: drop one")
+    if not costs:
+        raise DraftsimError(
+            "acceptance says nothing of what passes cost: give latency, such as costs of "
+            "`draftsim calibrate RUNS --out FILE` or const:target=SECONDS,draft=SECONDS"
+        )
     found = read_acceptance(text)
     trace = trace_by_position(found.survival, **{**found.sizes, **(sizes or {})}, meta=found.meta)
     one = trace.requests[0]
@@ -209,6 +236,23 @@ def plain_trace(sizes: Mapping[str, int] | None = None) -> tuple[str, Trace]:
     if sizes is None:
         return "plain decoding", trace
     return f"requests of {one.prompt_length} prompt and {one.tokens} output tokens", trace
+
+
+def load_latency(name: str | None, trace_name: str, say: Say = silent) -> LatencyTable:
+    """Return the latency table called `name`, by default the one recorded with the trace.
+
+    ``say`` is told how the table is known.
+    Raises DraftsimError if the trace is a file by itself, as in a log, and none is named.
+    """
+    if name is None and folder_of(trace_name) is None:
+        raise DraftsimError(
+            f"{trace_name} says nothing of what passes cost: name latency, a run folder, a "
+            "recording (`draftsim list`) or const:target=SECONDS,draft=SECONDS"
+        )
+    table = find_latency(trace_name if name is None else name)
+    if said := table.meta.get("said"):
+        say(str(said))
+    return table
 
 
 def load_source(text: str | None) -> Source | None:
@@ -296,12 +340,8 @@ def load_recording(
             "--one-pass is for acceptance that comes without its drafter: "
             f"{(drafter or stream).name} has passes of its own"  # type: ignore[union-attr]
         )
-    if drafter is not None and carry is not None:
-        raise DraftsimError(
-            f"--gpu and --weights carry latencies over by the models' shapes, and that of "
-            f"{drafter.label(recordings)} is not kept: measure it there (`draftsim profile "
-            "--device cuda`), or give a recording of a draft model"
-        )
+    if carry is not None:
+        check_carried(drafter, recordings, one_pass)
     if one and carry is not None:
         tables = carry(tables)
     trace = outputs = imputed(name, outputs, chooses, say)
@@ -319,6 +359,21 @@ def load_recording(
     if by_layers and found.said_depths:
         say(found.said_depths)
     return found
+
+
+def check_carried(drafter: Source | None, recordings: Recordings, one_pass: bool = False) -> None:
+    """Raise DraftsimError if the drafter's passes cannot be carried over to another device."""
+    if one_pass:
+        raise DraftsimError(
+            "--gpu and --weights carry passes over by the models' shapes, and that of a drafter "
+            "of one pass is not known: leave them out"
+        )
+    if drafter is not None:
+        raise DraftsimError(
+            f"--gpu and --weights carry latencies over by the models' shapes, and that of "
+            f"{drafter.label(recordings)} is not kept: measure it there (`draftsim profile "
+            "--device cuda`), or give a recording of a draft model"
+        )
 
 
 def _drafter(

@@ -53,11 +53,11 @@ class Targets:
         return " and ".join(f"{name} {s * 1e3:g} ms" for name, s in bounds if math.isfinite(s))
 
 
-def parse_targets(text: str, option: str = "--slo") -> Targets:
+def parse_targets(text: str, *, share: bool = True) -> Targets:
     """Read targets such as ``ttft=200ms,tpot=30ms,p=0.95``.
 
     A time has the unit ms or s; a bare number is in seconds.  ``p`` is the share of requests that
-    must meet the targets, 0.95 by default.
+    must meet the targets, 0.95 by default; `share` is False where none is asked for.
 
     Raises
     ------
@@ -72,16 +72,21 @@ def parse_targets(text: str, option: str = "--slo") -> Targets:
         name, equals, value = (s.strip() for s in part.partition("="))
         if name not in NAMES or not equals:
             raise DraftsimError(
-                f"{option} {text}: {part.strip()!r} is not one of ttft=TIME, tpot=TIME, p=SHARE"
+                f"slo {text}: {part.strip()!r} is not one of ttft=TIME, tpot=TIME, p=SHARE"
             )
         if NAMES[name] in found:
-            raise DraftsimError(f"{option} {text}: {name} is given twice")
-        where = f"{option} {text}: {name}"
+            raise DraftsimError(f"slo {text}: {name} is given twice")
+        if name == "p" and not share:
+            raise DraftsimError(
+                f"slo {text}: serve shows the share of requests within the targets, whatever p is: "
+                "drop p, or ask for a plan or settings"
+            )
+        where = f"slo {text}: {name}"
         found[NAMES[name]] = _share(value, where) if name == "p" else parse_time(value, where)
     try:
         return Targets(**found)
     except DraftsimError as error:
-        raise DraftsimError(f"{option} {text}: {error}") from None
+        raise DraftsimError(f"slo {text}: {error}") from None
 
 
 def parse_time(text: str, where: str) -> float:

@@ -155,7 +155,7 @@ def test_the_speedup_is_that_of_the_acceptance_length(run: Run) -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ((), "says nothing of what passes cost: name --latency"),
+        ((), "says nothing of what passes cost: give latency"),
         ((*CONST, "--trace", "smollm2-cpu"), "are two acceptances: give one"),
         ((*CONST, "--source", "eagle"), "is that of your drafter: drop one"),
         ((*CONST, "--policy", "pld"), "drafts from texts"),

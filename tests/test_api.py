@@ -5,14 +5,20 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import pytest
 
 import draftsim
+from commands.common.options import TRACE_VARIABLE
 from policies import DraftPolicy
 from policies.core import DraftToken
 from simulator.chosen import load_policies
+from simulator.serving import ClosedLoop, Devices, Scenario
+from simulator.serving.study import over_loads
+from simulator.tune.search import Search
+from simulator.whatif.tuning import tuned_rows
 from tests.conftest import ROOT, Run
 from traces import LatencyTable, find_latency, find_trace, synthetic_trace
 
@@ -95,7 +101,7 @@ def test_serve_gives_a_row_for_each_load_and_policy() -> None:
     loaded = draftsim.serve(policies=SOME, rate=[0.5], requests=40, slo="ttft=2,tpot=0.2")
     assert list(loaded.best) == [0.5]
     assert loaded.table["within_targets"].between(0, 1).all()
-    with pytest.raises(draftsim.DraftsimError, match="not both"):
+    with pytest.raises(draftsim.DraftsimError, match="keep the engine full"):
         draftsim.serve(concurrency=[1], rate=[1.0])
 
 
@@ -159,7 +165,68 @@ def test_acceptance_that_a_server_counted_takes_the_traces_place() -> None:
     for more, said in (
         ({}, "what passes cost"),
         ({"latency": costs, "trace": "bundled"}, "two acceptances"),
-        ({"latency": costs, "source": "draft-model"}, "leave source out"),
+        ({"latency": costs, "source": "draft-model"}, "drop one"),
     ):
         with pytest.raises(draftsim.DraftsimError, match=said):
             draftsim.predict(acceptance=counted, **more)
+
+
+CONST = "const:target=0.02,draft=0.002"
+HEAD = "smollm2-vllm-eagle3-cpu"
+
+
+def loads(**given: Any) -> object:
+    return over_loads(Scenario(ClosedLoop(1)), find_latency("bundled"), **given)
+
+
+@pytest.mark.parametrize(
+    ("command", "call"),
+    [
+        ("serve --batch 1 --rate 1", lambda: draftsim.serve(concurrency=[1], rate=[1.0])),
+        ("serve --scale 2", lambda: loads(scale=[2.0])),
+        ("serve --batch 2 --process poisson", lambda: loads(concurrency=[2], process="poisson")),
+        ("serve --rate 1 --process bursty", lambda: loads(rate=[1.0], process="bursty")),
+        ("serve --interference 0.5", lambda: Scenario(ClosedLoop(1), devices=Devices(0.5))),
+        ("serve --mode pearl --batch 4", lambda: draftsim.serve(mode="pearl", concurrency=[4])),
+        (f"serve --mode pearl --trace {HEAD}", lambda: draftsim.serve(HEAD, mode="pearl")),
+        ("serve --mode static-mean --policy goodput --batch 2",
+         lambda: draftsim.serve(mode="static-mean", policies=["goodput"], concurrency=[2])),
+        ("serve --slo ttft=1,p=0.9", lambda: draftsim.serve(slo="ttft=1,p=0.9")),
+        ("capacity --slo ttft=2h --rate 1", lambda: draftsim.plan(slo="ttft=2h", rate=1.0)),
+        ("capacity --slo ttft=1", lambda: draftsim.plan(slo="ttft=1")),
+        ("sweep --c 0.1 --batch 2", lambda: draftsim.sweep(c=[0.1], concurrency=[2])),
+        ("sweep --c 0.1 --context 5", lambda: draftsim.sweep(c=[0.1], context=[5])),
+        (f"sweep --trace {HEAD} --gpu h100", lambda: draftsim.sweep(HEAD, gpus=["h100"])),
+        ("sweep --tune", lambda: tuned_rows(
+            find_trace("bundled"), find_latency("bundled"), [], resamples=1, seed=0, jobs=1)),
+        ("simulate --policy pld --verify csd",
+         lambda: draftsim.predict(policies=["pld"], verify="csd")),
+        ("simulate --policy rest --source pld",
+         lambda: draftsim.predict(policies=["rest"], source="pld")),
+        ("simulate --acceptance 0.7", lambda: draftsim.predict(acceptance="0.7")),
+        (f"simulate --acceptance 0.7 --latency {CONST} --trace bundled",
+         lambda: draftsim.predict("bundled", CONST, acceptance="0.7")),
+        (f"simulate --acceptance 0.7 --latency {CONST} --source eagle",
+         lambda: draftsim.predict(latency=CONST, acceptance="0.7", source="eagle")),
+        ("tune --engine sglang --by-context", lambda: Search("sglang", by_context=True)),
+        ("tune --engine hf --batch 2", lambda: Search("hf", [2])),
+        ("tune --engine vllm --by-length --batch 1,2",
+         lambda: Search("vllm", [1, 2], by_length=True)),
+    ],
+)  # fmt: skip
+def test_python_and_the_command_refuse_with_the_same_line(
+    run: Run, command: str, call: Callable[[], object], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv(TRACE_VARIABLE, raising=False)
+    with pytest.raises(draftsim.DraftsimError) as refused:
+        call()
+    ran = run(*command.split())
+    assert ran.code == 2
+    assert ran.err.splitlines()[-1] == f"draftsim: {refused.value}"
+
+
+def test_methods_with_one_rule_in_common_are_served_by_it(run: Run) -> None:
+    found = draftsim.serve("bundled", policies=["gammatune+csd"], concurrency=[1], requests=20)
+    assert list(found.table["policy"]) == ["autoregressive", "gammatune"]
+    assert set(found.table["verify"]) == {"csd"}
+    assert "gammatune+csd is gammatune, verified by csd" in found.notes

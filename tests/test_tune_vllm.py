@@ -19,7 +19,7 @@ from simulator.formulas import leviathan
 from simulator.pricing import price
 from simulator.serving import serve, simulate
 from simulator.targets import Targets
-from simulator.tune.costs import default_batches, fixed_logs, price_grid
+from simulator.tune.costs import fixed_logs, price_grid
 from simulator.tune.formats import check_vllm
 from simulator.tune.huggingface import tune_huggingface
 from simulator.tune.served import closed_load, counted_rate, served_rates, unbeaten
@@ -160,8 +160,8 @@ def test_thin_evidence_is_said() -> None:
     assert "vLLM keeps the last K beyond batch 256" in said or tuned.rows[-1]["setting"] == "K=0"
     lone = tune_vllm(iid(0.7, 1, 60), CHEAP, lengths=FEW, draws=50)
     assert any("no interval" in w for w in lone.warnings)
-    assert default_batches(batched()) == [1, 2, 4, 8, 16, 32, 64]
-    assert default_batches(CHEAP) == [1]
+    assert batched().usual_batches == [1, 2, 4, 8, 16, 32, 64]
+    assert CHEAP.usual_batches == [1]
     noisy = batched().cells.assign(spread_s=batched().cells["median_s"] * 0.4)
     noise = tune_vllm(iid(0.7, 40, 60), LatencyTable(noisy), [1], lengths=FEW, draws=50)
     assert "timings scatter by 40%" in " ".join(noise.warnings)
@@ -180,7 +180,7 @@ def test_other_sources_cells_do_not_bound_the_batches_searched() -> None:
     cells = batched().cells
     lookups = cells[cells["phase"] == "forward"].query("batch == 1 and model == 'target'")
     more = LatencyTable(pd.concat([cells, lookups.head(1).assign(model="pld")]))
-    assert default_batches(more) == default_batches(batched())
+    assert more.usual_batches == batched().usual_batches
 
 
 def alone(trace: Trace, latency: LatencyTable, lengths: list[int], batch: int) -> Any:

@@ -47,8 +47,11 @@ def load_recording(
     given = [latency] if isinstance(latency, str) else list(latency or ())
     try:
         if acceptance is not None:
-            _check_alone(name, source, given, by_ratio)
-            named, outputs = recording.observed_trace(acceptance, say, sizes)
+            own = isinstance(name, Defaulted) or name == os.environ.get(TRACE_VARIABLE)
+            named, outputs = recording.observed_trace(
+                acceptance, say, sizes, named=None if own else name, source=source,
+                costs=bool(given) or by_ratio,
+            )  # fmt: skip
             option = None
         elif plain and given and isinstance(name, Defaulted):
             made_up = True
@@ -73,19 +76,6 @@ def load_recording(
             note(line)
 
 
-def _check_alone(name: str, source: str | None, given: Sequence[str], by_ratio: bool) -> None:
-    """Refuse options that name another acceptance, or no costs."""
-    if not isinstance(name, Defaulted) and name != os.environ.get(TRACE_VARIABLE):
-        raise DraftsimError(f"--acceptance and --trace {name} are two acceptances: give one")
-    if source is not None:
-        raise DraftsimError(f"--source {source}: --acceptance is that of your drafter: drop one")
-    if not given and not by_ratio:
-        raise DraftsimError(
-            "--acceptance says nothing of what passes cost: name --latency, such as costs of "
-            "`draftsim calibrate RUNS --out FILE` or const:target=SECONDS,draft=SECONDS"
-        )
-
-
 def latencies(
     names: Sequence[str] | None, trace_name: str, priced: bool, assume_batch_free: bool = False,
     say: Say = note,
@@ -96,6 +86,8 @@ def latencies(
     A table of the GPU suite, which holds many pairs and modes, gives one table each, or the one
     that a suffix names (``FILE:PAIR/MODE``).
     """
+    from simulator.recording import load_latency
+
     if not names and priced:
         return {}
     if not names:
@@ -120,47 +112,6 @@ def latencies(
             elif pair == chosen:
                 found[name] = table
     return found
-
-
-def load_latency(name: str | None, trace_name: str, say: Say = note) -> LatencyTable:
-    """Return the latency table called `name`, by default the one recorded with the trace.
-
-    ``say`` is told how the table is known.
-    Raises DraftsimError if the trace is a file by itself, as in a log, and none is named.
-    """
-    from traces.store.recordings import find_latency, folder_of
-
-    if name is None and folder_of(trace_name) is None:
-        raise DraftsimError(
-            f"{trace_name} says nothing of what passes cost: name latencies with --latency, a run "
-            "folder, a recording (`draftsim list`) or const:target=SECONDS,draft=SECONDS"
-        )
-    table = find_latency(name if name is not None else trace_name)
-    if said := table.meta.get("said"):
-        say(str(said))
-    return table
-
-
-def in_batches(
-    tables: Mapping[str, LatencyTable], ratios: Sequence[float], largest: int, assume: bool
-) -> str:
-    """Return which costs batches up to `largest` are assumed not to have; empty for none.
-
-    Raises DraftsimError if this may not be assumed, of tables or of ratios (`assume`).
-    """
-    from traces.latency.table import BATCH_FREE_SAID
-
-    if largest > 1 and ratios and not assume:
-        raise DraftsimError(
-            "--c gives the cost of a draft pass relative to a target pass, not that of a batch: "
-            "leave --batch at 1, give --latency measured at batches, or take every batch to cost "
-            "the same with --assume-batch-free"
-        )
-    said = BATCH_FREE_SAID if largest > 1 and ratios else ""
-    for table in tables.values():
-        table.check_sizes("target", "forward", largest, 1)
-        said = said or table.said_batch_free(largest)
-    return said
 
 
 def carried(

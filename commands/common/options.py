@@ -250,19 +250,12 @@ class Policies:
 def one_rule(
     texts: Sequence[str] | None, verify: str | None
 ) -> tuple[list[str] | None, str | None]:
-    """Return policies and rule for a command that verifies all policies alike.
-
-    Methods that have one lossy rule in common give it (`traces.sources.methods.same_rule`).
-    """
+    """Return what `simulator.chosen.one_rule` does, with a note."""
     from commands.common.output import note
-    from traces.sources.methods import same_rule
+    from simulator import chosen
 
-    policies, rule = same_rule(texts, verify)
-    if rule != verify:
-        pairs = zip(texts or (), policies or (), strict=True)
-        parts = [f"{text} is {own}" for text, own in pairs if text != own]
-        note(f"{', '.join(parts)}, verified by {rule}")
-    return policies, rule
+    policies, rule = chosen.one_rule(texts, verify, note)
+    return None if policies is None else [str(text) for text in policies], rule
 
 
 @dataclass(frozen=True)

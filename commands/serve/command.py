@@ -22,7 +22,7 @@ from commands.common.output import (
 from commands.common.printed import print_table
 from commands.common.progress import progress_bar, working
 from commands.common.written import TABLES, Shown, as_latex, write_rows
-from commands.serve.loads import ONE_STREAM, Loads, requests_of, where
+from commands.serve.loads import Loads, requests_of, where
 from commands.serve.rows import headline, print_measured, remarks, shown
 from traces.errors import DraftsimError
 from traces.store.lock import only_writer
@@ -214,13 +214,6 @@ def serve(
     recording = inputs.load(plain=settings is None and policies.plain, sizes=loads.sizes)
     recorded, table = recording.trace, recording.latency
     texts, rule = policies.alike(recording)
-    if recording.source is not None and mode in ONE_STREAM:
-        raise DraftsimError(
-            f"--mode {mode} drafts on while the target verifies, and {recorded.source} drafts from "
-            "what it has verified: take a recording of a draft model, or another --mode"
-        )
-    if interference is not None and mode not in ONE_STREAM:
-        raise DraftsimError(f"--interference is of --mode pearl or dsi, not of {mode}")
     ttft_s, tpot_s = _targets(slo, ttft, tpot)
     base = Scenario(
         ClosedLoop(1), engine.limits(table), requests, mode,  # type: ignore[arg-type]
@@ -229,12 +222,10 @@ def serve(
         replicas=replicas, router=engine.routing(replicas),
     )  # fmt: skip
     scenarios = loads.scenarios(base, table)
-    largest = 1 if mode in ONE_STREAM else max(s.limits.max_batch for s in scenarios)
+    largest = max(scenario.largest_batch for scenario in scenarios)
     table.check_sizes("target", "forward", largest, 1)  # refused before anything is served
     recording = engine.captured(recording, largest)
     table = inputs.priced(recording, largest)
-    if inputs.always_draft is not None and mode in ONE_STREAM:
-        raise DraftsimError(f"--mode {mode} drafts without rounds to wait for: drop --always-draft")
     chosen = load_serving_policies(texts, recorded, table, mode, settings, largest, note)
     meta = {
         "trace": inputs.acceptance or inputs.trace, "latency": inputs.latency or inputs.trace,
@@ -289,10 +280,5 @@ def _targets(slo: str | None, ttft: str | None, tpot: str | None) -> tuple[float
         return ttft_s, tpot_s
     if ttft is not None or tpot is not None:
         raise DraftsimError("--slo holds both targets: drop --ttft and --tpot")
-    if any(part.strip().startswith("p=") for part in slo.split(",")):
-        raise DraftsimError(
-            f"--slo {slo}: serve shows the share of requests within the targets, whatever p is: "
-            "drop p, or ask capacity or tune"
-        )
-    targets = parse_targets(slo)
+    targets = parse_targets(slo, share=False)
     return targets.ttft_s, targets.tpot_s

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar
+from typing import TYPE_CHECKING, Annotated, ClassVar
 
 import typer
 
@@ -14,12 +14,9 @@ from traces.errors import DraftsimError
 
 if TYPE_CHECKING:
     from simulator.executors import Executor
-    from simulator.serving import Arrivals, Scenario
+    from simulator.serving import Scenario
     from traces.latency.table import LatencyTable
 
-BATCHES = [1, 2, 4, 8, 16, 32, 64]
-"""Served where no load is named and passes are taken to cost the same at every batch."""
-ONE_STREAM = ("pearl", "dsi")
 MANY = 50_000
 """Requests from which on starting processes for them pays."""
 ProcessOption = Annotated[
@@ -88,56 +85,16 @@ class Loads:
     def scenarios(self, base: Scenario, table: LatencyTable) -> list[Scenario]:
         """Return a scenario for each load that is named; with none, for the batches of `table`.
 
-        Raises DraftsimError if loads contradict each other or hold an impossible value.
+        Raises DraftsimError if a value is impossible, and as `simulator.serving.study.over_loads`.
         """
-        from simulator.serving import over_batches, over_rates
-        from simulator.tune.costs import default_batches
+        from simulator.serving.study import over_loads
 
-        batch, rate, arrivals = self.batch, self.rate, self.arrivals
-        if batch is not None and (rate is not None or arrivals is not None):
-            raise DraftsimError(
-                "--batch keeps the engine full: drop --rate and --arrivals, or --batch"
-            )
-        if self.scale is not None and (arrivals is None or rate is not None):
-            raise DraftsimError("--scale speeds up --arrivals: give a file, and no --rate")
-        if self.process is not None or arrivals is not None or rate is not None:
-            of = arrivals_of(None if rate is None else 1.0, arrivals, self.process)
-            if rate is not None:
-                return over_rates(replace(base, arrivals=of), positive_numbers("--rate", rate))
-            scales = positive_numbers("--scale", self.scale or "1")
-            return [replace(base, arrivals=of.scaled(s)) for s in scales]  # type: ignore[attr-defined]
-        one_stream = base.mode in ONE_STREAM
-        if batch is not None:
-            sizes = batch_sizes("--batch", batch)
-        else:
-            sizes = [1] if one_stream else BATCHES if table.batch_free else default_batches(table)
-        if one_stream and sizes != [1]:
-            raise DraftsimError(
-                f"mode {base.mode!r} serves one stream at a time: use --batch 1, --rate or "
-                "--arrivals"
-            )
-        return over_batches(base, sizes)
-
-
-def arrivals_of(rate: float | None, arrivals: Path | None, process: str | None) -> Arrivals:
-    """Return a file of arrivals, or those of a process at `rate`.
-
-    Raises DraftsimError if the options contradict each other or say neither.
-    """
-    from simulator.serving import ArrivalFile, Deterministic, Poisson
-
-    kinds: Mapping[str, Any] = {"poisson": Poisson, "deterministic": Deterministic}
-    if process is not None and (rate is None or arrivals is not None):
-        raise DraftsimError("--process shapes the arrivals of --rate: give --rate, and no file")
-    if arrivals is not None:
-        return ArrivalFile(arrivals)
-    if rate is None:
-        raise DraftsimError("there is no load: give --rate or --arrivals")
-    process = process or "poisson"
-    if process not in kinds:
-        raise DraftsimError(f"--process is {process!r}, expected poisson or deterministic")
-    made: Arrivals = kinds[process](rate)
-    return made
+        return over_loads(
+            base, table, arrivals=self.arrivals, process=self.process,
+            concurrency=None if self.batch is None else batch_sizes("--batch", self.batch),
+            rate=None if self.rate is None else positive_numbers("--rate", self.rate),
+            scale=None if self.scale is None else positive_numbers("--scale", self.scale),
+        )  # fmt: skip
 
 
 def requests_of(scenarios: Sequence[Scenario]) -> int:

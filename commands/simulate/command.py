@@ -160,16 +160,12 @@ def simulate(
     by_name = bool(policy) and "all" not in (policy or ())
     # Read before anything is replayed, so that a wrong marker is told at once.
     found_phases = phases_in(recorded, phases, tokenizer) if phases else None
-    if recording.stream is not None:
-        if plots is not None or robustness:
-            raise DraftsimError("--plots and --robustness belong to the draft model: drop --source")
-        asked.check_alone("--source", "a draft source")
+    if recording.stream is not None and (plots is not None or robustness):
+        raise DraftsimError("--plots and --robustness belong to the draft model: drop --source")
     if robustness:
         _robustness(recorded, table, policies, [*asked.systems, *asked.ruled], json, out,
                     recording.said)  # fmt: skip
         return
-    if verify is not None:
-        asked.check_alone("--verify")
     rule = load_rule(verify, None if asked.remembers else memory)
     recording.check_rule(rule)
     absent: list[str] = []  # said after the answer

@@ -32,7 +32,6 @@ from simulator.plots.look import (
     style,
 )
 from simulator.serving import Scenario, over_batches, sweep
-from simulator.serving.run import OVERLAPPED
 from simulator.serving.study import break_even_load
 from traces.acceptance.trace import Trace
 from traces.errors import DraftsimError
@@ -359,7 +358,7 @@ def draw(
         save(plot_latency_throughput(finished), "latency_throughput"),
         save(plot_over_time(last), "over_time"),
     ]
-    if base.mode in OVERLAPPED:
+    if base.one_stream:
         return written
     grids = _speedups(finished, trace, latency, policies, scenarios)
     if grids:

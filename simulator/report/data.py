@@ -33,7 +33,6 @@ from simulator.summary import (
 from simulator.tune.costs import (
     DEFAULT_LENGTHS,
     PricedOptions,
-    default_batches,
     default_contexts,
     fixed_logs,
     price_grid,
@@ -151,7 +150,7 @@ def loads(trace: Trace, latency: LatencyTable, serve: bool, draws: int) -> dict[
     """Return ``batches``, ``contexts`` and ``serving``; None where nothing was measured for
     them.
     """
-    sizes = default_batches(latency)
+    sizes = latency.usual_batches
     if len(sizes) < 2:
         return {"batches": None, "contexts": None, "serving": None}
     plain, logs = fixed_logs(trace, [k for k in DEFAULT_LENGTHS if k])

@@ -446,6 +446,30 @@ class ArrivalTimes(Arrivals):
         return self.file.rate
 
 
+PROCESSES: Mapping[str, type[Poisson | Deterministic]] = {
+    "poisson": Poisson, "deterministic": Deterministic,
+}  # fmt: skip
+"""Arrivals at a rate by the names of the command line."""
+
+
+def arrivals_of(
+    rate: float | None, path: str | Path | None = None, process: str | None = None
+) -> Poisson | Deterministic | ArrivalFile:
+    """Return the arrivals in the file at `path`, or those of a process (by default Poisson).
+
+    Raises DraftsimError if the arguments contradict each other or name no load.
+    """
+    if process is not None and (rate is None or path is not None):
+        raise DraftsimError("process shapes the arrivals of a rate: give rate, and no file")
+    if path is not None:
+        return ArrivalFile(path)
+    if rate is None:
+        raise DraftsimError("there is no load: give rate or arrivals")
+    if (name := process or "poisson") not in PROCESSES:
+        raise DraftsimError(f"process is {name!r}, expected {' or '.join(PROCESSES)}")
+    return PROCESSES[name](rate)
+
+
 def _deck(size: int, rng: np.random.Generator) -> Iterator[int]:
     while True:
         yield from rng.permutation(size).tolist()

@@ -33,6 +33,7 @@ from simulator.serving.source import Replica, RequestSource, SimulatedClock
 from traces.acceptance.trace import Trace
 from traces.errors import DraftsimError
 from traces.latency.table import LatencyTable
+from traces.replay.always import passes_always
 from traces.replay.run import fidelity_of, own_policy
 from traces.replay.scores import prepared_rule
 
@@ -112,12 +113,8 @@ class Station:
     audit: Callable[[Engine], None] | None
 
     def __post_init__(self) -> None:
-        self.skip, mode = int(self.scenario.warmup * self.expected), self.scenario.mode
-        if mode in OVERLAPPED:
-            if prepared_rule(self.rule, self.trace) is not None:
-                raise DraftsimError(f"mode {mode!r} replays recorded verdicts: give no rule")
-            if not isinstance(self.policy, DraftPolicy):
-                raise DraftsimError(f"mode {mode!r} serves one stream: give a policy per request")
+        check_mode(self.trace, self.latency, self.policy, self.scenario, self.rule)
+        self.skip = int(self.scenario.warmup * self.expected)
 
     @property
     def marked(self) -> tuple[int, int]:
@@ -217,7 +214,7 @@ class Station:
         timeline: Timeline | None,
     ) -> Replica:
         trace, latency, scenario, policy = self.trace, self.latency, self.scenario, self.policy
-        if isinstance(policy, DraftPolicy) and scenario.mode in OVERLAPPED:
+        if isinstance(policy, DraftPolicy) and scenario.one_stream:
             return OVERLAPPED[scenario.mode](
                 env, trace, source, policy, latency, self.lookahead, recorder, scenario.devices,
                 timeline,
@@ -244,10 +241,7 @@ class Station:
 
     def _assumed(self) -> str:
         """Return the assumptions, not measured, in the prices of a run's batches."""
-        one_stream = self.scenario.mode in OVERLAPPED
-        return self.latency.said_batch_free(
-            1 if one_stream else self.scenario.limits.max_batch or 1
-        )
+        return self.latency.said_batch_free(self.scenario.largest_batch)
 
 
 def _mark(engine: Replica, index: int, at_s: float, _: object = None) -> None:
@@ -256,14 +250,37 @@ def _mark(engine: Replica, index: int, at_s: float, _: object = None) -> None:
 
 def _together(policy: Policy, mode: Mode) -> Together:
     if isinstance(policy, BatchPolicy):
-        if mode in ("static-minimum", "static-mean"):
+        return Jointly(policy.fresh(), guarded=True)
+    styles = {"static-minimum": TruncateToMinimum, "static-mean": StopAtMean}
+    return styles.get(mode, PerRequest)(policy.for_run(), guarded=True)
+
+
+def check_mode(
+    trace: Trace, latency: LatencyTable, policy: Policy, scenario: Scenario,
+    rule: VerifyRule | None,
+) -> None:  # fmt: skip
+    """Raise DraftsimError if the mode of `scenario` cannot serve these drafts or this policy."""
+    mode, batched = scenario.mode, isinstance(policy, BatchPolicy)
+    if not scenario.one_stream:
+        if batched and mode in ("static-minimum", "static-mean"):
             raise DraftsimError(
                 f"mode {mode!r} synchronises policies per request; a batch policy decides for the "
                 "whole batch itself: use mode 'static'"
             )
-        return Jointly(policy.fresh(), guarded=True)
-    styles = {"static-minimum": TruncateToMinimum, "static-mean": StopAtMean}
-    return styles.get(mode, PerRequest)(policy.for_run(), guarded=True)
+        return
+    if "drafts" in trace.meta:
+        raise DraftsimError(
+            f"mode {mode!r} drafts on while the target verifies, and {trace.source} drafts from "
+            "what it has verified: take a recording of a draft model, or another mode"
+        )
+    if passes_always(latency):
+        raise DraftsimError(
+            f"mode {mode!r} drafts without rounds to wait for: drop the passes always drafted"
+        )
+    if prepared_rule(rule, trace) is not None:
+        raise DraftsimError(f"mode {mode!r} replays recorded verdicts: give no rule")
+    if batched:
+        raise DraftsimError(f"mode {mode!r} serves one stream: give a policy per request")
 
 
 def lookahead_of(policy: Policy, trace: Trace) -> int:

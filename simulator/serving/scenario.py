@@ -14,6 +14,8 @@ from traces.errors import DraftsimError
 
 Mode = Literal["continuous", "static", "static-minimum", "static-mean", "pearl", "dsi"]
 MODES: tuple[Mode, ...] = ("continuous", "static", "static-minimum", "static-mean", "pearl", "dsi")
+ONE_STREAM = ("pearl", "dsi")
+"""Modes that draft while the target verifies, one request at a time."""
 MOST = {"requests": 1_000_000_000, "replications": 10_000, "replicas": 65_536}
 """Beyond these a run would not fit into any machine."""
 
@@ -82,6 +84,8 @@ class Scenario:
                 f"mode {self.mode!r} plans no iteration ahead: drop async_scheduling, or use mode "
                 "'continuous'"
             )
+        if self.devices.interference and not self.one_stream:
+            raise DraftsimError(f"interference is of modes pearl and dsi, not of {self.mode!r}")
         if not 0 <= self.warmup < 1:
             raise DraftsimError(f"warmup is {self.warmup}, expected a share in [0, 1)")
         for name in ("requests", "max_time_s", "replications", "replicas"):
@@ -95,6 +99,16 @@ class Scenario:
         for name in ("ttft_target_s", "tpot_target_s"):
             if not getattr(self, name) > 0:
                 raise DraftsimError(f"{name} is {getattr(self, name)}, expected > 0 seconds")
+
+    @property
+    def one_stream(self) -> bool:
+        """True if an engine serves one request at a time."""
+        return self.mode in ONE_STREAM
+
+    @property
+    def largest_batch(self) -> int:
+        """The largest number of sequences in a pass of the target."""
+        return 1 if self.one_stream else self.limits.max_batch
 
     @property
     def router_name(self) -> str | None:

@@ -17,11 +17,18 @@ from policies.from_file import identity
 from policies.lengths.basic import Autoregressive
 from policies.rules.base import VerifyRule
 from simulator.executors import Executor, Local
-from simulator.serving.arrivals import ArrivalFile, ClosedLoop, Deterministic, Poisson, compared
+from simulator.serving.arrivals import (
+    ArrivalFile,
+    ClosedLoop,
+    Deterministic,
+    Poisson,
+    arrivals_of,
+    compared,
+)
 from simulator.serving.outcome.report import Run, ServeResult, joined_runs
 from simulator.serving.outcome.results import ResultsFile, restored
 from simulator.serving.outcome.timeline import Timeline
-from simulator.serving.run import Policy, simulate
+from simulator.serving.run import Policy, check_mode, simulate
 from simulator.serving.scenario import Scenario
 from traces.acceptance.trace import Trace
 from traces.errors import DraftsimError
@@ -29,6 +36,8 @@ from traces.latency.table import LatencyTable
 
 MANY = 20_000
 """Requests from which on replicas that know nothing of each other are run apart."""
+BATCHES = (1, 2, 4, 8, 16, 32, 64)
+"""Served where no load is named and passes are taken to cost the same at every batch."""
 A_PART = 100_000
 """Requests of a part, about: every part goes through the arrivals of all."""
 
@@ -158,6 +167,50 @@ def over_rates(base: Scenario, rates: Sequence[float]) -> list[Scenario]:
     return scenarios
 
 
+def over_loads(
+    base: Scenario, latency: LatencyTable, *, concurrency: Sequence[int] | None = None,
+    rate: Sequence[float] | None = None, arrivals: str | Path | None = None,
+    process: str | None = None, scale: Sequence[float] | None = None,
+) -> list[Scenario]:  # fmt: skip
+    """Return `base` at each load that is named, by default at the batch sizes of `latency`.
+
+    Parameters
+    ----------
+    concurrency:
+        Batch sizes, each kept full.
+    rate, arrivals:
+        Requests per second, or a file of requests, at its own pace or at each `rate`.
+    process:
+        Gaps between arrivals at a rate: poisson (default) or deterministic.
+    scale:
+        Factors that speed the file up.
+
+    Raises
+    ------
+    DraftsimError
+        If the loads contradict each other or the mode, or hold an impossible value.
+    """
+    if concurrency is not None and (rate is not None or arrivals is not None):
+        raise DraftsimError(
+            "batch sizes keep the engine full: drop rate and arrivals, or the batch sizes"
+        )
+    if scale is not None and (arrivals is None or rate is not None):
+        raise DraftsimError("scale speeds up a file of arrivals: give a file, and no rate")
+    if rate is not None:
+        return over_rates(replace(base, arrivals=arrivals_of(1.0, arrivals, process)), rate)
+    if arrivals is not None or process is not None:
+        file = arrivals_of(None, arrivals, process)
+        assert isinstance(file, ArrivalFile)
+        return [replace(base, arrivals=file.scaled(factor)) for factor in scale or (1.0,)]
+    usual = BATCHES if latency.batch_free else latency.usual_batches
+    sizes = concurrency or ((1,) if base.one_stream else usual)
+    if base.one_stream and list(sizes) != [1]:
+        raise DraftsimError(
+            f"mode {base.mode!r} serves one stream at a time: give batch size 1, a rate or arrivals"
+        )
+    return over_batches(base, sizes)
+
+
 def sweep(
     trace: Trace,
     latency: LatencyTable,
@@ -190,8 +243,12 @@ def sweep(
     Raises
     ------
     DraftsimError
-        If a part fails, or parts were lost with their workers; the rows so far are kept.
+        If a mode does not fit a policy, before anything is written; if a part fails, or parts were
+        lost with their workers: the rows so far are kept.
     """
+    for scenario in scenarios:
+        for policy in policies.values():
+            check_mode(trace, latency, policy, scenario, rule)
     rows = [] if rows is None else rows
     drawn = next((n for n, p in policies.items() if not isinstance(p, Autoregressive)), None)
     here = executor is None

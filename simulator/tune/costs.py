@@ -24,7 +24,6 @@ Floats = npt.NDArray[np.float64]
 DEFAULT_LENGTHS = (0, 1, 2, 3, 4, 5, 6, 7, 8)
 RESTING = BatchTable([[1, 1, 0]])
 """K = 0 at every batch: nothing is drafted, and the draft model reads along."""
-POWERS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
 
 
 @dataclass(frozen=True, eq=False)
@@ -84,17 +83,6 @@ def fixed_logs(
     if not len(first):
         raise DraftsimError("no output is longer than its first token: nothing to tune on")
     return autoregressive(first), logs
-
-
-def default_batches(latency: LatencyTable) -> list[int]:
-    """Return powers of two up to the largest batch that both models' passes were measured at."""
-    if latency.is_constant:
-        return [1]
-    cells = latency.cells[latency.cells["phase"] == "forward"]
-    # Other sources have forward cells as well, at one sequence.
-    cells = cells[cells["model"].isin(["target", "draft"])]
-    largest = min((int(part["batch"].max()) for _, part in cells.groupby("model")), default=1)
-    return sorted({b for b in POWERS if b <= largest} | {largest})
 
 
 def default_contexts(latency: LatencyTable, longest: int) -> list[int]:

@@ -21,7 +21,6 @@ from simulator.targets import Targets
 from simulator.tune.costs import (
     DEFAULT_LENGTHS,
     PricedOptions,
-    default_batches,
     fixed_logs,
     price_grid,
 )
@@ -120,7 +119,7 @@ def tune_sglang(
     DraftsimError
         For impossible batches or draws, or an empty recording.
     """
-    sizes = sorted(set(batches or default_batches(latency)))
+    sizes = sorted(set(batches or latency.usual_batches))
     if sizes[0] < 1:
         raise DraftsimError(f"batches holds {sizes[0]}, expected whole numbers >= 1")
     if draws < 4 or draws % 2:

@@ -25,7 +25,6 @@ from simulator.tune.costs import (
     DEFAULT_LENGTHS,
     RESTING,
     PricedOptions,
-    default_batches,
     default_contexts,
     fixed_logs,
     price_grid,
@@ -141,7 +140,7 @@ def tune_vllm(
     where: list[int | None] = [None]
     if by_context:
         where = list(_rising("contexts", contexts or default_contexts(latency, max(lengths))))
-    sizes = _rising("batches", batches or default_batches(latency))
+    sizes = _rising("batches", batches or latency.usual_batches)
     plain, logs = fixed_logs(trace, sorted({0, *lengths}))
     priced = [plain, *logs.values()]
     options = list(logs)

@@ -118,14 +118,16 @@ def tuned_rows(
     Raises
     ------
     DraftsimError
-        If a text has no braces, or its search is impossible.
+        If a text has no braces, or there is none, or its search is impossible.
     """
+    if not texts:
+        raise DraftsimError("a search needs a policy with values in braces: name one")
     rows: list[dict[str, Any]] = []
     for text in texts:
         name, space = search_space(text)
         if not space:
             raise DraftsimError(
-                f"--tune searches values in braces, which {text!r} has none of: "
+                f"a search tries values in braces, which {text!r} has none of: "
                 "write them as in gammatune:eta={0.1,0.3,0.5}"
             )
         found = tune(trace, latency, name, space, resamples=max(resamples, 1), seed=seed, jobs=jobs)

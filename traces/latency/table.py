@@ -119,6 +119,17 @@ class LatencyTable:
         grid = self._grids.get(("target", "forward"))
         return grid is not None and not self.is_constant and len(grid.batches) > 1
 
+    @property
+    def usual_batches(self) -> list[int]:
+        """Powers of two up to the largest batch that both models' passes were measured at."""
+        if self.is_constant:
+            return [1]
+        cells = self.cells[self.cells["phase"] == "forward"]
+        # Other sources have forward cells as well, at one sequence.
+        cells = cells[cells["model"].isin(["target", "draft"])]
+        largest = min((int(part["batch"].max()) for _, part in cells.groupby("model")), default=1)
+        return sorted({1 << i for i in range(min(largest, 512).bit_length())} | {largest})
+
     def check_sizes(
         self, model: str, phase: str, batch: npt.ArrayLike, new_tokens: npt.ArrayLike
     ) -> None:

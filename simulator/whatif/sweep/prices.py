@@ -95,6 +95,11 @@ class Prices:
                 raise DraftsimError(f"cost ratio c is {c}, expected a finite number >= 0")
         if not 0 < self.verify < np.inf:
             raise DraftsimError(f"verify is {self.verify}, expected > 0 target passes")
+        contexts = [k for k in self.contexts if k is not None]
+        if contexts and not self.latencies:
+            raise DraftsimError("a context needs a latency table: give latency")
+        if min(contexts, default=0) < 0:
+            raise DraftsimError(f"context is {min(contexts)}, expected 0 tokens or more")
         if self.gpus and not self.latencies:
             raise DraftsimError("GPUs need a latency table to carry over: give one measured")
         if self.weights and not self.latencies:

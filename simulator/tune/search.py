@@ -1,0 +1,102 @@
+"""The searches of every engine by one class, which refuses forms that an engine does not have."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from simulator.tune.huggingface import tune_huggingface
+from simulator.tune.llamacpp import tune_llamacpp
+from simulator.tune.served import Progress, untold
+from simulator.tune.settings import Tuned
+from simulator.tune.sglang import tune_sglang
+from simulator.tune.tensorrt_llm import tune_dynamo, tune_tensorrt_llm
+from simulator.tune.vllm import by_length, tune_vllm
+from traces.acceptance.trace import Trace
+from traces.errors import DraftsimError
+from traces.latency.table import LatencyTable
+
+SEARCHES: Mapping[str, Callable[..., Tuned]] = {
+    "vllm": tune_vllm, "sglang": tune_sglang, "hf": tune_huggingface, "llamacpp": tune_llamacpp,
+    "tensorrt-llm": tune_tensorrt_llm, "dynamo": tune_dynamo,
+}  # fmt: skip
+"""The searches by the engines' names."""
+ONE_REQUEST = {
+    "hf": "assisted generation of hf decodes one request",
+    "llamacpp": "llama.cpp's server has one setting for every batch size, no table of them",
+}
+"""Why an engine's settings are those of a single stream."""
+
+
+@dataclass(frozen=True)
+class Search:
+    """The settings searched for one engine.
+
+    Parameters
+    ----------
+    engine:
+        A name in `SEARCHES`.
+    batches:
+        Batch sizes; None: those measured.
+    by_context, contexts:
+        vLLM's form by batch and context, at these contexts; None: those measured.
+    by_length:
+        vLLM's form by sequence length, at one batch size (by default 1).
+
+    Raises
+    ------
+    DraftsimError
+        If the engine has no such form, or no such batch sizes.
+    """
+
+    engine: str
+    batches: Sequence[int] | None = None
+    by_context: bool = False
+    contexts: Sequence[int] | None = None
+    by_length: bool = False
+
+    def __post_init__(self) -> None:
+        if self.engine not in SEARCHES:
+            raise DraftsimError(f"engine is {self.engine!r}, expected one of {', '.join(SEARCHES)}")
+        by_context = self.by_context or self.contexts is not None
+        if self.engine != "vllm" and (by_context or self.by_length):
+            form = "by-length" if self.by_length else "by-context"
+            raise DraftsimError(f"{form} is a form of vllm's, not of {self.engine}'s")
+        if self.by_length and (self.by_context or len(self.batches or [1]) != 1):
+            raise DraftsimError("by-length has one K at all batch sizes: name one batch alone")
+        if self.engine in ONE_REQUEST and list(self.batches or [1]) != [1]:
+            raise DraftsimError(f"{ONE_REQUEST[self.engine]}: leave out the batch")
+
+    @property
+    def has_contexts(self) -> bool:
+        """True if settings differ by context."""
+        return self.by_context or self.by_length or self.contexts is not None
+
+    def largest(self, latency: LatencyTable) -> int:
+        """Return the largest batch size searched."""
+        sizes = [1] if self.engine in ONE_REQUEST else self.batches or latency.usual_batches
+        return max(sizes)
+
+    def run(
+        self, trace: Trace, latency: LatencyTable, *, progress: Progress = untold, **options: Any
+    ) -> Tuned:
+        """Return the settings found; ``options`` are those that all searches take.
+
+        Raises DraftsimError if the engine cannot draft with the recording's drafter, or as its
+        search does.
+        """
+        search = SEARCHES[self.engine]
+        if self.engine in ONE_REQUEST:
+            if "drafts" in trace.meta:
+                raise DraftsimError(
+                    f"what is tuned for {self.engine} drafts with a model, not with "
+                    f"{trace.source}: tune for vllm, sglang, tensorrt-llm or dynamo"
+                )
+            return search(trace, latency, **options)
+        batches = self.batches
+        if self.engine == "vllm":
+            options |= {"by_context": self.has_contexts, "contexts": self.contexts}
+            batches = batches or ([1] if self.by_length else None)
+        found = search(trace, latency, batches, progress=progress, **options)
+        return by_length(found) if self.by_length else found
