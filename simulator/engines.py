@@ -32,6 +32,7 @@ from simulator.serving.scheduler import Limits
 from simulator.validation import with_noise
 from traces.acceptance.trace import Trace
 from traces.latency.table import LatencyTable
+from traces.replay.rounds import before
 from traces.replay.run import replay
 from traces.sources.starts.as_draft import drafted_trace
 from traces.sources.starts.features import Eagle
@@ -355,9 +356,9 @@ def compare_run(
     first = first_divergence(run, diverged)
     names = _decoded(run)
     if alone:
-        replayed = _replayed(trace, policy)
+        replayed = replay(trace, policy)
         expected: dict[str, Sequence[Round]] = {
-            n: replayed.get(int(n.partition("/")[0]), []) for n in names
+            n: replayed.of_request(int(n.partition("/")[0])) for n in names
         }
     elif drawn is not None:
         expected = {n: drawn.rounds.get(index_of(n), []) for n in names}
@@ -384,22 +385,6 @@ def compare_run(
         None if drawn is None else _iterations_differ(run, drawn, first),
         0 if first is None else len(run.steps) - 1 - first,
     )
-
-
-def before(rounds: Sequence[Round], position: int) -> list[Round]:
-    """Return what is comparable of rounds if the text diverged at `position`.
-
-    As `profiler.checks.differences.before`: rounds that begin by then, with what was accepted and
-    emitted before it.
-    """
-    return [
-        r._replace(
-            accepted=min(r.accepted, position - r.position),
-            emitted=min(r.emitted, position - r.position),
-        )
-        for r in rounds
-        if r.position <= position
-    ]
 
 
 def first_divergence(run: LoadRun, diverged: Mapping[str, int]) -> int | None:
@@ -449,14 +434,6 @@ def _iterations_differ(run: LoadRun, drawn: Drawn, first: int | None) -> int:
     if first is not None:
         real, told = real[: first + 1], told[: first + 1]
     return sum(a != b for a, b in itertools.zip_longest(real, told))
-
-
-def _replayed(trace: Trace, policy: DraftPolicy) -> dict[int, list[Round]]:
-    own: dict[int, list[Round]] = {}
-    for row in replay(trace, policy).rounds:
-        outcome = Round(*(int(row[field]) for field in Round._fields))
-        own.setdefault(int(row["request"]), []).append(outcome)
-    return own
 
 
 def _decoded(run: LoadRun) -> list[str]:

@@ -17,7 +17,6 @@ from policies import parse_policy
 from profiler.checks import spot_check as interleaved
 from profiler.checks.differences import (
     Texts,
-    before,
     comparable,
     divergence,
     draft_ties,
@@ -31,7 +30,7 @@ from tests import bundled
 from tests.conftest import Run
 from tests.shared import made_once
 from traces.acceptance.trace import Trace
-from traces.replay.rounds import RoundLog
+from traces.replay.rounds import RoundLog, before
 from traces.replay.run import replay
 from traces.store.files import read_trace
 from traces.store.measured import read_measured
@@ -178,7 +177,7 @@ def test_rounds_that_differ_before_a_divergence_still_count() -> None:
     rounds["drafted"][3] += 1
     real = RoundLog(rounds, log.requests, log.policy, first=log.first)
     assert rounds_differ(real, log, {0: at}) == 1
-    assert len(before(own, at)) == 4
+    assert len(before(log.of_request(0), at)) == 4
 
 
 def test_a_draft_that_diverged_at_a_near_tie_is_told_from_a_wrong_round() -> None:

@@ -17,12 +17,13 @@ from commands.engine.options import named_loads
 from policies import DraftPolicy, DraftToken, Load, Round, parse_serving_policy
 from profiler.engines.measure import EngineTable
 from profiler.engines.vllm import engine
-from simulator.engines import Workload, before, first_divergence
+from simulator.engines import Workload, first_divergence
 from tests.serving import arrival_file
 from tests.stand_in_engine import GRID, OPTIONS, Clock, Forking, Reordering, StandIn
 from tests.test_engine_resumed import Checked, check, folder
 from traces import read_trace, synthetic_trace
 from traces.latency.table import LatencyTable
+from traces.replay.rounds import before
 from traces.store.engine_runs import Decoded, LoadRun, Prompt, Step
 
 __all__ = ["check", "folder"]  # fixtures

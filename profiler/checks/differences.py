@@ -6,12 +6,13 @@ or where a signal nearly equals a policy's threshold.
 
 Where the target's own logits nearly tie, the output can go on with another token: the text
 *diverged*.  From that position on the recording says nothing about the request, so nothing
-after it is compared (`Divergence`, `before`).
+after it is compared (`Divergence`, `traces.replay.rounds.before`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+import itertools
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -19,10 +20,11 @@ import numpy.typing as npt
 import pandas as pd
 import torch
 
+from policies.core import Round
 from profiler.models.loading import Pair
 from traces.acceptance.trace import Trace
 from traces.replay.exact_match import solved
-from traces.replay.rounds import RoundLog
+from traces.replay.rounds import RoundLog, before
 from traces.store.outputs import NEAR, Divergence, Output, RealRun
 
 if TYPE_CHECKING:
@@ -142,17 +144,6 @@ def divergences(
     return {i: one for i, one in found.items() if one is not None}
 
 
-def before(rounds: npt.NDArray[Any], position: int) -> npt.NDArray[Any]:
-    """Return what is comparable of a request's rounds if its text diverged at `position`.
-
-    These are the rounds that begin at or before the position, with the tokens accepted before it:
-    their drafts were decided when the texts were still the same.
-    """
-    kept = rounds[rounds["position"] <= position].copy()
-    kept["accepted"] = np.minimum(kept["accepted"], position - kept["position"])
-    return kept
-
-
 def comparable(positions: Mapping[int, int], requests: int, learns: bool) -> dict[int, int]:
     """Return the position up to which rounds compare, of the requests where it is not the end.
 
@@ -178,17 +169,15 @@ def draft_ties(
     """
     found = {}
     for i in range(len(trace.requests)):
-        mine, theirs = (log.rounds[log.rounds["request"] == i] for log in (real, replayed))
-        if i in until:
-            mine, theirs = before(mine, until[i]), before(theirs, until[i])
-        for a, b in zip(mine, theirs, strict=False):
-            if (a["drafted"], a["accepted"]) == (b["drafted"], b["accepted"]):
+        for a, b in _paired(real, replayed, i, until):
+            if a is None or b is None:
+                break
+            if (a.drafted, a.accepted) == (b.drafted, b.accepted):
                 continue
-            begin, accepted = int(b["position"]), int(min(a["accepted"], b["accepted"]))
             # The first drafted token that only one of the two has right, if they differ in that.
-            at = int(trace.request_starts[i]) + begin + accepted
+            at = int(trace.request_starts[i]) + b.position + min(a.accepted, b.accepted)
             if _closest(trace, "draft", trace.on_path[at : at + 1], dtype) <= NEAR:
-                found[i] = begin
+                found[i] = b.position
             break
     return found
 
@@ -212,14 +201,13 @@ def explain(
     """
     found = []
     for i in range(len(trace.requests)):
-        mine, theirs = (log.rounds[log.rounds["request"] == i] for log in (real, replayed))
+        mine, theirs = (log.of_request(i) for log in (real, replayed))
         at = _first_difference(mine, theirs, outputs[i], output_of(trace, i))
         if at is None:
             continue
         a, b = mine[min(at, len(mine) - 1)], theirs[min(at, len(theirs) - 1)]
-        first = int(trace.request_starts[i]) + int(b["position"])
-        last = min(first + max(int(a["drafted"]), int(b["drafted"])) + 1,
-                   int(trace.request_starts[i + 1]))  # fmt: skip
+        first = int(trace.request_starts[i]) + b.position
+        last = min(first + max(a.drafted, b.drafted) + 1, int(trace.request_starts[i + 1]))
         rows = trace.on_path[first:last]
         target = _closest(trace, "target", rows, dtype)
         of, near = trace if drafted is None else drafted, NEAR
@@ -233,14 +221,14 @@ def explain(
             cause = "target near a tie"
         elif draft <= near:
             cause = "draft near a tie"
-        elif real.reads and int(a["drafted"]) != int(b["drafted"]):
+        elif real.reads and a.drafted != b.drafted:
             cause = "signal at a threshold"
         else:
             cause = "unexplained"
         found.append(
             {
                 "policy": real.policy, "request": trace.requests[i].id, "round": at,
-                "position": int(b["position"]), "cause": cause,
+                "position": b.position, "cause": cause,
                 "target_units": target, "draft_units": draft,
             }
         )  # fmt: skip
@@ -254,16 +242,17 @@ def _closest(trace: Trace, side: str, rows: npt.NDArray[np.int64], dtype: torch.
 
 
 def _first_difference(
-    mine: npt.NDArray[Any], theirs: npt.NDArray[Any], output: Sequence[int], recorded: Sequence[int]
+    mine: Sequence[Round], theirs: Sequence[Round], output: Sequence[int], recorded: Sequence[int]
 ) -> int | None:
     """Return the index of the first round whose outcome or tokens differ."""
     for k in range(max(len(mine), len(theirs))):
         if k >= min(len(mine), len(theirs)):
             return k
         a, b = mine[k], theirs[k]
-        span = slice(int(b["position"]), int(b["position"]) + int(b["emitted"]))
-        same = a["drafted"] == b["drafted"] and a["accepted"] == b["accepted"]
-        if not same or list(output[span]) != list(recorded[span]):
+        span = slice(b.position, b.position + b.emitted)
+        if (a.drafted, a.accepted) != (b.drafted, b.accepted) or list(output[span]) != list(
+            recorded[span]
+        ):
             return k
     return None
 
@@ -275,17 +264,21 @@ def rounds_differ(
 
     ``until``: by request, the position at which its text diverged; nothing after it is compared.
     """
-    count, until = 0, until or {}
-    for i in range(len(real.requests)):
-        mine, theirs = (log.rounds[log.rounds["request"] == i] for log in (real, replayed))
-        if i in until:
-            mine, theirs = before(mine, until[i]), before(theirs, until[i])
-        shared = min(len(mine), len(theirs))
-        differ = (mine["drafted"][:shared] != theirs["drafted"][:shared]) | (
-            mine["accepted"][:shared] != theirs["accepted"][:shared]
-        )
-        count += int(differ.sum()) + abs(len(mine) - len(theirs))
-    return count
+    return sum(
+        a is None or b is None or (a.drafted, a.accepted) != (b.drafted, b.accepted)
+        for i in range(len(real.requests))
+        for a, b in _paired(real, replayed, i, until or {})
+    )
+
+
+def _paired(
+    real: RoundLog, replayed: RoundLog, request: int, until: Mapping[int, int]
+) -> Iterator[tuple[Round | None, Round | None]]:
+    """Return the rounds of one request that compare, in pairs; None where one has no more."""
+    both = [log.of_request(request) for log in (real, replayed)]
+    if request in until:
+        both = [before(rounds, until[request]) for rounds in both]
+    return itertools.zip_longest(*both)
 
 
 class Texts:

@@ -17,9 +17,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from policies.core import Load, Round
+from policies.core import Round
 from policies.together import Member, Together
-from profiler.decoding.single import check_prompt
+from profiler.decoding.single import Emitting, check_prompt
 from profiler.decoding.tokens import Fetched
 from profiler.models.runner import Runner
 from profiler.models.sampling import drafted, top10_log_prob
@@ -83,7 +83,7 @@ class BatchToken(Fetched):
         return bool(self._eos) and self.token_id in (self._eos or ())
 
 
-class Stream(Member):
+class Stream(Emitting, Member):
     """The host's knowledge of one sequence of a batch.
 
     Parameters
@@ -108,36 +108,15 @@ class Stream(Member):
         eos: frozenset[int] = frozenset(),
         run_lengths: Sequence[int] | None = None,
     ) -> None:
-        super().__init__(request)
-        self.request, self.prompt, self.max_new_tokens = request, prompt, max_new_tokens
-        self.eos, self.run_lengths = eos, run_lengths
-        self.row = -1
-        """Row of the caches now."""
         self.known = int(prompt.shape[0])
         """True tokens; once decoding, the target's cache holds all but the last."""
+        Member.__init__(self, request)
+        Emitting.__init__(self, self.known, max_new_tokens, eos, run_lengths)
+        self.request, self.prompt = request, prompt
+        self.row = -1
+        """Row of the caches now."""
         self.in_draft = 0
         """Tokens that the draft model's cache holds."""
-        self.output: list[int] = []
-
-    @property
-    def position(self) -> int:
-        """Output tokens emitted so far."""
-        return len(self.output)
-
-    @property
-    def remaining(self) -> int:
-        """Tokens to the limit, 0 after EOS."""
-        if self.output and self.output[-1] in self.eos:
-            return 0
-        return self.max_new_tokens - len(self.output)
-
-    def load(self, batch: int) -> Load:
-        """Return the state of an engine that decodes `batch` sequences."""
-        at, run = len(self.output), None
-        if (runs := self.run_lengths) is not None:
-            # An output that diverged from the known one may be longer.
-            run = min(runs[at], self.max_new_tokens - at - 1) if at < len(runs) else 0
-        return Load(batch, int(self.prompt.shape[0]) + at, run)
 
     def proposed(self, token: BatchToken) -> Any:
         """Return what the loop drafts where the draft model proposes `token`."""
@@ -154,10 +133,7 @@ class Stream(Member):
 
     def emit(self, accepted: int, tokens: Sequence[int]) -> None:
         """Append the first ``accepted + 1`` of the target's `tokens`, up to an EOS."""
-        for token in tokens[: accepted + 1]:
-            self.output.append(token)
-            if token in self.eos:
-                break
+        self.extend(tokens[: accepted + 1])
 
 
 Spans = Sequence[tuple[int, int]]
@@ -217,7 +193,7 @@ class BatchedDecoder:
                 f"{first + count} sequences do not fit a batch of {self.size}: decode fewer at once"
             )
         for row, stream in enumerate(newcomers, first):
-            check_prompt(stream.known, stream.max_new_tokens, self.target, self.draft_model)
+            check_prompt(stream.known, stream.limit, self.target, self.draft_model)
             stream.row = row
             self._tokens[row, : stream.known] = stream.prompt
         spans = [(0, s.known) for s in newcomers]
@@ -380,7 +356,7 @@ def speculate_batch(
             enter(decoder, together, [queue.popleft() for _ in range(room)])
             continue
         streams = decoder.streams
-        together.draft(streams, lambda s: s.load(len(decoder.streams)), decoder.draft)
+        together.draft(streams, lambda s: s.load_in(len(decoder.streams)), decoder.draft)
         verdicts = decoder.verify()
         kept = together.keep([v.accepted for v in verdicts], [v.ends for v in verdicts])
         rounds = decoder.commit(verdicts, kept)

@@ -70,7 +70,7 @@ class ForcedDecoder(ModelDecoder):
     @property
     def remaining(self) -> int:
         """As the recording has it."""
-        return self._script.remaining if self._script else self._limit
+        return self._script.remaining if self._script else self.limit
 
     @property
     def load(self) -> Load:
@@ -141,7 +141,7 @@ class ForcedStream(Stream):
         """As the recording has it."""
         return self._script.remaining
 
-    def load(self, batch: int) -> Load:
+    def load_in(self, batch: int) -> Load:
         """Return the state as the recording has it, in this batch."""
         return self._script.load._replace(batch=batch)
 

@@ -6,7 +6,7 @@ real round as it does in a replay of that round.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -114,7 +114,58 @@ def target_numbers(logits: Tensor, drafted: Tensor) -> Tensor:
 __all__ = ["ModelDecoder", "ModelToken", "check_prompt", "greedy"]
 
 
-class ModelDecoder:
+class Emitting:
+    """A sequence that is being decoded, as far as its output goes.
+
+    Parameters
+    ----------
+    prompt_tokens:
+        Tokens before the output.
+    limit:
+        Most output tokens.
+    eos:
+        Ids that end the output.
+    run_lengths:
+        Known matches ahead of each output position, for the oracle policy.
+    """
+
+    def __init__(
+        self, prompt_tokens: int, limit: int, eos: frozenset[int],
+        run_lengths: Sequence[int] | None = None,
+    ) -> None:  # fmt: skip
+        self.limit, self.eos = limit, eos
+        self.output: list[int] = []
+        self._prompt_tokens, self._runs = prompt_tokens, run_lengths
+
+    @property
+    def position(self) -> int:
+        """Output tokens emitted so far."""
+        return len(self.output)
+
+    @property
+    def remaining(self) -> int:
+        """Tokens to the limit, 0 after EOS."""
+        if self.output and self.output[-1] in self.eos:
+            return 0
+        return self.limit - len(self.output)
+
+    def load_in(self, batch: int) -> Load:
+        """Return the state of an engine that decodes `batch` sequences."""
+        at, run = len(self.output), None
+        if self._runs is not None:
+            # An output that diverged from the known one may be longer.
+            run = min(self._runs[at], self.limit - at - 1) if at < len(self._runs) else 0
+        return Load(batch, self._prompt_tokens + at, run)
+
+    def extend(self, tokens: Iterable[int]) -> None:
+        """Append `tokens`, up to an EOS."""
+        for token in tokens:
+            self.output.append(token)
+            if token in self.eos:
+                break
+
+
+class ModelDecoder(Emitting):
     """Decodes one prompt with a draft and a target model (`policies.core.Decoder`).
 
     Construction prefills both models.  With ``first=1`` the prefill's own token is
@@ -181,12 +232,11 @@ class ModelDecoder:
         draft.begin(prompt)
         prompt = target.begin(prompt)
         self._target, self._draft = target, draft
-        self._eos, self._watch = eos, (eos if watch_eos and eos else None)
+        super().__init__(length, max_new_tokens, eos, run_lengths)
+        self._watch = eos if watch_eos and eos else None
         self._sampling, self._generator = sampling, generator
-        self._limit, self._context, self._runs = max_new_tokens, length, run_lengths
         self._prompt = int(prompt.shape[0])
         self._rule = rule
-        self.output: list[int] = []
         self.mismatched: list[int] = []
         self.log_probs: list[float] = []
         # The true tokens, and how many of them each model's cache holds.  What a model
@@ -201,26 +251,9 @@ class ModelDecoder:
             self.mismatched.clear()
 
     @property
-    def position(self) -> int:
-        """Output tokens emitted so far."""
-        return len(self.output)
-
-    @property
-    def remaining(self) -> int:
-        """Tokens to the limit, 0 after EOS."""
-        if self.output and self.output[-1] in self._eos:
-            return 0
-        return self._limit - len(self.output)
-
-    @property
     def load(self) -> Load:
         """A single stream; the run length where the output is known beforehand."""
-        at = len(self.output)
-        run = None
-        if self._runs is not None:
-            # An output that diverged from the known one may be longer.
-            run = min(self._runs[at], self._limit - at - 1) if at < len(self._runs) else 0
-        return Load(1, self._context + at, run)
+        return self.load_in(1)
 
     def draft(self, so_far: Sequence[Any]) -> ModelToken:
         """Run one draft pass over what the draft has not seen, then its next proposal."""
@@ -246,10 +279,7 @@ class ModelDecoder:
         # Rejected tokens leave both caches by being forgotten: their slots are rewritten.
         self._in_target = known + accepted
         self._in_draft = min(self._in_draft, known + accepted)
-        for token in tokens:
-            self.output.append(token)
-            if token in self._eos:
-                break
+        self.extend(tokens)
         return accepted
 
     def _verdict(
@@ -296,7 +326,7 @@ class ModelDecoder:
             emitted = torch.cat([drafted[:kept], logits[kept : kept + 1].argmax(-1)])
             own_log_prob = seen.pick_log_probs[kept]
             tokens = [*(int(t.token_id) for t in draft[:kept]), seen.picks[kept]]
-        ends = [i for i, token in enumerate(tokens) if token in self._eos]
+        ends = [i for i, token in enumerate(tokens) if token in self.eos]
         stop = ends[0] + 1 if ends else kept + 1
         self.mismatched.append(sum(seen.mismatched[: min(kept, stop)]))
         self.log_probs += [*seen.log_probs[:kept], own_log_prob][:stop]

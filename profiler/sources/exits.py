@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from policies.core import DraftToken, Load
-from profiler.decoding.single import ModelToken, check_prompt
+from profiler.decoding.single import Emitting, ModelToken, check_prompt
 from profiler.features.heads import (
     Adapter,
     AdapterRunner,
@@ -125,7 +125,7 @@ ROOM = 25
 """Cache slots that decoders need besides the text."""
 
 
-class SourceDecoder(ABC):
+class SourceDecoder(Emitting, ABC):
     """The real side of a draft source: how it is decoded, and what records it.
 
     An instance is a sequence that is being decoded, and the calls it took
@@ -189,23 +189,10 @@ class SourceDecoder(ABC):
         return iter(())
 
     def __init__(self, target: Runner, begin: Begin) -> None:
-        self._prompt, self._limit = int(begin.prompt.shape[0]), begin.limit
-        check_prompt(self._prompt, self._limit, target)
-        self.output: list[int] = []
-        self.calls = CallCounter()
-        self.eos, self._draws = begin.eos, begin.draws
-
-    @property
-    def position(self) -> int:
-        """Output tokens emitted so far."""
-        return len(self.output)
-
-    @property
-    def remaining(self) -> int:
-        """Tokens to the limit, 0 after EOS."""
-        if self.output and self.output[-1] in self.eos:
-            return 0
-        return self._limit - len(self.output)
+        self._prompt = int(begin.prompt.shape[0])
+        super().__init__(self._prompt, begin.limit, begin.eos)
+        check_prompt(self._prompt, begin.limit, target)
+        self.calls, self._draws = CallCounter(), begin.draws
 
     @property
     def _slot(self) -> int:
@@ -215,7 +202,7 @@ class SourceDecoder(ABC):
     @property
     def load(self) -> Load:
         """A single stream."""
-        return Load(1, self._prompt + len(self.output), None)
+        return self.load_in(1)
 
     @abstractmethod
     def draft(self, so_far: Sequence[Any]) -> DraftToken | None:
@@ -224,12 +211,6 @@ class SourceDecoder(ABC):
     @abstractmethod
     def verify(self, draft: Sequence[Any]) -> int:
         """Check `draft`, extend the output, and return how many tokens were accepted."""
-
-    def _emit(self, tokens: Sequence[int]) -> None:
-        for token in tokens:
-            self.output.append(token)
-            if token in self.eos:
-                break
 
     @staticmethod
     def _compare(drafted: Sequence[Tensor], picks: Tensor) -> tuple[int, list[int]]:
@@ -309,7 +290,7 @@ class EarlyExitDecoder(SourceDecoder):
         logits = self._prefill(begin.prompt)
         draws = self._draws
         self._last = logits.argmax(-1) if draws is None else draws.first(logits)  # (1,)
-        self._emit(self._last.tolist())
+        self.extend(self._last.tolist())
 
     def _prefill(self, prompt: Tensor) -> Tensor:
         """Return the target's logits after the prompt, (1, vocab)."""
@@ -350,7 +331,7 @@ class EarlyExitDecoder(SourceDecoder):
             accepted, tokens = self._draws.settle(drafted, proposals, logits, len(self.output))
             self._last = self._last.new_tensor(tokens[-1:])
         self.calls.end_round()
-        self._emit(tokens)
+        self.extend(tokens)
         return accepted
 
     def _token(self, logits: Tensor, at: int, layer: int, so_far: Sequence[Any]) -> ExitToken:

@@ -129,7 +129,7 @@ class FeatureDecoder(OnFeaturesDecoder):
         self._chain.prefill(prompt, states)
         self._chain.learn(self._last)
         self._no_drafts = drafter.logits(drafter.fuse(states[:0]))  # (0, draft vocabulary)
-        self._emit(self._last.tolist())
+        self.extend(self._last.tolist())
 
     def draft(self, so_far: Sequence[Any]) -> ModelToken | None:
         """Return the next token of the chain; None when modules that run in turn are used up."""
@@ -167,7 +167,7 @@ class FeatureDecoder(OnFeaturesDecoder):
         self._last = picks[len(tokens) - 1][None]
         self._chain.learn(picks[: len(tokens)], states[: len(tokens)])
         self.calls.end_round()
-        self._emit(tokens)
+        self.extend(tokens)
         return accepted
 
 
@@ -297,7 +297,7 @@ class TreeDecoder(OnFeaturesDecoder):
         self._chain.prefill(prompt, states)
         self._chain.learn(self._last)
         self._trees: Trees | None = None
-        self._emit(self._last.tolist())
+        self.extend(self._last.tolist())
 
     @torch.inference_mode()
     def draft(self, so_far: Sequence[Any]) -> LayerToken | None:
@@ -324,5 +324,5 @@ class TreeDecoder(OnFeaturesDecoder):
         self._trees = None
         self._last = picks[-1:]
         self._chain.learn(picks, states)
-        self._emit(picks.tolist())
+        self.extend(picks.tolist())
         return len(path) - 1

@@ -79,7 +79,7 @@ class LookupDecoder(SourceDecoder):
         self._in_target += self._pending.shape[0] + len(tokens) - 1
         self._pending = picks[len(tokens) - 1][None]
         self._lookup.extend(tokens)
-        self._emit(tokens)
+        self.extend(tokens)
         return accepted
 
 
@@ -102,7 +102,7 @@ class HeadsDecoder(SourceDecoder):
         self._state = states[-1:]  # (1, hidden)
         self._last = logits[-1:].argmax(-1)  # (1,)
         self._logits = self._state  # (1, k, vocab) once a round drafts
-        self._emit(self._last.tolist())
+        self.extend(self._last.tolist())
 
     @torch.inference_mode()
     def draft(self, so_far: Sequence[Any]) -> ModelToken | None:
@@ -128,7 +128,7 @@ class HeadsDecoder(SourceDecoder):
         self._state = states[len(tokens) - 1][None]
         self._last = picks[len(tokens) - 1][None]
         self.calls.end_round()
-        self._emit(tokens)
+        self.extend(tokens)
         return accepted
 
 
@@ -158,7 +158,7 @@ class SpaceDecoder(SourceDecoder):
         self._last = prompt[-1:]
         self._drafts = self._last.float()  # (k, vocab) once a pass has run
         _, tokens, _ = self._pass([], int(prompt.shape[0]) - 1)
-        self._emit(tokens)
+        self.extend(tokens)
 
     def draft(self, so_far: Sequence[Any]) -> ModelToken | None:
         """Return the next mask's token."""
@@ -173,7 +173,7 @@ class SpaceDecoder(SourceDecoder):
         accepted, tokens, width = self._pass([t.device_id for t in draft], self._slot)
         self.calls.add(PASS, width, verify=True)
         self.calls.end_round()
-        self._emit(tokens)
+        self.extend(tokens)
         return accepted
 
     def _pass(self, drafted: list[Tensor], start: int) -> tuple[int, list[int], int]:
@@ -234,7 +234,7 @@ class LayerSkipDecoder(SourceDecoder):
         skip = default_skip(target.layers) if source.skip is None else source.skip
         self._target, self._kept = target, kept_layers(target.layers, list(skip))
         self._last = target.forward(begin.prompt, 0, keep=1).argmax(-1)
-        self._emit(self._last.tolist())
+        self.extend(self._last.tolist())
 
     @torch.inference_mode()
     def draft(self, so_far: Sequence[Any]) -> ModelToken:
@@ -257,5 +257,5 @@ class LayerSkipDecoder(SourceDecoder):
         accepted, tokens = self._compare(drafted, picks)
         self._last = picks[len(tokens) - 1][None]
         self.calls.end_round()
-        self._emit(tokens)
+        self.extend(tokens)
         return accepted

@@ -81,6 +81,10 @@ class RoundLog:
         )
         return sums.astype(np.float64)
 
+    def of_request(self, index: int) -> list[Round]:
+        """Return the rounds of one request."""
+        return [Round(*row[1:]) for row in self.rounds[self.rounds["request"] == index].tolist()]
+
     def to_frame(self) -> pd.DataFrame:
         """Return the rounds as a data frame, one row each."""
         return pd.DataFrame({name: self.rounds[name] for name in ROUND_DTYPE.names or ()})
@@ -103,3 +107,19 @@ class RoundLog:
         for i, name in enumerate(Round._fields):
             packed[name] = flat[:, i]
         return packed
+
+
+def before(rounds: Iterable[Round], position: int) -> list[Round]:
+    """Return what is comparable of a request's rounds if its text diverged at `position`.
+
+    These are the rounds that begin at or before the position, with the tokens accepted and emitted
+    before it: their drafts were decided when the texts were still the same.
+    """
+    return [
+        r._replace(
+            accepted=min(r.accepted, position - r.position),
+            emitted=min(r.emitted, position - r.position),
+        )
+        for r in rounds
+        if r.position <= position
+    ]
