@@ -107,8 +107,8 @@ def with_profile_errors(
     rows: list[dict[str, Any]], old: list[dict[str, Any]]
 ) -> list[dict[str, Any]]:
     """Return the rows with the errors of `old`, which the profile's own table predicts."""
-    for row, before in zip(rows, old, strict=True):
-        row |= {f"profile_{key}": before[key] for key in ("error", "busy_error", "speedup_error")}
+    for row, own in zip(rows, old, strict=True):
+        row |= {f"profile_{key}": own[key] for key in ("error", "busy_error", "speedup_error")}
     return rows
 
 

@@ -93,21 +93,12 @@ def load_drafters(pair: Pair, sources: Iterable[Source | None]) -> dict[str, Any
     from profiler.features import read_drafter
     from profiler.recording.run import model_path
     from profiler.sources.run import REAL
-    from traces.sources.starts.features import Eagle, OnFeatures
-    from traces.sources.starts.parallel import Parallel
 
     found = {}
     for source in sources:
-        if not isinstance(source, OnFeatures) or source.model is None:
-            continue
-        drafter = read_drafter(model_path(source.model, "draft"), pair.target)
-        if drafter.one_pass != source.one_pass:
-            wanted = Parallel.name if drafter.one_pass else Eagle.name
-            raise DraftsimError(
-                f"{source.model} holds a drafter of kind {drafter.kind}: name it "
-                f"{wanted}:model={source.model}"
-            )
-        found[source.key] = REAL[source.name].loaded(drafter, source)
+        if source is not None and source.model is not None:
+            drafter = read_drafter(model_path(source.model, "draft"), pair.target)
+            found[source.key] = REAL[source.name].loaded(drafter, source)
     return found
 
 
@@ -180,17 +171,12 @@ def wanted(trace: Trace, sources: Sequence[str]) -> RecordOptions:
     of SpecBound's Figure 3.
     """
     from policies.registry import parse_policy
+    from profiler.sources.run import REAL
     from profiler.sources.start_record import RecordOptions
     from simulator.papers.specbound import FOLLOWED_SOURCES, START
-    from traces.sources.exits.early_exit import EarlyExit
-    from traces.sources.exits.recording import ExitSetting
     from traces.sources.registry import SYSTEMS, parse_source
-    from traces.sources.starts.sources import LayerSkip
 
-    most = trace.max_gamma or 24
-    lengths: dict[ExitSetting, int] = {}
-    skip = None
-
+    most, how = trace.max_gamma or 24, RecordOptions()
     asked = []
     for system in SYSTEMS.values():
         policy = parse_policy(system.policy, max_gamma=most)
@@ -200,13 +186,9 @@ def wanted(trace: Trace, sources: Sequence[str]) -> RecordOptions:
         asked += [(text, int(START.width)) for text in FOLLOWED_SOURCES]
     for text, gamma in asked:
         source = parse_source(text)
-        if isinstance(source, LayerSkip) and source.skip is not None:
-            skip = source.skip
-        if isinstance(source, EarlyExit) and source.name == EarlyExit.name:
-            key = source.setting(1)
-            lengths[key] = max(lengths.get(key, 0), gamma)
-    settings = tuple(key._replace(gamma_max=gamma) for key, gamma in lengths.items())
-    return RecordOptions(settings, skip)
+        if (real := REAL.get(source.name)) is not None:
+            how = real.asked(how, source, gamma)
+    return how
 
 
 def record(

@@ -250,9 +250,8 @@ def _first_difference(
             return k
         a, b = mine[k], theirs[k]
         span = slice(b.position, b.position + b.emitted)
-        if (a.drafted, a.accepted) != (b.drafted, b.accepted) or list(output[span]) != list(
-            recorded[span]
-        ):
+        same = (a.drafted, a.accepted) == (b.drafted, b.accepted)
+        if not same or list(output[span]) != list(recorded[span]):
             return k
     return None
 

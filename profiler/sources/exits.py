@@ -159,6 +159,12 @@ class SourceDecoder(Emitting, ABC):
         raise NotImplementedError
 
     @classmethod
+    def asked(cls, how: RecordOptions, source: Any, gamma: int) -> RecordOptions:
+        """Return `how`, extended by what recording for drafts of `source` up to `gamma` needs."""
+        del source, gamma
+        return how
+
+    @classmethod
     def fits(cls, found: Any, module: Any, how: RecordOptions) -> bool:
         """Return True if the recording `found` holds what is to be recorded."""
         del found, module, how
@@ -180,6 +186,12 @@ class SourceDecoder(Emitting, ABC):
     def depth(cls, module: Any) -> int | None:
         """Return the layers of the target that every draft runs first; None if it runs none."""
         del module
+        return None
+
+    @classmethod
+    def step(cls, target: LayerRunner, module: Any) -> Step | None:
+        """Return what it runs before a whole pass of the target in every round; None if nothing."""
+        del target, module
         return None
 
     @classmethod
@@ -241,50 +253,21 @@ class ExitToken(ModelToken):
         self.exit_layer = exit_layer
 
 
-class EarlyExitDecoder(SourceDecoder):
-    """Decodes one prompt, drafting by early exit of the target.
+class ExitDecoder(SourceDecoder):
+    """Decodes one prompt, drafting after some layers of the target.  Define `draft`.
 
     The processed positions of a round keep their states at the depth they have reached.  A
     deeper token first brings the positions before it to its own depth, in the same calls.
     """
-
-    sampled = recorded_sampled = True
-
-    @classmethod
-    def recorder(cls, target: Any, trace: Trace, module: Any, how: RecordOptions) -> Recorder:
-        """Return what records the settings of `how`."""
-        gamma = max((s.gamma_max for s in how.settings), default=1)
-        runner = LayerRunner(target, ExitRecorder.slots_needed(trace.longest, gamma))
-        chance = torch.Generator(runner.device).manual_seed(how.seed)
-        return ExitRecorder(runner, module, how.settings, sampling=trace.sampling, generator=chance)
-
-    @classmethod
-    def fits(cls, found: Any, module: Any, how: RecordOptions) -> bool:
-        """Return True if every setting was followed."""
-        del module
-        return set(how.settings) <= set(found.settings)
-
-    @classmethod
-    def extended(cls, how: RecordOptions, found: Any) -> RecordOptions:
-        """Return `how` with the settings that were followed, too."""
-        return replace(how, settings=tuple(dict.fromkeys((*found.settings, *how.settings))))
 
     @classmethod
     def depth(cls, module: Any) -> int | None:
         """Return the layers up to the first exit."""
         return int(module.layers[0])
 
-    def __init__(
-        self, target: LayerRunner, heads: ExitHeads | Adapter, source: EarlyExit, begin: Begin
-    ) -> None:
+    def __init__(self, target: LayerRunner, source: EarlyExit, begin: Begin) -> None:
         super().__init__(target, begin)
-        self._target, self._heads, self._source = target, heads, source
-        self._deepest = depth_layers(source.depth, target.layers)
-        self._threshold = log_threshold(source.tau)
-        self._exits = [
-            (at, heads.layers[at], temperature(source.omega, heads.layers[at], target.layers))
-            for at in usable_exits(heads.layers, self._deepest, source.layers)
-        ]
+        self._target, self._source = target, source
         self._ledger = LayerLedger(target.layers, self.calls)
         self._states: list[Tensor] = []  # (1, hidden) each: the positions of this round
         logits = self._prefill(begin.prompt)
@@ -295,20 +278,6 @@ class EarlyExitDecoder(SourceDecoder):
     def _prefill(self, prompt: Tensor) -> Tensor:
         """Return the target's logits after the prompt, (1, vocab)."""
         return self._target.forward(prompt, 0, keep=1)
-
-    @torch.inference_mode()
-    def draft(self, so_far: Sequence[Any]) -> ExitToken | None:
-        """Run the last token until a head is confident; None at the depth bound."""
-        assert isinstance(self._heads, ExitHeads)
-        self._enter(so_far[-1].device_id if so_far else self._last)
-        for at, layer, heat in self._exits:
-            self._run(self._ledger.deepen(layer))
-            logits = self._target.project(self._heads.states(at, self._states[-1]))  # (1, vocab)
-            self.calls.add(EXIT_HEAD, 1)
-            if float(log_confidence(logits, heat)) >= self._threshold:
-                return self._token(logits, at, layer, so_far)
-        self._run(self._ledger.deepen(self._deepest))
-        return None
 
     @torch.inference_mode()
     def verify(self, draft: Sequence[Any]) -> int:
@@ -334,12 +303,6 @@ class EarlyExitDecoder(SourceDecoder):
         self.extend(tokens)
         return accepted
 
-    def _token(self, logits: Tensor, at: int, layer: int, so_far: Sequence[Any]) -> ExitToken:
-        if self._draws is None:
-            return ExitToken(logits.argmax(-1), logits, GREEDY, self.eos, layer)
-        drawn = self._draws.propose(logits, at, len(self.output), so_far)
-        return ExitToken(drawn, logits, self._draws.sampling, self.eos, layer)
-
     def _enter(self, token: Tensor, *, count: bool = True) -> None:
         self._states.append(self._target.embed(token))
         if count:
@@ -355,14 +318,77 @@ class EarlyExitDecoder(SourceDecoder):
             self._states[begin:] = hidden.split(1)
 
 
-class KangarooDecoder(EarlyExitDecoder):
+class EarlyExitDecoder(ExitDecoder):
+    """Decodes one prompt, drafting by early exit of the target."""
+
+    sampled = recorded_sampled = True
+
+    @classmethod
+    def recorder(cls, target: Any, trace: Trace, module: Any, how: RecordOptions) -> Recorder:
+        """Return what records the settings of `how`."""
+        gamma = max((s.gamma_max for s in how.settings), default=1)
+        runner = LayerRunner(target, ExitRecorder.slots_needed(trace.longest, gamma))
+        chance = torch.Generator(runner.device).manual_seed(how.seed)
+        return ExitRecorder(runner, module, how.settings, sampling=trace.sampling, generator=chance)
+
+    @classmethod
+    def asked(cls, how: RecordOptions, source: Any, gamma: int) -> RecordOptions:
+        """Return `how` with the source's setting, followed up to the longest draft asked for."""
+        lengths = {key._replace(gamma_max=1): key.gamma_max for key in how.settings}
+        own = source.setting(1)
+        lengths[own] = max(lengths.get(own, 0), gamma)
+        settings = tuple(key._replace(gamma_max=most) for key, most in lengths.items())
+        return replace(how, settings=settings)
+
+    @classmethod
+    def fits(cls, found: Any, module: Any, how: RecordOptions) -> bool:
+        """Return True if every setting was followed."""
+        del module
+        return set(how.settings) <= set(found.settings)
+
+    @classmethod
+    def extended(cls, how: RecordOptions, found: Any) -> RecordOptions:
+        """Return `how` with the settings that were followed, too."""
+        return replace(how, settings=tuple(dict.fromkeys((*found.settings, *how.settings))))
+
+    def __init__(
+        self, target: LayerRunner, heads: ExitHeads, source: EarlyExit, begin: Begin
+    ) -> None:
+        self._heads, self._deepest = heads, depth_layers(source.depth, target.layers)
+        self._threshold = log_threshold(source.tau)
+        self._exits = [
+            (at, heads.layers[at], temperature(source.omega, heads.layers[at], target.layers))
+            for at in usable_exits(heads.layers, self._deepest, source.layers)
+        ]
+        super().__init__(target, source, begin)
+
+    @torch.inference_mode()
+    def draft(self, so_far: Sequence[Any]) -> ExitToken | None:
+        """Run the last token until a head is confident; None at the depth bound."""
+        self._enter(so_far[-1].device_id if so_far else self._last)
+        for at, layer, heat in self._exits:
+            self._run(self._ledger.deepen(layer))
+            logits = self._target.project(self._heads.states(at, self._states[-1]))  # (1, vocab)
+            self.calls.add(EXIT_HEAD, 1)
+            if float(log_confidence(logits, heat)) >= self._threshold:
+                return self._token(logits, at, layer, so_far)
+        self._run(self._ledger.deepen(self._deepest))
+        return None
+
+    def _token(self, logits: Tensor, at: int, layer: int, so_far: Sequence[Any]) -> ExitToken:
+        if self._draws is None:
+            return ExitToken(logits.argmax(-1), logits, GREEDY, self.eos, layer)
+        drawn = self._draws.propose(logits, at, len(self.output), so_far)
+        return ExitToken(drawn, logits, self._draws.sampling, self.eos, layer)
+
+
+class KangarooDecoder(ExitDecoder):
     """Decodes one prompt, drafting by the adapter.
 
     A position enters the adapter's keys and values when something is drafted after it, or, being
     the last of a fully accepted draft, together with the next that does.
     """
 
-    sampled = recorded_sampled = False
     cells = (("adapter", "forward"),)
 
     @classmethod
@@ -370,18 +396,6 @@ class KangarooDecoder(EarlyExitDecoder):
         """Return what records its one setting."""
         runner = LayerRunner(target, ExitRecorder.slots_needed(trace.longest, how.tail))
         return ExitRecorder(runner, module, [Kangaroo().setting(how.tail)], (0.0,))
-
-    @classmethod
-    def fits(cls, found: Any, module: Any, how: RecordOptions) -> bool:
-        """Return True: its setting is always the same."""
-        del found, module, how
-        return True
-
-    @classmethod
-    def extended(cls, how: RecordOptions, found: Any) -> RecordOptions:
-        """Return `how`: it has no settings."""
-        del found
-        return how
 
     @classmethod
     def provenance(cls, module: Any, modules: Modules) -> dict[str, Any]:
@@ -410,7 +424,7 @@ class KangarooDecoder(EarlyExitDecoder):
     ) -> None:
         self._adapter, self._exit = AdapterRunner(adapter, target), adapter.layer
         self._pending: list[Tensor] = []  # (1, hidden) each: exit states the adapter lacks
-        super().__init__(target, adapter, source, begin)
+        super().__init__(target, source, begin)
 
     @torch.inference_mode()
     def _prefill(self, prompt: Tensor) -> Tensor:
@@ -434,7 +448,7 @@ class KangarooDecoder(EarlyExitDecoder):
         return ExitToken(logits.argmax(-1), logits, GREEDY, self.eos, self._exit)
 
     def verify(self, draft: Sequence[Any]) -> int:
-        """Verify as early exit does; what was refused leaves nothing for the adapter to take in."""
+        """Verify as every exit does; what was refused leaves nothing for the adapter to take in."""
         accepted = super().verify(draft)
         if accepted < len(draft):
             self._pending.clear()

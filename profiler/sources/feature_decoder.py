@@ -37,7 +37,7 @@ from traces.acceptance.trace import Trace
 from traces.errors import DraftsimError
 from traces.replay.calls import DRAFTER, DRAFTER_TREE, ONE_PASS, TREE
 from traces.sources.base import Source
-from traces.sources.starts.features import OnFeatures
+from traces.sources.starts.features import Eagle, OnFeatures
 from traces.sources.starts.parallel import Parallel
 from traces.sources.starts.trees import Eagle2
 
@@ -87,8 +87,15 @@ class OnFeaturesDecoder(SourceDecoder):
 
     @classmethod
     def loaded(cls, drafter: FeatureDrafter, source: Any) -> Any:
-        """Return the module of `source`, whose drafter was read from its folder."""
-        del source
+        """Return the module of `source`, whose drafter was read from its folder.
+
+        Raises DraftsimError if one of both drafts all tokens in one pass, the other does not.
+        """
+        if drafter.one_pass != source.one_pass:
+            raise DraftsimError(
+                f"{source.model} holds a drafter of kind {drafter.kind}: name it "
+                f"{Parallel.name if drafter.one_pass else Eagle.name}:model={source.model}"
+            )
         return drafter
 
     @classmethod

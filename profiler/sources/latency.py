@@ -9,13 +9,13 @@ import pandas as pd
 import torch
 
 from profiler.features.drafters import FeatureDrafter
-from profiler.features.heads import ExitHeads, ParallelHeads, log_confidence
+from profiler.features.heads import ExitHeads, log_confidence
 from profiler.features.runner import DrafterRunner, Trees, verify_tree
 from profiler.latency.passes import UNTIMED, UNTIMED_PLAIN
 from profiler.latency.table import Block, Step, reaching, swept
 from profiler.models.runner import Runner
 from profiler.models.stack import LayerRunner
-from profiler.sources.start_record import BUDGET, GrownTrees, head_logits
+from profiler.sources.start_record import BUDGET, GrownTrees
 from traces.acceptance.trace import Trace
 from traces.sources.base import prompt_tokens, true_tokens
 from traces.sources.lookups.sources import LookupSource, served_before
@@ -337,19 +337,10 @@ class LayerRounds:
 
 
 def pass_rounds(
-    target: LayerRunner, modules: Mapping[str, Any], widths: Sequence[int], contexts: Sequence[int]
+    target: LayerRunner, draft: Sequence[Step], widths: Sequence[int], contexts: Sequence[int]
 ) -> Iterator[Block]:
-    """Yield rounds of a lookup or of parallel heads: a pass of the target follows the one
-    before.
-    """
+    """Yield rounds of a lookup or of parallel heads: a pass of the target follows `draft`."""
     tokens = torch.zeros(max(widths), dtype=torch.long, device=target.device)
-    one = target.embed(tokens[:1])
-    draft = []
-    if parallel := of_kind(modules, ParallelHeads):
-        heads = next(iter(parallel.values()))
-        draft = [
-            Step("heads", "forward", 1, 0, lambda: head_logits(target, heads, one, tokens[:1]))
-        ]
 
     def verify(width: int, context: int) -> Step:
         pieces = list(tokens[:width].split(1))

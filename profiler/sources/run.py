@@ -152,7 +152,8 @@ class SourceLatency:
         with torch.inference_mode():
             rounds = LayerRounds(target, self._depth, widths, contexts)
             blocks = [*rounds.by_exits(modules.get("early-exit"))]
-            blocks += pass_rounds(target, modules, widths, contexts)
+            steps = (real_of(name).step(target, module) for name, module in modules.items())
+            blocks += pass_rounds(target, [*filter(None, steps)][:1], widths, contexts)
             for name, module in modules.items():
                 blocks += real_of(name).blocks(rounds, name, module)
             if trace is not None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -10,6 +11,7 @@ from torch import Tensor
 
 from profiler.decoding.single import ModelToken
 from profiler.features.heads import MaskEmbeddings, ParallelHeads
+from profiler.latency.table import Step
 from profiler.models.runner import Runner
 from profiler.models.stack import LayerRunner
 from profiler.sources.exits import ROOM, Begin, Modules, SourceDecoder
@@ -90,6 +92,13 @@ class HeadsDecoder(SourceDecoder):
     def recorder(cls, target: Any, trace: Trace, module: Any, how: RecordOptions) -> Recorder:
         """Return what records all starts in one pass."""
         return HeadsRecorder(LayerRunner(target, trace.longest), module)
+
+    @classmethod
+    def step(cls, target: LayerRunner, module: Any) -> Step:
+        """Return a pass of all heads."""
+        token = torch.zeros(1, dtype=torch.long, device=target.device)
+        state = target.embed(token)
+        return Step("heads", "forward", 1, 0, lambda: head_logits(target, module, state, token))
 
     @torch.inference_mode()
     def __init__(
@@ -221,6 +230,12 @@ class LayerSkipDecoder(SourceDecoder):
         """Return what records chains from every start."""
         runner = LayerRunner(target, trace.longest + CHUNK * how.offsets)
         return SkipRecorder(runner, None if how.skip is None else list(how.skip), how.offsets)
+
+    @classmethod
+    def asked(cls, how: RecordOptions, source: Any, gamma: int) -> RecordOptions:
+        """Return `how` with the layers that the source skips."""
+        del gamma
+        return how if source.skip is None else replace(how, skip=source.skip)
 
     @classmethod
     def fits(cls, found: Any, module: Any, how: RecordOptions) -> bool:

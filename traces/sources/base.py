@@ -52,6 +52,8 @@ class Source:
     """Command that records it and measures its latencies, for messages."""
     runs_layers: ClassVar[bool] = False
     """True if its rounds run single layers of the target."""
+    model: str | None = None
+    """The folder or name of the drafter that it was given; None if it has none, or any."""
     replays: ClassVar[type[Any]]
     """The `SourceReplay` of a recorded source: made of the trace, a request's index, the recording,
     the position that decoding begins at, and the source."""
