@@ -47,7 +47,7 @@ TABLES = {
 }  # fmt: skip
 
 
-def beside(*rows: tuple[int, int, float]) -> LatencyTable:
+def added(*rows: tuple[int, int, float]) -> LatencyTable:
     """With what prompts make of a pass that decodes, measured."""
     cells = table([("target", "mixed", b, n, 0, s) for b, n, s in rows]).cells
     return LatencyTable(pd.concat([GRID.cells, cells], ignore_index=True))
@@ -55,12 +55,12 @@ def beside(*rows: tuple[int, int, float]) -> LatencyTable:
 
 PROMPTED = {
     **TABLES,
-    "mixed": beside(*((b, n, 1e-5 * (b + n)) for b in (1, 8, 40) for n in (1, 30, 200))),
+    "mixed": added(*((b, n, 1e-5 * (b + n)) for b in (1, 8, 40) for n in (1, 30, 200))),
     "another kernel": LatencyTable(
         pd.concat([
             GRID.cells,
             GRID.cells.query("model == 'target' and phase == 'forward'").assign(
-                phase="beside", median_s=lambda cells: cells["median_s"] * 1.3
+                phase="with_prompts", median_s=lambda cells: cells["median_s"] * 1.3
             ),
         ], ignore_index=True)
     ),

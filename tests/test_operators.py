@@ -182,7 +182,7 @@ def test_names_of_composed_latencies(tmp_path: Path) -> None:
     assert table.meta["tensor_parallel"] == {"target": 4, "draft": 1}
     assert table.meta["origins"]["target"]["qkv"] == MEASURED
     assert table.has("draft", "prefill")
-    assert {"forward", "prefill", "layer", "head", "beside"} <= set(table.cells["phase"])
+    assert {"forward", "prefill", "layer", "head", "with_prompts"} <= set(table.cells["phase"])
     passes = [table.seconds(m, "forward", context=500).item() for m in ("target", "draft")]
     layer = table.seconds("target", "layer", context=512).item()
     head = table.seconds("target", "head").item()

@@ -140,7 +140,7 @@ def compare_loads(
 
     trace, chosen = work.trace, work.policies
     prompts = prompts_of(trace, engine.vocabulary, work.seed, work.sequences)
-    during_runs = None if kept is None else kept.within("beside")
+    during_runs = None if kept is None else kept.within("during_runs")
     texts = texts_of(engine, trace, prompts, during_runs)
     forced = Forced(trace, texts, engine.vocabulary)
     measured = run_loads(

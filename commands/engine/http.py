@@ -87,7 +87,7 @@ def _measured(
     from traces.store.engine_runs import ServedRun
 
     note("the engine's own outputs")
-    during_runs = kept.within("beside")
+    during_runs = kept.within("during_runs")
     clients.learn(work.sequences, work.seed, during_runs)
     controls: dict[int, list[ServedRun]] = {}
 

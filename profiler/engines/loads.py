@@ -196,7 +196,7 @@ def run_loads(
     earlier call, of fewer repeats perhaps, is not run again.
     """
     control = Control(engine.meta["device"])
-    during_runs = None if kept is None else kept.within("beside")
+    during_runs = None if kept is None else kept.within("during_runs")
     # Every repeat has as many sweeps, so the table is of the runs' own time: repeats added hours
     # later, when the machine is perhaps another, get as many as the first ones had.  Blocks are
     # kept by their place in this order, as runs are, so that a call for fewer repeats takes none

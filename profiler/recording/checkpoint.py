@@ -100,6 +100,8 @@ class Checkpoint:
 
     def within(self, name: str) -> Checkpoint:
         """Return a checkpoint of other pieces of the same run, gone with this one."""
+        if (before := self.folder / "beside").is_dir():  # the only name until now
+            before.rename(self.folder / name)
         return Checkpoint(self.folder / name, {"within": self._stamp}, self._say)
 
     def close(self) -> None:

@@ -172,7 +172,7 @@ class PassReader:
 
 MODELS = ("target", "draft")
 PLACES = (
-    "target", "later", "first", "along", "target_prefill", "draft_prefill", "beside", "mixed",
+    "target", "later", "first", "along", "target_prefill", "draft_prefill", "with_prompts", "mixed",
 )  # fmt: skip
 """Cells that an engine reads: of the target's passes, of a draft's later passes and of its first,
 of a drafter that runs along in every iteration, of the prompts, of sequences that decode with
@@ -261,7 +261,8 @@ def cells_read(latency: LatencyTable, speculates: bool) -> dict[str, tuple[str, 
     first = latency.first_draft_phase("draft")
     cells = (
         ("target", "forward"), ("draft", "forward"), ("draft", first), ("draft", "along"),
-        ("target", "prefill"), ("draft", "prefill"), ("target", "beside"), ("target", "mixed"),
+        ("target", "prefill"), ("draft", "prefill"), ("target", "with_prompts"),
+        ("target", "mixed"),
     )  # fmt: skip
     found = {"target": cells[0]} | ({"later": cells[1]} if speculates else {})
     return found | {
@@ -512,10 +513,10 @@ class EngineCost:
     without drafts costs that.  The first pass of a draft is then over all tokens that the iteration
     verifies, because such a drafter runs after them.
 
-    `mixed` prices the prompts in a pass that decodes: they are no part of its mean width.  In such
-    a pass sequences decode with another kernel, where the table has its cells (``beside``).  A
-    table of an engine that always drafts (`traces.replay.always`) has its passes in every iteration
-    that decodes.
+    Prompts in a pass that decodes are no part of its mean width (`MixedPasses`).  In such a pass
+    sequences decode with another kernel, where the table has its cells (``with_prompts``).  A table
+    of an engine that always drafts (`traces.replay.always`) has its passes in every iteration that
+    decodes.
     """
 
     def __init__(
@@ -535,7 +536,7 @@ class EngineCost:
         self.phases = cells_read(latency, speculates)
         readers = {place: PassReader(latency, *own) for place, own in self.phases.items()}
         self._readers, self._target = readers, readers["target"]
-        self._beside = readers.get("beside", self._target)
+        self._with_prompts = readers.get("with_prompts", self._target)
         self._mixed = MixedPasses(latency, readers.get("mixed"))
         self._drafts = DraftCost(latency, readers, self.always)
         self.hosts = HostCost(latency, reads)
@@ -623,7 +624,7 @@ class EngineCost:
         cached = work.context - decoding
         if not prompts.tokens:
             return self._target(decoding, tokens / decoding, cached / decoding)
-        decode_s = self._beside(decoding, tokens / decoding, cached / decoding)
+        decode_s = self._with_prompts(decoding, tokens / decoding, cached / decoding)
         return self._mixed.seconds(decode_s, tokens, *prompts[1:])
 
 

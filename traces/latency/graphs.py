@@ -21,7 +21,7 @@ CAPTURED = (1, 2, 4, *range(8, 256, 8), *range(256, 513, 16))
 MODES = ("FULL", "PIECEWISE", "NONE")
 WIDEST = 64
 """New tokens a sequence up to which a pass is a decoding one, and padded."""
-PHASES = ("forward", "beside", "catch_up", "pass")
+PHASES = ("forward", "with_prompts", "catch_up", "pass")
 """Steps of decoding whose passes replay graphs."""
 FINEST = 16
 """Batch sizes and widths up to which every one counts by itself."""

@@ -27,7 +27,8 @@ PHASES: dict[str, str] = {
     "mixed": "what whole prompts add to a pass that decodes (batch = tokens it decodes in all, "
     "new_tokens = those of the prompts)",
     "forward": "one pass as the decoder runs it: model, argmax and cache placement",
-    "beside": "a pass over sequences that decode in a step that also reads prompts, without these",
+    "with_prompts": "a pass over sequences that decode in a step that also reads prompts, without "
+    "these",
     "pass": "the same where no passes of a draft model or of layers precede it in its round",
     "catch_up": "a round's first draft pass, after the target's (new_tokens = tokens caught up on)",
     "along": "a drafter's pass over what was verified, in an engine's iteration without drafts",
@@ -50,6 +51,8 @@ PHASES: dict[str, str] = {
     "iteration": "what a server puts around an iteration of its engine: messages, the loop",
 }
 
+RENAMED_PHASES = {"beside": "with_prompts"}
+"""Phases in files that were written before, by their names there."""
 SERVER = "server"
 """The model of the cells that say what a server adds to its engine."""
 

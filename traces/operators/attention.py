@@ -103,7 +103,7 @@ class Timed(NamedTuple):
     """By tokens of a prompt's chunk."""
     unsplit: Plane
     """By sequences that decode in a step with a chunk of a few tokens."""
-    beside: Plane
+    with_prompts: Plane
     """Time that decoding sequences add to a prompt of `PROMPT` tokens in the same step."""
 
 
@@ -153,7 +153,7 @@ class AttentionOperators:
         # A sequence is never cheaper with others than alone.
         return np.maximum(np.where(tiles > 1, grown, few), alone)
 
-    def beside_s(self, heads: Heads, batch: Floats, width: Floats, context: Floats) -> Floats:
+    def with_prompts_s(self, heads: Heads, batch: Floats, width: Floats, context: Floats) -> Floats:
         """Return the seconds that decoding sequences add to a prompt's attention."""
         split = self.split_s(heads, batch, context + width)
         if self.splits_all:
@@ -161,7 +161,7 @@ class AttentionOperators:
         timed = self._timed.get(heads)
         found = self.unsplit_s(heads, batch, width, context)
         if timed is not None:
-            found = np.maximum(found, timed.beside.at(batch, context))
+            found = np.maximum(found, timed.with_prompts.at(batch, context))
         return np.maximum(found, split)
 
     def pass_s(self, heads: Heads, batch: Floats, width: Floats, context: Floats) -> Floats:
@@ -236,12 +236,12 @@ def _timed(rows: pd.DataFrame) -> Timed | None:
     if len(prompt):
         added = np.maximum(by_prompt["seconds"] - prompt.median(), 0)
         by_prompt = by_prompt.assign(seconds=added)
-    beside = _plane(by_prompt, "batch", "batch_context")
+    with_prompts = _plane(by_prompt, "batch", "batch_context")
     split = _plane(rows[rows["tokens"] == 0], "batch", "batch_context")
     chunk = _plane(alone, "tokens", "context")
     if split is None or chunk is None or unsplit is None:
         return None
-    return Timed(split, chunk, unsplit, beside or unsplit)
+    return Timed(split, chunk, unsplit, with_prompts or unsplit)
 
 
 def _plane(rows: pd.DataFrame, size: str, context: str) -> Plane | None:

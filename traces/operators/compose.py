@@ -139,10 +139,11 @@ class Composer:
             self.factors = fit_steps(self, placed, self.steps)
 
     def layer_s(
-        self, placed: Placed, batch: Floats, width: Floats, context: Floats, beside: bool = False
-    ) -> Floats:
-        """Return the seconds of one layer; with `beside`, of sequences in a step with a prompt."""
-        attended_s = self._attended_s(placed, batch, width, context, beside)
+        self, placed: Placed, batch: Floats, width: Floats, context: Floats,
+        with_prompts: bool = False,
+    ) -> Floats:  # fmt: skip
+        """Return the seconds of one layer, perhaps of sequences in a step `with_prompts`."""
+        attended_s = self._attended_s(placed, batch, width, context, with_prompts)
         parts = Parts(self._dense_layer_s(placed, batch * width), attended_s)
         return self.factors._replace(host_s=0.0).of(parts)
 
@@ -154,9 +155,9 @@ class Composer:
         return np.asarray(layer_s + 2 * summed + launched_s)
 
     def _attended_s(
-        self, placed: Placed, batch: Floats, width: Floats, context: Floats, beside: bool
+        self, placed: Placed, batch: Floats, width: Floats, context: Floats, with_prompts: bool
     ) -> Floats:
-        attend = self.attention.beside_s if beside else self.attention.pass_s
+        attend = self.attention.with_prompts_s if with_prompts else self.attention.pass_s
         return attend(heads_of(placed.model, placed.shared), batch, width, context)
 
     def head_s(self, placed: Placed, rows: Floats) -> Floats:
@@ -170,7 +171,7 @@ class Composer:
 
     def pass_s(
         self, placed: Placed, batch: npt.ArrayLike, width: npt.ArrayLike, context: npt.ArrayLike,
-        beside: bool = False,
+        with_prompts: bool = False,
     ) -> Floats:  # fmt: skip
         """Return seconds of a pass over `width` new tokens each of `batch` sequences; sizes
         broadcast.
@@ -179,15 +180,15 @@ class Composer:
         sizes = np.broadcast_arrays(*given)
         b, n, c = (v.ravel() for v in sizes)
         rows = np.where(n <= VERIFIED, b * n, b)
-        parts = self.parts(placed, b, n, c, rows, beside)
+        parts = self.parts(placed, b, n, c, rows, with_prompts)
         return self.factors.of(parts).reshape(sizes[0].shape)
 
     def parts(
         self, placed: Placed, batch: Floats, width: Floats, context: Floats,
-        rows: Floats | None = None, beside: bool = False,
+        rows: Floats | None = None, with_prompts: bool = False,
     ) -> Parts:  # fmt: skip
         """Return the seconds of passes by operator, with `rows` rows of logits (one a sequence)."""
-        attended_s = self._attended_s(placed, batch, width, context, beside)
+        attended_s = self._attended_s(placed, batch, width, context, with_prompts)
         dense_s = self.dense_pass_s(placed, batch * width, batch if rows is None else rows)
         return Parts(dense_s, placed.model.layers * attended_s)
 
@@ -223,8 +224,8 @@ class Composer:
         if role == "target":
             narrow = n <= VERIFIED
             b1, n1, c1 = b[narrow], n[narrow], c[narrow]
-            aside = self.pass_s(placed, b1, n1, c1, beside=True)
-            parts.append(_cells(role, "beside", b1, n1, c1, aside))
+            aside = self.pass_s(placed, b1, n1, c1, with_prompts=True)
+            parts.append(_cells(role, "with_prompts", b1, n1, c1, aside))
         few = np.isin(b, (1, 2, 4, 8, 16, 32, 64, 128)) & (n <= VERIFIED)
         b, n, c = b[few], n[few], c[few]
         parts.append(_cells(role, "layer", b, n, c, self.layer_s(placed, b, n, c)))

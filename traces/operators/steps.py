@@ -63,7 +63,7 @@ def parts_of_steps(composer: Composer, placed: Placed, steps: pd.DataFrame) -> P
     one, none = np.ones(len(steps)), np.zeros(len(steps))
     decoding = composer.parts(placed, np.maximum(batch, 1), one, np.maximum(context - 1, 0))
     aside = composer.parts(
-        placed, np.maximum(batch, 1), one, np.maximum(context - 1, 0), beside=True
+        placed, np.maximum(batch, 1), one, np.maximum(context - 1, 0), with_prompts=True
     )
     prompt = composer.parts(placed, one, np.maximum(chunk, 1), none)
     dense_s = composer.dense_pass_s(placed, chunk + batch, batch + (chunk > 0))

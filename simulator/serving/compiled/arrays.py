@@ -30,7 +30,7 @@ Records = Any
 """An array of records."""
 
 READERS = cast("tuple[int, ...]", tuple(np.arange(len(PLACES))))
-TARGET, LATER, FIRST, ALONG, TARGET_PREFILL, DRAFT_PREFILL, BESIDE, MIXED = READERS
+TARGET, LATER, FIRST, ALONG, TARGET_PREFILL, DRAFT_PREFILL, WITH_PROMPTS, MIXED = READERS
 """Phases that are read.  A draft's later and first passes may be the same cells.  NumPy scalars on
 purpose: with literal ints numba would compile `loop.read` once per reader."""
 NOWHERE = -1
@@ -233,7 +233,7 @@ def _priced(cost: EngineCost, most: int) -> LoopPrices:
                 for name, weight in zip(FIT, grid.fit, strict=True):
                     reader[name] = weight
         reader.last = len(batches)
-    for place, other in ((FIRST, LATER), (BESIDE, TARGET)):
+    for place, other in ((FIRST, LATER), (WITH_PROMPTS, TARGET)):
         if readers[place].read == NOWHERE:
             readers[place].read = readers[other].read
     for place in (TARGET_PREFILL, DRAFT_PREFILL):

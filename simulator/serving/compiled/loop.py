@@ -21,7 +21,6 @@ import numba
 
 from simulator.serving.compiled.arrays import (
     ALONG,
-    BESIDE,
     BINS,
     DRAFT_PREFILL,
     FINEST,
@@ -34,6 +33,7 @@ from simulator.serving.compiled.arrays import (
     TARGET,
     TARGET_PREFILL,
     WIDTH,
+    WITH_PROMPTS,
     Arrays,
     Floats,
     LoopPrices,
@@ -271,8 +271,8 @@ def iteration_s(
         around_s: float = prices.hosts[prompts.number].iteration_s
         return draft_s + prompt_s + around_s
     mixes = prompts.number > 0 and prices.readers[TARGET_PREFILL].read != NOWHERE
-    target = prices.readers[BESIDE].read if mixes else TARGET
-    target_s, beside_s = decoding_s(prices, seen, work, batch, target)
+    target = prices.readers[WITH_PROMPTS].read if mixes else TARGET
+    target_s, other_s = decoding_s(prices, seen, work, batch, target)
     if mixes:
         sizes = float(batch + work.drafted), float(prompts.tokens), float(prompts.cached)
         mixed = prices.readers[MIXED]
@@ -282,7 +282,7 @@ def iteration_s(
             count(seen[len(prices.readers), 0], *sizes)
             both_s = target_s + prompt_s - prices.launch_s
             target_s = max(target_s, prompt_s, both_s)
-    return beside_s + draft_s + target_s
+    return other_s + draft_s + target_s
 
 
 # --- memory ----------------------------------------------------------------------------------
