@@ -97,11 +97,6 @@ class PointRunner:
             },
         }  # fmt: skip
 
-    @property
-    def router(self) -> str:
-        """The router's name."""
-        return describe_router(self.base.router)
-
     def key(self) -> str | None:
         """Return a digest of everything that a point's result depends on."""
         scenario = replace(
@@ -116,25 +111,15 @@ class PointVerdict:
 
     outcomes: Sequence[Mapping[str, Any]]
     targets: Targets
-    _interval: tuple[float, float, float] = field(init=False)
+    within: float = field(init=False)
+    """Share of requests within the targets, in the mean of the replications."""
+    low: float = field(init=False)
+    """Lower end of its 95% interval; of one replication NaN."""
+    high: float = field(init=False)
+    """Upper end of it."""
 
     def __post_init__(self) -> None:
-        self._interval = t_interval([o["within"] for o in self.outcomes])
-
-    @property
-    def within(self) -> float:
-        """Share of requests within the targets, in the mean of the replications."""
-        return self._interval[0]
-
-    @property
-    def low(self) -> float:
-        """Lower end of its 95% interval; of one replication NaN."""
-        return self._interval[1]
-
-    @property
-    def high(self) -> float:
-        """Upper end of it."""
-        return self._interval[2]
+        self.within, self.low, self.high = t_interval([o["within"] for o in self.outcomes])
 
     @property
     def kept(self) -> bool:
@@ -210,30 +195,20 @@ class Points:
             If a point fails, or was lost with its worker.
         """
         found: dict[str, Found] = {}
-        asked: dict[str, Sequence[Point]] = {}
-        for name, search in searches.items():
-            self._step(name, search, None, asked, found)
-        while asked:
+        answers: Any = dict.fromkeys(searches)  # None begins a search
+        while answers:
+            asked: dict[str, Sequence[Point]] = {}
+            for name, verdict in answers.items():
+                try:
+                    asked[name] = searches[name].send(verdict)
+                except StopIteration as end:
+                    found[name] = end.value
             self._answer([point for points in asked.values() for point in points])
-            for name, points in list(asked.items()):
-                del asked[name]
-                outcomes = [self._known[point] for point in points]
-                verdict = PointVerdict(outcomes, self.bench.targets)
-                self._step(name, searches[name], verdict, asked, found)
+            answers = {
+                name: PointVerdict([self._known[point] for point in points], self.bench.targets)
+                for name, points in asked.items()
+            }
         return found
-
-    def _step(
-        self,
-        name: str,
-        search: Search[Found],
-        verdict: PointVerdict | None,
-        asked: dict[str, Sequence[Point]],
-        found: dict[str, Found],
-    ) -> None:
-        try:
-            asked[name] = next(search) if verdict is None else search.send(verdict)
-        except StopIteration as end:
-            found[name] = end.value
 
     def _answer(self, points: Sequence[Point]) -> None:
         missing = [p for p in dict.fromkeys(points) if p not in self._known]
@@ -517,7 +492,7 @@ def plan_rows(
         outcomes = verdict.outcomes
         rows.append({
             "policy": name, "verify": outcomes[0]["verify"], "source": outcomes[0]["source"],
-            "router": bench.router, "rate": rate,
+            "router": describe_router(bench.base.router), "rate": rate,
             "ttft_target_s": bench.targets.ttft_s, "tpot_target_s": bench.targets.tpot_s,
             "share": bench.targets.share, "replicas": count,
             "replicas_lo": found.low if found is not None else None,

@@ -8,7 +8,8 @@ from typing import Any, Literal
 import pytest
 
 from policies.core import Round
-from simulator.serving.cost import Coverage, EngineCost
+from simulator.serving.cost import EngineCost
+from simulator.serving.passes import Coverage
 from tests.compiled import ALONG
 from tests.serving import CONSTANT, GRID
 from traces.errors import DraftsimError

@@ -16,8 +16,8 @@ from policies.lengths.basic import Fixed, Oracle
 from policies.registry import parse_serving_policy
 from simulator.serving import ArrivalFile, ClosedLoop, Limits, Poisson, Scenario, simulate
 from simulator.serving.arrivals import Job
-from simulator.serving.cost import PassReader
 from simulator.serving.outcome.metrics import Series
+from simulator.serving.passes import PassReader
 from simulator.serving.sequence import EngineState, ServedSequence
 from simulator.serving.source import SimulatedClock
 from tests.serving import GRID, arrival_file, bernoulli, table

@@ -17,7 +17,8 @@ from policies.rules.base import VerifyRule
 from policies.together import StopAtMean
 from simulator.serving import ClosedLoop, Limits, Poisson, Scenario, serve, simulate
 from simulator.serving.arrivals import Job
-from simulator.serving.cost import PassReader, TableCost
+from simulator.serving.cost import TableCost
+from simulator.serving.passes import PassReader
 from simulator.serving.scheduler import Continuous
 from simulator.serving.sequence import EngineState, ServedSequence, Slot, step
 from tests.serving import CONSTANT, GRID, SMALL, bernoulli, table

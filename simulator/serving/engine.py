@@ -16,9 +16,10 @@ from policies.core import Round
 from policies.rules.base import VerifyRule
 from policies.together import Together
 from simulator.serving.arrivals import Job
-from simulator.serving.cost import Chunk, Coverage, EngineCost, Seconds
+from simulator.serving.cost import Chunk, EngineCost, Seconds
 from simulator.serving.outcome.metrics import Recorder
 from simulator.serving.outcome.timeline import Timeline
+from simulator.serving.passes import Coverage
 from simulator.serving.scheduler import Iteration, Scheduler
 from simulator.serving.sequence import EngineState, ServedSequence, Slot, step
 from simulator.serving.source import Events, Replica, RequestSource, SimulatedClock

@@ -17,9 +17,9 @@ import simpy
 
 from policies.core import DraftPolicy, Round, drafting
 from simulator.serving.arrivals import Job
-from simulator.serving.cost import Coverage, PassReader
 from simulator.serving.outcome.metrics import Recorder
 from simulator.serving.outcome.timeline import Timeline
+from simulator.serving.passes import Coverage, PassReader
 from simulator.serving.sequence import EngineState, ServedSequence, Slot
 from simulator.serving.source import Events, Replica, RequestSource, SimulatedClock
 from traces.acceptance.tape import BLANK

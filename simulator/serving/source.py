@@ -11,8 +11,8 @@ import simpy
 from simpy.events import NORMAL
 
 from simulator.serving.arrivals import Job
-from simulator.serving.cost import Coverage
 from simulator.serving.outcome.metrics import Recorder
+from simulator.serving.passes import Coverage
 from simulator.serving.sequence import Slot
 
 

@@ -19,8 +19,9 @@ from policies.vectorised import plan_of
 from simulator.pricing import HostCost
 from simulator.serving.arrivals import Job
 from simulator.serving.compiled import arrays
-from simulator.serving.cost import COMPOSED, ORIGINS, PLACES, Coverage, EngineCost, Span
+from simulator.serving.cost import COMPOSED, PLACES, EngineCost
 from simulator.serving.outcome.metrics import Recorder, Series
+from simulator.serving.passes import ORIGINS, Coverage, Span
 from simulator.serving.replays import NO_ROUNDS, Replays, clock_free, replays_of
 from simulator.serving.routers import Idle
 from simulator.serving.scenario import Scenario

@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from simulator.serving.cost import Coverage
 from simulator.serving.outcome.metrics import Recorder, joined_recorders, summary
+from simulator.serving.passes import Coverage
 from simulator.serving.scenario import Scenario
 
 TOTALS = {
@@ -165,7 +165,7 @@ class Run:
         * ``length_changes``: share of steps whose draft length differs from that of the step
           before, under a policy with one length for all requests.
         * ``coverage``: how the latencies of each model and phase were found
-          (`simulator.serving.cost.Coverage`).
+          (`simulator.serving.passes.Coverage`).
         * ``over_time``: mean batch and KV blocks in use over equal intervals, which begin at
           ``time_s``.
 
