@@ -7,6 +7,7 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 
+from simulator.serving import Run
 from traces.acceptance.trace import Request, Trace
 from traces.latency.schema import CELL_COLUMNS
 from traces.latency.table import LatencyTable
@@ -64,3 +65,13 @@ def arrival_file(path: Path, *rows: str) -> Path:
     """A file of arrivals as published traces have them."""
     path.write_text("\n".join(["TIMESTAMP,ContextTokens,GeneratedTokens", *rows]) + "\n")
     return path
+
+
+def little_error(run: Run) -> float:
+    """Return the relative gap between the integral of the number in system and summed sojourns.
+
+    Little's law (1961) equates them; anything beyond rounding is an accounting error.
+    """
+    columns = run.recorder.requests
+    sojourns = float(np.sum(columns["finish_s"]) - np.sum(columns["arrival_s"])) + run.residual_s
+    return abs(run.recorder.area_s - sojourns) / max(sojourns, 1e-300) if sojourns else 0.0

@@ -10,8 +10,9 @@ from typing import Any
 import pytest
 
 from profiler.prompts import read_prompts
-from profiler.qwen_coder import CODING_PROMPTS
+from tests.conftest import ROOT
 
+CODING_PROMPTS = ROOT / "profiler" / "qwen_coder" / "coding_prompts.jsonl"
 ROWS: list[dict[str, Any]] = [json.loads(line) for line in CODING_PROMPTS.read_text().splitlines()]
 TESTED = [row for row in ROWS if "entry" in row]
 

@@ -31,7 +31,7 @@ from simulator.serving.outcome.report import Run, joined_runs
 from simulator.serving.routers import Router, describe_router, parse_router
 from tests import queues
 from tests.compiled import SIGNALLED, same
-from tests.serving import GRID, SMALL
+from tests.serving import GRID, SMALL, little_error
 from tests.test_serving_theory import PER_TOKEN_S, SERVICE, exponential, one_token_jobs
 from traces.errors import DraftsimError
 
@@ -89,7 +89,7 @@ def test_every_request_is_served_by_one_replica(scenario: Scenario, policy: str)
         for engine in engines:
             engine.scheduler.pool.audit()
             assert engine.scheduler.pool.used == 0
-    assert run.little_error < 1e-9 or scenario.mode in ("pearl", "dsi")
+    assert little_error(run) < 1e-9 or scenario.mode in ("pearl", "dsi")
     if isinstance(scenario.router, RoundRobin):
         assert (frame["replica"] == frame["index"] % scenario.replicas).all()
 
@@ -225,7 +225,7 @@ def waits(router: Router) -> np.ndarray:
         kept = frame[frame["index"] >= run.recorder.skip]
         wait = kept["ttft_s"] - kept["prompt_tokens"] * PER_TOKEN_S
         assert wait.min() > -1e-9
-        assert run.little_error < 1e-9
+        assert little_error(run) < 1e-9
         means.append(wait.mean())
     return np.array(means)
 

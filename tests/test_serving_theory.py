@@ -12,7 +12,7 @@ from policies.lengths.basic import Autoregressive, Fixed
 from simulator.formulas import batching, dsi, leviathan, pearl
 from simulator.pricing import price
 from simulator.serving import ClosedLoop, Devices, Limits, Poisson, Scenario, simulate
-from tests.serving import GRID, bernoulli, table
+from tests.serving import GRID, bernoulli, little_error, table
 from traces.acceptance.trace import Request, Trace
 from traces.latency.table import LatencyTable
 from traces.replay.run import replay
@@ -77,7 +77,7 @@ def test_waiting_time_is_pollaczek_khinchine(service, second_moment):
         wait = kept["ttft_s"] - kept["prompt_tokens"] * PER_TOKEN_S
         assert wait.min() > -1e-9
         means.append(wait.mean())
-        assert run.little_error < 1e-9
+        assert little_error(run) < 1e-9
     expected = load * second_moment / (2 * (1 - load))
     z = (np.mean(means) - expected) / (np.std(means, ddof=1) / math.sqrt(len(means)))
     assert abs(z) < 4
@@ -99,7 +99,7 @@ def test_closed_network_bounds(clients, batch):
     # A pass costs the same at any batch here, so nobody queues and the bound is met.
     if clients <= batch:
         assert run.requests["e2e_s"].max() == pytest.approx(demand, rel=0.25)
-    assert run.little_error < 1e-9
+    assert little_error(run) < 1e-9
 
 
 @pytest.mark.invariant(10)

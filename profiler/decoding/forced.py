@@ -29,13 +29,13 @@ class ForcedToken:
 
     __slots__ = ("_real", "_recorded")
 
-    def __init__(self, real: ModelToken, recorded: Any) -> None:
+    def __init__(self, real: ModelToken | BatchToken, recorded: Any) -> None:
         self._real, self._recorded = real, recorded
 
     @property
     def device_id(self) -> Tensor:
         """The real token, for the next pass."""
-        return self._real.device_id
+        return self._real.device_id  # type: ignore[union-attr]
 
     @property
     def ends(self) -> bool:
@@ -96,25 +96,6 @@ class ForcedDecoder(ModelDecoder):
         return accepted, logits[: accepted + 1].argmax(-1), [0] * emitted
 
 
-class ForcedBatchToken:
-    """A real draft token's work with a recorded token's values."""
-
-    __slots__ = ("_real", "_recorded")
-
-    def __init__(self, real: BatchToken, recorded: Any) -> None:
-        self._real, self._recorded = real, recorded
-
-    @property
-    def ends(self) -> bool:
-        """As recorded: no transfer, so nothing waits."""
-        return bool(self._recorded.ends)
-
-    def __getattr__(self, name: str) -> Any:
-        # A policy that reads a signal pays for fetching it, and acts on the recorded one.
-        getattr(self._real, name)
-        return getattr(self._recorded, name)
-
-
 class ForcedStream(Stream):
     """Request `request` of `trace`, its prompt random ids of the recorded length.
 
@@ -145,9 +126,9 @@ class ForcedStream(Stream):
         """Return the state as the recording has it, in this batch."""
         return self._script.load._replace(batch=batch)
 
-    def proposed(self, token: BatchToken) -> ForcedBatchToken:
+    def proposed(self, token: BatchToken) -> ForcedToken:
         """Return the recorded token in place of the real one."""
-        return ForcedBatchToken(token, self._script.draft(self.draft))
+        return ForcedToken(token, self._script.draft(self.draft))
 
     def judge(self, accepted: int) -> int:
         """Return the recording's verdict, whatever the models' is."""

@@ -125,18 +125,6 @@ class Run:
         }
 
     @property
-    def little_error(self) -> float:
-        """Relative gap between the integral of the number in system and the summed sojourns.
-
-        Little's law (1961) equates them; anything beyond rounding is an accounting error.
-        """
-        columns = self.recorder.requests
-        sojourns = (
-            float(np.sum(columns["finish_s"]) - np.sum(columns["arrival_s"])) + self.residual_s
-        )
-        return abs(self.recorder.area_s - sojourns) / max(sojourns, 1e-300) if sojourns else 0.0
-
-    @property
     def tokens_within_targets(self) -> float:
         """Share of the measured requests' tokens whose request met the scenario's targets."""
         kept = self.columns(measured=True)
