@@ -10,7 +10,6 @@ import typer
 
 from commands.common.drafted import load_recording, say_calibrate
 from commands.common.options import (
-    TRACE_VARIABLE,
     AlwaysOption,
     DraftedOption,
     GpuOption,
@@ -23,7 +22,7 @@ from commands.common.options import (
 from commands.common.output import note, placed_as
 from commands.common.progress import working
 from traces.errors import DraftsimError
-from traces.store.recordings import DEFAULT_TRACE
+from traces.store.recordings import DEFAULT_TRACE, TRACE_VARIABLE
 
 if TYPE_CHECKING:
     pass

@@ -124,6 +124,10 @@ def parse_serving_policy(
         raise ValueError(f"policy {name!r}: {error}") from None
 
 
+PLAIN = "autoregressive"
+"""The policy that decodes without drafts."""
+
+
 def is_bound(name: str) -> bool:
     """Return True if the policy of this name knows what no real one can: it is not recommended.
 

@@ -10,7 +10,14 @@ from policies.batch.base import BatchPolicy, SingleStream
 from policies.core import DraftPolicy
 from policies.from_file import is_file, load_file, said_cut
 from policies.lengths.basic import Autoregressive, Fixed
-from policies.registry import POLICIES, describe, parse_policy, parse_serving_policy, policy_names
+from policies.registry import (
+    PLAIN,
+    POLICIES,
+    describe,
+    parse_policy,
+    parse_serving_policy,
+    policy_names,
+)
 from policies.rules.base import VerifyRule
 from policies.rules.context import CSD
 from policies.rules.memory import OnlineCorrectionMemory
@@ -29,7 +36,6 @@ Say = Callable[[str], None]
 Named = list[tuple[str, DraftPolicy]]
 Served = DraftPolicy | BatchPolicy
 
-PLAIN = "autoregressive"
 FITTED = "rate-optimal"
 """The policy that is fitted to the recording and to the latencies before it runs."""
 BATCHES = (1, 4, 16, 64)

@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 
 import draftsim
-from commands.common.options import TRACE_VARIABLE
 from policies import DraftPolicy
 from policies.core import DraftToken
 from simulator.chosen import load_policies
@@ -21,6 +20,7 @@ from simulator.tune.search import Search
 from simulator.whatif.tuning import tuned_rows
 from tests.conftest import ROOT, Run
 from traces import LatencyTable, find_latency, find_trace, synthetic_trace
+from traces.store.recordings import TRACE_VARIABLE
 
 SOME = ["fixed:gamma=3", "gammatune"]
 

@@ -8,9 +8,9 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from commands.common.options import TRACE_VARIABLE, Defaulted
 from commands.common.output import note
 from traces.errors import DraftsimError
+from traces.store.recordings import TRACE_VARIABLE, Defaulted, find_trace
 
 if TYPE_CHECKING:
     from simulator.chosen import Say
@@ -37,7 +37,6 @@ def load_recording(
     tokens of requests that are not a recording's (`trace_by_position`).
     """
     from simulator import recording
-    from traces.store.recordings import find_trace
 
     made_up = acceptance is not None
     first: list[str] = []

@@ -11,7 +11,7 @@ import typer
 
 from commands.common.bounds import MOST_BATCH
 from traces.errors import DraftsimError
-from traces.store.recordings import DEFAULT_TRACE
+from traces.store.recordings import DEFAULT_TRACE, TRACE_VARIABLE, Defaulted
 
 if TYPE_CHECKING:
     from policies.rules.base import VerifyRule
@@ -19,16 +19,6 @@ if TYPE_CHECKING:
     from simulator.recording import Recording
     from simulator.serving import Limits, Router
     from traces.latency.table import LatencyTable
-
-TRACE_VARIABLE = "DRAFTSIM_TRACE"
-"""The environment variable that names another recording than the default."""
-
-
-class Defaulted(str):
-    """The name of a recording that a command takes because the user named none."""
-
-    option = "--trace"
-    """The option that would have named one."""
 
 
 def as_named(context: typer.Context, param: typer.CallbackParam, value: str) -> str:
@@ -230,7 +220,7 @@ class Policies:
     @property
     def plain(self) -> bool:
         """True if plain decoding alone is named."""
-        from simulator.chosen import PLAIN
+        from policies.registry import PLAIN
 
         return set(self.policy or ()) == {PLAIN}
 

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Annotated, ClassVar
 
 import typer
 
-from commands.common.options import TRACE_VARIABLE, as_named, batch_sizes, positive_numbers
+from commands.common.options import as_named, batch_sizes, positive_numbers
 from traces.errors import DraftsimError
-from traces.store.recordings import DEFAULT_TRACE
+from traces.store.recordings import DEFAULT_TRACE, TRACE_VARIABLE
 
 if TYPE_CHECKING:
     from profiler.engines.engine import EngineOptions

@@ -15,10 +15,9 @@ import numpy as np
 import numpy.typing as npt
 
 from policies.lengths.basic import Autoregressive
-from policies.registry import is_bound
+from policies.registry import PLAIN, is_bound
 from policies.rules.base import VerifyRule
 from simulator.bootstrap import CONFIDENCE, gain, ratio
-from simulator.chosen import PLAIN
 from simulator.executors import results_of
 from simulator.serving import Scenario, serve
 from simulator.serving.run import Policy

@@ -13,10 +13,10 @@ from policies.batch.base import BatchPolicy
 from policies.core import DraftPolicy
 from policies.lengths.basic import Autoregressive, Fixed, Oracle
 from policies.lengths.rate_optimal import RateOptimal
-from policies.registry import is_bound
+from policies.registry import PLAIN, is_bound
 from policies.rules.base import VerifyRule
 from policies.spec import parameters
-from simulator.chosen import PLAIN, Named, Say, load_policies, named, say_left_out, silent
+from simulator.chosen import Named, Say, load_policies, named, say_left_out, silent
 from simulator.pricing import Priced, price
 from simulator.summary import (
     accepted_mismatches,

@@ -15,12 +15,12 @@ import numpy as np
 import numpy.typing as npt
 import pandas as pd
 
+from policies.registry import PLAIN
 from traces.errors import DraftsimError
 from traces.latency.table import LatencyTable
 from traces.replay.rounds import RoundLog
 
 ALWAYS = "always_drafts"
-PLAIN = "autoregressive"
 WIDEST = 1 << 20
 """A width beyond any: cells at both ends hold for all widths between."""
 MOST_BEHIND = 2

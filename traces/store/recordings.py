@@ -21,6 +21,8 @@ from traces.store.text import read_object
 
 DEFAULT_TRACE = "qwen-coder-vllm-cpu"
 """The recording used by default: a pair that people deploy, at the costs of a serving engine."""
+TRACE_VARIABLE = "DRAFTSIM_TRACE"
+"""The environment variable that names another one."""
 PAPERS_TRACE = "smollm2-cpu"
 """The recording that has what the papers' methods need: early exits and drafters trained for it."""
 BUNDLED = Path(__file__).parents[1] / "recorded"
@@ -48,6 +50,13 @@ class Bundled:
         """Return the path of one of its files: ``trace``, ``latency``, ``measured``."""
         folder = trace_folder(self.folder) if kind == "trace" else self.folder
         return folder / f"{kind}.parquet"
+
+
+class Defaulted(str):
+    """The name of a recording that a command takes because the user named none."""
+
+    option = "--trace"
+    """The option that would have named one."""
 
 
 def recordings(folder: Path = BUNDLED) -> list[Bundled]:
