@@ -1,22 +1,21 @@
 """Run the tests against a sample of small changes of the core, and say which go unnoticed.
 
-    python -m benchmarks.mutants [--sample 6] [--seed 0] [--minutes 60] [--again] [FILE...]
+    python -m benchmarks.mutants [--sample 6] [--seed 0] [--minutes 60] [FILE...] [--tests GLOB...]
 
-In a copy of the working tree, each of `--sample` mutants per file (Cosmic Ray's, see `places`) is
-run against the tests that reach its line, the quickest first and until one fails; where none does,
-against their whole files, those first that are named like it.  What is found is kept in
-``.mutants/`` (``results.jsonl``), and the next call goes on from there; a mutant of a file that has
-changed since is run again, and with ``--again`` every survivor is.  Equivalent mutants are named,
-with the reason, in ``benchmarks/mutants/equivalent.toml``.
+A wrapper around Cosmic Ray, which makes the changes, and Coverage, which tells the tests that reach
+a line.  In a copy of the working tree each of `--sample` mutants per file (see `places`) is run
+against the tests of its line, the quickest first and until one fails.  What is found is kept in
+``.mutants/``, and the next call goes on from there; a mutant of a file that has changed since is
+run again.  Equivalent mutants are named, with the reason, in ``equivalent.toml`` next to this file.
 """
 
 from __future__ import annotations
 
 import argparse
 import difflib
+import hashlib
 import json
 import os
-import re
 import shutil
 import subprocess
 import sys
@@ -29,20 +28,17 @@ from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
-from benchmarks.mutants.forked import load_libraries, run_tests
-from benchmarks.mutants.places import Mutant, files, mutants, sample
-from benchmarks.mutants.reach import PYTEST, Reach, environment, sha
+from benchmarks.mutants.contexts import SECONDS
+from benchmarks.mutants.places import SCOPE, Mutant, files, mutants, sample, statement
 
 ROOT = Path(__file__).resolve().parents[2]
 FOLDER = ROOT / ".mutants"
-FIRST_S, THEN_S = 10.0, 60.0
-"""Seconds, as measured, of the tests and then of the test files that a mutant is run against."""
-
-AREAS = ("policies", "traces", "simulator/serving", "simulator")
-"""Folders that are counted apart; of two that hold a file, the first."""
-
+BUDGET_S, LIMIT_S = 60.0, 240.0
+"""Seconds of tests that a mutant is run against, as measured; and at most, before it counts as
+noticed."""
 PASSED = (0, 5)
 """pytest's exit codes: all passed, and none was left to run."""
+PYTEST = (sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--hypothesis-seed=0")
 
 Row = dict[str, Any]
 
@@ -54,34 +50,105 @@ def main() -> int:
     parser.add_argument("--sample", type=int, default=6, help="mutants of each file")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--minutes", type=float, default=600.0, help="stop after this time")
-    parser.add_argument("--tests", nargs="+", default=["tests/test_*.py"], metavar="PATTERN",
-                        help="the test files to measure, in this order")  # fmt: skip
-    parser.add_argument("--slowest", type=float, default=60.0,
-                        help="seconds above which a test file is not used")  # fmt: skip
-    parser.add_argument("--again", action="store_true", help="run survivors again")
-    parser.add_argument("--measure", action="store_true", help="only measure what tests reach")
-    parser.add_argument("--known", action="store_true", help="use the tests measured so far")
-    parser.add_argument("--report", action="store_true", help="run nothing")
+    parser.add_argument("--tests", nargs="+", metavar="GLOB",
+                        help="measure again which lines tests reach, of these alone")  # fmt: skip
     given = parser.parse_args()
+    FOLDER.mkdir(exist_ok=True)
     deadline = time.monotonic() + 60 * given.minutes
+    if given.tests or not (FOLDER / "coverage").exists():
+        named = given.tests or ["tests/test_*.py"]
+        measure([str(path) for pattern in named for path in sorted(ROOT.glob(pattern))])
     paths = [path for path in files(ROOT) if not given.files or path in given.files]
     samples = [sample(mutants(ROOT, path), given.sample, given.seed) for path in paths]
     # One of each file in turn: what is done when time is up is a smaller sample, and as fair.
     chosen = [m for turn in zip_longest(*samples) for m in turn if m is not None]
     results = Results(FOLDER / "results.jsonl")
-    if not given.report:
-        named = [path for pattern in given.tests for path in sorted(ROOT.glob(pattern))]
-        tests = list(dict.fromkeys(str(path.relative_to(ROOT)) for path in named))
-        reach = Reach(ROOT, FOLDER)
-        if not given.known and not reach.measure(tests, given.slowest, deadline):
-            print("not all tests are measured yet: call it again")
-            return 1
-        if given.measure:
-            return 0
-        reach.load(tests)
-        todo = [m for m in chosen if results.wanted(m, given.again)]
-        run(todo, reach, results, deadline)
+    todo = [m for m in chosen if results.of(m) is None]
+    with copied_tree() as tree:
+        for number, mutant in enumerate(todo, 1):
+            if time.monotonic() > deadline:
+                break
+            found = tried(mutant, tree)
+            results.add(mutant, found)
+            print(f"{number}/{len(todo)} {found['outcome']} {say(found | mutant._asdict())}")
     return report([row for m in chosen if (row := results.of(m))], len(chosen))
+
+
+def measure(tests: list[str]) -> None:
+    """Run `tests` once under Coverage, and keep which of those that pass runs which line."""
+    settings = FOLDER / "coveragerc"
+    settings.write_text(
+        f"[run]\ndata_file = {FOLDER / 'coverage'}\ninclude =\n"
+        + "".join(f"    {ROOT / pattern}\n" for pattern in SCOPE)
+    )
+    command = [sys.executable, "-m", "coverage", "run", f"--rcfile={settings}", *PYTEST[1:]]
+    # Coverage does not see into machine code.
+    told = {"NUMBA_DISABLE_JIT": "1", SECONDS: str(FOLDER / "seconds.json")}
+    subprocess.run(
+        [*command, "-p", "benchmarks.mutants.contexts", *tests], cwd=ROOT, check=False,
+        env=os.environ | told,
+    )  # fmt: skip
+
+
+def tests_of(path: str, line: int) -> list[str]:
+    """Return the tests that run the statement at `line`, else the file; the quickest first."""
+    from coverage import CoverageData
+
+    data, text = CoverageData(str(FOLDER / "coverage")), (ROOT / path).read_text(encoding="utf-8")
+    data.read()
+    ran = data.contexts_by_lineno(str(ROOT / path))
+    seconds = json.loads((FOLDER / "seconds.json").read_text(encoding="utf-8"))
+    names = {name for at in statement(text, line) for name in ran.get(at, ()) if name in seconds}
+    if not names:  # a constant or a default, which imports run
+        names = {name for at in ran for name in ran[at] if name in seconds}
+    chosen, spent = [], 0.0
+    for name in sorted(names, key=lambda name: (seconds[name], name)):
+        spent += seconds[name]
+        if chosen and spent > BUDGET_S:
+            break
+        chosen.append(name)
+    return chosen
+
+
+def tried(mutant: Mutant, tree: Path) -> Row:
+    """Return the result of a mutant in the copy at `tree`."""
+    from cosmic_ray.mutating import use_mutation
+    from cosmic_ray.plugins import get_operator
+
+    tests, operator = tests_of(mutant.path, mutant.line), get_operator(mutant.operator)()
+    with use_mutation(tree / mutant.path, operator, mutant.occurrence) as (before, after):
+        lines = difflib.unified_diff(before.splitlines(), after.splitlines(), n=0, lineterm="")
+        change = [f"{line[0]} {line[1:].strip()}" for line in list(lines)[2:] if line[0] in "-+"]
+        row: Row = {"outcome": "killed", "change": change, "tests": len(tests)}
+        try:
+            compile(after, "mutant", "exec")
+        except SyntaxError:
+            return {**row, "outcome": "invalid"}
+        if not tests:
+            return {**row, "outcome": "unreached"}
+        told = {"NUMBA_DISABLE_JIT": "1", "PYTHONPATH": str(tree), "PYTHONDONTWRITEBYTECODE": "1"}
+        try:
+            ended = subprocess.run(
+                [*PYTEST, "-x", *tests], cwd=tree, env=os.environ | told, check=False,
+                timeout=LIMIT_S, capture_output=True,
+            )  # fmt: skip
+        except subprocess.TimeoutExpired:
+            return {**row, "outcome": "timeout"}
+        return {**row, "outcome": "survived" if ended.returncode in PASSED else "killed"}
+
+
+@contextmanager
+def copied_tree() -> Iterator[Path]:
+    """Yield a copy of the working tree to change files in."""
+    listed = ["git", "ls-files", "--cached", "--others", "--exclude-standard"]
+    names = subprocess.run(listed, cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    with tempfile.TemporaryDirectory(prefix="draftsim-mutants-") as folder:
+        tree = Path(folder) / "tree"
+        for name in names.splitlines():
+            if (ROOT / name).is_file():
+                (tree / name).parent.mkdir(parents=True, exist_ok=True)
+                shutil.copy2(ROOT / name, tree / name)
+        yield tree
 
 
 class Results:
@@ -96,17 +163,10 @@ class Results:
         """Return the known result of this mutant for the file as it is now."""
         return self.rows.get((*mutant[:3], sha(ROOT / mutant.path)))
 
-    def wanted(self, mutant: Mutant, again: bool) -> bool:
-        row = self.of(mutant)
-        if row is None or row["outcome"] == "unreached":
-            return True
-        return again and row["outcome"] == "survived" and not reason(row)
-
     def add(self, mutant: Mutant, found: Row) -> None:
         """Keep what was found, of the file as it stands."""
         row = {**mutant._asdict(), "sha": sha(ROOT / mutant.path), **found}
         self.rows[key(row)] = row
-        self.path.parent.mkdir(exist_ok=True)
         with self.path.open("a", encoding="utf-8") as file:
             file.write(json.dumps(row) + "\n")
 
@@ -115,91 +175,12 @@ def key(row: Row) -> tuple[Any, ...]:
     return row["path"], row["operator"], row["occurrence"], row["sha"]
 
 
-def run(todo: list[Mutant], reach: Reach, results: Results, deadline: float) -> None:
-    """Run mutants until all are done or time is up."""
-    load_libraries()
-    with copied_tree() as tree:
-        for number, mutant in enumerate(todo, 1):
-            found = tried(mutant, reach, tree, deadline)
-            if found is None:
-                return
-            results.add(mutant, found)
-            head = f"{number}/{len(todo)} {found['outcome']} {found['seconds']} s"
-            print(f"{head} {say(mutant.path, mutant.line, found)}", flush=True)
+def sha(path: Path) -> str:
+    return hashlib.sha256(path.read_bytes()).hexdigest()[:16]
 
 
-def tried(mutant: Mutant, reach: Reach, tree: Path, deadline: float) -> Row | None:
-    """Return the result of a mutant; None if time ran out."""
-    from cosmic_ray.mutating import use_mutation
-    from cosmic_ray.plugins import get_operator
-
-    tests, begun = reach.tests_of(mutant.path, mutant.line), time.monotonic()
-    first = reach.within(tests, FIRST_S)
-    then = reach.within(reach.files_of(tests, mutant.path), THEN_S)
-    operator = get_operator(mutant.operator)()
-    with use_mutation(tree / mutant.path, operator, mutant.occurrence) as (before, after):
-        lines = difflib.unified_diff(before.splitlines(), after.splitlines(), n=0, lineterm="")
-        change = [f"{line[0]} {line[1:].strip()}" for line in list(lines)[2:] if line[0] in "-+"]
-        alive = "survived" if tests else "unreached"
-        row: Row = {"outcome": alive, "change": change, "tests": len(tests)}
-        if not compiles(after):
-            return {**row, "outcome": "invalid", "seconds": 0.0}
-        for some in filter(None, (first, then)):
-            limit = 10 + 3 * reach.cost(some)
-            left = deadline - time.monotonic()
-            if left < 5:
-                return None
-            without = [f"--deselect={name}" for name in sorted(reach.failed)]
-            arguments = [*PYTEST, "-x", "--tb=line", *without, *some]
-            code, output = run_tests(arguments, tree, min(limit, left))
-            if code is None and left < limit:
-                return None
-            if "(no match in any of" in output:
-                raise RuntimeError(f"a test is gone that was measured: {output[-500:]}")
-            if code not in PASSED:
-                failed = re.search(r"^(?:FAILED|ERROR) (\S+)", output, re.MULTILINE)
-                row["by"] = failed[1] if failed else output.strip()[-200:]
-                row["outcome"] = "killed" if code is not None else "timeout"
-                break
-    row["seconds"] = round(time.monotonic() - begun, 1)
-    return row
-
-
-def compiles(text: str) -> bool:
-    try:
-        compile(text, "mutant", "exec")
-    except SyntaxError:
-        return False
-    return True
-
-
-@contextmanager
-def copied_tree() -> Iterator[Path]:
-    """Yield a copy of the working tree to change files in, whose packages this process imports."""
-    listed = ["git", "ls-files", "--cached", "--others", "--exclude-standard"]
-    names = subprocess.run(listed, cwd=ROOT, capture_output=True, text=True, check=True).stdout
-    with tempfile.TemporaryDirectory(prefix="draftsim-mutants-") as folder:
-        tree = Path(folder) / "tree"
-        for name in names.splitlines():
-            if (ROOT / name).is_file():
-                (tree / name).parent.mkdir(parents=True, exist_ok=True)
-                shutil.copy2(ROOT / name, tree / name)
-        # By hash: a change within the second that leaves the size alone would else be missed.
-        compiled = [sys.executable, "-m", "compileall", "-q", "--invalidation-mode", "checked-hash"]
-        subprocess.run([*compiled, str(tree)], check=False, capture_output=True)
-        os.environ.update(environment(tree))
-        here = {"", str(ROOT)}
-        sys.path[:] = [str(tree), *(entry for entry in sys.path if entry not in here)]
-        yield tree
-
-
-def area_of(path: str) -> str:
-    """Return that of `AREAS` which a file of the scope lies in."""
-    return next(area for area in AREAS if path.startswith(f"{area}/"))
-
-
-def say(path: str, line: int, row: Row) -> str:
-    return f"{path}:{line} {' '.join(row['change'])}"
+def say(row: Row) -> str:
+    return f"{row['path']}:{row['line']} {' '.join(row['change'])}"
 
 
 def reason(row: Row) -> str:
@@ -213,28 +194,17 @@ def reason(row: Row) -> str:
 def report(rows: list[Row], asked: int) -> int:
     """Print how many were noticed, and each that was not."""
     made = [row for row in rows if row["outcome"] != "invalid"]  # the others are no programs
-    rows, asked = made, asked - len(rows) + len(made)
-    alive = [row for row in rows if row["outcome"] in ("survived", "unreached")]
-    unexplained = [row for row in alive if not reason(row)]
-    for area in AREAS:
-        run, lost, unknown = (
-            [row["path"] for row in some if area_of(row["path"]) == area]
-            for some in (rows, alive, unexplained)
-        )
-        same = len(lost) - len(unknown)
-        said = f"{len(set(run))} files, {len(run)} mutants, {same} the same program"
-        if run:
-            print(f"{area}: {said}, {len(run) - len(lost)} of {len(run) - same} noticed")
-    same = len(alive) - len(unexplained)
+    asked -= len(rows) - len(made)
+    alive = [row for row in made if row["outcome"] in ("survived", "unreached")]
     for row in alive:
-        print(f"{row['outcome']}: {say(row['path'], row['line'], row)}  {reason(row)}")
-    real = len(rows) - same
-    if real:
+        print(f"{row['outcome']}: {say(row)}  {reason(row)}")
+    lost = sum(not reason(row) for row in alive)
+    if real := len(made) - len(alive) + lost:
         print(
-            f"{len(rows)} of {asked} run; {same} are the same program; of the other {real}, "
-            f"{real - len(unexplained)} ({1 - len(unexplained) / real:.1%}) are noticed"
+            f"{len(made)} of {asked} run; {len(alive) - lost} are the same program; of the other "
+            f"{real}, {real - lost} ({1 - lost / real:.1%}) are noticed"
         )
-    return int(bool(unexplained) or len(rows) < asked)
+    return int(bool(lost) or len(made) < asked)
 
 
 if __name__ == "__main__":

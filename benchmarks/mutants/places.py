@@ -6,7 +6,6 @@ import ast
 import random
 import re
 from collections import defaultdict
-from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
@@ -159,10 +158,3 @@ def span_of(node: ast.AST) -> Span:
 def inside(span: Span, spans: list[Span]) -> bool:
     """Return True if `span` lies in one of `spans`."""
     return any(first <= span[0] and span[1] <= last for first, last in spans)
-
-
-def functions(text: str) -> Iterator[range]:
-    """Yield lines of the bodies of functions: what runs when called, not at import."""
-    for node in ast.walk(ast.parse(text)):
-        if isinstance(node, ast.FunctionDef):
-            yield range(node.body[0].lineno, (node.end_lineno or node.lineno) + 1)
