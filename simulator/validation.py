@@ -175,7 +175,7 @@ class Verdict(NamedTuple):
     """Rows whose prediction lies on the other side of 1x."""
 
 
-def verdict(rows: pd.DataFrame, baseline: str = CONTROL) -> Verdict:
+def verdict(rows: pd.DataFrame) -> Verdict:
     """Judge the rows of `compare`: errors, ranking, and side of 1x.
 
     Arms are compared within one (batch, forced) group.  A difference counts where it
@@ -210,10 +210,10 @@ def verdict(rows: pd.DataFrame, baseline: str = CONTROL) -> Verdict:
             other_way = fast[1] >= slow[1]
             if other_way:
                 misranked.append((fast[0], slow[0]))
-            if (fast[0] == baseline) != (slow[0] == baseline):
+            if (fast[0] == CONTROL) != (slow[0] == CONTROL):
                 signs += 1
                 if other_way:
-                    wrong.append(slow[0] if fast[0] == baseline else fast[0])
+                    wrong.append(slow[0] if fast[0] == CONTROL else fast[0])
     return Verdict(
         float(magnitude.median()), float(worst["error"]), str(worst["policy"]), pairs,
         tuple(misranked), signs, tuple(wrong),

@@ -20,7 +20,7 @@ from matplotlib.ticker import FixedLocator, LogLocator, MaxNLocator, NullLocator
 from policies.batch.base import BatchPolicy
 from policies.core import DraftPolicy
 from policies.lengths.basic import Autoregressive
-from policies.registry import is_bound
+from policies.registry import PLAIN, is_bound
 from simulator.capacity import FINE, below
 from simulator.chosen import Say, silent
 from simulator.palette import COLOURS, DASHES, GREY, INK, MARKERS
@@ -457,13 +457,13 @@ def needed(row: Mapping[str, Any]) -> Floats:
     return steps
 
 
-def crossings(one: Pairs, other: Pairs, tolerance: float = FINE) -> list[Crossing]:
-    """Return the points where the lines of two policies cross by more than `tolerance`."""
+def crossings(one: Pairs, other: Pairs) -> list[Crossing]:
+    """Return the points where the lines of two policies cross by more than rates are found to."""
     a, b = limits(one), limits(other)
     most = min(len(a), len(b))
     with np.errstate(divide="ignore", invalid="ignore"):  # no rate at few replicas
         gaps = np.nan_to_num(a[:most] / b[:most] - 1, posinf=1e9)
-    told = np.flatnonzero(np.abs(gaps) > tolerance)
+    told = np.flatnonzero(np.abs(gaps) > FINE)
     found = []
     for left, right in pairwise(told.tolist()):
         if gaps[left] * gaps[right] < 0:
@@ -473,12 +473,12 @@ def crossings(one: Pairs, other: Pairs, tolerance: float = FINE) -> list[Crossin
     return found
 
 
-def plot_replicas(rows: Sequence[Mapping[str, Any]], baseline: str = "autoregressive") -> Figure:
+def plot_replicas(rows: Sequence[Mapping[str, Any]]) -> Figure:
     """Plot replicas needed over the rate of requests; rows of `simulator.capacity.plan` with
     curves.
 
     Markers stand at the rate asked for, with the interval over replications; rings where the
-    line of a policy crosses that of the `baseline`.
+    line of a policy crosses that of no speculation.
     """
     drawn = [(i, row) for i, row in enumerate(rows) if row["curve"]]
     if not drawn:
@@ -509,7 +509,7 @@ def plot_replicas(rows: Sequence[Mapping[str, Any]], baseline: str = "autoregres
                 color=look["color"], marker=MARKERS[i % len(MARKERS)], markersize=5, capsize=2,
                 linewidth=1,
             )  # fmt: skip
-    said = _mark_crossings(axes, drawn, spread, baseline, end)
+    said = _mark_crossings(axes, drawn, spread, end)
     axes.axvline(rate, color=GREY, linewidth=0.8, zorder=0)
     axes.set_xlim(0, end)
     axes.set_ylim(0, max(tops) + 0.8)
@@ -525,16 +525,15 @@ def plot_replicas(rows: Sequence[Mapping[str, Any]], baseline: str = "autoregres
 
 
 def _mark_crossings(
-    axes: Any, drawn: Sequence[tuple[int, Mapping[str, Any]]], shifts: Floats, baseline: str,
-    end: float,
-) -> str:  # fmt: skip
-    plain = next((row["curve"] for _, row in drawn if row["policy"] == baseline), None)
+    axes: Any, drawn: Sequence[tuple[int, Mapping[str, Any]]], shifts: Floats, end: float
+) -> str:
+    plain = next((row["curve"] for _, row in drawn if row["policy"] == PLAIN), None)
     if plain is None:
-        return f"{baseline} meets the SLO at no rate"
+        return f"{PLAIN} meets the SLO at no rate"
     marked = 0
     for (i, row), shift in zip(drawn, shifts, strict=True):
         look = {"color": COLOURS[i % len(COLOURS)]}
-        for crossing in crossings(row["curve"], plain) if row["policy"] != baseline else ():
+        for crossing in crossings(row["curve"], plain) if row["policy"] != PLAIN else ():
             if crossing.rate < end:
                 # On the policy's own step, where the eye looks for it.
                 step = float(needed(row).searchsorted(crossing.rate)) + 1 + shift
@@ -544,4 +543,4 @@ def _mark_crossings(
                     textcoords="offset points", **look,
                 )  # fmt: skip
                 marked += 1
-    return f"rings: crosses {baseline}" if marked else f"no line crosses that of {baseline}"
+    return f"rings: crosses {PLAIN}" if marked else f"no line crosses that of {PLAIN}"
