@@ -16,6 +16,7 @@ from commands.common.options import (
     Engine,
     JobsOption,
     Policies,
+    ProcessOption,
     chosen_executor,
 )
 from commands.common.output import (
@@ -30,7 +31,6 @@ from commands.common.output import (
 from commands.common.printed import print_table
 from commands.common.progress import working
 from commands.common.written import Shown
-from commands.serve.loads import ProcessOption
 from policies.registry import is_bound
 from traces.store.lock import only_writer
 

@@ -149,6 +149,10 @@ TrustOption = Annotated[
         "--trust-remote-code", help="Run the code that a model's folder brings; read it first."
     ),
 ]
+ProcessOption = Annotated[
+    str | None,
+    typer.Option(help="Gaps between arrivals of --rate: poisson (default) or deterministic."),
+]
 JobsOption = Annotated[
     int | None, typer.Option(min=1, help="Processes here. Default: one per core.")
 ]

@@ -111,6 +111,12 @@ class Scenario:
         return 1 if self.one_stream else self.limits.max_batch
 
     @property
+    def count(self) -> int:
+        """Requests that arrive in a run; 0 where only the arrivals decide."""
+        asked, rows = self.requests or 0, getattr(self.arrivals, "rows", None)
+        return asked if rows is None else min(asked or len(rows[0]), len(rows[0]))
+
+    @property
     def router_name(self) -> str | None:
         """The router's name; None if there is nothing to choose."""
         return describe_router(self.router) if self.replicas > 1 else None

@@ -108,12 +108,9 @@ class ServingRunner:
 
 def shares_of(scenario: Scenario) -> list[tuple[int, ...] | None]:
     """Return replicas to run together; [None] where the fleet stays whole."""
-    requests = scenario.requests or 0
-    if (rows := getattr(scenario.arrivals, "rows", None)) is not None:
-        requests = min(requests or len(rows[0]), len(rows[0]))
-    if not scenario.splits or requests < MANY:
+    if not scenario.splits or scenario.count < MANY:
         return [None]
-    count = min(max(math.ceil(requests / A_PART), 4), scenario.replicas)
+    count = min(max(math.ceil(scenario.count / A_PART), 4), scenario.replicas)
     ends = [i * scenario.replicas // count for i in range(count + 1)]
     return [tuple(range(a, b)) for a, b in pairwise(ends)]
 
