@@ -228,5 +228,5 @@ def test_python_and_the_command_refuse_with_the_same_line(
 def test_methods_with_one_rule_in_common_are_served_by_it(run: Run) -> None:
     found = draftsim.serve("bundled", policies=["gammatune+csd"], concurrency=[1], requests=20)
     assert list(found.table["policy"]) == ["autoregressive", "gammatune"]
-    assert set(found.table["verify"]) == {"csd"}
+    assert found.table["verify"].str.startswith("csd").all()
     assert "gammatune+csd is gammatune, verified by csd" in found.notes

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pandas as pd
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -19,6 +20,7 @@ from policies.lengths.basic import Fixed
 from tests.stored import assert_same, small_trace
 from traces.acceptance.trace import Request, Trace
 from traces.errors import FileError
+from traces.latency.schema import CELL_COLUMNS
 from traces.latency.table import LatencyTable
 from traces.replay.run import replay
 from traces.store.files import (
@@ -174,3 +176,16 @@ def test_damage_to_the_checksum_itself_does_not_hide_other_damage(trace_file: Pa
         (trace_file.parent / "changed").write_bytes(changed)
         with pytest.raises(FileError, match="changed: has no checksum"):
             read_trace(trace_file.parent / "changed")
+
+
+def test_a_phase_of_an_older_table_has_its_name_of_today(tmp_path: Path) -> None:
+    made = LatencyTable.constant(1.0, 0.1)
+    old = made.cells.assign(phase="beside").iloc[:1]
+    cells = pd.concat([made.cells, old], ignore_index=True)
+    arrays = {
+        name: pa.array(cells[name].to_numpy(object if dtype == "str" else dtype))
+        for name, (dtype, _) in CELL_COLUMNS.items()
+    }
+    header = {"meta": dict(made.meta)}
+    traces.store.parquet.write_file(tmp_path / "l", "latency", pa.table(arrays), header)
+    assert read_latency(tmp_path / "l").has("target", "with_prompts")

@@ -261,6 +261,7 @@ class TreeDecoder(OnFeaturesDecoder):
     @classmethod
     def loaded(cls, drafter: FeatureDrafter, source: Any) -> GrownTrees:
         """Return the drafter with the shape of its trees."""
+        drafter = super().loaded(drafter, source)
         return GrownTrees(drafter, source.topk or TOPK, source.depth or LAYERS, source.budget)
 
     @classmethod

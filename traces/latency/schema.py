@@ -52,7 +52,7 @@ PHASES: dict[str, str] = {
 }
 
 RENAMED_PHASES = {"beside": "with_prompts"}
-"""Phases in files that were written before, by their names there."""
+"""Phases of tables that were written before, by their names there."""
 SERVER = "server"
 """The model of the cells that say what a server adds to its engine."""
 
@@ -67,6 +67,7 @@ def checked_cells(cells: pd.DataFrame) -> pd.DataFrame:
         their bounds, or times that are negative or not finite.
     """
     cells = _typed(cells)
+    cells["phase"] = cells["phase"].replace(RENAMED_PHASES)
     if unknown := sorted(set(cells["phase"]) - set(PHASES)):
         raise DraftsimError(f"latency table has unknown phase(s) {', '.join(unknown)[:80]}")
     key = ["model", "phase", "batch", "new_tokens", "context"]

@@ -20,7 +20,7 @@ from policies.rules.registry import RULES
 from traces.acceptance.schema import MOST_DRAFTED, MOST_TOKENS
 from traces.acceptance.trace import COLUMNS, KEYS, Request, Trace
 from traces.errors import DraftsimError, FileError
-from traces.latency.schema import CELL_COLUMNS, RENAMED_PHASES
+from traces.latency.schema import CELL_COLUMNS
 from traces.latency.table import LatencyTable
 from traces.replay.rounds import ROUND_DTYPE, Fidelity, RoundLog
 from traces.store.header import PathLike, check, check_rows, is_whole, meta_of, requests_of
@@ -107,9 +107,8 @@ def read_latency(path: PathLike) -> LatencyTable:
     header, table = read_file(path, "latency")
     columns = _columns(path, table, {name: dtype for name, (dtype, _) in CELL_COLUMNS.items()})
     meta = meta_of(path, header)
-    cells = pd.DataFrame(columns).replace({"phase": RENAMED_PHASES})
     with _named(path):
-        return LatencyTable(cells, meta)
+        return LatencyTable(pd.DataFrame(columns), meta)
 
 
 _LOG_FIELDS = ("policy", "source", "verify", "fidelity", "reads", "first", "drafter")
