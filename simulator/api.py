@@ -287,14 +287,9 @@ def serve(
     measured = recording.latency
     limits = Limits.of_engine(measured, max_num_seqs, max_num_batched_tokens, num_gpu_blocks)
     base = Scenario(
-        ClosedLoop(1),
-        limits,
-        requests,
-        mode,
-        seed=seed,
-        replications=replications,
+        ClosedLoop(1), limits, requests, mode, seed=seed, replications=replications,
         replicas=replicas,
-    )
+    )  # fmt: skip
     if slo is not None:
         targets = parse_targets(slo, share=False)
         base = replace(base, ttft_target_s=targets.ttft_s, tpot_target_s=targets.tpot_s)
