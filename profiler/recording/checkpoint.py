@@ -28,6 +28,10 @@ def _print(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
 
 
+RENAMED = {"during_runs": "beside"}
+"""Folders within a run's that were kept before under another name."""
+
+
 class Checkpoint:
     """A folder of named arrays, valid for one set of settings.
 
@@ -100,7 +104,7 @@ class Checkpoint:
 
     def within(self, name: str) -> Checkpoint:
         """Return a checkpoint of other pieces of the same run, gone with this one."""
-        if (before := self.folder / "beside").is_dir():  # the only name until now
+        if name in RENAMED and (before := self.folder / RENAMED[name]).is_dir():
             before.rename(self.folder / name)
         return Checkpoint(self.folder / name, {"within": self._stamp}, self._say)
 
