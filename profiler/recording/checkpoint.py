@@ -21,15 +21,13 @@ from traces.store.writing import write_atomically
 Arrays = dict[str, "np.ndarray[Any, Any]"]
 _SEAL = 64
 """Bytes of a piece's digest, which stands in its archive's comment."""
+RENAMED = {"during_runs": "beside"}
+"""Folders within a run's that were kept before under another name."""
 _NO_COMMENT, _COMMENT = (0).to_bytes(2, "little"), _SEAL.to_bytes(2, "little")
 
 
 def _print(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
-
-
-RENAMED = {"during_runs": "beside"}
-"""Folders within a run's that were kept before under another name."""
 
 
 class Checkpoint:
