@@ -33,6 +33,11 @@ from traces.latency.table import LatencyTable
 
 SAMPLED = 2
 """Replicas simulated of a fleet whose replicas know nothing of each other: all are alike."""
+KEPT = (
+    "ttft_s", "tpot_s", "e2e_s", "overloaded", "utilisation", "mean_batch", "verify", "source",
+    "rejected", "fidelity", "extrapolated", "unpriced", "simulated_tokens",
+)  # fmt: skip
+"""Columns of a run's row that a point's result has, too."""
 LONG = 10
 """Times that the slowest requests should fit into the time over which requests arrive."""
 
@@ -87,14 +92,7 @@ class PointRunner:
             "within_late": float(within[late].mean()) * refused if late.any() else 0.0,
             "span_s": window.end_s - window.start_s,
             "throughput_tok_s": row["throughput_tok_s"] * point.replicas / run.replicas,
-            **{name: row[name] for name in ("ttft_s", "tpot_s", "e2e_s")},
-            **{
-                name: row[name]
-                for name in (
-                    "overloaded", "utilisation", "mean_batch", "verify", "source", "rejected",
-                    "fidelity", "extrapolated", "unpriced", "simulated_tokens",
-                )
-            },
+            **{name: row[name] for name in KEPT},
         }  # fmt: skip
 
     def key(self) -> str | None:
@@ -172,12 +170,9 @@ class Points:
     """
 
     def __init__(
-        self,
-        bench: PointRunner,
-        executor: Executor | None = None,
-        kept: ResultsFile | None = None,
-        progress: Progress | None = None,
-    ) -> None:
+        self, bench: PointRunner, executor: Executor | None = None,
+        kept: ResultsFile | None = None, progress: Progress | None = None,
+    ) -> None:  # fmt: skip
         self.bench = bench
         self.executor = executor or Local(1)
         self.progress = progress
@@ -437,10 +432,9 @@ def below(rate: float) -> float:
 
 
 def _asked(
-    search: Generator[Value, bool, Found],
-    points: Callable[[Value], Sequence[Point]],
+    search: Generator[Value, bool, Found], points: Callable[[Value], Sequence[Point]],
     verdicts: dict[Value, PointVerdict],
-) -> Search[Found]:
+) -> Search[Found]:  # fmt: skip
     """Answer the questions of a search by simulation, except those that `verdicts` answers.
 
     `verdicts` gets the answers.
@@ -462,13 +456,10 @@ TOLD_APART = 0.01
 
 
 def plan_rows(
-    bench: PointRunner,
-    rate: float,
-    starts: Mapping[str, Start],
-    answers: Mapping[str, Answer],
+    bench: PointRunner, rate: float, starts: Mapping[str, Start], answers: Mapping[str, Answer],
     compared: tuple[Sequence[float], Mapping[str, Sequence[float]]],
     curves: Mapping[str, Sequence[tuple[int, float]]],
-) -> list[dict[str, Any]]:
+) -> list[dict[str, Any]]:  # fmt: skip
     """Return a row per policy; latencies and throughput are those at ``replicas``.
 
     * ``replicas``: fewest that meet the SLO.  None if no number that was tried does, or if a
@@ -579,23 +570,12 @@ RATES = 6
 
 
 def plan(
-    trace: Trace,
-    latency: LatencyTable,
-    policies: Mapping[str, Policy],
-    base: Scenario,
-    rate: float | None,
-    targets: Targets,
-    *,
-    rule: VerifyRule | None = None,
-    requests: int | None = None,
-    most: int = 1024,
-    curve: bool = False,
-    executor: Executor | None = None,
-    path: str | Path | None = None,
-    meta: Mapping[str, Any] | None = None,
-    progress: Progress | None = None,
-    say: Callable[[str], None] = lambda _: None,
-) -> list[dict[str, Any]]:
+    trace: Trace, latency: LatencyTable, policies: Mapping[str, Policy], base: Scenario,
+    rate: float | None, targets: Targets, *, rule: VerifyRule | None = None,
+    requests: int | None = None, most: int = 1024, curve: bool = False,
+    executor: Executor | None = None, path: str | Path | None = None,
+    progress: Progress | None = None, say: Callable[[str], None] = lambda _: None,
+) -> list[dict[str, Any]]:  # fmt: skip
     """Return the fewest replicas that keep `targets` at `rate` requests/s, a row for each policy.
 
     Parameters
@@ -612,7 +592,7 @@ def plan(
         Replicas to try at most.
     curve:
         Whether to find what other numbers of replicas can do, too.
-    executor, path, meta, progress:
+    executor, path, progress:
         Who runs the simulations, and a file (`ResultsFile`) of what each gave: the same question
         asked again continues after them.
     say:
@@ -638,9 +618,7 @@ def plan(
     bench = PointRunner(trace, latency, policies, base, targets, rule)
     whole_file = hasattr(base.arrivals, "rows") and requests is None
     key = bench.key() if path is not None else None
-    file = (
-        ResultsFile(path, meta, command="capacity", key=key, say=say) if path is not None else None
-    )
+    file = ResultsFile(path, command="capacity", key=key, say=say) if path is not None else None
     # Searches ask in turn: a cluster is connected to once, not for every question.
     with file or nullcontext(), executor if isinstance(executor, Cluster) else nullcontext():
         study = Points(bench, executor, file, progress)
@@ -666,13 +644,9 @@ def plan(
 
 
 def _points(
-    policy: str,
-    replications: int,
-    replicas: int,
-    rate: float,
-    requests: int | None,
+    policy: str, replications: int, replicas: int, rate: float, requests: int | None,
     most: int | None,
-) -> list[Point]:
+) -> list[Point]:  # fmt: skip
     count = replications if most is None else min(replications, most)
     return [Point(policy, replicas, rate, requests, i) for i in range(count)]
 
