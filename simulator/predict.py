@@ -85,13 +85,12 @@ def split_systems(texts: Sequence[Text] | None) -> tuple[list[Text] | None, list
 
 
 def load_system(
-    name: str, trace: Trace, recordings: Recordings, source: Source | None = None,
-    say: Say = silent,
-) -> tuple[Source, tuple[str, DraftPolicy]]:  # fmt: skip
+    name: str, trace: Trace, recordings: Recordings, source: Source | None = None
+) -> tuple[Source, tuple[str, DraftPolicy]]:
     """Return a system's source (or `source`, one of its kind) and its (name, policy)."""
     system = SYSTEMS[name]
     source = source or parse_source(system.source)
-    [(_, policy)] = load_source_policies([system.policy], source, trace, recordings, say)
+    [(_, policy)] = load_source_policies([system.policy], source, trace, recordings)
     return source, (name, policy)
 
 

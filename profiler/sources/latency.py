@@ -155,14 +155,13 @@ def widest_tree(trees: Mapping[str, GrownTrees]) -> int:
 
 
 def measure_trees(
-    target: LayerRunner, trees: Mapping[str, GrownTrees], repeats: int,
-    contexts: Sequence[int] = CONTEXTS, longest: int = 0,
-) -> pd.DataFrame:  # fmt: skip
+    target: LayerRunner, trees: Mapping[str, GrownTrees], repeats: int, longest: int = 0
+) -> pd.DataFrame:
     """Measure cells of the rounds of `trees`; columns as in `traces.latency.table`.
 
-    ``contexts`` go on to ``longest``, the tokens that a request gets to.
+    Contexts go on to ``longest``, the tokens that a request gets to.
     """
-    contexts = reaching(contexts, longest)
+    contexts = reaching(CONTEXTS, longest)
     with torch.inference_mode():
         return swept([*tree_rounds(target, trees, contexts)], target.device, repeats)
 

@@ -89,14 +89,12 @@ def trace_folder(folder: Path) -> Path:
     return folder.parent / name
 
 
-def models_of(
-    name_or_path: str | os.PathLike[str], trace: Trace, folder: Path = BUNDLED
-) -> dict[str, dict[str, Any]]:
+def models_of(name_or_path: str | os.PathLike[str], trace: Trace) -> dict[str, dict[str, Any]]:
     """Return what is known of the target and the draft model of a recording, by role.
 
     Names given to `draftsim profile` are taken from the run folder, where the trace has none.
     """
-    home = folder_of(name_or_path, folder)
+    home = folder_of(name_or_path)
     try:
         said = read_object(home / "run.json") if home is not None else {}
     except FileError:
