@@ -207,12 +207,9 @@ class Station:
         )  # fmt: skip
 
     def _engine(
-        self,
-        env: SimulatedClock,
-        source: RequestSource,
-        recorder: Recorder,
+        self, env: SimulatedClock, source: RequestSource, recorder: Recorder,
         timeline: Timeline | None,
-    ) -> Replica:
+    ) -> Replica:  # fmt: skip
         trace, latency, scenario, policy = self.trace, self.latency, self.scenario, self.policy
         if isinstance(policy, DraftPolicy) and scenario.one_stream:
             return OVERLAPPED[scenario.mode](
@@ -302,20 +299,12 @@ def lookahead_of(policy: Policy, trace: Trace) -> int:
 
 
 def simulate(
-    trace: Trace,
-    latency: LatencyTable,
-    policy: Policy,
-    scenario: Scenario,
-    *,
-    name: str | None = None,
-    rule: VerifyRule | None = None,
-    replication: int = 0,
-    timeline: Timeline | None = None,
-    audit: Callable[[Engine], None] | None = None,
-    advance: Callable[[int], None] = lambda _: None,
-    by_iteration: bool = False,
+    trace: Trace, latency: LatencyTable, policy: Policy, scenario: Scenario, *,
+    name: str | None = None, rule: VerifyRule | None = None, replication: int = 0,
+    timeline: Timeline | None = None, audit: Callable[[Engine], None] | None = None,
+    advance: Callable[[int], None] = lambda _: None, by_iteration: bool = False,
     only: Sequence[int] | None = None,
-) -> Run:
+) -> Run:  # fmt: skip
     """Return one replication of `scenario` under `policy`.
 
     `rule` decides what is accepted; by default the recorded verdicts do.  One copy serves
@@ -372,12 +361,9 @@ def _longest_draft(policy: Policy, trace: Trace, scenario: Scenario) -> int:
 
 
 def _shares(
-    scenario: Scenario,
-    jobs: Iterator[Job],
-    replicas: Sequence[int],
-    marked: Sequence[int],
+    scenario: Scenario, jobs: Iterator[Job], replicas: Sequence[int], marked: Sequence[int],
     rng: np.random.Generator,
-) -> tuple[dict[int, list[Job]], dict[int, float]]:
+) -> tuple[dict[int, list[Job]], dict[int, float]]:  # fmt: skip
     """Return the requests of each of `replicas`, and when the `marked` ones arrive anywhere."""
     shares: dict[int, list[Job]] = {replica: [] for replica in replicas}
     marks: dict[int, float] = {}
@@ -392,13 +378,9 @@ def _shares(
 
 
 def serve(
-    trace: Trace,
-    latency: LatencyTable,
-    policies: Mapping[str, Policy],
-    scenario: Scenario,
-    *,
+    trace: Trace, latency: LatencyTable, policies: Mapping[str, Policy], scenario: Scenario, *,
     rule: VerifyRule | None = None,
-) -> ServeResult:
+) -> ServeResult:  # fmt: skip
     """Serve `scenario` under every policy, replication by replication."""
     return ServeResult(
         scenario,

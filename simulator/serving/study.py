@@ -209,21 +209,13 @@ def over_loads(
 
 
 def sweep(
-    trace: Trace,
-    latency: LatencyTable,
-    policies: Mapping[str, Policy],
-    scenarios: Sequence[Scenario],
-    *,
-    rule: VerifyRule | None = None,
-    path: str | Path | None = None,
-    meta: Mapping[str, Any] | None = None,
-    progress: Progress | None = None,
-    advance: Callable[[int], None] = lambda _: None,
-    timeline: Timeline | None = None,
-    rows: list[dict[str, Any]] | None = None,
-    executor: Executor | None = None,
-    say: Callable[[str], None] = lambda _: None,
-) -> list[dict[str, Any]]:
+    trace: Trace, latency: LatencyTable, policies: Mapping[str, Policy],
+    scenarios: Sequence[Scenario], *, rule: VerifyRule | None = None,
+    path: str | Path | None = None, meta: Mapping[str, Any] | None = None,
+    progress: Progress | None = None, advance: Callable[[int], None] = lambda _: None,
+    timeline: Timeline | None = None, rows: list[dict[str, Any]] | None = None,
+    executor: Executor | None = None, say: Callable[[str], None] = lambda _: None,
+) -> list[dict[str, Any]]:  # fmt: skip
     """Serve every scenario under every policy; returns one row per pair.
 
     With `path`, each row is written as soon as it is finished, after a header with `meta`
@@ -284,11 +276,9 @@ def sweep(
 
 
 def _gathered(
-    bench: ServingRunner,
-    groups: Sequence[Sequence[ServingPart]],
-    executor: Executor | None,
+    bench: ServingRunner, groups: Sequence[Sequence[ServingPart]], executor: Executor | None,
     advance: Callable[[int], None],
-) -> Iterator[list[Run]]:
+) -> Iterator[list[Run]]:  # fmt: skip
     """Yield the runs of each group, a run a replication, in the order of the groups."""
     parts = [part for group in groups for part in group]
     owner = [i for i, group in enumerate(groups) for _ in group]

@@ -218,8 +218,6 @@ class MatchModel:
     ----------
     trace:
         The recording it is fitted to, at every on-path position.
-    ridge:
-        Inverse strength of the penalty (``C`` of scikit-learn's LogisticRegression).
 
     Attributes
     ----------
@@ -234,12 +232,11 @@ class MatchModel:
         If a match was not recorded, or all matches are alike: nothing to calibrate on.
     """
 
-    def __init__(self, trace: Trace, ridge: float = 1.0) -> None:
+    def __init__(self, trace: Trace) -> None:
         # Imported here: a package that never tilts need not load scikit-learn.
         from sklearn.linear_model import LogisticRegression
 
         self.trace = trace
-        self.ridge = ridge
         recorded = trace.columns["match"][trace.on_path]
         if trace.by_start:
             raise DraftsimError(
@@ -261,7 +258,7 @@ class MatchModel:
         with warnings.catch_warnings():
             # A column that never varies takes no weight; saying so helps nobody.
             warnings.simplefilter("ignore")
-            fitted: Any = LogisticRegression(C=ridge, solver="newton-cholesky").fit(features, match)
+            fitted: Any = LogisticRegression(solver="newton-cholesky").fit(features, match)
         weights = np.asarray(fitted.coef_[0], dtype=np.float64)
         split = signals.shape[1]
         self.signal_logit: Floats = signals @ weights[:split] + float(fitted.intercept_[0])
