@@ -75,8 +75,8 @@ class Search:
 
     def largest(self, latency: LatencyTable) -> int:
         """Return the largest batch size searched."""
-        sizes = [1] if self.engine in ONE_REQUEST else self.batches or latency.usual_batches
-        return max(sizes)
+        one = self.by_length or self.engine in ONE_REQUEST
+        return max(self.batches or ([1] if one else latency.usual_batches))
 
     def run(
         self, trace: Trace, latency: LatencyTable, *, progress: Progress = untold, **options: Any
@@ -94,9 +94,8 @@ class Search:
                     f"{trace.source}: tune for vllm, sglang, tensorrt-llm or dynamo"
                 )
             return search(trace, latency, **options)
-        batches = self.batches
+        batches = [1] if self.by_length and not self.batches else self.batches
         if self.engine == "vllm":
             options |= {"by_context": self.has_contexts, "contexts": self.contexts}
-            batches = batches or ([1] if self.by_length else None)
         found = search(trace, latency, batches, progress=progress, **options)
         return by_length(found) if self.by_length else found
