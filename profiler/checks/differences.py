@@ -277,7 +277,7 @@ def _paired(
     both = [log.of_request(request) for log in (real, replayed)]
     if request in until:
         both = [before(rounds, until[request]) for rounds in both]
-    return itertools.zip_longest(*both)
+    return itertools.zip_longest(both[0], both[1])
 
 
 class Texts:
