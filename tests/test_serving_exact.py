@@ -191,7 +191,7 @@ def test_passes_in_a_row_are_single_passes(cells, batch, context, count, again):
 
 
 def test_coverage_outlives_the_readings_kept(monkeypatch):
-    monkeypatch.setattr("simulator.serving.cost.PLANS", 4)
+    monkeypatch.setattr("simulator.serving.passes.PLANS", 4)
     reader = PassReader(GRID, "target")
     for batch in range(1, 9):
         for context in (0, 20, 400):
