@@ -85,6 +85,25 @@ def test_every_engine_gets_a_command(engine: str, tmp_path: Path, run: Run) -> N
     assert ("TARGET" if engine == "llamacpp" else "org/target") in document["launch"]
 
 
+def test_acceptance_is_that_of_all_steps_if_some_had_no_draft(tmp_path: Path) -> None:
+    """vLLM counts n-grams' acceptance over the steps with a draft: 900 of 3,600 steps here."""
+    row = served(4, 800.0, (0.8, 0.4)) | {
+        "completed": 40, "total_output_tokens": 40 + 3600 + 1080, "spec_decode_num_drafts": 900,
+        "spec_decode_draft_tokens": 1300, "spec_decode_accepted_tokens": 1080,
+        "num_speculative_tokens": 2,
+    }  # fmt: skip
+    written(tmp_path, {"ngram": row})
+    found = read_benches([str(tmp_path / "ngram.json")])
+    assert found.runs[0].accepted == pytest.approx((0.2, 0.1))
+    assert found.runs[0].round_tokens == pytest.approx((3600 + 1080) / 3600)
+    assert "25% of the steps had a draft" in found.notes[0]
+    # Requests that end take some drafts away everywhere.
+    row["spec_decode_num_drafts"] = 3400
+    written(tmp_path, {"head": row})
+    found = read_benches([str(tmp_path / "head.json")])
+    assert (found.runs[0].accepted, found.notes) == ((0.8, 0.4), [])
+
+
 def test_counters_say_what_runs_do_not(tmp_path: Path, run: Run) -> None:
     """Runs without acceptance, and /metrics before and after: as with acceptance in the runs."""
     bare = {name: {k: v for k, v in row.items() if not k.startswith("spec_decode")}

@@ -204,6 +204,8 @@ def latency_table(server: Server, model: str | None = None) -> LatencyTable:
 
 MOST_BYTES = 256 * 2**20
 """A larger file is no summary of benchmarks."""
+SELDOM = 0.9
+"""Below this part of the steps, drafts are missing; requests that end take some of them, too."""
 ESTIMATED = "says no acceptance: it is estimated from the speeds"
 AIPERF = "profile_export_aiperf.json"
 """Summary of a run in AIPerf's folder; the other files there are inputs, records and telemetry."""
@@ -230,6 +232,8 @@ class _Fields(NamedTuple):
     emitted: float | None = None
     k: int | None = None
     model: str | None = None
+    drafting: float = 1.0
+    """Part of the steps that had a draft; acceptance is that of all steps."""
 
 
 def read_benches(files: Sequence[str], *, acceptance_told: bool = False) -> Benchmarks:
@@ -306,6 +310,11 @@ def _read(path: Path, k: int | None) -> Benchmarks:
             )
         if length and not fields.accepted and fields.emitted is None:
             notes.append(f"{path}: {ESTIMATED}")
+        if fields.drafting < 1:
+            notes.append(
+                f"{path}: {fields.drafting:.0%} of the steps had a draft: acceptance is taken over "
+                "all steps"
+            )
         if fields.concurrency is None or not fields.concurrency >= 0.5:
             raise DraftsimError(
                 f"{where}: says no concurrency: run the benchmark with a fixed one "
@@ -394,15 +403,31 @@ def _serve(record: Mapping[str, Any]) -> _Fields:
     k = round(float(drafted) / float(drafts)) if drafts and drafted is not None else None
     positions = record.get("spec_decode_per_position_acceptance_rates") or ()
     emitted = record.get("spec_decode_acceptance_length") or record.get("accept_length")
+    drafting = _drafting(record)
+    if drafting < 1:  # n-grams and suffixes: vLLM's acceptance is over the steps with a draft
+        positions = [drafting * float(p) for p in positions]
+        emitted = 1 + drafting * (float(emitted or 1) - 1)
     named = _speculative(record)
     if named is None and server:
         named = _steps(server)
+    length = k if named is None else int(named)
     return _Fields(
         None if concurrency is None else float(concurrency), float(record["output_throughput"]),
-        prompt, answer, tuple(float(p) for p in positions)[:k],
-        None if emitted is None else float(emitted), k if named is None else int(named),
-        record.get("model_id") or server.get("model_path"),
+        prompt, answer, tuple(float(p) for p in positions)[:length],
+        None if emitted is None else float(emitted), length,
+        record.get("model_id") or server.get("model_path"), drafting=drafting,
     )  # fmt: skip
+
+
+def _drafting(record: Record) -> float:
+    """Return the part of a vLLM server's steps that had a draft, 1 where nearly all had one."""
+    told = (record.get(f"spec_decode_{name}") for name in ("num_drafts", "accepted_tokens"))
+    drafts, accepted = (None if count is None else float(count) for count in told)
+    if drafts is None or accepted is None:
+        return 1.0
+    # A request's first token comes with its prompt.
+    steps = float(record["total_output_tokens"]) - float(record["completed"]) - accepted
+    return drafts / steps if 0 < drafts < SELDOM * steps else 1.0
 
 
 def _steps(server: Record) -> int | None:
