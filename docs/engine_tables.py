@@ -140,9 +140,11 @@ def stepped_in_words(rows: Sequence[Row]) -> str:
     speedups = [r["speedup_predicted"] / r["speedup"] - 1 for r in rows if r["speedup"] != 1]
     wrong = sum((r["speedup_predicted"] - 1) * (r["speedup"] - 1) < 0 for r in rows)
     return (
-        f"Speedups err by {_errors(speedups)}, tokens/s by {_errors([r['error'] for r in rows])}, "
-        f"times to the first token by {_errors([_relative(r, 'ttft_s') for r in rows])}; "
-        f"{wrong} of {len(speedups)} {'is' if wrong == 1 else 'are'} on the wrong side of 1x."
+        f"Median errors: {_errors(speedups, 'speedups')}, "
+        f"{_errors([r['error'] for r in rows], 'tokens/s')}, "
+        f"{_errors([_relative(r, 'ttft_s') for r in rows], 'TTFT')}. "
+        f"{wrong} of {len(speedups)} speedups {'is' if wrong == 1 else 'are'} on the wrong side "
+        "of 1x."
     )
 
 
@@ -165,6 +167,6 @@ def _relative(row: Row, name: str) -> float:
     return float(row[f"{name}_predicted"] / row[name] - 1)
 
 
-def _errors(errors: Sequence[float]) -> str:
+def _errors(errors: Sequence[float], what: str) -> str:
     sizes = sorted(map(abs, errors))
-    return f"{100 * median(sizes):.1f}% (median; worst {100 * sizes[-1]:.0f}%)"
+    return f"{100 * median(sizes):.1f}% of {what} (worst {100 * sizes[-1]:.0f}%)"

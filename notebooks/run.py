@@ -1,7 +1,7 @@
 """Executes the notebooks in place, as ``make notebooks`` does: ``python notebooks/run.py [FILE...]``.
 
-What would differ at every run without telling a reader anything (times of execution, the
-interpreter's version, addresses of objects) is not kept.
+Values that differ at every run and tell a reader nothing (times of execution, the interpreter's
+version, addresses of objects) are removed.
 """
 
 from __future__ import annotations

@@ -1,3 +1,3 @@
-"""Measures a real target/draft pair: latencies, acceptance traces, spot checks."""
+"""Measurement of a real target/draft pair: latencies, acceptance traces, spot checks."""
 
 __distribution__ = "draftsim"

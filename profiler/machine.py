@@ -1,4 +1,4 @@
-"""Seconds a piece of work takes on a device, and the part of them that it had no processor.
+"""Seconds that work takes on a device, and the part of them without a processor.
 
 On a CPU, wall time beyond the thread's own processor time is time in which the thread was
 descheduled, or the virtual machine was.  On a GPU the host waits for the device, which looks
@@ -54,7 +54,7 @@ class Timing(NamedTuple):
 
     wall_s: float
     off_s: float = 0.0
-    """Seconds of these that it had no processor."""
+    """Seconds without a processor."""
     switches: int = 0
     """Involuntary context switches."""
 
@@ -74,7 +74,7 @@ class Timing(NamedTuple):
         return self.wall_s - self.off_s if self.disturbed else self.wall_s
 
     def __add__(self, other: object) -> Timing:
-        """Return both, one after the other."""
+        """Return both as one timing."""
         if not isinstance(other, Timing):
             return NotImplemented
         return Timing(
@@ -131,7 +131,7 @@ class Stopwatch:
 
 
 class Span:
-    """The time a block took, once it is over; called, its seconds."""
+    """The time of a block after its end; a call returns its seconds."""
 
     timing = Timing(0.0)
 
@@ -142,7 +142,7 @@ class Span:
 
 @contextmanager
 def timed(device: torch.device, clock: Clock | None = None) -> Iterator[Span]:
-    """Time a block, garbage collection kept out of it."""
+    """Time a block without garbage collection."""
     wall, cpu, switches = clock or Clock()
     gc.collect(0)
     gc.disable()
@@ -163,13 +163,13 @@ def timed(device: torch.device, clock: Clock | None = None) -> Iterator[Span]:
 
 
 class NoTimeError(DraftsimError):
-    """The time for a measurement is spent; another run goes on with what it leaves undone."""
+    """The time for a measurement is over; another run can continue it."""
 
 
 Run = TypeVar("Run")
 
 MOST = 3
-"""Times a run is made again."""
+"""Most repeats of a disturbed run."""
 WARMING = 1
 """Sweeps that warm up before those that count."""
 
@@ -199,7 +199,7 @@ class Repeats:
     """All kept runs, one after the other."""
 
     def best(self, run: Callable[[], tuple[Timing, Run]]) -> tuple[Timing, Run]:
-        """Make a run, again while it is disturbed; what the least disturbed one returned."""
+        """Make a run, again while it is disturbed; return the result of the least disturbed one."""
         self.runs += 1
         best = run()
         self.disturbed += best[0].disturbed
@@ -232,8 +232,8 @@ STAT = Path("/proc/stat")
 class Machine:
     """Keeps the figures of `traces.machine` while something is measured.
 
-    The reference work reads every weight matrix of the target once, by a product with a vector:
-    what a decoding pass does with memory, without the model around it.
+    The reference work reads every weight matrix of the target once, by a product with a vector.
+    It uses memory like a decoding pass, without the rest of the model.
 
     Parameters
     ----------
@@ -253,7 +253,7 @@ class Machine:
         self._since = read_stat(), Clock().wall(), os.times()
 
     def pulse(self) -> None:
-        """Do the reference work once; the first time, once more before it."""
+        """Time the reference work once; the first time, warm up before it."""
         if self._work is None:
             return
         if not self._warm:

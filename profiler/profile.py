@@ -40,9 +40,9 @@ from traces.store.files import write_latency, write_trace
 PULSE = 8
 """Blocks of passes between two timings of the reference work."""
 LEAST_PROMPTS = 4
-"""Prompts recorded whatever the time."""
+"""Prompts that are recorded even if the time is over."""
 NEAR_TIE = 1e-3
-"""Top-2 logit margins below this are counted: a lower precision may decide them otherwise."""
+"""Top-2 logit margins below this count as near-ties: in lower precision the other may win."""
 
 
 @dataclass(frozen=True)
@@ -61,7 +61,7 @@ class Settings:
 
 
 class LatencyProfile:
-    """The latency table of a pair in the making, one sweep over all passes at a time.
+    """The measurement of a pair's latency table, sweep by sweep over all passes.
 
     Raises DraftsimError if the pair cannot be measured over the grid.
     """
@@ -130,7 +130,7 @@ class LatencyProfile:
 def profile_latency(
     pair: Pair, settings: Settings, folder: Path, progress: Progress
 ) -> LatencyTable:
-    """Measure the pair's latency table; a stopped measurement goes on."""
+    """Measure the pair's latency table, or continue a stopped measurement."""
     grid = settings.grid
     checkpoint = Checkpoint(folder / ".latency", latency_options(pair, settings))
     profile = LatencyProfile(pair, grid, checkpoint)
@@ -162,7 +162,7 @@ def trace_options(pair: Pair, prompts: Sequence[Prompt], settings: Settings) -> 
 def profile_trace(
     pair: Pair, prompts: Sequence[Prompt], settings: Settings, folder: Path, progress: Progress
 ) -> Trace:
-    """Record the pair's acceptance trace on `prompts`; a stopped recording goes on."""
+    """Record the pair's acceptance trace on `prompts`, or continue a stopped recording."""
     encoded = [pair.encode(p.text, settings.chat) for p in prompts]
     longest = max(int(ids.shape[0]) for ids in encoded)
     _check_context(pair, prompts, encoded, settings.max_new_tokens)

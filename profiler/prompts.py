@@ -15,7 +15,7 @@ from traces.store.text import json_lines, read_text
 
 @dataclass(frozen=True)
 class CodeTask:
-    """A task whose answer is code, and how that is judged (see `profiler.checks.sandbox`)."""
+    """A task whose answer is code, and its tests (see `profiler.checks.sandbox`)."""
 
     entry: str
     """The function or class that the answer defines, or tests."""
@@ -37,7 +37,7 @@ class Prompt:
     answer: str | None = None
     """The number that solves it, in digits; None if it asks for no number."""
     code: CodeTask | None = None
-    """How code that answers it is judged; None if it asks for none."""
+    """Tests of the code that answers it; None if it asks for no code."""
 
 
 class _Sorted(Protocol):
@@ -53,8 +53,8 @@ def read_prompts(
 ) -> list[Prompt]:
     """Read prompts from JSON lines (``prompt``, ``text`` or ``turns``; ``category``) or lines.
 
-    Of a ``reference`` (of the first turn, where there is a list of them) or an ``answer`` only
-    the number is kept that solves the prompt, if it names one: ``#### 72`` at its end as in GSM8K
+    A ``reference`` (of the first turn, if it is a list) or an ``answer`` is reduced to the number
+    that solves the prompt, if it names one: ``#### 72`` at its end as in GSM8K
     and Spec-Bench's math_reasoning, or nothing but a number.  With ``unit_tests``, or with
     ``solution`` and ``mutant``, the prompt asks for code, or for tests, of ``entry``.
 
@@ -78,7 +78,7 @@ def read_prompts(
 
 
 def _check_ids(path: Path, prompts: Mapping[int, Prompt]) -> None:
-    """Raise DraftsimError if two prompts have the same id, by which results are filed."""
+    """Raise DraftsimError if two prompts have the same id, which is the key of results."""
     lines: dict[str, int] = {}
     for number, prompt in prompts.items():
         if (before := lines.setdefault(prompt.id, number)) != number:
@@ -131,7 +131,7 @@ def _prompt(row: Any, where: str, number: int) -> Prompt:
 
 
 def _code(row: dict[str, Any], where: str) -> CodeTask | None:
-    """Return how code that answers the prompt is judged; None if the row does not say."""
+    """Return the tests of the code that answers the prompt; None if the row has none."""
     tests = row.get("unit_tests")
     names = ("entry", "unit_tests") if tests else ("entry", "solution", "mutant")
     if not tests and not all(row.get(name) for name in names[1:]):

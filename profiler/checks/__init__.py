@@ -1,1 +1,1 @@
-"""Full runs of policies on the device, to hold predictions against."""
+"""Full runs of policies on the device, with which predictions are compared."""

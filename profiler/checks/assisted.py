@@ -1,4 +1,4 @@
-"""transformers' own assisted generation, to hold our decoder's passes against."""
+"""transformers' own assisted generation, to compare the number of passes with ours."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Full batched runs of policies on the device, to hold predictions against.
+"""Full batched runs of policies on the device, with which predictions are compared.
 
 Consecutive requests of the trace are decoded in groups of `batch`, each until its slowest
 has ended (a static batch); the last group may be smaller.  Arms run in turn
@@ -145,7 +145,7 @@ def run_batches(
 
 
 class _Groups(Work):
-    """Groups of requests at each batch size; an arm learns by the style that it decides with."""
+    """Groups of requests at each batch size; the style of a policy decides what it learns."""
 
     def __init__(
         self, pair: Pair, trace: Trace, arms: Sequence[BatchArm], batches: Sequence[int],

@@ -1,4 +1,4 @@
-"""Why a real run differs from its replay: a text that diverged, or a round that is another.
+"""Causes of differences between a real run and its replay: a text that diverged, another round.
 
 A pass over several tokens sums in another order than a pass over one, so in low precision
 the logits differ in their last bits.  That changes an outcome where two logits nearly tie,
@@ -71,7 +71,7 @@ def output_of(trace: Trace, request: int) -> list[int]:
 def solves(pair: Pair, tokens: Sequence[int], ended: str | None, answer: str | None) -> bool | None:
     """Return True if an output ends in the number `answer`; None if its prompt has none.
 
-    An output that its token limit cut solves nothing: its last number is one on the way.
+    An output that its token limit cut counts as False: its last number is an intermediate one.
     """
     if answer is None:
         return None
@@ -81,7 +81,7 @@ def solves(pair: Pair, tokens: Sequence[int], ended: str | None, answer: str | N
 
 
 NEAR_FEATURES = 16.0
-"""The same of a drafter on the target's features, which were rounded otherwise as well."""
+"""The same for a drafter that reads the target's features, which are rounded differently, too."""
 
 
 def units(top1: npt.ArrayLike, top2: npt.ArrayLike, dtype: torch.dtype) -> npt.NDArray[np.float64]:
@@ -110,8 +110,8 @@ def divergence(
 ) -> Divergence | None:  # fmt: skip
     """Return where the output of a request diverged from `expected`; None if it did not.
 
-    ``expected`` is the recorded output by default.  Another one has the recorded logits as far
-    as it, or `output`, is the recorded text.
+    ``expected`` is the recorded output by default.  Recorded logits are used as far as it, or
+    `output`, equals the recorded text.
     """
     recorded = output_of(trace, request) if "token" in trace.columns else []
     text = recorded if expected is None else expected
@@ -147,8 +147,8 @@ def divergences(
 def comparable(positions: Mapping[int, int], requests: int, learns: bool) -> dict[int, int]:
     """Return the position up to which rounds compare, of the requests where it is not the end.
 
-    ``positions``: of divergences, by request; ``learns``: the policy remembers earlier requests,
-    and what it learnt from other rounds decides all that follow.
+    ``positions``: of divergences, by request.  ``learns``: the policy remembers earlier requests,
+    so one that differs changes all that follow.
     """
     until = dict(positions)
     if learns and until:
@@ -192,7 +192,7 @@ def explain(
 ) -> list[dict[str, Any]]:
     """Return the first difference of every request that differs, and its cause.
 
-    ``drafted``: the recording of what drafted, where that is not `trace`'s own draft model.
+    ``drafted``: the recording of the draft source, if it is not `trace`'s own draft model.
 
     Causes: ``target near a tie`` and ``draft near a tie`` (margins within `NEAR` units in
     the drafted span, for drafters on the target's features `NEAR_FEATURES`); ``signal at a
@@ -316,7 +316,7 @@ class Texts:
         self, rows: pd.DataFrame, real: Mapping[str, RoundLog], replayed: Mapping[str, RoundLog],
         draft_model: bool = False,
     ) -> pd.DataFrame:  # fmt: skip
-        """Return `rows` with what their rounds and texts did.
+        """Return `rows` with the comparison of their rounds and texts.
 
         ``rounds_differ`` counts rounds up to a divergence, ``texts_diverged`` the requests whose
         text diverged.  In the JSON, ``diverged`` names position, both tokens and the recorded
@@ -363,7 +363,7 @@ class Texts:
 def with_diverged(
     rows: pd.DataFrame, diverged: Sequence[Sequence[Divergence]], left_out: int
 ) -> pd.DataFrame:
-    """Return `rows` with the columns that tell of each row's divergences."""
+    """Return `rows` with the columns about each row's divergences."""
     counts = [len(own) for own in diverged]
     rows = with_lists(rows, "diverged", [[one._asdict() for one in own] for own in diverged])
     rows = rows.assign(requests_left_out=left_out)

@@ -1,10 +1,10 @@
-"""Judges code that a model wrote, by running it in a process of its own with limits.
+"""Tests of code that a model wrote, run in a separate process with limits.
 
 The process has no environment, an empty folder of its own, no site packages, and limits of
-processor time, memory, file size and seconds; on Linux with x86_64 or aarch64 the kernel denies it
-sockets and further processes. Python refuses it to change files outside of its folder. It may read
-files. That holds off accidents of a language model. It is no wall against somebody who means harm:
-for such code use a virtual machine.
+processor time, memory, file size and seconds.  On Linux with x86_64 or aarch64 the kernel denies it
+sockets and further processes.  Python refuses changes of files outside of its folder; it may read
+files.  This protects from accidents of a language model, not from malicious code: for that use a
+virtual machine.
 """
 
 from __future__ import annotations
@@ -77,9 +77,9 @@ def code_of(text: str) -> tuple[str, bool]:
 def judge(task: CodeTask, text: str, limits: Limits | None = None) -> Verdict:
     """Run the code of an answer against the prompt's tests.
 
-    Code is run with the prompt's unit tests.  An answer that is itself tests must pass on the
-    right code and fail on the wrong one.  Code that the token limit cut off counts up to its last
-    whole statement.
+    Code is run with the prompt's unit tests.  If the answer is a test, it must pass on correct code
+    and fail on wrong code.  Code that the token limit cut off counts up to its last whole
+    statement.
     """
     code, cut = code_of(text)
     if task.unit_tests:
@@ -98,10 +98,11 @@ def run(
 ) -> Verdict:  # fmt: skip
     """Run `code` with `tests`, or as tests of the code `given` where there are none.
 
-    Lines at the end of `cut` code are left out until it is Python, of tests at least the last one.
+    If the code is `cut`, lines at its end are left out until it is valid Python; of tests at least
+    the last line is.
 
-    Only a verdict with the token that the process was given counts, so that an exit or a print of
-    the code is no success.  Raises DraftsimError if there are no such limits.
+    Only a verdict with the token that the process was given counts, so the code cannot succeed by
+    an exit or a print.  Raises DraftsimError if this system lacks such limits.
     """
     if sys.platform != "linux":
         raise DraftsimError(f"--run-code needs the limits of Linux; this is {sys.platform}")

@@ -36,7 +36,7 @@ OWN = {
     "os.remove": 1, "os.rmdir": 1, "os.rename": 2, "os.mkdir": 1, "os.chmod": 1, "os.truncate": 1,
     "os.utime": 1, "sqlite3.connect": 1,
 }  # fmt: skip
-"""Audit events that are refused outside of the own folder, and how many paths they begin with."""
+"""Audit events that are refused outside of our folder, and how many paths they begin with."""
 FOLDERS = ("os.remove", "os.rmdir", "os.rename", "os.mkdir", "os.chmod", "os.utime")
 """Audit events whose last arguments are numbers of the folders that paths are relative to."""
 NUMBERS = {
@@ -143,7 +143,7 @@ def without(code: str, entry: str) -> ast.Module:
 
 
 def stand_in_for_pytest() -> types.ModuleType:
-    """Return the few parts of pytest that short tests use; the real one is not there."""
+    """Return a small replacement for pytest with the parts that short tests use."""
     import re
 
     @contextmanager

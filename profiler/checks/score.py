@@ -23,17 +23,14 @@ class Score(NamedTuple):
 
     def __str__(self) -> str:
         """Return the score in words."""
-        cut = f"; {self.cut} were cut at their token limit" if self.cut else ""
-        return (
-            f"solves {self.solved} of the {self.scored} prompts that have a number for an "
-            f"answer{cut}"
-        )
+        cut = f"; {self.cut} cut at the token limit" if self.cut else ""
+        return f"solves {self.solved} of the {self.scored} prompts with a numeric answer{cut}"
 
 
 def answers_to(trace: Trace, prompts: Iterable[Prompt] = ()) -> dict[str, str]:
     """Return the numbers that solve the requests of `trace`, by id.
 
-    Those of `prompts`, where id and category are a request's, before those recorded.
+    A number of `prompts` counts before the recorded one, if id and category are the request's.
     """
     known = {request.id: request.category for request in trace.requests}
     recorded = {id: n for id, n in trace.meta.get(ANSWERS, {}).items() if id in known}

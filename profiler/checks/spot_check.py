@@ -1,4 +1,4 @@
-"""Full runs of policies on the device, to hold predictions against (`profiler.checks.turns`)."""
+"""Full runs of policies, with which predictions are compared (`profiler.checks.turns`)."""
 
 from __future__ import annotations
 
@@ -50,14 +50,14 @@ class Arm:
         return None if self.rule is None or self.rule.lossless else self.rule
 
     def verify(self, trace: Trace) -> str:
-        """Name of the rule that its drafts are verified with along `trace`."""
+        """Return the name of the rule that verifies its drafts along `trace`."""
         if self.lossy is not None:
             return describe_rule(self.lossy)
         return "exact" if trace.temperature == 0 else "rejection-sampling"
 
 
 Opener = Callable[[Arm, int, int, VerifyRule | None], Any]
-"""From an arm, a request, a repeat and the sweep's own rule: a decoder after its prefill."""
+"""Makes a decoder after its prefill, from an arm, a request, a repeat and the repeat's rule."""
 
 
 class Ran(NamedTuple):
@@ -263,7 +263,7 @@ def run_arms(
     `profiler.decoding.forced`).  ``advance`` is called after every arm's run of a request.  A
     lossy rule is copied for each repeat and shared by its requests, in the order of the trace.
     ``kept`` makes a stopped call go on, and `in_time` one of limited time (`take_turns`).
-    ``model`` opens the requests where it was made before, ``opened`` where another drafts.
+    ``model`` opens the requests if it exists already, ``opened`` if another source drafts.
 
     Raises
     ------

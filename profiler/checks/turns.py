@@ -1,7 +1,7 @@
-"""Runs of several arms in turn: every request, or group of them, under every arm before the next.
+"""Interleaved runs: every request, or group of requests, under every policy before the next.
 
-The order of the arms rotates, so that a slow minute of the machine falls on all.  A run that was
-disturbed is made again, within a budget of every arm's own.
+The order of the policies rotates, so that a slow minute of the machine affects all.  A disturbed
+run is repeated, within a budget for every policy.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from profiler.recording.checkpoint import Checkpoint
 from traces.machine import State
 
 Attempt = tuple[Timing, tuple[Any, dict[str, Any]]]
-"""A run's time; what its arm has then learnt, and what was found, which JSON can hold."""
+"""A run's time, the state of its policy after it, and its findings (both fit into JSON)."""
 
 
 class Taken(NamedTuple):
-    """An arm's run of a unit: the least disturbed one, and how often it was made again."""
+    """The least disturbed run of a unit under a policy, and how often it was repeated."""
 
     repeat: int
     unit: Any
@@ -46,7 +46,7 @@ class Work(ABC):
         return 1
 
     def captured(self) -> int:
-        """Return shapes captured as CUDA graphs so far: a run in which they grow is made again."""
+        """Return the count of captured CUDA graphs; a run in which it grows is repeated."""
         return 0
 
     @abstractmethod
@@ -59,11 +59,11 @@ class Work(ABC):
 
     @abstractmethod
     def begun(self, arm: Any, unit: Any) -> Any:
-        """Return what an arm has learnt at the beginning of a repeat."""
+        """Return the state of an arm's policy at the beginning of a repeat."""
 
     @abstractmethod
     def attempt(self, repeat: int, unit: Any, arm: Any, learnt: Any) -> Attempt:
-        """Run a unit under an arm that has `learnt` so much, which stays as it is."""
+        """Run a unit under an arm with the state `learnt`, which is not changed."""
 
 
 class Turns(NamedTuple):
@@ -81,14 +81,14 @@ def take_turns(
 ) -> Turns:  # fmt: skip
     """Run every unit under every arm, `repeats` times, or with `in_time` the first ones (`order`).
 
-    What arms learn across units is theirs for one repeat.  ``advance`` is called after every run;
-    if it raises NoTimeError, the unit under way does not count, or of the first one the repeat.
-    That is raised on if not even one repeat of the first unit was done.
+    State that policies learn across units lasts for one repeat.  ``advance`` is called after every
+    run.  If it raises NoTimeError, the unit under way does not count (of the first unit, only its
+    last repeat).  The error is raised again if not even one repeat of the first unit was done.
 
-    What `kept` holds of an earlier call is not run again: all arms' runs of a unit are put there
-    together.  An arm that learns then runs those of the repeat that was under way once more,
-    untimed, and so has learnt what it had: exact, at the price of a part of one repeat of that
-    arm.  In what is told of the machine, steal and other work are those since the last call.
+    Runs that `kept` holds of an earlier call are not repeated: all runs of a unit are stored
+    together.  A policy that learns then repeats the runs of the unfinished repeat, untimed, and so
+    learns exactly the same again.  The state of the machine has steal and other work since the last
+    call.
     """
     arms = work.arms
     firsts = {work.size(unit): unit for unit in reversed(work.units)}.values()
@@ -140,7 +140,7 @@ def take_turns(
 
 
 LEAST_REPEATS = 2
-"""Repeats where time is short: one alone cannot tell a difference from chance."""
+"""Repeats if time is short: one alone cannot separate a difference from chance."""
 
 
 def order(
@@ -148,7 +148,7 @@ def order(
 ) -> Iterator[tuple[int, int]]:
     """Yield (repeat, unit) as they are run; repeats below 0 warm up, on units of place 0.
 
-    A repeat is of all units.  With `in_time`, each unit has all of its repeats before the next, and
+    A repeat has all units.  With `in_time`, each unit has all of its repeats before the next, and
     as many units are run as there is time for: once `in_time` is False, no unit begins but the
     first, and no repeat of that after LEAST_REPEATS.
     """
@@ -169,7 +169,7 @@ def _turn(
     work: Work, repeat: int, unit: Any, arms: Sequence[Any], learnt: dict[str, Any],
     counted: Mapping[str, Repeats], advance: Callable[[], None] = lambda: None,
 ) -> list[Taken]:  # fmt: skip
-    """Return every arm's run of a unit; `learnt` is then what they have learnt by it."""
+    """Return every arm's run of a unit; put the states after it into `learnt`."""
     ran = []
     for arm in arms:
         label = work.label(arm, unit)
@@ -185,7 +185,7 @@ def _turn(
 
 
 def _captured(work: Work, repeat: int, unit: Any, arm: Any, learnt: Any) -> Attempt:
-    """Make a run; once more where a shape was captured within its time."""
+    """Make a run; repeat it if a shape was captured within its time."""
     before = work.captured()
     attempt = work.attempt(repeat, unit, arm, learnt)
     return attempt if before == work.captured() else _captured(work, repeat, unit, arm, learnt)
@@ -195,7 +195,7 @@ def _keep(
     kept: Checkpoint, step: str, machine: Machine, counted: Mapping[str, Repeats],
     ran: Sequence[Taken],
 ) -> None:  # fmt: skip
-    """Keep what all arms' runs of a unit gave, and the counters as they are then."""
+    """Store the results of all arms' runs of a unit, and the counters at this moment."""
     found = {
         "ran": {
             one.label: {"taken": one.timing, "repeated": one.repeated, **one.found} for one in ran
@@ -210,7 +210,7 @@ def _restored(
     kept: Checkpoint, step: str, repeat: int, unit: Any, machine: Machine,
     counted: Mapping[str, Repeats],
 ) -> list[Taken] | None:  # fmt: skip
-    """Return what `_keep` kept and set the counters to it; None if there is nothing."""
+    """Return the results that `_keep` stored and restore the counters; None if there are none."""
     found = kept.get_json(step)
     if found is None:
         return None

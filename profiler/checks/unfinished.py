@@ -1,4 +1,4 @@
-"""Where a check keeps what it has run, until it is done, and which check that is of."""
+"""Storage for the finished runs of a check that is not complete yet."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ def check_options(
 ) -> dict[str, Any]:
     """Return the conditions of a check: pair and device, what is decoded, and every arm.
 
-    `logs` are the arms' replays.  Their rounds tell what names do not: a policy's own file, or a
-    source's recording, that has changed since.  Runs of two versions are not put together: either
-    may decode faster.
+    `logs` are the arms' replays.  Their rounds show changes that names do not: another version of a
+    policy's file, or of a source's recording.  Runs of two versions are never mixed, because one of
+    them may decode faster.
     """
     return {
         "version": version(), "meta": pair.meta, "trace": identity(trace.meta),
@@ -77,11 +77,11 @@ def unfinished(
     others = [path for path in sorted(run.glob(f"{PLACE}-*")) if path != kept.folder]
     if steps := len(kept.names()):
         done = min(steps * together, total)
-        say(f"goes on with {done} of {total} runs done: remove {kept.folder} to start again")
+        say(f"continues after {done} of {total} runs: remove {kept.folder} to start again")
     elif others:
         say(
             f"{others[0]} keeps the runs of an unfinished check with other options: repeat that "
-            "one to continue it, or remove the folder; this check starts from nothing"
+            "one to continue it, or remove the folder; this check starts from the beginning"
         )
     try:
         yield kept
@@ -93,4 +93,4 @@ def unfinished(
         kept.close()
         return
     place.rename(done_with)
-    say(f"{done_with} keeps these runs: the same command with more --repeats goes on with them")
+    say(f"{done_with} keeps these runs: the same command with more --repeats continues after them")

@@ -2,8 +2,8 @@
 
 Each sequence keeps as many tokens as it had accepted: a token's cache slot is its
 position, so acceptance may be ragged and nothing is ever compacted within a sequence.
-What a pass feeds to one sequence and not to another is padding, which no sequence sees;
-what runs is therefore a rectangle, the sequences times the widest of them.
+A pass is a rectangle: all sequences, as wide as the widest; shorter ones are padded, and no
+sequence sees padding.
 
 The passes are in `profiler.decoding.batch`, the decisions in `policies.together`.
 """

@@ -1,10 +1,7 @@
-"""Real passes, dictated verdicts: what a run would cost if it accepted as a trace did.
+"""Forced decoding: real passes with dictated verdicts, for one sequence or a batch.
 
-Tests the cost model alone and needs no trained weights: an architecture with random
-weights has the latency of the trained one.
-
-As `profiler.decoding.forced` for one stream: real passes, dictated outcomes, hence the cost of a
-run that accepts as the trace did, with any weights.
+It gives the cost of a run that accepts as the trace did, so it tests the cost model alone.  It
+needs no trained weights, because random weights have the same latency.
 """
 
 from __future__ import annotations

@@ -56,7 +56,7 @@ def judge(
     logits:
         The target's raw logits, (count + 1, vocab).
     sampling:
-        Of the draft's probabilities.
+        Sampling settings of the draft's probabilities.
     coins:
         (count,) outcomes of rejection sampling, which are then the lossless verdicts;
         None for greedy decoding, where they are whether the token is the argmax.

@@ -26,11 +26,11 @@ Kind = Literal["decode", "prompt", "mixed"]
 SPARE = 8
 """Tokens of a sequence that the longest prompt leaves free: one is sampled after the prompt."""
 UNTIMED = 2
-"""Iterations before a prompt's: the first still verifies drafts of the last cell."""
+"""Iterations before a prompt, because the first still verifies drafts of the previous cell."""
 LARGE = 1024
-"""Prompt tokens of an iteration from which it is timed once a sweep: seconds, on a CPU."""
+"""Iterations with this many prompt tokens are timed once per sweep: they take seconds on a CPU."""
 SHORT = 128
-"""Tokens of a prompt that decodes by itself before others come."""
+"""Tokens of a prompt that decodes alone before other prompts arrive."""
 
 
 class Cell(NamedTuple):
@@ -55,7 +55,7 @@ class Grid:
     Parameters
     ----------
     batches, widths, contexts:
-        Of decoding: sequences, tokens a sequence, tokens known before.
+        Sizes of decoding: sequences, tokens per sequence, tokens in the cache.
     prompts:
         (count, tokens each) of prompts alone.
     beside_batches, beside_widths, beside_prompts:
@@ -64,10 +64,10 @@ class Grid:
     sweeps:
         Times that everything is measured, in a fresh order each time.
     steps:
-        Timed iterations of a decoding cell in a sweep; half as many of a prompt, of a large one
-        and of a mixed one a single one.
+        Timed iterations of a decoding cell per sweep.  Cells of prompts have half as many, those of
+        large prompts and mixed passes have one.
     held_out:
-        Relative error of interpolation from which a held-out batch or width joins the grid.
+        A held-out batch or width is added to the grid from this relative error of interpolation on.
     """
 
     batches: Sequence[int] = (1, 2, 4, 8, 16)
@@ -114,7 +114,7 @@ class Grid:
     def blocks(self) -> list[list[Cell]]:
         """Return cells by block: those of a number of sequences, prompts alone, and mixed ones.
 
-        What is compared with each other is measured in the same seconds: lengths, and contexts.
+        Lengths, and contexts, are compared with one another, so they are measured close in time.
         """
         decoding = [
             [Cell("decode", b, w, c) for c in self.contexts for w in self.widths]
@@ -147,7 +147,7 @@ class Grid:
 
 
 class Sample(NamedTuple):
-    """One timed iteration; its seconds, and those around it, without the engine's own drafter."""
+    """One timed iteration; all seconds exclude the passes of the engine's own drafter."""
 
     seconds: float
     parts: tuple[float, ...]
@@ -155,13 +155,13 @@ class Sample(NamedTuple):
     context: float
     """Mean tokens cached by the decoding sequences."""
     base_s: float
-    """Mean seconds of the decoding iterations around a mixed one; else 0."""
+    """Mean seconds of the decoding iterations before and after a mixed one; else 0."""
     control_s: float
-    """The control load's, around the cell."""
+    """Seconds of the control load, run before and after the cell."""
 
 
 class Dictated(BatchPolicy):
-    """Drafts the number of tokens that it is told to, for every sequence."""
+    """A policy that drafts a settable number of tokens for every sequence."""
 
     def __init__(self, longest: int = 8) -> None:
         self.longest = longest
@@ -177,7 +177,7 @@ class Dictated(BatchPolicy):
 
 
 class Noise(DraftSource):
-    """Random tokens: a verification costs the same whatever it finds."""
+    """A source of random tokens: a verification costs the same if they are accepted or not."""
 
     def __init__(self, vocabulary: int, seed: int = 0) -> None:
         self.vocabulary, self.seed = vocabulary, seed
@@ -198,9 +198,9 @@ class _NoiseDrafts(CountedDrafts):
 
 
 class Control:
-    """A load that is no engine's: how fast the machine is at this moment.
+    """A fixed computation outside the engine, which shows how fast the machine is at the moment.
 
-    A matrix product and a sum over memory, a few milliseconds together on a CPU.
+    It is a matrix product and a sum over memory, a few milliseconds together on a CPU.
     """
 
     def __init__(self, device: str = "cpu") -> None:
@@ -240,9 +240,8 @@ class Bench:
     def block(self, cells: Sequence[Cell], steps: int) -> dict[Cell, list[Sample]]:
         """Return samples of the cells; new sequences are started for every batch and context.
 
-        Cells that decode take turns, an iteration at a time: a machine whose speed changes by the
-        second is then the same for all of them.
-        The engine drafts as the cells say from then on, whatever it ran before.
+        Decoding cells are interleaved iteration by iteration, so that changes of the machine's
+        speed affect all of them.  From then on the engine drafts as the cells say.
         """
         self.engine.enter()
         self.engine.proposer.use(self._setup)
@@ -295,9 +294,9 @@ class Bench:
         return self._step(), 0.0, 0.0
 
     def _alone(self, cell: Cell) -> tuple[Step, float, float]:
-        """Run prompts as they arrive in a server: after iterations that decode, not after prompts.
+        """Run prompts as in a server: after decoding iterations, not after other prompts.
 
-        Weights and buffers of a prompt just processed are still in the processor's caches.
+        Directly after a prompt, its weights and buffers would still be in the processor's caches.
         """
         other = self._add(SHORT, 1 + UNTIMED)
         self._policy.length = 0
@@ -315,7 +314,7 @@ class Bench:
         return step, added_s, 0.0
 
     def _mixed(self, cell: Cell) -> tuple[Step, float, float]:
-        """Let one prompt join those that decode; before and after, they decode by themselves."""
+        """Add one prompt to the decoding sequences, which decode without it before and after."""
         self._policy.length = cell.width - 1
         for _ in range(UNTIMED):
             self._step()

@@ -1,4 +1,4 @@
-"""Where drafts come from: a recording that dictates verdicts, a lookup, or the engine itself."""
+"""Sources of drafts in an engine: a recording that dictates verdicts, a lookup, or the engine."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Asked(NamedTuple):
     id: str
     prompt: Sequence[int]
     limit: int
-    """Output tokens it may have."""
+    """Most output tokens."""
 
 
 class Drafts(ABC):
@@ -44,7 +44,7 @@ class Drafts(ABC):
     @property
     @abstractmethod
     def load(self) -> Load:
-        """Load of a single stream; the engine knows the batch."""
+        """Load of a single stream, because only the engine knows the batch."""
 
     @abstractmethod
     def draft(self, so_far: Sequence[Any]) -> Any:
@@ -81,9 +81,9 @@ class DraftSource(ABC):
 class Forced(DraftSource):
     """Dictates every verdict: drafts the engine's own tokens where the recording matched.
 
-    Where the recording did not match, the token drafted is another than the engine's, so
-    that acceptance is exactly the recorded one at any draft length; signals are the
-    recorded ones.  A request named ``SEQUENCE/ANYTHING`` follows that sequence.
+    Where the recording did not match, the drafted token differs from the engine's.  So acceptance
+    is exactly the recorded one at any draft length.  Signals are the recorded ones.  A request
+    named ``SEQUENCE/ANYTHING`` follows that sequence.
 
     Parameters
     ----------
@@ -112,7 +112,7 @@ class Forced(DraftSource):
         return _ForcedDrafts(self.trace, int(name), text, self.vocabulary, len(output))
 
     def write(self, folder: Path) -> Path:
-        """Write files of itself for another process (`read`); return the one to name."""
+        """Write files from which another process can `read` this object; return the main one."""
         write_trace(self.trace, folder / "forced.parquet")
         path = folder / "forced.json"
         kept = {
@@ -135,7 +135,7 @@ class Forced(DraftSource):
 
 
 class _ForcedDrafts(ReplayDecoder, Drafts):
-    """A recorded request whose drafts are put into the words of another model."""
+    """A recorded request whose drafts are made of another model's tokens."""
 
     def __init__(
         self, trace: Trace, request: int, text: Sequence[int], vocabulary: int, first: int
@@ -144,7 +144,7 @@ class _ForcedDrafts(ReplayDecoder, Drafts):
         self._text, self._vocabulary = text, vocabulary
 
     def ids(self, draft: Sequence[Any]) -> list[int]:
-        """Return the text's own tokens as far as the recording matched, then one that is wrong."""
+        """Return the text's own tokens as far as the recording matched, then a wrong one."""
         position, right = self.position, self._runs[self._start + self.position]
         last = len(self._text) - 1
         return [
@@ -154,7 +154,7 @@ class _ForcedDrafts(ReplayDecoder, Drafts):
         ]  # fmt: skip
 
     def advance(self, emitted: Sequence[int]) -> None:
-        """Move on by what was emitted, whatever the recording says of it."""
+        """Advance by the emitted tokens, even if the recording differs."""
         self._advance(len(emitted) - 1)
 
 
@@ -184,11 +184,11 @@ class LookedUp(DraftSource):
 
 
 UNKNOWN = -1
-"""A placeholder for a token that the engine's own drafter is still to find."""
+"""A placeholder for a token that the engine's own drafter will find."""
 
 
 class EngineDrafts(DraftSource):
-    """Drafts of the engine's own drafter: how many are decided, not which."""
+    """Drafts of the engine's own drafter: only their number is decided here."""
 
     signals: frozenset[str] = frozenset()
 
@@ -198,7 +198,7 @@ class EngineDrafts(DraftSource):
 
 
 class CountedDrafts(Drafts):
-    """Drafts without tokens, of a request of which only the output's length is known."""
+    """Drafts without tokens, for a request whose output is known by length only."""
 
     def __init__(self, request: Asked, position: int) -> None:
         self._limit, self._prompt = request.limit, len(request.prompt)
@@ -211,7 +211,7 @@ class CountedDrafts(Drafts):
 
     @property
     def load(self) -> Load:
-        """A batch of this request alone."""
+        """Load of a batch with this request alone."""
         return Load(1, self._prompt + self.position)
 
     def draft(self, so_far: Sequence[Any]) -> RecordedToken | None:

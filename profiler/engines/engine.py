@@ -1,4 +1,4 @@
-"""The seam between draftsim and a serving engine: what an engine's folder must provide.
+"""Interface between draftsim and a serving engine: the functions of an engine's folder.
 
 The folder ``profiler/engines/NAME/`` holds everything that knows the engine NAME.  Its ``__init__``
 has the functions of `EngineKind`, and it is found by its name: a new engine is one new folder.
@@ -59,7 +59,7 @@ class EngineOptions:
 
 
 class Engine(Protocol):
-    """An engine in this process, stepped by hand, whose drafts a policy of ours decides."""
+    """An engine in this process, called step by step, with a draftsim policy."""
 
     options: EngineOptions
     meta: dict[str, Any]
@@ -118,7 +118,7 @@ class Server(Protocol):
     notes: Path
     """The folder with its notes."""
     unnoted: str
-    """The likely reason why its processes note nothing, and what to do."""
+    """The likely reason if its processes write no notes, and the remedy."""
 
     def __enter__(self) -> Server: ...
 
@@ -134,7 +134,7 @@ class Server(Protocol):
         ...
 
     def failed(self, how: str) -> DraftsimError:
-        """Return an error that says `how` it failed, and why as far as its log does."""
+        """Return an error that says `how` it failed, and the reason if its log has one."""
         ...
 
 
@@ -170,7 +170,7 @@ class EngineKind(Protocol):
         prompts: Mapping[int, Sequence[int]], repeats: int,
         synthetic: Sequence[float] | None = None,
     ) -> Apart:  # fmt: skip
-        """Run loads in an engine in a process of its own, where nothing of ours runs.
+        """Run loads in an engine in a separate process, without code of draftsim.
 
         ``demands`` are by load, ``prompts`` by sequence.  Without `synthetic` the
         engine does not speculate and keeps its own defaults; with it, its own drafter drafts and
@@ -197,8 +197,8 @@ def outputs_of(
 ) -> dict[str, list[int]]:
     """Return the output tokens of requests by name, each a prompt and how many tokens to emit.
 
-    The engine drafts as its proposer was last told to `use`; no request since then may have one of
-    these names.
+    The engine drafts with the setup of its proposer's last `use`; no request since then may have
+    one of these names.
     """
     for name, (prompt, tokens) in requests.items():
         engine.add(name, prompt, tokens)

@@ -1,4 +1,4 @@
-"""Runs loads in an engine, side by side and in turns, with every iteration kept."""
+"""Loads run in an engine, interleaved second by second, with a record of every step."""
 
 from __future__ import annotations
 
@@ -25,24 +25,24 @@ from traces.store.engine_runs import Demand, LoadRun, Step
 CONTROL_EVERY_S = 0.5
 """Seconds between two runs of the control load during a load; it takes a few milliseconds."""
 TURN_S = 1.0
-"""Seconds that a load runs before the loads that share the engine have their turns."""
+"""Seconds that a load runs before the next of the loads that share the engine."""
 SWEEPS = 4
-"""Sweeps over the table's cells between the loads, at least; as many as repeats otherwise."""
+"""Fewest sweeps over the table's cells between the loads; else one per repeat."""
 Progress = Callable[[], AbstractContextManager[Callable[[float], None]]]
-"""Shows how far loads are while they run: gives a function that takes the share of them done."""
+"""Makes a progress display: returns a function that is called with the finished share."""
 
 
 class Load:
-    """A load on its way through an engine, which may pause for others between iterations.
+    """A running load, which can pause between iterations while other loads run.
 
-    Meanwhile its requests' clock stands still, as it does while the control load runs.
+    The clock of its requests stops in a pause, and while the control load runs.
 
     Parameters
     ----------
     demand:
-        What to send.
+        Requests to send.
     prompts:
-        By sequence.
+        Prompts by sequence.
     tenant:
         The scheduler that takes its requests (`Engine.tenants`); the engine's own without one.
     """
@@ -71,9 +71,7 @@ class Load:
         return self.tokens / self.asked
 
     def go_on(self, seconds: float = math.inf, share: float = math.inf) -> None:
-        """Run until this much time has passed, or that share of its tokens is emitted, or to its
-        end.
-        """
+        """Run for this much time, or until that share of its tokens is emitted, or to the end."""
         if self.done:
             return
         engine = self._engine
@@ -108,13 +106,13 @@ class Load:
         return LoadRun(requests, self._steps, rounds, float(np.median(self._controls)), texts)
 
     def _controlled(self, now_s: float) -> tuple[float, float]:
-        """Run the control load; the moment that was `now_s` ago then, and that moment itself."""
+        """Run the control load; return the start of the clock that reads `now_s`, and the time."""
         self._controls.append(self._control.seconds())
         moment_s = time.perf_counter()
         return moment_s - now_s, moment_s
 
     def _idle(self, start_s: float) -> bool:
-        """Send what is due; whether there was nothing to run, and time has passed instead."""
+        """Send the requests that are due; return True if it waited because nothing was to run."""
         now_s = time.perf_counter() - start_s
         while self._waiting and self._waiting[0][1].arrival_s <= now_s:
             self._send(self._waiting[0][1].arrival_s)
@@ -146,9 +144,9 @@ class Load:
 def interleave(loads: Sequence[Load], after_round: Callable[[float], None]) -> None:
     """Run loads, each of a tenant of its own, to their end, in short turns.
 
-    Every round one goes on for `TURN_S`, and the others until they are as far: a machine that
-    changes by the minute is the same for all of them.  The first changes with the round.
-    `after_round` is called with how far the last of them is, up to 1.
+    In a round the first load runs for `TURN_S`, and each other load until it is equally far, so
+    that changes of the machine's speed affect all of them.  The first load changes with the round.
+    `after_round` is called with the share that the slowest load has done, up to 1.
     """
     while not all(load.done for load in loads):
         first, *others = loads
@@ -160,7 +158,7 @@ def interleave(loads: Sequence[Load], after_round: Callable[[float], None]) -> N
 
 
 class Turn(NamedTuple):
-    """An arm's run of a load: what it is kept under, and what is said as it begins."""
+    """One policy's run of a load: its key in the results, and the line printed as it begins."""
 
     name: str
     repeat: int
@@ -172,7 +170,7 @@ class Turn(NamedTuple):
 def in_turn(loads: Sequence[str], arms: Sequence[str], repeats: int) -> Iterator[Turn]:
     """Yield loads and arms in the order they run: arms rotate with the repeat.
 
-    Of more repeats, the first ones are those of fewer.
+    With more repeats the first ones stay the same.
     """
     for repeat in range(repeats):
         first = repeat % len(arms)
@@ -191,9 +189,9 @@ def run_loads(
 ) -> dict[tuple[str, str], list[LoadRun]]:  # fmt: skip
     """Return the runs by load and policy, of every repeat.
 
-    The loads of a repeat under all policies take turns of a second, as far as the engine's cache
-    has room for them (`together`), and the cells `between` theirs.  What `kept` holds of an
-    earlier call, of fewer repeats perhaps, is not run again.
+    The loads of a repeat under all policies are interleaved second by second, as many as the
+    engine's cache has room for (`together`), with the cells of `between`.  Runs that `kept` holds
+    of an earlier call, perhaps with fewer repeats, are not repeated.
     """
     control = Control(engine.meta["device"])
     during_runs = None if kept is None else kept.within("during_runs")
@@ -254,7 +252,7 @@ def run_loads(
 
 
 def _unseen(share: float) -> None:
-    """Show nothing of how far loads are."""
+    """Show no progress."""
 
 
 def together(turns: Iterable[Turn], blocks: Mapping[str, int], room: int) -> Iterator[list[Turn]]:
@@ -281,7 +279,7 @@ def together(turns: Iterable[Turn], blocks: Mapping[str, int], room: int) -> Ite
 
 
 def blocks_of(engine: Engine, demand: Demand, prompts: Mapping[int, Sequence[int]]) -> int:
-    """Return the blocks of the cache that a load can come to need."""
+    """Return the most blocks of the cache that a load can need."""
     options, jobs = engine.options, demand.jobs
     running = min(demand.concurrency or options.max_batch, len(jobs))
     lengths = sorted(len(prompts[job.sequence]) + job.tokens for job in jobs)[-running:]

@@ -21,19 +21,17 @@ from traces.store.engine_runs import PARTS
 
 Samples = Mapping[Cell, Sequence[Sample]]
 DISTURBED = 1.1
-"""Samples are dropped, if enough remain, where the control load took this times its usual time."""
+"""Samples are dropped, if enough remain, from this multiple of the control load's usual time on."""
 USUAL = 0.25
-"""Quantile of the control load's times that is taken as usual."""
+"""Quantile of the control load's times that counts as its usual time."""
 SWING = float(np.log(1.5))
-"""Beyond this a moment was an exception, whether the control load's or the engine's."""
+"""Ratios beyond this are outliers, of the control load or of the engine."""
 HOST = ("schedule", "update", "output")
 PROPOSE = PARTS.index("propose")
 
 
 def quiet(samples: Samples) -> dict[Cell, list[Sample]]:
-    """Return the samples taken while the machine was as fast as usual; all of a cell where none
-    was.
-    """
+    """Return the samples taken while the machine was as fast as usual; if a cell has none, all."""
     usual = usual_control_s(samples)
     kept = {}
     for cell, own in samples.items():
@@ -45,9 +43,9 @@ def quiet(samples: Samples) -> dict[Cell, list[Sample]]:
 def follows(samples: Samples) -> float:
     """Return the exponent, 0 to 1, with which the engine's time follows the control load's.
 
-    Told from visits to the same decoding cells at other moments: a machine that is slow for memory
-    is so for both, one that has less of a processor perhaps for either.  Noise of the control
-    load makes the power smaller, as it should: so much the less does one say of the other.
+    It is fitted to repeated visits of the same decoding cells.  Slow memory slows both; a busy
+    processor may slow only one of them.  Noise of the control load makes the exponent smaller, as
+    it should, because a noisy control load says less about the engine.
     """
     both = product = 0.0
     for cell, own in samples.items():
@@ -66,7 +64,7 @@ def usual_control_s(samples: Samples) -> float:
 
 
 def cells_of(kept: Samples, own_passes: bool = False) -> pd.DataFrame:
-    """Return cells as in `traces.latency.schema.CELL_COLUMNS`, of the samples that are to count.
+    """Return cells as in `traces.latency.schema.CELL_COLUMNS`, made of these samples.
 
     ``forward`` is the engine's pass with sampling, ``host_round`` the rest of an iteration
     without drafts, ``host_draft`` what a drafted token adds to the proposer's time.
@@ -95,7 +93,7 @@ def cells_of(kept: Samples, own_passes: bool = False) -> pd.DataFrame:
 
 
 def _mixed(kept: Samples) -> list[tuple[Any, ...]]:
-    """Return the cost of prompts by tokens decoded: several batches and widths may have as many."""
+    """Return the cost of prompts by decoded tokens, over all batches and widths with that many."""
     added: dict[tuple[int, int], list[float]] = {}
     for cell, own in kept.items():
         if cell.kind == "mixed":
@@ -120,9 +118,10 @@ def _proposing(own: Samples) -> tuple[float, float]:
 def drafter_cells(kept: Samples) -> pd.DataFrame:
     """Return the cells of the engine's own drafter, from iterations that ask for 0, 1, ... tokens.
 
-    ``along`` is its pass where none was asked for, ``catch_up`` the first of a draft, over the
-    tokens that its iteration verified, and ``forward`` a later one.  Iterations that verify K and
-    ask for K show both together: what a token more adds to a first pass is that of prompts.
+    ``along`` is its pass if no token was asked for, ``catch_up`` the first pass of a draft, over
+    the tokens that its iteration verified, and ``forward`` a later one.  An iteration that verifies
+    K and asks for K shows only their sum; the cost of a further token in a first pass is taken from
+    prompts.
     """
     rows: list[tuple[Any, ...]] = []
     prompts = {
@@ -160,7 +159,7 @@ def drafter_cells(kept: Samples) -> pd.DataFrame:
 
 
 def _free_drafts(frame: pd.DataFrame) -> pd.DataFrame:
-    """Draft passes of a proposer without a model take no time but the host's."""
+    """Return zero draft passes for a proposer without a model, which takes only the host's time."""
     forward = frame[frame["phase"] == "forward"]
     free = forward.assign(model="draft", median_s=0.0, spread_s=0.0)
     prompts = frame[frame["phase"] == "prefill"].assign(model="draft", median_s=0.0, spread_s=0.0)
@@ -188,7 +187,7 @@ def host_parts(kept: Samples) -> list[dict[str, float]]:
 
 
 def held_out_errors(samples: Samples, held_out: Samples) -> dict[Cell, float]:
-    """Return the relative error of reading each held-out cell between the others."""
+    """Return the relative error of interpolating each held-out cell from the others."""
     table = LatencyTable(cells_of(quiet(samples)))
     errors = {}
     for cell, own in quiet(held_out).items():
@@ -274,16 +273,16 @@ class _Measured:
 
 
 class BetweenTable(_Measured):
-    """The table measured a block at a time between other work of the same engine.
+    """A table that is measured block by block between other work of the same engine.
 
-    Where a machine is slow for minutes, it is so for that work and for the table alike.
+    So minutes in which the machine is slow affect that work and the table alike.
 
     Parameters
     ----------
     grid:
-        Of sizes that the engine can run.
+        Sizes that the engine can run.
     kept:
-        Keeps every block; those it holds are not measured again, in the same order of blocks.
+        Stores every block; blocks that it holds are not measured again.
     """
 
     def __init__(
@@ -306,21 +305,21 @@ class BetweenTable(_Measured):
     def table(self) -> LatencyTable:
         """Return the table so far, of every sample; a whole sweep must be done.
 
-        What disturbed some of them disturbed the work around them as often.
+        Other work disturbs samples and the work around them equally often.
         """
         return self._table(self.samples, {})
 
 
 class EngineTable(_Measured):
-    """The table of one engine in the making, a block of cells at a time.
+    """The measurement of an engine's table, block by block.
 
-    Finished blocks are kept in `folder`, so that a stopped measurement goes on.
+    Finished blocks are stored in `folder`, so that a stopped measurement can continue.
 
     Parameters
     ----------
     left_s:
-        Tells how many seconds there still are.  One sweep and the held-out cells are measured in
-        any case; further sweeps, what was disturbed, and points between, only where they fit.
+        Returns the seconds that remain.  One sweep and the held-out cells are always measured;
+        further sweeps, disturbed cells and points between only if there is time.
 
     Raises DraftsimError if the folder holds one with other settings.
     """

@@ -38,7 +38,7 @@ VARIABLE = "DRAFTSIM_RECORD"
 """Environment variable that names the folder to write to."""
 QUIET_S = 0.1
 WAIT_S = 30.0
-"""Seconds that notes of a request that ended may take to come."""
+"""Seconds to wait for the notes of a request that has ended."""
 
 
 class Lines:
@@ -80,8 +80,8 @@ def lines() -> Lines | None:
 class EngineLog:
     """The work of a server's engine while it served some requests.
 
-    Of a step's parts ``execute`` are passes of the model with sampling and drafting, and
-    ``output`` is what is left: messages between processes, above all.
+    The part ``execute`` of a step has the model's passes, sampling and drafting.  ``output`` is the
+    rest, mostly messages between processes.
     """
 
     queued: Mapping[str, float]
@@ -95,7 +95,7 @@ class EngineLog:
 class LogReader:
     """Reads what processes noted into `folder`, load by load.
 
-    ``unnoted``: the reason to give where they note nothing.
+    ``unnoted``: the reason to give if they write no notes.
     """
 
     def __init__(self, folder: Path, unnoted: str = "see its log") -> None:

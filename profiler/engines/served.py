@@ -44,7 +44,7 @@ class Answer:
     name: str
     sequence: int
     arrival_s: float
-    """When it was due; in a closed loop, when it was sent."""
+    """Time when it was due; in a closed loop, when it was sent."""
     sent_s: float
     tokens: list[int] = field(default_factory=list)
     pieces: list[tuple[float, int]] = field(default_factory=list)
@@ -171,8 +171,8 @@ def gaps(log: EngineLog) -> list[float]:
 def around_requests(answers: Sequence[Answer], log: EngineLog) -> list[float]:
     """Return by request the seconds on the way to the engine and back.
 
-    On the way back: from the end of its last step.  Where no step ran when the request came, the
-    time until one took it belongs to the server, which had to wake up; else the engine was at work.
+    The way back begins at the end of its last step.  If no step ran when the request arrived, the
+    time until its first step belongs to the server, which had to wake up; else to the engine.
     """
     first: dict[str, Step] = {}
     last: dict[str, Step] = {}
@@ -194,16 +194,16 @@ def around_requests(answers: Sequence[Answer], log: EngineLog) -> list[float]:
 
 
 class Clients:
-    """Loads that go to a server, its drafts those of a recording.
+    """Loads for a server whose drafts are those of a recording.
 
     Parameters
     ----------
     server:
         One that has started.
     trace:
-        What is accepted; requests are its prompts.
+        Recording that decides what is accepted; requests are its prompts.
     device:
-        The server's, whose speed a control load tells.
+        Device of the server, whose speed a control load measures.
     """
 
     def __init__(self, server: Server, trace: Trace, device: str) -> None:
@@ -225,7 +225,7 @@ class Clients:
     def learn(self, sequences: set[int], seed: int, kept: Checkpoint | None = None) -> None:
         """Let the engine decode these sequences' prompts, and dictate verdicts from now on.
 
-        Where their outputs are `kept`, it decodes only some of them, to warm up.
+        If their outputs are `kept`, it decodes only some of them, to warm up.
         """
         most, vocabulary = self.server.options.max_batch, self.engine.vocabulary
         self.prompts = prompts_of(self.trace, vocabulary, seed, sequences)
@@ -243,11 +243,11 @@ class Clients:
         self.run(Demand(jobs[:1], 1))  # the recording is read before anything is timed
 
     def decide(self, policy: str) -> None:
-        """Put the requests to come under this policy."""
+        """Use this policy for the requests that follow."""
         self.server.decide(policy, self._drafts)
 
     def run(self, demand: Demand) -> ServedRun:
-        """Send the requests of a load, and wait for what the engine says of them."""
+        """Send the requests of a load, and wait for the engine's notes."""
         before_s = self._control.seconds()
         answers, log = self._sent(demand)
         return served_run(answers, log, (before_s + self._control.seconds()) / 2)

@@ -1,4 +1,4 @@
-"""A policy at work in an engine: what it is set up with, its requests, and their rounds."""
+"""A policy inside an engine: its setup, its requests, and their rounds."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ from traces.store.text import read_json
 VARIABLE = "DRAFTSIM_PROPOSER"
 """Environment variable that holds the setup as JSON, or the name of a file that does."""
 ENGINE = "engine"
-"""The source that is the engine's own draft model or EAGLE head."""
+"""Name of the source that means the engine's own draft model or EAGLE head."""
 FORCED = "forced:"
-"""Before the file of drafts that dictate verdicts (`profiler.engines.drafts.Forced.write`)."""
+"""Prefix of the file of drafts that dictate verdicts (`profiler.engines.drafts.Forced.write`)."""
 
 
 @dataclass(frozen=True)
@@ -54,9 +54,8 @@ def setup_from(environment: Mapping[str, str] | None = None, *, longest: int) ->
     """Return the setup that `VARIABLE` describes, drafting at most `longest` tokens.
 
     ``{"policy": "gammatune", "source": "pld:max_ngram=3"}``: the policy as the command line
-    writes it, or a class of one's own as ``FILE.py:Class[:key=value,...]`` or by its dotted name,
-    ``module.Class[:...]``; the source a lookup,
-    `ENGINE`, or `FORCED` followed by a file.
+    writes it, or your own class as ``FILE.py:Class[:key=value,...]`` or ``module.Class[:...]``.
+    The source is a lookup, `ENGINE`, or `FORCED` followed by a file.
 
     Raises
     ------
@@ -76,9 +75,7 @@ def setup_from(environment: Mapping[str, str] | None = None, *, longest: int) ->
 
 
 def version(environment: Mapping[str, str] | None = None) -> tuple[int, int] | None:
-    """Return another value for every state of the file that `VARIABLE` names; None if it names
-    none.
-    """
+    """Return a value that changes with the file that `VARIABLE` names; None if it names none."""
     text = (os.environ if environment is None else environment).get(VARIABLE, "")
     if not text or text.lstrip().startswith("{"):
         return None
@@ -117,7 +114,7 @@ def _given(environment: Mapping[str, str] | None) -> tuple[str, str]:
 def policy_from(text: str, longest: int | None = None) -> Policy:
     """Return a policy by its name, its class in a file, or the dotted name of its class.
 
-    A policy of one's own that sets no longest draft is cut at `longest` tokens.
+    If your own policy sets no longest draft, its drafts are cut at `longest` tokens.
     Raises ValueError naming what is wrong.
     """
     if is_file(text):
@@ -150,7 +147,7 @@ def _source(text: str) -> DraftSource:
 
 
 class Stream(Member):
-    """One request between its first token and its last."""
+    """One request from its first token to its last."""
 
     def __init__(self, name: str, drafts: Drafts, output: Sequence[int] = ()) -> None:
         super().__init__(name)
@@ -168,7 +165,7 @@ class Stream(Member):
 def draft(together: Together, streams: Sequence[Stream], scheduled: int) -> list[list[int]]:
     """Return token ids for every stream that decodes in the next iteration.
 
-    ``scheduled`` counts the requests of this one, those included that end with it or whose prompts
+    ``scheduled`` counts the requests of this one, with those that end in it and those whose prompts
     it processed.
 
     Raises
@@ -206,25 +203,25 @@ def settle(
 
 
 class Session:
-    """A policy's prototype at work on the rows of an engine's batch.
+    """A policy applied to the rows of an engine's batch.
 
-    The prototype is copied for each request, told the load before every round, and told the result.
-    It sees as the batch the requests that decode in the next iteration, and also how many were in
-    this one (`policies.core.Load.scheduled`); prompts that join are not known when drafts are asked
-    for.
+    Each request has its own copy of the prototype, which gets the load before every round and the
+    result after it.  Its batch is the requests that decode in the next iteration; it also gets how
+    many this iteration had (`policies.core.Load.scheduled`).  Prompts that join are not known yet
+    when drafts are asked for.
 
     Parameters
     ----------
     setup:
         The policy, and where its drafts come from.
     longest:
-        Tokens a draft may have.
+        Most tokens of a draft.
     vocabulary:
-        Size of the engine's, where the source's own is not known.
+        Size of the engine's vocabulary, used if the source does not know its own.
     keep:
-        Whether the streams of requests that ended are kept in `finished`.
+        True if the streams of requests that ended are kept in `finished`.
     booked:
-        Whether the engine's records hold what was just sampled.
+        True if the engine's records hold what was just sampled.
     ended:
         Called with every stream that has ended.
     caller_name:
@@ -256,10 +253,10 @@ class Session:
     ) -> list[list[int]]:  # fmt: skip
         """Return drafts of each row of the batch for the next iteration.
 
-        ``sampled``: the tokens that each row emitted in this one, none where its prompt is not
-        finished; ``verified``: the drafts it looked at, by name; ``requests``: the engine's
-        records of those that it still knows, with their ``prompt_token_ids``, ``output_token_ids``
-        and ``sampling_params.max_tokens``.
+        ``sampled``: the tokens that each row emitted in this one, none if its prompt is not
+        finished; ``verified``: the drafts that it verified, by name; ``requests``: the engine's
+        records of the requests that it still knows, with their ``prompt_token_ids``,
+        ``output_token_ids`` and ``sampling_params.max_tokens``.
         """
         for name in [n for n in self._streams if n not in requests]:
             self._leave(name)
@@ -308,15 +305,15 @@ class Session:
 
 
 class Governed:
-    """A drafter of an engine whose rounds a policy of ours decides.
+    """A drafter of an engine with a draftsim policy.
 
-    Without `use`, the setup is that of the environment (`setup_from`); where that is a
-    file, which was changed, it is read again before a request that finds no other.
+    Without `use`, the setup is that of the environment (`setup_from`).  If that is a file and it
+    has changed, it is read again as soon as a request arrives while no other runs.
 
     Parameters
     ----------
     longest, vocabulary:
-        Of `Session`.
+        See `Session`.
     """
 
     own_passes: ClassVar[bool] = False
@@ -330,13 +327,13 @@ class Governed:
         self._version: tuple[int, int] | None = None
 
     def use(self, setup: Setup) -> Session:
-        """Draft so from now on, forgetting every request; keep the rounds of those that end."""
+        """Use this setup from now on for new requests only; keep the rounds of those that end."""
         session = self._begun(setup, keep=True)
         self.go_on(session)
         return session
 
     def go_on(self, session: Session) -> None:
-        """Draft as an earlier `use` said, for the requests that it knows."""
+        """Continue with the session of an earlier `use` and the requests that it knows."""
         self._session, self._version = session, None
 
     @property
@@ -365,6 +362,6 @@ class Governed:
 
 
 def _note(stream: Stream) -> None:
-    """Note the rounds of a request that has ended, where anybody asks for notes."""
+    """Note the rounds of a request that has ended, if notes are asked for."""
     if (notes := lines()) is not None:
         notes.put(rounds=stream.name, of=stream.rounds)

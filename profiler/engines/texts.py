@@ -23,9 +23,9 @@ from traces.store.engine_runs import LoadRun, PolicyRuns
 from traces.store.outputs import Divergence
 
 FIRST_ID = 3
-"""Ids below this one are left out of made-up prompts: usually padding, begin and end."""
+"""Made-up prompts have no ids below this one, which usually mean padding, begin and end."""
 TEXTS = "texts"
-"""Name under which the outputs are kept by a check that goes on where it was stopped."""
+"""Name under which an unfinished check stores the outputs."""
 
 
 def prompts_of(
@@ -33,7 +33,7 @@ def prompts_of(
 ) -> dict[int, list[int]]:
     """Return prompt ids of `sequences` (None: all): recorded ones, or made-up ones as long.
 
-    Recorded ids that the engine's model does not have are made up, too: another model's.
+    Prompts are made up, too, if the engine's model lacks some of their ids (another model).
     """
     rng = np.random.default_rng(seed)
     prompts = {}
@@ -89,10 +89,7 @@ def policy_runs(
 
 
 def is_recorded(trace: Trace, own: Mapping[int, Sequence[int]]) -> bool:
-    """Return True if the engine's outputs are of the recorded model and prompts.
-
-    Then most of them begin with the recorded token.
-    """
+    """Return True if the outputs are those of the recorded model: most begin as recorded."""
     if "token" not in trace.columns:
         return False
     same = sum(output_of(trace, i)[:1] == [*text[:1]] for i, text in own.items())

@@ -251,7 +251,7 @@ def write_drafter(
     layout:
         ``eagle``: EAGLE's repository, for eagle and eagle3.  ``speculators``: eagle3 and mtp.
     dtype:
-        Of the weights.
+        Number format of the weights.
     embedding:
         (vocab, hidden) of the target, kept as ``embed_tokens.weight``; readers that have the
         target do not need it.

@@ -114,7 +114,7 @@ class FeatureDrafter(nn.Module, ABC):
         return drafted
 
     def over_target(self, logits: Tensor) -> Tensor:
-        """Return its logits over the target's vocabulary; -inf for tokens that it lacks."""
+        """Return logits over the target's vocabulary; -inf for tokens that the drafter lacks."""
         return logits
 
     def draft_ids(self, tokens: Tensor) -> Tensor:
@@ -294,7 +294,7 @@ class Eagle3(FeatureDrafter):
     Parameters
     ----------
     config:
-        Of the layer.
+        Configuration of the layer.
     draft_tokens:
         Target ids that it can draft, ascending; None: all.
     feature_layers:

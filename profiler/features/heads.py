@@ -128,7 +128,7 @@ class Adapter(nn.Module):
     layer:
         The exit whose states it reads, 1 = after the first layer.
     width, heads, head_dim:
-        Of the target; the rotary positions are the target's too.
+        Sizes of the target, whose rotary positions are used, too.
     """
 
     def __init__(self, layer: int, width: int, heads: int, head_dim: int) -> None:

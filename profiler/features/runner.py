@@ -376,7 +376,7 @@ def unroll(
     Returns
     -------
     For each step, what the head reads, (batch, tokens - 1, hidden): at ``[:, i]`` of step j it
-    foresees token i + 2 + j.
+    predicts token i + 2 + j.
 
     Raises
     ------
@@ -428,10 +428,10 @@ class Likeliest:
 class Drawn:
     """Drafts of lossless rejection sampling, given the output that was drawn.
 
-    As long as a start's tokens are those of the output, each is it with the probability that
-    it was, given that it was emitted (`profiler.models.sampling.coupled`); where it was not, and
-    from then on, the tokens are the drafter's own draws.  Every start has its own coins, as a
-    round begins at each at most once.
+    While the tokens of a start equal the output, each next one equals it with the probability that
+    it was drafted, given that it was emitted (`profiler.models.sampling.coupled`).  From the first
+    that differs on, tokens are the drafter's own draws.  Every start has its own random numbers,
+    because at most one round begins there.
 
     Parameters
     ----------
@@ -472,7 +472,7 @@ def verify_tree(
 ) -> tuple[Tensor, Tensor, list[int]]:  # fmt: skip
     """Run one pass over the last true token (1,), in `slot`, and the nodes of `cut` after it.
 
-    The accepted path is moved together in the target's cache.
+    The target's cache is compacted to the accepted path.
 
     Returns
     -------

@@ -1,1 +1,1 @@
-"""Real models that `draftsim fetch` brings: what they are, where they come from, their folders."""
+"""Real models that `draftsim fetch` downloads: their names, sources and folders."""

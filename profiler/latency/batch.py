@@ -31,7 +31,7 @@ from profiler.machine import Repeats, Timing
 from profiler.models.runner import Runner
 
 MOST_PREFILLED = 4096
-"""Tokens of a batch's prefill at most: more, which take as long each, are read from these."""
+"""Most tokens of a measured prefill of a batch; further tokens take as long each."""
 
 
 def batch_blocks(
@@ -95,7 +95,7 @@ def _signals(logits: Tensor) -> Callable[[], object]:
 
 
 class _Idle(Runner):
-    """Stands in for a model: right shapes, no work.  What is left is the host's own time."""
+    """A replacement for a model that does no work, so that only the host's time is left."""
 
     def __init__(self, like: Runner) -> None:
         self.device, self.cache, self.max_positions = like.device, like.cache, like.max_positions

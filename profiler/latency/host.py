@@ -1,4 +1,4 @@
-"""Measures what a round costs outside the models: the loop, the policy's call, the verdict.
+"""Timing of a round outside the models: the loop, the policy's call, the verdict.
 
 On a CPU the passes of a run are timed as they are made.  That would keep a GPU and its host from
 working at the same time; there the run is timed as a whole, and the host's share is what the
@@ -58,9 +58,9 @@ def measure_host(
 ) -> pd.DataFrame:
     """Return seconds per round and per drafted token outside the models, by a linear fit.
 
-    The real loop decodes `tokens` tokens, and what its passes take is subtracted: between real
-    passes the loop finds the processor's caches full of weights, and takes several times as long
-    as by itself.  For a GPU there is `host_beyond`.
+    The real loop decodes `tokens` tokens, and the seconds of its passes are subtracted.  A loop
+    without real passes would be several times too fast, because real passes fill the processor's
+    caches with weights.  `host_beyond` does the same for a GPU.
     """
     prompt, watch, again = random_ids(draft, 4), Stopwatch(target.device), Repeats()
 
@@ -88,8 +88,8 @@ def host_cells(
 ) -> pd.DataFrame:
     """Return seconds per round and per draft step, ``host_round`` and ``host_draft``.
 
-    They are fitted to what `run` returns for the draft lengths `gammas`, non-negative in both: a
-    negative one of the two would be counted in the other.
+    They are fitted to the results of `run` for the draft lengths `gammas`.  Both are non-negative,
+    because a negative one would be balanced by a too large other one.
     """
     fits = np.empty((repeats, 2))
     for repeat in sweeps(repeats):  # what warms up is overwritten
@@ -139,7 +139,7 @@ def dictated_run(
 
 
 def passes_s(iterations: Sequence[Sequence[Round]], prompt: int, latency: LatencyTable) -> float:
-    """Return the seconds of the passes of decoded rounds, as the cells say.
+    """Return the seconds of the passes of decoded rounds, according to the cells.
 
     A pass of several sequences is the widest and longest rectangle.
     """
@@ -169,7 +169,7 @@ def host_beyond(
     tokens: int = 24, prompt: int = 128, gammas: Sequence[int] = (0, 2, 8),
     check: Callable[[], None] = lambda: None,
 ) -> pd.DataFrame:  # fmt: skip
-    """Return seconds per iteration and per draft step that its passes leave of whole runs.
+    """Return seconds per iteration and per draft step: those of whole runs less their passes.
 
     Dictated runs decode `tokens` tokens a sequence after prompts of `prompt` tokens, at the draft
     lengths `gammas`; fewer tokens where the caches are smaller.  ``passes``: cells of the passes,

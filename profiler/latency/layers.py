@@ -53,7 +53,7 @@ def measure_layers(runner: Runner, model: str, grid: Grid) -> pd.DataFrame:
 
 
 def _parts(model: Any, count: int) -> list[torch.nn.Module]:
-    """Return the model's transformer layers, whatever they are called."""
+    """Return the model's transformer layers, under any of the usual names."""
     for module in model.modules():
         if isinstance(module, torch.nn.ModuleList) and len(module) == count:
             return list(module)

@@ -40,7 +40,7 @@ def pass_blocks(
 ) -> list[Block]:
     """Return prefill and decoding passes of both models over the grid, and the signals' cost.
 
-    Of a target without a draft, its own passes alone.  ``apart``: further (width, context) whose
+    A target without a draft has only its own passes.  ``apart``: further (width, context) whose
     rounds are timed; ``short``: as in `decoding_blocks`.
     """
     ids = {"target": random_ids(target, target.cache.slots)}
@@ -92,11 +92,11 @@ def decoding_blocks(
 ) -> Iterator[Block]:  # fmt: skip
     """Yield a block for every width of the target's pass and context, with the drafting before it.
 
-    The timed rounds differ in what their first draft pass catches up on (FIRST_WIDTHS); the next
-    passes are kept apart by place (SETTLING).  No round has more than `longest` draft passes.
+    The timed rounds differ in the tokens of their first draft pass (FIRST_WIDTHS); the next passes
+    are separated by place (SETTLING).  No round has more than `longest` draft passes.
 
-    ``short``: rounds of SHORT draft passes at most, which are not told apart, a single one of them
-    untimed and none repeated.  That is enough on a GPU, whose caches hold little of a model.
+    ``short``: rounds have at most SHORT draft passes, not separated by place; one round is untimed
+    and none is repeated.  That is enough on a GPU, whose caches hold little of a model.
     """
     for context in contexts:
         for width in widths:

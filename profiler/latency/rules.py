@@ -1,4 +1,4 @@
-"""Measures what a lossy verify rule adds to a round: its numbers, and its verdict.
+"""Timing of what a lossy rule adds to a round: its scores, and its verdict.
 
 Lossless verification compares token ids.  A lossy rule reads the target's scores of every
 drafted token (top logits, log-sum-exp, entropy, rank), and some rules the draft's signals as
@@ -39,7 +39,7 @@ LOSSLESS = "lossless"
 
 
 class _Given(Runner):
-    """Stands in for a model whose pass is over: `rows` are its logits."""
+    """A replacement for a model after its pass; `rows` are its logits."""
 
     def __init__(self, like: Runner) -> None:
         self.cache, self.max_positions = like.cache, like.max_positions
@@ -76,7 +76,7 @@ def measure_rules(
     repeats:
         Timed repeats; within one the cells and families come in a fresh random order.
     seed:
-        Of that order.
+        Seed of that order.
 
     Returns
     -------
@@ -123,9 +123,7 @@ def _round(
     given: tuple[_Given, _Given], models: tuple[Runner, Runner], prompts: tuple[Tensor, Tensor],
     ids: Tensor, rule: VerifyRule | None,
 ) -> Callable[[], int]:  # fmt: skip
-    """Return the verification of as many drafted tokens as `ids`, its passes done, ready to be
-    timed.
-    """
+    """Return the verification of the drafted `ids`, ready to be timed: its passes are done."""
     count = int(ids.shape[0])
     prompt = ids.new_zeros(4)
     decoder = ModelDecoder(*given, prompt, count + 4, watch_eos=False, rule=rule)

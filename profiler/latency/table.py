@@ -1,4 +1,4 @@
-"""Measures how long each step of decoding takes, on the device in front of you.
+"""Timing of every step of decoding, on this device.
 
 Every cell runs the same code as the decoder, in the order in which decoding runs it.
 Repeats are interleaved: each sweep times all cells once in a fresh random order, so that
@@ -51,8 +51,8 @@ class Grid:
     repeats: int = 15
     warmup: int = 1
     longest: int = 24
-    """Tokens of the longest draft.  Wider passes verify what other sources draft: of the draft
-    model no more passes than these come before them."""
+    """Tokens of the longest draft.  Wider passes verify drafts of other sources; at most this many
+    draft passes come before them."""
 
     @property
     def widest(self) -> int:
@@ -73,7 +73,7 @@ class Grid:
         """Return the grid with points added for prompts of up to `prompt_tokens` and their outputs.
 
         Contexts double until they hold the longest prompt with its output; prompts are added four
-        times as far apart, since a prefill's seconds bend little and many are long.
+        times as far apart, because prefill is nearly linear in the tokens and long ones take time.
         """
         contexts = reaching(self.contexts, prompt_tokens + new_tokens)
         prompts = list(self.prompts)
@@ -116,8 +116,8 @@ class Step:
 class Block:
     """Rounds of steps that follow one another, as in decoding; all but the first are timed.
 
-    What ran before decides what the processor's caches hold, of weights and of code, and not
-    only what ran just before: `benchmarks.latency_order` shows a target pass that follows
+    Earlier passes decide which weights and code the processor's caches hold, and not only the last
+    pass before: `benchmarks.latency_order` shows a target pass that follows
     many draft passes, round after round, to be slower than the same pass among others.
 
     A cell that occurs several times in a block, or in several blocks, is the mean of all.
@@ -135,23 +135,22 @@ class Block:
 class Sweeps:
     """Times blocks sweep by sweep; each sweep runs all of them once, in a fresh random order.
 
-    The batch sizes take turns, each with all of its blocks: after passes over another batch a pass
-    takes up to a third longer, and eight of its kind to settle.
+    All blocks of a batch size run in a row: directly after another batch size a pass takes up to a
+    third longer, until eight such passes have run.
 
-    A block that was disturbed is run again, within the budget of `repeats`; of a call that stays
-    disturbed count the seconds in which it had a processor, and only where no other call of its
-    cell in the block was left alone.
+    A disturbed block is run again, within the budget of `repeats`.  If all calls of a cell in a
+    block stay disturbed, the seconds count in which they had a processor.
 
     Parameters
     ----------
     blocks, device:
-        What to time, and where.
+        Blocks to time, and the device.
     checkpoint:
         Keeps every sweep; those it holds already count as done.
     warmup:
         Untimed calls of every cell before the first sweep.
     seed:
-        Of the order.
+        Seed of the order.
     check:
         Called before every cell that is warmed up and every block; it may raise, and only whole
         sweeps count.
@@ -197,7 +196,7 @@ class Sweeps:
         return len(self) * len(self.blocks) + (len(self.blocks) - left if left else 0)
 
     def run(self) -> None:
-        """Run one sweep, or what is left of the one under way."""
+        """Run one sweep, or the rest of an unfinished one."""
         self.step()
         while self._left:
             self.step()
@@ -270,8 +269,8 @@ def swept(
 def rows_of(cells: Sequence[Cell], samples: npt.NDArray[np.float64]) -> pd.DataFrame:
     """Return rows as in `traces.latency.table` from samples of shape (repeats, cells), seconds.
 
-    Decoding pays the sum of its passes, slow ones included, and a sum is told by the mean: on a
-    machine that is slow now and then the median hides what the sum pays for.
+    They are means, because decoding takes the sum of its passes, slow ones included; on a machine
+    that is slow now and then the median would leave these out.
     """
     low, high = np.quantile(samples, [0.25, 0.75], axis=0)
     rows = zip(cells, samples.mean(axis=0), (high - low) / 2, strict=True)

@@ -36,7 +36,7 @@ class Architecture:
 
     @classmethod
     def of(cls, name: str, model: Any) -> Architecture:
-        """Return the shape of a model that is there."""
+        """Return the shape of a loaded model."""
         c = model.config.get_text_config()
         return cls(
             name, str(getattr(c, "_name_or_path", "") or name), c.hidden_size,
@@ -87,7 +87,7 @@ class Architecture:
         )
 
     def miniature(self) -> Architecture:
-        """Return the same structure at a size that a CPU runs at once."""
+        """Return the same structure at a size that a CPU runs without delay."""
         group = self.heads // self.kv_heads
         kv_heads = 2 if group < 4 else 1
         heads = kv_heads * group
@@ -168,7 +168,7 @@ class PairShape:
         return self.target.parameters + (self.draft.parameters if self.draft else 0)
 
     def miniature(self) -> PairShape:
-        """Return the pair at a size that a CPU runs at once."""
+        """Return the pair at a size that a CPU runs without delay."""
         draft = self.draft.miniature() if self.draft else None
         return replace(self, target=self.target.miniature(), draft=draft)
 
@@ -189,4 +189,4 @@ PAIRS: Mapping[str, PairShape] = {
         _pair("codellama-13b", "codellama-13b"),
     )
 }
-"""Most important first: what time or memory does not allow is left out from the end."""
+"""Most important first: without enough time or memory the last ones are left out."""

@@ -29,18 +29,18 @@ from transformers import AttentionInterface
 ROWS = 64
 """Queries that one block of a fused kernel takes."""
 LEAST_KEYS = 128
-"""Keys of a part at least: fewer are not worth a block."""
+"""Fewest keys of a part: fewer are not worth a block."""
 ALIGNED = 16
 """Parts begin at multiples of it, as vector loads of keys and masks ask."""
 HIDDEN = -0.25
 """A masked score, in units of the dtype's largest number.
 
-Finite, so that a part of masked keys alone has a log-sum-exp that weighs nothing instead of none.
+It is finite, so that a part with only masked keys has a log-sum-exp of weight zero, not NaN.
 """
 
 
 def parts_of(visible: int, heads: int, rows: int, processors: int) -> int:
-    """Return into how many equal parts to cut `visible` keys; 1 where there are blocks enough.
+    """Return the number of equal parts to cut `visible` keys into; 1 if there are enough blocks.
 
     ``heads`` key heads of all sequences, ``rows`` queries of each, ``processors`` of the device.
     """
@@ -66,7 +66,7 @@ def split_mask(seen: Tensor, group: int, dtype: torch.dtype, parts: int) -> Tens
 def split_attention(
     query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scale: float | None = None
 ) -> Tensor:
-    """Return attention over keys in parts, put together.
+    """Return attention over keys, computed in parts that are then combined.
 
     ``query`` (batch, kv_heads, rows, width); ``key``, ``value`` (batch, kv_heads, visible, width);
     ``mask`` as in `split_mask`, (batch, parts, rows, visible / parts).  Returns as `query`.

@@ -38,7 +38,7 @@ WIDEST = 32
 
 
 class Shape(NamedTuple):
-    """The properties that make two passes the same graph."""
+    """The properties that passes of the same graph share."""
 
     batch: int
     width: int
@@ -67,7 +67,7 @@ def capture_stream(device: torch.device) -> torch.cuda.Stream:
 def capture(
     run: Callable[[], Tensor], device: torch.device, pool: Any = None
 ) -> tuple[torch.cuda.CUDAGraph, Tensor]:
-    """Return `run` as a CUDA graph, and the tensor that a replay writes what it returns to.
+    """Return `run` as a CUDA graph, and the tensor that a replay writes its result to.
 
     The warm-up runs off the current stream, as captures must, and on the stream of the capture, so
     that it makes every allocation that must not happen during one: caches, library handles and that
@@ -201,7 +201,7 @@ class GraphRunner(Runner):
         return held.logits.clone()
 
     def _static(self, held: _Pass) -> Tensor:
-        """Return the pass on its buffers: no host value but the shape enters."""
+        """Return the pass on its buffers, which depends on no host value but the shape."""
         batch, width, visible, keep = held.shape
         cache = self.cache
         slots = torch.where(held.positions < 0, cache.scratch, held.positions)
@@ -242,13 +242,13 @@ class CompiledRunner(GraphRunner):
 
 
 class ApartCache(SlotCache):
-    """A cache that the compiler leaves alone: its slots and layers are not the code's."""
+    """A cache that is not compiled, so that compiled code does not depend on its size."""
 
     update = torch.compiler.disable(SlotCache.update)
 
 
 def compiled(model: Any) -> Any:
-    """Return the twin of a model, made when first asked for; compiled where it lies on a GPU."""
+    """Return the twin of a model, made at the first call; compiled if it is on a GPU."""
     if model not in _twins:
         twin = fused(model)
         if model.device.type == "cuda":
@@ -258,7 +258,7 @@ def compiled(model: Any) -> Any:
 
 
 def forget_compiled() -> None:
-    """Drop what was compiled: its caches hold on to the models."""
+    """Drop compiled code, whose caches keep the models in memory."""
     on_gpu = any(model.device.type == "cuda" for model in _twins)
     _twins.clear()
     if on_gpu:  # elsewhere nothing was, and asking loads the compiler
@@ -311,7 +311,7 @@ class Norm(Module):
 
 
 class First(Module):
-    """The first of some projections of the same input: computes all, and hands out its own."""
+    """The first of some projections of the same input: computes all, returns its own."""
 
     def __init__(self, weight: Tensor, bias: Tensor | None, sizes: Sequence[int]) -> None:
         super().__init__()
@@ -372,7 +372,7 @@ def _fuse(part: Module, names: Sequence[str]) -> None:
 
 
 def _whole(rows: Sequence[Tensor]) -> Tensor:
-    """Return the one matrix that consecutive views make up."""
+    """Return the matrix that consecutive views form."""
     first = rows[0].detach()
     shape = (sum(len(r) for r in rows), *first.shape[1:])
     return first.as_strided(shape, first.stride())
@@ -380,7 +380,7 @@ def _whole(rows: Sequence[Tensor]) -> Tensor:
 
 @cache
 def compiler_missing(device: torch.device) -> str | None:
-    """Return why nothing can be compiled for a device, or None."""
+    """Return the reason why code cannot be compiled for a device, or None."""
     if device.type != "cuda":
         return None
     try:

@@ -1,4 +1,4 @@
-"""Loads a target/draft pair and says where it runs; every failure is one clear line."""
+"""Loading of a target/draft pair onto a device; every failure is one clear line."""
 
 from __future__ import annotations
 
@@ -240,9 +240,7 @@ def describe_model(model: Any, path: str | Path) -> dict[str, Any]:
 
 
 def fingerprint(model: Any) -> str:
-    """Return a digest of a model's weights, some values of each: tells whether it is another
-    one.
-    """
+    """Return a digest of a model's weights (some values of each), which differs between models."""
     digest = hashlib.sha256()
     for name, weights in sorted(model.state_dict().items()):
         flat = weights.detach().flatten()
@@ -252,7 +250,7 @@ def fingerprint(model: Any) -> str:
 
 
 def check_same_models(recorded: Mapping[str, Any], pair: Pair) -> None:
-    """Raise DraftsimError if a recording was made with other weights than `pair` has."""
+    """Raise DraftsimError if a recording was not made with the weights of `pair`."""
     for role in ("target", "draft"):
         before, now = ((meta.get(role) or {}).get("fingerprint") for meta in (recorded, pair.meta))
         # Another precision rounds the same weights to other values: not comparable.

@@ -1,4 +1,4 @@
-"""One causal language model with its cache: the only place that calls a model.
+"""A causal language model with its cache; the only module that calls a model.
 
 transformers' growing cache copies itself at every token and its static one cannot step
 back.  Here every pass says which slots its tokens go to; a rejected token's slot is
@@ -130,7 +130,7 @@ class SlotCache(Cache):
     def move(self, slots: Tensor, start: int) -> None:
         """Keep of a tree the tokens in `slots` (tokens,), in the slots from `start` on.
 
-        Their positions are those of the path: keys were turned by them, wherever they lay.
+        Their rotary positions are those of the path already, so keys are copied as they are.
         """
         for layer in self.layers:
             if isinstance(layer, SlotLayer):

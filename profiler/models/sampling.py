@@ -76,8 +76,8 @@ def log_softmax_at(scaled: Tensor, tokens: Tensor) -> Tensor:
 def draw(weights: Tensor, generator: torch.Generator | None) -> Tensor:
     """Return one index per row with probability in proportion to its weight; (rows,).
 
-    By the inverse of the cumulative weights: one random number a row, where a race of
-    exponentials (torch.multinomial) takes one a token and, on a CPU, 15 times as long.
+    It inverts the cumulative weights with one random number per row; torch.multinomial draws one
+    per token and takes 15 times as long on a CPU.
     Nothing is transferred to the host.
 
     ``weights``: (rows, vocab), none negative, each row with a positive one.
@@ -119,7 +119,7 @@ class Signals(NamedTuple):
     entropy: Tensor
 
     def stack(self) -> Tensor:
-        """Return stack the signals, (rows, 4)."""
+        """Return the stacked signals, (rows, 4)."""
         return torch.stack(tuple(self), dim=-1)
 
 
@@ -127,7 +127,7 @@ def signals(logits: Tensor, best: Tensor | None = None) -> Signals:
     """Return raw top-2 logits, log-sum-exp and entropy (nats) at T = 1.
 
     ``logits``: (rows, vocab), any float dtype; computed in float32.  ``best``: (rows,) their
-    argmax, where the caller has it: seeking it is the largest part of the work.
+    argmax, if the caller has it: its search is the largest part of the work.
     """
     logits = logits.float()
     if best is None:
@@ -154,7 +154,7 @@ def top10_log_prob(logits: Tensor) -> Tensor:
     """Return the log-probability of the likeliest token among the ten likeliest at T = 1; float32
     (rows,).
 
-    Apart from `signals`, since only who asks pays for seeking them.
+    It is not part of `signals`, because the search for ten tokens costs extra.
 
     ``logits``: (rows, vocab) raw, any float dtype.
     """
@@ -170,14 +170,14 @@ class Drafted(NamedTuple):
     logsumexp: Tensor
     entropy: Tensor
     log_prob: Tensor
-    """That it was drawn with."""
+    """Log probability that it was drawn with."""
     top_log_prob: Tensor
     """Log probability of the likeliest token at T = 1."""
     raw_log_prob: Tensor
-    """Its own at T = 1 without top-p."""
+    """Its log probability at T = 1 without top-p."""
 
     def stack(self) -> Tensor:
-        """Return stack the signals, (rows, 7)."""
+        """Return the stacked signals, (rows, 7)."""
         return torch.stack(tuple(self), dim=-1)
 
 

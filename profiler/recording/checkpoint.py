@@ -1,4 +1,4 @@
-"""Finished pieces of a long run, kept so that a stopped run goes on where it stopped."""
+"""Checkpoints: finished parts of a long run, from which a stopped run continues."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ class Checkpoint:
     """A folder of named arrays, valid for one set of settings.
 
     Each piece carries a digest of its content, its name and the settings.  A piece that does not
-    agree with it (damaged, or moved from another run or under another name) counts as missing, so
-    that it is made again; `say` is told.
+    match it (damaged, or moved from another run or name) counts as missing and is made again, with
+    a remark to `say`.
 
     Raises DraftsimError if the folder holds pieces of a run with other settings.
     """
@@ -70,7 +70,7 @@ class Checkpoint:
         kept = path.read_bytes() if path.is_file() else b""
         content = kept[: -_SEAL - len(_COMMENT)] + _NO_COMMENT
         if kept != self._sealed(name, of, content):
-            self._say(f"{path} is damaged, or of another run: what it held is made again")
+            self._say(f"{path} is damaged, or of another run: its part is repeated")
             return None
         with np.load(io.BytesIO(content)) as arrays:
             return {key: arrays[key] for key in arrays.files}
@@ -96,18 +96,18 @@ class Checkpoint:
         return None if kept is None else parse_json(kept["json"].tobytes())
 
     def put_json(self, name: str, value: Any) -> None:
-        """Keep `value`, of what JSON has words for and numpy's numbers, as `put` does."""
+        """Keep `value`, which has JSON's types and numpy's numbers, as `put` does."""
         text = json.dumps(value, default=methodcaller("item"))
         self.put(name, {"json": np.frombuffer(text.encode(), np.uint8)})
 
     def within(self, name: str) -> Checkpoint:
-        """Return a checkpoint of other pieces of the same run, gone with this one."""
+        """Return a checkpoint of other pieces of the same run, dropped with this one."""
         if name in RENAMED and (before := self.folder / RENAMED[name]).is_dir():
             before.rename(self.folder / name)
         return Checkpoint(self.folder / name, {"within": self._stamp}, self._say)
 
     def close(self) -> None:
-        """Drop all pieces: the run's result is written."""
+        """Drop all pieces, after the run's result has been written."""
         shutil.rmtree(self.folder)
 
 

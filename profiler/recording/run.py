@@ -1,4 +1,4 @@
-"""A run folder: the description that it keeps of itself, who writes it, and what it holds."""
+"""A run folder: its description (`run.json`), its writer, and its contents."""
 
 from __future__ import annotations
 
@@ -174,7 +174,7 @@ DONE_WITH = "recorded_with"
 
 @contextmanager
 def only_writer(folder: Path, remedy: str = "name another") -> Iterator[None]:
-    """Hold the folder against other writers (see `traces.store.lock`); made if it is not there.
+    """Lock the folder against other writers (see `traces.store.lock`); make it if missing.
 
     Raises
     ------
@@ -200,7 +200,7 @@ def only_writer(folder: Path, remedy: str = "name another") -> Iterator[None]:
 def claimed(info: RunInfo, folder: Path, force: bool = False) -> RunInfo:
     """Return `info` with the identity of the run that `folder` holds, or a new one.
 
-    Nothing is written.  With `force` what the folder holds does not matter.
+    Nothing is written.  With `force` the folder may hold anything.
 
     Raises
     ------
@@ -219,7 +219,7 @@ def claimed(info: RunInfo, folder: Path, force: bool = False) -> RunInfo:
 
 
 def begin(info: RunInfo, folder: Path, force: bool = False) -> None:
-    """Write what the folder is of; with `force` its recordings are removed first."""
+    """Write the folder's description; with `force` its recordings are removed first."""
     if force:
         for pattern in RECORDINGS:
             for path in folder.glob(pattern):

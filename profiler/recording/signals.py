@@ -1,4 +1,4 @@
-"""Adds the draft signals that a recording lacks: passes over what it holds, nothing is decoded."""
+"""Addition of draft signals that a recording lacks, by passes over its texts, without decoding."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Records an acceptance trace: plain decoding once, and everything a draft would say.
+"""Recording of an acceptance trace: decoding without speculation, and all draft proposals.
 
 Per prompt:
 
@@ -198,7 +198,7 @@ class Tails:
     lengths:
         (branches,) tail tokens wanted of each, at least 1.
     sides:
-        What is computed of each proposal.
+        Columns computed for each proposal.
     """
 
     def __init__(

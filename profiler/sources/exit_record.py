@@ -1,4 +1,4 @@
-"""Records what every exit head says along the target's output and after its wrong exits.
+"""Recording of every exit head's tokens along the target's output and after its wrong exits.
 
 One teacher-forced pass covers the output: an exit at a layer depends on the true prefix alone,
 since skipped states are recomputed exactly.  After a wrong exit the draft goes on from the wrong
@@ -94,7 +94,7 @@ class ExitRecorder(Recorder):
         Exit heads of this target, or an adapter: one exit, whose head attends to its own past.
         Its drafts too depend on the fed tokens alone, as the states it reads are exact.
     settings:
-        Whose wrong exits are followed beyond the first further token.
+        Settings whose wrong exits are followed beyond the first further token.
     omegas:
         Annealing strengths to record; must include those of the settings.
     sampling, generator:

@@ -120,7 +120,7 @@ class Begin(NamedTuple):
 Modules = Mapping[str, Any]
 """Modules trained for a target, by the name of the recording that each makes (`Source.key`)."""
 HEADS = ("early-exit", *ParallelHeads.KINDS, "space")
-"""Modules whose weights one digest tells."""
+"""Modules that have a digest of their weights."""
 ROOM = 25
 """Cache slots that decoders need besides the text."""
 
@@ -128,9 +128,9 @@ ROOM = 25
 class SourceDecoder(Emitting, ABC):
     """The real side of a draft source: how it is decoded, and what records it.
 
-    An instance is a sequence that is being decoded, and the calls it took
-    (`policies.core.Decoder`). Those in `profiler.sources.run.REAL` are made of the target, whose
-    cache is overwritten, the source's module, the source, and `Begin`.
+    An instance is a sequence that is being decoded, with its calls (`policies.core.Decoder`).  The
+    classes in `profiler.sources.run.REAL` take the target (whose cache is overwritten), the
+    source's module, the source, and `Begin`.
     """
 
     sampled: ClassVar[bool] = False
@@ -178,7 +178,7 @@ class SourceDecoder(Emitting, ABC):
 
     @classmethod
     def provenance(cls, module: Any, modules: Modules) -> dict[str, Any]:
-        """Return the fields of its recording's provenance that tell which weights drafted."""
+        """Return the fields of its recording's provenance that identify the drafter's weights."""
         del module
         return {"heads": digest(*(modules.get(name) for name in HEADS))}
 

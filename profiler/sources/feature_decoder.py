@@ -243,9 +243,9 @@ class LayerToken(Fetched):
 class TreeDecoder(OnFeaturesDecoder):
     """Decodes one prompt, drafting trees with the drafter of `grown`.
 
-    The target keeps the keys and values of the accepted path, moved together; the drafter reads
-    accepted tokens again in a round's first pass, with the target's features instead of its own, as
-    the authors' code does.
+    The target's cache is compacted to the accepted path.  In a round's first pass the drafter reads
+    the accepted tokens again, with the target's features instead of its own, as in the authors'
+    code.
 
     ``target`` has room for the source's `budget` besides the text.
     """

@@ -1,4 +1,4 @@
-"""Measures what other sources than a draft model spend: single layers, heads, lookups."""
+"""Timing of draft sources other than a draft model: single layers, heads, lookups."""
 
 from __future__ import annotations
 
@@ -173,8 +173,9 @@ def tree_rounds(
     best.
 
     Cells: ``forward`` over widths, ``tree`` over the nodes of a layer and ``prefill`` over prompts
-    under each name, and the target's ``tree`` over widths; all over contexts.  What chooses the
-    nodes is part of them: a layer's of the pass before, those verified of the target's.
+    under each name, and the target's ``tree`` over widths; all over contexts.  They include the
+    choice of nodes: that of a layer counts to the pass before, that of the verified nodes to the
+    target's pass.
     """
     for name, grown in trees.items():
         rounds = _Rounds(target, name, grown)
@@ -268,8 +269,9 @@ def of_kind(modules: Mapping[str, Any], kind: type[Kind]) -> dict[str, Kind]:
 class LayerRounds:
     """Rounds that draft token by token from the first `depth` layers, then run the others.
 
-    A call of few layers is dearer per layer than one of many: a single token's layers are
-    timed `depth` at a time, as drafting runs them, and wider ones up to the end, as verifying.
+    A call of few layers costs more per layer than one of many.  So the layers of a single token are
+    timed `depth` at a time, as in drafting, and those of wider passes up to the end, as in
+    verification.
     """
 
     def __init__(

@@ -161,7 +161,7 @@ class SourceLatency:
             self._sweeps = Sweeps(blocks, target.device, checkpoint=checkpoint)
 
     def sweep(self) -> None:
-        """Time everything once more."""
+        """Run one more sweep."""
         with torch.inference_mode():
             self._sweeps.run()
 

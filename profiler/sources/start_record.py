@@ -1,4 +1,4 @@
-"""Records what a source drafts from every start of an output, chain or tree."""
+"""Recording of a source's drafts from every position of an output, chain or tree."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ def default_skip(layers: int) -> list[int]:
 
 @dataclass(frozen=True)
 class RecordOptions:
-    """How sources are recorded."""
+    """Settings of the recording of sources."""
 
     settings: Sequence[ExitSetting] = ()
     """Exit settings whose wrong exits are followed (see `EarlyExit.setting`)."""
@@ -433,11 +433,11 @@ class FeatureRecorder(StartRecorder):
 
 
 TREE_CHUNK = 16
-"""Trees grown side by side: bounds the mask and the logits' memory."""
+"""Trees grown in the same passes: bounds the memory of mask and logits."""
 TOPK = 10
-"""Nodes expanded in a layer, and children of each, where nothing else is asked for: EAGLE-2's."""
+"""Nodes expanded in a layer, and children of each, by default: those of EAGLE-2."""
 LAYERS = 8
-"""Depth of recorded trees, likewise: that of EAGLE-3's released code."""
+"""Depth of recorded trees by default: that of EAGLE-3's released code."""
 
 BUDGET = 59
 """Nodes verified of a tree: with its root, the 60 of the authors' `total_token`."""

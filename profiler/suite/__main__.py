@@ -54,9 +54,9 @@ def parser() -> argparse.ArgumentParser:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a stage.
 
-    Returns 0 if all was done; 1 if something failed, or the stage was stopped; 2 if something
-    was wrong with what was asked, said in one line; 3 if time alone was lacking.  What was
-    finished is written in any case, and the same command goes on with what is left.
+    Returns 0 if all was done; 1 if something failed, or the stage was stopped; 2, with one line, if
+    the request was wrong; 3 if the time was too short.  Finished work is written in any case, and
+    the same command continues with the rest.
     """
     options = parser().parse_args(arguments)
     from profiler.suite.environment import FAILED, REFUSED, StoppedError

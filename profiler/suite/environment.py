@@ -61,7 +61,7 @@ class Workplace:
 
     @property
     def work(self) -> Path:
-        """Folder of unfinished work, next to what the stage leaves in `out`."""
+        """Folder of unfinished work, next to the results in `out`."""
         mark = hashlib.sha256(str(self.out.resolve()).encode()).hexdigest()[:16]
         return Path(tempfile.gettempdir()) / f"draftsim-suite-{mark}"
 
@@ -99,14 +99,14 @@ class Workplace:
             gc.freeze()
 
     def unsettle(self) -> None:
-        """Let dropped models be collected, and hand their memory back."""
+        """Collect dropped models, and return their memory to the device."""
         forget_compiled()
         if self.device.type == "cuda":
             gc.unfreeze()
         self.release()
 
     def release(self) -> None:
-        """Hand freed device memory back, so that the next pair finds it."""
+        """Return freed memory to the device, so that the next pair can use it."""
         if self.device.type == "cuda":
             gc.collect()
             torch.cuda.synchronize(self.device)
@@ -136,7 +136,7 @@ class Workplace:
 def open_workplace(
     device: str, out: Path, *, seconds: float, quick: bool = False, dtype: str | None = None
 ) -> Workplace:
-    """Return the place that a stage runs at.
+    """Return the place of a stage: its device, folder and deadline.
 
     Raises
     ------
@@ -165,18 +165,18 @@ def write_results(path: Path, results: Mapping[str, Any]) -> None:
 
 
 COMPLETE, FAILED, REFUSED, UNFINISHED = range(4)
-"""Exit codes: all done, something failed, a wrong request, and time alone was lacking."""
+"""Exit codes: all done, something failed, a wrong request, and not enough time."""
 
 
 class StoppedError(BaseException):
-    """The process was told to end; what is finished is written first."""
+    """The process was told to end; finished work is written first."""
 
 
 class Account:
     """The work that a stage leaves undone; `summary` goes into its results, `status` is its exit
     code.
 
-    What failed or came too late stays unfinished: the same command tries it again.
+    Parts that failed or came too late stay unfinished; the same command tries them again.
     """
 
     def __init__(self, place: Workplace) -> None:
@@ -196,7 +196,7 @@ class Account:
         self.place.say(why)
 
     def fail(self, name: str, error: BaseException | str) -> None:
-        """Note that something went wrong, and say so at once."""
+        """Note an error and print it immediately."""
         self.failed[name] = error if isinstance(error, str) else reason(error)
         self.place.say(f"FAILED {name}: {self.failed[name]}")
 
@@ -222,7 +222,7 @@ class Account:
 
     @contextmanager
     def closing(self, write: Callable[[], None]) -> Iterator[None]:
-        """Write what there is when the block ends, whatever ends it."""
+        """Write the results so far when the block ends, also after an error."""
         try:
             yield
         except BaseException as error:
@@ -233,25 +233,25 @@ class Account:
 
 
 def reason(error: BaseException) -> str:
-    """Return an error in one line: its first, or what it is."""
+    """Return an error in one line: the first line of its message, or its type."""
     lines = str(error).strip().splitlines()
     return lines[0] if lines else type(error).__name__
 
 
 Unit = dict[str, Any]
-"""Findings of a part of a stage; ``unfinished`` where some of it is left."""
+"""Findings of a part of a stage; ``unfinished`` if some of it is not done."""
 
 
 def unfinished(unit: Unit | None) -> bool:
-    """Return True if a unit is missing, or parts of it for want of time."""
+    """Return True if a unit is missing, or parts of it for lack of time."""
     return unit is None or bool(unit.get("unfinished"))
 
 
 class Ledger:
-    """Finished units of a stage, so that a stopped one goes on with the next.
+    """Finished units of a stage, so that a stopped stage continues with the next unit.
 
-    `units` are all of the stage's: those that its folder holds (`join`), those of a stopped run,
-    and those finished now.  Raises DraftsimError if the folder holds a stopped run with other
+    `units` are those that the stage's folder holds (`join`), those of a stopped run, and those
+    finished now.  Raises DraftsimError if the folder holds a stopped run with other
     settings.
     """
 
@@ -263,7 +263,7 @@ class Ledger:
         self.units = dict(self._own)
 
     def get(self, name: str) -> Unit | None:
-        """Return what a unit left when it was finished before, or None."""
+        """Return the results of a unit that was finished before, or None."""
         return self._own.get(name)
 
     def put(self, name: str, unit: Unit) -> None:

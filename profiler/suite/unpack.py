@@ -1,4 +1,4 @@
-"""Sorts what the stages left into a folder per pair and mode, as recordings are bundled."""
+"""Unpacking of the stages' results into a folder per pair and mode, like bundled recordings."""
 
 from __future__ import annotations
 
@@ -82,8 +82,8 @@ def unpack(out: Path, into: Path) -> list[Path]:
 def _place_trace(files: Mapping[str, Path], device: str, place: Path) -> None:
     """Copy a trace to `place`, and the `files` that belong to it.
 
-    Where another folder of the `device` holds the same trace, as the other mode's does, that one
-    is named instead (`traces.store.recordings.ELSEWHERE`): traces are most of a recording's bytes.
+    If another folder of the `device` holds the same trace (the other mode's does), that one is
+    named instead (`traces.store.recordings.ELSEWHERE`): traces are most of a recording's bytes.
     """
     for name in LAID:
         (place / name).unlink(missing_ok=True)
@@ -109,7 +109,7 @@ def tables_of(table: LatencyTable, pair: str, mode: str) -> LatencyTable:
 
 
 def device_name(meta: dict[str, Any]) -> str:
-    """Return a short name for file paths: "NVIDIA H200" -> "h200", what is no measurement "-quick".
+    """Return a short name for file paths: "NVIDIA H200" -> "h200"; miniatures end in "-quick".
 
     >>> device_name({"device": "NVIDIA A100-SXM4-80GB"})
     'a100-sxm4-80gb'

@@ -1,1 +1,1 @@
-"""Training of what drafts: the bundled pair, SmolLM2's drafters, heads for any target."""
+"""Training of drafters: the bundled pair, SmolLM2's drafters, heads for any target."""

@@ -1,4 +1,4 @@
-"""Trains what drafts: ``python -m profiler.train pair|smollm2|heads``.
+"""Trains drafters: ``python -m profiler.train pair|smollm2|heads``.
 
 The bundled pair::
 

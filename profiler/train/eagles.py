@@ -21,7 +21,7 @@ FEATURE_WEIGHT = 0.5  # of EAGLE's regression to the target's own features
 class _PerInput(nn.Module):
     """A matrix trained as if each of its inputs had unit variance.
 
-    The states of a language model have a few numbers a thousand times larger than the others; an
+    A few numbers of a language model's states are a thousand times larger than the others, so an
     optimiser that treats all entries of a matrix alike learns nothing about the rest.
     """
 

@@ -1,4 +1,4 @@
-"""vLLM 0.32: all that knows it, as `profiler.engines.engine.EngineKind` asks for."""
+"""vLLM 0.32, with the functions of `profiler.engines.engine.EngineKind`."""
 
 from __future__ import annotations
 

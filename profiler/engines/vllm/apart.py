@@ -1,4 +1,4 @@
-"""Loads in an engine of its own process, in which nothing of ours runs.
+"""Loads in an engine in a separate process, without code of draftsim.
 
 It tells what a user's engine does: with its own defaults and no speculation, or with vLLM's own
 drafter under synthetic acceptance (``rejection_sample_method``).  The `Engine` that is stepped by
@@ -76,7 +76,7 @@ def run(
     given: Mapping[str, Any], demands: Mapping[str, Demand], prompts: Mapping[int, Sequence[int]],
     repeats: int, threads: int = 1,
 ) -> Apart:  # fmt: skip
-    """Start ``vllm.LLM`` with the arguments `given` in a process of its own, and run the loads.
+    """Start ``vllm.LLM`` with the arguments `given` in a separate process, and run the loads.
 
     ``demands`` are by load, ``prompts`` by sequence.
 

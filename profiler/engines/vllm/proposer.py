@@ -1,4 +1,4 @@
-"""Policies of ours inside vLLM: with drafts of their own, or deciding for vLLM's own drafter.
+"""draftsim's policies inside vLLM, with their own drafts or with those of vLLM's drafter.
 
     DRAFTSIM_PROPOSER='{"policy": "gammatune", "source": "pld"}' vllm serve MODEL \\
         --speculative-config '{"method": "custom_class", "num_speculative_tokens": 8,

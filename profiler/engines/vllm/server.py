@@ -1,4 +1,4 @@
-"""``vllm serve`` as a process of its own, started as an engine in this process is."""
+"""``vllm serve`` in a separate process, with the settings of an engine in this process."""
 
 from __future__ import annotations
 

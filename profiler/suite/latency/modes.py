@@ -24,7 +24,7 @@ KERNELS: Mapping[str, str] = {
     GRAPH: "Hugging Face kernels in a CUDA graph, attention grouped and split over the keys",
     COMPILED: "torch.compile and fused projections in a CUDA graph, attention as in graph",
 }
-"""Description of each mode that was measured; none is an engine."""
+"""Description of each measured mode; none is an engine."""
 
 GAMMA, TOKENS, PROMPT = 4, 12, 64
 """The rounds that are traced: drafted tokens, and the run that they are from."""

@@ -1,4 +1,4 @@
-"""The measurement of a pair in a mode: a plan over what `draftsim profile` measures with.
+"""The measurement of a pair in a mode, with the timing code of `draftsim profile`.
 
 Passes are timed in rounds, sweep by sweep (`profiler.latency.table.Sweeps`); a part of the plan is
 measured as a whole, or not at all.
@@ -36,9 +36,9 @@ from traces.latency.table import LatencyTable
 class Plan:
     """The points to measure of a pair.
 
-    The batches of `grid` come in order of importance.  ``hosts``: those at which whole runs tell
-    the host's time, at the draft lengths `gammas`; ``apart``: rounds between the points of every
-    batch's grid, to be held out of the table.
+    The batches of `grid` are in order of importance.  ``hosts``: batches at which whole runs
+    measure the host's time, at the draft lengths `gammas`; ``apart``: rounds between the points of
+    every batch's grid, to be held out of the table.
     """
 
     grid: Grid
@@ -61,7 +61,7 @@ QUICK = Plan(
     Grid((1, 2, 4), (16, 48), (16, 64), (1, 4, 2), batch_widths=(1, 3), repeats=1, warmup=0),
     hosts=(1, 4), apart=1, gammas=(0, 2), tokens=6, prompt=16,
 )  # fmt: skip
-"""For a CPU in seconds."""
+"""Grid of the miniature, which a CPU measures in seconds."""
 
 
 def plan_of(quick: bool) -> Plan:
@@ -70,7 +70,7 @@ def plan_of(quick: bool) -> Plan:
 
 
 SINGLE, BATCHED, WANTED = range(3)
-"""Ranks of parts: what every prediction needs, what batches need, and what makes it better."""
+"""Ranks of parts: needed by every prediction, needed by batches, and more precision."""
 RANKS = (SINGLE, BATCHED, WANTED)
 
 FINDINGS = ("cells", "held_out", "limits")
@@ -108,10 +108,10 @@ def pass_cells(
 class PairMeasurement:
     """Everything measured of one pair in one mode, in order of importance.
 
-    Each part adds to `cells`.  One that the memory does not hold is named in `limits`; those not
-    measured, for want of time or because they `failed`, are `unfinished`.  With ``kept``, the
-    `unit` of an earlier run, only the latter are measured.  Parts of rank SINGLE are measured
-    whatever the `deadline` of the pair, until the stage's own time is spent.
+    Each part adds to `cells`.  Parts too large for the memory are named in `limits`; parts not
+    measured, for lack of time or because they `failed`, are `unfinished`.  With ``kept``, the
+    `unit` of an earlier run, only unfinished parts are measured.  Parts of rank SINGLE are measured
+    even after the pair's `deadline`, until the stage's time is over.
     """
 
     def __init__(
@@ -216,7 +216,7 @@ class PairMeasurement:
     def host(self, batch: int) -> Found:
         """Measure the host's time per round and drafted token in whole rounds.
 
-        What passes do not explain is the host's share, so all passes must be there first.
+        The host's share is the time that passes do not explain, so measure all passes first.
         """
         passes = [row for row in self.cells if row[1] in ("forward", "catch_up")]
         if not any(row[2] == batch for row in passes):
@@ -318,11 +318,11 @@ def points_between(
 
 
 RESOLUTION_S = 1e-9
-"""No pass is shorter; on a disturbed machine a difference of two timings can be nothing."""
+"""No pass is shorter; on a disturbed machine the difference of two timings can be zero."""
 
 
 def held_out(cells: pd.DataFrame, table: LatencyTable) -> list[dict[str, Any]]:
-    """Return the relative errors of reading a `table` where `cells` were measured."""
+    """Return the relative errors of a `table` at the measured `cells`."""
     found = []
     for model, phase, batch, width, context, seconds, *_ in rows_of(cells):
         read = table.seconds(model, phase, batch=batch, new_tokens=width, context=context)

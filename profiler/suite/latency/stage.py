@@ -23,7 +23,7 @@ from traces.latency.table import LatencyTable
 from traces.store.files import read_latency, write_latency
 
 UNPAIRED = 0.4
-"""Share of a pair's time that a target without a draft is given: no policy is predicted from it."""
+"""Time of a target without a draft relative to a pair's: it predicts no policy."""
 
 
 def run_latency(
@@ -96,7 +96,7 @@ def modes_here(place: Workplace, modes: Sequence[str] | None, account: Account) 
 
 
 def _judge(account: Account, name: str, unit: dict[str, Any] | None) -> None:
-    """File what a unit lacks as failed or late."""
+    """Note the missing parts of a unit as failed or late."""
     if unit is None:
         account.late[name] = "no time left"
         return
@@ -166,7 +166,7 @@ def _measure_pair(
     place: Workplace, pair: PairShape, models: tuple[Any, Any], share: float, ledger: Ledger,
     how: Sequence[str],
 ) -> None:  # fmt: skip
-    """Measure all modes, rank by rank: none is complete before the others have what is needed."""
+    """Measure all modes rank by rank, so that every mode has its important parts first."""
     begin = time.monotonic()
     plan = plan_of(place.quick)
     modes = {

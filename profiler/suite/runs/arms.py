@@ -24,10 +24,10 @@ MORE_ARMS = (
     "specdec-pp", "disco", "rate-optimal", "ucb", "exp3", "bild",
     "confidence:roc_update=in_call", "hf-heuristic:full_accept_means=budget",
 )  # fmt: skip
-"""The other policies that decide for one sequence at a time, where the time holds them all.
+"""The other policies that decide for one sequence at a time, run if there is time for all.
 
 Those for whole batches (`policies.batch.base.BatchPolicy`) are not among them: they choose one
-length for all sequences of an engine, from its own costs, and are held against served batches.
+length for all sequences of an engine, from its own costs, and are compared in served batches.
 """
 
 QUICK_ARMS = ("autoregressive", "fixed:gamma=3", "svip")

@@ -40,7 +40,7 @@ from traces.store.files import read_trace
 
 NAME = "trained-12+3"
 TRAINED_MODES = (EAGER, GRAPH)
-"""Modes of real decoding: what it tests is verdicts, and compiled passes are no other ones."""
+"""Modes of real decoding: it tests verdicts, which compiled passes do not change."""
 
 
 class Checks:
@@ -67,12 +67,12 @@ class Checks:
     ) -> dict[str, Any]:  # fmt: skip
         """Run every arm on as many requests of `recorded` as `seconds` hold; compare with replay.
 
-        ``name``: of the pair, for the rows.  ``drafted``: the same requests with what drafts in the
-        place of the draft model (`traces.sources.starts.as_draft`), where another does, and
-        ``opened`` what opens them, from what opens the pair's own.
+        ``name``: the pair's name in the rows.  If another source than the draft model drafts,
+        ``drafted`` has the same requests with its drafts (`traces.sources.starts.as_draft`), and
+        ``opened`` makes their opener from the pair's own.
 
-        Returns the measured ``times``, rows of `profiler.suite.runs.arms.COLUMNS`, and what was
-        ``checked``.
+        Returns the measured ``times``, rows of `profiler.suite.runs.arms.COLUMNS`, and the results
+        of the comparison, ``checked``.
 
         Raises
         ------

@@ -44,8 +44,8 @@ ORDER = (GRAPH, EAGER, COMPILED)
 def forced_trace(quick: bool) -> Trace:
     """Return the dictating recording: easy and hard stretches, calibrated signals, full tails.
 
-    Its requests are short and many: where time is short a second repeat says more than a
-    longer run, and where it is not, another request does.
+    It has many short requests: with little time a second repeat says more than a longer run, and
+    with enough time another request does.
     """
     return synthetic_trace(
         Bursty(0.9, 0.4, 20.0, 10.0),
@@ -82,7 +82,7 @@ def run_forced(
 ) -> Account:
     """Run the pairs named (all with a draft by default) under every policy, in every mode.
 
-    What pairs run before left in the folder stays.  Returns what was left undone.
+    Results of pairs that ran before stay in the folder.  Returns what was left undone.
 
     Raises
     ------

@@ -56,7 +56,7 @@ from traces.store.measured import MeasuredRuns, write_measured
 LATENCY = "trained-latency.parquet"
 FILES = {"greedy": "trained-trace.parquet", "sampled": "trained-sampled.parquet"}
 NEW_TOKENS = 160
-"""Tokens of an output, all of which are used: there is no end token.  So 200 prompts fit."""
+"""Tokens of an output.  All are used, because there is no end token; so 200 prompts fit."""
 DRAFTER_SHARE = 0.14
 """Share of the stage's time for each drafter on the target's features."""
 MODE_SHARE = 0.04
@@ -77,11 +77,11 @@ def run_trained(
     one, and ``drafters`` are folders of drafters on its features.  The target ``smollm2`` alone
     names SmolLM2 with its draft model, the project's prompts, EAGLE and EAGLE-3.
 
-    Parts have fixed shares of the time; one that is late does less of its work, and one for
-    which none is left, one that failed, or a recording of fewer than `ENOUGH` prompts, is named in
-    the results and returned.  Begun again, be it for these or because it was stopped, the stage
-    keeps the pair and every part that was finished, goes on with a short recording, and writes all
-    files again: the folder may have been emptied since.
+    Parts have fixed shares of the time, and a late part does less of its work.  The results name
+    parts without time, failed parts, and a recording of fewer than `ENOUGH` prompts; they are
+    returned, too.  If the stage is started again, it keeps the pair and every finished part,
+    continues a short recording, and writes all files again, because the folder may have been
+    emptied.
 
     Raises
     ------
@@ -164,7 +164,7 @@ class _Stage:
         return unit
 
     def recorded(self, name: str, settings: Settings, share: float) -> Trace | None:
-        """Record and write a trace, as long as it was if it was finished before, else longer."""
+        """Record and write a trace; a finished one keeps its length, another gets longer."""
         place, ledger = self.place, self.ledger
         done = (ledger.get(name) or {"recorded": 0})["recorded"]
         enough = min(ENOUGH, len(self.prompts))

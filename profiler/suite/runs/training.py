@@ -87,7 +87,7 @@ def given_pair(
 LARGEST = 16 * 10**6
 """Bytes of the largest file a stage may leave."""
 ENOUGH = 200
-"""Prompts that make a recording; one of fewer is unfinished."""
+"""Fewest prompts of a finished recording."""
 
 
 def record_trace(
