@@ -22,7 +22,7 @@ COMPLETION = "_DRAFTSIM_COMPLETE"
 COMPLETING = {"--install-completion", "--show-completion"}
 """Options after which typer ends the program itself."""
 INTERRUPTED = 130
-STOPPED = "stopped; nothing is half-written, and the same command goes on where it can"
+STOPPED = "stopped; nothing is half-written, and the same command continues where it can"
 
 
 def _version(asked: bool) -> None:
@@ -51,12 +51,12 @@ FIELDS = {
 ELSEWHERE = {
     ("simulate", "--batch"): "it replays one request at a time: `draftsim serve --batch` or "
     "`draftsim sweep --batch`",
-    ("simulate", "--rate"): "it knows no arrivals: `draftsim serve --rate`",
-    ("sweep", "--rate"): "it knows no arrivals: `draftsim serve --rate`",
+    ("simulate", "--rate"): "it has no arrivals: `draftsim serve --rate`",
+    ("sweep", "--rate"): "it has no arrivals: `draftsim serve --rate`",
     ("sweep", "--verify"): "it replays exact verification: `draftsim simulate --verify`",
     ("report", "--trace"): "name a recording or a run folder: `draftsim report --run`",
     ("report", "--latency"): "it reads the run folder's: `draftsim simulate --latency`",
-    ("serve", "--robustness"): "it is of one request at a time: `draftsim simulate --robustness`",
+    ("serve", "--robustness"): "it is for one request at a time: `draftsim simulate --robustness`",
     ("tune", "--policy"): "it searches the draft lengths itself: compare with `draftsim serve`",
 }
 """Where an option is that a command does not have, by command and option."""
@@ -68,7 +68,7 @@ COMMANDS = {
         "commands.demo:demo", "Profile the bundled pair here, predict, and check.", _TRY
     ),
     "list": Listed(
-        "commands.catalogue:list_all", "Show the recordings, or what can be named.", _TRY
+        "commands.catalogue:list_all", "Show the recordings, or the names that options take.", _TRY
     ),
     "fetch": Listed(
         "commands.fetch:fetch", "Download SmolLM2-135M and drafters for it.", _TRY
@@ -77,7 +77,7 @@ COMMANDS = {
         "commands.recommend:recommend", "Recommend a draft length from benchmark runs.", _SERVER
     ),
     "doctor": Listed(
-        "commands.doctor:doctor", "Say whether acceptance is what it should be, and why not.",
+        "commands.doctor:doctor", "Check if acceptance is as expected, and name the cause if not.",
         _SERVER,
     ),
     "calibrate": Listed(
@@ -99,7 +99,7 @@ COMMANDS = {
     "tune": Listed("commands.tune:tune", "Write the setting that an engine reads.", _PAIR, True),
     "report": Listed("commands.report:report", "Write all results as one HTML page.", _PAIR),
     "validate": Listed(
-        "commands.validate.command:validate", "Run policies for real, and compare.", _PAIR, True
+        "commands.validate.command:validate", "Run policies, and check predictions.", _PAIR, True
     ),
     "export": Listed(
         "commands.export:export", "Write a recording's acceptance as other programs read it.",
@@ -116,7 +116,9 @@ COMMANDS = {
         "commands.breakeven:breakeven", "Find the loads above which speculation is slower.",
         _LOAD,
     ),
-    "sweep": Listed("commands.sweep:sweep", "Ask what if, over a grid.", _STUDY),
+    "sweep": Listed(
+        "commands.sweep:sweep", "Vary costs, acceptance, batch or GPU over a grid.", _STUDY
+    ),
     "check": Listed("commands.check:check", "Check the papers' formulas by simulation.", _STUDY),
     "papers": Listed(
         "commands.papers:papers", "Compare the papers' tables with ours.", _STUDY
@@ -167,7 +169,7 @@ def main() -> None:
             if _is_closed_pipe(error.__context__) or {*sys.argv[1:2]} & COMPLETING:
                 raise
             # Commands give their codes back: this is code of the user's own, a policy's say.
-            _fail(f"sys.exit({error.code!r}) was called before the answer was there: remove it", 2)
+            _fail(f"a policy or its file called sys.exit({error.code!r}): remove that call", 2)
         except typer.Abort as error:
             # So typer calls the end of a file, at a terminal Ctrl-D; nothing is asked there.
             raise error.__cause__ or error from None
@@ -210,7 +212,7 @@ def _said(error: Exception) -> str | None:
     if isinstance(error, RuntimeError) and type(error).__name__ == "OutOfMemoryError":
         return (
             "the device's memory is full: use a smaller pair, --dtype bfloat16 or --device cpu, or "
-            "lower --max-new-tokens, --max-gamma or --batch; the same command goes on where it can"
+            "lower --max-new-tokens, --max-gamma or --batch; the same command then continues"
         )
     if packages := missing_for(error):
         return str(missing(packages, " ".join(["draftsim", *sys.argv[1:2]])))

@@ -1,4 +1,4 @@
-"""``draftsim breakeven``: the loads where speculation stops paying."""
+"""``draftsim breakeven``: the loads where speculation stops giving a speedup."""
 
 from __future__ import annotations
 
@@ -45,16 +45,16 @@ def breakeven(
     source: DraftedOption = None,
     acceptance: Annotated[
         str | None,
-        typer.Option(metavar="A", help=f"Acceptance in the recording's place: {FORMS}."),
+        typer.Option(metavar="A", help=f"Acceptance instead of the recording's: {FORMS}."),
     ] = None,
     bench: Annotated[
         list[str] | None,
         typer.Option(
             "--bench",
             metavar="RUNS",
-            help="Instead of latencies: runs of your server, with acceptance real or dictated "
-            "(vLLM's rejection_sample_method synthetic). CSV as `calibrate` reads, or benchmark "
-            "files as `recommend` reads; repeatable.",
+            help="Runs of your server instead of latencies: CSV as `calibrate` reads, or benchmark "
+            "files as `recommend` reads. Their acceptance may be dictated (vLLM's "
+            "rejection_sample_method synthetic). Repeatable.",
         ),
     ] = None,
     always_draft: AlwaysOption = None,
@@ -74,15 +74,15 @@ def breakeven(
         int | None,
         typer.Option(
             min=1,
-            help="Of --bench and --plan: drafter passes of every step that drafts.",
+            help="With --bench or --plan: drafter passes in every step that drafts.",
         ),
     ] = None,
     plan: Annotated[
         bool,
         typer.Option(
             "--plan",
-            help="Instead: the fewest runs that determine the surface, acceptance dictated. With "
-            "--bench, those still missing.",
+            help="Instead, name the fewest runs that determine the surface, with dictated "
+            "acceptance. With --bench, name those still missing.",
         ),
     ] = False,
     level: Annotated[float, typer.Option(min=0.5, max=0.999, help="Level of the intervals.")] = 0.8,
@@ -95,11 +95,11 @@ def breakeven(
     out: OutOption = None,
     json: JsonOption = None,
 ) -> None:
-    """Find where speculation stops paying, over batch sizes, contexts and draft lengths.
+    """Find where speculation stops giving a speedup, by batch size, context and draft length.
 
-    A row is the best draft length at a load; --out and --json hold every one. needed is the
-    acceptance length that breaks even. Below stand vLLM's tables by batch size and by sequence
-    length, with what each loses against the best draft length everywhere.
+    A row is the best draft length at a load; --out and --json hold all draft lengths. `needed` is
+    the acceptance length that breaks even. The last lines are vLLM's tables by batch size and by
+    sequence length, and what each loses against the best draft length of every load.
     """
     from simulator.tune.breakeven import grid, measured_surface, pays_to, vllm_tables
     from simulator.tune.formats import check_settings
@@ -108,7 +108,7 @@ def breakeven(
     server = None if bench is None else _server(bench, passes)
     if plan:
         if plot is not None:
-            raise DraftsimError("--plan prints runs and has no surface to draw: leave out --plot")
+            raise DraftsimError("--plan prints runs and draws nothing: drop --plot")
         given = _given(acceptance, trace, source, lengths)
         loads = grid(*_axes(batch, context, server, None, lengths), lengths)
         _plan(loads, given, server, passes, out, json)
@@ -183,7 +183,7 @@ def _priced(
         assert own is not None
         most = own.max_gamma or max(lengths)
         if max(lengths) > most:
-            note(f"drafts of at most {most} tokens were recorded: longer ones are extended")
+            note(f"recorded drafts have at most {most} tokens: longer ones are extrapolated")
         positions = of_trace(trace, own, min(max(lengths), most))
     batches, contexts = _axes(*axes, None, table, lengths)
     table.check_sizes("target", "forward", max(batches), 1)
@@ -252,13 +252,13 @@ def _plan(
          title="Runs to measure, most informative first")  # fmt: skip
     left = runs[-1].uncertain
     note(
-        f"{len(runs)} runs in {len({run.k for run in runs})} starts of the server leave the "
-        f"speedups uncertain by {left:.0%}" + ("" if left <= EXACT else f", not {EXACT:.0%}")
+        f"{len(runs)} runs ({len({run.k for run in runs})} server starts) leave speedups with a "
+        f"standard deviation of {left:.0%}" + ("" if left <= EXACT else f", above {EXACT:.0%}")
     )
     if json is None:
         for k in sorted({run.k for run in runs}):
             note(next(row["serve"] for row in rows if row["k"] == k), whole=True)
-    note("then: draftsim breakeven --bench RESULTS")
+    note("then run: draftsim breakeven --bench RESULTS")
 
 
 def _one_line(document: dict[str, Any]) -> str:

@@ -25,8 +25,8 @@ ExpertsOption = Annotated[
     str | None,
     typer.Option(
         metavar="COUNT/CHOSEN",
-        help="Experts of the target, and how many a token chooses (128/4). Default: those of a "
-        "model of known sizes, else no mixture.",
+        help="Experts of the target, and how many of them a token chooses (128/4). Default: those "
+        "of a known model (`draftsim list --devices`), else none.",
     ),
 ]
 
@@ -61,7 +61,7 @@ def calibrate(
     ] = None,
     engine: Annotated[
         str | None,
-        typer.Option(help="llamacpp: its kernels for quantised weights are known. Others: no use."),
+        typer.Option(help="Only llamacpp has an effect: it assumes kernels for quantised weights."),
     ] = None,
     experts: ExpertsOption = None,
     noise: Annotated[
@@ -81,8 +81,9 @@ def calibrate(
 ) -> None:
     """Fit a server's costs to its own runs, and predict every draft length at every load.
 
-    The first line names the best draft length by concurrency. What the runs do not determine is
-    named, and so is the run that would tell most. Intervals are for a further run at that load.
+    The first line names the best draft length by concurrency. Further lines name the costs that the
+    runs do not determine, and the run that would narrow the intervals most. An interval is for one
+    further run at that load.
     """
     from simulator.aggregate.advice import (
         choices,
@@ -135,8 +136,8 @@ def calibrate(
     for line in _remarks(server, contexts):
         note(line)
     note(
-        f"measure next: concurrency {suggestion.batch} at K = {suggestion.k}: it takes away "
-        f"{suggestion.narrows:.0%} of what is uncertain about the speedups"
+        f"measure next: concurrency {suggestion.batch} at K = {suggestion.k}, which removes "
+        f"{suggestion.narrows:.0%} of the variance of the predicted speedups"
     )
     if out is not None:
         write_latency(latency_table(server, found.model), out)
@@ -178,7 +179,7 @@ def other_acceptance(acceptance: str | None, model: str | None) -> Positions | N
     found = load_positions(acceptance)
     differ = model is not None and found.model not in (None, model)
     whose, costs = (f" of {found.model}", f" ({model})") if differ else ("", "")
-    note(f"predicted for {found.said}{whose}, at the costs of the runs{costs}")
+    note(f"predicted for {found.said}{whose}, with the costs of the runs{costs}")
     return found
 
 
@@ -198,11 +199,11 @@ def _remarks(server: Server, contexts: list[float]) -> list[str]:
     lines = []
     if not any(run.k == 0 for run in server.runs):
         lines.append(
-            "no run without speculation (K = 0): speedups rest on what other servers' drafts "
-            "cost; which K is best does not"
+            "no run without speculation (K = 0): speedups rely on costs of other servers; the best "
+            "K does not"
         )
     if not server.tells_context:
-        lines.append("all runs have one context: they do not determine what a longer one costs")
+        lines.append("all runs have one context, so the cost of a longer one is not determined")
     lines += untold_passes(server)
     if server.undetermined:
         names = ", ".join(name.replace("_", " ") for name in server.undetermined)
@@ -217,14 +218,14 @@ def _check_contexts(server: Server, contexts: list[float]) -> None:
     held = max(run.held for run in server.runs)
     if not held and any(contexts):
         raise DraftsimError(
-            f"--context {max(contexts):g}: the runs do not say theirs: give each its context, or "
-            "its mean prompt and answer lengths"
+            f"--context {max(contexts):g}: the runs do not say theirs: give each a column context, "
+            "or prompt and answer (mean lengths)"
         )
     far = [c for c in contexts if c > FAR * held or FAR * c < held]
     if far and not server.tells_context:
         raise DraftsimError(
-            f"--context {far[0]:g}: all runs have one of about {held:,.0f} tokens, which does not "
-            f"determine what another costs: add runs at about {far[0]:g}"
+            f"--context {far[0]:g}: all runs have one of about {held:,.0f} tokens, so the cost of "
+            f"another is not determined: add runs at about {far[0]:g}"
         )
 
 
@@ -233,8 +234,8 @@ def untold_passes(server: Server) -> list[str]:
     if server.tells_passes_apart or not any(run.k for run in server.runs):
         return []
     return [
-        "a draft pass is not told apart from a verified token (one concurrency, or one draft "
-        "length): how the cost is split comes from other servers"
+        "these runs cannot separate a draft pass from a verified token (one concurrency, or one "
+        "draft length): the split of their cost comes from other servers"
     ]
 
 

@@ -53,21 +53,23 @@ def capacity(
         Path | None,
         typer.Option(
             metavar="FILE",
-            help="Requests of a file, as `serve` takes them, at its own rate or --rate.",
+            help="Replay the arrivals of a file that `serve` reads, at its own rate or at --rate.",
         ),
     ] = None,
     process: ProcessOption = None,
-    price: Annotated[float | None, typer.Option(help="Dollars an hour of a GPU.")] = None,
-    gpus: Annotated[int, typer.Option(help="GPUs of a replica.")] = 1,
-    max_replicas: Annotated[int, typer.Option(help="Replicas to try at most.")] = 1024,
+    price: Annotated[
+        float | None, typer.Option(help="Price of a GPU, in dollars per hour.")
+    ] = None,
+    gpus: Annotated[int, typer.Option(help="GPUs per replica.")] = 1,
+    max_replicas: Annotated[int, typer.Option(help="Try at most this many replicas.")] = 1024,
     requests: Annotated[
         int | None,
         typer.Option(
-            help="Requests of every run. Default: the file's, or as many as a judgement needs."
+            help="Requests in every run. Default: the file's, or as many as are needed to judge."
         ),
     ] = None,
     replications: Annotated[int, typer.Option(help="Independent runs, for intervals.")] = 5,
-    seed: Annotated[int, typer.Option(help="Of arrivals and of who replays what.")] = 0,
+    seed: Annotated[int, typer.Option(help="Seed of arrivals and prompts.")] = 0,
     jobs: JobsOption = None,
     cluster: ClusterOption = None,
     out: OutOption = None,
@@ -81,10 +83,10 @@ def capacity(
     ] = None,
     json: JsonOption = None,
 ) -> None:
-    """Plan capacity: the fewest replicas that keep the targets, under every policy.
+    """Plan capacity: the fewest replicas that meet the SLO, under every policy.
 
-    With --out an interrupted plan goes on where it was: until the end FILE.jsonl holds what is
-    finished.
+    With --out an interrupted plan continues where it stopped; until the end, FILE.jsonl holds the
+    finished part.
     """
     from simulator.capacity import plan, with_cost
     from simulator.chosen import load_serving_policies
@@ -129,7 +131,7 @@ def capacity(
         note(remark)
     if plots is not None:
         free = table.said_batch_free(largest)
-        _draw(plots, rows, f"taken to cost nothing: {free}" if free else "", recording.said)
+        _draw(plots, rows, f"assumed to cost nothing: {free}" if free else "", recording.said)
 
 
 def _draw(folder: Path, rows: list[dict[str, Any]], label: str, title: str) -> None:
@@ -137,7 +139,7 @@ def _draw(folder: Path, rows: list[dict[str, Any]], label: str, title: str) -> N
     from simulator.plots.serving import plot_replicas
 
     if not any(row["curve"] for row in rows):
-        note("no load was found up to which a policy meets the SLO: nothing to draw")
+        note("no policy meets the SLO at any load tried: nothing to draw")
         return
     say_drawn([save_all_kinds(plot_replicas(rows), folder / "replicas.png", label, title)])
 
@@ -153,13 +155,14 @@ def shown(rows: Sequence[Row]) -> list[dict[str, Any]]:
         low, high, stops = row["replicas_lo"], row["replicas_hi"], row["stops_saving"]
         table.append({
             "policy": row["policy"], "replicas": row["replicas"],
-            "replicas interval": low and f"{low} to {'?' if high is None else high}",
+            "replicas interval": low and _span(low, high),
             "saved": row["saved"], "in time": row["within_targets"],
-            "add one above, /s": row["rate_limit"], "each takes, /s": row["rate_per_replica"],
+            "add one above, /s": _bound(row["rate_limit"], "never"),
+            "each takes, /s": _bound(row["rate_per_replica"], "any"),
             "tokens/s each GPU": row["tok_s_per_gpu"],
             **({"$/h": row["cost_per_hour"], "$/M tokens": row["cost_per_million_tokens"]}
                if priced else {}),
-            "saves below, /s each": "any" if math.isinf(stops or 0) else stops,
+            "saves below, /s each": _bound(stops, "any"),
         })  # fmt: skip
     return table
 
@@ -169,10 +172,10 @@ def headline(rows: Sequence[Row]) -> str:
     found = [row for row in rows if row["replicas"] is not None and not is_bound(row["policy"])]
     load = f"{rows[0]['rate']:.4g} requests/s"
     if not found:
-        return f"no number of replicas that was tried serves {load} within the SLO."
+        return f"no number of replicas tried serves {load} within the SLO."
     best = min(found, key=lambda row: (row["replicas"], row["policy"] != "autoregressive"))
     low, high = best["replicas_lo"], best["replicas_hi"]
-    span = "" if low is None else f" ({low} to {high if high is not None else '?'})"
+    span = "" if low is None else f" ({_span(low, high)})"
     name = "no speculation" if best["policy"] == "autoregressive" else best["policy"]
     words = f"{load} take {_replicas(best['replicas'])}{span} with {name}"
     if best["policy"] == "autoregressive":
@@ -180,11 +183,21 @@ def headline(rows: Sequence[Row]) -> str:
     plain = next((row for row in rows if row["policy"] == "autoregressive"), None)
     if plain is None:
         return f"{words}."
-    return f"{words}, {plain['replicas'] or 'more than were tried'} without speculation."
+    return f"{words}, {plain['replicas'] or 'more than tried'} without speculation."
+
+
+def _span(low: int, high: int | None) -> str:
+    """Return an interval of replicas, whose upper end may be unknown."""
+    return f"{low} or more" if high is None else f"{low} to {high}"
+
+
+def _bound(rate: float | None, unbounded: str) -> float | str | None:
+    """Return a rate; `unbounded` if none of those tried was too much."""
+    return unbounded if rate is not None and math.isinf(rate) else rate
 
 
 def _replicas(count: int, one: str = "", more: str = "") -> str:
-    """Return a number of replicas, with the verb for it."""
+    """Return a number of replicas, followed by its verb (`one` or `more`)."""
     return f"1 replica {one}".strip() if count == 1 else f"{count:,} replicas {more}".strip()
 
 
@@ -207,22 +220,21 @@ def remarks(rows: Sequence[Row]) -> list[str]:
         f"{row['policy']}: {_why_none(row)}" for row in rows if row["replicas"] is None
     ]  # fmt: skip
     said += [
-        f"{row['policy']}: the horizon is too short to judge ({row['too_short']}): "
-        "raise --requests"
+        f"{row['policy']}: too few requests to judge ({row['too_short']}): raise --requests"
         for row in rows if row["too_short"]
     ]  # fmt: skip
     said += [
-        f"{row['policy']}: {_replicas(row['replicas'], 'serves', 'serve')} all {row['requests']} "
-        "requests at whatever rate they come: raise --requests to find one that is too much"
+        f"{row['policy']}: {_replicas(row['replicas'], 'meets', 'meet')} the SLO at every rate of "
+        f"these {row['requests']} requests: raise --requests to find the limit"
         for row in rows if math.isinf(row["rate_limit"])
     ]  # fmt: skip
     if rejected := sum(row["rejected"] for row in rows):
         requests = "1 request" if rejected == 1 else f"{rejected} requests"
-        said.append(f"{requests} could never fit a replica and count as late")
+        said.append(f"{requests} too large for a replica's KV cache, counted as late")
     if outside := [row["policy"] for row in rows if row["extrapolated"]]:
         said.append(
-            "passes outside the measured sizes were priced by a fitted roofline under "
-            f"{', '.join(outside)}: `draftsim serve --replicas` tells which"
+            "passes outside the measured sizes were priced by a fitted roofline for "
+            f"{', '.join(outside)}: `draftsim serve --replicas` lists them"
         )
     return said + said_free(what for row in rows for what in row["unpriced"])
 
@@ -231,25 +243,25 @@ def _compared(row: Row, plain: Row) -> str:
     count, other = row["replicas"], plain["replicas"]
     name = row["policy"]
     if count is None:
-        return f"{name} cannot meet the SLO with any number of replicas that was tried"
+        return f"{name} cannot meet the SLO with any number of replicas tried"
     if other is None:
-        return f"{name} takes {count}; no speculation cannot meet the SLO with any that was tried"
+        return f"{name} takes {count}; no speculation cannot meet the SLO with any number tried"
     words = f"{name} takes {_replicas(count)}, no speculation {other}"
     stops = row["stops_saving"]
     if stops is None:
         return words
     if math.isnan(stops):
-        return f"{words}; it saves none at any rate that was tried"
+        return f"{words}; it saves no replica at any rate tried"
     if math.isinf(stops):
-        return f"{words}; it saves at every rate that was tried"
-    return f"{words}; above {stops:.3g} requests/s a replica it saves none"
+        return f"{words}; it saves replicas at every rate tried"
+    return f"{words}; above {stops:.3g} requests/s per replica it saves none"
 
 
 def _why_none(row: Row) -> str:
     if row["within_alone"] < row["share"]:
         return (
-            f"alone in a replica {row['within_alone']:.1%} of the requests meet the SLO "
+            f"alone on a replica {row['within_alone']:.1%} of the requests meet the SLO "
             f"(95th percentiles: ttft {row['ttft_s']['p95'] * 1e3:,.0f} ms, tpot "
-            f"{row['tpot_s']['p95'] * 1e3:,.0f} ms): no number of replicas will do"
+            f"{row['tpot_s']['p95'] * 1e3:,.0f} ms): no number of replicas is enough"
         )
-    return f"{row['within_targets']:.1%} meet the SLO at the most replicas that were tried"
+    return f"{row['within_targets']:.1%} meet the SLO with the most replicas tried"

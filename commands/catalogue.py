@@ -1,7 +1,7 @@
 """``draftsim list``: recordings, devices, and every policy, rule and source with its parameters.
 
-What is said of a class is taken from the class: parameters and defaults from its constructor,
-the signals from ``reads``, the source from its docstring.
+A class describes itself: its constructor gives parameters and defaults, ``reads`` the signals, its
+docstring the source.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def list_all(
     weight_formats: Annotated[
         bool,
         typer.Option(
-            "--weight-formats", help="Instead: weight formats that latencies can be carried to."
+            "--weight-formats", help="Instead: weight formats that latencies are extrapolated to."
         ),
     ] = False,
     published: Annotated[
@@ -67,7 +67,7 @@ def list_all(
     }  # fmt: skip
     chosen = [name for name, wanted in asked.items() if wanted]
     if len(chosen) > 1:
-        raise DraftsimError(f"--{chosen[0]} and --{chosen[1]} are two lists: ask for one at a time")
+        raise DraftsimError(f"--{chosen[0]} and --{chosen[1]} are two lists: name one")
     rows = {
         "policies": policy_rows, "rules": rule_rows, "sources": source_rows,
         "formats": format_rows, "devices": device_rows, "weight-formats": weight_rows,

@@ -27,10 +27,10 @@ def check(
     out: OutOption = None,
     json: JsonOption = None,
 ) -> None:
-    """Check the analytic speedup formulas against simulation, and where they break.
+    """Check the analytic speedup formulas against simulation, and find where they break.
 
-    Rows that begin with "recorded" hold the i.i.d. formulas against a real recording; they
-    show how far off those are, and do not fail the command.
+    Rows that begin with "recorded" compare the i.i.d. formulas with a real recording. They show
+    the error of those formulas and never fail the command.
     """
     from simulator.check import run_checks
 

@@ -26,19 +26,19 @@ LONGEST = 8
 
 def curve(
     acceptance: Annotated[
-        list[str], typer.Argument(metavar="ACCEPTANCE...", help=f"Each {FORMS}.")
+        list[str], typer.Argument(metavar="ACCEPTANCE...", help=f"One or more curves: {FORMS}.")
     ],
     given: Annotated[
         str | None,
         typer.Option(
             metavar="K,...",
-            help="Use the lengths measured at these draft lengths alone. Default: 1,2,3 of a curve "
-            "that has more; else all.",
+            help="Use only the acceptance lengths measured at these K. Default: K = 1, 2, 3 if a "
+            "curve has more, else all.",
         ),
     ] = None,
     k: Annotated[
         str | None,
-        typer.Option("--k", metavar="K,...", help="Draft lengths asked for. Default: up to 8."),
+        typer.Option("--k", metavar="K,...", help="Draft lengths to predict. Default: up to 8."),
     ] = None,
     level: Annotated[float, typer.Option(min=0.5, max=0.999, help="Level of the intervals.")] = 0.8,
     out: OutOption = None,
@@ -46,9 +46,9 @@ def curve(
 ) -> None:
     """Predict acceptance lengths at draft lengths that were not measured.
 
-    The chance of each position, given that those before it were accepted, is fitted and extended.
-    Next to it are the readings with one rate for all positions, and with easy and hard stretches.
-    Lengths that are in a file and not used are what the prediction is judged by.
+    The chance that a position is accepted, once those before it were, is fitted and extended. Two
+    other models are printed next to it: one rate for all positions, and easy and hard stretches.
+    Acceptance lengths that a file holds and --given leaves out judge the prediction.
     """
     from simulator.aggregate.acceptance import extended
 

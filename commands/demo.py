@@ -59,7 +59,7 @@ def demo(
 ) -> None:
     """Predict from a recording, then profile the bundled pair here and check by real decoding.
 
-    Of two defaults the second is --full's.
+    If an option has two defaults, the second is that of --full.
     """
     say_recorded()
     size = FULL if full else QUICK
@@ -93,7 +93,7 @@ def demo(
     say_drawn(drawn.paths)
     for line in drawn.left_out:
         note(line)
-    note(f"wrote {_page(out, trace, ranking)}: all of this as a page for a browser")
+    note(f"wrote {_page(out, trace, ranking)}: a report of all this, for a browser")
 
 
 def say_recorded() -> None:
@@ -117,7 +117,7 @@ def _profiled(out: Path, size: Size) -> None:
 
     note(
         f"now the same pair here: {size.prompts} prompts of up to {size.tokens} tokens are "
-        f"recorded, then decoded for real; about {size.takes} where nothing else runs"
+        f"recorded, then decoded for real; about {size.takes} on an idle machine"
     )
     info = RunInfo("bundled", "bundled", threads=1)
     settings = Settings(max_new_tokens=size.tokens, grid=Grid(repeats=size.sweeps))

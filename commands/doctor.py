@@ -19,30 +19,35 @@ def doctor(
         list[str],
         typer.Argument(
             metavar="OBSERVED...",
-            help=f"What the server did, the files of one log or counters: {FORMS}.",
+            help=f"Acceptance of the server: {FORMS}.",
         ),
     ],
     against: Annotated[
-        str, typer.Option("--against", metavar="PROFILE", help="What it should be, likewise.")
+        str,
+        typer.Option(
+            "--against", metavar="PROFILE", help="Acceptance to compare with, in the same forms."
+        ),
     ] = DEFAULT_TRACE,
     form: Annotated[
         str,
-        typer.Option("--format", metavar="FORMAT", help="Of the log, where it does not look so."),
+        typer.Option("--format", metavar="FORMAT", help="Format of the log, if not recognised."),
     ] = "auto",
     source: Annotated[
         str | None,
-        typer.Option("--source", metavar="S", help="Drafter of the profile, of a recording."),
+        typer.Option(
+            "--source", metavar="S", help="Drafter, if --against is a recording of several."
+        ),
     ] = None,
     draft_length: Annotated[
-        int | None, typer.Option(min=1, help="Of the server, where its log does not say.")
+        int | None, typer.Option(min=1, help="Draft length of the server, if its log does not say.")
     ] = None,
     out: OutOption = None,
     json: JsonOption = None,
 ) -> None:
     """Compare a server's acceptance with a profile, by position, and name the likely cause.
 
-    The first line says whether it is as expected, or which fault the pattern looks like. z counts
-    standard errors, which include what differs between two sound runs.
+    The first line says if the acceptance is as expected, else which fault the pattern looks like.
+    z is the difference in standard errors, which include the usual difference of two sound runs.
     """
     from simulator.aggregate.doctor import DIFFERS, diagnose
 

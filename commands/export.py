@@ -39,7 +39,7 @@ def export(
     ] = Path("speculation_profile.json"),
     json: JsonOption = None,
 ) -> None:
-    """Write acceptance by position of a recording as the profile that travels with a drafter."""
+    """Write a recording's acceptance by position as a profile that other programs read."""
     from traces.store.speculation_profile import write_profile
 
     del what

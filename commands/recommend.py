@@ -29,8 +29,8 @@ ENGINES = ("vllm", "sglang", "tensorrt-llm", "llamacpp", "hf")
 ONE_LENGTH = ("sglang", "llamacpp", "hf")
 """Engines that take one draft length, whatever the load."""
 WITHOUT_SPEEDS = (
-    "counters say what is accepted, not what a step costs: give benchmark runs too, --bench, of "
-    "the server without speculation and with K = {k}, at one concurrency"
+    "counters hold acceptance and no costs: also give --bench, with runs without speculation and "
+    "with K = {k} at one concurrency"
 )
 
 
@@ -40,16 +40,16 @@ def recommend(
         list[str] | None,
         typer.Option(
             metavar="FILE[@K]",
-            help="Runs: results of `vllm bench serve` or `sweep`, SGLang's bench_serving, "
-            "GuideLLM, AIPerf, a folder of them, or a CSV; @K says a file's draft length. "
-            "Repeatable.",
+            help="Benchmark runs: results of `vllm bench serve` or `sweep`, SGLang's "
+            "bench_serving, GuideLLM or AIPerf, a folder of them, or a CSV. @K gives a file's "
+            "draft length. Repeatable.",
         ),
     ] = None,
     metrics: Annotated[
         list[str] | None,
         typer.Option(
             metavar="FILE|URL",
-            help="/metrics of the server, for acceptance: once, or before and after.",
+            help="The server's /metrics, for acceptance: one file or URL, or two (before, after).",
         ),
     ] = None,
     acceptance: OtherAcceptanceOption = None,
@@ -60,14 +60,14 @@ def recommend(
     ] = None,
     slo: Annotated[
         str | None,
-        typer.Option(metavar="tpot=30ms", help="Refuse where no draft length meets this TPOT."),
+        typer.Option(metavar="tpot=30ms", help="Refuse if no draft length meets this TPOT."),
     ] = None,
     batch: Annotated[
         str | None, typer.Option(metavar="N,..", help="Concurrencies to answer for.")
     ] = None,
     passes: Annotated[
         int | None,
-        typer.Option(min=1, help="Drafter passes of a step, where they do not follow K."),
+        typer.Option(min=1, help="Drafter passes in a step. Default: K."),
     ] = None,
     experts: ExpertsOption = None,
     level: Annotated[float, typer.Option(min=0.5, max=0.999, help="Level of the intervals.")] = 0.8,
@@ -92,7 +92,9 @@ def recommend(
     if not bench:
         if metrics:
             raise DraftsimError(WITHOUT_SPEEDS.format(k=load_positions(metrics).longest))
-        raise DraftsimError("nothing to go by: give --bench, and --metrics where runs say none")
+        raise DraftsimError(
+            "no benchmark runs: give --bench, and --metrics if they hold no acceptance"
+        )
     found = read_benches(bench, acceptance_told=metrics is not None)
     other = other_acceptance(acceptance, found.model)
     for line in found.notes:
@@ -103,7 +105,7 @@ def recommend(
     runs = found.runs if told is None else with_acceptance(found.runs, told)
     if not any(run.k for run in runs):
         raise DraftsimError(
-            "no run with speculation: what a drafter costs and gets accepted is not known; "
+            "no run with speculation, so the drafter's cost and acceptance are unknown: "
             f"measure K = 3 at {_requests(runs[0].batch)} and give both (FILE@3)"
         )
     known = known_target(engine, experts, target or found.model)
@@ -131,17 +133,17 @@ def recommend(
         note(text)
     if engine in ONE_LENGTH and len({row.k for row in rows}) > 1:
         note(
-            f"{engine} takes one draft length for every load: the command has that of "
-            f"{_requests(rows[0].batch)}; --batch N gives that of another"
+            f"{engine} has one draft length for every load: the command sets that for "
+            f"{_requests(rows[0].batch)}; --batch N chooses another load"
         )
     if engine == "tensorrt-llm" and max(row.k for row in rows) > rows[0].k:
         note(
-            "tensorrt-llm takes no longer draft than that of the smallest batch: the command has "
-            f"at most {document['max_draft_len'] if document else 0}"
+            "tensorrt-llm drafts no more than at the smallest batch: the command sets at most "
+            f"{document['max_draft_len'] if document else 0}"
         )
     note(
-        f"one more run would tell most at {_requests(suggestion.batch)} and K = {suggestion.k}: it "
-        f"takes away {suggestion.narrows:.0%} of what is uncertain about the speedups"
+        f"measure next: {_requests(suggestion.batch)} at K = {suggestion.k}, which removes "
+        f"{suggestion.narrows:.0%} of the variance of the predicted speedups"
     )
     if out is not None:
         import json as jsons
@@ -164,8 +166,8 @@ def _within(rows: Sequence[Choice], slo: str | None) -> list[Choice]:
     targets = parse_targets(slo)
     if math.isfinite(targets.ttft_s):
         raise DraftsimError(
-            f"--slo {slo}: benchmark totals do not tell times to the first token; give tpot alone, "
-            "or use `draftsim tune --slo` with a latency table"
+            f"--slo {slo}: benchmark totals hold no TTFT: give tpot alone, or use `draftsim tune "
+            "--slo` with a latency table"
         )
     for row in rows:
         # A request gets its share of the tokens per second: TPOT is concurrency over throughput.
@@ -201,23 +203,25 @@ def _remarks(
     lines = []
     if not any(run.k == 0 for run in server.runs):
         lines.append(
-            "no run without speculation: speedups rest on other servers' costs; which K is best "
-            "does not"
+            "no run without speculation: speedups rely on costs of other servers; the best K does "
+            "not"
         )
     open_ = [str(row.batch) for row in rows if row.k and 1 - SURE < row.faster < SURE]
     if open_:
         two = " and ".join(f"{_requests(one.batch)} with K = {one.k}" for one in suggestions)
         lines.append(
-            f"not decided at {', '.join(open_)} requests: a gain and a loss are possible; two runs "
-            f"that would tell most: {two}"
+            f"at {', '.join(open_)} requests both a gain and a loss are possible; these two runs "
+            f"would tell most: {two}"
         )
     lines += untold_passes(server)
     off = [row.batch for row in rows if row.k == 0]
     if off and len(off) < len(rows):
         lines.append(
-            f"from {off[0]} requests on no speculation is fastest; a server started with a drafter "
-            "still pays for it at K = 0"
+            f"from {off[0]} requests on no speculation is fastest; a server with a drafter runs it "
+            "even at K = 0"
         )
     if any(row.extrapolated for row in rows):
-        lines.append("the longest draft length recommended was not measured: measure it")
+        lines.append(
+            "the longest recommended draft length was not measured: measure it before you deploy"
+        )
     return lines

@@ -54,10 +54,9 @@ def report(
     ] = True,
     resamples: Annotated[int, typer.Option(min=1, help="Bootstrap resamples over prompts.")] = 2000,
 ) -> None:
-    """Write one HTML page to hand on: no network, sliders that recompute in the page.
+    """Write one HTML page to share: it needs no network, and its sliders recompute every speedup.
 
-    The page ranks the policies and named systems that `simulate` ranks, and recommends the same
-    one.
+    The page ranks the same policies and named systems as `simulate`, and recommends the same one.
     """
     from simulator.predict import compare, split_asked
     from simulator.report import build_report, write_report

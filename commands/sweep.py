@@ -20,7 +20,7 @@ from commands.common.drafted import (
 from commands.common.options import CarriedInputs, ClusterOption, JobsOption, chosen_executor
 from commands.common.output import JsonOption, emit, note, placed_folder, placed_table, say_drawn
 from commands.common.printed import print_table
-from commands.common.progress import progress_bar
+from commands.common.progress import progress_bar, working
 from commands.common.written import TABLES, Shown, as_latex, write_rows
 from traces.digits import three_digits
 from traces.errors import DraftsimError
@@ -66,8 +66,8 @@ class SweepInputs(CarriedInputs):
         typer.Option(
             "--latency",
             metavar="L",
-            help="Latency file, run folder, bundled recording's name, or const:...; repeatable, "
-            "one device each; FILE:PAIR/MODE of a GPU suite's table. Default: the trace's own, "
+            help="Latency file, run folder, bundled recording's name, const:..., or FILE:PAIR/MODE "
+            "for a table of the GPU suite. Repeatable, one per device. Default: the trace's own, "
             "unless --c is given.",
         ),
     ] = None  # type: ignore[assignment]
@@ -80,8 +80,8 @@ def sweep(
         typer.Option(
             "--policy",
             metavar="P",
-            help="name[:key=value,...], a value {1..12} or {0.3,0.5} standing for each; "
-            "repeatable; all = every policy. Default: fixed:gamma={1..12}, as far as drafts were "
+            help="name[:key=value,...]; {1..12} or {0.3,0.5} runs one policy per value. "
+            "Repeatable; all = every policy. Default: fixed:gamma={1..12}, as far as drafts were "
             "recorded, and oracle.",
         ),
     ] = None,
@@ -91,49 +91,53 @@ def sweep(
     ] = None,
     alpha: Annotated[
         str | None,
-        typer.Option(metavar="AXIS", help="Acceptance rates to tilt to. Default: as recorded."),
+        typer.Option(
+            metavar="AXIS",
+            help="Acceptance rates, by reweighting the recording. Default: as recorded.",
+        ),
     ] = None,
     gamma: Annotated[
         str | None,
-        typer.Option(metavar="AXIS", help="Draft lengths of every policy with a gamma."),
+        typer.Option(metavar="AXIS", help="Draft lengths of every policy with a parameter gamma."),
     ] = None,
-    batch: Annotated[str, typer.Option(metavar="AXIS", help="Sequences decoded together.")] = "1",
+    batch: Annotated[str, typer.Option(metavar="AXIS", help="Requests decoded together.")] = "1",
     context: Annotated[
         str | None,
-        typer.Option(metavar="AXIS", help="Prompt tokens to price at. Default: as recorded."),
+        typer.Option(metavar="AXIS", help="Prompt tokens. Default: as recorded."),
     ] = None,
     verify_ratio: Annotated[
-        float, typer.Option(help="With --c: target passes that a verification costs.")
+        float, typer.Option(help="With --c: cost of a verification, in target passes.")
     ] = 1.0,
     tilt: Annotated[
-        Tilting, typer.Option(help="How to change alpha; iid is the textbook baseline.")
+        Tilting, typer.Option(help="How to change --alpha; iid draws every token independently.")
     ] = Tilting.COUPLED,
     out: Annotated[
         Path | None,
         typer.Option(
             metavar="FILE",
             callback=placed_table,
-            help="Write the table as Parquet (and as .csv, .tex or .json, if so named), and each "
-            "policy's break-even points as NAME.breakeven.parquet; an interrupted sweep "
-            "continues where it was.",
+            help="Write the table as Parquet (a name in .csv, .tex or .json: as that, too), and "
+            "every policy's break-even points as NAME.breakeven.parquet. An interrupted sweep "
+            "continues.",
         ),
     ] = None,
     jobs: JobsOption = None,
     cluster: ClusterOption = None,
     resamples: Annotated[int, typer.Option(min=0, help="Bootstrap resamples over prompts.")] = 200,
-    seed: Annotated[int, typer.Option(min=0, help="Of everything drawn.")] = 0,
+    seed: Annotated[int, typer.Option(min=0, help="Seed of everything drawn.")] = 0,
     ladder: Annotated[
         bool,
         typer.Option(
             "--ladder",
-            help="Instead: policies from plain decoding to the oracle, on held-out prompts.",
+            help="Instead, compare no speculation, best fixed, policies and oracle on held-out "
+            "prompts.",
         ),
     ] = False,
     tune: Annotated[
         bool,
         typer.Option(
             "--tune",
-            help="Instead: search the values in braces of every --policy on part of the prompts, "
+            help="Instead, search the values in braces of every --policy on part of the prompts, "
             "and judge the best on the others.",
         ),
     ] = False,
@@ -149,8 +153,8 @@ def sweep(
 ) -> None:
     """Ask what if: any grid over cost ratio, acceptance, policies, batch, context, device.
 
-    Regrets are against the best of the fixed lengths 1 to 12 and against the oracle, whichever
-    policies are swept.  The second table says where each policy stops giving a speedup.
+    Regrets are against the best fixed length from 1 to 12 and against the oracle, even if these are
+    not swept. The second table says where each policy stops giving a speedup.
     """
     from simulator.chosen import swept_policies
     from simulator.whatif.breakeven import fastest, overview, thresholds
@@ -175,16 +179,17 @@ def sweep(
         if carried or (ladder and tune):
             own = "--gpu" if inputs.gpu is not None else "--weights"
             other = own if carried else "--tune"
-            raise DraftsimError(f"{mode} prices policies on the device measured: leave out {other}")
+            raise DraftsimError(f"{mode} works on the measured device alone: drop {other}")
         if len(tables) != 1:
             raise DraftsimError(f"{mode} takes one latency table, got {len(tables)}")
         table = drafting_always(next(iter(tables.values())), inputs.always_draft)
         if ladder:
             _ladder(recording, table, policy, resamples, seed, plots, json, out)
             return
-        found = tuned_rows(
-            recorded, table, policy or [], resamples=resamples, seed=seed, jobs=jobs or 1
-        )
+        with working("searching settings"):
+            found = tuned_rows(
+                recorded, table, policy or [], resamples=resamples, seed=seed, jobs=jobs or 1
+            )
         if json is None:
             first = max(found, key=lambda row: row["speedup"])
             low, high = (three_digits(first[f"speedup_{end}"]) for end in ("lo", "hi"))
@@ -233,7 +238,7 @@ def sweep(
     note(f"{recording.said}: {headline(best)}")
     if assumed:
         rows["assumed"] = assumed
-        note(f"taken to cost nothing: {assumed}")
+        note(f"assumed to cost nothing: {assumed}")
     for line in large:
         note(line)
     more = {"break_even": ends.to_dict("records"), "fastest": best.to_dict("records")}
@@ -251,7 +256,7 @@ def sweep(
         from simulator.plots import save_all_kinds
         from simulator.plots.whatif import figures
 
-        label, drawn = f"taken to cost nothing: {assumed}" if assumed else "", figures(fitting)
+        label, drawn = f"assumed to cost nothing: {assumed}" if assumed else "", figures(fitting)
         if not drawn:
             note(NOTHING)
         say_drawn([
@@ -408,20 +413,20 @@ def say_tilt(study: Sweep) -> None:
     """Note the measured error of tilting to another acceptance."""
     if study.error is None:
         return
-    note("alpha is tilted: approximate")
+    note("acceptance is reweighted to --alpha, so the rows are approximate")
     for error, kind in (
         (study.error.lengths, "that read no signal"),
         (study.error.signals, "that read signals"),
     ):
         if error.comparisons:
             note(
-                f"  policies {kind}: speedup off by {error.median:.1%} in the median, "
-                f"{error.worst:.1%} at worst, in {error.comparisons} comparisons between groups of "
-                f"these prompts (i.i.d.: {error.iid_median:.1%} in the median); "
-                f"{error.per_logit:.1%} per unit of logit(alpha)"
+                f"  policies {kind}: the median error of a speedup is {error.median:.1%} (worst "
+                f"{error.worst:.1%}, i.i.d. {error.iid_median:.1%}), from {error.comparisons} "
+                f"comparisons of groups of these prompts; {error.per_logit:.1%} per unit of "
+                "logit(alpha)"
             )
         else:
-            note(f"  policies {kind}: error not measured, these prompts are too alike")
+            note(f"  policies {kind}: error unknown, because these prompts are too alike")
 
 
 def say_untried(study: Sweep, frame: pd.DataFrame) -> None:
@@ -432,9 +437,9 @@ def say_untried(study: Sweep, frame: pd.DataFrame) -> None:
     rates = sorted(set(tilted["alpha_asked"]))
     asked = ", ".join(f"{r:.3g}" for r in rates if len(rates) < 9) or "see tilt_tried"
     said = f"{len(rates)} of {frame['alpha_asked'].nunique()} acceptance rates ({asked})"
-    unknown = " and not known where nothing or everything matches"
+    unknown = ", and unknown where no draft or every draft is accepted"
     note(
-        f"{said} lie outside the measured range of tilting: tilt_error is extrapolated there"
+        f"{said} lie outside the measured range of changes: tilt_error is extrapolated there"
         f"{unknown if tilted['tilt_error'].isna().any() else ''}"
     )
 
@@ -447,7 +452,7 @@ def say_outside(frame: pd.DataFrame) -> None:
     worst = outside.sort_values(["outside", "context", "batch"], na_position="first").iloc[-1]
     context = "" if worst["context"] != worst["context"] else f", context {worst['context']:g}"
     note(
-        f"{len(outside)} of {len(frame)} rows read passes outside the measured cells, by a fitted "
-        f"roofline: most {worst['policy']} at batch {worst['batch']}{context} "
-        f"({worst['outside']:.0%} of its passes); see the column outside"
+        f"{len(outside)} of {len(frame)} rows have passes outside the measured sizes, priced by a "
+        f"fitted roofline: most {worst['policy']} at batch {worst['batch']}{context} "
+        f"({worst['outside']:.0%} of its passes, column outside)"
     )

@@ -52,7 +52,7 @@ class Engine(StrEnum):
 
 
 def tune(
-    engine: Annotated[Engine, typer.Option(help="Whose settings to write.")],
+    engine: Annotated[Engine, typer.Option(help="Engine to write settings for.")],
     inputs: CarriedInputs,
     graphs: Graphs,
     slo: Annotated[
@@ -68,17 +68,19 @@ def tune(
         typer.Option(metavar="B,...", help="Batch sizes searched. Default: those measured."),
     ] = None,
     by_context: Annotated[
-        bool, typer.Option("--by-context", help="vLLM's batch x context form.")
+        bool, typer.Option("--by-context", help="Write vLLM's table by batch size and context.")
     ] = False,
     context: Annotated[
         str | None,
-        typer.Option(metavar="N,...", help="With --by-context. Default: those measured."),
+        typer.Option(
+            metavar="N,...", help="With --by-context: contexts searched. Default: those measured."
+        ),
     ] = None,
     by_length: Annotated[
         bool,
         typer.Option(
             "--by-length",
-            help="vLLM's form by sequence length, searched at one --batch (default 1).",
+            help="Write vLLM's table by sequence length, searched at one --batch (default 1).",
         ),
     ] = False,
     out: Annotated[
@@ -86,28 +88,29 @@ def tune(
         typer.Option(
             metavar="FILE",
             callback=placed_as(b"{", b"null"),
-            help="Write what the engine reads to FILE. Default: to standard output, and the table "
-            "to standard error, unless --json - takes standard output.",
+            help="Write the setting to FILE. Default: the setting goes to standard output and the "
+            "table to standard error, unless --json - takes standard output.",
         ),
     ] = None,
     check: Annotated[
         bool,
         typer.Option(
             "--check",
-            help="Also serve the setting against no speculation and K = 1, 3, 5 at every batch, in "
-            "simulated time, with other random numbers than the search.",
+            help="Also simulate serving with the setting, no speculation and K = 1, 3, 5 at every "
+            "batch size, with other random numbers than the search.",
         ),
     ] = False,
     try_out: Annotated[
         bool,
         typer.Option(
             "--try",
-            help="Of vllm: also start the engine that --latency was measured on, and serve the "
-            "setting in it next to no speculation and K = 1, 3, 5, one closed loop a batch.",
+            help="With --engine vllm: also start the engine that --latency was measured on, and "
+            "serve with the setting, no speculation and K = 1, 3, 5, in a closed loop per batch "
+            "size.",
         ),
     ] = False,
     defaults: DefaultsOption = False,
-    requests: Annotated[int, typer.Option(min=1, help="With --try: requests of every load.")] = 40,
+    requests: Annotated[int, typer.Option(min=1, help="With --try: requests in every load.")] = 40,
     repeats: Annotated[int, typer.Option(min=1, help="With --try: runs of every policy.")] = 1,
     resamples: Annotated[
         int | None,
@@ -117,7 +120,7 @@ def tune(
         ),
     ] = None,
     seed: Annotated[
-        int, typer.Option(min=0, help="Of the bootstrap and of the requests served.")
+        int, typer.Option(min=0, help="Seed of the bootstrap and of the requests served.")
     ] = 0,
     json: JsonOption = None,
 ) -> None:
@@ -144,10 +147,10 @@ def tune(
     table = inputs.priced(recording)
     longest = None
     if defaults and not try_out:
-        raise DraftsimError("--defaults is of --try: add it, or drop --defaults")
+        raise DraftsimError("--defaults needs --try: add it, or drop --defaults")
     if try_out:
         if engine is not Engine.VLLM:
-            raise DraftsimError(f"--try runs vllm, not {engine.value}")
+            raise DraftsimError(f"--try runs vllm alone: drop it for {engine.value}")
         from commands.engine.trial import check_trial
 
         longest = check_trial(table)
@@ -239,12 +242,12 @@ def _captured(engine: Engine, tuned: Tuned, table: LatencyTable) -> list[int]:
         batch, width = int(row["batch"]), int(str(row["setting"]).partition("=")[2]) + 1
         padded[batch, width] = CUDAGraphs(tuple(now)).padded(batch * width).item() / (batch * width)
     (batch, width), most = max(padded.items(), key=lambda item: item[1])
-    said = "no round searched is padded by either list"
+    said = "neither list pads any pass of these settings"
     if most > 1:
         at = {"batch": batch, "new_tokens": width}
         before_s = table.seconds("target", "forward", **at).item()
-        said = f"at batch {batch} a verification of {batch * width} tokens runs over no more"
-        said += f" than that, instead of {most * batch * width:.0f}"
+        said = f"at batch {batch} a verification of {batch * width} tokens is then not padded"
+        said += f" to {most * batch * width:.0f}"
         if "composed" in table.meta:
             after = in_graphs(table, graphs, batch).seconds("target", "forward", **at).item()
             said += f" ({after / before_s - 1:+.1%} of its time)"
@@ -347,4 +350,7 @@ def _check(
         )  # fmt: skip
         row |= dict(zip(CHECKED, values, strict=True))
     if worse := [b for b in batches if not at[b]["not_worse"]]:
-        note(f"served at batch {', '.join(map(str, worse))}, a fixed length was faster")
+        note(
+            f"at batch {', '.join(map(str, worse))} a fixed draft length served faster than the "
+            "setting"
+        )

@@ -1,4 +1,4 @@
-"""How sure a drafter is: the confidence scores that several methods are built on."""
+"""Confidence scores of drafted tokens, which several methods use."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def cmasd_confidence(
     beta:
         Slope of the sigmoid over the logit margin.  The paper gives no value: 1 is ours.
     weights:
-        Of the entropy, margin and softmax components.  Equal weights are ours; (1, 0, 0),
+        Weights of the entropy, margin and softmax components.  Equal weights are ours; (1, 0, 0),
         (0, 1, 0) and (0, 0, 1) are the paper's single-component ablations (Table III).
     entropy_sign:
         The printed equation uses H / log |V|, which is high when the drafter is UNSURE,

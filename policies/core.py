@@ -6,9 +6,9 @@ drafting, and its caller for tokens.  `speculate` answers it from a decoder, and
 because the loop and the policy are the same objects in both, a difference between
 a prediction and a measurement is a difference of cost, never of logic.
 
-`policies.together` answers for several sequences at once.  `traces.replay.vectorised` makes
-the same rounds from arrays, and asks a policy nothing that can be looked up: a sweep makes
-thousands.  `tests/test_one_loop.py` holds the three together.
+`policies.together` runs the same loop for several sequences.  `traces.replay.vectorised` computes
+the same rounds from arrays, without asking the policy token by token, because a sweep makes
+thousands of replays.  `tests/test_one_loop.py` checks that all three agree.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class DraftToken(Protocol):
 
     @property
     def prob(self) -> float:
-        """Probability the draft drew this token with: after temperature and top-p."""
+        """Probability with which the draft drew this token, after temperature and top-p."""
         ...
 
     @property
@@ -64,7 +64,7 @@ class DraftToken(Protocol):
 
     @property
     def raw_prob(self) -> float:
-        """Probability of this token in that softmax, however it was drawn."""
+        """Probability of this token in the draft's softmax at T = 1, before any top-p."""
         ...
 
     @property
@@ -86,10 +86,10 @@ class Load(NamedTuple):
     context: int
     """Tokens in this sequence's target cache (prompt + output so far)."""
     run_length: int | None = None
-    """Drafts that would be accepted from here: only a recording knows, only `Oracle` asks."""
+    """Drafts that would be accepted from here; only a recording has it, only `Oracle` reads it."""
     scheduled: int | None = None
-    """Requests of the iteration before, prompts counted: at its end vLLM's scheduler has drafts
-    made for this one, knowing neither who leaves then nor who comes.  None: `batch` are all."""
+    """Requests of the step before, prompts included.  At its end vLLM's scheduler has the drafts of
+    this step made, before it knows which requests leave and arrive.  None: `batch` are all."""
 
 
 class Round(NamedTuple):
@@ -104,9 +104,9 @@ class Round(NamedTuple):
     emitted: int
     """Tokens appended to the output: A + 1, fewer only where the sequence ends."""
     draft_forwards: int
-    """Draft passes run, including those whose token was discarded unsent."""
+    """Draft passes, including those whose token was not sent to verification."""
     catch_up: int
-    """Tokens the first draft pass had to process (2 after a fully accepted round)."""
+    """Tokens that the first draft pass processed (2 after a fully accepted round)."""
 
 
 class DraftPolicy(ABC):
@@ -156,7 +156,7 @@ class DraftPolicy(ABC):
         """
 
     def submit(self, draft: Sequence[Any]) -> int:
-        """Return how many of the drafted tokens go to verification; the rest were paid in vain."""
+        """Return how many of the drafted tokens go to verification; the rest are wasted."""
         return len(draft)
 
     def begin_round(self, load: Load) -> None:
@@ -187,13 +187,13 @@ class DraftPolicy(ABC):
         return mine
 
     def copy(self: P) -> P:
-        """Return an independent copy, but for what is `shared`."""
+        """Return an independent copy, except for the attributes in `shared`."""
         kept = (vars(self).get(name) for name in self.shared)
         return copy.deepcopy(self, {id(value): value for value in kept if value is not None})
 
 
 def bound_of(policy: Any) -> int | None:
-    """Return the longest draft that the attributes of `policy` tell (`longest_draft`)."""
+    """Return the longest draft by the attributes of `policy` (`longest_draft`)."""
     for name in ("longest", "gamma_max", "gammas", "gamma"):
         value = getattr(policy, name, None)
         values: list[Any] = list(value) if isinstance(value, list | tuple) and value else [value]
@@ -254,12 +254,12 @@ def drafting(
     """Draft one round: yield `draft` wherever it wants a token, which the caller appends to it.
 
     Drafting ends once the draft has `room` tokens, its last token proposes EOS, the policy is not
-    `willing` to go on, or there is no token.  Where one sequence is drafted by itself, `more` can
-    give each token (None: there is none): then nothing is yielded, which saves a resumption per
-    token.
+    `willing` to go on, or there is no token.  For a single sequence `more` can give each token
+    (None: there is none).  Then nothing is yielded, which saves a resumption per token.
 
-    `willing` is shown `seen`: `draft` itself, where its tokens refuse what the policy does not
-    declare; else another list, which is filled with guarded tokens that show `reads` alone.
+    `willing` gets `seen`.  It is `draft` itself if its tokens refuse signals that the policy does
+    not declare.  Else it is another list, which is filled with guarded tokens that have only the
+    signals in `reads`.
     """
     count = 0
     while count < room and willing(seen):

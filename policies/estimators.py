@@ -1,9 +1,9 @@
 """Estimators of a drafted token's acceptance probability from the draft's signals.
 
-SpecDec++ and DISCO train networks for this; a recording lets anyone calibrate a small
-one instead.  An estimator is any object like those here; one that also has their method
-``chances(read, offset)``, which tells of many tokens at once to the last bit what a call tells
-of one, is replayed with many settings at once (`policies.vectorised`).
+SpecDec++ and DISCO train networks for this; here a small estimator is calibrated on a recording.
+An estimator is any object like those below.  If it also has the method ``chances(read, offset)``,
+which gives for many tokens exactly what a call gives for one, many settings are replayed at once
+(`policies.vectorised`).
 """
 
 from __future__ import annotations
@@ -153,7 +153,7 @@ class LogisticAcceptance:
     Parameters
     ----------
     signals:
-        Of `policies.core.SIGNALS`, in the order of the weights.
+        Names from `policies.core.SIGNALS`, in the order of the weights.
     weights:
         One per signal, then one for the offset.
     bias:

@@ -72,8 +72,8 @@ class Guarded:
 def guarded(kind: type[T], reads: Collection[str]) -> type[T]:
     """Return `kind`, a class of drafted tokens with slots, without the signals outside `reads`.
 
-    What `reads` names is read as fast as in `kind` itself, so that a replay's inner loop pays
-    nothing; a value given for another signal is dropped.
+    Signals in `reads` are read as fast as in `kind` itself, so a replay's inner loop is not slowed
+    down; a value given for another signal is dropped.
     """
     made: type[T] = _guarded(kind, frozenset(reads), "reads")  # type: ignore[arg-type]
     return made

@@ -28,13 +28,13 @@ class Member:
     Attributes
     ----------
     name:
-        What policies that tell sequences apart know it by.
+        Name of the sequence, for policies that keep state per sequence.
     draft, seen:
         The tokens drafted in this iteration, and as the policy is shown them; once drafting has
         ended, `draft` holds those to be verified.
     forwards, catch_up:
-        Of `policies.core.Round`: draft passes of this iteration, and tokens that the first of the
-        next draft has to process.
+        As in `policies.core.Round`: draft passes of this step, and tokens that the first pass of
+        the next draft processes.
     policy, seat:
         Its policy where it has one of its own, and its place among those that learn.
     """
@@ -57,7 +57,7 @@ class Member:
         raise NotImplementedError
 
     def settled(self, position: int, accepted: int, emitted: int) -> Round:
-        """Return the round that ended so; the next one begins."""
+        """Return the round that has ended, and begin the next one."""
         forwards, behind = self.forwards, self.catch_up
         outcome = Round(position, len(self.draft), accepted, emitted, forwards, behind)
         self.catch_up = caught_up(behind, forwards, accepted, self.takes_verified)
@@ -219,9 +219,9 @@ class PerRequest(Together):
 
 
 class TruncateToMinimum(PerRequest):
-    """Every sequence keeps as many tokens as the worst of the batch had accepted.
+    """Every sequence keeps as many tokens as the sequence of the batch with fewest accepted.
 
-    A sequence that ends within the round holds nobody back.
+    A sequence that ends within the round does not count.
     """
 
     def keep(self, accepted: Sequence[int], ends: Sequence[bool]) -> list[int]:

@@ -1,4 +1,4 @@
-"""A policy in the form in which many of its kind are replayed together.
+"""Vectorised policies: the form in which many settings of a policy are replayed together.
 
 `policies.core.speculate` asks a policy before every token.  A study replays thousands of
 settings over one recording and takes the answers from arrays.  If signals alone end a draft, its
@@ -87,7 +87,7 @@ class Stop(Protocol):
 
 
 class Watch(Protocol):
-    """A number of every row that is held against a threshold which changes from round to round."""
+    """A number of every row, compared with a threshold that changes from round to round."""
 
     def __hash__(self) -> int: ...
 
@@ -118,7 +118,7 @@ class VectorisedState(ABC):
 
     @abstractmethod
     def observe(self, drafted: Ints, accepted: Ints) -> None:
-        """Take in the tokens sent to verification and accepted, shape (runs,) each."""
+        """Learn from the tokens sent to verification and accepted, shape (runs,) each."""
 
     @classmethod
     def stacked(cls, states: Sequence[Self], count: int) -> Self:

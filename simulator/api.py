@@ -55,7 +55,7 @@ class Prediction:
     best:
         The fastest policy with the target's own output; None if the table holds lower bounds.
     notes:
-        What the prediction leaves out or assumes.
+        Remarks on what the prediction leaves out or assumes.
     """
 
     table: pd.DataFrame
@@ -81,7 +81,7 @@ class Served:
         For each concurrency the policy with the highest throughput; for each request rate the one
         with the lowest mean end-to-end latency.
     notes:
-        What the simulation leaves out or assumes.
+        Remarks on what the simulation leaves out or assumes.
     """
 
     table: pd.DataFrame
@@ -109,7 +109,7 @@ class Plan:
         The policy that needs the fewest replicas, the first of equals; None if no policy meets the
         targets.
     notes:
-        What the plan leaves out or assumes.
+        Remarks on what the plan leaves out or assumes.
     """
 
     table: pd.DataFrame
@@ -136,7 +136,7 @@ class Study:
     best:
         A row for each point: its fastest policy (`simulator.whatif.breakeven.fastest`).
     notes:
-        What the sweep leaves out or assumes.
+        Remarks on what the sweep leaves out or assumes.
     """
 
     table: pd.DataFrame
@@ -199,7 +199,7 @@ def predict(
     by_category, prefill:
         True for a row for each prompt category as well; True to count prefill.
     resamples:
-        Of the bootstrap over prompts.
+        Bootstrap resamples over prompts.
 
     Raises
     ------
@@ -348,10 +348,10 @@ def plan(
     rate, arrivals:
         Requests/s, or a file of requests as in `serve`, at its own rate or `rate`.
     requests, replications, max_replicas:
-        Requests of each run (by default as many as a judgement needs), independent runs, and the
+        Requests of each run (by default as many as are needed to judge), independent runs, and the
         most replicas to try.
     gpus, price:
-        GPUs of a replica, and dollars an hour of a GPU.
+        GPUs per replica, and the price of a GPU in dollars per hour.
     curve:
         True to plan other loads as well, for `Plan.plot`.
 
@@ -418,11 +418,11 @@ def sweep(
     trace, latency, acceptance, source:
         Those of `predict`; with `c` and no `latency`, cost ratios alone are priced.
     policies:
-        Names, a value ``{1..12}`` or ``{0.3,0.5}`` expanding to several; by default the fixed
-        lengths up to 12 and the oracle.
+        Names; ``{1..12}`` or ``{0.3,0.5}`` in a name gives one policy per value.  By default the
+        fixed lengths up to 12 and the oracle.
     c, verify_ratio:
-        Cost ratios of a draft pass to a target pass, and the target passes that a verification
-        costs.
+        Time of a draft pass over that of a target pass, and of a verification over a target
+        pass.
     alpha, tilt:
         Acceptance rates, and how the recording is changed to them: coupled, redraw or iid.
     gamma:
@@ -430,9 +430,9 @@ def sweep(
     concurrency, context:
         Sequences decoded together, and prompt tokens to price at (None: as recorded).
     gpus:
-        Data-sheet names that the latencies are carried over to.
+        Names of GPUs that the latencies are extrapolated to.
     resamples, seed, jobs:
-        Of the bootstrap over prompts, of everything drawn, and processes.
+        Bootstrap resamples over prompts, seed of everything drawn, and number of processes.
 
     Raises
     ------
@@ -504,7 +504,7 @@ def _given(
     trace: Trace, latency: str | LatencyTable | None, source: str | None, by_ratio: bool,
     notes: list[str],
 ) -> Recording:  # fmt: skip
-    """Return a recording of objects, whose drafts are those of the trace.
+    """Return a recording made of a trace and latencies that were given as objects.
 
     A note says so if the latencies are of other models.
     """

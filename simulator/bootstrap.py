@@ -49,8 +49,8 @@ def gain(
 ) -> tuple[float, float, float]:
     """Return the ratio of tokens per second over all prompts, with its interval; both (2, prompts).
 
-    Both are drawn on the same prompts in every resample (`weights`, of `resamples`), so that what
-    makes a prompt fast for both is left out.  The interval is NaN with one prompt.
+    Every resample has the same prompts for both (`weights`, of `resamples`), so what makes a prompt
+    fast for both cancels.  The interval is NaN with one prompt.
     """
     value = float(rate_ratio(own.sum(axis=1), base.sum(axis=1)))
     if own.shape[1] < 2:

@@ -1,7 +1,7 @@
-"""How many replicas keep the targets of a load, under which policy, and what that costs.
+"""Capacity plans: how many replicas meet an SLO at a load, under each policy, and their cost.
 
-A point asks the simulation about a number of replicas, a rate and a policy.  The search for a
-policy finds rough limits first, then the answer, then comparisons.
+A point is a simulation of a number of replicas at a rate under a policy.  For each policy the
+search finds rough limits first, then the fewest replicas, then other loads to compare.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class Point(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class PointRunner:
-    """Everything that a point needs; `base` holds the arrivals, the engine and the router."""
+    """All inputs of a point; `base` holds the arrivals, the engine and the router."""
 
     trace: Trace
     latency: LatencyTable
@@ -110,9 +110,9 @@ class PointVerdict:
     outcomes: Sequence[Mapping[str, Any]]
     targets: Targets
     within: float = field(init=False)
-    """Share of requests within the targets, in the mean of the replications."""
+    """Share of requests within the SLO, mean over replications."""
     low: float = field(init=False)
-    """Lower end of its 95% interval; of one replication NaN."""
+    """Lower end of its 95% interval; NaN with one replication."""
     high: float = field(init=False)
     """Upper end of it."""
 
@@ -121,7 +121,7 @@ class PointVerdict:
 
     @property
     def kept(self) -> bool:
-        """Return True if enough of them are, and the replicas keep up with the load."""
+        """Return True if enough requests are within the SLO, and the replicas keep up."""
         overloaded = sum(o["overloaded"] for o in self.outcomes)
         return self.within >= self.targets.share and 2 * overloaded < len(self.outcomes)
 
@@ -138,11 +138,11 @@ class PointVerdict:
         late = t_interval([o["within_late"] for o in self.outcomes])
         bound = late[2] if math.isfinite(late[2]) else late[0]
         if self.kept and bound < self.targets.share:
-            return f"of the later half {late[0]:.1%} keep the targets: the queue still grows"
+            return f"{late[0]:.1%} of the later half meet the SLO: the queue still grows"
         return ""
 
     def mean(self, name: str, quantile: str | None = None) -> float:
-        """Return a number of the outcomes in the mean."""
+        """Return the mean of a metric over the outcomes."""
         found = [o[name] if quantile is None else o[name][quantile] for o in self.outcomes]
         return float(np.mean([math.nan if v is None else v for v in found]))
 
@@ -160,13 +160,13 @@ class Points:
     Parameters
     ----------
     bench:
-        What they need.
+        Inputs of all points.
     executor:
-        Who runs them; None: this process.
+        Where points run; None: in this process.
     kept:
-        A file that was entered, of whose rows none is computed again.
+        Open results file; its rows are not computed again.
     progress:
-        Called whenever a point is there.
+        Called after every point.
     """
 
     def __init__(
@@ -182,7 +182,7 @@ class Points:
             self._know(restored(row))
 
     def drive(self, searches: Mapping[str, Search[Found]]) -> dict[str, Found]:
-        """Run searches to their ends, all their open questions at a time.
+        """Run searches to their ends; the points that they wait for run together.
 
         Raises
         ------
@@ -220,10 +220,10 @@ class Points:
 
 
 def fewest(guess: int, most: int) -> Generator[int, bool, int | None]:
-    """Yield the fewest replicas, up to `most`, that keep the targets; None if `most` do not.
+    """Find the fewest replicas, up to `most`, that meet the SLO; None if `most` do not.
 
-    It looks around `guess` in growing steps, halves what is between, and then makes sure that
-    one more keeps them too: where that is not so, the answer was chance, and it goes on above.
+    The search goes from `guess` in growing steps, then bisects.  Last it checks that one replica
+    more meets the SLO, too; if not, the answer was chance and the search continues above it.
     """
     low, high, at, step = 0, most + 1, min(max(guess, 1), most), 1
     while True:
@@ -250,7 +250,7 @@ def fewest(guess: int, most: int) -> Generator[int, bool, int | None]:
 def highest(
     start: float, step: float, tolerance: float, least: float, most: float
 ) -> Generator[float, bool, float]:
-    """Return the highest rate that keeps the targets, to a relative `tolerance`.
+    """Find the highest rate at which the SLO is met, to a relative `tolerance`.
 
     0 if it is below `least`, infinite if it is above `most`.
 
@@ -327,9 +327,9 @@ class Answer:
 
 
 def find_start(ask: Ask, at_once: int) -> Search[Start]:
-    """Find if one replica meets the SLO at any rate, and roughly up to which.
+    """Find roughly the highest rate at which one replica meets the SLO, if there is one.
 
-    It serves `at_once` requests at once.
+    The replica serves `at_once` requests at a time.
     """
     few = max(FEW, min(BATCHES * at_once, MOST_REQUESTS))
     alone = yield ask(1, EMPTY_RATE, few, 2)  # the same requests as at every other rate
@@ -351,11 +351,11 @@ def find_start(ask: Ask, at_once: int) -> Search[Start]:
 def find_answer(
     ask: Ask, rate: float, limit: float, most: int, horizon: Callable[[int], int | None]
 ) -> Search[Answer]:
-    """Find the fewest replicas at `rate`, their interval, and the rate that is too much for them.
+    """Find the fewest replicas at `rate`, their interval, and the highest rate that they sustain.
 
     A replica sustains about `limit` requests/s.  At most `most` replicas are tried; ``horizon(n)``
-    is the number of requests simulated for n replicas.  The rate that is too much is never below
-    `rate` itself, which these replicas were found to keep.
+    is the number of requests simulated for n replicas.  The highest rate is never below `rate`, at
+    which these replicas meet the SLO.
     """
     verdicts: dict[int, PointVerdict] = {}
     guess = min(math.ceil(rate / limit), most)
@@ -391,7 +391,7 @@ def find_answer(
 
 
 def find_shares(ask: Ask, rates: Sequence[float], requests: int) -> Search[list[float]]:
-    """Return the share of requests within the targets at each of `rates` per replica."""
+    """Find the share of requests within the SLO at each of `rates` per replica."""
     found = []
     for rate in rates:
         verdict = yield ask(1, rate, requests, ENOUGH)
@@ -403,11 +403,11 @@ def find_curve(
     ask: Ask, found: Answer, rate: float, counts: Sequence[int],
     horizon: Callable[[int], int | None],
 ) -> Search[list[tuple[int, float]]]:  # fmt: skip
-    """Find pairs of replicas and the rate up to which they keep the targets, ascending.
+    """Find pairs of replicas and the highest rate at which they meet the SLO, ascending.
 
-    There are none where no rate is too much.  Every pair agrees with the answer at `rate`: fewer
-    replicas keep the targets below it only, more of them beyond the answer's limit.  That answer
-    was judged by all replications, the pairs by `ENOUGH`.
+    Empty if the SLO is met at every rate.  The pairs are made consistent with the answer at `rate`,
+    which was judged by all replications and not only by `ENOUGH`: fewer replicas have rates below
+    `rate`, more replicas have rates above the answer's limit.
     """
     pairs: list[tuple[int, float]] = []
     if found.replicas is not None and math.isfinite(found.limit):
@@ -435,10 +435,7 @@ def _asked(
     search: Generator[Value, bool, Found], points: Callable[[Value], Sequence[Point]],
     verdicts: dict[Value, PointVerdict],
 ) -> Search[Found]:  # fmt: skip
-    """Answer the questions of a search by simulation, except those that `verdicts` answers.
-
-    `verdicts` gets the answers.
-    """
+    """Simulate the points that a search asks for and that `verdicts` lacks, and add them there."""
     try:
         value = next(search)
         while True:
@@ -462,15 +459,15 @@ def plan_rows(
 ) -> list[dict[str, Any]]:  # fmt: skip
     """Return a row per policy; latencies and throughput are those at ``replicas``.
 
-    * ``replicas``: fewest that meet the SLO.  None if no number that was tried does, or if a
-      request alone is too slow.
+    * ``replicas``: fewest that meet the SLO.  None if no number tried meets it, or if a request
+      that runs alone is too slow.
     * ``replicas_lo``, ``replicas_hi``: its 95% interval over replications.
     * ``within_alone``: share of requests within the SLO if every request is alone.
-    * ``rate_limit``: largest load at which ``replicas`` meet the SLO; infinite if no rate was too
-      much.  ``rate_per_replica`` is that load per replica.
+    * ``rate_limit``: largest request rate at which ``replicas`` meet the SLO; infinite if they do
+      at every rate tried.  ``rate_per_replica`` is that rate per replica.
     * ``saved``: replicas fewer than without speculation.
-    * ``stops_saving``: load per replica above which no speculation meets the SLO for more requests;
-      infinite if at no rate tried, NaN if already at the lowest.
+    * ``stops_saving``: request rate per replica above which speculation needs more replicas than
+      no speculation; infinite if never at the rates tried, NaN if already at the lowest.
     * ``too_short``: why the simulated requests are too few to judge.
     * ``curve``: pairs of replicas and the largest rate at which they meet the SLO.
     """
@@ -518,10 +515,10 @@ def with_cost(
     Parameters
     ----------
     gpus:
-        Of a replica.
+        GPUs per replica.
     price:
-        Of a GPU, in dollars an hour; without one ``cost_per_hour``, of the fleet, and
-        ``cost_per_million_tokens``, of output, are NaN.
+        Dollars per hour and GPU; without it ``cost_per_hour`` (of the fleet) and
+        ``cost_per_million_tokens`` (of output) are NaN.
 
     Raises
     ------
@@ -576,27 +573,26 @@ def plan(
     executor: Executor | None = None, path: str | Path | None = None,
     progress: Progress | None = None, say: Callable[[str], None] = lambda _: None,
 ) -> list[dict[str, Any]]:  # fmt: skip
-    """Return the fewest replicas that keep `targets` at `rate` requests/s, a row for each policy.
+    """Return the fewest replicas that meet `targets` at `rate` requests/s, a row per policy.
 
     Parameters
     ----------
     base:
-        The kind of arrivals, the engine, the router, the seed and how many replications.
+        Kind of arrivals, engine, router, seed and number of replications.
     rate:
         Offered load; None: that of the arrivals.
     requests:
-        That arrive in a run; None: of a file all, else as many as a judgement needs (15 times
-        what the slowest twentieth takes, and for every replica 200 or four times what it serves
-        at once, up to 3000).
+        Requests that arrive in a run.  None: all of a file, else enough to judge (15 times the
+        95th percentile of latency, and per replica 200 or four times its batch, up to 3000).
     most:
-        Replicas to try at most.
+        Most replicas to try.
     curve:
-        Whether to find what other numbers of replicas can do, too.
+        True to find the highest rates of other numbers of replicas, too.
     executor, path, progress:
-        Who runs the simulations, and a file (`ResultsFile`) of what each gave: the same question
-        asked again continues after them.
+        Where simulations run, and a file (`ResultsFile`) of their results, after which the same
+        plan continues.
     say:
-        Told of damaged lines in that file.
+        Called with a remark about each damaged line of that file.
 
     Returns
     -------
@@ -652,7 +648,7 @@ def _points(
 
 
 def _rates(limits: Sequence[float]) -> list[float]:
-    """Return rates per replica around those that replicas can take."""
+    """Return rates per replica around the highest that replicas sustain."""
     if not limits:
         return []
     return [float(r) for r in np.geomspace(0.3 * min(limits), 1.3 * max(limits), RATES)]

@@ -1,4 +1,4 @@
-"""Closed forms against simulation: where they hold, and how far off they are elsewhere.
+"""Closed forms compared with simulation: where they hold, and their errors elsewhere.
 
 `run_checks` compares every formula with the replay loop (or a small event simulation)
 on synthetic i.i.d. acceptance, where it must agree within four standard errors.  On a
@@ -414,17 +414,17 @@ def run_checks(
     tokens: int = 20_000,
     seed: int = 0,
 ) -> pd.DataFrame:
-    """Return every closed form against simulation, one row each (columns of `Check`).
+    """Compare every closed form with simulation, one row each (columns of `Check`).
 
     Parameters
     ----------
     trace, latency:
-        A recording, whose rows (formulas that begin with ``recorded``) follow the
-        synthetic ones.  They show how far the i.i.d. formula is off, and may be not ok.
+        A recording, whose rows (formulas that begin with ``recorded``) follow the synthetic ones.
+        They show the error of the i.i.d. formula, and need not agree.
     tokens:
         Length of each synthetic output; standard errors fall with its square root.
     seed:
-        Of the synthetic outputs.
+        Seed of the synthetic outputs.
     """
     return pd.DataFrame(list(_checks(trace, latency, tokens, seed)), columns=list(Check._fields))
 

@@ -61,12 +61,12 @@ def load_policies(
     say: Say = silent,
     lacking: dict[str, DraftPolicy] | None = None,
 ) -> Named:
-    """Return (name, policy) of each text or object; none or ``all`` are all policies of the trace.
+    """Return (name, policy) of each text or object; no text or ``all`` means all policies.
 
-    A named method of the draft model whose verification is exact keeps its name.  With ``all``,
-    policies that read signals the trace lacks are left out; `say` is told of them, unless they are
-    put into `lacking` for the caller to tell.  ``signals`` and ``max_gamma`` are those of another
-    draft source, by default the trace's own.  Raises DraftsimError naming the text that is wrong.
+    A named method of the draft model with lossless verification keeps its name.  ``all`` leaves out
+    policies that read signals which the trace lacks: they are added to `lacking` if it is given,
+    else `say` is called with a remark.  ``signals`` and ``max_gamma`` are those of another draft
+    source, by default the trace's own.  Raises DraftsimError naming the text that is wrong.
     """
     names = list(texts or ["all"])
     every = "all" in names
@@ -110,7 +110,7 @@ def name_of(policy: DraftPolicy | BatchPolicy) -> str:
 
 
 def say_left_out(lacking: Mapping[str, DraftPolicy], have: Collection[str], say: Say) -> None:
-    """Tell `say` the policies that were left out, and the signals of theirs not in `have`."""
+    """Remark to `say` which policies were left out, and which of their signals `have` lacks."""
     if lacking:
         missing = sorted({s for policy in lacking.values() for s in policy.reads} - {*have})
         say(
@@ -120,7 +120,7 @@ def say_left_out(lacking: Mapping[str, DraftPolicy], have: Collection[str], say:
 
 
 def named(chosen: Named) -> Named:
-    """Return `chosen` with the draft length in the name of a fixed one left at its default."""
+    """Return `chosen`; a fixed policy with default draft length gets the length in its name."""
     return [
         (f"fixed:gamma={p.gamma}" if isinstance(p, Fixed) and name == "fixed" else name, p)
         for name, p in chosen
@@ -185,7 +185,7 @@ def one_rule(
 
 
 def every_policy() -> list[str]:
-    """Return what ``all`` names for a server: every policy that an engine could run."""
+    """Return the policies of ``all`` for a server: all that an engine could run."""
     # Only a recording knows what the oracle asks.
     plain, *others = (name for name in policy_names() if name not in ("oracle", "fixed"))
     return [plain, *LENGTHS, *others]
@@ -200,13 +200,13 @@ def load_serving_policies(
     largest: int = 1,
     say: Say = silent,
 ) -> dict[str, Served]:
-    """Return the named policies, by the names given; none: `DEFAULT`, ``all``: `every_policy`.
+    """Return policies by name; no text means `DEFAULT`, ``all`` means `every_policy`.
 
-    Policies that weigh cost get the table's; those that estimate acceptance, and the rate
-    that ``rate-optimal`` works for, are fitted to the trace.  Those that came with ``all``
-    or by default are left out where the trace lacks their signals or the mode does not fit.
-    A file of `settings` is one more policy, named after it, next to `RIVALS` where no
-    text is given; it is to be served at batches up to `largest`.
+    Policies that weigh costs get those of the table.  Policies that estimate acceptance, and the
+    rate of ``rate-optimal``, are fitted to the trace.  Policies of ``all`` or the default are left
+    out if the trace lacks their signals or the mode does not fit.  A file of `settings` is one more
+    policy with the file's name, for batches up to `largest`; without texts it is served next to
+    `RIVALS`.
     Raises DraftsimError naming what is wrong with a text.
     """
     from simulator.serving import TableCost
@@ -274,9 +274,9 @@ def load_serving_policies(
 
 
 def fitted(trace: Trace, latency: LatencyTable, longest: int | None = None) -> RateOptimal:
-    """Return the rate-optimal rule, fitted to a recording and to latencies, to be served.
+    """Return the rate-optimal policy for a server, fitted to a recording and to latencies.
 
-    It has a rate for each of `BATCHES`, or for one request if the latencies know no other batch;
+    It has a rate for each of `BATCHES`, or for one request if the latencies hold no other batch;
     ``longest`` bounds its drafts.
     """
     from simulator.whatif.rate import fit_rate_optimal
@@ -286,6 +286,6 @@ def fitted(trace: Trace, latency: LatencyTable, longest: int | None = None) -> R
 
 
 def with_plain(chosen: dict[str, Served]) -> dict[str, Served]:
-    """Return the policies with plain decoding first: what a speedup is over."""
+    """Return the policies with no speculation first, which speedups are over."""
     plain = {n: p for n, p in chosen.items() if isinstance(p, Autoregressive)}
     return {**(plain or {PLAIN: Autoregressive()}), **chosen}

@@ -56,9 +56,9 @@ class Workload:
     Parameters
     ----------
     trace:
-        What is accepted; requests are its prompts.
+        Recording that decides what is accepted; requests are its prompts.
     policies:
-        By text; speedups are over the first.
+        Policies by text; speedups are over the first.
     loads:
         By name.
     requests, repeats:

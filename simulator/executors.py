@@ -1,7 +1,7 @@
-"""Where the parts of an answer run: this process, the cores of this machine, or a Dask cluster.
+"""Executors: parts of an answer run in this process, on this machine's cores, or a Dask cluster.
 
-The workers of `Local` last for a study, and take a second to start.  `results_of` forks processes
-that have at once all that this one has loaded, so that a fraction of a second is worth sharing.
+The workers of `Local` take a second to start and last for a study.  `results_of` forks processes,
+which start at once with everything loaded, so that even a fraction of a second is worth sharing.
 """
 
 from __future__ import annotations
@@ -108,15 +108,15 @@ class Cluster:
     Parameters
     ----------
     address:
-        Of the scheduler, such as ``tcp://host:8786``.
+        Address of the scheduler, such as ``tcp://host:8786``.
     timeout_s:
-        How long to wait for it.
+        Seconds to wait for the scheduler.
 
     Notes
     -----
-    Within a ``with`` block one connection serves all runs, and workers keep the benches they were
+    Within a ``with`` block one connection serves all runs, and workers keep the runners they were
     sent; outside, every run makes its own.  The scheduler gives the parts of a lost worker to
-    another one; a part that outlives no worker is lost (`LostParts`).
+    another one; a part that kills every worker is lost (`LostParts`).
     """
 
     def __init__(self, address: str, timeout_s: float = 15.0) -> None:
@@ -179,9 +179,9 @@ class Cluster:
 
 
 class _Packed:
-    """A bench on its way to worker processes, which unpack it once for all their parts.
+    """A runner, packed for worker processes, which unpack it once for all their parts.
 
-    What a bench caches while it computes (replayed rounds, say) then outlives a part.
+    So what a runner caches while it computes, such as replayed rounds, outlives a part.
     """
 
     def __init__(self, bench: Any) -> None:
@@ -242,20 +242,18 @@ def results_of(
     Parts are taken one by one, so put the longest first.  This process computes them together with
     one forked process per further core.  It computes alone if there is little to do, if it is not
     on Linux, has threads, or is itself a worker or within a part.
-    where it is not on Linux, has threads, or is itself a worker or within a part.
 
-    A part may change nothing that outlives it: what it caches may be lost with its process.  One
-    that raises an error or says anything, as a warning or on a standard stream, and one whose
-    process was killed, is done again by this process when those before it are done: what is
-    raised and said is what it would be without other processes.
+    A part must not change anything that outlives it, because its process ends with it.  A part that
+    raises an error, warns, or writes to a standard stream, and a part whose process was killed, is
+    repeated by this process after those before it.  So errors and output are the same as without
+    other processes.
 
     Parameters
     ----------
     tokens:
         Recorded tokens that all parts together go through.
     shared:
-        Objects that stay themselves in results, such as a trace that all parts read: no copies
-        of them come back.
+        Objects that results refer to without a copy, such as a trace that all parts read.
     progress:
         Called between the parts that this process computes, with the number of parts that are
         done or begun by any process, and of all parts.

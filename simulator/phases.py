@@ -1,4 +1,4 @@
-"""Phases of an answer (thinking, answer, tool call): speculation by where in it a round begins.
+"""Phases of an answer (thinking, answer, tool call): speculation by phase.
 
 A phase is a category of output positions.  It begins with a marker in the output and ends with
 another; the positions outside all of them are the answer's.  Drafts are accepted more often in
@@ -139,7 +139,7 @@ def phase_rows(
 ) -> list[dict[str, Any]]:  # fmt: skip
     """Return a row for each phase that occurs and each of `runs`, plain decoding first.
 
-    A round counts with all its tokens and seconds to the phase in which it begins.  Columns are
+    A round counts, with all its tokens and seconds, in the phase in which it begins.  Columns are
     those of `simulator.summary.summarize`, with ``phase`` and ``share``, the phase's part of the
     output tokens.  ``runs`` follow the outputs of `trace` (no lossy rules); ``found`` is of
     `phases_of`.

@@ -1,21 +1,20 @@
-"""Seconds for rounds: a round log and a latency table in, the time of every round out.
+"""Prices of rounds: from a round log and a latency table to the time of every round.
 
 A round of a draft model costs
 
-* a draft pass per drafted token, the first over ``catch_up`` tokens, the others over one, and
-  what the passes right after the first take beyond later ones,
+* a draft pass per drafted token: the first over ``catch_up`` tokens, the others over one, and the
+  next few take longer than later ones (`traces.latency.settling`),
 * the signals of each drafted token, if the policy reads any,
 * one target pass over ``drafted + 1`` tokens,
-* host time per round and per drafted token, and taking rejected tokens out of the caches,
-* under a lossy verify rule, the time to judge the drafted tokens, a part of the host time.
+* host time per round and per drafted token, and removing rejected tokens from the caches,
+* under a lossy rule, judging the drafted tokens, which is part of the host time.
 
-Plain decoding is the case ``drafted = 0`` of the same sum, so a speedup compares like
-with like.  A table of an engine that always drafts (`traces.replay.always`) charges its passes in
-every other round.  Decode time counts the rounds; prefill is kept apart.
+A step without speculation is the same sum with ``drafted = 0``, so both sides of a speedup are
+priced alike.  If the engine always drafts (`traces.replay.always`), rounds without drafts pay its
+draft passes, too.  Decode time is the sum over rounds; prefill is separate.
 
-A round of another source costs its calls in place of the draft passes,
-and of the target's pass where they include the verification.  Rounds of a drafter on the
-target's features are those of a draft model, whose passes are the drafter's.
+For another source, its recorded calls replace the draft passes, and the target's pass if they
+include verification.  A drafter on the target's features is priced like a draft model.
 """
 
 from __future__ import annotations

@@ -136,13 +136,13 @@ class Recording:
         """
         if ratios and self.one_pass:
             raise DraftsimError(
-                "c is the cost of a drafted token, and with --one-pass they have one pass: give "
+                "c is the cost of one drafted token, and --one-pass drafts all in one pass: give "
                 "latency, const:target=1,draft=C"
             )
         if ratios and self.trace.drafts_end:
             raise DraftsimError(
-                f"c is the cost of a drafted token, and {self.trace.source} drafts all of a "
-                "round's at once: leave it out"
+                f"c is the cost of one drafted token, and {self.trace.source} drafts all of a "
+                "round in one pass: leave it out"
             )
         if ratios and largest > 1 and not self.assume_batch_free:
             raise DraftsimError(
@@ -165,7 +165,7 @@ def imputed(name: str, trace: Trace, chooses: str | None = None, say: Say = sile
     if trace.meta.get("drawn"):
         say(
             f"{name}: {len(trace.requests)} requests are drawn from the profile's acceptance by "
-            "position; its easy and hard stretches are not in it"
+            "position, without easy and hard stretches"
         )
     if not np.any(trace.columns["match"] == UNKNOWN):
         return trace
@@ -177,8 +177,8 @@ def imputed(name: str, trace: Trace, chooses: str | None = None, say: Say = sile
                 "choose between lower bounds: import it with --draft-lengths"
             )
         say(
-            f"{name}: the log does not tell how long its drafts were: every speedup is a lower "
-            "bound and nothing is ranked; say it with `draftsim import --draft-lengths`"
+            f"{name}: the log does not hold its draft lengths, so every speedup is a lower bound "
+            "and nothing is ranked: name them with `draftsim import --draft-lengths`"
         )
         return trace.impute(0, "rejected")
     try:
@@ -187,10 +187,7 @@ def imputed(name: str, trace: Trace, chooses: str | None = None, say: Say = sile
         raise DraftsimError(f"{name}: {error}") from None
     seen = filled.meta["imputed"]["longest_seen"]
     if seen < COMMON_LENGTH:
-        say(
-            f"{name}: the longest draft seen verified has {seen} tokens; what longer ones get is "
-            "extrapolated"
-        )
+        say(f"{name}: the longest verified draft has {seen} tokens; longer ones are extrapolated")
     return filled
 
 
@@ -291,9 +288,9 @@ def load_recording(
     carry:
         Carries the tables over to another device, which needs the models' shapes; applied if `one`.
     one:
-        Whether exactly one table is expected.
+        True if exactly one table is expected.
     one_stream:
-        Whether a `source` named may be any: the caller replays it one request at a time
+        True if a `source` named may be any: the caller replays it one request at a time
         (`Recording.stream`), unless it is the recording's own.
     one_pass:
         True if the drafter, which is not recorded, drafts all tokens of a round in one pass.
@@ -337,8 +334,8 @@ def load_recording(
             say(str(remark))
     if one_pass and (drafter is not None or stream is not None):
         raise DraftsimError(
-            "--one-pass is for acceptance that comes without its drafter: "
-            f"{(drafter or stream).name} has passes of its own"  # type: ignore[union-attr]
+            "--one-pass is for acceptance without a known drafter, and the passes of "
+            f"{(drafter or stream).name} are known: drop it"  # type: ignore[union-attr]
         )
     if carry is not None:
         check_carried(drafter, recordings, one_pass)
@@ -362,16 +359,16 @@ def load_recording(
 
 
 def check_carried(drafter: Source | None, recordings: Recordings, one_pass: bool = False) -> None:
-    """Raise DraftsimError if the drafter's passes cannot be carried over to another device."""
+    """Raise DraftsimError if the drafter's passes cannot be extrapolated to another device."""
     if one_pass:
         raise DraftsimError(
-            "--gpu and --weights carry passes over by the models' shapes, and that of a drafter "
-            "of one pass is not known: leave them out"
+            "--gpu and --weights extrapolate by the models' shapes, and with --one-pass the "
+            "drafter's is not known: drop them"
         )
     if drafter is not None:
         raise DraftsimError(
-            f"--gpu and --weights carry latencies over by the models' shapes, and that of "
-            f"{drafter.label(recordings)} is not kept: measure it there (`draftsim profile "
+            f"--gpu and --weights extrapolate by the models' shapes, and that of "
+            f"{drafter.label(recordings)} is not kept: measure on the GPU (`draftsim profile "
             "--device cuda`), or give a recording of a draft model"
         )
 
@@ -396,21 +393,21 @@ def _drafter(
         of = next((label for label, head in heads.items() if head is not None), None)
         if drafter is None and of is not None and outputs.meta.get("draft") is not None:
             raise DraftsimError(
-                f"--source {source}: the latencies of {of} are of drafting with {heads[of]}, and "
-                "have no passes of the draft model: drop --source, or name a recording of the "
-                "draft model (`draftsim list`)"
+                f"--source {source}: the latencies of {of} are those of {heads[of]}, without "
+                "passes of the draft model: drop --source, or name a recording of the draft model "
+                "(`draftsim list`)"
             )
         return drafter, {} if drafter is None else find_recordings(name, outputs)
     if len(set(heads.values())) > 1:
         pairs = ", ".join(f"{head or 'a draft model'} ({label})" for label, head in heads.items())
-        raise DraftsimError(f"the latencies are of several drafters: {pairs}: name one at a time")
+        raise DraftsimError(f"the latencies are of several drafters, {pairs}: name one")
     own = _own_latency(name) if given or not tables else next(iter(tables.values()))
     deciding = next(iter(told.values()), own)
     before = None if own is None else engine_head(own.meta)
     head = None if deciding is None else engine_head(deciding.meta)
     if given and before != head and own is not None and chosen:
         say(
-            f"drafting with {head or 'the draft model'}, as the latencies of {next(iter(told))}; "
+            f"drafting with {head or 'the draft model'}, like the latencies of {next(iter(told))}; "
             f"{name} was measured with {before or 'the draft model'}"
         )
     if deciding is None or head is None:
@@ -469,14 +466,14 @@ def check_models(
         elif option is not None and known["target"] and not (told and said["target"]):
             if not table.is_constant:
                 raise DraftsimError(
-                    f"--latency {label} does not say whose costs it holds, and the default "
-                    f"recording {name} is of {pair}: name the recording whose drafts are accepted "
-                    f"as yours are, {option} RUN (`draftsim import` makes one from a server's "
-                    f"log; {option} {name} for this one)"
+                    f"--latency {label} does not name its models, and the default recording {name} "
+                    f"is of {pair}: name the recording whose acceptance fits, {option} RUN "
+                    f"(`draftsim import` makes one from a server's log; {option} {name} is the "
+                    "default)"
                 )
             costs.append(f"{label}; {option} names another recording")
         elif known["target"] and not told:
-            costs.append(f"{label}, which does not say whose they are")
+            costs.append(f"{label}, which does not name its models")
     if costs:
         whose = name.removeprefix("acceptance of ")
         say(f"acceptance of {whose} ({pair}) at the costs of {', '.join(costs)}")

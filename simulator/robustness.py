@@ -163,7 +163,7 @@ def families_of(trace: Trace, texts: Sequence[str] | None) -> Families:
     said = []
     if without:
         said.append(
-            "robustness is of policies with a parameter gamma to start from, which leaves out "
+            "left out, because they have no parameter gamma (initial draft length): "
             f"{', '.join(without)}"
         )
     if longest < max(INITIAL_GAMMAS):

@@ -1,4 +1,4 @@
-"""Round logs and latencies in, one row per policy out: the result people compare.
+"""Summaries of runs: from round logs and latencies to one row per policy.
 
 Speedup is plain decoding's seconds per token over the policy's, as a ratio of sums over
 the prompts.  By default it counts decoding alone, the time speculation can change; with
@@ -50,11 +50,11 @@ def summarize(
     logs:
         Runs over the same requests in the same order.
     latency:
-        Prices them all.
+        Latency table that prices all logs.
     resamples, seed:
-        Of the bootstrap over prompts.  With one prompt the interval is undefined (NaN).
+        Bootstrap resamples over prompts, and their seed.  With one prompt the interval is NaN.
     prefill:
-        Whether `wall_s` and the speedups include prefill.
+        True if `wall_s` and the speedups include prefill.
 
     Notes
     -----
@@ -123,8 +123,8 @@ def paired_gain(
 ) -> tuple[float, float, float]:
     """Return seconds per token of `other` over those of `log`, with the interval of that ratio.
 
-    Both are drawn on the same prompts in every resample, so that what makes a prompt fast for
-    both is left out: two policies can differ surely although their own intervals overlap.
+    Every resample has the same prompts for both, so what makes a prompt fast for both cancels: two
+    policies can differ significantly although their own intervals overlap.
     The interval is NaN with one prompt.
 
     Raises
@@ -243,9 +243,9 @@ HARDLY_VERIFIES = 0.95
 
 
 def accepted_mismatches(log: RoundLog) -> float | None:
-    """Return the share of the mismatches that a lossy rule judged and let stand; None without any.
+    """Return the share of judged mismatches that a lossy rule accepted; None if it judged none.
 
-    A refusal ends a round, and is of a token that the target would not have chosen.
+    A rejection ends the round, and its token is one that the target would not have chosen.
     """
     if log.mismatched is None:
         return None

@@ -1,4 +1,4 @@
-"""Predicted against measured seconds, per arm, and what the comparison amounts to.
+"""Comparison of predicted with measured seconds, run by run, and its verdict.
 
 Measured input, one row per request and repeat (`traces.store.measured.MEASURED_COLUMNS`):
 
@@ -11,8 +11,8 @@ repeat      number of the repeat, all arms interleaved within one
 request     request id
 wall_s      decode seconds of this request in this repeat, prefill excluded
 rounds      draft-verify rounds it took
-off_s       of ``wall_s``, seconds without a processor (where it was watched)
-repeated    times the run was made again because of that (likewise)
+off_s       seconds of ``wall_s`` without a processor (if it was watched)
+repeated    times the run was repeated because of that (if it was watched)
 ==========  ====================================================================
 
 Predicted input: the `Priced` run of each policy, or a frame with columns policy, verify,
@@ -80,17 +80,19 @@ def predictions(runs: Sequence[Priced]) -> pd.DataFrame:
 def compare(predicted: pd.DataFrame | Sequence[Priced], measured: pd.DataFrame) -> pd.DataFrame:
     """Return one row per measured arm (columns `VALIDATE_COLUMNS`).
 
-    ``measured_s`` is the sum over requests of the mean over their undisturbed repeats (a mean, as
-    latencies are: a median hides what is slow now and then, and a sum pays for it); a request
-    that was disturbed in every repeat counts with the seconds in which it had a processor.
-    ``error`` is ``predicted_s / measured_s - 1`` (positive: predicted too slow), ``spread`` half
-    the interquartile range of the repeats relative to ``measured_s`` (NaN from one repeat),
-    ``rounds_differ`` the number of requests whose round count was not the predicted one,
-    ``speedup_error`` the signed error of the speedup over plain decoding run in the same
-    session (NaN without that arm): what is left of ``error`` when the whole machine was
-    slower or faster than when it was profiled.  ``disturbed`` is the share of the counted runs'
-    seconds that they had no processor (NaN if nobody watched), ``machine`` says whether that
-    is little (`traces.machine.label`), ``left_out`` counts the runs made again or not counted.
+    * ``measured_s``: sum over requests of the mean over their undisturbed repeats.  (A median would
+      hide passes that are slow now and then, which a sum contains.)  A request that was disturbed
+      in every repeat counts with the seconds in which it had a processor.
+    * ``error``: ``predicted_s / measured_s - 1``; positive if the prediction is too slow.
+    * ``spread``: half the interquartile range of the repeats, relative to ``measured_s`` (NaN with
+      one repeat).
+    * ``rounds_differ``: requests whose number of rounds is not the predicted one.
+    * ``speedup_error``: signed error of the speedup over no speculation in the same session (NaN if
+      that did not run).  It does not change if the whole machine is slower or faster than when it
+      was profiled.
+    * ``disturbed``: share of the counted runs' seconds without a processor (NaN if not watched);
+      ``machine`` judges it (`traces.machine.label`); ``left_out`` counts repeated and uncounted
+      runs.
 
     Raises
     ------
@@ -178,8 +180,8 @@ class Verdict(NamedTuple):
 def verdict(rows: pd.DataFrame) -> Verdict:
     """Judge the rows of `compare`: errors, ranking, and side of 1x.
 
-    Arms are compared within one (batch, forced) group.  A difference counts where it
-    exceeds twice the larger of the two spreads, in seconds.
+    Policies are compared within one (batch, forced) group.  A difference counts if it exceeds twice
+    the larger of the two spreads, in seconds.
 
     Raises
     ------
@@ -255,8 +257,8 @@ def check_recording(folder: Path) -> pd.DataFrame:
 def anchor_drift(folder: Path) -> dict[int, float]:
     """Return, by batch, how much slower passes were during the full runs than in the latency table.
 
-    Of the passes that stage ``forced`` times again (its anchors), the median of measured over
-    tabled, minus one; batches without anchors are left out.
+    It is the median, over the passes that stage ``forced`` times again (its anchors), of measured
+    over tabled seconds, minus one.  Batches without anchors are left out.
 
     Raises
     ------
@@ -433,7 +435,7 @@ def expected_median(noises: Sequence[float]) -> float:
 
 
 def noise_said(rows: Sequence[Mapping[str, Any]], first: str) -> str | None:
-    """Return how far the speedups are off, and how far the repeats alone would have them off."""
+    """Return the error of the speedups, and the error that the repeats alone explain."""
     arms = [row for row in rows if row["policy"] != first and row["speedup_noise"] is not None]
     if not arms:
         return None
@@ -441,9 +443,9 @@ def noise_said(rows: Sequence[Mapping[str, Any]], first: str) -> str | None:
     floor, repeats = expected_median([row["speedup_noise"] for row in arms]), arms[0]["repeats"]
     needed = math.ceil(repeats * (2 * floor / BOUND) ** 2)
     return (
-        f"speedups are off by {np.median(errors):.1%} (median; worst {errors.max():.1%}); a model "
-        f"without error would show {floor:.1%} with {repeats} repeats that scatter as these do"
-        + (f" ({needed} repeats: {BOUND / 2:.0%})" if needed > repeats else "")
+        f"the median error of speedups is {np.median(errors):.1%} (worst {errors.max():.1%}); a "
+        f"perfect model would show {floor:.1%} with the noise of these {repeats} repeats"
+        + (f" ({BOUND / 2:.0%} with {needed} repeats)" if needed > repeats else "")
         + _paced(arms)
     )
 
@@ -453,4 +455,4 @@ def _paced(arms: Sequence[Mapping[str, Any]]) -> str:
     errors = [abs(error) for error in paced if error is not None]
     if not errors:
         return ""
-    return f"; for a machine as the control load found it they are off by {np.median(errors):.1%}"
+    return f"; it is {np.median(errors):.1%} after correcting for the speed of the machine"

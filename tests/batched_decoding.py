@@ -49,7 +49,7 @@ def decode_batch(
         as the worst; ``mean``: all draft alike, until most would stop
         (see `policies.together`).
     continuous:
-        Whether the next prompt takes the place of the first sequence to end; otherwise a
+        True if the next prompt replaces the first sequence to end; otherwise a
         batch runs until its slowest has ended.
     run_lengths:
         For the oracle: known matches ahead of every output position of every prompt.

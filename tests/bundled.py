@@ -1,7 +1,7 @@
 """The bundled pair, loaded once per test session, its first layers, and what they record.
 
-What is about rounds, files or commands decodes with the first layers: they speak like the whole
-target, are accepted about as often, and a pass takes a third of its time.
+Tests of rounds, files and commands decode with the first layers: their text is like that of the
+whole target, is accepted about as often, and a pass takes a third of its time.
 """
 
 from __future__ import annotations

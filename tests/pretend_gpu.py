@@ -56,7 +56,7 @@ class PretendedGPU:
         self.makes: list[Any] = []
         """True if the calls under way make tensors on the device; None: as their operands.
 
-        What a call was given, where that tells: it is looked at where no operand does.
+        The arguments of a call decide if no operand does.
         """
         self.moving = False
         """True if a tensor is just moved, which says itself what it is."""

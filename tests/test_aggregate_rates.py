@@ -99,4 +99,4 @@ def test_imported_totals_are_told_at_other_lengths(run: Run, tmp_path: Path) -> 
     assert rows[5]["low"] <= made.emitted(5) <= rows[5]["high"]
     assert rows[5]["low"] < rows[5]["high"]
     shown = run("import", "prometheus", file)
-    assert "Tokens a round at other draft lengths" in shown.out
+    assert "Tokens per round at other draft lengths" in shown.out

@@ -120,5 +120,5 @@ def test_every_command_says_what_to_do(run: Run, files: list[str], tmp_path: Pat
         assert result.code == 0, result.err
         document = json.loads(result.out)
         assert [row["assumed"] for row in document["results"]] == ["", BATCH_FREE_SAID]
-        assert any(f"batch 4: taken to cost nothing: {BATCH_FREE_SAID}" in w
+        assert any(f"batch 4: assumed to cost nothing: {BATCH_FREE_SAID}" in w
                    for w in document["warnings"])  # fmt: skip

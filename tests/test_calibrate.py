@@ -291,7 +291,7 @@ def test_what_runs_do_not_tell_apart_is_said(tmp_path: Path, run: Run) -> None:
     """At one concurrency a draft pass and a verified token are one slope, without p-min."""
     path, costs = tmp_path / "runs.jsonl", tmp_path / "costs.parquet"
     rows = stopping_runs(0.1, 60.0)
-    said = "a draft pass is not told apart from a verified token"
+    said = "cannot separate a draft pass from a verified token"
     for kept, apart in ((rows[:4], False), (rows, True)):
         path.write_text("".join(json.dumps(row) + "\n" for row in kept))
         ran = run("calibrate", path, "--out", costs)
@@ -303,7 +303,7 @@ def test_what_runs_do_not_tell_apart_is_said(tmp_path: Path, run: Run) -> None:
         assert (drafts["median_s"] > 0).all(), "drafting is free"
         tuned = run("tune", "--engine", "llamacpp", "--trace", "smollm2-cpu", "--latency", costs,
                     "--resamples", "20")  # fmt: skip
-        assert ("do not tell a draft pass from" in tuned.err + tuned.out) is not apart
+        assert ("cannot separate a draft pass from" in tuned.err + tuned.out) is not apart
 
 
 @pytest.mark.parametrize(
@@ -425,12 +425,12 @@ def test_impossible_runs_are_refused(tmp_path: Path) -> None:
         ("batch,k,tokens_per_s,context\n1,0,50,1e308\n", "run 1: context is '1e308', expected"),
         ("batch,k,tokens_per_s\n1,0.5,50\n", "k is 0.5, expected a whole number"),
         ("batch,k,tokens_per_s\n1_0,0,50\n", "batch is '1_0', expected numbers"),
-        ("batch,k,tokens_per_s,context\n1,0,50\n", "run 1: has not as many values as the head"),
+        ("batch,k,tokens_per_s,context\n1,0,50\n", "run 1: has more or fewer values than"),
         ("batch,k,tokens_per_s,contex\n1,0,50,9\n", "unknown 'contex' .did you mean 'context'"),
-        ("batch,k,k,tokens_per_s\n1,0,0,50\n", "names a column twice"),
+        ("batch,k,k,tokens_per_s\n1,0,0,50\n", "has a column twice"),
         (f"batch,k,tokens_per_s\n1,0,{'x' * 200_000}\n", "is not CSV: field larger than"),
         ("batch,k,tokens_per_s,acceptance\n1,2,60,0.7 0.9\n", "chances from 1 to 0 that do not"),
-        ("batch,k,tokens_per_s,max_concurrency\n1,0,5,8\n", "which are one"),
+        ("batch,k,tokens_per_s,max_concurrency\n1,0,5,8\n", "mean the same"),
         ("", "holds no runs"),
     ):
         path = tmp_path / "runs.csv"

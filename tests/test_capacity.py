@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from commands.capacity import remarks
+from commands.capacity import remarks, shown
 from policies.lengths.basic import Autoregressive, Fixed
 from simulator.capacity import (
     Point,
@@ -111,7 +111,9 @@ def test_loose_targets_end_at_what_is_served_at_once(requests: int | None) -> No
         assert 0.9 * at_once / alone_s < rows[0]["rate_limit"] < 4 * at_once / alone_s
     else:
         assert (rows[0]["rate_limit"], rows[0]["curve"]) == (math.inf, [])
-    assert ("raise --requests to find one that is too much" in said) == (requests is not None)
+    assert ("raise --requests to find the limit" in said) == (requests is not None)
+    printed = shown(with_cost(rows))[0]["add one above, /s"]
+    assert (printed == "never") == (requests is not None)
 
 
 # --- the plan -----------------------------------------------------------------------------

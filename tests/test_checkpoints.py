@@ -57,7 +57,7 @@ def test_no_damaged_piece_is_given(kept: Path) -> None:
         path.write_bytes(content)
         said: list[str] = []
         assert Checkpoint(kept, SETTINGS, said.append).get("one", of="one") is None
-        assert said == [f"{path} is damaged, or of another run: what it held is made again"]
+        assert said == [f"{path} is damaged, or of another run: its part is repeated"]
 
 
 def test_no_piece_is_given_for_another(kept: Path, tmp_path: Path) -> None:

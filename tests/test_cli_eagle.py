@@ -56,12 +56,12 @@ def test_a_profiled_drafter_replays_as_it_really_decodes(
     assert tuned.code == 0, tuned.err
     for command, message in (
         (("serve", "--batch", 4), "at batch 1 alone"),
-        (("serve", "--mode", "pearl"), "drafts from what it has verified"),
+        (("serve", "--mode", "pearl"), "needs verified features to draft"),
         (("serve", "--verify", "typical"), "recorded for a draft model alone"),
         (("sweep", "--gpu", "h100"), "is not kept"),
         (("sweep", "--alpha", "0.5"), "leave out what asks for another acceptance"),
-        (("tune", "--engine", "hf"), "drafts with a model"),
-        (("tune", "--engine", "llamacpp"), "drafts with a model"),
+        (("tune", "--engine", "hf"), "needs a draft model"),
+        (("tune", "--engine", "llamacpp"), "needs a draft model"),
     ):
         refused = run(*command, *drafted)
         assert refused.code == 2, command

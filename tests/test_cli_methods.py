@@ -169,7 +169,7 @@ def test_plots_of_all_hold_the_fastest(run: Run, drawn: dict[str, Any], tmp_path
     assert fastest == "ngram"
     assert fastest in policies_of(drawn["plot_categories"])
     assert fastest in policies_of(drawn["plot_speedup"])
-    assert "categories.png and cost_ratio.png hold the fastest and" in ran.err
+    assert "categories.png and cost_ratio.png show the fastest policy and" in ran.err
     assert "name policies with --policy to draw them" in ran.err
     # Lengths as far as they were recorded.
     assert set(drawn["plot_robustness"]["gamma"]) == set(range(1, 9))
@@ -199,4 +199,7 @@ def test_robustness_is_of_what_was_named_as_far_as_it_was_recorded(
     assert "no longer drafts" not in ran.err
     refused = run("simulate", "--robustness", "--policy", "csd")
     assert refused.code == 2
-    assert "--robustness is of draft lengths verified exactly: drop --policy csd" in refused.err
+    assert (
+        "--robustness compares length policies with lossless verification: drop --policy csd"
+        in refused.err
+    )

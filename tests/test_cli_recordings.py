@@ -109,7 +109,7 @@ def test_python_gets_the_same_drafter() -> None:
 def test_a_source_that_the_latencies_have_no_passes_of_is_refused(run: Run) -> None:
     refused = run(*TUNE, "--trace", EAGLE3, "--source", "draft-model")
     assert refused.code == 2
-    assert "have no passes of the draft model" in refused.err
+    assert "without passes of the draft model" in refused.err
     assert run(*TUNE, "--trace", DRAFT, "--source", "draft-model").code == 0
     # Both were named: the costs' drafter drafts, and the first line says so.
     ran = run(*TUNE, "--trace", EAGLE3, "--latency", DRAFT)
@@ -122,7 +122,7 @@ def test_a_source_that_the_latencies_have_no_passes_of_is_refused(run: Run) -> N
 def test_a_head_without_recorded_drafts_is_refused(tmp_path: Path) -> None:
     table = find_latency(EAGLE3)
     write_latency(LatencyTable(table.cells, {**table.meta, "draft": "other/head"}), tmp_path / "l")
-    with pytest.raises(DraftsimError, match="of drafting with head, whose drafts this trace does"):
+    with pytest.raises(DraftsimError, match="are those of head, whose drafts this trace does"):
         load_recording(ONE, str(tmp_path / "l"))
     # A log says nothing of its drafter: it may be the head.
     trace = find_trace(ONE).select(range(3))
@@ -150,7 +150,7 @@ def test_other_models_latencies_are_refused_without_a_recording(
     assert f"{option} bundled" in other.err
     nameless = run(*command, "--latency", calibrated)
     assert (nameless.code, nameless.err.count("\n")) == (2, 1)
-    assert "does not say whose costs it holds" in nameless.err
+    assert "does not name its models" in nameless.err
     assert f"{option} RUN" in nameless.err
 
 
@@ -173,7 +173,7 @@ def test_both_named_the_first_line_says_whose(run: Run, calibrated: Path) -> Non
         ran = run("simulate", "--trace", DRAFT, "--latency", latency, *QUICK)
         assert "acceptance of" not in ran.err
     ran = run("simulate", "--trace", DRAFT, "--latency", calibrated, *QUICK)
-    assert "which does not say whose they are" in ran.err.splitlines()[0]
+    assert "which does not name its models" in ran.err.splitlines()[0]
 
 
 def test_models_are_compared_by_weights_then_shapes_then_names() -> None:

@@ -180,7 +180,7 @@ def test_the_sentence_says_where_nothing_is_faster_and_how_many_loads_there_are(
         "request svip 0.900x (0.800 to 1.00) in tokens/s."
     )
     plain = {"policy": PLAIN, "concurrency": 1, "rate": None, "speedup": 1.0}
-    assert headline([plain], lambda _: None).startswith("no speculation alone was served")
+    assert headline([plain], lambda _: None).startswith("only no speculation was served")
     assert told(dict.fromkeys((1, 2, 4, 8, 16, 32), 1.2)).endswith("; 2 more loads below.")
 
 

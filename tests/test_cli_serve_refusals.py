@@ -36,7 +36,7 @@ from tests.serving import arrival_file
         (["--tpot", "soon"], "--tpot is 'soon', expected a time such as 200ms"),
         (["--slo", "ttft=2h"], "ttft is '2h', expected a time"),
         (["--slo", "ttft=1,p=0.9"], "drop p, or ask for a plan or settings"),
-        (["--slo", "ttft=1", "--tpot", "1"], "--slo holds both targets"),
+        (["--slo", "ttft=1", "--tpot", "1"], "--slo sets both targets"),
         (["--replicas", "100000000", "--rate", "1"], "--replicas is 100000000, expected at most"),
         (["--batch", "1,1000000000"], "--batch holds 1000000000, expected at most 65536"),
         (["--max-batch", "1000000000", "--rate", "1"], "--max-batch is 1000000000, expected at"),

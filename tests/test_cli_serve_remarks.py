@@ -27,7 +27,7 @@ def test_prompts_larger_than_the_pool_are_refused_and_counted(serve: Serve, tmp_
     file = arrival_file(tmp_path / "a.csv", "0,20,5", "1,9000,5", "2,20,5")
     ran = serve("--arrivals", file, "--kv-blocks", 8, *PAIR, "--json", "-")
     assert [(r["rejected"], r["requests"]) for r in ran.rows] == [(1, 2)] * 2
-    assert "2 requests could never fit" in ran.err
+    assert "2 requests too large" in ran.err
 
 
 def test_memory_that_is_too_small_overloads_an_engine_whose_batch_never_fills(

@@ -14,7 +14,9 @@ import pytest
 from tests.conftest import ROOT, Run, Serve
 from tests.kills import left_behind, session
 
-STOPPED = "draftsim: stopped; nothing is half-written, and the same command goes on where it can\n"
+STOPPED = (
+    "draftsim: stopped; nothing is half-written, and the same command continues where it can\n"
+)
 CODES = {signal.SIGINT: 130, signal.SIGTERM: 143, signal.SIGHUP: 129}
 
 

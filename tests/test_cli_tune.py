@@ -77,7 +77,7 @@ def test_the_command_serves_what_it_found(run: Run, recorded: SimpleNamespace) -
         (["--engine", "vllm", "--batch", "0"], "--batch holds 0"),
         (["--engine", "vllm", "--batch", "1000000000"], "expected at most 65536"),
         (["--engine", "hf", "--batch", "1,2"], "decodes one request"),
-        (["--engine", "sglang", "--by-context"], "a form of vllm's"),
+        (["--engine", "sglang", "--by-context"], "a table of vllm"),
         (["--engine", "llamacpp", "--batch", "8"], "no table of them"),
         (["--engine", "tgi"], "tgi"),
     ],

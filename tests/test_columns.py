@@ -15,10 +15,12 @@ from commands.common.printed import OFF_TERMINAL, heading
 from commands.engine import apart, check, http, trial
 from commands.validate import recorded
 from policies.registry import POLICIES
+from simulator.serving.arrivals import QUANTILES
 from simulator.validation import VALIDATE_COLUMNS
 from tests.conftest import ROOT, Run
 
-SERVED = ROOT / "docs" / "examples" / "server" / "results"
+EXAMPLES = ROOT / "docs" / "examples" / "server"
+SERVED = EXAMPLES / "results"
 FEW = ("--policy", "fixed:gamma=2", "--policy", "gammatune")
 COMMANDS = {
     "simulate": ("simulate", *FEW, "--policy", "gammatune+csd", "--against", "fixed:gamma=2"),
@@ -33,6 +35,9 @@ COMMANDS = {
     "ladder": ("sweep", "--ladder", *FEW),
     "search": ("sweep", "--tune", "--policy", "fixed:gamma={1,2}"),
     "breakeven": ("breakeven", "--batch", "1,8"),
+    "breakeven-plan": ("breakeven", "--plan", "--batch", "1,4", "--k", "1,2"),
+    "import": ("import", "prometheus", EXAMPLES / "metrics-before.txt",
+               EXAMPLES / "metrics-after.txt"),
     "recommend": ("recommend", "--bench", SERVED),
     "recommend-llamacpp": ("recommend", "--engine", "llamacpp", "--bench", SERVED),
     "calibrate": ("calibrate", SERVED, "--batch", "1,2,4", "--k", "0,1,3"),
@@ -79,7 +84,8 @@ def test_columns_of_commands_that_need_an_engine_are_in_the_glossary() -> None:
     named = {
         *breakeven.SHOWN, *curve.SHOWN, *tune.SHOWN, *tune.CARRIED, *tune.CHECKED, *check.SHOWN,
         *http.SHOWN, *trial.TRIED, *apart.SHOWN, *recorded.SHOWN, *sweep.SHOWN, *sweep.RUNGS,
-        *sweep.SEARCHED, *VALIDATE_COLUMNS,
+        *sweep.SEARCHED, *VALIDATE_COLUMNS, *recorded.BOUNDS, "the file's requests", "mean",
+        *(f"p{q}" for q in QUANTILES),
     }  # fmt: skip
     bounds = {n for n in named if n.removesuffix("_lo").removesuffix("_hi") in named - {n}}
     assert {n for n in named - bounds - {"left_out"} if meaning(n) is None} == set()

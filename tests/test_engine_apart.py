@@ -147,7 +147,7 @@ def test_synthetic_acceptance_is_predicted() -> None:
     [
         (("validate", "--run", "x", "--defaults"), "add --engine vllm"),
         (("validate", "--run", "x", "--engine", "vllm", "--synthetic", "0.5", "--http"), "drop"),
-        (("tune", "--engine", "vllm", "--defaults"), "is of --try"),
+        (("tune", "--engine", "vllm", "--defaults"), "needs --try"),
         (("profile", "--target", "t", "--out", "x", "--cuda-graphs"), "add --engine"),
     ],
 )

@@ -80,11 +80,11 @@ def test_one_repeat_tells_no_noise() -> None:
 def test_it_is_said_how_many_repeats_a_bound_takes() -> None:
     rows = rows_of(np.random.default_rng(3), 2, 0.03, 0.0)
     said = str(noise_said(rows, OFF))
-    assert "a model without error would show" in said
+    assert "perfect model would show" in said
     floor = expected_median([row["speedup_noise"] for row in rows[1:]])
-    assert f"({math.ceil(2 * (floor / 0.01) ** 2)} repeats: 1%)" in said
+    assert f"(1% with {math.ceil(2 * (floor / 0.01) ** 2)} repeats)" in said
     calm = rows_of(np.random.default_rng(3), 2, 0.001, 0.0)
-    assert "repeats:" not in str(noise_said(calm, OFF))
+    assert "% with " not in str(noise_said(calm, OFF))
 
 
 def test_errors_of_arms_on_a_slow_machine_are_told_by_what_else_ran_beside_them() -> None:

@@ -237,7 +237,7 @@ def test_the_rate_optimal_rule_is_fitted_before_it_runs() -> None:
     short = arms(["rate-optimal:gamma_max=2"], TRACE, LONGEST, latency)
     assert lookahead_of(short["rate-optimal:gamma_max=2"], TRACE) == 2
     assert short["rate-optimal:gamma_max=2"].cost is not None
-    with pytest.raises(DraftsimError, match=r"rate-optimal is fitted .* leave out --http"):
+    with pytest.raises(DraftsimError, match=r"rate-optimal is fitted .* drop --http"):
         arms(["rate-optimal"], TRACE, LONGEST)
     with pytest.raises(DraftsimError, match="only gamma_max can be set"):
         arms(["rate-optimal:rate=2"], TRACE, LONGEST, latency)

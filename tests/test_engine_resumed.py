@@ -110,12 +110,12 @@ def test_a_stopped_check_goes_on_as_if_it_had_not_been(
         stop_after(count, patch)
         stopped = check(folder, 2, *more)
     assert stopped.code == 130
-    assert "the same command goes on" in stopped.err
+    assert "the same command continues" in stopped.err
     [place] = folder.glob(f"{PLACE}-*")
     ran.clear()
     resumed = check(folder, 2, *more)
     assert len(ran) == PAIR
-    assert f"goes on with {count} of {2 * PAIR} runs done: remove {place}" in said(resumed)
+    assert f"continues after {count} of {2 * PAIR} runs: remove {place}" in said(resumed)
     assert [row["rounds_differ"] for row in resumed.rows] == [0] * PAIR
     assert not list(folder.glob(f"{PLACE}-*"))
     if not more:
@@ -135,18 +135,18 @@ def test_a_finished_check_is_extended_by_more_repeats(
 ) -> None:
     other = Path(shutil.copytree(folder, tmp_path / "other"))
     first = check(folder, 1)
-    assert "the same command with more --repeats goes on" in said(first)
+    assert "the same command with more --repeats continues" in said(first)
     assert {row["repeats"] for row in first.rows} == {1}
     ran.clear()
     more = check(folder, 3)
     assert len(ran) == 2 * PAIR
-    assert f"goes on with {PAIR} of {3 * PAIR} runs done" in said(more)
+    assert f"continues after {PAIR} of {3 * PAIR} runs" in said(more)
     assert more.rows == check(other, 3).rows
     # With no more repeats than there are, everything is measured again.
     ran.clear()
     again = check(folder, 3)
     assert len(ran) == 3 * PAIR
-    assert "runs done" not in again.err
+    assert "continues after" not in again.err
     assert len(list(folder.glob(f"{DONE}-*"))) == 1
 
 
@@ -157,7 +157,7 @@ def test_finished_runs_stay_until_another_check_begins(
     check(folder, 1, "--seed", 1)
     assert len(list(folder.glob(f"{DONE}-*"))) == 1
     ran.clear()
-    assert "runs done" not in check(folder, 2).err
+    assert "continues after" not in check(folder, 2).err
     assert len(ran) == 2 * PAIR
 
 
@@ -177,7 +177,7 @@ def test_an_engine_of_another_version_begins_anew(
     assert "keeps the runs of an unfinished check" in said(check(folder, 2))
     assert len(ran) == 2 * PAIR
     monkeypatch.setattr(engine, "Engine", StandIn)
-    assert f"goes on with {PAIR} of {2 * PAIR} runs done" in said(check(folder, 2))
+    assert f"continues after {PAIR} of {2 * PAIR} runs" in said(check(folder, 2))
 
 
 def test_a_policy_of_ones_own_that_changed_begins_anew(
@@ -201,10 +201,10 @@ def test_a_policy_of_ones_own_that_changed_begins_anew(
         stop_after(PAIR, patch)
         checked(2)
     ran.clear()
-    assert "starts from nothing" in said(checked(3))
+    assert "starts from the beginning" in said(checked(3))
     assert len(ran) == 2 * PAIR
     ran.clear()
-    assert f"goes on with {PAIR} of {2 * PAIR} runs done" in said(checked(2))
+    assert f"continues after {PAIR} of {2 * PAIR} runs" in said(checked(2))
     assert len(ran) == PAIR
 
 

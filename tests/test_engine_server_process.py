@@ -122,7 +122,7 @@ def test_a_server_that_does_not_come_up_says_why(
 
 def test_http_needs_an_engine(run: Run, tmp_path: Path) -> None:
     for more, said in (
-        ((), "--http is of --engine"), (("--engine", "vllm", "--remeasure"), "drop --remeasure"),
+        ((), "--http needs --engine"), (("--engine", "vllm", "--remeasure"), "drop --remeasure"),
     ):  # fmt: skip
         ran = run("validate", "--run", tmp_path, "--http", *more)
         assert ran.code == 2

@@ -187,7 +187,7 @@ def test_iterations_of_tensorrt_llm(tmp_path: Path) -> None:
     assert totals.per_position == [3, 2, 2]
     assert totals.fixed_length
     for content, message in (
-        ([prompt], "plain decoding"),
+        ([prompt], "without speculation"),
         ([{"iter": 1}], "no iteration with specDecodingStats"),
         ([{"specDecodingStats": {"numDraftTokens": 3}}], "numRequestsWithDraftTokens is None"),
         ([{**ITERATION, "specDecodingStats": {

@@ -122,5 +122,5 @@ def test_a_log_without_drafts_is_one_line(tmp_path: Path, run: Run) -> None:
     source = write(tmp_path / "f", response([0] * 9, [0] * 9))
     ran = run("import", "vllm", source, "--out", log)
     assert ran.code == 2
-    assert "is a log of plain decoding, no request drafted a token" in ran.err
+    assert "is a log without speculation, no request drafted a token" in ran.err
     assert not log.exists()

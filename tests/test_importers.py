@@ -138,7 +138,7 @@ def test_sglang_with_and_without_a_histogram(tmp_path: Path) -> None:
     totals = counts("sglang", written(tmp_path, old))
     assert (totals.rounds, totals.accepted, totals.per_position) == (20, 20, None)
     off = {"meta_info": {"completion_tokens": 41, "spec_verify_ct": 0}}
-    with pytest.raises(FileError, match="plain decoding"):
+    with pytest.raises(FileError, match="without speculation"):
         counts("sglang", written(tmp_path, off))
     bad = {"meta_info": {**SGLANG["meta_info"], "spec_verify_ct": 32}}  # type: ignore[dict-item]
     with pytest.raises(FileError, match="counts 33 rounds, spec_verify_ct 32"):
@@ -150,7 +150,7 @@ def test_llamacpp(tmp_path: Path) -> None:
     assert (totals.rounds, totals.drafted, totals.accepted) == (7, 12, 9)
     assert totals.meta["measured"]["wall_s"] == pytest.approx(0.4)
     plain = {"timings": {"predicted_n": 17, "predicted_ms": 400.0}}
-    with pytest.raises(FileError, match="plain decoding"):
+    with pytest.raises(FileError, match="without speculation"):
         counts("llamacpp", written(tmp_path, plain))
 
 
@@ -200,7 +200,7 @@ def test_a_baseline_that_counts_its_tokens_is_plain_decoding(more: int, tmp_path
         (tmp_path / name).write_text(json.dumps(plain))
         totals = counts("eagle", tmp_path / "own", baseline=tmp_path / name)
         speedups.append(totals.meta["baseline"]["speedup"])
-        with pytest.raises(FileError, match="plain decoding"):
+        with pytest.raises(FileError, match="without speculation"):
             counts("eagle", tmp_path / name)
     assert speedups[0] == pytest.approx(speedups[1])
 
@@ -212,7 +212,7 @@ def test_public_eagle_log(shared_data: Path) -> None:
     # The EAGLE paper (Table 1) gives 3.01x for this model and benchmark.
     assert totals.meta["baseline"]["speedup"] == pytest.approx(3.01, rel=0.05)
     assert totals.meta["measured"]["per_round"] > 3
-    with pytest.raises(FileError, match="plain decoding"):
+    with pytest.raises(FileError, match="without speculation"):
         counts("eagle", plain)
 
 
@@ -225,7 +225,7 @@ def test_rounds_as_csv(tmp_path: Path) -> None:
         ("drafted,accepted\n1,x\n", "line 2: accepted is 'x'"),
         ("drafted,taken\n1,1\n", r"lacks the column\(s\) accepted"),
         ("drafted,accepted,more\n1,1,1\n", "unknown column"),
-        ("drafted,accepted\n0,0\n", "plain decoding"),
+        ("drafted,accepted\n0,0\n", "without speculation"),
         ("drafted,accepted\n", "holds no rounds"),
     ):
         with pytest.raises(FileError, match=message):

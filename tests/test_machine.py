@@ -216,7 +216,7 @@ def test_warnings_name_the_figures_and_the_remedy(capsys: pytest.CaptureFixture[
 
     commands.common.quiet.say_machine(table(state()), state(1.4e-3, off=0.0), "use --remeasure")
     said = capsys.readouterr().err
-    assert "different machines" in said
+    assert "the machine's speed changed" in said
     assert "1 ms during the profile and 1.4 ms during the runs (+40%): use --remeasure" in said
     commands.common.quiet.say_machine(table(state()), state(1.4e-3, off=0.0), None)
     assert capsys.readouterr().err == ""

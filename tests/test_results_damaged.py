@@ -185,7 +185,7 @@ def test_a_text_of_ones_own_is_kept(
     (tmp_path / name).write_text("class Mine: ...\n")
     ran = run(*command, tmp_path / name)
     assert ran.code == 2
-    assert "holds something else than this would write" in ran.err
+    assert "holds something else than this command writes" in ran.err
     assert (tmp_path / name).read_text() == "class Mine: ...\n"
 
 

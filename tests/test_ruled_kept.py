@@ -111,13 +111,13 @@ def test_the_commands_record_price_validate_and_calibrate(run: Run, tmp_path: Pa
     assert (code, len(find_runs(tmp_path))) == (0, 2), said
     first = {file: file.stat().st_mtime_ns for file in find_runs(tmp_path)}
     code, _, said = call(*again, *more, "--policy", "fixed:gamma=2")
-    assert (code, "is finished and kept as it is" in said) == (0, True), said
+    assert (code, "is finished and kept:" in said) == (0, True), said
     assert len(find_runs(tmp_path)) == 3
     assert {file: file.stat().st_mtime_ns for file in first} == first
     damaged = next(file for file in first if "lossy-global" in file.name)
     damaged.with_suffix(".json").unlink()
     code, _, said = call(*again, *more)
-    assert (code, "kept as it is" in said.replace("is complete", "")) == (0, False), said
+    assert (code, "finished and kept:" in said.replace("is complete", "")) == (0, False), said
     read_run(damaged)
 
     for wrong, what in (

@@ -81,8 +81,8 @@ def test_a_cut_output_solves_nothing_and_without_a_number_nothing_is_said() -> N
     assert solves(pair, tokens, "eos", "4") is False
     assert solves(pair, tokens, "length", "72") is False
     assert solves(pair, tokens, "eos", None) is None
-    assert str(Score(20, 3, 0)) == "solves 3 of the 20 prompts that have a number for an answer"
-    assert "; 9 were cut at their token limit" in str(Score(20, 3, 9))
+    assert str(Score(20, 3, 0)) == "solves 3 of the 20 prompts with a numeric answer"
+    assert "; 9 cut at the token limit" in str(Score(20, 3, 9))
 
 
 def test_answers_are_those_of_the_prompts_file_before_those_recorded() -> None:
@@ -146,7 +146,7 @@ def made(tmp_path: Path) -> Made:
 def test_the_commands_say_how_many_prompts_are_solved(run: Run, made: Made, tmp_path: Path) -> None:
     folder = tmp_path / "run"
     said = " ".join(run(*made.options).err.split())
-    line = "the target solves 1 of the 3 prompts that have a number for an answer; 1 were cut"
+    line = "the target solves 1 of the 3 prompts with a numeric answer; 1 cut"
     assert line in said
     trace = read_trace(folder / "trace.parquet")
     assert trace.meta[SOLVED] == [ENDED] == solved_by(bundled.pair(), trace, answers_to(trace))
@@ -202,7 +202,7 @@ def test_a_category_is_decoded_again_beside_the_whole(run: Run, made: Made, tmp_
     assert read_run(part).meta["part"] == "method"
     assert [o.id for o in read_run(whole).outputs] == [CUT, ENDED]
     again = run(*made.options, "--category", "method", *rule)
-    assert "is finished and kept as it is" in " ".join(again.err.split())
+    assert "is finished and kept:" in " ".join(again.err.split())
     # Each is judged on the prompts that it decoded, and in its own category.
     rounds = ("simulate", "--rounds", folder, "--resamples", 5)
     rows = run(*rounds, "--by-category", "--json", "-").rows

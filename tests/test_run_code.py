@@ -79,7 +79,7 @@ def test_code_is_run_when_asked_for_and_shown(
     ran = run(*options, *RULE, "--run-code")
     assert ran.code == 0, ran.err
     said = " ".join(ran.err.split())
-    assert "is finished and kept as it is" in said
+    assert "is finished and kept:" in said
     assert "code passes for 1 of 2 prompts (greedy 1)" in said
     scored = [(o.passed, o.greedy_passed) for o in read_run(file).outputs]
     assert scored == [(False, True), (True, False), (None, None)]

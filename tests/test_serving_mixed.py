@@ -133,7 +133,7 @@ def test_serving_says_which_it_was(latency: LatencyTable, said: int) -> None:
     drafts = table([("draft", "forward", b, 1, c, 1e-3) for b in (1, 8) for c in (0, 100)])
     both = LatencyTable(_joined(latency, drafts))
     row = simulate(bernoulli(0.7, 9, 12, prompt=20), both, Fixed(2), scenario).row()
-    notes = [note for note in guesses([row]) if "less a launch" in note]
+    notes = [note for note in guesses([row]) if "one launch" in note]
     assert len(notes) == said
 
 

@@ -122,7 +122,7 @@ def test_lengths_do_not_go_with_those_of_a_file_or_a_recording(run: Run, tmp_pat
     assert "has the requests' lengths" in ran.err
     ran = run("serve", "--prompt", 8, "--batch", 1)
     assert (ran.code, ran.err.count("\n")) == (2, 1)
-    assert "have lengths of their own" in ran.err
+    assert "have recorded lengths" in ran.err
 
 
 @pytest.mark.usefixtures("nothing_named")

@@ -173,10 +173,10 @@ def test_what_was_guessed_or_missing_is_said(run: Run, tmp_path: Path) -> None:
     asked = ["simulate", "--trace", tmp_path / "t.parquet", "--latency", tmp_path / "l.parquet",
              "--policy", "fixed:gamma=1", "--json", "-"]  # fmt: skip
     ran = run(*asked, "--prefill")
-    assert "outside the measured cells" in ran.err
+    assert "outside the measured sizes" in ran.err
     said = " ".join(ran.err.split())
-    assert "hence free: draft prefill (speedups come out too high); host_round (speedups" in said
-    assert "; target prefill (tokens/s come out too high, and speedups too far from 1" in said
+    assert "counted as 0 s: draft prefill (speedups are too high); host_round (speedups" in said
+    assert "; target prefill (tokens/s are too high, and speedups too far from 1" in said
     assert all(row["outside"] > 0.5 for row in ran.rows)
     assert "prefill" not in run(*asked).err
     assert json.loads(ran.out)["headline"]

@@ -10,6 +10,7 @@ from typing import Any
 import pandas as pd
 import pytest
 
+from commands.common.printed import OFF_TERMINAL
 from commands.validate.recorded import markdown_table
 from profiler.suite.__main__ import main
 from simulator.validation import MEDIAN_BOUND, WORST_BOUND, anchor_drift, bounds
@@ -78,6 +79,7 @@ def test_what_misses_a_bound_says_so(
     ran = run("validate", "--recorded", next(folder.iterdir()))
     assert ran.code == 0
     assert "-66.7%" in ran.out
+    assert max(map(len, ran.out.splitlines())) <= OFF_TERMINAL
     assert "MISSED" in ran.out
 
 

@@ -137,8 +137,8 @@ def test_acceptance_beyond_the_measured_range_is_said(trace: str, tmp_path: Path
         "--jobs", "1", "--out", str(out),
     )  # fmt: skip
     assert "tilt_" in shown  # the heading takes two lines
-    assert "1 of 2 acceptance rates (1e-05) lie outside the measured range of tilting" in beside
-    assert "not known where nothing or everything matches" in beside
+    assert "1 of 2 acceptance rates (1e-05) lie outside the measured range of changes" in beside
+    assert "unknown where no draft or every draft is accepted" in beside
     frame = read_sweep(out)
     assert not np.isinf(frame["tilt_error"]).any()
     assert frame["tilt_error"].isna().tolist() == [True, False]

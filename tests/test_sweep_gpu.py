@@ -71,7 +71,7 @@ def test_gpus_are_an_axis_of_the_grid(files: Path, tmp_path: Path) -> None:
     assert "measured on h200, scaled to h100, rtx-3090: approximate" in result.stderr
     known = published_error(TRUTH)
     assert (
-        f"off by {known.median:.0%} in the median and {known.worst:.0%} at worst against "
+        f"a median error of {known.median:.0%} (worst {known.worst:.0%}) for "
         f"{known.figures} published figures of a100-80gb, h20, rtx-3090, rtx-4090"
     ) in result.stderr
     assert {r["scale_error"] for r in rows if r["scaled"]} == {known.median}

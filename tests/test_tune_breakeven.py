@@ -149,7 +149,7 @@ def test_dictated_runs_are_read_and_another_acceptance_is_put_in(run: Run, tmp_p
 def test_a_plan_draws_nothing(run: Run) -> None:
     ran = run("breakeven", "--plan", "--acceptance", "0.8", "--plot", "surface.png")
     assert ran.code == 2
-    assert "leave out --plot" in ran.err
+    assert "drop --plot" in ran.err
 
 
 def test_a_plan_on_the_command_line(run: Run) -> None:
@@ -157,4 +157,4 @@ def test_a_plan_on_the_command_line(run: Run) -> None:
               "1000,20000", "--k", "1,3", "--json", "-")  # fmt: skip
     assert ran.rows
     assert {"batch", "context", "k", "serve", "bench"} <= set(ran.rows[0])
-    assert "starts of the server" in ran.err
+    assert "server starts" in ran.err

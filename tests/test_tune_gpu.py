@@ -37,7 +37,7 @@ def test_settings_for_another_gpu_say_that_they_are_scaled(
     assert {row["scaled"] for row in there.rows} == {True}
     assert "scaled, not measured" not in here.err
     assert "warning: latencies were scaled, not measured: from h200 to rtx-3090" in there.err
-    assert f"off by {published_error(TRUTH).median:.0%} in the median" in there.err
+    assert f"a median error of {published_error(TRUTH).median:.0%}" in there.err
     assert "measured on h200, scaled to rtx-3090: approximate" in there.err
     for row in there.rows:
         assert row["gain_dear"] <= row["gain_cheap"]
@@ -52,7 +52,7 @@ def test_settings_for_another_gpu_say_that_they_are_scaled(
 @pytest.mark.parametrize(
     ("more", "message"),
     [
-        (("{}/latency.parquet", "--gpu", "h100,a100"), "expected one GPU here: run once for each"),
+        (("{}/latency.parquet", "--gpu", "h100,a100"), "expected one GPU: run the command once"),
         (("{}/latency.parquet", "--gpu", "h2o"), "did you mean 'h20"),
         (("{}/latency.parquet", "--weights", "awk-int4"), "did you mean 'awq-int4'"),
         (("{}/latency.parquet", "--weights", "fp8=target"), "expected FORMAT or target=FORMAT"),
@@ -81,5 +81,5 @@ def test_a_report_for_another_gpu_says_so_and_leaves_out_the_measured_times(
     for gpu, scaled in (("h200", False), ("h100", True)):
         ran = run(*common, "--gpu", gpu, "--out", page)
         assert ran.code == 0, ran.err
-        assert ("were the carrying model off as it was" in page.read_text()) == scaled
+        assert ("if the extrapolation has its past errors" in page.read_text()) == scaled
         assert ("scaled, not measured: from h200 to h100" in page.read_text()) == scaled

@@ -187,7 +187,7 @@ def test_the_command(tmp_path: Path, run: Run) -> None:
     assert "launch: llama-server" in ran.err
     for more, message in (
         (("--batch", "1,8"), "one setting for every batch size, no table of them"),
-        (("--by-context",), "a form of vllm's"),
+        (("--by-context",), "a table of vllm"),
     ):
         refused = run(*given, *more)
         assert refused.code == 2, refused.err

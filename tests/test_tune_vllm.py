@@ -156,7 +156,7 @@ def test_thin_evidence_is_said() -> None:
     assert "only 4 prompts" in said
     assert "batch 256" in said
     assert "no batch between 1 and 256" in said
-    assert "outside the measured cells" in said
+    assert "outside the measured sizes" in said
     assert "vLLM keeps the last K beyond batch 256" in said or tuned.rows[-1]["setting"] == "K=0"
     lone = tune_vllm(iid(0.7, 1, 60), CHEAP, lengths=FEW, draws=50)
     assert any("no interval" in w for w in lone.warnings)
@@ -258,7 +258,7 @@ def test_lengths_that_a_log_never_drafted_are_not_searched(tmp_path: Path) -> No
     log = import_vllm(path).impute(0)
     tuned = tune_vllm(log, LatencyTable.constant(0.0195, 0.0008), draws=50)
     assert [row["setting"] for row in tuned.rows] == ["K=1"]
-    assert any("no draft longer than 1 was seen verified" in w for w in tuned.warnings)
+    assert any("has no verified draft longer than 1" in w for w in tuned.warnings)
     hf = tune_huggingface(log, LatencyTable.constant(0.0195, 0.0008), draws=50)
     assert hf.document is not None
     assert hf.document["num_assistant_tokens"] == 1

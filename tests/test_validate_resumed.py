@@ -152,7 +152,7 @@ def stopped(
         patch.setattr(Checkpoint, "put", interrupted)
         ran = run("validate", "--run", folder, *options)
     assert ran.code == 130
-    assert "the same command goes on" in ran.err
+    assert "the same command continues" in ran.err
     [place] = folder.glob(f"{PLACE}-*")
     return place
 
@@ -182,7 +182,7 @@ def test_a_stopped_check_goes_on_with_the_same_command(
     place = stopped(folder, run, options, monkeypatch)
     opened.clear()
     ran = run("validate", "--run", folder, *options)
-    assert f"goes on with 9 of 18 runs done: remove {place} to start again" in said(ran)
+    assert f"continues after 9 of 18 runs: remove {place} to start again" in said(ran)
     assert len(ran.rows) == 3
     for row in ran.rows:
         assert row["rounds_differ"] == row.get("texts_diverged", 0) == 0
@@ -202,7 +202,7 @@ def test_a_stopped_check_of_batches_goes_on(
     options = ("--batch", 1, *policies, "--repeats", 2, "--json", "-")
     place = stopped(folder, run, options, monkeypatch)
     ran = run("validate", "--run", folder, *options)
-    assert f"goes on with 9 of 12 runs done: remove {place} to start again" in said(ran)
+    assert f"continues after 9 of 12 runs: remove {place} to start again" in said(ran)
     assert [row["rounds_differ"] for row in ran.rows] == [0, 0, 0]
     times = read_measured(folder / "measured_batches.parquet").times
     assert len(times) == 12
@@ -219,9 +219,9 @@ def test_another_check_begins_anew_and_leaves_the_unfinished_one(
         ran = run("validate", "--run", folder, *options, *other)
         assert ran.code == 0
         assert f"{place} keeps the runs of an unfinished check" in said(ran)
-        assert "this check starts from nothing" in said(ran)
+        assert "this check starts from the beginning" in said(ran)
         assert list(folder.glob(f"{PLACE}-*")) == [place]
-    assert "goes on with 6 of 8 runs done" in said(run("validate", "--run", folder, *options))
+    assert "continues after 6 of 8 runs" in said(run("validate", "--run", folder, *options))
     assert not list(folder.glob(f"{PLACE}-*"))
 
 
@@ -242,9 +242,9 @@ def test_a_policys_own_file_that_changed_since_is_another_check(
     own.write_text(code.format(3))
     # What was compiled of a file as long, written in the same second, is not taken for this one.
     os.utime(own, ns=(written.st_atime_ns, written.st_mtime_ns))
-    assert "starts from nothing" in said(run("validate", "--run", folder, *options))
+    assert "starts from the beginning" in said(run("validate", "--run", folder, *options))
     own.write_text(code.format(2))
-    assert "goes on with 6 of 8 runs done" in said(run("validate", "--run", folder, *options))
+    assert "continues after 6 of 8 runs" in said(run("validate", "--run", folder, *options))
 
 
 def test_runs_of_another_version_are_another_check(
@@ -254,8 +254,8 @@ def test_runs_of_another_version_are_another_check(
     stopped(folder, run, options, monkeypatch)
     with monkeypatch.context() as patch:
         patch.setattr("profiler.checks.unfinished.version", lambda: "another")
-        assert "starts from nothing" in said(run("validate", "--run", folder, *options))
-    assert "goes on with 6 of 8 runs done" in said(run("validate", "--run", folder, *options))
+        assert "starts from the beginning" in said(run("validate", "--run", folder, *options))
+    assert "continues after 6 of 8 runs" in said(run("validate", "--run", folder, *options))
 
 
 @pytest.mark.parametrize("more", [(), ("--source", "pld")], ids=["draft model", "source"])

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ast
 import io
+import json
 import re
 import tokenize
 from collections.abc import Iterator
@@ -49,6 +50,8 @@ OF_PAGES = {
 """Private words that pages do not use either; `docs/terms.md` has the words that they use."""
 OPENINGS = re.compile(r"(?:Of|What|Whether|So|Those|Who|Whose|Whom)\b")
 """Words that no docstring begins with: a verb in the imperative or a noun does."""
+PARTS = re.compile(r"(?:\n *\n|:\n) *(?=((?:Of|What|Whether|Who|Whose|Whom|How many)\b))")
+"""Words that no later paragraph of a docstring begins with, nor what it says of a parameter."""
 
 NO_VERB = re.compile(
     r"(?:The|An?|One|All|Every|Both|Its?|Each|As|In|Per|How|Where|By|Another|[A-Z][a-z]+[^\Ws]s|"
@@ -92,8 +95,17 @@ def of_python(path: Path) -> Iterator[str]:
         # A string by itself is a docstring: of a module, a class, a function or an attribute.
         if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):
             said = node.value.value
-            if isinstance(said, str) and (opening := OPENINGS.match(said.lstrip())):
-                yield f"{path.relative_to(ROOT)}:{node.lineno}: begins with {opening[0]!r}"
+            if not isinstance(said, str):
+                continue
+            begins = [OPENINGS.match(said.lstrip()), *PARTS.finditer(said)]
+            for opening in filter(None, begins):
+                line = node.lineno + said[: opening.end()].count("\n")
+                word = opening[opening.lastindex or 0]
+                yield f"{path.relative_to(ROOT)}:{line}: begins with {word!r}"
+        if isinstance(node, ast.keyword) and node.arg == "help":  # of an option
+            said = node.value.value if isinstance(node.value, ast.Constant) else ""
+            if opening := OPENINGS.match(str(said)):
+                yield f"{path.relative_to(ROOT)}:{node.lineno}: help begins with {opening[0]!r}"
     for token in tokenize.generate_tokens(io.StringIO(text).readline):
         if token.type == tokenize.COMMENT:
             for word in IN_CODE.finditer(token.string):
@@ -109,15 +121,27 @@ def of_page(path: Path) -> Iterator[str]:
         yield f"{path.relative_to(ROOT)}:{text[: word.start()].count(chr(10)) + 1}: {word[0]}"
 
 
+def of_notebook(path: Path) -> Iterator[str]:
+    """Each ruled-out word of a notebook's text, with its cell."""
+    for number, cell in enumerate(json.loads(path.read_text(encoding="utf-8"))["cells"], 1):
+        if cell["cell_type"] == "markdown":
+            for word in IN_PAGES.finditer(re.sub(r"`[^`\n]+`", "", "".join(cell["source"]))):
+                yield f"{path.relative_to(ROOT)}, cell {number}: {word[0]}"
+
+
+READERS = {".py": of_python, ".md": of_page, ".ipynb": of_notebook}
+"""Functions that look for words in a file, by suffix."""
+
+
 def found_in(folder: str) -> list[str]:
     """Every finding of a top folder, or of the files next to them where it is ``.``."""
     root = ROOT / folder
     files = sorted(root.glob("*") if folder == "." else root.rglob("*"))
-    files = [p for p in files if p.suffix in (".py", ".md") and p != Path(__file__).resolve()]
-    return [f for p in files for f in (of_python(p) if p.suffix == ".py" else of_page(p))]
+    files = [p for p in files if p.suffix in READERS and p != Path(__file__).resolve()]
+    return [f for p in files for f in READERS[p.suffix](p)]
 
 
-@pytest.mark.parametrize("folder", [*FOLDERS, "."])
+@pytest.mark.parametrize("folder", [*FOLDERS, "notebooks", "."])
 def test_ruled_out_words_only_become_fewer(folder: str) -> None:
     found = found_in(folder)
     most = LEFT.get(folder, 0)

@@ -1,19 +1,19 @@
-"""How quiet a machine was while something was measured on it: the figures, and what they say.
+"""How quiet a machine was during a measurement: figures, and their meaning.
 
-A state is a table with these keys, kept in the metadata of what was measured (``machine``):
+A state is a table with these keys, stored in the metadata of the measurement (``machine``):
 
 ==================  ======================================================================
 runs                timed runs (or blocks of passes)
-disturbed           of these, disturbed when they were first made
-repeated            runs made again because of that, within a budget
+disturbed           runs that were disturbed at their first attempt
+repeated            runs repeated because of that, within a budget
 off                 share of the kept runs' seconds that they had no processor
 steal               share of the processors' time that the hypervisor gave to others
 others              processors kept busy by other work, on average
-reference_s         median seconds of a fixed piece of work, done every now and then
+reference_s         median seconds of a fixed amount of work, repeated at intervals
 reference_spread_s  half its interquartile range
 ==================  ======================================================================
 
-What a platform does not tell is None, and says nothing.
+A figure that the platform does not provide is None.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ def describe(state: State | None) -> str:
         words.append(f"{off:.1%} of the time without a processor")
     if runs := _number(state, "runs"):
         disturbed, repeated = (int(_number(state, k) or 0) for k in ("disturbed", "repeated"))
-        words.append(f"{disturbed} of {runs:.0f} runs disturbed, {repeated} made again")
+        words.append(f"{disturbed} of {runs:.0f} runs disturbed, {repeated} repeated")
     if (others := _number(state, "others")) is not None:
         words.append(f"other work on {others:.1f} processors")
     if steal := _number(state, "steal"):

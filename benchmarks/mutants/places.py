@@ -132,7 +132,7 @@ def binary_operators(text: str) -> list[Span]:
 def statement(text: str, line: int) -> range:
     """Return lines of the innermost statement at `line`; of a compound one, its head.
 
-    What stands in the head of a function, a default or a decorator, is the body's.
+    A place in the head of a function, a default or a decorator, belongs to the body.
     """
     best = range(line, line + 1)
     least = float("inf")

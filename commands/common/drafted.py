@@ -59,8 +59,8 @@ def load_recording(
         else:
             if sizes:
                 raise DraftsimError(
-                    f"the requests of {name} have lengths of their own: --prompt and --output go "
-                    "with --acceptance, or with --policy autoregressive at a named --latency"
+                    f"the requests of {name} have recorded lengths: --prompt and --output need "
+                    "--acceptance, or --policy autoregressive and a named --latency"
                 )
             named, outputs = name, find_trace(name)
             option = name.option if isinstance(name, Defaulted) else None
@@ -131,7 +131,7 @@ def carried(
     if not wanted and not forms:
         return dict(tables)
     if len(wanted) > 1:
-        raise DraftsimError(f"--gpu is {gpu!r}, expected one GPU here: run once for each")
+        raise DraftsimError(f"--gpu is {gpu!r}, expected one GPU: run the command once for each")
     from simulator.whatif.sweep.prices import Prices
 
     prices = Prices(latencies=tables, gpus=wanted, weights=forms)

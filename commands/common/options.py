@@ -69,9 +69,8 @@ DraftedOption = Annotated[
     str | None,
     typer.Option(
         "--source", metavar="S",
-        help="Draft with this source, recorded by start: eagle:model=NAME, medusa, blockwise, "
-        "specdec, layer-skip, or draft-model. Default: the drafter that the latencies were "
-        "measured with.",
+        help="Draft with this recorded source: eagle:model=NAME, medusa, blockwise, specdec, "
+        "layer-skip, or draft-model. Default: the drafter that the latencies were measured with.",
     ),
 ]  # fmt: skip
 SourceOption = Annotated[
@@ -86,39 +85,39 @@ AssumeOption = Annotated[
     bool,
     typer.Option(
         "--assume-batch-free",
-        help="Where the latencies know one batch size: take every other to cost the same.",
+        help="If the latencies hold one batch size: assume that every other costs the same.",
     ),
 ]
 AlwaysOption = Annotated[
     int | None,
     typer.Option(
         "--always-draft", metavar="K", min=1,
-        help="Draft passes that the engine runs in every round, whatever is drafted or verified: "
-        "1 where it calls the drafter every round, all slots where it fills them.",
+        help="Draft passes that the engine runs in every round, even without drafts: 1 if it calls "
+        "the drafter every round, all slots if it always fills them.",
     ),
 ]  # fmt: skip
 OnePassOption = Annotated[
     bool,
     typer.Option(
         "--one-pass",
-        help="The drafter drafts all tokens of a round in one pass: --latency's draft pass is paid "
-        "once a round, whatever the draft length.",
+        help="The drafter drafts all tokens of a round in one pass: a round costs one draft pass "
+        "of --latency, whatever the draft length.",
     ),
 ]
 GpuOption = Annotated[
     str | None,
     typer.Option(
         "--gpu", metavar="NAME",
-        help="GPU to carry latencies measured on another over to, approximately: see "
-        "`draftsim list --devices`. For `sweep`, several with commas between.",
+        help="Extrapolate latencies measured on another GPU to this one, approximately (`draftsim "
+        "list --devices`). `sweep` takes several, separated by commas.",
     ),
 ]  # fmt: skip
 WeightsOption = Annotated[
     str | None,
     typer.Option(
         "--weights", metavar="FORMAT",
-        help="Carry latencies over to weights kept in this format, approximately: awq-int4, fp8, "
-        "... for both models, or target=...,draft=... (`draftsim list --weight-formats`).",
+        help="Extrapolate latencies to weights in this format, approximately: awq-int4, fp8, ... "
+        "for both models, or target=...,draft=... (`draftsim list --weight-formats`).",
     ),
 ]  # fmt: skip
 PolicyOption = Annotated[
@@ -133,14 +132,15 @@ VerifyOption = Annotated[
     str | None,
     typer.Option(
         "--verify", metavar="RULE",
-        help="Verify rule, name[:key=value,...]; lossless where none is named.",
+        help="Verification rule, name[:key=value,...] (`draftsim list --rules`). Default: "
+        "lossless.",
     ),
 ]  # fmt: skip
 MemoryOption = Annotated[
     Path | None,
     typer.Option(
         "--memory", metavar="FILE",
-        help="Correction memory of `draftsim calibrate-memory`, for csd.",
+        help="With --verify csd: the file that `draftsim calibrate-memory` wrote.",
     ),
 ]  # fmt: skip
 TrustOption = Annotated[
@@ -262,15 +262,14 @@ class Graphs:
         str | None,
         typer.Option(
             metavar="N,...",
-            help="Tokens that the engine captures CUDA graphs for: a pass costs what the next "
-            "captured size costs. Default: vLLM's list for composed latencies, as measured for "
-            "others.",
+            help="Sizes, in tokens, of the engine's CUDA graphs: a pass costs as much as the next "
+            "captured size. Default: vLLM's list if latencies are composed, else as measured.",
         ),
     ] = None
     cudagraph_mode: Annotated[
         str | None,
         typer.Option(
-            metavar="MODE", help="FULL (default), PIECEWISE or NONE, of composed latencies."
+            metavar="MODE", help="FULL (default), PIECEWISE or NONE, for composed latencies."
         ),
     ] = None
 
@@ -297,37 +296,37 @@ class Engine(Graphs):
         int | None,
         typer.Option(
             show_default="the measured engine's, else 64",
-            help="Requests running at a time in an engine, where no batch size is given: "
-            "max_num_seqs.",
+            help="Most requests that an engine runs at a time, if no --batch is given "
+            "(max_num_seqs).",
         ),
     ] = None
     token_budget: Annotated[
         int | None,
         typer.Option(
             show_default="the measured engine's, else 8192",
-            help="Tokens of one iteration: max_num_batched_tokens.",
+            help="Most tokens in a step (max_num_batched_tokens).",
         ),
     ] = None
     kv_blocks: Annotated[
         str | None,
         typer.Option(
             metavar="N",
-            help="Cache blocks of 16 tokens (num_gpu_blocks), or auto[:UTILISATION] for those that "
-            "fit a composed table's GPU next to the weights; default: no limit.",
+            help="KV-cache blocks of 16 tokens (num_gpu_blocks), or auto[:UTILISATION] for those "
+            "that fit next to the weights on a composed table's GPU. Default: no limit.",
         ),
     ] = None
     async_scheduling: Annotated[
         bool,
         typer.Option(
             "--async-scheduling",
-            help="Plan an iteration while the one before it runs, as recent vLLM does by default.",
+            help="Plan a step while the one before it runs, as recent vLLM does by default.",
         ),
     ] = False
     router: Annotated[
         str | None,
         typer.Option(
-            help="Who takes a request: random, round-robin (default), least-requests or "
-            "least-tokens."
+            help="How a request is assigned to a replica: random, round-robin (default), "
+            "least-requests or least-tokens."
         ),
     ] = None
 

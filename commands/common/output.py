@@ -194,14 +194,14 @@ def said_free(unpriced: Iterable[str]) -> list[str]:
     names = sorted(set(unpriced))
     apart = {name: way for name, way in ERRS.items() if name in names}
     drafting = [name for name in names if name not in apart]
-    said = [f"{', '.join(drafting)} (speedups come out too high)"] if drafting else []
+    said = [f"{', '.join(drafting)} (speedups are too high)"] if drafting else []
     said += [f"{name} ({way})" for name, way in apart.items()]
-    return [f"not in the latency table, hence free: {'; '.join(said)}"] if said else []
+    return [f"not in the latency table, counted as 0 s: {'; '.join(said)}"] if said else []
 
 
 ERRS = {
-    "host_round": "speedups come out too low, unless the passes hold the host's time",
-    "target prefill": "tokens/s come out too high, and speedups too far from 1 for long prompts",
+    "host_round": "speedups are too low, unless the passes include the host's time",
+    "target prefill": "tokens/s are too high, and speedups too far from 1 for long prompts",
 }
 """How results err if a part that plain decoding has, too, costs nothing."""
 
@@ -210,8 +210,8 @@ def say_unjudged(latency: LatencyTable) -> None:
     """Note where the table has no time for the verdicts of lossy rules."""
     if not latency.is_constant and not latency.has("target", "judge"):
         note(
-            "the latencies hold no time for judging under a lossy rule: it is not included in "
-            "what is predicted; measure it with `draftsim profile --latency-only`"
+            "the latencies hold no time for judging drafts under a lossy rule, so predictions "
+            "leave it out; measure it with `draftsim profile --latency-only`"
         )
 
 

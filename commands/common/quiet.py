@@ -46,11 +46,11 @@ def say_machine(latency: LatencyTable, state: State, remedy: str | None) -> None
         words = describe(state) if remedy is None else f"{describe(state)}: {remedy}"
         note(f"warning: the machine was disturbed during the real runs: {words}")
     elif int(state.get("disturbed") or 0):
-        note(f"the machine was quiet, disturbed runs made again or left out: {describe(state)}")
+        note(f"the machine was quiet; disturbed runs were repeated or left out: {describe(state)}")
     before = machine_of(latency.meta)
     if remedy is not None and before is not None and differ(before, state):
         note(
-            "warning: profile and real runs saw different machines: the same piece of work took "
+            "warning: the machine's speed changed: a fixed amount of work took "
             f"{1e3 * before['reference_s']:.3g} ms during the profile and "
             f"{1e3 * state['reference_s']:.3g} ms during the runs "
             f"({slowdown(before, state):+.0%}): {remedy}"
@@ -83,26 +83,26 @@ def say_texts(rows: Sequence[Mapping[Any, Any]]) -> None:
     if drafts := sum(row.get("drafts_diverged") or 0 for row in rows):
         note(
             f"{drafts} {'draft' if drafts == 1 else 'drafts'} diverged at a near-tie of the draft "
-            "model: from there on the rounds of those requests are not compared"
+            "model; later rounds of those requests are not compared"
         )
     if not found:
         return
     named = "; ".join(f"{one} under {text}" for one, text in found[:NAMED])
     rest = f"; {len(found) - NAMED} more" if len(found) > NAMED else ""
     note(f"{len(found)} {'text' if len(found) == 1 else 'texts'} diverged: {named}{rest}")
-    note(f"from there on their rounds are not compared; {_left_out(rows)}")
+    note(f"their later rounds are not compared; {_left_out(rows)}")
     if faults := sum(one.near_tie is False for one, _ in found):
         note(
             f"warning: {faults} of them diverged where the recorded logits are no near-tie, which "
-            "rounding does not explain: see whether a profile with --dtype float32 diverges too"
+            "rounding does not explain: profile with --dtype float32 and compare again"
         )
 
 
 def _left_out(rows: Sequence[Mapping[Any, Any]]) -> str:
     if "load" in rows[0]:
         return (
-            "nor are iterations of the load (iterations_after counts them); requests_left_out are "
-            "in no mean latency"
+            "nor are later steps of the load (iterations_after counts them); mean latencies leave "
+            "these requests out (requests_left_out)"
         )
     out = max(row["requests_left_out"] for row in rows if _listed(row, "diverged"))
     if not out:

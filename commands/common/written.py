@@ -35,7 +35,8 @@ def check_place(path: Path, begins: Sequence[bytes] = (), recording: bool = Fals
         raise FileError(f"{path}: cannot be written ({reason}): choose another place for it")
     if begins and not _begins(path, begins):
         raise FileError(
-            f"{path}: holds something else than this would write: name another file, or remove it"
+            f"{path}: holds something else than this command writes: name another file, or remove "
+            "it"
         )
     if not recording:
         check_no_recording(path)

@@ -37,13 +37,13 @@ def run_apart(
 def say_defaults(rows: Sequence[Mapping[str, Any]], apart: Apart, gain: str = "speedup") -> None:
     """Say both speedups of the fastest policy of every load, and what the defaults are."""
     on = [name for name, value in apart.settings.items() if value]
-    note(f"the engine's defaults: {', '.join(on) or 'none of the three'} on, no speculation")
+    note(f"the engine's defaults: no speculation, {', '.join(on) or 'none of the three'} on")
     for load in dict.fromkeys(row["load"] for row in rows):
         best = max((r for r in rows if r["load"] == load), key=lambda r: float(r["throughput"]))
         note(
-            f"{load}: {best['policy']} is at {best[gain]:.2f}x the same engine with drafts off "
-            f"(a drafter of its own still runs), {best['speedup_defaults']:.2f}x the engine with "
-            "its defaults and no drafter"
+            f"{load}: {best['policy']} has {best[gain]:.2f}x over the same engine with drafts off "
+            f"(whose drafter still runs), {best['speedup_defaults']:.2f}x over the engine with its "
+            "defaults and no drafter"
         )
 
 

@@ -53,8 +53,8 @@ def engine_check(
     With ``defaults`` an engine with its own settings serves the loads too; with ``synthetic``
     nothing but the engine's synthetic acceptance is run (`commands.engine.apart`).
 
-    What is accepted are the drafts of `source`, recorded along the trace; by default those of the
-    drafter that the engine was measured with.
+    The drafts of `source`, recorded along the trace, decide what is accepted; by default those of
+    the drafter that the engine was measured with.
     With `remeasure` the table is measured once more between the runs, predicts instead of the
     profile's own, and is kept with it (`CHECKED`).  With ``http`` the engine runs in its HTTP
     server (`commands.engine.http`).  The runs of a stopped check are kept in the run folder; the
@@ -194,12 +194,12 @@ def texts_of(
     from profiler.recording.checkpoint import once
 
     if kept is not None and TEXTS in kept.names():
-        note("some of the engine's own outputs again, to warm up")
+        note("decoding some of the engine's outputs again, to warm up")
         some = itertools.islice(prompts.items(), engine.options.max_batch)
         own_texts(engine, trace, dict(some))
 
     def decoded() -> dict[int, list[int]]:
-        note(f"the engine's own {len(prompts)} outputs")
+        note(f"decoding {len(prompts)} outputs in the engine, as reference")
         with working("decoding them"):
             return own_texts(engine, trace, prompts)
 
@@ -329,10 +329,12 @@ def arms(
                 if latency is None:
                     raise DraftsimError(
                         f"{text} is fitted to a recording, which a server's processes do not have: "
-                        "leave out --http"
+                        "drop --http, or this policy"
                     )
                 if not is_default(made):
-                    raise DraftsimError(f"{text}: it is fitted here, so only gamma_max can be set")
+                    raise DraftsimError(
+                        f"{text}: this command fits it, so only gamma_max can be set"
+                    )
                 made = fitted(trace, latency, made.gamma_max)
             chosen[text] = made
         except ValueError as reason:
@@ -342,7 +344,7 @@ def arms(
             note(said_cut(text, chosen[text].longest, whose))
         if (own := lookahead_of(chosen[text], trace)) > longest:
             raise DraftsimError(
-                f"{text} drafts up to {own} tokens, the engine was measured up to {longest}: "
+                f"{text} drafts up to {own} tokens, and the engine was measured up to {longest}: "
                 f"profile it with --engine-longest {own}"
             )
     return chosen

@@ -86,7 +86,7 @@ def _measured(
     from profiler.recording.checkpoint import once
     from traces.store.engine_runs import ServedRun
 
-    note("the engine's own outputs")
+    note("decoding outputs in the server, as reference")
     during_runs = kept.within("during_runs")
     clients.learn(work.sequences, work.seed, during_runs)
     controls: dict[int, list[ServedRun]] = {}
@@ -95,7 +95,7 @@ def _measured(
         for size in sizes:
 
             def control(size: int = size) -> dict[str, Any]:
-                note(f"control: plain decoding, closed:{size}")
+                note(f"control run without speculation, closed:{size}")
                 return clients.control(size).written()
 
             found = once(during_runs, f"{when}-{size}", control)
@@ -127,7 +127,7 @@ def _write_share(table: LatencyTable, path: Path) -> None:
         write_latency(table, path)
         note(f"wrote {path}: `draftsim serve --latency` prices the server with it")
     except FileError as error:
-        note(f"the server's share is not kept: {error}")
+        note(f"the server's share of the time could not be written: {error}")
 
 
 def say_shares(rows: Sequence[Mapping[str, Any]]) -> None:
@@ -137,6 +137,6 @@ def say_shares(rows: Sequence[Mapping[str, Any]]) -> None:
         low, high = min(r["share"] for r in own), max(r["share"] for r in own)
         told = [r["share_predicted"] for r in own]
         note(
-            f"{load}: server, streaming and its loop take {low:.1%} to {high:.1%} of the requests' "
-            f"time, predicted {min(told):.1%} to {max(told):.1%}"
+            f"{load}: the server and streaming take {low:.1%} to {high:.1%} of the requests' time "
+            f"(predicted {min(told):.1%} to {max(told):.1%})"
         )

@@ -20,9 +20,8 @@ DefaultsOption = Annotated[
     bool,
     typer.Option(
         "--defaults",
-        help="Of the real engine: also serve the loads without speculation in one with vLLM's own "
-        "defaults (asynchronous scheduling, graphs, prefix caching) and no drafter, and print the "
-        "speedup over it.",
+        help="Also serve the loads in an engine with vLLM's own defaults (asynchronous scheduling, "
+        "graphs, prefix caching) and no drafter, and print the speedup over it.",
     ),
 ]
 
@@ -37,17 +36,16 @@ class MeasuredEngine:
         str | None,
         typer.Option(
             metavar="NAME",
-            help="Instead, measure what an iteration of a serving engine costs (vllm), in the "
-            "engine's own environment (`make vllm`); without --draft or --eagle, drafts come from "
-            "a proposer of ours, which runs no passes.",
+            help="Instead, measure what a step of a serving engine costs (vllm). Run it in the "
+            "engine's environment (`make vllm`). Without --draft or --eagle, drafts come from a "
+            "proposer of draftsim, which runs no passes.",
         ),
     ] = None
     engine_eagle: Annotated[
         str | None,
         typer.Option(
             "--eagle", metavar="DIR",
-            help="An EAGLE or EAGLE-3 head that the engine itself drafts with; --draft is a draft "
-            "model of its own.",
+            help="EAGLE or EAGLE-3 head that the engine drafts with; --draft names a draft model.",
         ),
     ] = None  # fmt: skip
     engine_longest: Annotated[
@@ -61,21 +59,21 @@ class MeasuredEngine:
     ] = 2048
     async_scheduling: Annotated[
         bool,
-        typer.Option("--async-scheduling", help="Schedule the next iteration during this one."),
+        typer.Option("--async-scheduling", help="Schedule the next step during this one."),
     ] = False
     cuda_graphs: Annotated[
-        bool, typer.Option("--cuda-graphs", help="Run captured graphs, not eagerly.")
+        bool, typer.Option("--cuda-graphs", help="Run captured CUDA graphs.")
     ] = False
     prefix_caching: Annotated[
-        bool, typer.Option("--prefix-caching", help="Keep the cache of known prompts.")
+        bool, typer.Option("--prefix-caching", help="Reuse the cache of shared prefixes.")
     ] = False
     defaults: DefaultsOption = False
     minutes: Annotated[
         float,
         typer.Option(
             min=0,
-            help="What was disturbed is measured again, and points are added, as long as this is "
-            "not over.",
+            help="Time to measure: disturbed cells are repeated and points are added until it is "
+            "over.",
         ),
     ] = 10.0
 
@@ -98,8 +96,8 @@ class MeasuredEngine:
         """Raise DraftsimError if an engine's settings are given, and no engine."""
         if self.async_scheduling or self.cuda_graphs or self.prefix_caching or self.defaults:
             raise DraftsimError(
-                "--async-scheduling, --cuda-graphs, --prefix-caching and --defaults are of "
-                "--engine: add --engine vllm"
+                "--async-scheduling, --cuda-graphs, --prefix-caching and --defaults need --engine: "
+                "add --engine vllm"
             )
 
 
@@ -113,16 +111,16 @@ class CheckedEngine:
         str | None,
         typer.Option(
             metavar="NAME",
-            help="Instead, serve the same requests in a real engine (vllm) and in the simulator; "
-            "--run is of `draftsim profile --engine`, in whose environment this runs.",
+            help="Instead, serve the same requests in a real engine (vllm) and in the simulator. "
+            "--run is a folder of `draftsim profile --engine`; run this in the same environment.",
         ),
     ] = None
     http: Annotated[
         bool,
         typer.Option(
             "--http",
-            help="Send the requests to the engine's real server instead, and say what server, "
-            "streaming and its loop add.",
+            help="Send the requests to the engine's HTTP server, and print what server and "
+            "streaming add.",
         ),
     ] = False
     defaults: DefaultsOption = False
@@ -137,7 +135,7 @@ class CheckedEngine:
     trace: Annotated[
         str,
         typer.Option(
-            metavar="T", help="The acceptance that drafts are given.", envvar=TRACE_VARIABLE,
+            metavar="T", help="Recording that decides what is accepted.", envvar=TRACE_VARIABLE,
             show_default=DEFAULT_TRACE, callback=as_named,
         ),
     ] = DEFAULT_TRACE  # fmt: skip
@@ -159,8 +157,8 @@ class CheckedEngine:
             "lengths are the recording's.",
         ),
     ] = None
-    requests: Annotated[int, typer.Option(min=1, help="Requests of every load.")] = 40
-    seed: Annotated[int, typer.Option(help="Of arrivals and prompts.")] = 0
+    requests: Annotated[int, typer.Option(min=1, help="Requests in every load.")] = 40
+    seed: Annotated[int, typer.Option(help="Seed of arrivals and prompts.")] = 0
 
     def check(self, policy: list[str] | None, remeasure: bool) -> None:
         """Raise DraftsimError if an option belongs to another one that is missing or excludes it.
@@ -168,20 +166,21 @@ class CheckedEngine:
         ``policy`` and ``remeasure`` are those options of `validate`.
         """
         if self.http and self.engine is None:
-            raise DraftsimError("--http is of --engine: add --engine vllm")
+            raise DraftsimError("--http needs --engine: add --engine vllm")
         if self.engine is None and (self.defaults or self.synthetic is not None):
-            raise DraftsimError("--defaults and --synthetic are of --engine: add --engine vllm")
+            raise DraftsimError("--defaults and --synthetic need --engine: add --engine vllm")
         if self.synthetic is not None and (self.http or remeasure or self.defaults or policy):
             raise DraftsimError(
-                "--synthetic runs vLLM's own acceptance alone: drop --http, --remeasure, "
+                "--synthetic compares vLLM's synthetic acceptance alone: drop --http, --remeasure, "
                 "--defaults and --policy"
             )
         if self.http and self.defaults:
-            raise DraftsimError("--defaults serves without a server: drop --http")
+            raise DraftsimError(
+                "--defaults runs the engine without a server: drop --http or --defaults"
+            )
         if self.http and remeasure:
             raise DraftsimError(
-                "--http measures with loops of its own how slow the engine is in its server: drop "
-                "--remeasure, which steps an engine by hand"
+                "--http measures the engine's speed by control runs of its own: drop --remeasure"
             )
 
 

@@ -34,7 +34,7 @@ def profile_engine(
 ) -> None:
     """Measure the engine, and write ``latency.parquet`` into the run folder.
 
-    What is not needed for a table is measured only as long as there are `minutes` left.  With
+    Cells that a table does not need are measured only while there are `minutes` left.  With
     `defaults` an engine with its own settings and no drafter decodes too (`default_speeds`); its
     tokens/s, and those that the table predicts without drafts, are in the table's metadata.
     """
@@ -64,8 +64,8 @@ def profile_engine(
     note(f"wrote {out / 'latency.parquet'}: {len(table.cells)} cells{worst}")
     if measured.left_out:
         note(
-            f"{measured.left_out} more visits to cells (again, where disturbed, or between others) "
-            f"did not fit into {minutes:g} minutes: --minutes gives more"
+            f"{measured.left_out} further measurements (repeats of disturbed cells, and cells "
+            f"between others) did not fit into {minutes:g} minutes: raise --minutes"
         )
 
 
@@ -131,6 +131,6 @@ def say_slow_dtype(meta: Mapping[str, Any]) -> None:
         return
     if not any(known for name, known in torch.cpu.get_capabilities().items() if "bf16" in name):
         note(
-            "warning: this processor has no bfloat16 instructions, and takes several times as long "
-            "as for float32: --dtype float32 measures, and serves, what it is good at"
+            "warning: this processor has no bfloat16 instructions, so bfloat16 takes several times "
+            "as long as float32: use --dtype float32"
         )

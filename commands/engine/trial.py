@@ -105,8 +105,8 @@ def tried(
             row[key.replace("speedup", "gain")] = row.pop(key)
     if not getattr(engine, "knows_batch_tables", True):
         note(
-            "this vLLM does not read num_speculative_tokens_per_batch_size: the proposer follows "
-            "the table by itself, a draft model of vLLM's own cannot"
+            "this vLLM does not read num_speculative_tokens_per_batch_size: draftsim's proposer "
+            "follows the table, and vLLM's own drafter cannot"
         )
     return rows
 
@@ -122,12 +122,14 @@ def say_tried(rows: Sequence[Mapping[str, Any]], tuned: Tuned, latency: LatencyT
         at = {row["policy"]: row["gain"] for row in rows if row["load"] == load}
         own = at.pop(TUNED, at[NO_SPECULATION])
         best = max(at, key=lambda name: at[name])
-        note(f"{load}: {own:.2f}x as found; the best set by hand is {best} at {at[best]:.2f}x")
+        note(
+            f"{load}: the setting has {own:.2f}x; the best alternative is {best} with "
+            f"{at[best]:.2f}x"
+        )
     if not latency.meta["engine"].get("own_drafter"):
         note(
-            "the recorded drafts were forced through a proposer: passes of a draft model or head "
-            "of vLLM's own come on top, in the engine as in these latencies (measure with --draft "
-            "or --eagle, and both are in)"
+            "the recorded drafts came from a proposer, so neither the engine nor these latencies "
+            "include a drafter's passes: to include them, profile with --draft or --eagle"
         )
     line = launch_line(ENGINE, tuned.document, target=latency.meta["target"])
     if tuned.document is not None:

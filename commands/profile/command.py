@@ -84,7 +84,7 @@ def profile(
     threads: Annotated[
         int, typer.Option(min=1, help="CPU threads; 1 gives the steadiest times.")
     ] = 1,
-    seed: Annotated[int, typer.Option(help="Of sampled outputs.")] = 0,
+    seed: Annotated[int, typer.Option(help="Seed of sampled outputs.")] = 0,
     record_batch: Annotated[
         int,
         typer.Option(

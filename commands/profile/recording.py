@@ -91,7 +91,7 @@ def run_profile(recording: RecordingJob, force: bool = False) -> None:
             profile_latency(pair, settings, out, progress)
     trace = read_trace(out / "trace.parquet")
     if timed and len(kept) == len(stages):
-        note(f"{out} is finished and kept as it is: --force records it again")
+        note(f"{out} is finished and kept: --force records it again")
     else:
         spent = trace.meta["recording_s"]
         took = (
@@ -171,7 +171,7 @@ def add_signals(info: RunInfo, out: Path) -> None:
         trace = read_trace(path)
         check_together({str(path): trace.meta, "the pair": pair.meta})
         if not (columns := lacking(trace)):
-            note(f"{path} has all draft signals: it is kept as it is")
+            note(f"{path} has all draft signals already")
             continue
         with progress_bar() as progress:
             task = progress.add_task("adding signals", total=len(trace.requests))
@@ -194,7 +194,7 @@ def say_complete(out: Path, asked: Sequence[str]) -> None:
     besides = f" (it also holds {', '.join(sorted(found))})" if found else ""
     note(
         f"{out} is complete: its trace of {prompts(len(trace.requests))} and its latencies are "
-        f"kept{besides}; recorded now, where it is not there yet: {', '.join(asked)}"
+        f"kept{besides}; recording what is missing of: {', '.join(asked)}"
     )
 
 

@@ -189,7 +189,7 @@ def _is_kept(out: Path, arm: Arm, trace: Trace) -> bool:
         except FileError:
             continue  # damaged: decoded again
         if find_run([run], arm.policy, arm.rule, trace) is not None:
-            note(f"{file} is finished and kept as it is: delete it to decode again")
+            note(f"{file} is finished and kept: delete it to decode again")
             return True
     return False
 

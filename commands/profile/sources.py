@@ -119,8 +119,8 @@ def recorded_drafters(recordings: Recordings) -> list[Source]:
 def profile_drafters(pair: Pair, out: Path, sources: Sequence[OnFeatures], *, repeats: int) -> None:
     """Record what `sources` draft along the traces in `out`, and measure their passes.
 
-    What the folder already holds of these traces and weights is kept, wherever the weights lie by
-    now; other drafters that it holds are left as they are.
+    Recordings of these traces and weights that the folder holds are kept, even if the weights were
+    moved; other drafters in it stay as they are.
     """
     modules = load_drafters(pair, sources)
     folders = {source.key: {"model": str(source.model)} for source in sources}
@@ -136,8 +136,8 @@ def profile_sources(
 ) -> None:  # fmt: skip
     """Record every other source along the traces in `out`, and measure what its parts cost.
 
-    What the folder already holds of these traces is kept, so a stopped run goes on with the
-    source it stopped at.
+    Recordings of these traces that the folder holds are kept, so a stopped run continues with the
+    source at which it stopped.
 
     Parameters
     ----------
@@ -350,8 +350,8 @@ def _train(pair: Pair, own: Path, absent: Sequence[str], trace: Trace, text: Pat
         encoded = [pair.encode(p.text).tolist() for p in read_prompts(text)]
     else:
         note(
-            "no heads for this target: training them on the recorded prompts, which flatters "
-            "them; give other texts with --heads-text"
+            "no heads for this target: training them on the recorded prompts, on which they look "
+            "better than on others; give other texts with --heads-text"
         )
         encoded = [prompt_tokens(trace, i) for i in range(len(trace.requests))]
     own.mkdir(parents=True, exist_ok=True)

@@ -44,7 +44,7 @@ if TYPE_CHECKING:
     from traces.latency.table import LatencyTable
 
 MANY = 50_000
-"""Requests from which on starting processes for them pays."""
+"""With fewer requests the start of processes takes longer than it saves."""
 
 
 @dataclass(frozen=True)
@@ -57,8 +57,8 @@ class Loads:
         str | None,
         typer.Option(
             metavar="B,...",
-            help="Batch sizes, each kept full: concurrency. Default where no load is named: powers "
-            "of two, as far as the latencies were measured.",
+            help="Concurrency: numbers of requests that always run. Default if no load is named: "
+            "powers of two, as far as the latencies were measured.",
         ),
     ] = None
     rate: Annotated[
@@ -68,25 +68,25 @@ class Loads:
         Path | None,
         typer.Option(
             metavar="FILE",
-            help="CSV with TIMESTAMP,ContextTokens,GeneratedTokens, the result of `vllm bench "
-            "serve --save-detailed`, or requests.jsonl of LLMServingSim's bench; the first "
-            "--requests of it. What was measured is shown next to the prediction.",
+            help="Replay the first --requests of a file: CSV with TIMESTAMP,ContextTokens,"
+            "GeneratedTokens, the result of `vllm bench serve --save-detailed`, or requests.jsonl "
+            "of LLMServingSim's benchmark. Measured times are printed next to the predicted.",
         ),
     ] = None
     prompt: Annotated[
         int | None,
         typer.Option(
             metavar="N", min=1,
-            help="Prompt tokens of a request, with --acceptance or plain decoding alone. Default: "
-            "the server's, else 256.",
+            help="Prompt tokens of a request, with --acceptance or --policy autoregressive. "
+            "Default: the server's, else 256.",
         ),
     ] = None  # fmt: skip
     output: Annotated[
         int | None,
-        typer.Option(metavar="N", min=2, help="Output tokens of a request, likewise."),
+        typer.Option(metavar="N", min=2, help="Output tokens of a request, as --prompt."),
     ] = None
     scale: Annotated[
-        str | None, typer.Option(metavar="S,...", help="Speed the arrivals file up by these.")
+        str | None, typer.Option(metavar="S,...", help="Replay --arrivals faster by these factors.")
     ] = None
     process: ProcessOption = None
 
@@ -219,17 +219,17 @@ def serve(
         Path | None,
         typer.Option(
             metavar="FILE",
-            help="Also under what tune wrote; without --policy, next to no speculation and "
-            "K = 1, 3, 5.",
+            help="Also serve with the setting that `tune` wrote. Without --policy it is compared "
+            "with no speculation and K = 1, 3, 5.",
         ),
     ] = None,
     mode: Annotated[
         str,
         typer.Option(help="continuous, static, static-minimum, static-mean, pearl or dsi."),
     ] = "continuous",
-    requests: Annotated[int, typer.Option(help="Requests of every run.")] = 1000,
+    requests: Annotated[int, typer.Option(help="Requests in every run.")] = 1000,
     replications: Annotated[int, typer.Option(help="Independent runs, for intervals.")] = 1,
-    replicas: Annotated[int, typer.Option(help="Engines like that, which share the requests.")] = 1,
+    replicas: Annotated[int, typer.Option(help="Engines that share the requests.")] = 1,
     slo: Annotated[
         str | None,
         typer.Option(
@@ -238,7 +238,7 @@ def serve(
         ),
     ] = None,
     warmup: Annotated[
-        float, typer.Option(help="Share of the requests, first to arrive, that are not counted.")
+        float, typer.Option(help="Share of the requests, the first to arrive, that is not counted.")
     ] = 0.1,
     ttft: Annotated[
         str | None,
@@ -254,15 +254,15 @@ def serve(
     interference: Annotated[
         float | None, typer.Option(help="pearl and dsi: slowdown from sharing one device.")
     ] = None,
-    seed: Annotated[int, typer.Option(help="Of arrivals and of who replays what.")] = 0,
+    seed: Annotated[int, typer.Option(help="Seed of arrivals and prompts.")] = 0,
     out: Annotated[
         Path | None,
         typer.Option(
             metavar="RESULTS",
             callback=placed_table,
-            help="Keep the rows: JSON lines, each written when finished, after which an "
-            "interrupted run goes on; if the name ends in .parquet, .csv, .tex or .json a table "
-            "at the end, until then the lines in RESULTS.jsonl.",
+            help="Write each finished row as a line of JSON; an interrupted run continues after "
+            "the last. A name in .parquet, .csv, .tex or .json is a table, written at the end from "
+            "RESULTS.jsonl.",
         ),
     ] = None,
     jobs: Annotated[
@@ -281,8 +281,8 @@ def serve(
         typer.Option(
             metavar="FILE",
             callback=placed_as(b"["),
-            help="Chrome trace of the first load under the first policy that drafts, of the "
-            "first replica (opens in ui.perfetto.dev).",
+            help="Write a Chrome trace of the first replica, under the first load and the first "
+            "policy that drafts (opens in ui.perfetto.dev).",
         ),
     ] = None,
     json: JsonOption = None,
@@ -360,7 +360,7 @@ def where(
 ) -> Executor | None:
     """Return where that many requests are simulated; None: in this process."""
     if timeline is not None and (cluster is not None or (jobs or 1) > 1):
-        raise DraftsimError("--timeline is drawn by this process: drop --jobs and --cluster")
+        raise DraftsimError("--timeline needs all runs in one process: drop --jobs and --cluster")
     if cluster is None and (jobs == 1 or timeline is not None or (not jobs and requests < MANY)):
         return None
     return chosen_executor(jobs, cluster)
@@ -377,6 +377,6 @@ def _targets(slo: str | None, ttft: str | None, tpot: str | None) -> tuple[float
         )
         return ttft_s, tpot_s
     if ttft is not None or tpot is not None:
-        raise DraftsimError("--slo holds both targets: drop --ttft and --tpot")
+        raise DraftsimError("--slo sets both targets: drop --ttft and --tpot")
     targets = parse_targets(slo, share=False)
     return targets.ttft_s, targets.tpot_s

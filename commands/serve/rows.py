@@ -75,13 +75,13 @@ def remarks(rows: Sequence[Row]) -> list[str]:
         )
     if rejected := sum(r["rejected"] for r in rows):
         said.append(
-            f"{_counted(rejected, 'request')} could never fit the cache blocks or the token "
-            "budget: refused"
+            f"{_counted(rejected, 'request')} too large for the KV cache or the token budget: "
+            "refused"
         )
     if preempted := sum(r["preemptions"] for r in rows):
         said.append(
-            f"the cache blocks ran out {_counted(preempted, 'time')}: a request was pre-empted, "
-            "and what it held was computed again"
+            f"KV blocks ran out {_counted(preempted, 'time')}: a request was pre-empted and "
+            "computed again"
         )
     said += guesses(rows)
     return said + said_free(what for r in rows for what in r["unpriced"]) + _break_even(rows)
@@ -103,8 +103,8 @@ def guesses(rows: Sequence[Row]) -> list[str]:
         said.insert(0, "outside the measured sizes, priced by a fitted roofline:")
     if beside := sum(e["passes"] for e in entries if e["origin"] == "composed"):
         said.append(
-            f"steps with prompts and decoding, estimated as both passes less a launch: {beside:,} "
-            "(`draftsim profile --engine` measures them)"
+            "mixed prefill and decode steps, estimated as prefill + decode - one launch: "
+            f"{beside:,} (`draftsim profile --engine` measures them)"
         )
     if between := sum(e["passes"] for e in entries if e["origin"] == "interpolated"):
         total = sum(e["passes"] for e in entries)
@@ -135,7 +135,7 @@ def _break_even(rows: Sequence[Row]) -> list[str]:
         elif load > 0:
             said.append(f"{name} is faster than no speculation up to {load:.3g} requests/s {MEAN}")
         else:
-            said.append(f"{name} is slower than no speculation from the lowest load on {MEAN}")
+            said.append(f"{name} is slower than no speculation at every load tried {MEAN}")
     return said
 
 
@@ -168,7 +168,7 @@ def headline(rows: Sequence[Row], interval: Callable[[Leader], Span | None]) -> 
         return f"{one.policy} {three_digits(one.ratio)}x{within}"
 
     if all(one.policy is None for one in found):
-        return "no speculation alone was served: there is nothing to compare it with."
+        return "only no speculation was served: name a policy to compare it with."
     if all(one.ratio <= 1 for one in found):
         best = max(found, key=lambda one: one.ratio)
         if not best.ratio:

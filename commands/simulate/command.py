@@ -50,8 +50,8 @@ def simulate(
         Path | None,
         typer.Option(
             metavar="FILE",
-            help="Instead of replaying: price the rounds that `profile --verify` recorded; "
-            "a round log, or a run folder or a bundled recording for all of its own.",
+            help="Instead of a replay, price the rounds that `profile --verify` recorded: a round "
+            "log, or a run folder or bundled recording for all of its logs.",
         ),
     ] = None,
     by_category: Annotated[
@@ -61,15 +61,16 @@ def simulate(
         list[str] | None,
         typer.Option(
             metavar="NAME=BEGIN..END",
-            help="Also rows by phase of the answer, which begins and ends with these markers "
-            "(thinking=<think>..</think>): text, or a token's #ID; without BEGIN it begins with "
-            "the answer. Repeatable.",
+            help="Also print rows by phase of the answer, between these markers "
+            "(thinking=<think>..</think>). A marker is text or a token's #ID; without BEGIN the "
+            "phase begins with the answer. Repeatable.",
         ),
     ] = None,
     tokenizer: Annotated[
         Path | None,
         typer.Option(
-            metavar="DIR", help="With --phase: the target's folder, whose tokenizer finds text."
+            metavar="DIR",
+            help="With --phase: the target's folder, whose tokenizer finds text markers.",
         ),
     ] = None,
     prefill: Annotated[
@@ -79,8 +80,8 @@ def simulate(
         bool,
         typer.Option(
             "--robustness",
-            help="Instead: mean and sd over initial draft lengths from 1 to 24, as far as drafts "
-            "were recorded, of policies that have one (a parameter gamma).",
+            help="Instead, print mean and sd over initial draft lengths 1 to 24 (as far as "
+            "recorded), for policies with a parameter gamma.",
         ),
     ] = False,
     against: Annotated[
@@ -103,18 +104,17 @@ def simulate(
 ) -> None:
     """Predict every policy's speedup from a recorded trace and measured latencies.
 
-    A lossy --verify rule changes the text, which a recording cannot follow: its rows are
-    labelled approximate.  The exact way is to decode under the rule (`profile --verify`)
-    and price those --rounds.
+    Speedups are over no speculation, gains over --against. Two rows are added to every ranking: the
+    fastest fixed draft length (best fixed) and, for all policies, rate-optimal, which is fitted on
+    one half of the prompts and judged on the other.
 
-    Every ranking of replayed policies holds the fixed draft length that is fastest here, marked
-    best fixed. Speedups are over no speculation, gains over --against. The ranking of all policies
-    also holds rate-optimal, fitted to other prompts than it is judged on, where that can be done.
+    A lossy --verify rule changes the text, so its rows are approximate. For exact rows decode under
+    the rule (`profile --verify`) and price those --rounds.
 
-    --policy also takes the papers' methods by name, with drafts and verification of their own
-    (pld, specbound, csd, ...), and POLICY+RULE for any other combination (gammatune+csd).  A name
-    that is a policy's, too, is the policy: cm-asd is its draft lengths, cm-asd+cm-asd the whole.
-    With const: latencies, searching text costs nothing.
+    --policy also takes the papers' methods by name, with their own drafts and verification (pld,
+    specbound, csd, ...), and POLICY+RULE for any other combination (gammatune+csd). If a policy and
+    a method share a name, it is the policy: cm-asd sets draft lengths alone, cm-asd+cm-asd is the
+    method. With const: latencies, searching text costs nothing.
     """
     from simulator import predict
     from simulator.chosen import load_rule
@@ -126,9 +126,9 @@ def simulate(
 
     phases = load_phases(phase or ())
     if phases and (rounds is not None or robustness):
-        raise DraftsimError("--phase is of replayed policies: drop --rounds and --robustness")
+        raise DraftsimError("--phase needs a replay: drop --rounds and --robustness")
     if tokenizer is not None and not phases:
-        raise DraftsimError("--tokenizer belongs to --phase: name a phase, or drop it")
+        raise DraftsimError("--tokenizer needs --phase: name a phase, or drop it")
 
     def priced(compared: predict.Compared) -> list[dict[str, Any]]:
         with working("pricing their rounds", alone=True) as say:
@@ -161,7 +161,7 @@ def simulate(
     # Read before anything is replayed, so that a wrong marker is told at once.
     found_phases = phases_in(recorded, phases, tokenizer) if phases else None
     if recording.stream is not None and (plots is not None or robustness):
-        raise DraftsimError("--plots and --robustness belong to the draft model: drop --source")
+        raise DraftsimError("--plots and --robustness need the draft model: drop --source")
     if robustness:
         _robustness(recorded, table, policies, [*asked.systems, *asked.ruled], json, out,
                     recording.said)  # fmt: skip
@@ -223,16 +223,16 @@ def _robustness(
     if other or policies.verify is not None:
         what = f"--policy {other[0]}" if other else "--verify"
         raise DraftsimError(
-            f"--robustness is of draft lengths verified exactly: drop {what}, or name the "
-            "policy alone"
+            f"--robustness compares length policies with lossless verification: drop {what}, or "
+            "name the policy alone"
         )
     spread, said = robustness_rows(trace, table, policies.policy)
     title = f"{of}: speedup over initial draft lengths"
     if json is None:
         best = max(spread.to_dict("records"), key=lambda row: float(row["mean"]))
         note(
-            f"{of}: over initial draft lengths {best['policy']} is fastest, "
-            f"{best['mean']:.3g} times the mean of fixed"
+            f"{of}: on average over initial draft lengths {best['policy']} is fastest, "
+            f"{best['mean']:.3g} times fixed"
         )
     emit(
         "simulate", spread, json, out=out, tables=lambda: [Shown(spread.to_dict("records"), title)]
@@ -270,8 +270,8 @@ def recorded_rounds(
     logs = [read_rounds(file) for file in files]
     if recording.source is not None and any(log.drafter == "draft" for log in logs):
         raise DraftsimError(
-            f"the latencies are of drafting with {recording.trace.source}, and the rounds in "
-            f"{path} were drafted by a draft model: give latencies of one with --latency"
+            f"the latencies are those of {recording.trace.source}, and the rounds in {path} were "
+            "drafted by a draft model: give latencies of one with --latency"
         )
     return logs, recording.latency, recording.outputs
 
@@ -304,8 +304,8 @@ def _emit(
     if outside:
         worst = max(outside, key=lambda row: row["outside"])
         note(
-            f"{len(outside)} of {len(shown)} rows read passes outside the measured cells, by a "
-            f"fitted roofline: most {worst['policy']} ({worst['outside']:.1%} of its passes)"
+            f"{len(outside)} of {len(shown)} rows have passes outside the measured sizes, priced "
+            f"by a fitted roofline: most {worst['policy']} ({worst['outside']:.1%} of its passes)"
         )
     for line in said_free({what for row in rows for what in row["unpriced"]} - {"judging"}):
         note(line)

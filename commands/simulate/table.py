@@ -45,8 +45,7 @@ def headline(rows: Sequence[Row], recording: str = "") -> str:
     begin = f"{recording}: " if recording else ""
     if are_bounds(rows):
         return (
-            f"{begin}lower bounds, which rank nothing: the log does not tell how long its drafts "
-            "were."
+            f"{begin}lower bounds, which are not ranked: the log does not hold its draft lengths."
         )
     index = winner(rows)
     if index is None:
@@ -198,7 +197,7 @@ def _footnotes(rows: Sequence[Row]) -> list[str]:
     if are_bounds(rows):
         found.append("\u2265 lower bound; its interval is over prompts alone")
         if len(over_all(rows)) < len(rows):
-            found.append("categories are not ranked either: --json has their rows")
+            found.append("categories are not ranked, too: --json has their rows")
     for row in over_all(rows):
         if are_bounds([row]):
             continue
@@ -219,8 +218,8 @@ def _footnotes(rows: Sequence[Row]) -> list[str]:
     scored = [r for r in over_all(rows) if r.get("scored")]
     if scored:
         found.append(
-            "solved: of the prompts that have a number for an answer, those whose text ends in "
-            "it before its token limit"
+            "solved: prompts with a numeric answer whose text ends in that number, within the "
+            "token limit"
         )
     if any(r.get("tested") for r in rows):
         found.append("passes/greedy: % of texts whose code passes its tests, and of greedy texts")

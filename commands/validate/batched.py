@@ -133,7 +133,10 @@ class BatchRuns(RealRuns):
                 sum(min(size, count - first) for first in self.out[size]) for _, size in arms
             ]
         if outside := sum(frame.attrs["extrapolated"] for frame in self.requests.values()):
-            note(f"{outside} predicted passes lie outside the measured sizes: a fitted roofline")
+            note(
+                f"{outside} predicted passes lie outside the measured sizes, priced by a fitted "
+                "roofline"
+            )
         return rows.sort_values("batch", kind="stable", ignore_index=True)
 
 

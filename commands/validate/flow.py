@@ -220,11 +220,11 @@ class Remeasured:
     total, expected_s:
         Steps of real work to come, as fine as possible, and about how long all of it takes.
     trace:
-        What is decoded: how long requests get, and text to look up.
+        Trace that is decoded: it gives the requests' lengths, and text for lookups.
     modules:
         Trained modules of the target: the cells of sources are measured too.
     kept:
-        Of the real runs.
+        Store of the real runs.
     """
 
     def __init__(

@@ -83,7 +83,7 @@ class LossyRuns(RealRuns):
         return [price(measured.logs[arm.label], self.latency) for arm in self.arms]
 
     def compared(self, rows: pd.DataFrame, measured: Measured, progress: Any) -> pd.DataFrame:
-        """Add how far the replay is off, and the quality of the outputs."""
+        """Add the error of the replay, and the quality of the outputs."""
         from profiler.checks.differences import real_run, rounds_differ
         from profiler.checks.score import answers_to
         from traces.store.outputs import quality

@@ -1,4 +1,4 @@
-"""``draftsim validate --recorded``: runs measured before, held against their predictions."""
+"""``draftsim validate --recorded``: runs measured before, compared with their predictions."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import pandas as pd
 
-from commands.common.output import emit, note
+from commands.common.output import WIDEST, emit, note, wrapped
 from commands.common.printed import print_table, printable
 from commands.common.written import Shown
 from traces.errors import DraftsimError
@@ -22,6 +22,11 @@ SHOWN = (
     "pair", "mode", "batch", "policy", "predicted_s", "measured_s", "error", "spread", "drift",
     "rounds_differ",
 )  # fmt: skip
+BOUNDS = (
+    "recording", "runs", "median |error|", "without drift", "worst", "misranked",
+    "wrong side of 1x",
+)  # fmt: skip
+"""Columns of the table of bounds."""
 ALL = "all"
 
 
@@ -32,7 +37,7 @@ def recorded_check(
 
     ``names``: bundled recordings, folders of one, or folders of several.  Nothing is run.
 
-    Folders that cannot be predicted, for want of a table or of cells in it, are named and left
+    Folders that cannot be predicted, because a table or cells of it are missing, are named and left
     out.
 
     Raises
@@ -64,7 +69,7 @@ def recorded_check(
         print_table(shown)
         print_table(said)
         for remark in remarks:
-            print(printable(remark))
+            print(wrapped(printable(remark), WIDEST))
 
     more = {
         "bounds": [_plain(b) for b in kept.items()], "remarks": remarks,
@@ -126,8 +131,8 @@ def remarks_on(parts: Sequence[pd.DataFrame]) -> list[str]:
     said += versions
     if any((rows["batch"] > 1).any() for rows in parts):
         said.append(
-            "batches: verification is a padded rectangle, as wide as the longest draft; an "
-            "engine's is ragged.  Eager batches copy or pack heads, by the version of transformers"
+            "batches: verification is padded to the longest draft, unlike an engine's; eager "
+            "batches copy or pack heads, depending on the version of transformers"
         )
     return said
 
@@ -143,15 +148,14 @@ def bounds_of(parts: Sequence[pd.DataFrame]) -> dict[str, AccuracyBounds]:
 def bounds_row(name: str, kept: AccuracyBounds) -> dict[str, str]:
     """Return one line of the table of bounds."""
     met = {what: "met" if good else "MISSED" for what, good in kept.met.items()}
-    return {
-        "recording": name,
-        "arms": str(kept.rows),
-        "median |error|": f"{kept.median_error:.1%} {met['median']}",
-        "without drift": f"{kept.undrifted_error:.1%}",
-        "worst": f"{kept.worst_error:+.1%} ({kept.worst_policy}) {met['worst']}",
-        "misranked": f"{kept.misranked} of {kept.ranked_pairs} {met['ranking']}",
-        "wrong side of 1x": f"{kept.wrong_sign} of {kept.sign_arms} {met['sign']}",
-    }
+    values = (
+        name, str(kept.rows), f"{kept.median_error:.1%} {met['median']}",
+        f"{kept.undrifted_error:.1%}",
+        f"{kept.worst_error:+.1%} ({kept.worst_policy}) {met['worst']}",
+        f"{kept.misranked} of {kept.ranked_pairs} {met['ranking']}",
+        f"{kept.wrong_sign} of {kept.sign_arms} {met['sign']}",
+    )  # fmt: skip
+    return dict(zip(BOUNDS, values, strict=True))
 
 
 def formatted(row: Mapping[Any, Any]) -> dict[str, str]:

@@ -1,4 +1,4 @@
-"""Real runs with other draft sources, held against their replay."""
+"""Real runs with other draft sources, compared with their replay."""
 
 from __future__ import annotations
 

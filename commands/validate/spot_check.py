@@ -92,7 +92,7 @@ class SpotCheck(RealRuns):
             chosen = with_fastest(chosen, best, note)
             say_faster(given.run, trace, latency, best)
         for name in (n for n, p in chosen if is_unfitted(p)):
-            note(f"{name} runs unfitted: with the estimates and the rate it comes with")
+            note(f"{name} is not fitted: it runs with its default estimates and rate")
         if PLAIN not in dict(chosen):
             chosen = load_policies([PLAIN], trace) + chosen
         self.policies, self.logs = dict(chosen), list(replay_many(trace, chosen))
@@ -201,7 +201,7 @@ def say_faster(run: Path, trace: Trace, latency: LatencyTable, best: Fastest) ->
     first = fastest([best.log, *listed.logs], latency)
     if first is not best.log:
         note(
-            f"{first.policy}, with drafts of its own, is predicted to be faster still: decode it "
+            f"{first.policy}, which has its own drafts, is predicted to be even faster: decode it "
             f"with --policy {first.policy}"
         )
 

@@ -13,8 +13,8 @@ per decode iteration over B sequences and always in the same sequence order::
     one verification of sum(lengths) + B tokens
     policy.observe(outcomes)                       # (B,) one Round each
 
-Draft steps are paid for what was drafted; verification for what was allotted.  One
-instance serves one engine for a whole run: ``fresh()`` once per run, not per request.
+Drafting costs what was drafted, verification what was allotted.  One instance serves one engine for
+a whole run: ``fresh()`` is called once per run, not per request.
 """
 
 from __future__ import annotations
@@ -149,21 +149,21 @@ def planned_of(policy: BatchPolicy, scheduled: int) -> Planned | None:
 
 
 class KeptInStep(BatchPolicy):
-    """A policy of an engine whose draft model reads along where nothing is drafted, too.
+    """A policy of an engine whose draft model reads every token, even if nothing is drafted.
 
     vLLM (v1/spec_decode/llm_base_proposer.py) and SGLang 0.5.23
     (srt/speculative/eagle_worker_v2.py) run one draft pass in every iteration, whatever K, so
-    that the draft's cache is warm when drafting begins again.  A K of 0 is therefore a draft
-    pass whose token is not verified: what it saves is the verification of drafts, and only an
-    engine that never drafts saves the draft model.
+    that the draft's cache is complete when drafting begins again.  So K = 0 is a draft pass whose
+    token is not verified: it saves the verification of drafts, and only an engine without a drafter
+    saves the draft model, too.
 
     Parameters
     ----------
     longest:
         The largest K that `plan` may give.  In step, `longest` is at least 1.
     in_step:
-        Whether the engine does so; False: at K = 0 the draft model rests, and reads what it
-        missed when drafting begins again.
+        True if the engine does so; False: at K = 0 the draft model does not run, and catches up
+        when drafting begins again.
     """
 
     def __init__(self, longest: int, in_step: bool = True) -> None:
@@ -188,8 +188,8 @@ class KeptInStep(BatchPolicy):
 class SingleStream(DraftPolicy):
     """A batch policy driven as a single-stream one: a batch of one sequence.
 
-    It lives as long as the engine would, hence it learns across requests.  Whether the
-    trigger token is kept is the wrapped policy's affair.
+    It lives as long as the engine, so it learns across requests.  The wrapped policy decides if
+    the trigger token is kept.
     """
 
     learns_across_requests = True

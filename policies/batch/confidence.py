@@ -61,13 +61,13 @@ class ConfidenceFreeze(BatchPolicy):
 
 
 class AdaptiveVerification(BatchPolicy):
-    """Verifies the likeliest drafted tokens of the whole batch, as many as pay.
+    """Verifies the likeliest drafted tokens of the batch, as long as they are worth their cost.
 
     vLLM "adaptive verification" (documentation): every drafted token survives with the
     running product of the acceptance estimates along its draft; the best S tokens over
     all sequences are verified, S maximising (B + sum of survivals) / cost(B, B + S).
-    Drafting is paid in full.  Survival never rises along a draft, so the choice is a
-    prefix of each; what falls off is not kept.
+    All drafting is paid for.  Survival never rises along a draft, so the choice is a prefix of
+    each; the rest is dropped.
 
     Parameters
     ----------
@@ -170,7 +170,7 @@ class ConfidenceScheduled(AdaptiveVerification):
         the cost is a staircase, because a step is padded to the next graph's size.  None: no
         graphs, the cost as it is given.
     budget, cost, estimator:
-        Of `AdaptiveVerification`.
+        See `AdaptiveVerification`.
     """
 
     def __init__(

@@ -39,7 +39,7 @@ class SGLangThroughput(KeptInStep):
     cost:
         The start-up profile (`policies.batch.base.IterationCost`).
     in_step:
-        Of `KeptInStep`.
+        See `KeptInStep`.
     """
 
     def __init__(
@@ -152,7 +152,7 @@ class TensorRTLLM(KeptInStep):
     threshold:
         Accepted tokens per iteration, the target's own not counted.
     in_step:
-        Whether the drafter reads along where the schedule gives 0 (`KeptInStep`).
+        True if the drafter reads along where the schedule gives 0 (`KeptInStep`).
     """
 
     def __init__(

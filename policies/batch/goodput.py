@@ -58,7 +58,7 @@ class Goodput(KeptInStep, _CostByLength):
     cost:
         Seconds of an iteration (`policies.batch.base.IterationCost`), the ITL above.
     in_step:
-        Whether the draft model reads along at K = 0, as vLLM's does (`KeptInStep`).
+        True if the draft model reads along at K = 0, as vLLM's does (`KeptInStep`).
     """
 
     def __init__(
@@ -138,9 +138,9 @@ class TurboSpec(SwitchedOff, _CostByLength):
     cost:
         Seconds of an iteration (`policies.batch.base.IterationCost`).
     forever:
-        As described, read in `dsd`; False: k = 0 lasts until the next scan, for nobody longer.
+        As described, read in `dsd`; False: k = 0 lasts until the next scan, for every request.
     in_step:
-        Of `SwitchedOff`.
+        See `SwitchedOff`.
     """
 
     def __init__(

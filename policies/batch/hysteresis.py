@@ -1,4 +1,4 @@
-"""A table by batch size that does not follow every request that comes or goes."""
+"""A table by batch size that does not change K for every request that arrives or leaves."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from policies.parameters import whole
 
 
 class BatchTableHysteresis(BatchTable):
-    """K by concurrency, changed only by batches well within another row, and for good.
+    """K by concurrency, changed only after several steps well beyond the end of a row.
 
     A batch that wanders about the end of a row makes `BatchTable` change K back and forth,
     and one prompt among few sequences ends speculation for its iteration
@@ -21,7 +21,7 @@ class BatchTableHysteresis(BatchTable):
     Parameters
     ----------
     table, in_step:
-        Of `BatchTable`.
+        See `BatchTable`.
     margin:
         Requests beyond the end of the row in force; 0: none.
     patience:

@@ -53,7 +53,7 @@ class SGLangAdaptive(KeptInStep):
         Captured CUDA-graph batch sizes, to the next of which a batch is padded before its
         slot is looked up; None: no padding.
     in_step:
-        Whether the draft model reads along at 0 steps, as SGLang's does (`KeptInStep`).
+        True if the draft model reads along at 0 steps, as SGLang's does (`KeptInStep`).
     """
 
     def __init__(

@@ -21,8 +21,8 @@ class BatchTable(KeptInStep):
 
     Rows are ``[lo, hi, K]``, batch sizes lo to hi inclusive.  The first row must start at
     1; a batch size in a gap has the K of the row before it, and one past the last row
-    that row's.  Counted are the requests of the iteration before (`policies.core.Load`), those
-    whose prompts were in it too, as in vLLM's scheduler, which looks up
+    that row's.  The batch size is the number of requests of the step before (`policies.core.Load`),
+    prompts included, as in vLLM's scheduler, which looks up
     ``dynamic_sd_lookup[len(num_scheduled_tokens)]`` for the drafts that the iteration ends with.
     Reads no signal.
 
@@ -37,7 +37,7 @@ class BatchTable(KeptInStep):
     table:
         The rows.
     in_step:
-        Whether the draft model reads along at K = 0, as vLLM's does (`KeptInStep`).
+        True if the draft model reads along at K = 0, as vLLM's does (`KeptInStep`).
     """
 
     def __init__(
@@ -148,9 +148,9 @@ class SwitchedOff(KeptInStep):
     Parameters
     ----------
     longest, in_step:
-        Of `KeptInStep`.
+        See `KeptInStep`.
     forever:
-        False: a K of 0 is the step's alone, and the draft model rests in it.
+        False: K = 0 is for one step alone, in which the draft model does not run.
     """
 
     def __init__(self, longest: int, forever: bool, in_step: bool) -> None:
@@ -209,7 +209,7 @@ class DisableByBatchSize(SwitchedOff):
     threshold:
         Running requests from which on nothing is drafted; 32 is ours.
     forever, in_step:
-        Of `SwitchedOff`.
+        See `SwitchedOff`.
     """
 
     def __init__(

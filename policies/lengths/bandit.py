@@ -66,7 +66,7 @@ class UCBSpec(_Bandit):
     cost:
         Seconds of a round (`policies.batch.base.IterationCost`), for the cost-aware variants.
     learns_across_requests:
-        Whether the statistics outlive the request.
+        True if the statistics outlive the request.
     """
 
     shared = ("cost", "_cost")
@@ -152,9 +152,9 @@ class EXP3Spec(_Bandit):
     gammas:
         The arms.
     seed:
-        Of the draws; two copies with the same seed act the same.
+        Seed of the draws; two copies with the same seed act the same.
     learns_across_requests:
-        Whether the losses outlive the request.
+        True if the losses outlive the request.
     """
 
     def __init__(

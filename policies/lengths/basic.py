@@ -46,14 +46,14 @@ class Fixed(DraftPolicy):
 class Oracle(DraftPolicy):
     """Knows how many drafts would be accepted: the bound no real policy can pass (DISCO, sec. 3).
 
-    Only a recording can tell it, through `Load.run_length`.
+    Only a recording holds this number (`Load.run_length`).
 
     Parameters
     ----------
     convention:
         ``run`` drafts exactly the tokens that will be accepted and wastes nothing;
-        ``run+1`` stops AT the first mismatch, which it thus drafts and pays (the trigger
-        token is kept), as a perfect stop test after each token would.
+        ``run+1`` also drafts the first mismatch (the trigger token is kept), as a perfect stop test
+        after each token would.
     gamma_max:
         Longest draft; None leaves it to the run.
 

@@ -1,4 +1,4 @@
-"""BiLD's fallback: the small model hands over where it is unsure."""
+"""BiLD's fallback: the target takes over where the small model is unsure."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ class BiLDFallback(DraftPolicy):
     gamma_max:
         Steps of the small model at most, 10 there.
     target_first:
-        Whether the first step is the target's alone.  It is in BiLD; where prefill
+        True if the first step is the target's alone.  It is in BiLD; where prefill
         already emits the first token that step has happened, hence the default.
     target_after_rollback:
-        Whether a rejection costs one further target step without a draft, as follows
+        True if a rejection costs one further target step without a draft, as follows
         from the released control flow.
     """
 

@@ -38,7 +38,7 @@ class CMASD(DraftPolicy):
     alpha:
         Scale of the window.
     beta, weights, entropy_sign, vocab_size:
-        Of the confidence.  `vocab_size` None takes the run's (`begin_run`).
+        Parameters of the confidence.  `vocab_size` None takes the run's (`begin_run`).
     initial_confidence:
         The mean that the first round of ``lagged`` starts from.
     """

@@ -16,8 +16,8 @@ class DraftAndVerify(DraftPolicy):
 
     Zhang et al. 2024, "Draft & Verify: lossless LLM acceleration via self-speculative
     decoding", and its released code.  The trigger token is kept.  As there, the threshold is
-    held against the token's probability in the draft's softmax at T = 1 before any top-p, also
-    where tokens are drawn otherwise.
+    compared with the token's probability in the draft's softmax at T = 1 before any top-p, even if
+    tokens are drawn otherwise.
 
     Parameters
     ----------
@@ -26,7 +26,7 @@ class DraftAndVerify(DraftPolicy):
     gamma_max:
         Maximum draft length, 8 in the released code.
     target, step, rate_memory, value_memory:
-        Of `AdaptiveThreshold`, which is held after a draft of the maximum length.
+        Parameters of `AdaptiveThreshold`, which does not change after a draft of maximum length.
     """
 
     reads = ("raw_prob",)

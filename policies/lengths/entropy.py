@@ -64,9 +64,9 @@ class AdaEDL(DraftPolicy):
     gamma_max:
         Maximum draft length L; not given, 16 is ours.
     target, step, rate_memory, value_memory:
-        Of `AdaptiveThreshold`: the paper's alpha, epsilon, beta_1, beta_2.
+        Parameters of `AdaptiveThreshold`: the paper's alpha, epsilon, beta_1, beta_2.
     initial_rate:
-        Of the acceptance average; implementations start at 0 or at `target`.
+        First value of the acceptance average; implementations start at 0 or at `target`.
     keep_trigger_token:
         The paper tests before drafting the next token, so the token whose entropy was
         too high is paid and dropped (False); another implementation sends it (True).

@@ -44,8 +44,8 @@ class RateOptimal(DraftPolicy):
     S_k never rises, so a steady e and costs that never grow more slowly suffice).  Costs
     that jump, as a target pass does between one token and two, are met by looking
     further: drafting goes on where some number j of further tokens would pay together.
-    What it leaves out is the worth of seeing a signal before deciding on: where e follows
-    the last signal, a surprise may make drafting worthwhile again.
+    It ignores the value of a signal that is yet to be seen: if e depends on the last signal, a
+    surprising token can make drafting worthwhile again.
 
     The signals of a token are known only once it is drafted: e comes from `following`,
     read at the last token, or is `acceptance`.  Tokens that turn out not to be worth
@@ -63,7 +63,7 @@ class RateOptimal(DraftPolicy):
     acceptance:
         Estimate for a token not drafted yet: the first, and the others without `following`.
     trim:
-        Whether drafted tokens may be left unverified.
+        True if drafted tokens may be left unverified.
     recalibrate:
         Step of online re-calibration: a correction on the logit scale, moved after every
         round by this times (outcome - estimate) for every token whose outcome was seen.

@@ -137,7 +137,7 @@ class Disco(DraftPolicy):
 class Doubted:
     """A draft that ends with a token called unlikely, or once some token is.
 
-    ``lag`` None holds the newest token's estimate against the threshold, else the product of
+    ``lag`` None compares the newest token's estimate with the threshold; otherwise the product of
     the estimates up to it, or up to the one before it.
     """
 

@@ -1,1 +1,1 @@
-"""Verification rules: how many of the drafted tokens the target lets stand."""
+"""Verification rules: how many of the drafted tokens are accepted."""

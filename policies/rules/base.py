@@ -1,4 +1,4 @@
-"""Verification rules: how many of the drafted tokens the target lets stand.
+"""Verification rules: how many of the drafted tokens are accepted.
 
 A rule sees one round at a time: the drafted tokens and, for each, what the target says
 at that position.  It is the same object whether those scores come from a recording or
@@ -119,12 +119,12 @@ class VerifyRule(ABC):
 class TokenRule(VerifyRule):
     """A rule that judges token by token; the first refusal ends the round.
 
-    One that remembers nothing can say so, and replay is faster, by a method of its own ::
+    A rule without memory can define this method, which makes replay faster ::
 
         def accepts_each(self, tokens, scores) -> Bools | None
 
-    `accepts` of every row of a recording, to the last bit: the attributes are arrays, one entry
-    a row.  It is read from the class that defines it alone; None judges one by one.
+    It returns `accepts` for every row of a recording: the attributes of both arguments are arrays,
+    one entry per row.  Subclasses do not inherit it; None judges tokens one by one.
     """
 
     @abstractmethod
@@ -132,7 +132,7 @@ class TokenRule(VerifyRule):
         """Return True if this drafted token is kept, given that all before it were."""
 
     def accept(self, draft: Sequence[Any], scores: Sequence[Any]) -> int:
-        """Return the leading tokens that `accepts` lets stand."""
+        """Return the number of leading tokens that `accepts` keeps."""
         for i, (token, score) in enumerate(zip(draft, scores, strict=True)):
             if not self.accepts(token, score):
                 return i
@@ -140,7 +140,7 @@ class TokenRule(VerifyRule):
 
 
 class ExactMatch(TokenRule):
-    """Greedy verification: a drafted token stands if it is the target's argmax."""
+    """Greedy verification: a drafted token is accepted if it is the target's argmax."""
 
     lossless = True
 

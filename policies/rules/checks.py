@@ -1,4 +1,4 @@
-"""The contract of a verification rule, as a function that any rule can be put through."""
+"""`check_rule`: the contract that every verification rule keeps, yours included."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Lossy rules that look beyond the token at hand: at past corrections, or further ahead."""
+"""Lossy rules that also read past corrections or later tokens."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from policies.vectorised import Bools
 class CSD(TokenRule):
     """Calibrated Speculative Decoding (2604.13634): rescue familiar, plausible mismatches.
 
-    A mismatch (d, t*) stands if the pair was corrected more than `threshold` times
+    A mismatch (d, t*) is accepted if the pair was corrected more than `threshold` times
     before (Online Correction Memory) and ``z(d) - z(t*) >= log tau`` on the target's raw
     logits (Semantic Consistency Gating).
 
@@ -29,14 +29,14 @@ class CSD(TokenRule):
     threshold:
         lambda: the pair's count must exceed it; infinity makes the rule exact.
     tau:
-        Of the gate, a probability ratio in (0, 1].
+        Threshold of the gate, a probability ratio in (0, 1].
     use_memory, use_gate:
         Switch one of the two tests off, for the paper's ablation.
     count_first:
-        Whether a mismatch is counted before it is tested.  The paper leaves the order
+        True if a mismatch is counted before it is tested.  The paper leaves the order
         open; the default tests first.
     count_rescued:
-        Whether a rescued mismatch is counted as well.
+        True if a rescued mismatch is counted as well.
     capacity:
         Bound on the memory's pairs (see `OnlineCorrectionMemory`); None for no bound.
     memory:
@@ -128,7 +128,7 @@ class CSD(TokenRule):
 class FLy(VerifyRule):
     """FLy (2511.22972): forgive a mismatch where the target is unsure and agreement returns.
 
-    A mismatch stands if the target's entropy there, normalised by log |V|, is at least
+    A mismatch is accepted if the target's entropy there, normalised by log |V|, is at least
     `entropy_threshold` and the next `window` drafted tokens all match; without a full
     window in the draft it is rejected, so a draft needs more than `window` tokens.
 

@@ -97,7 +97,7 @@ class OnlineCorrectionMemory:
     def save(self, path: str | os.PathLike[str]) -> Path:
         """Write the counts to an ``.npz`` file, replacing it in one step.
 
-        What is kept decides alike after `load`: counts, order of entry and capacity.
+        Counts, order of entry and capacity are kept, so that it decides alike after `load`.
         """
         path = Path(path)
         content = self.content()

@@ -28,7 +28,7 @@ class Lenience(TokenRule):
         which needs a run sampled at temperature 1 from all tokens: the target's scores are
         those.
     seed:
-        Of the coins in ``sample`` mode: an integer or a numpy Generator.
+        Seed of the coins in ``sample`` mode: an integer or a numpy Generator.
 
     A token that the lossless coin accepted is always accepted, so the coin here is that
     of the conditional probability: at ``factor=1`` nothing changes, coin for coin.
@@ -94,7 +94,7 @@ class Ensemble(TokenRule):
         ``w p(d) + (1 - w) q(d) <= w p1``.  The rest is rejected or accepted as said here:
         the two settings bracket the true rule.
     seed:
-        Of the coins in ``sample`` mode: an integer or a numpy Generator.
+        Seed of the coins in ``sample`` mode: an integer or a numpy Generator.
     """
 
     reads = ("prob", "prob_margin")

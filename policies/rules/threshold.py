@@ -80,7 +80,7 @@ class CMASDVerification(TokenRule):
     top:
         The token must be among the target's `top` best, as in Spec-Verification.
     beta, weights, entropy_sign, vocab_size:
-        Of the confidence.  `vocab_size` None takes the run's.
+        Parameters of the confidence.  `vocab_size` None takes the run's.
 
     A refused token is replaced by the target's own, as in Spec-Verification; the paper
     only says that acceptance halts.

@@ -1,14 +1,14 @@
 """Acceptance lengths from an acceptance rate, from counts, or from a published curve.
 
-The rate at which a draft matches the target at any position does not say how long its accepted
-runs are: some stretches of a text are easy and some are hard.  Here positions are easy or hard,
-in stretches of random length (the two-state chain of `traces.acceptance.synthetic.Bursty`), and
-every member of that family with the given rate is kept, so that a rate gives an interval.
+An acceptance rate does not determine the acceptance length, because some stretches of a text are
+easy and some are hard.  Here positions are easy or hard in stretches of random length (the
+two-state chain of `traces.acceptance.synthetic.Bursty`).  All chains with the given rate are
+considered, so a rate gives an interval.
 Acceptance lengths measured at some draft lengths are extended to others by
 `simulator.aggregate.hazard`.
 
 Files of curves are those of SemiAnalysisAI/InferenceX, ``golden_al_distribution``: YAML of two
-levels (model, mode) with a length per draft length.  Only that much YAML is read.
+levels (model, mode) with a length per draft length.  Other YAML is refused.
 """
 
 from __future__ import annotations
@@ -62,8 +62,9 @@ class TwoState:
     memory: float = 0.9
 
     def chances(self) -> Floats:
-        """Return acceptance at an easy and at a hard position; out of 0..1 if there is no such
-        member.
+        """Return the acceptance at an easy and at a hard position.
+
+        A value outside 0 to 1 means that the parameters are impossible (`possible`).
         """
         deviation = np.sqrt(self.uneven * self.mean * (1 - self.mean))
         odds = np.sqrt((1 - self.share) / self.share)
@@ -78,7 +79,7 @@ class TwoState:
         """Return chances that the first 1, 2, ... of `gamma` drafted tokens are all accepted,
         (gamma,).
 
-        Rounds begin where the one before ended, so more of them in hard stretches.
+        A round begins where the one before ended, so more rounds begin in hard stretches.
         """
         accept = np.clip(self.chances(), 0, 1)
         overall = np.array([self.share, 1 - self.share])
@@ -125,16 +126,16 @@ LENGTHS = (1, 2, 3, 4, 5, 6, 8)
 
 
 def emitted_of_rate(rate: float, gamma: int) -> Interval:
-    """Return tokens a round of `gamma`, where positions match at `rate`: i.i.d., least and largest.
+    """Return tokens per round of `gamma` drafts at acceptance `rate`: i.i.d., smallest and largest.
 
-    ``rate`` is the chance that the draft's token is the target's at any position of the text, as
-    an alpha is.  Rounds begin more often in hard
-    stretches, so that the middle may lie below what independent positions give.
+    ``rate`` is the chance that the draft's token is the target's at any position of the text, like
+    alpha.  Rounds begin more often in hard stretches, so the middle of the range can be below the
+    i.i.d. value.
 
     Raises
     ------
     DraftsimError
-        If the rate is no chance.
+        If the rate is not between 0 and 1.
 
     >>> emitted_of_rate(0.8, 1).value
     1.8
@@ -152,11 +153,11 @@ def emitted_of_rate(rate: float, gamma: int) -> Interval:
 def known_totals(
     accepted: float, longest: int, survival: Sequence[float] | None, fixed: bool
 ) -> dict[int, float]:
-    """Return tokens a round by draft length, so far as counts tell; empty if they tell of none.
+    """Return the tokens per round by draft length that counts determine; empty if none.
 
-    ``accepted``: drafted tokens accepted in a round; ``survival``: chances that the first 1, 2, ...
-    are, where known.  These tell every length up to the longest, the sum alone that one, and either
-    only where all drafts were as long (`fixed`).
+    ``accepted``: drafted tokens accepted per round.  ``survival``: chances that the first 1, 2, ...
+    drafted tokens are all accepted, or None.  With ``survival`` every length up to the longest is
+    known, else only the longest; both need drafts of one length (`fixed`).
     """
     if not fixed or longest < 1:
         return {}
@@ -166,9 +167,9 @@ def known_totals(
 
 
 def emitted_rows(totals: Mapping[int, float]) -> list[dict[str, Any]]:
-    """Return tokens a round by draft length, with intervals and the i.i.d. reading, from totals.
+    """Return tokens per round by draft length, with intervals and the i.i.d. value, from totals.
 
-    ``known``: True if the totals hold the length itself.
+    The column ``known`` is True if the totals hold the length itself.
     """
     near = max(totals)
     even = TwoState(iid_mean(near, totals[near]))
@@ -227,9 +228,9 @@ def read_curves(path: str | os.PathLike[str]) -> dict[str, dict[int, float]]:
 
 
 def pick_curve(text: str) -> dict[int, float]:
-    """Return the one curve of a file, or the one named after ``#`` (by its end).
+    """Return the only curve of a file, or the one whose name ends in the text after ``#``.
 
-    Raises FileError if it is not one.
+    Raises FileError if not exactly one fits.
     """
     path, _, name = text.partition("#")
     curves = read_curves(path)

@@ -57,7 +57,7 @@ def read_runs(path: Path) -> list[ServerRun]:
 
     Acceptance by position is numbers separated by blanks or semicolons (a list in JSON): the
     chances that the first 1, 2, ... drafted tokens are all accepted.  Other columns are ignored,
-    but for those that look like one of ours misspelt.
+    unless they look like a misspelt one of these.
 
     Raises
     ------
@@ -70,7 +70,9 @@ def read_runs(path: Path) -> list[ServerRun]:
     else:
         rows = _csv_rows(path, text)
     if not rows:
-        raise DraftsimError(f"{path} holds no runs: a head batch,k,tokens_per_s, and a run a line")
+        raise DraftsimError(
+            f"{path} holds no runs: expected a header batch,k,tokens_per_s and one run per line"
+        )
     return [_run(row, f"{path}, run {number}") for number, row in enumerate(rows, 1)]
 
 
@@ -82,10 +84,10 @@ def _csv_rows(path: Path, text: str) -> list[dict[str, str]]:
     except csv.Error as error:
         raise DraftsimError(f"{path} is not CSV: {error}") from None
     if len(set(names)) < len(names):
-        raise DraftsimError(f"{path}: names a column twice, of {shown(names)}")
+        raise DraftsimError(f"{path}: has a column twice: {shown(names)}")
     for number, row in enumerate(rows, 1):
         if None in row or None in row.values():
-            raise DraftsimError(f"{path}, run {number}: has not as many values as the head names")
+            raise DraftsimError(f"{path}, run {number}: has more or fewer values than the header")
     return rows
 
 
@@ -99,7 +101,7 @@ def _run(row: Any, where: str) -> ServerRun:
     for field, names in COLUMNS.items():
         told = [name for name in names if row.get(name) not in (None, "")]
         if len(told) > 1:
-            raise DraftsimError(f"{where}: has {told[0]} and {told[1]}, which are one: drop one")
+            raise DraftsimError(f"{where}: {told[0]} and {told[1]} mean the same: drop one")
         if told:
             given[field] = row[told[0]]
     if "k" not in given and "num_speculative_tokens" in row:
@@ -155,9 +157,9 @@ def _number(where: str, name: str, value: Any) -> float:
 def latency_table(server: Server, model: str | None = None) -> LatencyTable:
     """Return passes of target and draft, and prompts, over the loads that the runs span.
 
-    The cells are the costs that `calibrate` prints and predicts with.  What speculation costs
-    whatever the draft length is part of a round's first draft pass.  ``model`` is the target's
-    name, by which `--latency` is held against a recording.
+    The cells are the costs that `calibrate` prints and predicts with.  A round's first draft pass
+    includes the fixed cost of speculation.  ``model`` is the target's name, which `--latency`
+    compares with that of the recording.
     """
     runs = server.runs
     batches = sorted({1, *(run.batch for run in runs)})
@@ -195,8 +197,8 @@ def latency_table(server: Server, model: str | None = None) -> LatencyTable:
         where = f"{contexts[0]:,} tokens" if contexts[0] else "an unknown length"
         meta[ANY_CONTEXT] = True
         meta["remark"] = (
-            f"calibrated at one context, {where}: every other is priced like it, and longer ones "
-            "come out too fast"
+            f"calibrated at one context, {where}: others are priced like it, so longer ones are "
+            "too fast"
         )
     meta |= {} if model is None else {"target": model}
     return LatencyTable(pd.DataFrame(cells, columns=list(CELL_COLUMNS)), meta)
@@ -240,7 +242,7 @@ def read_benches(files: Sequence[str], *, acceptance_told: bool = False) -> Benc
     """Read runs of benchmark files and folders of them; ``FILE@K`` names the draft length of a
     file.
 
-    If something else tells the acceptance (``acceptance_told``), no note says that runs do not.
+    A note names runs without acceptance, unless ``acceptance_told``: it is known from elsewhere.
 
     Raises
     ------
@@ -266,13 +268,14 @@ def read_benches(files: Sequence[str], *, acceptance_told: bool = False) -> Benc
             models += [bench.model] if bench.model else []
     if len(set(models)) > 1:
         raise DraftsimError(
-            f"the benchmarks are of {' and '.join(sorted(set(models)))}: give one server's"
+            f"the benchmarks are of several models, {' and '.join(sorted(set(models)))}: give "
+            "those of one server"
         )
     return Benchmarks(runs, models[0] if models else None, list(dict.fromkeys(notes)))
 
 
 def _is_run(path: Path, top: Path) -> bool:
-    """Return False for what `vllm bench sweep` and AIPerf put next to the results of their runs.
+    """Return False for the other files that `vllm bench sweep` and AIPerf write next to results.
 
     ``top`` is the folder that was given.
     """
@@ -300,13 +303,13 @@ def _read(path: Path, k: int | None) -> Benchmarks:
         if length is None:
             if fields.emitted is not None and fields.emitted > 1:
                 raise DraftsimError(
-                    f"{where}: says {fields.emitted:g} tokens a step, and not its draft length: "
+                    f"{where}: has {fields.emitted:g} tokens per step, and no draft length: "
                     f"write {path}@K"
                 )
             length = 0
             notes.append(
-                f"{path}: says nothing of speculation and is taken as a run without it (K = 0); "
-                f"otherwise write {path}@K"
+                f"{path}: does not mention speculation, so it is taken as a run without it "
+                f"(K = 0); otherwise write {path}@K"
             )
         if length and not fields.accepted and fields.emitted is None:
             notes.append(f"{path}: {ESTIMATED}")
@@ -317,7 +320,7 @@ def _read(path: Path, k: int | None) -> Benchmarks:
             )
         if fields.concurrency is None or not fields.concurrency >= 0.5:
             raise DraftsimError(
-                f"{where}: says no concurrency: run the benchmark with a fixed one "
+                f"{where}: has no concurrency: run the benchmark with a fixed one "
                 "(vLLM, SGLang: --max-concurrency; AIPerf: --concurrency)"
             )
         try:
@@ -512,9 +515,9 @@ FORMATS: Sequence[tuple[Callable[[Record], bool], Callable[[Record], _Fields]]] 
 
 
 def with_acceptance(runs: Sequence[ServerRun], told: Positions) -> list[ServerRun]:
-    """Return the runs, with a server's acceptance where they say none.
+    """Return the runs; those without acceptance get that of ``told``.
 
-    Runs with longer drafts than it tells of keep theirs open.
+    Runs with longer drafts than ``told`` has positions stay without.
     """
 
     def known(run: ServerRun) -> ServerRun:

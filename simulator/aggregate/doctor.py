@@ -1,12 +1,12 @@
-"""Acceptance held against what it should be: z by position, and the cause that fits the pattern.
+"""Acceptance compared with the expected one: z by position, and the cause that fits the pattern.
 
 At each position the observed rate is compared with the expected one on the scale of log-odds.
-The variance is that of both counts (`WITHIN`-fold, for rounds of one text are alike) and of the
-difference between two sound runs (`BETWEEN`), so that a million rounds do not make a difference of
-half a percent look like a fault.
+The variance has two parts: that of both counts (times `WITHIN`, because rounds of one text are
+alike), and the usual difference between two sound runs (`BETWEEN`).  So a difference of half a
+percent is no fault, however many rounds were counted.
 
-Each cause in `CAUSES` is a pattern with one free number: the factor by which a rate of acceptance
-fell at some positions.  The one with the smallest sum of squared z is named, if it leaves little.
+Each cause in `CAUSES` is a pattern with one free number: the factor by which acceptance fell at
+some positions.  The cause that leaves the smallest sum of squared z is named, if that is small.
 """
 
 from __future__ import annotations
@@ -146,7 +146,7 @@ def by_context(observed: Positions) -> list[ContextPart]:
 def _fall(parts: list[ContextPart]) -> float:
     """Return tokens accepted per round at the longest contexts over those at the shortest.
 
-    1 where the rounds are not known.
+    1 if the rounds are not known.
     """
     if not parts:
         return 1.0
@@ -154,8 +154,8 @@ def _fall(parts: list[ContextPart]) -> float:
 
 
 def _errors(observed: Positions, expected: Positions, count: int) -> Floats:
-    """Return standard errors of differences of log-odds, (count,); NaN where too few rounds got
-    there.
+    """Return standard errors of differences of log-odds, (count,); NaN where too few rounds
+    reached the position.
     """
     variance = np.full(count, BETWEEN**2)
     for side in (observed, expected):
@@ -209,7 +209,7 @@ def _cause(
 
 
 def _by_length(observed: float, low: float, high: float) -> tuple[str, int | None, float]:
-    """Return a cause where acceptance lengths alone are known: no pattern tells which."""
+    """Return a cause from acceptance lengths alone, which have no pattern by position."""
     if observed < 1 + NOTHING:
         return "dummy drafter", None, 0.0
     if observed > high:

@@ -152,7 +152,7 @@ def lengths(values: Floats, k: int) -> Floats:
 
 
 def gaps(values: Floats, known: Mapping[int, float]) -> Floats:
-    """Return misses of measured acceptance lengths, in standard deviations, (draws, known)."""
+    """Return model less measured acceptance lengths, in standard deviations, (draws, known)."""
     if not known:
         return np.zeros((len(values), 0))
     alive = np.cumsum(survival(values, max(known)), axis=1)
@@ -189,11 +189,11 @@ def check_totals(known: Mapping[int, float]) -> None:
 
 
 def further(values: Floats, known: Mapping[int, float], k: int) -> Floats:
-    """Return acceptance lengths at draft length `k`, (draws,), where some lengths are measured.
+    """Return acceptance lengths at draft length `k`, (draws,), given some measured ones.
 
-    Positions after all measured ones depart from the line by `BEND` each, by the same amount at
-    every `k`.  ``values``: (draws, 3) in the order of `HAZARD`; ``known``: measured acceptance
-    lengths by draft length.
+    Each position after the measured ones departs from the line by `BEND`; the departure of a
+    position is the same at every `k`.  ``values``: (draws, 3) in the order of `HAZARD`;
+    ``known``: measured acceptance lengths by draft length.
     """
     below = max((n for n in known if n < k), default=0)
     bends = BEND * np.random.default_rng(0).standard_normal((k, len(values))).T

@@ -1,8 +1,7 @@
-"""Acceptance by draft position, as a server, a profile, a published curve or a person tells it.
+"""Acceptance by draft position, from numbers or files; every command reads acceptance here.
 
-Numbers are taken as they are.  Files are `/metrics` of a server, results of its benchmark, the
-counts that ``draftsim import --out FILE.json`` writes, and every log that ``draftsim import``
-reads into counts.  All commands read acceptance here.
+Files are a server's `/metrics`, results of its benchmark, profiles, published curves, the counts
+that ``draftsim import --out FILE.json`` writes, and every log that ``draftsim import`` counts.
 """
 
 from __future__ import annotations
@@ -84,7 +83,7 @@ def read_acceptance(
 
 
 def is_told(text: str) -> bool:
-    """Return True for numbers, a curve, or a file of counts or runs: no recording."""
+    """Return True for numbers, a curve, or a file of counts or runs; False for a recording."""
     path = Path(text)
     if "," in text or text.startswith(URLS) or is_curves(text) or _numbers(text, 1) is not None:
         return True
@@ -156,7 +155,7 @@ def _counts(file: Path, named: str) -> Positions | None:
 
 
 def _fetched(source: str, scratch: Path, number: int) -> Path:
-    """Return a file as it is; a URL on this machine, fetched."""
+    """Return a file's path; fetch a URL on this machine into one first."""
     if not source.startswith(URLS):
         return Path(source)
     from urllib.error import URLError
@@ -176,7 +175,7 @@ def _fetched(source: str, scratch: Path, number: int) -> Path:
 
 
 def _numbers(text: str, k: int | None) -> Positions | None:
-    """Return what numbers tell; None if the text is no numbers.
+    """Return acceptance from a text of numbers; None if it holds none.
 
     Raises DraftsimError for impossible chances, or a draft length that is named twice.
     """

@@ -1,4 +1,4 @@
-"""Acceptance by position of a draft: rates, the rounds they were counted in, and whose they are.
+"""Acceptance by position of a draft: rates, counted rounds, and where they are from.
 
 Logs, counters, benchmark results, profiles, published curves and recordings all become
 `Positions`, which every command that takes acceptance works with.
@@ -39,7 +39,7 @@ class Positions:
     Parameters
     ----------
     label:
-        Whose acceptance it is.
+        Name of the source of this acceptance.
     known:
         Acceptance lengths (tokens per round, the target's own included) by draft length.
     reached, accepted:
@@ -167,15 +167,15 @@ def of_survival(label: str, survival: Sequence[float], **more: Any) -> Positions
 
 
 def of_runs(label: str, runs: Sequence[ServerRun], model: str | None = None) -> Positions:
-    """Return the mean over the runs with the longest drafts whose acceptance is told.
+    """Return the mean acceptance by position of the runs with the longest drafts that hold it.
 
-    Where none tells it by position, the acceptance lengths of all draft lengths are known.
+    If no run holds it by position, the result has the acceptance lengths of all draft lengths.
 
     Raises DraftsimError if no run with speculation tells its acceptance.
     """
     told = [run for run in runs if run.k and run.round_tokens is not None]
     if not told:
-        raise DraftsimError(f"{label}: holds no run with speculation that says its acceptance")
+        raise DraftsimError(f"{label}: holds no run with speculation and acceptance")
     longest = max(run.k for run in told)
     of = [run for run in told if run.k == longest]
     sizes: dict[str, Any] = {
@@ -194,14 +194,16 @@ def of_runs(label: str, runs: Sequence[ServerRun], model: str | None = None) -> 
 
 
 def of_totals(label: str, totals: Totals, drafts: int | None = None) -> Positions:
-    """Return the positions that counts tell of.
+    """Return acceptance by position from counts.
 
-    ``drafts`` is the draft length of counts that do not say theirs.
+    ``drafts`` is the draft length, if the counts do not hold it.
 
     Raises DraftsimError for trees, or counts without any draft length.
     """
     if totals.tree:
-        raise DraftsimError(f"{label}: counts trees of drafts: they tell no acceptance of a chain")
+        raise DraftsimError(
+            f"{label}: counts draft trees, which do not give the acceptance of a chain"
+        )
     if totals.per_position is None:
         told = totals.longest if totals.drafted is None else None  # SGLang's chains are as long
         k = totals.reach if totals.fixed_length else told or drafts

@@ -1,4 +1,4 @@
-"""Seconds of a serving engine's step as a function of load, and what runs tell of it.
+"""Seconds of a serving engine's step as a function of load, fitted to a server's runs.
 
 A step serves `batch` requests, verifies batch x (k + 1) tokens, and emits batch x E, where E is
 the acceptance length.  Its seconds are the sum of
@@ -15,7 +15,7 @@ Up to about `knee` tokens a pass takes as long as reading the weights does; beyo
 the tokens.  Prompts are work for every emitted token: a request that emits `answer` tokens has
 brought `prompt` of them.
 
-What is read is `weights`, or with a mixture of experts also those that the tokens choose:
+A pass reads `weights`, and with a mixture of experts also those that the tokens choose:
 `experts` x (1 - (1 - chosen / count)^tokens).  In llama.cpp a pass of up to about 8 tokens runs
 kernels that compute from some 4 tokens on, and one of more tokens other kernels (`Target`).
 
@@ -270,7 +270,7 @@ class ServerRun:
 
     @property
     def draft_passes(self) -> float:
-        """Draft passes of a round: with the one whose token was dropped where drafts stop early."""
+        """Draft passes of a round; if drafts stop early, including that of the dropped token."""
         return passes_of(self.verified, self.k)
 
     @property
@@ -373,10 +373,9 @@ class Server:
     def central(self) -> Mapping[str, float]:
         """One value per cost: what is printed and written.  Seconds (`SECONDS`).
 
-        They are one draw's.  The medians of single costs make up no server: what one cost lacks,
-        another has in the same draw, so their steps come out shorter than those predicted.  The
-        draw is the one with the steps, and ratios of steps, nearest to the predicted ones at the
-        loads of the runs, and the costs nearest to their medians.
+        They are the costs of one draw.  Medians of each cost would not do: costs of a draw
+        compensate one another, so steps made of medians are too short.  The chosen draw is nearest
+        to the predicted steps and their ratios at the loads of the runs, and to the median costs.
         """
         runs = self.runs
         batches, longest = {run.batch for run in runs}, max(run.k for run in runs)
@@ -406,7 +405,7 @@ class Server:
         }
 
     def intervals(self, level: float) -> dict[str, Interval]:
-        """Return every cost that the runs tell something of, with its interval."""
+        """Return every cost that the runs determine at least partly, with its interval."""
         ends = np.quantile(self.draws, [(1 - level) / 2, (1 + level) / 2], axis=0)
         out = {}
         for i, name in [*enumerate(COSTS), *enumerate(self.target.costs, OWN)]:
@@ -417,7 +416,7 @@ class Server:
 
     @cached_property
     def _told(self) -> tuple[str, ...]:
-        """Costs that the runs tell something of."""
+        """Costs that the runs determine at least partly."""
         silent = {*self.undetermined, *self.without, *(["prompts"] * self._prompts_given)}
         return (*(name for name in COSTS if name not in silent), *self.target.costs)
 
@@ -472,15 +471,15 @@ class Server:
 
     @property
     def tells_context(self) -> bool:
-        """True if the runs have several contexts, so that they tell what a cached token costs."""
+        """True if the runs have several contexts, which determine the cost of a cached token."""
         held = [run.held for run in self.runs]
         return max(held) > SEVERAL * max(min(held), 1.0)
 
     @property
     def tells_passes_apart(self) -> bool:
-        """True if the runs tell what a draft pass costs from what a verified token costs.
+        """True if the runs can separate the cost of a draft pass from that of a verified token.
 
-        At one concurrency, and if every drafted token is verified, they are one slope.
+        They cannot at one concurrency if every drafted token is verified: both are one slope.
         """
         drafting = [run for run in self.runs if run.k]
         several = len({run.batch for run in drafting}) > 1 and len({run.k for run in drafting}) > 1
@@ -497,11 +496,11 @@ class Server:
     ) -> Floats:  # fmt: skip
         """Return output tokens per second of all requests, (draws,).
 
-        With `noisy` as a further run would measure it: the model's misfit is in the draws, and
-        what larger kernels or graphs may change (`STEP`).  These draws are as far from their median
-        as those of real servers (`WIDTH`); if the runs depart from the model by more than its prior
-        says, they are as wide as the misfit says, at most as the draws are.
-        ``like`` is a run whose drafts stop early: its acceptance and draft passes are taken.
+        With `noisy` these are speeds that a further run would measure: they include the model's
+        misfit, and the effect of other kernels or graphs for larger passes (`STEP`).  Their width
+        is scaled to that of real servers (`WIDTH`), or to the misfit of these runs if it is larger,
+        up to the width of the draws.
+        ``like`` is a run whose drafts stop early, which gives acceptance and draft passes.
         """
         emitted = self.emitted(k)
         load = Load(batch, k, context, prompts)
@@ -547,9 +546,9 @@ def calibrate(
     noise:
         Relative standard deviation of a run's tokens/s, if repeated runs tell it.
     without:
-        Names of `COSTS` to take as zero: what a cost is worth shows in the errors without it.
+        Names of `COSTS` to set to zero, to compare errors with and without them.
     target:
-        What is known of the target's passes.
+        Knowledge of the target's passes.
 
     Raises
     ------

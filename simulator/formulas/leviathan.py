@@ -53,14 +53,14 @@ def pays(alpha: float, c: float) -> bool:
 
 
 def break_even_alpha(gamma: int, c: float, verify: float = 1.0) -> float:
-    """Return acceptance at which a draft length of gamma costs what it brings.
+    """Return the acceptance at which a draft length of gamma breaks even.
 
     ``verify`` is T_verify / T_target.  Solves E[Y] = gamma c + verify.
 
     Raises
     ------
     DraftsimError
-        If even alpha = 1 does not pay, or alpha = 0 already does.
+        If even alpha = 1 gives no speedup, or alpha = 0 already does.
     """
     from scipy.optimize import brentq
 

@@ -1,4 +1,4 @@
-"""Formats that weights are kept in, and what reading one costs beyond its bytes."""
+"""Formats of weights, and the cost of reading each beyond its bytes."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ from traces.operators.shapes import ARCHITECTURES, Architecture
 class WeightFormat:
     """A format in which a model's matrices are stored.
 
-    ``bits``: of a number in the layers' matrices, its share of scales and zero points included.
-    ``head_bits``: of one in the output projection, which many formats leave alone.  ``kernels``:
-    whose read it, where one set reads several.
+    ``bits``: bits per weight in the layers' matrices, including its share of scales and zero
+    points. ``head_bits``: the same in the output projection, which many formats do not quantise.
+    ``kernels``: name of the kernels that read it, if they read several formats.
     """
 
     name: str
@@ -111,12 +111,11 @@ def find_format(name: str) -> WeightFormat:
 class ModelShape:
     """Sizes of a decoder.
 
-    ``weights``: numbers in the layers' matrices and the output projection, each read once a
-    pass and multiplied with every token.  ``head``: those of the output projection alone.
-    ``kv_values``: numbers a token occupies in the cache.  ``weight_bytes``, ``kv_bytes``:
-    bytes of one number (2 for bf16).
-    ``head_bytes``: of one in the output projection, where it is kept otherwise.  ``unpacking``:
-    what the weights' format costs beyond its bytes.
+    ``weights``: number of weights in the layers' matrices and the output projection; a pass reads
+    each once and multiplies it with every token.  ``head``: those of the output projection alone.
+    ``kv_values``: values per token in the cache.  ``weight_bytes``, ``kv_bytes``: bytes of one
+    value (2 for bf16).  ``head_bytes``: bytes per weight of the output projection, if it has
+    another format.  ``unpacking``: cost of the weights' format beyond its bytes.
     """
 
     name: str
@@ -154,8 +153,8 @@ class ModelShape:
     def from_meta(cls, meta: Mapping[str, Any], dtype_bytes: float = 2.0) -> ModelShape:
         """Return the shape that a recording's provenance holds (``meta["target"]``, ``["draft"]``).
 
-        Where the cache's size is not recorded, every head has keys and values of its own;
-        embeddings count as untied unless ``tied`` says otherwise.
+        If the cache's size is not recorded, every head has its own keys and values.  Embeddings
+        count as untied unless ``tied`` says otherwise.
 
         Raises DraftsimError if layers, width, vocabulary or parameters are missing.
         """

@@ -1,9 +1,12 @@
-"""How far off the cost model was from published passes that it had not seen.
+"""Errors of the cost model for published passes that it was not fitted to.
 
-Every run is predicted from others: an unquantised model's passes from the study's other models, or
-where one model ran on several GPUs from the other GPUs; a quantised model's from the study's
-unquantised runs and what unpacking took in other studies, or where none has such kernels, of the
-study's other models; a wider pass from the narrowest and the other widths.
+Every run is predicted from others:
+
+* an unquantised model from the study's other models, or from other GPUs if one model ran on
+  several;
+* a quantised model from the study's unquantised runs, with the unpacking cost of other studies (of
+  the study's other models, if no other study has such kernels);
+* a wider pass from the narrowest and the other widths.
 """
 
 from __future__ import annotations
@@ -42,7 +45,7 @@ Left = tuple[tuple[str, PublishedRun], ...]
 
 
 def observed(run: PublishedRun) -> Observation:
-    """Return a published run of an unquantised model as the cost model's fit takes it."""
+    """Return a published run of an unquantised model as an `Observation`."""
     return Observation(SHAPES[run.model], 1, run.new_tokens, run.context, run.seconds)
 
 
@@ -117,14 +120,15 @@ def _roof_s(run: PublishedRun) -> float:
 def unpacking(form: WeightFormat, mode: Mode, left: Left = ()) -> Unpacking:
     """Return the cost of passes over a format beyond its bytes, from published runs but `left`.
 
-    In graphs the formats that the same kernels read are fitted together; eager hosts launch
-    another number of kernels for each.  A format without published runs costs its bytes alone.
+    In graphs, formats that the same kernels read are fitted together.  In eager mode each format is
+    fitted by itself, because the number of launches differs.  A format without published runs costs
+    only its bytes.
     """
     return _unpacking(form, mode, left) if form.quantised else Unpacking()
 
 
 def evidence_for(form: WeightFormat, mode: Mode) -> list[tuple[PublishedStudy, PublishedRun]]:
-    """Return the published runs that tell of a format's unpacking."""
+    """Return the published runs from which a format's unpacking cost follows."""
     return [
         (study, run) for study in STUDIES if study.mode == mode
         for run in study.runs if _same(FORMATS[run.weights], form, mode)
@@ -175,7 +179,7 @@ def _beyond_bytes(
 
 
 def _kin(study: PublishedStudy, run: PublishedRun, left: Left) -> Roofline:
-    """Return the unquantised model of a study, or of another of its engine where it has none."""
+    """Return the unquantised model of a study, or of another study of its engine."""
     for one in (study, *(s for s in STUDIES if s.engine == study.engine)):
         try:
             return plain_model(one, run.device, left)
@@ -188,7 +192,7 @@ OWN, LIBRARY = "its unquantised runs", "the library's other models"
 
 
 class Predicted(NamedTuple):
-    """A published run and what the model says of it."""
+    """A published run and its prediction."""
 
     study: PublishedStudy
     run: PublishedRun
@@ -202,7 +206,7 @@ class Predicted(NamedTuple):
 
     @property
     def label(self) -> str:
-        """Model, format, and where they are not the usual, tokens a pass and context."""
+        """Model and format, and tokens per pass and context if they are unusual."""
         run = self.run
         wide = f", {run.new_tokens} tokens a pass" if run.new_tokens > 1 else ""
         far = f", context {run.context}" if run.context > 1024 else ""
@@ -220,9 +224,9 @@ def by_library() -> tuple[Predicted, ...]:
     """Return runs of a format that other studies read with another library, from this library's
     alone.
 
-    What is launched for a quantised matrix is the library's choice, so that another's runs say
-    little.  Who knows which one a server has can do as well as this; `predictions` are made by
-    those who do not.
+    The library decides which kernels run for a quantised matrix, so runs of another library say
+    little.  These are the errors if the server's library is known; `predictions` assume that it is
+    not.
     """
     found: list[Predicted] = []
     for study in (s for s in STUDIES if s.libraries):
@@ -258,7 +262,7 @@ def _predicted(
 
 
 def _left(study: PublishedStudy, run: PublishedRun) -> tuple[Left, str]:
-    """Return what must not be seen to predict a run, and what may."""
+    """Return the runs that must not be used to predict a run, and those that may."""
     form = FORMATS[run.weights]
     if not form.quantised:
         if run.new_tokens > 1:
@@ -286,7 +290,7 @@ def _names(study: PublishedStudy, runs: list[PublishedRun]) -> Left:
 
 
 def passes(mode: Mode, quantised: bool) -> list[Predicted]:
-    """Return the predicted passes over one token, of formats that are quantised or are not."""
+    """Return the predicted passes over one token, of quantised or of unquantised formats."""
     return [
         row for row in predictions(mode)
         if row.run.new_tokens == 1 and FORMATS[row.run.weights].quantised == quantised
@@ -294,10 +298,10 @@ def passes(mode: Mode, quantised: bool) -> list[Predicted]:
 
 
 def ratio_errors(mode: Mode, quantised: bool) -> list[float]:
-    """Return relative errors of cost ratios c, of pairs of runs that could be draft and target.
+    """Return relative errors of cost ratios c, for pairs of runs that could be draft and target.
 
-    One study's, the one at least three times the other, the target in the format asked for.  What
-    is common to both models' errors cancels, as it does in a speedup.
+    Both runs are of one study, one model is at least three times as large as the other, and the
+    target has the format asked for.  Errors common to both models cancel, as in a speedup.
     """
     targets = passes(mode, quantised)
     drafts = {id(r): r for q in (False, quantised) for r in passes(mode, q)}
@@ -328,10 +332,10 @@ def _series(row: Predicted) -> tuple[str, str, str]:
 
 
 def reach(relative: list[float], level: float) -> float:
-    """Return the factor that a further error of the kind stays within at `level`, by those seen.
+    """Return the factor that bounds a further error of this kind with probability `level`.
 
-    The conformal quantile of their logarithms' sizes: with n of them, the one that
-    ceil((n + 1) level) of n + 1 are no larger than; the largest where there are too few.
+    It is the conformal quantile of the known errors' absolute logarithms: of n, the one of rank
+    ceil((n + 1) level), or the largest if there are too few.
     """
     sizes = np.sort(np.abs(np.log1p(np.array(relative))))
     place = min(len(sizes), int(np.ceil((len(sizes) + 1) * level)))
@@ -412,9 +416,9 @@ class PublishedError(NamedTuple):
 def published_error(fitted: Roofline | None = None, quantised: bool = False) -> PublishedError:
     """Return the error of the model against published passes of its kind.
 
-    Of the launch mode of `fitted` (eager without one) and of weights that are `quantised` or are
-    not: `simulator.hardware.record.passes`, and eagerly `check_published` as well, in which an
-    eager model is carried over to each paper's device.
+    It covers passes of the launch mode of `fitted` (by default eager), of weights that are
+    `quantised` or not (`simulator.hardware.record.passes`).  Eager mode also covers
+    `check_published`, where an eager model is extrapolated to each paper's device.
     """
     eager = fitted is None or fitted.mode == "eager"
     return _published_error(fitted if eager else None, "eager" if eager else "graph", quantised)

@@ -5,14 +5,13 @@
     eager  = fixed + max((layers + outside) x layer_s, roof)    the host launches while it runs
     graph  = fixed + layers x layer_s + roof                    what is left between its kernels
 
-bytes: the weights once, and every sequence's cache; operations: two per weight and token,
-and four per cached position, token and hidden unit of every layer (the roofline model of
-Williams et al. 2009, with launches as in LLM inference in eager mode).  Its two roofs are added:
-the thin products of decoding do not hide their arithmetic in their reading.  Where the larger
-one alone is taken, published passes over 8 to 64 tokens come out 9 to 50% too fast.
-``outside``: what a pass launches outside of its layers, embedding to sampling, over the launches of
-a layer.  Quantised weights are unpacked as their kernels do
-(`simulator.hardware.formats.Unpacking`).
+Bytes are the weights once, and every sequence's cache.  Operations are two per weight and token,
+and four per cached position, token and hidden unit of every layer (the roofline model of Williams
+et al. 2009, with launches as in LLM inference in eager mode).  Reading and arithmetic are added,
+because the narrow products of decoding do not overlap them: with the larger of the two alone,
+published passes over 8 to 64 tokens are predicted 9 to 50% too fast.  ``outside`` is the number of
+launches outside of the layers, embedding to sampling, over those of a layer.  Quantised weights are
+unpacked as in their kernels (`simulator.hardware.formats.Unpacking`).
 """
 
 from __future__ import annotations

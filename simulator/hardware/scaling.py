@@ -1,4 +1,4 @@
-"""A measured latency table carried over to another GPU."""
+"""Extrapolation of a measured latency table to another GPU."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ PASSES = ("forward", "catch_up", "settling", "prefill", "layer")
 def table_shapes(latency: LatencyTable) -> dict[str, ModelShape]:
     """Return the shapes of a table's models, from its provenance.
 
-    Raises DraftsimError if it does not say them.
+    Raises DraftsimError if the table does not hold them.
     """
     meta = latency.meta
     known = meta.get("shapes") or {r: meta[r] for r in ("target", "draft") if r in meta}
@@ -42,14 +42,14 @@ def table_shapes(latency: LatencyTable) -> dict[str, ModelShape]:
 def home_device(latency: LatencyTable) -> Device:
     """Return the GPU that a table was measured on, by its provenance.
 
-    Raises DraftsimError if the latencies were assumed, or measured on something whose peak
-    rates are not known, such as a CPU: no ratio of rates leads from there to a GPU.
+    Raises DraftsimError if the latencies were assumed, or measured on a device without known peak
+    rates, such as a CPU.
     """
     remedy = "give the table of one: `python -m profiler.suite latency --device cuda`"
     name = str(latency.meta.get("device", ""))
     if latency.is_constant or not name:
         raise DraftsimError(
-            f"the latencies were assumed, not measured on a GPU, and cannot be carried over: "
+            f"the latencies were assumed, not measured on a GPU, and cannot be extrapolated: "
             f"{remedy}"
         )
     try:
@@ -57,12 +57,12 @@ def home_device(latency: LatencyTable) -> Device:
     except DraftsimError:
         raise DraftsimError(
             f"the latencies were measured on {name!r}, which has no GPU data sheet here "
-            f"({', '.join(DEVICES)}), and cannot be carried over: {remedy}"
+            f"({', '.join(DEVICES)}), and cannot be extrapolated: {remedy}"
         ) from None
 
 
 def scaling_words(latency: LatencyTable) -> str:
-    """Return the devices a table was carried between and the error; empty if measured."""
+    """Return in words both devices of an extrapolated table, and its error; empty if measured."""
     note = latency.meta.get("scaled") or ""
     if not isinstance(note, Mapping):
         return str(note)
@@ -72,13 +72,12 @@ def scaling_words(latency: LatencyTable) -> str:
 
 
 def scaling_error(note: Mapping[str, Any]) -> str:
-    """Return how far off the model that carried a table over is known to be; ``meta["scaled"]``."""
+    """Return the known error of the model that extrapolated a table (``meta["scaled"]``)."""
     where = ", ".join(note["published_devices"])
     return (
-        f"a cost model that is off by {note['published_median']:.0%} in the median and "
-        f"{note['published_worst']:.0%} at worst against {note['published_figures']} published "
-        f"figures of {where}, and by {note['fit_error']:.1%} in the median on the passes it was "
-        "fitted to"
+        f"a cost model with a median error of {note['published_median']:.0%} (worst "
+        f"{note['published_worst']:.0%}) for {note['published_figures']} published figures of "
+        f"{where}, and of {note['fit_error']:.1%} for the passes that it was fitted to"
     )
 
 
@@ -121,17 +120,16 @@ def carry_over(
     """Return `latency` as it would be on `to`: every cell times the ratio of the fitted model
     there.
 
-    Only the ratio is the model's; what it does not explain of a cell is kept.  Host phases
-    stay as they are, since the host does.  The result is marked ``scaled``, with the fit, its
-    error on the measured cells and that against published figures of other devices, which is
-    the one to expect.
+    Only the ratio comes from the model, so a cell keeps what the model does not explain.  Host
+    phases do not change.  The result is marked ``scaled``, with the fit, its error for the measured
+    cells, and its error for published figures of other devices, which is the one to expect.
 
     Parameters
     ----------
     shapes:
         Models' shapes; by default what the table's provenance says.
     weights:
-        By role, the format that a model's weights are kept in there; those measured by default.
+        Format of the weights on `to`, by role; by default as measured.
 
     Raises
     ------
@@ -188,8 +186,8 @@ def carry_over(
 LEVEL = 0.8
 """Share of further errors that should lie within: four of five."""
 CALIBRATE = (
-    "at batches above one the model is optimistic: `draftsim calibrate` fits a server to a handful "
-    "of its own runs"
+    "above batch 1 this model is optimistic: `draftsim calibrate` fits a server to a few of its "
+    "own runs"
 )
 DRAFTING = ("forward", "catch_up", "settling", "head")
 
@@ -211,12 +209,12 @@ class Bounds(NamedTuple):
 
 
 def reaches(mode: Mode, quantised: bool) -> Reach:
-    """Return the factors by the model's own record; see `simulator.hardware.record`."""
+    """Return the factors that follow from the model's errors (`simulator.hardware.record`)."""
     return Reach(reach(ratio_errors(mode, quantised), LEVEL), reach(width_errors(quantised), LEVEL))
 
 
 def reach_of(latency: LatencyTable) -> Reach | None:
-    """Return the factors of a table that was carried over; None for one that was measured."""
+    """Return the factors of an extrapolated table; None for a measured one."""
     note = latency.meta.get("scaled")
     if not isinstance(note, Mapping) or "draft_within" not in note:
         return None
@@ -224,11 +222,11 @@ def reach_of(latency: LatencyTable) -> Reach | None:
 
 
 def bounds_of(latency: LatencyTable) -> Bounds | None:
-    """Return `latency` with drafting and wide passes dearer and cheaper by their factors.
+    """Return `latency` with drafting and wide passes slower, and faster, by their factors.
 
-    The target's passes over one token stay as they are: what they are off by, a speedup does not
-    show.  A wide pass is never cheaper than a narrow one.  A table that was composed and corrected
-    by whole steps is dear as it is; in the cheap one, passes that no step covers are the sums of
+    The target's passes over one token do not change, because their error cancels in a speedup.  A
+    wide pass is never faster than a narrow one.  A table that was composed and corrected by whole
+    steps is the upper bound itself; in its lower bound, passes that no step covers are the sums of
     their operators.  None for a table that was measured, or composed without whole steps.
     """
     found = _bounds.get(latency)
@@ -303,4 +301,4 @@ def bounds_words(latency: LatencyTable) -> str:
     """Return when a prediction lies at the bounds of `bounds_of`."""
     if reach_of(latency) is None:
         return "between whole steps and the sums of operators"
-    return "were the carrying model off as it was before"
+    return "if the extrapolation has its past errors"

@@ -32,7 +32,7 @@ CMASD_ROWS = dict(zip(CMASD_ABLATION, CMASD_3.cells, strict=True))
 FULL = "cm-asd"
 WINDOWS = {"cm-asd-fixed-threshold": FULL, "cm-asd-no-confidence": "cm-asd-fixed-window"}
 """Variants of a fixed threshold, and those with the same window and the adaptive one."""
-SPEED_NOTE = "speed over greedy plain decoding, not beam 5"
+SPEED_NOTE = "speed over greedy decoding without speculation, not beam 5"
 TOK_NOTE = "Tok counts accepted drafts, without the token that the target adds to them"
 
 

@@ -1,6 +1,5 @@
-"""SpecBound on our pair: every system of its Table 1 whose drafts are there, and why the paper and
-our pair put them in another order; its figures and Tables 2, 3 and 5, where early exits were
-recorded.
+"""SpecBound on our pair: the systems of its Table 1 and the reasons for their order; Tables 2, 3
+and 5 and its figures, if early exits were recorded.
 """
 
 from __future__ import annotations

@@ -79,8 +79,8 @@ def plot_validation(rows: pd.DataFrame) -> Figure:
 def plot_speedup(summary: pd.DataFrame) -> Figure:
     """Draw the speedup of every policy with its interval; rows of `summary.summarize`.
 
-    Fastest first, but for lower bounds, which rank nothing. The oracle, a bound that no policy
-    reaches, is above the others in grey, and approximate rows are below them, hollow.
+    The fastest is first; lower bounds are not ranked.  The oracle, which no policy reaches, is
+    above the others in grey.  Approximate rows are below them, hollow.
     """
     rows = summary[summary["policy"] != "autoregressive"]
     if "lower bound" not in set(rows["fidelity"]):
@@ -207,9 +207,9 @@ def _arm_labels(rows: pd.DataFrame) -> list[str]:
 def plot_cost_ratio(logs: Sequence[RoundLog], latency: LatencyTable, own: OwnRatios) -> Figure:
     """Draw the speedup against c = T_draft / T_target for each log.
 
-    Rounds cost what they cost by the pair's `latency` with drafting scaled from its `own` ratio
-    to c (`simulator.ratios.carried_sums`), so that the curves go through the table's speedups at
-    the pair's c, which is marked.
+    Rounds are priced by the pair's `latency`, with drafting scaled from its `own` ratio to c
+    (`simulator.ratios.carried_sums`).  So the curves meet the table's speedups at the pair's c,
+    which is marked.
     """
     c = np.geomspace(0.005, 1, 200)
     figure = Figure(figsize=(7.2, 3.8), layout="constrained")
@@ -340,7 +340,7 @@ class Drawn(NamedTuple):
 
 
 def _fastest(logs: Sequence[RoundLog], speed: Mapping[str, float]) -> RoundLog | None:
-    """Return the fastest that one could run and whose text is the target's own."""
+    """Return the fastest policy that can run and keeps the target's output."""
     real = [log for log in logs if log.mismatched is None and not is_bound(log.policy)]
     return max(real, key=lambda log: speed[log.policy], default=None)
 
@@ -352,13 +352,13 @@ def save_all(
 ) -> Drawn:  # fmt: skip
     """Draw everything a recording shows into `folder`.
 
-    ``logs`` are of the draft model; ``systems``, with drafts or rules of their own, are added where
-    speedups are drawn.  ``texts`` are the policies as they were named: these are in
-    every plot that can hold them, as is the fastest.  Where all were asked for, plots of a few
-    hold `COMPARED`. ``title`` names pair and device above every plot.
+    ``logs`` are of the draft model; ``systems``, with their own drafts or rules, are added to plots
+    of speedups.  ``texts`` are the named policies, which every plot shows if it can, with the
+    fastest.  If all policies were asked for, plots with few curves show `COMPARED`.  ``title``
+    names pair and device below every plot.
     """
     every = [*logs, *systems]
-    label = "lower bounds: the log does not tell its draft lengths" if trace.is_lower_bound else ""
+    label = "lower bounds: the log does not hold its draft lengths" if trace.is_lower_bound else ""
     overall = summarize(every, latency)
     speed = dict(zip(overall["policy"], overall["speedup"], strict=True))
     if texts and "all" not in texts:
@@ -379,8 +379,8 @@ def save_all(
     if others := [log.policy for log in every if log not in some]:
         names = ", ".join(dict.fromkeys(others)) if len(others) <= FEW else f"{len(others)} others"
         said.append(
-            f"categories.png and cost_ratio.png hold the fastest and {len(some) - 1} to compare it "
-            f"with, without {names}: name policies with --policy to draw them"
+            f"categories.png and cost_ratio.png show the fastest policy and {len(some) - 1} "
+            f"others, without {names}: name policies with --policy to draw them"
         )
     drafted = [log for log in some if log.source == DRAFT_MODEL]
     if drafted:
@@ -389,7 +389,8 @@ def save_all(
     elsewhere = [log.policy for log in some if log.source != DRAFT_MODEL]
     if elsewhere:
         said.append(
-            f"cost_ratio.png is of the draft model: without {', '.join(dict.fromkeys(elsewhere))}"
+            "cost_ratio.png shows policies with the draft model, without "
+            f"{', '.join(dict.fromkeys(elsewhere))}"
         )
     try:
         families = families_of(trace, texts)

@@ -82,9 +82,9 @@ def plot_latency_throughput(rows: Rows, latency: str = "tpot_s") -> Figure:
 
 
 def plot_latency_load(rows: Rows, latency: str = "e2e_s", baseline: str | None = None) -> Figure:
-    """Plot the mean latency against offered load, with the load at which each policy stops paying.
+    """Plot the mean latency against offered load, and the load at which each policy breaks even.
 
-    `baseline` names the policy to break even with; by default the first.
+    `baseline` is the policy to break even with; by default the first.
     """
     frame = _frame(rows)
     if frame["rate"].isna().any():
@@ -134,9 +134,9 @@ def plot_latency_load(rows: Rows, latency: str = "e2e_s", baseline: str | None =
 def plot_pareto(rows: Rows) -> Figure:
     """Draw output tokens/s of one user against those of all, one curve a policy.
 
-    A point is a batch size or a load, a user's tokens/s are 1 / TPOT. The grey line joins the
-    points that no other one exceeds in both (as vLLM's ``bench sweep plot_pareto``), without
-    those of the oracle, which is a bound.
+    A point is a batch size or a load; a user's tokens/s are 1 / TPOT.  The grey line joins the
+    points that no other point exceeds in both (as vLLM's ``bench sweep plot_pareto``), without
+    the oracle's.
     """
     frame = _frame(rows).assign(user=lambda all_rows: 1 / all_rows["tpot_s_mean"])
     loads = bool(frame["concurrency"].isna().any())
@@ -205,7 +205,7 @@ def plot_speedups(
     speedups:
         By policy, an array of shape (batches, columns); NaN if nothing was served.
     columns:
-        What each column is labelled with.
+        Labels of the columns.
 
     Raises
     ------
@@ -324,7 +324,7 @@ def draw(
     Over batch sizes these are latency against throughput, and the speedup of every policy by batch
     and prompt length; over loads, latency against load; with either, tokens/s of a user against
     tokens/s in all, and the batch and the cache blocks in use over time at the largest size or
-    load.  `say` is told what cannot be drawn.
+    load.  `say` is called with what cannot be drawn.
     """
     said = assumption(latency, max(s.limits.max_batch for s in scenarios))
 
@@ -341,7 +341,7 @@ def draw(
         written = [save(plot_over_time(last), "over_time")]
         loads = {row["rate"] for row in finished}
         if loads == {None}:
-            say("the arrivals span no time: there is no load to draw latency against")
+            say("all arrivals have the same time: there is no load to draw latency against")
             return written
         written += _pareto(finished, save)
         names = {row["policy"] for row in finished}
@@ -415,7 +415,7 @@ def _contexts(trace: Trace, latency: LatencyTable) -> list[int]:
 def assumption(latency: LatencyTable, batch: int) -> str:
     """Return the label of a plot of figures at `batch`; empty if nothing was assumed."""
     said = latency.said_batch_free(batch)
-    return f"taken to cost nothing: {said}" if said else ""
+    return f"assumed to cost nothing: {said}" if said else ""
 
 
 Floats = npt.NDArray[np.float64]
@@ -434,8 +434,8 @@ class Crossing(NamedTuple):
 def limits(pairs: Pairs) -> Floats:
     """Return the rates (most,) up to which 1, 2, ... replicas meet the SLO.
 
-    What lies between the numbers that were simulated is interpolated: the rate per replica is
-    taken to change evenly with the logarithm of their number.
+    Numbers of replicas that were not simulated are interpolated: the rate per replica is linear in
+    the logarithm of their number.
     """
     counts, rates = (np.array(column, dtype=float) for column in zip(*pairs, strict=True))
     every = np.arange(1, int(counts[-1]) + 1)
@@ -446,9 +446,8 @@ def limits(pairs: Pairs) -> Floats:
 def needed(row: Mapping[str, Any]) -> Floats:
     """Return `limits` of a row's curve, which give the row's own replicas at the rate asked for.
 
-    What is interpolated between the numbers that were simulated is cut to agree with them.  A
-    limit is known to `FINE`: one at that rate is drawn beyond it, so that the line meets the
-    marker.
+    Interpolated limits are cut to agree with the simulated ones.  A limit is known to `FINE`: one
+    at the rate asked for is drawn beyond it, so that the line meets the marker.
     """
     steps, rate, count = limits(row["curve"]), row["rate"], row["replicas"]
     if count is not None:

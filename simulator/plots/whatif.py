@@ -103,10 +103,10 @@ def plot_maps(frame: pd.DataFrame, x: str = "c", y: str = "alpha", of: str = "")
 
 
 def plot_break_even(frame: pd.DataFrame) -> Figure:
-    """Draw the largest c that pays over alpha: a line per policy.
+    """Draw the largest c with a speedup over alpha: a line per policy.
 
-    The band is where the bounds of the speedup's interval cross 1.  Of more policies than can
-    be told apart, those that pay furthest are named and the others thin.
+    The band is where the bounds of the speedup's interval cross 1.  If there are many policies,
+    those with the largest c are named and the others thin.
     """
     found, key = break_even(frame, "c"), "alpha_asked"
     names = list(dict.fromkeys(found["policy"].astype(str)))
@@ -254,7 +254,7 @@ def plot_ladder(rungs: pd.DataFrame) -> Figure:
     for tick, rung in zip(axes.get_yticklabels(), rungs["rung"], strict=True):
         tick.set_fontweight("normal" if rung == "policy" else "bold")
     axes.set_xlim(0, 1.32 * max(1.0, float(left.max())))
-    axes.set_xlabel("time per token, plain decoding = 1;  speedup [95% interval]  "
+    axes.set_xlabel("time per token, no speculation = 1;  speedup [95% interval]  "
                     "share of the oracle's gain")  # fmt: skip
     style(axes, "x")
     figure.legend(loc="outside upper center", ncols=5, frameon=False, fontsize=8)
@@ -262,7 +262,7 @@ def plot_ladder(rungs: pd.DataFrame) -> Figure:
 
 
 def _furthest(found: pd.DataFrame, names: Sequence[str]) -> list[str]:
-    """Return the `MOST_LINES` of `names` with a speedup furthest in the mean, in their order."""
+    """Return the `MOST_LINES` of `names` with the largest mean c, in their order."""
     reach = {}
     for name in names:
         value = found.loc[found["policy"] == name, "break_even"].to_numpy(float)

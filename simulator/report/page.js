@@ -345,7 +345,7 @@
       ? "This is the recording's own α: nothing is tilted."
       : error === null
       ? "The error of tilting cannot be measured on this recording: its prompts are too few or too alike."
-      : `Tilting to α = ${alpha} is expected to be off by about ${(100 * error[0]).toFixed(1)}%, `
+      : `The expected error of tilting to α = ${alpha} is about ${(100 * error[0]).toFixed(1)}%, `
         + `measured between prompt groups of this recording${error[1] ? "" : "; no shift as large was among them"}.`;
   }
 

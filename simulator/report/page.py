@@ -46,17 +46,17 @@ def build_report(
         Replays of `trace` to rank, one per policy and source; the best fixed draft length is
         added.
     notes:
-        What to say of some of them, by policy (`simulator.whatif.ranking`).
+        Remarks by policy (`simulator.whatif.ranking`).
     measured:
-        Real runs to hold predictions against.
+        Real runs to compare predictions with.
     title:
-        What the run is called.
+        Name of the run.
     pair:
-        Names of the ``target`` and the ``draft``, where more is known of them than the trace says.
+        Names of the ``target`` and the ``draft``, if the trace does not name them in full.
     serve:
-        Whether to serve batches in simulated time, where the table has measured some.
+        True to serve batches in simulated time, where the table has measured some.
     resamples:
-        Of the bootstrap over prompts.
+        Bootstrap resamples over prompts.
     progress:
         Called with what is being computed, part after part.
 

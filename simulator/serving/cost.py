@@ -1,4 +1,4 @@
-"""The work of one engine iteration, and its seconds from the latency table; decides nothing.
+"""Work of one engine step, and its seconds from the latency table; it decides nothing.
 
 A decode iteration over B sequences costs as many batched draft passes as the longest
 draft, one target pass over the ragged total of drafted + 1 tokens, and host time.  Ragged
@@ -295,14 +295,13 @@ class DraftCost:
 
 
 class MixedPasses:
-    """Prices what prompts make of a target pass that decodes.
+    """Prices of target passes that decode and read prompts.
 
-    Such a pass is not one of mean width: the sequences' attention costs what it costs alone, and
-    all tokens go through the layers together.  Where an engine was measured, what prompts add has
-    cells of its own (phase ``mixed``), of one prompt with those that decode.  Elsewhere, and for
-    more prompt tokens than such cells have, the two passes are added less one launch, for the
-    weights are read, and the kernels launched, once: what prompts take by themselves was measured
-    further, and of several at a time.
+    It is not priced as a pass of mean width: attention of the decoding sequences costs as much as
+    alone, and all tokens go through the layers together.  If an engine was measured, cells of phase
+    ``mixed`` hold the time that one prompt adds to the decoding sequences.  Otherwise, and beyond
+    these cells, the seconds are prefill + decode less one launch, because weights are read and
+    kernels launched once.
     """
 
     def __init__(self, latency: LatencyTable, added: PassReader | None) -> None:
@@ -347,10 +346,10 @@ class EngineCost:
         Measured or assumed cells.  Host phases it lacks cost nothing; without prefill
         cells, prompts cost nothing either, as in clock-free pricing (`unpriced` says so).
     reads:
-        Whether the policy reads draft signals, whose computation is then charged per
+        True if the policy reads draft signals, whose computation is then charged per
         draft step.
     speculates:
-        Whether the draft model runs at all; its prompts are charged if so.
+        True if the draft model runs at all; its prompts are charged if so.
     passes:
         ``ragged``: sizes at their means, as with kernels for sequences of any length;
         ``padded``: every decode pass is the rectangle of its widest sequence and longest

@@ -1,6 +1,6 @@
 """Predicted seconds of static batches of a recording's own requests, in order.
 
-What `profiler.checks.batch_runs` measures: consecutive requests decoded in groups, each until
+`profiler.checks.batch_runs` measures the same: consecutive requests decoded in groups, each until
 its slowest has ended, timed from the end of the group's prefill.
 """
 

@@ -1,4 +1,4 @@
-"""Which replica of a fleet takes a request.
+"""Routers: which replica of a fleet takes a request.
 
 A router is an object with one method; those that do not look at the load let every replica run
 by itself, on a clock of its own.
@@ -21,53 +21,51 @@ class Loaded(Protocol):
 
     @property
     def requests(self) -> int:
-        """Requests that wait or run there."""
+        """Requests that wait or run on this replica."""
         ...
 
     @property
     def tokens(self) -> int:
-        """Tokens of these: of their prompts, and emitted so far."""
+        """Tokens of these requests: their prompts, and what they have emitted."""
         ...
 
 
 class Idle(NamedTuple):
-    """A replica that shows no load: what a router sees that does not look at it."""
+    """A replica without load, for routers that do not read it."""
 
     requests: int = 0
     tokens: int = 0
 
 
 class Router(ABC):
-    """Chooses a replica for each request.  Subclass it and define `choose`.
+    """A choice of a replica for each request.  Subclass it and define `choose`.
 
-    It keeps nothing from one request to the next, so that one router serves any run.
+    A router has no state, so that one router serves any run.
     """
 
     reads_load: ClassVar[bool] = True
-    """True if a choice depends on the replicas.  Where not, they are simulated one by one."""
+    """True if a choice depends on the replicas' load; else they are simulated one by one."""
 
     @abstractmethod
     def choose(self, index: int, replicas: Sequence[Loaded], rng: np.random.Generator) -> int:
-        """Return the replica (place in `replicas`) for the request that arrives as number
-        `index`.
-        """
+        """Return the place in `replicas` of the replica that takes request number `index`."""
 
 
 @dataclass(frozen=True)
 class RandomSplit(Router):
-    """Any replica, each as likely."""
+    """A random replica, all equally likely."""
 
     reads_load: ClassVar[bool] = False
 
     def choose(self, index: int, replicas: Sequence[Loaded], rng: np.random.Generator) -> int:
-        """Return a draw."""
+        """Return a random replica."""
         del index
         return int(rng.integers(len(replicas)))
 
 
 @dataclass(frozen=True)
 class RoundRobin(Router):
-    """One after the other, in turn."""
+    """The next replica in turn."""
 
     reads_load: ClassVar[bool] = False
 
@@ -79,23 +77,23 @@ class RoundRobin(Router):
 
 @dataclass(frozen=True)
 class LeastRequests(Router):
-    """The replica with the fewest requests that wait or run; of several such, any."""
+    """The replica with the fewest waiting and running requests; ties are broken at random."""
 
     def choose(self, index: int, replicas: Sequence[Loaded], rng: np.random.Generator) -> int:
-        """Return the shortest queue, as it is when the request arrives."""
+        """Return the replica with the fewest requests when this one arrives."""
         del index
         return _any_least([replica.requests for replica in replicas], rng)
 
 
 @dataclass(frozen=True)
 class LeastTokens(Router):
-    """The replica whose requests hold the fewest tokens, prompts that wait included.
+    """The replica whose requests hold the fewest tokens, waiting prompts included.
 
-    Tokens yet to come do not count: nobody knows how long an output will be.
+    Future tokens do not count, because the length of an output is not known.
     """
 
     def choose(self, index: int, replicas: Sequence[Loaded], rng: np.random.Generator) -> int:
-        """Return the fewest tokens, as they are when the request arrives."""
+        """Return the replica with the fewest tokens when this request arrives."""
         del index
         return _any_least([replica.tokens for replica in replicas], rng)
 
@@ -108,14 +106,14 @@ ROUTERS: Mapping[str, type[Router]] = {
 
 
 def parse_router(name: str) -> Router:
-    """Return the router of this name; raises DraftsimError for another one than `ROUTERS` holds."""
+    """Return the router of this name; DraftsimError if `ROUTERS` does not hold it."""
     if name not in ROUTERS:
         raise DraftsimError(f"router is {name!r}, expected one of {', '.join(ROUTERS)}")
     return ROUTERS[name]()
 
 
 def describe_router(router: Router) -> str:
-    """Return the name of a router, or of the class of one's own."""
+    """Return the name of a router, or the class name of a user's own."""
     names = (name for name, kind in ROUTERS.items() if type(router) is kind)
     return next(names, type(router).__name__)
 

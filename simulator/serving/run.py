@@ -50,9 +50,9 @@ class Front:
     env:
         The clock that the replicas share.
     replicas, router, rng:
-        Who serves, who chooses, and what a choice may draw from.
+        Replicas, the router that chooses among them, and its random generator.
     marked:
-        Indices of the requests whose arrival every replica's record has to know of.
+        Indices of the requests whose arrival every replica records.
     """
 
     env: simpy.Environment
@@ -81,9 +81,9 @@ class Station:
     Parameters
     ----------
     trace, latency, policy, scenario, rule:
-        Of `simulator.serving.run.simulate`.  Every engine has its own copies of policy and rule.
+        See `simulator.serving.run.simulate`.  Every engine has its own copies of policy and rule.
     name:
-        Of the policy.
+        Name of the policy.
     lookahead:
         The longest draft, for which slots are reserved.
     expected:

@@ -31,28 +31,28 @@ class Scenario:
     limits:
         An engine's configuration; `Limits.max_batch` is the size of static batches.
     requests:
-        How many requests to serve (an arrivals file may hold fewer); None: the whole file.
+        Number of requests to serve (an arrivals file may hold fewer); None: the whole file.
     mode:
         ``continuous`` batching; ``static`` batches with ragged acceptance, truncated to
         the batch ``-minimum``, or drafting that stops at the batch ``-mean``; ``pearl``
         and ``dsi`` overlap drafting and verification of one stream.
     replicas, router:
-        How many engines like that there are, and who chooses among them.
+        Number of engines, and the router that chooses among them.
     devices:
-        Of the overlapped modes.
+        Devices of the overlapped modes.
     passes:
         See `simulator.serving.cost.EngineCost`.
     drafter_loaded:
-        Whether the engine runs with its drafter under a policy that never drafts, too: it then
+        True if the engine runs with its drafter under a policy that never drafts, too: it then
         pays for what the drafter runs along.  By default such a policy has an engine without one.
     warmup:
-        Share of the requests, first to arrive, that no statistic counts (`Recorder`).
+        Share of the requests, the first to arrive, that statistics leave out (`Recorder`).
     max_time_s:
-        Bound of simulated time; a run that meets it says so.
+        Simulated seconds after which a run stops; its status says so.
     ttft_target_s, tpot_target_s:
         Targets that a request must meet to count for goodput.
     seed, replications:
-        Arrivals and sequences depend on these and on nothing of a policy.
+        Arrivals and sequences depend on these alone, never on a policy.
 
     Raises
     ------

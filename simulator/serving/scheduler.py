@@ -164,7 +164,7 @@ class Limits:
     kv_blocks, block_size:
         Blocks of the pool (None: never runs out) and tokens of a block.
     async_scheduling:
-        Whether an iteration is planned while the one before it runs (vLLM's option of this name).
+        True if an iteration is planned while the one before it runs (vLLM's option of this name).
         A plan then does not see the requests that arrive during that iteration, and the requests
         that end in it still hold their seats and blocks.
     lookahead:

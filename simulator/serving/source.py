@@ -64,9 +64,9 @@ class RequestServer(Protocol):
 class RequestSource:
     """Feeds requests to a queue: at their times, or as completions allow.
 
-    `advance` is called with the number of requests that have just left.  Of open arrivals nobody
-    knows before `open_until_s` that none is to come.  The first requests of a closed loop, which
-    are sent at once, reach the queue one by one, `apart_s` from each other.
+    `advance` is called with the number of requests that have just left.  With open arrivals the
+    source does not report itself exhausted before `open_until_s`.  The first requests of a closed
+    loop are sent together and reach the queue one by one, `apart_s` from each other.
     """
 
     def __init__(

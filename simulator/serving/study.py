@@ -107,7 +107,7 @@ class ServingRunner:
 
 
 def shares_of(scenario: Scenario) -> list[tuple[int, ...] | None]:
-    """Return replicas to run together; [None] where the fleet stays whole."""
+    """Return groups of replicas to run together; [None] if the whole fleet must run as one."""
     if not scenario.splits or scenario.count < MANY:
         return [None]
     count = min(max(math.ceil(scenario.count / A_PART), 4), scenario.replicas)

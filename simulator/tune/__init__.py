@@ -1,1 +1,1 @@
-"""Offline search for what a serving engine reads, with the gain it should bring."""
+"""Offline search for an engine's setting, with the gain to expect."""

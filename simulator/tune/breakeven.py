@@ -1,8 +1,8 @@
 """Where speculation stops giving a speedup: speedup over batch size, context and draft length.
 
-A round of K drafts pays if it emits more tokens than plain decoding would in the same time, so the
-acceptance length that breaks even is seconds of the round over seconds of a plain step.  It needs
-no drafter to be known, only costs.
+A round of K drafts gives a speedup if it emits more tokens than steps without speculation in the
+same time.  So the acceptance length that breaks even is the seconds of a round over those of a
+step without speculation.  It depends on costs alone, not on a drafter's acceptance.
 """
 
 from __future__ import annotations
@@ -160,7 +160,7 @@ def vllm_tables(surface: pd.DataFrame) -> Tables:
 def length_rows(contexts: Sequence[int], ks: Sequence[int]) -> list[list[int]]:
     """Return rows [lo, hi, K] over sequence lengths: neighbours with one K share a row.
 
-    A row ends midway between two contexts, the last nowhere.
+    A row ends midway between two contexts; the last row has no end.
 
     >>> length_rows([100, 1000, 9000], [4, 4, 0])
     [[1, 5000, 4], [5001, 2147483647, 0]]
@@ -266,7 +266,7 @@ def grid(batches: Sequence[int], contexts: Sequence[int], ks: Sequence[int]) -> 
 
 
 def pays_to(surface: pd.DataFrame, along: str, unit: str) -> str:
-    """Return how far along an axis the best draft length pays, in a few words.
+    """Return in a few words how far along an axis the best draft length gives a speedup.
 
     >>> made = pd.DataFrame({"batch": [1, 8], "k": [2, 2], "speedup": [1.5, 0.9]})
     >>> pays_to(made, "batch", "requests")

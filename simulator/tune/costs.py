@@ -1,4 +1,4 @@
-"""Seconds of every fixed draft length at every batch and context, prompt by prompt."""
+"""Costs of a search: seconds of every fixed draft length by batch, context and prompt."""
 
 from __future__ import annotations
 
@@ -46,8 +46,7 @@ class PricedOptions:
 def longest_seen(trace: Trace) -> int | None:
     """Return the longest draft whose last verdict an imputed log holds; None if nothing is imputed.
 
-    What comes after longer drafts was guessed from shorter ones, which is no ground for a
-    setting.
+    Longer drafts were imputed from shorter ones, which is not enough to choose a setting.
     """
     imputed = trace.meta.get("imputed")
     return None if imputed is None else imputed.get("longest_seen")
@@ -62,10 +61,10 @@ def longest_draft(trace: Trace) -> int | None:
 def fixed_logs(
     trace: Trace, lengths: Sequence[int] = DEFAULT_LENGTHS
 ) -> tuple[RoundLog, dict[int, RoundLog]]:
-    """Return plain decoding, and the trace replayed at each fixed draft length that it can be.
+    """Return no speculation, and the trace replayed at each fixed draft length that it holds.
 
-    Length 0 is that of an engine whose draft model reads along (`RESTING`), which plain
-    decoding, without a draft model, is not.
+    Length 0 is an engine with a draft model that reads every token (`RESTING`), unlike no
+    speculation, which has no draft model.
 
     Raises
     ------

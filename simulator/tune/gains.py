@@ -36,9 +36,8 @@ class Objective:
     Parameters
     ----------
     tokens, seconds:
-        Tokens that count and seconds spent, per option and prompt: shape (options,
-        prompts).  Options stand in order of preference between equals, the one that
-        drafts least first.
+        Tokens that count and seconds spent, per option and prompt: shape (options, prompts).
+        Among equal options the first is preferred, so that which drafts least is first.
     weights:
         How often each prompt counts in each bootstrap resample, shape (resamples,
         prompts); of all prompts or of a part.
@@ -120,12 +119,12 @@ def cross_fitted(
     default:
         Tokens and seconds of the default per prompt, each of shape (prompts,).
     option:
-        What was chosen on all prompts, and is reported.
+        Option chosen on all prompts, which is reported.
     halves:
-        What is chosen on the first and on the second half.  None: too few prompts to
-        hold some back, the gain is that of `option` on the prompts that chose it.
+        Options chosen on the first and on the second half.  None: too few prompts to hold some
+        back, so the gain is that of `option` on the prompts that chose it.
     confidence:
-        Of the interval.
+        Level of the interval.
     """
     chosen = np.full(len(second), option)
     if halves is not None:
@@ -136,10 +135,10 @@ def cross_fitted(
 
 
 def shared_by_neighbours(allowed: Bools) -> Bools:
-    """Return, along the first axis, options that a whole run of neighbours shares; (n, m, options).
+    """Return the options that a group of neighbours along the first axis shares; (n, m, options).
 
-    Runs are as long as every place along the second axis still has a shared option, which
-    gives the fewest runs.
+    A group grows as long as every place along the second axis has a shared option, which gives the
+    fewest groups.
     """
     out = allowed.copy()
     start, common = 0, allowed[0]
@@ -178,7 +177,7 @@ def resampled(trace: Trace, second: Bools, held_out: bool, draws: int, seed: int
     second:
         Which prompts form the second half (`simulator.tune.gains.folds`).
     held_out:
-        Whether halves are told apart, so that a choice made on one is judged on the other.
+        True if halves are told apart, so that a choice made on one is judged on the other.
     """
     late = np.arange(draws) >= draws // 2
     halves = [np.flatnonzero(second == part if held_out else second | True) for part in late]

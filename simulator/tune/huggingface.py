@@ -105,5 +105,5 @@ def tune_huggingface(
     )
     if default.tokens == DEFAULT.tokens:
         return found
-    cut = f"the recording is cut at {most} drafts, and so is the default"
+    cut = f"recorded drafts have at most {most} tokens, so the default is cut there"
     return replace(found, warnings=[*found.warnings, cut])

@@ -73,9 +73,9 @@ def launch_line(
     engine:
         One of `simulator.tune.settings.ENGINES`.
     document:
-        What `simulator.tune` found; None: no speculation.
+        Setting that `simulator.tune` found; None: no speculation.
     target:
-        The target model, as the engine is told of it.
+        The target model, as the engine's command names it.
     file:
         Where the document was written, for an engine that reads it from there.
     drafter:

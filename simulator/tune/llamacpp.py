@@ -50,9 +50,7 @@ FEWEST = (0, 2)
 
 
 def llamacpp_options(signals: bool) -> list[LlamaCppSetting]:
-    """Return settings searched; thresholds only where the trace holds what they are held
-    against.
-    """
+    """Return settings to search; thresholds only if the trace holds the signal they need."""
     found = [LlamaCppSetting(n) for n in LENGTHS]
     if signals:
         found += [LlamaCppSetting(n, m, p) for n in CAPS for m in FEWEST for p in THRESHOLDS]
@@ -94,8 +92,9 @@ def tune_llamacpp(
     warnings = [*found.warnings, more]
     if latency.meta.get("passes_apart") is False:
         warnings.append(
-            "these latencies come from runs that do not tell a draft pass from a verified token, "
-            "and p-min depends on that: calibrate with runs at two p-min or two concurrencies"
+            "these latencies come from runs that cannot separate a draft pass from a verified "
+            "token, and p-min depends on that: calibrate with runs at two p-min or two "
+            "concurrencies"
         )
     return replace(found, warnings=warnings)
 

@@ -240,10 +240,10 @@ def held(table: Ints, fixed: Sequence[Floats], serve: Serve) -> Held:
 def mended(table: Ints, fixed: Sequence[Floats], serve: Serve) -> Held:
     """Return `table`, or one near it that single options beat at fewer batches, if any is found.
 
-    Where one option throughout wins it is put in that batch's row, at one context, and if this does
-    not help at all contexts, and if not in all rows up to it or all there are: served at that
-    batch, such a table *is* that option.  A change stays if the table as a whole does
-    better for it; there are at most as many as cells.
+    If one option for all loads wins at a batch, it is put into that batch's row: first at one
+    context, then at all contexts, then in all rows up to it, then in all rows.  (Served at that
+    batch, such a table *is* that option.)  A change stays if the whole table improves; there are at
+    most as many changes as cells.
     """
     now = held(table, fixed, serve)
     for _ in range(table.size):
@@ -255,11 +255,10 @@ def mended(table: Ints, fixed: Sequence[Floats], serve: Serve) -> Held:
 
 
 def smoothed(now: Held, fixed: Sequence[Floats], serve: Serve) -> Held:
-    """Return `now` without rises of the option along the batches that serving cannot tell from
-    noise.
+    """Return `now` without rises of the draft length along batches that are within noise.
 
-    Options are in the order of how much they draft.  Where a larger batch drafts more than the one
-    before, the smaller batches are raised or the larger ones lowered, if the whole table is then
+    Options are ordered by draft length.  If a larger batch drafts more than the one before, the
+    smaller batches are raised or the larger ones lowered, provided that the whole table is then
     slower at no batch beyond the search's interval.
     """
     for i in range(1, len(now.table)):

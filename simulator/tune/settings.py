@@ -38,18 +38,18 @@ TUNE_COLUMNS = (
 """Columns of `Tuned.rows`.  Every gain is a ratio of tokens per second to no speculation, except
 ``default_gain``, which is over the engine's own ``default``.
 
-* ``deploy`` is on where the setting gives a gain, off where no speculation is as fast, and
-  ``SLO missed`` where neither meets the targets.
-* ``served_tok_s`` and ``gain`` are of a full engine that serves requests, prompts included, with
-  the interval over resampled prompts.  With targets, only requests within them count.
-* ``decode_tok_s`` and ``decode_gain`` are of decoding alone: rounds priced at the batch, without
-  prompts or waiting.  transformers and llama.cpp decode one request, and nothing is served for
-  them: ``gain`` is then ``decode_gain``.  For SGLang nothing is priced alone.
-* ``within_slo`` is the share of requests (of prompts, where nothing is served) within the targets.
-* ``outside`` is the share of passes read outside the measured cells.
-* ``held_out`` says whether the gain is that of prompts that the setting was not chosen on.
-* ``scaled`` says that latencies were carried over from another device; ``assumed`` names what the
-  user said costs nothing (`traces.latency.table.LatencyTable.said_batch_free`)."""
+* ``deploy``: ``on`` if the setting gives a gain, ``off`` if no speculation is as fast, ``SLO
+  missed`` if neither meets the SLO.
+* ``served_tok_s``, ``gain``: of a full engine that also reads prompts, with the interval over
+  resampled prompts.  With an SLO, only requests within it count.
+* ``decode_tok_s``, ``decode_gain``: of decoding alone, without prompts or waiting.  transformers
+  and llama.cpp decode one request, so their ``gain`` is ``decode_gain``.  SGLang has none.
+* ``within_slo``: share of requests within the SLO (of prompts, if nothing is served).
+* ``outside``: share of passes read outside the measured cells.
+* ``held_out``: True if the gain is that of prompts that the setting was not chosen on.
+* ``scaled``: True if latencies were extrapolated from another device.
+* ``assumed``: what the user said costs nothing
+  (`traces.latency.table.LatencyTable.said_batch_free`)."""
 Gain = tuple[float, float, float]
 """A gain and its interval."""
 
@@ -63,8 +63,8 @@ class Tuned:
     engine:
         One of `ENGINES`.
     document:
-        What the engine reads; it has passed `check_settings`.  None if no setting is to be
-        deployed at any batch searched: no draft model should be loaded.
+        Document that the engine reads; it has passed `check_settings`.  None if no setting should
+        be deployed at any batch searched: start the engine without a draft model.
     policy:
         The same decisions as a policy, for replay and `serve`.
     rows:
@@ -176,17 +176,16 @@ def about_recording(trace: Trace, latency: LatencyTable) -> list[str]:
             f"{FEW_PROMPTS}"
         )
     if (seen := longest_seen(trace)) is not None:
-        found.append(f"no draft longer than {seen} was seen verified in this log: none is searched")
+        found.append(f"this log has no verified draft longer than {seen}, so none is searched")
     if "imputed" in trace.meta or trace.meta.get("fidelity") == "approximate":
         found.append(
-            "the trace is approximate: what was not observed, position by position, was drawn"
+            "the trace is approximate: outcomes that were not observed were drawn at random"
         )
     if said := scaling_words(latency):
         found.append(f"latencies were scaled, not measured: {said}")
     if not latency.has("target", "prefill"):
         found.append(
-            "these latencies have no prefill: tokens/s and gains come out too high where prompts "
-            "are long"
+            "these latencies have no prefill, so tokens/s and gains are too high for long prompts"
         )
     if latency.is_constant:
         found.append("constant latencies do not depend on batch or context: measure them")
@@ -197,8 +196,8 @@ def about_recording(trace: Trace, latency: LatencyTable) -> list[str]:
         spread = float(np.median(timed["spread_s"] / timed["median_s"]))
         if spread > NOISY:
             found.append(
-                f"timings scatter by {spread:.0%} of their median from repeat to repeat, which "
-                "the intervals do not cover: profile on an idle device"
+                f"repeated timings differ by {spread:.0%} of their median, which the intervals do "
+                "not include: profile on an idle device"
             )
     return found
 
@@ -212,12 +211,12 @@ def about_row(row: Mapping[str, Any]) -> list[str]:
     """Return what one searched batch and context leaves uncertain, without naming them."""
     found = []
     if row["outside"] > 0:
-        found.append(f"{row['outside']:.0%} of passes lie outside the measured cells")
+        found.append(f"{row['outside']:.0%} of passes lie outside the measured sizes")
     if row["assumed"]:
-        found.append(f"taken to cost nothing: {row['assumed']}")
+        found.append(f"assumed to cost nothing: {row['assumed']}")
     gain, lo, hi = row["gain"], row["gain_lo"], row["gain_hi"]
     if np.isnan(gain):
-        found.append("no speculation serves no request within the targets: there is no gain")
+        found.append("no speculation serves no request within the SLO, so there is no gain")
     elif not np.isfinite([lo, hi]).all():
         found.append("the gain has no interval")
     else:
@@ -226,7 +225,7 @@ def about_row(row: Mapping[str, Any]) -> list[str]:
         if lo <= 1 <= hi and lo < hi:
             found.append("no significant gain: its interval includes 1")
     if not row["held_out"]:
-        found.append("no held-out prompts: the gain is measured on the prompts of the choice")
+        found.append("no held-out prompts: the gain is that of the prompts that chose the setting")
     return found
 
 
@@ -236,9 +235,11 @@ def about_served(rival: str, gain: float, kept: bool, worse: bool) -> list[str]:
     ``gain`` is the ratio of their rates, ``kept`` whether the first choice was kept, ``worse``
     whether the setting is still slower beyond the interval.
     """
-    found = [] if kept else [f"{rival} was faster when served with the rest: changed"]
+    found = (
+        [] if kept else [f"changed to {rival}, which served faster with the rest of the setting"]
+    )
     if worse:
-        found.append(f"served as a whole, the setting is {1 - gain:.1%} slower than {rival}")
+        found.append(f"the whole setting serves {1 - gain:.1%} slower than {rival}")
     return found
 
 
@@ -253,9 +254,7 @@ def about_deploying(rows: Sequence[Mapping[str, Any]], reason: str, remedy: str)
     slower = [f"{gain:.3g}x at batch {batch}" for batch, gain in off.items() if gain < 1]
     if not slower:
         return []
-    return [
-        f"the setting serves {', '.join(slower)} of what no speculation does, {reason}: {remedy}"
-    ]
+    return [f"the setting is slower than no speculation ({', '.join(slower)}), {reason}: {remedy}"]
 
 
 def about_targets(rows: Sequence[Mapping[str, Any]], slo: Targets | None) -> list[str]:
@@ -267,8 +266,8 @@ def about_targets(rows: Sequence[Mapping[str, Any]], slo: Targets | None) -> lis
     best = max(missed, key=lambda row: float(row["within_slo"]))
     return [
         f"no setting meets {slo} for {slo.share:.0%} of the requests at batch {batches}: "
-        f"{best['setting']} at batch {best['batch']} does so for {best['within_slo']:.1%}. Loosen "
-        "the targets, lower p, or keep to smaller batches"
+        f"{best['setting']} at batch {best['batch']} meets it for {best['within_slo']:.1%}. Loosen "
+        "the targets, lower p, or use smaller batches"
     ]
 
 
@@ -298,7 +297,7 @@ def about_rising(
 def about_batches(batches: Sequence[int]) -> list[str]:
     """Return gaps between the batch sizes searched that a range has to bridge by guessing."""
     return [
-        f"no batch between {low} and {high} was searched: a range there follows its neighbours"
+        f"no batch between {low} and {high} was searched: it gets the setting of its neighbours"
         for low, high in pairwise(batches)
         if high > GAP * low
     ]

@@ -85,16 +85,15 @@ def tune_sglang(
 ) -> Tuned:
     """Tune ``--speculative-adaptive-config``: candidate steps per batch-size slot.
 
-    The rule that moves between candidates sees accepted drafts and no cost, so the
-    candidates must keep it from lengths that do not pay.  A few lists are built from the
-    lengths that pay at some batch (the best for all prompts, the best of each category, half
-    of it, none), single lengths and SGLang's own; all are served at every batch in simulated
-    time, and of those that the best does not beat the one with the fewest steps is taken.
-    Neighbours that some list serves alike share a slot, which begins just above the searched
-    batch before: there an engine that pads batches to the sizes of its graphs, as far as these
-    are among the batches searched, finds the same slot as one that does not.  Then the slots
-    are served together and mended, and compared with an engine that never drafts, as in
-    `simulator.tune.vllm.tune_vllm`.
+    SGLang's rule moves between candidates by accepted drafts, without costs, so the candidates must
+    exclude lengths that give no speedup.  A few lists are built from lengths that give a speedup at
+    some batch (the best for all prompts, the best of each category, half of it, none), from single
+    lengths, and from SGLang's default.  All are served at every batch in simulated time.  Among
+    those that the best does not beat, the list with the fewest steps is taken.  Neighbouring
+    batches with a list in common share a slot, which begins just above the searched batch before:
+    so an engine that pads batches to the sizes of its graphs finds the same slot, if these sizes
+    are among the batches searched.  Then the slots are served together and mended, and compared
+    with an engine that never drafts, as in `simulator.tune.vllm.tune_vllm`.
 
     The gain is over no speculation, ``default_gain`` over SGLang's default configuration.  Every
     draw serves resampled prompts, under all lists alike (`simulator.tune.gains`).  Half of the
@@ -112,7 +111,7 @@ def tune_sglang(
     draws, seed:
         Resamples of the prompts, an even number >= 4.
     progress:
-        Told of what is served (`simulator.tune.served.Progress`).
+        Called with what is served (`simulator.tune.served.Progress`).
 
     Raises
     ------

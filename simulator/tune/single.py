@@ -72,7 +72,7 @@ class SingleEngine:
     off: str
     """The advice if no setting gives a gain."""
     threshold: str
-    """The draft signal that its threshold is held against."""
+    """The draft signal that its threshold is compared with."""
     worked: Callable[[RoundLog], RoundLog] | None = None
     """The rounds with the passes that this engine makes for them; None: as replayed."""
 

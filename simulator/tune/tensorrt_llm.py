@@ -42,9 +42,10 @@ def tune_tensorrt_llm(
 
     The search is that of `tune_vllm`, repeated with shorter drafts until the smallest batch size
     has the longest, which TensorRT-LLM requires.  Nothing is drafted beyond the schedule's last
-    batch size.  ``acceptance_length_threshold`` is the accepted tokens per iteration below which
-    drafts lose at every batch size searched, and ``acceptance_window`` as many requests as tell
-    the recorded acceptance from it; without such a gap there is no gate.
+    batch size.  ``acceptance_length_threshold`` is the number of accepted tokens per iteration
+    below which drafts lose at every batch size searched.  ``acceptance_window`` is the number of
+    requests needed to distinguish the recorded acceptance from it; if they are too close, there is
+    no gate.
 
     Raises
     ------
@@ -131,9 +132,9 @@ def tune_dynamo(
 ) -> Tuned:
     """Return the acceptance that Dynamo's mocker is to draw, at the best draft length.
 
-    ``aic_nextn`` is K, one for all loads: the K of the largest batch size where drafts pay in the
-    search of `tune_vllm`.  ``aic_nextn_accept_rates`` are the chances of each token, given that
-    those before it were accepted.
+    ``aic_nextn`` is one K for all loads: that of the largest batch size at which drafts give a
+    speedup in the search of `tune_vllm`.  ``aic_nextn_accept_rates`` are the chances of each token,
+    given that those before it were accepted.
 
     Raises
     ------

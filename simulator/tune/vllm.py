@@ -95,23 +95,22 @@ def tune_vllm(
 ) -> Tuned:
     """Search ``num_speculative_tokens_per_batch_size``: K by batch size.
 
-    At every batch (and context) the recorded rounds of each fixed K are priced, and the smallest K
-    is taken that the best does not beat beyond the paired bootstrap interval over prompts.
-    Without contexts it must also be one that no other K beats when served at that batch, where
-    requests of different lengths meet and prompts are prefilled in between; if none is both,
-    serving decides.  Neighbours that some K serves alike share a range.  A range ends at the
-    geometric mean of two searched batches, and midway between two contexts.  Then the table is
-    served as a whole at every batch, and changed where some fixed K is faster there, or where K
-    rises with the batch and serving cannot tell the difference (`simulator.tune.served`).
+    At every batch (and context) the recorded rounds of each fixed K are priced.  The smallest K is
+    taken that the best K does not beat beyond the paired bootstrap interval over prompts.  Without
+    contexts, no other K may beat it when served at that batch either, where requests of different
+    lengths meet and prompts are read in between; if no K satisfies both, serving decides.
+    Neighbours with a K in common share a range.  A range ends at the geometric mean of two searched
+    batches, and midway between two contexts.  Then the whole table is served at every batch.  It is
+    changed if some fixed K is faster there, or if K rises with the batch and serving cannot tell
+    the difference (`simulator.tune.served`).
 
-    A K of 0 costs a draft pass in every iteration (`policies.batch.base.KeptInStep`), and the
-    draft model reads every prompt.  An engine without a draft model saves both.  The row's
-    ``deploy`` is on only where the table serves more than such an engine; if it is on nowhere, no
-    setting is written.
+    K = 0 costs a draft pass in every step (`policies.batch.base.KeptInStep`), and the draft model
+    reads every prompt.  An engine without a draft model saves both.  A row's ``deploy`` is on only
+    if the table serves more than such an engine; if it is on nowhere, no setting is written.
 
-    With targets, only requests within them count, and a setting that misses them for more than
-    ``1 - slo.share`` of the requests is chosen only where every setting does.  There K is the one
-    that gives most tokens, and ``deploy`` says that the targets are missed.
+    With an SLO, only requests within it count.  A setting that misses it for more than
+    ``1 - slo.share`` of the requests is chosen only if every setting does: then K is the one with
+    the most tokens, and ``deploy`` is ``SLO missed``.
 
     Parameters
     ----------
@@ -128,9 +127,9 @@ def tune_vllm(
     draws:
         Resamples of the bootstrap of decoding; `simulator.tune.gains.DRAWS` are served.
     seed:
-        Of the bootstrap and of the requests served.
+        Seed of the bootstrap and of the requests served.
     progress:
-        Told of what is served (`simulator.tune.served.Progress`).
+        Called with what is served (`simulator.tune.served.Progress`).
 
     Raises
     ------

@@ -1,5 +1,5 @@
 """Answers to what-if questions: a better draft, another device, a larger batch.
 
-Acceptance tilted, grids swept, break-even found, and the bound that no policy passes.
+It reweights acceptance, sweeps grids, finds break-even points, and the bound of all policies.
 Figures live in `simulator.plots.whatif`.
 """

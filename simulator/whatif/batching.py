@@ -182,7 +182,7 @@ class Samples:
     count:
         Samples.
     seed:
-        Of all that is drawn: logs of the same requests draw the same prompts in the same order.
+        Seed: logs of the same requests draw the same prompts in the same order.
     """
 
     def __init__(self, log: RoundLog, batch: int, count: int, seed: int) -> None:

@@ -97,9 +97,9 @@ def crossing(
     `scale`: the speedup is ``linear`` in x, or in ``log`` x, or its inverse, the cost of a
     token, is linear in x (``cost``), as it is exactly in the cost ratio c.
 
-    `falling`: the largest x at which it still pays, infinity if it pays up to the last
-    and NaN if nowhere.  Otherwise: the smallest x from which it pays on, minus infinity if
-    from the first on and NaN if not even at the last.
+    `falling`: the largest x with a speedup above 1; infinity if it is above 1 up to the last, NaN
+    if nowhere.  Otherwise: the smallest x from which it stays above 1; minus infinity if from the
+    first on, NaN if not even at the last.
     """
     at, value = np.asarray(x, dtype=np.float64), np.asarray(speedup, dtype=np.float64)
     if len(at) != len(value) or not len(at):
@@ -240,23 +240,23 @@ THRESHOLDS = (
 )  # fmt: skip
 """Columns of `thresholds`: one row per axis searched, policy and point of the other axes.
 
-``along`` is the axis, NaN in its own column; ``side`` says whether the policy pays ``up to``
-the break-even or ``from`` it on.  ``break_even`` is read between the points of the grid, with
-its bootstrap interval over prompts.  Where it lies beyond the points there are it is NaN or
-infinite, and ``edge`` says on which side, such as ``> 0.5``, or ``nowhere``; ``says`` is the
-whole in words.
-``share_below_1`` (share of prompts slower than plain decoding) and ``adapting`` (the oracle's
-speedup less the best fixed length's) are means over the points of the axis,
-``adapting_most`` the largest.
+* ``along``: the axis, whose own column is NaN.
+* ``side``: the policy gives a speedup ``up to`` the break-even, or ``from`` it on.
+* ``break_even``: interpolated between points of the grid, with its bootstrap interval over prompts.
+  NaN or infinite beyond the grid; ``edge`` then says on which side, such as ``> 0.5``, or
+  ``nowhere``.  ``says`` is all of it in words.
+* ``share_below_1``, ``adapting``: means over the axis of the share of prompts slower than without
+  speculation, and of the oracle's speedup less the best fixed length's.  ``adapting_most``: the
+  largest ``adapting``.
 """
 
 
 def thresholds(frame: pd.DataFrame) -> pd.DataFrame:
     """Return the break-even of every policy that drafts, along every axis of two values or more.
 
-    The largest c and batch that pay, the smallest alpha, and of contexts whichever bound
-    there is: longer ones may pay less, or pay where shorter ones do not.  Columns
-    `THRESHOLDS`; no rows where the sweep has no such axis.
+    It is the largest c and batch with a speedup, the smallest alpha, and either end of contexts,
+    because longer contexts can have smaller or larger speedups.  Columns `THRESHOLDS`; no rows if
+    the sweep has no such axis.
     """
     drafts = frame.groupby("policy", observed=True)["drafted"].transform("sum") > 0
     parts = []

@@ -1,6 +1,6 @@
-"""How much of what is possible each policy gets, on prompts it was not fitted to.
+"""The ladder: the share of the possible gain that each policy reaches, on held-out prompts.
 
-The rungs: plain decoding, the best fixed length, each policy as its paper has it, the
+Its rungs are no speculation, the best fixed length, each policy with its paper's settings, the
 rate-optimal rule, and the oracle, which knows every outcome and wastes nothing.
 """
 

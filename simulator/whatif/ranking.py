@@ -168,10 +168,10 @@ def rank(
 ) -> Ranking:  # fmt: skip
     """Replay the policies of `texts` (none or ``all``: every one), to be ranked.
 
-    ``rate-optimal`` is fitted to the recording and the latencies, each half of the prompts
-    judging what the other one gave; where that cannot be done, or a lossy `rule` accepts other
-    tokens than it would be fitted to, it is noted as unfitted.  The fixed draft length that is
-    fastest here is ranked, too, whatever the texts name.  `say` is told what was left out.
+    ``rate-optimal`` is fitted to the recording and the latencies: on each half of the prompts, and
+    judged on the other.  If that is impossible, or a lossy `rule` accepts other tokens, a note says
+    that it is not fitted.  The fastest fixed draft length is ranked, too, whatever the texts name.
+    `say` is called with what was left out.
 
     Where the trace is a lower bound alone (`Trace.is_lower_bound`) nothing is fitted or chosen,
     and every row says so.

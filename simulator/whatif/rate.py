@@ -99,7 +99,7 @@ class LatencyCost(TableCost):
     Parameters
     ----------
     latency, signals:
-        Of `TableCost`.
+        See `TableCost`.
     longest:
         Draft length up to which the target's pass is fitted.
     smooth:
@@ -178,7 +178,7 @@ class RateFit:
     achieved:
         Tokens per second there of the policy returned, at the first batch.
     converged:
-        Whether the rate put into the policy was, within a thousandth, the rate achieved;
+        True if the rate put into the policy was, within a thousandth, the rate achieved;
         where estimates are not exact, another may do better and is then taken.
     """
 

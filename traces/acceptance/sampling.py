@@ -1,4 +1,4 @@
-"""How an output is drawn: the temperature, and the cut to the likeliest tokens."""
+"""Sampling of an output: the temperature, and the cut to the likeliest tokens."""
 
 from __future__ import annotations
 

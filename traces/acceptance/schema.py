@@ -23,7 +23,7 @@ COLUMNS: dict[str, tuple[str, str]] = {
     "position": ("int32", "output position t, 0 = first generated token"),
     "offset": (
         "int16",
-        "0 on the path; k for the k-th token of the off-path tail, or of the start's own draft",
+        "0 on the path; k for token k of the off-path tail, or of a draft that begins here",
     ),
     "match": ("int8", "1 accepted by lossless verification, 0 rejected, -1 not recorded"),
     "token": ("int32", "the true output token x_t; -1 in tails"),
@@ -31,7 +31,7 @@ COLUMNS: dict[str, tuple[str, str]] = {
     "draft_logprob": ("float32", "log-probability of draft_token as sampled, nats (greedy: T = 1)"),
     "draft_raw_logprob": (
         "float32",
-        "log-probability of draft_token at T = 1 without top-p, nats; where drawn otherwise",
+        "log-probability of draft_token at T = 1 without top-p, nats; only if drawn otherwise",
     ),
     "draft_top1": ("float32", "draft's largest raw logit"),
     "draft_top2": ("float32", "draft's second largest raw logit"),
@@ -43,7 +43,7 @@ COLUMNS: dict[str, tuple[str, str]] = {
     "draft_entropy": ("float32", "entropy of the draft's full distribution at T = 1, nats"),
     "draft_path_logprob": (
         "float32",
-        "draft's log-probability of x_t likewise; -inf if it is cut",
+        "draft's log-probability of x_t as sampled; -inf if top-p cuts it",
     ),
     "target_token": ("int32", "target's argmax after the same prefix"),
     "target_top1": ("float32", "target's largest raw logit"),
@@ -52,10 +52,10 @@ COLUMNS: dict[str, tuple[str, str]] = {
     "target_entropy": ("float32", "entropy of the target's full distribution at T = 1, nats"),
     "target_draft_logit": ("float32", "target's raw logit of draft_token"),
     "target_draft_rank": ("int32", "rank of draft_token under the target, 0 = argmax"),
-    "target_path_logprob": ("float32", "target's log-probability of x_t likewise"),
+    "target_path_logprob": ("float32", "target's log-probability of x_t as sampled"),
     "accepted": (
         "int16",
-        "drafts accepted of a round that begins here, where its drafts are its own; 0 in tails",
+        "tokens accepted in a round that begins here (acceptance by start); 0 in tails",
     ),
     "overlap": ("float32", "sum over v of min(target, draft) as sampled"),
 }
@@ -86,18 +86,18 @@ class Request:
     """One recorded sequence, without its per-position rows."""
 
     id: str
-    """Its name, of the prompts' file or its place in it."""
+    """Id in the prompts' file, or else the place in it."""
     category: str
-    """Name that rows are grouped by; empty if none was given."""
+    """Kind of prompt, by which rows are grouped; empty if none was given."""
     prompt_length: int
     """Prompt tokens."""
     tokens: int
     """Output tokens recorded, EOS included."""
     max_new_tokens: int
-    """The limit the output was decoded under; the draft is capped by what remains of it."""
+    """Output limit; drafts are no longer than what remains of it."""
     ended: Literal["eos", "length"]
     """Why the output ends: the target's end-of-sequence token, or the limit."""
     prompt_ids: tuple[int, ...] | None = None
     """Token ids of the prompt, which lookups search; None if they were not recorded."""
     wall_s: float | None = None
-    """Measured seconds of plain decoding, where the recording has them."""
+    """Measured seconds of decoding without speculation; None if they were not measured."""

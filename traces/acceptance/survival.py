@@ -1,4 +1,4 @@
-"""How long runs of accepted drafts last, where some ends were not seen.
+"""Lengths of runs of accepted drafts, if some ends were not observed.
 
 A round whose whole draft was accepted says that the run was at least that long, not
 where it would have ended: the run is censored, and a plain mean would be too short.

@@ -1,4 +1,4 @@
-"""Traces drawn from known distributions: what formulas and estimators are checked on."""
+"""Traces drawn from known distributions, on which formulas and estimators are checked."""
 
 from __future__ import annotations
 
@@ -117,13 +117,13 @@ def synthetic_trace(
     process:
         A `MatchProcess`; a number means `Iid`, a sequence `PerPosition`.
     requests, tokens:
-        How many, and the token limit of each.
+        Number of requests, and the token limit of each.
     concentration:
         None records no signals, which is enough for policies that read none.  Otherwise
         every draft gets a probability drawn from a Beta distribution with the process's
-        chance as its mean and this concentration, and matches with exactly that
-        probability: the smaller, the more the signals tell.  Off-path tails are recorded,
-        so that every policy can be replayed.
+        chance as its mean and this concentration, and matches with exactly that probability.  The
+        smaller it is, the more the signals predict.  Off-path tails are recorded, so that every
+        policy can be replayed.
     max_gamma:
         Longest draft the tails allow.
     eos_fraction:
@@ -207,11 +207,11 @@ def trace_by_position(
     meta: Mapping[str, Any] | None = None,
     seed: int = 0,
 ) -> Trace:
-    """Return a trace whose rounds accept by draft position as a server's counters say.
+    """Return a trace with a server's acceptance by draft position.
 
-    Every start of a round has a draft of its own, whose accepted tokens are drawn independently:
-    counters do not tell which rounds follow each other.  Fixed lengths therefore have the
-    acceptance lengths given; policies that learn from earlier rounds find nothing to learn.
+    Every start of a round has its own draft, whose accepted tokens are drawn independently, because
+    counters do not hold the order of rounds.  So fixed lengths have the given acceptance lengths,
+    and policies that learn from earlier rounds gain nothing.
 
     Parameters
     ----------

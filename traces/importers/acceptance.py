@@ -31,7 +31,7 @@ class Rounds:
     """
 
     name = "rounds"
-    summary = "CSV with drafted,accepted a round; request, category and first are optional"
+    summary = "CSV, a row per round: drafted,accepted; optional request, category, first"
     takes: tuple[str, ...] = ()
 
     def sniff(self, text: str) -> bool:
@@ -72,7 +72,7 @@ class Rounds:
         if firsts - {0, 1} or len(firsts) > 1:
             raise FileError(f"{file}: column first holds {sorted(firsts)}, expected 0, or 1, alone")
         if not any(r.drafted for rounds in groups.values() for r in rounds):
-            raise FileError(f"{file}: is a log of plain decoding, no round drafted a token")
+            raise FileError(f"{file}: is a log without speculation, no round drafted a token")
         first = firsts.pop()
         requests, match = [], []
         for name, rounds in groups.items():

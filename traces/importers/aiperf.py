@@ -1,9 +1,9 @@
 """Reading AIPerf's ``profile_export.jsonl``: a record of acceptance per request.
 
 Each row has ``spec_decode_acceptance`` (`SpecDecodeAcceptanceRecord`): ``engine``, counts, a sparse
-``acceptance_histogram`` and, where the engine told them, ``per_step_drafted`` and
-``per_step_accepted``, which make a trace.  Of llama.cpp's server AIPerf knows sums alone, spreads
-them evenly over a histogram and takes the prompt's own token for a verification: neither is used
+``acceptance_histogram`` and, if the engine reports them, ``per_step_drafted`` and
+``per_step_accepted``, which make a trace.  For llama.cpp's server AIPerf has only sums.  It spreads
+them evenly over a histogram and counts the prompt's own token as a verification; neither is used
 here.  Source of the format: ai-dynamo/aiperf 0.13,
 ``common/models/spec_decode_models.py`` and ``spec_decode/``.
 """
@@ -72,7 +72,7 @@ def _trace(records: Records, meta: dict[str, Any]) -> Trace:
         requests.append(request)
         match.append(matches(rounds, request.tokens, first=1))
     if not drafted:
-        raise FileError(f"{records[0][0]}: no request drafted a token: a log of plain decoding")
+        raise FileError(f"{records[0][0]}: no request drafted a token: a log without speculation")
     lengths = {
         "first": 1, "draft_lengths": "recorded", "draft_lengths_known": True,
         "prompt_lengths_known": all(r.prompt_length for r in requests),

@@ -1,7 +1,7 @@
-"""Numbers of another program's log, checked where they are read.
+"""Bounds of the numbers in another program's log, checked when they are read.
 
-Arrays are made as long as drafts and outputs, so one damaged number of a log would otherwise
-decide how much memory an import takes.
+Arrays are as long as drafts and outputs, so without bounds one damaged number could ask for any
+amount of memory.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Reading EAGLE's answer files: rounds, tokens and seconds of each turn.
 
 One row a question with ``choices[0]``: ``idxs`` (verifications), ``new_tokens`` and
-``wall_time`` (seconds), one entry a turn.  EAGLE verifies a tree, of which only the accepted
-path's length is told, and that as a sum: no chain can be replayed from it.  In files of
+``wall_time`` (seconds), one entry per turn.  EAGLE verifies a tree, and the file holds only sums of
+accepted tokens, so no chain can be replayed from it.  In files of
 plain decoding ``idxs`` is the last step's index, one less than the tokens, and
 ``new_tokens`` is 0, or in other versions the number of tokens.  Source of the format:
 SafeAILab/EAGLE, ``evaluation/gen_ea_answer_*.py`` and ``gen_baseline_answer_*.py``, which
@@ -50,7 +50,7 @@ class Eagle:
         turns = _turns(file)
         if is_plain(turns):
             raise FileError(
-                f"{file}: is a log of plain decoding (a token a step): name the speculative "
+                f"{file}: is a log without speculation (a token a step): name the speculative "
                 "method's file, and this one as --baseline"
             )
         rounds, tokens = sum(t.rounds for t in turns), sum(t.tokens for t in turns)
@@ -81,7 +81,7 @@ def is_plain(turns: Sequence[Turn]) -> bool:
 def _baseline(file: Path, turns: Sequence[Turn], throughput: float) -> dict[str, Any]:
     plain = _turns(file)
     if not is_plain(plain):
-        raise FileError(f"{file}: is no log of plain decoding: give the file of the baseline")
+        raise FileError(f"{file}: is no log without speculation: give the file of the baseline")
     known = {t.key for t in plain}
     if missing := [t.key for t in turns if t.key not in known]:
         raise FileError(

@@ -54,7 +54,7 @@ class SGLang:
             )
         rounds = sum(_count(at, info, "spec_verify_ct") for at, info in found)
         if not rounds:
-            raise FileError(f"{files[0]}: is a log of plain decoding: spec_verify_ct is 0 in it")
+            raise FileError(f"{files[0]}: is a log without speculation: spec_verify_ct is 0 in it")
         accepted = sum(_accepted(at, info) for at, info in found)
         drafted = None
         if all("spec_num_proposed_drafts" in info for _, info in found):
@@ -172,7 +172,7 @@ def _iterations(
         if drafted:
             found.append(counts)
     if not found:
-        raise FileError(f"{file}: is a log of plain decoding, no iteration drafted a token")
+        raise FileError(f"{file}: is a log without speculation, no iteration drafted a token")
     rounds, drafted, accepted = (sum(column) for column in zip(*found, strict=True))
     longest = per_position = None
     if all(requests == 1 for requests, _, _ in found):
@@ -261,8 +261,8 @@ class LlamaCpp:
                 wall_s += _seconds(where, timings.get("predicted_ms"))
         if not drafted:
             raise FileError(
-                f"{files[0]}: is a log of plain decoding, its timings have no draft_n: serve with "
-                "a draft model"
+                f"{files[0]}: is a log without speculation, its timings have no draft_n: serve "
+                "with a draft model"
             )
         meta: dict[str, Any] = {
             "kind": "llamacpp", "source": [file.name for file in files],

@@ -1,8 +1,8 @@
-"""How long the drafts of a log were that holds only what was accepted.
+"""Draft lengths of a log that holds only accepted tokens: given by the user, or inferred.
 
-Said in words (`reading`), or inferred (`infer`): a schedule that is a function of past
-outcomes alone can be run over the log's own outcomes, and most are soon contradicted by a
-round that accepted more than they would have drafted.
+The user names a schedule (`reading`), or it is inferred (`infer`): a schedule that depends on past
+outcomes alone can be run over the log's outcomes.  Most are soon contradicted by a round that
+accepted more than they would have drafted.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ FORMS = "infer, none, at-least:N, fixed:N, hf-heuristic:N or another policy that
 
 
 def reading(text: str) -> Reading:
-    """Return the reading that `text` describes.
+    """Return the schedule that `text` describes.
 
     * ``none``: nothing is known, so the target's own token of every round is unknown: it may
       have replaced a wrong draft or followed a right one.
@@ -154,11 +154,14 @@ def infer(
 ) -> Inference:
     """Return the schedule that made `turns`, if exactly one of the known ones fits them.
 
-    A schedule fits if no round accepted more than it drafts, if rounds did accept all that it
-    drafts too often for chance (`CHANCE`: each would otherwise have been rejected just there,
-    at the hazard of the other rounds), and if the log's wall times do not go with the accepted
-    tokens beyond what its drafts explain.  The last tells a fixed length from a rule that stops
-    by the draft's own signals under a cap, whose accepted lengths look alike.
+    A schedule fits under three conditions:
+
+    * no round accepted more than it drafts;
+    * rounds accepted all that it drafts more often than by chance (`CHANCE`): otherwise each of
+      them was rejected exactly there, at the hazard of the other rounds;
+    * wall times do not rise with accepted tokens more than its drafts explain.  This separates a
+      fixed length from a rule that stops by the draft's signals under a cap, which has the same
+      accepted lengths.
     """
     longest = max((a for turn in turns for a in turn.accepted), default=0)
     tried = 0
@@ -258,11 +261,11 @@ def _coincidence(rounds: Sequence[Sequence[LoggedRound]]) -> float:
 def unexplained_share(
     turns: Sequence[LoggedTurn], rounds: Sequence[Sequence[LoggedRound]], first: int
 ) -> float | None:
-    """Return the share of a round's time that goes with accepted tokens, given rounds, drafts and
+    """Return the share of a round's time that accepted tokens explain, given rounds, drafts and
     context.
 
-    By least squares over the turns; 0 where it is within `SIGNIFICANT` standard errors, None
-    where there are too few wall times.  Where the drafts are right, accepting costs nothing.
+    It is fitted by least squares over the turns: 0 within `SIGNIFICANT` standard errors, None with
+    too few wall times.  If the draft lengths are right, accepting a token takes no time.
     """
     if len(turns) < FEWEST_TURNS or any(turn.wall_s is None for turn in turns):
         return None

@@ -4,7 +4,7 @@ A file holds one row a question: per turn ``decoding_steps``, ``new_tokens`` and
 ``wall_time``, and ``accept_lengths`` flat over the turns, each value accepted + 1.  In the
 files of draft models and of plain decoding the values of a turn sum to its ``new_tokens``
 exactly: the first round includes the prompt, so decoding begins at output position 0.
-How many tokens were drafted is not in the file.
+The file does not hold the draft lengths.
 Source of the format: hemingkx/Spec-Bench, ``evaluation/eval.py``.
 """
 
@@ -80,8 +80,8 @@ def import_specbench(
         ``per_token_s`` over everything, and ``speedup``, the ratio of the two
         throughputs in tokens per second.
     draft_lengths:
-        What is known of the length of each draft: see `traces.importers.schedules.reading`.
-        With ``infer`` the one known schedule that fits the log is taken, and ``none`` where
+        Schedule of the draft lengths: see `traces.importers.schedules.reading`.
+        ``infer`` takes the known schedule that fits the log, and ``none`` if
         none or several fit; ``meta["draft_lengths_found"]`` says which.  Turns are separate
         calls: a schedule starts again in each unless its policy learns across requests.
 
@@ -97,7 +97,7 @@ def import_specbench(
     ------
     FileError
         If a file is damaged or contradicts itself or `draft_lengths`, naming row, question,
-        turn and round; if it is a log of plain decoding, or of a method that drafts trees.
+        turn and round; if it is a log without speculation, or of a method that drafts trees.
     DraftsimError
         If `draft_lengths` is not one of the above.
 
@@ -113,7 +113,7 @@ def import_specbench(
     _check_chain(file, log)
     if max(max(t.lengths) for t in log.turns) == 1 and draft_lengths in ("infer", "none"):
         raise FileError(
-            f"{file}: is a log of plain decoding, no round of it accepted a draft: name the "
+            f"{file}: is a log without speculation, no round of it accepted a draft: name the "
             "speculative method's file, and this one as --baseline"
         )
     first = _first(log.turns)

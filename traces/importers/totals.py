@@ -45,7 +45,7 @@ class Totals:
     requests:
         Requests that were counted, where known.
     tree:
-        Whether several branches were verified at once: no chain has such a survival curve.
+        True if several branches were verified at once: no chain has such a survival curve.
     meta:
         Provenance, and measured seconds where the program reports some.
 
@@ -216,7 +216,7 @@ def pooled(summaries: Sequence[Summary], meta: dict[str, Any]) -> Totals:
         sum(column) for column in zip(*[s[2:5] for s in summaries], strict=True)
     )
     if not rounds:
-        raise FileError(f"{summaries[0].where}: counts no round: a log of plain decoding")
+        raise FileError(f"{summaries[0].where}: counts no round: a log without speculation")
     if any(s.histogram is None for s in summaries):
         told = [s.longest for s in summaries]
         longest = max(n for n in told if n is not None) if None not in told else None

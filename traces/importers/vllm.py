@@ -65,7 +65,7 @@ def import_vllm(files: str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
         raise FileError(f"{files[0]}: no request of it finished: {left_out[0]}")
     if not drafted:
         raise FileError(
-            f"{files[0]}: is a log of plain decoding, no request drafted a token: serve with "
+            f"{files[0]}: is a log without speculation, no request drafted a token: serve with "
             "speculative decoding switched on"
         )
     meta = {

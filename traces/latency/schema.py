@@ -1,4 +1,4 @@
-"""The columns of a latency table's cells, the steps they time, and what no cell may say."""
+"""Columns of a latency table's cells, the steps that they time, and their bounds."""
 
 from __future__ import annotations
 
@@ -24,16 +24,15 @@ CELL_COLUMNS: dict[str, tuple[str, str]] = {
 
 PHASES: dict[str, str] = {
     "prefill": "the prompt in one pass (new_tokens = prompt length, context = 0)",
-    "mixed": "what whole prompts add to a pass that decodes (batch = tokens it decodes in all, "
-    "new_tokens = those of the prompts)",
+    "mixed": "time that prompts add to a step that decodes (batch = decoded tokens in all, "
+    "new_tokens = prompt tokens)",
     "forward": "one pass as the decoder runs it: model, argmax and cache placement",
-    "with_prompts": "a pass over sequences that decode in a step that also reads prompts, without "
-    "these",
-    "pass": "the same where no passes of a draft model or of layers precede it in its round",
+    "with_prompts": "a pass over the decoding sequences of a step that also reads prompts",
+    "pass": "a forward pass without passes of a draft model or of layers before it in its round",
     "catch_up": "a round's first draft pass, after the target's (new_tokens = tokens caught up on)",
-    "along": "a drafter's pass over what was verified, in an engine's iteration without drafts",
-    "settling": "one of a round's next draft passes, while the processor's caches still turn "
-    "from the target's weights to the draft's (new_tokens = its place after the first)",
+    "along": "a drafter's pass over the verified tokens, in an engine's step without drafts",
+    "settling": "one of a round's next draft passes, slower because the processor's caches still "
+    "hold the target's weights (new_tokens = its place after the first)",
     "tree": "a pass over nodes of a draft tree, choosing them included: a drafter's that expands "
     "them, or the target's that verifies them (new_tokens = nodes, the target's root included)",
     "layer": "one transformer layer of that pass",
@@ -41,14 +40,14 @@ PHASES: dict[str, str] = {
     "signal": "computing one drafted token's signals and bringing them to the host",
     "host_round": "per round: everything around the passes (accepting, bookkeeping, policy)",
     "host_draft": "per drafted token: everything around the pass",
-    "judge": "what a lossy rule's verdict takes beyond a lossless one (new_tokens = drafted)",
-    "judge_signals": "the same of a rule that also reads the draft's signals",
+    "judge": "extra time of a lossy rule's verdict over a lossless one's (new_tokens = drafted)",
+    "judge_signals": "the same for a rule that also reads the draft's signals",
     "rollback": "taking rejected tokens out of the cache",
-    "request": "what a server (model `server`) puts around a request: from the client to the "
-    "engine's queue, and from an iteration's end to the client (batch = requests that run)",
-    "apart": "by how much later than the one before a server's engine gets each of several "
-    "requests that were sent at once (batch = their number)",
-    "iteration": "what a server puts around an iteration of its engine: messages, the loop",
+    "request": "time that a server (model `server`) adds to a request: from the client to the "
+    "engine's queue, and from a step's end to the client (batch = running requests)",
+    "apart": "delay between two requests at a server's engine, if several were sent at once "
+    "(batch = their number)",
+    "iteration": "time that a server adds to a step of its engine: messages, the loop",
 }
 
 RENAMED_PHASES = {"beside": "with_prompts"}

@@ -133,9 +133,9 @@ class LatencyTable:
     def check_sizes(
         self, model: str, phase: str, batch: npt.ArrayLike, new_tokens: npt.ArrayLike
     ) -> None:
-        """Refuse sizes along which a pass was measured at one size alone.
+        """Refuse sizes other than measured, if passes were measured at a single size.
 
-        What was never varied tells nothing: a fit would take it to cost nothing.
+        A size that was never varied is refused, because a fit would assume that it costs nothing.
 
         Raises
         ------
@@ -237,7 +237,7 @@ class LatencyTable:
         return Estimate(seconds.reshape(sizes[0].shape), origin.reshape(sizes[0].shape))
 
     def seconds(self, model: str, phase: str, **sizes: npt.ArrayLike) -> Floats:
-        """Return the seconds of `estimate` alone, zero for a host phase nobody measured."""
+        """Return the seconds of `estimate`; 0 for a host phase that was not measured."""
         if phase not in ("prefill", "forward", "layer", "head") and not self.has(model, phase):
             return np.zeros(np.broadcast_shapes(*(np.shape(v) for v in sizes.values())))
         return self.estimate(model, phase, **sizes).seconds

@@ -1,4 +1,4 @@
-"""Whole steps of an engine, timed: how much more they take than the operators they are made of.
+"""Timed whole steps of an engine, and by how much they exceed the sum of their operators.
 
     step = host + (1 + dense) x (operators but attention) + (1 + attended) x attention
 

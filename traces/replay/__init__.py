@@ -1,1 +1,1 @@
-"""Replay: a recording takes the place of the two models, and a policy makes its rounds along it."""
+"""Replay: a recording replaces the two models, and a policy makes its rounds along it."""

@@ -2,8 +2,8 @@
 
 A round of early exit runs single layers over changing numbers of tokens, a lookup searches
 text, heads run once: such work is a list of *calls*, each a cell of the latency table.  The
-replayed and the real decoder count with the same object, so a test can hold one against the
-other call by call.
+replayed and the real decoder count with the same object, so a test can compare them call by
+call.
 """
 
 from __future__ import annotations

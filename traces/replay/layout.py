@@ -25,9 +25,9 @@ class Places(ABC):
     recorded:
         Drafted tokens that each start's recording holds; a longer draft has left it.
     open_ended:
-        Whether more than `runs` might have been accepted.
+        True if more than `runs` might have been accepted.
     position, request:
-        Of each start: output tokens before it, and the index of its request.
+        Output tokens before each start, and the index of its request.
     begins, ends:
         The first start of each request; one past the last of each start's own.
     left:

@@ -29,9 +29,9 @@ def token_agreement(outputs: Sequence[Sequence[int]], references: Sequence[Seque
 def output_log_likelihood(trace: Trace) -> float:
     """Return the target's mean log-probability of the recorded output tokens, nats per token.
 
-    Under the recording's sampling (T = 1 if greedy).  For the output of a lossy
-    rule, pass the recording that was decoded under it; the target's own greedy output
-    sets the mark to compare with.
+    The probabilities are those of the recording's sampling (T = 1 if greedy).  For the output of a
+    lossy rule, pass the recording that was decoded under it, and compare with the target's greedy
+    output.
 
     Raises
     ------

@@ -110,7 +110,7 @@ class RoundLog:
 
 
 def before(rounds: Iterable[Round], position: int) -> list[Round]:
-    """Return what is comparable of a request's rounds if its text diverged at `position`.
+    """Return the comparable rounds of a request whose text diverged at `position`.
 
     These are the rounds that begin at or before the position, with the tokens accepted and emitted
     before it: their drafts were decided when the texts were still the same.

@@ -15,10 +15,10 @@ from traces.replay.scores import score_tape
 class RuleReplayDecoder(ReplayDecoder):
     """One recorded request, verified by a lossy rule.
 
-    The rule sees what the target would have said about every drafted token, off the path
-    too, so the round at hand is exact.  What follows is not: the real decoder would go on
-    from a text that was not recorded, and this one goes on along the recording, at as
-    many tokens further.  A drafted EOS off the path ends no output here, so that every
+    The rule gets the target's scores of every drafted token, also off the path, so a round is exact
+    in itself.  Later rounds are approximate after the first lossy acceptance: the real decoder
+    continues a text that was not recorded, and this one continues along the recording, the same
+    number of tokens further.  A drafted EOS off the path does not end the output, so that every
     policy decodes the same number of tokens.
 
     Attributes
@@ -26,7 +26,7 @@ class RuleReplayDecoder(ReplayDecoder):
     mismatched:
         Per round, the emitted drafted tokens that the target would not have chosen.
     departed:
-        Whether any verdict so far differed from the recorded one.
+        True if any verdict so far differed from the recorded one.
     """
 
     def __init__(

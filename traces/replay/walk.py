@@ -30,7 +30,7 @@ class Tried(NamedTuple):
 
 
 class Walk:
-    """Walks from round to round along a layout.
+    """Rounds of many settings, computed from round to round along a layout.
 
     Parameters
     ----------
@@ -39,7 +39,7 @@ class Walk:
     first:
         Output position decoding begins at.
     anew:
-        Whether the drafter reads all verified tokens again (`traces.acceptance.trace.Trace`).
+        True if the drafter reads all verified tokens again (`traces.acceptance.trace.Trace`).
     """
 
     def __init__(self, layout: Places, first: int, anew: bool) -> None:

@@ -33,7 +33,7 @@ class Drafter(NamedTuple):
 
 
 class Source:
-    """Where proposals come from.  Parameters live in the constructor, recordings do not."""
+    """A source of proposals.  Its constructor has parameters, and no recordings."""
 
     name: ClassVar[str]
     signals: ClassVar[frozenset[str]] = frozenset({"token_id"})
@@ -110,7 +110,7 @@ class Source:
         return recordings
 
     def for_decoding(self, recordings: Recordings) -> Source:
-        """Return the source with what only its recording knows, as real decoding needs it."""
+        """Return the source completed from its recording, as real decoding needs it."""
         del recordings
         return self
 

@@ -107,7 +107,7 @@ def own_source(latency: LatencyTable, trace: Trace, recordings: Recordings) -> S
     if trace.meta.get("draft") is None:
         return None  # an imported log: its drafts may be those of any drafter
     raise DraftsimError(
-        f"the engine's latencies are of drafting with {source.model}, whose drafts this trace does "
+        f"the engine's latencies are those of {source.model}, whose drafts this trace does "
         f"not hold: record them with `draftsim profile --source eagle:model={source.model}`, or "
         "give latencies of the draft model"
     )

@@ -23,7 +23,7 @@ except ImportError:  # Windows: nobody is kept from writing
 def only_writer(path: str | os.PathLike[str]) -> Iterator[None]:
     """Hold the file at `path` against other processes that write it this way.
 
-    What is no regular file, a device say, is not held.
+    Only a regular file is held; a device, for example, is not.
 
     Raises
     ------

@@ -1,4 +1,4 @@
-"""Measured runs on a device: the table a prediction is held against, and its file."""
+"""Measured runs on a device: the table that predictions are compared with, and its file."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from traces.store.parquet import file_error, read_file, write_file
 MEASURED_COLUMNS = (
     "policy", "verify", "batch", "forced", "repeat", "request", "wall_s", "rounds"
 )  # fmt: skip
-"""One row per arm, repeat and request (or group of requests decoded together): ``request``
-is its id, ``wall_s`` decoding seconds after prefill, ``rounds`` verifications it took."""
+"""One row per run, repeat and request (or group of requests decoded together): ``request`` is its
+id, ``wall_s`` decode seconds after prefill, ``rounds`` the number of verifications."""
 
 OFF_COLUMNS = ("off_s", "repeated")
-"""Where it was watched: the seconds of ``wall_s`` without a processor, and how often the run was
-made again because it was disturbed (the least disturbed one is in the row)."""
+"""If it was watched: the part of ``wall_s`` without a processor, in seconds, and how often the run
+was repeated because it was disturbed (the row has the least disturbed one)."""
 
 
 @dataclass(frozen=True, eq=False)

@@ -68,7 +68,7 @@ def recordings(folder: Path = BUNDLED) -> list[Bundled]:
 def trace_folder(folder: Path) -> Path:
     """Return the folder of a recording's trace: its own, or the one that `ELSEWHERE` names.
 
-    What was recorded along the trace (sampled outputs, early exits) lies with it.
+    Recordings made along the trace (sampled outputs, early exits) are in its folder.
 
     Raises
     ------

@@ -78,7 +78,7 @@ class Record(NamedTuple):
 
 
 def record(rows: Sequence[Evidence]) -> Record:
-    """Return how far off the rows are, and how often interval, sign and rank hold."""
+    """Return the errors of the rows, and how often interval, sign and rank are right."""
     errors = np.array([row.error for row in rows])
     within = [r.low <= r.measured <= r.high for r in rows if r.low is not None and r.high]
     signs = [r.sign_right for r in rows if r.sign_right is not None]

@@ -202,14 +202,13 @@ class Window:
 
 @dataclass(eq=False)
 class Recorder:
-    """Collects a run.  Memory grows by one row per finished request, and by nothing else.
+    """Records of a run.  Memory grows by one row per finished request, and by nothing else.
 
-    Warm-up rule: the first `skip` requests by order of arrival are left out of every
-    latency; throughput is measured from the arrival of the first request kept to the
-    arrival of the last of `expected`, so neither the filling nor the draining of the
-    engine counts.  Where all requests arrive at once there is no such interval, and where an
-    overload brings them in less than half of the run it shows little but the filling:
-    throughput is then taken over the whole run.
+    Warm-up rule: every latency leaves out the first `skip` requests by order of arrival.
+    Throughput is measured from the arrival of the first request kept to the arrival of the last of
+    `expected`, so the filling and the draining of the engine do not count.  If all requests arrive
+    at once there is no such interval, and if they arrive in less than half of the run (overload) it
+    is mostly filling: throughput is then that of the whole run.
     """
 
     skip: int = 0

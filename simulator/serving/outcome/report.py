@@ -148,13 +148,13 @@ class Run:
     def row(self) -> dict[str, Any]:
         """Return the run as one record; latencies as mean, p50, p95 and p99.
 
-        * ``overloaded``: when the last request arrived, the requests without a first token exceeded
-          the largest batch by more than a tenth of all requests.
+        * ``overloaded``: True if, when the last request arrived, more than a tenth of all requests
+          waited for a first token, beyond the largest batch.
         * ``length_changes``: share of steps whose draft length differs from that of the step
           before, under a policy with one length for all requests.
-        * ``coverage``: how the latencies of each model and phase were found
-          (`simulator.serving.passes.Coverage`).
-        * ``over_time``: mean batch and KV blocks in use over equal intervals, which begin at
+        * ``coverage``: how many passes of each model and phase were measured, interpolated or
+          extrapolated (`simulator.serving.passes.Coverage`).
+        * ``over_time``: mean batch and mean KV blocks in use, in equal intervals that begin at
           ``time_s``.
 
         In a fleet, throughput, goodput and counts are the whole fleet's.  ``mean_batch``,

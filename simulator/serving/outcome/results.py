@@ -118,11 +118,11 @@ class ResultsFile:
         if self.key is None or found.meta.get("key") != self.key:
             self.say(
                 f"{self.path} held {len(found.rows)} finished row(s) of a stopped run with other "
-                "options: they are written over"
+                "options: they are overwritten"
             )
             return []
         if found.damaged:
-            self.say(f"{found.problem}: what is missing is computed again")
+            self.say(f"{found.problem}: missing rows are computed again")
         self.kept = {number: found.rows[number] for number in sorted(found.rows)}
         self._numbers = list(self.kept)
         return [_line(found.header), *(_row_line(n, row) for n, row in self.kept.items())]

@@ -1,1 +1,1 @@
-"""Grids of what-if questions: axes, cells, prices, files, and where policies stop paying."""
+"""Grids of what-if questions: axes, cells, prices, files, and break-even points."""

@@ -104,27 +104,25 @@ COLUMNS = (
 )  # fmt: skip
 """Columns of a sweep: one row per policy, alpha, batch and price (c, or latency and context).
 
-``alpha`` is the share of matches replayed and ``alpha_asked`` the one asked for (NaN: as
-recorded); ``source`` is recorded, tilted or iid.  ``c`` is NaN if a latency table
-prices and ``latency`` is ``ratio`` where c does; ``context`` NaN is the recorded one.
-``gpu`` is the device of the latencies (``any`` under a ratio), ``scaled`` whether they were
-carried over to it from another one, ``scale_error`` the median relative error of the model
-that carried them against published figures of other devices, and ``fit_error`` the same on
-the passes measured, which it was fitted to and which say nothing of another device.
-``carried_lo`` and ``carried_hi``: the least and the largest speedup at the bounds of the latencies
-(`simulator.hardware.scaling.bounds_of`): drafting and wide passes dearer, or cheaper, than carried
-over by as much as that model was off before; or, of composed latencies, with and without correction
-by whole steps; NaN for others.  ``speedup_lo`` and ``speedup_hi`` are of the prompts alone.
-``outside`` is the share of passes read outside the measured cells.
-``wall_s`` is decode seconds, or target passes under a ratio; in a batch, what as many tokens
-take at the full batch's rate.  ``share_below_1`` is the share of prompts slower than plain
-decoding, in a batch by the steps that each prompt is in.  The six columns from
-``best_fixed`` on are those of `simulator.whatif.sweep.cells.with_regrets`, from the fixed
-lengths 1 to 12 and the oracle, asked for or not.  ``tilt_error`` is the relative error
-to expect of a speedup from tilting, larger for policies that read signals and NaN if it
-is not known; ``tilt_tried`` says whether it was measured at a shift as large.  ``cache_fits`` is
-False if the batch's KV cache exceeds the memory of a composed table's GPU
-(`simulator.whatif.sweep.prices`).
+* ``alpha``, ``alpha_asked``: acceptance rate replayed, and asked for (NaN: as recorded).
+  ``source`` is recorded, tilted or iid.
+* ``c``: cost ratio, NaN if a latency table prices; ``latency`` is then its name, else ``ratio``.
+* ``context``: NaN means as recorded.
+* ``gpu``: device of the latencies (``any`` with a cost ratio).  ``scaled``: True if they were
+  extrapolated to it.  ``scale_error``: median relative error of that extrapolation for published
+  figures of other devices.  ``fit_error``: the same for the measured passes that it was fitted to.
+* ``speedup_lo``, ``speedup_hi``: interval over prompts.
+* ``carried_lo``, ``carried_hi``: smallest and largest speedup within the bounds of extrapolated or
+  composed latencies (`simulator.hardware.scaling.bounds_of`); NaN for others.
+* ``outside``: share of passes read outside the measured cells.
+* ``wall_s``: decode seconds, or target passes with a cost ratio; in a batch, the seconds of these
+  tokens at the full batch's rate.
+* ``share_below_1``: share of prompts that are slower than without speculation.
+* ``best_fixed`` to ``adapting``: from the fixed lengths 1 to 12 and the oracle, swept or not
+  (`simulator.whatif.sweep.cells.with_regrets`).
+* ``tilt_error``: relative error to expect of a speedup after changing alpha; NaN if not known.
+  ``tilt_tried``: True if it was measured for a change this large.
+* ``cache_fits``: False if the batch's KV cache exceeds the memory of a composed table's GPU.
 """
 CARRIED = ("carried_lo", "carried_hi")
 TEXT = ("policy", "family", "source", "latency", "gpu", "fidelity")

@@ -212,9 +212,9 @@ class Sweep:
     method:
         How to tilt (`simulator.whatif.tilt.trace`), or ``iid``, the textbook baseline.
     resamples, seed:
-        Of the bootstrap over prompts, and of all that is drawn.
+        Bootstrap resamples over prompts, and the seed of everything drawn.
     measure_tilt:
-        Whether to measure the error of tilting on this recording's own prompt groups.
+        True to measure the error of tilting on this recording's own prompt groups.
 
     Raises
     ------

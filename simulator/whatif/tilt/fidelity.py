@@ -1,4 +1,4 @@
-"""How wrong a tilted trace is: tilted to the rate of another recording, held against it.
+"""Errors of tilted traces: one is tilted to the rate of another recording and compared with it.
 
 Two recordings of different acceptance are needed: two pairs, or two kinds of prompts of
 one recording.  The one is tilted to the other's rate and both are replayed; what differs
@@ -43,11 +43,11 @@ class TiltError:
     largest:
         Largest difference of logit(alpha) it was measured at.
     median, worst:
-        Of the absolute relative errors that it comes from.
+        Median and largest of the absolute relative errors.
     iid_median:
         The same with an i.i.d. process of the right alpha instead of the tilt.
     comparisons:
-        How many there were.
+        Number of comparisons.
     """
 
     per_logit: float

@@ -1,9 +1,9 @@
 """Another acceptance rate for a recorded trace: its matches tilted, its signals with them.
 
-What would the same pair do if the draft were better or worse?  The chance of a match at
-every position, calibrated on the recording (`MatchModel`), is shifted on the logit scale
-until the mean is the alpha asked for, and the matches are drawn again.  Position follows
-position, since the chance depends on the matches before it, the new ones.
+This answers what the same pair would do if the draft were better or worse.  The chance of a match
+at every position, calibrated on the recording (`MatchModel`), is shifted on the logit scale until
+its mean is the alpha asked for.  Then matches are drawn again, one position after another, because
+a chance depends on the new matches before it.
 
 Two ways to draw:
 
@@ -62,7 +62,7 @@ class Rebuilder:
     trace:
         The recording.
     seed:
-        Of the choice among lenders; one choice per position, whatever the matches.
+        Seed of the choice among lenders; one choice per position, whatever the matches.
 
     Raises
     ------
@@ -222,9 +222,9 @@ class MatchModel:
     Attributes
     ----------
     signal_logit:
-        What the signals contribute, per on-path position, the intercept included.
+        Contribution of the signals, per on-path position, intercept included.
     run_logit, share_logit:
-        What a run of length k contributes, and the weights of the share and its square.
+        Contribution of a run of length k, and the weights of the share and its square.
 
     Raises
     ------
@@ -375,8 +375,8 @@ class Tilter:
     method:
         ``coupled`` or ``redraw``, see above.
     seed:
-        Of the uniform numbers; the same ones serve every alpha, so that two rates differ
-        by the shift alone.
+        Seed of the uniform numbers, which every alpha shares, so that two rates differ by the
+        shift alone.
 
     Raises
     ------

@@ -135,7 +135,7 @@ class Retrieval(Lookup):
     Parameters
     ----------
     store:
-        What to retrieve from.
+        Datastore to retrieve from.
     num_tokens:
         Longest chain.
     max_suffix, min_suffix:

@@ -136,7 +136,7 @@ def in_an_engine(latency: LatencyTable, drafter: str, name: str) -> LatencyTable
     own = str(latency.meta["draft"])
     if PurePath(own).name != PurePath(drafter).name:
         raise DraftsimError(
-            f"the engine's latencies are of drafting with {own}, not with {drafter}: "
+            f"the engine's latencies are those of {own}, not of {drafter}: "
             f"`draftsim profile --engine vllm --eagle {drafter}`"
         )
     cells = latency.cells

@@ -95,7 +95,7 @@ class Parallel(OnFeatures, StartSource):
         Mask tokens of a pass, hence the longest draft.  None: as many as recorded, or as
         `acceptance` has positions.
     seed:
-        Of the drawn drafts.
+        Seed of the drawn drafts.
 
     Raises ValueError for impossible values, or `acceptance` together with `model`.
     """
@@ -108,8 +108,8 @@ class Parallel(OnFeatures, StartSource):
     drafts_end = True
     record = "`draftsim profile --source parallel:model=DIR`"
     what = (
-        "one-pass drafter (P-EAGLE, DFlash, DSpark, PARD): all tokens by one pass, recorded, or "
-        "drawn from acceptance=[0.8,0.6,...] by position"
+        "one-pass drafter (P-EAGLE, DFlash, DSpark, PARD): recorded, or drawn from "
+        "acceptance=[0.8,0.6,...] by position"
     )
 
     def __init__(

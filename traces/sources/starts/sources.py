@@ -174,7 +174,7 @@ class MedusaTree(StartSource):
     name = "medusa-tree"
     what = (
         "Medusa's tree of candidates (arXiv:2401.10774): acceptance from recorded ranks, "
-        "unpruned, and without a real decoder to hold it against"
+        "unpruned, and not compared with a real decoder"
     )
     fidelity: ClassVar[Fidelity] = "approximate"
     drafts_end = True
