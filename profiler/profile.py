@@ -41,6 +41,8 @@ PULSE = 8
 """Blocks of passes between two timings of the reference work."""
 LEAST_PROMPTS = 4
 """Prompts that are recorded even if the time is over."""
+HOST_REPEATS = 7
+"""Most sweeps over the host's work, whose runs make real passes."""
 NEAR_TIE = 1e-3
 """Top-2 logit margins below this count as near-ties: in lower precision the other may win."""
 
@@ -117,7 +119,8 @@ class LatencyProfile:
     def _host(self, cells: pd.DataFrame) -> Iterator[pd.DataFrame]:
         """Yield the host's time in rounds, alone and at every batch."""
         if not self._short:
-            yield measure_host(*self._runners)
+            repeats = min(HOST_REPEATS, self._grid.repeats)
+            yield measure_host(*self._runners, repeats=repeats, longest=self._grid.longest)
             if self._batched is not None:
                 yield measure_batch_host(*self._batched, self._grid.batches)
             return
@@ -138,7 +141,9 @@ def profile_latency(
     while len(profile.sweeps) < grid.repeats:
         profile.step()
         progress.update(task, completed=len(profile.sweeps))
+    task = progress.add_task("measuring the host's work and single layers", total=None)
     latency = profile.table()
+    progress.update(task, total=1, completed=1)
     done = digest_of(latency_options(pair, settings))
     latency = replace(latency, meta={**latency.meta, DONE_WITH: done})
     write_latency(latency, folder / "latency.parquet")

@@ -62,6 +62,23 @@ def test_lines_come_by_themselves_however_long_a_step_takes(
     assert re.fullmatch(rf"recording trace: 700 of 1,200, {CLOCK} in all", lines[-1])
 
 
+def test_the_time_left_falls_while_a_long_part_is_under_way(
+    lines: Lines, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = [0.0]
+    monkeypatch.setattr(progress.time, "monotonic", lambda: clock[0])
+    monkeypatch.setattr(progress, "FIRST_S", 3600.0)
+    with progress_bar() as bar:
+        task = bar.add_task("sweeps", total=3)
+        for clock[0], done in ((600.0, 1), (840.0, 1), (1200.0, 2), (1500.0, 2), (2700.0, 2)):
+            bar.update(task, completed=done)
+            bar._line()
+        told = [line.split("about ")[1] for line in lines]
+    assert told == [
+        "0:20:00 left", "0:16:00 left", "0:10:00 left", "0:05:00 left", "0:00:00 left"
+    ]  # fmt: skip
+
+
 def test_what_is_quick_is_not_told(lines: Lines, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(progress, "FIRST_S", 3600.0)
     for alone in (False, True):

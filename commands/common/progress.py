@@ -84,6 +84,7 @@ class Bar(Progress):
             transient=transient,
         )  # fmt: skip
         self._began_s: dict[TaskID, tuple[float, float]] = {}
+        self._seen: dict[TaskID, tuple[float, float]] = {}
         self._told: set[TaskID] = set()
         self._due_s, self._ended = 0.0, threading.Event()
         self._teller: threading.Thread | None = None
@@ -144,7 +145,10 @@ class Bar(Progress):
         spent_s, done = self._since(task)
         left = f", {_clock(spent_s)} so far"
         if task.total is not None and done > 0:
-            left = f", about {_clock(spent_s / done * (task.total - task.completed))} left"
+            # A part under way is as long as the finished ones: its seconds so far are spent.
+            upto_s = self._upto_s(task, spent_s, done)
+            due_s = upto_s / done * (task.total - task.completed) - (spent_s - upto_s)
+            left = f", about {_clock(max(due_s, 0.0))} left"
         self._told.add(task.id)
         _print(f"{self._counted(task)}{left}")
 
@@ -152,6 +156,13 @@ class Bar(Progress):
         """Return seconds since the task was added, and what was done of it in them."""
         began_s, before = self._began_s[task.id]
         return time.monotonic() - began_s, task.completed - before
+
+    def _upto_s(self, task: Task, spent_s: float, done: float) -> float:
+        """Return the seconds after which `done` was first seen, of `spent_s` since the start."""
+        seen = self._seen.get(task.id)
+        if seen is None or seen[0] != done:
+            self._seen[task.id] = seen = done, spent_s
+        return seen[1]
 
     def _counted(self, task: Task) -> str:
         what = task.description

@@ -54,13 +54,15 @@ class _Watched:
 
 
 def measure_host(
-    target: Runner, draft: Runner, *, repeats: int = 7, tokens: int = 10
-) -> pd.DataFrame:
+    target: Runner, draft: Runner, *, repeats: int = 7, tokens: int = 10,
+    longest: int = max(HOST_GAMMAS),
+) -> pd.DataFrame:  # fmt: skip
     """Return seconds per round and per drafted token outside the models, by a linear fit.
 
-    The real loop decodes `tokens` tokens, and the seconds of its passes are subtracted.  A loop
-    without real passes would be several times too fast, because real passes fill the processor's
-    caches with weights.  `host_beyond` does the same for a GPU.
+    The real loop decodes `tokens` tokens with every one of `HOST_GAMMAS` up to `longest`, the
+    longest draft of the pair, and the seconds of its passes are subtracted.  A loop without real
+    passes would be several times too fast, because real passes fill the processor's caches with
+    weights.  `host_beyond` does the same for a GPU.
     """
     prompt, watch, again = random_ids(draft, 4), Stopwatch(target.device), Repeats()
 
@@ -76,7 +78,8 @@ def measure_host(
             host += sign * (timing.wall_s - timing.off_s)
         return whole, (host, len(log), sum(r.draft_forwards for r in log))
 
-    return host_cells(1, HOST_GAMMAS, repeats, lambda gamma: again.best(partial(run, gamma))[1])
+    gammas = [gamma for gamma in HOST_GAMMAS if gamma <= longest]
+    return host_cells(1, gammas, repeats, lambda gamma: again.best(partial(run, gamma))[1])
 
 
 Spent = tuple[float, int, int]
