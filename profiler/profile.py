@@ -43,6 +43,8 @@ LEAST_PROMPTS = 4
 """Prompts that are recorded even if the time is over."""
 HOST_REPEATS = 7
 """Most sweeps over the host's work, whose runs make real passes."""
+RULE_REPEATS = 25
+"""Most sweeps over what lossy rules take."""
 NEAR_TIE = 1e-3
 """Top-2 logit margins below this count as near-ties: in lower precision the other may win."""
 
@@ -104,7 +106,7 @@ class LatencyProfile:
             repeats=max(3, grid.repeats // 2),
         )
         cells = self.sweeps.cells()
-        parts = [cells, *self._host(cells), measure_rules(*self._runners)]
+        parts = [cells, *self._host(cells), self._rules()]
         for name, runner in zip(("target", "draft"), self._runners, strict=True):
             if isinstance(runner, Seq2SeqRunner):
                 parts.append(seq2seq_layers(runner, name, few))
@@ -115,6 +117,11 @@ class LatencyProfile:
             "machine": self._machine.state([self.sweeps.repeats]),
         }  # fmt: skip
         return table(parts, meta)
+
+    def _rules(self) -> pd.DataFrame:
+        """Return what lossy rules take to judge the pair's drafts."""
+        repeats = min(RULE_REPEATS, self._grid.repeats)
+        return measure_rules(*self._runners, longest=self._grid.longest, repeats=repeats)
 
     def _host(self, cells: pd.DataFrame) -> Iterator[pd.DataFrame]:
         """Yield the host's time in rounds, alone and at every batch."""

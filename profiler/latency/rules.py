@@ -59,13 +59,14 @@ def measure_rules(
     draft: Runner,
     *,
     drafted: Sequence[int] = DRAFTED,
+    longest: int = max(DRAFTED),
     repeats: int = 25,
     seed: int = 0,
 ) -> pd.DataFrame:
     """Return seconds per round that a rule of each family takes beyond lossless verification.
 
     Every draft is one that the target agrees with, so that a rule judges all of it.  Numbers
-    of drafted tokens that do not fit the caches are left out.
+    of drafted tokens that do not fit the caches are left out, and those above `longest`.
 
     Parameters
     ----------
@@ -73,6 +74,8 @@ def measure_rules(
         Runners over a shared vocabulary; their caches are overwritten.
     drafted:
         Drafted tokens per round, the ``new_tokens`` of the cells.
+    longest:
+        Tokens of the pair's longest draft.
     repeats:
         Timed repeats; within one the cells and families come in a fresh random order.
     seed:
@@ -83,7 +86,7 @@ def measure_rules(
     Rows as in `traces.latency.schema.CELL_COLUMNS`, of the target, phases as in `RULES`.
     """
     room = min(target.cache.slots, target.max_positions, draft.cache.slots, draft.max_positions)
-    counts = [n for n in drafted if 2 * n + 8 <= room]
+    counts = [n for n in drafted if n <= longest and 2 * n + 8 <= room]
     prepared: dict[str, VerifyRule | None] = {LOSSLESS: None}
     for phase, rule in RULES.items():
         prepared[phase] = own = rule.fresh()
