@@ -63,6 +63,63 @@ ELSEWHERE = {
 
 _TRY, _SERVER, _PAIR = "Try it", "You have a server", "You have a model pair or a recording"
 _LOAD, _STUDY = "You have a load", "You study speculative decoding"
+_RECORDED = (
+    "--prompts", "--limit", "--category", "--chat", "--max-new-tokens", "--temperature", "--top-p",
+    "--seed", "--record-batch",
+)  # fmt: skip
+PROFILE = {
+    "pair": Listed(
+        "commands.profile.command:pair", "How long do passes take, and which drafts are accepted?"
+    ),
+    "sources": Listed(
+        "commands.profile.command:sources", "What do other draft sources draft, and cost?",
+        chosen_by=("--exit-layers", "--source"),
+    ),
+    "decode": Listed(
+        "commands.profile.command:decode", "What do lossy rules really accept and write?",
+        chosen_by=("--verify", "--method", "--papers", "--run-code"),
+    ),
+    "latency": Listed(
+        "commands.profile.command:latency", "How long do passes take now, for the same texts?",
+        chosen_by=("--latency-only",), left_out=_RECORDED,
+    ),
+    "signals": Listed(
+        "commands.profile.command:signals", "Which draft signals does an older recording lack?",
+        chosen_by=("--signals-only",),
+        left_out=(*_RECORDED, "--max-gamma", "--repeats", "--batch"),
+    ),
+    "engine": Listed(
+        "commands.profile.command:engine", "How long do steps of vLLM take?",
+        chosen_by=("--engine",),
+    ),
+}  # fmt: skip
+"""Verbs of `draftsim profile`, each with the question that it answers."""
+VALIDATE = {
+    "run": Listed(
+        "commands.validate.command:run", "Are the predicted rounds and seconds the real ones?"
+    ),
+    "sources": Listed(
+        "commands.validate.command:sources", "Are they with another draft source?",
+        chosen_by=("--source",), left_out=("--no-assisted",),
+    ),
+    "batch": Listed(
+        "commands.validate.command:batch", "Are they in static batches?",
+        chosen_by=("--batch",), left_out=("--no-assisted",),
+    ),
+    "lossy": Listed(
+        "commands.validate.command:lossy", "How far off is the replay of a lossy rule?",
+        chosen_by=("--verify", "--memory"), left_out=("--no-assisted",),
+    ),
+    "engine": Listed(
+        "commands.validate.command:engine", "Are the steps and seconds those of vLLM?",
+        chosen_by=("--engine",),
+    ),
+    "recorded": Listed(
+        "commands.validate.command:recorded", "How well is a GPU predicted that was measured?",
+        chosen_by=("--recorded",),
+    ),
+}  # fmt: skip
+"""Verbs of `draftsim validate`, likewise."""
 COMMANDS = {
     "demo": Listed(
         "commands.demo:demo", "Profile the bundled pair here, predict, and check.", _TRY
@@ -90,17 +147,13 @@ COMMANDS = {
     "import": Listed(
         "commands.imports:import_file", "Turn another program's log into a recording.", _SERVER
     ),
-    "profile": Listed(
-        "commands.profile.command:profile", "Measure a pair: latencies and acceptance.", _PAIR
-    ),
+    "profile": Listed("", "Measure a pair: latencies and acceptance.", _PAIR, verbs=PROFILE),
     "simulate": Listed(
         "commands.simulate.command:simulate", "Predict every policy's speedup.", _PAIR
     ),
     "tune": Listed("commands.tune:tune", "Write the setting that an engine reads.", _PAIR, True),
     "report": Listed("commands.report:report", "Write all results as one HTML page.", _PAIR),
-    "validate": Listed(
-        "commands.validate.command:validate", "Run policies, and check predictions.", _PAIR, True
-    ),
+    "validate": Listed("", "Run policies, and check predictions.", _PAIR, True, VALIDATE),
     "export": Listed(
         "commands.export:export", "Write a recording's acceptance as other programs read it.",
         _PAIR,

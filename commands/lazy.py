@@ -4,32 +4,50 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from importlib import import_module
+from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import typer
 from typer.core import TyperCommand, TyperGroup
 
 from commands.common.bounds import bounded
-from commands.common.configured import configured, expanded
+from commands.common.configured import configured, expanded, read_config
 
 
 class Listed(NamedTuple):
-    """A command as it is listed."""
+    """A command as it is listed, or a verb of one."""
 
     place: str
-    """``module:function``."""
+    """``module:function``; empty if the command has verbs."""
     says: str
-    """Line of the program's ``--help``, which fits a terminal."""
+    """Line of the ``--help`` that lists it, which fits a terminal."""
     group: str = "Commands"
     """Heading that the program's ``--help`` lists it under."""
     configured: bool = False
     """True if its options may come from a file, by ``--config``."""
+    verbs: Mapping[str, Listed] = MappingProxyType({})
+    """Verbs by name; the first is meant where no verb is named and no option chooses another."""
+    chosen_by: tuple[str, ...] = ()
+    """Options that choose this verb where none is named.  One that the verb itself lacks is left
+    out; its value stays, as an argument."""
+    left_out: tuple[str, ...] = ()
+    """Options of the first verb that mean nothing here.  A command that names no verb may have
+    them, so that an option that chooses this verb can be added to an older command."""
 
     def function(self) -> Callable[..., None]:
         """Return the function itself, whose docstring and options are the command's own help."""
         module, _, name = self.place.partition(":")
         found: Callable[..., None] = getattr(import_module(module), name)
         return expanded(found)
+
+
+def leaves(listed: Mapping[str, Listed]) -> dict[str, Listed]:
+    """Return commands without verbs, and the verbs of the others, by what is typed for them."""
+    found: dict[str, Listed] = {}
+    for name, one in listed.items():
+        found |= {f"{name} {verb}": own for verb, own in one.verbs.items()} or {name: one}
+    return found
 
 
 class Sectioned(TyperCommand):
@@ -59,6 +77,8 @@ class _Loaded(Mapping[str, Any]):
         self.made: dict[str, Any] = {}
 
     def __getitem__(self, name: str) -> Any:
+        if name not in self.made and self.listed[name].verbs:
+            self.made[name] = WithVerbs(name, self.listed[name], self.names)
         if name not in self.made:
             alone = typer.Typer(add_completion=False, rich_markup_mode=None)
             one = self.listed[name]
@@ -79,6 +99,117 @@ class _Loaded(Mapping[str, Any]):
 
     def __len__(self) -> int:
         return len(self.listed)
+
+
+class WithVerbs(TyperGroup):
+    """A command with verbs, each with options of its own.
+
+    Arguments that name no verb are those of the last verb that one of them chooses
+    (`Listed.chosen_by`), else of the first.
+    """
+
+    def __init__(self, name: str, listed: Listed, names: Mapping[str, Sequence[str]]) -> None:
+        self.names, self.configured = names, listed.configured
+        self.verbs = {
+            verb: one._replace(configured=listed.configured) for verb, one in listed.verbs.items()
+        }
+        commands: Any = _Loaded(self.verbs, names)
+        self.first, *others = self.verbs
+        choices = [f"{' or '.join(self.verbs[o].chosen_by)} chooses `{o}`" for o in others]
+        super().__init__(
+            name=name, commands=commands, help=listed.says, rich_markup_mode=None,
+            options_metavar="", subcommand_metavar="[VERB] [OPTIONS]",
+            epilog=f"`draftsim {name} VERB --help` shows the options of a verb. Without a verb it "
+            f"is `{self.first}`, unless an option chooses another: {', '.join(choices)}.",
+        )  # fmt: skip
+
+    def format_options(self, ctx: Any, formatter: Any) -> None:
+        del ctx
+        with formatter.section("Verbs"):
+            formatter.write_dl([(name, one.says) for name, one in self.verbs.items()])
+
+    def shell_complete(self, ctx: Any, incomplete: str) -> list[Any]:
+        if not incomplete.startswith("-"):
+            return super().shell_complete(ctx, incomplete)
+        every = [self.commands[name].shell_complete(ctx, incomplete) for name in self.verbs]
+        return list({item.value: item for items in every for item in items}.values())
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        helps, completes = {*ctx.help_option_names}, ctx.resilient_parsing
+        chosen = None
+        # While a shell completes, an empty line is the beginning of a verb.
+        if (args and args[0].startswith("-") and args[0] not in helps) or not (args or completes):
+            verb, chosen = self._chosen(self._given(args, completes))
+            args = [verb, *self._translated(verb, args)]
+        if args and args[0] in self.verbs and not completes and not helps & {*args}:
+            self._check(args[0], self._given(args), chosen)
+        return super().parse_args(ctx, args)
+
+    def _given(self, args: Sequence[str], completes: bool = False) -> list[str]:
+        """Return the options that arguments give, with those of the file of ``--config``."""
+        found = [arg.partition("=")[0] for arg in args if arg.startswith("--")]
+        if self.configured and not completes:
+            for arg, after in zip(args, [*args[1:], ""], strict=True):
+                option, _, value = arg.partition("=")
+                if option == "--config" and (file := value or after):
+                    found += [f"--{name.replace('_', '-')}" for name in read_config(Path(file))]
+        return found
+
+    def _chosen(self, given: Sequence[str]) -> tuple[str, str | None]:
+        """Return the verb that options choose, and the option that chooses it, if one does."""
+        found: tuple[str, str | None] = (self.first, None)
+        for verb, one in self.verbs.items():
+            for option in given:
+                others = self.names.get(option.lstrip("-"), ())
+                if {option, *(f"--{other}" for other in others)} & {*one.chosen_by}:
+                    found = verb, option
+        return found
+
+    def _has(self, verb: str, option: str) -> bool:
+        """Return True if a verb has an option, also by another name of it."""
+        command = self.commands[verb]
+        called = command.context_settings["token_normalize_func"](option.lstrip("-"))
+        return any(f"--{called}" in (*p.opts, *p.secondary_opts) for p in command.params)
+
+    def _translated(self, verb: str, args: Sequence[str]) -> list[str]:
+        """Return arguments that named no verb as those of the verb (`Listed`)."""
+        one, found, rest = self.verbs[verb], list[str](), iter(args)
+        flags = {
+            option for param in self.commands[self.first].params if getattr(param, "is_flag", False)
+            for option in (*param.opts, *param.secondary_opts)
+        }  # fmt: skip
+        for arg in rest:
+            option, equals, value = arg.partition("=")
+            if option in one.left_out:
+                if option not in flags and not equals:
+                    next(rest, None)
+            elif option in one.chosen_by and not self._has(verb, option):
+                found += [value] if equals else []
+            else:
+                found.append(arg)
+        return found
+
+    def _check(self, verb: str, given: Sequence[str], chosen: str | None) -> None:
+        """Raise DraftsimError for an option that other verbs have and this one lacks.
+
+        ``chosen`` is the option that chose the verb, if one did.
+        """
+        for option in given:
+            if self._has(verb, option):
+                continue
+            others = [
+                name for name, one in self.verbs.items()
+                if name != verb and (option in one.chosen_by or self._has(name, option))
+            ]  # fmt: skip
+            if others:
+                from traces.errors import DraftsimError
+
+                places, this = "` or `".join(others), f"`draftsim {self.name} {verb}`"
+                why = (
+                    f"this is {this}: drop it, or name another verb" if chosen is None
+                    else f"{chosen} chooses {this}: drop one of them"
+                )  # fmt: skip
+                raise DraftsimError(f"{option} belongs to `draftsim {self.name} {places}`; {why}")
 
 
 def lazy_group(

@@ -53,7 +53,7 @@ SERVED = (
 
 
 def engine_checks(name: str) -> str:
-    """Return what ``validate --engine`` measured and predicted, as kept with a recording."""
+    """Return what ``validate engine`` measured and predicted, as kept with a recording."""
     return _table(name, "engine-*.json", STEPPED)
 
 

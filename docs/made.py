@@ -231,14 +231,19 @@ def methods() -> str:
 def commands() -> str:
     """Return what ``--help`` says of every command."""
     found: Mapping[str, Any] = typer.main.get_command(app.app).commands  # type: ignore[attr-defined]
-    return "\n\n".join(f"## {name}\n\n```text\n{usage(found[name])}\n```" for name in found)
+    parts = []
+    for name, command in found.items():
+        parts.append(f"## {name}\n\n{usage(name, command)}")
+        verbs: Mapping[str, Any] = getattr(command, "commands", {})
+        parts += [f"### {name} {v}\n\n{usage(f'{name} {v}', verbs[v])}" for v in verbs]
+    return "\n\n".join(parts)
 
 
-def usage(command: Any) -> str:
-    """Return a command's help, as printed."""
+def usage(name: str, command: Any) -> str:
+    """Return the help of a command, or of a verb of one, as printed."""
     width = {"terminal_width": 92, "max_content_width": 92}
-    context = command.context_class(command, info_name=f"draftsim {command.name}", **width)
-    return str(command.get_help(context))
+    context = command.context_class(command, info_name=f"draftsim {name}", **width)
+    return f"```text\n{command.get_help(context)}\n```"
 
 
 def modules(package: str) -> str:

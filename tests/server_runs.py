@@ -3,7 +3,7 @@
 .venv-vllm/bin/python -m tests.server_runs FOLDER
 
 FOLDER holds the model (`with_words`).  Writes what came of it as JSON: rows of
-`draftsim validate --engine vllm --http`.
+`draftsim validate engine --http`.
 """
 
 from __future__ import annotations

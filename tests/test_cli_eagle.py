@@ -157,7 +157,7 @@ def test_what_is_amiss_is_one_line(run: Run, drafters: Path, tmp_path: Path) -> 
         (("--source", "pld", "--exit-layers"), "pld has nothing to set in a recording"),
         (("--source", "eagle:model=a/x", "--source", "eagle:model=b/x"), "are called x"),
         (("--source", f"eagle:model={drafters}", "--latency-only"),
-         "--latency-only records nothing"),
+         "--source belongs to `draftsim profile sources`"),
     ):  # fmt: skip
         refused = run(*ONE_PROMPT, *out, *options)
         assert refused.code == 2

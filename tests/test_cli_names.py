@@ -16,6 +16,7 @@ from commands.app import COMMANDS
 from commands.common.bounds import bounded
 from commands.common.printed import cell_text, print_table
 from commands.common.written import write_rows
+from commands.lazy import leaves
 from policies.registry import POLICIES, parse_policy
 from policies.rules.registry import RULES
 from tests.conftest import SMALL_PROFILE, Run
@@ -24,10 +25,10 @@ from traces.importers.registry import IMPORTERS
 from traces.sources.registry import SOURCES, SYSTEMS
 
 
-@pytest.mark.parametrize("command", COMMANDS)
+@pytest.mark.parametrize("command", leaves(COMMANDS))
 def test_no_whole_number_is_without_a_bound(command: str) -> None:
     """Every command, and every option of it: a number that no machine holds is one line."""
-    function = COMMANDS[command].function()
+    function = leaves(COMMANDS)[command].function()
     hints = inspect.signature(function, eval_str=True).parameters
     whole = [
         name for name, parameter in hints.items()
@@ -40,7 +41,15 @@ def test_no_whole_number_is_without_a_bound(command: str) -> None:
         said = str(error.value)
         assert said.startswith(f"--{name.replace('_', '-')} is {10**20}, expected at most ")
         assert "\n" not in said
-    if command in ("serve", "capacity", "tune", "sweep", "simulate", "validate", "profile"):
+    if command in (
+        "serve",
+        "capacity",
+        "tune",
+        "sweep",
+        "simulate",
+        "validate run",
+        "profile pair",
+    ):
         assert whole
 
 

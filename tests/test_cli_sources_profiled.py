@@ -131,7 +131,7 @@ def test_latencies_measured_between_the_real_runs_predict_and_are_kept(
     assert read_measured(small_run / "measured.parquet").times["off_s"].ge(0).all()
     refused = run("validate", "--run", small_run, "--remeasure", "--batch", 2)
     assert refused.code == 2
-    assert "--remeasure is for" in refused.err
+    assert "--batch chooses `draftsim validate batch`: drop one of them" in refused.err
     ran = run(
         "validate", "--run", small_run, "--policy", "medusa", "--repeats", 2, "--remeasure",
         "--json", "-",

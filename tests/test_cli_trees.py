@@ -82,7 +82,7 @@ def test_what_is_amiss_is_one_line(run: Run, drafters: Path, tmp_path: Path) -> 
         (("--source", "eagle2"), "names no drafter: give its folder, eagle2:model=DIR"),
         (("--source", own, "--temperature", "1"), "along greedy output alone"),
         (("--source", own, "--source", f"{own},topk=3"), "are called one"),
-        (("--source", own, "--latency-only"), "--latency-only records nothing"),
+        (("--source", own, "--latency-only"), "--source belongs to `draftsim profile sources`"),
     ):
         refused = run(*ONE_PROMPT, *out, *options)
         assert refused.code == 2

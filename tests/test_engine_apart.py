@@ -145,10 +145,13 @@ def test_synthetic_acceptance_is_predicted() -> None:
 @pytest.mark.parametrize(
     ("command", "says"),
     [
-        (("validate", "--run", "x", "--defaults"), "add --engine vllm"),
+        (("validate", "--run", "x", "--defaults"), "belongs to `draftsim validate engine`"),
         (("validate", "--run", "x", "--engine", "vllm", "--synthetic", "0.5", "--http"), "drop"),
         (("tune", "--engine", "vllm", "--defaults"), "needs --try"),
-        (("profile", "--target", "t", "--out", "x", "--cuda-graphs"), "add --engine"),
+        (
+            ("profile", "--target", "t", "--out", "x", "--cuda-graphs"),
+            "belongs to `draftsim profile engine`",
+        ),
     ],
 )
 def test_options_that_do_not_go_together(run: Run, command: tuple[str, ...], says: str) -> None:

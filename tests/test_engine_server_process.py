@@ -122,7 +122,8 @@ def test_a_server_that_does_not_come_up_says_why(
 
 def test_http_needs_an_engine(run: Run, tmp_path: Path) -> None:
     for more, said in (
-        ((), "--http needs --engine"), (("--engine", "vllm", "--remeasure"), "drop --remeasure"),
+        ((), "--http belongs to `draftsim validate engine`"),
+        (("--engine", "vllm", "--remeasure"), "drop --remeasure"),
     ):  # fmt: skip
         ran = run("validate", "--run", tmp_path, "--http", *more)
         assert ran.code == 2

@@ -121,9 +121,9 @@ def test_what_is_compared_is_measured_side_by_side() -> None:
     ("arguments", "said"),
     [
         (("profile", "--engine", "sglang", "--target", "m", "--out", "OUT"), "expected vllm"),
-        (("profile", "--target", "m", "--out", "OUT"), "--draft is missing"),
+        (("profile", "--target", "m", "--out", "OUT"), "Missing option '--draft'"),
         (("profile", "--engine", "vllm", "--target", "m", "--prompts", "p", "--out", "OUT"),
-         "drop --prompts"),
+         "--prompts belongs to `draftsim profile pair`"),
         (("profile", "--engine", "vllm", "--target", "m", "--draft", "d", "--eagle", "e", "--out",
           "OUT"), "two drafters"),
         (("validate", "--engine", "vllm", "--run", "bundled"), "no engine's latencies"),

@@ -36,8 +36,13 @@ def test_commands_and_options_exist(page: Path) -> None:
         name, *words = line.split("#")[0].split()
         if name == "COMMAND" or name.startswith("--"):
             continue
-        options = {option for p in known[name].params for option in p.opts}
-        options |= {option for p in known[name].params for option in p.secondary_opts}
+        one = known[name]
+        verbs = getattr(one, "commands", {})
+        asked = [verbs[words[0]]] if words and words[0] in verbs else [one, *verbs.values()]
+        params = [p for command in asked for p in command.params]
+        options = {option for p in params for option in (*p.opts, *p.secondary_opts)}
+        if one in asked and verbs:
+            options |= {option for verb in one.verbs.values() for option in verb.chosen_by}
         for word in words:
             if word.startswith("--"):
                 assert word.rstrip(",.;:").partition("=")[0] in {*options, "--help"}, line

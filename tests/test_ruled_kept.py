@@ -122,14 +122,17 @@ def test_the_commands_record_price_validate_and_calibrate(run: Run, tmp_path: Pa
 
     for wrong, what in (
         ((*again, "--verify", "exact"), "is lossless"),
-        ((*again, "--policy", "fixed"), "name a rule"),
+        ((*again, "--policy", "fixed"), "--policy belongs to `draftsim profile decode`"),
         ((*again, "--method", "gammatune"), "is lossless"),
         ((*again, "--device", "cuda", "--verify", "typical"), "another pair"),
         (("simulate", "--trace", tmp_path, "--memory", memory), "add --verify csd"),
         (("simulate", "--trace", tmp_path, "--verify", "cds"), "did you mean 'csd'"),
         (("simulate", "--rounds", tmp_path / "rounds"), "holds no recorded rounds"),
         (("simulate", "--rounds", "smollm2-cp"), "did you mean 'smollm2-cpu'"),
-        (("validate", "--run", tmp_path, "--verify", "typical", "--forced"), "drop --verify"),
+        (
+            ("validate", "--run", tmp_path, "--verify", "typical", "--forced"),
+            "--verify chooses `draftsim validate lossy`: drop one of them",
+        ),
     ):
         code, _, said = call(*wrong)
         assert (code, what in said) == (2, True), (wrong, said)

@@ -184,7 +184,7 @@ def test_latencies_are_measured_for_what_was_recorded(folder: Path, run: Run) ->
     (folder / "latency.parquet").unlink()
     ran = run(*SMALL_PROFILE, "--latency-only", "--out", folder)
     assert (ran.code, ran.err.count("\n")) == (2, 1)
-    assert "holds no recording: make one without --latency-only" in ran.err
+    assert "holds no recording: make one with `draftsim profile pair`" in ran.err
 
 
 def test_older_files_are_held_by_their_weights(folder: Path) -> None:

@@ -76,7 +76,7 @@ def test_what_misses_a_bound_says_so(
         assert kept["worst_policy"] == "fixed:gamma=4"
         assert kept["worst_error"] == pytest.approx(1 / 3 - 1, abs=1e-3)
         assert kept["wrong_sign"] > 0
-    ran = run("validate", "--recorded", next(folder.iterdir()))
+    ran = run("validate", "recorded", next(folder.iterdir()))
     assert ran.code == 0
     assert "-66.7%" in ran.out
     assert max(map(len, ran.out.splitlines())) <= OFF_TERMINAL
@@ -119,10 +119,13 @@ def test_bounds_are_kept_up_to_their_own_value() -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("--recorded", "nowhere"), "--recorded nowhere: no measured runs there: name a folder"),
-        (("--recorded", "bundled", "--run", "x"), "--recorded runs nothing: drop --run"),
-        ((), "name a run folder with --run, or a recording with --recorded"),
-        (("--run", "x", "--markdown", "y"), "--markdown is for --recorded"),
+        (("recorded", "nowhere"), "nowhere: no measured runs there: name a folder"),
+        (
+            ("--recorded", "bundled", "--run", "x"),
+            "--recorded chooses `draftsim validate recorded`: drop one of them",
+        ),
+        ((), "Missing option '--run'"),
+        (("--run", "x", "--markdown", "y"), "--markdown belongs to `draftsim validate recorded`"),
     ],
 )
 def test_wrong_requests_get_one_line(run: Run, arguments: tuple[str, ...], message: str) -> None:

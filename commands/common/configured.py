@@ -7,7 +7,7 @@ import json
 import tomllib
 from collections.abc import Callable, Mapping, Sequence
 from copy import copy
-from dataclasses import fields, is_dataclass
+from dataclasses import MISSING, fields, is_dataclass
 from functools import wraps
 from pathlib import Path
 from typing import Annotated, Any, get_args, get_type_hints
@@ -20,8 +20,8 @@ KINDS = (".yaml", ".yml", ".toml", ".json")
 def expanded(command: Callable[..., None]) -> Callable[..., None]:
     """Return `command` with the fields of each parameter that is a dataclass as its options.
 
-    The fields are annotated as options are.  The class's ``heading``, if it has one, stands above
-    them in the command's help.
+    The fields are annotated as options are; one without a default is an option that must be given.
+    The class's ``heading``, if it has one, stands above them in the command's help.
     """
     own = inspect.signature(command, eval_str=True)
     groups: dict[str, Any] = {
@@ -37,7 +37,8 @@ def expanded(command: Callable[..., None]) -> Callable[..., None]:
         hints = get_type_hints(groups[name], include_extras=True)
         options += [
             inspect.Parameter(
-                field.name, inspect.Parameter.KEYWORD_ONLY, default=field.default,
+                field.name, inspect.Parameter.KEYWORD_ONLY,
+                default=own.empty if field.default is MISSING else field.default,
                 annotation=_under(hints[field.name], getattr(groups[name], "heading", None)),
             )
             for field in fields(groups[name])
@@ -95,7 +96,7 @@ def _taken(ctx: typer.Context, path: Path | None) -> Path | None:
     """Make a file's values the defaults of the command that is parsed."""
     if path is not None:
         known = {
-            option.lstrip("-"): (str(p.name), getattr(p, "multiple", False))
+            option.lstrip("-"): (str(p.name), getattr(p, "multiple", False) or p.nargs == -1)
             for p in ctx.command.params for option in getattr(p, "opts", ())
         }  # fmt: skip
         called = ctx.token_normalize_func or str

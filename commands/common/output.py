@@ -211,7 +211,7 @@ def say_unjudged(latency: LatencyTable) -> None:
     if not latency.is_constant and not latency.has("target", "judge"):
         note(
             "the latencies hold no time for judging drafts under a lossy rule, so predictions "
-            "leave it out; measure it with `draftsim profile --latency-only`"
+            "leave it out; measure it with `draftsim profile latency`"
         )
 
 

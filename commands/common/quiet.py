@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
     from traces.latency.table import LatencyTable
 
-AGAIN = "measure the latencies again with `draftsim profile --latency-only`"
+AGAIN = "measure the latencies again with `draftsim profile latency`"
 QUIETLY = ("left_out", "slowdown", "diverged", "requests_left_out")
 """Columns that the JSON has and the printed table has not."""
 
@@ -63,7 +63,7 @@ def say_disturbed(latency: LatencyTable) -> None:
     if state is not None and label(state) == BUSY:
         note(
             f"these latencies were measured on a disturbed machine: {describe(state)}; measure "
-            "them again with `draftsim profile --latency-only` when it is quiet"
+            "them again with `draftsim profile latency` when it is quiet"
         )
 
 

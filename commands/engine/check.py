@@ -1,4 +1,4 @@
-"""``draftsim validate --engine``: the same requests in a real engine and in the simulator."""
+"""``draftsim validate engine``: the same requests in a real engine and in the simulator."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def engine_check(
     served: CheckedEngine, run: Path, source: str | None, policies: Sequence[str] | None,
     repeats: int, limit: int | None, remeasure: bool = False,
 ) -> list[dict[str, Any]]:  # fmt: skip
-    """Return the rows of `validate --engine`, one per load and policy.
+    """Return the rows of `validate engine`, one per load and policy.
 
     With ``defaults`` an engine with its own settings serves the loads too; with ``synthetic``
     nothing but the engine's synthetic acceptance is run (`commands.engine.apart`).
@@ -67,12 +67,11 @@ def engine_check(
     from simulator.engines import Workload, synthetic_rows, with_defaults
 
     loads = named_loads(served.load, served.rate, served.arrivals)
-    name = str(served.engine)
-    kind = find_engine(name)
+    kind = find_engine(served.engine)
     latency = read_latency(run / "latency.parquet")
     if latency.meta.get("kind") != "engine":
         raise DraftsimError(
-            f"{run} holds no engine's latencies: `draftsim profile --engine {name}`"
+            f"{run} holds no engine's latencies: `draftsim profile engine --engine {served.engine}`"
         )
     recording = load_recording(served.trace, str(run), source)
     if latency.meta["engine"].get("own_drafter"):

@@ -1,4 +1,4 @@
-"""``draftsim validate --engine NAME --http``: the same loads over HTTP, in the real server."""
+"""``draftsim validate engine --http``: the same loads over HTTP, in the real server."""
 
 from __future__ import annotations
 

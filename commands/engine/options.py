@@ -1,4 +1,4 @@
-"""Options of ``draftsim profile`` and ``validate`` that concern a serving engine."""
+"""Options of ``draftsim profile engine`` and ``validate engine``."""
 
 from __future__ import annotations
 
@@ -30,22 +30,20 @@ DefaultsOption = Annotated[
 class MeasuredEngine:
     """The options of a serving engine that is measured."""
 
-    heading: ClassVar[str] = "With --engine"
+    heading: ClassVar[str] = "The engine"
 
     engine: Annotated[
+        str, typer.Option(metavar="NAME", help="A serving engine, installed here (`make vllm`).")
+    ] = "vllm"
+    draft: Annotated[
         str | None,
-        typer.Option(
-            metavar="NAME",
-            help="Instead, measure what a step of a serving engine costs (vllm). Run it in the "
-            "engine's environment (`make vllm`). Without --draft or --eagle, drafts come from a "
-            "proposer of draftsim, which runs no passes.",
-        ),
+        typer.Option(metavar="DIR", help="Draft model that the engine drafts with."),
     ] = None
     engine_eagle: Annotated[
         str | None,
         typer.Option(
             "--eagle", metavar="DIR",
-            help="EAGLE or EAGLE-3 head that the engine drafts with; --draft names a draft model.",
+            help="EAGLE or EAGLE-3 head that the engine drafts with.",
         ),
     ] = None  # fmt: skip
     engine_longest: Annotated[
@@ -83,7 +81,7 @@ class MeasuredEngine:
         """Return how the engine is started."""
         from profiler.engines.engine import EngineOptions, find_engine
 
-        more = find_engine(str(self.engine)).settings(
+        more = find_engine(self.engine).settings(
             self.async_scheduling, self.cuda_graphs, self.prefix_caching
         )
         return EngineOptions(
@@ -92,29 +90,16 @@ class MeasuredEngine:
             threads=threads, more=more,
         )  # fmt: skip
 
-    def check_unused(self) -> None:
-        """Raise DraftsimError if an engine's settings are given, and no engine."""
-        if self.async_scheduling or self.cuda_graphs or self.prefix_caching or self.defaults:
-            raise DraftsimError(
-                "--async-scheduling, --cuda-graphs, --prefix-caching and --defaults need --engine: "
-                "add --engine vllm"
-            )
-
 
 @dataclass(frozen=True)
 class CheckedEngine:
     """The options of a serving engine that the simulator is compared with."""
 
-    heading: ClassVar[str] = "With --engine"
+    heading: ClassVar[str] = "The engine and its load"
 
     engine: Annotated[
-        str | None,
-        typer.Option(
-            metavar="NAME",
-            help="Instead, serve the same requests in a real engine (vllm) and in the simulator. "
-            "--run is a folder of `draftsim profile --engine`; run this in the same environment.",
-        ),
-    ] = None
+        str, typer.Option(metavar="NAME", help="The engine that --run was measured with.")
+    ] = "vllm"
     http: Annotated[
         bool,
         typer.Option(
@@ -128,7 +113,7 @@ class CheckedEngine:
         str | None,
         typer.Option(
             metavar="R,...",
-            help="Instead, let vLLM accept the draft positions with these chances "
+            help="Let vLLM alone accept the draft positions with these chances "
             "(rejection_sample_method synthetic, on a GPU), with the drafter of the profile.",
         ),
     ] = None
@@ -161,14 +146,10 @@ class CheckedEngine:
     seed: Annotated[int, typer.Option(help="Seed of arrivals and prompts.")] = 0
 
     def check(self, policy: list[str] | None, remeasure: bool) -> None:
-        """Raise DraftsimError if an option belongs to another one that is missing or excludes it.
+        """Raise DraftsimError if one option excludes another.
 
-        ``policy`` and ``remeasure`` are those options of `validate`.
+        ``policy`` and ``remeasure`` are those options of the verb.
         """
-        if self.http and self.engine is None:
-            raise DraftsimError("--http needs --engine: add --engine vllm")
-        if self.engine is None and (self.defaults or self.synthetic is not None):
-            raise DraftsimError("--defaults and --synthetic need --engine: add --engine vllm")
         if self.synthetic is not None and (self.http or remeasure or self.defaults or policy):
             raise DraftsimError(
                 "--synthetic compares vLLM's synthetic acceptance alone: drop --http, --remeasure, "

@@ -1,4 +1,4 @@
-"""``draftsim profile --engine``: a serving engine's latency table, measured in its environment."""
+"""``draftsim profile engine``: a serving engine's latency table, measured in its environment."""
 
 from __future__ import annotations
 

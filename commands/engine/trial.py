@@ -39,7 +39,7 @@ def check_trial(latency: LatencyTable) -> int:
     if latency.meta.get("kind") != "engine" or "scaled" in latency.meta:
         raise DraftsimError(
             "--try starts the engine that the latencies were measured on: give --latency RUN of "
-            "`draftsim profile --engine vllm`, and no --gpu"
+            "`draftsim profile engine`, and no --gpu"
         )
     find_engine(ENGINE).check_installed()
     return int(latency.meta["engine"]["longest"])

@@ -121,7 +121,7 @@ def measure_latency(info: RunInfo, out: Path, settings: Settings) -> None:
     from traces.store.files import read_trace
 
     if not (out / "trace.parquet").is_file():
-        raise DraftsimError(f"{out} holds no recording: make one without --latency-only")
+        raise DraftsimError(f"{out} holds no recording: make one with `draftsim profile pair`")
     again = " again" if (out / "latency.parquet").is_file() else ""
     note(f"the latencies of {out} are measured{again}, its recordings are kept")
     pair, requests = info.load(), read_trace(out / "trace.parquet").requests
@@ -165,7 +165,7 @@ def add_signals(info: RunInfo, out: Path) -> None:
 
     paths = [path for name in ("trace", "sampled") if (path := out / f"{name}.parquet").is_file()]
     if not paths:
-        raise DraftsimError(f"{out} holds no recording: make one without --signals-only")
+        raise DraftsimError(f"{out} holds no recording: make one with `draftsim profile pair`")
     pair = info.load()
     for path in paths:
         trace = read_trace(path)
@@ -180,9 +180,19 @@ def add_signals(info: RunInfo, out: Path) -> None:
         note(f"added {', '.join(columns)} to {path}")
 
 
-def is_complete(out: Path) -> bool:
-    """Return True if the folder holds a finished profile."""
-    return all((out / f"{n}.parquet").is_file() for n in ("trace", "latency"))
+def complete(recording: RecordingJob, asked: Sequence[str], force: bool = False) -> None:
+    """Profile the pair, unless its folder holds a finished profile and `force` is False.
+
+    A finished profile is kept, with outputs sampled now where it lacks them; `asked` is what will
+    be recorded next.
+    """
+    out, drawn = recording.out, recording.settings.sampling
+    if force or not all((out / f"{n}.parquet").is_file() for n in ("trace", "latency")):
+        run_profile(recording, force)
+        return
+    say_complete(out, [*([] if drawn.greedy else [f"outputs sampled at {drawn.label}"]), *asked])
+    if not drawn.greedy:
+        add_sampled(recording)
 
 
 def say_complete(out: Path, asked: Sequence[str]) -> None:

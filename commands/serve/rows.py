@@ -104,7 +104,7 @@ def guesses(rows: Sequence[Row]) -> list[str]:
     if beside := sum(e["passes"] for e in entries if e["origin"] == "composed"):
         said.append(
             "mixed prefill and decode steps, estimated as prefill + decode - one launch: "
-            f"{beside:,} (`draftsim profile --engine` measures them)"
+            f"{beside:,} (`draftsim profile engine` measures them)"
         )
     if between := sum(e["passes"] for e in entries if e["origin"] == "interpolated"):
         total = sum(e["passes"] for e in entries)

@@ -1,4 +1,4 @@
-"""``draftsim validate --batch``: static batches really decoded, against the simulator's."""
+"""``draftsim validate batch``: static batches really decoded, against the simulator's."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``draftsim validate --recorded``: runs measured before, compared with their predictions."""
+"""``draftsim validate recorded``: runs measured before, compared with their predictions."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def recorded_check(
         note(f"left out {name}: {why}")
     if not parts:
         raise DraftsimError(
-            f"--recorded: none of {len(folders)} recordings can be predicted: measure their "
+            f"none of {len(folders)} recordings can be predicted: measure their "
             "latencies in the stage that lacks them, and unpack again"
         )
     kept = bounds_of(parts)
@@ -98,7 +98,7 @@ def recorded_folders(name: str) -> list[Path]:
             return inside
     bundled = sorted(file.parent.name for file in BUNDLED.glob("*/measured.parquet"))
     raise DraftsimError(
-        f"--recorded {name}: no measured runs there: name a folder that `python -m profiler.suite "
+        f"{name}: no measured runs there: name a folder that `python -m profiler.suite "
         f"unpack` wrote, or a bundled recording ({', '.join(bundled) or 'none has measured runs'})"
     )
 

@@ -104,7 +104,7 @@ def check_together(metas: Mapping[str, Mapping[str, Any]]) -> None:
                 what = "runs" if name == RUN_ID else f"runs: the {name} differ"
                 raise FileError(
                     f"{other} and {file} are of two {what}: measure again with `draftsim profile "
-                    "--latency-only` or record with --force, or name the one meant by its file"
+                    "latency` or record with --force, or name the one meant by its file"
                 )
 
 

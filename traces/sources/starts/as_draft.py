@@ -137,7 +137,7 @@ def in_an_engine(latency: LatencyTable, drafter: str, name: str) -> LatencyTable
     if PurePath(own).name != PurePath(drafter).name:
         raise DraftsimError(
             f"the engine's latencies are those of {own}, not of {drafter}: "
-            f"`draftsim profile --engine vllm --eagle {drafter}`"
+            f"`draftsim profile engine --eagle {drafter}`"
         )
     cells = latency.cells
     return standing_in(

@@ -1,0 +1,216 @@
+"""Verbs of ``profile`` and ``validate``: their own options, and the commands that name none."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from functools import wraps
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from commands.app import COMMANDS
+from commands.lazy import leaves
+from tests.conftest import ROOT, Run
+
+WITH_VERBS = {name: one for name, one in COMMANDS.items() if one.verbs}
+PAIR = ("--target", "t", "--draft", "d", "--out", "o")
+TEXTS = (*PAIR, "--prompts", "p")
+RUN = ("--run", "r")
+
+
+@pytest.fixture
+def taken(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """The verb that ran last, in place of the real one, and its options."""
+    last: dict[str, Any] = {}
+    for command, verb in (name.split() for name in leaves(WITH_VERBS)):
+        module = import_module(f"commands.{command}.command")
+        real = getattr(module, verb)
+
+        def stand_in(verb: str = verb, **given: Any) -> None:
+            last.clear()
+            last.update(given, verb=verb)
+
+        monkeypatch.setattr(module, verb, wraps(real)(stand_in))
+    return last
+
+
+@pytest.mark.parametrize(
+    ("command", "flat", "verb"),
+    [
+        ("profile", (*TEXTS, "--batch", "1,4"), ("pair", *TEXTS, "--batch", "1,4")),
+        ("profile", (*TEXTS, "--exit-layers"), ("sources", *TEXTS, "--exit-layers")),
+        ("profile", (*TEXTS, "--source=eagle:model=E"),
+         ("sources", *TEXTS, "--source", "eagle:model=E")),
+        ("profile", (*TEXTS, "--verify", "csd"), ("decode", *TEXTS, "--verify", "csd")),
+        ("profile", (*TEXTS, "--method", "csd"), ("decode", *TEXTS, "--method", "csd")),
+        ("profile", (*TEXTS, "--papers"), ("decode", *TEXTS, "--papers")),
+        ("profile", (*TEXTS, "--run-code"), ("decode", *TEXTS, "--run-code")),
+        # Added to the command that recorded.
+        ("profile", (*TEXTS, "--chat", "--limit=2", "--batches", "1,4", "--latency-only"),
+         ("latency", *PAIR, "--batch", "1,4")),
+        ("profile", ("--signals-only", *TEXTS, "--max-gamma", 4), ("signals", *PAIR)),
+        ("profile", ("--engine", "vllm", *PAIR[:2], *PAIR[4:]), ("engine", *PAIR[:2], *PAIR[4:])),
+        ("validate", RUN, ("run", *RUN)),
+        ("validate", (*RUN, "--forced"), ("run", *RUN, "--forced")),
+        ("validate", (*RUN, "--source", "pld", "--no-assisted"),
+         ("sources", *RUN, "--source", "pld")),
+        ("validate", (*RUN, "--batch=1,4"), ("batch", *RUN, "--batch", "1,4")),
+        ("validate", (*RUN, "--concurrency", "4"), ("batch", *RUN, "--batch", "4")),
+        ("validate", (*RUN, "--verify", "csd"), ("lossy", *RUN, "--verify", "csd")),
+        ("validate", (*RUN, "--policy", "csd", "--memory", "m"),
+         ("lossy", *RUN, "--policy", "csd", "--memory", "m")),
+        ("validate", ("--engine", "vllm", *RUN, "--source", "s", "--http"),
+         ("engine", *RUN, "--source", "s", "--http")),
+        ("validate", ("--recorded", "a", "--recorded=b", "--markdown", "m"),
+         ("recorded", "a", "b", "--markdown", "m")),
+    ],
+)  # fmt: skip
+def test_options_choose_the_verb_that_is_not_named(
+    command: str, flat: tuple[str, ...], verb: tuple[str, ...], run: Run, taken: dict[str, Any]
+) -> None:
+    ran = run(command, *verb)
+    assert ran.code == 0, ran.err
+    named = dict(taken)
+    assert named["verb"] == verb[0]
+    taken.clear()
+    ran = run(command, *flat)
+    assert ran.code == 0, ran.err
+    assert taken == named
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ("validate --run r --engine vllm --batch 4",
+         "--batch belongs to `draftsim validate batch`; --engine chooses `draftsim validate "
+         "engine`: drop one of them"),
+        ("validate run --run r --batch 4",
+         "--batch belongs to `draftsim validate batch`; this is `draftsim validate run`: drop it, "
+         "or name another verb"),
+        ("validate --run r --http", "--http belongs to `draftsim validate engine`; this is"),
+        ("validate --batch 4 --source pld --run r",
+         "--source belongs to `draftsim validate sources` or `engine`; --batch chooses"),
+        ("validate --run r --batch 4 --sampled",
+         "--sampled belongs to `draftsim validate run` or `lossy`"),
+        ("profile --target t --draft d --prompts p --out o --engine-batch 4",
+         "--engine-batch belongs to `draftsim profile engine`; this is `draftsim profile pair`"),
+        ("profile --target t --draft d --prompts p --out o --max-num-seqs 4",
+         "--max-num-seqs belongs to `draftsim profile engine`"),
+        ("profile --target t --draft d --prompts p --out o --exit-layers --verify csd",
+         "--exit-layers belongs to `draftsim profile sources`; --verify chooses"),
+        ("profile --target t --draft d --out o --latency-only --signals-only",
+         "--latency-only belongs to `draftsim profile latency`; --signals-only chooses"),
+        ("profile --target t --draft d --prompts p --out o --latency-only --force",
+         "--force belongs to `draftsim profile pair` or `sources`; --latency-only chooses"),
+        ("profile latency --target t --draft d --out o --prompts p",
+         "--prompts belongs to `draftsim profile pair` or"),
+        ("profile engin", "No such command 'engin'. Did you mean 'engine'?"),
+        ("profile", "Missing option '--target'"),
+        ("profile sources --target t --draft d --prompts p --out o", "add --exit-layers, or"),
+        ("profile decode --target t --draft d --prompts p --out o", "add --verify RULE"),
+        ("validate sources --run r", "no source is named: add --source NAME"),
+        ("validate lossy --run r", "no rule is named: add --verify RULE"),
+        ("validate recorded", "Missing argument"),
+    ],
+)  # fmt: skip
+def test_an_option_of_another_verb_is_refused_in_a_line(
+    arguments: str, said: str, run: Run
+) -> None:
+    ran = run(*arguments.split())
+    assert ran.code == 2
+    assert said in ran.err
+    assert ran.err.count("\n") == 1
+
+
+@pytest.mark.parametrize("command", WITH_VERBS)
+def test_verbs_are_listed_with_their_questions(command: str, run: Run) -> None:
+    said = run(command, "--help").out
+    lines = " ".join(said.split())
+    assert f"draftsim {command} [VERB] [OPTIONS]" in said
+    for verb, one in WITH_VERBS[command].verbs.items():
+        assert re.search(rf"^  {verb} .*{re.escape(one.says)}$", said, re.M)
+        assert one.says.endswith("?")
+        for option in one.chosen_by:
+            assert option in lines
+    assert not re.search(r"^  --", said, re.M)
+
+
+def options_in_help(name: str, run: Run) -> set[str]:
+    return set(re.findall(r"^  (?:-h, )?(--[\w-]+)", run(*name.split(), "--help").out, re.M))
+
+
+def test_the_help_of_a_verb_has_its_own_options(run: Run) -> None:
+    assert options_in_help("profile signals", run) == {
+        "--target", "--draft", "--out", "--device", "--dtype", "--threads", "--trust-remote-code",
+        "--help",
+    }  # fmt: skip
+    assert options_in_help("validate recorded", run) == {
+        "--markdown",
+        "--out",
+        "--json",
+        "--config",
+        "--help",
+    }
+    engine = options_in_help("profile engine", run)
+    assert {"--engine", "--eagle", "--minutes"} <= engine
+    assert not {"--prompts", "--verify", "--exit-layers", "--device"} & engine
+    assert options_in_help("profile --engine vllm", run) == engine
+
+
+@pytest.mark.parametrize(
+    ("file", "verb"),
+    [
+        ("run: r\nengine: vllm\nrate: 2\n", "engine"), ("run: r\nbatch: [1, 4]\n", "batch"),
+        ("run: r\nconcurrency: 4\n", "batch"), ("run: r\n", "run"),
+        ("recorded: [a, b]\n", "recorded"),
+    ],
+)  # fmt: skip
+def test_a_file_of_options_chooses_a_verb_too(
+    file: str, verb: str, run: Run, taken: dict[str, Any], tmp_path: Path
+) -> None:
+    config = tmp_path / "run.yaml"
+    config.write_text(file)
+    ran = run("validate", "--config", config)
+    assert ran.code == 0, ran.err
+    unnamed = dict(taken)
+    assert unnamed["verb"] == verb
+    ran = run("validate", verb, f"--config={config}")
+    assert ran.code == 0, ran.err
+    assert taken == unnamed
+    if verb == "recorded":
+        assert taken["recorded"] == ["a", "b"]
+
+
+def test_a_file_of_options_of_two_verbs_is_refused(run: Run, tmp_path: Path) -> None:
+    config = tmp_path / "run.yaml"
+    config.write_text("run: r\nengine: vllm\nbatch: 4\n")
+    ran = run("validate", "--config", config)
+    assert (ran.code, ran.err.count("\n")) == (2, 1)
+    assert "--batch belongs to `draftsim validate batch`; --engine chooses" in ran.err
+
+
+@pytest.mark.parametrize(
+    ("words", "offered"),
+    [
+        ("validate e", {"engine"}),
+        ("profile --exit", {"--exit-layers"}),
+        ("profile engine --minu", {"--minutes"}),
+        ("profile --engine vllm --minu", {"--minutes"}),
+    ],
+)
+def test_a_shell_completes_verbs_and_their_options(words: str, offered: set[str]) -> None:
+    asked = {
+        "_DRAFTSIM_COMPLETE": "complete_bash", "COMP_WORDS": f"draftsim {words}",
+        "COMP_CWORD": str(len(words.split())),
+    }  # fmt: skip
+    done = subprocess.run(
+        [sys.executable, str(ROOT / "draftsim.py")], env={**os.environ, **asked},
+        capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert set(done.stdout.split()) == offered
