@@ -213,9 +213,9 @@ def engine(
     from commands.engine.profile import profile_engine
     from profiler.recording.run import only_writer
 
-    models = (target, engine.draft, engine.engine_eagle)
-    named = (None if name is None else kept_name(name) for name in models)
-    options = engine.options(*named, dtype, threads)
+    drafters = (engine.draft, engine.engine_eagle)
+    draft, eagle = (None if name is None else kept_name(name) for name in drafters)
+    options = engine.options(kept_name(target), draft, eagle, dtype, threads)
     with only_writer(out):
         profile_engine(engine.engine, options, out, engine.minutes, engine.defaults)
 
