@@ -137,7 +137,6 @@ def test_verbs_are_listed_with_their_questions(command: str, run: Run) -> None:
         assert one.says.endswith("?")
         for option in one.chosen_by:
             assert option in lines
-    assert not re.search(r"^  --", said, re.M)
 
 
 def options_in_help(name: str, run: Run) -> set[str]:
