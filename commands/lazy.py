@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from importlib import import_module
+from itertools import pairwise
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -149,7 +150,7 @@ class WithVerbs(TyperGroup):
         """Return the options that arguments give, with those of the file of ``--config``."""
         found = [arg.partition("=")[0] for arg in args if arg.startswith("--")]
         if self.configured and not completes:
-            for arg, after in zip(args, [*args[1:], ""], strict=True):
+            for arg, after in pairwise([*args, ""]):
                 option, _, value = arg.partition("=")
                 if option == "--config" and (file := value or after):
                     found += [f"--{name.replace('_', '-')}" for name in read_config(Path(file))]

@@ -111,6 +111,7 @@ def test_options_choose_the_verb_that_is_not_named(
          "--prompts belongs to `draftsim profile pair` or"),
         ("profile engin", "No such command 'engin'. Did you mean 'engine'?"),
         ("profile", "Missing option '--target'"),
+        ("validate", "Missing option '--run'"),
         ("profile sources --target t --draft d --prompts p --out o", "add --exit-layers, or"),
         ("profile decode --target t --draft d --prompts p --out o", "add --verify RULE"),
         ("validate sources --run r", "no source is named: add --source NAME"),
