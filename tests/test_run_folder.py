@@ -46,7 +46,7 @@ def test_a_mixed_folder_is_refused_by_name(folder: Path, run: Run) -> None:
         ran = run(*command)
         assert ran.code == 2
         assert ran.err.count("\n") == 1
-        for name in ("trace.parquet", "latency.parquet", "--latency-only"):
+        for name in ("trace.parquet", "latency.parquet", "draftsim profile latency"):
             assert name in ran.err
     with pytest.raises(DraftsimError, match="are of two runs"):
         find_latency(folder)
