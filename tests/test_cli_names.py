@@ -248,7 +248,7 @@ def test_ctrl_c_says_how_to_go_on(
         patch.setattr("profiler.profile.profile_latency", stopped)
         ran = run(*SMALL_PROFILE, "--out", tmp_path / "run")
     assert ran.code == 130
-    assert "the same command goes on" in ran.err
+    assert "the same command continues" in ran.err
     before = (tmp_path / "run" / "trace.parquet").read_bytes()
     assert not list((tmp_path / "run").glob(".lock"))
 
