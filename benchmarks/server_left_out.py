@@ -58,6 +58,7 @@ class Study(NamedTuple):
     runs: list[ServerRun]
     given: Given
     target: Target = Target()
+    passes: int | None = None
 
 
 class Missed(NamedTuple):
@@ -175,13 +176,14 @@ def _predicted(
     study: Study, given: list[ServerRun], asked: list[ServerRun], without: Collection[str]
 ) -> Result:
     runs = study.runs
-    server = calibrate(given, without=without, target=study.target)
+    server = calibrate(given, passes=study.passes, without=without, target=study.target)
     missed, signs, best = [], [], []
     plain = {run.batch: run.tokens_per_s for run in runs if run.k == 0}
     for run in asked:
-        speeds = server.tokens_per_s(run.batch, run.k)
+        load = (run.batch, run.k, run.held, run.prompts)
+        speeds = server.tokens_per_s(*load)
         found = interval_of(speeds, LEVEL)
-        drawn = interval_of(replace(server, width=1.0).tokens_per_s(run.batch, run.k), LEVEL)
+        drawn = interval_of(replace(server, width=1.0).tokens_per_s(*load), LEVEL)
         end = drawn.high if run.tokens_per_s > drawn.value else drawn.low
         missed.append(Missed(
             replace(run), found.value / run.tokens_per_s - 1, found.holds(run.tokens_per_s),
@@ -190,13 +192,16 @@ def _predicted(
         ))  # fmt: skip
         if run.k and run.batch in plain:
             true = run.tokens_per_s / plain[run.batch]
-            gain = float(np.median(speeds / server.tokens_per_s(run.batch, 0)))
+            plain_speeds = server.tokens_per_s(run.batch, 0, run.held, run.prompts)
+            gain = float(np.median(speeds / plain_speeds))
             if abs(true - 1) > CLEAR:
                 signs.append((gain > 1) == (true > 1))
     for batch in {run.batch for run in asked}:
         here = [run for run in runs if run.batch == batch]
         if len({run.k for run in here}) > 2:
-            chosen = max(here, key=lambda r: float(np.median(server.tokens_per_s(batch, r.k))))
+            chosen = max(here, key=lambda r: float(np.median(
+                server.tokens_per_s(r.batch, r.k, r.held, r.prompts)
+            )))  # fmt: skip
             fastest = max(run.tokens_per_s for run in here)
             best.append(chosen.tokens_per_s >= (1 - NEAR) * fastest)
     return Result(missed, signs, best)
@@ -234,9 +239,9 @@ def main() -> None:
                 label = re.split(r", (?:from|K =) ", study)[0] if asked.each_run else study
                 rows.append({"terms": name, "study": label, **summary(results)})
                 if not asked.terms:
-                    _print(rows[-1])
+                    print_row(rows[-1])
         rows.append({"terms": name, "study": ALL, **summary(everything)})
-        _print(rows[-1])
+        print_row(rows[-1])
     if asked.out is not None:
         pd.DataFrame(rows).to_csv(asked.out, index=False, float_format="%.4g")
 
@@ -286,7 +291,8 @@ def summary(found: Result) -> dict[str, float]:
     }  # fmt: skip
 
 
-def _print(row: dict[str, Any]) -> None:
+def print_row(row: dict[str, Any]) -> None:
+    """Print the figures of a study."""
     print(
         f"{row['terms']}, {row['study']}: {row['runs']} runs, |error| median "
         f"{row['median_error']:.1%}, largest {row['largest_error']:.1%}, coverage "

@@ -34,7 +34,13 @@ from docs.pair_tables import ladder
 from docs.paper_tables import order_of_systems
 from docs.question_tables import questions
 from docs.reading import as_markdown, attribute_docs, code, first_line, string_behind, table
-from docs.server_tables import server_confirmed, server_left_out, server_terms, server_widths
+from docs.server_tables import (
+    server_confirmed,
+    server_left_out,
+    server_outside,
+    server_terms,
+    server_widths,
+)
 from policies.core import Round
 from policies.guard import SIGNALS
 from traces.acceptance.schema import COLUMNS, SIGNAL_COLUMNS, Request
@@ -327,7 +333,7 @@ MAKERS: Mapping[str, Callable[..., str]] = {
     "held_against": held_against, "kinds": kinds, "ladder": ladder,
     "llamacpp_counts": llamacpp_counts, "lossy_rules": lossy_rules, "methods": methods,
     "server_confirmed": server_confirmed, "server_left_out": server_left_out,
-    "server_terms": server_terms,
+    "server_outside": server_outside, "server_terms": server_terms,
     "server_widths": server_widths,
     "modules": modules, "operators": operators, "order_of_systems": order_of_systems,
     "output": output, "over_defaults": over_defaults, "over_http": over_http,

@@ -113,6 +113,36 @@ def server_left_out(name: str) -> str:
     return _errors(rows[rows["terms"] == "all terms"], "study")
 
 
+def server_outside() -> str:
+    """Return errors and coverage on servers that nothing was chosen with, a line a study.
+
+    First those predicted from a few runs.  The last two columns are median error and coverage of
+    each draft length, and of each concurrency, predicted from the others.
+    """
+    rows = pd.read_csv(LEFT_OUT / "outside_found.csv").set_index(["study", "terms"])
+
+    def found(study: str, design: str) -> str:
+        if (study, design) not in rows.index:
+            return "–"
+        row = rows.loc[study, design]
+        return f"{row['median_error']:.1%}, {row['coverage']:.0%}"
+
+    few = rows[rows["given"].notna()].reset_index()
+    return table(
+        ("study", "given", "predicted", "median error", "largest", "inside 80%", "sign right",
+         "best K right", "each K", "each load"),
+        [
+            (
+                row["study"], f"{row['given']:.0f}", row["runs"], f"{row['median_error']:.1%}",
+                f"{row['largest_error']:.0%}", f"{row['coverage']:.0%}",
+                _share(row["signs_right"], row["signs"]), _share(row["best_right"], row["best"]),
+                *(found(row["study"], f"each {part} from the others") for part in ("K", "load")),
+            )
+            for row in few.to_dict("records")
+        ],
+    )  # fmt: skip
+
+
 def server_terms(name: str) -> str:
     """Return errors and coverage of all studies together, by the terms that the model has."""
     rows = pd.read_csv(LEFT_OUT / f"{name}.csv")
