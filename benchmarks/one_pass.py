@@ -29,10 +29,10 @@ import pandas as pd
 
 from benchmarks.server_left_out import GPT_OSS_120B, TABLES, eagle3_runs
 from policies.batch.confidence import AdaptiveVerification
-from policies.core import Load
+from policies.core import ServerLoads
 from simulator.aggregate.hazard import survival
-from simulator.aggregate.server import COSTS, Server, ServerRun, Target, calibrate
-from simulator.aggregate.server import Load as Loads
+from simulator.aggregate.server import COSTS, ServerFit, ServerRun, Target, calibrate
+from simulator.aggregate.server import ServerLoads as Loads
 from traces.acceptance.synthetic import drawn_chances
 from traces.acceptance.tape import RecordedToken
 
@@ -75,7 +75,7 @@ class Row(NamedTuple):
         return self.predicted / self.measured - 1
 
 
-def fixed_rows(table: pd.DataFrame) -> tuple[Server, list[Row]]:
+def fixed_rows(table: pd.DataFrame) -> tuple[ServerFit, list[Row]]:
     """Return the server that the given runs tell, and its runs with and without speculation."""
     runs = [
         run
@@ -95,7 +95,7 @@ def fixed_rows(table: pd.DataFrame) -> tuple[Server, list[Row]]:
     ]  # fmt: skip
 
 
-def adaptive_rows(table: pd.DataFrame, server: Server) -> tuple[float | None, float, list[Row]]:
+def adaptive_rows(table: pd.DataFrame, server: ServerFit) -> tuple[float | None, float, list[Row]]:
     """Return the concentration and the factor of two runs, and all runs predicted with them.
 
     The factor holds what adaptive verification costs beyond the step's tokens.
@@ -117,7 +117,7 @@ def adaptive_rows(table: pd.DataFrame, server: Server) -> tuple[float | None, fl
     ]  # fmt: skip
 
 
-def adaptive(server: Server, batch: int, concentration: float | None) -> float:
+def adaptive(server: ServerFit, batch: int, concentration: float | None) -> float:
     """Return tokens/s of `batch` requests whose likeliest drafts are verified."""
     accepted = np.median(survival(server.draws[:, len(COSTS) + 1 :], K), axis=0)
     hazard = accepted / np.concatenate([[1.0], accepted[:-1]])
@@ -139,7 +139,7 @@ def adaptive(server: Server, batch: int, concentration: float | None) -> float:
         if concentration is not None:
             chances = drawn_chances(chances, concentration, rng)
         drafts = [[RecordedToken(2, prob=p) for p in row] for row in chances.tolist()]
-        policy.plan([Load(batch, 0)] * batch)
+        policy.plan([ServerLoads(batch, 0)] * batch)
         lengths = np.array(policy.allot(drafts))
         kept = np.arange(K) < lengths[:, None]
         emitted = batch + float((np.cumprod(chances, axis=1) * kept).sum())

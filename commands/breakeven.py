@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     import pandas as pd
 
     from simulator.aggregate.positions import Positions
-    from simulator.aggregate.server import Server
+    from simulator.aggregate.server import ServerFit
     from simulator.tune.breakeven import SurfaceCell
     from traces.latency.table import LatencyTable
 
@@ -194,7 +194,7 @@ def _priced(
 
 
 def _axes(
-    batch: str | None, context: str | None, server: Server | None, table: LatencyTable | None,
+    batch: str | None, context: str | None, server: ServerFit | None, table: LatencyTable | None,
     lengths: list[int],
 ) -> tuple[list[int], list[int]]:  # fmt: skip
     """Return the batch sizes and contexts asked for, or measured, or usual ones for a plan."""
@@ -221,7 +221,7 @@ def _given(acceptance: str | None, trace: str, source: str | None, lengths: list
     return load_positions(trace, min(max(lengths), LONGEST), source=source)
 
 
-def _server(bench: list[str], passes: int | None) -> Server:
+def _server(bench: list[str], passes: int | None) -> ServerFit:
     from simulator.aggregate.benches import read_benches
     from simulator.aggregate.server import calibrate
 
@@ -232,7 +232,7 @@ def _server(bench: list[str], passes: int | None) -> Server:
 
 
 def _plan(
-    loads: list[SurfaceCell], own: Positions, server: Server | None, passes: int | None,
+    loads: list[SurfaceCell], own: Positions, server: ServerFit | None, passes: int | None,
     out: Path | None, json: str | None,
 ) -> None:  # fmt: skip
     from simulator.tune.breakeven import EXACT, plan, run_lines

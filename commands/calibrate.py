@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from simulator.aggregate.advice import Choice, PredictedSpeed
     from simulator.aggregate.hazard import Interval
     from simulator.aggregate.positions import Positions
-    from simulator.aggregate.server import Server, Target
+    from simulator.aggregate.server import ServerFit, Target
 
 ExpertsOption = Annotated[
     str | None,
@@ -194,7 +194,7 @@ def _headline(rows: list[Choice], level: float) -> str:
     return f"{in_words(rows)}{gain}."
 
 
-def _remarks(server: Server, contexts: list[float]) -> list[str]:
+def _remarks(server: ServerFit, contexts: list[float]) -> list[str]:
     """Return a line on each thing that the runs do not determine."""
     lines = []
     if not any(run.k == 0 for run in server.runs):
@@ -211,7 +211,7 @@ def _remarks(server: Server, contexts: list[float]) -> list[str]:
     return lines
 
 
-def _check_contexts(server: Server, contexts: list[float]) -> None:
+def _check_contexts(server: ServerFit, contexts: list[float]) -> None:
     """Raise DraftsimError for contexts far from the only one that was measured."""
     from simulator.aggregate.server import FAR
 
@@ -229,7 +229,7 @@ def _check_contexts(server: Server, contexts: list[float]) -> None:
         )
 
 
-def untold_passes(server: Server) -> list[str]:
+def untold_passes(server: ServerFit) -> list[str]:
     """Return a line if a draft pass cannot be told from a verified token."""
     if server.tells_passes_apart or not any(run.k for run in server.runs):
         return []

@@ -13,7 +13,7 @@ import typer
 from commands.common.options import (
     BatchInputs,
     ClusterOption,
-    Engine,
+    EngineLimits,
     JobsOption,
     Policies,
     ProcessOption,
@@ -47,7 +47,7 @@ def capacity(
     ],
     inputs: BatchInputs,
     policies: Policies,
-    engine: Engine,
+    engine: EngineLimits,
     rate: Annotated[float | None, typer.Option(help="Offered load, requests per second.")] = None,
     arrivals: Annotated[
         Path | None,

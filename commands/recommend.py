@@ -23,7 +23,7 @@ from traces.errors import DraftsimError
 
 if TYPE_CHECKING:
     from simulator.aggregate.advice import Choice, Suggestion
-    from simulator.aggregate.server import Server
+    from simulator.aggregate.server import ServerFit
 
 ENGINES = ("vllm", "sglang", "tensorrt-llm", "llamacpp", "hf")
 ONE_LENGTH = ("sglang", "llamacpp", "hf")
@@ -196,7 +196,7 @@ def _requests(count: int) -> str:
 
 
 def _remarks(
-    server: Server, rows: Sequence[Choice], suggestions: Sequence[Suggestion]
+    server: ServerFit, rows: Sequence[Choice], suggestions: Sequence[Suggestion]
 ) -> list[str]:
     from simulator.aggregate.advice import SURE
 

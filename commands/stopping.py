@@ -17,7 +17,7 @@ TOGETHER_S = 1.0
 
 
 @dataclass
-class Stop:
+class CommandStop:
     """The way in which the command was stopped."""
 
     number: int = signal.SIGINT
@@ -29,9 +29,9 @@ class Stop:
 
 
 @contextmanager
-def stop_signals() -> Iterator[Stop]:
+def stop_signals() -> Iterator[CommandStop]:
     """Let SIGTERM and SIGHUP raise KeyboardInterrupt inside the block, unless they are ignored."""
-    stop, last_s = Stop(), -TOGETHER_S
+    stop, last_s = CommandStop(), -TOGETHER_S
 
     def interrupt(number: int, frame: object) -> None:
         nonlocal last_s

@@ -40,7 +40,7 @@ CHECKED = (
 """Columns that --check adds to a row."""
 
 
-class Engine(StrEnum):
+class TunedEngine(StrEnum):
     """Engines whose settings can be written."""
 
     VLLM = "vllm"
@@ -52,7 +52,7 @@ class Engine(StrEnum):
 
 
 def tune(
-    engine: Annotated[Engine, typer.Option(help="Engine to write settings for.")],
+    engine: Annotated[TunedEngine, typer.Option(help="Engine to write settings for.")],
     inputs: CarriedInputs,
     graphs: Graphs,
     slo: Annotated[
@@ -149,7 +149,7 @@ def tune(
     if defaults and not try_out:
         raise DraftsimError("--defaults needs --try: add it, or drop --defaults")
     if try_out:
-        if engine is not Engine.VLLM:
+        if engine is not TunedEngine.VLLM:
             raise DraftsimError(f"--try runs vllm alone: drop it for {engine.value}")
         from commands.engine.trial import check_trial
 
@@ -166,7 +166,7 @@ def tune(
 
     tuned = searched(table)
     target, drafter = named_models(recording, table)
-    if engine is Engine.VLLM and tuned.document is not None:
+    if engine is TunedEngine.VLLM and tuned.document is not None:
         tuned = replace(tuned, document={**drafter.config(), **tuned.document})
     rows = [dict(row) for row in tuned.rows]
     for name, other in zip(("dear", "cheap"), bounds_of(table) or (), strict=False):
@@ -214,7 +214,7 @@ def tune(
         say_tried(tried, tuned, table)
     for warning in tuned.warnings:
         note(f"warning: {warning}")
-    if engine is Engine.VLLM and tuned.document is not None and "model" not in tuned.document:
+    if engine is TunedEngine.VLLM and tuned.document is not None and "model" not in tuned.document:
         note(
             'the recording does not name the drafter: add "model" to the setting before pasting it'
         )
@@ -224,7 +224,7 @@ def tune(
         note(f"launch: {line}", whole=True)
 
 
-def _captured(engine: Engine, tuned: Tuned, table: LatencyTable) -> list[int]:
+def _captured(engine: TunedEngine, tuned: Tuned, table: LatencyTable) -> list[int]:
     """Return sizes for vLLM to capture CUDA graphs for, with a note.
 
     None where the latencies do not say the graphs of their engine.
@@ -233,7 +233,7 @@ def _captured(engine: Engine, tuned: Tuned, table: LatencyTable) -> list[int]:
     from traces.latency.graphs import CUDAGraphs
     from traces.store.operators import in_graphs
 
-    graphs = proposed_graphs(tuned.document) if engine is Engine.VLLM else None
+    graphs = proposed_graphs(tuned.document) if engine is TunedEngine.VLLM else None
     now = table.meta.get("captured")
     if graphs is None or not now:
         return []
@@ -263,7 +263,7 @@ def _columns(rows: list[dict[str, Any]], by_context: bool) -> list[str]:
         left_out |= {"served_tok_s", "decode_gain"}  # which is the gain
     if first["decode_tok_s"] is None:
         left_out |= {"decode_tok_s", "decode_gain"}
-    if first["engine"] == Engine.VLLM.value:
+    if first["engine"] == TunedEngine.VLLM.value:
         left_out |= {"default", "default_gain"}  # no speculation, hence the gain
     shown = [name for name in SHOWN if name not in left_out]
     if any(row["within_slo"] < 1 for row in rows):
@@ -284,7 +284,7 @@ def _headline(rows: list[dict[str, Any]]) -> str:
     for row in rows:  # of several contexts, all settings at a batch
         at = here.setdefault(row["batch"], {**row, "settings": {}})
         at["settings"].setdefault(row["setting"], []).append(str(row.get("context")))
-    steps = "steps " if rows[0]["engine"] == Engine.SGLANG.value else ""
+    steps = "steps " if rows[0]["engine"] == TunedEngine.SGLANG.value else ""
     on = [
         f"{steps}{_by_context(row['settings'])} at batch {batch}"
         + _gained(row)

@@ -103,7 +103,7 @@ class ScriptedDecoder:
         return min(longest, self._runs[self.position % self._POOL]) if self._runs else longest
 
 
-class _Watched(DraftPolicy):
+class _WatchedPolicy(DraftPolicy):
     """Passes every call on to a policy and checks what comes back."""
 
     def __init__(self, policy: DraftPolicy) -> None:
@@ -172,7 +172,9 @@ def check_policy(policy: DraftPolicy) -> None:
 
 def _drive(policy: DraftPolicy, seed: int, tokens: int = 60, **script: Any) -> list[Round]:
     """Return the rounds of one scripted request under `policy`, as it is."""
-    return list(speculate(ScriptedDecoder(seed, tokens, policy.reads, **script), _Watched(policy)))
+    return list(
+        speculate(ScriptedDecoder(seed, tokens, policy.reads, **script), _WatchedPolicy(policy))
+    )
 
 
 def _parameters_stored(policy: DraftPolicy) -> None:
@@ -207,10 +209,10 @@ def _edges(policy: DraftPolicy) -> None:
                 raise PolicyError(f"did not emit {tokens} tokens")
     # The longest draft anything asks for, with tokens that keep coming.
     endless = ScriptedDecoder(7, 10 * LONGEST_DRAFT, policy.reads, accept=0.9, eos=False)
-    for _ in islice(speculate(endless, _Watched(copy.deepcopy(policy))), 50):
+    for _ in islice(speculate(endless, _WatchedPolicy(copy.deepcopy(policy))), 50):
         pass
     empty = copy.deepcopy(policy)
-    watched = _Watched(empty)
+    watched = _WatchedPolicy(empty)
     for position in range(20):
         watched.begin_round(Load(1, 10 + position, 0))
         watched.keep_drafting([])

@@ -17,7 +17,7 @@ from policies.registry import FILE_MARK, capped, describe
 from policies.spec import parse_spec
 
 
-class Loaded(NamedTuple):
+class LoadedPolicy(NamedTuple):
     """A policy from a file."""
 
     name: str
@@ -45,7 +45,7 @@ def split_name(text: str) -> tuple[str, str]:
     return place + mark + name, given
 
 
-def load_file(text: str, max_gamma: int | None = None) -> Loaded:
+def load_file(text: str, max_gamma: int | None = None) -> LoadedPolicy:
     """Return the policy that `text` names, which has passed `check_policy`.
 
     The file is run, as Python would run it.  Longest drafts that `text` leaves at a larger default
@@ -76,7 +76,7 @@ def load_file(text: str, max_gamma: int | None = None) -> Loaded:
 
 def bounded(
     found: type[DraftPolicy] | type[BatchPolicy], name: str, text: str, max_gamma: int | None
-) -> Loaded:
+) -> LoadedPolicy:
     """Return the policy of a user's class, with the parameters that ``name:...`` in `text` gives.
 
     ``max_gamma``: as in `load_file`.  Raises ValueError, or what the constructor raises.
@@ -88,10 +88,10 @@ def bounded(
         policy = capped(policy, max_gamma, explicit=given)
     shown = describe(policy)
     if max_gamma is None or policy.longest_draft() is not None:
-        return Loaded(shown, policy)
+        return LoadedPolicy(shown, policy)
     if isinstance(policy, BatchPolicy):
-        return Loaded(shown, policy, max_gamma)
-    return Loaded(shown, Cut(policy, max_gamma), max_gamma)
+        return LoadedPolicy(shown, policy, max_gamma)
+    return LoadedPolicy(shown, Cut(policy, max_gamma), max_gamma)
 
 
 def said_cut(name: str, longest: int, whose: str) -> str:

@@ -130,7 +130,7 @@ class Stopwatch:
         return self.measure(run).seconds
 
 
-class Span:
+class Elapsed:
     """The time of a block after its end; a call returns its seconds."""
 
     timing = Timing(0.0)
@@ -141,12 +141,12 @@ class Span:
 
 
 @contextmanager
-def timed(device: torch.device, clock: Clock | None = None) -> Iterator[Span]:
+def timed(device: torch.device, clock: Clock | None = None) -> Iterator[Elapsed]:
     """Time a block without garbage collection."""
     wall, cpu, switches = clock or Clock()
     gc.collect(0)
     gc.disable()
-    span, cuda = Span(), device.type == "cuda"
+    span, cuda = Elapsed(), device.type == "cuda"
     if cuda:
         torch.cuda.synchronize(device)
     before, on = switches(), cpu()

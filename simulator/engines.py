@@ -37,7 +37,7 @@ from traces.replay.run import replay
 from traces.sources.starts.as_draft import drafted_trace
 from traces.sources.starts.features import Eagle
 from traces.sources.starts.parallel import drawn_starts
-from traces.store.engine_runs import Apart, Demand, Job, LoadRun, PolicyRuns, Step, index_of
+from traces.store.engine_runs import Apart, Demand, EngineStep, Job, LoadRun, PolicyRuns, index_of
 from traces.store.identity import engine_head
 
 SYNTHETIC = "synthetic"
@@ -285,7 +285,7 @@ def kinds(runs: Sequence[LoadRun], latency: LatencyTable) -> list[dict[str, Any]
     return rows
 
 
-def priced_s(step: Step, cost: Any) -> float:
+def priced_s(step: EngineStep, cost: Any) -> float:
     """Return the seconds that the simulator predicts for a measured iteration."""
     slots: list[Any] = [SimpleNamespace(context=d.context) for d in step.decoded]
     rounds = [Round(0, d.drafted, d.emitted - 1, d.emitted, d.drafted, 1) for d in step.decoded]

@@ -39,7 +39,7 @@ class LostParts(DraftsimError):
         )
 
 
-class Runner(Protocol[Part_contra, Result_co]):
+class PartRunner(Protocol[Part_contra, Result_co]):
     """Everything that any part needs, sent once to each worker."""
 
     def run(self, part: Part_contra, /) -> Result_co:
@@ -51,7 +51,7 @@ class Executor(Protocol):
     """Runs parts in any order."""
 
     def run(
-        self, bench: Runner[Part, Result], parts: Sequence[Part]
+        self, bench: PartRunner[Part, Result], parts: Sequence[Part]
     ) -> Iterator[tuple[int, Result]]:
         """Yield (place in `parts`, its result) of every part, as they finish.
 
@@ -76,7 +76,7 @@ class Local:
         self.jobs = jobs
 
     def run(
-        self, bench: Runner[Part, Result], parts: Sequence[Part]
+        self, bench: PartRunner[Part, Result], parts: Sequence[Part]
     ) -> Iterator[tuple[int, Result]]:
         jobs = min(self.jobs or cores(), max(len(parts), 1))
         if jobs == 1:
@@ -147,7 +147,7 @@ class Cluster:
         self._client = None
 
     def run(
-        self, bench: Runner[Part, Result], parts: Sequence[Part]
+        self, bench: PartRunner[Part, Result], parts: Sequence[Part]
     ) -> Iterator[tuple[int, Result]]:
         if self._client is None:
             with self:
@@ -208,7 +208,7 @@ def _unpacked(packed: _Packed, place: int, part: Any) -> tuple[int, Any]:
     return place, packed.bench.run(part)
 
 
-def _numbered(bench: Runner[Part, Result], place: int, part: Part) -> tuple[int, Result]:
+def _numbered(bench: PartRunner[Part, Result], place: int, part: Part) -> tuple[int, Result]:
     return place, bench.run(part)
 
 

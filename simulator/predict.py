@@ -212,7 +212,7 @@ QUALITY = (
 """Keys for the quality of decoded texts; None in rows without such texts."""
 
 
-class Asked(NamedTuple):
+class AskedPolicies(NamedTuple):
     """Policies asked for, by how they are replayed."""
 
     policies: list[Policy] | None
@@ -237,14 +237,14 @@ class Asked(NamedTuple):
             )
 
 
-def split_asked(given: Sequence[Policy] | None) -> Asked:
+def split_asked(given: Sequence[Policy] | None) -> AskedPolicies:
     """Return what texts and objects name, each in its place.
 
     Raises DraftsimError for an unknown rule.
     """
     others, systems = split_systems(given)
     ruled = [text for text in others or () if isinstance(text, str) and _is_lossy(text)]
-    return Asked(
+    return AskedPolicies(
         None if others is None else [one for one in others if one not in ruled], systems, ruled
     )
 
@@ -276,8 +276,9 @@ class Compared:
 
 
 def compare(
-    recording: Recording, latency: LatencyTable, asked: Asked, rule: VerifyRule | None = None,
-    memory: Path | None = None, *, lossy: bool = True, alone: bool = False, say: Say = silent,
+    recording: Recording, latency: LatencyTable, asked: AskedPolicies,
+    rule: VerifyRule | None = None, memory: Path | None = None, *, lossy: bool = True,
+    alone: bool = False, say: Say = silent,
     progress: Progress = lambda *_: None,
 ) -> Compared:  # fmt: skip
     """Replay what is asked for, and rank it.

@@ -29,7 +29,7 @@ from profiler.engines.engine import EngineOptions, outputs_of
 from profiler.engines.measure import BetweenTable, EngineTable
 from profiler.engines.session import Setup, policy_from
 from profiler.engines.texts import own_texts, prompts_of
-from profiler.engines.vllm.engine import Engine
+from profiler.engines.vllm.engine import VllmEngine
 from simulator.engines import Workload
 from simulator.serving import ClosedLoop
 from simulator.tune.vllm import tune_vllm
@@ -105,7 +105,7 @@ class Alike(BatchPolicy):
         return len(loads)
 
 
-def served(engine: Engine, setup: Setup, prompts: dict[int, list[int]]) -> dict[str, Any]:
+def served(engine: VllmEngine, setup: Setup, prompts: dict[int, list[int]]) -> dict[str, Any]:
     """All requests at once: every request's rounds, and what each iteration ran."""
     engine.proposer.use(setup)
     for i, prompt in prompts.items():
@@ -120,7 +120,7 @@ def served(engine: Engine, setup: Setup, prompts: dict[int, list[int]]) -> dict[
 
 
 def main(folder: Path) -> dict[str, Any]:
-    engine = Engine(
+    engine = VllmEngine(
         EngineOptions(
             str(miniature(folder / "miniature")), longest=LONGEST, max_batch=BATCH, **MODEL,
         )
@@ -163,7 +163,7 @@ def main(folder: Path) -> dict[str, Any]:
 
 def own(folder: Path) -> dict[str, Any]:
     """Return rounds dictated to an engine with vLLM's own drafter, and rounds of its own tokens."""
-    engine = Engine(
+    engine = VllmEngine(
         EngineOptions(
             str(miniature(folder / "miniature")), str(miniature(folder / "draft", layers=1)),
             longest=LONGEST, max_batch=BATCH, **MODEL,
@@ -198,7 +198,7 @@ def own(folder: Path) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def own_outputs(engine: Engine, prompts: dict[int, list[int]]) -> dict[str, list[int]]:
+def own_outputs(engine: VllmEngine, prompts: dict[int, list[int]]) -> dict[str, list[int]]:
     """Return the texts that the engine writes with its own drafter's tokens."""
     engine.proposer.use(Setup(policy("fixed"), EngineDrafts()))
     return outputs_of(engine, {f"{i}/0": (p, TRACE.requests[i].tokens) for i, p in prompts.items()})

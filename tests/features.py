@@ -9,7 +9,7 @@ import torch
 from transformers import AutoConfig, LlamaConfig, LlamaForCausalLM
 
 from profiler import features
-from profiler.features import Eagle, Eagle3, FeatureDrafter
+from profiler.features import Eagle3, EagleDrafter, FeatureDrafter
 from tests.conftest import ROOT
 
 DRAFTED = [i for i in range(96) if i % 3]
@@ -34,8 +34,8 @@ def drafters(target: Any, seed: int = 1) -> dict[str, FeatureDrafter]:
     torch.manual_seed(seed)
     layer = features.layer_config(target.config)
     made: dict[str, FeatureDrafter] = {
-        "eagle": Eagle(layer),
-        "eagle-bias": Eagle(layer, bias=True),
+        "eagle": EagleDrafter(layer),
+        "eagle-bias": EagleDrafter(layer, bias=True),
         "eagle3": Eagle3(layer, DRAFTED, (1, 2, 3)),
         "eagle3-variant": Eagle3(
             layer, None, (0, 2), norm_before_residual=True, norm_before_fc=True
@@ -57,8 +57,8 @@ def write_random(folder: Path) -> Path:
     layer = features.layer_config(
         AutoConfig.from_pretrained(ROOT / "profiler" / "bundled" / "target")
     )
-    features.write_drafter(Eagle(layer), folder / "one")
-    features.write_drafter(Eagle(layer), folder / "another")
+    features.write_drafter(EagleDrafter(layer), folder / "one")
+    features.write_drafter(EagleDrafter(layer), folder / "another")
     features.write_drafter(Eagle3(layer, range(0, 2000, 2), (2, 4, 5)), folder / "three")
     features.write_drafter(
         features.ParallelEagle3(layer, range(0, 2000, 2), (2, 4, 5)), folder / "masks"

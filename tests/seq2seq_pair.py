@@ -35,7 +35,7 @@ from transformers import (
 )
 
 from profiler.train.documents import stable_hash
-from profiler.train.loop import Descent, Plan, rise_and_fall
+from profiler.train.loop import Descent, TrainingPlan, rise_and_fall
 
 EOS, PAD = "<|end|>", "<|pad|>"  # ids 0 and 1; EOS also starts the decoder
 IGNORED = -100
@@ -55,8 +55,8 @@ class Shape:
     positions: int = 128
 
 
-DRAFT = Plan(350, 2048, 1, muon_rate=0.02, adam_rate=0.01)
-TARGET = Plan(120, 2048, 2, muon_rate=0.008, adam_rate=0.004)
+DRAFT = TrainingPlan(350, 2048, 1, muon_rate=0.02, adam_rate=0.01)
+TARGET = TrainingPlan(120, 2048, 2, muon_rate=0.008, adam_rate=0.004)
 
 
 def words(name: str) -> str:
@@ -191,7 +191,7 @@ def _padded(rows: Sequence[Sequence[int]], fill: int) -> Tensor:
     return torch.tensor([[*row, *[fill] * (width - len(row))] for row in rows])
 
 
-def train(model: Any, batches: Batches, stage: Plan, name: str) -> float:
+def train(model: Any, batches: Batches, stage: TrainingPlan, name: str) -> float:
     """Train in place as `profiler.train.pair` does; the mean loss, nats a token, of 50 steps."""
     generator = torch.Generator().manual_seed(stage.seed)
 
@@ -213,7 +213,8 @@ def train(model: Any, batches: Batches, stage: Plan, name: str) -> float:
 
 
 def make_pair(
-    out: Path, shape: Shape | None = None, *, draft: Plan = DRAFT, target: Plan = TARGET,
+    out: Path, shape: Shape | None = None, *, draft: TrainingPlan = DRAFT,
+    target: TrainingPlan = TARGET,
     prompts: int = 40,
 ) -> tuple[float, float]:  # fmt: skip
     """Train and save the pair and held-out prompts; the (draft, target) losses."""

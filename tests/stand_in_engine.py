@@ -15,7 +15,7 @@ from profiler.engines.bench import Grid
 from profiler.engines.engine import EngineOptions
 from profiler.engines.session import Governed
 from traces import write_latency
-from traces.store.engine_runs import PARTS, Decoded, Prompt, Step
+from traces.store.engine_runs import PARTS, Decoded, EngineStep, PromptRead
 
 GRID = Grid((1, 2), (1, 3), (16, 32), ((1, 8), (1, 32)), (1,), (1, 3), (8, 32), 1, 1, 0.5)
 OPTIONS = EngineOptions("stand-in", longest=4, max_batch=2, max_model_len=512)
@@ -104,7 +104,7 @@ class StandIn:
     def busy(self) -> bool:
         return bool(self._requests)
 
-    def step(self) -> Step | None:
+    def step(self) -> EngineStep | None:
         running = dict(list(self._requests.items())[: self.options.max_batch])
         if not running:
             return None
@@ -118,7 +118,7 @@ class StandIn:
             if output:
                 decoded.append(Decoded(name, known, len(draft), len(tokens)))
             else:
-                prompts.append(Prompt(name, len(ids), 0, len(ids)))
+                prompts.append(PromptRead(name, len(ids), 0, len(ids)))
             output += tokens
             sampled.append(tokens)
         work = sum(1 + d.drafted for d in decoded) + sum(p.tokens for p in prompts)
@@ -137,7 +137,7 @@ class StandIn:
         emitted = {n: len(r.output_token_ids) for n, r in running.items()}
         for name in ended:
             del self._requests[name]
-        return Step(Clock.now_s, parts["execute"], parts, decoded, prompts, emitted, ended)
+        return EngineStep(Clock.now_s, parts["execute"], parts, decoded, prompts, emitted, ended)
 
     def _rows(self, found: list[tuple[str, list[int]]]) -> list[tuple[str, list[int]]]:
         """Return the results of an iteration, in the order of the engine's rows."""

@@ -6,7 +6,7 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from profiler.models.attention import Block, dense_mask
+from profiler.models.attention import TokenBlock, dense_mask
 from profiler.models.runner import Runner
 
 
@@ -26,7 +26,7 @@ def test_branches_in_blocks_equal_one_dense_mask(shared: int) -> None:
         hidden = torch.rand(count, path + count) < 0.4
         hidden[:, 0] = False
         blocks.append(
-            Block(tokens, path, torch.zeros(hidden.shape).masked_fill(hidden, -torch.inf))
+            TokenBlock(tokens, path, torch.zeros(hidden.shape).masked_fill(hidden, -torch.inf))
         )
     fed, positions = torch.randint(0, 64, (8,)), torch.randint(3, 20, (8,))
     ours = runner.forward_blocks(fed, 9, blocks, positions)

@@ -146,7 +146,7 @@ def test_grown_model_computes_the_same():
 
 
 def test_batch_is_seeded_and_half_starts_at_documents(documents, tokenizer):
-    stream = pair.Stream(documents[1][:400], tokenizer)
+    stream = pair.DocumentBatches(documents[1][:400], tokenizer)
     first, second = (stream.batch(256, torch.Generator().manual_seed(5)) for _ in range(2))
     assert torch.equal(first, second)
     assert first.shape == (8, 257)

@@ -18,8 +18,8 @@ from simulator.aggregate.server import (
     COSTS,
     MISFIT,
     WIDTH,
-    Load,
-    Server,
+    ServerFit,
+    ServerLoads,
     ServerRun,
     Target,
     calibrate,
@@ -48,7 +48,7 @@ def made_up(seed: int) -> tuple[list[ServerRun], list[ServerRun]]:
 
     def run(batch: int, k: int) -> ServerRun:
         emitted = float(lengths(hazards, k)[0]) if k else 1.0
-        seconds = float(step_s(values, Load(batch, k), emitted, None)[0, 0])
+        seconds = float(step_s(values, ServerLoads(batch, k), emitted, None)[0, 0])
         speed = batch * emitted / seconds * np.exp(wrong * random.standard_normal())
         return ServerRun(batch, k, float(speed), emitted=emitted if k else None)
 
@@ -98,7 +98,11 @@ def test_a_server_without_noise_is_predicted() -> None:
 
     def speed(batch: int, k: int) -> float:
         emitted = float(lengths(np.array([[1.2, -0.25, -0.1]]), k)[0]) if k else 1.0
-        return batch * emitted / (float(step_s(values, Load(batch, k), emitted, None)[0, 0]) / 100)
+        return (
+            batch
+            * emitted
+            / (float(step_s(values, ServerLoads(batch, k), emitted, None)[0, 0]) / 100)
+        )
 
     runs = [
         ServerRun(b, k, speed(b, k), emitted=float(lengths(np.array([[1.2, -0.25, -0.1]]), k)[0])
@@ -185,7 +189,7 @@ def test_costs_are_one_set_of_numbers_wherever_they_are_told(tmp_path: Path, run
         verify = float(latency.seconds("target", "forward", batch=batch, new_tokens=k + 1))
         first = float(latency.seconds("draft", "catch_up", batch=batch, new_tokens=1))
         others = (k - 1) * float(latency.seconds("draft", "forward", batch=batch))
-        step = float(server.step_s(Load(batch, k, prompts=0.0), 1.0)[0])
+        step = float(server.step_s(ServerLoads(batch, k, prompts=0.0), 1.0)[0])
         assert verify + first + others == pytest.approx(step)
 
 
@@ -196,7 +200,7 @@ def test_steps_of_the_table_are_those_that_are_predicted() -> None:
         for batch, k in DESIGN:
             predicted = np.median(server.tokens_per_s(batch, k, noisy=False))
             emitted = np.median(server.emitted(k))
-            told = batch * emitted / server.step_s(Load(batch, k), emitted)[0]
+            told = batch * emitted / server.step_s(ServerLoads(batch, k), emitted)[0]
             assert told == pytest.approx(predicted, rel=0.03), (seed, batch, k)
         for name, one in server.intervals(0.8).items():
             assert one.low <= one.value <= one.high, (seed, name)
@@ -217,8 +221,11 @@ def test_a_drafter_that_drafts_all_at_once_costs_the_same_at_any_length() -> Non
             for b, k in product((1, 4), (0, 3))]  # fmt: skip
     server = calibrate(runs, passes=1)
     values = {name: np.array([[value]]) for name, value in server.central.items()}
-    two, three = (step_s(values, Load(1, k), 1.0, 1)[0, 0] for k in (2, 3))
-    verified = step_s(values, Load(1, 3), 1.0, 0)[0, 0] - step_s(values, Load(1, 2), 1.0, 0)[0, 0]
+    two, three = (step_s(values, ServerLoads(1, k), 1.0, 1)[0, 0] for k in (2, 3))
+    verified = (
+        step_s(values, ServerLoads(1, 3), 1.0, 0)[0, 0]
+        - step_s(values, ServerLoads(1, 2), 1.0, 0)[0, 0]
+    )
     assert three - two == pytest.approx(verified)
 
 
@@ -247,7 +254,7 @@ def stopping_runs(draft: float, knee: float) -> list[dict[str, float]]:
     ):  # fmt: skip
         run = ServerRun(1, k, 1.0, emitted=1 + accepted / 1000 if k else None,
                         drafted=drafted / 1000, p_min=p_min)  # fmt: skip
-        load = Load(1, k, verified=run.verified, passes=run.draft_passes)
+        load = ServerLoads(1, k, verified=run.verified, passes=run.draft_passes)
         emitted = 1 + accepted / 1000
         seconds = float(step_s(values, load, emitted, None)[0, 0])
         row = {"batch": 1, "spec-draft-n-max": k, "spec-draft-p-min": p_min,
@@ -324,11 +331,11 @@ def test_impossible_counts_are_refused(row: dict[str, float], message: str, tmp_
 
 
 @pytest.fixture(scope="module")
-def server() -> Server:
+def server() -> ServerFit:
     return calibrate(made_up(1)[0])
 
 
-def test_the_choice_is_the_fastest_and_the_sentence_says_it(server: Server) -> None:
+def test_the_choice_is_the_fastest_and_the_sentence_says_it(server: ServerFit) -> None:
     rows = choices(server, [1, 8, 32])
     for row in rows:
         speeds = {
@@ -340,7 +347,7 @@ def test_the_choice_is_the_fastest_and_the_sentence_says_it(server: Server) -> N
     assert said.count("up to") == 1 + sum(a.k != b.k for a, b in pairwise(rows))
 
 
-def test_the_next_run_narrows_what_is_asked(server: Server) -> None:
+def test_the_next_run_narrows_what_is_asked(server: ServerFit) -> None:
     """Measured at its prediction, it leaves narrower speedups than before, over all loads."""
     best = next_run(server)
     assert 0 < best.narrows < 1
@@ -348,7 +355,7 @@ def test_the_next_run_narrows_what_is_asked(server: Server) -> None:
     emitted = float(np.median(server.emitted(best.k))) if best.k else None
     after = calibrate([*server.runs, ServerRun(best.batch, best.k, told, emitted=emitted)])
 
-    def spread(of: Server) -> float:
+    def spread(of: ServerFit) -> float:
         logs = [np.log(of.tokens_per_s(b, k, noisy=False) / of.tokens_per_s(b, 0, noisy=False))
                 for b, k in ((1, 2), (8, 2), (32, 2), (32, 4))]  # fmt: skip
         return float(np.mean([one.var() for one in logs]))
@@ -356,7 +363,7 @@ def test_the_next_run_narrows_what_is_asked(server: Server) -> None:
     assert spread(after) < spread(server)
 
 
-def test_a_second_run_is_chosen_given_the_first(server: Server) -> None:
+def test_a_second_run_is_chosen_given_the_first(server: ServerFit) -> None:
     """Together they take away more than the first alone, and no more than everything."""
     first, second = next_runs(server)
     assert first == next_run(server)
@@ -451,7 +458,7 @@ def test_impossible_runs_are_refused(tmp_path: Path) -> None:
         calibrate([])
 
 
-def test_the_table_of_a_fit_holds_every_load_of_its_runs(server: Server) -> None:
+def test_the_table_of_a_fit_holds_every_load_of_its_runs(server: ServerFit) -> None:
     cells = latency_table(server).cells
     assert set(cells["batch"][cells["model"] == "target"]) >= {1, 8, 32}
     assert {"forward", "prefill", "catch_up"} <= set(cells["phase"])

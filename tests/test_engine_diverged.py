@@ -24,7 +24,7 @@ from tests.test_engine_resumed import Checked, check, folder
 from traces import read_trace, synthetic_trace
 from traces.latency.table import LatencyTable
 from traces.replay.rounds import before
-from traces.store.engine_runs import Decoded, LoadRun, Prompt, Step
+from traces.store.engine_runs import Decoded, EngineStep, LoadRun, PromptRead
 
 __all__ = ["check", "folder"]  # fixtures
 
@@ -170,14 +170,14 @@ def test_a_policy_that_learns_has_the_places_of_the_simulator_in_any_rows(
         assert row["rounds_differ"] == row["iterations_differ"] == 0, (row["load"], row["policy"])
 
 
-def step(decoded: list[Decoded], prompts: list[Prompt]) -> Step:
-    return Step(0.0, 1.0, {}, decoded, prompts, {}, [])
+def step(decoded: list[Decoded], prompts: list[PromptRead]) -> EngineStep:
+    return EngineStep(0.0, 1.0, {}, decoded, prompts, {}, [])
 
 
 def test_a_divergence_falls_into_the_iteration_that_emitted_its_token() -> None:
     steps = [
-        step([], [Prompt("0/0", 4, 0, 9), Prompt("1/1", 3, 0, 3)]),
-        step([Decoded("1/1", 4, 2, 2)], [Prompt("0/0", 5, 4, 5)]),
+        step([], [PromptRead("0/0", 4, 0, 9), PromptRead("1/1", 3, 0, 3)]),
+        step([Decoded("1/1", 4, 2, 2)], [PromptRead("0/0", 5, 4, 5)]),
         step([Decoded("0/0", 10, 2, 3), Decoded("1/1", 6, 1, 1)], []),
     ]
     run: Any = LoadRun(None, steps, {}, 0.0)  # type: ignore[arg-type]

@@ -11,12 +11,12 @@ import pytest
 
 from commands.engine.options import named_loads
 from profiler.engines import loads
-from profiler.engines.loads import Load
+from profiler.engines.loads import RunningLoad
 from simulator.serving import ArrivalTimes, ClosedLoop, Poisson
 from tests.conftest import Run
 from tests.serving import SMALL, arrival_file
 from traces.errors import FileError
-from traces.store.engine_runs import Demand, Job, Step
+from traces.store.engine_runs import Demand, EngineStep, Job
 
 
 def test_loads_are_named_after_their_options(tmp_path: Path) -> None:
@@ -71,7 +71,7 @@ class Stepped:
     def add(self, name: str, prompt: Any, tokens: int) -> None:
         self.running[name] = [0, tokens]
 
-    def step(self) -> Step:
+    def step(self) -> EngineStep:
         began = self.now
         self.now += STEP_S
         for done in self.running.values():
@@ -80,7 +80,7 @@ class Stepped:
         ended = [name for name, (done, tokens) in self.running.items() if done == tokens]
         for name in ended:
             del self.running[name]
-        return Step(began, STEP_S, {}, [], [], emitted, ended)
+        return EngineStep(began, STEP_S, {}, [], [], emitted, ended)
 
     def seconds(self) -> float:
         self.now += 7.0
@@ -99,7 +99,7 @@ def test_the_control_load_runs_all_along_and_takes_none_of_the_requests_time(
     monkeypatch.setattr(loads, "time", SimpleNamespace(perf_counter=lambda: engine.now))
     jobs = [Job(i, 0.0, 20) for i in range(4)]
     setup: Any = None
-    load = Load(engine, setup, Demand(jobs, concurrency), {i: [1] for i in range(4)}, engine)
+    load = RunningLoad(engine, setup, Demand(jobs, concurrency), {i: [1] for i in range(4)}, engine)
     load.go_on()
     run = load.result()
     iterations = 40 if concurrency else 20

@@ -50,13 +50,13 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def ran(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Return what the engine really ran: an "x" per policy and load."""
     found: list[str] = []
-    result = loads.Load.result
+    result = loads.RunningLoad.result
 
-    def noted(load: loads.Load) -> LoadRun:
+    def noted(load: loads.RunningLoad) -> LoadRun:
         found.append("x")
         return result(load)
 
-    monkeypatch.setattr(loads.Load, "result", noted)
+    monkeypatch.setattr(loads.RunningLoad, "result", noted)
     return found
 
 

@@ -16,9 +16,9 @@ from policies.core import Round
 from profiler.engines import session
 from profiler.engines.drafts import Asked, Forced
 from profiler.engines.notes import Lines, LogReader
-from profiler.engines.served import Answer, served_run
+from profiler.engines.served import Reply, served_run
 from profiler.engines.vllm.proposer import Proposer
-from profiler.engines.vllm.watch import Recorder, caller_name
+from profiler.engines.vllm.watch import NoteTaker, caller_name
 from simulator.engines import priced_s
 from simulator.pricing import HostCost
 from simulator.served import added, control_sizes, slowdown_of, slowed, with_server
@@ -28,7 +28,7 @@ from tests.serving import GRID
 from traces import replay, synthetic_trace
 from traces.errors import DraftsimError, FileError
 from traces.latency.table import LatencyTable
-from traces.store.engine_runs import Decoded, Prompt, ServedRun, Step
+from traces.store.engine_runs import Decoded, EngineStep, PromptRead, ServedRun
 
 TRACE = synthetic_trace(0.7, requests=5, tokens=20, concentration=5.0, prompt_length=9, seed=2)
 TEXTS = {i: [(7 * i + 3 * k) % 97 for k in range(20)] for i in range(5)}
@@ -69,7 +69,7 @@ def one_request(tmp_path: Path) -> Any:
     stepped(tmp_path, 10.003, 0.020, 0.015, [["0/0", 9, 0, 9]], [], [], 1)
     stepped(tmp_path, 10.024, 0.010, 0.006, [], [["0/0", 10, 0, 1]], ["0/0"], 0)
     note(tmp_path, rounds="0/0", of=[[1, 0, 0, 1, 0, 1]])
-    answer = Answer("0/0", 0, 10.0, 10.0, [4, 4], [(10.024, 1), (10.037, 1)])
+    answer = Reply("0/0", 0, 10.0, 10.0, [4, 4], [(10.024, 1), (10.037, 1)])
     reader = LogReader(tmp_path)
     log = reader.take(["0/0"])
     return SimpleNamespace(reader=reader, log=log, run=served_run([answer], log, 0.01))
@@ -98,8 +98,8 @@ def test_waiting_for_an_iteration_under_way_is_not_the_servers(tmp_path: Path) -
     both = [["0/0", 10, 0, 1]]
     stepped(tmp_path, 10.021, 0.010, 0.006, [["1/1", 9, 0, 9]], both, ["0/0", "1/1"], 0)
     answers = [
-        Answer("0/0", 0, 10.0, 10.0, [4, 4], [(10.021, 1), (10.032, 1)]),
-        Answer("1/1", 1, 10.006, 10.006, [4], [(10.033, 1)]),
+        Reply("0/0", 0, 10.0, 10.0, [4, 4], [(10.021, 1), (10.032, 1)]),
+        Reply("1/1", 1, 10.006, 10.006, [4], [(10.033, 1)]),
     ]
     run = served_run(answers, LogReader(tmp_path).take(["0/0", "1/1"]), 0.01)
     assert run.around_request_s == pytest.approx([0.001, 0.004 + 0.002])
@@ -124,12 +124,12 @@ def control_of(
 ) -> ServedRun:
     """A loop of `size` requests in an engine that takes so much longer than `table` says."""
     cost = EngineCost(table)
-    prompt = [Prompt("0/0", 40, 0, 40)]
+    prompt = [PromptRead("0/0", 40, 0, 40)]
     steps = []
     for context in range(60, 90, 10):
         decoded = [Decoded(f"{i}/{i}", context, 0, 1) for i in range(size)]
         for reading in ([], prompt):
-            step = Step(0.0, 0.0, {}, decoded, reading, {}, [])
+            step = EngineStep(0.0, 0.0, {}, decoded, reading, {}, [])
             own_s = (prompts_slower if reading else slower) * priced_s(step, cost)
             parts = {"schedule": 1e-4, "execute": own_s - 2e-4 - 5e-4, "update": 1e-4}
             steps.append(replace(step, seconds=own_s + 2e-3, parts=parts))
@@ -155,7 +155,7 @@ def test_an_engine_slower_than_its_table_is_priced_as_its_control_loops_ran() ->
         # The host's share, a twentieth, has cells of one request alone.
         expected = slower * priced_s(decoding, before)
         assert priced_s(decoding, cost) == pytest.approx(expected, rel=0.02)
-    alone = Step(0.0, 0.0, {}, [], [Prompt("0/0", 40, 0, 40)], {}, [])
+    alone = EngineStep(0.0, 0.0, {}, [], [PromptRead("0/0", 40, 0, 40)], {}, [])
     assert priced_s(alone, cost) == pytest.approx(1.2 * priced_s(alone, before), rel=0.03)
     # The server's share was measured together with that very engine.
     served = with_server(now, controls)
@@ -200,7 +200,7 @@ class Core:
 
 
 def test_what_a_recorder_notes_is_read_back(tmp_path: Path) -> None:
-    recorder = Recorder(Lines(tmp_path))
+    recorder = NoteTaker(Lines(tmp_path))
     recorder.queued("cmpl-0/0-0-ab")
     core = Core()
     outputs = recorder.step(core, Core.step)

@@ -16,7 +16,7 @@ pytest.importorskip("torch")
 from profiler.engines import served as clients
 from profiler.engines import vllm
 from profiler.engines.drafts import Forced
-from profiler.engines.loads import Load
+from profiler.engines.loads import RunningLoad
 from profiler.engines.served import CONTROL, Clients
 from profiler.engines.session import FORCED, Setup, policy_from
 from profiler.engines.texts import own_texts
@@ -52,7 +52,7 @@ class StandInClients(Clients):
         self.loads.append((self.policy, len(demand.jobs)))
         forced = Forced.read(Path(self._drafts.removeprefix(FORCED)))
         setup, control = Setup(policy_from(self.policy), forced), Control()
-        load = Load(self.engine, setup, demand, self.prompts, control)  # type: ignore[arg-type]
+        load = RunningLoad(self.engine, setup, demand, self.prompts, control)  # type: ignore[arg-type]
         load.go_on()
         ran = load.result()
         added = [TICK_S * i for i in range(len(demand.jobs))]

@@ -12,7 +12,7 @@ pytest.importorskip("torch")
 from policies import parse_policy
 from profiler.engines import bench, loads
 from profiler.engines.drafts import Forced
-from profiler.engines.loads import Load, in_turn, interleave, run_loads, together
+from profiler.engines.loads import RunningLoad, in_turn, interleave, run_loads, together
 from profiler.engines.measure import BetweenTable
 from profiler.engines.session import Setup
 from profiler.engines.texts import own_texts, prompts_of
@@ -31,12 +31,12 @@ def engine(monkeypatch: pytest.MonkeyPatch) -> Any:
     return StandIn(OPTIONS)
 
 
-def loads_of(engine: Any, concurrency: int | None, tenants: list[Any]) -> dict[str, Load]:
+def loads_of(engine: Any, concurrency: int | None, tenants: list[Any]) -> dict[str, RunningLoad]:
     """The arms, begun by nobody yet."""
     prompts = prompts_of(TRACE, engine.vocabulary)
     forced = Forced(TRACE, own_texts(engine, TRACE, prompts), engine.vocabulary)
     return {
-        text: Load(
+        text: RunningLoad(
             engine, Setup(policy, forced), Demand(JOBS, concurrency), prompts, Control(), tenant
         )  # type: ignore[arg-type]
         for (text, policy), tenant in zip(ARMS.items(), tenants, strict=True)

@@ -10,8 +10,8 @@ from torch import Tensor, nn
 
 from profiler.features import (
     DrafterRunner,
-    Eagle,
     Eagle3,
+    EagleDrafter,
     FeatureDrafter,
     Mtp,
     default_depths,
@@ -215,10 +215,10 @@ def test_bad_sizes_are_refused(target: Any, ids: Tensor) -> None:
         Eagle3(layer, None, (1, 2, 9)).attach(target)
     other = layer_config({**target.config.to_dict(), "vocab_size": 95})
     with pytest.raises(DraftsimError, match="over 95 tokens"):
-        Eagle(other).attach(target)
+        EagleDrafter(other).attach(target)
     drafter = Mtp(layer, 2).attach(target)
     features = target_features(target, ids)
     with pytest.raises(DraftsimError, match="at most 2 tokens"):
         unroll(drafter, ids, features, 3)
     with pytest.raises(DraftsimError, match="attach a target"):
-        Eagle(layer).embed(ids)
+        EagleDrafter(layer).embed(ids)

@@ -57,7 +57,7 @@ def test_code_is_run_when_asked_for_and_shown(
     asked: list[str] = []
     judge = sandbox.judge
 
-    def counted(task: CodeTask, text: str) -> sandbox.Verdict:
+    def counted(task: CodeTask, text: str) -> sandbox.CodeVerdict:
         asked.append(text)
         return judge(task, text)
 

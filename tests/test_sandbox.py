@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from profiler.checks.sandbox import Limits, Verdict, code_of, judge, run
+from profiler.checks.sandbox import CodeLimits, CodeVerdict, code_of, judge, run
 from profiler.prompts import CodeTask
 from traces.errors import DraftsimError
 
@@ -41,8 +41,8 @@ def test_an_indented_block_runs() -> None:
 
 
 def test_right_code_passes_and_wrong_code_fails() -> None:
-    assert judge(TASK, f"Here it is:\n```python\n{RIGHT}```\n") == Verdict(True)
-    assert judge(TASK, RIGHT.replace("2 *", "x *")) == Verdict(False, "AssertionError: ")
+    assert judge(TASK, f"Here it is:\n```python\n{RIGHT}```\n") == CodeVerdict(True)
+    assert judge(TASK, RIGHT.replace("2 *", "x *")) == CodeVerdict(False, "AssertionError: ")
     assert "does not define twice" in judge(TASK, "def double(x):\n    return 2 * x").said
     assert "SyntaxError" in judge(TASK, "Here is a function that doubles:").said
 
@@ -83,9 +83,9 @@ def test_exits_and_prints_are_no_success(code: str) -> None:
 
 def test_an_endless_loop_ends() -> None:
     loop = "while True:\n    pass"
-    assert "no end within 0.5 s" in judge(TASK, loop, Limits(wall_s=0.5)).said
-    assert "SIGXCPU" in judge(TASK, loop, Limits(cpu_s=1, wall_s=120)).said
-    assert "no end" in judge(TASK, "import time\ntime.sleep(99)", Limits(wall_s=0.5)).said
+    assert "no end within 0.5 s" in judge(TASK, loop, CodeLimits(wall_s=0.5)).said
+    assert "SIGXCPU" in judge(TASK, loop, CodeLimits(cpu_s=1, wall_s=120)).said
+    assert "no end" in judge(TASK, "import time\ntime.sleep(99)", CodeLimits(wall_s=0.5)).said
 
 
 def test_memory_files_and_output_have_an_end() -> None:
@@ -151,7 +151,7 @@ def test_files_of_its_own_threads_and_no_environment(monkeypatch: pytest.MonkeyP
         "os.mkdir('a')\nos.rmdir('a')\nsqlite3.connect(':memory:').execute('SELECT 1')\n"
         "done = threading.Thread(target=print)\ndone.start()\ndone.join()\n"
     )
-    assert judge(TASK, code + RIGHT) == Verdict(True)
+    assert judge(TASK, code + RIGHT) == CodeVerdict(True)
 
 
 def test_a_thread_that_sleeps_on_is_not_waited_for() -> None:
@@ -181,7 +181,7 @@ GIVEN = CodeTask("twice", solution=RIGHT, mutant="def twice(x):\n    return x * 
     ],
 )
 def test_written_tests_pass_if_they_tell_right_from_wrong(tests: str) -> None:
-    assert judge(GIVEN, f"```python\n{tests}\n```") == Verdict(True)
+    assert judge(GIVEN, f"```python\n{tests}\n```") == CodeVerdict(True)
 
 
 @pytest.mark.parametrize(

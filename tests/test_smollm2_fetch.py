@@ -77,7 +77,7 @@ def test_a_feature_drafter_goes_by_its_name(small: tuple[Any, Any, Path], cache:
     pair, sources = Pair(model, model, words, {}), [Eagle("smollm2-eagle")]
     with pytest.raises(DraftsimError, match=r"smollm2-eagle is not at .*`draftsim fetch smollm2`"):
         load_drafters(pair, sources)
-    drafter = features.Eagle(features.layer_config(model.config))
+    drafter = features.EagleDrafter(features.layer_config(model.config))
     features.write_drafter(drafter, places.folder("smollm2-eagle"))
     (found,) = load_drafters(pair, sources).values()
     assert found.kind == "eagle"

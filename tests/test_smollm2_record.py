@@ -11,7 +11,7 @@ import torch
 from commands.common.progress import progress_bar
 from policies.lengths.basic import Fixed
 from profiler.checks.spot_check import Arm
-from profiler.features import Eagle, layer_config, target_features
+from profiler.features import EagleDrafter, layer_config, target_features
 from profiler.features.runner import GrowingCache
 from profiler.models.loading import Pair, load_pair
 from profiler.profile import Settings, profile_trace
@@ -72,7 +72,7 @@ def test_a_tokenizer_without_a_template_is_one_line(pair: Pair) -> None:
 
 def test_drafts_along_an_output_are_those_of_decoding(pair: Pair) -> None:
     torch.manual_seed(0)
-    drafter = Eagle(layer_config(pair.target.config)).attach(pair.target).eval()
+    drafter = EagleDrafter(layer_config(pair.target.config)).attach(pair.target).eval()
     ids, prompt = torch.randint(3, 300, (20,)), 8
     found = drafted(drafter, pair.target, ids, prompt, offsets=3)
     assert found.shape == (20 - prompt - 3, 3)
@@ -100,7 +100,7 @@ def test_shares_count_what_is_accepted(
         return drafts
 
     monkeypatch.setattr("profiler.train.smollm2.drafted", knows_two)
-    drafter = Eagle(layer_config(pair.target.config))
+    drafter = EagleDrafter(layer_config(pair.target.config))
     shares = measure(trace, pair.target, drafter, offsets=3)
     assert shares == {name: [1.0, 1.0, 0.0] for name in ("cats", "dogs", "all")}
     own = measure(trace, pair.target, offsets=3)
@@ -108,7 +108,9 @@ def test_shares_count_what_is_accepted(
     assert own["all"] == pytest.approx(mean, abs=1e-3)
 
 
-def _own_states(drafter: Eagle, tokens: torch.Tensor, features: torch.Tensor) -> torch.Tensor:
+def _own_states(
+    drafter: EagleDrafter, tokens: torch.Tensor, features: torch.Tensor
+) -> torch.Tensor:
     """(entries, hidden) outputs over all entries, whose features are given."""
     count = features.shape[1]
     mask = torch.ones(count, count, dtype=torch.bool).tril()[None, None]

@@ -18,7 +18,7 @@ from profiler.train.candidates import Candidates, by_frequency
 from profiler.train.chats import ANSWERS, BOTH, Chats, RowWriter
 from profiler.train.draft import ProjectedDraft, draft_config, principal_directions
 from profiler.train.heads import AHEAD
-from profiler.train.loop import Plan, fit
+from profiler.train.loop import TrainingPlan, fit
 from profiler.train.stored import store_draft, store_drafter, write_folder
 from tests import small_smollm2
 from traces.errors import DraftsimError
@@ -144,7 +144,7 @@ def test_the_draft_model_learns_and_becomes_an_ordinary_folder(
     chats = Chats(chats_folder, 2, BOTH)
     draft = _draft(model, chats)
     candidates = Candidates(torch.arange(len(draft.embedding)), torch.arange(0), 0)
-    plan = Plan(steps=20, tokens=600, warmup=5, report_every=10)
+    plan = TrainingPlan(steps=20, tokens=600, warmup=5, report_every=10)
     curve = fit(draft, lambda b: draft.loss(b, candidates), chats, plan, tmp_path / "k")
     assert curve[-1]["loss"] < curve[0]["loss"]
     store_draft(draft, tmp_path / "draft.safetensors")
@@ -163,7 +163,7 @@ def test_a_stopped_run_ends_as_an_uninterrupted_one(
     target: tuple[Any, Any, Path], chats_folder: Path, tmp_path: Path
 ) -> None:
     chats = Chats(chats_folder, 1, BOTH)
-    plan = Plan(steps=12, tokens=400, warmup=2, report_every=4)
+    plan = TrainingPlan(steps=12, tokens=400, warmup=2, report_every=4)
 
     def train(kept: str, stop_after: int | None = None) -> ProjectedDraft:
         draft = _draft(target[0], chats)
@@ -187,7 +187,7 @@ def test_a_stopped_run_ends_as_an_uninterrupted_one(
     for name, value in whole.state_dict().items():
         assert torch.equal(value, resumed.state_dict()[name]), name
     candidates = Candidates(torch.arange(9), torch.arange(0), 0)
-    other = Plan(steps=13, tokens=400)
+    other = TrainingPlan(steps=13, tokens=400)
     with pytest.raises(DraftsimError, match="holds a run of another plan"):
         fit(whole, lambda b: whole.loss(b, candidates), chats, other, tmp_path / "whole")
 
@@ -210,7 +210,7 @@ def test_feature_drafters_learn_and_are_read_back(
         candidates = Candidates(torch.arange(100), torch.arange(100, vocabulary), 40)
         drafter = eagles.new_eagle(model, chats)
     module = eagles.Unrolled(drafter, model.get_output_embeddings().weight.detach(), candidates, 3)
-    plan = Plan(steps=14, tokens=600, warmup=4, report_every=7)
+    plan = TrainingPlan(steps=14, tokens=600, warmup=4, report_every=7)
     curve = fit(module, module.loss, chats, plan, tmp_path / "kept")
     assert curve[-1]["loss"] < curve[0]["loss"]
     assert len(curve[-1]["held_out"]) == 3
@@ -261,7 +261,7 @@ def test_mtp_learns_as_one_module_and_as_several(
         if modules > 1:
             drafter = eagles.in_turn(drafter, modules)
         module = eagles.Unrolled(drafter, head, candidates, max(2, modules))
-        plan = Plan(steps=14, tokens=600, warmup=4, report_every=7)
+        plan = TrainingPlan(steps=14, tokens=600, warmup=4, report_every=7)
         curve = fit(module, module.loss, chats, plan, tmp_path / f"kept{modules}")
         assert curve[-1]["loss"] < curve[0]["loss"]
         module.finished()
@@ -297,7 +297,7 @@ def test_heads_learn(
         there = batch.weights > 0
         wanted = (lens == own)[there].float().mean()
         torch.testing.assert_close(module.loss(batch)[1][1], wanted, rtol=0, atol=0.02)
-    plan = Plan(steps=14, tokens=600, warmup=4, report_every=7)
+    plan = TrainingPlan(steps=14, tokens=600, warmup=4, report_every=7)
     curve = fit(module, module.loss, chats, plan, tmp_path / "kept")
     assert curve[-1]["loss"] < curve[0]["loss"]
     assert len(curve[-1]["held_out"]) == (2 if kind == "exit" else AHEAD[kind])
@@ -318,7 +318,7 @@ def test_kangaroo_learns_from_the_logit_lens_on(
     own = model.lm_head(batch.states).argmax(-1)
     wanted = (lens == own)[batch.weights > 0].float().mean()
     torch.testing.assert_close(module.loss(batch)[1][0], wanted, rtol=0, atol=0.02)
-    plan = Plan(steps=14, tokens=600, warmup=4, report_every=7)
+    plan = TrainingPlan(steps=14, tokens=600, warmup=4, report_every=7)
     curve = fit(module, module.loss, chats, plan, tmp_path / "kept")
     assert curve[-1]["loss"] < curve[0]["loss"]
 

@@ -15,7 +15,7 @@ from policies.core import DraftPolicy
 from policies.lengths.basic import Fixed
 from policies.lengths.huggingface import Confidence
 from profiler.features import FeatureDrafter
-from profiler.features.runner import Drawn
+from profiler.features.runner import DrawnDrafts
 from profiler.models.sampling import draw, probs
 from profiler.sources.exits import Modules
 from profiler.sources.run import SourceRunner, record_sources
@@ -143,7 +143,7 @@ def test_drafts_follow_the_drafter_and_match_as_often_as_rejection_sampling() ->
     generator = torch.Generator().manual_seed(5)
     wanted, drafting = (probs(x[None], sampling)[0] for x in (target, head))
     output = draw(wanted.expand(rows + 1, 4), generator)
-    pick = Drawn(Plain(), output.tolist(), wanted.expand(rows + 1, 4), sampling, generator)
+    pick = DrawnDrafts(Plain(), output.tolist(), wanted.expand(rows + 1, 4), sampling, generator)
     starts = torch.arange(rows)
     first = pick(head.expand(rows, 4), starts, 0)
     assert counts_fit(np.bincount(first.numpy(), minlength=4), drafting.numpy())

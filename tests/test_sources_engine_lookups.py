@@ -14,7 +14,7 @@ from policies.lengths.basic import Fixed
 from tests.engine_lookups import NGRAMS, random_texts
 from tests.outputs import decoded, trace_of
 from traces.sources import NGram, NGramSimple, Suffix, parse_source, replay_source
-from traces.sources.lookups.sources import Served, served_before
+from traces.sources.lookups.sources import ServedRequest, served_before
 from traces.sources.lookups.suffix import SuffixLookup, SuffixTree
 from traces.sources.lookups.text import NGramLookup, NGramSimpleLookup
 
@@ -201,7 +201,7 @@ def test_a_served_request_helps_the_next_but_not_itself_twice() -> None:
     lookup.extend([3, 4])
     lookup.extend([10, 11])
     assert [p.token_id for p in lookup.propose()] == [12, 13]  # a match of two allows two
-    assert served_before(trace, 1) == [Served([1, 2], said)]
+    assert served_before(trace, 1) == [ServedRequest([1, 2], said)]
 
 
 @pytest.mark.invariant(1)

@@ -13,7 +13,7 @@ import pytest
 import torch
 from transformers import AutoConfig
 
-from profiler.features import Eagle, Eagle3, Mtp, layer_config, write_drafter
+from profiler.features import Eagle3, EagleDrafter, Mtp, layer_config, write_drafter
 from profiler.recording.run import BUNDLED
 from profiler.suite.__main__ import main
 from profiler.suite.environment import COMPLETE, FAILED, REFUSED, open_workplace
@@ -23,7 +23,7 @@ from profiler.suite.runs.checks import Checks
 from profiler.suite.runs.training import QUICK_PROMPTS
 from simulator.validation import check_recording
 from tests.pretend_gpu import pretended
-from traces.sources.starts.features import Eagle as EagleSource
+from traces.sources.starts.features import EagleDrafter as EagleSource
 from traces.store.files import read_latency, read_trace
 from traces.store.measured import read_measured
 
@@ -66,7 +66,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     made = tmp_path_factory.mktemp("drafters")
     torch.manual_seed(0)
     layer = layer_config(AutoConfig.from_pretrained(BUNDLED / "target"))
-    write_drafter(Eagle(layer), made / "one")
+    write_drafter(EagleDrafter(layer), made / "one")
     deep = Eagle3(layer, range(0, 2000, 2), (2, 4, 5))
     for name in ("deep", "other/one"):
         write_drafter(deep, made / name)

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from profiler.models.architectures import PAIRS, Architecture
+from profiler.models.architectures import PAIRS, DecoderShape
 from profiler.suite.__main__ import main
 from profiler.suite.environment import Account, Workplace, open_workplace
 from profiler.suite.latency import pair as pair_latency
@@ -75,9 +75,9 @@ def test_a_pair_that_does_not_fit_is_freed_and_a_smaller_one_named(
     place: Workplace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     built: list[Any] = []
-    real = Architecture.build
+    real = DecoderShape.build
 
-    def build(self: Architecture, device: Any, dtype: Any) -> Any:
+    def build(self: DecoderShape, device: Any, dtype: Any) -> Any:
         if built:
             raise torch.OutOfMemoryError("CUDA out of memory")
         model = real(self, device, dtype)
@@ -89,7 +89,7 @@ def test_a_pair_that_does_not_fit_is_freed_and_a_smaller_one_named(
         freed.append(built[0]() is None)
 
     freed: list[bool] = []
-    monkeypatch.setattr(Architecture, "build", build)
+    monkeypatch.setattr(DecoderShape, "build", build)
     monkeypatch.setattr(Workplace, "release", release)
     account = Account(place)
     assert latency_stage.build_or_none(place, PAIRS[SMALL].miniature(), account) is None

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from profiler.train import pair_prompts
 from profiler.train.documents import CATEGORIES, Document
 from profiler.train.minutes import held_out_prompts, sample_tokenizer
-from profiler.train.pair import Stream
+from profiler.train.pair import DocumentBatches
 
 LINES = [f"value_{i} = {'+'.join(str(i * k % 97) for k in range(1, 12))}" for i in range(400)]
 
@@ -27,7 +27,7 @@ def documents(first: int, count: int) -> list[Document]:
 def test_documents_are_in_one_line_each_with_an_end() -> None:
     train = documents(0, 10)
     tokenizer = sample_tokenizer(train, quick=True)
-    stream = Stream(train, tokenizer)
+    stream = DocumentBatches(train, tokenizer)
     wanted = sorted(tokenizer(d.text)["input_ids"] + [tokenizer.eos_token_id] for d in train)
     bounds = [*stream.starts.tolist(), len(stream.ids)]
     assert sorted(stream.ids[a:b].tolist() for a, b in pairwise(bounds)) == wanted

@@ -12,7 +12,7 @@ import pytest
 
 from simulator.aggregate.positions import of_rates
 from simulator.aggregate.server import COSTS, ServerRun, calibrate, step_s
-from simulator.aggregate.server import Load as ServerLoad
+from simulator.aggregate.server import ServerLoads as ServerLoad
 from simulator.serving.cost import TableCost
 from simulator.tune.breakeven import (
     grid,

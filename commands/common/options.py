@@ -256,7 +256,7 @@ def one_rule(
 class Graphs:
     """Options for the CUDA graphs of an engine."""
 
-    heading: ClassVar[str] = "Engine"
+    heading: ClassVar[str] = "EngineLimits"
 
     cudagraph_capture_sizes: Annotated[
         str | None,
@@ -289,7 +289,7 @@ class Graphs:
 
 
 @dataclass(frozen=True)
-class Engine(Graphs):
+class EngineLimits(Graphs):
     """Options for the limits of an engine, and of several."""
 
     max_batch: Annotated[

@@ -13,7 +13,7 @@ import typer
 from commands.common.options import (
     BatchInputs,
     ClusterOption,
-    Engine,
+    EngineLimits,
     Policies,
     ProcessOption,
     batch_sizes,
@@ -214,7 +214,7 @@ def serve(
     inputs: BatchInputs,
     policies: Policies,
     loads: Loads,
-    engine: Engine,
+    engine: EngineLimits,
     settings: Annotated[
         Path | None,
         typer.Option(

@@ -196,7 +196,7 @@ class EXP3Spec(_Bandit):
         del batch
         scalars: Any = (
             list(self.gammas), len(self.gammas), self._arm, self._losses, self._chances,
-            self._rounds, max(self.gammas), Draws(self._random),
+            self._rounds, max(self.gammas), ComingDraws(self._random),
         )  # fmt: skip
         return VectorisedPlan(state=Weights(*scalars))
 
@@ -306,7 +306,7 @@ class Weights(_VectorisedArms):
         self.rounds = self.rounds + 1
 
 
-class Draws:
+class ComingDraws:
     """The coming draws of a generator, which itself does not move on."""
 
     def __init__(self, random: np.random.Generator) -> None:

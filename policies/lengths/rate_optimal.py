@@ -211,10 +211,10 @@ class RateOptimal(DraftPolicy):
             return None
         rate = self._rate_at(batch)
 
-        def prices(buckets: list[int]) -> Prices:
+        def prices(buckets: list[int]) -> Foregone:
             found = [self._seconds(batch, bucket) for bucket in buckets]
             drafting, verifying = (rate * np.array(side) for side in zip(*found, strict=True))
-            return Prices(drafting, verifying)
+            return Foregone(drafting, verifying)
 
         return VectorisedPlan(stop=WorthDrafting(
             self._estimate, self.following, self.acceptance, self.gamma_max, self.trim,
@@ -258,7 +258,7 @@ ROUNDING = 1e-9
 """Relative; more than sums of as many terms as a draft has tokens can be off by."""
 
 
-class Prices(NamedTuple):
+class Foregone(NamedTuple):
     """Costs of drafting n tokens and of verifying n, in tokens foregone, (contexts, lengths)."""
 
     drafting: Floats
@@ -278,7 +278,7 @@ class WorthDrafting:
     gamma_max: int
     trim: bool
     width: int
-    prices: Callable[[list[int]], Prices]
+    prices: Callable[[list[int]], Foregone]
 
     def lengths(self, starts: Starts) -> Lengths:
         buckets, own = np.unique(starts.context // self.width, return_inverse=True)

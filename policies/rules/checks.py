@@ -19,7 +19,7 @@ class RuleError(ValueError):
 
 
 @dataclass(frozen=True)
-class Sample:
+class NamedValues:
     """One drafted token, or one score of one: the named values and no others."""
 
     values: dict[str, Any]
@@ -165,12 +165,12 @@ def _started(rule: VerifyRule, temperature: float) -> VerifyRule:
 
 def _case(
     rule: VerifyRule, rng: np.random.Generator, length: int, temperature: float
-) -> tuple[tuple[Sample, ...], tuple[Sample, ...]]:
+) -> tuple[tuple[NamedValues, ...], tuple[NamedValues, ...]]:
     draft, scores = sample_round(rng, length, temperature)
     reads, needs = frozenset(rule.reads), frozenset(rule.needs)
     return (
-        tuple(Sample(values, reads, "signal") for values in draft),
-        tuple(Sample(values, needs, "score") for values in scores),
+        tuple(NamedValues(values, reads, "signal") for values in draft),
+        tuple(NamedValues(values, needs, "score") for values in scores),
     )
 
 

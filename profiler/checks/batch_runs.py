@@ -19,7 +19,7 @@ import torch
 
 from policies.core import DraftPolicy, Round
 from policies.together import Policy, Synchronise, Together, together_of
-from profiler.checks.turns import Attempt, Work, take_turns
+from profiler.checks.turns import Attempt, CheckWork, take_turns
 from profiler.decoding.batch import BatchedDecoder, Stream, enter, speculate_batch
 from profiler.decoding.forced import ForcedStream
 from profiler.machine import timed
@@ -144,7 +144,7 @@ def run_batches(
     return MeasuredBatches(times, logs, outputs, dict(turns.machine))
 
 
-class _Groups(Work):
+class _Groups(CheckWork):
     """Groups of requests at each batch size; the style of a policy decides what it learns."""
 
     def __init__(

@@ -34,7 +34,7 @@ PYTHON = ("", "py", "python", "python3")
 
 
 @dataclass(frozen=True)
-class Limits:
+class CodeLimits:
     """Time, memory and file sizes that one run of code may use."""
 
     wall_s: float = 30.0
@@ -53,7 +53,7 @@ class Limits:
         }  # fmt: skip
 
 
-class Verdict(NamedTuple):
+class CodeVerdict(NamedTuple):
     """The result of running code: passed or not, and the reason if not."""
 
     passed: bool
@@ -74,7 +74,7 @@ def code_of(text: str) -> tuple[str, bool]:
     return whole, False
 
 
-def judge(task: CodeTask, text: str, limits: Limits | None = None) -> Verdict:
+def judge(task: CodeTask, text: str, limits: CodeLimits | None = None) -> CodeVerdict:
     """Run the code of an answer against the prompt's tests.
 
     Code is run with the prompt's unit tests.  If the answer is a test, it must pass on correct code
@@ -86,16 +86,16 @@ def judge(task: CodeTask, text: str, limits: Limits | None = None) -> Verdict:
         return run(code, task.entry, tests=task.unit_tests, cut=cut, limits=limits)
     right = run(code, task.entry, given=task.solution, cut=cut, limits=limits)
     if not right.passed:
-        return Verdict(False, f"on the right code: {right.said}")
+        return CodeVerdict(False, f"on the right code: {right.said}")
     if run(code, task.entry, given=task.mutant, cut=cut, limits=limits).passed:
-        return Verdict(False, "passes on the wrong code too")
-    return Verdict(True)
+        return CodeVerdict(False, "passes on the wrong code too")
+    return CodeVerdict(True)
 
 
 def run(
     code: str, entry: str, *, tests: str = "", given: str = "", cut: bool = False,
-    limits: Limits | None = None,
-) -> Verdict:  # fmt: skip
+    limits: CodeLimits | None = None,
+) -> CodeVerdict:  # fmt: skip
     """Run `code` with `tests`, or as tests of the code `given` where there are none.
 
     If the code is `cut`, lines at its end are left out until it is valid Python; of tests at least
@@ -106,7 +106,7 @@ def run(
     """
     if sys.platform != "linux":
         raise DraftsimError(f"--run-code needs the limits of Linux; this is {sys.platform}")
-    limits = limits or Limits()
+    limits = limits or CodeLimits()
     token = secrets.token_hex(16)
     job = {
         "code": code, "entry": entry, "tests": tests, "given": given, "cut": cut,
@@ -126,7 +126,7 @@ def run(
         try:
             ended = process.wait(limits.wall_s)
         except subprocess.TimeoutExpired:
-            return Verdict(False, f"no end within {limits.wall_s:g} s")
+            return CodeVerdict(False, f"no end within {limits.wall_s:g} s")
         finally:
             with suppress(ProcessLookupError, PermissionError):
                 os.killpg(process.pid, signal.SIGKILL)
@@ -136,14 +136,14 @@ def run(
         return _read(answered.read(4096), token, ended)
 
 
-def _read(written: bytes, token: str, ended: int) -> Verdict:
+def _read(written: bytes, token: str, ended: int) -> CodeVerdict:
     try:
         found = parse_json(written)
         if found["token"] == token:
             said = found["said"]
-            return Verdict(said is None, said or "")
+            return CodeVerdict(said is None, said or "")
     except (ValueError, TypeError, KeyError):
         pass
     if ended < 0:
-        return Verdict(False, f"ended by {signal.Signals(-ended).name}")
-    return Verdict(False, f"ended by itself with {ended}, before its tests had")
+        return CodeVerdict(False, f"ended by {signal.Signals(-ended).name}")
+    return CodeVerdict(False, f"ended by itself with {ended}, before its tests had")

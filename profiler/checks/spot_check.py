@@ -15,7 +15,7 @@ from policies.core import DraftPolicy, Round, own_copy, speculate
 from policies.rules.base import VerifyRule
 from policies.rules.registry import describe_rule
 from profiler.checks.differences import rounds_differ
-from profiler.checks.turns import Attempt, Work, take_turns
+from profiler.checks.turns import Attempt, CheckWork, take_turns
 from profiler.decoding.forced import ForcedDecoder
 from profiler.decoding.single import ModelDecoder
 from profiler.machine import timed
@@ -86,7 +86,7 @@ class Runs(NamedTuple):
 
 
 @dataclass
-class _Requests(Work):
+class _Requests(CheckWork):
     """Single requests; an arm learns by its policy and its rule."""
 
     arms: Sequence[Arm]
@@ -149,7 +149,7 @@ def run_interleaved(
     Policies that learn across requests, and lossy rules, start each repeat without what they
     learnt.  ``advance`` is called after every arm's run of a request.  What `kept` holds of an
     earlier call is not run again, and with `in_time` as many requests are run as there is time for
-    (`take_turns`); runs under a lossy rule are not kept.  ``captured``: as `Work.captured`.
+    (`take_turns`); runs under a lossy rule are not kept.  ``captured``: as `CheckWork.captured`.
 
     Raises
     ------

@@ -32,7 +32,7 @@ class Taken(NamedTuple):
     found: dict[str, Any]
 
 
-class Work(ABC):
+class CheckWork(ABC):
     """The arms of a check, and the units (requests, or groups) that each of them decodes."""
 
     arms: Sequence[Any]
@@ -76,7 +76,7 @@ class Turns(NamedTuple):
 
 
 def take_turns(
-    pair: Pair, work: Work, repeats: int, advance: Callable[[], None] = lambda: None,
+    pair: Pair, work: CheckWork, repeats: int, advance: Callable[[], None] = lambda: None,
     kept: Checkpoint | None = None, in_time: Callable[[], bool] | None = None,
 ) -> Turns:  # fmt: skip
     """Run every unit under every arm, `repeats` times, or with `in_time` the first ones (`order`).
@@ -166,7 +166,7 @@ def order(
 
 
 def _turn(
-    work: Work, repeat: int, unit: Any, arms: Sequence[Any], learnt: dict[str, Any],
+    work: CheckWork, repeat: int, unit: Any, arms: Sequence[Any], learnt: dict[str, Any],
     counted: Mapping[str, Repeats], advance: Callable[[], None] = lambda: None,
 ) -> list[Taken]:  # fmt: skip
     """Return every arm's run of a unit; put the states after it into `learnt`."""
@@ -184,7 +184,7 @@ def _turn(
     return ran
 
 
-def _captured(work: Work, repeat: int, unit: Any, arm: Any, learnt: Any) -> Attempt:
+def _captured(work: CheckWork, repeat: int, unit: Any, arm: Any, learnt: Any) -> Attempt:
     """Make a run; repeat it if a shape was captured within its time."""
     before = work.captured()
     attempt = work.attempt(repeat, unit, arm, learnt)

@@ -140,7 +140,7 @@ Spans = Sequence[tuple[int, int]]
 """Per cache row the positions (start, stop) of the tokens to feed; (0, 0) feeds none."""
 
 
-class Verdict(NamedTuple):
+class BatchVerdict(NamedTuple):
     """The result of a verification for one sequence."""
 
     accepted: int
@@ -232,7 +232,7 @@ class BatchedDecoder:
         return tokens
 
     @torch.inference_mode()
-    def verify(self) -> list[Verdict]:
+    def verify(self) -> list[BatchVerdict]:
         """Run one target pass over every sequence's draft; a verdict each, in `streams` order."""
         spans = [(0, 0)] * len(self.streams)
         for s in self.streams:
@@ -249,11 +249,11 @@ class BatchedDecoder:
             while accepted < count and drafted[accepted + 1] == tokens[accepted]:
                 accepted += 1
             accepted = s.judge(accepted)
-            verdicts.append(Verdict(accepted, tokens, s.ends_after(accepted, tokens)))
+            verdicts.append(BatchVerdict(accepted, tokens, s.ends_after(accepted, tokens)))
         return verdicts
 
     @torch.inference_mode()
-    def commit(self, verdicts: Sequence[Verdict], kept: Sequence[int]) -> list[Round]:
+    def commit(self, verdicts: Sequence[BatchVerdict], kept: Sequence[int]) -> list[Round]:
         """Emit `kept` drafted tokens of each sequence, at most as many as were accepted, and
         the target's next one.
 

@@ -24,7 +24,7 @@ from traces.errors import DraftsimError
 from traces.replay.scores import RecordedScore
 
 
-class Judged(NamedTuple):
+class RuleVerdict(NamedTuple):
     """The result of a rule for one verification pass."""
 
     accepted: int
@@ -46,7 +46,7 @@ def judge(
     logits: Tensor,
     sampling: Sampling,
     coins: Tensor | None = None,
-) -> Judged:
+) -> RuleVerdict:
     """Let `rule` decide on a round, with one transfer to the host.
 
     Parameters
@@ -81,7 +81,7 @@ def judge(
         scores.append(score((match == 1, int(pick), top1, top2, lse, entropy, logit, int(rank))))
         if hasattr(token, "fill"):
             token.fill(int(drafted_id), tuple(row[9:]))
-    return Judged(
+    return RuleVerdict(
         _accepted(rule, draft, scores),
         [row[8] != 1 for row in rows[:count]],
         [row[5] - row[3] for row in rows[:count]],

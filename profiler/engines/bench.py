@@ -20,7 +20,7 @@ from profiler.engines.engine import Engine, EngineOptions
 from profiler.engines.session import Setup
 from profiler.engines.texts import FIRST_ID
 from traces.errors import DraftsimError
-from traces.store.engine_runs import PARTS, Step
+from traces.store.engine_runs import PARTS, EngineStep
 
 Kind = Literal["decode", "prompt", "mixed"]
 SPARE = 8
@@ -288,12 +288,12 @@ class Bench:
             for step, added_s, base_s in taken
         ]  # fmt: skip
 
-    def _decoding(self, cell: Cell) -> tuple[Step, float, float]:
+    def _decoding(self, cell: Cell) -> tuple[EngineStep, float, float]:
         self._policy.length = cell.width - 1
         self._step()  # verifies the last cell's drafts
         return self._step(), 0.0, 0.0
 
-    def _alone(self, cell: Cell) -> tuple[Step, float, float]:
+    def _alone(self, cell: Cell) -> tuple[EngineStep, float, float]:
         """Run prompts as in a server: after decoding iterations, not after other prompts.
 
         Directly after a prompt, its weights and buffers would still be in the processor's caches.
@@ -305,7 +305,7 @@ class Bench:
         self.engine.abort([other])
         return self._prompts(cell)
 
-    def _prompts(self, cell: Cell) -> tuple[Step, float, float]:
+    def _prompts(self, cell: Cell) -> tuple[EngineStep, float, float]:
         began = time.perf_counter()
         names = [self._add(cell.tokens, 2) for _ in range(cell.prompts)]
         added_s = time.perf_counter() - began
@@ -313,7 +313,7 @@ class Bench:
         self.engine.abort(names)
         return step, added_s, 0.0
 
-    def _mixed(self, cell: Cell) -> tuple[Step, float, float]:
+    def _mixed(self, cell: Cell) -> tuple[EngineStep, float, float]:
         """Add one prompt to the decoding sequences, which decode without it before and after."""
         self._policy.length = cell.width - 1
         for _ in range(UNTIMED):
@@ -323,7 +323,7 @@ class Bench:
         self._step()
         return mixed, added_s, (before_s + self._seconds(self._step())) / 2
 
-    def _seconds(self, step: Step) -> float:
+    def _seconds(self, step: EngineStep) -> float:
         """Return the seconds of the step, without the passes of the engine's own drafter."""
         return step.seconds - self._drafter_runs * step.parts["propose"]
 
@@ -341,7 +341,7 @@ class Bench:
         self.engine.add(name, ids, tokens)
         return name
 
-    def _step(self) -> Step:
+    def _step(self) -> EngineStep:
         step = self.engine.step()
         if step is None:
             raise DraftsimError(

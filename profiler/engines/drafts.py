@@ -14,7 +14,7 @@ from traces.acceptance.tape import RecordedToken
 from traces.acceptance.trace import Trace
 from traces.errors import DraftsimError, FileError
 from traces.replay.decoder import ReplayDecoder
-from traces.sources.lookups.sources import LookupSource, Served, proposed
+from traces.sources.lookups.sources import LookupSource, ServedRequest, proposed
 from traces.sources.lookups.text import Lookup
 from traces.store.files import read_trace, write_trace
 from traces.store.text import read_object
@@ -172,7 +172,7 @@ class LookedUp(DraftSource):
     def __init__(self, source: LookupSource, eos: frozenset[int] = frozenset()) -> None:
         self.source, self.eos = source, eos
         self.signals = source.signals
-        self._served: list[Served] = []
+        self._served: list[ServedRequest] = []
 
     def open(self, request: Asked, output: Sequence[int]) -> Drafts:
         """Search what was served so far."""
@@ -180,7 +180,7 @@ class LookedUp(DraftSource):
 
     def close(self, request: Asked, output: Sequence[int]) -> None:
         """Keep the output for lookups in earlier requests."""
-        self._served.append(Served([*request.prompt], [*output]))
+        self._served.append(ServedRequest([*request.prompt], [*output]))
 
 
 UNKNOWN = -1

@@ -17,7 +17,7 @@ from typing import Any, Protocol, cast
 from profiler.engines.session import Governed
 from profiler.recording.run import model_path
 from traces.errors import DraftsimError
-from traces.store.engine_runs import Apart, Demand, Step
+from traces.store.engine_runs import Apart, Demand, EngineStep
 from traces.store.text import read_object
 
 
@@ -82,7 +82,7 @@ class Engine(Protocol):
         """Drop requests, and let the engine forget them."""
         ...
 
-    def step(self) -> Step | None:
+    def step(self) -> EngineStep | None:
         """Run one iteration; None if there was nothing to run."""
         ...
 

@@ -20,7 +20,7 @@ from profiler.engines.engine import Engine
 from profiler.engines.measure import BetweenTable
 from profiler.engines.session import Session, Setup
 from profiler.recording.checkpoint import Checkpoint, once
-from traces.store.engine_runs import Demand, LoadRun, Step
+from traces.store.engine_runs import Demand, EngineStep, LoadRun
 
 CONTROL_EVERY_S = 0.5
 """Seconds between two runs of the control load during a load; it takes a few milliseconds."""
@@ -32,7 +32,7 @@ Progress = Callable[[], AbstractContextManager[Callable[[float], None]]]
 """Makes a progress display: returns a function that is called with the finished share."""
 
 
-class Load:
+class RunningLoad:
     """A running load, which can pause between iterations while other loads run.
 
     The clock of its requests stops in a pause, and while the control load runs.
@@ -56,7 +56,7 @@ class Load:
         self._waiting = deque(enumerate(demand.jobs))
         self._session: Session | None = None
         self._requests: dict[str, dict[str, float]] = {}
-        self._steps: list[Step] = []
+        self._steps: list[EngineStep] = []
         self._controls: list[float] = []
         self._now_s = 0.0
         self.asked = sum(job.tokens for job in demand.jobs)
@@ -128,7 +128,7 @@ class Load:
         self._requests[name] = {"sequence": job.sequence, "arrival_s": arrival_s}
         self._engine.add(name, self._prompts[job.sequence], job.tokens)
 
-    def _take(self, step: Step) -> None:
+    def _take(self, step: EngineStep) -> None:
         self._steps.append(step)
         for name, tokens in step.emitted.items():
             own = self._requests[name]
@@ -141,7 +141,7 @@ class Load:
                 self._send(self._now_s)
 
 
-def interleave(loads: Sequence[Load], after_round: Callable[[float], None]) -> None:
+def interleave(loads: Sequence[RunningLoad], after_round: Callable[[float], None]) -> None:
     """Run loads, each of a tenant of its own, to their end, in short turns.
 
     In a round the first load runs for `TURN_S`, and each other load until it is equally far, so
@@ -220,7 +220,7 @@ def run_loads(
         own = [blocks[turn.load] for turn in turns]
         with engine.tenants(own) if sum(own) <= room else nullcontext([None]) as tenants:
             loads = [
-                Load(engine, Setup(chosen[turn.text], forced), demands[turn.load], prompts,
+                RunningLoad(engine, Setup(chosen[turn.text], forced), demands[turn.load], prompts,
                      control, tenant)
                 for turn, tenant in zip(turns, tenants, strict=True)
             ]  # fmt: skip

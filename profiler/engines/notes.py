@@ -6,8 +6,8 @@ of a machine share.  The engine's process notes
 
 * ``engine``: what it is (``blocks``, ``block_size``, ``vocabulary``, ``device``);
 * ``queued`` and ``at``: a request came;
-* ``step`` (`traces.store.engine_runs.Step.written`) and ``left``: an iteration, and the requests
-  unfinished after it.
+* ``step`` (`traces.store.engine_runs.EngineStep.written`) and ``left``: an iteration, and the
+  requests unfinished after it.
 
 The process that runs the model, which may be the same, notes ``ran`` and ``seconds``: when a pass,
 or sampling with drafting, began and how long it took.  `profiler.engines.session` notes ``rounds``
@@ -32,7 +32,7 @@ from typing import Any
 from policies.core import Round
 from policies.json_text import parse_json
 from traces.errors import DraftsimError
-from traces.store.engine_runs import Step
+from traces.store.engine_runs import EngineStep
 
 VARIABLE = "DRAFTSIM_RECORD"
 """Environment variable that names the folder to write to."""
@@ -86,7 +86,7 @@ class EngineLog:
 
     queued: Mapping[str, float]
     """When each request reached the engine's process."""
-    steps: Sequence[Step]
+    steps: Sequence[EngineStep]
     left: Sequence[int]
     """Requests unfinished after each step."""
     rounds: Mapping[str, Sequence[Round]]
@@ -143,11 +143,11 @@ class LogReader:
             self.engine = line.get("engine", self.engine)
         noted = [n for n in found if "step" in n]
         ran = sorted((float(n["ran"]), float(n["seconds"])) for n in found if "ran" in n)
-        steps = executed([Step.read(n["step"]) for n in noted], ran)
+        steps = executed([EngineStep.read(n["step"]) for n in noted], ran)
         return EngineLog(queued, steps, [int(n["left"]) for n in noted], rounds)
 
 
-def executed(steps: Sequence[Step], ran: Sequence[tuple[float, float]]) -> list[Step]:
+def executed(steps: Sequence[EngineStep], ran: Sequence[tuple[float, float]]) -> list[EngineStep]:
     """Return steps with what the model's process took in them, its starts and seconds in order of
     time.
     """

@@ -29,7 +29,7 @@ from profiler.engines.texts import TEXTS, prompts_of
 from profiler.recording.checkpoint import Checkpoint, once
 from traces.acceptance.trace import Trace
 from traces.errors import DraftsimError
-from traces.store.engine_runs import Demand, Job, LoadRun, ServedRun, Step
+from traces.store.engine_runs import Demand, EngineStep, Job, LoadRun, ServedRun
 
 MODEL = "target"
 """Name that a server gives its model."""
@@ -38,7 +38,7 @@ CONTROL = 8
 
 
 @dataclass
-class Answer:
+class Reply:
     """One request as its client saw it; times are those of `time.perf_counter`."""
 
     name: str
@@ -51,7 +51,7 @@ class Answer:
     """When each piece came, and how many tokens it had."""
 
 
-def send_load(url: str, demand: Demand, prompts: Mapping[int, Sequence[int]]) -> list[Answer]:
+def send_load(url: str, demand: Demand, prompts: Mapping[int, Sequence[int]]) -> list[Reply]:
     """Return the answers to the requests of a load.
 
     Requests are called SEQUENCE/INDEX.  Raises DraftsimError if the server refuses one, or goes.
@@ -59,7 +59,7 @@ def send_load(url: str, demand: Demand, prompts: Mapping[int, Sequence[int]]) ->
     return asyncio.run(_sent(url, demand, prompts))
 
 
-async def _sent(url: str, demand: Demand, prompts: Mapping[int, Sequence[int]]) -> list[Answer]:
+async def _sent(url: str, demand: Demand, prompts: Mapping[int, Sequence[int]]) -> list[Reply]:
     import aiohttp
 
     waiting, answers = deque(enumerate(demand.jobs)), []
@@ -70,7 +70,7 @@ async def _sent(url: str, demand: Demand, prompts: Mapping[int, Sequence[int]]) 
 
         async def send(index: int, job: Job, due_s: float | None = None) -> None:
             now_s = time.perf_counter()
-            answer = Answer(
+            answer = Reply(
                 f"{job.sequence}/{index}", job.sequence, now_s if due_s is None else due_s, now_s
             )
             answers.append(answer)
@@ -107,7 +107,7 @@ def _named(errors: BaseExceptionGroup[Any]) -> DraftsimError:
     return DraftsimError(f"the server went away while it was asked: {error}")
 
 
-async def _ask(session: Any, answer: Answer, prompt: Sequence[int], tokens: int) -> None:
+async def _ask(session: Any, answer: Reply, prompt: Sequence[int], tokens: int) -> None:
     body = {
         "model": MODEL, "prompt": list(prompt), "max_tokens": tokens, "temperature": 0,
         "ignore_eos": True, "stream": True, "return_token_ids": True,
@@ -137,7 +137,7 @@ async def _ask(session: Any, answer: Answer, prompt: Sequence[int], tokens: int)
         )
 
 
-def served_run(answers: Sequence[Answer], log: EngineLog, control_s: float) -> ServedRun:
+def served_run(answers: Sequence[Reply], log: EngineLog, control_s: float) -> ServedRun:
     """Combine what clients and engine saw of a load; seconds from its first arrival on."""
     start_s = min(answer.arrival_s for answer in answers)
     requests = pd.DataFrame([
@@ -168,14 +168,14 @@ def gaps(log: EngineLog) -> list[float]:
     ]
 
 
-def around_requests(answers: Sequence[Answer], log: EngineLog) -> list[float]:
+def around_requests(answers: Sequence[Reply], log: EngineLog) -> list[float]:
     """Return by request the seconds on the way to the engine and back.
 
     The way back begins at the end of its last step.  If no step ran when the request arrived, the
     time until its first step belongs to the server, which had to wake up; else to the engine.
     """
-    first: dict[str, Step] = {}
-    last: dict[str, Step] = {}
+    first: dict[str, EngineStep] = {}
+    last: dict[str, EngineStep] = {}
     for step in log.steps:
         for prompt in step.prompts:
             first.setdefault(prompt.name, step)
@@ -252,7 +252,7 @@ class Clients:
         answers, log = self._sent(demand)
         return served_run(answers, log, (before_s + self._control.seconds()) / 2)
 
-    def _sent(self, demand: Demand) -> tuple[list[Answer], EngineLog]:
+    def _sent(self, demand: Demand) -> tuple[list[Reply], EngineLog]:
         try:
             answers = send_load(self.server.url, demand, self.prompts)
             return answers, self._reader.take([answer.name for answer in answers])

@@ -146,7 +146,7 @@ def _source(text: str) -> DraftSource:
     return LookedUp(source)
 
 
-class Stream(Member):
+class EngineStream(Member):
     """One request from its first token to its last."""
 
     def __init__(self, name: str, drafts: Drafts, output: Sequence[int] = ()) -> None:
@@ -162,7 +162,7 @@ class Stream(Member):
         return self.drafts.remaining
 
 
-def draft(together: Together, streams: Sequence[Stream], scheduled: int) -> list[list[int]]:
+def draft(together: Together, streams: Sequence[EngineStream], scheduled: int) -> list[list[int]]:
     """Return token ids for every stream that decodes in the next iteration.
 
     ``scheduled`` counts the requests of this one, with those that end in it and those whose prompts
@@ -182,7 +182,7 @@ def draft(together: Together, streams: Sequence[Stream], scheduled: int) -> list
 
 
 def settle(
-    together: Together, streams: Sequence[Stream], emitted: Sequence[Sequence[int]],
+    together: Together, streams: Sequence[EngineStream], emitted: Sequence[Sequence[int]],
     verified: Sequence[int],
 ) -> None:  # fmt: skip
     """End every stream's round with `emitted` tokens, `verified` drafted tokens having been sent.
@@ -230,14 +230,14 @@ class Session:
 
     def __init__(
         self, setup: Setup, longest: int, vocabulary: int, keep: bool = False, booked: bool = True,
-        ended: Callable[[Stream], None] = lambda _: None,
+        ended: Callable[[EngineStream], None] = lambda _: None,
         caller_name: Callable[[str], str] = str,
     ) -> None:  # fmt: skip
         self.setup, self.keep, self.booked, self._ended = setup, keep, booked, ended
         self._caller_name = caller_name
-        self.finished: dict[str, Stream] = {}
+        self.finished: dict[str, EngineStream] = {}
         """Streams that have ended, by the request's own name."""
-        self._streams: dict[str, tuple[Stream, Asked]] = {}
+        self._streams: dict[str, tuple[EngineStream, Asked]] = {}
         self._together = together_of(
             setup.policy, vocab_size=setup.source.vocab_size or vocabulary, longest=longest
         )
@@ -262,7 +262,7 @@ class Session:
             self._leave(name)
         emitting = {name: t for name, t in zip(names, sampled, strict=False) if t}
         decoding = [name for name in emitting if name in self._streams]
-        settled: list[tuple[Stream, Sequence[int], int]] = []
+        settled: list[tuple[EngineStream, Sequence[int], int]] = []
         for name in decoding:
             stream, _ = self._streams[name]
             stream.output.extend(emitting[name])
@@ -286,7 +286,7 @@ class Session:
         limit = state.sampling_params.max_tokens
         asked = Asked(self._caller_name(name), state.prompt_token_ids, limit)
         output = [*state.output_token_ids, *tokens]
-        stream = Stream(asked.id, self.setup.source.open(asked, output), output)
+        stream = EngineStream(asked.id, self.setup.source.open(asked, output), output)
         self._streams[name] = stream, asked
         self._together.join(stream)
 
@@ -337,7 +337,7 @@ class Governed:
         self._session, self._version = session, None
 
     @property
-    def finished(self) -> Mapping[str, Stream]:
+    def finished(self) -> Mapping[str, EngineStream]:
         """Streams that have ended since `use`, by the request's own name."""
         return {} if self._session is None else self._session.finished
 
@@ -361,7 +361,7 @@ class Governed:
         return name
 
 
-def _note(stream: Stream) -> None:
+def _note(stream: EngineStream) -> None:
     """Note the rounds of a request that has ended, if notes are asked for."""
     if (notes := lines()) is not None:
         notes.put(rounds=stream.name, of=stream.rounds)

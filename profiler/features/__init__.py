@@ -30,8 +30,8 @@ Reading and writing: `read_drafter` and `write_drafter`.  Decoding: `DrafterRunn
 
 from profiler.features.checkpoint import read_drafter, write_drafter
 from profiler.features.drafters import (
-    Eagle,
     Eagle3,
+    EagleDrafter,
     FeatureDrafter,
     Mtp,
     ParallelEagle3,
@@ -43,8 +43,8 @@ from profiler.features.runner import DrafterRunner, unroll
 
 __all__ = [
     "DrafterRunner",
-    "Eagle",
     "Eagle3",
+    "EagleDrafter",
     "FeatureDrafter",
     "Mtp",
     "ParallelEagle3",

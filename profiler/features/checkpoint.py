@@ -21,8 +21,8 @@ from torch import Tensor, nn
 
 from profiler.features.drafters import (
     SHAPE,
-    Eagle,
     Eagle3,
+    EagleDrafter,
     FeatureDrafter,
     Mtp,
     ParallelEagle3,
@@ -136,7 +136,7 @@ def _build(
         if config.get("layernorms"):
             raise ValueError("layernorms around the layer are not supported")
         weights.pop("lm_head.weight", None)  # the target's
-        made = Eagle(layer, "fc.bias" in weights)
+        made = EagleDrafter(layer, "fc.bias" in weights)
     else:
         for name in [n for n in weights if n.startswith("layers.0.")]:
             weights[name.replace("layers.0.", "midlayer.")] = weights.pop(name)
@@ -304,7 +304,7 @@ def _layer(drafter: FeatureDrafter) -> dict[str, Any]:
         "rope_theta": given["rope_parameters"]["rope_theta"],
         "tie_word_embeddings": False,
     }  # fmt: skip
-    if isinstance(drafter, Eagle):
+    if isinstance(drafter, EagleDrafter):
         # vLLM reads this as biases of the attention, which EAGLE has none of.
         config["bias"] = drafter.fc.bias is not None
     if isinstance(drafter, Eagle3):

@@ -216,7 +216,7 @@ def target_features(model: Any, ids: Tensor, depths: Sequence[int] = ()) -> Tens
     return torch.cat([out.hidden_states[d] for d in depths or (-1,)], -1)
 
 
-class Eagle(FeatureDrafter):
+class EagleDrafter(FeatureDrafter):
     """EAGLE (Li et al., arXiv:2401.15077, sec. 3.1): ``fc`` over [embedding; feature], a layer.
 
     The layer has no input norm.  Its output goes to the target's head as it is, instead of a normed

@@ -95,7 +95,7 @@ class Layer(NamedTuple):
     """(trees, draft vocabulary) that the best node's token was taken from."""
 
 
-class Cut(NamedTuple):
+class CutTree(NamedTuple):
     """The verified part of a tree: the root, then its nodes, layer by layer."""
 
     tokens: Tensor
@@ -187,13 +187,13 @@ class Trees:
         return made
 
     @torch.inference_mode()
-    def cut(self, budget: int, layers: int) -> Cut:
+    def cut(self, budget: int, layers: int) -> CutTree:
         """Return the best `budget` nodes of the first `layers` layers of the first tree."""
         kept = self.layers[:layers]
         device = self._at.device
         if not kept:
             none = torch.zeros(0, dtype=torch.long, device=device)
-            return Cut(none, none, none.new_zeros(1), torch.ones_like(self._own[:1, :1]))
+            return CutTree(none, none, none.new_zeros(1), torch.ones_like(self._own[:1, :1]))
         sizes = [layer.scores.shape[1] for layer in kept]
         # Place 0 is the root; those of a layer begin after all of the layers above.
         begins = [1 + sum(sizes[:d]) for d in range(len(sizes))]
@@ -212,7 +212,7 @@ class Trees:
         for _ in kept:
             sees = sees | sees[upwards]
         tokens = torch.cat([layer.tokens[0] for layer in kept])[best]
-        return Cut(tokens, above, torch.cat([above.new_zeros(1), depth[best]]), sees)
+        return CutTree(tokens, above, torch.cat([above.new_zeros(1), depth[best]]), sees)
 
 
 def check_tree(modules_in_turn: int) -> None:
@@ -425,7 +425,7 @@ class Likeliest:
         return self._drafter.target_ids(logits.argmax(-1))
 
 
-class Drawn:
+class DrawnDrafts:
     """Drafts of lossless rejection sampling, given the output that was drawn.
 
     While the tokens of a start equal the output, each next one equals it with the probability that
@@ -467,7 +467,7 @@ class Drawn:
 
 
 def verify_tree(
-    target: LayerRunner, last: Tensor, cut: Cut | None, slot: int, depths: Sequence[int],
+    target: LayerRunner, last: Tensor, cut: CutTree | None, slot: int, depths: Sequence[int],
     eos: frozenset[int],
 ) -> tuple[Tensor, Tensor, list[int]]:  # fmt: skip
     """Run one pass over the last true token (1,), in `slot`, and the nodes of `cut` after it.

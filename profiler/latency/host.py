@@ -35,7 +35,7 @@ HOST_GAMMAS = (0, 1, 2, 4, 8, 16)
 """Draft lengths over which the host's time per round and per drafted token is fitted."""
 
 
-class _Watched:
+class _WatchedRunner:
     """A model's runner whose passes are made for real, and timed."""
 
     def __init__(self, runner: Runner, watch: Stopwatch) -> None:
@@ -67,7 +67,7 @@ def measure_host(
     prompt, watch, again = random_ids(draft, 4), Stopwatch(target.device), Repeats()
 
     def run(gamma: int) -> tuple[Timing, Spent]:
-        models: list[Any] = [_Watched(runner, watch) for runner in (target, draft)]
+        models: list[Any] = [_WatchedRunner(runner, watch) for runner in (target, draft)]
         decoder = ModelDecoder(models[0], models[1], prompt, tokens, watch_eos=False)
         before = sum((m.spent for m in models), Timing(0.0))
         log: list[Round] = []

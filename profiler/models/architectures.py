@@ -17,7 +17,7 @@ FAMILIES: Mapping[str, Any] = {"llama": LlamaConfig, "qwen2": Qwen2Config}
 
 
 @dataclass(frozen=True)
-class Architecture:
+class DecoderShape:
     """A decoder's shape; sizes as in its published configuration."""
 
     name: str
@@ -35,7 +35,7 @@ class Architecture:
     others: Mapping[str, Any] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, name: str, model: Any) -> Architecture:
+    def of(cls, name: str, model: Any) -> DecoderShape:
         """Return the shape of a loaded model."""
         c = model.config.get_text_config()
         return cls(
@@ -86,7 +86,7 @@ class Architecture:
             pad_token_id=None,
         )
 
-    def miniature(self) -> Architecture:
+    def miniature(self) -> DecoderShape:
         """Return the same structure at a size that a CPU runs without delay."""
         group = self.heads // self.kv_heads
         kv_heads = 2 if group < 4 else 1
@@ -119,39 +119,39 @@ def _llama3(factor: float) -> dict[str, Any]:
 
 
 _ALL = (
-    Architecture(
+    DecoderShape(
         "llama-3.1-8b", "meta-llama/Llama-3.1-8B", 4096, 14336, 32, 32, 8, 128256, 131072,
         500_000.0, others=_llama3(8.0),
     ),
-    Architecture(
+    DecoderShape(
         "llama-3.2-1b", "meta-llama/Llama-3.2-1B", 2048, 8192, 16, 32, 8, 128256, 131072,
         500_000.0, tied=True, others=_llama3(32.0),
     ),
-    Architecture("vicuna-7b", "lmsys/vicuna-7b-v1.5", 4096, 11008, 32, 32, 32, 32000, 4096),
-    Architecture("vicuna-68m", "double7/vicuna-68m", 768, 3072, 2, 12, 12, 32000, 2048),
-    Architecture("vicuna-13b", "lmsys/vicuna-13b-v1.5", 5120, 13824, 40, 40, 40, 32000, 4096),
-    Architecture("vicuna-160m", "double7/vicuna-160m", 768, 3072, 12, 12, 12, 32000, 2048),
-    Architecture(
+    DecoderShape("vicuna-7b", "lmsys/vicuna-7b-v1.5", 4096, 11008, 32, 32, 32, 32000, 4096),
+    DecoderShape("vicuna-68m", "double7/vicuna-68m", 768, 3072, 2, 12, 12, 32000, 2048),
+    DecoderShape("vicuna-13b", "lmsys/vicuna-13b-v1.5", 5120, 13824, 40, 40, 40, 32000, 4096),
+    DecoderShape("vicuna-160m", "double7/vicuna-160m", 768, 3072, 12, 12, 12, 32000, 2048),
+    DecoderShape(
         "qwen2.5-32b", "Qwen/Qwen2.5-32B", 5120, 27648, 64, 40, 8, 152064, 131072, 1e6,
         family="qwen2",
     ),
     # Its own table has 151936 rows; decoding a pair together takes one vocabulary.
-    Architecture(
+    DecoderShape(
         "qwen2.5-0.5b", "Qwen/Qwen2.5-0.5B", 896, 4864, 24, 14, 2, 152064, 32768, 1e6, tied=True,
         family="qwen2",
     ),
-    Architecture(
+    DecoderShape(
         "codellama-7b", "codellama/CodeLlama-7b-hf", 4096, 11008, 32, 32, 32, 32016, 16384, 1e6
     ),
-    Architecture(
+    DecoderShape(
         "codellama-13b", "codellama/CodeLlama-13b-hf", 5120, 13824, 40, 40, 40, 32016, 16384, 1e6
     ),
     # Of GPT-2's depth and width with a three-layer draft, as CM-ASD's experiments have it.
-    Architecture("cm-asd-12", "12 x 768, GPT-2's shape", 768, 3072, 12, 12, 12, 50304, 2048),
-    Architecture("cm-asd-3", "3 x 768, GPT-2's width", 768, 3072, 3, 12, 12, 50304, 2048),
+    DecoderShape("cm-asd-12", "12 x 768, GPT-2's shape", 768, 3072, 12, 12, 12, 50304, 2048),
+    DecoderShape("cm-asd-3", "3 x 768, GPT-2's width", 768, 3072, 3, 12, 12, 50304, 2048),
 )  # fmt: skip
 
-ARCHITECTURES: Mapping[str, Architecture] = {a.name: a for a in _ALL}
+ARCHITECTURES: Mapping[str, DecoderShape] = {a.name: a for a in _ALL}
 
 
 @dataclass(frozen=True)
@@ -159,8 +159,8 @@ class PairShape:
     """A target and its draft; without a draft, a target that is measured layer by layer."""
 
     name: str
-    target: Architecture
-    draft: Architecture | None = None
+    target: DecoderShape
+    draft: DecoderShape | None = None
 
     @property
     def parameters(self) -> int:

@@ -125,7 +125,7 @@ def has_fused_part(device: torch.device, dtype: torch.dtype, width: int) -> bool
         return False
 
 
-class Block(NamedTuple):
+class TokenBlock(NamedTuple):
     """Consecutive tokens of a pass, and what they attend to.
 
     ``path`` slots from the first, then the tokens of the block itself; ``mask`` to add,
@@ -167,7 +167,7 @@ def grouped_attention(
     return out.transpose(1, 2).contiguous(), None
 
 
-def dense_mask(blocks: Sequence[Block], start: int) -> Tensor:
+def dense_mask(blocks: Sequence[TokenBlock], start: int) -> Tensor:
     """Return the mask to add for `blocks` that cover a pass: (tokens, start + tokens)."""
     count = blocks[-1].tokens.stop
     whole = blocks[0].mask.new_full((count, start + count), -torch.inf)
@@ -177,7 +177,7 @@ def dense_mask(blocks: Sequence[Block], start: int) -> Tensor:
     return whole
 
 
-def block_attention(blocks: Sequence[Block]) -> Callable[..., tuple[Tensor, None]]:
+def block_attention(blocks: Sequence[TokenBlock]) -> Callable[..., tuple[Tensor, None]]:
     """Return an attention function in transformers' sense for one sequence that attends in
     `blocks`.
 
@@ -212,7 +212,7 @@ def block_attention(blocks: Sequence[Block]) -> Callable[..., tuple[Tensor, None
 
 
 @contextmanager
-def in_blocks(model: Any, blocks: Sequence[Block]) -> Iterator[None]:
+def in_blocks(model: Any, blocks: Sequence[TokenBlock]) -> Iterator[None]:
     """Let `model` attend, inside the block, through `block_attention`."""
     with attending(model, "draftsim_blocks", block_attention(blocks)):
         yield

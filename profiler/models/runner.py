@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin
 
-from profiler.models.attention import Block, dense_mask, in_blocks
+from profiler.models.attention import TokenBlock, dense_mask, in_blocks
 from traces.errors import DraftsimError
 
 
@@ -251,7 +251,7 @@ class Runner:
 
     @torch.inference_mode()
     def forward_blocks(
-        self, tokens: Tensor, start: int, blocks: Sequence[Block], positions: Tensor
+        self, tokens: Tensor, start: int, blocks: Sequence[TokenBlock], positions: Tensor
     ) -> Tensor:
         """Do `forward` for branches of a tree that attend in `blocks` covering all tokens."""
         if not self._attends_in_blocks:

@@ -118,7 +118,7 @@ def describe_seq2seq(model: Any) -> dict[str, Any]:
 
 
 @dataclass(frozen=True, eq=False)
-class Source:
+class EncodedSource:
     """An encoded source text: its states, and the decoder's cache over them."""
 
     tokens: int
@@ -151,7 +151,7 @@ class Seq2SeqRunner(Runner):
         self.vocab_size: int = model.get_output_embeddings().weight.shape[0]
         self.layers: int = decoder_layers(self.stack)
         self.cache = SlotCache(self.layers, slots)
-        self.source: Source | None = None
+        self.source: EncodedSource | None = None
         self.prefix = torch.tensor(decoder_prefix(model), device=self.device)
         self._banned = torch.tensor(banned_tokens(model), dtype=torch.long, device=self.device)
         self._causal = torch.ones(slots, slots, dtype=torch.bool, device=self.device).tril_()
@@ -166,14 +166,14 @@ class Seq2SeqRunner(Runner):
         return self.prefix
 
     @torch.inference_mode()
-    def encode(self, prompt: Tensor) -> Source:
+    def encode(self, prompt: Tensor) -> EncodedSource:
         """Return the source text's states; the first pass over them fills the cross-attention
         cache.
         """
         states = self.model.get_encoder()(input_ids=prompt[None])[0]  # (1, tokens, width)
         cache: Any = EncoderDecoderCache(self.cache, DynamicCache())
         output: Any = BaseModelOutput(last_hidden_state=states)
-        return Source(int(prompt.shape[0]), output, cache)
+        return EncodedSource(int(prompt.shape[0]), output, cache)
 
     @torch.inference_mode()
     def forward(

@@ -30,7 +30,7 @@ import torch
 from torch import Tensor
 
 from profiler.decoding.single import check_prompt
-from profiler.models.attention import Block
+from profiler.models.attention import TokenBlock
 from profiler.models.runner import Runner
 from profiler.models.sampling import (
     ROWS,
@@ -171,12 +171,12 @@ class Branches:
         blocks = [self._block(runner, branch[span], span) for span in spans]
         return runner.forward_blocks(fed, self.path, blocks, positions)
 
-    def _block(self, runner: Runner, branch: Tensor, tokens: slice) -> Block:
+    def _block(self, runner: Runner, branch: Tensor, tokens: slice) -> TokenBlock:
         """Return what these tokens of whole branches attend to."""
         path = int(self.wrong_at[branch[-1]])
         own = (branch[None] == branch[:, None]).tril()
         sees = torch.cat([self.sees[branch, :path], own], dim=1)
-        return Block(tokens, path, _to_add(sees, runner))
+        return TokenBlock(tokens, path, _to_add(sees, runner))
 
 
 class Tails:

@@ -24,7 +24,7 @@ from torch import Tensor
 from profiler.features.heads import Adapter, AdapterRunner, ExitHeads, drawn_columns, exit_columns
 from profiler.models.sampling import coupled, probs
 from profiler.models.stack import LayerRunner
-from profiler.sources.start_record import Recorder
+from profiler.sources.start_record import SourceRecorder
 from traces.acceptance.sampling import GREEDY, Sampling
 from traces.acceptance.trace import Trace
 from traces.sources.exits.recording import (
@@ -83,7 +83,7 @@ class SharedDraws:
         return torch.where(match, emitted, (residual / self._noise).argmax(-1))
 
 
-class ExitRecorder(Recorder):
+class ExitRecorder(SourceRecorder):
     """Records requests of one target with its exit heads.
 
     Parameters

@@ -26,7 +26,7 @@ from profiler.models.sampling import draw, probs
 from profiler.models.stack import LayerRunner
 from profiler.sources.exit_record import ExitRecorder
 from profiler.sources.latency import LayerRounds
-from profiler.sources.start_record import Recorder, RecordOptions
+from profiler.sources.start_record import RecordOptions, SourceRecorder
 from traces.acceptance.sampling import GREEDY, Sampling
 from traces.acceptance.trace import Trace
 from traces.errors import DraftsimError
@@ -154,7 +154,7 @@ class SourceDecoder(Emitting, ABC):
         return ROOM
 
     @classmethod
-    def recorder(cls, target: Any, trace: Trace, module: Any, how: RecordOptions) -> Recorder:
+    def recorder(cls, target: Any, trace: Trace, module: Any, how: RecordOptions) -> SourceRecorder:
         """Return what records it along outputs of the model `target`."""
         raise NotImplementedError
 
@@ -324,7 +324,7 @@ class EarlyExitDecoder(ExitDecoder):
     sampled = recorded_sampled = True
 
     @classmethod
-    def recorder(cls, target: Any, trace: Trace, module: Any, how: RecordOptions) -> Recorder:
+    def recorder(cls, target: Any, trace: Trace, module: Any, how: RecordOptions) -> SourceRecorder:
         """Return what records the settings of `how`."""
         gamma = max((s.gamma_max for s in how.settings), default=1)
         runner = LayerRunner(target, ExitRecorder.slots_needed(trace.longest, gamma))
@@ -392,7 +392,7 @@ class KangarooDecoder(ExitDecoder):
     cells = (("adapter", "forward"),)
 
     @classmethod
-    def recorder(cls, target: Any, trace: Trace, module: Any, how: RecordOptions) -> Recorder:
+    def recorder(cls, target: Any, trace: Trace, module: Any, how: RecordOptions) -> SourceRecorder:
         """Return what records its one setting."""
         runner = LayerRunner(target, ExitRecorder.slots_needed(trace.longest, how.tail))
         return ExitRecorder(runner, module, [Kangaroo().setting(how.tail)], (0.0,))

@@ -28,8 +28,8 @@ from profiler.sources.start_record import (
     TOPK,
     FeatureRecorder,
     GrownTrees,
-    Recorder,
     RecordOptions,
+    SourceRecorder,
     TreeRecorder,
 )
 from traces.acceptance.sampling import GREEDY, Sampling
@@ -99,7 +99,7 @@ class OnFeaturesDecoder(SourceDecoder):
         return drafter
 
     @classmethod
-    def recorder(cls, target: Any, trace: Trace, module: Any, how: RecordOptions) -> Recorder:
+    def recorder(cls, target: Any, trace: Trace, module: Any, how: RecordOptions) -> SourceRecorder:
         """Return what records chains from every start."""
         chance = torch.Generator(target.device).manual_seed(how.seed)
         runner = LayerRunner(target, trace.longest)
@@ -265,7 +265,7 @@ class TreeDecoder(OnFeaturesDecoder):
         return GrownTrees(drafter, source.topk or TOPK, source.depth or LAYERS, source.budget)
 
     @classmethod
-    def recorder(cls, target: Any, trace: Trace, module: Any, how: RecordOptions) -> Recorder:
+    def recorder(cls, target: Any, trace: Trace, module: Any, how: RecordOptions) -> SourceRecorder:
         """Return what records trees from every start."""
         return TreeRecorder(LayerRunner(target, trace.longest), module, trace.longest)
 

@@ -19,9 +19,9 @@ from profiler.sources.start_record import (
     CHUNK,
     HeadsRecorder,
     MasksRecorder,
-    Recorder,
     RecordOptions,
     SkipRecorder,
+    SourceRecorder,
     default_skip,
     head_logits,
     kept_layers,
@@ -34,7 +34,7 @@ from traces.replay.calls import HEAD, LAYER, PASS
 from traces.sources.base import Source
 from traces.sources.lookups.sources import proposed
 from traces.sources.lookups.text import Lookup, Proposal
-from traces.sources.starts.sources import HEADS, Heads, LayerSkip, Space
+from traces.sources.starts.sources import HEADS, HeadsSource, LayerSkip, Space
 
 
 class LookupDecoder(SourceDecoder):
@@ -86,10 +86,10 @@ class LookupDecoder(SourceDecoder):
 
 
 class HeadsDecoder(SourceDecoder):
-    """Drafts with parallel heads, of which the first `Heads.k` (None: all) are used."""
+    """Drafts with parallel heads, of which the first `HeadsSource.k` (None: all) are used."""
 
     @classmethod
-    def recorder(cls, target: Any, trace: Trace, module: Any, how: RecordOptions) -> Recorder:
+    def recorder(cls, target: Any, trace: Trace, module: Any, how: RecordOptions) -> SourceRecorder:
         """Return what records all starts in one pass."""
         return HeadsRecorder(LayerRunner(target, trace.longest), module)
 
@@ -102,7 +102,7 @@ class HeadsDecoder(SourceDecoder):
 
     @torch.inference_mode()
     def __init__(
-        self, target: LayerRunner, heads: ParallelHeads, source: Heads, begin: Begin
+        self, target: LayerRunner, heads: ParallelHeads, source: HeadsSource, begin: Begin
     ) -> None:
         super().__init__(target, begin)
         self._target, self._heads = target, heads
@@ -150,7 +150,7 @@ class SpaceDecoder(SourceDecoder):
         return ROOM * (1 + int(cls.module(modules, source).k))
 
     @classmethod
-    def recorder(cls, target: Any, trace: Trace, module: Any, how: RecordOptions) -> Recorder:
+    def recorder(cls, target: Any, trace: Trace, module: Any, how: RecordOptions) -> SourceRecorder:
         """Return what records some starts in a pass."""
         return MasksRecorder(LayerRunner(target, trace.longest + CHUNK * module.k), module)
 
@@ -226,7 +226,7 @@ class LayerSkipDecoder(SourceDecoder):
         """Return None: there is nothing to train."""
 
     @classmethod
-    def recorder(cls, target: Any, trace: Trace, module: Any, how: RecordOptions) -> Recorder:
+    def recorder(cls, target: Any, trace: Trace, module: Any, how: RecordOptions) -> SourceRecorder:
         """Return what records chains from every start."""
         runner = LayerRunner(target, trace.longest + CHUNK * how.offsets)
         return SkipRecorder(runner, None if how.skip is None else list(how.skip), how.offsets)

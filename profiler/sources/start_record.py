@@ -17,7 +17,7 @@ from profiler.features.drafters import FeatureDrafter
 from profiler.features.heads import MaskEmbeddings, ParallelHeads, mask_layout
 from profiler.features.runner import (
     DrafterRunner,
-    Drawn,
+    DrawnDrafts,
     Likeliest,
     Trees,
     check_tree,
@@ -107,7 +107,7 @@ class RecordOptions:
     """Seed of the draws along sampled outputs."""
 
 
-class Recorder(ABC):
+class SourceRecorder(ABC):
     """Records a source along outputs of one target.
 
     ``sampling``: how these outputs were drawn.
@@ -129,7 +129,7 @@ class Recorder(ABC):
 
 
 def record_along(
-    recorder: Recorder, trace: Trace, advance: Callable[[], None] = lambda: None
+    recorder: SourceRecorder, trace: Trace, advance: Callable[[], None] = lambda: None
 ) -> Any:
     """Return the recording of a source along the outputs of `trace`; `advance` after each request.
 
@@ -156,7 +156,7 @@ def _merged(parts: Sequence[Rows]) -> Rows:
     return {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
 
 
-class StartRecorder(Recorder):
+class StartRecorder(SourceRecorder):
     """Drafts from every start of one output."""
 
     offsets: int
@@ -333,7 +333,7 @@ class FeatureRecorder(StartRecorder):
         turns = drafter.modules_in_turn
         self.drafter, self.offsets = drafter, turns if turns > 1 else offsets
         self._runner = DrafterRunner(drafter, longest + CHUNK * self.offsets)
-        self._likeliest: Likeliest | Drawn = Likeliest(drafter)
+        self._likeliest: Likeliest | DrawnDrafts = Likeliest(drafter)
 
     def meta(self) -> dict[str, Any]:
         return {"kind": self.drafter.kind, "modules": self.drafter.modules_in_turn}
@@ -355,7 +355,7 @@ class FeatureRecorder(StartRecorder):
         else:
             logits, features = self.target.forward_with_states(path, 0, depths)
             drawn_from = probs(logits[prompt.shape[0] - 1 :], self.sampling)
-            pick = Drawn(self.drafter, output, drawn_from, self.sampling, self._generator)
+            pick = DrawnDrafts(self.drafter, output, drawn_from, self.sampling, self._generator)
         fused = self.drafter.fuse(features[: path.shape[0] - 1])
         first = int(prompt.shape[0]) - 1  # entry from which start 1 drafts
         entries = int(fused.shape[0])
@@ -458,7 +458,7 @@ class GrownTrees:
         return str(self.drafter.kind)
 
 
-class TreeRecorder(Recorder):
+class TreeRecorder(SourceRecorder):
     """Trees from every start, as the real decoder grows them.
 
     ``longest``: tokens of the longest path.

@@ -38,7 +38,7 @@ import torch
 from profiler.features.heads import MODULES
 from profiler.fetched.places import cache, fetched
 from profiler.smollm2 import NAME, STORED
-from profiler.train.smollm2 import SHARDS, STEPS, Work, measure_all
+from profiler.train.smollm2 import SHARDS, STEPS, Training, measure_all
 from profiler.train.stored import write_folder
 from traces.errors import DraftsimError
 
@@ -66,7 +66,7 @@ def train_smollm2(given: argparse.Namespace) -> None:
         stored = given.out / f"{given.drafter}.safetensors"
         write_folder(stored, fetched(NAME), given.out / f"{NAME}-{given.drafter}")
     else:
-        STEPS[given.step](Work(fetched(NAME), given.work, given.out, given.shards))
+        STEPS[given.step](Training(fetched(NAME), given.work, given.out, given.shards))
 
 
 def train_heads(given: argparse.Namespace) -> None:

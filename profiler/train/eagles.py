@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
 from profiler import features as on_features
-from profiler.features import Eagle, Eagle3, FeatureDrafter, Mtp, ParallelEagle3
+from profiler.features import Eagle3, EagleDrafter, FeatureDrafter, Mtp, ParallelEagle3
 from profiler.train.candidates import Candidates, soft_loss
 from profiler.train.chats import Batch, Chats
 
@@ -85,13 +85,13 @@ def new_eagle3(
     return drafter
 
 
-def new_eagle(target: Any, chats: Chats) -> Eagle:
+def new_eagle(target: Any, chats: Chats) -> EagleDrafter:
     """Return an EAGLE drafter that begins as a linear guess of the target's next final state.
 
     ``fc`` starts as the ridge regression of that state from the token read and the state before
     it, which alone gives 0.31 of first tokens right; the layer adds nothing yet.
     """
-    drafter = Eagle(on_features.layer_config(target.config))
+    drafter = EagleDrafter(on_features.layer_config(target.config))
     drafter.attach(target)
     places = _pairs(chats)
     embedding = target.get_input_embeddings().weight.detach()

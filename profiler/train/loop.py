@@ -18,7 +18,7 @@ from traces.errors import DraftsimError
 
 
 @dataclass(frozen=True)
-class Plan:
+class TrainingPlan:
     """A training plan: optimiser steps, batches of up to `tokens` tokens, and learning rates."""
 
     steps: int
@@ -105,7 +105,7 @@ def within(seconds: float, values: Iterable[Tensor]) -> list[float]:
 
 
 def fit(
-    module: nn.Module, loss: Loss, chats: Chats, plan: Plan, kept: Path
+    module: nn.Module, loss: Loss, chats: Chats, plan: TrainingPlan, kept: Path
 ) -> list[dict[str, Any]]:
     """Train `module` in place; return the curve, one row every `report_every` steps.
 
@@ -161,7 +161,9 @@ def fit(
 
 
 @torch.no_grad()
-def held_out_agreement(loss: Loss, chats: Chats, plan: Plan, batches: int = 2) -> list[float]:
+def held_out_agreement(
+    loss: Loss, chats: Chats, plan: TrainingPlan, batches: int = 2
+) -> list[float]:
     """Return the agreement by offset over some batches of chats that training does not see."""
     order = islice(chats.order(chats.held_out, 0, plan.tokens), batches)
     with torch.autocast("cpu", torch.bfloat16):

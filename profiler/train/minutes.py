@@ -17,7 +17,7 @@ import torch
 import transformers
 from torch import Tensor
 
-from profiler.models.architectures import Architecture
+from profiler.models.architectures import DecoderShape
 from profiler.models.loading import Pair, describe_model
 from profiler.prompts import Prompt
 from profiler.train.documents import CATEGORIES, Document, load_documents, stable_hash
@@ -26,7 +26,7 @@ from profiler.train.pair_prompts import Known, cuts
 
 ROW_TOKENS = 512
 BATCH_TOKENS = 32_768
-TARGET = Architecture(
+TARGET = DecoderShape(
     "trained-12", "trained by profiler.suite", 768, 2048, 12, 12, 12, VOCABULARY, 1024, tied=True
 )
 DRAFT = replace(TARGET, name="trained-3", layers=3)
@@ -195,6 +195,6 @@ def lowered(model: Any, dtype: torch.dtype) -> Any:
     return model.eval()
 
 
-def _small(shape: Architecture) -> Architecture:
+def _small(shape: DecoderShape) -> DecoderShape:
     layers = 2 if shape.layers > 3 else 1
     return replace(shape, hidden_size=32, intermediate_size=64, heads=2, kv_heads=2, layers=layers)

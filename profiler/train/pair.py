@@ -134,7 +134,7 @@ def token_line(documents: Sequence[Document], tokenizer: PreTrainedTokenizerFast
     return torch.from_numpy(np.concatenate(parts))
 
 
-class Stream:
+class DocumentBatches:
     """Batches of a line of documents (`token_line`)."""
 
     def __init__(self, documents: Sequence[Document], tokenizer: PreTrainedTokenizerFast) -> None:
@@ -225,7 +225,7 @@ def unlikelihood(logits: Tensor, rows: Tensor, repeated: Tensor) -> Tensor:
 
 def train(
     model: LlamaForCausalLM,
-    stream: Stream,
+    stream: DocumentBatches,
     stage: Stage,
     teacher: LlamaForCausalLM | None = None,
 ) -> float:
@@ -264,7 +264,7 @@ def make_pair(out: Path, shrink: int = 1) -> None:
     console = Console()
     documents, held_out = load_documents()
     tokenizer = train_tokenizer(documents)
-    stream = Stream(documents, tokenizer)
+    stream = DocumentBatches(documents, tokenizer)
     console.print(f"{len(documents)} documents, {len(stream.ids)} tokens, {len(held_out)} held out")
     torch.manual_seed(0)
 

@@ -20,7 +20,7 @@ from scipy.stats import kruskal
 from transformers import DynamicCache, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from profiler.train.documents import CATEGORIES, Document, load_documents, stable_hash
-from profiler.train.pair import Stream, load
+from profiler.train.pair import DocumentBatches, load
 from traces.store.text import json_lines
 
 MAX_NEW_TOKENS = 128  # limit of a greedy continuation when prompts are picked or measured
@@ -222,7 +222,7 @@ def measure_pair(out: Path) -> None:
         )
     told = kruskal(*([row[0] for row in rows] for rows in table.values())).pvalue
     print(f"chance of such differences in agreement between like categories: {told:.3f}")
-    stream = Stream(load_documents()[1], tokenizer)
+    stream = DocumentBatches(load_documents()[1], tokenizer)
     tokens = torch.cat([stream.batch(512, torch.Generator().manual_seed(i)) for i in range(8)])
     for label, model in (("target", target), ("draft", draft)):
         logits = model(input_ids=tokens[:, :-1]).logits.flatten(0, 1)

@@ -46,7 +46,7 @@ from profiler.train.heads import (
     new_parallel_heads,
     train_masks,
 )
-from profiler.train.loop import Plan, fit
+from profiler.train.loop import TrainingPlan, fit
 from profiler.train.stored import feature_drafter, read_stored, store_draft, store_drafter
 from traces.acceptance.trace import MATCH, Request, Trace
 from traces.store.files import read_trace
@@ -61,17 +61,17 @@ UNROLLED = 2  # drafted tokens a training step looks ahead
 AT_ONCE = 4  # of the drafter that drafts them in one pass
 MODULES = 3  # of MTP in turn
 PLANS = {
-    "draft": Plan(steps=1700, tokens=2048),
-    "eagle3": Plan(steps=1100, tokens=2048),
-    "parallel": Plan(steps=400, tokens=2048, muon_rate=0.004),
-    "mtp": Plan(steps=500, tokens=2048, muon_rate=0.004, adam_rate=5e-4),
-    "mtp3": Plan(steps=150, tokens=2048, muon_rate=0.004, adam_rate=5e-4),
-    "eagle": Plan(steps=250, tokens=2048, muon_rate=0.004, adam_rate=5e-4),
-    "heads": Plan(steps=120, tokens=2048),
+    "draft": TrainingPlan(steps=1700, tokens=2048),
+    "eagle3": TrainingPlan(steps=1100, tokens=2048),
+    "parallel": TrainingPlan(steps=400, tokens=2048, muon_rate=0.004),
+    "mtp": TrainingPlan(steps=500, tokens=2048, muon_rate=0.004, adam_rate=5e-4),
+    "mtp3": TrainingPlan(steps=150, tokens=2048, muon_rate=0.004, adam_rate=5e-4),
+    "eagle": TrainingPlan(steps=250, tokens=2048, muon_rate=0.004, adam_rate=5e-4),
+    "heads": TrainingPlan(steps=120, tokens=2048),
 }
 
 
-class Work:
+class Training:
     """The target and the folders, which all training runs share; a method for each run."""
 
     def __init__(self, target: Path, work: Path, out: Path, shards: int = SHARDS) -> None:
@@ -286,8 +286,9 @@ def measure_all(path: Path, out: Path, limit: int | None) -> None:
     (out / "measured.json").write_text(json.dumps(found, indent=1) + "\n")
 
 
-STEPS: Mapping[str, Callable[[Work], None]] = {
-    "text": Work.text, "draft": Work.draft, "eagle3": Work.eagle3, "eagle": Work.eagle,
-    "parallel": Work.parallel, "mtp": Work.mtp, "mtp3": Work.mtp3, "heads": Work.heads,
-    "space": Work.space,
+STEPS: Mapping[str, Callable[[Training], None]] = {
+    "text": Training.text, "draft": Training.draft, "eagle3": Training.eagle3,
+    "eagle": Training.eagle, "parallel": Training.parallel, "mtp": Training.mtp,
+    "mtp3": Training.mtp3, "heads": Training.heads,
+    "space": Training.space,
 }  # fmt: skip

@@ -21,8 +21,8 @@ from transformers import LlamaForCausalLM
 
 from policies.json_text import parse_json
 from profiler.features import (
-    Eagle,
     Eagle3,
+    EagleDrafter,
     FeatureDrafter,
     Mtp,
     ParallelEagle3,
@@ -106,7 +106,7 @@ def feature_drafter(
     elif settings["kind"] == Mtp.kind:
         made = Mtp(config, settings["modules"])
     else:
-        made = Eagle(config)
+        made = EagleDrafter(config)
     made.load_state_dict(own)
     return made.attach(target).eval()
 

@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from simulator.aggregate.hazard import Interval
-from simulator.aggregate.server import Server, ServerRun, interval_of
+from simulator.aggregate.server import ServerFit, ServerRun, interval_of
 
 Floats = npt.NDArray[np.float64]
 
@@ -82,14 +82,14 @@ def draft_lengths(runs: Sequence[ServerRun]) -> list[int]:
     return list(range(max(longest, min(longest + 1, LONGEST)) + 1))
 
 
-def usual(server: Server) -> tuple[float, float]:
+def usual(server: ServerFit) -> tuple[float, float]:
     """Return the mean context, and prompt tokens per output token (NaN if unknown), of the runs."""
     runs = server.runs
     return float(np.mean([run.held for run in runs])), float(np.mean([run.prompts for run in runs]))
 
 
 def predicted(
-    server: Server, loads: Iterable[tuple[int, int, float]], level: float = 0.8
+    server: ServerFit, loads: Iterable[tuple[int, int, float]], level: float = 0.8
 ) -> list[PredictedSpeed]:
     """Return speeds at some loads (batch, k, context), with intervals for a further run."""
     _, prompts = usual(server)
@@ -103,7 +103,7 @@ def predicted(
 
 
 def choices(
-    server: Server,
+    server: ServerFit,
     batches: Sequence[int] | None = None,
     lengths: Sequence[int] | None = None,
     level: float = 0.8,
@@ -179,7 +179,7 @@ def informative(
     return mean_variance(spread), chosen(spread)
 
 
-def next_runs(server: Server, count: int = 2) -> list[Suggestion]:
+def next_runs(server: ServerFit, count: int = 2) -> list[Suggestion]:
     """Return the `count` runs that narrow the predicted speedups most, the first one first."""
     runs = server.runs
     context, prompts = usual(server)
@@ -197,7 +197,7 @@ def next_runs(server: Server, count: int = 2) -> list[Suggestion]:
     return [Suggestion(*loads[run.place], run.gained / before) for run in islice(chosen, count)]
 
 
-def next_run(server: Server) -> Suggestion:
+def next_run(server: ServerFit) -> Suggestion:
     """Return the run that narrows the predicted speedups most."""
     return next_runs(server, 1)[0]
 

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import pandas as pd
 
 from policies.json_text import JSONError, parse_json
-from simulator.aggregate.server import Load, Server, ServerRun
+from simulator.aggregate.server import ServerFit, ServerLoads, ServerRun
 from traces.errors import DraftsimError
 from traces.latency.schema import CELL_COLUMNS
 from traces.latency.table import ANY_CONTEXT, LatencyTable
@@ -154,7 +154,7 @@ def _number(where: str, name: str, value: Any) -> float:
     return number
 
 
-def latency_table(server: Server, model: str | None = None) -> LatencyTable:
+def latency_table(server: ServerFit, model: str | None = None) -> LatencyTable:
     """Return passes of target and draft, and prompts, over the loads that the runs span.
 
     The cells are the costs that `calibrate` prints and predicts with.  A round's first draft pass
@@ -179,7 +179,7 @@ def latency_table(server: Server, model: str | None = None) -> LatencyTable:
         first = extra + each * (1 if passes is None else passes)
         for context in contexts:
             for width in range(1, longest + 2):
-                load = Load(batch, width - 1, context, prompts=0.0)
+                load = ServerLoads(batch, width - 1, context, prompts=0.0)
                 speculating = extra + each * (width - 1 if passes is None else passes)
                 seconds = float(server.step_s(load, 1.0)[0]) - (width > 1) * speculating
                 cell("target", "forward", batch, width, context, seconds)

@@ -289,7 +289,7 @@ class ServerRun:
 
 
 @dataclass(frozen=True)
-class Load:
+class ServerLoads:
     """Loads to predict: arrays that broadcast, with the fields of `ServerRun`.
 
     If `prompts` is NaN, the runs' own prompt tokens per output token are used.
@@ -321,7 +321,7 @@ def passes_of(drafted: float, k: int) -> float:
 
 
 def step_s(
-    values: Mapping[str, Floats], load: Load, emitted: npt.ArrayLike, passes: int | None,
+    values: Mapping[str, Floats], load: ServerLoads, emitted: npt.ArrayLike, passes: int | None,
     target: Target = ANY_TARGET,
 ) -> Floats:  # fmt: skip
     """Return seconds of a step, (draws, loads).
@@ -350,7 +350,7 @@ def step_s(
 
 
 @dataclass(frozen=True)
-class Server:
+class ServerFit:
     """Costs and acceptance that agree with a server's runs."""
 
     runs: Sequence[ServerRun]
@@ -380,7 +380,7 @@ class Server:
         runs = self.runs
         batches, longest = {run.batch for run in runs}, max(run.k for run in runs)
         loads = list(product(sorted(batches), range(longest + 1)))
-        load = Load(
+        load = ServerLoads(
             [batch for batch, _ in loads], [k for _, k in loads],
             float(np.mean([run.held for run in runs])), float(np.mean([r.prompts for r in runs])),
         )  # fmt: skip
@@ -443,12 +443,12 @@ class Server:
         """Tokens from which reading prompts computes longer than it reads weights."""
         return MATRIX_KNEE if self.target.vectors else self.central["knee"]
 
-    def step_s(self, load: Load, emitted: npt.ArrayLike) -> Floats:
+    def step_s(self, load: ServerLoads, emitted: npt.ArrayLike) -> Floats:
         """Return seconds of a step with the central costs, (loads,)."""
         values = {name: np.array([[value]]) for name, value in self.central.items()}
         return np.asarray(step_s(values, load, emitted, self.passes, self.target)[0])
 
-    def at_acceptance(self, survival: Sequence[float]) -> Server:
+    def at_acceptance(self, survival: Sequence[float]) -> ServerFit:
         """Return the same costs with another acceptance: that of another workload or drafter.
 
         ``survival``: chances that the first 1, 2, ... drafted tokens are all accepted.
@@ -503,7 +503,7 @@ class Server:
         ``like`` is a run whose drafts stop early, which gives acceptance and draft passes.
         """
         emitted = self.emitted(k)
-        load = Load(batch, k, context, prompts)
+        load = ServerLoads(batch, k, context, prompts)
         if like is not None:
             if like.round_tokens is not None:
                 emitted = np.full(len(self.draws), like.round_tokens)
@@ -535,7 +535,7 @@ def calibrate(
     noise: float | None = None,
     without: Collection[str] = (),
     target: Target = ANY_TARGET,
-) -> Server:
+) -> ServerFit:
     """Return the costs that agree with a server's runs, from as few as one.
 
     Parameters
@@ -567,7 +567,7 @@ def calibrate(
     for run in runs:
         for place, total in enumerate(np.cumsum(run.accepted), 1):
             curve.setdefault(place, 1.0 + float(total))
-    load = Load(
+    load = ServerLoads(
         [run.batch for run in runs], [run.k for run in runs], [run.held for run in runs],
         [run.prompts for run in runs], [run.verified for run in runs],
         [run.draft_passes for run in runs],
@@ -597,7 +597,7 @@ def calibrate(
     costs = {**{name: target.prior(name) for name in COSTS}, "misfit": MISFIT}
     priors = {**_priors(costs), **HAZARD, **_priors(target.costs)}
     draws = draws_of(priors, likelihood)
-    return Server(tuple(runs), passes, scale, draws, known, left_out, target)
+    return ServerFit(tuple(runs), passes, scale, draws, known, left_out, target)
 
 
 def _priors(costs: Mapping[str, Cost]) -> dict[str, Prior]:

@@ -201,7 +201,7 @@ class Reach(NamedTuple):
     """A pass over several tokens."""
 
 
-class Bounds(NamedTuple):
+class TableBounds(NamedTuple):
     """A latency table with every cost at its upper, and at its lower bound."""
 
     dear: LatencyTable
@@ -221,7 +221,7 @@ def reach_of(latency: LatencyTable) -> Reach | None:
     return Reach(float(note["draft_within"]), float(note["verify_within"]))
 
 
-def bounds_of(latency: LatencyTable) -> Bounds | None:
+def bounds_of(latency: LatencyTable) -> TableBounds | None:
     """Return `latency` with drafting and wide passes slower, and faster, by their factors.
 
     The target's passes over one token do not change, because their error cancels in a speedup.  A
@@ -237,14 +237,14 @@ def bounds_of(latency: LatencyTable) -> Bounds | None:
         alone = operators_alone(latency)
         if alone is None:
             return None
-        found = _bounds[latency] = Bounds(latency, _uncovered(latency, alone))
+        found = _bounds[latency] = TableBounds(latency, _uncovered(latency, alone))
     else:
         dear, cheap = Reach(*how), Reach(1 / how.draft, 1 / how.verify)
-        found = _bounds[latency] = Bounds(_shaded(latency, *dear), _shaded(latency, *cheap))
+        found = _bounds[latency] = TableBounds(_shaded(latency, *dear), _shaded(latency, *cheap))
     return found
 
 
-_bounds: WeakKeyDictionary[LatencyTable, Bounds] = WeakKeyDictionary()
+_bounds: WeakKeyDictionary[LatencyTable, TableBounds] = WeakKeyDictionary()
 
 
 def _uncovered(latency: LatencyTable, alone: LatencyTable) -> LatencyTable:

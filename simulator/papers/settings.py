@@ -43,7 +43,7 @@ EAGER = "published in eager transformers, ours in CUDA graphs"
 OTHER_PAIR = "acceptance is the recording's, of another pair"
 
 
-class Pair(NamedTuple):
+class PaperPair(NamedTuple):
     """A target and draft of GammaTune's tables, on its H100."""
 
     label: str
@@ -55,11 +55,11 @@ class Pair(NamedTuple):
 
 
 GAMMATUNE_PAIRS = (
-    Pair("Vicuna-7B + 68M, H100", "h100/vicuna-7b+vicuna-68m", "lmsys/vicuna-7b-v1.5",
+    PaperPair("Vicuna-7B + 68M, H100", "h100/vicuna-7b+vicuna-68m", "lmsys/vicuna-7b-v1.5",
          "double7/vicuna-68m", "vicuna7b_68m_mean", EAGER),
-    Pair("Vicuna-13B + 160M, H100", "h100/vicuna-13b+vicuna-160m", "lmsys/vicuna-13b-v1.5",
+    PaperPair("Vicuna-13B + 160M, H100", "h100/vicuna-13b+vicuna-160m", "lmsys/vicuna-13b-v1.5",
          "double7/vicuna-160m", "vicuna13b_160m_mean", EAGER),
-    Pair("Llama-3.1-70B + 8B, four H100", "h100/llama-3.1-70b@tp4+llama-3.1-8b",
+    PaperPair("Llama-3.1-70B + 8B, four H100", "h100/llama-3.1-70b@tp4+llama-3.1-8b",
          "meta-llama/Llama-3.1-70B", "meta-llama/Llama-3.1-8B", "llama70b_8b_mean",
          "published of a quantised 70B on one GPU, of which no kernel explains the 925 ms"),
 )  # fmt: skip

@@ -331,7 +331,7 @@ FEW = 6
 """Names that a line on what is left out still lists."""
 
 
-class Drawn(NamedTuple):
+class WrittenPlots(NamedTuple):
     """Plots that were written."""
 
     paths: list[Path]
@@ -349,7 +349,7 @@ def save_all(
     trace: Trace, latency: LatencyTable, logs: Sequence[RoundLog], folder: Path,
     validation: pd.DataFrame | None = None, systems: Sequence[RoundLog] = (),
     texts: Sequence[str] | None = None, title: str = "",
-) -> Drawn:  # fmt: skip
+) -> WrittenPlots:  # fmt: skip
     """Draw everything a recording shows into `folder`.
 
     ``logs`` are of the draft model; ``systems``, with their own drafts or rules, are added to plots
@@ -406,4 +406,4 @@ def save_all(
         save_all_kinds(figure, folder / f"{name}.png", label, title)
         for name, figure in figures.items()
     ]
-    return Drawn(paths, said)
+    return WrittenPlots(paths, said)

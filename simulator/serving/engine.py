@@ -17,7 +17,7 @@ from policies.rules.base import VerifyRule
 from policies.together import Together
 from simulator.serving.arrivals import Job
 from simulator.serving.cost import Chunk, EngineCost, Seconds
-from simulator.serving.outcome.metrics import Recorder
+from simulator.serving.outcome.metrics import RunRecorder
 from simulator.serving.outcome.timeline import Timeline
 from simulator.serving.passes import Coverage
 from simulator.serving.scheduler import Iteration, Scheduler
@@ -28,7 +28,7 @@ from traces.errors import DraftsimError
 
 
 @dataclass(eq=False)
-class Engine(Replica):
+class EventEngine(Replica):
     """One model replica: a scheduler, a policy's rounds, and what they cost."""
 
     env: SimulatedClock
@@ -37,7 +37,7 @@ class Engine(Replica):
     scheduler: Scheduler
     together: Together
     cost: EngineCost
-    recorder: Recorder
+    recorder: RunRecorder
     timeline: Timeline | None = None
     rule: VerifyRule | None = None
 

@@ -17,7 +17,7 @@ import simpy
 
 from policies.core import DraftPolicy, Round, drafting
 from simulator.serving.arrivals import Job
-from simulator.serving.outcome.metrics import Recorder
+from simulator.serving.outcome.metrics import RunRecorder
 from simulator.serving.outcome.timeline import Timeline
 from simulator.serving.passes import Coverage, PassReader
 from simulator.serving.sequence import EngineState, ServedSequence, Slot
@@ -66,7 +66,7 @@ class Overlapped(Replica):
         policy: DraftPolicy,
         latency: LatencyTable,
         lookahead: int,
-        recorder: Recorder,
+        recorder: RunRecorder,
         devices: Devices,
         timeline: Timeline | None = None,
     ) -> None:

@@ -21,8 +21,8 @@ from simulator.pricing import HostCost
 from simulator.serving.arrivals import Job
 from simulator.serving.compiled.engine import CompiledServing, ServedLoad
 from simulator.serving.cost import EngineCost
-from simulator.serving.engine import Engine
-from simulator.serving.outcome.metrics import Recorder, joined_recorders
+from simulator.serving.engine import EventEngine
+from simulator.serving.outcome.metrics import RunRecorder, joined_recorders
 from simulator.serving.outcome.report import Run, ServeResult, joined_runs
 from simulator.serving.outcome.timeline import Timeline
 from simulator.serving.overlap import Dsi, Overlapped, Pearl
@@ -110,7 +110,7 @@ class Station:
     rule: VerifyRule | None
     by_iteration: bool
     advance: Callable[[int], None]
-    audit: Callable[[Engine], None] | None
+    audit: Callable[[EventEngine], None] | None
 
     def __post_init__(self) -> None:
         check_mode(self.trace, self.latency, self.policy, self.scenario, self.rule)
@@ -175,7 +175,7 @@ class Station:
         )  # fmt: skip
         engines = [
             self._engine(
-                env, source, Recorder(self.skip, self.expected, replica=number),
+                env, source, RunRecorder(self.skip, self.expected, replica=number),
                 timeline if number == 0 else None,
             )
             for number in replicas
@@ -194,11 +194,11 @@ class Station:
             env.run(until=ended | env.timeout(scenario.max_time_s))
         for engine in engines:
             engine.recorder.enter(env.now, 0)
-            if isinstance(engine, Engine):
+            if isinstance(engine, EventEngine):
                 engine.recorder.length_changes = engine.together.changes
                 if self.audit is not None:
                     self.audit(engine)
-        costs = [engine.cost.unpriced for engine in engines if isinstance(engine, Engine)]
+        costs = [engine.cost.unpriced for engine in engines if isinstance(engine, EventEngine)]
         return ServedLoad(
             [engine.recorder for engine in engines], [c for e in engines for c in e.coverage],
             costs[0] if costs else [], env.now,
@@ -207,7 +207,7 @@ class Station:
         )  # fmt: skip
 
     def _engine(
-        self, env: SimulatedClock, source: RequestSource, recorder: Recorder,
+        self, env: SimulatedClock, source: RequestSource, recorder: RunRecorder,
         timeline: Timeline | None,
     ) -> Replica:  # fmt: skip
         trace, latency, scenario, policy = self.trace, self.latency, self.scenario, self.policy
@@ -221,7 +221,7 @@ class Station:
             latency, bool(policy.reads), self.lookahead > 0 or scenario.drafter_loaded,
             scenario.passes,
         )  # fmt: skip
-        return Engine(
+        return EventEngine(
             env, trace, source, kind(scenario.limits, self.lookahead),
             _together(policy, scenario.mode), cost, recorder, timeline,
             prepared_rule(self.rule, trace),
@@ -301,7 +301,7 @@ def lookahead_of(policy: Policy, trace: Trace) -> int:
 def simulate(
     trace: Trace, latency: LatencyTable, policy: Policy, scenario: Scenario, *,
     name: str | None = None, rule: VerifyRule | None = None, replication: int = 0,
-    timeline: Timeline | None = None, audit: Callable[[Engine], None] | None = None,
+    timeline: Timeline | None = None, audit: Callable[[EventEngine], None] | None = None,
     advance: Callable[[int], None] = lambda _: None, by_iteration: bool = False,
     only: Sequence[int] | None = None,
 ) -> Run:  # fmt: skip

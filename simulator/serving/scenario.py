@@ -46,7 +46,7 @@ class Scenario:
         True if the engine runs with its drafter under a policy that never drafts, too: it then
         pays for what the drafter runs along.  By default such a policy has an engine without one.
     warmup:
-        Share of the requests, the first to arrive, that statistics leave out (`Recorder`).
+        Share of the requests, the first to arrive, that statistics leave out (`RunRecorder`).
     max_time_s:
         Simulated seconds after which a run stops; its status says so.
     ttft_target_s, tpot_target_s:

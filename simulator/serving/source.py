@@ -11,7 +11,7 @@ import simpy
 from simpy.events import NORMAL
 
 from simulator.serving.arrivals import Job
-from simulator.serving.outcome.metrics import Recorder
+from simulator.serving.outcome.metrics import RunRecorder
 from simulator.serving.passes import Coverage
 from simulator.serving.sequence import Slot
 
@@ -160,7 +160,7 @@ class Replica(ABC):
     """A server with a queue of its own: alone, or one of a fleet's."""
 
     env: SimulatedClock
-    recorder: Recorder
+    recorder: RunRecorder
     _wakeup: simpy.Event | None = None
 
     @abstractmethod

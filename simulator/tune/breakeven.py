@@ -23,7 +23,7 @@ from simulator.aggregate.acceptance import iid_mean
 from simulator.aggregate.advice import informative
 from simulator.aggregate.hazard import HAZARD, Interval
 from simulator.aggregate.positions import Positions
-from simulator.aggregate.server import COSTS, MISFIT, Server, ServerRun, interval_of
+from simulator.aggregate.server import COSTS, MISFIT, ServerFit, ServerRun, interval_of
 from simulator.tune.formats import CONTEXT_END
 from simulator.tune.vllm import table_rows
 from traces.errors import DraftsimError
@@ -80,7 +80,10 @@ def priced_surface(
 
 
 def measured_surface(
-    server: Server, acceptance: Positions | None, loads: Sequence[SurfaceCell], level: float = 0.8
+    server: ServerFit,
+    acceptance: Positions | None,
+    loads: Sequence[SurfaceCell],
+    level: float = 0.8,
 ) -> pd.DataFrame:
     """Return the surface of a server calibrated from its runs.
 
@@ -199,7 +202,7 @@ class PlannedRun(NamedTuple):
 
 
 def plan(
-    loads: Sequence[SurfaceCell], acceptance: Positions, server: Server | None = None,
+    loads: Sequence[SurfaceCell], acceptance: Positions, server: ServerFit | None = None,
     passes: int | None = None, exact: float = EXACT, most: int = MOST_RUNS,
 ) -> list[PlannedRun]:  # fmt: skip
     """Return the runs that determine the surface, the most informative first.
@@ -228,13 +231,13 @@ def plan(
     return runs
 
 
-def _prior_server() -> Server:
+def _prior_server() -> ServerFit:
     """Return servers as the priors have them, none of them measured."""
     random = np.random.default_rng(0)
     priors = [(math.log(c.median), c.spread) for c in (*COSTS.values(), MISFIT)]
     priors += [(p.mean, p.spread) for p in HAZARD.values()]
     draws = [mean + spread * random.standard_normal(DRAWS) for mean, spread in priors]
-    return Server((ServerRun(1, 0, 1.0, prompt=1.0, answer=1.0),), None, 1.0, np.stack(draws, 1))
+    return ServerFit((ServerRun(1, 0, 1.0, prompt=1.0, answer=1.0),), None, 1.0, np.stack(draws, 1))
 
 
 def run_lines(

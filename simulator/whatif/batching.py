@@ -37,7 +37,7 @@ Bools = npt.NDArray[np.bool_]
 FEWEST_STEPS = 200
 
 
-class Steps(NamedTuple):
+class BatchSteps(NamedTuple):
     """Steps of a batch, arrays of shape (steps,): those of one sample of prompts after another."""
 
     batch: int
@@ -65,7 +65,7 @@ class Steps(NamedTuple):
     """Index of the request that each slot runs, shape (steps, batch)."""
 
 
-def in_steps(log: RoundLog, batch: int, rngs: Sequence[np.random.Generator]) -> Steps:
+def in_steps(log: RoundLog, batch: int, rngs: Sequence[np.random.Generator]) -> BatchSteps:
     """Return steps of `batch` slots, a sample per generator.
 
     Each draws requests with replacement, so that steps vary with them.
@@ -85,7 +85,7 @@ def in_steps(log: RoundLog, batch: int, rngs: Sequence[np.random.Generator]) -> 
     samples = [_summed(log, context, _dealt(bounds, batch, rng)) for rng in rngs]
     counts = [len(emitted) for emitted, *_ in samples]
     columns = (np.concatenate(column) for column in zip(*samples, strict=True))
-    return Steps._make([batch, bool(log.reads), np.cumsum(counts) - counts, *columns])
+    return BatchSteps._make([batch, bool(log.reads), np.cumsum(counts) - counts, *columns])
 
 
 def _dealt(bounds: Ints, batch: int, rng: np.random.Generator) -> Ints:
@@ -110,7 +110,7 @@ def _dealt(bounds: Ints, batch: int, rng: np.random.Generator) -> Ints:
 
 
 def _summed(log: RoundLog, context: Ints, index: Ints) -> tuple[Any, ...]:
-    """Return columns of `Steps` of the dealt rounds, from ``emitted`` on."""
+    """Return columns of `BatchSteps` of the dealt rounds, from ``emitted`` on."""
     rounds = log.rounds[index]
     forwards = rounds["draft_forwards"].astype(np.int64)
     drafting, held = forwards > 0, context[index]
@@ -131,7 +131,7 @@ class StepCosts(NamedTuple):
     passes: PassCount
 
 
-def step_costs(steps: Steps, latency: LatencyTable, context: float | None = None) -> StepCosts:
+def step_costs(steps: BatchSteps, latency: LatencyTable, context: float | None = None) -> StepCosts:
     """Return costs of every step; `context` replaces the recorded one."""
     batch, held, seen = steps.batch, steps.context, steps.draft_context
     if context is not None:

@@ -306,7 +306,7 @@ def _smoothed(
     return result
 
 
-class _Found(NamedTuple):
+class _FoundRate(NamedTuple):
     rate: float
     achieved: float
     history: tuple[float, ...]
@@ -314,7 +314,7 @@ class _Found(NamedTuple):
 
 def _best_rate(
     trace: Trace, latency: LatencyTable, rule: RateOptimal, batch: int, rate: float
-) -> _Found:
+) -> _FoundRate:
     """Return the fixed point, from plain decoding's `rate` on, or a fraction of it that does
     better.
     """
@@ -335,7 +335,7 @@ def _best_rate(
         tried |= zip(others, achieved(*others), strict=True)
     most = max(tried.values())
     best = rate if tried[rate] >= most * (1 - TOLERANCE) else max(tried, key=lambda r: tried[r])
-    return _Found(best, tried[best], tuple(history))
+    return _FoundRate(best, tried[best], tuple(history))
 
 
 def _achieved(

@@ -24,7 +24,7 @@ _FEWEST_AT_RISK = 20
 """Hazards seen fewer times than this are pooled with all longer ones."""
 
 
-class Runs(NamedTuple):
+class MatchRuns(NamedTuple):
     """Runs of matches, each from a position after a mismatch, unknown or beginning."""
 
     lengths: Ints
@@ -35,7 +35,7 @@ class Runs(NamedTuple):
     """Index into `Trace.on_path` of the position after the run (perhaps the next request's)."""
 
 
-def runs(trace: Trace) -> Runs:
+def runs(trace: Trace) -> MatchRuns:
     """Return every run of the trace, in order; an unrecorded match ends one as censored."""
     match = trace.columns["match"][trace.on_path]
     bounds = trace.request_starts
@@ -47,7 +47,7 @@ def runs(trace: Trace) -> Runs:
     ends = starts + lengths
     inside = ends < bounds[np.searchsorted(bounds, starts, side="right")]
     rejected = inside & ~trace.open_ended[starts]
-    return Runs(lengths, rejected, ends)
+    return MatchRuns(lengths, rejected, ends)
 
 
 @dataclass(frozen=True, eq=False)

@@ -35,7 +35,7 @@ class Turn(NamedTuple):
     wall_s: float
 
 
-class Eagle:
+class EagleLog:
     """EAGLE's ``*.jsonl`` answers."""
 
     name = "eagle"

@@ -198,7 +198,7 @@ LAUNCHED = ("norm", "final_norm", "rope")
 """Operators that the older profiler timed launch by launch."""
 
 
-class Read(NamedTuple):
+class ReadFile(NamedTuple):
     """A file's rows, and where they were timed."""
 
     file: Path
@@ -264,17 +264,17 @@ class LLMServingSim:
                     f"{', '.join(name for name, _, _ in KINDS)}"
                 )
             device, model, shared = place_of(file, options)
-            read = Read(file, frame, device, model, shared or 1)
+            read = ReadFile(file, frame, device, model, shared or 1)
             tables.append(joined([OperatorTable(kind(read), {"files": [file.name]})]))
         return joined(tables)
 
 
-def _dense(read: Read) -> pd.DataFrame:
+def _dense(read: ReadFile) -> pd.DataFrame:
     by = "tokens" if "tokens" in read.frame else "sequences"
     return _named(read, "layer", DENSE, read.column(by), read.column("time_us") * 1e-6)
 
 
-def _layers(read: Read) -> pd.DataFrame:
+def _layers(read: ReadFile) -> pd.DataFrame:
     kept = read.frame["layer_name"] != "attn"  # a stub
     own = read._replace(frame=read.frame[kept].reset_index(drop=True))
     known = {**LAYERS, **({"act_fn": ("expert_act", 1)} if read.model.experts else {})}
@@ -291,7 +291,11 @@ def _layers(read: Read) -> pd.DataFrame:
 
 
 def _named(
-    read: Read, column: str, known: Mapping[str, tuple[str, int]], tokens: Floats, seconds: Floats
+    read: ReadFile,
+    column: str,
+    known: Mapping[str, tuple[str, int]],
+    tokens: Floats,
+    seconds: Floats,
 ) -> pd.DataFrame:
     names = read.frame[column].fillna("nan").astype(str)
     if unknown := sorted(set(names) - set(known)):
@@ -302,7 +306,7 @@ def _named(
     )  # fmt: skip
 
 
-def _attention(read: Read) -> pd.DataFrame:
+def _attention(read: ReadFile) -> pd.DataFrame:
     return read.rows(
         operator="attention", tokens=read.column("prefill_chunk"),
         context=read.column("kv_prefill"), batch=read.column("n_decode"),
@@ -310,7 +314,7 @@ def _attention(read: Read) -> pd.DataFrame:
     )  # fmt: skip
 
 
-def _skew(read: Read) -> pd.DataFrame:
+def _skew(read: ReadFile) -> pd.DataFrame:
     return read.rows(
         operator="attention", tokens=read.column("pc"), context=read.column("kp"),
         batch=read.column("n"), batch_context=read.column("kv_mean"),
@@ -329,7 +333,7 @@ def _iterations(file: Path) -> int:
     return ITERATIONS
 
 
-def _older_attention(read: Read) -> pd.DataFrame:
+def _older_attention(read: ReadFile) -> pd.DataFrame:
     frame = read.frame
     said = frame["is_prefill"].astype(str).str.lower() == "true"
     prompts, decodes = (
@@ -355,14 +359,14 @@ def _older_attention(read: Read) -> pd.DataFrame:
     return rows[(rows["batch"] == 0) | (rows["batch_context"] >= 1)]
 
 
-def _moe(read: Read) -> pd.DataFrame:
+def _moe(read: ReadFile) -> pd.DataFrame:
     return read.rows(
         operator="moe", tokens=read.column("tokens"), experts=read.column("activated_experts"),
         seconds=read.column("time_us") * 1e-6,
     )  # fmt: skip
 
 
-def _step(read: Read) -> pd.DataFrame:
+def _step(read: ReadFile) -> pd.DataFrame:
     tokens, batch = read.column("prefill_chunk"), read.column("n_decode")
     # A step's chunk begins its prompt; `kv_decode` is the decoding sequences'.
     sizes = {
@@ -380,7 +384,7 @@ def _step(read: Read) -> pd.DataFrame:
     )
 
 
-KINDS: Sequence[tuple[str, frozenset[str], Callable[[Read], pd.DataFrame]]] = (
+KINDS: Sequence[tuple[str, frozenset[str], Callable[[ReadFile], pd.DataFrame]]] = (
     ("dense.csv", frozenset({"layer", "tokens", "time_us"}), _dense),
     ("per_sequence.csv", frozenset({"layer", "sequences", "time_us"}), _dense),
     ("attention.csv", frozenset({"prefill_chunk", "kv_prefill", "time_us"}), _attention),
@@ -393,6 +397,6 @@ KINDS: Sequence[tuple[str, frozenset[str], Callable[[Read], pd.DataFrame]]] = (
 """A file's name, the columns that it is known by, and what reads it."""
 
 
-def _kind(columns: Sequence[str]) -> Callable[[Read], pd.DataFrame] | None:
+def _kind(columns: Sequence[str]) -> Callable[[ReadFile], pd.DataFrame] | None:
     own = {name.strip() for name in columns}
     return next((reader for _, needed, reader in KINDS if needed <= own), None)

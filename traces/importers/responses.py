@@ -20,7 +20,7 @@ from traces.importers.bounds import (
     whole,
     wholes,
 )
-from traces.importers.rows import Rows, read_json_rows
+from traces.importers.rows import JSONRows, read_json_rows
 from traces.importers.totals import Summary, Totals, pooled
 from traces.store.text import read_text
 
@@ -114,7 +114,7 @@ _SUMMED = (
 )  # fmt: skip
 
 
-class TensorRTLLM:
+class TRTLLMLog:
     """TensorRT-LLM's iteration statistics or responses.
 
     An iteration (``trtllm-serve``'s ``/metrics``, ``LLM.get_stats``, ``trtllm-bench
@@ -194,7 +194,7 @@ def _choices(where: str, row: Mapping[str, Any]) -> Iterator[tuple[str, Mapping[
             yield f"{where}, choice {i}", stats
 
 
-def _rows(file: Path) -> Rows:
+def _rows(file: Path) -> JSONRows:
     """Return the rows of a file, of JSON or as Python prints a dictionary (the iteration log)."""
     text = read_text(file)
     if not text.lstrip().startswith("{'"):
@@ -212,7 +212,7 @@ def _rows(file: Path) -> Rows:
             raise FileError(f"{at}: is no dictionary: expected one iteration a line")
         where.append(at)
         objects.append(row)
-    return Rows(where, objects)
+    return JSONRows(where, objects)
 
 
 class LlamaCpp:

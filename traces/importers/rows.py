@@ -72,7 +72,7 @@ def logged_trace(
     return Trace(columns, requests, None, meta)
 
 
-class Rows(NamedTuple):
+class JSONRows(NamedTuple):
     """JSON objects of a file with where each came from, for error messages."""
 
     where: list[str]
@@ -86,7 +86,7 @@ def only_file(name: str, files: Sequence[Path]) -> Path:
     return files[0]
 
 
-def read_json_rows(path: str | os.PathLike[str]) -> Rows:
+def read_json_rows(path: str | os.PathLike[str]) -> JSONRows:
     """Return the objects of a JSON or JSON Lines file.
 
     Raises
@@ -104,7 +104,7 @@ def read_json_rows(path: str | os.PathLike[str]) -> Rows:
     for where, item in found:
         if not isinstance(item, dict):
             raise FileError(f"{where}: is no JSON object: expected one object a row")
-    return Rows([where for where, _ in found], [item for _, item in found])
+    return JSONRows([where for where, _ in found], [item for _, item in found])
 
 
 def _whole(path: str | os.PathLike[str], text: str) -> list[tuple[str, Any]] | None:

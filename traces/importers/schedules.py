@@ -71,7 +71,7 @@ def reading(text: str) -> Reading:
             policy = parse_policy(f"{name}:gamma={body}" if body.isdigit() else text)
             if policy.reads:
                 raise ValueError("it reads signals that the log does not hold")
-            return Replayed(policy)
+            return ReplayedSchedule(policy)
     except ValueError as error:
         raise DraftsimError(f"--draft-lengths {text}: {error}") from error
     raise DraftsimError(f"--draft-lengths is {text!r}: expected {FORMS}")
@@ -90,7 +90,7 @@ def _at_least(turn: LoggedTurn, first: int, count: int) -> list[LoggedRound]:
     return rounds
 
 
-class Replayed:
+class ReplayedSchedule:
     """Draft lengths found by running the policy that made the log over its outcomes."""
 
     def __init__(self, policy: DraftPolicy) -> None:
@@ -171,7 +171,7 @@ def infer(
     for policy in schedules:
         progress("trying schedules of draft lengths", tried, len(schedules))
         tried += 1
-        read = Replayed(policy)
+        read = ReplayedSchedule(policy)
         try:
             rounds = [read(turn, first) for turn in turns]
         except FileError:

@@ -21,7 +21,7 @@ from traces.acceptance.trace import Trace
 from traces.errors import FileError
 from traces.importers.base import Options
 from traces.importers.bounds import MOST_DRAFTED, MOST_TOKENS, label, whole, wholes
-from traces.importers.rows import LoggedRound, Rows, logged_trace, matches, read_json_rows
+from traces.importers.rows import JSONRows, LoggedRound, logged_trace, matches, read_json_rows
 from traces.importers.totals import Summary, Totals, pooled
 
 STEPS = ("per_step_drafted", "per_step_accepted")
@@ -100,7 +100,7 @@ class VLLM:
         return import_vllm(files)
 
 
-def _summaries(files: Sequence[Rows]) -> Iterator[tuple[str, Mapping[str, Any]]]:
+def _summaries(files: Sequence[JSONRows]) -> Iterator[tuple[str, Mapping[str, Any]]]:
     for rows in files:
         for where, row in zip(*rows, strict=True):
             if _unfinished(row) is None and (found := _metrics(row)) is not None:

@@ -29,7 +29,7 @@ LINES = 1 << 15
 class Line(NamedTuple):
     """Seconds over contexts at one batch and width: linear from each of `cuts` to the next.
 
-    Read from `Grid.read` once, for callers that ask for one size after another.
+    Read from `CellGrid.read` once, for callers that ask for one size after another.
     """
 
     cuts: list[float]
@@ -44,7 +44,7 @@ class Line(NamedTuple):
     """Origin of the other readings up to the next cut."""
 
 
-class Grid:
+class CellGrid:
     """Interpolation over one model's cells of one phase.
 
     The points need not form a full grid: large batches are measured at fewer contexts.

@@ -18,7 +18,7 @@ import numpy.typing as npt
 import pandas as pd
 
 from traces.errors import DraftsimError
-from traces.latency.interpolate import EXTRAPOLATED, INTERPOLATED, MEASURED, Floats, Grid
+from traces.latency.interpolate import EXTRAPOLATED, INTERPOLATED, MEASURED, CellGrid, Floats
 from traces.latency.schema import CELL_COLUMNS, checked_cells
 
 __all__ = ["EXTRAPOLATED", "INTERPOLATED", "MEASURED", "Estimate", "LatencyTable"]
@@ -167,7 +167,7 @@ class LatencyTable:
         """Return True if the table holds any cell of this model and phase."""
         return (model, phase) in self._grids
 
-    def grid(self, model: str, phase: str) -> Grid:
+    def grid(self, model: str, phase: str) -> CellGrid:
         """Return the cells of a step, to be read between.
 
         Raises
@@ -243,9 +243,9 @@ class LatencyTable:
         return self.estimate(model, phase, **sizes).seconds
 
     @cached_property
-    def _grids(self) -> dict[tuple[str, str], Grid]:
+    def _grids(self) -> dict[tuple[str, str], CellGrid]:
         return {
-            (str(model), str(phase)): Grid(
+            (str(model), str(phase)): CellGrid(
                 part, self.is_constant, self.batch_free, bool(self.meta.get(ANY_CONTEXT))
             )
             for (model, phase), part in self.cells.groupby(["model", "phase"], sort=False)

@@ -134,7 +134,7 @@ class Walk:
         state: VectorisedState = type(states[0]).stacked(states, len(entries))
         kinds = list(dict.fromkeys((p.cap, p.stop) for p in plans))
         longest, verified = (m.ravel() for m in self._matrix([VectorisedPlan(*k) for k in kinds]))
-        watch = _Watched(self, plans, len(entries)) if plans[0].watch is not None else None
+        watch = _WatchedSignal(self, plans, len(entries)) if plans[0].watch is not None else None
         own = np.array([kinds.index((p.cap, p.stop)) for p in plans]) * width
         begins = np.repeat(np.stack([np.arange(count) * width, own]), len(entries), axis=1)
         forwards = np.full(count * width, -1, dtype=np.int32)
@@ -268,7 +268,7 @@ def carried(
     return behind.take(anchor) + (index - anchor)
 
 
-class _Watched:
+class _WatchedSignal:
     """Positions where the watched signal first falls below the threshold of each run."""
 
     def __init__(self, walk: Walk, plans: Sequence[VectorisedPlan], count: int) -> None:

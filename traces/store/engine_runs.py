@@ -31,7 +31,7 @@ class Demand(NamedTuple):
     concurrency: int | None
 
 
-class Prompt(NamedTuple):
+class PromptRead(NamedTuple):
     """Prompt tokens of one request that a step processed."""
 
     name: str
@@ -52,14 +52,14 @@ class Decoded(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Step:
+class EngineStep:
     """One iteration: the requests in it, their tokens, and its seconds by part."""
 
     start_s: float
     seconds: float
     parts: Mapping[str, float]
     decoded: Sequence[Decoded]
-    prompts: Sequence[Prompt]
+    prompts: Sequence[PromptRead]
     emitted: Mapping[str, int]
     """Tokens that each request's caller has by then."""
     finished: Sequence[str]
@@ -77,10 +77,10 @@ class Step:
         return tuple(vars(self).values())
 
     @classmethod
-    def read(cls, fields: Sequence[Any]) -> Step:
+    def read(cls, fields: Sequence[Any]) -> EngineStep:
         """Return the step of these fields, which JSON has turned into lists."""
         start_s, seconds, parts, decoded, prompts, emitted, finished = fields
-        decoding, reading = [Decoded(*d) for d in decoded], [Prompt(*p) for p in prompts]
+        decoding, reading = [Decoded(*d) for d in decoded], [PromptRead(*p) for p in prompts]
         return cls(start_s, seconds, parts, decoding, reading, emitted, finished)
 
 
@@ -93,7 +93,7 @@ class LoadRun:
     """
 
     requests: pd.DataFrame
-    steps: Sequence[Step]
+    steps: Sequence[EngineStep]
     rounds: Mapping[str, Sequence[Round]]
     control_s: float
     """The control load's time around this run, and all along it where it could be had."""
@@ -117,7 +117,8 @@ class LoadRun:
     def read(cls, kept: Mapping[str, Any]) -> LoadRun:
         """Return the run that was `written`."""
         steps = [
-            Step.read([step[name] for name in Step.__dataclass_fields__]) for step in kept["steps"]
+            EngineStep.read([step[name] for name in EngineStep.__dataclass_fields__])
+            for step in kept["steps"]
         ]
         rounds = {name: [Round(*r) for r in own] for name, own in kept["rounds"].items()}
         texts = kept.get("texts", {})  # runs of an earlier version kept none

@@ -48,9 +48,9 @@ def settings(
 
 def start(options: EngineOptions) -> Engine:
     """Start an engine in this process."""
-    from profiler.engines.vllm.engine import Engine
+    from profiler.engines.vllm.engine import VllmEngine
 
-    return Engine(options)
+    return VllmEngine(options)
 
 
 def serve(options: EngineOptions, folder: Path) -> Server:

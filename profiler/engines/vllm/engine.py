@@ -18,10 +18,10 @@ from typing import Any
 from profiler.engines.engine import EngineOptions
 from profiler.engines.session import Governed
 from profiler.engines.vllm.proposer import OwnDrafter, Proposer
-from profiler.engines.vllm.watch import Watch
+from profiler.engines.vllm.watch import Stopwatches
 from profiler.recording.run import model_path
 from traces.errors import DraftsimError
-from traces.store.engine_runs import Step
+from traces.store.engine_runs import EngineStep
 from traces.store.text import read_object
 
 FIXED: Mapping[str, Any] = {
@@ -30,7 +30,7 @@ FIXED: Mapping[str, Any] = {
 """Arguments of ``vllm.LLM`` that a measured engine has unless `EngineOptions.more` says others."""
 
 
-class Engine:
+class VllmEngine:
     """A vLLM engine in this process, one step at a time (`profiler.engines.engine.Engine`).
 
     Raises DraftsimError where vLLM is not installed or refuses the options.
@@ -55,7 +55,7 @@ class Engine:
         self.blocks = int(config.cache_config.num_gpu_blocks)
         self.block_size = int(config.cache_config.block_size)
         self.meta = meta_of(options, config)
-        self._watch = Watch(core.scheduler, executor, runner)
+        self._watch = Stopwatches(core.scheduler, executor, runner)
         self._idle_steps()
 
     def add(self, name: str, prompt: Sequence[int], tokens: int) -> None:
@@ -100,7 +100,7 @@ class Engine:
         """Return True if any request is unfinished."""
         return bool(self._core.scheduler.has_unfinished_requests())
 
-    def step(self) -> Step | None:
+    def step(self) -> EngineStep | None:
         """Run one iteration; None if nothing was to be run."""
         self._watch.begin()
         start_s = time.perf_counter()

@@ -42,7 +42,7 @@ class Server:
     Parameters
     ----------
     options:
-        As in `profiler.engines.vllm.engine.Engine`.
+        As in `profiler.engines.vllm.engine.VllmEngine`.
     folder:
         Where its setup, log and record are kept: empty, and the caller's to remove.
 

@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from profiler.engines.notes import Lines, lines
-from traces.store.engine_runs import PARTS, Decoded, Prompt, Step
+from traces.store.engine_runs import PARTS, Decoded, EngineStep, PromptRead
 
 NAMED = re.compile(r"(?:cmpl-(?P<served>.+)-\d+|(?P<added>.+))-[^-]*")
 """vLLM's form of a caller's request name: it adds a number, and a prefix in a server."""
@@ -25,7 +25,7 @@ def caller_name(name: str) -> str:
     return name if found is None else found["served"] or found["added"]
 
 
-class Watch:
+class Stopwatches:
     """Stopwatches on an engine's scheduler (vLLM 0.32), and on its executor and model runner.
 
     Around every iteration: `begin`, then `taken`.  Where the latter two run in another process,
@@ -61,7 +61,7 @@ class Watch:
 
     def taken(
         self, start_s: float, seconds: float, emitted: Mapping[str, int], finished: Sequence[str]
-    ) -> Step | None:
+    ) -> EngineStep | None:
         """Return the iteration that has ended; None if nothing was run."""
         if self._plan is None or not self._plan.total_num_scheduled_tokens:
             return None
@@ -69,15 +69,15 @@ class Watch:
         parts["sample"] -= parts["propose"]
         parts["output"] = seconds - sum(parts[p] for p in PARTS if p != "output")
         decoded, prompts = self._who()
-        return Step(start_s, seconds, parts, decoded, prompts, emitted, finished)
+        return EngineStep(start_s, seconds, parts, decoded, prompts, emitted, finished)
 
-    def _who(self) -> tuple[list[Decoded], list[Prompt]]:
+    def _who(self) -> tuple[list[Decoded], list[PromptRead]]:
         decoded, prompts = [], []
         for name, tokens in self._plan.num_scheduled_tokens.items():
             known, computed, prompt = self._before[name]
             own = caller_name(name)
             if computed < prompt:
-                prompts.append(Prompt(own, tokens, computed, prompt - computed))
+                prompts.append(PromptRead(own, tokens, computed, prompt - computed))
             else:
                 emitted = self._sampled.get(name, 0)
                 decoded.append(Decoded(own, known, tokens - 1, emitted))
@@ -127,12 +127,12 @@ class Watch:
         setattr(owner, method, timed)
 
 
-class Recorder:
+class NoteTaker:
     """Notes what one engine does, in the form of `profiler.engines.notes`."""
 
     def __init__(self, notes: Lines) -> None:
         self._put = notes.put
-        self._watch: Watch | None = None
+        self._watch: Stopwatches | None = None
 
     def queued(self, name: str) -> None:
         """Note that a request has reached the engine's process."""
@@ -164,7 +164,7 @@ class Recorder:
 
         return timed
 
-    def _begin(self, core: Any) -> Watch:
+    def _begin(self, core: Any) -> Stopwatches:
         config = core.vllm_config
         self._put(engine={
             "blocks": config.cache_config.num_gpu_blocks,
@@ -172,7 +172,7 @@ class Recorder:
             "vocabulary": config.model_config.get_vocab_size(),
             "device": config.device_config.device_type,
         })  # fmt: skip
-        self._watch = Watch(core.scheduler)
+        self._watch = Stopwatches(core.scheduler)
         return self._watch
 
 
@@ -184,7 +184,7 @@ def install() -> None:
     from vllm.v1.engine.core import EngineCore
     from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
-    recorder = Recorder(notes)
+    recorder = NoteTaker(notes)
     step, preprocess = EngineCore.step, EngineCore.preprocess_add_request
 
     def preprocessed(core: Any, request: Any) -> Any:

@@ -33,7 +33,7 @@ from traces.latency.table import LatencyTable
 
 
 @dataclass(frozen=True)
-class Plan:
+class PairGrid:
     """The points to measure of a pair.
 
     The batches of `grid` are in order of importance.  ``hosts``: batches at which whole runs
@@ -50,21 +50,21 @@ class Plan:
 
 
 WIDTHS = (1, 2, 3, 4, 5, 7, 9, 13, 17, 25)
-FULL = Plan(
+FULL = PairGrid(
     Grid(
         WIDTHS, contexts=(128, 1024, 4096, 16384), prompts=(64, 256, 1024, 4096),
         # As wide as at batch 1: policies draft as far in a batch as alone.
         batches=(1, 4, 16, 64, 2, 8, 32), batch_widths=(1, 3, 9, 17, 25), repeats=3,
     )
 )  # fmt: skip
-QUICK = Plan(
+QUICK = PairGrid(
     Grid((1, 2, 4), (16, 48), (16, 64), (1, 4, 2), batch_widths=(1, 3), repeats=1, warmup=0),
     hosts=(1, 4), apart=1, gammas=(0, 2), tokens=6, prompt=16,
 )  # fmt: skip
 """Grid of the miniature, which a CPU measures in seconds."""
 
 
-def plan_of(quick: bool) -> Plan:
+def plan_of(quick: bool) -> PairGrid:
     """Return the plan of a stage, or of its miniature."""
     return QUICK if quick else FULL
 
@@ -78,7 +78,7 @@ Found = tuple[list[list[Any]], list[dict[str, Any]]]
 """Rows of `traces.latency.schema.CELL_COLUMNS`, and what is held out."""
 
 
-class Part(NamedTuple):
+class PairPart(NamedTuple):
     """Something measured as a whole, or not at all."""
 
     name: str
@@ -115,7 +115,7 @@ class PairMeasurement:
     """
 
     def __init__(
-        self, place: Workplace, pair: PairShape, mode: str, models: tuple[Any, Any], plan: Plan,
+        self, place: Workplace, pair: PairShape, mode: str, models: tuple[Any, Any], plan: PairGrid,
         deadline: float, kept: dict[str, Any] | None = None,
     ) -> None:  # fmt: skip
         self.place, self.pair, self.mode, self.plan = place, pair, mode, plan
@@ -163,20 +163,22 @@ class PairMeasurement:
                 self._left.remove(part)
             self.place.release()
 
-    def _parts(self) -> list[Part]:
+    def _parts(self) -> list[PairPart]:
         """Return everything to measure, most important first."""
         plan, paired = self.plan, self.models["draft"] is not None
         found = []
         for batch in plan.grid.batches:
             hosted = paired and batch in plan.hosts
             rank = SINGLE if batch == 1 else BATCHED if hosted else WANTED
-            found.append(Part(f"passes at batch {batch}", rank, partial(self.passes, batch)))
+            found.append(PairPart(f"passes at batch {batch}", rank, partial(self.passes, batch)))
             if hosted:
-                found.append(Part(f"the host at batch {batch}", rank, partial(self.host, batch)))
+                found.append(
+                    PairPart(f"the host at batch {batch}", rank, partial(self.host, batch))
+                )
         if self.mode != COMPILED:  # which compiles no layer by itself
             rank = WANTED if paired else BATCHED
             layers = [
-                Part(f"{name}, layer by layer", rank, partial(self.layers, name))
+                PairPart(f"{name}, layer by layer", rank, partial(self.layers, name))
                 for name, model in self.models.items() if model is not None
             ]  # fmt: skip
             found = [*layers, *found]

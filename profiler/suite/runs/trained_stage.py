@@ -20,7 +20,7 @@ import pandas as pd
 from profiler import smollm2
 from profiler.latency.table import Grid
 from profiler.machine import NoTimeError
-from profiler.models.architectures import Architecture, PairShape
+from profiler.models.architectures import DecoderShape, PairShape
 from profiler.models.loading import Pair
 from profiler.profile import Settings
 from profiler.prompts import Prompt
@@ -109,7 +109,7 @@ def run_trained(
         pair, texts = given_pair(place, target, draft, prompts, most)
         record, on_features = {}, given_drafters(drafters, pair.target)
         models = (("target", pair.target), ("draft", pair.draft))
-        shape = PairShape(name, *(Architecture.of(role, model) for role, model in models))
+        shape = PairShape(name, *(DecoderShape.of(role, model) for role, model in models))
     place.settle()
     stage = _Stage(place, account, pair, texts, shape, on_features, chat)
     stage.keep(training=record, categories=sorted({p.category for p in texts}))

@@ -31,7 +31,7 @@ SPECBENCH_STUDY = "Spec-Bench, Vicuna-7B + 68M (yukiki-jc/Spec-Bench, Apache-2.0
 COST, BEFOREHAND = "half the turns, and the others' rounds", "half the turns"
 
 
-class Turns(NamedTuple):
+class LogTurns(NamedTuple):
     """Turns of a log, one entry each."""
 
     question: npt.NDArray[np.int64]
@@ -40,9 +40,9 @@ class Turns(NamedTuple):
     tokens: Floats
     seconds: Floats
 
-    def only(self, which: npt.NDArray[np.bool_]) -> Turns:
+    def only(self, which: npt.NDArray[np.bool_]) -> LogTurns:
         """Return some of the turns."""
-        return Turns(
+        return LogTurns(
             self.question[which], self.category[which], self.rounds[which], self.tokens[which],
             self.seconds[which],
         )  # fmt: skip
@@ -70,7 +70,7 @@ def log_rows(folder: Path, needed: bool = True) -> list[Evidence]:
     return rows
 
 
-def read_eagle(folder: Path) -> tuple[Turns, Turns] | None:
+def read_eagle(folder: Path) -> tuple[LogTurns, LogTurns] | None:
     """Read EAGLE's turns with speculation and without; None if `folder` does not hold both logs.
 
     Raises DraftsimError if one is damaged.
@@ -81,7 +81,7 @@ def read_eagle(folder: Path) -> tuple[Turns, Turns] | None:
     return _eagle(spec), _eagle(plain, plain=True)
 
 
-def _halves(study: str, spec: Turns, plain: Turns, *, categories: bool) -> Iterator[Evidence]:
+def _halves(study: str, spec: LogTurns, plain: LogTurns, *, categories: bool) -> Iterator[Evidence]:
     odd = np.isin(spec.question, np.unique(spec.question)[1::2])
     for name, known in (("even questions", ~odd), ("odd questions", odd)):
         given, asked = spec.only(known), spec.only(~known)
@@ -111,7 +111,7 @@ def _halves(study: str, spec: Turns, plain: Turns, *, categories: bool) -> Itera
 
 
 def _speedups(
-    study: str, given: str, asked: Turns, spec_s: Floats, plain_s: Floats, plain: Turns,
+    study: str, given: str, asked: LogTurns, spec_s: Floats, plain_s: Floats, plain: LogTurns,
     categories: bool,
 ) -> Iterator[Evidence]:  # fmt: skip
     """Yield speed over plain decoding's, of all turns and by category: tokens/s over tokens/s."""
@@ -135,7 +135,7 @@ def _design(steps: Floats, tokens: Floats) -> Floats:
     return np.stack([np.ones_like(steps), steps, steps * tokens / 2], axis=1)
 
 
-def _fit(turns: Turns, steps: Floats) -> Floats:
+def _fit(turns: LogTurns, steps: Floats) -> Floats:
     """Return seconds of a turn, of a step, and of a step per token in the cache; none negative."""
     weight = 1 / turns.seconds[:, None]
     return non_negative(_design(steps, turns.tokens) * weight, np.ones(len(steps)))
@@ -145,7 +145,7 @@ def _seconds(fitted: Floats, steps: Floats, tokens: Floats) -> Floats:
     return np.asarray(_design(steps, tokens) @ fitted)
 
 
-def _eagle(rows: Sequence[dict[str, object]], *, plain: bool = False) -> Turns:
+def _eagle(rows: Sequence[dict[str, object]], *, plain: bool = False) -> LogTurns:
     """Return EAGLE's log: ``idxs`` counts rounds, or in plain decoding tokens."""
     found: list[tuple[object, ...]] = []
     for row in rows:
@@ -158,7 +158,7 @@ def _eagle(rows: Sequence[dict[str, object]], *, plain: bool = False) -> Turns:
     return _turns(found)
 
 
-def _specbench(rows: Sequence[dict[str, object]]) -> Turns:
+def _specbench(rows: Sequence[dict[str, object]]) -> LogTurns:
     found: list[tuple[object, ...]] = []
     for row in rows:
         choice = _choice(row)
@@ -176,9 +176,9 @@ def _choice(row: dict[str, object]) -> dict[str, list[float]]:
     return choice
 
 
-def _turns(found: Sequence[tuple[object, ...]]) -> Turns:
+def _turns(found: Sequence[tuple[object, ...]]) -> LogTurns:
     question, category, rounds, tokens, seconds = zip(*found, strict=True)
-    return Turns(
+    return LogTurns(
         np.array(question, dtype=np.int64), np.array(category, dtype=str),
         *(np.array(column, dtype=float) for column in (rounds, tokens, seconds)),
     )  # fmt: skip

@@ -37,7 +37,7 @@ purpose: with literal ints numba would compile `loop.read` once per reader."""
 NOWHERE = -1
 FIT = ("launch", "sequence", "token", "cache", "attention")
 """Weights of the roofline that readings beyond the cells follow
-(`traces.latency.interpolate.Grid.fit`)."""
+(`traces.latency.interpolate.CellGrid.fit`)."""
 READER = np.dtype([
     ("read", "i8"), ("first", "i8"), ("last", "i8"), ("constant", "?"), ("only_batch", "f8"),
     ("only_context", "f8"), ("most", "f8"), *((name, "f8") for name in FIT),
@@ -142,9 +142,10 @@ REPLICA = np.dtype([
     ("accepted", "i8"), ("draft_forwards", "i8"), ("batch", SERIES), ("kv_blocks", SERIES),
     ("unseen", "i8"), ("held_seats", "i8"), ("held_blocks", "i8"),
 ])  # fmt: skip
-"""A replica: when its iteration ends, or it wakes (``idle``); counters of its `Recorder`, under the
-names that they have there; how far queue, batch, pool and its free list are filled; and what the
-next plan does not see yet (`Limits.async_scheduling`): requests that arrived, seats and blocks."""
+"""A replica: when its iteration ends, or it wakes (``idle``); counters of its `RunRecorder`, under
+the names that they have there; how far queue, batch, pool and its free list are filled; and what
+the next plan does not see yet (`Limits.async_scheduling`): requests that arrived, seats and
+blocks."""
 CLOCK = np.dtype([
     ("now", "f8"), ("order", "i8"), ("comes_s", "f8"), ("comes_order", "i8"), ("arrived", "i8"),
     ("wanted", "i8"), ("listed", "?"), ("exhausted", "?"), ("active", "i8"), ("alive", "i8"),

@@ -20,7 +20,7 @@ from simulator.pricing import HostCost
 from simulator.serving.arrivals import Job
 from simulator.serving.compiled import arrays
 from simulator.serving.cost import COMPOSED, PLACES, EngineCost
-from simulator.serving.outcome.metrics import Recorder, Series
+from simulator.serving.outcome.metrics import RunRecorder, Series
 from simulator.serving.passes import ORIGINS, Coverage, Span
 from simulator.serving.replays import NO_ROUNDS, Replays, clock_free, replays_of
 from simulator.serving.routers import Idle
@@ -37,7 +37,7 @@ COUNTERS = (
     "arrived", "rejected", "in_system", "carried", "peak_batch", "iterations", "length_changes",
     "busy_s", "area_s", "tokens", "drafted", "accepted", "draft_forwards",
 )  # fmt: skip
-"""Fields that a replica's state shares with `Recorder`."""
+"""Fields that a replica's state shares with `RunRecorder`."""
 PATIENCE_S = 1.5
 """Seconds after which a run says that it compiles: loading what is compiled takes less."""
 
@@ -45,7 +45,7 @@ PATIENCE_S = 1.5
 class ServedLoad(NamedTuple):
     """The work that the replicas of a run did."""
 
-    recorders: list[Recorder]
+    recorders: list[RunRecorder]
     coverage: list[Coverage]
     unpriced: list[str]
     now_s: float
@@ -319,11 +319,11 @@ class _Running:
         residual_s = float((now_s - inside.arrival_s).sum())
         return ServedLoad(recorders, coverage, self._cost.unpriced, now_s, residual_s, cut)
 
-    def _recorder(self, place: int, number: int, left: Any, now_s: float) -> Recorder:
+    def _recorder(self, place: int, number: int, left: Any, now_s: float) -> RunRecorder:
         engine = self._engine
         state, gaps = engine.replicas[place], engine.gaps[place]
         sums = engine.sums[place]
-        recorder = Recorder(
+        recorder = RunRecorder(
             self._of.skip, self._of.expected, number, _changed_s=float(state.changed_s),
             batch=Series.of(sums[0], *state.batch.tolist()),
             kv_blocks=Series.of(sums[1], *state.kv_blocks.tolist()),

@@ -1,6 +1,6 @@
 """The serving loop in machine code: requests, iterations and their seconds, over arrays.
 
-`run` does what `simulator.serving.engine.Engine`, `simulator.serving.source.RequestSource` and
+`run` does what `simulator.serving.engine.EventEngine`, `simulator.serving.source.RequestSource` and
 `simulator.serving.scheduler` do with SimPy's events, in their order; `iteration_s` does what
 `simulator.serving.cost` does.  Those say why; the tests hold the two together to 1e-9.  All
 functions stand in one file because numba's cache on disk notices changes of this file alone.
@@ -118,7 +118,7 @@ def growth(
     fit: Any, batch: float, width: float, context: float,
     from_batch: float, from_width: float, from_context: float,
 ) -> float:  # fmt: skip
-    """Do as `traces.latency.interpolate.Grid._ratio`, of one size."""
+    """Do as `traces.latency.interpolate.CellGrid._ratio`, of one size."""
     cached = from_context * (fit.cache + from_width * fit.attention)
     base = fit.launch + from_batch * (fit.sequence + from_width * fit.token + cached)
     if base <= 0:

@@ -192,7 +192,7 @@ COUNTS = (
 
 @dataclass(eq=False)
 class Window:
-    """Counters at the two ends of the measured interval, see `Recorder`."""
+    """Counters at the two ends of the measured interval, see `RunRecorder`."""
 
     start_s: float = 0.0
     end_s: float = math.nan
@@ -201,7 +201,7 @@ class Window:
 
 
 @dataclass(eq=False)
-class Recorder:
+class RunRecorder:
     """Records of a run.  Memory grows by one row per finished request, and by nothing else.
 
     Warm-up rule: every latency leaves out the first `skip` requests by order of arrival.
@@ -284,12 +284,12 @@ class Recorder:
             self.itl.add(gap_s)
 
 
-def joined_recorders(recorders: Sequence[Recorder]) -> Recorder:
+def joined_recorders(recorders: Sequence[RunRecorder]) -> RunRecorder:
     """Return the records of replicas that saw the same window, as one; requests in order of
     finishing.
     """
     first = recorders[0]
-    joined = Recorder(
+    joined = RunRecorder(
         first.skip, first.expected, requests=_requests([r.requests for r in recorders]),
         itl=Histogram.joined([r.itl for r in recorders]),
         batch=Series.joined([r.batch for r in recorders]),

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from simulator.serving.outcome.metrics import Recorder, joined_recorders, summary
+from simulator.serving.outcome.metrics import RunRecorder, joined_recorders, summary
 from simulator.serving.passes import Coverage
 from simulator.serving.scenario import Scenario
 
@@ -90,7 +90,7 @@ class Run:
     scenario: Scenario
     verify: str
     fidelity: str
-    recorder: Recorder
+    recorder: RunRecorder
     coverage: list[Coverage]
     unpriced: list[str]
     simulated_s: float

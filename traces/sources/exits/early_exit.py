@@ -40,7 +40,7 @@ from traces.sources.exits.recording import ExitRecording, ExitSetting, depth_lay
 from traces.sources.recording import DRAWN, LOGITS, Recordings, read_columns
 
 
-class ExitToken(RecordedToken):
+class RecordedExitToken(RecordedToken):
     """A drafted token that knows at which layer it exited."""
 
     __slots__ = ("exit_layer",)
@@ -110,7 +110,7 @@ class ExitTape:
         signals = record.columns[node, at].tolist()  # in the order of a token's fields
         if self._raw_unknown:
             signals[-1] = None
-        made = ExitToken(layer, token, token in self.eos, *signals)
+        made = RecordedExitToken(layer, token, token in self.eos, *signals)
         return ExitStep(made, self.used.index(at) + 1, layer)
 
 
@@ -197,14 +197,14 @@ class EarlyExitReplay(SourceReplay):
         if (asked[start] > walk.recorded[start]).any():
             return None
         passed: Ints = asked[start].astype(np.int64)
-        steps = Steps(passed, places.node[_slices(places.rows[start], passed)])
+        steps = ExitSteps(passed, places.node[_slices(places.rows[start], passed)])
         calls = layer_calls(tape, steps, positions[start].astype(np.int64))
         refused, missed = (accepted < sent)[start], (sent[start] + 1) - passed
         waiting = np.where(refused, 0, np.maximum(missed, 0))
         calls.append(self.drafted(steps, carried(walk.enters[start], passed, waiting, 0)))
         return rounds, pack_counted(calls)
 
-    def drafted(self, steps: Steps, waiting: npt.NDArray[np.integer]) -> Counted:
+    def drafted(self, steps: ExitSteps, waiting: npt.NDArray[np.integer]) -> Counted:
         """Return the calls, other than of layers, that draft: every exit up to the chosen one.
 
         ``waiting``, (rounds,), are verified positions that were not drafted from as yet.
@@ -339,7 +339,7 @@ READ = ("prob", "entropy", "logit_margin", "prob_margin", "top_prob", "raw_prob"
 """Signals in the order of `traces.sources.recording.read_columns`."""
 
 
-class Steps:
+class ExitSteps:
     """The tokens that rounds ran up to their exits, flat.
 
     ``asked`` (rounds,) of each round, ``node`` (steps,) where they stand in the recording.
@@ -352,7 +352,7 @@ class Steps:
         self.offset: Ints = np.arange(len(node)) - self.begin[self.round]
 
 
-def layer_calls(tape: ExitTape, steps: Steps, positions: Ints) -> list[Counted]:
+def layer_calls(tape: ExitTape, steps: ExitSteps, positions: Ints) -> list[Counted]:
     """Return layers and output heads of rounds that each verify `positions` (`LayerLedger` counts
     one).
 
@@ -506,7 +506,7 @@ class KangarooReplay(EarlyExitReplay):
 
     at_once = EarlyExitReplay.at_once
 
-    def drafted(self, steps: Steps, waiting: npt.NDArray[np.integer]) -> Counted:
+    def drafted(self, steps: ExitSteps, waiting: npt.NDArray[np.integer]) -> Counted:
         """Return the adapter's passes: the first of a round takes in what is `waiting`."""
         width = np.where(steps.offset == 0, waiting[steps.round] + 1, 1)
         return Counted(False, ADAPTER, steps.round, width, np.ones_like(width))

@@ -56,7 +56,7 @@ from traces.store.text import json_lines
 EARLIER = "earlier"
 
 
-class Served(NamedTuple):
+class ServedRequest(NamedTuple):
     """A request that was served before."""
 
     prompt: list[int]
@@ -169,7 +169,7 @@ class LookupSource(Source):
         """Index of a search in `CALL_KINDS`."""
         return CALL_KINDS.index((self.name, "forward"))
 
-    def lookup(self, eos: frozenset[int], corpus: Callable[[], Sequence[Served]]) -> Lookup:
+    def lookup(self, eos: frozenset[int], corpus: Callable[[], Sequence[ServedRequest]]) -> Lookup:
         """Return a lookup for one request; ``corpus()`` gives the requests served before it."""
         raise NotImplementedError
 
@@ -200,11 +200,11 @@ class LookupSource(Source):
         return decoder
 
 
-def served_before(trace: Trace, request: int) -> list[Served]:
+def served_before(trace: Trace, request: int) -> list[ServedRequest]:
     """Return prompt and output of every request recorded before this one."""
     output, starts = true_tokens(trace), trace.request_starts
     return [
-        Served(prompt_tokens(trace, i), output[int(starts[i]) : int(starts[i + 1])])
+        ServedRequest(prompt_tokens(trace, i), output[int(starts[i]) : int(starts[i + 1])])
         for i in range(request)
     ]
 
@@ -219,7 +219,7 @@ class PLD(LookupSource):
         PromptLookup(num_tokens, max_ngram)
         self.num_tokens, self.max_ngram = num_tokens, max_ngram
 
-    def lookup(self, eos: frozenset[int], corpus: Callable[[], Sequence[Served]]) -> Lookup:
+    def lookup(self, eos: frozenset[int], corpus: Callable[[], Sequence[ServedRequest]]) -> Lookup:
         """Search the request's own tokens."""
         del corpus
         return PromptLookup(self.num_tokens, self.max_ngram, eos)
@@ -255,7 +255,7 @@ class REST(LookupSource):
         self.max_suffix, self.min_suffix = max_suffix, min_suffix
         self._store: Datastore | None = None
 
-    def lookup(self, eos: frozenset[int], corpus: Callable[[], Sequence[Served]]) -> Lookup:
+    def lookup(self, eos: frozenset[int], corpus: Callable[[], Sequence[ServedRequest]]) -> Lookup:
         """Search the datastore; one from a file is read once."""
         if self.corpus == EARLIER:
             store = Datastore([served.prompt + served.output for served in corpus()])
@@ -294,7 +294,7 @@ class Lookahead(LookupSource):
         NGramPool(ngram, guesses)
         self.ngram, self.guesses = ngram, guesses
 
-    def lookup(self, eos: frozenset[int], corpus: Callable[[], Sequence[Served]]) -> Lookup:
+    def lookup(self, eos: frozenset[int], corpus: Callable[[], Sequence[ServedRequest]]) -> Lookup:
         """Return pool the request's own tokens."""
         del corpus
         return NGramPool(self.ngram, self.guesses, eos)
@@ -337,7 +337,7 @@ class NGram(LookupSource):
         NGramLookup(k, min_n, max_n)
         self.k, self.min_n, self.max_n = k, min_n, max_n
 
-    def lookup(self, eos: frozenset[int], corpus: Callable[[], Sequence[Served]]) -> Lookup:
+    def lookup(self, eos: frozenset[int], corpus: Callable[[], Sequence[ServedRequest]]) -> Lookup:
         """Search the request's own tokens."""
         del corpus
         return NGramLookup(self.k, self.min_n, self.max_n, eos)
@@ -360,7 +360,7 @@ class NGramSimple(LookupSource):
         NGramSimpleLookup(size_n, size_m)
         self.size_n, self.size_m = size_n, size_m
 
-    def lookup(self, eos: frozenset[int], corpus: Callable[[], Sequence[Served]]) -> Lookup:
+    def lookup(self, eos: frozenset[int], corpus: Callable[[], Sequence[ServedRequest]]) -> Lookup:
         """Search the request's own tokens."""
         del corpus
         return NGramSimpleLookup(self.size_n, self.size_m, eos)
@@ -396,7 +396,7 @@ class Suffix(LookupSource):
         self.min_prob, self.cached = min_prob, cached
         self._found: tuple[weakref.ref[Trace], _Proposals] | None = None
 
-    def lookup(self, eos: frozenset[int], corpus: Callable[[], Sequence[Served]]) -> Lookup:
+    def lookup(self, eos: frozenset[int], corpus: Callable[[], Sequence[ServedRequest]]) -> Lookup:
         """Search the request's own tokens and what was served."""
         if not self.cached:
             return self.begin(None, eos)

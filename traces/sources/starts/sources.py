@@ -43,7 +43,7 @@ class HeadsReplay(StartReplay):
         return [Counted.each(False, HEADS, np.ones_like(forwards), np.minimum(forwards, 1))]
 
 
-class Heads(StartSource):
+class HeadsSource(StartSource):
     """Parallel heads on the target's last state; ``k`` of them are used (None: all)."""
 
     unlike = None
@@ -60,21 +60,21 @@ class Heads(StartSource):
         return standing_in(latency, with_passes_alone(latency.cells), own, name)
 
 
-class Blockwise(Heads):
+class Blockwise(HeadsSource):
     """Blockwise parallel decoding: a feed-forward block per offset (arXiv:1811.03115)."""
 
     name = "blockwise"
     what = "blockwise heads (arXiv:1811.03115) on the frozen target, greedy acceptance"
 
 
-class Medusa(Heads):
+class Medusa(HeadsSource):
     """Medusa-1 heads: a residual block per offset (arXiv:2401.10774), drafted as a chain."""
 
     name = "medusa"
     what = "Medusa-1 heads (arXiv:2401.10774) as a chain, sharing the target's output projection"
 
 
-class SpecDec(Heads):
+class SpecDec(HeadsSource):
     """One-pass drafter that also sees the last emitted token, after Spec-Drafter.
 
     arXiv:2203.16487 trains an independent non-autoregressive encoder-decoder; here the
