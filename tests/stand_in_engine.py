@@ -190,7 +190,7 @@ def use_for_commands(monkeypatch: pytest.MonkeyPatch) -> None:
 
     Clock.use(monkeypatch)
     monkeypatch.setattr(vllm, "check_installed", lambda server=False: None)
-    monkeypatch.setattr(engine, "Engine", StandIn)
+    monkeypatch.setattr(engine, "VllmEngine", StandIn)
     monkeypatch.setattr(profile, "Grid", lambda: GRID)
 
 

@@ -117,7 +117,7 @@ def test_a_check_names_what_diverged(
     folder: Path, check: Checked, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:  # fmt: skip
-    monkeypatch.setattr(engine, "Engine", Forking)
+    monkeypatch.setattr(engine, "VllmEngine", Forking)
     ran = check(folder, 1)
     found = [(row["load"], row["policy"], row["texts_diverged"]) for row in ran.rows]
     assert found == [

@@ -38,7 +38,7 @@ Checked = Callable[..., Ran]
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A run folder of the stand-in's, which is every engine from now on."""
     Clock.use(monkeypatch)
-    monkeypatch.setattr(engine, "Engine", StandIn)
+    monkeypatch.setattr(engine, "VllmEngine", StandIn)
     run = tmp_path / "run"
     write_measured_engine(run)
     trace = synthetic_trace(0.7, requests=4, tokens=16, prompt_length=12, seed=3)
@@ -172,11 +172,11 @@ def test_an_engine_of_another_version_begins_anew(
     with monkeypatch.context() as patch:
         stop_after(PAIR, patch)
         check(folder, 2)
-    monkeypatch.setattr(engine, "Engine", Newer)
+    monkeypatch.setattr(engine, "VllmEngine", Newer)
     ran.clear()
     assert "keeps the runs of an unfinished check" in said(check(folder, 2))
     assert len(ran) == 2 * PAIR
-    monkeypatch.setattr(engine, "Engine", StandIn)
+    monkeypatch.setattr(engine, "VllmEngine", StandIn)
     assert f"continues after {PAIR} of {2 * PAIR} runs" in said(check(folder, 2))
 
 

@@ -23,7 +23,7 @@ from profiler.suite.runs.checks import Checks
 from profiler.suite.runs.training import QUICK_PROMPTS
 from simulator.validation import check_recording
 from tests.pretend_gpu import pretended
-from traces.sources.starts.features import EagleDrafter as EagleSource
+from traces.sources.starts.features import Eagle as EagleSource
 from traces.store.files import read_latency, read_trace
 from traces.store.measured import read_measured
 
