@@ -195,7 +195,7 @@ def test_robustness_is_of_what_was_named_as_far_as_it_was_recorded(
         "mine.py:Careful:threshold=0.4",
         "gammatune",
     ]
-    assert "leaves out svip" in ran.err
+    assert "no parameter gamma (initial draft length): svip" in ran.err
     assert "no longer drafts" not in ran.err
     refused = run("simulate", "--robustness", "--policy", "csd")
     assert refused.code == 2

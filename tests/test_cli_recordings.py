@@ -114,7 +114,7 @@ def test_a_source_that_the_latencies_have_no_passes_of_is_refused(run: Run) -> N
     # Both were named: the costs' drafter drafts, and the first line says so.
     ran = run(*TUNE, "--trace", EAGLE3, "--latency", DRAFT)
     assert ran.err.splitlines()[0] == (
-        f"drafting with the draft model, as the latencies of {DRAFT}; {EAGLE3} was measured with "
+        f"drafting with the draft model, like the latencies of {DRAFT}; {EAGLE3} was measured with "
         "smollm2-eagle3"
     )
 

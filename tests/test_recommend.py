@@ -375,7 +375,7 @@ def test_an_engine_with_one_draft_length_says_which_it_gets(tmp_path: Path, run:
     ran = run("recommend", "--engine", "sglang", "--bench", folder, "--draft", "org/head")
     assert ran.code == 0, ran.err
     assert (
-        "sglang takes one draft length for every load: the command has that of 1 request" in ran.err
+        "sglang has one draft length for every load: the command sets that for 1 request" in ran.err
     )
     assert "has one draft length" not in run("recommend", "--bench", folder).err
 

@@ -164,7 +164,7 @@ def test_thin_evidence_is_said() -> None:
     assert CHEAP.usual_batches == [1]
     noisy = batched().cells.assign(spread_s=batched().cells["median_s"] * 0.4)
     noise = tune_vllm(iid(0.7, 40, 60), LatencyTable(noisy), [1], lengths=FEW, draws=50)
-    assert "timings scatter by 40%" in " ".join(noise.warnings)
+    assert "repeated timings differ by 40%" in " ".join(noise.warnings)
 
 
 def test_impossible_searches_are_refused() -> None:

@@ -267,8 +267,8 @@ def check_mode(
         return
     if "drafts" in trace.meta:
         raise DraftsimError(
-            f"mode {mode!r} drafts on while the target verifies, and {trace.source} drafts from "
-            "what it has verified: take a recording of a draft model, or another mode"
+            f"mode {mode!r} drafts while the target verifies, and {trace.source} needs verified "
+            "features to draft: use a recording of a draft model, or another mode"
         )
     if passes_always(latency):
         raise DraftsimError(

@@ -62,9 +62,9 @@ class Search:
         by_context = self.by_context or self.contexts is not None
         if self.engine != "vllm" and (by_context or self.by_length):
             form = "by-length" if self.by_length else "by-context"
-            raise DraftsimError(f"{form} is a form of vllm's, not of {self.engine}'s")
+            raise DraftsimError(f"{form} makes a table of vllm, not of {self.engine}: drop it")
         if self.by_length and (self.by_context or len(self.batches or [1]) != 1):
-            raise DraftsimError("by-length has one K at all batch sizes: name one batch alone")
+            raise DraftsimError("by-length has one K for all batch sizes: name one batch")
         if self.engine in ONE_REQUEST and list(self.batches or [1]) != [1]:
             raise DraftsimError(f"{ONE_REQUEST[self.engine]}: leave out the batch")
 
@@ -90,8 +90,8 @@ class Search:
         if self.engine in ONE_REQUEST:
             if "drafts" in trace.meta:
                 raise DraftsimError(
-                    f"what is tuned for {self.engine} drafts with a model, not with "
-                    f"{trace.source}: tune for vllm, sglang, tensorrt-llm or dynamo"
+                    f"a setting for {self.engine} needs a draft model, not {trace.source}: tune "
+                    "for vllm, sglang, tensorrt-llm or dynamo"
                 )
             return search(trace, latency, **options)
         batches = [1] if self.by_length and not self.batches else self.batches
