@@ -244,17 +244,20 @@ def _print(console: Any, table: Shown) -> None:
     from rich.text import Text
 
     columns, alike = without_alike(table.rows, [str(name) for name in table.show or ()])
-    width = NAME if "verify" not in columns else NARROW
-    shown = {
-        name: [_cell(name, str(row.get(name, "-")), width) for row in table.rows]
-        for name in columns
-    }  # fmt: skip
     looks = [_look(row) for row in table.rows]
-    # A heading asks for no more room than its words.
-    needed = {name: max(map(longest, [*cells, name])) for name, cells in shown.items()}
     keys = list(takewhile(lambda name: name in WORDS, columns))
     console.print()
-    for i, names in enumerate(blocks(needed, keys, console.width + GAP)):
+    for width in (NAME, NARROW):
+        shown = {
+            name: [_cell(name, str(row.get(name, "-")), width) for row in table.rows]
+            for name in columns
+        }  # fmt: skip
+        # A heading asks for no more room than its words.
+        needed = {name: max(map(longest, [*cells, name])) for name, cells in shown.items()}
+        parts = blocks(needed, keys, console.width + GAP)
+        if len(parts) == 1 or "verify" not in columns:
+            break
+    for i, names in enumerate(parts):
         drawn = Table(
             title=None if i else Text(printable(table.title or ""), style="bold"),
             title_justify="left", box=SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0),
@@ -293,7 +296,7 @@ def _cell(name: str, text: str, width: int) -> str:
 WORDS = ("policy", "rule", "verify", "category", "fastest")
 """Columns of names, which are folded where they have places for it."""
 NARROW = 15
-"""Characters of a name on a line where a table has both policies and their rules."""
+"""Characters of a name on a line where a table of policies and rules is too wide."""
 
 PLAIN = "autoregressive"
 CODE = "passes\n/greedy"
