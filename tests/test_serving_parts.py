@@ -151,7 +151,7 @@ def test_fleets_on_the_command_line(serve: Serve, tmp_path: Path) -> None:
         (("--router", "random"), "chooses among replicas"),
         (("--replicas", 2, "--router", "best"), "router is 'best'"),
         (("--replicas", 0), "replicas is 0"),
-        (("--timeline", timeline, "--jobs", 2), "written by one process"),
+        (("--timeline", timeline, "--jobs", 2), "needs all runs in one process"),
         (("--jobs", 2, "--cluster", "tcp://127.0.0.1:1"), "give one"),
     ):
         ran = serve(*few, *wrong)
