@@ -11,7 +11,7 @@ import numpy.typing as npt
 from matplotlib.figure import Figure
 
 from simulator.plots.look import SHADES, draw_map, log_ticks, shading
-from simulator.plots.whatif import MOST_LINES, plot_break_even, plot_maps
+from simulator.plots.whatif import MOST_LINES, figures, plot_break_even, plot_maps
 from tests.test_whatif_breakeven import iid_grid
 
 GREY = np.array([0.299, 0.587, 0.114])
@@ -84,6 +84,14 @@ def test_lines_of_break_even_are_all_told_apart() -> None:
     }
     assert lines[-1].get_label() == f"{15 - MOST_LINES} others"
     assert len([line for line in lines if line.get_color() == "#B8B8B8"]) == 15 - MOST_LINES + 1
+
+
+def test_a_break_even_that_no_policy_has_is_not_drawn() -> None:
+    frame = iid_grid()
+    assert "break_even_c" in figures(frame)
+    faster = frame.assign(**{k: 9 * frame[k] for k in ("speedup", "speedup_lo", "speedup_hi")})
+    assert "break_even_c" not in figures(faster)
+    assert "map_c_alpha" in figures(faster)
 
 
 def test_a_grid_from_nothing_is_linear() -> None:

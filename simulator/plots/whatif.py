@@ -53,10 +53,9 @@ def figures(frame: pd.DataFrame) -> dict[str, Figure]:
     first = frame[frame["batch"] == frame["batch"].iloc[0]]
     by_ratio = first[first["latency"] == "ratio"]
     if rates and by_ratio["alpha_asked"].nunique() > 1 and by_ratio["c"].nunique() > 1:
-        drawn += [
-            ("break_even_c", plot_break_even(by_ratio)),
-            ("map_c_alpha", plot_maps(by_ratio)),
-        ]
+        if np.isfinite(break_even(by_ratio, "c")["break_even"].to_numpy(float)).any():
+            drawn.append(("break_even_c", plot_break_even(by_ratio)))
+        drawn.append(("map_c_alpha", plot_maps(by_ratio)))
         if by_ratio["adapting"].notna().all():
             drawn.append(("adapting", plot_adapting(by_ratio)))
     priced = frame[frame["latency"] != "ratio"]
