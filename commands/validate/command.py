@@ -260,7 +260,7 @@ def recorded(
         list[str],
         typer.Argument(
             metavar="NAME...",
-            help="Recordings with measured runs: bundled, or folders of one or more that the GPU "
+            help="Recordings with measured runs: names of bundled ones, or folders that the GPU "
             "suite unpacked.",
         ),
     ],
