@@ -276,7 +276,7 @@ def test_one_request_at_a_time_is_not_served_in_batches(
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("--engine", "sglang"), "--try runs vllm, not sglang"),
+        (("--engine", "sglang"), "--try runs vllm alone: drop it for sglang"),
         (("--engine", "vllm"), "the engine that the latencies were measured on"),
     ],
 )
