@@ -157,8 +157,8 @@ def test_plots_hold_what_was_named_and_say_what_they_leave_out(
         assert names <= policies_of(drawn[name]), name
     assert {log.policy for log in drawn["plot_cost_ratio"]} >= names - {"pld"}
     assert set(drawn["plot_robustness"]["policy"]) == {"fixed", own}
-    assert "cost_ratio.png is of the draft model: without pld" in ran.err
-    assert "which leaves out csd, pld, svip:gamma_max=24" in ran.err
+    assert "cost_ratio.png shows policies with the draft model, without pld" in ran.err
+    assert "(initial draft length): csd, pld, svip:gamma_max=24" in ran.err
 
 
 def test_plots_of_all_hold_the_fastest(run: Run, drawn: dict[str, Any], tmp_path: Path) -> None:

@@ -157,7 +157,7 @@ def test_a_repeated_profile_keeps_what_it_has_and_adds_what_is_asked(
     assert more.code == 0, more.err
     said = " ".join(more.err.split())
     assert "its trace of 2 prompts and its latencies are kept (it also holds exits" in said
-    assert "where it is not there yet: early exits, heads, layer skip" in said
+    assert "recording what is missing of: early exits, heads, layer skip" in said
     # Before anything is recorded.
     _, tail = said.split("recording early-exit, medusa along 2 prompts; kept: ")
     assert "recorded early-exit, medusa into" in tail

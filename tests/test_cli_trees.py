@@ -33,7 +33,7 @@ def test_trees_are_recorded_once_and_cut_as_they_are_really_grown(
                "depth=3")  # fmt: skip
     said = " ".join(made.err.split())
     assert "(it also holds trees-eagle2.one, trees-eagle2.three)" in said
-    assert "where it is not there yet: eagle2.one" in said
+    assert "recording what is missing of: eagle2.one" in said
     assert "recording eagle2" not in said
     assert "recorded nothing new" in said
     assert {p.name: p.read_bytes() for p in out.glob("*.parquet")} == kept

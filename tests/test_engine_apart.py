@@ -124,7 +124,7 @@ def test_both_speedups_are_told(capsys: pytest.CaptureFixture[str]) -> None:
     assert found[1]["speedup_defaults"] == pytest.approx(1.5)
     say_defaults(found, apart)
     said = capsys.readouterr().err
-    assert "1.80x the same engine" in said
+    assert "1.80x over the same engine" in said
     assert "1.50x the engine with its defaults" in said
 
 

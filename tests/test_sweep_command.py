@@ -124,7 +124,7 @@ def test_what_is_only_estimated_is_said(trace: str, tmp_path: Path) -> None:
     common = ("--trace", trace, "--latency", str(table), "--policy", "fixed:gamma=2",
               "--resamples", "0", "--jobs", "1")  # fmt: skip
     shown, beside = said(*common, "--context", "10,100000", "--batch", "1,64")
-    assert "3 of 4 rows read passes outside the measured cells" in beside
+    assert "3 of 4 rows have passes outside the measured sizes" in beside
     assert "most fixed:gamma=2 at batch 64, context 100000 (100% of its passes)" in beside
     assert "outside" in shown
     assert "outside" not in said(*common, "--context", "10")[1]

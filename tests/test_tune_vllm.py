@@ -214,7 +214,7 @@ def test_a_table_that_never_drafts_is_no_table(tune: Any) -> None:
 def test_targets_that_nobody_meets_load_no_draft_model() -> None:
     tuned = tune_vllm(iid(0.7, 10, 40), batched(), [1, 4], slo=Targets(1e-6, 1e-6), draws=50)
     assert tuned.document is None
-    assert any("at batch 1 does so for 0.0%" in w for w in tuned.warnings)
+    assert any("at batch 1 meets it for 0.0%" in w for w in tuned.warnings)
     assert {row["deploy"] for row in tuned.rows} == {"SLO missed"}
 
 
