@@ -125,7 +125,7 @@ def test_both_speedups_are_told(capsys: pytest.CaptureFixture[str]) -> None:
     say_defaults(found, apart)
     said = capsys.readouterr().err
     assert "1.80x over the same engine" in said
-    assert "1.50x the engine with its defaults" in said
+    assert "1.50x over the engine with its defaults" in said
 
 
 def test_synthetic_acceptance_is_predicted() -> None:
