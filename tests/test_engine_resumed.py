@@ -146,7 +146,7 @@ def test_a_finished_check_is_extended_by_more_repeats(
     ran.clear()
     again = check(folder, 3)
     assert len(ran) == 3 * PAIR
-    assert "continues after" not in again.err
+    assert f"continues after {3 * PAIR} of" not in said(again)
     assert len(list(folder.glob(f"{DONE}-*"))) == 1
 
 
