@@ -29,10 +29,10 @@ import pandas as pd
 
 from benchmarks.server_left_out import GPT_OSS_120B, TABLES, eagle3_runs
 from policies.batch.confidence import AdaptiveVerification
-from policies.core import ServerLoads
+from policies.core import Load
 from simulator.aggregate.hazard import survival
 from simulator.aggregate.server import COSTS, ServerFit, ServerRun, Target, calibrate
-from simulator.aggregate.server import ServerLoads as Loads
+from simulator.aggregate.server import ServerLoads
 from traces.acceptance.synthetic import drawn_chances
 from traces.acceptance.tape import RecordedToken
 
@@ -126,7 +126,7 @@ def adaptive(server: ServerFit, batch: int, concentration: float | None) -> floa
     def step_s(verified: float, emitted: float) -> float:
         # More than zero drafts: the drafter runs whatever is verified.
         k = max(verified / batch - 1, 1e-9)
-        return float(server.step_s(Loads([batch], [k]), emitted)[0])
+        return float(server.step_s(ServerLoads([batch], [k]), emitted)[0])
 
     def cost(batch: int, draft_length: int, verify_tokens: int, context: float) -> float:
         del batch, draft_length, context
@@ -139,7 +139,7 @@ def adaptive(server: ServerFit, batch: int, concentration: float | None) -> floa
         if concentration is not None:
             chances = drawn_chances(chances, concentration, rng)
         drafts = [[RecordedToken(2, prob=p) for p in row] for row in chances.tolist()]
-        policy.plan([ServerLoads(batch, 0)] * batch)
+        policy.plan([Load(batch, 0)] * batch)
         lengths = np.array(policy.allot(drafts))
         kept = np.arange(K) < lengths[:, None]
         emitted = batch + float((np.cumprod(chances, axis=1) * kept).sum())

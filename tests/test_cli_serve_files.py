@@ -143,7 +143,7 @@ def test_arrivals_that_span_no_time_are_drawn_without_a_load(serve: Serve, tmp_p
     file, folder = arrival_file(tmp_path / "a.csv", "7,20,5", "7,30,9"), tmp_path / "plots"
     ran = serve("--arrivals", file, *PAIR, "--plots", folder)
     assert ran.code == 0
-    assert "span no time" in ran.err
+    assert "all arrivals have the same time" in ran.err
     assert {p.stem for p in folder.iterdir()} == {"over_time"}
 
 

@@ -84,7 +84,7 @@ def test_it_is_said_how_many_repeats_a_bound_takes() -> None:
     floor = expected_median([row["speedup_noise"] for row in rows[1:]])
     assert f"(1% with {math.ceil(2 * (floor / 0.01) ** 2)} repeats)" in said
     calm = rows_of(np.random.default_rng(3), 2, 0.001, 0.0)
-    assert "% with " not in str(noise_said(calm, OFF))
+    assert "(1% with " not in str(noise_said(calm, OFF))
 
 
 def test_errors_of_arms_on_a_slow_machine_are_told_by_what_else_ran_beside_them() -> None:

@@ -29,7 +29,7 @@ def test_a_small_trained_pair_is_loaded_and_decodes(
         for b in NOUNS
     ]
     monkeypatch.setattr(bundled, "load_examples", lambda: some)
-    plans = [bundled.Plan(25, 256, seed, muon_rate=0.02, adam_rate=0.01) for seed in (1, 2)]
+    plans = [bundled.TrainingPlan(25, 256, seed, muon_rate=0.02, adam_rate=0.01) for seed in (1, 2)]
     losses = bundled.make_pair(tmp_path, shape, draft=plans[0], target=plans[1], prompts=4)
     assert losses[1] < losses[0] < np.log(300)
     loaded = load_pair(tmp_path / "target", tmp_path / "draft")

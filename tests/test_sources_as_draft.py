@@ -126,7 +126,7 @@ def test_an_engine_that_drafts_with_a_head_itself_has_its_passes(case: Any) -> N
     )
     assert drafted == pytest.approx(own, rel=1e-12)
     other = LatencyTable(ALONG.cells, {"engine": engine, "draft": "models/draft"})
-    with pytest.raises(DraftsimError, match="drafting with models/draft, not with /models/eagle3"):
+    with pytest.raises(DraftsimError, match="those of models/draft, not of /models/eagle3"):
         drafted_latency(other, source, recordings)
 
 

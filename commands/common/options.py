@@ -256,7 +256,7 @@ def one_rule(
 class Graphs:
     """Options for the CUDA graphs of an engine."""
 
-    heading: ClassVar[str] = "EngineLimits"
+    heading: ClassVar[str] = "Engine"
 
     cudagraph_capture_sizes: Annotated[
         str | None,
