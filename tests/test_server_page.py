@@ -6,6 +6,7 @@ import json
 import re
 import shlex
 import shutil
+from itertools import product
 from pathlib import Path
 
 import numpy as np
@@ -18,6 +19,7 @@ from docs.server_tables import (
     server_left_out,
     server_terms,
 )
+from simulator.aggregate.benches import read_benches
 from simulator.aggregate.observed import read_acceptance
 from tests.conftest import ROOT, Run
 
@@ -79,6 +81,16 @@ def test_every_term_has_its_coverage() -> None:
     rows = [line.split("|") for line in server_terms("server_few_runs").splitlines()[2:]]
     assert len(rows) > 3
     assert all(cells[5].strip().endswith("%") for cells in rows)
+
+
+@pytest.mark.parametrize(("name", "lengths"), [("float32", 4), ("bfloat16", 5)])
+def test_runs_with_slow_short_passes_are_read(name: str, lengths: int) -> None:
+    runs = read_benches([str(SERVED.parent / f"short-passes-{name}.csv")]).runs
+    assert {(run.batch, run.k) for run in runs} == set(
+        product((1, 2, 4, 8), (0, 1, 2, 3, 5)[:lengths])
+    )
+    alone = {run.batch: run.batch / run.tokens_per_s for run in runs if run.k == 0}
+    assert alone[2] > alone[4]
 
 
 def test_the_files_are_small_and_name_no_machine() -> None:
