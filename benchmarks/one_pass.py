@@ -31,8 +31,7 @@ from benchmarks.server_left_out import GPT_OSS_120B, TABLES, eagle3_runs
 from policies.batch.confidence import AdaptiveVerification
 from policies.core import Load
 from simulator.aggregate.hazard import survival
-from simulator.aggregate.server import COSTS, ServerFit, ServerRun, Target, calibrate
-from simulator.aggregate.server import ServerLoads
+from simulator.aggregate.server import COSTS, ServerFit, ServerLoads, ServerRun, Target, calibrate
 from traces.acceptance.synthetic import drawn_chances
 from traces.acceptance.tape import RecordedToken
 
