@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 import numpy as np
 import pandas as pd
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from policies.lengths.basic import Fixed
@@ -52,6 +52,11 @@ FLEETS = st.builds(
     router=st.sampled_from([make() for make in ROUTERS.values()]),
     seed=st.integers(0, 9),
     max_time_s=st.sampled_from([None, None, 1.5]),
+)  # fmt: skip
+
+ENDS_BEFORE_ITS_LAST_ARRIVAL = Scenario(
+    Poisson(0.5), Limits(max_batch=1, token_budget=70), requests=3, replicas=2,
+    router=RandomSplit(), seed=2, max_time_s=1.5,
 )  # fmt: skip
 
 
@@ -128,6 +133,7 @@ def test_replicas_on_one_clock_are_replicas_by_themselves(
 
 @pytest.mark.invariant(3)
 @settings(max_examples=40, deadline=None, suppress_health_check=list(HealthCheck))
+@example(ENDS_BEFORE_ITS_LAST_ARRIVAL)
 @given(FLEETS)
 def test_compiled_fleets_are_their_iterations(scenario: Scenario) -> None:
     """Routers see the same loads, and hence choose the same replicas."""

@@ -931,10 +931,11 @@ def run(engine: Arrays) -> tuple[int, int]:
         comes = comes_s < at_s or (comes_s == at_s and comes_order < order)
         if comes:
             at_s = comes_s
-        marks = False
+        # An arrival after the end of the run is no end of the window.
+        marks, until_s = False, min(at_s, limits.max_time_s)
         for k in range(len(engine.marks)):
             own_mark = engine.marks[k]
-            if own_mark.number == NOBODY and not own_mark.passed and own_mark.at_s <= at_s:
+            if own_mark.number == NOBODY and not own_mark.passed and own_mark.at_s <= until_s:
                 clock.now = own_mark.at_s
                 mark(engine, k, clock.now)
                 marks = True
