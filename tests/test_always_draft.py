@@ -189,7 +189,7 @@ def test_modes_without_rounds_refuse_it(file: Path, run: Run) -> None:
         "--always-draft", 2,
     )  # fmt: skip
     assert ran.code == 2
-    assert "drop the passes always drafted" in ran.err
+    assert "no drafter runs in every round: drop always_draft" in ran.err
 
 
 @pytest.mark.parametrize("table", [LatencyTable.constant(TARGET_S, DRAFT_S), ALONG])

@@ -100,20 +100,20 @@ def test_break_even_is_printed_and_kept(trace: str, tmp_path: Path) -> None:
 def test_the_first_line_says_what_is_fastest_where(trace: str) -> None:
     common = ("--trace", trace, "--jobs", "1", "--resamples", "0", "--policy",
               "fixed:gamma={1,4,5}", "--policy", "oracle")  # fmt: skip
-    _, beside = said(*common, "--c", "0.01,0.2,0.9")
-    line = next(line for line in beside.splitlines() if ": fastest" in line)
+    _, remarks = said(*common, "--c", "0.01,0.2,0.9")
+    line = next(line for line in remarks.splitlines() if ": fastest" in line)
     found = json.loads(run(*common, "--c", "0.01,0.2,0.9", "--json", "-"))["fastest"]
     names = [row["policy"] for row in found]
     assert names[0] in ("fixed:gamma=4", "fixed:gamma=5")  # not the oracle, nor a bare "fixed"
     assert names[-1] == "no speculation"
     assert f"fastest: {names[0]} at c 0.01" in line
     assert line.endswith("no speculation at c 0.9")
-    _, beside = said(*common, "--c", "0.01,0.9", "--alpha", "0.4,0.8")
-    assert "fastest over 4 points: " in beside
-    assert "no speculation (50%)" in beside
-    _, beside = said("--trace", trace, "--latency", CONST, "--ladder", "--policy", "svip",
+    _, remarks = said(*common, "--c", "0.01,0.9", "--alpha", "0.4,0.8")
+    assert "fastest over 4 points: " in remarks
+    assert "no speculation (50%)" in remarks
+    _, remarks = said("--trace", trace, "--latency", CONST, "--ladder", "--policy", "svip",
                      "--resamples", "10")  # fmt: skip
-    assert "of the oracle's gain" in beside
+    assert "of the oracle's gain" in remarks
 
 
 def test_what_is_only_estimated_is_said(trace: str, tmp_path: Path) -> None:
@@ -123,11 +123,11 @@ def test_what_is_only_estimated_is_said(trace: str, tmp_path: Path) -> None:
     write_latency(LatencyTable(pd.DataFrame(cells, columns=list(CELL_COLUMNS))), table)
     common = ("--trace", trace, "--latency", str(table), "--policy", "fixed:gamma=2",
               "--resamples", "0", "--jobs", "1")  # fmt: skip
-    shown, beside = said(*common, "--context", "10,100000", "--batch", "1,64")
-    assert "3 of 4 rows have passes outside the measured sizes" in beside
+    shown, remarks = said(*common, "--context", "10,100000", "--batch", "1,64")
+    assert "3 of 4 rows have passes outside the measured sizes" in remarks
     assert (
         "most fixed:gamma=2 at batch 64, context 100000 (100% of its passes, column outside)"
-        in beside
+        in remarks
     )
     assert "outside" in shown
     assert "outside" not in said(*common, "--context", "10")[1]
@@ -135,13 +135,13 @@ def test_what_is_only_estimated_is_said(trace: str, tmp_path: Path) -> None:
 
 def test_acceptance_beyond_the_measured_range_is_said(trace: str, tmp_path: Path) -> None:
     out = tmp_path / "grid.parquet"
-    shown, beside = said(
+    shown, remarks = said(
         "--trace", trace, "--c", "0.1", "--alpha", "0.00001,0.7", "--policy", "fixed:gamma=2",
         "--jobs", "1", "--out", str(out),
     )  # fmt: skip
     assert "tilt_" in shown  # the heading takes two lines
-    assert "1 of 2 acceptance rates (1e-05) lie outside the measured range of changes" in beside
-    assert "unknown where no draft or every draft is accepted" in beside
+    assert "1 of 2 acceptance rates (1e-05) lie outside the measured range of changes" in remarks
+    assert "unknown where no draft or every draft is accepted" in remarks
     frame = read_sweep(out)
     assert not np.isinf(frame["tilt_error"]).any()
     assert frame["tilt_error"].isna().tolist() == [True, False]

@@ -11,8 +11,7 @@ import numpy as np
 import pytest
 
 from simulator.aggregate.positions import of_rates
-from simulator.aggregate.server import COSTS, ServerRun, calibrate, step_s
-from simulator.aggregate.server import ServerLoads as ServerLoad
+from simulator.aggregate.server import COSTS, ServerLoads, ServerRun, calibrate, step_s
 from simulator.serving.cost import TableCost
 from simulator.tune.breakeven import (
     grid,
@@ -77,7 +76,7 @@ def test_vllms_two_tables_agree_with_the_surface_and_say_what_they_lose() -> Non
 def true_speed(batch: int, k: int, context: int, emitted: float) -> float:
     """A server with the priors' median costs."""
     values = {name: np.array([[cost.median]]) for name, cost in COSTS.items()}
-    load = ServerLoad(batch, k, context, prompts=0.0)
+    load = ServerLoads(batch, k, context, prompts=0.0)
     return batch * emitted / (0.01 * float(step_s(values, load, emitted, None)[0, 0]))
 
 

@@ -101,10 +101,10 @@ def guesses(rows: Sequence[Row]) -> list[str]:
     ]
     if outside:
         said.insert(0, "outside the measured sizes, priced by a fitted roofline:")
-    if beside := sum(e["passes"] for e in entries if e["origin"] == "composed"):
+    if composed := sum(e["passes"] for e in entries if e["origin"] == "composed"):
         said.append(
             "mixed prefill and decode steps, estimated as prefill + decode - one launch: "
-            f"{beside:,} (`draftsim profile engine` measures them)"
+            f"{composed:,} (`draftsim profile engine` measures them)"
         )
     if between := sum(e["passes"] for e in entries if e["origin"] == "interpolated"):
         total = sum(e["passes"] for e in entries)

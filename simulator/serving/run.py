@@ -272,7 +272,7 @@ def check_mode(
         )
     if passes_always(latency):
         raise DraftsimError(
-            f"mode {mode!r} drafts without rounds to wait for: drop the passes always drafted"
+            f"mode {mode!r} has no rounds, so no drafter runs in every round: drop always_draft"
         )
     if prepared_rule(rule, trace) is not None:
         raise DraftsimError(f"mode {mode!r} replays recorded verdicts: give no rule")
