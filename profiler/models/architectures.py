@@ -141,6 +141,14 @@ _ALL = (
         family="qwen2",
     ),
     DecoderShape(
+        "qwen2.5-coder-1.5b", "Qwen/Qwen2.5-Coder-1.5B-Instruct", 1536, 8960, 28, 12, 2, 151936,
+        32768, 1e6, tied=True, family="qwen2",
+    ),
+    DecoderShape(
+        "qwen2.5-coder-0.5b", "Qwen/Qwen2.5-Coder-0.5B-Instruct", 896, 4864, 24, 14, 2, 151936,
+        32768, 1e6, tied=True, family="qwen2",
+    ),
+    DecoderShape(
         "codellama-7b", "codellama/CodeLlama-7b-hf", 4096, 11008, 32, 32, 32, 32016, 16384, 1e6
     ),
     DecoderShape(
@@ -181,6 +189,7 @@ PAIRS: Mapping[str, PairShape] = {
     p.name: p
     for p in (
         _pair("llama-3.1-8b+1b", "llama-3.1-8b", "llama-3.2-1b"),
+        _pair("qwen2.5-coder-1.5b+0.5b", "qwen2.5-coder-1.5b", "qwen2.5-coder-0.5b"),
         _pair("vicuna-7b+68m", "vicuna-7b", "vicuna-68m"),
         _pair("cm-asd-12+3", "cm-asd-12", "cm-asd-3"),
         _pair("vicuna-13b+160m", "vicuna-13b", "vicuna-160m"),

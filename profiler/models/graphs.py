@@ -269,6 +269,9 @@ def compile_layers(model: Any, backend: str = "inductor") -> None:
     """Compile every layer, and the final norm, for any number of tokens."""
     # Layers differ in a number, their index, that no code depends on.
     torch._dynamo.config.allow_unspec_int_on_nn_module = True
+    # A size of 1 is compiled apart from larger ones: four versions a model, of rows and of width.
+    # At the default limit of eight a third model would run uncompiled, without a word.
+    torch._dynamo.config.recompile_limit = 64
     for part in (*model.model.layers, model.model.norm):
         part.compile(dynamic=True, backend=backend)
 
