@@ -25,7 +25,7 @@ from traces.sources.replay import check_rule, check_same_layers
 from traces.sources.starts.as_draft import check_drafts, drafted_latency, drafted_trace
 from traces.store.identity import ROLES, engine_head, model_in, model_label, same_model
 from traces.store.operators import at_depths
-from traces.store.recordings import find_latency, folder_of, models_of, pair_label
+from traces.store.recordings import find_latency, find_trace, folder_of, models_of, pair_label
 
 COMMON_LENGTH = 8
 """Tokens that policies commonly draft up to."""
@@ -347,7 +347,8 @@ def load_recording(
         trace = drafted_trace(outputs, drafter, recordings)
         say(f"drafting with {trace.source}, drafts of up to {trace.max_gamma} tokens")
     by = trace.source if stream is None else stream.label(recordings)
-    label = _label(models, tables, "" if drafter is None and stream is None else by)
+    drafted_by = "" if drafter is None and stream is None else by
+    label = _label(models, tables, drafted_by, is_drawn(outputs))
     found = Recording(
         name, outputs, trace, tables, models, label, drafter, recordings, assume_batch_free,
         stream, observed, one_pass,
@@ -480,17 +481,27 @@ def check_models(
 
 
 def _has_trace(label: str) -> bool:
-    """Return True if the name of latencies is a recording's, with a trace as well."""
+    """Return True if the name of latencies is a recording's, with a pair's own trace as well."""
     try:
-        return folder_of(label) is not None
+        return folder_of(label) is not None and not is_drawn(find_trace(label))
     except FileError:
         return False
 
 
-def _label(models: Models, tables: Tables, drafter: str) -> str:
-    """Return target, drafter, engine and device in a few words."""
+def is_drawn(trace: Trace) -> bool:
+    """Return True if a trace's verdicts were drawn by a random process, and are no model's."""
+    return trace.meta.get("kind") == "synthetic"
+
+
+def _label(models: Models, tables: Tables, drafter: str, drawn: bool) -> str:
+    """Return target, drafter, engine and device in a few words; `drawn`: the trace is synthetic."""
     metas = [table.meta for table in tables.values()] if len(tables) == 1 else [{}]
     measured = dict(metas[0])
     pair = pair_label(models, measured, drafter.rpartition("model=")[2])
+    if drawn:
+        # Verdicts dictated to models of random weights: no acceptance of the pair that was timed.
+        shapes, mode = measured.get("pair"), measured.get("mode")
+        pair = " in ".join(filter(None, (shapes, mode)))
+        pair = f"synthetic acceptance, costs of {pair}" if pair else "synthetic acceptance"
     device = "" if measured.get("kind") == "constant" else str(measured.get("device") or "")
     return ", ".join(filter(None, (pair, device)))

@@ -233,32 +233,46 @@ def check_recording(folder: Path) -> pd.DataFrame:
 
     ``folder`` holds ``latency.parquet``, ``measured.parquet`` and a trace, or the name of the
     folder that does, as ``python -m profiler.suite unpack`` sorts them.  Columns as in
-    `simulator.validation.compare`.
+    `simulator.validation.compare`.  Batches that cannot be predicted are left out; ``attrs`` says
+    why, by batch, under ``left_out``.
 
     Raises
     ------
     DraftsimError
-        If a file is missing or damaged, or a measured policy cannot be replayed.
+        If a file is missing or damaged, or no batch can be predicted.
     """
     trace, latency = find_drafted(str(folder))
     runs = read_measured(folder / "measured.parquet").times
-    parts = []
+    parts: list[pd.DataFrame] = []
+    left_out: dict[int, str] = {}
     for batch in sorted(set(runs["batch"].tolist())):
-        part = runs[runs["batch"] == batch]
-        names = list(dict.fromkeys(part["policy"]))
-        used = trace.select(_decoded(trace, part, batch))
-        predicted = (
-            _single(used, latency, names) if batch == 1 else _together(used, latency, names, batch)
-        )
-        parts.append(compare(predicted, part))
-    return pd.concat(parts, ignore_index=True)
+        try:
+            parts.append(_check_batch(trace, latency, runs[runs["batch"] == batch], batch))
+        except DraftsimError as error:
+            left_out[batch] = str(error)
+    if not parts:
+        raise DraftsimError("; ".join(left_out.values()))
+    rows = pd.concat(parts, ignore_index=True)
+    rows.attrs["left_out"] = left_out
+    return rows
+
+
+def _check_batch(
+    trace: Trace, latency: LatencyTable, runs: pd.DataFrame, batch: int
+) -> pd.DataFrame:
+    names = list(dict.fromkeys(runs["policy"]))
+    used = trace.select(_decoded(trace, runs, batch))
+    if batch == 1:
+        return compare(_single(used, latency, names), runs)
+    return compare(_together(used, latency, names, batch), runs)
 
 
 def anchor_drift(folder: Path) -> dict[int, float]:
     """Return, by batch, how much slower passes were during the full runs than in the latency table.
 
     It is the median, over the passes that stage ``forced`` times again (its anchors), of measured
-    over tabled seconds, minus one.  Batches without anchors are left out.
+    over tabled seconds, minus one.  Batches without anchors, or without passes in the table, are
+    left out.
 
     Raises
     ------
@@ -269,6 +283,7 @@ def anchor_drift(folder: Path) -> dict[int, float]:
     if not path.is_file():
         return {}
     latency = read_latency(folder / "latency.parquet")
+    tabled_batches = set(latency.cells["batch"].tolist())
     found: dict[int, list[float]] = {}
     document = read_object(path, "unpack the recording again")
     try:
@@ -281,6 +296,8 @@ def anchor_drift(folder: Path) -> dict[int, float]:
                 sizes = all(is_whole(at[name]) for name in ("batch", "width", "context"))
                 if not (sizes and is_number(at["median_s"]) and 0 < at["median_s"] <= MOST):
                     raise ValueError(f"an anchor is {at}")
+                if at["batch"] not in tabled_batches:
+                    continue
                 tabled = latency.seconds(
                     at["model"], "forward", batch=at["batch"], new_tokens=at["width"],
                     context=at["context"],

@@ -37,8 +37,8 @@ def recorded_check(
 
     ``names``: bundled recordings, folders of one, or folders of several.  Nothing is run.
 
-    Folders that cannot be predicted, because a table or cells of it are missing, are named and left
-    out.
+    Folders and batches that cannot be predicted, because a table or cells of it are missing, are
+    named and left out.
 
     Raises
     ------
@@ -49,9 +49,12 @@ def recorded_check(
     parts, skipped = [], {}
     for folder in folders:
         try:
-            parts.append(recorded_rows(folder))
+            parts.append(rows := recorded_rows(folder))
         except DraftsimError as error:
             skipped[folder.name] = str(error)
+        else:
+            for batch, why in rows.attrs["left_out"].items():
+                skipped[f"{folder.name} at batch {batch}"] = why
     for name, why in skipped.items():
         note(f"left out {name}: {why}")
     if not parts:
