@@ -120,8 +120,11 @@ def test_rounds_begin_with_another_each_time_and_tell_the_share(
                 own(seconds, share)
 
             load.go_on = noted  # type: ignore[method-assign]
-        interleave([*made.values()], shares.append)
+        turns: list[float] = []
+        interleave([*made.values()], shares.append, turns.append)
     assert begun[:4] == [*ARMS, "autoregressive"]
+    assert len(turns) == len(ARMS) * len(shares)
+    assert turns[len(ARMS) - 1 :: len(ARMS)] == shares
     assert shares == sorted(shares)
     assert shares[0] < 0.5
     assert shares[-1] == 1.0

@@ -141,19 +141,29 @@ class RunningLoad:
                 self._send(self._now_s)
 
 
-def interleave(loads: Sequence[RunningLoad], after_round: Callable[[float], None]) -> None:
+def interleave(
+    loads: Sequence[RunningLoad], after_round: Callable[[float], None],
+    after_turn: Callable[[float], None] = lambda _: None,
+) -> None:  # fmt: skip
     """Run loads, each of a tenant of its own, to their end, in short turns.
 
     In a round the first load runs for `TURN_S`, and each other load until it is equally far, so
     that changes of the machine's speed affect all of them.  The first load changes with the round.
-    `after_round` is called with the share that the slowest load has done, up to 1.
+    `after_round` is called with the share that the slowest load has done, up to 1; `after_turn`
+    likewise, after each load's turn, because a round of slow loads takes minutes.
     """
+
+    def slowest() -> float:
+        return min(load.share for load in loads)
+
     while not all(load.done for load in loads):
         first, *others = loads
         first.go_on(seconds=TURN_S)
+        after_turn(slowest())
         for load in others:
             load.go_on(share=math.inf if first.done else first.share)
-        after_round(min(load.share for load in loads))
+            after_turn(slowest())
+        after_round(slowest())
         loads = [*others, first]
 
 
@@ -229,10 +239,9 @@ def run_loads(
             with progress() as show:
 
                 def after_round(share: float) -> None:
-                    show(share)
                     measure_cells(done + share * len(turns))
 
-                interleave(loads, after_round)
+                interleave(loads, after_round, show)
         return [load.result() for load in loads]
 
     measured: dict[tuple[str, str], list[LoadRun]] = {}
