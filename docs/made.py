@@ -26,6 +26,7 @@ from docs.engine_tables import (
     server_checks,
     stepped,
 )
+from docs.gpu_tables import measured_gpu, measured_gpu_errors
 from docs.llamacpp_tables import llamacpp_counts
 from docs.lossy_tables import lossy_rules
 from docs.operator_tables import held_against, paper_settings
@@ -331,7 +332,8 @@ MAKERS: Mapping[str, Callable[..., str]] = {
     "commands": commands, "docstring": docstring, "engine_checks": engine_checks,
     "engine_load": engine_load, "equivalents": equivalents, "formulas": formulas,
     "held_against": held_against, "kinds": kinds, "ladder": ladder,
-    "llamacpp_counts": llamacpp_counts, "lossy_rules": lossy_rules, "methods": methods,
+    "llamacpp_counts": llamacpp_counts, "lossy_rules": lossy_rules, "measured_gpu": measured_gpu,
+    "measured_gpu_errors": measured_gpu_errors, "methods": methods,
     "server_confirmed": server_confirmed, "server_left_out": server_left_out,
     "server_outside": server_outside, "server_terms": server_terms,
     "server_widths": server_widths,

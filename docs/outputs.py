@@ -25,6 +25,8 @@ SHOWN = {
     "tune": "tune --engine vllm --batch 1,4,8",
     "gpu": "simulate --trace qwen-coder-cpu --latency h100/llama-3.1-8b+llama-3.2-1b "
     "--policy fixed:gamma=2 --policy fixed:gamma=4 --policy gammatune",
+    "h200": "simulate --trace qwen-coder-cpu --latency h200-llama-3.1-8b+1b-compiled "
+    "--policy fixed:gamma=2 --policy fixed:gamma=4 --policy gammatune",
     "devices": "list --devices",
     "llamacpp": "tune --engine llamacpp --trace smollm2-cpu",
     "doctor": "doctor 0.36,0.24,0.15,0.085 --against 0.72,0.475,0.295,0.17",
