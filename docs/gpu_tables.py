@@ -14,7 +14,7 @@ HEAD = (
     "median error", "worst",
 )  # fmt: skip
 ERRORS = (
-    "recording", "runs", "runs whose rounds differ", "seconds, median error", "worst",
+    "recording", "runs", "with another number of rounds", "seconds, median error", "worst",
     "speedups, median error", "worst",
 )  # fmt: skip
 SHOWN = ("fixed:gamma=2", "gammatune")
@@ -88,5 +88,4 @@ def _speedups(rows: pd.DataFrame) -> tuple[str, ...]:
         for policy in SHOWN
     ]
     errors = by["speedup_error"].drop(CONTROL)
-    worst = errors.loc[errors.abs().idxmax()]
-    return (*pairs, f"{errors.abs().median():.1%}", f"{worst:+.1%} ({errors.abs().idxmax()})")
+    return (*pairs, *_median_and_worst(errors))
