@@ -20,7 +20,7 @@ from commands.common.options import (
     WeightsOption,
     batch_sizes,
 )
-from commands.common.output import JsonOption, OutOption, emit, note, placed
+from commands.common.output import JsonOption, OutOption, emit, note, placed, remark
 from commands.common.printed import print_table
 from commands.common.progress import working
 from commands.common.written import Shown
@@ -183,7 +183,7 @@ def _priced(
         assert own is not None
         most = own.max_gamma or max(lengths)
         if max(lengths) > most:
-            note(f"recorded drafts have at most {most} tokens: longer ones are extrapolated")
+            remark(f"recorded drafts have at most {most} tokens: longer ones are extrapolated")
         positions = of_trace(trace, own, min(max(lengths), most))
     batches, contexts = _axes(*axes, None, table, lengths)
     table.check_sizes("target", "forward", max(batches), 1)
@@ -227,7 +227,7 @@ def _server(bench: list[str], passes: int | None) -> ServerFit:
 
     found = read_benches(bench)
     for line in found.notes:
-        note(line)
+        remark(line)
     return calibrate(found.runs, passes=passes)
 
 
@@ -248,13 +248,13 @@ def _plan(
     if not runs:
         note("nothing to measure: the speedups are known well enough")
         return
-    emit("breakeven", rows, json, out=out, show=["batch", "context", "k", "emitted", "uncertain"],
-         title="Runs to measure, most informative first")  # fmt: skip
     left = runs[-1].uncertain
     note(
         f"{len(runs)} runs ({len({run.k for run in runs})} server starts) leave speedups with a "
         f"standard deviation of {left:.0%}" + ("" if left <= EXACT else f", above {EXACT:.0%}")
     )
+    emit("breakeven", rows, json, out=out, show=["batch", "context", "k", "emitted", "uncertain"],
+         title="Runs to measure, most informative first")  # fmt: skip
     if json is None:
         for k in sorted({run.k for run in runs}):
             note(next(row["serve"] for row in rows if row["k"] == k), whole=True)

@@ -10,7 +10,7 @@ import typer
 
 from commands.common.acceptance import load_positions
 from commands.common.options import OtherAcceptanceOption, batch_sizes
-from commands.common.output import JsonOption, emit, note, placed_recording
+from commands.common.output import JsonOption, emit, note, placed_recording, remark, say_remarks
 from commands.common.printed import print_table
 from traces.digits import three_digits
 from traces.errors import DraftsimError
@@ -100,7 +100,7 @@ def calibrate(
     found = read_benches(runs)
     other = other_acceptance(acceptance, found.model)
     for line in found.notes:
-        note(line)
+        remark(line)
     measured = found.runs
     target = known_target(engine, experts, found.model)
     server = fit(measured, passes=passes, noise=noise, target=target)
@@ -122,6 +122,7 @@ def calibrate(
         print_table([shown_choice(row) for row in best])
         print_table([_load(load) for load in loads])
         print_table([_cost(name, one) for name, one in intervals.items()])
+        say_remarks()
     else:
         rows = [
             {"cost": name, "value": i.value, "low": i.low, "high": i.high}
@@ -145,7 +146,7 @@ def calibrate(
 
 
 def known_target(engine: str | None, experts: str | None, model: str | None) -> Target:
-    """Return what is known of the target's passes; a note says so.
+    """Return what is known of the target's passes; a remark says so.
 
     ``experts`` is ``COUNT/CHOSEN``, by default those of `model` where its sizes are known.
     Raises DraftsimError if it is anything else.
@@ -161,7 +162,7 @@ def known_target(engine: str | None, experts: str | None, model: str | None) -> 
             return Target(vectors=vectors)
         chosen = (known.experts, known.experts_per_token) if known.experts else None
         if chosen:
-            note(f"{model}: a token chooses {chosen[1]} of {chosen[0]} experts")
+            remark(f"{model}: a token chooses {chosen[1]} of {chosen[0]} experts")
         return Target(chosen, vectors)
     count, slash, each = experts.partition("/")
     if not (slash and count.strip().isdecimal() and each.strip().isdecimal()):
@@ -170,7 +171,7 @@ def known_target(engine: str | None, experts: str | None, model: str | None) -> 
 
 
 def other_acceptance(acceptance: str | None, model: str | None) -> Positions | None:
-    """Return the acceptance that ``--acceptance`` names; a note says whose it is.
+    """Return the acceptance that ``--acceptance`` names; a remark says whose it is.
 
     ``model`` is the target that the runs name, if they name one.
     """
@@ -179,7 +180,7 @@ def other_acceptance(acceptance: str | None, model: str | None) -> Positions | N
     found = load_positions(acceptance)
     differ = model is not None and found.model not in (None, model)
     whose, costs = (f" of {found.model}", f" ({model})") if differ else ("", "")
-    note(f"predicted for {found.said}{whose}, with the costs of the runs{costs}")
+    remark(f"predicted for {found.said}{whose}, with the costs of the runs{costs}")
     return found
 
 

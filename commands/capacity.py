@@ -25,6 +25,7 @@ from commands.common.output import (
     emit,
     note,
     placed_folder,
+    remark,
     said_free,
     say_drawn,
 )
@@ -109,14 +110,14 @@ def capacity(
         arrivals_of(rate, arrivals, process), limits, warmup=0.2, seed=seed,
         replications=replications, router=engine.routing(2),
     )  # fmt: skip
-    chosen = load_serving_policies(texts, recorded, table, largest=largest, say=note)
+    chosen = load_serving_policies(texts, recorded, table, largest=largest, say=remark)
     executor = chosen_executor(jobs, cluster)
     kept = None if out is None else out.with_name(out.name + ".jsonl")
     with only_writer(out) if out is not None else nullcontext():
         with working("simulating") as say:
             planned = plan(
                 recorded, table, chosen, base, rate, targets, rule=rule, requests=requests,
-                most=max_replicas, curve=plots is not None, executor=executor, say=note,
+                most=max_replicas, curve=plots is not None, executor=executor, say=remark,
                 path=kept, progress=lambda done, at: say(f"run {done}: {at}"),
             )  # fmt: skip
         rows = with_cost(planned, gpus, price)
@@ -127,8 +128,8 @@ def capacity(
         )  # fmt: skip
         if kept is not None:
             kept.unlink(missing_ok=True)
-    for remark in remarks(rows):
-        note(remark)
+    for line in remarks(rows):
+        note(line)
     if plots is not None:
         free = table.said_batch_free(largest)
         _draw(plots, rows, f"assumed to cost nothing: {free}" if free else "", recording.said)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import wraps
 from importlib import import_module
 from itertools import pairwise
 from pathlib import Path
@@ -67,6 +68,19 @@ class Sectioned(TyperCommand):
                     formatter.write_dl(records)
 
 
+def _answering(command: Callable[..., None]) -> Callable[..., None]:
+    """Return `command`, whose remarks wait for its answer."""
+
+    @wraps(command)
+    def run(*values: Any, **options: Any) -> None:
+        from commands.common.output import answering
+
+        with answering():
+            command(*values, **options)
+
+    return run
+
+
 class _Loaded(Mapping[str, Any]):
     """Click's command of each name, made when it is asked for.
 
@@ -84,7 +98,7 @@ class _Loaded(Mapping[str, Any]):
             alone = typer.Typer(add_completion=False, rich_markup_mode=None)
             one = self.listed[name]
             function = configured(one.function()) if one.configured else one.function()
-            alone.command(name, cls=Sectioned)(bounded(function))
+            alone.command(name, cls=Sectioned)(_answering(bounded(function)))
             made = self.made[name] = typer.main.get_command(alone)
             own = {option.lstrip("-") for param in made.params for option in param.opts}
 

@@ -14,7 +14,7 @@ import typer
 
 from commands.common.drafted import load_recording
 from commands.common.options import LatencyOption, TraceOption
-from commands.common.output import WIDEST, JsonOption, OutOption, emit, note, wrapped
+from commands.common.output import WIDEST, JsonOption, OutOption, emit, note, remark, wrapped
 from commands.common.printed import cell_text, print_table, printable
 from commands.common.written import Shown
 from traces.errors import DraftsimError
@@ -183,7 +183,7 @@ def sampled_runs(trace: Trace, folder: Path | None, named: Sequence[Path] | None
         except DraftsimError as error:
             if asked:
                 raise
-            note(f"sampled outputs found with the trace are left out: {error}")
+            remark(f"sampled outputs found with the trace are left out: {error}")
             continue
         if EarlyExit.name in recordings:
             found.setdefault(sampled.sampling, Sampled(sampled, recordings))
@@ -254,8 +254,8 @@ def print_evidence(
 
     def printed() -> None:
         print_table(table.rows)
-        for remark in remarks:
-            print(wrapped(printable(remark), WIDEST))
+        for line in remarks:
+            print(wrapped(printable(line), WIDEST))
 
     emit(
         "papers", [row._asdict() for row in rows], json, more=more, out=out, printed=printed,

@@ -17,7 +17,7 @@ from commands.calibrate import (
 )
 from commands.common.acceptance import load_positions
 from commands.common.options import OtherAcceptanceOption, batch_sizes
-from commands.common.output import JsonOption, emit, note, placed
+from commands.common.output import JsonOption, emit, note, placed, remark, say_remarks
 from commands.common.printed import print_table
 from traces.errors import DraftsimError
 
@@ -98,7 +98,7 @@ def recommend(
     found = read_benches(bench, acceptance_told=metrics is not None)
     other = other_acceptance(acceptance, found.model)
     for line in found.notes:
-        note(line)
+        remark(line)
     drafting = {run.k for run in found.runs if run.k and run.round_tokens is None}
     only = drafting.pop() if len(drafting) == 1 else None
     told = load_positions(metrics, drafts=only) if metrics else None
@@ -122,6 +122,7 @@ def recommend(
         of = f"{target or found.model}: " if target or found.model else ""
         note(f"{of}{in_words(rows)}{_gain(rows, level)}.")
         print_table([shown_choice(row) for row in rows])
+        say_remarks()
     else:
         more = {
             "setting": document, "launch": line, "next_run": suggestion._asdict(),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
@@ -19,13 +19,10 @@ from commands.common.options import (
     WeightsOption,
     as_named,
 )
-from commands.common.output import note, placed_as
+from commands.common.output import note, placed_as, remark, say_remarks
 from commands.common.progress import working
 from traces.errors import DraftsimError
 from traces.store.recordings import DEFAULT_TRACE, TRACE_VARIABLE
-
-if TYPE_CHECKING:
-    pass
 
 
 def report(
@@ -58,9 +55,10 @@ def report(
 
     The page ranks the same policies and named systems as `simulate`, and recommends the same one.
     """
+    from commands.simulate.table import headline
     from simulator.predict import compare, split_asked
-    from simulator.report import build_report, write_report
-    from simulator.report.data import carried_spans, names_of
+    from simulator.report import render, report_data, write_report
+    from simulator.report.data import against_fixed, carried_spans, names_of
     from traces.replay.always import always_drafted, drafting_always, passes_always
     from traces.store.measured import read_measured
 
@@ -89,7 +87,7 @@ def report(
         )
     with working("replaying policies", alone=True) as progress:
         compared = compare(
-            recording, table, asked, lossy=False, say=note,
+            recording, table, asked, lossy=False, say=remark,
             progress=partial(progress, "replaying policies"),
         )  # fmt: skip
         ranking, table = compared.ranking, compared.latency
@@ -99,11 +97,13 @@ def report(
         logs = [
             always_drafted(log, passes_always(table)) for log in (*ranking.logs, *compared.more)
         ]
-        page = build_report(
+        data = report_data(
             recording.trace, table, logs, notes=notes, measured=measured, pair=names_of(recording),
-            title=Path(run).name, serve=serve, resamples=resamples, progress=progress,
+            serve=serve, resamples=resamples, progress=progress,
         )  # fmt: skip
-    write_report(page, out)
+    write_report(render(data, Path(run).name), out)
+    note(headline(against_fixed(data), recording.said))
+    say_remarks()
     note(f"wrote {out}, {out.stat().st_size / 1e3:.0f} kB")
 
 

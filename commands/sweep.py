@@ -18,7 +18,15 @@ from commands.common.drafted import (
     weight_formats,
 )
 from commands.common.options import CarriedInputs, ClusterOption, JobsOption, chosen_executor
-from commands.common.output import JsonOption, emit, note, placed_folder, placed_table, say_drawn
+from commands.common.output import (
+    JsonOption,
+    emit,
+    note,
+    placed_folder,
+    placed_table,
+    remark,
+    say_drawn,
+)
 from commands.common.printed import print_table
 from commands.common.progress import progress_bar, working
 from commands.common.written import TABLES, Shown, as_latex, write_rows
@@ -207,7 +215,7 @@ def sweep(
     )  # fmt: skip
     study = Sweep(
         recorded,
-        swept_policies(policy, lengths, recorded, note),
+        swept_policies(policy, lengths, recorded, remark),
         prices,
         axis(alpha, "alpha", low=1e-6, high=1 - 1e-6),
         sizes,
@@ -242,9 +250,12 @@ def sweep(
     for line in large:
         note(line)
     more = {"break_even": ends.to_dict("records"), "fastest": best.to_dict("records")}
-    emit("sweep", rows, json, show=[n for n in SHOWN if n in rows], more=more)
-    if json is None:
+
+    def printed() -> None:
+        print_table(rows.to_dict("records"), [n for n in SHOWN if n in rows])
         print_thresholds(ends, out)
+
+    emit("sweep", rows, json, more=more, printed=printed)
     if wanted is not None and wanted != out:
         note(f"wrote {wanted}")
     if out is not None:
@@ -285,7 +296,7 @@ def _ladder(
     from simulator.whatif.sweep.grid import expand
 
     trace = recording.trace
-    chosen = dict(named(load_policies(expand(policy), trace, say=note))) if policy else None
+    chosen = dict(named(load_policies(expand(policy), trace, say=remark))) if policy else None
     rungs = climb(trace, table, policies=chosen, resamples=max(resamples, 1), seed=seed)
     note(f"{recording.said}: {_climbed(rungs)}")
     emit(
@@ -413,20 +424,20 @@ def say_tilt(study: Sweep) -> None:
     """Note the measured error of tilting to another acceptance."""
     if study.error is None:
         return
-    note("acceptance is reweighted to --alpha, so the rows are approximate")
+    remark("acceptance is reweighted to --alpha, so the rows are approximate")
     for error, kind in (
         (study.error.lengths, "that read no signal"),
         (study.error.signals, "that read signals"),
     ):
         if error.comparisons:
-            note(
+            remark(
                 f"  policies {kind}: the median error of a speedup is {error.median:.1%} (worst "
                 f"{error.worst:.1%}, i.i.d. {error.iid_median:.1%}), from {error.comparisons} "
                 f"comparisons of groups of these prompts; {error.per_logit:.1%} per unit of "
                 "logit(alpha)"
             )
         else:
-            note(f"  policies {kind}: error unknown, because these prompts are too alike")
+            remark(f"  policies {kind}: error unknown, because these prompts are too alike")
 
 
 def say_untried(study: Sweep, frame: pd.DataFrame) -> None:

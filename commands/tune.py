@@ -13,7 +13,7 @@ import typer
 from commands.common.bounds import MOST_CONTEXT
 from commands.common.drafted import say_calibrate
 from commands.common.options import CarriedInputs, Graphs, batch_sizes
-from commands.common.output import JsonOption, emit, note, placed_as
+from commands.common.output import JsonOption, emit, note, placed_as, remark
 from commands.common.printed import print_table
 from commands.common.progress import working
 from commands.engine.options import DefaultsOption
@@ -179,7 +179,7 @@ def tune(
     if out is not None:
         # Before anything is tried: what was found is not lost with an engine that fails.
         write_settings(tuned, out)
-        note(f"wrote {out}")
+        remark(f"wrote {out}")
     captured = _captured(engine, tuned, table)
     line = launch_line(
         engine.value, tuned.document, target=target, file=str(out or FILE), drafter=drafter,
@@ -225,7 +225,7 @@ def tune(
 
 
 def _captured(engine: TunedEngine, tuned: Tuned, table: LatencyTable) -> list[int]:
-    """Return sizes for vLLM to capture CUDA graphs for, with a note.
+    """Return sizes for vLLM to capture CUDA graphs for, with a remark.
 
     None where the latencies do not say the graphs of their engine.
     """
@@ -251,7 +251,7 @@ def _captured(engine: TunedEngine, tuned: Tuned, table: LatencyTable) -> list[in
         if "composed" in table.meta:
             after = in_graphs(table, graphs, batch).seconds("target", "forward", **at).item()
             said += f" ({after / before_s - 1:+.1%} of its time)"
-    note(f"capture multiples of K + 1 (--cudagraph-capture-sizes in the launch line): {said}")
+    remark(f"capture multiples of K + 1 (--cudagraph-capture-sizes in the launch line): {said}")
     return list(graphs.sizes)
 
 
@@ -350,7 +350,7 @@ def _check(
         )  # fmt: skip
         row |= dict(zip(CHECKED, values, strict=True))
     if worse := [b for b in batches if not at[b]["not_worse"]]:
-        note(
+        remark(
             f"at batch {', '.join(map(str, worse))} a fixed draft length served faster than the "
             "setting"
         )

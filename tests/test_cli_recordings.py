@@ -53,7 +53,8 @@ def calibrated(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_a_recording_is_tuned_with_the_drafter_it_was_measured_with(run: Run) -> None:
     ran = run(*TUNE, "--trace", EAGLE3, "--json", "-")
     assert [row["decode_gain"] for row in ran.rows] == pytest.approx([1.449, 0.987], abs=5e-4)
-    assert ran.err.splitlines()[0].startswith(f"drafting with {HEAD}")
+    assert ran.err.splitlines()[0].startswith(f"{EAGLE3} (")
+    assert f"\ndrafting with {HEAD}" in ran.err
     assert ran.rows == run(*TUNE, "--trace", EAGLE3, "--source", HEAD, "--json", "-").rows
     # The latencies decide: they hold passes of the head, whose drafts belong to the same outputs.
     assert ran.rows == run(*TUNE, "--trace", ONE, "--latency", EAGLE3, "--json", "-").rows
@@ -111,12 +112,12 @@ def test_a_source_that_the_latencies_have_no_passes_of_is_refused(run: Run) -> N
     assert refused.code == 2
     assert "without passes of the draft model" in refused.err
     assert run(*TUNE, "--trace", DRAFT, "--source", "draft-model").code == 0
-    # Both were named: the costs' drafter drafts, and the first line says so.
+    # Both were named: the costs' drafter drafts, and a remark says so.
     ran = run(*TUNE, "--trace", EAGLE3, "--latency", DRAFT)
-    assert ran.err.splitlines()[0] == (
+    assert (
         f"drafting with the draft model, like the latencies of {DRAFT}; {EAGLE3} was measured with "
         "smollm2-eagle3"
-    )
+    ) in ran.err.splitlines()
 
 
 def test_a_head_without_recorded_drafts_is_refused(tmp_path: Path) -> None:
@@ -162,7 +163,7 @@ def test_constants_say_whose_acceptance_they_price(run: Run) -> None:
     assert "--trace names another recording" in ran.err.splitlines()[0]
 
 
-def test_both_named_the_first_line_says_whose(run: Run, calibrated: Path) -> None:
+def test_both_named_the_first_remark_says_whose(run: Run, calibrated: Path) -> None:
     ran = run("simulate", "--trace", ONE, "--latency", "bundled", *QUICK)
     assert ran.code == 0
     first = ran.err.splitlines()[0]
@@ -213,7 +214,8 @@ def test_simulate_and_report_recommend_the_same_policy(run: Run, tmp_path: Path)
     assert said.endswith(
         "; with the draft model no policy is: the best fixed length, fixed:gamma=3, is at 0.742x."
     )
-    assert run("report", "--run", ONE, *few, "--no-serve", "--out", out).code == 0
+    reported = run("report", "--run", ONE, *few, "--no-serve", "--out", out)
+    assert reported.err.splitlines()[0] == said
     page = data_of(out.read_text())
     top = page["policies"][page["headline"]["policy"]]
     assert (top["policy"], top["speedup"]) == ("ngram", pytest.approx(best["speedup"]))
@@ -275,10 +277,14 @@ def test_a_headline_gains_over_no_slower_row_by_itself() -> None:
     ],
     ids=lambda command: command[0],
 )  # fmt: skip
-def test_costs_of_other_models_are_announced_first(command: tuple[object, ...], run: Run) -> None:
+def test_costs_of_other_models_are_remarked_on_below_the_answer(command: tuple[object, ...], run: Run) -> None:
     ran = run(*command, "--trace", ONE, "--latency", "a100/llama-2-7b+vicuna-68m")
     assert ran.code == 0, ran.err
-    first, second, *_ = ran.err.splitlines()
-    assert first.startswith(f"acceptance of {ONE} ("), first
+    lines = ran.err.splitlines()
+    [at] = [i for i, line in enumerate(lines) if line.startswith(f"acceptance of {ONE} (")]
+    first, second = lines[at : at + 2]
+    # The answer of simulate is on standard output.
+    answers = [line.startswith(f"{ONE} (") for line in lines[:at]]
+    assert any(answers) == (command[0] != "simulate")
     assert "at the costs of a100/llama-2-7b+vicuna-68m" in first
     assert "composed from operators" in second, second

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
+
 import pytest
 
 from commands.common import output
-from commands.common.output import note, wrapped
+from commands.common.output import answering, emit, note, remark, wrapped
 from commands.common.printed import print_table
+from traces.errors import DraftsimError
 
 WORDS = "predicted from `draftsim profile --engine vllm --batch 1,2,4,8` of this machine " * 4
 
@@ -36,6 +39,21 @@ def test_an_indented_remark_stays_indented() -> None:
     lines = wrapped("  " + WORDS, 60).splitlines()
     assert lines[0].startswith("  predicted")
     assert all(line.startswith("    ") for line in lines[1:])
+
+
+def test_remarks_wait_for_the_answer(capsys: pytest.CaptureFixture[str]) -> None:
+    with answering():
+        remark("how")
+        note("answer")
+        emit("command", [{"K": 1}], None)
+        note("file")
+        remark("late")
+    remark("outside")
+    assert capsys.readouterr().err.split() == ["answer", "how", "file", "late", "outside"]
+    with suppress(DraftsimError), answering():
+        remark("kept")
+        raise DraftsimError("refused")
+    assert capsys.readouterr().err.split() == ["kept"]
 
 
 def test_what_is_the_same_in_every_row_is_said_once(capsys: pytest.CaptureFixture[str]) -> None:

@@ -165,6 +165,11 @@ def test_the_command_writes_the_page(run: Run, tmp_path: Path) -> None:
     ran = run("report", "--run", tmp_path, "--out", out, "--resamples", "50", *chosen)
     assert ran.code == 0, ran.err
     text = out.read_text()
+    answer, wrote = ran.err.splitlines()[0], ran.err.splitlines()[-1]
+    best = data_of(text)["policies"][data_of(text)["headline"]["policy"]]
+    assert answer.startswith(f"{tmp_path.name} (")
+    assert f"{best['policy']} is fastest, {three_digits(best['speedup'])}x no spec" in answer
+    assert wrote.startswith(f"wrote {out}, ")
     assert tmp_path.name in text
     assert "Predicted against measured" in text
     assert "Measured, but not replayed for this page" in text

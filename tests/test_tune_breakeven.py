@@ -128,6 +128,14 @@ def test_a_surface_on_the_command_line(run: Run, tmp_path: Path) -> None:
     assert rows[2]["speedup"] == pytest.approx((1 + 0.8 + 0.56) / 1.2)
 
 
+def test_the_answer_comes_before_how_the_costs_are_known(run: Run) -> None:
+    ran = run("breakeven", "--latency", "a100/llama-3.1-8b+llama-3.2-1b", "--acceptance",
+              "0.76,0.60,0.43", "--batch", "1,64", "--context", "128", "--k", "1,3")  # fmt: skip
+    first, second, *_ = ran.err.splitlines()
+    assert "llama-3.1-8b+llama-3.2-1b, acceptance 0.76,0.60,0.43: speculation is faster" in first
+    assert "composed from operators" in second
+
+
 def test_dictated_runs_are_read_and_another_acceptance_is_put_in(run: Run, tmp_path: Path) -> None:
     path = tmp_path / "runs.csv"
     rows = ["concurrency,num_speculative_tokens,output_throughput,mean_acceptance_length,context"]

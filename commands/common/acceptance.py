@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from commands.common.output import note
+from commands.common.output import remark
 
 if TYPE_CHECKING:
     from simulator.aggregate.positions import Positions
@@ -43,7 +43,7 @@ def load_positions(
     from simulator.recording import imputed
 
     def rounds(label: str, read: Trace) -> Positions:
-        trace = imputed(label, read, "acceptance by position", note)
+        trace = imputed(label, read, "acceptance by position", remark)
         seen = (trace.meta.get("imputed") or {}).get("longest_seen")
         return of_trace(label, trace, k or int(seen or trace.max_gamma or LONGEST))
 

@@ -8,7 +8,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from commands.common.output import note
+from commands.common.output import remark
 from traces.errors import DraftsimError
 from traces.store.recordings import TRACE_VARIABLE, Defaulted, find_trace
 
@@ -27,9 +27,9 @@ def load_recording(
     one: bool = True, one_stream: bool = False, one_pass: bool = False, plain: bool = False,
     sizes: Mapping[str, int] | None = None,
 ) -> Recording:  # fmt: skip
-    """Return the recording called `name` (`simulator.recording.load_recording`), with its notes.
+    """Return the recording called `name` (`simulator.recording.load_recording`), with its remarks.
 
-    The first note says whose acceptance is priced at whose costs, if the models differ.
+    The first remark says whose acceptance is priced at whose costs, if the models differ.
     ``latency`` are the latencies named, None the recording's own, unless cost ratios price it
     (``by_ratio``); with `gpu` or `weights` one table is carried over there.  ``acceptance`` by
     position takes the recording's place (`read_acceptance`).  If only plain decoding is asked for
@@ -72,12 +72,12 @@ def load_recording(
         )  # fmt: skip
     finally:
         for line in (*first, *notes):
-            note(line)
+            remark(line)
 
 
 def latencies(
     names: Sequence[str] | None, trace_name: str, priced: bool, assume_batch_free: bool = False,
-    say: Say = note,
+    say: Say = remark,
 ) -> dict[str, LatencyTable]:  # fmt: skip
     """Return the tables named, by name; none where something else prices already (`priced`).
 
@@ -115,7 +115,7 @@ def latencies(
 
 def carried(
     tables: Mapping[str, LatencyTable], gpu: str | None = None, weights: str | None = None,
-    say: Say = note,
+    say: Say = remark,
 ) -> dict[str, LatencyTable]:  # fmt: skip
     """Return `tables` on the device they were measured on, or the one table carried over to one
     GPU.
@@ -182,10 +182,10 @@ def say_calibrate(tables: Iterable[LatencyTable], largest: int) -> None:
     from simulator.hardware.scaling import CALIBRATE
 
     if largest > 1 and any(table.meta.get("scaled") for table in tables):
-        note(CALIBRATE)
+        remark(CALIBRATE)
 
 
-def say_scaling(prices: Prices, say: Say = note) -> None:
+def say_scaling(prices: Prices, say: Say = remark) -> None:
     """Note what was carried over to another GPU, and the model's known errors."""
     from simulator.hardware.scaling import interval_words, scaling_error, scaling_words
 

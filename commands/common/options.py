@@ -244,11 +244,11 @@ class Policies:
 def one_rule(
     texts: Sequence[str] | None, verify: str | None
 ) -> tuple[list[str] | None, str | None]:
-    """Return what `simulator.chosen.one_rule` does, with a note."""
-    from commands.common.output import note
+    """Return what `simulator.chosen.one_rule` does, with a remark."""
+    from commands.common.output import remark
     from simulator import chosen
 
-    policies, rule = chosen.one_rule(texts, verify, note)
+    policies, rule = chosen.one_rule(texts, verify, remark)
     return None if policies is None else [str(text) for text in policies], rule
 
 
@@ -349,11 +349,11 @@ class EngineLimits(Graphs):
 
 
 def blocks_of(text: str | None, table: LatencyTable) -> int | None:
-    """Return the blocks that ``--kv-blocks`` asks for; with auto, said in a note.
+    """Return the blocks that ``--kv-blocks`` asks for; with auto, said in a remark.
 
     Raises DraftsimError if it is no number, or the table does not say what GPU and models it is of.
     """
-    from commands.common.output import note
+    from commands.common.output import remark
     from traces.operators.memory import UTILISATION, blocks_of_meta
 
     if text is None:
@@ -368,7 +368,7 @@ def blocks_of(text: str | None, table: LatencyTable) -> int | None:
             f"--kv-blocks is {text!r}, expected a whole number or auto[:UTILISATION]"
         ) from None
     found = blocks_of_meta(table.meta, utilisation)
-    note(found.said)
+    remark(found.said)
     return found.blocks
 
 

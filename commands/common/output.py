@@ -5,7 +5,9 @@ from __future__ import annotations
 import re
 import sys
 import textwrap
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -120,7 +122,7 @@ def emit(
     ``more`` are keys that the JSON has next to its results.  With ``out`` all columns are also
     written to that file, in the form its suffix names; .tex holds the printed table.
     ``printed`` prints them instead, and ``tables`` gives them as printed, where a command has
-    tables of its own.
+    tables of its own.  Remarks that waited for the answer follow (`remark`).
     """
     records = rows.to_dict("records") if isinstance(rows, pd.DataFrame) else list(rows)
     if out is not None:
@@ -141,6 +143,7 @@ def emit(
             sys.stdout.write(text)
         else:
             write_atomically(json_to, text.encode())
+    say_remarks()
     if out is not None:
         note(f"wrote {out}")
 
@@ -161,6 +164,36 @@ def note(text: str, whole: bool = False) -> None:
     width = min(WIDEST, where.width) if where.is_terminal else WIDEST
     shown = printable(text)
     where.print(shown if whole else wrapped(shown, width), soft_wrap=True)
+
+
+_WAITING: ContextVar[list[str] | None] = ContextVar("remarks that wait", default=None)
+
+
+@contextmanager
+def answering() -> Iterator[None]:
+    """Let remarks wait until a command's answer is printed, or until the command ends."""
+    before = _WAITING.set([])
+    try:
+        yield
+    finally:
+        say_remarks()
+        _WAITING.reset(before)
+
+
+def remark(text: str) -> None:
+    """Print a remark on the answer below the answer; at once outside of `answering`."""
+    waiting = _WAITING.get()
+    if waiting is None:
+        note(text)
+    else:
+        waiting.append(text)
+
+
+def say_remarks() -> None:
+    """Print the remarks that waited."""
+    waiting = _WAITING.get() or []
+    while waiting:
+        note(waiting.pop(0))
 
 
 def wrapped(text: str, width: int) -> str:

@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from commands.common.output import note
+from commands.common.output import note, remark
 from traces.machine import BUSY, State, describe, differ, label, slowdown
 
 if TYPE_CHECKING:
@@ -61,7 +61,7 @@ def say_disturbed(latency: LatencyTable) -> None:
     """Note where the latencies were measured on a disturbed machine."""
     state = machine_of(latency.meta)
     if state is not None and label(state) == BUSY:
-        note(
+        remark(
             f"these latencies were measured on a disturbed machine: {describe(state)}; measure "
             "them again with `draftsim profile latency` when it is quiet"
         )

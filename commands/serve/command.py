@@ -27,7 +27,9 @@ from commands.common.output import (
     placed_as,
     placed_folder,
     placed_table,
+    remark,
     say_drawn,
+    say_remarks,
 )
 from commands.common.printed import print_table
 from commands.common.progress import progress_bar, working
@@ -312,7 +314,7 @@ def serve(
     table.check_sizes("target", "forward", largest, 1)  # refused before anything is served
     recording = engine.captured(recording, largest)
     table = inputs.priced(recording, largest)
-    chosen = load_serving_policies(texts, recorded, table, mode, settings, largest, note)
+    chosen = load_serving_policies(texts, recorded, table, mode, settings, largest, remark)
     meta = {
         "trace": inputs.acceptance or inputs.trace, "latency": inputs.latency or inputs.trace,
         "policies": list(chosen),
@@ -329,7 +331,7 @@ def serve(
         sweep(
             recorded, table, chosen, scenarios, rule=rule, path=rows_file(out), meta=meta,
             progress=progress, advance=advance, timeline=drawn, rows=rows, executor=executor,
-            say=note,
+            say=remark,
         )  # fmt: skip
     measured = against_measured(recorded, table, chosen, scenarios, rule)
     if json is None:
@@ -343,10 +345,11 @@ def serve(
         print_table(shown(rows))
         if measured:
             print_measured(measured)
+        say_remarks()
     else:
         emit("serve", rows, json, more={"measured": measured} if measured else None)
-    for remark in remarks(rows):
-        note(remark)
+    for line in remarks(rows):
+        note(line)
     for path in (p for p in (out, timeline) if p is not None):
         note(f"wrote {path}")
     if plots is not None:

@@ -18,6 +18,7 @@ from commands.common.output import (
     emit,
     note,
     placed_folder,
+    remark,
     said_free,
     say_drawn,
     say_memory,
@@ -168,14 +169,9 @@ def simulate(
         return
     rule = load_rule(verify, None if asked.remembers else memory)
     recording.check_rule(rule)
-    absent: list[str] = []  # said after the answer
-
-    def said(line: str) -> None:
-        absent.append(line) if line.startswith("not listed: ") else note(line)
-
     with working("replaying policies", alone=True) as say:
         compared = predict.compare(
-            recording, table, asked, rule, memory, say=said,
+            recording, table, asked, rule, memory, say=remark,
             progress=partial(say, "replaying policies"),
         )  # fmt: skip
     table, more = compared.latency, compared.more
@@ -188,8 +184,6 @@ def simulate(
     _emit(
         rows, json, prefill, out, by_name, recording.said, by_phase, gains=against is not None
     )  # fmt: skip
-    for line in absent:
-        note(line)
     if recording.stream is not None:
         return
     if recording.said_depths and any(runs_layers(log) for log in more):
@@ -292,13 +286,16 @@ def _emit(
     more: dict[str, Any] = {"headline": headline(over_all(rows), of)}
     if by_phase:
         more["phases"] = list(by_phase)
+
+    def printed() -> None:
+        print_ranked(rows, by_name, of, gains)
+        if by_phase:
+            print_table(shown_phases(by_phase), title="by phase of the answer")
+
     emit(
         "simulate", rows, json, more=more, out=out,
-        printed=lambda: print_ranked(rows, by_name, of, gains),
-        tables=lambda: ranked_tables(rows, by_name, gains, of),
+        printed=printed, tables=lambda: ranked_tables(rows, by_name, gains, of),
     )  # fmt: skip
-    if by_phase and json is None:
-        print_table(shown_phases(by_phase), title="by phase of the answer")
     shown = over_all(rows)
     outside = [row for row in shown if row["outside"]]
     if outside:

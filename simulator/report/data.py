@@ -338,6 +338,20 @@ def headline(
     }  # fmt: skip
 
 
+def against_fixed(data: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Return the rows of `report_data` with the recommended one's gain over the best fixed length.
+
+    Keys in addition to those of `ranked`: ``against``, ``gain``, ``gain_lo`` and ``gain_hi``, as in
+    `simulator.whatif.ranking.ranked_rows`; None where the best fixed length is recommended.
+    """
+    head, rows = data["headline"], data["policies"]
+    gains = dict.fromkeys(("gain", "gain_lo", "gain_hi"))
+    if head["policy"] != head["fixed"]:
+        gains = {name: head[name] for name in gains}
+    fixed = rows[head["fixed"]]["policy"]
+    return [{**row, **gains, "against": fixed} for row in rows]
+
+
 def report_data(
     trace: Trace,
     latency: LatencyTable,
@@ -350,7 +364,9 @@ def report_data(
     resamples: int = 2000,
     progress: Callable[[str], None] = lambda _: None,
 ) -> dict[str, Any]:
-    """Return the page's data; parameters as in `simulator.report.build_report`."""
+    """Return the page's data; parameters and errors as in `simulator.report.build_report`."""
+    if not logs:
+        raise DraftsimError("no round log was given: name at least one policy")
     progress("pricing policies")
     logs, said = with_best_fixed(trace, latency, logs, notes or {})
     best = next(int(n.partition("=")[2]) for n, text in said.items() if text == BEST_FIXED)

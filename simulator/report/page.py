@@ -16,7 +16,6 @@ from simulator.palette import COLOURS
 from simulator.report.data import report_data
 from traces.acceptance.trace import Trace
 from traces.digits import three_digits
-from traces.errors import DraftsimError
 from traces.latency.table import LatencyTable
 from traces.replay.rounds import RoundLog
 from traces.store.measured import MeasuredRuns
@@ -65,8 +64,6 @@ def build_report(
     DraftsimError
         If there is no log, or as in the computations for the page.
     """
-    if not logs:
-        raise DraftsimError("no round log was given: name at least one policy")
     data = report_data(
         trace, latency, logs, notes=notes, measured=measured, pair=pair, serve=serve,
         resamples=resamples, progress=progress,
