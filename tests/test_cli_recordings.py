@@ -198,7 +198,7 @@ def test_models_are_compared_by_weights_then_shapes_then_names() -> None:
 def test_the_list_names_models_and_drafter(run: Run) -> None:
     said = {row["name"]: row["summary"] for row in run("list", "--json", "-").rows}
     assert said[EAGLE3].startswith("smollm2 135M + smollm2-eagle3 in vllm 0.32.0:")
-    assert said[ONE].startswith("smollm2 135M + draft model 15.5M, eager:")
+    assert said[ONE].startswith("smollm2 135M + draft model 15.5M, eager: 160 requests, 17,485 tok")
 
 
 def test_simulate_and_report_recommend_the_same_policy(run: Run, tmp_path: Path) -> None:
@@ -277,7 +277,7 @@ def test_a_headline_gains_over_no_slower_row_by_itself() -> None:
     ],
     ids=lambda command: command[0],
 )  # fmt: skip
-def test_costs_of_other_models_are_remarked_on_below_the_answer(command: tuple[object, ...], run: Run) -> None:
+def test_costs_of_other_models_are_remarked_on_below(command: tuple[object, ...], run: Run) -> None:
     ran = run(*command, "--trace", ONE, "--latency", "a100/llama-2-7b+vicuna-68m")
     assert ran.code == 0, ran.err
     lines = ran.err.splitlines()

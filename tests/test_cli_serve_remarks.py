@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pandas as pd
@@ -64,6 +65,8 @@ def test_rows_say_which_sizes_were_not_measured(serve: Serve, tmp_path: Path) ->
         assert far[0]["context"][1] > 40
         assert far[0]["batch"][1] == min(row["batch"], 4)
     assert "outside the measured sizes, priced by a fitted roofline:" in ran.err
+    assert re.search(r"draft forward passes: batch [^,]+, 1 token each, context ", ran.err)
+    assert not re.search(r"[ ,]1 tokens", ran.err)
 
 
 def test_the_table_leaves_out_what_goes_without_saying(serve: Serve, tmp_path: Path) -> None:

@@ -71,6 +71,14 @@ def test_what_is_the_same_in_every_row_is_said_once(capsys: pytest.CaptureFixtur
     assert "every row" not in alone
 
 
+def test_the_figures_of_a_column_have_one_form(capsys: pytest.CaptureFixture[str]) -> None:
+    print_table([{"c": c, "context": n, "ms": n / 1} for c, n in ((0.05, 128), (0.1, 16384))])
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split() for line in lines[-2:]] == [
+        ["0.0500", "128", "128"], ["0.100", "16,384", "16,384"],
+    ]  # fmt: skip
+
+
 def test_figures_in_words_are_not_cut(capsys: pytest.CaptureFixture[str]) -> None:
     rows = [
         {

@@ -17,6 +17,7 @@ from simulator.whatif.tilt.trace import Tilter
 from tests.break_even import priced_at
 from tests.studies import recorded
 from traces.acceptance.synthetic import synthetic_trace
+from traces.digits import three_digits
 from traces.latency.schema import CELL_COLUMNS
 from traces.latency.table import LatencyTable
 from traces.replay.run import replay
@@ -49,7 +50,7 @@ def test_break_even_is_what_bisection_finds(ratios: tuple[float, ...]) -> None:
         assert row.break_even == pytest.approx(own, rel=1e-9)
         assert row.break_even_lo < row.break_even < row.break_even_hi
         assert row.edge == ""
-        assert str(row.says).startswith(f"{own:.3g} [")
+        assert str(row.says).startswith(f"{three_digits(own)} [")
         part = frame[(frame["policy"] == row.policy) & (frame["alpha_asked"] == row.alpha)]
         assert row.adapting == part["adapting"].mean()
         assert row.adapting_most == part["adapting"].max()

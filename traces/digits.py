@@ -8,14 +8,12 @@ import math
 def three_digits(value: float) -> str:
     """Return a number with three significant digits, whole from a hundred on.
 
-    >>> [three_digits(x) for x in (0.00123, 0.1234, 1.234, 12.34, 123.4, 12345.6)]
-    ['0.00123', '0.123', '1.23', '12.3', '123', '12,346']
+    >>> [three_digits(x) for x in (0.00123, 0.05, 0.1234, 1.234, 12.34, 123.4, 12345.6)]
+    ['0.00123', '0.0500', '0.123', '1.23', '12.3', '123', '12,346']
     """
     size = abs(value)
-    if not math.isfinite(value) or size >= 1e9:
-        return f"{value:.3g}"
+    if not math.isfinite(value) or size >= 1e9 or 0 < size < 0.0995:
+        return f"{value:#.3g}"
     if size >= 99.95:
         return f"{value:,.0f}"
-    if 0 < size < 0.0995:
-        return f"{value:.3g}"
     return f"{value:.1f}" if size >= 9.995 else f"{value:.2f}" if size >= 0.9995 else f"{value:.3f}"

@@ -10,6 +10,7 @@ import re
 import sys
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from itertools import takewhile
+from numbers import Integral
 from textwrap import indent
 from typing import Any
 
@@ -265,6 +266,8 @@ def cell_text(name: str, value: Any) -> str:
         if name.endswith("noise") or name in ("spread", "share", "disturbed"):
             return f"{100 * value:.1f}%"
         return three_digits(value)
+    if isinstance(value, Integral):
+        return f"{int(value):,}"
     return printable(str(value))
 
 

@@ -95,7 +95,7 @@ def guesses(rows: Sequence[Row]) -> list[str]:
     outside = [e for e in entries if e["origin"] == "extrapolated"]
     said = [
         f"  {e['passes']:,} {e['model']} {e['phase'].replace('_', ' ')} passes: "
-        f"batch {_span(e['batch'])}, {_span(e['new_tokens'])} tokens each, "
+        f"batch {_span(e['batch'])}, {_each(e['new_tokens'])}, "
         f"context {_span(e['context'])}"
         for e in outside
     ]
@@ -113,6 +113,11 @@ def guesses(rows: Sequence[Row]) -> list[str]:
             "(--json lists them under coverage)"
         )
     return said
+
+
+def _each(ends: Sequence[float]) -> str:
+    many = _span(ends)
+    return f"{many} token{'s' * (many != '1')} each"
 
 
 def _break_even(rows: Sequence[Row]) -> list[str]:
@@ -148,7 +153,7 @@ def _asked(row: Row) -> bool:
 
 
 def _span(ends: Sequence[float]) -> str:
-    low, high = (f"{end:.0f}" if end >= 10 else f"{end:.3g}" for end in ends)
+    low, high = (f"{end:,.0f}" if end >= 10 else f"{end:.3g}" for end in ends)
     return low if low == high else f"{low} to {high}"
 
 

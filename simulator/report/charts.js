@@ -27,7 +27,7 @@ const charts = (() => {
   const digits = (x) => {
     const size = Math.abs(x);
     if (size >= 99.95) return x.toFixed(0);
-    if (size > 0 && size < 0.0995) return number(x);
+    if (size > 0 && size < 0.0995) return x.toPrecision(3);
     return x.toFixed(size >= 9.995 ? 1 : size >= 0.9995 ? 2 : 3);
   };
   const times = (x) => (Number.isFinite(x) ? digits(x) + "×" : "–");

@@ -282,7 +282,7 @@ def pays_to(surface: pd.DataFrame, along: str, unit: str) -> str:
     if pays == [1]:
         unit = unit.removesuffix("s")
     if len(pays) == len(best):
-        return f"up to {pays[-1]} {unit}, all that were asked"
+        return f"up to {pays[-1]:,} {unit}, all that were asked"
     if pays == [int(value) for value in best.index[: len(pays)]]:
-        return f"up to {pays[-1]} {unit}"
-    return f"at {', '.join(map(str, pays))} {unit}"
+        return f"up to {pays[-1]:,} {unit}"
+    return f"at {', '.join(f'{value:,}' for value in pays)} {unit}"

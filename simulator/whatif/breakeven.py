@@ -14,6 +14,7 @@ import pandas as pd
 
 from simulator.whatif.sweep.cells import POINT
 from simulator.whatif.sweep.prices import ANY
+from traces.digits import three_digits
 from traces.errors import DraftsimError
 
 Floats = npt.NDArray[np.float64]
@@ -308,11 +309,11 @@ def _words(
         above = np.isnan(at) if rising else np.isinf(at)
         return f"> {last:g}" if above else f"< {first:g}"
 
-    said = edge(value) or f"{value:.3g}"
+    said = edge(value) or three_digits(value)
     # Where the break-even is known and what may pay is not, there was no bootstrap.
     if np.isnan(low if rising else high) and not np.isnan(value):
         return edge(value), said
-    bounds = [edge(v) or f"{v:.3g}" for v in (low, high)]
+    bounds = [edge(v) or three_digits(v) for v in (low, high)]
     return edge(value), said if set(bounds) == {said} else f"{said} [{bounds[0]}, {bounds[1]}]"
 
 

@@ -264,7 +264,7 @@ def _summary(folder: Path) -> str:
         trace = find_trace(folder)
         pair = pair_label(models_of(folder, trace), measured, engine_head(measured) or "")
         drawn = "" if trace.sampling.greedy else f", sampled at {trace.sampling.label}"
-        size = f"{len(trace.requests)} requests, {trace.tokens} tokens{drawn}"
+        size = f"{len(trace.requests):,} requests, {trace.tokens:,} tokens{drawn}"
         if not pair and "pair" in measured:
             pair, size = str(measured["pair"]), f"dictated verdicts, {size}"
         pair = pair or str(trace.meta.get("kind", "?"))
