@@ -65,6 +65,15 @@ def test_logarithmic_axes_have_few_labels_of_one_size() -> None:
         assert not list(axes.get_xticks(minor=True))
 
 
+def test_labels_of_near_points_do_not_touch() -> None:
+    axes = Figure().subplots()
+    axes.set_xscale("log")
+    log_ticks(axes.xaxis, [0.05, 0.14, 0.23, 0.32, 0.41, 0.5])
+    assert list(axes.get_xticks()) == [0.05, 0.14, 0.23, 0.32, 0.5]
+    log_ticks(axes.xaxis, [1, 2, 4, 8, 16, 32])
+    assert list(axes.get_xticks()) == [1, 2, 4, 8, 16, 32]
+
+
 def test_lines_of_break_even_are_all_told_apart() -> None:
     frame = iid_grid()
     many = [frame]

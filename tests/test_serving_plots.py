@@ -69,6 +69,15 @@ def test_figures_show_every_policy():
         assert line.get_label() == name
         assert list(line.get_xdata()) == [r["throughput_tok_s"] for r in mine]
         np.testing.assert_allclose(line.get_ydata(), [1e3 * r["tpot_s"]["mean"] for r in mine])
+    # Policies next to each other at a load share its label.
+    twins = [
+        {**row, "policy": f"{row['policy']} again",
+         "throughput_tok_s": 0.999 * row["throughput_tok_s"],
+         "tpot_s": {**row["tpot_s"], "mean": 0.999 * row["tpot_s"]["mean"]}}
+        for row in by_batch
+    ]  # fmt: skip
+    labels = [t.get_text() for t in plots.plot_pareto([*by_batch, *twins]).axes[0].texts]
+    assert sorted(labels) == sorted({*labels})
     by_rate = sweep(SMALL, GRID, policies, over_rates(base, [0.2, 1.0]))
     assert len(plots.plot_latency_load(by_rate).axes[0].lines) >= 2
     with pytest.raises(DraftsimError, match="rate"):

@@ -125,6 +125,8 @@ Floats = npt.NDArray[np.float64]
 SHADES = LinearSegmentedColormap.from_list("speedup", ["#ECF4FA", "#004978"])
 HATCH: dict[str, Any] = {"hatch": "////", "facecolor": "white", "edgecolor": "#9A9A9A"}
 MOST_TICKS = 6
+APART = 0.12
+"""Least distance of two labels on an axis, as a share of the span of its points."""
 LEAST_REACH = 0.05
 """A map whose best speedup is nearer to 1 than this is not shaded darker for it."""
 
@@ -144,7 +146,7 @@ def draw_map(
     The cells end half-way to the next point, in the logarithm where `log` says so of x or y.
     """
     shown = np.asarray(values, dtype=float)
-    sides = [_edges(np.asarray(v, dtype=float), g) for v, g in zip((x, y), log, strict=True)]
+    sides = [cell_edges(np.asarray(v, dtype=float), g) for v, g in zip((x, y), log, strict=True)]
     # What does not pay is left out of the mesh, so that the hatched ground shows.
     axes.add_patch(
         Rectangle((0, 0), 1, 1, transform=axes.transAxes, zorder=0, linewidth=0, **HATCH)
@@ -167,7 +169,7 @@ def draw_edge(
     # Both ends of every cell take its value: the contour runs along the cells' sides.
     ends = []
     for v, g in zip((x, y), log, strict=True):
-        side = _edges(np.asarray(v, dtype=float), g)
+        side = cell_edges(np.asarray(v, dtype=float), g)
         slack = 1e-3 * np.diff(side)
         ends.append(np.stack([side[:-1] + slack, side[1:] - slack], axis=1).ravel())
     step = np.repeat(np.repeat(pays.astype(float), 2, axis=0), 2, axis=1)
@@ -185,11 +187,16 @@ def mark_bar(bar: Colorbar) -> None:
 def log_ticks(axis: Axis, points: npt.ArrayLike, swept: bool = True) -> None:
     """Put few labels on a logarithmic axis, at the points themselves if they are few and `swept`.
 
+    A point that is nearer than `APART` to the label before it has none.
     The small ticks between them are left out: they would be labelled larger than the others.
     """
     at = np.unique(np.asarray(points, dtype=float))
     if swept and len(at) <= MOST_TICKS:
-        axis.set_major_locator(FixedLocator(at.tolist()))
+        kept = [at[0]]
+        for value in at[1:]:
+            if np.log(value / kept[-1]) >= APART * np.log(at[-1] / at[0]):
+                kept.append(value)
+        axis.set_major_locator(FixedLocator(kept))
     else:
         span = at[-1] / at[0]
         subs = (1,) if span > 100 else (1, 2, 5) if span > 10 else (1, 1.5, 2, 3, 4, 5, 7)
@@ -198,7 +205,7 @@ def log_ticks(axis: Axis, points: npt.ArrayLike, swept: bool = True) -> None:
     axis.set_minor_locator(NullLocator())
 
 
-def _edges(points: Floats, log: bool) -> Floats:
+def cell_edges(points: Floats, log: bool) -> Floats:
     """Return sides of the cells about `points`, one more than these."""
     at = np.log(points) if log else points
     if len(at) < 2:

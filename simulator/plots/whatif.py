@@ -21,6 +21,7 @@ from simulator.palette import COLOURS, DASHES, GREY, INK, MARKERS
 from simulator.plots.look import (
     BOUND,
     SHADES,
+    cell_edges,
     draw_edge,
     draw_map,
     log_ticks,
@@ -109,7 +110,7 @@ def plot_break_even(frame: pd.DataFrame) -> Figure:
     """
     found, key = break_even(frame, "c"), "alpha_asked"
     names = list(dict.fromkeys(found["policy"].astype(str)))
-    figure = Figure(figsize=(6.4, 3.8), layout="constrained")
+    figure = Figure(figsize=(6.4, 4.4), layout="constrained")
     axes = figure.subplots()
     chosen = names if len(names) <= MOST_LINES else _furthest(found, names)
     for name in (n for n in names if n not in chosen):
@@ -140,7 +141,7 @@ def plot_break_even(frame: pd.DataFrame) -> Figure:
     axes.set_xlabel(LABELS["alpha"])
     axes.set_ylabel(f"largest {LABELS['c']}\nwith a speedup")
     style(axes, "both")
-    figure.legend(loc="outside right upper", frameon=False, fontsize=8)
+    figure.legend(loc="outside upper left", ncols=2, frameon=False, fontsize=8)
     return figure
 
 
@@ -161,10 +162,9 @@ def plot_adapting(frame: pd.DataFrame) -> Figure:
         (right, "adapting", "oracle − best fixed (×)"),
     ):
         found = surface(rows.assign(speedup=rows[column]), "c", "alpha")
-        _scale(axes, "c", "alpha", found)
-        image = axes.pcolormesh(
-            found.x, found.y, found.values, cmap=SHADES, shading="nearest", rasterized=True
-        )
+        log = _scale(axes, "c", "alpha", found)
+        sides = [cell_edges(v, g) for v, g in zip((found.x, found.y), log, strict=True)]
+        image = axes.pcolormesh(*sides, found.values, cmap=SHADES, rasterized=True)
         bar = figure.colorbar(image, ax=axes, pad=0.02)
         bar.set_label(label, fontsize=8)
         bar.ax.tick_params(labelsize=8)
@@ -174,21 +174,22 @@ def plot_adapting(frame: pd.DataFrame) -> Figure:
 
 
 def plot_batches(frame: pd.DataFrame) -> Figure:
-    """Draw the speedup against the batch, a panel for each latency table.
+    """Draw the speedup against the batch, a panel for each latency table on each GPU.
 
     The fixed lengths are one line, at each batch the fastest of them; bands are the intervals over
     prompts.  Raises DraftsimError if fewer than two batches or no latency table were swept.
     """
     rows = frame[frame["latency"] != "ratio"]
-    names = list(dict.fromkeys(rows["latency"]))
+    rows = rows.assign(gpu=rows["gpu"].astype(str))
+    names = list(dict.fromkeys(zip(rows["latency"], rows["gpu"], strict=True)))
     if not names or rows["batch"].nunique() < 2:
         raise DraftsimError("speedup against the batch needs --latency and two or more batches")
     figure = Figure(figsize=(3.0 * len(names) + 1.6, 3.2), layout="constrained")
     panels = figure.subplots(1, len(names), sharey=True, squeeze=False)[0]
     fixed = rows["family"] == "fixed"
     others = list(dict.fromkeys(rows.loc[~fixed, "policy"]))[: MOST_LINES - 1]
-    for axes, name in zip(panels, names, strict=True):
-        own = rows[rows["latency"] == name]
+    for axes, (name, gpu) in zip(panels, names, strict=True):
+        own = rows[(rows["latency"] == name) & (rows["gpu"] == gpu)]
         by_speed = own[own["family"] == "fixed"].sort_values("speedup")
         best = by_speed.drop_duplicates("batch", keep="last")
         lines = [("best fixed length", best)] if len(best) else []
@@ -209,7 +210,8 @@ def plot_batches(frame: pd.DataFrame) -> Figure:
         axes.xaxis.set_major_formatter(lambda value, _: f"{value:g}")
         axes.minorticks_off()
         axes.set_xlabel(LABELS["batch"])
-        axes.set_title(name, fontsize=8, color=INK)
+        several = sum(name == other for other, _ in names) > 1
+        axes.set_title(f"{name} on {gpu}" if several else name, fontsize=8, color=INK)
         style(axes, "both")
     panels[0].set_ylabel("speedup over no speculation (×)")
     figure.legend(*panels[0].get_legend_handles_labels(), loc="outside right upper",
@@ -244,7 +246,10 @@ def plot_ladder(rungs: pd.DataFrame) -> Figure:
             text += f" [{low[i]:.2f}, {high[i]:.2f}]"
         if np.isfinite(share[i]):
             text += f"  {100 * share[i]:.0f}%"
-        axes.text(float(left[i]) + 0.01, float(y[i]), text, va="center", fontsize=7.5, color=INK)
+        axes.text(
+            float(left[i]) + 0.01, float(y[i]), text, va="center", fontsize=7.5, color=INK,
+            bbox={"facecolor": "white", "linewidth": 0, "pad": 1},  # over the grid
+        )  # fmt: skip
     names = [
         f"{p} ({r})" if r == "best-fixed" else str(p)
         for p, r in zip(rungs["policy"], rungs["rung"], strict=True)
@@ -253,6 +258,7 @@ def plot_ladder(rungs: pd.DataFrame) -> Figure:
     for tick, rung in zip(axes.get_yticklabels(), rungs["rung"], strict=True):
         tick.set_fontweight("normal" if rung == "policy" else "bold")
     axes.set_xlim(0, 1.32 * max(1.0, float(left.max())))
+    axes.set_ylim(-0.8, len(rungs) - 0.2)
     axes.set_xlabel("time per token, no speculation = 1;  speedup [95% interval]  "
                     "share of the oracle's gain")  # fmt: skip
     style(axes, "x")
