@@ -105,7 +105,7 @@ def breakeven(
     from simulator.tune.formats import check_settings
 
     lengths = [int(n) for n in batch_sizes("--k", k or DEFAULT_KS, MOST_LENGTH)]
-    server = None if bench is None else _server(bench, passes)
+    server, model = (None, None) if bench is None else _server(bench, passes)
     if plan:
         if plot is not None:
             raise DraftsimError("--plan prints runs and draws nothing: drop --plot")
@@ -118,7 +118,7 @@ def breakeven(
         loads = grid(*_axes(batch, context, server, None, lengths), lengths)
         with working(f"pricing {len(loads)} loads"):
             surface = measured_surface(server, own, loads, level)
-        name = ", ".join(bench or ())
+        name = ", ".join(filter(None, (model, *(bench or ()))))
     else:
         surface, name = _priced(
             trace, latency, source, acceptance, (batch, context), lengths, level,
@@ -162,6 +162,7 @@ def _priced(
 ) -> tuple[pd.DataFrame, str]:  # fmt: skip
     """Return the surface by a latency table, and whose it is."""
     from simulator.aggregate.positions import of_trace
+    from simulator.recording import said_costs
     from simulator.serving.cost import TableCost
     from simulator.tune.breakeven import grid, priced_surface
     from traces.replay.always import drafting_always
@@ -169,7 +170,7 @@ def _priced(
     if acceptance is not None and latency is not None and not (source or gpu or weights):
         # No recording is needed: acceptance and costs are both given.
         [table] = latencies([latency], trace, False, batch_free).values()
-        own, name = None, latency
+        own, name = None, said_costs(latency, table)
     else:
         recording = load_recording(
             trace, latency, source, chooses="breakeven", gpu=gpu, weights=weights,
@@ -221,14 +222,15 @@ def _given(acceptance: str | None, trace: str, source: str | None, lengths: list
     return load_positions(trace, min(max(lengths), LONGEST), source=source)
 
 
-def _server(bench: list[str], passes: int | None) -> ServerFit:
+def _server(bench: list[str], passes: int | None) -> tuple[ServerFit, str | None]:
+    """Return what the runs determine, and their model where they name it."""
     from simulator.aggregate.benches import read_benches
     from simulator.aggregate.server import calibrate
 
     found = read_benches(bench)
     for line in found.notes:
         remark(line)
-    return calibrate(found.runs, passes=passes)
+    return calibrate(found.runs, passes=passes), found.model
 
 
 def _plan(

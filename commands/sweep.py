@@ -39,6 +39,7 @@ if TYPE_CHECKING:
 
     from simulator.executors import Executor
     from simulator.recording import Recording
+    from simulator.whatif.sweep.prices import Prices
     from simulator.whatif.sweep.run import Sweep
     from traces.latency.table import LatencyTable
 
@@ -221,6 +222,7 @@ def sweep(
         sizes,
         method=tilt.value, resamples=resamples, seed=seed,
     )  # fmt: skip
+    title = titled(recording, prices)
     say_tilt(study)
     say_scaling(prices)
     say_calibrate((at.table for at in prices.tables), largest)
@@ -236,14 +238,14 @@ def sweep(
     if wanted is not None and wanted != out:
         if wanted.suffix == ".tex":
             columns = [n for n in SHOWN if n in rows]
-            printed = Shown(rows.to_dict("records"), recording.said, columns)
+            printed = Shown(rows.to_dict("records"), title, columns)
             write_atomically(wanted, as_latex([printed]).encode())
         else:
             write_rows(wanted, frame.to_dict("records"), "sweep")
     if recording.source is not None:
         rows["drafts"] = recorded.source
     best = fastest(fitting)
-    note(f"{recording.said}: {headline(best)}")
+    note(f"{title}: {headline(best)}")
     if assumed:
         rows["assumed"] = assumed
         note(f"assumed to cost nothing: {assumed}")
@@ -271,9 +273,15 @@ def sweep(
         if not drawn:
             note(NOTHING)
         say_drawn([
-            save_all_kinds(figure, plots / f"{name}.png", label, recording.said)
+            save_all_kinds(figure, plots / f"{name}.png", label, title)
             for name, figure in drawn.items()
         ])  # fmt: skip
+
+
+def titled(recording: Recording, prices: Prices) -> str:
+    """Return the recording with its models and device, and the GPUs that it is scaled to."""
+    gpus = dict.fromkeys(at.gpu for at in prices.tables if at.scaled)
+    return recording.said + (f", scaled to {' and '.join(gpus)}" if gpus else "")
 
 
 def _run(study: Sweep, executor: Executor, out: Path | None) -> Any:

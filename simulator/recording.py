@@ -102,13 +102,17 @@ class Recording:
     def said(self) -> str:
         """Name of the recording with its models and device, and whose costs they are run at."""
         own, costs = PurePath(self.name).name or self.name, ""
-        if self.tables and list(self.tables) != [self.name]:
+        if not self.tables:
+            costs = ", at given cost ratios"
+        elif list(self.tables) != [self.name]:
+            # The device of a single table is in the label.
+            alone = len(self.tables) == 1
             names = [
-                name if "composed" in table.meta else PurePath(name).name or name
+                short_name(name, table) + ("" if alone else in_brackets(device_of(table)))
                 for name, table in self.tables.items()
             ]
             costs = f", at the costs of {' and '.join(names)}"
-        return own + (f" ({self.label})" if self.label else "") + costs
+        return own + in_brackets(self.label) + costs
 
     @property
     def said_depths(self) -> str:
@@ -495,13 +499,34 @@ def is_drawn(trace: Trace) -> bool:
 
 def _label(models: Models, tables: Tables, drafter: str, drawn: bool) -> str:
     """Return target, drafter, engine and device in a few words; `drawn`: the trace is synthetic."""
-    metas = [table.meta for table in tables.values()] if len(tables) == 1 else [{}]
-    measured = dict(metas[0])
+    found = [(dict(table.meta), device_of(table)) for table in tables.values()]
+    measured, device = found[0] if len(found) == 1 else ({}, "")
     pair = pair_label(models, measured, drafter.rpartition("model=")[2])
     if drawn:
         # Verdicts dictated to models of random weights: no acceptance of the pair that was timed.
         shapes, mode = measured.get("pair"), measured.get("mode")
         pair = " in ".join(filter(None, (shapes, mode)))
         pair = f"synthetic acceptance, costs of {pair}" if pair else "synthetic acceptance"
-    device = "" if measured.get("kind") == "constant" else str(measured.get("device") or "")
     return ", ".join(filter(None, (pair, device)))
+
+
+def said_costs(name: str, table: LatencyTable) -> str:
+    """Return the name of latencies with their models and device, in a few words."""
+    pair = pair_label({role: model_in(table.meta, role) for role in ROLES}, table.meta)
+    return short_name(name, table) + in_brackets(pair, device_of(table))
+
+
+def short_name(name: str, table: LatencyTable) -> str:
+    """Return the name of latencies without their folder."""
+    return name if "composed" in table.meta else PurePath(name).name or name
+
+
+def device_of(table: LatencyTable) -> str:
+    """Return the device of latencies; empty for constants, and if it is not known."""
+    return "" if table.is_constant else str(table.meta.get("device") or "")
+
+
+def in_brackets(*parts: str) -> str:
+    """Return the parts that are not empty in brackets, after a blank; empty if there is none."""
+    known = ", ".join(filter(None, parts))
+    return f" ({known})" if known else ""

@@ -106,7 +106,7 @@ def test_the_first_line_says_what_is_fastest_where(trace: str) -> None:
     names = [row["policy"] for row in found]
     assert names[0] in ("fixed:gamma=4", "fixed:gamma=5")  # not the oracle, nor a bare "fixed"
     assert names[-1] == "no speculation"
-    assert f"fastest: {names[0]} at c 0.01" in line
+    assert f", at given cost ratios: fastest: {names[0]} at c 0.01" in line
     assert line.endswith("no speculation at c 0.9")
     _, remarks = said(*common, "--c", "0.01,0.9", "--alpha", "0.4,0.8")
     assert "fastest over 4 points: " in remarks
@@ -181,6 +181,10 @@ def test_speedup_against_the_batch_of_several_gpus(trace: str, tmp_path: Path) -
     assert list(best.get_ydata()) == pytest.approx(fastest.tolist())
     assert best.get_label() == "best fixed length"
     assert str(tuned.get_label()).startswith("gammatune")
+    # The same latencies on two GPUs are two panels.
+    two = pd.concat([frame[frame["latency"] == names[0]].assign(gpu=g) for g in ("a", "b")])
+    titles = [axes.get_title() for axes in plot_batches(two).axes]
+    assert titles == [f"{names[0]} on a", f"{names[0]} on b"]
     with pytest.raises(DraftsimError, match="two or more batches"):
         plot_batches(frame[frame["batch"] == 1])
 

@@ -69,6 +69,8 @@ def test_gpus_are_an_axis_of_the_grid(files: Path, tmp_path: Path) -> None:
         (gpu, f"fixed:gamma={g}") for gpu in scaled for g in (2, 4)
     }
     assert "measured on h200, scaled to h100, rtx-3090: approximate" in result.stderr
+    # The first line, which is also the figures' title, names the GPUs priced.
+    assert "scaled to h100 and rtx-3090: fastest" in result.stderr.splitlines()[0]
     known = published_error(TRUTH)
     assert (
         f"a median error of {known.median:.0%} (worst {known.worst:.0%}) for "

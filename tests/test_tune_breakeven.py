@@ -132,7 +132,8 @@ def test_the_answer_comes_before_how_the_costs_are_known(run: Run) -> None:
     ran = run("breakeven", "--latency", "a100/llama-3.1-8b+llama-3.2-1b", "--acceptance",
               "0.76,0.60,0.43", "--batch", "1,64", "--context", "128", "--k", "1,3")  # fmt: skip
     first, second, *_ = ran.err.splitlines()
-    assert "llama-3.1-8b+llama-3.2-1b, acceptance 0.76,0.60,0.43: speculation is faster" in first
+    assert first.startswith("a100/llama-3.1-8b+llama-3.2-1b (")
+    assert ", a100-80gb), acceptance 0.76,0.60,0.43: speculation is faster" in first
     assert "composed from operators" in second
 
 
