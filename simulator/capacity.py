@@ -526,9 +526,9 @@ def with_cost(
         For an impossible number of GPUs or price.
     """
     if gpus < 1:
-        raise DraftsimError(f"gpus is {gpus}, expected at least 1 a replica")
+        raise DraftsimError(f"--gpus is {gpus}, expected at least 1 a replica")
     if price is not None and not 0 <= price < math.inf:
-        raise DraftsimError(f"price is {price}, expected dollars an hour, 0 or more")
+        raise DraftsimError(f"--price is {price}, expected dollars an hour, 0 or more")
     priced = []
     for row in rows:
         used = row["replicas"] * gpus if row["replicas"] is not None else math.nan
@@ -606,11 +606,11 @@ def plan(
     """
     rate = base.arrivals.rate if rate is None else rate
     if rate is None:
-        raise DraftsimError("the arrivals span no time: give the load, rate")
+        raise DraftsimError("the arrivals span no time: give --rate")
     if not 0 < rate < math.inf:
-        raise DraftsimError(f"rate is {rate}, expected a positive number of requests a second")
+        raise DraftsimError(f"--rate is {rate}, expected a positive number of requests a second")
     if most < 1:
-        raise DraftsimError(f"most is {most}, expected at least 1 replica")
+        raise DraftsimError(f"--max-replicas is {most}, expected at least 1 replica")
     bench = PointRunner(trace, latency, policies, base, targets, rule)
     whole_file = hasattr(base.arrivals, "rows") and requests is None
     key = bench.key() if path is not None else None

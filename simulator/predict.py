@@ -233,7 +233,7 @@ class AskedPolicies(NamedTuple):
         texts = [text for text in self.policies or () if isinstance(text, str)]
         if own := [*self.systems, *self.ruled, *filter(method_of, texts)]:
             raise DraftsimError(
-                f"{own[0]!r} is a method, which has {what} of its own: drop {option}"
+                f"{own[0]!r} is a method, which has {what} of its own: drop --{option}"
             )
 
 
@@ -314,7 +314,7 @@ def compare(
         return Compared(recording.trace, ranking, [], free)
     if recording.observed and asked.systems:
         raise DraftsimError(
-            f"{asked.systems[0]} drafts from texts, and acceptance holds none: give a trace"
+            f"{asked.systems[0]} drafts from texts, and --acceptance holds none: give --trace"
         )
     outputs, trace, texts = recording.outputs, recording.trace, asked.policies
 

@@ -140,19 +140,19 @@ class Recording:
         """
         if ratios and self.one_pass:
             raise DraftsimError(
-                "c is the cost of one drafted token, and --one-pass drafts all in one pass: give "
-                "latency, const:target=1,draft=C"
+                "--c is the cost of one drafted token, and --one-pass drafts all in one pass: give "
+                "the cost of that pass as --latency const:target=1,draft=C"
             )
         if ratios and self.trace.drafts_end:
             raise DraftsimError(
-                f"c is the cost of one drafted token, and {self.trace.source} drafts all of a "
-                "round in one pass: leave it out"
+                f"--c is the cost of one drafted token, and {self.trace.source} drafts all of a "
+                "round in one pass: drop --c"
             )
         if ratios and largest > 1 and not self.assume_batch_free:
             raise DraftsimError(
-                "c gives the cost of a draft pass relative to a target pass, not that of a batch: "
-                "leave the batch at 1, give latency measured at batches, or take every batch to "
-                "cost the same (--assume-batch-free)"
+                "--c gives the cost of a draft pass relative to a target pass, not that of a "
+                "batch: leave --batch at 1, give --latency measured at batches, or take every "
+                "batch to cost the same (--assume-batch-free)"
             )
         tables = {name: self.priced(largest, table) for name, table in self.tables.items()}
         for table in tables.values():
@@ -207,12 +207,14 @@ def observed_trace(
     well, or nothing says what passes cost (`costs`).
     """
     if named is not None:
-        raise DraftsimError(f"acceptance and trace {named} are two acceptances: give one")
+        raise DraftsimError(f"--acceptance and --trace {named} are two acceptances: give one")
     if source is not None:
-        raise DraftsimError(f"source {source}: acceptance is that of your drafter: drop one")
+        raise DraftsimError(
+            f"--acceptance is that of your drafter, and --source {source} names one: drop one"
+        )
     if not costs:
         raise DraftsimError(
-            "acceptance says nothing of what passes cost: give latency, such as costs of "
+            "--acceptance says nothing of what passes cost: give --latency, such as costs of "
             "`draftsim calibrate RUNS --out FILE` or const:target=SECONDS,draft=SECONDS"
         )
     found = read_acceptance(text)
@@ -247,7 +249,7 @@ def load_latency(name: str | None, trace_name: str, say: Say = silent) -> Latenc
     """
     if name is None and folder_of(trace_name) is None:
         raise DraftsimError(
-            f"{trace_name} says nothing of what passes cost: name latency, a run folder, a "
+            f"{trace_name} says nothing of what passes cost: give --latency: a run folder, a "
             "recording (`draftsim list`) or const:target=SECONDS,draft=SECONDS"
         )
     table = find_latency(trace_name if name is None else name)

@@ -72,21 +72,21 @@ def parse_targets(text: str, *, share: bool = True) -> Targets:
         name, equals, value = (s.strip() for s in part.partition("="))
         if name not in NAMES or not equals:
             raise DraftsimError(
-                f"slo {text}: {part.strip()!r} is not one of ttft=TIME, tpot=TIME, p=SHARE"
+                f"--slo {text}: {part.strip()!r} is not one of ttft=TIME, tpot=TIME, p=SHARE"
             )
         if NAMES[name] in found:
-            raise DraftsimError(f"slo {text}: {name} is given twice")
+            raise DraftsimError(f"--slo {text}: {name} is given twice")
         if name == "p" and not share:
             raise DraftsimError(
-                f"slo {text}: serve shows the share of requests within the targets, whatever p is: "
-                "drop p, or ask for a plan or settings"
+                f"--slo {text}: serve shows the share of requests within the targets, whatever p "
+                "is: drop p, or ask for a plan or settings"
             )
-        where = f"slo {text}: {name}"
+        where = f"--slo {text}: {name}"
         found[NAMES[name]] = _share(value, where) if name == "p" else parse_time(value, where)
     try:
         return Targets(**found)
     except DraftsimError as error:
-        raise DraftsimError(f"slo {text}: {error}") from None
+        raise DraftsimError(f"--slo {text}: {error}") from None
 
 
 def parse_time(text: str, where: str) -> float:

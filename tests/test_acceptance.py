@@ -160,9 +160,9 @@ def test_the_speedup_is_that_of_the_acceptance_length(run: Run) -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ((), "says nothing of what passes cost: give latency"),
+        ((), "--acceptance says nothing of what passes cost: give --latency"),
         ((*CONST, "--trace", "smollm2-cpu"), "are two acceptances: give one"),
-        ((*CONST, "--source", "eagle"), "is that of your drafter: drop one"),
+        ((*CONST, "--source", "eagle"), "and --source eagle names one: drop one"),
         ((*CONST, "--policy", "pld"), "drafts from texts"),
     ],
 )

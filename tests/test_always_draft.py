@@ -189,7 +189,7 @@ def test_modes_without_rounds_refuse_it(file: Path, run: Run) -> None:
         "--always-draft", 2,
     )  # fmt: skip
     assert ran.code == 2
-    assert "no drafter runs in every round: drop always_draft" in ran.err
+    assert "no drafter runs in every round: drop --always-draft" in ran.err
 
 
 @pytest.mark.parametrize("table", [LatencyTable.constant(TARGET_S, DRAFT_S), ALONG])
@@ -220,4 +220,4 @@ def test_every_command_takes_one_pass(file: Path, run: Run) -> None:
     )
     refused = run("sweep", "--trace", file, "--c", "0.1", "--one-pass")
     assert refused.code == 2
-    assert "give latency, const:target=1,draft=C" in refused.err
+    assert "the cost of that pass as --latency const:target=1,draft=C" in refused.err

@@ -69,7 +69,7 @@ def test_predict_lists_the_methods_that_simulate_lists(run: Run) -> None:
     assert {"pld", "gammatune+csd"} <= set(some["policy"])
     looked_up = draftsim.predict("bundled", source="pld", policies=SOME, resamples=20).table
     assert set(looked_up["source"][1:]) == {"pld"}
-    with pytest.raises(draftsim.DraftsimError, match=r"is a method, .* of its own: drop verify"):
+    with pytest.raises(draftsim.DraftsimError, match=r"is a method, .* of its own: drop --verify"):
         draftsim.predict("bundled", policies=["pld"], verify="csd")
 
 

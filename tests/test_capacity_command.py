@@ -38,7 +38,7 @@ def test_the_command_answers_in_words_and_rows(
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("--slo", "ttft=0.5"), "give rate or arrivals"),
+        (("--slo", "ttft=0.5"), "give --rate or --arrivals"),
         (("--slo", "ttft=0.5", "--rate", 0), "rate is 0"),
         (("--slo", "latency=1", "--rate", 1), "'latency=1' is not one of ttft=TIME, tpot=TIME"),
         (("--slo", "ttft=soon", "--rate", 1), "ttft is 'soon', expected a time such as 200ms"),

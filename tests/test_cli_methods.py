@@ -66,7 +66,7 @@ def test_a_method_by_name_is_its_parts(run: Run) -> None:
         (("simulate", "--policy", "csd:tau=1"), "its parts, --policy fixed:gamma=6 --verify csd"),
         (("simulate", "--policy", "cm-asd+cmasd"), "unknown rule 'cmasd': did you mean 'cm-asd'?"),
         (("simulate", "--policy", "csd", "--verify", "csd"), "a verification of its own"),
-        (("simulate", "--policy", "specdecode", "--verify", "csd"), "drop verify"),
+        (("simulate", "--policy", "specdecode", "--verify", "csd"), "drop --verify"),
         (("simulate", "--policy", "csd", "--source", "pld"), "a draft source of its own"),
         (("sweep", "--policy", "csd"), "--verify csd, or use `draftsim simulate`"),
         (("sweep", "--policy", "pld"), "write --source pld --policy fixed:gamma=10"),

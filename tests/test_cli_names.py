@@ -288,4 +288,4 @@ def test_a_trace_by_itself_asks_for_latencies(
     alone = shutil.copy(synthetic_run / "trace.parquet", tmp_path / "log.parquet")
     ran = run(command, "--trace", alone)
     assert (ran.code, ran.out) == (2, "")
-    assert "log.parquet says nothing of what passes cost: name latency, a run folder" in ran.err
+    assert "log.parquet says nothing of what passes cost: give --latency: a run folder" in ran.err

@@ -146,9 +146,9 @@ def test_a_lossless_system_emits_the_same_tokens_as_its_parts(run: Run) -> None:
         (["--source", "early-exit:tau=0.55"], "profile --exit-layers --source early-exit:tau=0.55"),
         (["--source", "pld", "--policy", "svip"], "svip|SVIP"),
         (["--source", "pld", "--verify", "spec-verification"], "use --verify exact"),
-        (["--source", "pld", "--policy", "rest"], "drop source"),
+        (["--source", "pld", "--policy", "rest"], "drop --source"),
         (["--source", "pld", "--robustness"], "drop --source"),
-        (["--policy", "specbound", "--verify", "csd"], "drop verify"),
+        (["--policy", "specbound", "--verify", "csd"], "drop --verify"),
     ],
 )
 def test_what_cannot_be_is_one_line(run: Run, arguments: list[str], said: str) -> None:

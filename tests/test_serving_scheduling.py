@@ -166,7 +166,7 @@ def test_lossy_rules_accept_more_and_say_so():
     assert lossy.recorder.accepted == lossy.recorder.drafted
     assert lossy.simulated_s < exact.simulated_s
     assert (exact.fidelity, lossy.fidelity) == ("exact", "approximate")
-    with pytest.raises(DraftsimError, match="give no rule"):
+    with pytest.raises(DraftsimError, match="drop --verify"):
         simulate(trace, CONSTANT, Fixed(3), replace(scenario, mode="pearl"), rule=Everything())
 
 

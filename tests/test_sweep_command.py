@@ -246,7 +246,7 @@ def test_search_space_tells_values_from_braces() -> None:
         (("--c", "0.1", "--batch", "0"), "0 is not between 1 and 65536"),
         (("--c", "0.1", "--policy", "fixd"), "did you mean 'fixed'"),
         (("--c", "0.1", "--policy", "svip", "--gamma", "1..3"), "none of svip"),
-        (("--c", "0.1", "--context", "5"), "a context needs a latency table"),
+        (("--c", "0.1", "--context", "5"), "--context needs a latency table: give --latency"),
         (("--c", "0.1", "--jobs", "2", "--cluster", "tcp://x:1"), "give one"),
         (("--latency", CONST, "--latency", "const:target=1,draft=1", "--ladder"), "got 2"),
         (("--latency", CONST, "--tune", "--policy", "svip"), "none of"),

@@ -187,7 +187,7 @@ def test_a_fit_that_does_not_hold_is_refused() -> None:
     # Heavier weights than the passes show are fitted by a larger share of the bandwidth.
     with pytest.raises(DraftsimError, match="24 GB of memory and the models' weights take 28 GB"):
         carry_over(measured(shapes=large), DEVICES["rtx-3090"])
-    with pytest.raises(DraftsimError, match="GPUs need a latency table"):
+    with pytest.raises(DraftsimError, match="--gpu needs a latency table"):
         Prices((0.1,), gpus=("h100",))
 
 

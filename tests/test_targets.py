@@ -45,7 +45,7 @@ def test_what_is_no_objective_is_refused_in_one_line(text: str, message: str) ->
     with pytest.raises(DraftsimError) as error:
         parse_targets(text)
     assert message in str(error.value)
-    assert str(error.value).startswith(f"slo {text}: ")
+    assert str(error.value).startswith(f"--slo {text}: ")
     assert "\n" not in str(error.value)
 
 

@@ -460,13 +460,13 @@ def arrivals_of(
     Raises DraftsimError if the arguments contradict each other or name no load.
     """
     if process is not None and (rate is None or path is not None):
-        raise DraftsimError("process shapes the arrivals of a rate: give rate, and no file")
+        raise DraftsimError("--process shapes arrivals at a rate: give --rate, and no --arrivals")
     if path is not None:
         return ArrivalFile(path)
     if rate is None:
-        raise DraftsimError("there is no load: give rate or arrivals")
+        raise DraftsimError("there is no load: give --rate or --arrivals")
     if (name := process or "poisson") not in PROCESSES:
-        raise DraftsimError(f"process is {name!r}, expected {' or '.join(PROCESSES)}")
+        raise DraftsimError(f"--process is {name!r}, expected {' or '.join(PROCESSES)}")
     return PROCESSES[name](rate)
 
 

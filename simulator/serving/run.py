@@ -261,23 +261,23 @@ def check_mode(
     if not scenario.one_stream:
         if batched and mode in ("static-minimum", "static-mean"):
             raise DraftsimError(
-                f"mode {mode!r} synchronises policies per request; a batch policy decides for the "
-                "whole batch itself: use mode 'static'"
+                f"--mode {mode} synchronises policies per request; a batch policy decides for the "
+                "whole batch itself: use --mode static"
             )
         return
     if "drafts" in trace.meta:
         raise DraftsimError(
-            f"mode {mode!r} drafts while the target verifies, and {trace.source} needs verified "
-            "features to draft: use a recording of a draft model, or another mode"
+            f"--mode {mode} drafts while the target verifies, and {trace.source} needs verified "
+            "features to draft: use a recording of a draft model, or another --mode"
         )
     if passes_always(latency):
         raise DraftsimError(
-            f"mode {mode!r} has no rounds, so no drafter runs in every round: drop always_draft"
+            f"--mode {mode} has no rounds, so no drafter runs in every round: drop --always-draft"
         )
     if prepared_rule(rule, trace) is not None:
-        raise DraftsimError(f"mode {mode!r} replays recorded verdicts: give no rule")
+        raise DraftsimError(f"--mode {mode} replays recorded verdicts: drop --verify")
     if batched:
-        raise DraftsimError(f"mode {mode!r} serves one stream: give a policy per request")
+        raise DraftsimError(f"--mode {mode} serves one stream: give a --policy per request")
 
 
 def lookahead_of(policy: Policy, trace: Trace) -> int:

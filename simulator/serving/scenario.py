@@ -81,11 +81,11 @@ class Scenario:
             raise DraftsimError(f"mode is {self.mode!r}, expected one of {', '.join(MODES)}")
         if self.limits.async_scheduling and self.mode != "continuous":
             raise DraftsimError(
-                f"mode {self.mode!r} plans no iteration ahead: drop async_scheduling, or use mode "
-                "'continuous'"
+                f"--mode {self.mode} plans no iteration ahead: drop --async-scheduling, or use "
+                "--mode continuous"
             )
         if self.devices.interference and not self.one_stream:
-            raise DraftsimError(f"interference is of modes pearl and dsi, not of {self.mode!r}")
+            raise DraftsimError(f"--interference is of --mode pearl and dsi, not of {self.mode}")
         if not 0 <= self.warmup < 1:
             raise DraftsimError(f"warmup is {self.warmup}, expected a share in [0, 1)")
         for name in ("requests", "max_time_s", "replications", "replicas"):

@@ -189,10 +189,10 @@ def over_loads(
     """
     if concurrency is not None and (rate is not None or arrivals is not None):
         raise DraftsimError(
-            "batch sizes keep the engine full: drop rate and arrivals, or the batch sizes"
+            "batch sizes (--batch) keep the engine full: drop them, or --rate and --arrivals"
         )
     if scale is not None and (arrivals is None or rate is not None):
-        raise DraftsimError("scale speeds up a file of arrivals: give a file, and no rate")
+        raise DraftsimError("--scale speeds up a file of arrivals: give --arrivals, and no --rate")
     if rate is not None:
         return over_rates(replace(base, arrivals=arrivals_of(1.0, arrivals, process)), rate)
     if arrivals is not None or process is not None:
@@ -203,7 +203,7 @@ def over_loads(
     sizes = concurrency or ((1,) if base.one_stream else usual)
     if base.one_stream and list(sizes) != [1]:
         raise DraftsimError(
-            f"mode {base.mode!r} serves one stream at a time: give batch size 1, a rate or arrivals"
+            f"--mode {base.mode} serves one stream at a time: give --batch 1, --rate or --arrivals"
         )
     return over_batches(base, sizes)
 

@@ -58,15 +58,16 @@ class Search:
 
     def __post_init__(self) -> None:
         if self.engine not in SEARCHES:
-            raise DraftsimError(f"engine is {self.engine!r}, expected one of {', '.join(SEARCHES)}")
+            known = ", ".join(SEARCHES)
+            raise DraftsimError(f"--engine is {self.engine!r}, expected one of {known}")
         by_context = self.by_context or self.contexts is not None
         if self.engine != "vllm" and (by_context or self.by_length):
-            form = "by-length" if self.by_length else "by-context"
+            form = "--by-length" if self.by_length else "--by-context"
             raise DraftsimError(f"{form} makes a table of vllm, not of {self.engine}: drop it")
         if self.by_length and (self.by_context or len(self.batches or [1]) != 1):
-            raise DraftsimError("by-length has one K for all batch sizes: name one batch")
+            raise DraftsimError("--by-length has one K for all batch sizes: name one --batch")
         if self.engine in ONE_REQUEST and list(self.batches or [1]) != [1]:
-            raise DraftsimError(f"{ONE_REQUEST[self.engine]}: leave out the batch")
+            raise DraftsimError(f"{ONE_REQUEST[self.engine]}: drop --batch")
 
     @property
     def has_contexts(self) -> bool:

@@ -89,21 +89,21 @@ class Prices:
 
     def __post_init__(self) -> None:
         if not len(self.ratios) and not self.latencies:
-            raise DraftsimError("nothing to price with: give cost ratios or a latency table")
+            raise DraftsimError("nothing to price with: give --c or --latency")
         for c in self.ratios:
             if not 0 <= c < np.inf:
                 raise DraftsimError(f"cost ratio c is {c}, expected a finite number >= 0")
         if not 0 < self.verify < np.inf:
-            raise DraftsimError(f"verify is {self.verify}, expected > 0 target passes")
+            raise DraftsimError(f"--verify-ratio is {self.verify}, expected > 0 target passes")
         contexts = [k for k in self.contexts if k is not None]
         if contexts and not self.latencies:
-            raise DraftsimError("a context needs a latency table: give latency")
+            raise DraftsimError("--context needs a latency table: give --latency")
         if min(contexts, default=0) < 0:
             raise DraftsimError(f"context is {min(contexts)}, expected 0 tokens or more")
         if self.gpus and not self.latencies:
-            raise DraftsimError("GPUs need a latency table to carry over: give one measured")
+            raise DraftsimError("--gpu needs a latency table to start from: give --latency")
         if self.weights and not self.latencies:
-            raise DraftsimError("weight formats need a latency table to start from: give one")
+            raise DraftsimError("--weights needs a latency table to start from: give --latency")
         _ = self.tables  # refused now, not in a worker
 
     @property
