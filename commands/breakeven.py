@@ -230,7 +230,8 @@ def _server(bench: list[str], passes: int | None) -> tuple[ServerFit, str | None
     found = read_benches(bench)
     for line in found.notes:
         remark(line)
-    return calibrate(found.runs, passes=passes), found.model
+    with working("fitting the server's costs"):
+        return calibrate(found.runs, passes=passes), found.model
 
 
 def _plan(

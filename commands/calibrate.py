@@ -12,6 +12,7 @@ from commands.common.acceptance import load_positions
 from commands.common.options import OtherAcceptanceOption, batch_sizes
 from commands.common.output import JsonOption, emit, note, placed_recording, remark, say_remarks
 from commands.common.printed import print_table
+from commands.common.progress import working
 from traces.digits import three_digits
 from traces.errors import DraftsimError
 
@@ -103,7 +104,8 @@ def calibrate(
         remark(line)
     measured = found.runs
     target = known_target(engine, experts, found.model)
-    server = fit(measured, passes=passes, noise=noise, target=target)
+    with working("fitting the server's costs"):
+        server = fit(measured, passes=passes, noise=noise, target=target)
     if other is not None:
         server = server.at_acceptance(other.survival)
     batches = concurrencies(measured) if batch is None else batch_sizes("--batch", batch)
@@ -112,11 +114,12 @@ def calibrate(
         [usual(server)[0]] if context is None else [float(c) for c in _whole("--context", context)]
     )
     _check_contexts(server, contexts)
-    best = choices(server, batches, lengths, level)
-    loads = predicted(
-        server, [(b, n, c) for c in contexts for b in batches for n in lengths], level
-    )
-    intervals, suggestion = server.intervals(level), next_run(server)
+    with working("predicting loads"):
+        best = choices(server, batches, lengths, level)
+        loads = predicted(
+            server, [(b, n, c) for c in contexts for b in batches for n in lengths], level
+        )
+        intervals, suggestion = server.intervals(level), next_run(server)
     if json is None:
         note(f"{found.model}: {_headline(best, level)}" if found.model else _headline(best, level))
         print_table([shown_choice(row) for row in best])

@@ -117,7 +117,7 @@ def capacity(
         with working("simulating") as say:
             planned = plan(
                 recorded, table, chosen, base, rate, targets, rule=rule, requests=requests,
-                most=max_replicas, curve=plots is not None, executor=executor, say=remark,
+                most=max_replicas, curve=plots is not None, executor=executor, say=note,
                 path=kept, progress=lambda done, at: say(f"run {done}: {at}"),
             )  # fmt: skip
         rows = with_cost(planned, gpus, price)

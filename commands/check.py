@@ -10,6 +10,7 @@ from commands.common.drafted import load_recording
 from commands.common.options import DraftedOption, LatencyOption, TraceOption
 from commands.common.output import JsonOption, OutOption, emit, note
 from commands.common.printed import print_table
+from commands.common.progress import working
 from commands.common.written import Shown
 from traces.store.recordings import DEFAULT_TRACE
 
@@ -35,7 +36,9 @@ def check(
     from simulator.check import run_checks
 
     recording = load_recording(trace, latency, source)
-    rows = run_checks(recording.trace, recording.priced(), tokens=tokens)
+    table = recording.priced()
+    with working("simulating the closed forms"):
+        rows = run_checks(recording.trace, table, tokens=tokens)
     recorded = rows["formula"].str.startswith("recorded")
     failed = rows[~rows["ok"] & ~recorded]
     worst = float(rows.loc[~recorded, "z"].abs().max())
@@ -46,10 +49,10 @@ def check(
         f"{count - len(failed)} of {count} closed forms agree with simulation (largest difference "
         f"{worst:.1f} standard errors){also}"
     )
-    table = Shown(_worst(rows), "the largest difference of each formula from simulation")
+    shown = Shown(_worst(rows), "the largest difference of each formula from simulation")
     emit(
-        "check", rows, json, out=out, tables=lambda: [table],
-        printed=lambda: print_table(table.rows, title=f"{table.title}; --json has every setting"),
+        "check", rows, json, out=out, tables=lambda: [shown],
+        printed=lambda: print_table(shown.rows, title=f"{shown.title}; --json has every setting"),
     )  # fmt: skip
     if len(failed):
         note(f"these disagree with simulation: {', '.join(failed['formula'])}")

@@ -14,8 +14,9 @@ import typer
 
 from commands.common.drafted import load_recording
 from commands.common.options import LatencyOption, TraceOption
-from commands.common.output import WIDEST, JsonOption, OutOption, emit, note, remark, wrapped
+from commands.common.output import WIDEST, JsonOption, OutOption, emit, note, wrapped
 from commands.common.printed import cell_text, print_table, printable
+from commands.common.progress import working
 from commands.common.written import Shown
 from traces.errors import DraftsimError
 from traces.store.recordings import PAPERS_TRACE
@@ -103,18 +104,18 @@ def papers(
         return {} if folder is None else read_recordings(folder)
 
     reading: list[Callable[[], Any]] = [beside, partial(sampled_runs, recorded, folder, sampled)]
-    recordings, sampled_ones = results_of(reading, recorded.tokens * COLUMNS)
-    ours = Ours(
-        recorded,
-        recording.latency,
-        [read_run(file) for file in files],
-        recordings,
-        sampled_ones,
-        command_of(recorded, folder),
-    )
-    found = [
-        row for row in side_by_side(ours) if table is None or table.lower() in row.table.lower()
-    ]
+    with working("reading recordings", alone=True) as say:
+        recordings, sampled_ones = results_of(reading, recorded.tokens * COLUMNS)
+        ours = Ours(
+            recorded,
+            recording.latency,
+            [read_run(file) for file in files],
+            recordings,
+            sampled_ones,
+            command_of(recorded, folder),
+        )
+        compared = side_by_side(ours, partial(say, "comparing tables"))
+    found = [row for row in compared if table is None or table.lower() in row.table.lower()]
     rows = [row for row in found if missing or row.kind != "needs their weights"]
     if not found:
         raise DraftsimError(f"--table {table!r} names no table of the papers: try SpecBound")
@@ -183,7 +184,7 @@ def sampled_runs(trace: Trace, folder: Path | None, named: Sequence[Path] | None
         except DraftsimError as error:
             if asked:
                 raise
-            remark(f"sampled outputs found with the trace are left out: {error}")
+            note(f"sampled outputs found with the trace are left out: {error}")
             continue
         if EarlyExit.name in recordings:
             found.setdefault(sampled.sampling, Sampled(sampled, recordings))
@@ -225,7 +226,8 @@ def print_evidence(
     from simulator.papers.measured import measured_rows, sources
     from simulator.papers.measured.rows import by_study, notes_on
 
-    rows = measured_rows(logs, study or "")
+    with working("predicting public measurements"):
+        rows = measured_rows(logs, study or "")
     if not rows:
         raise DraftsimError(f"--table {study!r} names no study: try RTX, vLLM or GammaTune")
     records = by_study(rows)

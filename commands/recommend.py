@@ -19,6 +19,7 @@ from commands.common.acceptance import load_positions
 from commands.common.options import OtherAcceptanceOption, batch_sizes
 from commands.common.output import JsonOption, emit, note, placed, remark, say_remarks
 from commands.common.printed import print_table
+from commands.common.progress import working
 from traces.errors import DraftsimError
 
 if TYPE_CHECKING:
@@ -109,12 +110,14 @@ def recommend(
             f"measure K = 3 at {_requests(runs[0].batch)} and give both (FILE@3)"
         )
     known = known_target(engine, experts, target or found.model)
-    server = calibrate(runs, passes=passes, target=known)
+    with working("fitting the server's costs"):
+        server = calibrate(runs, passes=passes, target=known)
     if other is not None:
         server = server.at_acceptance(other.survival)
     batches = concurrencies(runs) if batch is None else batch_sizes("--batch", batch)
-    rows = _within(choices(server, batches, level=level), slo)
-    suggestions = next_runs(server)
+    with working("comparing draft lengths"):
+        rows = _within(choices(server, batches, level=level), slo)
+        suggestions = next_runs(server)
     suggestion = suggestions[0]
     document = setting(engine, rows, method)
     line = start_line(engine, document, target or found.model, draft, method)

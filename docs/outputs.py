@@ -33,7 +33,7 @@ SHOWN = {
     "list": "list",
 }
 """Commands whose output pages show, by the name that a page asks for."""
-PROGRESS = re.compile(r": \d+ of \d+, (?:about )?[\d:]+ (?:left|in all)$|^draftsim compiles its ")
+PROGRESS = re.compile(r", (?:about )?\d+:\d\d:\d\d (?:left|so far|in all)$|^draftsim compiles its ")
 """Lines that tell how far a command is, which depend on the machine."""
 LINES = {"devices": 16, "serve": 14}
 """Lines of an output that a page shows, where it does not show all."""

@@ -17,6 +17,7 @@ from tests.test_import_specbench import row, write_rows
 from traces.importers.base import Options
 from traces.importers.registry import import_log
 
+RESULTS = ROOT / "docs" / "examples" / "server" / "results"
 LEFT = r"about \d+:\d\d:\d\d left"
 CLOCK = r"\d+:\d\d:\d\d"
 
@@ -148,6 +149,28 @@ def test_simulate_tells_how_far_it_is(lines: Lines, synthetic_run: Path, run: Ru
     assert run("simulate", "--trace", synthetic_run, "--resamples", 2).code == 0
     assert any(re.fullmatch(rf"replaying policies: [1-9] of \d, {LEFT}", line) for line in lines)
     assert any(line.startswith("pricing their rounds: ") for line in lines)
+
+
+@pytest.mark.parametrize(
+    ("command", "what"),
+    [
+        (("check", "--tokens", 1000), "simulating the closed forms"),
+        (("papers", "--measured", "--table", "MiniCPM"), "predicting public measurements"),
+        (("calibrate", RESULTS), "fitting the server's costs"),
+        (("recommend", "--bench", RESULTS), "comparing draft lengths"),
+    ],
+    ids=lambda value: value[0] if isinstance(value, tuple) else "",
+)
+def test_long_commands_tell_what_they_do(
+    command: tuple[object, ...], what: str, lines: Lines, run: Run
+) -> None:
+    assert run(*command).code == 0
+    assert any(line.startswith(what) for line in lines), lines
+
+
+def test_papers_counts_the_tables(lines: Lines, synthetic_run: Path, run: Run) -> None:
+    assert run("papers", "--trace", synthetic_run).code == 0
+    assert any(line.startswith("comparing tables: 0 of ") for line in lines), lines
 
 
 @pytest.mark.parametrize("tokens", [0, 10**9])

@@ -254,6 +254,7 @@ def say_memory(logs: Sequence[RoundLog]) -> None:
         table = getattr(log.rule, "table", None)
         if table is not None and table.sizes and table.sizes[-1]:
             note(
-                f"{log.policy} / {log.verify}: memory of {table.sizes[0]} pairs after the first "
-                f"request, {table.sizes[-1]} after {len(table.sizes)}, {table.evictions} evicted"
+                f"{log.policy} / {log.verify}: memory of {table.sizes[0]:,} pairs after the first "
+                f"request, {table.sizes[-1]:,} after {len(table.sizes):,}, {table.evictions:,} "
+                "evicted"
             )

@@ -331,7 +331,7 @@ def serve(
         sweep(
             recorded, table, chosen, scenarios, rule=rule, path=rows_file(out), meta=meta,
             progress=progress, advance=advance, timeline=drawn, rows=rows, executor=executor,
-            say=remark,
+            say=note,
         )  # fmt: skip
     measured = against_measured(recorded, table, chosen, scenarios, rule)
     if json is None:

@@ -43,11 +43,14 @@ SETTINGS = 100
 """Replays of the recording that the experiments take, in all."""
 
 
-def side_by_side(ours: Ours) -> list[Row]:
+def side_by_side(
+    ours: Ours, progress: Callable[[int, int], None] = lambda *_: None
+) -> list[Row]:  # fmt: skip
     """Return one row per published cell, and per number of ours that has none, sorted by table.
 
     An experiment that the recording cannot support (no target scores, no signals) is left
-    to the rows that need the papers' weights, with one row saying why.
+    to the rows that need the papers' weights, with one row saying why.  `progress` is told how many
+    experiments are done, and of how many.
     """
     experiments: dict[str, Callable[[Ours], list[Row]]] = {
         QUANTITIES: lambda _: quantity_rows(),
@@ -69,7 +72,8 @@ def side_by_side(ours: Ours) -> list[Row]:
 
     names = [*LONGEST, *(name for name in experiments if name not in LONGEST)]
     tokens = ours.trace.tokens * SETTINGS
-    found = dict(zip(names, results_of([partial(rows_of, n) for n in names], tokens), strict=True))
+    parts = [partial(rows_of, name) for name in names]
+    found = dict(zip(names, results_of(parts, tokens, progress=progress), strict=True))
     done = [row for name in experiments for row in found[name]]
     if not any(row.table == published.SPECBOUND_5.name for row in done):
         done += _draft_model_distribution(ours)
