@@ -238,8 +238,8 @@ def sweep(
     if wanted is not None and wanted != out:
         if wanted.suffix == ".tex":
             columns = [n for n in SHOWN if n in rows]
-            printed = Shown(rows.to_dict("records"), title, columns)
-            write_atomically(wanted, as_latex([printed]).encode())
+            shown = Shown(rows.to_dict("records"), title, columns)
+            write_atomically(wanted, as_latex([shown]).encode())
         else:
             write_rows(wanted, frame.to_dict("records"), "sweep")
     if recording.source is not None:
