@@ -283,7 +283,7 @@ def _headline(rows: list[dict[str, Any]]) -> str:
     here: dict[int, dict[str, Any]] = {}
     for row in rows:  # of several contexts, all settings at a batch
         at = here.setdefault(row["batch"], {**row, "settings": {}})
-        at["settings"].setdefault(row["setting"], []).append(str(row.get("context")))
+        at["settings"].setdefault(row["setting"], []).append(f"{row.get('context') or 0:,}")
     steps = "steps " if rows[0]["engine"] == TunedEngine.SGLANG.value else ""
     on = [
         f"{steps}{_by_context(row['settings'])} at batch {batch}"

@@ -309,8 +309,8 @@ def test_settings_of_several_contexts_are_told_by_context(run: Run) -> None:
     )  # fmt: skip
     assert ran.code == 0, ran.err
     said = " ".join(ran.err.split())
-    rows = re.findall(r"^ +(512|4096) +(K=\d)", ran.err, re.M)
+    rows = re.findall(r"^ +(512|4,096) +(K=\d)", ran.err, re.M)
     [(short, low), (long, high)] = rows
-    assert (short, long) == ("512", "4096")
+    assert (short, long) == ("512", "4,096")
     assert low != high
-    assert f"{low} (context 512), {high} (context 4096) at batch 8" in said
+    assert f"{low} (context 512), {high} (context 4,096) at batch 8" in said
