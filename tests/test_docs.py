@@ -93,7 +93,10 @@ def test_the_readme_shows_what_its_commands_print() -> None:
         # A line of a table by itself; a sentence wherever the terminal ends its lines.
         tabular = lines.startswith("policy ")
         for said in lines.splitlines() if tabular else [lines]:
-            assert _says(out, " ".join(said.split())), command
+            words = " ".join(said.split())
+            # Intervals of a fit are sampled; everything else is equal on every processor.
+            same = _says(out, words) if command.startswith("recommend") else words in out
+            assert same, command
 
 
 def _says(out: str, said: str) -> bool:
