@@ -201,12 +201,18 @@ class Control:
     """A fixed computation outside the engine, which shows how fast the machine is at the moment.
 
     It is a matrix product and a sum over memory, a few milliseconds together on a CPU.
+
+    Parameters
+    ----------
+    device:
+        "cpu", or the name of a GPU (``Engine.meta["device"]``).
     """
 
     def __init__(self, device: str = "cpu") -> None:
         import torch
 
-        self._torch, self._cuda = torch, device == "cuda"
+        self._torch, self._cuda = torch, device != "cpu"
+        device = "cuda" if self._cuda else "cpu"
         generator = torch.Generator().manual_seed(0)
         self._square = torch.rand(384, 384, generator=generator).to(device)
         self._long = torch.rand(4_000_000, generator=generator).to(device)
@@ -229,7 +235,7 @@ class Bench:
 
     def __init__(self, engine: Engine, seed: int = 0) -> None:
         self.engine = engine
-        self.control = Control("cuda" if engine.meta["device"] == "cuda" else "cpu")
+        self.control = Control(engine.meta["device"])
         self._policy = Dictated(engine.options.longest)
         self._setup = Setup(self._policy, Noise(engine.vocabulary, seed))
         self._drafter_runs = engine.proposer.own_passes

@@ -205,4 +205,4 @@ def outputs_of(
     while engine.busy:
         engine.step()
     finished = engine.proposer.finished
-    return {name: finished[name].output[:tokens] for name, (_, tokens) in requests.items()}
+    return {name: finished[name].output for name in requests}

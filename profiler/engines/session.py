@@ -264,8 +264,9 @@ class Session:
         decoding = [name for name in emitting if name in self._streams]
         settled: list[tuple[EngineStream, Sequence[int], int]] = []
         for name in decoding:
-            stream, _ = self._streams[name]
-            stream.output.extend(emitting[name])
+            stream, asked = self._streams[name]
+            # The last iteration of a request may sample more than it asked for.
+            stream.output.extend(emitting[name][: asked.limit - len(stream.output)])
             settled.append((stream, emitting[name], len(verified.get(name, ()))))
         if settled:
             streams, emitted, seen = zip(*settled, strict=True)

@@ -189,6 +189,7 @@ def meta_of(options: EngineOptions, config: Any) -> dict[str, Any]:
     import vllm
 
     device = config.device_config.device_type
+    named = torch.cuda.get_device_name() if device == "cuda" else device
     return {
         "engine": {
             "name": "vllm", "version": vllm.__version__, "method": method_of(options),
@@ -201,7 +202,7 @@ def meta_of(options: EngineOptions, config: Any) -> dict[str, Any]:
         },
         "target": options.target, "draft": options.eagle or options.draft,
         "dtype": str(config.model_config.dtype).removeprefix("torch."),
-        "device": device, "threads": torch.get_num_threads(),
+        "device": named, "threads": torch.get_num_threads(),
         "capability": torch.backends.cpu.get_cpu_capability() if device == "cpu" else None,
         "torch": torch.__version__,
     }  # fmt: skip

@@ -44,7 +44,7 @@ class Stopwatches:
             self._timed(executor, "execute_model", "execute")
             self._timed(executor, "sample_tokens", "sample")
         if runner is not None:
-            self._timed(runner, "propose_draft_token_ids", "propose")
+            self._timed(runner, "propose_draft_token_ids", "propose", before=_waits(runner.device))
 
     def follow(self, scheduler: Any) -> None:
         """Plan the iterations to come by this scheduler."""
@@ -125,6 +125,19 @@ class Stopwatches:
             return result
 
         setattr(owner, method, timed)
+
+
+def _waits(device: Any) -> Callable[..., None] | None:
+    """Return a function that waits for the device; None for a CPU, which is never behind.
+
+    A policy decides by the sampled tokens, so an iteration waits for them in any case; without it,
+    the time of the target's pass would count as the drafter's.
+    """
+    if device.type == "cpu":
+        return None
+    import torch
+
+    return lambda *args, **kwargs: torch.accelerator.synchronize(device)
 
 
 class NoteTaker:
