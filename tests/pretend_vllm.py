@@ -35,6 +35,7 @@ class PretendRunner:
         self.requests: dict[str, Any] = {}
         self.drafts: dict[str, list[int]] = {}
         self.iterations: list[dict[str, int]] = []
+        self.sampled_too_many = False
         self.input_batch = SimpleNamespace(req_ids=[], token_ids_cpu=np.zeros((batch, 1)))
 
     def run(self) -> dict[str, list[int]]:
@@ -82,6 +83,8 @@ class PretendRunner:
             accepted += 1
         tokens = text[done : done + accepted + 1]
         request.output_token_ids += tokens
+        limit = request.sampling_params.max_tokens
+        self.sampled_too_many |= len(request.output_token_ids) > limit
         return tokens
 
     def propose(self, scheduler_output: Any, sampled: list[list[int]]) -> list[list[int]]:

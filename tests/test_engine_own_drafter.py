@@ -19,6 +19,7 @@ from profiler.engines.drafts import EngineDrafts, Forced
 from profiler.engines.measure import cells_of
 from profiler.engines.session import ENGINE, VARIABLE, Setup, asks_for_engine, setup_from
 from profiler.engines.vllm.proposer import OwnDrafter, check_speculative, register
+from profiler.engines.vllm.watch import Stopwatches
 from simulator.serving import ClosedLoop, Scenario, simulate
 from simulator.serving.cost import EngineCost
 from tests.compiled import ALONG, PLAIN
@@ -30,6 +31,45 @@ from traces.store.engine_runs import PARTS
 
 WRONG = VOCABULARY - 1
 """No text holds it."""
+
+
+def test_on_a_gpu_the_drafters_time_begins_when_the_target_has_ended(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Its method is called before the target's pass has ended, and would seem to take that, too."""
+    target_s, drafter_s = 5.0, 2.0
+    now = {"host": 0.0, "device": 0.0}
+
+    def waits(device: Any) -> None:
+        now["host"] = max(now["host"], now["device"])
+
+    def execute(*_: Any) -> None:
+        now["device"] = now["host"] + target_s
+
+    def propose(*_: Any) -> None:
+        waits(None)
+        now["host"] += drafter_s
+
+    clock = SimpleNamespace(perf_counter=lambda: now["host"])
+    monkeypatch.setattr("profiler.engines.vllm.watch.time", clock)
+    monkeypatch.setattr("torch.accelerator.synchronize", waits)
+    plan = SimpleNamespace(total_num_scheduled_tokens=1, num_scheduled_tokens={})
+    scheduler = SimpleNamespace(
+        schedule=lambda: plan, update_from_output=lambda plan, output: None, requests={}
+    )
+    for device, seen_s in (("cuda", drafter_s), ("cpu", target_s + drafter_s)):
+        executor = SimpleNamespace(execute_model=execute, sample_tokens=lambda: None)
+        runner = SimpleNamespace(
+            device=SimpleNamespace(type=device), propose_draft_token_ids=propose
+        )
+        watch = Stopwatches(scheduler, executor, runner)
+        watch.begin()
+        scheduler.schedule()
+        executor.execute_model()
+        runner.propose_draft_token_ids()
+        step = watch.taken(0.0, now["host"], {}, [])
+        assert step is not None
+        assert step.parts["propose"] == seen_s
 
 
 class DraftingRunner(PretendRunner):

@@ -73,6 +73,14 @@ def test_rounds_are_the_replays(policy: DraftPolicy, batch: int, chunks: int) ->
     }
 
 
+@pytest.mark.parametrize("gamma", [2, 5])
+def test_a_text_ends_where_its_request_does(gamma: int) -> None:
+    """The last iteration samples a token more than a recording that ends early asks for."""
+    proposer, runner = drafted(parse_policy(f"fixed:gamma={gamma}"))
+    assert runner.sampled_too_many
+    assert {int(n.partition("/")[0]): s.output for n, s in proposer.finished.items()} == TEXTS
+
+
 class Watching(BatchPolicy):
     """Remembers the loads it was shown."""
 

@@ -107,6 +107,13 @@ def test_a_grid_fits_what_the_engine_was_started_with() -> None:
     assert all(count <= 6 and tokens < 512 for count, tokens in grid.prompts)
 
 
+def test_where_graphs_run_nothing_is_read_between_a_full_batch_of_drafts_and_any_other() -> None:
+    options = EngineOptions("m", longest=8)
+    assert list(Grid().fitted(options).widths) == [1, 2, 3, 5, 9]
+    assert list(Grid().fitted(options, graphs=True).widths) == [1, 2, 3, 5, 8, 9]
+    assert list(Grid().fitted(EngineOptions("m", longest=1), graphs=True).widths) == [1, 2]
+
+
 def test_what_is_compared_is_measured_side_by_side() -> None:
     """A machine that is slower in another minute is so for every length and context of a batch."""
     *decoding, alone, mixed = Grid().blocks()
@@ -185,6 +192,8 @@ def test_a_table_between_the_arms_has_the_batches_that_so_few_requests_make() ->
     grid = grid_of(options, Workload(SMALL, {"a": parse_policy("fixed:gamma=3")}, loads, 12))
     assert list(grid.batches) == [1, 2, 4, 8, 12]
     assert list(grid.widths) == [1, 2, 3, 4]
+    four = Workload(SMALL, {"a": parse_policy("fixed:gamma=4")}, loads, 12)
+    assert list(grid_of(options, four, graphs=True).widths) == [1, 2, 3, 4, 5]
     assert (12, 256) in grid.prompts
     assert max(grid.beside_batches) == 11
     assert len(set(grid.prompts)) == len(grid.prompts)

@@ -102,7 +102,8 @@ def engine_check(
 
         return compare_served(kind, options, latency, work, run)
     engine = kind.start(options)
-    grid = grid_of(options, work) if remeasure else None
+    graphs = not latency.meta["engine"].get("eager", True)
+    grid = grid_of(options, work, graphs) if remeasure else None
     key = check_key(
         engine, latency, work, meta=engine.meta, grid=None if grid is None else vars(grid),
         turn_s=TURN_S,
@@ -260,10 +261,11 @@ def predicted(latency: LatencyTable, work: Workload, longest: int) -> list[str]:
     return list(best)
 
 
-def grid_of(options: EngineOptions, work: Workload) -> Grid:
+def grid_of(options: EngineOptions, work: Workload, graphs: bool = False) -> Grid:
     """Return the sizes that the loads can reach under their policies.
 
     Prompts sent at once share a pass: as many of the trace's mean length as an iteration may have.
+    ``graphs``: the engine runs CUDA graphs.
     """
     from profiler.engines.bench import Grid
     from simulator.serving.run import lookahead_of
@@ -273,7 +275,8 @@ def grid_of(options: EngineOptions, work: Workload) -> Grid:
     longest = max(lookahead_of(policy, work.trace) for policy in work.policies.values())
     mean = round(float(np.mean([r.prompt_length for r in work.trace.requests])))
     grid = Grid(prompts=(*Grid.prompts, *((n, mean) for n in sorted(at_once) if n > 1)))
-    return grid.fitted(replace(options, max_batch=max(at_once), longest=max(longest, 1)))
+    own = replace(options, max_batch=max(at_once), longest=max(longest, 1))
+    return grid.fitted(own, graphs and longest == options.longest)
 
 
 def engine_options(latency: LatencyTable, trace: Trace, kind: EngineKind) -> EngineOptions:

@@ -84,9 +84,15 @@ class Grid:
     steps: int = 4
     held_out: float = 0.03
 
-    def fitted(self, options: EngineOptions) -> Grid:
-        """Return the grid within what the engine was started with, its ends included."""
+    def fitted(self, options: EngineOptions, graphs: bool = False) -> Grid:
+        """Return the grid within what the engine was started with, its ends included.
+
+        With CUDA `graphs` a batch of drafts that are all as long as possible runs in one graph, and
+        any other in pieces that the host starts one by one.  So the longest width but one is
+        measured as well: nothing is read between the two.
+        """
         most, wide, length = options.max_batch, options.longest + 1, options.max_model_len
+        ends = {wide - 1, wide} if graphs and wide > 2 else {wide}
         # Sequences grow by a token an iteration while the cells of their state are measured.
         cells = max(len(self.widths), len(self.beside_widths) * len(self.beside_prompts)) + 3
         grown = cells * 2 * (self.steps + 1)
@@ -95,7 +101,7 @@ class Grid:
         return replace(
             self,
             batches=sorted({*(b for b in self.batches if b < most), most}),
-            widths=sorted({*(w for w in self.widths if w < wide), wide}),
+            widths=sorted({*(w for w in self.widths if w < wide), *ends}),
             contexts=contexts,
             prompts=[
                 (n, t) for n, t in dict.fromkeys((min(n, most), t) for n, t in self.prompts)

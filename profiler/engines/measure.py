@@ -328,7 +328,7 @@ class EngineTable(_Measured):
         self, engine: Engine, grid: Grid, folder: Path, seed: int = 0,
         left_s: Callable[[], float] = lambda: math.inf,
     ) -> None:  # fmt: skip
-        fitted = grid.fitted(engine.options)
+        fitted = grid.fitted(engine.options, graphs=not engine.meta["engine"].get("eager", True))
         self._folder = Checkpoint(folder, {"engine": engine.meta, "grid": asdict(fitted)})
         super().__init__(engine, fitted, seed, self._folder)
         self._left_s = left_s
