@@ -19,6 +19,7 @@ from commands.common.drafted import (
 )
 from commands.common.options import CarriedInputs, ClusterOption, JobsOption, chosen_executor
 from commands.common.output import (
+    MEASURE_MORE,
     JsonOption,
     emit,
     note,
@@ -473,5 +474,5 @@ def say_outside(frame: pd.DataFrame) -> None:
     note(
         f"{len(outside)} of {len(frame)} rows have passes outside the measured sizes, priced by a "
         f"fitted roofline: most {worst['policy']} at batch {worst['batch']}{context} "
-        f"({worst['outside']:.0%} of its passes, column outside)"
+        f"({worst['outside']:.0%} of its passes, column outside); {MEASURE_MORE}"
     )

@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from commands.common.output import said_free
+from commands.common.output import MEASURE_MORE, said_free
 from commands.common.printed import print_table
 from traces.digits import three_digits
 
@@ -101,6 +101,7 @@ def guesses(rows: Sequence[Row]) -> list[str]:
     ]
     if outside:
         said.insert(0, "outside the measured sizes, priced by a fitted roofline:")
+        said.append(f"  {MEASURE_MORE}")
     if composed := sum(e["passes"] for e in entries if e["origin"] == "composed"):
         said.append(
             "mixed prefill and decode steps, estimated as prefill + decode - one launch: "

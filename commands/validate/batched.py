@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import pandas as pd
 
 from commands.common.options import batch_sizes
-from commands.common.output import note
+from commands.common.output import MEASURE_MORE, note
 from commands.validate.flow import PLAIN, Given, RealRuns, as_recorded
 from traces.errors import DraftsimError
 
@@ -135,7 +135,7 @@ class BatchRuns(RealRuns):
         if outside := sum(frame.attrs["extrapolated"] for frame in self.requests.values()):
             note(
                 f"{outside} predicted passes lie outside the measured sizes, priced by a fitted "
-                "roofline"
+                f"roofline; {MEASURE_MORE}"
             )
         return rows.sort_values("batch", kind="stable", ignore_index=True)
 

@@ -232,12 +232,16 @@ class Remeasured:
         kept: Checkpoint, modules: Modules | None = None,
     ) -> None:  # fmt: skip
         from commands.profile.sources import timed_layers
-        from profiler.latency.table import Grid
+        from profiler.latency.table import Grid, sizes_of
         from profiler.profile import LatencyProfile
         from profiler.sources.run import SourceLatency
 
         passes = kept.within("passes")
-        self._profile = LatencyProfile(pair, Grid().holding(trace.requests), passes)
+        grid = Grid() if trace.max_gamma is None else Grid().drafting(trace.max_gamma)
+        grid = grid.covering(*sizes_of(trace.requests))
+        if modules is None:  # only the draft model drafts
+            grid = grid.narrow()
+        self._profile = LatencyProfile(pair, grid, passes)
         self._sources = None
         if modules is not None:
             layers = timed_layers(pair, trace.longest, modules)
