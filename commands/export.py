@@ -11,6 +11,7 @@ import typer
 from commands.common.acceptance import load_unpriced
 from commands.common.options import DraftedOption, TraceOption
 from commands.common.output import JsonOption, emit, note, placed_as
+from traces.digits import counted
 from traces.store.recordings import DEFAULT_TRACE
 
 if TYPE_CHECKING:
@@ -80,7 +81,7 @@ def profile_of(recording: Recording, k: int | None = None) -> SpeculationProfile
     whole = log.rounds["drafted"] == longest
     if not whole.any():
         raise DraftsimError(
-            f"no round of {recording.name} drafts {longest} tokens: see --draft-length"
+            f"no round of {recording.name} drafts {counted(longest, 'token')}: see --draft-length"
         )
     accepted = log.rounds["accepted"][whole]
     of = log.rounds["request"][whole]

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from commands.common.output import MEASURE_MORE, note
 from commands.common.progress import progress_bar
+from traces.digits import counted
 from traces.errors import DraftsimError
 
 if TYPE_CHECKING:
@@ -113,7 +114,8 @@ def run_profile(recording: RecordingJob, force: bool = False, *, wide: bool = Fa
             else f"{spent['all'] / spent['plain']:.2f} times plain decoding"
         )  # fmt: skip
         note(
-            f"recorded {trace.tokens} tokens of {len(trace.requests)} prompts into {out}; "
+            f"recorded {counted(trace.tokens, 'token')} of "
+            f"{counted(len(trace.requests), 'prompt')} into {out}; "
             f"recording took {took}"
         )
     if answers := answers_to(trace, texts):
@@ -179,7 +181,9 @@ def add_sampled(recording: RecordingJob) -> None:
             )
         return
     texts = recording.texts()
-    note(f"recording outputs sampled at {settings.sampling.label} of {prompts(len(texts))}")
+    note(
+        f"recording outputs sampled at {settings.sampling.label} of {counted(len(texts), 'prompt')}"
+    )
     with progress_bar() as progress:
         profile_trace(recording.load(), texts, settings, out, progress)
 
@@ -233,8 +237,8 @@ def say_complete(out: Path, asked: Sequence[str]) -> None:
     found = {path.stem for name in SOURCES for path in out.glob(f"{name}.parquet")}
     besides = f" (it also holds {', '.join(sorted(found))})" if found else ""
     note(
-        f"{out} is complete: its trace of {prompts(len(trace.requests))} and its latencies are "
-        f"kept{besides}; recording what is missing of: {', '.join(asked)}"
+        f"{out} is complete: its trace of {counted(len(trace.requests), 'prompt')} and its "
+        f"latencies are kept{besides}; recording what is missing of: {', '.join(asked)}"
     )
 
 
@@ -245,13 +249,6 @@ def say_recording(what: Collection[str], trace: Trace, asked: Iterable[str] = ()
     kept = [name for name in asked if name not in what]
     outputs = "" if trace.sampling.greedy else " sampled outputs of"
     rest = f"; kept: {', '.join(kept)}" if kept else ""
-    note(f"recording {', '.join(what)} along{outputs} {prompts(len(trace.requests))}{rest}")
-
-
-def prompts(count: int) -> str:
-    """Return a number of prompts in words.
-
-    >>> prompts(1), prompts(2)
-    ('1 prompt', '2 prompts')
-    """
-    return f"{count} prompt{'s'[: count != 1]}"
+    note(
+        f"recording {', '.join(what)} along{outputs} {counted(len(trace.requests), 'prompt')}{rest}"
+    )

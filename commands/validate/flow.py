@@ -15,6 +15,7 @@ import numpy as np
 from commands.common.output import note
 from commands.common.progress import progress_bar
 from commands.common.quiet import AGAIN, say_machine, with_machine
+from traces.digits import counted
 from traces.errors import DraftsimError
 
 if TYPE_CHECKING:
@@ -327,5 +328,8 @@ def as_recorded(texts: Sequence[str], trace: Trace) -> list[str]:
     fixed = {text: text.removeprefix("fixed:gamma=") for text in texts}
     beyond = [t for t, gamma in fixed.items() if gamma.isdigit() and int(gamma) > longest]
     if beyond:
-        note(f"left out: {', '.join(beyond)}; drafts of up to {longest} were recorded")
+        note(
+            f"left out: {', '.join(beyond)}; drafts of up to {counted(longest, 'token')} were "
+            "recorded"
+        )
     return [text for text in texts if text not in beyond]
