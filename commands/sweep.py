@@ -316,7 +316,10 @@ def _ladder(
 
     trace = recording.trace
     chosen = dict(named(load_policies(expand(policy), trace, say=remark))) if policy else None
-    rungs = climb(trace, table, policies=chosen, resamples=max(resamples, 1), seed=seed)
+    with working("splitting the prompts") as say:
+        rungs = climb(
+            trace, table, policies=chosen, resamples=max(resamples, 1), seed=seed, progress=say
+        )
     note(f"{recording.said}: {_climbed(rungs)}")
     emit(
         "sweep", rungs, json, show=RUNGS, out=out,
