@@ -100,9 +100,14 @@ class Recording:
         return meta
 
     @property
+    def unpriced(self) -> str:
+        """Name of the recording with its models and device."""
+        return (PurePath(self.name).name or self.name) + in_brackets(self.label)
+
+    @property
     def said(self) -> str:
         """Name of the recording with its models and device, and whose costs they are run at."""
-        own, costs = PurePath(self.name).name or self.name, ""
+        costs = ""
         if not self.tables:
             costs = ", at given cost ratios"
         elif list(self.tables) != [self.name]:
@@ -113,7 +118,7 @@ class Recording:
                 for name, table in self.tables.items()
             ]
             costs = f", at the costs of {' and '.join(names)}"
-        return own + in_brackets(self.label) + costs
+        return self.unpriced + costs
 
     @property
     def said_depths(self) -> str:
