@@ -200,6 +200,6 @@ def _check_measured(latency: LatencyTable, batches: list[int]) -> None:
     own = cells[(cells["model"] == "target") & (cells["phase"] == "forward")]
     if not latency.is_constant and max(batches) > (largest := int(own["batch"].max())):
         raise DraftsimError(
-            f"--batch {max(batches)} is beyond the largest batch measured, {largest}: profile the "
-            f"pair again with --batch 1,...,{max(batches)}"
+            f"--batch {max(batches)} is beyond the largest batch measured, {largest}: measure it "
+            f"with `draftsim profile latency --batch {','.join(map(str, sorted({1, *batches})))}`"
         )
