@@ -273,14 +273,14 @@ def sweep(
         label, drawn = f"assumed to cost nothing: {assumed}" if assumed else "", figures(fitting)
         if not drawn:
             note(NOTHING)
-        own = {
+        titles = {
             end: titled(replace(recording, tables={name: recording.tables[name]}), prices, gpu)
             for end, (name, gpu) in tables_of(fitting).items() if end
         }  # fmt: skip
         say_drawn([
             save_all_kinds(
                 figure, plots / f"{name}.png", label,
-                next((own[end] for end in own if name.endswith(end)), title),
+                next((titles[end] for end in titles if name.endswith(end)), title),
             )
             for name, figure in drawn.items()
         ])  # fmt: skip
