@@ -24,6 +24,7 @@ from commands.common.output import JsonOption, OutOption, emit, note, placed, re
 from commands.common.printed import print_table
 from commands.common.progress import working
 from commands.common.written import Shown
+from traces.digits import counted
 from traces.errors import DraftsimError
 from traces.store.recordings import DEFAULT_TRACE
 
@@ -184,7 +185,10 @@ def _priced(
         assert own is not None
         most = own.max_gamma or max(lengths)
         if max(lengths) > most:
-            remark(f"recorded drafts have at most {most} tokens: longer ones are extrapolated")
+            remark(
+                f"recorded drafts have at most {counted(most, 'token')}: longer ones are "
+                "extrapolated"
+            )
         positions = of_trace(trace, own, min(max(lengths), most))
     batches, contexts = _axes(*axes, None, table, lengths)
     table.check_sizes("target", "forward", max(batches), 1)

@@ -13,7 +13,7 @@ from commands.common.options import OtherAcceptanceOption, batch_sizes
 from commands.common.output import JsonOption, emit, note, placed_recording, remark, say_remarks
 from commands.common.printed import print_table
 from commands.common.progress import working
-from traces.digits import three_digits
+from traces.digits import counted, three_digits
 from traces.errors import DraftsimError
 
 if TYPE_CHECKING:
@@ -192,7 +192,7 @@ def _headline(rows: list[Choice], level: float) -> str:
 
     first = rows[0]
     gain = (
-        f"; at {first.batch} request{'s' * (first.batch > 1)} {_times(first.speedup)} no "
+        f"; at {counted(first.batch, 'request')} {_times(first.speedup)} no "
         f"speculation ({level:.0%} interval)" if first.k else ""
     )  # fmt: skip
     return f"{in_words(rows)}{gain}."

@@ -33,6 +33,7 @@ from commands.common.printed import print_table
 from commands.common.progress import working
 from commands.common.written import Shown
 from policies.registry import is_bound
+from traces.digits import counted
 from traces.store.lock import only_writer
 
 
@@ -226,12 +227,13 @@ def remarks(rows: Sequence[Row]) -> list[str]:
     ]  # fmt: skip
     said += [
         f"{row['policy']}: {_replicas(row['replicas'], 'meets', 'meet')} the SLO at every rate of "
-        f"these {row['requests']} requests: raise --requests to find the limit"
+        f"these {counted(row['requests'], 'request')}: raise --requests to find the limit"
         for row in rows if math.isinf(row["rate_limit"])
     ]  # fmt: skip
     if rejected := sum(row["rejected"] for row in rows):
-        requests = "1 request" if rejected == 1 else f"{rejected} requests"
-        said.append(f"{requests} too large for a replica's KV cache, counted as late")
+        said.append(
+            f"{counted(rejected, 'request')} too large for a replica's KV cache, counted as late"
+        )
     if outside := [row["policy"] for row in rows if row["extrapolated"]]:
         said.append(
             "passes outside the measured sizes were priced by a fitted roofline for "

@@ -11,7 +11,7 @@ from commands.common.acceptance import FORMS
 from commands.common.bounds import MOST_LENGTH
 from commands.common.options import batch_sizes
 from commands.common.output import JsonOption, OutOption, emit, note
-from traces.digits import three_digits
+from traces.digits import counted, three_digits
 from traces.errors import DraftsimError
 
 if TYPE_CHECKING:
@@ -98,7 +98,7 @@ def headline(rows: Sequence[Mapping[str, Any]], level: float) -> str:
         f"({three_digits(row['low'])} to {three_digits(row['high'])})" for row in ends
     )  # fmt: skip
     others = len({row["curve"] for row in rows}) - 1
-    more = f"; and {others} more curve{'s' * (others > 1)}" if others else ""
+    more = f"; and {counted(others, 'more curve')}" if others else ""
     return f"{rows[0]['curve']}: {said}, {level:.0%} intervals{more}"
 
 

@@ -11,6 +11,7 @@ import typer
 from commands.common.acceptance import load_unpriced
 from commands.common.options import DraftedOption, TraceOption
 from commands.common.output import JsonOption, emit, note, placed_as
+from traces.digits import counted, three_digits
 from traces.store.recordings import DEFAULT_TRACE
 
 if TYPE_CHECKING:
@@ -46,23 +47,39 @@ def export(
     recording = load_unpriced(trace, source, "export")
     profile = profile_of(recording, draft_length)
     write_profile(profile, out)
-    note(
-        f"wrote {out}: {profile.mean_length:.3f} tokens per round at K = {profile.longest}, "
-        f"{sum(profile.histogram):,} rounds"
-    )
+    note(f"{recording.unpriced}: {headline(profile)}")
     rates = zip(profile.conditional, profile.marginal, strict=True)
     rows = [
-        {"position": place, "conditional": conditional, "marginal": marginal}
-        for place, (conditional, marginal) in enumerate(rates, 1)
+        {"position": place, "alpha": alpha, "survival": survival}
+        for place, (alpha, survival) in enumerate(rates, 1)
     ]
-    emit("export", rows, json)
+    emit("export", rows, json, title="Acceptance by position in the draft")
+    if json is None:
+        note(
+            "alpha: chance that a token is accepted if those before it were; survival: chance that "
+            "it and those before it are"
+        )
+    note(f"wrote {out}; every command reads it as --trace")
+
+
+def headline(profile: SpeculationProfile) -> str:
+    """Return the acceptance length of a profile in words, and what it is the mean of."""
+    conditions = profile.conditions
+    rounds = counted(conditions["rounds"], "round")
+    short = conditions["rounds_left_out"]
+    left_out = f" ({counted(short, 'round')} with shorter drafts left out)" if short else ""
+    return (
+        f"acceptance length {three_digits(profile.mean_length)} at draft length "
+        f"{profile.longest}, from {rounds} of {counted(conditions['requests'], 'request')}"
+        f"{left_out}"
+    )
 
 
 def profile_of(recording: Recording, k: int | None = None) -> SpeculationProfile:
     """Return the profile of a recording at draft length `k`, by default its longest up to 8.
 
     Only rounds that drafted all `k` tokens count: a request's end cuts the others.
-    Raises DraftsimError if no round did.
+    Raises DraftsimError if no round did, or if drafts of `k` tokens were not recorded.
     """
     import numpy as np
 
@@ -74,13 +91,18 @@ def profile_of(recording: Recording, k: int | None = None) -> SpeculationProfile
     from traces.store.speculation_profile import SpeculationProfile
 
     trace = recording.trace
+    if k is not None and trace.max_gamma is not None and k > trace.max_gamma:
+        raise DraftsimError(
+            f"--draft-length {k}: {recording.name} has drafts of up to "
+            f"{counted(trace.max_gamma, 'token')}: lower it, or profile with a larger --max-gamma"
+        )
     longest = k or min(trace.max_gamma or LONGEST, LONGEST)
     log = of_trace(recording.name, trace, longest).log
     assert log is not None
     whole = log.rounds["drafted"] == longest
     if not whole.any():
         raise DraftsimError(
-            f"no round of {recording.name} drafts {longest} tokens: see --draft-length"
+            f"no round of {recording.name} drafts {counted(longest, 'token')}: see --draft-length"
         )
     accepted = log.rounds["accepted"][whole]
     of = log.rounds["request"][whole]

@@ -11,6 +11,7 @@ from commands.common.output import JsonOption, emit, note, placed_recording
 from commands.common.printed import print_table
 from commands.common.progress import working
 from commands.common.written import BEGINS, TABLES, check_place
+from traces.digits import counted
 from traces.errors import DraftsimError
 from traces.importers.registry import AUTO, IMPORTERS
 
@@ -124,8 +125,8 @@ def _trace(trace: Trace, out: Path | None, json: str | None) -> None:
     write_trace(trace, out)
     unknown = int((trace.columns["match"] == UNKNOWN).sum())
     note(
-        f"wrote {out}: {len(trace.requests)} requests, {trace.tokens} tokens, "
-        f"{unknown} position(s) that no draft reached"
+        f"wrote {out}: {counted(len(trace.requests), 'request')}, "
+        f"{counted(trace.tokens, 'token')}, {counted(unknown, 'position')} that no draft reached"
     )
     row = {
         "file": str(out), "requests": len(trace.requests), "tokens": trace.tokens,

@@ -20,6 +20,7 @@ from commands.common.options import OtherAcceptanceOption, batch_sizes
 from commands.common.output import JsonOption, emit, note, placed, remark, say_remarks
 from commands.common.printed import print_table
 from commands.common.progress import working
+from traces.digits import counted
 from traces.errors import DraftsimError
 
 if TYPE_CHECKING:
@@ -107,7 +108,7 @@ def recommend(
     if not any(run.k for run in runs):
         raise DraftsimError(
             "no run with speculation, so the drafter's cost and acceptance are unknown: "
-            f"measure K = 3 at {_requests(runs[0].batch)} and give both (FILE@3)"
+            f"measure K = 3 at {counted(runs[0].batch, 'request')} and give both (FILE@3)"
         )
     known = known_target(engine, experts, target or found.model)
     with working("fitting the server's costs"):
@@ -138,7 +139,7 @@ def recommend(
     if engine in ONE_LENGTH and len({row.k for row in rows}) > 1:
         note(
             f"{engine} has one draft length for every load: the command sets that for "
-            f"{_requests(rows[0].batch)}; --batch N chooses another load"
+            f"{counted(rows[0].batch, 'request')}; --batch N chooses another load"
         )
     if engine == "tensorrt-llm" and max(row.k for row in rows) > rows[0].k:
         note(
@@ -146,8 +147,8 @@ def recommend(
             f"{document['max_draft_len'] if document else 0}"
         )
     note(
-        f"measure next: {_requests(suggestion.batch)} at K = {suggestion.k}, which removes "
-        f"{suggestion.narrows:.0%} of the variance of the predicted speedups"
+        f"measure next: {counted(suggestion.batch, 'request')} at K = {suggestion.k}, which "
+        f"removes {suggestion.narrows:.0%} of the variance of the predicted speedups"
     )
     if out is not None:
         import json as jsons
@@ -178,8 +179,8 @@ def _within(rows: Sequence[Choice], slo: str | None) -> list[Choice]:
         tpot_s = row.batch / row.tokens_per_s.value
         if tpot_s > targets.tpot_s:
             raise DraftsimError(
-                f"--slo {slo}: no draft length meets it at {_requests(row.batch)}; the fastest, "
-                f"K = {row.k}, takes {1e3 * tpot_s:.3g} ms a token"
+                f"--slo {slo}: no draft length meets it at {counted(row.batch, 'request')}; the "
+                f"fastest, K = {row.k}, takes {1e3 * tpot_s:.3g} ms a token"
             )
     return list(rows)
 
@@ -190,13 +191,9 @@ def _gain(rows: Sequence[Choice], level: float) -> str:
         return ""
     span = first.speedup
     return (
-        f"; at {_requests(first.batch)} {span.value:.2f} times no "
+        f"; at {counted(first.batch, 'request')} {span.value:.2f} times no "
         f"speculation ({level:.0%} interval {span.low:.2f} to {span.high:.2f})"
     )
-
-
-def _requests(count: int) -> str:
-    return f"{count} request{'s' * (count > 1)}"
 
 
 def _remarks(
@@ -212,7 +209,9 @@ def _remarks(
         )
     open_ = [str(row.batch) for row in rows if row.k and 1 - SURE < row.faster < SURE]
     if open_:
-        two = " and ".join(f"{_requests(one.batch)} with K = {one.k}" for one in suggestions)
+        two = " and ".join(
+            f"{counted(one.batch, 'request')} with K = {one.k}" for one in suggestions
+        )
         lines.append(
             f"at {', '.join(open_)} requests both a gain and a loss are possible; these two runs "
             f"would tell most: {two}"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -19,6 +19,7 @@ from commands.common.drafted import (
 )
 from commands.common.options import CarriedInputs, ClusterOption, JobsOption, chosen_executor
 from commands.common.output import (
+    MEASURE_MORE,
     JsonOption,
     emit,
     note,
@@ -267,20 +268,30 @@ def sweep(
     say_outside(fitting)
     if plots is not None:
         from simulator.plots import save_all_kinds
-        from simulator.plots.whatif import figures
+        from simulator.plots.whatif import figures, tables_of
 
         label, drawn = f"assumed to cost nothing: {assumed}" if assumed else "", figures(fitting)
         if not drawn:
             note(NOTHING)
+        titles = {
+            end: titled(replace(recording, tables={name: recording.tables[name]}), prices, gpu)
+            for end, (name, gpu) in tables_of(fitting).items() if end
+        }  # fmt: skip
         say_drawn([
-            save_all_kinds(figure, plots / f"{name}.png", label, title)
+            save_all_kinds(
+                figure, plots / f"{name}.png", label,
+                next((titles[end] for end in titles if name.endswith(end)), title),
+            )
             for name, figure in drawn.items()
         ])  # fmt: skip
 
 
-def titled(recording: Recording, prices: Prices) -> str:
-    """Return the recording with its models and device, and the GPUs that it is scaled to."""
-    gpus = dict.fromkeys(at.gpu for at in prices.tables if at.scaled)
+def titled(recording: Recording, prices: Prices, gpu: str | None = None) -> str:
+    """Return the recording with its models and device, and the GPUs that it is scaled to.
+
+    ``gpu``: only this one of them.
+    """
+    gpus = dict.fromkeys(at.gpu for at in prices.tables if at.scaled and gpu in (None, at.gpu))
     return recording.said + (f", scaled to {' and '.join(gpus)}" if gpus else "")
 
 
@@ -305,7 +316,10 @@ def _ladder(
 
     trace = recording.trace
     chosen = dict(named(load_policies(expand(policy), trace, say=remark))) if policy else None
-    rungs = climb(trace, table, policies=chosen, resamples=max(resamples, 1), seed=seed)
+    with working("splitting the prompts") as say:
+        rungs = climb(
+            trace, table, policies=chosen, resamples=max(resamples, 1), seed=seed, progress=say
+        )
     note(f"{recording.said}: {_climbed(rungs)}")
     emit(
         "sweep", rungs, json, show=RUNGS, out=out,
@@ -473,5 +487,5 @@ def say_outside(frame: pd.DataFrame) -> None:
     note(
         f"{len(outside)} of {len(frame)} rows have passes outside the measured sizes, priced by a "
         f"fitted roofline: most {worst['policy']} at batch {worst['batch']}{context} "
-        f"({worst['outside']:.0%} of its passes, column outside)"
+        f"({worst['outside']:.0%} of its passes, column outside); {MEASURE_MORE}"
     )

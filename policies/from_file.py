@@ -97,7 +97,7 @@ def bounded(
 def said_cut(name: str, longest: int, whose: str) -> str:
     """Return the note that a policy without a bound is cut at the `longest` draft of `whose`."""
     return (
-        f"{name} sets no longest draft: it is cut at {longest} tokens, {whose} longest "
+        f"{name} sets no longest draft: it is cut at length {longest}, {whose} longest "
         "(set an attribute gamma_max, or define longest_draft())"
     )
 

@@ -17,7 +17,7 @@ from rich.progress import Progress
 
 from profiler.checks.score import ANSWERS, SOLVED, answers_to, solved_by
 from profiler.latency.batch import batch_blocks, measure_batch_host
-from profiler.latency.host import host_beyond, measure_host
+from profiler.latency.host import GPU_GAMMAS, host_beyond, measure_host
 from profiler.latency.layers import measure_layers
 from profiler.latency.passes import pass_blocks
 from profiler.latency.rules import measure_rules
@@ -102,7 +102,7 @@ class LatencyProfile:
         grid = self._grid
         few = replace(
             grid,
-            widths=[w for w in (1, 5, 25) if w in grid.widths],
+            widths=[w for w in grid.widths if w in (1, 5, max(grid.widths))],
             repeats=max(3, grid.repeats // 2),
         )
         cells = self.sweeps.cells()
@@ -131,10 +131,11 @@ class LatencyProfile:
             if self._batched is not None:
                 yield measure_batch_host(*self._batched, self._grid.batches)
             return
-        yield host_beyond(*self._runners, cells)
+        gammas = sorted({min(gamma, self._grid.longest) for gamma in GPU_GAMMAS})
+        yield host_beyond(*self._runners, cells, gammas=gammas)
         for batch in [b for b in self._grid.batches if b > 1]:
             assert self._batched is not None
-            yield host_beyond(*self._batched, cells, batch=batch)
+            yield host_beyond(*self._batched, cells, batch=batch, gammas=gammas)
 
 
 def profile_latency(

@@ -32,6 +32,7 @@ from simulator.whatif.ranking import (
     without_plain,
 )
 from traces.acceptance.trace import Trace
+from traces.digits import counted
 from traces.errors import DraftsimError, SignalError, TailError
 from traces.latency.schema import CELL_COLUMNS
 from traces.latency.table import LatencyTable
@@ -445,7 +446,7 @@ def replay_methods(trace: Trace, say: Say = silent) -> list[RoundLog]:
     if longer:
         say(
             f"not listed: {', '.join(longer)}, whose drafts are longer than the recorded "
-            f"{trace.max_gamma} tokens"
+            f"{counted(trace.max_gamma or 0, 'token')}"
         )
     return list(logs.values())
 

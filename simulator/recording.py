@@ -14,6 +14,7 @@ from simulator.aggregate.observed import read_acceptance
 from simulator.chosen import Say, silent
 from traces.acceptance.synthetic import trace_by_position
 from traces.acceptance.trace import UNKNOWN, Trace
+from traces.digits import counted
 from traces.errors import DraftsimError, FileError
 from traces.latency.table import LatencyTable
 from traces.replay.always import in_one_pass
@@ -99,9 +100,14 @@ class Recording:
         return meta
 
     @property
+    def unpriced(self) -> str:
+        """Name of the recording with its models and device."""
+        return (PurePath(self.name).name or self.name) + in_brackets(self.label)
+
+    @property
     def said(self) -> str:
         """Name of the recording with its models and device, and whose costs they are run at."""
-        own, costs = PurePath(self.name).name or self.name, ""
+        costs = ""
         if not self.tables:
             costs = ", at given cost ratios"
         elif list(self.tables) != [self.name]:
@@ -112,7 +118,7 @@ class Recording:
                 for name, table in self.tables.items()
             ]
             costs = f", at the costs of {' and '.join(names)}"
-        return own + in_brackets(self.label) + costs
+        return self.unpriced + costs
 
     @property
     def said_depths(self) -> str:
@@ -191,7 +197,10 @@ def imputed(name: str, trace: Trace, chooses: str | None = None, say: Say = sile
         raise DraftsimError(f"{name}: {error}") from None
     seen = filled.meta["imputed"]["longest_seen"]
     if seen < COMMON_LENGTH:
-        say(f"{name}: the longest verified draft has {seen} tokens; longer ones are extrapolated")
+        say(
+            f"{name}: the longest verified draft has {counted(seen, 'token')}; longer ones are "
+            "extrapolated"
+        )
     return filled
 
 
@@ -221,11 +230,17 @@ def observed_trace(
     trace = trace_by_position(found.survival, **{**found.sizes, **(sizes or {})}, meta=found.meta)
     one = trace.requests[0]
     say(
-        f"{found.said}: {len(trace.requests)} requests of {one.prompt_length} prompt and "
-        f"{one.tokens} output tokens, rounds drawn independently, drafts of up to "
-        f"{trace.max_gamma} tokens"
+        f"{found.said}: {counted(len(trace.requests), 'request')} of {one.prompt_length} prompt "
+        f"and {one.tokens} output tokens, rounds drawn independently, {said_longest(trace)}"
     )
     return found.named, trace
+
+
+def said_longest(trace: Trace) -> str:
+    """Return in words how long the recorded drafts are at most."""
+    if trace.max_gamma is None:
+        return "drafts of any length"
+    return f"drafts of up to {counted(trace.max_gamma, 'token')}"
 
 
 def plain_trace(sizes: Mapping[str, int] | None = None) -> tuple[str, Trace]:
@@ -351,7 +366,7 @@ def load_recording(
     if drafter is not None:
         check_drafts(drafter, recordings)
         trace = drafted_trace(outputs, drafter, recordings)
-        say(f"drafting with {trace.source}, drafts of up to {trace.max_gamma} tokens")
+        say(f"drafting with {trace.source}, {said_longest(trace)}")
     by = trace.source if stream is None else stream.label(recordings)
     drafted_by = "" if drafter is None and stream is None else by
     label = _label(models, tables, drafted_by, is_drawn(outputs))

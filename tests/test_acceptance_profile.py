@@ -31,6 +31,22 @@ KEYS = {
 """Keys that Model-Optimizer's ``build_profile`` writes."""
 
 
+def test_an_export_begins_with_its_result(tmp_path: Path, run: Run) -> None:
+    out = tmp_path / "speculation_profile.json"
+    command = ("export", "speculation-profile", "--trace", "bundled", "--out", out)
+    ran = run(*command)
+    said = " ".join(ran.err.split())
+    length = json.loads(out.read_text())["mean_accept_length"]
+    assert said.startswith("bundled (bundled 2.81M + draft model 0.638M")
+    assert f"acceptance length {length:.3g} at draft length 8, from" in said
+    assert "at the costs of" not in said  # nothing is priced
+    assert f"wrote {out}" in said
+    assert "conditional" not in ran.out  # the page of terms says alpha and survival
+    refused = run(*command, "--draft-length", 40)
+    assert refused.code == 2
+    assert "--draft-length 40: bundled has drafts of up to 24 tokens" in refused.err
+
+
 def test_a_recordings_profile_has_the_schemas_keys_and_its_own_rounds(
     tmp_path: Path, run: Run
 ) -> None:
@@ -46,8 +62,8 @@ def test_a_recordings_profile_has_the_schemas_keys_and_its_own_rounds(
         str(k + 1): int((accepted == k).sum()) for k in range(5)
     }
     for i, row in enumerate(ran.rows):
-        assert row["marginal"] == pytest.approx((accepted > i).mean())
-        assert document["marginal_accept_rates"][i] == pytest.approx(row["marginal"], abs=1e-6)
+        assert row["survival"] == pytest.approx((accepted > i).mean())
+        assert document["marginal_accept_rates"][i] == pytest.approx(row["survival"], abs=1e-6)
     assert document["validation"]["mean_consistency"]["abs_delta"] < 1e-4
     # Read again, nothing is lost.
     again = read_profile(out)

@@ -55,6 +55,21 @@ def test_options_come_from_a_file(suffix: str, tmp_path: Path, run: Run) -> None
     assert {row["concurrency"] for row in rows} == {4}
 
 
+def test_a_file_switches_off_what_the_command_line_does(
+    tmp_path: Path, run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given: list[bool] = []
+    monkeypatch.setattr(
+        "commands.validate.command.Decoded.check",
+        lambda _, kind, *__: given.append(kind.keywords["assisted"]),
+    )
+    file = tmp_path / "run.yaml"
+    for text in ("no-assisted: true", "no_assisted: true", "no-assisted: false", "assisted: no"):
+        file.write_text(f"run: here\n{text}\n")
+        run("validate", "--config", file)
+    assert given == [False, False, True, False]
+
+
 @pytest.mark.parametrize(
     ("name", "text", "said"),
     [
@@ -63,6 +78,7 @@ def test_options_come_from_a_file(suffix: str, tmp_path: Path, run: Run) -> None
         ("run.yaml", "- 1", "holds no names and values"),
         ("run.yaml", "out:", "out has no value: give one, or remove the line"),
         ("run.yaml", "requests: {a: 1}", "expected a value or list"),
+        ("run.yaml", "serve: {requests: 1}", "serve is no option: write options without a heading"),
         ("run.ini", "", "unknown suffix"),
         ("run.toml", "=", "is no TOML"),
     ],

@@ -87,7 +87,7 @@ def test_a_policy_of_ones_own_is_held_to_the_longest_draft_there_is(
         shown = [row["policy"] for row in ran.rows]
         assert shown[1:3] == ["mine.py:Longer:gamma_max=24", "mine.py:Unbounded"]
         assert (
-            "mine.py:Unbounded sets no longest draft: it is cut at 24 tokens, the recording's "
+            "mine.py:Unbounded sets no longest draft: it is cut at length 24, the recording's "
             "longest (set an attribute gamma_max, or define longest_draft())" in ran.err
         )
         assert "Longer sets" not in ran.err

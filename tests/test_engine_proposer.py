@@ -213,7 +213,7 @@ def test_a_policy_without_a_bound_is_cut_and_said_before_the_run(
     text = f"{place}Unbounded"
     own = arms([text, f"{place}StopWhenUnsure"], TRACE, LONGEST)[text]
     said = capsys.readouterr().err
-    assert f"{text} sets no longest draft: it is cut at 8 tokens, the engine's longest" in said
+    assert f"{text} sets no longest draft: it is cut at length 8, the engine's longest" in said
     assert "StopWhenUnsure sets" not in said
     assert lookahead_of(own, TRACE) == LONGEST
     proposer, _ = drafted(own)
@@ -226,11 +226,11 @@ def test_a_policy_without_a_bound_is_cut_and_said_before_the_run(
     forced = FORCED + str(Forced(TRACE, TEXTS, VOCABULARY).write(tmp_path))
     setup = setup_from({VARIABLE: json.dumps({"policy": text, "source": forced})}, longest=6)
     assert lookahead_of(setup.policy, TRACE) == 6
-    assert "cut at 6 tokens, the engine's longest" in capsys.readouterr().err
+    assert "cut at length 6, the engine's longest" in capsys.readouterr().err
     # What is read back of a recording has no longer drafts than that.
     short = synthetic_trace(0.7, requests=3, tokens=20, concentration=5.0, max_gamma=5, seed=3)
     assert lookahead_of(arms([text], short, LONGEST)[text], short) == 5
-    assert "cut at 5 tokens, the recording's longest" in capsys.readouterr().err
+    assert "cut at length 5, the recording's longest" in capsys.readouterr().err
 
 
 def test_the_rate_optimal_rule_is_fitted_before_it_runs() -> None:

@@ -114,7 +114,7 @@ def test_a_log_is_used_as_far_as_it_goes(tmp_path: Path, run: Run) -> None:
     ran = run("serve", "--trace", log, *table, "--policy", "fixed:gamma=1", "--batch", "1",
               "--requests", "6", "--json", "-")  # fmt: skip
     assert ran.rows[0]["requests"] == 6
-    assert "the longest verified draft has 1 tokens" in ran.err
+    assert "the longest verified draft has 1 token;" in ran.err
 
 
 def test_a_log_without_drafts_is_one_line(tmp_path: Path, run: Run) -> None:

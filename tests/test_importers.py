@@ -100,7 +100,7 @@ def test_an_aborted_request_leaves_the_others(tmp_path: Path, run: Run) -> None:
     out = tmp_path / "t.parquet"
     ran = run("import", "vllm", written(tmp_path, lines), "--out", out)
     assert ran.code == 0, ran.err
-    assert "1 requests" in ran.err
+    assert "1 request," in ran.err
     assert ran.err.count("left out: ") == 3
     bad = row(2, [2, 2], [3, 1])
     bad["choices"][0]["turns"] = ["fine", "ERROR"]

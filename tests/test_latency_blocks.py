@@ -218,6 +218,34 @@ def test_a_grid_reaches_to_the_longest_prompt_and_its_output() -> None:
     assert grid.reaching(1700, 128) == grid
 
 
+def test_a_grid_covers_what_a_recording_reaches_and_no_more() -> None:
+    grid = Grid().drafting(5).covering(62, 32)  # 62 + 32 + 5 tokens
+    assert (grid.contexts, grid.prompts) == ((32, 128), (32, 64))
+    assert grid.widths == Grid().widths
+    assert grid.narrow().widths == (1, 2, 3, 4, 5, 6)
+    assert Grid().narrow() == Grid()
+    # Points within are kept; further ones are added as for a whole grid.
+    long = Grid().drafting(5).covering(240, 60)
+    assert (long.contexts, long.prompts) == ((32, 128, 256, 320), (32, 64, 128, 256))
+    longer = Grid().covering(1700, 128)
+    assert longer.contexts == (32, 128, 256, 512, 1024, 1856)
+    assert longer.prompts == Grid().reaching(1700, 128).prompts
+
+
+def test_a_cut_grid_has_two_points_to_interpolate_between() -> None:
+    grid = Grid().drafting(1).covering(3, 2).narrow()
+    assert (grid.contexts, grid.prompts, grid.widths) == ((32, 128), (32, 64), (1, 2))
+    assert Grid().drafting(1).covering(30, 20).contexts == (32, 64)
+
+
+def test_a_covering_grid_goes_on_to_the_context_asked_for() -> None:
+    assert Grid().covering(62, 32, 512) == Grid()
+    grid = Grid().covering(62, 32, 1500)
+    assert grid.contexts == (32, 128, 256, 512, 1024, 1504)
+    assert grid.prompts == (32, 64, 128, 256, 1024)
+    assert Grid().covering(62, 32, 10) == Grid().covering(62, 32)
+
+
 def test_batches_are_timed_to_the_longest_draft() -> None:
     assert Grid().drafting(24) == Grid()
     assert Grid().drafting(40).batch_widths == Grid().batch_widths

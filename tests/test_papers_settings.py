@@ -6,8 +6,16 @@ import numpy as np
 import pytest
 
 from policies.lengths.basic import Fixed
+from simulator.bootstrap import ratio_of_sums
 from simulator.papers.ours import Ours
-from simulator.papers.settings import TABLE, Costs, costs_of, setting_rows, speedups
+from simulator.papers.settings import (
+    TABLE,
+    Costs,
+    break_even_interval,
+    costs_of,
+    setting_rows,
+    speedups,
+)
 from traces.acceptance.synthetic import synthetic_trace
 from traces.latency.table import LatencyTable
 from traces.replay.vectorised import replay_many
@@ -26,6 +34,22 @@ def test_rounds_at_break_even_take_what_plain_decoding_takes() -> None:
     assert (1 - alpha**5) / (1 - alpha) == pytest.approx(4 * 0.1 + 1.2, abs=2e-3)
     assert np.isnan(Costs(1.0, 1.5).break_even_alpha(4))
     assert costs_of(table, 4, 100).verify == pytest.approx(1.2)
+
+
+def test_the_interval_of_a_break_even_is_that_of_tokens_per_round() -> None:
+    # Prompts alike in distribution: the standard error of a ratio of sums, by the delta method.
+    trace = synthetic_trace(0.7, requests=80, tokens=100, max_gamma=8, concentration=4.0, seed=3)
+    [log] = replay_many(trace, [("fixed", Fixed(4))])
+    costs, rounds = Costs(0.1, 1.2), log.rounds
+    low, high = break_even_interval(log, costs, 4)
+    tokens = np.bincount(rounds["request"], rounds["emitted"])
+    error = ratio_of_sums(tokens, np.bincount(rounds["request"]))
+    middle = costs.break_even_c(4, error.value)
+    assert low < middle < high
+    assert (high - low) / 2 == pytest.approx(1.96 * error.standard_error / 4, rel=0.15)
+    assert all(np.isnan(break_even_interval(one, costs, 4)).all() for one in replay_many(
+        trace.select([0]), [("fixed", Fixed(4))]
+    ))  # fmt: skip
 
 
 def test_every_setting_has_rows_and_says_what_agrees() -> None:

@@ -94,7 +94,7 @@ def test_validate_leaves_out_what_was_not_recorded_and_says_so(
     monkeypatch.setattr(spot_check, "ARMS", ("fixed:gamma=2", "fixed:gamma=4"))
     ran = run("validate", "--run", folder, "--repeats", 1, "--limit", 1, "--json", "-")
     assert {row["policy"] for row in ran.rows} >= {"autoregressive", "fixed:gamma=2"}
-    assert "left out: fixed:gamma=4; drafts of up to 2 were recorded" in notes
+    assert "left out: fixed:gamma=4; drafts of up to 2 tokens were recorded" in notes
     assert any("transformers' own generation, heuristic schedule" in note for note in notes)
 
 

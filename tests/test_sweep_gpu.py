@@ -46,6 +46,26 @@ def run(files: Path, *arguments: str, expect: int = 0) -> Any:
     return result
 
 
+def test_a_figure_of_one_gpu_names_no_other(
+    files: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    titles: dict[str, str] = {}
+
+    def saved(_: Any, path: Path, label: str, title: str) -> Path:
+        titles[path.stem] = title
+        return path
+
+    monkeypatch.setattr("simulator.plots.save_all_kinds", saved)
+    run(
+        files, "--latency", str(files / "latency.parquet"), "--gpu", "h100,rtx3090,h200",
+        "--policy", "fixed:gamma={2,4}", "--batch", "1,4", "--plots", str(tmp_path),
+    )  # fmt: skip
+    for number, gpu in enumerate(("h100", "rtx-3090"), 1):
+        assert titles[f"map_batch_gamma_{number}"].endswith(f", scaled to {gpu}")
+    assert "scaled to" not in titles["map_batch_gamma_3"]  # measured there
+    assert titles["speedup_batch"].endswith(", scaled to h100 and rtx-3090")  # a panel each
+
+
 def test_gpus_are_an_axis_of_the_grid(files: Path, tmp_path: Path) -> None:
     out = tmp_path / "grid.parquet"
     table = str(files / "latency.parquet")

@@ -188,7 +188,14 @@ def test_ladder_adds_up_and_holds_prompts_out() -> None:
     trace = easy_and_hard()
     train, held_out = split_prompts(trace, 1)
     assert sorted(train + held_out) == list(range(24))
-    rungs = ladder(trace, TABLE, seed=1, resamples=100)
+    told: list[str] = []
+    rungs = ladder(trace, TABLE, seed=1, resamples=100, progress=told.append)
+    assert [line.partition(" ")[0] for line in told] == [
+        "finding",
+        "fitting",
+        "replaying",
+        "pricing",
+    ]
     times = rungs[[f"time_{part}" for part in PARTS]].sum(axis=1)
     np.testing.assert_allclose(times, 1 / rungs["speedup"])
     by = rungs.set_index("rung")

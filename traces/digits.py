@@ -1,4 +1,4 @@
-"""Figures as they are shown: three significant digits."""
+"""Figures as they are shown: three significant digits, and counts with their noun."""
 
 from __future__ import annotations
 
@@ -17,3 +17,12 @@ def three_digits(value: float) -> str:
     if size >= 99.95:
         return f"{value:,.0f}"
     return f"{value:.1f}" if size >= 9.995 else f"{value:.2f}" if size >= 0.9995 else f"{value:.3f}"
+
+
+def counted(count: int, name: str) -> str:
+    """Return a count with its noun, whose plural ends in s.
+
+    >>> [counted(n, "token") for n in (0, 1, 2, 1234)]
+    ['0 tokens', '1 token', '2 tokens', '1,234 tokens']
+    """
+    return f"{count:,} {name}{'s' * (count != 1)}"

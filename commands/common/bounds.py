@@ -18,7 +18,8 @@ MOST = {
     "replications": 10_000, "repeats": 10_000, "resamples": 1_000_000, "jobs": 4096,
     "threads": 4096, "max_new_tokens": 1_000_000, "max_gamma": MOST_LENGTH,
     "engine_length": MOST_CONTEXT, "engine_longest": MOST_LENGTH, "always_draft": MOST_LENGTH,
-    "always": MOST_LENGTH, "draft_length": MOST_LENGTH, "seed": 2**63 - 1,
+    "always": MOST_LENGTH, "draft_length": MOST_LENGTH, "max_context": MOST_CONTEXT,
+    "seed": 2**63 - 1,
 }  # fmt: skip
 """Largest value of each whole-number option, by the name of its parameter."""
 OTHERWISE = 2**31 - 1

@@ -198,6 +198,7 @@ COLUMNS: dict[str, str] = {
     "needed_rate": "acceptance rate that breaks even",
     "uncertain": "relative standard deviation of the speedups after that run",
     "position": "place in the draft, from 1",
+    "survival": "chance that this and all earlier drafted tokens are accepted",
     "expected": "acceptance rate at that position in the profile",
     "observed": "acceptance rate at that position on the server",
     "z": "difference in standard errors",

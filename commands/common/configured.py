@@ -99,8 +99,18 @@ def _taken(ctx: typer.Context, path: Path | None) -> Path | None:
             option.lstrip("-"): (str(p.name), getattr(p, "multiple", False) or p.nargs == -1)
             for p in ctx.command.params for option in getattr(p, "opts", ())
         }  # fmt: skip
+        off = {
+            option.lstrip("-"): p.opts[0].lstrip("-")
+            for p in ctx.command.params for option in getattr(p, "secondary_opts", ())
+        }  # fmt: skip
         called = ctx.token_normalize_func or str
-        found = {called(n.replace("_", "-")): (n, value) for n, value in read_config(path).items()}
+        found = {}
+        for name, value in read_config(path).items():
+            option = called(name.replace("_", "-"))
+            if option in off and isinstance(value, bool):  # no-assisted: true
+                found[off[option]] = name, not value
+            else:
+                found[option] = name, value
         ctx.default_map = dict(ctx.default_map or {}) | _defaults(found, known, path)
     return path
 
@@ -118,6 +128,8 @@ def _defaults(
 
     defaults: dict[str, Any] = {}
     for option, (name, value) in found.items():
+        if option not in known and isinstance(value, Mapping):
+            raise DraftsimError(f"{path}: {name} is no option: write options without a heading")
         if option not in known or option == "config":
             near = get_close_matches(option, known, 1)
             hint = f": did you mean {near[0]}?" if near else ""

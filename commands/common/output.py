@@ -219,6 +219,10 @@ def say_drawn(paths: Iterable[Path]) -> None:
         note(f"wrote {path} (and .svg, .pdf)")
 
 
+MEASURE_MORE = "`draftsim profile latency` measures more (--max-context, --max-gamma, --batch)"
+"""The remedy for passes outside the measured sizes."""
+
+
 def said_free(unpriced: Iterable[str]) -> list[str]:
     """Return a line on what a latency table does not hold, and how results err without it.
 

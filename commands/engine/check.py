@@ -18,6 +18,7 @@ from commands.common.quiet import say_texts
 from commands.engine.apart import chances, run_apart, say_defaults
 from commands.engine.options import named_loads
 from traces.acceptance.trace import Trace
+from traces.digits import counted
 from traces.errors import DraftsimError
 from traces.store.files import CHECKED, read_latency, write_latency
 
@@ -346,8 +347,8 @@ def arms(
             note(said_cut(text, chosen[text].longest, whose))
         if (own := lookahead_of(chosen[text], trace)) > longest:
             raise DraftsimError(
-                f"{text} drafts up to {own} tokens, and the engine was measured up to {longest}: "
-                f"profile it with --engine-longest {own}"
+                f"{text} drafts up to {counted(own, 'token')}, and the engine was measured up to "
+                f"{longest}: profile it with --engine-longest {own}"
             )
     return chosen
 

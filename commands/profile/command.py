@@ -179,7 +179,7 @@ def latency(models: Models, timing: Timing, out: RunOption) -> None:
 
     settings = Settings(grid=timing.grid)
     with only_writer(out):
-        measure_latency(claimed(models.info, out), out, settings)
+        measure_latency(claimed(models.info, out), out, settings, timing.max_context)
 
 
 def signals(models: Models, out: RunOption) -> None:
@@ -234,5 +234,5 @@ def _claimed(
     with only_writer(out):
         yield RecordingJob(
             claimed(models.info, out, force), texts.prompts, out, settings, texts.limit,
-            categories=texts.category or [],
+            categories=texts.category or [], max_context=timing.max_context,
         )  # fmt: skip

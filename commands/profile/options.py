@@ -68,6 +68,14 @@ class Timing:
         str,
         typer.Option(metavar="B,...", help="Batch sizes whose latencies are measured, 1 included."),
     ] = "1"
+    max_context: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            help="Measure passes at contexts of up to this many tokens, prompts included. Default: "
+            "as many as the recording reaches; `latency`: 512 or more.",
+        ),
+    ] = None
 
     @property
     def grid(self) -> Grid:

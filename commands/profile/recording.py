@@ -7,11 +7,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from commands.common.output import note
+from commands.common.output import MEASURE_MORE, note
 from commands.common.progress import progress_bar
+from traces.digits import counted
 from traces.errors import DraftsimError
 
 if TYPE_CHECKING:
+    from profiler.latency.table import Grid
     from profiler.models.loading import Pair
     from profiler.profile import Settings
     from profiler.prompts import Prompt
@@ -28,7 +30,8 @@ class RecordingJob:
     """The pair of `info`, what to record of it, and the run folder it goes to.
 
     ``pair`` is that pair where it is loaded already; ``limit`` prompts are used, or all, of the
-    ``categories`` if any are named.
+    ``categories`` if any are named.  Latencies are measured at contexts that the recording reaches,
+    and up to ``max_context``.
     """
 
     info: RunInfo
@@ -38,6 +41,7 @@ class RecordingJob:
     limit: int | None = None
     pair: Pair | None = None
     categories: Sequence[str] = ()
+    max_context: int | None = None
 
     def texts(self) -> list[Prompt]:
         """Return the prompts, read from their file."""
@@ -50,8 +54,12 @@ class RecordingJob:
         return self.info.load() if self.pair is None else self.pair
 
 
-def run_profile(recording: RecordingJob, force: bool = False) -> None:
-    """Profile the pair into its run folder; what is finished of it is kept, unless `force`."""
+def run_profile(recording: RecordingJob, force: bool = False, *, wide: bool = False) -> None:
+    """Profile the pair into its run folder; what is finished of it is kept, unless `force`.
+
+    With `wide`, passes wider than the verification of the longest draft are measured too: other
+    draft sources make them.
+    """
     from profiler.checks.score import answers_to, score
     from profiler.models.seq2seq import is_seq2seq
     from profiler.profile import (
@@ -68,26 +76,33 @@ def run_profile(recording: RecordingJob, force: bool = False) -> None:
     out, settings = recording.out, recording.settings
     texts, pair = recording.texts(), recording.load()
     longest = max(len(pair.encode(text.text, settings.chat)) for text in texts)
-    settings = replace(settings, grid=settings.grid.reaching(longest, settings.max_new_tokens))
+    sizes = longest, settings.max_new_tokens
+    whole = settings.grid.reaching(*sizes)
+    cut = settings.grid.covering(*sizes, recording.max_context or 0)
+    settings = replace(settings, grid=cut if wide else cut.narrow())
     if is_seq2seq(pair.target) and max(settings.grid.batches) > 1:
         raise DraftsimError(
             "--batch: encoder-decoder pairs are decoded one request at a time: use --batch 1"
         )
 
-    def is_kept(name: str, options: dict[str, Any]) -> bool:
+    def is_kept(name: str, *options: dict[str, Any]) -> bool:
         path = out / f"{name}.parquet"
-        return not force and path.is_file() and is_done(path, read_meta(path), options)
+        return not force and path.is_file() and is_done(path, read_meta(path), *options)
 
     stages = {"trace": replace(settings, sampling=GREEDY)}
     if not settings.sampling.greedy:
         stages["sampled"] = settings
     kept = [n for n, s in stages.items() if is_kept(n, trace_options(pair, texts, s))]
-    timed = is_kept("latency", latency_options(pair, settings))
+    # A table of more cells will do: that of `profile latency`, or made for other draft sources.
+    grids = settings.grid, cut, whole
+    timed = is_kept("latency", *(latency_options(pair, replace(settings, grid=g)) for g in grids))
     begin(recording.info, out, force)
     with progress_bar() as progress:
         for name in (n for n in stages if n not in kept):
             profile_trace(pair, texts, stages[name], out, progress)
         if not timed:
+            if settings.grid != whole and recording.max_context is None:
+                note(said_reach(settings.grid))
             profile_latency(pair, settings, out, progress)
     trace = read_trace(out / "trace.parquet")
     if timed and len(kept) == len(stages):
@@ -99,17 +114,29 @@ def run_profile(recording: RecordingJob, force: bool = False) -> None:
             else f"{spent['all'] / spent['plain']:.2f} times plain decoding"
         )  # fmt: skip
         note(
-            f"recorded {trace.tokens} tokens of {len(trace.requests)} prompts into {out}; "
+            f"recorded {counted(trace.tokens, 'token')} of "
+            f"{counted(len(trace.requests), 'prompt')} into {out}; "
             f"recording took {took}"
         )
     if answers := answers_to(trace, texts):
         note(f"the target {score(pair, trace, answers)}")
 
 
-def measure_latency(info: RunInfo, out: Path, settings: Settings) -> None:
+def said_reach(grid: Grid) -> str:
+    """Return the sizes of a grid that is cut to the recording, and how to measure more."""
+    return (
+        "latencies are measured as far as the recording reaches: contexts of up to "
+        f"{max(grid.contexts)} tokens, passes over up to {max(grid.widths)}; {MEASURE_MORE}"
+    )
+
+
+def measure_latency(
+    info: RunInfo, out: Path, settings: Settings, max_context: int | None = None
+) -> None:
     """Measure the latency table of a folder that holds a recording, the parts of sources included.
 
-    A table that it already holds is replaced.
+    A table that it already holds is replaced.  ``max_context``: measure contexts of up to this many
+    tokens, or those that the recording reaches if they are longer.
 
     Raises
     ------
@@ -117,6 +144,7 @@ def measure_latency(info: RunInfo, out: Path, settings: Settings) -> None:
         If the folder holds no recording of greedy outputs.
     """
     from commands.profile.sources import remeasure
+    from profiler.latency.table import sizes_of
     from profiler.profile import profile_latency
     from traces.store.files import read_trace
 
@@ -125,7 +153,11 @@ def measure_latency(info: RunInfo, out: Path, settings: Settings) -> None:
     again = " again" if (out / "latency.parquet").is_file() else ""
     note(f"the latencies of {out} are measured{again}, its recordings are kept")
     pair, requests = info.load(), read_trace(out / "trace.parquet").requests
-    settings = replace(settings, grid=settings.grid.holding(requests))
+    grid = (
+        settings.grid.holding(requests) if max_context is None
+        else settings.grid.covering(*sizes_of(requests), max_context)
+    )  # fmt: skip
+    settings = replace(settings, grid=grid)
     with progress_bar() as progress:
         profile_latency(pair, settings, out, progress)
     remeasure(pair, info, out, repeats=settings.grid.repeats)
@@ -149,7 +181,9 @@ def add_sampled(recording: RecordingJob) -> None:
             )
         return
     texts = recording.texts()
-    note(f"recording outputs sampled at {settings.sampling.label} of {prompts(len(texts))}")
+    note(
+        f"recording outputs sampled at {settings.sampling.label} of {counted(len(texts), 'prompt')}"
+    )
     with progress_bar() as progress:
         profile_trace(recording.load(), texts, settings, out, progress)
 
@@ -188,7 +222,7 @@ def complete(recording: RecordingJob, asked: Sequence[str], force: bool = False)
     """
     out, drawn = recording.out, recording.settings.sampling
     if force or not all((out / f"{n}.parquet").is_file() for n in ("trace", "latency")):
-        run_profile(recording, force)
+        run_profile(recording, force, wide=True)
         return
     say_complete(out, [*([] if drawn.greedy else [f"outputs sampled at {drawn.label}"]), *asked])
     if not drawn.greedy:
@@ -203,8 +237,8 @@ def say_complete(out: Path, asked: Sequence[str]) -> None:
     found = {path.stem for name in SOURCES for path in out.glob(f"{name}.parquet")}
     besides = f" (it also holds {', '.join(sorted(found))})" if found else ""
     note(
-        f"{out} is complete: its trace of {prompts(len(trace.requests))} and its latencies are "
-        f"kept{besides}; recording what is missing of: {', '.join(asked)}"
+        f"{out} is complete: its trace of {counted(len(trace.requests), 'prompt')} and its "
+        f"latencies are kept{besides}; recording what is missing of: {', '.join(asked)}"
     )
 
 
@@ -215,13 +249,6 @@ def say_recording(what: Collection[str], trace: Trace, asked: Iterable[str] = ()
     kept = [name for name in asked if name not in what]
     outputs = "" if trace.sampling.greedy else " sampled outputs of"
     rest = f"; kept: {', '.join(kept)}" if kept else ""
-    note(f"recording {', '.join(what)} along{outputs} {prompts(len(trace.requests))}{rest}")
-
-
-def prompts(count: int) -> str:
-    """Return a number of prompts in words.
-
-    >>> prompts(1), prompts(2)
-    ('1 prompt', '2 prompts')
-    """
-    return f"{count} prompt{'s'[: count != 1]}"
+    note(
+        f"recording {', '.join(what)} along{outputs} {counted(len(trace.requests), 'prompt')}{rest}"
+    )

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from commands.common.output import note, say_memory
 from commands.common.progress import progress_bar
-from commands.profile.recording import prompts
+from traces.digits import counted
 from traces.errors import DraftsimError, FileError
 
 if TYPE_CHECKING:
@@ -90,7 +90,7 @@ def decode_again(
     if not planned:
         return
     for arm, trace, _ in planned:
-        note(f"decoding {prompts(len(trace.requests))} with {arm.label}")
+        note(f"decoding {counted(len(trace.requests), 'prompt')} with {arm.label}")
     pair = recording.load()
     with progress_bar() as progress:
         for arm, trace, calibrated_on in planned:

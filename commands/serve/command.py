@@ -35,6 +35,7 @@ from commands.common.printed import print_table
 from commands.common.progress import progress_bar, working
 from commands.common.written import TABLES, Shown, as_latex, write_rows
 from commands.serve.rows import headline, print_measured, remarks, shown
+from traces.digits import counted
 from traces.errors import DraftsimError
 from traces.store.lock import only_writer
 from traces.store.writing import write_atomically
@@ -139,7 +140,7 @@ def kept(
             if table is not None and rows:
                 write_as(rows, table, meta, caption, complete=False)
             where = f" are in {out}, marked incomplete" if out is not None else " were finished"
-            note(f"stopped: {len(rows)} row{'s' * (len(rows) != 1)}{where}")
+            note(f"stopped: {counted(len(rows), 'row')}{where}")
             raise
         if table is not None:
             write_as(rows, table, meta, caption)

@@ -6,9 +6,9 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from commands.common.output import said_free
+from commands.common.output import MEASURE_MORE, said_free
 from commands.common.printed import print_table
-from traces.digits import three_digits
+from traces.digits import counted, three_digits
 
 if TYPE_CHECKING:
     from simulator.tune.gains import Leader, Span
@@ -75,12 +75,12 @@ def remarks(rows: Sequence[Row]) -> list[str]:
         )
     if rejected := sum(r["rejected"] for r in rows):
         said.append(
-            f"{_counted(rejected, 'request')} too large for the KV cache or the token budget: "
+            f"{counted(rejected, 'request')} too large for the KV cache or the token budget: "
             "refused"
         )
     if preempted := sum(r["preemptions"] for r in rows):
         said.append(
-            f"KV blocks ran out {_counted(preempted, 'time')}: a request was pre-empted and "
+            f"KV blocks ran out {counted(preempted, 'time')}: a request was pre-empted and "
             "computed again"
         )
     said += guesses(rows)
@@ -101,6 +101,7 @@ def guesses(rows: Sequence[Row]) -> list[str]:
     ]
     if outside:
         said.insert(0, "outside the measured sizes, priced by a fitted roofline:")
+        said.append(f"  {MEASURE_MORE}")
     if composed := sum(e["passes"] for e in entries if e["origin"] == "composed"):
         said.append(
             "mixed prefill and decode steps, estimated as prefill + decode - one launch: "
@@ -142,10 +143,6 @@ def _break_even(rows: Sequence[Row]) -> list[str]:
         else:
             said.append(f"{name} is slower than no speculation at every load tried {MEAN}")
     return said
-
-
-def _counted(count: int, name: str) -> str:
-    return f"{count:,} {name}{'s' * (count != 1)}"
 
 
 def _asked(row: Row) -> bool:

@@ -13,6 +13,7 @@ import typer
 from commands.common.drafted import load_recording
 from commands.common.options import Inputs, Policies, SourceOption
 from commands.common.output import (
+    MEASURE_MORE,
     JsonOption,
     OutOption,
     emit,
@@ -302,7 +303,8 @@ def _emit(
         worst = max(outside, key=lambda row: row["outside"])
         note(
             f"{len(outside)} of {len(shown)} rows have passes outside the measured sizes, priced "
-            f"by a fitted roofline: most {worst['policy']} ({worst['outside']:.1%} of its passes)"
+            f"by a fitted roofline: most {worst['policy']} ({worst['outside']:.1%} of its passes); "
+            f"{MEASURE_MORE}"
         )
     for line in said_free({what for row in rows for what in row["unpriced"]} - {"judging"}):
         note(line)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import pandas as pd
 
 from commands.common.options import batch_sizes
-from commands.common.output import note
+from commands.common.output import MEASURE_MORE, note
 from commands.validate.flow import PLAIN, Given, RealRuns, as_recorded
 from traces.errors import DraftsimError
 
@@ -135,7 +135,7 @@ class BatchRuns(RealRuns):
         if outside := sum(frame.attrs["extrapolated"] for frame in self.requests.values()):
             note(
                 f"{outside} predicted passes lie outside the measured sizes, priced by a fitted "
-                "roofline"
+                f"roofline; {MEASURE_MORE}"
             )
         return rows.sort_values("batch", kind="stable", ignore_index=True)
 
@@ -200,6 +200,6 @@ def _check_measured(latency: LatencyTable, batches: list[int]) -> None:
     own = cells[(cells["model"] == "target") & (cells["phase"] == "forward")]
     if not latency.is_constant and max(batches) > (largest := int(own["batch"].max())):
         raise DraftsimError(
-            f"--batch {max(batches)} is beyond the largest batch measured, {largest}: profile the "
-            f"pair again with --batch 1,...,{max(batches)}"
+            f"--batch {max(batches)} is beyond the largest batch measured, {largest}: measure it "
+            f"with `draftsim profile latency --batch {','.join(map(str, sorted({1, *batches})))}`"
         )

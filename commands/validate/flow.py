@@ -15,6 +15,7 @@ import numpy as np
 from commands.common.output import note
 from commands.common.progress import progress_bar
 from commands.common.quiet import AGAIN, say_machine, with_machine
+from traces.digits import counted
 from traces.errors import DraftsimError
 
 if TYPE_CHECKING:
@@ -232,12 +233,16 @@ class Remeasured:
         kept: Checkpoint, modules: Modules | None = None,
     ) -> None:  # fmt: skip
         from commands.profile.sources import timed_layers
-        from profiler.latency.table import Grid
+        from profiler.latency.table import Grid, sizes_of
         from profiler.profile import LatencyProfile
         from profiler.sources.run import SourceLatency
 
         passes = kept.within("passes")
-        self._profile = LatencyProfile(pair, Grid().holding(trace.requests), passes)
+        grid = Grid() if trace.max_gamma is None else Grid().drafting(trace.max_gamma)
+        grid = grid.covering(*sizes_of(trace.requests))
+        if modules is None:  # only the draft model drafts
+            grid = grid.narrow()
+        self._profile = LatencyProfile(pair, grid, passes)
         self._sources = None
         if modules is not None:
             layers = timed_layers(pair, trace.longest, modules)
@@ -323,5 +328,8 @@ def as_recorded(texts: Sequence[str], trace: Trace) -> list[str]:
     fixed = {text: text.removeprefix("fixed:gamma=") for text in texts}
     beyond = [t for t, gamma in fixed.items() if gamma.isdigit() and int(gamma) > longest]
     if beyond:
-        note(f"left out: {', '.join(beyond)}; drafts of up to {longest} were recorded")
+        note(
+            f"left out: {', '.join(beyond)}; drafts of up to {counted(longest, 'token')} were "
+            "recorded"
+        )
     return [text for text in texts if text not in beyond]

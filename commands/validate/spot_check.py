@@ -214,12 +214,19 @@ def say_verdict(rows: pd.DataFrame) -> None:
     said = verdict(priced)
     records = rows.to_dict("records")
     say_texts(records)
+    ranks = (
+        f"{len(said.misranked)} of {said.ranked_pairs} clearly different pairs misranked"
+        if said.ranked_pairs else "no two policies are clearly different"
+    )  # fmt: skip
+    sides = (
+        f", {len(said.wrong_sign)} of {said.sign_arms} on the wrong side of 1x"
+        if said.sign_arms else ""
+    )  # fmt: skip
     note(
         f"{int(rows['rounds_differ'].sum())} differing rounds; "
         f"median |error| {said.median_error:.1%}, worst {said.worst_error:+.1%} "
         f"({said.worst_policy}), of the speedups {priced['speedup_error'].abs().median():.1%}; "
-        f"{len(said.misranked)} of {said.ranked_pairs} clearly different pairs misranked, "
-        f"{len(said.wrong_sign)} of {said.sign_arms} on the wrong side of 1x"
+        f"{ranks}{sides}"
     )
     if "profile_error" in priced:
         note(

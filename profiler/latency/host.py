@@ -33,6 +33,8 @@ from traces.latency.table import LatencyTable
 
 HOST_GAMMAS = (0, 1, 2, 4, 8, 16)
 """Draft lengths over which the host's time per round and per drafted token is fitted."""
+GPU_GAMMAS = (0, 2, 8)
+"""The same on a GPU (`host_beyond`)."""
 
 
 class _WatchedRunner:
@@ -169,7 +171,7 @@ def passes_s(iterations: Sequence[Sequence[Round]], prompt: int, latency: Latenc
 
 def host_beyond(
     target: Runner, draft: Runner, passes: pd.DataFrame, *, batch: int = 1, repeats: int = 3,
-    tokens: int = 24, prompt: int = 128, gammas: Sequence[int] = (0, 2, 8),
+    tokens: int = 24, prompt: int = 128, gammas: Sequence[int] = GPU_GAMMAS,
     check: Callable[[], None] = lambda: None,
 ) -> pd.DataFrame:  # fmt: skip
     """Return seconds per iteration and per draft step: those of whole runs less their passes.

@@ -30,6 +30,8 @@ __all__ = [
 FIRST_WIDTHS = (1, 2, 4)
 """Tokens a round's first draft pass catches up on: one, two after a fully accepted draft,
 more after rounds that drafted nothing."""
+ROUNDED = 32
+"""The longest context and prompt of a cut grid are multiples of this many tokens."""
 
 
 Cell = tuple[str, str, int, int, int]
@@ -83,8 +85,23 @@ class Grid:
 
     def holding(self, requests: Sequence[Request]) -> Grid:
         """Return the grid `reaching` these requests."""
-        new_tokens = max(r.max_new_tokens for r in requests)
-        return self.reaching(max(r.prompt_length for r in requests), new_tokens)
+        return self.reaching(*sizes_of(requests))
+
+    def covering(self, prompt_tokens: int, new_tokens: int, context: int = 0) -> Grid:
+        """Return the grid cut to prompts of up to `prompt_tokens`, their outputs and the drafts.
+
+        It goes on to `context` where that is longer.  Its longest context and prompt are rounded up
+        (`ROUNDED`).
+        """
+        grid = self.reaching(prompt_tokens, new_tokens).reaching(context, 0)
+        tokens = max(prompt_tokens + new_tokens + self.longest, context)
+        contexts = until(grid.contexts, rounded(tokens))
+        prompts = until(grid.prompts, rounded(max(prompt_tokens, context)))
+        return replace(grid, contexts=contexts, prompts=prompts)
+
+    def narrow(self) -> Grid:
+        """Return the grid without passes wider than the verification of its `longest` draft."""
+        return replace(self, widths=until(self.widths, self.longest + 1))
 
 
 def reaching(contexts: Sequence[int], tokens: int) -> tuple[int, ...]:
@@ -93,6 +110,30 @@ def reaching(contexts: Sequence[int], tokens: int) -> tuple[int, ...]:
     while points[-1] < tokens:
         points.append(2 * points[-1])
     return tuple(points)
+
+
+def sizes_of(requests: Sequence[Request]) -> tuple[int, int]:
+    """Return the tokens of the longest prompt, and those of the longest output allowed."""
+    return max(r.prompt_length for r in requests), max(r.max_new_tokens for r in requests)
+
+
+def rounded(tokens: int) -> int:
+    """Return `tokens`, rounded up to a multiple of `ROUNDED`."""
+    return -(-tokens // ROUNDED) * ROUNDED
+
+
+def until(points: Sequence[int], end: int) -> tuple[int, ...]:
+    """Return the points below `end`, then `end`.
+
+    The first two points are kept where `end` is not above the first, so that sizes between are
+    interpolated; all are kept where none is above `end`.
+
+    >>> until((32, 128, 256, 512), 320), until((32, 128), 32), until((32, 128), 400)
+    ((32, 128, 256, 320), (32, 128), (32, 128))
+    """
+    if end >= points[-1]:
+        return tuple(points)
+    return (*[p for p in points if p < end], end) if end > points[0] else tuple(points[:2])
 
 
 @dataclass(frozen=True)

@@ -233,15 +233,17 @@ def digest_of(options: Mapping[str, Any]) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
-def is_done(path: Path, meta: Mapping[str, Any], options: Mapping[str, Any]) -> bool:
-    """Return True if the recording at `path`, with provenance `meta`, was made with `options`.
+def is_done(path: Path, meta: Mapping[str, Any], *options: Mapping[str, Any]) -> bool:
+    """Return True if the recording at `path` was made with any of the `options`.
+
+    ``meta`` is its provenance.
 
     Raises
     ------
     DraftsimError
         If it was made with other options, which a run would overwrite.
     """
-    if meta.get(DONE_WITH) == digest_of(options):
+    if meta.get(DONE_WITH) in {digest_of(one) for one in options}:
         return True
     raise DraftsimError(
         f"{path} was recorded with other options or prompts: repeat the same, name another --out, "

@@ -11,6 +11,7 @@ import numpy.typing as npt
 
 from simulator.aggregate.hazard import Interval
 from simulator.aggregate.server import ServerFit, ServerRun, interval_of
+from traces.digits import counted
 
 Floats = npt.NDArray[np.float64]
 
@@ -211,6 +212,6 @@ def in_words(rows: Sequence[Choice]) -> str:
             continue
         what = f"K = {row.k}" if row.k else "no speculation"
         what += f" with p-min {row.p_min:g}" if row.p_min else ""
-        parts.append(f"{what} up to {row.batch} request{'s' * (row.batch > 1)}")
+        parts.append(f"{what} up to {counted(row.batch, 'request')}")
     text = ", then ".join(parts)
     return text[0].upper() + text[1:]

@@ -15,12 +15,14 @@ import numpy as np
 
 from policies.lengths.basic import Fixed
 from policies.lengths.gammatune import GammaTune
+from simulator.bootstrap import interval, ratio, resamples
 from simulator.papers.gammatune import REFERENCE, gammatune_families
 from simulator.papers.ours import EXPERIMENT, Ours, Row, method_outcome
 from simulator.papers.specbound import FITTED_SHARE, SettingReplays, search
 from simulator.pricing import autoregressive, price
 from simulator.published import CMASD_1, GAMMATUNE_1, GAMMATUNE_2, SPECBOUND_1, SPECBOUND_3
 from simulator.robustness import INITIAL_GAMMAS, robustness, seconds_at_each
+from traces.digits import three_digits
 from traces.errors import DraftsimError
 from traces.latency.table import LatencyTable
 from traces.replay.corrections import split_requests
@@ -37,6 +39,8 @@ AGREES = 0.1
 """Published numbers within this share of ours are said to agree."""
 LENGTHS = (1, 2, 3, 4, 5, 6, 7, 8)
 CMASD_BATCH = 16
+RESAMPLES = 2000
+"""Bootstrap resamples over prompts."""
 CURVE = (1, 4, 16, 64)
 """Batch sizes at which every pair is priced."""
 EAGER = "published in eager transformers, ours in CUDA graphs"
@@ -150,11 +154,38 @@ def _pair_rows(label: str, latency: LatencyTable, logs: list[RoundLog], batch: i
     said += f"; {OTHER_PAIR}"
     return [
         _row(label, "speedup, best fixed length", None, found[best], said),
-        _row(label, "break-even c", None, costs.break_even_c(gamma, emitted), said),
+        _row(label, "break-even c", None, costs.break_even_c(gamma, emitted),
+             f"{_said_interval(log, costs, gamma)}{said}"),
         _row(label, "break-even alpha", None, costs.break_even_alpha(gamma),
              f"gamma = {gamma}, c = {costs.c:.3f}, alike at every position"),
         *_curve(label, latency, logs, [b for b in CURVE if b != batch]),
     ]  # fmt: skip
+
+
+def _said_interval(log: RoundLog, costs: Costs, gamma: int) -> str:
+    """Return the interval of `Costs.break_even_c` in words; empty for a single prompt."""
+    low, high = break_even_interval(log, costs, gamma)
+    if np.isnan(low):
+        return ""
+    return f"95% over prompts {three_digits(low)} to {three_digits(high)}; "
+
+
+def break_even_interval(
+    log: RoundLog, costs: Costs, gamma: int, *, count: int = RESAMPLES, seed: int = 0
+) -> tuple[float, float]:
+    """Return the bootstrap interval over prompts of `Costs.break_even_c`.
+
+    Prompts differ in the tokens of their rounds; the costs are the same in every resample.  The
+    interval is NaN with one prompt.
+    """
+    prompts = len(log.requests)
+    if prompts < 2:
+        return float("nan"), float("nan")
+    own, emitted = log.rounds["request"], log.rounds["emitted"]
+    drawn = resamples(prompts, count, seed)
+    tokens = drawn @ np.bincount(own, emitted, prompts)
+    low, high = interval(ratio(tokens, drawn @ np.bincount(own, minlength=prompts)))
+    return costs.break_even_c(gamma, low), costs.break_even_c(gamma, high)
 
 
 def _curve(
@@ -199,7 +230,8 @@ def _specbound_rows(ours: Ours) -> Iterator[Row]:
             gain = _exit_speedup(latency, depth, tokens, batch)
             said = f"{tokens:.2f} tokens a round, drafts through {depth:.1f} layers and the head"
             yield _row(label, f"speedup at batch {batch}, published acceptance", None, gain, said)
-        yield _row(label, "break-even c", None, (tokens - verify) / (tokens - 1), note)
+        alone = f"{note}; no interval: the tokens are the paper's mean, not those of prompts"
+        yield _row(label, "break-even c", None, (tokens - verify) / (tokens - 1), alone)
 
 
 def _exit_speedup(latency: LatencyTable, depth: float, tokens: float, batch: int) -> float:

@@ -60,12 +60,12 @@ def figures(frame: pd.DataFrame) -> dict[str, Figure]:
         if by_ratio["adapting"].notna().all():
             drawn.append(("adapting", plot_adapting(by_ratio)))
     priced = frame[frame["latency"] != "ratio"]
-    tables = list(dict.fromkeys(zip(priced["latency"], priced["gpu"], strict=True)))
-    for i, (name, gpu) in enumerate(tables):
+    tables = tables_of(frame)
+    for suffix, (name, gpu) in tables.items():
         part = priced[(priced["latency"] == name) & (priced["gpu"] == gpu)]
         part = part[part["alpha"] == part["alpha"].iloc[0]]
         where = f" on {gpu}" if isinstance(gpu, str) and gpu not in name else ""
-        suffix, of = (f"_{i + 1}", f"{name}{where}\n") if len(tables) > 1 else ("", "")
+        of = f"{name}{where}\n" if len(tables) > 1 else ""
         if part["batch"].nunique() > 1 and part["context"].nunique() > 1:
             # The cache of some batches may fit at the shorter contexts alone.
             held = part.groupby("batch")["context"].transform("nunique")
@@ -81,6 +81,15 @@ def figures(frame: pd.DataFrame) -> dict[str, Figure]:
     if len(one) and one["batch"].nunique() > 1 and one["context"].fillna(-1).nunique() == 1:
         drawn.append(("speedup_batch", plot_batches(one)))
     return dict(drawn)
+
+
+def tables_of(frame: pd.DataFrame) -> dict[str, tuple[str, str]]:
+    """Return the latency table and GPU of each figure that shows one of several, by the end of its
+    name; the end is empty if there is one table.
+    """
+    priced = frame[frame["latency"] != "ratio"]
+    found = list(dict.fromkeys(zip(priced["latency"], priced["gpu"], strict=True)))
+    return {f"_{i + 1}" if len(found) > 1 else "": one for i, one in enumerate(found)}
 
 
 def plot_maps(frame: pd.DataFrame, x: str = "c", y: str = "alpha", of: str = "") -> Figure:

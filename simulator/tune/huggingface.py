@@ -13,6 +13,7 @@ from simulator.tune.formats import HF_KEYS
 from simulator.tune.settings import Tuned
 from simulator.tune.single import SingleEngine, tune_single
 from traces.acceptance.trace import Trace
+from traces.digits import counted
 from traces.latency.table import LatencyTable
 
 
@@ -103,7 +104,7 @@ def tune_huggingface(
     found = tune_single(
         engine, trace, latency, settings or options(signals), slo=slo, draws=draws, seed=seed
     )
-    if default.tokens == DEFAULT.tokens:
+    if most is None or default.tokens == DEFAULT.tokens:
         return found
-    cut = f"recorded drafts have at most {most} tokens, so the default is cut there"
+    cut = f"recorded drafts have at most {counted(most, 'token')}, so the default is cut there"
     return replace(found, warnings=[*found.warnings, cut])

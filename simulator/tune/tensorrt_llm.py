@@ -19,6 +19,7 @@ from simulator.tune.served import Progress, untold
 from simulator.tune.settings import Tuned
 from simulator.tune.vllm import tune_vllm
 from traces.acceptance.trace import Trace
+from traces.digits import counted
 from traces.latency.table import LatencyTable
 
 WINDOW = (8, 1000)
@@ -69,8 +70,8 @@ def tune_tensorrt_llm(
         kept, shortened = [k for k in kept if k <= max(first, 1)], True
     if shortened:
         warnings.append(
-            f"drafts of more than {first} tokens are left out: TensorRT-LLM wants the longest "
-            "draft at the smallest batch size"
+            f"drafts of more than {counted(first, 'token')} are left out: TensorRT-LLM wants the "
+            "longest draft at the smallest batch size"
         )
     while table[-1][-1] == 0:
         table = table[:-1]

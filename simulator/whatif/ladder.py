@@ -6,7 +6,7 @@ rate-optimal rule, and the oracle, which knows every outcome and wastes nothing.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -57,6 +57,7 @@ def ladder(
     policies: Mapping[str, DraftPolicy] | None = None,
     seed: int = 0,
     resamples: int = 1000,
+    progress: Callable[[str], None] = lambda _: None,
 ) -> pd.DataFrame:
     """Return one row per policy over the held-out prompts, by rising speedup.
 
@@ -72,7 +73,7 @@ def ladder(
 
     Best fixed length and rate-optimal rule are fitted on one half of the prompts
     (`split_prompts`); the other policies (default: all single-stream ones whose signals the
-    trace holds) have no say in the split.
+    trace holds) have no say in the split.  ``progress`` is told what comes next.
 
     Raises
     ------
@@ -80,7 +81,10 @@ def ladder(
         If there is one prompt, or the latency table lacks a model.
     """
     learned, tested = (trace.select(half) for half in split_prompts(trace, seed))
-    gamma, fit = best_fixed(learned, latency), fit_rate_optimal(learned, latency)
+    progress("finding the best fixed length")
+    gamma = best_fixed(learned, latency)
+    progress("fitting the rate-optimal rule")
+    fit = fit_rate_optimal(learned, latency)
     arms: dict[str, tuple[str, DraftPolicy]] = {
         f"fixed:gamma={gamma}": ("best-fixed" if gamma else "autoregressive", Fixed(gamma))
     }
@@ -88,7 +92,9 @@ def ladder(
         arms.setdefault(name, ("policy", policy))
     arms["rate-optimal"] = ("rate-optimal", fit.policy)
     arms["oracle"] = ("oracle", Oracle(gamma_max=trace.max_gamma))
+    progress("replaying policies")
     logs = list(replay_many(tested, {name: policy for name, (_, policy) in arms.items()}))
+    progress("pricing policies")
     plain = autoregressive(logs[0])
     table = summarize(logs, latency, resamples=resamples, seed=seed)
     table["rung"] = ["autoregressive", *(rung for rung, _ in arms.values())]

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from traces.acceptance.trace import Trace
+from traces.digits import counted
 from traces.errors import DraftsimError, FileError
 from traces.latency.schema import PHASES
 from traces.latency.table import LatencyTable
@@ -264,7 +265,7 @@ def _summary(folder: Path) -> str:
         trace = find_trace(folder)
         pair = pair_label(models_of(folder, trace), measured, engine_head(measured) or "")
         drawn = "" if trace.sampling.greedy else f", sampled at {trace.sampling.label}"
-        size = f"{len(trace.requests):,} requests, {trace.tokens:,} tokens{drawn}"
+        size = f"{counted(len(trace.requests), 'request')}, {counted(trace.tokens, 'token')}{drawn}"
         if not pair and "pair" in measured:
             pair, size = str(measured["pair"]), f"dictated verdicts, {size}"
         pair = pair or str(trace.meta.get("kind", "?"))

@@ -1,0 +1,92 @@
+"""A profile measures the latencies that its recording needs, and keeps a table that has more."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("torch")
+
+from commands.profile.recording import RecordingJob, complete, measure_latency, run_profile
+from profiler import profile
+from profiler.latency.table import Grid
+from profiler.profile import Settings, latency_options
+from profiler.recording.run import BUNDLED, DONE_WITH, RunInfo, digest_of
+from traces.latency.table import LatencyTable
+from traces.store.files import read_trace, write_latency
+
+WHOLE = Grid().drafting(4)
+
+
+@pytest.fixture
+def job(tmp_path: Path) -> RecordingJob:
+    """A recording of two prompts."""
+    info = RunInfo("bundled", "bundled", threads=1, run_id="one")
+    settings = Settings(max_new_tokens=6, max_gamma=4, grid=WHOLE)
+    return RecordingJob(info, BUNDLED / "prompts.jsonl", tmp_path, settings, 2)
+
+
+@pytest.fixture
+def measured(monkeypatch: pytest.MonkeyPatch) -> list[Grid]:
+    """The grids of the latencies that were measured; none takes any time."""
+    grids: list[Grid] = []
+
+    def timed(pair: Any, settings: Settings, folder: Path, _: Any) -> None:
+        grids.append(settings.grid)
+        table = LatencyTable.constant(1.0, 0.1)
+        done = digest_of(latency_options(pair, settings))
+        write_latency(
+            replace(table, meta={**table.meta, **pair.meta, DONE_WITH: done}),
+            folder / "latency.parquet",
+        )
+
+    monkeypatch.setattr(profile, "profile_latency", timed)
+    return grids
+
+
+def test_a_profile_measures_as_far_as_its_recording_reaches(
+    job: RecordingJob, measured: list[Grid], capsys: pytest.CaptureFixture[str]
+) -> None:
+    run_profile(job)
+    [grid] = measured
+    longest = max(r.prompt_length for r in read_trace(job.out / "trace.parquet").requests)
+    assert longest + 6 + 4 <= max(grid.contexts) < max(WHOLE.contexts)
+    assert longest <= max(grid.prompts) < max(WHOLE.prompts)
+    assert grid.widths == (1, 2, 3, 4, 5)
+    said = " ".join(capsys.readouterr().err.split())
+    assert f"contexts of up to {max(grid.contexts)} tokens, passes over up to 5" in said
+    assert "`draftsim profile latency` measures more (--max-context" in said
+
+
+def test_a_longer_context_is_measured_where_it_is_asked_for(
+    job: RecordingJob, measured: list[Grid], capsys: pytest.CaptureFixture[str]
+) -> None:
+    run_profile(replace(job, max_context=600))
+    assert max(measured[0].contexts) == 608
+    assert "measures more" not in capsys.readouterr().err
+
+
+def test_other_sources_have_their_wide_passes_measured(
+    job: RecordingJob, measured: list[Grid]
+) -> None:
+    complete(job, [])
+    assert measured[0].widths == WHOLE.widths
+    assert max(measured[0].contexts) < max(WHOLE.contexts)
+    run_profile(job)  # the table has what this recording needs
+    assert len(measured) == 1
+
+
+def test_latencies_by_themselves_are_measured_over_the_whole_grid(
+    job: RecordingJob, measured: list[Grid], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("commands.profile.sources.remeasure", lambda *_, **__: None)
+    run_profile(job)
+    measure_latency(job.info, job.out, Settings(grid=WHOLE))
+    assert measured.pop() == WHOLE
+    run_profile(job)  # the whole grid's table is kept
+    assert len(measured) == 1
+    measure_latency(job.info, job.out, Settings(grid=WHOLE), max_context=300)
+    assert max(measured[-1].contexts) == 320
