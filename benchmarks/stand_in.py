@@ -18,7 +18,7 @@ import torch
 from profiler.models.architectures import PAIRS, DecoderShape
 
 SMALL = 1e-3
-"""What is left of the layers' outputs."""
+"""Factor on the outputs of attention and MLP."""
 
 
 def write(shape: DecoderShape, folder: Path, device: str) -> None:

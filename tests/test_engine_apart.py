@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -158,6 +159,23 @@ def test_options_that_do_not_go_together(run: Run, command: tuple[str, ...], say
     made = run(*command)
     assert made.code == 2
     assert says in made.err
+
+
+@pytest.mark.parametrize(
+    ("given", "apart"), [((), False), (("--defaults",), True), (("--cuda-graphs",), True)]
+)
+def test_with_graphs_the_engine_without_a_drafter_is_always_measured(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, run: Run, given: Sequence[str], apart: bool
+) -> None:
+    """Nine tokens in a full graph took half as long as one in a piecewise one, on an H200."""
+    asked = []
+    monkeypatch.setattr(vllm, "check_installed", lambda server=False: None)
+    monkeypatch.setattr(
+        "commands.engine.profile.profile_engine",
+        lambda name, options, out, minutes, defaults: asked.append(defaults),
+    )
+    run("profile", "engine", "--target", "t", "--out", tmp_path / "run", *given)
+    assert asked == [apart]
 
 
 def test_rising_chances_are_refused() -> None:

@@ -107,7 +107,7 @@ def test_a_grid_fits_what_the_engine_was_started_with() -> None:
     assert all(count <= 6 and tokens < 512 for count, tokens in grid.prompts)
 
 
-def test_where_graphs_run_nothing_is_read_between_a_full_batch_of_drafts_and_any_other() -> None:
+def test_nothing_is_read_between_a_full_graph_and_a_piecewise_one() -> None:
     options = EngineOptions("m", longest=8)
     assert list(Grid().fitted(options).widths) == [1, 2, 3, 5, 9]
     assert list(Grid().fitted(options, graphs=True).widths) == [1, 2, 3, 5, 8, 9]
@@ -247,6 +247,26 @@ def test_one_sweep_is_measured_in_any_case_and_further_ones_in_the_time_left(
     cells = sum(map(len, made.grid.blocks()))
     assert made.left_out >= (3 - visits) * cells
     assert (made.left_out == 0) == (visits == 3)
+
+
+def test_a_gpu_runs_every_size_once_before_it_is_timed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(measure, "Bench", Bent)
+    options = EngineOptions("m", longest=4, max_batch=4)
+    grid = replace(GRID, sweeps=1, held_out=1.0)
+    runs = {}
+    for device in ("cpu", "NVIDIA H200"):
+        meta = {"engine": {"own_drafter": False}, "device": device}
+        engine: Any = SimpleNamespace(options=options, meta=meta)
+        made = measure.EngineTable(engine, grid, tmp_path / device, left_s=lambda: 0.0)
+        made.run()
+        runs[device] = made
+    timed, warm = runs["cpu"], runs["NVIDIA H200"]
+    assert warm._bench.blocks[: timed.blocks] == timed.grid.blocks()  # type: ignore[attr-defined]
+    assert {c: len(own) for c, own in warm.samples.items()} == {
+        c: len(own) for c, own in timed.samples.items()
+    }
 
 
 @pytest.mark.parametrize(

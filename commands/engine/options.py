@@ -60,7 +60,12 @@ class MeasuredEngine:
         typer.Option("--async-scheduling", help="Schedule the next step during this one."),
     ] = False
     cuda_graphs: Annotated[
-        bool, typer.Option("--cuda-graphs", help="Run captured CUDA graphs.")
+        bool,
+        typer.Option(
+            "--cuda-graphs",
+            help="Run captured CUDA graphs. Implies --defaults: an engine without a drafter "
+            "replays more full graphs.",
+        ),
     ] = False
     prefix_caching: Annotated[
         bool, typer.Option("--prefix-caching", help="Reuse the cache of shared prefixes.")

@@ -87,9 +87,9 @@ class Grid:
     def fitted(self, options: EngineOptions, graphs: bool = False) -> Grid:
         """Return the grid within what the engine was started with, its ends included.
 
-        With CUDA `graphs` a batch of drafts that are all as long as possible runs in one graph, and
-        any other in pieces that the host starts one by one.  So the longest width but one is
-        measured as well: nothing is read between the two.
+        With CUDA `graphs` vLLM replays a full graph where all drafts are as long as possible, and a
+        piecewise one, whose parts the host starts one by one, for any other batch.  So the longest
+        width but one is measured as well: nothing is read between the two.
         """
         most, wide, length = options.max_batch, options.longest + 1, options.max_model_len
         ends = {wide - 1, wide} if graphs and wide > 2 else {wide}

@@ -128,7 +128,7 @@ class Stopwatches:
 
 
 def _waits(device: Any) -> Callable[..., None] | None:
-    """Return a function that waits for the device; None for a CPU, which is never behind.
+    """Return a function that waits for the device; None for a CPU, which needs none.
 
     A policy decides by the sampled tokens, so an iteration waits for them in any case; without it,
     the time of the target's pass would count as the drafter's.
