@@ -11,6 +11,7 @@ from typing import Annotated, Any, NoReturn
 
 import typer
 
+from commands.common.configured import configured_in
 from commands.lazy import Listed, lazy_group
 from commands.stopping import end_workers, stop_signals
 
@@ -256,7 +257,8 @@ def _said(error: Exception) -> str | None:
         option = str(getattr(shown, "option_name", ""))
         if (place := ELSEWHERE.get((command, option))) is not None:
             return f"{command} has no option {option}: {place}"
-        return str(shown.format_message())  # the message by itself does not name the option
+        message = str(shown.format_message())  # the error by itself does not name the option
+        return configured_in(shown) + message.replace("Value error, ", "")
     if isinstance(error, OSError) and error.errno is not None and not _is_closed_pipe(error):
         # Where nobody said it better: a full disk, a folder that may only be read.
         place = f"{error.filename}: " if error.filename else ""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import json
+import sys
 import tomllib
 from collections.abc import Callable, Mapping, Sequence
 from copy import copy
@@ -15,6 +16,8 @@ from typing import Annotated, Any, get_args, get_type_hints
 import typer
 
 KINDS = (".yaml", ".yml", ".toml", ".json")
+CONFIGURED = "draftsim.configured"
+"""Name under which a click context keeps the file of ``--config`` and what it set."""
 
 
 def expanded(command: Callable[..., None]) -> Callable[..., None]:
@@ -111,8 +114,20 @@ def _taken(ctx: typer.Context, path: Path | None) -> Path | None:
                 found[off[option]] = name, not value
             else:
                 found[option] = name, value
-        ctx.default_map = dict(ctx.default_map or {}) | _defaults(found, known, path)
+        defaults = _defaults(found, known, path)
+        ctx.default_map = dict(ctx.default_map or {}) | defaults
+        ctx.meta[CONFIGURED] = path, defaults
     return path
+
+
+def configured_in(error: Any) -> str:
+    """Return the file that set the value which a click error is about, and a colon; or nothing."""
+    param = getattr(error, "param", None)
+    path, defaults = getattr(error.ctx, "meta", {}).get(CONFIGURED, ("", {}))
+    given = {arg.partition("=")[0] for arg in sys.argv}
+    if param is None or param.name not in defaults or given & {*param.opts}:
+        return ""
+    return f"{path}: "
 
 
 def _defaults(
