@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -224,3 +225,7 @@ def test_a_profile_keeps_what_the_defaults_decode(
               "--policy", "fixed:gamma=1", "--requests", "8")  # fmt: skip
     share = loads["closed:1"]["own_tokens_per_s"] / loads["closed:1"]["tokens_per_s"]
     assert f"multiply speedups by {share:.2f} at closed:1" in " ".join(ran.err.split())
+    graphs = {"engine": {**table.meta["engine"], "eager": False, "longest": 5}}
+    captured = with_default_speeds(replace(table, meta={**table.meta, **graphs}), plain)
+    assert "graphs" not in table.meta["remark"]
+    assert "those of num_speculative_tokens=5" in captured.meta["remark"]

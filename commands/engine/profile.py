@@ -117,10 +117,21 @@ def with_default_speeds(table: LatencyTable, plain: Apart) -> LatencyTable:
     )
     remark = (
         f"no speculation is the profiled engine without a drafter; over {name} with its own "
-        f"defaults, multiply speedups by {shares}"
+        f"defaults, multiply speedups by {shares}{_of_graphs(table.meta['engine'])}"
     )
     found = {"settings": dict(plain.settings), "loads": loads}
     return replace(table, meta={**table.meta, "defaults": found, "remark": remark})
+
+
+def _of_graphs(engine: Mapping[str, Any]) -> str:
+    """Return what to know of a table of an engine with CUDA graphs; nothing for any other."""
+    if engine.get("eager", True):
+        return ""
+    longest = engine["longest"]
+    return (
+        f"; full CUDA graphs are those of num_speculative_tokens={longest}: shorter drafts are "
+        "priced by piecewise ones, so profile a shorter fixed length by --engine-longest"
+    )
 
 
 def say_slow_dtype(meta: Mapping[str, Any]) -> None:
