@@ -37,7 +37,15 @@ from traces.replay.run import replay
 from traces.sources.starts.as_draft import drafted_trace
 from traces.sources.starts.features import Eagle
 from traces.sources.starts.parallel import drawn_starts
-from traces.store.engine_runs import Apart, Demand, EngineStep, Job, LoadRun, PolicyRuns, index_of
+from traces.store.engine_runs import (
+    Apart,
+    Demand,
+    EngineStep,
+    LoadRun,
+    PlannedRequest,
+    PolicyRuns,
+    index_of,
+)
 from traces.store.identity import engine_head
 
 SYNTHETIC = "synthetic"
@@ -79,7 +87,7 @@ class Workload:
         return {
             load: Demand(
                 [
-                    Job(job.sequence, job.arrival_s, job.output_tokens)
+                    PlannedRequest(job.sequence, job.arrival_s, job.output_tokens)
                     for job in arrivals.jobs(self.trace, np.random.default_rng(seed), self.requests)
                 ],
                 arrivals.concurrency,

@@ -23,7 +23,7 @@ from commands.engine.trial import tried
 from policies import DraftPolicy, parse_policy, policy_names
 from policies.batch.base import BatchPolicy, SingleStream
 from profiler.engines import loads as running
-from profiler.engines.bench import Grid
+from profiler.engines.bench import EngineGrid
 from profiler.engines.drafts import EngineDrafts, Forced, LookedUp
 from profiler.engines.engine import EngineOptions, outputs_of
 from profiler.engines.measure import BetweenTable, EngineTable
@@ -133,7 +133,7 @@ def main(folder: Path) -> dict[str, Any]:
     Told.sizes.clear()
     lookup = served(engine, Setup(Told(4), LookedUp(PLD())), prompts)
     lookup["vocabularies"] = [*Told.sizes]
-    small = Grid((1, 2, 4), (1, 3), (32,), ((1, 16), (2, 16)), (1, 3), (1, 3), (16, 32), 1, 1)
+    small = EngineGrid((1, 2, 4), (1, 3), (32,), ((1, 16), (2, 16)), (1, 3), (1, 3), (16, 32), 1, 1)
     measured = EngineTable(engine, small, folder / "checkpoint")
     latency = measured.run()
     write_latency(latency, folder / "latency.parquet")
@@ -175,7 +175,7 @@ def own(folder: Path) -> dict[str, Any]:
     chosen = ["autoregressive", "fixed", "gammatune", "svip"]
     found = {n: served(engine, Setup(policy(n), forced), prompts) for n in chosen}
     own = {n: served(engine, Setup(policy(n), EngineDrafts()), prompts) for n in chosen[:3]}
-    small = Grid((1, 4), (1, 2, 4), (32,), ((1, 16), (1, 32)), (1,), (1,), (16,), 1, 1)
+    small = EngineGrid((1, 4), (1, 2, 4), (32,), ((1, 16), (1, 32)), (1,), (1,), (16,), 1, 1)
     latency = EngineTable(engine, small, folder / "checkpoint").run()
     write_latency(latency, folder / "latency.parquet")
     loads = named_loads("closed:1,3", None, None)

@@ -11,13 +11,13 @@ from typing import Any, ClassVar
 import pytest
 
 from profiler.engines import bench, loads
-from profiler.engines.bench import Grid
+from profiler.engines.bench import EngineGrid
 from profiler.engines.engine import EngineOptions
 from profiler.engines.session import Governed
 from traces import write_latency
 from traces.store.engine_runs import PARTS, Decoded, EngineStep, PromptRead
 
-GRID = Grid((1, 2), (1, 3), (16, 32), ((1, 8), (1, 32)), (1,), (1, 3), (8, 32), 1, 1, 0.5)
+GRID = EngineGrid((1, 2), (1, 3), (16, 32), ((1, 8), (1, 32)), (1,), (1, 3), (8, 32), 1, 1, 0.5)
 OPTIONS = EngineOptions("stand-in", longest=4, max_batch=2, max_model_len=512)
 TICK_S = 2.0**-16
 """Times are whole ticks, so that differences of them are exact, whenever they are taken."""

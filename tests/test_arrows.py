@@ -72,6 +72,15 @@ def test_imports_follow_the_arrows(package: str) -> None:
             assert not imported(path) & MODELS, path
 
 
+def test_no_class_name_stands_for_two_things() -> None:
+    places = defaultdict(list)
+    for path in (path for package in MAY for path in files(package)):
+        for node in ast.parse(path.read_text(encoding="utf-8")).body:
+            if isinstance(node, ast.ClassDef):
+                places[node.name].append(str(path.relative_to(ROOT)))
+    assert {name: found for name, found in places.items() if len(found) > 1} == {}
+
+
 @pytest.mark.invariant(4)
 def test_policies_know_no_clock() -> None:
     for path in files("policies"):

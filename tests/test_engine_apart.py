@@ -24,7 +24,7 @@ from simulator.serving import ClosedLoop, Limits, simulate
 from tests.conftest import Run
 from traces.errors import DraftsimError
 from traces.latency.table import LatencyTable
-from traces.store.engine_runs import Apart, Job, Speed
+from traces.store.engine_runs import Apart, PlannedRequest, Speed
 from traces.store.files import write_latency
 from traces.store.recordings import find_latency, find_trace
 
@@ -37,7 +37,7 @@ class Ticking:
         self.left: dict[str, int] = {}
         self.outputs: dict[str, int] = {}
 
-    def add(self, name: str, job: Job) -> None:
+    def add(self, name: str, job: PlannedRequest) -> None:
         self.left[name], self.outputs[name] = job.tokens, 0
 
     def has_unfinished_requests(self) -> bool:
@@ -63,20 +63,20 @@ class Ticking:
         self.now_s += seconds
 
 
-def run_of(jobs: list[Job], concurrency: int | None) -> tuple[Ticking, Speed]:
+def run_of(jobs: list[PlannedRequest], concurrency: int | None) -> tuple[Ticking, Speed]:
     engine = Ticking()
     speed = timed(engine, engine.add, jobs, concurrency, lambda: engine.now_s, engine.sleep)
     return engine, speed
 
 
 def test_a_closed_loop_keeps_its_concurrency() -> None:
-    engine, speed = run_of([Job(i, 0.0, 4) for i in range(6)], 2)
+    engine, speed = run_of([PlannedRequest(i, 0.0, 4) for i in range(6)], 2)
     assert (engine.most, speed) == (2, Speed(24, 12.0))
     assert speed.tokens_per_s == 2.0
 
 
 def test_timed_requests_wait_for_their_times() -> None:
-    engine, speed = run_of([Job(0, 0.0, 2), Job(1, 5.0, 2)], None)
+    engine, speed = run_of([PlannedRequest(0, 0.0, 2), PlannedRequest(1, 5.0, 2)], None)
     assert (engine.most, speed) == (1, Speed(4, 7.0))
 
 

@@ -16,7 +16,7 @@ from simulator.serving import ArrivalTimes, ClosedLoop, Poisson
 from tests.conftest import Run
 from tests.serving import SMALL, arrival_file
 from traces.errors import FileError
-from traces.store.engine_runs import Demand, EngineStep, Job
+from traces.store.engine_runs import Demand, EngineStep, PlannedRequest
 
 
 def test_loads_are_named_after_their_options(tmp_path: Path) -> None:
@@ -97,7 +97,7 @@ def test_the_control_load_runs_all_along_and_takes_none_of_the_requests_time(
 ) -> None:
     engine: Any = Stepped()
     monkeypatch.setattr(loads, "time", SimpleNamespace(perf_counter=lambda: engine.now))
-    jobs = [Job(i, 0.0, 20) for i in range(4)]
+    jobs = [PlannedRequest(i, 0.0, 20) for i in range(4)]
     setup: Any = None
     load = RunningLoad(engine, setup, Demand(jobs, concurrency), {i: [1] for i in range(4)}, engine)
     load.go_on()

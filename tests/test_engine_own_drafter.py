@@ -14,7 +14,7 @@ import pytest
 from policies import Round, parse_policy
 from policies.batch.tables import BatchTable
 from policies.together import Policy
-from profiler.engines.bench import Cell, Grid, Sample
+from profiler.engines.bench import Cell, EngineGrid, Sample
 from profiler.engines.drafts import EngineDrafts, Forced
 from profiler.engines.measure import cells_of
 from profiler.engines.session import ENGINE, VARIABLE, Setup, asks_for_engine, setup_from
@@ -180,7 +180,9 @@ def own(cell: Cell) -> Sample:
 
 
 def test_the_drafters_passes_are_read_from_iterations_that_ask_for_more_and_more() -> None:
-    grid = Grid((1, 4), (1, 2, 5), (64, 256), ((1, 16), (1, 64)), (1, 3), (1, 5), (16, 64), 1, 3)
+    grid = EngineGrid(
+        (1, 4), (1, 2, 5), (64, 256), ((1, 16), (1, 64)), (1, 3), (1, 5), (16, 64), 1, 3
+    )
     samples = {cell: [own(cell)] * 3 for block in grid.blocks() for cell in block}
     table = LatencyTable(cells_of(samples, own_passes=True))
 

@@ -17,7 +17,7 @@ from profiler.engines import vllm
 from profiler.engines.engine import EngineOptions
 from profiler.engines.vllm import server as process
 from profiler.engines.vllm.engine import speculative_of
-from profiler.engines.vllm.server import Server, arguments
+from profiler.engines.vllm.server import VllmServer, arguments
 from tests.conftest import ROOT, Run
 from traces.errors import DraftsimError
 
@@ -36,12 +36,12 @@ def test_the_server_is_started_as_the_engine_is() -> None:
     assert drafting == speculative_of(OPTIONS)
 
 
-def pretend_server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, script: str) -> Server:
+def pretend_server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, script: str) -> VllmServer:
     """A server whose process runs `script` instead, which may use the port PORT."""
     room = tmp_path / "room"
     room.mkdir()
     monkeypatch.setattr(process, "check_installed", lambda server: None)
-    server = Server(OPTIONS, room)
+    server = VllmServer(OPTIONS, room)
     code = tmp_path / "script.py"
     code.write_text(script)
 

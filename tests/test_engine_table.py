@@ -15,7 +15,7 @@ from commands.engine.check import engine_options, grid_of
 from commands.engine.profile import say_slow_dtype
 from policies import parse_policy
 from profiler.engines import measure, vllm
-from profiler.engines.bench import Cell, Grid, Sample
+from profiler.engines.bench import Cell, EngineGrid, Sample
 from profiler.engines.engine import EngineOptions
 from profiler.engines.measure import cells_of, follows, held_out_errors, host_parts, quiet
 from simulator.engines import Workload
@@ -25,7 +25,7 @@ from tests.serving import SMALL
 from traces import LatencyTable, write_latency
 from traces.store.engine_runs import PARTS
 
-GRID = Grid((1, 4), (1, 5), (64, 256), ((1, 16), (1, 64)), (1, 3), (1, 5), (16, 64), 1, 3)
+GRID = EngineGrid((1, 4), (1, 5), (64, 256), ((1, 16), (1, 64)), (1, 3), (1, 5), (16, 64), 1, 3)
 
 
 def device_s(batch: int, width: int, context: float) -> float:
@@ -42,7 +42,7 @@ def sample(cell: Cell, control_s: float = 1e-3, slower: float = 1.0) -> Sample:
     return Sample(seconds, tuple(parts.values()), cell.context, decode_s, control_s)
 
 
-def measured(grid: Grid = GRID) -> dict[Cell, list[Sample]]:
+def measured(grid: EngineGrid = GRID) -> dict[Cell, list[Sample]]:
     return {cell: [sample(cell)] * 3 for block in grid.blocks() for cell in block}
 
 
@@ -99,7 +99,7 @@ def test_held_out_cells_lie_between_the_measured_ones() -> None:
 
 
 def test_a_grid_fits_what_the_engine_was_started_with() -> None:
-    grid = Grid().fitted(EngineOptions("m", longest=5, max_batch=6, max_model_len=512))
+    grid = EngineGrid().fitted(EngineOptions("m", longest=5, max_batch=6, max_model_len=512))
     assert list(grid.batches) == [1, 2, 4, 6]
     assert list(grid.widths) == [1, 2, 3, 5, 6]
     assert max(grid.contexts) < 512
@@ -109,17 +109,20 @@ def test_a_grid_fits_what_the_engine_was_started_with() -> None:
 
 def test_nothing_is_read_between_a_full_graph_and_a_piecewise_one() -> None:
     options = EngineOptions("m", longest=8)
-    assert list(Grid().fitted(options).widths) == [1, 2, 3, 5, 9]
-    assert list(Grid().fitted(options, graphs=True).widths) == [1, 2, 3, 5, 8, 9]
-    assert list(Grid().fitted(EngineOptions("m", longest=1), graphs=True).widths) == [1, 2]
+    assert list(EngineGrid().fitted(options).widths) == [1, 2, 3, 5, 9]
+    assert list(EngineGrid().fitted(options, graphs=True).widths) == [1, 2, 3, 5, 8, 9]
+    assert list(EngineGrid().fitted(EngineOptions("m", longest=1), graphs=True).widths) == [1, 2]
 
 
 def test_what_is_compared_is_measured_side_by_side() -> None:
     """A machine that is slower in another minute is so for every length and context of a batch."""
-    *decoding, alone, mixed = Grid().blocks()
+    *decoding, alone, mixed = EngineGrid().blocks()
     sizes = [{(c.width, c.context) for c in block} for block in decoding]
     assert [{c.batch for c in block} for block in decoding] == [{1}, {2}, {4}, {8}, {16}]
-    assert all(size == {(w, c) for w in Grid().widths for c in Grid().contexts} for size in sizes)
+    assert all(
+        size == {(w, c) for w in EngineGrid().widths for c in EngineGrid().contexts}
+        for size in sizes
+    )
     assert {c.kind for c in alone} == {"prompt"}
     assert {c.kind for c in mixed} == {"mixed"}
 

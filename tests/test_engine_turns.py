@@ -18,10 +18,10 @@ from profiler.engines.session import Setup
 from profiler.engines.texts import own_texts, prompts_of
 from tests.stand_in_engine import GRID, OPTIONS, TICK_S, Clock, Control, StandIn
 from traces import synthetic_trace
-from traces.store.engine_runs import Demand, Job, LoadRun
+from traces.store.engine_runs import Demand, LoadRun, PlannedRequest
 
 TRACE = synthetic_trace(0.7, requests=5, tokens=60, prompt_length=12, seed=3)
-JOBS = [Job(i, 0.25 * i, r.tokens) for i, r in enumerate(TRACE.requests)]
+JOBS = [PlannedRequest(i, 0.25 * i, r.tokens) for i, r in enumerate(TRACE.requests)]
 ARMS = {name: parse_policy(name) for name in ("autoregressive", "fixed:gamma=3", "gammatune")}
 
 

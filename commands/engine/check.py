@@ -24,7 +24,7 @@ from traces.store.files import CHECKED, read_latency, write_latency
 
 if TYPE_CHECKING:
     from commands.engine.options import CheckedEngine
-    from profiler.engines.bench import Grid
+    from profiler.engines.bench import EngineGrid
     from profiler.engines.engine import Engine, EngineKind, EngineOptions
     from profiler.engines.measure import BetweenTable
     from profiler.recording.checkpoint import Checkpoint
@@ -262,20 +262,20 @@ def predicted(latency: LatencyTable, work: Workload, longest: int) -> list[str]:
     return list(best)
 
 
-def grid_of(options: EngineOptions, work: Workload, graphs: bool = False) -> Grid:
+def grid_of(options: EngineOptions, work: Workload, graphs: bool = False) -> EngineGrid:
     """Return the sizes that the loads can reach under their policies.
 
     Prompts sent at once share a pass: as many of the trace's mean length as an iteration may have.
     ``graphs``: the engine runs CUDA graphs.
     """
-    from profiler.engines.bench import Grid
+    from profiler.engines.bench import EngineGrid
     from simulator.serving.run import lookahead_of
 
     most = options.max_batch
     at_once = {min(a.concurrency or most, work.requests) for a in work.loads.values()}
     longest = max(lookahead_of(policy, work.trace) for policy in work.policies.values())
     mean = round(float(np.mean([r.prompt_length for r in work.trace.requests])))
-    grid = Grid(prompts=(*Grid.prompts, *((n, mean) for n in sorted(at_once) if n > 1)))
+    grid = EngineGrid(prompts=(*EngineGrid.prompts, *((n, mean) for n in sorted(at_once) if n > 1)))
     own = replace(options, max_batch=max(at_once), longest=max(longest, 1))
     return grid.fitted(own, graphs and longest == options.longest)
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from commands.common.output import note
 from commands.common.progress import progress_bar
-from profiler.engines.bench import Grid
+from profiler.engines.bench import EngineGrid
 from profiler.engines.engine import EngineKind, EngineOptions, find_engine
 from profiler.engines.measure import EngineTable
 from traces.acceptance.synthetic import synthetic_trace
@@ -50,7 +50,7 @@ def profile_engine(
     engine = kind.start(options)
     say_slow_dtype(engine.meta)
     measured = EngineTable(
-        engine, Grid(), out / "engine-checkpoint", left_s=lambda: end - time.monotonic()
+        engine, EngineGrid(), out / "engine-checkpoint", left_s=lambda: end - time.monotonic()
     )
     with progress_bar() as progress:
         task = progress.add_task("measuring iterations", total=measured.blocks)

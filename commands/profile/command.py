@@ -16,11 +16,11 @@ from commands.profile.options import (
     DtypeOption,
     ForceOption,
     Models,
+    RecordedTexts,
     RunOption,
     TargetOption,
-    Texts,
     ThreadsOption,
-    Timing,
+    TimedPasses,
     kept_name,
 )
 from commands.profile.recording import (
@@ -41,7 +41,11 @@ from traces.errors import DraftsimError
 
 
 def pair(
-    models: Models, texts: Texts, timing: Timing, out: RunOption, force: ForceOption = False
+    models: Models,
+    texts: RecordedTexts,
+    timing: TimedPasses,
+    out: RunOption,
+    force: ForceOption = False,
 ) -> None:
     """Profile a pair: its latency table and acceptance trace, written into a run folder.
 
@@ -54,8 +58,8 @@ def pair(
 
 def sources(
     models: Models,
-    texts: Texts,
-    timing: Timing,
+    texts: RecordedTexts,
+    timing: TimedPasses,
     out: RunOption,
     exit_layers: Annotated[
         bool,
@@ -113,8 +117,8 @@ def sources(
 
 def decode(
     models: Models,
-    texts: Texts,
-    timing: Timing,
+    texts: RecordedTexts,
+    timing: TimedPasses,
     out: RunOption,
     verify: VerifyOption = None,
     policy: PolicyOption = None,
@@ -169,7 +173,7 @@ def decode(
             score_code(out, texts.prompts)
 
 
-def latency(models: Models, timing: Timing, out: RunOption) -> None:
+def latency(models: Models, timing: TimedPasses, out: RunOption) -> None:
     """Measure the latencies of a recorded pair again, of its draft sources too.
 
     The recordings of the folder are kept, and its latencies are replaced.
@@ -224,7 +228,7 @@ def engine(
 
 @contextmanager
 def _claimed(
-    models: Models, texts: Texts, timing: Timing, out: Path, force: bool = False
+    models: Models, texts: RecordedTexts, timing: TimedPasses, out: Path, force: bool = False
 ) -> Iterator[RecordingJob]:
     """Hold the run folder, and give what is to be recorded into it.
 

@@ -57,7 +57,7 @@ class Models:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Timing:
+class TimedPasses:
     """The sizes of passes that are timed, and how often."""
 
     heading: ClassVar[str] = "Latencies"
@@ -87,7 +87,7 @@ class Timing:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Texts:
+class RecordedTexts:
     """The prompts, and how their outputs are decoded and recorded."""
 
     heading: ClassVar[str] = "The recording"
@@ -128,7 +128,7 @@ class Texts:
         ),
     ] = 1
 
-    def settings(self, timing: Timing) -> Settings:
+    def settings(self, timing: TimedPasses) -> Settings:
         """Return the settings of a recording with these latencies."""
         from profiler.profile import Settings
         from traces.acceptance.sampling import Sampling

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from traces.store.outputs import Output
 
 
-class Job(NamedTuple):
+class RunToRecord(NamedTuple):
     """One run to record."""
 
     policy: str
@@ -36,12 +36,12 @@ def jobs(
     methods: Sequence[str],
     split: float | None,
     papers: bool,
-) -> list[Job]:
+) -> list[RunToRecord]:
     """Return the jobs that the options of `profile` ask for."""
     from traces.sources.methods import method
     from traces.sources.registry import DRAFT_MODEL
 
-    wanted = [Job(policy, verify, split) for policy in policies or ["fixed"] if verify]
+    wanted = [RunToRecord(policy, verify, split) for policy in policies or ["fixed"] if verify]
     for name in methods:
         chosen = method(name)
         if chosen.source != DRAFT_MODEL or chosen.rule == "exact":
@@ -49,17 +49,17 @@ def jobs(
                 f"method {name!r} is lossless: its rounds are those of a replay, which is exact "
                 "(`draftsim simulate`)"
             )
-        wanted.append(Job(chosen.policy, chosen.rule, split))
+        wanted.append(RunToRecord(chosen.policy, chosen.rule, split))
     if papers:
         from simulator.papers.compare import REAL_RUNS
 
-        wanted += [Job(*run) for run in REAL_RUNS]
+        wanted += [RunToRecord(*run) for run in REAL_RUNS]
     return wanted
 
 
 def decode_again(
     recording: RecordingJob,
-    wanted: Sequence[Job],
+    wanted: Sequence[RunToRecord],
     memory: Path | None = None,
     sampled: bool = False,
 ) -> None:
@@ -194,7 +194,9 @@ def _is_kept(out: Path, arm: Arm, trace: Trace) -> bool:
     return False
 
 
-def _arm(job: Job, trace: Trace, memory: Path | None) -> tuple[Arm, Trace, list[str] | None]:
+def _arm(
+    job: RunToRecord, trace: Trace, memory: Path | None
+) -> tuple[Arm, Trace, list[str] | None]:
     """Return the arm of a job, the requests it decodes, and those its memory was calibrated on."""
     from policies.rules.context import CSD
     from policies.rules.memory import OnlineCorrectionMemory

@@ -43,7 +43,7 @@ RemeasureOption = Annotated[
 
 
 @dataclass(frozen=True, kw_only=True)
-class Asked:
+class CheckedRun:
     """The options of every check that runs something."""
 
     run: Annotated[Path, typer.Option(metavar="RUN", help="Run folder of `draftsim profile`.")]
@@ -53,7 +53,7 @@ class Asked:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Decoded(Asked):
+class CheckedPair(CheckedRun):
     """The options of every check that decodes with the pair of a run folder."""
 
     trust_remote_code: TrustOption = False
@@ -86,7 +86,7 @@ class Decoded(Asked):
 
 
 def run(
-    asked: Decoded,
+    asked: CheckedPair,
     forced: ForcedOption = False,
     sampled: SampledOption = False,
     assisted: Annotated[
@@ -132,7 +132,7 @@ def run(
 
 
 def sources(
-    asked: Decoded,
+    asked: CheckedPair,
     source: SourceOption = None,
     remeasure: RemeasureOption = False,
     out: OutOption = None,
@@ -162,7 +162,7 @@ def sources(
 
 
 def batch(
-    asked: Decoded,
+    asked: CheckedPair,
     batch: Annotated[
         str, typer.Option(metavar="B,...", help="Sizes of the static batches that are decoded.")
     ],
@@ -189,7 +189,7 @@ def batch(
 
 
 def lossy(
-    asked: Decoded,
+    asked: CheckedPair,
     verify: VerifyOption = None,
     memory: MemoryOption = None,
     sampled: SampledOption = False,
@@ -218,7 +218,7 @@ def lossy(
 
 
 def engine(
-    asked: Asked,
+    asked: CheckedRun,
     served: CheckedEngine,
     source: SourceOption = None,
     remeasure: RemeasureOption = False,

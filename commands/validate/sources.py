@@ -29,7 +29,7 @@ SOURCE_ARMS = ("fixed:gamma=2", "fixed:gamma=4", "confidence:gamma=6", "gammatun
 """Policies run with a source where none is named, as far as its tokens carry their signals."""
 
 
-class Arm(NamedTuple):
+class SourcedPolicy(NamedTuple):
     """A policy with its source (None: the draft model), and the rounds replay says it has."""
 
     name: str
@@ -107,7 +107,7 @@ class SourceRuns(RealRuns):
 def arms(
     trace: Trace, recordings: Recordings, chosen: Sequence[int],
     policy: Sequence[str] | None, source: str | None, latency: LatencyTable,
-) -> list[Arm]:  # fmt: skip
+) -> list[SourcedPolicy]:  # fmt: skip
     """Return what to run: plain decoding, then every policy and named system asked for.
 
     Where a source has no policies named for it, these are `SOURCE_ARMS` and the one predicted
@@ -130,7 +130,7 @@ def arms(
         raise DraftsimError(f"{systems[0]!r} has a draft source of its own: drop --source")
     some = trace.select(list(chosen))
     plain = load_policies([PLAIN], trace)
-    found = [Arm(PLAIN, plain[0][1], None, next(replay_many(some, plain)))]
+    found = [SourcedPolicy(PLAIN, plain[0][1], None, next(replay_many(some, plain)))]
     runs: list[tuple[tuple[str, DraftPolicy], Source]] = []
     if drafting is not None:
         named = load_source_policies(texts or SOURCE_ARMS, drafting, trace, recordings, note)
@@ -151,7 +151,10 @@ def arms(
     elif texts:
         with_model = [c for c in load_policies(texts, trace, say=note) if c[0] != PLAIN]
         logs = list(replay_many(some, with_model))
-        found += [Arm(name, p, None, log) for (name, p), log in zip(with_model, logs, strict=True)]
+        found += [
+            SourcedPolicy(name, p, None, log)
+            for (name, p), log in zip(with_model, logs, strict=True)
+        ]
     for system in systems:
         own, arm = load_system(system, trace, recordings)
         runs.append((arm, own))
@@ -160,12 +163,12 @@ def arms(
         log = replay_source(
             trace, own, policy_of, recordings=recordings, name=name, requests=chosen
         )
-        found.append(Arm(name, policy_of, own, log))
+        found.append(SourcedPolicy(name, policy_of, own, log))
     return found
 
 
 def _openers(
-    pair: Pair, modules: Modules, trace: Trace, every: Sequence[Arm]
+    pair: Pair, modules: Modules, trace: Trace, every: Sequence[SourcedPolicy]
 ) -> tuple[Opener, int]:
     """Return a function that opens requests with every run's source, and the vocabulary size."""
     from profiler.checks.spot_check import DraftModel

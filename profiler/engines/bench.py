@@ -49,7 +49,7 @@ class Cell(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Grid:
+class EngineGrid:
     """The sizes to measure.
 
     Parameters
@@ -84,12 +84,12 @@ class Grid:
     steps: int = 4
     held_out: float = 0.03
 
-    def fitted(self, options: EngineOptions, graphs: bool = False) -> Grid:
+    def fitted(self, options: EngineOptions, graphs: bool = False) -> EngineGrid:
         """Return the grid within what the engine was started with, its ends included.
 
-        With CUDA `graphs` vLLM replays a full graph where all drafts are as long as possible, and a
-        piecewise one, whose parts the host starts one by one, for any other batch.  So the longest
-        width but one is measured as well: nothing is read between the two.
+        With CUDA `graphs` an engine replays a full one where all drafts are as long as possible,
+        and a piecewise one, whose parts the host starts one by one, for any other batch.  So the
+        longest width but one is measured as well: nothing is read between the two.
         """
         most, wide, length = options.max_batch, options.longest + 1, options.max_model_len
         ends = {wide - 1, wide} if graphs and wide > 2 else {wide}

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from profiler.engines.bench import Bench, Cell, Grid, Sample
+from profiler.engines.bench import Bench, Cell, EngineGrid, Sample
 from profiler.engines.engine import Engine
 from profiler.recording.checkpoint import Checkpoint
 from traces.latency.schema import CELL_COLUMNS
@@ -209,7 +209,9 @@ HELD_OUT = 2
 class _Measured:
     """Timed iterations of one engine by cell, and the table that they make."""
 
-    def __init__(self, engine: Engine, grid: Grid, seed: int, kept: Checkpoint | None) -> None:
+    def __init__(
+        self, engine: Engine, grid: EngineGrid, seed: int, kept: Checkpoint | None
+    ) -> None:
         self.grid, self.meta, self._kept = grid, engine.meta, kept
         self._bench, self._rng = Bench(engine, seed), np.random.default_rng(seed)
         self.samples: dict[Cell, list[Sample]] = {}
@@ -286,7 +288,7 @@ class BetweenTable(_Measured):
     """
 
     def __init__(
-        self, engine: Engine, grid: Grid, seed: int = 0, kept: Checkpoint | None = None
+        self, engine: Engine, grid: EngineGrid, seed: int = 0, kept: Checkpoint | None = None
     ) -> None:
         super().__init__(engine, grid, seed, kept)
         self._blocks = grid.blocks()
@@ -325,7 +327,7 @@ class EngineTable(_Measured):
     """
 
     def __init__(
-        self, engine: Engine, grid: Grid, folder: Path, seed: int = 0,
+        self, engine: Engine, grid: EngineGrid, folder: Path, seed: int = 0,
         left_s: Callable[[], float] = lambda: math.inf,
     ) -> None:  # fmt: skip
         fitted = grid.fitted(engine.options, graphs=not engine.meta["engine"].get("eager", True))

@@ -29,7 +29,7 @@ from profiler.engines.texts import TEXTS, prompts_of
 from profiler.recording.checkpoint import Checkpoint, once
 from traces.acceptance.trace import Trace
 from traces.errors import DraftsimError
-from traces.store.engine_runs import Demand, EngineStep, Job, LoadRun, ServedRun
+from traces.store.engine_runs import Demand, EngineStep, LoadRun, PlannedRequest, ServedRun
 
 MODEL = "target"
 """Name that a server gives its model."""
@@ -68,7 +68,7 @@ async def _sent(url: str, demand: Demand, prompts: Mapping[int, Sequence[int]]) 
     async with aiohttp.ClientSession(url, connector=connector, timeout=timeout) as session:
         start_s = time.perf_counter()
 
-        async def send(index: int, job: Job, due_s: float | None = None) -> None:
+        async def send(index: int, job: PlannedRequest, due_s: float | None = None) -> None:
             now_s = time.perf_counter()
             answer = Reply(
                 f"{job.sequence}/{index}", job.sequence, now_s if due_s is None else due_s, now_s
@@ -80,7 +80,7 @@ async def _sent(url: str, demand: Demand, prompts: Mapping[int, Sequence[int]]) 
             while waiting:
                 await send(*waiting.popleft())
 
-        async def at_its_time(index: int, job: Job) -> None:
+        async def at_its_time(index: int, job: PlannedRequest) -> None:
             due_s = start_s + job.arrival_s
             await asyncio.sleep(max(due_s - time.perf_counter(), 0.0))
             await send(index, job, due_s)
@@ -215,7 +215,7 @@ class Clients:
         self._reader = LogReader(server.notes, server.unnoted)
         self._control = Control(device)
         self._drafts = ""
-        self.run(Demand([Job(0, 0.0, 2)], 1))
+        self.run(Demand([PlannedRequest(0, 0.0, 2)], 1))
         about = self._reader.engine
         self.engine: Any = SimpleNamespace(
             options=server.options, blocks=about["blocks"], block_size=about["block_size"],
@@ -229,7 +229,7 @@ class Clients:
         """
         most, vocabulary = self.server.options.max_batch, self.engine.vocabulary
         self.prompts = prompts_of(self.trace, vocabulary, seed, sequences)
-        jobs = [Job(i, 0.0, self.trace.requests[i].tokens) for i in self.prompts]
+        jobs = [PlannedRequest(i, 0.0, self.trace.requests[i].tokens) for i in self.prompts]
         if kept is not None and TEXTS in kept.names():
             self._sent(Demand(jobs[:most], most))
 
@@ -263,5 +263,5 @@ class Clients:
         """Run plain decoding of the known prompts, `size` of them at a time."""
         self.decide("autoregressive")
         around = itertools.islice(itertools.cycle(self.prompts), max(CONTROL, 2 * size))
-        jobs = [Job(i, 0.0, self.trace.requests[i].tokens) for i in around]
+        jobs = [PlannedRequest(i, 0.0, self.trace.requests[i].tokens) for i in around]
         return self.run(Demand(jobs, size))

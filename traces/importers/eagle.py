@@ -6,7 +6,7 @@ accepted tokens, so no chain can be replayed from it.  In files of
 plain decoding ``idxs`` is the last step's index, one less than the tokens, and
 ``new_tokens`` is 0, or in other versions the number of tokens.  Source of the format:
 SafeAILab/EAGLE, ``evaluation/gen_ea_answer_*.py`` and ``gen_baseline_answer_*.py``, which
-`Turn.rounds` follows.
+`EagleTurn.rounds` follows.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from traces.importers.rows import only_file, read_json_rows
 from traces.importers.totals import Totals
 
 
-class Turn(NamedTuple):
+class EagleTurn(NamedTuple):
     """One generation."""
 
     key: tuple[str, int]
@@ -73,12 +73,12 @@ class EagleLog:
         return Totals(rounds, None, accepted, requests=len(turns), tree=True, meta=meta)
 
 
-def is_plain(turns: Sequence[Turn]) -> bool:
+def is_plain(turns: Sequence[EagleTurn]) -> bool:
     """Return whether the file is one of plain decoding: no tokens counted, or one a step."""
     return all(t.tokens in (0, t.rounds - 1, t.rounds) for t in turns)
 
 
-def _baseline(file: Path, turns: Sequence[Turn], throughput: float) -> dict[str, Any]:
+def _baseline(file: Path, turns: Sequence[EagleTurn], throughput: float) -> dict[str, Any]:
     plain = _turns(file)
     if not is_plain(plain):
         raise FileError(f"{file}: is no log without speculation: give the file of the baseline")
@@ -97,7 +97,7 @@ def _baseline(file: Path, turns: Sequence[Turn], throughput: float) -> dict[str,
     }
 
 
-def _turns(file: Path) -> list[Turn]:
+def _turns(file: Path) -> list[EagleTurn]:
     turns = []
     for where, row in zip(*read_json_rows(file), strict=True):
         question = label(where, "question_id", row.get("question_id"), "?")
@@ -116,7 +116,7 @@ def _turns(file: Path) -> list[Turn]:
                     f"wall_time={shown(wall)}: expected counts, at most {MOST_TOKENS:,}, and "
                     "seconds; use an unedited file"
                 )
-            turns.append(Turn((question, i), last + 1, tokens, float(wall)))
+            turns.append(EagleTurn((question, i), last + 1, tokens, float(wall)))
     return turns
 
 

@@ -24,7 +24,7 @@ Counts = Mapping[tuple[str, int], int]
 """Counts by name and position; position 0 of a counter that has none."""
 
 
-class Sample(NamedTuple):
+class MetricLine(NamedTuple):
     """One line of a scrape."""
 
     where: str
@@ -35,14 +35,14 @@ class Sample(NamedTuple):
     """The value as written."""
 
 
-def read_samples(file: Path, prefix: str) -> list[Sample]:
+def read_samples(file: Path, prefix: str) -> list[MetricLine]:
     """Return the samples of `file` whose names begin with `prefix`."""
     found = []
     for number, line in enumerate(read_text(file).splitlines(), 1):
         if line.startswith(prefix) and (parts := _SAMPLE.match(line)) is not None:
             name, labels, text = parts.groups()
             pairs = dict(_LABEL.findall(labels or ""))
-            found.append(Sample(f"{file} line {number}", name, pairs, text))
+            found.append(MetricLine(f"{file} line {number}", name, pairs, text))
     return found
 
 

@@ -16,7 +16,7 @@ PARTS = ("schedule", "execute", "sample", "propose", "update", "output")
 engine's bookkeeping, drafting, taking the results in, and detokenising with what is left."""
 
 
-class Job(NamedTuple):
+class PlannedRequest(NamedTuple):
     """A request to send: which sequence, when at the earliest, and how many tokens."""
 
     sequence: int
@@ -27,7 +27,7 @@ class Job(NamedTuple):
 class Demand(NamedTuple):
     """The requests of a load: sent at their times, or in a closed loop of `concurrency`."""
 
-    jobs: Sequence[Job]
+    jobs: Sequence[PlannedRequest]
     concurrency: int | None
 
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from traces.errors import DraftsimError
 
 if TYPE_CHECKING:
-    from profiler.engines.engine import Engine, EngineOptions, Server
+    from profiler.engines.engine import Engine, EngineOptions, VllmServer
     from traces.store.engine_runs import Apart, Demand
 
 
@@ -53,11 +53,11 @@ def start(options: EngineOptions) -> Engine:
     return VllmEngine(options)
 
 
-def serve(options: EngineOptions, folder: Path) -> Server:
+def serve(options: EngineOptions, folder: Path) -> VllmServer:
     """Return a server that keeps its files in `folder`; it starts on entry."""
-    from profiler.engines.vllm.server import Server
+    from profiler.engines.vllm.server import VllmServer
 
-    return Server(options, folder)
+    return VllmServer(options, folder)
 
 
 def run_apart(

@@ -21,7 +21,7 @@ from profiler.engines.engine import EngineOptions
 from profiler.engines.vllm.engine import FIXED, speculative_of
 from profiler.recording.run import model_path
 from traces.errors import DraftsimError
-from traces.store.engine_runs import Apart, Demand, Job, Speed
+from traces.store.engine_runs import Apart, Demand, PlannedRequest, Speed
 from traces.store.text import read_object
 
 TAIL = 12
@@ -103,7 +103,8 @@ def run(
 
 
 def timed(
-    engine: Plain, add: Callable[[str, Job], None], jobs: Sequence[Job], concurrency: int | None,
+    engine: Plain, add: Callable[[str, PlannedRequest], None], jobs: Sequence[PlannedRequest],
+    concurrency: int | None,
     clock: Callable[[], float] = time.perf_counter, sleep: Callable[[float], None] = time.sleep,
 ) -> Speed:  # fmt: skip
     """Run one load and return its tokens and the seconds from its start to its last token."""
@@ -144,14 +145,14 @@ def main(asked: Path, told: Path) -> None:
     llm = LLM(**given["arguments"])
     engine, prompts = llm.llm_engine, given["prompts"]
 
-    def add(name: str, job: Job) -> None:
+    def add(name: str, job: PlannedRequest) -> None:
         params = SamplingParams(temperature=0, max_tokens=job.tokens, ignore_eos=True)
         prompt = TokensPrompt(prompt_token_ids=prompts[str(job.sequence)])
         engine.add_request(name, prompt, params)
 
     found: dict[str, list[float]] = {}
     for load, own in given["loads"].items():
-        jobs = [Job(*job) for job in own["jobs"]]
+        jobs = [PlannedRequest(*job) for job in own["jobs"]]
         total = Speed(0, 0.0)
         for repeat in range(given["repeats"] + 1):
             # Users' prompts differ from one another; those of a repeat do not.

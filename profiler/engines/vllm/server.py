@@ -36,7 +36,7 @@ RAISED = re.compile(r"(?:^|[\])] )((?:\w+\.)*\w*(?:Error|Exception): .*)")
 HOST = "127.0.0.1"
 
 
-class Server:
+class VllmServer:
     """A server on a free port of this machine; a context manager that ends it on leaving.
 
     Parameters
@@ -74,7 +74,7 @@ class Server:
         """Policy and source of an engine that drafts nothing."""
         return "autoregressive", session.ENGINE if self.options.own_drafter else "pld"
 
-    def __enter__(self) -> Server:
+    def __enter__(self) -> VllmServer:
         check_installed(server=True)
         self.notes.mkdir()
         self.decide(*self.undrafted)
