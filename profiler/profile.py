@@ -145,10 +145,13 @@ def profile_latency(
     grid = settings.grid
     checkpoint = Checkpoint(folder / ".latency", latency_options(pair, settings))
     profile = LatencyProfile(pair, grid, checkpoint)
-    task = progress.add_task("measuring latency", total=grid.repeats, completed=len(profile.sweeps))
-    while len(profile.sweeps) < grid.repeats:
+    sweeps = profile.sweeps
+    task = progress.add_task(
+        "measuring latency", total=grid.repeats * len(sweeps.blocks), completed=sweeps.steps
+    )
+    while len(sweeps) < grid.repeats:
         profile.step()
-        progress.update(task, completed=len(profile.sweeps))
+        progress.update(task, completed=sweeps.steps)
     task = progress.add_task("measuring the host's work and single layers", total=None)
     latency = profile.table()
     progress.update(task, total=1, completed=1)
