@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 from collections.abc import Sequence
 from types import ModuleType, SimpleNamespace
@@ -19,7 +20,7 @@ from profiler.engines.drafts import EngineDrafts, Forced
 from profiler.engines.measure import cells_of
 from profiler.engines.session import ENGINE, VARIABLE, Setup, asks_for_engine, setup_from
 from profiler.engines.vllm.proposer import OwnDrafter, check_speculative, register
-from profiler.engines.vllm.watch import Stopwatches
+from profiler.engines.vllm.watch import SECOND_RUNNER, Stopwatches
 from simulator.serving import ClosedLoop, Scenario, simulate
 from simulator.serving.cost import EngineCost
 from tests.compiled import ALONG, PLAIN
@@ -251,10 +252,13 @@ def test_vllms_plugin_takes_over_where_the_environment_says_so(
         monkeypatch.setitem(sys.modules, name, ModuleType(name))
     monkeypatch.setitem(sys.modules, module.__name__, module)
     monkeypatch.delenv(VARIABLE, raising=False)
+    monkeypatch.setenv(SECOND_RUNNER, "1")
     if source is not None:
         given = {"policy": "fixed:gamma=3", "source": source}
         monkeypatch.setenv(VARIABLE, json.dumps(given))
     register()
+    # Else a GPU would run another model runner, and the policy would decide nothing.
+    assert os.environ[SECOND_RUNNER] == ("0" if source == ENGINE else "1")
     speculative = SimpleNamespace(
         use_eagle=lambda: True, disable_padded_drafter_batch=False, num_speculative_tokens=LONGEST
     )

@@ -18,7 +18,7 @@ from typing import Any
 from profiler.engines.engine import EngineOptions
 from profiler.engines.session import Governed
 from profiler.engines.vllm.proposer import OwnDrafter, Proposer
-from profiler.engines.vllm.watch import Stopwatches
+from profiler.engines.vllm.watch import SECOND_RUNNER, Stopwatches
 from profiler.recording.run import model_path
 from traces.errors import DraftsimError
 from traces.store.engine_runs import EngineStep
@@ -146,8 +146,8 @@ def start(options: EngineOptions) -> tuple[Any, Callable[[int], Any], Callable[.
 
     Raises DraftsimError where vLLM is not installed or refuses the options.
     """
-    # In this process, so that it can be stepped; both are read when vLLM is imported.
-    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+    # In this process, so that it can be stepped.
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = os.environ[SECOND_RUNNER] = "0"
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "2")
     os.environ["OMP_NUM_THREADS"] = str(options.threads)

@@ -18,6 +18,7 @@ asked for without asynchronous scheduling.
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Sequence
 from typing import Any
@@ -149,6 +150,7 @@ def register() -> None:
     watch.install()
     if not asks_for_engine():
         return
+    os.environ[watch.SECOND_RUNNER] = "0"
     from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
     own: Any = GPUModelRunner.__init__

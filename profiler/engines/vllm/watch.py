@@ -7,6 +7,7 @@ model runner's methods that are timed.
 
 from __future__ import annotations
 
+import os
 import re
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -15,6 +16,9 @@ from typing import Any
 from profiler.engines.notes import Lines, lines
 from traces.store.engine_runs import PARTS, Decoded, EngineStep, PromptRead
 
+SECOND_RUNNER = "VLLM_USE_V2_MODEL_RUNNER"
+"""vLLM's variable for its second model runner, the default on GPUs, which drafts by other methods
+than those written against here: "0" wherever draftsim decides or takes notes."""
 NAMED = re.compile(r"(?:cmpl-(?P<served>.+)-\d+|(?P<added>.+))-[^-]*")
 """vLLM's form of a caller's request name: it adds a number, and a prefix in a server."""
 
@@ -194,6 +198,7 @@ def install() -> None:
     notes = lines()
     if notes is None:
         return
+    os.environ[SECOND_RUNNER] = "0"
     from vllm.v1.engine.core import EngineCore
     from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
