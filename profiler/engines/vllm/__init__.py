@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from traces.errors import DraftsimError
 
 if TYPE_CHECKING:
-    from profiler.engines.engine import Engine, EngineOptions, VllmServer
+    from profiler.engines.engine import Engine, EngineOptions, Server
     from traces.store.engine_runs import Apart, Demand
 
 
@@ -53,7 +53,7 @@ def start(options: EngineOptions) -> Engine:
     return VllmEngine(options)
 
 
-def serve(options: EngineOptions, folder: Path) -> VllmServer:
+def serve(options: EngineOptions, folder: Path) -> Server:
     """Return a server that keeps its files in `folder`; it starts on entry."""
     from profiler.engines.vllm.server import VllmServer
 
