@@ -17,6 +17,7 @@ from docs.engine_tables import checks, speedups, stepped_in_words
 from docs.gpu_tables import measured_gpu
 from docs.lossy_tables import lossy_rules
 from docs.outputs import printed
+from docs.pair_tables import ladder
 from simulator.validation import CONTROL, check_recording
 from tests.conftest import ROOT, Run
 from traces import find_latency, find_trace
@@ -196,6 +197,19 @@ def test_the_logs_ladder_is_what_simulate_prints(recording: str, name: str, run:
     ends = f"| {best:.2f}x | {drafting:.2f}x | {oracle:.2f}x |"
     part = next(p for p in _log().split("\n## ") if f"simulate --trace {recording}" in p)
     assert re.search(rf"^\| {name} \|.*{re.escape(ends)}$", part, re.M), ends
+
+
+def test_the_pairs_ladder_has_lossless_policies_alone(run: Run) -> None:
+    """A lossy row once stood as the best fixed length, above the oracle."""
+    rows = [line.split("|")[1:-1] for line in ladder("qwen-coder-vllm-cpu").splitlines()[2:]]
+    speedups = [
+        [float(re.findall(r"([\d.]+) \(", cell)[0]) for cell in cells] for _, *cells in rows
+    ]
+    assert len(rows) > 10
+    assert all(oracle > max(others) for *others, oracle in speedups)
+    every = run("simulate", "--trace", "qwen-coder-vllm-cpu", "--json", "-").rows
+    fixed = next(r for r in every if "best fixed" in str(r["note"]))
+    assert f"{fixed['policy']}` {fixed['speedup']:.2f} (" in rows[0][1]
 
 
 def test_modules_in_turn_are_priced_for_one_request_and_not_served(run: Run) -> None:
