@@ -14,8 +14,8 @@ PLAIN, ORACLE, SHOWN = "autoregressive", "oracle", "gammatune:"
 def ladder(name: str) -> str:
     """Return speedups over no speculation with their 95% intervals: all prompts, then categories.
 
-    Only lossless policies are in it.  A row's best policies are chosen on its own prompts, so they show the most that a choice for
-    each category could reach.
+    Only lossless policies are in it.  A row's best policies are chosen on its own prompts, so they
+    show the most that a choice for each category could reach.
 
     Raises
     ------
