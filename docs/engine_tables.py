@@ -16,7 +16,7 @@ Row = Mapping[str, Any]
 
 def _iterations(row: Row) -> str:
     if after := row.get("iterations_after"):
-        return f"{row['iterations']}, {after} of them after a divergence"
+        return f"{row['iterations']} ({after} after)"
     if row["iterations"] == row["iterations_predicted"]:
         return f"{row['iterations']}"
     return f"{row['iterations']}, predicted {row['iterations_predicted']}"
