@@ -65,6 +65,8 @@ def test_rows_say_which_sizes_were_not_measured(serve: Serve, tmp_path: Path) ->
         assert far[0]["context"][1] > 40
         assert far[0]["batch"][1] == min(row["batch"], 4)
     assert "outside the measured sizes, priced by a fitted roofline:" in ran.err
+    # The table may be an engine's.
+    assert "engine: --engine-length" in " ".join(ran.err.split())
     one = {"origin": "extrapolated", "model": "draft", "phase": "forward", "passes": 2,
            "batch": [1, 8], "new_tokens": [1, 1], "context": [40, 1043]}  # fmt: skip
     assert guesses([{"coverage": [one]}])[1] == (

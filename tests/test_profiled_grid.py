@@ -58,7 +58,7 @@ def test_a_profile_measures_as_far_as_its_recording_reaches(
     assert grid.widths == (1, 2, 3, 4, 5)
     said = " ".join(capsys.readouterr().err.split())
     assert f"contexts of up to {max(grid.contexts)} tokens, passes over up to 5" in said
-    assert "`draftsim profile latency` measures more (--max-context" in said
+    assert "`draftsim profile latency --max-context N` measures more" in said
 
 
 def test_a_longer_context_is_measured_where_it_is_asked_for(

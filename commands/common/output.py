@@ -219,7 +219,10 @@ def say_drawn(paths: Iterable[Path]) -> None:
         note(f"wrote {path} (and .svg, .pdf)")
 
 
-MEASURE_MORE = "`draftsim profile latency` measures more (--max-context, --max-gamma, --batch)"
+MEASURE_MORE = (
+    "`draftsim profile` measures more (latency: --max-context, --max-gamma, --batch; engine: "
+    "--engine-length, --engine-longest, --engine-batch)"
+)
 """The remedy for passes outside the measured sizes."""
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from commands.common.output import MEASURE_MORE, note
+from commands.common.output import note
 from commands.common.progress import progress_bar
 from traces.digits import counted
 from traces.errors import DraftsimError
@@ -126,7 +126,8 @@ def said_reach(grid: Grid) -> str:
     """Return the sizes of a grid that is cut to the recording, and how to measure more."""
     return (
         "latencies are measured as far as the recording reaches: contexts of up to "
-        f"{max(grid.contexts)} tokens, passes over up to {max(grid.widths)}; {MEASURE_MORE}"
+        f"{max(grid.contexts)} tokens, passes over up to {max(grid.widths)}; `draftsim profile "
+        "latency --max-context N` measures more"
     )
 
 
