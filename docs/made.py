@@ -168,12 +168,16 @@ def string(where: str) -> str:
 
 
 def docstring(where: str) -> str:
-    """Return the docstring of ``module:Name.attribute``; of ``module:`` without its head."""
+    """Return the docstring of ``module:Name.attribute``; of ``module:`` without its head.
+
+    On a page it begins with what is returned: no "Return".
+    """
     module, _, path = where.partition(":")
     found: Any = importlib.import_module(module)
     for part in path.split(".") if path else ():
         found = getattr(found, part)
     text = as_markdown(inspect.getdoc(found) or "")
+    text = re.sub(r"^Return (.)", lambda begun: begun[1].upper(), text)
     return text if path else text.partition("\n\n")[2]
 
 
