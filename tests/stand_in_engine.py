@@ -191,7 +191,7 @@ def use_for_commands(monkeypatch: pytest.MonkeyPatch) -> None:
     Clock.use(monkeypatch)
     monkeypatch.setattr(vllm, "check_installed", lambda server=False: None)
     monkeypatch.setattr(engine, "VllmEngine", StandIn)
-    monkeypatch.setattr(profile, "Grid", lambda: GRID)
+    monkeypatch.setattr(profile, "EngineGrid", lambda: GRID)
 
 
 def write_measured_engine(folder: Path) -> None:

@@ -67,7 +67,7 @@ def sent(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int]]:
     def server(options: Any, folder: Path) -> Iterator[Any]:
         yield SimpleNamespace(options=options, folder=folder)
 
-    monkeypatch.setattr(process, "Server", server)
+    monkeypatch.setattr(process, "VllmServer", server)
     monkeypatch.setattr(vllm, "check_installed", lambda server: None)
     monkeypatch.setattr(clients, "Clients", StandInClients)
     StandInClients.loads.clear()
