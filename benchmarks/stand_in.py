@@ -40,9 +40,8 @@ def main() -> None:
     parser.add_argument("pair", choices=[name for name, pair in PAIRS.items() if pair.draft])
     parser.add_argument("out", type=Path)
     parser.add_argument("--device", default="cpu")
-    parser.add_argument("--miniature", action="store_true", help="the structure, in small sizes")
     asked = parser.parse_args()
-    pair = PAIRS[asked.pair].miniature() if asked.miniature else PAIRS[asked.pair]
+    pair = PAIRS[asked.pair]
     assert pair.draft is not None
     for shape in (pair.target, pair.draft):
         write(shape, asked.out / shape.name, asked.device)

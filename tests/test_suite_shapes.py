@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from pathlib import Path
+
 import pandas as pd
 import pytest
 import torch
+from transformers import AutoModelForCausalLM
 
+from benchmarks.stand_in import write
 from policies import Fixed
 from policies.core import Round
 from profiler.latency.host import dictating_trace, passes_s
@@ -20,6 +25,23 @@ from traces.replay.run import replay
 def test_error_summary_counts_both_signs() -> None:
     assert error_summary([0.01, -0.03, 0.02]) == {"points": 3, "median": 0.02, "largest": 0.03}
     assert error_summary([]) == {"points": 0}
+
+
+def test_a_stand_in_follows_every_token_by_itself_whatever_came_before(tmp_path: Path) -> None:
+    """No near-tie of bfloat16 can then change its text in an engine."""
+    shape = ARCHITECTURES["qwen2.5-coder-0.5b"]
+    small = replace(
+        shape, hidden_size=256, intermediate_size=512, layers=2, heads=4, vocab_size=512
+    )
+    write(small, tmp_path / "model", "cpu")
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "model")
+    assert model.dtype == torch.bfloat16
+    ids = torch.randint(small.vocab_size, (1, 40), generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        logits = model(ids).logits[0].float()
+    assert torch.equal(logits.argmax(-1), ids[0])
+    first, second = logits.topk(2).values.unbind(-1)
+    assert (second < 0.7 * first).all()
 
 
 def test_rounds_are_priced_as_the_simulator_prices_them() -> None:
