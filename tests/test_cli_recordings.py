@@ -215,7 +215,7 @@ def test_simulate_and_report_recommend_the_same_policy(run: Run, tmp_path: Path)
         "; with the draft model no policy is: the best fixed length, fixed:gamma=3, is at 0.742x."
     )
     reported = run("report", "--run", ONE, *few, "--no-serve", "--out", out)
-    assert reported.err.splitlines()[0] == said
+    assert said in reported.err.splitlines()  # a slow machine shows its progress first
     page = data_of(out.read_text())
     top = page["policies"][page["headline"]["policy"]]
     assert (top["policy"], top["speedup"]) == ("ngram", pytest.approx(best["speedup"]))
