@@ -98,10 +98,11 @@ def test_synthetic_acceptance_is_asked_of_the_engines_own_drafter() -> None:
 
 
 def test_settings_of_a_profile_are_kept_and_used_again() -> None:
-    assert vllm.settings(False, False, False) == {}
-    chosen = vllm.settings(True, True, True)
+    assert vllm.settings(False, None, False) == {}
+    chosen = vllm.settings(True, "FULL", True)
     expected = {
-        "async_scheduling": True, "enforce_eager": False, "enable_prefix_caching": True,
+        "async_scheduling": True, "enforce_eager": False,
+        "compilation_config": {"cudagraph_mode": "FULL"}, "enable_prefix_caching": True,
     }  # fmt: skip
     assert chosen == expected
     flags = of_server(EngineOptions("m", more=chosen))
@@ -113,6 +114,7 @@ def test_settings_of_a_profile_are_kept_and_used_again() -> None:
     again = LatencyTable(table.cells, {**table.meta, "engine": engine})
     assert dict(engine_options(again, trace, vllm).more) == {
         "async_scheduling": True, "enforce_eager": False,
+        "compilation_config": {"cudagraph_mode": "FULL_AND_PIECEWISE"},
     }  # fmt: skip
 
 
@@ -151,7 +153,7 @@ def test_synthetic_acceptance_is_predicted() -> None:
         (("validate", "--run", "x", "--engine", "vllm", "--synthetic", "0.5", "--http"), "drop"),
         (("tune", "--engine", "vllm", "--defaults"), "needs --try"),
         (
-            ("profile", "--target", "t", "--out", "x", "--cuda-graphs"),
+            ("profile", "--target", "t", "--out", "x", "--cudagraph-mode", "FULL"),
             "belongs to `draftsim profile engine`",
         ),
     ],
@@ -163,7 +165,7 @@ def test_options_that_do_not_go_together(run: Run, command: tuple[str, ...], say
 
 
 @pytest.mark.parametrize(
-    ("given", "apart"), [((), False), (("--defaults",), True), (("--cuda-graphs",), True)]
+    ("given", "apart"), [((), False), (("--defaults",), True), (("--cudagraph-mode", "FULL"), True)]
 )
 def test_with_graphs_the_engine_without_a_drafter_is_always_measured(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, run: Run, given: Sequence[str], apart: bool

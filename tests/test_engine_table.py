@@ -110,8 +110,22 @@ def test_a_grid_fits_what_the_engine_was_started_with() -> None:
 def test_nothing_is_read_between_a_full_graph_and_a_piecewise_one() -> None:
     options = EngineOptions("m", longest=8)
     assert list(EngineGrid().fitted(options).widths) == [1, 2, 3, 5, 9]
-    assert list(EngineGrid().fitted(options, graphs=True).widths) == [1, 2, 3, 5, 8, 9]
-    assert list(EngineGrid().fitted(EngineOptions("m", longest=1), graphs=True).widths) == [1, 2]
+    assert list(EngineGrid().fitted(options, graphs="FULL_AND_PIECEWISE").widths) == [
+        1,
+        2,
+        3,
+        5,
+        8,
+        9,
+    ]
+    assert list(
+        EngineGrid().fitted(EngineOptions("m", longest=1), graphs="FULL_AND_PIECEWISE").widths
+    ) == [1, 2]
+
+
+def test_every_width_is_alike_where_every_pass_is_a_full_graph() -> None:
+    options = EngineOptions("m", longest=8)
+    assert EngineGrid().fitted(options, graphs="FULL") == EngineGrid().fitted(options)
 
 
 def test_what_is_compared_is_measured_side_by_side() -> None:
@@ -196,7 +210,7 @@ def test_a_table_between_the_arms_has_the_batches_that_so_few_requests_make() ->
     assert list(grid.batches) == [1, 2, 4, 8, 12]
     assert list(grid.widths) == [1, 2, 3, 4]
     four = Workload(SMALL, {"a": parse_policy("fixed:gamma=4")}, loads, 12)
-    assert list(grid_of(options, four, graphs=True).widths) == [1, 2, 3, 4, 5]
+    assert list(grid_of(options, four, graphs="FULL_AND_PIECEWISE").widths) == [1, 2, 3, 4, 5]
     assert (12, 256) in grid.prompts
     assert max(grid.beside_batches) == 11
     assert len(set(grid.prompts)) == len(grid.prompts)

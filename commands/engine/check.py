@@ -20,6 +20,7 @@ from commands.engine.options import named_loads
 from traces.acceptance.trace import Trace
 from traces.digits import counted
 from traces.errors import DraftsimError
+from traces.store.engine_runs import graphs_of
 from traces.store.files import CHECKED, read_latency, write_latency
 
 if TYPE_CHECKING:
@@ -103,8 +104,7 @@ def engine_check(
 
         return compare_served(kind, options, latency, work, run)
     engine = kind.start(options)
-    graphs = not latency.meta["engine"].get("eager", True)
-    grid = grid_of(options, work, graphs) if remeasure else None
+    grid = grid_of(options, work, graphs_of(latency.meta["engine"])) if remeasure else None
     key = check_key(
         engine, latency, work, meta=engine.meta, grid=None if grid is None else vars(grid),
         turn_s=TURN_S,
@@ -262,11 +262,13 @@ def predicted(latency: LatencyTable, work: Workload, longest: int) -> list[str]:
     return list(best)
 
 
-def grid_of(options: EngineOptions, work: Workload, graphs: bool = False) -> EngineGrid:
+def grid_of(
+    options: EngineOptions, work: Workload, graphs: str | None = None
+) -> EngineGrid:  # fmt: skip
     """Return the sizes that the loads can reach under their policies.
 
     Prompts sent at once share a pass: as many of the trace's mean length as an iteration may have.
-    ``graphs``: the engine runs CUDA graphs.
+    ``graphs``: the CUDA graphs that the engine runs.
     """
     from profiler.engines.bench import EngineGrid
     from simulator.serving.run import lookahead_of
@@ -277,7 +279,7 @@ def grid_of(options: EngineOptions, work: Workload, graphs: bool = False) -> Eng
     mean = round(float(np.mean([r.prompt_length for r in work.trace.requests])))
     grid = EngineGrid(prompts=(*EngineGrid.prompts, *((n, mean) for n in sorted(at_once) if n > 1)))
     own = replace(options, max_batch=max(at_once), longest=max(longest, 1))
-    return grid.fitted(own, graphs and longest == options.longest)
+    return grid.fitted(own, graphs if longest == options.longest else None)
 
 
 def engine_options(latency: LatencyTable, trace: Trace, kind: EngineKind) -> EngineOptions:
@@ -294,7 +296,7 @@ def engine_options(latency: LatencyTable, trace: Trace, kind: EngineKind) -> Eng
         max_model_len=max(said["max_model_len"], room), token_budget=said["token_budget"],
         dtype=latency.meta["dtype"], threads=latency.meta["threads"],
         more=kind.settings(
-            said.get("async_scheduling", False), not said.get("eager", True),
+            said.get("async_scheduling", False), graphs_of(said),
             said.get("prefix_caching", False),
         ),
     )  # fmt: skip

@@ -10,11 +10,19 @@ import typer
 
 from commands.common.options import as_named, batch_sizes, positive_numbers
 from traces.errors import DraftsimError
+from traces.latency.graphs import ENGINE_MODES
 from traces.store.recordings import DEFAULT_TRACE, TRACE_VARIABLE
 
 if TYPE_CHECKING:
     from profiler.engines.engine import EngineOptions
     from simulator.serving.arrivals import Arrivals
+
+
+def _as_mode(value: str | None) -> str | None:
+    if value is not None and value.upper() not in ENGINE_MODES:
+        raise DraftsimError(f"--cudagraph-mode is {value!r}, expected {', '.join(ENGINE_MODES)}")
+    return None if value is None else value.upper()
+
 
 DefaultsOption = Annotated[
     bool,
@@ -59,14 +67,16 @@ class MeasuredEngine:
         bool,
         typer.Option("--async-scheduling", help="Schedule the next step during this one."),
     ] = False
-    cuda_graphs: Annotated[
-        bool,
+    cudagraph_mode: Annotated[
+        str | None,
         typer.Option(
-            "--cuda-graphs",
-            help="Run captured CUDA graphs. Implies --defaults: an engine without a drafter "
-            "replays more full graphs.",
+            metavar="MODE",
+            help=f"Run captured CUDA graphs: {', '.join(ENGINE_MODES)}. The first is vLLM's own "
+            "default, with full graphs for the longest drafts alone. Implies --defaults: an engine "
+            "without a drafter replays more full graphs.",
+            callback=_as_mode,
         ),
-    ] = False
+    ] = None
     prefix_caching: Annotated[
         bool, typer.Option("--prefix-caching", help="Reuse the cache of shared prefixes.")
     ] = False
@@ -87,7 +97,7 @@ class MeasuredEngine:
         from profiler.engines.engine import EngineOptions, find_engine
 
         more = find_engine(self.engine).settings(
-            self.async_scheduling, self.cuda_graphs, self.prefix_caching
+            self.async_scheduling, self.cudagraph_mode, self.prefix_caching
         )
         return EngineOptions(
             target, draft=draft, eagle=eagle, longest=self.engine_longest,

@@ -15,7 +15,8 @@ from profiler.engines.engine import EngineKind, EngineOptions, find_engine
 from profiler.engines.measure import EngineTable
 from traces.acceptance.synthetic import synthetic_trace
 from traces.errors import DraftsimError
-from traces.store.engine_runs import Apart, Speed
+from traces.latency.graphs import UNIFORM
+from traces.store.engine_runs import Apart, Speed, graphs_of
 from traces.store.files import write_latency
 
 if TYPE_CHECKING:
@@ -124,13 +125,14 @@ def with_default_speeds(table: LatencyTable, plain: Apart) -> LatencyTable:
 
 
 def _of_graphs(engine: Mapping[str, Any]) -> str:
-    """Return what to know of a table of an engine with CUDA graphs; nothing for any other."""
-    if engine.get("eager", True):
+    """Return what to know of a table whose passes are full graphs at one draft length only."""
+    if graphs_of(engine) not in UNIFORM:
         return ""
     longest = engine["longest"]
     return (
         f"; full CUDA graphs are those of num_speculative_tokens={longest}: shorter drafts are "
-        "priced by piecewise ones, so profile a shorter fixed length by --engine-longest"
+        "priced by piecewise ones, so profile a shorter fixed length by --engine-longest, or every "
+        "length by --cudagraph-mode FULL"
     )
 
 

@@ -222,7 +222,7 @@ def engine(
     options = engine.options(kept_name(target), draft, eagle, dtype, threads)
     with only_writer(out):
         # An engine without a drafter gains most from graphs: it replays a full one at every step.
-        plain = engine.defaults or engine.cuda_graphs
+        plain = engine.defaults or engine.cudagraph_mode is not None
         profile_engine(engine.engine, options, out, engine.minutes, plain)
 
 

@@ -20,6 +20,7 @@ from profiler.engines.engine import Engine, EngineOptions
 from profiler.engines.session import Setup
 from profiler.engines.texts import FIRST_ID
 from traces.errors import DraftsimError
+from traces.latency.graphs import UNIFORM
 from traces.store.engine_runs import PARTS, EngineStep
 
 Kind = Literal["decode", "prompt", "mixed"]
@@ -84,15 +85,14 @@ class EngineGrid:
     steps: int = 4
     held_out: float = 0.03
 
-    def fitted(self, options: EngineOptions, graphs: bool = False) -> EngineGrid:
+    def fitted(self, options: EngineOptions, graphs: str | None = None) -> EngineGrid:
         """Return the grid within what the engine was started with, its ends included.
 
-        With CUDA `graphs` an engine replays a full one where all drafts are as long as possible,
-        and a piecewise one, whose parts the host starts one by one, for any other batch.  So the
-        longest width but one is measured as well: nothing is read between the two.
+        With ``graphs`` of `UNIFORM` steps the longest width but one is measured as well: nothing
+        is read between a full graph and another pass.
         """
         most, wide, length = options.max_batch, options.longest + 1, options.max_model_len
-        ends = {wide - 1, wide} if graphs and wide > 2 else {wide}
+        ends = {wide - 1, wide} if graphs in UNIFORM and wide > 2 else {wide}
         # Sequences grow by a token an iteration while the cells of their state are measured.
         cells = max(len(self.widths), len(self.beside_widths) * len(self.beside_prompts)) + 3
         grown = cells * 2 * (self.steps + 1)

@@ -151,8 +151,8 @@ class EngineKind(Protocol):
         ...
 
     def settings(
-        self, async_scheduling: bool, cuda_graphs: bool, prefix_caching: bool
-    ) -> dict[str, bool]:
+        self, async_scheduling: bool, cudagraph_mode: str | None, prefix_caching: bool
+    ) -> dict[str, Any]:
         """Return `EngineOptions.more` for these settings; all of them are off in a measured engine
         by default."""
         ...

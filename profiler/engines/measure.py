@@ -17,7 +17,7 @@ from profiler.engines.engine import Engine
 from profiler.recording.checkpoint import Checkpoint
 from traces.latency.schema import CELL_COLUMNS
 from traces.latency.table import LatencyTable
-from traces.store.engine_runs import PARTS
+from traces.store.engine_runs import PARTS, graphs_of
 
 Samples = Mapping[Cell, Sequence[Sample]]
 DISTURBED = 1.1
@@ -330,7 +330,7 @@ class EngineTable(_Measured):
         self, engine: Engine, grid: EngineGrid, folder: Path, seed: int = 0,
         left_s: Callable[[], float] = lambda: math.inf,
     ) -> None:  # fmt: skip
-        fitted = grid.fitted(engine.options, graphs=not engine.meta["engine"].get("eager", True))
+        fitted = grid.fitted(engine.options, graphs_of(engine.meta["engine"]))
         self._folder = Checkpoint(folder, {"engine": engine.meta, "grid": asdict(fitted)})
         super().__init__(engine, fitted, seed, self._folder)
         self._left_s = left_s

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from importlib.metadata import entry_points
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from traces.errors import DraftsimError
 
@@ -36,14 +36,19 @@ def check_installed(server: bool = False) -> None:
 
 
 def settings(
-    async_scheduling: bool = False, cuda_graphs: bool = False, prefix_caching: bool = False
-) -> dict[str, bool]:
+    async_scheduling: bool = False, cudagraph_mode: str | None = None,
+    prefix_caching: bool = False,
+) -> dict[str, Any]:  # fmt: skip
     """Return arguments of ``vllm.LLM``: those that differ from a measured engine's usual ones."""
-    asked = {
-        "async_scheduling": async_scheduling, "enforce_eager": not cuda_graphs,
-        "enable_prefix_caching": prefix_caching,
-    }  # fmt: skip
-    return {name: value for name, value in asked.items() if value == (name != "enforce_eager")}
+    found: dict[str, Any] = {}
+    if async_scheduling:
+        found["async_scheduling"] = True
+    if cudagraph_mode is not None:
+        found["enforce_eager"] = False
+        found["compilation_config"] = {"cudagraph_mode": cudagraph_mode}
+    if prefix_caching:
+        found["enable_prefix_caching"] = True
+    return found
 
 
 def start(options: EngineOptions) -> Engine:

@@ -29,6 +29,9 @@ FIXED: Mapping[str, Any] = {
 }  # fmt: skip
 """Arguments of ``vllm.LLM`` that a measured engine has unless `EngineOptions.more` says others."""
 
+NO_GRAPHS = "NONE"
+"""vLLM's ``cudagraph_mode`` without CUDA graphs."""
+
 
 class VllmEngine:
     """A vLLM engine in this process, one step at a time (`profiler.engines.engine.Engine`).
@@ -55,6 +58,13 @@ class VllmEngine:
         self.blocks = int(config.cache_config.num_gpu_blocks)
         self.block_size = int(config.cache_config.block_size)
         self.meta = meta_of(options, config)
+        asked = options.more.get("compilation_config", {}).get("cudagraph_mode", NO_GRAPHS)
+        runs = self.meta["engine"]["cudagraph_mode"] or NO_GRAPHS
+        if runs != asked:
+            raise DraftsimError(
+                f"vLLM started with --cudagraph-mode {runs}, not {asked}: this device, or its "
+                "attention, has no other; give that one, or none"
+            )
         self._watch = Stopwatches(core.scheduler, executor, runner)
         self._idle_steps()
 
@@ -196,7 +206,7 @@ def meta_of(options: EngineOptions, config: Any) -> dict[str, Any]:
             "own_drafter": options.own_drafter, "longest": options.longest,
             "max_batch": options.max_batch,
             "max_model_len": options.max_model_len,
-            "token_budget": options.token_budget, "eager": config.model_config.enforce_eager,
+            "token_budget": options.token_budget, "cudagraph_mode": _graphs(config),
             "async_scheduling": bool(config.scheduler_config.async_scheduling),
             "prefix_caching": bool(config.cache_config.enable_prefix_caching),
         },
@@ -206,6 +216,12 @@ def meta_of(options: EngineOptions, config: Any) -> dict[str, Any]:
         "capability": torch.backends.cpu.get_cpu_capability() if device == "cpu" else None,
         "torch": torch.__version__,
     }  # fmt: skip
+
+
+def _graphs(config: Any) -> str | None:
+    """Return vLLM's name of the CUDA graphs that it runs; None without."""
+    mode = str(config.compilation_config.cudagraph_mode.name)
+    return None if mode == NO_GRAPHS else mode
 
 
 @contextmanager
