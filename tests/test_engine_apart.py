@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from commands.engine.apart import chances, say_defaults
-from commands.engine.check import engine_options
+from commands.engine.check import engine_options, say_slower
 from commands.engine.profile import default_speeds, plain_load, with_default_speeds
 from policies.lengths.basic import Autoregressive
 from profiler.engines import vllm
@@ -116,6 +116,17 @@ def test_settings_of_a_profile_are_kept_and_used_again() -> None:
         "async_scheduling": True, "enforce_eager": False,
         "compilation_config": {"cudagraph_mode": "FULL_AND_PIECEWISE"},
     }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("machine", "remeasured", "said"), [(1.1, False, False), (1.9, False, True), (1.9, True, False)]
+)
+def test_a_machine_that_has_become_slower_is_named(
+    capsys: pytest.CaptureFixture[str], machine: float, remeasured: bool, said: bool
+) -> None:
+    """Errors of seconds were 20 to 45% on a GPU whose host had become half as fast."""
+    say_slower([{"machine": machine, **({"profile_error": 0.2} if remeasured else {})}] * 2)
+    assert ("1.9 times slower than when the engine" in capsys.readouterr().err) == said
 
 
 def test_both_speedups_are_told(capsys: pytest.CaptureFixture[str]) -> None:

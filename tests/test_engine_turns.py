@@ -165,6 +165,30 @@ def test_a_table_of_the_runs_own_time_leaves_out_no_sample(engine: Any) -> None:
     assert float(slow) == pytest.approx(1.5 * float(fast), rel=0.01)
 
 
+def test_a_gpu_runs_the_beginning_of_each_load_before_it_is_timed(
+    engine: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(loads, "Control", lambda device: Control())
+    prompts = prompts_of(TRACE, engine.vocabulary)
+    forced = Forced(TRACE, own_texts(engine, TRACE, prompts), engine.vocabulary)
+    demands = {"closed:2": Demand(JOBS, 2), "rate:1": Demand(JOBS, None)}
+    steps, step = [], engine.step
+    monkeypatch.setattr(engine, "step", lambda: steps.append(step()) or steps[-1])
+    told: dict[str, tuple[list[str], int, dict[str, int]]] = {}
+    for device in ("cpu", "NVIDIA H200"):
+        monkeypatch.setitem(engine.meta, "device", device)
+        notes: list[str] = []
+        steps.clear()
+        found = run_loads(engine, ARMS, demands, prompts, forced, 1, say=notes.append)
+        tokens = {text: int(run.requests["tokens"].sum()) for (_, text), [run] in found.items()}
+        told[device] = (notes, len(steps), tokens)
+    assert told["cpu"][2] == told["NVIDIA H200"][2]
+    assert not any("warm up" in note for note in told["cpu"][0])
+    assert any("warm up" in note for note in told["NVIDIA H200"][0])
+    # Without drafts each load's 16 tokens take 16 steps, with drafts fewer.
+    assert 2 * 16 < told["NVIDIA H200"][1] - told["cpu"][1] <= len(ARMS) * 2 * 16
+
+
 def test_what_has_no_room_in_the_cache_runs_alone(
     engine: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:

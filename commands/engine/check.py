@@ -38,6 +38,8 @@ PARTS = 100
 """Parts of what runs side by side, of which it is said how many are done."""
 ENGINE_ARMS = ("fixed:gamma=2", "fixed:gamma=4", "gammatune")
 """Policies run where none is named, with no speculation and those predicted fastest."""
+SLOWER = 1.25
+"""Slowdown of the machine since the latencies were measured from which `say_slower` names it."""
 SHOWN = (
     "load", "policy", "iterations", "iterations_predicted", "iterations_differ", "rounds_differ",
     "texts_diverged", "throughput", "throughput_predicted", "error", "noise", "busy_error",
@@ -387,9 +389,20 @@ def say_checked(served: CheckedEngine, rows: Sequence[Mapping[str, Any]]) -> Non
         say_shares(rows)
     else:
         say_kinds(rows)
+        say_slower(rows)
     say_texts(rows)
     if (said := noise_said(rows, rows[0]["policy"])) is not None:
         note(said)
+
+
+def say_slower(rows: Sequence[Mapping[str, Any]]) -> None:
+    """Say so where the latencies were measured on a machine that was much faster."""
+    slower = float(np.median([row["machine"] for row in rows]))
+    if "profile_error" not in rows[0] and slower > SLOWER:
+        note(
+            f"the machine was {slower:.1f} times slower than when the engine was measured, so the "
+            "errors in seconds are the machine's as well: repeat with --remeasure"
+        )
 
 
 def say_kinds(rows: Sequence[Mapping[str, Any]]) -> None:

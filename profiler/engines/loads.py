@@ -28,6 +28,8 @@ TURN_S = 1.0
 """Seconds that a load runs before the next of the loads that share the engine."""
 SWEEPS = 4
 """Fewest sweeps over the table's cells between the loads; else one per repeat."""
+WARM_TOKENS = 16
+"""Output tokens of a request in `warm_up`."""
 Progress = Callable[[], AbstractContextManager[Callable[[float], None]]]
 """Makes a progress display: returns a function that is called with the finished share."""
 
@@ -191,6 +193,24 @@ def in_turn(loads: Sequence[str], arms: Sequence[str], repeats: int) -> Iterator
                 yield Turn(name, repeat, load, text, said)
 
 
+def warm_up(
+    engine: Engine, chosen: Mapping[str, Policy], demands: Mapping[str, Demand],
+    prompts: Mapping[int, Sequence[int]], forced: Forced, control: Control,
+) -> None:  # fmt: skip
+    """Run the beginning of each load under each policy.
+
+    A GPU compiles kernels when a size first runs: steps of half a second among some of 20 ms.
+    """
+    for demand in demands.values():
+        jobs = [
+            job._replace(arrival_s=0.0, tokens=min(job.tokens, WARM_TOKENS))
+            for job in demand.jobs[: demand.concurrency or engine.options.max_batch]
+        ]
+        for policy in chosen.values():
+            brief = Demand(jobs, demand.concurrency)
+            RunningLoad(engine, Setup(policy, forced), brief, prompts, control).go_on()
+
+
 def run_loads(
     engine: Engine, chosen: Mapping[str, Policy], demands: Mapping[str, Demand],
     prompts: Mapping[int, Sequence[int]], forced: Forced, repeats: int,
@@ -246,9 +266,14 @@ def run_loads(
 
     measured: dict[tuple[str, str], list[LoadRun]] = {}
     done = 0
+    warm = engine.meta["device"] == "cpu"
     for turns in together(in_turn(list(demands), list(chosen), repeats), blocks, room):
         found: list[Any] = [None if kept is None else kept.get_json(turn.name) for turn in turns]
         if None in found:
+            if not warm:
+                say("running the beginning of each load, to warm up")
+                warm_up(engine, chosen, demands, prompts, forced, control)
+                warm = True
             found = [load.written() for load in run(turns, done)]
             for turn, written in zip(turns, found, strict=True):
                 if kept is not None:
