@@ -6,6 +6,7 @@ import atexit
 import errno
 import gc
 import os
+import re
 import sys
 from typing import Annotated, Any, NoReturn
 
@@ -250,7 +251,7 @@ def _said(error: Exception) -> str | None:
     from traces.errors import DraftsimError, missing, missing_for
 
     if isinstance(error, DraftsimError):
-        return str(error)
+        return _as_given(str(error))
     if isinstance(error, UsageError):
         shown: Any = error
         command = str(getattr(getattr(shown, "ctx", None), "info_name", ""))
@@ -258,7 +259,7 @@ def _said(error: Exception) -> str | None:
         if (place := ELSEWHERE.get((command, option))) is not None:
             return f"{command} has no option {option}: {place}"
         message = str(shown.format_message())  # the error by itself does not name the option
-        return configured_in(shown) + message.replace("Value error, ", "")
+        return configured_in(shown) + _as_given(_plainly(message))
     if isinstance(error, OSError) and error.errno is not None and not _is_closed_pipe(error):
         # Where nobody said it better: a full disk, a folder that may only be read.
         place = f"{error.filename}: " if error.filename else ""
@@ -272,6 +273,31 @@ def _said(error: Exception) -> str | None:
     if packages := missing_for(error):
         return str(missing(packages, " ".join(["draftsim", *sys.argv[1:2]])))
     return None
+
+
+def _plainly(message: str) -> str:
+    """Return a message of typer's about an option's value in our words."""
+    found = re.fullmatch(
+        r"Invalid value for '([^']+)': (?:Value error, |Input should be )(.*)", message
+    )
+    if found is None:
+        return message
+    option, said = found.groups()
+    if (kind := re.match(r"a valid (\w+)", said)) is not None:
+        said = "a whole number" if kind[1] == "integer" else f"a {kind[1]}"
+    elif re.match(r"(greater|less) than", said):
+        said = f"a value {said}"
+    return f"{option}: " + (f"expected {said}" if "Input should be" in message else said)
+
+
+def _as_given(message: str) -> str:
+    """Return the message with our names of options as the command line spells them."""
+    given = {word.partition("=")[0] for word in sys.argv[1:]}
+    for other, ours in {**{old: (new,) for old, new in RENAMED.items()}, **FIELDS}.items():
+        for name in ours:
+            if f"--{other}" in given and f"--{name}" not in given:
+                message = re.sub(rf"--{name}(?![\w-])", f"--{other}", message)
+    return message
 
 
 def _fail(message: str, code: int) -> NoReturn:

@@ -75,7 +75,7 @@ def test_a_file_switches_off_what_the_command_line_does(
     [
         ("run.yaml", "requets: 6", "requets is no option of this command: did you mean requests?"),
         ("run.yaml", "requests: [", "is no YAML"),
-        ("run.yaml", "requests: lots", "run.yaml: Invalid value for '--requests'"),
+        ("run.yaml", "requests: lots", "run.yaml: --requests: expected a whole number"),
         ("run.yaml", "- 1", "holds no names and values"),
         ("run.yaml", "out:", "out has no value: give one, or remove the line"),
         ("run.yaml", "requests: {a: 1}", "expected a value or list"),

@@ -81,7 +81,8 @@ def test_older_names_are_understood(old: str, synthetic_run: Path, run: Run) -> 
         "--jobs", 1, "--resamples", 2,
     )  # fmt: skip
     said = [run(*command, f"--{name}", "x").err for name in (old, new)]
-    assert said[0] == said[1]
+    assert f"(--{old} 'x')" in said[0]
+    assert said[0].replace(old, new) == said[1]
     assert old not in run("sweep", "--help").out
 
 
@@ -108,7 +109,27 @@ def test_a_file_of_options_takes_names_of_engines(run: Run, tmp_path: Path) -> N
     config.write_text("max_num_seqs: none\n")
     said = run("serve", "--config", config)
     assert said.code == 2
-    assert "Invalid value for '--max-batch'" in said.err
+    assert "run.yaml: --max-batch: expected a whole number" in said.err
+
+
+@pytest.mark.parametrize(
+    ("command", "says"),
+    [
+        ("serve --max-batch many", "--max-batch: expected a whole number"),
+        ("serve --max-num-seqs many", "--max-num-seqs: expected a whole number"),
+        (
+            "profile engine --target t --out x --minutes -1",
+            "--minutes: expected a value greater than or equal to 0",
+        ),
+        ("profile engine --target t --out x --minutes q", "--minutes: expected a number"),
+    ],
+)
+def test_a_value_of_the_wrong_kind_is_named_with_its_option(
+    command: str, says: str, run: Run
+) -> None:
+    said = run(*command.split())
+    assert said.code == 2
+    assert said.err == f"draftsim: {says}\n"
 
 
 def test_shared_options_stand_under_a_heading(run: Run) -> None:
