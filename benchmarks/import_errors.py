@@ -17,6 +17,7 @@ from typing import Any
 from commands.common.printed import print_table
 from policies.registry import parse_policy
 from simulator.pricing import price
+from traces.acceptance.survival import impute
 from traces.acceptance.trace import Trace
 from traces.importers.specbench import import_specbench
 from traces.latency.table import LatencyTable
@@ -62,7 +63,7 @@ def write_log(log: RoundLog, latency: LatencyTable, path: Path) -> Path:
 def errors(imported: Trace, trace: Trace, latency: LatencyTable) -> dict[str, Any]:
     """Return signed error of each policy's speedup, and whether the fastest is found."""
     known = bool(imported.meta["draft_lengths_known"])
-    filled = imported.impute(0, "hazard" if known else "rejected")
+    filled = impute(imported, 0, "hazard" if known else "rejected")
     predicted, true = {}, {}
     for text in PREDICTED:
         policy = parse_policy(text, max_gamma=trace.max_gamma)

@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-import io
-import os
 import re
-import shlex
-from contextlib import redirect_stderr, redirect_stdout
-from functools import cache
 from typing import NamedTuple
-from unittest import mock
+
+from docs import outputs
 
 MOST_LINES = 20
 """Lines of an output that a page shows."""
@@ -126,24 +122,19 @@ QUESTIONS = {
 """The twelve questions, by name."""
 
 
-@cache
 def printed(command: str) -> str:
-    """Return what a command prints: the table, then its remarks without `PROVENANCE`.
+    """Return what a command prints, without the remarks of `PROVENANCE`.
 
     Raises RuntimeError if it fails.
     """
-    from commands import app
-
-    out, err = io.StringIO(), io.StringIO()
-    with mock.patch.dict(os.environ), redirect_stdout(out), redirect_stderr(err):
-        os.environ.pop("DRAFTSIM_TRACE", None)
-        code = app.app(shlex.split(command)[1:], standalone_mode=False)
-    if code not in (None, 0):
-        raise RuntimeError(f"{command}: exit code {code}: {err.getvalue()}")
-    # A remark's further lines are indented.
-    remarks = re.split(r"\n(?!  )", err.getvalue())
-    said = [text.rstrip() for text in remarks if not PROVENANCE.search(text)]
-    return "\n\n".join(filter(None, (out.getvalue().strip("\n"), "\n".join(said).strip("\n"))))
+    lines: list[str] = []
+    left_out = False
+    for line in outputs.printed(command.removeprefix("draftsim ")).splitlines():
+        # A remark's further lines are indented.
+        left_out = bool(PROVENANCE.search(line)) or (left_out and line.startswith("  "))
+        if not left_out:
+            lines.append(line)
+    return "\n".join(lines).strip("\n")
 
 
 def questions() -> str:

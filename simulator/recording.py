@@ -12,6 +12,7 @@ import numpy as np
 from policies.rules.base import VerifyRule
 from simulator.aggregate.observed import read_acceptance
 from simulator.chosen import Say, silent
+from traces.acceptance.survival import impute
 from traces.acceptance.synthetic import trace_by_position
 from traces.acceptance.trace import UNKNOWN, Trace
 from traces.digits import counted
@@ -190,9 +191,9 @@ def imputed(name: str, trace: Trace, chooses: str | None = None, say: Say = sile
             f"{name}: the log does not hold its draft lengths, so every speedup is a lower bound "
             "and nothing is ranked: name them with `draftsim import --draft-lengths`"
         )
-        return trace.impute(0, "rejected")
+        return impute(trace, 0, "rejected")
     try:
-        filled = trace.impute(0)
+        filled = impute(trace)
     except DraftsimError as error:
         raise DraftsimError(f"{name}: {error}") from None
     seen = filled.meta["imputed"]["longest_seen"]

@@ -108,8 +108,6 @@ TWO_WAYS = {
     ("commands.engine.check", "commands.engine.http"),
     ("commands.profile.recording", "commands.profile.sources"),
     ("profiler.checks.differences", "profiler.checks.spot_check"),
-    ("profiler.engines.vllm", "profiler.engines.vllm.server"),
-    ("traces.acceptance.trace", "traces.acceptance.survival"),
     ("traces.operators.steps", "traces.operators.compose"),
 }
 """Imports of types, or within a function, that lead back to the importing file."""

@@ -15,7 +15,6 @@ import pytest
 
 from profiler.engines import vllm
 from profiler.engines.engine import EngineOptions
-from profiler.engines.vllm import server as process
 from profiler.engines.vllm.engine import speculative_of
 from profiler.engines.vllm.server import VllmServer, arguments
 from tests.conftest import ROOT, Run
@@ -40,7 +39,6 @@ def pretend_server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, script: str)
     """A server whose process runs `script` instead, which may use the port PORT."""
     room = tmp_path / "room"
     room.mkdir()
-    monkeypatch.setattr(process, "check_installed", lambda server: None)
     server = VllmServer(OPTIONS, room)
     code = tmp_path / "script.py"
     code.write_text(script)

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from scipy import stats
 
 from policies.lengths.basic import Fixed
-from traces.acceptance.survival import runs, survival
+from traces.acceptance.survival import impute, runs, survival
 from traces.acceptance.synthetic import synthetic_trace
 from traces.acceptance.trace import MATCH, MISMATCH, UNKNOWN, Request, Trace
 from traces.errors import DraftsimError
@@ -90,7 +90,7 @@ def test_imputation_fills_the_unknown_alone_and_keeps_the_rate() -> None:
     alpha = 0.8
     log = censored(synthetic_trace(alpha, requests=20, tokens=1500, seed=4), 3)
     unknown = log.columns["match"] == UNKNOWN
-    full = log.impute(seed=1)
+    full = impute(log, seed=1)
     match = full.columns["match"]
     assert np.array_equal(match[~unknown], log.columns["match"][~unknown])
     assert set(match[unknown].tolist()) == {MATCH, MISMATCH}
@@ -100,14 +100,14 @@ def test_imputation_fills_the_unknown_alone_and_keeps_the_rate() -> None:
         "method": "hazard", "seed": 1, "positions": int(unknown.sum()), "longest_seen": 3,
     }  # fmt: skip
     assert replay(full, Fixed(5)).fidelity == "approximate"
-    assert not np.array_equal(match, log.impute(seed=2).columns["match"])
-    assert np.array_equal(match, log.impute(seed=1).columns["match"])
+    assert not np.array_equal(match, impute(log, seed=2).columns["match"])
+    assert np.array_equal(match, impute(log, seed=1).columns["match"])
 
 
 def test_imputation_conditions_on_the_run_so_far() -> None:
     # Rejected at once or never: after a run of three nothing was ever rejected.
     rounds = [(0, 3), (3, 3)] * 200
-    full = logged(rounds).impute()
+    full = impute(logged(rounds))
     match = full.columns["match"]
     bonus = np.arange(4, len(match), 5)
     assert (match[bonus] == MATCH).all()
@@ -117,19 +117,19 @@ def test_imputation_conditions_on_the_run_so_far() -> None:
 @settings(deadline=None, max_examples=40)
 def test_taking_the_unknown_as_rejected_is_a_lower_bound(rounds: list[tuple[int, int]]) -> None:
     trace = logged([*rounds, (0, 1)])
-    low = trace.impute(method="rejected")
+    low = impute(trace, method="rejected")
     assert not (low.columns["match"] == UNKNOWN).any()
-    assert (low.run_lengths <= trace.impute(method="hazard").run_lengths).all()
+    assert (low.run_lengths <= impute(trace, method="hazard").run_lengths).all()
 
 
 def test_what_cannot_be_estimated_is_refused() -> None:
     hidden = Trace(logged([(1, 1), (0, 1)]).columns, logged([(1, 1), (0, 1)]).requests, None,
                    {"draft_lengths_known": False})  # fmt: skip
-    for call in (hidden.impute, lambda: survival(hidden)):
+    for call in (lambda: impute(hidden), lambda: survival(hidden)):
         with pytest.raises(DraftsimError, match="does not know the draft lengths"):
             call()
-    assert replay(hidden.impute(method="rejected"), Fixed(2)).fidelity == "lower bound"
+    assert replay(impute(hidden, method="rejected"), Fixed(2)).fidelity == "lower bound"
     with pytest.raises(DraftsimError, match="imputation method is 'x'"):
-        hidden.impute(method="x")  # type: ignore[arg-type]
+        impute(hidden, method="x")  # type: ignore[arg-type]
     with pytest.raises(DraftsimError, match="confidence is 2"):
         survival(logged([(1, 1)]), confidence=2)

@@ -27,6 +27,7 @@ from simulator.tune.settings import TUNE_COLUMNS
 from simulator.tune.sglang import tune_sglang
 from simulator.tune.vllm import table_rows, tune_vllm
 from tests.tuning import CHEAP, batched, iid
+from traces.acceptance.survival import impute
 from traces.acceptance.trace import Trace
 from traces.errors import DraftsimError
 from traces.importers.vllm import import_vllm
@@ -255,7 +256,7 @@ def test_lengths_that_a_log_never_drafted_are_not_searched(tmp_path: Path) -> No
             for i, row in enumerate(drawn)
         )
     )
-    log = import_vllm(path).impute(0)
+    log = impute(import_vllm(path))
     tuned = tune_vllm(log, LatencyTable.constant(0.0195, 0.0008), draws=50)
     assert [row["setting"] for row in tuned.rows] == ["K=1"]
     assert any("has no verified draft longer than 1" in w for w in tuned.warnings)

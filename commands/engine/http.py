@@ -53,7 +53,6 @@ def compare_served(
     from profiler.engines.texts import policy_runs
     from simulator.served import control_sizes, served_rows, with_server
 
-    kind.check_installed(server=True)
     trace, chosen = work.trace, work.policies
     for policy in chosen.values():
         Setup(policy, Forced(trace, {}, 1))  # refused now if it reads what was not recorded

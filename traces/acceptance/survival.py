@@ -93,7 +93,7 @@ def survival(
         raise DraftsimError(
             "survival needs to tell rejected drafts from fully accepted ones, and this import does "
             "not know the draft lengths: import with --draft-lengths hf-heuristic:N or "
-            "fixed:N, or take the unknown ends as rejections (Trace.impute, method='rejected')"
+            "fixed:N, or take the unknown ends as rejections (impute(trace, method='rejected'))"
         )
     lengths, seen, _ = runs(trace)
     # A censored run of k tells of k acceptances and nothing about what came after them.
@@ -118,10 +118,22 @@ def survival(
     return Survival(risk, rejected, alive, lo, hi)
 
 
-def impute_matches(
-    trace: Trace, seed: int, method: Literal["hazard", "rejected"] = "hazard"
-) -> Trace:
-    """Return the trace with every unrecorded match on the path filled in; see `Trace.impute`."""
+def impute(
+    trace: Trace, seed: int = 0, method: Literal["hazard", "rejected"] = "hazard"
+) -> Trace:  # fmt: skip
+    """Return the trace with the matches that were not recorded filled in, marked in ``meta``.
+
+    ``hazard`` draws each from the trace's own Kaplan-Meier hazard (`survival`) at the run of
+    recorded matches before it.  ``rejected`` takes every one as a mismatch: no start then has more
+    accepted than it would have had, a lower bound.  A replay of the result has fidelity
+    ``approximate``, or of the latter ``lower bound``.
+
+    Raises
+    ------
+    DraftsimError
+        If nothing was recorded to estimate the hazard from, or the draft lengths of an imported log
+        are not known.
+    """
     match = np.array(trace.columns["match"])
     _, _, ends = runs(trace)
     on_path = match[trace.on_path]

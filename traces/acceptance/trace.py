@@ -22,7 +22,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 
@@ -259,24 +259,6 @@ class Trace:
         columns = {name: values[index] for name, values in self.columns.items()}
         columns["request"] = np.concatenate(numbers) if numbers else np.empty(0, dtype=np.int32)
         return Trace(columns, [self.requests[i] for i in keep], self.max_gamma, self.meta)
-
-    def impute(self, seed: int = 0, method: Literal["hazard", "rejected"] = "hazard") -> Trace:
-        """Return the trace with the matches that were not recorded filled in, marked in ``meta``.
-
-        ``hazard`` draws each from the trace's own Kaplan-Meier hazard (`survival`) at the
-        run of recorded matches before it.  ``rejected`` takes every one as a mismatch: no
-        start then has more accepted than it would have had, a lower bound.  A replay of
-        the result has fidelity ``approximate``, or of the latter ``lower bound``.
-
-        Raises
-        ------
-        DraftsimError
-            If nothing was recorded to estimate the hazard from, or the draft lengths
-            of an imported log are not known.
-        """
-        from traces.acceptance.survival import impute_matches
-
-        return impute_matches(self, seed, method)
 
 
 _TAIL_MAY_LACK = frozenset(name for name in COLUMNS if name.startswith("target_")) | {

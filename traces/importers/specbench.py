@@ -87,7 +87,7 @@ def import_specbench(
 
         A log that accepted more than was drafted contradicts a schedule.  With ``none`` and
         ``at-least`` the ends of longer runs are hidden, so survival estimates and imputation
-        by hazard are refused (`Trace.impute` offers ``rejected``).
+        by hazard are refused (`traces.acceptance.survival.impute` offers ``rejected``).
     max_new_tokens:
         Limit of a turn; a shorter one ended with EOS.
     progress:

@@ -37,9 +37,9 @@ def import_vllm(files: str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
     ``id``, ``usage`` (``prompt_tokens``, ``completion_tokens``), ``finish_reason`` and
     ``category`` are used where present.  Within a step the accepted positions match and
     the next, if more was drafted, does not; after a fully accepted step it is unknown,
-    as is the first token (see `Trace.impute`).  Requests that were aborted, that failed, or
-    that report null (several sequences to a request) are left out and named in
-    ``meta["left_out"]``.  Without ``usage`` a request has the tokens
+    as is the first token (see `traces.acceptance.survival.impute`).  Requests that were
+    aborted, that failed, or that report null (several sequences to a request) are left out and
+    named in ``meta["left_out"]``.  Without ``usage`` a request has the tokens
     that its steps emitted, and ``completion_tokens`` may cut the last step short.
 
     Raises

@@ -107,7 +107,7 @@ class ReplayDecoder:
             )
         return SignalError(
             f"request {self._info.id!r} was not observed at position {self.position + ahead}, "
-            "where this policy drafts: impute the trace first (`Trace.impute`)"
+            "where this policy drafts: impute the trace first (`traces.acceptance.survival.impute`)"
         )
 
     def _advance(self, accepted: int) -> None:

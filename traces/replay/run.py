@@ -34,8 +34,9 @@ def replay(
     ``first`` is the output position decoding begins at (see
     `traces.replay.decoder.ReplayDecoder`); by default the trace's own (`Trace.first`).
     The fidelity is ``exact`` for a greedy trace, ``exact in distribution`` for a sampled one,
-    and ``approximate`` where matches were imputed (`Trace.impute`) or the trace says so of itself
-    (``meta["fidelity"]``); ``lower bound`` where they were imputed as rejections.
+    and ``approximate`` where matches were imputed (`traces.acceptance.survival.impute`) or
+    the trace says so of itself (``meta["fidelity"]``); ``lower bound`` where they were imputed
+    as rejections.
 
     ``rule`` decides what is accepted; by default, as every lossless rule, the recorded
     verdicts do.  It is a prototype: one copy serves all requests in recording order,
@@ -135,7 +136,7 @@ def _run(decoder: ReplayDecoder, policy: DraftPolicy) -> list[Round]:
             raise SignalError(
                 f"{type(policy).__name__} asks how far the drafts match, which was not observed at "
                 f"position {decoder.position} of an imported request: impute the trace first "
-                "(`Trace.impute`)"
+                "(`traces.acceptance.survival.impute`)"
             ) from error
         raise
 

@@ -60,6 +60,7 @@ def start(options: EngineOptions) -> Engine:
 
 def serve(options: EngineOptions, folder: Path) -> Server:
     """Return a server that keeps its files in `folder`; it starts on entry."""
+    check_installed(server=True)
     from profiler.engines.vllm.server import VllmServer
 
     return VllmServer(options, folder)

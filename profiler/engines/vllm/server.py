@@ -21,7 +21,6 @@ from typing import IO, Any
 from profiler.engines import notes, session
 from profiler.engines.engine import EngineOptions
 from profiler.engines.served import MODEL
-from profiler.engines.vllm import check_installed
 from profiler.engines.vllm.engine import FIXED, speculative_of
 from profiler.recording.run import model_path
 from traces.errors import DraftsimError
@@ -75,7 +74,6 @@ class VllmServer:
         return "autoregressive", session.ENGINE if self.options.own_drafter else "pld"
 
     def __enter__(self) -> VllmServer:
-        check_installed(server=True)
         self.notes.mkdir()
         self.decide(*self.undrafted)
         self.port = _free_port()
