@@ -65,6 +65,8 @@ ROUNDS = int(os.environ.get("DRAFTSIM_DAMAGE_ROUNDS", "1"))
 SEED = int(os.environ.get("DRAFTSIM_DAMAGE_SEED", "0"))
 EACH = 100
 """Damaged files of each reader in a round."""
+EACH_FIT = 25
+"""The same where reading a file ends in a fit, which takes a fifth of a second."""
 MEMORY = 2 * 2**30
 """Bytes that a reader may take beyond what the process has."""
 CPU_S = 20
@@ -96,6 +98,8 @@ class Reader(NamedTuple):
     """True if a checksum tells every changed byte."""
     free: str = ""
     """Fields, as a pattern of their paths, that any value may stand in, or that are optional."""
+    each: int = EACH
+    """Damaged files of a round."""
 
 
 def said(*arguments: object) -> Callable[[Path], Any]:
@@ -245,8 +249,10 @@ READERS: Mapping[str, Reader] = {
     "arrivals": Reader(
         "arrivals.csv", served("--policy", "fixed:gamma=2", "--arrivals", "{}/arrivals.csv")
     ),
-    "calibrate": Reader("runs.csv", said("calibrate", "{}/runs.csv", "--json", "-")),
-    "calibrate, jsonl": Reader("runs.jsonl", said("calibrate", "{}/runs.jsonl", "--json", "-")),
+    "calibrate": Reader("runs.csv", said("calibrate", "{}/runs.csv", "--json", "-"), each=EACH_FIT),
+    "calibrate, jsonl": Reader(
+        "runs.jsonl", said("calibrate", "{}/runs.jsonl", "--json", "-"), each=EACH_FIT
+    ),
     "prompts": Reader(
         "prompts.jsonl", lambda place: read_prompts(place / "prompts.jsonl"),
         free="id|category|answer|reference",
@@ -663,7 +669,7 @@ def wrong(reader: Reader, place: Path, name: str) -> list[str]:
     whole, found = path.read_bytes(), []
     with bounded():
         right = repr(reader.answer(place))
-        for number in range(EACH * ROUNDS):
+        for number in range(reader.each * ROUNDS):
             path.write_bytes(whole)
             rng = random.Random(f"{SEED} {name} {number}")
             one = damaged(rng, reader.file, whole, reader.sealed, place / "scratch.parquet")
