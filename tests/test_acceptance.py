@@ -135,7 +135,7 @@ FREE = "--assume-batch-free"
         ("serve", FREE, "--batch", "1", "--requests", "20", "--policy", "fixed:gamma=2"),
         ("sweep", "--policy", "fixed:gamma=2", "--resamples", "2"),
         ("tune", FREE, "--engine", "hf", "--resamples", "20"),
-        ("capacity", FREE, "--rate", "0.001", "--slo", "ttft=1000s,tpot=100s", "--requests", "20",
+        ("capacity", FREE, "--rate", "0.001", "--slo", "ttft=30s,tpot=3s", "--requests", "20",
          "--replications", "1", "--policy", "fixed:gamma=2"),
     ],
     ids=lambda words: words[0],

@@ -231,7 +231,7 @@ def test_a_place_that_cannot_be_is_refused_at_once(
 
 SERVED = {
     "serve": ("--batch", 1, "--requests", 2),
-    "capacity": ("--rate", 1, "--slo", "tpot=9", "--requests", 20),
+    "capacity": ("--rate", 1, "--slo", "ttft=2s,tpot=9", "--requests", 20),
     "tune": ("--engine", "llamacpp", "--resamples", 4),
 }
 

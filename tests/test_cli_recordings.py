@@ -272,7 +272,7 @@ def test_a_headline_gains_over_no_slower_row_by_itself() -> None:
         ("simulate", *QUICK),
         ("serve", "--policy", "fixed:gamma=1", "--batch", 1, "--requests", 2),
         ("tune", "--engine", "llamacpp", "--resamples", 4),
-        ("capacity", "--rate", 1, "--slo", "tpot=9", "--requests", 20, *QUICK[:2]),
+        ("capacity", "--rate", 1, "--slo", "ttft=2s,tpot=9", "--requests", 20, *QUICK[:2]),
         ("sweep", *QUICK),
     ],
     ids=lambda command: command[0],

@@ -12,8 +12,9 @@ import numpy as np
 import pytest
 
 from commands.engine.apart import chances, say_defaults
-from commands.engine.check import engine_options, say_slower
+from commands.engine.check import engine_options
 from commands.engine.profile import default_speeds, plain_load, with_default_speeds
+from commands.validate.engine import say_slower
 from policies.lengths.basic import Autoregressive
 from profiler.engines import vllm
 from profiler.engines.engine import EngineOptions

@@ -13,11 +13,11 @@ from tests.conftest import Run
 from traces.errors import DraftsimError
 from traces.latency.graphs import CAPTURED, CUDAGraphs
 from traces.operators.attention import AttentionOperators, Heads, heads_of
-from traces.operators.compose import Composer, Placed
+from traces.operators.compose import Composer
 from traces.operators.dense import MEASURED, NEAR, DenseOperators, experts_reached
 from traces.operators.devices import DATA, DEVICES
 from traces.operators.memory import kv_blocks
-from traces.operators.shapes import ARCHITECTURES, find_architecture
+from traces.operators.shapes import ARCHITECTURES, Placed, find_architecture
 from traces.operators.table import OperatorTable, rows_of
 from traces.store.operators import (
     bundled_operators,

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from profiler.checks.differences import real_run
+from profiler.checks.spot_check import real_run
 from profiler.recording.run import RunInfo
 from profiler.recording.run import write_run as write_info
 from tests import bundled

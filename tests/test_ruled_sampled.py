@@ -9,8 +9,7 @@ import pytest
 
 from policies.lengths.basic import Fixed
 from policies.rules.registry import parse_rule
-from profiler.checks.differences import real_run
-from profiler.checks.spot_check import Arm, run_arms
+from profiler.checks.spot_check import Arm, real_run, run_arms
 from tests import bundled
 from tests.rule_runs import decode
 from traces.acceptance.sampling import Sampling

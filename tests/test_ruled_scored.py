@@ -10,8 +10,9 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from profiler.checks.differences import real_run, solves
+from profiler.checks.differences import solves
 from profiler.checks.score import ANSWERS, SOLVED, Score, answers_to, score, solved_by
+from profiler.checks.spot_check import real_run
 from profiler.decoding.single import greedy
 from profiler.prompts import Prompt, read_prompts
 from profiler.recording.run import BUNDLED

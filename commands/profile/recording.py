@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,7 +18,6 @@ if TYPE_CHECKING:
     from profiler.profile import Settings
     from profiler.prompts import Prompt
     from profiler.recording.run import RunInfo
-    from traces.acceptance.trace import Trace
 
 
 SOURCES = ("*exits*", "*starts-*", "trees-*", "sampled")
@@ -240,16 +239,4 @@ def say_complete(out: Path, asked: Sequence[str]) -> None:
     note(
         f"{out} is complete: its trace of {counted(len(trace.requests), 'prompt')} and its "
         f"latencies are kept{besides}; recording what is missing of: {', '.join(asked)}"
-    )
-
-
-def say_recording(what: Collection[str], trace: Trace, asked: Iterable[str] = ()) -> None:
-    """Say, before it is done, what is recorded along `trace`, and what of `asked` is kept."""
-    if not what:
-        return
-    kept = [name for name in asked if name not in what]
-    outputs = "" if trace.sampling.greedy else " sampled outputs of"
-    rest = f"; kept: {', '.join(kept)}" if kept else ""
-    note(
-        f"recording {', '.join(what)} along{outputs} {counted(len(trace.requests), 'prompt')}{rest}"
     )

@@ -72,9 +72,8 @@ def decode_again(
     Outputs are scored where a prompt asks for a number: in the prompts file, which need not be
     there any more, or when the run was recorded.
     """
-    from profiler.checks.differences import real_run
     from profiler.checks.score import answers_to
-    from profiler.checks.spot_check import run_arms
+    from profiler.checks.spot_check import real_run, run_arms
     from profiler.prompts import read_prompts
     from traces.store.files import read_trace
     from traces.store.outputs import write_run

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from commands.common.output import note
 from commands.common.progress import progress_bar
-from commands.profile.recording import say_recording
+from traces.digits import counted
 from traces.errors import DraftsimError
 
 if TYPE_CHECKING:
@@ -393,3 +393,15 @@ def with_sources(table: LatencyTable, found: pd.DataFrame) -> LatencyTable:
     ours = set(zip(found["model"], found["phase"], strict=True))
     keep = [key not in ours for key in zip(table.cells["model"], table.cells["phase"], strict=True)]
     return LatencyTable(pd.concat([table.cells[keep], found], ignore_index=True), table.meta)
+
+
+def say_recording(what: Collection[str], trace: Trace, asked: Iterable[str] = ()) -> None:
+    """Say, before it is done, what is recorded along `trace`, and what of `asked` is kept."""
+    if not what:
+        return
+    kept = [name for name in asked if name not in what]
+    outputs = "" if trace.sampling.greedy else " sampled outputs of"
+    rest = f"; kept: {', '.join(kept)}" if kept else ""
+    note(
+        f"recording {', '.join(what)} along{outputs} {counted(len(trace.requests), 'prompt')}{rest}"
+    )

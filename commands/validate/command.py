@@ -242,7 +242,7 @@ def engine(
     (`slowdown`).
     """
     served.check(asked.policy, remeasure)
-    from commands.engine.check import columns_of, engine_check, say_checked
+    from commands.validate.engine import columns_of, engine_check, say_checked
     from profiler.recording.run import only_writer
 
     folder = asked.run

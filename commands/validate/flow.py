@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 import numpy as np
 
 from commands.common.output import note
-from commands.common.progress import progress_bar
+from commands.common.progress import progress_bar, working
 from commands.common.quiet import AGAIN, say_machine, with_machine
 from traces.digits import counted
 from traces.errors import DraftsimError
@@ -251,7 +251,10 @@ class Remeasured:
         self._total, self._done = total, 0
         if (planned := passes.get("planned")) is None:
             began = time.perf_counter()
-            self._sweep_until(1.0)
+            with working("measuring latencies before the runs") as say:
+                for block in range(of := len(self._profile.sweeps.blocks)):
+                    self._sweep_until((block + 1) / of)
+                    say("measuring latencies before the runs", block + 1, of)
             fit = int(SHARE * expected_s / (time.perf_counter() - began))
             planned = {"sweeps": np.array(min(max(fit, FEWEST), SWEEPS))}
             passes.put("planned", planned)

@@ -84,8 +84,9 @@ class LossyRuns(RealRuns):
 
     def compared(self, rows: pd.DataFrame, measured: Measured, progress: Any) -> pd.DataFrame:
         """Add the error of the replay, and the quality of the outputs."""
-        from profiler.checks.differences import real_run, rounds_differ
+        from profiler.checks.differences import rounds_differ
         from profiler.checks.score import answers_to
+        from profiler.checks.spot_check import real_run
         from traces.store.outputs import quality
 
         del progress

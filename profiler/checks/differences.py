@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -25,39 +25,7 @@ from profiler.models.loading import Pair
 from traces.acceptance.trace import Trace
 from traces.replay.exact_match import solved
 from traces.replay.rounds import RoundLog, before
-from traces.store.outputs import NEAR, Divergence, Output, RealRun
-
-if TYPE_CHECKING:
-    from profiler.checks.spot_check import Arm, Measured
-
-
-def real_run(
-    pair: Pair, greedy: Trace, arm: Arm, measured: Measured, meta: Mapping[str, Any],
-    answers: Mapping[str, str] | None = None,
-) -> RealRun:  # fmt: skip
-    """Return the rounds and outputs of an arm with a lossy rule.
-
-    ``greedy`` is the recording of the target's own outputs, which may hold more requests;
-    ``answers`` holds the numbers that solve requests, by id (`profiler.checks.score.answers_to`).
-    """
-    place = {request.id: i for i, request in enumerate(greedy.requests)}
-    log = measured.logs[arm.label]
-    outputs = []
-    for request, tokens, nats in zip(
-        log.requests, measured.outputs[arm.label], measured.log_likelihoods[arm.label], strict=True
-    ):
-        at, answer = place[request.id], (answers or {}).get(request.id)
-        own, ended = output_of(greedy, at), greedy.requests[at].ended
-        outputs.append(
-            Output(
-                request.id, tokens, pair.tokenizer.decode(tokens), pair.tokenizer.decode(own),
-                float(nats), solves(pair, tokens, request.ended, answer),
-                solves(pair, own, ended, answer),
-            )
-        )  # fmt: skip
-    table = getattr(log.rule, "table", None)
-    memory = {} if table is None else {"sizes": list(table.sizes), "evictions": table.evictions}
-    return RealRun(log, outputs, {**pair.meta, **meta, "memory": memory})
+from traces.store.outputs import NEAR, Divergence
 
 
 def output_of(trace: Trace, request: int) -> list[int]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, NamedTuple
@@ -14,7 +14,7 @@ import torch
 from policies.core import DraftPolicy, Round, own_copy, speculate
 from policies.rules.base import VerifyRule
 from policies.rules.registry import describe_rule
-from profiler.checks.differences import rounds_differ
+from profiler.checks.differences import output_of, rounds_differ, solves
 from profiler.checks.turns import Attempt, CheckWork, take_turns
 from profiler.decoding.forced import ForcedDecoder
 from profiler.decoding.single import ModelDecoder
@@ -29,6 +29,7 @@ from traces.errors import DraftsimError
 from traces.machine import State
 from traces.replay.rounds import RoundLog
 from traces.store.measured import MEASURED_COLUMNS, OFF_COLUMNS
+from traces.store.outputs import Output, RealRun
 
 
 @dataclass(frozen=True)
@@ -310,3 +311,32 @@ def _emitted(request: Request, output: Sequence[int], eos: frozenset[int]) -> Re
     """Return `request` with the length and end of an output of its own."""
     ended: Literal["eos", "length"] = "eos" if output[-1] in eos else "length"
     return replace(request, tokens=len(output), ended=ended, wall_s=None)
+
+
+def real_run(
+    pair: Pair, greedy: Trace, arm: Arm, measured: Measured, meta: Mapping[str, Any],
+    answers: Mapping[str, str] | None = None,
+) -> RealRun:  # fmt: skip
+    """Return the rounds and outputs of an arm with a lossy rule.
+
+    ``greedy`` is the recording of the target's own outputs, which may hold more requests;
+    ``answers`` holds the numbers that solve requests, by id (`profiler.checks.score.answers_to`).
+    """
+    place = {request.id: i for i, request in enumerate(greedy.requests)}
+    log = measured.logs[arm.label]
+    outputs = []
+    for request, tokens, nats in zip(
+        log.requests, measured.outputs[arm.label], measured.log_likelihoods[arm.label], strict=True
+    ):
+        at, answer = place[request.id], (answers or {}).get(request.id)
+        own, ended = output_of(greedy, at), greedy.requests[at].ended
+        outputs.append(
+            Output(
+                request.id, tokens, pair.tokenizer.decode(tokens), pair.tokenizer.decode(own),
+                float(nats), solves(pair, tokens, request.ended, answer),
+                solves(pair, own, ended, answer),
+            )
+        )  # fmt: skip
+    table = getattr(log.rule, "table", None)
+    memory = {} if table is None else {"sizes": list(table.sizes), "evictions": table.evictions}
+    return RealRun(log, outputs, {**pair.meta, **meta, "memory": memory})

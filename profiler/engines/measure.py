@@ -15,9 +15,9 @@ import pandas as pd
 from profiler.engines.bench import Bench, Cell, EngineGrid, Sample
 from profiler.engines.engine import Engine
 from profiler.recording.checkpoint import Checkpoint
-from traces.latency.schema import CELL_COLUMNS
+from traces.latency.schema import CELL_COLUMNS, graphs_of
 from traces.latency.table import LatencyTable
-from traces.store.engine_runs import PARTS, graphs_of
+from traces.store.engine_runs import PARTS
 
 Samples = Mapping[Cell, Sequence[Sample]]
 DISTURBED = 1.1

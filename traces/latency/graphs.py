@@ -19,13 +19,6 @@ Floats = npt.NDArray[np.float64]
 CAPTURED = (1, 2, 4, *range(8, 256, 8), *range(256, 513, 16))
 """Tokens that vLLM captures CUDA graphs for, by default."""
 MODES = ("FULL", "PIECEWISE", "NONE")
-ENGINE_MODES = ("FULL_AND_PIECEWISE", "FULL", "FULL_DECODE_ONLY", "PIECEWISE")
-"""vLLM's CUDA graphs (``cudagraph_mode``), its default first.
-
-A full graph is a whole pass; a piecewise one is a pass whose parts between attention operators the
-host starts one by one.  In the modes with two names only steps in which all requests verify the
-longest draft are full graphs (`UNIFORM`)."""
-UNIFORM = ("FULL_AND_PIECEWISE", "FULL_DECODE_ONLY")
 WIDEST = 64
 """New tokens a sequence up to which a pass is a decoding one, and padded."""
 PHASES = ("forward", "with_prompts", "catch_up", "pass")

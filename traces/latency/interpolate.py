@@ -22,6 +22,8 @@ Sizes = tuple[float | Floats, float | Floats, Floats]
 MEASURED, INTERPOLATED, EXTRAPOLATED = 0, 1, 2
 FAR = 1 << 20
 """Tokens beyond the longest context measured at which the last piece of a `Line` is read."""
+APART = 1e-6
+"""Tokens below the widest pass at which those of another kind end."""
 LINES = 1 << 15
 """Lines kept of a grid: one per batch and width that occurred."""
 
@@ -64,6 +66,9 @@ class CellGrid:
         Every batch is read at the one measured, where there is but one.
     any_context:
         The one context measured holds at every other, and counts as measured.
+    widest_apart:
+        The widest passes are another kind (full CUDA graphs): wider ones than the last but one
+        cost as much as that, up to the widest.
 
     Attributes
     ----------
@@ -73,7 +78,7 @@ class CellGrid:
 
     def __init__(
         self, cells: pd.DataFrame, flat: bool = False, batch_free: bool = False,
-        any_context: bool = False,
+        any_context: bool = False, widest_apart: bool = False,
     ) -> None:  # fmt: skip
         self.flat = flat
         self.batch_free = batch_free
@@ -88,6 +93,10 @@ class CellGrid:
             for width in np.unique(n[b == batch]):
                 line = (b == batch) & (n == width)
                 self.lines.setdefault(float(batch), {})[float(width)] = (c[line], t[line])
+        for by_width in self.lines.values() if widest_apart else ():
+            *_, near, widest = 0.0, *sorted(by_width)
+            if near:
+                by_width[widest - APART] = by_width[near]
         self._points = (b, n, c, t)
         self._lines: dict[tuple[float, float], Line | None] = {}
 

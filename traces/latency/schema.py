@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -52,8 +53,24 @@ PHASES: dict[str, str] = {
 
 RENAMED_PHASES = {"beside": "with_prompts"}
 """Phases of tables that were written before, by their names there."""
+ENGINE_MODES = ("FULL_AND_PIECEWISE", "FULL", "FULL_DECODE_ONLY", "PIECEWISE")
+"""CUDA graphs of an engine (vLLM's ``cudagraph_mode``, its default first).
+
+A full graph is a whole pass; a piecewise one is a pass whose parts between attention operators the
+host starts one by one.
+"""
+UNIFORM = ("FULL_AND_PIECEWISE", "FULL_DECODE_ONLY")
+"""Modes in which only steps that verify the longest draft of all requests are full graphs."""
 SERVER = "server"
 """The model of the cells that say what a server adds to its engine."""
+
+
+def graphs_of(engine: Mapping[str, Any]) -> str | None:
+    """Return the mode of a measured engine's CUDA graphs, from its metadata; None without any."""
+    # Before `cudagraph_mode` was written, an engine that was not eager had the default.
+    older: str | None = None if engine.get("eager", True) else ENGINE_MODES[0]
+    found: str | None = engine.get("cudagraph_mode", older)
+    return found
 
 
 def checked_cells(cells: pd.DataFrame) -> pd.DataFrame:

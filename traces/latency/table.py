@@ -19,14 +19,14 @@ import pandas as pd
 
 from traces.errors import DraftsimError
 from traces.latency.interpolate import EXTRAPOLATED, INTERPOLATED, MEASURED, CellGrid, Floats
-from traces.latency.schema import CELL_COLUMNS, checked_cells
+from traces.latency.schema import CELL_COLUMNS, UNIFORM, checked_cells, graphs_of
 
 __all__ = ["EXTRAPOLATED", "INTERPOLATED", "MEASURED", "Estimate", "LatencyTable"]
 
 BATCH_FREE = "batch_free"
+"""Key of the metadata that says that passes are taken to cost the same at every batch."""
 ANY_CONTEXT = "any_context"
-"""Key of a table whose cells, of one context, hold at every other (`draftsim calibrate`)."""
-"""Key of the meta that says that passes are taken to cost the same at every batch."""
+"""The same for cells of one context that hold at every other (`draftsim calibrate`)."""
 ASSUMED = "assumed"
 BATCH_FREE_SAID = "further sequences of a batch (--assume-batch-free)"
 """Name of the part that such figures take to cost nothing."""
@@ -244,9 +244,15 @@ class LatencyTable:
 
     @cached_property
     def _grids(self) -> dict[tuple[str, str], CellGrid]:
+        engine = self.meta.get("engine")
+        uniform = isinstance(engine, Mapping) and graphs_of(engine) in UNIFORM
         return {
             (str(model), str(phase)): CellGrid(
-                part, self.is_constant, self.batch_free, bool(self.meta.get(ANY_CONTEXT))
+                part,
+                self.is_constant,
+                self.batch_free,
+                bool(self.meta.get(ANY_CONTEXT)),
+                widest_apart=uniform and (model, phase) == ("target", "forward"),
             )
             for (model, phase), part in self.cells.groupby(["model", "phase"], sort=False)
         }

@@ -13,8 +13,7 @@ Where a GPU has whole steps, passes take what those say (`traces.operators.steps
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -32,8 +31,8 @@ from traces.operators.dense import (
     DenseOperators,
 )
 from traces.operators.devices import Device, find_device
-from traces.operators.shapes import BYTES, Architecture, find_architecture
-from traces.operators.steps import NOTHING, covered, fit_steps, model_of_steps, steps_of
+from traces.operators.shapes import BYTES, Placed, find_architecture
+from traces.operators.steps import NOTHING, Parts, covered, fit_steps, model_of_steps, steps_of
 from traces.operators.table import OperatorTable
 
 Floats = npt.NDArray[np.float64]
@@ -67,34 +66,6 @@ PROMPTS = (
 )  # fmt: skip
 MOST_TOKENS = 8192
 """Tokens of the largest pass that has a cell."""
-
-
-@dataclass(frozen=True)
-class Placed:
-    """A model and the number of GPUs that share it."""
-
-    model: Architecture
-    shared: int = 1
-
-    def __post_init__(self) -> None:
-        if self.shared < 1 or self.model.heads % self.shared:
-            raise DraftsimError(
-                f"{self.model.name}@tp{self.shared}: its {self.model.heads} heads cannot be shared "
-                f"by {self.shared} GPUs"
-            )
-
-    @property
-    def name(self) -> str:
-        """As ``--latency`` names it."""
-        return self.model.name if self.shared == 1 else f"{self.model.name}@tp{self.shared}"
-
-
-class Parts(NamedTuple):
-    """Seconds of passes."""
-
-    dense_s: Floats
-    """Seconds of all operators except attention."""
-    attended_s: Floats
 
 
 class Composer:
@@ -134,9 +105,14 @@ class Composer:
         self.factors = NOTHING
         self.steps = steps_of(table.of(device=self.device.name))
         if by_steps or (by_steps is None and len(self.steps)):
-            name, shared = model_of_steps(self.steps) if len(self.steps) else ("phi-2", 1)
-            placed = Placed(find_architecture(name), shared)
-            self.factors = fit_steps(self, placed, self.steps)
+            if self.steps.empty:
+                raise DraftsimError(
+                    f"no whole steps were timed on {self.device.name}: leave out ':steps', and "
+                    "passes are the sum of their operators"
+                )
+            name, shared = model_of_steps(self.steps)
+            parts = self.parts_of_steps(Placed(find_architecture(name), shared), self.steps)
+            self.factors = fit_steps(parts, self.steps["seconds"].to_numpy(float))
 
     def layer_s(
         self, placed: Placed, batch: Floats, width: Floats, context: Floats,
@@ -191,6 +167,26 @@ class Composer:
         attended_s = self._attended_s(placed, batch, width, context, with_prompts)
         dense_s = self.dense_pass_s(placed, batch * width, batch if rows is None else rows)
         return Parts(dense_s, placed.model.layers * attended_s)
+
+    def parts_of_steps(self, placed: Placed, steps: pd.DataFrame) -> Parts:
+        """Return the operators' seconds of `steps`.
+
+        A step holds a prompt's chunk, sequences that decode, or both.
+        """
+        chunk, batch, context = (
+            steps[name].to_numpy(float) for name in ("tokens", "batch", "batch_context")
+        )
+        one, none = np.ones(len(steps)), np.zeros(len(steps))
+        decoding = self.parts(placed, np.maximum(batch, 1), one, np.maximum(context - 1, 0))
+        aside = self.parts(
+            placed, np.maximum(batch, 1), one, np.maximum(context - 1, 0), with_prompts=True
+        )
+        prompt = self.parts(placed, one, np.maximum(chunk, 1), none)
+        dense_s = self.dense_pass_s(placed, chunk + batch, batch + (chunk > 0))
+        mixed = (chunk > 0) & (batch > 0)
+        attended_s = np.where(chunk > 0, prompt.attended_s, decoding.attended_s)
+        attended_s += np.where(mixed, aside.attended_s, 0.0)
+        return Parts(dense_s, attended_s)
 
     def dense_pass_s(self, placed: Placed, tokens: Floats, rows: Floats) -> Floats:
         """Return seconds of all operators of a pass but attention."""

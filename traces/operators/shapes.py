@@ -89,6 +89,26 @@ class Architecture:
         }  # fmt: skip
 
 
+@dataclass(frozen=True)
+class Placed:
+    """A model and the number of GPUs that share it."""
+
+    model: Architecture
+    shared: int = 1
+
+    def __post_init__(self) -> None:
+        if self.shared < 1 or self.model.heads % self.shared:
+            raise DraftsimError(
+                f"{self.model.name}@tp{self.shared}: its {self.model.heads} heads cannot be shared "
+                f"by {self.shared} GPUs"
+            )
+
+    @property
+    def name(self) -> str:
+        """As ``--latency`` names it."""
+        return self.model.name if self.shared == 1 else f"{self.model.name}@tp{self.shared}"
+
+
 def _read() -> dict[str, Architecture]:
     with (DATA / "models.csv").open(encoding="utf-8", newline="") as file:
         rows = list(csv.DictReader(file))

@@ -15,20 +15,24 @@ from the sum of its operators to the corrected time.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 import pandas as pd
 
-from traces.errors import DraftsimError
 from traces.latency.nonnegative import non_negative
-from traces.operators.shapes import find_architecture
-
-if TYPE_CHECKING:
-    from traces.operators.compose import Composer, Parts, Placed
+from traces.operators.shapes import Placed, find_architecture
 
 Floats = npt.NDArray[np.float64]
+
+
+class Parts(NamedTuple):
+    """Seconds of passes."""
+
+    dense_s: Floats
+    """Seconds of all operators except attention."""
+    attended_s: Floats
 
 
 class StepFactors(NamedTuple):
@@ -52,27 +56,6 @@ def steps_of(rows: pd.DataFrame) -> pd.DataFrame:
     return rows[rows["operator"] == "step"]
 
 
-def parts_of_steps(composer: Composer, placed: Placed, steps: pd.DataFrame) -> Parts:
-    """Return the operators' seconds of `steps`.
-
-    A step holds a prompt's chunk, sequences that decode, or both.
-    """
-    chunk, batch, context = (
-        steps[name].to_numpy(float) for name in ("tokens", "batch", "batch_context")
-    )
-    one, none = np.ones(len(steps)), np.zeros(len(steps))
-    decoding = composer.parts(placed, np.maximum(batch, 1), one, np.maximum(context - 1, 0))
-    aside = composer.parts(
-        placed, np.maximum(batch, 1), one, np.maximum(context - 1, 0), with_prompts=True
-    )
-    prompt = composer.parts(placed, one, np.maximum(chunk, 1), none)
-    dense_s = composer.dense_pass_s(placed, chunk + batch, batch + (chunk > 0))
-    mixed = (chunk > 0) & (batch > 0)
-    attended_s = np.where(chunk > 0, prompt.attended_s, decoding.attended_s)
-    attended_s += np.where(mixed, aside.attended_s, 0.0)
-    return type(decoding)(dense_s, attended_s)
-
-
 def covered(
     steps: pd.DataFrame, placed: Placed, batch: Floats, width: Floats, context: Floats
 ) -> npt.NDArray[np.bool_]:
@@ -93,21 +76,8 @@ def covered(
     return np.asarray(found | ((batch == 1) & (context == 0) & (width <= prompts)))
 
 
-def fit_steps(composer: Composer, placed: Placed, steps: pd.DataFrame) -> StepFactors:
-    """Return the factors of a GPU's steps.
-
-    Raises
-    ------
-    DraftsimError
-        If there are none.
-    """
-    if steps.empty:
-        raise DraftsimError(
-            f"no whole steps were timed on {composer.device.name}: leave out ':steps', and passes "
-            "are the sum of their operators"
-        )
-    seconds = steps["seconds"].to_numpy(float)
-    parts = parts_of_steps(composer, placed, steps)
+def fit_steps(parts: Parts, seconds: Floats) -> StepFactors:
+    """Return the factors of steps that took these seconds and whose operators are `parts`."""
     features = np.stack([np.ones(len(seconds)), parts.dense_s, parts.attended_s], axis=1)
     beyond = 1 - (parts.dense_s + parts.attended_s) / seconds
     return StepFactors(*non_negative(features / seconds[:, None], beyond).tolist())

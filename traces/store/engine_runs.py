@@ -9,23 +9,11 @@ from typing import Any, NamedTuple
 import pandas as pd
 
 from policies.core import Round
-from traces.latency.graphs import ENGINE_MODES
 from traces.store.outputs import Divergence
 
 PARTS = ("schedule", "execute", "sample", "propose", "update", "output")
 """Parts of a step in seconds: the scheduler's plan, the model's pass, sampling with the
 engine's bookkeeping, drafting, taking the results in, and detokenising with what is left."""
-
-
-def graphs_of(meta: Mapping[str, Any]) -> str | None:
-    """Return the CUDA graphs that a measured engine ran, from its metadata; None without.
-
-    The name is vLLM's ``cudagraph_mode``, one of `traces.latency.graphs.ENGINE_MODES`.
-    """
-    # Before `cudagraph_mode` was written, an engine that was not eager had vLLM's default.
-    older: str | None = None if meta.get("eager", True) else ENGINE_MODES[0]
-    found: str | None = meta.get("cudagraph_mode", older)
-    return found
 
 
 class PlannedRequest(NamedTuple):

@@ -14,10 +14,10 @@ import pyarrow as pa
 from traces.errors import DraftsimError, FileError
 from traces.latency.graphs import CUDAGraphs
 from traces.latency.table import LatencyTable
-from traces.operators.compose import Composer, Placed
+from traces.operators.compose import Composer
 from traces.operators.dense import NVLINK_SHARE
 from traces.operators.devices import DATA, DEVICES, find_device
-from traces.operators.shapes import find_architecture
+from traces.operators.shapes import Placed, find_architecture
 from traces.operators.table import OPERATOR_COLUMNS, OperatorTable
 from traces.store.parquet import file_error, read_file, write_file
 

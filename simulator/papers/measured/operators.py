@@ -19,11 +19,11 @@ from simulator.papers.measured.logs import EAGLE_STUDY, read_eagle
 from simulator.papers.measured.rows import Evidence, evidence
 from simulator.published import A100_CONCURRENCY, CONTEXT, SPECBOUND_3, STUDIES
 from traces.operators.attention import Plane, heads_of, timed_planes
-from traces.operators.compose import Composer, Placed
+from traces.operators.compose import Composer
 from traces.operators.dense import DenseOperators
 from traces.operators.devices import DEVICES
-from traces.operators.shapes import ARCHITECTURES, BYTES, find_architecture
-from traces.operators.steps import NOTHING, fit_steps, parts_of_steps
+from traces.operators.shapes import ARCHITECTURES, BYTES, Placed, find_architecture
+from traces.operators.steps import NOTHING, fit_steps
 from traces.operators.table import OperatorTable
 from traces.store.operators import STANDS_FOR, bundled_operators, timed_devices
 from traces.store.recordings import find_latency
@@ -66,12 +66,14 @@ def step_rows() -> Iterator[Evidence]:
     full = (steps["mode"] == "full").to_numpy()
     short = full & (steps["batch_context"] == 1024).to_numpy()
     every, ends = np.ones(len(steps), bool), np.isin(tokens, (1, 64))
-    parts, measured = parts_of_steps(composer, placed, steps), steps["seconds"].to_numpy(float)
+    parts, measured = composer.parts_of_steps(placed, steps), steps["seconds"].to_numpy(float)
     for given, known, asked in (
         (ALONE, None, every), ("operators, and steps of 1 and 64 tokens", ends, ~ends),
         ("operators, and steps at 1k of context", short, full & ~short),
     ):  # fmt: skip
-        factors = NOTHING if known is None else fit_steps(composer, placed, steps[known])
+        factors = NOTHING if known is None else fit_steps(
+            composer.parts_of_steps(placed, steps[known]), measured[known]
+        )  # fmt: skip
         predicted = factors.of(parts)
         for i in np.flatnonzero(asked).tolist():
             mode, chunk, batch, context = (
