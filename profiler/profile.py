@@ -95,28 +95,35 @@ class LatencyProfile:
             self._machine.pulse()
         self.sweeps.step()
 
-    def table(self) -> LatencyTable:
-        """Return the passes swept so far; the host's work and single layers are measured here and
-        now.
+    def table(self, passes_alone: bool = False) -> LatencyTable:
+        """Return the passes swept so far; the host's work is measured here and now.
+
+        So are single layers and what lossy rules take, unless `passes_alone`: lossless rounds of
+        the draft model need neither, and both take minutes with large models on a CPU.
         """
+        cells = self.sweeps.cells()
+        parts = [cells, *self._host(cells)]
+        if not passes_alone:
+            parts += [self._rules(), *self._layers()]
+        meta = {
+            "kind": "measured", "mode": "eager", "estimator": "mean", **self._pair.meta,
+            "machine": self._machine.state([self.sweeps.repeats]),
+        }  # fmt: skip
+        return table(parts, meta)
+
+    def _layers(self) -> Iterator[pd.DataFrame]:
+        """Yield the cells of each model's single layers, at a few widths."""
         grid = self._grid
         few = replace(
             grid,
             widths=[w for w in grid.widths if w in (1, 5, max(grid.widths))],
             repeats=max(3, grid.repeats // 2),
         )
-        cells = self.sweeps.cells()
-        parts = [cells, *self._host(cells), self._rules()]
         for name, runner in zip(("target", "draft"), self._runners, strict=True):
             if isinstance(runner, Seq2SeqRunner):
-                parts.append(seq2seq_layers(runner, name, few))
+                yield seq2seq_layers(runner, name, few)
             else:
-                parts.append(measure_layers(runner, name, few))
-        meta = {
-            "kind": "measured", "mode": "eager", "estimator": "mean", **self._pair.meta,
-            "machine": self._machine.state([self.sweeps.repeats]),
-        }  # fmt: skip
-        return table(parts, meta)
+                yield measure_layers(runner, name, few)
 
     def _rules(self) -> pd.DataFrame:
         """Return what lossy rules take to judge the pair's drafts."""

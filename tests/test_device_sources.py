@@ -108,6 +108,9 @@ def test_the_latency_table_is_measured(case: Case, monkeypatch: pytest.MonkeyPat
     measured.sweeps.run()
     phases = set(measured.table().cells["phase"])
     assert {"forward", "prefill", "signal", "host_round", "layer", "head", "judge"} <= phases
+    # What a check of lossless rounds measures again.
+    few = set(measured.table(passes_alone=True).cells["phase"])
+    assert phases - few == {"layer", "head", "judge", "judge_signals"}
 
 
 def test_real_and_forced_runs_of_single_streams_and_batches(case: Case) -> None:

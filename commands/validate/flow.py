@@ -288,7 +288,7 @@ class Remeasured:
         from simulator.validation import compare
         from traces.store.files import CHECKED, write_latency
 
-        now = self._profile.table()
+        now = self._profile.table(passes_alone=self._sources is None)
         if self._sources is not None:
             now = with_sources(now, self._sources.cells())
         rows = compare([price(log, now) for log in logs], times)
