@@ -12,8 +12,8 @@ from rich.table import Table
 from commands import breakeven, curve, sweep, tune
 from commands.common.columns import COLUMNS, meaning
 from commands.common.printed import OFF_TERMINAL, heading
-from commands.engine import apart, check, http, trial
-from commands.validate import recorded
+from commands.engine import apart, http, trial
+from commands.validate import engine, recorded
 from policies.registry import POLICIES
 from simulator.serving.arrivals import QUANTILES
 from simulator.validation import VALIDATE_COLUMNS
@@ -82,7 +82,7 @@ def test_every_printed_column_is_in_the_glossary(name: str, headings: list[str],
 
 def test_columns_of_commands_that_need_an_engine_are_in_the_glossary() -> None:
     named = {
-        *breakeven.SHOWN, *curve.SHOWN, *tune.SHOWN, *tune.CARRIED, *tune.CHECKED, *check.SHOWN,
+        *breakeven.SHOWN, *curve.SHOWN, *tune.SHOWN, *tune.CARRIED, *tune.CHECKED, *engine.SHOWN,
         *http.SHOWN, *trial.TRIED, *apart.SHOWN, *recorded.SHOWN, *sweep.SHOWN, *sweep.RUNGS,
         *sweep.SEARCHED, *VALIDATE_COLUMNS, *recorded.BOUNDS, "the file's requests", "mean",
         *(f"p{q}" for q in QUANTILES),
