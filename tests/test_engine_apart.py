@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from commands.engine.apart import chances, say_defaults
 from commands.engine.check import engine_options
@@ -185,12 +186,30 @@ def test_with_graphs_the_engine_without_a_drafter_is_always_measured(
     """Nine tokens in a full graph took half as long as one in a piecewise one, on an H200."""
     asked = []
     monkeypatch.setattr(vllm, "check_installed", lambda server=False: None)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(
         "commands.engine.profile.profile_engine",
         lambda name, options, out, minutes, defaults: asked.append(defaults),
     )
     run("profile", "engine", "--target", "t", "--out", tmp_path / "run", *given)
     assert asked == [apart]
+
+
+@pytest.mark.parametrize(
+    ("mode", "says"),
+    [("full", "--cudagraph-mode FULL: no CUDA device"), ("half", "--cudagraph-mode is 'half'")],
+)
+def test_graphs_that_cannot_be_are_refused_before_an_engine_starts(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, run: Run, mode: str, says: str
+) -> None:
+    monkeypatch.setattr(vllm, "check_installed", lambda server=False: None)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    made = run(
+        "profile", "engine", "--target", "t", "--out", tmp_path / "run", "--cudagraph-mode", mode
+    )
+    assert made.code == 2
+    assert says in made.err
+    assert not (tmp_path / "run").exists()
 
 
 def test_rising_chances_are_refused() -> None:

@@ -90,6 +90,17 @@ class MeasuredEngine:
         ),
     ] = 10.0
 
+    def check_graphs(self) -> None:
+        """Raise DraftsimError if CUDA graphs are asked for and no CUDA device is here."""
+        if self.cudagraph_mode is None:
+            return
+        import torch
+
+        if not torch.cuda.is_available():
+            raise DraftsimError(
+                f"--cudagraph-mode {self.cudagraph_mode}: no CUDA device is found: leave it out"
+            )
+
     def options(
         self, target: str, draft: str | None, eagle: str | None, dtype: str | None, threads: int
     ) -> EngineOptions:

@@ -214,6 +214,7 @@ def engine(
     from profiler.engines.engine import find_engine
 
     find_engine(engine.engine).check_installed()  # before what needs torch, which comes with it
+    engine.check_graphs()
     from commands.engine.profile import profile_engine
     from profiler.recording.run import only_writer
 

@@ -183,7 +183,9 @@ class RealRuns(ABC):
                 measured = self.decode(kept, advance)
                 times = self.times(measured)
                 if again is not None:
+                    task = progress.add_task("measuring the host's work", total=None)
                     rows = again.compare(self.logs, times, self.expected, run)
+                    progress.update(task, total=1, completed=1)
                 else:
                     rows = compare(self.predicted(measured), times)
                 rows = with_machine(rows, self.latency, measured.machine)
@@ -251,10 +253,11 @@ class Remeasured:
         self._total, self._done = total, 0
         if (planned := passes.get("planned")) is None:
             began = time.perf_counter()
-            with working("measuring latencies before the runs") as say:
-                for block in range(of := len(self._profile.sweeps.blocks)):
-                    self._sweep_until((block + 1) / of)
-                    say("measuring latencies before the runs", block + 1, of)
+            blocks, what = len(self._profile.sweeps.blocks), "measuring latencies before the runs"
+            with working(what) as say:
+                for done in range(1, blocks + 1):
+                    self._sweep_until(done / blocks)
+                    say(what, done, blocks)
             fit = int(SHARE * expected_s / (time.perf_counter() - began))
             planned = {"sweeps": np.array(min(max(fit, FEWEST), SWEEPS))}
             passes.put("planned", planned)
