@@ -37,6 +37,12 @@ with suppress(ImportError):
     # Tests look for sentences: `tests/test_remarks.py` sees how they are wrapped.
     output.WIDEST = 1_000_000
 
+with suppress(ImportError):
+    from simulator import executors
+
+    # One as above: processes are started where a test asks for them.
+    executors.cores = lambda: 1
+
 from tests.few_cells import few_cells  # noqa: E402
 from tests.shared import SHARED, made_once  # noqa: E402
 

@@ -63,9 +63,9 @@ from traces.store.recordings import trace_folder
 
 ROUNDS = int(os.environ.get("DRAFTSIM_DAMAGE_ROUNDS", "1"))
 SEED = int(os.environ.get("DRAFTSIM_DAMAGE_SEED", "0"))
-EACH = 100
+EACH = 40
 """Damaged files of each reader in a round."""
-EACH_FIT = 25
+EACH_FIT = 10
 """The same where reading a file ends in a fit, which takes a fifth of a second."""
 MEMORY = 2 * 2**30
 """Bytes that a reader may take beyond what the process has."""

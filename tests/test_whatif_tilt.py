@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import numpy as np
@@ -12,7 +13,8 @@ from hypothesis import strategies as st
 
 from policies import CMASD, SVIP, Fixed
 from simulator.bootstrap import RatioEstimate, ratio_of_sums
-from simulator.whatif.tilt.trace import MatchModel, Tilter, acceptance, iid_like
+from simulator.whatif.tilt.drawn import DECAY
+from simulator.whatif.tilt.trace import LONGEST_RUN, MatchModel, Tilter, acceptance, iid_like
 from tests.tilted import bursty, tilter
 from traces.acceptance.schema import MISMATCH
 from traces.acceptance.synthetic import Bursty, synthetic_trace
@@ -162,12 +164,22 @@ def test_untouched_by_what_was_done_before() -> None:
     pd.testing.assert_frame_equal(*frames)
 
 
-@pytest.mark.parametrize("method", ["coupled", "redraw"])
-def test_several_halvings_at_once_find_the_same_shift(
-    method: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from simulator.whatif.tilt import trace as tilt
-
-    together = tilter(method).shifts([0.35, 0.8])
-    monkeypatch.setattr(tilt, "_FEW", 0)
-    np.testing.assert_array_equal(together, tilter(method).shifts([0.35, 0.8]))
+@pytest.mark.parametrize("shift", [-1.5, 0.0, 2.0])
+def test_matches_are_drawn_one_after_another(shift: float) -> None:
+    """The compiled draw is the loop that its model states, in Python."""
+    model = MatchModel(bursty())
+    margins = model.signal_logit + np.random.default_rng(1).logistic(size=len(model.signal_logit))
+    [found] = model.drawn(margins, np.array([shift]))
+    one, two = model.share_logit
+    for first, end in itertools.pairwise(model.trace.request_starts.tolist()):
+        run, share = 0, model.alpha
+        for place in range(first, end):
+            history = model.run_logit[run] + share * (one + two * share)
+            match = bool(margins[place] + history + shift > 0)
+            assert found[place] == match
+            run = min(run + 1, LONGEST_RUN) if match else 0
+            share = DECAY * share + (1 - DECAY) * match
+    # What was drawn makes the histories that it was drawn with.
+    logit = model.logit(found) - model.signal_logit
+    np.testing.assert_array_equal(found, margins + logit + shift > 0)
+    assert 0 < found.mean() < 1

@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
-from matplotlib import rc_context
+from matplotlib import rc_context, rcParams
 from matplotlib.axes import Axes
 from matplotlib.axis import Axis
 from matplotlib.colorbar import Colorbar
@@ -19,6 +19,7 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
 from matplotlib.text import Text
 from matplotlib.ticker import FixedLocator, LogLocator, NullLocator
+from matplotlib.transforms import Bbox
 
 from simulator.palette import COLOURS, DASHES, GREY, INK, MARKERS
 from traces.store.writing import write_atomically
@@ -53,9 +54,13 @@ def save_all_kinds(figure: Figure, path: str | Path, label: str = "", title: str
     """
     target = Path(path).with_suffix(".png")
     _labelled(figure, label, title)
+    # Placed and measured once: each kind of file would otherwise draw the whole figure twice more.
+    figure.draw_without_rendering()
+    figure.set_layout_engine(None)
+    box = figure.get_tightbbox().padded(rcParams["savefig.pad_inches"])
     for kind in VECTORS:
-        _written(figure, target.with_suffix(f".{kind}"), 200)
-    return _written(figure, target, 200)
+        _written(figure, target.with_suffix(f".{kind}"), 200, box)
+    return _written(figure, target, 200, box)
 
 
 def _labelled(figure: Figure, label: str, title: str) -> Figure:
@@ -78,13 +83,15 @@ def _labelled(figure: Figure, label: str, title: str) -> Figure:
     return figure
 
 
-def _written(figure: Figure, target: Path, dpi: int) -> Path:
+def _written(
+    figure: Figure, target: Path, dpi: int, box: Bbox | Literal["tight"] = "tight"
+) -> Path:
     target.parent.mkdir(parents=True, exist_ok=True)
     kind = target.suffix[1:] or "png"
     drawn = BytesIO()
     with rc_context({"svg.hashsalt": "draftsim"}):  # identifiers in SVG are random otherwise
         figure.savefig(
-            drawn, format=kind, dpi=dpi, bbox_inches="tight", facecolor="white",
+            drawn, format=kind, dpi=dpi, bbox_inches=box, facecolor="white",
             metadata=_UNDATED.get(kind),
         )  # fmt: skip
     write_atomically(target, drawn.getvalue())

@@ -13,12 +13,10 @@ import functools
 import math
 import os
 import sys
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar, cast
+from typing import Any, NamedTuple, cast
 
-import numba
-
+from simulator.machine_code import Function, compiled
 from simulator.serving.compiled.arrays import (
     ALONG,
     BINS,
@@ -42,8 +40,6 @@ from simulator.serving.compiled.arrays import (
 from simulator.serving.cost import Work
 from traces.latency.interpolate import EXTRAPOLATED, INTERPOLATED, MEASURED
 from traces.replay.always import MOST_BEHIND
-
-Function = TypeVar("Function", bound=Callable[..., Any])
 
 DONE, CUT, PAUSE, MORE, ROUTE, LOST, STUCK = range(7)
 """Why `run` returns: no request is left; the time is up; it has done `STEPS` events; it needs more
@@ -71,12 +67,9 @@ def jit(function: Function) -> Function:
     Nothing here allocates.  Without numba's runtime (``_nrt``) no reference to an array is counted,
     which would take as long again as the loop itself.
     """
-    how: dict[str, Any] = {"error_model": "numpy", "_nrt": False}
-    try:
-        made = numba.njit(cache=True, **how)(function)
-    except RuntimeError:  # neither next to the file nor in the user's cache can anything be written
-        return cast("Function", numba.njit(**how)(function))
-    drop_stale(made.stats.cache_path)
+    made: Any = compiled(function, _nrt=False)
+    if made.stats.cache_path:
+        drop_stale(made.stats.cache_path)
     return cast("Function", made)
 
 

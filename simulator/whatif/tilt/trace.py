@@ -193,22 +193,15 @@ NUMERIC = ("prob", "entropy", "logit_margin", "prob_margin")
 """Signals with a magnitude; a token's id has none."""
 LONGEST_RUN = 12
 """Runs of matches at least this long are told apart no further."""
-DECAY = 0.9
-"""Weight of the past in the running share of matches, per token."""
 
 
 class History(NamedTuple):
-    """The remembered matches before a position; arrays of one shape."""
+    """The remembered matches before every on-path position, shape (positions,)."""
 
     run: npt.NDArray[np.int64]
     """Matches in a row, up to `LONGEST_RUN`."""
     share: Floats
     """Exponentially weighted share of matches."""
-
-    def after(self, match: Bools) -> History:
-        """Return the history one position later."""
-        run = np.where(match, np.minimum(self.run + 1, LONGEST_RUN), 0)
-        return History(run, DECAY * self.share + (1 - DECAY) * match)
 
 
 class MatchModel:
@@ -251,7 +244,6 @@ class MatchModel:
                 "every draft of the trace has the same outcome: there is no chance to calibrate"
             )
         self.alpha = float(match.mean())
-        self.padded = _Padded(trace)
         history = self.histories(match)
         signals = _spline_features(trace)
         features = np.column_stack([signals, _history_features(history)])
@@ -265,56 +257,32 @@ class MatchModel:
         self.run_logit: Floats = weights[split : split + LONGEST_RUN + 1]
         self.share_logit: Floats = weights[split + LONGEST_RUN + 1 :]
 
-    def start(self, shape: tuple[int, ...]) -> History:
-        """Return the history of a request that has emitted nothing."""
-        return History(np.zeros(shape, dtype=np.int64), np.full(shape, self.alpha))
-
-    def history_logit(self, history: History) -> Floats:
-        """Return the contribution of `history` to the log-odds of a match."""
-        one, two = self.share_logit
-        share = history.share
-        return np.asarray(self.run_logit[history.run] + share * (one + two * share))
-
     def histories(self, match: Bools) -> History:
-        """Return the history before each on-path position, given all matches; shape
-        (positions,).
-        """
-        state = self.start((self.padded.requests,))
-        runs, shares = [], []
-        for column in self.padded.table(match):
-            runs.append(state.run)
-            shares.append(state.share)
-            state = state.after(column)
-        return History(self.padded.flat(np.array(runs)), self.padded.flat(np.array(shares)))
+        """Return the history before each on-path position, given all matches."""
+        from simulator.whatif.tilt.drawn import remembered
+
+        history = History(np.empty(len(match), dtype=np.int64), np.empty(len(match)))
+        starts = self.trace.request_starts
+        remembered(match, starts, self.alpha, LONGEST_RUN, history.run, history.share)
+        return history
 
     def logit(self, match: Bools) -> Floats:
         """Return log-odds at every on-path position under the histories that `match` makes."""
-        return self.signal_logit + self.history_logit(self.histories(match))
+        run, share = self.histories(match)
+        one, two = self.share_logit
+        return np.asarray(self.signal_logit + (self.run_logit[run] + share * (one + two * share)))
 
+    def drawn(self, margins: Floats, shifts: Floats) -> Bools:
+        """Return matches under each shift, shape (shifts, positions).
 
-class _Padded:
-    """On-path positions as a (longest, requests) table, one step of all requests a row."""
-
-    def __init__(self, trace: Trace) -> None:
-        starts = trace.request_starts
-        lengths = np.diff(starts)
-        self.requests = len(lengths)
-        self.longest = int(lengths.max(initial=0))
-        steps = np.arange(self.longest)[:, None]
-        self.inside: Bools = steps < lengths
-        self.index = np.where(self.inside, starts[:-1] + steps, 0)
-        self._order = np.argsort(self.index[self.inside], kind="stable")
-
-    def table(self, values: npt.NDArray[Any]) -> npt.NDArray[Any]:
-        """Return `values` (..., positions) as (longest, ..., requests); beyond a request,
-        anything.
+        A position matches where its margin, the shift and what its history adds exceed 0.
         """
-        return np.moveaxis(values[..., self.index], -2, 0)
+        from simulator.whatif.tilt.drawn import drawn
 
-    def flat(self, table: npt.NDArray[Any]) -> npt.NDArray[Any]:
-        """Return a (longest, ..., requests) table as (..., positions)."""
-        inner = np.moveaxis(table, 0, -2)[..., self.inside]
-        return np.asarray(inner[..., self._order])
+        match = np.empty((len(shifts), len(margins)), dtype=bool)
+        history = self.alpha, self.run_logit, *self.share_logit.tolist()
+        drawn(margins, self.trace.request_starts, shifts, *history, match)
+        return match
 
 
 def _spline_features(trace: Trace) -> Floats:
@@ -361,8 +329,6 @@ METHODS: tuple[Method, ...] = ("coupled", "redraw")
 LARGEST_SHIFT = 40.0
 """Log-odds beyond which no recorded chance is left undecided."""
 _HALVINGS = 32
-_FEW = 4
-"""Rates up to which a draw's time is that of its steps, not of its numbers."""
 
 
 class Tilter:
@@ -425,34 +391,16 @@ class Tilter:
                 raise DraftsimError(f"alpha is {value:g}, expected strictly between 0 and 1")
         low = np.full(wanted.shape, -LARGEST_SHIFT)
         high = -low
-        # A draw costs the same for one shift and for a few: then several halvings at once.
-        at_once = 4 if len(wanted) <= _FEW else 1
-        for _ in range(_HALVINGS // at_once):
-            low, high = self._halved(wanted, low, high, at_once)
+        for _ in range(_HALVINGS):
+            middle = (low + high) / 2
+            above = self._draw(middle).mean(axis=1) >= wanted
+            low, high = np.where(above, low, middle), np.where(above, middle, high)
         # Of the two neighbours of the jump, the nearer to the rate asked for.
         both = np.stack([low, high])
         miss = np.abs(np.stack([self._draw(s).mean(axis=1) for s in both]) - wanted)
         nearest = both[miss.argmin(axis=0), np.arange(len(wanted))]
         unmoved = (np.abs(self.alpha - wanted) < 1e-12) & (self.method == "coupled")
         return np.where(unmoved, 0.0, nearest)
-
-    def _halved(
-        self, wanted: Floats, low: Floats, high: Floats, times: int
-    ) -> tuple[Floats, Floats]:
-        """Return the interval of each rate's shift, halved `times` times; all of shape
-        (alphas,).
-        """
-        parts = 2**times
-        step = (high - low) / parts
-        inner = low + step * np.arange(1, parts)[:, None]
-        above = self._draw(inner.ravel()).mean(axis=1).reshape(inner.shape) >= wanted
-        each = np.arange(len(wanted))
-        first, last = np.zeros(len(wanted), dtype=int), np.full(len(wanted), parts)
-        for _ in range(times):
-            middle = (first + last) // 2
-            left = above[middle - 1, each]
-            first, last = np.where(left, first, middle), np.where(left, middle, last)
-        return low + step * first, low + step * last
 
     def _shown(self, match: Bools, shift: float) -> Ints | None:
         """Return the position whose signals each one shows under the new matches, shape
@@ -488,17 +436,10 @@ class Tilter:
 
     def _draw(self, shifts: Floats) -> Bools:
         """Return matches under each shift, shape (shifts, positions)."""
-        model, padded = self.model, self.model.padded
         # Outcomes are compared as log-odds: a sigmoid per step and shift would cost most.
         with np.errstate(divide="ignore"):
             bar = np.log(self._uniform) - np.log1p(-self._uniform)
-        margins = padded.table(model.signal_logit - bar)  # (longest, requests)
-        state = model.start((len(shifts), padded.requests))
-        matches = np.empty((padded.longest, len(shifts), padded.requests), dtype=bool)
-        for step, margin in enumerate(margins):
-            matches[step] = margin + model.history_logit(state) + shifts[:, None] > 0
-            state = state.after(matches[step])
-        return padded.flat(matches)
+        return self.model.drawn(self.model.signal_logit - bar, shifts)
 
 
 def iid_like(trace: Trace, alpha: float, seed: int = 0) -> Trace:
