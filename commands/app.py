@@ -8,6 +8,7 @@ import gc
 import os
 import re
 import sys
+from difflib import get_close_matches
 from typing import Annotated, Any, NoReturn
 
 import typer
@@ -50,6 +51,7 @@ FIELDS = {
     "num-speculative-tokens": ("k", "draft-length", "gamma", "engine-longest"),
 }  # fmt: skip
 """Our names of options, by vLLM's names of its settings, which also work."""
+NAMES = {**{old: (new,) for old, new in RENAMED.items()}, **FIELDS}
 ELSEWHERE = {
     ("simulate", "--batch"): "it replays one request at a time: `draftsim serve --batch` or "
     "`draftsim sweep --batch`",
@@ -185,7 +187,7 @@ COMMANDS = {
 """Commands by name, in groups of what people have."""
 
 app = typer.Typer(
-    cls=lazy_group(COMMANDS, {**{old: (new,) for old, new in RENAMED.items()}, **FIELDS}),
+    cls=lazy_group(COMMANDS, NAMES),
     context_settings={"help_option_names": ["-h", "--help"]},
     help="Predicts what speculative decoding will do, from one profiling run of a real pair.",
     add_completion=True,
@@ -254,10 +256,13 @@ def _said(error: Exception) -> str | None:
         return _as_given(str(error))
     if isinstance(error, UsageError):
         shown: Any = error
-        command = str(getattr(getattr(shown, "ctx", None), "info_name", ""))
+        context = getattr(shown, "ctx", None)
+        command = str(getattr(context, "info_name", ""))
         option = str(getattr(shown, "option_name", ""))
         if (place := ELSEWHERE.get((command, option))) is not None:
             return f"{command} has no option {option}: {place}"
+        if context is not None and option and option not in _options_of(context.command):
+            return configured_in(shown) + _no_such(option, context)
         message = str(shown.format_message())  # the error by itself does not name the option
         return configured_in(shown) + _as_given(_plainly(message))
     if isinstance(error, OSError) and error.errno is not None and not _is_closed_pipe(error):
@@ -273,6 +278,19 @@ def _said(error: Exception) -> str | None:
     if packages := missing_for(error):
         return str(missing(packages, " ".join(["draftsim", *sys.argv[1:2]])))
     return None
+
+
+def _options_of(command: Any) -> set[str]:
+    """Return all names of a command's options, with those of other tools."""
+    own = {o for param in command.params for o in (*param.opts, *param.secondary_opts)}
+    return own | {f"--{o}" for o, ours in NAMES.items() if own & {f"--{name}" for name in ours}}
+
+
+def _no_such(option: str, ctx: Any) -> str:
+    """Return the message about an option that the command does not have."""
+    near = get_close_matches(option, sorted(_options_of(ctx.command)), 1)
+    hint = f"did you mean {near[0]}?" if near else f"`{ctx.command_path} --help` lists its options"
+    return f"{ctx.command_path.removeprefix('draftsim ')} has no option {option}: {hint}"
 
 
 def _plainly(message: str) -> str:
@@ -293,7 +311,7 @@ def _plainly(message: str) -> str:
 def _as_given(message: str) -> str:
     """Return the message with our names of options as the command line spells them."""
     given = {word.partition("=")[0] for word in sys.argv[1:]}
-    for other, ours in {**{old: (new,) for old, new in RENAMED.items()}, **FIELDS}.items():
+    for other, ours in NAMES.items():
         for name in ours:
             if f"--{other}" in given and f"--{name}" not in given:
                 message = re.sub(rf"--{name}(?![\w-])", f"--{other}", message)

@@ -149,6 +149,37 @@ def test_an_option_of_another_command_says_of_which(
     assert said in ran.err
 
 
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (
+            ("serve", "--concurency", 4),
+            "serve has no option --concurency: did you mean --concurrency?",
+        ),
+        (
+            ("serve", "--max-num-sqs", 4),
+            "serve has no option --max-num-sqs: did you mean --max-num-seqs?",
+        ),
+        (
+            ("validate", "--polcy", "x"),
+            "validate run has no option --polcy: did you mean --policy?",
+        ),
+        (
+            ("tune", "--xyzzy"),
+            "tune has no option --xyzzy: `draftsim tune --help` lists its options",
+        ),
+        (("--xyzzy",), "draftsim has no option --xyzzy: `draftsim --help` lists its options"),
+        (("serve", "--batch"), "Option '--batch' requires an argument."),
+    ],
+)
+def test_a_misspelt_option_is_told_from_the_one_meant(
+    arguments: tuple[object, ...], said: str, run: Run
+) -> None:
+    """Also where the option meant is another program's name for one of ours."""
+    ran = run(*arguments)
+    assert (ran.code, ran.err) == (2, f"draftsim: {said}\n")
+
+
 def test_names_of_vllms_benchmarks_are_understood(synthetic_run: Path, run: Run) -> None:
     asked = ("serve", "--trace", synthetic_run, "--policy", "fixed:gamma=2", "--requests", 6)
     shown = [
