@@ -16,6 +16,7 @@ from simulator import (
     verdict,
 )
 from simulator.pricing import Priced
+from simulator.validation import common_error
 from traces.acceptance.synthetic import synthetic_trace
 from traces.errors import DraftsimError
 from traces.latency.table import LatencyTable
@@ -116,6 +117,21 @@ def test_verdict_sees_ranking_and_sign(runs: list[Priced]) -> None:
     )
     assert set(bad.wrong_sign) == {two, six}
     assert (plain, two) in bad.misranked
+
+
+def test_an_error_of_no_speculation_alone_is_said_to_be_in_every_speedup() -> None:
+    def said(plain: float, *policies: float) -> str:
+        errors = [plain, *policies]
+        named = ["autoregressive", *(f"fixed:gamma={g}" for g in range(1, len(errors)))]
+        return common_error(pd.DataFrame({"policy": named, "error": errors}))
+
+    assert said(0.098, 0.004, -0.006, 0.011).startswith(
+        "the seconds of no speculation are +9.8% off, those of the policies +0.4%: every speedup"
+    )
+    assert said(0.098, 0.09, 0.1, 0.11) == ""  # the machine was slower throughout
+    assert said(0.02, 0.0, 0.01, -0.01) == ""
+    assert said(0.05, -0.1, 0.0, 0.1) == ""  # the policies differ by more
+    assert said(0.098, 0.0) == ""
 
 
 def test_differences_within_twice_the_spread_do_not_count(runs: list[Priced]) -> None:

@@ -208,7 +208,7 @@ def say_faster(run: Path, trace: Trace, latency: LatencyTable, best: Fastest) ->
 
 def say_verdict(rows: pd.DataFrame) -> None:
     """Print the verdict of the comparison in words."""
-    from simulator.validation import verdict
+    from simulator.validation import common_error, verdict
 
     priced = rows.dropna(subset=["predicted_s"])
     said = verdict(priced)
@@ -228,6 +228,8 @@ def say_verdict(rows: pd.DataFrame) -> None:
         f"({said.worst_policy}), of the speedups {priced['speedup_error'].abs().median():.1%}; "
         f"{ranks}{sides}"
     )
+    if line := common_error(priced):
+        note(line)
     if "profile_error" in priced:
         note(
             "predicted from latencies measured between the real runs; from those of the profile "
