@@ -132,7 +132,7 @@ COMMANDS = {
         "commands.catalogue:list_all", "Show the recordings, or the names that options take.", _TRY
     ),
     "fetch": Listed(
-        "commands.fetch:fetch", "Download SmolLM2-135M and drafters for it.", _TRY
+        "commands.fetch:fetch", "Download SmolLM2 or Qwen2.5-Coder with drafters.", _TRY
     ),
     "recommend": Listed(
         "commands.recommend:recommend", "Recommend a draft length from benchmark runs.", _SERVER

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from pathlib import Path
@@ -170,9 +171,7 @@ def sweep(
     from simulator.whatif.breakeven import fastest, overview, thresholds
     from simulator.whatif.sweep.prices import Prices, said_too_large
     from simulator.whatif.sweep.run import Sweep, write_thresholds
-    from simulator.whatif.tuning import tuned_rows
     from traces.latency.table import BATCH_FREE_SAID
-    from traces.replay.always import drafting_always
 
     ratios = axis(c, "c", low=0.0)
     carried = inputs.gpu is not None or inputs.weights is not None
@@ -185,29 +184,11 @@ def sweep(
     said += [table.said_batch_free(largest) for table in tables.values()]
     assumed = next(filter(None, said), "")
     if ladder or tune:
-        mode = "--ladder" if ladder else "--tune"
-        if carried or (ladder and tune):
-            own = "--gpu" if inputs.gpu is not None else "--weights"
-            other = own if carried else "--tune"
-            raise DraftsimError(f"{mode} works on the measured device alone: drop {other}")
-        if len(tables) != 1:
-            raise DraftsimError(f"{mode} takes one latency table, got {len(tables)}")
-        table = drafting_always(next(iter(tables.values())), inputs.always_draft)
+        table = _measured_table(tables, inputs, ladder, tune)
         if ladder:
             _ladder(recording, table, policy, resamples, seed, plots, json, out)
-            return
-        with working("searching settings"):
-            found = tuned_rows(
-                recorded, table, policy or [], resamples=resamples, seed=seed, jobs=jobs or 1
-            )
-        if json is None:
-            first = max(found, key=lambda row: row["speedup"])
-            low, high = (three_digits(first[f"speedup_{end}"]) for end in ("lo", "hi"))
-            note(
-                f"{recording.said}: on held-out prompts {first['policy']} is fastest, "
-                f"{three_digits(first['speedup'])}x no speculation ({low} to {high})"
-            )
-        emit("sweep", found, json, show=SEARCHED, out=out)
+        else:
+            _searched(recording, table, policy, resamples, seed, jobs, json, out)
         return
     lengths = [int(g) for g in axis(gamma, "gamma", low=0, high=MOST_LENGTH, whole=True)]
     contexts = [int(k) for k in axis(context, "context", low=0, high=MOST_CONTEXT, whole=True)]
@@ -267,23 +248,32 @@ def sweep(
     say_untried(study, fitting)
     say_outside(fitting)
     if plots is not None:
-        from simulator.plots import save_all_kinds
-        from simulator.plots.whatif import figures, tables_of
+        label = f"assumed to cost nothing: {assumed}" if assumed else ""
+        _draw(fitting, plots, recording, prices, label)
 
-        label, drawn = f"assumed to cost nothing: {assumed}" if assumed else "", figures(fitting)
-        if not drawn:
-            note(NOTHING)
-        titles = {
-            end: titled(replace(recording, tables={name: recording.tables[name]}), prices, gpu)
-            for end, (name, gpu) in tables_of(fitting).items() if end
-        }  # fmt: skip
-        say_drawn([
-            save_all_kinds(
-                figure, plots / f"{name}.png", label,
-                next((titles[end] for end in titles if name.endswith(end)), title),
-            )
-            for name, figure in drawn.items()
-        ])  # fmt: skip
+
+def _draw(
+    rows: pd.DataFrame, plots: Path, recording: Recording, prices: Prices, label: str
+) -> None:
+    """Draw the maps of a sweep into `plots`, each with the pair and device that it is of."""
+    from simulator.plots import save_all_kinds
+    from simulator.plots.whatif import figures, tables_of
+
+    drawn = figures(rows)
+    if not drawn:
+        note(NOTHING)
+    titles = {
+        end: titled(replace(recording, tables={name: recording.tables[name]}), prices, gpu)
+        for end, (name, gpu) in tables_of(rows).items() if end
+    }  # fmt: skip
+    title = titled(recording, prices)
+    say_drawn([
+        save_all_kinds(
+            figure, plots / f"{name}.png", label,
+            next((titles[end] for end in titles if name.endswith(end)), title),
+        )
+        for name, figure in drawn.items()
+    ])  # fmt: skip
 
 
 def titled(recording: Recording, prices: Prices, gpu: str | None = None) -> str:
@@ -302,6 +292,44 @@ def _run(study: Sweep, executor: Executor, out: Path | None) -> Any:
             executor, out=out,
             progress=lambda done, total: bar.update(task, completed=done, total=total),
         )  # fmt: skip
+
+
+def _measured_table(
+    tables: Mapping[str, LatencyTable], inputs: SweepInputs, ladder: bool, tune: bool
+) -> LatencyTable:
+    """Return the one latency table that `--ladder` and `--tune` work on, or refuse."""
+    from traces.replay.always import drafting_always
+
+    mode = "--ladder" if ladder else "--tune"
+    carried = inputs.gpu is not None or inputs.weights is not None
+    if carried or (ladder and tune):
+        own = "--gpu" if inputs.gpu is not None else "--weights"
+        raise DraftsimError(
+            f"{mode} works on the measured device alone: drop {own if carried else '--tune'}"
+        )
+    if len(tables) != 1:
+        raise DraftsimError(f"{mode} takes one latency table, got {len(tables)}")
+    return drafting_always(next(iter(tables.values())), inputs.always_draft)
+
+
+def _searched(
+    recording: Recording, table: LatencyTable, policy: list[str] | None, resamples: int,
+    seed: int, jobs: int | None, json: str | None, out: Path | None,
+) -> None:  # fmt: skip
+    from simulator.whatif.tuning import tuned_rows
+
+    with working("searching settings"):
+        found = tuned_rows(
+            recording.trace, table, policy or [], resamples=resamples, seed=seed, jobs=jobs or 1
+        )
+    if json is None:
+        first = max(found, key=lambda row: row["speedup"])
+        low, high = (three_digits(first[f"speedup_{end}"]) for end in ("lo", "hi"))
+        note(
+            f"{recording.said}: on held-out prompts {first['policy']} is fastest, "
+            f"{three_digits(first['speedup'])}x no speculation ({low} to {high})"
+        )
+    emit("sweep", found, json, show=SEARCHED, out=out)
 
 
 def _ladder(

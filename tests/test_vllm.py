@@ -24,11 +24,12 @@ from traces.sources.lookups.text import NGramLookup
 from traces.sources.replay import replay_source
 
 PYTHON = Path(sys.prefix).parent / ".venv-vllm" / "bin" / "python"
+INSTALLED = PYTHON.parents[1] / ".installed"
 
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    if not PYTHON.is_file():
+    if not INSTALLED.is_file():
         pytest.skip("needs vLLM in .venv-vllm next to .venv: make vllm")
     folder = tmp_path_factory.mktemp("vllm")
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}

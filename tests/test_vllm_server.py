@@ -12,7 +12,7 @@ import pytest
 
 from tests.conftest import ROOT
 from tests.server_runs import POLICIES, with_words
-from tests.test_vllm import PYTHON
+from tests.test_vllm import INSTALLED, PYTHON
 from traces import read_latency
 
 LOADS = ("closed:1", "closed:3", "rate:20")
@@ -20,7 +20,7 @@ LOADS = ("closed:1", "closed:3", "rate:20")
 
 @pytest.fixture(scope="module")
 def served(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    if not PYTHON.is_file():
+    if not INSTALLED.is_file():
         pytest.skip("needs vLLM in .venv-vllm next to .venv: make vllm")
     folder = tmp_path_factory.mktemp("server")
     with_words(folder / "miniature")
