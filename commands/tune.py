@@ -132,7 +132,7 @@ def tune(
     from simulator.hardware.scaling import bounds_of
     from simulator.targets import parse_targets
     from simulator.tune.costs import DEFAULT_LENGTHS
-    from simulator.tune.launch import FILE, launch_line, named_models
+    from simulator.tune.launch import FILE, WITHOUT_MODEL, launch_line, named_models
     from simulator.tune.search import ONE_REQUEST, Search
     from simulator.tune.settings import laid_out, write_settings
 
@@ -214,7 +214,8 @@ def tune(
         say_tried(tried, tuned, table)
     for warning in tuned.warnings:
         note(f"warning: {warning}")
-    if engine is TunedEngine.VLLM and tuned.document is not None and "model" not in tuned.document:
+    setting = tuned.document if engine is TunedEngine.VLLM else None
+    if setting and "model" not in setting and setting.get("method") not in WITHOUT_MODEL:
         note(
             'the recording does not name the drafter: add "model" to the setting before pasting it'
         )

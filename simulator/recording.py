@@ -94,8 +94,8 @@ class Recording:
 
     @property
     def drafter(self) -> Mapping[str, Any]:
-        """The provenance of the source's recording; empty for a draft model."""
-        if self.source is None:
+        """The provenance of the source's recording; empty for a draft model, or a lookup."""
+        if self.source is None or self.source.recorded_as is None:
             return {}
         meta: Mapping[str, Any] = self.source.recording(self.recordings).meta
         return meta
@@ -153,7 +153,7 @@ class Recording:
         if ratios and self.trace.drafts_end:
             raise DraftsimError(
                 f"--c is the cost of one drafted token, and {self.trace.source} drafts all of a "
-                "round in one pass: drop --c"
+                "round at once: drop --c"
             )
         if ratios and largest > 1 and not self.assume_batch_free:
             raise DraftsimError(

@@ -98,6 +98,10 @@ def policy(name: str) -> DraftPolicy | BatchPolicy:
     return parse_policy(name, max_gamma=LONGEST)
 
 
+SEARCHED, LOOKING = random_trace("by start, ending", 1, LONGEST), ["fixed:gamma=3", "gammatune"]
+"""Drafts as a lookup makes them, none at some positions, and what drafts by them."""
+
+
 class Alike(BatchPolicy):
     """Drafts as many tokens as there are requests in the batch."""
 
@@ -142,6 +146,12 @@ def main(folder: Path) -> dict[str, Any]:
     sent = [f"{0.02 * i},100,100" for i in range(6)]
     arrivals.write_text("\n".join(["TIMESTAMP,ContextTokens,GeneratedTokens", *sent]) + "\n")
     loads = named_loads("closed:1,3,4", "50", arrivals)
+    looked = compare_loads(
+        engine, latency, Workload(
+            SEARCHED, arms(LOOKING, SEARCHED, LONGEST), named_loads("closed:1,3", None, None),
+            len(SEARCHED.requests),
+        ),
+    )  # fmt: skip
     tenants, side_by_side = engine.tenants, []
 
     def noted(blocks: Sequence[int]) -> Any:
@@ -157,7 +167,7 @@ def main(folder: Path) -> dict[str, Any]:
     return {
         "tuned": tuned.document, "tried": trial, "tables": engine.knows_batch_tables,
         "policies": found, "batch": batch, "lookup": lookup, "prompts": prompts, "texts": texts,
-        "meta": engine.meta, "rows": rows, "side_by_side": side_by_side,
+        "meta": engine.meta, "rows": rows, "looked": looked, "side_by_side": side_by_side,
     }  # fmt: skip
 
 

@@ -44,7 +44,8 @@ def random_trace(seed: int, alpha: float, max_gamma: int, signals: bool) -> Trac
 def trace_by_start(seed: int, alpha: float, offsets: int, verified: bool, ends: bool) -> Trace:
     """Every start has a draft of its own, of `offsets` tokens or up to its EOS.
 
-    ``verified``: the drafter takes in all that was verified; ``ends``: no draft is longer.
+    ``verified``: the drafter takes in all that was verified; ``ends``: no draft is longer, and at
+    some starts there is none.
     """
     rng = np.random.default_rng(seed)
     rows: list[tuple[float, ...]] = []
@@ -57,6 +58,9 @@ def trace_by_start(seed: int, alpha: float, offsets: int, verified: bool, ends: 
         limit = tokens + int(rng.integers(0, 9)) if eos else tokens
         requests.append(Request(str(i), "", 5, tokens, limit, "eos" if eos else "length"))
         for t in range(tokens):
+            if ends and rng.random() < 0.3:
+                rows.append((i, t, 0, False, 0, -1, -1.0, -3.0, 1.0))
+                continue
             right = min(int(rng.geometric(1 - alpha)) - 1, offsets, tokens - t)
             draft = [int(token) for token in path[t : t + right]]
             if len(draft) < offsets and EOS not in draft:
@@ -76,7 +80,7 @@ def trace_by_start(seed: int, alpha: float, offsets: int, verified: bool, ends: 
     columns["draft_top10_logprob"] = columns["draft_top1"] / 2
     meta = {
         "eos_token_ids": [EOS], "vocab_size": 4, "drafts": "made-up",
-        "takes_verified": verified, "drafts_end": ends,
+        "takes_verified": verified, "drafts_end": ends, "finds_nothing": ends,
     }  # fmt: skip
     return Trace(columns, requests, offsets, meta)
 

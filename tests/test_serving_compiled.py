@@ -38,6 +38,7 @@ from simulator.serving.cost import EngineCost
 from simulator.serving.groups import InOrder
 from simulator.serving.replays import clock_free
 from tests.compiled import LENGTHS, PLAIN, PROMPTED, SCENARIOS, SIGNALLED, assert_same, ran
+from tests.random_traces import trace_by_start
 from tests.serving import GRID, SMALL, arrival_file, bernoulli, table
 from tests.test_serving_exact import RAGGED
 from traces.acceptance.synthetic import synthetic_trace
@@ -74,6 +75,7 @@ RECORDED = {
     "plain": PLAIN,
     "takes verified": replace(SIGNALLED, meta={**SIGNALLED.meta, "takes_verified": True}),
     "drafts end": replace(SHORT, meta={**SHORT.meta, "drafts_end": True}),
+    "finds nothing": trace_by_start(5, 0.6, 4, False, True),
     "eos": replace(PLAIN, requests=[replace(r, ended="eos") for r in PLAIN.requests]),
 }
 POLICIES = st.sampled_from(
@@ -110,6 +112,14 @@ class AnyLength(ClosedLoop):
 def test_compiled_iterations_are_the_iterations(scenario, policy, cells, warmup):
     scenario = replace(scenario, warmup=warmup)
     assert_same(SIGNALLED, CELLS[cells], parse_policy(policy, max_gamma=24), scenario)
+
+
+@pytest.mark.invariant(3)
+@settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
+@given(SCENARIOS, st.sampled_from([Fixed(3), parse_policy("gammatune:gamma=2,gamma_max=4")]),
+       st.sampled_from([*CELLS]))  # fmt: skip
+def test_searches_that_find_nothing_are_the_iterations(scenario, policy, cells):
+    assert_same(RECORDED["finds nothing"], CELLS[cells], policy, scenario)
 
 
 @pytest.mark.invariant(3)

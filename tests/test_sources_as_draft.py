@@ -11,9 +11,9 @@ import pytest
 
 from policies.core import DraftPolicy
 from policies.lengths.basic import Autoregressive, Fixed
-from policies.registry import parse_policy, parse_serving_policy, policy_names
+from policies.registry import describe, parse_policy, parse_serving_policy, policy_names
 from policies.rules.registry import parse_rule
-from simulator.pricing import price
+from simulator.pricing import autoregressive, price
 from simulator.serving import ArrivalFile, ClosedLoop, Limits, Poisson, Scenario, simulate
 from simulator.tune.vllm import tune_vllm
 from simulator.whatif.ladder import ladder
@@ -30,6 +30,7 @@ from traces.replay.run import can_replay, replay
 from traces.replay.vectorised import replay_many
 from traces.sources import Source, parse_source, replay_source
 from traces.sources.starts.as_draft import drafted_latency, drafted_trace
+from traces.store.recordings import find_trace
 
 SOURCES = ("eagle:model=eagle", "eagle:model=eagle3", "medusa", "medusa:k=2", "layer-skip",
            "parallel:acceptance=[0.7,0.5,0.3,0.2,0.1],k=4")  # fmt: skip
@@ -110,6 +111,83 @@ def test_the_rounds_and_their_cost_are_those_of_the_source(case: Any, text: str)
                 np.testing.assert_allclose(ours.wall_s, theirs.wall_s, rtol=1e-9)
         accepted += int(expected.rounds["accepted"].sum())
     assert accepted > 0
+
+
+LOOKUPS = ("pld", "ngram", "ngram-simple", "lookahead")
+SEARCH_S = 7e-4
+HOST_S = float(GRID.estimate("target", "host_draft").seconds)
+SEARCHED = LatencyTable(
+    pd.concat(
+        [
+            GRID.cells,
+            pd.DataFrame(
+                [(name, "forward", 1, 1, 0, SEARCH_S, 0.0, 1) for name in LOOKUPS],
+                columns=list(GRID.cells.columns),
+            ),
+        ],
+        ignore_index=True,
+    )
+)
+
+
+@pytest.fixture(scope="module")
+def text() -> Trace:
+    return find_trace("bundled").select(range(12))
+
+
+@pytest.mark.invariant(1)
+@pytest.mark.parametrize("name", LOOKUPS)
+def test_the_rounds_and_their_cost_are_those_of_the_lookup(text: Trace, name: str) -> None:
+    """It finds nothing at many positions; the search takes as long there."""
+    source = parse_source(name)
+    trace, table = drafted_trace(text, source, {}), drafted_latency(SEARCHED, source, {})
+    assert 0.2 < trace.nothing_drafted.mean() < 1
+    accepted = 0
+    for policy in (every := policies_of(trace)):
+        expected = replay_source(text, source, policy, recordings={})
+        for log in (replay(trace, policy), *replay_many(trace, {describe(policy): policy})):
+            np.testing.assert_array_equal(log.rounds, expected.rounds)
+            assert (log.source, log.fidelity) == (expected.source, expected.fidelity)
+            ours, theirs = price(log, table), price(expected, SEARCHED)
+            if isinstance(policy, Autoregressive):  # searches for nothing, and pays for nothing
+                np.testing.assert_allclose(ours.round_s, theirs.round_s, rtol=1e-9)
+                continue
+            # If nothing is found or may be drafted, one call of the drafter is paid all the same.
+            found = log.rounds["drafted"] > 0
+            np.testing.assert_allclose(ours.round_s[found], theirs.round_s[found], rtol=1e-9)
+            more = ours.round_s[~found] - theirs.round_s[~found]
+            asked = theirs.draft_s[~found] > 0
+            np.testing.assert_allclose(more, np.where(asked, HOST_S, HOST_S + SEARCH_S), rtol=1e-6)
+            accepted += int(log.rounds["accepted"].sum())
+    assert len(every) > 5
+    assert accepted > 0
+    plain = autoregressive(replay(trace, Fixed(2)))
+    np.testing.assert_array_equal(price(plain, table).round_s, price(plain, SEARCHED).round_s)
+
+
+@pytest.mark.parametrize("name", LOOKUPS)
+def test_a_batch_searches_for_each_of_its_requests(text: Trace, name: str) -> None:
+    source = parse_source(name)
+    trace, table = drafted_trace(text, source, {}), drafted_latency(SEARCHED, source, {})
+    free = LatencyTable(
+        SEARCHED.cells.assign(
+            median_s=SEARCHED.cells["median_s"].mask(SEARCHED.cells["model"].isin(LOOKUPS), 0.0)
+        )
+    )
+    at_no_cost = drafted_latency(free, source, {})
+    for clients in (1, 4):
+        scenario = Scenario(ClosedLoop(clients), Limits(max_batch=4), requests=12, seed=1)
+        run, _ = assert_same(trace, table, Fixed(3), scenario)
+        rounds = np.bincount(replay(trace, Fixed(3)).rounds["request"])[run.requests["sequence"]]
+        searching_s = (
+            run.recorder.busy_s - simulate(trace, at_no_cost, Fixed(3), scenario).recorder.busy_s
+        )
+        assert searching_s == pytest.approx(SEARCH_S * rounds.sum(), rel=1e-9)
+
+
+def test_a_search_that_was_not_timed_is_not_taken_to_be_free(text: Trace) -> None:
+    with pytest.raises(DraftsimError, match="no 'forward' cells of 'ngram', the time of its"):
+        drafted_latency(GRID, parse_source("ngram"), {})
 
 
 def test_an_engine_that_drafts_with_a_head_itself_has_its_passes(case: Any) -> None:
@@ -246,7 +324,7 @@ def test_what_cannot_stand_for_a_draft_model_says_why(case: Any) -> None:
     for text, why in (
         ("eagle:model=mtp-several", "run in turn"), ("space", "wider than its draft"),
         ("medusa-tree", "wider than its draft"), ("eagle2", "wider than its draft"),
-        ("pld", "not recorded by start"),
+        ("suffix", "not recorded by start"), ("rest", "not recorded by start"),
         ("early-exit", "not recorded by start"), ("kangaroo", "not recorded by start"),
     ):  # fmt: skip
         with pytest.raises(DraftsimError, match=rf"{why}.*simulate --source. prices one stream"):

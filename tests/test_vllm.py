@@ -15,7 +15,17 @@ from policies import parse_policy
 from profiler.engines.loads import SWEEPS
 from tests.conftest import ROOT
 from tests.engine_lookups import NGRAMS, SUFFIXES, ngram_texts, suffix_texts
-from tests.engine_runs import BATCH, BY_BATCH, LONGEST, OWN, TRACE, names, policy
+from tests.engine_runs import (
+    BATCH,
+    BY_BATCH,
+    LONGEST,
+    LOOKING,
+    OWN,
+    SEARCHED,
+    TRACE,
+    names,
+    policy,
+)
 from traces import Request, Trace, read_latency, replay
 from traces.replay.rounds import RoundLog
 from traces.sources.lookups.sources import PLD
@@ -114,6 +124,19 @@ def test_a_lookup_drafts_as_its_replay(ran: Any) -> None:
     log = replay_source(trace, PLD(), parse_policy("fixed:gamma=4"))
     ours = {n: [r[:4] for r in own] for n, own in ran["lookup"]["rounds"].items() if own}
     assert ours == {n: [r[:4] for r in own] for n, own in rounds(log).items()}
+
+
+def test_searches_that_find_nothing_take_the_simulators_iterations(ran: Any) -> None:
+    assert 0.1 < SEARCHED.nothing_drafted.mean() < 0.9
+    assert [(r["load"], r["policy"]) for r in ran["looked"]] == [
+        (load, name) for load in ("closed:1", "closed:3") for name in ("autoregressive", *LOOKING)
+    ]
+    iterations = {(r["load"], r["policy"]): r["iterations"] for r in ran["looked"]}
+    for row in ran["looked"]:
+        assert row["rounds_differ"] == 0 < row["rounds_compared"]
+        assert row["iterations"] == row["iterations_predicted"]
+        if row["policy"] in LOOKING:
+            assert row["iterations"] < iterations[row["load"], "autoregressive"]
 
 
 def test_policies_are_told_the_vocabulary_of_the_engines_model(ran: Any) -> None:

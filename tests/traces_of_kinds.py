@@ -50,11 +50,14 @@ def _by_start(rng: np.random.Generator, max_gamma: int, first: int, kind: Kind) 
             length = max_gamma if "ending" not in kind else int(rng.integers(1, max_gamma + 1))
             length = 1 if "bare" in kind else length
             accepted = min(int(rng.geometric(0.4)) - 1, max_gamma if "bare" in kind else length)
+            nothing = "ending" in kind and "bare" not in kind and rng.random() < 0.3
+            if nothing:
+                length, accepted = 1, 0
             for k in range(length):
                 rows.append({
                     "request": r, "position": t, "offset": k, "accepted": 0 if k else accepted,
                     "match": MATCH if k < accepted else MISMATCH,
-                    "draft_token": EOS if rng.random() < 0.05 else 7,
+                    "draft_token": -1 if nothing else EOS if rng.random() < 0.05 else 7,
                     "draft_logprob": np.log(rng.uniform(0.05, 1)),
                     "draft_entropy": rng.uniform(0, 3), "draft_top1": rng.uniform(2, 4),
                     "draft_top2": rng.uniform(0, 2), "draft_logsumexp": 4.2,
@@ -66,6 +69,8 @@ def _by_start(rng: np.random.Generator, max_gamma: int, first: int, kind: Kind) 
         columns[name] = values.astype(np.float32 if values.dtype.kind == "f" else np.int32)
     meta = {
         "first": first, "eos_token_ids": [EOS], "vocab_size": 50, "drafts": "medusa",
-        "drafts_end": "ending" in kind, "takes_verified": bool(rng.random() < 0.5),
+        "drafts_end": "ending" in kind,
+        "finds_nothing": "ending" in kind and "bare" not in kind,
+        "takes_verified": bool(rng.random() < 0.5),
     }  # fmt: skip
     return Trace(columns, requests, max_gamma, meta)

@@ -207,7 +207,8 @@ def engine(
     """Measure the steps of a serving engine, in the engine's own environment.
 
     The folder then holds the latencies of synthetic requests by batch, draft length and context.
-    Without --draft or --eagle drafts come from a proposer of draftsim, which runs no passes.
+    Without --draft or --eagle drafts come from a proposer of draftsim, which runs no passes. The
+    searches of lookups are timed then, too: `draftsim serve --source ngram` prices them.
     """
     if engine.draft is not None and engine.engine_eagle is not None:
         raise DraftsimError("--draft and --eagle are two drafters: give one of them")

@@ -17,6 +17,9 @@ from profiler.engines.engine import Engine
 from profiler.recording.checkpoint import Checkpoint
 from traces.latency.schema import CELL_COLUMNS, graphs_of
 from traces.latency.table import LatencyTable
+from traces.sources.lookups.sources import LookupSource, ServedRequest
+from traces.sources.lookups.text import searching
+from traces.sources.registry import SOURCES
 from traces.store.engine_runs import PARTS
 
 Samples = Mapping[Cell, Sequence[Sample]]
@@ -26,6 +29,8 @@ USUAL = 0.25
 """Quantile of the control load's times that counts as its usual time."""
 SWING = float(np.log(1.5))
 """Ratios beyond this are outliers, of the control load or of the engine."""
+TEXT, KINDS, SEARCHES = 512, 200, 50
+"""Tokens of the text that lookups are timed in, different ones among them, and timed searches."""
 HOST = ("schedule", "update", "output")
 PROPOSE = PARTS.index("propose")
 
@@ -90,6 +95,22 @@ def cells_of(kept: Samples, own_passes: bool = False) -> pd.DataFrame:
     frame = pd.DataFrame(rows, columns=list(CELL_COLUMNS))
     drafter = drafter_cells(kept) if own_passes else _free_drafts(frame)
     return pd.concat([frame, drafter], ignore_index=True)
+
+
+def search_cells() -> pd.DataFrame:
+    """Return cells of the search of every lookup for one sequence, which the host runs."""
+    text = np.random.default_rng(0).integers(0, KINDS, TEXT).tolist()
+    before = [ServedRequest(text[: TEXT // 2], text[TEXT // 2 :])]
+    rows = []
+    for source in (kind() for kind in SOURCES.values() if issubclass(kind, LookupSource)):
+        search = searching(source.lookup(frozenset(), lambda: before), text)
+        taken = []
+        for _ in range(SEARCHES):
+            began_s = time.perf_counter()
+            search()
+            taken.append(time.perf_counter() - began_s)
+        rows.append(_row("forward", 1, 1, 0, taken, source.name))
+    return pd.DataFrame(rows, columns=list(CELL_COLUMNS))
 
 
 def _mixed(kept: Samples) -> list[tuple[Any, ...]]:
@@ -271,7 +292,9 @@ class _Measured:
             "held_out": [{"batch": c.batch, "width": c.width, "error": e}
                          for c, e in errors.items()],
         }  # fmt: skip
-        return LatencyTable(cells_of(kept, self.meta["engine"]["own_drafter"]), meta)
+        if self.meta["engine"]["own_drafter"]:
+            return LatencyTable(cells_of(kept, own_passes=True), meta)
+        return LatencyTable(pd.concat([cells_of(kept), search_cells()], ignore_index=True), meta)
 
 
 class BetweenTable(_Measured):

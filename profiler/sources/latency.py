@@ -19,6 +19,7 @@ from profiler.sources.start_record import BUDGET, GrownTrees
 from traces.acceptance.trace import Trace
 from traces.sources.base import prompt_tokens, true_tokens
 from traces.sources.lookups.sources import LookupSource, served_before
+from traces.sources.lookups.text import searching
 from traces.sources.starts.trees import candidates
 
 Kind = TypeVar("Kind")
@@ -366,12 +367,4 @@ def lookup_step(trace: Trace, source: LookupSource) -> Step:
     said = output[int(starts[longest]) : int(starts[longest + 1])]
     eos = frozenset(trace.meta.get("eos_token_ids") or ())
     lookup = source.lookup(eos, lambda: served_before(trace, longest))
-    lookup.extend(prompt)
-    lookup.extend(said)
-    turn = iter((prompt + said) * 1000)
-
-    def once() -> None:
-        lookup.extend([next(turn), next(turn)])
-        lookup.propose()
-
-    return Step(source.name, "forward", 1, 0, once)
+    return Step(source.name, "forward", 1, 0, searching(lookup, prompt + said))

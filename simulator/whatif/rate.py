@@ -48,7 +48,9 @@ def judged_rows(trace: Trace) -> Ints:
     accepted = np.repeat(
         trace.columns["accepted"][trace.on_path], np.diff(np.append(trace.on_path, len(trace)))
     )
-    return np.flatnonzero(trace.columns["offset"] <= accepted)
+    judged = trace.columns["offset"] <= accepted
+    judged[trace.on_path[trace.nothing_drafted]] = False
+    return np.flatnonzero(judged)
 
 
 def ends_draft(trace: Trace, judged: Ints) -> npt.NDArray[np.bool_]:

@@ -116,7 +116,7 @@ class Tape:
         mismatch = np.flatnonzero(match != MATCH)
         tail_end = np.append(bounds[mismatch + 1], len(trace))
         if trace.by_start:
-            self.row_limit = bounds[1:].tolist()
+            self.row_limit = (bounds[1:] - trace.nothing_drafted).tolist()
             return
         own_end = np.repeat(bounds[starts[1:]], np.diff(starts))
         next_mismatch = np.searchsorted(mismatch, np.arange(len(match)))

@@ -203,6 +203,16 @@ class Trace:
         return bool(self.meta.get("drafts_end"))
 
     @cached_property
+    def nothing_drafted(self) -> Array:
+        """For each on-path position, True if a draft from there is empty: a search finds nothing.
+
+        Its row holds no drafted token.
+        """
+        if not self.meta.get("finds_nothing"):
+            return np.zeros(len(self.on_path), dtype=bool)
+        return np.asarray(self.columns["draft_token"][self.on_path] < 0)
+
+    @cached_property
     def open_ended(self) -> Array:
         """For each on-path position, True if its run may be longer than `run_lengths` says."""
         starts, ends = self.request_starts, np.arange(len(self.on_path)) + self.run_lengths

@@ -96,7 +96,7 @@ class Layout(Places):
             index = np.arange(count)
             # A draft walks on through matches and the tail of the next mismatch.
             last = index + 1 if trace.by_start else np.minimum(index + self.runs + 1, self.ends)
-            self.recorded = bounds[last] - self.rows
+            self.recorded = bounds[last] - self.rows - trace.nothing_drafted
             ends = np.flatnonzero(np.append(ends_drafts(trace), True))
             at_eos = ends[np.searchsorted(ends, self.rows)] - self.rows + 1
             self.most = np.minimum(np.minimum(left, at_eos), self.recorded + (not trace.drafts_end))

@@ -89,7 +89,8 @@ META: Mapping[str, tuple[Check, str]] = {
     ),
     **dict.fromkeys(("eos_token_ids", "skip"), (_none_or(are_wholes), "a list of whole numbers")),
     **dict.fromkeys(
-        ("draft_lengths_known", "takes_verified", "drafts_end", "chat_template", "quick"),
+        ("draft_lengths_known", "takes_verified", "drafts_end", "finds_nothing", "chat_template",
+         "quick"),
         (_none_or(_flag), "true or false"),
     ),
     "first": (_none_or(lambda value: is_whole(value, 0, 1)), "0 or 1"),

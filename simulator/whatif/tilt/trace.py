@@ -280,8 +280,8 @@ class MatchModel:
         from simulator.whatif.tilt.drawn import drawn
 
         match = np.empty((len(shifts), len(margins)), dtype=bool)
-        history = self.alpha, self.run_logit, *self.share_logit.tolist()
-        drawn(margins, self.trace.request_starts, shifts, *history, match)
+        starts, (one, two) = self.trace.request_starts, self.share_logit.tolist()
+        drawn(margins, starts, shifts, self.alpha, self.run_logit, one, two, match)
         return match
 
 

@@ -213,6 +213,7 @@ class PLD(LookupSource):
     """Prompt lookup decoding, as transformers 5.23 does it (see `PromptLookup`)."""
 
     name = "pld"
+    unlike = None
     what = "prompt lookup (transformers 5.23 PromptLookupCandidateGenerator), recomputed from ids"
 
     def __init__(self, num_tokens: int = 10, max_ngram: int = 2) -> None:
@@ -284,6 +285,7 @@ class Lookahead(LookupSource):
     """An n-gram pool after lookahead decoding (arXiv:2402.02057; see `NGramPool`)."""
 
     name = "lookahead"
+    unlike = None
     what = (
         "n-gram pool after lookahead decoding (arXiv:2402.02057), of prompt and output only: the "
         "paper's Jacobi n-grams are missing, so it accepts fewer tokens"
@@ -331,6 +333,7 @@ class NGram(LookupSource):
     """vLLM's method ``ngram`` (see `NGramLookup`)."""
 
     name = "ngram"
+    unlike = None
     what = "vLLM's n-gram proposer, recomputed from token ids"
 
     def __init__(self, k: int = 5, min_n: int = 5, max_n: int = 5) -> None:
@@ -354,6 +357,7 @@ class NGramSimple(LookupSource):
     """llama.cpp's ``--spec-type ngram-simple`` (see `NGramSimpleLookup`)."""
 
     name = "ngram-simple"
+    unlike = None
     what = "llama.cpp's ngram-simple, recomputed from token ids"
 
     def __init__(self, size_n: int = 12, size_m: int = 48) -> None:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections import OrderedDict
-from collections.abc import Sequence
-from itertools import takewhile
+from collections.abc import Callable, Sequence
+from itertools import cycle, takewhile
 from typing import NamedTuple
 
 import numpy as np
@@ -38,6 +38,21 @@ class Lookup(ABC):
     @abstractmethod
     def propose(self) -> list[Proposal]:
         """Return the proposed continuation, possibly empty."""
+
+
+def searching(lookup: Lookup, text: Sequence[int]) -> Callable[[], list[Proposal]]:
+    """Return one round's work of a lookup: take in two tokens of `text`, in a circle, and propose.
+
+    `text` is first taken in as a whole.
+    """
+    lookup.extend(text)
+    turn = cycle(text)
+
+    def once() -> list[Proposal]:
+        lookup.extend([next(turn), next(turn)])
+        return lookup.propose()
+
+    return once
 
 
 class FirstOccurrences:

@@ -1,4 +1,4 @@
-"""A source recorded by start, used like a draft model: as a trace, and as its latencies.
+"""A source whose drafts are known from every start, used like a draft model.
 
 The drafts of a source from every start are a trace whose starts have drafts of their own
 (`Trace.by_start`), and a drafted token's cost is a cell of a latency table.  So everything that
@@ -8,6 +8,7 @@ a source as well, exactly: round by round as `traces.sources.replay.replay_sourc
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import PurePath
 from typing import Any
 
@@ -19,7 +20,9 @@ from traces.acceptance.trace import Trace
 from traces.errors import DraftsimError
 from traces.latency.schema import CELL_COLUMNS
 from traces.latency.table import LatencyTable
+from traces.replay.always import drafting_always, passes_always
 from traces.sources.base import Source, leading_right, true_tokens
+from traces.sources.lookups.sources import LookupSource
 from traces.sources.recording import DRAWN, LOGITS, Recordings
 from traces.sources.starts.recording import StartSource
 
@@ -27,19 +30,21 @@ Ints = npt.NDArray[np.int64]
 
 PASSES = ("forward", "catch_up", "settling", "prefill", "layer", "rollback")
 """Phases of a draft model that a source in its place does not have."""
+MOST_BATCH = 1024
+"""A batch beyond any: a search for each sequence takes as long again."""
 ANY = 1 << 20
 """A width or context beyond any: cells at both ends hold for all sizes between."""
 
 
-def check_drafts(source: Source, recordings: Recordings) -> StartSource:
+def check_drafts(source: Source, recordings: Recordings) -> Source:
     """Return `source`; DraftsimError if it cannot replace a draft model, or was not recorded."""
-    why = source.unlike_a_draft_model(recordings)
-    if why is not None or not isinstance(source, StartSource):
+    if (why := source.unlike_a_draft_model(recordings)) is not None:
         raise DraftsimError(
             f"{source.name!r} cannot be replayed like a draft model: {why}; `draftsim "
             "simulate --source` prices one stream of it"
         )
-    source.recording(recordings)
+    if source.recorded_as is not None:
+        source.recording(recordings)
     return source
 
 
@@ -52,7 +57,11 @@ def drafted_trace(trace: Trace, source: Source, recordings: Recordings) -> Trace
     Raises DraftsimError if the source was not recorded along this trace, or cannot replace a draft
     model (`check_drafts`).
     """
-    return chained_trace(trace, check_drafts(source, recordings), recordings)
+    source = check_drafts(source, recordings)
+    if isinstance(source, StartSource):
+        return chained_trace(trace, source, recordings)
+    assert isinstance(source, LookupSource)
+    return searched_trace(trace, source)
 
 
 def chained_trace(trace: Trace, source: StartSource, recordings: Recordings) -> Trace:
@@ -65,22 +74,57 @@ def chained_trace(trace: Trace, source: StartSource, recordings: Recordings) -> 
     if source.k is not None:
         source.open(trace, recordings, 1)(0)  # refuses more heads than there are
         most = source.k
+    drafted = recording["token"][:, :most]
+    # Drawn greedily, a token is the likeliest.
+    likeliest = recording["top1"] - recording["logsumexp"]
+    found = {n: recording.arrays.get(n, likeliest) for n in (*LOGITS, *DRAWN)}
+    signals = {
+        column: found[name][:, :most] for column, name in (
+            ("draft_logprob", "log_prob"), ("draft_raw_logprob", "raw_log_prob"),
+            ("draft_top1", "top1"), ("draft_top2", "top2"), ("draft_logsumexp", "logsumexp"),
+            ("draft_entropy", "entropy"),
+        )
+    }  # fmt: skip
+    meta = {
+        "drafts": source.label(recordings), "drafter": model_of(source, recordings),
+        "takes_verified": source.takes_verified, "drafts_end": source.drafts_end,
+    }  # fmt: skip
+    # A draft that ended with EOS holds nothing more; one that never was holds its blanks.
+    return _laid_out(trace, drafted, (drafted >= 0) | (drafted[:, :1] < 0), signals, meta)
+
+
+def searched_trace(trace: Trace, source: LookupSource) -> Trace:
+    """Return `drafted_trace` of a lookup, which finds nothing at many positions."""
+    drafted = source.drafted(trace)
+    assert drafted is not None
+    held = drafted >= 0
+    held[:, 0] = True
+    meta: dict[str, Any] = {
+        "drafts": source.name, "drafter": source.name, "takes_verified": False, "drafts_end": True,
+        "finds_nothing": True,
+    }  # fmt: skip
+    if source.fidelity != "exact":
+        meta["fidelity"] = source.fidelity
+    return _laid_out(trace, np.where(drafted < 0, -1, drafted), held, {}, meta)
+
+
+def _laid_out(
+    trace: Trace, drafted: Ints, held: npt.NDArray[np.bool_],
+    signals: Mapping[str, npt.NDArray[Any]], meta: Mapping[str, Any],
+) -> Trace:  # fmt: skip
+    """Return the outputs of `trace` with the tokens `drafted` from every start, where `held`.
+
+    All arrays have the shape (positions of all requests, longest draft).
+    """
     true, bounds = np.array(true_tokens(trace, sampled=True)), trace.request_starts
     lengths = np.diff(bounds)
     stop, rows = np.repeat(bounds[1:], lengths), np.arange(len(true))
     begins = np.zeros(len(true), bool)
     begins[bounds[:-1]] = True
     from_row = np.where(begins & (stop - rows > 1), rows + 1, rows)
-    drafted = recording["token"][:, :most]
     accepted = leading_right(drafted, true, stop)[from_row]
-    drafted = drafted[from_row]
-    # A draft that ended with EOS holds nothing more; one that never was holds its blanks.
-    held = (drafted >= 0) | (drafted[:, :1] < 0)
+    drafted, held = drafted[from_row], held[from_row]
     start, offset = np.nonzero(held)
-    # Drawn greedily, a token is the likeliest.
-    likeliest = recording["top1"] - recording["logsumexp"]
-    found = {n: recording.arrays.get(n, likeliest) for n in (*LOGITS, *DRAWN)}
-    signals = {n: v[:, :most][from_row][held] for n, v in found.items()}
     columns: dict[str, npt.NDArray[Any]] = {
         "request": np.repeat(np.arange(len(lengths)), lengths)[start],
         "position": (rows - np.repeat(bounds[:-1], lengths))[start],
@@ -89,18 +133,9 @@ def chained_trace(trace: Trace, source: StartSource, recordings: Recordings) -> 
         "accepted": np.where(offset == 0, accepted[start], 0),
         "token": np.where(offset == 0, true[start], -1),
         "draft_token": drafted[held],
-        "draft_logprob": signals["log_prob"],
-        "draft_raw_logprob": signals["raw_log_prob"],
-        "draft_top1": signals["top1"],
-        "draft_top2": signals["top2"],
-        "draft_logsumexp": signals["logsumexp"],
-        "draft_entropy": signals["entropy"],
+        **{name: values[from_row][held] for name, values in signals.items()},
     }
-    meta = {
-        **trace.meta, "drafts": source.label(recordings), "drafter": model_of(source, recordings),
-        "takes_verified": source.takes_verified, "drafts_end": source.drafts_end,
-    }  # fmt: skip
-    return Trace(columns, trace.requests, most, meta)
+    return Trace(columns, trace.requests, drafted.shape[1], {**trace.meta, **meta})
 
 
 def drafted_latency(
@@ -113,7 +148,11 @@ def drafted_latency(
 
     Raises DraftsimError if the table lacks them.
     """
-    table = check_drafts(source, recordings).as_draft(latency, recordings)
+    source = check_drafts(source, recordings)
+    if isinstance(source, StartSource):
+        table = source.as_draft(latency, recordings)
+    else:
+        table = searching(latency, source.name)
     return table.assumed_batch_free("draft") if batch_free else table
 
 
@@ -185,6 +224,30 @@ def heads_at_once(latency: LatencyTable) -> pd.DataFrame:
         [("draft", "catch_up", 1, n, c, seconds) for n, c in ends]
         + [("draft", "forward", 1, n, c, 0.0) for n, c in ends]
     )
+
+
+def searching(latency: LatencyTable, name: str) -> LatencyTable:
+    """Return the table of a lookup that searches for every sequence in every round.
+
+    A round in which it finds nothing is charged as one drafted token by the host, too.
+
+    Raises DraftsimError if the search was not timed.
+    """
+    model = "draft" if latency.is_constant else name
+    if not latency.has(model, "forward"):
+        raise DraftsimError(
+            f"latency table has no 'forward' cells of {name!r}, the time of its search: `draftsim "
+            "profile sources` measures it, and `draftsim profile engine` without --draft"
+        )
+    search_s = float(latency.estimate(model, "forward").seconds)
+    sizes = [(b, n, c) for b in (1, MOST_BATCH) for n in (1, ANY) for c in (0, ANY)]
+    own = _frame(
+        [("draft", "catch_up", b, n, c, b * search_s) for b, n, c in sizes]
+        + [("draft", "forward", b, 1, c, 0.0) for b, n, c in sizes if n == 1]
+        + [("draft", "prefill", b, n, c, 0.0) for b, n, c in sizes if c == 0]
+    )
+    table = standing_in(latency, with_passes_alone(latency.cells), own, name)
+    return drafting_always(table, max(passes_always(latency), 1))
 
 
 def one_pass(latency: LatencyTable, name: str, width: int) -> pd.DataFrame:
