@@ -132,12 +132,19 @@ def tune(
     from simulator.hardware.scaling import bounds_of
     from simulator.targets import parse_targets
     from simulator.tune.costs import DEFAULT_LENGTHS
-    from simulator.tune.launch import FILE, WITHOUT_MODEL, launch_line, named_models
+    from simulator.tune.launch import (
+        FILE,
+        WITHOUT_MODEL,
+        check_drafter,
+        launch_line,
+        named_models,
+    )
     from simulator.tune.search import ONE_REQUEST, Search
     from simulator.tune.settings import laid_out, write_settings
 
     targets = None if slo is None else parse_targets(slo)
     recording = inputs.load(chooses="tune")
+    check_drafter(engine.value, recording)
     recorded = recording.trace
     search = Search(
         engine.value, None if batch is None else batch_sizes("--batch", batch), by_context,

@@ -142,6 +142,25 @@ def test_the_drafter_that_the_recording_names_is_in_the_file_and_the_line(
     assert "--speculative-algorithm STANDALONE --speculative-draft-model-path org/draft" in sglang
 
 
+def test_a_lookup_is_vllms_method_with_the_sizes_that_were_replayed(
+    run: Run, recorded: SimpleNamespace
+) -> None:
+    asked = ("--trace", "bundled", "--batch", "1,4", "--resamples", "4")
+    source = ("--source", "pld:max_ngram=3")
+    ran = run("tune", "--engine", "vllm", *asked, *source, "--out", recorded.out)
+    written = json.loads(recorded.out.read_text())
+    assert [written.pop(n) for n in ("method", "prompt_lookup_min", "prompt_lookup_max")] == [
+        "ngram", 1, 3
+    ]  # fmt: skip
+    assert set(written) <= {"num_speculative_tokens", "num_speculative_tokens_per_batch_size"}
+    assert "does not name the drafter" not in ran.err
+    assert "METHOD" not in ran.err
+    for engine, other in (("sglang", "pld"), ("vllm", "lookahead")):
+        ran = run("tune", "--engine", engine, *asked, "--source", other)
+        assert ran.code == 2
+        assert f"no setting of {engine} is known for the lookup {other}" in ran.err
+
+
 def test_an_eagle_head_is_named_with_its_method(run: Run, recorded: SimpleNamespace) -> None:
     ran = run(
         "tune", "--engine", "vllm", "--trace", "smollm2-vllm-eagle3-cpu", "--source",

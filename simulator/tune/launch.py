@@ -20,6 +20,7 @@ from traces.acceptance.trace import Trace
 from traces.errors import DraftsimError
 from traces.latency.graphs import CUDAGraphs
 from traces.latency.table import LatencyTable
+from traces.sources.lookups.sources import PLD, LookupSource, NGram
 
 TARGET, DRAFT, METHOD, FILE = "TARGET", "DRAFT", "METHOD", "FILE"
 """Placeholders for models, a method and a file that nobody named."""
@@ -47,15 +48,21 @@ class NamedDrafter:
     """vLLM's name, one of the values of `METHODS`."""
     model: str | None = None
     """A folder, or a name on the Hugging Face hub."""
+    sizes: tuple[int, int] | None = None
+    """Tokens of the shortest and longest n-gram that a lookup searches for."""
 
-    def config(self) -> dict[str, str]:
-        """Return the keys ``method`` and ``model`` of vLLM's ``--speculative-config``, as far as
+    def config(self) -> dict[str, Any]:
+        """Return the keys of vLLM's ``--speculative-config`` that name the drafter, as far as
         known.
 
         >>> NamedDrafter("eagle3", "org/head").config()
         {'method': 'eagle3', 'model': 'org/head'}
+        >>> NamedDrafter("ngram", sizes=(2, 5)).config()
+        {'method': 'ngram', 'prompt_lookup_min': 2, 'prompt_lookup_max': 5}
         """
-        found = {} if self.method is None else {"method": self.method}
+        found: dict[str, Any] = {} if self.method is None else {"method": self.method}
+        if self.sizes is not None:
+            found |= dict(zip(("prompt_lookup_min", "prompt_lookup_max"), self.sizes, strict=True))
         if self.model is not None and self.method not in WITHOUT_MODEL:
             found["model"] = self.model
         return found
@@ -199,10 +206,26 @@ _LINES: Mapping[str, tuple[str, Callable[[Mapping[str, Any], str, NamedDrafter],
 """By engine: the command without speculation, and what a document adds."""
 
 
+def check_drafter(engine: str, recording: Recording) -> None:
+    """Raise DraftsimError if the drafter is a lookup that `engine` is given no setting for."""
+    source = recording.source
+    if isinstance(source, LookupSource) and (engine != "vllm" or source.name not in METHODS):
+        raise DraftsimError(
+            f"no setting of {engine} is known for the lookup {source.name}: settings for vLLM's "
+            "n-gram method are, so name --engine vllm and --source ngram"
+        )
+
+
 def named_models(recording: Recording, latency: LatencyTable) -> tuple[str, NamedDrafter]:
     """Return the recorded names of the target and the drafter."""
     trace, engine = recording.trace, latency.meta.get("engine") or {}
     target = str(latency.meta["target"]) if engine else _path(trace, "target") or TARGET
+    if isinstance(recording.source, NGram | PLD):
+        least, most = (
+            (recording.source.min_n, recording.source.max_n)
+            if isinstance(recording.source, NGram) else (1, recording.source.max_ngram)
+        )  # fmt: skip
+        return target, NamedDrafter("ngram", sizes=(least, most))
     if recording.source is not None:
         meta = recording.drafter
         kind = METHODS.get(str(meta.get("kind", recording.source.name)))

@@ -152,7 +152,7 @@ def drafted_latency(
     if isinstance(source, StartSource):
         table = source.as_draft(latency, recordings)
     else:
-        table = searching(latency, source.name)
+        table = with_searches(latency, source.name)
     return table.assumed_batch_free("draft") if batch_free else table
 
 
@@ -226,7 +226,7 @@ def heads_at_once(latency: LatencyTable) -> pd.DataFrame:
     )
 
 
-def searching(latency: LatencyTable, name: str) -> LatencyTable:
+def with_searches(latency: LatencyTable, name: str) -> LatencyTable:
     """Return the table of a lookup that searches for every sequence in every round.
 
     A round in which it finds nothing is charged as one drafted token by the host, too.
