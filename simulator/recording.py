@@ -342,6 +342,8 @@ def load_recording(
             stream, drafter = None, stream
     elif not observed:
         drafter, recordings = _drafter(name, outputs, tables, source, given, option is None, say)
+    if drafter is None and stream is None and (observed or outputs.meta.get("draft") is not None):
+        check_passes(tables)
     for chosen in (drafter, stream):
         if chosen is not None:
             recordings = chosen.completed(outputs, recordings)
@@ -379,6 +381,18 @@ def load_recording(
     if by_layers and found.said_depths:
         say(found.said_depths)
     return found
+
+
+def check_passes(tables: Tables) -> None:
+    """Raise DraftsimError for a table of an engine without a drafter: its draft passes are free."""
+    for label, table in tables.items():
+        engine = table.meta.get("engine")
+        if isinstance(engine, Mapping) and not engine.get("own_drafter"):
+            raise DraftsimError(
+                f"{label} was measured in an engine without a drafter, so it holds no draft "
+                "passes: `draftsim profile engine --draft DIR` (or --eagle) measures them; "
+                "--source ngram needs none"
+            )
 
 
 def check_carried(drafter: Source | None, recordings: Recordings, one_pass: bool = False) -> None:

@@ -288,3 +288,15 @@ def test_costs_of_other_models_are_remarked_on_below(command: tuple[object, ...]
     assert any(answers) == (command[0] != "simulate")
     assert "at the costs of a100/llama-2-7b+vicuna-68m" in first
     assert "composed from operators" in second, second
+
+
+def test_drafts_of_a_model_are_not_free_in_an_engine_without_one(run: Run, tmp_path: Path) -> None:
+    pytest.importorskip("torch")
+    from tests.stand_in_engine import write_measured_engine
+
+    folder = tmp_path / "engine"
+    write_measured_engine(folder)
+    asked = ("simulate", "--trace", "bundled", "--latency", folder, "--policy", "fixed:gamma=2")
+    ran = run(*asked, "--resamples", 4)
+    assert ran.code == 2
+    assert "was measured in an engine without a drafter, so it holds no draft passes" in ran.err
