@@ -93,6 +93,19 @@ class Recording:
         return priced
 
     @property
+    def said_free(self) -> str:
+        """That drafts cost nothing in the engine that was timed, which had no drafter; else
+        empty.
+        """
+        drawn = self.outputs.meta.get("source") != PLAIN_DECODING
+        of_a_model = self.outputs.meta.get("draft") is not None or (self.observed and drawn)
+        engines = [table.meta.get("engine") for table in self.tables.values()]
+        without = [e for e in engines if isinstance(e, Mapping) and not e.get("own_drafter")]
+        if not without or not of_a_model or self.source is not None or self.stream is not None:
+            return ""
+        return ", an engine without a drafter: drafts cost nothing"
+
+    @property
     def drafter(self) -> Mapping[str, Any]:
         """The provenance of the source's recording; empty for a draft model, or a lookup."""
         if self.source is None or self.source.recorded_as is None:
@@ -119,7 +132,7 @@ class Recording:
                 for name, table in self.tables.items()
             ]
             costs = f", at the costs of {' and '.join(names)}"
-        return self.unpriced + costs
+        return self.unpriced + costs + self.said_free
 
     @property
     def said_depths(self) -> str:
@@ -244,16 +257,20 @@ def said_longest(trace: Trace) -> str:
     return f"drafts of up to {counted(trace.max_gamma, 'token')}"
 
 
+PLAIN_DECODING = "plain decoding"
+"""Source of a trace that drafts nothing."""
+
+
 def plain_trace(sizes: Mapping[str, int] | None = None) -> tuple[str, Trace]:
     """Return a name and a trace for plain decoding, which drafts nothing.
 
     ``sizes`` are the requests' ``prompt_length`` and ``tokens`` (`trace_by_position`); None if a
     file of arrivals has them.
     """
-    trace = trace_by_position((0.0,), **(sizes or {}), meta={"source": "plain decoding"})
+    trace = trace_by_position((0.0,), **(sizes or {}), meta={"source": PLAIN_DECODING})
     one = trace.requests[0]
     if sizes is None:
-        return "plain decoding", trace
+        return PLAIN_DECODING, trace
     return f"requests of {one.prompt_length} prompt and {one.tokens} output tokens", trace
 
 
@@ -342,8 +359,6 @@ def load_recording(
             stream, drafter = None, stream
     elif not observed:
         drafter, recordings = _drafter(name, outputs, tables, source, given, option is None, say)
-    if drafter is None and stream is None and (observed or outputs.meta.get("draft") is not None):
-        check_passes(tables)
     for chosen in (drafter, stream):
         if chosen is not None:
             recordings = chosen.completed(outputs, recordings)
@@ -381,18 +396,6 @@ def load_recording(
     if by_layers and found.said_depths:
         say(found.said_depths)
     return found
-
-
-def check_passes(tables: Tables) -> None:
-    """Raise DraftsimError for a table of an engine without a drafter: its draft passes are free."""
-    for label, table in tables.items():
-        engine = table.meta.get("engine")
-        if isinstance(engine, Mapping) and not engine.get("own_drafter"):
-            raise DraftsimError(
-                f"{label} was measured in an engine without a drafter, so it holds no draft "
-                "passes: `draftsim profile engine --draft DIR` (or --eagle) measures them; "
-                "--source ngram needs none"
-            )
 
 
 def check_carried(drafter: Source | None, recordings: Recordings, one_pass: bool = False) -> None:
