@@ -94,16 +94,14 @@ class Recording:
 
     @property
     def said_free(self) -> str:
-        """That drafts cost nothing in the engine that was timed, which had no drafter; else
-        empty.
-        """
+        """That drafts cost nothing, since the timed engine had no drafter; else empty."""
         drawn = self.outputs.meta.get("source") != PLAIN_DECODING
         of_a_model = self.outputs.meta.get("draft") is not None or (self.observed and drawn)
         engines = [table.meta.get("engine") for table in self.tables.values()]
         without = [e for e in engines if isinstance(e, Mapping) and not e.get("own_drafter")]
         if not without or not of_a_model or self.source is not None or self.stream is not None:
             return ""
-        return ", an engine without a drafter: drafts cost nothing"
+        return ", where drafts cost nothing because the engine had no drafter"
 
     @property
     def drafter(self) -> Mapping[str, Any]:

@@ -227,9 +227,9 @@ APART = 0.03
 
 
 def common_error(rows: pd.DataFrame) -> str:
-    """Say that no speculation errs otherwise than the policies do, and so every speedup; or "".
+    """Say that the error of no speculation is unlike the policies', and so in every speedup; or "".
 
-    It is one run among many, so a minute in which the machine was faster or slower shows there.
+    No speculation is one run among many: a minute of another speed of the machine shows there.
     """
     plain = rows["policy"] == CONTROL
     alone, others = rows.loc[plain, "error"], rows.loc[~plain, "error"]

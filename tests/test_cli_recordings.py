@@ -302,7 +302,7 @@ def test_the_first_line_says_where_an_engine_without_a_drafter_makes_drafts_free
     ran = run("simulate", "--trace", "bundled", *priced, "--resamples", 4)
     answer = " ".join(ran.out.split())
     assert answer.startswith("bundled (bundled 2.81M + draft model 0.638M in stand-in 1, cpu), at")
-    assert ", an engine without a drafter: drafts cost nothing: " in answer[:250]
+    assert ", where drafts cost nothing because the engine had no drafter: " in answer[:250]
     monkeypatch.delenv("DRAFTSIM_TRACE")  # no recording is named
     plain = run("serve", "--latency", folder, "--policy", "autoregressive", "--prompt", 8,
                 "--output", 8, "--batch", 1, "--requests", 2)  # fmt: skip
