@@ -34,7 +34,7 @@ from traces.acceptance.trace import Trace
 from traces.latency.table import LatencyTable
 from traces.replay.rounds import before
 from traces.replay.run import replay
-from traces.sources.starts.as_draft import drafted_trace
+from traces.sources.as_draft import drafted_trace
 from traces.sources.starts.features import Eagle
 from traces.sources.starts.parallel import drawn_starts
 from traces.store.engine_runs import (

@@ -19,12 +19,12 @@ from traces.digits import counted
 from traces.errors import DraftsimError, FileError
 from traces.latency.table import LatencyTable
 from traces.replay.always import in_one_pass
+from traces.sources.as_draft import check_drafts, drafted_latency, drafted_trace
 from traces.sources.base import Source
 from traces.sources.found import engine_source, find_recordings, own_source
 from traces.sources.recording import Recordings
 from traces.sources.registry import DRAFT_MODEL, parse_source
 from traces.sources.replay import check_rule, check_same_layers
-from traces.sources.starts.as_draft import check_drafts, drafted_latency, drafted_trace
 from traces.store.identity import ROLES, engine_head, model_in, model_label, same_model
 from traces.store.operators import at_depths
 from traces.store.recordings import find_latency, find_trace, folder_of, models_of, pair_label

@@ -205,8 +205,12 @@ def test_a_table_between_the_arms_has_the_batches_that_so_few_requests_make() ->
     assert list(grid.widths) == [1, 2, 3, 4]
     four = Workload(SMALL, {"a": parse_policy("fixed:gamma=4")}, loads, 12)
     assert list(grid_of(options, four, graphs="FULL_AND_PIECEWISE").widths) == [1, 2, 3, 4, 5]
-    assert (12, 256) in grid.prompts
-    assert max(grid.beside_batches) == 11
+    assert list(grid.contexts) == [32, 72]  # a prompt, and all of its output
+    assert list(grid.prompts) == [(1, 16), (4, 16), (1, 32), (4, 32), (12, 32)]
+    assert list(grid.beside_prompts) == [16, 32]  # the fifth request waits for one of four
+    alone = Workload(SMALL, {"a": parse_policy("fixed:gamma=3")}, {"closed:12": ClosedLoop(12)}, 12)
+    kinds = {cell.kind for block in grid_of(options, alone).blocks() for cell in block}
+    assert kinds == {"decode", "prompt"}  # all prompts share the first iteration
     assert len(set(grid.prompts)) == len(grid.prompts)
 
 

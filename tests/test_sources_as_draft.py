@@ -29,7 +29,7 @@ from traces.latency.table import LatencyTable
 from traces.replay.run import can_replay, replay
 from traces.replay.vectorised import replay_many
 from traces.sources import Source, parse_source, replay_source
-from traces.sources.starts.as_draft import drafted_latency, drafted_trace
+from traces.sources.as_draft import drafted_latency, drafted_trace
 from traces.store.recordings import find_trace
 
 SOURCES = ("eagle:model=eagle", "eagle:model=eagle3", "medusa", "medusa:k=2", "layer-skip",

@@ -29,8 +29,8 @@ from traces.acceptance.trace import Trace
 from traces.errors import DraftsimError
 from traces.replay.run import replay
 from traces.sources import Eagle, Recordings, read_recordings, replay_source, write_recordings
+from traces.sources.as_draft import drafted_trace
 from traces.sources.base import DRAFTER_SIGNALS
-from traces.sources.starts.as_draft import drafted_trace
 
 HOT, CUT = Sampling(1.5), Sampling(1.5, 0.9)
 SAMPLINGS = pytest.mark.parametrize("sampling", [HOT, CUT], ids=["all", "top-p"])

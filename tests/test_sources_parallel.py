@@ -14,7 +14,7 @@ from traces.acceptance.trace import Trace
 from traces.errors import DraftsimError
 from traces.latency.table import LatencyTable
 from traces.sources import parse_source, replay_source
-from traces.sources.starts.as_draft import drafted_latency, drafted_trace
+from traces.sources.as_draft import drafted_latency, drafted_trace
 from traces.sources.starts.parallel import Parallel, drawn_starts
 
 ACCEPTANCE = (0.8, 0.5, 0.3, 0.1)

@@ -177,19 +177,39 @@ def grid_of(
 ) -> EngineGrid:  # fmt: skip
     """Return the sizes that the loads can reach under their policies.
 
-    Prompts sent at once share a pass: as many of the trace's mean length as an iteration may have.
-    ``graphs``: the CUDA graphs that the engine runs.
+    Prompts sent at once share a pass: as many of the requests' mean length as an iteration may
+    have.  Where all prompts of closed loops fit into one iteration, none joins requests that
+    decode.  ``graphs``: the CUDA graphs that the engine runs.
     """
     from profiler.engines.bench import EngineGrid
     from simulator.serving.run import lookahead_of
 
-    most = options.max_batch
-    at_once = {min(a.concurrency or most, work.requests) for a in work.loads.values()}
-    longest = max(lookahead_of(policy, work.trace) for policy in work.policies.values())
-    mean = round(float(np.mean([r.prompt_length for r in work.trace.requests])))
-    grid = EngineGrid(prompts=(*EngineGrid.prompts, *((n, mean) for n in sorted(at_once) if n > 1)))
-    own = replace(options, max_batch=max(at_once), longest=max(longest, 1))
-    return grid.fitted(own, graphs if longest == options.longest else None)
+    requests, base = work.trace.requests, EngineGrid()
+    jobs = [job for demand in work.demands.values() for job in demand.jobs]
+    lengths = [requests[job.sequence].prompt_length for job in jobs]
+    shortest, longest = min(lengths), max(lengths)
+    last = max(requests[job.sequence].prompt_length + job.tokens for job in jobs)
+    at_once = {min(a.concurrency or options.max_batch, work.requests) for a in work.loads.values()}
+    most = max(lookahead_of(policy, work.trace) for policy in work.policies.values())
+    own = replace(options, max_batch=max(at_once), longest=max(most, 1))
+    last = min(last, base.room(own) - 1)
+    joins = sum(lengths) > options.token_budget or any(
+        demand.concurrency is None or demand.concurrency < len(demand.jobs)
+        for demand in work.demands.values()
+    )
+    grid = replace(
+        base,
+        contexts=sorted(
+            {shortest, *(c for c in base.contexts if 2 * shortest < c < last / 2), last}
+        ),
+        prompts=(
+            *((n, t) for n, t in base.prompts if t < longest),
+            (1, longest),
+            *((n, round(float(np.mean(lengths)))) for n in sorted(at_once) if n > 1),
+        ),
+        beside_prompts=[t for t in base.beside_prompts if t < longest] + [longest] if joins else (),
+    )
+    return grid.fitted(own, graphs if most == options.longest else None)
 
 
 def engine_options(latency: LatencyTable, trace: Trace, kind: EngineKind) -> EngineOptions:

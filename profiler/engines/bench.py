@@ -85,6 +85,14 @@ class EngineGrid:
     steps: int = 4
     held_out: float = 0.03
 
+    def room(self, options: EngineOptions) -> int:
+        """Return the context from which on sequences outgrow the engine while they are measured.
+
+        They grow by a token an iteration, or by a draft.
+        """
+        cells = max(len(self.widths), len(self.beside_widths) * len(self.beside_prompts)) + 3
+        return options.max_model_len - 2 * (options.longest + 1) - cells * 2 * (self.steps + 1)
+
     def fitted(self, options: EngineOptions, graphs: str | None = None) -> EngineGrid:
         """Return the grid within what the engine was started with, its ends included.
 
@@ -93,10 +101,7 @@ class EngineGrid:
         """
         most, wide, length = options.max_batch, options.longest + 1, options.max_model_len
         ends = {wide - 1, wide} if graphs in UNIFORM and wide > 2 else {wide}
-        # Sequences grow by a token an iteration while the cells of their state are measured.
-        cells = max(len(self.widths), len(self.beside_widths) * len(self.beside_prompts)) + 3
-        grown = cells * 2 * (self.steps + 1)
-        room = length - 2 * wide - grown
+        room = self.room(options)
         contexts = [c for c in self.contexts if c < room] or [max(room // 2, 8)]
         return replace(
             self,

@@ -343,8 +343,8 @@ class EngineTable(_Measured):
     Parameters
     ----------
     left_s:
-        Returns the seconds that remain.  One sweep and the held-out cells are always measured;
-        further sweeps, disturbed cells and points between only if there is time.
+        Returns the seconds that remain.  One sweep is always measured; held-out cells, further
+        sweeps, disturbed cells and points between only if there is time.
 
     Raises DraftsimError if the folder holds one with other settings.
     """
@@ -381,7 +381,7 @@ class EngineTable(_Measured):
                 else:
                     self._if_time({f"sweep-{sweep}-{i}": blocks[i]}, [held_out] * HELD_OUT)
                 advance()
-        errors = self._between(held_out)
+        errors = self._between(held_out) if self._has_time([held_out] * HELD_OUT) else {}
         for again in range(REPEATS):
             for i, block in enumerate(blocks):
                 if disturbed := self._disturbed(block):
@@ -401,13 +401,18 @@ class EngineTable(_Measured):
     ) -> None:
         """Measure `_block` of each, where all of them fit: a grid with gaps cannot be read between.
 
-        Time is spared for what is `to_come` in any case.
+        Time is spared for what is `to_come`.
         """
-        if self._left_s() < self._expected_s([*blocks.values(), *to_come]):
-            self.left_out += sum(map(len, blocks.values()))
-            return
-        for name, cells in blocks.items():
-            self._block(name, cells)
+        if self._has_time(list(blocks.values()), to_come):
+            for name, cells in blocks.items():
+                self._block(name, cells)
+
+    def _has_time(self, blocks: Sequence[list[Cell]], to_come: Sequence[list[Cell]] = ()) -> bool:
+        """Return True if the blocks fit, with those `to_come`; else count them as left out."""
+        if self._left_s() >= self._expected_s([*blocks, *to_come]):
+            return True
+        self.left_out += sum(map(len, blocks))
+        return False
 
     def _expected_s(self, blocks: Sequence[list[Cell]]) -> float:
         """Return the expected time: a cell takes as long as in the last block of its batch, or

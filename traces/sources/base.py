@@ -14,6 +14,7 @@ from policies.core import SIGNALS, Load
 from traces.acceptance.tape import RecordedToken
 from traces.acceptance.trace import Trace
 from traces.errors import DraftsimError
+from traces.latency.table import LatencyTable
 from traces.replay.calls import CallCounter
 from traces.replay.rounds import Fidelity
 from traces.sources.recording import Recordings, SourceRecording
@@ -95,9 +96,24 @@ class Source:
         return trace.max_gamma
 
     def unlike_a_draft_model(self, recordings: Recordings) -> str | None:
-        """Return why `traces.sources.starts.as_draft` cannot take it; None if it can."""
+        """Return why `traces.sources.as_draft` cannot take it; None if it can."""
         del recordings
         return self.unlike
+
+    def drafts_along(self, trace: Trace, recordings: Recordings) -> Trace:
+        """Return the outputs of `trace` with what the source drafts from every start, whatever its
+        verification costs (`traces.sources.as_draft.laid_out`).
+
+        Raises DraftsimError if it was not recorded along this trace.
+        """
+        raise NotImplementedError
+
+    def as_draft(self, latency: LatencyTable, recordings: Recordings) -> LatencyTable:
+        """Return `latency` with the passes of the source instead of the draft model's.
+
+        Raises DraftsimError if the table lacks them.
+        """
+        raise NotImplementedError
 
     def held(self, recordings: Recordings) -> frozenset[str]:
         """Return the signals among `signals` that the tokens of these recordings carry."""

@@ -11,11 +11,11 @@ import numpy as np
 from traces.acceptance.trace import Trace
 from traces.errors import DraftsimError
 from traces.latency.table import LatencyTable
+from traces.sources.as_draft import drafted_latency, drafted_trace
 from traces.sources.base import Source, true_tokens
 from traces.sources.exits.recording import ExitRecording
 from traces.sources.recording import Recordings, SourceRecording
 from traces.sources.registry import DRAFT_MODEL, SOURCES, parse_source
-from traces.sources.starts.as_draft import drafted_latency, drafted_trace
 from traces.sources.starts.features import Eagle
 from traces.store.identity import engine_head
 from traces.store.recordings import find_latency, find_trace, folder_of
@@ -125,7 +125,7 @@ def find_drafted(name: str, source: str | None = None) -> tuple[Trace, LatencyTa
     'draft-model'
 
     Raises DraftsimError if there is no such recording, or the source cannot replace a draft model
-    (`traces.sources.starts.as_draft`).
+    (`traces.sources.as_draft`).
     """
     trace, latency = find_trace(name), find_latency(name)
     if source is None and engine_source(latency) is None:

@@ -21,8 +21,6 @@ from traces.replay.scores import prepared_rule
 from traces.replay.vectorised import replay_many
 from traces.sources.base import Source, SourceReplay, Walked
 from traces.sources.recording import Recordings
-from traces.sources.starts.as_draft import chained_trace
-from traces.sources.starts.recording import StartSource
 from traces.store.identity import model_in
 
 
@@ -99,9 +97,9 @@ def _at_once(
     known: Walked | None = own_word(decoder, "at_once", trace, plan, first, chosen)
     if "chained" not in vars(type(decoder)) or len(chosen) < len(trace.requests):
         return known
-    assert isinstance(source, StartSource)
     try:
-        [log] = replay_many(chained_trace(trace, source, recordings), [("", policy)], first=first)
+        chains = source.drafts_along(trace, recordings)
+        [log] = replay_many(chains, [("", policy)], first=first)
     except DraftsimError:
         return None
     calls: list[Counted] | None = own_word(decoder, "chained", log)

@@ -2,7 +2,7 @@
 
 Each drafter on the target's features makes a pair with the target: a recording of its own, with
 what it drafts from every start instead of the draft model's drafts
-(`traces.sources.starts.as_draft`), its passes in the target's table, and real runs next to plain
+(`traces.sources.as_draft`), its passes in the target's table, and real runs next to plain
 ones.  Code that reads a pair's recording reads these, too.  They are launched kernel by kernel: no
 engine's drafter is, so their c is the eager one.
 """
@@ -34,7 +34,7 @@ from traces.acceptance.trace import Trace
 from traces.errors import DraftsimError
 from traces.latency.table import LatencyTable
 from traces.replay.run import replay
-from traces.sources.starts.as_draft import drafted_trace, in_the_drafts_place
+from traces.sources.as_draft import drafted_trace, in_the_drafts_place
 from traces.sources.starts.features import Eagle as EagleSource
 from traces.store.files import read_trace
 
@@ -68,7 +68,7 @@ class Checks:
         """Run every arm on as many requests of `recorded` as `seconds` hold; compare with replay.
 
         ``name``: the pair's name in the rows.  If another source than the draft model drafts,
-        ``drafted`` has the same requests with its drafts (`traces.sources.starts.as_draft`), and
+        ``drafted`` has the same requests with its drafts (`traces.sources.as_draft`), and
         ``opened`` makes their opener from the pair's own.
 
         Returns the measured ``times``, rows of `profiler.suite.runs.arms.COLUMNS`, and the results

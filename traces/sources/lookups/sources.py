@@ -15,10 +15,12 @@ from policies.vectorised import Ints, VectorisedPlan, own_word
 from traces.acceptance.tape import RecordedToken
 from traces.acceptance.trace import Trace
 from traces.errors import DraftsimError
+from traces.latency.table import LatencyTable
 from traces.replay.calls import CALL_KINDS, Counted, pack_counted
 from traces.replay.layout import Foreseen
 from traces.replay.rounds import Fidelity
 from traces.replay.walk import Walk
+from traces.sources.as_draft import laid_out, with_searches
 from traces.sources.base import (
     DRAFTER_SIGNALS,
     Source,
@@ -181,6 +183,26 @@ class LookupSource(Source):
         """
         del trace
         return None
+
+    def drafts_along(self, trace: Trace, recordings: Recordings) -> Trace:
+        """Return the outputs with what is found after every position: often nothing."""
+        del recordings
+        drafted = self.drafted(trace)
+        assert drafted is not None, "`unlike` says which lookups find all at once"
+        held = drafted >= 0
+        held[:, 0] = True
+        meta: dict[str, Any] = {
+            "drafts": self.name, "drafter": self.name, "takes_verified": False, "drafts_end": True,
+            "finds_nothing": True,
+        }  # fmt: skip
+        if self.fidelity != "exact":
+            meta["fidelity"] = self.fidelity
+        return laid_out(trace, np.where(drafted < 0, -1, drafted), held, {}, meta)
+
+    def as_draft(self, latency: LatencyTable, recordings: Recordings) -> LatencyTable:
+        """Return `latency` with a search for every sequence in every round."""
+        del recordings
+        return with_searches(latency, self.name)
 
     def open(
         self, trace: Trace, recordings: Recordings, first: int

@@ -13,9 +13,9 @@ from traces.errors import DraftsimError
 from traces.latency.table import LatencyTable
 from traces.replay.calls import DRAFTER, Counted
 from traces.replay.rounds import RoundLog
+from traces.sources.as_draft import in_an_engine, in_the_drafts_place, model_of
 from traces.sources.base import Drafter, Source
 from traces.sources.recording import Recordings
-from traces.sources.starts.as_draft import in_an_engine, in_the_drafts_place, model_of
 from traces.sources.starts.recording import StartRecording, StartReplay, StartSource
 
 

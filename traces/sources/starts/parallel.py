@@ -22,15 +22,15 @@ from traces.acceptance.trace import Trace
 from traces.latency.table import LatencyTable
 from traces.replay.calls import ONE_PASS, Counted
 from traces.replay.rounds import RoundLog
-from traces.sources.base import Drafter, Source, eos_of, true_tokens
-from traces.sources.recording import LOGITS, Recordings
-from traces.sources.starts.as_draft import (
+from traces.sources.as_draft import (
     measured_model,
     model_of,
     one_pass,
     standing_in,
     with_passes_alone,
 )
+from traces.sources.base import Drafter, Source, eos_of, true_tokens
+from traces.sources.recording import LOGITS, Recordings
 from traces.sources.starts.features import OnFeatures
 from traces.sources.starts.recording import StartRecording, StartReplay, StartSource
 

@@ -14,7 +14,7 @@ from traces.acceptance.schema import MOST_DRAFTED
 from traces.acceptance.tape import RecordedToken
 from traces.acceptance.trace import Trace
 from traces.errors import DraftsimError, TailError
-from traces.latency.table import LatencyTable
+from traces.sources.as_draft import laid_out, model_of
 from traces.sources.base import DRAFTER_SIGNALS, Source, SourceReplay
 from traces.sources.recording import DRAWN, LOGITS, Layout, Recordings, SourceRecording
 from traces.store.header import PathLike, check, is_whole
@@ -78,12 +78,31 @@ class StartSource(Source):
         offsets = int(self.recording(recordings).offsets)
         return trace.max_gamma if self.drafts_end else offsets
 
-    def as_draft(self, latency: LatencyTable, recordings: Recordings) -> LatencyTable:
-        """Return `latency` with its passes instead of the draft model's.
-
-        Raises DraftsimError if the table lacks them.
-        """
-        raise NotImplementedError
+    def drafts_along(self, trace: Trace, recordings: Recordings) -> Trace:
+        """Return the outputs with the chains recorded from every start."""
+        recording = self.recording(recordings)
+        self.open(trace, recordings, 1)  # refuses a recording of other requests, or settings
+        most = recording.offsets
+        if self.k is not None:
+            self.open(trace, recordings, 1)(0)  # refuses more heads than there are
+            most = self.k
+        drafted = recording["token"][:, :most]
+        # Drawn greedily, a token is the likeliest.
+        likeliest = recording["top1"] - recording["logsumexp"]
+        found = {n: recording.arrays.get(n, likeliest) for n in (*LOGITS, *DRAWN)}
+        signals = {
+            column: found[name][:, :most] for column, name in (
+                ("draft_logprob", "log_prob"), ("draft_raw_logprob", "raw_log_prob"),
+                ("draft_top1", "top1"), ("draft_top2", "top2"), ("draft_logsumexp", "logsumexp"),
+                ("draft_entropy", "entropy"),
+            )
+        }  # fmt: skip
+        meta = {
+            "drafts": self.label(recordings), "drafter": model_of(self, recordings),
+            "takes_verified": self.takes_verified, "drafts_end": self.drafts_end,
+        }  # fmt: skip
+        # A draft that ended with EOS holds nothing more; one that never was holds its blanks.
+        return laid_out(trace, drafted, (drafted >= 0) | (drafted[:, :1] < 0), signals, meta)
 
 
 class StartReplay(SourceReplay):

@@ -14,15 +14,15 @@ from traces.errors import DraftsimError
 from traces.latency.table import LatencyTable
 from traces.replay.calls import CALL_KINDS, HEAD, LAYER, PASS, Counted
 from traces.replay.rounds import Fidelity, RoundLog
-from traces.sources.base import Source
-from traces.sources.recording import Recordings
-from traces.sources.starts.as_draft import (
+from traces.sources.as_draft import (
     heads_at_once,
     model_of,
     skipping,
     standing_in,
     with_passes_alone,
 )
+from traces.sources.base import Source
+from traces.sources.recording import Recordings
 from traces.sources.starts.recording import StartRecording, StartReplay, StartSource
 
 HEADS = CALL_KINDS.index(("heads", "forward"))

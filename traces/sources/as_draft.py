@@ -1,9 +1,10 @@
 """A source whose drafts are known from every start, used like a draft model.
 
-The drafts of a source from every start are a trace whose starts have drafts of their own
-(`Trace.by_start`), and a drafted token's cost is a cell of a latency table.  So everything that
-replays a draft model (batches in simulated time, what-if grids, searches of settings) replays such
-a source as well, exactly: round by round as `traces.sources.replay.replay_source`.
+What it drafts (`Source.drafts_along`) is a trace whose starts have drafts of their own
+(`Trace.by_start`), and what a drafted token costs (`Source.as_draft`) a cell of a latency table.
+So everything that replays a draft model (batches in simulated time, what-if grids, searches of
+settings) replays such a source as well, exactly: round by round as
+`traces.sources.replay.replay_source`.
 """
 
 from __future__ import annotations
@@ -22,9 +23,7 @@ from traces.latency.schema import CELL_COLUMNS
 from traces.latency.table import LatencyTable
 from traces.replay.always import drafting_always, passes_always
 from traces.sources.base import Source, leading_right, true_tokens
-from traces.sources.lookups.sources import LookupSource
-from traces.sources.recording import DRAWN, LOGITS, Recordings
-from traces.sources.starts.recording import StartSource
+from traces.sources.recording import Recordings
 
 Ints = npt.NDArray[np.int64]
 
@@ -57,58 +56,10 @@ def drafted_trace(trace: Trace, source: Source, recordings: Recordings) -> Trace
     Raises DraftsimError if the source was not recorded along this trace, or cannot replace a draft
     model (`check_drafts`).
     """
-    source = check_drafts(source, recordings)
-    if isinstance(source, StartSource):
-        return chained_trace(trace, source, recordings)
-    assert isinstance(source, LookupSource)
-    return searched_trace(trace, source)
+    return check_drafts(source, recordings).drafts_along(trace, recordings)
 
 
-def chained_trace(trace: Trace, source: StartSource, recordings: Recordings) -> Trace:
-    """Return `drafted_trace` of any source whose drafts are chains, whatever its verification
-    costs.
-    """
-    recording = source.recording(recordings)
-    source.open(trace, recordings, 1)  # refuses a recording of other requests, or settings
-    most = recording.offsets
-    if source.k is not None:
-        source.open(trace, recordings, 1)(0)  # refuses more heads than there are
-        most = source.k
-    drafted = recording["token"][:, :most]
-    # Drawn greedily, a token is the likeliest.
-    likeliest = recording["top1"] - recording["logsumexp"]
-    found = {n: recording.arrays.get(n, likeliest) for n in (*LOGITS, *DRAWN)}
-    signals = {
-        column: found[name][:, :most] for column, name in (
-            ("draft_logprob", "log_prob"), ("draft_raw_logprob", "raw_log_prob"),
-            ("draft_top1", "top1"), ("draft_top2", "top2"), ("draft_logsumexp", "logsumexp"),
-            ("draft_entropy", "entropy"),
-        )
-    }  # fmt: skip
-    meta = {
-        "drafts": source.label(recordings), "drafter": model_of(source, recordings),
-        "takes_verified": source.takes_verified, "drafts_end": source.drafts_end,
-    }  # fmt: skip
-    # A draft that ended with EOS holds nothing more; one that never was holds its blanks.
-    return _laid_out(trace, drafted, (drafted >= 0) | (drafted[:, :1] < 0), signals, meta)
-
-
-def searched_trace(trace: Trace, source: LookupSource) -> Trace:
-    """Return `drafted_trace` of a lookup, which finds nothing at many positions."""
-    drafted = source.drafted(trace)
-    assert drafted is not None
-    held = drafted >= 0
-    held[:, 0] = True
-    meta: dict[str, Any] = {
-        "drafts": source.name, "drafter": source.name, "takes_verified": False, "drafts_end": True,
-        "finds_nothing": True,
-    }  # fmt: skip
-    if source.fidelity != "exact":
-        meta["fidelity"] = source.fidelity
-    return _laid_out(trace, np.where(drafted < 0, -1, drafted), held, {}, meta)
-
-
-def _laid_out(
+def laid_out(
     trace: Trace, drafted: Ints, held: npt.NDArray[np.bool_],
     signals: Mapping[str, npt.NDArray[Any]], meta: Mapping[str, Any],
 ) -> Trace:  # fmt: skip
@@ -148,11 +99,7 @@ def drafted_latency(
 
     Raises DraftsimError if the table lacks them.
     """
-    source = check_drafts(source, recordings)
-    if isinstance(source, StartSource):
-        table = source.as_draft(latency, recordings)
-    else:
-        table = with_searches(latency, source.name)
+    table = check_drafts(source, recordings).as_draft(latency, recordings)
     return table.assumed_batch_free("draft") if batch_free else table
 
 
