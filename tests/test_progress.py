@@ -46,6 +46,7 @@ def lines(monkeypatch: pytest.MonkeyPatch) -> Lines:
     monkeypatch.setattr(progress, "_print", found.append)
     monkeypatch.setattr(progress, "FIRST_S", 0.0)
     monkeypatch.setattr(progress, "EVERY_S", 0.0)
+    monkeypatch.setattr(progress, "KEPT_S", 0.0)
     return found
 
 
@@ -77,6 +78,27 @@ def test_the_time_left_falls_while_a_long_part_is_under_way(
         told = [line.split("about ")[1] for line in lines]
     assert told == [
         "0:20:00 left", "0:16:00 left", "0:10:00 left", "0:05:00 left", "0:00:00 left"
+    ]  # fmt: skip
+
+
+def test_parts_kept_from_an_earlier_run_tell_nothing_of_the_pace(
+    lines: Lines, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = [0.0]
+    monkeypatch.setattr(progress.time, "monotonic", lambda: clock[0])
+    monkeypatch.setattr(progress, "FIRST_S", 3600.0)
+    monkeypatch.setattr(progress, "KEPT_S", 0.2)
+    with progress_bar() as bar:
+        task = bar.add_task("sweeps", total=10)
+        for clock[0] in (0.05, 0.1, 0.15):
+            bar.advance(task)
+        clock[0] = 60.0
+        bar._line()
+        clock[0] = 120.0
+        bar.advance(task)
+        bar._line()
+    assert list(lines)[:2] == [
+        "sweeps: 3 of 10, 0:01:00 so far", "sweeps: 4 of 10, about 0:12:00 left"
     ]  # fmt: skip
 
 

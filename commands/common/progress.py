@@ -28,6 +28,8 @@ from commands.common.printed import printable
 
 FIRST_S, EVERY_S = 10.0, 60.0
 """Seconds before the first line where there is no terminal, and between the others."""
+KEPT_S = 0.2
+"""Seconds after the start in which what is done was done before, and tells nothing of the pace."""
 REDRAW_S = 0.1
 """Seconds between two drawings of a bar that has no thread of its own."""
 
@@ -116,16 +118,19 @@ class Bar(Progress):
     def update(self, task_id: TaskID, **fields: Any) -> None:
         """Change what is known of a task."""
         super().update(task_id, **fields)
-        self._pulse()
+        self._pulse(task_id)
 
     def advance(self, task_id: TaskID, advance: float = 1) -> None:
         """Count what is done of a task."""
         super().advance(task_id, advance)
-        self._pulse()
+        self._pulse(task_id)
 
-    def _pulse(self) -> None:
+    def _pulse(self, task_id: TaskID) -> None:
         """Draw the bar or print a line if it is time to, without a thread."""
-        if not self._alone or (now_s := time.monotonic()) < self._due_s:
+        now_s, (began_s, _) = time.monotonic(), self._began_s[task_id]
+        if now_s - began_s < KEPT_S:
+            self._began_s[task_id] = began_s, self._tasks[task_id].completed
+        if not self._alone or now_s < self._due_s:
             return
         self._due_s = now_s + (REDRAW_S if self._shown else EVERY_S)
         self.refresh() if self._shown else self._line()

@@ -26,7 +26,7 @@ CONTROL_EVERY_S = 0.5
 """Seconds between two runs of the control load during a load; it takes a few milliseconds."""
 TURN_S = 1.0
 """Seconds that a load runs before the next of the loads that share the engine."""
-SWEEPS = 2
+SWEEPS = 4
 """Fewest sweeps over the table's cells between the loads; else one per repeat."""
 WARM_TOKENS = 16
 """Output tokens of a request in `warm_up`."""
