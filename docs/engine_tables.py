@@ -122,16 +122,18 @@ def over_http(name: str) -> str:
     return f"{words[0].upper()}{words[1:]}."
 
 
-def speedups(name: str, loads: Sequence[int], policies: Sequence[str]) -> str:
-    """Return predicted and measured speedups, a row per load and a column per policy."""
-    found = {(r["load"], r["policy"]): r for r in checks(name, "engine-*.json")}
-    rows = [
-        (str(n), *(
-            f"{row['speedup_predicted']:.2f} | {row['speedup']:.2f}"
-            for row in (found[f"closed:{n}", policy] for policy in policies)
-        ))
-        for n in loads
-    ]  # fmt: skip
+def speedups(loads: Mapping[str, Sequence[int]], policies: Sequence[str]) -> str:
+    """Return predicted and measured speedups, a row per load and a column per policy.
+
+    ``loads`` are those of each recording.
+    """
+    rows = []
+    for name, sizes in loads.items():
+        found = {(r["load"], r["policy"]): r for r in checks(name, "engine-*.json")}
+        for n in sizes:
+            own = [found[f"closed:{n}", policy] for policy in policies]
+            told = [f"{r['speedup_predicted']:.2f} | {r['speedup']:.2f}" for r in own]
+            rows.append((str(n), *told))
     return table(("requests", *policies), rows)
 
 
