@@ -30,6 +30,7 @@ vllm: .venv-vllm/.installed
 
 .venv-vllm/.installed: pyproject.toml .venv-vllm/.engine
 	.venv-vllm/bin/$(PIP_INSTALL) --no-deps --editable .
+	.venv-vllm/bin/python -m simulator.serving.compiled
 	touch $@
 
 # A serving engine in an environment of its own: its torch is not ours. The wheels for images and

@@ -122,6 +122,7 @@ def test_accuracy_is_what_was_recorded() -> None:
         ("smollm2-vllm-draft-cpu", "engine-*.json", "vLLM, draft model, bfloat16"),
         ("qwen-coder-vllm-cpu", "engine-*.json", "vLLM, Qwen2.5-Coder, bfloat16"),
         ("qwen-coder-vllm-float32-cpu", "engine-*.json", "vLLM, Qwen2.5-Coder, float32"),
+        ("qwen-coder-vllm-lookups-cpu", "engine-*.json", "vLLM, Qwen2.5-Coder, n-gram"),
         ("smollm2-vllm-eagle3-cpu", "http-*.json", "HTTP server, EAGLE-3"),
     ):
         rows = checks(name, files)

@@ -255,10 +255,10 @@ def test_one_sweep_is_measured_in_any_case_and_further_ones_in_the_time_left(
     )
     grid = replace(GRID, sweeps=3, held_out=1.0)
     made = measure.EngineTable(engine, grid, tmp_path, left_s=lambda: left_s)
-    advanced = []
-    made.run(lambda: advanced.append(1))
+    advanced: list[int] = []
+    made.run(advanced.append)
     assert len(made.samples[Cell("decode", 1, 1, 64)]) == visits * GRID.steps
-    assert len(advanced) == made.blocks
+    assert advanced == sorted([*range(visits)] * made.blocks)  # block by block, sweep after sweep
     cells = sum(map(len, made.grid.blocks()))
     assert made.left_out >= (3 - visits) * cells
     assert (made.left_out == 0) == (visits == 3)

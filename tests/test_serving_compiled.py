@@ -7,8 +7,10 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 from unittest.mock import patch
 
+import numba
 import numpy as np
 import pandas as pd
 import pytest
@@ -20,6 +22,7 @@ from policies.core import DraftPolicy, Load
 from policies.lengths.basic import Fixed, Oracle
 from policies.registry import parse_policy, policy_names
 from policies.rules.registry import parse_rule
+from simulator.machine_code import FOLDER
 from simulator.serving import (
     ArrivalFile,
     ClosedLoop,
@@ -379,6 +382,13 @@ def test_its_readings_are_the_tables(cells, batch, width, context):
     assert found == pytest.approx(float(wanted), rel=1e-12)
     places = {MEASURED: 0, INTERPOLATED: 1, EXTRAPOLATED: 2}
     assert seen.passes[arrays.TARGET].nonzero()[0].tolist() == [places[int(origin)]]
+
+
+def test_every_numba_keeps_its_machine_code_apart() -> None:
+    """In one folder, each would drop what the other compiled: some 20 s whenever it changes."""
+    assert numba.__version__ in loop.run.stats.cache_path  # type: ignore[attr-defined]
+    config: Any = numba.config
+    assert FOLDER.name not in config.CACHE_DIR  # that of other libraries is as it was
 
 
 def test_machine_code_older_than_its_sources_is_deleted(tmp_path: Path) -> None:

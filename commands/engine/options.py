@@ -85,8 +85,8 @@ class MeasuredEngine:
         float,
         typer.Option(
             min=0,
-            help="Time to measure: disturbed cells are repeated and points are added until it is "
-            "over.",
+            help="Time to measure. Everything is measured once, however long it takes; then again, "
+            "with points between, until the time is over.",
         ),
     ] = 10.0
 

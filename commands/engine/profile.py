@@ -54,8 +54,15 @@ def profile_engine(
         engine, EngineGrid(), out / "engine-checkpoint", left_s=lambda: end - time.monotonic()
     )
     with progress_bar() as progress:
-        task = progress.add_task("measuring iterations", total=measured.blocks)
-        table = measured.run(lambda: progress.advance(task))
+        sweeps = {0: progress.add_task("measuring iterations", total=measured.blocks)}
+
+        def advance(sweep: int) -> None:
+            if sweep not in sweeps:
+                again = "measuring again, while there is time"
+                sweeps[sweep] = progress.add_task(again, total=measured.blocks)
+            progress.advance(sweeps[sweep])
+
+        table = measured.run(advance)
     if plain is not None:
         table = with_default_speeds(table, plain)
         note(table.meta["remark"])
@@ -65,8 +72,8 @@ def profile_engine(
     note(f"wrote {out / 'latency.parquet'}: {len(table.cells)} cells{worst}")
     if measured.left_out:
         note(
-            f"{measured.left_out} further measurements (repeats of disturbed cells, and cells "
-            f"between others) did not fit into {minutes:g} minutes: raise --minutes"
+            f"{measured.left_out} further measurements (repeats, and cells between others) did not "
+            f"fit into {minutes:g} minutes: raise --minutes"
         )
 
 

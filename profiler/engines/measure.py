@@ -362,12 +362,14 @@ class EngineTable(_Measured):
 
     @property
     def blocks(self) -> int:
-        """Blocks that `run` measures, repeats and held-out cells aside."""
-        return self.grid.sweeps * len(self.grid.blocks())
+        """Blocks of a sweep."""
+        return len(self.grid.blocks())
 
-    def run(self, advance: Callable[[], None] = lambda: None) -> LatencyTable:
+    def run(self, advance: Callable[[int], None] = lambda _: None) -> LatencyTable:
         """Measure the sweeps, the held-out cells and points between, then what was disturbed
         again.
+
+        ``advance`` is called after each block of a sweep, with the sweep's number from 0 on.
         """
         blocks, held_out = self.grid.blocks(), self.grid.between()
         if self.meta["device"] != "cpu":
@@ -376,11 +378,9 @@ class EngineTable(_Measured):
                 self._bench.block(block, 1)
         for sweep in range(self.grid.sweeps):
             for i in self._rng.permutation(len(blocks)).tolist():
-                if sweep == 0:
-                    self._block(f"sweep-{sweep}-{i}", blocks[i])
-                else:
-                    self._if_time({f"sweep-{sweep}-{i}": blocks[i]}, [held_out] * HELD_OUT)
-                advance()
+                own = {f"sweep-{sweep}-{i}": blocks[i]}
+                if self._if_time(own, [held_out] * HELD_OUT, needed=sweep == 0):
+                    advance(sweep)
         errors = self._between(held_out) if self._has_time([held_out] * HELD_OUT) else {}
         for again in range(REPEATS):
             for i, block in enumerate(blocks):
@@ -397,15 +397,19 @@ class EngineTable(_Measured):
         return found
 
     def _if_time(
-        self, blocks: Mapping[str, list[Cell]], to_come: Sequence[list[Cell]] = ()
-    ) -> None:
+        self, blocks: Mapping[str, list[Cell]], to_come: Sequence[list[Cell]] = (),
+        needed: bool = False,
+    ) -> bool:  # fmt: skip
         """Measure `_block` of each, where all of them fit: a grid with gaps cannot be read between.
 
-        Time is spared for what is `to_come`.
+        Time is spared for what is `to_come`.  What is `needed` is measured in any case.  Returns
+        whether they were measured.
         """
-        if self._has_time(list(blocks.values()), to_come):
-            for name, cells in blocks.items():
-                self._block(name, cells)
+        if not needed and not self._has_time(list(blocks.values()), to_come):
+            return False
+        for name, cells in blocks.items():
+            self._block(name, cells)
+        return True
 
     def _has_time(self, blocks: Sequence[list[Cell]], to_come: Sequence[list[Cell]] = ()) -> bool:
         """Return True if the blocks fit, with those `to_come`; else count them as left out."""

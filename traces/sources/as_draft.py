@@ -2,8 +2,8 @@
 
 Its drafts (`Source.drafts_along`) are a trace whose starts have drafts of their own
 (`Trace.by_start`), and the cost of a drafted token (`Source.as_draft`) is a cell of a latency
-table.  So everything that replays a draft model (batches in simulated time, what-if grids, searches of
-settings) replays such a source as well, exactly: round by round as
+table.  So everything that replays a draft model (batches in simulated time, what-if grids, searches
+of settings) replays such a source as well, exactly: round by round as
 `traces.sources.replay.replay_source`.
 """
 
