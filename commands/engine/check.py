@@ -192,7 +192,7 @@ def grid_of(
     at_once = {min(a.concurrency or options.max_batch, work.requests) for a in work.loads.values()}
     most = max(lookahead_of(policy, work.trace) for policy in work.policies.values())
     own = replace(options, max_batch=max(at_once), longest=max(most, 1))
-    last = min(last, base.room(own) - 1)
+    last = max(min(last, base.room(own) - 1), 1)
     joins = sum(lengths) > options.token_budget or any(
         demand.concurrency is None or demand.concurrency < len(demand.jobs)
         for demand in work.demands.values()
