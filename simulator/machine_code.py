@@ -11,8 +11,8 @@ import numba
 Function = TypeVar("Function", bound=Callable[..., Any])
 
 FOLDER = Path(__file__).parent / "__pycache__" / f"numba-{numba.__version__}"
-"""Machine code of this numba: one that finds another's in the same folder drops it, and an
-engine's environment often has another."""
+"""Machine code of this version of numba.  Versions that share a folder delete each other's code,
+and an engine's environment often has another version."""
 
 
 def compiled(function: Function, **how: Any) -> Function:

@@ -50,6 +50,15 @@ def lines(monkeypatch: pytest.MonkeyPatch) -> Lines:
     return found
 
 
+@pytest.fixture
+def clock(lines: Lines, monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """Return a list with the time, and let no line come by itself."""
+    now_s = [0.0]
+    monkeypatch.setattr(progress.time, "monotonic", lambda: now_s[0])
+    monkeypatch.setattr(progress, "FIRST_S", 3600.0)
+    return now_s
+
+
 def test_lines_come_by_themselves_however_long_a_step_takes(
     lines: Lines, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -65,11 +74,8 @@ def test_lines_come_by_themselves_however_long_a_step_takes(
 
 
 def test_the_time_left_falls_while_a_long_part_is_under_way(
-    lines: Lines, monkeypatch: pytest.MonkeyPatch
+    lines: Lines, clock: list[float]
 ) -> None:
-    clock = [0.0]
-    monkeypatch.setattr(progress.time, "monotonic", lambda: clock[0])
-    monkeypatch.setattr(progress, "FIRST_S", 3600.0)
     with progress_bar() as bar:
         task = bar.add_task("sweeps", total=3)
         for clock[0], done in ((600.0, 1), (840.0, 1), (1200.0, 2), (1500.0, 2), (2700.0, 2)):
@@ -82,11 +88,8 @@ def test_the_time_left_falls_while_a_long_part_is_under_way(
 
 
 def test_parts_kept_from_an_earlier_run_tell_nothing_of_the_pace(
-    lines: Lines, monkeypatch: pytest.MonkeyPatch
+    lines: Lines, clock: list[float], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    clock = [0.0]
-    monkeypatch.setattr(progress.time, "monotonic", lambda: clock[0])
-    monkeypatch.setattr(progress, "FIRST_S", 3600.0)
     monkeypatch.setattr(progress, "KEPT_S", 0.2)
     with progress_bar() as bar:
         task = bar.add_task("sweeps", total=10)

@@ -29,7 +29,7 @@ from commands.common.printed import printable
 FIRST_S, EVERY_S = 10.0, 60.0
 """Seconds before the first line where there is no terminal, and between the others."""
 KEPT_S = 0.2
-"""Seconds after the start in which what is done was done before, and tells nothing of the pace."""
+"""Parts counted this many seconds after the start, or sooner, were kept from an earlier run."""
 REDRAW_S = 0.1
 """Seconds between two drawings of a bar that has no thread of its own."""
 

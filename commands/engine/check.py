@@ -197,11 +197,11 @@ def grid_of(
         demand.concurrency is None or demand.concurrency < len(demand.jobs)
         for demand in work.demands.values()
     )
+    # Near an end of the contexts, one in between tells nothing.
+    between = [c for c in base.contexts if 2 * shortest < c < last / 2]
     grid = replace(
         base,
-        contexts=sorted(
-            {shortest, *(c for c in base.contexts if 2 * shortest < c < last / 2), last}
-        ),
+        contexts=sorted({shortest, *between, last}),
         prompts=(
             *((n, t) for n, t in base.prompts if t < longest),
             (1, longest),

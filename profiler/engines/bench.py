@@ -86,9 +86,9 @@ class EngineGrid:
     held_out: float = 0.03
 
     def room(self, options: EngineOptions) -> int:
-        """Return the context from which on sequences outgrow the engine while they are measured.
+        """Return the shortest context that is too long for the engine.
 
-        They grow by a token an iteration, or by a draft.
+        Sequences grow by a token an iteration while they are measured, and verify drafts.
         """
         cells = max(len(self.widths), len(self.beside_widths) * len(self.beside_prompts)) + 3
         return options.max_model_len - 2 * (options.longest + 1) - cells * 2 * (self.steps + 1)
