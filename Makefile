@@ -11,7 +11,7 @@ export HF_HUB_OFFLINE ?= 1
 # Tests and pages start a hundred interpreters: what one has compiled the others read.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: install vllm smollm2 qwen-coder demo demo-full notebooks docs figures test suite-drill mutants bench clean
+.PHONY: install vllm smollm2 qwen-coder demo demo-full notebooks docs figures test test-all slow-tests suite-drill mutants bench clean
 .PHONY: check-code ruff mypy pyright wheel
 
 install: .venv/.installed
@@ -74,8 +74,16 @@ figures: install
 	set -e; for name in $(FIGURES); do \
 		$(BIN)/python -m benchmarks.$$name > figures/$$name.txt; done
 
+# Most tests in a quarter of the time; those of a second or more are named in tests/slow.txt.
+PYTEST := $(BIN)/pytest -q -n 2 --dist loadfile --no-loadscope-reorder
 test: install
-	$(BIN)/pytest -q -n 2 --dist loadfile --no-loadscope-reorder
+	$(PYTEST) -m 'not slow'
+
+test-all: install
+	$(PYTEST)
+
+slow-tests: install
+	$(PYTEST) --durations=0 --durations-min=1 | $(BIN)/python -m tests.slow
 
 # The GPU suite's stages in miniature three times in a row, then once with each injected failure.
 DRILLED := failures stopped time memory resumed files check unpack drafters

@@ -73,6 +73,10 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
     return "mark.gpu" not in collection_path.read_text(encoding="utf-8") or None
 
 
+SLOW = frozenset((ROOT / "tests" / "slow.txt").read_text(encoding="utf-8").split())
+"""Tests of a second or more, which `make test` leaves out (`tests.slow` names them)."""
+
+
 @pytest.fixture(autouse=True)
 def _nothing_run_twice(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing is run to warm up, or again where it was disturbed: no test is about seconds."""
@@ -130,7 +134,10 @@ def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> 
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Files that take long come first: at the end no worker waits for one of them."""
+    """Mark slow tests.  Files that take long come first: at the end no worker waits for one."""
+    for item in items:
+        if item.nodeid.partition("[")[0] in SLOW:
+            item.add_marker(pytest.mark.slow)
     items.sort(key=lambda item: item.path.name not in LONG)
 
 
