@@ -115,6 +115,12 @@ def breakeven(
         _plan(loads, given, server, passes, out, json)
         return
     if server is not None:
+        costs = {
+            "--latency": latency, "--source": source, "--gpu": gpu, "--weights": weights,
+            "--always-draft": always_draft, "--assume-batch-free": assume_batch_free or None,
+        }  # fmt: skip
+        if named := [name for name, value in costs.items() if value is not None]:
+            raise DraftsimError(f"--bench tells the costs: drop {' and '.join(named)}")
         own = None if acceptance is None else load_positions(acceptance)
         loads = grid(*_axes(batch, context, server, None, lengths), lengths)
         with working(f"pricing {len(loads)} loads"):

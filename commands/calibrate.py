@@ -38,7 +38,7 @@ def calibrate(
         typer.Argument(
             metavar="RUNS[@K]...",
             help="CSV or JSON lines, one run each: concurrency, draft length, output tokens/s; "
-            "optionally context, acceptance, prompt and output lengths (docs/formats.md). Or what "
+            "optionally context, acceptance, prompt and output lengths (docs/server.md). Or what "
             "`draftsim recommend --bench` takes; @K says a file's draft length.",
         ),
     ],

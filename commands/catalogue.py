@@ -28,10 +28,10 @@ def list_all(
         bool, typer.Option("--policies", help="Instead: length policies and their parameters.")
     ] = False,
     rules: Annotated[
-        bool, typer.Option("--rules", help="Instead: verify rules and their parameters.")
+        bool, typer.Option("--rules", help="Instead: verification rules and their parameters.")
     ] = False,
     sources: Annotated[
-        bool, typer.Option("--sources", help="Instead: draft sources and the named systems.")
+        bool, typer.Option("--sources", help="Instead: draft sources and the named methods.")
     ] = False,
     formats: Annotated[
         bool, typer.Option("--formats", help="Instead: logs that `draftsim import` reads.")
@@ -99,7 +99,7 @@ def policy_rows() -> list[dict[str, Any]]:
 
 
 def rule_rows() -> list[dict[str, Any]]:
-    """Return every verify rule."""
+    """Return every verification rule."""
     from policies.rules.registry import PRESETS, RULES
 
     rows = []
@@ -120,7 +120,7 @@ def rule_rows() -> list[dict[str, Any]]:
 
 
 def source_rows() -> list[dict[str, Any]]:
-    """Return every draft source, and the named systems that combine one with a policy."""
+    """Return every draft source, and the named methods that combine one with a policy."""
     from traces.sources.registry import DRAFT_MODEL, SOURCES, SYSTEMS
 
     rows: list[dict[str, Any]] = [

@@ -59,7 +59,7 @@ def export(
             "alpha: chance that a token is accepted if those before it were; survival: chance that "
             "it and those before it are"
         )
-    note(f"wrote {out}; every command reads it as --trace")
+    note(f"wrote {out}; commands read it as --trace, with --latency")
 
 
 def headline(profile: SpeculationProfile) -> str:

@@ -53,7 +53,7 @@ def report(
 ) -> None:
     """Write one HTML page to share: it needs no network, and its sliders recompute every speedup.
 
-    The page ranks the same policies and named systems as `simulate`, and recommends the same one.
+    The page ranks the same policies and named methods as `simulate`, and recommends the same one.
     """
     from commands.simulate.table import headline
     from simulator.predict import compare, split_asked

@@ -184,6 +184,17 @@ def sweep(
     said += [table.said_batch_free(largest) for table in tables.values()]
     assumed = next(filter(None, said), "")
     if ladder or tune:
+        axes = {
+            "--c": c, "--alpha": alpha, "--gamma": gamma, "--context": context,
+            "--batch": None if batch == "1" else batch, "--cluster": cluster,
+            "--verify-ratio": None if verify_ratio == 1 else verify_ratio,
+            "--tilt": None if tilt is Tilting.COUPLED else tilt,
+            "--plots": plots if tune else None,
+        }  # fmt: skip
+        if given := [name for name, value in axes.items() if value is not None]:
+            raise DraftsimError(
+                f"{'--ladder' if ladder else '--tune'} sweeps nothing: drop {' and '.join(given)}"
+            )
         table = _measured_table(tables, inputs, ladder, tune)
         if ladder:
             _ladder(recording, table, policy, resamples, seed, plots, json, out)

@@ -110,8 +110,14 @@ def tune(
         ),
     ] = False,
     defaults: DefaultsOption = False,
-    requests: Annotated[int, typer.Option(min=1, help="With --try: requests in every load.")] = 40,
-    repeats: Annotated[int, typer.Option(min=1, help="With --try: runs of every policy.")] = 1,
+    requests: Annotated[
+        int | None,
+        typer.Option(min=1, show_default="40", help="With --try: requests in every load."),
+    ] = None,
+    repeats: Annotated[
+        int | None,
+        typer.Option(min=1, show_default="1", help="With --try: runs of every policy."),
+    ] = None,
     resamples: Annotated[
         int | None,
         typer.Option(
@@ -153,8 +159,9 @@ def tune(
     recording = graphs.captured(recording, search.largest(recording.latency))
     table = inputs.priced(recording)
     longest = None
-    if defaults and not try_out:
-        raise DraftsimError("--defaults needs --try: add it, or drop --defaults")
+    of_trial = {"--defaults": defaults or None, "--requests": requests, "--repeats": repeats}
+    if given := [name for name, value in of_trial.items() if value is not None and not try_out]:
+        raise DraftsimError(f"{given[0]} needs --try: add it, or drop {given[0]}")
     if try_out:
         if engine is not TunedEngine.VLLM:
             raise DraftsimError(f"--try runs vllm alone: drop it for {engine.value}")
@@ -202,7 +209,7 @@ def tune(
         from commands.engine.trial import try_settings
 
         tried = more["tried"] = try_settings(
-            table, recorded, tuned, requests, repeats, seed, defaults
+            table, recorded, tuned, requests or 40, repeats or 1, seed, defaults
         )  # fmt: skip
     # Standard output holds one thing: the JSON asked for, else the setting that no file takes.
     setting_out = out is None and json != "-"

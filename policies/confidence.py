@@ -5,37 +5,13 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, Literal, overload
+from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
 
 EntropySign = Literal["intended", "literal"]
 EQUAL_WEIGHTS = (1 / 3, 1 / 3, 1 / 3)
-
-
-@overload
-def cmasd_confidence(
-    entropy: float,
-    logit_margin: float,
-    prob_margin: float,
-    vocab_size: int,
-    beta: float = ...,
-    weights: Sequence[float] = ...,
-    entropy_sign: EntropySign = ...,
-) -> float: ...
-
-
-@overload
-def cmasd_confidence(
-    entropy: npt.NDArray[Any],
-    logit_margin: npt.NDArray[Any],
-    prob_margin: npt.NDArray[Any],
-    vocab_size: int,
-    beta: float = ...,
-    weights: Sequence[float] = ...,
-    entropy_sign: EntropySign = ...,
-) -> npt.NDArray[np.float64]: ...
 
 
 def cmasd_confidence(

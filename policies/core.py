@@ -100,7 +100,7 @@ class Round(NamedTuple):
     drafted: int
     """Tokens sent to verification, n."""
     accepted: int
-    """Leading drafted tokens the verify rule accepted, A."""
+    """Leading drafted tokens the verification rule accepted, A."""
     emitted: int
     """Tokens appended to the output: A + 1, fewer only where the sequence ends."""
     draft_forwards: int

@@ -16,7 +16,8 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from policies.vectorised import Floats, Read
+from policies.arrays import Floats
+from policies.vectorised import Read
 
 
 class AcceptanceEstimator(Protocol):

@@ -21,11 +21,8 @@ from dataclasses import dataclass, fields
 from typing import Any, Literal, NamedTuple, Protocol, Self
 
 import numpy as np
-import numpy.typing as npt
 
-Ints = npt.NDArray[np.int64]
-Floats = npt.NDArray[np.float64]
-Bools = npt.NDArray[np.bool_]
+from policies.arrays import Bools, Floats, Ints
 
 UNBOUNDED = int(np.iinfo(np.int32).max)
 """A draft length that nothing reaches."""

@@ -9,9 +9,9 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from policies.arrays import Floats
 from traces.errors import DraftsimError
 
-Floats = npt.NDArray[np.float64]
 CONFIDENCE = 0.95
 """Level of intervals where no other is asked for."""
 

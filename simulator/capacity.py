@@ -19,6 +19,7 @@ import numpy as np
 from policies.lengths.basic import Autoregressive
 from policies.rules.base import VerifyRule
 from simulator.executors import Cluster, Executor, Local
+from simulator.serving.arrivals import ArrivalFile
 from simulator.serving.outcome.report import t_interval
 from simulator.serving.outcome.results import ResultsFile, restored
 from simulator.serving.routers import describe_router
@@ -70,7 +71,13 @@ class PointRunner:
             self.base, replicas=point.replicas, requests=point.requests, replications=1,
             ttft_target_s=self.targets.ttft_s, tpot_target_s=self.targets.tpot_s,
         )  # fmt: skip
-        return over_rates(at, [point.rate])[0]
+        [served] = over_rates(at, [point.rate])
+        file = served.arrivals
+        if point.rate == EMPTY_RATE and isinstance(file, ArrivalFile):
+            # One by one: requests of one timestamp stay together at any rate.
+            apart = file.read._replace(arrival_s=np.arange(len(file.rows[0])) / EMPTY_RATE)
+            return replace(served, arrivals=ArrivalFile(file.path, requests=apart))
+        return served
 
     def run(self, point: Point) -> dict[str, Any]:
         """Return the results of `point`, in plain numbers."""
@@ -84,7 +91,9 @@ class PointRunner:
         kept = run.columns(measured=True)
         within = run.within(kept)
         late = kept["index"] >= (recorder.skip + recorder.expected) / 2
-        refused = len(within) / (len(within) + recorder.rejected) if len(within) else 0.0
+        # Refused ones of the warm-up do not count, as served ones do not.
+        counted = recorder.rejected * (1 - recorder.skip / max(recorder.expected, 1))
+        refused = len(within) / (len(within) + counted) if len(within) else 0.0
         window = recorder.window
         return {
             **point._asdict(),
@@ -342,8 +351,9 @@ def find_start(ask: Ask, at_once: int) -> Search[Start]:
         lambda r: ask(1, r, few, 2),
         verdicts,
     )
-    limit = min(limit, max(verdicts))
-    slowest = (verdicts[limit] if limit else alone).mean("e2e_s", "p95")
+    # None is kept where many arrive at once: more replicas take them apart.
+    limit = min(limit, max(verdicts)) or rate / 1000
+    slowest = verdicts.get(limit, alone).mean("e2e_s", "p95")
     needed = math.ceil(1.5 * LONG * slowest * limit)
     return Start(alone, limit, max(few, min(needed, MOST_REQUESTS)))
 
@@ -358,7 +368,7 @@ def find_answer(
     which these replicas meet the SLO.
     """
     verdicts: dict[int, PointVerdict] = {}
-    guess = min(math.ceil(rate / limit), most)
+    guess = math.ceil(min(rate / limit, most))
     # Who needs more replicas sees more of the same stream.
     requests = horizon(guess)
 
@@ -466,8 +476,8 @@ def plan_rows(
     * ``rate_limit``: largest request rate at which ``replicas`` meet the SLO; infinite if they do
       at every rate tried.  ``rate_per_replica`` is that rate per replica.
     * ``saved``: replicas fewer than without speculation.
-    * ``stops_saving``: request rate per replica above which speculation needs more replicas than
-      no speculation; infinite if never at the rates tried, NaN if already at the lowest.
+    * ``stops_saving``: request rate per replica above which speculation saves no replicas over no
+      speculation; infinite if it saves some at the highest rate tried, NaN if at none.
     * ``too_short``: why the simulated requests are too few to judge.
     * ``curve``: pairs of replicas and the largest rate at which they meet the SLO.
     """
@@ -609,6 +619,8 @@ def plan(
         raise DraftsimError("the arrivals span no time: give --rate")
     if not 0 < rate < math.inf:
         raise DraftsimError(f"--rate is {rate}, expected a positive number of requests a second")
+    if requests is not None and requests < 1:
+        raise DraftsimError(f"--requests is {requests}, expected at least 1")
     if most < 1:
         raise DraftsimError(f"--max-replicas is {most}, expected at least 1 replica")
     bench = PointRunner(trace, latency, policies, base, targets, rule)

@@ -15,6 +15,7 @@ import numpy as np
 import numpy.typing as npt
 import pandas as pd
 
+from policies.arrays import Ints
 from policies.lengths.basic import Fixed
 from simulator.aggregate.acceptance import emitted_of_rate
 from simulator.bootstrap import RatioEstimate, ratio_of_sums
@@ -116,10 +117,6 @@ def _steps(trace: Trace, table: LatencyTable, alpha: float, gamma: int) -> Itera
         ("host and signals", plain.total_s / run.total_s),
     ):
         yield f"recorded: speedup, {step}", where, value, replayed
-
-
-Floats = npt.NDArray[np.float64]
-Ints = npt.NDArray[np.int64]
 
 
 class Cycles(NamedTuple):

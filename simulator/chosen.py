@@ -206,12 +206,13 @@ def load_serving_policies(
     rate of ``rate-optimal``, are fitted to the trace.  Policies of ``all`` or the default are left
     out if the trace lacks their signals or the mode does not fit.  A file of `settings` is one more
     policy with the file's name, for batches up to `largest`; without texts it is served next to
-    `RIVALS`.
+    `simulator.tune.served.rivals`.
     Raises DraftsimError naming what is wrong with a text.
     """
     from simulator.serving import TableCost
+    from simulator.tune.costs import longest_draft
     from simulator.tune.reading import read_settings
-    from simulator.tune.served import RIVALS
+    from simulator.tune.served import rivals
     from simulator.whatif.rate import fit_estimates
 
     asked = [t for t in texts or () if t != "all"]
@@ -228,7 +229,7 @@ def load_serving_policies(
                 "use --batch 1, or --max-batch 1 with --rate or --arrivals"
             )
         if not texts:
-            return with_plain({**chosen, **RIVALS})
+            return with_plain({**chosen, **rivals(longest_draft(trace))})
     for text in [*asked, *implied]:
         if not isinstance(text, str):
             chosen.setdefault(name_of(text), text)

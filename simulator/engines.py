@@ -419,6 +419,20 @@ def simulated_rounds(
     return drawn.rounds
 
 
+def batches_decoded(latency: LatencyTable, work: Workload) -> list[Counter[int]]:
+    """Return by load how many simulated steps of all its policies decode each batch."""
+    own_drafter = bool(latency.meta["engine"].get("own_drafter"))
+    loads = []
+    for scenario in work.scenarios(Limits.of_engine(latency), own_drafter).values():
+        steps = Counter[int]()
+        for policy in work.policies.values():
+            drawn = Drawn()
+            simulate(work.trace, latency, policy, scenario, timeline=drawn)
+            steps.update(len(decoded) for decoded, _ in drawn.iterations if decoded)
+        loads.append(steps)
+    return loads
+
+
 def _counts(run: LoadRun, predicted: Run) -> tuple[int, int]:
     """Return how much the numbers of rounds differ in all, and how many are predicted."""
     requests = predicted.requests

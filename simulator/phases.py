@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from policies.arrays import Bools
 from simulator.pricing import Priced
 from simulator.summary import summarize_runs, to_rows
 from traces.acceptance.trace import Trace
@@ -24,7 +25,6 @@ from traces.sources.base import true_tokens
 
 ANSWER = "answer"
 """The phase of positions outside all others."""
-Bools = npt.NDArray[np.bool_]
 
 
 @dataclass(frozen=True)

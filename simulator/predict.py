@@ -115,7 +115,7 @@ class ListedSystems(NamedTuple):
 def replay_systems(
     names: Iterable[str], trace: Trace, recordings: Recordings, latency: LatencyTable
 ) -> ListedSystems:
-    """Return the named systems that can be replayed and priced."""
+    """Return the named methods that can be replayed and priced."""
     found = ListedSystems([], {})
     for name in names:
         source = parse_source(SYSTEMS[name].source)
@@ -262,7 +262,7 @@ class Compared:
     trace: Trace
     ranking: Ranking
     more: list[RoundLog]
-    """Logs listed next to the ranking: methods, and named systems with other draft sources."""
+    """Logs listed next to the ranking: methods, and named methods with other draft sources."""
     latency: LatencyTable
     """The table that prices all of them."""
 

@@ -28,6 +28,7 @@ import numpy as np
 import numpy.typing as npt
 import pandas as pd
 
+from policies.arrays import Bools, Floats, Ints
 from policies.rules.registry import RULES
 from traces.errors import DraftsimError
 from traces.latency.schema import SERVER
@@ -44,10 +45,7 @@ from traces.replay.calls import (
 )
 from traces.replay.rounds import ROUND_DTYPE, RoundLog
 
-Floats = npt.NDArray[np.float64]
-Ints = npt.NDArray[np.int64]
 Sizes = Floats | Ints
-Bools = npt.NDArray[np.bool_]
 
 FALLBACKS = {
     ("exit", "head"): ("target", "head"),
@@ -257,6 +255,13 @@ def price(log: RoundLog, latency: LatencyTable, *, batch: int = 1) -> Priced:
         catch_up[rounds["position"] == 0] = 0
     if calls is None:
         draft_s, count = draft_seconds(latency, drafter, batch, forwards, catch_up, context)
+        along = (forwards == 0) & latency.has("draft", "along")
+        if along.any() and log.source != "none":
+            # A drafter that runs in every step reads what was decoded without it.
+            draft_s[along], more = pass_seconds(
+                latency, "draft", batch, width[along], cached[along], "along"
+            )
+            count += more
     else:
         draft_s, count = call_seconds(log, latency, batch=batch, verify=False)
     each_s = host_seconds(latency, "signal", batch) if log.reads else 0.0

@@ -8,14 +8,12 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from policies.arrays import Bools, Floats
 from simulator.pricing import Priced
 from traces.acceptance.trace import Trace
 from traces.errors import DraftsimError
 from traces.latency.table import LatencyTable
 from traces.replay.rounds import RoundLog
-
-Floats = npt.NDArray[np.float64]
-Bools = npt.NDArray[np.bool_]
 
 
 class RatioCosts(NamedTuple):

@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-import numpy as np
-import numpy.typing as npt
 import pandas as pd
 
+from policies.arrays import Floats
 from policies.batch.base import SingleStream
 from policies.core import DraftPolicy
 from policies.from_file import Cut, split_name
@@ -20,8 +19,6 @@ from traces.errors import DraftsimError
 from traces.latency.table import LatencyTable
 from traces.replay.vectorised import replay_many
 from traces.sources.methods import method_of
-
-Floats = npt.NDArray[np.float64]
 
 INITIAL_GAMMAS = (1, 2, 3, 4, 5, 6, 7, 8, 12, 16, 20, 24)
 """The twelve initial draft lengths of GammaTune, Table 2."""
@@ -49,28 +46,17 @@ class GammaSeconds(NamedTuple):
         return pd.DataFrame(rows, columns=["policy", "gamma", "speedup"])
 
 
-def seconds_by_gamma(
-    trace: Trace,
-    families: Mapping[str, Callable[[int], DraftPolicy]],
-    latency: LatencyTable,
-    gammas: Sequence[int] = INITIAL_GAMMAS,
-) -> GammaSeconds:
-    """Replay every policy from every initial draft length and price it.
-
-    ``families`` maps a name to a function that makes the policy for an initial gamma.
-    Raises what `traces.replay.run.replay` raises.
-    """
-    [found] = seconds_at_each(trace, families, [latency], gammas)
-    return found
-
-
 def seconds_at_each(
     trace: Trace,
     families: Mapping[str, Callable[[int], DraftPolicy]],
     latencies: Sequence[LatencyTable],
     gammas: Sequence[int] = INITIAL_GAMMAS,
 ) -> list[GammaSeconds]:
-    """Return `seconds_by_gamma` at each of several latency tables, from one replay."""
+    """Replay every policy from every initial draft length, and price it at each latency table.
+
+    ``families`` maps a name to a function that makes the policy for an initial gamma.
+    Raises what `traces.replay.run.replay` raises.
+    """
     named = {(name, gamma): make(gamma) for name, make in families.items() for gamma in gammas}
     logs = list(replay_many(trace, [(name, policy) for (name, _), policy in named.items()]))
     return [
@@ -90,9 +76,9 @@ def speedup_by_gamma(
 ) -> pd.DataFrame:
     """Decode speedup of every policy from every initial draft length.
 
-    Parameters and errors as in `seconds_by_gamma`.  Rows: policy, gamma, speedup.
+    Parameters and errors as in `seconds_at_each`.  Rows: policy, gamma, speedup.
     """
-    return seconds_by_gamma(trace, families, latency, gammas).speedups()
+    return seconds_at_each(trace, families, [latency], gammas)[0].speedups()
 
 
 def robustness(speedups: pd.DataFrame, reference: str = "fixed") -> pd.DataFrame:

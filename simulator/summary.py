@@ -17,6 +17,7 @@ import numpy as np
 import numpy.typing as npt
 import pandas as pd
 
+from policies.arrays import Floats
 from simulator.bootstrap import gain, rate_ratio
 from simulator.bootstrap import resamples as draws
 from simulator.executors import results_of
@@ -24,8 +25,7 @@ from simulator.pricing import Priced, autoregressive, price
 from traces.errors import DraftsimError
 from traces.latency.table import LatencyTable
 from traces.replay.rounds import RoundLog
-
-Floats = npt.NDArray[np.float64]
+from traces.store.text import plain
 
 SUMMARY_COLUMNS = (
     "policy", "verify", "source", "tokens", "rounds", "drafted", "accepted", "draft_forwards",
@@ -168,16 +168,7 @@ def speedup_distribution(speedups: npt.ArrayLike, edges: npt.ArrayLike) -> pd.Da
 
 def to_rows(frame: pd.DataFrame) -> list[dict[str, Any]]:
     """Return the frame as JSON-ready rows; NaN, which JSON lacks, becomes None."""
-    rows: list[dict[str, Any]] = []
-    for record in frame.to_dict("records"):
-        row = {str(k): v.item() if isinstance(v, np.generic) else v for k, v in record.items()}
-        rows.append(
-            {
-                k: None if isinstance(v, float) and not math.isfinite(v) else v
-                for k, v in row.items()
-            }
-        )
-    return rows
+    return [plain(row) for row in frame.to_dict("records")]
 
 
 def price_all(

@@ -4,7 +4,7 @@ Measured input, one row per request and repeat (`traces.store.measured.MEASURED_
 
 ==========  ====================================================================
 policy      name of the policy, as in its round log
-verify      name of the verify rule
+verify      name of the verification rule
 batch       sequences decoded together
 forced      whether acceptance came from the recording instead of the models
 repeat      number of the repeat, all arms interleaved within one
@@ -59,7 +59,7 @@ ARM = ["policy", "verify", "batch", "forced"]
 
 
 def predictions(runs: Sequence[Priced]) -> pd.DataFrame:
-    """Return per policy, verify rule and request: predicted decode seconds and rounds."""
+    """Return per policy, verification rule and request: predicted decode seconds and rounds."""
     parts = [
         pd.DataFrame(
             {

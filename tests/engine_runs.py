@@ -141,6 +141,7 @@ def main(folder: Path) -> dict[str, Any]:
     measured = EngineTable(engine, small, folder / "checkpoint")
     latency = measured.run()
     write_latency(latency, folder / "latency.parquet")
+    measured.close()
     chosen = arms(["gammatune", *BY_BATCH], TRACE, LONGEST)
     arrivals = folder / "arrivals.csv"
     sent = [f"{0.02 * i},100,100" for i in range(6)]

@@ -1,4 +1,4 @@
-"""Draft sources and named systems on the command line: rows, notes, errors, recordings."""
+"""Draft sources and named methods on the command line: rows, notes, errors, recordings."""
 
 from __future__ import annotations
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -11,18 +12,19 @@ import numpy as np
 import pytest
 import torch
 
-from commands.engine.check import engine_options, grid_of
+from commands.engine.check import engine_options, grid_of, often, predicted
 from commands.engine.profile import say_slow_dtype
 from policies import parse_policy
 from profiler.engines import measure, vllm
 from profiler.engines.bench import Cell, EngineGrid, Sample
 from profiler.engines.engine import EngineOptions
 from profiler.engines.measure import cells_of, follows, held_out_errors, host_parts, quiet
-from simulator.engines import Workload
+from simulator.engines import Workload, batches_decoded
 from simulator.serving import ClosedLoop
 from tests.conftest import Run
 from tests.serving import SMALL
 from traces import LatencyTable, write_latency
+from traces.acceptance.trace import Trace
 from traces.store.engine_runs import PARTS
 
 GRID = EngineGrid((1, 4), (1, 5), (64, 256), ((1, 16), (1, 64)), (1, 3), (1, 5), (16, 64), 1, 3)
@@ -192,26 +194,50 @@ def test_how_the_engine_follows_the_control_load_is_read_back(power: float, nois
     assert follows(slow) == 0  # a machine that never changed tells nothing
 
 
+def profiled(**engine: Any) -> LatencyTable:
+    limits = {"longest": 4, "max_batch": 16, "max_model_len": 2048, "token_budget": 8192,
+              "method": "custom_class"}  # fmt: skip
+    meta = {"engine": {**limits, **engine}, "target": "m", "dtype": "float32", "threads": 1}
+    return LatencyTable(cells_of(measured()), meta)
+
+
 def test_a_table_between_the_arms_has_the_batches_that_so_few_requests_make() -> None:
-    latency = LatencyTable(cells_of(measured()), {
-        "engine": {"longest": 4, "max_batch": 16, "max_model_len": 2048, "token_budget": 8192,
-                   "method": "custom_class"},
-        "target": "m", "dtype": "float32", "threads": 1,
-    })  # fmt: skip
+    latency = profiled()
     options = engine_options(latency, SMALL, vllm)
     loads = {f"closed:{n}": ClosedLoop(n) for n in (4, 16)}
-    grid = grid_of(options, Workload(SMALL, {"a": parse_policy("fixed:gamma=3")}, loads, 12))
+    three = Workload(SMALL, {"a": parse_policy("fixed:gamma=3")}, loads, 12)
+    grid = grid_of(options, three, latency)
     assert list(grid.batches) == [1, 2, 4, 8, 12]
     assert list(grid.widths) == [1, 2, 3, 4]
     four = Workload(SMALL, {"a": parse_policy("fixed:gamma=4")}, loads, 12)
-    assert list(grid_of(options, four, graphs="FULL_AND_PIECEWISE").widths) == [1, 2, 3, 4, 5]
+    graphs = profiled(cudagraph_mode="FULL_AND_PIECEWISE")
+    assert list(grid_of(options, four, graphs).widths) == [1, 2, 3, 4, 5]
     assert list(grid.contexts) == [32, 72]  # a prompt, and all of its output
     assert list(grid.prompts) == [(1, 16), (4, 16), (1, 32), (4, 32), (12, 32)]
     assert list(grid.beside_prompts) == [16, 32]  # the fifth request waits for one of four
     alone = Workload(SMALL, {"a": parse_policy("fixed:gamma=3")}, {"closed:12": ClosedLoop(12)}, 12)
-    kinds = {cell.kind for block in grid_of(options, alone).blocks() for cell in block}
+    kinds = {cell.kind for block in grid_of(options, alone, latency).blocks() for cell in block}
     assert kinds == {"decode", "prompt"}  # all prompts share the first iteration
     assert len(set(grid.prompts)) == len(grid.prompts)
+
+
+def test_batches_that_a_load_often_decodes_are_measured_themselves() -> None:
+    """16 requests at once, 5 of which end soon: most steps decode 11, between 8 and 16."""
+    trace = SMALL.select(range(16))
+    lengths = [5 if i < 5 else 40 for i in range(16)]
+    requests = [
+        replace(r, tokens=n, max_new_tokens=n) for r, n in zip(trace.requests, lengths, strict=True)
+    ]
+    ends = np.array([r.tokens for r in requests])
+    kept = trace.columns["position"] < ends[trace.columns["request"]]
+    trace = Trace({name: values[kept] for name, values in trace.columns.items()}, requests)
+    latency = profiled()
+    loads = {"closed:16": ClosedLoop(16)}
+    work = Workload(trace, {"off": parse_policy("autoregressive")}, loads, 16)
+    assert batches_decoded(latency, work) == [Counter({16: 4, 11: 35})]
+    grid = grid_of(engine_options(latency, trace, vllm), work, latency)
+    assert list(grid.batches) == [1, 2, 4, 8, 11, 16]
+    assert often([Counter({8: 9, 3: 1}), Counter({2: 95, 5: 5})]) == [2, 8, 3]
 
 
 class Bent:
@@ -300,3 +326,10 @@ def test_an_engine_in_a_format_that_the_processor_lacks_is_warned_of(
     monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: known)
     say_slow_dtype({"dtype": dtype, "device": device})
     assert ("--dtype float32" in capsys.readouterr().err) == warned
+
+
+def test_policies_run_by_default_are_those_that_the_engine_can_draft() -> None:
+    work = Workload(SMALL, {}, {"closed:4": ClosedLoop(4)}, 8)
+    found = predicted(profiled(longest=2, max_batch=4), work, 2)
+    assert "fixed:gamma=2" in found
+    assert "fixed:gamma=4" not in found

@@ -13,6 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from policies.arrays import Floats, Ints
 from policies.batch.tables import BatchTable
 from policies.core import Load
 from policies.lengths.basic import Autoregressive, Fixed
@@ -22,8 +23,6 @@ from simulator.tune.costs import RESTING
 from simulator.tune.huggingface import tune_huggingface
 from simulator.tune.llamacpp import tune_llamacpp
 from simulator.tune.served import (
-    Floats,
-    Ints,
     Serve,
     check_seed,
     closed_load,

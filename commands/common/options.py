@@ -69,8 +69,9 @@ DraftedOption = Annotated[
     str | None,
     typer.Option(
         "--source", metavar="S",
-        help="Draft with this recorded source: eagle:model=NAME, medusa, blockwise, specdec, "
-        "layer-skip, or draft-model. Default: the drafter that the latencies were measured with.",
+        help="Draft with this source: eagle:model=NAME, parallel, medusa, blockwise, specdec, "
+        "layer-skip, a lookup (ngram, pld, ngram-simple, lookahead), or draft-model. Default: the "
+        "drafter that the latencies were measured with.",
     ),
 ]  # fmt: skip
 SourceOption = Annotated[
@@ -296,7 +297,7 @@ class EngineLimits(Graphs):
         int | None,
         typer.Option(
             show_default="the measured engine's, else 64",
-            help="Most requests that an engine runs at a time, if no --batch is given "
+            help="Most requests that an engine runs at a time, where they arrive by the clock "
             "(max_num_seqs).",
         ),
     ] = None
@@ -330,10 +331,21 @@ class EngineLimits(Graphs):
         ),
     ] = None
 
-    def limits(self, table: LatencyTable) -> Limits:
-        """Return the limits of one engine, by default those of the engine measured."""
-        from simulator.serving import Limits
+    def limits(self, table: LatencyTable, mode: str = "continuous") -> Limits:
+        """Return the limits of one engine, by default those of the engine measured.
 
+        Raises DraftsimError for a limit that `mode` does not have.
+        """
+        from simulator.serving import Limits
+        from simulator.serving.scenario import ONE_STREAM
+
+        absent: dict[str, Any] = (
+            {"--token-budget": self.token_budget} if mode != "continuous" else {}
+        )
+        if mode in ONE_STREAM:
+            absent |= {"--max-batch": self.max_batch, "--kv-blocks": self.kv_blocks}
+        if given := [name for name, value in absent.items() if value is not None]:
+            raise DraftsimError(f"--mode {mode} has no such limit: drop {' and '.join(given)}")
         return Limits.of_engine(
             table, self.max_batch, self.token_budget, blocks_of(self.kv_blocks, table),
             self.async_scheduling,

@@ -16,6 +16,7 @@ from commands.common.printed import cell_text, is_number_column, with_spans
 from policies.registry import is_bound
 from traces.errors import DraftsimError, FileError
 from traces.store.parquet import check_no_recording
+from traces.store.text import plain
 from traces.store.writing import write_atomically
 
 SCHEMA = 1
@@ -92,7 +93,7 @@ def write_rows(
     DraftsimError
         For another suffix than `TABLES`, or a place that cannot be written to.
     """
-    frame = pd.DataFrame([{k: _flat(v) for k, v in _plain(r).items()} for r in records])
+    frame = pd.DataFrame([{k: _flat(v) for k, v in plain(r).items()} for r in records])
     if path.suffix == ".csv":
         content = frame.to_csv(index=False).encode()
     elif path.suffix == ".tex":
@@ -110,27 +111,14 @@ def document(
     command: str, records: Sequence[Mapping[Any, Any]], more: Mapping[str, Any] | None
 ) -> str:
     """Return `records` and their context as the JSON that every command writes."""
-    results = [_plain(r) for r in records]
-    document = {"schema": SCHEMA, "command": command, "results": results, **_plain(more or {})}
+    results = [plain(r) for r in records]
+    document = {"schema": SCHEMA, "command": command, "results": results, **plain(more or {})}
     return json.dumps(document, indent=2, allow_nan=False) + "\n"
 
 
 def _flat(value: Any) -> Any:
     """Return a value for one cell: what holds others is JSON text there."""
     return json.dumps(value) if isinstance(value, (dict, list)) else value
-
-
-def _plain(value: Any) -> Any:
-    """Return values of JSON: numpy scalars unwrapped, what is not a number null."""
-    if isinstance(value, Mapping):
-        return {str(k): _plain(v) for k, v in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_plain(v) for v in value]
-    if hasattr(value, "item") and not isinstance(value, (str, bytes)):
-        value = value.item()
-    if isinstance(value, float) and not math.isfinite(value):
-        return None
-    return value
 
 
 RANKED = (

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -29,6 +30,9 @@ if TYPE_CHECKING:
 OFF = "autoregressive"
 PARTS = 100
 """Parts of what runs side by side, of which it is said how many are done."""
+OFTEN, NEAR = 0.1, 0.15
+"""Share of a load's steps from which the batch that decodes in them is measured itself, and the
+relative distance from a batch that is measured anyway up to which it is not."""
 ENGINE_ARMS = ("fixed:gamma=2", "fixed:gamma=4", "gammatune")
 """Policies run where none is named, with no speculation and those predicted fastest."""
 
@@ -150,15 +154,17 @@ def check_key(engine: Any, latency: LatencyTable, work: Workload, **more: Any) -
 
 
 def predicted(latency: LatencyTable, work: Workload, longest: int) -> list[str]:
-    """Return the fixed lengths, or `ENGINE_ARMS`, predicted to be the fastest under the loads.
+    """Return the policies to run by default: `ENGINE_ARMS` that can be run, and the fixed lengths
+    predicted to be the fastest under the loads.
 
-    A note names those that would not run by default.
+    A note names those that would not run otherwise.
     """
     from simulator.serving import Limits, simulate
 
     trace = work.trace
     lengths = (f"fixed:gamma={g}" for g in range(1, min(longest, trace.max_gamma or longest) + 1))
-    every = arms([*ENGINE_ARMS, *lengths], trace, longest)
+    usual = [text for text in ENGINE_ARMS if _can_run(text, trace, longest)]
+    every = arms([*usual, *lengths], trace, longest)
     best: dict[str, list[str]] = {}
     own_drafter = bool(latency.meta["engine"].get("own_drafter"))
     for load, scenario in work.scenarios(Limits.of_engine(latency), own_drafter).items():
@@ -167,21 +173,21 @@ def predicted(latency: LatencyTable, work: Workload, longest: int) -> list[str]:
             for text, policy in every.items()
         }
         best.setdefault(max(speed, key=lambda text: speed[text]), []).append(load)
-    for text in best.keys() - {OFF, *ENGINE_ARMS}:
+    for text in best.keys() - {OFF, *usual}:
         note(f"also running {text}, predicted to be the fastest under {', '.join(best[text])}")
-    return list(best)
+    return [*usual, *best]
 
 
-def grid_of(
-    options: EngineOptions, work: Workload, graphs: str | None = None
-) -> EngineGrid:  # fmt: skip
+def grid_of(options: EngineOptions, work: Workload, latency: LatencyTable) -> EngineGrid:
     """Return the sizes that the loads can reach under their policies.
 
-    Prompts sent at once share a pass: as many of the requests' mean length as an iteration may
-    have.  Where all prompts of closed loops fit into one iteration, none joins requests that
-    decode.  ``graphs``: the CUDA graphs that the engine runs.
+    Batches that often decode are among them (`often`).  Prompts sent at once share a pass: as many
+    of the requests' mean length as an iteration may have.  Where all prompts of closed loops fit
+    into one iteration, none joins requests that decode.  ``latency`` is the profile of the engine,
+    which tells its CUDA graphs.
     """
     from profiler.engines.bench import EngineGrid
+    from simulator.engines import batches_decoded
     from simulator.serving.run import lookahead_of
 
     requests, base = work.trace.requests, EngineGrid()
@@ -199,8 +205,14 @@ def grid_of(
     )
     # Near an end of the contexts, one in between tells nothing.
     between = [c for c in base.contexts if 2 * shortest < c < last / 2]
+    batches = [*base.batches, max(at_once)]
+    for batch in often(batches_decoded(latency, work)):
+        if all(abs(batch - known) > NEAR * batch for known in batches):
+            batches.append(batch)
+    graphs = graphs_of(latency.meta["engine"])
     grid = replace(
         base,
+        batches=batches,
         contexts=sorted({shortest, *between, last}),
         prompts=(
             *((n, t) for n, t in base.prompts if t < longest),
@@ -210,6 +222,20 @@ def grid_of(
         beside_prompts=[t for t in base.beside_prompts if t < longest] + [longest] if joins else (),
     )
     return grid.fitted(own, graphs if most == options.longest else None)
+
+
+def often(loads: Iterable[Counter[int]]) -> list[int]:
+    """Return the batches that decode in at least `OFTEN` of a load's steps, the most frequent
+    first.
+
+    A pass over 12 sequences can take longer than one over 16 (a matrix kernel of a CPU), and load
+    that only falls from 16 is mostly in between.
+    """
+    shares: dict[int, float] = {}
+    for steps in loads:
+        for batch, count in steps.items():
+            shares[batch] = max(shares.get(batch, 0.0), count / steps.total())
+    return sorted((b for b, s in shares.items() if s >= OFTEN), key=lambda b: -shares[b])
 
 
 def engine_options(latency: LatencyTable, trace: Trace, kind: EngineKind) -> EngineOptions:

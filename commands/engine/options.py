@@ -169,7 +169,7 @@ class CheckedEngine:
         ),
     ] = None
     requests: Annotated[int, typer.Option(min=1, help="Requests in every load.")] = 40
-    seed: Annotated[int, typer.Option(help="Seed of arrivals and prompts.")] = 0
+    seed: Annotated[int, typer.Option(min=0, help="Seed of arrivals and prompts.")] = 0
 
     def check(self, policy: list[str] | None, remeasure: bool) -> None:
         """Raise DraftsimError if one option excludes another.

@@ -67,6 +67,7 @@ def profile_engine(
         table = with_default_speeds(table, plain)
         note(table.meta["remark"])
     write_latency(table, out / "latency.parquet")
+    measured.close()
     errors = [abs(entry["error"]) for entry in table.meta["held_out"]]
     worst = f"; held-out cells within {max(errors):.1%} before points were added" if errors else ""
     note(f"wrote {out / 'latency.parquet'}: {len(table.cells)} cells{worst}")

@@ -89,14 +89,11 @@ def tried(
     prediction, ``gain_noise`` the part of it that the repeats' scatter explains
     (`simulator.validation`).
     """
-    from policies.lengths.basic import Fixed
-    from simulator.tune.served import RIVALS
+    from simulator.tune.costs import longest_draft
+    from simulator.tune.served import rivals
 
     longest = engine.options.longest
-    arms: dict[str, Any] = {
-        name: policy for name, policy in RIVALS.items()
-        if not isinstance(policy, Fixed) or policy.gamma <= longest
-    }  # fmt: skip
+    arms: dict[str, Any] = rivals(min(longest, longest_draft(work.trace) or longest))
     if tuned.document is not None:
         arms[TUNED] = tuned.policy
     rows = compare_loads(engine, latency, replace(work, policies=arms))

@@ -1,4 +1,4 @@
-"""Decoding the prompts of a run again, for real, under lossy verify rules."""
+"""Decoding the prompts of a run again, for real, under lossy verification rules."""
 
 from __future__ import annotations
 

@@ -167,7 +167,7 @@ def say_recorded(out: Path, recorded: Sequence[str], drawn: Sequence[str]) -> No
 def wanted(trace: Trace, sources: Sequence[str]) -> RecordOptions:
     """Return early-exit settings to follow after wrong exits, and the layers to skip.
 
-    The settings are those of the named systems and of `sources`; along greedy outputs also those
+    The settings are those of the named methods and of `sources`; along greedy outputs also those
     of SpecBound's Figure 3.
     """
     from policies.registry import parse_policy

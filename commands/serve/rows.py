@@ -123,19 +123,19 @@ def _each(ends: Sequence[float]) -> str:
 
 def _break_even(rows: Sequence[Row]) -> list[str]:
     from simulator.serving import break_even_load
+    from simulator.tune.gains import UNDRAFTED
 
     said = []
-    plain = [r for r in rows if r["policy"] == "autoregressive" and r["rate"] is not None]
-    for name in dict.fromkeys(r["policy"] for r in rows if r["policy"] != "autoregressive"):
+    plain = [r for r in rows if r["policy"] in UNDRAFTED and r["rate"] is not None]
+    for name in dict.fromkeys(r["policy"] for r in rows if r["policy"] not in UNDRAFTED):
         own = [r for r in rows if r["policy"] == name]
         if len(plain) < 2 or len(own) != len(plain):
             continue
         at = sorted(range(len(plain)), key=lambda i: plain[i]["rate"])
-        load = break_even_load(
-            [plain[i]["rate"] for i in at],
-            [own[i]["e2e_s"]["mean"] for i in at],
-            [plain[i]["e2e_s"]["mean"] for i in at],
-        )
+        own_s, plain_s = ([rows[i]["e2e_s"]["mean"] for i in at] for rows in (own, plain))
+        if any(map(math.isnan, [*own_s, *plain_s])) or own_s == plain_s:
+            continue
+        load = break_even_load([plain[i]["rate"] for i in at], own_s, plain_s)
         if load == float("inf"):
             said.append(f"{name} is faster than no speculation at every load tried {MEAN}")
         elif load > 0:

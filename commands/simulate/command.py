@@ -29,7 +29,7 @@ from commands.common.printed import print_table
 from commands.common.progress import working
 from commands.common.quiet import say_disturbed
 from commands.common.written import Shown
-from commands.simulate.phases import load_phases, phases_in, shown_phases
+from commands.simulate.phases import load_phases, phases_in
 from traces.errors import DraftsimError
 
 if TYPE_CHECKING:
@@ -282,7 +282,13 @@ def _emit(
     and device.  ``by_phase``: the rows by phase, if phases were named.  ``gains``: True to print
     the gain over another row than no speculation.
     """
-    from commands.simulate.table import headline, over_all, print_ranked, ranked_tables
+    from commands.simulate.table import (
+        headline,
+        over_all,
+        print_ranked,
+        ranked_tables,
+        shown_phases,
+    )
 
     more: dict[str, Any] = {"headline": headline(over_all(rows), of)}
     if by_phase:

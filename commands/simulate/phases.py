@@ -99,27 +99,3 @@ def token_text(folder: Path | None, trace: Trace) -> Callable[[int], str] | None
         return texts[token]
 
     return text
-
-
-def shown_phases(rows: Sequence[Row]) -> list[dict[str, str]]:
-    """Return the rows as printed: a line for each phase and policy, but for plain decoding."""
-    lines, last = [], None
-    for row in rows:
-        if row["policy"] == "autoregressive":
-            continue
-        new, last = row["phase"] != last, row["phase"]
-        lo, hi = row["speedup_lo"], row["speedup_hi"]
-        lines.append({
-            "phase": row["phase"] if new else "",
-            "share": f"{row['share']:.0%}" if new else "",
-            "policy": row["policy"],
-            "tokens/round": _number(row["block_efficiency"], 2),
-            "accepted": "-" if row["acceptance_rate"] is None else f"{row['acceptance_rate']:.0%}",
-            "speedup": _number(row["speedup"], 2),
-            "95%": "-" if lo is None or hi is None else f"{lo:.2f}-{hi:.2f}",
-        })  # fmt: skip
-    return lines
-
-
-def _number(value: float | None, digits: int) -> str:
-    return "-" if value is None else f"{value:.{digits}f}"

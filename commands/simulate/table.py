@@ -367,6 +367,25 @@ def category_rows(overall: Sequence[Row], rows: Sequence[Row]) -> list[dict[str,
     return lines
 
 
+def shown_phases(rows: Sequence[Row]) -> list[dict[str, str]]:
+    """Return the rows as printed: a line for each phase and policy, but for plain decoding."""
+    lines, last = [], None
+    for row in rows:
+        if row["policy"] == PLAIN:
+            continue
+        new, last = row["phase"] != last, row["phase"]
+        lines.append({
+            "phase": row["phase"] if new else "",
+            "share": f"{row['share']:.0%}" if new else "",
+            "policy": row["policy"],
+            "tokens/round": _number(row["block_efficiency"], 2),
+            "accepted": _share(row["acceptance_rate"]),
+            "speedup": _speed(row),
+            "95%": _span(row),
+        })  # fmt: skip
+    return lines
+
+
 def _key(row: Row) -> tuple[str, ...]:
     return row["policy"], row["verify"], row["source"]
 

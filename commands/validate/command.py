@@ -140,7 +140,7 @@ def sources(
 ) -> None:
     """Run policies for real with another draft source, and compare with what was predicted.
 
-    The source drafts in place of the draft model; --policy also takes named systems with a source
+    The source drafts in place of the draft model; --policy also takes named methods with a source
     of their own.  Record it first, with `draftsim profile sources`.
 
     A stopped check goes on where it stopped when the command is repeated.

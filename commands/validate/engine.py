@@ -14,7 +14,6 @@ from commands.common.output import note
 from commands.common.quiet import say_texts
 from commands.engine import apart, http
 from commands.engine.check import (
-    ENGINE_ARMS,
     arms,
     check_key,
     compare_loads,
@@ -24,7 +23,6 @@ from commands.engine.check import (
 )
 from commands.engine.options import named_loads
 from traces.errors import DraftsimError
-from traces.latency.schema import graphs_of
 from traces.store.files import CHECKED, read_latency, write_latency
 
 if TYPE_CHECKING:
@@ -78,7 +76,7 @@ def engine_check(
     longest, options = latency.meta["engine"]["longest"], engine_options(latency, trace, kind)
     work = Workload(trace, {}, loads, served.requests, repeats, served.seed)
     if not policies:
-        policies = [*ENGINE_ARMS, *predicted(latency, work, longest)]
+        policies = predicted(latency, work, longest)
     chosen = arms(policies, trace, longest, latency if not served.http else None)
     work = replace(work, policies=chosen)
     for load, arrivals in loads.items():
@@ -96,7 +94,7 @@ def engine_check(
     if served.http:
         return http.compare_served(kind, options, latency, work, run)
     engine = kind.start(options)
-    grid = grid_of(options, work, graphs_of(latency.meta["engine"])) if remeasure else None
+    grid = grid_of(options, work, latency) if remeasure else None
     key = check_key(
         engine, latency, work, meta=engine.meta, grid=None if grid is None else vars(grid),
         turn_s=TURN_S,

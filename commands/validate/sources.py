@@ -39,7 +39,7 @@ class SourcedPolicy(NamedTuple):
 
 
 class SourceRuns(RealRuns):
-    """One request at a time, with a source of drafts and with named systems.
+    """One request at a time, with a source of drafts and with named methods.
 
     The rows also have the column ``source``.
     """

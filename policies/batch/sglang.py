@@ -10,10 +10,11 @@ from typing import Any
 
 import numpy as np
 
+from policies.arrays import Bools, Floats, Ints
 from policies.batch.base import KeptInStep
 from policies.core import Load, Round
 from policies.parameters import whole
-from policies.vectorised import Bools, Floats, Ints, VectorisedPlan, VectorisedState
+from policies.vectorised import VectorisedPlan, VectorisedState
 
 _DEFAULT_CONFIG: Mapping[str, Mapping[str, Any]] = {
     "1": {"candidate_steps": [1, 3, 5, 7], "down_hysteresis": -0.25},

@@ -14,11 +14,12 @@ from typing import Any, ClassVar, Literal
 import numpy as np
 import numpy.typing as npt
 
+from policies.arrays import Bools, Floats, Ints
 from policies.batch.base import IterationCost, TextbookCost
 from policies.confidence import each
 from policies.core import DraftPolicy, Load, Round
 from policies.parameters import flag, one_of, whole, within
-from policies.vectorised import Bools, Floats, Ints, VectorisedPlan, VectorisedState
+from policies.vectorised import VectorisedPlan, VectorisedState
 
 _ARMS = (1, 2, 3, 4)
 ROTATION = 7

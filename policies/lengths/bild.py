@@ -8,9 +8,10 @@ from typing import Any
 
 import numpy as np
 
+from policies.arrays import Bools, Ints
 from policies.core import DraftPolicy, Round
 from policies.parameters import flag, whole, within
-from policies.vectorised import Below, Bools, Ints, VectorisedPlan, VectorisedState
+from policies.vectorised import Below, VectorisedPlan, VectorisedState
 
 
 class BiLDFallback(DraftPolicy):

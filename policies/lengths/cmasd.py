@@ -9,10 +9,11 @@ from typing import Any, Literal
 
 import numpy as np
 
+from policies.arrays import Bools, Floats, Ints
 from policies.confidence import EQUAL_WEIGHTS, EntropySign, known_vocabulary
 from policies.core import DraftPolicy, Round
 from policies.parameters import one_of, ordered, whole, within
-from policies.vectorised import Bools, Floats, Ints, Lengths, Starts, VectorisedPlan, grown
+from policies.vectorised import Lengths, Starts, VectorisedPlan, grown
 
 _COMPONENTS = ("entropy", "logit_margin", "prob_margin")
 

@@ -9,9 +9,10 @@ from typing import Any, Literal
 
 import numpy as np
 
+from policies.arrays import Bools, Floats, Ints
 from policies.core import DraftPolicy, Round
 from policies.parameters import one_of, ordered, whole, within
-from policies.vectorised import Below, Bools, Floats, Ints, VectorisedPlan, VectorisedState
+from policies.vectorised import Below, VectorisedPlan, VectorisedState
 
 
 class GammaTune(DraftPolicy):

@@ -12,9 +12,10 @@ from typing import Any, Literal
 
 import numpy as np
 
+from policies.arrays import Bools, Ints
 from policies.core import DraftPolicy, Round
 from policies.parameters import one_of, ordered, whole, within
-from policies.vectorised import UNBOUNDED, Below, Bools, Ints, VectorisedPlan, VectorisedState
+from policies.vectorised import UNBOUNDED, Below, VectorisedPlan, VectorisedState
 
 RocUpdate = Literal["off", "in_call", "next_call"]
 

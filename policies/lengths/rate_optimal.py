@@ -9,21 +9,12 @@ from typing import Any, NamedTuple, Self
 
 import numpy as np
 
+from policies.arrays import Bools, Floats, Ints
 from policies.batch.base import IterationCost, TextbookCost
 from policies.core import DraftPolicy, Load, Round
 from policies.estimators import AcceptanceEstimator, DraftProbability
 from policies.parameters import flag, whole, within
-from policies.vectorised import (
-    Bools,
-    Floats,
-    Ints,
-    Lengths,
-    Starts,
-    VectorisedPlan,
-    grown,
-    reader,
-    tells_many,
-)
+from policies.vectorised import Lengths, Starts, VectorisedPlan, grown, reader, tells_many
 
 
 class RateOptimal(DraftPolicy):

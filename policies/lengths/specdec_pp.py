@@ -8,19 +8,11 @@ from typing import Any
 
 import numpy as np
 
+from policies.arrays import Bools, Ints
 from policies.core import DraftPolicy
 from policies.estimators import AcceptanceEstimator, DraftProbability
 from policies.parameters import flag, ordered, whole, within
-from policies.vectorised import (
-    Bools,
-    Ints,
-    Lengths,
-    Starts,
-    VectorisedPlan,
-    grown,
-    reader,
-    tells_many,
-)
+from policies.vectorised import Lengths, Starts, VectorisedPlan, grown, reader, tells_many
 
 
 class SpecDecPP(DraftPolicy):

@@ -7,7 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from policies.vectorised import Bools, Floats, Ints, VectorisedState
+from policies.arrays import Bools, Floats, Ints
+from policies.vectorised import VectorisedState
 
 
 class AdaptiveThreshold:

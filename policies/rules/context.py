@@ -9,12 +9,12 @@ from typing import Any
 
 import numpy as np
 
+from policies.arrays import Bools
 from policies.confidence import known_vocabulary
 from policies.parameters import flag, whole, within
 from policies.rules.base import TokenRule, VerifyRule
 from policies.rules.memory import OnlineCorrectionMemory
 from policies.rules.threshold import ratio
-from policies.vectorised import Bools
 
 
 class CSD(TokenRule):

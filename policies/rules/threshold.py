@@ -8,6 +8,7 @@ from typing import Any, Literal
 
 import numpy as np
 
+from policies.arrays import Bools, Floats
 from policies.confidence import (
     EQUAL_WEIGHTS,
     EntropySign,
@@ -17,7 +18,6 @@ from policies.confidence import (
 )
 from policies.parameters import one_of, whole, within
 from policies.rules.base import TokenRule
-from policies.vectorised import Bools, Floats
 
 COMPONENTS = ("entropy", "logit_margin", "prob_margin")
 """Draft signals of CM-ASD's confidence, in the order of its weights."""

@@ -386,9 +386,11 @@ class EngineTable(_Measured):
             for i, block in enumerate(blocks):
                 if disturbed := self._disturbed(block):
                     self._if_time({f"again-{again}-{i}": disturbed})
-        table = self._table(quiet(self.samples), errors)
+        return self._table(quiet(self.samples), errors)
+
+    def close(self) -> None:
+        """Remove what a stopped measurement would go on from, once the table is written."""
         self._folder.close()
-        return table
 
     def _block(self, name: str, cells: list[Cell], keep: bool = True) -> dict[Cell, list[Sample]]:
         found = self._visited(name, cells)

@@ -22,13 +22,11 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
+from policies.arrays import Floats
 from simulator.aggregate.hazard import Interval, check_totals, emitted_at
 from traces.errors import DraftsimError, FileError
 from traces.store.text import read_text
-
-Floats = npt.NDArray[np.float64]
 
 SHARE = 0.5
 """Share of easy positions."""

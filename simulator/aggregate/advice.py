@@ -7,13 +7,11 @@ from itertools import islice
 from typing import Any, NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
+from policies.arrays import Floats
 from simulator.aggregate.hazard import Interval
 from simulator.aggregate.server import ServerFit, ServerRun, interval_of
 from traces.digits import counted
-
-Floats = npt.NDArray[np.float64]
 
 LONGEST = 8
 """Longest draft length asked about where the runs have none longer."""

@@ -15,11 +15,9 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
+from policies.arrays import Floats
 from simulator.aggregate.positions import Positions
-
-Floats = npt.NDArray[np.float64]
 
 WITHIN = 2.0
 """Variance of a rate counted over rounds of a text, over that of independent rounds."""

@@ -21,11 +21,9 @@ from functools import lru_cache
 from typing import NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
+from policies.arrays import Floats
 from traces.errors import DraftsimError
-
-Floats = npt.NDArray[np.float64]
 
 WALKERS, STEPS, KEPT = 64, 700, 400
 """Size of the ensemble, steps it takes, and steps of which every tenth is kept."""

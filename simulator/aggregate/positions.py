@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from policies.arrays import Floats
 from policies.lengths.basic import Fixed
 from simulator.aggregate.hazard import Interval, check_totals, emitted_at, median_survival
 from simulator.aggregate.server import ServerRun
@@ -23,8 +24,6 @@ from traces.errors import DraftsimError
 from traces.importers.totals import Totals
 from traces.replay.rounds import RoundLog
 from traces.replay.vectorised import replay_many
-
-Floats = npt.NDArray[np.float64]
 
 EXPECTED = (
     "expected chances from 1 to 0 that do not rise, such as 0.76,0.60,0.43; acceptance lengths are "

@@ -39,6 +39,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from policies.arrays import Floats
 from simulator.aggregate.hazard import (
     ANOTHER_RUN,
     HAZARD,
@@ -52,8 +53,6 @@ from simulator.aggregate.hazard import (
 from simulator.aggregate.hazard import gaps as gaps_of
 from traces.acceptance.schema import MOST_DRAFTED, MOST_TOKENS
 from traces.errors import DraftsimError
-
-Floats = npt.NDArray[np.float64]
 
 
 class Cost(NamedTuple):

@@ -5,10 +5,9 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
+from policies.arrays import Floats
 from simulator.formulas.bounds import require
 from traces.errors import DraftsimError
-
-Floats = npt.NDArray[np.float64]
 
 
 def block_efficiency(survival: npt.ArrayLike) -> float:

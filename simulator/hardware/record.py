@@ -17,9 +17,9 @@ from functools import cache, lru_cache
 from typing import NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 import pandas as pd
 
+from policies.arrays import Floats
 from simulator.hardware.formats import FORMATS, SHAPES, Unpacking, WeightFormat
 from simulator.hardware.roofline import Mode, Observation, Roofline
 from simulator.published import (
@@ -34,8 +34,6 @@ from simulator.published import (
     PublishedStudy,
 )
 from traces.operators.devices import DEVICES
-
-Floats = npt.NDArray[np.float64]
 
 PLAIN = "bf16"
 ALONE = 8

@@ -23,13 +23,13 @@ from typing import Literal, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from policies.arrays import Floats
 from simulator.hardware.formats import ModelShape
 from traces.errors import DraftsimError
 from traces.latency.table import LatencyTable
 from traces.operators.devices import Device
 
 Mode = Literal["eager", "graph"]
-Floats = npt.NDArray[np.float64]
 
 FREE = ("fixed_s", "layer_s", "memory_share", "compute_share")
 _BOUNDS = {

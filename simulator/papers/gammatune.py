@@ -10,7 +10,7 @@ from policies.lengths.gammatune import GammaTune, GammaTunePlus
 from policies.lengths.huggingface import Confidence, HFHeuristic
 from simulator.papers.ours import EXPERIMENT, Ours, Row
 from simulator.published import GAMMATUNE_2
-from simulator.robustness import INITIAL_GAMMAS, GammaSeconds, robustness, seconds_by_gamma
+from simulator.robustness import INITIAL_GAMMAS, GammaSeconds, robustness, seconds_at_each
 
 APPENDIX = "GammaTune Appendix A"
 REFERENCE = "SpecDecode"
@@ -37,7 +37,8 @@ def gammatune_rows(ours: Ours) -> list[Row]:
     """
     most = ours.trace.max_gamma or max(INITIAL_GAMMAS)
     gammas = [g for g in INITIAL_GAMMAS if g <= most]
-    seconds = seconds_by_gamma(ours.trace, gammatune_families(most), ours.latency, gammas)
+    families = gammatune_families(most)
+    [seconds] = seconds_at_each(ours.trace, families, [ours.latency], gammas)
     return [*_table_2(seconds, gammas), *_by_gamma(seconds), *_by_category(seconds, ours)]
 
 

@@ -21,6 +21,7 @@ from matplotlib.text import Text
 from matplotlib.ticker import FixedLocator, LogLocator, NullLocator
 from matplotlib.transforms import Bbox
 
+from policies.arrays import Floats
 from simulator.palette import COLOURS, DASHES, GREY, INK, MARKERS
 from traces.store.writing import write_atomically
 
@@ -126,8 +127,6 @@ def series(i: int, points: int) -> dict[str, Any]:
         "linewidth": 1.4,
     }
 
-
-Floats = npt.NDArray[np.float64]
 
 SHADES = LinearSegmentedColormap.from_list("speedup", ["#ECF4FA", "#004978"])
 HATCH: dict[str, Any] = {"hatch": "////", "facecolor": "white", "edgecolor": "#9A9A9A"}

@@ -17,10 +17,12 @@ from matplotlib.colors import LinearSegmentedColormap, LogNorm
 from matplotlib.figure import Figure
 from matplotlib.ticker import FixedLocator, LogLocator, MaxNLocator, NullLocator
 
+from policies.arrays import Floats
 from policies.batch.base import BatchPolicy
 from policies.core import DraftPolicy
 from policies.lengths.basic import Autoregressive
 from policies.registry import PLAIN, is_bound
+from policies.rules.base import VerifyRule
 from simulator.capacity import FINE, below
 from simulator.chosen import Say, silent
 from simulator.palette import COLOURS, DASHES, GREY, INK, MARKERS
@@ -328,7 +330,7 @@ APART = 1.3
 def draw(
     folder: Path, rows: Sequence[Mapping[str, Any]], trace: Trace, latency: LatencyTable,
     policies: Mapping[str, DraftPolicy | BatchPolicy], scenarios: Sequence[Scenario],
-    title: str = "", say: Say = silent,
+    title: str = "", say: Say = silent, rule: VerifyRule | None = None,
 ) -> list[Path]:  # fmt: skip
     """Draw the rows, with `title` below each figure, and return the PNG files.
 
@@ -371,7 +373,7 @@ def draw(
     ]
     if base.one_stream:
         return written
-    grids = _speedups(finished, trace, latency, policies, scenarios)
+    grids = _speedups(finished, trace, latency, policies, scenarios, rule)
     if grids:
         columns = ["as\nrecorded", *map(str, _contexts(trace, latency))]
         figure = plot_speedups(grids, [s.limits.max_batch for s in scenarios], columns)
@@ -388,6 +390,7 @@ def _pareto(rows: Sequence[Mapping[str, Any]], save: Callable[[Figure, str], Pat
 def _speedups(
     rows: Sequence[Mapping[str, Any]], trace: Trace, latency: LatencyTable,
     policies: Mapping[str, DraftPolicy | BatchPolicy], scenarios: Sequence[Scenario],
+    rule: VerifyRule | None,
 ) -> dict[str, npt.NDArray[np.float64]]:  # fmt: skip
     """Return the speedup of every policy that drafts, by batch and prompt length.
 
@@ -400,7 +403,7 @@ def _speedups(
     found = [rows]
     for context in _contexts(trace, latency):
         requests = [replace(r, prompt_length=context, prompt_ids=None) for r in trace.requests]
-        found.append(sweep(replace(trace, requests=requests), latency, policies, small))
+        found.append(sweep(replace(trace, requests=requests), latency, policies, small, rule=rule))
     drafting = [n for n, p in policies.items() if not isinstance(p, Autoregressive)]
     grids = {name: np.full((len(batches), len(found)), np.nan) for name in drafting}
     for j, column in enumerate(found):
@@ -429,7 +432,6 @@ def assumption(latency: LatencyTable, batch: int) -> str:
     return f"assumed to cost nothing: {said}" if said else ""
 
 
-Floats = npt.NDArray[np.float64]
 Pairs = Sequence[Sequence[float]]
 BEYOND = 1.25
 """How far the figure reaches beyond the rate that was asked for."""

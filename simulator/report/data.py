@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from policies.arrays import Floats
 from policies.lengths.basic import Fixed
 from policies.registry import is_bound
 from simulator.bootstrap import gain, resamples
@@ -35,10 +36,10 @@ from simulator.tune.costs import (
     PricedOptions,
     default_contexts,
     fixed_logs,
+    longest_draft,
     price_grid,
 )
-from simulator.tune.gains import Floats
-from simulator.tune.served import RIVALS, check_seed, closed_load
+from simulator.tune.served import check_seed, closed_load, rivals
 from simulator.tune.settings import Tuned
 from simulator.tune.vllm import tune_vllm
 from simulator.validation import compare, verdict
@@ -223,7 +224,8 @@ def serving(trace: Trace, latency: LatencyTable, sizes: Sequence[int]) -> dict[s
     scenarios = [
         replace(closed_load(trace, b, None, check_seed(0)), replications=REPLICATIONS) for b in some
     ]
-    policies = RIVALS if tuned.document is None else {**RIVALS, "tuned": tuned.policy}
+    others = rivals(longest_draft(trace))
+    policies = others if tuned.document is None else {**others, "tuned": tuned.policy}
     rows = sweep(trace, latency, policies, scenarios)
     kept = [
         {

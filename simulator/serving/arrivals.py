@@ -14,6 +14,9 @@ engine's clock).
 
 from __future__ import annotations
 
+import lzma
+import zipfile
+import zlib
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
@@ -25,13 +28,11 @@ import numpy as np
 import numpy.typing as npt
 import pandas as pd
 
+from policies.arrays import Floats, Ints
 from policies.json_text import JSONError, parse_json
 from traces.acceptance.trace import Trace
 from traces.errors import DraftsimError, FileError
 from traces.store.text import json_lines, read_text
-
-Floats = npt.NDArray[np.float64]
-Ints = npt.NDArray[np.int64]
 
 FILE_COLUMNS = ("TIMESTAMP", "ContextTokens", "GeneratedTokens")
 LONGEST = 10_000_000
@@ -42,6 +43,8 @@ MOST_BYTES = 256 * 2**20
 """A larger result of a benchmark is not read."""
 METRICS = ("ttft_s", "tpot_s", "e2e_s")
 QUANTILES = (50, 90, 95, 99)
+UNREADABLE = (ValueError, OSError, EOFError, zlib.error, lzma.LZMAError, zipfile.BadZipFile)
+"""Errors of pandas for a file that is no CSV, or a damaged archive."""
 DETAILED = ("input_lens", "output_lens", "ttfts", "itls")
 BENCHED = ("input_toks", "output_toks", "queued_ts", "first_token_ts", "last_token_ts")
 
@@ -105,6 +108,8 @@ def compared(
     """Compare the statistics of each metric of the same requests."""
     found = []
     for name, values in measured.items():
+        if not len(values):  # no output has a second token
+            continue
         theirs = statistics(values)
         ours = statistics(np.asarray(predicted[name], dtype=float))
         found += [
@@ -191,7 +196,7 @@ def _read_csv(path: Path) -> Requests:
         frame = pd.read_csv(path)
     except FileNotFoundError:
         raise FileError(f"arrivals file {path} does not exist") from None
-    except (pd.errors.EmptyDataError, pd.errors.ParserError, UnicodeDecodeError, OSError) as e:
+    except UNREADABLE as e:
         raise FileError(f"arrivals file {path} cannot be read as CSV: {e}") from None
     if missing := [c for c in FILE_COLUMNS if c not in frame.columns]:
         raise FileError(f"arrivals file {path} lacks the column(s) {', '.join(missing)}")
@@ -199,7 +204,7 @@ def _read_csv(path: Path) -> Requests:
         raise FileError(f"arrivals file {path} holds no request, only a header")
     seconds = pd.to_numeric(frame["TIMESTAMP"], errors="coerce").to_numpy(float)
     if np.isnan(seconds).all():
-        dates = pd.to_datetime(frame["TIMESTAMP"], errors="coerce", format="ISO8601")
+        dates = pd.to_datetime(frame["TIMESTAMP"], errors="coerce", format="ISO8601", utc=True)
         seconds = (dates - dates.min()).dt.total_seconds().to_numpy(float)
     lengths = [pd.to_numeric(frame[c], errors="coerce").to_numpy(float) for c in FILE_COLUMNS[1:]]
     # Refused below, and not computed with.

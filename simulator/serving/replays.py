@@ -8,16 +8,14 @@ from collections.abc import Iterator, Sequence
 from weakref import WeakKeyDictionary
 
 import numpy as np
-import numpy.typing as npt
 
+from policies.arrays import Ints
 from policies.core import DraftPolicy, Round, speculate
 from policies.rules.base import VerifyRule
 from simulator.serving.arrivals import LONGEST, Job
 from simulator.serving.sequence import EngineState, ServedSequence
 from traces.acceptance.trace import Trace
 from traces.errors import DraftsimError
-
-Ints = npt.NDArray[np.int64]
 
 NO_ROUNDS: Ints = np.empty((0, len(Round._fields)), np.int64)
 KEPT = 16

@@ -33,7 +33,7 @@ from simulator.serving.source import Replica, RequestSource, SimulatedClock
 from traces.acceptance.trace import Trace
 from traces.errors import DraftsimError
 from traces.latency.table import LatencyTable
-from traces.replay.always import passes_always
+from traces.replay.always import is_one_pass, passes_always
 from traces.replay.run import fidelity_of, own_policy
 from traces.replay.scores import prepared_rule
 
@@ -273,6 +273,10 @@ def check_mode(
     if passes_always(latency):
         raise DraftsimError(
             f"--mode {mode} has no rounds, so no drafter runs in every round: drop --always-draft"
+        )
+    if is_one_pass(latency):
+        raise DraftsimError(
+            f"--mode {mode} drafts pass by pass, and this drafter drafts in one: drop --one-pass"
         )
     if prepared_rule(rule, trace) is not None:
         raise DraftsimError(f"--mode {mode} replays recorded verdicts: drop --verify")

@@ -26,6 +26,9 @@ from simulator.serving.sequence import Slot
 from traces.errors import DraftsimError
 from traces.latency.table import LatencyTable
 
+MOST_BLOCKS = 2**24
+"""Blocks of a pool; more than 10 TB of cache are taken for a mistake."""
+
 
 class BlockPool:
     """A pool of `blocks` blocks of `block_size` tokens; None means it never runs out.
@@ -33,13 +36,13 @@ class BlockPool:
     Raises
     ------
     DraftsimError
-        If a size is below one.
+        If a size is below one, or there are more than `MOST_BLOCKS`.
     """
 
     def __init__(self, blocks: int | None = None, block_size: int = 16) -> None:
-        if blocks is not None and blocks < 1:
+        if blocks is not None and not 1 <= blocks <= MOST_BLOCKS:
             raise DraftsimError(
-                f"kv_blocks is {blocks}, expected at least 1 (or none for no limit)"
+                f"kv_blocks is {blocks}, expected 1 to {MOST_BLOCKS:,} (or none for no limit)"
             )
         if block_size < 1:
             raise DraftsimError(f"block_size is {block_size}, expected at least 1 token")

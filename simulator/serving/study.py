@@ -319,12 +319,12 @@ def break_even_load(
 ) -> float:
     """Return the load at which a policy's latency rises above plain decoding's.
 
-    Linear between the swept loads (ascending); NaN if it is slower from the first load
-    on, infinity if it is faster up to the last.
+    Linear between the swept loads (ascending); NaN if it is slower from the first load on, nowhere
+    faster, or a latency is not known; infinity if it is faster up to the last.
     """
     x = np.asarray(loads, dtype=float)
     gap = np.asarray(policy_s, dtype=float) - np.asarray(baseline_s, dtype=float)
-    if len(gap) == 0 or gap[0] > 0:
+    if np.isnan(gap).any() or not (gap < 0).any() or gap[0] > 0:
         return float("nan")
     above = np.flatnonzero(gap > 0)
     if not len(above):

@@ -28,8 +28,6 @@ from simulator.tune.formats import CONTEXT_END
 from simulator.tune.vllm import table_rows
 from traces.errors import DraftsimError
 
-Floats = npt.NDArray[np.float64]
-
 COLUMNS = (
     "batch", "context", "k", "emitted", "needed", "needed_rate", "speedup", "low", "high",
     "speedup_above_1", "tokens_per_s",

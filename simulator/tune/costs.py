@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
-import numpy.typing as npt
 
+from policies.arrays import Floats
 from policies.batch.base import SingleStream
 from policies.batch.tables import BatchTable
 from policies.lengths.basic import Fixed
@@ -18,8 +18,6 @@ from traces.errors import DraftsimError
 from traces.latency.table import LatencyTable
 from traces.replay.rounds import RoundLog
 from traces.replay.vectorised import replay_many
-
-Floats = npt.NDArray[np.float64]
 
 DEFAULT_LENGTHS = (0, 1, 2, 3, 4, 5, 6, 7, 8)
 RESTING = BatchTable([[1, 1, 0]])

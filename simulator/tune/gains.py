@@ -12,8 +12,8 @@ from functools import cached_property, partial
 from typing import Any, NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
+from policies.arrays import Bools, Floats
 from policies.lengths.basic import Autoregressive
 from policies.registry import PLAIN, is_bound
 from policies.rules.base import VerifyRule
@@ -21,12 +21,12 @@ from simulator.bootstrap import CONFIDENCE, gain, ratio
 from simulator.executors import results_of
 from simulator.serving import Scenario, serve
 from simulator.serving.run import Policy
-from simulator.tune.served import SEARCH_CONFIDENCE
+from simulator.tune.served import NO_SPECULATION, SEARCH_CONFIDENCE
 from traces.acceptance.trace import Trace
 from traces.latency.table import LatencyTable
 
-Floats = npt.NDArray[np.float64]
-Bools = npt.NDArray[np.bool_]
+UNDRAFTED = (PLAIN, NO_SPECULATION)
+"""Names of no speculation among served rows."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -273,7 +273,7 @@ def leaders(rows: Sequence[Row]) -> list[Leader]:
         at = [i for i, row in enumerate(rows) if _load(row) == load]
         drafting = [
             (_ratio(row, closed), row["policy"]) for row in map(rows.__getitem__, at)
-            if row["policy"] != PLAIN and not is_bound(row["policy"])
+            if row["policy"] not in UNDRAFTED and not is_bound(row["policy"])
         ]  # fmt: skip
         ratio, policy = max(drafting, key=lambda pair: pair[0], default=(0.0, None))
         found.append(Leader(load, at[0], policy, ratio))

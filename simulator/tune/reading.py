@@ -76,7 +76,8 @@ def _policy(document: Mapping[str, Any]) -> tuple[str, DraftPolicy | BatchPolicy
         return "llamacpp", LlamaCppSetting(*(mine[key] for key in LLAMACPP_KEYS)).policy()
     if any(is_batch(key) for key in document):
         check_settings("sglang", document)
-        return "sglang", SGLangAdaptive(document)
+        slots = {key: value for key, value in document.items() if key != "strategy"}
+        return "sglang", SGLangAdaptive(slots)
     raise SettingsError(
         "expected num_speculative_tokens_per_batch_size (vLLM), a slot such as "
         '{"1": {"candidate_steps": [1]}} (SGLang), num_assistant_tokens (transformers), '

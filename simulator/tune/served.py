@@ -9,9 +9,9 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 import pandas as pd
 
+from policies.arrays import Bools, Floats, Ints
 from policies.lengths.basic import Autoregressive, Fixed
 from simulator.serving.arrivals import ClosedLoop
 from simulator.serving.outcome.report import Run, t_interval
@@ -19,12 +19,9 @@ from simulator.serving.run import Policy, serve
 from simulator.serving.scenario import Scenario
 from simulator.serving.scheduler import Limits
 from simulator.targets import Targets
+from simulator.tune.costs import longest_draft
 from traces.acceptance.trace import Trace
 from traces.latency.table import LatencyTable
-
-Floats = npt.NDArray[np.float64]
-Bools = npt.NDArray[np.bool_]
-Ints = npt.NDArray[np.int64]
 
 NO_SPECULATION = "no speculation"
 """The word for an engine that runs without a drafter."""
@@ -32,6 +29,15 @@ RIVALS: Mapping[str, Policy] = {
     NO_SPECULATION: Autoregressive(), "K=1": Fixed(1), "K=3": Fixed(3), "K=5": Fixed(5)
 }  # fmt: skip
 """Settings that people choose by hand."""
+
+
+def rivals(longest: int | None) -> dict[str, Policy]:
+    """Return those of `RIVALS` that draft no more than `longest` tokens; None: all."""
+    return {
+        name: policy for name, policy in RIVALS.items()
+        if longest is None or not isinstance(policy, Fixed) or policy.gamma <= longest
+    }  # fmt: skip
+
 
 Progress = Callable[[str, int, int], None]
 """Called with what is being served, the parts done or begun, and all parts."""
@@ -150,7 +156,7 @@ def compare_served(
     replications: int = 5,
     share: float = 0.0,
 ) -> pd.DataFrame:
-    """Return a policy, or one for each load, against the best of `RIVALS`; one row per scenario.
+    """Return a policy, or one for each load, against the best of `rivals`; one row per scenario.
 
     Replications are paired: all policies meet the same requests at the same times.
     Policies are compared by `counted_rate`.  ``margin`` is policy minus best rival, with the 95% t
@@ -165,12 +171,13 @@ def compare_served(
         where fewer do.
     """
     rows: list[dict[str, Any]] = []
+    others = rivals(longest_draft(trace))
     each = policies if isinstance(policies, Sequence) else [policies] * len(scenarios)
     for scenario, policy in zip(scenarios, each, strict=True):
         repeated = replace(scenario, replications=replications)
-        runs = serve(trace, latency, {"tuned": policy, **RIVALS}, repeated).runs
+        runs = serve(trace, latency, {"tuned": policy, **others}, repeated).runs
         values = {name: _values(own, share) for name, own in runs.items()}
-        best = max(RIVALS, key=lambda name: float(values[name].mean()))
+        best = max(others, key=lambda name: float(values[name].mean()))
         margin, lo, hi = t_interval(values["tuned"] - values[best])
         own = float(values["tuned"].mean())
         # Equal runs differ by rounding alone.

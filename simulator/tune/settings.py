@@ -10,8 +10,8 @@ from itertools import pairwise
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
+from policies.arrays import Floats, Ints
 from policies.batch.base import BatchPolicy
 from policies.core import DraftPolicy
 from policies.lengths.basic import Autoregressive
@@ -24,9 +24,6 @@ from simulator.tune.served import NO_SPECULATION
 from traces.acceptance.trace import Trace
 from traces.latency.table import LatencyTable
 from traces.store.writing import write_atomically
-
-Floats = npt.NDArray[np.float64]
-Ints = npt.NDArray[np.int64]
 
 ENGINES = tuple(CHECKS)
 

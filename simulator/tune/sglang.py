@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from policies.arrays import Floats, Ints
 from policies.batch.base import BatchPolicy
 from policies.batch.sglang import SGLangAdaptive
 from policies.lengths.basic import Autoregressive
@@ -62,9 +63,6 @@ from simulator.tune.settings import (
 from traces.acceptance.trace import Trace
 from traces.errors import DraftsimError
 from traces.latency.table import LatencyTable
-
-Floats = npt.NDArray[np.float64]
-Ints = npt.NDArray[np.int64]
 
 ROUNDS = 200
 """Iterations a simulation should last at the least: SGLang's rule moves every fifth."""

@@ -67,7 +67,8 @@ def tune_tensorrt_llm(
         first, longest = table[0][-1], max(row[-1] for row in table)
         if first == longest:
             break
-        kept, shortened = [k for k in kept if k <= max(first, 1)], True
+        shorter = [k for k in kept if k <= max(first, 1)]
+        kept, shortened = (shorter if shorter != kept else [0]), True
     if shortened:
         warnings.append(
             f"drafts of more than {counted(first, 'token')} are left out: TensorRT-LLM wants the "

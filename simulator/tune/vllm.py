@@ -11,8 +11,8 @@ from itertools import pairwise
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
+from policies.arrays import Bools, Floats, Ints
 from policies.batch.tables import BatchTable
 from policies.json_text import parse_json
 from policies.lengths.basic import Autoregressive, Fixed
@@ -71,10 +71,6 @@ from simulator.tune.settings import (
 from traces.acceptance.trace import Trace
 from traces.errors import DraftsimError
 from traces.latency.table import LatencyTable
-
-Floats = npt.NDArray[np.float64]
-Bools = npt.NDArray[np.bool_]
-Ints = npt.NDArray[np.int64]
 
 READS = "because the draft model reads every prompt and, where K is 0, every token"
 REMEDY = "start the server without --speculative-config for loads that stay there"

@@ -14,8 +14,8 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
+from policies.arrays import Bools, Floats, Ints
 from simulator.bootstrap import intervals
 from simulator.pricing import (
     PassCount,
@@ -29,10 +29,6 @@ from simulator.ratios import RatioCosts
 from traces.errors import DraftsimError
 from traces.latency.table import LatencyTable
 from traces.replay.rounds import RoundLog
-
-Floats = npt.NDArray[np.float64]
-Ints = npt.NDArray[np.int64]
-Bools = npt.NDArray[np.bool_]
 
 FEWEST_STEPS = 200
 

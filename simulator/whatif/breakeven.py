@@ -12,12 +12,11 @@ import numpy as np
 import numpy.typing as npt
 import pandas as pd
 
+from policies.arrays import Floats
 from simulator.whatif.sweep.cells import POINT
 from simulator.whatif.sweep.prices import ANY
 from traces.digits import three_digits
 from traces.errors import DraftsimError
-
-Floats = npt.NDArray[np.float64]
 
 BOUNDS = ("speedup", "speedup_lo", "speedup_hi")
 NO_SPECULATION = "no speculation"

@@ -11,6 +11,7 @@ from weakref import WeakKeyDictionary
 import numpy as np
 import numpy.typing as npt
 
+from policies.arrays import Floats, Ints
 from policies.core import DraftPolicy, Load, Round
 from policies.estimators import (
     AcceptanceEstimator,
@@ -33,9 +34,6 @@ from traces.replay.layout import layout_of
 from traces.replay.rounds import RoundLog
 from traces.replay.vectorised import replay_many
 from traces.replay.walk import Walk
-
-Ints = npt.NDArray[np.int64]
-Floats = npt.NDArray[np.float64]
 
 
 def judged_rows(trace: Trace) -> Ints:

@@ -13,12 +13,10 @@ from typing import Literal, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from policies.arrays import Floats, Ints
 from traces.acceptance.schema import MATCH, MISMATCH, UNKNOWN
 from traces.acceptance.trace import Trace
 from traces.errors import DraftsimError
-
-Floats = npt.NDArray[np.float64]
-Ints = npt.NDArray[np.int64]
 
 _FEWEST_AT_RISK = 20
 """Hazards seen fewer times than this are pooled with all longer ones."""

@@ -9,11 +9,10 @@ from typing import Any, Literal, Protocol
 import numpy as np
 import numpy.typing as npt
 
+from policies.arrays import Floats
 from traces.acceptance.schema import MATCH, MISMATCH, UNKNOWN, Request
 from traces.acceptance.trace import Trace
 from traces.errors import DraftsimError
-
-Floats = npt.NDArray[np.float64]
 
 VOCABULARY = 32000
 """Tokens that the synthetic draft distribution spreads over."""

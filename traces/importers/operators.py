@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 import pandas as pd
 
+from policies.arrays import Floats
 from traces.errors import DraftsimError, FileError
 from traces.importers.base import Options
 from traces.operators.devices import Device, find_device
@@ -19,8 +19,6 @@ from traces.operators.elementwise import fused_s
 from traces.operators.shapes import Architecture, find_architecture
 from traces.operators.table import OperatorTable, joined, rows_of
 from traces.store.text import read_text
-
-Floats = npt.NDArray[np.float64]
 
 
 def read_frame(file: Path) -> pd.DataFrame:

@@ -15,12 +15,10 @@ from itertools import pairwise
 from typing import Any, NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
+from policies.arrays import Floats
 from traces.errors import DraftsimError, FileError
 from traces.importers.bounds import MOST_DRAFTED, check_drafted, summed, whole, wholes
-
-Floats = npt.NDArray[np.float64]
 
 SHORT = 0.05
 """Largest part of the tokens that last drafts can lack: runs that lack more chose lengths."""

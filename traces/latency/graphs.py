@@ -10,11 +10,10 @@ import numpy as np
 import numpy.typing as npt
 import pandas as pd
 
+from policies.arrays import Floats
 from traces.errors import DraftsimError
 from traces.latency.schema import CELL_COLUMNS
 from traces.latency.table import LatencyTable
-
-Floats = npt.NDArray[np.float64]
 
 CAPTURED = (1, 2, 4, *range(8, 256, 8), *range(256, 513, 16))
 """Tokens that vLLM captures CUDA graphs for, by default."""
@@ -150,6 +149,8 @@ class CUDAGraphs:
                 continue
             own = kept[(kept["model"] == model) & (kept["phase"] == phase)]
             few = own[(own["batch"] <= largest) & (own["new_tokens"] <= WIDEST)]
+            if few.empty:
+                continue
             most = int(min(largest, grid.batches[-1]))
             contexts = np.unique(few["context"])
             # Between two measured widths the padding jumps: every width has cells of its own.

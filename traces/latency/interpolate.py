@@ -12,9 +12,9 @@ import numpy as np
 import numpy.typing as npt
 import pandas as pd
 
+from policies.arrays import Floats
 from traces.latency.nonnegative import non_negative
 
-Floats = npt.NDArray[np.float64]
 Origins = npt.NDArray[np.int8]
 
 Sizes = tuple[float | Floats, float | Floats, Floats]

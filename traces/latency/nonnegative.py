@@ -9,9 +9,9 @@ from __future__ import annotations
 from itertools import combinations
 
 import numpy as np
-import numpy.typing as npt
 
-Floats = npt.NDArray[np.float64]
+from policies.arrays import Floats
+
 ROUNDING = 1e-14
 """Share of the squares below which errors are the same."""
 

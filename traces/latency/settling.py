@@ -12,9 +12,8 @@ from weakref import WeakKeyDictionary
 import numpy as np
 import numpy.typing as npt
 
+from policies.arrays import Floats
 from traces.latency.table import LatencyTable
-
-Floats = npt.NDArray[np.float64]
 
 
 def settling_s(latency: LatencyTable, model: str, batch: int, passes: npt.ArrayLike) -> Floats:

@@ -17,8 +17,9 @@ import numpy as np
 import numpy.typing as npt
 import pandas as pd
 
+from policies.arrays import Floats
 from traces.errors import DraftsimError
-from traces.latency.interpolate import EXTRAPOLATED, INTERPOLATED, MEASURED, CellGrid, Floats
+from traces.latency.interpolate import EXTRAPOLATED, INTERPOLATED, MEASURED, CellGrid
 from traces.latency.schema import CELL_COLUMNS, UNIFORM, checked_cells, graphs_of
 
 __all__ = ["EXTRAPOLATED", "INTERPOLATED", "MEASURED", "Estimate", "LatencyTable"]

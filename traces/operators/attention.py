@@ -19,15 +19,13 @@ from functools import cached_property
 from typing import NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 import pandas as pd
 
+from policies.arrays import Floats
 from traces.latency.nonnegative import non_negative
 from traces.operators.devices import Device
 from traces.operators.shapes import ARCHITECTURES, BYTES, Architecture
 from traces.operators.table import OperatorTable
-
-Floats = npt.NDArray[np.float64]
 
 MEASURED, OWN_LAW, LAW = "measured", "by bytes, fitted on this GPU", "by bytes, fitted on others"
 PROMPT = 1024

@@ -19,6 +19,7 @@ import numpy as np
 import numpy.typing as npt
 import pandas as pd
 
+from policies.arrays import Floats
 from traces.errors import DraftsimError
 from traces.latency.graphs import CUDAGraphs
 from traces.latency.schema import CELL_COLUMNS
@@ -34,8 +35,6 @@ from traces.operators.devices import Device, find_device
 from traces.operators.shapes import BYTES, Placed, find_architecture
 from traces.operators.steps import NOTHING, Parts, covered, fit_steps, model_of_steps, steps_of
 from traces.operators.table import OperatorTable
-
-Floats = npt.NDArray[np.float64]
 
 LAUNCHED_S = 17.5e-6
 """Seconds a layer takes longer where the host launches its kernels one by one: CUDA graphs saved

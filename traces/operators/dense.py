@@ -13,15 +13,13 @@ from functools import cached_property
 from typing import NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 import pandas as pd
 
+from policies.arrays import Floats
 from traces.operators.devices import Device
 from traces.operators.elementwise import LAUNCH_S, fused_s
 from traces.operators.shapes import ARCHITECTURES, BYTES, Architecture
 from traces.operators.table import OperatorTable
-
-Floats = npt.NDArray[np.float64]
 
 MEASURED, CORRECTED = "measured", "measured, norms corrected"
 NEAR, MOVING, ASSUMED = "from near sizes", "by the bytes moved", "assumed"

@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-import numpy as np
-import numpy.typing as npt
-
+from policies.arrays import Floats
 from traces.operators.devices import Device
 from traces.operators.shapes import BYTES, Architecture
-
-Floats = npt.NDArray[np.float64]
 
 LAUNCH_S = 2.2e-6
 """A fused norm's or rotary kernel's least time: 1.9 to 2.7 us over the five models timed inside

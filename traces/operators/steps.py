@@ -21,10 +21,9 @@ import numpy as np
 import numpy.typing as npt
 import pandas as pd
 
+from policies.arrays import Floats
 from traces.latency.nonnegative import non_negative
 from traces.operators.shapes import Placed, find_architecture
-
-Floats = npt.NDArray[np.float64]
 
 
 class Parts(NamedTuple):

@@ -20,7 +20,7 @@ from traces.errors import DraftsimError
 from traces.latency.table import LatencyTable
 from traces.replay.rounds import RoundLog
 
-ALWAYS = "always_drafts"
+ALWAYS, AT_ONCE = "always_drafts", "drafts_at_once"
 WIDEST = 1 << 20
 """A width beyond any: cells at both ends hold for all widths between."""
 MOST_BEHIND = 2
@@ -59,7 +59,12 @@ def in_one_pass(latency: LatencyTable) -> LatencyTable:
     once = passes[passes["new_tokens"] == 1].assign(phase="catch_up")
     first = [] if latency.has("draft", "catch_up") else [once, once.assign(new_tokens=WIDEST)]
     parts = [others, passes.assign(median_s=0.0, spread_s=0.0), *first]
-    return LatencyTable(pd.concat(parts, ignore_index=True), latency.meta)
+    return LatencyTable(pd.concat(parts, ignore_index=True), {**latency.meta, AT_ONCE: True})
+
+
+def is_one_pass(latency: LatencyTable) -> bool:
+    """Return True if the table is of a drafter that drafts in one pass (`in_one_pass`)."""
+    return bool(latency.meta.get(AT_ONCE))
 
 
 def passes_always(latency: LatencyTable) -> int:

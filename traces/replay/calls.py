@@ -15,6 +15,8 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from policies.arrays import Ints
+
 CALL_KINDS: tuple[tuple[str, str], ...] = (
     ("target", "forward"),
     ("target", "layer"),
@@ -49,7 +51,6 @@ CALL_DTYPE = np.dtype(
 )
 """One row: `count` calls of ``CALL_KINDS[kind]`` over `new_tokens` tokens in round `round`."""
 
-Ints = npt.NDArray[np.int64]
 Call = tuple[bool, int, int, int]
 """(verify, kind, new_tokens, count): verify tells the verification from the drafting."""
 CallKey = tuple[bool, int, int]

@@ -8,8 +8,9 @@ from typing import NamedTuple
 
 import numpy as np
 
+from policies.arrays import Bools, Ints
 from policies.rules.base import VerifyRule
-from policies.vectorised import Bools, Ints, own_word
+from policies.vectorised import own_word
 from traces.acceptance.trace import MATCH, UNKNOWN, Trace
 from traces.replay.layout import layout_of
 from traces.replay.ruled import RuleReplayDecoder

@@ -8,7 +8,8 @@ from weakref import WeakKeyDictionary, ref
 
 import numpy as np
 
-from policies.vectorised import UNBOUNDED, Bools, Floats, Ints, Watch
+from policies.arrays import Bools, Floats, Ints
+from policies.vectorised import UNBOUNDED, Watch
 from traces.acceptance.tape import ends_drafts
 from traces.acceptance.trace import Trace
 

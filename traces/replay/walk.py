@@ -9,7 +9,8 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from policies.vectorised import Bools, Floats, Ints, Lengths, VectorisedPlan, VectorisedState
+from policies.arrays import Bools, Floats, Ints
+from policies.vectorised import Lengths, VectorisedPlan, VectorisedState
 from traces.replay.layout import Places
 from traces.replay.rounds import ROUND_DTYPE
 

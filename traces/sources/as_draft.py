@@ -17,6 +17,7 @@ import numpy as np
 import numpy.typing as npt
 import pandas as pd
 
+from policies.arrays import Ints
 from traces.acceptance.trace import Trace
 from traces.errors import DraftsimError
 from traces.latency.schema import CELL_COLUMNS
@@ -24,8 +25,6 @@ from traces.latency.table import LatencyTable
 from traces.replay.always import drafting_always, passes_always
 from traces.sources.base import Source, leading_right, true_tokens
 from traces.sources.recording import Recordings
-
-Ints = npt.NDArray[np.int64]
 
 PASSES = ("forward", "catch_up", "settling", "prefill", "layer", "rollback")
 """Phases of a draft model that a source in its place does not have."""

@@ -10,6 +10,7 @@ from weakref import WeakKeyDictionary
 import numpy as np
 import numpy.typing as npt
 
+from policies.arrays import Ints
 from policies.core import SIGNALS, Load
 from traces.acceptance.tape import RecordedToken
 from traces.acceptance.trace import Trace
@@ -152,7 +153,6 @@ class Source:
         return lambda request: self.replays(trace, request, recording, first, self)
 
 
-Ints = npt.NDArray[np.int64]
 Walked = tuple[npt.NDArray[np.void], npt.NDArray[np.void]]
 """Rounds, and the calls that they ran."""
 

@@ -12,13 +12,13 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
+from policies.arrays import Floats
 from traces.acceptance.sampling import Sampling
 from traces.acceptance.trace import Trace
 from traces.errors import DraftsimError, FileError
 from traces.store.header import PathLike, meta_of, starts_of
 from traces.store.parquet import file_error, read_file, write_file
 
-Floats = npt.NDArray[np.float64]
 Layout = dict[str, tuple[str, tuple[int, ...]]]
 """Type and shape of one row of every array."""
 

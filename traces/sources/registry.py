@@ -1,4 +1,4 @@
-"""Draft sources by name, and the named systems that combine one with a length policy."""
+"""Draft sources by name, and the named methods that combine one with a length policy."""
 
 from __future__ import annotations
 

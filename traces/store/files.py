@@ -6,7 +6,7 @@ line that names the file, the field and what to do.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
 from typing import Any, get_args
@@ -24,7 +24,7 @@ from traces.latency.schema import CELL_COLUMNS
 from traces.latency.table import LatencyTable
 from traces.replay.rounds import ROUND_DTYPE, Fidelity, RoundLog
 from traces.store.header import PathLike, check, check_rows, is_whole, meta_of, requests_of
-from traces.store.parquet import file_error, read_file, write_file
+from traces.store.parquet import columns_of, file_error, read_file, write_file
 
 CHECKED = "latency-check.parquet"
 """File of a run folder that keeps latencies measured between real runs."""
@@ -53,7 +53,7 @@ def read_trace(path: PathLike) -> Trace:
     dtypes = {name: dtype for name, (dtype, _) in COLUMNS.items()}
     if unknown := sorted(set(table.column_names) - set(dtypes)):
         raise file_error(path, f"unknown column(s) {', '.join(unknown)}", "upgrade draftsim")
-    columns = _columns(path, table, {n: dtypes[n] for n in dtypes if n in table.column_names})
+    columns = columns_of(path, table, {n: dtypes[n] for n in dtypes if n in table.column_names})
     if missing := [name for name in KEYS if name not in columns]:
         raise file_error(path, f"lacks the column(s) {', '.join(missing)}")
     max_gamma = header.get("max_gamma")
@@ -105,7 +105,7 @@ def read_latency(path: PathLike) -> LatencyTable:
         If the file is missing, damaged, of another schema or kind, or contradicts itself.
     """
     header, table = read_file(path, "latency")
-    columns = _columns(path, table, {name: dtype for name, (dtype, _) in CELL_COLUMNS.items()})
+    columns = columns_of(path, table, {name: dtype for name, (dtype, _) in CELL_COLUMNS.items()})
     meta = meta_of(path, header)
     with _named(path):
         return LatencyTable(pd.DataFrame(columns), meta)
@@ -145,7 +145,7 @@ def read_rounds(path: PathLike) -> RoundLog:
     dtypes = {name: ROUND_DTYPE[name].name for name in names}
     if "mismatched" in table.column_names:
         dtypes["mismatched"] = "int32"
-    columns = _columns(path, table, dtypes)
+    columns = columns_of(path, table, dtypes)
     rounds = np.empty(table.num_rows, dtype=ROUND_DTYPE)
     for name in names:
         rounds[name] = columns[name]
@@ -275,26 +275,6 @@ def _calls(path: PathLike, table: pa.Table) -> npt.NDArray[np.void] | None:
         if ((calls[name] < 0) | (calls[name] > MOST_TOKENS)).any():
             raise file_error(path, f"column 'calls_{name}' holds values beyond 0 to {MOST_TOKENS}")
     return calls
-
-
-def _columns(
-    path: PathLike, table: pa.Table, dtypes: Mapping[str, str]
-) -> dict[str, npt.NDArray[Any]]:
-    """Return the named columns as arrays of exactly these dtypes."""
-    columns = {}
-    for name, dtype in dtypes.items():
-        if name not in table.column_names:
-            raise file_error(path, f"lacks the column {name!r}")
-        column = table.column(name)
-        expected = pa.string() if dtype == "str" else pa.from_numpy_dtype(np.dtype(dtype))
-        if column.type != expected:
-            raise file_error(path, f"column {name!r} is of type {column.type}, expected {expected}")
-        if column.null_count:
-            raise file_error(path, f"column {name!r} has {column.null_count} missing value(s)")
-        columns[name] = (
-            np.array(column.to_pylist(), dtype=object) if dtype == "str" else column.to_numpy()
-        )
-    return columns
 
 
 @contextmanager

@@ -7,7 +7,6 @@ import re
 from functools import lru_cache
 from pathlib import Path
 
-import numpy as np
 import pandas as pd
 import pyarrow as pa
 
@@ -19,7 +18,7 @@ from traces.operators.dense import NVLINK_SHARE
 from traces.operators.devices import DATA, DEVICES, find_device
 from traces.operators.shapes import Placed, find_architecture
 from traces.operators.table import OPERATOR_COLUMNS, OperatorTable
-from traces.store.parquet import file_error, read_file, write_file
+from traces.store.parquet import columns_of, file_error, read_file, write_file
 
 VLLM_GRAPHS = CUDAGraphs()
 PathLike = str | os.PathLike[str]
@@ -47,17 +46,7 @@ def read_operators(path: PathLike) -> OperatorTable:
         If the file is missing, damaged, of another schema or kind, or contradicts itself.
     """
     header, table = read_file(path, "operators")
-    columns = {}
-    for name, (dtype, _) in OPERATOR_COLUMNS.items():
-        if name not in table.column_names:
-            raise file_error(path, f"lacks the column {name!r}")
-        column = table.column(name)
-        expected = pa.string() if dtype == "str" else pa.from_numpy_dtype(np.dtype(dtype))
-        if column.type != expected or column.null_count:
-            raise file_error(path, f"column {name!r} is of type {column.type}, expected {expected}")
-        columns[name] = (
-            np.array(column.to_pylist(), dtype=object) if dtype == "str" else column.to_numpy()
-        )
+    columns = columns_of(path, table, {n: dtype for n, (dtype, _) in OPERATOR_COLUMNS.items()})
     meta = header.get("meta")
     if not isinstance(meta, dict):
         raise file_error(path, "header field 'meta' is missing or no table")

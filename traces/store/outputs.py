@@ -104,7 +104,7 @@ class Output:
 
 @dataclass(frozen=True, eq=False)
 class RealRun:
-    """Rounds and outputs of really decoding under a verify rule."""
+    """Rounds and outputs of really decoding under a verification rule."""
 
     log: RoundLog
     outputs: Sequence[Output]

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.parquet as pq
 
@@ -134,6 +135,32 @@ def read_file(path: str | os.PathLike[str], kind: str) -> tuple[dict[str, Any], 
         raise FileError(
             f"{path}: damaged Parquet file ({reason}): copy it again, or record it again"
         ) from error
+
+
+def columns_of(
+    path: str | os.PathLike[str], table: pa.Table, dtypes: Mapping[str, str]
+) -> dict[str, npt.NDArray[Any]]:
+    """Return the named columns as arrays of exactly these dtypes.
+
+    Raises
+    ------
+    FileError
+        If a column is missing, of another type, or lacks a value.
+    """
+    columns = {}
+    for name, dtype in dtypes.items():
+        if name not in table.column_names:
+            raise file_error(path, f"lacks the column {name!r}")
+        column = table.column(name)
+        expected = pa.string() if dtype == "str" else pa.from_numpy_dtype(np.dtype(dtype))
+        if column.type != expected:
+            raise file_error(path, f"column {name!r} is of type {column.type}, expected {expected}")
+        if column.null_count:
+            raise file_error(path, f"column {name!r} has {column.null_count} missing value(s)")
+        columns[name] = (
+            np.array(column.to_pylist(), dtype=object) if dtype == "str" else column.to_numpy()
+        )
+    return columns
 
 
 def read_meta(path: str | os.PathLike[str]) -> dict[str, Any]:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import gzip
 import io
+import math
 import os
 import stat
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import IO, Any
 
@@ -102,6 +103,17 @@ def json_lines(
                 yield number, parse_json(line)
             except JSONError as error:
                 raise FileError(f"{path} line {number}: is not JSON ({error}): {remedy}") from None
+
+
+def plain(value: Any) -> Any:
+    """Return `value` as JSON knows it: numbers of numpy unwrapped, NaN and infinities null."""
+    if isinstance(value, Mapping):
+        return {str(k): plain(v) for k, v in value.items()}
+    if isinstance(value, list | tuple):
+        return [plain(v) for v in value]
+    if hasattr(value, "item") and not value.shape:
+        value = value.item()
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def _bounded(file: IO[bytes], most: int) -> bytes | None:

@@ -14,12 +14,11 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from policies.arrays import Floats
 from simulator.papers.measured.rows import Evidence, evidence, ranked
 from traces.errors import DraftsimError
 from traces.latency.nonnegative import non_negative
 from traces.store.text import json_lines
-
-Floats = npt.NDArray[np.float64]
 
 EAGLE = ("eagle_logs/llama-2-chat-70b-ea.jsonl", "eagle_logs/llama-2-chat-70b-base.jsonl")
 SPECBENCH = (

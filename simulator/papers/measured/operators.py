@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
+from policies.arrays import Floats
 from simulator.papers.measured.logs import EAGLE_STUDY, read_eagle
 from simulator.papers.measured.rows import Evidence, evidence
 from simulator.published import A100_CONCURRENCY, CONTEXT, SPECBOUND_3, STUDIES
@@ -27,8 +27,6 @@ from traces.operators.steps import NOTHING, fit_steps
 from traces.operators.table import OperatorTable
 from traces.store.operators import STANDS_FOR, bundled_operators, timed_devices
 from traces.store.recordings import find_latency
-
-Floats = npt.NDArray[np.float64]
 
 STEPS = "Whole steps of Llama-3.1-8B, RTX PRO 6000"
 CELLS = "Cells of operators"

@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
+from policies.arrays import Floats
 from policies.lengths.basic import Autoregressive
 from simulator.papers.measured.rows import Evidence, evidence
 from simulator.serving import ArrivalFile, Limits, Scenario, simulate
@@ -21,8 +21,6 @@ from simulator.serving.arrivals import METRICS, Requests, compared, read_request
 from traces.acceptance.synthetic import synthetic_trace
 from traces.errors import DraftsimError
 from traces.store.recordings import find_latency
-
-Floats = npt.NDArray[np.float64]
 
 SERVER = "vLLM server on an RTX 4090, 300 requests"
 SERVER_LOG = "gpu_ops/llmservingsim/bench/RTX4090-Llama-3.1-8B/requests.jsonl.gz"

@@ -12,8 +12,8 @@ from typing import Any, NamedTuple, cast
 from weakref import WeakKeyDictionary
 
 import numpy as np
-import numpy.typing as npt
 
+from policies.arrays import Floats, Ints
 from simulator.pricing import Host
 from simulator.serving.arrivals import Job
 from simulator.serving.cost import PLACES, EngineCost
@@ -25,8 +25,6 @@ from traces.latency.settling import settling_sums
 from traces.latency.table import LatencyTable
 from traces.replay.layout import layout_of
 
-Floats = npt.NDArray[np.float64]
-Ints = npt.NDArray[np.int64]
 Records = Any
 """An array of records."""
 

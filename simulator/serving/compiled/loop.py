@@ -16,6 +16,7 @@ import sys
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 
+from policies.arrays import Floats
 from simulator.machine_code import Function, compiled
 from simulator.serving.compiled.arrays import (
     ALONG,
@@ -33,7 +34,6 @@ from simulator.serving.compiled.arrays import (
     WIDTH,
     WITH_PROMPTS,
     Arrays,
-    Floats,
     LoopPrices,
     Records,
 )

@@ -9,11 +9,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
+from policies.arrays import Floats
 from simulator.serving.sequence import Slot
 
-Floats = npt.NDArray[np.float64]
 QUANTILES = {"p50": 0.5, "p95": 0.95, "p99": 0.99}
 HELD = 4096
 """Values that wait to be counted together: numpy is slow on few."""

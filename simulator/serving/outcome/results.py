@@ -19,7 +19,6 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, BinaryIO, NamedTuple
 
-import numpy as np
 import pandas as pd
 import pyarrow as pa
 
@@ -27,6 +26,7 @@ from policies.json_text import JSONError, parse_json
 from traces.errors import FileError
 from traces.store.lock import only_writer
 from traces.store.parquet import write_file
+from traces.store.text import plain
 from traces.store.writing import refused, write_atomically
 
 SCHEMA = 2
@@ -145,7 +145,7 @@ class ResultsFile:
 
     def add(self, row: Mapping[str, Any], number: int | None = None) -> None:
         """Write one finished row; ``number`` is its place among all rows, by default the next."""
-        number = len(self._numbers) if number is None else number
+        number = max(self._numbers, default=-1) + 1 if number is None else number
         self._numbers.append(number)
         self._write(_row_line(number, row))
 
@@ -297,16 +297,3 @@ def restored(row: Mapping[str, Any]) -> dict[str, Any]:
         return math.inf if key.endswith("_target_s") else math.nan
 
     return {key: number(key, value) for key, value in row.items()}
-
-
-def plain(value: Any) -> Any:
-    """Return `value` as JSON knows it: numpy numbers unwrapped, NaN and infinities as null."""
-    if isinstance(value, Mapping):
-        return {str(k): plain(v) for k, v in value.items()}
-    if isinstance(value, list | tuple):
-        return [plain(v) for v in value]
-    if isinstance(value, np.generic):
-        value = value.item()
-    if isinstance(value, float) and not math.isfinite(value):
-        return None
-    return value

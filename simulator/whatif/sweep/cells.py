@@ -11,6 +11,7 @@ import numpy as np
 import numpy.typing as npt
 import pandas as pd
 
+from policies.arrays import Floats
 from policies.core import DraftPolicy
 from policies.lengths.basic import Fixed, Oracle
 from simulator.bootstrap import intervals, resamples
@@ -22,6 +23,7 @@ from simulator.whatif.rate import in_batch
 from simulator.whatif.sweep.prices import ANY, Prices
 from simulator.whatif.tilt.trace import Tilter, acceptance, iid_like
 from traces.acceptance.trace import Trace
+from traces.errors import DraftsimError
 from traces.latency.table import LatencyTable
 from traces.replay.always import always_drafted
 from traces.replay.rounds import RoundLog
@@ -91,8 +93,6 @@ def with_regrets(frame: pd.DataFrame) -> pd.DataFrame:
         adapting=(oracle - best)[number],
     )  # fmt: skip
 
-
-Floats = npt.NDArray[np.float64]
 
 COLUMNS = (
     "policy", "family", "gamma", "alpha", "alpha_asked", "source", "c", "latency", "batch",
@@ -200,8 +200,10 @@ class SweepRunner:
         alpha = acceptance(trace)
         policies = {name: in_batch(self.policies[name], part.batch) for name in part.policies}
         logs = replay_many(trace, policies, leave_out=lambda n, _: n in self.references)
-        for log in (always_drafted(one, self.prices.always) for one in logs):
+        for log in (always_drafted(one, self.prices.passes_always) for one in logs):
             name = log.policy
+            if not len(log):
+                raise DraftsimError("the outputs are too short for a round: record longer ones")
             policy = self.policies[name]
             counts = {n: int(log.rounds[n].sum(dtype=np.int64)) for n in
                       ("emitted", "drafted", "accepted", "draft_forwards")}  # fmt: skip

@@ -24,6 +24,7 @@ from traces.errors import DraftsimError
 from traces.latency.table import LatencyTable
 from traces.operators.devices import find_device
 from traces.operators.memory import UTILISATION, blocks_of_meta
+from traces.replay.always import passes_always
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -105,6 +106,11 @@ class Prices:
         if self.weights and not self.latencies:
             raise DraftsimError("--weights needs a latency table to start from: give --latency")
         _ = self.tables  # refused now, not in a worker
+
+    @property
+    def passes_always(self) -> int:
+        """Draft passes of every round: as asked, or as a drafter of the tables runs them."""
+        return max([self.always, *(passes_always(at.table) for at in self.tables)])
 
     @property
     def count(self) -> int:

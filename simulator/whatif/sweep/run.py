@@ -388,7 +388,7 @@ class Sweep:
             bench.trace.max_gamma, identity(bench.policies), list(bench.prices.ratios),
             bench.prices.verify, list(bench.prices.contexts),
             [(*t[:-1], t.table.cells.to_dict("list")) for t in bench.prices.tables],
-            self.method, bench.resamples, bench.seed,
+            bench.prices.passes_always, self.method, bench.resamples, bench.seed,
         ]  # fmt: skip
         try:
             return str(joblib.hash(content))

@@ -4,14 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-import numpy as np
-import numpy.typing as npt
-
+from policies.arrays import Bools, Floats, Ints
 from simulator.machine_code import compiled
-
-Floats = npt.NDArray[np.float64]
-Ints = npt.NDArray[np.int64]
-Bools = npt.NDArray[np.bool_]
 
 DECAY = 0.9
 """Weight of the past in the running share of matches, per token."""

@@ -39,11 +39,10 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from policies.arrays import Bools, Floats, Ints
 from traces.acceptance.schema import COLUMNS, MATCH, MISMATCH, SIGNAL_COLUMNS, UNKNOWN
 from traces.acceptance.trace import Trace
 from traces.errors import DraftsimError
-
-Ints = npt.NDArray[np.int64]
 
 NEIGHBOURS = 8
 """Recorded mismatches of like signals among which a lender is drawn."""
@@ -185,9 +184,6 @@ def _tail_lengths(trace: Trace) -> Ints:
     position = trace.columns["position"][trace.on_path].astype(np.int64)
     return np.clip(limit - position - 2, 0, (trace.max_gamma or 1) - 1)
 
-
-Floats = npt.NDArray[np.float64]
-Bools = npt.NDArray[np.bool_]
 
 NUMERIC = ("prob", "entropy", "logit_margin", "prob_margin")
 """Signals with a magnitude; a token's id has none."""

@@ -8,9 +8,10 @@ from typing import Any, ClassVar, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from policies.arrays import Bools, Floats, Ints
 from policies.parameters import flag, whole, within
 from policies.spec import describe_spec
-from policies.vectorised import UNBOUNDED, Bools, Floats, Ints, VectorisedPlan
+from policies.vectorised import UNBOUNDED, VectorisedPlan
 from traces.acceptance.tape import RecordedToken
 from traces.acceptance.trace import Trace
 from traces.errors import DraftsimError, TailError

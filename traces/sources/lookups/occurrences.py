@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from policies.vectorised import Ints
+from policies.arrays import Ints
 from traces.acceptance.trace import Trace
 from traces.sources.base import prompt_tokens, true_tokens
 

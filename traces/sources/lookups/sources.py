@@ -10,8 +10,10 @@ from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 
+from policies.arrays import Ints
 from policies.core import Round, caught_up
-from policies.vectorised import Ints, VectorisedPlan, own_word
+from policies.spec import parameters
+from policies.vectorised import VectorisedPlan, own_word
 from traces.acceptance.tape import RecordedToken
 from traces.acceptance.trace import Trace
 from traces.errors import DraftsimError
@@ -161,6 +163,9 @@ class LookupReplay(SourceReplay):
 class LookupSource(Source):
     """A source that searches token sequences."""
 
+    searches: ClassVar[Callable[..., Lookup] | None] = None
+    """Class of the search, if it needs nothing but the text, parameters, and the end token."""
+
     @property
     def calls(self) -> tuple[tuple[str, str], ...]:
         """One search a draft."""
@@ -172,8 +177,13 @@ class LookupSource(Source):
         return CALL_KINDS.index((self.name, "forward"))
 
     def lookup(self, eos: frozenset[int], corpus: Callable[[], Sequence[ServedRequest]]) -> Lookup:
-        """Return a lookup for one request; ``corpus()`` gives the requests served before it."""
-        raise NotImplementedError
+        """Return a lookup for one request; ``corpus()`` gives the requests served before it.
+
+        By default one of `searches`, with the parameters of this source, in the request's own text.
+        """
+        del corpus
+        assert self.searches is not None, "a subclass without a class that searches has a method"
+        return self.searches(*(getattr(self, name) for name in parameters(type(self))), eos)
 
     def drafted(self, trace: Trace) -> Ints | None:
         """Return tokens proposed at every output position, where all can be found at once.
@@ -236,16 +246,12 @@ class PLD(LookupSource):
 
     name = "pld"
     unlike = None
+    searches = PromptLookup
     what = "prompt lookup (transformers 5.23 PromptLookupCandidateGenerator), recomputed from ids"
 
     def __init__(self, num_tokens: int = 10, max_ngram: int = 2) -> None:
         PromptLookup(num_tokens, max_ngram)
         self.num_tokens, self.max_ngram = num_tokens, max_ngram
-
-    def lookup(self, eos: frozenset[int], corpus: Callable[[], Sequence[ServedRequest]]) -> Lookup:
-        """Search the request's own tokens."""
-        del corpus
-        return PromptLookup(self.num_tokens, self.max_ngram, eos)
 
     def drafted(self, trace: Trace) -> Ints:
         """Return the tokens proposed everywhere; longer n-grams stand in for shorter ones."""
@@ -308,6 +314,7 @@ class Lookahead(LookupSource):
 
     name = "lookahead"
     unlike = None
+    searches = NGramPool
     what = (
         "n-gram pool after lookahead decoding (arXiv:2402.02057), of prompt and output only: the "
         "paper's Jacobi n-grams are missing, so it accepts fewer tokens"
@@ -317,11 +324,6 @@ class Lookahead(LookupSource):
     def __init__(self, ngram: int = 5, guesses: int = 5) -> None:
         NGramPool(ngram, guesses)
         self.ngram, self.guesses = ngram, guesses
-
-    def lookup(self, eos: frozenset[int], corpus: Callable[[], Sequence[ServedRequest]]) -> Lookup:
-        """Return pool the request's own tokens."""
-        del corpus
-        return NGramPool(self.ngram, self.guesses, eos)
 
     def drafted(self, trace: Trace) -> Ints:
         """Return what follows the last token's newest occurrence that begins a whole n-gram."""
@@ -356,16 +358,12 @@ class NGram(LookupSource):
 
     name = "ngram"
     unlike = None
+    searches = NGramLookup
     what = "vLLM's n-gram proposer, recomputed from token ids"
 
     def __init__(self, k: int = 5, min_n: int = 5, max_n: int = 5) -> None:
         NGramLookup(k, min_n, max_n)
         self.k, self.min_n, self.max_n = k, min_n, max_n
-
-    def lookup(self, eos: frozenset[int], corpus: Callable[[], Sequence[ServedRequest]]) -> Lookup:
-        """Search the request's own tokens."""
-        del corpus
-        return NGramLookup(self.k, self.min_n, self.max_n, eos)
 
     def drafted(self, trace: Trace) -> Ints:
         """Return the tokens proposed everywhere; longer n-grams stand in for shorter ones."""
@@ -380,16 +378,12 @@ class NGramSimple(LookupSource):
 
     name = "ngram-simple"
     unlike = None
+    searches = NGramSimpleLookup
     what = "llama.cpp's ngram-simple, recomputed from token ids"
 
     def __init__(self, size_n: int = 12, size_m: int = 48) -> None:
         NGramSimpleLookup(size_n, size_m)
         self.size_n, self.size_m = size_n, size_m
-
-    def lookup(self, eos: frozenset[int], corpus: Callable[[], Sequence[ServedRequest]]) -> Lookup:
-        """Search the request's own tokens."""
-        del corpus
-        return NGramSimpleLookup(self.size_n, self.size_m, eos)
 
     def drafted(self, trace: Trace) -> Ints:
         """Return all drafts.  An n-gram at the start, or before the last token, does not count."""

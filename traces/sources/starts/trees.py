@@ -16,8 +16,9 @@ from typing import Any, ClassVar
 import numpy as np
 import numpy.typing as npt
 
+from policies.arrays import Floats, Ints
 from policies.parameters import whole
-from policies.vectorised import Ints, VectorisedPlan
+from policies.vectorised import VectorisedPlan
 from traces.acceptance.tape import RecordedToken
 from traces.acceptance.trace import Trace
 from traces.errors import DraftsimError, TailError
@@ -25,7 +26,7 @@ from traces.replay.calls import DRAFTER, DRAFTER_TREE, TREE, Counted, pack_count
 from traces.replay.layout import Foreseen
 from traces.replay.walk import Walk
 from traces.sources.base import DRAFTER_SIGNALS, Drafter, Source, SourceReplay, Walked
-from traces.sources.recording import MOST_LAYERS, Floats, Layout, Recordings, SourceRecording
+from traces.sources.recording import MOST_LAYERS, Layout, Recordings, SourceRecording
 from traces.sources.starts.features import OnFeatures
 from traces.sources.starts.recording import WIDER
 from traces.store.header import PathLike, check, is_whole

@@ -1,0 +1,295 @@
+"""Every command answers what was asked, or refuses: options without effect, ties, failures."""
+
+from __future__ import annotations
+
+import gzip
+import json
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from policies.core import DraftPolicy
+from policies.lengths.basic import Autoregressive, Fixed
+from policies.rules.registry import parse_rule
+from simulator.plots.serving import _speedups
+from simulator.pricing import autoregressive, price
+from simulator.serving import ClosedLoop, Limits, Scenario, over_batches, simulate
+from simulator.serving.outcome.results import ResultsFile, read_results
+from simulator.serving.study import sweep
+from simulator.tune.reading import read_settings
+from simulator.tune.tensorrt_llm import tune_tensorrt_llm
+from simulator.whatif.sweep.prices import Prices
+from simulator.whatif.sweep.run import Sweep
+from tests.conftest import ROOT, Run
+from traces.acceptance.synthetic import synthetic_trace
+from traces.errors import DraftsimError
+from traces.latency.table import LatencyTable
+from traces.replay.always import in_one_pass
+from traces.replay.run import replay
+from traces.store.recordings import find_latency, find_trace
+
+CONST = "const:target=0.02,draft=0.01"
+GIVEN = ("--latency", CONST, "--acceptance", "0.7,0.5")
+ANY_BATCH = (*GIVEN, "--assume-batch-free")
+PLAIN = ("--policy", "autoregressive", "--latency", CONST, "--assume-batch-free")
+RESULTS = str(ROOT / "docs" / "examples" / "server" / "results")
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (("sweep", "--ladder", "--batch", "8", "--alpha", "0.3"),
+         "--ladder sweeps nothing: drop --alpha and --batch"),
+        (("sweep", "--tune", "--context", "5"), "--tune sweeps nothing: drop --context"),
+        (("serve", *PLAIN, "--max-batch", "2"), "--max-batch bounds loads that arrive"),
+        (("serve", *GIVEN, "--mode", "pearl", "--kv-blocks", "9"), "drop --kv-blocks"),
+        (("serve", *GIVEN, "--mode", "static", "--token-budget", "9"), "drop --token-budget"),
+        (("serve", *GIVEN, "--mode", "pearl", "--one-pass"), "drop --one-pass"),
+        (("serve", *PLAIN, "--batch", "1", "--kv-blocks", "10000000000000"), "expected 1 to"),
+        (("capacity", *ANY_BATCH, "--rate", "1", "--slo", "tpot=1s", "--requests", "0"),
+         "--requests is 0"),
+        (("tune", *GIVEN, "--engine", "hf", "--requests", "7"), "--requests needs --try"),
+        (("breakeven", "--bench", RESULTS, "--gpu", "a100"), "--bench tells the costs: drop --gpu"),
+    ],
+)  # fmt: skip
+def test_an_option_without_effect_is_refused(words: tuple[str, ...], said: str, run: Run) -> None:
+    done = run(*words)
+    assert done.code == 2
+    assert said in done.err
+
+
+@pytest.mark.parametrize(
+    "load",
+    [
+        ("--policy", "fixed:gamma=2", "--kv-blocks", "1"),  # every request is refused
+        ("--policy", "fixed:gamma=0"),  # a tie
+    ],
+)
+def test_where_nothing_is_faster_no_sentence_says_so(load: tuple[str, ...], run: Run) -> None:
+    done = run("serve", *ANY_BATCH, "--rate", "0.1,0.2", "--requests", "20", *load)
+    assert done.code == 0, done.err
+    assert "at every load tried" not in done.out + done.err
+
+
+def test_replicas_are_not_saved_by_a_tie(run: Run) -> None:
+    done = run(
+        "capacity", *ANY_BATCH, "--policy", "fixed:gamma=0", "--rate", "5",
+        "--slo", "ttft=1s,tpot=30ms", "--replications", "1", "--max-batch", "4",
+    )  # fmt: skip
+    assert done.code == 0, done.err
+    assert "it saves no replica at any rate tried" in done.err
+
+
+def test_a_drafter_that_runs_along_costs_alike_in_replay_and_in_the_engine() -> None:
+    """Every second round drafts nothing, and the engine's drafter reads its tokens all the same."""
+
+    class Sometimes(DraftPolicy):
+        gamma_max = 3
+
+        def __init__(self) -> None:
+            self.rounds = 0
+
+        def begin_round(self, load: Any) -> None:
+            self.rounds += 1
+
+        def keep_drafting(self, draft: Any) -> bool:
+            return self.rounds % 2 == 0 and len(draft) < 3
+
+    trace, latency = find_trace("qwen-coder-cpu"), find_latency("qwen-coder-vllm-cpu")
+    trace = trace.select(range(8))
+    assert latency.has("draft", "along")
+    log = replay(trace, Sometimes(), first=1)
+    assert (log.rounds["draft_forwards"] == 0).mean() > 0.3
+    replayed = (
+        price(autoregressive(log), latency).decode_s.sum() / price(log, latency).decode_s.sum()
+    )
+    scenario = Scenario(ClosedLoop(1), Limits(max_batch=1), requests=8, warmup=0.0)
+
+    def decode_s(policy: DraftPolicy) -> float:
+        served = simulate(trace, latency, policy, scenario).requests
+        return float((served["finish_s"] - served["first_s"]).sum())
+
+    assert replayed == pytest.approx(decode_s(Autoregressive()) / decode_s(Sometimes()), rel=0.02)
+
+
+def test_a_resumed_sweep_has_one_engine(tmp_path: Path) -> None:
+    trace = synthetic_trace(0.7, requests=8, tokens=40)
+
+    class Once:
+        def run(self, bench: Any, parts: Any) -> Iterator[tuple[int, Any]]:
+            yield 0, bench.run(next(iter(parts)))
+            raise KeyboardInterrupt
+
+    def study(always: int) -> Sweep:
+        prices = Prices(ratios=[0.5], always=always)
+        return Sweep(
+            trace, {"fixed:gamma=1": Fixed(1)}, prices, alphas=[0.5, 0.8], resamples=0,
+            measure_tilt=False,
+        )  # fmt: skip
+
+    out = tmp_path / "s.parquet"
+    with pytest.raises(KeyboardInterrupt):
+        study(0).run(Once(), out=out)  # type: ignore[arg-type]
+    resumed, clean = study(4).run(out=out), study(4).run()
+    np.testing.assert_allclose(resumed["speedup"], clean["speedup"])
+
+
+def test_a_search_that_finds_nothing_is_paid_in_batches_too() -> None:
+    """`sweep` at two requests charges it as the serving loop does."""
+    from commands.common.drafted import load_recording
+
+    recording = load_recording(
+        "qwen-coder-vllm-lookups-cpu", "const:target=1,draft=0.3", "ngram", assume_batch_free=True
+    )
+    latency = recording.priced(8)
+    prices = Prices(latencies={"x": latency})
+    study = Sweep(recording.trace, {"fixed:gamma=3": Fixed(3)}, prices, batches=[1, 2], resamples=2)
+    frame = study.run()
+    for batch, found in zip(frame["batch"], frame["speedup"], strict=True):
+        scenario = Scenario(ClosedLoop(int(batch)), Limits(max_batch=int(batch)), requests=400)
+        plain, drafted = (
+            simulate(recording.trace, latency, p, scenario).row()["throughput_tok_s"]
+            for p in (Autoregressive(), Fixed(3))
+        )
+        assert found == pytest.approx(drafted / plain, rel=0.03)
+
+
+def test_a_map_is_under_one_rule() -> None:
+    trace, latency = find_trace("bundled"), find_latency("bundled")
+    rule, policies = parse_rule("lossy-global"), {"off": Autoregressive(), "four": Fixed(4)}
+    scenarios = [Scenario(ClosedLoop(1), Limits(max_batch=1), requests=20)]
+    rows = sweep(trace, latency, policies, scenarios, rule=rule)
+    maps = _speedups(rows, trace, latency, policies, scenarios, rule)
+    requests = [replace(r, prompt_length=16, prompt_ids=None) for r in trace.requests]
+    small = over_batches(replace(scenarios[0], requests=64, replications=1), [1])
+    lossless = sweep(replace(trace, requests=requests), latency, policies, small)[1]["speedup"]
+    assert (maps["four"] > 1.1 * lossless).all()
+
+
+def test_a_schedule_that_rises_with_the_batch_ends_the_search() -> None:
+    """Nothing pays at one request, drafts do at eight: TensorRT-LLM's table cannot say that."""
+    cells = LatencyTable.constant(1.0, 0.01).cells
+    wide = [
+        {**cells.iloc[0].to_dict(), "model": model, "phase": "forward", "batch": batch,
+         "new_tokens": width, "context": 64, "median_s": seconds}
+        for model, batch, width, seconds in (
+            ("target", 1, 1, 1.0), ("target", 1, 9, 40.0), ("target", 8, 1, 1.0),
+            ("target", 8, 9, 1.01), ("draft", 1, 1, 0.01), ("draft", 8, 1, 0.01),
+        )
+    ]  # fmt: skip
+    latency = LatencyTable(type(cells)(wide))
+    trace = synthetic_trace(0.8, requests=8, tokens=40, max_gamma=8)
+    assert tune_tensorrt_llm(trace, latency, [1, 8], draws=20).document is None
+
+
+@pytest.mark.parametrize("extra", [("--check",), ()])
+def test_rivals_draft_no_more_than_was_recorded(
+    extra: tuple[str, ...], run: Run, tmp_path: Path
+) -> None:
+    done = run(
+        "tune", "--engine", "vllm", *ANY_BATCH, "--batch", "1", "--resamples",
+        "20", "--out", tmp_path / "s.json", *extra,
+    )  # fmt: skip
+    assert done.code == 0, done.err
+    served = run("serve", "--settings", tmp_path / "s.json", *GIVEN, "--batch", "1",
+                 "--requests", "10")  # fmt: skip
+    assert served.code == 0, served.err
+    assert "K=1" in served.out
+    assert "K=3" not in served.out
+    assert "no speculation 1.00x" not in served.err
+
+
+def test_slots_with_sglangs_strategy_are_read(tmp_path: Path) -> None:
+    path = tmp_path / "s.json"
+    path.write_text(json.dumps({"strategy": "ema", "1": {"candidate_steps": [1, 3]}}))
+    assert read_settings(path)[0] == "sglang"
+
+
+def test_a_drafter_of_one_pass_has_no_overlapped_mode() -> None:
+    latency = in_one_pass(LatencyTable.constant(0.02, 0.05))
+    scenario = Scenario(ClosedLoop(1), Limits(max_batch=1), requests=4, mode="pearl")
+    with pytest.raises(DraftsimError, match="drop --one-pass"):
+        simulate(synthetic_trace(0.7, requests=4, tokens=20), latency, Fixed(2), scenario)
+
+
+BURST = "".join(f"{100 * t},64,8\n" for t in range(12) for _ in range(10))
+
+
+def test_requests_of_one_timestamp_are_met_by_more_replicas(run: Run, tmp_path: Path) -> None:
+    path = tmp_path / "burst.csv"
+    path.write_text("TIMESTAMP,ContextTokens,GeneratedTokens\n" + BURST)
+    done = run(
+        "capacity", "--policy", "autoregressive", "--latency", "const:target=0.1,draft=0.01",
+        "--assume-batch-free", "--arrivals", path, "--slo", "ttft=1s", "--replications", "1",
+        "--max-batch", "1", "--max-replicas", "16", "--json", "-",
+    )  # fmt: skip
+    assert done.code == 0, done.err
+    assert 1 < done.rows[0]["replicas"] <= 10
+
+
+def bench_of(outputs: list[int], ttfts: list[float]) -> str:
+    count = len(outputs)
+    return json.dumps({
+        "start_times": [float(i) for i in range(count)], "ttfts": ttfts, "input_lens": [5] * count,
+        "output_lens": outputs, "itls": [[0.1] * max(n - 1, 0) for n in outputs],
+    })  # fmt: skip
+
+
+def test_failed_requests_of_a_benchmark_are_said(run: Run, tmp_path: Path) -> None:
+    path = tmp_path / "bench.json"
+    path.write_text(bench_of([9, 0, 9, 0], [0.1, 0.0, 0.1, 0.0]))
+    done = run("serve", *PLAIN, "--arrivals", path)
+    assert done.code == 0, done.err
+    assert "2 requests failed and are left out" in done.err
+
+
+def test_outputs_of_one_token_have_no_time_between_tokens(run: Run, tmp_path: Path) -> None:
+    path = tmp_path / "bench.json"
+    path.write_text(bench_of([1, 1, 1], [0.1, 0.1, 0.1]))
+    done = run("serve", *PLAIN, "--arrivals", path)
+    assert done.code == 0, done.err
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("cut.csv.gz", gzip.compress(BURST.encode() * 50)[:200]),
+        ("bad.csv.zip", b"PK nonsense"),
+        ("bad.csv.xz", b"nonsense" * 50),
+    ],
+)
+def test_damaged_archives_of_arrivals_are_one_line(
+    name: str, content: bytes, run: Run, tmp_path: Path
+) -> None:
+    (tmp_path / name).write_bytes(content)
+    done = run("serve", *PLAIN, "--arrivals", tmp_path / name)
+    assert done.code == 2
+    assert f"{name} cannot be read as CSV" in done.err
+
+
+def test_dates_over_a_change_of_the_clock_are_read(run: Run, tmp_path: Path) -> None:
+    path = tmp_path / "tz.csv"
+    path.write_text(
+        "TIMESTAMP,ContextTokens,GeneratedTokens\n"
+        "2024-03-31T01:59:59+01:00,64,8\n2024-03-31T03:00:00+02:00,64,8\n"
+    )
+    done = run("serve", *PLAIN, "--arrivals", path, "--json", "-")
+    assert done.code == 0, done.err
+    assert done.rows[0]["rate"] == pytest.approx(1.0)
+
+
+def test_a_row_after_a_damaged_one_has_a_number_of_its_own(tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl"
+    with ResultsFile(path, command="capacity", key="k") as file:
+        for i in range(4):
+            file.add({"value": i})
+    lines = path.read_bytes().splitlines(keepends=True)
+    lines[2] = lines[2].replace(b'"value": 1', b'"value": 7')  # its checksum is another now
+    path.write_bytes(b"".join(lines[:-1]))
+    with ResultsFile(path, command="capacity", key="k", say=lambda _: None) as file:
+        file.add({"value": 9})
+    assert sorted(row["value"] for row in read_results(path).rows) == [0, 2, 3, 9]
