@@ -55,9 +55,10 @@ QUESTIONS = {
         "`autoregressive` is an engine without a drafter. K = 0 in a table is not that baseline: "
         "the draft model still reads every token, which is the difference of the two rows. A "
         "drafter can also force asynchronous scheduling, graphs or prefix caching off: "
-        "`draftsim validate engine --run RUN --load closed:4 --defaults` (also `profile engine`, "
-        "and `tune --try`) serves the engine with its own defaults too and prints both speedups; "
-        "[an example](engines.md#which-baseline) has 1.09x over one and 0.99x over the other.",
+        "`draftsim validate engine --run RUN --trace T --load closed:4 --defaults` (also "
+        "`profile engine` and `tune --try`) serves the engine with its own defaults too and prints "
+        "both speedups; [an example](engines.md#which-baseline) has 1.09x over one and 0.99x over "
+        "the other.",
     ),
     "moe": Question(
         "Does it help a mixture of experts?",
