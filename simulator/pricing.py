@@ -10,8 +10,9 @@ A round of a draft model costs
 * under a lossy rule, judging the drafted tokens, which is part of the host time.
 
 A step without speculation is the same sum with ``drafted = 0``, so both sides of a speedup are
-priced alike.  If the engine always drafts (`traces.replay.always`), rounds without drafts pay its
-draft passes, too.  Decode time is the sum over rounds; prefill is separate.
+priced alike.  If the engine always drafts (`traces.replay.always`), or its drafter reads along in
+every step, rounds without drafts pay its passes, too.  Decode time is the sum over rounds; prefill
+is separate.
 
 For another source, its recorded calls replace the draft passes, and the target's pass if they
 include verification.  A drafter on the target's features is priced like a draft model.

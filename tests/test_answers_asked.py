@@ -293,3 +293,32 @@ def test_a_row_after_a_damaged_one_has_a_number_of_its_own(tmp_path: Path) -> No
     with ResultsFile(path, command="capacity", key="k", say=lambda _: None) as file:
         file.add({"value": 9})
     assert sorted(row["value"] for row in read_results(path).rows) == [0, 2, 3, 9]
+
+
+def test_outputs_too_short_for_a_round_are_not_swept() -> None:
+    trace = synthetic_trace(0.7, requests=4, tokens=1)
+    study = Sweep(trace, {"one": Fixed(1)}, Prices(ratios=[0.5]), resamples=0, measure_tilt=False)
+    with pytest.raises(DraftsimError, match="too short"):
+        study.run()
+
+
+def test_any_rate_can_be_planned_for(run: Run) -> None:
+    done = run(
+        "capacity", *PLAIN, "--rate", "1e308", "--slo", "tpot=1s", "--replications", "1",
+        "--max-batch", "1", "--max-replicas", "2", "--requests", "50",
+    )  # fmt: skip
+    assert done.code == 0, done.err
+    assert "with the most replicas tried" in done.err
+
+
+def test_refused_requests_of_the_warm_up_do_not_count(tmp_path: Path, run: Run) -> None:
+    """Every fourth request is too large for the cache: a quarter is late, warm-up or not."""
+    path = tmp_path / "sizes.csv"
+    rows = "".join(f"{10 * i},{4000 if i % 4 == 3 else 64},8\n" for i in range(400))
+    path.write_text("TIMESTAMP,ContextTokens,GeneratedTokens\n" + rows)
+    done = run(
+        "capacity", *PLAIN, "--arrivals", path, "--slo", "ttft=60s,p=0.7", "--replications", "1",
+        "--max-batch", "1", "--kv-blocks", "100", "--max-replicas", "4", "--json", "-",
+    )  # fmt: skip
+    assert done.code == 0, done.err
+    assert done.rows[0]["within_targets"] == pytest.approx(0.75, abs=0.005)
