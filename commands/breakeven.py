@@ -143,7 +143,9 @@ def breakeven(
         "vllm_by_batch": tables.by_batch, "vllm_by_seq_len": tables.by_length,
         "loses_by_batch": tables.loses_by_batch, "loses_by_seq_len": tables.loses_by_length,
     }  # fmt: skip
-    pays = f"{name}: speculation is faster {pays_to(surface, 'batch', 'requests')}"
+    # Runs of a server read prompts, too; a latency table prices steps that decode.
+    what = "speculation" if server is not None else "decoding with speculation"
+    pays = f"{name}: {what} is faster {pays_to(surface, 'batch', 'requests')}"
     if surface["context"].nunique() > 1:
         pays += f"; by context, {pays_to(surface, 'context', 'tokens')}"
     note(pays)

@@ -133,7 +133,7 @@ def test_the_answer_comes_before_how_the_costs_are_known(run: Run) -> None:
               "0.76,0.60,0.43", "--batch", "1,64", "--context", "128", "--k", "1,3")  # fmt: skip
     first, second, *_ = ran.err.splitlines()
     assert first.startswith("a100/llama-3.1-8b+llama-3.2-1b (")
-    assert ", a100-80gb), acceptance 0.76,0.60,0.43: speculation is faster" in first
+    assert ", a100-80gb), acceptance 0.76,0.60,0.43: decoding with speculation is faster" in first
     assert "composed from operators" in second
 
 
