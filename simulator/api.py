@@ -196,8 +196,10 @@ def predict(
         A verification rule as text; by default lossless.
     against:
         The policy that gains are over; by default the best fixed draft length.
-    by_category, prefill:
-        True for a row for each prompt category as well; True to count prefill.
+    by_category:
+        True for a row for each prompt category as well.
+    prefill:
+        True to count prefill.
     resamples:
         Bootstrap resamples over prompts.
 
@@ -265,10 +267,18 @@ def serve(
         at each `rate`.
     mode:
         Batching, or what overlaps drafting and verification (`simulator.serving.Scenario`).
-    requests, replications, replicas:
-        Requests of each run, independent runs, engines that share the requests.
-    max_num_seqs, max_num_batched_tokens, num_gpu_blocks:
-        The engine's limits; by default the measured engine's, without a limit of blocks.
+    requests:
+        Requests of each run.
+    replications:
+        Independent runs.
+    replicas:
+        Engines that share the requests.
+    max_num_seqs:
+        Requests that an engine runs at a time, for `rate` and `arrivals`; by default as measured.
+    max_num_batched_tokens:
+        Tokens of a step; by default the measured engine's.
+    num_gpu_blocks:
+        KV-cache blocks of 16 tokens; by default no limit.
     slo:
         Targets of goodput, as in ``"ttft=200ms,tpot=30ms"``.
 
@@ -285,6 +295,8 @@ def serve(
     recording = _recording(trace, latency, source, notes, acceptance)
     policies, rule = _alike(policies, verify, recording, notes)
     measured = recording.latency
+    if max_num_seqs is not None and rate is None and arrivals is None:
+        raise DraftsimError("max_num_seqs bounds loads that arrive: give rate or arrivals")
     limits = Limits.of_engine(measured, max_num_seqs, max_num_batched_tokens, num_gpu_blocks)
     base = Scenario(
         ClosedLoop(1), limits, requests, mode, seed=seed, replications=replications,
@@ -347,11 +359,16 @@ def plan(
         Targets such as ``"ttft=200ms,tpot=30ms,p=0.95"``.
     rate, arrivals:
         Requests/s, or a file of requests as in `serve`, at its own rate or `rate`.
-    requests, replications, max_replicas:
-        Requests of each run (by default as many as are needed to judge), independent runs, and the
-        most replicas to try.
-    gpus, price:
-        GPUs per replica, and the price of a GPU in dollars per hour.
+    requests:
+        Requests of each run; by default as many as are needed to judge.
+    replications:
+        Independent runs.
+    max_replicas:
+        The most replicas to try.
+    gpus:
+        GPUs per replica.
+    price:
+        Price of a GPU in dollars per hour.
     curve:
         True to plan other loads as well, for `Plan.plot`.
 
@@ -420,19 +437,28 @@ def sweep(
     policies:
         Names; ``{1..12}`` or ``{0.3,0.5}`` in a name gives one policy per value.  By default the
         fixed lengths up to 12 and the oracle.
-    c, verify_ratio:
-        Time of a draft pass over that of a target pass, and of a verification over a target
-        pass.
-    alpha, tilt:
-        Acceptance rates, and how the recording is changed to them: coupled, redraw or iid.
+    c:
+        Time of a draft pass over that of a target pass.
+    verify_ratio:
+        With `c`: time of a verification over that of a target pass.
+    alpha:
+        Acceptance rates.
+    tilt:
+        How the recording is changed to `alpha`: coupled, redraw or iid.
     gamma:
         Draft lengths for every policy that has one.
-    concurrency, context:
-        Sequences decoded together, and prompt tokens to price at (None: as recorded).
+    concurrency:
+        Sequences decoded together.
+    context:
+        Prompt tokens to price at; None: as recorded.
     gpus:
         Names of GPUs that the latencies are extrapolated to.
-    resamples, seed, jobs:
-        Bootstrap resamples over prompts, seed of everything drawn, and number of processes.
+    resamples:
+        Bootstrap resamples over prompts.
+    seed:
+        Seed of everything drawn.
+    jobs:
+        Number of processes.
 
     Raises
     ------

@@ -158,3 +158,19 @@ def test_the_site_is_searched_without_a_server(site: Path) -> None:
             time.sleep(0.1)
         assert any("terms.html" in link for link in links)
         assert not [line for line in browser.console() if line["level"] == "SEVERE"]
+
+
+def test_the_api_page_gives_every_parameter_its_own_type() -> None:
+    griffe = pytest.importorskip("griffe")
+    from docs.docstrings import Docstrings
+
+    found = griffe.load(
+        "simulator.api", search_paths=[ROOT], extensions=griffe.load_extensions(Docstrings())
+    )["predict"].docstring.parse("numpy")
+    [parameters] = [part.value for part in found if part.kind.value == "parameters"]
+    types = {one.name: (str(one.annotation), str(one.default)) for one in parameters}
+    assert types["trace"] == ("str | Trace", "DEFAULT_TRACE")
+    assert types["latency"] == ("str | LatencyTable | None", "None")
+    [raised] = [part.value for part in found if part.kind.value == "raises"]
+    assert [str(one.annotation) for one in raised] == ["DraftsimError"]
+    assert [part for part in found if part.kind.value == "examples"]
