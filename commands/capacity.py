@@ -111,6 +111,8 @@ def capacity(
         arrivals_of(rate, arrivals, process), limits, warmup=0.2, seed=seed,
         replications=replications, router=engine.routing(2),
     )  # fmt: skip
+    for line in base.arrivals.remarks:
+        remark(line)
     chosen = load_serving_policies(texts, recorded, table, largest=largest, say=remark)
     executor = chosen_executor(jobs, cluster)
     kept = None if out is None else out.with_name(out.name + ".jsonl")

@@ -287,7 +287,8 @@ def serve(
     DraftsimError
         If loads contradict each other, a value is impossible, or as in `predict`.
     """
-    from simulator.serving import ClosedLoop, Limits, Scenario, sweep
+    from simulator.serving import ClosedLoop, Scenario, sweep
+    from simulator.serving.scenario import engine_limits
     from simulator.serving.study import over_loads
     from simulator.targets import parse_targets
 
@@ -295,9 +296,11 @@ def serve(
     recording = _recording(trace, latency, source, notes, acceptance)
     policies, rule = _alike(policies, verify, recording, notes)
     measured = recording.latency
-    if max_num_seqs is not None and rate is None and arrivals is None:
-        raise DraftsimError("max_num_seqs bounds loads that arrive: give rate or arrivals")
-    limits = Limits.of_engine(measured, max_num_seqs, max_num_batched_tokens, num_gpu_blocks)
+    closed = rate is None and arrivals is None
+    limits = engine_limits(
+        measured, mode, not closed, max_batch=max_num_seqs, token_budget=max_num_batched_tokens,
+        kv_blocks=num_gpu_blocks,
+    )  # fmt: skip
     base = Scenario(
         ClosedLoop(1), limits, requests, mode, seed=seed, replications=replications,
         replicas=replicas,
@@ -306,6 +309,7 @@ def serve(
         targets = parse_targets(slo, share=False)
         base = replace(base, ttft_target_s=targets.ttft_s, tpot_target_s=targets.tpot_s)
     scenarios = over_loads(base, measured, concurrency=concurrency, rate=rate, arrivals=arrivals)
+    notes += scenarios[0].arrivals.remarks
     largest = max(scenario.largest_batch for scenario in scenarios)
     measured.check_sizes("target", "forward", largest, 1)
     table = recording.priced(largest)
@@ -314,7 +318,6 @@ def serve(
     )
     rows = sweep(recording.trace, table, chosen, scenarios, rule=rule)
     best = {}
-    closed = rate is None and arrivals is None
     by = "concurrency" if closed else "rate"
     for load in dict.fromkeys(row[by] for row in rows):
         own = [row for row in rows if row[by] == load and not is_bound(row["policy"])]
@@ -396,6 +399,7 @@ def plan(
     base = Scenario(
         arrivals_of(rate, arrivals), limits, warmup=0.2, seed=seed, replications=replications
     )
+    notes += base.arrivals.remarks
     chosen = load_serving_policies(
         policies, recording.trace, table, largest=limits.max_batch, say=notes.append
     )

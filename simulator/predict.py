@@ -262,7 +262,7 @@ class Compared:
     trace: Trace
     ranking: Ranking
     more: list[RoundLog]
-    """Logs listed next to the ranking: methods, and named methods with other draft sources."""
+    """Logs listed next to the ranking: methods of the draft model, and those of other sources."""
     latency: LatencyTable
     """The table that prices all of them."""
 

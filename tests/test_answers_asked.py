@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+import draftsim
 from policies.core import DraftPolicy
 from policies.lengths.basic import Autoregressive, Fixed
 from policies.rules.registry import parse_rule
@@ -45,9 +46,9 @@ RESULTS = str(ROOT / "docs" / "examples" / "server" / "results")
         (("sweep", "--ladder", "--batch", "8", "--alpha", "0.3"),
          "--ladder sweeps nothing: drop --alpha and --batch"),
         (("sweep", "--tune", "--context", "5"), "--tune sweeps nothing: drop --context"),
-        (("serve", *PLAIN, "--max-batch", "2"), "--max-batch bounds loads that arrive"),
-        (("serve", *GIVEN, "--mode", "pearl", "--kv-blocks", "9"), "drop --kv-blocks"),
-        (("serve", *GIVEN, "--mode", "static", "--token-budget", "9"), "drop --token-budget"),
+        (("serve", *PLAIN, "--max-batch", "2"), "leave out --max-batch (max_num_seqs)"),
+        (("serve", *GIVEN, "--mode", "pearl", "--kv-blocks", "9"), "leave out --kv-blocks"),
+        (("serve", *GIVEN, "--mode", "static", "--token-budget", "9"), "leave out --token-budget"),
         (("serve", *GIVEN, "--mode", "pearl", "--one-pass"), "drop --one-pass"),
         (("serve", *PLAIN, "--batch", "1", "--kv-blocks", "10000000000000"), "expected 1 to"),
         (("capacity", *ANY_BATCH, "--rate", "1", "--slo", "tpot=1s", "--requests", "0"),
@@ -70,9 +71,12 @@ def test_an_option_without_effect_is_refused(words: tuple[str, ...], said: str, 
     ],
 )
 def test_where_nothing_is_faster_no_sentence_says_so(load: tuple[str, ...], run: Run) -> None:
-    done = run("serve", *ANY_BATCH, "--rate", "0.1,0.2", "--requests", "20", *load)
+    words = ("serve", *ANY_BATCH, "--rate", "0.1,0.2", "--requests", "20")
+    done = run(*words, *load)
     assert done.code == 0, done.err
     assert "at every load tried" not in done.out + done.err
+    faster = run(*words, "--policy", "fixed:gamma=1")
+    assert "is faster than no speculation at every load tried" in faster.out + faster.err
 
 
 def test_replicas_are_not_saved_by_a_tie(run: Run) -> None:
@@ -245,6 +249,13 @@ def test_failed_requests_of_a_benchmark_are_said(run: Run, tmp_path: Path) -> No
     done = run("serve", *PLAIN, "--arrivals", path)
     assert done.code == 0, done.err
     assert "2 requests failed and are left out" in done.err
+
+
+def test_a_limit_without_effect_is_refused_in_python_too() -> None:
+    with pytest.raises(DraftsimError, match=r"leave out --kv-blocks \(num_gpu_blocks\)"):
+        draftsim.serve("bundled", mode="pearl", concurrency=[1], num_gpu_blocks=9)
+    with pytest.raises(DraftsimError, match="leave out --max-batch"):
+        draftsim.serve("bundled", concurrency=[1], max_num_seqs=4)
 
 
 def test_outputs_of_one_token_have_no_time_between_tokens(run: Run, tmp_path: Path) -> None:

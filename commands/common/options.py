@@ -331,24 +331,15 @@ class EngineLimits(Graphs):
         ),
     ] = None
 
-    def limits(self, table: LatencyTable, mode: str = "continuous") -> Limits:
-        """Return the limits of one engine, by default those of the engine measured.
+    def limits(
+        self, table: LatencyTable, mode: str = "continuous", arrive: bool = True
+    ) -> Limits:  # fmt: skip
+        """Return the limits of one engine (`simulator.serving.scenario.engine_limits`)."""
+        from simulator.serving.scenario import engine_limits
 
-        Raises DraftsimError for a limit that `mode` does not have.
-        """
-        from simulator.serving import Limits
-        from simulator.serving.scenario import ONE_STREAM
-
-        absent: dict[str, Any] = (
-            {"--token-budget": self.token_budget} if mode != "continuous" else {}
-        )
-        if mode in ONE_STREAM:
-            absent |= {"--max-batch": self.max_batch, "--kv-blocks": self.kv_blocks}
-        if given := [name for name, value in absent.items() if value is not None]:
-            raise DraftsimError(f"--mode {mode} has no such limit: drop {' and '.join(given)}")
-        return Limits.of_engine(
-            table, self.max_batch, self.token_budget, blocks_of(self.kv_blocks, table),
-            self.async_scheduling,
+        return engine_limits(
+            table, mode, arrive, max_batch=self.max_batch, token_budget=self.token_budget,
+            kv_blocks=blocks_of(self.kv_blocks, table), async_scheduling=self.async_scheduling,
         )  # fmt: skip
 
     def routing(self, replicas: int) -> Router:

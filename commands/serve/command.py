@@ -107,15 +107,6 @@ class Loads:
             )
         return found if self.arrivals is None else None
 
-    @staticmethod
-    def failed(scenario: Scenario) -> tuple[int, str]:
-        """Return how many requests of an arrivals file failed when it was recorded, and the
-        file."""
-        from simulator.serving.arrivals import ArrivalFile
-
-        file = scenario.arrivals
-        return (file.read.skipped, str(file.path)) if isinstance(file, ArrivalFile) else (0, "")
-
     @property
     def arrive(self) -> bool:
         """True if requests arrive by the clock, and do not always run."""
@@ -319,17 +310,14 @@ def serve(
     texts, rule = policies.alike(recording)
     ttft_s, tpot_s = _targets(slo, ttft, tpot)
     base = Scenario(
-        ClosedLoop(1), engine.limits(table, mode), requests, mode,  # type: ignore[arg-type]
+        ClosedLoop(1), engine.limits(table, mode, loads.arrive), requests, mode,  # type: ignore[arg-type]
         Devices(interference or 0.0), ttft_target_s=ttft_s, tpot_target_s=tpot_s,
         max_time_s=max_time, warmup=warmup, seed=seed, replications=replications,
         replicas=replicas, router=engine.routing(replicas),
     )  # fmt: skip
-    if engine.max_batch is not None and not loads.arrive:
-        raise DraftsimError("--max-batch bounds loads that arrive: give --rate or --arrivals")
     scenarios = loads.scenarios(base, table)
-    for failed, file in {loads.failed(scenario) for scenario in scenarios}:
-        if failed:
-            remark(f"{file}: {counted(failed, 'request')} failed and are left out")
+    for line in scenarios[0].arrivals.remarks:
+        remark(line)
     largest = max(scenario.largest_batch for scenario in scenarios)
     table.check_sizes("target", "forward", largest, 1)  # refused before anything is served
     recording = engine.captured(recording, largest)

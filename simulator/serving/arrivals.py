@@ -31,6 +31,7 @@ import pandas as pd
 from policies.arrays import Floats, Ints
 from policies.json_text import JSONError, parse_json
 from traces.acceptance.trace import Trace
+from traces.digits import counted
 from traces.errors import DraftsimError, FileError
 from traces.store.text import json_lines, read_text
 
@@ -283,6 +284,11 @@ class Arrivals(ABC):
         """Seconds between a completion and the next request of a closed loop."""
         return 0.0
 
+    @property
+    def remarks(self) -> tuple[str, ...]:
+        """Lines on what is served otherwise than asked."""
+        return ()
+
 
 @dataclass(frozen=True)
 class Poisson(Arrivals):
@@ -427,6 +433,13 @@ class ArrivalFile(Arrivals):
             chosen = order[near[np.arange(len(own)), pick[first : first + len(own)]]]
             for sequence, (arrival_s, prompt, output) in zip(chosen.tolist(), rows, strict=False):
                 yield Job(arrival_s, sequence, prompt, output)
+
+    @property
+    def remarks(self) -> tuple[str, ...]:
+        """A line on requests that failed when the file was recorded."""
+        failed = self.read.skipped
+        said = f"{self.path}: {counted(failed, 'request')} failed and are left out"
+        return (said,) if failed else ()
 
     @property
     def rate(self) -> float | None:

@@ -11,6 +11,7 @@ from simulator.serving.overlap import Devices
 from simulator.serving.routers import RoundRobin, Router, describe_router
 from simulator.serving.scheduler import Limits
 from traces.errors import DraftsimError
+from traces.latency.table import LatencyTable
 
 Mode = Literal["continuous", "static", "static-minimum", "static-mean", "pearl", "dsi"]
 MODES: tuple[Mode, ...] = ("continuous", "static", "static-minimum", "static-mean", "pearl", "dsi")
@@ -18,6 +19,39 @@ ONE_STREAM = ("pearl", "dsi")
 """Modes that draft while the target verifies, one request at a time."""
 MOST = {"requests": 1_000_000_000, "replications": 10_000, "replicas": 65_536}
 """Beyond these a run would not fit into any machine."""
+
+NAMES = {
+    "max_batch": "--max-batch (max_num_seqs)",
+    "token_budget": "--token-budget (max_num_batched_tokens)",
+    "kv_blocks": "--kv-blocks (num_gpu_blocks)",
+}
+"""Names of limits on the command line and in Python."""
+
+
+def engine_limits(
+    latency: LatencyTable, mode: str = "continuous", arrive: bool = True, *,
+    max_batch: int | None = None, token_budget: int | None = None, kv_blocks: int | None = None,
+    async_scheduling: bool = False,
+) -> Limits:  # fmt: skip
+    """Return the limits of an engine, by default those of the engine measured.
+
+    ``arrive``: requests arrive by the clock; False: a fixed number always runs.
+
+    Raises
+    ------
+    DraftsimError
+        If a limit is given that has no effect there, or is impossible.
+    """
+    given = {"max_batch": max_batch, "token_budget": token_budget, "kv_blocks": kv_blocks}
+    bounds = {"max_batch": arrive, "token_budget": mode == "continuous", "kv_blocks": True}
+    unused = [
+        NAMES[name] for name, value in given.items()
+        if value is not None and (mode in ONE_STREAM or not bounds[name])
+    ]  # fmt: skip
+    if unused:
+        loads = "requests that arrive" if arrive else "a number of requests that always run"
+        raise DraftsimError(f"mode {mode}, {loads}: without effect, leave out {', '.join(unused)}")
+    return Limits.of_engine(latency, max_batch, token_budget, kv_blocks, async_scheduling)
 
 
 @dataclass(frozen=True)
