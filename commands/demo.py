@@ -81,7 +81,7 @@ def demo(
     if json is None:
         note("Predicted for this machine, from its own recording:")
         print_ranked(ranked, recording=str(out))
-    note(f"now {size.prompts} prompts are decoded for real under every policy:")
+    note(f"now {size.prompts} prompts are decoded for real, under the policies below:")
     with only_writer(out):
         rows = spot_check(out, repeats=size.repeats, remeasure=True)
     emit("demo", rows, json, show=columns_shown(rows))
