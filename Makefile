@@ -12,7 +12,7 @@ export HF_HUB_OFFLINE ?= 1
 unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: install vllm smollm2 qwen-coder demo demo-full notebooks docs figures test test-all slow-tests suite-drill mutants bench clean
-.PHONY: check-code ruff mypy pyright wheel
+.PHONY: check-code ruff mypy wheel
 
 install: .venv/.installed
 
@@ -101,7 +101,7 @@ mutants: install
 bench: install
 	$(BIN)/pytest benchmarks -q --benchmark-columns=min,median,iqr,ops,rounds
 
-check-code: ruff mypy pyright
+check-code: ruff mypy
 
 ruff: install
 	$(BIN)/ruff check .
@@ -109,9 +109,6 @@ ruff: install
 
 mypy: install
 	$(BIN)/mypy
-
-pyright: install
-	$(BIN)/pyright
 
 wheel: install
 	.ci/wheel
