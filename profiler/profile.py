@@ -28,13 +28,13 @@ from profiler.models.loading import Pair
 from profiler.models.runner import Runner
 from profiler.models.seq2seq import Seq2SeqRunner, check_room, is_seq2seq, make_runner
 from profiler.prompts import Prompt
-from profiler.recording.checkpoint import Checkpoint
 from profiler.recording.run import DONE_WITH, digest_of
 from profiler.recording.trace import Columns, Recorder
 from traces.acceptance.sampling import GREEDY, Sampling
 from traces.acceptance.trace import Request, Trace
 from traces.errors import DraftsimError
 from traces.latency.table import LatencyTable
+from traces.store.checkpoint import Checkpoint
 from traces.store.files import write_latency, write_trace
 
 PULSE = 8

@@ -13,10 +13,10 @@ import pytest
 
 pytest.importorskip("torch")
 
-from profiler.recording.checkpoint import Checkpoint
 from tests.conftest import SMALL_PROFILE, Run
 from tests.shared import made_once
 from traces.errors import DraftsimError
+from traces.store.checkpoint import Checkpoint
 from traces.store.files import read_trace
 
 SETTINGS = {"a": 1}

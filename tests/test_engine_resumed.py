@@ -18,10 +18,10 @@ pytest.importorskip("torch")
 from profiler.checks.unfinished import DONE, PLACE
 from profiler.engines import bench, loads
 from profiler.engines.vllm import engine
-from profiler.recording.checkpoint import Checkpoint
 from tests.conftest import Ran, Run
 from tests.stand_in_engine import Clock, StandIn, write_measured_engine
 from traces import read_latency, synthetic_trace, write_trace
+from traces.store.checkpoint import Checkpoint
 from traces.store.engine_runs import LoadRun
 
 LOADS, ARMS = 2, 2

@@ -14,8 +14,8 @@ torch = pytest.importorskip("torch")
 from profiler.latency.passes import SETTLING, decoding_blocks, signal_block  # noqa: E402
 from profiler.latency.table import FIRST_WIDTHS, Block, Grid, Step, Sweeps, swept  # noqa: E402
 from profiler.machine import NoTimeError, Timing  # noqa: E402
-from profiler.recording.checkpoint import Checkpoint  # noqa: E402 - needs torch
 from traces.errors import DraftsimError  # noqa: E402 - needs torch
+from traces.store.checkpoint import Checkpoint  # noqa: E402 - needs torch
 
 CPU = torch.device("cpu")
 Key = tuple[str, int, int]

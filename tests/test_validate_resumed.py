@@ -16,7 +16,6 @@ pytest.importorskip("torch")
 from policies import parse_policy
 from profiler.checks.spot_check import Arm, DraftModel, Measured, run_arms
 from profiler.checks.unfinished import PLACE, unfinished
-from profiler.recording.checkpoint import Checkpoint
 from profiler.recording.run import BUNDLED
 from profiler.sources.run import SourceRunner
 from tests import bundled
@@ -26,6 +25,7 @@ from traces.acceptance.sampling import GREEDY, Sampling
 from traces.acceptance.trace import Trace
 from traces.errors import DraftsimError
 from traces.replay.run import replay
+from traces.store.checkpoint import Checkpoint
 from traces.store.files import read_latency
 from traces.store.measured import read_measured
 

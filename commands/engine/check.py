@@ -22,10 +22,10 @@ if TYPE_CHECKING:
     from profiler.engines.bench import EngineGrid
     from profiler.engines.engine import Engine, EngineKind, EngineOptions
     from profiler.engines.measure import BetweenTable
-    from profiler.recording.checkpoint import Checkpoint
     from simulator.engines import Workload
     from simulator.serving.scenario import Scenario
     from traces.latency.table import LatencyTable
+    from traces.store.checkpoint import Checkpoint
 
 OFF = "autoregressive"
 PARTS = 100
@@ -106,7 +106,7 @@ def texts_of(
     Either way the engine has run when this is done, as it is to have before a load is timed.
     """
     from profiler.engines.texts import TEXTS, own_texts
-    from profiler.recording.checkpoint import once
+    from traces.store.checkpoint import once
 
     if kept is not None and TEXTS in kept.names():
         note("decoding some of the engine's outputs again, to warm up")

@@ -17,9 +17,9 @@ if TYPE_CHECKING:
     from profiler.engines.engine import EngineKind, EngineOptions
     from profiler.engines.loads import Turn
     from profiler.engines.served import Clients
-    from profiler.recording.checkpoint import Checkpoint
     from simulator.engines import Workload
     from traces.latency.table import LatencyTable
+    from traces.store.checkpoint import Checkpoint
     from traces.store.engine_runs import ServedRun
 
 SERVED = "latency-http.parquet"
@@ -82,7 +82,7 @@ def _measured(
 ) -> tuple[dict[tuple[str, str], list[ServedRun]], dict[int, list[ServedRun]]]:  # fmt: skip
     """Return the runs by load and policy, and the control loops by size; what is `kept` is read."""
     from profiler.engines.loads import in_turn
-    from profiler.recording.checkpoint import once
+    from traces.store.checkpoint import once
     from traces.store.engine_runs import ServedRun
 
     note("decoding outputs in the server, as reference")

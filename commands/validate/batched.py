@@ -15,10 +15,10 @@ from traces.errors import DraftsimError
 
 if TYPE_CHECKING:
     from profiler.checks.batch_runs import MeasuredBatches
-    from profiler.recording.checkpoint import Checkpoint
     from traces.acceptance.trace import Trace
     from traces.latency.table import LatencyTable
     from traces.replay.rounds import RoundLog
+    from traces.store.checkpoint import Checkpoint
 
 BATCH_ARMS = (
     "autoregressive", "fixed:gamma=2", "fixed:gamma=4", "confidence", "cm-asd", "gammatune",

@@ -22,11 +22,11 @@ if TYPE_CHECKING:
     import pandas as pd
 
     from profiler.models.loading import Pair
-    from profiler.recording.checkpoint import Checkpoint
     from profiler.sources.exits import Modules
     from simulator.pricing import Priced
     from traces.acceptance.trace import Trace
     from traces.replay.rounds import RoundLog
+    from traces.store.checkpoint import Checkpoint
 
 PLAIN = "autoregressive"
 REMEDY = "predict from latencies measured between the runs, with --remeasure"

@@ -15,9 +15,9 @@ from traces.errors import DraftsimError
 
 if TYPE_CHECKING:
     from profiler.checks.spot_check import Measured
-    from profiler.recording.checkpoint import Checkpoint
     from traces.latency.table import LatencyTable
     from traces.replay.rounds import RoundLog
+    from traces.store.checkpoint import Checkpoint
 
 LOSSY_ARMS = ("fixed:gamma=4", "fixed:gamma=8", "confidence", "gammatune", "cm-asd")
 """Policies run under a lossy rule where none is named, with the one predicted fastest."""

@@ -17,13 +17,13 @@ if TYPE_CHECKING:
     from profiler.checks import spot_check as checks
     from profiler.checks.spot_check import Measured, Opener
     from profiler.models.loading import Pair
-    from profiler.recording.checkpoint import Checkpoint
     from profiler.sources.exits import Modules
     from traces.acceptance.trace import Trace
     from traces.latency.table import LatencyTable
     from traces.replay.rounds import RoundLog
     from traces.sources.base import Source
     from traces.sources.recording import Recordings
+    from traces.store.checkpoint import Checkpoint
 
 SOURCE_ARMS = ("fixed:gamma=2", "fixed:gamma=4", "confidence:gamma=6", "gammatune")
 """Policies run with a source where none is named, as far as its tokens carry their signals."""

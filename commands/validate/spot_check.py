@@ -15,11 +15,11 @@ from traces.errors import DraftsimError, SignalError, TailError
 
 if TYPE_CHECKING:
     from profiler.checks.spot_check import Measured
-    from profiler.recording.checkpoint import Checkpoint
     from simulator.whatif.ranking import Fastest
     from traces.acceptance.trace import Trace
     from traces.latency.table import LatencyTable
     from traces.replay.rounds import RoundLog
+    from traces.store.checkpoint import Checkpoint
 
 ARMS = (
     "autoregressive", "fixed:gamma=2", "fixed:gamma=4", "fixed:gamma=8", "confidence",

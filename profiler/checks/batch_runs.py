@@ -25,10 +25,10 @@ from profiler.decoding.forced import ForcedStream
 from profiler.machine import timed
 from profiler.models.loading import Pair, check_same_models
 from profiler.models.runner import Runner
-from profiler.recording.checkpoint import Checkpoint
 from traces.acceptance.trace import Trace
 from traces.errors import DraftsimError
 from traces.replay.rounds import RoundLog
+from traces.store.checkpoint import Checkpoint
 from traces.store.measured import MEASURED_COLUMNS, OFF_COLUMNS
 
 

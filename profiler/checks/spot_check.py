@@ -22,12 +22,12 @@ from profiler.machine import timed
 from profiler.models.loading import Pair, check_same_models
 from profiler.models.runner import Runner
 from profiler.models.seq2seq import make_runner
-from profiler.recording.checkpoint import Checkpoint
 from traces.acceptance.sampling import Sampling
 from traces.acceptance.trace import Request, Trace
 from traces.errors import DraftsimError
 from traces.machine import State
 from traces.replay.rounds import RoundLog
+from traces.store.checkpoint import Checkpoint
 from traces.store.measured import MEASURED_COLUMNS, OFF_COLUMNS
 from traces.store.outputs import Output, RealRun
 

@@ -14,8 +14,8 @@ from typing import Any, NamedTuple
 
 from profiler.machine import Machine, NoTimeError, Repeats, Timing, sweeps
 from profiler.models.loading import Pair
-from profiler.recording.checkpoint import Checkpoint
 from traces.machine import State
+from traces.store.checkpoint import Checkpoint
 
 Attempt = tuple[Timing, tuple[Any, dict[str, Any]]]
 """A run's time, the state of its policy after it, and its findings (both fit into JSON)."""

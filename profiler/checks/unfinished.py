@@ -10,10 +10,10 @@ from importlib.metadata import distributions
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from profiler.recording.checkpoint import Checkpoint
 from profiler.recording.run import digest_of
 from traces.acceptance.trace import Trace
 from traces.replay.rounds import RoundLog
+from traces.store.checkpoint import Checkpoint
 from traces.store.identity import identity
 
 if TYPE_CHECKING:

@@ -19,7 +19,7 @@ from profiler.engines.drafts import Forced
 from profiler.engines.engine import Engine
 from profiler.engines.measure import BetweenTable
 from profiler.engines.session import Session, Setup
-from profiler.recording.checkpoint import Checkpoint, once
+from traces.store.checkpoint import Checkpoint, once
 from traces.store.engine_runs import Demand, EngineStep, LoadRun
 
 CONTROL_EVERY_S = 0.5

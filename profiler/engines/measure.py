@@ -14,12 +14,12 @@ import pandas as pd
 
 from profiler.engines.bench import Bench, Cell, EngineGrid, Sample
 from profiler.engines.engine import Engine
-from profiler.recording.checkpoint import Checkpoint
 from traces.latency.schema import CELL_COLUMNS, graphs_of
 from traces.latency.table import LatencyTable
 from traces.sources.lookups.sources import LookupSource, ServedRequest
 from traces.sources.lookups.text import searching
 from traces.sources.registry import SOURCES
+from traces.store.checkpoint import Checkpoint
 from traces.store.engine_runs import PARTS
 
 Samples = Mapping[Cell, Sequence[Sample]]

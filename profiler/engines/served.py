@@ -26,9 +26,9 @@ from profiler.engines.engine import Server
 from profiler.engines.notes import EngineLog, LogReader
 from profiler.engines.session import FORCED
 from profiler.engines.texts import TEXTS, prompts_of
-from profiler.recording.checkpoint import Checkpoint, once
 from traces.acceptance.trace import Trace
 from traces.errors import DraftsimError
+from traces.store.checkpoint import Checkpoint, once
 from traces.store.engine_runs import Demand, EngineStep, LoadRun, PlannedRequest, ServedRun
 
 MODEL = "target"

@@ -17,11 +17,11 @@ import pandas as pd
 import torch
 
 from profiler.machine import NoTimeError, Repeats, Stopwatch, Timing
-from profiler.recording.checkpoint import Checkpoint
 from traces.acceptance.schema import Request
 from traces.errors import DraftsimError
 from traces.latency.schema import CELL_COLUMNS
 from traces.latency.table import LatencyTable
+from traces.store.checkpoint import Checkpoint
 
 __all__ = [
     "FIRST_WIDTHS", "Block", "Grid", "Step", "Stopwatch", "Sweeps", "rows_of", "swept", "table",

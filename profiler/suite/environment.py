@@ -22,8 +22,8 @@ from profiler.machine import NoTimeError
 from profiler.models.architectures import PAIRS, PairShape
 from profiler.models.graphs import forget_compiled
 from profiler.models.loading import choose_device, choose_dtype, describe_device
-from profiler.recording.checkpoint import Checkpoint
 from traces.errors import DraftsimError
+from traces.store.checkpoint import Checkpoint
 from traces.store.writing import write_atomically
 
 RESERVE = 2 << 30

@@ -37,7 +37,7 @@ class Checkpoint:
     match it (damaged, or moved from another run or name) counts as missing and is made again, with
     a remark to `say`.
 
-    Raises DraftsimError if the folder holds pieces of a run with other settings.
+    Raises DraftsimError if the folder cannot be made, or holds pieces of a run with other settings.
     """
 
     def __init__(
@@ -55,7 +55,10 @@ class Checkpoint:
                 )
             # What the settings were, every piece tells by itself.
             say(f"{marker} is damaged: it is written again")
-        folder.mkdir(parents=True, exist_ok=True)
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise DraftsimError(f"cannot keep parts in {folder}: {error.strerror}") from None
         write_atomically(marker, content)
 
     def names(self) -> list[str]:

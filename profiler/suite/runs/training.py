@@ -19,12 +19,12 @@ from profiler.models.graphs import GraphRunner
 from profiler.models.loading import Pair, load_pair
 from profiler.profile import Settings, recorded_trace
 from profiler.prompts import Prompt, read_prompts
-from profiler.recording.checkpoint import Checkpoint
 from profiler.recording.run import model_path
 from profiler.suite.environment import Workplace
 from profiler.train.minutes import Trained, train_pair
 from traces.acceptance.trace import Trace
 from traces.errors import DraftsimError
+from traces.store.checkpoint import Checkpoint
 from traces.store.files import write_trace
 from traces.store.text import read_object
 

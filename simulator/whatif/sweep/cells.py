@@ -273,8 +273,8 @@ class SweepRunner:
         none = len(prices.ratios)
         cells = [(k, t) for k in prices.contexts for t in prices.tables]
         return {
-            "latency": np.array(["ratio"] * none + [t.latency for _, t in cells], dtype=object),
-            "gpu": np.array([ANY] * none + [t.gpu for _, t in cells], dtype=object),
+            "latency": np.array(["ratio"] * none + [t.latency for _, t in cells]),
+            "gpu": np.array([ANY] * none + [t.gpu for _, t in cells]),
             "scaled": np.array([False] * none + [t.scaled for _, t in cells], dtype=bool),
             "scale_error": np.array([0.0] * none + [t.error for _, t in cells]),
             "fit_error": np.array([0.0] * none + [t.fit_error for _, t in cells]),

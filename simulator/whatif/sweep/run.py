@@ -10,8 +10,7 @@ missing.
 from __future__ import annotations
 
 import json
-import shutil
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import asdict
 from pathlib import Path
@@ -42,51 +41,15 @@ from simulator.whatif.tilt.fidelity import UNKNOWN_ERROR, TiltErrors, tilt_error
 from simulator.whatif.tilt.trace import METHODS, Method, Tilter
 from traces.acceptance.trace import Trace
 from traces.errors import DraftsimError, FileError
+from traces.store.checkpoint import Checkpoint
 from traces.store.lock import only_writer
-from traces.store.parquet import check_no_recording, read_file, write_file
+from traces.store.parquet import check_no_recording
 from traces.store.writing import write_atomically
 
 Columns = dict[str, npt.NDArray[Any]]
 
 SCHEMA = 5
 KIND = "sweep"
-
-
-class KeptParts:
-    """Finished parts as files in a folder; without one, nothing is kept."""
-
-    def __init__(self, folder: Path | None, key: str) -> None:
-        self.folder = folder
-        self.key = key
-
-    def read(self, parts: Iterable[SweepPart]) -> Iterator[tuple[int, Columns]]:
-        if self.folder is None:
-            return
-        try:
-            self.folder.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise FileError(f"cannot keep parts in {self.folder}: {error.strerror}") from None
-        for i, part in enumerate(parts):
-            path = self._path(part)
-            if path.is_file():
-                try:
-                    yield i, _columns(read_file(path, KIND)[1])
-                except FileError:
-                    path.unlink(missing_ok=True)  # damaged: computed again
-
-    def write(self, part: SweepPart, columns: Columns) -> None:
-        if self.folder is not None:
-            write_file(self._path(part), KIND, _table(columns), {})
-
-    def clear(self) -> None:
-        if self.folder is not None:
-            shutil.rmtree(self.folder, ignore_errors=True)
-
-    def _path(self, part: SweepPart) -> Path:
-        import joblib
-
-        assert self.folder is not None
-        return self.folder / f"{joblib.hash([self.key, asdict(part)])}.kept"
 
 
 def write_sweep(frame: pd.DataFrame, path: str | Path, description: Mapping[str, Any]) -> None:
@@ -212,7 +175,7 @@ class Sweep:
     method:
         How to tilt (`simulator.whatif.tilt.trace`), or ``iid``, the textbook baseline.
     resamples, seed:
-        Bootstrap resamples over prompts, and the seed of everything drawn.
+        Bootstrap resamples over prompts (in batches at most 30), and the seed of everything drawn.
     measure_tilt:
         True to measure the error of tilting on this recording's own prompt groups.
 
@@ -312,21 +275,29 @@ class Sweep:
             return self._run(executor or Local(), out, progress or (lambda *_: None))
 
     def _run(self, executor: Executor, out: str | Path | None, progress: Progress) -> pd.DataFrame:
+        import joblib
+
         parts = self.parts
         key = None if out is None else self._key()
-        kept = KeptParts(None if key is None else Path(f"{out}.parts"), key or "")
-        done: dict[int, Columns] = dict(kept.read(parts))
+        kept = None if key is None else Checkpoint(Path(f"{out}.parts"), {"sweep": SCHEMA})
+        names = [joblib.hash(asdict(part)) for part in parts]
+        done: dict[int, Columns] = {}
+        for i, name in enumerate(names):
+            if kept is not None and (columns := kept.get(name, key or "")) is not None:
+                done[i] = columns
         missing = [i for i in range(len(parts)) if i not in done]
         progress(len(done), len(parts))
         for place, result in executor.run(self.bench, [parts[i] for i in missing]):
             index = missing[place]
             done[index] = result
-            kept.write(parts[index], result)
+            if kept is not None:
+                kept.put(names[index], result, key or "")
             progress(len(done), len(parts))
         frame = self._table([done[i] for i in range(len(parts))])
         if out is not None:
             write_sweep(frame, out, self.description)
-            kept.clear()
+        if kept is not None:
+            kept.close()
         return frame
 
     @property
