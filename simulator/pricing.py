@@ -4,15 +4,17 @@ A round of a draft model costs
 
 * a draft pass per drafted token: the first over ``catch_up`` tokens, the others over one, and the
   next few take longer than later ones (`traces.latency.settling`),
+* in an engine that runs the drafter in every step (cells of phase ``along``), a first draft pass
+  over all tokens that the step verifies, because it comes after them, and one where nothing is
+  drafted,
 * the signals of each drafted token, if the policy reads any,
 * one target pass over ``drafted + 1`` tokens,
 * host time per round and per drafted token, and removing rejected tokens from the caches,
 * under a lossy rule, judging the drafted tokens, which is part of the host time.
 
 A step without speculation is the same sum with ``drafted = 0``, so both sides of a speedup are
-priced alike.  If the engine always drafts (`traces.replay.always`), or its drafter reads along in
-every step, rounds without drafts pay its passes, too.  Decode time is the sum over rounds; prefill
-is separate.
+priced alike.  If the engine always drafts (`traces.replay.always`), rounds without drafts pay its
+passes, too.  Decode time is the sum over rounds; prefill is separate.
 
 For another source, its recorded calls replace the draft passes, and the target's pass if they
 include verification.  A drafter on the target's features is priced like a draft model.
@@ -159,8 +161,7 @@ class Priced:
     def unpriced(self, latency: LatencyTable, prefill: bool = False) -> list[str]:
         """Return what ran at no cost because `latency` lacks its cells, as served rows name it."""
         models = _readers(self.log, self.log.drafter)
-        phases = ["host_round", *(["signal"] if self.log.reads else [])]
-        missing = [p for p in phases if not any(latency.has(m, p) for m in HOSTS)]
+        missing = missing_hosts(latency, bool(self.log.reads))
         if prefill:
             missing += [f"{m} prefill" for m in models if not latency.has(m, "prefill")]
         return [*missing, *self.left_out]
@@ -224,8 +225,9 @@ def price(log: RoundLog, latency: LatencyTable, *, batch: int = 1) -> Priced:
     if batch < 1:
         raise DraftsimError(f"batch is {batch}, expected at least 1")
     rounds, context = log.rounds, log.context
-    forwards = rounds["draft_forwards"].astype(np.int64)
     drafted = rounds["drafted"].astype(np.int64)
+    along = runs_along(log, latency, drafter)
+    forwards = asked_passes(rounds["draft_forwards"].astype(np.int64), drafted, along)
     accepted = rounds["accepted"].astype(np.int64)
     calls, passes = log.calls, NO_PASSES
 
@@ -255,14 +257,10 @@ def price(log: RoundLog, latency: LatencyTable, *, batch: int = 1) -> Priced:
         # A first pass at position 0 is the draft's prefill, booked above.
         catch_up[rounds["position"] == 0] = 0
     if calls is None:
-        draft_s, count = draft_seconds(latency, drafter, batch, forwards, catch_up, context)
-        along = (forwards == 0) & latency.has("draft", "along")
-        if along.any() and log.source != "none":
-            # A drafter that runs in every step reads what was decoded without it.
-            draft_s[along], more = pass_seconds(
-                latency, "draft", batch, width[along], cached[along], "along"
-            )
-            count += more
+        verified = Verified(width, cached) if along else None
+        draft_s, count = draft_seconds(
+            latency, drafter, batch, forwards, catch_up, context, verified
+        )
     else:
         draft_s, count = call_seconds(log, latency, batch=batch, verify=False)
     each_s = host_seconds(latency, "signal", batch) if log.reads else 0.0
@@ -383,18 +381,46 @@ def _cells(latency: LatencyTable, model: str, phase: str) -> tuple[str, str]:
     )
 
 
+class Verified(NamedTuple):
+    """The target's passes as tokens a sequence, fractions where they are means; shape (rounds,)."""
+
+    width: Sizes
+    cached: Sizes
+    """Tokens in the cache before the pass."""
+
+
+def runs_along(log: RoundLog, latency: LatencyTable, drafter: str = "draft") -> bool:
+    """Return True if the drafter of `log` runs in every step of the engine of `latency`."""
+    return not log.is_plain and log.calls is None and latency.has(drafter, "along")
+
+
+def asked_passes(forwards: Ints, drafted: Sizes, along: bool) -> Ints:
+    """Return the draft passes that a policy asks for, (rounds,).
+
+    The one pass of a round whose token is not verified is the drafter's own if it runs `along` in
+    every step.
+    """
+    return np.where((forwards < 2) & (drafted == 0), 0, forwards) if along else forwards
+
+
 def draft_seconds(
-    latency: LatencyTable, model: str, batch: int, forwards: Ints, catch_up: Sizes, context: Sizes
-) -> tuple[Floats, PassCount]:
+    latency: LatencyTable, model: str, batch: int, forwards: Ints, catch_up: Sizes, context: Sizes,
+    verified: Verified | None,
+) -> tuple[Floats, PassCount]:  # fmt: skip
     """Return seconds of each round's passes of `model`, (rounds,); ``catch_up`` 0 was paid before.
 
     ``catch_up`` and ``context`` are tokens a sequence, and fractions where they are means.
+    `verified` is given where the drafter runs along in every step (`runs_along`).
     """
     seconds = np.zeros(len(forwards))
+    width, cached = verified or Verified(catch_up, np.maximum(context - catch_up, 0))
     ran = np.flatnonzero((forwards > 0) & (catch_up > 0))
-    before = np.maximum(context[ran] - catch_up[ran], 0)
     phase = latency.first_draft_phase(model)
-    seconds[ran], first = pass_seconds(latency, model, batch, catch_up[ran], before, phase)
+    seconds[ran], first = pass_seconds(latency, model, batch, width[ran], cached[ran], phase)
+    if verified is not None:
+        idle = np.flatnonzero(forwards == 0)
+        seconds[idle], own = pass_seconds(latency, model, batch, width[idle], cached[idle], "along")
+        first += own
     ran = np.flatnonzero(forwards > 1)
     start, count = context[ran], forwards[ran] - 1
     if not len(ran):
@@ -477,6 +503,12 @@ def _count(origin: npt.NDArray[np.int8]) -> PassCount:
 
 HOSTS = ("target", "draft")
 """Models under which a host phase may be stored."""
+
+
+def missing_hosts(latency: LatencyTable, reads: bool) -> list[str]:
+    """Return the host phases that a run at `latency` would have and the table has not."""
+    phases = ["host_round", *(["signal"] if reads else [])]
+    return [phase for phase in phases if not any(latency.has(model, phase) for model in HOSTS)]
 
 
 def host_seconds(latency: LatencyTable, phase: str, batch: int) -> float:

@@ -201,7 +201,9 @@ def test_a_drafter_of_one_pass_costs_the_same_at_every_length(
         log = replay(trace, Fixed(gamma))
         first = price(replay(trace, Fixed(1)), table).draft_s.mean()
         drafted = price(log, once).draft_s[log.rounds["drafted"] > 0]
-        assert drafted.mean() == pytest.approx(first, rel=0.02), gamma
+        # One that runs along also reads the tokens that were verified.
+        rel = 0.03 if table.has("draft", "along") else 0.02
+        assert drafted.mean() == pytest.approx(first, rel=rel), gamma
     with pytest.raises(DraftsimError, match="no draft passes"):
         in_one_pass(LatencyTable(table.cells[table.cells["model"] == "target"], table.meta))
 

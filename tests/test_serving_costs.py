@@ -100,6 +100,15 @@ def test_a_drafter_that_runs_along_takes_that_pass_alone_unless_it_drafts_on(
         assert cost.host_s == 7e-4
 
 
+def test_drafts_that_are_not_verified_are_paid() -> None:
+    unverified = [r._replace(draft_forwards=3, catch_up=1) for r in PLAIN]
+    cost, mean = EngineCost(ALONG)(SLOTS, unverified, []), (LONG + SHORT) / 2
+    drafts_s = first_s(2, 1, mean - 1) + draft_s(2, mean) + draft_s(2, mean + 1)
+    assert cost.draft_s == pytest.approx(drafts_s, rel=1e-12)
+    # The tokens also leave the drafter's cache.
+    assert cost.host_s == pytest.approx(7e-4 + 3 * 3e-4 + 1e-4, rel=1e-12)
+
+
 def test_what_has_no_cells_is_named() -> None:
     assert EngineCost(GRID).unpriced == []
     assert EngineCost(GRID, reads=True).unpriced == ["signal"]

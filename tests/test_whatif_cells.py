@@ -12,6 +12,7 @@ import pytest
 
 from policies import Autoregressive, DraftPolicy, Fixed, Oracle, parse_policy
 from policies.core import Load, Round
+from policies.registry import PLAIN
 from simulator.executors import Local
 from simulator.pricing import autoregressive, price
 from simulator.serving.cost import EngineCost
@@ -22,12 +23,13 @@ from simulator.whatif.sweep.prices import Prices
 from simulator.whatif.sweep.run import Sweep
 from simulator.whatif.tilt.trace import Tilter
 from tests.break_even import priced_at
-from tests.serving import GRID
+from tests.compiled import TABLES
 from tests.studies import POLICIES, TABLE, recorded, study
 from traces.acceptance.synthetic import synthetic_trace
 from traces.latency.schema import CELL_COLUMNS
 from traces.latency.table import LatencyTable
 from traces.replay import vectorised
+from traces.replay.always import passes_always
 from traces.replay.run import replay
 
 SUMMARIZED = (
@@ -94,19 +96,54 @@ def test_a_batch_of_one_is_a_single_stream() -> None:
     assert plain == pytest.approx(np.full(len(plain), 0.0105))
 
 
-@pytest.mark.parametrize("name", ["fixed:gamma=5", "gammatune", "autoregressive"])
-def test_steps_cost_what_iterations_of_serving_do(name: str) -> None:
-    log = replay(recorded(), parse_policy(name, max_gamma=recorded().max_gamma))
-    batch, context = 4, log.context
-    steps = in_steps(log, batch, [np.random.default_rng(3)])
-    found = step_costs(steps, GRID).seconds
+class Uneven(DraftPolicy):
+    """Drafts nothing, one token or four in turn, and verifies all, none, or all but one of them."""
+
+    gamma_max = 4
+
+    def begin_request(self) -> None:
+        self.rounds = 0
+
+    def begin_round(self, load: Load) -> None:
+        self.rounds += 1
+
+    def keep_drafting(self, draft: Sequence[Any]) -> bool:
+        return len(draft) < (0, 1, 4)[self.rounds % 3]
+
+    def submit(self, draft: Sequence[Any]) -> int:
+        return (len(draft), 0, max(len(draft) - 1, 0))[self.rounds // 3 % 3]
+
+
+COSTED: list[DraftPolicy] = [
+    Fixed(5), parse_policy("gammatune", max_gamma=20), Autoregressive(), Uneven(),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("name", TABLES)
+@pytest.mark.parametrize("policy", COSTED, ids=lambda policy: type(policy).__name__)
+def test_steps_and_rounds_cost_what_iterations_of_serving_do(
+    policy: DraftPolicy, name: str
+) -> None:
+    table = TABLES[name]
+    speculates = not isinstance(policy, Autoregressive)
+    drafted = replay(recorded(), policy, name=type(policy).__name__ if speculates else PLAIN)
+    cost = EngineCost(table, reads=bool(drafted.reads), speculates=speculates)
+    log, context = drafted, drafted.context
+    rows = [Round(*row) for row in drafted.rounds[list(Round._fields)].tolist()]
+
+    def served_s(indices: Any) -> float:
+        slots: list[Any] = [SimpleNamespace(context=int(context[i])) for i in indices]
+        return cost(slots, [rows[i] for i in indices], []).total_s
+
+    if passes_always(table):
+        return  # serving takes every such iteration to remove unread tokens from the draft's cache
+    for i, round_s in enumerate(price(log, table).round_s):
+        assert round_s == pytest.approx(served_s([i]), rel=1e-9), rows[i]
+    found = step_costs(in_steps(log, 4, [np.random.default_rng(3)]), table).seconds
     bounds = np.searchsorted(log.rounds["request"], np.arange(len(log.requests) + 1))
-    dealt = _dealt(bounds, batch, np.random.default_rng(3))
-    cost = EngineCost(GRID, reads=bool(log.reads))
+    dealt = _dealt(bounds, 4, np.random.default_rng(3))
     for step in range(0, len(found), 7):
-        slots: list[Any] = [SimpleNamespace(context=int(context[i])) for i in dealt[step]]
-        rounds = [Round(*(int(log.rounds[f][i]) for f in Round._fields)) for i in dealt[step]]
-        assert found[step] == pytest.approx(cost(slots, rounds, []).total_s, rel=1e-9)
+        assert found[step] == pytest.approx(served_s(dealt[step]), rel=1e-9)
 
 
 def grid_to(context: int, batch: int) -> LatencyTable:

@@ -13,13 +13,13 @@ from collections.abc import Mapping, Sequence
 from typing import Literal, NamedTuple
 
 from policies.core import Round
-from simulator.pricing import HOSTS, HostCost
+from simulator.pricing import HostCost, missing_hosts
 from simulator.serving.passes import Coverage, PassReader, Span
 from simulator.serving.sequence import Slot
 from traces.errors import DraftsimError
 from traces.latency.settling import settling_sums
 from traces.latency.table import LatencyTable
-from traces.replay.always import MOST_BEHIND, passes_always
+from traces.replay.always import most_behind, passes_always
 
 MODELS = ("target", "draft")
 PLACES = (
@@ -56,12 +56,11 @@ class Work(NamedTuple):
     """True if any token that the draft model has read leaves its cache."""
 
 
-def drafting_always(work: Work, batch: int, passes: int) -> Work:
-    """Return `work` where every sequence of the batch runs at least `passes` draft passes.
-
-    A drafter called in every iteration has at most `MOST_BEHIND` tokens to catch up on.
+def drafting_always(work: Work, batch: int, passes: int, most: int) -> Work:
+    """Return `work` where every sequence of the batch runs at least `passes` draft passes, and has
+    at most `most` tokens to catch up on.
     """
-    catch_up = min(work.catch_up, MOST_BEHIND * work.drafting) + batch - work.drafting
+    catch_up = min(work.catch_up, most * work.drafting) + batch - work.drafting
     return work._replace(
         longest=max(work.longest, passes), drafting=batch, catch_up=catch_up,
         draft_context=work.context, unread=work.unread or passes > 1,
@@ -199,8 +198,6 @@ class DraftCost:
     latency, readers:
         The table, and the readers of its cells by `PLACES`; without that of later passes, the
         draft model never runs.
-    always:
-        Draft passes that the engine runs in every iteration (`traces.replay.always`).
 
     Attributes
     ----------
@@ -209,14 +206,8 @@ class DraftCost:
         engine runs along in every iteration; None if there is no such.
     """
 
-    def __init__(
-        self,
-        latency: LatencyTable,
-        readers: Mapping[str, PassReader],
-        always: int,
-    ) -> None:
+    def __init__(self, latency: LatencyTable, readers: Mapping[str, PassReader]) -> None:
         self._latency = latency
-        self._always = always
         self.later = readers.get("later")
         self.first = readers.get("first", self.later)
         self.along = readers.get("along")
@@ -229,24 +220,20 @@ class DraftCost:
         return self.later, self.first
 
     def idle(self, work: Work) -> bool:
-        """Return True if a drafter that always runs is asked for nothing.
+        """Return True if a drafter that runs along is asked for nothing.
 
-        `policies.batch.base.KeptInStep` counts that pass as the draft's own.
+        Its one pass may be counted as the policy's (`policies.batch.base.KeptInStep`).
         """
-        return self.along is not None and not work.drafted and self._always < 2
-
-    def _idle_s(self, work: Work, batch: int) -> float:
-        """Return seconds of an iteration without drafts."""
-        if self.along is None or not self.idle(work):
-            return 0.0
-        return self.along(batch, 1.0, work.context / batch - 1.0)
+        return self.along is not None and not work.drafted and work.longest < 2
 
     def of_work(self, work: Work, batch: int) -> float:
         """Return seconds of the draft passes of an iteration over `batch` sequences, at their
         means.
         """
-        if not work.longest or self.idle(work):
-            return self._idle_s(work, batch)
+        if self.along is not None and self.idle(work):
+            return self.along(batch, 1.0, work.context / batch - 1.0)
+        if not work.longest:
+            return 0.0
         read, read_first = self.running()
         longest, mean = work.longest, work.draft_context / work.drafting
         width, cached = self._first_sizes(work, batch)
@@ -258,7 +245,7 @@ class DraftCost:
     def rectangles(self, work: Work, slots: Sequence[Slot], rounds: Sequence[Round]) -> float:
         """Return seconds of passes as wide as the widest sequence: one round per slot."""
         if not work.longest or self.idle(work):
-            return self._idle_s(work, len(rounds))
+            return self.of_work(work, len(rounds))
         read, read_first = self.running()
         sizes = [
             (r.draft_forwards, r.catch_up, slot.context)
@@ -354,6 +341,8 @@ class EngineCost:
         ``ragged``: sizes at their means, as with kernels for sequences of any length;
         ``padded``: every decode pass is the rectangle of its widest sequence and longest
         context, as `profiler.decoding.batch` runs it.
+    takes_verified:
+        As in `traces.acceptance.trace.Trace`, for engines that always draft.
 
     Notes
     -----
@@ -375,11 +364,13 @@ class EngineCost:
         reads: bool = False,
         speculates: bool = True,
         passes: Literal["ragged", "padded"] = "ragged",
+        takes_verified: bool = False,
     ) -> None:
         self.latency = latency
         self.reads = reads
         self.speculates = speculates
         self.always = passes_always(latency) if speculates else 0
+        self.most_behind = most_behind(takes_verified)
         if passes not in ("ragged", "padded"):
             raise DraftsimError(f"passes is {passes!r}, expected 'ragged' or 'padded'")
         self.passes = passes
@@ -388,7 +379,7 @@ class EngineCost:
         self._readers, self._target = readers, readers["target"]
         self._with_prompts = readers.get("with_prompts", self._target)
         self._mixed = MixedPasses(latency, readers.get("mixed"))
-        self._drafts = DraftCost(latency, readers, self.always)
+        self._drafts = DraftCost(latency, readers)
         self.hosts = HostCost(latency, reads)
         self._prompts = PromptCost(latency, readers, MODELS if speculates else MODELS[:1])
 
@@ -419,7 +410,7 @@ class EngineCost:
     def of_work(self, work: Work, batch: int, prompts: Prompts = NO_PROMPTS) -> Seconds:
         """Return seconds of an iteration over `batch` sequences, all sizes at their means."""
         if self.always:
-            work = drafting_always(work, batch, self.always)
+            work = drafting_always(work, batch, self.always, self.most_behind)
         draft_s = prompts.draft_s + self._drafts.of_work(work, batch)
         target_s = self._target_pass(work, batch, prompts)
         # As in `work_of`.
@@ -446,10 +437,7 @@ class EngineCost:
     @property
     def unpriced(self) -> list[str]:
         """Return what happened at no cost because the table lacks its cells."""
-        return self._prompts.unpriced + [
-            phase for phase in ("host_round", *(("signal",) if self.reads else ()))
-            if not any(self.latency.has(m, phase) for m in HOSTS)
-        ]  # fmt: skip
+        return self._prompts.unpriced + missing_hosts(self.latency, self.reads)
 
     def _host_seconds(self, work: Work, batch: int) -> float:
         # Taken apart at once: reading a tuple's fields by name takes longer.

@@ -103,6 +103,11 @@ class EventEngine(Replica):
         """Count measured, interpolated and extrapolated passes, per model and phase."""
         return self.cost.coverage
 
+    @property
+    def unpriced(self) -> list[str]:
+        """Return what happened at no cost because the table lacks its cells."""
+        return self.cost.unpriced
+
     def idle_for_good(self) -> bool:
         """Return True if no request will come any more and nothing is planned for the next
         iteration.

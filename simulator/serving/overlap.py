@@ -16,6 +16,7 @@ from typing import Any
 import simpy
 
 from policies.core import DraftPolicy, Round, drafting
+from simulator.pricing import HostCost, missing_hosts
 from simulator.serving.arrivals import Job
 from simulator.serving.outcome.metrics import RunRecorder
 from simulator.serving.outcome.timeline import Timeline
@@ -85,6 +86,8 @@ class Overlapped(Replica):
             PassReader(latency, m, "prefill") for m in TRACKS if latency.has(m, "prefill")
         ]
         self._blank = not policy.reads
+        self._host = HostCost(latency, bool(policy.reads)).at(1)
+        self._latency = latency
 
     @abstractmethod
     def decode(self, slot: Slot) -> Events:
@@ -151,6 +154,12 @@ class Overlapped(Replica):
         """Count measured, interpolated and extrapolated passes, per model and phase."""
         return [row for r in (self._target, self._draft, *self._prefill) for row in r.coverage]
 
+    @property
+    def unpriced(self) -> list[str]:
+        """Return what happened at no cost because the table lacks its cells."""
+        absent = [f"{m} prefill" for m in TRACKS if not self._latency.has(m, "prefill")]
+        return absent + missing_hosts(self._latency, bool(self.policy.reads))
+
     def block(self, slot: Slot, ahead: int, limit: int) -> list[Any]:
         """Return the tokens the policy drafts next, `ahead` tokens after the output so far.
 
@@ -170,12 +179,12 @@ class Overlapped(Replica):
         return draft
 
     def passes_s(self, context: int, count: int) -> float:
-        """Return seconds of `count` draft passes after `context` tokens."""
-        return self._draft.run(1, context, count)
+        """Return seconds of `count` draft passes after `context` tokens, the host's included."""
+        return self._draft.run(1, context, count) + count * self._host.draft_s
 
     def verify_s(self, tokens: int, context: int) -> float:
-        """Return seconds of a target pass over `tokens` tokens."""
-        return self._target(1, max(tokens, 1), max(context - 1, 0))
+        """Return seconds of a target pass over `tokens` tokens, and of the host's around it."""
+        return self._target(1, max(tokens, 1), max(context - 1, 0)) + self._host.round_s
 
     def emit(self, slot: Slot, outcome: Round, draft: list[Any], wasted: int) -> None:
         """Book a verification's outcome at this moment; `wasted` drafts are lost by it."""

@@ -198,10 +198,9 @@ class Station:
                 engine.recorder.length_changes = engine.together.changes
                 if self.audit is not None:
                     self.audit(engine)
-        costs = [engine.cost.unpriced for engine in engines if isinstance(engine, EventEngine)]
         return ServedLoad(
             [engine.recorder for engine in engines], [c for e in engines for c in e.coverage],
-            costs[0] if costs else [], env.now,
+            engines[0].unpriced, env.now,
             sum(env.now - slot.arrival_s for engine in engines for slot in engine.unfinished),
             any(process.is_alive for process in processes),
         )  # fmt: skip
@@ -219,7 +218,7 @@ class Station:
         kind = StaticBatches if scenario.mode.startswith("static") else Continuous
         cost = EngineCost(
             latency, bool(policy.reads), self.lookahead > 0 or scenario.drafter_loaded,
-            scenario.passes,
+            scenario.passes, trace.takes_verified,
         )  # fmt: skip
         return EventEngine(
             env, trace, source, kind(scenario.limits, self.lookahead),

@@ -192,6 +192,11 @@ class Replica(ABC):
         """Count measured, interpolated and extrapolated passes, per model and phase."""
 
     @property
+    @abstractmethod
+    def unpriced(self) -> list[str]:
+        """Return what happened at no cost because the table lacks its cells."""
+
+    @property
     def emitted(self) -> int:
         """Tokens emitted by now."""
         return self.recorder.tokens

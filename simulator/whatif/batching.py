@@ -19,11 +19,14 @@ from policies.arrays import Bools, Floats, Ints
 from simulator.bootstrap import intervals
 from simulator.pricing import (
     PassCount,
+    Verified,
+    asked_passes,
     autoregressive,
     draft_seconds,
     host_seconds,
     pass_seconds,
     round_host_seconds,
+    runs_along,
 )
 from simulator.ratios import RatioCosts
 from traces.errors import DraftsimError
@@ -37,8 +40,7 @@ class BatchSteps(NamedTuple):
     """Steps of a batch, arrays of shape (steps,): those of one sample of prompts after another."""
 
     batch: int
-    reads: bool
-    """True if the policy reads signals."""
+    log: RoundLog
     starts: Ints
     """The first step of each sample, shape (samples,)."""
     emitted: Ints
@@ -49,10 +51,14 @@ class BatchSteps(NamedTuple):
     """Mean tokens per slot in the target's pass."""
     context: Floats
     """Mean tokens in the cache per slot."""
+    output: Floats
+    """Mean output tokens in the cache per slot."""
     catch_up: Floats
     """Mean tokens in the first draft pass per slot that drafts."""
     draft_context: Floats
     """Mean tokens in the cache per slot that drafts."""
+    draft_output: Floats
+    """Mean output tokens in the cache per slot that drafts."""
     rejected: Bools
     """True if any drafted token leaves the target's cache."""
     unread: Bools
@@ -81,7 +87,7 @@ def in_steps(log: RoundLog, batch: int, rngs: Sequence[np.random.Generator]) -> 
     samples = [_summed(log, context, _dealt(bounds, batch, rng)) for rng in rngs]
     counts = [len(emitted) for emitted, *_ in samples]
     columns = (np.concatenate(column) for column in zip(*samples, strict=True))
-    return BatchSteps._make([batch, bool(log.reads), np.cumsum(counts) - counts, *columns])
+    return BatchSteps._make([batch, log, np.cumsum(counts) - counts, *columns])
 
 
 def _dealt(bounds: Ints, batch: int, rng: np.random.Generator) -> Ints:
@@ -109,12 +115,13 @@ def _summed(log: RoundLog, context: Ints, index: Ints) -> tuple[Any, ...]:
     """Return columns of `BatchSteps` of the dealt rounds, from ``emitted`` on."""
     rounds = log.rounds[index]
     forwards = rounds["draft_forwards"].astype(np.int64)
-    drafting, held = forwards > 0, context[index]
+    drafting, held, output = forwards > 0, context[index], rounds["position"].astype(np.int64)
     some = np.maximum(drafting.sum(axis=1), 1)
     return (
         rounds["emitted"].sum(axis=1, dtype=np.int64), forwards.max(axis=1),
-        rounds["drafted"].mean(axis=1, dtype=np.float64) + 1, held.mean(axis=1),
-        (rounds["catch_up"] * drafting).sum(axis=1) / some, (held * drafting).sum(axis=1) / some,
+        rounds["drafted"].mean(axis=1, dtype=np.float64) + 1,
+        held.mean(axis=1), output.mean(axis=1),
+        *((values * drafting).sum(axis=1) / some for values in (rounds["catch_up"], held, output)),
         (rounds["accepted"] < rounds["drafted"]).any(axis=1),
         (rounds["accepted"] < forwards - 1).any(axis=1), rounds["request"].astype(np.int64),
     )  # fmt: skip
@@ -128,15 +135,19 @@ class StepCosts(NamedTuple):
 
 
 def step_costs(steps: BatchSteps, latency: LatencyTable, context: float | None = None) -> StepCosts:
-    """Return costs of every step; `context` replaces the recorded one."""
+    """Return costs of every step; `context` replaces the recorded lengths of prompts."""
     batch, held, seen = steps.batch, steps.context, steps.draft_context
     if context is not None:
-        held = seen = np.full(len(held), float(context))
-    longest, cached = steps.longest, np.maximum(held - 1, 0)
-    target_s, passes = pass_seconds(latency, "target", batch, steps.width, cached)
-    draft_s, drafts = draft_seconds(latency, "draft", batch, longest, steps.catch_up, seen)
+        held, seen = context + steps.output, context + steps.draft_output
+    along = runs_along(steps.log, latency)
+    longest = asked_passes(steps.longest, steps.width - 1, along)
+    verified = Verified(steps.width, np.maximum(held - 1, 0))
+    target_s, passes = pass_seconds(latency, "target", batch, *verified)
+    draft_s, drafts = draft_seconds(
+        latency, "draft", batch, longest, steps.catch_up, seen, verified if along else None
+    )
     host_s = round_host_seconds(latency, "draft", batch, longest, steps.rejected, steps.unread)
-    signal_s = longest * (host_seconds(latency, "signal", batch) if steps.reads else 0.0)
+    signal_s = longest * (host_seconds(latency, "signal", batch) if steps.log.reads else 0.0)
     return StepCosts(target_s + draft_s + host_s + signal_s, passes + drafts)
 
 
@@ -255,6 +266,7 @@ class InBatches:
         # Both sides draw the same prompts in the same order, so that the ratio is paired.
         self.plain = plain or Samples(autoregressive(log), batch, resamples + 1, seed)
         self._tokens = float(log.rounds["emitted"].sum(dtype=np.int64))
+        self._prompts = len(log.requests)
 
     def at_latency(self, latency: LatencyTable, context: float | None = None) -> Speedups:
         """Price with measured or assumed passes; shape (1,)."""
@@ -271,7 +283,7 @@ class InBatches:
         ratios = plain.each / ours.each
         value = ratios.mean(axis=0)
         low = high = np.full_like(value, np.nan)
-        if len(ratios) > 2:
+        if len(ratios) > 2 and self._prompts > 1:
             low, high = intervals(ratios)
         slower = ours.prompt > plain.prompt * (1 + 1e-12)
         drawn = self._own.drawn & self.plain.drawn

@@ -15,7 +15,6 @@ import numpy as np
 import numpy.typing as npt
 import pandas as pd
 
-from policies.registry import PLAIN
 from traces.errors import DraftsimError
 from traces.latency.table import LatencyTable
 from traces.replay.rounds import RoundLog
@@ -67,6 +66,13 @@ def is_one_pass(latency: LatencyTable) -> bool:
     return bool(latency.meta.get(AT_ONCE))
 
 
+def most_behind(takes_verified: bool) -> int:
+    """Return tokens that a drafter called in every round has to read at most; any number if it
+    takes verified tokens.
+    """
+    return WIDEST if takes_verified else MOST_BEHIND
+
+
 def passes_always(latency: LatencyTable) -> int:
     """Draft passes of every round in the engine of a table; 0 where it drafts as asked."""
     return int(latency.meta.get(ALWAYS) or 0)
@@ -77,21 +83,22 @@ def always_drafted(log: RoundLog, passes: int) -> RoundLog:
     drafted.
 
     Verified and accepted tokens stay the same.  The drafter, called every time, is always up to
-    date, so its first pass reads one token, or two if all that it had read was accepted.  Sources
-    that draft without model passes, and plain decoding, are returned unchanged.
+    date, so its first pass reads one token, or two if all that it had read was accepted; one that
+    takes verified tokens reads all that the last round emitted.  Sources that draft without model
+    passes, and plain decoding, are returned unchanged.
     """
-    if not passes or log.source == "none" or log.policy == PLAIN or log.calls is not None:
+    if not passes or log.is_plain or log.calls is not None:
         return log
     rounds = log.rounds.copy()
     forwards = np.maximum(rounds["draft_forwards"], passes)
-    read = np.minimum(rounds["accepted"], forwards - 1)
+    read = 0 if log.takes_verified else np.minimum(rounds["accepted"], forwards - 1)
     behind = _behind(rounds, read)
     rounds["draft_forwards"] = forwards
     rounds["catch_up"] = np.minimum(rounds["catch_up"], behind)
     return replace(log, rounds=rounds)
 
 
-def _behind(rounds: npt.NDArray[Any], read: npt.NDArray[Any]) -> npt.NDArray[Any]:
+def _behind(rounds: npt.NDArray[Any], read: npt.NDArray[Any] | int) -> npt.NDArray[Any]:
     """Return tokens that the drafter has not read as each round begins."""
     behind = rounds["catch_up"].copy()
     same = rounds["request"][1:] == rounds["request"][:-1]

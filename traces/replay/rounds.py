@@ -12,6 +12,7 @@ import numpy.typing as npt
 import pandas as pd
 
 from policies.core import Round
+from policies.registry import PLAIN
 from policies.rules.base import VerifyRule
 from traces.acceptance.trace import Request
 
@@ -43,7 +44,8 @@ class RoundLog:
 
     ``calls`` is the work of sources other than a draft model, which is not a pass per drafted
     token: rows of `traces.replay.calls.CALL_DTYPE`; None if it is, as for a draft model.
-    ``drafter`` is the model of the latency table that these passes are of.
+    ``drafter`` is the model of the latency table that these passes are of; ``takes_verified`` as in
+    `traces.acceptance.trace.Trace`.
     """
 
     rounds: npt.NDArray[Any]
@@ -58,6 +60,7 @@ class RoundLog:
     rule: VerifyRule | None = None
     calls: npt.NDArray[np.void] | None = None
     drafter: str = "draft"
+    takes_verified: bool = False
 
     def __len__(self) -> int:
         return len(self.rounds)
@@ -67,6 +70,11 @@ class RoundLog:
             f"<RoundLog {self.policy} / {self.verify}, {self.source}: {len(self)} rounds of "
             f"{len(self.requests)} requests, {self.fidelity}>"
         )
+
+    @property
+    def is_plain(self) -> bool:
+        """True for plain decoding, of an engine without a drafter."""
+        return self.source == "none" or self.policy == PLAIN
 
     @property
     def context(self) -> npt.NDArray[np.int64]:

@@ -101,7 +101,7 @@ def recorded_log(
     return RoundLog(
         rounds, trace.requests, name, source=trace.source, drafter=trace.drafter,
         verify="rejection-sampling" if trace.temperature > 0 else "exact",
-        fidelity=fidelity_of(trace), reads=reads, first=first,
+        fidelity=fidelity_of(trace), reads=reads, first=first, takes_verified=trace.takes_verified,
     )  # fmt: skip
 
 

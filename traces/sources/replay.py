@@ -70,12 +70,13 @@ def replay_source(
         _at_once(trace, source, decoder_of, policy, plan, recordings, first, chosen)
         or _asked(decoder_of, own, plan, chosen)
     )  # fmt: skip
+    by_passes = drafter is not None and drafter.by_passes
     return RoundLog(
         rounds, [trace.requests[i] for i in chosen], name or describe(policy),
         source=source.label(recordings), verify=lossless, fidelity=fidelity_of(source, trace),
         reads=policy.reads, first=first,
-        calls=None if drafter is not None and drafter.by_passes else calls,
-        drafter="draft" if drafter is None else drafter.model,
+        calls=None if by_passes else calls,
+        drafter="draft" if drafter is None else drafter.model, takes_verified=by_passes,
     )  # fmt: skip
 
 

@@ -77,6 +77,8 @@ class LoopPrices(NamedTuple):
     launch_s: float
     always: int
     """Draft passes in every iteration (`traces.replay.always`)."""
+    most_behind: int
+    """Tokens that a drafter of such an engine has to read at most."""
 
 
 class LoopLimits(NamedTuple):
@@ -255,6 +257,7 @@ def _priced(cost: EngineCost, most: int) -> LoopPrices:
         np.array([np.pad(own, (0, longest - len(own)), "edge") for own in sums]),
         np.array([cost.hosts.at(batch) for batch in range(most + 1)], HOST).view(np.recarray),
         latency.grid("target", "forward").quickest_s, cost.always,
+        cost.most_behind,
     )  # fmt: skip
 
 

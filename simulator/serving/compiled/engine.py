@@ -170,6 +170,7 @@ class _Running:
         self._cost = EngineCost(
             serving.latency, bool(serving.policy.reads),
             serving.lookahead > 0 or scenario.drafter_loaded,
+            takes_verified=serving.trace.takes_verified,
         )  # fmt: skip
         self._jobs: list[Job] = []
         self._advanced = 0

@@ -39,7 +39,6 @@ from simulator.serving.compiled.arrays import (
 )
 from simulator.serving.cost import Work
 from traces.latency.interpolate import EXTRAPOLATED, INTERPOLATED, MEASURED
-from traces.replay.always import MOST_BEHIND
 
 DONE, CUT, PAUSE, MORE, ROUTE, LOST, STUCK = range(7)
 """Why `run` returns: no request is left; the time is up; it has done `STEPS` events; it needs more
@@ -194,7 +193,7 @@ def decoding_s(
     """Return the seconds of the target's pass over what decodes, and of all else."""
     context, drafted, longest, drafting, catch_up, draft_context, rejected, unread = work
     if prices.always:
-        catch_up = min(catch_up, MOST_BEHIND * drafting) + batch - drafting
+        catch_up = min(catch_up, prices.most_behind * drafting) + batch - drafting
         longest, drafting, draft_context = max(longest, prices.always), batch, context
         unread = unread or prices.always > 1
     host, size = prices.hosts[batch], float(batch)
@@ -205,7 +204,7 @@ def decoding_s(
         seconds += host.draft_rollback_s
     width, cached = drafted / size + 1.0, context / size - 1.0
     along = prices.readers[ALONG].read
-    if along != NOWHERE and not drafted and prices.always < 2:
+    if along != NOWHERE and not drafted and longest < 2:
         seconds += read(prices, seen, ALONG, size, 1.0, cached)
     elif longest:
         seconds += longest * host.draft_s
