@@ -24,7 +24,7 @@ from traces import find_latency, find_trace
 from traces.store.recordings import BUNDLED
 
 SEEN = (
-    {"qwen-coder-vllm-cpu": (1, 4), "qwen-coder-vllm-float32-cpu": (8, 16)},
+    {"qwen-coder-vllm-float32-cpu": (1, 4, 8, 16)},
     ("fixed:gamma=2", "gammatune", "rate-optimal"),
 )  # fmt: skip
 """README's first table: loads by recording, and policies."""
