@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from commands.calibrate import known_target
 from commands.common.acceptance import FORMS, LONGEST, load_positions
 from commands.common.bounds import MOST_CONTEXT, MOST_LENGTH
 from commands.common.drafted import latencies, load_recording
@@ -19,6 +20,7 @@ from commands.common.options import (
     TraceOption,
     WeightsOption,
     batch_sizes,
+    refuse,
 )
 from commands.common.output import JsonOption, OutOption, emit, note, placed, remark
 from commands.common.printed import print_table
@@ -26,7 +28,7 @@ from commands.common.progress import working
 from commands.common.written import Shown
 from traces.digits import counted
 from traces.errors import DraftsimError
-from traces.store.recordings import DEFAULT_TRACE
+from traces.store.recordings import DEFAULT_TRACE, given_name
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -106,23 +108,32 @@ def breakeven(
     from simulator.tune.formats import check_settings
 
     lengths = [int(n) for n in batch_sizes("--k", k or DEFAULT_KS, MOST_LENGTH)]
-    server, model = (None, None) if bench is None else _server(bench, passes)
-    if plan:
+    costs = {
+        "--latency": latency, "--gpu": gpu, "--weights": weights, "--always-draft": always_draft,
+        "--assume-batch-free": assume_batch_free or None,
+    }  # fmt: skip
+    drafter = {"--trace": given_name(trace), "--source": source}
+    if bench is None and not plan:
+        if passes is not None:
+            raise DraftsimError("--passes is of a server's runs: add --bench or --plan, or drop it")
+        if acceptance is not None and latency is not None and not (source or gpu or weights):
+            refuse(drafter, "--acceptance and --latency need no recording")
+    elif plan:
+        refuse(costs, "--plan chooses runs of a server, which has its own costs")
         if plot is not None:
             raise DraftsimError("--plan prints runs and draws nothing: drop --plot")
+    else:
+        refuse(costs, "--bench tells the costs")
+        refuse(drafter, "--bench tells the acceptance")
+    server, model = (None, None) if bench is None else _server(bench, passes)
+    if plan:
         given = _given(acceptance, trace, source, lengths)
         loads = grid(*_axes(batch, context, server, None, lengths), lengths)
         _plan(loads, given, server, passes, out, json)
         return
     if server is not None:
-        costs = {
-            "--latency": latency, "--source": source, "--gpu": gpu, "--weights": weights,
-            "--always-draft": always_draft, "--assume-batch-free": assume_batch_free or None,
-        }  # fmt: skip
-        if named := [name for name, value in costs.items() if value is not None]:
-            raise DraftsimError(f"--bench tells the costs: drop {' and '.join(named)}")
         own = None if acceptance is None else load_positions(acceptance)
-        loads = grid(*_axes(batch, context, server, None, lengths), lengths)
+        loads = grid(*_axes(batch, context, server, None, lengths), sorted({0, *lengths}))
         with working(f"pricing {len(loads)} loads"):
             surface = measured_surface(server, own, loads, level)
         name = ", ".join(filter(None, (model, *(bench or ()))))
@@ -242,8 +253,9 @@ def _server(bench: list[str], passes: int | None) -> tuple[ServerFit, str | None
     found = read_benches(bench)
     for line in found.notes:
         remark(line)
+    target = known_target(None, None, found.model)
     with working("fitting the server's costs"):
-        return calibrate(found.runs, passes=passes), found.model
+        return calibrate(found.runs, passes=passes, target=target), found.model
 
 
 def _plan(

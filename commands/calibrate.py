@@ -106,22 +106,21 @@ def calibrate(
     target = known_target(engine, experts, found.model)
     with working("fitting the server's costs"):
         server = fit(measured, passes=passes, noise=noise, target=target)
-    if other is not None:
-        server = server.at_acceptance(other.survival)
+    server = at_acceptance(server, other)
     batches = concurrencies(measured) if batch is None else batch_sizes("--batch", batch)
     lengths = draft_lengths(measured) if k is None else _whole("--k", k)
-    contexts = (
-        [usual(server)[0]] if context is None else [float(c) for c in _whole("--context", context)]
-    )
+    named = None if context is None else [float(c) for c in _whole("--context", context)]
+    contexts = named or [usual(server)[0]]
     _check_contexts(server, contexts)
     with working("predicting loads"):
-        best = choices(server, batches, lengths, level)
+        best = choices(server, batches, lengths, level, contexts[0])
         loads = predicted(
             server, [(b, n, c) for c in contexts for b in batches for n in lengths], level
         )
         intervals, suggestion = server.intervals(level), next_run(server)
     if json is None:
-        note(f"{found.model}: {_headline(best, level)}" if found.model else _headline(best, level))
+        said = _headline(best, level, contexts[0] if named else None)
+        note(f"{found.model}: {said}" if found.model else said)
         print_table([shown_choice(row) for row in best])
         print_table([_load(load) for load in loads])
         print_table([_cost(name, one) for name, one in intervals.items()])
@@ -187,7 +186,18 @@ def other_acceptance(acceptance: str | None, model: str | None) -> Positions | N
     return found
 
 
-def _headline(rows: list[Choice], level: float) -> str:
+def at_acceptance(server: ServerFit, other: Positions | None) -> ServerFit:
+    """Return the server with the acceptance that `other_acceptance` found; a remark says what is
+    left out.
+    """
+    if other is None:
+        return server
+    if server.stopping():
+        remark("runs with p-min are left out: they tell nothing of drafts at another acceptance")
+    return server.at_acceptance(other.survival)
+
+
+def _headline(rows: list[Choice], level: float, context: float | None) -> str:
     from simulator.aggregate.advice import in_words
 
     first = rows[0]
@@ -195,7 +205,8 @@ def _headline(rows: list[Choice], level: float) -> str:
         f"; at {counted(first.batch, 'request')} {_times(first.speedup)} no "
         f"speculation ({level:.0%} interval)" if first.k else ""
     )  # fmt: skip
-    return f"{in_words(rows)}{gain}."
+    held = "" if context is None else f"At {context:,.0f} tokens of context: "
+    return f"{held}{in_words(rows)}{gain}."
 
 
 def _remarks(server: ServerFit, contexts: list[float]) -> list[str]:

@@ -65,6 +65,9 @@ def curve(
             [n for n in range(1, max(LONGEST, *lengths) + 1) if n not in used]
             if k is None else batch_sizes("--k", k, MOST_LENGTH)
         )  # fmt: skip
+        if not asked:
+            raise DraftsimError(f"{name}: --given holds every K up to {max(used)}: name others "
+                                "with --k")  # fmt: skip
         rows += [{"curve": name, **row} for row in extended(lengths, used, asked, level)]
     shown = [n for n in SHOWN if any(row[n] is not None for row in rows)]
     if json is None:

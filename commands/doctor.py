@@ -51,7 +51,7 @@ def doctor(
     """
     from simulator.aggregate.doctor import DIFFERS, diagnose
 
-    mine = load_positions(observed, draft_length, form=form)
+    mine = load_positions(observed, draft_length, form=form, drafts=draft_length)
     its = load_positions(against, draft_length or mine.longest, source=source)
     found = diagnose(mine, its)
     rows = [place._asdict() for place in found.places if not math.isnan(place.observed)]

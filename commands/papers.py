@@ -13,13 +13,13 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from commands.common.drafted import load_recording
-from commands.common.options import LatencyOption, TraceOption
+from commands.common.options import LatencyOption, TraceOption, refuse
 from commands.common.output import WIDEST, JsonOption, OutOption, emit, note, wrapped
 from commands.common.printed import cell_text, print_table, printable
 from commands.common.progress import working
 from commands.common.written import Shown
 from traces.errors import DraftsimError
-from traces.store.recordings import PAPERS_TRACE
+from traces.store.recordings import PAPERS_TRACE, given_name
 
 if TYPE_CHECKING:
     from simulator.papers.measured.rows import Record
@@ -77,6 +77,15 @@ def papers(
     contradicts itself. With --measured a row is a public study of GPUs: what part of it was given,
     the error of the predicted rest, and how often the side of 1x and the rank are right.
     """
+    own: dict[str, object] = {
+        "--trace": given_name(trace), "--latency": latency,
+        "--rounds": rounds, "--sampled": sampled, "--missing": missing or None,
+    }  # fmt: skip
+    refuse(
+        own if measured else {"--logs": logs},
+        "--measured reads public measurements alone" if measured
+        else "--logs holds measurements for --measured",
+    )  # fmt: skip
     if measured:
         return print_evidence(logs, table, json, out)
     from simulator.executors import results_of

@@ -10,6 +10,7 @@ import typer
 
 from commands.calibrate import (
     ExpertsOption,
+    at_acceptance,
     known_target,
     other_acceptance,
     shown_choice,
@@ -113,8 +114,7 @@ def recommend(
     known = known_target(engine, experts, target or found.model)
     with working("fitting the server's costs"):
         server = calibrate(runs, passes=passes, target=known)
-    if other is not None:
-        server = server.at_acceptance(other.survival)
+    server = at_acceptance(server, other)
     batches = concurrencies(runs) if batch is None else batch_sizes("--batch", batch)
     with working("comparing draft lengths"):
         rows = _within(choices(server, batches, level=level), slo)
@@ -138,8 +138,8 @@ def recommend(
         note(text)
     if engine in ONE_LENGTH and len({row.k for row in rows}) > 1:
         note(
-            f"{engine} has one draft length for every load: the command sets that for "
-            f"{counted(rows[0].batch, 'request')}; --batch N chooses another load"
+            f"{engine} has one draft length for every load: the command sets {_one_length(rows)}; "
+            "--batch N chooses another load"
         )
     if engine == "tensorrt-llm" and max(row.k for row in rows) > rows[0].k:
         note(
@@ -168,7 +168,7 @@ def _within(rows: Sequence[Choice], slo: str | None) -> list[Choice]:
 
     from simulator.targets import parse_targets
 
-    targets = parse_targets(slo)
+    targets = parse_targets(slo, share=False)
     if math.isfinite(targets.ttft_s):
         raise DraftsimError(
             f"--slo {slo}: benchmark totals hold no TTFT: give tpot alone, or use `draftsim tune "
@@ -183,6 +183,17 @@ def _within(rows: Sequence[Choice], slo: str | None) -> list[Choice]:
                 f"fastest, K = {row.k}, takes {1e3 * tpot_s:.3g} ms a token"
             )
     return list(rows)
+
+
+def _one_length(rows: Sequence[Choice]) -> str:
+    """Return which of the choices an engine with one draft length is set to, in words."""
+    first = next((row for row in rows if row.k), rows[0])
+    if first is rows[0]:
+        return f"that for {counted(first.batch, 'request')}"
+    return (
+        f"K = {max(row.k for row in rows)}, though no speculation is fastest at "
+        f"{counted(rows[0].batch, 'request')}"
+    )
 
 
 def _gain(rows: Sequence[Choice], level: float) -> str:
@@ -219,12 +230,20 @@ def _remarks(
     lines += untold_passes(server)
     off = [row.batch for row in rows if row.k == 0]
     if off and len(off) < len(rows):
+        where = (
+            f"from {off[0]} requests on" if not any(row.k for row in rows if row.batch > off[0])
+            else f"at {', '.join(map(str, off))} requests"
+        )  # fmt: skip
         lines.append(
-            f"from {off[0]} requests on no speculation is fastest; a server with a drafter runs it "
-            "even at K = 0"
+            f"{where} no speculation is fastest; a server with a drafter runs it even at K = 0"
         )
-    if any(row.extrapolated for row in rows):
+    if max(row.k for row in rows) > max(run.k for run in server.runs):
         lines.append(
             "the longest recommended draft length was not measured: measure it before you deploy"
+        )
+    if max(row.batch for row in rows) > (widest := max(run.batch for run in server.runs)):
+        lines.append(
+            f"loads above {counted(widest, 'request')} were not measured: measure one before you "
+            "deploy"
         )
     return lines

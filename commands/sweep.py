@@ -18,7 +18,13 @@ from commands.common.drafted import (
     say_scaling,
     weight_formats,
 )
-from commands.common.options import CarriedInputs, ClusterOption, JobsOption, chosen_executor
+from commands.common.options import (
+    CarriedInputs,
+    ClusterOption,
+    JobsOption,
+    chosen_executor,
+    refuse,
+)
 from commands.common.output import (
     MEASURE_MORE,
     JsonOption,
@@ -72,7 +78,7 @@ class Tilting(StrEnum):
 class SweepInputs(CarriedInputs):
     """The inputs of a sweep, which takes several tables."""
 
-    latency: Annotated[  # pyright: ignore[reportIncompatibleVariableOverride]
+    latency: Annotated[
         list[str] | None,
         typer.Option(
             "--latency",
@@ -134,7 +140,9 @@ def sweep(
     ] = None,
     jobs: JobsOption = None,
     cluster: ClusterOption = None,
-    resamples: Annotated[int, typer.Option(min=0, help="Bootstrap resamples over prompts.")] = 200,
+    resamples: Annotated[
+        int, typer.Option(min=0, help="Bootstrap resamples over prompts; above batch 1 at most 30.")
+    ] = 200,
     seed: Annotated[int, typer.Option(min=0, help="Seed of everything drawn.")] = 0,
     ladder: Annotated[
         bool,
@@ -191,16 +199,17 @@ def sweep(
             "--tilt": None if tilt is Tilting.COUPLED else tilt,
             "--plots": plots if tune else None,
         }  # fmt: skip
-        if given := [name for name, value in axes.items() if value is not None]:
-            raise DraftsimError(
-                f"{'--ladder' if ladder else '--tune'} sweeps nothing: drop {' and '.join(given)}"
-            )
+        refuse(axes, f"{'--ladder' if ladder else '--tune'} sweeps nothing")
         table = _measured_table(tables, inputs, ladder, tune)
         if ladder:
             _ladder(recording, table, policy, resamples, seed, plots, json, out)
         else:
             _searched(recording, table, policy, resamples, seed, jobs, json, out)
         return
+    if not ratios:
+        refuse({"--verify-ratio": None if verify_ratio == 1 else verify_ratio}, "no --c is given")
+    if alpha is None:
+        refuse({"--tilt": None if tilt is Tilting.COUPLED else tilt}, "no --alpha is given")
     lengths = [int(g) for g in axis(gamma, "gamma", low=0, high=MOST_LENGTH, whole=True)]
     contexts = [int(k) for k in axis(context, "context", low=0, high=MOST_CONTEXT, whole=True)]
     prices = Prices(

@@ -119,8 +119,8 @@ def parse_serving_policy(
     try:
         policy: DraftPolicy | BatchPolicy = cls(**given, **extra)
         return policy if max_gamma is None else capped(policy, max_gamma, explicit=given)
-    except (ValueError, TypeError, AttributeError) as error:
-        # A JSON value of the wrong shape surfaces as one of the latter two.
+    except (ValueError, TypeError, AttributeError, LookupError) as error:
+        # A JSON value of the wrong shape surfaces as one of the latter three.
         raise ValueError(f"policy {name!r}: {error}") from None
 
 

@@ -523,9 +523,8 @@ def _observed(
 ) -> tuple[str, Trace]:  # fmt: skip
     """Return a name and a trace made from acceptance by position."""
     named = "object" if isinstance(trace, Trace) else trace
-    text = acceptance if isinstance(acceptance, str) else ",".join(f"{p:g}" for p in acceptance)
     return observed_trace(
-        text, notes.append, named=None if named == DEFAULT_TRACE else named, source=source,
+        acceptance, notes.append, named=None if named == DEFAULT_TRACE else named, source=source,
         costs=latency is not None or by_ratio,
     )  # fmt: skip
 

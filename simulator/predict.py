@@ -317,6 +317,12 @@ def compare(
         raise DraftsimError(
             f"{asked.systems[0]} drafts from texts, and --acceptance holds none: give --trace"
         )
+    carried = bool(latency.meta.get("scaled"))
+    if carried and asked.systems:
+        raise DraftsimError(
+            f"{asked.systems[0]}: latencies carried over to another device have the passes of the "
+            "target and the draft model alone: drop it, or --gpu and --weights"
+        )
     outputs, trace, texts = recording.outputs, recording.trace, asked.policies
 
     def recordings() -> Recordings:
@@ -351,6 +357,9 @@ def compare(
 
     lookups = [n for n in SYSTEMS if parse_source(SYSTEMS[n].source).recorded_as is None]
     every = rule is None and (texts is None or "all" in texts) and not recording.observed
+    if every and carried:
+        say("other sources are left out: their passes are not carried over to another device")
+        every = False
     # The longest first.
     parts: list[Callable[[Say], Any]] = [looked_up, recorded, methods] if every else []
     parts += [ranked, with_own_drafts, with_own_rules]

@@ -11,6 +11,7 @@ import numpy as np
 
 from policies.rules.base import VerifyRule
 from simulator.aggregate.observed import read_acceptance
+from simulator.aggregate.positions import of_survival
 from simulator.chosen import Say, silent
 from traces.acceptance.survival import impute
 from traces.acceptance.synthetic import trace_by_position
@@ -217,12 +218,14 @@ def imputed(name: str, trace: Trace, chooses: str | None = None, say: Say = sile
 
 
 def observed_trace(
-    text: str, say: Say = silent, sizes: Mapping[str, int] | None = None, *,
+    told: str | Sequence[float], say: Say = silent, sizes: Mapping[str, int] | None = None, *,
     named: str | None = None, source: str | None = None, costs: bool = True,
 ) -> tuple[str, Trace]:  # fmt: skip
     """Return a name and a trace of acceptance that a server counted; `say` is told whose it is.
 
-    ``sizes`` are the requests' ``prompt_length`` and ``tokens``, by default the server's.
+    ``told`` is a text as `read_acceptance` takes, or chances that the first 1, 2, ... tokens are
+    all accepted.  ``sizes`` are the requests' ``prompt_length`` and ``tokens``, by default the
+    server's.
 
     Raises DraftsimError if it cannot be read, a recording (`named`) or a `source` was named as
     well, or nothing says what passes cost (`costs`).
@@ -238,7 +241,10 @@ def observed_trace(
             "--acceptance says nothing of what passes cost: give --latency, such as costs of "
             "`draftsim calibrate RUNS --out FILE` or const:target=SECONDS,draft=SECONDS"
         )
-    found = read_acceptance(text)
+    found = (
+        read_acceptance(told) if isinstance(told, str)
+        else of_survival(",".join(f"{chance:g}" for chance in told), told)
+    )  # fmt: skip
     trace = trace_by_position(found.survival, **{**found.sizes, **(sizes or {})}, meta=found.meta)
     one = trace.requests[0]
     say(

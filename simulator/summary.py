@@ -137,12 +137,12 @@ def paired_gain(
 
 
 def gains_over(
-    rival: Priced, runs: Sequence[Priced], *, resamples: int = 2000
+    rival: Priced, runs: Sequence[Priced], *, resamples: int = 2000, prefill: bool = False
 ) -> list[tuple[float, float, float]]:
     """Return the gain of `paired_gain` over `rival` of each of `runs`, all of which were priced."""
-    theirs = _sums(rival)
+    theirs = _sums(rival, prefill)
     weights = draws(theirs.shape[1], resamples)
-    return [gain(_sums(run), theirs, weights) for run in runs]
+    return [gain(_sums(run, prefill), theirs, weights) for run in runs]
 
 
 def speedup_distribution(speedups: npt.ArrayLike, edges: npt.ArrayLike) -> pd.DataFrame:

@@ -78,8 +78,8 @@ def parse_targets(text: str, *, share: bool = True) -> Targets:
             raise DraftsimError(f"--slo {text}: {name} is given twice")
         if name == "p" and not share:
             raise DraftsimError(
-                f"--slo {text}: serve shows the share of requests within the targets, whatever p "
-                "is: drop p, or ask for a plan or settings"
+                f"--slo {text}: no share of requests is asked for here: drop p, or ask for a plan "
+                "or settings"
             )
         where = f"--slo {text}: {name}"
         found[NAMES[name]] = _share(value, where) if name == "p" else parse_time(value, where)

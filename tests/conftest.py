@@ -86,6 +86,23 @@ def _nothing_run_twice(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(repeats, "WARMING", 0)
 
 
+WIRED = (
+    "test_damaged_files.py", "test_kills.py", "test_columns.py", "test_cli_outputs.py",
+    "test_progress.py", "test_acceptance.py",
+)  # fmt: skip
+"""Files that ask what a command does with a server's runs, and not what it finds."""
+
+
+@pytest.fixture(autouse=True)
+def _short_chains(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """There, servers are fitted with a sixth of the draws."""
+    if request.path.name in WIRED:
+        from simulator.aggregate import hazard
+
+        monkeypatch.setattr(hazard, "STEPS", 120)
+        monkeypatch.setattr(hazard, "KEPT", 60)
+
+
 @pytest.fixture
 def collector() -> None:
     """Stages of the GPU suite freeze and thaw what is alive, as they do by themselves."""

@@ -104,6 +104,7 @@ def test_a_profile_is_read_as_a_recording(tmp_path: Path, run: Run) -> None:
         ({"conditional_accept_rates": None, "marginal_accept_rates": None,
           "vectors_unavailable_reason": "block verification"}, "block verification"),
         ({"acceptance_length_histogram": {"9": 4}}, "expected lengths 1 to 4"),
+        ({"acceptance_length_histogram": {"²": 4}}, "expected lengths 1 to 4"),
     ],
 )  # fmt: skip
 def test_a_profile_that_contradicts_itself_is_refused(

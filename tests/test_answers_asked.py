@@ -17,21 +17,28 @@ from policies.core import DraftPolicy
 from policies.lengths.basic import Autoregressive, Fixed
 from policies.rules.registry import parse_rule
 from simulator.plots.serving import _speedups
-from simulator.pricing import autoregressive, price
+from simulator.predict import compare, split_asked
+from simulator.pricing import price
+from simulator.report.data import with_best_fixed
 from simulator.serving import ClosedLoop, Limits, Scenario, over_batches, simulate
 from simulator.serving.outcome.results import ResultsFile, read_results
 from simulator.serving.study import sweep
 from simulator.tune.reading import read_settings
 from simulator.tune.tensorrt_llm import tune_tensorrt_llm
+from simulator.whatif.batching import InBatches
 from simulator.whatif.sweep.prices import Prices
 from simulator.whatif.sweep.run import Sweep
 from tests.conftest import ROOT, Run
+from tests.serving import GRID
 from traces.acceptance.synthetic import synthetic_trace
 from traces.errors import DraftsimError
+from traces.latency.graphs import CUDAGraphs
 from traces.latency.table import LatencyTable
-from traces.replay.always import in_one_pass
+from traces.replay.always import drafting_always, in_one_pass
 from traces.replay.run import replay
-from traces.store.recordings import find_latency, find_trace
+from traces.store.files import write_latency, write_trace
+from traces.store.operators import in_graphs
+from traces.store.recordings import find_latency, find_trace, folder_of
 
 CONST = "const:target=0.02,draft=0.01"
 GIVEN = ("--latency", CONST, "--acceptance", "0.7,0.5")
@@ -55,6 +62,30 @@ RESULTS = str(ROOT / "docs" / "examples" / "server" / "results")
          "--requests is 0"),
         (("tune", *GIVEN, "--engine", "hf", "--requests", "7"), "--requests needs --try"),
         (("breakeven", "--bench", RESULTS, "--gpu", "a100"), "--bench tells the costs: drop --gpu"),
+        (("breakeven", "--bench", RESULTS, "--trace", "smollm2-cpu"),
+         "--bench tells the acceptance: drop --trace"),
+        (("breakeven", "--passes", "1"), "add --bench or --plan"),
+        (("breakeven", "--plan", "--latency", CONST, "--acceptance", "0.8"), "drop --latency"),
+        (("breakeven", *GIVEN, "--trace", "smollm2-cpu"), "need no recording: drop --trace"),
+        (("papers", "--logs", "x"), "drop --logs"),
+        (("papers", "--measured", "--trace", "smollm2-cpu", "--missing"),
+         "drop --trace and --missing"),
+        (("sweep", *ANY_BATCH, "--verify-ratio", "1.1"), "no --c is given: drop --verify-ratio"),
+        (("sweep", *ANY_BATCH, "--tilt", "iid"), "no --alpha is given: drop --tilt"),
+        (("simulate", *GIVEN, "--robustness", "--prefill", "--by-category"),
+         "drop --prefill and --by-category"),
+        (("simulate", "--latency", "const:target=1,draft=0.1,catch_up=0.2"), "names 'catch_up'"),
+        (("simulate", *GIVEN, "--verify", 'cm-asd:weights=["a",0,1]'), "rule 'cm-asd'"),
+        (("simulate", *GIVEN, "--policy", "rate-optimal:rate=[[1]]"), "policy 'rate-optimal'"),
+        (("simulate", *GIVEN, "--policy", 'batch-table:table=[{"a":1,"b":2,"c":3}]'),
+         "policy 'batch-table'"),
+        (("simulate", *GIVEN, "--policy",
+          'sglang-adaptive:config={"1":{"candidate_steps":[1],"update_interval":0}}'),
+         "update_interval is 0, expected >= 1"),
+        (("simulate", *GIVEN, "--policy",
+          'sglang-adaptive:config={"1":{"candidate_steps":[1],"ema_alph":0.5}}'),
+         "no setting 'ema_alph'"),
+        (("curve", "0.8", "--given", "1,2,3,4,5,6,7,8"), "name others with --k"),
     ],
 )  # fmt: skip
 def test_an_option_without_effect_is_refused(words: tuple[str, ...], said: str, run: Run) -> None:
@@ -88,7 +119,8 @@ def test_replicas_are_not_saved_by_a_tie(run: Run) -> None:
     assert "it saves no replica at any rate tried" in done.err
 
 
-def test_a_drafter_that_runs_along_costs_alike_in_replay_and_in_the_engine() -> None:
+@pytest.mark.parametrize("batch", [1, 4])
+def test_a_drafter_that_runs_along_costs_alike_in_replay_and_in_the_engine(batch: int) -> None:
     """Every second round drafts nothing, and the engine's drafter reads its tokens all the same."""
 
     class Sometimes(DraftPolicy):
@@ -104,20 +136,128 @@ def test_a_drafter_that_runs_along_costs_alike_in_replay_and_in_the_engine() -> 
             return self.rounds % 2 == 0 and len(draft) < 3
 
     trace, latency = find_trace("qwen-coder-cpu"), find_latency("qwen-coder-vllm-cpu")
-    trace = trace.select(range(8))
+    trace = trace.select(range(40))
     assert latency.has("draft", "along")
-    log = replay(trace, Sometimes(), first=1)
-    assert (log.rounds["draft_forwards"] == 0).mean() > 0.3
-    replayed = (
-        price(autoregressive(log), latency).decode_s.sum() / price(log, latency).decode_s.sum()
+    # Prompts between the steps of others are the serving loop's alone.
+    free = latency.cells["phase"].isin(("prefill", "mixed"))
+    latency = LatencyTable(
+        latency.cells.assign(median_s=latency.cells["median_s"].where(~free, 0.0)), latency.meta
     )
-    scenario = Scenario(ClosedLoop(1), Limits(max_batch=1), requests=8, warmup=0.0)
+    policies = {"rests": Sometimes(), "three": Fixed(3)}
+    prices = Prices(latencies={"x": latency})
+    swept = Sweep(trace, policies, prices, batches=[batch], resamples=2, measure_tilt=False).run()
+    scenario = Scenario(ClosedLoop(batch), Limits(max_batch=batch), requests=400, warmup=0.0)
 
-    def decode_s(policy: DraftPolicy) -> float:
-        served = simulate(trace, latency, policy, scenario).requests
-        return float((served["finish_s"] - served["first_s"]).sum())
+    def rate(policy: DraftPolicy) -> float:
+        return float(simulate(trace, latency, policy, scenario).row()["throughput_tok_s"])
 
-    assert replayed == pytest.approx(decode_s(Autoregressive()) / decode_s(Sometimes()), rel=0.02)
+    plain = rate(Autoregressive())
+    for name, found in zip(swept["policy"], swept["speedup"], strict=True):
+        log = replay(trace, policies[name], first=1)
+        assert ((log.rounds["draft_forwards"] == 0).mean() > 0.3) == (name == "rests")
+        assert found == pytest.approx(rate(policies[name]) / plain, rel=0.005 * batch), name
+
+
+def test_a_drafter_that_takes_verified_tokens_reads_them_all_in_every_round() -> None:
+    """It drafted four all along, so an engine that always drafts four costs what it did."""
+    trace = synthetic_trace(0.8, requests=6, tokens=40, max_gamma=8)
+    trace = replace(trace, meta={**trace.meta, "takes_verified": True})
+    log = replay(trace, Fixed(4))
+    full = log.rounds["draft_forwards"] == 4
+    assert (log.rounds["catch_up"][full] > 2).any()
+    always = drafting_always(GRID, 4)
+    np.testing.assert_array_equal(price(log, always).draft_s[full], price(log, GRID).draft_s[full])
+    scenario = Scenario(ClosedLoop(1), Limits(max_batch=1), requests=6, warmup=0.0)
+    seconds = [simulate(trace, t, Fixed(4), scenario).simulated_s for t in (GRID, always)]
+    # Only the last round of a request has room for fewer.
+    assert seconds[0] <= seconds[1] < 1.03 * seconds[0]
+
+
+def test_latencies_carried_over_are_not_composed_anew() -> None:
+    table = find_latency("a100/llama-3.1-8b+llama-3.2-1b")
+    slower = table.scaled({"target": 2.0, "draft": 2.0}, "half as fast")
+    assert in_graphs(slower, None, 8) is slower
+    with pytest.raises(DraftsimError, match="carried over to another device in vLLM's graphs"):
+        in_graphs(slower, CUDAGraphs((4, 8)), 8)
+
+
+def test_padding_beyond_what_was_measured_is_refused() -> None:
+    table = find_latency("smollm2-vllm-draft-cpu")
+    with pytest.raises(DraftsimError, match="pass over 5 tokens would run over 64"):
+        in_graphs(table, CUDAGraphs((4, 64)), 8)
+
+
+def test_a_run_folder_may_be_the_one_worked_in(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_trace(synthetic_trace(0.7, requests=4, tokens=30), tmp_path / "trace.parquet")
+    write_latency(LatencyTable.constant(0.01, 0.001), tmp_path / "latency.parquet")
+    monkeypatch.chdir(tmp_path)
+    done = run("simulate", "--trace", ".", "--policy", "fixed:gamma=2")
+    assert done.code == 0, done.err
+    assert folder_of(".") == Path()
+    assert folder_of("trace.parquet") is None
+
+
+@pytest.mark.parametrize(
+    ("rows", "said"),
+    [
+        ('4,2,a\n4,1,"it\n' + "4,4,a\n" * 9, "is not CSV"),
+        ('4,2,a\n4,1,"it\n' + "4,4,a\n" * 40_000, "is not CSV"),
+        ("4,2\n", "line 2: has not as many values"),
+    ],
+)
+def test_a_stray_quote_loses_no_rounds(rows: str, said: str, run: Run, tmp_path: Path) -> None:
+    path = tmp_path / "rounds.csv"
+    path.write_text("drafted,accepted,category\n" + rows)
+    done = run("import", "rounds", path, "--out", tmp_path / "t.parquet")
+    assert done.code == 2
+    assert said in done.err
+
+
+def test_a_context_in_batches_is_that_of_the_prompts() -> None:
+    """All prompts have 64 tokens, and the steps go on from there as recorded."""
+    trace = synthetic_trace(0.7, requests=8, tokens=40, prompt_length=64)
+    batches = InBatches(replay(trace, Fixed(3)), 4, 4)
+    told, recorded = batches.at_latency(GRID, 64), batches.at_latency(GRID)
+    np.testing.assert_allclose(told.wall_s, recorded.wall_s)
+    assert batches.at_latency(GRID, 200).wall_s > recorded.wall_s
+
+
+def test_one_prompt_has_no_interval_in_batches() -> None:
+    alone = synthetic_trace(0.7, requests=1, tokens=60)
+    found = InBatches(replay(alone, Fixed(3)), 4, 10).at_latency(GRID)
+    assert np.isnan([found.speedup_lo, found.speedup_hi]).all()
+
+
+def test_gains_with_prompts_are_the_ratio_of_speedups_with_prompts() -> None:
+    trace = synthetic_trace(0.7, requests=8, tokens=40, prompt_length=90)
+    ranking = draftsim.predict(
+        trace, GRID, ["fixed:gamma=1", "fixed:gamma=4"], against="fixed:gamma=1", prefill=True
+    )
+    one, four = (ranking.table.set_index("policy").loc[f"fixed:gamma={g}"] for g in (1, 4))
+    assert four["gain"] == pytest.approx(four["speedup"] / one["speedup"])
+
+
+def test_other_sources_are_left_out_where_their_passes_are_not_carried_over() -> None:
+    from commands.common.drafted import load_recording
+
+    said: list[str] = []
+    recording = load_recording("bundled", None)
+    carried = recording.priced().scaled({"target": 0.5, "draft": 0.5}, "twice as fast")
+    found = compare(recording, carried, split_asked(None), say=said.append)
+    assert not found.more
+    assert any("other sources are left out" in line for line in said)
+    with pytest.raises(DraftsimError, match="pld: latencies carried over"):
+        compare(recording, carried, split_asked(["pld"]))
+
+
+def test_the_best_fixed_length_may_have_another_note() -> None:
+    trace = synthetic_trace(0.7, requests=4, tokens=40)
+    log = replay(trace, Fixed(2), name="fixed:gamma=2")
+    notes = {"fixed:gamma=2": "best fixed; 1.10 to 1.30 if the extrapolation has its past errors"}
+    logs, kept = with_best_fixed(trace, GRID, [log], notes)
+    assert (logs, kept) == ([log], notes)
 
 
 def test_a_resumed_sweep_has_one_engine(tmp_path: Path) -> None:
@@ -333,3 +473,23 @@ def test_refused_requests_of_the_warm_up_do_not_count(tmp_path: Path, run: Run) 
     )  # fmt: skip
     assert done.code == 0, done.err
     assert done.rows[0]["within_targets"] == pytest.approx(0.75, abs=0.005)
+
+
+@pytest.mark.parametrize("mode", ["pearl", "dsi"])
+def test_overlapped_modes_take_the_hosts_time(mode: str) -> None:
+    """A draft model that is never right costs nothing where it has a device of its own."""
+    trace = synthetic_trace(0.01, requests=6, tokens=40)
+    latency = LatencyTable.constant(0.02, 0.0, host_round=0.01)
+
+    def seconds(policy: DraftPolicy, mode: str) -> float:
+        scenario = Scenario(ClosedLoop(1), Limits(max_batch=1), requests=6, warmup=0.0, mode=mode)  # type: ignore[arg-type]
+        return simulate(trace, latency, policy, scenario).simulated_s
+
+    assert seconds(Fixed(2), mode) == pytest.approx(seconds(Autoregressive(), "continuous"), 0.05)
+
+
+def test_an_overlapped_mode_says_what_is_free(run: Run) -> None:
+    done = run("serve", *GIVEN, "--mode", "pearl", "--policy", "fixed:gamma=1", "--requests", "5")
+    assert done.code == 0, done.err
+    assert "counted as 0 s: draft prefill" in done.err
+    assert "host_round (speedups are too low" in done.err

@@ -61,7 +61,7 @@ def test_intervals_of_further_runs_hold_as_often_as_they_claim() -> None:
     Real servers differ less than the priors (`WIDTH`), so the draws are taken as they are.
     """
     held = []
-    for seed in range(12):
+    for seed in range(8):
         given, asked = made_up(seed)
         server = replace(calibrate(given), width=1.0)
         held.append([

@@ -71,6 +71,7 @@ def test_draft_lengths_can_be_said(run: Run) -> None:
         ("n3", "fixed:5", "are no drafts of 5 each"),
         ("p05", "fixed:3", "are no drafts of 3 each"),
         ("n3", "at-least:2", "drafts of one length alone"),
+        ("n3", "fixed:²", "drafts of one length alone"),
     ):
         ran = run("import", "llamacpp", SERVED / f"{run_name}.jsonl", "--draft-lengths", length)
         assert ran.code == 2

@@ -127,6 +127,11 @@ def test_skew_is_summed_over_iterations(tmp_path: Path) -> None:
     [
         ("layer,tokens,time_us\nqkv_proj,1,x\n", "row 1: time_us is x, expected a number"),
         ("layer,tokens,time_us\nwhat,1,3\n", "unknown operator(s) what"),
+        (
+            "branch,prefill_chunk,n_decode,kv_decode,step_us,saved_us\nfull,0,1,64,9,-\n",
+            "row 1: saved_us is -, expected a number",
+        ),
+        ("time_stats.attn_prefill.median,batch_size\n0.1,1\n", "is no profile of LLMServingSim"),
         ("layer,tokens,time_us\n", "holds no timings"),
         ("a,b\n1,2\n", "is no profile of LLMServingSim"),
     ],

@@ -17,8 +17,14 @@ from policies.lengths.huggingface import Confidence
 from profiler.decoding.single import greedy
 from profiler.features import DrafterRunner, FeatureDrafter, target_features, unroll
 from profiler.models.stack import LayerRunner
-from profiler.sources.latency import measure_drafters
-from profiler.sources.run import REAL, SourceRunner, measure_sources, record_sources
+from profiler.sources.latency import AFTER_DRAFTER, measure_drafters
+from profiler.sources.run import (
+    REAL,
+    SourceLatency,
+    SourceRunner,
+    measure_sources,
+    record_sources,
+)
 from profiler.sources.start_record import RecordOptions
 from simulator.pricing import price
 from tests.features import drafters, miniature
@@ -243,10 +249,21 @@ def test_a_one_pass_drafter_is_timed_up_to_its_masks_after_as_many_tokens(case: 
         cells = measure_drafters(
             LayerRunner(case.target, 64), {"p": drafter}, 1, widths=(1, 2, 5), contexts=(8,)
         )
+    assert set(cells["model"]) == {"p"}
     passes = cells[cells["phase"] == "forward"]
     # Four masks at most: a pass over five verified tokens and four masks has nine.
     assert set(passes["new_tokens"]) == {1, 2, 5, 9}
     assert set(chosen) == {1, 2, 4}
+
+
+def test_passes_of_the_target_after_a_drafter_are_no_passes_by_themselves(case: Case) -> None:
+    one = {"eagle.eagle": case.modules["eagle.eagle"]}
+    latency = SourceLatency(LayerRunner(case.target, 64), one, widths=(1, 2), contexts=(8,))
+    latency.sweep()
+    cells = latency.cells()
+    passes = cells[(cells["model"] == "target") & (cells["phase"] == "pass")]
+    assert set(passes["new_tokens"]) == {1, 2}
+    assert AFTER_DRAFTER not in set(cells["phase"])
 
 
 TARGET = pd.DataFrame(

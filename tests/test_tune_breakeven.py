@@ -149,7 +149,7 @@ def test_dictated_runs_are_read_and_another_acceptance_is_put_in(run: Run, tmp_p
     for acceptance in ("3:1.5", "3:3.5"):
         ran = run("breakeven", "--bench", path, "--acceptance", acceptance, "--k", "3", "--batch",
                   "1,16", "--json", "-")  # fmt: skip
-        gains.append([row["speedup"] for row in ran.rows])
+        gains.append([row["speedup"] for row in ran.rows if row["k"]])
     assert all(a < b for a, b in zip(*gains, strict=True))
     assert gains[1][0] / gains[0][0] == pytest.approx(3.5 / 1.5, rel=0.25)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -10,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from commands.common.output import remark
 from traces.errors import DraftsimError
-from traces.store.recordings import TRACE_VARIABLE, Defaulted, find_trace
+from traces.store.recordings import Defaulted, find_trace, given_name
 
 if TYPE_CHECKING:
     from simulator.chosen import Say
@@ -46,9 +45,8 @@ def load_recording(
     given = [latency] if isinstance(latency, str) else list(latency or ())
     try:
         if acceptance is not None:
-            own = isinstance(name, Defaulted) or name == os.environ.get(TRACE_VARIABLE)
             named, outputs = recording.observed_trace(
-                acceptance, say, sizes, named=None if own else name, source=source,
+                acceptance, say, sizes, named=given_name(name), source=source,
                 costs=bool(given) or by_ratio,
             )  # fmt: skip
             option = None

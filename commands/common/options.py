@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar
@@ -384,6 +384,12 @@ def chosen_executor(jobs: int | None, cluster: str | None) -> Executor:
             raise DraftsimError("--jobs counts processes here, --cluster has its own: give one")
         return Cluster(cluster)
     return Local(jobs)
+
+
+def refuse(options: Mapping[str, object], why: str) -> None:
+    """Raise DraftsimError if any of these options is given: it would have no effect."""
+    if given := [name for name, value in options.items() if value is not None]:
+        raise DraftsimError(f"{why}: drop {' and '.join(given)}")
 
 
 def batch_sizes(option: str, text: str, most: int = MOST_BATCH) -> list[int]:

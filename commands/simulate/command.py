@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from commands.common.drafted import load_recording
-from commands.common.options import Inputs, Policies, SourceOption
+from commands.common.options import Inputs, Policies, SourceOption, refuse
 from commands.common.output import (
     MEASURE_MORE,
     JsonOption,
@@ -165,6 +165,11 @@ def simulate(
     if recording.stream is not None and (plots is not None or robustness):
         raise DraftsimError("--plots and --robustness need the draft model: drop --source")
     if robustness:
+        shown = {
+            "--prefill": prefill or None, "--against": against, "--plots": plots,
+            "--by-category": by_category or None,
+        }  # fmt: skip
+        refuse(shown, "--robustness prints mean and sd alone")
         _robustness(recorded, table, policies, [*asked.systems, *asked.ruled], json, out,
                     recording.said)  # fmt: skip
         return

@@ -13,7 +13,7 @@ import numpy as np
 from policies.arrays import Bools, Floats, Ints
 from policies.batch.base import KeptInStep
 from policies.core import Load, Round
-from policies.parameters import whole
+from policies.parameters import whole, within
 from policies.vectorised import VectorisedPlan, VectorisedState
 
 _DEFAULT_CONFIG: Mapping[str, Mapping[str, Any]] = {
@@ -30,6 +30,16 @@ _SETTINGS = {
     "up_hysteresis": 0.0,
     "ceiling_coeff": 0.0,
 }
+
+COUNTS: Mapping[str, int] = {"update_interval": 1, "warmup_batches": 0}
+"""Settings that are whole numbers, and the least of each."""
+NUMBERS: Mapping[str, tuple[float, float]] = {
+    "ema_alpha": (0.0, 1.0),
+    "up_hysteresis": (-math.inf, math.inf),
+    "down_hysteresis": (-math.inf, math.inf),
+    "ceiling_coeff": (0.0, math.inf),
+}
+"""Settings that are finite numbers, and their bounds."""
 
 
 class SGLangAdaptive(KeptInStep):
@@ -73,6 +83,8 @@ class SGLangAdaptive(KeptInStep):
         if unknown := [k for k in chosen if k not in _SETTINGS and not k.isdigit()]:
             raise ValueError(f"config key {unknown[0]!r} is neither a batch size nor a setting")
         slots = {int(k): v for k, v in chosen.items() if k.isdigit()}
+        if wrong := [k for k, v in slots.items() if not isinstance(v, Mapping)]:
+            raise ValueError(f"config slot {wrong[0]} is no object with candidate_steps")
         if not slots:
             raise ValueError('config has no slot such as {"1": {"candidate_steps": [1,3]}}')
         self._slots = {
@@ -106,6 +118,12 @@ class _Slot:
     """One batch-size slot: its candidates, its average and its current number of steps."""
 
     def __init__(self, size: int, settings: Mapping[str, Any], initial_steps: int) -> None:
+        if unknown := settings.keys() - {*_SETTINGS, "candidate_steps"}:
+            raise ValueError(f"config slot {size}: SGLang reads no setting {min(unknown)!r}")
+        for name, least in COUNTS.items():
+            whole(f"config slot {size}: {name}", settings[name], least)
+        for name, bounds in NUMBERS.items():
+            within(f"config slot {size}: {name}", settings[name], *bounds)
         steps = settings.get("candidate_steps")
         if not steps or not isinstance(steps, list | tuple):
             raise ValueError(f"config slot {size}: candidate_steps is {steps!r}, expected a list")

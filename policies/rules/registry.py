@@ -60,7 +60,8 @@ def parse_rule(text: str, **resources: Any) -> VerifyRule:
     extra = {k: v for k, v in resources.items() if k in known and k not in given and v is not None}
     try:
         return RULES[name](**{**extra, **given, **fixed})
-    except ValueError as error:
+    except (ValueError, TypeError, AttributeError, LookupError) as error:
+        # A JSON value of the wrong shape surfaces as one of the latter three.
         raise ValueError(f"rule {name!r}: {error}") from None
 
 

@@ -48,7 +48,16 @@ def measure_drafters(
             for batch in [b for b in batches if b > 1]:
                 blocks += drafter_rounds(wide, drafters, widths, contexts, batch)
         cells = swept(blocks, target.device, repeats)
-    return cells[cells["model"] != "target"].reset_index(drop=True)
+    return without_verifications(cells)
+
+
+AFTER_DRAFTER = "after a drafter"
+"""Phase of the target's passes in rounds that are run to time a drafter's."""
+
+
+def without_verifications(cells: pd.DataFrame) -> pd.DataFrame:
+    """Return the cells without those of `AFTER_DRAFTER`."""
+    return cells[cells["phase"] != AFTER_DRAFTER].reset_index(drop=True)
 
 
 def drafter_rounds(
@@ -111,9 +120,10 @@ def _drafter_rounds(
 
     for context in contexts:
         for width in [w for w in widths if context + max(w, LATER + 1) <= room]:
+            # Its own phase: the target's cells hold passes after no drafter's.
             verify = Step(
-                "target", "pass", LATER + 1, context, _verify(target, drafter, context, batch),
-                batch,
+                "target", AFTER_DRAFTER, LATER + 1, context,
+                _verify(target, drafter, context, batch), batch,
             )  # fmt: skip
             # Later passes are fed the drafter's own output: nothing of the target's is fused.
             later = [] if drafter.one_pass else [draft(1, context, own)] * LATER

@@ -24,7 +24,6 @@ from profiler.features.heads import (
 )
 from profiler.latency.table import Block, Sweeps, reaching
 from profiler.models.stack import LayerRunner
-from profiler.recording.checkpoint import Checkpoint
 from profiler.sources.exits import (
     ROOM,
     Begin,
@@ -36,7 +35,14 @@ from profiler.sources.exits import (
     SourceDecoder,
 )
 from profiler.sources.feature_decoder import FeatureDecoder, ParallelDecoder, TreeDecoder
-from profiler.sources.latency import CONTEXTS, WIDTHS, LayerRounds, lookup_step, pass_rounds
+from profiler.sources.latency import (
+    CONTEXTS,
+    WIDTHS,
+    LayerRounds,
+    lookup_step,
+    pass_rounds,
+    without_verifications,
+)
 from profiler.sources.start_decoders import (
     HeadsDecoder,
     LayerSkipDecoder,
@@ -53,6 +59,7 @@ from traces.sources.lookups.sources import LookupSource, served_before
 from traces.sources.recording import SourceRecording
 from traces.sources.registry import SOURCES
 from traces.sources.replay import check_signals
+from traces.store.checkpoint import Checkpoint
 
 REAL: Mapping[str, type[Any]] = {
     "early-exit": EarlyExitDecoder, **dict.fromkeys(ParallelHeads.KINDS, HeadsDecoder),
@@ -173,7 +180,7 @@ class SourceLatency:
 
     def cells(self) -> pd.DataFrame:
         """Return the sweeps so far; columns as in `traces.latency.schema.CELL_COLUMNS`."""
-        cells = self._sweeps.cells()
+        cells = without_verifications(self._sweeps.cells())
         layers = cells["phase"] == "layer"
         ran = cells["new_tokens"].where(cells["new_tokens"] == 1, self._layers - self._depth)
         ran = ran.where(cells["new_tokens"] > 1, self._depth)

@@ -106,10 +106,15 @@ def choices(
     batches: Sequence[int] | None = None,
     lengths: Sequence[int] | None = None,
     level: float = 0.8,
+    context: float | None = None,
 ) -> list[Choice]:
-    """Return the draft length with the highest expected speed, at each concurrency."""
+    """Return the draft length with the highest expected speed, at each concurrency.
+
+    `context` is in tokens of a request's cache; None: the runs' mean.
+    """
     runs = server.runs
-    context, prompts = usual(server)
+    held, prompts = usual(server)
+    context = held if context is None else context
     widest, longest = max(run.batch for run in runs), max(run.k for run in runs)
     rows = []
     for batch in batches or concurrencies(runs):

@@ -78,7 +78,7 @@ def read_runs(path: Path) -> list[ServerRun]:
 
 def _csv_rows(path: Path, text: str) -> list[dict[str, str]]:
     lines = [line for line in text.split("\n") if line.strip() and line[0] != "#"]
-    reader = csv.DictReader(lines, skipinitialspace=True)
+    reader = csv.DictReader(lines, skipinitialspace=True, strict=True)
     try:
         names, rows = list(reader.fieldnames or ()), list(reader)
     except csv.Error as error:
@@ -349,7 +349,7 @@ def _length(fields: _Fields, path: Path, k: int | None) -> int | None:
     if fields.accepted:
         return len(fields.accepted)
     name = path.absolute().parent.name if path.name in SAME_NAME else path.stem
-    named = re.search(r"(?:^|[^a-z])(?:k|spec|num_speculative_tokens)[-_=]?(\d{1,2})(?!\d)",
+    named = re.search(r"(?:^|[^a-z0-9])(?:k|spec|num_speculative_tokens)[-_=]?(\d{1,2})(?!\d)",
                       name.lower())  # fmt: skip
     return int(named[1]) if named else None
 

@@ -291,7 +291,7 @@ class ServerRun:
 class ServerLoads:
     """Loads to predict: arrays that broadcast, with the fields of `ServerRun`.
 
-    If `prompts` is NaN, the runs' own prompt tokens per output token are used.
+    If `prompts` is NaN, the fitted prompt tokens per output token are used.
     """
 
     batch: npt.ArrayLike
@@ -367,6 +367,8 @@ class ServerFit:
     target: Target = ANY_TARGET
     width: float = WIDTH
     """Width of predicted speeds relative to the draws'."""
+    at_other: bool = False
+    """True if acceptance is not that of the runs (`at_acceptance`)."""
 
     @cached_property
     def central(self) -> Mapping[str, float]:
@@ -457,7 +459,7 @@ class ServerFit:
         chosen = np.random.default_rng(0).integers(len(drawn), size=len(self.draws))
         draws = self.draws.copy()
         draws[:, len(COSTS) + 1 : OWN] = drawn[chosen]
-        return replace(self, draws=draws, known=known)
+        return replace(self, draws=draws, known=known, at_other=True)
 
     def emitted(self, k: int) -> Floats:
         """Return acceptance lengths at draft length `k`, (draws,)."""
@@ -485,7 +487,12 @@ class ServerFit:
         return several or (any(run.p_min for run in drafting) and len(drafting) > 1)
 
     def stopping(self) -> list[ServerRun]:
-        """Return one run of each setting whose drafts stop early, by draft length and p-min."""
+        """Return one run of each setting whose drafts stop early, by draft length and p-min.
+
+        None at another acceptance than theirs, at which their drafts would have other lengths.
+        """
+        if self.at_other:
+            return []
         found = {(run.k, run.p_min): run for run in self.runs if run.p_min}
         return [found[key] for key in sorted(found)]
 

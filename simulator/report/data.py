@@ -255,7 +255,7 @@ def with_best_fixed(
     trace: Trace, latency: LatencyTable, logs: Sequence[RoundLog], notes: Mapping[str, str]
 ) -> tuple[list[RoundLog], dict[str, str]]:
     """Return the logs and notes with the fastest fixed draft length among them, noted as such."""
-    if BEST_FIXED in notes.values():
+    if any(BEST_FIXED in parts(text) for text in notes.values()):
         return list(logs), dict(notes)
     best = fastest(fixed_lengths(trace), latency)
     held = [log.policy for log in logs if log.source == best.source]
@@ -293,9 +293,14 @@ def ranked(
     return sorted(rows, key=lambda row: -(row["speedup"] or 0.0))
 
 
+def parts(note: str | None) -> list[str]:
+    """Return what a note says, one by one."""
+    return (note or "").split("; ")
+
+
 def says(row: Mapping[str, Any], what: str) -> bool:
     """Return True if the note of a row at the pair's own ratios says `what`."""
-    return what in (row["at_own"] or "").split("; ")
+    return what in parts(row["at_own"])
 
 
 def headline(
@@ -371,7 +376,7 @@ def report_data(
         raise DraftsimError("no round log was given: name at least one policy")
     progress("pricing policies")
     logs, said = with_best_fixed(trace, latency, logs, notes or {})
-    best = next(int(n.partition("=")[2]) for n, text in said.items() if text == BEST_FIXED)
+    best = next(int(n.partition("=")[2]) for n, text in said.items() if BEST_FIXED in parts(text))
     own = own_ratios(trace, latency, best)
     sums = carried(trace, latency, own)
     rows = ranked(logs, latency, said, resamples, sums, trace.source)

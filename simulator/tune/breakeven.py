@@ -20,7 +20,7 @@ import pandas as pd
 
 from policies.batch.base import IterationCost
 from simulator.aggregate.acceptance import iid_mean
-from simulator.aggregate.advice import informative
+from simulator.aggregate.advice import informative, usual
 from simulator.aggregate.hazard import HAZARD, Interval
 from simulator.aggregate.positions import Positions
 from simulator.aggregate.server import COSTS, MISFIT, ServerFit, ServerRun, interval_of
@@ -91,10 +91,11 @@ def measured_surface(
     if acceptance is not None:
         lengths = {k: acceptance.emitted(k, level).value for k in {load.k for load in loads} if k}
         server = replace(server, known=lengths)
+    _, prompts = usual(server)
     rows = []
     for batch, context, k in loads:
-        plain = server.tokens_per_s(batch, 0, context, noisy=False)
-        speeds = server.tokens_per_s(batch, k, context, noisy=False) if k else plain
+        plain = server.tokens_per_s(batch, 0, context, prompts, noisy=False)
+        speeds = server.tokens_per_s(batch, k, context, prompts, noisy=False) if k else plain
         emitted = interval_of(server.emitted(k), level)
         gain = interval_of(speeds / plain, level)
         rows.append(_row(batch, context, k, emitted, emitted.value / gain.value, gain,

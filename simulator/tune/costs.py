@@ -139,8 +139,10 @@ def _meets(run: Priced, slo: Targets | None) -> Floats:
     emitted = run.log.per_request(run.log.rounds["emitted"])
     if slo is None:
         return np.ones(len(emitted))
-    count = np.maximum(run.log.per_request(np.ones(len(run.log))), 1)
-    first_s = run.prefill_s + run.decode_s / count
+    first_s = run.prefill_s
+    # Prefill emits the first token, unless a round does; one without a price is no prefill.
+    if run.log.first == 0 or not run.latency.has("target", "prefill"):
+        first_s = first_s + run.decode_s / np.maximum(run.log.per_request(np.ones(len(run.log))), 1)
     late = first_s > slo.ttft_s
     if slo.tpot_s < float("inf"):
         late |= run.decode_s > slo.tpot_s * emitted

@@ -15,6 +15,7 @@ from itertools import pairwise
 from reprlib import repr as shown
 from typing import Any, NoReturn
 
+from policies.batch.sglang import COUNTS, NUMBERS
 from traces.acceptance.schema import MOST_DRAFTED
 from traces.errors import DraftsimError
 
@@ -27,14 +28,6 @@ HF_KEYS = (
 )  # fmt: skip
 LLAMACPP_KEYS = ("spec-draft-n-max", "spec-draft-n-min", "spec-draft-p-min")
 SCHEDULES = ("constant", "heuristic", "heuristic_transient")
-
-_SGLANG_NUMBERS = {
-    "ema_alpha": (0.0, 1.0),
-    "up_hysteresis": (-math.inf, math.inf),
-    "down_hysteresis": (-math.inf, math.inf),
-    "ceiling_coeff": (0.0, math.inf),
-}
-_SGLANG_COUNTS = {"update_interval": 1, "warmup_batches": 0}
 
 
 class SettingsError(DraftsimError):
@@ -162,11 +155,11 @@ def _sglang_setting(place: str, key: str, value: Any) -> None:
     if key == "strategy":
         if value != "ema":
             _fail(f"{place}strategy", value, "expected 'ema', the strategy these slots are for")
-    elif key in _SGLANG_COUNTS:
-        if not _whole(value, _SGLANG_COUNTS[key]):
-            _fail(f"{place}{key}", value, f"expected a whole number >= {_SGLANG_COUNTS[key]}")
-    elif key in _SGLANG_NUMBERS:
-        low, high = _SGLANG_NUMBERS[key]
+    elif key in COUNTS:
+        if not _whole(value, COUNTS[key]):
+            _fail(f"{place}{key}", value, f"expected a whole number >= {COUNTS[key]}")
+    elif key in NUMBERS:
+        low, high = NUMBERS[key]
         if isinstance(value, bool) or not isinstance(value, int | float):
             _fail(f"{place}{key}", value, "expected a number")
         if not low <= value <= high or not math.isfinite(value):

@@ -140,7 +140,7 @@ def _vllm(document: Mapping[str, Any], file: str, drafter: NamedDrafter) -> str:
 
 def _sglang(document: Mapping[str, Any], file: str, drafter: NamedDrafter) -> str:
     del document
-    algorithm = ALGORITHMS.get(drafter.method or "eagle3", "EAGLE3")
+    algorithm = _named("sglang", ALGORITHMS, drafter.method)
     return (
         f" --speculative-algorithm {algorithm} --speculative-draft-model-path "
         f"{shlex.quote(drafter.model or DRAFT)} --speculative-eagle-topk 1 "
@@ -175,14 +175,34 @@ def _hf(document: Mapping[str, Any] | None, target: str, drafter: NamedDrafter) 
     return f"{imported}{loaded}{update}{call}"
 
 
-DECODING_TYPES = {"eagle3": "Eagle3", "eagle": "Eagle", "mtp": "MTP", "ngram": "NGram"}
-"""TensorRT-LLM's ``decoding_type`` of vLLM's methods; a draft model's is ``DraftTarget``."""
+DECODING_TYPES = {
+    "eagle3": "Eagle3", "eagle": "Eagle", "mtp": "MTP", "ngram": "NGram",
+    "draft_model": "DraftTarget",
+}  # fmt: skip
+"""TensorRT-LLM's ``decoding_type`` of vLLM's methods."""
+
+
+BY_METHOD = {"sglang": ALGORITHMS, "tensorrt-llm": DECODING_TYPES}
+"""By engine: its names of vLLM's methods."""
+
+
+def _named(engine: str, known: Mapping[str, str], method: str | None) -> str:
+    """Return an engine's name for one of vLLM's methods; None: EAGLE-3's.
+
+    Raises DraftsimError if none is known.
+    """
+    if (found := known.get(method or "eagle3")) is None:
+        raise DraftsimError(
+            f"no setting of {engine} is known for the method {method!r}: expected one of "
+            f"{', '.join(known)}"
+        )
+    return found
 
 
 def _tensorrt_llm(document: Mapping[str, Any], file: str, drafter: NamedDrafter) -> str:
     """Return a file of options, written by the shell (bash or zsh); JSON is YAML too."""
     del file
-    kind = DECODING_TYPES.get(drafter.method or "eagle3", "DraftTarget")
+    kind = _named("tensorrt-llm", DECODING_TYPES, drafter.method)
     settings = {"decoding_type": kind, "speculative_model": drafter.model or DRAFT, **document}
     if drafter.method in WITHOUT_MODEL:
         del settings["speculative_model"]
@@ -207,13 +227,15 @@ _LINES: Mapping[str, tuple[str, Callable[[Mapping[str, Any], str, NamedDrafter],
 
 
 def check_drafter(engine: str, recording: Recording) -> None:
-    """Raise DraftsimError if the drafter is a lookup that `engine` is given no setting for."""
+    """Raise DraftsimError if `engine` is given no setting for the drafter."""
     source = recording.source
     if isinstance(source, LookupSource) and (engine != "vllm" or source.name not in METHODS):
         raise DraftsimError(
             f"no setting of {engine} is known for the lookup {source.name}: settings for vLLM's "
             "n-gram method are, so name --engine vllm and --source ngram"
         )
+    if (known := BY_METHOD.get(engine)) is not None:
+        _named(engine, known, named_models(recording, recording.latency)[1].method)
 
 
 def named_models(recording: Recording, latency: LatencyTable) -> tuple[str, NamedDrafter]:
@@ -300,7 +322,7 @@ def start_line(
     line = f"python -m sglang.launch_server --model-path {shlex.quote(model)}"
     if document is None:
         return line
-    algorithm = ALGORITHMS.get(method or "eagle3", "EAGLE3")
+    algorithm = _named(engine, ALGORITHMS, method)
     options = " ".join(f"--{name} {value}" for name, value in document.items())
     return (
         f"{line} --speculative-algorithm {algorithm} --speculative-draft-model-path "

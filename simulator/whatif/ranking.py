@@ -374,7 +374,10 @@ def compared(
                 f"--against {against}: not among the policies shown: add --policy {against}"
             )
     told = ["", *degenerate([run.log for run in runs[1:]])]
-    gains = [] if rival is None else gains_over(runs[rival], runs, resamples=resamples)
+    gains = (
+        [] if rival is None
+        else gains_over(runs[rival], runs, resamples=resamples, prefill=prefill)
+    )  # fmt: skip
     found = []
     for i, (row, run, said) in enumerate(zip(rows, runs, told, strict=True)):
         more: Row = {

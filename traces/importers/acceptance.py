@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import csv
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -17,7 +16,7 @@ from traces.importers.bounds import MOST_DRAFTED, MOST_ID, MOST_TOKENS, digits, 
 from traces.importers.rows import LoggedRound, logged_trace, matches, only_file, read_json_rows
 from traces.importers.totals import Totals
 from traces.store.speculation_profile import KEYS, read_profile
-from traces.store.text import read_text
+from traces.store.text import csv_rows, read_text
 
 COLUMNS = ("request", "category", "first", "drafted", "accepted")
 
@@ -41,31 +40,18 @@ class Rounds:
     def read(self, files: Sequence[Path], options: Options) -> Trace:
         del options
         file = only_file(self.name, files)
-        reader = csv.DictReader(read_text(file).splitlines(), skipinitialspace=True)
-        names = [str(name).strip().lower() for name in reader.fieldnames or ()]
-        if missing := {"drafted", "accepted"} - set(names):
-            raise FileError(f"{file}: lacks the column(s) {', '.join(sorted(missing))}")
-        if unknown := sorted(set(names) - set(COLUMNS)):
-            raise FileError(
-                f"{file}: has unknown column(s) {', '.join(unknown)[:80]}: expected "
-                f"{', '.join(COLUMNS)}"
-            )
-        reader.fieldnames = names
         groups: dict[str, list[LoggedRound]] = {}
         categories: dict[str, str] = {}
         firsts = set()
-        for number, row in enumerate(reader, 2):
-            at = f"{file} line {number}"
-            if None in row or None in row.values():
-                raise FileError(f"{at}: has not as many values as the header has columns")
+        for at, row in csv_rows(file, read_text(file), ("accepted", "drafted"), COLUMNS):
             drafted, accepted = (
                 digits(at, name, row[name], most=MOST_DRAFTED) for name in ("drafted", "accepted")
             )
             if accepted > drafted:
                 raise FileError(f"{at}: accepted={accepted} exceeds drafted={drafted}")
-            request = str(row.get("request") or "0")
+            request = row.get("request") or "0"
             groups.setdefault(request, []).append(LoggedRound(accepted, drafted))
-            categories.setdefault(request, str(row.get("category") or ""))
+            categories.setdefault(request, row.get("category", ""))
             firsts.add(digits(at, "first", row.get("first") or "1"))
         if not groups:
             raise FileError(f"{file}: holds no rounds: expected a row a round")

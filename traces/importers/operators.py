@@ -38,19 +38,19 @@ MOST = 1e10
 """Largest number of a timing: ten seconds in nanoseconds, ten gigabytes sent at once."""
 
 
-def numbers(file: Path, frame: pd.DataFrame, column: str) -> Floats:
+def numbers(file: Path, frame: pd.DataFrame, column: str, least: float = 0.0) -> Floats:
     """Return a column's numbers; FileError naming the file where it is missing or holds anything
     else.
     """
     if column not in frame:
         raise FileError(f"{file}: lacks the column {column}")
     values: Floats = pd.to_numeric(frame[column], errors="coerce").to_numpy(float)
-    bad = ~(values >= 0) | (values > MOST)
+    bad = ~(values >= least) | (values > MOST)
     if bad.any():
         row = int(bad.argmax())
         raise FileError(
             f"{file}: row {row + 1}: {column} is {str(frame[column].iloc[row])[:40]}, expected a "
-            f"number from 0 to {MOST:g}"
+            f"number from {least:g} to {MOST:g}"
         )
     return values
 
@@ -205,9 +205,9 @@ class ReadFile(NamedTuple):
     model: Architecture
     shared: int
 
-    def column(self, name: str) -> Floats:
+    def column(self, name: str, least: float = 0.0) -> Floats:
         """Return its numbers."""
-        return numbers(self.file, self.frame, name)
+        return numbers(self.file, self.frame, name, least)
 
     def rows(self, **columns: Any) -> pd.DataFrame:
         """Return rows of this device and model."""
@@ -372,7 +372,7 @@ def _step(read: ReadFile) -> pd.DataFrame:
         "batch_context": np.where(batch > 0, read.column("kv_decode"), 0),
         "mode": read.frame["branch"].astype(str),
     }  # fmt: skip
-    saved = np.maximum(read.frame["saved_us"].to_numpy(float), 0) * 1e-6
+    saved = np.maximum(read.column("saved_us", -MOST), 0) * 1e-6
     return pd.concat(
         [
             read.rows(operator="step", seconds=read.column("step_us") * 1e-6, **sizes),
@@ -390,7 +390,11 @@ KINDS: Sequence[tuple[str, frozenset[str], Callable[[ReadFile], pd.DataFrame]]] 
     ("moe.csv", frozenset({"tokens", "activated_experts", "time_us"}), _moe),
     ("step.csv", frozenset({"branch", "step_us", "saved_us"}), _step),
     ("layers.csv", frozenset({"layer_name", "input", "tp_size", "latency(ns)"}), _layers),
-    ("attention.csv", frozenset({"time_stats.attn_prefill.median"}), _older_attention),
+    (
+        "attention.csv",
+        frozenset({"time_stats.attn_prefill.median", "is_prefill"}),
+        _older_attention,
+    ),
 )
 """A file's name, the columns that it is known by, and what reads it."""
 

@@ -25,6 +25,9 @@ from traces.importers.totals import Summary, Totals, pooled
 from traces.store.text import read_text
 
 HISTOGRAMS = ("spec_correct_drafts_histogram", "spec_accept_histogram")
+PROPOSED = ("spec_num_proposed_drafts", "spec_draft_token_num")
+CORRECT = ("spec_num_correct_drafts", "spec_accept_token_num")
+"""Counts by their names in newer and older versions; they hold drafts that a limit cut off."""
 
 
 class SGLang:
@@ -32,8 +35,9 @@ class SGLang:
 
     ``spec_verify_ct`` verifications, ``completion_tokens``, and in newer versions
     ``spec_num_proposed_drafts``, ``spec_num_correct_drafts`` and ``spec_correct_drafts_histogram``
-    (rounds by accepted drafts; ``spec_accept_histogram`` before that).  Rounds are not in order, so
-    there is no trace.  Source of the format: sgl-project/sglang, ``managers/io_struct.py`` and
+    (rounds by accepted drafts); before that ``spec_draft_token_num``, ``spec_accept_token_num`` and
+    ``spec_accept_histogram``.  Rounds are not in order, so there is no trace.  Source of the
+    format: sgl-project/sglang, ``managers/io_struct.py`` and
     ``tokenizer_manager.py``.
     """
 
@@ -57,8 +61,8 @@ class SGLang:
             raise FileError(f"{files[0]}: is a log without speculation: spec_verify_ct is 0 in it")
         accepted = sum(_accepted(at, info) for at, info in found)
         drafted = None
-        if all("spec_num_proposed_drafts" in info for _, info in found):
-            drafted = sum(_count(at, info, "spec_num_proposed_drafts") for at, info in found)
+        if all(_name(info, PROPOSED) for _, info in found):
+            drafted = sum(_count(at, info, _name(info, PROPOSED)) for at, info in found)
         histograms = [_histogram(at, info) for at, info in found]
         per_position = longest = None
         if all(histograms):
@@ -84,18 +88,22 @@ def _count(at: str, info: Mapping[str, Any], name: str) -> int:
     return whole(at, f"meta_info.{name}", info.get(name))
 
 
+def _name(info: Mapping[str, Any], names: Sequence[str]) -> str:
+    """Return the name that a version of SGLang gives to a count; empty if it has none."""
+    return next((name for name in names if info.get(name) is not None), "")
+
+
 def _accepted(at: str, info: Mapping[str, Any]) -> int:
-    if info.get("spec_num_correct_drafts") is not None:
-        return _count(at, info, "spec_num_correct_drafts")
-    # Older versions: what was emitted beyond a token a round and the prompt's own.
+    if name := _name(info, CORRECT):
+        return _count(at, info, name)
+    # Versions without counts: what was emitted beyond a token a round and the prompt's own.
     rounds, tokens = _count(at, info, "spec_verify_ct"), _count(at, info, "completion_tokens")
     return max(0, tokens - rounds - 1)
 
 
 def _histogram(at: str, info: Mapping[str, Any]) -> list[int]:
     """Return rounds by accepted drafts; empty if it is not there."""
-    told = (info[name] for name in HISTOGRAMS if info.get(name) is not None)
-    values: Any = next(told, [])
+    values: Any = info.get(_name(info, HISTOGRAMS), [])
     wholes(at, "its histogram of accepted drafts", values)
     whole(at, "the length of its histogram", len(values), most=MOST_DRAFTED + 1)
     if values and sum(values) != info["spec_verify_ct"]:
@@ -287,7 +295,8 @@ def _fixed(text: str) -> int | None:
     if text == "infer":
         return None
     kind, _, length = text.partition(":")
-    if kind != "fixed" or not length.isdigit() or not 1 <= int(length) <= MOST_DRAFTED:
+    plain = kind == "fixed" and length.isascii() and length.isdigit()
+    if not plain or not 1 <= int(length) <= MOST_DRAFTED:
         raise FileError(
             f"--draft-lengths {text}: counts of llama.cpp tell of drafts of one length alone: "
             "fixed:N, N the server's --draft-max"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import csv
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -19,7 +18,7 @@ from traces.importers.bounds import MOST_SECONDS, MOST_TOKENS, decimal, digits, 
 from traces.importers.rows import only_file
 from traces.latency.schema import CELL_COLUMNS
 from traces.latency.table import LatencyTable
-from traces.store.text import json_lines, read_text
+from traces.store.text import csv_rows, json_lines, read_text
 
 NEEDED = ("model", "new_tokens", "context", "seconds")
 DEFAULTS = {"phase": "forward", "batch": "1", "spread_s": "0", "repeats": "1"}
@@ -42,22 +41,9 @@ class Latency:
 
     def read(self, files: Sequence[Path], options: Options) -> LatencyTable:
         file = only_file(self.name, files)
-        reader = csv.DictReader(read_text(file).splitlines(), skipinitialspace=True)
-        names = _head(",".join(reader.fieldnames or ()))
-        if missing := [name for name in NEEDED if name not in names]:
-            raise FileError(f"{file}: lacks the column(s) {', '.join(missing)}")
-        if unknown := sorted(set(names) - {*NEEDED, *DEFAULTS}):
-            expected = ", ".join((*NEEDED, *DEFAULTS))
-            raise FileError(
-                f"{file}: has unknown column(s) {', '.join(unknown)[:80]}: expected {expected}"
-            )
-        reader.fieldnames = names
         cells: list[list[object]] = []
-        for number, row in enumerate(reader, 2):
-            at = f"{file} line {number}"
-            if None in row or None in row.values():
-                raise FileError(f"{at}: has not as many values as the header has columns")
-            given = {**DEFAULTS, **{k: v.strip() for k, v in row.items() if v.strip()}}
+        for at, row in csv_rows(file, read_text(file), NEEDED, tuple(DEFAULTS)):
+            given = {**DEFAULTS, **{name: value for name, value in row.items() if value}}
             if empty := [name for name in NEEDED if name not in given]:
                 raise FileError(f"{at}: {empty[0]} is empty")
             own = ("seconds" if name == "median_s" else name for name in CELL_COLUMNS)
@@ -135,10 +121,9 @@ def read_tests(file: Path, text: str) -> list[Test]:
         return [_from_record(at, row) for at, row in _json(file, text)]
     if start.startswith("|"):
         return [_from_table(at, row) for at, row in _markdown(file, text)]
-    rows = csv.DictReader(text.splitlines())
-    if not {"n_prompt", "n_gen", "avg_ns"} <= set(rows.fieldnames or ()):
+    if not {"n_prompt", "n_gen", "avg_ns"} <= set(_head(text.partition("\n")[0])):
         raise FileError(f"{file}: is no output of llama-bench: expected -o json, jsonl, csv or md")
-    return [_from_record(f"{file} line {n}", row) for n, row in enumerate(rows, 2)]
+    return [_from_record(at, row) for at, row in csv_rows(file, text, ())]
 
 
 def _json(file: Path, text: str) -> Iterator[tuple[str, Any]]:

@@ -127,8 +127,8 @@ class CUDAGraphs:
         Raises
         ------
         DraftsimError
-            If the table does not tell batches apart, or no graphs are asked for: it holds what it
-            was measured with.
+            If the table does not tell batches apart, holds no pass as large as one is padded to, or
+            no graphs are asked for: it holds what it was measured with.
         """
         if self.mode == "NONE":
             raise DraftsimError(
@@ -161,10 +161,17 @@ class CUDAGraphs:
                 for v in np.meshgrid(np.arange(1, most + 1), widths, contexts, indexing="ij")
             )
             run = self.padded(b * n) / n
-            seconds = latency.seconds(model, phase, batch=run, new_tokens=n, context=c * b / run)
+            if (far := run > 2 * grid.batches[-1]).any():
+                i = int(far.argmax())
+                raise DraftsimError(
+                    f"--cudagraph-capture-sizes: a pass over {b[i] * n[i]:g} tokens would run over "
+                    f"{run[i] * n[i]:g}, which were not measured (at most {grid.batches[-1]:g} "
+                    "sequences were): give sizes that are closer together"
+                )
+            read = latency.estimate(model, phase, batch=run, new_tokens=n, context=c * b / run)
             values = {
                 "model": model, "phase": phase, "batch": b.astype(int),
-                "new_tokens": n.astype(int), "context": c.astype(int), "median_s": seconds,
+                "new_tokens": n.astype(int), "context": c.astype(int), "median_s": read.seconds,
                 "spread_s": 0.0, "repeats": 0,
             }  # fmt: skip
             parts.append(pd.DataFrame(values)[list(CELL_COLUMNS)])

@@ -188,8 +188,8 @@ class DenseOperators:
     def _timed(
         self, operator: str, model: Architecture, shared: int
     ) -> tuple[Curve, int, bool] | None:
-        alike = _alike_head(model) if operator == "lm_head" else _alike(model)
-        if operator in ("embedding", "final_norm", "sampler"):
+        alike = _alike_head(model) if operator in ("lm_head", "sampler") else _alike(model)
+        if operator in ("embedding", "final_norm"):
             alike = [m.name for m in ARCHITECTURES.values() if m.hidden == model.hidden]
             alike.sort(key=lambda name: name != model.name)
         for name in alike:

@@ -230,10 +230,18 @@ def in_graphs(latency: LatencyTable, graphs: CUDAGraphs | None, largest: int) ->
     """Return the latencies of up to `largest` sequences in an engine with these CUDA graphs.
 
     None means vLLM's graphs for a composed table, and the measured ones for any other.
-    Every batch size has cells of its own in the table returned.
+    Every batch size has cells of its own in the table returned, unless it is kept as it is: one
+    that was carried over to another device.
 
     Raises DraftsimError if a table does not say what it takes in other graphs.
     """
+    if "composed" in latency.meta and latency.meta.get("scaled"):
+        if graphs is not None:
+            raise DraftsimError(
+                "composed latencies are carried over to another device in vLLM's graphs: drop "
+                "--cudagraph-capture-sizes and --cudagraph-mode, or --gpu and --weights"
+            )
+        return latency
     if "composed" in latency.meta:
         found = find_composed(str(latency.meta["composed"]), graphs or VLLM_GRAPHS, largest)
         if found is not None:

@@ -12,7 +12,6 @@ from typing import Any
 from traces.acceptance.trace import Trace
 from traces.digits import counted
 from traces.errors import DraftsimError, FileError
-from traces.latency.schema import PHASES
 from traces.latency.table import LatencyTable
 from traces.store.files import read_latency, read_trace
 from traces.store.identity import check_folder, engine_head, model_in, model_label, names_of
@@ -60,6 +59,14 @@ class Defaulted(str):
     """The option that would have named one."""
 
 
+def given_name(trace: str) -> str | None:
+    """Return the name of a recording that was given; None for one that comes by default, or from
+    the environment.
+    """
+    unnamed = isinstance(trace, Defaulted) or trace == os.environ.get(TRACE_VARIABLE)
+    return None if unnamed else trace
+
+
 def recordings(folder: Path = BUNDLED) -> list[Bundled]:
     """Return the bundled recordings, by name."""
     folders = [f for f in sorted(folder.glob("*")) if any(_file(f, kind) for kind in KINDS)]
@@ -82,12 +89,13 @@ def trace_folder(folder: Path) -> Path:
     name = read_object(path, "unpack the recording again").get("trace")
     if not isinstance(name, str) or name in ("", "..") or Path(name).name != name:
         raise FileError(f"{path}: names no trace: unpack the recording again")
-    if not (folder.parent / name).is_dir():
+    place = folder.resolve().parent / name
+    if not place.is_dir():
         raise FileError(
             f"{path}: the trace is in {name!r}, but there is no such folder next to this one: "
             "unpack the recording again"
         )
-    return folder.parent / name
+    return place
 
 
 def models_of(name_or_path: str | os.PathLike[str], trace: Trace) -> dict[str, dict[str, Any]]:
@@ -151,7 +159,7 @@ def find_latency(name_or_path: str | os.PathLike[str], folder: Path = BUNDLED) -
     if isinstance(name_or_path, str) and (composed := find_composed(name_or_path)) is not None:
         return composed
     path = _find(name_or_path, "latency", folder)
-    if path.parent != Path(name_or_path).parent:
+    if path != Path(name_or_path):
         check_folder(path.parent)
     return read_latency(path)
 
@@ -159,13 +167,18 @@ def find_latency(name_or_path: str | os.PathLike[str], folder: Path = BUNDLED) -
 def folder_of(name_or_path: str | os.PathLike[str], folder: Path = BUNDLED) -> Path | None:
     """Return the folder of a bundled recording or run; None for a single file."""
     path = _find(name_or_path, "trace", folder)
-    return path.parent if path.parent != Path(name_or_path).parent else None
+    return path.parent if path != Path(name_or_path) else None
+
+
+OF_THE_TARGET = ("host_round", "host_draft", "signal", "judge", "judge_signals", "rollback",
+                 "prefill", "pass", "layer", "head")  # fmt: skip
+"""Phases that constant latencies may name."""
 
 
 def parse_latency(text: str) -> LatencyTable:
     """Return the table of ``const:target=0.0143,draft=0.00176[,verify=0.0150]``, in seconds.
 
-    Any single-cell phase of the target may follow by name (``host_round=0.0003``).
+    Other times of the target may follow by name (``host_round=0.0003``; `OF_THE_TARGET`).
 
     Raises
     ------
@@ -176,7 +189,7 @@ def parse_latency(text: str) -> LatencyTable:
     kind, _, body = text.partition(":")
     if kind != "const":
         raise DraftsimError(f"latency {text!r} does not begin with 'const:': {form}")
-    allowed = ["target", "draft", "verify", *(p for p in PHASES if p != "forward")]
+    allowed = ["target", "draft", "verify", *OF_THE_TARGET]
     given: dict[str, float] = {}
     for part in body.split(","):
         name, equals, value = (s.strip() for s in part.partition("="))

@@ -218,7 +218,8 @@ def _histogram(path: str | os.PathLike[str], held: Mapping[str, Any], longest: i
     if not isinstance(found, dict):
         _fail(path, "acceptance_length_histogram is no object of lengths and counts")
     for length, rounds in found.items():
-        emitted = int(length) if str(length).isdigit() else 0
+        plain = str(length).isascii() and str(length).isdigit()
+        emitted = int(length) if plain else 0
         if not 1 <= emitted <= longest + 1 or type(rounds) is not int or rounds < 0:
             _fail(path, f"acceptance_length_histogram holds {length!r}: {rounds!r}, expected "
                   f"lengths 1 to {longest + 1} with counts")  # fmt: skip

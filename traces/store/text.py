@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import csv
 import gzip
 import io
 import math
 import os
 import stat
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import IO, Any
 
@@ -103,6 +104,42 @@ def json_lines(
                 yield number, parse_json(line)
             except JSONError as error:
                 raise FileError(f"{path} line {number}: is not JSON ({error}): {remedy}") from None
+
+
+def csv_rows(
+    path: str | os.PathLike[str], text: str, needed: Collection[str], known: Collection[str] = ()
+) -> Iterator[tuple[str, dict[str, str]]]:
+    """Yield the place and the values of each row of a CSV file with a header, by column.
+
+    Columns are ``needed`` and ``known`` ones, in any order and case; without ``known``, any other
+    is let through.  Values are stripped.
+
+    Raises
+    ------
+    FileError
+        If the header lacks a column, has an unknown one or one twice, or a row is not CSV or has
+        not as many values.
+    """
+    reader = csv.DictReader(text.splitlines(), skipinitialspace=True, strict=True)
+    try:
+        names = [str(name).strip().lower() for name in reader.fieldnames or ()]
+        if missing := [name for name in needed if name not in names]:
+            raise FileError(f"{path}: lacks the column(s) {', '.join(missing)}")
+        if known and (unknown := sorted({*names} - {*needed, *known})):
+            raise FileError(
+                f"{path}: has unknown column(s) {', '.join(unknown)[:80]}: expected "
+                f"{', '.join(dict.fromkeys((*needed, *known)))}"
+            )
+        if len({*names}) < len(names):
+            raise FileError(f"{path}: has a column twice: {', '.join(names)[:80]}")
+        reader.fieldnames = names
+        for row in reader:
+            at = f"{path} line {reader.line_num}"
+            if None in row or None in row.values():
+                raise FileError(f"{at}: has not as many values as the header has columns")
+            yield at, {name: value.strip() for name, value in row.items()}
+    except csv.Error as error:
+        raise FileError(f"{path} line {reader.line_num}: is not CSV ({error})") from None
 
 
 def plain(value: Any) -> Any:
