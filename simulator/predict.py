@@ -317,7 +317,7 @@ def compare(
         raise DraftsimError(
             f"{asked.systems[0]} drafts from texts, and --acceptance holds none: give --trace"
         )
-    carried = bool(latency.meta.get("scaled"))
+    carried = isinstance(latency.meta.get("scaled"), Mapping)
     if carried and asked.systems:
         raise DraftsimError(
             f"{asked.systems[0]}: latencies carried over to another device have the passes of the "

@@ -19,7 +19,7 @@ from policies.rules.registry import parse_rule
 from simulator.plots.serving import _speedups
 from simulator.predict import compare, split_asked
 from simulator.pricing import price
-from simulator.report.data import with_best_fixed
+from simulator.report.data import report_data
 from simulator.serving import ClosedLoop, Limits, Scenario, over_batches, simulate
 from simulator.serving.outcome.results import ResultsFile, read_results
 from simulator.serving.study import sweep
@@ -244,7 +244,8 @@ def test_other_sources_are_left_out_where_their_passes_are_not_carried_over() ->
 
     said: list[str] = []
     recording = load_recording("bundled", None)
-    carried = recording.priced().scaled({"target": 0.5, "draft": 0.5}, "twice as fast")
+    table = recording.priced()
+    carried = LatencyTable(table.cells, {**table.meta, "scaled": {"to": "another device"}})
     found = compare(recording, carried, split_asked(None), say=said.append)
     assert not found.more
     assert any("other sources are left out" in line for line in said)
@@ -255,9 +256,9 @@ def test_other_sources_are_left_out_where_their_passes_are_not_carried_over() ->
 def test_the_best_fixed_length_may_have_another_note() -> None:
     trace = synthetic_trace(0.7, requests=4, tokens=40)
     log = replay(trace, Fixed(2), name="fixed:gamma=2")
-    notes = {"fixed:gamma=2": "best fixed; 1.10 to 1.30 if the extrapolation has its past errors"}
-    logs, kept = with_best_fixed(trace, GRID, [log], notes)
-    assert (logs, kept) == ([log], notes)
+    note = "best fixed; 1.10 to 1.30 if the extrapolation has its past errors"
+    page = report_data(trace, GRID, [log], notes={"fixed:gamma=2": note}, serve=False, resamples=20)
+    assert [row["note"] for row in page["policies"] if row["policy"] == "fixed:gamma=2"] == [note]
 
 
 def test_a_resumed_sweep_has_one_engine(tmp_path: Path) -> None:

@@ -390,7 +390,7 @@ def test_what_the_runs_do_not_tell_is_said(tmp_path: Path, run: Run) -> None:
     assert "no run without speculation" in ran.err
     assert "all runs have one context" in ran.err
     assert "measure next:" in ran.err
-    assert ran.err.splitlines()[0].startswith("K = ")
+    assert ran.err.splitlines()[0].startswith("At 1,000 tokens of context: K = ")
 
 
 @pytest.mark.parametrize(

@@ -147,7 +147,7 @@ def test_sweeps_give_the_same_rows_and_outlive_a_worker(cluster: Started, tmp_pa
     with pytest.raises(DraftsimError, match="were lost with their workers") as caught:
         slow.run(Cluster(cluster.address), out=out, progress=kill)
     lost = int(str(caught.value).split()[0])
-    assert len(list(Path(f"{out}.parts").iterdir())) == 8 - lost
+    assert len(list(Path(f"{out}.parts").glob("*.npz"))) == 8 - lost
     assert lost <= 3  # those running or waiting on that worker
     frame = slow.run(Cluster(cluster.address), out=out)
     pd.testing.assert_frame_equal(frame, slow.run(Local(1)))

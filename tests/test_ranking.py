@@ -28,6 +28,7 @@ from traces.errors import DraftsimError
 from traces.latency.table import LatencyTable
 from traces.replay.rounds import RoundLog
 from traces.replay.run import replay
+from traces.replay.vectorised import replay_many
 from traces.store.recordings import find_trace
 
 LATENCY = LatencyTable.constant(1.0, 0.12, 1.1)
@@ -41,12 +42,11 @@ def recorded(requests: int = 16) -> Trace:
 
 def test_the_best_fixed_length_is_the_fastest_of_them_all() -> None:
     trace = recorded()
-    logs = fixed_lengths(trace)
+    logs = list(replay_many(trace, fixed_lengths(trace.max_gamma)))
     assert [log.policy for log in logs] == [f"fixed:gamma={g}" for g in range(1, 13)]
     speedups = summarize(logs, LATENCY, resamples=10).set_index("policy")["speedup"]
     assert fastest(logs, LATENCY).policy == speedups.drop("autoregressive").idxmax()
-    short = synthetic_trace(0.7, requests=4, tokens=30, max_gamma=3, concentration=3.0)
-    assert [log.policy for log in fixed_lengths(short)] == [f"fixed:gamma={g}" for g in (1, 2, 3)]
+    assert [*fixed_lengths(3)] == [f"fixed:gamma={g}" for g in (1, 2, 3)]
     with pytest.raises(DraftsimError, match="no round log was given"):
         fastest([], LATENCY)
 
@@ -77,7 +77,7 @@ def test_a_ranking_of_all_names_its_lengths_and_what_was_fitted() -> None:
     names = [log.policy for log in found.logs]
     assert "fixed" not in names
     assert "fixed:gamma=5" in names
-    best = fastest(fixed_lengths(trace), LATENCY).policy
+    best = fastest(list(replay_many(trace, fixed_lengths(trace.max_gamma))), LATENCY).policy
     assert found.notes == {best: BEST_FIXED, "rate-optimal": FITTED}
     assert best in names
     rows = found.noted(

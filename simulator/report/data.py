@@ -43,7 +43,7 @@ from simulator.tune.served import check_seed, closed_load, rivals
 from simulator.tune.settings import Tuned
 from simulator.tune.vllm import tune_vllm
 from simulator.validation import compare, verdict
-from simulator.whatif.ranking import BEST_FIXED, FITTED, fastest, fixed_lengths, winner
+from simulator.whatif.ranking import BEST_FIXED, FITTED, Ranking, winner, with_best_fixed
 from simulator.whatif.tilt.fidelity import tilt_errors
 from simulator.whatif.tilt.trace import Tilter
 from traces.acceptance.trace import MATCH, UNKNOWN, Trace
@@ -251,17 +251,6 @@ SHOWN = 5e-4
 """Relative differences below which a page of tenths of a percent shows none."""
 
 
-def with_best_fixed(
-    trace: Trace, latency: LatencyTable, logs: Sequence[RoundLog], notes: Mapping[str, str]
-) -> tuple[list[RoundLog], dict[str, str]]:
-    """Return the logs and notes with the fastest fixed draft length among them, noted as such."""
-    if any(BEST_FIXED in parts(text) for text in notes.values()):
-        return list(logs), dict(notes)
-    best = fastest(fixed_lengths(trace), latency)
-    held = [log.policy for log in logs if log.source == best.source]
-    return [*logs, *([] if best.policy in held else [best])], {**notes, best.policy: BEST_FIXED}
-
-
 def ranked(
     logs: Sequence[RoundLog], latency: LatencyTable, notes: Mapping[str, str], draws: int,
     sums: Callable[[RoundLog], list[float]], own: str,
@@ -375,7 +364,13 @@ def report_data(
     if not logs:
         raise DraftsimError("no round log was given: name at least one policy")
     progress("pricing policies")
-    logs, said = with_best_fixed(trace, latency, logs, notes or {})
+    said = notes or {}
+    if not any(BEST_FIXED in parts(text) for text in said.values()):
+        found = with_best_fixed(
+            Ranking(list(logs), said), latency, trace.max_gamma,
+            lambda some: list(replay_many(trace, some)), True,
+        )  # fmt: skip
+        logs, said = found.logs, found.notes
     best = next(int(n.partition("=")[2]) for n, text in said.items() if BEST_FIXED in parts(text))
     own = own_ratios(trace, latency, best)
     sums = carried(trace, latency, own)

@@ -68,10 +68,9 @@ def winner(rows: Sequence[Mapping[str, Any]]) -> int | None:
     return max(able, key=lambda i: rows[i]["speedup"]) if able else None
 
 
-def fixed_lengths(trace: Trace) -> list[RoundLog]:
-    """Return the trace under each fixed draft length that it can be replayed at, named after it."""
-    kept = [g for g in GAMMAS if g <= (trace.max_gamma or g)]
-    return list(replay_many(trace, {f"fixed:gamma={g}": Fixed(g) for g in kept}))
+def fixed_lengths(longest: int | None) -> dict[str, DraftPolicy]:
+    """Return every fixed draft length up to `longest`, by name."""
+    return {f"fixed:gamma={g}": Fixed(g) for g in GAMMAS if g <= (longest or g)}
 
 
 def fastest(logs: Sequence[RoundLog], latency: LatencyTable) -> RoundLog:
@@ -234,18 +233,17 @@ def with_best_fixed(
     If `every` policy is ranked it follows the fixed length that is there by default; otherwise it
     comes last, and a recording that cannot tell it goes without.
     """
-    lengths = [g for g in GAMMAS if g <= (longest or g)]
     try:
-        best = fastest(replayed([(f"fixed:gamma={g}", Fixed(g)) for g in lengths]), latency)
+        best = fastest(replayed([*fixed_lengths(longest).items()]), latency)
     except DraftsimError:
         if every:
             raise
         return ranking
     logs, notes = list(ranking.logs), {**ranking.notes, best.policy: BEST_FIXED}
-    if best.policy in (log.policy for log in logs):
+    if (best.policy, best.source) in ((log.policy, log.source) for log in logs):
         return Ranking(logs, notes)
-    fixed = (i for i, log in enumerate(logs) if log.policy.startswith("fixed:"))
-    logs.insert(next(fixed, -1) + 1 if every else len(logs), best)
+    fixed = (i for i, log in enumerate(logs, 1) if log.policy.startswith("fixed:"))
+    logs.insert(next(fixed, len(logs)) if every else len(logs), best)
     return Ranking(logs, notes, None if every else best)
 
 
@@ -272,7 +270,7 @@ def predicted_fastest(
         name: policy for name, policy in named(chosen)
         if not isinstance(policy, Autoregressive | Oracle) and not is_unfitted(policy)
     }  # fmt: skip
-    real |= {f"fixed:gamma={g}": Fixed(g) for g in GAMMAS if g <= (longest or g)}
+    real |= fixed_lengths(longest)
     best = fastest(replayed(list(real.items())), latency)
     return Fastest(best.policy, real[best.policy], best)
 
