@@ -119,7 +119,8 @@ COSTED: list[DraftPolicy] = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("name", TABLES)
+# An engine that always drafts: serving takes every iteration to remove unread tokens from a cache.
+@pytest.mark.parametrize("name", [n for n, table in TABLES.items() if not passes_always(table)])
 @pytest.mark.parametrize("policy", COSTED, ids=lambda policy: type(policy).__name__)
 def test_steps_and_rounds_cost_what_iterations_of_serving_do(
     policy: DraftPolicy, name: str
@@ -135,8 +136,6 @@ def test_steps_and_rounds_cost_what_iterations_of_serving_do(
         slots: list[Any] = [SimpleNamespace(context=int(context[i])) for i in indices]
         return cost(slots, [rows[i] for i in indices], []).total_s
 
-    if passes_always(table):
-        return  # serving takes every such iteration to remove unread tokens from the draft's cache
     for i, round_s in enumerate(price(log, table).round_s):
         assert round_s == pytest.approx(served_s([i]), rel=1e-9), rows[i]
     found = step_costs(in_steps(log, 4, [np.random.default_rng(3)]), table).seconds

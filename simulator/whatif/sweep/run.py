@@ -275,23 +275,20 @@ class Sweep:
             return self._run(executor or Local(), out, progress or (lambda *_: None))
 
     def _run(self, executor: Executor, out: str | Path | None, progress: Progress) -> pd.DataFrame:
-        import joblib
-
         parts = self.parts
-        key = None if out is None else self._key()
-        kept = None if key is None else Checkpoint(Path(f"{out}.parts"), {"sweep": SCHEMA})
-        names = [joblib.hash(asdict(part)) for part in parts]
+        key = "" if out is None else self._key()
+        kept = None if out is None else Checkpoint(Path(f"{out}.parts"), {"sweep": SCHEMA})
         done: dict[int, Columns] = {}
-        for i, name in enumerate(names):
-            if kept is not None and (columns := kept.get(name, key or "")) is not None:
-                done[i] = columns
+        if kept is not None:
+            found = {i: kept.get(_named(part), key) for i, part in enumerate(parts)}
+            done = {i: columns for i, columns in found.items() if columns is not None}
         missing = [i for i in range(len(parts)) if i not in done]
         progress(len(done), len(parts))
         for place, result in executor.run(self.bench, [parts[i] for i in missing]):
             index = missing[place]
             done[index] = result
             if kept is not None:
-                kept.put(names[index], result, key or "")
+                kept.put(_named(parts[index]), result, key)
             progress(len(done), len(parts))
         frame = self._table([done[i] for i in range(len(parts))])
         if out is not None:
@@ -349,8 +346,8 @@ class Sweep:
              for k in COLUMNS}
         )  # fmt: skip
 
-    def _key(self) -> str | None:
-        """Return a digest of everything a part's rows depend on; None if that cannot be taken."""
+    def _key(self) -> str:
+        """Return a digest of everything a part's rows depend on."""
         import joblib
 
         bench = self.bench
@@ -365,3 +362,10 @@ class Sweep:
             return str(joblib.hash(content))
         except Exception:  # a policy of one's own may hold anything: no other run is this one
             return uuid4().hex
+
+
+def _named(part: SweepPart) -> str:
+    """Return the name that a part is kept under."""
+    import joblib
+
+    return str(joblib.hash(asdict(part)))
