@@ -397,8 +397,8 @@ def runs_along(log: RoundLog, latency: LatencyTable, drafter: str = "draft") -> 
 def asked_passes(forwards: Ints, drafted: Sizes, along: bool) -> Ints:
     """Return the draft passes that a policy asks for, (rounds,).
 
-    The one pass of a round whose token is not verified is the drafter's own if it runs `along` in
-    every step.
+    A drafter that runs `along` takes a pass in every step.  So a single pass whose token is not
+    verified was not asked for.
     """
     return np.where((forwards < 2) & (drafted == 0), 0, forwards) if along else forwards
 

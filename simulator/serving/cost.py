@@ -222,7 +222,7 @@ class DraftCost:
     def idle(self, work: Work) -> bool:
         """Return True if a drafter that runs along is asked for nothing.
 
-        Its one pass may be counted as the policy's (`policies.batch.base.KeptInStep`).
+        `policies.batch.base.KeptInStep` counts the pass that it takes as one of a draft.
         """
         return self.along is not None and not work.drafted and work.longest < 2
 

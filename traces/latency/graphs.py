@@ -168,10 +168,10 @@ class CUDAGraphs:
                     f"{run[i] * n[i]:g}, which were not measured (at most {grid.batches[-1]:g} "
                     "sequences were): give sizes that are closer together"
                 )
-            read = latency.estimate(model, phase, batch=run, new_tokens=n, context=c * b / run)
+            seconds = latency.seconds(model, phase, batch=run, new_tokens=n, context=c * b / run)
             values = {
                 "model": model, "phase": phase, "batch": b.astype(int),
-                "new_tokens": n.astype(int), "context": c.astype(int), "median_s": read.seconds,
+                "new_tokens": n.astype(int), "context": c.astype(int), "median_s": seconds,
                 "spread_s": 0.0, "repeats": 0,
             }  # fmt: skip
             parts.append(pd.DataFrame(values)[list(CELL_COLUMNS)])

@@ -230,8 +230,8 @@ def in_graphs(latency: LatencyTable, graphs: CUDAGraphs | None, largest: int) ->
     """Return the latencies of up to `largest` sequences in an engine with these CUDA graphs.
 
     None means vLLM's graphs for a composed table, and the measured ones for any other.
-    Every batch size has cells of its own in the table returned, unless it is kept as it is: one
-    that was carried over to another device.
+    Every batch size has cells of its own in the table returned.  A composed table that was carried
+    over to another device is returned as it is.
 
     Raises DraftsimError if a table does not say what it takes in other graphs.
     """
