@@ -73,53 +73,55 @@ _RECORDED = (
 )  # fmt: skip
 PROFILE = {
     "pair": Listed(
-        "commands.profile.command:pair", "How long do passes take, and which drafts are accepted?"
+        "commands.profile.command:pair", "Time passes and record which drafts are accepted."
     ),
     "sources": Listed(
-        "commands.profile.command:sources", "What do other draft sources draft, and cost?",
+        "commands.profile.command:sources", "Record other draft sources and time them.",
         chosen_by=("--exit-layers", "--source"),
     ),
     "decode": Listed(
-        "commands.profile.command:decode", "What do lossy rules really accept and write?",
+        "commands.profile.command:decode", "Decode under lossy rules for real.",
         chosen_by=("--verify", "--method", "--papers", "--run-code"),
     ),
     "latency": Listed(
-        "commands.profile.command:latency", "How long do passes take now, for the same texts?",
+        "commands.profile.command:latency", "Measure the latencies again; keep the recording.",
         chosen_by=("--latency-only",), left_out=_RECORDED,
     ),
     "signals": Listed(
-        "commands.profile.command:signals", "Which draft signals does an older recording lack?",
+        "commands.profile.command:signals", "Add the draft signals that an older recording lacks.",
         chosen_by=("--signals-only",),
         left_out=(*_RECORDED, "--max-gamma", "--repeats", "--batch"),
     ),
     "engine": Listed(
-        "commands.profile.command:engine", "How long do steps of vLLM take?",
+        "commands.profile.command:engine", "Time the steps of vLLM.",
         chosen_by=("--engine",),
     ),
 }  # fmt: skip
-"""Verbs of `draftsim profile`, each with the question that it answers."""
+"""Verbs of `draftsim profile`, each with its help."""
 VALIDATE = {
     "run": Listed(
-        "commands.validate.command:run", "Are the predicted rounds and seconds the real ones?"
+        "commands.validate.command:run", "Compare predicted with real rounds and seconds."
     ),
     "sources": Listed(
-        "commands.validate.command:sources", "Are they with another draft source?",
+        "commands.validate.command:sources", "The same with another draft source.",
         chosen_by=("--source",), left_out=("--no-assisted",),
     ),
     "batch": Listed(
-        "commands.validate.command:batch", "Are they in static batches?",
+        "commands.validate.command:batch", "The same in static batches.",
         chosen_by=("--batch",), left_out=("--no-assisted",),
     ),
     "lossy": Listed(
-        "commands.validate.command:lossy", "How far off is the replay of a lossy rule?",
+        "commands.validate.command:lossy", "Measure the bias of replaying a lossy rule.",
         chosen_by=("--verify", "--memory"), left_out=("--no-assisted",),
     ),
     "engine": Listed(
-        "commands.validate.command:engine", "Are the steps and seconds those of vLLM?",
+        "commands.validate.command:engine",
+        "Compare predicted steps and seconds with those of vLLM.",
         chosen_by=("--engine",),
     ),
     "recorded": Listed(
-        "commands.validate.command:recorded", "How well is a GPU predicted that was measured?",
+        "commands.validate.command:recorded",
+        "Compare recorded GPU runs with predictions; runs nothing.",
         chosen_by=("--recorded",),
     ),
 }  # fmt: skip

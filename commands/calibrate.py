@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from simulator.aggregate.positions import Positions
     from simulator.aggregate.server import ServerFit, Target
 
+ENGINES = ("vllm", "sglang", "tensorrt-llm", "llamacpp", "hf")
 ExpertsOption = Annotated[
     str | None,
     typer.Option(
@@ -98,6 +99,8 @@ def calibrate(
     from simulator.aggregate.server import calibrate as fit
     from traces.store.files import write_latency
 
+    if engine is not None:
+        known_engine(engine)
     found = read_benches(runs)
     other = other_acceptance(acceptance, found.model)
     for line in found.notes:
@@ -147,6 +150,13 @@ def calibrate(
         note(f"wrote {out}")
 
 
+def known_engine(engine: str) -> str:
+    """Return the engine's name; DraftsimError if none of `ENGINES` has it."""
+    if engine not in ENGINES:
+        raise DraftsimError(f"--engine {engine!r}: expected one of {', '.join(ENGINES)}")
+    return engine
+
+
 def known_target(engine: str | None, experts: str | None, model: str | None) -> Target:
     """Return what is known of the target's passes; a remark says so.
 
@@ -194,7 +204,7 @@ def at_acceptance(server: ServerFit, other: Positions | None) -> ServerFit:
         return server
     if server.stopping():
         remark("runs with p-min are left out: they tell nothing of drafts at another acceptance")
-    return server.at_acceptance(other.survival)
+    return server.at_acceptance(other.known)
 
 
 def _headline(rows: list[Choice], level: float, context: float | None) -> str:

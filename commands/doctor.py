@@ -1,4 +1,4 @@
-"""``draftsim doctor``: whether acceptance is what it should be, and what it looks like if not."""
+"""``draftsim doctor``: compare acceptance with what is expected, and name the cause."""
 
 from __future__ import annotations
 

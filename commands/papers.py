@@ -74,8 +74,8 @@ def papers(
 
     Each row says how the two relate: the same quantity (computed from the paper's own numbers), the
     same experiment on our pair, or a cell that needs the paper's weights. Notes say where a paper
-    contradicts itself. With --measured a row is a public study of GPUs: what part of it was given,
-    the error of the predicted rest, and how often the side of 1x and the rank are right.
+    contradicts itself. With --measured each row is a public GPU study: what part of it was given,
+    the error of the rest, and how often the side of 1x and the ranking are right.
     """
     own: dict[str, object] = {
         "--trace": given_name(trace), "--latency": latency,
@@ -149,7 +149,8 @@ def _counted(rows: Sequence[Row]) -> str:
     same = [r for r in rows if r.kind == "same quantity" and r.published and r.ours is not None]
     errors = sorted(abs(r.ours / r.published - 1) for r in same if r.published and r.ours)
     tables = len({row.table for row in rows})
-    said = f"{len(rows)} published figures of {tables} tables"
+    published = sum(row.published is not None for row in rows)
+    said = f"{published} published figures of {tables} tables"
     if not errors:
         return f"{said}."
     middle = errors[len(errors) // 2]

@@ -9,8 +9,10 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from commands.calibrate import (
+    ENGINES,
     ExpertsOption,
     at_acceptance,
+    known_engine,
     known_target,
     other_acceptance,
     shown_choice,
@@ -28,7 +30,6 @@ if TYPE_CHECKING:
     from simulator.aggregate.advice import Choice, Suggestion
     from simulator.aggregate.server import ServerFit
 
-ENGINES = ("vllm", "sglang", "tensorrt-llm", "llamacpp", "hf")
 ONE_LENGTH = ("sglang", "llamacpp", "hf")
 """Engines that take one draft length, whatever the load."""
 WITHOUT_SPEEDS = (
@@ -90,8 +91,7 @@ def recommend(
     from simulator.aggregate.server import calibrate
     from simulator.tune.launch import setting, start_line
 
-    if engine not in ENGINES:
-        raise DraftsimError(f"--engine {engine!r}: expected one of {', '.join(ENGINES)}")
+    known_engine(engine)
     if not bench:
         if metrics:
             raise DraftsimError(WITHOUT_SPEEDS.format(k=load_positions(metrics).longest))
@@ -106,6 +106,16 @@ def recommend(
     only = drafting.pop() if len(drafting) == 1 else None
     told = load_positions(metrics, drafts=only) if metrics else None
     runs = found.runs if told is None else with_acceptance(found.runs, told)
+    if told is not None and runs == found.runs:
+        remark(
+            "--metrics has no effect: no run takes acceptance from it; --acceptance predicts for "
+            "that of another workload"
+        )
+    if told is not None and (longer := {run.k for run in runs if run.round_tokens is None}):
+        remark(
+            f"acceptance at K = {', '.join(map(str, sorted(longer)))} is estimated from the "
+            f"speeds: {told.label} does not tell it"
+        )
     if not any(run.k for run in runs):
         raise DraftsimError(
             "no run with speculation, so the drafter's cost and acceptance are unknown: "
@@ -136,7 +146,7 @@ def recommend(
         emit("recommend", [row.row for row in rows], json, more=more)
     for text in _remarks(server, rows, suggestions):
         note(text)
-    if engine in ONE_LENGTH and len({row.k for row in rows}) > 1:
+    if engine in ONE_LENGTH and len({(row.k, row.p_min) for row in rows}) > 1:
         note(
             f"{engine} has one draft length for every load: the command sets {_one_length(rows)}; "
             "--batch N chooses another load"

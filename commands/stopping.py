@@ -1,4 +1,4 @@
-"""Being told to end: SIGTERM and SIGHUP stop a command as Ctrl-C does, with all that it started."""
+"""SIGTERM and SIGHUP end a command as Ctrl-C does, with all processes that it started."""
 
 from __future__ import annotations
 

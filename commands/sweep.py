@@ -344,10 +344,11 @@ def _searched(
         )
     if json is None:
         first = max(found, key=lambda row: row["speedup"])
-        low, high = (three_digits(first[f"speedup_{end}"]) for end in ("lo", "hi"))
+        ends = [first[f"speedup_{end}"] for end in ("lo", "hi")]
+        span = "" if None in ends else f" ({' to '.join(map(three_digits, ends))})"
         note(
             f"{recording.said}: on held-out prompts {first['policy']} is fastest, "
-            f"{three_digits(first['speedup'])}x no speculation ({low} to {high})"
+            f"{three_digits(first['speedup'])}x no speculation{span}"
         )
     emit("sweep", found, json, show=SEARCHED, out=out)
 
@@ -365,9 +366,7 @@ def _ladder(
     trace = recording.trace
     chosen = dict(named(load_policies(expand(policy), trace, say=remark))) if policy else None
     with working("splitting the prompts") as say:
-        rungs = climb(
-            trace, table, policies=chosen, resamples=max(resamples, 1), seed=seed, progress=say
-        )
+        rungs = climb(trace, table, policies=chosen, resamples=resamples, seed=seed, progress=say)
     note(f"{recording.said}: {_climbed(rungs)}")
     emit(
         "sweep", rungs, json, show=RUNGS, out=out,

@@ -21,10 +21,10 @@ def resamples(prompts: int, count: int, seed: int = 0) -> Floats:
     """Return how often each prompt is drawn in each resample, shape (count, prompts).
 
     The same arguments give the same draws, so that intervals of different policies can be
-    compared.  Raises DraftsimError if `count` is below 1.
+    compared.  Without any (0) there are no intervals.  Raises DraftsimError if `count` is below 0.
     """
-    if count < 1:
-        raise DraftsimError(f"resamples is {count}, expected at least 1")
+    if count < 0:
+        raise DraftsimError(f"resamples is {count}, expected at least 0")
     generator = np.random.default_rng(seed)
     drawn = generator.multinomial(prompts, np.full(prompts, 1 / prompts), count).astype(float)
     drawn.flags.writeable = False
@@ -59,9 +59,9 @@ def gain(
 
 
 def interval(drawn: Floats, confidence: float = CONFIDENCE) -> tuple[float, float]:
-    """Return the percentile interval of the finite values of `drawn`; NaN if there are none."""
+    """Return the percentile interval of the finite values of `drawn`; NaN of fewer than two."""
     finite = drawn[np.isfinite(drawn)]
-    if not len(finite):
+    if len(finite) < 2:
         return math.nan, math.nan
     low, high = np.percentile(finite, [50 * (1 - confidence), 50 * (1 + confidence)])
     return float(low), float(high)

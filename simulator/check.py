@@ -56,7 +56,7 @@ def recorded_checks(
     alpha = float((match[match != UNKNOWN] == MATCH).mean())
     longest = max((r.tokens for r in trace.requests), default=0)
     for gamma in gammas:
-        if gamma < longest and (trace.max_gamma is None or gamma <= trace.max_gamma):
+        if gamma + trace.first < longest and (trace.max_gamma is None or gamma <= trace.max_gamma):
             yield from _steps(trace, table, alpha, gamma)
 
 

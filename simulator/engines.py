@@ -1,9 +1,9 @@
 """Loads that a real engine ran, compared with the loads that the simulator serves.
 
-Rounds and iterations are held to those of the replay or of the simulated batch, seconds to the
-predicted ones.  A request whose text diverged (`traces.store.outputs.Divergence`) is compared up to
-there.  What depends on it later is not compared either: the iterations of its load, and the rounds
-of policies that decide for a batch or remember other requests.
+Rounds and iterations must equal those of the replay or of the simulated batch.  Seconds are
+compared with the predicted ones.  A request whose text diverged (`traces.store.outputs.Divergence`)
+is compared up to there.  What depends on it later is not compared either: the iterations of its
+load, and the rounds of policies that decide for a batch or remember other requests.
 """
 
 from __future__ import annotations

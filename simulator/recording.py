@@ -251,6 +251,8 @@ def observed_trace(
         f"{found.said}: {counted(len(trace.requests), 'request')} of {one.prompt_length} prompt "
         f"and {one.tokens} output tokens, rounds drawn independently, {said_longest(trace)}"
     )
+    if found.note:
+        say(f"{found.label}: {found.note}")
     return found.named, trace
 
 

@@ -36,6 +36,12 @@ def test_a_recordings_rate_gives_intervals_that_hold_its_rounds(name: str) -> No
         assert abs(closed - measured.value) < 4 * measured.standard_error
 
 
+@pytest.mark.parametrize("tokens", [5, 9])
+def test_drafts_as_long_as_the_output_are_not_checked(tokens: int) -> None:
+    trace = synthetic_trace(0.7, requests=20, tokens=tokens, seed=1)
+    assert {where.split()[0] for _, where, *_ in recorded_checks(trace)} >= {"gamma=1"}
+
+
 def test_a_made_up_burst_lies_within_and_reading_it_as_even_does_not() -> None:
     """Stretches of twenty tokens, of an unevenness (0.19) that the family spans."""
     trace = synthetic_trace(Bursty(0.9, 0.5, 20, 20), requests=1, tokens=60_000, seed=9)

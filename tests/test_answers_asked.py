@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 import draftsim
+from commands.serve.rows import _break_even
 from policies.core import DraftPolicy
 from policies.lengths.basic import Autoregressive, Fixed
 from policies.rules.registry import parse_rule
@@ -34,7 +35,7 @@ from traces.acceptance.synthetic import synthetic_trace
 from traces.errors import DraftsimError
 from traces.latency.graphs import CUDAGraphs
 from traces.latency.table import LatencyTable
-from traces.replay.always import drafting_always, in_one_pass
+from traces.replay.always import always_drafted, drafting_always, in_one_pass
 from traces.replay.run import replay
 from traces.store.files import write_latency, write_trace
 from traces.store.operators import in_graphs
@@ -494,3 +495,80 @@ def test_an_overlapped_mode_says_what_is_free(run: Run) -> None:
     assert done.code == 0, done.err
     assert "counted as 0 s: draft prefill" in done.err
     assert "host_round (speedups are too low" in done.err
+
+
+def test_refused_requests_miss_the_targets_in_serve_too(tmp_path: Path, run: Run) -> None:
+    path = tmp_path / "sizes.csv"
+    rows = "".join(f"{10 * i},{4000 if i % 4 == 3 else 64},8\n" for i in range(400))
+    path.write_text("TIMESTAMP,ContextTokens,GeneratedTokens\n" + rows)
+    done = run(
+        "serve", *PLAIN, "--arrivals", path, "--slo", "ttft=60s", "--max-batch", "1",
+        "--kv-blocks", "100", "--json", "-",
+    )  # fmt: skip
+    assert done.code == 0, done.err
+    assert done.rows[0]["within_targets"] == pytest.approx(0.75, abs=0.005)
+
+
+def test_the_rate_of_a_file_is_that_of_what_arrives(run: Run, tmp_path: Path) -> None:
+    """A hundred requests at ten a second, then as many at one in a hundred seconds."""
+    path = tmp_path / "arrivals.csv"
+    times = [*(0.1 * i for i in range(100)), *(10 + 100.0 * i for i in range(1, 101))]
+    rows = "".join(f"{t},64,8\n" for t in times)
+    path.write_text("TIMESTAMP,ContextTokens,GeneratedTokens\n" + rows)
+    words = ("serve", *PLAIN, "--arrivals", path, "--requests", "100", "--json", "-")
+    done = run(*words)
+    assert done.code == 0, done.err
+    assert done.rows[0]["rate"] == pytest.approx(10, rel=0.02)
+    slower = run(*words, "--rate", "1")
+    assert slower.rows[0]["rate"] == pytest.approx(1)
+    took_s = done.rows[0]["simulated_s"]
+    assert slower.rows[0]["simulated_s"] == pytest.approx(10 * took_s, rel=0.05)
+
+
+def test_a_policy_that_is_faster_only_under_load_is_said_to_be() -> None:
+    def row(policy: str, rate: float, mean: float) -> dict[str, Any]:
+        return {"policy": policy, "rate": rate, "e2e_s": {"mean": mean}}
+
+    rows = [
+        row("autoregressive", 1.0, 1.0), row("autoregressive", 4.0, 10.0),
+        row("fixed:gamma=2", 1.0, 1.1), row("fixed:gamma=2", 4.0, 5.0),
+    ]  # fmt: skip
+    [said] = _break_even(rows)
+    assert "fixed:gamma=2 is faster than no speculation only at 4 requests/s" in said
+
+
+def test_a_policy_that_never_drafts_is_no_speculation_everywhere() -> None:
+    trace, latency = find_trace("qwen-coder-vllm-cpu"), find_latency("qwen-coder-vllm-cpu")
+    assert latency.has("draft", "along")
+    plain, never = (replay(trace, policy, name=name) for name, policy in (
+        ("autoregressive", Autoregressive()), ("fixed:gamma=0", Fixed(0))))  # fmt: skip
+    assert price(never, latency).total_s == pytest.approx(price(plain, latency).total_s)
+
+
+def test_steps_without_drafts_verify_nothing() -> None:
+    """At cost ratios a step costs v only where it verifies drafts, in batches as alone."""
+    trace = synthetic_trace(0.7, requests=6, tokens=40)
+    log = always_drafted(replay(trace, Autoregressive(), name="table"), 1)
+    for batch in (1, 4):
+        found = InBatches(log, batch, 3).at_ratios(np.array([0.1]), 2.0)
+        assert found.speedup == pytest.approx(1 / 1.1)
+
+
+@pytest.mark.parametrize("mode", [("--ladder",), ("--tune", "--policy", "gammatune:eta={0.1,0.5}")])
+def test_without_resamples_there_is_no_interval(mode: tuple[str, ...], run: Run) -> None:
+    done = run("sweep", "--trace", "bundled", *mode, "--resamples", "0", "--json", "-")
+    assert done.code == 0, done.err
+    drafting = [row for row in done.rows if row["speedup"] != 1]
+    assert drafting
+    assert {row["speedup_lo"] for row in drafting} == {None}
+
+
+def test_prices_of_one_table_are_kept_apart_by_what_the_drafter_reads() -> None:
+    latency = drafting_always(GRID, 4)
+    trace = synthetic_trace(0.7, requests=6, tokens=40)
+    verified = replace(trace, meta={**trace.meta, "takes_verified": True})
+    scenario = Scenario(ClosedLoop(2), Limits(max_batch=2), requests=6, warmup=0.0)
+    for own in (trace, verified):
+        fast = simulate(own, latency, Fixed(3), scenario)
+        slow = simulate(own, latency, Fixed(3), scenario, by_iteration=True)
+        assert fast.simulated_s == pytest.approx(slow.simulated_s, rel=1e-9)

@@ -9,12 +9,16 @@ import numpy as np
 import pytest
 
 import draftsim
-from simulator.aggregate.advice import predicted
+from policies.lengths.basic import Fixed
+from simulator.aggregate.advice import Choice, predicted
 from simulator.aggregate.benches import _length, read_benches
+from simulator.aggregate.doctor import diagnose
+from simulator.aggregate.hazard import Interval
+from simulator.aggregate.positions import Positions, of_trace
 from simulator.aggregate.server import ServerRun, calibrate
 from simulator.tune.breakeven import grid, measured_surface
 from simulator.tune.costs import fixed_logs, price_grid
-from simulator.tune.launch import start_line
+from simulator.tune.launch import setting, start_line
 from tests.conftest import ROOT, Run
 from tests.serving import GRID
 from traces.acceptance.synthetic import synthetic_trace
@@ -22,6 +26,10 @@ from traces.errors import DraftsimError
 from traces.importers.base import Options
 from traces.importers.registry import import_log
 from traces.importers.totals import Totals
+from traces.replay.vectorised import replay_many
+from traces.sources.as_draft import drafted_trace
+from traces.sources.registry import parse_source
+from traces.store.recordings import find_trace
 
 RESULTS = str(ROOT / "docs" / "examples" / "server" / "results")
 STOPPING = "batch,k,tokens_per_s,accepted,drafted,rounds,p_min\n1,0,40,,,,\n1,4,90,210,400,100,\n"
@@ -149,3 +157,125 @@ def test_rounds_that_a_limit_cut_are_counted_as_sglang_counts_them(tmp_path: Pat
     found = import_log("sglang", [path], Options())
     assert isinstance(found, Totals)
     assert (found.rounds, found.drafted, found.accepted, found.longest) == (3, 9, 9, 3)
+
+
+SCRAPE = """vllm:spec_decode_num_drafts_total {drafts}
+vllm:spec_decode_num_draft_tokens_total {drafted}
+vllm:spec_decode_num_accepted_tokens_total {accepted}
+"""
+AT = 'vllm:spec_decode_num_accepted_tokens_per_pos_total{{position="{place}"}} {count}\n'
+
+
+def scrape(drafts: int, drafted: int, positions: list[int], more: str = "") -> str:
+    lines = "".join(AT.format(place=i, count=n) for i, n in enumerate(positions))
+    return SCRAPE.format(drafts=drafts, drafted=drafted, accepted=sum(positions)) + lines + more
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        # Half of the drafts have four tokens, half one; every token is accepted 8 times in 10.
+        (scrape(1000, 2500, [800, 320, 256, 205]), "its drafts differ in length"),
+        (scrape(1000, 4000, [800, 640, 512, 410]), ""),
+        (
+            scrape(400, 1600, [300, 200, 100, 50],
+                   "vllm:generation_tokens_total 1660\nvllm:request_success_total 10\n"),
+            "40% of the steps had a draft",
+        ),
+    ],
+)  # fmt: skip
+def test_counters_say_what_they_do_not_tell(text: str, said: str, run: Run, tmp_path: Path) -> None:
+    path = tmp_path / "metrics.txt"
+    path.write_text(text)
+    done = run("doctor", path, "--against", "0.8")
+    assert done.code == 0, done.err
+    assert said in done.err
+    assert bool(said) == ("metrics.txt: " in done.err)
+
+
+def test_lengths_that_differ_as_sound_runs_do_are_as_expected() -> None:
+    profile = Positions("profile", {3: 2.40})
+    causes = {n: diagnose(Positions("own", {3: n}), profile).cause for n in (2.2, 2.39, 2.41, 2.6)}
+    assert causes == {2.2: "mixed", 2.39: "as expected", 2.41: "as expected", 2.6: "better"}
+
+
+def test_lengths_of_a_recording_are_those_of_each_draft_length() -> None:
+    trace = find_trace("bundled")
+    found = of_trace("bundled", trace, 8)
+    for k in (1, 4, 8):
+        [log] = replay_many(trace, [("fixed", Fixed(k))])
+        # Rounds that the end of a request cuts off say nothing of the positions behind.
+        whole = log.rounds["emitted"][log.rounds["drafted"] == k]
+        assert found.known[k] == pytest.approx(whole.mean(), rel=0.01)
+
+
+def test_a_position_without_a_proposal_counts_as_rejected() -> None:
+    """An n-gram search finds nothing in most rounds of this recording."""
+    trace = drafted_trace(find_trace("bundled"), parse_source("ngram"), {})
+    found = of_trace("bundled", trace, 3)
+    [log] = replay_many(trace, [("fixed", Fixed(3))])
+    assert (log.rounds["drafted"] == 0).mean() > 0.3
+    assert found.known[3] == pytest.approx(log.rounds["emitted"].mean(), rel=0.02)
+
+
+def test_loads_are_answered_in_order_and_once(run: Run) -> None:
+    words = ("recommend", "--bench", RESULTS, "--json", "-", "--batch")
+    given, ordered = run(*words, "4,1,4"), run(*words, "1,4")
+    assert given.code == 0, given.err
+    assert [row["batch"] for row in given.rows] == [1, 4]
+    assert given.rows == ordered.rows
+
+
+def choice(batch: int, k: int, p_min: float = 0.0) -> Choice:
+    one = Interval(1.0, 0.9, 1.1)
+    return Choice(batch, k, one, one, 0.9, extrapolated=False, p_min=p_min)
+
+
+def test_one_setting_for_every_load_is_that_of_one_row() -> None:
+    rows = [choice(1, 0), choice(4, 8, 0.6), choice(8, 4)]
+    assert setting("llamacpp", rows, None) == {"spec-draft-n-max": 8, "spec-draft-p-min": 0.6}
+    assert setting("llamacpp", [choice(1, 4), *rows[1:]], None) == {"spec-draft-n-max": 4}
+
+
+def test_counters_without_effect_are_said(run: Run, tmp_path: Path) -> None:
+    path = tmp_path / "metrics.txt"
+    path.write_text(scrape(1000, 3000, [800, 640, 512]))
+    done = run("recommend", "--bench", RESULTS, "--metrics", path)
+    assert done.code == 0, done.err
+    assert "--metrics has no effect" in done.err
+    runs = tmp_path / "runs.csv"
+    runs.write_text("batch,k,tokens_per_s\n1,0,60\n1,3,110\n1,5,100\n")
+    done = run("recommend", "--bench", runs, "--metrics", path)
+    assert done.code == 0, done.err
+    assert "acceptance at K = 5 is estimated from the speeds" in done.err
+
+
+@pytest.mark.parametrize(
+    ("text", "path", "said"),
+    [
+        ("batch,k,tokens_per_s,context\n1,0,40,\n1,3,80,500\n", "{}", "does not say its context"),
+        ("batch,k,tokens_per_s\n1,0,40\n1,3,80\n", "{}@3", "have draft lengths of their own"),
+    ],
+)
+def test_runs_that_contradict_are_refused(
+    text: str, path: str, said: str, run: Run, tmp_path: Path
+) -> None:
+    file = tmp_path / "runs.csv"
+    file.write_text(text)
+    done = run("calibrate", path.format(file))
+    assert done.code == 2
+    assert said in done.err
+
+
+def test_a_draft_length_that_contradicts_the_file_is_refused(run: Run) -> None:
+    done = run("recommend", "--bench", f"{RESULTS}@3")
+    assert done.code == 2
+    assert "a run there says K = 0: drop @3" in done.err
+
+
+def test_an_estimated_acceptance_has_an_interval_at_other_lengths(tmp_path: Path) -> None:
+    """Only the length at K = 3 is known: at K = 1 the interval holds what it leaves open."""
+    server = calibrate([ServerRun(1, 0, 40.0), ServerRun(1, 3, 80.0, emitted=2.4)])
+    other = server.at_acceptance({3: 2.4})
+    assert np.ptp(other.emitted(3)) == 0
+    assert np.ptp(other.emitted(1)) > 0.05

@@ -498,5 +498,5 @@ def test_a_target_s_own_costs_are_shown_and_written(tmp_path: Path) -> None:
     server = calibrate(runs, target=Target(experts=(128, 4)))
     assert "experts" in server.intervals(0.8)
     assert len(latency_table(server).cells)
-    at = server.at_acceptance((0.5,))
+    at = server.at_acceptance({1: 1.5})
     assert at.draws[:, -1] == pytest.approx(server.draws[:, -1])

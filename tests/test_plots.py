@@ -29,9 +29,10 @@ from simulator.plots import (
     save,
 )
 from simulator.plots.look import series
+from simulator.plots.whatif import plot_batches
 from simulator.ratios import own_ratios
 from simulator.validation import predictions
-from traces.acceptance.synthetic import synthetic_trace
+from traces.acceptance.synthetic import synthetic_trace, trace_by_position
 from traces.acceptance.trace import Trace
 from traces.errors import DraftsimError
 from traces.latency.table import LatencyTable
@@ -112,6 +113,18 @@ def test_validation_shows_error_in_percent(logs: list[RoundLog]) -> None:
     assert [a.get_xlabel()[-3:] for a in figure.axes] == ["(s)", "(%)"]
 
 
+def test_one_repeat_hides_no_error(logs: list[RoundLog]) -> None:
+    runs = [price(log, LATENCY) for log in (autoregressive(logs[0]), *logs)]
+    rows = [
+        (r.policy, r.verify, 1, False, 0, r.request, r.predicted_s * 1.25, r.rounds)
+        for r in predictions(runs).itertuples()
+    ]
+    frame = compare(runs, pd.DataFrame(rows, columns=list(MEASURED_COLUMNS)))
+    assert frame["spread"].isna().all()
+    low, high = plot_validation(frame).axes[1].get_xlim()
+    assert low < -20 < 20 < high
+
+
 def test_cost_ratio_curves_go_through_the_tables_speedups(
     trace: Trace, logs: list[RoundLog]
 ) -> None:
@@ -150,6 +163,28 @@ def test_survival_goes_as_far_as_the_longest_output() -> None:
     assert len(points(plot_survival(trace))[0]) == 7
     with pytest.raises(DraftsimError, match="no output is longer than one token"):
         plot_survival(synthetic_trace(0.7, tokens=1, requests=3, seed=2))
+
+
+def test_survival_ends_where_drafts_by_position_do() -> None:
+    told = trace_by_position((0.76, 0.60, 0.43))
+    assert len(points(plot_survival(told))[0]) == 3
+
+
+def batches(policy: str, speedups: tuple[float, float]) -> list[dict[str, object]]:
+    return [
+        {"latency": "t", "gpu": None, "policy": policy, "family": policy, "batch": batch,
+         "speedup": speedup, "speedup_lo": speedup, "speedup_hi": speedup}
+        for batch, speedup in zip((1, 4), speedups, strict=True)
+    ]  # fmt: skip
+
+
+def test_the_fastest_of_many_policies_are_drawn_and_the_others_counted() -> None:
+    rows = [row for i in range(9) for row in batches(f"p{i}", (1 + i / 10, 1.0))]
+    figure = plot_batches(pd.DataFrame(rows), "α = 0.5")
+    legend = figure.legends[0]
+    labels = [text.get_text() for text in legend.get_texts()]
+    assert labels == [f"p{i}" for i in range(3, 9)] + ["(3 slower, not drawn)"]
+    assert legend.get_title().get_text() == "α = 0.5"
 
 
 def test_robustness_is_relative_to_the_reference(trace: Trace) -> None:

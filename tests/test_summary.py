@@ -164,8 +164,8 @@ def test_other_requests_are_refused(logs: list[RoundLog]) -> None:
         summarize([logs[0], replay(mixed_trace(5), Fixed(2))], LATENCY)
     with pytest.raises(DraftsimError, match="at least one policy"):
         summarize([], LATENCY)
-    with pytest.raises(DraftsimError, match="resamples is 0"):
-        summarize(logs, LATENCY, resamples=0)
+    with pytest.raises(DraftsimError, match="resamples is -1"):
+        summarize(logs, LATENCY, resamples=-1)
     with pytest.raises(DraftsimError, match="increasing numbers"):
         speedup_distribution([1.0], [2, 1])
 

@@ -51,7 +51,10 @@ def load_positions(
     if len(texts) == 1 and texts[0].strip() and not is_told(texts[0]):
         return _recorded(texts[0], k, source)
     one = texts[0] if len(texts) == 1 else texts
-    return read_acceptance(one, k, form=form, rounds=rounds, drafts=drafts)
+    found = read_acceptance(one, k, form=form, rounds=rounds, drafts=drafts)
+    if found.note:
+        remark(f"{found.label}: {found.note}")
+    return found
 
 
 def _recorded(name: str, k: int | None, source: str | None) -> Positions:

@@ -24,7 +24,7 @@ def expanded(command: Callable[..., None]) -> Callable[..., None]:
     """Return `command` with the fields of each parameter that is a dataclass as its options.
 
     The fields are annotated as options are; one without a default is an option that must be given.
-    The class's ``heading``, if it has one, stands above them in the command's help.
+    The class's ``heading``, if it has one, is above them in the command's help.
     """
     own = inspect.signature(command, eval_str=True)
     groups: dict[str, Any] = {

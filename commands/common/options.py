@@ -393,13 +393,13 @@ def refuse(options: Mapping[str, object], why: str) -> None:
 
 
 def batch_sizes(option: str, text: str, most: int = MOST_BATCH) -> list[int]:
-    """Read whole numbers from 1 to `most`, commas between.
+    """Return the whole numbers from 1 to `most` in `text`, commas between; ascending, each once.
 
     Raises DraftsimError naming `option` if `text` is anything else.
     """
-    sizes = [int(size) for size in positive_numbers(option, text, int)]
-    if max(sizes) > most:
-        raise DraftsimError(f"{option} holds {max(sizes)}, expected at most {most}")
+    sizes = sorted({int(size) for size in positive_numbers(option, text, int)})
+    if sizes[-1] > most:
+        raise DraftsimError(f"{option} holds {sizes[-1]}, expected at most {most}")
     return sizes
 
 

@@ -85,8 +85,8 @@ class MeasuredEngine:
         float,
         typer.Option(
             min=0,
-            help="Time to measure. Everything is measured once, however long it takes; then again, "
-            "with points between, until the time is over.",
+            help="Minutes of measuring. Every cell is measured once, even beyond this; the rest of "
+            "the time goes to repeats and sizes in between.",
         ),
     ] = 10.0
 

@@ -174,7 +174,7 @@ def decode(
 
 
 def latency(models: Models, timing: TimedPasses, out: RunOption) -> None:
-    """Measure the latencies of a recorded pair again, of its draft sources too.
+    """Measure again the latencies of a recorded pair and of its draft sources.
 
     The recordings of the folder are kept, and its latencies are replaced.
     """

@@ -246,7 +246,7 @@ def serve(
         ),
     ] = None,
     warmup: Annotated[
-        float, typer.Option(help="Share of the requests, the first to arrive, that is not counted.")
+        float, typer.Option(help="Share of the first requests to leave out of the statistics.")
     ] = 0.1,
     ttft: Annotated[
         str | None,

@@ -135,11 +135,16 @@ def _break_even(rows: Sequence[Row]) -> list[str]:
         own_s, plain_s = ([rows[i]["e2e_s"]["mean"] for i in at] for rows in (own, plain))
         if any(map(math.isnan, [*own_s, *plain_s])) or own_s == plain_s:
             continue
-        load = break_even_load([plain[i]["rate"] for i in at], own_s, plain_s)
+        rates = [plain[i]["rate"] for i in at]
+        load = break_even_load(rates, own_s, plain_s)
+        faster = [r for r, own, other in zip(rates, own_s, plain_s, strict=True) if own < other]
         if load == float("inf"):
             said.append(f"{name} is faster than no speculation at every load tried {MEAN}")
         elif load > 0:
             said.append(f"{name} is faster than no speculation up to {load:.3g} requests/s {MEAN}")
+        elif faster:
+            loads = ", ".join(f"{rate:.3g}" for rate in faster)
+            said.append(f"{name} is faster than no speculation only at {loads} requests/s {MEAN}")
         else:
             said.append(f"{name} is slower than no speculation at every load tried {MEAN}")
     return said

@@ -229,17 +229,17 @@ def engine(
 
     --run is a folder of `draftsim profile engine`, in whose environment this runs.  Rounds and, in
     closed loops, iterations are to be equal; seconds are compared by load and by kind of iteration.
-    --source says whose recorded drafts decide what is accepted.  A check that is done goes on for
-    more --repeats.
+    --source names the recorded drafter whose drafts decide acceptance.  A larger --repeats extends
+    a finished check.
 
     `machine` is how much slower a control load ran than when the engine was measured, and
     --remeasure measures it again between the runs.  `texts_diverged` counts requests that wrote
     another text than by plain decoding.
 
-    With --http the clients are those of a server: `request_s` and `iteration_s` are what it adds
-    around requests and iterations, `share` of the requests' time; they predict from loops of plain
-    decoding that are no row, which also tell how much slower the engine is than its latencies
-    (`slowdown`).
+    With --http the requests go to vLLM's HTTP server.  `request_s` and `iteration_s` are the
+    seconds that it adds per request and per step, `share` their part of the request time.  They are
+    predicted from control loads without speculation, which the table does not show.  `slowdown`
+    is how much slower the engine ran than its latencies say.
     """
     served.check(asked.policy, remeasure)
     from commands.validate.engine import columns_of, engine_check, say_checked

@@ -65,7 +65,7 @@ class RealRuns(ABC):
         The trace's file in the run folder.
     """
 
-    file: ClassVar[str]
+    file: str
     """File of the run folder that the measured times are kept in."""
     resumed: ClassVar[bool] = True
     """True if the runs of a stopped check are kept in the run folder, for the same call to go on

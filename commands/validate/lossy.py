@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
@@ -101,7 +102,7 @@ class LossyRuns(RealRuns):
                 {
                     "accepted_per_round": accepted_per_round(mine),
                     "replay_accepted_per_round": accepted_per_round(theirs),
-                    "bias": accepted_per_round(theirs) / accepted_per_round(mine) - 1,
+                    "bias": _bias(accepted_per_round(theirs), accepted_per_round(mine)),
                     "speedup_bias": speedup(theirs, self.latency) / speedup(mine, self.latency) - 1,
                     **asdict(quality(real.outputs, self.greedy)),
                 }
@@ -109,6 +110,11 @@ class LossyRuns(RealRuns):
         say_memory([measured.logs[arm.label] for arm in self.arms])
         say_unjudged(self.latency)
         return pd.concat([rows, pd.DataFrame(extra)], axis=1).assign(rounds_differ=differ)
+
+
+def _bias(replayed: float, real: float) -> float:
+    """Return the relative error of the replay; NaN where nothing was accepted."""
+    return replayed / real - 1 if real else math.nan
 
 
 def accepted_per_round(log: RoundLog) -> float:

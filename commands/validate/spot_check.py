@@ -97,6 +97,8 @@ class SpotCheck(RealRuns):
             chosen = load_policies([PLAIN], trace) + chosen
         self.policies, self.logs = dict(chosen), list(replay_many(trace, chosen))
         self.forced, self.greedy = forced, trace.temperature == 0
+        if sampled:  # `draftsim report` reads the times of greedy runs
+            self.file = "measured-sampled.parquet"
         self.assisted = _assisted_logs(trace) if assisted and not forced and self.greedy else {}
 
     @property

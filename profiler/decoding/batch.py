@@ -5,7 +5,7 @@ position, so acceptance may be ragged and nothing is ever compacted within a seq
 A pass is a rectangle: all sequences, as wide as the widest; shorter ones are padded, and no
 sequence sees padding.
 
-The passes are in `profiler.decoding.batch`, the decisions in `policies.together`.
+The decisions are those of `policies.together`.
 """
 
 from __future__ import annotations

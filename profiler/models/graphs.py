@@ -7,8 +7,7 @@ shapes that do not change: the visible context is rounded up and the rest hidden
 Hugging Face's layers launch about forty kernels each, most of them for microseconds, so that even
 in a CUDA graph the time of a small model follows its layers.  Here queries, keys and values are
 one matrix product, so are gate and up, and what lies between the products is compiled.  Attention
-and the cache are those of `profiler.models.graphs`: they stay outside the compiler, whose code is
-then the same for every context.
+and the cache stay outside the compiler, whose code is then the same for every context.
 """
 
 from __future__ import annotations

@@ -123,6 +123,8 @@ def choices(
             for k in sorted({0, *(lengths or draft_lengths(runs))})
         }
         for run in server.stopping():
+            if lengths is not None and run.k not in lengths:
+                continue
             speeds[run.k, run.p_min] = server.tokens_per_s(batch, run.k, context, prompts, like=run)
         best, p_min = max(speeds, key=lambda key: float(np.median(speeds[key])))
         gain = speeds[best, p_min] / speeds[0, 0.0]

@@ -24,6 +24,7 @@ import pandas as pd
 from policies.json_text import JSONError, parse_json
 from simulator.aggregate.server import ServerFit, ServerLoads, ServerRun
 from traces.errors import DraftsimError
+from traces.importers.metrics import SELDOM
 from traces.latency.schema import CELL_COLUMNS
 from traces.latency.table import ANY_CONTEXT, LatencyTable
 from traces.store.text import json_lines, read_text
@@ -206,8 +207,6 @@ def latency_table(server: ServerFit, model: str | None = None) -> LatencyTable:
 
 MOST_BYTES = 256 * 2**20
 """A larger file is no summary of benchmarks."""
-SELDOM = 0.9
-"""Below this part of the steps, drafts are missing; requests that end take some of them, too."""
 ESTIMATED = "says no acceptance: it is estimated from the speeds"
 AIPERF = "profile_export_aiperf.json"
 """Summary of a run in AIPerf's folder; the other files there are inputs, records and telemetry."""
@@ -290,11 +289,11 @@ def _is_run(path: Path, top: Path) -> bool:
 
 
 def _read(path: Path, k: int | None) -> Benchmarks:
-    if path.suffix not in (".json", ".jsonl"):
-        return Benchmarks([_at(run, k) for run in read_runs(path)], None, [])
-    records = _records(path)
-    if path.suffix == ".jsonl" and all("tokens_per_s" in row for row in records):
-        return Benchmarks([_at(run, k) for run in read_runs(path)], None, [])
+    records = _records(path) if path.suffix in (".json", ".jsonl") else ()
+    if (path.suffix == ".jsonl" and all("tokens_per_s" in row for row in records)) or not records:
+        if k is not None:
+            raise DraftsimError(f"{path}@{k}: its rows have draft lengths of their own: drop @{k}")
+        return Benchmarks(read_runs(path), None, [])
     runs, notes, models = [], [], []
     for number, record in enumerate(records, 1):
         where = f"{path}, run {number}" if len(records) > 1 else str(path)
@@ -336,22 +335,28 @@ def _read(path: Path, k: int | None) -> Benchmarks:
     return Benchmarks(runs, models[0] if models else None, notes)
 
 
-def _at(run: ServerRun, k: int | None) -> ServerRun:
-    return run if k is None else replace(run, k=k)
+def _agreed(told: int | None, path: Path, k: int | None) -> int | None:
+    """Return the draft length of a run that tells one, with the ``k`` of ``FILE@K``.
+
+    Counts of drafts may tell a mean, below ``k``.  Raises DraftsimError if they contradict it.
+    """
+    if told is None or k is None:
+        return told if k is None else k
+    if told > k or (k and not told):
+        raise DraftsimError(f"{path}@{k}: a run there says K = {told}: drop @{k}")
+    return k
 
 
 def _length(fields: _Fields, path: Path, k: int | None) -> int | None:
     """Draft length: as given, as counted, or as the name of the file says (k3, K=3, spec-3)."""
-    if k is not None:
-        return k
     if fields.k is not None:
-        return fields.k
+        return _agreed(fields.k, path, k)
     if fields.accepted:
-        return len(fields.accepted)
+        return _agreed(len(fields.accepted), path, k)
     name = path.absolute().parent.name if path.name in SAME_NAME else path.stem
     named = re.search(r"(?:^|[^a-z0-9])(?:k|spec|num_speculative_tokens)[-_=]?(\d{1,2})(?!\d)",
                       name.lower())  # fmt: skip
-    return int(named[1]) if named else None
+    return _agreed(int(named[1]) if named else None, path, k)
 
 
 def _records(path: Path) -> list[Mapping[str, Any]]:

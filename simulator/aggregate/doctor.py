@@ -17,6 +17,7 @@ from typing import NamedTuple
 import numpy as np
 
 from policies.arrays import Floats
+from simulator.aggregate.hazard import ANOTHER_RUN
 from simulator.aggregate.positions import Positions
 
 WITHIN = 2.0
@@ -207,12 +208,16 @@ def _cause(
 
 
 def _by_length(observed: float, low: float, high: float) -> tuple[str, int | None, float]:
-    """Return a cause from acceptance lengths alone, which have no pattern by position."""
+    """Return a cause from acceptance lengths alone, which have no pattern by position.
+
+    Two sound runs differ by `ANOTHER_RUN`, and a fault by `DIFFERS` times that.
+    """
     if observed < 1 + NOTHING:
         return "dummy drafter", None, 0.0
-    if observed > high:
+    if observed > high * (1 + DIFFERS * ANOTHER_RUN):
         return "better", None, 0.0
-    return ("mixed" if observed < low else "as expected"), None, 0.0
+    worse = observed < low * (1 - DIFFERS * ANOTHER_RUN)
+    return ("mixed" if worse else "as expected"), None, 0.0
 
 
 def _logit(rates: Floats) -> Floats:

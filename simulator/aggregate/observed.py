@@ -22,6 +22,7 @@ from simulator.aggregate.positions import (
     of_runs,
     of_survival,
     of_totals,
+    reservation,
 )
 from traces.acceptance.trace import Trace
 from traces.errors import DraftsimError, FileError
@@ -143,12 +144,13 @@ def _counts(file: Path, named: str) -> Positions | None:
     try:
         rows = document["results"]
         chances = [(float(row["survival_lo"]), float(row["survival_hi"])) for row in rows]
-        if chances and all(low == high for low, high in chances):
-            return of_survival(named, [low for low, _ in chances])
         totals = Totals(
             counts["rounds"], counts["drafted"], counts["accepted"], len(rows) or None,
             tree=bool(counts["tree"]),
         )  # fmt: skip
+        if chances and all(low == high for low, high in chances):
+            survival = [low for low, _ in chances]
+            return of_survival(named, survival, note=reservation(totals))
     except (KeyError, TypeError, ValueError) as error:
         raise FileError(f"{named}: is damaged ({error}): import the log again") from None
     return of_totals(named, totals)

@@ -55,6 +55,8 @@ class Positions:
         The target, where a file names it.
     prompt, answer:
         Mean prompt and output tokens of a request, where a file says so.
+    note:
+        A reservation about the counts, in words; empty if there is none.
 
     Raises DraftsimError for impossible lengths.
     """
@@ -69,6 +71,7 @@ class Positions:
     model: str | None = None
     prompt: float | None = None
     answer: float | None = None
+    note: str = ""
 
     def __post_init__(self) -> None:
         check_totals(self.known)
@@ -217,20 +220,44 @@ def of_totals(label: str, totals: Totals, drafts: int | None = None) -> Position
     counted = totals.rounds is not None
     reached = np.append(float(totals.rounds or 1), alive[:-1])
     emitted = 1 + np.cumsum(alive / reached[0])
-    return Positions(label, dict(enumerate(emitted.tolist(), 1)), reached, alive, counted)
+    lengths = dict(enumerate(emitted.tolist(), 1))
+    return Positions(label, lengths, reached, alive, counted, note=reservation(totals))
+
+
+def reservation(totals: Totals) -> str:
+    """Return what counts by position do not say of drafts as long as the longest, in words."""
+    if (part := totals.meta.get("drafting")) is not None:
+        return f"{part:.0%} of the steps had a draft: acceptance is over these alone"
+    if totals.drafted is None or totals.fixed_length:
+        return ""
+    return (
+        "its drafts differ in length, and counts by position do not say how many were shorter: "
+        "later positions accept more than this"
+    )
 
 
 def of_trace(label: str, trace: Trace, k: int) -> Positions:
     """Return the positions of a recording's rounds at draft length `k`.
 
+    Acceptance lengths at 1 to `k` are those of rounds of that length: rounds of shorter drafts
+    begin less often in hard stretches.  A position for which a drafter proposed nothing
+    (`Trace.drafts_end`) counts as rejected; one that the end of the output cut off is not reached.
+
     Raises TailError if drafts of `k` were not recorded.
     """
-    [log] = replay_many(trace, [(f"fixed:gamma={k}", Fixed(k))])
-    drafted, accepted = log.rounds["drafted"], log.rounds["accepted"]
-    place = np.arange(1, k + 1)
-    reached = ((drafted[:, None] >= place) & (accepted[:, None] >= place - 1)).sum(axis=0)
-    passed = ((drafted[:, None] >= place) & (accepted[:, None] >= place)).sum(axis=0)
-    with np.errstate(invalid="ignore"):
-        alive = np.cumprod(np.nan_to_num(passed / np.maximum(reached, 1)))
-    known = dict(enumerate((1 + np.cumsum(alive)).tolist(), 1))
+    fixed = [(f"fixed:gamma={n}", Fixed(n)) for n in range(1, k + 1)]
+    known: dict[int, float] = {}
+    for n, log in enumerate(replay_many(trace, fixed), 1):
+        drafted, accepted = log.rounds["drafted"], log.rounds["accepted"]
+        if trace.drafts_end:
+            request = log.rounds["request"]
+            limits = np.array([r.max_new_tokens for r in log.requests])
+            left = limits[request] - log.rounds["position"] - 1
+            # What ends a request ends its last draft.
+            last = np.append(request[1:] != request[:-1], True)
+            drafted = np.where(last, drafted, np.minimum(n, left))
+        place = np.arange(1, n + 1)
+        reached = ((drafted[:, None] >= place) & (accepted[:, None] >= place - 1)).sum(axis=0)
+        passed = (accepted[:, None] >= place).sum(axis=0)
+        known[n] = 1 + float(np.cumprod(passed / np.maximum(reached, 1)).sum())
     return Positions(label, known, reached.astype(float), passed.astype(float), True, log)

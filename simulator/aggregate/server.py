@@ -449,17 +449,16 @@ class ServerFit:
         values = {name: np.array([[value]]) for name, value in self.central.items()}
         return np.asarray(step_s(values, load, emitted, self.passes, self.target)[0])
 
-    def at_acceptance(self, survival: Sequence[float]) -> ServerFit:
+    def at_acceptance(self, known: Mapping[int, float]) -> ServerFit:
         """Return the same costs with another acceptance: that of another workload or drafter.
 
-        ``survival``: chances that the first 1, 2, ... drafted tokens are all accepted.
+        ``known``: measured acceptance lengths by draft length; others are drawn about them.
         """
-        known = {k: 1.0 + float(total) for k, total in enumerate(np.cumsum(survival), 1)}
         drawn = draws_near(HAZARD, lambda values: gaps_of(values, known))
         chosen = np.random.default_rng(0).integers(len(drawn), size=len(self.draws))
         draws = self.draws.copy()
         draws[:, len(COSTS) + 1 : OWN] = drawn[chosen]
-        return replace(self, draws=draws, known=known, at_other=True)
+        return replace(self, draws=draws, known=dict(known), at_other=True)
 
     def emitted(self, k: int) -> Floats:
         """Return acceptance lengths at draft length `k`, (draws,)."""
@@ -559,10 +558,16 @@ def calibrate(
     Raises
     ------
     DraftsimError
-        If there are no runs.
+        If there are no runs, or only some say their context.
     """
     if not runs:
         raise DraftsimError("no runs to calibrate with: give at least one")
+    silent = [run for run in runs if not run.held]
+    if silent and len(silent) < len(runs):
+        raise DraftsimError(
+            f"the run of batch {silent[0].batch} at k = {silent[0].k} does not say its context, as "
+            "others do: give each its context, or prompt and answer (mean lengths)"
+        )
     known: dict[int, float] = {}
     full = [run for run in runs if not run.p_min]
     for k in sorted({run.k for run in full if run.k}):
@@ -570,7 +575,7 @@ def calibrate(
         if told:
             known[k] = float(np.mean(told))
     curve = dict(known)
-    for run in runs:
+    for run in full:
         for place, total in enumerate(np.cumsum(run.accepted), 1):
             curve.setdefault(place, 1.0 + float(total))
     load = ServerLoads(

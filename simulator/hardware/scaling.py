@@ -250,9 +250,11 @@ _bounds: WeakKeyDictionary[LatencyTable, TableBounds] = WeakKeyDictionary()
 def _uncovered(latency: LatencyTable, alone: LatencyTable) -> LatencyTable:
     """Return `latency` with the seconds of `alone` in cells that no whole step covers."""
     keys = ["model", "phase", "batch", "new_tokens", "context"]
-    cells = latency.cells.merge(alone.cells[[*keys, "median_s"]], on=keys, suffixes=("", "_alone"))
-    summed = cells.pop("median_s_alone")
-    cells["median_s"] = cells["median_s"].where(cells["repeats"] > 0, summed)
+    summed = alone.cells[[*keys, "median_s"]]
+    cells = latency.cells.merge(summed, how="left", on=keys, suffixes=("", "_alone"))
+    own, other = cells["median_s"], cells.pop("median_s_alone")
+    # Passes that the source of drafts added or made free are its own, not the composed model's.
+    cells["median_s"] = own.where((cells["repeats"] > 0) | other.isna() | (own == 0), other)
     return LatencyTable(cells, latency.meta)
 
 

@@ -65,7 +65,7 @@ def plot_validation(rows: pd.DataFrame) -> Figure:
         color=COLOURS[1], markerfacecolor="white",
     )  # fmt: skip
     right.axvline(0, color=INK, linewidth=0.8)
-    reach = max(1.0, 1.15 * float(100 * (rows["error"].abs() + rows["spread"]).max()))
+    reach = max(1.0, 1.15 * float(100 * (rows["error"].abs() + rows["spread"].fillna(0.0)).max()))
     right.set_xlim(-reach, reach)
     right.set_xlabel("prediction error (%)")
     for axes in (left, right):
@@ -262,10 +262,12 @@ def plot_survival(trace: Trace, gamma: int = 16, resamples: int = 500, seed: int
     """Plot the chance that k drafts in a row are accepted: recorded (with interval) and i.i.d.
 
     The i.i.d. curve alpha**k has the recording's mean alpha: what lies between the curves
-    is what a formula with a single alpha misses.  Drafts go up to `gamma` tokens, or one less than
-    the longest output has.
+    is what a formula with a single alpha misses.  Drafts go up to `gamma` tokens, at most one less
+    than the longest output has, and as long as they were recorded by draft position.
     """
     gamma = min(gamma, max(request.tokens for request in trace.requests) - 1)
+    if trace.by_start and trace.max_gamma is not None:
+        gamma = min(gamma, trace.max_gamma)
     if gamma < 1:
         raise DraftsimError("no output is longer than one token: nothing was drafted")
     curves, weights = [], []

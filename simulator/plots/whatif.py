@@ -53,19 +53,21 @@ def figures(frame: pd.DataFrame) -> dict[str, Figure]:
     rates = frame["alpha_asked"].notna().all()
     first = frame[frame["batch"] == frame["batch"].iloc[0]]
     by_ratio = first[first["latency"] == "ratio"]
+    of_batch = _only(frame, "batch", "batch")
     if rates and by_ratio["alpha_asked"].nunique() > 1 and by_ratio["c"].nunique() > 1:
         if np.isfinite(break_even(by_ratio, "c")["break_even"].to_numpy(float)).any():
-            drawn.append(("break_even_c", plot_break_even(by_ratio)))
-        drawn.append(("map_c_alpha", plot_maps(by_ratio)))
+            drawn.append(("break_even_c", plot_break_even(by_ratio, of_batch.rstrip())))
+        drawn.append(("map_c_alpha", plot_maps(by_ratio, of=of_batch)))
         if by_ratio["adapting"].notna().all():
-            drawn.append(("adapting", plot_adapting(by_ratio)))
+            drawn.append(("adapting", plot_adapting(by_ratio, of_batch.rstrip())))
     priced = frame[frame["latency"] != "ratio"]
     tables = tables_of(frame)
     for suffix, (name, gpu) in tables.items():
         part = priced[(priced["latency"] == name) & (priced["gpu"] == gpu)]
+        of_rate = _only(part, "alpha_asked", "α")
         part = part[part["alpha"] == part["alpha"].iloc[0]]
         where = f" on {gpu}" if isinstance(gpu, str) and gpu not in name else ""
-        of = f"{name}{where}\n" if len(tables) > 1 else ""
+        of = (f"{name}{where}\n" if len(tables) > 1 else "") + of_rate
         if part["batch"].nunique() > 1 and part["context"].nunique() > 1:
             # The cache of some batches may fit at the shorter contexts alone.
             held = part.groupby("batch")["context"].transform("nunique")
@@ -76,11 +78,19 @@ def figures(frame: pd.DataFrame) -> dict[str, Figure]:
         contexts = part["context"].fillna(-1)
         at = part[contexts == contexts.iloc[0]]
         if at["batch"].nunique() > 1 and at["gamma"].nunique() > 1:
+            of += _only(part, "context", "context")
             drawn.append((f"map_batch_gamma{suffix}", plot_maps(at, "batch", "gamma", of=of)))
     one = priced[priced["alpha"] == priced["alpha"].min()] if len(priced) else priced
     if len(one) and one["batch"].nunique() > 1 and one["context"].fillna(-1).nunique() == 1:
-        drawn.append(("speedup_batch", plot_batches(one)))
+        lowest = _only(priced.sort_values("alpha"), "alpha_asked", "α").rstrip()
+        drawn.append(("speedup_batch", plot_batches(one, lowest)))
     return dict(drawn)
+
+
+def _only(frame: pd.DataFrame, column: str, called: str) -> str:
+    """Return the first value of an axis with several, which a figure shows alone: for its title."""
+    values = frame[column].dropna().unique()
+    return f"{called} = {values[0]:g}\n" if len(values) > 1 else ""
 
 
 def tables_of(frame: pd.DataFrame) -> dict[str, tuple[str, str]]:
@@ -111,11 +121,11 @@ def plot_maps(frame: pd.DataFrame, x: str = "c", y: str = "alpha", of: str = "")
     return _maps([(f"{of}{n}", found) for n, found in zip(names, surfaces, strict=True)], x, y)
 
 
-def plot_break_even(frame: pd.DataFrame) -> Figure:
+def plot_break_even(frame: pd.DataFrame, of: str = "") -> Figure:
     """Draw the largest c with a speedup over alpha: a line per policy.
 
     The band is where the bounds of the speedup's interval cross 1.  If there are many policies,
-    those with the largest c are named and the others thin.
+    those with the largest c are named and the others thin.  ``of`` is the legend's title.
     """
     found, key = break_even(frame, "c"), "alpha_asked"
     names = list(dict.fromkeys(found["policy"].astype(str)))
@@ -150,14 +160,15 @@ def plot_break_even(frame: pd.DataFrame) -> Figure:
     axes.set_xlabel(LABELS["alpha"])
     axes.set_ylabel(f"largest {LABELS['c']}\nwith a speedup")
     style(axes, "both")
-    figure.legend(loc="outside upper left", ncols=2, frameon=False, fontsize=8)
+    figure.legend(loc="outside upper left", ncols=2, frameon=False, fontsize=8, title=of or None,
+                  title_fontsize=8)  # fmt: skip
     return figure
 
 
-def plot_adapting(frame: pd.DataFrame) -> Figure:
+def plot_adapting(frame: pd.DataFrame, of: str = "") -> Figure:
     """Plot what adapting could bring: oracle and best fixed length over c and alpha.
 
-    Left the best fixed length itself, right the oracle's speedup less its speedup.
+    Left the best fixed length itself, right the oracle's speedup less its speedup; ``of`` above.
     """
     rows = frame
     for column, what in (("oracle", "oracle"), ("best_fixed", "fixed length")):
@@ -166,6 +177,7 @@ def plot_adapting(frame: pd.DataFrame) -> Figure:
     rows = rows.drop_duplicates([c for c in rows.columns if c in ("c", "alpha", "alpha_asked")])
     figure = Figure(figsize=(8.2, 3.4), layout="constrained")
     left, right = figure.subplots(1, 2, sharey=True)
+    figure.suptitle(of, fontsize=9, color=INK)
     for axes, column, label in (
         (left, "best_gamma", "best fixed γ (0: do not speculate)"),
         (right, "adapting", "oracle − best fixed (×)"),
@@ -182,11 +194,13 @@ def plot_adapting(frame: pd.DataFrame) -> Figure:
     return figure
 
 
-def plot_batches(frame: pd.DataFrame) -> Figure:
+def plot_batches(frame: pd.DataFrame, of: str = "") -> Figure:
     """Draw the speedup against the batch, a panel for each latency table on each GPU.
 
     The fixed lengths are one line, at each batch the fastest of them; bands are the intervals over
-    prompts.  Raises DraftsimError if fewer than two batches or no latency table were swept.
+    prompts.  Of many policies the fastest on average are drawn, and the legend counts the others.
+    ``of`` is the legend's title.  Raises DraftsimError if fewer than two batches or no latency
+    table were swept.
     """
     rows = frame[frame["latency"] != "ratio"]
     rows = rows.assign(gpu=rows["gpu"].astype(str))
@@ -196,7 +210,10 @@ def plot_batches(frame: pd.DataFrame) -> Figure:
     figure = Figure(figsize=(3.0 * len(names) + 1.6, 3.2), layout="constrained")
     panels = figure.subplots(1, len(names), sharey=True, squeeze=False)[0]
     fixed = rows["family"] == "fixed"
-    others = list(dict.fromkeys(rows.loc[~fixed, "policy"]))[: MOST_LINES - 1]
+    every = list(dict.fromkeys(rows.loc[~fixed, "policy"]))
+    means = rows.groupby("policy", observed=True)["speedup"].mean()
+    chosen = sorted(every, key=lambda name: -float(means[name]))[: MOST_LINES - 1]
+    others = [name for name in every if name in chosen]
     for axes, (name, gpu) in zip(panels, names, strict=True):
         own = rows[(rows["latency"] == name) & (rows["gpu"] == gpu)]
         by_speed = own[own["family"] == "fixed"].sort_values("speedup")
@@ -223,8 +240,10 @@ def plot_batches(frame: pd.DataFrame) -> Figure:
         axes.set_title(f"{name} on {gpu}" if several else name, fontsize=8, color=INK)
         style(axes, "both")
     panels[0].set_ylabel("speedup over no speculation (×)")
+    if left := len(every) - len(others):
+        panels[0].plot([], [], " ", label=f"({left} slower, not drawn)")
     figure.legend(*panels[0].get_legend_handles_labels(), loc="outside right upper",
-                  frameon=False, fontsize=8)  # fmt: skip
+                  frameon=False, fontsize=8, title=of or None, title_fontsize=8)  # fmt: skip
     return figure
 
 

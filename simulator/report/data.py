@@ -466,6 +466,7 @@ def _validation(
 
     own = {log.policy: log for log in (autoregressive(logs[0]), *logs)}
     times = measured.times[measured.times["policy"].isin(list(own))]
+    times = times[times["verify"] == times["policy"].map({n: log.verify for n, log in own.items()})]
     if times.empty:
         return None
     rows = compare([price(log, latency) for log in own.values()], times)

@@ -274,6 +274,11 @@ class Arrivals(ABC):
         """Requests offered per second; None if the engine's own pace decides."""
         return None
 
+    def rate_of(self, requests: int | None) -> float | None:
+        """Return the rate of the first `requests`; None: of all."""
+        del requests
+        return self.rate
+
     @property
     def concurrency(self) -> int | None:
         """Requests kept in the system by a closed loop; None for open arrivals."""
@@ -444,7 +449,11 @@ class ArrivalFile(Arrivals):
     @property
     def rate(self) -> float | None:
         """Mean requests per second over the scaled file; None if it spans no time."""
-        times = self.rows[0]
+        return self.rate_of(None)
+
+    def rate_of(self, requests: int | None) -> float | None:
+        """Return the mean rate of the first `requests`, scaled; None if they span no time."""
+        times = self.rows[0][:requests]
         return float((len(times) - 1) / times[-1] * self.scale) if times[-1] > 0 else None
 
 
@@ -462,6 +471,10 @@ class ArrivalTimes(Arrivals):
     def rate(self) -> float | None:
         """The file's mean rate; None if it spans no time."""
         return self.file.rate
+
+    def rate_of(self, requests: int | None) -> float | None:
+        """Return the rate of the file's first `requests`."""
+        return self.file.rate_of(requests)
 
 
 PROCESSES: Mapping[str, type[Poisson | Deterministic]] = {

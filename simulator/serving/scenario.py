@@ -151,6 +151,11 @@ class Scenario:
         return asked if rows is None else min(asked or len(rows[0]), len(rows[0]))
 
     @property
+    def rate(self) -> float | None:
+        """Mean requests per second that arrive in a run; None in a closed loop."""
+        return self.arrivals.rate_of(self.requests)
+
+    @property
     def router_name(self) -> str | None:
         """The router's name; None if there is nothing to choose."""
         return describe_router(self.router) if self.replicas > 1 else None

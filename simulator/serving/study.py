@@ -98,7 +98,7 @@ class ServingRunner:
             dict(self.trace.meta), self.trace.max_gamma, self.latency.cells.to_dict("list"),
             dict(self.latency.meta), identity(self.policies), self.rule,
             # A file of arrivals holds its rows once anybody asked for the rate.
-            [(s.arrivals.rate, s) for s in self.scenarios],
+            [(s.rate, s) for s in self.scenarios],
         ]  # fmt: skip
         try:
             return str(joblib.hash(content))
@@ -151,7 +151,7 @@ def over_rates(base: Scenario, rates: Sequence[float]) -> list[Scenario]:
     for rate in rates:
         arrivals = base.arrivals
         if isinstance(arrivals, ArrivalFile):
-            own = arrivals.rate
+            own = base.rate
             if own is None:
                 raise DraftsimError(
                     f"arrivals file {arrivals.path} spans no time: its rate cannot be scaled"

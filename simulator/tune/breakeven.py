@@ -89,8 +89,7 @@ def measured_surface(
     ``rejection_sample_method: "synthetic"``).
     """
     if acceptance is not None:
-        lengths = {k: acceptance.emitted(k, level).value for k in {load.k for load in loads} if k}
-        server = replace(server, known=lengths)
+        server = server.at_acceptance(acceptance.known)
     _, prompts = usual(server)
     rows = []
     for batch, context, k in loads:

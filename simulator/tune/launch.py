@@ -297,15 +297,16 @@ def setting(engine: str, rows: Sequence[Choice], method: str | None) -> dict[str
         while len(schedule) > 1 and not [*schedule.values()][-1]:
             schedule.popitem()
         return {"max_draft_len": first, "draft_len_schedule": schedule}
-    # These take one draft length: that of the smallest concurrency asked about.
-    k = rows[0].k or longest
+    # These take one draft length: that of the smallest concurrency asked about, if it drafts.
+    chosen = rows[0] if rows[0].k else max(rows, key=lambda row: row.k)
+    k = chosen.k
     if engine == "sglang":
         return {
             "speculative-num-steps": k, "speculative-eagle-topk": 1,
             "speculative-num-draft-tokens": k + 1,
         }  # fmt: skip
     if engine == "llamacpp":
-        stop = {"spec-draft-p-min": rows[0].p_min} if rows[0].p_min else {}
+        stop = {"spec-draft-p-min": chosen.p_min} if chosen.p_min else {}
         return {"spec-draft-n-max": k, **stop}
     return {"num_assistant_tokens": k, "num_assistant_tokens_schedule": "constant"}
 

@@ -4,8 +4,8 @@ A policy that decides for one request acts alike in any batch, so the rounds of 
 can be dealt to B slots, each going through the requests in an order of its own, and the
 k-th round of every slot makes the k-th step.  A step drafts as often as its longest draft
 (the batch stays padded, as under CUDA graphs) and verifies the ragged total; the costs
-are those of `simulator.serving.cost`.  Slots are always full and prompts cost nothing:
-what arrivals, admission and prefill do to it is the serving simulator's to say.
+are those of `simulator.serving.cost`.  Slots are always full and prompts cost nothing.
+Arrivals, admission and prefill are left to `simulator.serving`.
 """
 
 from __future__ import annotations
@@ -236,7 +236,7 @@ class Samples:
         `c`.
         """
         steps = self.steps
-        costs = RatioCosts.of(steps.emitted, steps.longest, steps.longest > 0)
+        costs = RatioCosts.of(steps.emitted, steps.longest, steps.width > 1)
         each, prompt = (costs.summed(own).at(c, verify) for own in (self.each, self.prompt))
         return _Taken(each.T, prompt, 0.0)
 

@@ -130,7 +130,7 @@ def tuned_rows(
                 f"a search tries values in braces, which {text!r} has none of: "
                 "write them as in gammatune:eta={0.1,0.3,0.5}"
             )
-        found = tune(trace, latency, name, space, resamples=max(resamples, 1), seed=seed, jobs=jobs)
+        found = tune(trace, latency, name, space, resamples=resamples, seed=seed, jobs=jobs)
         for row in to_rows(found.held_out)[1 if rows else 0 :]:
             best = row["policy"] == found.text
             rows.append(

@@ -1,1 +1,1 @@
-"""Logs of other programs, made into traces or counts: a module a kind, a class a format."""
+"""Logs of other programs, made into traces or counts: one class per format."""

@@ -107,6 +107,10 @@ def _count(
 
 _DRAFTS = ("drafts", "draft_tokens", "accepted_tokens")
 _ACCEPTED = "accepted_tokens_per_pos"
+_EMITTED = ("generation_tokens", "request_success")
+"""vLLM's counters of output tokens and of finished requests."""
+SELDOM = 0.9
+"""Below this part of the steps, drafts are missing; requests that end take some of them, too."""
 
 
 def read_drafts(files: Sequence[Path], server: str) -> Totals:
@@ -114,8 +118,10 @@ def read_drafts(files: Sequence[Path], server: str) -> Totals:
 
     ``spec_decode_num_drafts``, ``…_num_draft_tokens``, ``…_num_accepted_tokens`` and
     ``…_num_accepted_tokens_per_pos`` with the label ``position``, each with the suffix ``_total``.
-    Sources of the format: vllm-project/vllm, ``v1/spec_decode/metrics.py``; ggml-org/llama.cpp,
-    ``tools/server`` (``/metrics``, 2026).
+    vLLM counts the steps with a draft alone.  Where n-grams found none in many steps, ``drafting``
+    of the provenance is the part of the steps that had one.  Sources of the format:
+    vllm-project/vllm, ``v1/spec_decode/metrics.py``; ggml-org/llama.cpp, ``tools/server``
+    (``/metrics``, 2026).
     """
     prefix = f"{server}:spec_decode_num_"
     counts = read_counts(files, prefix, _DRAFTS, (_ACCEPTED,))
@@ -129,9 +135,18 @@ def read_drafts(files: Sequence[Path], server: str) -> Totals:
     if not rounds:
         raise FileError(f"{files[-1]}: counts no draft: nothing was decoded speculatively")
     per_position = by_position(counts, _ACCEPTED, files[-1]) or None
+    meta: dict[str, object] = {
+        "kind": "prometheus", "server": server, "source": [file.name for file in files],
+    }  # fmt: skip
+    emitted = read_counts(files, f"{server}:", _EMITTED)
+    if all((name, 0) in emitted for name in _EMITTED):
+        # A request's first token comes with its prompt.
+        steps = emitted[_EMITTED[0], 0] - emitted[_EMITTED[1], 0] - accepted
+        if rounds < SELDOM * steps:
+            meta["drafting"] = rounds / steps
     return Totals(
         rounds, drafted, accepted, len(per_position) if per_position else None, per_position,
-        meta={"kind": "prometheus", "server": server, "source": [file.name for file in files]},
+        meta=meta,
     )  # fmt: skip
 
 

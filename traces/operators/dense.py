@@ -2,8 +2,9 @@
 
 An operator that was timed for the asked sizes is read between its timings.  A matrix product that
 was not is read between the timed products of the same GPU that have fewer and more weights: in
-bytes of weights and tokens, products of one GPU lie close to one curve.  Predicting each of Vidur's
-models from the others on its GPU so, a layer's products are off by 1.3 to 6% in the median.
+bytes of weights and tokens, products of one GPU lie close to one curve.  If each of Vidur's models
+is predicted this way from the others on its GPU, the median error of a layer's products is 1.3 to
+6%.
 """
 
 from __future__ import annotations

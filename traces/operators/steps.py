@@ -2,10 +2,10 @@
 
     step = host + (1 + dense) x (operators but attention) + (1 + attended) x attention
 
-The three are never negative, and fitted to relative errors.  On the RTX PRO 6000 a few steps say
-what the others take: from those of 1 and 64 tokens the rest, and from 1k of context 8k, within 3%
-in the median.  Where a GPU has whole steps, passes take what they say, unless the sum of the
-operators is asked for (``rtx-pro-6000:operators/...``).
+The three are never negative, and fitted to relative errors.  On the RTX PRO 6000, factors fitted
+to steps of 1 and 64 tokens predict the other steps, and factors from 1k of context predict 8k.  The
+median error is below 3%.  Where a GPU has whole steps, passes take what they say, unless the sum
+of the operators is asked for (``rtx-pro-6000:operators/...``).
 
 The excess may be the way in which the steps were timed: on an RTX 4090, whose operators were timed
 in the same way, a server's 300 requests took what the operators add up to, and LLMServingSim has

@@ -1,9 +1,8 @@
 """Draft passes that an engine runs in every round, whatever is drafted and verified.
 
-Engines keep the draft model's cache in step and its graphs at one size: they call the drafter in
-every round, and some draft all of their slots and only then see what is worth verifying.  A table
-that says so prices at least that many passes in each round of a policy that speculates; plain
-decoding, of an engine without a drafter, is left alone.
+Some engines call the drafter in every round, even without drafts; others always fill all draft
+slots.  A table that says so prices at least that many passes in each round of a policy that
+speculates; plain decoding, of an engine without a drafter, is left alone.
 """
 
 from __future__ import annotations

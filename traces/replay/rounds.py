@@ -74,7 +74,7 @@ class RoundLog:
     @property
     def is_plain(self) -> bool:
         """True for plain decoding, of an engine without a drafter."""
-        return self.source == "none" or self.policy == PLAIN
+        return self.source == "none" or self.policy in (PLAIN, "fixed:gamma=0")
 
     @property
     def context(self) -> npt.NDArray[np.int64]:

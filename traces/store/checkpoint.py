@@ -20,7 +20,7 @@ from traces.store.writing import write_atomically
 
 Arrays = dict[str, "np.ndarray[Any, Any]"]
 _SEAL = 64
-"""Bytes of a piece's digest, which stands in its archive's comment."""
+"""Bytes of a piece's digest, which is in its archive's comment."""
 RENAMED = {"during_runs": "beside"}
 """Folders within a run's that were kept before under another name."""
 _NO_COMMENT, _COMMENT = (0).to_bytes(2, "little"), _SEAL.to_bytes(2, "little")

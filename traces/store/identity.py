@@ -1,8 +1,7 @@
 """Which run a recording belongs to, and that the files of one folder belong together.
 
-A run has a random id, kept in the provenance of everything it records (``run_id``).  Files
-from before that have none: they are accepted where what both hold of the pair agrees, the
-fingerprints of the weights and the precision.
+A run has a random id, kept in the provenance of everything it records (``run_id``).  Older files
+have none.  They are accepted if the weights' fingerprints and the precision agree.
 """
 
 from __future__ import annotations

@@ -5,11 +5,11 @@
                                "model": "profiler.engines.vllm.proposer.Proposer"}'
 
 vLLM loads `Proposer` by that name.  `OwnDrafter` tells a draft model or an EAGLE head how far to
-draft.  The policy decides before the drafter runs, so it may read no signal of a drafted token but
-its place (`reads` is empty): of the drafter's probabilities vLLM hands nothing on.  What the engine
-still pays: a first pass of the drafter over all that was verified in every iteration, drafts or
-not; passes over the whole batch until the longest draft of any request ends; and on a GPU a wait
-for the sampled tokens, by which the policy decides.
+draft.  The policy decides before the drafter runs, and vLLM does not expose the drafter's
+probabilities.  So it may read nothing of a drafted token but its place (`reads` is empty).  The
+engine still runs a drafter pass over all verified tokens in every iteration, with or without
+drafts, and passes over the whole batch up to the longest draft of any request.  On a GPU it also
+waits for the sampled tokens, which the policy needs.
 
 Written against vLLM 0.32 (v1/worker/gpu_model_runner.py): ``propose_draft_token_ids``, and
 ``num_spec_tokens_to_schedule`` of the scheduler's output, which is how many tokens a drafter is

@@ -205,7 +205,7 @@ def zeros(of: Any, *shape: int) -> Records:
 def prices_of(cost: EngineCost, most: int) -> LoopPrices:
     """Return the prices of an engine of up to `most` requests, made once per table."""
     known = _prices.setdefault(cost.latency, {})
-    key = cost.reads, cost.speculates
+    key = cost.reads, cost.speculates, cost.most_behind
     found = known.get(key)
     if found is None or len(found.hosts) <= most:
         # Sizes double, so that a study of ever larger batches does not begin again each time.
@@ -213,7 +213,9 @@ def prices_of(cost: EngineCost, most: int) -> LoopPrices:
     return found
 
 
-_prices: WeakKeyDictionary[LatencyTable, dict[tuple[bool, bool], LoopPrices]] = WeakKeyDictionary()
+_prices: WeakKeyDictionary[LatencyTable, dict[tuple[bool, bool, int], LoopPrices]] = (
+    WeakKeyDictionary()
+)
 
 
 def _priced(cost: EngineCost, most: int) -> LoopPrices:

@@ -148,6 +148,8 @@ class Run:
     def row(self) -> dict[str, Any]:
         """Return the run as one record; latencies as mean, p50, p95 and p99.
 
+        * ``within_targets``: share of the measured requests that met the targets; those that were
+          refused did not.
         * ``overloaded``: True if, when the last request arrived, more than a tenth of all requests
           waited for a first token, beyond the largest batch.
         * ``length_changes``: share of steps whose draft length differs from that of the step
@@ -165,7 +167,9 @@ class Run:
         within = self.within(kept)
         done = kept["finish_s"].max() - kept["arrival_s"].min() if len(within) else 0.0
         scenario = self.scenario
-        offered = scenario.arrivals.rate
+        offered = scenario.rate
+        # Refused requests miss every target; those of the warm-up do not count.
+        refused = r.rejected * (1 - r.skip / max(r.expected, 1))
         window, each_s = r.window, self.simulated_s * self.replicas
         last_s = window.end_s if window.end_s > window.start_s else self.simulated_s
         begun = int((every["first_s"] <= last_s).sum())
@@ -183,7 +187,9 @@ class Run:
             },
             "itl_s": r.itl.summary,
             "goodput_req_s": float(within.sum()) / done if done > 0 else float("nan"),
-            "within_targets": float(within.mean()) if len(within) else float("nan"),
+            "within_targets": (
+                float(within.sum() / (len(within) + refused)) if len(within) else float("nan")
+            ),
             "ttft_target_s": scenario.ttft_target_s, "tpot_target_s": scenario.tpot_target_s,
             "mean_batch": r.batch.integral / each_s if each_s else 0.0,
             "utilisation": r.busy_s / each_s if each_s else 0.0,

@@ -8,25 +8,24 @@ a chance depends on the new matches before it.
 Two ways to draw:
 
 * ``coupled`` (default): the recorded outcome stays wherever the shift does not reverse
-  it.  Every outcome is thought of as a uniform number lying below the chance of a match
-  or not; the recording tells on which side, a fresh draw where on that side; the shifted
-  chance is compared with the same number.  Each new outcome has the shifted chance, what
+  it.  Each outcome is a uniform number: a match if it is below the chance of a match.  The
+  recording fixes the side of the chance, and the place on that side is drawn.  The same
+  number is then compared with the shifted chance.  Each new outcome has the shifted chance, what
   the model does not explain stays in place, shift 0 gives the recording back, and
   neighbouring rates differ in few outcomes.
 * ``redraw``: fresh uniform numbers.  All dependence then comes from the model; at shift 0
   this tests it.
 
-A draft that is right more often is also surer of itself.  What a signal says of the chance
-of a match is therefore kept, and the signals move: each position shows those of a recorded
-one of the same outcome whose chance lies higher by the shift, on the logit scale.
+A draft that is right more often is also surer of itself.  So each position takes the signals
+of a recorded position with the same outcome, whose chance is higher by the shift on the logit
+scale.
 
 A match that becomes a mismatch gets the wrong token and the off-path tail of a recorded
 mismatch with like signals; a mismatch that becomes a match loses its own.  A tilted trace
 holds no target-side scores, whose truth ended with the recorded outcomes, so lossy rules
-refuse it, and its replays have fidelity ``approximate``.  How far off they are is
-measured by `simulator.whatif.tilt.fidelity`: more for policies that read signals, where it is the
-texts that differ: one that is itself easier to foretell is drafted with other signals at the
-same rate.
+refuse it, and its replays have fidelity ``approximate``.  `simulator.whatif.tilt.fidelity`
+measures their errors.  They are larger for policies that read signals, because an easier text
+has other signals at the same rate.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
 """Draft trees by draft position, and EAGLE-2's dynamic tree as a source.
 
 A tree of candidates is cut to a number of nodes and to a depth, and greedy verification follows the
-one path in it that the target takes.  So of every start's tree are kept the places of the true
-tokens alone: of the true token j layers down its rank among all candidates of the first d layers,
-for every d.  Cut to d layers and `budget` nodes, a tree holds it exactly if that rank is below
-`budget`.  Whatever else is in the tree costs a pass its width, which the shape tells.
+one path in it that the target takes.  So only ranks are kept: for each draft position, layer j and
+depth d, the rank of layer j's true token among all candidates of the first d layers.  Cut to d
+layers and `budget` nodes, a tree holds it exactly if that rank is below `budget`.  Whatever else is
+in the tree costs a pass its width, which the shape tells.
 """
 
 from __future__ import annotations
