@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 
-from policies.lengths.basic import Fixed
 from simulator.tune.formats import (
     CONTEXT_END,
     SettingsError,
@@ -158,7 +157,7 @@ def test_an_unknown_engine_is_named() -> None:
 
 
 def tuned(table: Any) -> Tuned:
-    return Tuned("vllm", vllm(table), Fixed(1), [])
+    return Tuned("vllm", vllm(table), [])
 
 
 def test_a_file_is_written_whole(tmp_path: Path) -> None:

@@ -1,4 +1,6 @@
-"""The settings that each engine accepts: the rules of its file, checked before it is written.
+"""The settings that each engine accepts, and the policy that it runs under them.
+
+A check of a document returns its policy: a file is checked before it is written and when it is read.
 
 Rules read in the engines' own code: vLLM v1/spec_decode/dynamic/utils.py
 (``validate_and_normalize_dynamic_sd_schedule``), SGLang 0.5.23
@@ -13,14 +15,23 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from itertools import pairwise
 from reprlib import repr as shown
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeVar
 
-from policies.batch.sglang import COUNTS, NUMBERS
+from policies.batch.base import BatchPolicy
+from policies.batch.engines import TensorRTLLM
+from policies.batch.sglang import COUNTS, NUMBERS, SGLangAdaptive
+from policies.batch.tables import BatchTable
+from policies.core import DraftPolicy
+from policies.lengths.basic import Fixed
+from policies.lengths.huggingface import Confidence, HFHeuristic, RocUpdate
+from policies.lengths.llamacpp import LlamaCppDraft
 from traces.acceptance.schema import MOST_DRAFTED
 from traces.errors import DraftsimError
 
 CONTEXT_END = 2**31 - 1
 """The end of vLLM's last context range, which it reads as no end."""
+BY_BATCH = "num_speculative_tokens_per_batch_size"
+"""vLLM's table over batch sizes."""
 BY_LENGTH = "num_speculative_tokens_per_seq_len"
 """vLLM's table over sequence lengths."""
 HF_KEYS = (
@@ -29,13 +40,15 @@ HF_KEYS = (
 LLAMACPP_KEYS = ("spec-draft-n-max", "spec-draft-n-min", "spec-draft-p-min")
 SCHEDULES = ("constant", "heuristic", "heuristic_transient")
 
+Made = TypeVar("Made", bound=DraftPolicy | BatchPolicy)
+
 
 class SettingsError(DraftsimError):
     """A settings file that its engine would refuse or misread."""
 
 
-def check_vllm(document: Mapping[str, Any]) -> None:
-    """Check the Dynamic SD keys of vLLM's ``--speculative-config``.
+def check_vllm(document: Mapping[str, Any]) -> BatchTable:
+    """Check the Dynamic SD keys of vLLM's ``--speculative-config``, and return their policy.
 
     Rows of ``num_speculative_tokens_per_batch_size`` are all ``[lo, hi, K]`` or all ``[lo, hi,
     context_lo, context_hi, K]``; batch ranges are positive, ascend from 1 and do not overlap;
@@ -49,18 +62,17 @@ def check_vllm(document: Mapping[str, Any]) -> None:
     SettingsError
         Naming the row and the rule.
 
-    >>> check_vllm(
-    ...     {"num_speculative_tokens": 3, "num_speculative_tokens_per_batch_size": [[1, 8, 3]]}
-    ... )
+    >>> check_vllm({"num_speculative_tokens": 3, BY_BATCH: [[1, 8, 3]]}).table
+    [[1, 8, 3]]
     """
-    name = "num_speculative_tokens_per_batch_size"
+    name = BY_BATCH
     most = document.get("num_speculative_tokens")
     if not _whole(most, 1, MOST_DRAFTED):
         _fail("num_speculative_tokens", most, f"expected a whole number, 1 to {MOST_DRAFTED}")
     if BY_LENGTH in document:
         _by_length(document[BY_LENGTH], int(most or 0))
         if name not in document:
-            return
+            return _made(BatchTable, [[1, CONTEXT_END, *row] for row in document[BY_LENGTH]])
     table = document.get(name)
     if not isinstance(table, list) or not table:
         _fail(name, table, "expected a list of rows [lo, hi, K]")
@@ -93,6 +105,7 @@ def check_vllm(document: Mapping[str, Any]) -> None:
     for before, after in pairwise(contexts):
         if after[0] != before[1] + 1:
             _fail(name, after, f"does not continue the context range {before[0]}..{before[1]}")
+    return _made(BatchTable, table)
 
 
 def _by_length(table: Any, most: int) -> None:
@@ -113,10 +126,10 @@ def _by_length(table: Any, most: int) -> None:
         before = high
 
 
-def check_sglang(document: Mapping[str, Any]) -> None:
-    """Check SGLang's ``--speculative-adaptive-config``: candidate steps per batch-size slot.
+def check_sglang(document: Mapping[str, Any]) -> SGLangAdaptive:
+    """Check SGLang's ``--speculative-adaptive-config``, and return its policy.
 
-    Keys are batch sizes as digits, each with ``candidate_steps`` (whole numbers >= 0),
+    It has candidate steps by batch size.  Keys are batch sizes as digits, each with ``candidate_steps`` (whole numbers >= 0),
     and settings, for all slots or within one.  A slot serves batches from its size on, so
     without one for 1 the smallest would serve batches it was not meant for.
 
@@ -149,6 +162,7 @@ def check_sglang(document: Mapping[str, Any]) -> None:
             )  # fmt: skip
         if steps != sorted(set(steps)):
             _fail(f"{place}candidate_steps", steps, "expected them to rise, each once")
+    return _made(SGLangAdaptive, {k: v for k, v in document.items() if k != "strategy"})
 
 
 def _sglang_setting(place: str, key: str, value: Any) -> None:
@@ -168,8 +182,10 @@ def _sglang_setting(place: str, key: str, value: Any) -> None:
         _fail(f"{place}key", key, "neither a batch size nor a setting SGLang reads")
 
 
-def check_huggingface(document: Mapping[str, Any]) -> None:
+def check_huggingface(document: Mapping[str, Any]) -> Confidence:
     """Check transformers' assisted-generation keys of the draft's ``generation_config.json``.
+
+    The policy returned is transformers 5.23 under them, scikit-learn installed.
 
     Raises
     ------
@@ -184,10 +200,19 @@ def check_huggingface(document: Mapping[str, Any]) -> None:
     if document[keys[1]] not in SCHEDULES:
         _fail(keys[1], document[keys[1]], f"expected one of {', '.join(SCHEDULES)}")
     _probability(keys[2], document[keys[2]])
+    tokens, schedule, threshold = (document[key] for key in keys)
+    # The threshold is re-fitted within each call, as 5.23 does.
+    update: RocUpdate = "in_call" if threshold and schedule != "heuristic" else "off"
+    if schedule == "constant":
+        return Confidence(tokens, threshold, update)
+    return HFHeuristic(
+        tokens, "sent", threshold, update,
+        "persistent" if schedule == "heuristic" else "transient",
+    )  # fmt: skip
 
 
-def check_llamacpp(document: Mapping[str, Any]) -> None:
-    """Check options of llama.cpp's server (April 2026), without their dashes.
+def check_llamacpp(document: Mapping[str, Any]) -> LlamaCppDraft:
+    """Check options of llama.cpp's server (April 2026), without their dashes; return their policy.
 
     Raises
     ------
@@ -202,9 +227,10 @@ def check_llamacpp(document: Mapping[str, Any]) -> None:
     if not _whole(document[least], 0) or document[least] > document[most]:
         _fail(least, document[least], f"expected a whole number, 0 to {document[most]}")
     _probability(threshold, document[threshold])
+    return LlamaCppDraft(*(document[key] for key in LLAMACPP_KEYS))
 
 
-def check_tensorrt_llm(document: Mapping[str, Any]) -> None:
+def check_tensorrt_llm(document: Mapping[str, Any]) -> TensorRTLLM:
     """Check the fields of TensorRT-LLM's ``speculative_config`` that `tune` writes.
 
     ``llmapi/llm_args.py``, ``DecodingBaseConfig`` (2026): ``draft_len_schedule`` maps the largest
@@ -233,14 +259,16 @@ def check_tensorrt_llm(document: Mapping[str, Any]) -> None:
         _fail(f"{name}[{smallest}]", schedule[smallest], f"must be max_draft_len = {most}")
     if "max_concurrency" in document:
         _fail("max_concurrency", document["max_concurrency"], f"excludes {name}: drop one")
-    if not _whole(document.get("acceptance_window", 0), 0):
-        _fail("acceptance_window", document["acceptance_window"], "expected 0 or more requests")
+    window = document.get("acceptance_window", 0)
+    if not _whole(window, 0):
+        _fail("acceptance_window", window, "expected 0 or more requests")
     threshold = document.get("acceptance_length_threshold", 0.0)
     if isinstance(threshold, bool) or not isinstance(threshold, int | float) or threshold < 0:
         _fail("acceptance_length_threshold", threshold, "expected a number of 0 or more")
+    return _made(TensorRTLLM, schedule, window, threshold, in_step=True)
 
 
-def check_dynamo(document: Mapping[str, Any]) -> None:
+def check_dynamo(document: Mapping[str, Any]) -> Fixed:
     """Check the fields of Dynamo's mocker arguments that tell of acceptance.
 
     ai-dynamo/dynamo, ``normalize_conditional_accept_rates`` (2026): ``aic_nextn`` is 1 to 5, and
@@ -260,9 +288,10 @@ def check_dynamo(document: Mapping[str, Any]) -> None:
         found = []
     if len(found) != count or not all(0 <= rate <= 1 for rate in found):
         _fail("aic_nextn_accept_rates", rates, f"expected {count} chances with commas between")
+    return Fixed(count)
 
 
-CHECKS: Mapping[str, Callable[[Mapping[str, Any]], None]] = {
+CHECKS: Mapping[str, Callable[[Mapping[str, Any]], DraftPolicy | BatchPolicy]] = {
     "vllm": check_vllm,
     "sglang": check_sglang,
     "hf": check_huggingface,
@@ -272,8 +301,8 @@ CHECKS: Mapping[str, Callable[[Mapping[str, Any]], None]] = {
 }
 
 
-def check_settings(engine: str, document: Mapping[str, Any]) -> None:
-    """Check a document by the rules of `engine` (`CHECKS`).
+def check_settings(engine: str, document: Mapping[str, Any]) -> DraftPolicy | BatchPolicy:
+    """Check a document by the rules of `engine` (`CHECKS`), and return the policy that it runs.
 
     Raises
     ------
@@ -282,7 +311,15 @@ def check_settings(engine: str, document: Mapping[str, Any]) -> None:
     """
     if engine not in CHECKS:
         _fail("engine", engine, f"expected one of {', '.join(CHECKS)}")
-    CHECKS[engine](document)
+    return CHECKS[engine](document)
+
+
+def _made(policy: Callable[..., Made], *values: Any, **options: Any) -> Made:
+    """Return the policy; SettingsError with its own words if it refuses the values."""
+    try:
+        return policy(*values, **options)
+    except ValueError as error:
+        raise SettingsError(str(error)) from None
 
 
 def _probability(key: str, value: Any) -> None:

@@ -6,10 +6,10 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
-from policies.lengths.huggingface import Confidence, HFHeuristic
+from policies.lengths.huggingface import Confidence
 from simulator.targets import Targets
 from simulator.tune.costs import longest_draft
-from simulator.tune.formats import HF_KEYS
+from simulator.tune.formats import HF_KEYS, check_huggingface
 from simulator.tune.settings import Tuned
 from simulator.tune.single import SingleEngine, tune_single
 from traces.acceptance.trace import Trace
@@ -26,16 +26,7 @@ class HuggingFaceSetting(NamedTuple):
 
     def policy(self) -> Confidence:
         """Return transformers 5.23 under this setting, scikit-learn installed."""
-        if self.schedule == "constant":
-            # The threshold is re-fitted within each call, as 5.23 does.
-            update: Any = "in_call" if self.threshold else "off"
-            return Confidence(self.tokens, self.threshold, update)
-        persists = self.schedule == "heuristic"
-        update = "in_call" if self.threshold and not persists else "off"
-        return HFHeuristic(
-            self.tokens, "sent", self.threshold, update,
-            "persistent" if persists else "transient",
-        )  # fmt: skip
+        return check_huggingface(self.document())
 
     def document(self) -> dict[str, Any]:
         """Return the keys of the draft's generation config."""

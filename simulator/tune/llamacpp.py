@@ -28,7 +28,7 @@ class LlamaCppSetting(NamedTuple):
 
     def policy(self) -> LlamaCppDraft:
         """Return the server's drafting under it."""
-        return LlamaCppDraft(self.tokens, self.fewest, self.p_min)
+        return LlamaCppDraft(*self)
 
     def document(self) -> dict[str, Any]:
         """Return the options by name, without their dashes, as the server's preset files hold

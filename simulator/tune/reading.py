@@ -4,26 +4,28 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from typing import Any
 
 from policies.batch.base import BatchPolicy
-from policies.batch.engines import TensorRTLLM
-from policies.batch.sglang import SGLangAdaptive
-from policies.batch.tables import BatchTable
 from policies.core import DraftPolicy
-from policies.lengths.basic import Autoregressive, Fixed
+from policies.lengths.basic import Autoregressive
 from simulator.tune.formats import (
+    BY_BATCH,
     BY_LENGTH,
-    CONTEXT_END,
     HF_KEYS,
     LLAMACPP_KEYS,
     SettingsError,
     check_settings,
     is_batch,
 )
-from simulator.tune.huggingface import HuggingFaceSetting
-from simulator.tune.llamacpp import LlamaCppSetting
 from traces.store.text import read_json
+
+ENGINE_OF: Mapping[str, str] = {
+    BY_LENGTH: "vllm", "draft_len_schedule": "tensorrt-llm", "aic_nextn": "dynamo",
+    BY_BATCH: "vllm", HF_KEYS[0]: "hf", LLAMACPP_KEYS[0]: "llamacpp",
+}  # fmt: skip
+"""The engine that reads a key; SGLang's keys are batch sizes."""
+OWN_KEYS = {"hf": HF_KEYS, "llamacpp": LLAMACPP_KEYS}
+"""The keys of engines whose files have others, which are left alone."""
 
 
 def read_settings(path: str | os.PathLike[str]) -> tuple[str, DraftPolicy | BatchPolicy]:
@@ -44,42 +46,17 @@ def read_settings(path: str | os.PathLike[str]) -> tuple[str, DraftPolicy | Batc
         return "off", Autoregressive()
     if not isinstance(document, dict):
         raise SettingsError(f"{path} holds a {type(document).__name__}, expected an object")
+    engine = next((engine for key, engine in ENGINE_OF.items() if key in document), None)
+    if engine is None and any(is_batch(key) for key in document):
+        engine = "sglang"
+    if engine is None:
+        raise SettingsError(
+            f"{path}: expected num_speculative_tokens_per_batch_size (vLLM), a slot such as "
+            '{"1": {"candidate_steps": [1]}} (SGLang), num_assistant_tokens (transformers), '
+            "spec-draft-n-max (llama.cpp), draft_len_schedule (TensorRT-LLM) or aic_nextn (Dynamo)"
+        )
+    own = {key: document[key] for key in OWN_KEYS.get(engine, document) if key in document}
     try:
-        return _policy(document)
-    except (SettingsError, ValueError) as error:
+        return engine, check_settings(engine, own)
+    except SettingsError as error:
         raise SettingsError(f"{path}: {error}") from None
-
-
-def _policy(document: Mapping[str, Any]) -> tuple[str, DraftPolicy | BatchPolicy]:
-    if BY_LENGTH in document and "num_speculative_tokens_per_batch_size" not in document:
-        check_settings("vllm", document)
-        rows = [[1, CONTEXT_END, low, high, k] for low, high, k in document[BY_LENGTH]]
-        return "vllm", BatchTable(rows)
-    if "draft_len_schedule" in document:
-        check_settings("tensorrt-llm", document)
-        gate = (document.get("acceptance_window", 0),
-                document.get("acceptance_length_threshold", 0.0))  # fmt: skip
-        return "tensorrt-llm", TensorRTLLM(document["draft_len_schedule"], *gate, in_step=True)
-    if "aic_nextn" in document:
-        check_settings("dynamo", document)
-        return "dynamo", Fixed(document["aic_nextn"])
-    if "num_speculative_tokens_per_batch_size" in document:
-        check_settings("vllm", document)
-        return "vllm", BatchTable(document["num_speculative_tokens_per_batch_size"])
-    if "num_assistant_tokens" in document:
-        own = {key: document[key] for key in HF_KEYS if key in document}
-        check_settings("hf", own)
-        return "hf", HuggingFaceSetting(*(own[key] for key in HF_KEYS)).policy()
-    if LLAMACPP_KEYS[0] in document:
-        mine = {key: document[key] for key in LLAMACPP_KEYS if key in document}
-        check_settings("llamacpp", mine)
-        return "llamacpp", LlamaCppSetting(*(mine[key] for key in LLAMACPP_KEYS)).policy()
-    if any(is_batch(key) for key in document):
-        check_settings("sglang", document)
-        slots = {key: value for key, value in document.items() if key != "strategy"}
-        return "sglang", SGLangAdaptive(slots)
-    raise SettingsError(
-        "expected num_speculative_tokens_per_batch_size (vLLM), a slot such as "
-        '{"1": {"candidate_steps": [1]}} (SGLang), num_assistant_tokens (transformers), '
-        "spec-draft-n-max (llama.cpp), draft_len_schedule (TensorRT-LLM) or aic_nextn (Dynamo)"
-    )

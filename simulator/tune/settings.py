@@ -62,23 +62,25 @@ class Tuned:
     document:
         Document that the engine reads; it has passed `check_settings`.  None if no setting should
         be deployed at any batch searched: start the engine without a draft model.
-    policy:
-        The same decisions as a policy, for replay and `serve`.
     rows:
         One record per batch and context searched (columns `TUNE_COLUMNS`).
     warnings:
         Where the evidence is thin, in words.
+    policy:
+        The document's decisions as a policy, for replay and `serve`; no speculation without one.
     """
 
     engine: str
     document: Mapping[str, Any] | None
-    policy: DraftPolicy | BatchPolicy
     rows: Sequence[Mapping[str, Any]]
-    warnings: Sequence[str] = field(default_factory=tuple)
+    warnings: Sequence[str] = ()
+    policy: DraftPolicy | BatchPolicy = field(init=False)
 
     def __post_init__(self) -> None:
-        if self.document is not None:
-            check_settings(self.engine, self.document)
+        document = self.document
+        vars(self)["policy"] = (
+            Autoregressive() if document is None else check_settings(self.engine, document)
+        )
 
     def policy_at(self, batch: int) -> DraftPolicy | BatchPolicy:
         """Return the policy to deploy if loads stay at a searched `batch`: `policy`, or no

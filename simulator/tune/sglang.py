@@ -204,11 +204,11 @@ def tune_sglang(
             if row["deploy"] == OFF else row
             for i, row in enumerate(rows)
         ]  # fmt: skip
-        return Tuned("sglang", None, Autoregressive(), rows, [*warnings, *summed_up(rows)])
+        return Tuned("sglang", None, rows, [*warnings, *summed_up(rows)])
     warnings += summed_up(rows)
     warnings.append("SGLang adapts the steps of EAGLE and EAGLE3 drafts with topk 1 only")
     document = _document([(b, lists[k]) for b, k in zip(sizes, best.table[:, 0], strict=True)])
-    return Tuned("sglang", document, SGLangAdaptive(document), rows, warnings)
+    return Tuned("sglang", document, rows, warnings)
 
 
 def _lists(

@@ -9,7 +9,6 @@ from typing import Any, Protocol
 import numpy as np
 
 from policies.core import DraftPolicy
-from policies.lengths.basic import Autoregressive
 from simulator.bootstrap import CONFIDENCE, resamples
 from simulator.pricing import autoregressive
 from simulator.targets import Targets
@@ -149,11 +148,11 @@ def tune_single(
         )
     if deploy == ON:
         warnings += summed_up([row])
-        return Tuned(engine.name, best.document(), best.policy(), [row], warnings)
+        return Tuned(engine.name, best.document(), [row], warnings)
     if deploy == OFF:
         warnings.append(
             f"the best setting, {best}, gives {row['gain']:.3g}x no speculation "
             f"({rates[0]:.3g} tokens/s): {engine.off}"
         )
         row = plain_row(row, grid, None, float(grid.within[0]))
-    return Tuned(engine.name, None, Autoregressive(), [row], [*warnings, *summed_up([row])])
+    return Tuned(engine.name, None, [row], [*warnings, *summed_up([row])])

@@ -4,13 +4,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
-from policies.batch.engines import TensorRTLLM
-from policies.lengths.basic import Autoregressive, Fixed
 from simulator.aggregate.positions import of_trace
 from simulator.serving.cost import TableCost
 from simulator.targets import Targets
@@ -62,7 +59,7 @@ def tune_tensorrt_llm(
         rows = [{**row, "engine": "tensorrt-llm"} for row in found.rows]
         warnings = [w for w in found.warnings if "vLLM keeps the last K" not in w]
         if found.document is None:
-            return Tuned("tensorrt-llm", None, Autoregressive(), rows, warnings)
+            return Tuned("tensorrt-llm", None, rows, warnings)
         table = found.document["num_speculative_tokens_per_batch_size"]
         first, longest = table[0][-1], max(row[-1] for row in table)
         if first == longest:
@@ -86,11 +83,7 @@ def tune_tensorrt_llm(
         if any(row[-1] == 0 for row in table) else
         f"beyond batch {table[-1][1]} nothing is drafted"
     )  # fmt: skip
-    policy = TensorRTLLM(
-        schedule, document.get("acceptance_window", 0),
-        document.get("acceptance_length_threshold", 0.0), in_step=True,
-    )  # fmt: skip
-    return Tuned("tensorrt-llm", document, policy, rows, warnings)
+    return Tuned("tensorrt-llm", document, rows, warnings)
 
 
 def _gate(
@@ -151,7 +144,7 @@ def tune_dynamo(
     rows = [{**row, "engine": "dynamo"} for row in found.rows]
     warnings = [w for w in found.warnings if "vLLM keeps the last K" not in w]
     if found.document is None:
-        return Tuned("dynamo", None, Autoregressive(), rows, warnings)
+        return Tuned("dynamo", None, rows, warnings)
     k = next(row[-1] for row in found.document["num_speculative_tokens_per_batch_size"][::-1]
              if row[-1])  # fmt: skip
     rates = np.nan_to_num(of_trace("", trace, k).rates)
@@ -161,5 +154,4 @@ def tune_dynamo(
     warnings.append(
         f"Dynamo's mocker drafts K = {k} at every load: its gains are those of that K alone"
     )
-    return replace(found, engine="dynamo", document=document, policy=Fixed(k), rows=rows,
-                   warnings=warnings)  # fmt: skip
+    return Tuned("dynamo", document, rows, warnings)

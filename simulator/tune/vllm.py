@@ -237,7 +237,7 @@ def tune_vllm(
                 rows, ((i, g) for i, own in enumerate(grids) for g in own), strict=True
             )
         ]  # fmt: skip
-        return Tuned("vllm", None, Autoregressive(), rows, [*warnings, *summed_up(rows)])
+        return Tuned("vllm", None, rows, [*warnings, *summed_up(rows)])
     warnings += [*summed_up(rows), *about_rising("K", sizes, options, table, alone)]
     if by_context:
         warnings.append(
@@ -254,7 +254,7 @@ def tune_vllm(
         "num_speculative_tokens": max(1, *(options[k] for k in table.ravel())),
         "num_speculative_tokens_per_batch_size": ranges,
     }
-    return Tuned("vllm", document, BatchTable(ranges), rows, warnings)
+    return Tuned("vllm", document, rows, warnings)
 
 
 def by_length(found: Tuned) -> Tuned:
@@ -270,13 +270,12 @@ def by_length(found: Tuned) -> Tuned:
     document = {
         "num_speculative_tokens": found.document["num_speculative_tokens"], BY_LENGTH: rows,
     }  # fmt: skip
-    policy = BatchTable([[1, CONTEXT_END, *row] for row in rows])
     warnings = [w for w in found.warnings if "vLLM keeps" not in w and "vLLM 0.32 reads" not in w]
     warnings += [
         f"K by sequence length was searched at batch {batch}: vLLM uses it at every batch size",
         "vLLM 0.32 does not read this table: use it with a vLLM that documents it",
     ]
-    return replace(found, document=document, policy=policy, warnings=warnings)
+    return replace(found, document=document, warnings=warnings)
 
 
 def _on_draws(
