@@ -15,7 +15,6 @@ from simulator.aggregate.server import COSTS, ServerLoads, ServerRun, calibrate,
 from simulator.serving.cost import TableCost
 from simulator.tune.breakeven import (
     grid,
-    length_rows,
     measured_surface,
     pays_to,
     plan,
@@ -24,6 +23,7 @@ from simulator.tune.breakeven import (
     vllm_tables,
 )
 from simulator.tune.formats import check_settings
+from simulator.tune.vllm import table_rows
 from tests.conftest import Run
 from traces.latency.table import LatencyTable
 
@@ -70,7 +70,7 @@ def test_vllms_two_tables_agree_with_the_surface_and_say_what_they_lose() -> Non
     one = surface[surface["batch"] == 1]
     assert vllm_tables(one).loses_by_length == pytest.approx(0, abs=1e-12)
     assert pays_to(one, "context", "tokens").startswith("up to ")
-    assert length_rows([10, 20], [3, 3]) == [[1, 2**31 - 1, 3]]
+    assert table_rows(np.array([[0, 0]]), [1], [10, 20], [3]) == [[1, 1, 1, 2**31 - 1, 3]]
 
 
 def true_speed(batch: int, k: int, context: int, emitted: float) -> float:

@@ -24,7 +24,7 @@ from simulator.aggregate.advice import informative, usual
 from simulator.aggregate.hazard import HAZARD, Interval
 from simulator.aggregate.positions import Positions
 from simulator.aggregate.server import COSTS, MISFIT, ServerFit, ServerRun, interval_of
-from simulator.tune.formats import CONTEXT_END
+from simulator.tune.formats import BY_BATCH, BY_LENGTH
 from simulator.tune.vllm import table_rows
 from traces.errors import DraftsimError
 
@@ -149,31 +149,12 @@ def vllm_tables(surface: pd.DataFrame) -> Tables:
     held, at_held, lost_held = chosen(contexts)
     documents: list[dict[str, Any] | None] = []
     for name, rows in (
-        ("num_speculative_tokens_per_batch_size",
-         table_rows(np.array(at_sizes)[:, None], sizes, [None], lengths)),
-        ("num_speculative_tokens_per_seq_len", length_rows(held, [lengths[i] for i in at_held])),
-    ):  # fmt: skip
+        (BY_BATCH, table_rows(np.array(at_sizes)[:, None], sizes, [None], lengths)),
+        (BY_LENGTH, [row[2:] for row in table_rows(np.array([at_held]), [1], held, lengths)]),
+    ):
         longest = max(row[-1] for row in rows)
         documents.append({"num_speculative_tokens": longest, name: rows} if longest else None)
     return Tables(documents[0], documents[1], lost_sizes, lost_held)
-
-
-def length_rows(contexts: Sequence[int], ks: Sequence[int]) -> list[list[int]]:
-    """Return rows [lo, hi, K] over sequence lengths: neighbours with one K share a row.
-
-    A row ends midway between two contexts; the last row has no end.
-
-    >>> length_rows([100, 1000, 9000], [4, 4, 0])
-    [[1, 5000, 4], [5001, 2147483647, 0]]
-    """
-    rows: list[list[int]] = []
-    for i, k in enumerate(ks):
-        end = (contexts[i] + contexts[i + 1]) // 2 if i + 1 < len(ks) else CONTEXT_END
-        if rows and rows[-1][2] == k:
-            rows[-1][1] = end
-        else:
-            rows.append([rows[-1][1] + 1 if rows else 1, end, k])
-    return rows
 
 
 class PlannedRun(NamedTuple):

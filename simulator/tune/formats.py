@@ -314,6 +314,21 @@ def check_settings(engine: str, document: Mapping[str, Any]) -> DraftPolicy | Ba
     return CHECKS[engine](document)
 
 
+def merged(ends: Sequence[int], values: Sequence[Any]) -> list[list[Any]]:
+    """Return ranges [first, last, value] from 1 to `ends`; neighbours with one value share a range.
+
+    >>> merged([4, 8, 64], [3, 3, 0])
+    [[1, 8, 3], [9, 64, 0]]
+    """
+    found: list[list[Any]] = []
+    for end, value in zip(ends, values, strict=True):
+        if found and found[-1][-1] == value:
+            found[-1][1] = end
+        else:
+            found.append([found[-1][1] + 1 if found else 1, end, value])
+    return found
+
+
 def _made(policy: Callable[..., Made], *values: Any, **options: Any) -> Made:
     """Return the policy; SettingsError with its own words if it refuses the values."""
     try:

@@ -16,6 +16,7 @@ from typing import Any
 
 from simulator.aggregate.advice import Choice
 from simulator.recording import Recording
+from simulator.tune.formats import BY_BATCH, merged
 from traces.acceptance.trace import Trace
 from traces.errors import DraftsimError
 from traces.latency.graphs import CUDAGraphs
@@ -122,7 +123,7 @@ def proposed_graphs(document: Mapping[str, Any] | None) -> CUDAGraphs | None:
     >>> proposed_graphs(table).sizes
     (1, 2, 4, 6, 8)
     """
-    rows = (document or {}).get("num_speculative_tokens_per_batch_size")
+    rows = (document or {}).get(BY_BATCH)
     if not rows:
         return None
     return CUDAGraphs.for_lengths([(row[0], row[1], row[-1]) for row in rows])
@@ -277,18 +278,12 @@ def setting(engine: str, rows: Sequence[Choice], method: str | None) -> dict[str
     longest = max(row.k for row in rows)
     if not longest:
         return None
-    ranges: list[list[int]] = []
-    start = 1
-    for i, row in enumerate(rows):
-        if i + 1 < len(rows) and rows[i + 1].k == row.k:
-            continue
-        ranges.append([start, row.batch, row.k])
-        start = row.batch + 1
+    ranges = merged([row.batch for row in rows], [row.k for row in rows])
     if engine == "vllm":
         document: dict[str, Any] = {} if method is None else {"method": method}
         document["num_speculative_tokens"] = longest
         if len(ranges) > 1:
-            document["num_speculative_tokens_per_batch_size"] = ranges
+            document[BY_BATCH] = ranges
         return document
     if engine == "tensorrt-llm":
         # Its longest draft is that of the smallest batch; after the last batch nothing is drafted.

@@ -25,6 +25,7 @@ from simulator.tune.costs import (
     fixed_logs,
     price_grid,
 )
+from simulator.tune.formats import merged
 from simulator.tune.gains import (
     DRAWS,
     OFF,
@@ -255,19 +256,12 @@ def _policy(batch: int, steps: Sequence[int]) -> BatchPolicy:
 
 def _document(slots: Sequence[tuple[int, Sequence[int]]]) -> dict[str, Any]:
     """Return slots with equal neighbours merged, each from just above the batch before."""
-    document: dict[str, Any] = {}
-    last: dict[str, Any] | None = None
-    before = 0
-    for batch, steps in slots:
-        start, before = before + 1, batch
-        settings = {
-            "candidate_steps": list(steps), "up_hysteresis": 0.0,
-            "down_hysteresis": _hysteresis(batch), "ceiling_coeff": 0,
-        }  # fmt: skip
-        if settings != last:
-            document[str(start)] = settings
-            last = settings
-    return document
+    settings = [
+        {"candidate_steps": list(steps), "up_hysteresis": 0.0,
+         "down_hysteresis": _hysteresis(batch), "ceiling_coeff": 0}
+        for batch, steps in slots
+    ]  # fmt: skip
+    return {str(low): own for low, _, own in merged([batch for batch, _ in slots], settings)}
 
 
 def _words(steps: Sequence[int]) -> str:

@@ -29,7 +29,7 @@ from simulator.tune.costs import (
     fixed_logs,
     price_grid,
 )
-from simulator.tune.formats import BY_LENGTH, CONTEXT_END
+from simulator.tune.formats import BY_BATCH, BY_LENGTH, CONTEXT_END, merged
 from simulator.tune.gains import (
     DRAWS,
     OFF,
@@ -252,7 +252,7 @@ def tune_vllm(
     document = {
         # vLLM refuses a window of 0, so a table that never drafts is given one of 1.
         "num_speculative_tokens": max(1, *(options[k] for k in table.ravel())),
-        "num_speculative_tokens_per_batch_size": ranges,
+        BY_BATCH: ranges,
     }
     return Tuned("vllm", document, rows, warnings)
 
@@ -264,11 +264,11 @@ def by_length(found: Tuned) -> Tuned:
     """
     if found.document is None:
         return found
-    table = found.document["num_speculative_tokens_per_batch_size"]
+    table = found.document[BY_BATCH]
     [(_, batch)] = {tuple(row[:2]) for row in table}
-    rows = [[low, high, k] for *_, low, high, k in sorted(table)]
+    rows = [row[2:] for row in table]
     document = {
-        "num_speculative_tokens": found.document["num_speculative_tokens"], BY_LENGTH: rows,
+        "num_speculative_tokens": found.document["num_speculative_tokens"], BY_LENGTH: rows
     }  # fmt: skip
     warnings = [w for w in found.warnings if "vLLM keeps" not in w and "vLLM 0.32 reads" not in w]
     warnings += [
@@ -320,21 +320,16 @@ def table_rows(
     ``table`` holds places in `options`, shape (batches, contexts).
     """
     batch_ends = [math.isqrt(a * b) for a, b in pairwise(batches)] + [batches[-1]]
-    firsts = [i for i in range(len(table)) if i == 0 or (table[i] != table[i - 1]).any()]
-    ranges = []
-    for first, after in zip(firsts, [*firsts[1:], len(table)], strict=True):
-        ranges.append((batch_ends[first - 1] + 1 if first else 1, batch_ends[after - 1], first))
+    ranges = merged(batch_ends, table.tolist())
     if contexts == [None]:
-        return [[low, high, options[table[i, 0]]] for low, high, i in ranges]
+        return [[low, high, options[k]] for low, high, [k] in ranges]
     at = [c for c in contexts if c is not None]
     context_ends = [(a + b) // 2 for a, b in pairwise(at)] + [CONTEXT_END]
-    cuts = [j for j in range(len(at)) if j == 0 or (table[:, j] != table[:, j - 1]).any()]
-    rows = []
-    for low, high, i in ranges:
-        for j, after in zip(cuts, [*cuts[1:], len(at)], strict=True):
-            context_low = context_ends[j - 1] + 1 if j else 1
-            rows.append([low, high, context_low, context_ends[after - 1], options[table[i, j]]])
-    return rows
+    columns = merged(context_ends, [*zip(*(row for *_, row in ranges), strict=True)])
+    return [
+        [low, high, *held, options[column[i]]]
+        for i, (low, high, _) in enumerate(ranges) for *held, column in columns
+    ]  # fmt: skip
 
 
 def _rising(name: str, values: Sequence[int]) -> list[int]:
