@@ -89,7 +89,7 @@ def recommend(
     from simulator.aggregate.advice import choices, concurrencies, in_words, next_runs
     from simulator.aggregate.benches import read_benches, with_acceptance
     from simulator.aggregate.server import calibrate
-    from simulator.tune.launch import setting, start_line
+    from simulator.tune.launch import TARGET, NamedDrafter, launch_line, setting
 
     known_engine(engine)
     if not bench:
@@ -131,7 +131,10 @@ def recommend(
         suggestions = next_runs(server)
     suggestion = suggestions[0]
     document = setting(engine, rows, method)
-    line = start_line(engine, document, target or found.model, draft, method)
+    line = launch_line(
+        engine, document, target=target or found.model or TARGET,
+        drafter=NamedDrafter(method, draft),
+    )  # fmt: skip
     if json is None:
         of = f"{target or found.model}: " if target or found.model else ""
         note(f"{of}{in_words(rows)}{_gain(rows, level)}.")

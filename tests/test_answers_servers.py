@@ -18,7 +18,7 @@ from simulator.aggregate.positions import Positions, of_trace
 from simulator.aggregate.server import ServerRun, calibrate
 from simulator.tune.breakeven import grid, measured_surface
 from simulator.tune.costs import fixed_logs, price_grid
-from simulator.tune.launch import setting, start_line
+from simulator.tune.launch import NamedDrafter, launch_line, setting
 from tests.conftest import ROOT, Run
 from tests.serving import GRID
 from traces.acceptance.synthetic import synthetic_trace
@@ -104,8 +104,8 @@ def test_a_share_that_is_not_asked_for_is_refused(run: Run) -> None:
 @pytest.mark.parametrize("engine", ["sglang", "tensorrt-llm"])
 def test_an_unknown_method_is_refused(engine: str) -> None:
     with pytest.raises(DraftsimError, match="known for the method 'medusa'"):
-        start_line(engine, {"max_draft_len": 3}, None, None, "medusa")
-    assert "EAGLE3" in start_line(engine, {"max_draft_len": 3}, None, None, None).upper()
+        launch_line(engine, {"max_draft_len": 3}, drafter=NamedDrafter("medusa"))
+    assert "EAGLE3" in launch_line(engine, {"max_draft_len": 3}).upper()
 
 
 def test_a_headline_is_of_the_context_that_was_named(run: Run, tmp_path: Path) -> None:

@@ -81,7 +81,7 @@ def launch_line(
     engine:
         One of `simulator.tune.settings.ENGINES`.
     document:
-        Setting that `simulator.tune` found; None: no speculation.
+        Setting that `simulator.tune` found, or a `setting`; None: no speculation.
     target:
         The target model, as the engine's command names it.
     file:
@@ -140,20 +140,26 @@ def _vllm(document: Mapping[str, Any], file: str, drafter: NamedDrafter) -> str:
 
 
 def _sglang(document: Mapping[str, Any], file: str, drafter: NamedDrafter) -> str:
-    del document
+    """Return options of a file of slots, or of one draft length (`setting`)."""
     algorithm = _named("sglang", ALGORITHMS, drafter.method)
+    options = _options(document) if "speculative-num-steps" in document else (
+        " --speculative-eagle-topk 1 --speculative-adaptive --speculative-adaptive-config "
+        + shlex.quote(file)
+    )  # fmt: skip
     return (
         f" --speculative-algorithm {algorithm} --speculative-draft-model-path "
-        f"{shlex.quote(drafter.model or DRAFT)} --speculative-eagle-topk 1 "
-        f"--speculative-adaptive --speculative-adaptive-config {shlex.quote(file)}"
+        f"{shlex.quote(drafter.model or DRAFT)}{options}"
     )
 
 
 def _llamacpp(document: Mapping[str, Any], file: str, drafter: NamedDrafter) -> str:
     del file
-    options = " ".join(f"--{name} {value}" for name, value in document.items())
     model = drafter.model if (drafter.model or "").endswith(GGUF) else None
-    return f" -md {shlex.quote(model or DRAFT)} --spec-type draft-simple {options}"
+    return f" -md {shlex.quote(model or DRAFT)} --spec-type draft-simple{_options(document)}"
+
+
+def _options(document: Mapping[str, Any]) -> str:
+    return "".join(f" --{name} {value}" for name, value in document.items())
 
 
 def _hf(document: Mapping[str, Any] | None, target: str, drafter: NamedDrafter) -> str:
@@ -304,23 +310,3 @@ def setting(engine: str, rows: Sequence[Choice], method: str | None) -> dict[str
         stop = {"spec-draft-p-min": chosen.p_min} if chosen.p_min else {}
         return {"spec-draft-n-max": k, **stop}
     return {"num_assistant_tokens": k, "num_assistant_tokens_schedule": "constant"}
-
-
-def start_line(
-    engine: str, document: Mapping[str, Any] | None, target: str | None, draft: str | None,
-    method: str | None,
-) -> str:  # fmt: skip
-    """Return the command that starts the engine with a `setting`."""
-    model = target or TARGET
-    drafter = NamedDrafter(method, draft)
-    if engine != "sglang":
-        return launch_line(engine, document, target=model, drafter=drafter)
-    line = f"python -m sglang.launch_server --model-path {shlex.quote(model)}"
-    if document is None:
-        return line
-    algorithm = _named(engine, ALGORITHMS, method)
-    options = " ".join(f"--{name} {value}" for name, value in document.items())
-    return (
-        f"{line} --speculative-algorithm {algorithm} --speculative-draft-model-path "
-        f"{shlex.quote(draft or DRAFT)} {options}"
-    )
