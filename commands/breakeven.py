@@ -262,16 +262,11 @@ def _plan(
     loads: list[SurfaceCell], own: Positions, server: ServerFit | None, passes: int | None,
     out: Path | None, json: str | None,
 ) -> None:  # fmt: skip
-    from simulator.tune.breakeven import EXACT, plan, run_lines
-    from simulator.tune.launch import DRAFT, METHOD, TARGET
+    from simulator.tune.breakeven import EXACT, plan
 
     with working("choosing runs"):
         runs = plan(loads, own, server, passes)
-    lines = run_lines(runs, TARGET, METHOD, DRAFT)
-    rows: list[dict[str, Any]] = [
-        {**run._asdict(), "serve": serve, "bench": bench}
-        for run, (serve, bench) in zip(runs, lines, strict=True)
-    ]
+    rows = [{**run._asdict(), **run.commands()} for run in runs]
     if not runs:
         note("nothing to measure: the speedups are known well enough")
         return

@@ -19,7 +19,6 @@ from simulator.tune.breakeven import (
     pays_to,
     plan,
     priced_surface,
-    run_lines,
     vllm_tables,
 )
 from simulator.tune.formats import check_settings
@@ -102,13 +101,12 @@ def test_the_planned_runs_determine_the_surface() -> None:
         )
         errors.append(row["speedup"] / true - 1)
     assert np.sqrt(np.mean(np.square(errors))) < 0.1
-    lines = run_lines(runs, "org/model", "eagle3", "org/head")
-    serve, bench = next(line for line, run in zip(lines, runs, strict=True) if run.k)
-    words = shlex.split(serve)
+    lines = next(run.commands() for run in runs if run.k)
+    words = shlex.split(lines["serve"])
     config = json.loads(words[words.index("--speculative-config") + 1])
     assert config["rejection_sample_method"] == "synthetic"
     assert 1 <= config["synthetic_acceptance_length"] <= config["num_speculative_tokens"] + 1
-    assert "--max-concurrency" in bench
+    assert "--max-concurrency" in lines["bench"]
 
 
 def test_a_surface_on_the_command_line(run: Run, tmp_path: Path) -> None:

@@ -7,9 +7,8 @@ step without speculation.  It depends on costs alone, not on a drafter's accepta
 
 from __future__ import annotations
 
-import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from itertools import product
 from typing import Any, NamedTuple
@@ -25,6 +24,7 @@ from simulator.aggregate.hazard import HAZARD, Interval
 from simulator.aggregate.positions import Positions
 from simulator.aggregate.server import COSTS, MISFIT, ServerFit, ServerRun, interval_of
 from simulator.tune.formats import BY_BATCH, BY_LENGTH
+from simulator.tune.launch import TARGET, launch_line
 from simulator.tune.vllm import table_rows
 from traces.errors import DraftsimError
 
@@ -168,16 +168,24 @@ class PlannedRun(NamedTuple):
     uncertain: float
     """Standard deviation of the speedups, relative, once this run and those before are known."""
 
-    def config(self) -> dict[str, Any] | None:
-        """Return vLLM's ``--speculative-config`` of the run, without method and model; None at K =
-        0.
+    def commands(self) -> dict[str, str]:
+        """Return the command that starts vLLM (``serve``), and the one that measures (``bench``).
+
+        The target, and the drafter's method and model, are placeholders.
         """
-        if not self.k:
-            return None
-        return {
+        config = {
             "num_speculative_tokens": self.k, "rejection_sample_method": "synthetic",
             "synthetic_acceptance_length": round(self.emitted, 3),
         }  # fmt: skip
+        answer = 256
+        prompt = max(self.context - answer // 2, 16)
+        return {
+            "serve": launch_line("vllm", config if self.k else None),
+            "bench": f"vllm bench serve --model {TARGET} --dataset-name random "
+            f"--random-input-len {prompt} --random-output-len {answer} --ignore-eos "
+            f"--max-concurrency {self.batch} --num-prompts {4 * self.batch} --save-result "
+            f"--result-filename b{self.batch}-c{self.context}-k{self.k}.json",
+        }
 
 
 def plan(
@@ -217,29 +225,6 @@ def _prior_server() -> ServerFit:
     priors += [(p.mean, p.spread) for p in HAZARD.values()]
     draws = [mean + spread * random.standard_normal(DRAWS) for mean, spread in priors]
     return ServerFit((ServerRun(1, 0, 1.0, prompt=1.0, answer=1.0),), None, 1.0, np.stack(draws, 1))
-
-
-def run_lines(
-    runs: Sequence[PlannedRun], target: str, method: str, draft: str | None
-) -> list[tuple[str, str]]:
-    """Return for each run the command that starts vLLM, and the one that measures."""
-    lines = []
-    for run in runs:
-        config = run.config()
-        drafter: Mapping[str, Any] = {"method": method} | ({"model": draft} if draft else {})
-        serve = f"vllm serve {target}"
-        if config is not None:
-            serve += f" --speculative-config '{json.dumps({**drafter, **config})}'"
-        answer = 256
-        prompt = max(run.context - answer // 2, 16)
-        lines.append((
-            serve,
-            f"vllm bench serve --model {target} --dataset-name random --random-input-len {prompt} "
-            f"--random-output-len {answer} --ignore-eos --max-concurrency {run.batch} "
-            f"--num-prompts {4 * run.batch} --save-result "
-            f"--result-filename b{run.batch}-c{run.context}-k{run.k}.json",
-        ))  # fmt: skip
-    return lines
 
 
 def grid(batches: Sequence[int], contexts: Sequence[int], ks: Sequence[int]) -> list[SurfaceCell]:
