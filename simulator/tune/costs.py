@@ -41,6 +41,14 @@ class PricedOptions:
     outside: Floats
 
 
+def rising(name: str, values: Sequence[int]) -> list[int]:
+    """Return the values in order, each once.  Raises DraftsimError if one is below 1."""
+    out = sorted(set(values))
+    if out[0] < 1:
+        raise DraftsimError(f"{name} holds {out[0]}, expected whole numbers >= 1")
+    return out
+
+
 def longest_seen(trace: Trace) -> int | None:
     """Return the longest draft whose last verdict an imputed log holds; None if nothing is imputed.
 

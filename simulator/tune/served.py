@@ -72,6 +72,10 @@ class Outcome(NamedTuple):
         """
         return self.counted if reachable else self.total
 
+    def mean(self, reachable: bool) -> tuple[float, float]:
+        """Return the means of `rates` and of ``within``."""
+        return float(self.rates(reachable).mean()), float(self.within.mean())
+
     def search_rates(self, slo: Targets | None, reachable: bool) -> Floats:
         """Return `rates`, and zeros for a setting that misses targets which another one meets."""
         if reachable and not self.meets(slo):

@@ -19,7 +19,7 @@ from simulator.hardware.scaling import scaling_words
 from simulator.targets import Targets
 from simulator.tune.costs import PricedOptions, longest_seen
 from simulator.tune.formats import CHECKS, check_settings
-from simulator.tune.gains import MISSED, OFF
+from simulator.tune.gains import MISSED, OFF, ON
 from simulator.tune.served import NO_SPECULATION
 from traces.acceptance.trace import Trace
 from traces.latency.table import LatencyTable
@@ -91,13 +91,11 @@ class Tuned:
 
 
 def row_of(
-    engine: str, grid: PricedOptions, option: int, latency: LatencyTable, *, setting: str,
-    deploy: str, served_tok_s: float | None, gain: Gain, decode_tok_s: float | None,
-    decode_gain: Gain | None, default: str, default_gain: float, within: float, held_out: bool,
+    engine: str, grid: PricedOptions, latency: LatencyTable, *, setting: str, deploy: str,
+    served_tok_s: float | None, gain: Gain, decode_tok_s: float | None, decode_gain: Gain | None,
+    default: str, default_gain: float, within: float, outside: float, held_out: bool,
 ) -> dict[str, Any]:  # fmt: skip
-    """Return a row of `TUNE_COLUMNS`, without its warnings; `option` is the setting's place in
-    `grid`.
-    """
+    """Return a row of `TUNE_COLUMNS`, without its warnings."""
     names = ("decode_gain", "decode_gain_lo", "decode_gain_hi")
     return {
         "engine": engine, "batch": grid.batch, "context": grid.context, "setting": setting,
@@ -106,9 +104,33 @@ def row_of(
         "decode_tok_s": decode_tok_s,
         **dict(zip(names, decode_gain or (None,) * 3, strict=True)),
         "default": default, "default_gain": default_gain, "within_slo": within,
-        "outside": float(max(grid.outside[option], grid.outside[0])), "held_out": held_out,
-        **origin(latency, grid.batch),
+        "outside": float(outside), "held_out": held_out, "scaled": "scaled" in latency.meta,
+        "assumed": latency.said_batch_free(grid.batch),
     }  # fmt: skip
+
+
+def decided(
+    engine: str, trace: Trace, latency: LatencyTable, slo: Targets | None,
+    rows: Sequence[dict[str, Any]], grids: Sequence[PricedOptions],
+    off: Mapping[int, tuple[float, float]], document: Mapping[str, Any], *, reason: str,
+    remedy: str, more: Sequence[str],
+) -> Tuned:  # fmt: skip
+    """Return the document; none, and rows of no speculation, if it gives a gain at no batch.
+
+    ``off`` holds tokens/s of no speculation and its share within the SLO, by batch searched;
+    ``reason`` and ``remedy`` are those of `about_deploying`; ``more`` warns of the document.
+    """
+    warnings = [
+        *about_recording(trace, latency), *about_batches([*off]), *about_targets(rows, slo),
+        *about_deploying(rows, reason, remedy),
+    ]  # fmt: skip
+    if any(row["deploy"] == ON for row in rows):
+        return Tuned(engine, document, rows, [*warnings, *summed_up(rows), *more])
+    plain = [
+        plain_row(row, grid, *off[grid.batch]) if row["deploy"] == OFF else row
+        for row, grid in zip(rows, grids, strict=True)
+    ]
+    return Tuned(engine, None, plain, [*warnings, *summed_up(plain)])
 
 
 def plain_row(
@@ -199,11 +221,6 @@ def about_recording(trace: Trace, latency: LatencyTable) -> list[str]:
                 "not include: profile on an idle device"
             )
     return found
-
-
-def origin(latency: LatencyTable, batch: int) -> dict[str, Any]:
-    """Return columns of a row that say where its seconds come from."""
-    return {"scaled": "scaled" in latency.meta, "assumed": latency.said_batch_free(batch)}
 
 
 def about_row(row: Mapping[str, Any]) -> list[str]:

@@ -24,12 +24,11 @@ from simulator.tune.costs import (
     PricedOptions,
     fixed_logs,
     price_grid,
+    rising,
 )
 from simulator.tune.formats import merged
 from simulator.tune.gains import (
     DRAWS,
-    OFF,
-    ON,
     Against,
     Objective,
     can_hold_back,
@@ -49,18 +48,7 @@ from simulator.tune.served import (
     unbeaten,
     untold,
 )
-from simulator.tune.settings import (
-    Tuned,
-    about_batches,
-    about_deploying,
-    about_recording,
-    about_row,
-    about_served,
-    about_targets,
-    plain_row,
-    row_of,
-    summed_up,
-)
+from simulator.tune.settings import Tuned, about_row, about_served, decided, row_of
 from traces.acceptance.trace import Trace
 from traces.errors import DraftsimError
 from traces.latency.table import LatencyTable
@@ -117,9 +105,7 @@ def tune_sglang(
     DraftsimError
         For impossible batches or draws, or an empty recording.
     """
-    sizes = sorted(set(batches or latency.usual_batches))
-    if sizes[0] < 1:
-        raise DraftsimError(f"batches holds {sizes[0]}, expected whole numbers >= 1")
+    sizes = rising("batches", batches or latency.usual_batches)
     if draws < 4 or draws % 2:
         raise DraftsimError(f"draws is {draws}, expected an even number >= 4")
     plain, logs = fixed_logs(trace, sorted({0, *lengths}))
@@ -169,7 +155,7 @@ def tune_sglang(
         return np.array([own.search_rates(slo, met) for own, met in pairs])
 
     first = chosen_on(np.ones_like(drawn.late))
-    best = mended(first, list(alone), serve)
+    best = mended(first, alone, serve)
     whole = together(tuple(best.table[:, 0].tolist()))
     told = np.where(drawn.late, chosen_on(~drawn.late), chosen_on(drawn.late))  # (batches, draws)
     rows: list[dict[str, Any]] = []
@@ -181,35 +167,27 @@ def tune_sglang(
         if held_out and kept:
             own = each[told[i], np.arange(draws)]
         against = Against(own, off[i].rates(reachable[i]), drawn.told)
+        served_tok_s, share = whole[i].mean(reachable[i])
         row = row_of(
-            "sglang", grids[i], 1, latency, setting=_words(lists[option]),
+            "sglang", grids[i], latency, setting=_words(lists[option]),
             deploy=to_deploy(against.faster, whole[i].meets(slo), off[i].meets(slo)),
-            served_tok_s=float(whole[i].rates(reachable[i]).mean()), gain=against.gain,
+            served_tok_s=served_tok_s, gain=against.gain,
             decode_tok_s=None, decode_gain=None, default=_words(defaults[i]),
             default_gain=1.0 if option == base else gain_of(ratio(own, each[base]))[0],
-            within=float(whole[i].within.mean()), held_out=held_out and kept,
+            within=share, outside=grids[i].outside.max(), held_out=held_out and kept,
         )  # fmt: skip
-        row["outside"] = float(grids[i].outside.max())
         said = about_served(
             f"steps {_words(lists[best.best[i]])}", float(best.gains[i]), kept, bool(best.worse[i])
         )
         rows.append({**row, "warnings": [*about_row(row), *said]})
-    warnings = [*about_recording(trace, latency), *about_batches(sizes), *about_targets(rows, slo)]
-    warnings += about_deploying(
-        rows, "because the draft model reads every prompt and every token",
-        "start the server without --speculative-algorithm for loads that stay there",
-    )  # fmt: skip
-    if not any(row["deploy"] == ON for row in rows):
-        rows = [
-            plain_row(row, grids[i], float(off[i].rates(reachable[i]).mean()), off[i].within.mean())
-            if row["deploy"] == OFF else row
-            for i, row in enumerate(rows)
-        ]  # fmt: skip
-        return Tuned("sglang", None, rows, [*warnings, *summed_up(rows)])
-    warnings += summed_up(rows)
-    warnings.append("SGLang adapts the steps of EAGLE and EAGLE3 drafts with topk 1 only")
+    bare = {b: o.mean(met) for b, o, met in zip(sizes, off, reachable, strict=True)}
     document = _document([(b, lists[k]) for b, k in zip(sizes, best.table[:, 0], strict=True)])
-    return Tuned("sglang", document, rows, warnings)
+    return decided(
+        "sglang", trace, latency, slo, rows, grids, bare, document,
+        reason="because the draft model reads every prompt and every token",
+        remedy="start the server without --speculative-algorithm for loads that stay there",
+        more=["SGLang adapts the steps of EAGLE and EAGLE3 drafts with topk 1 only"],
+    )  # fmt: skip
 
 
 def _lists(

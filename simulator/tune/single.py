@@ -134,10 +134,10 @@ def tune_single(
     rates = grid.tokens.sum(axis=1) / grid.seconds.sum(axis=1)
     deploy = to_deploy(low > 1, bool(meets[at]), bool(meets[0])) if reachable else MISSED
     row = row_of(
-        engine.name, grid, at, latency, setting=str(best), deploy=deploy, served_tok_s=None,
+        engine.name, grid, latency, setting=str(best), deploy=deploy, served_tok_s=None,
         gain=over(0), decode_tok_s=float(rates[at]), decode_gain=over(0), default=str(default),
         default_gain=1.0 if at == base else over(base)[0], within=float(grid.within[at]),
-        held_out=held_out,
+        outside=grid.outside[[0, at]].max(), held_out=held_out,
     )  # fmt: skip
     row["warnings"] = about_row(row)
     warnings = [*about_recording(trace, latency), *about_targets([row], slo)]

@@ -12,6 +12,7 @@ from simulator.aggregate.positions import of_trace
 from simulator.serving.cost import TableCost
 from simulator.targets import Targets
 from simulator.tune.costs import DEFAULT_LENGTHS, longest_draft
+from simulator.tune.formats import BY_BATCH
 from simulator.tune.served import Progress, untold
 from simulator.tune.settings import Tuned
 from simulator.tune.vllm import tune_vllm
@@ -60,7 +61,7 @@ def tune_tensorrt_llm(
         warnings = [w for w in found.warnings if "vLLM keeps the last K" not in w]
         if found.document is None:
             return Tuned("tensorrt-llm", None, rows, warnings)
-        table = found.document["num_speculative_tokens_per_batch_size"]
+        table = found.document[BY_BATCH]
         first, longest = table[0][-1], max(row[-1] for row in table)
         if first == longest:
             break
@@ -145,8 +146,7 @@ def tune_dynamo(
     warnings = [w for w in found.warnings if "vLLM keeps the last K" not in w]
     if found.document is None:
         return Tuned("dynamo", None, rows, warnings)
-    k = next(row[-1] for row in found.document["num_speculative_tokens_per_batch_size"][::-1]
-             if row[-1])  # fmt: skip
+    k = next(row[-1] for row in found.document[BY_BATCH][::-1] if row[-1])
     rates = np.nan_to_num(of_trace("", trace, k).rates)
     document = {
         "aic_nextn": k, "aic_nextn_accept_rates": ",".join(f"{rate:.4f}" for rate in rates),

@@ -28,12 +28,11 @@ from simulator.tune.costs import (
     default_contexts,
     fixed_logs,
     price_grid,
+    rising,
 )
 from simulator.tune.formats import BY_BATCH, BY_LENGTH, CONTEXT_END, merged
 from simulator.tune.gains import (
     DRAWS,
-    OFF,
-    ON,
     Against,
     Objective,
     Resampled,
@@ -57,23 +56,14 @@ from simulator.tune.served import (
 )
 from simulator.tune.settings import (
     Tuned,
-    about_batches,
-    about_deploying,
-    about_recording,
     about_rising,
     about_row,
     about_served,
-    about_targets,
-    plain_row,
+    decided,
     row_of,
-    summed_up,
 )
 from traces.acceptance.trace import Trace
-from traces.errors import DraftsimError
 from traces.latency.table import LatencyTable
-
-READS = "because the draft model reads every prompt and, where K is 0, every token"
-REMEDY = "start the server without --speculative-config for loads that stay there"
 
 
 def tune_vllm(
@@ -134,8 +124,8 @@ def tune_vllm(
     """
     where: list[int | None] = [None]
     if by_context:
-        where = list(_rising("contexts", contexts or default_contexts(latency, max(lengths))))
-    sizes = _rising("batches", batches or latency.usual_batches)
+        where = list(rising("contexts", contexts or default_contexts(latency, max(lengths))))
+    sizes = rising("batches", batches or latency.usual_batches)
     plain, logs = fixed_logs(trace, sorted({0, *lengths}))
     priced = [plain, *logs.values()]
     options = list(logs)
@@ -213,48 +203,42 @@ def tune_vllm(
         )  # fmt: skip
         chosen = cross_fitted(o, second, (grid.tokens[0], grid.seconds[0]), option, told)
         against, now = Against(own[i], rest[i], drawn.told), whole(table)[i]
+        served_tok_s, share = now.mean(reachable[i])
         row = row_of(
-            "vllm", grid, 1 + option, latency, setting=f"K={options[option]}",
+            "vllm", grid, latency, setting=f"K={options[option]}",
             deploy=to_deploy(against.faster, now.meets(slo), off[i].meets(slo)),
-            served_tok_s=float(now.rates(reachable[i]).mean()), gain=against.gain,
+            served_tok_s=served_tok_s, gain=against.gain,
             decode_tok_s=grid.batch * float(o.rates[option]), decode_gain=chosen,
             default=NO_SPECULATION, default_gain=against.gain[0],
-            within=float(now.within.mean()), held_out=told is not None,
+            within=share, outside=grid.outside[[0, 1 + option]].max(), held_out=told is not None,
         )  # fmt: skip
         said = about_served(
             f"K={options[found.best[i]]}", float(found.gains[i]), bool(kept[i]),
             bool(found.worse[i]),
         )  # fmt: skip
         rows.append({**row, "warnings": [*about_row(row), *said]})
-    warnings = [*about_recording(trace, latency), *about_batches(sizes), *about_targets(rows, slo)]
-    warnings += about_deploying(rows, READS, REMEDY)
-    ranges = table_rows(table, sizes, where, options)
-    if not any(row["deploy"] == ON for row in rows):
-        rows = [
-            plain_row(row, grid, float(off[i].rates(reachable[i]).mean()), off[i].within.mean())
-            if row["deploy"] == OFF else row
-            for row, (i, grid) in zip(
-                rows, ((i, g) for i, own in enumerate(grids) for g in own), strict=True
-            )
-        ]  # fmt: skip
-        return Tuned("vllm", None, rows, [*warnings, *summed_up(rows)])
-    warnings += [*summed_up(rows), *about_rising("K", sizes, options, table, alone)]
+    more = about_rising("K", sizes, options, table, alone)
     if by_context:
-        warnings.append(
+        more.append(
             "vLLM 0.32 reads rows [lo, hi, K] only and refuses those with contexts: use this form "
             "with a vLLM that documents it"
         )
     if table[-1].any():
-        warnings.append(
+        more.append(
             f"vLLM keeps the last K beyond batch {sizes[-1]}, the largest searched: "
             "search on, or limit max_num_seqs"
         )
     document = {
         # vLLM refuses a window of 0, so a table that never drafts is given one of 1.
         "num_speculative_tokens": max(1, *(options[k] for k in table.ravel())),
-        BY_BATCH: ranges,
+        BY_BATCH: table_rows(table, sizes, where, options),
     }
-    return Tuned("vllm", document, rows, warnings)
+    bare = {b: o.mean(met) for b, o, met in zip(sizes, off, reachable, strict=True)}
+    return decided(
+        "vllm", trace, latency, slo, rows, [grid for own in grids for grid in own], bare, document,
+        reason="because the draft model reads every prompt and, where K is 0, every token",
+        remedy="start the server without --speculative-config for loads that stay there", more=more,
+    )  # fmt: skip
 
 
 def by_length(found: Tuned) -> Tuned:
@@ -330,10 +314,3 @@ def table_rows(
         [low, high, *held, options[column[i]]]
         for i, (low, high, _) in enumerate(ranges) for *held, column in columns
     ]  # fmt: skip
-
-
-def _rising(name: str, values: Sequence[int]) -> list[int]:
-    out = sorted(set(values))
-    if out[0] < 1:
-        raise DraftsimError(f"{name} holds {out[0]}, expected whole numbers >= 1")
-    return out
