@@ -25,8 +25,7 @@ from simulator.serving.outcome.results import ResultsFile, restored
 from simulator.serving.routers import describe_router
 from simulator.serving.run import Policy, simulate
 from simulator.serving.scenario import Scenario
-from simulator.serving.study import ServingRunner as ServeBench
-from simulator.serving.study import break_even_load, over_rates
+from simulator.serving.study import ServingRunner, break_even_load, over_rates
 from simulator.targets import Targets
 from traces.acceptance.trace import Trace
 from traces.errors import DraftsimError
@@ -109,7 +108,7 @@ class PointRunner:
         scenario = replace(
             self.base, ttft_target_s=self.targets.ttft_s, tpot_target_s=self.targets.tpot_s
         )
-        return ServeBench(self.trace, self.latency, self.policies, [scenario], self.rule).key()
+        return ServingRunner(self.trace, self.latency, self.policies, [scenario], self.rule).key()
 
 
 @dataclass
@@ -327,7 +326,7 @@ class Answer:
     """The result for one policy."""
 
     verdict: PointVerdict
-    """At `replicas`, or of the most that were tried."""
+    """At `replicas`; else of the most that were tried, or of a request at a time."""
     replicas: int | None
     low: int | None = None
     high: int | None = None
@@ -482,24 +481,22 @@ def plan_rows(
     * ``curve``: pairs of replicas and the largest rate at which they meet the SLO.
     """
     plain = next((n for n, p in bench.policies.items() if isinstance(p, Autoregressive)), None)
+    others = None if plain is None else answers[plain].replicas
     rows = []
-    for name in bench.policies:
-        found = answers.get(name)
-        verdict = found.verdict if found is not None else starts[name].alone
-        count = found.replicas if found is not None else None
+    for name, found in answers.items():
+        verdict, count = found.verdict, found.replicas
         outcomes = verdict.outcomes
         rows.append({
             "policy": name, "verify": outcomes[0]["verify"], "source": outcomes[0]["source"],
             "router": describe_router(bench.base.router), "rate": rate,
             "ttft_target_s": bench.targets.ttft_s, "tpot_target_s": bench.targets.tpot_s,
             "share": bench.targets.share, "replicas": count,
-            "replicas_lo": found.low if found is not None else None,
-            "replicas_hi": found.high if found is not None else None,
+            "replicas_lo": found.low, "replicas_hi": found.high,
             "within_targets": verdict.within, "within_targets_lo": verdict.low,
             "within_targets_hi": verdict.high, "within_alone": starts[name].alone.within,
-            "rate_limit": found.limit if found is not None else math.nan,
-            "rate_per_replica": found.limit / count if found is not None and count else math.nan,
-            "saved": _saved(answers, plain, count),
+            "rate_limit": found.limit,
+            "rate_per_replica": found.limit / count if count else math.nan,
+            "saved": None if others is None or count is None else others - count,
             "stops_saving": _stops(compared, plain, name),
             "throughput_tok_s": verdict.mean("throughput_tok_s") if count else math.nan,
             **{
@@ -508,7 +505,7 @@ def plan_rows(
             },
             "utilisation": verdict.mean("utilisation"), "mean_batch": verdict.mean("mean_batch"),
             "requests": outcomes[0]["requests"], "replications": len(outcomes),
-            "too_short": verdict.too_short if found is not None else "",
+            "too_short": verdict.too_short if starts[name].limit else "",
             "curve": [list(pair) for pair in curves.get(name, ())],
             "rejected": sum(o["rejected"] for o in outcomes),
             "extrapolated": sum(o["extrapolated"] for o in outcomes),
@@ -550,13 +547,6 @@ def with_cost(
             "cost_per_million_tokens": hourly / (tokens_s * SECONDS_PER_HOUR) * 1e6,
         })  # fmt: skip
     return priced
-
-
-def _saved(answers: Mapping[str, Answer], plain: str | None, count: int | None) -> int | None:
-    found = answers.get(plain) if plain is not None else None
-    if found is None or found.replicas is None or count is None:
-        return None
-    return found.replicas - count
 
 
 def _stops(
@@ -642,6 +632,8 @@ def plan(
         answers = study.drive(
             {n: find_answer(asks[n], rate, able[n].limit, most, horizon) for n in able}
         )
+        # Where a request alone is too slow, no number of replicas was tried.
+        answers = {n: answers.get(n) or Answer(starts[n].alone, None) for n in policies}
         rates = _rates([found.limit for found in able.values()])
         shares = study.drive({n: find_shares(asks[n], rates, each) for n in able})
         counts = _counts([found.replicas for found in answers.values()]) if curve else []
