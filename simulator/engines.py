@@ -53,8 +53,6 @@ MOST = 1.5
 """Times that the control load may make of a machine: beyond, it was disturbed itself."""
 LEAST_ERROR = 0.03
 """Error of the service time that intervals of timed loads assume at the least."""
-Iteration = tuple[frozenset[tuple[int, int]], frozenset[tuple[int, int]]]
-"""Requests that decode with their drafted tokens; others with their prompt tokens processed."""
 
 
 @dataclass(frozen=True)
@@ -323,28 +321,25 @@ class Drawn(Timeline):
         super().__init__(os.devnull)
         self.rounds: dict[int, list[Round]] = {}
         """By the request's place in the load."""
-        self._iterations: list[tuple[set[tuple[int, int]], set[tuple[int, int]]]] = []
-
-    @property
-    def iterations(self) -> list[Iteration]:
-        """The iterations, in order."""
-        return [(frozenset(decoded), frozenset(prompts)) for decoded, prompts in self._iterations]
+        self.iterations: list[tuple[set[tuple[int, int]], set[tuple[int, int]]]] = []
+        """Requests that decode with their drafted tokens; others with their prompt tokens
+        processed."""
 
     def tokens(self, start_s: float, seconds: float, accepted: int, wasted: int) -> None:
         """Begin to draw an iteration."""
-        self._iterations.append((set(), set()))
+        self.iterations.append((set(), set()))
 
     def round(
         self, index: int, start_s: float, seconds: float, outcome: Round, wasted: int
     ) -> None:
         """Draw a request that decoded in this iteration."""
         self.rounds.setdefault(index, []).append(outcome)
-        self._iterations[-1][0].add((index, outcome.drafted))
+        self.iterations[-1][0].add((index, outcome.drafted))
 
     def request(self, index: int, start_s: float, seconds: float, label: str, **args: Any) -> None:
         """Draw a request whose prompt was processed in this iteration, or that waited."""
         if label == "prefill":
-            self._iterations[-1][1].add((index, args["tokens"]))
+            self.iterations[-1][1].add((index, args["tokens"]))
 
 
 def compare_run(
@@ -447,8 +442,8 @@ def _iterations_differ(run: LoadRun, drawn: Drawn, first: int | None) -> int:
     """
     real = [
         (
-            frozenset((index_of(d.name), d.drafted) for d in step.decoded),
-            frozenset((index_of(p.name), p.tokens) for p in step.prompts),
+            {(index_of(d.name), d.drafted) for d in step.decoded},
+            {(index_of(p.name), p.tokens) for p in step.prompts},
         )
         for step in run.steps
     ]
