@@ -107,7 +107,7 @@ def breakeven(
     from simulator.tune.breakeven import grid, measured_surface, pays_to, vllm_tables
     from simulator.tune.formats import check_settings
 
-    lengths = [int(n) for n in batch_sizes("--k", k or DEFAULT_KS, MOST_LENGTH)]
+    lengths = batch_sizes("--k", k or DEFAULT_KS, MOST_LENGTH)
     costs = {
         "--latency": latency, "--gpu": gpu, "--weights": weights, "--always-draft": always_draft,
         "--assume-batch-free": assume_batch_free or None,

@@ -37,8 +37,17 @@ WITHOUT_MODEL = ("ngram", "suffix")
 """Methods of vLLM that look drafts up and load no model."""
 GGUF = ".gguf"
 """Suffix of the files that llama.cpp reads; a model's folder or name does not end so."""
-ALGORITHMS = {"eagle": "EAGLE", "eagle3": "EAGLE3", "draft_model": "STANDALONE", "mtp": "NEXTN"}
-"""SGLang's ``--speculative-algorithm`` of vLLM's methods."""
+BY_METHOD: Mapping[str, Mapping[str, str]] = {
+    "sglang": {
+        "eagle": "EAGLE", "eagle3": "EAGLE3", "draft_model": "STANDALONE", "mtp": "NEXTN",
+    },
+    "tensorrt-llm": {
+        "eagle3": "Eagle3", "eagle": "Eagle", "mtp": "MTP", "ngram": "NGram",
+        "draft_model": "DraftTarget",
+    },
+}  # fmt: skip
+"""Names of vLLM's methods: SGLang's ``--speculative-algorithm``, TensorRT-LLM's ``decoding_type``.
+"""
 
 
 @dataclass(frozen=True)
@@ -79,7 +88,7 @@ def launch_line(
     Parameters
     ----------
     engine:
-        One of `simulator.tune.settings.ENGINES`.
+        A name in `simulator.tune.formats.CHECKS`.
     document:
         Setting that `simulator.tune` found, or a `setting`; None: no speculation.
     target:
@@ -141,7 +150,7 @@ def _vllm(document: Mapping[str, Any], file: str, drafter: NamedDrafter) -> str:
 
 def _sglang(document: Mapping[str, Any], file: str, drafter: NamedDrafter) -> str:
     """Return options of a file of slots, or of one draft length (`setting`)."""
-    algorithm = _named("sglang", ALGORITHMS, drafter.method)
+    algorithm = _named("sglang", drafter.method)
     options = _options(document) if "speculative-num-steps" in document else (
         " --speculative-eagle-topk 1 --speculative-adaptive --speculative-adaptive-config "
         + shlex.quote(file)
@@ -182,22 +191,12 @@ def _hf(document: Mapping[str, Any] | None, target: str, drafter: NamedDrafter) 
     return f"{imported}{loaded}{update}{call}"
 
 
-DECODING_TYPES = {
-    "eagle3": "Eagle3", "eagle": "Eagle", "mtp": "MTP", "ngram": "NGram",
-    "draft_model": "DraftTarget",
-}  # fmt: skip
-"""TensorRT-LLM's ``decoding_type`` of vLLM's methods."""
-
-
-BY_METHOD = {"sglang": ALGORITHMS, "tensorrt-llm": DECODING_TYPES}
-"""By engine: its names of vLLM's methods."""
-
-
-def _named(engine: str, known: Mapping[str, str], method: str | None) -> str:
+def _named(engine: str, method: str | None) -> str:
     """Return an engine's name for one of vLLM's methods; None: EAGLE-3's.
 
     Raises DraftsimError if none is known.
     """
+    known = BY_METHOD[engine]
     if (found := known.get(method or "eagle3")) is None:
         raise DraftsimError(
             f"no setting of {engine} is known for the method {method!r}: expected one of "
@@ -209,7 +208,7 @@ def _named(engine: str, known: Mapping[str, str], method: str | None) -> str:
 def _tensorrt_llm(document: Mapping[str, Any], file: str, drafter: NamedDrafter) -> str:
     """Return a file of options, written by the shell (bash or zsh); JSON is YAML too."""
     del file
-    kind = _named("tensorrt-llm", DECODING_TYPES, drafter.method)
+    kind = _named("tensorrt-llm", drafter.method)
     settings = {"decoding_type": kind, "speculative_model": drafter.model or DRAFT, **document}
     if drafter.method in WITHOUT_MODEL:
         del settings["speculative_model"]
@@ -241,8 +240,8 @@ def check_drafter(engine: str, recording: Recording) -> None:
             f"no setting of {engine} is known for the lookup {source.name}: settings for vLLM's "
             "n-gram method are, so name --engine vllm and --source ngram"
         )
-    if (known := BY_METHOD.get(engine)) is not None:
-        _named(engine, known, named_models(recording, recording.latency)[1].method)
+    if engine in BY_METHOD:
+        _named(engine, named_models(recording, recording.latency)[1].method)
 
 
 def named_models(recording: Recording, latency: LatencyTable) -> tuple[str, NamedDrafter]:

@@ -18,14 +18,12 @@ from policies.lengths.basic import Autoregressive
 from simulator.hardware.scaling import scaling_words
 from simulator.targets import Targets
 from simulator.tune.costs import PricedOptions, longest_seen
-from simulator.tune.formats import CHECKS, check_settings
+from simulator.tune.formats import check_settings
 from simulator.tune.gains import MISSED, OFF, ON
 from simulator.tune.served import NO_SPECULATION
 from traces.acceptance.trace import Trace
 from traces.latency.table import LatencyTable
 from traces.store.writing import write_atomically
-
-ENGINES = tuple(CHECKS)
 
 TUNE_COLUMNS = (
     "engine", "batch", "context", "setting", "deploy", "served_tok_s", "gain", "gain_lo", "gain_hi",
@@ -58,7 +56,7 @@ class Tuned:
     Attributes
     ----------
     engine:
-        One of `ENGINES`.
+        A name in `CHECKS`.
     document:
         Document that the engine reads; it has passed `check_settings`.  None if no setting should
         be deployed at any batch searched: start the engine without a draft model.
