@@ -107,9 +107,8 @@ def served_rates(
 
     All policies meet the same requests at the same times.
     """
-    named = {str(i): policy for i, policy in enumerate(policies)}
-    runs = serve(trace, latency, named, replace(scenario, replications=replications)).runs
-    return np.array([[counted_rate(run) for run in runs[name]] for name in named])
+    runs = [(trace, policy, scenario) for policy in policies]
+    return np.array([served().counted for served in served_each(latency, runs, replications)])
 
 
 def served_each(
@@ -178,9 +177,13 @@ def compare_served(
     others = rivals(longest_draft(trace))
     each = policies if isinstance(policies, Sequence) else [policies] * len(scenarios)
     for scenario, policy in zip(scenarios, each, strict=True):
-        repeated = replace(scenario, replications=replications)
-        runs = serve(trace, latency, {"tuned": policy, **others}, repeated).runs
-        values = {name: _values(own, share) for name, own in runs.items()}
+        named = {"tuned": policy, **others}
+        runs = [(trace, own, scenario) for own in named.values()]
+        outcomes = [served() for served in served_each(latency, runs, replications)]
+        values = {
+            name: outcome.counted * (outcome.within.mean() >= share)
+            for name, outcome in zip(named, outcomes, strict=True)
+        }
         best = max(others, key=lambda name: float(values[name].mean()))
         margin, lo, hi = t_interval(values["tuned"] - values[best])
         own = float(values["tuned"].mean())
@@ -195,11 +198,6 @@ def compare_served(
             }
         )  # fmt: skip
     return pd.DataFrame(rows)
-
-
-def _values(runs: Sequence[Run], share: float) -> Floats:
-    meets = float(np.mean([share_within(run) for run in runs])) >= share
-    return np.array([counted_rate(run) * meets for run in runs])
 
 
 NEGLIGIBLE = 5e-4
