@@ -1,6 +1,7 @@
 """The settings that each engine accepts, and the policy that it runs under them.
 
-A check of a document returns its policy: a file is checked before it is written and when it is read.
+The check of a document returns its policy.  A file is checked when it is written and when it is
+read.
 
 Rules read in the engines' own code: vLLM v1/spec_decode/dynamic/utils.py
 (``validate_and_normalize_dynamic_sd_schedule``), SGLang 0.5.23
@@ -34,6 +35,8 @@ BY_BATCH = "num_speculative_tokens_per_batch_size"
 """vLLM's table over batch sizes."""
 BY_LENGTH = "num_speculative_tokens_per_seq_len"
 """vLLM's table over sequence lengths."""
+ROWS = {3: "[lo, hi, K]", 5: "[lo, hi, context_lo, context_hi, K]"}
+"""Forms of a row of vLLM's tables, by their length."""
 HF_KEYS = (
     "num_assistant_tokens", "num_assistant_tokens_schedule", "assistant_confidence_threshold",
 )  # fmt: skip
@@ -65,71 +68,63 @@ def check_vllm(document: Mapping[str, Any]) -> BatchTable:
     >>> check_vllm({"num_speculative_tokens": 3, BY_BATCH: [[1, 8, 3]]}).table
     [[1, 8, 3]]
     """
-    name = BY_BATCH
     most = document.get("num_speculative_tokens")
     if not _whole(most, 1, MOST_DRAFTED):
         _fail("num_speculative_tokens", most, f"expected a whole number, 1 to {MOST_DRAFTED}")
     if BY_LENGTH in document:
-        _by_length(document[BY_LENGTH], int(most or 0))
-        if name not in document:
-            return _made(BatchTable, [[1, CONTEXT_END, *row] for row in document[BY_LENGTH]])
-    table = document.get(name)
-    if not isinstance(table, list) or not table:
-        _fail(name, table, "expected a list of rows [lo, hi, K]")
-    widths = set()
-    for row in table:
-        if not isinstance(row, list | tuple) or len(row) not in (3, 5):
-            _fail(name, row, "expected [lo, hi, K] or [lo, hi, context_lo, context_hi, K]")
-        widths.add(len(row))
-        for low, high in [row[:2]] + ([row[2:4]] if len(row) == 5 else []):
-            if not (_whole(low, 1, CONTEXT_END) and _whole(high, 1, CONTEXT_END)):
-                _fail(name, row, f"its ranges must be whole numbers, 1 to {CONTEXT_END}")
-            if low > high:
-                _fail(name, row, f"the range {low}..{high} is empty")
-        if not _whole(row[-1], 0) or row[-1] > most:
-            _fail(name, row, f"K must be 0 to num_speculative_tokens = {most}")
-    if len(widths) > 1:
-        _fail(name, table, "rows of three and of five cannot be mixed")
-    batches = sorted({(row[0], row[1]) for row in table})
+        rows = _rows(BY_LENGTH, document[BY_LENGTH], (3,), most)
+        _continuous(BY_LENGTH, [row[:2] for row in rows])
+        if BY_BATCH not in document:
+            return _made(BatchTable, [[1, CONTEXT_END, *row] for row in rows])
+    table = _rows(BY_BATCH, document.get(BY_BATCH), (3, 5), most)
+    if len({len(row) for row in table}) > 1:
+        _fail(BY_BATCH, table, "rows of three and of five cannot be mixed")
+    batches = sorted({tuple(row[:2]) for row in table})
     if batches[0][0] != 1:
-        _fail(name, batches[0], "the first batch range must start at 1")
+        _fail(BY_BATCH, batches[0], "the first batch range must start at 1")
     for before, after in pairwise(batches):
         if after[0] <= before[1]:
-            _fail(name, after, f"overlaps the batch range {before[0]}..{before[1]}")
-    contexts = sorted({(r[2], r[3]) for r in table}) if widths == {5} else [(1, CONTEXT_END)]
+            _fail(BY_BATCH, after, f"overlaps the batch range {before[0]}..{before[1]}")
+    contexts = sorted({tuple(row[2:-1]) for row in table})
     cells = {tuple(row[:-1]) for row in table}
     if len(cells) != len(table) or len(table) != len(batches) * len(contexts):
-        _fail(name, table, "every batch range needs the same contexts, each once")
-    if contexts[0][0] != 1:
-        _fail(name, contexts[0], "the first context range must start at 1")
-    for before, after in pairwise(contexts):
-        if after[0] != before[1] + 1:
-            _fail(name, after, f"does not continue the context range {before[0]}..{before[1]}")
+        _fail(BY_BATCH, table, "every batch range needs the same contexts, each once")
+    if contexts != [()]:
+        _continuous(BY_BATCH, contexts)
     return _made(BatchTable, table)
 
 
-def _by_length(table: Any, most: int) -> None:
-    """Check vLLM's rows over sequence lengths."""
+def _rows(name: str, table: Any, widths: Sequence[int], most: Any) -> list[Any]:
+    """Check that every row holds ranges that are not empty, and K up to `most`; return the rows."""
     if not isinstance(table, list) or not table:
-        _fail(BY_LENGTH, table, "expected a list of rows [lo, hi, K]")
-    before = 0
+        _fail(name, table, "expected a list of rows [lo, hi, K]")
     for row in table:
-        if not isinstance(row, list | tuple) or len(row) != 3:
-            _fail(BY_LENGTH, row, "expected [lo, hi, K]")
-        low, high, k = row
-        if not (_whole(low, 1) and _whole(high, 1) and low <= high):
-            _fail(BY_LENGTH, row, "expected a range of whole numbers from 1 that is not empty")
-        if low != before + 1:
-            _fail(BY_LENGTH, row, f"expected to start at {before + 1}: nothing serves a gap")
-        if not _whole(k, 0) or k > most:
-            _fail(BY_LENGTH, row, f"K must be 0 to num_speculative_tokens = {most}")
-        before = high
+        if not isinstance(row, list | tuple) or len(row) not in widths:
+            _fail(name, row, f"expected {' or '.join(ROWS[width] for width in widths)}")
+        for low, high in zip(row[:-1:2], row[1:-1:2], strict=True):
+            if not (_whole(low, 1) and _whole(high, 1)):
+                _fail(name, row, f"its ranges must be whole numbers, 1 to {CONTEXT_END}")
+            if low > high:
+                _fail(name, row, f"the range {low}..{high} is empty")
+        if not _whole(row[-1], 0, most):
+            _fail(name, row, f"K must be 0 to num_speculative_tokens = {most}")
+    return table
+
+
+def _continuous(name: str, contexts: Sequence[Sequence[int]]) -> None:
+    """Check that context ranges begin at 1 and have no gap, in which nothing would serve."""
+    if contexts[0][0] != 1:
+        _fail(name, contexts[0], "the first context range must start at 1")
+    for (low, high), after in pairwise(contexts):
+        if after[0] != high + 1:
+            rule = f"expected to start at {high + 1}: it does not continue the context range"
+            _fail(name, after, f"{rule} {low}..{high}")
 
 
 def check_sglang(document: Mapping[str, Any]) -> SGLangAdaptive:
     """Check SGLang's ``--speculative-adaptive-config``, and return its policy.
 
-    It has candidate steps by batch size.  Keys are batch sizes as digits, each with ``candidate_steps`` (whole numbers >= 0),
+    Keys are batch sizes as digits, each with ``candidate_steps`` (whole numbers >= 0),
     and settings, for all slots or within one.  A slot serves batches from its size on, so
     without one for 1 the smallest would serve batches it was not meant for.
 
