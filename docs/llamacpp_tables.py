@@ -9,8 +9,8 @@ from typing import Any
 from docs.engine_tables import RECORDED
 from docs.reading import code, table
 from policies import Fixed
-from simulator.tune.formats import LLAMACPP_KEYS
-from simulator.tune.llamacpp import LlamaCppSetting
+from simulator.tune.formats import LLAMACPP_KEYS, check_llamacpp
+from simulator.tune.single import text_of
 from traces import RoundLog, Trace, find_trace, replay
 from traces.sources import NGramSimple, replay_source
 
@@ -20,14 +20,11 @@ NGRAM_KEYS = ["spec-ngram-simple-size-n", "spec-ngram-simple-size-m"]
 COUNTS = ("draft_n", "draft_n_accepted")
 
 
-def settings() -> Mapping[str, LlamaCppSetting]:
+def settings() -> Mapping[str, Mapping[str, Any]]:
     """Return, by name of a run with a draft model: the drafting that the server was started
     with.
     """
-    return {
-        run: LlamaCppSetting(*options.values())
-        for run, options in _started().items() if [*options] == [*LLAMACPP_KEYS]
-    }  # fmt: skip
+    return {run: own for run, own in _started().items() if [*own] == [*LLAMACPP_KEYS]}
 
 
 def lookups() -> Mapping[str, NGramSimple]:
@@ -66,10 +63,10 @@ def llamacpp_counts() -> str:
     for run, setting in settings().items():
         given = answers(run)
         trace = asked(given)
-        policy = setting.policy()
+        policy = check_llamacpp(setting)
         known = trace.signals.issuperset(policy.reads)
         rows.append(
-            _row(str(setting), given, trace, replay(trace, policy, first=1) if known else None)
+            _row(text_of(setting), given, trace, replay(trace, policy, first=1) if known else None)
         )
     for run, source in lookups().items():
         given = answers(run)

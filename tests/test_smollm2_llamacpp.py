@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import pytest
@@ -11,7 +11,6 @@ from transformers import AutoModelForCausalLM, DynamicCache
 
 from docs.llamacpp_tables import COUNTS, answers, asked, settings
 from profiler.fetched import places
-from simulator.tune.llamacpp import LlamaCppSetting
 from traces.acceptance.trace import Request
 
 pytestmark = pytest.mark.real_model
@@ -71,11 +70,12 @@ def test_its_rule_makes_its_counts(draft: Draft, run: str) -> None:
 
 
 def followed(
-    draft: Draft, request: Request, output: Sequence[int], setting: LlamaCppSetting
+    draft: Draft, request: Request, output: Sequence[int], setting: Mapping[str, Any]
 ) -> tuple[int, int]:
     """Drafted and accepted tokens along `output`: probabilities over the likeliest tokens alone,
     no stop at a proposed end of the text, which is accepted as a draft's last token only."""
     assert request.prompt_ids is not None
+    most, fewest, p_min = setting.values()
     ids = [*request.prompt_ids, *output]
     draft.read(ids[:-1], len(output) - 1)  # most drafts begin along it
     drafted = accepted = 0
@@ -83,12 +83,12 @@ def followed(
     while position < len(output):
         known = ids[: len(request.prompt_ids) + position]
         tokens: list[int] = []
-        while len(tokens) < min(setting.tokens, request.max_new_tokens - 1 - position):
+        while len(tokens) < min(most, request.max_new_tokens - 1 - position):
             sure, token = draft.says([*known, *tokens])
-            if sure < setting.p_min:
+            if sure < p_min:
                 break
             tokens.append(token)
-        if len(tokens) < setting.fewest:
+        if len(tokens) < fewest:
             tokens = []
         ahead = output[position : position + len(tokens)]
         same = next((k for k, t in enumerate(ahead) if t != tokens[k]), len(ahead))

@@ -16,7 +16,7 @@ from policies.registry import parse_policy
 from simulator.pricing import price
 from simulator.tune.formats import SettingsError, check_llamacpp
 from simulator.tune.launch import NamedDrafter, launch_line
-from simulator.tune.llamacpp import LlamaCppSetting, mirrored, tune_llamacpp
+from simulator.tune.llamacpp import mirrored, tune_llamacpp
 from simulator.tune.reading import read_settings
 from simulator.tune.settings import write_settings
 from tests.conftest import Run
@@ -135,7 +135,7 @@ def test_what_the_server_would_refuse(changed: dict[str, Any], message: str) -> 
 
 def test_written_and_read_back(tmp_path: Path) -> None:
     file = tmp_path / "settings.json"
-    tuned = tune_llamacpp(recorded(), CHEAP, settings=[LlamaCppSetting(5, 2, 0.2)])
+    tuned = tune_llamacpp(recorded(), CHEAP, settings=[{**GOOD, "spec-draft-p-min": 0.2}])
     write_settings(tuned, file)
     engine, policy = read_settings(file)
     assert engine == "llamacpp"

@@ -4,60 +4,40 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any
 
-from policies.lengths.huggingface import Confidence
 from simulator.targets import Targets
 from simulator.tune.costs import longest_draft
-from simulator.tune.formats import HF_KEYS, check_huggingface
+from simulator.tune.formats import HF_KEYS
 from simulator.tune.settings import Tuned
-from simulator.tune.single import SingleEngine, tune_single
+from simulator.tune.single import SingleEngine, SingleSetting, tune_single
 from traces.acceptance.trace import Trace
 from traces.digits import counted
 from traces.latency.table import LatencyTable
 
 
-class HuggingFaceSetting(NamedTuple):
-    """The three keys that transformers reads from the draft's generation config."""
-
-    tokens: int
-    schedule: str
-    threshold: float
-
-    def policy(self) -> Confidence:
-        """Return transformers 5.23 under this setting, scikit-learn installed."""
-        return check_huggingface(self.document())
-
-    def document(self) -> dict[str, Any]:
-        """Return the keys of the draft's generation config."""
-        return dict(zip(HF_KEYS, self, strict=True))
-
-    def __str__(self) -> str:
-        return f"{self.tokens}, {self.schedule}, {self.threshold:g}"
+def _setting(tokens: int, schedule: str = "constant", threshold: float = 0.0) -> dict[str, Any]:
+    return dict(zip(HF_KEYS, (tokens, schedule, threshold), strict=True))
 
 
-DEFAULT = HuggingFaceSetting(20, "constant", 0.4)
+DEFAULT = _setting(20, threshold=0.4)
 """transformers since 4.45."""
 LENGTHS = (1, 2, 3, 4, 5, 6, 8, 10, 15, 20)
 THRESHOLDS = (0.2, 0.4, 0.6, 0.8)
 CAPS = (3, 5, 10, 20)
 
 
-def options(signals: bool) -> list[HuggingFaceSetting]:
+def options(signals: bool) -> list[SingleSetting]:
     """Return settings searched; those with a threshold only where the trace holds the signal.
 
     ``heuristic`` is searched without a threshold: with one, what carries over from call to
     call differs between versions.
     """
-    found = [HuggingFaceSetting(n, "constant", 0.0) for n in LENGTHS]
-    found += [
-        HuggingFaceSetting(n, s, 0.0)
-        for s in ("heuristic_transient", "heuristic")
-        for n in (1, 3, 5)
-    ]
+    found: list[SingleSetting] = [_setting(n) for n in LENGTHS]
+    found += [_setting(n, s) for s in ("heuristic_transient", "heuristic") for n in (1, 3, 5)]
     if signals:
-        found += [HuggingFaceSetting(n, "constant", t) for n in CAPS for t in THRESHOLDS]
-        found += [HuggingFaceSetting(5, "heuristic_transient", t) for t in THRESHOLDS]
+        found += [_setting(n, threshold=t) for n in CAPS for t in THRESHOLDS]
+        found += [_setting(5, "heuristic_transient", t) for t in THRESHOLDS]
     return found
 
 
@@ -68,7 +48,7 @@ def tune_huggingface(
     slo: Targets | None = None,
     draws: int = 1000,
     seed: int = 0,
-    settings: Sequence[HuggingFaceSetting] | None = None,
+    settings: Sequence[SingleSetting] | None = None,
 ) -> Tuned:
     """Tune ``num_assistant_tokens``, its schedule and ``assistant_confidence_threshold``.
 
@@ -87,15 +67,13 @@ def tune_huggingface(
         If nothing can be replayed.
     """
     signals = "prob" in trace.signals
-    default = DEFAULT if signals else DEFAULT._replace(threshold=0.0)
-    most = longest_draft(trace)
-    if most is not None:
-        default = default._replace(tokens=min(default.tokens, most))
+    default = DEFAULT if signals else _setting(DEFAULT[HF_KEYS[0]])
     engine = SingleEngine("hf", default, first=0, off="pass no assistant model", threshold="prob")
     found = tune_single(
         engine, trace, latency, settings or options(signals), slo=slo, draws=draws, seed=seed
     )
-    if most is None or default.tokens == DEFAULT.tokens:
+    most = longest_draft(trace)
+    if most is None or most >= DEFAULT[HF_KEYS[0]]:
         return found
     cut = f"recorded drafts have at most {counted(most, 'token')}, so the default is cut there"
     return replace(found, warnings=[*found.warnings, cut])

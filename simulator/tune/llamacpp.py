@@ -4,43 +4,26 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
 from policies.lengths.llamacpp import LlamaCppDraft
 from simulator.targets import Targets
-from simulator.tune.costs import longest_draft
 from simulator.tune.formats import LLAMACPP_KEYS
 from simulator.tune.settings import Tuned
-from simulator.tune.single import SingleEngine, tune_single
+from simulator.tune.single import SingleEngine, SingleSetting, tune_single
 from traces.acceptance.trace import Trace
 from traces.latency.table import LatencyTable
 from traces.replay.rounds import RoundLog
 
 
-class LlamaCppSetting(NamedTuple):
-    """The three options of drafting with a model."""
-
-    tokens: int
-    fewest: int = 0
-    p_min: float = 0.0
-
-    def policy(self) -> LlamaCppDraft:
-        """Return the server's drafting under it."""
-        return LlamaCppDraft(*self)
-
-    def document(self) -> dict[str, Any]:
-        """Return the options by name, without their dashes, as the server's preset files hold
-        them.
-        """
-        return dict(zip(LLAMACPP_KEYS, self, strict=True))
-
-    def __str__(self) -> str:
-        return f"{self.tokens}, {self.fewest}, {self.p_min:g}"
+def _setting(tokens: int, fewest: int = 0, p_min: float = 0.0) -> dict[str, Any]:
+    """Return the options by name, without their dashes, as the server's preset files hold them."""
+    return dict(zip(LLAMACPP_KEYS, (tokens, fewest, p_min), strict=True))
 
 
-DEFAULT = LlamaCppSetting(3)
+DEFAULT = _setting(3)
 """llama.cpp since May 2026; 16, 0, 0.75 before."""
 (THRESHOLD,) = LlamaCppDraft.reads
 LENGTHS = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16)
@@ -49,11 +32,11 @@ CAPS = (3, 5, 8, 16)
 FEWEST = (0, 2)
 
 
-def llamacpp_options(signals: bool) -> list[LlamaCppSetting]:
+def llamacpp_options(signals: bool) -> list[SingleSetting]:
     """Return settings to search; thresholds only if the trace holds the signal they need."""
-    found = [LlamaCppSetting(n) for n in LENGTHS]
+    found: list[SingleSetting] = [_setting(n) for n in LENGTHS]
     if signals:
-        found += [LlamaCppSetting(n, m, p) for n in CAPS for m in FEWEST for p in THRESHOLDS]
+        found += [_setting(n, m, p) for n in CAPS for m in FEWEST for p in THRESHOLDS]
     return found
 
 
@@ -64,7 +47,7 @@ def tune_llamacpp(
     slo: Targets | None = None,
     draws: int = 1000,
     seed: int = 0,
-    settings: Sequence[LlamaCppSetting] | None = None,
+    settings: Sequence[SingleSetting] | None = None,
 ) -> Tuned:
     """Tune ``--spec-draft-n-max``, ``--spec-draft-n-min`` and ``--spec-draft-p-min``.
 
@@ -78,15 +61,13 @@ def tune_llamacpp(
     DraftsimError
         If nothing can be replayed.
     """
-    signals, most = THRESHOLD in trace.signals, longest_draft(trace)
-    default = DEFAULT if most is None else DEFAULT._replace(tokens=min(DEFAULT.tokens, most))
     engine = SingleEngine(
-        "llamacpp", default, first=1, off="start the server without a draft model",
+        "llamacpp", DEFAULT, first=1, off="start the server without a draft model",
         threshold=THRESHOLD, worked=mirrored,
     )  # fmt: skip
     found = tune_single(
-        engine, trace, latency, settings or llamacpp_options(signals), slo=slo, draws=draws,
-        seed=seed,
+        engine, trace, latency, settings or llamacpp_options(THRESHOLD in trace.signals), slo=slo,
+        draws=draws, seed=seed,
     )  # fmt: skip
     more = "one setting serves every load: with more slots (--parallel) drafts gain less"
     warnings = [*found.warnings, more]

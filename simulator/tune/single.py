@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
-from policies.core import DraftPolicy
 from simulator.bootstrap import CONFIDENCE, resamples
 from simulator.pricing import autoregressive
 from simulator.targets import Targets
 from simulator.tune.costs import longest_draft, price_grid
+from simulator.tune.formats import check_settings
 from simulator.tune.gains import (
     MISSED,
     OFF,
@@ -41,22 +42,13 @@ from traces.latency.table import LatencyTable
 from traces.replay.rounds import RoundLog
 from traces.replay.vectorised import replay_many
 
+SingleSetting = Mapping[str, Any]
+"""A document that an engine reads; its first value is the longest draft."""
 
-class SingleSetting(Protocol):
-    """One setting of an engine, hashable; its text is what rows show."""
 
-    @property
-    def tokens(self) -> int:
-        """Longest draft."""
-        ...
-
-    def policy(self) -> DraftPolicy:
-        """Return the decisions of the engine under it."""
-        ...
-
-    def document(self) -> dict[str, Any]:
-        """Return the document that the engine reads."""
-        ...
+def text_of(setting: SingleSetting) -> str:
+    """Return the values of a setting, as rows show them."""
+    return ", ".join(f"{v:g}" if isinstance(v, float) else str(v) for v in setting.values())
 
 
 @dataclass(frozen=True)
@@ -65,7 +57,8 @@ class SingleEngine:
 
     name: str
     default: SingleSetting
-    """The engine's default setting; ``default_gain`` is over it."""
+    """The engine's default setting.  ``default_gain`` is over it, with no longer drafts than the
+    recorded ones."""
     first: int
     """Output position that decoding begins at, see `traces.replay.rounds.RoundLog`."""
     off: str
@@ -90,16 +83,17 @@ def tune_single(
     DraftsimError
         If the default, cut to the longest recorded draft, cannot be replayed.
     """
-    default, most = engine.default, longest_draft(trace)
-    asked = {
-        str(s): s for s in (default, *settings) if most is None or s.tokens <= most
-    }  # fmt: skip
+    tokens, bound = next(iter(engine.default)), longest_draft(trace)
+    most = math.inf if bound is None else bound
+    cut = {**engine.default, tokens: min(engine.default[tokens], most)}
+    default = text_of(cut)
+    asked = {text_of(s): s for s in (cut, *settings) if s[tokens] <= most}
+    policies: dict[str, Any] = {text: check_settings(engine.name, s) for text, s in asked.items()}
     replayed = replay_many(
-        trace, {name: s.policy() for name, s in asked.items()}, first=engine.first,
-        leave_out=lambda _, error: isinstance(error, TailError),
-    )  # fmt: skip
-    logs: dict[SingleSetting, RoundLog] = {
-        asked[log.policy]: log if engine.worked is None else engine.worked(log) for log in replayed
+        trace, policies, first=engine.first, leave_out=lambda _, e: isinstance(e, TailError)
+    )
+    logs: dict[str, RoundLog] = {
+        log.policy: log if engine.worked is None else engine.worked(log) for log in replayed
     }
     if default not in logs:
         raise DraftsimError(
@@ -134,8 +128,8 @@ def tune_single(
     rates = grid.tokens.sum(axis=1) / grid.seconds.sum(axis=1)
     deploy = to_deploy(low > 1, bool(meets[at]), bool(meets[0])) if reachable else MISSED
     row = row_of(
-        engine.name, grid, latency, setting=str(best), deploy=deploy, served_tok_s=None,
-        gain=over(0), decode_tok_s=float(rates[at]), decode_gain=over(0), default=str(default),
+        engine.name, grid, latency, setting=best, deploy=deploy, served_tok_s=None, gain=over(0),
+        decode_tok_s=float(rates[at]), decode_gain=over(0), default=default,
         default_gain=1.0 if at == base else over(base)[0], within=float(grid.within[at]),
         outside=grid.outside[[0, at]].max(), held_out=held_out,
     )  # fmt: skip
@@ -148,7 +142,7 @@ def tune_single(
         )
     if deploy == ON:
         warnings += summed_up([row])
-        return Tuned(engine.name, best.document(), [row], warnings)
+        return Tuned(engine.name, asked[best], [row], warnings)
     if deploy == OFF:
         warnings.append(
             f"the best setting, {best}, gives {row['gain']:.3g}x no speculation "
