@@ -11,7 +11,7 @@ import pytest
 
 from policies.batch.base import KeptInStep, SingleStream
 from policies.batch.goodput import Goodput
-from policies.batch.sglang import _DEFAULT_CONFIG
+from policies.batch.sglang import DEFAULT_CONFIG
 from policies.batch.tables import BatchTable
 from policies.core import Load, Round
 from policies.estimators import ConstantAcceptance, IsotonicAcceptance
@@ -110,8 +110,8 @@ def test_tables_that_come_along() -> None:
     lengths = {1: 5, 4: 5, 5: 3, 16: 3, 17: 1, 64: 1, 65: 0, 999: 0}
     assert {batch: table.plan([Load(batch, 9)] * batch) for batch in lengths} == lengths
     steps = {"1": [1, 3, 5, 7], "8": [0, 1, 3], "32": [0, 1], "64": [0]}
-    assert {k: list(v["candidate_steps"]) for k, v in _DEFAULT_CONFIG.items()} == steps
-    assert {k: v["down_hysteresis"] for k, v in _DEFAULT_CONFIG.items()} == {
+    assert {k: list(v["candidate_steps"]) for k, v in DEFAULT_CONFIG.items()} == steps
+    assert {k: v["down_hysteresis"] for k, v in DEFAULT_CONFIG.items()} == {
         "1": -0.25, "8": 0.0, "32": 0.0, "64": 0.0,
     }  # fmt: skip
 

@@ -16,12 +16,13 @@ from policies.core import Load, Round
 from policies.parameters import whole, within
 from policies.vectorised import VectorisedPlan, VectorisedState
 
-_DEFAULT_CONFIG: Mapping[str, Mapping[str, Any]] = {
+DEFAULT_CONFIG: Mapping[str, Mapping[str, Any]] = {
     "1": {"candidate_steps": [1, 3, 5, 7], "down_hysteresis": -0.25},
     "8": {"candidate_steps": [0, 1, 3], "down_hysteresis": 0.0},
     "32": {"candidate_steps": [0, 1], "down_hysteresis": 0.0},
     "64": {"candidate_steps": [0], "down_hysteresis": 0.0},
 }
+"""SGLang 0.5.23, ``DEFAULT_ADAPTIVE_CONFIG``."""
 _SETTINGS = {
     "ema_alpha": 0.2,
     "update_interval": 5,
@@ -78,7 +79,7 @@ class SGLangAdaptive(KeptInStep):
         self.config = config
         self.initial_steps = initial_steps
         self.graph_batches = graph_batches
-        chosen = _DEFAULT_CONFIG if config is None else config
+        chosen = DEFAULT_CONFIG if config is None else config
         common = {k: v for k, v in chosen.items() if k in _SETTINGS}
         if unknown := [k for k in chosen if k not in _SETTINGS and not k.isdigit()]:
             raise ValueError(f"config key {unknown[0]!r} is neither a batch size nor a setting")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, NamedTuple
@@ -25,18 +25,12 @@ from traces.latency.table import LatencyTable
 
 NO_SPECULATION = "no speculation"
 """The word for an engine that runs without a drafter."""
-RIVALS: Mapping[str, Policy] = {
-    NO_SPECULATION: Autoregressive(), "K=1": Fixed(1), "K=3": Fixed(3), "K=5": Fixed(5)
-}  # fmt: skip
-"""Settings that people choose by hand."""
 
 
 def rivals(longest: int | None) -> dict[str, Policy]:
-    """Return those of `RIVALS` that draft no more than `longest` tokens; None: all."""
-    return {
-        name: policy for name, policy in RIVALS.items()
-        if longest is None or not isinstance(policy, Fixed) or policy.gamma <= longest
-    }  # fmt: skip
+    """Return settings that people choose by hand, of at most `longest` tokens; None: any length."""
+    lengths = [k for k in (1, 3, 5) if longest is None or k <= longest]
+    return {NO_SPECULATION: Autoregressive(), **{f"K={k}": Fixed(k) for k in lengths}}
 
 
 Progress = Callable[[str, int, int], None]

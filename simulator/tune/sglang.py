@@ -11,8 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from policies.arrays import Floats, Ints
-from policies.batch.base import BatchPolicy
-from policies.batch.sglang import SGLangAdaptive
+from policies.batch.sglang import DEFAULT_CONFIG, SGLangAdaptive
 from policies.lengths.basic import Autoregressive
 from simulator.bootstrap import ratio, resamples
 from simulator.executors import results_of
@@ -120,7 +119,8 @@ def tune_sglang(
     found |= {(k,) for k in SINGLE if k <= max(options)} | set(defaults)
     lists = sorted(found, key=lambda steps: (sum(steps), len(steps), steps))
     policies: list[list[Policy]] = [
-        [Autoregressive(), *(_policy(b, steps) for steps in lists)] for b in sizes
+        [Autoregressive(), *(SGLangAdaptive(_document([(b, steps)])) for steps in lists)]
+        for b in sizes
     ]
     outcomes = _serve(
         drawn.traces,
@@ -208,35 +208,24 @@ def _lists(
     return {tuple(sorted(set(steps))) for steps in lists}
 
 
+def _default_slot(batch: int) -> Mapping[str, Any]:
+    """Return the slot that SGLang's default has for `batch`."""
+    return DEFAULT_CONFIG[max((s for s in DEFAULT_CONFIG if int(s) <= batch), key=int)]
+
+
 def _default_steps(batch: int, most: int) -> tuple[int, ...]:
     """Return candidates that SGLang's default has for `batch`, none above the longest recorded."""
-    slots = {int(k): v for k, v in DEFAULT_CONFIG.items()}
-    steps = slots[max(size for size in slots if size <= batch)]
-    return tuple(s for s in steps if s <= most) or (most,)
-
-
-DEFAULT_CONFIG: Mapping[str, tuple[int, ...]] = {
-    "1": (1, 3, 5, 7), "8": (0, 1, 3), "32": (0, 1), "64": (0,),
-}  # fmt: skip
-"""Candidate steps of SGLang 0.5.23, ``DEFAULT_ADAPTIVE_CONFIG``."""
-
-
-def _hysteresis(batch: int) -> float:
-    """Return ``down_hysteresis`` of the default's slot: a longer memory for single streams."""
-    return -0.25 if batch < 8 else 0.0
-
-
-def _policy(batch: int, steps: Sequence[int]) -> BatchPolicy:
-    """Return one list at every batch, with the hysteresis of its slot."""
-    settings = {"candidate_steps": list(steps), "down_hysteresis": _hysteresis(batch)}
-    return SGLangAdaptive({"1": settings})
+    return tuple(s for s in _default_slot(batch)["candidate_steps"] if s <= most) or (most,)
 
 
 def _document(slots: Sequence[tuple[int, Sequence[int]]]) -> dict[str, Any]:
-    """Return slots with equal neighbours merged, each from just above the batch before."""
+    """Return slots with equal neighbours merged, each from just above the batch before.
+
+    The hysteresis is that of the default's slot: a longer memory for single streams.
+    """
     settings = [
         {"candidate_steps": list(steps), "up_hysteresis": 0.0,
-         "down_hysteresis": _hysteresis(batch), "ceiling_coeff": 0}
+         "down_hysteresis": _default_slot(batch)["down_hysteresis"], "ceiling_coeff": 0}
         for batch, steps in slots
     ]  # fmt: skip
     return {str(low): own for low, _, own in merged([batch for batch, _ in slots], settings)}
