@@ -169,18 +169,14 @@ class Resampled(NamedTuple):
     """True if every half has two prompts or more: one prompt resampled is that prompt again."""
 
 
-def resampled(trace: Trace, second: Bools, held_out: bool, draws: int, seed: int) -> Resampled:
-    """Return `draws` resamples of the prompts: of each half (`second` or not), or of all prompts.
+def resampled(trace: Trace, second: Bools, draws: int, seed: int) -> Resampled:
+    """Return `draws` resamples of the prompts.
 
-    Parameters
-    ----------
-    second:
-        Which prompts form the second half (`simulator.tune.gains.folds`).
-    held_out:
-        True if halves are told apart, so that a choice made on one is judged on the other.
+    They are of each half (`folds`), so that a choice made on one is judged on the other; of all
+    prompts if the halves cannot be told apart (`can_hold_back`).
     """
-    late = np.arange(draws) >= draws // 2
-    halves = [np.flatnonzero(second == part if held_out else second | True) for part in late]
+    late, apart = np.arange(draws) >= draws // 2, can_hold_back(second)
+    halves = [np.flatnonzero(second == part if apart else second | True) for part in late]
     drawn = [
         trace.select(np.random.default_rng(seed + i).choice(half, len(half)).tolist())
         for i, half in enumerate(halves)
@@ -317,8 +313,8 @@ def interval_over_prompts(
     enough = max(FEWEST, len(trace.requests), PER_PLACE * (load.arrivals.concurrency or 0))
     load = replace(load, requests=min(load.requests or enough, enough), replications=1)
     both = {"": policies[leader.policy], PLAIN: Autoregressive()}
-    halves = np.zeros(len(trace.requests), dtype=bool)
-    drawn = resampled(trace, halves, False, DRAWS, load.seed).traces
+    no_half = np.zeros(len(trace.requests), dtype=bool)
+    drawn = resampled(trace, no_half, DRAWS, load.seed).traces
 
     def ratio(prompts: Trace) -> float:
         own, plain = serve(prompts, latency, both, load, rule=rule).rows()

@@ -111,7 +111,7 @@ def tune_sglang(
     options = list(logs)
     second = folds([r.category for r in trace.requests])
     held_out = can_hold_back(second)
-    drawn = resampled(trace, second, held_out, draws, seed)
+    drawn = resampled(trace, second, draws, seed)
     grids = [price_grid([plain, *logs.values()], latency, batch, slo=slo) for batch in sizes]
     names = [r.category for r in trace.requests]
     defaults = [_default_steps(batch, max(options)) for batch in sizes]

@@ -188,7 +188,7 @@ def tune_vllm(
         _choose([[o.on(half) for o in row] for row in objectives], served)
         for half in (~second, second)
     ] if held_out else None  # fmt: skip
-    drawn = resampled(trace, second, held_out, DRAWS, seed)
+    drawn = resampled(trace, second, DRAWS, seed)
     own, rest = _on_draws(
         latency, drawn, loads, reachable,
         [table_rows(np.where(kept[:, None], h, table), sizes, where, options)
