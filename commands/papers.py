@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from itertools import groupby
@@ -15,7 +14,7 @@ import typer
 from commands.common.drafted import load_recording
 from commands.common.options import LatencyOption, TraceOption, refuse
 from commands.common.output import WIDEST, JsonOption, OutOption, emit, note, wrapped
-from commands.common.printed import cell_text, print_table, printable
+from commands.common.printed import cell_text, drawn, print_table, printable, table_console
 from commands.common.progress import working
 from commands.common.written import Shown
 from traces.errors import DraftsimError
@@ -294,9 +293,8 @@ def _line(study: str, given: str, record: Record) -> Mapping[str, str]:
     }  # fmt: skip
 
 
-WIDTH = 100
-ROW, COLUMN = 38, 28
-"""Characters that a row's and a column's name may take before they are folded."""
+FOLDED = {"row": 38, "column": 28, "notes": 10}
+"""Characters that these columns may take before they are folded."""
 
 
 def print_papers(rows: Sequence[Row]) -> None:
@@ -305,10 +303,9 @@ def print_papers(rows: Sequence[Row]) -> None:
     Each part of a note stands once below its table, under the number that the rows give it;
     a degenerate row has a star, and its reason below.
     """
-    from rich.console import Console
     from rich.text import Text
 
-    console = Console(width=None if sys.stdout.isatty() else WIDTH, highlight=False)
+    console = table_console()
     for (name, kind), group in groupby(rows, key=lambda row: (row.table, row.kind)):
         mine = list(group)
         notes = {part: 0 for row in mine for part in _parts(row)}
@@ -340,22 +337,13 @@ def _parts(row: Row) -> list[str]:
 
 
 def _table(rows: Sequence[Row], numbers: dict[str, int]) -> Any:
-    from rich.box import SIMPLE_HEAD
-    from rich.table import Table
-    from rich.text import Text
-
-    table = Table(box=SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0), show_edge=False)
-    table.add_column("row", overflow="fold", max_width=ROW)
-    table.add_column("column", overflow="fold", max_width=COLUMN)
-    for name in ("paper", "ours"):
-        table.add_column(name, justify="right", no_wrap=True)
-    table.add_column("notes", overflow="fold", max_width=10)
+    cells: dict[str, list[str]] = {n: [] for n in ("row", "column", "paper", "ours", "notes")}
     before = ""
     for row in rows:
-        label = "" if row.row == before else row.row
-        before = row.row
         said = ",".join(str(numbers[part]) for part in _parts(row))
         ours = cell_text("", row.ours) + (" *" if row.mark else "")
-        values = (cell_text("", row.published), ours)
-        table.add_row(*(Text(printable(t)) for t in (label, row.column, *values, said)))
-    return table
+        label, before = "" if row.row == before else row.row, row.row
+        line = (label, row.column, cell_text("", row.published), ours, said)
+        for column, text in zip(cells.values(), line, strict=True):
+            column.append(printable(text))
+    return drawn(cells, {"paper", "ours"}, most=FOLDED)

@@ -12,6 +12,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from itertools import takewhile
 from numbers import Integral
 from textwrap import indent
+from types import MappingProxyType
 from typing import Any
 
 from rich.console import Console
@@ -39,6 +40,8 @@ ANSWERS = ("best K", "k", "setting", "deploy", "speedup", "gain", "replicas", "s
 """Columns that answer the question: they stay in a table where every row has the same value."""
 RATIOS = ("speedup", "gain", "decode_gain", "default_gain", "served_gain")
 """Columns whose figures are ratios to no speculation."""
+ALL_DEFAULT: Mapping[str, Any] = MappingProxyType({})
+"""Says nothing of any column."""
 
 
 def print_table(
@@ -54,8 +57,9 @@ def print_table(
     column without a value in any row is left out. A column with the same value in every row is
     said once below the table.
     """
+    where = table_console(stderr)
     if not records:
-        console(stderr=stderr).print("no rows")
+        where.print("no rows")
         return
     shown, names = with_spans(records, list(show or records[0]))
     names = [n for n in names if any(not _is_missing(r.get(n)) for r in shown)] or names
@@ -69,7 +73,7 @@ def print_table(
         cells[name] = [text if " " in text else in_lines(text, WORD) for text in cells[name]]
     # What leads until the first figure tells the rows apart.
     keys = list(takewhile(lambda name: not _is_figure(values[name]), cells))
-    room = _room(stderr)
+    room = where.width
     # Headings are folded only where there is no room for them.
     heads = {n: heading(n, len(n)) for n in cells}
     if sum(max(map(longest, [*cells[n], n])) + GAP for n in cells) > room:
@@ -83,16 +87,17 @@ def print_table(
             n: needed[n] if n in (keys[0], *figures) else max(map(len, words[n])) for n in cells
         }
         if sum(least.values()) + GAP * (len(cells) - 1) <= room:
-            _print_block(cells, heads, least, numeric, styles, title, room, stderr)
-            print_alike(alike, console(width=room, stderr=stderr))
+            _print_block(where, title, drawn(cells, numeric, heads, least, styles))
+            print_alike(alike, where)
             return
         keys = [n for n in keys if n not in figures]
     if sum(needed[name] + GAP for name in keys) > 2 * room // 3:
         keys = keys[:1]
     for i, names in enumerate(blocks(needed, keys, room)):
         block = {n: cells[n] for n in names}
-        _print_block(block, heads, needed, numeric, styles, None if i else title, room, stderr)
-    print_alike(alike, console(width=room, stderr=stderr))
+        table = drawn(block, numeric, heads, needed, styles)
+        _print_block(where, None if i else title, table)
+    print_alike(alike, where)
 
 
 SPAN = " interval"
@@ -188,7 +193,7 @@ def print_entries(entries: Iterable[tuple[str, Sequence[Sequence[str]]]]) -> Non
 
     Blanks at the end of a part stand between it and the next, or at a line's end.
     """
-    where = console(width=_room())
+    where = table_console()
     for i, (name, paragraphs) in enumerate(entries):
         if i:
             where.print()
@@ -198,33 +203,50 @@ def print_entries(entries: Iterable[tuple[str, Sequence[Sequence[str]]]]) -> Non
             where.print(Text(indent(shown, " " * INDENT)), soft_wrap=True)
 
 
-def _print_block(
-    cells: Mapping[str, Sequence[str]], heads: Mapping[str, str], needed: Mapping[str, int],
-    numeric: Collection[str], styles: Mapping[str, Sequence[str]], title: str | None, room: int,
-    stderr: bool,
-) -> None:  # fmt: skip
+def drawn(
+    cells: Mapping[str, Sequence[str]], numeric: Collection[str],
+    heads: Mapping[str, str] = ALL_DEFAULT, needed: Mapping[str, int] = ALL_DEFAULT,
+    styles: Mapping[str, Sequence[str]] = ALL_DEFAULT, most: Mapping[str, int] = ALL_DEFAULT,
+    **options: Any,
+) -> Table:  # fmt: skip
+    """Return columns of text as a table of rich, which folds all but the `numeric` ones.
+
+    Parameters
+    ----------
+    heads, needed, most, styles:
+        By column: heading (default: its name), least and largest width in characters, and the
+        styles of its cells.
+    options:
+        Options of the whole table.
+    """
     from rich.box import SIMPLE_HEAD
 
-    table = Table(box=SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0), show_edge=False)
+    table = Table(
+        box=SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0), show_edge=False, **options
+    )
     for name in cells:
         table.add_column(
-            Text(heads[name]), overflow="fold",
+            Text(heads.get(name, name)), overflow="fold",
             justify="right" if name in numeric else "left", no_wrap=name in numeric,
-            min_width=needed.get(name),
+            min_width=needed.get(name), max_width=most.get(name),
         )  # fmt: skip
-    looks = zip(*(styles[name] for name in cells), strict=True)
-    for row, look in zip(zip(*cells.values(), strict=True), looks, strict=True):
-        table.add_row(*(Text(text, style=style) for text, style in zip(row, look, strict=True)))
-    where = console(width=room, stderr=stderr)
+    for i, row in enumerate(zip(*cells.values(), strict=True)):
+        looks = (styles[name][i] if name in styles else "" for name in cells)
+        table.add_row(*(Text(text, style=look) for text, look in zip(row, looks, strict=True)))
+    return table
+
+
+def _print_block(where: Console, title: str | None, table: Table) -> None:
     where.print()
     if title is not None:  # one of the table's own is folded to its width
         where.print(Text(printable(title), style="bold"))
     where.print(table)
 
 
-def _room(stderr: bool = False) -> int:
+def table_console(stderr: bool = False) -> Console:
+    """Return the console of a table: as wide as the terminal, or as `OFF_TERMINAL`."""
     stream = sys.stderr if stderr else sys.stdout
-    return console(stderr=stderr).width if stream.isatty() else OFF_TERMINAL
+    return console(width=None if stream.isatty() else OFF_TERMINAL, stderr=stderr)
 
 
 def _is_missing(value: Any) -> bool:

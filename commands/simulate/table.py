@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Mapping, Sequence
 from itertools import takewhile
 from typing import Any
@@ -12,21 +11,20 @@ from commands.common.printed import (
     NAME,
     blocks,
     coloured,
+    drawn,
     in_lines,
     longest,
     print_alike,
     printable,
+    table_console,
     without_alike,
 )
-from commands.common.printed import console as console_for
 from commands.common.written import Shown
-from policies.registry import is_bound
+from policies.registry import PLAIN, is_bound
 from simulator.whatif.ranking import BEST_FIXED, are_bounds, lossless, winner
 from traces.digits import three_digits
 
 Row = dict[str, Any]
-WIDTH = 100
-"""Columns that a table fits where there is no terminal."""
 
 
 def over_all(rows: Sequence[Row]) -> list[Row]:
@@ -94,7 +92,7 @@ def print_ranked(
     rows: Sequence[Row], by_name: bool = False, recording: str = "", gains: bool = False
 ) -> None:
     """Print the sentence (`headline`), the tables (`ranked_tables`), and what their marks mean."""
-    console = console_for(width=None if sys.stdout.isatty() else WIDTH)
+    console = table_console()
     console.print(printable(headline(over_all(rows), recording)))
     for table in ranked_tables(rows, by_name, gains):
         _print(console, table)
@@ -182,13 +180,11 @@ def _lossy(row: Row) -> Row:
 
 
 def _common(row: Row) -> Row:
-    lo, hi = row["speedup_lo"], row["speedup_hi"]
-    span = "-" if lo is None or hi is None else f"{lo:.2f}-{hi:.2f}"
     about = row["fidelity"] == "approximate" and lossless(row["verify"])
     bound = are_bounds([row])
     name = row["policy"] + (" ~" if about else "") + (" *" if row["note"] and not bound else "")
     least = "\u2265 " if bound else ""
-    return {"policy": name, "speedup": least + _number(row["speedup"], 2), "95%": span}
+    return {"policy": name, "speedup": least + _speed(row), "95%": _span(row)}
 
 
 def _footnotes(rows: Sequence[Row]) -> list[str]:
@@ -239,8 +235,6 @@ def _row_name(row: Row) -> str:
 
 
 def _print(console: Any, table: Shown) -> None:
-    from rich.box import SIMPLE_HEAD
-    from rich.table import Table
     from rich.text import Text
 
     columns, alike = without_alike(table.rows, [str(name) for name in table.show or ()])
@@ -258,23 +252,11 @@ def _print(console: Any, table: Shown) -> None:
         if len(parts) == 1 or "verify" not in columns:
             break
     for i, names in enumerate(parts):
-        drawn = Table(
+        console.print(drawn(
+            {name: shown[name] for name in names}, {*names} - {*WORDS}, needed=needed,
+            styles={"speedup": looks}, title_justify="left", title_style="",
             title=None if i else Text(printable(table.title or ""), style="bold"),
-            title_justify="left", box=SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0),
-            title_style="", show_edge=False,
-        )  # fmt: skip
-        for name in names:
-            words = name in WORDS
-            drawn.add_column(
-                Text(name), justify="left" if words else "right", overflow="fold",
-                no_wrap=not words, min_width=needed[name],
-            )  # fmt: skip
-        for look, line in zip(looks, zip(*(shown[n] for n in names), strict=True), strict=True):
-            drawn.add_row(*(
-                Text(text, style=look if name == "speedup" else "")
-                for name, text in zip(names, line, strict=True)
-            ))  # fmt: skip
-        console.print(drawn)
+        ))  # fmt: skip
     print_alike(alike, console)
 
 
@@ -298,7 +280,6 @@ WORDS = ("policy", "rule", "verify", "category", "fastest")
 NARROW = 15
 """Characters of a name on a line where a table of policies and rules is too wide."""
 
-PLAIN = "autoregressive"
 CODE = "passes\n/greedy"
 ORDER = [
     "policy", "rule", "verify", "speedup", "95%", "gain, %", "tokens\n/round", "accepted", "wrong",
@@ -391,7 +372,7 @@ def _key(row: Row) -> tuple[str, ...]:
 
 
 def _speed(row: Row) -> str:
-    return "-" if row["speedup"] is None else f"{row['speedup']:.2f}"
+    return _number(row["speedup"], 2)
 
 
 def _span(row: Row) -> str:
