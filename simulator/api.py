@@ -14,10 +14,8 @@ from typing import TYPE_CHECKING, Any
 
 import pandas as pd
 
-from policies.batch.base import BatchPolicy
-from policies.core import DraftPolicy
 from policies.registry import is_bound
-from simulator.chosen import load_rule, load_serving_policies, one_rule, swept_policies
+from simulator.chosen import Policies, load_serving_policies, swept_policies
 from simulator.recording import (
     Recording,
     check_carried,
@@ -35,10 +33,8 @@ from traces.store.recordings import DEFAULT_TRACE, find_latency, find_trace
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-    from policies.rules.base import VerifyRule
     from simulator.serving.scenario import Mode
 
-Policies = Sequence[str | DraftPolicy | BatchPolicy]
 Acceptance = str | Sequence[float]
 
 
@@ -219,7 +215,7 @@ def predict(
     asked = split_asked(policies)
     recording = _recording(trace, latency, source, notes, acceptance, one_stream=True)
     compared = compare(
-        recording, recording.priced(), asked, _rule(verify, recording), say=notes.append,
+        recording, recording.priced(), asked, recording.rule(verify), say=notes.append,
         alone=isinstance(trace, Trace),
     )  # fmt: skip
     rows = compared.rows(
@@ -294,7 +290,7 @@ def serve(
 
     notes: list[str] = []
     recording = _recording(trace, latency, source, notes, acceptance)
-    policies, rule = _alike(policies, verify, recording, notes)
+    policies, rule = recording.alike(policies, verify, say=notes.append)
     measured = recording.latency
     closed = rate is None and arrivals is None
     limits = engine_limits(
@@ -391,7 +387,7 @@ def plan(
     with_cost([], gpus, price)  # refused before anything is simulated
     notes: list[str] = []
     recording = _recording(trace, latency, source, notes, acceptance, "a plan")
-    policies, rule = _alike(policies, verify, recording, notes)
+    policies, rule = recording.alike(policies, verify, say=notes.append)
     measured = recording.latency
     limits = Limits.of_engine(measured, max_num_seqs, max_num_batched_tokens, num_gpu_blocks)
     measured.check_sizes("target", "forward", limits.max_batch, 1)
@@ -499,7 +495,11 @@ def _recording(
 ) -> Recording:  # fmt: skip
     """Return the recording that the arguments of `predict` describe; `notes` gets its remarks."""
     if acceptance is not None:
-        trace, outputs = _observed(trace, latency, source, acceptance, by_ratio, notes)
+        named = "object" if isinstance(trace, Trace) else trace
+        trace, outputs = observed_trace(
+            acceptance, notes.append, named=None if named == DEFAULT_TRACE else named,
+            source=source, costs=latency is not None or by_ratio,
+        )  # fmt: skip
     elif isinstance(trace, Trace):
         return _given(trace, latency, source, by_ratio, notes)
     else:
@@ -514,18 +514,6 @@ def _recording(
         trace, outputs, tables, source, given=latency is not None, chooses=chooses,
         one=not by_ratio, one_stream=one_stream and acceptance is None,
         observed=acceptance is not None, say=notes.append,
-    )  # fmt: skip
-
-
-def _observed(
-    trace: str | Trace, latency: str | LatencyTable | None, source: str | None,
-    acceptance: Acceptance, by_ratio: bool, notes: list[str],
-) -> tuple[str, Trace]:  # fmt: skip
-    """Return a name and a trace made from acceptance by position."""
-    named = "object" if isinstance(trace, Trace) else trace
-    return observed_trace(
-        acceptance, notes.append, named=None if named == DEFAULT_TRACE else named, source=source,
-        costs=latency is not None or by_ratio,
     )  # fmt: skip
 
 
@@ -551,20 +539,6 @@ def _given(
     models = {role: model_in(trace.meta, role) for role in ROLES}
     check_models("trace", models, tables, None, None, notes.append)
     return Recording("trace", trace, trace, tables, models, "", None, {})
-
-
-def _rule(verify: str | None, recording: Recording) -> VerifyRule | None:
-    rule = load_rule(verify)
-    recording.check_rule(rule)
-    return rule
-
-
-def _alike(
-    policies: Policies | None, verify: str | None, recording: Recording, notes: list[str]
-) -> tuple[Policies | None, VerifyRule | None]:
-    """Return policies, and the rule by which all of them are verified."""
-    policies, verify = one_rule(policies, verify, notes.append)
-    return policies, _rule(verify, recording)
 
 
 def _rows(table: pd.DataFrame) -> list[dict[str, Any]]:

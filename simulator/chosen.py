@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from policies.batch.base import BatchPolicy, SingleStream
 from policies.core import DraftPolicy
@@ -35,6 +35,8 @@ if TYPE_CHECKING:
 Say = Callable[[str], None]
 Named = list[tuple[str, DraftPolicy]]
 Served = DraftPolicy | BatchPolicy
+Policies = Sequence[str | Served]
+Text = TypeVar("Text")
 
 FITTED = "rate-optimal"
 """The policy that is fitted to the recording and to the latencies before it runs."""
@@ -53,7 +55,7 @@ def silent(_: str) -> None:
 
 
 def load_policies(
-    texts: Sequence[str | DraftPolicy | BatchPolicy] | None,
+    texts: Policies | None,
     trace: Trace,
     *,
     signals: frozenset[str] | None = None,
@@ -81,13 +83,11 @@ def load_policies(
             given = SingleStream(text) if isinstance(text, BatchPolicy) else text
             chosen.setdefault(name_of(text), given)
             continue
+        if is_file(text):
+            name, made = from_file(text, limit, say)
+            chosen[name] = SingleStream(made) if isinstance(made, BatchPolicy) else made
+            continue
         try:
-            if is_file(text):
-                name, made, cut = load_file(text, limit)
-                if cut is not None:
-                    say(said_cut(name, cut, "the recording's"))
-                chosen[name] = SingleStream(made) if isinstance(made, BatchPolicy) else made
-                continue
             own = exact_policy(text)
             policy = parse_policy(own, max_gamma=limit)
         except ValueError as error:
@@ -104,7 +104,18 @@ def load_policies(
     return list(chosen.items())
 
 
-def name_of(policy: DraftPolicy | BatchPolicy) -> str:
+def from_file(text: str, limit: int | None, say: Say) -> tuple[str, Served]:
+    """Return the (name, policy) of a class in a file; `say` is told if it is cut at `limit`."""
+    try:
+        name, policy, cut = load_file(text, limit)
+    except ValueError as error:
+        raise DraftsimError(str(error)) from None
+    if cut is not None:
+        say(said_cut(name, cut, "the recording's"))
+    return name, policy
+
+
+def name_of(policy: Served) -> str:
     """Return the name of a policy given as an object: its text form, or that of its class."""
     return describe(policy) if type(policy) in POLICIES.values() else type(policy).__name__
 
@@ -167,8 +178,8 @@ def load_rule(text: str | None, memory: Path | None = None) -> VerifyRule | None
 
 
 def one_rule(
-    texts: Sequence[str | DraftPolicy | BatchPolicy] | None, verify: str | None, say: Say = silent
-) -> tuple[Sequence[str | DraftPolicy | BatchPolicy] | None, str | None]:
+    texts: Sequence[Text] | None, verify: str | None, say: Say = silent
+) -> tuple[Sequence[Text] | Sequence[str] | None, str | None]:
     """Return policies and rule for who verifies all policies alike.
 
     Methods that have one lossy rule in common give it (`traces.sources.methods.same_rule`).
@@ -192,7 +203,7 @@ def every_policy() -> list[str]:
 
 
 def load_serving_policies(
-    texts: Sequence[str | DraftPolicy | BatchPolicy] | None,
+    texts: Policies | None,
     trace: Trace,
     latency: LatencyTable,
     mode: str = "continuous",
@@ -235,12 +246,7 @@ def load_serving_policies(
             chosen.setdefault(name_of(text), text)
             continue
         if is_file(text):
-            try:
-                own, policy, cut = load_file(text, trace.max_gamma)
-            except ValueError as error:
-                raise DraftsimError(str(error)) from None
-            if cut is not None:
-                say(said_cut(own, cut, "the recording's"))
+            own, policy = from_file(text, trace.max_gamma, say)
             chosen.setdefault(own, policy)
             continue
         exact = exact_policy(text)

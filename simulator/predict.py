@@ -6,18 +6,27 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import numpy as np
 import pandas as pd
 
-from policies.batch.base import BatchPolicy
 from policies.core import DraftPolicy
 from policies.from_file import is_file
 from policies.registry import parse_policy
 from policies.rules.base import VerifyRule
 from policies.rules.registry import parse_rule
-from simulator.chosen import Named, Say, load_policies, load_rule, named, silent
+from simulator.chosen import (
+    Named,
+    Policies,
+    Say,
+    Served,
+    Text,
+    load_policies,
+    load_rule,
+    named,
+    silent,
+)
 from simulator.executors import results_of
 from simulator.recording import Recording
 from simulator.whatif.ranking import (
@@ -47,8 +56,6 @@ from traces.sources.registry import DRAFT_MODEL, SOURCES, SYSTEMS, parse_source
 from traces.sources.replay import check_layers, replay_source
 from traces.store.outputs import Quality, RealRun, find_run, quality
 
-Text = TypeVar("Text")
-
 RECORD = "`draftsim profile --exit-layers`"
 UNTIMED = "measures their latencies"
 """Ends what is said of a system whose passes have no cells."""
@@ -58,8 +65,8 @@ FEW = 3
 
 
 def load_source_policies(
-    texts: Sequence[str | DraftPolicy | BatchPolicy] | None, source: Source, trace: Trace,
-    recordings: Recordings, say: Say = silent,
+    texts: Policies | None, source: Source, trace: Trace, recordings: Recordings,
+    say: Say = silent,
 ) -> Named:  # fmt: skip
     """Return (name, policy) of each text, with maxima that `source` can be replayed with."""
     limit = source.longest(trace, recordings)
@@ -204,7 +211,6 @@ def with_free_lookups(latency: LatencyTable) -> LatencyTable:
 
 
 Row = dict[str, Any]
-Policy = str | DraftPolicy | BatchPolicy
 
 QUALITY = (
     "agreement", "relative_bleu", "scored", "solved", "solved_greedy", "tested", "passed",
@@ -216,7 +222,7 @@ QUALITY = (
 class AskedPolicies(NamedTuple):
     """Policies asked for, by how they are replayed."""
 
-    policies: list[Policy] | None
+    policies: list[str | Served] | None
     """Draft lengths with the recording's drafter, under one rule; None: every policy."""
     systems: list[str]
     """Methods with another draft source."""
@@ -238,7 +244,7 @@ class AskedPolicies(NamedTuple):
             )
 
 
-def split_asked(given: Sequence[Policy] | None) -> AskedPolicies:
+def split_asked(given: Policies | None) -> AskedPolicies:
     """Return what texts and objects name, each in its place.
 
     Raises DraftsimError for an unknown rule.
@@ -386,7 +392,7 @@ def _heard(part: Callable[[Say], Any]) -> tuple[Any, list[str]]:
 
 
 def _ranked_stream(
-    recording: Recording, latency: LatencyTable, texts: Sequence[Policy] | None,
+    recording: Recording, latency: LatencyTable, texts: Policies | None,
     rule: VerifyRule | None, say: Say,
 ) -> Ranking:  # fmt: skip
     """Rank the policies of `texts` with the source `Recording.stream` drafting."""

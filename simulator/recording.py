@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import PurePath
+from pathlib import Path, PurePath
 from typing import Any
 
 import numpy as np
@@ -12,7 +12,7 @@ import numpy as np
 from policies.rules.base import VerifyRule
 from simulator.aggregate.observed import read_acceptance
 from simulator.aggregate.positions import of_survival
-from simulator.chosen import Say, silent
+from simulator.chosen import Say, Text, load_rule, one_rule, silent
 from traces.acceptance.survival import impute
 from traces.acceptance.synthetic import trace_by_position
 from traces.acceptance.trace import UNKNOWN, Trace
@@ -64,16 +64,8 @@ class Recording:
 
     @property
     def latency(self) -> LatencyTable:
-        """The one latency table, as it was measured.
-
-        Raises DraftsimError if there are several.
-        """
-        if len(self.tables) != 1:
-            raise DraftsimError(
-                f"--latency holds {len(self.tables)} tables, expected one: name "
-                f"{', '.join(self.tables)}"
-            )
-        return next(iter(self.tables.values()))
+        """The one latency table, as it was measured; DraftsimError if there are several."""
+        return only_table(self.tables)
 
     def priced(self, largest: int = 1, table: LatencyTable | None = None) -> LatencyTable:
         """Return a table (by default the only one) that prices the replayed drafts.
@@ -146,10 +138,23 @@ class Recording:
                 )
         return ""
 
-    def check_rule(self, rule: VerifyRule | None) -> None:
-        """Raise DraftsimError if `rule` asks for what is not known of the drafts."""
+    def rule(self, verify: str | None, memory: Path | None = None) -> VerifyRule | None:
+        """Return the rule that `verify` describes (`load_rule`).
+
+        Raises DraftsimError if it asks for what is not known of the drafts.
+        """
+        rule = load_rule(verify, memory)
         if (source := self.stream or self.source) is not None:
             check_rule(rule, source, self.outputs)
+        return rule
+
+    def alike(
+        self, texts: Sequence[Text] | None, verify: str | None, memory: Path | None = None,
+        say: Say = silent,
+    ) -> tuple[Sequence[Text] | Sequence[str] | None, VerifyRule | None]:  # fmt: skip
+        """Return policies and the rule by which all of them are verified (`one_rule`, `rule`)."""
+        policies, verify = one_rule(texts, verify, say)
+        return policies, self.rule(verify, memory)
 
     def swept(self, ratios: Sequence[float], largest: int) -> dict[str, LatencyTable]:
         """Return every table that prices a sweep over batches up to `largest`, by name.
@@ -177,6 +182,15 @@ class Recording:
         for table in tables.values():
             table.check_sizes("target", "forward", largest, 1)
         return tables
+
+
+def only_table(tables: Tables) -> LatencyTable:
+    """Return the one table; DraftsimError if there are several."""
+    if len(tables) != 1:
+        raise DraftsimError(
+            f"--latency holds {len(tables)} tables, expected one: name {', '.join(tables)}"
+        )
+    return next(iter(tables.values()))
 
 
 def imputed(name: str, trace: Trace, chooses: str | None = None, say: Say = silent) -> Trace:
@@ -352,10 +366,8 @@ def load_recording(
         If the latencies are of other models than a recording that the user did not name, the
         drafts of the source were not recorded, or one of its parts raises it.
     """
-    if one and len(tables) != 1:
-        raise DraftsimError(
-            f"--latency holds {len(tables)} tables, expected one: name {', '.join(tables)}"
-        )
+    if one:
+        only_table(tables)
     stream = load_source(source) if one_stream and source is not None else None
     drafter: Source | None = None
     recordings: Recordings = {}

@@ -49,19 +49,13 @@ def load_positions(
 
     texts = [given] if isinstance(given, str) else list(given)
     if len(texts) == 1 and texts[0].strip() and not is_told(texts[0]):
-        return _recorded(texts[0], k, source)
+        trace = load_unpriced(texts[0], source, "acceptance by position").trace
+        return of_trace(texts[0], trace, k or min(trace.max_gamma or LONGEST, LONGEST))
     one = texts[0] if len(texts) == 1 else texts
     found = read_acceptance(one, k, form=form, rounds=rounds, drafts=drafts)
     if found.note:
         remark(f"{found.label}: {found.note}")
     return found
-
-
-def _recorded(name: str, k: int | None, source: str | None) -> Positions:
-    from simulator.aggregate.positions import of_trace
-
-    trace = load_unpriced(name, source, "acceptance by position").trace
-    return of_trace(name, trace, k or min(trace.max_gamma or LONGEST, LONGEST))
 
 
 def load_unpriced(name: str, source: str | None, chooses: str) -> Recording:
@@ -70,13 +64,9 @@ def load_unpriced(name: str, source: str | None, chooses: str) -> Recording:
     ``source`` is as in ``--source``; ``chooses`` and errors are those of `load_recording`.
     """
     from commands.common.drafted import load_recording
-
-    latency = None if _has_latency(name) else "const:target=1,draft=0.1"  # nothing is priced
-    return load_recording(name, latency, source, chooses=chooses)
-
-
-def _has_latency(name: str) -> bool:
     from traces.store.recordings import folder_of
 
     folder = folder_of(name)
-    return folder is not None and (folder / "latency.parquet").is_file()
+    timed = folder is not None and (folder / "latency.parquet").is_file()
+    latency = None if timed else "const:target=1,draft=0.1"  # nothing is priced
+    return load_recording(name, latency, source, chooses=chooses)

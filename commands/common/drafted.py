@@ -112,22 +112,13 @@ def latencies(
 
 
 def carried(
-    tables: Mapping[str, LatencyTable], gpu: str | None = None, weights: str | None = None,
-    say: Say = remark,
-) -> dict[str, LatencyTable]:  # fmt: skip
-    """Return `tables` on the device they were measured on, or the one table carried over to one
-    GPU.
+    tables: Mapping[str, LatencyTable], gpu: str | None, weights: str | None, say: Say
+) -> dict[str, LatencyTable]:
+    """Return the one table extrapolated to one GPU, to `weights` (`weight_formats`), or to both.
 
-    ``weights`` as in `weight_formats`.
-
-    Raises
-    ------
-    DraftsimError
-        If it is more than one GPU, or the table cannot be carried over.
+    Raises DraftsimError if it is more than one GPU, or the table cannot be extrapolated.
     """
     wanted, forms = gpu_names(gpu), weight_formats(weights)
-    if not wanted and not forms:
-        return dict(tables)
     if len(wanted) > 1:
         raise DraftsimError(f"--gpu is {gpu!r}, expected one GPU: run the command once for each")
     from simulator.whatif.sweep.prices import Prices

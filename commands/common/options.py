@@ -179,10 +179,9 @@ class Inputs:
         """Return the recording (`commands.common.drafted.load_recording`, with its options)."""
         from commands.common.drafted import load_recording
 
-        return load_recording(
-            self.trace, self.latency, self.source, acceptance=self.acceptance,
-            one_pass=self.one_pass, **how,
-        )  # fmt: skip
+        given = {**vars(self), **how}
+        del given["always_draft"]  # of a price, see `priced`
+        return load_recording(given.pop("trace"), **given)
 
     def priced(self, recording: Recording, largest: int = 1) -> LatencyTable:
         """Return the table that prices batches up to `largest`, with the passes always drafted."""
@@ -197,9 +196,6 @@ class BatchInputs(Inputs):
 
     assume_batch_free: AssumeOption = False
 
-    def load(self, **how: Any) -> Recording:
-        return super().load(assume_batch_free=self.assume_batch_free, **how)
-
 
 @dataclass(frozen=True)
 class CarriedInputs(BatchInputs):
@@ -207,9 +203,6 @@ class CarriedInputs(BatchInputs):
 
     gpu: GpuOption = None
     weights: WeightsOption = None
-
-    def load(self, **how: Any) -> Recording:
-        return super().load(gpu=self.gpu, weights=self.weights, **how)
 
 
 @dataclass(frozen=True)
@@ -229,28 +222,11 @@ class Policies:
 
         return set(self.policy or ()) == {PLAIN}
 
-    def alike(self, recording: Recording) -> tuple[list[str] | None, VerifyRule | None]:
-        """Return the policies, and the rule by which all of them are verified.
+    def alike(self, recording: Recording) -> tuple[Sequence[str] | None, VerifyRule | None]:
+        """Return the policies, and the rule by which all of them are verified."""
+        from commands.common.output import remark
 
-        Raises DraftsimError if the rule asks for what is not known of the recording's drafts.
-        """
-        from simulator.chosen import load_rule
-
-        policy, verify = one_rule(self.policy, self.verify)
-        rule = load_rule(verify, self.memory)
-        recording.check_rule(rule)
-        return policy, rule
-
-
-def one_rule(
-    texts: Sequence[str] | None, verify: str | None
-) -> tuple[list[str] | None, str | None]:
-    """Return what `simulator.chosen.one_rule` does, with a remark."""
-    from commands.common.output import remark
-    from simulator import chosen
-
-    policies, rule = chosen.one_rule(texts, verify, remark)
-    return None if policies is None else [str(text) for text in policies], rule
+        return recording.alike(self.policy, self.verify, self.memory, remark)
 
 
 @dataclass(frozen=True)

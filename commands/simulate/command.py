@@ -119,7 +119,6 @@ def simulate(
     method. With const: latencies, searching text costs nothing.
     """
     from simulator import predict
-    from simulator.chosen import load_rule
     from simulator.whatif.ranking import Ranking, lossless
     from traces.replay.always import drafting_always
     from traces.sources.replay import runs_layers
@@ -157,7 +156,7 @@ def simulate(
     recorded = recording.trace
     table = inputs.priced(recording)
     say_disturbed(table)
-    policy, verify, memory = policies.policy, policies.verify, policies.memory
+    policy, memory = policies.policy, policies.memory
     asked = predict.split_asked(policy)
     by_name = bool(policy) and "all" not in (policy or ())
     # Read before anything is replayed, so that a wrong marker is told at once.
@@ -173,8 +172,7 @@ def simulate(
         _robustness(recorded, table, policies, [*asked.systems, *asked.ruled], json, out,
                     recording.said)  # fmt: skip
         return
-    rule = load_rule(verify, None if asked.remembers else memory)
-    recording.check_rule(rule)
+    rule = recording.rule(policies.verify, None if asked.remembers else memory)
     with working("replaying policies", alone=True) as say:
         compared = predict.compare(
             recording, table, asked, rule, memory, say=remark,

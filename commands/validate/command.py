@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -17,9 +17,8 @@ from commands.common.options import (
     SourceOption,
     TrustOption,
     VerifyOption,
-    one_rule,
 )
-from commands.common.output import JsonOption, OutOption, emit, placed
+from commands.common.output import JsonOption, OutOption, emit, placed, remark
 from commands.common.quiet import columns_shown
 from commands.engine.options import CheckedEngine
 from commands.validate.flow import Given, RealRuns
@@ -58,15 +57,16 @@ class CheckedPair(CheckedRun):
 
     trust_remote_code: TrustOption = False
 
-    def methods(self, verify: str | None = None) -> tuple[list[str] | None, str | None, bool]:
+    def methods(self, verify: str | None = None) -> tuple[Sequence[str] | None, str | None, bool]:
         """Return the policies, their rule, and True if some have a draft source of their own."""
+        from simulator.chosen import one_rule
         from simulator.predict import split_systems
 
-        policies, rule = one_rule(self.policy, verify)
+        policies, rule = one_rule(self.policy, verify, remark)
         return policies, rule, bool(split_systems(policies)[1])
 
     def check(
-        self, kind: Callable[[Given], RealRuns], policies: list[str] | None, json: str | None,
+        self, kind: Callable[[Given], RealRuns], policies: Sequence[str] | None, json: str | None,
         out: Path | None, remeasure: bool = False,
     ) -> None:  # fmt: skip
         """Run, compare and print a kind of check."""

@@ -43,7 +43,7 @@ class Given(NamedTuple):
 
     run: Path
     """Run folder, where the measured times are kept, too."""
-    policy: list[str] | None = None
+    policy: Sequence[str] | None = None
     repeats: int = 3
     limit: int | None = None
     """Prompts used at most."""
