@@ -31,7 +31,8 @@ import pandas as pd
 
 from commands.common.printed import print_table
 from commands.common.progress import progress_bar
-from commands.validate.spot_check import say_verdict, spot_check
+from commands.validate.flow import Given
+from commands.validate.spot_check import SpotCheck, say_verdict
 from profiler.latency.table import Grid
 from profiler.profile import Settings, profile_latency
 from profiler.recording.run import RunInfo
@@ -88,10 +89,10 @@ def main() -> None:
             settings = Settings(grid=Grid(repeats=given.sweeps))
             profile_latency(pair, settings, run, progress)
         with load(given.load):
-            rows = spot_check(
-                run, given.policy or list(POLICIES), repeats=given.repeats, limit=given.limit,
-                assisted=False, remeasure=given.remeasure,
-            )  # fmt: skip
+            check = Given(
+                run, given.policy or list(POLICIES), given.repeats, given.limit, given.remeasure
+            )
+            rows = SpotCheck(check, assisted=False).rows()
     say(rows)
 
 

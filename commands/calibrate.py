@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -10,7 +10,7 @@ import typer
 
 from commands.common.acceptance import load_positions
 from commands.common.options import OtherAcceptanceOption, batch_sizes
-from commands.common.output import JsonOption, emit, note, placed_recording, remark, say_remarks
+from commands.common.output import JsonOption, emit, note, placed_recording, remark
 from commands.common.printed import print_table
 from commands.common.progress import working
 from traces.digits import counted, three_digits
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from simulator.aggregate.advice import Choice, PredictedSpeed
     from simulator.aggregate.hazard import Interval
     from simulator.aggregate.positions import Positions
-    from simulator.aggregate.server import ServerFit, Target
+    from simulator.aggregate.server import ServerFit, ServerRun, Target
 
 ENGINES = ("vllm", "sglang", "tensorrt-llm", "llamacpp", "hf")
 ExpertsOption = Annotated[
@@ -96,7 +96,6 @@ def calibrate(
         usual,
     )
     from simulator.aggregate.benches import latency_table, read_benches
-    from simulator.aggregate.server import calibrate as fit
     from traces.store.files import write_latency
 
     if engine is not None:
@@ -107,9 +106,7 @@ def calibrate(
         remark(line)
     measured = found.runs
     target = known_target(engine, experts, found.model)
-    with working("fitting the server's costs"):
-        server = fit(measured, passes=passes, noise=noise, target=target)
-    server = at_acceptance(server, other)
+    server = fitted(measured, target, other, passes, noise)
     batches = concurrencies(measured) if batch is None else batch_sizes("--batch", batch)
     lengths = draft_lengths(measured) if k is None else _whole("--k", k)
     named = None if context is None else [float(c) for c in _whole("--context", context)]
@@ -121,24 +118,24 @@ def calibrate(
             server, [(b, n, c) for c in contexts for b in batches for n in lengths], level
         )
         intervals, suggestion = server.intervals(level), next_run(server)
-    if json is None:
+    rows = [
+        {"cost": name, "value": i.value, "low": i.low, "high": i.high}
+        for name, i in intervals.items()
+    ]
+    more = {
+        "undetermined": list(server.undetermined), "misfit": server.misfit,
+        "next_run": suggestion._asdict(), "choices": [row.row for row in best],
+        "predictions": [_flat(load) for load in loads],
+    }  # fmt: skip
+
+    def printed() -> None:
         said = _headline(best, level, contexts[0] if named else None)
         note(f"{found.model}: {said}" if found.model else said)
         print_table([shown_choice(row) for row in best])
         print_table([_load(load) for load in loads])
         print_table([_cost(name, one) for name, one in intervals.items()])
-        say_remarks()
-    else:
-        rows = [
-            {"cost": name, "value": i.value, "low": i.low, "high": i.high}
-            for name, i in intervals.items()
-        ]
-        more = {
-            "undetermined": list(server.undetermined), "misfit": server.misfit,
-            "next_run": suggestion._asdict(), "choices": [row.row for row in best],
-            "predictions": [_flat(load) for load in loads],
-        }  # fmt: skip
-        emit("calibrate", rows, json, more=more)
+
+    emit("calibrate", rows, json, more=more, printed=printed)
     for line in _remarks(server, contexts):
         note(line)
     note(
@@ -196,10 +193,18 @@ def other_acceptance(acceptance: str | None, model: str | None) -> Positions | N
     return found
 
 
-def at_acceptance(server: ServerFit, other: Positions | None) -> ServerFit:
-    """Return the server with the acceptance that `other_acceptance` found; a remark says what is
-    left out.
+def fitted(
+    runs: Sequence[ServerRun], target: Target, other: Positions | None, passes: int | None,
+    noise: float | None = None,
+) -> ServerFit:  # fmt: skip
+    """Return the costs that the runs tell, with the acceptance that `other_acceptance` found.
+
+    A remark says what is left out.
     """
+    from simulator.aggregate.server import calibrate as fit
+
+    with working("fitting the server's costs"):
+        server = fit(runs, passes=passes, noise=noise, target=target)
     if other is None:
         return server
     if server.stopping():

@@ -60,19 +60,16 @@ def list_all(
     json: JsonOption = None,
 ) -> None:
     """Show the bundled recordings, or what can be named on the command line."""
-    asked = {
-        "policies": policies, "rules": rules, "sources": sources, "formats": formats,
-        "devices": devices, "weight-formats": weight_formats,
-        "published": published, "columns": columns,
+    lists = {
+        "policies": (policies, policy_rows), "rules": (rules, rule_rows),
+        "sources": (sources, source_rows), "formats": (formats, format_rows),
+        "devices": (devices, device_rows), "weight-formats": (weight_formats, weight_rows),
+        "published": (published, published_rows), "columns": (columns, column_rows),
     }  # fmt: skip
-    chosen = [name for name, wanted in asked.items() if wanted]
+    chosen = [name for name, (wanted, _) in lists.items() if wanted]
     if len(chosen) > 1:
         raise DraftsimError(f"--{chosen[0]} and --{chosen[1]} are two lists: name one")
-    rows = {
-        "policies": policy_rows, "rules": rule_rows, "sources": source_rows,
-        "formats": format_rows, "devices": device_rows, "weight-formats": weight_rows,
-        "published": published_rows, "columns": column_rows,
-    }[chosen[0]]() if chosen else recording_rows()  # fmt: skip
+    rows = lists[chosen[0]][1]() if chosen else recording_rows()
     entries = chosen and chosen[0] in ("policies", "rules", "sources")
     printed = partial(print_entries, map(_entry, rows)) if entries else None
     show = DEVICE_COLUMNS if chosen == ["devices"] else None

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from commands.common.acceptance import FORMS
+from commands.common.acceptance import FORMS, LONGEST, load_positions
 from commands.common.bounds import MOST_LENGTH
 from commands.common.options import batch_sizes
 from commands.common.output import JsonOption, OutOption, emit, note
@@ -21,7 +21,6 @@ SHOWN = (
     "curve", "k", "measured", "hazard", "low", "high", "inside", "iid", "two_state",
     "hazard_error",
 )  # fmt: skip
-LONGEST = 8
 
 
 def curve(
@@ -78,7 +77,6 @@ def curve(
 
 
 def _curves(texts: list[str]) -> Mapping[str, dict[int, float]]:
-    from commands.common.acceptance import load_positions
     from simulator.aggregate.acceptance import is_curves, pick_curve, read_curves
 
     found: dict[str, dict[int, float]] = {}

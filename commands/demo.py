@@ -10,7 +10,8 @@ import typer
 from commands.common.drafted import load_recording
 from commands.common.output import JsonOption, emit, note, say_drawn
 from commands.common.quiet import columns_shown
-from commands.validate.spot_check import say_verdict, spot_check
+from commands.validate.flow import Given
+from commands.validate.spot_check import SpotCheck, say_verdict
 
 if TYPE_CHECKING:
     from simulator.whatif.ranking import Ranking
@@ -83,7 +84,7 @@ def demo(
         print_ranked(ranked, recording=str(out))
     note(f"now {size.prompts} prompts are decoded for real, under the policies below:")
     with only_writer(out):
-        rows = spot_check(out, repeats=size.repeats, remeasure=True)
+        rows = SpotCheck(Given(out, repeats=size.repeats, remeasure=True)).rows()
     emit("demo", rows, json, show=columns_shown(rows))
     say_verdict(rows)
     drawn = save_all(

@@ -11,7 +11,7 @@ import typer
 from commands.calibrate import (
     ENGINES,
     ExpertsOption,
-    at_acceptance,
+    fitted,
     known_engine,
     known_target,
     other_acceptance,
@@ -20,7 +20,7 @@ from commands.calibrate import (
 )
 from commands.common.acceptance import load_positions
 from commands.common.options import OtherAcceptanceOption, batch_sizes
-from commands.common.output import JsonOption, emit, note, placed, remark, say_remarks
+from commands.common.output import JsonOption, emit, note, placed, remark
 from commands.common.printed import print_table
 from commands.common.progress import working
 from traces.digits import counted
@@ -88,7 +88,6 @@ def recommend(
     """
     from simulator.aggregate.advice import choices, concurrencies, in_words, next_runs
     from simulator.aggregate.benches import read_benches, with_acceptance
-    from simulator.aggregate.server import calibrate
     from simulator.tune.launch import TARGET, NamedDrafter, launch_line, setting
 
     known_engine(engine)
@@ -122,9 +121,7 @@ def recommend(
             f"measure K = 3 at {counted(runs[0].batch, 'request')} and give both (FILE@3)"
         )
     known = known_target(engine, experts, target or found.model)
-    with working("fitting the server's costs"):
-        server = calibrate(runs, passes=passes, target=known)
-    server = at_acceptance(server, other)
+    server = fitted(runs, known, other, passes)
     batches = concurrencies(runs) if batch is None else batch_sizes("--batch", batch)
     with working("comparing draft lengths"):
         rows = _within(choices(server, batches, level=level), slo)
@@ -135,18 +132,18 @@ def recommend(
         engine, document, target=target or found.model or TARGET,
         drafter=NamedDrafter(method, draft),
     )  # fmt: skip
-    if json is None:
+    more = {
+        "setting": document, "launch": line, "next_run": suggestion._asdict(),
+        "next_runs": [one._asdict() for one in suggestions],
+        "undetermined": list(server.undetermined), "misfit": server.misfit,
+    }  # fmt: skip
+
+    def printed() -> None:
         of = f"{target or found.model}: " if target or found.model else ""
         note(f"{of}{in_words(rows)}{_gain(rows, level)}.")
         print_table([shown_choice(row) for row in rows])
-        say_remarks()
-    else:
-        more = {
-            "setting": document, "launch": line, "next_run": suggestion._asdict(),
-            "next_runs": [one._asdict() for one in suggestions],
-            "undetermined": list(server.undetermined), "misfit": server.misfit,
-        }  # fmt: skip
-        emit("recommend", [row.row for row in rows], json, more=more)
+
+    emit("recommend", [row.row for row in rows], json, more=more, printed=printed)
     for text in _remarks(server, rows, suggestions):
         note(text)
     if engine in ONE_LENGTH and len({(row.k, row.p_min) for row in rows}) > 1:

@@ -37,10 +37,9 @@ from commands.common.output import (
 )
 from commands.common.printed import print_table
 from commands.common.progress import progress_bar, working
-from commands.common.written import TABLES, Shown, as_latex, write_rows
+from commands.common.written import TABLES, Shown, write_rows
 from traces.digits import three_digits
 from traces.errors import DraftsimError
-from traces.store.writing import write_atomically
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -60,9 +59,6 @@ RUNGS = (
     "rung", "policy", "speedup", "speedup_lo", "speedup_hi", "share", "block_efficiency",
     "lost_draft", "lost_verify", "lost_signal", "lost_host",
 )  # fmt: skip
-NOTHING = (
-    "nothing to map: give two values or more of c and alpha, batch and gamma, or batch and context"
-)
 AXIS = "a:b:N, a:b:Nlog, a..b or a,b,c"
 
 
@@ -238,12 +234,8 @@ def sweep(
     fitting = frame[frame["cache_fits"]]
     rows, ends = overview(fitting), thresholds(fitting)
     if wanted is not None and wanted != out:
-        if wanted.suffix == ".tex":
-            columns = [n for n in SHOWN if n in rows]
-            shown = Shown(rows.to_dict("records"), title, columns)
-            write_atomically(wanted, as_latex([shown]).encode())
-        else:
-            write_rows(wanted, frame.to_dict("records"), "sweep")
+        shown = Shown(rows.to_dict("records"), title, [n for n in SHOWN if n in rows])
+        write_rows(wanted, frame.to_dict("records"), "sweep", tables=lambda: [shown])
     if recording.source is not None:
         rows["drafts"] = recorded.source
     best = fastest(fitting)
@@ -277,7 +269,7 @@ def _draw(
 ) -> None:
     """Draw the maps of a sweep into `plots`, each with the pair and device that it is of."""
     from simulator.plots import save_all_kinds
-    from simulator.plots.whatif import figures, tables_of
+    from simulator.plots.whatif import NOTHING, figures, tables_of
 
     drawn = figures(rows)
     if not drawn:

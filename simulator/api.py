@@ -148,14 +148,11 @@ class Study:
 
     def plot(self) -> Figure:
         """Return the first map that the grid's axes allow; DraftsimError if they allow none."""
-        from simulator.plots.whatif import figures
+        from simulator.plots.whatif import NOTHING, figures
 
         drawn = figures(self.table)
         if not drawn:
-            raise DraftsimError(
-                "nothing to map: give two values or more of c and alpha, batch and gamma, or "
-                "batch and context"
-            )
+            raise DraftsimError(NOTHING)
         return next(iter(drawn.values()))
 
 

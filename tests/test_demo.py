@@ -10,7 +10,8 @@ import pytest
 pytest.importorskip("torch")
 
 from commands.demo import FULL, QUICK
-from commands.validate.spot_check import spot_check
+from commands.validate.flow import Given
+from commands.validate.spot_check import SpotCheck
 from profiler.checks.unfinished import PLACE
 from profiler.prompts import read_prompts
 from profiler.recording.run import BUNDLED
@@ -31,12 +32,12 @@ def test_a_demo_stopped_while_it_decodes_keeps_its_recording(
     folder = tmp_path / "run"
     found = []
 
-    def interrupted(run: Path, **_: Any) -> None:
-        found.append((run / "trace.parquet").read_bytes())
-        (run / f"{PLACE}-0").mkdir(exist_ok=True)
+    def interrupted(given: Given) -> None:
+        found.append((given.run / "trace.parquet").read_bytes())
+        (given.run / f"{PLACE}-0").mkdir(exist_ok=True)
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("commands.demo.spot_check", interrupted)
+    monkeypatch.setattr("commands.demo.SpotCheck", interrupted)
     with few_cells():
         for _ in range(2):
             ran = run("demo", "--out", folder, *SMALL)
@@ -66,18 +67,18 @@ def test_a_demo_ends_with_the_path_of_its_page(
 ) -> None:
     asked = []
 
-    def checked(folder: Path, policy: Any = None, **given: Any) -> Any:
-        # The policies are those that a check has where none is named.
-        asked.append((policy, given))
-        return spot_check(folder, ["fixed:gamma=2"], assisted=False, **given)
+    def checked(given: Given) -> SpotCheck:
+        asked.append(given)
+        return SpotCheck(given._replace(policy=["fixed:gamma=2"]), assisted=False)
 
-    monkeypatch.setattr("commands.demo.spot_check", checked)
+    monkeypatch.setattr("commands.demo.SpotCheck", checked)
     monkeypatch.setattr("commands.validate.flow.SWEEPS", 1)
     folder = tmp_path / "run"
     with few_cells():
         ran = run("demo", "--out", folder, *SMALL, "--repeats", 1, "--json", "-")
     assert [row["policy"] for row in ran.rows] == ["autoregressive", "fixed:gamma=2"]
-    assert asked == [(None, {"repeats": 1, "remeasure": True})]
+    # The policies are those that a check has where none is named.
+    assert asked == [Given(folder, repeats=1, remeasure=True)]
     assert ran.err.splitlines()[-1].startswith(f"wrote {folder / 'report.html'}")
     page = (folder / "report.html").read_text(encoding="utf-8")
     assert "fixed:gamma=2" in page

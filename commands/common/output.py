@@ -19,7 +19,6 @@ from commands.common.written import (
     BEGINS,
     TABLES,
     Shown,
-    as_latex,
     check_folder,
     check_place,
     document,
@@ -33,16 +32,17 @@ if TYPE_CHECKING:
     from traces.replay.rounds import RoundLog
 
 
-def placed_as(*begins: bytes) -> Callable[[Path | None], Path | None]:
+def placed_as(
+    *begins: bytes, recording: bool = False
+) -> Callable[[Path | None], Path | None]:
     """Return an option's callback that refuses the path of a file to write before any work is done.
 
-    The file may not hold something else: it begins in one of these ways, if any is given, and is
-    no recording.
+    A file that is there may hold nothing else (`check_place`).
     """
 
     def placed(path: Path | None) -> Path | None:
         if path is not None:
-            check_place(path, begins)
+            check_place(path, begins, recording)
         return path
 
     return placed
@@ -50,13 +50,8 @@ def placed_as(*begins: bytes) -> Callable[[Path | None], Path | None]:
 
 placed = placed_as()
 """The callback of a file that may begin in any way."""
-
-
-def placed_recording(path: Path | None) -> Path | None:
-    """Return the callback of a file that may hold a recording; `write_file` checks its kind."""
-    if path is not None:
-        check_place(path, recording=True)
-    return path
+placed_recording = placed_as(recording=True)
+"""The callback of a file that may hold a recording; `write_file` checks its kind."""
 
 
 def placed_folder(path: Path | None) -> Path | None:
@@ -126,12 +121,8 @@ def emit(
     """
     records = rows.to_dict("records") if isinstance(rows, pd.DataFrame) else list(rows)
     if out is not None:
-        if out.suffix == ".tex":
-            caption = title or f"draftsim {command}"
-            own = [Shown(records, caption, show)] if tables is None else tables()
-            write_atomically(out, as_latex(own).encode())
-        else:
-            write_rows(out, records, command, more)
+        printed_table = Shown(records, title or f"draftsim {command}", show)
+        write_rows(out, records, command, more, tables or (lambda: [printed_table]))
     if json_to is None:
         if printed is None:
             print_table(records, show, title)

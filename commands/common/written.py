@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -83,23 +83,24 @@ def write_rows(
     records: Sequence[Mapping[Any, Any]],
     command: str = "",
     more: Mapping[str, Any] | None = None,
+    tables: Callable[[], Sequence[Shown]] | None = None,
 ) -> None:
     """Write a table in the form that the suffix names, whole or not at all.
 
-    ``command`` and ``more`` are what JSON holds in addition to the rows.
+    ``command`` and ``more`` are what JSON holds in addition to the rows; LaTeX holds the `tables`
+    as they are printed, if there are any.
 
     Raises
     ------
     DraftsimError
         For another suffix than `TABLES`, or a place that cannot be written to.
     """
-    frame = pd.DataFrame([{k: _flat(v) for k, v in plain(r).items()} for r in records])
-    if path.suffix == ".csv":
-        content = frame.to_csv(index=False).encode()
+    if path.suffix in (".csv", ".parquet"):
+        frame = pd.DataFrame([{k: _flat(v) for k, v in plain(r).items()} for r in records])
+        as_csv = path.suffix == ".csv"
+        content = frame.to_csv(index=False).encode() if as_csv else frame.to_parquet(index=False)
     elif path.suffix == ".tex":
-        content = as_latex([Shown(records)]).encode()
-    elif path.suffix == ".parquet":
-        content = frame.to_parquet(index=False)
+        content = as_latex([Shown(records)] if tables is None else tables()).encode()
     elif path.suffix == ".json":
         content = document(command, records, more).encode()
     else:

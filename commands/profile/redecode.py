@@ -123,7 +123,6 @@ def check_code(out: Path, prompts: Path | None, decodes: bool) -> None:
 
 def score_code(out: Path, prompts: Path) -> None:
     """Run the code of every output kept in the folder whose prompt has tests; keep which pass."""
-    from commands.common.progress import progress_bar
     from profiler.checks.sandbox import judge
     from traces.store.outputs import find_runs, quality_of_code, read_run, write_outputs
 

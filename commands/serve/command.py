@@ -29,16 +29,14 @@ from commands.common.output import (
     placed_table,
     remark,
     say_drawn,
-    say_remarks,
 )
 from commands.common.printed import print_table
 from commands.common.progress import progress_bar, working
-from commands.common.written import TABLES, Shown, as_latex, write_rows
+from commands.common.written import TABLES, Shown, write_rows
 from commands.serve.rows import headline, print_measured, remarks, shown
 from traces.digits import counted
 from traces.errors import DraftsimError
 from traces.store.lock import only_writer
-from traces.store.writing import write_atomically
 
 if TYPE_CHECKING:
     from simulator.executors import Executor
@@ -173,11 +171,9 @@ def write_as(
 
     if path.suffix == ".parquet":
         write_table(rows, path, meta, complete)
-    elif path.suffix == ".tex":
-        write_atomically(path, as_latex([Shown(shown(rows), caption)]).encode())
     else:
-        nested = path.suffix == ".json"
-        write_rows(path, rows if nested else flat(rows).to_dict("records"), "serve")
+        records = flat(rows).to_dict("records") if path.suffix == ".csv" else rows
+        write_rows(path, records, "serve", tables=lambda: [Shown(shown(rows), caption)])
 
 
 def rows_file(out: Path | None) -> Path | None:
@@ -342,20 +338,20 @@ def serve(
             say=note,
         )  # fmt: skip
     measured = against_measured(recorded, table, chosen, scenarios, rule)
-    if json is None:
 
-        def interval(leader: Leader) -> Span | None:
-            return interval_over_prompts(leader, recorded, table, chosen, scenarios, rule)
+    def interval(leader: Leader) -> Span | None:
+        return interval_over_prompts(leader, recorded, table, chosen, scenarios, rule)
 
+    def printed() -> None:
         with working("serving resampled prompts, for intervals", alone=True):
             said = headline(rows, interval)
         note(f"{recording.said}: {said}")
         print_table(shown(rows))
         if measured:
             print_measured(measured)
-        say_remarks()
-    else:
-        emit("serve", rows, json, more={"measured": measured} if measured else None)
+
+    more = {"measured": measured} if measured else None
+    emit("serve", rows, json, more=more, printed=printed)
     for line in remarks(rows):
         note(line)
     for path in (p for p in (out, timeline) if p is not None):

@@ -119,6 +119,8 @@ def simulate(
     method. With const: latencies, searching text costs nothing.
     """
     from simulator import predict
+    from simulator.phases import phase_rows
+    from simulator.summary import price_all
     from simulator.whatif.ranking import Ranking, lossless
     from traces.replay.always import drafting_always
     from traces.sources.replay import runs_layers
@@ -180,7 +182,10 @@ def simulate(
         )  # fmt: skip
     table, more = compared.latency, compared.more
     rows = priced(compared)
-    by_phase = None if found_phases is None else found_phases.rows(compared.logs, table, resamples)
+    by_phase = None
+    if found_phases is not None:  # lossy rules write other texts
+        own_texts = price_all([log for log in compared.logs if lossless(log.verify)], table)
+        by_phase = phase_rows(own_texts, recorded, phases, found_phases, resamples)
     if recording.stream is None:
         folder = None if recording.observed else folder_of(inputs.trace)
         runs = [read_run(file) for file in find_runs(folder)] if folder is not None else []

@@ -1,14 +1,12 @@
-"""``draftsim simulate --phase``: rows by phase of the answer."""
+"""``draftsim simulate --phase``: phases by their markers."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from commands.common.output import note
-from simulator.whatif.ranking import lossless
 from traces.errors import DraftsimError, missing
 
 if TYPE_CHECKING:
@@ -17,10 +15,7 @@ if TYPE_CHECKING:
 
     from simulator.phases import Phase
     from traces.acceptance.trace import Trace
-    from traces.latency.table import LatencyTable
-    from traces.replay.rounds import RoundLog
 
-Row = dict[str, Any]
 FILE = "tokenizer.json"
 
 
@@ -35,27 +30,13 @@ def load_phases(texts: Sequence[str]) -> list[Phase]:
     return phases
 
 
-@dataclass(frozen=True)
-class FoundPhases:
-    """Phases, and where they are in the outputs of a trace."""
+def phases_in(
+    trace: Trace, phases: Sequence[Phase], tokenizer: Path | None
+) -> npt.NDArray[np.int64]:
+    """Return the phase of every output position (`simulator.phases.phases_of`).
 
-    trace: Trace
-    phases: Sequence[Phase]
-    found: npt.NDArray[np.int64]
-    """The phase of every output position (`simulator.phases.phases_of`)."""
-
-    def rows(self, logs: Sequence[RoundLog], latency: LatencyTable, resamples: int) -> list[Row]:
-        """Return the rows by phase of `logs` but for lossy ones, whose texts are others."""
-        from simulator.phases import phase_rows
-        from simulator.summary import price_all
-
-        own = [log for log in logs if lossless(log.verify)]
-        runs = price_all(own, latency)
-        return phase_rows(runs, self.trace, self.phases, self.found, resamples)
-
-
-def phases_in(trace: Trace, phases: Sequence[Phase], tokenizer: Path | None) -> FoundPhases:
-    """Return where `phases` are; DraftsimError if none occurs, or a marker needs a tokenizer."""
+    Raises DraftsimError if none of `phases` occurs, or a marker needs a tokenizer.
+    """
     from simulator.phases import phases_of
 
     found = phases_of(trace, phases, token_text(tokenizer, trace))
@@ -66,7 +47,7 @@ def phases_in(trace: Trace, phases: Sequence[Phase], tokenizer: Path | None) -> 
         )
     for name in absent:
         note(f"phase {name} occurs in no output")
-    return FoundPhases(trace, phases, found)
+    return found
 
 
 def token_text(folder: Path | None, trace: Trace) -> Callable[[int], str] | None:

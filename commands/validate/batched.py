@@ -10,7 +10,7 @@ import pandas as pd
 
 from commands.common.options import batch_sizes
 from commands.common.output import MEASURE_MORE, note
-from commands.validate.flow import PLAIN, Given, RealRuns, as_recorded
+from commands.validate.flow import Given, RealRuns, as_recorded
 from traces.errors import DraftsimError
 
 if TYPE_CHECKING:
@@ -53,9 +53,7 @@ class BatchRuns(RealRuns):
         trace, latency, self.forced = self.trace, self.latency, forced
         self.batches = batch_sizes("--batch", batch)
         _check_measured(latency, self.batches)
-        names = list(given.policy or as_recorded(BATCH_ARMS, trace))
-        if PLAIN not in names:
-            names.insert(0, PLAIN)
+        names = given.policy or as_recorded(BATCH_ARMS, trace)
         self.policies = load_serving_policies(names, trace, latency, "static", say=note)
         if not given.policy:
             self.policies |= fastest_by_batch(trace, latency, self.batches, self.policies)

@@ -28,7 +28,6 @@ if TYPE_CHECKING:
     from traces.replay.rounds import RoundLog
     from traces.store.checkpoint import Checkpoint
 
-PLAIN = "autoregressive"
 REMEDY = "predict from latencies measured between the runs, with --remeasure"
 SWEEPS = 15
 """Latency sweeps spread over the real runs, where they are cheap."""

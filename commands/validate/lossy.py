@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any
 import pandas as pd
 
 from commands.common.output import note, say_memory, say_unjudged
-from commands.validate.flow import PLAIN, Given, RealRuns, as_recorded
+from commands.validate.flow import Given, RealRuns, as_recorded
+from policies.registry import PLAIN
 from traces.errors import DraftsimError
 
 if TYPE_CHECKING:

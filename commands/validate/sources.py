@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import pandas as pd
 
 from commands.common.output import note
-from commands.validate.flow import PLAIN, REMEDY, Given, RealRuns
+from commands.validate.flow import REMEDY, Given, RealRuns
+from policies.registry import PLAIN
 from traces.errors import DraftsimError
 
 if TYPE_CHECKING:

@@ -10,7 +10,8 @@ import pandas as pd
 
 from commands.common.output import note
 from commands.common.quiet import say_texts
-from commands.validate.flow import PLAIN, REMEDY, Given, RealRuns, as_recorded
+from commands.validate.flow import REMEDY, Given, RealRuns, as_recorded
+from policies.registry import PLAIN
 from traces.errors import DraftsimError, SignalError, TailError
 
 if TYPE_CHECKING:
@@ -41,16 +42,6 @@ ASSISTED = {
     ),
 }  # fmt: skip
 """transformers' schedules: the policy that replays each, and its generation settings."""
-
-
-def spot_check(
-    run: Path, policy: list[str] | None = None, forced: bool = False, sampled: bool = False,
-    repeats: int = 3, limit: int | None = None, assisted: bool = True, remeasure: bool = False,
-    trust_remote_code: bool = False,
-) -> pd.DataFrame:  # fmt: skip
-    """Return the rows of `validate`; the measured times are kept in the run folder."""
-    given = Given(run, policy, repeats, limit, remeasure, trust_remote_code)
-    return SpotCheck(given, forced, sampled, assisted).rows()
 
 
 class SpotCheck(RealRuns):

@@ -34,6 +34,10 @@ from simulator.whatif.breakeven import Surface, break_even, surface
 from simulator.whatif.ladder import PARTS
 from traces.errors import DraftsimError
 
+NOTHING = (
+    "nothing to map: give two values or more of c and alpha, batch and gamma, or batch and context"
+)
+"""Said where `figures` is empty."""
 LABELS = {
     "c": "cost ratio c = T_draft / T_target",
     "alpha": "acceptance α",
