@@ -29,7 +29,6 @@ from commands.common.output import (
     said_free,
     say_drawn,
 )
-from commands.common.printed import print_table
 from commands.common.progress import working
 from commands.common.written import Shown
 from policies.registry import is_bound
@@ -125,10 +124,7 @@ def capacity(
             )  # fmt: skip
         rows = with_cost(planned, gpus, price)
         note(f"{recording.said}: {headline(rows)}")
-        emit(
-            "capacity", rows, json, out=out, printed=lambda: print_table(shown(rows)),
-            tables=lambda: [Shown(shown(rows), recording.said)],
-        )  # fmt: skip
+        emit("capacity", rows, json, out=out, tables=lambda: [Shown(shown(rows), recording.said)])
         if kept is not None:
             kept.unlink(missing_ok=True)
     for line in remarks(rows):

@@ -361,7 +361,7 @@ def _ladder(
         rungs = climb(trace, table, policies=chosen, resamples=resamples, seed=seed, progress=say)
     note(f"{recording.said}: {_climbed(rungs)}")
     emit(
-        "sweep", rungs, json, show=RUNGS, out=out,
+        "sweep", rungs, json, out=out,
         tables=lambda: [Shown(rungs.to_dict("records"), recording.said, RUNGS)],
     )  # fmt: skip
     if plots is not None:

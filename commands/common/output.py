@@ -116,24 +116,22 @@ def emit(
 
     ``more`` are keys that the JSON has next to its results.  With ``out`` all columns are also
     written to that file, in the form its suffix names; .tex holds the printed table.
-    ``printed`` prints them instead, and ``tables`` gives them as printed, where a command has
-    tables of its own.  Remarks that waited for the answer follow (`remark`).
+    ``tables`` are printed instead, without their titles, and ``printed`` prints in another way.
+    Remarks that waited for the answer follow (`remark`).
     """
     records = rows.to_dict("records") if isinstance(rows, pd.DataFrame) else list(rows)
+    shown = tables or (lambda: [Shown(records, title or f"draftsim {command}", show)])
     if out is not None:
-        printed_table = Shown(records, title or f"draftsim {command}", show)
-        write_rows(out, records, command, more, tables or (lambda: [printed_table]))
-    if json_to is None:
-        if printed is None:
-            print_table(records, show, title)
-        else:
-            printed()
+        write_rows(out, records, command, more, shown)
+    if json_to == "-":
+        sys.stdout.write(document(command, records, more))
+    elif json_to is not None:
+        write_atomically(json_to, document(command, records, more).encode())
+    elif printed is not None:
+        printed()
     else:
-        text = document(command, records, more)
-        if json_to == "-":
-            sys.stdout.write(text)
-        else:
-            write_atomically(json_to, text.encode())
+        for one in shown():
+            print_table(one.rows, one.show, title)
     say_remarks()
     if out is not None:
         note(f"wrote {out}")
