@@ -106,7 +106,7 @@ class ByStart:
         tokens: list[int] = []
         drafter, beyond = options.drafter, 0
         for file in files:
-            for where, row in zip(*read_json_rows(file), strict=True):
+            for where, row in read_json_rows(file):
                 drafter, found = _lengths(where, row, drafter)
                 output = _ids(where, row, "generated_token_ids")[: len(found)]
                 if 2 * len(output) < len(found):

@@ -19,14 +19,13 @@ from traces.acceptance.trace import Trace
 from traces.errors import FileError
 from traces.importers.base import Options
 from traces.importers.bounds import MOST_DRAFTED, digits, label, whole
-from traces.importers.rows import logged_trace, matches, read_json_rows
+from traces.importers.rows import read_json_rows
 from traces.importers.totals import Summary, Totals, pooled
-from traces.importers.vllm import STEPS, stepped_request
+from traces.importers.vllm import STEPS, Stepped, stepped_trace
 
 RECORD = "spec_decode_acceptance"
 SUMS_ALONE = "llamacpp"
 """The engine whose histogram AIPerf makes up from sums."""
-Records = Sequence[tuple[str, Mapping[str, Any], Mapping[str, Any]]]
 
 
 class AIPerf:
@@ -41,7 +40,7 @@ class AIPerf:
 
     def read(self, files: Sequence[Path], options: Options) -> Trace | Totals:
         del options
-        rows = [pair for file in files for pair in zip(*read_json_rows(file), strict=True)]
+        rows = [row for file in files for row in read_json_rows(file)]
         records = [(at, row, row[RECORD]) for at, row in rows if isinstance(row.get(RECORD), dict)]
         if not records:
             raise FileError(
@@ -54,30 +53,18 @@ class AIPerf:
             "engine": sorted({label(at, "engine", r.get("engine"), "?") for at, _, r in records}),
         }  # fmt: skip
         if all(record.get(name) is not None for _, _, record in records for name in STEPS):
-            return _trace(records, meta)
+            return stepped_trace([_stepped(*record) for record in records], meta)
         return pooled([_summary(at, record) for at, _, record in records], meta)
 
 
-def _trace(records: Records, meta: dict[str, Any]) -> Trace:
-    requests, match, drafted = [], [], 0
-    for at, row, record in records:
-        about = row.get("metadata", {})
-        if not isinstance(about, dict):
-            raise FileError(f"{at}: metadata is {shown(about)}, expected an object")
-        tokens = {"completion_tokens": record.get("completion_tokens"), **_prompt(at, row)}
-        usage = {name: value for name, value in tokens.items() if value is not None}
-        response = {"id": about.get("x_request_id"), "usage": usage}
-        request, rounds = stepped_request(at, response, {}, record)
-        drafted += sum(r.drafted for r in rounds)
-        requests.append(request)
-        match.append(matches(rounds, request.tokens, first=1))
-    if not drafted:
-        raise FileError(f"{records[0][0]}: no request drafted a token: a log without speculation")
-    lengths = {
-        "first": 1, "draft_lengths": "recorded", "draft_lengths_known": True,
-        "prompt_lengths_known": all(r.prompt_length for r in requests),
-    }  # fmt: skip
-    return logged_trace(requests, match, {**meta, **lengths})
+def _stepped(at: str, row: Mapping[str, Any], record: Mapping[str, Any]) -> Stepped:
+    """Return a request as a response of vLLM would tell it."""
+    about = row.get("metadata", {})
+    if not isinstance(about, dict):
+        raise FileError(f"{at}: metadata is {shown(about)}, expected an object")
+    tokens = {"completion_tokens": record.get("completion_tokens"), **_prompt(at, row)}
+    usage = {name: value for name, value in tokens.items() if value is not None}
+    return at, {"id": about.get("x_request_id"), "usage": usage}, {}, record
 
 
 def _prompt(at: str, row: Mapping[str, Any]) -> dict[str, Any]:

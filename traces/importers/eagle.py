@@ -99,7 +99,7 @@ def _baseline(file: Path, turns: Sequence[EagleTurn], throughput: float) -> dict
 
 def _turns(file: Path) -> list[EagleTurn]:
     turns = []
-    for where, row in zip(*read_json_rows(file), strict=True):
+    for where, row in read_json_rows(file):
         question = label(where, "question_id", row.get("question_id"), "?")
         choices = row.get("choices")
         choice = choices[0] if isinstance(choices, list) and choices else None

@@ -20,7 +20,7 @@ from traces.importers.bounds import (
     whole,
     wholes,
 )
-from traces.importers.rows import JSONRows, read_json_rows
+from traces.importers.rows import Row, read_json_rows
 from traces.importers.totals import Summary, Totals, pooled
 from traces.store.text import read_text
 
@@ -73,7 +73,7 @@ class SGLang:
 
 
 def _infos(file: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    for where, row in zip(*read_json_rows(file), strict=True):
+    for where, row in read_json_rows(file):
         choices = row.get("choices")
         for holder in (row, *(choices if isinstance(choices, list) else ())):
             info = holder.get("meta_info") if isinstance(holder, dict) else None
@@ -145,12 +145,12 @@ class TRTLLMLog:
 
     def read(self, files: Sequence[Path], options: Options) -> Totals:
         del options
-        rows = [pair for file in files for pair in zip(*_rows(file), strict=True)]
+        rows = [row for file in files for row in _rows(file)]
         meta = {"kind": self.name, "source": [file.name for file in files]}
         responses = [pair for where, row in rows for pair in _choices(where, row)]
         if responses:
             return pooled([Summary(at, *map(c.get, _SUMMED)) for at, c in responses], meta)
-        return _iterations(files[0], [pair for pair in rows if not _copied(pair[1])], meta)
+        return _iterations(files[0], [row for row in rows if not _copied(row[1])], meta)
 
 
 def _iterations(
@@ -202,12 +202,12 @@ def _choices(where: str, row: Mapping[str, Any]) -> Iterator[tuple[str, Mapping[
             yield f"{where}, choice {i}", stats
 
 
-def _rows(file: Path) -> JSONRows:
+def _rows(file: Path) -> list[Row]:
     """Return the rows of a file, of JSON or as Python prints a dictionary (the iteration log)."""
     text = read_text(file)
     if not text.lstrip().startswith("{'"):
         return read_json_rows(file)
-    where, objects = [], []
+    rows: list[Row] = []
     for number, line in enumerate(text.splitlines(), 1):
         if not line.strip():
             continue
@@ -218,9 +218,8 @@ def _rows(file: Path) -> JSONRows:
             raise FileError(f"{at}: is no dictionary (truncated?): copy the file again") from error
         if not isinstance(row, dict):
             raise FileError(f"{at}: is no dictionary: expected one iteration a line")
-        where.append(at)
-        objects.append(row)
-    return JSONRows(where, objects)
+        rows.append((at, row))
+    return rows
 
 
 class LlamaCpp:
@@ -248,7 +247,7 @@ class LlamaCpp:
         rounds = drafted = accepted = tokens = requests = 0
         wall_s = 0.0
         for file in files:
-            for where, row in zip(*read_json_rows(file), strict=True):
+            for where, row in read_json_rows(file):
                 timings = row.get("timings")
                 if not isinstance(timings, dict):
                     if row.get("error") is not None:

@@ -17,6 +17,10 @@ from traces.errors import FileError
 from traces.store.text import json_lines, read_text
 
 
+Row = tuple[str, dict[str, Any]]
+"""File and line or entry, for error messages, and the JSON object there."""
+
+
 class LoggedTurn(NamedTuple):
     """One decoded request of a log that holds its rounds in order."""
 
@@ -72,13 +76,6 @@ def logged_trace(
     return Trace(columns, requests, None, meta)
 
 
-class JSONRows(NamedTuple):
-    """JSON objects of a file with where each came from, for error messages."""
-
-    where: list[str]
-    objects: list[dict[str, Any]]
-
-
 def only_file(name: str, files: Sequence[Path]) -> Path:
     """Return the one file of a format that takes one; FileError for several."""
     if len(files) != 1:
@@ -86,8 +83,8 @@ def only_file(name: str, files: Sequence[Path]) -> Path:
     return files[0]
 
 
-def read_json_rows(path: str | os.PathLike[str]) -> JSONRows:
-    """Return the objects of a JSON or JSON Lines file.
+def read_json_rows(path: str | os.PathLike[str]) -> list[Row]:
+    """Return the objects of a JSON or JSON Lines file, each with where it is from.
 
     Raises
     ------
@@ -104,7 +101,7 @@ def read_json_rows(path: str | os.PathLike[str]) -> JSONRows:
     for where, item in found:
         if not isinstance(item, dict):
             raise FileError(f"{where}: is no JSON object: expected one object a row")
-    return JSONRows([where for where, _ in found], [item for _, item in found])
+    return found
 
 
 def _whole(path: str | os.PathLike[str], text: str) -> list[tuple[str, Any]] | None:

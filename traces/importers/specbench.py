@@ -222,7 +222,7 @@ def _read(file: str | os.PathLike[str]) -> _Log:
     turns: list[_Turn] = []
     models: dict[str, None] = {}
     left_out: list[str] = []
-    for where, row in zip(*read_json_rows(file), strict=True):
+    for where, row in read_json_rows(file):
         question = label(where, "question_id", row.get("question_id"), "?")
         at = f"{where}, question {question}"
         choices = row.get("choices")

@@ -21,13 +21,16 @@ from traces.acceptance.trace import Trace
 from traces.errors import FileError
 from traces.importers.base import Options
 from traces.importers.bounds import MOST_DRAFTED, MOST_TOKENS, label, whole, wholes
-from traces.importers.rows import JSONRows, LoggedRound, logged_trace, matches, read_json_rows
+from traces.importers.rows import LoggedRound, logged_trace, matches, read_json_rows
 from traces.importers.totals import Summary, Totals, pooled
 
 STEPS = ("per_step_drafted", "per_step_accepted")
 """Drafted and accepted tokens of each verification."""
 OTHERS = ("spec_decode_acceptance", "total_accepted_draft_tokens")
 """Fields found with the same names in AIPerf's and TensorRT-LLM's files."""
+Stepped = tuple[str, Mapping[str, Any], Mapping[str, Any], Mapping[str, Any]]
+"""A request: where it is from, for error messages; the response (``id``, ``category``, ``usage``);
+what holds ``finish_reason``; and what holds the lists `STEPS`, one entry a verification."""
 
 
 def import_vllm(files: str | os.PathLike[str] | Sequence[str | os.PathLike[str]]) -> Trace:
@@ -50,34 +53,38 @@ def import_vllm(files: str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
     """
     if isinstance(files, str | os.PathLike):
         files = [files]
-    requests, match, left_out, drafted = [], [], [], 0
+    found: list[Stepped] = []
+    left_out = []
     for file in files:
-        for where, row in zip(*read_json_rows(file), strict=True):
+        for where, row in read_json_rows(file):
             if (reason := _unfinished(row)) is not None:
                 left_out.append(f"{where}: {reason}")
-                continue
-            for at, outer, holder, steps in _found(where, row):
-                request, rounds = stepped_request(at, outer, holder, steps)
-                drafted += sum(r.drafted for r in rounds)
-                requests.append(request)
-                match.append(matches(rounds, request.tokens, first=1))
-    if not requests:
+            else:
+                found += _found(where, row)
+    if not found:
         raise FileError(f"{files[0]}: no request of it finished: {left_out[0]}")
-    if not drafted:
+    names = [os.path.basename(os.fspath(file)) for file in files]
+    return stepped_trace(found, {"kind": "vllm", "left_out": left_out, "source": names})
+
+
+def stepped_trace(found: Sequence[Stepped], meta: Mapping[str, Any]) -> Trace:
+    """Return the trace of requests that tell each verification's tokens.
+
+    Raises FileError if a request contradicts itself, or none drafted anything.
+    """
+    told = [_request(*one) for one in found]
+    if not any(r.drafted for _, rounds in told for r in rounds):
         raise FileError(
-            f"{files[0]}: is a log without speculation, no request drafted a token: serve with "
+            f"{found[0][0]}: is a log without speculation, no request drafted a token: serve with "
             "speculative decoding switched on"
         )
-    meta = {
-        "kind": "vllm",
-        "left_out": left_out,
-        "source": [os.path.basename(os.fspath(file)) for file in files],
-        "first": 1,
-        "draft_lengths": "recorded",
-        "draft_lengths_known": True,
+    requests = [request for request, _ in told]
+    match = [matches(rounds, request.tokens, first=1) for request, rounds in told]
+    lengths = {
+        "first": 1, "draft_lengths": "recorded", "draft_lengths_known": True,
         "prompt_lengths_known": all(r.prompt_length for r in requests),
-    }
-    return logged_trace(requests, match, meta)
+    }  # fmt: skip
+    return logged_trace(requests, match, {**meta, **lengths})
 
 
 class VLLM:
@@ -93,18 +100,13 @@ class VLLM:
 
     def read(self, files: Sequence[Path], options: Options) -> Trace | Totals:
         del options
-        rows = [read_json_rows(file) for file in files]
-        summaries = list(_summaries(rows))
+        summaries = [
+            (where, found) for file in files for where, row in read_json_rows(file)
+            if _unfinished(row) is None and (found := _metrics(row)) is not None
+        ]  # fmt: skip
         if summaries and not any(name in m for _, m in summaries for name in STEPS):
             return _totals(summaries, files)
         return import_vllm(files)
-
-
-def _summaries(files: Sequence[JSONRows]) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    for rows in files:
-        for where, row in zip(*rows, strict=True):
-            if _unfinished(row) is None and (found := _metrics(row)) is not None:
-                yield where, found
 
 
 def _totals(summaries: Sequence[tuple[str, Mapping[str, Any]]], files: Sequence[Path]) -> Totals:
@@ -129,9 +131,7 @@ def _unfinished(row: Mapping[str, Any]) -> str | None:
     return None
 
 
-def _found(
-    where: str, row: Mapping[str, Any]
-) -> Iterator[tuple[str, Mapping[str, Any], Mapping[str, Any], Mapping[str, Any]]]:
+def _found(where: str, row: Mapping[str, Any]) -> Iterator[Stepped]:
     """Yield every set of step metrics in an object, with the objects around it."""
     if (steps := _metrics(row)) is not None:
         choices = row.get("choices")
@@ -162,20 +162,10 @@ def _metrics(holder: Mapping[str, Any]) -> Mapping[str, Any] | None:
     return None
 
 
-def stepped_request(
+def _request(
     at: str, outer: Mapping[str, Any], holder: Mapping[str, Any], steps: Mapping[str, Any]
 ) -> tuple[Request, list[LoggedRound]]:
-    """Return a request and its rounds, from its ``per_step_drafted`` and ``per_step_accepted``.
-
-    Parameters
-    ----------
-    at:
-        Where it stands, for error messages.
-    outer, holder:
-        The response (``id``, ``category``, ``usage``) and what holds ``finish_reason``.
-    steps:
-        The two lists, one entry a verification; the first token was emitted before.
-    """
+    """Return a `Stepped` request and its rounds; its first token was emitted before them."""
     drafted, accepted = (wholes(at, name, steps.get(name), most=MOST_DRAFTED) for name in STEPS)
     if len(drafted) != len(accepted):
         raise FileError(
