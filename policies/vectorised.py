@@ -22,7 +22,7 @@ from typing import Any, Literal, NamedTuple, Protocol, Self
 
 import numpy as np
 
-from policies.arrays import Bools, Floats, Ints
+from policies.arrays import Bools, Floats, Ints, next_true
 
 UNBOUNDED = int(np.iinfo(np.int32).max)
 """A draft length that nothing reaches."""
@@ -211,10 +211,7 @@ def until_first(starts: Starts, failing: Bools, *, drops: bool = False) -> Lengt
 
     ``drops``: a failing token that ends a draft is not verified.
     """
-    count = len(failing)
-    rows = np.where(failing, np.arange(count), 2 * count)
-    nearest = np.minimum.accumulate(rows[::-1])[::-1]
-    ahead = nearest[starts.rows] - starts.rows
+    ahead = next_true(failing)[starts.rows] - starts.rows
     forwards = np.minimum(ahead + 1, starts.most)
     return Lengths(forwards, np.minimum(forwards, ahead) if drops else None)
 

@@ -14,7 +14,6 @@ from policies.core import speculate
 from tests.test_import_specbench import LIMIT, SPS, VANILLA, log_file, recorded
 from traces.acceptance.schema import Request
 from traces.acceptance.trace import Trace
-from traces.importers.rows import logged_trace
 from traces.importers.specbench import import_specbench
 from traces.replay.decoder import ReplayDecoder
 from traces.replay.run import replay
@@ -72,7 +71,7 @@ def test_every_round_of_the_public_logs_replays(shared_data: Path) -> None:
 
 def test_everything_that_replays_begins_where_the_trace_does() -> None:
     requests = [Request("a", "", 2, 5, 9, "eos", prompt_ids=(1, 2))]
-    made = logged_trace(requests, [np.ones(5, np.int8)], {})
+    made = Trace.without_tails(requests, None, {}, match=np.ones(5, np.int8))
     tokens = np.array([2, 1, 2, 1, 2], np.int32)
     for first in (0, 1):
         trace = Trace({**made.columns, "token": tokens}, requests, None, {"first": first})

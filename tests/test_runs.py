@@ -24,7 +24,6 @@ from traces.acceptance.schema import Request
 from traces.acceptance.synthetic import synthetic_trace
 from traces.acceptance.trace import Trace
 from traces.errors import DraftsimError
-from traces.importers.rows import logged_trace
 from traces.replay.rounds import RoundLog
 from traces.replay.run import replay
 from traces.replay.vectorised import replay_many
@@ -48,9 +47,7 @@ def repeating(requests: int = 6, tokens: int = 60) -> Trace:
     """Outputs over three tokens, which a lookup finds again."""
     ids = np.random.default_rng(3).integers(0, 3, requests * tokens).astype(np.int32)
     infos = [Request(str(i), "", 3, tokens, tokens, "length", (0, 1, 2)) for i in range(requests)]
-    match = [np.zeros(tokens, np.int8)] * requests
-    made = logged_trace(infos, match, {})
-    return Trace({**made.columns, "token": ids}, infos)
+    return Trace.without_tails(infos, None, {}, match=np.zeros(len(ids), np.int8), token=ids)
 
 
 REPEATING = repeating()

@@ -15,7 +15,7 @@ from traces.acceptance.survival import impute, runs, survival
 from traces.acceptance.synthetic import synthetic_trace
 from traces.acceptance.trace import MATCH, MISMATCH, UNKNOWN, Request, Trace
 from traces.errors import DraftsimError
-from traces.importers.rows import LoggedRound, logged_trace, matches
+from traces.importers.rows import LoggedRound, matches
 from traces.replay.run import replay
 
 
@@ -23,7 +23,8 @@ def logged(rounds: list[tuple[int, int]]) -> Trace:
     """One request whose rounds accepted and drafted these numbers."""
     tokens = sum(a + 1 for a, _ in rounds)
     match = matches([LoggedRound(a, max(a, n)) for a, n in rounds], tokens)
-    return logged_trace([Request("r", "", 0, tokens, tokens, "length")], [match], {"first": 0})
+    requests = [Request("r", "", 0, tokens, tokens, "length")]
+    return Trace.without_tails(requests, None, {"first": 0}, match=match)
 
 
 ROUNDS = st.lists(st.tuples(st.integers(0, 6), st.integers(0, 7)), min_size=1, max_size=60)
@@ -74,7 +75,7 @@ def censored(trace: Trace, gamma: int) -> Trace:
         mine = log[log["request"] == i]
         rounds = [LoggedRound(int(x["accepted"]), int(x["drafted"])) for x in mine]
         match.append(matches(rounds, r.tokens))
-    return logged_trace(trace.requests, match, {"first": 0})
+    return Trace.without_tails(trace.requests, None, {"first": 0}, match=np.concatenate(match))
 
 
 @pytest.mark.parametrize(("alpha", "gamma"), [(0.8, 4), (0.5, 2)])

@@ -9,7 +9,7 @@ from typing import Any, Literal, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from policies.arrays import Floats
+from policies.arrays import Floats, ranges
 from traces.acceptance.schema import MATCH, MISMATCH, UNKNOWN, Request
 from traces.acceptance.trace import Trace
 from traces.errors import DraftsimError
@@ -154,10 +154,6 @@ def synthetic_trace(
         chances.append(process.probabilities(length, rng))
     chance = np.concatenate(chances)
     lengths = np.array([r.tokens for r in table])
-    columns: dict[str, npt.NDArray[Any]] = {
-        "request": np.repeat(np.arange(requests), lengths),
-        "position": np.concatenate([np.arange(n) for n in lengths]),
-    }
     meta = {
         "kind": "synthetic",
         "process": {"name": type(process).__name__, **_parameters(process)},
@@ -169,8 +165,7 @@ def synthetic_trace(
     }
     if concentration is None:
         match = (rng.random(len(chance)) < chance).astype(np.int8)
-        columns |= {"offset": np.zeros(len(chance), np.int16), "match": match}
-        return Trace(columns, table, None, meta)
+        return Trace.without_tails(table, None, meta, match=match)
     prob = drawn_chances(chance, concentration, rng)
     match = (rng.random(len(chance)) < prob).astype(np.int8)
     last = np.cumsum(lengths) - 1
@@ -181,13 +176,15 @@ def synthetic_trace(
     wrong = ORDINARY + (token - ORDINARY + rng.integers(1, others, len(chance))) % others
     repeats = np.where(match == MISMATCH, max_gamma, 1)
     rows = np.repeat(np.arange(len(chance)), repeats)
-    offset = np.arange(len(rows)) - np.repeat(np.cumsum(repeats) - repeats, repeats)
+    offset = ranges(repeats)
     tail = offset > 0
     prob = prob[rows]
     prob[tail] = drawn_chances(chance[rows[tail]], concentration, rng)
     drafted = np.where(match == MATCH, token, wrong)[rows]
     drafted[tail] = rng.integers(ORDINARY, VOCABULARY, int(tail.sum()))
-    columns = {name: values[rows] for name, values in columns.items()} | {
+    columns: dict[str, npt.NDArray[Any]] = {
+        "request": np.repeat(np.arange(requests), lengths)[rows],
+        "position": ranges(lengths)[rows],
         "offset": offset,
         "match": np.where(tail, UNKNOWN, match[rows]),
         "token": np.where(tail, -1, token[rows]),
@@ -235,13 +232,6 @@ def trace_by_position(
     # Of as many draws below each chance as it says, so that a short trace has the right mean.
     strata = (rng.permutation(requests * tokens) + 0.5) / (requests * tokens)
     accepted = (strata[:, None] < alive).sum(axis=1)
-    columns: dict[str, npt.NDArray[Any]] = {
-        "request": np.repeat(np.arange(requests), tokens),
-        "position": np.tile(np.arange(tokens), requests),
-        "offset": np.zeros(len(accepted), np.int16),
-        "match": (accepted > 0).astype(np.int8),
-        "accepted": accepted,
-    }
     table = [
         Request(f"request-{i}", "", prompt_length, tokens, tokens, "length")
         for i in range(requests)
@@ -250,7 +240,7 @@ def trace_by_position(
         "kind": "acceptance", "survival": alive.tolist(), "seed": seed, "fidelity": "approximate",
         "draft_lengths": "by start", "draft_lengths_known": True,
     }  # fmt: skip
-    return Trace(columns, table, len(alive), {**about, **(meta or {})})
+    return Trace.without_tails(table, len(alive), {**about, **(meta or {})}, accepted=accepted)
 
 
 def drawn_chances(mean: Floats, concentration: float, rng: np.random.Generator) -> Floats:

@@ -26,6 +26,7 @@ from typing import Any
 
 import numpy as np
 
+from policies.arrays import next_true, ranges
 from traces.acceptance.sampling import Sampling
 from traces.acceptance.schema import (
     COLUMNS,
@@ -84,6 +85,25 @@ class Trace:
         object.__setattr__(self, "columns", normalised(self.columns))
         check_trace(self.columns, self.requests, self.max_gamma)
         _ = self.sampling
+
+    @classmethod
+    def without_tails(
+        cls, requests: Sequence[Request], max_gamma: int | None, meta: Mapping[str, Any],
+        **columns: Array,
+    ) -> Trace:  # fmt: skip
+        """Return a trace whose `columns` have an entry per output token, requests in turn.
+
+        Without ``match`` they have ``accepted``, of drafts by start.
+        """
+        tokens = np.array([r.tokens for r in requests], dtype=np.int64)
+        if "match" not in columns:
+            columns["match"] = (columns["accepted"] > 0).astype(np.int8)
+        places = {
+            "request": np.repeat(np.arange(len(tokens)), tokens),
+            "position": ranges(tokens),
+            "offset": np.zeros(tokens.sum(), dtype=np.int16),
+        }
+        return cls({**places, **columns}, requests, max_gamma, meta)
 
     def __len__(self) -> int:
         return len(self.columns["match"])
@@ -170,8 +190,7 @@ class Trace:
         stops = np.repeat(starts[1:], np.diff(starts))
         if self.by_start:
             return np.minimum(self.columns["accepted"][self.on_path], stops - index)
-        ends = np.flatnonzero(self.columns["match"][self.on_path] != MATCH)
-        nearest = np.append(ends, len(index))[np.searchsorted(ends, index)]
+        nearest = next_true(self.columns["match"][self.on_path] != MATCH)
         return np.asarray(np.minimum(nearest, stops) - index)
 
     @property
@@ -386,9 +405,7 @@ def _check_rows(columns: Mapping[str, Array], requests: Sequence[Request]) -> No
         raise DraftsimError(
             f"trace request {r.id!r} has {int(counts[wrong[0]])} on-path rows for {r.tokens} tokens"
         )
-    starts = np.cumsum(tokens) - tokens
-    expected = np.arange(tokens.sum()) - np.repeat(starts, tokens)
-    if not np.array_equal(position[on_path], expected):
+    if not np.array_equal(position[on_path], ranges(tokens)):
         raise DraftsimError("trace positions of a request are not 0, 1, 2, ... on the path")
 
 

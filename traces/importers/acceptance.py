@@ -13,7 +13,7 @@ from traces.acceptance.trace import Trace
 from traces.errors import FileError
 from traces.importers.base import Options
 from traces.importers.bounds import MOST_DRAFTED, MOST_ID, MOST_TOKENS, digits, label, whole, wholes
-from traces.importers.rows import LoggedRound, logged_trace, matches, only_file, read_json_rows
+from traces.importers.rows import LoggedRound, matches, only_file, read_json_rows
 from traces.importers.totals import Totals
 from traces.store.speculation_profile import KEYS, read_profile
 from traces.store.text import csv_rows, read_text
@@ -75,7 +75,7 @@ class Rounds:
             "draft_lengths_known": True,
             "prompt_lengths_known": False,
         }
-        return logged_trace(requests, match, meta)
+        return Trace.without_tails(requests, None, meta, match=np.concatenate(match))
 
 
 _PREFIX = "acc_"
@@ -129,22 +129,15 @@ class ByStart:
         accepted = np.concatenate(lengths) - 1
         if not (longest := int(accepted.max())):
             raise FileError(f"{files[0]}: no draft of {drafter} was ever accepted")
-        counts = [len(found) for found in lengths]
-        columns = {
-            "request": np.repeat(np.arange(len(counts)), counts),
-            "position": np.concatenate([np.arange(n) for n in counts]),
-            "offset": np.zeros(len(accepted), np.int16),
-            "match": (accepted > 0).astype(np.int8),
-            "accepted": accepted,
-            "token": np.array(tokens),
-        }
         meta = {
             "kind": self.name, "source": [file.name for file in files], "drafter": drafter,
             "draft_lengths": "by start", "draft_lengths_known": True,
         }  # fmt: skip
         if beyond:
             meta["left_out"] = [f"{beyond} accepted lengths of starts after the last token"]
-        return Trace(columns, requests, longest, meta)
+        return Trace.without_tails(
+            requests, longest, meta, accepted=accepted, token=np.array(tokens)
+        )
 
 
 def _lengths(where: str, row: dict[str, Any], drafter: str | None) -> tuple[str, Any]:

@@ -11,8 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from policies.json_text import JSONError, parse_json
-from traces.acceptance.schema import MATCH, MISMATCH, UNKNOWN, Request
-from traces.acceptance.trace import Trace
+from traces.acceptance.schema import MATCH, MISMATCH, UNKNOWN
 from traces.errors import FileError
 from traces.store.text import json_lines, read_text
 
@@ -60,20 +59,6 @@ def matches(rounds: Sequence[LoggedRound], tokens: int, first: int = 0) -> npt.N
             match[start + accepted] = MISMATCH
         start += accepted + 1
     return match[:tokens]
-
-
-def logged_trace(
-    requests: Sequence[Request], match: Sequence[npt.NDArray[np.int8]], meta: dict[str, Any]
-) -> Trace:
-    """Return a trace of matches alone, one array a request."""
-    lengths = [len(m) for m in match]
-    columns = {
-        "request": np.repeat(np.arange(len(requests)), lengths),
-        "position": np.concatenate([np.arange(n) for n in lengths] or [np.empty(0, int)]),
-        "offset": np.zeros(sum(lengths), dtype=np.int16),
-        "match": np.concatenate(match or [np.empty(0, np.int8)]),
-    }
-    return Trace(columns, requests, None, meta)
 
 
 def only_file(name: str, files: Sequence[Path]) -> Path:

@@ -25,7 +25,7 @@ from traces.acceptance.trace import Trace
 from traces.errors import FileError
 from traces.importers.base import Options, Progress
 from traces.importers.bounds import MOST_COUNT, MOST_DRAFTED, MOST_TOKENS, is_seconds, label, wholes
-from traces.importers.rows import LoggedTurn, logged_trace, matches, only_file, read_json_rows
+from traces.importers.rows import LoggedTurn, matches, only_file, read_json_rows
 from traces.importers.schedules import infer, is_known, reading
 
 
@@ -152,7 +152,7 @@ def import_specbench(
     }  # fmt: skip
     if baseline is not None:
         meta["baseline"] = _baseline(baseline, tokens / wall_s)
-    return logged_trace(requests, match, meta)
+    return Trace.without_tails(requests, None, meta, match=np.concatenate(match))
 
 
 class SpecBench:

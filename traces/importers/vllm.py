@@ -16,12 +16,14 @@ from pathlib import Path
 from reprlib import repr as shown
 from typing import Any, Literal
 
+import numpy as np
+
 from traces.acceptance.schema import Request
 from traces.acceptance.trace import Trace
 from traces.errors import FileError
 from traces.importers.base import Options
 from traces.importers.bounds import MOST_DRAFTED, MOST_TOKENS, label, whole, wholes
-from traces.importers.rows import LoggedRound, logged_trace, matches, read_json_rows
+from traces.importers.rows import LoggedRound, matches, read_json_rows
 from traces.importers.totals import Summary, Totals, pooled
 
 STEPS = ("per_step_drafted", "per_step_accepted")
@@ -84,7 +86,9 @@ def stepped_trace(found: Sequence[Stepped], meta: Mapping[str, Any]) -> Trace:
         "first": 1, "draft_lengths": "recorded", "draft_lengths_known": True,
         "prompt_lengths_known": all(r.prompt_length for r in requests),
     }  # fmt: skip
-    return logged_trace(requests, match, {**meta, **lengths})
+    return Trace.without_tails(
+        requests, None, {**meta, **lengths}, match=np.concatenate(match)
+    )
 
 
 class VLLM:

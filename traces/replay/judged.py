@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from policies.arrays import Bools, Ints
+from policies.arrays import Bools, Ints, next_true
 from policies.rules.base import VerifyRule
 from policies.vectorised import own_word
 from traces.acceptance.trace import MATCH, UNKNOWN, Trace
@@ -84,9 +84,7 @@ def _at_once(
 
 def _leading(which: Bools, rows: Ints) -> Ints:
     """Return how many rows in a row from each of `rows` are of `which`."""
-    others = np.append(np.flatnonzero(~which), len(which))
-    found: Ints = others[np.searchsorted(others, rows)] - rows
-    return found
+    return next_true(~which)[rows] - rows
 
 
 def _one_by_one(

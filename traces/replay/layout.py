@@ -8,7 +8,7 @@ from weakref import WeakKeyDictionary, ref
 
 import numpy as np
 
-from policies.arrays import Bools, Floats, Ints
+from policies.arrays import Bools, Floats, Ints, next_true, ranges
 from policies.vectorised import UNBOUNDED, Watch
 from traces.acceptance.tape import ends_drafts
 from traces.acceptance.trace import Trace
@@ -52,7 +52,7 @@ class Places(ABC):
 
         self.begins = starts[:-1]
         self.ends: Ints = np.repeat(starts[1:], tokens)
-        self.position: Ints = np.arange(int(starts[-1])) - np.repeat(starts[:-1], tokens)
+        self.position = ranges(tokens)
         self.request: Ints = np.repeat(np.arange(len(tokens)), tokens)
         self.context: Ints = self.position + each("prompt_length")
         self.left: Ints = each("max_new_tokens") - self.position - 1
@@ -98,8 +98,7 @@ class Layout(Places):
             # A draft walks on through matches and the tail of the next mismatch.
             last = index + 1 if trace.by_start else np.minimum(index + self.runs + 1, self.ends)
             self.recorded = bounds[last] - self.rows - trace.nothing_drafted
-            ends = np.flatnonzero(np.append(ends_drafts(trace), True))
-            at_eos = ends[np.searchsorted(ends, self.rows)] - self.rows + 1
+            at_eos = next_true(ends_drafts(trace))[self.rows] - self.rows + 1
             self.most = np.minimum(np.minimum(left, at_eos), self.recorded + (not trace.drafts_end))
         else:
             # Without signals a draft ends the output only where it matches all the way there.

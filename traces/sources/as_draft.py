@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 import pandas as pd
 
-from policies.arrays import Ints
+from policies.arrays import Ints, ranges
 from traces.acceptance.trace import Trace
 from traces.errors import DraftsimError
 from traces.latency.schema import CELL_COLUMNS
@@ -77,7 +77,7 @@ def laid_out(
     start, offset = np.nonzero(held)
     columns: dict[str, npt.NDArray[Any]] = {
         "request": np.repeat(np.arange(len(lengths)), lengths)[start],
-        "position": (rows - np.repeat(bounds[:-1], lengths))[start],
+        "position": ranges(lengths)[start],
         "offset": offset,
         "match": (offset < accepted[start]).astype(np.int8),
         "accepted": np.where(offset == 0, accepted[start], 0),

@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from policies.arrays import ranges
 from policies.core import DraftPolicy
 from policies.registry import POLICIES, describe, parse_policy
 from policies.rules.base import VerifyRule
@@ -267,7 +268,7 @@ def mean_tau(trace: Trace, policy: DraftPolicy) -> float:
     begin = layout.rows[layout.begins[rounds["request"]] + rounds["position"]]
     # What follows a refusal is not judged.
     count = np.minimum(rounds["accepted"] + 1, rounds["drafted"])
-    row = np.repeat(begin - (np.cumsum(count) - count), count) + np.arange(int(count.sum()))
+    row = ranges(count, begin)
     tokens, scores = columns_of(trace, rule)
     taus = rule.thresholds(tokens)[row[scores.draft_rank[row] < rule.top]]
     return float(taus.mean()) if len(taus) else rule.tau_base

@@ -140,18 +140,11 @@ class SpeculationProfile:
             "draft_lengths": "by start", "draft_lengths_known": True, "drawn": True,
             "sampling": {"temperature": 0.0}, "fidelity": "approximate",
         }  # fmt: skip
-        columns = {
-            "request": np.repeat(np.arange(requests), tokens),
-            "position": np.tile(np.arange(tokens), requests),
-            "offset": np.zeros(len(accepted), np.int16),
-            "match": (accepted > 0).astype(np.int8),
-            "accepted": accepted,
-        }
         rows = [
             Request(f"drawn-{i}", "profile", tokens, tokens, tokens, "length")
             for i in range(requests)
         ]
-        return Trace(columns, rows, self.longest, meta)
+        return Trace.without_tails(rows, self.longest, meta, accepted=accepted)
 
 
 def is_profile(path: str | os.PathLike[str]) -> bool:

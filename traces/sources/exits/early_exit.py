@@ -8,7 +8,7 @@ from typing import Any, ClassVar, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from policies.arrays import Bools, Floats, Ints
+from policies.arrays import Bools, Floats, Ints, next_true, ranges
 from policies.parameters import flag, whole, within
 from policies.spec import describe_spec
 from policies.vectorised import UNBOUNDED, VectorisedPlan
@@ -198,7 +198,7 @@ class EarlyExitReplay(SourceReplay):
         if (asked[start] > walk.recorded[start]).any():
             return None
         passed: Ints = asked[start].astype(np.int64)
-        steps = ExitSteps(passed, places.node[_slices(places.rows[start], passed)])
+        steps = ExitSteps(passed, places.node[ranges(passed, places.rows[start])])
         calls = layer_calls(tape, steps, positions[start].astype(np.int64))
         refused, missed = (accepted < sent)[start], (sent[start] + 1) - passed
         waiting = np.where(refused, 0, np.maximum(missed, 0))
@@ -348,9 +348,8 @@ class ExitSteps:
 
     def __init__(self, asked: Ints, node: Ints) -> None:
         self.node = node
-        self.begin: Ints = np.cumsum(asked) - asked
         self.round: Ints = np.repeat(np.arange(len(asked)), asked)
-        self.offset: Ints = np.arange(len(node)) - self.begin[self.round]
+        self.offset = ranges(asked)
 
 
 def layer_calls(tape: ExitTape, steps: ExitSteps, positions: Ints) -> list[Counted]:
@@ -414,11 +413,11 @@ class ExitPlaces(Places):
         self.node: Ints = node
         self.vain: Bools = tape.choices[node] < 0
         # A draft walks on through right exits and the tail of the next wrong one.
-        last = _next(~right | ends | at_end)
+        last = next_true(~right | ends | at_end)
         held = last - index + 1 + tail[last]
         self.recorded = np.where(ends[last], UNBOUNDED - 1, held)
         self.most = np.minimum(self.left, held + ~ends[last])
-        last = _next(~right | at_end)
+        last = next_true(~right | at_end)
         self.runs = last - index + right[last]
         self.run_lengths = np.minimum(self.runs, self.left)
         self.open_ended = np.zeros(len(index), dtype=bool)
@@ -459,21 +458,6 @@ class ExitPlaces(Places):
             self._columns = read_columns(rows, *map(rows.get, DRAWN))
             self._columns[self.vain] = np.nan
         return self._columns[:, READ.index(name)]
-
-
-def _next(which: Bools) -> Ints:
-    """Return for each position the index of the first True at or after it.  The last must be
-    True.
-    """
-    places = np.where(which, np.arange(len(which)), len(which))
-    found: Ints = np.minimum.accumulate(places[::-1])[::-1]
-    return found
-
-
-def _slices(begin: Ints, length: Ints) -> Ints:
-    """Return the indices of slices, one after another."""
-    offset = np.arange(int(length.sum())) - np.repeat(np.cumsum(length) - length, length)
-    return np.repeat(begin, length) + offset
 
 
 class KangarooReplay(EarlyExitReplay):

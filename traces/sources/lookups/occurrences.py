@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from policies.arrays import Ints
+from policies.arrays import Ints, ranges
 from traces.acceptance.trace import Trace
 from traces.sources.base import prompt_tokens, true_tokens
 
@@ -35,8 +35,7 @@ def text_of(trace: Trace, before: Sequence[int] = (BETWEEN,)) -> Text:
         first.append(len(text) - 1)
         text += [*output[int(starts[i]) : int(starts[i + 1])], BETWEEN]
     tokens = np.diff(starts)
-    position = np.arange(len(output)) - np.repeat(starts[:-1], tokens)
-    return Text(np.array(text), np.repeat(begins, tokens), np.repeat(first, tokens) + position)
+    return Text(np.array(text), np.repeat(begins, tokens), ranges(tokens, np.array(first)))
 
 
 def strings(ids: Ints, length: int) -> Ints:
@@ -201,11 +200,7 @@ def _parts(low: Ints, high: Ints, order: Ints) -> Iterator[tuple[Ints, Ints]]:
         before = int(total[begin - 1]) if begin else 0
         end = max(begin + 1, int(np.searchsorted(total, before + HELD, side="right")))
         each = many[begin:end]
-        offset = np.arange(int(each.sum())) - np.repeat(np.cumsum(each) - each, each)
-        yield (
-            np.repeat(np.arange(begin, end), each),
-            order[np.repeat(low[begin:end], each) + offset] + 1,
-        )
+        yield np.repeat(np.arange(begin, end), each), order[ranges(each, low[begin:end])] + 1
         begin = end
 
 
