@@ -11,7 +11,7 @@ from policies.batch.hysteresis import BatchTableHysteresis
 from policies.batch.sglang import SGLangAdaptive
 from policies.batch.tables import BatchTable, DisableByBatchSize
 from policies.checks import PolicyError, check_policy
-from policies.confidence import cmasd_confidence
+from policies.confidence import CMASDConfidence
 from policies.core import DraftPolicy, DraftToken, Load, Round, speculate
 from policies.estimators import (
     AcceptanceEstimator,
@@ -54,6 +54,7 @@ __all__ = [
     "BatchTable",
     "BatchTableHysteresis",
     "BiLDFallback",
+    "CMASDConfidence",
     "Confidence",
     "ConfidenceFreeze",
     "ConfidenceScheduled",
@@ -87,7 +88,6 @@ __all__ = [
     "UCBSpec",
     "capped",
     "check_policy",
-    "cmasd_confidence",
     "describe",
     "parse_policy",
     "parse_serving_policy",

@@ -4,65 +4,112 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from functools import partial
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
+from policies.arrays import Floats
+from policies.parameters import one_of, whole, within
+from policies.vectorised import Starts
+
 EntropySign = Literal["intended", "literal"]
 EQUAL_WEIGHTS = (1 / 3, 1 / 3, 1 / 3)
+COMPONENTS = ("entropy", "logit_margin", "prob_margin")
+"""Draft signals of CM-ASD's confidence, in the order of its weights."""
 
 
-def cmasd_confidence(
-    entropy: Any,
-    logit_margin: Any,
-    prob_margin: Any,
-    vocab_size: int,
-    beta: float = 1.0,
-    weights: Sequence[float] = EQUAL_WEIGHTS,
-    entropy_sign: EntropySign = "intended",
-) -> Any:
-    """Return CM-ASD's ensemble confidence of a drafted token, in [0, 1] (CM-ASD, eqs. 1-4).
+class CMASDConfidence(NamedTuple):
+    """CM-ASD's ensemble confidence of drafted tokens, in [0, 1] (CM-ASD, eqs. 1-4).
 
-    Parameters
-    ----------
-    entropy, logit_margin, prob_margin:
-        The token's draft signals (nats; raw logits; probabilities at T = 1): scalars, or
-        arrays of one shape, which is then the shape of the result.
-    vocab_size:
-        |V|, which normalises the entropy and the largest possible probability margin.
-    beta:
-        Slope of the sigmoid over the logit margin.  The paper gives no value: 1 is ours.
-    weights:
-        Weights of the entropy, margin and softmax components.  Equal weights are ours; (1, 0, 0),
-        (0, 1, 0) and (0, 0, 1) are the paper's single-component ablations (Table III).
-    entropy_sign:
-        The printed equation uses H / log |V|, which is high when the drafter is UNSURE,
-        as a confidence (``literal``).  The prose and the figure need
-        1 - H / log |V| (``intended``).
-
-    Notes
-    -----
-    The margin component, a sigmoid of a non-negative margin, spans [0.5, 1) only; the
-    softmax component (p1 - p2) / (1 - 1/|V|) is clipped at 1.
+    The attributes are its constants, taken out of the loops: see `of`.
     """
-    w_entropy, w_margin, w_softmax = weights
-    scalar = isinstance(entropy, float | int)
-    score: Any = 0.0
-    if w_entropy:
-        spread = entropy / math.log(vocab_size)
-        score = score + w_entropy * (1.0 - spread if entropy_sign == "intended" else spread)
-    if w_margin:
-        exp: Any = math.exp if scalar else partial(each, math.exp)
-        score = score + w_margin / (1.0 + exp(-beta * logit_margin))
-    if w_softmax:
-        top: Any = prob_margin / (1.0 - 1.0 / vocab_size)
-        score = score + w_softmax * (min(top, 1.0) if scalar else np.minimum(top, 1.0))
-    return score
+
+    base: float
+    per_nat: float
+    margin: float
+    beta: float
+    softmax: float
+    top: float
+
+    @classmethod
+    def of(
+        cls,
+        vocab_size: int,
+        beta: float = 1.0,
+        weights: Sequence[float] = EQUAL_WEIGHTS,
+        entropy_sign: EntropySign = "intended",
+    ) -> CMASDConfidence:
+        """Return the confidence with these parameters.
+
+        Parameters
+        ----------
+        vocab_size:
+            |V|, which normalises the entropy and the largest possible probability margin.
+        beta:
+            Slope of the sigmoid over the logit margin.  The paper gives no value: 1 is ours.
+        weights:
+            Weights of the entropy, margin and softmax components.  Equal weights are ours;
+            (1, 0, 0), (0, 1, 0) and (0, 0, 1) are the paper's single-component ablations
+            (Table III).
+        entropy_sign:
+            The printed equation uses H / log |V|, which is high when the drafter is UNSURE,
+            as a confidence (``literal``).  The prose and the figure need
+            1 - H / log |V| (``intended``).
+
+        Notes
+        -----
+        The margin component, a sigmoid of a non-negative margin, spans [0.5, 1) only; the
+        softmax component (p1 - p2) / (1 - 1/|V|) is clipped at 1.
+        """
+        entropy, margin, softmax = weights
+        base, sign = (entropy, -1.0) if entropy_sign == "intended" else (0.0, 1.0)
+        per_nat = sign * entropy / math.log(vocab_size)
+        return cls(base, per_nat, margin, beta, softmax, 1.0 - 1.0 / vocab_size)
+
+    def __call__(self, read: Callable[[str], Any]) -> Any:
+        """Return the confidence of a token, of which ``read`` gives a draft signal by name.
+
+        The signals may be arrays of many tokens.  A component of weight 0 is not read, so that its
+        signal costs nothing.
+        """
+        score: Any = self.base
+        if self.per_nat:
+            score = score + self.per_nat * read("entropy")
+        if self.margin:
+            falls = -self.beta * read("logit_margin")
+            exp = each(math.exp, falls) if isinstance(falls, np.ndarray) else math.exp(falls)
+            score = score + self.margin / (1.0 + exp)
+        if self.softmax:
+            share = read("prob_margin") / self.top
+            clipped = np.minimum if isinstance(share, np.ndarray) else min
+            score = score + self.softmax * clipped(share, 1.0)
+        return score
+
+    def values(self, starts: Starts) -> Floats:
+        """Return the confidence of every row (`policies.vectorised.Watch`)."""
+        found: Floats = self(starts.signal)
+        return found
 
 
-def each(function: Callable[[float], float], values: npt.NDArray[Any]) -> npt.NDArray[np.float64]:
+def confidence_reads(
+    beta: float, weights: Sequence[float], entropy_sign: str, vocab_size: int | None
+) -> tuple[str, ...]:
+    """Return the signals that a confidence with these parameters reads; ValueError for impossible
+    ones.
+    """
+    within("beta", beta, 0)
+    if len(weights) != 3 or min(weights) < 0 or abs(sum(weights) - 1) > 1e-6:
+        raise ValueError(
+            f"weights is {list(weights)}, expected three numbers >= 0 that sum to 1 "
+            "(entropy, margin, softmax)"
+        )
+    one_of("entropy_sign", entropy_sign, ("intended", "literal"))
+    whole("vocab_size", vocab_size, 2, none=True)
+    return tuple(name for name, weight in zip(COMPONENTS, weights, strict=True) if weight)
+
+
+def each(function: Callable[[float], float], values: npt.NDArray[Any]) -> Floats:
     """Return a `function` of `math` of every value: numpy's own may differ in the last bit."""
     found = map(function, values.ravel().tolist())
     return np.fromiter(found, np.float64, values.size).reshape(values.shape)

@@ -11,8 +11,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from policies import CMASD, cmasd_confidence
+from policies import CMASD, CMASDConfidence
 from tests.policy_rounds import Token, one_round, sent
+
+
+def confidence(entropy: Any, logit_margin: Any, prob_margin: Any, *args: Any, **named: Any) -> Any:
+    """Return the confidence of these signals under the other parameters."""
+    signals = {"entropy": entropy, "logit_margin": logit_margin, "prob_margin": prob_margin}
+    return CMASDConfidence.of(*args, **named)(signals.__getitem__)
 
 
 @given(st.floats(0, 1), st.floats(0, 50), st.floats(0, 1), st.integers(2, 10**6))
@@ -21,15 +27,15 @@ def test_cmasd_confidence_components(
 ) -> None:
     entropy = share * math.log(vocab_size)
     args = (entropy, logit_margin, prob_margin, vocab_size)
-    intended = cmasd_confidence(*args, weights=(1, 0, 0))
-    literal = cmasd_confidence(*args, weights=(1, 0, 0), entropy_sign="literal")
+    intended = confidence(*args, weights=(1, 0, 0))
+    literal = confidence(*args, weights=(1, 0, 0), entropy_sign="literal")
     assert intended == pytest.approx(1 - share)
     assert literal == pytest.approx(1 - intended)
-    assert 0.5 <= cmasd_confidence(*args, weights=(0, 1, 0)) <= 1
-    softmax = cmasd_confidence(*args, weights=(0, 0, 1))
+    assert 0.5 <= confidence(*args, weights=(0, 1, 0)) <= 1
+    softmax = confidence(*args, weights=(0, 0, 1))
     assert softmax == pytest.approx(min(1.0, prob_margin * vocab_size / (vocab_size - 1)))
-    parts = [cmasd_confidence(*args, weights=w) for w in np.eye(3).tolist()]
-    assert cmasd_confidence(*args, weights=(0.2, 0.3, 0.5)) == pytest.approx(
+    parts = [confidence(*args, weights=w) for w in np.eye(3).tolist()]
+    assert confidence(*args, weights=(0.2, 0.3, 0.5)) == pytest.approx(
         np.dot((0.2, 0.3, 0.5), parts)
     )
 
@@ -37,9 +43,9 @@ def test_cmasd_confidence_components(
 def test_cmasd_confidence_of_arrays_is_that_of_their_elements() -> None:
     rng = np.random.default_rng(0)
     h, m, s = rng.exponential(1, 50), rng.exponential(4, 50), rng.random(50)
-    whole = cmasd_confidence(h, m, s, 5000, beta=0.7)
+    whole = confidence(h, m, s, 5000, beta=0.7)
     single = [
-        cmasd_confidence(float(a), float(b), float(c), 5000, beta=0.7)
+        confidence(float(a), float(b), float(c), 5000, beta=0.7)
         for a, b, c in zip(h, m, s, strict=True)
     ]
     np.testing.assert_allclose(whole, single, rtol=1e-12)
@@ -47,12 +53,12 @@ def test_cmasd_confidence_of_arrays_is_that_of_their_elements() -> None:
 
 @pytest.mark.parametrize("sign", ["intended", "literal"])
 @pytest.mark.parametrize("weights", [(1, 0, 0), (0, 1, 0), (0, 0, 1), (0.2, 0.3, 0.5)])
-def test_cmasd_policy_scores_tokens_as_the_function_does(sign: Any, weights: Any) -> None:
+def test_cmasd_policy_scores_tokens_alike(sign: Any, weights: Any) -> None:
     rng = np.random.default_rng(2)
     policy = CMASD(weights=weights, entropy_sign=sign, beta=0.6, vocab_size=50)
     for h, m, s in zip(rng.exponential(1, 40), rng.exponential(4, 40), rng.random(40), strict=True):
         token = Token(entropy=float(h), logit_margin=float(m), prob_margin=float(s))
-        expected = cmasd_confidence(float(h), float(m), float(s), 50, 0.6, weights, sign)
+        expected = confidence(float(h), float(m), float(s), 50, 0.6, weights, sign)
         assert policy.confidence(token) == pytest.approx(expected, abs=1e-12)
 
 

@@ -61,7 +61,7 @@ def test_many_are_accepted_as_one_is(text: str) -> None:
     assert found.tolist() == want
     assert 0 < sum(want) < len(want)
     if isinstance(rule, CMASDVerification):
-        taus = rule.thresholds(arrays(tokens, rule.reads))
+        taus = rule.threshold(arrays(tokens, rule.reads))
         assert taus.tolist() == [rule.threshold(token) for token in tokens]
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from policies.confidence import cmasd_confidence
+from policies.confidence import CMASDConfidence
 from policies.rules.context import CSD, FLy
 from policies.rules.ratio import Ensemble, Lenience
 from policies.rules.threshold import (
@@ -51,7 +51,7 @@ def test_cmasd_intended_is_strict_where_the_drafter_is_unsure_and_literal_lenien
 def test_cmasd_threshold_uses_the_shared_confidence() -> None:
     token = SimpleNamespace(entropy=1.1, logit_margin=0.7, prob_margin=0.2)
     rule = CMASDVerification(gamma=2, beta=3, vocab_size=V)
-    confidence = cmasd_confidence(1.1, 0.7, 0.2, vocab_size=V, beta=3)
+    confidence = CMASDConfidence.of(V, beta=3)(vars(token).__getitem__)
     assert rule.threshold(token) == pytest.approx(0.1 + 2 * confidence)
 
 

@@ -4,25 +4,31 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from math import exp, log
+from functools import cached_property, partial
+from math import exp
 from typing import Any, Literal
 
 import numpy as np
 
-from policies.arrays import Bools, Floats, Ints
-from policies.confidence import EQUAL_WEIGHTS, EntropySign, known_vocabulary
+from policies.arrays import Bools, Ints
+from policies.confidence import (
+    COMPONENTS,
+    EQUAL_WEIGHTS,
+    CMASDConfidence,
+    EntropySign,
+    confidence_reads,
+    known_vocabulary,
+)
 from policies.core import DraftPolicy, Round
 from policies.parameters import one_of, ordered, whole, within
 from policies.vectorised import Lengths, Starts, VectorisedPlan, grown
-
-_COMPONENTS = ("entropy", "logit_margin", "prob_margin")
 
 
 class CMASD(DraftPolicy):
     """Draft length from the mean confidence of the window (CM-ASD, eqs. 5-6).
 
     k = clip(floor(alpha mean(C) gamma_max), gamma_min, gamma_max), with C as in
-    `policies.confidence.cmasd_confidence`.  There is no trigger token: the window is a
+    `policies.confidence.CMASDConfidence`.  There is no trigger token: the window is a
     number, not a test of one token.  The paper gives alpha, beta, the weights and the
     bounds no values; the defaults are ours.
 
@@ -44,7 +50,7 @@ class CMASD(DraftPolicy):
         The mean that the first round of ``lagged`` starts from.
     """
 
-    reads = _COMPONENTS
+    reads = COMPONENTS
 
     def __init__(
         self,
@@ -63,14 +69,6 @@ class CMASD(DraftPolicy):
         whole("gamma_max", gamma_max, 1)
         ordered("gamma_min", gamma_min, "gamma_max", gamma_max)
         within("alpha", alpha, 0)
-        within("beta", beta, 0)
-        if len(weights) != 3 or min(weights) < 0 or abs(sum(weights) - 1) > 1e-6:
-            raise ValueError(
-                f"weights is {list(weights)}, expected three numbers >= 0 that sum to 1 "
-                "(entropy, margin, softmax)"
-            )
-        one_of("entropy_sign", entropy_sign, ("intended", "literal"))
-        whole("vocab_size", vocab_size, 2, none=True)
         within("initial_confidence", initial_confidence, 0, 1)
         self.window = window
         self.gamma_min = gamma_min
@@ -81,47 +79,38 @@ class CMASD(DraftPolicy):
         self.entropy_sign: EntropySign = entropy_sign
         self.vocab_size = vocab_size
         self.initial_confidence = initial_confidence
-        vars(self)["reads"] = tuple(
-            name for name, weight in zip(_COMPONENTS, weights, strict=True) if weight
-        )
-        self._set_constants()
+        vars(self)["reads"] = confidence_reads(beta, weights, entropy_sign, vocab_size)
         self._sum = 0.0
         self._length = self._clip(initial_confidence) if window == "lagged" else gamma_max
 
     def begin_run(self, vocab_size: int | None) -> None:
         """Take the run's vocabulary size where none was given; ValueError if neither is known."""
         self.vocab_size = known_vocabulary(self.vocab_size, vocab_size, type(self).__name__)
-        self._set_constants()
 
-    def _set_constants(self) -> None:
-        """Set the constants of `cmasd_confidence`, taken out of the inner loop."""
-        w_entropy, self._w_margin, self._w_softmax = self.weights
-        if self.vocab_size is None:
-            return
-        sign = -1.0 if self.entropy_sign == "intended" else 1.0
-        self._base = w_entropy if self.entropy_sign == "intended" else 0.0
-        self._per_nat = sign * w_entropy / log(self.vocab_size)
-        self._top = 1.0 - 1.0 / self.vocab_size
+    @cached_property
+    def _confidence(self) -> CMASDConfidence:
+        """The confidence; ValueError where no vocabulary size was given, by caller or run."""
+        size = known_vocabulary(self.vocab_size, None, type(self).__name__)
+        return CMASDConfidence.of(size, self.beta, self.weights, self.entropy_sign)
 
     def keep_drafting(self, draft: Sequence[Any]) -> bool:
         n = len(draft)
         if self.window != "causal":
             return n < self._length
+        score, per_nat, margin, beta, softmax, top = self._confidence
         if n == 0:
-            self._check_vocabulary()
             self._sum = 0.0
             return True
         # `n < self._clip(mean of self.confidence)` without its calls: the innermost loop of
         # every replay, asked before each of up to gamma_max tokens a round.
         token = draft[n - 1]
-        score = self._base
-        if weight := self._per_nat:
-            score += weight * token.entropy
-        if weight := self._w_margin:
-            score += weight / (1.0 + exp(-self.beta * token.logit_margin))
-        if weight := self._w_softmax:
-            margin, top = token.prob_margin, self._top
-            score += weight * (margin / top if margin < top else 1.0)
+        if per_nat:
+            score += per_nat * token.entropy
+        if margin:
+            score += margin / (1.0 + exp(-beta * token.logit_margin))
+        if softmax:
+            share = token.prob_margin / top
+            score += softmax * (share if share < 1.0 else 1.0)
         self._sum = total = self._sum + score
         longest = self.gamma_max
         return (self.alpha * (total / n) * longest >= n + 1 or n < self.gamma_min) and n < longest
@@ -137,34 +126,15 @@ class CMASD(DraftPolicy):
             self._length = self._clip(sum(map(self.confidence, draft)) / len(draft))
 
     def confidence(self, token: Any) -> float:
-        """Return C of one drafted token, in [0, 1]: `cmasd_confidence` under these parameters.
-
-        A component of weight 0 is not read, so that its signal costs nothing.  Raises ValueError
-        where no vocabulary size was given, by the caller or by a run.
-        """
-        self._check_vocabulary()
-        score = self._base
-        if weight := self._per_nat:
-            score += weight * token.entropy
-        if weight := self._w_margin:
-            score += weight / (1.0 + exp(-self.beta * token.logit_margin))
-        if weight := self._w_softmax:
-            margin, top = token.prob_margin, self._top
-            score += weight * (margin / top if margin < top else 1.0)
-        return score
+        """Return C of one drafted token, in [0, 1]."""
+        return float(self._confidence(partial(getattr, token)))
 
     def vectorised(self, batch: int) -> VectorisedPlan | None:
         del batch
         if self.window != "causal" or self.vocab_size is None:
             return None
-        confidence = _Confidence(
-            self._base, self._per_nat, self._w_margin, self.beta, self._w_softmax, self._top
-        )
-        return VectorisedPlan(stop=_Window(confidence, self.alpha, self.gamma_min, self.gamma_max))
-
-    def _check_vocabulary(self) -> None:
-        if self.vocab_size is None:
-            known_vocabulary(None, None, type(self).__name__)
+        bounds = self.gamma_min, self.gamma_max
+        return VectorisedPlan(stop=_Window(self._confidence, self.alpha, *bounds))
 
     def _clip(self, mean: float) -> int:
         window = int(self.alpha * mean * self.gamma_max)
@@ -172,39 +142,10 @@ class CMASD(DraftPolicy):
 
 
 @dataclass(frozen=True)
-class _Confidence:
-    """`CMASD.confidence` of every row; the attributes are its constants."""
-
-    base: float
-    per_nat: float
-    margin: float
-    beta: float
-    softmax: float
-    top: float
-
-    def values(self, starts: Starts) -> Floats:
-        score: Any = np.full(len(starts.signal(self._reads()[0])), self.base)
-        if self.per_nat:
-            score = score + self.per_nat * starts.signal("entropy")
-        if self.margin:
-            # The library's exp, as in one token: numpy's may differ in the last bit.
-            falls = map(exp, (-self.beta * starts.signal("logit_margin")).tolist())
-            score = score + self.margin / (1.0 + np.fromiter(falls, np.float64, len(score)))
-        if self.softmax:
-            margin = starts.signal("prob_margin")
-            score = score + self.softmax * np.where(margin < self.top, margin / self.top, 1.0)
-        return np.asarray(score)
-
-    def _reads(self) -> list[str]:
-        weights = (self.per_nat, self.margin, self.softmax)
-        return [name for name, weight in zip(_COMPONENTS, weights, strict=True) if weight]
-
-
-@dataclass(frozen=True)
 class _Window:
     """The causal window over the confidence of what was drafted so far."""
 
-    confidence: _Confidence
+    confidence: CMASDConfidence
     alpha: float
     gamma_min: int
     gamma_max: int

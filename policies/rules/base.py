@@ -124,7 +124,8 @@ class TokenRule(VerifyRule):
         def accepts_each(self, tokens, scores) -> Bools | None
 
     It returns `accepts` for every row of a recording: the attributes of both arguments are arrays,
-    one entry per row.  Subclasses do not inherit it; None judges tokens one by one.
+    one entry per row.  ``accepts_each = accepts`` does where that works elementwise.  Subclasses do
+    not inherit it; None judges tokens one by one.
     """
 
     @abstractmethod

@@ -4,23 +4,23 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from functools import cached_property, partial
 from typing import Any, Literal
 
 import numpy as np
 
-from policies.arrays import Bools, Floats
+from policies.arrays import Bools
 from policies.confidence import (
+    COMPONENTS,
     EQUAL_WEIGHTS,
+    CMASDConfidence,
     EntropySign,
-    cmasd_confidence,
+    confidence_reads,
     each,
     known_vocabulary,
 )
 from policies.parameters import one_of, whole, within
 from policies.rules.base import TokenRule
-
-COMPONENTS = ("entropy", "logit_margin", "prob_margin")
-"""Draft signals of CM-ASD's confidence, in the order of its weights."""
 
 
 def ratio(name: str, value: float) -> None:
@@ -52,21 +52,18 @@ class SpecVerification(TokenRule):
         self.beta = beta
         self.tau = tau
 
-    def accepts(self, token: Any, score: Any) -> bool:
+    def accepts(self, token: Any, score: Any) -> Any:
         """Rank below `beta` and gap at most `tau`."""
-        return bool(score.draft_rank < self.beta and score.top1 - score.draft_logit <= self.tau)
+        return (score.draft_rank < self.beta) & (score.top1 - score.draft_logit <= self.tau)
 
-    def accepts_each(self, tokens: Any, scores: Any) -> Bools:
-        del tokens
-        gaps = scores.top1 - scores.draft_logit
-        return np.asarray((scores.draft_rank < self.beta) & (gaps <= self.tau))
+    accepts_each = accepts
 
 
 class CMASDVerification(TokenRule):
     """CM-ASD's adaptive verification: Spec-Verification with a threshold per token.
 
     ``tau_t = tau_base + gamma * C_t`` with the drafter's confidence C_t
-    (`policies.confidence.cmasd_confidence`).
+    (`policies.confidence.CMASDConfidence`).
 
     Parameters
     ----------
@@ -103,15 +100,9 @@ class CMASDVerification(TokenRule):
         within("tau_base", tau_base, 0)
         within("gamma", gamma, 0)
         whole("top", top, 1)
-        within("beta", beta, 0)
         one_of("tau_sign", tau_sign, ("intended", "literal"))
-        one_of("entropy_sign", entropy_sign, ("intended", "literal"))
-        if len(weights) != 3 or min(weights) < 0 or abs(sum(weights) - 1) > 1e-6:
-            raise ValueError(
-                f"weights is {list(weights)}, expected three numbers >= 0 that sum to 1 "
-                "(entropy, margin, softmax)"
-            )
-        whole("vocab_size", vocab_size, 2, none=True)
+        # A component of weight 0 is never read, so that its signal need not be there.
+        self.reads = confidence_reads(beta, weights, entropy_sign, vocab_size)
         self.tau_base = tau_base
         self.gamma = gamma
         self.tau_sign = tau_sign
@@ -120,48 +111,28 @@ class CMASDVerification(TokenRule):
         self.weights = weights
         self.entropy_sign: EntropySign = entropy_sign
         self.vocab_size = vocab_size
-        # A component of weight 0 is never read, so that its signal need not be there.
-        self.reads = tuple(s for s, w in zip(COMPONENTS, weights, strict=True) if w)
 
     def begin_run(self, vocab_size: int | None, temperature: float, top_p: float = 1.0) -> None:
         """Take the run's vocabulary size where none was given."""
         self.vocab_size = known_vocabulary(self.vocab_size, vocab_size, type(self).__name__)
 
-    def threshold(self, token: Any) -> float:
-        """Return tau_t of a drafted token, in nats."""
-        found: float = self._thresholds(
-            *(float(getattr(token, s)) if s in self.reads else 0.0 for s in COMPONENTS)
-        )
-        return found
+    @cached_property
+    def _confidence(self) -> CMASDConfidence:
+        size = known_vocabulary(self.vocab_size, None, type(self).__name__)
+        return CMASDConfidence.of(size, self.beta, self.weights, self.entropy_sign)
 
-    def thresholds(self, tokens: Any) -> Floats:
-        """Return tau_t of many drafted tokens, whose signals are arrays of one shape."""
-        blank = np.zeros_like(getattr(tokens, self.reads[0]))
-        return np.asarray(
-            self._thresholds(
-                *(getattr(tokens, s) if s in self.reads else blank for s in COMPONENTS)
-            )
-        )
-
-    def _thresholds(self, entropy: Any, logit_margin: Any, prob_margin: Any) -> Any:
-        confidence = cmasd_confidence(
-            entropy,
-            logit_margin,
-            prob_margin,
-            vocab_size=known_vocabulary(self.vocab_size, None, type(self).__name__),
-            beta=self.beta, weights=self.weights, entropy_sign=self.entropy_sign,
-        )  # fmt: skip
+    def threshold(self, token: Any) -> Any:
+        """Return tau_t, in nats, of a drafted token, or of many whose signals are arrays."""
+        confidence = self._confidence(partial(getattr, token))
         share = confidence if self.tau_sign == "intended" else 1.0 - confidence
         return self.tau_base + self.gamma * share
 
-    def accepts(self, token: Any, score: Any) -> bool:
+    def accepts(self, token: Any, score: Any) -> Any:
         """Rank below `top` and gap at most the token's threshold."""
         gap = score.top1 - score.draft_logit
-        return bool(score.draft_rank < self.top and gap <= self.threshold(token))
+        return (score.draft_rank < self.top) & (gap <= self.threshold(token))
 
-    def accepts_each(self, tokens: Any, scores: Any) -> Bools:
-        gaps = scores.top1 - scores.draft_logit
-        return np.asarray((scores.draft_rank < self.top) & (gaps <= self.thresholds(tokens)))
+    accepts_each = accepts
 
 
 class GlobalThreshold(TokenRule):
@@ -177,13 +148,11 @@ class GlobalThreshold(TokenRule):
         ratio("tau", tau)
         self.tau = tau
 
-    def accepts(self, token: Any, score: Any) -> bool:
+    def accepts(self, token: Any, score: Any) -> Any:
         """Return True if the probability ratio to the target's best token reaches `tau`."""
-        return bool(score.draft_logit - score.top1 >= math.log(self.tau))
+        return score.draft_logit - score.top1 >= math.log(self.tau)
 
-    def accepts_each(self, tokens: Any, scores: Any) -> Bools:
-        del tokens
-        return np.asarray(scores.draft_logit - scores.top1 >= math.log(self.tau))
+    accepts_each = accepts
 
 
 class TypicalAcceptance(TokenRule):

@@ -270,5 +270,5 @@ def mean_tau(trace: Trace, policy: DraftPolicy) -> float:
     count = np.minimum(rounds["accepted"] + 1, rounds["drafted"])
     row = ranges(count, begin)
     tokens, scores = columns_of(trace, rule)
-    taus = rule.thresholds(tokens)[row[scores.draft_rank[row] < rule.top]]
+    taus = rule.threshold(tokens)[row[scores.draft_rank[row] < rule.top]]
     return float(taus.mean()) if len(taus) else rule.tau_base
