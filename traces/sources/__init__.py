@@ -14,7 +14,7 @@ from traces.sources.recording import Recordings, SourceRecording
 from traces.sources.registry import (
     SOURCES,
     SYSTEMS,
-    System,
+    Method,
     describe_source,
     parse_source,
 )
@@ -46,6 +46,7 @@ __all__ = [
     "Lookahead",
     "Medusa",
     "MedusaTree",
+    "Method",
     "NGram",
     "NGramSimple",
     "Recordings",
@@ -55,7 +56,6 @@ __all__ = [
     "SpecDec",
     "StartRecording",
     "Suffix",
-    "System",
     "TreeRecording",
     "describe_source",
     "find_drafted",

@@ -7,7 +7,6 @@ another source than a draft model come from `traces.sources.registry.SYSTEMS`.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple
 
 import numpy as np
 
@@ -24,15 +23,7 @@ from traces.replay.judged import columns_of
 from traces.replay.layout import layout_of
 from traces.replay.vectorised import replay_many
 from traces.sources.registry import DRAFT_MODEL, SYSTEMS
-
-
-class Method(NamedTuple):
-    """A named method, each axis as text."""
-
-    source: str
-    policy: str
-    rule: str
-    what: str
+from traces.sources.registry import Method as Method  # noqa: PLC0414
 
 
 FIXED_WINDOW = 5
@@ -109,10 +100,7 @@ METHODS: Mapping[str, Method] = {
         DRAFT_MODEL, "fixed:gamma=8", "spec-verification", "SpecDec's verification (2203.16487)"
     ),
     "bild": Method(DRAFT_MODEL, "bild", "bild", "BiLD (2302.07863): fallback and rollback"),
-    **{
-        name: Method(system.source, system.policy, "exact", system.what)
-        for name, system in SYSTEMS.items()
-    },
+    **SYSTEMS,
 }
 """Every named method."""
 
@@ -152,7 +140,7 @@ def method_of(text: str) -> Method | None:
     for i, sign in enumerate(text):
         rule = text[i + 1 :].strip()
         if sign == "+" and rule.partition(":")[0] in RULES:
-            return Method(DRAFT_MODEL, text[:i].strip(), rule, "")
+            return Method(DRAFT_MODEL, text[:i].strip(), rule)
     policy, plus, rule = text.partition("+")
     if plus and policy.strip() in POLICIES:
         raise DraftsimError(f"{text!r}: unknown rule {rule!r}{choice(rule, RULES)}")

@@ -1,4 +1,4 @@
-"""Draft sources by name, and the named methods that combine one with a length policy."""
+"""Draft sources by name, and the named methods of other sources than a draft model."""
 
 from __future__ import annotations
 
@@ -26,82 +26,89 @@ SOURCES: Mapping[str, type[Source]] = {
 }  # fmt: skip
 
 
-class System(NamedTuple):
-    """A named method: a source and a length policy, both as text."""
+class Method(NamedTuple):
+    """A named method: a source, a length policy and a verification rule, each as text."""
 
     source: str
     policy: str
-    what: str
+    rule: str = "exact"
+    what: str = ""
 
 
-SYSTEMS: Mapping[str, System] = {
-    "specbound": System(
+SYSTEMS: Mapping[str, Method] = {
+    "specbound": Method(
         "early-exit:tau=0.5,omega=0.3,depth=0.5", "fixed:gamma=6",
-        "SpecBound (arXiv:2604.12247): annealed threshold, depth bound, width bound",
+        what="SpecBound (arXiv:2604.12247): annealed threshold, depth bound, width bound",
     ),
-    "specbound-no-annealing": System(
+    "specbound-no-annealing": Method(
         "early-exit:tau=0.5,omega=0,depth=0.5", "fixed:gamma=6",
-        "SpecBound without annealing (its Figure 4)",
+        what="SpecBound without annealing (its Figure 4)",
     ),
-    "specbound-no-depth-bound": System(
+    "specbound-no-depth-bound": Method(
         "early-exit:tau=0.5,omega=0.3,depth=1", "fixed:gamma=6",
-        "SpecBound without the depth bound (its Figure 4)",
+        what="SpecBound without the depth bound (its Figure 4)",
     ),
-    "specbound-no-width-bound": System(
+    "specbound-no-width-bound": Method(
         "early-exit:tau=0.5,omega=0.3,depth=0.5", "fixed:gamma=24",
-        "SpecBound without the width bound (its Figure 4), at most 24 tokens a round",
+        what="SpecBound without the width bound (its Figure 4), at most 24 tokens a round",
     ),
-    "adadecode": System(
+    "adadecode": Method(
         "early-exit:tau=0.5,omega=0,depth=1", "fixed:gamma=24",
-        "AdaDecode (arXiv:2506.03700): early exit without bounds, at most 24 tokens a round",
+        what="AdaDecode (arXiv:2506.03700): early exit without bounds, at most 24 tokens a round",
     ),
-    "kangaroo": System(
+    "kangaroo": Method(
         "kangaroo", "confidence:gamma=6,confidence_threshold=0.6",
-        "Kangaroo (arXiv:2404.18911): fixed exit, attention adapter, confidence stop",
+        what="Kangaroo (arXiv:2404.18911): fixed exit, attention adapter, confidence stop",
     ),
-    "kangaroo-head": System(
+    "kangaroo-head": Method(
         "early-exit:tau=0,omega=0,depth=1,bonus=true",
         "confidence:gamma=6,confidence_threshold=0.6",
-        "Kangaroo with a low-rank head instead of its adapter",
+        what="Kangaroo with a low-rank head instead of its adapter",
     ),
-    "draft-and-verify-skip": System(
+    "draft-and-verify-skip": Method(
         "layer-skip", "draft-and-verify",
-        "Draft & Verify (arXiv:2309.08168): layer skip with its adaptive threshold",
+        what="Draft & Verify (arXiv:2309.08168): layer skip with its adaptive threshold",
     ),
-    "pld": System(
-        "pld", "fixed:gamma=10", "Prompt lookup decoding, as transformers 5.23 does it"
+    "pld": Method(
+        "pld", "fixed:gamma=10", what="Prompt lookup decoding, as transformers 5.23 does it"
     ),
-    "ngram": System(
-        "ngram:k=5,min_n=2,max_n=5", "fixed:gamma=5", "vLLM's n-gram proposer, n-grams of 2 to 5"
+    "ngram": Method(
+        "ngram:k=5,min_n=2,max_n=5", "fixed:gamma=5",
+        what="vLLM's n-gram proposer, n-grams of 2 to 5",
     ),
-    "ngram-simple": System(
-        "ngram-simple", "fixed:gamma=48", "llama.cpp's ngram-simple, as its server starts it"
+    "ngram-simple": Method(
+        "ngram-simple", "fixed:gamma=48", what="llama.cpp's ngram-simple, as its server starts it"
     ),
-    "suffix": System(
-        "suffix", "fixed:gamma=24", "Suffix decoding (arXiv:2411.04975) as vLLM runs it"
+    "suffix": Method(
+        "suffix", "fixed:gamma=24", what="Suffix decoding (arXiv:2411.04975) as vLLM runs it"
     ),
-    "rest": System("rest", "fixed:gamma=10", "REST (arXiv:2311.08252), heaviest chain"),
-    "lookahead": System(
-        "lookahead", "fixed:gamma=4", "Lookahead decoding (arXiv:2402.02057), text n-grams only"
+    "rest": Method("rest", "fixed:gamma=10", what="REST (arXiv:2311.08252), heaviest chain"),
+    "lookahead": Method(
+        "lookahead", "fixed:gamma=4",
+        what="Lookahead decoding (arXiv:2402.02057), text n-grams only",
     ),
-    "blockwise": System("blockwise", "fixed:gamma=4", "Blockwise(k) (arXiv:1811.03115)"),
-    "medusa": System("medusa", "fixed:gamma=4", "Medusa-1 (arXiv:2401.10774) as a chain"),
-    "medusa-tree": System(
-        "medusa-tree", "fixed:gamma=3", "Medusa's tree of candidates, approximate"
+    "blockwise": Method("blockwise", "fixed:gamma=4", what="Blockwise(k) (arXiv:1811.03115)"),
+    "medusa": Method("medusa", "fixed:gamma=4", what="Medusa-1 (arXiv:2401.10774) as a chain"),
+    "medusa-tree": Method(
+        "medusa-tree", "fixed:gamma=3", what="Medusa's tree of candidates, approximate"
     ),
-    "space": System("space", "fixed:gamma=4", "SPACE (arXiv:2402.11809), frozen target"),
-    "eagle": System("eagle:model=eagle", "fixed:gamma=4", "EAGLE (arXiv:2401.15077) as a chain"),
-    "eagle3": System("eagle:model=eagle3", "fixed:gamma=4", "EAGLE-3 (arXiv:2503.01840), a chain"),
-    "eagle2": System(
+    "space": Method("space", "fixed:gamma=4", what="SPACE (arXiv:2402.11809), frozen target"),
+    "eagle": Method(
+        "eagle:model=eagle", "fixed:gamma=4", what="EAGLE (arXiv:2401.15077) as a chain"
+    ),
+    "eagle3": Method(
+        "eagle:model=eagle3", "fixed:gamma=4", what="EAGLE-3 (arXiv:2503.01840), a chain"
+    ),
+    "eagle2": Method(
         "eagle2:model=eagle,budget=59", "fixed:gamma=6",
-        "EAGLE-2 (arXiv:2406.16858): its dynamic tree, 60 tokens verified, 6 layers",
+        what="EAGLE-2 (arXiv:2406.16858): its dynamic tree, 60 tokens verified, 6 layers",
     ),
-    "eagle3-tree": System(
+    "eagle3-tree": Method(
         "eagle2:model=eagle3,budget=59", "fixed:gamma=8",
-        "EAGLE-3 (arXiv:2503.01840) with its tree, 60 tokens verified, 8 layers",
+        what="EAGLE-3 (arXiv:2503.01840) with its tree, 60 tokens verified, 8 layers",
     ),
-    "mtp": System("eagle:model=mtp", "fixed:gamma=2", "MTP modules (arXiv:2412.19437)"),
-    "specdec": System("specdec", "fixed:gamma=4", "SpecDec(k) (arXiv:2203.16487), one pass"),
+    "mtp": Method("eagle:model=mtp", "fixed:gamma=2", what="MTP modules (arXiv:2412.19437)"),
+    "specdec": Method("specdec", "fixed:gamma=4", what="SpecDec(k) (arXiv:2203.16487), one pass"),
 }  # fmt: skip
 
 
