@@ -82,7 +82,7 @@ def checked_cells(cells: pd.DataFrame) -> pd.DataFrame:
         On missing or mistyped columns, unknown phases, repeated cells, sizes below
         their bounds, or times that are negative or not finite.
     """
-    cells = _typed(cells)
+    cells = typed(cells, CELL_COLUMNS, "latency table")
     cells["phase"] = cells["phase"].replace(RENAMED_PHASES)
     if unknown := sorted(set(cells["phase"]) - set(PHASES)):
         raise DraftsimError(f"latency table has unknown phase(s) {', '.join(unknown)[:80]}")
@@ -97,23 +97,26 @@ def checked_cells(cells: pd.DataFrame) -> pd.DataFrame:
         if (cells[name] < least).any():
             value = int(cells[name].min())
             raise DraftsimError(f"latency table column {name!r} holds {value}, not >= {least}")
-    for name in ("median_s", "spread_s"):
-        times = cells[name].to_numpy(float)
-        if not np.isfinite(times).all() or (times < 0).any():
-            raise DraftsimError(
-                f"latency table column {name!r} holds a negative or non-finite time"
-            )
     return cells
 
 
-def _typed(cells: pd.DataFrame) -> pd.DataFrame:
-    if missing := [c for c in CELL_COLUMNS if c not in cells.columns]:
-        raise DraftsimError(f"latency table lacks the column(s) {', '.join(missing)}")
-    typed: dict[str, Any] = {}
-    for name, (dtype, _) in CELL_COLUMNS.items():
+def typed(frame: pd.DataFrame, columns: Mapping[str, tuple[str, str]], what: str) -> pd.DataFrame:
+    """Return the `columns` of a frame alone, in their types; floats are times.
+
+    Raises
+    ------
+    DraftsimError
+        On missing or mistyped columns of ``what``, or times that are negative or not finite.
+    """
+    if missing := [c for c in columns if c not in frame.columns]:
+        raise DraftsimError(f"{what} lacks the column(s) {', '.join(missing)}")
+    found: dict[str, Any] = {}
+    for name, (dtype, _) in columns.items():
         try:
-            column = cells[name]
-            typed[name] = [str(v) for v in column] if dtype == "str" else column.to_numpy(dtype)
+            column = frame[name]
+            found[name] = [str(v) for v in column] if dtype == "str" else column.to_numpy(dtype)
         except (TypeError, ValueError, OverflowError) as error:
-            raise DraftsimError(f"latency table column {name!r} is not of type {dtype}") from error
-    return pd.DataFrame(typed)
+            raise DraftsimError(f"{what} column {name!r} is not of type {dtype}") from error
+        if dtype == "float64" and not (np.isfinite(found[name]) & (found[name] >= 0)).all():
+            raise DraftsimError(f"{what} column {name!r} holds a negative or non-finite time")
+    return pd.DataFrame(found)

@@ -10,6 +10,7 @@ import numpy as np
 import pandas as pd
 
 from traces.errors import DraftsimError
+from traces.latency.schema import typed
 
 OPERATOR_COLUMNS: dict[str, tuple[str, str]] = {
     "device": ("str", "the GPU, a name of `draftsim list --devices`"),
@@ -81,7 +82,10 @@ class OperatorTable:
     meta: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "rows", checked_rows(self.rows))
+        rows = typed(self.rows, OPERATOR_COLUMNS, "operator table")
+        if unknown := sorted(set(rows["operator"]) - set(OPERATORS)):
+            raise DraftsimError(f"operator table has unknown operator(s) {', '.join(unknown)}")
+        object.__setattr__(self, "rows", rows)
 
     def __repr__(self) -> str:
         return f"<OperatorTable: {len(self.rows)} operators, {', '.join(self.devices)}>"
@@ -106,28 +110,6 @@ class OperatorTable:
             some = column.isin(value) if isinstance(value, list | tuple | set) else column == value
             keep &= some.to_numpy()
         return self.rows[keep]
-
-
-def checked_rows(rows: pd.DataFrame) -> pd.DataFrame:
-    """Return `rows` with the columns of `OPERATOR_COLUMNS` alone, in their types."""
-    if missing := [c for c in OPERATOR_COLUMNS if c not in rows.columns]:
-        raise DraftsimError(f"operator table lacks the column(s) {', '.join(missing)}")
-    typed: dict[str, Any] = {}
-    for name, (dtype, _) in OPERATOR_COLUMNS.items():
-        try:
-            column = rows[name]
-            typed[name] = (
-                column.astype(str).to_numpy(object) if dtype == "str" else column.to_numpy(dtype)
-            )
-        except (TypeError, ValueError, OverflowError) as error:
-            raise DraftsimError(f"operator table column {name!r} is not of type {dtype}") from error
-    found = pd.DataFrame(typed)
-    if unknown := sorted(set(found["operator"]) - set(OPERATORS)):
-        raise DraftsimError(f"operator table has unknown operator(s) {', '.join(unknown)}")
-    seconds = found["seconds"].to_numpy(float)
-    if not np.isfinite(seconds).all() or (seconds < 0).any():
-        raise DraftsimError("operator table column 'seconds' holds a negative or non-finite time")
-    return found
 
 
 def rows_of(**columns: Any) -> pd.DataFrame:

@@ -17,7 +17,7 @@ from traces.acceptance.sampling import Sampling
 from traces.acceptance.trace import Trace
 from traces.errors import DraftsimError, FileError
 from traces.store.header import PathLike, meta_of, starts_of
-from traces.store.parquet import file_error, read_file, write_file
+from traces.store.parquet import columns_of, file_error, lists_of, read_file, write_file
 
 Layout = dict[str, tuple[str, tuple[int, ...]]]
 """Type and shape of one row of every array."""
@@ -210,24 +210,11 @@ def _array(
     path: PathLike, table: pa.Table, name: str, dtype: str, row: tuple[int, ...]
 ) -> npt.NDArray[Any]:
     """Return a column of numbers of exactly this type, or of lists, as an array of such rows."""
-    if name not in table.column_names:
-        raise file_error(path, f"lacks the column {name!r}")
-    column, expected = table.column(name).combine_chunks(), pa.from_numpy_dtype(np.dtype(dtype))
     if not row:
-        if column.type != expected or column.null_count:
-            raise file_error(
-                path, f"column {name!r} is of type {column.type}, expected {expected} without gaps"
-            )
-        return np.asarray(column.to_numpy(), dtype=dtype)
-    if not pa.types.is_list(column.type) or column.type.value_type != expected:
-        raise file_error(
-            path, f"column {name!r} is of type {column.type}, expected lists of {expected}"
-        )
-    values, lengths = column.flatten(), column.value_lengths()
-    width = math.prod(row)
-    if column.null_count or values.null_count or (lengths.to_numpy() != width).any():
+        return columns_of(path, table, {name: dtype})[name]
+    (found, lengths), width = lists_of(path, table, name, dtype), math.prod(row)
+    if (lengths != width).any():
         raise file_error(path, f"column {name!r} does not hold {width} values in every row")
-    found = values.to_numpy()
     if not (np.isfinite(found).all() if found.dtype.kind == "f" else (found >= -1).all()):
         raise file_error(path, f"column {name!r} holds a value that is not finite, or below -1")
     return np.asarray(found, dtype=dtype).reshape(table.num_rows, *row)

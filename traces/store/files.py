@@ -6,25 +6,38 @@ line that names the file, the field and what to do.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any, get_args
 
 import numpy as np
 import numpy.typing as npt
-import pandas as pd
 import pyarrow as pa
 
 from policies.rules.registry import RULES
 from traces.acceptance.schema import MOST_DRAFTED, MOST_TOKENS
 from traces.acceptance.trace import COLUMNS, KEYS, Request, Trace
-from traces.errors import DraftsimError, FileError
 from traces.latency.schema import CELL_COLUMNS
 from traces.latency.table import LatencyTable
 from traces.replay.rounds import ROUND_DTYPE, Fidelity, RoundLog
-from traces.store.header import PathLike, check, check_rows, is_whole, meta_of, requests_of
-from traces.store.parquet import columns_of, file_error, read_file, write_file
+from traces.store.header import (
+    PathLike,
+    check,
+    check_rows,
+    is_whole,
+    meta_of,
+    named,
+    requests_of,
+)
+from traces.store.parquet import (
+    columns_of,
+    file_error,
+    frame_of,
+    lists_of,
+    read_file,
+    table_of,
+    write_file,
+)
 
 CHECKED = "latency-check.parquet"
 """File of a run folder that keeps latencies measured between real runs."""
@@ -60,7 +73,7 @@ def read_trace(path: PathLike) -> Trace:
     sound = max_gamma is None or is_whole(max_gamma, 1, MOST_DRAFTED)
     check(path, "max_gamma", max_gamma, sound, f"null, or 1 to {MOST_DRAFTED}")
     meta, requests = meta_of(path, header), requests_of(path, header)
-    with _named(path):
+    with named(path):
         trace = Trace(columns, requests, max_gamma, meta)
     _check_ids(path, trace)
     return trace
@@ -87,13 +100,8 @@ def _check_ids(path: PathLike, trace: Trace) -> None:
 
 def write_latency(table: LatencyTable, path: PathLike) -> None:
     """Write a latency table: one row per cell, provenance in the header."""
-    arrays = {}
-    for name, (dtype, _) in CELL_COLUMNS.items():
-        if dtype == "str":
-            arrays[name] = pa.array([str(v) for v in table.cells[name]], pa.string())
-        else:
-            arrays[name] = pa.array(table.cells[name].to_numpy(dtype))
-    write_file(path, "latency", pa.table(arrays), {"meta": dict(table.meta)})
+    cells = table_of(table.cells, CELL_COLUMNS)
+    write_file(path, "latency", cells, {"meta": dict(table.meta)})
 
 
 def read_latency(path: PathLike) -> LatencyTable:
@@ -105,10 +113,9 @@ def read_latency(path: PathLike) -> LatencyTable:
         If the file is missing, damaged, of another schema or kind, or contradicts itself.
     """
     header, table = read_file(path, "latency")
-    columns = columns_of(path, table, {name: dtype for name, (dtype, _) in CELL_COLUMNS.items()})
-    meta = meta_of(path, header)
-    with _named(path):
-        return LatencyTable(pd.DataFrame(columns), meta)
+    cells, meta = frame_of(path, table, CELL_COLUMNS), meta_of(path, header)
+    with named(path):
+        return LatencyTable(cells, meta)
 
 
 _LOG_FIELDS = ("policy", "source", "verify", "fidelity", "reads", "first", "drafter")
@@ -248,19 +255,7 @@ def _calls(path: PathLike, table: pa.Table) -> npt.NDArray[np.void] | None:
     counts: npt.NDArray[Any] | None = None
     for name in CALL_FIELDS:
         column = f"calls_{name}"
-        if column not in table.column_names:
-            raise file_error(path, f"lacks the column {column!r}")
-        lists = table.column(column).combine_chunks()
-        expected = pa.from_numpy_dtype(CALL_DTYPE[name])
-        if not pa.types.is_list(lists.type) or lists.type.value_type != expected:
-            raise file_error(
-                path, f"column {column!r} is of type {lists.type}, expected lists of {expected}"
-            )
-        values = lists.flatten()
-        if lists.null_count or values.null_count:
-            raise file_error(path, f"column {column!r} has missing values")
-        parts[name] = values.to_numpy(zero_copy_only=False)
-        mine = lists.value_lengths().to_numpy(zero_copy_only=False)
+        parts[name], mine = lists_of(path, table, column, CALL_DTYPE[name])
         if counts is not None and not np.array_equal(counts, mine):
             raise file_error(path, f"column {column!r} has lists of other lengths than the others")
         counts = mine
@@ -275,16 +270,3 @@ def _calls(path: PathLike, table: pa.Table) -> npt.NDArray[np.void] | None:
         if ((calls[name] < 0) | (calls[name] > MOST_TOKENS)).any():
             raise file_error(path, f"column 'calls_{name}' holds values beyond 0 to {MOST_TOKENS}")
     return calls
-
-
-@contextmanager
-def _named(path: PathLike) -> Iterator[None]:
-    """Turn an error about an object's contents into an error of its file."""
-    try:
-        yield
-    except DraftsimError as error:
-        text = str(error)
-        named = f"{path}: {text}" if ": " in text else f"{path}: {text}: record it again"
-        raise FileError(named) from error
-    except OverflowError as error:
-        raise file_error(path, "the header holds a number beyond 64 bits") from error

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import MISSING, fields
 from reprlib import repr as shown
 from typing import Any
@@ -17,6 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from traces.acceptance.schema import MOST_TOKENS, Request
+from traces.errors import DraftsimError, FileError
 from traces.store.parquet import file_error
 
 PathLike = str | os.PathLike[str]
@@ -102,6 +104,18 @@ def check(path: PathLike, name: str, value: Any, sound: bool, expected: str) -> 
     """Raise FileError, naming the file, the header field `name` and its `value`, unless `sound`."""
     if not sound:
         raise file_error(path, f"header field {name!r} is {shown(value)}, expected {expected}")
+
+
+@contextmanager
+def named(path: PathLike, remedy: str = "record it again") -> Iterator[None]:
+    """Turn an error about an object's contents into an error of its file."""
+    try:
+        yield
+    except DraftsimError as error:
+        text = str(error)
+        raise FileError(f"{path}: {text}" + f": {remedy}" * (": " not in text)) from error
+    except OverflowError as error:
+        raise file_error(path, "the header holds a number beyond 64 bits") from error
 
 
 def meta_of(path: PathLike, header: Mapping[str, Any]) -> dict[str, Any]:

@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import os
 import re
 from functools import lru_cache
 from pathlib import Path
 
-import pandas as pd
-import pyarrow as pa
-
-from traces.errors import DraftsimError, FileError
+from traces.errors import DraftsimError
 from traces.latency.graphs import CUDAGraphs
 from traces.latency.table import LatencyTable
 from traces.operators.compose import Composer
@@ -18,23 +14,16 @@ from traces.operators.dense import NVLINK_SHARE
 from traces.operators.devices import DATA, DEVICES, find_device
 from traces.operators.shapes import Placed, find_architecture
 from traces.operators.table import OPERATOR_COLUMNS, OperatorTable
-from traces.store.parquet import columns_of, file_error, read_file, write_file
+from traces.store.header import PathLike, meta_of, named
+from traces.store.parquet import frame_of, read_file, table_of, write_file
 
 VLLM_GRAPHS = CUDAGraphs()
-PathLike = str | os.PathLike[str]
 
 
 def write_operators(table: OperatorTable, path: PathLike) -> None:
     """Write an operator table: one row per timing, provenance in the header."""
-    arrays = {}
-    for name, (dtype, _) in OPERATOR_COLUMNS.items():
-        values = table.rows[name]
-        text = dtype == "str"
-        arrays[name] = (
-            pa.array([str(v) for v in values], pa.string()) if text
-            else pa.array(values.to_numpy(dtype))
-        )  # fmt: skip
-    write_file(path, "operators", pa.table(arrays), {"meta": dict(table.meta)})
+    rows = table_of(table.rows, OPERATOR_COLUMNS)
+    write_file(path, "operators", rows, {"meta": dict(table.meta)})
 
 
 def read_operators(path: PathLike) -> OperatorTable:
@@ -46,14 +35,9 @@ def read_operators(path: PathLike) -> OperatorTable:
         If the file is missing, damaged, of another schema or kind, or contradicts itself.
     """
     header, table = read_file(path, "operators")
-    columns = columns_of(path, table, {n: dtype for n, (dtype, _) in OPERATOR_COLUMNS.items()})
-    meta = header.get("meta")
-    if not isinstance(meta, dict):
-        raise file_error(path, "header field 'meta' is missing or no table")
-    try:
-        return OperatorTable(pd.DataFrame(columns), meta)
-    except DraftsimError as error:
-        raise FileError(f"{path}: {error}: import it again") from error
+    rows, meta = frame_of(path, table, OPERATOR_COLUMNS), meta_of(path, header)
+    with named(path, "import it again"):
+        return OperatorTable(rows, meta)
 
 
 STANDS_FOR = {"h800": "h100"}

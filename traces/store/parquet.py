@@ -19,6 +19,7 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+import pandas as pd
 import pyarrow as pa
 import pyarrow.parquet as pq
 
@@ -40,6 +41,8 @@ KINDS = {
     "measured": "times of measured runs",
 }
 
+Columns = Mapping[str, tuple[str, str]]
+"""For each column of a kind of file: its type and its meaning."""
 HEADER_KEY, DIGEST_KEY = b"draftsim", b"draftsim.sha256"
 _BLANK = b"0" * 64
 _SPLIT = "BYTE_STREAM_SPLIT"
@@ -161,6 +164,42 @@ def columns_of(
             np.array(column.to_pylist(), dtype=object) if dtype == "str" else column.to_numpy()
         )
     return columns
+
+
+def table_of(frame: pd.DataFrame, columns: Columns) -> pa.Table:
+    """Return the `columns` of a frame."""
+    return pa.table({
+        name: pa.array([str(v) for v in frame[name]], pa.string()) if dtype == "str"
+        else pa.array(frame[name].to_numpy(dtype))
+        for name, (dtype, _) in columns.items()
+    })  # fmt: skip
+
+
+def frame_of(path: str | os.PathLike[str], table: pa.Table, columns: Columns) -> pd.DataFrame:
+    """Return the frame of which `table_of` made a table; FileError as `columns_of`."""
+    dtypes = {name: dtype for name, (dtype, _) in columns.items()}
+    return pd.DataFrame(columns_of(path, table, dtypes))
+
+
+def lists_of(
+    path: str | os.PathLike[str], table: pa.Table, name: str, dtype: npt.DTypeLike
+) -> tuple[npt.NDArray[Any], npt.NDArray[Any]]:
+    """Return the values of a column of lists, one list after another, and the lists' lengths.
+
+    Raises FileError as `columns_of` does.
+    """
+    if name not in table.column_names:
+        raise file_error(path, f"lacks the column {name!r}")
+    lists, expected = table.column(name).combine_chunks(), pa.from_numpy_dtype(np.dtype(dtype))
+    if not pa.types.is_list(lists.type) or lists.type.value_type != expected:
+        raise file_error(
+            path, f"column {name!r} is of type {lists.type}, expected lists of {expected}"
+        )
+    values = lists.flatten()
+    if lists.null_count or values.null_count:
+        raise file_error(path, f"column {name!r} has missing values")
+    found, lengths = (a.to_numpy(zero_copy_only=False) for a in (values, lists.value_lengths()))
+    return found, lengths
 
 
 def read_meta(path: str | os.PathLike[str]) -> dict[str, Any]:
