@@ -69,19 +69,14 @@ class Guarded:
         return getattr(self._token, name)
 
 
-def guarded(kind: type[T], reads: Collection[str]) -> type[T]:
-    """Return `kind`, a class of drafted tokens with slots, without the signals outside `reads`.
+def guarded(kind: type[T], declared: Collection[str], declared_in: str = "reads") -> type[T]:
+    """Return `kind`, a class with slots, without the signals that are not `declared`.
 
-    Signals in `reads` are read as fast as in `kind` itself, so a replay's inner loop is not slowed
-    down; a value given for another signal is dropped.
+    With ``declared_in="needs"`` it is a class of target scores.  What is declared is read as fast as
+    in `kind` itself, so a replay's inner loop is not slowed down; a value given for anything else
+    is dropped.
     """
-    made: type[T] = _guarded(kind, frozenset(reads), "reads")  # type: ignore[arg-type]
-    return made
-
-
-def guarded_scores(kind: type[T], needs: Collection[str]) -> type[T]:
-    """Return `kind`, a class of target scores with slots, without those outside `needs`."""
-    made: type[T] = _guarded(kind, frozenset(needs), "needs")  # type: ignore[arg-type]
+    made: type[T] = _guarded(kind, frozenset(declared), declared_in)  # type: ignore[arg-type]
     return made
 
 

@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 
-from policies.batch.engines import GRAPHS, GraphAware, SGLangThroughput, TensorRTLLM
+from policies.batch.confidence import CAPTURED
+from policies.batch.engines import GraphAware, SGLangThroughput, TensorRTLLM
 from policies.checks import check_policy
 from policies.core import Load, Round
 from tests.batch_rounds import loads, outcomes
@@ -115,10 +116,10 @@ def test_a_draft_fills_the_graph_that_it_is_padded_to() -> None:
     policy = GraphAware(gamma=3, gamma_max=8)
     for batch in (1, 2, 3, 5, 7, 8, 20, 64, 100, 128):
         k = policy.plan([Load(batch, 10)] * batch)
-        padded = next(size for size in GRAPHS if size >= min(batch * 4, GRAPHS[-1]))
+        padded = next(size for size in CAPTURED if size >= min(batch * 4, CAPTURED[-1]))
         assert batch * (k + 1) <= padded
         assert k == 8 or batch * (k + 2) > padded
-        assert k >= 3 or batch * 4 > GRAPHS[-1]
+        assert k >= 3 or batch * 4 > CAPTURED[-1]
     # 7 requests: 28 tokens are padded to 32, which 3 drafts leave four tokens of.
     assert policy.plan([Load(7, 10)] * 7) == 3
     assert GraphAware(3, 8, [64]).plan([Load(8, 10)] * 8) == 7

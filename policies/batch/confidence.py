@@ -235,6 +235,10 @@ def graph_sizes(largest: int) -> npt.NDArray[np.int64]:
     return np.array(sorted({*(n for n in sizes if n <= largest), largest}))
 
 
+CAPTURED: tuple[int, ...] = tuple(graph_sizes(512).tolist())
+"""Tokens of the CUDA graphs that vLLM captures by default."""
+
+
 def _survivals(
     chances: Sequence[Sequence[float]],
 ) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.int64]]:

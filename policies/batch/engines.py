@@ -8,6 +8,8 @@ from collections.abc import Hashable, Mapping, Sequence
 from typing import Any
 
 from policies.batch.base import BatchPolicy, IterationCost, KeptInStep, TextbookCost
+from policies.batch.confidence import CAPTURED
+from policies.batch.sglang import candidate_steps
 from policies.batch.tables import counted
 from policies.core import Load, Round
 from policies.parameters import ordered, whole, within
@@ -63,7 +65,8 @@ class SGLangThroughput(KeptInStep):
             whole(name, settings[name], 1)
         within("switch_hysteresis", settings["switch_hysteresis"], 0, float("inf"))
         self._settings = settings
-        self._slots = {int(k): _candidates(k, v) for k, v in given.items() if str(k).isdigit()}
+        slots = {k: v for k, v in given.items() if str(k).isdigit()}
+        self._slots = {int(k): candidate_steps(k, slot, 1) for k, slot in slots.items()}
         if not self._slots:
             raise ValueError('config has no slot such as {"1": {"candidate_steps": [1,3]}}')
         every = sorted({step for steps in self._slots.values() for step in steps})
@@ -123,15 +126,6 @@ class SGLangThroughput(KeptInStep):
             context = float(self._settings["profile_run_seq_len"])
             self._profile[batch, steps] = cost(batch, steps, batch * (steps + 1), context)
         return self._profile[batch, steps]
-
-
-def _candidates(key: object, entry: Any) -> list[int]:
-    steps = entry.get("candidate_steps") if isinstance(entry, Mapping) else None
-    if not steps or not isinstance(steps, list | tuple):
-        raise ValueError(f"config slot {key}: candidate_steps is {steps!r}, expected a list")
-    for step in steps:
-        whole(f"config slot {key}: candidate_steps", step, 1)
-    return sorted(set(steps))
 
 
 class TensorRTLLM(KeptInStep):
@@ -209,10 +203,6 @@ class TensorRTLLM(KeptInStep):
             self._running[request] = accepted + outcome.accepted, rounds + 1
 
 
-GRAPHS = (1, 2, 4, *range(8, 257, 8), *range(272, 513, 16))
-"""Tokens of the CUDA graphs that vLLM captures by default."""
-
-
 class GraphAware(BatchPolicy):
     """The longest draft that costs no larger CUDA graph than `gamma` does.
 
@@ -239,7 +229,7 @@ class GraphAware(BatchPolicy):
         self.gamma = gamma
         self.gamma_max = gamma_max
         self.graphs = graphs
-        self._sizes: list[int] = sorted(GRAPHS if graphs is None else graphs)
+        self._sizes: list[int] = sorted(CAPTURED if graphs is None else graphs)
         if not self._sizes:
             raise ValueError("graphs is empty, expected captured sizes")
         for size in self._sizes:

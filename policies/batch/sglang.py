@@ -125,12 +125,7 @@ class _Slot:
             whole(f"config slot {size}: {name}", settings[name], least)
         for name, bounds in NUMBERS.items():
             within(f"config slot {size}: {name}", settings[name], *bounds)
-        steps = settings.get("candidate_steps")
-        if not steps or not isinstance(steps, list | tuple):
-            raise ValueError(f"config slot {size}: candidate_steps is {steps!r}, expected a list")
-        for step in steps:
-            whole(f"config slot {size}: candidate_steps", step, 0)
-        self.candidates: list[int] = sorted(set(steps))
+        self.candidates = candidate_steps(size, settings, 0)
         middle = self.candidates[len(self.candidates) // 2]
         self.steps: int = initial_steps if initial_steps in self.candidates else middle
         self.average = float(self.steps - 1)
@@ -181,6 +176,18 @@ class _Slot:
             while i > 0 and candidates[i] > ceiling:
                 i -= 1
         return candidates[i]
+
+
+def candidate_steps(size: object, slot: Any, least: int) -> list[int]:
+    """Return the candidates of a slot of SGLang's configuration, rising; ValueError if it has
+    none.
+    """
+    steps = slot.get("candidate_steps") if isinstance(slot, Mapping) else None
+    if not steps or not isinstance(steps, list | tuple):
+        raise ValueError(f"config slot {size}: candidate_steps is {steps!r}, expected a list")
+    for step in steps:
+        whole(f"config slot {size}: candidate_steps", step, least)
+    return sorted(set(steps))
 
 
 @dataclass

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from policies.core import Load
-from policies.guard import Guarded, UndeclaredSignal, guarded_scores
+from policies.guard import Guarded, UndeclaredSignal, guarded
 from policies.rules.base import VerifyRule
 from profiler.decoding.tokens import ModelToken
 from profiler.models.runner import Runner
@@ -74,7 +74,7 @@ def judge(
         side = numbers_of(proposal, drafted, sampling).stack()  # (count, 7)
         parts.append(torch.cat([side, torch.zeros_like(side[:1])]))
     rows = torch.cat([part.double() for part in parts], dim=1).tolist()
-    score = guarded_scores(RecordedScore, rule.needs)
+    score = guarded(RecordedScore, rule.needs, "needs")
     scores = []
     for token, row in zip(draft, rows, strict=False):
         pick, top1, top2, lse, entropy, logit, rank, drafted_id, match = row[:9]

@@ -11,12 +11,11 @@ import numpy.typing as npt
 import pandas as pd
 
 from policies.arrays import Floats
+from policies.batch.confidence import CAPTURED
 from traces.errors import DraftsimError
-from traces.latency.schema import CELL_COLUMNS
+from traces.latency.schema import cells_of
 from traces.latency.table import LatencyTable
 
-CAPTURED = (1, 2, 4, *range(8, 256, 8), *range(256, 513, 16))
-"""Tokens that vLLM captures CUDA graphs for, by default."""
 MODES = ("FULL", "PIECEWISE", "NONE")
 WIDEST = 64
 """New tokens a sequence up to which a pass is a decoding one, and padded."""
@@ -169,12 +168,7 @@ class CUDAGraphs:
                     "sequences were): give sizes that are closer together"
                 )
             seconds = latency.seconds(model, phase, batch=run, new_tokens=n, context=c * b / run)
-            values = {
-                "model": model, "phase": phase, "batch": b.astype(int),
-                "new_tokens": n.astype(int), "context": c.astype(int), "median_s": seconds,
-                "spread_s": 0.0, "repeats": 0,
-            }  # fmt: skip
-            parts.append(pd.DataFrame(values)[list(CELL_COLUMNS)])
+            parts.append(cells_of(model, phase, b, n, c, seconds))
             kept = kept.drop(few.index)
         cells = pd.concat([kept, *parts], ignore_index=True)
         return LatencyTable(cells, {**latency.meta, **self.meta()})

@@ -6,8 +6,10 @@ from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import pandas as pd
 
+from policies.arrays import Floats
 from traces.acceptance.schema import MOST_TOKENS
 from traces.errors import DraftsimError
 
@@ -98,6 +100,20 @@ def checked_cells(cells: pd.DataFrame) -> pd.DataFrame:
             value = int(cells[name].min())
             raise DraftsimError(f"latency table column {name!r} holds {value}, not >= {least}")
     return cells
+
+
+def cells_of(
+    model: str, phase: str, batch: Floats, new_tokens: Floats, context: Floats, seconds: Floats,
+    repeats: npt.ArrayLike = 0,
+) -> pd.DataFrame:  # fmt: skip
+    """Return cells of a step at many sizes, of times that were not repeated unless `repeats`
+    says so.
+    """
+    values = (
+        model, phase, batch.astype(int), new_tokens.astype(int), context.astype(int), seconds, 0.0,
+        np.broadcast_to(repeats, len(batch)).astype(int),
+    )  # fmt: skip
+    return pd.DataFrame(dict(zip(CELL_COLUMNS, values, strict=True)))
 
 
 def typed(frame: pd.DataFrame, columns: Mapping[str, tuple[str, str]], what: str) -> pd.DataFrame:

@@ -22,7 +22,7 @@ import pandas as pd
 from policies.arrays import Floats
 from traces.errors import DraftsimError
 from traces.latency.graphs import CUDAGraphs
-from traces.latency.schema import CELL_COLUMNS
+from traces.latency.schema import cells_of
 from traces.latency.table import LatencyTable
 from traces.operators.attention import AttentionOperators, heads_of
 from traces.operators.dense import (
@@ -215,22 +215,22 @@ class Composer:
         parts = []
         b, n, c = _grid(batches, WIDTHS, CONTEXTS)
         timed = covered(self.steps, placed, b, n, c)
-        parts.append(_cells(role, "forward", b, n, c, self.pass_s(placed, b, n, c), timed))
+        parts.append(cells_of(role, "forward", b, n, c, self.pass_s(placed, b, n, c), timed))
         if role == "target":
             narrow = n <= VERIFIED
             b1, n1, c1 = b[narrow], n[narrow], c[narrow]
             aside = self.pass_s(placed, b1, n1, c1, with_prompts=True)
-            parts.append(_cells(role, "with_prompts", b1, n1, c1, aside))
+            parts.append(cells_of(role, "with_prompts", b1, n1, c1, aside))
         few = np.isin(b, (1, 2, 4, 8, 16, 32, 64, 128)) & (n <= VERIFIED)
         b, n, c = b[few], n[few], c[few]
-        parts.append(_cells(role, "layer", b, n, c, self.layer_s(placed, b, n, c)))
+        parts.append(cells_of(role, "layer", b, n, c, self.layer_s(placed, b, n, c)))
         first = c == 0
         b, n, c = b[first], n[first], c[first]
-        parts.append(_cells(role, "head", b, n, c, self.head_s(placed, b * n)))
+        parts.append(cells_of(role, "head", b, n, c, self.head_s(placed, b * n)))
         b, n, c = _grid((1, 2, 3, 4, 6, 8, 16), PROMPTS, (0,))
         prompts = self.factors.of(self.parts(placed, b, n, c))
         timed = covered(self.steps, placed, b, n, c)
-        parts.append(_cells(role, "prefill", b, n, c, prompts, timed))
+        parts.append(cells_of(role, "prefill", b, n, c, prompts, timed))
         return pd.concat(parts, ignore_index=True)
 
     def table(
@@ -322,15 +322,3 @@ def _grid(
     )
     kept = b * n <= MOST_TOKENS
     return b[kept], n[kept], c[kept]
-
-
-def _cells(
-    role: str, phase: str, b: Floats, n: Floats, c: Floats, seconds: Floats,
-    timed: npt.ArrayLike = 0,
-) -> pd.DataFrame:  # fmt: skip
-    values = {
-        "model": role, "phase": phase, "batch": b.astype(int), "new_tokens": n.astype(int),
-        "context": c.astype(int), "median_s": seconds, "spread_s": 0.0,
-        "repeats": np.broadcast_to(timed, len(b)).astype(int),
-    }  # fmt: skip
-    return pd.DataFrame(values)[list(CELL_COLUMNS)]

@@ -189,11 +189,7 @@ class DenseOperators:
     def _timed(
         self, operator: str, model: Architecture, shared: int
     ) -> tuple[Curve, int, bool] | None:
-        alike = _alike_head(model) if operator in ("lm_head", "sampler") else _alike(model)
-        if operator in ("embedding", "final_norm"):
-            alike = [m.name for m in ARCHITECTURES.values() if m.hidden == model.hidden]
-            alike.sort(key=lambda name: name != model.name)
-        for name in alike:
+        for name in _alike(model, operator):
             if (found := self._curves.get((operator, name, shared))) is not None:
                 return found
         return None
@@ -294,16 +290,15 @@ def experts_reached(model: Architecture, tokens: Floats) -> Floats:
     return np.asarray(np.clip(reached, model.experts_per_token, model.experts))
 
 
-def _alike(model: Architecture) -> list[str]:
-    """Return models whose layers have the same sizes, itself first."""
-    same = [m.name for m in ARCHITECTURES.values() if m.layer_shape == model.layer_shape]
-    return sorted(same, key=lambda name: name != model.name)
+def _alike(model: Architecture, operator: str = "") -> list[str]:
+    """Return models with the same sizes of an operator, by default of a layer; itself first."""
 
+    def sizes(one: Architecture) -> tuple[int | bool, ...]:
+        if operator in ("lm_head", "sampler"):
+            return one.hidden, one.vocab
+        return (one.hidden,) if operator in ("embedding", "final_norm") else one.layer_shape
 
-def _alike_head(model: Architecture) -> list[str]:
-    same = [
-        m.name for m in ARCHITECTURES.values() if (m.hidden, m.vocab) == (model.hidden, model.vocab)
-    ]
+    same = [m.name for m in ARCHITECTURES.values() if sizes(m) == sizes(model)]
     return sorted(same, key=lambda name: name != model.name)
 
 

@@ -6,7 +6,7 @@ from collections.abc import Collection, Sequence
 from typing import Any
 from weakref import WeakKeyDictionary
 
-from policies.guard import SCORES, guarded_scores
+from policies.guard import SCORES, guarded
 from policies.rules.base import ExactMatch, VerifyRule
 from policies.rules.registry import describe_rule
 from traces.acceptance.tape import Rows
@@ -57,7 +57,7 @@ class ScoreTape:
         """
         key = frozenset(needs)
         if (scores := self._kept.get(key)) is None:
-            kind, names = guarded_scores(RecordedScore, key), [n for n in SCORES if n in key]
+            kind, names = guarded(RecordedScore, key, "needs"), [n for n in SCORES if n in key]
             column = self._columns.__getitem__
             scores = self._kept[key] = Rows(kind, names, len(self.verdicts), column)
         return scores

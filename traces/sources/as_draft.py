@@ -102,14 +102,14 @@ def drafted_latency(
     return table.assumed_batch_free("draft") if batch_free else table
 
 
-def in_the_drafts_place(latency: LatencyTable, drafter: str) -> LatencyTable:
+def in_the_drafts_place(latency: LatencyTable, drafter: str, name: str = "") -> LatencyTable:
     """Return `latency` with the passes of its model `drafter` instead of the draft model's.
 
-    Raises DraftsimError if it has none.
+    Rounds know it as `name`, by default its own.  Raises DraftsimError if it has none.
     """
     cells = latency.cells
     own = cells[(cells["model"] == latency.drafter(drafter)) & cells["phase"].isin(PASSES)]
-    return standing_in(latency, cells, own, drafter)
+    return standing_in(latency, cells, own, name or drafter)
 
 
 def in_an_engine(latency: LatencyTable, drafter: str, name: str) -> LatencyTable:
@@ -124,10 +124,7 @@ def in_an_engine(latency: LatencyTable, drafter: str, name: str) -> LatencyTable
             f"the engine's latencies are those of {own}, not of {drafter}: "
             f"`draftsim profile engine --eagle {drafter}`"
         )
-    cells = latency.cells
-    return standing_in(
-        latency, cells, cells[(cells["model"] == "draft") & cells["phase"].isin(PASSES)], name
-    )
+    return in_the_drafts_place(latency, "draft", name)
 
 
 def standing_in(

@@ -148,8 +148,5 @@ class StartReplay(SourceReplay):
         """Return the recorded draft at this offset from here."""
         at = self.row0 + self.position, offset
         token = int(self._tokens[at])
-        prob, entropy, margin, prob_margin, top, raw = self.recording.columns[at].tolist()
-        return RecordedToken(
-            token, token in self.eos, prob, entropy, margin, prob_margin, top_prob=top,
-            raw_prob=raw,
-        )  # fmt: skip
+        # In the order of a token's fields.
+        return RecordedToken(token, token in self.eos, *self.recording.columns[at].tolist())

@@ -174,11 +174,9 @@ class TreeReplay(SourceReplay):
         else:
             self.calls.add(DRAFTER, self.position - self._ran)
             self._ran = self.position
+        # In the order of a token's fields.
         read = record.columns[self._row0 + self.position, layer].tolist()
-        prob, entropy, margin, prob_margin, top, raw = read
-        return RecordedToken(
-            -1, False, prob, entropy, margin, prob_margin, top_prob=top, raw_prob=raw
-        )
+        return RecordedToken(-1, False, *read)
 
     def verify(self, draft: Sequence[Any]) -> int:
         """Verify in one pass over the last token and the best nodes; the path it agrees with is
