@@ -7,9 +7,8 @@ from policies.batch.confidence import (
     ConfidenceScheduled,
 )
 from policies.batch.goodput import Goodput, TurboSpec
-from policies.batch.hysteresis import BatchTableHysteresis
 from policies.batch.sglang import SGLangAdaptive
-from policies.batch.tables import BatchTable, DisableByBatchSize
+from policies.batch.tables import BatchTable, BatchTableHysteresis, DisableByBatchSize
 from policies.checks import PolicyError, check_policy
 from policies.confidence import CMASDConfidence
 from policies.core import DraftPolicy, DraftToken, Load, Round, speculate

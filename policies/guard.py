@@ -72,9 +72,9 @@ class Guarded:
 def guarded(kind: type[T], declared: Collection[str], declared_in: str = "reads") -> type[T]:
     """Return `kind`, a class with slots, without the signals that are not `declared`.
 
-    With ``declared_in="needs"`` it is a class of target scores.  What is declared is read as fast as
-    in `kind` itself, so a replay's inner loop is not slowed down; a value given for anything else
-    is dropped.
+    With ``declared_in="needs"`` it is a class of target scores.  What is declared is read as fast
+    as in `kind` itself, so a replay's inner loop is not slowed down; a value given for anything
+    else is dropped.
     """
     made: type[T] = _guarded(kind, frozenset(declared), declared_in)  # type: ignore[arg-type]
     return made

@@ -16,9 +16,8 @@ from policies.batch.confidence import (
 )
 from policies.batch.engines import GraphAware, SGLangThroughput, TensorRTLLM
 from policies.batch.goodput import Goodput, TurboSpec
-from policies.batch.hysteresis import BatchTableHysteresis
 from policies.batch.sglang import SGLangAdaptive
-from policies.batch.tables import BatchTable, DisableByBatchSize
+from policies.batch.tables import BatchTable, BatchTableHysteresis, DisableByBatchSize
 from policies.core import DraftPolicy
 from policies.lengths.bandit import EXP3Spec, UCBSpec
 from policies.lengths.basic import Autoregressive, Fixed, Oracle

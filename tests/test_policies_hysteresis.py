@@ -9,8 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from policies.batch.hysteresis import BatchTableHysteresis
-from policies.batch.tables import BatchTable
+from policies.batch.tables import BatchTable, BatchTableHysteresis
 from policies.core import Load
 from policies.registry import parse_serving_policy
 from simulator.serving import ClosedLoop, Limits, Poisson, Scenario, simulate

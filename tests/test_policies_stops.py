@@ -20,7 +20,7 @@ from policies import (
     GammaTunePlus,
     SpecDecPP,
 )
-from policies.lengths.threshold import AdaptiveThreshold
+from policies.lengths.draft_and_verify import AdaptiveThreshold
 from tests.policy_rounds import Token, one_round, sent
 
 

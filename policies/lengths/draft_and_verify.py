@@ -1,14 +1,20 @@
-"""Draft&Verify's adaptive exit: a confidence threshold that seeks an acceptance rate."""
+"""Draft&Verify's adaptive exit: a confidence threshold that seeks an acceptance rate.
+
+AdaEDL (`policies.lengths.entropy`) moves its threshold in the same way.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+
+from policies.arrays import Bools, Floats, Ints
 from policies.core import DraftPolicy, Round
-from policies.lengths.threshold import AdaptiveThreshold, ThresholdState
 from policies.parameters import whole, within
-from policies.vectorised import Signal, VectorisedPlan
+from policies.vectorised import Signal, VectorisedPlan, VectorisedState
 
 
 class DraftAndVerify(DraftPolicy):
@@ -40,12 +46,7 @@ class DraftAndVerify(DraftPolicy):
         rate_memory: float = 0.5,
         value_memory: float = 0.9,
     ) -> None:
-        within("threshold", threshold, 0, 1)
         whole("gamma_max", gamma_max, 1)
-        within("target", target, 0, 1)
-        within("step", step, 0, 1)
-        within("rate_memory", rate_memory, 0, 1)
-        within("value_memory", value_memory, 0, 1)
         self.threshold = threshold
         self.gamma_max = gamma_max
         self.target = target
@@ -73,3 +74,105 @@ class DraftAndVerify(DraftPolicy):
             state=ThresholdState.of(self._threshold, self.gamma_max, by_accepted=False),
             watch=Signal("raw_prob"),
         )
+
+
+class AdaptiveThreshold:
+    """Moves a stop threshold towards a target acceptance rate (Zhang et al. 2024, eq. 4).
+
+    After a round with A of n accepted:
+
+    * rate <- b1 rate + (1 - b1) A / n;
+    * wish = value + step if rate < target; value if the draft was at its maximum; else
+      value - step;
+    * value <- b2 value + (1 - b2) wish.
+
+    Parameters
+    ----------
+    value:
+        Initial threshold.
+    target, step:
+        Acceptance rate aimed at, and the size of a step.
+    rate_memory, value_memory:
+        b1 and b2 above, in [0, 1].
+    rate:
+        Initial rate; the released code starts at 0.
+    """
+
+    __slots__ = ("rate", "rate_memory", "step", "target", "value", "value_memory")
+
+    def __init__(
+        self,
+        value: float,
+        target: float = 0.9,
+        step: float = 0.01,
+        rate_memory: float = 0.5,
+        value_memory: float = 0.9,
+        rate: float = 0.0,
+    ) -> None:
+        within("threshold", value, 0, 1)
+        within("target", target, 0, 1)
+        within("step", step, 0, 1)
+        within("rate_memory", rate_memory, 0, 1)
+        within("value_memory", value_memory, 0, 1)
+        self.value = value
+        self.target = target
+        self.step = step
+        self.rate_memory = rate_memory
+        self.value_memory = value_memory
+        self.rate = rate
+
+    def update(self, drafted: int, accepted: int, at_maximum: bool) -> None:
+        """Take in a round; one without a draft changes nothing."""
+        if not drafted:
+            return
+        self.rate = self.rate_memory * self.rate + (1 - self.rate_memory) * accepted / drafted
+        if self.rate < self.target:
+            wish = self.value + self.step
+        elif at_maximum:
+            wish = self.value
+        else:
+            wish = self.value - self.step
+        self.value = self.value_memory * self.value + (1 - self.value_memory) * wish
+
+
+@dataclass
+class ThresholdState(VectorisedState):
+    """The thresholds of many runs, of which each drafts at most `longest` tokens.
+
+    ``by_accepted``: a draft counts as at its maximum where that many tokens were accepted,
+    not where they were drafted.
+    """
+
+    value: Floats
+    rate: Floats
+    target: Floats
+    step: Floats
+    rate_memory: Floats
+    value_memory: Floats
+    longest: Ints
+    by_accepted: Bools
+
+    @classmethod
+    def of(cls, threshold: AdaptiveThreshold, longest: int, by_accepted: bool) -> ThresholdState:
+        t = threshold
+        scalars: Any = (
+            t.value, t.rate, t.target, t.step, t.rate_memory, t.value_memory, longest, by_accepted
+        )  # fmt: skip
+        return cls(*scalars)
+
+    def caps(self) -> Ints:
+        return self.longest
+
+    def thresholds(self) -> Floats:
+        return self.value
+
+    def observe(self, drafted: Ints, accepted: Ints) -> None:
+        tried = drafted > 0
+        share = (1 - self.rate_memory) * accepted / np.maximum(drafted, 1)
+        rate = self.rate_memory * self.rate + share
+        at_maximum = np.where(self.by_accepted, accepted, drafted) == self.longest
+        lower = np.where(at_maximum, self.value, self.value - self.step)
+        wish = np.where(rate < self.target, self.value + self.step, lower)
+        value = self.value_memory * self.value + (1 - self.value_memory) * wish
+        self.rate = np.where(tried, rate, self.rate)
+        self.value = np.where(tried, value, self.value)

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from policies.core import DraftPolicy, Round
-from policies.lengths.threshold import AdaptiveThreshold, ThresholdState
+from policies.lengths.draft_and_verify import AdaptiveThreshold, ThresholdState
 from policies.parameters import flag, whole, within
 from policies.vectorised import EntropyAbove, EntropyBound, VectorisedPlan
 
@@ -86,13 +86,8 @@ class AdaEDL(DraftPolicy):
         initial_rate: float = 0.0,
         keep_trigger_token: bool = True,
     ) -> None:
-        within("threshold", threshold, 0, 1)
         within("entropy_scale", entropy_scale, 0)
         whole("gamma_max", gamma_max, 1)
-        within("target", target, 0, 1)
-        within("step", step, 0, 1)
-        within("rate_memory", rate_memory, 0, 1)
-        within("value_memory", value_memory, 0, 1)
         within("initial_rate", initial_rate, 0, 1)
         flag("keep_trigger_token", keep_trigger_token)
         self.threshold = threshold
