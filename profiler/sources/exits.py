@@ -240,19 +240,6 @@ class SourceDecoder(Emitting, ABC):
         return accepted, tokens[: accepted + 1]
 
 
-class ExitToken(ModelToken):
-    """A drafted token that knows at which layer it exited."""
-
-    __slots__ = ("exit_layer",)
-
-    def __init__(
-        self, device_id: Tensor, logits: Tensor, sampling: Sampling, eos: frozenset[int],
-        exit_layer: int,
-    ) -> None:  # fmt: skip
-        super().__init__(device_id, logits, sampling, eos or None)
-        self.exit_layer = exit_layer
-
-
 class ExitDecoder(SourceDecoder):
     """Decodes one prompt, drafting after some layers of the target.  Define `draft`.
 
@@ -363,7 +350,7 @@ class EarlyExitDecoder(ExitDecoder):
         super().__init__(target, source, begin)
 
     @torch.inference_mode()
-    def draft(self, so_far: Sequence[Any]) -> ExitToken | None:
+    def draft(self, so_far: Sequence[Any]) -> ModelToken | None:
         """Run the last token until a head is confident; None at the depth bound."""
         self._enter(so_far[-1].device_id if so_far else self._last)
         for at, layer, heat in self._exits:
@@ -371,15 +358,15 @@ class EarlyExitDecoder(ExitDecoder):
             logits = self._target.project(self._heads.states(at, self._states[-1]))  # (1, vocab)
             self.calls.add(EXIT_HEAD, 1)
             if float(log_confidence(logits, heat)) >= self._threshold:
-                return self._token(logits, at, layer, so_far)
+                return self._token(logits, at, so_far)
         self._run(self._ledger.deepen(self._deepest))
         return None
 
-    def _token(self, logits: Tensor, at: int, layer: int, so_far: Sequence[Any]) -> ExitToken:
+    def _token(self, logits: Tensor, at: int, so_far: Sequence[Any]) -> ModelToken:
         if self._draws is None:
-            return ExitToken(logits.argmax(-1), logits, GREEDY, self.eos, layer)
+            return ModelToken(logits.argmax(-1), logits, GREEDY, self.eos or None)
         drawn = self._draws.propose(logits, at, len(self.output), so_far)
-        return ExitToken(drawn, logits, self._draws.sampling, self.eos, layer)
+        return ModelToken(drawn, logits, self._draws.sampling, self.eos or None)
 
 
 class KangarooDecoder(ExitDecoder):
@@ -435,7 +422,7 @@ class KangarooDecoder(ExitDecoder):
         return target.logits(hidden[-1:])
 
     @torch.inference_mode()
-    def draft(self, so_far: Sequence[Any]) -> ExitToken:
+    def draft(self, so_far: Sequence[Any]) -> ModelToken:
         """Run the last token to the exit, and the adapter over what it lacks."""
         self._enter(so_far[-1].device_id if so_far else self._last)
         self._run(self._ledger.deepen(self._exit))
@@ -445,7 +432,7 @@ class KangarooDecoder(ExitDecoder):
         self._pending.clear()
         logits = self._target.project(states[-1:])
         self.calls.add(ADAPTER, width)
-        return ExitToken(logits.argmax(-1), logits, GREEDY, self.eos, self._exit)
+        return ModelToken(logits.argmax(-1), logits, GREEDY, self.eos or None)
 
     def verify(self, draft: Sequence[Any]) -> int:
         """Verify as every exit does; what was refused leaves nothing for the adapter to take in."""

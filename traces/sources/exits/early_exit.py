@@ -41,16 +41,6 @@ from traces.sources.exits.recording import ExitRecording, ExitSetting, depth_lay
 from traces.sources.recording import DRAWN, LOGITS, Recordings, read_columns
 
 
-class RecordedExitToken(RecordedToken):
-    """A drafted token that knows at which layer it exited."""
-
-    __slots__ = ("exit_layer",)
-
-    def __init__(self, exit_layer: int, *recorded: Any) -> None:
-        super().__init__(*recorded)
-        self.exit_layer = exit_layer
-
-
 class ExitStep(NamedTuple):
     """The source's step at a node."""
 
@@ -107,12 +97,11 @@ class ExitTape:
             return ExitStep(None, len(self.used), self.deepest)
         record = self.recording
         token = int(record["argmax"][node, at])
-        layer = record.exit_layers[at]
         signals = record.columns[node, at].tolist()  # in the order of a token's fields
         if self._raw_unknown:
             signals[-1] = None
-        made = RecordedExitToken(layer, token, token in self.eos, *signals)
-        return ExitStep(made, self.used.index(at) + 1, layer)
+        made = RecordedToken(token, token in self.eos, *signals)
+        return ExitStep(made, self.used.index(at) + 1, record.exit_layers[at])
 
 
 class EarlyExitReplay(SourceReplay):
