@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from difflib import get_close_matches
 from importlib.util import find_spec
 
 from policies.errors import DraftsimError as DraftsimError  # noqa: PLC0414
@@ -37,6 +38,12 @@ def missing_for(error: Exception) -> list[str]:
     if isinstance(error, ImportError) or "transformers" in sys.modules:
         return [package for package in EXTRAS["profile"] if find_spec(package) is None]
     return []
+
+
+def nearest(name: str, names: Iterable[str], cutoff: float = 0.4) -> str:
+    """Return the hint of a message about a name that `names` does not hold; empty if none is near."""
+    close = get_close_matches(name, list(names), n=1, cutoff=cutoff)
+    return f" (did you mean {close[0]!r}?)" if close else ""
 
 
 class FileError(DraftsimError):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -12,7 +11,7 @@ import numpy.typing as npt
 
 from policies.json_text import parse_json
 from simulator.published import published_rows
-from traces.errors import DraftsimError
+from traces.errors import DraftsimError, nearest
 from traces.operators.shapes import ARCHITECTURES, Architecture
 
 
@@ -100,10 +99,9 @@ def find_format(name: str) -> WeightFormat:
     text = _ALIASES.get(text, text)
     if text in FORMATS:
         return FORMATS[text]
-    close = difflib.get_close_matches(text, FORMATS, n=1, cutoff=0.3)
-    hint = f" (did you mean {close[0]!r}?)" if close else ""
     raise DraftsimError(
-        f"{name!r} is no weight format known here{hint}: expected of {', '.join(FORMATS)}"
+        f"{name!r} is no weight format known here{nearest(text, FORMATS, 0.3)}: expected of "
+        f"{', '.join(FORMATS)}"
     )
 
 

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import csv
-import difflib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from traces.errors import DraftsimError
+from traces.errors import DraftsimError, nearest
 
 DATA = Path(__file__).parent / "data"
 
@@ -91,8 +90,7 @@ def find_device(name: str) -> Device:
     ):
         if text.startswith(key) and not any(other in text for other in others):
             return DEVICES[_ALIASES.get(key, key.removesuffix("-blackwell-server"))]
-    close = difflib.get_close_matches(text, DEVICES, n=1, cutoff=0.3)
-    hint = f" (did you mean {close[0]!r}?)" if close else ""
     raise DraftsimError(
-        f"device {name!r} has no data-sheet entry{hint}: the known ones are {', '.join(DEVICES)}"
+        f"device {name!r} has no data-sheet entry{nearest(text, DEVICES, 0.3)}: the known ones are "
+        f"{', '.join(DEVICES)}"
     )

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import csv
-import difflib
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
-from traces.errors import DraftsimError
+from traces.errors import DraftsimError, nearest
 from traces.operators.devices import DATA
 
 BYTES = 2
@@ -150,11 +149,10 @@ def find_architecture(name: str) -> Architecture:
     for known in ARCHITECTURES.values():
         if text in (known.name, known.hub.lower().rpartition("/")[2]):
             return known
-    close = difflib.get_close_matches(text, ARCHITECTURES, n=1, cutoff=0.5)
-    hint = f" (did you mean {close[0]!r}?)" if close else ""
     raise DraftsimError(
-        f"no model {name!r} is known by its sizes{hint}: traces/operators/data/models.csv holds "
-        f"those of {len(ARCHITECTURES)} models, and takes more"
+        f"no model {name!r} is known by its sizes{nearest(text, ARCHITECTURES, 0.5)}: "
+        f"traces/operators/data/models.csv holds those of {len(ARCHITECTURES)} models, and takes "
+        "more"
     )
 
 

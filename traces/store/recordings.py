@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import difflib
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from traces.acceptance.trace import Trace
 from traces.digits import counted
-from traces.errors import DraftsimError, FileError
+from traces.errors import DraftsimError, FileError, nearest
 from traces.latency.table import LatencyTable
 from traces.store.files import read_latency, read_trace
 from traces.store.identity import check_folder, engine_head, model_in, model_label, names_of
@@ -196,7 +195,7 @@ def parse_latency(text: str) -> LatencyTable:
         if not equals:
             raise DraftsimError(f"latency {text!r} has the part {part!r}: {form}")
         if name not in allowed:
-            raise DraftsimError(f"latency {text!r} names {name!r}{_nearest(name, allowed)}: {form}")
+            raise DraftsimError(f"latency {text!r} names {name!r}{nearest(name, allowed)}: {form}")
         if name in given:
             raise DraftsimError(f"latency {text!r} gives {name!r} twice: {form}")
         try:
@@ -228,7 +227,7 @@ def _find(name_or_path: str | os.PathLike[str], kind: str, folder: Path) -> Path
     if path.exists() or len(path.parts) != 1 or path.suffix[1:].isalpha():
         return path  # the reader says what is wrong with it
     listed = f"the bundled ones are {', '.join(names)}" if names else "none is bundled"
-    hint = _nearest(str(path), names)
+    hint = nearest(str(path), names)
     raise FileError(f"{name_or_path}: no such file and no bundled recording{hint}: {listed}")
 
 
@@ -242,11 +241,6 @@ def _file(place: Path, kind: str) -> Path | None:
     else:
         files = [place / f"{kind}.parquet"]
     return next((file for file in files if file.is_file()), None)
-
-
-def _nearest(name: str, names: Sequence[str]) -> str:
-    close = difflib.get_close_matches(name, names, n=1, cutoff=0.4)
-    return f" (did you mean {close[0]!r}?)" if close else ""
 
 
 def pair_label(
