@@ -11,7 +11,7 @@ import numpy as np
 from traces.acceptance.schema import Request
 from traces.acceptance.trace import Trace
 from traces.errors import FileError
-from traces.importers.base import Options
+from traces.importers.base import Importer, Options
 from traces.importers.bounds import MOST_DRAFTED, MOST_ID, MOST_TOKENS, digits, label, whole, wholes
 from traces.importers.rows import LoggedRound, matches, only_file, read_json_rows
 from traces.importers.totals import Totals
@@ -21,7 +21,7 @@ from traces.store.text import csv_rows, read_text
 COLUMNS = ("request", "category", "first", "drafted", "accepted")
 
 
-class Rounds:
+class Rounds(Importer):
     """Rounds as CSV.
 
     One row a round, in order; ``request`` and ``category`` are optional columns.  Decoding is taken
@@ -31,7 +31,6 @@ class Rounds:
 
     name = "rounds"
     summary = "CSV, a row per round: drafted,accepted; optional request, category, first"
-    takes: tuple[str, ...] = ()
 
     def sniff(self, text: str) -> bool:
         head = {name.strip().lower() for name in text.partition("\n")[0].split(",")}
@@ -81,7 +80,7 @@ class Rounds:
 _PREFIX = "acc_"
 
 
-class ByStart:
+class ByStart(Importer):
     """SpecDecode-Bench's ``combined_*.jsonl``.
 
     One row a request: ``id``, ``prompt_token_ids``, ``generated_token_ids`` and, for each way of
@@ -167,12 +166,11 @@ def _ids(where: str, row: dict[str, Any], name: str) -> list[int]:
     return wholes(where, name, row[name], most=MOST_ID)
 
 
-class SpeculationProfiles:
+class SpeculationProfiles(Importer):
     """NVIDIA Model-Optimizer's ``speculation_profile.json``."""
 
     name = "speculation-profile"
     summary = "speculation_profile.json of NVIDIA's Model-Optimizer, or of `draftsim export`"
-    takes: tuple[str, ...] = ()
 
     def sniff(self, text: str) -> bool:
         return any(f'"{key}"' in text for key in KEYS)

@@ -17,7 +17,7 @@ from typing import Any
 
 from traces.acceptance.trace import Trace
 from traces.errors import FileError
-from traces.importers.base import Options
+from traces.importers.base import Importer, Options
 from traces.importers.bounds import MOST_DRAFTED, digits, label, whole
 from traces.importers.rows import read_json_rows
 from traces.importers.totals import Summary, Totals, pooled
@@ -28,12 +28,11 @@ SUMS_ALONE = "llamacpp"
 """The engine whose histogram AIPerf makes up from sums."""
 
 
-class AIPerf:
+class AIPerf(Importer):
     """AIPerf's records of requests."""
 
     name = "aiperf"
     summary = "AIPerf's profile_export.jsonl (spec_decode_acceptance)"
-    takes: tuple[str, ...] = ()
 
     def sniff(self, text: str) -> bool:
         return f'"{RECORD}"' in text

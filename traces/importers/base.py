@@ -1,11 +1,12 @@
-"""The importer protocol: an importer reads one format into a trace, counts or timings."""
+"""The base of importers: each reads one format into a trace, counts or timings."""
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Protocol
+from typing import ClassVar
 
 from traces.acceptance.trace import Trace
 from traces.importers.totals import Totals
@@ -36,28 +37,21 @@ class Options:
     progress: Progress = field(default=lambda *_: None, compare=False)
 
 
-class Importer(Protocol):
+class Importer(ABC):
     """Reads one format."""
 
-    @property
-    def name(self) -> str:
-        """Return the format's usual name."""
-        ...
+    name: ClassVar[str]
+    """The format's usual name."""
+    summary: ClassVar[str]
+    """One line that names the programs that write such files."""
+    takes: ClassVar[tuple[str, ...]] = ()
+    """Names of the `Options` that it uses."""
 
-    @property
-    def summary(self) -> str:
-        """Return one line that names the programs that write such files."""
-        ...
-
-    @property
-    def takes(self) -> tuple[str, ...]:
-        """Names of the `Options` it uses."""
-        ...
-
+    @abstractmethod
     def sniff(self, text: str) -> bool:
         """Return True if the beginning of a file looks like this format."""
-        ...
 
+    @abstractmethod
     def read(self, files: Sequence[Path], options: Options) -> Imported:
         """Return what the files tell: a trace where rounds are in order, else counts; or timings.
 
@@ -66,4 +60,3 @@ class Importer(Protocol):
         FileError
             If a file is damaged, of another format, or contradicts itself.
         """
-        ...

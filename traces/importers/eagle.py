@@ -18,7 +18,7 @@ from statistics import median
 from typing import Any, NamedTuple
 
 from traces.errors import FileError
-from traces.importers.base import Options
+from traces.importers.base import Importer, Options
 from traces.importers.bounds import MOST_TOKENS, is_seconds, label
 from traces.importers.rows import only_file, read_json_rows
 from traces.importers.totals import Totals
@@ -35,7 +35,7 @@ class EagleTurn(NamedTuple):
     wall_s: float
 
 
-class EagleLog:
+class EagleLog(Importer):
     """EAGLE's ``*.jsonl`` answers."""
 
     name = "eagle"

@@ -10,7 +10,7 @@ from reprlib import repr as shown
 from typing import NamedTuple
 
 from traces.errors import FileError
-from traces.importers.base import Options
+from traces.importers.base import Importer, Options
 from traces.importers.bounds import MOST_COUNT, MOST_DRAFTED, decimal, digits
 from traces.importers.totals import Totals
 from traces.store.text import read_text
@@ -284,7 +284,7 @@ SERVERS: Mapping[str, Callable[[Sequence[Path]], Totals]] = {
 """How the names of a server's metrics of speculation begin, and who reads them."""
 
 
-class Prometheus:
+class Prometheus(Importer):
     """``/metrics`` of vLLM, SGLang, TensorRT-LLM or llama.cpp's server.
 
     One scrape counts from the server's start; two, before and after, count between them.
@@ -294,7 +294,6 @@ class Prometheus:
     summary = (
         "/metrics of vLLM, SGLang, TensorRT-LLM or llama.cpp's server; two files: before and after"
     )
-    takes: tuple[str, ...] = ()
 
     def sniff(self, text: str) -> bool:
         return bool(_servers(text)) and not text.lstrip().startswith(("{", "["))

@@ -13,7 +13,7 @@ import pandas as pd
 
 from policies.arrays import Floats
 from traces.errors import DraftsimError, FileError
-from traces.importers.base import Options
+from traces.importers.base import Importer, Options
 from traces.operators.devices import Device, find_device
 from traces.operators.elementwise import fused_s
 from traces.operators.shapes import Architecture, find_architecture
@@ -101,7 +101,7 @@ NORMS = ("input_layernorm", "post_attention_layernorm")
 VIDUR = "microsoft/vidur"
 
 
-class Vidur:
+class Vidur(Importer):
     """Vidur's profiles.
 
     ``<gpu>/<model>/mlp.csv``: a row for each number of tokens and of GPUs that share the layer,
@@ -218,7 +218,7 @@ class ReadFile(NamedTuple):
         )  # fmt: skip
 
 
-class LLMServingSim:
+class LLMServingSim(Importer):
     """LLMServingSim's profiles.
 
     ``<gpu>/<model>/tp<N>/`` holds, of the profiler inside vLLM, ``dense.csv`` (a layer's operators

@@ -9,7 +9,7 @@ from reprlib import repr as shown
 from typing import Any
 
 from traces.errors import FileError
-from traces.importers.base import Options
+from traces.importers.base import Importer, Options
 from traces.importers.bounds import (
     MOST_COUNT,
     MOST_DRAFTED,
@@ -30,7 +30,7 @@ CORRECT = ("spec_num_correct_drafts", "spec_accept_token_num")
 """Counts by their names in newer and older versions; they hold drafts that a limit cut off."""
 
 
-class SGLang:
+class SGLang(Importer):
     """SGLang's responses.
 
     ``spec_verify_ct`` verifications, ``completion_tokens``, and in newer versions
@@ -43,7 +43,6 @@ class SGLang:
 
     name = "sglang"
     summary = "SGLang's responses (meta_info with spec_verify_ct)"
-    takes: tuple[str, ...] = ()
 
     def sniff(self, text: str) -> bool:
         return '"spec_verify_ct"' in text
@@ -122,7 +121,7 @@ _SUMMED = (
 )  # fmt: skip
 
 
-class TRTLLMLog:
+class TRTLLMLog(Importer):
     """TensorRT-LLM's iteration statistics or responses.
 
     An iteration (``trtllm-serve``'s ``/metrics``, ``LLM.get_stats``, ``trtllm-bench
@@ -137,7 +136,6 @@ class TRTLLMLog:
 
     name = "tensorrt-llm"
     summary = "TensorRT-LLM's iterations (specDecodingStats) or responses (speculative_decoding)"
-    takes: tuple[str, ...] = ()
 
     def sniff(self, text: str) -> bool:
         response = f'"{CHOICE}"' in text and f'"{_SUMMED[-1]}"' in text
@@ -222,7 +220,7 @@ def _rows(file: Path) -> list[Row]:
     return rows
 
 
-class LlamaCpp:
+class LlamaCpp(Importer):
     """llama.cpp's server responses.
 
     ``predicted_n`` tokens in ``predicted_ms``, ``draft_n`` drafted and ``draft_n_accepted``
@@ -237,7 +235,7 @@ class LlamaCpp:
 
     name = "llamacpp"
     summary = "responses of llama.cpp's server (timings with draft_n)"
-    takes: tuple[str, ...] = ("draft_lengths",)
+    takes = ("draft_lengths",)
 
     def sniff(self, text: str) -> bool:
         return '"draft_n"' in text or '"draft_n_accepted"' in text

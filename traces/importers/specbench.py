@@ -23,7 +23,7 @@ import numpy as np
 from traces.acceptance.schema import Request
 from traces.acceptance.trace import Trace
 from traces.errors import FileError
-from traces.importers.base import Options, Progress
+from traces.importers.base import Importer, Options, Progress
 from traces.importers.bounds import MOST_COUNT, MOST_DRAFTED, MOST_TOKENS, is_seconds, label, wholes
 from traces.importers.rows import LoggedTurn, matches, only_file, read_json_rows
 from traces.importers.schedules import infer, is_known, reading
@@ -155,7 +155,7 @@ def import_specbench(
     return Trace.without_tails(requests, None, meta, match=np.concatenate(match))
 
 
-class SpecBench:
+class SpecBench(Importer):
     """Spec-Bench's ``model_answer/*.jsonl``."""
 
     name = "specbench"

@@ -13,7 +13,7 @@ import pandas as pd
 
 from policies.json_text import JSONError, parse_json
 from traces.errors import FileError
-from traces.importers.base import Options
+from traces.importers.base import Importer, Options
 from traces.importers.bounds import MOST_SECONDS, MOST_TOKENS, decimal, digits, label, whole
 from traces.importers.rows import only_file
 from traces.latency.schema import CELL_COLUMNS
@@ -24,7 +24,7 @@ NEEDED = ("model", "new_tokens", "context", "seconds")
 DEFAULTS = {"phase": "forward", "batch": "1", "spread_s": "0", "repeats": "1"}
 
 
-class Latency:
+class Latency(Importer):
     """Latencies as CSV.
 
     Columns ``model`` (target, draft), ``phase`` (`traces.latency.schema.PHASES`; default forward),
@@ -236,7 +236,7 @@ Between the widths of drafts and a prompt of hundreds a straight line would be a
 ROLES = ("target", "draft")
 
 
-class LlamaBench:
+class LlamaBench(Importer):
     """llama-bench's output.
 
     A prompt test of P tokens at depth D is a pass over P tokens with D in the cache: a prefill

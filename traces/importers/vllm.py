@@ -21,7 +21,7 @@ import numpy as np
 from traces.acceptance.schema import Request
 from traces.acceptance.trace import Trace
 from traces.errors import FileError
-from traces.importers.base import Options
+from traces.importers.base import Importer, Options
 from traces.importers.bounds import MOST_DRAFTED, MOST_TOKENS, label, whole, wholes
 from traces.importers.rows import LoggedRound, matches, read_json_rows
 from traces.importers.totals import Summary, Totals, pooled
@@ -91,12 +91,11 @@ def stepped_trace(found: Sequence[Stepped], meta: Mapping[str, Any]) -> Trace:
     )
 
 
-class VLLM:
+class VLLM(Importer):
     """vLLM's responses with per-request metrics, detailed or in summary."""
 
     name = "vllm"
     summary = "vLLM's responses, --per-request-spec-decode-metrics detailed or summary"
-    takes: tuple[str, ...] = ()
 
     def sniff(self, text: str) -> bool:
         own = any(f'"{key}"' in text for key in ("speculative_decoding", *STEPS))

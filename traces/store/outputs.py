@@ -230,7 +230,8 @@ def write_run(run: RealRun, folder: str | os.PathLike[str]) -> Path:
     """Write `run` into the run folder; the path of its rounds."""
     place = Path(folder) / FOLDER
     place.mkdir(parents=True, exist_ok=True)
-    path = place / f"{_name(run)}.parquet"
+    sampling = Sampling.of(run.meta.get("sampling"))
+    path = place / f"{file_name(run.log, sampling, run.meta.get('part') or '')}.parquet"
     write_rounds(run.log, path)
     write_outputs(run, path)
     return path
@@ -315,11 +316,6 @@ def find_runs(path: str | os.PathLike[str]) -> list[Path]:
     if not path.is_dir():
         return [path]
     return sorted((path / FOLDER).glob("*.parquet"))
-
-
-def _name(run: RealRun) -> str:
-    sampling, part = Sampling.of(run.meta.get("sampling")), run.meta.get("part")
-    return file_name(run.log, sampling, part or "")
 
 
 def file_name(log: RoundLog, sampling: Sampling = GREEDY, part: str = "") -> str:
