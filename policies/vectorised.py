@@ -16,9 +16,9 @@ loop.  The rounds must be those of the loop, to the last bit of what is compared
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
-from typing import Any, Literal, NamedTuple, Protocol, Self
+from typing import Any, ClassVar, Literal, NamedTuple, Protocol, Self
 
 import numpy as np
 
@@ -101,6 +101,10 @@ class VectorisedState(ABC):
     on which the methods work elementwise.
     """
 
+    blanks: ClassVar[Mapping[str, float]] = {}
+    """Fields that are a list in one run, and an array (runs, longest list) of many; and what fills
+    the shorter lists."""
+
     @abstractmethod
     def caps(self) -> Ints:
         """Return the longest draft of the round to come."""
@@ -120,14 +124,15 @@ class VectorisedState(ABC):
     @classmethod
     def stacked(cls, states: Sequence[Self], count: int) -> Self:
         """Return `count` runs of each state, one after another."""
-        even = cls.evened(states)
-        columns = ([getattr(s, f.name) for s in even] for f in fields(cls))
-        return cls(*(np.repeat(np.array(column), count, axis=0) for column in columns))
 
-    @classmethod
-    def evened(cls, states: Sequence[Any]) -> Sequence[Any]:
-        """Return the states, all of whose fields are of one shape."""
-        return states
+        def column(name: str) -> list[Any]:
+            values = [getattr(state, name) for state in states]
+            if name not in cls.blanks:
+                return values
+            most = max(map(len, values))
+            return [[*own, *[cls.blanks[name]] * (most - len(own))] for own in values]
+
+        return cls(*(np.repeat(np.array(column(f.name)), count, axis=0) for f in fields(cls)))
 
     def keep(self, which: Bools) -> None:
         """Drop the runs that are not among `which`, shape (runs,)."""

@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -192,10 +192,7 @@ def candidate_steps(size: object, slot: Any, least: int) -> list[int]:
 
 @dataclass
 class Tiers(VectorisedState):
-    """The slots of many runs: candidates, which of them is the number of steps, the average.
-
-    ``candidates`` is a list in one slot, and an array (runs, longest list) of many.
-    """
+    """The slots of many runs: candidates, which of them is the number of steps, the average."""
 
     candidates: Ints
     at: Ints
@@ -211,13 +208,7 @@ class Tiers(VectorisedState):
     ceiling: Floats
     in_step: Ints
 
-    @classmethod
-    def evened(cls, states: Sequence[Any]) -> Sequence[Any]:
-        longest = max(len(s.candidates) for s in states)
-        return [
-            replace(s, candidates=[*s.candidates, *([0] * (longest - len(s.candidates)))])
-            for s in states
-        ]
+    blanks: ClassVar[Mapping[str, float]] = {"candidates": 0}
 
     def caps(self) -> Ints:
         return np.maximum(self.steps, self.in_step)

@@ -5,9 +5,9 @@ from __future__ import annotations
 import math
 from abc import abstractmethod
 from bisect import bisect_left
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from copy import deepcopy
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any, ClassVar, Literal
 
@@ -204,30 +204,11 @@ class EXP3Spec(_Bandit):
 
 @dataclass
 class _VectorisedArms(VectorisedState):
-    """The arms of many runs: their lengths, their number and the last one pulled.
-
-    Here and below, numbers by arm are a list in one run, and an array (runs, most arms) of many.
-    """
+    """The arms of many runs: their lengths, their number and the last one pulled."""
 
     lengths: Ints
     count: Ints
     arm: Ints
-
-    blanks: ClassVar[dict[str, float]]
-    """Lists of a run, and what fills them up to the most arms, or drafts, of any run."""
-
-    @classmethod
-    def evened(cls, states: Sequence[Any]) -> Sequence[Any]:
-        def filled(name: str, blank: float) -> list[list[float]]:
-            lists = [getattr(state, name) for state in states]
-            most = max(map(len, lists))
-            return [[*values, *[blank] * (most - len(values))] for values in lists]
-
-        columns = {name: filled(name, blank) for name, blank in cls.blanks.items()}
-        return [
-            replace(state, **{name: lists[i] for name, lists in columns.items()})
-            for i, state in enumerate(states)
-        ]
 
     @abstractmethod
     def pulled(self, real: Bools) -> Ints:
@@ -259,7 +240,9 @@ class Bounds(_VectorisedArms):
     confidence: Floats
     rotation: Ints
 
-    blanks: ClassVar[dict[str, float]] = {"lengths": 0, "pulls": 0, "rewards": 0.0, "seconds": 1.0}
+    blanks: ClassVar[Mapping[str, float]] = {
+        "lengths": 0, "pulls": 0, "rewards": 0.0, "seconds": 1.0,
+    }  # fmt: skip
 
     def pulled(self, real: Bools) -> Ints:
         played, n = self.pulls.sum(axis=1), np.maximum(self.pulls, 1)
@@ -288,7 +271,7 @@ class Weights(_VectorisedArms):
     longest: Ints
     draws: npt.NDArray[np.object_]
 
-    blanks: ClassVar[dict[str, float]] = {"lengths": 0, "losses": math.inf, "chances": 0.0}
+    blanks: ClassVar[Mapping[str, float]] = {"lengths": 0, "losses": math.inf, "chances": 0.0}
 
     def pulled(self, real: Bools) -> Ints:
         rate = np.sqrt(each(math.log, self.count) / ((self.rounds + 1) * self.count))
