@@ -111,6 +111,7 @@ def random_trees(trace: Trace, seed: int) -> TreeRecording:
         for name in TREE_SIGNALS
     }
     starts = tuple(int(s) for s in trace.request_starts)
+    rank = rank[:, *np.triu_indices(OFFSETS)]
     return TreeRecording({"rank": rank, **signals}, starts, {"topk": 3})
 
 

@@ -138,7 +138,7 @@ def test_ranks_are_those_in_the_tree_itself(case: Grown, kind: str) -> None:
             for layer in range(1, depth + 1):
                 path = true[:layer]
                 place = ordered.index(path) if len(path) == layer and path in ordered else -1
-                assert recording["rank"][row, layer - 1, depth - 1] == place
+                assert recording.rank[row, layer - 1, depth - 1] == place
                 followed += place >= 0
             for budget in (1, 2, 5, 9, 100):
                 kept = set(ordered[:budget])
@@ -185,17 +185,17 @@ def test_more_budget_never_accepts_less(case: Grown, kind: str) -> None:
     for depth in range(1, LAYERS + 1):
         found = np.array([
             [recording.accepted(row, depth, budget) for budget in range(1, 90)]
-            for row in range(len(recording["rank"]))
+            for row in range(len(recording.rank))
         ])  # fmt: skip
         assert (np.diff(found) >= 0).all()
         assert found[:, 0].max() <= 1
         assert (found[:, -1] > found[:, 0]).any()
     # A node's place falls back as the tree grows, and it precedes those below it.
-    rank = np.where(recording["rank"] < 0, 10**6, recording["rank"])
+    rank = np.where(recording.rank < 0, 10**6, recording.rank)
     for layer in range(LAYERS):
         assert (np.diff(rank[:, layer, layer:], axis=1) >= 0).all()
     for depth in range(1, LAYERS):
-        own = recording["rank"][:, : depth + 1, depth]
+        own = recording.rank[:, : depth + 1, depth]
         below = own[:, 1:] >= 0
         assert (own[:, :-1][below] < own[:, 1:][below]).all()
         assert (own[:, :-1][below] >= 0).all()
@@ -220,7 +220,7 @@ def test_recordings_survive_their_files(case: Grown, tmp_path: Path) -> None:
     assert read_recordings(tmp_path, sampled=True) == {}
     for name, ours in case.trees.items():
         theirs: Any = again[name]
-        np.testing.assert_array_equal(ours["rank"], theirs["rank"])
+        np.testing.assert_array_equal(ours.rank, theirs.rank)
         np.testing.assert_array_equal(ours.columns, theirs.columns)
         assert (theirs.topk, theirs.layers) == (TOPK, LAYERS)
     with pytest.raises(DraftsimError, match="expected"):

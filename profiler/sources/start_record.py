@@ -505,7 +505,9 @@ class TreeRecorder(SourceRecorder):
         """Return the trees of all requests."""
         starts = tuple(int(s) for s in trace.request_starts)
         meta = {"kind": self.drafter.kind, "topk": self.topk, "sampling": trace.sampling.meta}
-        return TreeRecording(_merged(parts), starts, meta)
+        rows = _merged(parts)
+        rows["rank"] = rows["rank"][:, *np.triu_indices(self.layers)]
+        return TreeRecording(rows, starts, meta)
 
 
 def ranks(trees: Trees, true: Tensor) -> Tensor:

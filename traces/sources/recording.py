@@ -119,8 +119,7 @@ class SourceRecording:
 
     def write(self, path: PathLike) -> None:
         """Write it into a file: a row per row, a list where a row has more than one value."""
-        arrays = self.packed()
-        columns = {n: _column(arrays[n]) for n in self.layout(self.header) if n in arrays}
+        columns = {n: _column(self[n]) for n in self.layout(self.header) if n in self.arrays}
         header = {
             **self.header, self.starts_field: self.request_starts, "meta": dict(self.meta),
         }  # fmt: skip
@@ -134,13 +133,13 @@ class SourceRecording:
         try:
             fields = cls.checked(path, header)
             starts = starts_of(path, header, cls.starts_field, table.num_rows)
-            stored = cls.stored(header).items()
+            layout = cls.layout(header).items()
             arrays = {
-                name: _array(path, table, name, dtype, row) for name, (dtype, row) in stored
+                name: _array(path, table, name, dtype, row) for name, (dtype, row) in layout
                 if name not in DRAWN or name in table.column_names
             }  # fmt: skip
             cls.check_rows(path, arrays, starts)
-            return cls(cls.unpacked(arrays, header), starts, header["meta"], **fields)
+            return cls(arrays, starts, header["meta"], **fields)
         except FileError:
             raise
         except (KeyError, TypeError, ValueError, OverflowError, DraftsimError) as error:
@@ -156,23 +155,6 @@ class SourceRecording:
         cls, path: PathLike, arrays: Mapping[str, npt.NDArray[Any]], starts: Sequence[int]
     ) -> None:
         """Raise FileError if a row of a file is impossible."""
-
-    @classmethod
-    def stored(cls, header: Mapping[str, Any]) -> Layout:
-        """Return the columns of a file with this header; by default as in memory."""
-        return cls.layout(header)
-
-    def packed(self) -> Mapping[str, npt.NDArray[Any]]:
-        """Return the arrays as a file has them."""
-        return self.arrays
-
-    @classmethod
-    def unpacked(
-        cls, arrays: dict[str, npt.NDArray[Any]], header: Mapping[str, Any]
-    ) -> dict[str, npt.NDArray[Any]]:
-        """Return the arrays of a file as in memory."""
-        del header
-        return arrays
 
 
 Recordings = Mapping[str, SourceRecording]

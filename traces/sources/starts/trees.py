@@ -37,12 +37,12 @@ TREE_SIGNALS = ("score", "log_top", "log_second", "entropy")
 class TreeRecording(SourceRecording):
     """The draft trees of every start of every request of one trace, greedily decoded.
 
-    A row per output position, requests in turn. The arrays are ``rank``, (starts, layers, layers):
-    ``[s, j, d]`` is the place, 0 = first, of the true token of layer j + 1 among the candidates of
-    the first d + 1 layers, -1 where it is not among them; and `TREE_SIGNALS`, (starts, layers), of
-    the first candidate of every layer: the sum of the log-probabilities along its path, and of the
-    distribution that it was taken from the two largest log-probabilities and the entropy (nats) at
-    T = 1.  In ``meta`` is ``topk``: the nodes expanded in every layer and the children of each.
+    A row per output position, requests in turn. The arrays are ``rank``, the upper triangles of
+    `TreeRecording.rank`, because no tree holds a token below its last layer; and `TREE_SIGNALS`,
+    (starts, layers), of the first candidate of every layer: the sum of the log-probabilities along
+    its path, and of the distribution that it was taken from the two largest log-probabilities and
+    the entropy (nats) at T = 1.  In ``meta`` is ``topk``: the nodes expanded in every layer and the
+    children of each.
     """
 
     kind = "trees"
@@ -51,7 +51,7 @@ class TreeRecording(SourceRecording):
     @property
     def layers(self) -> int:
         """Depth of the trees."""
-        return int(self["rank"].shape[-1])
+        return int(self["score"].shape[-1])
 
     @property
     def topk(self) -> int:
@@ -67,7 +67,8 @@ class TreeRecording(SourceRecording):
     def layout(cls, header: Mapping[str, Any]) -> Layout:
         """Return the arrays of trees of this depth."""
         n = int(header["layers"])
-        return {"rank": ("int32", (n, n)), **dict.fromkeys(TREE_SIGNALS, ("float32", (n,)))}
+        rank = ("int32", (n * (n + 1) // 2,))
+        return {"rank": rank, **dict.fromkeys(TREE_SIGNALS, ("float32", (n,)))}
 
     @classmethod
     def checked(cls, path: PathLike, header: Mapping[str, Any]) -> dict[str, Any]:
@@ -77,29 +78,14 @@ class TreeRecording(SourceRecording):
         check(path, "meta.topk", topk, is_whole(topk, 1), "1 or more")
         return {}
 
-    # A file holds no trees that end above a layer: the upper triangle of every rank.
-
-    @classmethod
-    def stored(cls, header: Mapping[str, Any]) -> Layout:
-        """Return the columns: per layer's true token, ranks in the trees that reach so deep."""
-        n = int(header["layers"])
-        return cls.layout(header) | {"rank": ("int32", (n * (n + 1) // 2,))}
-
-    def packed(self) -> Mapping[str, npt.NDArray[Any]]:
-        """Return the arrays, of ``rank`` the upper triangles."""
-        own, within = np.triu_indices(self.layers)
-        return {**self.arrays, "rank": self["rank"][:, own, within]}
-
-    @classmethod
-    def unpacked(
-        cls, arrays: dict[str, npt.NDArray[Any]], header: Mapping[str, Any]
-    ) -> dict[str, npt.NDArray[Any]]:
-        """Return the arrays, with the whole ``rank``."""
-        n = int(header["layers"])
-        own, within = np.triu_indices(n)
-        rank = np.full((len(arrays["rank"]), n, n), -1, np.int32)
-        rank[:, own, within] = arrays["rank"]
-        return {**arrays, "rank": rank}
+    @cached_property
+    def rank(self) -> npt.NDArray[np.int32]:
+        """(starts, layers, layers): ``[s, j, d]`` is the place, 0 = first, of the true token of
+        layer j + 1 among the candidates of the first d + 1 layers, -1 if it is not among them."""
+        n = self.layers
+        rank = np.full((self.rows, n, n), -1, np.int32)
+        rank[:, *np.triu_indices(n)] = self["rank"]
+        return rank
 
     def accepted(self, row: int, layers: int, budget: int) -> int:
         """Return the number of true tokens in a row's tree, cut to `layers` layers and `budget`
@@ -107,7 +93,7 @@ class TreeRecording(SourceRecording):
         """
         if not layers:
             return 0
-        rank = self["rank"][row, :layers, layers - 1]
+        rank = self.rank[row, :layers, layers - 1]
         # A node precedes its children: once one is missing, so are all below.
         return int(((rank >= 0) & (rank < budget)).sum())
 
@@ -324,6 +310,6 @@ def _accepted(record: TreeRecording, row: Ints, depth: Ints, budget: int) -> Int
     found = np.zeros(len(row), dtype=np.int64)
     for layers in np.unique(depth).tolist():
         own = np.flatnonzero(depth == layers)
-        rank = record["rank"][row[own], :layers, layers - 1]
+        rank = record.rank[row[own], :layers, layers - 1]
         found[own] = ((rank >= 0) & (rank < budget)).sum(axis=1)
     return found
