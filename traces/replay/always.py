@@ -8,15 +8,14 @@ speculates; plain decoding, of an engine without a drafter, is left alone.
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import pandas as pd
 
 from traces.errors import DraftsimError
 from traces.latency.table import LatencyTable
 from traces.replay.rounds import RoundLog
+from traces.replay.walk import caught_up
 
 ALWAYS, AT_ONCE = "always_drafts", "drafts_at_once"
 WIDEST = 1 << 20
@@ -90,17 +89,8 @@ def always_drafted(log: RoundLog, passes: int) -> RoundLog:
         return log
     rounds = log.rounds.copy()
     forwards = np.maximum(rounds["draft_forwards"], passes)
-    read = 0 if log.takes_verified else np.minimum(rounds["accepted"], forwards - 1)
-    behind = _behind(rounds, read)
+    begins = np.diff(rounds["request"], prepend=-1) != 0
+    behind = caught_up(begins, forwards, rounds["accepted"], log.takes_verified)
     rounds["draft_forwards"] = forwards
     rounds["catch_up"] = np.minimum(rounds["catch_up"], behind)
     return replace(log, rounds=rounds)
-
-
-def _behind(rounds: npt.NDArray[Any], read: npt.NDArray[Any] | int) -> npt.NDArray[Any]:
-    """Return tokens that the drafter has not read as each round begins."""
-    behind = rounds["catch_up"].copy()
-    same = rounds["request"][1:] == rounds["request"][:-1]
-    after = rounds["accepted"] - read + 1
-    behind[1:][same] = after[:-1][same]
-    return behind
