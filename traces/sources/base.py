@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, ClassVar, NamedTuple, Self
 from weakref import WeakKeyDictionary
 
@@ -224,13 +224,8 @@ class SourceReplay(ABC):
         With as many positions as drafted tokens (no bonus position) a full match emits those
         tokens and nothing more.
         """
-        positions = self.charge(len(draft))
-        accepted = 0
-        true, at = self.output, self.position
-        for token in draft:
-            if at + accepted >= self.length or token.token_id != true[at + accepted]:
-                break
-            accepted += 1
+        positions, at = self.charge(len(draft)), self.position
+        accepted = leading((t.token_id for t in draft), self.output[at : at + len(draft)])
         self.calls.end_round()
         self.position = min(at + min(accepted + 1, positions), self.length)
         return accepted
@@ -260,6 +255,16 @@ def true_tokens(trace: Trace, *, sampled: bool = False) -> list[int]:
     if (tokens := _outputs.get(trace)) is None:
         tokens = _outputs[trace] = np.asarray(trace.columns["token"])[trace.on_path].tolist()
     return tokens
+
+
+def leading(tokens: Iterable[int], true: Iterable[int]) -> int:
+    """Return how many of the leading tokens are the true ones."""
+    count = 0
+    for token, own in zip(tokens, true, strict=False):
+        if token != own:
+            break
+        count += 1
+    return count
 
 
 def leading_right(drafts: npt.ArrayLike, true: npt.ArrayLike, ends: npt.ArrayLike) -> Ints:

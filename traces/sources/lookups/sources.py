@@ -29,6 +29,7 @@ from traces.sources.base import (
     SourceReplay,
     Walked,
     eos_of,
+    leading,
     leading_right,
     prompt_tokens,
     true_tokens,
@@ -96,13 +97,7 @@ class LookupReplay(SourceReplay):
 
     def run_length(self) -> int:
         """Return the number of leading proposals that are the target's own tokens."""
-        true = self.output[self.position :]
-        run = 0
-        for proposal, token in zip(self._proposals(), true, strict=False):
-            if proposal.token_id != token:
-                break
-            run += 1
-        return run
+        return leading((p.token_id for p in self._proposals()), self.output[self.position :])
 
     def draft(self, so_far: Sequence[Any]) -> RecordedToken | None:
         """Return the next token of this round's proposal; None at its end."""
@@ -125,10 +120,8 @@ class LookupReplay(SourceReplay):
                 self.calls.add(self._kind, 1)
                 proposals = self._proposals()
                 drafted = min(most, len(proposals))
-                for proposal, true in zip(proposals, self.output[at : at + drafted], strict=False):
-                    if proposal.token_id != true:
-                        break
-                    accepted += 1
+                tokens = (p.token_id for p in proposals)
+                accepted = leading(tokens, self.output[at : at + drafted])
             self.calls.end_round()
             self.position = min(at + accepted + 1, self.length)
             yield Round(at, drafted, accepted, self.position - at, drafted, catch_up)

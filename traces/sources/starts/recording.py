@@ -15,7 +15,7 @@ from traces.acceptance.tape import RecordedToken
 from traces.acceptance.trace import Trace
 from traces.errors import DraftsimError, TailError
 from traces.sources.as_draft import laid_out, model_of
-from traces.sources.base import DRAFTER_SIGNALS, Source, SourceReplay
+from traces.sources.base import DRAFTER_SIGNALS, Source, SourceReplay, leading
 from traces.sources.recording import DRAWN, LOGITS, Layout, Recordings, SourceRecording
 from traces.store.header import PathLike, check, is_whole
 
@@ -128,12 +128,7 @@ class StartReplay(SourceReplay):
     def run_length(self) -> int:
         """Return the number of leading drafts from here that are right."""
         row = self._tokens[self.row0 + self.position, : self.width].tolist()
-        run = 0
-        for token, true in zip(row, self.output[self.position :], strict=False):
-            if token != true:
-                break
-            run += 1
-        return run
+        return leading(row, self.output[self.position :])
 
     def check_tail(self, offset: int) -> None:
         """Raise TailError if no draft was recorded at this offset."""
