@@ -92,11 +92,6 @@ class EagleReplay(StartReplay):
         # Output tokens known when a module last ran; the prefill runs them all.
         self._ran = [0] * self._turns
 
-    @property
-    def by_passes(self) -> bool:
-        """Return True if every drafted token is a pass (`traces.sources.base.Drafter`)."""
-        return self._turns == 1
-
     def draft(self, so_far: Sequence[Any]) -> RecordedToken | None:
         """Return the next token of the chain from here; None when the modules are used up."""
         offset = len(so_far)
@@ -114,7 +109,7 @@ class EagleReplay(StartReplay):
     def chained(self, log: RoundLog) -> list[Counted] | None:
         """Count passes of the drafter alone, where a token is one."""
         del log
-        return [] if self.by_passes else None
+        return [] if self._turns == 1 else None
 
 
 class Eagle(OnFeatures, StartSource):
