@@ -136,9 +136,10 @@ def test_the_mean_threshold_is_that_of_the_tokens_judged() -> None:
     total: list[float] = []
 
     class Noted(CMASDVerification):
-        def threshold(self, token: Any) -> float:
-            total.append(super().threshold(token))
-            return total[-1]
+        def accepts(self, token: Any, score: Any) -> Any:
+            if score.draft_rank < self.top:
+                total.append(self.threshold(token))
+            return super().accepts(token, score)
 
     for seed, policy in product(range(4), (Fixed(5), CMASD(gamma_max=8))):
         trace = scored(seed, 0.0)

@@ -15,7 +15,6 @@ from traces.acceptance.schema import MATCH, MISMATCH, UNKNOWN
 from traces.errors import FileError
 from traces.store.text import json_lines, read_text
 
-
 Row = tuple[str, dict[str, Any]]
 """File and line or entry, for error messages, and the JSON object there."""
 

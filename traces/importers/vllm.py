@@ -86,9 +86,7 @@ def stepped_trace(found: Sequence[Stepped], meta: Mapping[str, Any]) -> Trace:
         "first": 1, "draft_lengths": "recorded", "draft_lengths_known": True,
         "prompt_lengths_known": all(r.prompt_length for r in requests),
     }  # fmt: skip
-    return Trace.without_tails(
-        requests, None, {**meta, **lengths}, match=np.concatenate(match)
-    )
+    return Trace.without_tails(requests, None, {**meta, **lengths}, match=np.concatenate(match))
 
 
 class VLLM(Importer):

@@ -25,7 +25,6 @@ from traces.replay.vectorised import replay_many
 from traces.sources.registry import DRAFT_MODEL, SYSTEMS
 from traces.sources.registry import Method as Method  # noqa: PLC0414
 
-
 FIXED_WINDOW = 5
 """Tokens of CM-ASD's fixed window, which the paper does not give: ours."""
 CSD_WINDOW = "fixed:gamma=6"
