@@ -3,7 +3,7 @@
     python -m benchmarks.sources_cost [--heads FOLDER] [--prompts 8] [--tokens 64] [--repeats 3]
 
 On a CPU that others use too, ``--cpu-time`` counts this process's own seconds on one thread.
-``--heads`` is a folder that ``python -m profiler.train heads`` wrote for the target.
+``--heads`` is a folder that ``python -m benchmarks.training heads`` wrote for the target.
 """
 
 from __future__ import annotations

@@ -5,8 +5,8 @@
 The task: a function's signature from Python's standard library in, the same in words out,
 arguments first ("given path , mode or 438 : make dirs"), which takes copying, reordering and
 a little grammar.  The target (3 encoder and 6 decoder layers) is grown from the draft (1 and
-1) as in `profiler.train.pair`: added layers start by adding nothing.  Writes ``target``, ``draft``
-and ``prompts.jsonl``, which `draftsim profile` takes.
+1) as in `benchmarks.training.pair`: added layers start by adding nothing.  Writes ``target``,
+``draft`` and ``prompts.jsonl``, which `draftsim profile` takes.
 """
 
 from __future__ import annotations
@@ -34,8 +34,9 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
+from benchmarks.training.fit import TrainingPlan, rise_and_fall
+from profiler.train.descent import Descent
 from profiler.train.documents import stable_hash
-from profiler.train.loop import Descent, TrainingPlan, rise_and_fall
 
 EOS, PAD = "<|end|>", "<|pad|>"  # ids 0 and 1; EOS also starts the decoder
 IGNORED = -100
@@ -192,7 +193,7 @@ def _padded(rows: Sequence[Sequence[int]], fill: int) -> Tensor:
 
 
 def train(model: Any, batches: Batches, stage: TrainingPlan, name: str) -> float:
-    """Train in place as `profiler.train.pair` does; the mean loss, nats a token, of 50 steps."""
+    """Train in place as `benchmarks.training.pair` does; the last 50 steps' loss, nats a token."""
     generator = torch.Generator().manual_seed(stage.seed)
 
     def loss(_: int) -> Tensor:

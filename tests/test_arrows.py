@@ -68,6 +68,7 @@ def files(package: str) -> list[Path]:
 def test_imports_follow_the_arrows(package: str) -> None:
     for path in files(package):
         assert imported(path) & MAY.keys() <= MAY[package], path
+        assert not imported(path) & {"benchmarks", "tests"}, path
         if package in ("policies", "traces", "simulator"):
             assert not imported(path) & MODELS, path
 

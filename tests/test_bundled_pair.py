@@ -13,8 +13,10 @@ import pytest
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 
-from profiler.train import documents as text  # noqa: E402 - needs torch
-from profiler.train import pair, pair_prompts  # noqa: E402
+from benchmarks.training import pair, pair_prompts  # noqa: E402 - needs torch
+from profiler.train import documents as text  # noqa: E402
+from profiler.train.minutes import descent as descent_of  # noqa: E402
+from profiler.train.minutes import prediction_loss  # noqa: E402
 
 BUNDLED = Path(text.__file__).parents[1] / "bundled"
 MODELS = ("target", "draft")
@@ -122,7 +124,7 @@ def test_load_documents_names_an_empty_folder(tmp_path):
 def test_cut_prompt_is_a_prefix_in_tokens(documents, tokenizer):
     cut = 0
     for document in documents[1][:60]:
-        prompt = pair_prompts.cut_prompt(document.text, tokenizer.encode)
+        prompt = text.cut_prompt(document.text, tokenizer.encode)
         if prompt is not None:
             cut += 1
             ids = tokenizer.encode(prompt)
@@ -193,8 +195,8 @@ def test_written_text_is_the_models_own_greedy_text(models):
 def test_a_step_scales_the_full_rate():
     torch.manual_seed(0)
     model = pair.build_model(1)
-    losses = (pair.prediction_loss(model, torch.arange(12)[None]) for _ in range(2))
-    descent = pair.descent(model, rate=0.5)
+    losses = (prediction_loss(model, torch.arange(12)[None]) for _ in range(2))
+    descent = descent_of(model, rate=0.5)
     rates = []
     for _ in descent.steps(lambda _: next(losses), (0.1, 1.0)):
         rates.append([g["lr"] for s in descent.steppers for g in s.param_groups])

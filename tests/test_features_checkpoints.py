@@ -11,15 +11,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from profiler.features import (
-    Eagle3,
-    FeatureDrafter,
-    layer_config,
-    read_drafter,
-    target_features,
-    unroll,
-    write_drafter,
-)
+from benchmarks.training.unroll import target_features, unroll
+from profiler.features import Eagle3, FeatureDrafter, layer_config, read_drafter, write_drafter
 from tests.features import DRAFTED, drafters, miniature
 from traces.errors import DraftsimError
 

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from benchmarks.training.unroll import target_features, unroll
 from profiler.features import (
     DrafterRunner,
     Eagle3,
@@ -16,8 +17,6 @@ from profiler.features import (
     Mtp,
     default_depths,
     layer_config,
-    target_features,
-    unroll,
 )
 from tests.features import DRAFTED, drafters, miniature
 from traces.errors import DraftsimError

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from profiler.train.candidates import Candidates, soft_loss
-from profiler.train.draft import principal_directions
+from benchmarks.training.draft import principal_directions
+from benchmarks.training.fit import Candidates, soft_loss
 
 
 def test_sampled_candidates_estimate_the_whole_softmax() -> None:

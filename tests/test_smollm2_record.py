@@ -8,17 +8,19 @@ from typing import Any
 import pytest
 import torch
 
+from benchmarks.training.draft import ProjectedDraft
+from benchmarks.training.fit import Candidates
+from benchmarks.training.smollm2 import chains, drafted, measure
+from benchmarks.training.stored import store_draft
+from benchmarks.training.unroll import GrowingCache, target_features
 from commands.common.progress import progress_bar
 from policies.lengths.basic import Fixed
 from profiler.checks.spot_check import Arm
-from profiler.features import EagleDrafter, layer_config, target_features
-from profiler.features.runner import GrowingCache
+from profiler.features import EagleDrafter, layer_config
 from profiler.models.loading import Pair, load_pair
 from profiler.profile import Settings, profile_trace
 from profiler.prompts import Prompt
-from profiler.train.draft import ProjectedDraft, draft_config
-from profiler.train.smollm2 import chains, drafted, measure
-from profiler.train.stored import store_draft, write_folder
+from profiler.smollm2.stored import draft_config, write_folder
 from tests import small_smollm2
 from tests.replayed import assert_decoded_as_replayed
 from traces.errors import DraftsimError
@@ -37,7 +39,8 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> Pair:
     words.save_pretrained(folder / "target")
     torch.manual_seed(3)
     table = model.get_input_embeddings().weight.detach()
-    draft = ProjectedDraft(draft_config(model.config, 32, 2), table)
+    every = Candidates(torch.arange(len(table)), torch.arange(0), 0)
+    draft = ProjectedDraft(draft_config(model.config, 32, 2), table, every)
     torch.nn.init.orthogonal_(draft.projection)
     store_draft(draft, folder / "draft.safetensors")
     write_folder(folder / "draft.safetensors", folder / "target", folder / "draft")
@@ -99,7 +102,7 @@ def test_shares_count_what_is_accepted(
         drafts[:, 2] += 1
         return drafts
 
-    monkeypatch.setattr("profiler.train.smollm2.drafted", knows_two)
+    monkeypatch.setattr("benchmarks.training.smollm2.drafted", knows_two)
     drafter = EagleDrafter(layer_config(pair.target.config))
     shares = measure(trace, pair.target, drafter, offsets=3)
     assert shares == {name: [1.0, 1.0, 0.0] for name in ("cats", "dogs", "all")}

@@ -9,17 +9,17 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from profiler import features as on_features
-from profiler.features import Eagle3, Mtp, ParallelEagle3
-from profiler.train import chats as own_text
-from profiler.train import eagles
-from profiler.train import heads as on_target
-from profiler.train.candidates import Candidates, by_frequency
-from profiler.train.chats import ANSWERS, BOTH, Chats, RowWriter
-from profiler.train.draft import ProjectedDraft, draft_config, principal_directions
-from profiler.train.heads import AHEAD
-from profiler.train.loop import TrainingPlan, fit
-from profiler.train.stored import store_draft, store_drafter, write_folder
+from benchmarks.training import chats as own_text
+from benchmarks.training import eagles
+from benchmarks.training import heads as on_target
+from benchmarks.training.chats import ANSWERS, BOTH, Chats, RowWriter
+from benchmarks.training.draft import ProjectedDraft, principal_directions
+from benchmarks.training.fit import Candidates, TrainingPlan, by_frequency, fit
+from benchmarks.training.heads import AHEAD
+from benchmarks.training.stored import store_draft, store_drafter
+from benchmarks.training.unroll import target_features, unroll
+from profiler.features import Eagle3, Mtp, ParallelEagle3, read_drafter
+from profiler.smollm2.stored import draft_config, write_folder
 from tests import small_smollm2
 from traces.errors import DraftsimError
 
@@ -87,10 +87,8 @@ def test_a_shard_holds_whole_chats_and_their_states(
     for index in range(len(chats.bounds) - 1):
         batch = chats.batch([index])
         ids = batch.tokens
-        torch.testing.assert_close(
-            batch.states, on_features.target_features(model, ids), rtol=1e-3, atol=1e-3
-        )
-        features = on_features.target_features(model, ids, DEPTHS)
+        torch.testing.assert_close(batch.states, target_features(model, ids), rtol=1e-3, atol=1e-3)
+        features = target_features(model, ids, DEPTHS)
         torch.testing.assert_close(batch.features, features, rtol=1e-3, atol=1e-3)
         line = ids[0].tolist()
         at = next((i for i in range(len(line)) if line[i : i + len(answering)] == answering), None)
@@ -127,10 +125,10 @@ def test_batches_hold_a_chat_at_most_once_a_round(chats_folder: Path) -> None:
     assert set(seen) <= set(chats.training.tolist())
 
 
-def _draft(model: Any, chats: Chats) -> ProjectedDraft:
+def _draft(model: Any, chats: Chats, candidates: Candidates) -> ProjectedDraft:
     table = model.get_input_embeddings().weight.detach()
     torch.manual_seed(0)
-    draft = ProjectedDraft(draft_config(model.config, 32, 2), table)
+    draft = ProjectedDraft(draft_config(model.config, 32, 2), table, candidates)
     counts = chats.tokens.long().bincount(minlength=len(table))
     with torch.no_grad():
         draft.projection.copy_(principal_directions(table, counts, 32))
@@ -142,17 +140,17 @@ def test_the_draft_model_learns_and_becomes_an_ordinary_folder(
 ) -> None:
     model, _, folder = target
     chats = Chats(chats_folder, 2, BOTH)
-    draft = _draft(model, chats)
-    candidates = Candidates(torch.arange(len(draft.embedding)), torch.arange(0), 0)
+    candidates = Candidates(torch.arange(model.config.vocab_size), torch.arange(0), 0)
+    draft = _draft(model, chats, candidates)
     plan = TrainingPlan(steps=20, tokens=600, warmup=5, report_every=10)
-    curve = fit(draft, lambda b: draft.loss(b, candidates), chats, plan, tmp_path / "k")
+    curve = fit(draft, chats, plan, tmp_path / "k")
     assert curve[-1]["loss"] < curve[0]["loss"]
     store_draft(draft, tmp_path / "draft.safetensors")
     write_folder(tmp_path / "draft.safetensors", folder, tmp_path / "made")
     made: Any = AutoModelForCausalLM.from_pretrained(tmp_path / "made", dtype=torch.float32)
     ids = chats.batch([0]).tokens
     states = draft.states(ids)
-    wanted = states @ (draft.embedding @ draft.projection).T
+    wanted = states @ (draft.table @ draft.projection).T
     torch.testing.assert_close(made(ids).logits, wanted, rtol=2e-2, atol=2e-2)
     assert {p.name for p in folder.iterdir()} - {
         p.name for p in (tmp_path / "made").iterdir()
@@ -166,19 +164,19 @@ def test_a_stopped_run_ends_as_an_uninterrupted_one(
     plan = TrainingPlan(steps=12, tokens=400, warmup=2, report_every=4)
 
     def train(kept: str, stop_after: int | None = None) -> ProjectedDraft:
-        draft = _draft(target[0], chats)
-        candidates = Candidates(torch.arange(50), torch.arange(50, 250), 20)
-        calls = 0
+        draft = _draft(target[0], chats, Candidates(torch.arange(50), torch.arange(50, 250), 20))
+        real, calls = draft.loss, 0
 
         def loss(batch: Any) -> Any:
             nonlocal calls
             calls += torch.is_grad_enabled()
             if calls == stop_after:
                 raise KeyboardInterrupt
-            return draft.loss(batch, candidates)
+            return real(batch)
 
+        draft.loss = loss  # type: ignore[method-assign]
         try:
-            fit(draft, loss, chats, plan, tmp_path / kept)
+            fit(draft, chats, plan, tmp_path / kept)
         except KeyboardInterrupt:
             return train(kept)
         return draft
@@ -186,10 +184,9 @@ def test_a_stopped_run_ends_as_an_uninterrupted_one(
     whole, resumed = train("whole"), train("stopped", stop_after=7)
     for name, value in whole.state_dict().items():
         assert torch.equal(value, resumed.state_dict()[name]), name
-    candidates = Candidates(torch.arange(9), torch.arange(0), 0)
     other = TrainingPlan(steps=13, tokens=400)
     with pytest.raises(DraftsimError, match="holds a run of another plan"):
-        fit(whole, lambda b: whole.loss(b, candidates), chats, other, tmp_path / "whole")
+        fit(whole, chats, other, tmp_path / "whole")
 
 
 @pytest.mark.parametrize("kind", ["eagle", "eagle3", "p-eagle"])
@@ -211,13 +208,13 @@ def test_feature_drafters_learn_and_are_read_back(
         drafter = eagles.new_eagle(model, chats)
     module = eagles.Unrolled(drafter, model.get_output_embeddings().weight.detach(), candidates, 3)
     plan = TrainingPlan(steps=14, tokens=600, warmup=4, report_every=7)
-    curve = fit(module, module.loss, chats, plan, tmp_path / "kept")
+    curve = fit(module, chats, plan, tmp_path / "kept")
     assert curve[-1]["loss"] < curve[0]["loss"]
     assert len(curve[-1]["held_out"]) == 3
     trained = module.finished()
     store_drafter(trained, tmp_path / "stored.safetensors")
     write_folder(tmp_path / "stored.safetensors", folder, tmp_path / "made")
-    read = on_features.read_drafter(tmp_path / "made", model)
+    read = read_drafter(tmp_path / "made", model)
     weights = read.state_dict()
     for name, value in trained.state_dict().items():
         torch.testing.assert_close(weights[name].float(), value.float(), rtol=1e-3, atol=1e-3)
@@ -239,13 +236,13 @@ def test_one_pass_begins_as_the_drafter_that_drafts_in_turn(
         eagles.new_eagle3(model, chats, tokens, DEPTHS), head, candidates, 1
     ).finished()
     assert isinstance(trained, Eagle3)
-    parallel = eagles.new_parallel(trained, chats)
+    parallel = eagles.new_parallel(model, trained, chats)
     assert torch.equal(parallel.target_ids(torch.arange(100)), tokens)
     ids = chats.batch(chats.training[:2].tolist()).tokens
-    features = on_features.target_features(model, ids, DEPTHS)
-    first, second = on_features.unroll(parallel, ids, features, 2)
-    torch.testing.assert_close(first, on_features.unroll(trained, ids, features, 1)[0])
-    assert not torch.equal(second, on_features.unroll(trained, ids, features, 2)[1])
+    features = target_features(model, ids, DEPTHS)
+    first, second = unroll(parallel, ids, features, 2)
+    torch.testing.assert_close(first, unroll(trained, ids, features, 1)[0])
+    assert not torch.equal(second, unroll(trained, ids, features, 2)[1])
 
 
 def test_mtp_learns_as_one_module_and_as_several(
@@ -259,15 +256,15 @@ def test_mtp_learns_as_one_module_and_as_several(
     drafter: Mtp = eagles.new_mtp(model, chats)
     for modules in (1, 3):
         if modules > 1:
-            drafter = eagles.in_turn(drafter, modules)
+            drafter = eagles.in_turn(model, drafter, modules)
         module = eagles.Unrolled(drafter, head, candidates, max(2, modules))
         plan = TrainingPlan(steps=14, tokens=600, warmup=4, report_every=7)
-        curve = fit(module, module.loss, chats, plan, tmp_path / f"kept{modules}")
+        curve = fit(module, chats, plan, tmp_path / f"kept{modules}")
         assert curve[-1]["loss"] < curve[0]["loss"]
         module.finished()
         store_drafter(drafter, tmp_path / "stored.safetensors")
         write_folder(tmp_path / "stored.safetensors", folder, tmp_path / f"made{modules}")
-        read = on_features.read_drafter(tmp_path / f"made{modules}", model)
+        read = read_drafter(tmp_path / f"made{modules}", model)
         assert (read.kind, read.modules_in_turn) == ("mtp", modules)
         for name, value in drafter.state_dict().items():
             torch.testing.assert_close(read.state_dict()[name], value, rtol=1e-3, atol=1e-3)
@@ -298,7 +295,7 @@ def test_heads_learn(
         wanted = (lens == own)[there].float().mean()
         torch.testing.assert_close(module.loss(batch)[1][1], wanted, rtol=0, atol=0.02)
     plan = TrainingPlan(steps=14, tokens=600, warmup=4, report_every=7)
-    curve = fit(module, module.loss, chats, plan, tmp_path / "kept")
+    curve = fit(module, chats, plan, tmp_path / "kept")
     assert curve[-1]["loss"] < curve[0]["loss"]
     assert len(curve[-1]["held_out"]) == (2 if kind == "exit" else AHEAD[kind])
 
@@ -319,7 +316,7 @@ def test_kangaroo_learns_from_the_logit_lens_on(
     wanted = (lens == own)[batch.weights > 0].float().mean()
     torch.testing.assert_close(module.loss(batch)[1][0], wanted, rtol=0, atol=0.02)
     plan = TrainingPlan(steps=14, tokens=600, warmup=4, report_every=7)
-    curve = fit(module, module.loss, chats, plan, tmp_path / "kept")
+    curve = fit(module, chats, plan, tmp_path / "kept")
     assert curve[-1]["loss"] < curve[0]["loss"]
 
 

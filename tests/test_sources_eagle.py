@@ -11,11 +11,12 @@ import pandas as pd
 import pytest
 import torch
 
+from benchmarks.training.unroll import target_features, unroll
 from policies.core import DraftPolicy, speculate
 from policies.lengths.basic import Fixed
 from policies.lengths.huggingface import Confidence
 from profiler.decoding.single import greedy
-from profiler.features import DrafterRunner, FeatureDrafter, target_features, unroll
+from profiler.features import DrafterRunner, FeatureDrafter
 from profiler.models.stack import LayerRunner
 from profiler.sources.latency import AFTER_DRAFTER, measure_drafters
 from profiler.sources.run import (

@@ -9,10 +9,11 @@ import numpy as np
 import pytest
 import torch
 
+from benchmarks.training.unroll import target_features, unroll
 from policies.core import DraftPolicy, speculate
 from policies.lengths.basic import Fixed
 from policies.lengths.huggingface import Confidence
-from profiler.features import ParallelEagle3, read_drafter, target_features, unroll, write_drafter
+from profiler.features import ParallelEagle3, read_drafter, write_drafter
 from profiler.sources.run import SourceRunner
 from tests.conftest import ONE_PROMPT, Run
 from tests.test_sources_eagle import OFFSETS, Case, Moody

@@ -10,10 +10,11 @@ import pandas as pd
 import pytest
 import torch
 
+from benchmarks.training.unroll import target_features
 from policies.core import DraftPolicy, speculate
 from policies.lengths.basic import Fixed, Oracle
 from policies.lengths.huggingface import Confidence
-from profiler.features import DrafterRunner, FeatureDrafter, target_features
+from profiler.features import DrafterRunner, FeatureDrafter
 from profiler.models.stack import LayerRunner
 from profiler.sources.run import SourceRunner, measure_sources, record_sources
 from profiler.sources.start_record import GrownTrees, RecordOptions, TreeRecorder, record_along

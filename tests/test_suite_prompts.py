@@ -8,10 +8,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from profiler.train import pair_prompts
-from profiler.train.documents import CATEGORIES, Document
+from benchmarks.training.pair import DocumentBatches
+from profiler.train import documents as text
+from profiler.train.documents import CATEGORIES, Document, Known
 from profiler.train.minutes import held_out_prompts, sample_tokenizer
-from profiler.train.pair import DocumentBatches
 
 LINES = [f"value_{i} = {'+'.join(str(i * k % 97) for k in range(1, 12))}" for i in range(400)]
 
@@ -35,13 +35,13 @@ def test_documents_are_in_one_line_each_with_an_end() -> None:
 
 def test_only_documents_whose_turn_comes_are_cut(monkeypatch: pytest.MonkeyPatch) -> None:
     cut: list[str] = []
-    real = pair_prompts.cut_prompt
+    real = text.cut_prompt
 
-    def counted(text: str, encode: object) -> str | None:
-        cut.append(text)
-        return real(text, encode)  # type: ignore[arg-type]
+    def counted(document: str, encode: object) -> str | None:
+        cut.append(document)
+        return real(document, encode)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(pair_prompts, "cut_prompt", counted)
+    monkeypatch.setattr(text, "cut_prompt", counted)
     train, held_out = documents(0, 6), documents(6, 19)
     tokenizer = sample_tokenizer(train, quick=True)
     prompts = held_out_prompts(train, held_out, tokenizer, 4)
@@ -73,5 +73,5 @@ SHORT = st.text("ab\n", max_size=12)
 @given(texts=st.lists(SHORT, max_size=4), asked=SHORT)
 def test_what_is_known_is_what_a_search_finds(texts: list[str], asked: str) -> None:
     train = [Document("function", "", text) for text in texts]
-    known = asked in pair_prompts.Known(train)
+    known = asked in Known(train)
     assert known == (asked in "\0".join(texts))

@@ -10,21 +10,6 @@ state (EAGLE, MTP), or its states after three depths, concatenated (EAGLE-3).  A
 token has no feature of its own: the drafter's output takes its place, at the next position, and so
 on.
 
-Training, on features that were computed once::
-
-    drafter = Eagle3(layer_config(target.config), draft_tokens, default_depths(layers))
-    drafter.attach(target)                         # embedding, and head where it is shared
-    features = target_features(target, ids, drafter.feature_layers)   # (batch, tokens, width)
-    states = unroll(drafter, ids, features, steps=3)    # 3 x (batch, tokens - 1, hidden)
-    logits = drafter.logits(states[j])             # (batch, tokens - 1, draft vocabulary)
-    labels = drafter.draft_ids(ids)                # -1 where the draft vocabulary lacks a token
-
-``states[j][:, i]`` foresees token i + 2 + j, drafted from entry i on: `unroll` is EAGLE-3's
-training-time test, in which later steps attend to the true entries up to i and to their own
-steps before.  ``unroll(..., steps=1)`` is ordinary teacher forcing.  Rows padded on the right
-need no mask, only labels that leave the padding out.  Trained parameters are
-``drafter.parameters()``; the target's embedding and head, attached, are not among them.
-
 Reading and writing: `read_drafter` and `write_drafter`.  Decoding: `DrafterRunner`.
 """
 
@@ -37,9 +22,8 @@ from profiler.features.drafters import (
     ParallelEagle3,
     default_depths,
     layer_config,
-    target_features,
 )
-from profiler.features.runner import DrafterRunner, unroll
+from profiler.features.runner import DrafterRunner
 
 __all__ = [
     "DrafterRunner",
@@ -51,7 +35,5 @@ __all__ = [
     "default_depths",
     "layer_config",
     "read_drafter",
-    "target_features",
-    "unroll",
     "write_drafter",
 ]

@@ -86,11 +86,6 @@ class FeatureDrafter(nn.Module, ABC):
         self._head = target.get_output_embeddings().weight.detach()
         return self
 
-    def attach_as(self, other: FeatureDrafter) -> Self:
-        """Use the embedding and output head that `other`, of the same target, has attached."""
-        self._embedding, self._head = other._embedding, other._head
-        return self
-
     @property
     def feature_width(self) -> int:
         """Numbers of one feature."""
@@ -195,25 +190,6 @@ def default_depths(layers: int) -> tuple[int, int, int]:
             f"a target of {layers} layers has no three depths to read: name the depths"
         )
     return 1, layers // 2, layers - 1
-
-
-@torch.no_grad()
-def target_features(model: Any, ids: Tensor, depths: Sequence[int] = ()) -> Tensor:
-    """Return features of every token, (batch, tokens, width x depths), by one pass of `model`.
-
-    ``ids`` (batch, tokens), rows padded on the right with anything; ``depths`` as
-    `FeatureDrafter.feature_layers`.
-    """
-    out = model(
-        input_ids=ids.clamp(min=0), attention_mask=torch.ones_like(ids), use_cache=False,
-        output_hidden_states=True, logits_to_keep=1,
-    )  # fmt: skip
-    if depths and not 0 <= min(depths) <= max(depths) < len(out.hidden_states) - 1:
-        raise DraftsimError(
-            f"depths {list(depths)} were asked of a target of {len(out.hidden_states) - 1} layers"
-        )
-    # The last entry is taken after the final norm.
-    return torch.cat([out.hidden_states[d] for d in depths or (-1,)], -1)
 
 
 class EagleDrafter(FeatureDrafter):

@@ -1,1 +1,1 @@
-"""Training of drafters: the bundled pair, SmolLM2's drafters, heads for any target."""
+"""Training in minutes: heads for any target, and the pair of the GPU suite."""

@@ -15,7 +15,7 @@ import os
 import re
 import sysconfig
 import textwrap
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -39,6 +39,8 @@ _HELD_OUT_ONE_IN = 8  # one file (or reference topic) in eight is held out
 _MIN_CHARS = 60  # shorter documents teach little but the end token
 _SECTION_CHARS = 900  # reference text and tables are cut to about this size
 _MIN_TABLE_LINES = 12  # an assignment this long is a table, not a constant
+_PROMPT_TOKENS = (48, 128)  # least and most
+_MIN_LEFT_TOKENS = 24  # of a document after the prompt, so that there is something to continue
 
 
 @dataclass(frozen=True)
@@ -167,3 +169,50 @@ def _sections(text: str, separator: str) -> Iterator[str]:
             yield separator.join(section)
             section = []
     yield separator.join(section)
+
+
+def cut_prompt(text: str, encode: Callable[[str], list[int]]) -> str | None:
+    """Return the first lines of a document as a prompt of _PROMPT_TOKENS tokens, or None if none
+    fits.
+
+    The length aimed at differs by document. The cut is at the end of a line, before its line
+    break: there the prompt's tokens are the first tokens of the document, as in training.
+    """
+    shortest, longest = _PROMPT_TOKENS
+    aim = shortest + stable_hash(text) % (longest - shortest + 1)
+    total = len(encode(text))
+    lines = text.split("\n")
+    for count in range(len(lines) - 1, 0, -1):
+        prompt = "\n".join(lines[:count])
+        length = len(encode(prompt))
+        if lines[count - 1] and shortest <= length <= min(aim, total - _MIN_LEFT_TOKENS):
+            return prompt
+    return None
+
+
+class Known:
+    """A search for texts in all of the documents."""
+
+    def __init__(self, documents: Sequence[Document]) -> None:
+        self._all = "\0".join(document.text for document in documents)
+        self._lines = {line for document in documents for line in document.text.split("\n")}
+
+    def __contains__(self, text: str) -> bool:
+        # Where it occurs, its inner lines are lines there; a search of everything takes long.
+        inner = text.split("\n")[1:-1]
+        return all(line in self._lines for line in inner) and text in self._all
+
+
+def cuts(
+    documents: Sequence[Document], category: str, known: Known, encode: Callable[[str], list[int]]
+) -> Iterator[str]:
+    """Yield a prompt of each document of a category, none of them twice or `known`.
+
+    A document is cut only when its turn comes.
+    """
+    found: set[str] = set()
+    for document in documents:
+        text = cut_prompt(document.text, encode) if document.category == category else None
+        if text and text not in found and text not in known:
+            found.add(text)
+            yield text

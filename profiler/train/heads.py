@@ -1,16 +1,14 @@
-"""Trains the small modules of draft sources on a frozen target.
+"""Training of the small modules of draft sources on any frozen target, in seconds.
 
-In seconds, for any target (`train_all`): the target continues beginnings of documents itself,
-greedily and sampled in turn, and the modules learn to predict it: exit heads and Kangaroo's
-adapter by distillation of its final distribution, parallel heads and mask embeddings from the
-tokens that it emitted.
-
-For long, on stored chats (`Distilled`, `DistilledAdapter`): the heads that ship with SmolLM2.
+The target continues beginnings of documents, greedily and sampled in turn, and the modules learn
+to predict it: exit heads and Kangaroo's adapter by distillation of its final distribution,
+parallel heads and mask embeddings from the tokens that it emitted.
 """
 
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -30,17 +28,11 @@ from profiler.features.heads import (
     save_module,
 )
 from profiler.models.stack import LayerRunner
-from profiler.train.candidates import Candidates, soft_loss
-from profiler.train.chats import Batch
-from profiler.train.loop import Descent, cosine, within
+from profiler.train.descent import Descent
 from traces.errors import DraftsimError
 
 BEGINNING = 32
 """Tokens of a document that the target is given to continue."""
-
-EXIT_RANK, PARALLEL_RANK = 32, 32
-AHEAD = {"blockwise": 4, "specdec": 4, "medusa": 2}
-"""Heads of a kind; each of Medusa's takes 0.7 MB of what the project may store."""
 
 
 class States:
@@ -117,16 +109,31 @@ def own_text(
 def _minimise(
     module: nn.Module, loss: Callable[[int], Tensor], rate: float, steps: int, seconds: float
 ) -> None:
-    """Minimise with AdamW and a cosine rate for `steps` steps, at most `seconds`."""
+    """Minimise with AdamW and a cosine rate for `steps` steps; stop after `seconds`."""
+    begin = time.perf_counter()
     descent = Descent(module, rate, betas=(0.9, 0.999), clip=math.inf, low=False)
-    within(seconds, descent.steps(loss, cosine(steps)))
+    factors = ((1 + math.cos(math.pi * step / steps)) / 2 for step in range(steps))
+    for value in descent.steps(loss, factors):
+        value.item()  # or the host runs ahead of the device, whose seconds count
+        if time.perf_counter() - begin > seconds:
+            break
+
+
+def _divergence(teacher: Tensor, states: Tensor, weight: Tensor) -> Tensor:
+    """Return the mean KL divergence from the target, in nats a token.
+
+    ``teacher`` (tokens, vocab): the target's log-probabilities; ``states`` (tokens, hidden): the
+    module's, of which ``weight`` makes logits.
+    """
+    student = torch.log_softmax(states @ weight.T, -1)
+    return (teacher.exp() * (teacher - student)).sum(-1).mean()
 
 
 def train_exit_heads(
     target: LayerRunner, text: Tensor, layers: tuple[int, ...], *, rank: int = 32,
     steps: int = 120, seconds: float = 30.0, seed: int = 0, batch: int = 768,
 ) -> ExitHeads:  # fmt: skip
-    """Exit heads distilled from the target's final distribution over `text`.
+    """Distil exit heads from the target's final distribution over `text`.
 
     ``text``: (sequences, tokens) ids, -1 beyond a sequence's end.
     """
@@ -141,8 +148,7 @@ def train_exit_heads(
         teacher = torch.log_softmax(states.final[some].float() @ weight.T, -1)
         total = teacher.new_zeros(())
         for i in range(len(layers)):
-            student = torch.log_softmax(heads.states(i, states.exits[i][some]) @ weight.T, -1)
-            total = total + (teacher.exp() * (teacher - student)).sum(-1).mean()
+            total = total + _divergence(teacher, heads.states(i, states.exits[i][some]), weight)
         return total
 
     _minimise(heads, loss, 4e-3, steps, seconds)
@@ -241,8 +247,7 @@ def train_adapter(
         query, keys, values = adapter.projected(hidden, cos, sin)
         found = adapter.attended(hidden, query, keys, values, mask)[known]
         teacher = torch.log_softmax(finals[some][known] @ weight.T, -1)
-        student = torch.log_softmax(found @ weight.T, -1)
-        return (teacher.exp() * (teacher - student)).sum(-1).mean()
+        return _divergence(teacher, found, weight)
 
     _minimise(adapter, loss, 4e-3, steps, seconds)
     return adapter.eval()
@@ -267,101 +272,3 @@ def train_all(
         else:
             module = train_parallel_heads(target, text, name, k, seconds=seconds)
         save_module(module, target.model, out / FILES[name])
-
-
-def new_exit_heads(target: Any, depths: tuple[int, ...]) -> ExitHeads:
-    """Return heads after these layers that begin as the logit lens."""
-    heads = ExitHeads(depths, target.config.hidden_size, EXIT_RANK)
-    return heads.start_from(target.model.norm.weight.detach().float())
-
-
-def new_parallel_heads(target: Any, kind: str) -> ParallelHeads:
-    """Return AHEAD heads of a kind that begin by repeating the target's own next token."""
-    return ParallelHeads(kind, AHEAD[kind], target.config.hidden_size, PARALLEL_RANK)
-
-
-def new_adapter(target: Any, layer: int) -> Adapter:
-    """Return Kangaroo's adapter after `layer`; it begins as the logit lens."""
-    config = target.config
-    adapter = Adapter(layer, config.hidden_size, config.num_attention_heads, config.head_dim)
-    return adapter.start_from(target.model.norm.weight.detach().float())
-
-
-class Distilled(nn.Module):
-    """Heads in training: each is compared with what the target says where its token stands.
-
-    `table`: the target's tied embedding, (vocabulary, hidden).
-    """
-
-    def __init__(self, heads: ExitHeads | ParallelHeads, table: Tensor, cand: Candidates) -> None:
-        super().__init__()
-        self.heads, self.table, self.candidates = heads, table, cand
-
-    def loss(self, batch: Batch) -> tuple[Tensor, Tensor]:
-        """Return the sum over heads, and the agreement of each."""
-        row, column = (batch.weights > 0).nonzero().T
-        weights = batch.weights[row, column]
-        rows, raised, teacher = self.candidates.teacher(self.table, batch.states[row, column])
-        value = torch.zeros(())
-        agreements = []
-        for index in range(self._count):
-            some, found = self._states(batch, index, row, column)
-            student = F.linear(found, rows.float()) + raised
-            loss, agreement = soft_loss(student, teacher[some], weights[some])
-            value = value + loss
-            agreements.append(agreement)
-        return value, torch.stack(agreements)
-
-    @property
-    def _count(self) -> int:
-        return len(self.heads.layers) if isinstance(self.heads, ExitHeads) else self.heads.k
-
-    def _states(
-        self, batch: Batch, index: int, row: Tensor, column: Tensor
-    ) -> tuple[Tensor, Tensor]:
-        """Return the places that head `index` can predict, and the states that it reads there."""
-        if isinstance(self.heads, ExitHeads):
-            assert batch.features is not None
-            parts = batch.features.unflatten(-1, (-1, self.heads.width))
-            every = torch.ones_like(row, dtype=torch.bool)
-            depth = parts.shape[2] - self._count + index
-            return every, self.heads.states(index, parts[row, column, depth])
-        # The head reads the state from which the target itself gives an earlier token.
-        some = column > index
-        at = row[some], column[some] - 1 - index
-        normed = batch.states[at].float()
-        following = F.embedding(batch.tokens[at[0], at[1] + 1], self.table).float()
-        seen = torch.cat([normed, following], -1) if self.heads.kind == "specdec" else normed
-        found: Tensor = self.heads.blocks[index](normed, seen)
-        return some, found
-
-
-class DistilledAdapter(nn.Module):
-    """Kangaroo's adapter in training, on the first of the depths whose states are kept.
-
-    `target`: gives the tied embedding and the rotary positions.
-    """
-
-    def __init__(self, adapter: Adapter, target: Any, candidates: Candidates) -> None:
-        super().__init__()
-        self.adapter, self.candidates = adapter, candidates
-        self.table: Tensor = target.get_input_embeddings().weight.detach()
-        self._rotary = [target.model.rotary_emb]  # in a list: not a part of this module
-
-    def loss(self, batch: Batch) -> tuple[Tensor, Tensor]:
-        """Return the mean over positions, and the agreement."""
-        assert batch.features is not None
-        there = batch.weights > 0
-        rows, raised, teacher = self.candidates.teacher(self.table, batch.states[there])
-        length = batch.tokens.shape[1]
-        hidden = batch.features[..., : rows.shape[1]]
-        cos, sin = (
-            part[0].float() for part in self._rotary[0](rows.float(), torch.arange(length)[None])
-        )
-        query, keys, values = self.adapter.projected(hidden, cos, sin)
-        mask = torch.ones(length, length, dtype=torch.bool).tril()
-        # Rotation gives float32 under autocast, where the values are bfloat16.
-        found = self.adapter.attended(hidden, query, keys, values.to(query.dtype), mask)[there]
-        student = F.linear(found, rows.float()) + raised
-        value, agreement = soft_loss(student, teacher, batch.weights[there])
-        return value, agreement[None]

@@ -14,21 +14,34 @@ import numpy
 import pandas
 import scipy
 import torch
+import torch.nn.functional as F
 import transformers
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from torch import Tensor
+from transformers import PreTrainedTokenizerFast
 
 from profiler.models.architectures import DecoderShape
 from profiler.models.loading import Pair, describe_model
 from profiler.prompts import Prompt
-from profiler.train.documents import CATEGORIES, Document, load_documents, stable_hash
-from profiler.train.pair import VOCABULARY, descent, prediction_loss, token_line, train_tokenizer
-from profiler.train.pair_prompts import Known, cuts
+from profiler.train.descent import Descent
+from profiler.train.documents import (
+    CATEGORIES,
+    Document,
+    Known,
+    cuts,
+    load_documents,
+    stable_hash,
+)
 
+EOS, PAD = "<|endoftext|>", "<|pad|>"  # EOS separates documents, so it is BOS as well
+VOCABULARY, POSITIONS = 2048, 1024
+_CHUNK = 1024  # documents encoded at a time
 ROW_TOKENS = 512
 BATCH_TOKENS = 32_768
 TARGET = DecoderShape(
-    "trained-12", "trained by profiler.suite", 768, 2048, 12, 12, 12, VOCABULARY, 1024, tied=True
-)
+    "trained-12", "trained by profiler.suite", 768, 2048, 12, 12, 12, VOCABULARY, POSITIONS,
+    tied=True,
+)  # fmt: skip
 DRAFT = replace(TARGET, name="trained-3", layers=3)
 SAMPLE = 5
 """One document in this many is enough for the tokenizer's merges."""
@@ -76,10 +89,43 @@ def read_sources(
     return list(train.values()), [d for text, d in held_out.items() if text not in train]
 
 
+def train_tokenizer(documents: Sequence[Document]) -> PreTrainedTokenizerFast:
+    """Return a byte-level BPE of VOCABULARY tokens; encoding adds no special token."""
+    bpe = Tokenizer(models.BPE())
+    bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    bpe.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=VOCABULARY, special_tokens=[EOS, PAD], show_progress=False,
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+    )  # fmt: skip
+    bpe.train_from_iterator((document.text for document in documents), trainer)
+    # The class's constructor has no type hints; a typed name for it keeps the check strict.
+    wrap: Callable[..., PreTrainedTokenizerFast] = PreTrainedTokenizerFast
+    return wrap(
+        tokenizer_object=bpe, bos_token=EOS, eos_token=EOS, pad_token=PAD,
+        model_max_length=POSITIONS, clean_up_tokenization_spaces=False,
+    )  # fmt: skip
+
+
 def sample_tokenizer(documents: Sequence[Document], quick: bool = False) -> Any:
     """Return a tokenizer (`train_tokenizer`) from some of the documents."""
     ordered = sorted(documents, key=lambda d: stable_hash(d.text))
     return train_tokenizer(ordered if quick else ordered[::SAMPLE])
+
+
+def token_line(documents: Sequence[Document], tokenizer: PreTrainedTokenizerFast) -> Tensor:
+    """Return the documents as one line of token ids, int64, in a shuffled order, an EOS after each.
+
+    Documents are encoded some at a time, in parallel where there are cores.
+    """
+    texts = sorted((document.text for document in documents), key=stable_hash)
+    backend: Any = tokenizer.backend_tokenizer
+    parts = [
+        numpy.array([*encoding.ids, tokenizer.eos_token_id], dtype=numpy.int64)
+        for at in range(0, len(texts), _CHUNK)
+        for encoding in backend.encode_batch_fast(texts[at : at + _CHUNK], add_special_tokens=False)
+    ]
+    return torch.from_numpy(numpy.concatenate(parts))
 
 
 def held_out_prompts(
@@ -104,6 +150,30 @@ def held_out_prompts(
             else:
                 prompts.append(Prompt(f"{category}-{len(prompts):03}", category, text))
     return prompts
+
+
+def descent(model: torch.nn.Module, rate: float = 1.0, **settings: Any) -> Descent:
+    """Return Muon for the layers' matrices, AdamW for embedding and norms, at `rate` times theirs.
+
+    Muon makes a run of minutes enough: at the same number of steps AdamW alone ended above it by
+    one nat a token. `settings`: as `Descent` takes them.
+    """
+    return Descent(model, 0.01 * rate, 0.03 * rate, apart=("embed",), **settings)
+
+
+def prediction_loss(model: Any, tokens: Tensor, teacher: Any | None = None) -> Tensor:
+    """Return cross-entropy, nats a token, to the next token, or to the teacher's distribution over
+    it.
+
+    `tokens` is int64 (rows, length + 1): the first `length` of each row are read.
+    """
+    inputs = tokens[:, :-1]
+    logits = model(input_ids=inputs, use_cache=False).logits.float().flatten(0, 1)
+    if teacher is None:
+        return F.cross_entropy(logits, tokens[:, 1:].flatten())
+    with torch.no_grad():
+        wanted = teacher(input_ids=inputs, use_cache=False).logits.float().softmax(-1)
+    return F.cross_entropy(logits, wanted.flatten(0, 1))
 
 
 def train_model(

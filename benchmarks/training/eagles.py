@@ -1,7 +1,8 @@
-"""Distils EAGLE, EAGLE-3, P-EAGLE and MTP drafters from the target's states over its own chats."""
+"""EAGLE, EAGLE-3, P-EAGLE and MTP drafters, distilled from the target's states over its chats."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -9,10 +10,17 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
-from profiler import features as on_features
-from profiler.features import Eagle3, EagleDrafter, FeatureDrafter, Mtp, ParallelEagle3
-from profiler.train.candidates import Candidates, soft_loss
-from profiler.train.chats import Batch, Chats
+from benchmarks.training.chats import Batch, Chats
+from benchmarks.training.fit import Candidates, InTraining
+from benchmarks.training.unroll import unroll
+from profiler.features import (
+    Eagle3,
+    EagleDrafter,
+    FeatureDrafter,
+    Mtp,
+    ParallelEagle3,
+    layer_config,
+)
 
 DECAY = 0.8  # of the loss's weight from one drafted token to the next, as EAGLE-3 has it
 FEATURE_WEIGHT = 0.5  # of EAGLE's regression to the target's own features
@@ -64,9 +72,7 @@ def new_eagle3(
     ``fc`` starts as the ridge regression of that state from the features (0.22 of first tokens
     right), the head is the target's own rows and stays so, and the layer adds nothing yet.
     """
-    drafter = kind(
-        on_features.layer_config(target.config), draft_tokens, depths, norm_before_residual=True
-    )
+    drafter = kind(layer_config(target.config), draft_tokens, depths, norm_before_residual=True)
     drafter.attach(target)
     places = _pairs(chats)
     features, states = chats.features[places].float(), chats.states[places + 1].float()
@@ -91,7 +97,7 @@ def new_eagle(target: Any, chats: Chats) -> EagleDrafter:
     ``fc`` starts as the ridge regression of that state from the token read and the state before
     it, which alone gives 0.31 of first tokens right; the layer adds nothing yet.
     """
-    drafter = EagleDrafter(on_features.layer_config(target.config))
+    drafter = EagleDrafter(layer_config(target.config))
     drafter.attach(target)
     places = _pairs(chats)
     embedding = target.get_input_embeddings().weight.detach()
@@ -107,7 +113,7 @@ def new_eagle(target: Any, chats: Chats) -> EagleDrafter:
     return drafter
 
 
-def new_parallel(trained: Eagle3, chats: Chats) -> ParallelEagle3:
+def new_parallel(target: Any, trained: Eagle3, chats: Chats) -> ParallelEagle3:
     """Return a P-EAGLE drafter that begins as a trained EAGLE-3 drafter.
 
     The first token of a round is then EAGLE-3's from the first step on.  The mask begins as the
@@ -118,7 +124,7 @@ def new_parallel(trained: Eagle3, chats: Chats) -> ParallelEagle3:
         trained.feature_layers, norm_before_residual=True,
     )  # fmt: skip
     drafter.load_state_dict(trained.state_dict(), strict=False)
-    drafter.attach_as(trained)
+    drafter.attach(target)
     places = _pairs(chats)
     features = chats.features[places].float()
     with torch.no_grad():
@@ -136,7 +142,7 @@ def new_mtp(target: Any, chats: Chats) -> Mtp:
     Its projection begins as the ridge regression of that state from the normed embedding of the
     token and the normed state before it; the layer adds nothing yet.
     """
-    drafter = Mtp(on_features.layer_config(target.config))
+    drafter = Mtp(layer_config(target.config))
     drafter.attach(target)
     places = _pairs(chats)
     embedding = target.get_input_embeddings().weight.detach()
@@ -156,56 +162,48 @@ def new_mtp(target: Any, chats: Chats) -> Mtp:
     return drafter
 
 
-def in_turn(trained: Mtp, modules: int) -> Mtp:
+def in_turn(target: Any, trained: Mtp, modules: int) -> Mtp:
     """Return an MTP drafter of `modules` modules that all begin as the one of `trained`."""
     drafter = Mtp(trained.config, modules)
-    drafter.attach_as(trained)
+    drafter.attach(target)
     for layer in drafter.mtp_layers:
         layer.load_state_dict(trained.mtp_layers[0].state_dict())
     return drafter
 
 
-class Unrolled(nn.Module):
+class Unrolled(InTraining):
     """A drafter in training: `steps` tokens from every entry, each compared with the target.
 
-    `candidates`: the tokens that a step compares.  From the second token on the drafter meets its
-    own outputs, which is what it meets in decoding (EAGLE-3's training-time test; HASS for EAGLE).
+    From the second token on the drafter meets its own outputs, which is what it meets in decoding
+    (EAGLE-3's training-time test; HASS for EAGLE).
     """
+
+    decay = DECAY
 
     def __init__(
         self, drafter: FeatureDrafter, head: Tensor, candidates: Candidates, steps: int
     ) -> None:
-        super().__init__()
-        self.drafter, self.head, self.steps = drafter, head, steps
-        self.candidates = candidates
+        super().__init__(head, candidates)
+        self.drafter, self.steps = drafter, steps
 
-    def loss(self, batch: Batch) -> tuple[Tensor, Tensor]:
-        """Return the sum over offsets, and the agreement by offset; see
-        `profiler.features.runner`.
-        """
+    def foreseen(
+        self, batch: Batch, row: Tensor, column: Tensor
+    ) -> Iterator[tuple[Tensor, Tensor]]:
+        """Yield the places and states of each drafted token; see `InTraining.foreseen`."""
         features = batch.states if batch.features is None else batch.features
-        there = batch.weights > 0
-        row, column = there.nonzero().T
-        wanted = batch.states[row, column]
-        rows, raised, teacher = self.candidates.teacher(self.head, wanted)
-        weights = batch.weights[row, column]
-        outputs = on_features.unroll(self.drafter, batch.tokens, features, self.steps)
-        value = torch.zeros(())
-        agreements = []
+        outputs = unroll(self.drafter, batch.tokens, features, self.steps)
         for step, states in enumerate(outputs):
             # Entry i foresees token i + 2 + step, which the target's state at the one before gives.
             some = column > step
-            entry = column[some] - 1 - step
-            found = states[row[some], entry]
-            student = F.linear(found, rows.to(found.dtype)) + raised
-            loss, agreement = soft_loss(student, teacher[some], weights[some])
-            if batch.features is None:
-                target = wanted[some].float()
-                spread = target.std(0).clamp(min=1e-3)
-                loss = loss + FEATURE_WEIGHT * F.smooth_l1_loss(found / spread, target / spread)
-            value = value + DECAY**step * loss
-            agreements.append(agreement)
-        return value, torch.stack(agreements)
+            yield some, states[row[some], column[some] - 1 - step]
+
+    def regression(self, batch: Batch, found: Tensor, wanted: Tensor) -> Tensor | float:
+        """Return EAGLE's regression to the target's states, if these are its features."""
+        if batch.features is not None:
+            return 0.0
+        target = wanted.float()
+        spread = target.std(0).clamp(min=1e-3)
+        return FEATURE_WEIGHT * F.smooth_l1_loss(found / spread, target / spread)
 
     def finished(self) -> FeatureDrafter:
         """Return the drafter as it is written and read, its scales folded in."""

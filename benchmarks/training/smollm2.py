@@ -1,4 +1,4 @@
-"""Trains and measures the drafters of SmolLM2-135M-Instruct."""
+"""Training and measurement of the drafters of SmolLM2-135M-Instruct."""
 
 from __future__ import annotations
 
@@ -14,23 +14,9 @@ import torch
 from torch import Tensor
 from transformers import AutoTokenizer, LlamaForCausalLM
 
-from profiler.features import (
-    Eagle3,
-    FeatureDrafter,
-    Mtp,
-    default_depths,
-    read_drafter,
-    target_features,
-    unroll,
-)
-from profiler.features.heads import FILES, Adapter, ExitHeads, ParallelHeads, save_module
-from profiler.fetched.places import fetched, folder
-from profiler.models.stack import LayerRunner
-from profiler.smollm2 import DRAFTERS, HEADS, NAME, STORED
-from profiler.train.candidates import Candidates, by_frequency
-from profiler.train.chats import ANSWERS, BOTH, Chats, write_text
-from profiler.train.draft import ProjectedDraft, draft_config, principal_directions
-from profiler.train.eagles import (
+from benchmarks.training.chats import ANSWERS, BOTH, Chats, write_text
+from benchmarks.training.draft import ProjectedDraft, principal_directions
+from benchmarks.training.eagles import (
     Unrolled,
     in_turn,
     new_eagle,
@@ -38,16 +24,23 @@ from profiler.train.eagles import (
     new_mtp,
     new_parallel,
 )
-from profiler.train.heads import (
+from benchmarks.training.fit import Candidates, InTraining, TrainingPlan, by_frequency, fit
+from benchmarks.training.heads import (
     Distilled,
     DistilledAdapter,
     new_adapter,
     new_exit_heads,
     new_parallel_heads,
-    train_masks,
 )
-from profiler.train.loop import TrainingPlan, fit
-from profiler.train.stored import feature_drafter, read_stored, store_draft, store_drafter
+from benchmarks.training.stored import store_draft, store_drafter
+from benchmarks.training.unroll import target_features, unroll
+from profiler.features import Eagle3, FeatureDrafter, Mtp, default_depths, read_drafter
+from profiler.features.heads import FILES, Adapter, ExitHeads, ParallelHeads, save_module
+from profiler.fetched.places import fetched, folder
+from profiler.models.stack import LayerRunner
+from profiler.smollm2 import DRAFTERS, HEADS, NAME, STORED
+from profiler.smollm2.stored import draft_config, feature_drafter, read_stored
+from profiler.train.heads import train_masks
 from traces.acceptance.trace import MATCH, Request, Trace
 from traces.store.files import read_trace
 
@@ -90,15 +83,13 @@ class Training:
         chats = Chats(self.work, self.shards, BOTH)
         table = self.model.get_input_embeddings().weight.detach()
         torch.manual_seed(0)
-        draft = ProjectedDraft(draft_config(self.model.config, DRAFT_HIDDEN, DRAFT_LAYERS), table)
+        config = draft_config(self.model.config, DRAFT_HIDDEN, DRAFT_LAYERS)
+        draft = ProjectedDraft(config, table, _candidates(self._ranked(chats)))
         counts = chats.tokens.long().bincount(minlength=len(table))
         with torch.no_grad():
             draft.projection.copy_(principal_directions(table, counts, DRAFT_HIDDEN))
-        candidates = _candidates(self._ranked(chats))
-        plan, kept = PLANS["draft"], self.work / "draft.pt"
-        curve = fit(draft, lambda batch: draft.loss(batch, candidates), chats, plan, kept)
+        self._fit("draft", draft, chats)
         store_draft(draft, self.out / "draft.safetensors")
-        self._report("draft", chats, curve)
 
     def eagle(self) -> None:
         """Train the EAGLE head."""
@@ -122,7 +113,9 @@ class Training:
         ranked = self._ranked(chats)
         tokens = trained.target_ids(torch.arange(trained.draft_vocab_size))
         known = ranked[torch.isin(ranked, tokens)]
-        self._unrolled("parallel", lambda: new_parallel(trained, chats), chats, known, AT_ONCE)
+        self._unrolled(
+            "parallel", lambda: new_parallel(self.model, trained, chats), chats, known, AT_ONCE
+        )
 
     def mtp(self) -> None:
         """Train one MTP module, which drafts every token of a round."""
@@ -134,7 +127,7 @@ class Training:
         chats = Chats(self.work, self.shards, ANSWERS)
         trained = self._stored(self.out / "mtp.safetensors")
         assert isinstance(trained, Mtp)
-        self._unrolled("mtp3", lambda: in_turn(trained, MODULES), chats, steps=MODULES)
+        self._unrolled("mtp3", lambda: in_turn(self.model, trained, MODULES), chats, steps=MODULES)
 
     def heads(self) -> None:
         """Train exit heads, parallel heads and Kangaroo's adapter, each kind by itself."""
@@ -149,15 +142,14 @@ class Training:
             "kangaroo": new_adapter(self.model, self.depths[0]),
         }
         for name, heads in made.items():
-            module: Distilled | DistilledAdapter
+            module: InTraining
             if isinstance(heads, Adapter):
                 module = DistilledAdapter(heads, self.model, candidates)
             else:
                 module = Distilled(heads, table, candidates)
-            curve = fit(module, module.loss, chats, PLANS["heads"], self.work / f"{name}.pt")
+            self._fit(name, module, chats)
             (self.out / HEADS).mkdir(exist_ok=True)
             save_module(heads, read_as, self.out / HEADS / FILES[name])
-            self._report(name, chats, curve)
 
     def space(self) -> None:
         """Train SPACE's mask embeddings, through the whole frozen target."""
@@ -176,9 +168,8 @@ class Training:
         torch.manual_seed(0)
         head = self.model.get_output_embeddings().weight.detach()
         module = Unrolled(make(), head, candidates, steps)
-        curve = fit(module, module.loss, chats, PLANS[name], self.work / f"{name}.pt")
+        self._fit(name, module, chats)
         store_drafter(module.finished(), self.out / f"{name}.safetensors")
-        self._report(name, chats, curve)
 
     def _stored(self, path: Path) -> FeatureDrafter:
         settings, weights = read_stored(path)
@@ -187,9 +178,12 @@ class Training:
     def _ranked(self, chats: Chats) -> Tensor:
         return by_frequency(chats.tokens, self.model.config.vocab_size)
 
-    def _report(self, name: str, chats: Chats, curve: list[dict[str, Any]]) -> None:
+    def _fit(self, name: str, module: InTraining, chats: Chats) -> None:
+        """Train a module by its plan, and write how the training went."""
+        plan = PLANS.get(name, PLANS["heads"])
+        curve = fit(module, chats, plan, self.work / f"{name}.pt")
         report: Mapping[str, Any] = {
-            "plan": asdict(PLANS.get(name, PLANS["heads"])),
+            "plan": asdict(plan),
             "text": chats.counts,
             "chats": len(chats.training),
             "held_out_chats": len(chats.held_out),

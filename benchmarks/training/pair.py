@@ -1,4 +1,4 @@
-"""Trains the bundled target/draft pair: its models, its batches, and the stages of its training.
+"""Training of the bundled target and draft: their models, the batches, and the stages.
 
 The target is GROWN from the draft: it starts as the draft plus layers that add nothing yet, and
 trains on. The two therefore agree far more often than two small models trained apart would. The
@@ -16,28 +16,30 @@ arXiv:1908.04319).
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
-import torch.nn.functional as F
 from rich.console import Console
 from rich.progress import track
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from torch import Tensor
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from profiler.train.documents import Document, load_documents, stable_hash
-from profiler.train.loop import Descent, rise_and_fall
+from benchmarks.training.fit import rise_and_fall
+from profiler.train.documents import Document, load_documents
+from profiler.train.minutes import (
+    POSITIONS,
+    VOCABULARY,
+    descent,
+    prediction_loss,
+    token_line,
+    train_tokenizer,
+)
 
-EOS, PAD = "<|endoftext|>", "<|pad|>"  # EOS separates documents, so it is BOS as well
-VOCABULARY, HIDDEN, FEED_FORWARD, HEADS = 2048, 160, 432, 5
-POSITIONS = 1024
+HIDDEN, FEED_FORWARD, HEADS = 160, 432, 5
 _BATCH_TOKENS = 2048
-_CHUNK = 1024  # documents encoded at a time
 _OWN_ROWS, _OWN_PROMPT, _OWN_NEW = 16, 32, 96  # the batches that a model writes itself
 
 
@@ -58,24 +60,6 @@ TARGET = Stage("target", 1200, 3)
 UNLOOP = Stage("unloop", 200, 4, rate=0.3, own_text=True)
 DISTIL = Stage("distil draft", 450, 5, rate=0.5, own_text=True)
 DRAFT_LAYERS, MIDDLE_LAYERS, TARGET_LAYERS = 1, 3, 8
-
-
-def train_tokenizer(documents: Sequence[Document]) -> PreTrainedTokenizerFast:
-    """Return a byte-level BPE of VOCABULARY tokens; encoding adds no special token."""
-    bpe = Tokenizer(models.BPE())
-    bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    bpe.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=VOCABULARY, special_tokens=[EOS, PAD], show_progress=False,
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-    )  # fmt: skip
-    bpe.train_from_iterator((document.text for document in documents), trainer)
-    # The class's constructor has no type hints; a typed name for it keeps the check strict.
-    wrap: Callable[..., PreTrainedTokenizerFast] = PreTrainedTokenizerFast
-    return wrap(
-        tokenizer_object=bpe, bos_token=EOS, eos_token=EOS, pad_token=PAD,
-        model_max_length=POSITIONS, clean_up_tokenization_spaces=False,
-    )  # fmt: skip
 
 
 def build_model(layers: int) -> LlamaForCausalLM:
@@ -119,21 +103,6 @@ def load(folder: Path) -> tuple[LlamaForCausalLM, LlamaForCausalLM, PreTrainedTo
     return target, draft, tokenizer
 
 
-def token_line(documents: Sequence[Document], tokenizer: PreTrainedTokenizerFast) -> Tensor:
-    """Return the documents as one line of token ids, int64, in a shuffled order, an EOS after each.
-
-    Documents are encoded some at a time, in parallel where there are cores.
-    """
-    texts = sorted((document.text for document in documents), key=stable_hash)
-    backend: Any = tokenizer.backend_tokenizer
-    parts = [
-        np.array([*encoding.ids, tokenizer.eos_token_id], dtype=np.int64)
-        for at in range(0, len(texts), _CHUNK)
-        for encoding in backend.encode_batch_fast(texts[at : at + _CHUNK], add_special_tokens=False)
-    ]
-    return torch.from_numpy(np.concatenate(parts))
-
-
 class DocumentBatches:
     """Batches of a line of documents (`token_line`)."""
 
@@ -156,30 +125,6 @@ class DocumentBatches:
         at_start = torch.arange(rows) % 2 == 0
         begin = torch.where(at_start, chosen, anywhere).clamp(max=last)
         return self.ids[begin[:, None] + torch.arange(length + 1)]
-
-
-def descent(model: torch.nn.Module, rate: float = 1.0, **settings: Any) -> Descent:
-    """Return Muon for the layers' matrices, AdamW for embedding and norms, at `rate` times theirs.
-
-    Muon makes a run of minutes enough: at the same number of steps AdamW alone ended above it by
-    one nat a token. `settings`: as `Descent` takes them.
-    """
-    return Descent(model, 0.01 * rate, 0.03 * rate, apart=("embed",), **settings)
-
-
-def prediction_loss(model: Any, tokens: Tensor, teacher: Any | None = None) -> Tensor:
-    """Return cross-entropy, nats a token, to the next token, or to the teacher's distribution over
-    it.
-
-    `tokens` is int64 (rows, length + 1): the first `length` of each row are read.
-    """
-    inputs = tokens[:, :-1]
-    logits = model(input_ids=inputs, use_cache=False).logits.float().flatten(0, 1)
-    if teacher is None:
-        return F.cross_entropy(logits, tokens[:, 1:].flatten())
-    with torch.no_grad():
-        wanted = teacher(input_ids=inputs, use_cache=False).logits.float().softmax(-1)
-    return F.cross_entropy(logits, wanted.flatten(0, 1))
 
 
 @torch.no_grad()

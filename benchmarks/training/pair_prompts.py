@@ -8,90 +8,44 @@ from __future__ import annotations
 import json
 import statistics
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from rich.progress import track
 from scipy.stats import kruskal
 from transformers import DynamicCache, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from profiler.train.documents import CATEGORIES, Document, load_documents, stable_hash
-from profiler.train.pair import DocumentBatches, load
+from benchmarks.training.pair import DocumentBatches, load, write_greedily
+from profiler.train.documents import (
+    CATEGORIES,
+    Document,
+    Known,
+    cuts,
+    load_documents,
+    stable_hash,
+)
+from profiler.train.minutes import prediction_loss
 from traces.store.text import json_lines
 
 MAX_NEW_TOKENS = 128  # limit of a greedy continuation when prompts are picked or measured
 MIN_UNIQUE_4GRAMS = 0.6  # a prompt whose continuation repeats itself more than this is dropped
 PROMPTS_PER_CATEGORY = 14
 PICKED = tuple(c for c in CATEGORIES if c != "table")  # too few tables are no charmap
-_PROMPT_TOKENS = (48, 128)  # least and most
-_MIN_LEFT_TOKENS = 24  # of a document after the prompt, so that there is something to continue
 
 
-def cut_prompt(text: str, encode: Callable[[str], list[int]]) -> str | None:
-    """Return the first lines of a document as a prompt of _PROMPT_TOKENS tokens, or None if none
-    fits.
-
-    The length aimed at differs by document. The cut is at the end of a line, before its line
-    break: there the prompt's tokens are the first tokens of the document, as in training.
-    """
-    shortest, longest = _PROMPT_TOKENS
-    aim = shortest + stable_hash(text) % (longest - shortest + 1)
-    total = len(encode(text))
-    lines = text.split("\n")
-    for count in range(len(lines) - 1, 0, -1):
-        prompt = "\n".join(lines[:count])
-        length = len(encode(prompt))
-        if lines[count - 1] and shortest <= length <= min(aim, total - _MIN_LEFT_TOKENS):
-            return prompt
-    return None
-
-
-class Known:
-    """A search for texts in all of the documents."""
-
-    def __init__(self, documents: Sequence[Document]) -> None:
-        self._all = "\0".join(document.text for document in documents)
-        self._lines = {line for document in documents for line in document.text.split("\n")}
-
-    def __contains__(self, text: str) -> bool:
-        # Where it occurs, its inner lines are lines there; a search of everything takes long.
-        inner = text.split("\n")[1:-1]
-        return all(line in self._lines for line in inner) and text in self._all
-
-
-def cuts(
-    documents: Sequence[Document], category: str, known: Known, encode: Callable[[str], list[int]]
-) -> Iterator[str]:
-    """Yield a prompt of each document of a category, none of them twice or `known`.
-
-    A document is cut only when its turn comes.
-    """
-    found: set[str] = set()
-    for document in documents:
-        text = cut_prompt(document.text, encode) if document.category == category else None
-        if text and text not in found and text not in known:
-            found.add(text)
-            yield text
-
-
-@torch.inference_mode()
 def continue_greedily(
     model: LlamaForCausalLM, prompt: Sequence[int], limit: int = MAX_NEW_TOKENS
 ) -> list[int]:
     """Return token ids that follow `prompt`, the likeliest each time: at most `limit`, EOS
     included.
     """
-    cache = DynamicCache(config=model.config)
-    new: list[int] = []
-    step = torch.tensor([list(prompt)])
-    while len(new) < limit and (not new or new[-1] != model.config.eos_token_id):
-        step = model(input_ids=step, past_key_values=cache).logits[:, -1:].argmax(-1)
-        new.append(int(step))
-    return new
+    written = write_greedily(model, torch.tensor([list(prompt)]), limit)
+    new: list[int] = written[0, len(prompt) :].tolist()
+    end = model.config.eos_token_id
+    return new[: new.index(end) + 1] if end in new else new
 
 
 def unique_4gram_share(tokens: Sequence[int]) -> float:
@@ -225,8 +179,7 @@ def measure_pair(out: Path) -> None:
     stream = DocumentBatches(load_documents()[1], tokenizer)
     tokens = torch.cat([stream.batch(512, torch.Generator().manual_seed(i)) for i in range(8)])
     for label, model in (("target", target), ("draft", draft)):
-        logits = model(input_ids=tokens[:, :-1]).logits.flatten(0, 1)
-        loss = F.cross_entropy(logits, tokens[:, 1:].flatten()).item()
+        loss = prediction_loss(model, tokens).item()
         print(f"held-out loss of the {label}: {loss:.3f} nats a token")
     torch.set_num_threads(1)
     slow, fast = (step_seconds(model, prompt) for model in (target, draft))

@@ -1,30 +1,22 @@
-"""Trains drafters: ``python -m profiler.train pair|smollm2|heads``.
+"""The command line of the training runs: the bundled pair, SmolLM2's drafters, heads.
 
-The bundled pair::
+    python -m benchmarks.training pair --out DIR                   # train, save, pick the prompts
+    python -m benchmarks.training pair --out DIR --measure         # the figures of its CARD.md
+    python -m benchmarks.training smollm2 STEP                     # see below
+    python -m benchmarks.training heads --target DIR --out FOLDER  # the modules of draft sources
 
-    python -m profiler.train pair --out DIR             # trains, saves, picks the prompts
-    python -m profiler.train pair --out DIR --measure   # the figures of its CARD.md
+The steps of SmolLM2-135M-Instruct, which ``draftsim fetch smollm2`` brings::
 
-The drafters of SmolLM2-135M-Instruct, whose target ``draftsim fetch smollm2`` brings::
-
-    python -m profiler.train smollm2 text     # the model writes the training text, with its states
-    python -m profiler.train smollm2 eagle3   # then each drafter by itself, in any order
-    python -m profiler.train smollm2 parallel # EAGLE-3 with mask tokens: a round in one pass
-    python -m profiler.train smollm2 mtp      # one MTP module, applied to every token of a round
-    python -m profiler.train smollm2 mtp3     # three MTP modules in turn, which begin as that one
-    python -m profiler.train smollm2 draft
-    python -m profiler.train smollm2 eagle
-    python -m profiler.train smollm2 heads    # exit heads, an adapter, parallel heads
-    python -m profiler.train smollm2 space    # mask embeddings
-    python -m profiler.train smollm2 folder --drafter NAME    # the folder for `draftsim profile`
-    python -m profiler.train smollm2 measure --trace RUN/trace.parquet    # the figures of CARD.md
+    text                      the model writes the training text, with its hidden states
+    draft, eagle, eagle3      each drafter by itself, in any order
+    parallel                  EAGLE-3 with mask tokens: a round in one pass; begins as eagle3
+    mtp, mtp3                 one MTP module for every token of a round; three, which begin as it
+    heads, space              exit heads, an adapter and parallel heads; mask embeddings
+    folder --drafter NAME     the folder of stored weights, for `draftsim profile`
+    measure --trace FILE      the figures of CARD.md
 
 A stopped run resumes. Unfinished work is in --work; weights and the training curve go to --out.
 Seeds and step counts are fixed, so one machine with one thread count gives the same weights.
-
-Heads for any target, in seconds::
-
-    python -m profiler.train heads --target DIR --out FOLDER [--text FILE] [--only exit ...]
 """
 
 from __future__ import annotations
@@ -35,18 +27,18 @@ from pathlib import Path
 
 import torch
 
+from benchmarks.training.smollm2 import SHARDS, STEPS, Training, measure_all
 from profiler.features.heads import MODULES
 from profiler.fetched.places import cache, fetched
 from profiler.smollm2 import NAME, STORED
-from profiler.train.smollm2 import SHARDS, STEPS, Training, measure_all
-from profiler.train.stored import write_folder
+from profiler.smollm2.stored import write_folder
 from traces.errors import DraftsimError
 
 
 def train_pair(given: argparse.Namespace) -> None:
     """Train the bundled pair, or measure the one that is in --out."""
-    from profiler.train.pair import make_pair
-    from profiler.train.pair_prompts import measure_pair, save_prompts
+    from benchmarks.training.pair import make_pair
+    from benchmarks.training.pair_prompts import measure_pair, save_prompts
 
     torch.set_num_threads(given.threads)
     if given.measure:
@@ -89,7 +81,7 @@ def train_heads(given: argparse.Namespace) -> None:
 def main(arguments: Sequence[str] | None = None) -> None:
     """Parse the command line and train."""
     parser = argparse.ArgumentParser(
-        prog="python -m profiler.train", description=__doc__,
+        prog="python -m benchmarks.training", description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )  # fmt: skip
     what = parser.add_subparsers(dest="what", required=True)

@@ -1,12 +1,12 @@
 """The drafters' weights as the project holds them, and the ordinary folders made of them.
 
-Whatever is the target's own is not stored: the draft model's embedding is a projection of the
-target's, and EAGLE-3's head is some of its rows.
+The target's weights are not stored again. The draft model's embedding, 49,152 x 256 and four times
+as large as its layers, is the target's embedding times a trained matrix (576 x 256). EAGLE-3's
+head is some of the target's rows.
 """
 
 from __future__ import annotations
 
-import json
 import shutil
 from collections.abc import Mapping
 from functools import partial
@@ -15,9 +15,8 @@ from typing import Any
 
 import torch
 from safetensors import safe_open
-from safetensors.torch import save_file
 from torch import Tensor
-from transformers import LlamaForCausalLM
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from policies.json_text import parse_json
 from profiler.features import (
@@ -34,33 +33,44 @@ from profiler.fetched.download import Say, digest
 from profiler.fetched.fetch import made_from, place
 from profiler.fetched.places import folder
 from profiler.smollm2 import DRAFTERS, NAME, STORED
-from profiler.train.draft import ProjectedDraft, draft_config, draft_model
 
 TOKENIZER = (
     "tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "generation_config.json",
 )  # fmt: skip
 
 
-def store_draft(draft: ProjectedDraft, path: Path) -> None:
-    """Write a trained draft model's own weights, in float16."""
-    shape = {"hidden": draft.config.hidden_size, "layers": draft.config.num_hidden_layers}
-    _store(draft.stored(), {"kind": "draft", **shape}, path)
+def draft_config(target: Any, hidden: int, layers: int) -> LlamaConfig:
+    """Return a Llama of `layers` layers of width `hidden` over the vocabulary of a target's config.
+
+    Head size as the target's, two query heads to a key head, a feed-forward of 2.75 widths.
+    """
+    heads = max(2, hidden // int(target.head_dim))
+    taken = (
+        "vocab_size", "head_dim", "max_position_embeddings", "rms_norm_eps", "rope_parameters",
+        "bos_token_id", "eos_token_id", "pad_token_id",
+    )  # fmt: skip
+    return LlamaConfig(
+        hidden_size=hidden, intermediate_size=hidden * 11 // 4, num_hidden_layers=layers,
+        num_attention_heads=heads, num_key_value_heads=heads // 2, tie_word_embeddings=True,
+        **{name: getattr(target, name) for name in taken},
+    )  # fmt: skip
 
 
-def store_drafter(drafter: FeatureDrafter, path: Path) -> None:
-    """Write a trained feature drafter's own weights, in float16."""
+def draft_model(
+    config: LlamaConfig, stored: Mapping[str, Tensor], embedding: Tensor
+) -> LlamaForCausalLM:
+    """Return the ordinary Llama of stored weights and the target's embedding, in float16."""
+    model = LlamaForCausalLM(config)
     weights = {
-        name: value.half()
-        for name, value in drafter.state_dict().items()
-        if value.is_floating_point() and not name.startswith("lm_head.")
+        name.replace("body.", "model.", 1): value.float()
+        for name, value in stored.items()
+        if name.startswith("body.")
     }
-    settings: dict[str, Any] = {"kind": drafter.kind}
-    if isinstance(drafter, Eagle3):
-        settings["depths"] = list(drafter.feature_layers)
-        weights["draft_tokens"] = drafter.target_ids(torch.arange(drafter.draft_vocab_size)).int()
-    if isinstance(drafter, Mtp):
-        settings["modules"] = drafter.modules_in_turn
-    _store(weights, settings, path)
+    table = embedding.float() @ stored["projection"].float()
+    weights["model.embed_tokens.weight"] = weights["lm_head.weight"] = table
+    model.load_state_dict(weights)
+    torch.nn.Module.to(model, torch.float16)
+    return model
 
 
 def read_stored(path: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
@@ -125,12 +135,3 @@ def make_drafters(target: Path, say: Say = print) -> list[Path]:
             say(f"{NAME}-{name} is now at {into}")
         made.append(into)
     return made
-
-
-def _store(weights: Mapping[str, Tensor], settings: Mapping[str, Any], path: Path) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    part = path.with_suffix(".part")
-    kept = {name: value.detach().contiguous() for name, value in weights.items()}
-    save_file(kept, part, metadata={"settings": json.dumps(settings)})
-    part.chmod(0o644)
-    part.rename(path)
