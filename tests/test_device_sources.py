@@ -31,7 +31,7 @@ from profiler.recording.trace import Recorder
 from profiler.sources.run import SourceLatency, SourceRunner, load_modules, record_sources
 from profiler.sources.start_record import RecordOptions
 from profiler.train import heads as train
-from profiler.train.heads import default_exit_layers, own_text, train_all
+from profiler.train.heads import own_text, train_all
 from tests import bundled, seq2seq
 from tests.conftest import Run
 from tests.few_cells import untimed_none
@@ -175,8 +175,7 @@ def test_modules_are_trained_on_the_device(
     monkeypatch.setattr(train, "continuations", partial(train.continuations, new_tokens=12))
     encoded = [list(case.greedy.requests[0].prompt_ids or ()) + [5] * 40]
     text = own_text(target, encoded, rounds=2, batch=2)
-    layers = default_exit_layers(LayerRunner(target, 16).layers)
-    train_all(LayerRunner(target, 200), text, tmp_path, exit_layers=layers, seconds=0.0)
+    train_all(LayerRunner(target, 200), text, tmp_path, seconds=0.0)
     modules = load_modules(tmp_path, target)
     assert {"early-exit", "kangaroo"} <= set(modules)
     weight = target.model.norm.weight

@@ -91,7 +91,7 @@ class InTraining(nn.Module, ABC):
     def foreseen(
         self, batch: Batch, row: Tensor, column: Tensor
     ) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield a drafted token after the other: which of the places it can predict, and its states.
+        """Yield, for each drafted token, which of the places it can predict, and its states.
 
         `row`, `column` (places,) are positions of `batch`; the label of a place is the target's
         distribution there. The states (n, hidden) are what the output projection reads.

@@ -337,18 +337,6 @@ class DrafterChain:
         return states
 
 
-class Likeliest:
-    """Greedy drafts."""
-
-    def __init__(self, drafter: FeatureDrafter) -> None:
-        self._drafter = drafter
-
-    def __call__(self, logits: Tensor, starts: Tensor, step: int) -> Tensor:
-        """Return target ids (starts,) of each start's token `step`, from logits (starts, vocab)."""
-        del starts, step
-        return self._drafter.target_ids(logits.argmax(-1))
-
-
 class DrawnDrafts:
     """Drafts of lossless rejection sampling, given the output that was drawn.
 
@@ -375,7 +363,10 @@ class DrawnDrafts:
         self._on_path = torch.ones(len(output), dtype=torch.bool, device=target.device)
 
     def __call__(self, logits: Tensor, starts: Tensor, step: int) -> Tensor:
-        """Return the same as `Likeliest`; steps in turn, ``starts`` in positions of the output."""
+        """Return target ids (starts,) of each start's token `step`, from logits (starts, vocab).
+
+        Steps come in turn; ``starts`` (starts,) are positions of the output.
+        """
         head = probs(self._drafter.over_target(logits), self._sampling)
         place = starts + step
         known = place < len(self._output)

@@ -114,7 +114,7 @@ class OnFeaturesDecoder(SourceDecoder):
     @classmethod
     def blocks(cls, rounds: LayerRounds, name: str, module: Any) -> Iterator[Block]:
         """Yield rounds that draft by the drafter."""
-        return drafter_rounds(rounds.target, {name: module}, rounds.widths, rounds.contexts)
+        return drafter_rounds(rounds.target, name, module, rounds.widths, rounds.contexts)
 
 
 class FeatureDecoder(OnFeaturesDecoder):
@@ -283,7 +283,7 @@ class TreeDecoder(OnFeaturesDecoder):
     @classmethod
     def blocks(cls, rounds: LayerRounds, name: str, module: Any) -> Iterator[Block]:
         """Yield rounds that grow and verify trees."""
-        return tree_rounds(rounds.target, {name: module}, rounds.contexts)
+        return tree_rounds(rounds.target, name, module, rounds.contexts)
 
     @torch.inference_mode()
     def __init__(

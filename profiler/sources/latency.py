@@ -41,12 +41,15 @@ def measure_drafters(
     ``contexts`` go on to ``longest``, the tokens that a request gets to.
     """
     contexts = reaching(contexts, longest)
+    wide = Runner(target.model, target.cache.slots, max(batches)) if max(batches) > 1 else target
     with torch.inference_mode():
-        blocks = [*drafter_rounds(target, drafters, widths, contexts)]
-        if (largest := max(batches)) > 1:
-            wide = Runner(target.model, target.cache.slots, largest)
-            for batch in [b for b in batches if b > 1]:
-                blocks += drafter_rounds(wide, drafters, widths, contexts, batch)
+        blocks = [
+            block for batch in (1, *(b for b in batches if b > 1))
+            for name, drafter in drafters.items()
+            for block in drafter_rounds(
+                target if batch == 1 else wide, name, drafter, widths, contexts, batch
+            )
+        ]  # fmt: skip
         cells = swept(blocks, target.device, repeats)
     return without_verifications(cells)
 
@@ -61,25 +64,17 @@ def without_verifications(cells: pd.DataFrame) -> pd.DataFrame:
 
 
 def drafter_rounds(
-    target: Runner, drafters: Mapping[str, FeatureDrafter], widths: Sequence[int],
+    target: Runner, name: str, drafter: FeatureDrafter, widths: Sequence[int],
     contexts: Sequence[int], batch: int = 1,
 ) -> Iterator[Block]:  # fmt: skip
     """Yield a first pass over several tokens, some of one, and the target's pass that verifies
     them.
 
-    Cells, under each drafter's name: ``forward`` over widths and contexts, head and choice of the
+    Cells, under the drafter's `name`: ``forward`` over widths and contexts, head and choice of the
     tokens included, and ``prefill`` over prompts.  No later pass follows that of a one-pass
     drafter; its widths reach a longest draft of masks after as many verified tokens.  ``target``
     is a `LayerRunner` where `batch` is 1, and has room for `batch` sequences.
     """
-    for name, drafter in drafters.items():
-        yield from _drafter_rounds(target, name, drafter, widths, contexts, batch)
-
-
-def _drafter_rounds(
-    target: Runner, name: str, drafter: FeatureDrafter, widths: Sequence[int],
-    contexts: Sequence[int], batch: int,
-) -> Iterator[Block]:  # fmt: skip
     room = target.cache.slots
     runner = DrafterRunner(drafter, room, batch)
     most = max(*widths) - 1 if drafter.one_pass else 1  # tokens that a pass chooses
@@ -174,31 +169,34 @@ def measure_trees(
     """
     contexts = reaching(CONTEXTS, longest)
     with torch.inference_mode():
-        return swept([*tree_rounds(target, trees, contexts)], target.device, repeats)
+        blocks = [
+            block for name, grown in trees.items()
+            for block in tree_rounds(target, name, grown, contexts)
+        ]  # fmt: skip
+        return swept(blocks, target.device, repeats)
 
 
 def tree_rounds(
-    target: LayerRunner, trees: Mapping[str, GrownTrees], contexts: Sequence[int] = CONTEXTS
+    target: LayerRunner, name: str, grown: GrownTrees, contexts: Sequence[int] = CONTEXTS
 ) -> Iterator[Block]:
     """Yield a first pass over several tokens, some over a layer's nodes, and the target's over the
     best.
 
     Cells: ``forward`` over widths, ``tree`` over the nodes of a layer and ``prefill`` over prompts
-    under each name, and the target's ``tree`` over widths; all over contexts.  They include the
+    under `name`, and the target's ``tree`` over widths; all over contexts.  They include the
     choice of nodes: that of a layer counts to the pass before, that of the verified nodes to the
     target's pass.
     """
-    for name, grown in trees.items():
-        rounds = _Rounds(target, name, grown)
-        widths = sorted({*TREE_WIDTHS, grown.budget + 1})
-        widths = [w for w in widths if w <= 1 + candidates(grown.topk, DEPTH)]
-        for context in contexts:
-            fitting = [w for w in widths if context + w <= target.cache.slots]
-            for n in range(max(len(fitting), len(FIRST)) if fitting else 0):
-                wide, first = fitting[n % len(fitting)], FIRST[n % len(FIRST)]
-                yield rounds.block(context, first, wide)
-        for width in [w for w in PROMPTS if w <= target.cache.slots]:
-            yield Block([[rounds.prompt(width)]])
+    rounds = _Rounds(target, name, grown)
+    widths = sorted({*TREE_WIDTHS, grown.budget + 1})
+    widths = [w for w in widths if w <= 1 + candidates(grown.topk, DEPTH)]
+    for context in contexts:
+        fitting = [w for w in widths if context + w <= target.cache.slots]
+        for n in range(max(len(fitting), len(FIRST)) if fitting else 0):
+            wide, first = fitting[n % len(fitting)], FIRST[n % len(FIRST)]
+            yield rounds.block(context, first, wide)
+    for width in [w for w in PROMPTS if w <= target.cache.slots]:
+        yield Block([[rounds.prompt(width)]])
 
 
 class _Rounds:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from profiler.decoding.single import ModelToken
-from profiler.features.heads import MaskEmbeddings, ParallelHeads
+from profiler.features.heads import MaskEmbeddings, ParallelHeads, mask_layout
 from profiler.latency.table import Step
 from profiler.models.runner import Runner
 from profiler.models.stack import LayerRunner
@@ -192,18 +192,11 @@ class SpaceDecoder(SourceDecoder):
         width = count * (k + 1)
         masks = mask_states(self._target, self._masks, 1)[:k].repeat(count, 1)
         hidden = torch.cat([self._target.embed(feed), masks])
-        inner = torch.zeros(width, width, dtype=torch.bool, device=device)
-        causal = torch.ones(count, count, dtype=torch.bool, device=device).tril()
-        inner[:count, :count] = causal
-        inner[count:, :count] = causal.repeat_interleave(k, 0)
-        group = torch.ones(k, k, dtype=torch.bool, device=device).tril()
-        inner[count:, count:] = torch.block_diag(*[group] * count)
+        inner, positions = mask_layout(count, torch.arange(count, device=device), k)
         before = torch.ones(width, start, dtype=torch.bool, device=device)
-        at = torch.arange(start, start + count, device=device)
-        ahead = at[:, None] + 1 + torch.arange(k, device=device)
         hidden = self._target.run_layers(
             hidden, start, range(self._target.layers), mask=torch.cat([before, inner], 1),
-            positions=torch.cat([at, ahead.flatten()]),
+            positions=positions + start,
         )  # fmt: skip
         logits = self._target.logits(hidden)
         picks = logits[:count].argmax(-1)

@@ -18,7 +18,6 @@ from profiler.features.heads import MaskEmbeddings, ParallelHeads, mask_layout
 from profiler.features.runner import (
     DrafterRunner,
     DrawnDrafts,
-    Likeliest,
     Trees,
     check_tree,
     layer_signals,
@@ -333,7 +332,6 @@ class FeatureRecorder(StartRecorder):
         turns = drafter.modules_in_turn
         self.drafter, self.offsets = drafter, turns if turns > 1 else offsets
         self._runner = DrafterRunner(drafter, longest + CHUNK * self.offsets)
-        self._likeliest: Likeliest | DrawnDrafts = Likeliest(drafter)
 
     def meta(self) -> dict[str, Any]:
         return {"kind": self.drafter.kind, "modules": self.drafter.modules_in_turn}
@@ -349,7 +347,8 @@ class FeatureRecorder(StartRecorder):
 
     def drafts(self, prompt: Tensor, output: list[int]) -> tuple[Tensor, Tensor]:
         path = torch.cat([prompt, prompt.new_tensor(output[:-1])])
-        depths, pick = self.drafter.feature_layers, self._likeliest
+        depths = self.drafter.feature_layers
+        pick: Pick = self._likeliest
         if self.sampling.greedy:
             features = self.target.states(path[:-1], 0, depths)
         else:
@@ -377,6 +376,11 @@ class FeatureRecorder(StartRecorder):
             else:
                 parts.append(self._chain(at, heads[0], inputs[1], entries, own))
         return torch.cat([made for made, _ in parts]), torch.cat([picked for _, picked in parts])
+
+    def _likeliest(self, logits: Tensor, starts: Tensor, step: int) -> Tensor:
+        """Return greedy drafts, as `DrawnDrafts` returns drawn ones."""
+        del starts, step
+        return self.target_ids(logits.argmax(-1))
 
     def _chain(self, at: Tensor, heads: Tensor, out: Tensor, path: int, pick: Pick) -> Drafts:
         """Draft by one layer for all tokens."""

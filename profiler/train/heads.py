@@ -254,21 +254,20 @@ def train_adapter(
 
 
 def train_all(
-    target: LayerRunner, text: Tensor, out: Path, only: Sequence[str] = MODULES, *,
-    exit_layers: tuple[int, ...] | None = None, k: int = 4, seconds: float = 30.0,
+    target: LayerRunner, text: Tensor, out: Path, only: Sequence[str] = MODULES,
+    seconds: float = 30.0,
 ) -> None:  # fmt: skip
-    """Train the modules named in `only` and write them to the folder `out`."""
+    """Train the modules named in `only`, each for at most `seconds`, and write them to `out`."""
     out.mkdir(parents=True, exist_ok=True)
+    layers = default_exit_layers(target.layers)
     module: nn.Module
     for name in only:
         if name == "exit":
-            layers = exit_layers or default_exit_layers(target.layers)
             module = train_exit_heads(target, text, layers, seconds=seconds)
         elif name == "kangaroo":
-            layer = (exit_layers or default_exit_layers(target.layers))[0]
-            module = train_adapter(target, text, layer, seconds=seconds)
+            module = train_adapter(target, text, layers[0], seconds=seconds)
         elif name == "space":
-            module = train_masks(target, text, k, seconds=seconds)
+            module = train_masks(target, text, seconds=seconds)
         else:
-            module = train_parallel_heads(target, text, name, k, seconds=seconds)
+            module = train_parallel_heads(target, text, name, seconds=seconds)
         save_module(module, target.model, out / FILES[name])
