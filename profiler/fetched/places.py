@@ -9,8 +9,6 @@ from pathlib import Path
 
 from traces.errors import DraftsimError
 
-GB = 1_000_000_000
-
 
 @dataclass(frozen=True)
 class Model:
