@@ -8,7 +8,7 @@ import os
 import shutil
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import nullcontext, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -86,21 +86,25 @@ def _nothing_run_twice(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(repeats, "WARMING", 0)
 
 
-WIRED = (
-    "test_damaged_files.py", "test_kills.py", "test_columns.py", "test_cli_outputs.py",
-    "test_progress.py", "test_acceptance.py",
-)  # fmt: skip
-"""Files that ask what a command does with a server's runs, and not what it finds."""
+@contextmanager
+def few_draws() -> Iterator[None]:
+    """Fit servers with a sixth of the draws."""
+    from simulator.aggregate import hazard
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(hazard, "STEPS", 120)
+        patch.setattr(hazard, "KEPT", 60)
+        yield
 
 
-@pytest.fixture(autouse=True)
-def _short_chains(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """There, servers are fitted with a sixth of the draws."""
-    if request.path.name in WIRED:
-        from simulator.aggregate import hazard
+@pytest.fixture
+def short_chains() -> Iterator[None]:
+    """Likewise, for tests of what a command does with a fit, and not of the fit itself.
 
-        monkeypatch.setattr(hazard, "STEPS", 120)
-        monkeypatch.setattr(hazard, "KEPT", 60)
+    A test or a whole file asks for it with ``pytest.mark.usefixtures("short_chains")``.
+    """
+    with few_draws():
+        yield
 
 
 @pytest.fixture
@@ -168,11 +172,32 @@ class Ran(NamedTuple):
     @property
     def rows(self) -> list[dict[str, Any]]:
         """The rows it printed as JSON."""
-        assert self.code == 0, self.err
-        document = json.loads(self.out)
+        document = json.loads(self.ok().out)
         assert document["schema"] == 1
         results: list[dict[str, Any]] = document["results"]
         return results
+
+    @property
+    def document(self) -> dict[str, Any]:
+        """The JSON object that it printed after anything else."""
+        found: dict[str, Any] = json.loads(self.ok().out[self.out.index("{") :])
+        return found
+
+    @property
+    def said(self) -> str:
+        """Standard error, however its lines are wrapped."""
+        return " ".join(self.err.split())
+
+    @property
+    def refusal(self) -> str:
+        """The one line with which it refused its input."""
+        assert (self.code, self.err.count("\n")) == (2, 1), self.err
+        return self.err
+
+    def ok(self) -> Ran:
+        """Return itself if the command succeeded."""
+        assert self.code == 0, self.err
+        return self
 
 
 Run = Callable[..., Ran]
@@ -180,13 +205,21 @@ Serve = Callable[..., Ran]
 
 
 @pytest.fixture
-def place(tmp_path: Path) -> Iterator[Workplace]:
+def out(tmp_path: Path) -> Iterator[Path]:
+    """The folder of a stage of the GPU suite; what the stage kept elsewhere is removed."""
+    from profiler.suite.environment import open_workplace
+
+    yield tmp_path / "out"
+    place = open_workplace("cpu", tmp_path / "out", seconds=1, quick=True)
+    shutil.rmtree(place.work, ignore_errors=True)
+
+
+@pytest.fixture
+def place(out: Path) -> Workplace:
     """Where a stage of the GPU suite runs in miniature."""
     from profiler.suite.environment import open_workplace
 
-    made = open_workplace("cpu", tmp_path / "out", seconds=300, quick=True)
-    yield made
-    shutil.rmtree(made.work, ignore_errors=True)
+    return open_workplace("cpu", out, seconds=300, quick=True)
 
 
 @pytest.fixture
@@ -206,6 +239,12 @@ def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> 
         return Ran(code, captured.out, captured.err)
 
     return call
+
+
+@pytest.fixture
+def nothing_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Commands take the recording that comes by default."""
+    monkeypatch.delenv("DRAFTSIM_TRACE")
 
 
 @pytest.fixture(scope="session", autouse=True)

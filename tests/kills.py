@@ -31,11 +31,11 @@ import pytest
 
 import draftsim
 from commands.validate.spot_check import ARMS
-from simulator.serving import read_results
 from simulator.whatif.sweep.run import read_sweep
 from tests.conftest import ROOT, SMALL_PROFILE
 from tests.few_cells import few_cells
-from tests.test_import_specbench import row, write_rows
+from tests.logs import row, write_rows
+from tests.stored import rows_of
 from traces.acceptance.synthetic import synthetic_trace
 from traces.latency.table import LatencyTable
 from traces.store.files import read_latency, read_trace, write_latency, write_trace
@@ -130,13 +130,6 @@ def stand_ins(patch: pytest.MonkeyPatch, arguments: Sequence[str], folder: Path)
         from tests.stand_in_engine import use_for_commands
 
         use_for_commands(patch)
-
-
-def rows_of(path: Path) -> list[dict[str, Any]]:
-    """The rows of complete results, without the seconds that they took."""
-    stored = read_results(path)
-    assert stored.complete
-    return [{k: v for k, v in row.items() if k != "elapsed_s"} for row in stored.rows]
 
 
 def table_of(path: Path) -> list[dict[str, Any]]:

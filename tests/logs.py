@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from tests.test_import_specbench import row
+from traces.importers.base import Options
+from traces.importers.registry import import_log
+from traces.importers.totals import Totals
 
 SUMMARY = {
     "id": "a", "choices": [{"finish_reason": "stop"}],
@@ -82,6 +85,45 @@ AIPERF = {
 }  # fmt: skip
 """A row that AIPerf 0.13 itself made (``MetricRecordInfo``) of one of vLLM's answers."""
 LATENCY = "model,phase,batch,new_tokens,context,seconds\ntarget,forward,1,1,64,0.01\n"
+
+
+def row(question: int, *turns: list[int], **extra: Any) -> dict[str, Any]:
+    """A row of Spec-Bench's result file whose turns had rounds of these lengths."""
+    tokens = [sum(t) for t in turns]
+    choice = {
+        "index": 0, "turns": ["…"] * len(turns), "decoding_steps": [len(t) for t in turns],
+        "new_tokens": tokens, "wall_time": [0.01 * n for n in tokens],
+        "accept_lengths": [v for t in turns for v in t], **extra,
+    }  # fmt: skip
+    return {"question_id": question, "category": f"c{question}", "choices": [choice]}
+
+
+def write_rows(path: Path, rows: Iterable[Any]) -> Path:
+    """Write rows as lines of JSON."""
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def vllm_counters(
+    path: Path, drafts: int, accepted: Sequence[int], positions: bool = True
+) -> Path:
+    """Write a vLLM server's counters after `drafts` rounds, `accepted` of them by position."""
+    counts = {
+        "drafts": drafts, "draft_tokens": len(accepted) * drafts, "accepted_tokens": sum(accepted),
+    }  # fmt: skip
+    lines = [f"vllm:spec_decode_num_{name}_total {count}.0" for name, count in counts.items()]
+    if positions:
+        name = "vllm:spec_decode_num_accepted_tokens_per_pos_total"
+        lines += [f'{name}{{position="{i}"}} {count}.0' for i, count in enumerate(accepted)]
+    path.write_text("\n".join(lines) + "\n")
+    return path
+
+
+def counts(name: str, *files: Path, **options: Any) -> Totals:
+    """Import counts."""
+    found = import_log(name, files, Options(**options))
+    assert isinstance(found, Totals)
+    return found
 
 
 def bench_record(**changed: Any) -> dict[str, Any]:

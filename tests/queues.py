@@ -1,10 +1,15 @@
-"""Waiting in queues: one server, several with one queue, and a stream dealt out in turn."""
+"""Waiting in queues: jobs of one token, and closed forms for one server and for several."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
+
+import numpy as np
 
 from simulator.formulas.bounds import require
+from tests.serving import table
+from traces.acceptance.trace import Request, Trace
 
 
 def pollaczek_khinchine(rate: float, mean_s: float, second_moment_s2: float) -> float:
@@ -69,3 +74,32 @@ def _load(load: float) -> float:
     """A server's share of busy time, below 1 where it keeps up."""
     require("load", load, 0, math.nextafter(1, 0))
     return load
+
+
+def one_token_jobs(prompts: Sequence[int]) -> Trace:
+    """Requests that are all prompt: service is the prefill alone."""
+    count = len(prompts)
+    columns = {
+        "request": np.arange(count, dtype=np.int32),
+        "position": np.zeros(count, np.int32),
+        "offset": np.zeros(count, np.int16),
+        "match": np.zeros(count, np.int8),
+    }
+    return Trace(
+        columns, [Request(str(i), "x", int(p), 1, 1, "length") for i, p in enumerate(prompts)]
+    )
+
+
+PER_TOKEN_S = 1e-6
+SERVICE = table(
+    [("target", "prefill", 1, n, 0, n * PER_TOKEN_S) for n in (1, 10_000_000)]
+    + [("target", "forward", b, n, 0, 1.0) for b in (1, 2) for n in (1, 2)]
+)
+"""A prompt of n tokens is a job of n microseconds.
+
+Nobody decodes; passes of a single size would be no table for the compiled engine.
+"""
+
+
+def exponential(rng: np.random.Generator, size: int) -> np.ndarray:
+    return rng.exponential(1.0, size)

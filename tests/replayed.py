@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 
+from policies import DraftPolicy
 from profiler.checks.differences import output_of
 from profiler.checks.spot_check import Arm, rounds_differ, run_arms
 from profiler.models.loading import Pair
+from profiler.sources.run import SourceRunner
 from traces.acceptance.trace import Trace
+from traces.replay.rounds import RoundLog
 from traces.replay.run import replay
+from traces.sources import Recordings, Source, replay_source
 
 
 def assert_decoded_as_replayed(pair: Pair, trace: Trace, arms: Sequence[Arm]) -> None:
@@ -22,3 +27,33 @@ def assert_decoded_as_replayed(pair: Pair, trace: Trace, arms: Sequence[Arm]) ->
         assert rounds_differ(measured.logs[arm.name], expected) == 0
         for i in range(len(trace.requests)):
             assert measured.outputs[arm.name][i] == output_of(trace, i), arm.name
+
+
+def run_as_replayed(
+    runner: SourceRunner, source: Source, policy: DraftPolicy, trace: Trace,
+    recordings: Recordings | None = None, calls: bool = True,
+) -> tuple[Any, RoundLog]:  # fmt: skip
+    """Run a source for real: it writes the recorded outputs in the rounds of its replay.
+
+    Its calls are the replay's too, unless `calls` says that passes of a draft model are counted
+    instead.  Returns the real run and the replay's log.
+    """
+    real = runner.run(source, policy)
+    log = replay_source(trace, source, policy, recordings=recordings)
+    assert real.outputs == [output_of(trace, i) for i in range(len(trace.requests))]
+    np.testing.assert_array_equal(real.log.rounds, log.rounds)
+    assert (log.calls is not None) == calls
+    if calls:
+        np.testing.assert_array_equal(real.log.calls, log.calls)
+    return real, log
+
+
+def same_means(real: RoundLog, log: RoundLog) -> None:
+    """Means of two samples of rounds differ by less than four standard errors.
+
+    Requests are independent; rounds of one are not.
+    """
+    for name in ("drafted", "accepted", "emitted"):
+        mine, theirs = (run.per_request(run.rounds[name]) for run in (real, log))
+        error = np.sqrt((mine.var() + theirs.var()) / len(mine))
+        assert abs(mine.mean() - theirs.mean()) < 4 * error, name

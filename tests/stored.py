@@ -1,9 +1,12 @@
-"""A small trace to write to a file, and what it must be when it is read back."""
+"""A small trace to write to a file, and what files must hold when they are read back."""
 
 from __future__ import annotations
 
 import json
+from pathlib import Path
+from typing import Any
 
+from simulator.serving import read_results
 from traces.acceptance.synthetic import synthetic_trace
 from traces.acceptance.trace import Trace
 
@@ -23,3 +26,10 @@ def assert_same(left: Trace, right: Trace) -> None:
         other = right.columns[name]
         assert values.dtype == other.dtype
         assert values.tobytes() == other.tobytes(), name
+
+
+def rows_of(path: Path) -> list[dict[str, Any]]:
+    """The rows of complete results, without the seconds that they took."""
+    stored = read_results(path)
+    assert stored.complete
+    return [{k: v for k, v in row.items() if k != "elapsed_s"} for row in stored.rows]

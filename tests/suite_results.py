@@ -23,6 +23,8 @@ from traces.replay.run import replay
 from traces.store.files import write_latency, write_trace
 from traces.store.measured import MeasuredRuns, write_measured
 
+SMALL, OTHER = "cm-asd-12+3", "vicuna-7b+68m"
+"""Two pairs of the suite that are small."""
 MODES = ("eager", "graph")
 META: dict[str, Any] = {"device": "NVIDIA H200", "quick": False}
 POLICIES = ("autoregressive", "fixed:gamma=2", "fixed:gamma=4")
@@ -93,6 +95,11 @@ def check_files(out: Path) -> None:
         assert file.stat().st_size <= LARGEST <= 16 << 20
         assert len(file.relative_to(out).parts) <= 3
         assert all(re.fullmatch(r"[A-Za-z0-9._-]+", p) for p in file.relative_to(out).parts)
+
+
+def results(out: Path, stage: str) -> Any:
+    """The JSON that a stage wrote."""
+    return json.loads((out / f"{stage}.json").read_text())
 
 
 def suite(*arguments: str, out: Path) -> None:

@@ -11,6 +11,7 @@ import pytest
 from simulator.aggregate.doctor import by_context, diagnose
 from simulator.aggregate.positions import Positions, of_rates, of_trace
 from tests.conftest import Run
+from tests.logs import vllm_counters
 from traces.acceptance.schema import Request
 from traces.acceptance.trace import Trace
 
@@ -98,41 +99,28 @@ def test_a_collapse_at_long_contexts_is_one_of_context_length() -> None:
 
 def scrape(path: Path, rates: tuple[float, ...], rounds: int = 10_000) -> Path:
     """A server's counters."""
-    counts = [round(rounds * float(rate)) for rate in np.cumprod(rates)]
-    path.write_text(
-        f"vllm:spec_decode_num_drafts_total {rounds}.0\n"
-        f"vllm:spec_decode_num_draft_tokens_total {rounds * len(rates)}.0\n"
-        f"vllm:spec_decode_num_accepted_tokens_total {sum(counts)}.0\n"
-        + "".join(
-            f'vllm:spec_decode_num_accepted_tokens_per_pos_total{{position="{i}"}} {count}.0\n'
-            for i, count in enumerate(counts)
-        )
-    )
-    return path
+    return vllm_counters(path, rounds, [round(rounds * float(r)) for r in np.cumprod(rates)])
 
 
 def test_counters_against_a_profile_on_the_command_line(tmp_path: Path, run: Run) -> None:
     profile = tmp_path / "speculation_profile.json"
     ran = run("export", "speculation-profile", "--trace", "bundled", "--draft-length", 5, "--out",
-              profile)  # fmt: skip
-    assert ran.code == 0, ran.err
+              profile).ok()  # fmt: skip
     held = json.loads(profile.read_text())["conditional_accept_rates"]
     ill = scrape(tmp_path / "metrics.txt", (held[0] / 2, *held[1:]))
-    ran = run("doctor", ill, "--against", profile)
-    assert ran.code == 0, ran.err
+    ran = run("doctor", ill, "--against", profile).ok()
     assert ran.err.splitlines()[0].startswith("wrong head or template: position 1 alone is worse")
     assert "tokens per round at K = 5" in ran.err
     sound = run("doctor", scrape(tmp_path / "sound.txt", tuple(held)), "--against", "bundled",
                 "--json", "-")  # fmt: skip
-    document = json.loads(sound.out)
+    document = sound.document
     assert document["cause"] == "as expected"
     assert len(document["results"]) == 5
     assert all(abs(row["z"]) < 3 for row in document["results"])
 
 
 def test_only_a_length_is_compared_as_a_length(run: Run) -> None:
-    ran = run("doctor", "3:1.4", "--against", "1:1.8,2:2.4,3:2.8")
-    assert ran.code == 0, ran.err
+    ran = run("doctor", "3:1.4", "--against", "1:1.8,2:2.4,3:2.8").ok()
     assert ran.err.startswith("mixed: ")
     assert "1.40 tokens per round at K = 3, expected 2.80" in ran.err
     assert "only tokens per round are compared" in ran.err
@@ -149,6 +137,5 @@ def test_only_a_length_is_compared_as_a_length(run: Run) -> None:
 )
 def test_what_is_no_acceptance_is_one_line(text: str, said: str, run: Run) -> None:
     ran = run("doctor", text)
-    assert ran.code == 2
-    assert said in ran.err
+    assert said in ran.refusal
     assert "Traceback" not in ran.err

@@ -35,7 +35,7 @@ def test_an_export_begins_with_its_result(tmp_path: Path, run: Run) -> None:
     out = tmp_path / "speculation_profile.json"
     command = ("export", "speculation-profile", "--trace", "bundled", "--out", out)
     ran = run(*command)
-    said = " ".join(ran.err.split())
+    said = ran.said
     length = json.loads(out.read_text())["mean_accept_length"]
     assert said.startswith("bundled (bundled 2.81M + draft model 0.638M")
     assert f"acceptance length {length:.3g} at draft length 8, from" in said
@@ -43,8 +43,7 @@ def test_an_export_begins_with_its_result(tmp_path: Path, run: Run) -> None:
     assert f"wrote {out}" in said
     assert "conditional" not in ran.out  # the page of terms says alpha and survival
     refused = run(*command, "--draft-length", 40)
-    assert refused.code == 2
-    assert "--draft-length 40: bundled has drafts of up to 24 tokens" in refused.err
+    assert "--draft-length 40: bundled has drafts of up to 24 tokens" in refused.refusal
 
 
 def test_a_recordings_profile_has_the_schemas_keys_and_its_own_rounds(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
@@ -48,7 +47,7 @@ def test_predict_gives_the_rows_of_simulate(run: Run) -> None:
     found = draftsim.predict("bundled", policies=SOME, resamples=50)
     names = [part for name in SOME for part in ("--policy", name)]
     told = run("simulate", "--trace", "bundled", *names, "--resamples", "50", "--json", "-")
-    rows = json.loads(told.out)["results"]
+    rows = told.rows
     table = found.table.astype(object).where(found.table.notna(), None)
     for name in ("policy", "note", "tokens", "unpriced", "against"):
         assert [row[name] for row in rows] == table[name].to_list()

@@ -5,8 +5,10 @@ from __future__ import annotations
 import ast
 import sys
 from collections import defaultdict
+from functools import cache
 from graphlib import TopologicalSorter
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 
@@ -23,30 +25,39 @@ CLOCKS = {"time", "datetime", "timeit", "sched", "asyncio", "threading", "simpy"
 MODELS = {"torch", "transformers", "tokenizers", "safetensors", "vllm"}
 
 
-def imported(path: Path) -> set[str]:
-    """Top-level names of everything that a file imports, wherever in it that stands."""
-    found = set()
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+class Parsed(NamedTuple):
+    """A file's imports and classes, wherever in it they are."""
+
+    modules: set[str]
+    """Full names of what it imports: modules, where a name is one."""
+    classes: list[str]
+    """Classes at its top."""
+
+
+@cache
+def parsed(path: Path) -> Parsed:
+    tree, found = ast.parse(path.read_text(encoding="utf-8")), set()
+    for node in ast.walk(tree):
         if isinstance(node, ast.Import):
-            found |= {alias.name.partition(".")[0] for alias in node.names}
+            found |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
             assert node.level == 0, f"{path} imports by a relative name"
-            found.add(str(node.module).partition(".")[0])
-    return found
+            names = {f"{node.module}.{alias.name}" for alias in node.names}
+            found |= {name for name in names if is_module(name)} or {str(node.module)}
+    return Parsed(found, [node.name for node in tree.body if isinstance(node, ast.ClassDef)])
+
+
+def imported(path: Path) -> set[str]:
+    """Top-level names of everything that a file imports."""
+    return {name.partition(".")[0] for name in parsed(path).modules}
 
 
 def modules_imported(path: Path) -> set[str]:
     """Full names of the modules of ours that a file imports."""
-    found = set()
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-        if isinstance(node, ast.Import):
-            found |= {alias.name for alias in node.names}
-        elif isinstance(node, ast.ImportFrom):
-            names = {f"{node.module}.{alias.name}" for alias in node.names}
-            found |= {name for name in names if is_module(name)} or {str(node.module)}
-    return {name for name in found if name.partition(".")[0] in MAY}
+    return {name for name in parsed(path).modules if name.partition(".")[0] in MAY}
 
 
+@cache
 def is_module(name: str) -> bool:
     path = ROOT.joinpath(*name.split("."))
     return path.is_dir() or path.with_suffix(".py").is_file()
@@ -76,9 +87,8 @@ def test_imports_follow_the_arrows(package: str) -> None:
 def test_no_class_name_stands_for_two_things() -> None:
     places = defaultdict(list)
     for path in (path for package in MAY for path in files(package)):
-        for node in ast.parse(path.read_text(encoding="utf-8")).body:
-            if isinstance(node, ast.ClassDef):
-                places[node.name].append(str(path.relative_to(ROOT)))
+        for name in parsed(path).classes:
+            places[name].append(str(path.relative_to(ROOT)))
     assert {name: found for name, found in places.items() if len(found) > 1} == {}
 
 

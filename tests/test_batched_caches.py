@@ -1,4 +1,4 @@
-"""Caches of a batch: padding, ragged rounds in any order, NaN, and what does not fit."""
+"""Caches of ragged batches: what they hold, and the positions of a pass."""
 
 from __future__ import annotations
 
@@ -7,35 +7,30 @@ from typing import Any
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-torch = pytest.importorskip("torch")
+pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
-from policies import ConfidenceFreeze, Fixed, Round  # noqa: E402
-from policies.batch.base import BatchPolicy  # noqa: E402
-from policies.together import together_of  # noqa: E402
-from profiler.checks.differences import output_of  # noqa: E402
-from profiler.decoding.batch import (  # noqa: E402
+import torch
+
+from policies import ConfidenceFreeze, Fixed, Round
+from policies.batch.base import BatchPolicy
+from policies.together import together_of
+from profiler.checks.differences import output_of
+from profiler.decoding.batch import (
     BatchedDecoder,
     Stream,
+    _on_device,
     enter,
+    span_positions,
     speculate_batch,
 )
-from profiler.models.runner import Runner  # noqa: E402
-from tests.batched import (  # noqa: E402
-    END,
-    GAMMA,
-    NEW,
-    SLOTS,
-    llama,
-    pair,
-    prompts,
-    run_lengths,
-    runners,
-    trace,
-)
-from tests.batched_decoding import decode_batch  # noqa: E402
-from traces.errors import DraftsimError  # noqa: E402
+from profiler.models.runner import Runner
+from tests.batched import END, GAMMA, NEW, SLOTS, llama, pair, prompts, run_lengths, runners, trace
+from tests.batched_decoding import decode_batch
+from traces.errors import DraftsimError
 
 
 def test_padding_leaves_every_live_slot_as_it_is() -> None:
@@ -162,3 +157,36 @@ def test_nan_met_while_decoding() -> None:
         decoder.target.cache.layers[0].keys[1, :, 0] = float("nan")
     with pytest.raises(DraftsimError, match="the target produced NaN"):
         list(speculate_batch(decoder, style))
+
+
+SPANS = st.lists(
+    st.one_of(
+        st.just((0, 0)),
+        st.tuples(st.integers(0, 30), st.integers(1, 9)).map(lambda p: (p[0], sum(p))),
+    ),
+    min_size=1,
+    max_size=6,
+).filter(lambda spans: any(stop for _, stop in spans))
+
+
+@given(SPANS, st.booleans())
+def test_every_row_holds_its_span_and_padding(spans, right):
+    width = max(stop - start for start, stop in spans)
+    found = span_positions(torch.tensor(spans), torch.arange(width), right).tolist()
+    for row, (start, stop) in zip(found, spans, strict=True):
+        padding = [-1] * (width - (stop - start))
+        own = list(range(start, stop))
+        assert row == (padding + own if right else own + padding)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="waiting is a matter of CUDA devices")
+def test_neither_host_nor_device_waits_for_positions():
+    columns = torch.arange(8, device="cuda")
+    _on_device([(0, 0)], columns.device)  # the first call sets up pinned memory
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        spans = _on_device([(3, 6), (0, 8)], columns.device)
+        positions = span_positions(spans, columns, right=True)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert positions.tolist() == [[-1, -1, -1, -1, -1, 3, 4, 5], list(range(8))]

@@ -8,15 +8,23 @@ import sys
 from collections import Counter
 from pathlib import Path
 
+import numpy as np
 import pytest
 
-torch = pytest.importorskip("torch")
-transformers = pytest.importorskip("transformers")
+pytest.importorskip("torch")
+pytest.importorskip("transformers")
 
-from benchmarks.training import pair, pair_prompts  # noqa: E402 - needs torch
-from profiler.train import documents as text  # noqa: E402
-from profiler.train.minutes import descent as descent_of  # noqa: E402
-from profiler.train.minutes import prediction_loss  # noqa: E402
+import torch
+import transformers
+
+from benchmarks.near_ties import by_category, gaps
+from benchmarks.training import pair, pair_prompts
+from profiler.recording.run import model_path
+from profiler.train import documents as text
+from profiler.train.minutes import descent as descent_of
+from profiler.train.minutes import prediction_loss
+from traces.acceptance.trace import Trace
+from traces.store.recordings import find_trace
 
 BUNDLED = Path(text.__file__).parents[1] / "bundled"
 MODELS = ("target", "draft")
@@ -202,3 +210,26 @@ def test_a_step_scales_the_full_rate():
         rates.append([g["lr"] for s in descent.steppers for g in s.param_groups])
     assert rates[0] == pytest.approx([0.0015, 0.0005])
     assert rates[1] == pytest.approx([0.015, 0.005])
+
+
+@pytest.fixture(scope="module")
+def trace() -> Trace:
+    return by_category(find_trace("bundled"), 2)
+
+
+def test_a_target_prefers_what_it_wrote_and_another_does_not(trace: Trace) -> None:
+    model = transformers.AutoModelForCausalLM.from_pretrained(
+        model_path("bundled", "target"), dtype=torch.float32
+    ).eval()
+    own = [gap for _, gap in gaps(trace, model)]
+    assert [len(gap) for gap in own] == [request.tokens for request in trace.requests]
+    assert np.concatenate(own).max() == 0
+    with torch.no_grad():
+        model.lm_head.weight.neg_()  # the likeliest token becomes the least likely one
+    assert min(gap.min() for _, gap in gaps(trace, model)) > 0
+
+
+def test_outputs_are_taken_in_turn_from_every_category() -> None:
+    every = find_trace("bundled")
+    kinds = {request.category for request in every.requests}
+    assert {r.category for r in by_category(every, len(kinds)).requests} == kinds

@@ -28,6 +28,7 @@ from simulator.aggregate.server import (
     step_s,
 )
 from tests.conftest import Run
+from tests.logs import write_rows
 from traces.errors import DraftsimError
 from traces.store.files import read_latency
 
@@ -72,6 +73,7 @@ def test_intervals_of_further_runs_hold_as_often_as_they_claim() -> None:
     assert abs(share.mean() - 0.8) < 4 * share.std(ddof=1) / np.sqrt(len(share))
 
 
+@pytest.mark.usefixtures("short_chains")
 def test_intervals_are_narrower_by_what_real_servers_need() -> None:
     """About the same median; those of a server that departs from the model keep their width."""
     given, _ = made_up(3)
@@ -169,6 +171,7 @@ def test_later_tokens_may_be_easier_than_the_first() -> None:
     assert emitted_at({**known, 8: 3.94}, 16).holds(5.16)
 
 
+@pytest.mark.usefixtures("short_chains")
 def test_costs_are_one_set_of_numbers_wherever_they_are_told(tmp_path: Path, run: Run) -> None:
     """Printed, written and used: the table's passes add up to the step of the printed costs."""
     given, _ = made_up(3)
@@ -176,9 +179,7 @@ def test_costs_are_one_set_of_numbers_wherever_they_are_told(tmp_path: Path, run
     rows = ["concurrency,num_speculative_tokens,output_throughput,mean_acceptance_length"]
     rows += [f"{r.batch},{r.k},{r.tokens_per_s!r},{r.emitted or ''}" for r in given]
     path.write_text("\n".join(rows))
-    ran = run("calibrate", path, "--out", table, "--json", "-")
-    assert ran.code == 0, ran.err
-    document = json.loads(ran.out[ran.out.index("{") :])
+    document = run("calibrate", path, "--out", table, "--json", "-").document
     server = calibrate(read_runs(path))
     printed = {row["cost"]: row["value"] for row in document["results"]}
     assert printed
@@ -271,10 +272,8 @@ def test_a_threshold_is_chosen_as_drafts_and_verification_cost(
     """Dear drafts or dear verification speak for p-min, cheap ones for long drafts."""
     rows = stopping_runs(draft, knee)
     path = tmp_path / "runs.jsonl"
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    ran = run("recommend", "--engine", "llamacpp", "--bench", path, "--json", "-")
-    assert ran.code == 0, ran.err
-    document = json.loads(ran.out[ran.out.index("{") :])
+    write_rows(path, rows)
+    document = run("recommend", "--engine", "llamacpp", "--bench", path, "--json", "-").document
     [found] = document["results"]
     best = max(rows, key=lambda row: row["tokens_per_s"])
     chosen = next((row for row in rows if (row["spec-draft-n-max"], row["spec-draft-p-min"])
@@ -294,15 +293,15 @@ def test_draft_passes_are_those_of_drafts_that_stop() -> None:
     assert passes_of(kept, 8) == pytest.approx(sum(q**i for i in range(8)))
 
 
+@pytest.mark.usefixtures("short_chains")
 def test_what_runs_do_not_tell_apart_is_said(tmp_path: Path, run: Run) -> None:
     """At one concurrency a draft pass and a verified token are one slope, without p-min."""
     path, costs = tmp_path / "runs.jsonl", tmp_path / "costs.parquet"
     rows = stopping_runs(0.1, 60.0)
     said = "cannot separate a draft pass from a verified token"
     for kept, apart in ((rows[:4], False), (rows, True)):
-        path.write_text("".join(json.dumps(row) + "\n" for row in kept))
-        ran = run("calibrate", path, "--out", costs)
-        assert ran.code == 0, ran.err
+        write_rows(path, kept)
+        ran = run("calibrate", path, "--out", costs).ok()
         assert (said in ran.err) is not apart
         assert "nothing" not in ran.err
         cells = read_latency(costs).cells
@@ -382,17 +381,18 @@ def test_unmeasured_positions_are_less_certain_than_the_line_through_the_measure
     assert far.min() >= known[1]
 
 
+@pytest.mark.usefixtures("short_chains")
 def test_what_the_runs_do_not_tell_is_said(tmp_path: Path, run: Run) -> None:
     path = tmp_path / "runs.csv"
     path.write_text("batch,k,tokens_per_s,emitted,context\n1,2,100,2.1,900\n1,4,110,2.6,900\n")
-    ran = run("calibrate", path, "--context", "1000")
-    assert ran.code == 0, ran.err
+    ran = run("calibrate", path, "--context", "1000").ok()
     assert "no run without speculation" in ran.err
     assert "all runs have one context" in ran.err
     assert "measure next:" in ran.err
     assert ran.err.splitlines()[0].startswith("At 1,000 tokens of context: K = ")
 
 
+@pytest.mark.usefixtures("short_chains")
 @pytest.mark.parametrize(
     ("contexts", "message"),
     [((900, 900), "all runs have one of about 900 tokens"), ((0, 0), "the runs do not say theirs")],
@@ -404,8 +404,7 @@ def test_one_context_is_not_extrapolated(
     rows = [f"{8 * i + 1},0,{100 + 400 * i},{c}" for i, c in enumerate(contexts)]
     path.write_text("\n".join(["batch,k,tokens_per_s,context", *rows]) + "\n")
     ran = run("calibrate", path, "--context", "4000")
-    assert ran.code == 2
-    assert message in ran.err
+    assert message in ran.refusal
 
 
 def test_costs_of_one_context_hold_at_every_other_and_say_so() -> None:
@@ -492,6 +491,7 @@ def test_a_pass_of_llama_cpp_costs_what_llama_bench_measured() -> None:
     assert took[15] < 1.2 * took[8]
 
 
+@pytest.mark.usefixtures("short_chains")
 def test_a_target_s_own_costs_are_shown_and_written(tmp_path: Path) -> None:
     runs = [ServerRun(b, k, 100.0 * b**0.7 * (1 + 0.2 * k), emitted=1 + 0.5 * k if k else None)
             for b in (1, 4) for k in (0, 1)]  # fmt: skip

@@ -11,6 +11,8 @@ from typing import Any
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from commands.capacity import remarks, shown
 from policies.lengths.basic import Autoregressive, Fixed
@@ -18,8 +20,10 @@ from simulator.capacity import (
     Point,
     PointRunner,
     PointVerdict,
+    fewest,
     find_answer,
     find_curve,
+    highest,
     plan,
     with_cost,
 )
@@ -38,9 +42,10 @@ from simulator.serving import (
 from simulator.targets import Targets, parse_targets
 from tests import queues
 from tests.compiled import same
+from tests.conftest import Run
+from tests.queues import PER_TOKEN_S, SERVICE, exponential, one_token_jobs
 from tests.serving import arrival_file, bernoulli
 from tests.test_serving_parts import Failing
-from tests.test_serving_theory import PER_TOKEN_S, SERVICE, exponential, one_token_jobs
 from traces.errors import DraftsimError
 from traces.latency.table import LatencyTable
 
@@ -327,3 +332,91 @@ def test_the_figure_shows_the_fewest_replicas_at_every_rate() -> None:
             assert round(drawn) == np.searchsorted(steps, rate) + 1
     with pytest.raises(DraftsimError, match="no row has a curve"):
         plots.plot_replicas([{**row, "curve": []} for row in rows])
+
+
+def answered(search: Any, answer: Any) -> tuple[Any, list[Any]]:
+    """Return the result of a search, and the points that it asked for."""
+    asked = []
+    value = next(search)
+    while True:
+        asked.append(value)
+        try:
+            value = search.send(answer(value))
+        except StopIteration as end:
+            return end.value, asked
+
+
+@given(st.integers(1, 300), st.integers(1, 300), st.integers(1, 300))
+def test_the_fewest_are_found_from_any_guess(needed: int, guess: int, most: int) -> None:
+    found, asked = answered(fewest(guess, most), lambda count: count >= needed)
+    assert found == (needed if needed <= most else None)
+    assert all(1 <= count <= most for count in asked)
+    distance = abs(needed - min(guess, most)) + 1
+    assert len(asked) <= 2 * math.log2(distance) + 5
+    # Nobody is believed who was not checked: both sides of the step were asked for.
+    if found is not None:
+        assert needed == 1 or needed - 1 in asked
+        assert needed == most or needed + 1 in asked
+
+
+@given(st.sets(st.integers(1, 30)), st.integers(1, 30))
+def test_an_answer_that_is_chance_is_passed_over(bad: set[int], guess: int) -> None:
+    """Whatever fails, what is found passes, and one more does too."""
+    found, _ = answered(fewest(guess, 30), lambda count: count not in bad)
+    if found is None:
+        assert 30 in bad
+    else:
+        assert found not in bad
+        assert found == 30 or found + 1 not in bad
+
+
+@given(st.floats(1e-3, 1e3), st.floats(1e-3, 1e3), st.floats(1.05, 4))
+def test_the_highest_rate_is_found_from_any_start(limit: float, start: float, step: float) -> None:
+    found, _ = answered(highest(start, step, 0.01, 1e-6, 1e6), lambda rate: rate <= limit)
+    assert limit / 1.01 <= found <= limit
+    assert answered(highest(start, step, 0.01, start / 50, 1e6), lambda rate: False)[0] == 0
+    least, most = start / 50, start * 50
+    found, asked = answered(highest(start, step, 0.01, least, most), lambda rate: True)
+    assert (math.isinf(found), max(asked) < most * step) == (True, True)
+
+
+def test_the_command_answers_in_words_and_rows(
+    synthetic_run: Path, run: Run, tmp_path: Path
+) -> None:
+    command = [
+        "capacity", "--trace", synthetic_run, "--rate", 12, "--slo", "ttft=0.5,tpot=0.05",
+        "--policy", "fixed:gamma=3", "--max-batch", 4, "--replications", 2, "--jobs", 1,
+        "--assume-batch-free", "--price", 3, "--requests", 100,
+    ]  # fmt: skip
+    rows = run(*command, "--json", "-", "--plots", tmp_path).rows
+    assert [r["policy"] for r in rows] == ["autoregressive", "fixed:gamma=3"]
+    assert (tmp_path / "replicas.png").read_bytes().startswith(b"\x89PNG")
+    for row in rows:
+        assert row["share"] == 0.95
+        assert row["cost_per_hour"] == pytest.approx(3 * row["replicas"])
+    out = tmp_path / "plan.csv"
+    ran = run(*command, "--out", out)
+    assert f"takes {rows[1]['replicas']} replica" in ran.err
+    assert "saves" in ran.out  # the heading takes several lines
+    assert out.exists()
+    assert not (tmp_path / "plan.csv.jsonl").exists()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--slo", "ttft=0.5"), "give --rate or --arrivals"),
+        (("--slo", "ttft=0.5", "--rate", 0), "rate is 0"),
+        (("--slo", "latency=1", "--rate", 1), "'latency=1' is not one of ttft=TIME, tpot=TIME"),
+        (("--slo", "ttft=1", "--rate", 1, "--gpus", 0), "gpus is 0"),
+        (("--slo", "ttft=1", "--rate", 1, "--router", "best"), "router is 'best'"),
+        (("--slo", "ttft=1", "--rate", 1, "--max-replicas", 0), "at least 1 replica"),
+        (("--slo", "ttft=1", "--rate", 1, "--max-replicas", 10**8), "expected at most 65536"),
+        (("--slo", "ttft=1", "--rate", 1, "--requests", 10**20), "expected at most 10000000"),
+    ],
+)
+def test_bad_questions_are_one_line(
+    synthetic_run: Path, run: Run, arguments: tuple[Any, ...], message: str
+) -> None:
+    ran = run("capacity", "--trace", synthetic_run, "--assume-batch-free", *arguments)
+    assert message in ran.refusal

@@ -93,13 +93,6 @@ def test_category_and_robustness_tables(run: Run, recorded: Path) -> None:
     assert fixed["sd"] > 0
 
 
-def test_check_holds_the_formulas(run: Run, recorded: Path) -> None:
-    found = run("check", "--trace", recorded, "--tokens", 4000, "--json", "-").rows
-    synthetic = [r for r in found if not r["formula"].startswith("recorded")]
-    assert len(synthetic) > 20
-    assert all(r["ok"] for r in synthetic)
-
-
 def _truncate(folder: Path, source: Path) -> Path:
     path = folder / "short.parquet"
     path.write_bytes(source.read_bytes()[:-400])
@@ -156,8 +149,7 @@ def test_a_policy_that_reads_what_the_trace_lacks_is_refused(run: Run, tmp_path:
     ran = run(
         "simulate", "--trace", tmp_path / "bare.parquet", "--latency", CONST, "--policy", "svip"
     )
-    assert ran.code == 2
-    assert "entropy" in ran.err
+    assert "entropy" in ran.refusal
 
 
 def test_other_tokenizers_long_prompts_and_missing_models_are_refused(
@@ -180,17 +172,14 @@ def test_other_tokenizers_long_prompts_and_missing_models_are_refused(
         "profile", "--target", BUNDLED / "target", "--draft", other, "--prompts", prompts,
         "--out", tmp_path / "run",
     )  # fmt: skip
-    assert ran.code == 2
-    assert "different tokenizers" in ran.err
+    assert "different tokenizers" in ran.refusal
     assert not (tmp_path / "run").exists()
 
     ran = run(
         "profile", "--target", tmp_path / "nowhere", "--draft", "bundled", "--prompts", prompts,
         "--out", tmp_path / "run",
     )  # fmt: skip
-    assert ran.code == 2
-    assert "nowhere" in ran.err
-    assert ran.err.count("\n") == 1
+    assert "nowhere" in ran.refusal
 
     long = tmp_path / "long.txt"
     long.write_text("import os " * 3000 + "\n")
@@ -198,15 +187,13 @@ def test_other_tokenizers_long_prompts_and_missing_models_are_refused(
         "profile", "--target", "bundled", "--draft", "bundled", "--prompts", long,
         "--out", tmp_path / "run",
     )  # fmt: skip
-    assert ran.code == 2
-    assert "context" in ran.err
+    assert "context" in ran.refusal
     assert not list((tmp_path / "run").glob("*.parquet"))
 
 
 def test_a_run_folder_is_asked_for_where_one_is_needed(run: Run, tmp_path: Path) -> None:
     ran = run("validate", "--run", tmp_path)
-    assert ran.code == 2
-    assert "not a run folder" in ran.err
+    assert "not a run folder" in ran.refusal
 
 
 @pytest.mark.invariant(14)
@@ -243,8 +230,7 @@ def test_importing_logs_of_other_tools(run: Run, tmp_path: Path) -> None:
     log = tmp_path / "requests.jsonl"
     steps = {"per_step_drafted": [3, 3, 3], "per_step_accepted": [3, 1, 0]}
     log.write_text(json.dumps({"id": "a", "metrics": {"speculative_decoding": steps}}) + "\n")
-    ran = run("import", "vllm", log, "--out", tmp_path / "t.parquet")
-    assert ran.code == 0, ran.err
+    run("import", "vllm", log, "--out", tmp_path / "t.parquet").ok()
     trace: Trace = read_trace(tmp_path / "t.parquet")
     assert len(trace.requests) == 1
     assert np.isin(trace.columns["match"], (-1, 0, 1)).all()

@@ -8,7 +8,7 @@ import pandas as pd
 import pytest
 
 from tests.conftest import ONE_PROMPT, Run
-from traces.sources import read_recordings
+from traces.sources import TreeRecording, read_recordings
 from traces.store.files import read_latency, write_latency
 
 
@@ -18,8 +18,7 @@ def test_a_profiled_drafter_replays_as_it_really_decodes(
     out = tmp_path / "run"
     names = ("one", "three")
     sources = [p for n in names for p in ("--source", f"eagle:model={drafters / n}")]
-    made = run(*ONE_PROMPT, "--out", out, *sources)
-    assert made.code == 0, made.err
+    run(*ONE_PROMPT, "--out", out, *sources).ok()
     found = read_recordings(out)
     assert set(found) == {"eagle.one", "eagle.three"}
     table = read_latency(out / "latency.parquet")
@@ -52,8 +51,7 @@ def test_a_profiled_drafter_replays_as_it_really_decodes(
         served[0]["tpot_s"]["mean"] / rows[1]["speedup"], rel=1e-9
     )
     assert swept["drafts"] == "eagle:model=three"
-    tuned = run("tune", "--engine", "vllm", *drafted)
-    assert tuned.code == 0, tuned.err
+    run("tune", "--engine", "vllm", *drafted).ok()
     for command, message in (
         (("serve", "--batch", 4), "at batch 1 alone"),
         (("serve", "--mode", "pearl"), "needs verified features to draft"),
@@ -64,18 +62,15 @@ def test_a_profiled_drafter_replays_as_it_really_decodes(
         (("tune", "--engine", "llamacpp"), "needs a draft model"),
     ):
         refused = run(*command, *drafted)
-        assert refused.code == 2, command
-        assert message in refused.err
+        assert message in refused.refusal
     refused = run("serve", "--source", "medusa-tree", "--trace", out)
-    assert refused.code == 2
-    assert "verification is wider than its draft" in refused.err
+    assert "verification is wider than its draft" in refused.refusal
 
     checked = run(
         "validate", "--run", out, "--source", "eagle:model=eagle3", "--policy", "fixed:gamma=3",
         "--policy", "eagle", "--repeats", 1, "--json", "-",
     )  # fmt: skip
-    assert checked.code == 2
-    assert "has a draft source of its own" in checked.err
+    assert "has a draft source of its own" in checked.refusal
     for options in (("--source", "eagle:model=one", "--policy", "fixed:gamma=3"),
                     ("--policy", "eagle", "--policy", "eagle3")):  # fmt: skip
         rows = run("validate", "--run", out, *options, "--repeats", 1, "--json", "-").rows
@@ -92,14 +87,12 @@ def test_a_run_takes_in_further_drafters_of_a_kind(
     run: Run, drafters: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     out = tmp_path / "run"
-    made = run(*ONE_PROMPT, "--out", out, "--source", f"eagle:model={drafters / 'one'}")
-    assert made.code == 0, made.err
+    made = run(*ONE_PROMPT, "--out", out, "--source", f"eagle:model={drafters / 'one'}").ok()
     kept = {p.name: p.read_bytes() for p in out.glob("*.parquet") if p.stem != "latency"}
     cells = read_latency(out / "latency.parquet").cells
 
     monkeypatch.chdir(drafters)  # the drafter is named from where one is, and found from elsewhere
-    made = run(*ONE_PROMPT, "--out", out, "--source", "eagle:model=another")
-    assert made.code == 0, made.err
+    made = run(*ONE_PROMPT, "--out", out, "--source", "eagle:model=another").ok()
     assert "recording eagle.another along 1 prompt" in made.err
     assert "recorded eagle.another into" in made.err
     monkeypatch.chdir(tmp_path)
@@ -126,8 +119,7 @@ def test_a_run_takes_in_further_drafters_of_a_kind(
         ("eagle", "eagle:model=another"), ("eagle", "eagle:model=one")
     ]  # fmt: skip
     refused = run("simulate", "--trace", out, "--source", "eagle", "--policy", "fixed:gamma=2")
-    assert refused.code == 2
-    assert "another (eagle), one (eagle)" in refused.err
+    assert "another (eagle), one (eagle)" in refused.refusal
     row = run("validate", "--run", out, "--source", "eagle:model=another", "--policy",
               "fixed:gamma=3", "--repeats", 1, "--json", "-").rows[1]  # fmt: skip
     assert (row["source"], row["rounds_differ"]) == ("eagle:model=another", 0)
@@ -160,8 +152,84 @@ def test_what_is_amiss_is_one_line(run: Run, drafters: Path, tmp_path: Path) -> 
          "--source belongs to `draftsim profile sources`"),
     ):  # fmt: skip
         refused = run(*ONE_PROMPT, *out, *options)
-        assert refused.code == 2
-        assert message in refused.err
+        assert message in refused.refusal
     refused = run("simulate", "--trace", "bundled", "--source", "eagle")
-    assert refused.code == 2
-    assert "draftsim profile --source eagle:model=DIR" in refused.err
+    assert "draftsim profile --source eagle:model=DIR" in refused.refusal
+
+
+def test_trees_are_recorded_once_and_cut_as_they_are_really_grown(
+    run: Run, drafters: Path, tmp_path: Path
+) -> None:
+    out = tmp_path / "run"
+    sources = [
+        part for name in ("one", "three")
+        for part in ("--source", f"eagle2:model={drafters / name},topk=3,depth=4,budget=9")
+    ]  # fmt: skip
+    made = run(*ONE_PROMPT, "--out", out, *sources).ok()
+    found = read_recordings(out)
+    assert set(found) == {"eagle2.one", "eagle2.three"}
+    assert {(t.topk, t.layers) for t in found.values() if isinstance(t, TreeRecording)} == {(3, 4)}
+    table = read_latency(out / "latency.parquet")
+    for key in found:
+        assert all(table.has(key, phase) for phase in ("forward", "tree", "prefill"))
+    cells = table.cells[(table.cells["model"] == "target") & (table.cells["phase"] == "tree")]
+    assert 10 in set(cells["new_tokens"])
+
+    kept = {p.name: p.read_bytes() for p in out.glob("*.parquet")}
+    made = run(*ONE_PROMPT, "--out", out, "--source", f"eagle2:model={drafters / 'one'},topk=3,"
+               "depth=3")  # fmt: skip
+    said = made.said
+    assert "(it also holds trees-eagle2.one, trees-eagle2.three)" in said
+    assert "recording what is missing of: eagle2.one" in said
+    assert "recording eagle2" not in said
+    assert "recorded nothing new" in said
+    assert {p.name: p.read_bytes() for p in out.glob("*.parquet")} == kept
+
+    accepted = []
+    for budget in (1, 4, 30):
+        rows = run(
+            "simulate", "--trace", out, "--source", f"eagle2:model=three,budget={budget}",
+            "--policy", "fixed:gamma=3", "--policy", "confidence", "--json", "-",
+        ).rows  # fmt: skip
+        assert rows[1]["source"] == f"eagle2:model=three,budget={budget}"
+        assert {r["fidelity"] for r in rows} == {"exact"}
+        assert rows[2]["policy"] == "confidence:gamma=4"
+        accepted.append(rows[1]["accepted"])
+    assert accepted == sorted(accepted)
+
+    rows = run("validate", "--run", out, "--source", "eagle2:model=three,budget=6", "--policy",
+               "fixed:gamma=3", "--policy", "confidence:gamma=4", "--repeats", 1, "--json",
+               "-").rows  # fmt: skip
+    assert len(rows) == 3
+    for row in rows:
+        assert row["rounds_differ"] == row["texts_diverged"] == 0, row
+        assert row["predicted_s"] > 0
+    assert rows[1]["source"] == "eagle2:model=three,budget=6,depth=4"
+
+    drafted = ("--trace", out, "--source", "eagle2:model=three")
+    for command in (("serve",), ("sweep",), ("tune", "--engine", "vllm")):
+        refused = run(*command, *drafted)
+        assert "verification is wider than its draft" in refused.refusal
+    for options, message in (
+        (("--policy", "fixed:gamma=5"), "4 were recorded"),
+        (("--policy", "eagle2"), "has a draft source of its own"),
+    ):
+        refused = run("simulate", *drafted, *options)
+        assert message in refused.refusal
+    assert run(*ONE_PROMPT, "--out", out, "--latency-only").code == 0
+    assert read_latency(out / "latency.parquet").has("eagle2.three", "tree")
+
+
+def test_what_is_amiss_with_trees_is_one_line(run: Run, drafters: Path, tmp_path: Path) -> None:
+    out = ("--out", tmp_path / "run")
+    own = f"eagle2:model={drafters / 'one'}"
+    for options, message in (
+        (("--source", "eagle2"), "names no drafter: give its folder, eagle2:model=DIR"),
+        (("--source", own, "--temperature", "1"), "along greedy output alone"),
+        (("--source", own, "--source", f"{own},topk=3"), "are called one"),
+        (("--source", own, "--latency-only"), "--source belongs to `draftsim profile sources`"),
+    ):
+        refused = run(*ONE_PROMPT, *out, *options)
+        assert message in refused.refusal
+    refused = run("simulate", "--trace", "bundled", "--source", "eagle2")
+    assert "draftsim profile --source eagle2:model=DIR" in refused.refusal

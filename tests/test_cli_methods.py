@@ -79,9 +79,7 @@ def test_where_a_method_cannot_run_one_line_says_what_to_write(
     arguments: tuple[str, ...], said: str, run: Run
 ) -> None:
     ran = run(*arguments)
-    assert ran.code == 2
-    assert ran.err.count("\n") == 1
-    assert said in ran.err
+    assert said in ran.refusal
 
 
 def test_methods_run_in_other_commands_where_they_can(run: Run, synthetic_run: Path) -> None:
@@ -150,8 +148,7 @@ def test_plots_hold_what_was_named_and_say_what_they_leave_out(
     own = "mine.py:Careful:threshold=0.4"
     asked = [f"{file}:Careful:threshold=0.4", "svip", "csd", "pld"]
     options = [part for name in asked for part in ("--policy", name)]
-    ran = run("simulate", *options, "--resamples", 2, "--plots", tmp_path / "plots")
-    assert ran.code == 0, ran.err
+    ran = run("simulate", *options, "--resamples", 2, "--plots", tmp_path / "plots").ok()
     names = {own, "svip:gamma_max=24", "csd", "pld"}
     for name in ("plot_speedup", "plot_categories"):
         assert names <= policies_of(drawn[name]), name

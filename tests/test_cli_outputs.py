@@ -1,4 +1,4 @@
-"""One name for one thing over all commands; what each prints can be had as a file."""
+"""One name for one thing over all commands; what each prints is in the glossary and in files."""
 
 from __future__ import annotations
 
@@ -7,18 +7,34 @@ import json
 import re
 import typing
 from pathlib import Path
+from typing import Any
 
 import pandas as pd
 import pytest
+from rich.table import Table
 
-from commands import app
+from commands import app, breakeven, curve, sweep, tune
+from commands.common import output
+from commands.common.columns import COLUMNS, meaning
 from commands.common.output import OutOption
+from commands.common.printed import OFF_TERMINAL, heading
+from commands.common.written import TABLES
+from commands.engine import apart, http, trial
 from commands.lazy import leaves
+from commands.validate import engine, recorded
+from policies.registry import POLICIES
 from profiler.suite.__main__ import main
+from simulator.serving.arrivals import QUANTILES
+from simulator.validation import VALIDATE_COLUMNS
 from tests.conftest import ROOT, Run
 from tests.suite_results import MODES, cells, write_forced, write_latencies
 from traces.errors import FileError
 
+pytestmark = pytest.mark.usefixtures("short_chains")
+
+EXAMPLES = ROOT / "docs" / "examples" / "server"
+RESULTS = EXAMPLES / "results"
+FEW = ("--policy", "fixed:gamma=2", "--policy", "gammatune")
 COMMANDS = {name: listed.function() for name, listed in leaves(app.COMMANDS).items()}
 PRINT_NO_TABLE = {"profile", "calibrate-memory", "report", "fetch"}
 MAKE_SOMETHING = {"demo", "import", "calibrate", "recommend", "tune", "export"}
@@ -108,8 +124,7 @@ def test_a_file_of_options_takes_names_of_engines(run: Run, tmp_path: Path) -> N
     config = tmp_path / "run.yaml"
     config.write_text("max_num_seqs: none\n")
     said = run("serve", "--config", config)
-    assert said.code == 2
-    assert "run.yaml: --max-batch: expected a whole number" in said.err
+    assert "run.yaml: --max-batch: expected a whole number" in said.refusal
 
 
 @pytest.mark.parametrize(
@@ -161,19 +176,77 @@ def test_every_command_writes_what_it_prints() -> None:
     assert set(re.findall(r"`([\w-]+)`", told[2])) == PRINT_NO_TABLE
 
 
+PRINT_ALONE = {
+    "simulate-all": ("simulate", "--by-category"),
+    "simulate-category": ("simulate", "--by-category", *FEW),
+    "serve-rate": ("serve", "--rate", "0.5,2", "--requests", 20, *FEW, "--replications", 2),
+    "capacity": ("capacity", "--rate", 20, "--slo", "ttft=5s,tpot=1s", "--requests", 100, *FEW),
+    "tune": ("tune", "--engine", "vllm", "--batch", "1,8", "--check"),
+    "search": ("sweep", "--tune", "--policy", "fixed:gamma={1,2}"),
+    "breakeven": ("breakeven", "--batch", "1,8"),
+    "breakeven-plan": ("breakeven", "--plan", "--batch", "1,4", "--k", "1,2"),
+    "import": ("import", "prometheus", EXAMPLES / "metrics-before.txt",
+               EXAMPLES / "metrics-after.txt"),
+    "recommend": ("recommend", "--bench", RESULTS),
+    "recommend-llamacpp": ("recommend", "--engine", "llamacpp", "--bench", RESULTS),
+    "calibrate": ("calibrate", RESULTS, "--batch", "1,2,4", "--k", "0,1,3"),
+    "doctor": ("doctor", "0.7,0.4,0.2", "--against", "0.76,0.60,0.43"),
+    "curve": ("curve", "0.8,0.6,0.5,0.4"),
+    **{kind: ("list", f"--{kind}") for kind in ("devices", "formats", "published", "columns",
+                                                "weight-formats")},
+    "list": ("list",),
+}  # fmt: skip
+"""Commands whose printed columns no test of their files sees."""
+
+
+@pytest.fixture
+def headings(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Headings of the tables that are printed."""
+    found: list[str] = []
+    add = Table.add_column
+
+    def added(self: Table, header: Any = "", *values: Any, **options: Any) -> None:
+        found.append(str(header))
+        add(self, header, *values, **options)
+
+    monkeypatch.setattr(Table, "add_column", added)
+    return found
+
+
+def check_printed(out: str, headings: list[str]) -> None:
+    """Check that every printed column is in the glossary, and that no line is too wide."""
+    assert headings, "nothing was printed"
+    policies = {text.partition(":")[0] for text in POLICIES}  # columns of a category table
+    unknown = {
+        text for text in headings
+        if meaning(text) is None and text.replace("\n", "").partition(":")[0] not in policies
+    }  # fmt: skip
+    assert unknown == set()
+    widest = max(out.splitlines(), key=len)
+    assert len(widest) <= OFF_TERMINAL, widest
+
+
+@pytest.mark.parametrize("name", PRINT_ALONE)
+def test_every_printed_column_is_in_the_glossary(name: str, headings: list[str], run: Run) -> None:
+    check_printed(run(*PRINT_ALONE[name]).ok().out, headings)
+
+
 def commands(folder: Path) -> dict[str, tuple[object, ...]]:
-    pair = ("--policy", "fixed:gamma=2", "--policy", "fixed:gamma=4")
+    """Commands that print a table and write it; their recording is of a few requests."""
+    lossy = ("--policy", "gammatune+csd", "--against", "fixed:gamma=2")
     return {
-        "simulate": ("simulate", "--trace", folder, *pair, "--resamples", 10),
-        "robustness": ("simulate", "--trace", folder, "--robustness"),
+        "simulate": ("simulate", *FEW, *lossy, "--resamples", 10),
+        "robustness": ("simulate", "--trace", folder, "--robustness", *FEW),
         "check": ("check", "--trace", folder, "--tokens", 1000),
         "serve": (
-            "serve", "--trace", folder, *pair, "--batch", 1, "--requests", 8,
+            "serve", "--trace", folder, *FEW, "--batch", "1,4", "--requests", 8,
+            "--slo", "ttft=2s,tpot=90ms", "--assume-batch-free",
         ),
         "sweep": (
-            "sweep", "--trace", folder, *pair, "--c", "0.1,0.2", "--jobs", 1, "--resamples", 2,
+            "sweep", "--trace", folder, *FEW, "--c", "0.1,0.2", "--alpha", "0.5,0.7", "--jobs", 1,
+            "--resamples", 2,
         ),
-        "ladder": ("sweep", "--trace", folder, "--ladder", *pair, "--resamples", 10),
+        "ladder": ("sweep", "--trace", folder, "--ladder", *FEW, "--resamples", 10),
         "list": ("list", "--rules"),
         "recorded": ("validate", "recorded", folder / "unpacked"),
         "papers": ("papers", "--trace", folder, "--table", "Table 2", "--no-missing"),
@@ -181,7 +254,11 @@ def commands(folder: Path) -> dict[str, tuple[object, ...]]:
 
 
 @pytest.mark.parametrize("name", commands(Path()))
-def test_tables_by_suffix(name: str, synthetic_run: Path, tmp_path: Path, run: Run) -> None:
+def test_tables_by_suffix(
+    name: str, headings: list[str], synthetic_run: Path, tmp_path: Path, run: Run,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    """The table is printed and written as LaTeX; its rows are written in every other form."""
     if name == "recorded":
         suite = tmp_path / "suite"
         write_latencies(suite, [row for mode in MODES for row in cells("pair", mode)])
@@ -189,11 +266,22 @@ def test_tables_by_suffix(name: str, synthetic_run: Path, tmp_path: Path, run: R
         unpack = ("unpack", "--out", str(suite), "--into", str(synthetic_run / "unpacked"))
         assert main(list(unpack)) == 0
     command = commands(synthetic_run)[name]
-    out = {suffix: tmp_path / f"t{suffix}" for suffix in (".csv", ".tex", ".parquet", ".json")}
-    for path in out.values():
-        ran = run(*command, "--out", path, "--json", "-")
-        assert ran.code in (0, 1), ran.err  # 1: a formula that disagrees
-        assert str(path) in ran.err
+    out = {suffix: tmp_path / f"t{suffix}" for suffix in TABLES}
+    real = output.write_rows
+
+    def in_every_form(path: Path, *given: Any) -> None:
+        for suffix in {*TABLES} - {".tex"}:
+            real(path.with_suffix(suffix), *given)
+
+    monkeypatch.setattr(output, "write_rows", in_every_form)
+    for path in sorted(out.values(), key=lambda path: path.suffix != ".tex"):
+        if not path.exists():
+            rows = () if path.suffix == ".tex" else ("--json", "-")
+            ran = run(*command, "--out", path, *rows)
+            assert ran.code in (0, 1), ran.err  # 1: a formula that disagrees
+            assert str(path) in ran.err
+            if not rows:
+                check_printed(ran.out, headings)
     results = json.loads(out[".json"].read_text())["results"]
     with out[".csv"].open() as file:
         assert len(list(csv.DictReader(file))) == len(results) > 0
@@ -224,9 +312,7 @@ def test_a_place_that_cannot_be_is_refused_at_once(
 
     monkeypatch.setattr("commands.common.drafted.load_recording", worked)
     ran = run("simulate", "--out", tmp_path / out)
-    assert ran.code == 2
-    assert said in ran.err
-    assert ran.err.count("\n") == 1
+    assert said in ran.refusal
 
 
 SERVED = {
@@ -244,3 +330,39 @@ def test_tables_name_what_they_are_of(command: str, run: Run) -> None:
     named = "bundled (bundled 2.81M + draft model 0.638M)"
     [first] = [line for line in ran.err.splitlines() if line.startswith(named)]
     assert f", at the costs of {latency}" in first, first
+
+
+def test_columns_of_commands_that_need_an_engine_are_in_the_glossary() -> None:
+    named = {
+        *breakeven.SHOWN, *curve.SHOWN, *tune.SHOWN, *tune.CARRIED, *tune.CHECKED, *engine.SHOWN,
+        *http.SHOWN, *trial.TRIED, *apart.SHOWN, *recorded.SHOWN, *sweep.SHOWN, *sweep.RUNGS,
+        *sweep.SEARCHED, *VALIDATE_COLUMNS, *recorded.BOUNDS, "the file's requests", "mean",
+        *(f"p{q}" for q in QUANTILES),
+    }  # fmt: skip
+    bounds = {n for n in named if n.removesuffix("_lo").removesuffix("_hi") in named - {n}}
+    assert {n for n in named - bounds - {"left_out"} if meaning(n) is None} == set()
+
+
+def test_a_folded_heading_is_the_same_column() -> None:
+    for column in COLUMNS:
+        assert meaning(heading(column, 6)) == COLUMNS[column], column
+
+
+def test_the_glossary_is_listed(run: Run) -> None:
+    rows = run("list", "--columns", "--json", "-").rows
+    assert {row["name"] for row in rows} == {*COLUMNS}
+
+
+def test_the_printed_table_is_written_as_latex(tmp_path: Path, run: Run) -> None:
+    out = tmp_path / "table.tex"
+    ran = run("simulate", *FEW, "--policy", "oracle", "--out", out)
+    text = out.read_text()
+    assert "\\caption{bundled (" in text
+    best = next(line for line in text.splitlines() if "textbf" in line)
+    assert "oracle" not in best  # a bound is not the best
+    name = best.partition("}")[0].removeprefix("\\textbf{").removesuffix(" *")
+    assert ran.out.splitlines()[0].split(": ")[1].startswith(name.replace("\\", ""))
+    # The figures are those of the screen, an interval next to each.
+    line = next(line for line in ran.out.splitlines()[1:] if line.startswith("gammatune"))
+    for part in line.split()[1:3]:
+        assert part.replace("-", "--") in text

@@ -4,18 +4,33 @@ from __future__ import annotations
 
 import itertools
 import json
+import math
+import os
 import re
+import signal
+import sys
+import time
+from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
+import pandas as pd
+import pyarrow.parquet as pq
 import pytest
 
-from commands.serve.rows import headline
+import draftsim
+from commands.serve.command import kept
+from commands.serve.rows import guesses, headline
 from simulator.chosen import PLAIN, load_serving_policies
+from simulator.serving import read_results
+from simulator.serving.outcome.results import ResultsFile
 from tests.conftest import Run, Serve
+from tests.forked import forked
 from tests.serving import PAIR, arrival_file
 from traces.acceptance.synthetic import synthetic_trace
-from traces.store.files import write_trace
+from traces.latency.schema import CELL_COLUMNS
+from traces.latency.table import LatencyTable
+from traces.store.files import write_latency, write_trace
 
 SERVE_FIELDS = {
     "policy", "verify", "batch", "rate", "throughput_tok_s", "ttft_s", "tpot_s", "e2e_s",
@@ -28,7 +43,7 @@ def test_a_row_for_every_batch_and_policy_under_the_names_given(serve: Serve) ->
     # fixed:gamma=5 spells out a default: the row must say what was asked for all the same.
     ran = serve("--batch", "1,3", "--requests", 24, *PAIR, "--json", "-")
     found = ran.rows
-    assert json.loads(ran.out)["command"] == "serve"
+    assert ran.document["command"] == "serve"
     assert [(r["batch"], r["policy"]) for r in found] == [
         (b, p) for b in (1, 3) for p in ("autoregressive", "fixed:gamma=5")
     ]
@@ -189,6 +204,286 @@ def test_one_prompt_has_no_interval_over_prompts(tmp_path: Path, run: Run) -> No
     folder.mkdir()
     write_trace(synthetic_trace(0.7, tokens=30, requests=1), folder / "trace.parquet")
     load = ("--batch", 1, "--requests", 8, "--policy", "fixed:gamma=2")
-    ran = run("serve", "--trace", folder, *load, "--latency", "const:target=1,draft=0.1")
-    assert ran.code == 0, ran.err
+    ran = run("serve", "--trace", folder, *load, "--latency", "const:target=1,draft=0.1").ok()
     assert re.search(r"fixed:gamma=2 [\d.]+x[.;]", ran.err)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--rate", "0"], "--rate holds 0.0, expected positive"),
+        (["--rate=-2"], "--rate holds -2.0"),
+        (["--rate", "nan"], "--rate holds nan"),
+        (["--rate", "fast"], "--rate is 'fast'"),
+        (["--batch", "1.5"], "--batch is '1.5', expected whole numbers"),
+        (["--batch", "0"], "--batch holds 0"),
+        (["--batch", "1", "--rate", "1"], "(--batch) keep the engine full: drop them, or --rate"),
+        (["--scale", "2"], "--scale speeds up a file of arrivals"),
+        (["--rate", "1", "--process", "bursty"], "expected poisson or deterministic"),
+        (["--batch", "2", "--process", "poisson"], "--process shapes arrivals at a rate"),
+        (["--batch", "2", "--interference", "0.5"], "--interference is of --mode pearl and dsi"),
+        (["--policy", "fixd"], "did you mean 'fixed'"),
+        (["--mode", "dynamic"], "mode is 'dynamic', expected one of continuous"),
+        (["--mode", "pearl", "--batch", "4"], "one stream at a time"),
+        (["--mode", "static-mean", "--policy", "goodput"], "use --mode static"),
+        (["--requests", "0"], "requests is 0"),
+        (["--max-batch", "0", "--rate", "1"], "max_batch is 0"),
+        (["--kv-blocks", "0"], "kv_blocks is 0"),
+        (["--token-budget", "2", "--batch", "1", "--policy", "fixed"], "token_budget is 2"),
+        (["--ttft", "0"], "--ttft is '0', expected more than 0 seconds"),
+        (["--tpot", "soon"], "--tpot is 'soon', expected a time such as 200ms"),
+        (["--slo", "ttft=2h"], "ttft is '2h', expected a time"),
+        (["--slo", "ttft=1,p=0.9"], "drop p, or ask for a plan or settings"),
+        (["--slo", "ttft=1", "--tpot", "1"], "--slo sets both targets"),
+        (["--replicas", "100000000", "--rate", "1"], "--replicas is 100000000, expected at most"),
+        (["--batch", "1,1000000000"], "--batch holds 1000000000, expected at most 65536"),
+        (["--max-batch", "1000000000", "--rate", "1"], "--max-batch is 1000000000, expected at"),
+        (["--seed=-1", "--batch", "1"], "seed is -1, expected a whole number >= 0"),
+        (["--out", "missing/r.jsonl", "--batch", "1"], "missing/r.jsonl: cannot be written"),
+        (["--timeline", "missing/t.json", "--batch", "1"], "missing/t.json: cannot be written"),
+    ],
+)
+def test_impossible_options_are_one_line_and_exit_2(
+    serve: Serve, arguments: list[str], message: str, tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    monkeypatch.chdir(tmp_path)
+    ran = serve("--requests", "5", *arguments)
+    last = ran.err.strip().splitlines()[-1]
+    assert ran.code == 2
+    assert last.startswith("draftsim: ")
+    assert message in last
+    assert ran.out == ""
+
+
+def test_a_bad_arrivals_file_leaves_older_results(serve: Serve, tmp_path: Path) -> None:
+    file = arrival_file(tmp_path / "a.csv", "0,1e300,5")
+    out = tmp_path / "kept.jsonl"
+    out.write_text("an older result")
+    ran = serve("--arrivals", file, "--out", out)
+    assert f"arrivals file {file}" in ran.refusal
+    assert "ContextTokens is 1e+300, expected a whole number, 1 to 10000000" in ran.err
+    assert out.read_text() == "an older result"
+
+
+def test_overload_is_said_and_ends(serve: Serve) -> None:
+    ran = serve("--rate", 1000, "--max-batch", 2, "--requests", 60, *PAIR, "--json", "-")
+    assert all(r["overloaded"] and r["requests"] == 60 for r in ran.rows)
+    assert "overloaded" in ran.err
+    # Loads rise in the remark as numbers do, not as words.
+    ran = serve("--rate", "900,1000,20000", "--max-batch", 2, "--requests", 60, *PAIR)
+    assert "autoregressive at 900, 1000, 2e+04/s; fixed:gamma=5 at 900, 1000, 2e+04/s" in ran.err
+
+
+def test_prompts_larger_than_the_pool_are_refused_and_counted(serve: Serve, tmp_path: Path) -> None:
+    file = arrival_file(tmp_path / "a.csv", "0,20,5", "1,9000,5", "2,20,5")
+    ran = serve("--arrivals", file, "--kv-blocks", 8, *PAIR, "--json", "-")
+    assert [(r["rejected"], r["requests"]) for r in ran.rows] == [(1, 2)] * 2
+    assert "2 requests too large" in ran.err
+
+
+def test_memory_that_is_too_small_overloads_an_engine_whose_batch_never_fills(
+    serve: Serve,
+) -> None:
+    ran = serve("--rate", 30, "--kv-blocks", 9, "--requests", 60, *PAIR, "--json", "-")
+    for row in ran.rows:
+        assert row["mean_batch"] < 8 < row["batch"]
+        assert row["overloaded"]
+        assert row["preemptions"] > 0
+        assert max(row["over_time"]["kv_blocks"]) <= 9
+    assert "pre-empted" in ran.err
+
+
+def test_rows_say_which_sizes_were_not_measured(serve: Serve, tmp_path: Path) -> None:
+    cells = [
+        (m, "forward", b, n, c, s * (0.01 + 1e-4 * b * n + 1e-6 * b * c), 0.0, 3)
+        for m, s in (("target", 1.0), ("draft", 0.1))
+        for b in (1, 2) for n in (1, 8) for c in (0, 40)
+    ]  # fmt: skip
+    path = tmp_path / "latency.parquet"
+    write_latency(LatencyTable(pd.DataFrame(cells, columns=list(CELL_COLUMNS))), path)
+    ran = serve(
+        "--latency", path, "--batch", "1,4", "--requests", 8, "--replications", 2, *PAIR,
+        "--json", "-",
+    )  # fmt: skip
+    for row in ran.rows:
+        entries = row["coverage"]
+        for origin in ("interpolated", "extrapolated"):
+            mine = [e for e in entries if e["origin"] == origin]
+            assert sum(e["passes"] for e in mine) == row[origin]
+            assert len({(e["model"], e["phase"]) for e in mine}) == len(mine)
+        far = [e for e in entries if e["origin"] == "extrapolated" and e["model"] == "target"]
+        assert far[0]["context"][1] > 40
+        assert far[0]["batch"][1] == min(row["batch"], 4)
+    assert "outside the measured sizes, priced by a fitted roofline:" in ran.err
+    # The table may be an engine's.
+    assert "engine: --engine-length" in ran.said
+    one = {"origin": "extrapolated", "model": "draft", "phase": "forward", "passes": 2,
+           "batch": [1, 8], "new_tokens": [1, 1], "context": [40, 1043]}  # fmt: skip
+    assert guesses([{"coverage": [one]}])[1] == (
+        "  2 draft forward passes: batch 1 to 8, 1 token each, context 40 to 1,043"
+    )
+
+
+def test_the_table_leaves_out_what_goes_without_saying(serve: Serve, tmp_path: Path) -> None:
+    def columns(*arguments: object) -> str:
+        ran = serve(*arguments, "--requests", 12, *PAIR)
+        assert ran.code == 0, ran.err
+        return ran.out  # headings take several lines, and tables several blocks
+
+    plain = columns("--batch", 2)
+    assert "batch" in plain
+    assert not any(word in plain for word in ("status", "goodput", "±", "rejected"))
+    timed = columns("--rate", 2, "--ttft", 0.2, "--replications", 2)
+    assert all(word in timed for word in ("rate", "time", "goodput", "±"))
+    file = arrival_file(tmp_path / "a.csv", "0,20,5", "1,9000,5", "2,20,5")
+    odd = columns("--arrivals", file, "--kv-blocks", 8)
+    assert all(word in odd for word in ("fidelity", "rejected"))
+    assert "status" not in odd
+    stopped = columns("--rate", 1, "--max-time", 2)
+    assert "status" in stopped
+
+
+def test_a_stop_in_simulated_time_is_said(serve: Serve) -> None:
+    [_, row] = serve(
+        "--rate", 1, "--requests", 500, "--max-time", 20, "--policy", "fixed", "--json", "-"
+    ).rows  # fmt: skip
+    assert row["status"] == "stopped at max_time_s=20"
+    assert row["simulated_s"] == pytest.approx(20)
+
+
+def test_results_are_written_as_lines_or_as_one_table(serve: Serve, tmp_path: Path) -> None:
+    lines, table = tmp_path / "r.jsonl", tmp_path / "r.parquet"
+    for out in (lines, table):
+        assert serve("--batch", "1,2", "--requests", 10, *PAIR, "--out", out).code == 0
+    stored = read_results(lines)
+    assert stored.complete
+    assert stored.meta["policies"] == ["autoregressive", "fixed:gamma=5"]
+    assert not (tmp_path / "r.parquet.jsonl").exists()
+    frame = pd.read_parquet(table)
+    assert frame["policy"].tolist() == [r["policy"] for r in stored.rows]
+    assert frame["ttft_s_p95"].tolist() == [r["ttft_s"]["p95"] for r in stored.rows]
+
+
+@pytest.mark.parametrize("stop", [signal.SIGINT, signal.SIGKILL])
+@pytest.mark.parametrize("name", ["r.jsonl", "r.parquet"])
+def test_a_stopped_run_leaves_readable_rows_marked_incomplete(
+    synthetic_run: Path, tmp_path: Path, name: str, stop: signal.Signals
+) -> None:
+    out = tmp_path / name
+    lines = out if name == "r.jsonl" else tmp_path / "r.parquet.jsonl"
+    said = tmp_path / "said"
+
+    def command() -> None:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        sys.argv = [
+            "draftsim", "serve", "--trace", str(synthetic_run), "--batch", ",".join(["1"] * 400),
+            "--requests", "20", "--policy", "autoregressive", "--out", str(out),
+        ]  # fmt: skip
+        draftsim.main()
+
+    # Many short runs: rows keep coming until somebody stops them.
+    with forked(command, said) as run:
+        deadline = time.monotonic() + 60
+        while time.monotonic() < deadline and run.is_alive():
+            if lines.exists() and lines.read_text().count('{"row"') >= 2:
+                break
+            time.sleep(0.02)
+        assert run.pid is not None
+        os.kill(run.pid, stop)
+    if stop == signal.SIGINT:
+        assert run.exitcode == 130
+        assert "marked incomplete" in said.read_text()
+    if stop == signal.SIGINT and name == "r.parquet":
+        count = len(pd.read_parquet(out))
+        assert len(read_results(lines).rows) == count  # what the same command goes on with
+        header = json.loads((pq.read_schema(out).metadata or {})[b"draftsim"])
+        assert header["complete"] is False
+    else:
+        assert not (name == "r.parquet" and out.exists())
+        stored = read_results(lines)
+        assert not stored.complete
+        assert all(r["requests"] == 20 for r in stored.rows)
+        count = len(stored.rows)
+    # Stopped by SIGKILL while it writes a line, it leaves those before it.
+    assert 1 <= count < 400
+
+
+def test_a_timeline_keeps_the_rules_of_the_trace_event_format(serve: Serve, tmp_path: Path) -> None:
+    for mode in ("continuous", "pearl", "dsi"):
+        path = tmp_path / f"{mode}.json"
+        found = serve(
+            "--rate", 20, "--requests", 30, "--mode", mode, *PAIR, "--timeline", path, "--json",
+            "-", *(("--kv-blocks", 40) if mode == "continuous" else ()),
+        ).rows  # fmt: skip
+        events = json.loads(path.read_text())
+        assert {e["ph"] for e in events} <= {"M", "X", "C"}
+        processes = {e["pid"] for e in events if e["name"] == "process_name"}
+        tracks: dict[tuple[int, int], list[dict[str, Any]]] = defaultdict(list)
+        named = set()
+        for event in events:
+            assert event["pid"] in processes
+            if event["ph"] == "M":
+                assert event["name"] in (
+                    "process_name", "process_sort_index", "thread_name", "thread_sort_index"
+                )  # fmt: skip
+                named.add((event["pid"], event.get("tid")))
+                continue
+            assert math.isfinite(event["ts"])
+            assert event["ts"] >= 0
+            if event["ph"] == "C":
+                assert all(isinstance(v, int) for v in event["args"].values())
+                continue
+            assert (event["pid"], event["tid"]) in named, "a slice before its track has a name"
+            tracks[event["pid"], event["tid"]].append(event)
+        # Rounded to nanoseconds, as viewers do, one track's slices follow each other.
+        for slices in tracks.values():
+            for before, after in itertools.pairwise(slices):
+                ends = round(before["ts"] * 1e3) + round(before["dur"] * 1e3)
+                assert round(after["ts"] * 1e3) >= ends, (mode, before, after)
+        rounds = [e["args"] for k, s in tracks.items() if k[0] == 2 for e in s]
+        drafted = sum(a.get("drafted", 0) for a in rounds)
+        accepted = sum(a.get("accepted", 0) for a in rounds)
+        # It shows the policy that drafts, and every token of it.
+        assert accepted / drafted == pytest.approx(found[1]["acceptance_rate"])
+
+
+def test_plots_are_drawn_for_batches_and_for_loads(serve: Serve, tmp_path: Path) -> None:
+    batches, loads = tmp_path / "b", tmp_path / "l"
+    few = ("--requests", 12, *PAIR)
+    assert serve("--batch", "1,2", *few, "--plots", batches).code == 0
+    assert serve("--rate", "0.5,2,8", *few, "--plots", loads).code == 0
+    assert {p.name for p in batches.glob("*.png")} == {
+        "latency_throughput.png", "over_time.png", "pareto.png", "speedup.png"
+    }  # fmt: skip
+    assert {p.name for p in loads.glob("*.png")} == {
+        "load_e2e.png", "load_tpot.png", "load_ttft.png", "over_time.png", "pareto.png"
+    }  # fmt: skip
+    begins = {".png": b"\x89PNG", ".svg": b"<?xml", ".pdf": b"%PDF"}
+    for path in (*batches.glob("*.png"), *loads.glob("*.png")):
+        for kind, begin in begins.items():
+            assert path.with_suffix(kind).read_bytes().startswith(begin)
+
+
+def test_arrivals_that_span_no_time_are_drawn_without_a_load(serve: Serve, tmp_path: Path) -> None:
+    file, folder = arrival_file(tmp_path / "a.csv", "7,20,5", "7,30,9"), tmp_path / "plots"
+    ran = serve("--arrivals", file, *PAIR, "--plots", folder)
+    assert ran.code == 0
+    assert "all arrivals have the same time" in ran.err
+    assert {p.stem for p in folder.iterdir()} == {"over_time"}
+
+
+def test_an_interruption_between_a_line_and_its_row_counts_the_line(tmp_path: Path) -> None:
+    table = tmp_path / "r.parquet"
+    rows: list[dict[str, Any]] = []
+
+    def interrupted() -> None:
+        with kept(rows, table, {}), ResultsFile(tmp_path / "r.parquet.jsonl") as file:
+            file.add({"policy": "autoregressive"})
+            rows.append({"policy": "autoregressive"})
+            file.add({"policy": "fixed"})
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        interrupted()
+    assert pd.read_parquet(table)["policy"].tolist() == ["autoregressive", "fixed"]

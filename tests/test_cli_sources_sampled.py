@@ -58,9 +58,7 @@ def test_sampled_outputs_get_their_early_exits_and_their_row(run: Run, small_run
     for other, said in (((0.3,), "0.3"), ((1, "--top-p", 0.9), "1 --top-p 0.9")):
         refused = profiled(run, small_run, "--temperature", *other)
         assert refused.code == 2
-        assert f"sampled at T=1: name another --out for --temperature {said}" in " ".join(
-            refused.err.split()
-        )
+        assert f"sampled at T=1: name another --out for --temperature {said}" in refused.said
 
 
 def test_top_p_is_recorded_and_found_beside_the_trace(run: Run, small_run: Path) -> None:
@@ -96,13 +94,12 @@ def test_top_p_is_recorded_and_found_beside_the_trace(run: Run, small_run: Path)
     write_trace(alien, cut / "sampled.parquet")
     assert table_2(run, small_run)["top-p sampling (p=0.9)"]["ours"] is None
     refused = run("papers", "--trace", small_run, "--sampled", cut)
-    assert refused.code == 2
-    assert "was recorded of another pair" in refused.err
+    assert "was recorded of another pair" in refused.refusal
     (cut / "sampled.parquet").write_bytes(b"PAR1")
     assert table_2(run, small_run)["top-p sampling (p=0.9)"]["ours"] is None
     shutil.rmtree(cut)
     refused = run("papers", "--trace", small_run, "--sampled", cut)
-    assert (refused.code, "holds no sampled outputs" in " ".join(refused.err.split())) == (2, True)
+    assert (refused.code, "holds no sampled outputs" in refused.said) == (2, True)
 
 
 @pytest.mark.parametrize(
@@ -120,5 +117,5 @@ def test_samplings_that_cannot_be_are_refused(
 ) -> None:
     refused = profiled(run, tmp_path / "none", *options)
     assert refused.code == 2
-    assert message in " ".join(refused.err.split())
+    assert message in refused.said
     assert not (tmp_path / "none").exists()

@@ -61,6 +61,8 @@ from traces.store.outputs import DIGEST, digest_of
 from traces.store.parquet import HEADER_KEY, write_file
 from traces.store.recordings import trace_folder
 
+pytestmark = pytest.mark.usefixtures("short_chains")
+
 ROUNDS = int(os.environ.get("DRAFTSIM_DAMAGE_ROUNDS", "1"))
 SEED = int(os.environ.get("DRAFTSIM_DAMAGE_SEED", "0"))
 EACH = 40

@@ -15,15 +15,11 @@ from commands.validate.spot_check import SpotCheck
 from profiler.checks.unfinished import PLACE
 from profiler.prompts import read_prompts
 from profiler.recording.run import BUNDLED
-from tests.conftest import Ran, Run
+from tests.conftest import Run
 from tests.few_cells import few_cells
 from traces.store.files import read_trace
 
 SMALL = ("--limit", 4, "--max-new-tokens", 8)
-
-
-def said(ran: Ran) -> str:
-    return " ".join(ran.err.split())
 
 
 def test_a_demo_stopped_while_it_decodes_keeps_its_recording(
@@ -42,7 +38,7 @@ def test_a_demo_stopped_while_it_decodes_keeps_its_recording(
         for _ in range(2):
             ran = run("demo", "--out", folder, *SMALL)
             assert ran.code == 130
-    assert f"{folder} is finished and kept" in said(ran)
+    assert f"{folder} is finished and kept" in ran.said
     assert found[0] == found[1]
 
 
@@ -59,7 +55,7 @@ def test_the_recorded_machine_s_prediction_is_said_before_anything_is_run(
     assert first.startswith("Predicted for the recorded machine (")
     assert "is fastest, " in first
     assert "x no speculation (" in first  # with its interval
-    assert f"{QUICK.prompts} prompts of up to {QUICK.tokens} tokens" in said(ran)
+    assert f"{QUICK.prompts} prompts of up to {QUICK.tokens} tokens" in ran.said
 
 
 def test_a_demo_ends_with_the_path_of_its_page(

@@ -47,8 +47,7 @@ def folder(run: Run, tmp_path: Path) -> Path:
     def make(folder: Path) -> None:
         prompts = ("--prompts", BUNDLED / "prompts.jsonl", "--limit", 3, "--max-new-tokens", 12)
         more = ("--max-gamma", 4, "--batch", "1,2")
-        ran = run("profile", *bundled.named(), *prompts, *more, "--out", folder)
-        assert ran.code == 0, ran.err
+        run("profile", *bundled.named(), *prompts, *more, "--out", folder).ok()
 
     return Path(shutil.copytree(made_once("three-short-outputs", make), tmp_path / "run"))
 
@@ -116,7 +115,7 @@ def test_a_text_that_diverged_is_not_a_round_that_differs(run: Run, forked: Path
 
 def test_divergences_are_named_and_doubted_where_nothing_is_a_tie(run: Run, forked: Path) -> None:
     ran = run("validate", "--run", forked, *POLICIES, "--repeats", 1, "--no-assisted")
-    said = " ".join(ran.err.split())
+    said = ran.said
     name = read_trace(forked / "trace.parquet").requests[REQUEST].id
     assert f"3 texts diverged: {name} at position {POSITION} (logits " in said
     assert "1 request is left out of all seconds" in said

@@ -35,15 +35,13 @@ def test_another_engine_is_profiled_and_checked(other: None, run: Run, tmp_path:
     write_trace(trace, tmp_path / "trace.parquet")
     sizes = ("--engine-longest", 4, "--engine-batch", 2, "--engine-length", 512)
     folder = tmp_path / "run"
-    ran = run("profile", "--engine", "other", "--target", "m", "--out", folder, *sizes)
-    assert ran.code == 0, ran.err
+    ran = run("profile", "--engine", "other", "--target", "m", "--out", folder, *sizes).ok()
     assert read_latency(folder / "latency.parquet").meta["kind"] == "engine"
     ran = run(
         "validate", "--engine", "other", "--run", folder, "--trace", tmp_path / "trace.parquet",
         "--load", "closed:1,2", "--requests", 5, "--repeats", 1, "--policy", "fixed:gamma=2",
         "--json", "-",
-    )  # fmt: skip
-    assert ran.code == 0, ran.err
+    ).ok()  # fmt: skip
     assert [row["policy"] for row in ran.rows] == ["autoregressive", "fixed:gamma=2"] * 2
     for row in ran.rows:
         assert row["rounds_differ"] == row["iterations_differ"] == row["texts_diverged"] == 0

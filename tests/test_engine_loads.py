@@ -46,8 +46,7 @@ def test_a_file_that_is_none_is_refused_before_an_engine_is_started(
     with pytest.raises(FileError, match="does not exist"):
         named_loads(None, None, tmp_path / "no.csv")
     ran = run("validate", "--engine", "vllm", "--run", tmp_path, "--arrivals", tmp_path / "no.csv")
-    assert ran.code == 2
-    assert "does not exist" in ran.err
+    assert "does not exist" in ran.refusal
     ran = run("validate", "--engine", "vllm", "--run", tmp_path, "--load", "open:3")
     assert "open loads are --rate and --arrivals" in ran.err
 

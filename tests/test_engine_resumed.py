@@ -6,9 +6,11 @@ import errno
 import os
 import shutil
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
@@ -16,13 +18,20 @@ import pytest
 pytest.importorskip("torch")
 
 from profiler.checks.unfinished import DONE, PLACE
-from profiler.engines import bench, loads
+from profiler.engines import bench, loads, vllm
+from profiler.engines import served as clients
+from profiler.engines.drafts import Forced
+from profiler.engines.loads import RunningLoad
+from profiler.engines.served import CONTROL, Clients
+from profiler.engines.session import FORCED, Setup, policy_from
+from profiler.engines.texts import own_texts
 from profiler.engines.vllm import engine
+from profiler.engines.vllm import server as process
 from tests.conftest import Ran, Run
-from tests.stand_in_engine import Clock, StandIn, write_measured_engine
-from traces import read_latency, synthetic_trace, write_trace
+from tests.stand_in_engine import TICK_S, Clock, Control, StandIn, write_measured_engine
+from traces import Trace, read_latency, synthetic_trace, write_trace
 from traces.store.checkpoint import Checkpoint
-from traces.store.engine_runs import LoadRun
+from traces.store.engine_runs import Demand, LoadRun, ServedRun
 
 LOADS, ARMS = 2, 2
 PAIR = LOADS * ARMS
@@ -73,10 +82,6 @@ def check(run: Run, tmp_path: Path) -> Checked:
     return checked
 
 
-def said(ran: Ran) -> str:
-    return " ".join(ran.err.split())
-
-
 def is_run(kept: Checkpoint) -> bool:
     return kept.folder.name.startswith(PLACE)
 
@@ -115,7 +120,7 @@ def test_a_stopped_check_goes_on_as_if_it_had_not_been(
     ran.clear()
     resumed = check(folder, 2, *more)
     assert len(ran) == PAIR
-    assert f"continues after {count} of {2 * PAIR} runs: remove {place}" in said(resumed)
+    assert f"continues after {count} of {2 * PAIR} runs: remove {place}" in resumed.said
     assert [row["rounds_differ"] for row in resumed.rows] == [0] * PAIR
     assert not list(folder.glob(f"{PLACE}-*"))
     if not more:
@@ -135,18 +140,18 @@ def test_a_finished_check_is_extended_by_more_repeats(
 ) -> None:
     other = Path(shutil.copytree(folder, tmp_path / "other"))
     first = check(folder, 1)
-    assert "the same command with more --repeats continues" in said(first)
+    assert "the same command with more --repeats continues" in first.said
     assert {row["repeats"] for row in first.rows} == {1}
     ran.clear()
     more = check(folder, 3)
     assert len(ran) == 2 * PAIR
-    assert f"continues after {PAIR} of {3 * PAIR} runs" in said(more)
+    assert f"continues after {PAIR} of {3 * PAIR} runs" in more.said
     assert more.rows == check(other, 3).rows
     # With no more repeats than there are, everything is measured again.
     ran.clear()
     again = check(folder, 3)
     assert len(ran) == 3 * PAIR
-    assert f"continues after {3 * PAIR} of" not in said(again)
+    assert f"continues after {3 * PAIR} of" not in again.said
     assert len(list(folder.glob(f"{DONE}-*"))) == 1
 
 
@@ -157,7 +162,7 @@ def test_finished_runs_stay_until_another_check_begins(
     check(folder, 1, "--seed", 1)
     assert len(list(folder.glob(f"{DONE}-*"))) == 1
     ran.clear()
-    assert f"of {2 * PAIR} runs" not in said(check(folder, 2))
+    assert f"of {2 * PAIR} runs" not in check(folder, 2).said
     assert len(ran) == 2 * PAIR
 
 
@@ -174,10 +179,10 @@ def test_an_engine_of_another_version_begins_anew(
         check(folder, 2)
     monkeypatch.setattr(engine, "VllmEngine", Newer)
     ran.clear()
-    assert "keeps the runs of an unfinished check" in said(check(folder, 2))
+    assert "keeps the runs of an unfinished check" in check(folder, 2).said
     assert len(ran) == 2 * PAIR
     monkeypatch.setattr(engine, "VllmEngine", StandIn)
-    assert f"continues after {PAIR} of {2 * PAIR} runs" in said(check(folder, 2))
+    assert f"continues after {PAIR} of {2 * PAIR} runs" in check(folder, 2).said
 
 
 def test_a_policy_of_ones_own_that_changed_begins_anew(
@@ -201,10 +206,10 @@ def test_a_policy_of_ones_own_that_changed_begins_anew(
         stop_after(PAIR, patch)
         checked(2)
     ran.clear()
-    assert "starts from the beginning" in said(checked(3))
+    assert "starts from the beginning" in checked(3).said
     assert len(ran) == 2 * PAIR
     ran.clear()
-    assert f"continues after {PAIR} of {2 * PAIR} runs" in said(checked(2))
+    assert f"continues after {PAIR} of {2 * PAIR} runs" in checked(2).said
     assert len(ran) == PAIR
 
 
@@ -224,8 +229,7 @@ def test_a_run_that_could_not_be_written_is_not_there(
     with monkeypatch.context() as patch:
         patch.setattr(np, "savez", full)
         failed = check(folder, 2)
-    assert failed.code == 2
-    assert "No space left" in failed.err
+    assert "No space left" in failed.refusal
     [place] = folder.glob(f"{PLACE}-*")
     assert len(list(place.glob("*.npz"))) == PAIR
     ran.clear()
@@ -273,3 +277,73 @@ def test_fewer_repeats_take_no_sweeps_of_others(
     for row, alone in zip(fewer.rows, expected.rows, strict=True):
         assert row["throughputs"] == alone["throughputs"]
         assert row["error"] == pytest.approx(alone["error"], abs=1e-3)
+
+
+__all__ = ["check", "folder"]  # fixtures
+
+
+class StandInClients(Clients):
+    """Clients that step a stand-in themselves, and say what its server added."""
+
+    loads: ClassVar[list[tuple[str, int]]] = []
+    """Policy and requests of every load that was sent."""
+
+    def __init__(self, server: Any, trace: Trace, device: str) -> None:
+        del device
+        self.server, self.trace, self.engine = server, trace, StandIn(server.options)
+
+    def decide(self, policy: str) -> None:
+        self.policy = policy
+
+    def _sent(self, demand: Demand) -> Any:
+        texts = own_texts(
+            self.engine, self.trace, {j.sequence: self.prompts[j.sequence] for j in demand.jobs}
+        )
+        return [SimpleNamespace(sequence=i, tokens=text) for i, text in texts.items()], None
+
+    def run(self, demand: Demand) -> ServedRun:
+        self.loads.append((self.policy, len(demand.jobs)))
+        forced = Forced.read(Path(self._drafts.removeprefix(FORCED)))
+        setup, control = Setup(policy_from(self.policy), forced), Control()
+        load = RunningLoad(self.engine, setup, demand, self.prompts, control)  # type: ignore[arg-type]
+        load.go_on()
+        ran = load.result()
+        added = [TICK_S * i for i in range(len(demand.jobs))]
+        return ServedRun(ran, added, [2 * TICK_S] * len(ran.steps), added)
+
+
+@pytest.fixture
+def sent(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int]]:
+    """Return the loads sent to a server (a stand-in); control loads have 8 requests."""
+
+    @contextmanager
+    def server(options: Any, folder: Path) -> Iterator[Any]:
+        yield SimpleNamespace(options=options, folder=folder)
+
+    monkeypatch.setattr(process, "VllmServer", server)
+    monkeypatch.setattr(vllm, "check_installed", lambda server: None)
+    monkeypatch.setattr(clients, "Clients", StandInClients)
+    StandInClients.loads.clear()
+    return StandInClients.loads
+
+
+def test_a_server_s_check_goes_on_and_is_extended(
+    folder: Path, tmp_path: Path, check: Checked, sent: list[tuple[str, int]],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    other = Path(shutil.copytree(folder, tmp_path / "other"))
+    expected = check(other, 2, "--http")
+    assert expected.code == 0, expected.err
+    controls = [load for load in sent if load[1] == CONTROL]
+    assert len(controls) == LOADS * 3  # before either repeat, and after the last
+    with monkeypatch.context() as patch:
+        stop_after(PAIR + 1, patch)
+        assert check(folder, 2, "--http").code == 130
+    sent.clear()
+    resumed = check(folder, 2, "--http")
+    assert resumed.rows == expected.rows
+    # One to read the recording; the loads left, and the control after them.
+    assert len(sent) == 1 + (PAIR - 1) + LOADS
+    sent.clear()
+    assert {row["repeats"] for row in check(folder, 3, "--http").rows} == {3}
+    assert len(sent) == 1 + PAIR + 2 * LOADS

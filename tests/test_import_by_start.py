@@ -12,6 +12,7 @@ import pytest
 from policies.core import DraftPolicy
 from policies.lengths.basic import Fixed, Oracle
 from tests.conftest import Run
+from tests.logs import write_rows
 from traces.acceptance.trace import Request, Trace
 from traces.errors import DraftsimError, FileError, TailError
 from traces.importers.base import Options
@@ -43,9 +44,7 @@ def _rows() -> list[dict[str, Any]]:
 
 @pytest.fixture
 def file(tmp_path: Path) -> Path:
-    path = tmp_path / "combined_gsm8k.jsonl"
-    path.write_text("".join(json.dumps(row) + "\n" for row in _rows()))
-    return path
+    return write_rows(tmp_path / "combined_gsm8k.jsonl", _rows())
 
 
 def _read(file: Path, drafter: str | None = "eagle") -> Trace:
@@ -138,7 +137,7 @@ def test_lengths_past_the_last_token_are_left_out(file: Path, tmp_path: Path, ru
     rows = _rows()
     rows[0]["acc_eagle"]["acc_len"][-1] = 3
     rows[0]["acc_eagle"]["acc_len"] += [1, 4]
-    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    write_rows(file, rows)
     long = _read(file)
     assert [r.tokens for r in long.requests] == [40, 73, 9]
     assert long.run_lengths[39] == 1

@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 
 from tests.conftest import Run
-from tests.logs import AIPERF, DETAILED, ITERATION, written
-from tests.test_importers import counts
+from tests.logs import AIPERF, DETAILED, ITERATION, counts, written
 from traces.acceptance.trace import Trace
 from traces.errors import DraftsimError, FileError
 from traces.importers.base import Options
@@ -138,7 +137,7 @@ def test_gauges_alone_are_means_of_unknown_rounds(tmp_path: Path, run: Run) -> N
     assert totals.reach == 3
     ran = run("import", "prometheus", file, "--json", "-")
     assert "means of an unknown number of rounds: 1.800 drafted tokens accepted" in ran.err
-    assert json.loads(ran.out)["counts"]["rounds"] is None
+    assert ran.document["counts"]["rounds"] is None
     known = counts("prometheus", written(tmp_path, file.read_text() + LENGTHS.format(3, 4)))
     assert known.fixed_length
     assert known.survival()[0].tolist() == pytest.approx([0.6, 0.4, 0.0])

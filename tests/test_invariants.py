@@ -1,4 +1,4 @@
-"""The page of invariants and the tests that hold them name each other."""
+"""Lists of tests name tests that exist: the page of invariants, and `tests/slow.txt`."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ import ast
 import re
 from collections.abc import Iterator
 
-from tests.conftest import ROOT
+from tests.conftest import ROOT, SLOW
+from tests.slow import slow_tests
 
 PAGE = ROOT / "docs" / "invariants.md"
 NUMBER = re.compile(r"^## (\d+)\. \S", re.MULTILINE)
@@ -16,7 +17,8 @@ TEST = re.compile(r"^\* `(tests/\w+\.py)::(\w+)`$", re.MULTILINE)
 def marked() -> Iterator[tuple[int, str]]:
     """Every number that a test is marked with, and the test."""
     for path in sorted((ROOT / "tests").glob("test_*.py")):
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        text = path.read_text(encoding="utf-8")
+        for node in ast.walk(ast.parse(text)) if "mark.invariant" in text else ():
             if not isinstance(node, ast.FunctionDef):
                 continue
             for decorator in node.decorator_list:
@@ -48,3 +50,24 @@ def test_page_and_marks_name_the_same_tests() -> None:
     assert set(tests) - set(page) == set(), "marked tests that the page does not name"
     lines = re.findall(r"^\* .*$", PAGE.read_text(encoding="utf-8"), re.MULTILINE)
     assert len(lines) == len(page), "a line of the page is no test"
+
+
+def test_every_test_that_is_left_out_exists() -> None:
+    """A renamed test would be run by `make test` again, and its old name stay."""
+    assert SLOW
+    for name in SLOW:
+        path, _, function = name.partition("::")
+        text = (ROOT / path).read_text(encoding="utf-8")
+        assert re.search(rf"^def {function}\b", text, re.M), name
+
+
+def test_the_slow_ones_are_read_from_what_pytest_prints() -> None:
+    lines = """
+12.05s call     tests/test_a.py::test_long[closed:1]
+1.00s setup    tests/test_a.py::test_starts
+0.99s call     tests/test_b.py::test_short
+3.10s teardown tests/test_b.py::test_other
+5 passed in 20.1s
+"""
+    found = ["tests/test_a.py::test_long", "tests/test_a.py::test_starts"]
+    assert slow_tests(lines.splitlines()) == found

@@ -15,6 +15,8 @@ import pytest
 
 from tests.kills import COMMANDS, SIGNALS, Chain, Stop, called_run, forked_run, inputs
 
+pytestmark = pytest.mark.usefixtures("short_chains")
+
 CHAINS = int(os.environ.get("DRAFTSIM_KILLS", "0"))
 KILLS = len(SIGNALS) if CHAINS else 1
 

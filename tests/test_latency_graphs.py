@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-
 import numpy as np
 import pytest
 
@@ -97,8 +95,7 @@ def test_serve_and_capacity_take_the_list(run: Run) -> None:
     common = ("--trace", "qwen-coder-cpu", "--latency", PAIR, "--policy", "fixed:gamma=2")
     rates = {}
     for name, more in (("own", ()), ("wide", ("--cudagraph-capture-sizes", "256,512"))):
-        ran = run("serve", *common, "--batch", "2", "--requests", "20", *more, "--json", "-")
-        assert ran.code == 0, ran.err
+        ran = run("serve", *common, "--batch", "2", "--requests", "20", *more, "--json", "-").ok()
         rates[name] = ran.rows[-1]["throughput_tok_s"]
     assert rates["wide"] < 0.95 * rates["own"]
     for command in (("serve", "--batch", "2"), ("capacity", "--slo", "tpot=1s", "--rate", "1")):
@@ -111,9 +108,8 @@ def test_tune_proposes_multiples_of_k_plus_1(run: Run) -> None:
     ran = run(
         "tune", "--engine", "vllm", "--trace", "qwen-coder-cpu", "--latency", PAIR, "--batch",
         "1,3", "--resamples", "8", "--json", "-",
-    )  # fmt: skip
-    assert ran.code == 0, ran.err
-    said = json.loads(ran.out)
+    ).ok()  # fmt: skip
+    said = ran.document
     found = said["cudagraph_capture_sizes"]
     for first, last, length in said["settings"]["num_speculative_tokens_per_batch_size"]:
         assert {b * (length + 1) for b in range(first, last + 1)} <= set(found)

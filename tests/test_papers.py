@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from collections import Counter
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+from commands.papers import print_papers
 from policies.core import Round
 from policies.lengths.basic import Fixed
 from policies.registry import describe
@@ -23,51 +23,14 @@ from simulator.papers.quantities import quantity_rows
 from simulator.papers.specbound import distribution_rows
 from simulator.pricing import autoregressive, price
 from tests.conftest import Run
+from tests.scored import LATENCY, scored_trace, write_scored
 from traces.acceptance.synthetic import synthetic_trace
-from traces.acceptance.trace import COLUMNS, Trace
+from traces.acceptance.trace import Trace
 from traces.errors import DraftsimError
-from traces.latency.table import LatencyTable
 from traces.replay.rounds import RoundLog
 from traces.replay.run import replay
-from traces.sources.methods import (
-    CMASD_ABLATION,
-    CSD_ABLATION,
-    FIXED_TAUS,
-    METHODS,
-    build,
-    method,
-)
-from traces.store.files import write_latency, write_trace
+from traces.sources.methods import CMASD_ABLATION, CSD_ABLATION, FIXED_TAUS, METHODS, build, method
 from traces.store.outputs import Output, RealRun
-
-LATENCY = LatencyTable.constant(0.0143, 0.00176, 0.0150)
-
-
-def scored_trace(requests: int = 8, seed: int = 1) -> Trace:
-    """A synthetic recording with target scores made up to agree with its matches."""
-    trace = synthetic_trace(
-        0.7, requests=requests, tokens=60, max_gamma=24, concentration=4.0, seed=seed
-    )
-    rng = np.random.default_rng(seed)
-    count = len(trace)
-    tail = trace.columns["offset"] > 0
-    match = np.where(tail, rng.random(count) < 0.5, trace.columns["match"] == 1)
-    draft = rng.integers(0, 50, count)
-    gap = np.where(match, 0.0, rng.exponential(2.0, count))
-    columns = {
-        **trace.columns,
-        "match": match,
-        "draft_token": draft,
-        "token": np.where(trace.columns["offset"] == 0, np.where(match, draft, draft + 50), -1),
-        "target_token": np.where(match, draft, draft + 50),
-        "target_top1": np.full(count, 5.0),
-        "target_top2": np.where(match, 3.0, 5.0 - gap * rng.random(count)),
-        "target_draft_logit": 5.0 - gap,
-        "target_draft_rank": np.where(match, 0, rng.integers(1, 8, count)),
-    }
-    typed = {name: np.asarray(v).astype(COLUMNS[name][0]) for name, v in columns.items()}
-    meta = {**trace.meta, "target": {"vocab_size": 100}}
-    return Trace(typed, trace.requests, trace.max_gamma, meta)
 
 
 @pytest.fixture(scope="module")
@@ -206,16 +169,35 @@ def test_a_recording_without_scores_still_gives_the_other_rows() -> None:
     assert len([r for r in rows if r.kind == QUANTITY]) == len(quantity_rows())
 
 
-def test_the_command_writes_the_rows(run: Run, ours: Ours, rows: list[Row], tmp_path: Path) -> None:
-    write_trace(ours.trace, tmp_path / "trace.parquet")
-    write_latency(LATENCY, tmp_path / "latency.parquet")
+def test_the_command_writes_the_rows(run: Run, rows: list[Row], tmp_path: Path) -> None:
+    write_scored(tmp_path)
     short = run("papers", "--trace", tmp_path, "--json", "-")
     compared = [row for row in rows if row.kind != WEIGHTS]
     assert len(short.rows) == len(compared)
     assert f"{len(rows) - len(compared)} of {len(rows)} published cells" in short.err
     ran = run("papers", "--trace", tmp_path, "--missing", "--json", "-")
     found = ran.rows
-    assert json.loads(ran.out)["command"] == "papers"
+    assert ran.document["command"] == "papers"
     assert len(found) == len(rows)
     assert list(found[0])[:6] == ["table", "row", "column", "published", "ours", "kind"]
-    assert "23 of 24 cells" in " ".join(ran.err.split())
+    assert "23 of 24 cells" in ran.said
+
+
+def test_tables_fit_a_hundred_columns_and_say_each_note_once(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    long = "without adaptive verification (adaptive k, fixed tau), and longer still"
+    rows = [
+        Row("T 1", long, "gain over SpecDecode, percent", 12345.678, 0.98765, EXPERIMENT, "a; b"),
+        Row("T 1", long, "speed", None, 1.5, EXPERIMENT, "b; " + "many words " * 20, "never fires"),
+        Row("T 2", "[red]row", "speed", 2.0, None, EXPERIMENT, ""),
+    ]
+    print_papers(rows)
+    printed = capsys.readouterr().out
+    lines = printed.splitlines()
+    assert max(map(len, lines)) <= 100
+    for number in ("12,346", "0.988", "1.50 *", "2.00", "[red]row"):
+        assert number in printed
+    assert [line for line in lines if line.strip() == "2  b"] == ["2  b"]
+    assert "* never fires" in printed
+    assert printed.count("without adaptive") == 1

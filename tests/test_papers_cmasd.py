@@ -1,7 +1,10 @@
 """CM-ASD's ablation on our pair: real runs are found, and fixed thresholds are fair."""
 
+from __future__ import annotations
+
 from dataclasses import replace
 
+import pandas as pd
 import pytest
 
 from policies.lengths.cmasd import CMASD
@@ -9,12 +12,14 @@ from policies.registry import parse_policy
 from policies.rules.registry import parse_rule
 from profiler.suite.runs.arms import arms_of
 from simulator.chosen import load_policies
-from simulator.papers.cmasd import cmasd_rows, comparison
+from simulator.papers.cmasd import SERVED, batch_rows, cmasd_rows, comparison
 from simulator.papers.compare import REAL_RUNS
 from simulator.papers.ours import REAL, MethodOutcome, Ours, method_outcome
-from tests.test_papers import LATENCY, scored_trace
+from tests.scored import LATENCY, scored_trace
 from traces.acceptance.trace import Trace
 from traces.errors import DraftsimError
+from traces.latency.schema import CELL_COLUMNS
+from traces.latency.table import LatencyTable
 from traces.replay.run import replay
 from traces.sources.methods import CMASD_ABLATION, FIXED_TAUS, METHODS, Method, mean_tau, resolved
 from traces.store.outputs import find_run, find_runs, read_run
@@ -126,3 +131,39 @@ def test_tok_counts_accepted_drafts_and_rollbacks_rounds(ours: Ours) -> None:
     assert found.accepted_per_round < found.tokens_per_round
     thrown = (rounds["accepted"] < rounds["drafted"]).sum() / (rounds["drafted"] > 0).sum()
     assert found.rollback_rate == pytest.approx(thrown)
+
+
+STEPS_S = {1: 0.010, 2: 0.011, 4: 0.013}
+
+
+def table() -> LatencyTable:
+    """A pass costs the same at every width and context, more at a larger batch."""
+    cells = [
+        (model, "forward", batch, width, context, seconds * share, 0.0, 1)
+        for model, share in (("target", 1.0), ("draft", 0.1))
+        for batch, seconds in STEPS_S.items()
+        for width in (1, 25)
+        for context in (0, 400)
+    ]
+    return LatencyTable(pd.DataFrame(cells, columns=list(CELL_COLUMNS)))
+
+
+def test_plain_decoding_is_a_pass_a_token() -> None:
+    rows = batch_rows(Ours(scored_trace(), table()))
+    found = {(r.row, r.column): r.ours for r in rows}
+    assert len(rows) == 2 * len(SERVED) * len(STEPS_S)
+    assert found["plain decoding, batch 1", "ms a token"] == pytest.approx(10, rel=0.02)
+    assert found["plain decoding, batch 1", "tokens/s"] == pytest.approx(100, rel=0.03)
+    # Full batches step at their own cost, and the last, emptier ones faster.
+    for batch, seconds in STEPS_S.items():
+        token = found[f"plain decoding, batch {batch}", "ms a token"]
+        assert 10 * 0.98 <= (token or 0) <= 1e3 * seconds * 1.02
+        served = found[f"plain decoding, batch {batch}", "tokens/s"]
+        assert (served or 0) <= batch / seconds * 1.02
+    assert {r.mark for r in rows} == {""}
+    assert all("approximate" in r.note for r in rows if r.row.startswith("CM-ASD"))
+
+
+def test_one_batch_size_is_not_a_figure() -> None:
+    with pytest.raises(DraftsimError, match="over several: measure them"):
+        batch_rows(Ours(scored_trace(), LATENCY))

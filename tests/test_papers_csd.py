@@ -22,7 +22,7 @@ from simulator.papers.csd import (
     pattern_rows,
 )
 from simulator.papers.ours import EXPERIMENT, Ours, Row
-from tests.test_papers import LATENCY, scored_trace
+from tests.scored import LATENCY, scored_trace
 from traces.acceptance.trace import Trace
 from traces.errors import SignalError
 from traces.replay.corrections import split_requests

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import io
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import matplotlib.image
 import numpy as np
+import numpy.typing as npt
 import pandas as pd
 import pytest
 from matplotlib.figure import Figure
 
-from policies.lengths.basic import Fixed, Oracle
+from policies.lengths.basic import Autoregressive, Fixed, Oracle
 from simulator import (
     autoregressive,
     compare,
@@ -28,10 +32,14 @@ from simulator.plots import (
     plot_validation,
     save,
 )
-from simulator.plots.look import series
-from simulator.plots.whatif import plot_batches
+from simulator.plots import serving as plots
+from simulator.plots.look import SHADES, draw_map, log_ticks, series, shading
+from simulator.plots.whatif import MOST_LINES, figures, plot_batches, plot_break_even, plot_maps
 from simulator.ratios import own_ratios
+from simulator.serving import Limits, Poisson, Scenario, over_batches, over_rates, serve, sweep
 from simulator.validation import predictions
+from tests.serving import GRID, SMALL
+from tests.test_whatif_breakeven import iid_grid
 from traces.acceptance.synthetic import synthetic_trace, trace_by_position
 from traces.acceptance.trace import Trace
 from traces.errors import DraftsimError
@@ -206,3 +214,159 @@ def test_saved_picture_can_be_read(trace: Trace, logs: list[RoundLog], tmp_path:
 def test_no_two_curves_look_alike() -> None:
     looks = [tuple(map(str, series(i, 1).values())) for i in range(24)]
     assert len(set(looks)) == len(looks)
+
+
+def test_replications_are_drawn_with_their_intervals_and_break_even_names_its_policy():
+    scenario = Scenario(Poisson(1), Limits(4), requests=40, replications=3)
+    policies = {"plain": Autoregressive(), "fast": Fixed(3)}
+    rows = [
+        row for rate in (0.05, 0.2, 5)
+        for row in serve(SMALL, GRID, policies, replace(scenario, arrivals=Poisson(rate))).rows()
+    ]  # fmt: skip
+    axes = plots.plot_latency_load(rows, "ttft_s").axes[0]
+    bars = [c for c in axes.collections if len(c.get_paths()) == 3]
+    assert len(bars) == len(policies)
+    assert "bars: 95%" in axes.get_ylabel()
+    assert all(t.get_text().startswith("fast: ") for t in axes.texts)
+    single = [{k: v for k, v in row.items() if not k.endswith(("_lo", "_hi"))} for row in rows]
+    axes = plots.plot_latency_load(single).axes[0]
+    assert not axes.collections
+    assert "95%" not in axes.get_ylabel()
+
+
+def test_speedups_have_a_panel_per_policy_and_their_values_in_it():
+    grids = {f"fixed:gamma={k}": [[0.5, 1.2, 1.0], [np.nan, 0.9, 2.0]] for k in range(4)}
+    figure = plots.plot_speedups(grids, [1, 16], ["as recorded", "40", "658"])
+    *panels, bar = figure.axes
+    shown = [axes for axes in panels if axes.get_visible()]
+    assert [axes.get_title() for axes in shown] == list(grids)
+    for axes in shown:
+        assert [t.get_text() for t in axes.texts] == ["0.50", "1.20", "1.00", "–", "0.90", "2.00"]
+        assert list(axes.get_xticks()) == [0, 1, 2]
+    assert [t.get_text() for t in shown[0].get_yticklabels()] == ["1", "16"]
+    # As far below 1 as above, so that no colour is on the scale that no cell has.
+    low, high = bar.get_ylim()
+    assert (low, high) == pytest.approx((0.5, 2.0))
+    width, _ = figure.get_size_inches()
+    assert width < 8
+    with pytest.raises(DraftsimError, match=r"shapes \(1,\), expected \(2, 1\)"):
+        plots.plot_speedups({"a": [1.0]}, [1, 2], ["40"])
+
+
+def test_figures_show_every_policy():
+    base = Scenario(Poisson(1), Limits(max_batch=4), requests=30)
+    policies = {"autoregressive": Autoregressive(), "fixed": Fixed(3)}
+    by_batch = sweep(SMALL, GRID, policies, over_batches(base, [1, 2, 4]))
+    axes = plots.plot_latency_throughput(by_batch).axes[0]
+    for line, name in zip(axes.lines, policies, strict=True):
+        mine = [r for r in by_batch if r["policy"] == name]
+        assert line.get_label() == name
+        assert list(line.get_xdata()) == [r["throughput_tok_s"] for r in mine]
+        np.testing.assert_allclose(line.get_ydata(), [1e3 * r["tpot_s"]["mean"] for r in mine])
+    # Policies next to each other at a load share its label.
+    twins = [
+        {**row, "policy": f"{row['policy']} again",
+         "throughput_tok_s": 0.999 * row["throughput_tok_s"],
+         "tpot_s": {**row["tpot_s"], "mean": 0.999 * row["tpot_s"]["mean"]}}
+        for row in by_batch
+    ]  # fmt: skip
+    labels = [t.get_text() for t in plots.plot_pareto([*by_batch, *twins]).axes[0].texts]
+    assert sorted(labels) == sorted({*labels})
+    by_rate = sweep(SMALL, GRID, policies, over_rates(base, [0.2, 1.0]))
+    assert len(plots.plot_latency_load(by_rate).axes[0].lines) >= 2
+    with pytest.raises(DraftsimError, match="rate"):
+        plots.plot_latency_load(by_batch)
+
+
+GREY = np.array([0.299, 0.587, 0.114])
+
+
+def pixels(figure: Figure, dpi: int = 100) -> npt.NDArray[Any]:
+    out = io.BytesIO()
+    figure.savefig(out, dpi=dpi)
+    out.seek(0)
+    return np.asarray(matplotlib.image.imread(out)[..., :3] @ GREY)
+
+
+def test_shades_only_darken_in_grey() -> None:
+    grey = SHADES(np.linspace(0, 1, 50))[:, :3] @ GREY
+    assert (np.diff(grey) < 0).all()
+    assert grey[0] > 0.9
+    assert grey[-1] < 0.3
+
+
+def test_faster_and_slower_are_not_the_same_grey() -> None:
+    # 1.25 and 0.8 lie as far from 1 as each other.
+    figure = Figure(figsize=(4, 2))
+    axes = figure.add_axes((0, 0, 1, 1))
+    axes.set_axis_off()
+    draw_map(axes, [1, 2], [1], [[1.25, 0.8]], shading([1.25]))
+    grey = pixels(figure)
+    fast, slow = grey[20:-20, 20:180], grey[20:-20, 220:380]
+    assert fast.std() < 0.01
+    assert slow.mean() > fast.mean() + 0.3
+    assert slow.min() < 0.75  # hatched, not blank
+    # The line between them is ink.
+    assert grey[20:-20, 196:204].min() < 0.2
+
+
+def test_every_map_is_drawn_so() -> None:
+    axes = plot_maps(iid_grid()).axes[0]
+    assert axes.collections[0].get_cmap() == SHADES
+    assert [p.get_hatch() for p in axes.patches] == ["////"]
+
+
+def test_logarithmic_axes_have_few_labels_of_one_size() -> None:
+    for points in (np.geomspace(0.01, 0.5, 30), [0.01, 0.1, 1.0], np.geomspace(1e-4, 1, 40)):
+        figure = Figure()
+        axes = figure.subplots()
+        axes.plot(points, points)
+        axes.set_xscale("log")
+        log_ticks(axes.xaxis, points)
+        figure.canvas.draw()
+        inside = [t for t in axes.get_xticks() if points[0] <= t <= points[-1] * 1.01]
+        assert 3 <= len(inside) <= 8
+        assert not list(axes.get_xticks(minor=True))
+
+
+def test_labels_of_near_points_do_not_touch() -> None:
+    axes = Figure().subplots()
+    axes.set_xscale("log")
+    log_ticks(axes.xaxis, [0.05, 0.14, 0.23, 0.32, 0.41, 0.5])
+    assert list(axes.get_xticks()) == [0.05, 0.14, 0.23, 0.32, 0.5]
+    log_ticks(axes.xaxis, [1, 2, 4, 8, 16, 32])
+    assert list(axes.get_xticks()) == [1, 2, 4, 8, 16, 32]
+
+
+def test_lines_of_break_even_are_all_told_apart() -> None:
+    frame = iid_grid()
+    many = [frame]
+    for i in range(2, 12):  # more policies than there are marks, each a little worse
+        other = frame[frame["policy"] == "fixed:gamma=8"]
+        columns = {k: other[k] / (1 + 0.01 * i) for k in ("speedup", "speedup_lo", "speedup_hi")}
+        many.append(other.assign(policy=f"other-{i}", **columns))
+    axes = plot_break_even(pd.concat(many).astype({"policy": str})).axes[0]
+    lines = axes.get_lines()
+    named = [line for line in lines if line.get_marker() != "None"]
+    looks = {(line.get_color(), line.get_marker()) for line in named}
+    assert len(looks) == len(named) == MOST_LINES
+    assert {"fixed:gamma=1", "fixed:gamma=2", "fixed:gamma=4"} <= {
+        str(line.get_label()).partition(" ")[0] for line in named
+    }
+    assert lines[-1].get_label() == f"{15 - MOST_LINES} others"
+    assert len([line for line in lines if line.get_color() == "#B8B8B8"]) == 15 - MOST_LINES + 1
+
+
+def test_a_break_even_that_no_policy_has_is_not_drawn() -> None:
+    frame = iid_grid()
+    assert "break_even_c" in figures(frame)
+    faster = frame.assign(**{k: 9 * frame[k] for k in ("speedup", "speedup_lo", "speedup_hi")})
+    assert "break_even_c" not in figures(faster)
+    assert "map_c_alpha" in figures(faster)
+
+
+def test_a_grid_from_nothing_is_linear() -> None:
+    frame = iid_grid()
+    free = frame.assign(c=frame["c"] - frame["c"].min())
+    assert plot_maps(free).axes[0].get_xscale() == "linear"
+    assert plot_break_even(free).axes

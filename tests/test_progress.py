@@ -13,9 +13,11 @@ from commands.common import progress
 from commands.common.progress import progress_bar, working
 from simulator.executors import results_of
 from tests.conftest import ROOT, Run
-from tests.test_import_specbench import row, write_rows
+from tests.logs import row, write_rows
 from traces.importers.base import Options
 from traces.importers.registry import import_log
+
+pytestmark = pytest.mark.usefixtures("short_chains")
 
 RESULTS = ROOT / "docs" / "examples" / "server" / "results"
 LEFT = r"about \d+:\d\d:\d\d left"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -12,8 +13,9 @@ import pytest
 from policies.core import speculate
 from policies.lengths.basic import Fixed
 from policies.lengths.huggingface import Confidence
-from policies.rules.base import ExactMatch, VerifyRule
+from policies.rules.base import ExactMatch, RejectionSampling, VerifyRule
 from policies.rules.context import CSD
+from policies.rules.memory import OnlineCorrectionMemory
 from policies.rules.registry import describe_rule, parse_rule
 from tests.made_up import (
     EOS,
@@ -28,7 +30,8 @@ from tests.made_up import (
     without,
 )
 from traces.acceptance.trace import Trace
-from traces.errors import SignalError
+from traces.errors import DraftsimError, SignalError
+from traces.replay.corrections import rejected_pairs
 from traces.replay.rounds import RoundLog
 from traces.replay.ruled import RuleReplayDecoder
 from traces.replay.run import replay
@@ -183,3 +186,89 @@ def test_only_the_verdicts_that_decided_need_to_be_known() -> None:
         decoder = RuleReplayDecoder(trace, 0, rule, at + 1)
         with pytest.raises(SignalError, match=f"not observed at position {at + 1}"):
             next(speculate(decoder, Fixed(1)))
+
+
+def test_what_a_trace_cannot_tell_is_named() -> None:
+    for rule, missing in (
+        ("spec-verification", ["target_draft_rank", "target_top1"]),
+        ("typical", ["target_entropy"]),
+        ("csd", ["target_token"]),
+    ):
+        with pytest.raises(SignalError, match=f"lacks the column.*{missing[0]}"):
+            replay(without(TRACE, *missing), Fixed(2), parse_rule(rule))
+    bare = without(TRACE, "draft_entropy")
+    with pytest.raises(SignalError, match="reads the draft signals entropy"):
+        replay(bare, Fixed(2), parse_rule("cm-asd"))
+    assert len(replay(bare, Fixed(2), parse_rule("cm-asd:weights=[0,1,0]"))) > 0
+    with pytest.raises(DraftsimError, match=r"cm-asd: .*give it vocab_size"):
+        replay(without(TRACE, target=None), Fixed(2), parse_rule("cm-asd"))
+    only_scores = without(TRACE, *(c for c in TRACE.columns if c.startswith("draft_")))
+    with pytest.raises(SignalError, match="no draft tokens off the path"):
+        replay(only_scores, Fixed(2), parse_rule("typical"))
+    with pytest.raises(SignalError, match="leaves the recorded path"):
+        rejected_pairs(TRACE, replay(TRACE, Fixed(2), parse_rule("typical")))
+    with pytest.raises(SignalError, match=r"lacks the column.*draft_token"):
+        rejected_pairs(without(TRACE, "draft_token"), replay(TRACE, Fixed(2)))
+
+
+def test_rules_that_do_not_fit_the_temperature_are_refused() -> None:
+    sampled = without(TRACE, sampling={"temperature": 0.7})
+    with pytest.raises(DraftsimError, match=r"sampled at temperature 0\.7: use RejectionSampling"):
+        replay(sampled, Fixed(2), ExactMatch())
+    with pytest.raises(DraftsimError, match=r"ensemble: .*use mode=sample"):
+        replay(sampled, Fixed(2), parse_rule("ensemble"))
+    log = replay(sampled, Fixed(2), RejectionSampling())
+    assert (log.verify, log.fidelity) == ("rejection-sampling", "exact in distribution")
+
+
+def test_an_unobserved_verdict_is_not_guessed() -> None:
+    match = TRACE.columns["match"].copy()
+    match[TRACE.on_path[5]] = -1
+    columns = {**TRACE.columns, "match": match}
+    # A tail follows only a recorded mismatch.
+    keep = ~((columns["request"] == 0) & (columns["position"] == 5) & (columns["offset"] > 0))
+    trace = Trace({k: v[keep] for k, v in columns.items()}, TRACE.requests, GAMMA, TRACE.meta)
+    with pytest.raises(SignalError, match=r"not observed at position 5.*impute"):
+        replay(trace, Fixed(1), parse_rule("bild:threshold=9"), first=5)
+
+
+def test_memory_is_shared_in_request_order_and_the_prototype_kept() -> None:
+    rule = CSD(threshold=1, tau=0.05)
+    log, again = (replay(TRACE, Fixed(5), rule) for _ in range(2))
+    np.testing.assert_array_equal(log.rounds, again.rounds)
+    assert len(rule.table) == 0
+    assert isinstance(log.rule, CSD)
+    sizes = log.rule.table.sizes
+    assert len(sizes) == len(PROMPTS)
+    assert sizes == sorted(sizes)
+    assert sizes[-1] == len(log.rule.table) > sizes[0] > 0
+    alone = replay(TRACE.select([7]), Fixed(5), rule)
+    last = log.rounds[log.rounds["request"] == 7]
+    assert len(last) < len(alone), "the last request profits from the seven before it"
+
+
+def test_bounded_memory_stays_bounded() -> None:
+    log = replay(TRACE, Fixed(5), CSD(threshold=1, capacity=4))
+    assert isinstance(log.rule, CSD)
+    assert len(log.rule.table) == 4
+    assert log.rule.table.evictions > 0
+
+
+def test_a_calibrated_memory_replays_alike_after_save_and_load(tmp_path: Path) -> None:
+    pairs = rejected_pairs(TRACE, replay(TRACE, Fixed(5)))
+    memory = OnlineCorrectionMemory().calibrate(pairs)
+    path = memory.save(tmp_path / "ocm.npz")
+    kept = replay(TRACE, Fixed(5), CSD(threshold=1, memory=memory))
+    loaded = replay(TRACE, Fixed(5), CSD(threshold=1, memory=path))
+    assert kept.rounds.tobytes() == loaded.rounds.tobytes()
+    assert len(kept) < len(replay(TRACE, Fixed(5), CSD(threshold=1)))
+
+
+@pytest.mark.parametrize("gamma", [1, 5])
+def test_rejected_pairs_are_those_of_a_real_run(gamma: int) -> None:
+    real = []
+    for prompt in PROMPTS:
+        decoder = MadeUpDecoder([prompt], ExactMatch())
+        list(speculate(decoder, Fixed(gamma)))
+        real += decoder.rejected
+    assert rejected_pairs(TRACE, replay(TRACE, Fixed(gamma), first=0)) == real

@@ -2,22 +2,35 @@
 
 from __future__ import annotations
 
+import math
+from dataclasses import replace
+from pathlib import Path
+
 import numpy as np
 import pytest
 import torch
 
 from policies import parse_policy
-from policies.core import speculate
+from policies.core import SIGNALS, speculate
 from policies.lengths.basic import Fixed
+from policies.rules.base import SCORES, VerifyRule
+from policies.rules.context import CSD
+from policies.rules.memory import OnlineCorrectionMemory
 from policies.rules.registry import parse_rule
 from profiler.checks.differences import output_of
-from profiler.checks.spot_check import Arm, rounds_differ, run_arms
-from profiler.decoding.single import ModelDecoder
+from profiler.checks.spot_check import Arm, real_run, rounds_differ, run_arms
+from profiler.decoding.single import ModelDecoder, judge, target_numbers
 from tests import bundled
 from tests.rule_runs import decode, prepared, short_trace
+from traces.acceptance.sampling import Sampling
+from traces.acceptance.synthetic import synthetic_trace
+from traces.acceptance.trace import Trace
 from traces.errors import DraftsimError
+from traces.replay.corrections import calibrated, rejected_pairs, split_requests
 from traces.replay.ruled import RuleReplayDecoder
 from traces.replay.run import replay
+from traces.replay.scores import score_tape
+from traces.store.outputs import find_run, find_runs, read_run, write_run
 
 EXACT = (
     "csd:threshold=inf", "csd-ocm:threshold=inf", "spec-verification:beta=1,tau=0",
@@ -136,3 +149,151 @@ def test_what_cannot_be_decoded_is_refused() -> None:
     sampled = Arm("fixed", Fixed(2), parse_rule("ensemble:mode=sample"))
     with pytest.raises(DraftsimError, match="use mode=greedy"):
         run_arms(pair, trace, [sampled], repeats=1)
+
+
+def test_scores_are_the_recorded_ones() -> None:
+    """A rule's scores in a real first round equal the columns of the recording."""
+    trace, seen = short_trace(), []
+
+    class Spy(VerifyRule):
+        reads, needs = SIGNALS, SCORES
+
+        def accept(self, draft: list, scores: list) -> int:  # type: ignore[type-arg, override]
+            seen.append((list(draft), list(scores)))
+            return 0
+
+    prompt = torch.tensor(trace.requests[1].prompt_ids)
+    decoder = ModelDecoder(*bundled.runners(), prompt, 16, rule=Spy())
+    next(speculate(decoder, Fixed(4)))
+    draft, scores = seen[-1]
+    start = int(trace.request_starts[1]) + 1
+    row = int(trace.on_path[start])
+    recorded = score_tape(trace).scores(SCORES).rows(row, 4)
+    for i, (token, mine, theirs) in enumerate(zip(draft, scores, recorded, strict=True)):
+        assert (mine.match, mine.token, mine.draft_rank) == (
+            theirs.match, theirs.token, theirs.draft_rank
+        )  # fmt: skip
+        for name in ("top1", "top2", "logsumexp", "entropy", "draft_logit"):
+            assert getattr(mine, name) == pytest.approx(getattr(theirs, name), abs=1e-3)
+        for name in SIGNALS:
+            recorded_value = float(trace.signal(name)[row + i])
+            assert getattr(token, name) == pytest.approx(recorded_value, abs=1e-3)
+
+
+def test_target_numbers_by_hand() -> None:
+    logits = torch.tensor([[0.0, math.log(3.0), math.log(2.0)]])
+    pick, top1, top2, lse, entropy, logit, rank = target_numbers(logits, torch.tensor([2]))[
+        0
+    ].tolist()
+    assert (pick, rank) == (1, 1)
+    shares = np.array([1, 3, 2]) / 6
+    wanted = [math.log(3), math.log(2), math.log(6), -(shares * np.log(shares)).sum(), math.log(2)]
+    assert [top1, top2, lse, entropy, logit] == pytest.approx(wanted, abs=1e-6)
+
+
+def test_judge_without_a_draft_gives_the_targets_token() -> None:
+    none = torch.empty(0, dtype=torch.long)
+    seen = judge(parse_rule("lossy-global"), [], none, torch.tensor([[0.0, 2.0]]), 0.0)
+    assert (seen.accepted, seen.picks, seen.mismatched) == (0, [1], [])
+
+
+@pytest.mark.invariant(6)
+@pytest.mark.parametrize("sampling", [Sampling(1.0), Sampling(1.0, 0.9)], ids=["all", "top-p"])
+def test_a_stochastic_rules_seed_reproduces(sampling: Sampling) -> None:
+    trace = bundled.record(3, sampling, max_new=16, seed=3)
+    outputs = []
+    for seed in (1, 1, 2):
+        _, measured = decode(f"ensemble:mode=sample,weight=0.5,seed={seed}", trace)
+        outputs += list(measured.outputs.values())
+    assert outputs[0] == outputs[1]
+    assert outputs[0] != outputs[2]
+
+
+def test_lossless_as_lenience_one_keeps_the_sampled_output() -> None:
+    """At factor 1 the rule never rescues, so coins, residuals and outputs are unchanged."""
+    trace = bundled.record(3, sampling=Sampling(1.0), max_new=16, seed=3)
+    plain = Arm("fixed:gamma=5", Fixed(5))
+    measured = run_arms(bundled.pair(), trace, [plain], repeats=1)
+    arm, ruled = decode("lenience:mode=sample,factor=1", trace)
+    np.testing.assert_array_equal(ruled.logs[arm.label].rounds, measured.logs[plain.label].rounds)
+    assert ruled.outputs[arm.label] == measured.outputs[plain.label]
+
+
+def test_a_cut_that_a_rule_cannot_know_is_refused() -> None:
+    trace = bundled.record(2, Sampling(1.0, 0.9), max_new=8)
+    refusal = r"lenience.*: .* not 1 with top-p 0\.9"
+    with pytest.raises(DraftsimError, match=refusal):
+        decode("lenience:mode=sample", trace)
+    with pytest.raises(DraftsimError, match=refusal):
+        replay(trace, Fixed(3), parse_rule("lenience:mode=sample"))
+
+
+def test_a_sampled_run_is_not_taken_for_a_greedy_one(tmp_path: Path) -> None:
+    greedy = bundled.record(2, max_new=8)
+    sampled = bundled.record(2, Sampling(1.0), max_new=8)
+    for trace in (greedy, sampled):
+        arm, measured = decode("lossy-global", trace, "fixed:gamma=4")
+        about = {"sampling": trace.sampling.meta}
+        write_run(real_run(bundled.pair(), greedy, arm, measured, about), tmp_path)
+    runs = [read_run(file) for file in find_runs(tmp_path)]
+    assert len(runs) == 2
+    assert arm.rule is not None
+    for trace in (greedy, sampled):
+        found = find_run(runs, arm.policy, arm.rule, trace)
+        assert found is not None
+        assert found.meta["sampling"] == trace.sampling.meta
+    assert find_run(runs, arm.policy, arm.rule, bundled.record(2, Sampling(0.5), 8)) is None
+
+
+def test_a_calibrated_memory_survives_save_and_load(tmp_path: Path) -> None:
+    """Rounds, outputs and the memory they end with, byte for byte; and the memory matters."""
+    trace = short_trace()
+    memory = calibrated(trace, Fixed(5))
+    assert len(memory) > 0
+    assert memory.sizes == sorted(memory.sizes)
+    assert sum(n for _, n in memory.items()) == len(rejected_pairs(trace, replay(trace, Fixed(5))))
+    loaded = OnlineCorrectionMemory.load(memory.save(tmp_path / "memory.npz"))
+    runs = {}
+    for name, table in (("kept", memory), ("loaded", loaded), ("empty", None)):
+        arm = Arm("fixed", Fixed(5), CSD(threshold=0, tau=1e-3, memory=table))
+        measured = run_arms(bundled.pair(), trace, [arm], repeats=1)
+        log = measured.logs[arm.label]
+        assert isinstance(log.rule, CSD)
+        runs[name] = (
+            log.rounds.tobytes(), measured.outputs[arm.label], log.rule.table.items(),
+            log.rule.table.sizes[-3:],
+        )  # fmt: skip
+    assert runs["kept"] == runs["loaded"]
+    assert runs["kept"] != runs["empty"]
+    assert len(memory) == len(loaded)  # the run worked on a copy
+
+
+def test_rules_share_a_run_in_order_and_are_not_the_callers() -> None:
+    trace = short_trace()
+    rule = CSD(threshold=0)
+    arm = Arm("fixed", Fixed(5), rule)
+    measured = run_arms(bundled.pair(), trace, [arm], repeats=2)
+    assert len(rule.table) == 0
+    ended = measured.logs[arm.label].rule
+    assert isinstance(ended, CSD)
+    assert len(ended.table.sizes) == len(trace.requests)
+    counts = measured.times.groupby("repeat")["rounds"].sum()
+    assert counts.nunique() == 1  # every repeat starts from the same memory
+
+
+@pytest.mark.parametrize("share", [0.2, 0.5, 0.9])
+def test_splitting_is_even_and_loses_nothing(share: float) -> None:
+    trace = synthetic_trace(0.5, requests=20, tokens=4, max_gamma=4)
+    trace = Trace(
+        trace.columns,
+        [replace(r, category="ab"[i % 2]) for i, r in enumerate(trace.requests)],
+        trace.max_gamma,
+    )
+    train, rest = split_requests(trace, share)
+    assert sorted(train + rest) == list(range(20))
+    assert len(train) == round(20 * share)
+    assert abs(sum(i % 2 for i in train) - len(train) / 2) <= 1
+    assert split_requests(trace, 1.0) == (list(range(20)), [])
+    for wrong, said in ((0.0, "share is 0"), (0.01, "leaves none")):
+        with pytest.raises(DraftsimError, match=said):
+            split_requests(trace, wrong)

@@ -64,7 +64,7 @@ def test_the_commands_record_price_validate_and_calibrate(run: Run, tmp_path: Pa
 
     def call(*arguments: object) -> tuple[int, str, str]:
         ran = run(*arguments)
-        return ran.code, ran.out, " ".join(ran.err.split())
+        return ran.code, ran.out, ran.said
 
     again = (
         "profile", "--target", "bundled", "--draft", "bundled", "--prompts", "unused", "--out",

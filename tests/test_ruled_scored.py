@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -19,6 +18,7 @@ from profiler.recording.run import BUNDLED
 from simulator.papers.ours import quality_note
 from tests import bundled
 from tests.conftest import Run
+from tests.logs import write_rows
 from tests.rule_runs import decode, short_trace
 from traces.errors import DraftsimError
 from traces.replay.exact_match import final_number
@@ -28,11 +28,6 @@ from traces.store.outputs import find_runs, quality, read_run, write_run
 LIMIT = 32
 ENDED, WRONG, CUT, BARE = "method-05", "function-11", "reference-01", "header-03"
 """Prompts of the bundled pair: three whose outputs end below the limit, and one that does not."""
-
-
-def written(path: Path, rows: Sequence[dict[str, Any]]) -> Path:
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return path
 
 
 @pytest.mark.parametrize(
@@ -53,20 +48,20 @@ def written(path: Path, rows: Sequence[dict[str, Any]]) -> Path:
 def test_prompts_keep_the_number_that_solves_them(
     fields: dict[str, Any], answer: str | None, tmp_path: Path
 ) -> None:
-    path = written(tmp_path / "prompts.jsonl", [{"prompt": "How many?", **fields}])
+    path = write_rows(tmp_path / "prompts.jsonl", [{"prompt": "How many?", **fields}])
     assert read_prompts(path) == [Prompt("1", "all", "How many?", answer)]
 
 
 @pytest.mark.parametrize("wrong", [{"answer": True}, {"reference": {"a": 1}}, {"answer": [{}]}])
 def test_an_answer_of_another_type_is_refused(wrong: dict[str, Any], tmp_path: Path) -> None:
-    path = written(tmp_path / "p.jsonl", [{"prompt": "a"}, {"prompt": "b", **wrong}])
+    path = write_rows(tmp_path / "p.jsonl", [{"prompt": "a"}, {"prompt": "b", **wrong}])
     with pytest.raises(DraftsimError, match=r"p\.jsonl line 2: '\w+' holds a \w+: give a text"):
         read_prompts(path)
 
 
 def test_categories_are_chosen_before_prompts_are_counted(tmp_path: Path) -> None:
     rows = [{"id": i, "prompt": "a", "category": "xyx"[i % 3]} for i in range(9)]
-    path = written(tmp_path / "p.jsonl", rows)
+    path = write_rows(tmp_path / "p.jsonl", rows)
     assert [p.id for p in read_prompts(path, None, ["y"])] == ["1", "4", "7"]
     assert [p.id for p in read_prompts(path, 2, ["y"])] == ["1", "4"]
     assert [p.id for p in read_prompts(path, 3)] == ["0", "1", "2"]
@@ -137,7 +132,7 @@ def made(tmp_path: Path) -> Made:
         number = final_number(pair.tokenizer.decode(tokens, skip_special_tokens=True))
         assert number is not None
         rows[name]["reference"] = [f"so it is\n#### {number + (name == WRONG)}"]
-    prompts = written(tmp_path / "prompts.jsonl", list(rows.values()))
+    prompts = write_rows(tmp_path / "prompts.jsonl", list(rows.values()))
     return Made(prompts, (
         "profile", *bundled.named(), "--prompts", prompts, "--out",
         tmp_path / "run", "--max-new-tokens", LIMIT, "--max-gamma", 4, "--repeats", 3,
@@ -146,20 +141,19 @@ def made(tmp_path: Path) -> Made:
 
 def test_the_commands_say_how_many_prompts_are_solved(run: Run, made: Made, tmp_path: Path) -> None:
     folder = tmp_path / "run"
-    said = " ".join(run(*made.options).err.split())
+    said = run(*made.options).said
     line = "the target solves 1 of the 3 prompts with a numeric answer; 1 cut"
     assert line in said
     trace = read_trace(folder / "trace.parquet")
     assert trace.meta[SOLVED] == [ENDED] == solved_by(bundled.pair(), trace, answers_to(trace))
     assert score(bundled.pair(), trace, answers_to(trace)) == Score(3, 1, 1)
     # Said again of a folder that is kept; the numbers are the folder's own from now on.
-    assert line in " ".join(run(*made.options).err.split())
+    assert line in run(*made.options).said
     made.prompts.unlink()
     same = ("--verify", "csd:threshold=inf", "--policy", "fixed:gamma=3")  # accepts no mismatch
     lenient = ("--verify", "lossy-global:tau=0.01", "--policy", "fixed:gamma=4")
     for rule in (same, lenient):
-        ran = run(*made.options, *rule)
-        assert ran.code == 0, ran.err
+        ran = run(*made.options, *rule).ok()
     runs = [read_run(path) for path in find_runs(folder)]
     kept = {r.log.verify.partition(":")[0]: {o.id: o.solved for o in r.outputs} for r in runs}
     assert kept["csd"] == {ENDED: True, WRONG: False, CUT: False, BARE: None}
@@ -191,19 +185,17 @@ def test_the_commands_say_how_many_prompts_are_solved(run: Run, made: Made, tmp_
 
 def test_a_category_is_decoded_again_beside_the_whole(run: Run, made: Made, tmp_path: Path) -> None:
     folder, rule = tmp_path / "run", ("--verify", "csd:threshold=inf", "--policy", "fixed:gamma=3")
-    ran = run(*made.options, "--category", "method", "--category", "reference", *rule)
-    assert ran.code == 0, ran.err
+    ran = run(*made.options, "--category", "method", "--category", "reference", *rule).ok()
     assert [r.id for r in read_trace(folder / "trace.parquet").requests] == [CUT, ENDED]
     [whole] = find_runs(folder)
-    ran = run(*made.options, "--category", "method", *rule)
-    assert ran.code == 0, ran.err
+    ran = run(*made.options, "--category", "method", *rule).ok()
     [part] = set(find_runs(folder)) - {whole}
     assert part.stem == f"{whole.stem}+method"
     assert [(o.id, o.solved) for o in read_run(part).outputs] == [(ENDED, True)]
     assert read_run(part).meta["part"] == "method"
     assert [o.id for o in read_run(whole).outputs] == [CUT, ENDED]
     again = run(*made.options, "--category", "method", *rule)
-    assert "is finished and kept:" in " ".join(again.err.split())
+    assert "is finished and kept:" in again.said
     # Each is judged on the prompts that it decoded, and in its own category.
     rounds = ("simulate", "--rounds", folder, "--resamples", 5)
     rows = run(*rounds, "--by-category", "--json", "-").rows
@@ -213,4 +205,4 @@ def test_a_category_is_decoded_again_beside_the_whole(run: Run, made: Made, tmp_
         ("", 1, 1), ("", 2, 1), ("method", 1, 1), ("method", 1, 1), ("reference", 1, 0),
     ]  # fmt: skip
     ran = run(*made.options, "--category", "maths", *rule)
-    assert (ran.code, "the recording has the categories" in " ".join(ran.err.split())) == (2, True)
+    assert (ran.code, "the recording has the categories" in ran.said) == (2, True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -13,6 +14,7 @@ from hypothesis import strategies as st
 
 from policies.rules.base import ExactMatch, RejectionSampling
 from policies.rules.context import CSD, FLy
+from policies.rules.memory import OnlineCorrectionMemory
 from policies.rules.ratio import Ensemble, Lenience
 from policies.rules.threshold import (
     BiLDRollback,
@@ -21,7 +23,16 @@ from policies.rules.threshold import (
     SpecVerification,
     TypicalAcceptance,
 )
-from tests.rule_positions import Position, V, accept, leading, positions, relaxed, seeds
+from tests.rule_positions import (
+    Position,
+    V,
+    accept,
+    acceptance_probability,
+    leading,
+    positions,
+    relaxed,
+    seeds,
+)
 
 
 def typical(x: Position, epsilon: float, delta: float) -> bool:
@@ -165,3 +176,120 @@ def test_looser_parameters_accept_no_less(seed: int) -> None:
         (FLy(0.6, 2, vocab_size=V), FLy(0.2, 1, vocab_size=V)),
     ):
         assert accept(strict, drafted) <= accept(loose, drafted), type(strict).__name__
+
+
+class TestCSD:
+    """Memory and gate, on the pair (draft 1, target 2) with a settable logit gap."""
+
+    @staticmethod
+    def accepts(rule: CSD, gap: float = -1.0, draft: int = 1, target: int = 2) -> bool:
+        token = SimpleNamespace(token_id=draft)
+        score = SimpleNamespace(match=draft == target, token=target, top1=0.0, draft_logit=gap)
+        return rule.accept([token], [score]) == 1
+
+    def test_rescues_after_more_than_threshold_corrections(self) -> None:
+        rule = CSD(threshold=3, tau=0.01)
+        assert [self.accepts(rule) for _ in range(6)] == [False] * 4 + [True] * 2
+
+    def test_counting_first_rescues_one_mismatch_earlier(self) -> None:
+        rule = CSD(threshold=3, tau=0.01, count_first=True)
+        assert [self.accepts(rule) for _ in range(5)] == [False] * 3 + [True] * 2
+
+    @pytest.mark.parametrize(("count_rescued", "expected"), [(False, 4), (True, 7)])
+    def test_counting_rescued_mismatches(self, count_rescued: bool, expected: int) -> None:
+        rule = CSD(threshold=3, count_rescued=count_rescued)
+        for _ in range(7):
+            self.accepts(rule)
+        assert rule.table.count(1, 2) == expected
+
+    def test_the_gate_refuses_an_implausible_familiar_pair(self) -> None:
+        rule = CSD(memory=OnlineCorrectionMemory().calibrate([(1, 2)] * 20))
+        edge = math.log(0.01)
+        assert self.accepts(rule, gap=edge)
+        assert not self.accepts(rule, gap=edge - 1e-6)
+        assert self.accepts(CSD(threshold=0, use_gate=False, memory=rule.table), gap=-99.0)
+
+    def test_an_unfamiliar_pair_or_its_reverse_is_refused(self) -> None:
+        rule = CSD(memory=OnlineCorrectionMemory().calibrate([(1, 2)] * 20))
+        assert not self.accepts(rule, draft=2, target=1)
+        assert not self.accepts(rule, draft=1, target=3)
+
+    def test_matches_are_not_counted(self) -> None:
+        rule = CSD()
+        assert self.accepts(rule, draft=2, target=2)
+        assert len(rule.table) == 0
+
+    def test_tokens_after_the_refusal_are_not_counted(self) -> None:
+        rule = CSD()
+        token = SimpleNamespace(token_id=1)
+        score = SimpleNamespace(match=False, token=2, top1=0.0, draft_logit=-1.0)
+        assert rule.accept([token] * 3, [score] * 3) == 0
+        assert rule.table.count(1, 2) == 1
+
+    def test_the_order_of_requests_matters(self) -> None:
+        def run(pairs: list[tuple[int, int]]) -> list[tuple[int, int]]:
+            rule = CSD(threshold=1, tau=0.1)
+            gaps = {(1, 2): -1.0, (3, 4): -9.0}
+            return [p for p in pairs if self.accepts(rule, gaps[p], *p)]
+
+        assert run([(1, 2)] * 3) == [(1, 2)]
+        assert run([(3, 4)] * 3) == []
+
+    def test_a_run_copies_the_calibrated_memory(self) -> None:
+        memory = OnlineCorrectionMemory().calibrate([(1, 2)])
+        rule = CSD(memory=memory).fresh()
+        self.accepts(rule)
+        assert (rule.table.count(1, 2), memory.count(1, 2)) == (2, 1)
+
+    def test_needs_shrink_with_the_ablations(self) -> None:
+        assert CSD(use_gate=False).needs == ("match", "token")
+        assert CSD(use_memory=False).reads == ()
+
+
+def z_of(hits: int, trials: int, share: float) -> float:
+    return (hits - trials * share) / math.sqrt(trials * share * (1 - share))
+
+
+def draws(x: Position, rule: Any, trials: int = 4000) -> tuple[int, int]:
+    """Accepted of `trials` tokens drawn from the draft at one position, with fresh coins."""
+    rng = np.random.default_rng(7)
+    hits = 0
+    for _ in range(trials):
+        x.d = int(rng.choice(V, p=x.q))
+        x.match = bool(rng.random() < acceptance_probability(x.p[x.d], x.q[x.d]))
+        hits += accept(rule, [x])
+    return hits, trials
+
+
+@pytest.mark.parametrize("weight", [0.3, 0.8])
+def test_sampled_ensemble_accepts_with_its_ratio(weight: float) -> None:
+    # min(1, 1 - w + w p/q) averaged over q.
+    x = Position(np.random.default_rng(5))
+    share = np.minimum(1, 1 - weight + weight * x.p / x.q) @ x.q
+    assert abs(z_of(*draws(x, Ensemble(weight, "sample", seed=1)), share)) < 4
+
+
+@pytest.mark.parametrize("factor", [0.2, 0.7, 1.0])
+def test_sampled_lenience_accepts_with_its_ratio(factor: float) -> None:
+    x = Position(np.random.default_rng(6))
+    share = np.minimum(x.q, x.p / factor).sum()
+    assert abs(z_of(*draws(x, Lenience(factor, "sample", seed=2)), share)) < 4
+
+
+def test_full_lenience_keeps_every_lossless_verdict_coin_for_coin() -> None:
+    rule = Lenience(1, "sample")
+    for seed in range(20):
+        drafted = positions(seed, greedy=False)
+        assert accept(rule, drafted) == leading([x.match for x in drafted])
+
+
+@pytest.mark.invariant(6)
+def test_stochastic_rules_repeat_with_their_seed_and_accept_a_generator() -> None:
+    drafted = [positions(seed, 1, greedy=False) for seed in range(200)]
+
+    def run(seed: int | np.random.Generator) -> list[int]:
+        rule = Ensemble(0.5, "sample", seed=seed)
+        return [accept(rule, x) for x in drafted]
+
+    assert run(3) == run(np.random.default_rng(3))
+    assert run(3) != run(4)

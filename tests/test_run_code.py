@@ -15,6 +15,7 @@ from profiler.prompts import CodeTask, read_prompts
 from profiler.recording.run import BUNDLED
 from tests import bundled
 from tests.conftest import Run
+from tests.logs import write_rows
 from traces.errors import DraftsimError
 from traces.store.outputs import Output, find_runs, quality_of_code, read_run, write_outputs
 
@@ -26,20 +27,15 @@ CODE = {"entry": "f", "unit_tests": "assert f() == 1"}
 TESTS = {"entry": "f", "solution": "def f(): return 1", "mutant": "def f(): return 2"}
 
 
-def written(path: Path, rows: list[dict[str, Any]]) -> Path:
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return path
-
-
 def test_prompts_say_how_their_code_is_judged(tmp_path: Path) -> None:
     rows = [{"prompt": "a", **CODE}, {"prompt": "b", **TESTS}, {"prompt": "c", "solution": "x"}]
-    found = read_prompts(written(tmp_path / "p.jsonl", rows))
+    found = read_prompts(write_rows(tmp_path / "p.jsonl", rows))
     assert [p.code for p in found] == [CodeTask(**CODE), CodeTask(**TESTS), None]
 
 
 @pytest.mark.parametrize("wrong", [{"unit_tests": "x"}, {**CODE, "unit_tests": ["assert f()"]}])
 def test_tests_of_another_type_are_refused(wrong: dict[str, Any], tmp_path: Path) -> None:
-    path = written(tmp_path / "p.jsonl", [{"prompt": "a"}, {"prompt": "b", **wrong}])
+    path = write_rows(tmp_path / "p.jsonl", [{"prompt": "a"}, {"prompt": "b", **wrong}])
     with pytest.raises(DraftsimError, match=r"p\.jsonl line 2: '\w+' must be a text"):
         read_prompts(path)
 
@@ -49,7 +45,7 @@ def test_code_is_run_when_asked_for_and_shown(
 ) -> None:
     every = [json.loads(line) for line in (BUNDLED / "prompts.jsonl").read_text().splitlines()]
     rows = [{**row, **more} for row, more in zip(every, (CODE, TESTS, {}), strict=False)]
-    prompts, folder = written(tmp_path / "prompts.jsonl", rows), tmp_path / "run"
+    prompts, folder = write_rows(tmp_path / "prompts.jsonl", rows), tmp_path / "run"
     options = (
         "profile", *bundled.named(), "--prompts", prompts, "--out", folder, "--max-new-tokens", 8,
         "--max-gamma", 4, "--repeats", 3,
@@ -76,17 +72,15 @@ def test_code_is_run_when_asked_for_and_shown(
         for output, (own, greedy) in zip(recorded.outputs, texts, strict=True)
     ]
     write_outputs(replace(recorded, outputs=outputs), file)
-    ran = run(*options, *RULE, "--run-code")
-    assert ran.code == 0, ran.err
-    said = " ".join(ran.err.split())
+    ran = run(*options, *RULE, "--run-code").ok()
+    said = ran.said
     assert "is finished and kept:" in said
     assert "code passes for 1 of 2 prompts (greedy 1)" in said
     scored = [(o.passed, o.greedy_passed) for o in read_run(file).outputs]
     assert scored == [(False, True), (True, False), (None, None)]
     assert len(asked) == 4
     # Without a rule the folder's own outputs are run again, and nothing is decoded or recorded.
-    ran = run(*options, "--run-code")
-    assert ran.code == 0, ran.err
+    ran = run(*options, "--run-code").ok()
     assert [(o.passed, o.greedy_passed) for o in read_run(file).outputs] == scored
 
     plain, row = run(*rounds, "--json", "-").rows
@@ -100,12 +94,12 @@ def test_code_is_run_when_asked_for_and_shown(
 
 def test_there_must_be_outputs_and_tests(run: Run, tmp_path: Path) -> None:
     row = {"prompt": "The cat"}
-    bare = written(tmp_path / "bare.jsonl", [row])
-    tested = written(tmp_path / "tested.jsonl", [{**row, **CODE}])
+    bare = write_rows(tmp_path / "bare.jsonl", [row])
+    tested = write_rows(tmp_path / "tested.jsonl", [{**row, **CODE}])
     options = ("profile", *bundled.named(), "--out", tmp_path / "run", "--run-code")
     ran = run(*options, "--prompts", tested)
     assert ran.code == 2
-    assert "has no outputs decoded under a rule" in " ".join(ran.err.split())
+    assert "has no outputs decoded under a rule" in ran.said
     ran = run(*options, "--prompts", bare, *RULE)
     assert (ran.code, "bare.jsonl has tests: give unit_tests" in ran.err) == (2, True)
     assert not (tmp_path / "run").exists()

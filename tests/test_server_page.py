@@ -31,6 +31,7 @@ COMMANDS = [
 ]  # fmt: skip
 
 
+@pytest.mark.usefixtures("short_chains")
 def test_every_command_of_the_page_runs(
     tmp_path: Path, run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -42,12 +43,12 @@ def test_every_command_of_the_page_runs(
         assert ran.code == 0, (command, ran.err)
 
 
+@pytest.mark.usefixtures("short_chains")
 def test_the_runs_of_llamacpp_on_the_page_are_read(tmp_path: Path, run: Run) -> None:
     [block] = [block for block in BLOCKS if block.startswith("batch,")]
     path = tmp_path / "runs.csv"
     path.write_text(block)
-    ran = run("recommend", "--engine", "llamacpp", "--bench", path)
-    assert ran.code == 0, ran.err
+    run("recommend", "--engine", "llamacpp", "--bench", path).ok()
 
 
 def test_counters_and_results_of_one_server_agree() -> None:

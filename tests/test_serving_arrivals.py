@@ -67,7 +67,7 @@ def test_azure_conversations_are_served(shared_data):
 @pytest.mark.parametrize(
     ("rows", "message"),
     [
-        ([], "no request"),
+        ([], "holds no request, only a header"),
         (["2,10,5", "1,10,5"], "row 2: TIMESTAMP goes back"),
         (["-1,10,5"], "row 1: TIMESTAMP is -1"),
         (["0,10,5", "x,10,5"], "row 2: TIMESTAMP is x"),

@@ -31,8 +31,8 @@ from simulator.serving.outcome.report import Run, joined_runs
 from simulator.serving.routers import Router, describe_router, parse_router
 from tests import queues
 from tests.compiled import SIGNALLED, same
+from tests.queues import PER_TOKEN_S, SERVICE, exponential, one_token_jobs
 from tests.serving import GRID, SMALL, little_error
-from tests.test_serving_theory import PER_TOKEN_S, SERVICE, exponential, one_token_jobs
 from traces.errors import DraftsimError
 
 FLEETS = st.builds(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 
 import numpy as np
 import pytest
@@ -12,41 +11,12 @@ from policies.lengths.basic import Autoregressive, Fixed
 from simulator.formulas import batching, dsi, leviathan, pearl
 from simulator.pricing import price
 from simulator.serving import ClosedLoop, Devices, Limits, Poisson, Scenario, simulate
-from tests.serving import GRID, bernoulli, little_error, table
-from traces.acceptance.trace import Request, Trace
+from tests.queues import PER_TOKEN_S, SERVICE, exponential, one_token_jobs
+from tests.serving import GRID, bernoulli, little_error
 from traces.latency.table import LatencyTable
 from traces.replay.run import replay
 
 WHOLE = {"warmup": 0.0}
-
-
-def one_token_jobs(prompts: Sequence[int]) -> Trace:
-    """Requests that are all prompt: service is the prefill alone."""
-    count = len(prompts)
-    columns = {
-        "request": np.arange(count, dtype=np.int32),
-        "position": np.zeros(count, np.int32),
-        "offset": np.zeros(count, np.int16),
-        "match": np.zeros(count, np.int8),
-    }
-    return Trace(
-        columns, [Request(str(i), "x", int(p), 1, 1, "length") for i, p in enumerate(prompts)]
-    )
-
-
-PER_TOKEN_S = 1e-6
-SERVICE = table(
-    [("target", "prefill", 1, n, 0, n * PER_TOKEN_S) for n in (1, 10_000_000)]
-    + [("target", "forward", b, n, 0, 1.0) for b in (1, 2) for n in (1, 2)]
-)
-"""A prompt of n tokens is a job of n microseconds.
-
-Nobody decodes; passes of a single size would be no table for the compiled engine.
-"""
-
-
-def exponential(rng: np.random.Generator, size: int) -> np.ndarray:
-    return rng.exponential(1.0, size)
 
 
 def constant(rng: np.random.Generator, size: int) -> np.ndarray:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from dataclasses import replace
 from pathlib import Path
@@ -25,7 +24,7 @@ from simulator.summary import (
 )
 from simulator.whatif.ranking import compared
 from tests.conftest import Run
-from tests.test_papers import LATENCY, scored_trace
+from tests.scored import LATENCY, scored_trace
 from traces.digits import three_digits
 from traces.errors import DraftsimError
 from traces.latency.table import LatencyTable
@@ -143,8 +142,7 @@ def test_every_policy_that_was_named_is_in_every_category(run: Run, files: list[
 def test_tables_are_sorted_fit_a_hundred_columns_and_cut_no_number(
     run: Run, files: list[str]
 ) -> None:
-    ran = run("simulate", *files, "--policy", "all", "--resamples", "50")
-    assert ran.code == 0, ran.err
+    ran = run("simulate", *files, "--policy", "all", "--resamples", "50").ok()
     lines = ran.out.splitlines()
     assert max(map(len, lines)) <= 100
     assert any(line.rstrip().endswith("wrong") for line in lines)
@@ -174,12 +172,12 @@ def test_what_was_guessed_or_missing_is_said(run: Run, tmp_path: Path) -> None:
              "--policy", "fixed:gamma=1", "--json", "-"]  # fmt: skip
     ran = run(*asked, "--prefill")
     assert "outside the measured sizes" in ran.err
-    said = " ".join(ran.err.split())
+    said = ran.said
     assert "counted as 0 s: draft prefill (speedups are too high); host_round (speedups" in said
     assert "; target prefill (tokens/s are too high, and speedups too far from 1" in said
     assert all(row["outside"] > 0.5 for row in ran.rows)
     assert "prefill" not in run(*asked).err
-    assert json.loads(ran.out)["headline"]
+    assert ran.document["headline"]
 
 
 def test_a_rule_that_accepts_nothing_is_named_where_nothing_says_so() -> None:

@@ -31,12 +31,12 @@ from simulator.pricing import price
 from tests.features import drafters, miniature
 from tests.few_cells import untimed_none
 from tests.outputs import trace_of
+from tests.replayed import run_as_replayed
 from tests.shared import made_once
 from traces.errors import DraftsimError, TailError
 from traces.latency.schema import CELL_COLUMNS
 from traces.latency.table import LatencyTable
 from traces.replay.calls import DRAFTER, pack_calls
-from traces.replay.rounds import RoundLog
 from traces.sources import (
     Eagle,
     parse_source,
@@ -125,14 +125,13 @@ class Moody(DraftPolicy):
 POLICIES: list[DraftPolicy] = [Fixed(4), Fixed(1), Confidence(5, 0.4), Moody()]
 
 
-def replayed(case: Case, source: Eagle, policy: DraftPolicy) -> tuple[RoundLog, Any]:
-    """The log of a replay, and the calls that it counts whether or not they are priced."""
-    log = replay_source(case.trace, source, policy, recordings=case.recordings)
+def replayed_calls(case: Case, source: Eagle, policy: DraftPolicy) -> Any:
+    """Return the calls that a replay counts, whether or not they are priced."""
     decoder_of = source.open(case.trace, case.recordings, 1)
     decoders = [decoder_of(i) for i in range(len(case.outputs))]
     for decoder in decoders:
         list(speculate(decoder, policy.fresh()))
-    return log, pack_calls(decoder.calls.rounds for decoder in decoders)
+    return pack_calls(decoder.calls.rounds for decoder in decoders)
 
 
 @pytest.mark.invariant(1)
@@ -140,15 +139,9 @@ def replayed(case: Case, source: Eagle, policy: DraftPolicy) -> tuple[RoundLog, 
 @pytest.mark.parametrize("kind", KINDS)
 def test_replayed_rounds_are_the_real_ones(case: Case, kind: str, policy: DraftPolicy) -> None:
     source = Eagle(kind)
-    log, calls = replayed(case, source, policy)
-    real = case.runner.run(source, policy)
-    assert real.outputs == case.outputs
-    np.testing.assert_array_equal(real.log.rounds, log.rounds)
-    np.testing.assert_array_equal(real.log.calls, calls)
-    if kind == "mtp-several":
-        np.testing.assert_array_equal(log.calls, calls)
-    else:
-        assert log.calls is None
+    several = kind == "mtp-several"
+    real, log = run_as_replayed(case.runner, source, policy, case.trace, case.recordings, several)
+    np.testing.assert_array_equal(real.log.calls, replayed_calls(case, source, policy))
     drafted, accepted = log.rounds["drafted"].sum(), log.rounds["accepted"].sum()
     assert 0 < accepted < drafted
     assert log.fidelity == "exact"

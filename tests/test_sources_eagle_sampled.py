@@ -23,6 +23,7 @@ from profiler.sources.start_record import RecordOptions
 from tests.features import drafters, miniature
 from tests.outputs import drawn_trace
 from tests.recorded_draws import RecordedStarts
+from tests.replayed import run_as_replayed, same_means
 from tests.test_sources_sampled import counts_fit
 from traces.acceptance.sampling import GREEDY, Sampling
 from traces.acceptance.trace import Trace
@@ -85,20 +86,16 @@ def test_with_the_recorded_draws_real_rounds_are_the_replayed_ones(
     kind: str, sampling: Sampling
 ) -> None:
     trace, recordings = case(sampling)
-    starts, tokens = trace.request_starts, np.asarray(trace.columns["token"])
-    accepted = 0
+    accepted, several = 0, kind == "mtp-several"
     for policy in POLICIES:
-        real = runner(kind, sampling).run(Eagle(kind), policy)
-        log = replay_source(trace, Eagle(kind), policy, recordings=recordings)
-        np.testing.assert_array_equal(real.log.rounds, log.rounds)
+        real, log = run_as_replayed(
+            runner(kind, sampling), Eagle(kind), policy, trace, recordings, several
+        )
         assert (log.fidelity, log.verify) == ("exact in distribution", "rejection-sampling")
         assert real.log.verify == log.verify
-        assert real.outputs == [
-            tokens[starts[i] : starts[i + 1]].tolist() for i in range(len(trace.requests))
-        ]
         assert log.rounds["accepted"].sum() < log.rounds["drafted"].sum()
         accepted += log.rounds["accepted"].sum()
-        if kind != "mtp-several":
+        if not several:
             stood = replay(drafted_trace(trace, Eagle(kind), recordings), policy)
             np.testing.assert_array_equal(stood.rounds, log.rounds)
             assert (stood.fidelity, stood.verify) == (log.fidelity, log.verify)
@@ -164,11 +161,7 @@ def test_real_and_replayed_rounds_have_one_distribution(sampling: Sampling) -> N
     trace = sampled_trace(count, 21, sampling)
     log = replay_source(trace, source, policy, recordings=record(trace, 22, ("eagle3",)))
     torch.manual_seed(23)
-    real = SourceRunner(model(), trace, modules()).run(source, policy).log
-    for name in ("drafted", "accepted", "emitted"):
-        mine, theirs = (run.per_request(run.rounds[name]) for run in (real, log))
-        error = np.sqrt((mine.var() + theirs.var()) / count)
-        assert abs(mine.mean() - theirs.mean()) < 4 * error, name
+    same_means(SourceRunner(model(), trace, modules()).run(source, policy).log, log)
 
 
 @SAMPLINGS

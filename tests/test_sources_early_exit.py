@@ -251,6 +251,8 @@ def case() -> Case:
     ["specbound", "low threshold", "no annealing", "adadecode", "kangaroo", "one layer"],
 )
 def test_replayed_rounds_are_the_real_ones(case: Case, name: str) -> None:
+    from tests.replayed import run_as_replayed
+
     source, policy = case.arms[name]
     run_layers = case.runner.target.run_layers
     ran: list[tuple[int, int]] = []
@@ -261,16 +263,11 @@ def test_replayed_rounds_are_the_real_ones(case: Case, name: str) -> None:
 
     case.runner.target.run_layers = spy  # type: ignore[method-assign]
     try:
-        real = case.runner.run(source, policy)
+        _, log = run_as_replayed(case.runner, source, policy, case.trace, case.recordings)
     finally:
         case.runner.target.run_layers = run_layers  # type: ignore[method-assign]
-    log = replay_source(case.trace, source, policy, recordings=case.recordings)
-    assert real.outputs == case.outputs
-    np.testing.assert_array_equal(real.log.rounds, log.rounds)
     assert log.calls is not None
-    assert real.log.calls is not None
     assert log.calls.dtype == CALL_DTYPE
-    np.testing.assert_array_equal(real.log.calls, log.calls)
     layers = log.calls[log.calls["kind"] == LAYER]
     # What the ledger counts is what was run, call by call.
     assert int((layers["count"] * layers["new_tokens"]).sum()) == sum(w * n for w, n in ran)

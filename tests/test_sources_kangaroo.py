@@ -20,6 +20,7 @@ from profiler.sources.start_record import RecordOptions
 from profiler.train.heads import train_adapter, train_all
 from simulator.pricing import price
 from tests.outputs import trace_of
+from tests.replayed import run_as_replayed
 from tests.test_sources_sampled import EOS, model
 from traces.acceptance.trace import Trace
 from traces.errors import DraftsimError
@@ -103,16 +104,8 @@ def test_replayed_rounds_are_the_real_ones(name: str) -> None:
         return made
 
     runner.decoder = counted  # type: ignore[method-assign]
-    real = runner.run(Kangaroo(), policy)
-    log = replay_source(trace, Kangaroo(), policy, recordings=recordings)
-    starts, tokens = trace.request_starts, np.asarray(trace.columns["token"])
-    assert real.outputs == [
-        tokens[starts[i] : starts[i + 1]].tolist() for i in range(len(trace.requests))
-    ]
-    np.testing.assert_array_equal(real.log.rounds, log.rounds)
+    _, log = run_as_replayed(runner, Kangaroo(), policy, trace, recordings)
     assert log.calls is not None
-    assert real.log.calls is not None
-    np.testing.assert_array_equal(real.log.calls, log.calls)
     layers = log.calls[log.calls["kind"] == LAYER]
     assert int((layers["count"] * layers["new_tokens"]).sum()) == (
         sum(w * n for w, n in ran) - prefilled

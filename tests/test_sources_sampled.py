@@ -24,6 +24,7 @@ from profiler.sources.run import SourceRunner, record_sources
 from profiler.sources.start_record import RecordOptions, record_along
 from tests.outputs import drawn_trace
 from tests.recorded_draws import RecordedDraws
+from tests.replayed import run_as_replayed, same_means
 from traces.acceptance.sampling import GREEDY, Sampling
 from traces.acceptance.trace import Trace
 from traces.errors import DraftsimError
@@ -95,19 +96,9 @@ def test_with_the_recorded_draws_real_rounds_are_the_replayed_ones(
     runner = SourceRunner(
         model(), trace, {"early-exit": heads()}, lambda i: RecordedDraws(exits, trace, i, "cpu")
     )
-    real = runner.run(source, policy)
-    log = replay_source(trace, source, policy, recordings=recordings)
-    np.testing.assert_array_equal(real.log.rounds, log.rounds)
-    assert real.log.calls is not None
-    assert log.calls is not None
-    np.testing.assert_array_equal(real.log.calls, log.calls)
+    real, log = run_as_replayed(runner, source, policy, trace, recordings)
     assert (log.fidelity, log.verify) == ("exact in distribution", "rejection-sampling")
     assert real.log.verify == log.verify
-    starts = trace.request_starts
-    tokens = np.asarray(trace.columns["token"])
-    assert real.outputs == [
-        tokens[starts[i] : starts[i + 1]].tolist() for i in range(len(trace.requests))
-    ]
     # Neither trivially right nor trivially wrong.
     accepted, drafted = log.rounds["accepted"].sum(), log.rounds["drafted"].sum()
     assert 0 < accepted < drafted
@@ -196,18 +187,9 @@ def test_real_and_replayed_rounds_have_one_distribution(sampling: Sampling) -> N
     source, policy, _ = ARMS["specbound"]
     count = 50
     trace = sampled_trace(count, 21, sampling)
-    replayed = replay_source(trace, source, policy, recordings=record(trace, 22, ["specbound"]))
+    log = replay_source(trace, source, policy, recordings=record(trace, 22, ["specbound"]))
     torch.manual_seed(23)
-    real = SourceRunner(model(), trace, {"early-exit": heads()}).run(source, policy).log
-
-    def rate(log: object, name: str) -> np.ndarray:
-        """Per request; requests are independent, rounds of one are not."""
-        return log.per_request(log.rounds[name])  # type: ignore[attr-defined, no-any-return]
-
-    for name in ("drafted", "accepted", "emitted"):
-        mine, theirs = rate(real, name), rate(replayed, name)
-        error = np.sqrt((mine.var() + theirs.var()) / count)
-        assert abs(mine.mean() - theirs.mean()) < 4 * error, name
+    same_means(SourceRunner(model(), trace, {"early-exit": heads()}).run(source, policy).log, log)
 
 
 @SAMPLINGS

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import numpy as np
@@ -15,13 +14,12 @@ from profiler.suite.latency.modes import COMPILED, MODES
 from profiler.suite.latency.pair import error_summary
 from simulator.hardware.scaling import table_shapes
 from simulator.validation import check_recording
-from tests.suite_results import suite
+from tests.suite_results import SMALL, results, suite
 from traces.latency.table import MEASURED
 from traces.store.files import read_latency, read_trace
 from traces.store.measured import read_measured
 
 ROOT = Path(__file__).parents[1]
-SMALL = "cm-asd-12+3"
 
 
 @pytest.fixture(scope="module")
@@ -57,9 +55,9 @@ def test_latency_stage_leaves_one_table_of_both_modes(measured: Path) -> None:
         for batch in (1, 2, 4):  # after the target's pass, on one token and on more
             assert set(first[first["batch"] == batch]["new_tokens"]) == set(FIRST_WIDTHS)
         assert set(draft[draft["phase"] == "signal"]["batch"]) == {1, 2, 4}
-    results = json.loads((measured / "latency" / "latency.json").read_text())
-    unit = results["units"][f"{SMALL}.graph"]
-    assert results["meta"]["quick"]
+    found = results(measured / "latency", "latency")
+    unit = found["units"][f"{SMALL}.graph"]
+    assert found["meta"]["quick"]
     held_out = unit["held_out"]
     assert {h["phase"] for h in held_out} <= {"forward", "catch_up"}
     assert {h["model"] for h in held_out} == {"target", "draft"}
@@ -98,7 +96,7 @@ def test_forced_runs_take_the_rounds_of_their_trace(measured: Path) -> None:
         latency = read_latency(folder / "latency.parquet")
         assert latency.has("target", "forward")
         assert table_shapes(latency)["target"].layers >= 1
-        provenance = json.loads((folder / "provenance.json").read_text())
+        provenance = results(folder, "provenance")
         assert set(provenance) == {"latency", "forced"}
 
 
@@ -113,14 +111,14 @@ def test_trained_stage_records_and_checks(tmp_path: Path) -> None:
     assert all(r.tokens == r.max_new_tokens and r.ended == "length" for r in trace.requests)
     assert len({r.category for r in trace.requests}) >= 4
     assert read_trace(tmp_path / "trained-sampled.parquet").temperature == 1.0
-    results = json.loads((tmp_path / "trained.json").read_text())
+    found = results(tmp_path, "trained")
     for mode in ("eager", "graph"):
-        checked = results[f"rounds_{mode}"]
+        checked = found[f"rounds_{mode}"]
         # float32 on one thread: what differs must have a cause, and most do not differ.
         assert "unexplained" not in checked["causes"]
         assert all(total > 0 for _, total in checked["rounds_differ_of"].values())
-    assert results["complete"]
-    assert not results["failed"]
+    assert found["complete"]
+    assert not found["failed"]
 
 
 def test_wrong_requests_get_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

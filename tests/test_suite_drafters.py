@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import shutil
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,13 +13,14 @@ from transformers import AutoConfig
 from profiler.features import Eagle3, EagleDrafter, Mtp, layer_config, write_drafter
 from profiler.recording.run import BUNDLED
 from profiler.suite.__main__ import main
-from profiler.suite.environment import COMPLETE, FAILED, REFUSED, open_workplace
+from profiler.suite.environment import COMPLETE, FAILED, REFUSED
 from profiler.suite.runs import checks, trained_stage
 from profiler.suite.runs.arms import QUICK_ARMS
 from profiler.suite.runs.checks import Checks
 from profiler.suite.runs.training import QUICK_PROMPTS
 from simulator.validation import check_recording
 from tests.pretend_gpu import pretended
+from tests.suite_results import results
 from traces.sources.starts.features import Eagle as EagleSource
 from traces.store.files import read_latency, read_trace
 from traces.store.measured import read_measured
@@ -30,13 +28,6 @@ from traces.store.measured import read_measured
 BASE = "bundled+bundled"
 PAIRS = (f"{BASE}+one", f"{BASE}+deep")
 OWN = ("--draft", "bundled", "--prompts", str(BUNDLED / "prompts.jsonl"))
-
-
-@pytest.fixture
-def out(tmp_path: Path) -> Iterator[Path]:
-    yield tmp_path / "out"
-    place = open_workplace("cpu", tmp_path / "out", seconds=1, quick=True)
-    shutil.rmtree(place.work, ignore_errors=True)
 
 
 @pytest.fixture
@@ -56,10 +47,6 @@ def stage(out: Path, *drafters: Path, device: str = "cpu") -> int:
     return main(["trained", "--device", device, *options, *given])
 
 
-def results(out: Path) -> Any:
-    return json.loads((out / "trained.json").read_text())
-
-
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Random drafters for the bundled target."""
@@ -77,7 +64,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_drafters_are_recorded_timed_and_decode_as_they_replay(out: Path, folder: Path) -> None:
     assert stage(out, folder / "one", folder / "deep") == COMPLETE
     assert len(list(out.iterdir())) <= 8  # as many as some lent machines hand back
-    found = results(out)
+    found = results(out, "trained")
     assert tuple(found["drafters"]) == PAIRS
     whole = read_trace(out / "trained-trace.parquet")
     runs = read_measured(out / "trained-measured.parquet").times
@@ -112,7 +99,7 @@ def test_drafters_run_on_a_gpu(out: Path, folder: Path, drafters_alone: None) ->
     """A pretended one, in bfloat16: nothing is left out, and every difference has a cause."""
     with pretended():
         assert stage(out, folder / "one", folder / "deep", device="cuda") == COMPLETE
-    found = results(out)
+    found = results(out, "trained")
     assert not found["left_out"]
     for pair in PAIRS:
         kept = found["drafters"][pair]
@@ -133,7 +120,7 @@ def test_a_drafter_that_fails_leaves_the_others_and_is_tried_again(
 
     monkeypatch.setattr(checks, "measure_drafters", broken)
     assert stage(out, folder / "one", folder / "deep") == FAILED
-    found = results(out)
+    found = results(out, "trained")
     assert found["failed"] == {PAIRS[0]: "CUDA error: misaligned address"}
     assert found["drafters"][PAIRS[1]]["requests"] == QUICK_PROMPTS
     assert set(read_measured(out / "trained-measured.parquet").times["pair"]) == {PAIRS[1]}

@@ -4,44 +4,31 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import signal
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from profiler.suite.__main__ import main
-from profiler.suite.environment import COMPLETE, FAILED, REFUSED, Workplace, open_workplace
+from profiler.suite.environment import COMPLETE, FAILED, REFUSED, Workplace
 from profiler.suite.latency import pair as pair_latency
 from profiler.suite.latency import stage as latency_stage
 from profiler.suite.latency.modes import MODES
 from profiler.suite.runs import forced_stage, trained_stage
 from profiler.suite.runs.training import QUICK_PROMPTS
 from tests.pretend_gpu import pretended
+from tests.suite_results import OTHER, SMALL, results
 from traces.store.files import read_latency, read_trace
 from traces.store.measured import read_measured
 
 PROMPTS = Path(__file__).parents[1] / "profiler" / "bundled" / "prompts.jsonl"
-SMALL, OTHER = "cm-asd-12+3", "vicuna-7b+68m"
 TWO = ("--pairs", SMALL, "--modes", "eager", "graph")
 """A pair in one mode that captures graphs, and in one that does not."""
 
 
-@pytest.fixture
-def out(tmp_path: Path) -> Iterator[Path]:
-    yield tmp_path / "out"
-    place = open_workplace("cpu", tmp_path / "out", seconds=1, quick=True)
-    shutil.rmtree(place.work, ignore_errors=True)
-
-
 def stage(name: str, out: Path, *more: str, device: str = "cpu") -> int:
     return main([name, "--device", device, "--quick", "--out", str(out), *more])
-
-
-def results(out: Path, name: str) -> Any:
-    return json.loads((out / f"{name}.json").read_text())
 
 
 def models(out: Path) -> set[str]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import json
 import shutil
 from pathlib import Path
 from typing import Any
@@ -17,10 +16,8 @@ from profiler.suite.latency import stage as latency_stage
 from profiler.suite.latency.modes import MODES
 from profiler.suite.runs import forced_stage
 from tests.pretend_gpu import pretended
-from tests.suite_results import check_files
+from tests.suite_results import SMALL, check_files, results
 from traces.errors import DraftsimError
-
-SMALL = "cm-asd-12+3"
 
 
 @pytest.mark.parametrize(
@@ -35,15 +32,15 @@ def test_a_stage_runs_on_a_gpu(arguments: tuple[str, ...], tmp_path: Path) -> No
         assert main([*arguments, *options]) == 0
     check_files(tmp_path)
     assert not gpu.masked_prompts
-    results = json.loads((tmp_path / f"{arguments[0]}.json").read_text())
-    assert results["meta"]["device"] == "Pretended GPU"
-    assert results["meta"]["dtype"] == "bfloat16"
-    assert results["complete"]
-    assert not results["left_out"]
-    for unit in results.get("units", {}).values():
+    found = results(tmp_path, arguments[0])
+    assert found["meta"]["device"] == "Pretended GPU"
+    assert found["meta"]["dtype"] == "bfloat16"
+    assert found["complete"]
+    assert not found["left_out"]
+    for unit in found.get("units", {}).values():
         assert not unit.get("skipped")
     for mode in MODES:
-        assert "unexplained" not in results.get(f"rounds_{mode}", {}).get("causes", {})
+        assert "unexplained" not in found.get(f"rounds_{mode}", {}).get("causes", {})
 
 
 def test_a_gpu_without_bfloat16_measures_in_float16(
@@ -75,8 +72,8 @@ def test_a_broken_driver_ends_the_stage_in_one_line(
         assert main([stage, *arguments]) == FAILED
         error = capsys.readouterr().err.strip()
         assert error.endswith("illegal memory access: the same command goes on with what is left")
-        results = json.loads((tmp_path / f"{stage}.json").read_text())
-        assert results["stopped"] == "CUDA error: an illegal memory access"
+        found = results(tmp_path, stage)
+        assert found["stopped"] == "CUDA error: an illegal memory access"
     shutil.rmtree(open_workplace("cpu", tmp_path, seconds=1, quick=True).work)
 
 

@@ -17,9 +17,8 @@ from profiler.suite.latency import pair as pair_latency
 from profiler.suite.latency import stage as latency_stage
 from profiler.suite.latency.pair import PairMeasurement, plan_of
 from profiler.suite.runs import forced_stage
+from tests.suite_results import SMALL
 from traces.errors import DraftsimError
-
-SMALL = "cm-asd-12+3"
 
 
 def test_what_memory_or_the_model_forbids_is_named_and_left_out(

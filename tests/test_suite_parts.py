@@ -26,10 +26,9 @@ from profiler.suite.latency.pair import (
 )
 from profiler.suite.runs.arms import ARMS, MORE_ARMS, arms_of, more_arms_of
 from profiler.suite.runs.forced_stage import Unit, forced_trace
+from tests.suite_results import SMALL
 from traces.latency.table import LatencyTable
 from traces.replay.run import replay
-
-SMALL = "cm-asd-12+3"
 
 
 @pytest.fixture

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 from pathlib import Path
 from typing import Any
@@ -14,6 +13,7 @@ from profiler.suite.__main__ import main
 from profiler.suite.environment import COMPLETE, UNFINISHED, open_workplace
 from profiler.suite.runs import trained_stage
 from profiler.suite.runs.checks import NAME, Checks
+from tests.suite_results import results
 from traces.store.files import read_trace
 
 FILES = [
@@ -45,8 +45,8 @@ def done(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 def stage(out: Path, status: int = COMPLETE) -> dict[str, Any]:
     assert main(["trained", "--device", "cpu", "--quick", "--out", str(out)]) == status
-    results: dict[str, Any] = json.loads((out / "trained.json").read_text())
-    return results
+    found: dict[str, Any] = results(out, "trained")
+    return found
 
 
 def test_a_short_recording_is_unfinished_and_extended(
@@ -59,11 +59,11 @@ def test_a_short_recording_is_unfinished_and_extended(
         return real(place, pair, prompts[: most[0]], settings, until)
 
     monkeypatch.setattr(trained_stage, "record_trace", record)
-    results = stage(tmp_path, UNFINISHED)
+    found = stage(tmp_path, UNFINISHED)
     for name in ("greedy", "sampled"):
-        assert results[name]["unfinished"]
-        assert results[name]["requests"] == results[name]["recorded"] == 3
-        assert f"{name}: 3 of 4 prompts, no time left" in results["left_out"]
+        assert found[name]["unfinished"]
+        assert found[name]["requests"] == found[name]["recorded"] == 3
+        assert f"{name}: 3 of 4 prompts, no time left" in found["left_out"]
     assert "goes on with them" in " ".join(capsys.readouterr().err.split())
     first = read_trace(tmp_path / "trained-trace.parquet")
     assert sorted(f.name for f in tmp_path.iterdir()) == FILES
@@ -71,11 +71,11 @@ def test_a_short_recording_is_unfinished_and_extended(
     # The folder is emptied before the same command, as on a machine that is lent by the command.
     shutil.rmtree(tmp_path)
     most[0] = 1000
-    results = stage(tmp_path)
-    assert not results["left_out"]
+    found = stage(tmp_path)
+    assert not found["left_out"]
     for name in ("greedy", "sampled"):
-        assert not results[name]["unfinished"]
-        assert results[name]["recorded"] == 4
+        assert not found[name]["unfinished"]
+        assert found[name]["recorded"] == 4
     assert done == ran  # nothing that was finished ran again
     assert sorted(f.name for f in tmp_path.iterdir()) == FILES
     trace = read_trace(tmp_path / "trained-trace.parquet")
@@ -100,15 +100,15 @@ def test_a_finished_recording_keeps_its_length(
         patch.setattr(trained_stage, "measure_modes", late)
         assert stage(tmp_path, UNFINISHED)["left_out"] == ["latency: no time left"]
     most[0] = 1000
-    results = stage(tmp_path)
-    assert results["greedy"]["recorded"] == results["sampled"]["recorded"] == 3
+    found = stage(tmp_path)
+    assert found["greedy"]["recorded"] == found["sampled"]["recorded"] == 3
 
 
 def test_a_recording_cut_to_its_file_is_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, done: list[str]
 ) -> None:
     monkeypatch.setattr(trained_stage, "write_within", lambda trace, path: 3)
-    results = stage(tmp_path)
-    assert results["left_out"][0] == "greedy: the file holds 3 of 4 prompts"
-    assert not results["greedy"]["unfinished"]
-    assert results["greedy"]["requests"] == 3
+    found = stage(tmp_path)
+    assert found["left_out"][0] == "greedy: the file holds 3 of 4 prompts"
+    assert not found["greedy"]["unfinished"]
+    assert found["greedy"]["requests"] == 3

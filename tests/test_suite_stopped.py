@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -17,12 +16,10 @@ from profiler.suite.latency.modes import MODES
 from profiler.suite.runs import forced_stage, trained_stage, training
 from profiler.suite.runs.checks import Checks
 from profiler.suite.runs.training import record_trace
-from tests.suite_results import suite
+from tests.suite_results import SMALL, results, suite
 from traces.errors import DraftsimError
 from traces.store.files import read_latency, read_trace
 from traces.store.measured import read_measured
-
-SMALL = "cm-asd-12+3"
 
 
 def test_a_stopped_stage_goes_on_where_it_stopped(
@@ -70,13 +67,13 @@ def test_a_stopped_trained_stage_keeps_its_pair_and_parts(
     monkeypatch.setattr(Checks, "run", stop)
     with pytest.raises(KeyboardInterrupt):
         suite("trained", "--seconds", "200", out=tmp_path)
-    before = json.loads((tmp_path / "trained.json").read_text())
+    before = results(tmp_path, "trained")
     trace = read_trace(tmp_path / "trained-trace.parquet")
     monkeypatch.setattr(Checks, "run", real)
     for place, name in ((training, "train_pair"), (trained_stage, "measure_modes")):
         monkeypatch.setattr(place, name, again)
     suite("trained", "--seconds", "200", out=tmp_path)
-    after = json.loads((tmp_path / "trained.json").read_text())
+    after = results(tmp_path, "trained")
     for part in ("training", "greedy", "latency", "rounds_graph"):
         assert after[part] == before[part], part
     assert "rounds_eager" in set(after) - set(before)
@@ -109,7 +106,7 @@ def test_a_killed_forced_stage_goes_on_where_it_was_killed(
         forced_stage.run_forced(place, [SMALL], MODES[:2])
     # What was finished is written, not only kept, and so is why there is no more.
     assert len(read_measured(place.out / "forced-measured.parquet").times) > 0
-    assert json.loads((place.out / "forced.json").read_text())["stopped"] == "KeyboardInterrupt"
+    assert results(place.out, "forced")["stopped"] == "KeyboardInterrupt"
     forced_stage.run_forced(place, [SMALL], MODES[:2])
     assert done == ["graph.1", "killed", "eager.1", "graph.4", "eager.4"]
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -18,11 +17,9 @@ from profiler.suite.latency.modes import MODES
 from profiler.suite.latency.pair import PairMeasurement, plan_of
 from profiler.suite.runs import forced_stage, trained_stage
 from profiler.suite.runs.training import ENOUGH, PROMPTS
-from tests.suite_results import check_files
+from tests.suite_results import SMALL, check_files, results
 from traces.store.files import read_latency
 from traces.store.measured import read_measured
-
-SMALL = "cm-asd-12+3"
 
 
 def test_a_stage_ends_well_before_nine_minutes() -> None:
@@ -55,7 +52,7 @@ def test_a_forced_stage_out_of_time_goes_on_with_what_is_left(
         assert forced_stage.run_forced(place, [SMALL], MODES[:2]).status == UNFINISHED
     assert done == ["graph.1", "eager.1", "late"]
     assert "the same command on this machine goes on" in " ".join(capsys.readouterr().err.split())
-    left_out = json.loads((place.out / "forced.json").read_text())["left_out"]
+    left_out = results(place.out, "forced")["left_out"]
     assert left_out == [f"{SMALL}.graph.4: no time left", f"{SMALL}.eager.4: no time left"]
     assert len(read_measured(place.out / "forced-measured.parquet").times["mode"].unique()) == 2
     monkeypatch.setattr(Workplace, "left", property(lambda self: 100.0))
@@ -75,12 +72,12 @@ def test_a_latency_stage_out_of_time_goes_on_with_its_parts(
 
     monkeypatch.setattr(pair_latency, "host_beyond", late)
     assert latency_stage.run_latency(place, [SMALL], ["eager"]).status == UNFINISHED
-    first = json.loads((place.out / "latency.json").read_text())["units"][f"{SMALL}.eager"]
+    first = results(place.out, "latency")["units"][f"{SMALL}.eager"]
     assert first["unfinished"] == ["the host at batch 1", "the host at batch 4"]
     before = read_latency(place.out / "latency.parquet").cells
     monkeypatch.setattr(pair_latency, "host_beyond", real)
     assert latency_stage.run_latency(place, [SMALL], ["eager"]).status == COMPLETE
-    unit = json.loads((place.out / "latency.json").read_text())["units"][f"{SMALL}.eager"]
+    unit = results(place.out, "latency")["units"][f"{SMALL}.eager"]
     assert not unit["unfinished"]
     assert not [text for text in unit["skipped"] if "time" in text]
     after = read_latency(place.out / "latency.parquet").cells
@@ -129,14 +126,14 @@ def test_a_trained_stage_out_of_time_names_what_is_left_and_goes_on(
     monkeypatch.setattr(Workplace, "check_time", check)
     arguments = ["trained", "--device", "cpu", "--quick", "--out", str(tmp_path)]
     assert main(arguments) == UNFINISHED
-    results = json.loads((tmp_path / "trained.json").read_text())
+    found = results(tmp_path, "trained")
     names = ["latency", "graph", "eager"]
-    assert results["left_out"] == [f"{name}: no time left" for name in names]
+    assert found["left_out"] == [f"{name}: no time left" for name in names]
     assert (tmp_path / "trained-trace.parquet").is_file()
     late[0] = False
     assert main(arguments) == 0
-    results = json.loads((tmp_path / "trained.json").read_text())
-    assert not results["left_out"]
+    found = results(tmp_path, "trained")
+    assert not found["left_out"]
     check_files(tmp_path)
     assert (tmp_path / "trained-measured.parquet").is_file()
     assert not open_workplace("cpu", tmp_path, seconds=1, quick=True).work.exists()

@@ -38,6 +38,7 @@ def test_times_have_units_or_are_seconds(text: str, targets: Targets) -> None:
         ("ttft=0.1,ttft=0.2", "ttft is given twice"),
         ("ttft=1,p=most", "p is 'most', expected a number such as 0.95"),
         ("ttft=1,p=0", "share is 0.0, expected above 0"),
+        ("ttft=1,p=1.5", "share is 1.5, expected above 0"),
         ("p=0.9", "bound nothing"),
     ],
 )

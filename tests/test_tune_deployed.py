@@ -92,8 +92,7 @@ def test_what_an_engine_would_refuse_is_not_written(
 def test_vllms_table_by_sequence_length(run: Run, tmp_path: Path) -> None:
     out = tmp_path / "spec.json"
     ran = run("tune", "--engine", "vllm", "--by-length", "--trace", "bundled", "--resamples", 20,
-              "--context", "64,128,200", "--out", out)  # fmt: skip
-    assert ran.code == 0, ran.err
+              "--context", "64,128,200", "--out", out).ok()  # fmt: skip
     document = json.loads(out.read_text())
     rows = document["num_speculative_tokens_per_seq_len"]
     check_settings("vllm", document)
@@ -110,8 +109,7 @@ def test_vllms_table_by_sequence_length(run: Run, tmp_path: Path) -> None:
 def test_settings_on_the_command_line(engine: str, run: Run, tmp_path: Path) -> None:
     out = tmp_path / "settings.json"
     ran = run("tune", "--engine", engine, "--trace", "bundled", "--batch", "1", "--resamples", 20,
-              "--out", out)  # fmt: skip
-    assert ran.code == 0, ran.err
+              "--out", out).ok()  # fmt: skip
     document = json.loads(out.read_text())
     if document is not None:
         check_settings(engine, {k: v for k, v in document.items() if k not in ("method", "model")})

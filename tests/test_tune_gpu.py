@@ -65,9 +65,7 @@ def test_settings_for_no_gpu_or_many_are_one_line(
     files: Path, more: tuple[str, ...], message: str, run: Run
 ) -> None:
     ran = command(run, files, "vllm", *more)
-    assert ran.code == 2
-    assert message in ran.err
-    assert ran.err.count("\n") == 1
+    assert message in ran.refusal
 
 
 def test_a_report_for_another_gpu_says_so_and_leaves_out_the_measured_times(
@@ -79,7 +77,6 @@ def test_a_report_for_another_gpu_says_so_and_leaves_out_the_measured_times(
         (folder / name).write_bytes((files / name).read_bytes())
     common = ["report", "--run", folder, "--policy", "fixed", "--no-serve", "--resamples", "10"]
     for gpu, scaled in (("h200", False), ("h100", True)):
-        ran = run(*common, "--gpu", gpu, "--out", page)
-        assert ran.code == 0, ran.err
+        run(*common, "--gpu", gpu, "--out", page).ok()
         assert ("if the extrapolation has its past errors" in page.read_text()) == scaled
         assert ("scaled, not measured: from h200 to h100" in page.read_text()) == scaled

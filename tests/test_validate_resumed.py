@@ -19,7 +19,7 @@ from profiler.checks.unfinished import PLACE, unfinished
 from profiler.recording.run import BUNDLED
 from profiler.sources.run import SourceRunner
 from tests import bundled
-from tests.conftest import Ran, Run
+from tests.conftest import Run
 from tests.shared import made_once
 from traces.acceptance.sampling import GREEDY, Sampling
 from traces.acceptance.trace import Trace
@@ -124,8 +124,7 @@ def folder(request: pytest.FixtureRequest, run: Run, tmp_path: Path) -> Path:
 
     def make(folder: Path) -> None:
         prompts = ("--prompts", BUNDLED / "prompts.jsonl", "--limit", 2, "--max-new-tokens", 8)
-        ran = run("profile", *bundled.named(), *prompts, "--max-gamma", 4, "--out", folder)
-        assert ran.code == 0, ran.err
+        run("profile", *bundled.named(), *prompts, "--max-gamma", 4, "--out", folder).ok()
 
     if "source" in request.node.name:
         run_folder = request.getfixturevalue("small_run")
@@ -157,10 +156,6 @@ def stopped(
     return place
 
 
-def said(ran: Ran) -> str:
-    return " ".join(ran.err.split())
-
-
 DRAFT_MODEL = ("--policy", "fixed:gamma=2", "--policy", "hf-heuristic:persist=persistent")
 
 
@@ -182,7 +177,7 @@ def test_a_stopped_check_goes_on_with_the_same_command(
     place = stopped(folder, run, options, monkeypatch)
     opened.clear()
     ran = run("validate", "--run", folder, *options)
-    assert f"continues after 9 of 18 runs: remove {place} to start again" in said(ran)
+    assert f"continues after 9 of 18 runs: remove {place} to start again" in ran.said
     assert len(ran.rows) == 3
     for row in ran.rows:
         assert row["rounds_differ"] == row.get("texts_diverged", 0) == 0
@@ -202,7 +197,7 @@ def test_a_stopped_check_of_batches_goes_on(
     options = ("--batch", 1, *policies, "--repeats", 2, "--json", "-")
     place = stopped(folder, run, options, monkeypatch)
     ran = run("validate", "--run", folder, *options)
-    assert f"continues after 9 of 12 runs: remove {place} to start again" in said(ran)
+    assert f"continues after 9 of 12 runs: remove {place} to start again" in ran.said
     assert [row["rounds_differ"] for row in ran.rows] == [0, 0, 0]
     times = read_measured(folder / "measured_batches.parquet").times
     assert len(times) == 12
@@ -216,12 +211,11 @@ def test_another_check_begins_anew_and_leaves_the_unfinished_one(
     options = ("--policy", "fixed:gamma=2", "--repeats", 2, "--no-assisted", "--json", "-")
     place = stopped(folder, run, options, monkeypatch)
     for other in (("--limit", 1), ("--forced", "--repeats", 1)):
-        ran = run("validate", "--run", folder, *options, *other)
-        assert ran.code == 0
-        assert f"{place} keeps the runs of an unfinished check" in said(ran)
-        assert "this check starts from the beginning" in said(ran)
+        ran = run("validate", "--run", folder, *options, *other).ok()
+        assert f"{place} keeps the runs of an unfinished check" in ran.said
+        assert "this check starts from the beginning" in ran.said
         assert list(folder.glob(f"{PLACE}-*")) == [place]
-    assert "continues after 6 of 8 runs" in said(run("validate", "--run", folder, *options))
+    assert "continues after 6 of 8 runs" in run("validate", "--run", folder, *options).said
     assert not list(folder.glob(f"{PLACE}-*"))
 
 
@@ -242,9 +236,9 @@ def test_a_policys_own_file_that_changed_since_is_another_check(
     own.write_text(code.format(3))
     # What was compiled of a file as long, written in the same second, is not taken for this one.
     os.utime(own, ns=(written.st_atime_ns, written.st_mtime_ns))
-    assert "starts from the beginning" in said(run("validate", "--run", folder, *options))
+    assert "starts from the beginning" in run("validate", "--run", folder, *options).said
     own.write_text(code.format(2))
-    assert "continues after 6 of 8 runs" in said(run("validate", "--run", folder, *options))
+    assert "continues after 6 of 8 runs" in run("validate", "--run", folder, *options).said
 
 
 def test_runs_of_another_version_are_another_check(
@@ -254,8 +248,8 @@ def test_runs_of_another_version_are_another_check(
     stopped(folder, run, options, monkeypatch)
     with monkeypatch.context() as patch:
         patch.setattr("profiler.checks.unfinished.version", lambda: "another")
-        assert "starts from the beginning" in said(run("validate", "--run", folder, *options))
-    assert "continues after 6 of 8 runs" in said(run("validate", "--run", folder, *options))
+        assert "starts from the beginning" in run("validate", "--run", folder, *options).said
+    assert "continues after 6 of 8 runs" in run("validate", "--run", folder, *options).said
 
 
 @pytest.mark.parametrize("more", [(), ("--source", "pld")], ids=["draft model", "source"])

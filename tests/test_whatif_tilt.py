@@ -14,7 +14,21 @@ from hypothesis import strategies as st
 from policies import CMASD, SVIP, Fixed
 from simulator.bootstrap import RatioEstimate, ratio_of_sums
 from simulator.whatif.tilt.drawn import DECAY
-from simulator.whatif.tilt.trace import LONGEST_RUN, MatchModel, Tilter, acceptance, iid_like
+from simulator.whatif.tilt.fidelity import (
+    UNKNOWN_ERROR,
+    compare_groups,
+    compare_tilt,
+    summarize_error,
+    tilt_errors,
+)
+from simulator.whatif.tilt.trace import (
+    LONGEST_RUN,
+    MatchModel,
+    Tilter,
+    acceptance,
+    iid_like,
+    signal_table,
+)
 from tests.tilted import bursty, tilter
 from traces.acceptance.schema import MISMATCH
 from traces.acceptance.synthetic import Bursty, synthetic_trace
@@ -183,3 +197,126 @@ def test_matches_are_drawn_one_after_another(shift: float) -> None:
     logit = model.logit(found) - model.signal_logit
     np.testing.assert_array_equal(found, margins + logit + shift > 0)
     assert 0 < found.mean() < 1
+
+
+def test_error_is_measured_against_another_recording() -> None:
+    # Two recordings of the same kind, one of harder text: the tilt must come nearer to the
+    # second than the first as it is, in every row.
+    easy, hard = bursty(1, 0.95, 0.5), bursty(2, 0.88, 0.3)
+    rows = compare_tilt(Tilter(easy), hard)
+    assert set(rows["metric"]) == {"block_efficiency", "speedup"}
+    untilted = (rows["untilted"] / rows["recorded"] - 1).abs()
+    assert (rows["error"].abs() < untilted).mean() > 0.8
+    assert rows["error"].abs().median() < rows["iid_error"].abs().median()
+    found = summarize_error(rows)
+    assert found.worst == rows[rows["metric"] == "speedup"]["error"].abs().max()
+    assert found.at(acceptance(hard), acceptance(easy)) == pytest.approx(
+        found.per_logit * found.largest
+    )
+    assert found.tried(acceptance(hard), acceptance(easy))
+    assert not found.tried(0.999, acceptance(easy))
+
+
+def test_a_recording_is_compared_with_itself_by_groups_of_prompts() -> None:
+    rows = compare_groups(bursty())
+    assert {"hard -> easy", "easy -> hard"} <= set(rows["pair"])
+    errors, speedups = tilt_errors(bursty()), rows[rows["metric"] == "speedup"]
+    for reads in (False, True):
+        assert errors.of(reads) == summarize_error(speedups[speedups["reads"] == reads])
+    alike = synthetic_trace(0.7, requests=3, tokens=60)
+    assert tilt_errors(alike) == (UNKNOWN_ERROR, UNKNOWN_ERROR)
+    assert np.isnan(UNKNOWN_ERROR.at(0.5, 0.6))
+    # Where nothing matches, or everything, no error was measured and none is infinite.
+    for end in (0.0, 1.0):
+        assert np.isnan(errors.lengths.at(end, 0.7))
+        assert not errors.lengths.tried(end, 0.7)
+
+
+def test_moved_signals_come_nearer_to_a_real_recording(monkeypatch: pytest.MonkeyPatch) -> None:
+    pairs = [(bursty(s, 0.95, 0.5), bursty(s + 10, 0.85, 0.3)) for s in range(2)]
+    reading = {"svip": SVIP(gamma_max=16), "cm-asd": CMASD(gamma_max=16)}
+
+    def errors() -> Any:
+        rows = [
+            compare_tilt(Tilter(source), reference, reading)
+            for easy, hard in pairs for source, reference in ((easy, hard), (hard, easy))
+        ]  # fmt: skip
+        found = pd.concat(rows)
+        return found.loc[found["metric"] == "speedup", "error"].to_numpy(float)
+
+    moved = errors()
+    monkeypatch.setattr(Tilter, "_shown", lambda *_: None)
+    kept = errors()
+    assert np.sqrt((moved**2).mean()) < np.sqrt((kept**2).mean())
+
+
+SCORES = ("draft_logprob", "draft_entropy", "draft_top1", "draft_top2", "draft_logsumexp")
+
+
+def shown(trace: Trace) -> set[tuple[float, ...]]:
+    """Outcome and scores of every on-path position."""
+    columns = [trace.columns[n][trace.on_path].tolist() for n in ("match", *SCORES)]
+    return set(zip(*columns, strict=True))
+
+
+@pytest.mark.parametrize("method", ["coupled", "redraw"])
+def test_signals_move_with_the_acceptance(method: Any) -> None:
+    trace = bursty()
+    mean = {"recorded": trace.signal("prob")[trace.on_path].mean()}
+    for alpha in (0.3, 0.9):
+        tilted = tilter(method).to(alpha)
+        # Those of one recorded position of that outcome, all together.
+        assert shown(tilted) <= shown(trace)
+        mean[str(alpha)] = tilted.signal("prob")[tilted.on_path].mean()
+    assert mean["0.3"] < mean["recorded"] < mean["0.9"]
+
+
+def test_signals_still_tell_the_chance_of_a_match() -> None:
+    # Calibrated as recorded: among positions that show like chances, that share matches.
+    # (Synthetic drafts match with just their probability.)
+    trace = synthetic_trace(Bursty(), requests=60, tokens=150, concentration=8.0, seed=5)
+    for alpha in (0.45, 0.8):
+        tilted = Tilter(trace).to(alpha)
+        match = tilted.columns["match"][tilted.on_path] == 1
+        prob = tilted.signal("prob")[tilted.on_path]
+        kept = trace.signal("prob")[trace.on_path]
+        gaps = {}
+        for name, chance in (("moved", prob), ("kept", kept)):
+            parts = np.array_split(np.argsort(chance, kind="stable"), 6)
+            gaps[name] = max(abs(match[p].mean() - chance[p].mean()) for p in parts)
+        assert gaps["moved"] < gaps["kept"] / 2, alpha
+
+
+def test_redrawn_outcomes_show_the_signals_of_like_ones() -> None:
+    trace, again = bursty(), tilter("redraw").shifted(0.0)
+    old, new = trace.on_path, again.on_path
+    same = trace.columns["match"][old] == again.columns["match"][new]
+    assert 0 < same.mean() < 1
+    for name in SCORES:
+        np.testing.assert_array_equal(
+            again.columns[name][new][same], trace.columns[name][old][same]
+        )
+
+
+def test_new_mismatches_borrow_from_like_signals() -> None:
+    trace = bursty()
+    tilted = tilter().to(0.3)
+    new = np.flatnonzero(
+        (trace.columns["match"][trace.on_path] != MISMATCH)
+        & (tilted.columns["match"][tilted.on_path] == MISMATCH)
+    )
+    signals = signal_table(trace)
+    own = signals[trace.on_path]
+    # The lender is known by its tail's first token, which the borrower shows.
+    lent = tilted.columns["draft_logprob"][np.minimum(tilted.on_path[new] + 1, len(tilted) - 1)]
+    first = trace.columns["draft_logprob"]
+    heads = np.flatnonzero(trace.columns["offset"] == 1)
+    lender = {float(first[row]): row - 1 for row in heads}
+    known = [(i, lender[float(v)]) for i, v in zip(new, lent, strict=True) if float(v) in lender]
+    assert len(known) > len(new) / 2
+    distance = np.linalg.norm(own[[i for i, _ in known]] - signals[[r for _, r in known]], axis=1)
+    rng = np.random.default_rng(0)
+    mismatched = trace.on_path[trace.columns["match"][trace.on_path] == MISMATCH]
+    anyone = signals[rng.choice(mismatched, len(known))]
+    random = np.linalg.norm(own[[i for i, _ in known]] - anyone, axis=1)
+    assert np.median(distance) < np.median(random) / 3

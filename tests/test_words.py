@@ -11,8 +11,10 @@ import io
 import json
 import re
 import tokenize
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
+from functools import cache
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 
@@ -78,10 +80,37 @@ def pattern(words: dict[str, str]) -> re.Pattern[str]:
 IN_CODE, IN_PAGES = pattern(RULED_OUT), pattern({**RULED_OUT, **OF_PAGES})
 
 
-def of_python(path: Path) -> Iterator[str]:
-    """Each ruled-out word or opening of a Python file, with its line."""
+class Found(NamedTuple):
+    """A Python file's findings, each with its line."""
+
+    words: list[str]
+    """Ruled-out words and openings."""
+    no_verbs: list[str]
+    """Functions whose docstrings begin with no verb."""
+    blanks: list[str]
+    """Percentages with a blank."""
+
+
+@cache
+def read(path: Path) -> Found:
+    """Parse a Python file once for all tests."""
     text = path.read_text(encoding="utf-8")
     tree = ast.parse(text)
+    tokens = list(tokenize.generate_tokens(io.StringIO(text).readline))
+    prose = [(t.start[0], t.string) for t in tokens if t.type in PROSE]
+    return Found(
+        [*ruled_out(path, tree, tokens)], [*without_verb(path, tree)], [*with_blanks(path, prose)]
+    )
+
+
+def of_python(path: Path) -> list[str]:
+    return read(path).words
+
+
+def ruled_out(
+    path: Path, tree: ast.Module, tokens: Sequence[tokenize.TokenInfo]
+) -> Iterator[str]:
+    """Yield each ruled-out word or opening of a Python file, with its line."""
     formatted = {id(v) for n in ast.walk(tree) if isinstance(n, ast.JoinedStr) for v in n.values}
     for node in ast.walk(tree):
         if isinstance(node, ast.Constant) and isinstance(node.value, str):
@@ -106,7 +135,7 @@ def of_python(path: Path) -> Iterator[str]:
             said = node.value.value if isinstance(node.value, ast.Constant) else ""
             if opening := OPENINGS.match(str(said)):
                 yield f"{path.relative_to(ROOT)}:{node.lineno}: help begins with {opening[0]!r}"
-    for token in tokenize.generate_tokens(io.StringIO(text).readline):
+    for token in tokens:
         if token.type == tokenize.COMMENT:
             for word in IN_CODE.finditer(token.string):
                 yield f"{path.relative_to(ROOT)}:{token.start[0]}: {word[0]}"
@@ -149,9 +178,9 @@ def test_ruled_out_words_only_become_fewer(folder: str) -> None:
     assert len(found) <= most, f"{len(found)} in {folder}, at most {most}:\n{said}"
 
 
-def without_verb(path: Path) -> Iterator[str]:
+def without_verb(path: Path, tree: ast.Module) -> Iterator[str]:
     """Each function whose docstring begins with no verb; a property's is a noun phrase."""
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+    for node in ast.walk(tree):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
             marks = " ".join(map(ast.unparse, node.decorator_list))
             said = ast.get_docstring(node) or ""
@@ -161,17 +190,11 @@ def without_verb(path: Path) -> Iterator[str]:
 
 @pytest.mark.parametrize("folder", [f for f in FOLDERS if f != "tests"])
 def test_docstrings_of_functions_begin_with_a_verb(folder: str) -> None:
-    assert [s for p in sorted((ROOT / folder).rglob("*.py")) for s in without_verb(p)] == []
+    assert [s for p in sorted((ROOT / folder).rglob("*.py")) for s in read(p).no_verbs] == []
 
 
-def with_blanks(path: Path) -> Iterator[str]:
-    """Each percentage with a blank: in strings and comments of Python files, or in a page."""
-    text = path.read_text(encoding="utf-8")
-    if path.suffix == ".py":
-        tokens = tokenize.generate_tokens(io.StringIO(text).readline)
-        parts = [(t.start[0], t.string) for t in tokens if t.type in PROSE]
-    else:
-        parts = [(1, text)]
+def with_blanks(path: Path, parts: Iterable[tuple[int, str]]) -> Iterator[str]:
+    """Each percentage with a blank in texts that begin at a line of a file."""
     for line, said in parts:
         for found in PERCENT.finditer(said):
             at = line + said.count("\n", 0, found.start())
@@ -191,7 +214,11 @@ def test_percentages_are_written_without_a_blank(folder: str) -> None:
     files = sorted(root.glob("*") if folder == "." else root.rglob("*"))
     kinds = (".py", ".md", ".html", ".js", ".ipynb")
     own = Path(__file__).resolve()
-    assert [s for p in files if p.suffix in kinds and p != own for s in with_blanks(p)] == []
+    found = []
+    for path in (p for p in files if p.suffix in kinds and p != own):
+        text = [(1, path.read_text(encoding="utf-8"))]
+        found += read(path).blanks if path.suffix == ".py" else with_blanks(path, text)
+    assert found == []
 
 
 def test_no_allowance_is_kept_for_nothing() -> None:

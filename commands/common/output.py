@@ -32,9 +32,7 @@ if TYPE_CHECKING:
     from traces.replay.rounds import RoundLog
 
 
-def placed_as(
-    *begins: bytes, recording: bool = False
-) -> Callable[[Path | None], Path | None]:
+def placed_as(*begins: bytes, recording: bool = False) -> Callable[[Path | None], Path | None]:
     """Return an option's callback that refuses the path of a file to write before any work is done.
 
     A file that is there may hold nothing else (`check_place`).

@@ -1,18 +1,23 @@
-"""Draft lengths from a rate or totals: intervals that cover bursty acceptance."""
+"""Draft lengths predicted from totals and from few runs, held against public measurements."""
 
 from __future__ import annotations
 
-import json
+import re
 from pathlib import Path
 
 import numpy as np
+import pandas as pd
 import pytest
 
+from benchmarks import outside
+from benchmarks.server_left_out import left_out, summary
+from docs.server_tables import server_outside
 from policies.lengths.basic import Fixed
 from simulator.aggregate.acceptance import TwoState, emitted_of_rate, emitted_rows, known_totals
 from simulator.check import recorded_checks
 from simulator.formulas.leviathan import expected_tokens
 from tests.conftest import Run
+from tests.logs import vllm_counters
 from traces.acceptance.synthetic import Bursty, synthetic_trace
 from traces.acceptance.trace import MATCH
 from traces.errors import DraftsimError
@@ -86,19 +91,9 @@ def test_imported_totals_are_told_at_other_lengths(run: Run, tmp_path: Path) -> 
     """A server's counters, of drafts of two: the interval holds what a burst gives at five."""
     made = TwoState(0.7, uneven=0.2, memory=0.9)
     survival = made.survival(2)
-    counts = [round(10_000 * float(s)) for s in survival]
-    text = "\n".join([
-        "vllm:spec_decode_num_drafts_total 10000.0",
-        "vllm:spec_decode_num_draft_tokens_total 20000.0",
-        f"vllm:spec_decode_num_accepted_tokens_total {sum(counts)}.0",
-        *(f'vllm:spec_decode_num_accepted_tokens_per_pos_total{{position="{i}"}} {count}.0'
-          for i, count in enumerate(counts)),
-    ])  # fmt: skip
-    file = tmp_path / "metrics.txt"
-    file.write_text(text + "\n")
-    ran = run("import", "prometheus", file, "--json", "-")
-    assert ran.code == 0, ran.err
-    document = json.loads(ran.out[ran.out.index("{") :])
+    accepted = [round(10_000 * float(s)) for s in survival]
+    file = vllm_counters(tmp_path / "metrics.txt", 10_000, accepted)
+    document = run("import", "prometheus", file, "--json", "-").document
     rows = {row["draft_length"]: row for row in document["tokens_by_length"]}
     assert rows[1]["known"]
     assert rows[2]["known"]
@@ -106,3 +101,83 @@ def test_imported_totals_are_told_at_other_lengths(run: Run, tmp_path: Path) -> 
     assert rows[5]["low"] < rows[5]["high"]
     shown = run("import", "prometheus", file)
     assert "Tokens per round at other draft lengths" in shown.out
+
+
+FOLDER = Path(outside.__file__).parent
+TABLES = {"servers": 12, "steps": 8, "loops": 2}
+
+
+@pytest.mark.parametrize("name", TABLES)
+def test_every_study_has_a_source(name: str) -> None:
+    path = FOLDER / f"outside_{name}.csv"
+    head = [line[2:] for line in path.read_text().splitlines() if line.startswith("# ")]
+    sources = {line.split(":")[0] for line in head if ":" in line}
+    studies = list(pd.read_csv(path, comment="#")["study"].unique())
+    assert len(studies) == TABLES[name]
+    for study in studies:
+        assert any(study.startswith(source) for source in sources), study
+
+
+def test_the_errors_kept_are_those_of_every_study_and_design() -> None:
+    found = pd.read_csv(FOLDER / "outside_found.csv")
+    kept = {(row.study, row.terms) for row in found.itertuples() if row.study != outside.ALL}
+    assert kept == {(name, design) for name, design, _ in outside.servers()}
+    lines = server_outside().splitlines()
+    assert len(lines) == 2 + TABLES["servers"] + 1
+    assert lines[-1].startswith("| all studies | ")
+
+
+@pytest.mark.parametrize("study", ["v100, llama.cpp", "apertus DSpark, chat"])
+def test_the_errors_kept_are_found_again(study: str) -> None:
+    found = pd.read_csv(FOLDER / "outside_found.csv").set_index(["study", "terms"])
+    parts = next(p for _, design, p in outside.servers(study) if design == outside.FEW_RUNS)
+    again = summary(left_out(parts[0]))
+    kept = found.loc[(study, outside.FEW_RUNS)]
+    assert again["median_error"] == pytest.approx(kept["median_error"], abs=0.003)
+    assert again["coverage"] == pytest.approx(kept["coverage"], abs=0.1)
+
+
+@pytest.fixture(scope="module")
+def printed() -> str:
+    """The text that the benchmark prints."""
+    import contextlib
+    import io
+
+    from benchmarks import one_pass
+
+    if not one_pass.TABLES.is_dir():
+        pytest.skip("needs the public tables in ../shared/tables, next to the checkout")
+    text = io.StringIO()
+    with contextlib.redirect_stdout(text):
+        one_pass.main()
+    return text.getvalue()
+
+
+def errors(printed: str, title: str) -> list[float]:
+    """Return the errors of the rows below a title that were not given."""
+    part = printed[printed.index(f"{title}:") :].partition("|error|")[0]
+    return [abs(float(error)) for error in re.findall(r"([-+][\d.]+)%$", part, re.MULTILINE)]
+
+
+def test_both_drafters_runs_are_predicted_from_part_of_them(
+    printed: str, shared_tables: Path
+) -> None:
+    assert shared_tables.is_dir()
+    for title, count, median in (
+        ("52362, none", 4, 5), ("52362, fixed", 4, 12), ("52362, adaptive", 5, 15),
+        ("32628, EAGLE-3", 20, 8),
+    ):  # fmt: skip
+        found = errors(printed, title)
+        assert len(found) == count, title
+        assert np.median(found) < median, title
+
+
+def test_one_pass_gains_as_the_thread_says(printed: str) -> None:
+    """Within 6 points at each of four loads; and its time per token hardly depends on K."""
+    pairs = re.findall(r"predicted ([-+\d.]+)%, published ([-+\d.]+)%", printed)
+    assert len(pairs) == 4
+    assert all(abs(float(mine) - float(theirs)) < 6 for mine, theirs in pairs)
+    found = re.findall(r"EAGLE-3 ([\d.]+), one pass predicted ([\d.]+)", printed)
+    eagle3, at_once = np.array(found, dtype=float).T
+    assert len(found) == 6
+    assert at_once.max() / at_once.min() < 0.5 * (1 + eagle3.max() / eagle3.min())

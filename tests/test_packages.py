@@ -1,4 +1,4 @@
-"""A missing package ends in one line that names the extra that brings it."""
+"""Packages: missing extras, slow libraries, and other distributions with our packages' names."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
+import draftsim
 from tests.conftest import ROOT, SMALL_PROFILE
 from traces.errors import EXTRAS, DraftsimError
-from traces.replay.quality import relative_bleu
 
 SCRIPT = """
 import contextlib, importlib.machinery, io, json, sys
@@ -138,7 +138,102 @@ def test_what_reads_gguf_files_is_named(monkeypatch: pytest.MonkeyPatch) -> None
         check_packages()
 
 
-def test_relative_bleu_names_its_extra(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "sacrebleu", None)
-    with pytest.raises(DraftsimError, match=r"sacrebleu.*install '\.\[quality\]'`"):
-        relative_bleu(["a"], ["a"])
+STRANGE = "raise RuntimeError('imported')\n"
+
+
+def started(*path: Path) -> subprocess.CompletedProcess[str]:
+    """``draftsim --version`` with these folders first on the path."""
+    code = "import draftsim, sys; sys.argv[1:] = ['--version']; draftsim.main()"
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, path))}
+    return subprocess.run(
+        [sys.executable, "-P", "-c", code], env=env, capture_output=True, text=True, check=False
+    )
+
+
+@pytest.mark.invariant(15)
+@pytest.mark.parametrize("name", draftsim.PACKAGES)
+def test_a_package_of_another_earlier_on_the_path_is_refused(name: str, tmp_path: Path) -> None:
+    strange = tmp_path / name / "__init__.py"
+    strange.parent.mkdir()
+    strange.write_text(STRANGE)
+    done = started(tmp_path, ROOT)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.startswith(f"draftsim: `import {name}` finds {strange}, not draftsim's own")
+    assert "virtual environment of its own" in done.stderr
+    assert done.stderr.count("\n") == 1
+
+
+def test_one_installed_over_ours_is_refused(tmp_path: Path) -> None:
+    """Two distributions with a package of one name share its folder; the later one's files stay."""
+    shutil.copy(ROOT / "draftsim.py", tmp_path)
+    for name in draftsim.PACKAGES:
+        (tmp_path / name).mkdir()
+        shutil.copy(ROOT / name / "__init__.py", tmp_path / name)
+    strange = tmp_path / "traces" / "__init__.py"
+    strange.write_text(STRANGE)
+    done = started(tmp_path)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.startswith(f"draftsim: {strange} is another distribution's")
+
+
+def test_a_folder_of_data_with_such_a_name_is_no_package(tmp_path: Path) -> None:
+    (tmp_path / "traces").mkdir()
+    done = started(tmp_path, ROOT)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.startswith("draftsim")
+
+
+SLOW = {"scipy", "matplotlib", "torch", "transformers", "joblib", "sklearn", "dask"}
+
+
+@pytest.mark.parametrize(
+    "modules",
+    [
+        ("simulator", "simulator.whatif.sweep.run", "traces", "commands.tune"),
+        ("simulator.serving",),
+    ],
+    ids=str,
+)
+def test_no_slow_library_comes_with_a_package(modules: tuple[str, ...]) -> None:
+    code = f"import sys, {', '.join(modules)}; print(*sys.modules)"
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True
+    )
+    assert not {name.partition(".")[0] for name in done.stdout.split()} & SLOW
+
+
+def test_no_optimiser_is_loaded_where_something_is_read_beyond_the_cells() -> None:
+    """Prompts of the default recording are longer than its latencies know, and need the fit."""
+    asked = ["simulate", "--trace", "smollm2-cpu", "--policy", "rate-optimal", "--prefill"]
+    code = (
+        f"import sys, draftsim\nsys.argv = ['draftsim', *{[*asked, '--json', '-']}]\n"
+        "from traces.latency import interpolate\n"
+        "fit, fitted = interpolate.non_negative, []\n"
+        "interpolate.non_negative = lambda *given: fitted.append(1) or fit(*given)\n"
+        "try:\n    draftsim.main()\n"
+        "except SystemExit:\n"
+        "    print(bool(fitted), 'scipy.optimize' in sys.modules, file=sys.stderr)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True
+    )
+    assert done.stderr.splitlines()[-1] == "True False"
+
+
+def test_no_slow_library_is_loaded_to_say_that_a_folder_is_no_run(tmp_path: Path) -> None:
+    kinds = [[], ["--source", "pld"], ["--batch", "2"], ["--verify", "csd"]]
+    code = (
+        f"import sys, draftsim\nfor kind in {kinds}:\n"
+        f"    sys.argv = ['draftsim', 'validate', '--run', {str(tmp_path)!r}, *kind]\n"
+        "    try:\n        draftsim.main()\n"
+        "    except SystemExit as stop:\n        print(stop.code, file=sys.stderr)\n"
+        "print(*sys.modules)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True
+    )
+    said, codes = done.stderr.splitlines()[::2], done.stderr.splitlines()[1::2]
+    assert codes == ["2"] * len(kinds)
+    assert all(line.startswith(f"draftsim: {tmp_path} is not a run folder") for line in said)
+    assert not {name.partition(".")[0] for name in done.stdout.split()} & SLOW
+    assert not list(tmp_path.iterdir())
