@@ -22,7 +22,7 @@ from commands.common.options import (
     batch_sizes,
     refuse,
 )
-from commands.common.output import JsonOption, OutOption, emit, note, placed, remark
+from commands.common.output import MEASURE_MORE, JsonOption, OutOption, emit, note, placed, remark
 from commands.common.printed import print_table
 from commands.common.progress import working
 from commands.common.written import Shown
@@ -209,12 +209,28 @@ def _priced(
                 "extrapolated"
             )
         positions = of_trace(trace, own, min(max(lengths), most))
+        if own.drafts_end:
+            remark(
+                "a round in which the drafter proposes nothing is priced like one that verifies K "
+                "tokens: speedups are lower bounds"
+            )
     batches, contexts = _axes(*axes, None, table, lengths)
     table.check_sizes("target", "forward", max(batches), 1)
     loads = grid(batches, contexts, sorted({0, *lengths}))
     cost = TableCost(drafting_always(table, always))
+    plain = TableCost(table, speculates=False)
     with working(f"pricing {len(loads)} loads"):
-        return priced_surface(cost, TableCost(table), positions, loads, level), name
+        surface = priced_surface(cost, plain, positions, loads, level)
+    passes = [one for priced in (cost, plain) for one in priced.coverage]
+    if outside := sum(one.passes for one in passes if one.origin == "extrapolated"):
+        total = sum(one.passes for one in passes)
+        remark(
+            f"{outside:,} of {total:,} passes are outside the measured sizes, priced by a fitted "
+            f"roofline: {MEASURE_MORE}"
+        )
+    if said := table.said_batch_free(max(batches)):
+        remark(said)
+    return surface, name
 
 
 def _axes(

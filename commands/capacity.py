@@ -225,7 +225,9 @@ def remarks(rows: Sequence[Row]) -> list[str]:
     ]  # fmt: skip
     said += [
         f"{row['policy']}: {_replicas(row['replicas'], 'meets', 'meet')} the SLO at every rate of "
-        f"these {counted(row['requests'], 'request')}: raise --requests to find the limit"
+        "these requests" + (
+            " of the file" if row["requests"] is None else ": raise --requests to find the limit"
+        )
         for row in rows if math.isinf(row["rate_limit"])
     ]  # fmt: skip
     if rejected := sum(row["rejected"] for row in rows):

@@ -347,7 +347,7 @@ def _check(
     from simulator.tune.served import check_seed, closed_load, compare_served, served_rates
 
     batches = sorted({row["batch"] for row in rows if row["deploy"] != MISSED})
-    loads = [closed_load(trace, b, slo, check_seed(seed)) for b in batches]
+    loads = [closed_load(trace, b, slo, check_seed(seed), latency) for b in batches]
     policies = [tuned.policy_at(b) for b in batches]
     share = 0.0 if slo is None else slo.share
     with working("serving the setting against other lengths"):

@@ -140,17 +140,22 @@ class Study:
     notes: tuple[str, ...] = ()
 
     @property
+    def _fitting(self) -> pd.DataFrame:
+        """The rows whose cache fits into memory."""
+        return self.table[self.table["cache_fits"]]
+
+    @property
     def thresholds(self) -> pd.DataFrame:
         """Break-even of each policy (`simulator.whatif.breakeven`)."""
         from simulator.whatif.breakeven import thresholds
 
-        return thresholds(self.table)
+        return thresholds(self._fitting)
 
     def plot(self) -> Figure:
         """Return the first map that the grid's axes allow; DraftsimError if they allow none."""
         from simulator.plots.whatif import NOTHING, figures
 
-        drawn = figures(self.table)
+        drawn = figures(self._fitting)
         if not drawn:
             raise DraftsimError(NOTHING)
         return next(iter(drawn.values()))
@@ -305,7 +310,7 @@ def serve(
     notes += scenarios[0].arrivals.remarks
     largest = max(scenario.largest_batch for scenario in scenarios)
     measured.check_sizes("target", "forward", largest, 1)
-    table = recording.priced(largest)
+    table = recording.in_graphs(None, largest).priced(largest)
     chosen = load_serving_policies(
         policies, recording.trace, table, mode, largest=largest, say=notes.append
     )
@@ -388,7 +393,7 @@ def plan(
     measured = recording.latency
     limits = Limits.of_engine(measured, max_num_seqs, max_num_batched_tokens, num_gpu_blocks)
     measured.check_sizes("target", "forward", limits.max_batch, 1)
-    table = recording.priced(limits.max_batch)
+    table = recording.in_graphs(None, limits.max_batch).priced(limits.max_batch)
     base = Scenario(
         arrivals_of(rate, arrivals), limits, warmup=0.2, seed=seed, replications=replications
     )
@@ -464,7 +469,7 @@ def sweep(
     """
     from simulator.executors import Local
     from simulator.whatif.breakeven import fastest
-    from simulator.whatif.sweep.prices import Prices
+    from simulator.whatif.sweep.prices import Prices, said_too_large
     from simulator.whatif.sweep.run import Sweep
     from traces.operators.devices import find_device
 
@@ -482,7 +487,10 @@ def sweep(
         recording.trace, chosen, prices, alpha, sizes, method=tilt, resamples=resamples, seed=seed
     )
     frame = study.run(Local(jobs))
-    return Study(frame, fastest(frame), tuple(notes))
+    large = list(said_too_large(frame, prices, recording.trace))
+    if not frame["cache_fits"].any():
+        raise DraftsimError(large[0])
+    return Study(frame, fastest(frame[frame["cache_fits"]]), (*notes, *large))
 
 
 def _recording(

@@ -559,6 +559,8 @@ def _stops(
         return math.inf  # plain decoding keeps the targets at no rate
     gaps = [other - own for own, other in zip(shares[name], shares[plain], strict=True)]
     late = [gap if abs(gap) > TOLD_APART else 0.0 for gap in gaps]
+    if late[0] > 0 > min(late):
+        return None  # it saves replicas only from some rate on
     return break_even_load(rates, late, [0.0] * len(late))
 
 
@@ -604,7 +606,7 @@ def plan(
     DraftsimError
         If a run fails, or the arrivals have no rate to change.
     """
-    rate = base.arrivals.rate if rate is None else rate
+    rate = base.arrivals.rate_of(requests) if rate is None else rate
     if rate is None:
         raise DraftsimError("the arrivals span no time: give --rate")
     if not 0 < rate < math.inf:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -382,7 +383,17 @@ def compare(
         more += listed.pop()
         known = {log.policy for log in more}
         more += [log for log in in_listed_order(listed, say) if log.policy not in known]
-    return Compared(trace, ranking, more, free)
+    return Compared(trace, ranking, told_apart(more), free)
+
+
+def told_apart(logs: Sequence[RoundLog]) -> list[RoundLog]:
+    """Return the logs, with the drafter in the names that several drafters share."""
+    names = Counter((log.policy, log.verify) for log in logs)
+    return [
+        replace(log, policy=f"{log.policy} ({log.source})")
+        if names[log.policy, log.verify] > 1 else log
+        for log in logs
+    ]  # fmt: skip
 
 
 def _heard(part: Callable[[Say], Any]) -> tuple[Any, list[str]]:

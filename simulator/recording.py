@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path, PurePath
 from typing import Any
 
@@ -18,6 +18,7 @@ from traces.acceptance.synthetic import trace_by_position
 from traces.acceptance.trace import UNKNOWN, Trace
 from traces.digits import counted
 from traces.errors import DraftsimError, FileError
+from traces.latency.graphs import CUDAGraphs
 from traces.latency.table import LatencyTable
 from traces.replay.always import in_one_pass
 from traces.sources.as_draft import check_drafts, drafted_latency, drafted_trace
@@ -27,7 +28,7 @@ from traces.sources.recording import Recordings
 from traces.sources.registry import DRAFT_MODEL, parse_source
 from traces.sources.replay import check_rule, check_same_layers
 from traces.store.identity import ROLES, engine_head, model_in, model_label, same_model
-from traces.store.operators import at_depths
+from traces.store.operators import at_depths, in_graphs
 from traces.store.recordings import find_latency, find_trace, folder_of, models_of, pair_label
 
 COMMON_LENGTH = 8
@@ -155,6 +156,11 @@ class Recording:
         """Return policies and the rule by which all of them are verified (`one_rule`, `rule`)."""
         policies, verify = one_rule(texts, verify, say)
         return policies, self.rule(verify, memory)
+
+    def in_graphs(self, graphs: CUDAGraphs | None, largest: int) -> Recording:
+        """Return the recording with its latencies in these graphs (`traces.store.operators`)."""
+        tables = {name: in_graphs(t, graphs, largest) for name, t in self.tables.items()}
+        return replace(self, tables=tables)
 
     def swept(self, ratios: Sequence[float], largest: int) -> dict[str, LatencyTable]:
         """Return every table that prices a sweep over batches up to `largest`, by name.

@@ -104,9 +104,7 @@ def write_rows(path: Path, rows: Iterable[Any]) -> Path:
     return path
 
 
-def vllm_counters(
-    path: Path, drafts: int, accepted: Sequence[int], positions: bool = True
-) -> Path:
+def vllm_counters(path: Path, drafts: int, accepted: Sequence[int], positions: bool = True) -> Path:
     """Write a vLLM server's counters after `drafts` rounds, `accepted` of them by position."""
     counts = {
         "drafts": drafts, "draft_tokens": len(accepted) * drafts, "accepted_tokens": sum(accepted),

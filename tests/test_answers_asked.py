@@ -17,14 +17,17 @@ from commands.serve.rows import _break_even
 from policies.core import DraftPolicy
 from policies.lengths.basic import Autoregressive, Fixed
 from policies.rules.registry import parse_rule
+from simulator.aggregate.server import ServerRun, calibrate
 from simulator.plots.serving import _speedups
-from simulator.predict import compare, split_asked
-from simulator.pricing import price
+from simulator.predict import compare, split_asked, told_apart
+from simulator.pricing import autoregressive, price
 from simulator.report.data import report_data
 from simulator.serving import ClosedLoop, Limits, Scenario, over_batches, simulate
 from simulator.serving.outcome.results import ResultsFile, read_results
 from simulator.serving.study import sweep
+from simulator.tune.breakeven import grid, measured_surface
 from simulator.tune.reading import read_settings
+from simulator.tune.served import closed_load
 from simulator.tune.tensorrt_llm import tune_tensorrt_llm
 from simulator.whatif.batching import InBatches
 from simulator.whatif.sweep.prices import Prices
@@ -91,7 +94,8 @@ RESULTS = str(ROOT / "docs" / "examples" / "server" / "results")
 )  # fmt: skip
 def test_an_option_without_effect_is_refused(words: tuple[str, ...], said: str, run: Run) -> None:
     done = run(*words)
-    assert said in done.refusal
+    assert done.code == 2
+    assert said in done.err
 
 
 @pytest.mark.parametrize(
@@ -558,3 +562,88 @@ def test_prices_of_one_table_are_kept_apart_by_what_the_drafter_reads() -> None:
         fast = simulate(own, latency, Fixed(3), scenario)
         slow = simulate(own, latency, Fixed(3), scenario, by_iteration=True)
         assert fast.simulated_s == pytest.approx(slow.simulated_s, rel=1e-9)
+
+
+def test_an_engine_without_a_drafter_pays_for_none(run: Run) -> None:
+    """K = 0 costs what the drafter runs along for; the speedup is over an engine without it."""
+    name = "qwen-coder-vllm-cpu"
+    latency = find_latency(name)
+    done = run(
+        "breakeven", "--trace", name, "--batch", "1", "--context", "256", "--k", "1,3",
+        "--json", "-",
+    )  # fmt: skip
+    assert done.code == 0, done.err
+    rows = {row["k"]: row for row in done.rows}
+    cells = {"batch": 1, "context": 255, "new_tokens": 1}
+    target_s = float(latency.seconds("target", "forward", **cells))
+    along_s = float(latency.seconds("draft", "along", **cells))
+    assert rows[0]["speedup"] < target_s / (target_s + 0.9 * along_s)
+    [log] = [replay(find_trace(name), Fixed(3), name="three")]
+    plain, three = (price(one, latency).total_s for one in (autoregressive(log), log))
+    assert rows[3]["speedup"] == pytest.approx(plain / three, rel=0.05)
+
+
+def test_a_surface_outside_the_measured_sizes_says_so(run: Run) -> None:
+    inside = run("breakeven", "--batch", "1", "--context", "256", "--k", "3")
+    beyond = run("breakeven", "--batch", "1", "--context", "100000", "--k", "3")
+    assert "outside the measured sizes" not in inside.err
+    assert "outside the measured sizes, priced by a fitted roofline" in beyond.err
+
+
+def test_no_speculation_in_an_engine_of_runs_pays_for_its_drafter() -> None:
+    runs = [ServerRun(b, k, b * speed, emitted=2.5 if k else None)
+            for b, k, speed in ((1, 0, 60.0), (1, 3, 110.0), (8, 0, 30.0), (8, 3, 40.0))]  # fmt: skip
+    surface = measured_surface(calibrate(runs), None, grid([1, 8], [0], [0, 3]))
+    idle = surface[surface["k"] == 0]
+    assert (idle["speedup"] < 0.99).all()
+    assert (idle["needed"] > 1.01).all()
+
+
+def test_a_file_that_every_replica_serves_in_time_needs_no_more_requests(
+    run: Run, tmp_path: Path
+) -> None:
+    path = tmp_path / "few.csv"
+    path.write_text("TIMESTAMP,ContextTokens,GeneratedTokens\n" + "".join(
+        f"{t},100,50\n" for t in range(3)
+    ))  # fmt: skip
+    done = run(
+        "capacity", *PLAIN, "--arrivals", path, "--slo", "tpot=60s", "--replications", "1"
+    )  # fmt: skip
+    assert done.code == 0, done.err
+    assert "at every rate of these requests of the file" in done.err
+
+
+def test_batches_whose_cache_does_not_fit_are_not_recommended_in_python() -> None:
+    asked = ("qwen-coder-cpu", "rtx-3090/llama-3.1-8b+llama-3.2-1b", ["fixed:gamma={1..2}"])
+    found = draftsim.sweep(*asked, concurrency=[1, 512], resamples=0, jobs=1)
+    assert set(found.best["batch"]) == {1}
+    assert any("left out from batch 512" in note for note in found.notes)
+
+
+def test_python_takes_the_graphs_that_the_command_takes(run: Run) -> None:
+    latency = "a100/llama-2-7b+vicuna-68m"
+    done = run(
+        "serve", "--trace", "qwen-coder-cpu", "--latency", latency, "--batch", "6",
+        "--policy", "fixed:gamma=3", "--requests", "12", "--json", "-",
+    )  # fmt: skip
+    served = draftsim.serve(
+        "qwen-coder-cpu", latency, ["fixed:gamma=3"], concurrency=[6], requests=12
+    )  # fmt: skip
+    ours = served.table.set_index("policy")["throughput_tok_s"]["fixed:gamma=3"]
+    theirs = {row["policy"]: row["throughput_tok_s"] for row in done.rows}["fixed:gamma=3"]
+    assert ours == pytest.approx(theirs)
+
+
+def test_an_engine_of_a_search_has_the_measured_limits() -> None:
+    engine = {"token_budget": 512, "max_batch": 4}
+    table = LatencyTable(GRID.cells, {**GRID.meta, "engine": engine})
+    load = closed_load(synthetic_trace(0.7, requests=4, tokens=20), 2, latency=table)
+    assert (load.limits.max_batch, load.limits.token_budget) == (2, 512)
+
+
+def test_drafters_of_one_kind_have_names_of_their_own() -> None:
+    trace = find_trace("smollm2-drafters-cpu")
+    log = replay(trace, Fixed(1), name="mtp")
+    own = [replace(log, source=source) for source in ("eagle:model=mtp", "eagle:model=mtp3")]
+    names = [one.policy for one in told_apart([*own, replay(trace, Fixed(2), name="two")])]
+    assert names == ["mtp (eagle:model=mtp)", "mtp (eagle:model=mtp3)", "two"]

@@ -62,9 +62,7 @@ def test_draft_lengths_can_be_said(run: Run) -> None:
     bare = run("import", "llamacpp", SERVED / "n3.jsonl", "--json", "-")
     said = run("import", "llamacpp", SERVED / "n3.jsonl", "--draft-lengths", "fixed:3",
                "--json", "-")  # fmt: skip
-    lows = [
-        r.rows[0]["survival_lo"] for r in (bare, said)
-    ]
+    lows = [r.rows[0]["survival_lo"] for r in (bare, said)]
     assert lows[0] == 0 < lows[1]
     for run_name, length, message in (
         ("n3", "fixed:5", "are no drafts of 5 each"),

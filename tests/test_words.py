@@ -107,9 +107,7 @@ def of_python(path: Path) -> list[str]:
     return read(path).words
 
 
-def ruled_out(
-    path: Path, tree: ast.Module, tokens: Sequence[tokenize.TokenInfo]
-) -> Iterator[str]:
+def ruled_out(path: Path, tree: ast.Module, tokens: Sequence[tokenize.TokenInfo]) -> Iterator[str]:
     """Yield each ruled-out word or opening of a Python file, with its line."""
     formatted = {id(v) for n in ast.walk(tree) if isinstance(n, ast.JoinedStr) for v in n.values}
     for node in ast.walk(tree):

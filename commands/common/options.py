@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
@@ -257,12 +257,10 @@ class Graphs:
         of.
         """
         from traces.latency.graphs import CUDAGraphs
-        from traces.store.operators import in_graphs
 
         sizes, mode = self.cudagraph_capture_sizes, self.cudagraph_mode
         graphs = None if sizes is None and mode is None else CUDAGraphs.parsed(sizes, mode)
-        tables = {name: in_graphs(t, graphs, largest) for name, t in recording.tables.items()}
-        return replace(recording, tables=tables)
+        return recording.in_graphs(graphs, largest)
 
 
 @dataclass(frozen=True)

@@ -221,9 +221,7 @@ def drawn(
     """
     from rich.box import SIMPLE_HEAD
 
-    table = Table(
-        box=SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0), show_edge=False, **options
-    )
+    table = Table(box=SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0), show_edge=False, **options)
     for name in cells:
         table.add_column(
             Text(heads.get(name, name)), overflow="fold",

@@ -222,7 +222,8 @@ def serving(trace: Trace, latency: LatencyTable, sizes: Sequence[int]) -> dict[s
     tuned = tune_vllm(trace, latency, sizes, draws=400)
     some = sorted({sizes[round(i)] for i in np.linspace(0, len(sizes) - 1, SERVED_BATCHES)})
     scenarios = [
-        replace(closed_load(trace, b, None, check_seed(0)), replications=REPLICATIONS) for b in some
+        replace(closed_load(trace, b, None, check_seed(0), latency), replications=REPLICATIONS)
+        for b in some
     ]
     others = rivals(longest_draft(trace))
     policies = others if tuned.document is None else {**others, "tuned": tuned.policy}

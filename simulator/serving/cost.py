@@ -479,11 +479,20 @@ class TableCost:
     signals:
         True if the policy that asks reads draft signals, whose phase is then charged for each
         drafted token.
+    speculates:
+        False for an engine without a drafter, which drafts nothing.
     """
 
-    def __init__(self, latency: LatencyTable, signals: bool = False) -> None:
-        self.latency, self.signals = latency, signals
-        self._cost = EngineCost(latency, reads=signals)
+    def __init__(
+        self, latency: LatencyTable, signals: bool = False, speculates: bool = True
+    ) -> None:
+        self.latency, self.signals, self.speculates = latency, signals, speculates
+        self._cost = EngineCost(latency, reads=signals, speculates=speculates)
+
+    @property
+    def coverage(self) -> list[Coverage]:
+        """Count measured, interpolated and extrapolated passes, per model and phase."""
+        return self._cost.coverage
 
     def __call__(self, batch: int, draft_length: int, verify_tokens: int, context: float) -> float:
         """Return seconds of `draft_length` batched draft steps and one verification."""

@@ -41,6 +41,8 @@ COLUMNS = (
   to runs.
 * ``k`` 0 is an engine with a drafter that drafts nothing: its drafter reads along.
 """
+IDLE = ServerRun(1, 1, 1.0, emitted=1.0, drafted=0.0)
+"""An engine with a drafter that drafts nothing: its drafter still takes a pass in every step."""
 DRAWS = 2000
 """Servers drawn from the priors for a plan without runs."""
 EXACT = 0.05
@@ -63,7 +65,7 @@ def priced_surface(
 ) -> pd.DataFrame:  # fmt: skip
     """Return the surface from a latency table's costs (columns `COLUMNS`).
 
-    ``cost`` is of an engine with the drafter, ``plain`` of one without.
+    ``cost`` is of an engine with the drafter, ``plain`` of one without (`TableCost.speculates`).
     """
     emitted = {k: acceptance.emitted(k, level) for k in {load.k for load in loads}}
     rows = []
@@ -94,7 +96,8 @@ def measured_surface(
     rows = []
     for batch, context, k in loads:
         plain = server.tokens_per_s(batch, 0, context, prompts, noisy=False)
-        speeds = server.tokens_per_s(batch, k, context, prompts, noisy=False) if k else plain
+        like = None if k else IDLE
+        speeds = server.tokens_per_s(batch, max(k, 1), context, prompts, noisy=False, like=like)
         emitted = interval_of(server.emitted(k), level)
         gain = interval_of(speeds / plain, level)
         rows.append(_row(batch, context, k, emitted, emitted.value / gain.value, gain,

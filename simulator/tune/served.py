@@ -77,11 +77,18 @@ class Outcome(NamedTuple):
         return self.rates(reachable)
 
 
-def closed_load(trace: Trace, batch: int, slo: Targets | None = None, seed: int = 0) -> Scenario:
-    """Return the load of a full engine: `batch` requests at a time, each followed by the next."""
+def closed_load(
+    trace: Trace, batch: int, slo: Targets | None = None, seed: int = 0,
+    latency: LatencyTable | None = None,
+) -> Scenario:  # fmt: skip
+    """Return the load of a full engine: `batch` requests at a time, each followed by the next.
+
+    The engine has the other limits of the one that `latency` was measured in.
+    """
     ttft_s, tpot_s = (math.inf, math.inf) if slo is None else (slo.ttft_s, slo.tpot_s)
+    limits = Limits(batch) if latency is None else Limits.of_engine(latency, batch)
     return Scenario(
-        ClosedLoop(batch), Limits(max_batch=batch), seed=seed,
+        ClosedLoop(batch), limits, seed=seed,
         requests=max(len(trace.requests), 4 * batch), ttft_target_s=ttft_s, tpot_target_s=tpot_s,
     )  # fmt: skip
 

@@ -245,7 +245,7 @@ def _serve(
     def load(trace: Trace, batch: int) -> Scenario:
         mean = trace.tokens / len(trace.requests)
         requests = max(len(trace.requests), 2 * batch, int(batch * ROUNDS / mean))
-        return replace(closed_load(trace, batch, slo), requests=requests)
+        return replace(closed_load(trace, batch, slo, latency=latency), requests=requests)
 
     runs = [
         (trace, policy, load(trace, batch))

@@ -13,6 +13,7 @@ from simulator.serving.cost import TableCost
 from simulator.targets import Targets
 from simulator.tune.costs import DEFAULT_LENGTHS, longest_draft
 from simulator.tune.formats import BY_BATCH
+from simulator.tune.gains import ON
 from simulator.tune.served import Progress, untold
 from simulator.tune.settings import Tuned
 from simulator.tune.vllm import tune_vllm
@@ -91,9 +92,9 @@ def _gate(
     trace: Trace, latency: LatencyTable, k: int, batches: Sequence[int]
 ) -> Mapping[str, Any] | None:
     """Return the window and the threshold; None where acceptance is no surer than that."""
-    cost = TableCost(latency)
+    cost, plain = TableCost(latency), TableCost(latency, speculates=False)
     held = float(np.mean([r.prompt_length + r.tokens / 2 for r in trace.requests]))
-    needed = min(cost(b, k, b * (k + 1), held) / cost(b, 0, b, held) for b in batches)
+    needed = min(cost(b, k, b * (k + 1), held) / plain(b, 0, b, held) for b in batches)
     log = of_trace("", trace, k).log
     assert log is not None
     rounds = log.per_request(np.ones(len(log)))
@@ -128,8 +129,8 @@ def tune_dynamo(
 ) -> Tuned:
     """Return the acceptance that Dynamo's mocker is to draw, at the best draft length.
 
-    ``aic_nextn`` is one K for all loads: that of the largest batch size at which drafts give a
-    speedup in the search of `tune_vllm`.  ``aic_nextn_accept_rates`` are the chances of each token,
+    ``aic_nextn`` is one K for all loads: that of the largest batch size at which `tune_vllm` says
+    to draft.  ``aic_nextn_accept_rates`` are the chances of each token,
     given that those before it were accepted.
 
     Raises
@@ -146,7 +147,11 @@ def tune_dynamo(
     warnings = [w for w in found.warnings if "vLLM keeps the last K" not in w]
     if found.document is None:
         return Tuned("dynamo", None, rows, warnings)
-    k = next(row[-1] for row in found.document[BY_BATCH][::-1] if row[-1])
+    drafting = [row["batch"] for row in found.rows if row["deploy"] == ON]
+    if not drafting:
+        return Tuned("dynamo", None, rows, warnings)
+    most = max(drafting)
+    k = next(k for low, high, k in found.document[BY_BATCH] if low <= most <= high)
     rates = np.nan_to_num(of_trace("", trace, k).rates)
     document = {
         "aic_nextn": k, "aic_nextn_accept_rates": ",".join(f"{rate:.4f}" for rate in rates),

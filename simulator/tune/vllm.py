@@ -132,7 +132,7 @@ def tune_vllm(
     weights = resamples(len(trace.requests), draws, seed)
     second = folds([r.category for r in trace.requests])
     held_out = can_hold_back(second)
-    loads = [closed_load(trace, b, slo, seed) for b in sizes]
+    loads = [closed_load(trace, b, slo, seed, latency) for b in sizes]
     # At K = 0, too, the draft model of an engine that drafts elsewhere reads the prompts.
     drafting = [replace(s, limits=replace(s.limits, lookahead=max(options))) for s in loads]
     policies = [Fixed(k) if k else RESTING for k in options]
