@@ -192,6 +192,8 @@ def _array(
     path: PathLike, table: pa.Table, name: str, dtype: str, row: tuple[int, ...]
 ) -> npt.NDArray[Any]:
     """Return a column of numbers of exactly this type, or of lists, as an array of such rows."""
+    if not row and name in table.column_names and table.column(name).null_count:
+        raise file_error(path, f"column {name!r} is of type {dtype}, expected one without gaps")
     if not row:
         return columns_of(path, table, {name: dtype})[name]
     (found, lengths), width = lists_of(path, table, name, dtype), math.prod(row)
