@@ -591,8 +591,8 @@ def test_a_surface_outside_the_measured_sizes_says_so(run: Run) -> None:
 
 
 def test_no_speculation_in_an_engine_of_runs_pays_for_its_drafter() -> None:
-    runs = [ServerRun(b, k, b * speed, emitted=2.5 if k else None)
-            for b, k, speed in ((1, 0, 60.0), (1, 3, 110.0), (8, 0, 30.0), (8, 3, 40.0))]  # fmt: skip
+    measured = ((1, 0, 60.0), (1, 3, 110.0), (8, 0, 30.0), (8, 3, 40.0))
+    runs = [ServerRun(b, k, b * speed, emitted=2.5 if k else None) for b, k, speed in measured]
     surface = measured_surface(calibrate(runs), None, grid([1, 8], [0], [0, 3]))
     idle = surface[surface["k"] == 0]
     assert (idle["speedup"] < 0.99).all()

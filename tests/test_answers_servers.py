@@ -200,7 +200,7 @@ def test_lengths_of_a_recording_are_those_of_each_draft_length() -> None:
     found = of_trace("bundled", trace, 8)
     for k in (1, 4, 8):
         [log] = replay_many(trace, [("fixed", Fixed(k))])
-        # Rounds that the end of a request cuts off say nothing of the positions behind.
+        # Rounds that the end of a request cuts off say nothing of the positions after it.
         whole = log.rounds["emitted"][log.rounds["drafted"] == k]
         assert found.known[k] == pytest.approx(whole.mean(), rel=0.01)
 
