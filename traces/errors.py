@@ -41,7 +41,7 @@ def missing_for(error: Exception) -> list[str]:
 
 
 def nearest(name: str, names: Iterable[str], cutoff: float = 0.4) -> str:
-    """Return the hint of a message about a name that `names` does not hold; empty if none is near."""
+    """Return the hint of a message about an unknown name; empty if none of `names` is near."""
     close = get_close_matches(name, list(names), n=1, cutoff=cutoff)
     return f" (did you mean {close[0]!r}?)" if close else ""
 
