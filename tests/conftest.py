@@ -194,6 +194,15 @@ class Ran(NamedTuple):
         assert (self.code, self.err.count("\n")) == (2, 1), self.err
         return self.err
 
+    @property
+    def late_refusal(self) -> str:
+        """The line with which it refused its input after remarks on what it had read."""
+        *remarks, last = self.err.splitlines()
+        assert self.code == 2, self.err
+        assert last.startswith("draftsim: "), self.err
+        assert not [line for line in remarks if line.startswith("draftsim: ")], self.err
+        return last
+
     def ok(self) -> Ran:
         """Return itself if the command succeeded."""
         assert self.code == 0, self.err

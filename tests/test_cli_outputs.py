@@ -280,7 +280,7 @@ def test_tables_by_suffix(
             ran = run(*command, "--out", path, *rows)
             assert ran.code in (0, 1), ran.err  # 1: a formula that disagrees
             assert str(path) in ran.err
-            if not rows:
+            if not rows and name != "list":  # which prints lines, not a table
                 check_printed(ran.out, headings)
     results = json.loads(out[".json"].read_text())["results"]
     with out[".csv"].open() as file:
