@@ -190,13 +190,7 @@ class Ran(NamedTuple):
 
     @property
     def refusal(self) -> str:
-        """The one line with which it refused its input."""
-        assert (self.code, self.err.count("\n")) == (2, 1), self.err
-        return self.err
-
-    @property
-    def late_refusal(self) -> str:
-        """The line with which it refused its input after remarks on what it had read."""
+        """The one line with which it refused its input, after remarks on what it had read."""
         *remarks, last = self.err.splitlines()
         assert self.code == 2, self.err
         assert last.startswith("draftsim: "), self.err

@@ -158,7 +158,7 @@ def test_options_that_contradict_it_are_refused(
     options: tuple[str, ...], message: str, run: Run
 ) -> None:
     ran = run("simulate", "--acceptance", "0.7,0.5", *options)
-    assert message in ran.late_refusal
+    assert message in ran.refusal
 
 
 @pytest.fixture(scope="module")

@@ -165,7 +165,7 @@ def test_what_cannot_be_is_said_in_a_line(
     write_latency(LatencyTable.constant(1.0, 0.1), tmp_path / "bundled" / "latency.parquet")
     named = {"OUT": str(tmp_path), "bundled": str(tmp_path / "bundled")}
     done = run(*[named.get(a, a) for a in arguments])
-    assert said in done.late_refusal
+    assert said in done.refusal
 
 
 def test_medians_withstand_one_slow_iteration() -> None:

@@ -145,7 +145,7 @@ def test_sglangs_counters_tell_the_acceptance_of_runs_of_one_draft_length(
     # Of two draft lengths nothing says which one was counted.
     written(folder, {"k5-1": served(1, 194.0)})
     two = run(*asked, "--metrics", metrics)
-    assert "such as 3:2.45 for drafts of 3" in two.late_refusal
+    assert "such as 3:2.45 for drafts of 3" in two.refusal
     # The server's own steps say it.
     metrics.write_text(metrics.read_text() + "sglang:spec_num_steps 3\n")
     assert run(*asked, "--metrics", metrics).code == 0
@@ -172,7 +172,7 @@ def test_metrics_come_from_a_url_on_this_machine(tmp_path: Path, run: Run) -> No
     server.server_close()
     assert ran.code == 0, ran.err
     far = run("recommend", "--metrics", "http://198.51.100.1/metrics", "--bench", folder)
-    assert "is not on this machine" in far.late_refusal
+    assert "is not on this machine" in far.refusal
 
 
 def test_other_programs_results_are_read(tmp_path: Path) -> None:
@@ -314,7 +314,7 @@ def test_files_of_no_use_are_refused(text: str, message: str, tmp_path: Path) ->
 def test_what_cannot_decide_says_what_would(tmp_path: Path, run: Run) -> None:
     folder = written(tmp_path / "results", {"plain": served(4, 200.0)})
     ran = run("recommend", "--bench", folder)
-    assert "measure K = 3 at 4 requests" in ran.late_refusal
+    assert "measure K = 3 at 4 requests" in ran.refusal
     near = {"plain": served(4, 200.0), "k1": served(4, 203.0, (0.5,))}
     close = run("recommend", "--bench", written(tmp_path / "near", near), "--batch", "4").ok()
     assert "these two runs would tell most: " in close.err
@@ -327,7 +327,7 @@ def test_a_bound_on_tpot_is_kept_or_refused(tmp_path: Path, run: Run) -> None:
     folder = written(tmp_path / "results", A100)
     run("recommend", "--bench", folder, "--batch", "1,8", "--slo", "tpot=20ms").ok()
     missed = run("recommend", "--bench", folder, "--batch", "32", "--slo", "tpot=2ms")
-    assert "no draft length meets it at 32 requests" in missed.late_refusal
+    assert "no draft length meets it at 32 requests" in missed.refusal
     late = run("recommend", "--bench", folder, "--slo", "ttft=1s,tpot=20ms")
     assert "hold no TTFT" in late.refusal
 

@@ -101,7 +101,7 @@ def test_plain_decoding_needs_no_recording(run: Run, tmp_path: Path) -> None:
     assert len(asked["measured"]) == 15
     # What drafts still needs a recording.
     refused = run("serve", *PLAIN[3:], "--policy", "fixed:gamma=2", "--batch", 1)
-    assert "--trace" in refused.late_refusal
+    assert "--trace" in refused.refusal
 
 
 @pytest.mark.usefixtures("nothing_named")

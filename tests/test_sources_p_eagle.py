@@ -91,4 +91,4 @@ def test_it_is_profiled_and_replayed_from_the_command_line(
     assert named["fixed:gamma=3"]["source"] == "parallel:model=masks"
     assert named["fixed:gamma=3"]["fidelity"] == "exact"
     wrong = run(*ONE_PROMPT, "--out", out, "--source", f"eagle:model={drafters / 'masks'}")
-    assert "parallel:model=" in wrong.late_refusal
+    assert "parallel:model=" in wrong.refusal

@@ -154,7 +154,7 @@ def test_broken_folders_are_named_and_skipped(
     for mode in MODES:
         shutil.rmtree(folder / f"h200-{PAIR}-{mode}")
     ran = run("validate", "--recorded", folder)
-    assert "none of 2 recordings can be predicted" in ran.late_refusal
+    assert "none of 2 recordings can be predicted" in ran.refusal
 
 
 def test_figures_say_what_they_are_of(tmp_path: Path, run: Run) -> None:
