@@ -13,7 +13,9 @@ import numpy as np
 import pytest
 
 import draftsim
+from commands.common.written import _best
 from commands.serve.rows import _break_even
+from policies.batch.sglang import SGLangAdaptive
 from policies.core import DraftPolicy
 from policies.lengths.basic import Autoregressive, Fixed
 from policies.rules.registry import parse_rule
@@ -72,6 +74,10 @@ RESULTS = str(ROOT / "docs" / "examples" / "server" / "results")
         (("breakeven", "--plan", "--latency", CONST, "--acceptance", "0.8"), "drop --latency"),
         (("breakeven", *GIVEN, "--trace", "smollm2-cpu"), "need no recording: drop --trace"),
         (("papers", "--logs", "x"), "drop --logs"),
+        (("simulate", "--rounds", "bundled", "--policy", "gammatune", "--robustness"),
+         "decoded: drop --policy and --robustness"),
+        (("sweep", "--ladder", "--jobs", "2"), "--ladder sweeps nothing: drop --jobs"),
+        (("doctor", "0.7", "--against", "0.8", "--source", "eagle"), "--source eagle chooses"),
         (("papers", "--measured", "--trace", "smollm2-cpu", "--missing"),
          "drop --trace and --missing"),
         (("sweep", *ANY_BATCH, "--verify-ratio", "1.1"), "no --c is given: drop --verify-ratio"),
@@ -647,3 +653,13 @@ def test_drafters_of_one_kind_have_names_of_their_own() -> None:
     own = [replace(log, source=source) for source in ("eagle:model=mtp", "eagle:model=mtp3")]
     names = [one.policy for one in told_apart([*own, replay(trace, Fixed(2), name="two")])]
     assert names == ["mtp (eagle:model=mtp)", "mtp (eagle:model=mtp3)", "two"]
+
+
+def test_integers_name_slots_as_texts_do() -> None:
+    slots = {"candidate_steps": [1, 2]}
+    assert SGLangAdaptive(config={1: slots}).config == {1: slots}
+
+
+def test_the_oracle_is_never_the_best_row_of_a_paper() -> None:
+    rows = [{"policy": "oracle ~", "speedup": "3.0"}, {"policy": "gammatune *", "speedup": "1.2"}]
+    assert _best(rows, ["policy", "speedup"]) == 1

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from commands.common.output import remark
+from traces.errors import DraftsimError
 
 if TYPE_CHECKING:
     from simulator.aggregate.positions import Positions
@@ -51,6 +52,11 @@ def load_positions(
     if len(texts) == 1 and texts[0].strip() and not is_told(texts[0]):
         trace = load_unpriced(texts[0], source, "acceptance by position").trace
         return of_trace(texts[0], trace, k or min(trace.max_gamma or LONGEST, LONGEST))
+    if source is not None:
+        raise DraftsimError(
+            f"--source {source} chooses a drafter of a recording, and {', '.join(texts)} is none: "
+            "drop it"
+        )
     one = texts[0] if len(texts) == 1 else texts
     found = read_acceptance(one, k, form=form, rounds=rounds, drafts=drafts)
     if found.note:

@@ -205,7 +205,7 @@ def _best(rows: Sequence[Mapping[Any, Any]], names: Sequence[Any]) -> int | None
     figures = {
         i: figure for i, row in enumerate(rows)
         if (figure := _figure(row.get(column))) is not None
-        and not is_bound(str(row.get("policy", "")))
+        and not is_bound(str(row.get("policy", "")).split(" ")[0])  # marks may follow
     }  # fmt: skip
     return max(figures, key=lambda i: figures[i], default=None)
 

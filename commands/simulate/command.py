@@ -141,6 +141,13 @@ def simulate(
             )  # fmt: skip
 
     if rounds is not None:
+        unused = {
+            "--policy": policies.policy, "--verify": policies.verify, "--memory": policies.memory,
+            "--source": inputs.source, "--acceptance": inputs.acceptance,
+            "--one-pass": inputs.one_pass or None, "--robustness": robustness or None,
+            "--plots": plots,
+        }  # fmt: skip
+        refuse(unused, "--rounds prices rounds that were decoded")
         if not rounds.exists():
             rounds = folder_of(rounds) or rounds
         logs, table, recorded = recorded_rounds(rounds, inputs.latency, inputs.trace)

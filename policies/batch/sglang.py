@@ -81,9 +81,9 @@ class SGLangAdaptive(KeptInStep):
         self.graph_batches = graph_batches
         chosen = DEFAULT_CONFIG if config is None else config
         common = {k: v for k, v in chosen.items() if k in _SETTINGS}
-        if unknown := [k for k in chosen if k not in _SETTINGS and not k.isdigit()]:
+        if unknown := [k for k in chosen if k not in _SETTINGS and not str(k).isdigit()]:
             raise ValueError(f"config key {unknown[0]!r} is neither a batch size nor a setting")
-        slots = {int(k): v for k, v in chosen.items() if k.isdigit()}
+        slots = {int(k): v for k, v in chosen.items() if str(k).isdigit()}
         if wrong := [k for k, v in slots.items() if not isinstance(v, Mapping)]:
             raise ValueError(f"config slot {wrong[0]} is no object with candidate_steps")
         if not slots:
