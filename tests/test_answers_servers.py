@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 import draftsim
+from policies.batch.tables import BatchTable
 from policies.lengths.basic import Fixed
 from simulator.aggregate.advice import Choice, predicted
 from simulator.aggregate.benches import _length, read_benches
@@ -19,6 +20,7 @@ from simulator.aggregate.server import ServerRun, calibrate
 from simulator.tune.breakeven import grid, measured_surface
 from simulator.tune.costs import fixed_logs, price_grid
 from simulator.tune.launch import NamedDrafter, launch_line, setting
+from simulator.tune.reading import read_settings
 from tests.conftest import ROOT, Run
 from tests.serving import GRID
 from traces.acceptance.synthetic import synthetic_trace
@@ -275,3 +277,14 @@ def test_an_estimated_acceptance_has_an_interval_at_other_lengths(tmp_path: Path
     other = server.at_acceptance({3: 2.4})
     assert np.ptp(other.emitted(3)) == 0
     assert np.ptp(other.emitted(1)) > 0.05
+
+
+def test_one_draft_length_for_vllm_is_a_setting(tmp_path: Path) -> None:
+    """As ``recommend --out`` writes it where one K is best at every load."""
+    path = tmp_path / "setting.json"
+    path.write_text('{"method": "eagle3", "num_speculative_tokens": 3}')
+    engine, policy = read_settings(path)
+    assert engine == "vllm"
+    assert isinstance(policy, BatchTable)
+    planned = [policy.planned_at(batch) for batch in (1, 7, 300)]
+    assert [one is not None and one.verified for one in planned] == [3, 3, 3]

@@ -58,7 +58,7 @@ def check_vllm(document: Mapping[str, Any]) -> BatchTable:
     contexts start at 1 without gaps, and every batch range has the same ones; K is 0 to
     ``num_speculative_tokens``, which is at least 1.  Rows of ``num_speculative_tokens_per_seq_len``
     (vllm-project/vllm pull request 54801) are ``[lo, hi, K]`` over sequence lengths, from 1 and
-    without gaps.
+    without gaps.  Without either, ``num_speculative_tokens`` is the K of every load.
 
     Raises
     ------
@@ -71,6 +71,8 @@ def check_vllm(document: Mapping[str, Any]) -> BatchTable:
     most = document.get("num_speculative_tokens")
     if not _whole(most, 1, MOST_DRAFTED):
         _fail("num_speculative_tokens", most, f"expected a whole number, 1 to {MOST_DRAFTED}")
+    if BY_BATCH not in document and BY_LENGTH not in document:
+        return _made(BatchTable, [[1, 1, most]])  # vLLM keeps the last K of a table
     if BY_LENGTH in document:
         rows = _rows(BY_LENGTH, document[BY_LENGTH], (3,), most)
         _continuous(BY_LENGTH, [row[:2] for row in rows])

@@ -22,6 +22,7 @@ from traces.store.text import read_json
 ENGINE_OF: Mapping[str, str] = {
     BY_LENGTH: "vllm", "draft_len_schedule": "tensorrt-llm", "aic_nextn": "dynamo",
     BY_BATCH: "vllm", HF_KEYS[0]: "hf", LLAMACPP_KEYS[0]: "llamacpp",
+    "num_speculative_tokens": "vllm",
 }  # fmt: skip
 """The engine that reads a key; SGLang's keys are batch sizes."""
 OWN_KEYS = {"hf": HF_KEYS, "llamacpp": LLAMACPP_KEYS}
@@ -51,7 +52,7 @@ def read_settings(path: str | os.PathLike[str]) -> tuple[str, DraftPolicy | Batc
         engine = "sglang"
     if engine is None:
         raise SettingsError(
-            f"{path}: expected num_speculative_tokens_per_batch_size (vLLM), a slot such as "
+            f"{path}: expected num_speculative_tokens (vLLM), a slot such as "
             '{"1": {"candidate_steps": [1]}} (SGLang), num_assistant_tokens (transformers), '
             "spec-draft-n-max (llama.cpp), draft_len_schedule (TensorRT-LLM) or aic_nextn (Dynamo)"
         )
