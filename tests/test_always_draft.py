@@ -71,7 +71,7 @@ def test_rounds_are_those_of_a_policy_that_fills_its_slots(
 
 def test_a_drafter_that_reads_along_is_the_engines_own_resting_policy(trace: Trace) -> None:
     """vLLM's and SGLang's K = 0, which drafts one token and verifies none."""
-    made = always_drafted(replay(trace, Fixed(0)), 1)
+    made = always_drafted(replay(trace, Fixed(0), name="resting"), 1)
     real = replay(trace, SingleStream(RESTING))
     here = inside(made, 1)
     for name in ("drafted", "draft_forwards", "catch_up"):

@@ -116,7 +116,8 @@ def test_a_run_takes_in_further_drafters_of_a_kind(
     # What is of a kind is listed drafter by drafter, and told apart by its source.
     every = run("simulate", "--trace", out, "--policy", "eagle", "--json", "-").rows
     assert [(r["policy"], r["source"]) for r in every[1:3]] == [
-        ("eagle", "eagle:model=another"), ("eagle", "eagle:model=one")
+        ("eagle (eagle:model=another)", "eagle:model=another"),
+        ("eagle (eagle:model=one)", "eagle:model=one"),
     ]  # fmt: skip
     refused = run("simulate", "--trace", out, "--source", "eagle", "--policy", "fixed:gamma=2")
     assert "another (eagle), one (eagle)" in refused.refusal

@@ -377,7 +377,7 @@ def test_a_stopped_run_leaves_readable_rows_marked_incomplete(
     def command() -> None:
         signal.signal(signal.SIGINT, signal.default_int_handler)
         sys.argv = [
-            "draftsim", "serve", "--trace", str(synthetic_run), "--batch", ",".join(["1"] * 400),
+            "draftsim", "serve", "--trace", str(synthetic_run), "--rate", ",".join(["0.5"] * 400),
             "--requests", "20", "--policy", "autoregressive", "--out", str(out),
         ]  # fmt: skip
         draftsim.main()

@@ -125,13 +125,13 @@ def test_an_option_of_another_verb_is_refused_in_a_line(
 
 
 @pytest.mark.parametrize("command", WITH_VERBS)
-def test_verbs_are_listed_with_their_questions(command: str, run: Run) -> None:
+def test_verbs_are_listed_with_their_help(command: str, run: Run) -> None:
     said = run(command, "--help").out
     lines = " ".join(said.split())
     assert f"draftsim {command} [VERB] [OPTIONS]" in said
     for verb, one in WITH_VERBS[command].verbs.items():
         assert re.search(rf"^  {verb} .*{re.escape(one.says)}$", said, re.M)
-        assert one.says.endswith("?")
+        assert one.says.endswith(".")
         for option in one.chosen_by:
             assert option in lines
 

@@ -10,6 +10,7 @@ import pytest
 
 from docs.llamacpp_tables import COUNTS, SERVED, answers, asked, lookups, same_text, settings
 from policies import Fixed
+from simulator.tune.formats import check_llamacpp
 from tests.conftest import Run
 from tests.logs import counts, written
 from traces.errors import FileError
@@ -18,7 +19,7 @@ from traces.sources import replay_source
 from traces.sources.lookups.text import NGramSimpleLookup
 
 RUNS = sorted(path.stem for path in SERVED.glob("*.jsonl"))
-SURE = sorted(run for run, setting in settings().items() if not setting.p_min)
+SURE = sorted(run for run, setting in settings().items() if not setting["spec-draft-p-min"])
 """Runs whose drafts end at no probability."""
 
 
@@ -43,10 +44,12 @@ def test_the_server_drafts_and_accepts_as_replayed(run: str) -> None:
     given, setting = answers(run), settings()[run]
     trace = asked(given)
     assert all(same_text(given, trace))
-    rounds = replay(trace, setting.policy(), first=1).rounds
+    rounds = replay(trace, check_llamacpp(setting), first=1).rounds
     for i, (answer, request) in enumerate(zip(given, trace.requests, strict=True)):
         own = rounds[rounds["request"] == i]
-        drafted = np.minimum(setting.tokens, request.max_new_tokens - 1 - own["position"])
+        drafted = np.minimum(
+            setting["spec-draft-n-max"], request.max_new_tokens - 1 - own["position"]
+        )
         assert (drafted >= own["drafted"]).all()
         # An accepted end inside the server's draft is counted as the target's own token.
         last = own[-1]
@@ -77,10 +80,10 @@ def test_draft_lengths_can_be_said(run: Run) -> None:
 @pytest.mark.parametrize("run", SURE)
 def test_its_metrics_are_those_of_the_replayed_rounds(run: str) -> None:
     given, setting = answers(run), settings()[run]
-    rounds = replay(asked(given), setting.policy(), first=1).rounds
+    rounds = replay(asked(given), check_llamacpp(setting), first=1).rounds
     scraped = counts("prometheus", SERVED / f"{run}.txt")
     assert scraped.rounds == (rounds["drafted"] > 0).sum()
-    accepted = [(rounds["accepted"] > k).sum() for k in range(setting.tokens)]
+    accepted = [(rounds["accepted"] > k).sum() for k in range(setting["spec-draft-n-max"])]
     ended = sum(a["stop_type"] == "eos" for a in given)
     assert scraped.per_position is not None
     assert 0 <= sum(accepted) - sum(scraped.per_position) <= ended
@@ -90,7 +93,7 @@ def test_its_metrics_are_those_of_the_replayed_rounds(run: str) -> None:
 @pytest.mark.parametrize("run", sorted(settings().keys() - SURE))
 def test_under_a_threshold_it_drafts_and_accepts_as_replayed(run: str) -> None:
     """To the token, but where the text ends: there its last draft goes on."""
-    given, policy = answers(run), settings()[run].policy()
+    given, policy = answers(run), check_llamacpp(settings()[run])
     trace = asked(given)
     if not trace.signals.issuperset(policy.reads):
         pytest.skip("smollm2-cpu lacks top10_prob: `draftsim profile --signals-only` adds it")

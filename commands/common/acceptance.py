@@ -54,8 +54,8 @@ def load_positions(
         return of_trace(texts[0], trace, k or min(trace.max_gamma or LONGEST, LONGEST))
     if source is not None:
         raise DraftsimError(
-            f"--source {source} chooses a drafter of a recording, and {', '.join(texts)} is none: "
-            "drop it"
+            f"--source {source} chooses a drafter of a recording, and {', '.join(texts)} has no "
+            "drafters: drop it"
         )
     one = texts[0] if len(texts) == 1 else texts
     found = read_acceptance(one, k, form=form, rounds=rounds, drafts=drafts)
