@@ -193,7 +193,7 @@ def sweep(
             "--batch": None if batch == "1" else batch, "--cluster": cluster,
             "--verify-ratio": None if verify_ratio == 1 else verify_ratio,
             "--tilt": None if tilt is Tilting.COUPLED else tilt,
-            "--plots": plots if tune else None, "--jobs": jobs if ladder else None,
+            "--plots": plots if tune else None,
         }  # fmt: skip
         refuse(axes, f"{'--ladder' if ladder else '--tune'} sweeps nothing")
         table = _measured_table(tables, inputs, ladder, tune)

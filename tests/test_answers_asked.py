@@ -76,7 +76,6 @@ RESULTS = str(ROOT / "docs" / "examples" / "server" / "results")
         (("papers", "--logs", "x"), "drop --logs"),
         (("simulate", "--rounds", "bundled", "--policy", "gammatune", "--robustness"),
          "decoded: drop --policy and --robustness"),
-        (("sweep", "--ladder", "--jobs", "2"), "--ladder sweeps nothing: drop --jobs"),
         (("doctor", "0.7", "--against", "0.8", "--source", "eagle"), "--source eagle chooses"),
         (("papers", "--measured", "--trace", "smollm2-cpu", "--missing"),
          "drop --trace and --missing"),

@@ -242,7 +242,7 @@ def test_a_file_tuned_is_served_beside_what_people_set_by_hand(
         (None, "no such file"),
         ("{", "is not JSON"),
         ("[1]", "holds a list, expected an object"),
-        ('{"temperature": 1}', "expected num_speculative_tokens_per_batch_size"),
+        ('{"temperature": 1}', "expected num_speculative_tokens (vLLM)"),
         ('{"2": {"candidate_steps": [1]}}', "expected a slot for batch size 1"),
         ('{"num_assistant_tokens": 0}', "expected num_assistant_tokens"),
         ("[" * 100_000, "nested deeper than 64 levels"),
