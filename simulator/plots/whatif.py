@@ -81,7 +81,8 @@ def figures(frame: pd.DataFrame) -> dict[str, Figure]:
                 drawn.append((f"map_context_batch{suffix}", maps))
         contexts = part["context"].fillna(-1)
         at = part[contexts == contexts.iloc[0]]
-        if at["batch"].nunique() > 1 and at["gamma"].nunique() > 1:
+        lengths = at[at["gamma"].notna()].groupby("family", observed=True)["gamma"].nunique()
+        if at["batch"].nunique() > 1 and (lengths > 1).any():
             of += _only(part, "context", "context")
             drawn.append((f"map_batch_gamma{suffix}", plot_maps(at, "batch", "gamma", of=of)))
     one = priced[priced["alpha"] == priced["alpha"].min()] if len(priced) else priced
@@ -222,7 +223,9 @@ def plot_batches(frame: pd.DataFrame, of: str = "") -> Figure:
         own = rows[(rows["latency"] == name) & (rows["gpu"] == gpu)]
         by_speed = own[own["family"] == "fixed"].sort_values("speedup")
         best = by_speed.drop_duplicates("batch", keep="last")
-        lines = [("best fixed length", best)] if len(best) else []
+        swept = by_speed["policy"].unique()
+        fixed_name = str(swept[0]) if len(swept) == 1 else "best fixed length"
+        lines = [(fixed_name, best)] if len(best) else []
         lines += [(policy, own[own["policy"] == policy]) for policy in others]
         for i, (label, found) in enumerate(lines):
             line = found.sort_values("batch")
