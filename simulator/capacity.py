@@ -90,14 +90,12 @@ class PointRunner:
         kept = run.columns(measured=True)
         within = run.within(kept)
         late = kept["index"] >= (recorder.skip + recorder.expected) / 2
-        # Refused ones of the warm-up do not count, as served ones do not.
-        counted = recorder.rejected * (1 - recorder.skip / max(recorder.expected, 1))
-        refused = len(within) / (len(within) + counted) if len(within) else 0.0
+        taken = len(within) / (len(within) + run.refused) if len(within) else 0.0
         window = recorder.window
         return {
             **point._asdict(),
-            "within": float(within.mean()) * refused if len(within) else 0.0,
-            "within_late": float(within[late].mean()) * refused if late.any() else 0.0,
+            "within": float(within.mean()) * taken if len(within) else 0.0,
+            "within_late": float(within[late].mean()) * taken if late.any() else 0.0,
             "span_s": window.end_s - window.start_s,
             "throughput_tok_s": row["throughput_tok_s"] * point.replicas / run.replicas,
             **{name: row[name] for name in KEPT},

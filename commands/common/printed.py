@@ -41,7 +41,7 @@ ANSWERS = ("best K", "k", "setting", "deploy", "speedup", "gain", "replicas", "s
 RATIOS = ("speedup", "gain", "decode_gain", "default_gain", "served_gain")
 """Columns whose figures are ratios to no speculation."""
 ALL_DEFAULT: Mapping[str, Any] = MappingProxyType({})
-"""Says nothing of any column."""
+"""No value for any column."""
 
 
 def print_table(

@@ -76,9 +76,8 @@ class Tuned:
 
     def __post_init__(self) -> None:
         document = self.document
-        vars(self)["policy"] = (
-            Autoregressive() if document is None else check_settings(self.engine, document)
-        )
+        policy = Autoregressive() if document is None else check_settings(self.engine, document)
+        object.__setattr__(self, "policy", policy)
 
     def policy_at(self, batch: int) -> DraftPolicy | BatchPolicy:
         """Return the policy to deploy if loads stay at a searched `batch`: `policy`, or no

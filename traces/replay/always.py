@@ -90,7 +90,7 @@ def always_drafted(log: RoundLog, passes: int) -> RoundLog:
     rounds = log.rounds.copy()
     forwards = np.maximum(rounds["draft_forwards"], passes)
     begins = np.diff(rounds["request"], prepend=-1) != 0
-    behind = caught_up(begins, forwards, rounds["accepted"], log.takes_verified)
+    unread = caught_up(begins, forwards, rounds["accepted"], log.takes_verified)
     rounds["draft_forwards"] = forwards
-    rounds["catch_up"] = np.minimum(rounds["catch_up"], behind)
+    rounds["catch_up"] = np.minimum(rounds["catch_up"], unread)
     return replace(log, rounds=rounds)

@@ -139,6 +139,12 @@ class Run:
         )
 
     @property
+    def refused(self) -> float:
+        """Requests after the warm-up that the engine refused: they miss every target."""
+        r = self.recorder
+        return r.rejected * (1 - r.skip / max(r.expected, 1))
+
+    @property
     def throughput(self) -> float:
         """Tokens per second over the measured interval."""
         start_s, end_s, tokens = self._measured()
@@ -168,8 +174,6 @@ class Run:
         done = kept["finish_s"].max() - kept["arrival_s"].min() if len(within) else 0.0
         scenario = self.scenario
         offered = scenario.rate
-        # Refused requests miss every target; those of the warm-up do not count.
-        refused = r.rejected * (1 - r.skip / max(r.expected, 1))
         window, each_s = r.window, self.simulated_s * self.replicas
         last_s = window.end_s if window.end_s > window.start_s else self.simulated_s
         begun = int((every["first_s"] <= last_s).sum())
@@ -188,7 +192,7 @@ class Run:
             "itl_s": r.itl.summary,
             "goodput_req_s": float(within.sum()) / done if done > 0 else float("nan"),
             "within_targets": (
-                float(within.sum() / (len(within) + refused)) if len(within) else float("nan")
+                float(within.sum() / (len(within) + self.refused)) if len(within) else float("nan")
             ),
             "ttft_target_s": scenario.ttft_target_s, "tpot_target_s": scenario.tpot_target_s,
             "mean_batch": r.batch.integral / each_s if each_s else 0.0,
