@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 
 from policies.lengths.basic import Fixed
-from simulator.aggregate.acceptance import TwoState, iid_mean
+from simulator.aggregate.acceptance import TwoState
 from simulator.aggregate.hazard import check_totals, emitted_at
-from simulator.formulas.leviathan import expected_tokens
+from simulator.formulas.leviathan import acceptance_rate, expected_tokens
 from simulator.hardware.formats import SHAPES
 from simulator.papers import measured
 from simulator.papers.measured import measured_rows
@@ -51,7 +51,7 @@ def _predicted_once() -> Iterator[None]:
 @pytest.mark.parametrize(("alpha", "gamma"), [(0.3, 1), (0.7, 4), (0.9, 8)])
 def test_an_even_member_is_the_textbook(alpha: float, gamma: int) -> None:
     assert TwoState(alpha).emitted(gamma) == pytest.approx(expected_tokens(alpha, gamma))
-    assert iid_mean(gamma, expected_tokens(alpha, gamma)) == pytest.approx(alpha)
+    assert acceptance_rate(expected_tokens(alpha, gamma), gamma) == pytest.approx(alpha)
 
 
 @pytest.mark.parametrize("gamma", [1, 3, 8])

@@ -25,6 +25,7 @@ import numpy as np
 
 from policies.arrays import Floats
 from simulator.aggregate.hazard import Interval, check_totals, emitted_at
+from simulator.formulas.leviathan import acceptance_rate
 from traces.errors import DraftsimError, FileError
 from traces.store.text import read_text
 
@@ -103,22 +104,6 @@ class TwoState:
         return 1.0 + float(self.survival(gamma).sum()) if gamma else 1.0
 
 
-def iid_mean(gamma: int, emitted: float) -> float:
-    """Return the i.i.d. acceptance at which rounds of `gamma` emit `emitted` tokens (Leviathan eq.
-    1).
-
-    Raises DraftsimError if no acceptance does.
-    """
-    if not 1 <= emitted <= gamma + 1 or gamma < 1:
-        raise DraftsimError(f"no acceptance gives {emitted:g} tokens a round of {gamma}")
-    low, high = 0.0, 1.0
-    while high - low > 1e-15:
-        mean = (low + high) / 2
-        under = sum(mean**k for k in range(gamma + 1)) < emitted
-        low, high = (mean, high) if under else (low, mean)
-    return high
-
-
 LENGTHS = (1, 2, 3, 4, 5, 6, 8)
 """Draft lengths that are always told."""
 
@@ -170,7 +155,7 @@ def emitted_rows(totals: Mapping[int, float]) -> list[dict[str, Any]]:
     The column ``known`` is True if the totals hold the length itself.
     """
     near = max(totals)
-    even = TwoState(iid_mean(near, totals[near]))
+    even = TwoState(acceptance_rate(totals[near], near))
     rows = []
     for gamma in sorted({*LENGTHS, *totals}):
         found = emitted_at(totals, gamma)
@@ -249,7 +234,7 @@ def extended(
     """
     known = {k: curve[k] for k in given}
     near = max(known)
-    rate = iid_mean(near, known[near])
+    rate = acceptance_rate(known[near], near)
     rows = []
     for k in asked:
         span = emitted_at(known, k, level)

@@ -51,6 +51,8 @@ from simulator.aggregate.hazard import (
     lengths,
 )
 from simulator.aggregate.hazard import gaps as gaps_of
+from simulator.formulas.bounds import geometric_sum
+from simulator.formulas.leviathan import acceptance_rate
 from traces.acceptance.schema import MOST_DRAFTED, MOST_TOKENS
 from traces.errors import DraftsimError
 
@@ -305,18 +307,14 @@ class ServerLoads:
 
 
 def passes_of(drafted: float, k: int) -> float:
-    """Draft passes of rounds with a mean of `drafted` tokens, whose drafts stop early.
+    """Return draft passes of rounds with a mean of `drafted` tokens, whose drafts stop early.
 
     Every token is kept with the same chance q, so that drafted = q + q^2 + ... + q^k, and the
     passes are 1 + q + ... + q^(k - 1) = drafted / q.
     """
     if drafted >= k:
         return float(k)
-    low, high = 0.0, 1.0
-    for _ in range(60):
-        q = (low + high) / 2
-        low, high = (q, high) if sum(q**i for i in range(1, k + 1)) < drafted else (low, q)
-    return sum(low**i for i in range(k))
+    return geometric_sum(acceptance_rate(1 + drafted, k), k)
 
 
 def step_s(

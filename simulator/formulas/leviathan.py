@@ -15,6 +15,19 @@ def expected_tokens(alpha: float, gamma: int) -> float:
     return geometric_sum(alpha, gamma + 1)
 
 
+def acceptance_rate(tokens: float, gamma: int) -> float:
+    """Return the alpha at which rounds of gamma drafts emit `tokens`: the inverse of eq. 1.
+
+    Raises DraftsimError if no alpha does.
+    """
+    from scipy.optimize import brentq
+
+    require("gamma", gamma, 1)
+    if not 1 <= tokens <= gamma + 1:
+        raise DraftsimError(f"no acceptance gives {tokens:g} tokens a round of {gamma}")
+    return float(brentq(lambda a: expected_tokens(a, gamma) - tokens, 0.0, 1.0, xtol=1e-14))
+
+
 def speedup(alpha: float, gamma: int, c: float) -> float:
     """Return expected improvement of wall time over plain decoding (Theorem 3.8)."""
     require("c", c, 0)
@@ -62,8 +75,6 @@ def break_even_alpha(gamma: int, c: float, verify: float = 1.0) -> float:
     DraftsimError
         If even alpha = 1 gives no speedup, or alpha = 0 already does.
     """
-    from scipy.optimize import brentq
-
     require("gamma", gamma, 1)
     cost = gamma * require("c", c, 0) + require("verify", verify, 0)
     if not 1 <= cost <= gamma + 1:
@@ -71,7 +82,7 @@ def break_even_alpha(gamma: int, c: float, verify: float = 1.0) -> float:
             f"a round of gamma={gamma} costs {cost:g} target steps for 1 to {gamma + 1} tokens: "
             "no acceptance breaks even"
         )
-    return float(brentq(lambda a: expected_tokens(a, gamma) - cost, 0.0, 1.0, xtol=1e-14))
+    return acceptance_rate(cost, gamma)
 
 
 def acceptance_proportion(alpha: float, gamma: int) -> float:

@@ -18,11 +18,11 @@ import numpy.typing as npt
 import pandas as pd
 
 from policies.batch.base import IterationCost
-from simulator.aggregate.acceptance import iid_mean
 from simulator.aggregate.advice import informative, usual
 from simulator.aggregate.hazard import HAZARD, Interval
 from simulator.aggregate.positions import Positions
 from simulator.aggregate.server import COSTS, MISFIT, ServerFit, ServerRun, interval_of
+from simulator.formulas.leviathan import acceptance_rate
 from simulator.tune.formats import BY_BATCH, BY_LENGTH
 from simulator.tune.launch import TARGET, launch_line
 from simulator.tune.vllm import table_rows
@@ -109,7 +109,7 @@ def _row(
     batch: int, context: int, k: int, emitted: Interval, needed: float, gain: Interval,
     speed: float,
 ) -> tuple[Any, ...]:  # fmt: skip
-    rate = iid_mean(k, needed) if k and 1 <= needed <= k + 1 else None
+    rate = acceptance_rate(needed, k) if k and 1 <= needed <= k + 1 else None
     return (
         batch, context, k, emitted.value, needed, rate, gain.value, gain.low, gain.high,
         gain.value > 1, speed,
