@@ -27,7 +27,8 @@ from typing import Any, NamedTuple
 import numpy as np
 import pandas as pd
 
-from simulator.aggregate.server import ServerRun, Target, calibrate, interval_of
+from simulator.aggregate.hazard import interval_of
+from simulator.aggregate.server import ServerRun, Target, calibrate
 from simulator.published import ENGINE_STUDIES, RTX3090, RTX3090_PLAIN
 
 ALL = "all studies"

@@ -13,8 +13,8 @@ import pandas as pd
 from docs.reading import table
 from simulator.aggregate.advice import usual
 from simulator.aggregate.benches import read_benches
-from simulator.aggregate.hazard import Interval
-from simulator.aggregate.server import ServerRun, calibrate, interval_of
+from simulator.aggregate.hazard import Interval, interval_of
+from simulator.aggregate.server import ServerRun, calibrate
 
 SERVED = Path(__file__).resolve().parent / "examples" / "server"
 """Folder of the server's files: `results` are given, `confirmed` are predicted."""

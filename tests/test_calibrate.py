@@ -13,7 +13,7 @@ import pytest
 
 from simulator.aggregate.advice import choices, draft_lengths, in_words, next_run, next_runs
 from simulator.aggregate.benches import latency_table, read_runs
-from simulator.aggregate.hazard import HAZARD, emitted_at, further, lengths
+from simulator.aggregate.hazard import HAZARD, emitted_at, further, interval_of, lengths
 from simulator.aggregate.server import (
     COSTS,
     MISFIT,
@@ -23,7 +23,6 @@ from simulator.aggregate.server import (
     ServerRun,
     Target,
     calibrate,
-    interval_of,
     passes_of,
     step_s,
 )

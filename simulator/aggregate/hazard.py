@@ -131,9 +131,13 @@ def survival(values: Floats, longest: int) -> Floats:
 
     ``values``: (draws, 3) in the order of `HAZARD`.
     """
+    return _alive(_logits(values, longest))
+
+
+def _alive(logits: Floats) -> Floats:
+    """Return chances that all positions up to each are accepted, from logits of the hazard."""
     # The logistic function, by way of tanh: exp would overflow far from zero.
-    chances = 0.5 * (1 + np.tanh(0.5 * _logits(values, longest)))
-    return np.asarray(np.cumprod(chances, axis=1))
+    return np.asarray(np.cumprod(0.5 * (1 + np.tanh(0.5 * logits)), axis=1))
 
 
 def _logits(values: Floats, longest: int) -> Floats:
@@ -180,6 +184,16 @@ class Interval:
         low, high = sorted((self.low * factor, self.high * factor))
         return Interval(self.value * factor, low, high)
 
+    def columns(self, name: str) -> dict[str, float]:
+        """Return the three as columns of a row: ``name``, ``name_lo`` and ``name_hi``."""
+        return {name: self.value, f"{name}_lo": self.low, f"{name}_hi": self.high}
+
+
+def interval_of(draws: Floats, level: float) -> Interval:
+    """Return the median of draws, and the ends of their central interval."""
+    low, value, high = np.quantile(draws, [(1 - level) / 2, 0.5, (1 + level) / 2])
+    return Interval(float(value), float(low), float(high))
+
 
 def check_totals(known: Mapping[int, float]) -> None:
     """Raise DraftsimError for an acceptance length that no acceptance gives."""
@@ -200,9 +214,7 @@ def further(values: Floats, known: Mapping[int, float], k: int) -> Floats:
     below = max((n for n in known if n < k), default=0)
     bends = BEND * np.random.default_rng(0).standard_normal((k, len(values))).T
     bends[:, : max(known, default=0)] = 0.0
-    logits = _logits(values, k) + np.cumsum(bends, axis=1)
-    # The logistic function, by way of tanh: exp would overflow far from zero.
-    alive = np.cumsum(np.cumprod(0.5 * (1 + np.tanh(0.5 * logits)), axis=1), axis=1)
+    alive = np.cumsum(_alive(_logits(values, k) + np.cumsum(bends, axis=1)), axis=1)
     found = 1 + alive[:, -1]
     if below:  # The measured length is the start: the model's own is off by a percent or so.
         found = known[below] * found / (1 + alive[:, below - 1])
@@ -227,9 +239,7 @@ def emitted_at(known: Mapping[int, float], k: int, level: float = 0.8) -> Interv
     found = further(_draws(tuple(sorted(known.items()))), known, k)
     most = min((v for n, v in known.items() if n > k), default=k + 1.0)
     other = np.exp(ANOTHER_RUN * np.random.default_rng(k).standard_normal(len(found)))
-    found = np.clip(found * other, 1.0, most)
-    low, value, high = np.quantile(found, [(1 - level) / 2, 0.5, (1 + level) / 2])
-    return Interval(float(value), float(low), float(high))
+    return interval_of(np.clip(found * other, 1.0, most), level)
 
 
 def median_survival(known: Mapping[int, float], longest: int) -> tuple[float, ...]:

@@ -384,9 +384,7 @@ class ServerFit:
             float(np.mean([run.held for run in runs])), float(np.mean([r.prompts for r in runs])),
         )  # fmt: skip
         emitted = np.stack([self.emitted(k) for _, k in loads], axis=1)
-        steps = step_s(
-            _values(self.draws, self.without, self.target), load, emitted, self.passes, self.target
-        )
+        steps = self._drawn_s(load, emitted)
         logs = np.log(steps).reshape(len(steps), len(batches), -1)
         told = np.concatenate([logs, logs[..., 1:] - logs[..., :1]], axis=2).reshape(len(logs), -1)
         apart = told - np.median(told, axis=0)
@@ -416,7 +414,7 @@ class ServerFit:
     @cached_property
     def _told(self) -> tuple[str, ...]:
         """Costs that the runs determine at least partly."""
-        silent = {*self.undetermined, *self.without, *(["prompts"] * self._prompts_given)}
+        silent = {*self.undetermined, *self._absent}
         return (*(name for name in COSTS if name not in silent), *self.target.costs)
 
     @cached_property
@@ -425,12 +423,13 @@ class ServerFit:
         left = self.draws[:, : len(COSTS)].std(axis=0)
         spreads = [self.target.prior(name).spread for name in COSTS]
         wide = [n for n, sd, own in zip(COSTS, left, spreads, strict=True) if sd > TOLD * own]
-        absent = {*self.without, *(["prompts"] if self._prompts_given else [])}
-        return tuple(name for name in wide if name not in absent)
+        return tuple(name for name in wide if name not in self._absent)
 
-    @property
-    def _prompts_given(self) -> bool:
-        return not any(np.isnan(run.prompts) for run in self.runs)
+    @cached_property
+    def _absent(self) -> tuple[str, ...]:
+        """Costs that are zero, or that the runs give."""
+        given = not any(np.isnan(run.prompts) for run in self.runs)
+        return (*self.without, *(["prompts"] if given else []))
 
     @property
     def misfit(self) -> float:
@@ -447,6 +446,11 @@ class ServerFit:
         values = {name: np.array([[value]]) for name, value in self.central.items()}
         return np.asarray(step_s(values, load, emitted, self.passes, self.target)[0])
 
+    def _drawn_s(self, load: ServerLoads, emitted: Floats) -> Floats:
+        """Return seconds of a step over `scale_s`, (draws, loads)."""
+        values = _values(self.draws, self.without, self.target)
+        return step_s(values, load, emitted, self.passes, self.target)
+
     def at_acceptance(self, known: Mapping[int, float]) -> ServerFit:
         """Return the same costs with another acceptance: that of another workload or drafter.
 
@@ -455,7 +459,7 @@ class ServerFit:
         drawn = draws_near(HAZARD, lambda values: gaps_of(values, known))
         chosen = np.random.default_rng(0).integers(len(drawn), size=len(self.draws))
         draws = self.draws.copy()
-        draws[:, len(COSTS) + 1 : OWN] = drawn[chosen]
+        draws[:, HAZARDS] = drawn[chosen]
         return replace(self, draws=draws, known=dict(known), at_other=True)
 
     def emitted(self, k: int) -> Floats:
@@ -465,7 +469,7 @@ class ServerFit:
         if k in self.known:
             # Measured: as it is, up to what differs from run to run.
             return np.full(len(self.draws), self.known[k])
-        return further(self.draws[:, len(COSTS) + 1 :], self.known, k)
+        return further(self.draws[:, HAZARDS], self.known, k)
 
     @property
     def tells_context(self) -> bool:
@@ -511,9 +515,7 @@ class ServerFit:
             if like.round_tokens is not None:
                 emitted = np.full(len(self.draws), like.round_tokens)
             load = replace(load, verified=like.verified, passes=like.draft_passes)
-        values = _values(self.draws, self.without, self.target)
-        seconds = step_s(values, load, emitted[:, None], self.passes, self.target)
-        speeds = batch * emitted / (seconds[:, 0] * self.scale_s)
+        speeds = batch * emitted / (self._drawn_s(load, emitted[:, None])[:, 0] * self.scale_s)
         if not noisy:
             return np.asarray(speeds)
         noise = np.random.default_rng([batch, k]).standard_normal(len(self.draws))
@@ -587,7 +589,7 @@ def calibrate(
     unknown = [i for i, run in enumerate(runs) if run.round_tokens is None]
     guess = np.where(np.isnan(emitted), 1.0, emitted)
     scale = float((batch * guess / speeds).min())
-    count, left_out = len(COSTS), tuple(without)
+    left_out = tuple(without)
 
     def likelihood(x: Floats) -> Floats:
         values = _values(x, left_out, target)
@@ -595,18 +597,22 @@ def calibrate(
         if unknown:
             tokens = tokens.copy()
             for i in unknown:
-                tokens[:, i] = lengths(x[:, count + 1 :], runs[i].k)
+                tokens[:, i] = lengths(x[:, HAZARDS], runs[i].k)
         with np.errstate(over="ignore", invalid="ignore"):
             seconds = step_s(values, load, tokens, passes, target)
             gaps = np.log(seconds * scale * speeds / (batch * tokens))
-            variance = np.exp(2 * x[:, count, None]) + (noise or 0.0) ** 2
+            variance = np.exp(2 * x[:, len(COSTS), None]) + (noise or 0.0) ** 2
             fit = (-0.5 * gaps**2 / variance - 0.5 * np.log(variance)).sum(axis=1)
-        return np.asarray(fit - 0.5 * np.square(gaps_of(x[:, count + 1 :], curve)).sum(axis=1))
+        return np.asarray(fit - 0.5 * np.square(gaps_of(x[:, HAZARDS], curve)).sum(axis=1))
 
-    costs = {**{name: target.prior(name) for name in COSTS}, "misfit": MISFIT}
-    priors = {**_priors(costs), **HAZARD, **_priors(target.costs)}
-    draws = draws_of(priors, likelihood)
+    draws = draws_of(priors_of(target), likelihood)
     return ServerFit(tuple(runs), passes, scale, draws, known, left_out, target)
+
+
+def priors_of(target: Target) -> dict[str, Prior]:
+    """Return the prior of each column of `ServerFit.draws`."""
+    costs = {**{name: target.prior(name) for name in COSTS}, "misfit": MISFIT}
+    return {**_priors(costs), **HAZARD, **_priors(target.costs)}
 
 
 def _priors(costs: Mapping[str, Cost]) -> dict[str, Prior]:
@@ -615,6 +621,8 @@ def _priors(costs: Mapping[str, Cost]) -> dict[str, Prior]:
 
 OWN = len(COSTS) + 1 + len(HAZARD)
 """First column of a target's own costs."""
+HAZARDS = slice(len(COSTS) + 1, OWN)
+"""Columns of the hazard's parameters."""
 
 
 def _values(draws: Floats, without: Collection[str], target: Target) -> dict[str, Floats]:
@@ -624,9 +632,3 @@ def _values(draws: Floats, without: Collection[str], target: Target) -> dict[str
         name: np.zeros((len(draws), 1)) if name in without else np.exp(draws[:, i, None])
         for i, name in columns.items()
     }
-
-
-def interval_of(draws: Floats, level: float) -> Interval:
-    """Return the median of draws, and the ends of their central interval."""
-    low, value, high = np.quantile(draws, [(1 - level) / 2, 0.5, (1 + level) / 2])
-    return Interval(float(value), float(low), float(high))

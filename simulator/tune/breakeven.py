@@ -19,9 +19,9 @@ import pandas as pd
 
 from policies.batch.base import IterationCost
 from simulator.aggregate.advice import informative, usual
-from simulator.aggregate.hazard import HAZARD, Interval
+from simulator.aggregate.hazard import Interval, interval_of
 from simulator.aggregate.positions import Positions
-from simulator.aggregate.server import COSTS, MISFIT, ServerFit, ServerRun, interval_of
+from simulator.aggregate.server import ANY_TARGET, ServerFit, ServerRun, priors_of
 from simulator.formulas.leviathan import acceptance_rate
 from simulator.tune.formats import BY_BATCH, BY_LENGTH
 from simulator.tune.launch import TARGET, launch_line
@@ -224,9 +224,10 @@ def plan(
 def _prior_server() -> ServerFit:
     """Return servers as the priors have them, none of them measured."""
     random = np.random.default_rng(0)
-    priors = [(math.log(c.median), c.spread) for c in (*COSTS.values(), MISFIT)]
-    priors += [(p.mean, p.spread) for p in HAZARD.values()]
-    draws = [mean + spread * random.standard_normal(DRAWS) for mean, spread in priors]
+    draws = [
+        prior.mean + prior.spread * random.standard_normal(DRAWS)
+        for prior in priors_of(ANY_TARGET).values()
+    ]
     return ServerFit((ServerRun(1, 0, 1.0, prompt=1.0, answer=1.0),), None, 1.0, np.stack(draws, 1))
 
 
