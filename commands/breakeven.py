@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from commands.calibrate import known_target
+from commands.calibrate import fitted, known_target
 from commands.common.acceptance import FORMS, LONGEST, load_positions
 from commands.common.bounds import MOST_CONTEXT, MOST_LENGTH
 from commands.common.drafted import latencies, load_recording
@@ -264,14 +264,12 @@ def _given(acceptance: str | None, trace: str, source: str | None, lengths: list
 def _server(bench: list[str], passes: int | None) -> tuple[ServerFit, str | None]:
     """Return what the runs determine, and their model where they name it."""
     from simulator.aggregate.benches import read_benches
-    from simulator.aggregate.server import calibrate
 
     found = read_benches(bench)
     for line in found.notes:
         remark(line)
     target = known_target(None, None, found.model)
-    with working("fitting the server's costs"):
-        return calibrate(found.runs, passes=passes, target=target), found.model
+    return fitted(found.runs, target, None, passes), found.model
 
 
 def _plan(

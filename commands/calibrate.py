@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
@@ -17,12 +17,12 @@ from traces.digits import counted, three_digits
 from traces.errors import DraftsimError
 
 if TYPE_CHECKING:
-    from simulator.aggregate.advice import Choice, PredictedSpeed
+    from simulator.aggregate.advice import PredictedSpeed
     from simulator.aggregate.hazard import Interval
     from simulator.aggregate.positions import Positions
     from simulator.aggregate.server import ServerFit, ServerRun, Target
 
-ENGINES = ("vllm", "sglang", "tensorrt-llm", "llamacpp", "hf")
+Engine = Literal["vllm", "sglang", "tensorrt-llm", "llamacpp", "hf"]
 ExpertsOption = Annotated[
     str | None,
     typer.Option(
@@ -62,7 +62,7 @@ def calibrate(
         ),
     ] = None,
     engine: Annotated[
-        str | None,
+        Engine | None,
         typer.Option(help="Only llamacpp has an effect: it assumes kernels for quantised weights."),
     ] = None,
     experts: ExpertsOption = None,
@@ -91,15 +91,13 @@ def calibrate(
         choices,
         concurrencies,
         draft_lengths,
-        next_run,
+        next_runs,
         predicted,
         usual,
     )
     from simulator.aggregate.benches import latency_table, read_benches
     from traces.store.files import write_latency
 
-    if engine is not None:
-        known_engine(engine)
     found = read_benches(runs)
     other = other_acceptance(acceptance, found.model)
     for line in found.notes:
@@ -114,10 +112,10 @@ def calibrate(
     _check_contexts(server, contexts)
     with working("predicting loads"):
         best = choices(server, batches, lengths, level, contexts[0])
-        loads = predicted(
-            server, [(b, n, c) for c in contexts for b in batches for n in lengths], level
-        )
-        intervals, suggestion = server.intervals(level), next_run(server)
+        loads = [
+            predicted(server, b, n, c, level) for c in contexts for b in batches for n in lengths
+        ]
+        intervals, suggestion = server.intervals(level), next_runs(server)[0]
     rows = [
         {"cost": name, "value": i.value, "low": i.low, "high": i.high}
         for name, i in intervals.items()
@@ -125,33 +123,23 @@ def calibrate(
     more = {
         "undetermined": list(server.undetermined), "misfit": server.misfit,
         "next_run": suggestion._asdict(), "choices": [row.row for row in best],
-        "predictions": [_flat(load) for load in loads],
+        "predictions": [load.row for load in loads],
     }  # fmt: skip
 
     def printed() -> None:
-        said = _headline(best, level, contexts[0] if named else None)
-        note(f"{found.model}: {said}" if found.model else said)
+        held = f"At {contexts[0]:,.0f} tokens of context: " if named else ""
+        note(": ".join(filter(None, (found.model, held + headline(best, level)))))
         print_table([shown_choice(row) for row in best])
         print_table([_load(load) for load in loads])
-        print_table([_cost(name, one) for name, one in intervals.items()])
+        print_table([_cost(name, one, target) for name, one in intervals.items()])
 
     emit("calibrate", rows, json, more=more, printed=printed)
-    for line in _remarks(server, contexts):
+    for line in _remarks(server):
         note(line)
-    note(
-        f"measure next: concurrency {suggestion.batch} at K = {suggestion.k}, which removes "
-        f"{suggestion.narrows:.0%} of the variance of the predicted speedups"
-    )
+    note(suggestion.said)
     if out is not None:
         write_latency(latency_table(server, found.model), out)
         note(f"wrote {out}")
-
-
-def known_engine(engine: str) -> str:
-    """Return the engine's name; DraftsimError if none of `ENGINES` has it."""
-    if engine not in ENGINES:
-        raise DraftsimError(f"--engine {engine!r}: expected one of {', '.join(ENGINES)}")
-    return engine
 
 
 def known_target(engine: str | None, experts: str | None, model: str | None) -> Target:
@@ -212,29 +200,25 @@ def fitted(
     return server.at_acceptance(other.known)
 
 
-def _headline(rows: list[Choice], level: float, context: float | None) -> str:
+def headline(rows: Sequence[PredictedSpeed], level: float) -> str:
+    """Return the best draft lengths, and the first speedup among them, in one sentence."""
     from simulator.aggregate.advice import in_words
 
-    first = rows[0]
-    gain = (
-        f"; at {counted(first.batch, 'request')} {_times(first.speedup)} no "
-        f"speculation ({level:.0%} interval)" if first.k else ""
-    )  # fmt: skip
-    held = "" if context is None else f"At {context:,.0f} tokens of context: "
-    return f"{held}{in_words(rows)}{gain}."
-
-
-def _remarks(server: ServerFit, contexts: list[float]) -> list[str]:
-    """Return a line on each thing that the runs do not determine."""
-    lines = []
-    if not any(run.k == 0 for run in server.runs):
-        lines.append(
-            "no run without speculation (K = 0): speedups rely on costs of other servers; the best "
-            "K does not"
+    gain = ""
+    if (first := next((row for row in rows if row.k), None)) is not None:
+        span = first.speedup
+        gain = (
+            f"; at {counted(first.batch, 'request')} {span.value:.2f} times no speculation "
+            f"({level:.0%} interval {span.low:.2f} to {span.high:.2f})"
         )
+    return f"{in_words(rows)}{gain}."
+
+
+def _remarks(server: ServerFit) -> list[str]:
+    """Return a line on each thing that the runs do not determine."""
+    lines = untold_gains(server)
     if not server.tells_context:
         lines.append("all runs have one context, so the cost of a longer one is not determined")
-    lines += untold_passes(server)
     if server.undetermined:
         names = ", ".join(name.replace("_", " ") for name in server.undetermined)
         lines.append(f"not determined by these runs, taken from other servers: {names}")
@@ -259,14 +243,20 @@ def _check_contexts(server: ServerFit, contexts: list[float]) -> None:
         )
 
 
-def untold_passes(server: ServerFit) -> list[str]:
-    """Return a line if a draft pass cannot be told from a verified token."""
-    if server.tells_passes_apart or not any(run.k for run in server.runs):
-        return []
-    return [
-        "these runs cannot separate a draft pass from a verified token (one concurrency, or one "
-        "draft length): the split of their cost comes from other servers"
-    ]
+def untold_gains(server: ServerFit) -> list[str]:
+    """Return a line on each thing about speedups that the runs do not determine."""
+    lines = []
+    if not any(run.k == 0 for run in server.runs):
+        lines.append(
+            "no run without speculation (K = 0): speedups rely on costs of other servers; the best "
+            "K does not"
+        )
+    if any(run.k for run in server.runs) and not server.tells_passes_apart:
+        lines.append(
+            "these runs cannot separate a draft pass from a verified token (one concurrency, or "
+            "one draft length): the split of their cost comes from other servers"
+        )
+    return lines
 
 
 def _whole(name: str, text: str) -> list[int]:
@@ -279,48 +269,37 @@ def _whole(name: str, text: str) -> list[int]:
     return values
 
 
-def _cost(name: str, value: Interval) -> Mapping[str, str]:
-    from simulator.aggregate.server import COSTS, SECONDS, Target
+def _cost(name: str, value: Interval, target: Target) -> Mapping[str, str]:
+    from simulator.aggregate.server import COSTS, SECONDS
 
-    meanings = {**COSTS, **Target((2, 1), True).costs}
     scale, unit = (1e3, " ms") if name in SECONDS else (1.0, "")
     low, middle, high = (f"{scale * v:.3g}{unit}" for v in (value.low, value.value, value.high))
     return {
         "cost": name.replace("_", " "), "value": middle, "from": low, "to": high,
-        "of": meanings[name].meaning,
+        "of": {**COSTS, **target.costs}[name].meaning,
     }  # fmt: skip
 
 
-def _times(value: Interval) -> str:
-    return f"{value.value:.2f}x ({value.low:.2f} to {value.high:.2f})"
-
-
-def shown_choice(row: Choice) -> Mapping[str, str]:
+def shown_choice(row: PredictedSpeed) -> Mapping[str, str]:
     """Return the line that shows the best draft length at a concurrency."""
-    speed, gain = row.tokens_per_s, row.speedup
     return {
         "concurrency": str(row.batch),
         "best K": str(row.k) + (f", p-min {row.p_min:g}" if row.p_min else ""),
-        "tokens/s": three_digits(speed.value),
-        "interval": f"{three_digits(speed.low)} to {three_digits(speed.high)}",
-        "speedup": f"{gain.value:.2f} ({gain.low:.2f} to {gain.high:.2f})" if row.k else "1",
-        "chance faster": f"{row.faster:.0%}" if row.k else "-",
+        **_shown_speed(row), "chance faster": f"{row.faster:.0%}" if row.k else "-",
     }  # fmt: skip
 
 
 def _load(load: PredictedSpeed) -> Mapping[str, str]:
-    speed = load.tokens_per_s
-    low, value, high = map(three_digits, (speed.low, speed.value, speed.high))
     return {
         "requests": str(load.batch), "K": str(load.k), "context": f"{load.context:,.0f}",
-        "tokens/s": value, "interval": f"{low} to {high}",
-        "speedup": _times(load.speedup) if load.k else "1",
+        **_shown_speed(load),
     }  # fmt: skip
 
 
-def _flat(load: PredictedSpeed) -> Mapping[str, float]:
-    parts = {"tokens_per_s": load.tokens_per_s, "speedup": load.speedup}
-    row: dict[str, float] = {"batch": load.batch, "k": load.k, "context": load.context}
-    for name, value in parts.items():
-        row |= {name: value.value, f"{name}_lo": value.low, f"{name}_hi": value.high}
-    return row
+def _shown_speed(row: PredictedSpeed) -> Mapping[str, str]:
+    speed, gain = row.tokens_per_s, row.speedup
+    return {
+        "tokens/s": three_digits(speed.value),
+        "interval": f"{three_digits(speed.low)} to {three_digits(speed.high)}",
+        "speedup": f"{gain.value:.2f} ({gain.low:.2f} to {gain.high:.2f})" if row.k else "1",
+    }

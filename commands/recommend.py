@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -9,14 +10,14 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from commands.calibrate import (
-    ENGINES,
+    Engine,
     ExpertsOption,
     fitted,
-    known_engine,
+    headline,
     known_target,
     other_acceptance,
     shown_choice,
-    untold_passes,
+    untold_gains,
 )
 from commands.common.acceptance import load_positions
 from commands.common.options import OtherAcceptanceOption, batch_sizes
@@ -27,7 +28,7 @@ from traces.digits import counted
 from traces.errors import DraftsimError
 
 if TYPE_CHECKING:
-    from simulator.aggregate.advice import Choice, Suggestion
+    from simulator.aggregate.advice import PredictedSpeed, Suggestion
     from simulator.aggregate.server import ServerFit
 
 ONE_LENGTH = ("sglang", "llamacpp", "hf")
@@ -39,7 +40,7 @@ WITHOUT_SPEEDS = (
 
 
 def recommend(
-    engine: Annotated[str, typer.Option(help=f"One of {', '.join(ENGINES)}.")] = "vllm",
+    engine: Annotated[Engine, typer.Option(help="Engine of the server.")] = "vllm",
     bench: Annotated[
         list[str] | None,
         typer.Option(
@@ -86,11 +87,10 @@ def recommend(
     Two runs suffice for a first answer: one without speculation and one with. More runs, at other
     concurrencies and draft lengths, narrow the intervals. The last line is a command to paste.
     """
-    from simulator.aggregate.advice import choices, concurrencies, in_words, next_runs
+    from simulator.aggregate.advice import choices, concurrencies, next_runs
     from simulator.aggregate.benches import read_benches, with_acceptance
     from simulator.tune.launch import TARGET, NamedDrafter, launch_line, setting
 
-    known_engine(engine)
     if not bench:
         if metrics:
             raise DraftsimError(WITHOUT_SPEEDS.format(k=load_positions(metrics).longest))
@@ -124,7 +124,8 @@ def recommend(
     server = fitted(runs, known, other, passes)
     batches = concurrencies(runs) if batch is None else batch_sizes("--batch", batch)
     with working("comparing draft lengths"):
-        rows = _within(choices(server, batches, level=level), slo)
+        rows = choices(server, batches, level=level)
+        _check_tpot(rows, slo)
         suggestions = next_runs(server)
     suggestion = suggestions[0]
     document = setting(engine, rows, method)
@@ -139,8 +140,7 @@ def recommend(
     }  # fmt: skip
 
     def printed() -> None:
-        of = f"{target or found.model}: " if target or found.model else ""
-        note(f"{of}{in_words(rows)}{_gain(rows, level)}.")
+        note(": ".join(filter(None, (target or found.model, headline(rows, level)))))
         print_table([shown_choice(row) for row in rows])
 
     emit("recommend", [row.row for row in rows], json, more=more, printed=printed)
@@ -156,26 +156,20 @@ def recommend(
             "tensorrt-llm drafts no more than at the smallest batch: the command sets at most "
             f"{document['max_draft_len'] if document else 0}"
         )
-    note(
-        f"measure next: {counted(suggestion.batch, 'request')} at K = {suggestion.k}, which "
-        f"removes {suggestion.narrows:.0%} of the variance of the predicted speedups"
-    )
+    note(suggestion.said)
     if out is not None:
-        import json as jsons
-
+        from simulator.tune.settings import laid_out
         from traces.store.writing import write_atomically
 
-        write_atomically(out, (jsons.dumps(document, indent=2) + "\n").encode())
+        write_atomically(out, f"{laid_out(document)}\n".encode())
         note(f"wrote {out}")
     note(line, whole=True)
 
 
-def _within(rows: Sequence[Choice], slo: str | None) -> list[Choice]:
-    """Return the choices; refused where even the fastest draft length misses the bound on TPOT."""
+def _check_tpot(rows: Sequence[PredictedSpeed], slo: str | None) -> None:
+    """Raise DraftsimError if even the fastest draft length misses the bound on TPOT."""
     if slo is None:
-        return list(rows)
-    import math
-
+        return
     from simulator.targets import parse_targets
 
     targets = parse_targets(slo, share=False)
@@ -192,10 +186,9 @@ def _within(rows: Sequence[Choice], slo: str | None) -> list[Choice]:
                 f"--slo {slo}: no draft length meets it at {counted(row.batch, 'request')}; the "
                 f"fastest, K = {row.k}, takes {1e3 * tpot_s:.3g} ms a token"
             )
-    return list(rows)
 
 
-def _one_length(rows: Sequence[Choice]) -> str:
+def _one_length(rows: Sequence[PredictedSpeed]) -> str:
     """Return which of the choices an engine with one draft length is set to, in words."""
     first = next((row for row in rows if row.k), rows[0])
     if first is rows[0]:
@@ -206,28 +199,12 @@ def _one_length(rows: Sequence[Choice]) -> str:
     )
 
 
-def _gain(rows: Sequence[Choice], level: float) -> str:
-    first = next((row for row in rows if row.k), None)
-    if first is None:
-        return ""
-    span = first.speedup
-    return (
-        f"; at {counted(first.batch, 'request')} {span.value:.2f} times no "
-        f"speculation ({level:.0%} interval {span.low:.2f} to {span.high:.2f})"
-    )
-
-
 def _remarks(
-    server: ServerFit, rows: Sequence[Choice], suggestions: Sequence[Suggestion]
+    server: ServerFit, rows: Sequence[PredictedSpeed], suggestions: Sequence[Suggestion]
 ) -> list[str]:
     from simulator.aggregate.advice import SURE
 
-    lines = []
-    if not any(run.k == 0 for run in server.runs):
-        lines.append(
-            "no run without speculation: speedups rely on costs of other servers; the best K does "
-            "not"
-        )
+    lines = untold_gains(server)
     open_ = [str(row.batch) for row in rows if row.k and 1 - SURE < row.faster < SURE]
     if open_:
         two = " and ".join(
@@ -237,7 +214,6 @@ def _remarks(
             f"at {', '.join(open_)} requests both a gain and a loss are possible; these two runs "
             f"would tell most: {two}"
         )
-    lines += untold_passes(server)
     off = [row.batch for row in rows if row.k == 0]
     if off and len(off) < len(rows):
         where = (

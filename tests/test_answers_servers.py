@@ -11,7 +11,7 @@ import pytest
 import draftsim
 from policies.batch.tables import BatchTable
 from policies.lengths.basic import Fixed
-from simulator.aggregate.advice import Choice, predicted
+from simulator.aggregate.advice import PredictedSpeed, predicted
 from simulator.aggregate.benches import _length, read_benches
 from simulator.aggregate.doctor import diagnose
 from simulator.aggregate.hazard import Interval
@@ -52,7 +52,7 @@ def test_a_surface_of_runs_reads_their_prompts() -> None:
     for row, (batch, context, k) in zip(surface.to_dict("records"), loads, strict=True):
         known = server.tokens_per_s(batch, k, context, 16.0, noisy=False)
         assert row["tokens_per_s"] == pytest.approx(float(np.median(known)))
-        [named] = predicted(server, [(batch, k, context)])
+        named = predicted(server, batch, k, context)
         assert row["tokens_per_s"] == pytest.approx(named.tokens_per_s.value, rel=0.05)
 
 
@@ -224,9 +224,9 @@ def test_loads_are_answered_in_order_and_once(run: Run) -> None:
     assert given.rows == ordered.rows
 
 
-def choice(batch: int, k: int, p_min: float = 0.0) -> Choice:
+def choice(batch: int, k: int, p_min: float = 0.0) -> PredictedSpeed:
     one = Interval(1.0, 0.9, 1.1)
-    return Choice(batch, k, one, one, 0.9, extrapolated=False, p_min=p_min)
+    return PredictedSpeed(batch, k, 0.0, one, one, 0.9, extrapolated=False, p_min=p_min)
 
 
 def test_one_setting_for_every_load_is_that_of_one_row() -> None:

@@ -85,6 +85,10 @@ def test_every_engine_gets_a_command(engine: str, tmp_path: Path, run: Run) -> N
     assert ("TARGET" if engine == "llamacpp" else "org/target") in document["launch"]
 
 
+def test_an_unknown_engine_is_refused(run: Run) -> None:
+    assert "'tgi' is not one of 'vllm', " in run("recommend", "--engine", "tgi").refusal
+
+
 def test_acceptance_is_that_of_all_steps_if_some_had_no_draft(tmp_path: Path) -> None:
     """vLLM counts n-grams' acceptance over the steps with a draft: 900 of 3,600 steps here."""
     row = served(4, 800.0, (0.8, 0.4)) | {

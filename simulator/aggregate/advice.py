@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from itertools import islice
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from policies.arrays import Floats
-from simulator.aggregate.hazard import Interval
-from simulator.aggregate.server import ServerFit, ServerRun, interval_of
+from simulator.aggregate.hazard import Interval, interval_of
+from simulator.aggregate.server import ServerFit, ServerRun
 from traces.digits import counted
 
 LONGEST = 8
@@ -24,20 +24,10 @@ class PredictedSpeed(NamedTuple):
 
     batch: int
     k: int
+    """0: no speculation."""
     context: float
     tokens_per_s: Interval
     speedup: Interval
-
-
-class Choice(NamedTuple):
-    """The best draft length at one concurrency."""
-
-    batch: int
-    k: int
-    """0: no speculation."""
-    tokens_per_s: Interval
-    speedup: Interval
-    """Over no speculation."""
     faster: float
     """Chance that it is faster than no speculation; NaN at k = 0."""
     extrapolated: bool
@@ -47,12 +37,10 @@ class Choice(NamedTuple):
 
     @property
     def row(self) -> dict[str, Any]:
-        """The choice as a row of numbers; intervals are ``_lo`` and ``_hi``."""
-        speed, gain = self.tokens_per_s, self.speedup
+        """The prediction as a row of numbers; intervals are ``_lo`` and ``_hi``."""
         return {
-            "batch": self.batch, "k": self.k, "tokens_per_s": speed.value,
-            "tokens_per_s_lo": speed.low, "tokens_per_s_hi": speed.high,
-            "speedup": gain.value, "speedup_lo": gain.low, "speedup_hi": gain.high,
+            "batch": self.batch, "k": self.k, "context": self.context,
+            **self.tokens_per_s.columns("tokens_per_s"), **self.speedup.columns("speedup"),
             "faster": self.faster if self.k else None, "extrapolated": self.extrapolated,
             "p_min": self.p_min,
         }  # fmt: skip
@@ -65,6 +53,14 @@ class Suggestion(NamedTuple):
     k: int
     narrows: float
     """Part of the mean variance of the predicted speedups that it takes away."""
+
+    @property
+    def said(self) -> str:
+        """The suggestion in a sentence."""
+        return (
+            f"measure next: {counted(self.batch, 'request')} at K = {self.k}, which removes "
+            f"{self.narrows:.0%} of the variance of the predicted speedups"
+        )
 
 
 def concurrencies(runs: Sequence[ServerRun]) -> list[int]:
@@ -88,17 +84,22 @@ def usual(server: ServerFit) -> tuple[float, float]:
 
 
 def predicted(
-    server: ServerFit, loads: Iterable[tuple[int, int, float]], level: float = 0.8
-) -> list[PredictedSpeed]:
-    """Return speeds at some loads (batch, k, context), with intervals for a further run."""
+    server: ServerFit, batch: int, k: int, context: float, level: float = 0.8,
+    like: ServerRun | None = None,
+) -> PredictedSpeed:  # fmt: skip
+    """Return the speed at a load, with intervals for a further run.
+
+    ``like`` is a run whose drafts stop early, as in `ServerFit.tokens_per_s`.
+    """
     _, prompts = usual(server)
-    rows = []
-    for batch, k, context in loads:
-        ours = server.tokens_per_s(batch, k, context, prompts)
-        plain = server.tokens_per_s(batch, 0, context, prompts)
-        over = Interval(1.0, 1.0, 1.0) if k == 0 else interval_of(ours / plain, level)
-        rows.append(PredictedSpeed(batch, k, context, interval_of(ours, level), over))
-    return rows
+    speeds = server.tokens_per_s(batch, k, context, prompts, like=like)
+    gain = speeds / server.tokens_per_s(batch, 0, context, prompts)
+    return PredictedSpeed(
+        batch, k, context, interval_of(speeds, level), interval_of(gain, level),
+        float(np.mean(gain > 1)) if k else float("nan"),
+        batch > max(run.batch for run in server.runs) or k > max(run.k for run in server.runs),
+        0.0 if like is None else like.p_min,
+    )  # fmt: skip
 
 
 def choices(
@@ -107,34 +108,22 @@ def choices(
     lengths: Sequence[int] | None = None,
     level: float = 0.8,
     context: float | None = None,
-) -> list[Choice]:
+) -> list[PredictedSpeed]:
     """Return the draft length with the highest expected speed, at each concurrency.
 
     `context` is in tokens of a request's cache; None: the runs' mean.
     """
-    runs = server.runs
-    held, prompts = usual(server)
-    context = held if context is None else context
-    widest, longest = max(run.batch for run in runs), max(run.k for run in runs)
-    rows = []
-    for batch in batches or concurrencies(runs):
-        speeds = {
-            (k, 0.0): server.tokens_per_s(batch, k, context, prompts)
-            for k in sorted({0, *(lengths or draft_lengths(runs))})
-        }
-        for run in server.stopping():
-            if lengths is not None and run.k not in lengths:
-                continue
-            speeds[run.k, run.p_min] = server.tokens_per_s(batch, run.k, context, prompts, like=run)
-        best, p_min = max(speeds, key=lambda key: float(np.median(speeds[key])))
-        gain = speeds[best, p_min] / speeds[0, 0.0]
-        rows.append(Choice(
-            batch, best, interval_of(speeds[best, p_min], level),
-            Interval(1.0, 1.0, 1.0) if best == 0 else interval_of(gain, level),
-            float(np.mean(gain > 1)) if best else float("nan"),
-            batch > widest or best > longest, p_min,
-        ))  # fmt: skip
-    return rows
+    context = usual(server)[0] if context is None else context
+    ks = sorted({0, *(lengths or draft_lengths(server.runs))})
+    asked: list[tuple[int, ServerRun | None]] = [(k, None) for k in ks]
+    asked += [(run.k, run) for run in server.stopping() if run.k in ks]
+    return [
+        max(
+            (predicted(server, batch, k, context, level, like) for k, like in asked),
+            key=lambda one: one.tokens_per_s.value,
+        )
+        for batch in batches or concurrencies(server.runs)
+    ]
 
 
 class Informative(NamedTuple):
@@ -185,8 +174,8 @@ def informative(
     return mean_variance(spread), chosen(spread)
 
 
-def next_runs(server: ServerFit, count: int = 2) -> list[Suggestion]:
-    """Return the `count` runs that narrow the predicted speedups most, the first one first."""
+def next_runs(server: ServerFit) -> list[Suggestion]:
+    """Return the two runs that narrow the predicted speedups most, the first one first."""
     runs = server.runs
     context, prompts = usual(server)
     batches, ks = concurrencies(runs), draft_lengths(runs)
@@ -200,15 +189,10 @@ def next_runs(server: ServerFit, count: int = 2) -> list[Suggestion]:
     pairs = [(at[b, k], at[b, 0]) for b in batches[:-1] for k in ks if k]
     variance, chosen = informative(logs, pairs, server.misfit)
     before = max(variance * len(pairs), 1e-12)
-    return [Suggestion(*loads[run.place], run.gained / before) for run in islice(chosen, count)]
+    return [Suggestion(*loads[run.place], run.gained / before) for run in islice(chosen, 2)]
 
 
-def next_run(server: ServerFit) -> Suggestion:
-    """Return the run that narrows the predicted speedups most."""
-    return next_runs(server, 1)[0]
-
-
-def in_words(rows: Sequence[Choice]) -> str:
+def in_words(rows: Sequence[PredictedSpeed]) -> str:
     """Return one sentence: which draft length up to which concurrency, and where to switch off."""
     parts: list[str] = []
     for i, row in enumerate(rows):

@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from simulator.aggregate.advice import Choice
+from simulator.aggregate.advice import PredictedSpeed
 from simulator.recording import Recording
 from simulator.tune.formats import BY_BATCH, merged
 from traces.acceptance.trace import Trace
@@ -278,7 +278,9 @@ def _path(trace: Trace, role: str) -> str | None:
     return None if path in (None, role) else str(path)
 
 
-def setting(engine: str, rows: Sequence[Choice], method: str | None) -> dict[str, Any] | None:
+def setting(
+    engine: str, rows: Sequence[PredictedSpeed], method: str | None
+) -> dict[str, Any] | None:
     """Return an engine's setting; None if no speculation is best at every concurrency."""
     longest = max(row.k for row in rows)
     if not longest:
