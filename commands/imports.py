@@ -178,13 +178,12 @@ def _lengths(totals: Totals) -> list[dict[str, Any]]:
     """Return tokens a round by draft length with intervals; none where the counts tell of no
     length.
     """
-    from simulator.aggregate.acceptance import emitted_rows, known_totals
+    from simulator.aggregate.acceptance import emitted_rows
+    from simulator.aggregate.positions import of_totals
 
-    if totals.tree:
+    if totals.tree or not totals.fixed_length or not totals.reach:
         return []
-    survival = None if totals.per_position is None else totals.survival()[0].tolist()
-    known = known_totals(totals.mean_accepted, totals.reach, survival, totals.fixed_length)
-    return emitted_rows(known) if known else []
+    return emitted_rows(of_totals("", totals).known)
 
 
 def _latency(table: LatencyTable, out: Path | None, json: str | None) -> None:

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from simulator.aggregate.doctor import by_context, diagnose
-from simulator.aggregate.positions import Positions, of_rates, of_trace
+from simulator.aggregate.positions import Positions, of_survival, of_trace
 from tests.conftest import Run
 from tests.logs import vllm_counters
 from traces.acceptance.schema import Request
@@ -44,7 +44,7 @@ def counted(rates: tuple[float, ...], rounds: int, seed: int) -> Positions:
 @pytest.mark.parametrize("cause", FAULTS)
 @pytest.mark.parametrize("rounds", [1500, 200_000])
 def test_a_planted_cause_is_named(cause: str, rounds: int) -> None:
-    profile = of_rates("profile", EXPECTED)
+    profile = of_survival("profile", np.cumprod(EXPECTED).tolist())
     found = [diagnose(counted(FAULTS[cause], rounds, seed), profile) for seed in range(10)]
     # Once in a while a draw of few rounds looks like its neighbour.
     assert sum(one.cause == cause for one in found) >= 9
@@ -94,7 +94,7 @@ def test_a_collapse_at_long_contexts_is_one_of_context_length() -> None:
     assert parts[-1].tokens_per_round < 1.3
     assert parts[0].tokens_per_round > 2
     assert diagnose(sound, sound).cause == "as expected"
-    assert by_context(of_rates("rates", EXPECTED)) == []
+    assert by_context(of_survival("rates", EXPECTED)) == []
 
 
 def scrape(path: Path, rates: tuple[float, ...], rounds: int = 10_000) -> Path:

@@ -11,9 +11,10 @@ import pytest
 
 from benchmarks import outside
 from benchmarks.server_left_out import left_out, summary
+from commands.imports import _lengths
 from docs.server_tables import server_outside
 from policies.lengths.basic import Fixed
-from simulator.aggregate.acceptance import TwoState, emitted_of_rate, emitted_rows, known_totals
+from simulator.aggregate.acceptance import TwoState, emitted_of_rate, emitted_rows
 from simulator.check import recorded_checks
 from simulator.formulas.leviathan import expected_tokens
 from tests.conftest import Run
@@ -21,6 +22,7 @@ from tests.logs import vllm_counters
 from traces.acceptance.synthetic import Bursty, synthetic_trace
 from traces.acceptance.trace import MATCH
 from traces.errors import DraftsimError
+from traces.importers.totals import Totals
 from traces.replay.run import replay
 from traces.store.recordings import find_trace
 
@@ -76,9 +78,13 @@ def test_intervals_are_around_the_closed_form_and_exact_where_nothing_is_open(ra
 
 
 def test_counts_tell_lengths_only_where_all_drafts_were_as_long() -> None:
-    assert known_totals(1.5, 2, [0.9, 0.6], fixed=True) == {1: 1.9, 2: 2.5}
-    assert known_totals(1.5, 2, None, fixed=True) == {2: 2.5}
-    assert known_totals(1.5, 2, [0.9, 0.6], fixed=False) == {}
+    def known(totals: Totals) -> dict[int, float]:
+        rows = _lengths(totals)
+        return {row["draft_length"]: row["tokens_a_round"] for row in rows if row["known"]}
+
+    assert known(Totals(10, 20, 15, 2, (9, 6))) == pytest.approx({1: 1.9, 2: 2.5})
+    assert known(Totals(10, 20, 15, 2)) == {2: 2.5}
+    assert _lengths(Totals(10, 16, 15, 2, (9, 6))) == []
     rows = {row["draft_length"]: row for row in emitted_rows({2: 2.2})}
     assert rows[2]["known"]
     assert rows[2]["low"] == rows[2]["high"] == 2.2

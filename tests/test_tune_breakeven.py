@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from simulator.aggregate.positions import of_rates
+from simulator.aggregate.observed import read_acceptance
 from simulator.aggregate.server import COSTS, ServerLoads, ServerRun, calibrate, step_s
 from simulator.serving.cost import TableCost
 from simulator.tune.breakeven import (
@@ -30,7 +30,7 @@ from traces.latency.table import LatencyTable
 def test_the_surface_of_constant_costs_is_the_closed_form() -> None:
     """One target pass costs 1, verification 1.5, a draft pass 0.1: i.i.d. acceptance of 0.7."""
     cost = TableCost(LatencyTable.constant(1.0, 0.1, 1.5))
-    surface = priced_surface(cost, cost, of_rates("x", [0.7] * 4), grid([1], [100], [1, 2, 4]))
+    surface = priced_surface(cost, cost, read_acceptance("0.7", 4), grid([1], [100], [1, 2, 4]))
     for row in surface.to_dict("records"):
         k, seconds = row["k"], 1.5 + 0.1 * row["k"]
         assert row["emitted"] == pytest.approx(sum(0.7**i for i in range(k + 1)))
@@ -53,7 +53,7 @@ class Interacting:
 def test_vllms_two_tables_agree_with_the_surface_and_say_what_they_lose() -> None:
     cost = Interacting()
     surface = priced_surface(
-        cost, lambda b, k, v, c: cost(b, 0, b, c), of_rates("x", [0.8] * 6),
+        cost, lambda b, k, v, c: cost(b, 0, b, c), read_acceptance("0.8", 6),
         grid([1, 8, 64], [100, 10_000, 200_000], [0, 1, 2, 4, 6]),
     )  # fmt: skip
     tables = vllm_tables(surface)
@@ -81,7 +81,7 @@ def true_speed(batch: int, k: int, context: int, emitted: float) -> float:
 
 def test_the_planned_runs_determine_the_surface() -> None:
     """Half of the grid's loads or fewer: then every speedup is known within a few percent."""
-    own = of_rates("x", [0.8, 0.7, 0.6, 0.5])
+    own = read_acceptance("0.8,0.56,0.336,0.168")
     loads = grid([1, 8, 64], [1000, 30_000], [1, 2, 4])
     runs = plan(loads, own)
     assert 4 <= len(runs) <= len(loads) // 2 + 3

@@ -133,22 +133,6 @@ def emitted_of_rate(rate: float, gamma: int) -> Interval:
     return Interval(even, min([even, *values]), max([even, *values]))
 
 
-def known_totals(
-    accepted: float, longest: int, survival: Sequence[float] | None, fixed: bool
-) -> dict[int, float]:
-    """Return the tokens per round by draft length that counts determine; empty if none.
-
-    ``accepted``: drafted tokens accepted per round.  ``survival``: chances that the first 1, 2, ...
-    drafted tokens are all accepted, or None.  With ``survival`` every length up to the longest is
-    known, else only the longest; both need drafts of one length (`fixed`).
-    """
-    if not fixed or longest < 1:
-        return {}
-    if survival is None:
-        return {longest: 1 + accepted}
-    return {k + 1: 1 + float(total) for k, total in enumerate(np.cumsum(survival))}
-
-
 def emitted_rows(totals: Mapping[int, float]) -> list[dict[str, Any]]:
     """Return tokens per round by draft length, with intervals and the i.i.d. value, from totals.
 

@@ -10,6 +10,8 @@ import math
 import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from itertools import accumulate
+from operator import mul
 from pathlib import Path
 
 from policies.json_text import JSONError, parse_json
@@ -18,7 +20,6 @@ from simulator.aggregate.benches import AT, read_benches
 from simulator.aggregate.positions import (
     EXPECTED,
     Positions,
-    of_rates,
     of_runs,
     of_survival,
     of_totals,
@@ -103,14 +104,13 @@ def _of_files(
     if not first.exists() and not AT.match(str(first)):
         raise FileError(f"{named[0]}: no such file: {FORMS}")
     if form == "auto":
-        if not first.is_file():
-            return _of_runs(files, named)
-        if (counts := _counts(first, named[0])) is not None:
+        if first.is_file() and (counts := _counts(first, named[0])) is not None:
             return counts
-        if not looks_like(first):
-            if first.suffix in (".json", ".jsonl", ".csv"):
-                return _of_runs(files, named)
-            raise FileError(f"{named[0]}: of no known format: {FORMS}")
+        if not first.is_file() or not looks_like(first):
+            if first.is_file() and first.suffix not in (".json", ".jsonl", ".csv"):
+                raise FileError(f"{named[0]}: of no known format: {FORMS}")
+            bench = read_benches([str(file) for file in files])
+            return of_runs(named[0], bench.runs, bench.model)
     read = import_log(form, files, Options())
     label = ", ".join(Path(name).name for name in named)
     if isinstance(read, Trace):
@@ -123,11 +123,6 @@ def _of_files(
     if not isinstance(read, Totals):
         raise FileError(f"{named[0]}: holds timings, and nothing about acceptance")
     return of_totals(named[-1], read, drafts)
-
-
-def _of_runs(files: Sequence[Path], named: Sequence[str]) -> Positions:
-    bench = read_benches([str(file) for file in files])
-    return of_runs(named[0], bench.runs, bench.model)
 
 
 def _counts(file: Path, named: str) -> Positions | None:
@@ -195,7 +190,7 @@ def _numbers(text: str, k: int | None) -> Positions | None:
     if all(math.isnan(value) for value in values):
         return None
     if len(values) == 1 and 0 <= values[0] <= 1:
-        return of_rates(text, values * (k or LONGEST))
+        return of_survival(text, list(accumulate(values * (k or LONGEST), mul)))
     if any(math.isnan(value) for value in values):
         raise DraftsimError(f"acceptance {text}: {EXPECTED}")
     return of_survival(text, values)

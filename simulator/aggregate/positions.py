@@ -13,7 +13,6 @@ from itertools import pairwise
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from policies.arrays import Floats
 from policies.lengths.basic import Fixed
@@ -142,17 +141,6 @@ class Positions:
     def emitted(self, k: int, level: float = 0.8) -> Interval:
         """Return acceptance length at draft length `k`, extended where it was not measured."""
         return emitted_at(self.known, k, level)
-
-
-def of_rates(label: str, rates: npt.ArrayLike) -> Positions:
-    """Return positions with these chances, each given that the tokens before it were accepted.
-
-    Raises DraftsimError if one is no chance.
-    """
-    found = np.atleast_1d(np.asarray(rates, dtype=float))
-    if not (np.all(found >= 0) and np.all(found <= 1)):
-        raise DraftsimError(f"acceptance {found.tolist()}: expected chances, 0 to 1")
-    return of_survival(label, np.cumprod(found).tolist())
 
 
 def of_survival(label: str, survival: Sequence[float], **more: Any) -> Positions:
