@@ -9,8 +9,6 @@ table of the calibrated server.
 
 from __future__ import annotations
 
-import csv
-import math
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -24,10 +22,11 @@ import pandas as pd
 from policies.json_text import JSONError, parse_json
 from simulator.aggregate.server import ServerFit, ServerLoads, ServerRun
 from traces.errors import DraftsimError
+from traces.importers.bounds import decimal
 from traces.importers.metrics import SELDOM
 from traces.latency.schema import CELL_COLUMNS
 from traces.latency.table import ANY_CONTEXT, LatencyTable
-from traces.store.text import json_lines, read_text
+from traces.store.text import csv_rows, json_lines, read_text
 
 if TYPE_CHECKING:
     from simulator.aggregate.positions import Positions
@@ -65,31 +64,16 @@ def read_runs(path: Path) -> list[ServerRun]:
     DraftsimError
         Naming file and line of what is wrong.
     """
-    text = read_text(path)
     if path.suffix == ".jsonl":
-        rows: list[Any] = [row for _, row in json_lines(path, text)]
+        rows: list[Any] = [row for _, row in json_lines(path)]
     else:
-        rows = _csv_rows(path, text)
+        lines = [line for line in read_text(path).split("\n") if line.strip() and line[0] != "#"]
+        rows = [row for _, row in csv_rows(path, "\n".join(lines), ())]
     if not rows:
         raise DraftsimError(
             f"{path} holds no runs: expected a header batch,k,tokens_per_s and one run per line"
         )
     return [_run(row, f"{path}, run {number}") for number, row in enumerate(rows, 1)]
-
-
-def _csv_rows(path: Path, text: str) -> list[dict[str, str]]:
-    lines = [line for line in text.split("\n") if line.strip() and line[0] != "#"]
-    reader = csv.DictReader(lines, skipinitialspace=True, strict=True)
-    try:
-        names, rows = list(reader.fieldnames or ()), list(reader)
-    except csv.Error as error:
-        raise DraftsimError(f"{path} is not CSV: {error}") from None
-    if len(set(names)) < len(names):
-        raise DraftsimError(f"{path}: has a column twice: {shown(names)}")
-    for number, row in enumerate(rows, 1):
-        if None in row or None in row.values():
-            raise DraftsimError(f"{path}, run {number}: has more or fewer values than the header")
-    return rows
 
 
 def _run(row: Any, where: str) -> ServerRun:
@@ -144,10 +128,7 @@ def _per_round(where: str, totals: list[float | None]) -> dict[str, float]:
 
 
 def _number(where: str, name: str, value: Any) -> float:
-    try:
-        number = math.nan if isinstance(value, bool) or "_" in str(value) else float(value)
-    except (TypeError, ValueError):
-        number = math.nan
+    number = decimal(value)
     if not abs(number) <= MOST:
         raise DraftsimError(
             f"{where}: {name} is {shown(value)}, expected numbers of at most {MOST:g}"
@@ -335,28 +316,23 @@ def _read(path: Path, k: int | None) -> Benchmarks:
     return Benchmarks(runs, models[0] if models else None, notes)
 
 
-def _agreed(told: int | None, path: Path, k: int | None) -> int | None:
-    """Return the draft length of a run that tells one, with the ``k`` of ``FILE@K``.
+def _length(fields: _Fields, path: Path, k: int | None) -> int | None:
+    """Return the draft length: as given, as counted, or as the file's name says (k3, spec-3).
 
-    Counts of drafts may tell a mean, below ``k``.  Raises DraftsimError if they contradict it.
+    ``k`` is that of ``FILE@K``.  Counts of drafts may tell a mean, below it.  Raises DraftsimError
+    if the run contradicts it.
     """
+    told = len(fields.accepted) or None if fields.k is None else fields.k
+    if told is None:
+        name = path.absolute().parent.name if path.name in SAME_NAME else path.stem
+        named = re.search(r"(?:^|[^a-z0-9])(?:k|spec|num_speculative_tokens)[-_=]?(\d{1,2})(?!\d)",
+                          name.lower())  # fmt: skip
+        told = int(named[1]) if named else None
     if told is None or k is None:
         return told if k is None else k
     if told > k or (k and not told):
         raise DraftsimError(f"{path}@{k}: a run there says K = {told}: drop @{k}")
     return k
-
-
-def _length(fields: _Fields, path: Path, k: int | None) -> int | None:
-    """Draft length: as given, as counted, or as the name of the file says (k3, K=3, spec-3)."""
-    if fields.k is not None:
-        return _agreed(fields.k, path, k)
-    if fields.accepted:
-        return _agreed(len(fields.accepted), path, k)
-    name = path.absolute().parent.name if path.name in SAME_NAME else path.stem
-    named = re.search(r"(?:^|[^a-z0-9])(?:k|spec|num_speculative_tokens)[-_=]?(\d{1,2})(?!\d)",
-                      name.lower())  # fmt: skip
-    return _agreed(int(named[1]) if named else None, path, k)
 
 
 def _records(path: Path) -> list[Mapping[str, Any]]:
@@ -367,12 +343,9 @@ def _records(path: Path) -> list[Mapping[str, Any]]:
         values = [row for _, row in json_lines(path, text)]
     rows: list[Mapping[str, Any]] = []
     for value in values:
-        if isinstance(value, dict) and isinstance(value.get("benchmarks"), list):
-            rows += [row for row in value["benchmarks"] if isinstance(row, dict)]
-        elif isinstance(value, list):
-            rows += [row for row in value if isinstance(row, dict)]
-        elif isinstance(value, dict):
-            rows.append(value)
+        inside = value.get("benchmarks", value) if isinstance(value, dict) else value
+        each = inside if isinstance(inside, list) else [value]
+        rows += [row for row in each if isinstance(row, dict)]
     if not rows:
         raise DraftsimError(f"{path}: holds no runs of a benchmark")
     return rows
@@ -381,7 +354,7 @@ def _records(path: Path) -> list[Mapping[str, Any]]:
 Record = Mapping[str, Any]
 
 
-def _fields(record: Mapping[str, Any], where: str) -> _Fields:
+def _fields(record: Record, where: str) -> _Fields:
     for knows, read in FORMATS:
         if knows(record):
             try:
@@ -396,7 +369,7 @@ def _fields(record: Mapping[str, Any], where: str) -> _Fields:
     )
 
 
-def _serve(record: Mapping[str, Any]) -> _Fields:
+def _serve(record: Record) -> _Fields:
     """Return a result of vLLM's or SGLang's serving benchmark: the fields have the same names."""
     completed = float(record["completed"])
     prompt = float(record["total_input_tokens"]) / completed
@@ -460,7 +433,7 @@ def _speculative(record: Record) -> Any:
     return None
 
 
-def _guidellm(record: Mapping[str, Any]) -> _Fields:
+def _guidellm(record: Record) -> _Fields:
     metrics = record["metrics"]
 
     def mean(name: str) -> float:
@@ -472,7 +445,7 @@ def _guidellm(record: Mapping[str, Any]) -> _Fields:
     )  # fmt: skip
 
 
-def _aiperf(record: Mapping[str, Any]) -> _Fields:
+def _aiperf(record: Record) -> _Fields:
     def average(name: str) -> float:
         return float(record[name]["avg"])
 
