@@ -305,9 +305,15 @@ def test_without_a_concurrency_littles_law_gives_it(tmp_path: Path) -> None:
         ("not json", "is not JSON"),
         (json.dumps({**served(1, 10.0), "completed": 0}), "lacks or misstates"),
         (json.dumps({**served(1, 10.0), "output_throughput": -1}), "expected at least 1, 0, 0"),
+        (json.dumps({**served(1, 10.0), "max_concurrency": float("inf")}), "has no concurrency"),
+        (
+            json.dumps({**served(1, 10.0), "spec_decode_num_drafts": 1e-300,
+                        "spec_decode_draft_tokens": 1e300}),
+            "lacks or misstates",
+        ),
         ("[" * 100_000, "is not JSON"),
     ],
-)
+)  # fmt: skip
 def test_files_of_no_use_are_refused(text: str, message: str, tmp_path: Path) -> None:
     path = tmp_path / "bench.json"
     path.write_text(text)

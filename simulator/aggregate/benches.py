@@ -298,7 +298,7 @@ def _read(path: Path, k: int | None) -> Benchmarks:
                 f"{path}: {fields.drafting:.0%} of the steps had a draft: acceptance is taken over "
                 "all steps"
             )
-        if fields.concurrency is None or not fields.concurrency >= 0.5:
+        if fields.concurrency is None or not 0.5 <= fields.concurrency <= MOST:
             raise DraftsimError(
                 f"{where}: has no concurrency: run the benchmark with a fixed one "
                 "(vLLM, SGLang: --max-concurrency; AIPerf: --concurrency)"
@@ -359,9 +359,7 @@ def _fields(record: Record, where: str) -> _Fields:
         if knows(record):
             try:
                 return read(record)
-            except (
-                AttributeError, KeyError, TypeError, ValueError, ZeroDivisionError, JSONError
-            ) as error:  # fmt: skip
+            except (ArithmeticError, AttributeError, KeyError, TypeError, ValueError) as error:
                 raise DraftsimError(f"{where}: lacks or misstates {error}") from None
     raise DraftsimError(
         f"{where}: is of no known format: expected a result of vllm bench serve, SGLang's "
