@@ -59,16 +59,16 @@ def doctor(
     more = {
         "cause": found.cause, "advice": found.advice, "position": found.at,
         "draft_length": found.draft_length, "tokens_per_round": found.observed,
-        "expected": found.expected, "expected_lo": found.low, "expected_hi": found.high,
-        "unexplained_z": found.leaves, "by_context": parts,
+        **found.expected.columns("expected"), "unexplained_z": found.leaves, "by_context": parts,
     }  # fmt: skip
     if json is None:
         note(f"{found.cause}: {found.advice}")
-    low, high = three_digits(found.low), three_digits(found.high)
+    span = found.expected
+    low, high = three_digits(span.low), three_digits(span.high)
     note(
         f"{three_digits(found.observed)} tokens per round at K = {found.draft_length}, expected "
-        f"{three_digits(found.expected)}"
-        + (f" ({low} to {high})" if found.high > found.low else "")
+        f"{three_digits(span.value)}"
+        + (f" ({low} to {high})" if span.high > span.low else "")
         + ("" if mine.rounds is None else f"; {mine.rounds:,} rounds")
     )
 

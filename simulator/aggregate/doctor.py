@@ -17,7 +17,7 @@ from typing import NamedTuple
 import numpy as np
 
 from policies.arrays import Floats
-from simulator.aggregate.hazard import ANOTHER_RUN
+from simulator.aggregate.hazard import ANOTHER_RUN, Interval
 from simulator.aggregate.positions import Positions
 
 WITHIN = 2.0
@@ -82,10 +82,8 @@ class Diagnosis:
     places: list[Place]
     contexts: list[ContextPart]
     draft_length: int
-    expected: float
-    """Tokens per round at the observed draft length; `low` and `high` its 80% interval."""
-    low: float
-    high: float
+    expected: Interval
+    """Tokens per round at the observed draft length, with their 80% interval."""
     observed: float
     cause: str
     """A key of `CAUSES`."""
@@ -104,26 +102,20 @@ def diagnose(observed: Positions, expected: Positions) -> Diagnosis:
     """Compare observed acceptance with the expected one, at the draft length observed."""
     k = observed.longest
     should = expected.emitted(k)
-    mine, its = observed.rates, expected.rates
-    count = min(len(mine), len(its))
-    mine, its = mine[:count], its[:count]
+    count = min(len(observed.rates), len(expected.rates))
+    mine, its = observed.rates[:count], expected.rates[:count]
     error = _errors(observed, expected, count)
     judged = ~(np.isnan(mine) | np.isnan(its) | np.isnan(error))
     gap = np.where(judged, _logit(mine) - _logit(its), 0.0)
     z = np.where(judged, gap / np.where(judged, error, 1.0), np.nan)
-    places = [
-        Place(j + 1, float(its[j]), float(mine[j]), float(z[j])) for j in range(count)
-    ]  # fmt: skip
+    places = [Place(j + 1, float(its[j]), float(mine[j]), float(z[j])) for j in range(count)]
     parts = by_context(observed)
     if judged.any():
         falls = _fall(parts) < COLLAPSED * _fall(by_context(expected))
         cause, at, leaves = _cause(mine[judged], its[judged], gap[judged], error[judged], falls)
     else:
-        cause, at, leaves = _by_length(observed.known[k], should.low, should.high)
-    return Diagnosis(
-        places, parts, k, should.value, should.low, should.high, observed.known[k], cause, at,
-        leaves,
-    )  # fmt: skip
+        cause, at, leaves = _by_length(observed.known[k], should), None, 0.0
+    return Diagnosis(places, parts, k, should, observed.known[k], cause, at, leaves)
 
 
 def by_context(observed: Positions) -> list[ContextPart]:
@@ -207,17 +199,16 @@ def _cause(
     return best, None, rests[best]
 
 
-def _by_length(observed: float, low: float, high: float) -> tuple[str, int | None, float]:
+def _by_length(observed: float, expected: Interval) -> str:
     """Return a cause from acceptance lengths alone, which have no pattern by position.
 
     Two sound runs differ by `ANOTHER_RUN`, and a fault by `DIFFERS` times that.
     """
     if observed < 1 + NOTHING:
-        return "dummy drafter", None, 0.0
-    if observed > high * (1 + DIFFERS * ANOTHER_RUN):
-        return "better", None, 0.0
-    worse = observed < low * (1 - DIFFERS * ANOTHER_RUN)
-    return ("mixed" if worse else "as expected"), None, 0.0
+        return "dummy drafter"
+    if observed > expected.high * (1 + DIFFERS * ANOTHER_RUN):
+        return "better"
+    return "mixed" if observed < expected.low * (1 - DIFFERS * ANOTHER_RUN) else "as expected"
 
 
 def _logit(rates: Floats) -> Floats:
