@@ -89,14 +89,13 @@ def capacity(
     With --out an interrupted plan continues where it stopped; until the end, FILE.jsonl holds the
     finished part.
     """
-    from simulator.capacity import plan, with_cost
+    from simulator.capacity import plan
     from simulator.chosen import load_serving_policies
     from simulator.serving import Scenario
     from simulator.serving.arrivals import arrivals_of
     from simulator.targets import parse_targets
 
     targets = parse_targets(slo)
-    with_cost([], gpus, price)  # refused before anything is simulated
     recording = inputs.load(
         chooses="capacity", plain=policies.plain, sizes={} if arrivals is None else None
     )
@@ -117,31 +116,26 @@ def capacity(
     kept = None if out is None else out.with_name(out.name + ".jsonl")
     with only_writer(out) if out is not None else nullcontext():
         with working("simulating") as say:
-            planned = plan(
+            rows = plan(
                 recorded, table, chosen, base, rate, targets, rule=rule, requests=requests,
-                most=max_replicas, curve=plots is not None, executor=executor, say=note,
-                path=kept, progress=lambda done, at: say(f"run {done}: {at}"),
+                most=max_replicas, gpus=gpus, price=price, curve=plots is not None,
+                executor=executor, say=note, path=kept,
+                progress=lambda done, at: say(f"run {done}: {at}"),
             )  # fmt: skip
-        rows = with_cost(planned, gpus, price)
         note(f"{recording.said}: {headline(rows)}")
         emit("capacity", rows, json, out=out, tables=lambda: [Shown(shown(rows), recording.said)])
         if kept is not None:
             kept.unlink(missing_ok=True)
     for line in remarks(rows):
         note(line)
-    if plots is not None:
-        free = table.said_batch_free(largest)
-        _draw(plots, rows, f"assumed to cost nothing: {free}" if free else "", recording.said)
-
-
-def _draw(folder: Path, rows: list[dict[str, Any]], label: str, title: str) -> None:
-    from simulator.plots import save_all_kinds
-    from simulator.plots.serving import plot_replicas
-
-    if not any(row["curve"] for row in rows):
+    if plots is not None and not any(row["curve"] for row in rows):
         note("no policy meets the SLO at any load tried: nothing to draw")
-        return
-    say_drawn([save_all_kinds(plot_replicas(rows), folder / "replicas.png", label, title)])
+    elif plots is not None:
+        from simulator.plots import save_all_kinds
+        from simulator.plots.serving import assumption, plot_replicas
+
+        label, figure = assumption(table, largest), plot_replicas(rows)
+        say_drawn([save_all_kinds(figure, plots / "replicas.png", label, recording.said)])
 
 
 Row = Mapping[str, Any]
@@ -203,12 +197,10 @@ def _replicas(count: int, one: str = "", more: str = "") -> str:
 
 def remarks(rows: Sequence[Row]) -> list[str]:
     """Return the comparison in words, and what a reader of the table should know."""
+    from simulator.targets import Targets
+
     first = rows[0]
-    targets = " and ".join(
-        f"{name} {seconds * 1e3:g} ms"
-        for name, seconds in (("ttft", first["ttft_target_s"]), ("tpot", first["tpot_target_s"]))
-        if math.isfinite(seconds)
-    )
+    targets = Targets(first["ttft_target_s"], first["tpot_target_s"])
     said = [
         f"{first['rate']:.4g} requests/s, {first['share']:.0%} of them within {targets}, "
         f"router {first['router']}:"

@@ -100,7 +100,7 @@ class Plan:
     Attributes
     ----------
     table:
-        A row for each policy (`simulator.capacity.plan_rows`, with costs).
+        A row for each policy (`simulator.capacity.plan_rows`).
     best:
         The policy that needs the fewest replicas, the first of equals; None if no policy meets the
         targets.
@@ -379,14 +379,12 @@ def plan(
         For impossible values, or as in `predict`.
     """
     from simulator import capacity
-    from simulator.capacity import with_cost
     from simulator.executors import Local
     from simulator.serving import Limits, Scenario
     from simulator.serving.arrivals import arrivals_of
     from simulator.targets import parse_targets
 
     targets = parse_targets(slo)
-    with_cost([], gpus, price)  # refused before anything is simulated
     notes: list[str] = []
     recording = _recording(trace, latency, source, notes, acceptance, "a plan")
     policies, rule = recording.alike(policies, verify, say=notes.append)
@@ -401,11 +399,10 @@ def plan(
     chosen = load_serving_policies(
         policies, recording.trace, table, largest=limits.max_batch, say=notes.append
     )
-    planned = capacity.plan(
+    rows = capacity.plan(
         recording.trace, table, chosen, base, rate, targets, rule=rule, requests=requests,
-        most=max_replicas, curve=curve, executor=Local(),
+        most=max_replicas, gpus=gpus, price=price, curve=curve, executor=Local(),
     )  # fmt: skip
-    rows = with_cost(planned, gpus, price)
     able = [row for row in rows if row["replicas"] is not None and not is_bound(row["policy"])]
     best = min(able, key=lambda row: row["replicas"])["policy"] if able else None
     return Plan(pd.DataFrame(rows), best, tuple(notes))

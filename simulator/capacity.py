@@ -427,15 +427,11 @@ def find_curve(
 
             search = highest(about, 1.1, FINE, about / 10, FAR * about)
             limit = yield from _asked(search, points, {})
-            limit = max(limit, found.limit) if count > fewest else min(limit, below(rate))
+            below = math.nextafter(rate, 0.0)
+            limit = max(limit, found.limit) if count > fewest else min(limit, below)
             pairs.append((count, limit))
         pairs.append((fewest, found.limit))
     return sorted(pair for pair in pairs if math.isfinite(pair[1]))
-
-
-def below(rate: float) -> float:
-    """Return the largest number below `rate`."""
-    return math.nextafter(rate, 0.0)
 
 
 def _asked(
@@ -462,7 +458,7 @@ TOLD_APART = 0.01
 def plan_rows(
     bench: PointRunner, rate: float, starts: Mapping[str, Start], answers: Mapping[str, Answer],
     compared: tuple[Sequence[float], Mapping[str, Sequence[float]]],
-    curves: Mapping[str, Sequence[tuple[int, float]]],
+    curves: Mapping[str, Sequence[tuple[int, float]]], gpus: int, price: float | None,
 ) -> list[dict[str, Any]]:  # fmt: skip
     """Return a row per policy; latencies and throughput are those at ``replicas``.
 
@@ -477,6 +473,8 @@ def plan_rows(
       speculation; infinite if it saves some at the highest rate tried, NaN if at none.
     * ``too_short``: why the simulated requests are too few to judge.
     * ``curve``: pairs of replicas and the largest rate at which they meet the SLO.
+    * ``gpus``, ``cost_per_hour``: of the fleet.  ``cost_per_million_tokens`` is of output.  Costs
+      are NaN without the price of a GPU.
     """
     plain = next((n for n, p in bench.policies.items() if isinstance(p, Autoregressive)), None)
     others = None if plain is None else answers[plain].replicas
@@ -484,6 +482,7 @@ def plan_rows(
     for name, found in answers.items():
         verdict, count = found.verdict, found.replicas
         outcomes = verdict.outcomes
+        tokens_s = verdict.mean("throughput_tok_s") if count else math.nan
         rows.append({
             "policy": name, "verify": outcomes[0]["verify"], "source": outcomes[0]["source"],
             "router": describe_router(bench.base.router), "rate": rate,
@@ -496,7 +495,7 @@ def plan_rows(
             "rate_per_replica": found.limit / count if count else math.nan,
             "saved": None if others is None or count is None else others - count,
             "stops_saving": _stops(compared, plain, name),
-            "throughput_tok_s": verdict.mean("throughput_tok_s") if count else math.nan,
+            "throughput_tok_s": tokens_s,
             **{
                 metric: {q: verdict.mean(metric, q) for q in outcomes[0][metric]}
                 for metric in ("ttft_s", "tpot_s", "e2e_s")
@@ -508,43 +507,20 @@ def plan_rows(
             "rejected": sum(o["rejected"] for o in outcomes),
             "extrapolated": sum(o["extrapolated"] for o in outcomes),
             "unpriced": list(outcomes[0]["unpriced"]), "fidelity": outcomes[0]["fidelity"],
+            **costs(count, tokens_s, gpus, price),
         })  # fmt: skip
     return rows
 
 
-def with_cost(
-    rows: Sequence[Mapping[str, Any]], gpus: int = 1, price: float | None = None
-) -> list[dict[str, Any]]:
-    """Return the rows with tokens per second and GPU, and what they cost.
-
-    Parameters
-    ----------
-    gpus:
-        GPUs per replica.
-    price:
-        Dollars per hour and GPU; without it ``cost_per_hour`` (of the fleet) and
-        ``cost_per_million_tokens`` (of output) are NaN.
-
-    Raises
-    ------
-    DraftsimError
-        For an impossible number of GPUs or price.
-    """
-    if gpus < 1:
-        raise DraftsimError(f"--gpus is {gpus}, expected at least 1 a replica")
-    if price is not None and not 0 <= price < math.inf:
-        raise DraftsimError(f"--price is {price}, expected dollars an hour, 0 or more")
-    priced = []
-    for row in rows:
-        used = row["replicas"] * gpus if row["replicas"] is not None else math.nan
-        hourly = math.nan if price is None else used * price
-        tokens_s = row["throughput_tok_s"]
-        priced.append({
-            **row, "gpus": None if row["replicas"] is None else used,
-            "tok_s_per_gpu": tokens_s / used, "cost_per_hour": hourly,
-            "cost_per_million_tokens": hourly / (tokens_s * SECONDS_PER_HOUR) * 1e6,
-        })  # fmt: skip
-    return priced
+def costs(replicas: int | None, tokens_s: float, gpus: int, price: float | None) -> dict[str, Any]:
+    """Return a fleet's GPUs, output tokens per second and GPU, and costs (`plan_rows`)."""
+    used = math.nan if replicas is None else replicas * gpus
+    hourly = math.nan if price is None else used * price
+    return {
+        "gpus": None if replicas is None else used, "tok_s_per_gpu": tokens_s / used,
+        "cost_per_hour": hourly,
+        "cost_per_million_tokens": hourly / (tokens_s * SECONDS_PER_HOUR) * 1e6,
+    }  # fmt: skip
 
 
 def _stops(
@@ -569,8 +545,8 @@ RATES = 6
 def plan(
     trace: Trace, latency: LatencyTable, policies: Mapping[str, Policy], base: Scenario,
     rate: float | None, targets: Targets, *, rule: VerifyRule | None = None,
-    requests: int | None = None, most: int = 1024, curve: bool = False,
-    executor: Executor | None = None, path: str | Path | None = None,
+    requests: int | None = None, most: int = 1024, gpus: int = 1, price: float | None = None,
+    curve: bool = False, executor: Executor | None = None, path: str | Path | None = None,
     progress: Progress | None = None, say: Callable[[str], None] = lambda _: None,
 ) -> list[dict[str, Any]]:  # fmt: skip
     """Return the fewest replicas that meet `targets` at `rate` requests/s, a row per policy.
@@ -586,6 +562,8 @@ def plan(
         95th percentile of latency, and per replica 200 or four times its batch, up to 3000).
     most:
         Most replicas to try.
+    gpus, price:
+        GPUs per replica, and dollars per hour and GPU.
     curve:
         True to find the highest rates of other numbers of replicas, too.
     executor, path, progress:
@@ -602,7 +580,7 @@ def plan(
     Raises
     ------
     DraftsimError
-        If a run fails, or the arrivals have no rate to change.
+        For impossible values, if a run fails, or if the arrivals have no rate to change.
     """
     rate = base.arrivals.rate_of(requests) if rate is None else rate
     if rate is None:
@@ -613,6 +591,10 @@ def plan(
         raise DraftsimError(f"--requests is {requests}, expected at least 1")
     if most < 1:
         raise DraftsimError(f"--max-replicas is {most}, expected at least 1 replica")
+    if gpus < 1:
+        raise DraftsimError(f"--gpus is {gpus}, expected at least 1 a replica")
+    if price is not None and not 0 <= price < math.inf:
+        raise DraftsimError(f"--price is {price}, expected dollars an hour, 0 or more")
     bench = PointRunner(trace, latency, policies, base, targets, rule)
     whole_file = hasattr(base.arrivals, "rows") and requests is None
     key = bench.key() if path is not None else None
@@ -640,7 +622,7 @@ def plan(
         curves = study.drive(
             {n: find_curve(asks[n], answers[n], rate, counts, horizon) for n in answers if curve}
         )
-    return plan_rows(bench, rate, starts, answers, (rates, shares), curves)
+    return plan_rows(bench, rate, starts, answers, (rates, shares), curves, gpus, price)
 
 
 def _points(

@@ -20,12 +20,12 @@ from simulator.capacity import (
     Point,
     PointRunner,
     PointVerdict,
+    costs,
     fewest,
     find_answer,
     find_curve,
     highest,
     plan,
-    with_cost,
 )
 from simulator.executors import Local
 from simulator.plots import serving as plots
@@ -109,7 +109,7 @@ def test_loose_targets_end_at_what_is_served_at_once(requests: int | None) -> No
     plain = {"autoregressive": Autoregressive()}
     rows = plan(TRACE, LATENCY, plain, base, 10.0, Targets(tpot_s=9.0), requests=requests,
                 curve=True)  # fmt: skip
-    said = " ".join(remarks(with_cost(rows)))
+    said = " ".join(remarks(rows))
     assert rows[0]["replicas"] == 1
     if requests is None:
         # Overloaded is where a tenth of the requests still queue when the last one comes.
@@ -117,7 +117,7 @@ def test_loose_targets_end_at_what_is_served_at_once(requests: int | None) -> No
     else:
         assert (rows[0]["rate_limit"], rows[0]["curve"]) == (math.inf, [])
     assert ("raise --requests to find the limit" in said) == (requests is not None)
-    printed = shown(with_cost(rows))[0]["add one above, /s"]
+    printed = shown(rows)[0]["add one above, /s"]
     assert (printed == "never") == (requests is not None)
 
 
@@ -177,7 +177,7 @@ def test_a_better_router_needs_no_more() -> None:
 
 def test_targets_that_nobody_meets_alone_are_met_by_no_number() -> None:
     # A token takes 20 ms: plain decoding never meets 15, speculation does.
-    plain, fixed = planned(slo="tpot=0.015,p=0.9")
+    plain, fixed = planned(slo="tpot=0.015,p=0.9", gpus=2, price=1.5)
     assert plain["replicas"] is None
     assert plain["saved"] is None
     assert plain["within_alone"] < 0.9
@@ -185,9 +185,9 @@ def test_targets_that_nobody_meets_alone_are_met_by_no_number() -> None:
     assert fixed["stops_saving"] == math.inf
     [neither] = planned(slo="tpot=0.001", policies={"fixed": Fixed(3)})
     assert neither["replicas"] is None
-    priced = with_cost([plain, fixed], gpus=2, price=1.5)
-    assert math.isnan(priced[0]["cost_per_hour"])
-    assert priced[1]["gpus"] == 2 * fixed["replicas"]
+    assert math.isnan(plain["cost_per_hour"])
+    assert (plain["gpus"], fixed["gpus"]) == (None, 2 * fixed["replicas"])
+    assert fixed["cost_per_hour"] == 1.5 * fixed["gpus"]
 
 
 def test_too_few_replicas_allowed_is_said() -> None:
@@ -222,15 +222,14 @@ def test_a_queue_that_still_grows_is_no_judgement() -> None:
 
 
 def test_costs_are_those_of_the_fleet() -> None:
-    row = {"replicas": 3, "throughput_tok_s": 500.0}
-    [priced] = with_cost([row], gpus=2, price=2.0)
+    priced = costs(3, 500.0, gpus=2, price=2.0)
     assert (priced["gpus"], priced["cost_per_hour"]) == (6, 12.0)
     assert priced["tok_s_per_gpu"] == pytest.approx(500 / 6)
     assert priced["cost_per_million_tokens"] == pytest.approx(12 / 3600 / 500 * 1e6)
-    assert math.isnan(with_cost([row])[0]["cost_per_hour"])
+    assert math.isnan(costs(3, 500.0, gpus=2, price=None)["cost_per_hour"])
     for wrong in ({"gpus": 0}, {"price": -1.0}, {"price": math.inf}):
         with pytest.raises(DraftsimError, match="expected"):
-            with_cost([row], **wrong)
+            planned(**wrong)
 
 
 def test_a_stopped_plan_goes_on_and_processes_give_the_same(tmp_path: Path) -> None:

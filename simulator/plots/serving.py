@@ -23,7 +23,7 @@ from policies.core import DraftPolicy
 from policies.lengths.basic import Autoregressive
 from policies.registry import PLAIN, is_bound
 from policies.rules.base import VerifyRule
-from simulator.capacity import FINE, below
+from simulator.capacity import FINE
 from simulator.chosen import Say, silent
 from simulator.palette import COLOURS, DASHES, GREY, INK, MARKERS
 from simulator.plots.look import (
@@ -464,7 +464,7 @@ def needed(row: Mapping[str, Any]) -> Floats:
     """
     steps, rate, count = limits(row["curve"]), row["rate"], row["replicas"]
     if count is not None:
-        steps[: count - 1] = np.minimum(steps[: count - 1], below(rate))
+        steps[: count - 1] = np.minimum(steps[: count - 1], np.nextafter(rate, 0.0))
         steps[count - 1 :] = np.maximum(steps[count - 1 :], rate * (1 + FINE / 2))
     return steps
 
