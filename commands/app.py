@@ -39,19 +39,15 @@ def _version(asked: bool) -> None:
         raise typer.Exit
 
 
-RENAMED = {
-    "batches": "batch", "contexts": "context", "draws": "resamples", "concurrency": "batch",
-    "max-concurrency": "batch", "request-rate": "rate",
-}  # fmt: skip
-"""Our names of options, by their former names and those of vLLM's benchmarks, which also work."""
-FIELDS = {
+NAMES = {
+    "batches": ("batch",), "contexts": ("context",), "draws": ("resamples",),
+    "concurrency": ("batch",), "max-concurrency": ("batch",), "request-rate": ("rate",),
     "max-num-seqs": ("max-batch", "engine-batch"), "max-num-batched-tokens": ("token-budget",),
     "num-gpu-blocks": ("kv-blocks",), "num-gpu-blocks-override": ("kv-blocks",),
     "max-model-len": ("engine-length",),
     "num-speculative-tokens": ("k", "draft-length", "gamma", "engine-longest"),
 }  # fmt: skip
-"""Our names of options, by vLLM's names of its settings, which also work."""
-NAMES = {**{old: (new,) for old, new in RENAMED.items()}, **FIELDS}
+"""Our names of options, by former names and those of vLLM, which also work."""
 ELSEWHERE = {
     ("simulate", "--batch"): "it replays one request at a time: `draftsim serve --batch` or "
     "`draftsim sweep --batch`",

@@ -10,7 +10,7 @@ import inspect
 import re
 from collections.abc import Iterable, Mapping
 from functools import partial
-from types import NoneType
+from types import MappingProxyType, NoneType
 from typing import Annotated, Any, Literal, get_args, get_origin
 
 import typer
@@ -76,77 +76,61 @@ def list_all(
     emit("list", rows, json, show=show, out=out, printed=printed)
 
 
+def _described(
+    name: str, cls: type, fixed: Mapping[str, Any] = MappingProxyType({}), **more: Any
+) -> dict[str, Any]:
+    """Return the row of a policy, rule or source; ``fixed`` are parameters that a preset sets."""
+    preset = "".join(f"; {key}={value}" for key, value in fixed.items())
+    return {
+        "name": name, "parameters": parameter_rows(cls, fixed), **more, "paper": papers_of(cls),
+        "what": summary(cls) + preset,
+    }  # fmt: skip
+
+
 def policy_rows() -> list[dict[str, Any]]:
     """Return every length policy."""
     from policies.batch.base import BatchPolicy
     from policies.registry import POLICIES
 
     return [
-        {
-            "name": name,
-            "parameters": parameter_rows(cls),
-            "reads": ", ".join(signals(cls)) or "-",
-            "kind": "batch" if issubclass(cls, BatchPolicy) else "request",
-            "learns": bool(getattr(cls, "learns_across_requests", False)),
-            "paper": papers_of(cls),
-            "what": summary(cls),
-        }
+        _described(
+            name, cls, reads=", ".join(signals(cls)) or "-",
+            kind="batch" if issubclass(cls, BatchPolicy) else "request",
+            learns=bool(getattr(cls, "learns_across_requests", False)),
+        )
         for name, cls in POLICIES.items()
-    ]
+    ]  # fmt: skip
 
 
 def rule_rows() -> list[dict[str, Any]]:
     """Return every verification rule."""
     from policies.rules.registry import PRESETS, RULES
 
-    rows = []
-    for name, cls in RULES.items():
-        fixed = PRESETS.get(name, {})
-        preset = "".join(f"; {key}={value}" for key, value in fixed.items())
-        rows.append(
-            {
-                "name": name,
-                "parameters": parameter_rows(cls, fixed),
-                "reads": ", ".join(getattr(cls, "reads", ())) or "-",
-                "lossless": bool(cls.lossless),
-                "paper": papers_of(cls),
-                "what": summary(cls) + preset,
-            }
+    return [
+        _described(
+            name, cls, PRESETS.get(name, {}), reads=", ".join(getattr(cls, "reads", ())) or "-",
+            lossless=bool(cls.lossless),
         )
-    return rows
+        for name, cls in RULES.items()
+    ]  # fmt: skip
 
 
 def source_rows() -> list[dict[str, Any]]:
     """Return every draft source, and the named methods that combine one with a policy."""
     from traces.sources.registry import DRAFT_MODEL, SOURCES, SYSTEMS
 
-    rows: list[dict[str, Any]] = [
-        {
-            "name": DRAFT_MODEL,
-            "parameters": [],
-            "kind": "source",
-            "paper": "-",
-            "what": "The trace's own draft model",
-        }
-    ]
-    rows += [
-        {
-            "name": name,
-            "parameters": parameter_rows(cls),
-            "kind": "source",
-            "paper": papers_of(cls),
-            "what": summary(cls),
-        }
-        for name, cls in SOURCES.items()
-    ]
-    rows += [
+    drafter = {
+        "name": DRAFT_MODEL, "parameters": [], "kind": "source", "paper": "-",
+        "what": "The trace's own draft model",
+    }  # fmt: skip
+    rows = [drafter, *(_described(name, cls, kind="source") for name, cls in SOURCES.items())]
+    return rows + [
         {
             "name": name, "parameters": [], "kind": "system", "paper": _ids(system.what),
             "what": f"{system.what} = {system.source} x {system.policy}",
         }
         for name, system in SYSTEMS.items()
     ]  # fmt: skip
-    return rows
 
 
 def column_rows() -> list[dict[str, Any]]:

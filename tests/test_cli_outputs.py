@@ -91,7 +91,7 @@ def test_a_place_that_cannot_be_written_to_is_refused_as_options_are_read(
 
 @pytest.mark.parametrize("old", ["batches", "contexts"])
 def test_older_names_are_understood(old: str, synthetic_run: Path, run: Run) -> None:
-    new = app.RENAMED[old]
+    [new] = app.NAMES[old]
     command = (
         "sweep", "--trace", synthetic_run, "--c", "0.1", "--policy", "fixed:gamma=2",
         "--jobs", 1, "--resamples", 2,
