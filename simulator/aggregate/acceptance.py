@@ -138,16 +138,13 @@ def emitted_rows(totals: Mapping[int, float]) -> list[dict[str, Any]]:
 
     The column ``known`` is True if the totals hold the length itself.
     """
-    near = max(totals)
-    even = TwoState(acceptance_rate(totals[near], near))
-    rows = []
-    for gamma in sorted({*LENGTHS, *totals}):
-        found = emitted_at(totals, gamma)
-        rows.append({
-            "draft_length": gamma, "tokens_a_round": found.value, "low": found.low,
-            "high": found.high, "independent": even.emitted(gamma), "known": gamma in totals,
-        })  # fmt: skip
-    return rows
+    return [
+        {
+            "draft_length": row["k"], "tokens_a_round": row["hazard"], "low": row["low"],
+            "high": row["high"], "independent": row["iid"], "known": row["k"] in totals,
+        }
+        for row in extended(totals, [*totals], sorted({*LENGTHS, *totals}))
+    ]  # fmt: skip
 
 
 LINE = re.compile(r"^( *)([^:#\s][^:#]*):[ \t]*([^\s#]*)[ \t]*(?:#.*)?$")
@@ -221,11 +218,9 @@ def extended(
     rate = acceptance_rate(known[near], near)
     rows = []
     for k in asked:
-        span = emitted_at(known, k, level)
-        states = emitted_of_rate(rate, k)
+        span, states = emitted_at(known, k, level), emitted_of_rate(rate, k)
         found = {
-            "hazard": span.value, "iid": TwoState(rate).emitted(k),
-            "two_state": (states.low + states.high) / 2,
+            "hazard": span.value, "iid": states.value, "two_state": (states.low + states.high) / 2,
         }  # fmt: skip
         measured = curve.get(k)
         rows.append({
