@@ -89,6 +89,7 @@ def test_an_acceptance_length_alone_keeps_its_sum(tmp_path: Path) -> None:
     [
         ("0.7,0.8", "expected chances from 1 to 0 that do not rise"),
         ("1.7,2.2", "acceptance lengths are given as 1:1.8,2:2.4"),
+        ("1000000000:2.0", "expected at most 4096"),
         ("0.7,x", "expected chances"),
         ("nan,0.5", "expected chances"),
         ("", "has an empty part"),

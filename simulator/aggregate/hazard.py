@@ -23,6 +23,7 @@ from typing import NamedTuple
 import numpy as np
 
 from policies.arrays import Floats
+from traces.acceptance.schema import MOST_DRAFTED
 from traces.errors import DraftsimError
 
 WALKERS, STEPS, KEPT = 64, 700, 400
@@ -196,8 +197,10 @@ def interval_of(draws: Floats, level: float) -> Interval:
 
 
 def check_totals(known: Mapping[int, float]) -> None:
-    """Raise DraftsimError for an acceptance length that no acceptance gives."""
+    """Raise DraftsimError for an acceptance length that no acceptance gives, or a huge draft."""
     for k, emitted in known.items():
+        if k > MOST_DRAFTED:  # arrays are as long
+            raise DraftsimError(f"draft length {k}: expected at most {MOST_DRAFTED}")
         if k < 1 or not 1 <= emitted <= k + 1:
             raise DraftsimError(
                 f"{emitted:g} tokens a round at draft length {k}: expected 1 to {k + 1}"
