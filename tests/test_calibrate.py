@@ -396,7 +396,7 @@ def test_costs_of_one_context_hold_at_every_other_and_say_so() -> None:
 
 def test_impossible_runs_are_refused(tmp_path: Path) -> None:
     for text, message in (
-        ("batch,k,tokens_per_s\n1,0,50\n0,1,60\n", "run 2: batch 0"),
+        ("batch,k,tokens_per_s\n1,0,50\n0,1,60\n", "run 2: batch is 0"),
         ("batch,k\n1,0\n", "has no tokens_per_s or output_throughput"),
         ("batch,k,tokens_per_s,emitted\n1,2,60,3.5\n", "3.5 tokens a round at k = 2"),
         ("batch,k,tokens_per_s,acceptance\n1,2,60,0.7\n", "acceptance of 1 positions at k = 2"),

@@ -104,12 +104,10 @@ def _run(row: Any, where: str) -> ServerRun:
     for name in ("batch", "k"):
         if not found[name].is_integer():
             raise DraftsimError(f"{where}: {name} is {found[name]:g}, expected a whole number")
+    batch, k = int(found.pop("batch")), int(found.pop("k"))
+    accepted = tuple(_number(where, "acceptance", v) for v in positions)
     try:
-        return ServerRun(
-            int(found["batch"]), int(found["k"]), found["tokens_per_s"], found.get("context", 0.0),
-            found.get("emitted"), tuple(_number(where, "acceptance", v) for v in positions),
-            found.get("prompt"), found.get("answer"), found.get("drafted"), found.get("p_min", 0.0),
-        )  # fmt: skip
+        return ServerRun(batch, k, accepted=accepted, **found)
     except DraftsimError as error:
         raise DraftsimError(f"{where}: {error}") from None
 

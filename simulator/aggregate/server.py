@@ -51,7 +51,7 @@ from simulator.aggregate.hazard import (
     lengths,
 )
 from simulator.aggregate.hazard import gaps as gaps_of
-from simulator.formulas.bounds import geometric_sum
+from simulator.formulas.bounds import geometric_sum, require
 from simulator.formulas.leviathan import acceptance_rate
 from traces.acceptance.schema import MOST_DRAFTED, MOST_TOKENS
 from traces.errors import DraftsimError
@@ -106,6 +106,8 @@ draws are wider, as every cost's prior covers every server."""
 ALIKE = 0.003
 """Relative difference of two steps that counts as much as a cost's standard deviation where one
 draw is chosen for all."""
+LEAST = 1e-12
+"""Lowest speed of a run in tokens/s; its inverse is the highest."""
 TOLD = 0.75
 """A cost is undetermined if the runs leave more than this part of its prior's spread."""
 SECONDS = (
@@ -212,22 +214,10 @@ class ServerRun:
     p_min: float = 0.0
 
     def __post_init__(self) -> None:
-        finite = all(np.isfinite([self.tokens_per_s, self.context]))
-        if (
-            self.batch < 1
-            or self.k < 0
-            or self.context < 0
-            or not (self.tokens_per_s > 0 and finite)
-        ):
-            raise DraftsimError(
-                f"batch {self.batch}, k {self.k}, context {self.context:g}, tokens_per_s "
-                f"{self.tokens_per_s:g}: expected at least 1, 0, 0 and more than 0, all finite"
-            )
-        if self.k > MOST_DRAFTED or not self.context <= MOST_TOKENS:
-            raise DraftsimError(
-                f"k {self.k}, context {self.context:g}: expected at most {MOST_DRAFTED} and "
-                f"{MOST_TOKENS}"
-            )
+        require("batch", self.batch, 1)
+        require("k", self.k, 0, MOST_DRAFTED)
+        require("context", self.context, 0, MOST_TOKENS)
+        require("tokens_per_s", self.tokens_per_s, LEAST, 1 / LEAST)
         if not all(0 <= b <= a for a, b in pairwise((1.0, *self.accepted))):
             raise DraftsimError(
                 f"acceptance {self.accepted}: expected chances from 1 to 0 that do not rise"
