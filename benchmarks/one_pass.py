@@ -32,7 +32,7 @@ from policies.batch.confidence import AdaptiveVerification
 from policies.core import Load
 from simulator.aggregate.hazard import survival
 from simulator.aggregate.positions import of_survival
-from simulator.aggregate.server import COSTS, ServerFit, ServerLoads, ServerRun, Target, calibrate
+from simulator.aggregate.server import COSTS, ServerFit, ServerRun, Target, calibrate
 from traces.acceptance.synthetic import drawn_chances
 from traces.acceptance.tape import RecordedToken
 
@@ -126,7 +126,7 @@ def adaptive(server: ServerFit, batch: int, concentration: float | None) -> floa
     def step_s(verified: float, emitted: float) -> float:
         # More than zero drafts: the drafter runs whatever is verified.
         k = max(verified / batch - 1, 1e-9)
-        return float(server.step_s(ServerLoads([batch], [k]), emitted)[0])
+        return float(server.step_s(emitted, [batch], [k])[0])
 
     def cost(batch: int, draft_length: int, verify_tokens: int, context: float) -> float:
         del batch, draft_length, context

@@ -93,7 +93,6 @@ def calibrate(
         draft_lengths,
         next_runs,
         predicted,
-        usual,
     )
     from simulator.aggregate.benches import latency_table, read_benches
     from traces.store.files import write_latency
@@ -108,7 +107,7 @@ def calibrate(
     batches = concurrencies(measured) if batch is None else batch_sizes("--batch", batch)
     lengths = draft_lengths(measured) if k is None else _whole("--k", k)
     named = None if context is None else [float(c) for c in _whole("--context", context)]
-    contexts = named or [usual(server)[0]]
+    contexts = named or [server.usual[0]]
     _check_contexts(server, contexts)
     with working("predicting loads"):
         best = choices(server, batches, lengths, level, contexts[0])

@@ -11,7 +11,6 @@ import numpy as np
 import pandas as pd
 
 from docs.reading import table
-from simulator.aggregate.advice import usual
 from simulator.aggregate.benches import read_benches
 from simulator.aggregate.hazard import Interval, interval_of
 from simulator.aggregate.server import ServerRun, calibrate
@@ -56,7 +55,7 @@ def confirmed() -> tuple[list[Confirmed], list[Chosen]]:
     given = read_benches([str(SERVED / "results")]).runs
     asked = read_benches([str(SERVED / "confirmed")]).runs
     server = calibrate(given)
-    context, prompts = usual(server)
+    context, prompts = server.usual
 
     def speed(batch: int, k: int) -> Interval:
         return interval_of(server.tokens_per_s(batch, k, context, prompts), LEVEL)

@@ -18,7 +18,6 @@ from simulator.aggregate.server import (
     MISFIT,
     WIDTH,
     ServerFit,
-    ServerLoads,
     ServerRun,
     Target,
     calibrate,
@@ -47,7 +46,7 @@ def made_up(seed: int) -> tuple[list[ServerRun], list[ServerRun]]:
 
     def run(batch: int, k: int) -> ServerRun:
         emitted = float(lengths(hazards, k)[0]) if k else 1.0
-        seconds = float(step_s(values, ServerLoads(batch, k), emitted, None)[0, 0])
+        seconds = float(step_s(values, emitted, batch, k)[0, 0])
         speed = batch * emitted / seconds * np.exp(wrong * random.standard_normal())
         return ServerRun(batch, k, float(speed), emitted=emitted if k else None)
 
@@ -98,11 +97,7 @@ def test_a_server_without_noise_is_predicted() -> None:
 
     def speed(batch: int, k: int) -> float:
         emitted = float(lengths(np.array([[1.2, -0.25, -0.1]]), k)[0]) if k else 1.0
-        return (
-            batch
-            * emitted
-            / (float(step_s(values, ServerLoads(batch, k), emitted, None)[0, 0]) / 100)
-        )
+        return batch * emitted / (float(step_s(values, emitted, batch, k)[0, 0]) / 100)
 
     runs = [
         ServerRun(b, k, speed(b, k), emitted=float(lengths(np.array([[1.2, -0.25, -0.1]]), k)[0])
@@ -166,7 +161,7 @@ def test_costs_are_one_set_of_numbers_wherever_they_are_told(tmp_path: Path, run
         verify = float(latency.seconds("target", "forward", batch=batch, new_tokens=k + 1))
         first = float(latency.seconds("draft", "catch_up", batch=batch, new_tokens=1))
         others = (k - 1) * float(latency.seconds("draft", "forward", batch=batch))
-        step = float(server.step_s(ServerLoads(batch, k, prompts=0.0), 1.0)[0])
+        step = float(server.step_s(1.0, batch, k, prompts=0.0)[0])
         assert verify + first + others == pytest.approx(step)
 
 
@@ -177,7 +172,7 @@ def test_steps_of_the_table_are_those_that_are_predicted() -> None:
         for batch, k in DESIGN:
             predicted = np.median(server.tokens_per_s(batch, k, noisy=False))
             emitted = np.median(server.emitted(k))
-            told = batch * emitted / server.step_s(ServerLoads(batch, k), emitted)[0]
+            told = batch * emitted / server.step_s(emitted, batch, k)[0]
             assert told == pytest.approx(predicted, rel=0.03), (seed, batch, k)
         for name, one in server.intervals(0.8).items():
             assert one.low <= one.value <= one.high, (seed, name)
@@ -198,11 +193,8 @@ def test_a_drafter_that_drafts_all_at_once_costs_the_same_at_any_length() -> Non
             for b, k in product((1, 4), (0, 3))]  # fmt: skip
     server = calibrate(runs, passes=1)
     values = {name: np.array([[value]]) for name, value in server.central.items()}
-    two, three = (step_s(values, ServerLoads(1, k), 1.0, 1)[0, 0] for k in (2, 3))
-    verified = (
-        step_s(values, ServerLoads(1, 3), 1.0, 0)[0, 0]
-        - step_s(values, ServerLoads(1, 2), 1.0, 0)[0, 0]
-    )
+    two, three = (step_s(values, 1.0, 1, k, passes=1)[0, 0] for k in (2, 3))
+    verified = step_s(values, 1.0, 1, 3, passes=0)[0, 0] - step_s(values, 1.0, 1, 2, passes=0)[0, 0]
     assert three - two == pytest.approx(verified)
 
 
@@ -230,9 +222,9 @@ def stopping_runs(draft: float, knee: float) -> list[dict[str, float]]:
     ):  # fmt: skip
         run = ServerRun(1, k, 1.0, emitted=1 + accepted / 1000 if k else None,
                         drafted=drafted / 1000, p_min=p_min)  # fmt: skip
-        load = ServerLoads(1, k, verified=run.verified, passes=run.draft_passes)
         emitted = 1 + accepted / 1000
-        seconds = float(step_s(values, load, emitted, None)[0, 0])
+        rounds = {"verified": run.verified, "passes": run.draft_passes}
+        seconds = float(step_s(values, emitted, 1, k, **rounds)[0, 0])
         row = {"batch": 1, "spec-draft-n-max": k, "spec-draft-p-min": p_min,
                "tokens_per_s": 100 * emitted / seconds}  # fmt: skip
         rows.append(row | ({"rounds": 1000, "draft_n": drafted, "draft_n_accepted": accepted}

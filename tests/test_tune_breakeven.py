@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from simulator.aggregate.observed import read_acceptance
-from simulator.aggregate.server import COSTS, ServerLoads, ServerRun, calibrate, step_s
+from simulator.aggregate.server import COSTS, ServerRun, calibrate, step_s
 from simulator.serving.cost import TableCost
 from simulator.tune.breakeven import (
     grid,
@@ -75,8 +75,8 @@ def test_vllms_two_tables_agree_with_the_surface_and_say_what_they_lose() -> Non
 def true_speed(batch: int, k: int, context: int, emitted: float) -> float:
     """A server with the priors' median costs."""
     values = {name: np.array([[cost.median]]) for name, cost in COSTS.items()}
-    load = ServerLoads(batch, k, context, prompts=0.0)
-    return batch * emitted / (0.01 * float(step_s(values, load, emitted, None)[0, 0]))
+    seconds = step_s(values, emitted, batch, k, context, prompts=0.0)
+    return batch * emitted / (0.01 * float(seconds[0, 0]))
 
 
 def test_the_planned_runs_determine_the_surface() -> None:

@@ -77,12 +77,6 @@ def draft_lengths(runs: Sequence[ServerRun]) -> list[int]:
     return list(range(max(longest, min(longest + 1, LONGEST)) + 1))
 
 
-def usual(server: ServerFit) -> tuple[float, float]:
-    """Return the mean context, and prompt tokens per output token (NaN if unknown), of the runs."""
-    runs = server.runs
-    return float(np.mean([run.held for run in runs])), float(np.mean([run.prompts for run in runs]))
-
-
 def predicted(
     server: ServerFit, batch: int, k: int, context: float, level: float = 0.8,
     like: ServerRun | None = None,
@@ -91,7 +85,7 @@ def predicted(
 
     ``like`` is a run whose drafts stop early, as in `ServerFit.tokens_per_s`.
     """
-    _, prompts = usual(server)
+    _, prompts = server.usual
     speeds = server.tokens_per_s(batch, k, context, prompts, like=like)
     gain = speeds / server.tokens_per_s(batch, 0, context, prompts)
     return PredictedSpeed(
@@ -113,7 +107,7 @@ def choices(
 
     `context` is in tokens of a request's cache; None: the runs' mean.
     """
-    context = usual(server)[0] if context is None else context
+    context = server.usual[0] if context is None else context
     ks = sorted({0, *(lengths or draft_lengths(server.runs))})
     asked: list[tuple[int, ServerRun | None]] = [(k, None) for k in ks]
     asked += [(run.k, run) for run in server.stopping() if run.k in ks]
@@ -177,7 +171,7 @@ def informative(
 def next_runs(server: ServerFit) -> list[Suggestion]:
     """Return the two runs that narrow the predicted speedups most, the first one first."""
     runs = server.runs
-    context, prompts = usual(server)
+    context, prompts = server.usual
     batches, ks = concurrencies(runs), draft_lengths(runs)
     # One step beyond what was measured: where predictions are widest.
     batches = [*batches, 2 * batches[-1]]

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import pandas as pd
 
 from policies.json_text import JSONError, parse_json
-from simulator.aggregate.server import ServerFit, ServerLoads, ServerRun
+from simulator.aggregate.server import ServerFit, ServerRun
 from traces.errors import DraftsimError
 from traces.importers.bounds import decimal
 from traces.importers.metrics import SELDOM
@@ -159,9 +159,9 @@ def latency_table(server: ServerFit, model: str | None = None) -> LatencyTable:
         first = extra + each * (1 if passes is None else passes)
         for context in contexts:
             for width in range(1, longest + 2):
-                load = ServerLoads(batch, width - 1, context, prompts=0.0)
                 speculating = extra + each * (width - 1 if passes is None else passes)
-                seconds = float(server.step_s(load, 1.0)[0]) - (width > 1) * speculating
+                whole = float(server.step_s(1.0, batch, width - 1, context, prompts=0.0)[0])
+                seconds = whole - (width > 1) * speculating
                 cell("target", "forward", batch, width, context, seconds)
             for tokens in (1, longest + 1):
                 cell("draft", "catch_up", batch, tokens, context, first)

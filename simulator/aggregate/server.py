@@ -279,23 +279,6 @@ class ServerRun:
         return self.prompt + (self.answer or 0.0) / 2
 
 
-@dataclass(frozen=True)
-class ServerLoads:
-    """Loads to predict: arrays that broadcast, with the fields of `ServerRun`.
-
-    If `prompts` is NaN, the fitted prompt tokens per output token are used.
-    """
-
-    batch: npt.ArrayLike
-    k: npt.ArrayLike
-    context: npt.ArrayLike = 0.0
-    prompts: npt.ArrayLike = np.nan
-    verified: npt.ArrayLike | None = None
-    """Drafted tokens verified for each request; None for k."""
-    passes: npt.ArrayLike | None = None
-    """Draft passes of a round; None for k."""
-
-
 def passes_of(drafted: float, k: int) -> float:
     """Return draft passes of rounds with a mean of `drafted` tokens, whose drafts stop early.
 
@@ -308,31 +291,33 @@ def passes_of(drafted: float, k: int) -> float:
 
 
 def step_s(
-    values: Mapping[str, Floats], load: ServerLoads, emitted: npt.ArrayLike, passes: int | None,
+    values: Mapping[str, Floats], emitted: npt.ArrayLike, batch: npt.ArrayLike, k: npt.ArrayLike,
+    context: npt.ArrayLike = 0.0, prompts: npt.ArrayLike = np.nan, *,
+    verified: npt.ArrayLike | None = None, passes: npt.ArrayLike | None = None,
     target: Target = ANY_TARGET,
 ) -> Floats:  # fmt: skip
     """Return seconds of a step, (draws, loads).
 
     ``values``: a column (draws, 1) per name of `COSTS` and `Target.costs`; ``emitted``: acceptance
-    lengths, (loads,) or (draws, loads); ``passes``: draft passes of a step that speculates, None
-    for k.
+    lengths, (loads,) or (draws, loads).  The others broadcast to (loads,) and are those of
+    `ServerRun`: drafted tokens ``verified`` for each request and draft ``passes`` of a step that
+    speculates are k by default.  If ``prompts`` is NaN, the fitted prompt tokens per output token
+    are used.
     """
-    asked = load.k if load.passes is None else load.passes
-    checked = load.k if load.verified is None else load.verified
-    batch, k, context, prompts, asked, checked = (
+    passes, verified = (k if given is None else given for given in (passes, verified))
+    size, drafts, held, brought, runs, checked = (
         np.asarray(v, dtype=float)[None]
-        for v in np.broadcast_arrays(load.batch, load.k, load.context, load.prompts, asked, checked)
+        for v in np.broadcast_arrays(batch, k, context, prompts, passes, verified)
     )
-    runs = asked if passes is None else np.where(k > 0, passes, 0)
     # Prompts are read in matrix kernels.
     compute = values["weights"] / (MATRIX_KNEE if target.vectors else values["knee"])
     return np.asarray(
-        values["fixed"] + target.pass_s(values, batch * (checked + 1)) + values["sequence"] * batch
-        + values["cached"] * batch * context
-        + (k > 0) * (values["speculating"] + values["speculating_sequence"] * batch)
-        + runs * (values["draft"] + values["draft_sequence"] * batch)
-        + values["prefill"] * compute * batch * np.asarray(emitted)
-        * np.where(np.isnan(prompts), values["prompts"], prompts)
+        values["fixed"] + target.pass_s(values, size * (checked + 1)) + values["sequence"] * size
+        + values["cached"] * size * held
+        + (drafts > 0) * (values["speculating"] + values["speculating_sequence"] * size)
+        + (drafts > 0) * runs * (values["draft"] + values["draft_sequence"] * size)
+        + values["prefill"] * compute * size * np.asarray(emitted)
+        * np.where(np.isnan(brought), values["prompts"], brought)
     )  # fmt: skip
 
 
@@ -368,13 +353,12 @@ class ServerFit:
         """
         runs = self.runs
         batches, longest = {run.batch for run in runs}, max(run.k for run in runs)
-        loads = list(product(sorted(batches), range(longest + 1)))
-        load = ServerLoads(
-            [batch for batch, _ in loads], [k for _, k in loads],
-            float(np.mean([run.held for run in runs])), float(np.mean([r.prompts for r in runs])),
+        batch, ks = zip(*product(sorted(batches), range(longest + 1)), strict=True)
+        emitted = np.stack([self.emitted(k) for k in ks], axis=1)
+        steps = step_s(
+            _values(self.draws, self.without, self.target), emitted, batch, ks, *self.usual,
+            passes=self.passes, target=self.target,
         )  # fmt: skip
-        emitted = np.stack([self.emitted(k) for _, k in loads], axis=1)
-        steps = self._drawn_s(load, emitted)
         logs = np.log(steps).reshape(len(steps), len(batches), -1)
         told = np.concatenate([logs, logs[..., 1:] - logs[..., :1]], axis=2).reshape(len(logs), -1)
         apart = told - np.median(told, axis=0)
@@ -431,15 +415,15 @@ class ServerFit:
         """Tokens from which reading prompts computes longer than it reads weights."""
         return MATRIX_KNEE if self.target.vectors else self.central["knee"]
 
-    def step_s(self, load: ServerLoads, emitted: npt.ArrayLike) -> Floats:
+    def step_s(
+        self, emitted: npt.ArrayLike, batch: npt.ArrayLike, k: npt.ArrayLike,
+        context: npt.ArrayLike = 0.0, prompts: npt.ArrayLike = np.nan,
+    ) -> Floats:  # fmt: skip
         """Return seconds of a step with the central costs, (loads,)."""
         values = {name: np.array([[value]]) for name, value in self.central.items()}
-        return np.asarray(step_s(values, load, emitted, self.passes, self.target)[0])
-
-    def _drawn_s(self, load: ServerLoads, emitted: Floats) -> Floats:
-        """Return seconds of a step over `scale_s`, (draws, loads)."""
-        values = _values(self.draws, self.without, self.target)
-        return step_s(values, load, emitted, self.passes, self.target)
+        passes, target = self.passes, self.target
+        found = step_s(values, emitted, batch, k, context, prompts, passes=passes, target=target)
+        return np.asarray(found[0])
 
     def at_acceptance(self, known: Mapping[int, float]) -> ServerFit:
         """Return the same costs with another acceptance: that of another workload or drafter.
@@ -460,6 +444,12 @@ class ServerFit:
             # Measured: as it is, up to what differs from run to run.
             return np.full(len(self.draws), self.known[k])
         return further(self.draws[:, HAZARDS], self.known, k)
+
+    @property
+    def usual(self) -> tuple[float, float]:
+        """Mean context, and prompt tokens per output token (NaN if unknown), of the runs."""
+        runs = self.runs
+        return float(np.mean([run.held for run in runs])), float(np.mean([r.prompts for r in runs]))
 
     @property
     def tells_context(self) -> bool:
@@ -499,17 +489,21 @@ class ServerFit:
         up to the width of the draws.
         ``like`` is a run whose drafts stop early, which gives acceptance and draft passes.
         """
-        emitted = self.emitted(k)
-        load = ServerLoads(batch, k, context, prompts)
+        emitted, verified = self.emitted(k), float(k)
+        passes: float | None = self.passes
         if like is not None:
             if like.round_tokens is not None:
                 emitted = np.full(len(self.draws), like.round_tokens)
-            load = replace(load, verified=like.verified, passes=like.draft_passes)
-        speeds = batch * emitted / (self._drawn_s(load, emitted[:, None])[:, 0] * self.scale_s)
+            verified = like.verified
+            passes = like.draft_passes if passes is None else passes
+        seconds = step_s(
+            _values(self.draws, self.without, self.target), emitted[:, None], batch, k, context,
+            prompts, verified=verified, passes=passes, target=self.target,
+        )  # fmt: skip
+        speeds = batch * emitted / (seconds[:, 0] * self.scale_s)
         if not noisy:
             return np.asarray(speeds)
         noise = np.random.default_rng([batch, k]).standard_normal(len(self.draws))
-        verified = k if like is None else like.verified
         counted = k == 0 or k in self.known or like is not None
         beyond = np.hypot(STEP * self._away(batch, verified), 0.0 if counted else ANOTHER_RUN)
         spread = np.hypot(np.exp(self.draws[:, len(COSTS)]), beyond)
@@ -568,13 +562,9 @@ def calibrate(
     for run in full:
         for place, total in enumerate(np.cumsum(run.accepted), 1):
             curve.setdefault(place, 1.0 + float(total))
-    load = ServerLoads(
-        [run.batch for run in runs], [run.k for run in runs], [run.held for run in runs],
-        [run.prompts for run in runs], [run.verified for run in runs],
-        [run.draft_passes for run in runs],
-    )  # fmt: skip
-    batch = np.array([run.batch for run in runs], dtype=float)
-    speeds = np.array([run.tokens_per_s for run in runs])
+    batch, ks, held, prompts, verified, drafting, speeds = np.array([
+        (r.batch, r.k, r.held, r.prompts, r.verified, r.draft_passes, r.tokens_per_s) for r in runs
+    ], dtype=float).T  # fmt: skip
     emitted = np.array([run.round_tokens or np.nan for run in runs])
     unknown = [i for i, run in enumerate(runs) if run.round_tokens is None]
     guess = np.where(np.isnan(emitted), 1.0, emitted)
@@ -589,7 +579,10 @@ def calibrate(
             for i in unknown:
                 tokens[:, i] = lengths(x[:, HAZARDS], runs[i].k)
         with np.errstate(over="ignore", invalid="ignore"):
-            seconds = step_s(values, load, tokens, passes, target)
+            seconds = step_s(
+                values, tokens, batch, ks, held, prompts, verified=verified, target=target,
+                passes=drafting if passes is None else passes,
+            )  # fmt: skip
             gaps = np.log(seconds * scale * speeds / (batch * tokens))
             variance = np.exp(2 * x[:, len(COSTS), None]) + (noise or 0.0) ** 2
             fit = (-0.5 * gaps**2 / variance - 0.5 * np.log(variance)).sum(axis=1)

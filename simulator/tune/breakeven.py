@@ -18,7 +18,7 @@ import numpy.typing as npt
 import pandas as pd
 
 from policies.batch.base import IterationCost
-from simulator.aggregate.advice import informative, usual
+from simulator.aggregate.advice import informative
 from simulator.aggregate.hazard import Interval, interval_of
 from simulator.aggregate.positions import Positions
 from simulator.aggregate.server import ANY_TARGET, ServerFit, ServerRun, priors_of
@@ -92,7 +92,7 @@ def measured_surface(
     """
     if acceptance is not None:
         server = server.at_acceptance(acceptance.known)
-    _, prompts = usual(server)
+    _, prompts = server.usual
     rows = []
     for batch, context, k in loads:
         plain = server.tokens_per_s(batch, 0, context, prompts, noisy=False)
