@@ -19,6 +19,7 @@ import numpy as np
 from policies.lengths.basic import Autoregressive
 from policies.rules.base import VerifyRule
 from simulator.executors import Cluster, Executor, Local
+from simulator.formulas.bounds import require
 from simulator.serving.arrivals import ArrivalFile
 from simulator.serving.outcome.report import t_interval
 from simulator.serving.outcome.results import ResultsFile, restored
@@ -587,12 +588,9 @@ def plan(
         raise DraftsimError("the arrivals span no time: give --rate")
     if not 0 < rate < math.inf:
         raise DraftsimError(f"--rate is {rate}, expected a positive number of requests a second")
-    if requests is not None and requests < 1:
-        raise DraftsimError(f"--requests is {requests}, expected at least 1")
-    if most < 1:
-        raise DraftsimError(f"--max-replicas is {most}, expected at least 1 replica")
-    if gpus < 1:
-        raise DraftsimError(f"--gpus is {gpus}, expected at least 1 a replica")
+    require("--requests", 1 if requests is None else requests, 1)
+    require("--max-replicas", most, 1)
+    require("--gpus", gpus, 1)
     if price is not None and not 0 <= price < math.inf:
         raise DraftsimError(f"--price is {price}, expected dollars an hour, 0 or more")
     bench = PointRunner(trace, latency, policies, base, targets, rule)

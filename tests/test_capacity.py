@@ -409,7 +409,7 @@ def test_the_command_answers_in_words_and_rows(
         (("--slo", "latency=1", "--rate", 1), "'latency=1' is not one of ttft=TIME, tpot=TIME"),
         (("--slo", "ttft=1", "--rate", 1, "--gpus", 0), "gpus is 0"),
         (("--slo", "ttft=1", "--rate", 1, "--router", "best"), "router is 'best'"),
-        (("--slo", "ttft=1", "--rate", 1, "--max-replicas", 0), "at least 1 replica"),
+        (("--slo", "ttft=1", "--rate", 1, "--max-replicas", 0), "max-replicas is 0"),
         (("--slo", "ttft=1", "--rate", 1, "--max-replicas", 10**8), "expected at most 65536"),
         (("--slo", "ttft=1", "--rate", 1, "--requests", 10**20), "expected at most 10000000"),
     ],
