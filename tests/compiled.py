@@ -16,7 +16,7 @@ from simulator.serving import ClosedLoop, Limits, Poisson, Scenario, simulate
 from simulator.serving.compiled import loop
 from simulator.serving.outcome.report import Run
 from simulator.serving.run import Policy
-from tests.serving import CONSTANT, GRID, bernoulli, table
+from tests.serving import CONSTANT, GRID, bernoulli, table_of
 from traces.acceptance.synthetic import synthetic_trace
 from traces.acceptance.trace import Trace
 from traces.latency.table import LatencyTable
@@ -24,7 +24,7 @@ from traces.replay.always import drafting_always
 
 SIGNALLED = synthetic_trace(0.7, requests=6, tokens=40, max_gamma=24, concentration=3.0, seed=1)
 PLAIN = bernoulli(0.75, 12, 40, seed=2)
-NARROW = table(
+NARROW = table_of(
     [
         (m, "forward", b, n, c, s * (0.01 + 1e-4 * b * n + 2e-6 * b * c))
         for m, s in (("target", 1.0), ("draft", 0.15))
@@ -49,7 +49,7 @@ TABLES = {
 
 def added(*rows: tuple[int, int, float]) -> LatencyTable:
     """With what prompts make of a pass that decodes, measured."""
-    cells = table([("target", "mixed", b, n, 0, s) for b, n, s in rows]).cells
+    cells = table_of([("target", "mixed", b, n, 0, s) for b, n, s in rows]).cells
     return LatencyTable(pd.concat([GRID.cells, cells], ignore_index=True))
 
 
@@ -64,7 +64,7 @@ PROMPTED = {
             ),
         ], ignore_index=True)
     ),
-    "free prompts": table([
+    "free prompts": table_of([
         (model, "forward", b, n, 0, 0.01 * n + 1e-3 * b)
         for model in ("target", "draft") for b in (1, 8) for n in (1, 9)
     ]),

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from simulator.formulas.bounds import require
-from tests.serving import table
+from tests.serving import table_of
 from traces.acceptance.trace import Request, Trace
 
 
@@ -91,7 +91,7 @@ def one_token_jobs(prompts: Sequence[int]) -> Trace:
 
 
 PER_TOKEN_S = 1e-6
-SERVICE = table(
+SERVICE = table_of(
     [("target", "prefill", 1, n, 0, n * PER_TOKEN_S) for n in (1, 10_000_000)]
     + [("target", "forward", b, n, 0, 1.0) for b in (1, 2) for n in (1, 2)]
 )

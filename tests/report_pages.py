@@ -18,9 +18,9 @@ from simulator.ratios import OwnRatios
 from simulator.report import build_report
 from simulator.report.data import tilted
 from tests.browser import Browser
+from tests.serving import table_of
 from traces.acceptance.synthetic import synthetic_trace
 from traces.acceptance.trace import Trace
-from traces.latency.schema import CELL_COLUMNS
 from traces.latency.table import LatencyTable
 from traces.replay.rounds import RoundLog
 from traces.replay.run import replay
@@ -54,7 +54,7 @@ def latency(batches: tuple[int, ...] = (1, 8)) -> LatencyTable:
     # What no ratio tells of: the host and the signals that some policies read.
     for phase, seconds in (("host_round", 6e-4), ("host_draft", 1e-4), ("signal", 2e-4)):
         cells.append(("target", phase, 1, 1, 0, seconds, 0.0, 9))
-    return LatencyTable(pd.DataFrame(cells, columns=list(CELL_COLUMNS)))
+    return table_of(cells)
 
 
 @cache

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -28,12 +30,16 @@ def bernoulli(alpha: float, requests: int, tokens: int, seed: int = 0, prompt: i
     return Trace(columns, infos)
 
 
-def table(rows: list[tuple[str, str, int, int, int, float]]) -> LatencyTable:
-    full = [(*row, 0.0, 1) for row in rows]
-    return LatencyTable(pd.DataFrame(full, columns=list(CELL_COLUMNS)))
+def table_of(rows: Iterable[Sequence[Any]], meta: Mapping[str, Any] = {}) -> LatencyTable:
+    """Return the table of (model, phase, batch, new tokens, context, seconds).
+
+    Spread (0) and repeats (1) may follow.
+    """
+    full = [(*row, 0.0, 1)[: len(CELL_COLUMNS)] for row in rows]
+    return LatencyTable(pd.DataFrame(full, columns=list(CELL_COLUMNS)), dict(meta))
 
 
-GRID = table(
+GRID = table_of(
     [
         (m, "forward", b, n, c, s * (0.01 + 1e-4 * b * n + 1e-6 * b * c + 1e-3 * (n > 1)))
         for m, s in (("target", 1.0), ("draft", 0.15))

@@ -15,10 +15,9 @@ from profiler.suite.__main__ import main
 from profiler.suite.runs.arms import COLUMNS
 from profiler.suite.runs.training import LARGEST
 from simulator.pricing import price
+from tests.serving import table_of
 from traces.acceptance.synthetic import synthetic_trace
 from traces.acceptance.trace import Trace
-from traces.latency.schema import CELL_COLUMNS
-from traces.latency.table import LatencyTable
 from traces.replay.run import replay
 from traces.store.files import write_latency, write_trace
 from traces.store.measured import MeasuredRuns, write_measured
@@ -43,7 +42,7 @@ def cells(pair: str, mode: str, *, draft: bool = True) -> list[list[Any]]:
 def write_latencies(out: Path, rows: list[list[Any]], meta: Mapping[str, Any] = META) -> None:
     """The files of stage ``latency``."""
     out.mkdir(parents=True, exist_ok=True)
-    table = LatencyTable(pd.DataFrame(rows, columns=list(CELL_COLUMNS)), dict(meta))
+    table = table_of(rows, meta)
     write_latency(table, out / "latency.parquet")
     (out / "latency.json").write_text(json.dumps({"meta": meta, "units": {}}))
 
@@ -70,7 +69,7 @@ def write_forced(
             ]  # fmt: skip
             units[f"{pair}.{mode}.1"] = {"anchors": anchors}
             named = [[row[0].rpartition("/")[2], *row[1:]] for row in own]
-            table = LatencyTable(pd.DataFrame(named, columns=list(CELL_COLUMNS)))
+            table = table_of(named)
             for name in POLICIES:
                 log = replay(trace, parse_policy(name, max_gamma=6), name=name)
                 rounds = log.per_request([1] * len(log)).astype(int)

@@ -5,17 +5,16 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from pandas import DataFrame
 
 from policies.lengths.basic import Autoregressive, Fixed
 from simulator.pricing import autoregressive, price
 from simulator.serving import ClosedLoop, Limits, Scenario, serve
 from simulator.whatif.batching import InBatches
 from tests.conftest import Run
+from tests.serving import table_of
 from traces.acceptance.synthetic import synthetic_trace
 from traces.acceptance.trace import Trace
 from traces.errors import DraftsimError
-from traces.latency.schema import CELL_COLUMNS
 from traces.latency.table import BATCH_FREE_SAID, LatencyTable
 from traces.replay.run import replay
 from traces.store.files import write_latency, write_trace
@@ -34,7 +33,7 @@ def measured(batches: tuple[int, ...] = (1,), widths: tuple[int, ...] = (1, 5)) 
         for b in batches for n in widths for c in (8, 400)
         for model, s in (("target", 0.02), ("draft", 0.002))
     ]  # fmt: skip
-    return LatencyTable(DataFrame(rows, columns=list(CELL_COLUMNS)))
+    return table_of(rows)
 
 
 @pytest.mark.invariant(5)

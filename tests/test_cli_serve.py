@@ -26,10 +26,8 @@ from simulator.serving import read_results
 from simulator.serving.outcome.results import ResultsFile
 from tests.conftest import Run, Serve
 from tests.forked import forked
-from tests.serving import PAIR, arrival_file
+from tests.serving import PAIR, arrival_file, table_of
 from traces.acceptance.synthetic import synthetic_trace
-from traces.latency.schema import CELL_COLUMNS
-from traces.latency.table import LatencyTable
 from traces.store.files import write_latency, write_trace
 
 SERVE_FIELDS = {
@@ -301,7 +299,7 @@ def test_rows_say_which_sizes_were_not_measured(serve: Serve, tmp_path: Path) ->
         for b in (1, 2) for n in (1, 8) for c in (0, 40)
     ]  # fmt: skip
     path = tmp_path / "latency.parquet"
-    write_latency(LatencyTable(pd.DataFrame(cells, columns=list(CELL_COLUMNS))), path)
+    write_latency(table_of(cells), path)
     ran = serve(
         "--latency", path, "--batch", "1,4", "--requests", 8, "--replications", 2, *PAIR,
         "--json", "-",

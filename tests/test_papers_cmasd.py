@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-import pandas as pd
 import pytest
 
 from policies.lengths.cmasd import CMASD
@@ -16,9 +15,9 @@ from simulator.papers.cmasd import SERVED, batch_rows, cmasd_rows, comparison
 from simulator.papers.compare import REAL_RUNS
 from simulator.papers.ours import REAL, MethodOutcome, Ours, method_outcome
 from tests.scored import LATENCY, scored_trace
+from tests.serving import table_of
 from traces.acceptance.trace import Trace
 from traces.errors import DraftsimError
-from traces.latency.schema import CELL_COLUMNS
 from traces.latency.table import LatencyTable
 from traces.replay.run import replay
 from traces.sources.methods import CMASD_ABLATION, FIXED_TAUS, METHODS, Method, mean_tau, resolved
@@ -145,7 +144,7 @@ def table() -> LatencyTable:
         for width in (1, 25)
         for context in (0, 400)
     ]
-    return LatencyTable(pd.DataFrame(cells, columns=list(CELL_COLUMNS)))
+    return table_of(cells)
 
 
 def test_plain_decoding_is_a_pass_a_token() -> None:

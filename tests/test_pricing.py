@@ -8,7 +8,6 @@ from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
-import pandas as pd
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -18,10 +17,10 @@ from policies.lengths.basic import Autoregressive, Fixed
 from simulator import autoregressive, price
 from simulator.pricing import call_seconds
 from tests.break_even import priced_at
+from tests.serving import table_of
 from traces.acceptance.synthetic import synthetic_trace
 from traces.acceptance.trace import Request
 from traces.errors import DraftsimError
-from traces.latency.schema import CELL_COLUMNS
 from traces.latency.table import EXTRAPOLATED, INTERPOLATED, LatencyTable
 from traces.replay.calls import CALL_DTYPE, CALL_KINDS, HEAD, LAYER, PASS
 from traces.replay.rounds import RoundLog
@@ -49,7 +48,7 @@ HOST = {
 
 def table(cells: dict[tuple[str, str, int, int, int], float]) -> LatencyTable:
     rows = [(*key, value, 0.0, 3) for key, value in cells.items()]
-    return LatencyTable(pd.DataFrame(rows, columns=list(CELL_COLUMNS)))
+    return table_of(rows)
 
 
 def random_log(seed: int, first: int = 1, reads: tuple[str, ...] = ()) -> RoundLog:

@@ -5,17 +5,16 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-import pandas as pd
 import pytest
 
 from policies import DraftPolicy, Fixed, parse_policy, policy_names
 from simulator.formulas.leviathan import optimal_gamma
 from simulator.pricing import price
 from simulator.whatif.rate import InBatch, LatencyCost, fit_rate_optimal, tokens_per_second
+from tests.serving import table_of
 from traces.acceptance.synthetic import Bursty, synthetic_trace
 from traces.acceptance.trace import Trace
 from traces.errors import DraftsimError
-from traces.latency.schema import CELL_COLUMNS
 from traces.latency.table import LatencyTable
 from traces.replay.run import replay
 
@@ -81,7 +80,7 @@ def test_fit_at_several_batches_prices_each() -> None:
     rows = [("target", "forward", b, n, 0, 1.0 + 0.05 * b * n, 0.0, 5)
             for b in (1, 16) for n in (1, 5, 25)]  # fmt: skip
     rows += [("draft", "forward", b, 1, 0, 0.1 + 0.01 * b, 0.0, 5) for b in (1, 16)]
-    latency = LatencyTable(pd.DataFrame(rows, columns=list(CELL_COLUMNS)))
+    latency = table_of(rows)
     trace = synthetic_trace(0.8, requests=6, tokens=100)
     fit = fit_rate_optimal(trace, latency, batches=(1, 16))
     drafted = {
@@ -96,7 +95,7 @@ def test_cost_never_falls_with_the_width() -> None:
     rows = [("target", "forward", 1, n, 0, s, 0.0, 5) for n, s in
             ((1, 1.0), (2, 1.5), (3, 1.1), (4, 1.3))]  # fmt: skip
     rows.append(("draft", "forward", 1, 1, 0, 0.1, 0.0, 5))
-    cost = LatencyCost(LatencyTable(pd.DataFrame(rows, columns=list(CELL_COLUMNS))), longest=3)
+    cost = LatencyCost(table_of(rows), longest=3)
     seconds = [cost(1, 0, n, 0.0) for n in (1, 2, 3, 4)]
     assert seconds == pytest.approx([1.0, 1.3, 1.3, 1.3])
     assert cost(1, 2, 1, 0.0) == pytest.approx(1.2)

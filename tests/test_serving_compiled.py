@@ -42,7 +42,7 @@ from simulator.serving.groups import InOrder
 from simulator.serving.replays import clock_free
 from tests.compiled import LENGTHS, PLAIN, PROMPTED, SCENARIOS, SIGNALLED, assert_same, ran
 from tests.random_traces import trace_by_start
-from tests.serving import GRID, SMALL, arrival_file, bernoulli, table
+from tests.serving import GRID, SMALL, arrival_file, bernoulli, table_of
 from tests.test_serving_exact import RAGGED
 from traces.acceptance.synthetic import synthetic_trace
 from traces.acceptance.trace import Trace
@@ -59,7 +59,7 @@ def around() -> LatencyTable:
     ]  # fmt: skip
     rows += [("server", "iteration", 1, 1, 0, 2e-4), ("server", "request", 1, 1, 0, 3e-3)]
     rows += [("server", "apart", 3, 1, 0, 4e-3)]
-    cells = [PROMPTED["mixed"].cells, table(rows).cells]
+    cells = [PROMPTED["mixed"].cells, table_of(rows).cells]
     return LatencyTable(pd.concat(cells, ignore_index=True))
 
 
@@ -270,10 +270,10 @@ def test_a_length_past_the_recorded_tail_is_refused_alike():
 
 
 def test_sizes_never_varied_are_refused():
-    alone = table([
+    alone = table_of([
         (m, "forward", 1, n, c, 0.01) for m in ("target", "draft") for n in (1, 4) for c in (0, 99)
     ])  # fmt: skip
-    narrow = table([(m, "forward", b, 1, 0, 0.01) for m in ("target", "draft") for b in (1, 4)])
+    narrow = table_of([(m, "forward", b, 1, 0, 0.01) for m in ("target", "draft") for b in (1, 4)])
     scenario = Scenario(ClosedLoop(3), requests=9)
     for by_iteration in (False, True):
         with pytest.raises(DraftsimError, match="at batch 1 alone"):

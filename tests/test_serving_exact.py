@@ -20,7 +20,7 @@ from simulator.serving.outcome.metrics import Series
 from simulator.serving.passes import PassReader
 from simulator.serving.sequence import EngineState, ServedSequence
 from simulator.serving.source import SimulatedClock
-from tests.serving import GRID, arrival_file, bernoulli, table
+from tests.serving import GRID, arrival_file, bernoulli, table_of
 from traces.acceptance.synthetic import synthetic_trace
 from traces.acceptance.trace import Trace
 from traces.errors import SignalError, TailError
@@ -29,7 +29,7 @@ from traces.latency.table import EXTRAPOLATED, INTERPOLATED, MEASURED, LatencyTa
 SIGNALLED = synthetic_trace(0.7, requests=6, tokens=40, max_gamma=24, concentration=3.0, seed=1)
 PLAIN = bernoulli(0.75, 12, 40, seed=2)
 
-RAGGED = table(
+RAGGED = table_of(
     [
         (m, "forward", b, n, c, s * (0.01 + 1e-4 * b * n + 2e-6 * b * c + 3e-8 * b * n * c))
         for m, s in (("target", 1.0), ("draft", 0.15))

@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pandas as pd
 import pytest
 
 from policies import Autoregressive, DraftPolicy, Fixed, Round, parse_policy
@@ -15,9 +14,9 @@ from simulator.pricing import price
 from simulator.serving import Limits, Scenario
 from simulator.serving.groups import InOrder, predict_groups
 from simulator.serving.run import simulate
+from tests.serving import table_of
 from traces.acceptance.synthetic import synthetic_trace
 from traces.errors import DraftsimError
-from traces.latency.schema import CELL_COLUMNS
 from traces.latency.table import LatencyTable
 from traces.replay.run import replay
 
@@ -33,7 +32,7 @@ def grid() -> LatencyTable:
             for width in (1, 2):
                 seconds = 1e-3 * (1 + batch * (0.02 + width * 0.03 + context * 0.001))
                 rows.append(("draft", "forward", batch, width, context, seconds, 0.0, 1))
-    return LatencyTable(pd.DataFrame(rows, columns=list(CELL_COLUMNS)))
+    return table_of(rows)
 
 
 TRACE = synthetic_trace(0.7, requests=7, tokens=25, max_gamma=8, concentration=3.0, seed=5)

@@ -13,7 +13,7 @@ from policies.core import Round
 from policies.lengths.basic import Fixed
 from simulator.serving import ClosedLoop, Limits, Scenario, simulate
 from simulator.serving.cost import Chunk, EngineCost
-from tests.serving import bernoulli, table
+from tests.serving import bernoulli, table_of
 from traces.latency.table import LatencyTable
 
 FORWARD = [
@@ -24,7 +24,7 @@ FORWARD = [
 ]
 PREFILL = [("target", "prefill", b, n, 0, 0.008 + 1e-3 * b * n) for b in (1, 4) for n in (8, 64)]
 MIXED = [("target", "mixed", d, n, 0, 2e-4 * n + 1e-5 * d) for d in (1, 40) for n in (8, 64)]
-COMPOSED, MEASURED = table(FORWARD + PREFILL), table(FORWARD + PREFILL + MIXED)
+COMPOSED, MEASURED = table_of(FORWARD + PREFILL), table_of(FORWARD + PREFILL + MIXED)
 ROUNDS = [Round(3, n, 0, 1, 0, 1) for n in (3, 1, 2)]
 SLOTS: list[Any] = [SimpleNamespace(context=c) for c in (11, 21, 31)]
 ALONE_S = 0.01 + 1e-3 * 9 + 1e-5 * 60
@@ -80,7 +80,7 @@ def test_prompts_of_unlike_lengths_cost_what_each_costs_less_what_they_share(
     # One by one up to 128 tokens, four together only up to 64: they take 0.9 as long as alone.
     cells = [("target", "prefill", 1, n, 0, alone_s(n)) for n in (8, 16, 32, 64, 128)]
     cells += [("target", "prefill", 4, n, 0, 0.9 * 4 * alone_s(n)) for n in (8, 16, 32, 64)]
-    cost = EngineCost(table(FORWARD + cells), speculates=False)
+    cost = EngineCost(table_of(FORWARD + cells), speculates=False)
     count = len(lengths)
     shared = (1 + (count - 1) / 3 * (0.9 * 4 - 1)) / count  # between one and four prompts
     found = cost([], [], [prompt(n) for n in lengths]).target_s
@@ -89,14 +89,14 @@ def test_prompts_of_unlike_lengths_cost_what_each_costs_less_what_they_share(
 
 def test_prompts_cost_a_drafter_without_a_model_nothing() -> None:
     free = [("draft", phase, b, n, c, 0.0) for _, phase, b, n, c, _ in FORWARD + PREFILL]
-    cost = EngineCost(table(FORWARD + PREFILL + free))
+    cost = EngineCost(table_of(FORWARD + PREFILL + free))
     found = cost([], [], [prompt(8), prompt(20)])
     assert found.draft_s == 0.0
     assert found.target_s > 0
 
 
 def test_a_pass_takes_no_less_than_its_parts() -> None:
-    cheap = table(FORWARD + [("target", "prefill", 1, n, 0, 1e-4 * n) for n in (8, 64)])
+    cheap = table_of(FORWARD + [("target", "prefill", 1, n, 0, 1e-4 * n) for n in (8, 64)])
     assert seconds(cheap, prompt(8)) == pytest.approx(ALONE_S)
 
 
@@ -130,7 +130,7 @@ def test_pieces_of_prompts_are_passes_of_their_mean_width_and_context(
 @pytest.mark.parametrize(("latency", "said"), [(COMPOSED, 1), (MEASURED, 0)])
 def test_serving_says_which_it_was(latency: LatencyTable, said: int) -> None:
     scenario = Scenario(ClosedLoop(3), Limits(max_batch=3), 9)
-    drafts = table([("draft", "forward", b, 1, c, 1e-3) for b in (1, 8) for c in (0, 100)])
+    drafts = table_of([("draft", "forward", b, 1, c, 1e-3) for b in (1, 8) for c in (0, 100)])
     both = LatencyTable(_joined(latency, drafts))
     row = simulate(bernoulli(0.7, 9, 12, prompt=20), both, Fixed(2), scenario).row()
     notes = [note for note in guesses([row]) if "one launch" in note]

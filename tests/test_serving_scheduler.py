@@ -23,7 +23,7 @@ from simulator.serving.cost import TableCost
 from simulator.serving.passes import PassReader
 from simulator.serving.scheduler import Continuous, Iteration, Scheduler, StaticBatches
 from simulator.serving.sequence import EngineState, ServedSequence, Slot, step
-from tests.serving import CONSTANT, GRID, SMALL, bernoulli, table
+from tests.serving import CONSTANT, GRID, SMALL, bernoulli, table_of
 from traces.acceptance.synthetic import synthetic_trace
 from traces.errors import DraftsimError
 from traces.latency.table import EXTRAPOLATED, INTERPOLATED, LatencyTable
@@ -331,7 +331,7 @@ def test_a_run_says_what_was_not_measured():
     assert alone["interpolated"] > 0 == alone["extrapolated"]
     sizes = [(b, n) for b in (1, 2) for n in (1, 5)]
     rates = (("target", 0.1), ("draft", 0.01))
-    sparse = table([(m, "forward", b, n, 0, s) for m, s in rates for b, n in sizes])
+    sparse = table_of([(m, "forward", b, n, 0, s) for m, s in rates for b, n in sizes])
     run = simulate(SMALL, sparse, Fixed(4), Scenario(ClosedLoop(3), requests=20))
     beyond = [c for c in run.coverage if c.origin == "extrapolated" and c.model == "target"]
     assert beyond[0].batch.high == 3

@@ -8,7 +8,6 @@ from typing import Any, Literal
 
 import numpy as np
 import pytest
-from pandas import DataFrame
 
 from policies.core import Round
 from policies.lengths.basic import Fixed
@@ -17,10 +16,10 @@ from simulator.serving import ClosedLoop, Limits, Scenario, simulate
 from simulator.serving.cost import EngineCost, TableCost
 from simulator.whatif.batching import InBatches
 from simulator.whatif.rate import LatencyCost
+from tests.serving import table_of
 from tests.tuning import batched
 from traces.acceptance.synthetic import synthetic_trace
 from traces.acceptance.trace import Trace
-from traces.latency.schema import CELL_COLUMNS
 from traces.latency.settling import settling_s, settling_sums
 from traces.latency.table import LatencyTable
 from traces.replay.rounds import RoundLog
@@ -43,7 +42,7 @@ def table(batches: tuple[int, ...] = (1,), beyond: tuple[float, ...] = BEYOND) -
                 ("draft", "settling", batch, place, context, later + batch * more, 0.0, 9)
                 for place, more in enumerate(beyond, start=1)
             ]
-    return LatencyTable(DataFrame(rows, columns=list(CELL_COLUMNS)))
+    return table_of(rows)
 
 
 def trace() -> Trace:

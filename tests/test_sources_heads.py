@@ -15,8 +15,8 @@ from policies.lengths.basic import Fixed
 from policies.lengths.huggingface import Confidence
 from simulator.pricing import price, verify_phase
 from tests.outputs import decoded, trace_of
+from tests.serving import table_of
 from traces.errors import DraftsimError, TailError
-from traces.latency.schema import CELL_COLUMNS
 from traces.latency.table import LatencyTable
 from traces.replay.calls import CALL_KINDS, LAYER
 from traces.replay.rounds import RoundLog
@@ -195,7 +195,7 @@ def test_drafting_past_the_recorded_chain_is_an_error() -> None:
 def cells(*rows: tuple[str, str, int, float]) -> LatencyTable:
     """A table of (model, phase, new tokens, seconds), the same at two contexts."""
     frame = [(m, p, 1, n, c, s, 0.0, 1) for m, p, n, s in rows for c in (0, 500)]
-    return LatencyTable(pd.DataFrame(frame, columns=list(CELL_COLUMNS)))
+    return table_of(frame)
 
 
 def test_rounds_cost_their_calls() -> None:

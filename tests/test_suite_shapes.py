@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
-import pandas as pd
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
@@ -17,8 +16,7 @@ from profiler.latency.host import dictating_trace, passes_s
 from profiler.models.architectures import ARCHITECTURES
 from profiler.suite.latency.pair import error_summary
 from simulator.pricing import price
-from traces.latency.schema import CELL_COLUMNS
-from traces.latency.table import LatencyTable
+from tests.serving import table_of
 from traces.replay.run import replay
 
 
@@ -51,7 +49,7 @@ def test_rounds_are_priced_as_the_simulator_prices_them() -> None:
     rows += [("draft", phase, 1, w, c, 1e-3 * scale * w + 1e-7 * c, 0.0, 1)
              for phase, scale in (("forward", 1.0), ("catch_up", 1.7))
              for w in (1, 2) for c in (16, 512)]  # fmt: skip
-    table = LatencyTable(pd.DataFrame(rows, columns=list(CELL_COLUMNS)))
+    table = table_of(rows)
     trace = dictating_trace(2, 60, 40, 8)
     log = replay(trace, Fixed(3))
     per_request = price(log, table).decode_s

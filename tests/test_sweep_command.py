@@ -17,11 +17,10 @@ from simulator.plots.whatif import plot_batches
 from simulator.whatif.sweep.grid import search_space
 from simulator.whatif.sweep.run import read_sweep
 from tests.conftest import Run
+from tests.serving import table_of
 from traces.acceptance.synthetic import Bursty, synthetic_trace
 from traces.acceptance.trace import Trace
 from traces.errors import DraftsimError
-from traces.latency.schema import CELL_COLUMNS
-from traces.latency.table import LatencyTable
 from traces.store.files import write_latency, write_trace
 
 CONST = "const:target=0.01,draft=0.001,verify=0.011"
@@ -120,7 +119,7 @@ def test_what_is_only_estimated_is_said(trace: str, tmp_path: Path) -> None:
     table = tmp_path / "latency.parquet"
     cells = [(m, "forward", b, n, k, 0.01 + 1e-6 * k, 0.0, 5) for m in ("target", "draft")
              for b in (1, 4) for n in (1, 9) for k in (0, 600)]  # fmt: skip
-    write_latency(LatencyTable(pd.DataFrame(cells, columns=list(CELL_COLUMNS))), table)
+    write_latency(table_of(cells), table)
     common = ("--trace", trace, "--latency", str(table), "--policy", "fixed:gamma=2",
               "--resamples", "0", "--jobs", "1")  # fmt: skip
     shown, remarks = said(*common, "--context", "10,100000", "--batch", "1,64")

@@ -39,6 +39,7 @@ from simulator.whatif.ladder import (
 from simulator.whatif.sweep.cells import Prices, with_regrets
 from simulator.whatif.sweep.run import Sweep
 from simulator.whatif.tuning import tune
+from tests.serving import table_of
 from traces.acceptance.synthetic import Bursty, synthetic_trace
 from traces.acceptance.trace import Trace
 from traces.errors import DraftsimError
@@ -152,7 +153,6 @@ def test_overview_counts_where_it_pays() -> None:
 
 def batch_table(contexts: bool) -> LatencyTable:
     """A device whose verification grows with the batch, and with the context if asked."""
-    from traces.latency.schema import CELL_COLUMNS
 
     rows = []
     for b in (1, 8, 32):
@@ -162,7 +162,7 @@ def batch_table(contexts: bool) -> LatencyTable:
                 rows.append(("target", "forward", b, n, k, 1 + 0.02 * b * (n - 1) + held, 0.0, 5))
         rows += [("draft", "forward", b, n, k, 0.08 + 0.002 * b, 0.0, 5)
                  for n in (1, 2) for k in (0, 4000)]  # fmt: skip
-    return LatencyTable(pd.DataFrame(rows, columns=list(CELL_COLUMNS)))
+    return table_of(rows)
 
 
 def test_larger_batches_stop_paying_and_longer_contexts_pay_again() -> None:

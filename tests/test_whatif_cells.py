@@ -24,6 +24,7 @@ from simulator.whatif.sweep.run import Sweep
 from simulator.whatif.tilt.trace import Tilter
 from tests.break_even import priced_at
 from tests.compiled import TABLES
+from tests.serving import table_of
 from tests.studies import POLICIES, TABLE, recorded, study
 from traces.acceptance.synthetic import synthetic_trace
 from traces.latency.schema import CELL_COLUMNS
@@ -70,7 +71,7 @@ def test_contexts_reprice() -> None:
     rows = [("target", "forward", 1, n, k, 0.01 + 1e-5 * k, 0.0, 5)
             for n in (1, 30) for k in (0, 4000)]  # fmt: skip
     rows += [("draft", "forward", 1, 1, k, 0.001 + 1e-6 * k, 0.0, 5) for k in (0, 4000)]
-    table = LatencyTable(pd.DataFrame(rows, columns=list(CELL_COLUMNS)))
+    table = table_of(rows)
     frame = Sweep(
         recorded(), {"fixed": Fixed(3)}, Prices((), {"t": table}, (10, 3000)), resamples=0
     ).run(Local(1))
@@ -152,7 +153,7 @@ def grid_to(context: int, batch: int) -> LatencyTable:
         for model, each in (("target", 0.01), ("draft", 0.001))
         for b in (1, batch) for n in (1, 9) for k in (0, context)
     ]  # fmt: skip
-    return LatencyTable(pd.DataFrame(rows, columns=list(CELL_COLUMNS)))
+    return table_of(rows)
 
 
 @pytest.mark.parametrize("batch", [1, 4])

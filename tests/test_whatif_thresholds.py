@@ -15,11 +15,10 @@ from simulator.whatif.sweep.prices import Prices
 from simulator.whatif.sweep.run import Sweep, write_thresholds
 from simulator.whatif.tilt.trace import Tilter
 from tests.break_even import priced_at
+from tests.serving import table_of
 from tests.studies import recorded
 from traces.acceptance.synthetic import synthetic_trace
 from traces.digits import three_digits
-from traces.latency.schema import CELL_COLUMNS
-from traces.latency.table import LatencyTable
 from traces.replay.run import replay
 
 POLICIES: dict[str, DraftPolicy] = {
@@ -101,7 +100,7 @@ def test_smallest_acceptance_batches_and_contexts(tmp_path: Path) -> None:
             for b in (1, 8, 32) for n in (1, 2, 9) for k in (0, 4000)]  # fmt: skip
     rows += [("draft", "forward", b, n, k, 0.08 + 0.002 * b, 0.0, 5)
              for b in (1, 8, 32) for n in (1, 2) for k in (0, 4000)]  # fmt: skip
-    table = LatencyTable(pd.DataFrame(rows, columns=list(CELL_COLUMNS)))
+    table = table_of(rows)
     trace = synthetic_trace(0.7, requests=12, tokens=60, seed=1)
     policies = {f"fixed:gamma={g}": Fixed(g) for g in (1, 6)}
     prices = Prices((0.1, 0.45), {"device": table}, (64, 3900))

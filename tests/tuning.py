@@ -6,12 +6,10 @@ from functools import cache
 from itertools import product
 from typing import Any
 
-import pandas as pd
-
 from simulator.serving import ClosedLoop, Limits, Poisson, Scenario
+from tests.serving import table_of
 from traces.acceptance.synthetic import synthetic_trace
 from traces.acceptance.trace import Trace
-from traces.latency.schema import CELL_COLUMNS
 from traces.latency.table import LatencyTable
 
 CHEAP = LatencyTable.constant(1.0, 0.1)
@@ -33,7 +31,7 @@ def batched(per_token: float = 2e-4) -> LatencyTable:
         for context, width in product((16, 512), (1, 2)):
             draft = 1e-3 + per_token / 10 * batch * width
             cells.append(("draft", "forward", batch, width, context, draft, 0.0, 10))
-    return LatencyTable(pd.DataFrame(cells, columns=list(CELL_COLUMNS)))
+    return table_of(cells)
 
 
 def loads(trace: Trace) -> list[Scenario]:
