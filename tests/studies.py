@@ -1,11 +1,13 @@
-"""A small what-if study, varied by the tests of sweeps."""
+"""A small what-if study, varied by the tests of sweeps, and an executor that fails."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from functools import cache
 from typing import Any
 
 from policies import DraftPolicy, Fixed, HFHeuristic, Oracle
+from simulator.executors import LostParts
 from simulator.whatif.sweep.prices import Prices
 from simulator.whatif.sweep.run import Sweep
 from traces.acceptance.synthetic import Bursty, synthetic_trace
@@ -31,3 +33,20 @@ def study(**changes: Any) -> Sweep:
         "alphas": (0.4, 0.8), "resamples": 40, "measure_tilt": False,
     } | changes  # fmt: skip
     return Sweep(recorded(), POLICIES, **given)
+
+
+class Failing:
+    """Runs parts here and stops, or loses workers, after some of them."""
+
+    def __init__(self, good: int, lose: bool = False) -> None:
+        self.good, self.lose = good, lose
+        self.ran = 0
+
+    def run(self, bench: Any, parts: Sequence[Any]) -> Iterator[tuple[int, Any]]:
+        for i, part in enumerate(parts):
+            if i >= self.good and self.lose:
+                raise LostParts(len(parts) - i, len(parts))
+            if i >= self.good:
+                raise KeyboardInterrupt
+            self.ran += 1
+            yield i, bench.run(part)

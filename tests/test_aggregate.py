@@ -165,10 +165,7 @@ def errors(printed: str, title: str) -> list[float]:
     return [abs(float(error)) for error in re.findall(r"([-+][\d.]+)%$", part, re.MULTILINE)]
 
 
-def test_both_drafters_runs_are_predicted_from_part_of_them(
-    printed: str, shared_tables: Path
-) -> None:
-    assert shared_tables.is_dir()
+def test_both_drafters_runs_are_predicted_from_part_of_them(printed: str) -> None:
     for title, count, median in (
         ("52362, none", 4, 5), ("52362, fixed", 4, 12), ("52362, adaptive", 5, 15),
         ("32628, EAGLE-3", 20, 8),

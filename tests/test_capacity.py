@@ -45,7 +45,7 @@ from tests.compiled import same
 from tests.conftest import Run
 from tests.queues import PER_TOKEN_S, SERVICE, exponential, one_token_jobs
 from tests.serving import arrival_file, bernoulli
-from tests.test_serving_parts import Failing
+from tests.studies import Failing
 from traces.errors import DraftsimError
 from traces.latency.table import LatencyTable
 

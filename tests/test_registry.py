@@ -184,10 +184,13 @@ def test_a_parameter_without_an_annotation_has_the_type_of_its_default() -> None
 def test_resources_reach_the_policies_that_take_them() -> None:
     cost, estimator = TextbookCost(2.0, 0.5), DraftProbability()
     extra: dict[str, Any] = {"cost": cost, "estimator": estimator}
+    reached = set()
     for name in policy_names():
         policy = parse_serving_policy(name, **extra)
         for key in set(extra) & set(parameters(type(policy))):
             assert getattr(policy, key) is extra[key]
+            reached.add(key)
+    assert reached == set(extra)
 
 
 def test_capped_lowers_defaults_and_leaves_choices_alone() -> None:

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from policies.lengths.basic import Autoregressive, Fixed
-from simulator.executors import Local, LostParts
+from simulator.executors import Local
 from simulator.serving import (
     LeastRequests,
     Limits,
@@ -26,6 +26,7 @@ from simulator.serving.study import shares_of
 from tests.compiled import same
 from tests.conftest import Serve
 from tests.serving import CONSTANT, PAIR, SMALL, arrival_file
+from tests.studies import Failing
 from traces.errors import DraftsimError
 
 POLICIES = {"autoregressive": Autoregressive(), "fixed": Fixed(3)}
@@ -70,23 +71,6 @@ def test_processes_give_the_same_rows() -> None:
     for row, other in zip(timeless(rows), timeless(elsewhere), strict=True):
         same(row, other, "row")
     assert sum(served) == 60 * 2 * len(rows)
-
-
-class Failing:
-    """Runs parts here and stops, or loses workers, after some of them."""
-
-    def __init__(self, good: int, lose: bool = False) -> None:
-        self.good, self.lose = good, lose
-        self.ran = 0
-
-    def run(self, bench: Any, parts: Sequence[Any]) -> Iterator[tuple[int, Any]]:
-        for i, part in enumerate(parts):
-            if i >= self.good and self.lose:
-                raise LostParts(len(parts) - i, len(parts))
-            if i >= self.good:
-                raise KeyboardInterrupt
-            self.ran += 1
-            yield i, bench.run(part)
 
 
 @pytest.mark.invariant(13)

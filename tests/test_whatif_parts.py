@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,30 +12,11 @@ import pandas as pd
 import pytest
 
 from policies import DraftPolicy
-from simulator.executors import Local, LostParts
-from simulator.whatif.sweep.cells import SweepPart, SweepRunner
+from simulator.executors import Local
 from simulator.whatif.sweep.prices import Prices
-from simulator.whatif.sweep.run import Columns, Sweep, read_sweep
-from tests.studies import recorded, study
+from simulator.whatif.sweep.run import Sweep, read_sweep
+from tests.studies import Failing, recorded, study
 from traces.errors import DraftsimError, FileError
-
-
-class Failing:
-    """Runs parts here and fails, or loses workers, after some of them."""
-
-    def __init__(self, good: int, lose: bool = False) -> None:
-        self.good = good
-        self.lose = lose
-        self.ran = 0
-
-    def run(self, bench: SweepRunner, parts: Sequence[SweepPart]) -> Iterator[tuple[int, Columns]]:
-        for i, part in enumerate(parts):
-            if i >= self.good and self.lose:
-                raise LostParts(len(parts) - i, len(parts))
-            if i >= self.good:
-                raise KeyboardInterrupt
-            self.ran += 1
-            yield i, bench.run(part)
 
 
 @pytest.mark.parametrize("lose", [False, True])
