@@ -499,8 +499,7 @@ def test_refused_requests_miss_the_targets_in_serve_too(tmp_path: Path, run: Run
     done = run(
         "serve", *PLAIN, "--arrivals", path, "--slo", "ttft=60s", "--max-batch", "1",
         "--kv-blocks", "100", "--json", "-",
-    )  # fmt: skip
-    assert done.code == 0, done.err
+    ).ok()  # fmt: skip
     assert done.rows[0]["within_targets"] == pytest.approx(0.75, abs=0.005)
 
 
@@ -511,8 +510,7 @@ def test_the_rate_of_a_file_is_that_of_what_arrives(run: Run, tmp_path: Path) ->
     rows = "".join(f"{t},64,8\n" for t in times)
     path.write_text("TIMESTAMP,ContextTokens,GeneratedTokens\n" + rows)
     words = ("serve", *PLAIN, "--arrivals", path, "--requests", "100", "--json", "-")
-    done = run(*words)
-    assert done.code == 0, done.err
+    done = run(*words).ok()
     assert done.rows[0]["rate"] == pytest.approx(10, rel=0.02)
     slower = run(*words, "--rate", "1")
     assert slower.rows[0]["rate"] == pytest.approx(1)
@@ -551,8 +549,7 @@ def test_steps_without_drafts_verify_nothing() -> None:
 
 @pytest.mark.parametrize("mode", [("--ladder",), ("--tune", "--policy", "gammatune:eta={0.1,0.5}")])
 def test_without_resamples_there_is_no_interval(mode: tuple[str, ...], run: Run) -> None:
-    done = run("sweep", "--trace", "bundled", *mode, "--resamples", "0", "--json", "-")
-    assert done.code == 0, done.err
+    done = run("sweep", "--trace", "bundled", *mode, "--resamples", "0", "--json", "-").ok()
     drafting = [row for row in done.rows if row["speedup"] != 1]
     assert drafting
     assert {row["speedup_lo"] for row in drafting} == {None}
@@ -576,8 +573,7 @@ def test_an_engine_without_a_drafter_pays_for_none(run: Run) -> None:
     done = run(
         "breakeven", "--trace", name, "--batch", "1", "--context", "256", "--k", "1,3",
         "--json", "-",
-    )  # fmt: skip
-    assert done.code == 0, done.err
+    ).ok()  # fmt: skip
     rows = {row["k"]: row for row in done.rows}
     cells = {"batch": 1, "context": 255, "new_tokens": 1}
     target_s = float(latency.seconds("target", "forward", **cells))
@@ -613,8 +609,7 @@ def test_a_file_that_every_replica_serves_in_time_needs_no_more_requests(
     ))  # fmt: skip
     done = run(
         "capacity", *PLAIN, "--arrivals", path, "--slo", "tpot=60s", "--replications", "1"
-    )  # fmt: skip
-    assert done.code == 0, done.err
+    ).ok()  # fmt: skip
     assert "at every rate of these requests of the file" in done.err
 
 

@@ -185,8 +185,7 @@ def scrape(drafts: int, drafted: int, positions: list[int], more: str = "") -> s
 def test_counters_say_what_they_do_not_tell(text: str, said: str, run: Run, tmp_path: Path) -> None:
     path = tmp_path / "metrics.txt"
     path.write_text(text)
-    done = run("doctor", path, "--against", "0.8")
-    assert done.code == 0, done.err
+    done = run("doctor", path, "--against", "0.8").ok()
     assert said in done.err
     assert bool(said) == ("metrics.txt: " in done.err)
 
@@ -238,13 +237,11 @@ def test_one_setting_for_every_load_is_that_of_one_row() -> None:
 def test_counters_without_effect_are_said(run: Run, tmp_path: Path) -> None:
     path = tmp_path / "metrics.txt"
     path.write_text(scrape(1000, 3000, [800, 640, 512]))
-    done = run("recommend", "--bench", RESULTS, "--metrics", path)
-    assert done.code == 0, done.err
+    done = run("recommend", "--bench", RESULTS, "--metrics", path).ok()
     assert "--metrics has no effect" in done.err
     runs = tmp_path / "runs.csv"
     runs.write_text("batch,k,tokens_per_s\n1,0,60\n1,3,110\n1,5,100\n")
-    done = run("recommend", "--bench", runs, "--metrics", path)
-    assert done.code == 0, done.err
+    done = run("recommend", "--bench", runs, "--metrics", path).ok()
     assert "acceptance at K = 5 is estimated from the speeds" in done.err
 
 

@@ -325,8 +325,7 @@ def test_rows_say_which_sizes_were_not_measured(serve: Serve, tmp_path: Path) ->
 
 def test_the_table_leaves_out_what_goes_without_saying(serve: Serve, tmp_path: Path) -> None:
     def columns(*arguments: object) -> str:
-        ran = serve(*arguments, "--requests", 12, *PAIR)
-        assert ran.code == 0, ran.err
+        ran = serve(*arguments, "--requests", 12, *PAIR).ok()
         return ran.out  # headings take several lines, and tables several blocks
 
     plain = columns("--batch", 2)
@@ -465,8 +464,7 @@ def test_plots_are_drawn_for_batches_and_for_loads(serve: Serve, tmp_path: Path)
 
 def test_arrivals_that_span_no_time_are_drawn_without_a_load(serve: Serve, tmp_path: Path) -> None:
     file, folder = arrival_file(tmp_path / "a.csv", "7,20,5", "7,30,9"), tmp_path / "plots"
-    ran = serve("--arrivals", file, *PAIR, "--plots", folder)
-    assert ran.code == 0
+    ran = serve("--arrivals", file, *PAIR, "--plots", folder).ok()
     assert "all arrivals have the same time" in ran.err
     assert {p.stem for p in folder.iterdir()} == {"over_time"}
 

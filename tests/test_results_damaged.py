@@ -56,8 +56,7 @@ def test_a_damaged_line_is_named_and_its_row_computed_again(
     out.write_text("".join([*lines[:3], hurt, *lines[4:]]))
     with pytest.raises(FileError, match=r"r\.jsonl, line 4: damaged"):
         read_results(out)
-    ran = serve(*LOADS, "--out", out)
-    assert ran.code == 0, ran.err
+    ran = serve(*LOADS, "--out", out).ok()
     assert f"{out}, line 4: damaged" in ran.err
     assert rows_of(out) == expected
     # The others are the rows that were there, and all are in their order.
@@ -130,8 +129,7 @@ def test_rows_of_other_options_are_written_over_with_a_word(serve: Serve, tmp_pa
     out = tmp_path / "r.jsonl"
     assert serve(*LOADS, "--out", out).code == 0
     stopped(out)
-    ran = serve(*LOADS, "--seed", 1, "--out", out)
-    assert ran.code == 0
+    ran = serve(*LOADS, "--seed", 1, "--out", out).ok()
     assert f"{out} held {ROWS} finished row(s) of a stopped run with other options" in ran.err
 
 
