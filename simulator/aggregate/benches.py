@@ -159,10 +159,8 @@ def latency_table(server: ServerFit, model: str | None = None) -> LatencyTable:
         first = extra + each * (1 if passes is None else passes)
         for context in contexts:
             for width in range(1, longest + 2):
-                speculating = extra + each * (width - 1 if passes is None else passes)
-                whole = float(server.step_s(1.0, batch, width - 1, context, prompts=0.0)[0])
-                seconds = whole - (width > 1) * speculating
-                cell("target", "forward", batch, width, context, seconds)
+                one = server.step_s(1.0, batch, 0, context, prompts=0.0, verified=width - 1)
+                cell("target", "forward", batch, width, context, float(one[0]))
             for tokens in (1, longest + 1):
                 cell("draft", "catch_up", batch, tokens, context, first)
             cell("draft", "forward", batch, 1, context, each if passes is None else 0.0)
@@ -171,8 +169,10 @@ def latency_table(server: ServerFit, model: str | None = None) -> LatencyTable:
         s, compute = cost["sharpness"], cost["prefill"] * cost["weights"] / server.computing_knee
         work = (cost["weights"] ** s + (compute * tokens) ** s) ** (1 / s)
         cell("target", "prefill", 1, tokens, 0, cost["fixed"] + work)
-    meta = {"kind": "calibrated", "misfit": server.misfit, "runs": len(runs)}
-    meta |= {"passes_apart": server.tells_passes_apart}
+    meta = {
+        "kind": "calibrated", "misfit": server.misfit, "runs": len(runs),
+        "passes_apart": server.tells_passes_apart, **({} if model is None else {"target": model}),
+    }  # fmt: skip
     if not server.tells_context:
         where = f"{contexts[0]:,} tokens" if contexts[0] else "an unknown length"
         meta[ANY_CONTEXT] = True
@@ -180,7 +180,6 @@ def latency_table(server: ServerFit, model: str | None = None) -> LatencyTable:
             f"calibrated at one context, {where}: others are priced like it, so longer ones are "
             "too fast"
         )
-    meta |= {} if model is None else {"target": model}
     return LatencyTable(pd.DataFrame(cells, columns=list(CELL_COLUMNS)), meta)
 
 

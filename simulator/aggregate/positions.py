@@ -17,7 +17,7 @@ import numpy as np
 from policies.arrays import Floats
 from policies.lengths.basic import Fixed
 from simulator.aggregate.hazard import Interval, check_totals, emitted_at, median_survival
-from simulator.aggregate.server import ServerRun
+from simulator.aggregate.server import ServerRun, mean_lengths
 from traces.acceptance.trace import Trace
 from traces.errors import DraftsimError
 from traces.importers.totals import Totals
@@ -176,11 +176,7 @@ def of_runs(label: str, runs: Sequence[ServerRun], model: str | None = None) -> 
     if all(run.accepted for run in of):
         survival = np.mean([run.accepted for run in of], axis=0).tolist()
         return of_survival(label, survival, model=model, **sizes)
-    lengths = {
-        k: float(np.mean([run.round_tokens for run in told if run.k == k]))
-        for k in sorted({run.k for run in told})
-    }
-    return Positions(label, lengths, model=model, **sizes)
+    return Positions(label, mean_lengths(told), model=model, **sizes)
 
 
 def of_totals(label: str, totals: Totals, drafts: int | None = None) -> Positions:

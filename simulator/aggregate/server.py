@@ -418,11 +418,14 @@ class ServerFit:
     def step_s(
         self, emitted: npt.ArrayLike, batch: npt.ArrayLike, k: npt.ArrayLike,
         context: npt.ArrayLike = 0.0, prompts: npt.ArrayLike = np.nan,
+        verified: npt.ArrayLike | None = None,
     ) -> Floats:  # fmt: skip
         """Return seconds of a step with the central costs, (loads,)."""
         values = {name: np.array([[value]]) for name, value in self.central.items()}
-        passes, target = self.passes, self.target
-        found = step_s(values, emitted, batch, k, context, prompts, passes=passes, target=target)
+        found = step_s(
+            values, emitted, batch, k, context, prompts, verified=verified, passes=self.passes,
+            target=self.target,
+        )  # fmt: skip
         return np.asarray(found[0])
 
     def at_acceptance(self, known: Mapping[int, float]) -> ServerFit:
@@ -552,12 +555,8 @@ def calibrate(
             f"the run of batch {silent[0].batch} at k = {silent[0].k} does not say its context, as "
             "others do: give each its context, or prompt and answer (mean lengths)"
         )
-    known: dict[int, float] = {}
     full = [run for run in runs if not run.p_min]
-    for k in sorted({run.k for run in full if run.k}):
-        told = [run.round_tokens for run in full if run.k == k and run.round_tokens is not None]
-        if told:
-            known[k] = float(np.mean(told))
+    known = mean_lengths(full)
     curve = dict(known)
     for run in full:
         for place, total in enumerate(np.cumsum(run.accepted), 1):
@@ -590,6 +589,13 @@ def calibrate(
 
     draws = draws_of(priors_of(target), likelihood)
     return ServerFit(tuple(runs), passes, scale, draws, known, left_out, target)
+
+
+def mean_lengths(runs: Sequence[ServerRun]) -> dict[int, float]:
+    """Return acceptance lengths by draft length, the means of the runs that tell theirs."""
+    told = [(run.k, run.round_tokens) for run in runs if run.k and run.round_tokens is not None]
+    lengths = sorted({k for k, _ in told})
+    return {k: float(np.mean([tokens for n, tokens in told if n == k])) for k in lengths}
 
 
 def priors_of(target: Target) -> dict[str, Prior]:
