@@ -96,6 +96,7 @@ def test_an_acceptance_length_alone_keeps_its_sum(tmp_path: Path) -> None:
         ("0.7,,0.5", "has an empty part"),
         ("nofile.txt", "no such file"),
         ("http://198.51.100.1/metrics", "is not on this machine"),
+        ("http://[::1/metrics", "is not on this machine"),
     ],
 )
 def test_what_is_no_acceptance_is_refused(given: str, message: str) -> None:

@@ -159,7 +159,11 @@ def _fetched(source: str, scratch: Path, number: int) -> Path:
     from urllib.parse import urlsplit
     from urllib.request import ProxyHandler, build_opener
 
-    if urlsplit(source).hostname not in ("localhost", "127.0.0.1", "::1"):
+    try:
+        host = urlsplit(source).hostname
+    except ValueError:  # half of an IPv6 address
+        host = None
+    if host not in ("localhost", "127.0.0.1", "::1"):
         raise DraftsimError(f"{source}: is not on this machine: save its text and name the file")
     try:
         with build_opener(ProxyHandler({})).open(source, timeout=10) as answer:
