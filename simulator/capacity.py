@@ -474,8 +474,8 @@ def plan_rows(
       speculation; infinite if it saves some at the highest rate tried, NaN if at none.
     * ``too_short``: why the simulated requests are too few to judge.
     * ``curve``: pairs of replicas and the largest rate at which they meet the SLO.
-    * ``gpus``, ``cost_per_hour``: of the fleet.  ``cost_per_million_tokens`` is of output.  Costs
-      are NaN without the price of a GPU.
+    * ``gpus``, ``tok_s_per_gpu``, ``cost_per_hour``, ``cost_per_million_tokens``: GPUs of the
+      fleet, output tokens per second and GPU, and costs; costs are NaN without a price.
     """
     plain = next((n for n, p in bench.policies.items() if isinstance(p, Autoregressive)), None)
     others = None if plain is None else answers[plain].replicas
