@@ -83,21 +83,14 @@ class TwoState:
         accept = np.clip(self.chances(), 0, 1)
         overall = np.array([self.share, 1 - self.share])
         step = self.memory * np.eye(2) + (1 - self.memory) * overall
+        # Entry k: chances of k accepted tokens and each state after them, by the state before.
+        after = [np.linalg.matrix_power(accept[:, None] * step, k) for k in range(gamma + 1)]
         # Row i: where the next round begins if this one began in state i.
-        alive, ends = np.eye(2), np.zeros((2, 2))
-        for _ in range(gamma):
-            ends = ends + (alive * (1 - accept)) @ step
-            alive = (alive * accept) @ step
-        ends = ends + alive @ step
+        ends = np.sum(after[:-1], axis=0) @ ((1 - accept)[:, None] * step) + after[-1] @ step
         # The share of rounds that begin in each state is the chain's stationary one.
         begins = np.array([ends[1, 0], ends[0, 1]])
-        now = begins / begins.sum() if begins.sum() > 0 else overall
-        out = np.empty(gamma)
-        for k in range(gamma):
-            now = now * accept
-            out[k] = now.sum()
-            now = now @ step
-        return out
+        first = begins / begins.sum() if begins.sum() > 0 else overall
+        return np.array([first @ states @ accept for states in after[:-1]])
 
     def emitted(self, gamma: int) -> float:
         """Return the mean tokens of a round that drafts `gamma`, the target's own one included."""

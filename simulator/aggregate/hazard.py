@@ -181,9 +181,8 @@ class Interval:
         return self.low <= other <= self.high
 
     def scaled(self, factor: float) -> Interval:
-        """Return all three times a factor."""
-        low, high = sorted((self.low * factor, self.high * factor))
-        return Interval(self.value * factor, low, high)
+        """Return all three times a positive factor."""
+        return Interval(self.value * factor, self.low * factor, self.high * factor)
 
     def columns(self, name: str) -> dict[str, float]:
         """Return the three as columns of a row: ``name``, ``name_lo`` and ``name_hi``."""
