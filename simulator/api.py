@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from math import isnan
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -75,7 +76,7 @@ class Served:
         A row for each load and policy, with the columns of ``draftsim serve`` (docs/formats.md).
     best:
         For each concurrency the policy with the highest throughput; for each request rate the one
-        with the lowest mean end-to-end latency.
+        with the lowest mean end-to-end latency.  A load at which nothing finished is not in it.
     notes:
         Remarks on what the simulation leaves out or assumes.
     """
@@ -315,15 +316,26 @@ def serve(
         policies, recording.trace, table, mode, largest=largest, say=notes.append
     )
     rows = sweep(recording.trace, table, chosen, scenarios, rule=rule)
-    best = {}
-    by = "concurrency" if closed else "rate"
-    for load in dict.fromkeys(row[by] for row in rows):
-        own = [row for row in rows if row[by] == load and not is_bound(row["policy"])]
-        if closed:
-            best[load] = max(own, key=lambda row: row["throughput_tok_s"])["policy"]
-        else:
-            best[load] = min(own, key=lambda row: row["e2e_s"]["mean"])["policy"]
+    best = best_served(rows, "concurrency" if closed else "rate")
     return Served(pd.DataFrame(rows), best, tuple(notes))
+
+
+def best_served(rows: Sequence[Mapping[str, Any]], by: str) -> dict[float, str]:
+    """Return the best policy of each load, the first of equals: the values of `Served.best`.
+
+    ``by`` is the column of the loads, ``concurrency`` or ``rate``.  A load at which no policy
+    finished a request has no best policy.
+    """
+    best = {}
+    for load in dict.fromkeys(row[by] for row in rows):
+        figures = {
+            row["policy"]: row["throughput_tok_s"] if by == "concurrency" else -row["e2e_s"]["mean"]
+            for row in rows if row[by] == load and not is_bound(row["policy"])
+        }  # fmt: skip
+        known = {policy: figure for policy, figure in figures.items() if not isnan(figure)}
+        if known:
+            best[load] = max(known, key=lambda policy: known[policy])
+    return best
 
 
 def plan(

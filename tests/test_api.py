@@ -12,6 +12,7 @@ import pytest
 import draftsim
 from policies import DraftPolicy
 from policies.core import DraftToken
+from simulator.api import best_served
 from simulator.chosen import load_policies
 from simulator.serving import ClosedLoop, Devices, Scenario
 from simulator.serving.study import over_loads
@@ -102,6 +103,24 @@ def test_serve_gives_a_row_for_each_load_and_policy() -> None:
     assert loaded.table["within_targets"].between(0, 1).all()
     with pytest.raises(draftsim.DraftsimError, match="keep the engine full"):
         draftsim.serve(concurrency=[1], rate=[1.0])
+
+
+def test_a_policy_that_finished_nothing_is_never_the_best() -> None:
+    nan = float("nan")
+
+    def row(policy: str, load: float, throughput: float, latency_s: float) -> dict[str, Any]:
+        return {
+            "policy": policy, "rate": load, "concurrency": load, "throughput_tok_s": throughput,
+            "e2e_s": {"mean": latency_s},
+        }  # fmt: skip
+
+    rows = [
+        row("a", 1.0, nan, nan), row("b", 1.0, 5.0, 3.0), row("c", 1.0, 7.0, 2.0),
+        row("oracle", 1.0, 9.0, 1.0), row("a", 2.0, nan, nan),
+    ]  # fmt: skip
+    for by in ("rate", "concurrency"):
+        assert best_served(rows, by) == {1.0: "c"}
+        assert best_served(rows[::-1], by) == {1.0: "c"}
 
 
 def test_plan_gives_the_fewest_replicas() -> None:
