@@ -28,6 +28,8 @@ from simulator.recording import (
 from traces.acceptance.trace import Trace
 from traces.errors import DraftsimError
 from traces.latency.table import LatencyTable
+from traces.sources.found import own_source
+from traces.sources.registry import DRAFT_MODEL
 from traces.store.identity import ROLES, model_in
 from traces.store.recordings import DEFAULT_TRACE, find_latency, find_trace
 
@@ -540,7 +542,8 @@ def _given(
 ) -> Recording:  # fmt: skip
     """Return a recording made of a trace and latencies that were given as objects.
 
-    A note says so if the latencies are of other models.
+    A note says so if the latencies are of other models.  Raises DraftsimError if they are of
+    another drafter: no folder holds other drafts of the trace.
     """
     if source is not None:
         raise DraftsimError(
@@ -553,6 +556,10 @@ def _given(
     if latency is not None:
         found = find_latency(latency) if isinstance(latency, str) else latency
         tables = {latency if isinstance(latency, str) else "latency": found}
+        if trace.source == DRAFT_MODEL:
+            own_source(found, trace, {})
+        else:
+            found.drafter(trace.drafter)
     models = {role: model_in(trace.meta, role) for role in ROLES}
     check_models("trace", models, tables, None, None, notes.append)
     return Recording("trace", trace, trace, tables, models, "", None, {})

@@ -20,6 +20,7 @@ from simulator.tune.search import Search
 from simulator.whatif.tuning import tuned_rows
 from tests.conftest import ROOT, Run
 from traces import LatencyTable, find_latency, find_trace, synthetic_trace
+from traces.sources import find_drafted
 from traces.store.recordings import TRACE_VARIABLE
 
 SOME = ["fixed:gamma=3", "gammatune"]
@@ -91,6 +92,21 @@ def test_predict_drafts_with_the_head_that_the_latencies_are_of() -> None:
     assert any(note.startswith("drafting with eagle:model=smollm2-eagle3") for note in found.notes)
     lossy = draftsim.predict("bundled", policies=["fixed:gamma=2"], verify="csd", resamples=20)
     assert lossy.table["verify"].iloc[1].startswith("csd")
+
+
+def test_objects_of_two_drafters_are_refused() -> None:
+    trace, latency = find_trace(HEAD), find_latency(HEAD)
+    with pytest.raises(draftsim.DraftsimError, match=r"those of smollm2-eagle3, whose drafts this"):
+        draftsim.predict(trace, latency, ["fixed:gamma=1"], resamples=20)
+    with pytest.raises(draftsim.DraftsimError, match=r"those of smollm2-eagle3, whose drafts this"):
+        draftsim.serve(trace, HEAD, ["fixed:gamma=1"], concurrency=[1], requests=20)
+    drafted, its = find_drafted(HEAD)
+    with pytest.raises(draftsim.DraftsimError, match="no passes of the drafter"):
+        draftsim.predict(drafted, find_latency("smollm2-vllm-draft-cpu"), resamples=20)
+    found = draftsim.predict(drafted, its, ["fixed:gamma=1"], resamples=20)
+    assert set(found.table["source"][1:]) == {"eagle:model=smollm2-eagle3"}
+    given = draftsim.predict(drafted, CONST, ["fixed:gamma=1"], resamples=20)
+    assert set(given.table["source"][1:]) == {"eagle:model=smollm2-eagle3"}
 
 
 def test_serve_gives_a_row_for_each_load_and_policy() -> None:
