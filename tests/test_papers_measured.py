@@ -203,6 +203,10 @@ def test_half_a_log_predicts_the_other(shared_data: Path) -> None:
     assert sum(said.signs for said in records.values()) > 20
 
 
-def test_a_folder_without_logs_is_refused(tmp_path: Path, run: Run) -> None:
+def test_a_folder_without_logs_is_refused_before_anything_is_predicted(
+    tmp_path: Path, run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in STUDIES:
+        monkeypatch.setattr(measured, name, lambda *_: pytest.fail("predicted before the refusal"))
     ran = run("papers", "--measured", "--logs", tmp_path)
     assert "holds neither eagle_logs" in ran.refusal

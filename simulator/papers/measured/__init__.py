@@ -13,7 +13,7 @@ from simulator.papers.measured.engines import engine_rows, ladder_rows, roofline
 from simulator.papers.measured.logs import EAGLE_STUDY, SPECBENCH_STUDY, log_rows
 from simulator.papers.measured.operators import CELLS, STEPS, eagle_rows, operator_rows
 from simulator.papers.measured.rows import Evidence
-from simulator.papers.measured.server import SERVER, SERVER_SOURCE, server_rows
+from simulator.papers.measured.server import SERVER, SERVER_LOG, SERVER_SOURCE, server_rows
 from simulator.published import (
     A100_CONCURRENCY,
     ENGINE_STUDIES,
@@ -29,12 +29,13 @@ def measured_rows(logs: Path | None = None, named: str = "") -> list[Evidence]:
 
     Raises DraftsimError if there are no logs in it.
     """
-    rows = [*ladder_rows(named), *engine_rows(), *roofline_rows(), *operator_rows(named)]
-    if logs:
-        of_server = server_rows(logs)
-        rows += [*of_server, *eagle_rows(logs)]
-        # A folder may hold the server's requests alone.
-        rows += log_rows(logs, needed=not of_server)
+    of_logs: list[Evidence] = []
+    if logs:  # first, since they may be refused; a folder may hold the server's requests alone
+        found = log_rows(logs, needed=not (logs / SERVER_LOG).is_file())
+        of_logs = [*server_rows(logs), *eagle_rows(logs), *found]
+    rows = [
+        *ladder_rows(named), *engine_rows(), *roofline_rows(), *operator_rows(named), *of_logs
+    ]  # fmt: skip
     return [row for row in rows if named.lower() in row.study.lower()]
 
 
