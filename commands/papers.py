@@ -232,8 +232,9 @@ def print_evidence(
     DraftsimError
         If no study's name contains `study`, or `logs` holds no logs.
     """
-    from simulator.papers.measured import measured_rows, sources
+    from simulator.papers.measured import measured_rows
     from simulator.papers.measured.rows import by_study, notes_on
+    from simulator.published import SOURCES
 
     with working("predicting public measurements"):
         rows = measured_rows(logs, study or "")
@@ -273,7 +274,7 @@ def print_evidence(
         tables=lambda: [table],
     )  # fmt: skip
     shown = {row.study for row in rows}
-    for name, text in sources().items():
+    for name, text in SOURCES.items():
         if any(name in other for other in shown):
             note(f"{name}: {text}")
     if logs is None:

@@ -17,7 +17,7 @@ from simulator.hardware.formats import SHAPES
 from simulator.papers import measured
 from simulator.papers.measured import measured_rows
 from simulator.papers.measured.engines import ONE, TWO, cycle_at, ladder_rows
-from simulator.papers.measured.logs import log_rows
+from simulator.papers.measured.logs import EAGLE_STUDY, SPECBENCH_STUDY, log_rows
 from simulator.papers.measured.rows import (
     LARGE,
     NOTES,
@@ -28,7 +28,7 @@ from simulator.papers.measured.rows import (
     record,
 )
 from simulator.papers.measured.server import SERVER
-from simulator.published import CLASSES, GAMMATUNE_MS, RTX3090
+from simulator.published import CLASSES, GAMMATUNE_MS, RTX3090, SOURCES
 from tests.conftest import Run
 from traces.acceptance.synthetic import Bursty, synthetic_trace
 from traces.errors import DraftsimError
@@ -166,6 +166,8 @@ def test_every_large_error_is_explained_or_said_not_to_be(run: Run) -> None:
     for note in NOTES:
         # The server's requests are read where their folder is named.
         assert any(note.on(*names) for names in records) or SERVER.startswith(note.study), note
+    for study in {study for study, _ in records} | {SERVER, EAGLE_STUDY, SPECBENCH_STUDY}:
+        assert any(name in study for name in SOURCES), study
     ran = run("papers", "--measured", "--table", "GammaTune")
     assert "GammaTune Table 1 (quantised): Not explained by any kernel." in ran.out
     assert "SGLang" not in ran.out

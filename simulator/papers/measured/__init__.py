@@ -10,17 +10,10 @@ arithmetic add up (`simulator.hardware.roofline`) with the 8B's passes in view, 
 from pathlib import Path
 
 from simulator.papers.measured.engines import engine_rows, ladder_rows, roofline_rows
-from simulator.papers.measured.logs import EAGLE_STUDY, SPECBENCH_STUDY, log_rows
-from simulator.papers.measured.operators import CELLS, STEPS, eagle_rows, operator_rows
+from simulator.papers.measured.logs import log_rows
+from simulator.papers.measured.operators import eagle_rows, operator_rows
 from simulator.papers.measured.rows import Evidence
-from simulator.papers.measured.server import SERVER, SERVER_LOG, SERVER_SOURCE, server_rows
-from simulator.published import (
-    A100_CONCURRENCY,
-    ENGINE_STUDIES,
-    MINICPM,
-    RTX3090_SOURCE,
-    STUDIES,
-)
+from simulator.papers.measured.server import SERVER_LOG, server_rows
 
 
 def measured_rows(logs: Path | None = None, named: str = "") -> list[Evidence]:
@@ -37,20 +30,3 @@ def measured_rows(logs: Path | None = None, named: str = "") -> list[Evidence]:
         *ladder_rows(named), *engine_rows(), *roofline_rows(), *operator_rows(named), *of_logs
     ]  # fmt: skip
     return [row for row in rows if named.lower() in row.study.lower()]
-
-
-def sources() -> dict[str, str]:
-    """Return where the figures are from, by study."""
-    found = {"RTX 3090 llama.cpp 27B 4-bit": RTX3090_SOURCE}
-    found |= {study.name: study.source for study in ENGINE_STUDIES}
-    found[MINICPM.name] = MINICPM.source
-    found |= dict.fromkeys((EAGLE_STUDY, SPECBENCH_STUDY), "read from the folder of --logs")
-    found |= {study.name: study.source for study in STUDIES}
-    found |= {
-        A100_CONCURRENCY.name: A100_CONCURRENCY.source, SERVER: SERVER_SOURCE,
-        STEPS: "github.com/casys-kaist/LLMServingSim at 4c0bb4fc, MIT licence",
-        CELLS: "github.com/casys-kaist/LLMServingSim at 5daddb21, MIT licence",
-    }  # fmt: skip
-    found["GammaTune Table 1"] = "arXiv:2504.00030, Table 1"
-    found["SpecBound Tables 3 and 4"] = "arXiv:2604.12247, Tables 3 and 4"
-    return found

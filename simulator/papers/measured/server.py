@@ -26,10 +26,6 @@ SERVER = "vLLM server on an RTX 4090, 300 requests"
 SERVER_LOG = "gpu_ops/llmservingsim/bench/RTX4090-Llama-3.1-8B/requests.jsonl.gz"
 OVER_TIME = "timeseries.csv"
 SERVED = "rtx-4090/llama-3.1-8b"
-SERVER_SOURCE = (
-    "github.com/casys-kaist/LLMServingSim at 5daddb21, bench, MIT licence: vLLM 0.19, 2,588 blocks "
-    "of 16 tokens, 2,048 tokens an iteration; read from the folder of --logs"
-)
 LIMITS = Limits(max_batch=256, token_budget=2048, kv_blocks=2587, async_scheduling=True)
 """The server's settings.  One of its 2,588 blocks is vLLM's null block, which no request holds."""
 WINDOW_S = 10.0
