@@ -361,7 +361,33 @@ def report_data(
     resamples: int = 2000,
     progress: Callable[[str], None] = lambda _: None,
 ) -> dict[str, Any]:
-    """Return the page's data; parameters and errors as in `simulator.report.build_report`."""
+    """Return the data of the page about a recording (`simulator.report.page.render`).
+
+    Parameters
+    ----------
+    trace, latency:
+        The recording and its costs.
+    logs:
+        Replays of `trace` to rank, one per policy and source; the best fixed draft length is
+        added.
+    notes:
+        Remarks by policy (`simulator.whatif.ranking`).
+    measured:
+        Real runs to compare predictions with.
+    pair:
+        Names of the ``target`` and the ``draft``, if the trace does not name them in full.
+    serve:
+        True to serve batches in simulated time, where the table has measured some.
+    resamples:
+        Bootstrap resamples over prompts.
+    progress:
+        Called with what is being computed, part after part.
+
+    Raises
+    ------
+    DraftsimError
+        If there is no log, or as in the computations for the page.
+    """
     if not logs:
         raise DraftsimError("no round log was given: name at least one policy")
     progress("pricing policies")
