@@ -23,7 +23,8 @@ from simulator.pricing import autoregressive, price
 from simulator.ratios import OwnRatios, carried_sums, own_ratios, speedup_at
 from simulator.robustness import families_of, speedup_by_gamma
 from simulator.summary import summarize, summarize_by_category
-from traces.acceptance.trace import MATCH, UNKNOWN, Trace
+from simulator.whatif.tilt.trace import acceptance
+from traces.acceptance.trace import Trace
 from traces.digits import three_digits
 from traces.errors import DraftsimError
 from traces.latency.table import LatencyTable
@@ -278,8 +279,7 @@ def plot_survival(trace: Trace, gamma: int = 16, resamples: int = 500, seed: int
     table, weight = np.array(curves), np.array(weights)
     drawn = draws(len(weight), resamples, seed) * weight
     low, high = intervals(drawn @ table / drawn.sum(axis=1, keepdims=True))
-    match = trace.columns["match"][trace.on_path]
-    alpha = float((match[match != UNKNOWN] == MATCH).mean())
+    alpha = acceptance(trace)
     k = np.arange(1, gamma + 1)
     figure = Figure(figsize=(5.6, 3.6), layout="constrained")
     axes = figure.subplots()

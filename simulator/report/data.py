@@ -45,8 +45,8 @@ from simulator.tune.vllm import tune_vllm
 from simulator.validation import compare, verdict
 from simulator.whatif.ranking import BEST_FIXED, FITTED, Ranking, winner, with_best_fixed
 from simulator.whatif.tilt.fidelity import tilt_errors
-from simulator.whatif.tilt.trace import Tilter
-from traces.acceptance.trace import MATCH, UNKNOWN, Trace
+from simulator.whatif.tilt.trace import Tilter, acceptance
+from traces.acceptance.trace import Trace
 from traces.errors import DraftsimError
 from traces.latency.table import LatencyTable
 from traces.replay.rounds import RoundLog
@@ -71,19 +71,13 @@ def slider(values: Sequence[float], start: float) -> dict[str, Any]:
 
 def sliders(trace: Trace, c: float, v: float, gammas: Sequence[int], gamma: int) -> dict[str, Any]:
     """Return the four sliders of the page; every stop is a number that Python and page share."""
-    alpha = recorded_alpha(trace)
+    alpha = acceptance(trace)
     return {
         "c": slider(np.geomspace(0.005, 1, 60).tolist(), c),
         "v": slider([1 + 0.05 * i for i in range(41)], v),
         "alpha": slider(ALPHAS, _significant(alpha)),
         "gamma": {"values": list(gammas), "start": list(gammas).index(gamma)},
     }
-
-
-def recorded_alpha(trace: Trace) -> float:
-    """Return the share of on-path drafts that match."""
-    match = trace.columns["match"][trace.on_path]
-    return float((match[match != UNKNOWN] == MATCH).mean())
 
 
 def logs_by_length(trace: Trace) -> dict[int, RoundLog]:
@@ -118,7 +112,7 @@ def tilted(
     each of ``error`` the relative error to expect of a speedup and whether a shift as large
     was measured, or None if no prompts differ enough to measure one.
     """
-    recorded = _significant(recorded_alpha(trace))
+    recorded = _significant(acceptance(trace))
     wanted = [a for a in stops if 0 < a < 1]
     found, sums = [], carried(trace, latency, own)  # plain decoding drafts nothing: alike in all
     try:
@@ -445,7 +439,7 @@ def _about(trace: Trace, latency: LatencyTable, own: OwnRatios) -> dict[str, Any
         "categories": len({r.category for r in trace.requests}),
         "sampling": trace.sampling.label,
         "max_gamma": trace.max_gamma,
-        "alpha": recorded_alpha(trace),
+        "alpha": acceptance(trace),
         "c": own.ratio, "v": own.verify,
         "scaled": scaling_words(latency),
     }  # fmt: skip
