@@ -378,7 +378,7 @@ def _batching(bench: _Bench) -> Iterator[Row]:
             closed,
             ratio_of_sums(rounds, np.ones(len(rounds))),
         )
-        step_s = batching.LLAMA_8B_H100.seconds(1000 * batch, batch * (g + 1), batch)
+        step_s = batching.llama_8b_h100_s(1000 * batch, batch * (g + 1))
         tokens = bench.tokens_per_round(a, g)
         yield (
             "goodput of a ragged batch", f"{where} step_s={step_s:.6g}",
