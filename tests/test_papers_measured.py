@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
@@ -17,7 +18,13 @@ from simulator.hardware.formats import SHAPES
 from simulator.papers import measured
 from simulator.papers.measured import measured_rows
 from simulator.papers.measured.engines import ONE, TWO, cycle_at, ladder_rows
-from simulator.papers.measured.logs import EAGLE_STUDY, SPECBENCH_STUDY, log_rows
+from simulator.papers.measured.logs import (
+    EAGLE,
+    EAGLE_STUDY,
+    SPECBENCH_STUDY,
+    log_rows,
+    read_eagle,
+)
 from simulator.papers.measured.rows import (
     LARGE,
     NOTES,
@@ -212,3 +219,21 @@ def test_a_folder_without_logs_is_refused_before_anything_is_predicted(
         monkeypatch.setattr(measured, name, lambda *_: pytest.fail("predicted before the refusal"))
     ran = run("papers", "--measured", "--logs", tmp_path)
     assert "holds neither eagle_logs" in ran.refusal
+
+
+def test_a_damaged_line_of_a_log_is_refused(tmp_path: Path) -> None:
+    turns = {"idxs": [3], "new_tokens": [9], "wall_time": [0.5]}
+    for name in EAGLE:
+        path = tmp_path / name
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(json.dumps({"question_id": 1, "choices": [turns]}) + "\n")
+    found = read_eagle(tmp_path)
+    assert found is not None
+    spec, plain = found
+    assert spec[["rounds", "tokens"]].to_numpy().tolist() == [[4.0, 9.0]]
+    assert plain[["rounds", "tokens"]].to_numpy().tolist() == [[4.0, 4.0]]
+    for damaged in ({"question_id": 2}, {"question_id": 2, "choices": [{**turns, "idxs": [1, 2]}]}):
+        lines = [json.dumps({"question_id": 1, "choices": [turns]}), json.dumps(damaged)]
+        (tmp_path / EAGLE[0]).write_text("\n".join(lines))
+        with pytest.raises(DraftsimError, match="cannot read the log"):
+            read_eagle(tmp_path)
