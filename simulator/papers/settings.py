@@ -16,6 +16,7 @@ import numpy as np
 from policies.lengths.basic import Fixed
 from policies.lengths.gammatune import GammaTune
 from simulator.bootstrap import interval, ratio, resamples
+from simulator.formulas import leviathan
 from simulator.papers.gammatune import REFERENCE, gammatune_families
 from simulator.papers.ours import EXPERIMENT, Ours, Row, method_outcome
 from simulator.papers.specbound import FITTED_SHARE, SettingReplays, search
@@ -102,16 +103,14 @@ class Costs(NamedTuple):
         return (tokens_per_round - self.verify) / gamma
 
     def break_even_alpha(self, gamma: int) -> float:
-        """Return the chance of acceptance, alike at every position, at which rounds give no
-        speedup.
+        """Return the chance of acceptance, alike at every position, at which rounds break even.
 
-        ``(1 - alpha^(gamma + 1)) / (1 - alpha) = gamma c + verify`` (arXiv:2211.17192, eq. 1);
-        NaN where even accepting every token gives none.
+        NaN if even accepting every token gives no speedup (`leviathan.break_even_alpha`).
         """
-        needed = gamma * self.c + self.verify
-        alphas = np.linspace(0, 1, 10_001)
-        emitted = sum(alphas**i for i in range(gamma + 1))
-        return float(alphas[np.argmax(emitted >= needed)]) if needed <= gamma + 1 else float("nan")
+        try:
+            return leviathan.break_even_alpha(gamma, self.c, self.verify)
+        except DraftsimError:
+            return float("nan")
 
 
 def costs_of(latency: LatencyTable, gamma: int, context: float, batch: int = 1) -> Costs:
@@ -170,9 +169,7 @@ def _said_interval(log: RoundLog, costs: Costs, gamma: int) -> str:
     return f"95% over prompts {three_digits(low)} to {three_digits(high)}; "
 
 
-def break_even_interval(
-    log: RoundLog, costs: Costs, gamma: int, *, count: int = RESAMPLES, seed: int = 0
-) -> tuple[float, float]:
+def break_even_interval(log: RoundLog, costs: Costs, gamma: int) -> tuple[float, float]:
     """Return the bootstrap interval over prompts of `Costs.break_even_c`.
 
     Prompts differ in the tokens of their rounds; the costs are the same in every resample.  The
@@ -182,7 +179,7 @@ def break_even_interval(
     if prompts < 2:
         return float("nan"), float("nan")
     own, emitted = log.rounds["request"], log.rounds["emitted"]
-    drawn = resamples(prompts, count, seed)
+    drawn = resamples(prompts, RESAMPLES, 0)
     tokens = drawn @ np.bincount(own, emitted, prompts)
     low, high = interval(ratio(tokens, drawn @ np.bincount(own, minlength=prompts)))
     return costs.break_even_c(gamma, low), costs.break_even_c(gamma, high)

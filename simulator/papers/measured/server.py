@@ -100,12 +100,12 @@ def read_over_time(path: Path) -> dict[str, Floats]:
     return {name: np.bincount(window, values) / count for name, values in columns.items()}
 
 
-def served(real: Requests, name: str = SERVED, limits: Limits = LIMITS) -> ServedRequests:
-    """Serve the same requests under plain decoding, at the latencies called `name`."""
+def served(real: Requests) -> ServedRequests:
+    """Serve the same requests under plain decoding, at the latencies `SERVED`."""
     trace = synthetic_trace(0.5, requests=8, tokens=640, max_gamma=1, seed=0)
     arrivals = ArrivalFile("the server's requests", requests=real)
-    scenario = Scenario(arrivals, limits, requests=len(real.output), warmup=0.0)
-    run = simulate(trace, find_latency(name), Autoregressive(), scenario)
+    scenario = Scenario(arrivals, LIMITS, requests=len(real.output), warmup=0.0)
+    run = simulate(trace, find_latency(SERVED), Autoregressive(), scenario)
     requests = run.requests.sort_values("index")
     edges = np.arange(0, run.simulated_s + WINDOW_S, WINDOW_S)
     starts, means = run.recorder.batch.means(run.simulated_s)
