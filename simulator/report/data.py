@@ -40,7 +40,6 @@ from simulator.tune.costs import (
     price_grid,
 )
 from simulator.tune.served import check_seed, closed_load, rivals
-from simulator.tune.settings import Tuned
 from simulator.tune.vllm import tune_vllm
 from simulator.validation import compare, verdict
 from simulator.whatif.ranking import BEST_FIXED, FITTED, Ranking, winner, with_best_fixed
@@ -211,9 +210,11 @@ def serving(trace: Trace, latency: LatencyTable, sizes: Sequence[int]) -> dict[s
     """Return the throughput and latency of the tuned table and its rivals in full engines.
 
     The loads are those of ``draftsim tune --check``.  ``deploy`` holds, by batch served, what
-    the search says to run there: ``on``, or ``off`` where no speculation is faster.
+    the search says to run there, ``on``, or ``off`` where no speculation is faster, and the draft
+    length of the table.
     """
     tuned = tune_vllm(trace, latency, sizes, draws=400)
+    at = {row["batch"]: row for row in tuned.rows}
     some = sorted({sizes[round(i)] for i in np.linspace(0, len(sizes) - 1, SERVED_BATCHES)})
     scenarios = [
         replace(closed_load(trace, b, None, check_seed(0), latency), replications=REPLICATIONS)
@@ -231,15 +232,11 @@ def serving(trace: Trace, latency: LatencyTable, sizes: Sequence[int]) -> dict[s
     return {
         "rows": kept,
         "policies": list(policies),
-        "deploy": deployment(tuned, some),
+        "deploy": [
+            {"batch": b, **{key: at[b][key] for key in ("deploy", "setting")}} for b in some
+        ],
         "table": (tuned.document or {}).get("num_speculative_tokens_per_batch_size"),
     }
-
-
-def deployment(tuned: Tuned, batches: Sequence[int]) -> list[dict[str, Any]]:
-    """Return per batch of `batches` what to deploy there, and the draft length of the table."""
-    at = {row["batch"]: row for row in tuned.rows}
-    return [{"batch": b, "deploy": at[b]["deploy"], "setting": at[b]["setting"]} for b in batches]
 
 
 SHOWN = 5e-4
@@ -408,19 +405,16 @@ def report_data(
         "policies": rows,
         "headline": headline(rows, logs, latency, resamples, list(fixed.values())),
         "categories": _categories(trace, logs, latency, resamples),
-        "validation": None
-        if measured is None
-        else _validation(
+        "validation": measured and _validation(
             # A rule fitted here is not the one that ran unfitted under the same name.
             [log for log in logs if log.source == trace.source and said.get(log.policy) != FITTED],
-            latency,
-            measured,
+            latency, measured,
         ),
         "fixed": {"gammas": list(fixed), "sums": [sums(log) for log in fixed.values()]},
         "sliders": stops,
         "tilt": moved,
         **served,
-    }
+    }  # fmt: skip
 
 
 def _about(trace: Trace, latency: LatencyTable, own: OwnRatios) -> dict[str, Any]:
@@ -436,9 +430,7 @@ def _about(trace: Trace, latency: LatencyTable, own: OwnRatios) -> dict[str, Any
         "versions": ", ".join(f"{k} {w}" for k, w in dict(meta.get("versions") or {}).items()),
         "prompts": len(trace.requests),
         "tokens": trace.tokens,
-        "categories": len({r.category for r in trace.requests}),
         "sampling": trace.sampling.label,
-        "max_gamma": trace.max_gamma,
         "alpha": acceptance(trace),
         "c": own.ratio, "v": own.verify,
         "scaled": scaling_words(latency),
@@ -483,27 +475,14 @@ def _validation(
     logs: Sequence[RoundLog], latency: LatencyTable, measured: MeasuredRuns
 ) -> dict[str, Any] | None:
     """Return predicted against measured seconds of the arms that were replayed here too."""
-    from simulator.pricing import autoregressive
-
     own = {log.policy: log for log in (autoregressive(logs[0]), *logs)}
     times = measured.times[measured.times["policy"].isin(list(own))]
     times = times[times["verify"] == times["policy"].map({n: log.verify for n, log in own.items()})]
     if times.empty:
         return None
     rows = compare([price(log, latency) for log in own.values()], times)
-    said = verdict(rows)
     left_out = sorted(set(measured.times["policy"]) - set(own))
-    return {
-        "rows": to_rows(rows),
-        "median_error": said.median_error,
-        "worst_error": said.worst_error,
-        "worst_policy": said.worst_policy,
-        "misranked": len(said.misranked),
-        "ranked_pairs": said.ranked_pairs,
-        "wrong_sign": list(said.wrong_sign),
-        "sign_arms": said.sign_arms,
-        "left_out": left_out,
-    }
+    return {"rows": to_rows(rows), **verdict(rows)._asdict(), "left_out": left_out}
 
 
 def names_of(recording: Recording) -> Mapping[str, str]:
