@@ -62,7 +62,8 @@ def plot_latency_throughput(rows: Rows) -> Figure:
         if _replicated(line, "tpot_s"):
             bar = {"color": look["color"], "linewidth": 1}
             axes.hlines(y, line["throughput_tok_s_lo"], line["throughput_tok_s_hi"], **bar)
-            axes.vlines(x, *(1e3 * line[f"tpot_s_{end}"] for end in ("lo", "hi")), **bar)
+            low, high = (1e3 * line[f"tpot_s_{end}"] for end in ("lo", "hi"))
+            axes.vlines(x, low, high, **bar)
         # The first curve carries the labels: batch sizes line up along the others.
         for batch, at_x, at_y in zip(line["batch"], x, y, strict=True) if i == 0 else ():
             axes.annotate(

@@ -42,7 +42,7 @@ def evidence(
     """
     low = high = sign = None
     if isinstance(predicted, Interval):
-        predicted, low, high = predicted.value, predicted.low, predicted.high
+        low, high, predicted = predicted.low, predicted.high, predicted.value
     if plain is not None and abs(measured / plain - 1) > SAME:
         sign = (predicted > plain) == (measured > plain)
     return Evidence(
