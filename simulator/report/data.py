@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from itertools import product
 from typing import Any
 
 import numpy as np
@@ -33,7 +34,6 @@ from simulator.summary import (
 )
 from simulator.tune.costs import (
     DEFAULT_LENGTHS,
-    PricedOptions,
     default_contexts,
     fixed_logs,
     longest_draft,
@@ -151,26 +151,31 @@ def loads(trace: Trace, latency: LatencyTable, serve: bool, draws: int) -> dict[
     weights = resamples(len(trace.requests), draws, 0)
     priced = [plain, *logs.values()]
     return {
-        "batches": by_length(priced, list(logs), latency, sizes, weights),
+        "batches": {
+            "batches": list(sizes), "lengths": list(logs),
+            **_bounded(speedups(priced, latency, sizes, [None], weights)[:, :, 0]),
+        },
         "contexts": by_context(priced, list(logs), latency, sizes, weights),
         "serving": serving(trace, latency, sizes) if serve else None,
-    }
-
-
-def by_length(
-    logs: Sequence[RoundLog], lengths: Sequence[int], latency: LatencyTable,
-    sizes: Sequence[int], weights: Floats,
-) -> dict[str, Any]:  # fmt: skip
-    """Return the speedup of every fixed length at every batch, (batches, lengths), with its bounds.
-
-    `logs` are plain decoding and the fixed `lengths`; `weights` of `simulator.bootstrap.resamples`.
-    """
-    rows = [_speedups(price_grid(logs, latency, b), weights) for b in sizes]
-    return {
-        "batches": list(sizes), "lengths": list(lengths),
-        "speedup": [row[0].tolist() for row in rows],
-        "low": [row[1].tolist() for row in rows], "high": [row[2].tolist() for row in rows],
     }  # fmt: skip
+
+
+def speedups(
+    logs: Sequence[RoundLog], latency: LatencyTable, sizes: Sequence[int],
+    contexts: Sequence[int | None], weights: Floats,
+) -> Floats:  # fmt: skip
+    """Return the speedup of each fixed length, and its bounds: (3, batches, contexts, lengths).
+
+    `logs` are plain decoding and the fixed lengths, a context of None is as recorded, and `weights`
+    are of `simulator.bootstrap.resamples`.
+    """
+    found = []
+    for batch, context in product(sizes, contexts):
+        grid = price_grid(logs, latency, batch, context)
+        plain, *options = np.stack([grid.tokens, grid.seconds], axis=1)
+        cell = np.array([gain(own, plain, weights) for own in options]).T
+        found.append(np.where(np.isnan(cell), cell[0], cell))  # one prompt has no interval
+    return np.stack(found, axis=1).reshape(3, len(sizes), len(contexts), -1)
 
 
 def by_context(
@@ -186,24 +191,16 @@ def by_context(
         return None
     places = np.linspace(0, len(measured) - 1, min(len(measured), MAPPED_CONTEXTS))
     contexts = [measured[round(i)] for i in places]
-    found: dict[str, Any] = {"batches": list(sizes), "contexts": contexts}
-    found |= {key: [] for key in ("speedup", "low", "high", "length")}
-    for b in sizes:
-        cells = [_speedups(price_grid(logs, latency, b, c), weights) for c in contexts]
-        best = [int(cell[0].argmax()) for cell in cells]
-        found["length"].append([lengths[k] for k in best])
-        for i, key in enumerate(("speedup", "low", "high")):
-            found[key].append([float(cell[i][k]) for cell, k in zip(cells, best, strict=True)])
-    return found
+    found = speedups(logs, latency, sizes, contexts, weights)
+    best = found[0].argmax(axis=-1)
+    return {
+        "batches": list(sizes), "contexts": contexts, "length": np.array(lengths)[best].tolist(),
+        **_bounded(np.take_along_axis(found, best[None, :, :, None], axis=-1)[..., 0]),
+    }  # fmt: skip
 
 
-def _speedups(grid: PricedOptions, weights: Floats) -> Floats:
-    """Return the speedup of every option but the first over the first, and its bounds: (3,
-    options).
-    """
-    plain, *options = np.stack([grid.tokens, grid.seconds], axis=1)
-    found = np.array([gain(own, plain, weights) for own in options]).T
-    return np.where(np.isnan(found), found[0], found)  # one prompt has no interval
+def _bounded(found: Floats) -> dict[str, Any]:
+    return dict(zip(("speedup", "low", "high"), found.tolist(), strict=True))
 
 
 def serving(trace: Trace, latency: LatencyTable, sizes: Sequence[int]) -> dict[str, Any]:
