@@ -22,7 +22,7 @@ from simulator.papers.ours import EXPERIMENT, Ours, Row, method_outcome
 from simulator.papers.specbound import FITTED_SHARE, SettingReplays, search
 from simulator.pricing import autoregressive, price
 from simulator.published import CMASD_1, GAMMATUNE_1, GAMMATUNE_2, SPECBOUND_1, SPECBOUND_3
-from simulator.robustness import INITIAL_GAMMAS, robustness, seconds_at_each
+from simulator.robustness import robustness, seconds_at_each
 from traces.digits import three_digits
 from traces.errors import DraftsimError
 from traces.latency.table import LatencyTable
@@ -123,9 +123,8 @@ def costs_of(latency: LatencyTable, gamma: int, context: float, batch: int = 1) 
 
 
 def _gammatune_rows(ours: Ours, logs: list[RoundLog]) -> Iterator[Row]:
-    most = ours.trace.max_gamma or max(INITIAL_GAMMAS)
-    families = {name: gammatune_families(most)[name] for name in (REFERENCE, "GammaTune")}
-    gammas = [g for g in INITIAL_GAMMAS if g <= most]
+    families, gammas = gammatune_families(ours.trace)[:2]
+    families = {name: families[name] for name in (REFERENCE, "GammaTune")}
     tables = [find_latency(pair.latency) for pair in GAMMATUNE_PAIRS]
     seconds = seconds_at_each(ours.trace, families, tables, gammas)
     for pair, latency, found in zip(GAMMATUNE_PAIRS, tables, seconds, strict=True):
