@@ -108,24 +108,6 @@ class EngineStudy(NamedTuple):
     runs: Mapping[int, Mapping[int, EngineRun]]
 
 
-class ServerStudy(NamedTuple):
-    """A server's time between tokens by the requests that it serves at a time."""
-
-    name: str
-    prompt: int
-    """Tokens of a prompt, about; not said."""
-    output: int
-    """Mean tokens of an output."""
-    itl_s: Mapping[int, float]
-
-
-class PublishedPositions(NamedTuple):
-    """Chances that the first 1, 2, ... drafted tokens are all accepted, as an engine counts."""
-
-    name: str
-    accepted: tuple[float, ...]
-
-
 def published_rows(name: str) -> Iterator[dict[str, str]]:
     """Yield the rows of a CSV file of this folder."""
     with files(__name__).joinpath(f"{name}.csv").open(encoding="utf-8") as file:
@@ -201,19 +183,6 @@ def _engines() -> tuple[EngineStudy, ...]:
     return tuple(EngineStudy(name, runs) for name, runs in found.items())
 
 
-def _server() -> ServerStudy:
-    rows = list(published_rows("servers"))
-    name, prompt, output = (rows[0][key] for key in ("study", "prompt", "output"))
-    times = {int(row["load"]): float(row["itl_s"]) for row in rows}
-    return ServerStudy(name, int(prompt), int(output), times)
-
-
-def _positions() -> PublishedPositions:
-    rows = list(published_rows("positions"))
-    name = rows[0]["study"]
-    return PublishedPositions(name, tuple(float(row["accepted"]) for row in rows))
-
-
 SOURCES = {
     row["name"]: row["source"] for file in ("sources", "studies") for row in published_rows(file)
 }
@@ -246,5 +215,3 @@ RTX3090_PLAIN = 41.57
 RTX3090 = _ladders()
 """A ladder of draft lengths by drafter."""
 ENGINE_STUDIES = _engines()
-A100_CONCURRENCY = _server()
-MINICPM = _positions()

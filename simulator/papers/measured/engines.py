@@ -14,11 +14,11 @@ from simulator.published import (
     CLASSES,
     ENGINE_STUDIES,
     GAMMATUNE,
-    MINICPM,
     RTX3090,
     RTX3090_PLAIN,
     EngineStudy,
     Length,
+    published_rows,
 )
 
 TWO, ONE = "plain and two lengths", "plain and one length"
@@ -147,11 +147,13 @@ def _elsewhere(study: EngineStudy, load: int) -> Iterator[Evidence]:
 
 def _positions() -> Iterator[Evidence]:
     """Yield later positions' acceptance from the first two, by the acceptance family."""
-    known = {n: 1 + sum(MINICPM.accepted[:n]) for n in (1, 2)}
-    for n in range(3, len(MINICPM.accepted) + 1):
+    rows = list(published_rows("positions"))
+    accepted = [float(row["accepted"]) for row in rows]
+    known = {n: 1 + sum(accepted[:n]) for n in (1, 2)}
+    for n in range(3, len(accepted) + 1):
         yield evidence(
-            MINICPM.name, f"{FIRST}: {MINICPM.accepted[0]:g} and {MINICPM.accepted[1]:g}",
-            f"tokens a round of {n}", emitted_at(known, n), 1 + sum(MINICPM.accepted[:n]),
+            rows[0]["study"], f"{FIRST}: {accepted[0]:g} and {accepted[1]:g}",
+            f"tokens a round of {n}", emitted_at(known, n), 1 + sum(accepted[:n]),
         )  # fmt: skip
 
 
