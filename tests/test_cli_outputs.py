@@ -214,7 +214,7 @@ def headings(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 def meaning(column: str) -> str | None:
-    """What a printed column means; None if the glossary does not hold it."""
+    """Return what a printed column means; None if the glossary does not hold it."""
 
     def unfolded(name: str) -> str:
         return "".join(name.split())  # a heading folds at blanks and at other marks
