@@ -104,6 +104,7 @@ def test_break_even_alpha_breaks_even(gamma: int, c: float, verify: float) -> No
     tokens = leviathan.expected_tokens(alpha, gamma)
     assert general.speedup(tokens, gamma, 1.0, c, verify) == pytest.approx(1, abs=1e-9)
     assert general.break_even_verify(tokens, gamma, c) == pytest.approx(verify, abs=1e-9)
+    assert general.break_even_c(tokens, gamma, verify) == pytest.approx(c, abs=1e-9)
 
 
 def test_the_two_alphas_differ() -> None:
