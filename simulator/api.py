@@ -9,13 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from math import isnan
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pandas as pd
 
-from policies.registry import is_bound
+from policies.registry import PLAIN, is_bound
 from simulator.chosen import Policies, load_serving_policies, swept_policies
 from simulator.recording import (
     Recording,
@@ -78,13 +77,13 @@ class Served:
         A row for each load and policy, with the columns of ``draftsim serve`` (docs/formats.md).
     best:
         For each concurrency the policy with the highest throughput; for each request rate the one
-        with the lowest mean end-to-end latency.  A load at which nothing finished is not in it.
+        with the lowest mean end-to-end latency; ``autoregressive`` if none is faster.
     notes:
         Remarks on what the simulation leaves out or assumes.
     """
 
     table: pd.DataFrame
-    best: Mapping[float, str]
+    best: Mapping[float | None, str]
     notes: tuple[str, ...] = ()
 
     def plot(self) -> Figure:
@@ -292,6 +291,7 @@ def serve(
     from simulator.serving.scenario import engine_limits
     from simulator.serving.study import over_loads
     from simulator.targets import parse_targets
+    from simulator.tune.gains import leaders
 
     notes: list[str] = []
     recording = _recording(trace, latency, source, notes, acceptance)
@@ -318,26 +318,11 @@ def serve(
         policies, recording.trace, table, mode, largest=largest, say=notes.append
     )
     rows = sweep(recording.trace, table, chosen, scenarios, rule=rule)
-    best = best_served(rows, "concurrency" if closed else "rate")
+    best = {
+        one.load: one.policy if one.policy is not None and one.ratio > 1 else PLAIN
+        for one in leaders(rows)
+    }
     return Served(pd.DataFrame(rows), best, tuple(notes))
-
-
-def best_served(rows: Sequence[Mapping[str, Any]], by: str) -> dict[float, str]:
-    """Return the best policy of each load, the first of equals: the values of `Served.best`.
-
-    ``by`` is the column of the loads, ``concurrency`` or ``rate``.  A load at which no policy
-    finished a request has no best policy.
-    """
-    best = {}
-    for load in dict.fromkeys(row[by] for row in rows):
-        figures = {
-            row["policy"]: row["throughput_tok_s"] if by == "concurrency" else -row["e2e_s"]["mean"]
-            for row in rows if row[by] == load and not is_bound(row["policy"])
-        }  # fmt: skip
-        known = {policy: figure for policy, figure in figures.items() if not isnan(figure)}
-        if known:
-            best[load] = max(known, key=lambda policy: known[policy])
-    return best
 
 
 def plan(

@@ -12,7 +12,6 @@ import pytest
 import draftsim
 from policies import DraftPolicy
 from policies.core import DraftToken
-from simulator.api import best_served
 from simulator.chosen import load_policies
 from simulator.serving import ClosedLoop, Devices, Scenario
 from simulator.serving.study import over_loads
@@ -121,22 +120,21 @@ def test_serve_gives_a_row_for_each_load_and_policy() -> None:
         draftsim.serve(concurrency=[1], rate=[1.0])
 
 
-def test_a_policy_that_finished_nothing_is_never_the_best() -> None:
+def test_a_policy_that_finished_nothing_is_never_the_best(monkeypatch: pytest.MonkeyPatch) -> None:
     nan = float("nan")
+    ratios = {"autoregressive": 1.0, "a": nan, "b": 1.2, "c": 0.8, "oracle": 0.5}
+    nothing = dict.fromkeys(ratios, nan)
 
-    def row(policy: str, load: float, throughput: float, latency_s: float) -> dict[str, Any]:
-        return {
-            "policy": policy, "rate": load, "concurrency": load, "throughput_tok_s": throughput,
-            "e2e_s": {"mean": latency_s},
-        }  # fmt: skip
+    def rows(*given: Any, **options: Any) -> list[dict[str, Any]]:
+        return [
+            {"policy": name, "rate": rate, "concurrency": None, "latency_ratio": ratio,
+             "e2e_s": {"mean": 3 * ratio}}
+            for rate, found in ((1.0, ratios), (2.0, nothing)) for name, ratio in found.items()
+        ]  # fmt: skip
 
-    rows = [
-        row("a", 1.0, nan, nan), row("b", 1.0, 5.0, 3.0), row("c", 1.0, 7.0, 2.0),
-        row("oracle", 1.0, 9.0, 1.0), row("a", 2.0, nan, nan),
-    ]  # fmt: skip
-    for by in ("rate", "concurrency"):
-        assert best_served(rows, by) == {1.0: "c"}
-        assert best_served(rows[::-1], by) == {1.0: "c"}
+    monkeypatch.setattr("simulator.serving.sweep", rows)
+    found = draftsim.serve(policies=["fixed:gamma=1"], rate=[1.0, 2.0])
+    assert found.best == {1.0: "c", 2.0: "autoregressive"}
 
 
 def test_plan_gives_the_fewest_replicas() -> None:
