@@ -135,13 +135,15 @@ def _profiled(out: Path, size: Size) -> None:
 
 def _page(out: Path, trace: Trace, ranking: Ranking) -> Path:
     """Write the report of a demo: its predictions are from latencies measured during the runs."""
-    from simulator.report import build_report, write_report
+    from simulator.report.data import report_data
+    from simulator.report.page import render
     from traces.store.files import CHECKED, read_latency
     from traces.store.measured import read_measured
+    from traces.store.writing import write_atomically
 
-    page = build_report(
+    data = report_data(
         trace, read_latency(out / CHECKED), ranking.logs, notes=ranking.notes,
-        measured=read_measured(out / "measured.parquet"), title=f"draftsim demo: {out.name}",
+        measured=read_measured(out / "measured.parquet"),
     )  # fmt: skip
-    write_report(page, out / PAGE)
+    write_atomically(out / PAGE, render(data, f"draftsim demo: {out.name}").encode())
     return out / PAGE

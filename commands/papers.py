@@ -7,6 +7,7 @@ from functools import partial
 from itertools import groupby
 from json import loads
 from pathlib import Path
+from statistics import median
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -146,14 +147,14 @@ def papers(
 def _counted(rows: Sequence[Row]) -> str:
     """Return how many published figures are compared, and how close those we can compute are."""
     same = [r for r in rows if r.kind == "same quantity" and r.published and r.ours is not None]
-    errors = sorted(abs(r.ours / r.published - 1) for r in same if r.published and r.ours)
+    errors = [abs(r.ours / r.published - 1) for r in same if r.published and r.ours]
     tables = len({row.table for row in rows})
     published = sum(row.published is not None for row in rows)
     said = f"{published} published figures of {tables} tables"
     if not errors:
         return f"{said}."
-    middle = errors[len(errors) // 2]
-    return f"{said}; {len(errors)} from the papers' own numbers differ by {middle:.1%} (median)."
+    apart = f"{median(errors):.1%} (median)"
+    return f"{said}; {len(errors)} from the papers' own numbers differ by {apart}."
 
 
 def sampled_runs(trace: Trace, folder: Path | None, named: Sequence[Path] | None) -> list[Sampled]:
@@ -232,8 +233,9 @@ def print_evidence(
     DraftsimError
         If no study's name contains `study`, or `logs` holds no logs.
     """
-    from simulator.papers.measured import measured_rows, sources
+    from simulator.papers.measured import measured_rows
     from simulator.papers.measured.rows import by_study, notes_on
+    from simulator.published import SOURCES
 
     with working("predicting public measurements"):
         rows = measured_rows(logs, study or "")
@@ -273,7 +275,7 @@ def print_evidence(
         tables=lambda: [table],
     )  # fmt: skip
     shown = {row.study for row in rows}
-    for name, text in sources().items():
+    for name, text in SOURCES.items():
         if any(name in other for other in shown):
             note(f"{name}: {text}")
     if logs is None:

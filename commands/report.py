@@ -57,10 +57,11 @@ def report(
     """
     from commands.simulate.table import headline
     from simulator.predict import compare, split_asked
-    from simulator.report import render, report_data, write_report
-    from simulator.report.data import against_fixed, carried_spans, names_of
+    from simulator.report.data import against_fixed, carried_spans, names_of, report_data
+    from simulator.report.page import render
     from traces.replay.always import always_drafted, drafting_always, passes_always
     from traces.store.measured import read_measured
+    from traces.store.writing import write_atomically
 
     recording = load_recording(
         run, latency, source, chooses="the report", gpu=gpu, weights=weights, one_pass=one_pass
@@ -101,7 +102,7 @@ def report(
             recording.trace, table, logs, notes=notes, measured=measured, pair=names_of(recording),
             serve=serve, resamples=resamples, progress=progress,
         )  # fmt: skip
-    write_report(render(data, Path(run).name), out)
+    write_atomically(out, render(data, Path(run).name).encode())
     note(headline(against_fixed(data), recording.said))
     say_remarks()
     note(f"wrote {out}, {out.stat().st_size / 1e3:.0f} kB")

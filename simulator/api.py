@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import pandas as pd
 
-from policies.registry import is_bound
+from policies.registry import PLAIN, is_bound
 from simulator.chosen import Policies, load_serving_policies, swept_policies
 from simulator.recording import (
     Recording,
@@ -27,6 +27,8 @@ from simulator.recording import (
 from traces.acceptance.trace import Trace
 from traces.errors import DraftsimError
 from traces.latency.table import LatencyTable
+from traces.sources.found import own_source
+from traces.sources.registry import DRAFT_MODEL
 from traces.store.identity import ROLES, model_in
 from traces.store.recordings import DEFAULT_TRACE, find_latency, find_trace
 
@@ -75,13 +77,13 @@ class Served:
         A row for each load and policy, with the columns of ``draftsim serve`` (docs/formats.md).
     best:
         For each concurrency the policy with the highest throughput; for each request rate the one
-        with the lowest mean end-to-end latency.
+        with the lowest mean end-to-end latency; ``autoregressive`` if none is faster.
     notes:
         Remarks on what the simulation leaves out or assumes.
     """
 
     table: pd.DataFrame
-    best: Mapping[float, str]
+    best: Mapping[float | None, str]
     notes: tuple[str, ...] = ()
 
     def plot(self) -> Figure:
@@ -289,6 +291,7 @@ def serve(
     from simulator.serving.scenario import engine_limits
     from simulator.serving.study import over_loads
     from simulator.targets import parse_targets
+    from simulator.tune.gains import leaders
 
     notes: list[str] = []
     recording = _recording(trace, latency, source, notes, acceptance)
@@ -315,14 +318,10 @@ def serve(
         policies, recording.trace, table, mode, largest=largest, say=notes.append
     )
     rows = sweep(recording.trace, table, chosen, scenarios, rule=rule)
-    best = {}
-    by = "concurrency" if closed else "rate"
-    for load in dict.fromkeys(row[by] for row in rows):
-        own = [row for row in rows if row[by] == load and not is_bound(row["policy"])]
-        if closed:
-            best[load] = max(own, key=lambda row: row["throughput_tok_s"])["policy"]
-        else:
-            best[load] = min(own, key=lambda row: row["e2e_s"]["mean"])["policy"]
+    best = {
+        one.load: one.policy if one.policy is not None and one.ratio > 1 else PLAIN
+        for one in leaders(rows)
+    }
     return Served(pd.DataFrame(rows), best, tuple(notes))
 
 
@@ -525,7 +524,8 @@ def _given(
 ) -> Recording:  # fmt: skip
     """Return a recording made of a trace and latencies that were given as objects.
 
-    A note says so if the latencies are of other models.
+    A note says so if the latencies are of other models.  Raises DraftsimError if they are of
+    another drafter: no folder holds other drafts of the trace.
     """
     if source is not None:
         raise DraftsimError(
@@ -538,6 +538,10 @@ def _given(
     if latency is not None:
         found = find_latency(latency) if isinstance(latency, str) else latency
         tables = {latency if isinstance(latency, str) else "latency": found}
+        if trace.source == DRAFT_MODEL:
+            own_source(found, trace, {})
+        else:
+            found.drafter(trace.drafter)
     models = {role: model_in(trace.meta, role) for role in ROLES}
     check_models("trace", models, tables, None, None, notes.append)
     return Recording("trace", trace, trace, tables, models, "", None, {})

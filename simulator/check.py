@@ -31,8 +31,9 @@ from simulator.formulas import (
 )
 from simulator.formulas.bounds import require
 from simulator.pricing import autoregressive, price
+from simulator.whatif.tilt.trace import acceptance
 from traces.acceptance.synthetic import synthetic_trace
-from traces.acceptance.trace import MATCH, UNKNOWN, Trace
+from traces.acceptance.trace import Trace
 from traces.latency.table import LatencyTable
 from traces.replay.rounds import RoundLog
 from traces.replay.run import replay
@@ -52,8 +53,7 @@ def recorded_checks(
     free; the steps that concern time then coincide.
     """
     table = TEXTBOOK if latency is None else latency
-    match = trace.columns["match"][trace.on_path]
-    alpha = float((match[match != UNKNOWN] == MATCH).mean())
+    alpha = acceptance(trace)
     longest = max((r.tokens for r in trace.requests), default=0)
     for gamma in gammas:
         if gamma + trace.first < longest and (trace.max_gamma is None or gamma <= trace.max_gamma):
@@ -378,7 +378,7 @@ def _batching(bench: _Bench) -> Iterator[Row]:
             closed,
             ratio_of_sums(rounds, np.ones(len(rounds))),
         )
-        step_s = batching.LLAMA_8B_H100.seconds(1000 * batch, batch * (g + 1), batch)
+        step_s = batching.llama_8b_h100_s(1000 * batch, batch * (g + 1))
         tokens = bench.tokens_per_round(a, g)
         yield (
             "goodput of a ragged batch", f"{where} step_s={step_s:.6g}",

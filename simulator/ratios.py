@@ -85,15 +85,18 @@ class OwnRatios(NamedTuple):
     target_s: float
 
 
-def own_ratios(trace: Trace, latency: LatencyTable, drafted: int = 1) -> OwnRatios:
+def own_ratios(
+    trace: Trace, latency: LatencyTable, drafted: int = 1, batch: int = 1
+) -> OwnRatios:  # fmt: skip
     """Return c = T_draft / T_target and v = T_verify / T_target at the recording's mean context.
 
-    T_verify is that of `drafted` drafts.
+    T_verify is that of `drafted` drafts; all are those of `batch` sequences.
     """
     context = sum(r.prompt_length + r.tokens / 2 for r in trace.requests) / len(trace.requests)
-    target = float(latency.seconds("target", "forward", context=context))
-    draft = float(latency.seconds("draft", "forward", context=context))
-    verify = latency.seconds("target", "forward", new_tokens=drafted + 1, context=context)
+    at = {"batch": batch, "context": context}
+    target = float(latency.seconds("target", "forward", **at))
+    draft = float(latency.seconds("draft", "forward", **at))
+    verify = latency.seconds("target", "forward", new_tokens=drafted + 1, **at)
     if not target > 0:
         return OwnRatios(0.0, 1.0, target)
     return OwnRatios(draft / target, float(verify) / target, target)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Sequence
 from functools import cache
 from html.parser import HTMLParser
 from itertools import product
@@ -15,8 +16,8 @@ import pandas as pd
 from policies.registry import parse_policy
 from simulator.pricing import autoregressive, price
 from simulator.ratios import OwnRatios
-from simulator.report import build_report
-from simulator.report.data import tilted
+from simulator.report.data import report_data, tilted
+from simulator.report.page import render
 from tests.browser import Browser
 from tests.serving import table_of
 from traces.acceptance.synthetic import synthetic_trace
@@ -76,6 +77,14 @@ def measured() -> MeasuredRuns:
                 wall = s * 1.1 * rng.normal(1, 0.01)
                 rows.append((log.policy, "exact", 1, False, repeat, request.id, wall, int(n)))
     return MeasuredRuns(pd.DataFrame(rows, columns=list(MEASURED_COLUMNS)))
+
+
+def build_report(
+    trace: Trace, latency: LatencyTable, logs: Sequence[RoundLog], title: str = "run",
+    **options: Any,
+) -> str:  # fmt: skip
+    """Return the page about a recording."""
+    return render(report_data(trace, latency, logs, **options), title)
 
 
 @cache

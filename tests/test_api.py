@@ -19,6 +19,7 @@ from simulator.tune.search import Search
 from simulator.whatif.tuning import tuned_rows
 from tests.conftest import ROOT, Run
 from traces import LatencyTable, find_latency, find_trace, synthetic_trace
+from traces.sources import find_drafted
 from traces.store.recordings import TRACE_VARIABLE
 
 SOME = ["fixed:gamma=3", "gammatune"]
@@ -92,6 +93,21 @@ def test_predict_drafts_with_the_head_that_the_latencies_are_of() -> None:
     assert lossy.table["verify"].iloc[1].startswith("csd")
 
 
+def test_objects_of_two_drafters_are_refused() -> None:
+    trace, latency = find_trace(HEAD), find_latency(HEAD)
+    with pytest.raises(draftsim.DraftsimError, match=r"those of smollm2-eagle3, whose drafts this"):
+        draftsim.predict(trace, latency, ["fixed:gamma=1"], resamples=20)
+    with pytest.raises(draftsim.DraftsimError, match=r"those of smollm2-eagle3, whose drafts this"):
+        draftsim.serve(trace, HEAD, ["fixed:gamma=1"], concurrency=[1], requests=20)
+    drafted, its = find_drafted(HEAD)
+    with pytest.raises(draftsim.DraftsimError, match="no passes of the drafter"):
+        draftsim.predict(drafted, find_latency("smollm2-vllm-draft-cpu"), resamples=20)
+    found = draftsim.predict(drafted, its, ["fixed:gamma=1"], resamples=20)
+    assert set(found.table["source"][1:]) == {"eagle:model=smollm2-eagle3"}
+    given = draftsim.predict(drafted, CONST, ["fixed:gamma=1"], resamples=20)
+    assert set(given.table["source"][1:]) == {"eagle:model=smollm2-eagle3"}
+
+
 def test_serve_gives_a_row_for_each_load_and_policy() -> None:
     found = draftsim.serve(policies=SOME, concurrency=[1, 2], requests=40)
     assert list(found.table["policy"]) == ["autoregressive", *SOME] * 2
@@ -102,6 +118,23 @@ def test_serve_gives_a_row_for_each_load_and_policy() -> None:
     assert loaded.table["within_targets"].between(0, 1).all()
     with pytest.raises(draftsim.DraftsimError, match="keep the engine full"):
         draftsim.serve(concurrency=[1], rate=[1.0])
+
+
+def test_a_policy_that_finished_nothing_is_never_the_best(monkeypatch: pytest.MonkeyPatch) -> None:
+    nan = float("nan")
+    ratios = {"autoregressive": 1.0, "a": nan, "b": 1.2, "c": 0.8, "oracle": 0.5}
+    nothing = dict.fromkeys(ratios, nan)
+
+    def rows(*given: Any, **options: Any) -> list[dict[str, Any]]:
+        return [
+            {"policy": name, "rate": rate, "concurrency": None, "latency_ratio": ratio,
+             "e2e_s": {"mean": 3 * ratio}}
+            for rate, found in ((1.0, ratios), (2.0, nothing)) for name, ratio in found.items()
+        ]  # fmt: skip
+
+    monkeypatch.setattr("simulator.serving.sweep", rows)
+    found = draftsim.serve(policies=["fixed:gamma=1"], rate=[1.0, 2.0])
+    assert found.best == {1.0: "c", 2.0: "autoregressive"}
 
 
 def test_plan_gives_the_fewest_replicas() -> None:

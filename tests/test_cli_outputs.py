@@ -15,9 +15,9 @@ from rich.table import Table
 
 from commands import app, breakeven, curve, sweep, tune
 from commands.common import output
-from commands.common.columns import COLUMNS, meaning
+from commands.common.columns import COLUMNS
 from commands.common.output import OutOption
-from commands.common.printed import OFF_TERMINAL, heading
+from commands.common.printed import OFF_TERMINAL, SPAN, heading
 from commands.common.written import TABLES
 from commands.engine import apart, http, trial
 from commands.lazy import leaves
@@ -211,6 +211,17 @@ def headings(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
     monkeypatch.setattr(Table, "add_column", added)
     return found
+
+
+def meaning(column: str) -> str | None:
+    """Return what a printed column means; None if the glossary does not hold it."""
+
+    def unfolded(name: str) -> str:
+        return "".join(name.split())  # a heading folds at blanks and at other marks
+
+    known = {unfolded(own): said for own, said in COLUMNS.items()}
+    name = unfolded(column)
+    return known.get(name) or known.get(name.removesuffix(unfolded(SPAN)))
 
 
 def check_printed(out: str, headings: list[str]) -> None:

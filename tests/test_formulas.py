@@ -77,7 +77,7 @@ def test_optimal_gamma_is_the_best_of_all(alpha: float, c: float) -> None:
     top = max(leviathan.speedup(alpha, g, c) for g in range(1001))
     assert leviathan.speedup(alpha, best, c) == pytest.approx(top, rel=1e-12)
     if abs(alpha - c) > 1e-9:
-        assert (best > 0) == leviathan.pays(alpha, c)
+        assert (best > 0) == (alpha > c)
 
 
 @given(GAMMA, RATIO)
@@ -104,6 +104,7 @@ def test_break_even_alpha_breaks_even(gamma: int, c: float, verify: float) -> No
     tokens = leviathan.expected_tokens(alpha, gamma)
     assert general.speedup(tokens, gamma, 1.0, c, verify) == pytest.approx(1, abs=1e-9)
     assert general.break_even_verify(tokens, gamma, c) == pytest.approx(verify, abs=1e-9)
+    assert general.break_even_c(tokens, gamma, verify) == pytest.approx(c, abs=1e-9)
 
 
 def test_the_two_alphas_differ() -> None:
@@ -198,13 +199,12 @@ def test_pearl_vectors(alpha: float, gamma: int, tokens: float) -> None:
     assert pearl.tokens_per_step(alpha, gamma) == pytest.approx(tokens, abs=5e-5)
 
 
-@given(st.floats(0, 0.95), GAMMA, RATIO)
-def test_pearl_limits(alpha: float, gamma: int, c: float) -> None:
+@given(st.floats(0, 0.95), GAMMA)
+def test_pearl_limits(alpha: float, gamma: int) -> None:
     assert pearl.tokens_per_step(alpha, 1) == pytest.approx(1)
     assert pearl.tokens_per_step(alpha, 2000) == pytest.approx(1 / ((1 - alpha) * (1 + alpha)))
     assert pearl.tokens_per_step(1, gamma) == gamma
-    if gamma * c <= 1:
-        assert pearl.speedup(alpha, gamma, c, 1.0) >= 1 - 1e-12
+    assert pearl.tokens_per_step(alpha, gamma) >= 1 - 1e-12
 
 
 def test_dsi_limits_and_vector() -> None:
@@ -214,9 +214,6 @@ def test_dsi_limits_and_vector() -> None:
     assert dsi.sequential_latency(1000, 0.8, 5, 0.1) == pytest.approx(
         1000 / leviathan.speedup(0.8, 5, 0.1), rel=5e-3
     )
-    assert [dsi.servers(k, c) for k, c in ((1, 0.1), (5, 0.1), (0, 0.25), (20, 0.1))] == [
-        10, 2, 4, 1,
-    ]  # fmt: skip
 
 
 @given(st.integers(1, 30), ALPHA, st.integers(1, 8), st.floats(0.01, 1.5))
@@ -232,7 +229,6 @@ def test_magicdec_is_leviathan_where_verification_is_free(
     ratio = magicdec.time_ratio(tokens, gamma, 2.0, 2 * c, 2.0)
     assert 1 / ratio == pytest.approx(leviathan.speedup(alpha, gamma, c))
     assert magicdec.time_ratio(tokens, gamma, 2.0, 2 * c, 2.0, selection_s=0.1) > ratio
-    assert magicdec.pays(tokens, gamma, 2.0, 2 * c, 2.0) == (ratio < 1)
 
 
 @pytest.mark.parametrize(
@@ -253,11 +249,6 @@ def test_goodput_between_none_and_all_speculating(alpha: float, gamma: int, batc
     all_ = batching.goodput(alpha, gamma, batch, batch, 0.01)
     assert none == pytest.approx(batch / 0.01)
     assert all_ == pytest.approx(none * leviathan.expected_tokens(alpha, gamma))
-
-
-def test_affine_latency_adds_its_terms() -> None:
-    step = batching.AffineLatency(1e-8, 2e-5, 3e-5, 5e-3)
-    assert step.seconds(1000, 24, 4) == pytest.approx(1e-5 + 4.8e-4 + 1.2e-4 + 5e-3)
 
 
 @given(st.lists(st.integers(0, 30), min_size=1, max_size=50), st.integers(0, 20))

@@ -26,7 +26,7 @@ from simulator.hardware.record import (
 )
 from simulator.hardware.roofline import Observation, Roofline, observations
 from simulator.hardware.scaling import carry_over, table_shapes
-from simulator.published import GAMMATUNE, GAMMATUNE_MS, SPECBOUND_4, STUDIES
+from simulator.published import GAMMATUNE, GAMMATUNE_MS, SOURCES, SPECBOUND_4, STUDIES
 from tests.conftest import Run
 from traces.errors import DraftsimError
 from traces.latency.schema import CELL_COLUMNS
@@ -296,7 +296,8 @@ def test_no_run_enters_its_own_prediction() -> None:
 def test_evidence_names_what_is_known_and_where_it_is_from() -> None:
     assert len({study.name for study in STUDIES}) == len(STUDIES)
     for study in STUDIES:
-        assert "github.com/" in study.source or "arXiv:" in study.source
+        source = SOURCES[study.name]
+        assert "github.com/" in source or "arXiv:" in source
         for run in study.runs:
             assert {run.device in DEVICES, run.model in SHAPES, run.weights in FORMATS} == {True}
 

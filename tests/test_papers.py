@@ -15,13 +15,14 @@ from policies.registry import describe
 from policies.rules.registry import parse_rule
 from simulator import published
 from simulator.papers.cmasd import CMASD_ROWS
-from simulator.papers.compare import REAL_RUNS, TABLES, side_by_side
+from simulator.papers.compare import REAL_RUNS, side_by_side
 from simulator.papers.csd import CSD_ROWS
 from simulator.papers.gammatune import APPENDIX, REFERENCE, gammatune_rows
 from simulator.papers.ours import EXPERIMENT, QUANTITY, REAL, WEIGHTS, Ours, Row, outcome
 from simulator.papers.quantities import quantity_rows
 from simulator.papers.specbound import distribution_rows
 from simulator.pricing import autoregressive, price
+from simulator.published import TABLES
 from tests.conftest import Run
 from tests.scored import LATENCY, scored_trace, write_scored
 from traces.acceptance.synthetic import synthetic_trace
@@ -46,7 +47,7 @@ def rows(ours: Ours) -> list[Row]:
 def test_every_published_cell_has_a_row(rows: list[Row]) -> None:
     cells = Counter((r.table, r.row, r.column) for r in rows)
     assert max(cells.values()) == 1
-    for table in TABLES:
+    for table in TABLES.values():
         for name, values in table.cells.items():
             for column, value in zip(table.columns, values, strict=True):
                 if value is None or (table.name, column) == ("CSD main results", "gain"):

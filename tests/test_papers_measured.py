@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
@@ -17,7 +18,13 @@ from simulator.hardware.formats import SHAPES
 from simulator.papers import measured
 from simulator.papers.measured import measured_rows
 from simulator.papers.measured.engines import ONE, TWO, cycle_at, ladder_rows
-from simulator.papers.measured.logs import log_rows
+from simulator.papers.measured.logs import (
+    EAGLE,
+    EAGLE_STUDY,
+    SPECBENCH_STUDY,
+    log_rows,
+    read_eagle,
+)
 from simulator.papers.measured.rows import (
     LARGE,
     NOTES,
@@ -28,7 +35,7 @@ from simulator.papers.measured.rows import (
     record,
 )
 from simulator.papers.measured.server import SERVER
-from simulator.published import CLASSES, GAMMATUNE_MS, RTX3090
+from simulator.published import CLASSES, GAMMATUNE_MS, RTX3090, SOURCES
 from tests.conftest import Run
 from traces.acceptance.synthetic import Bursty, synthetic_trace
 from traces.errors import DraftsimError
@@ -166,6 +173,8 @@ def test_every_large_error_is_explained_or_said_not_to_be(run: Run) -> None:
     for note in NOTES:
         # The server's requests are read where their folder is named.
         assert any(note.on(*names) for names in records) or SERVER.startswith(note.study), note
+    for study in {study for study, _ in records} | {SERVER, EAGLE_STUDY, SPECBENCH_STUDY}:
+        assert any(name in study for name in SOURCES), study
     ran = run("papers", "--measured", "--table", "GammaTune")
     assert "GammaTune Table 1 (quantised): Not explained by any kernel." in ran.out
     assert "SGLang" not in ran.out
@@ -203,6 +212,28 @@ def test_half_a_log_predicts_the_other(shared_data: Path) -> None:
     assert sum(said.signs for said in records.values()) > 20
 
 
-def test_a_folder_without_logs_is_refused(tmp_path: Path, run: Run) -> None:
+def test_a_folder_without_logs_is_refused_before_anything_is_predicted(
+    tmp_path: Path, run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in STUDIES:
+        monkeypatch.setattr(measured, name, lambda *_: pytest.fail("predicted before the refusal"))
     ran = run("papers", "--measured", "--logs", tmp_path)
     assert "holds neither eagle_logs" in ran.refusal
+
+
+def test_a_damaged_line_of_a_log_is_refused(tmp_path: Path) -> None:
+    turns = {"idxs": [3], "new_tokens": [9], "wall_time": [0.5]}
+    for name in EAGLE:
+        path = tmp_path / name
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(json.dumps({"question_id": 1, "choices": [turns]}) + "\n")
+    found = read_eagle(tmp_path)
+    assert found is not None
+    spec, plain = found
+    assert spec[["rounds", "tokens"]].to_numpy().tolist() == [[4.0, 9.0]]
+    assert plain[["rounds", "tokens"]].to_numpy().tolist() == [[4.0, 4.0]]
+    for damaged in ({"question_id": 2}, {"question_id": 2, "choices": [{**turns, "idxs": [1, 2]}]}):
+        lines = [json.dumps({"question_id": 1, "choices": [turns]}), json.dumps(damaged)]
+        (tmp_path / EAGLE[0]).write_text("\n".join(lines))
+        with pytest.raises(DraftsimError, match="cannot read the log"):
+            read_eagle(tmp_path)

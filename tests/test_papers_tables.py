@@ -11,17 +11,12 @@ import pytest
 from policies.lengths.basic import Fixed
 from simulator import published
 from simulator.bootstrap import ratio_of_sums
+from simulator.formulas import general
 from simulator.papers.ours import EXPERIMENT, WEIGHTS, Ours, Row, missing
 from simulator.papers.quantities import SPECBOUND, quantity_rows
-from simulator.papers.settings import (
-    TABLE,
-    Costs,
-    break_even_interval,
-    costs_of,
-    setting_rows,
-    speedups,
-)
-from simulator.published import CONTRADICTIONS, SPECBOUND_1, TASKS, PaperTable, notes_on
+from simulator.papers.settings import TABLE, break_even_interval, setting_rows, speedups
+from simulator.published import CONTRADICTIONS, SPECBOUND_1, TASKS, PaperTable
+from simulator.ratios import own_ratios
 from traces.acceptance.synthetic import synthetic_trace
 from traces.latency.table import LatencyTable
 from traces.replay.vectorised import replay_many
@@ -151,11 +146,11 @@ def test_stated_contradictions_follow_from_the_tables() -> None:
     gt = [r.ours for r in quantity_rows() if r.column == "c = T_target / T_draft"]
     assert sorted(round(c or 0, 1) for c in gt) == [1.9, 3.6, 8.1, 55.6]
     assert len({text for _, text in CONTRADICTIONS}) == len(CONTRADICTIONS)
-    assert len(notes_on(SPECBOUND)) == 3
+    assert [name for name, _ in CONTRADICTIONS].count(SPECBOUND) == 3
 
 
 def test_missing_cells_need_the_papers_weights() -> None:
-    table = PaperTable("T", "source", ("a", "b"), {"x": (1.0, None), "y": (2.0, 3.0)})
+    table = PaperTable("T", ("a", "b"), {"x": (1.0, None), "y": (2.0, 3.0)})
     done = [Row("T", "y", "a", 2.0, 2.5, EXPERIMENT)]
     assert missing(table, done) == [
         Row("T", "x", "a", 1.0, None, WEIGHTS), Row("T", "y", "b", 3.0, None, WEIGHTS)
@@ -167,29 +162,25 @@ def test_missing_cells_need_the_papers_weights() -> None:
 def test_rounds_at_break_even_take_what_plain_decoding_takes() -> None:
     trace = synthetic_trace(0.7, requests=40, tokens=300, max_gamma=8, seed=1)
     [log] = replay_many(trace, [("fixed", Fixed(4))])
-    costs = Costs(0.1, 1.2)
-    c = costs.break_even_c(4, float(log.rounds["emitted"].mean()))
+    c = general.break_even_c(float(log.rounds["emitted"].mean()), 4, 1.2)
     table = LatencyTable.constant(0.01, c * 0.01, 0.012)
     # The last round of a request drafts less than four tokens.
     assert speedups([log], table)[0] == pytest.approx(1, abs=0.02)
-    alpha = costs.break_even_alpha(4)
-    assert (1 - alpha**5) / (1 - alpha) == pytest.approx(4 * 0.1 + 1.2, abs=2e-3)
-    assert np.isnan(Costs(1.0, 1.5).break_even_alpha(4))
-    assert costs_of(table, 4, 100).verify == pytest.approx(1.2)
+    assert own_ratios(trace, table, 4)[:2] == pytest.approx((c, 1.2))
 
 
 def test_the_interval_of_a_break_even_is_that_of_tokens_per_round() -> None:
     # Prompts alike in distribution: the standard error of a ratio of sums, by the delta method.
     trace = synthetic_trace(0.7, requests=80, tokens=100, max_gamma=8, concentration=4.0, seed=3)
     [log] = replay_many(trace, [("fixed", Fixed(4))])
-    costs, rounds = Costs(0.1, 1.2), log.rounds
-    low, high = break_even_interval(log, costs, 4)
+    rounds = log.rounds
+    low, high = break_even_interval(log, 1.2, 4)
     tokens = np.bincount(rounds["request"], rounds["emitted"])
     error = ratio_of_sums(tokens, np.bincount(rounds["request"]))
-    middle = costs.break_even_c(4, error.value)
+    middle = general.break_even_c(error.value, 4, 1.2)
     assert low < middle < high
     assert (high - low) / 2 == pytest.approx(1.96 * error.standard_error / 4, rel=0.15)
-    assert all(np.isnan(break_even_interval(one, costs, 4)).all() for one in replay_many(
+    assert all(np.isnan(break_even_interval(one, 1.2, 4)).all() for one in replay_many(
         trace.select([0]), [("fixed", Fixed(4))]
     ))  # fmt: skip
 

@@ -200,8 +200,6 @@ def test_robustness_is_relative_to_the_reference(trace: Trace) -> None:
     figure = plot_robustness(speedups)
     value = speedups["speedup"] / speedups["speedup"].mean()
     assert holds(figure, [1, 2, 4], value)
-    with pytest.raises(DraftsimError, match="'nobody' is not in the table"):
-        plot_robustness(speedups, "nobody")
 
 
 def test_saved_picture_can_be_read(trace: Trace, logs: list[RoundLog], tmp_path: Path) -> None:

@@ -10,12 +10,11 @@ import pytest
 from policies.registry import parse_policy
 from simulator.formulas import general, leviathan
 from simulator.ratios import RatioSums, own_ratios, speedup_at
-from simulator.report import build_report
 from simulator.report.data import carried
 from simulator.whatif.ranking import FITTED
 from tests.break_even import break_even_ratio
 from tests.browser import Browser
-from tests.report_pages import POLICIES, data, latency, logs, move, recording, value
+from tests.report_pages import POLICIES, build_report, data, latency, logs, move, recording, value
 from traces.digits import three_digits
 from traces.replay.run import replay
 

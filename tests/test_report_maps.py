@@ -8,12 +8,11 @@ import pytest
 
 from policies.registry import parse_policy
 from simulator.ratios import RatioSums, own_ratios
-from simulator.report import build_report
 from simulator.report.data import carried
 from simulator.whatif.tilt.trace import Tilter
 from tests.break_even import break_even_ratio
 from tests.browser import Browser
-from tests.report_pages import data, latency, move, recording, value
+from tests.report_pages import build_report, data, latency, move, recording, value
 from traces.acceptance.synthetic import synthetic_trace
 from traces.acceptance.trace import Trace
 from traces.latency.table import LatencyTable

@@ -17,7 +17,6 @@ from simulator.ratios import (
     own_ratios,
     speedup_at,
 )
-from simulator.report import build_report
 from simulator.report.data import (
     REPLICATIONS,
     carried,
@@ -33,6 +32,7 @@ from simulator.whatif.tilt.trace import Tilter
 from tests.break_even import break_even_ratio, ratio_sums
 from tests.report_pages import (
     POLICIES,
+    build_report,
     data,
     data_of,
     fixed_two,

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from commands.common.printed import SPAN
-
 COLUMNS: dict[str, str] = {
     # Rows and loads.
     "policy": "what sets the draft length; `autoregressive` is no speculation",
@@ -254,19 +252,3 @@ COLUMNS: dict[str, str] = {
     "memory": "memory, bytes",
 }  # fmt: skip
 """Meaning of each printed column. A column `x interval` is the interval of `x`."""
-
-
-def meaning(column: str) -> str | None:
-    """Return what a printed column means, None if the glossary does not hold it.
-
-    >>> meaning("tokens\\n/round")
-    'acceptance length: tokens per target pass'
-    """
-    name = _unfolded(column)
-    known = {_unfolded(own): said for own, said in COLUMNS.items()}
-    return known.get(name) or known.get(name.removesuffix(_unfolded(SPAN)))
-
-
-def _unfolded(name: str) -> str:
-    """Return a name without its blanks: a heading folds at them and at other marks."""
-    return "".join(name.split())

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 from simulator.formulas.bounds import geometric_sum, require
 
@@ -20,30 +19,13 @@ def truncated_tokens(alphas: Sequence[float], gamma: int) -> float:
     return geometric_sum(together, gamma + 1)
 
 
-@dataclass(frozen=True)
-class AffineLatency:
-    """Step time c_kv N_kv + c_token N_batched + c_batch B + c_0, in seconds.
+def llama_8b_h100_s(cached_tokens: float, tokens: float) -> float:
+    """Return seconds of a step of Llama-3.1-8B on one H100, affine in its tokens.
 
-    The regression of TurboSpec (arXiv:2406.14066) and of SpecDecode-Bench's simulator.
+    The regression of SpecDecode-Bench's simulator (commit 2fdccbd), of TurboSpec's form
+    (arXiv:2406.14066).
     """
-
-    per_cached_token: float = 0.0
-    per_token: float = 0.0
-    per_sequence: float = 0.0
-    constant: float = 0.0
-
-    def seconds(self, cached_tokens: float, tokens: float, batch: float) -> float:
-        """Return seconds of a step over a batch with that much cache and that many new tokens."""
-        return (
-            self.per_cached_token * cached_tokens
-            + self.per_token * tokens
-            + self.per_sequence * batch
-            + self.constant
-        )
-
-
-LLAMA_8B_H100 = AffineLatency(per_cached_token=3.926e-8, per_token=2.101e-5, constant=5.886e-3)
-"""Llama-3.1-8B on one H100 (SpecDecode-Bench/simulator, commit 2fdccbd)."""
+    return 3.926e-8 * cached_tokens + 2.101e-5 * tokens + 5.886e-3
 
 
 def goodput(alpha: float, gamma: int, batch: int, proposing: int, step_s: float) -> float:
@@ -52,7 +34,6 @@ def goodput(alpha: float, gamma: int, batch: int, proposing: int, step_s: float)
     Each speculating sequence emits Leviathan's E[Y] tokens, each other one token.
     """
     require("proposing", proposing, 0, batch)
-    if step_s <= 0:
-        require("step_s", step_s, 1e-12)
+    require("step_s", step_s, 1e-12)
     emitted = proposing * geometric_sum(alpha, require("gamma", gamma, 0) + 1)
     return (emitted + batch - proposing) / step_s

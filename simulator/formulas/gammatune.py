@@ -12,9 +12,7 @@ from simulator.formulas.bounds import require
 
 def cost_ratio(target_s: float, draft_s: float) -> float:
     """Return GammaTune's c, T_target / T_draft: how many draft steps one target step lasts."""
-    if draft_s <= 0:
-        require("draft_s", draft_s, 1e-12)
-    return require("target_s", target_s, 0) / draft_s
+    return require("target_s", target_s, 0) / require("draft_s", draft_s, 1e-12)
 
 
 def steps(tokens: int, proportion: float, gamma: float) -> float:

@@ -45,3 +45,12 @@ def speedup(tokens: float, gamma: float, target_s: float, draft_s: float, verify
 def break_even_verify(tokens: float, gamma: float, c: float) -> float:
     """Return T_verify / T_target below which speculation gives a speedup: tokens - gamma c."""
     return require("tokens", tokens, 0) - gamma * c
+
+
+def break_even_c(tokens: float, gamma: float, verify: float) -> float:
+    """Return c = T_draft / T_target below which speculation gives a speedup.
+
+    ``verify`` is T_verify / T_target.  Negative if verification alone takes longer than decoding
+    `tokens` without speculation.
+    """
+    return (require("tokens", tokens, 0) - verify) / gamma

@@ -47,8 +47,8 @@ def operations_factor(alpha: float, gamma: int, c_hat: float) -> float:
 def optimal_gamma(alpha: float, c: float, max_gamma: int = 1000) -> int:
     """Return the integer draft length of highest `speedup`, 0 if none exceeds 1.
 
-    The speedup has a single peak in gamma.  At c = 0 it only rises: the answer is then
-    `max_gamma`, or 0 where alpha = 0.
+    One does exactly if alpha > c (Corollary 3.9).  The speedup has a single peak in gamma.  At
+    c = 0 it only rises: the answer is then `max_gamma`, or 0 where alpha = 0.
     """
     require("max_gamma", max_gamma, 0)
     best, value = 0, 1.0
@@ -57,12 +57,6 @@ def optimal_gamma(alpha: float, c: float, max_gamma: int = 1000) -> int:
             break
         best, value = gamma, new
     return best
-
-
-def pays(alpha: float, c: float) -> bool:
-    """Return True if some gamma gives a speedup above 1 (Corollary 3.9): exactly if alpha > c."""
-    require("alpha", alpha, 0, 1)
-    return alpha > require("c", c, 0)
 
 
 def break_even_alpha(gamma: int, c: float, verify: float = 1.0) -> float:

@@ -17,11 +17,5 @@ def time_ratio(
     and no selection it is the inverse of Leviathan's Theorem 3.8.
     """
     require("tokens", tokens, 1)
-    if target_s <= 0:
-        require("target_s", target_s, 1e-12)
+    require("target_s", target_s, 1e-12)
     return (gamma * (draft_s + selection_s) / target_s + verify_s / target_s) / tokens
-
-
-def pays(tokens: float, gamma: float, target_s: float, draft_s: float, verify_s: float) -> bool:
-    """Return True if Omega exceeds gamma T_D / T_T + T_V / T_T."""
-    return time_ratio(tokens, gamma, target_s, draft_s, verify_s) < 1

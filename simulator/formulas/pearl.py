@@ -19,13 +19,3 @@ def tokens_per_step(alpha: float, gamma: int) -> float:
     """
     require("gamma", gamma, 1)
     return geometric_sum(alpha, gamma) / (1 + alpha - alpha**gamma)
-
-
-def step_s(gamma: int, draft_s: float, target_s: float) -> float:
-    """Return seconds of a step: max(gamma T_draft, T_target)."""
-    return max(require("gamma", gamma, 1) * draft_s, target_s)
-
-
-def speedup(alpha: float, gamma: int, draft_s: float, target_s: float) -> float:
-    """Return the speedup over plain decoding; at least 1 where gamma T_draft <= T_target."""
-    return tokens_per_step(alpha, gamma) * target_s / step_s(gamma, draft_s, target_s)

@@ -11,7 +11,7 @@ from simulator.executors import results_of
 from simulator.papers.cmasd import FIGURE_2, at_tau, batch_rows, cmasd_rows
 from simulator.papers.csd import TRAINING_SHARE, csd_rows, csd_rule
 from simulator.papers.gammatune import gammatune_rows
-from simulator.papers.ours import EXPERIMENT, WEIGHTS, Ours, Row, missing, outcome
+from simulator.papers.ours import EXPERIMENT, Ours, Row, missing, outcome
 from simulator.papers.quantities import SPECBOUND, quantity_rows
 from simulator.papers.settings import TABLE as SETTINGS_TABLE
 from simulator.papers.settings import setting_rows
@@ -23,18 +23,16 @@ from simulator.papers.specbound import (
     sampling_rows,
     system_rows,
 )
-from simulator.published import SPECBOUND_1, TASKS, PaperTable
+from simulator.published import SPECBOUND_1, TABLES, TASKS, PaperTable
 from traces.errors import DraftsimError, SignalError
 from traces.sources.methods import CMASD_ABLATION, FIXED_TAUS, MEAN_TAU
 from traces.sources.methods import CSD_ABLATION as CSD_METHODS
 
-TABLES: tuple[PaperTable, ...] = (
-    published.CMASD_1, published.CMASD_2, published.CMASD_3, published.CMASD_4,
-    published.CMASD_5, published.CSD_MAIN, published.CSD_ABLATION, published.CSD_PATTERNS,
-    published.GAMMATUNE_1, published.GAMMATUNE_2, published.SPECBOUND_2, published.SPECBOUND_3,
-    published.SPECBOUND_4, published.SPECBOUND_5,
+SPECBOUND_CELLS = PaperTable(
+    SPECBOUND, tuple(f"{task} {column}" for column in ("CR", "SD") for task in TASKS),
+    {f"{model} {method}": line.compression + line.speedup
+     for (model, method), line in SPECBOUND_1.items()},
 )  # fmt: skip
-
 QUANTITIES = "same quantities"
 LONGEST = (SPECBOUND, FIGURE_4, QUANTITIES, published.CSD_ABLATION.name)
 """Parts that take as long as all others, in that order: suffix decoding, a search, the optimiser
@@ -77,10 +75,9 @@ def side_by_side(
     done = [row for name in experiments for row in found[name]]
     if not any(row.table == published.SPECBOUND_5.name for row in done):
         done += _draft_model_distribution(ours)
-    done += _specbound_missing(done)
-    for table in TABLES:
+    for table in (SPECBOUND_CELLS, *TABLES.values()):
         done += missing(table, done)
-    order = {name: i for i, name in enumerate(dict.fromkeys([t.name for t in TABLES]))}
+    order = {name: i for i, name in enumerate(TABLES)}
     return sorted(done, key=lambda row: (row.table.split()[0], order.get(row.table, -1)))
 
 
@@ -99,22 +96,6 @@ def _draft_model_distribution(ours: Ours) -> list[Row]:
     except SignalError as error:
         name = published.SPECBOUND_5.name
         return [Row(name, "our pair", "percent", None, None, EXPERIMENT, str(error))]
-
-
-def _specbound_missing(done: list[Row]) -> list[Row]:
-    """Return the table 1's cells that no row compares."""
-    compared = {(row.row, row.column) for row in done if row.table == SPECBOUND}
-    cells = [
-        (f"{model} {method}", f"{task} {column}", value)
-        for (model, method), line in SPECBOUND_1.items()
-        for column, values in (("CR", line.compression), ("SD", line.speedup))
-        for task, value in zip(TASKS, values, strict=True)
-    ]
-    return [
-        Row(SPECBOUND, row, column, value, None, WEIGHTS)
-        for row, column, value in cells
-        if (row, column) not in compared
-    ]
 
 
 REAL_RUNS: tuple[tuple[str, str, float | None], ...] = (

@@ -2,30 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
-from policies.core import DraftPolicy
-from policies.lengths.basic import Fixed
-from policies.lengths.gammatune import GammaTune, GammaTunePlus
-from policies.lengths.huggingface import Confidence, HFHeuristic
 from simulator.papers.ours import EXPERIMENT, Ours, Row
 from simulator.published import GAMMATUNE_2
-from simulator.robustness import INITIAL_GAMMAS, GammaSeconds, robustness, seconds_at_each
+from simulator.robustness import (
+    STARTING,
+    Families,
+    GammaSeconds,
+    families_of,
+    robustness,
+    seconds_at_each,
+)
+from traces.acceptance.trace import Trace
 
 APPENDIX = "GammaTune Appendix A"
 REFERENCE = "SpecDecode"
 NOT_AT_HAND = "no figure of the appendix is at hand: ours alone"
 
 
-def gammatune_families(max_gamma: int) -> dict[str, Callable[[int], DraftPolicy]]:
-    """Return the table 2's methods as functions of the initial draft length."""
-    return {
-        REFERENCE: Fixed,
-        "HFHeuristic": lambda gamma: HFHeuristic(gamma=gamma, gamma_max=max_gamma),
-        "AssistantThreshold": lambda gamma: Confidence(gamma=gamma),
-        "GammaTune": lambda gamma: GammaTune(gamma=gamma, gamma_max=max_gamma),
-        "GammaTune+": lambda gamma: GammaTunePlus(gamma=gamma, gamma_max=max_gamma),
-    }
+def gammatune_families(trace: Trace) -> Families:
+    """Return the table 2's methods as functions of the initial draft length, by its names."""
+    found = families_of(trace, STARTING)
+    names = zip(GAMMATUNE_2.cells, STARTING, strict=True)
+    return found._replace(made={label: found.made[name] for label, name in names})
 
 
 def gammatune_rows(ours: Ours) -> list[Row]:
@@ -35,11 +35,9 @@ def gammatune_rows(ours: Ours) -> list[Row]:
     decoding, and by prompt category (Spec-Bench's tasks in the paper), relative to the mean of
     fixed lengths in the same category.
     """
-    most = ours.trace.max_gamma or max(INITIAL_GAMMAS)
-    gammas = [g for g in INITIAL_GAMMAS if g <= most]
-    families = gammatune_families(most)
-    [seconds] = seconds_at_each(ours.trace, families, [ours.latency], gammas)
-    return [*_table_2(seconds, gammas), *_by_gamma(seconds), *_by_category(seconds, ours)]
+    families = gammatune_families(ours.trace)
+    [seconds] = seconds_at_each(ours.trace, families.made, [ours.latency], families.gammas)
+    return [*_table_2(seconds, families.gammas), *_by_gamma(seconds), *_by_category(seconds, ours)]
 
 
 def _table_2(seconds: GammaSeconds, gammas: Sequence[int]) -> list[Row]:

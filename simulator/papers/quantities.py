@@ -76,28 +76,26 @@ def specbound_fits() -> list[Row]:
     """Return depth fractions that eq. 5 needs, per model and pooled, for no or one wasted
     position.
     """
+    fits = [
+        (wasted, label, name, models, False)
+        for wasted, label in ((0.0, "gamma = CR"), (1.0, "gamma = CR + 1"))
+        for name, models in (*((m, [m]) for m in _models()), ("all models", _models()))
+    ]
+    fits.append((0.0, "gamma = CR, all 24", "all models", _models(), True))
     rows = []
-    for wasted, label in ((0.0, "gamma = CR"), (1.0, "gamma = CR + 1")):
-        for name, models in (*((m, [m]) for m in _models()), ("all models", _models())):
-            fit = _fit(models, wasted, outlier=False)
-            rows.append(
-                Row(
-                    SPECBOUND, f"{name} SpecBound", f"depth fraction, {label}", None, fit.depth,
-                    QUANTITY,
-                    f"RMSE {fit.rmse:.3f}, mean error {fit.mape:.1%}, R2 {fit.r_squared:.2f}"
-                    + (", without the RAG outlier" if OUTLIER[0] in models else ""),
-                )
-            )  # fmt: skip
-    pooled = _fit(_models(), 0.0, outlier=True)
-    return [
-        *rows,
-        Row(
-            SPECBOUND, "all models SpecBound", "depth fraction, gamma = CR, all 24", None,
-            pooled.depth, QUANTITY,
-            f"RMSE {pooled.rmse:.3f}, mean error {pooled.mape:.1%}, R2 {pooled.r_squared:.2f}: one "
-            "depth for all models does not reproduce the table",
-        ),
-    ]  # fmt: skip
+    for wasted, label, name, models, outlier in fits:
+        fit = _fit(models, wasted, outlier)
+        said = ", without the RAG outlier" if OUTLIER[0] in models else ""
+        if outlier:
+            said = ": one depth for all models does not reproduce the table"
+        rows.append(
+            Row(
+                SPECBOUND, f"{name} SpecBound", f"depth fraction, {label}", None, fit.depth,
+                QUANTITY,
+                f"RMSE {fit.rmse:.3f}, mean error {fit.mape:.1%}, R2 {fit.r_squared:.2f}{said}",
+            )
+        )  # fmt: skip
+    return rows
 
 
 def specbound_overall() -> list[Row]:
@@ -142,19 +140,15 @@ def gammatune_costs() -> list[Row]:
     for name, (target, draft) in PAIRS.items():
         times = (GAMMATUNE_1.number(m, "ms per token") for m in (target, draft))
         ratio = gammatune.cost_ratio(*times)
-        even = gammatune.break_even_proportion(ratio)
-        most = gammatune.speedup(1.0, 5, ratio)
+        even, most = gammatune.break_even_proportion(ratio), gammatune.speedup(1.0, 5, ratio)
         rows += [
-            Row(
-                GAMMATUNE_1.name, name, "c = T_target / T_draft", None, ratio, QUANTITY,
-                "the text says typically 4 to 10",
-            ),
-            Row(GAMMATUNE_1.name, name, "break-even acceptance rate (eq. 6)", None, even, QUANTITY),
-            Row(
-                GAMMATUNE_1.name, name, "largest speedup at gamma = 5 (eq. 6)", None, most,
-                QUANTITY, "every draft accepted",
-            ),
-        ]  # fmt: skip
+            Row(GAMMATUNE_1.name, name, column, None, value, QUANTITY, note)
+            for column, value, note in (
+                ("c = T_target / T_draft", ratio, "the text says typically 4 to 10"),
+                ("break-even acceptance rate (eq. 6)", even, ""),
+                ("largest speedup at gamma = 5 (eq. 6)", most, "every draft accepted"),
+            )
+        ]
     return rows
 
 

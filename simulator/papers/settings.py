@@ -16,12 +16,14 @@ import numpy as np
 from policies.lengths.basic import Fixed
 from policies.lengths.gammatune import GammaTune
 from simulator.bootstrap import interval, ratio, resamples
+from simulator.formulas import general, leviathan
 from simulator.papers.gammatune import REFERENCE, gammatune_families
 from simulator.papers.ours import EXPERIMENT, Ours, Row, method_outcome
 from simulator.papers.specbound import FITTED_SHARE, SettingReplays, search
 from simulator.pricing import autoregressive, price
 from simulator.published import CMASD_1, GAMMATUNE_1, GAMMATUNE_2, SPECBOUND_1, SPECBOUND_3
-from simulator.robustness import INITIAL_GAMMAS, robustness, seconds_at_each
+from simulator.ratios import own_ratios
+from simulator.robustness import robustness, seconds_at_each
 from traces.digits import three_digits
 from traces.errors import DraftsimError
 from traces.latency.table import LatencyTable
@@ -86,56 +88,18 @@ def speedups(logs: list[RoundLog], latency: LatencyTable, batch: int = 1) -> lis
     return [float(plain_s / price(log, latency, batch=batch).total_s) for log in logs]
 
 
-class Costs(NamedTuple):
-    """Costs of a round in the target's passes over one token."""
-
-    c: float
-    """A draft pass."""
-    verify: float
-    """Verification of a draft."""
-
-    def break_even_c(self, gamma: int, tokens_per_round: float) -> float:
-        """Return the c at which rounds that emit this many tokens give no speedup.
-
-        ``gamma c + verify = tokens per round``; negative where verification alone takes longer.
-        """
-        return (tokens_per_round - self.verify) / gamma
-
-    def break_even_alpha(self, gamma: int) -> float:
-        """Return the chance of acceptance, alike at every position, at which rounds give no
-        speedup.
-
-        ``(1 - alpha^(gamma + 1)) / (1 - alpha) = gamma c + verify`` (arXiv:2211.17192, eq. 1);
-        NaN where even accepting every token gives none.
-        """
-        needed = gamma * self.c + self.verify
-        alphas = np.linspace(0, 1, 10_001)
-        emitted = sum(alphas**i for i in range(gamma + 1))
-        return float(alphas[np.argmax(emitted >= needed)]) if needed <= gamma + 1 else float("nan")
-
-
-def costs_of(latency: LatencyTable, gamma: int, context: float, batch: int = 1) -> Costs:
-    """Return costs of a round of `gamma` drafted tokens."""
-    at = {"batch": batch, "context": context}
-    one = latency.seconds("target", "forward", **at).item()
-    draft = latency.seconds("draft", "forward", **at).item()
-    wide = latency.seconds("target", "forward", new_tokens=gamma + 1, **at).item()
-    return Costs(draft / one, wide / one)
-
-
 def _gammatune_rows(ours: Ours, logs: list[RoundLog]) -> Iterator[Row]:
-    most = ours.trace.max_gamma or max(INITIAL_GAMMAS)
-    families = {name: gammatune_families(most)[name] for name in (REFERENCE, "GammaTune")}
-    gammas = [g for g in INITIAL_GAMMAS if g <= most]
+    families, gammas = gammatune_families(ours.trace)[:2]
+    families = {name: families[name] for name in (REFERENCE, "GammaTune")}
     tables = [find_latency(pair.latency) for pair in GAMMATUNE_PAIRS]
     seconds = seconds_at_each(ours.trace, families, tables, gammas)
     for pair, latency, found in zip(GAMMATUNE_PAIRS, tables, seconds, strict=True):
-        yield from _pair_rows(pair.label, latency, logs, 1)
+        yield from _pair_rows(ours, pair.label, latency, logs, 1)
         target_ms, draft_ms = (
             GAMMATUNE_1.number(name, "ms per token") for name in (pair.target, pair.draft)
         )
-        costs = costs_of(latency, 1, _context(logs[0]))
-        yield _row(pair.label, "c", draft_ms / target_ms, costs.c, pair.note)
+        own = own_ratios(ours.trace, latency)
+        yield _row(pair.label, "c", draft_ms / target_ms, own.ratio, pair.note)
         relative = robustness(found.speedups(), REFERENCE).set_index("policy")["mean"]
         note = f"mean over {len(gammas)} initial gammas; {OTHER_PAIR}"
         published = GAMMATUNE_2.value("GammaTune", pair.column)
@@ -143,37 +107,35 @@ def _gammatune_rows(ours: Ours, logs: list[RoundLog]) -> Iterator[Row]:
         yield _row(pair.label, "GammaTune over fixed lengths", published, mean, note)
 
 
-def _pair_rows(label: str, latency: LatencyTable, logs: list[RoundLog], batch: int) -> list[Row]:
+def _pair_rows(
+    ours: Ours, label: str, latency: LatencyTable, logs: list[RoundLog], batch: int
+) -> list[Row]:
     found = speedups(logs, latency, batch)
     best = int(np.argmax(found))
     log = logs[best]
     gamma = int(log.rounds["drafted"].max())
-    costs = costs_of(latency, gamma, _context(log), batch)
+    own = own_ratios(ours.trace, latency, gamma, batch)
     emitted = float(log.rounds["emitted"].mean())
-    said = f"gamma = {gamma}, {emitted:.2f} tokens a round, verification {costs.verify:.2f} passes"
+    said = f"gamma = {gamma}, {emitted:.2f} tokens a round, verification {own.verify:.2f} passes"
     said += f"; {OTHER_PAIR}"
+    low, high = break_even_interval(log, own.verify, gamma)
+    ends = f"95% over prompts {three_digits(low)} to {three_digits(high)}; "
+    try:
+        alpha = leviathan.break_even_alpha(gamma, own.ratio, own.verify)
+    except DraftsimError:  # even if every token is accepted, there is no speedup
+        alpha = float("nan")
     return [
         _row(label, "speedup, best fixed length", None, found[best], said),
-        _row(label, "break-even c", None, costs.break_even_c(gamma, emitted),
-             f"{_said_interval(log, costs, gamma)}{said}"),
-        _row(label, "break-even alpha", None, costs.break_even_alpha(gamma),
-             f"gamma = {gamma}, c = {costs.c:.3f}, alike at every position"),
+        _row(label, "break-even c", None, general.break_even_c(emitted, gamma, own.verify),
+             said if np.isnan(low) else ends + said),
+        _row(label, "break-even alpha", None, alpha,
+             f"gamma = {gamma}, c = {own.ratio:.3f}, alike at every position"),
         *_curve(label, latency, logs, [b for b in CURVE if b != batch]),
     ]  # fmt: skip
 
 
-def _said_interval(log: RoundLog, costs: Costs, gamma: int) -> str:
-    """Return the interval of `Costs.break_even_c` in words; empty for a single prompt."""
-    low, high = break_even_interval(log, costs, gamma)
-    if np.isnan(low):
-        return ""
-    return f"95% over prompts {three_digits(low)} to {three_digits(high)}; "
-
-
-def break_even_interval(
-    log: RoundLog, costs: Costs, gamma: int, *, count: int = RESAMPLES, seed: int = 0
-) -> tuple[float, float]:
-    """Return the bootstrap interval over prompts of `Costs.break_even_c`.
+def break_even_interval(log: RoundLog, verify: float, gamma: int) -> tuple[float, float]:
+    """Return the bootstrap interval over prompts of `general.break_even_c`.
 
     Prompts differ in the tokens of their rounds; the costs are the same in every resample.  The
     interval is NaN with one prompt.
@@ -182,10 +144,10 @@ def break_even_interval(
     if prompts < 2:
         return float("nan"), float("nan")
     own, emitted = log.rounds["request"], log.rounds["emitted"]
-    drawn = resamples(prompts, count, seed)
+    drawn = resamples(prompts, RESAMPLES, 0)
     tokens = drawn @ np.bincount(own, emitted, prompts)
     low, high = interval(ratio(tokens, drawn @ np.bincount(own, minlength=prompts)))
-    return costs.break_even_c(gamma, low), costs.break_even_c(gamma, high)
+    return general.break_even_c(low, gamma, verify), general.break_even_c(high, gamma, verify)
 
 
 def _curve(
@@ -276,7 +238,7 @@ def _early_exits(
 def _cmasd_rows(ours: Ours, logs: list[RoundLog]) -> Iterator[Row]:
     latency = find_latency(CMASD_LATENCY)
     label = f"Llama-2-7B + 68M, A100, batch {CMASD_BATCH}"
-    yield from _pair_rows(label, latency, logs, CMASD_BATCH)
+    yield from _pair_rows(ours, label, latency, logs, CMASD_BATCH)
     most = ours.trace.max_gamma or 12
     [log] = replay_many(ours.trace, [("gammatune", GammaTune(gamma=4, gamma_max=most))])
     [found] = speedups([log], latency, CMASD_BATCH)
@@ -290,10 +252,6 @@ def _cmasd_rows(ours: Ours, logs: list[RoundLog]) -> Iterator[Row]:
     published = CMASD_1.value("CM-ASD", "EN-DE")
     note = f"{run.how}; published over beam 5, of a 65M translation model nobody timed on a GPU"
     yield _row(label, "speedup, CM-ASD", published, found, note)
-
-
-def _context(log: RoundLog) -> float:
-    return float(np.mean([r.prompt_length + r.tokens / 2 for r in log.requests]))
 
 
 def _row(label: str, column: str, published: float | None, ours: float | None, note: str) -> Row:

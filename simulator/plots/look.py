@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from io import BytesIO
 from pathlib import Path
 from textwrap import wrap
@@ -22,6 +22,7 @@ from matplotlib.ticker import FixedLocator, LogLocator, NullLocator
 from matplotlib.transforms import Bbox
 
 from policies.arrays import Floats
+from policies.registry import is_bound
 from simulator.palette import COLOURS, DASHES, GREY, INK, MARKERS
 from traces.store.writing import write_atomically
 
@@ -33,25 +34,36 @@ _UNDATED: dict[str, dict[str, None]] = {
 """Metadata left out, so that the same figure gives the same file."""
 
 
-def save(
-    figure: Figure, path: str | Path, dpi: int = 200, label: str = "", title: str = ""
-) -> Path:
+def canvas(width: float, height: float) -> tuple[Figure, Axes]:
+    """Return a figure of this size in inches, and its one pair of axes."""
+    figure = Figure(figsize=(width, height), layout="constrained")
+    return figure, figure.subplots()
+
+
+def legend(figure: Figure, columns: int = 1, title: str = "", of: Axes | None = None) -> None:
+    """Put a legend next to the axes, or above them in several columns.
+
+    It names every curve, or those of the axes `of`.
+    """
+    curves = () if of is None else of.get_legend_handles_labels()
+    figure.legend(
+        *curves, loc="outside upper left" if columns > 1 else "outside right upper",
+        ncols=columns, frameon=False, fontsize=8, title=title or None, title_fontsize=8,
+    )  # fmt: skip
+
+
+def save(figure: Figure, path: str | Path, dpi: int = 200, title: str = "") -> Path:
     """Write a figure as PNG (or as its suffix says), make its folder, and return its path.
 
-    Parameters
-    ----------
-    label:
-        Line below the figure: an assumption that its numbers depend on.
-    title:
-        Lines below the figure, above the label: pair and device.
+    ``title`` is written below it: pair and device.
     """
-    return _written(_labelled(figure, label, title), Path(path), dpi)
+    return _written(_labelled(figure, "", title), Path(path), dpi)
 
 
 def save_all_kinds(figure: Figure, path: str | Path, label: str = "", title: str = "") -> Path:
     """Write a figure as PNG, and with the same name as SVG and PDF; return the PNG's path.
 
-    ``label`` and ``title`` are as in `save`.
+    ``title`` is as in `save`; ``label``, below it, is an assumption that the numbers depend on.
     """
     target = Path(path).with_suffix(".png")
     _labelled(figure, label, title)
@@ -115,8 +127,10 @@ BOUND: Mapping[str, Any] = {"color": GREY, "linestyle": (0, (1, 1.5)), "linewidt
 """Line of a bound, which no policy reaches."""
 
 
-def series(i: int, points: int) -> dict[str, Any]:
-    """Return line and marker of the i-th curve, which has `points` points."""
+def series(i: int, points: int, policy: str = "") -> dict[str, Any]:
+    """Return line and marker of the i-th curve, which has `points` points, or a bound's."""
+    if is_bound(policy):
+        return {**BOUND}
     return {
         "color": COLOURS[i % len(COLOURS)],
         # Where colours begin again, they do with another line.
@@ -181,6 +195,14 @@ def draw_edge(
     step = np.repeat(np.repeat(pays.astype(float), 2, axis=0), 2, axis=1)
     axes.contour(*ends, step, [0.5], colors=INK, linestyles="--" if bound else "-",
                  linewidths=0.9 if bound else 2.4)  # fmt: skip
+
+
+def powers_of_two(axes: Axes, ticks: Sequence[int]) -> None:
+    """Make the x axis logarithmic, with ticks at these numbers alone."""
+    axes.set_xscale("log", base=2)
+    axes.set_xticks(ticks)
+    axes.xaxis.set_major_formatter(lambda value, _: f"{value:g}")
+    axes.minorticks_off()
 
 
 def mark_bar(bar: Colorbar) -> None:

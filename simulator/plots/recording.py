@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -14,16 +14,23 @@ from matplotlib.figure import Figure
 
 from policies.from_file import split_name
 from policies.registry import is_bound
-from simulator.bootstrap import intervals
-from simulator.bootstrap import resamples as draws
+from simulator.bootstrap import intervals, resamples
 from simulator.formulas.general import empirical_survival
 from simulator.palette import COLOURS, GREY, INK
-from simulator.plots.look import BOUND, save_all_kinds, series, style
+from simulator.plots.look import (
+    canvas,
+    legend,
+    powers_of_two,
+    save_all_kinds,
+    series,
+    style,
+)
 from simulator.pricing import autoregressive, price
 from simulator.ratios import OwnRatios, carried_sums, own_ratios, speedup_at
 from simulator.robustness import families_of, speedup_by_gamma
 from simulator.summary import summarize, summarize_by_category
-from traces.acceptance.trace import MATCH, UNKNOWN, Trace
+from simulator.whatif.tilt.trace import acceptance
+from traces.acceptance.trace import Trace
 from traces.digits import three_digits
 from traces.errors import DraftsimError
 from traces.latency.table import LatencyTable
@@ -31,6 +38,8 @@ from traces.machine import BUSY
 from traces.replay.rounds import RoundLog
 from traces.sources.registry import DRAFT_MODEL
 
+RESAMPLES = 500
+"""Bootstrap resamples over prompts, of survival."""
 PANELS = 5
 """Categories side by side; more go into further rows."""
 
@@ -70,9 +79,7 @@ def plot_validation(rows: pd.DataFrame) -> Figure:
     right.set_xlabel("prediction error (%)")
     for axes in (left, right):
         style(axes, "x")
-    figure.legend(
-        *left.get_legend_handles_labels(), loc="outside upper left", ncols=2, frameon=False
-    )
+    legend(figure, 2, of=left)
     return figure
 
 
@@ -85,14 +92,10 @@ def plot_speedup(summary: pd.DataFrame) -> Figure:
     rows = summary[summary["policy"] != "autoregressive"]
     if "lower bound" not in set(rows["fidelity"]):
         rows = rows.sort_values("speedup", ascending=False, kind="stable")
-    kinds = _kinds(rows)
-    rows, kinds = rows.iloc[np.argsort(kinds, kind="stable")], np.sort(kinds)
-    figure = Figure(figsize=(6.8, 0.32 * len(rows) + 1.3), layout="constrained")
-    axes = figure.subplots()
+    rows = _by_kind(rows)
+    figure, axes = canvas(6.8, 0.32 * len(rows) + 1.3)
     y = np.arange(len(rows))[::-1]
-    _by_kind(axes, rows, y, kinds)
-    for i in np.flatnonzero(np.diff(kinds)):
-        axes.axhline(y[i] - 0.5, color=GREY, linewidth=0.6)
+    _draw_rows(axes, rows, y, rows["kind"])
     for value, high, at in zip(rows["speedup"], rows["speedup_hi"], y, strict=True):
         if np.isfinite(value):
             axes.annotate(
@@ -100,12 +103,10 @@ def plot_speedup(summary: pd.DataFrame) -> Figure:
                 textcoords="offset points", va="center",
             )  # fmt: skip
     axes.set_yticks(y, _policy_labels(rows))
-    axes.axvline(1, color=INK, linewidth=0.8)
     axes.margins(x=0.09)
     axes.set_xlabel("speedup over no speculation (×, 95% interval over prompts)")
-    style(axes, "x")
-    if len({*kinds}) > 1:
-        figure.legend(loc="outside upper left", ncols=3, frameon=False, fontsize=8)
+    if rows["kind"].nunique() > 1:
+        legend(figure, 3)
     return figure
 
 
@@ -117,74 +118,64 @@ KINDS = (
 """Kinds of row in the order that they are drawn in: label, colour, marker and its filling."""
 
 
-def _kinds(rows: pd.DataFrame) -> npt.NDArray[np.int64]:
-    """Return for each row the index of its kind in `KINDS`."""
+def _by_kind(rows: pd.DataFrame) -> pd.DataFrame:
+    """Return the rows in the order of `KINDS`, with the index of each row's as ``kind``."""
     oracle = rows["policy"].map(is_bound).to_numpy(dtype=bool)
     about = rows["fidelity"] == "approximate"
-    return np.where(oracle, 0, np.where(about, 2, 1)).astype(np.int64)
+    kinds = np.where(oracle, 0, np.where(about, 2, 1))
+    return rows.assign(kind=kinds).sort_values("kind", kind="stable")
 
 
-def _by_kind(
-    axes: Axes, rows: pd.DataFrame, y: npt.NDArray[Any], kinds: npt.NDArray[np.int64]
-) -> None:
+def _draw_rows(axes: Axes, rows: pd.DataFrame, y: npt.NDArray[Any], kinds: Iterable[int]) -> None:
+    """Draw each row's speedup and interval at its height, and lines at 1 and between kinds.
+
+    ``kinds`` are those of all heights, from above.
+    """
     for kind, (label, colour, marker, face) in enumerate(KINDS):
-        own = kinds == kind
-        if own.any():
-            _intervals(axes, rows[own], y[own], colour, marker, face=face, label=label)
+        mine = (rows["kind"] == kind).to_numpy()
+        if mine.any():
+            own = rows[mine]
+            value, low, high = (own[f"speedup{end}"].to_numpy(float) for end in ("", "_lo", "_hi"))
+            axes.errorbar(
+                value, y[mine], xerr=np.nan_to_num([value - low, high - value]).clip(0),
+                fmt=marker, color=colour, capsize=2.5, markersize=5, markerfacecolor=face,
+                label=label,
+            )  # fmt: skip
+    of_places = list(kinds)
+    for i in np.flatnonzero(np.diff(of_places)):
+        axes.axhline(len(of_places) - i - 1.5, color=GREY, linewidth=0.6)
+    axes.axvline(1, color=INK, linewidth=0.8)
+    style(axes, "x")
 
 
 def plot_categories(by_category: pd.DataFrame) -> Figure:
-    """Draw the speedup by prompt category, one panel each; rows of `summarize_by_category`."""
-    rows = by_category[by_category["policy"] != "autoregressive"]
-    # As in `plot_speedup`: bounds above, approximate rows below.
-    kinds = _kinds(rows)
-    rows, kinds = rows.iloc[np.argsort(kinds, kind="stable")], np.sort(kinds)
-    labels = _policy_labels(rows)
-    categories = list(dict.fromkeys(rows["category"]))
-    names = list(dict.fromkeys(labels))
-    of_name = dict(zip(labels, kinds, strict=True))
-    across = min(len(categories), PANELS)
-    down = -(-len(categories) // across)
+    """Draw the speedup by prompt category, one panel each; rows of `summarize_by_category`.
+
+    As in `plot_speedup`, bounds are above and approximate rows below.
+    """
+    rows = _by_kind(by_category[by_category["policy"] != "autoregressive"])
+    rows = rows.assign(label=_policy_labels(rows))
+    kinds = dict(zip(rows["label"], rows["kind"], strict=True))
+    places = dict(zip(kinds, range(len(kinds))[::-1], strict=True))
+    panels = list(rows.groupby("category", sort=False))
+    across = min(len(panels), PANELS)
+    down = -(-len(panels) // across)
     figure = Figure(
-        figsize=(1.9 + 1.75 * across, (0.3 * len(names) + 0.6) * down + 0.6), layout="constrained"
+        figsize=(1.9 + 1.75 * across, (0.3 * len(kinds) + 0.6) * down + 0.6), layout="constrained"
     )
     grid = figure.subplots(down, across, sharex=True, sharey=True, squeeze=False).flatten()
-    y = np.arange(len(names))[::-1]
-    for axes in grid[len(categories) :]:
+    for axes in grid[len(panels) :]:
         axes.set_visible(False)
-    for axes in grid[max(len(categories) - across, 0) : len(categories)]:
+    for axes in grid[max(len(panels) - across, 0) : len(panels)]:
         axes.tick_params(labelbottom=True)
-    for axes, category in zip(grid, categories, strict=False):
-        here = (rows["category"] == category).to_numpy()
-        at = {label: float(place) for label, place in zip(names, y, strict=True)}
-        own = np.array([at[label] for label, kept in zip(labels, here, strict=True) if kept])
-        _by_kind(axes, rows[here], own, kinds[here])
-        axes.axvline(1, color=INK, linewidth=0.8)
-        for i in np.flatnonzero(np.diff([of_name[name] for name in names])):
-            axes.axhline(y[i] - 0.5, color=GREY, linewidth=0.6)
+    for axes, (category, own) in zip(grid, panels, strict=False):
+        _draw_rows(axes, own, own["label"].map(places).to_numpy(), kinds.values())
         axes.set_title(str(category), fontsize=9)
-        axes.set_yticks(y, names)
-        style(axes, "x")
+        axes.set_yticks([*places.values()], [*places])
     figure.supxlabel("speedup over no speculation (×, 95% interval over prompts)", fontsize=9)
-    if len({*kinds}) > 1:
-        figure.legend(
-            *grid[0].get_legend_handles_labels(), loc="outside upper left", ncols=3, frameon=False,
-            fontsize=8,
-        )  # fmt: skip
+    if rows["kind"].nunique() > 1:
+        legend(figure, 3, of=grid[0])
     return figure
-
-
-def _intervals(
-    axes: Axes, rows: pd.DataFrame, y: npt.NDArray[Any], colour: str, marker: str, face: str,
-    label: str,
-) -> None:  # fmt: skip
-    value = rows["speedup"].to_numpy(float)
-    lo = np.nan_to_num(value - rows["speedup_lo"].to_numpy(float)).clip(0)
-    hi = np.nan_to_num(rows["speedup_hi"].to_numpy(float) - value).clip(0)
-    axes.errorbar(
-        value, y, xerr=[lo, hi], fmt=marker, color=colour, capsize=2.5, markersize=5,
-        markerfacecolor=face, label=label,
-    )  # fmt: skip
 
 
 def _policy_labels(rows: pd.DataFrame) -> list[str]:
@@ -212,8 +203,7 @@ def plot_cost_ratio(logs: Sequence[RoundLog], latency: LatencyTable, own: OwnRat
     which is marked.
     """
     c = np.geomspace(0.005, 1, 200)
-    figure = Figure(figsize=(7.2, 3.8), layout="constrained")
-    axes = figure.subplots()
+    figure, axes = canvas(7.2, 3.8)
     plain = price(autoregressive(logs[0]), latency)
     sums = [carried_sums(price(log, latency), plain, own) for log in logs]
     if own.ratio > 0:
@@ -227,7 +217,9 @@ def plot_cost_ratio(logs: Sequence[RoundLog], latency: LatencyTable, own: OwnRat
         label += " (bound)" if is_bound(logs[i].policy) else ""
         label += " ~" if logs[i].fidelity == "approximate" else ""
         label += f"  {three_digits(here[i])}"
-        look = look_of(logs[i], int(i), len(c))
+        look = series(int(i), len(c), logs[i].policy)
+        if logs[i].fidelity == "approximate":
+            look["linewidth"] = 0.9
         axes.plot(c, speedup_at(sums[i], c, own.verify), label=label, **look)
     axes.set_xscale("log")
     axes.xaxis.set_major_formatter(lambda value, _: f"{value:g}")
@@ -241,24 +233,13 @@ def plot_cost_ratio(logs: Sequence[RoundLog], latency: LatencyTable, own: OwnRat
     axes.set_xlabel("cost ratio c = T_draft / T_target")
     axes.set_ylabel("speedup over no speculation (×)")
     style(axes, "both")
-    figure.legend(
-        loc="outside right upper", frameon=False, fontsize=8,
-        title="speedup at this pair's c", title_fontsize=8,
-    )  # fmt: skip
+    legend(figure, title="speedup at this pair's c")
     if any(log.fidelity == "approximate" for log in logs):
         axes.set_xlabel(f"{axes.get_xlabel()}   (~ approximate)")
     return figure
 
 
-def look_of(log: RoundLog, i: int, points: int) -> dict[str, Any]:
-    """Return the look of the i-th curve: grey and dotted for a bound, thin if approximate."""
-    if is_bound(log.policy):
-        return {**BOUND}
-    own = series(i, points)
-    return {**own, "linewidth": 0.9} if log.fidelity == "approximate" else own
-
-
-def plot_survival(trace: Trace, gamma: int = 16, resamples: int = 500, seed: int = 0) -> Figure:
+def plot_survival(trace: Trace, gamma: int = 16) -> Figure:
     """Plot the chance that k drafts in a row are accepted: recorded (with interval) and i.i.d.
 
     The i.i.d. curve alpha**k has the recording's mean alpha: what lies between the curves
@@ -276,13 +257,11 @@ def plot_survival(trace: Trace, gamma: int = 16, resamples: int = 500, seed: int
             curves.append(empirical_survival(trace.run_lengths[start : stop - gamma], gamma))
             weights.append(float(stop - start - gamma))
     table, weight = np.array(curves), np.array(weights)
-    drawn = draws(len(weight), resamples, seed) * weight
+    drawn = resamples(len(weight), RESAMPLES, 0) * weight
     low, high = intervals(drawn @ table / drawn.sum(axis=1, keepdims=True))
-    match = trace.columns["match"][trace.on_path]
-    alpha = float((match[match != UNKNOWN] == MATCH).mean())
+    alpha = acceptance(trace)
     k = np.arange(1, gamma + 1)
-    figure = Figure(figsize=(5.6, 3.6), layout="constrained")
-    axes = figure.subplots()
+    figure, axes = canvas(5.6, 3.6)
     axes.fill_between(k, low, high, color=COLOURS[0], alpha=0.2, linewidth=0)
     axes.plot(k, weight @ table / weight.sum(), "o-", color=COLOURS[0], markersize=4,
               label="recorded (95% interval over prompts)")  # fmt: skip
@@ -297,31 +276,24 @@ def plot_survival(trace: Trace, gamma: int = 16, resamples: int = 500, seed: int
     return figure
 
 
-def plot_robustness(speedups: pd.DataFrame, reference: str = "fixed") -> Figure:
-    """Draw the speedup against initial gamma, relative to `reference`'s mean.
+def plot_robustness(speedups: pd.DataFrame) -> Figure:
+    """Draw the speedup against initial gamma, relative to the mean of fixed lengths.
 
-    ``speedups`` is what `robustness.speedup_by_gamma` returns.
+    ``speedups`` is what `robustness.speedup_by_gamma` returns, ``fixed`` among its policies.
     """
-    mean = float(speedups.loc[speedups["policy"] == reference, "speedup"].mean())
-    if not mean > 0:
-        raise DraftsimError(f"the reference policy {reference!r} is not in the table")
-    figure = Figure(figsize=(6.4, 3.6), layout="constrained")
-    axes = figure.subplots()
+    mean = float(speedups.loc[speedups["policy"] == "fixed", "speedup"].mean())
+    figure, axes = canvas(6.4, 3.6)
     for i, (name, part) in enumerate(speedups.groupby("policy", sort=False)):
         value = part["speedup"].to_numpy(float) / mean
         label = f"{name}  {value.mean():.2f} ± {value.std(ddof=1):.2f}"
-        axes.plot(part["gamma"], value, label=label, **{**series(i, 1), "markevery": 1})
+        axes.plot(part["gamma"], value, label=label, **series(i, 1))
     axes.axhline(1, color=INK, linewidth=0.8)
     ticks = sorted({int(g) for g in speedups["gamma"]})
-    axes.set_xscale("log", base=2)
-    axes.set_xticks([g for g in ticks if g in (1, 2, 3, 4, 6, 8, 12, 16, 24)])
-    axes.xaxis.set_major_formatter(lambda value, _: f"{value:g}")
-    axes.minorticks_off()
+    powers_of_two(axes, [g for g in ticks if g in (1, 2, 3, 4, 6, 8, 12, 16, 24)])
     axes.set_xlabel("initial draft length γ (tokens)")
-    axes.set_ylabel(f"speedup relative to\nthe mean of {reference} (×)")
+    axes.set_ylabel("speedup relative to\nthe mean of fixed (×)")
     style(axes, "both")
-    figure.legend(loc="outside right upper", frameon=False, fontsize=8, title="mean ± sd over γ",
-                  title_fontsize=8)  # fmt: skip
+    legend(figure, title="mean ± sd over γ")
     return figure
 
 

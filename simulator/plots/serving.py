@@ -25,12 +25,14 @@ from policies.registry import PLAIN, is_bound
 from policies.rules.base import VerifyRule
 from simulator.capacity import FINE
 from simulator.chosen import Say, silent
-from simulator.palette import COLOURS, DASHES, GREY, INK, MARKERS
+from simulator.palette import GREY, INK
 from simulator.plots.look import (
-    BOUND,
     LEAST_REACH,
+    canvas,
+    legend,
     mark_bar,
     save_all_kinds,
+    series,
     style,
 )
 from simulator.serving import Scenario, over_batches, sweep
@@ -44,38 +46,36 @@ SLOWER_FASTER = LinearSegmentedColormap.from_list("diverging", ["#8C4A00", "#FFF
 """Brown below a speedup of 1, blue above it."""
 
 
-def plot_latency_throughput(rows: Rows, latency: str = "tpot_s") -> Figure:
-    """Plot the latency against throughput, one curve a policy, one point a batch size (CM-ASD, Fig.
+def plot_latency_throughput(rows: Rows) -> Figure:
+    """Plot mean TPOT against throughput, one curve a policy, one point a batch size (CM-ASD, Fig.
     2).
 
-    `latency` is ``ttft_s``, ``tpot_s``, ``itl_s`` or ``e2e_s``; its mean is drawn, and of
-    replications the 95% intervals.
+    Replications are drawn with their 95% intervals.
     """
     frame = _frame(rows)
-    figure = Figure(figsize=(6.0, 3.8), layout="constrained")
-    axes = figure.subplots()
+    figure, axes = canvas(6.0, 3.8)
     for i, (policy, part) in enumerate(_by_policy(frame)):
         line = part.sort_values("batch")
-        x, y = line["throughput_tok_s"], 1e3 * line[f"{latency}_mean"]
-        axes.plot(x, y, **_look(i, policy), label=_label(policy))
-        if _replicated(line, latency):
-            bar = {"color": _look(i, policy)["color"], "linewidth": 1}
+        x, y = line["throughput_tok_s"], 1e3 * line["tpot_s_mean"]
+        look = series(i, 1, policy)
+        axes.plot(x, y, **look, label=_label(policy))
+        if _replicated(line, "tpot_s"):
+            bar = {"color": look["color"], "linewidth": 1}
             axes.hlines(y, line["throughput_tok_s_lo"], line["throughput_tok_s_hi"], **bar)
-            low, high = (1e3 * line[f"{latency}_{end}"] for end in ("lo", "hi"))
+            low, high = (1e3 * line[f"tpot_s_{end}"] for end in ("lo", "hi"))
             axes.vlines(x, low, high, **bar)
-        for batch, at_x, at_y in zip(line["batch"], x, y, strict=True):
-            # The first curve carries the labels: batch sizes line up along the others.
-            if i == 0:
-                axes.annotate(
-                    str(int(batch)), (at_x, at_y), xytext=(0, 6), textcoords="offset points",
-                    fontsize=7, color=INK, ha="center",
-                )  # fmt: skip
+        # The first curve carries the labels: batch sizes line up along the others.
+        for batch, at_x, at_y in zip(line["batch"], x, y, strict=True) if i == 0 else ():
+            axes.annotate(
+                str(int(batch)), (at_x, at_y), xytext=(0, 6), textcoords="offset points",
+                fontsize=7, color=INK, ha="center",
+            )  # fmt: skip
     first, sizes = frame["policy"].iloc[0], sorted(set(frame["batch"].astype(int)))
     axes.set_xlabel(
         f"throughput (tokens/s; points: batch {', '.join(map(str, sizes))}, named along {first})"
         if len(sizes) > 1 else f"throughput (tokens/s) at batch {sizes[0]}"
     )  # fmt: skip
-    axes.set_ylabel(f"{_NAMES[latency]} (ms{_INTERVAL if _replicated(frame, latency) else ''})")
+    axes.set_ylabel(f"{_NAMES['tpot_s']} (ms{_INTERVAL if _replicated(frame, 'tpot_s') else ''})")
     axes.set_xscale("log")
     _plain_logarithm(axes.xaxis)
     axes.set_ylim(bottom=0)
@@ -86,7 +86,8 @@ def plot_latency_throughput(rows: Rows, latency: str = "tpot_s") -> Figure:
 def plot_latency_load(rows: Rows, latency: str = "e2e_s", baseline: str | None = None) -> Figure:
     """Plot the mean latency against offered load, and the load at which each policy breaks even.
 
-    `baseline` is the policy to break even with; by default the first.
+    `latency` is ``ttft_s``, ``tpot_s`` or ``e2e_s``.  `baseline` is the policy to break even with;
+    by default the first.
     """
     frame = _frame(rows)
     if frame["rate"].isna().any():
@@ -95,14 +96,13 @@ def plot_latency_load(rows: Rows, latency: str = "e2e_s", baseline: str | None =
     plain = frame[frame["policy"] == baseline].sort_values("rate")
     if plain.empty:
         raise DraftsimError(f"no row of the baseline {baseline!r}")
-    figure = Figure(figsize=(6.0, 3.8), layout="constrained")
-    axes = figure.subplots()
+    figure, axes = canvas(6.0, 3.8)
     metric = f"{latency}_mean"
     unit, per_s = ("s", 1) if latency == "e2e_s" else ("ms", 1e3)
     crossed = 0
     for i, (policy, part) in enumerate(_by_policy(frame)):
         line = part.sort_values("rate")
-        look = _look(i, policy)
+        look = series(i, 1, policy)
         axes.plot(line["rate"], per_s * line[metric], **look, label=_label(policy))
         if _replicated(line, latency):
             low, high = (per_s * line[f"{latency}_{end}"] for end in ("lo", "hi"))
@@ -146,8 +146,7 @@ def plot_pareto(rows: Rows) -> Figure:
     """
     frame = _frame(rows).assign(user=lambda all_rows: 1 / all_rows["tpot_s_mean"])
     loads = bool(frame["concurrency"].isna().any())
-    figure = Figure(figsize=(6.4, 4.0), layout="constrained")
-    axes = figure.subplots()
+    figure, axes = canvas(6.4, 4.0)
     real = frame[~frame["policy"].map(is_bound)]
     best = real.sort_values(["user", "throughput_tok_s"], ascending=False, kind="stable")
     best = best[best["throughput_tok_s"] > best["throughput_tok_s"].cummax().shift(fill_value=-1)]
@@ -157,7 +156,8 @@ def plot_pareto(rows: Rows) -> Figure:
     )  # fmt: skip
     for i, (policy, part) in enumerate(_by_policy(frame)):
         line = part.sort_values("rate" if loads else "batch")
-        axes.plot(line["user"], line["throughput_tok_s"], **_look(i, policy), label=_label(policy))
+        look = series(i, 1, policy)
+        axes.plot(line["user"], line["throughput_tok_s"], **look, label=_label(policy))
     width, height = (float(frame[name].max()) for name in ("user", "throughput_tok_s"))
     named: list[tuple[str, float, float]] = []
     for _, row in best.iterrows():
@@ -193,7 +193,7 @@ def plot_over_time(rows: Rows) -> Figure:
     shown = [("batch", "requests running"), ("kv_blocks", "KV blocks in use")]
     for axes, (name, label) in zip(panels, shown, strict=False):
         for i, row in enumerate(rows):
-            look = {**_look(i, row["policy"]), "marker": ""}
+            look = {**series(i, 1, row["policy"]), "marker": ""}
             times, values = row["over_time"]["time_s"], row["over_time"][name]
             axes.step(times, values, where="post", **look, label=_label(row["policy"]))
         axes.set_ylabel(label)
@@ -203,8 +203,7 @@ def plot_over_time(rows: Rows) -> Figure:
     rate, batch = rows[0]["rate"], rows[0]["batch"]
     where = f"at {rate:.3g} requests/s" if rows[0]["concurrency"] is None and rate else ""
     panels[-1].set_xlabel(f"simulated time (s) {where or f'at batch {batch}'}")
-    handles, labels = panels[0].get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside upper left", ncols=4, frameon=False, fontsize=8)
+    legend(figure, 4, of=panels[0])
     return figure
 
 
@@ -272,7 +271,6 @@ def plot_speedups(
 _NAMES = {
     "ttft_s": "time to first token",
     "tpot_s": "time per output token",
-    "itl_s": "inter-token latency",
     "e2e_s": "end-to-end latency",
 }
 
@@ -295,16 +293,6 @@ def _by_policy(frame: pd.DataFrame) -> list[tuple[str, pd.DataFrame]]:
     return [(p, frame[frame["policy"] == p]) for p in dict.fromkeys(frame["policy"].tolist())]
 
 
-def _look(index: int, policy: str) -> dict[str, Any]:
-    """Return the look of a curve: grey and dotted for a bound."""
-    if is_bound(policy):
-        return {**BOUND}
-    return {
-        "color": COLOURS[index % len(COLOURS)], "marker": MARKERS[index % len(MARKERS)],
-        "linestyle": DASHES[index % len(DASHES)], "markersize": 4, "linewidth": 1.3,
-    }  # fmt: skip
-
-
 def _label(policy: str) -> str:
     return f"{policy} (bound)" if is_bound(policy) else policy
 
@@ -318,7 +306,7 @@ def _plain_logarithm(axis: Axis) -> None:
 
 def _finish(figure: Figure, axes: Axes) -> None:
     style(axes)
-    figure.legend(loc="outside upper left", ncols=4, frameon=False, fontsize=8)
+    legend(figure, 4)
 
 
 MOST_CONTEXTS = 5
@@ -497,29 +485,27 @@ def plot_replicas(rows: Sequence[Mapping[str, Any]]) -> Figure:
         raise DraftsimError("no row has a curve: plan with curve=True, or relax the targets")
     rate = rows[0]["rate"]
     end = BEYOND * rate
-    figure = Figure(figsize=(6.4, 4.0), layout="constrained")
-    axes = figure.subplots()
+    figure, axes = canvas(6.4, 4.0)
     tops = [1.0]
     # Lines that coincide would hide each other: each is drawn a little off its own number.
     spread: Floats = np.linspace(-0.06, 0.06, len(drawn)) * (len(drawn) - 1)
     for (i, row), shift in zip(drawn, spread, strict=True):
         steps = needed(row)
-        look = {"color": COLOURS[i % len(COLOURS)], "linestyle": DASHES[i % len(DASHES)]}
+        look = series(i, 1)
         x = np.concatenate(([0.0], steps[steps < end]))
         y = np.arange(1, len(x) + 1)
         if len(x) <= len(steps):  # this many meet the SLO beyond the figure
             x, y = np.append(x, end), np.append(y, y[-1])
         else:
             y = np.append(y[:-1], y[-2])
-        axes.step(x, y + shift, where="post", linewidth=1.5, **look, label=row["policy"])
+        axes.step(x, y + shift, where="post", **{**look, "marker": ""}, label=row["policy"])
         tops.append(float(y[-1]))
         if row["replicas"] is not None:
             count, low, high = (row[f"replicas{which}"] for which in ("", "_lo", "_hi"))
             bar = [[count - (low or count)], [(high or count) - count]]
             axes.errorbar(
                 [rate * (1 + 0.06 * shift)], [count + shift], bar,
-                color=look["color"], marker=MARKERS[i % len(MARKERS)], markersize=5, capsize=2,
-                linewidth=1,
+                color=look["color"], marker=look["marker"], markersize=5, capsize=2, linewidth=1,
             )  # fmt: skip
     said = _mark_crossings(axes, drawn, spread, end)
     axes.axvline(rate, color=GREY, linewidth=0.8, zorder=0)
@@ -533,7 +519,7 @@ def plot_replicas(rows: Sequence[Mapping[str, Any]]) -> Figure:
         f"requests per second (markers: at {rate:.4g}/s{', bars: 95%' if bars else ''})\n{said}"
     )
     style(axes)
-    figure.legend(loc="outside upper left", ncols=3, frameon=False, fontsize=8)
+    legend(figure, 3)
     return figure
 
 
@@ -545,7 +531,7 @@ def _mark_crossings(
         return f"{PLAIN} meets the SLO at no rate"
     marked = 0
     for (i, row), shift in zip(drawn, shifts, strict=True):
-        look = {"color": COLOURS[i % len(COLOURS)]}
+        look = {"color": series(i, 1)["color"]}
         for crossing in crossings(row["curve"], plain) if row["policy"] != PLAIN else ():
             if crossing.rate < end:
                 # On the policy's own step, where the eye looks for it.

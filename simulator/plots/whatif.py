@@ -17,15 +17,17 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
 from policies.registry import is_bound
-from simulator.palette import COLOURS, DASHES, GREY, INK, MARKERS
+from simulator.palette import COLOURS, GREY, INK
 from simulator.plots.look import (
-    BOUND,
     SHADES,
+    canvas,
     cell_edges,
     draw_edge,
     draw_map,
+    legend,
     log_ticks,
     mark_bar,
+    powers_of_two,
     series,
     shading,
     style,
@@ -134,8 +136,7 @@ def plot_break_even(frame: pd.DataFrame, of: str = "") -> Figure:
     """
     found, key = break_even(frame, "c"), "alpha_asked"
     names = list(dict.fromkeys(found["policy"].astype(str)))
-    figure = Figure(figsize=(6.4, 4.4), layout="constrained")
-    axes = figure.subplots()
+    figure, axes = canvas(6.4, 4.4)
     chosen = names if len(names) <= MOST_LINES else _furthest(found, names)
     for name in (n for n in names if n not in chosen):
         part = found[found["policy"] == name].sort_values(key)
@@ -144,16 +145,13 @@ def plot_break_even(frame: pd.DataFrame, of: str = "") -> Figure:
         part = found[found["policy"] == name].sort_values(key)
         at = part[key].to_numpy(float)
         mid, low, high = (_finite(part[f"break_even{end}"]) for end in ("", "_lo", "_hi"))
-        colour = COLOURS[i % len(COLOURS)]
         raw = part["break_even"].to_numpy(float)
         label = name
         if not np.isfinite(mid).any():
             label += " (a speedup everywhere)" if np.isinf(raw).all() else " (no line)"
-        axes.fill_between(at, low, high, color=colour, alpha=0.12, linewidth=0)
-        axes.plot(
-            at, mid, color=colour, linestyle=DASHES[i % len(DASHES)], linewidth=1.4, label=label,
-            marker=MARKERS[i % len(MARKERS)], markersize=4, markevery=max(len(at) // 8, 1),
-        )  # fmt: skip
+        look = series(i, len(at))
+        axes.fill_between(at, low, high, color=look["color"], alpha=0.12, linewidth=0)
+        axes.plot(at, mid, label=label, **look)
     if others := len(names) - len(chosen):
         axes.plot([], [], color="#B8B8B8", linewidth=0.7, label=f"{others} others")
     shown = [v for line in axes.get_lines() for v in np.asarray(line.get_ydata(), float)]
@@ -165,8 +163,7 @@ def plot_break_even(frame: pd.DataFrame, of: str = "") -> Figure:
     axes.set_xlabel(LABELS["alpha"])
     axes.set_ylabel(f"largest {LABELS['c']}\nwith a speedup")
     style(axes, "both")
-    figure.legend(loc="outside upper left", ncols=2, frameon=False, fontsize=8, title=of or None,
-                  title_fontsize=8)  # fmt: skip
+    legend(figure, 2, of)
     return figure
 
 
@@ -229,19 +226,15 @@ def plot_batches(frame: pd.DataFrame, of: str = "") -> Figure:
         lines += [(policy, own[own["policy"] == policy]) for policy in others]
         for i, (label, found) in enumerate(lines):
             line = found.sort_values("batch")
-            look, called = series(i, len(line)), label
-            if is_bound(label):
-                look, called = {**BOUND}, f"{label}\n(knows every outcome)"
+            look = series(i, len(line), label)
+            called = f"{label}\n(knows every outcome)" if is_bound(label) else label
             axes.plot(line["batch"], line["speedup"], label=called, **look)
             axes.fill_between(
                 line["batch"], line["speedup_lo"], line["speedup_hi"],
                 color=look["color"], alpha=0.18, linewidth=0,
             )  # fmt: skip
         axes.axhline(1, color=INK, linewidth=0.8)
-        axes.set_xscale("log", base=2)
-        axes.set_xticks(sorted(own["batch"].unique()))
-        axes.xaxis.set_major_formatter(lambda value, _: f"{value:g}")
-        axes.minorticks_off()
+        powers_of_two(axes, sorted(own["batch"].unique()))
         axes.set_xlabel(LABELS["batch"])
         several = sum(name == other for other, _ in names) > 1
         axes.set_title(f"{name} on {gpu}" if several else name, fontsize=8, color=INK)
@@ -249,15 +242,13 @@ def plot_batches(frame: pd.DataFrame, of: str = "") -> Figure:
     panels[0].set_ylabel("speedup over no speculation (×)")
     if left := len(every) - len(others):
         panels[0].plot([], [], " ", label=f"({left} slower, not drawn)")
-    figure.legend(*panels[0].get_legend_handles_labels(), loc="outside right upper",
-                  frameon=False, fontsize=8, title=of or None, title_fontsize=8)  # fmt: skip
+    legend(figure, title=of, of=panels[0])
     return figure
 
 
 def plot_ladder(rungs: pd.DataFrame) -> Figure:
     """Plot time per token of every rung as shares of plain decoding's; rows of `ladder.ladder`."""
-    figure = Figure(figsize=(8.2, 0.3 * len(rungs) + 1.4), layout="constrained")
-    axes = figure.subplots()
+    figure, axes = canvas(8.2, 0.3 * len(rungs) + 1.4)
     y = np.arange(len(rungs))[::-1]
     labels = {
         "useful_draft": "drafts accepted", "wasted_draft": "drafts rejected",
@@ -297,7 +288,7 @@ def plot_ladder(rungs: pd.DataFrame) -> Figure:
     axes.set_xlabel("time per token, no speculation = 1;  speedup [95% interval]  "
                     "share of the oracle's gain")  # fmt: skip
     style(axes, "x")
-    figure.legend(loc="outside upper center", ncols=5, frameon=False, fontsize=8)
+    legend(figure, 5)
     return figure
 
 

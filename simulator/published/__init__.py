@@ -26,7 +26,6 @@ class PaperTable:
     """A published table: rows by name, values in the order of the columns."""
 
     name: str
-    source: str
     columns: tuple[str, ...]
     cells: Mapping[str, tuple[float | None, ...]]
 
@@ -74,7 +73,6 @@ class PublishedStudy(NamedTuple):
     """Runs of one engine by one group."""
 
     name: str
-    source: str
     engine: str
     mode: Literal["eager", "graph"]
     runs: tuple[PublishedRun, ...]
@@ -107,28 +105,7 @@ class EngineStudy(NamedTuple):
     """Runs of one engine and pair, by load and draft length; 0 is plain decoding."""
 
     name: str
-    source: str
     runs: Mapping[int, Mapping[int, EngineRun]]
-
-
-class ServerStudy(NamedTuple):
-    """A server's time between tokens by the requests that it serves at a time."""
-
-    name: str
-    source: str
-    prompt: int
-    """Tokens of a prompt, about; not said."""
-    output: int
-    """Mean tokens of an output."""
-    itl_s: Mapping[int, float]
-
-
-class PublishedPositions(NamedTuple):
-    """Chances that the first 1, 2, ... drafted tokens are all accepted, as an engine counts."""
-
-    name: str
-    source: str
-    accepted: tuple[float, ...]
 
 
 def published_rows(name: str) -> Iterator[dict[str, str]]:
@@ -146,7 +123,7 @@ def _tables() -> dict[str, PaperTable]:
             cells.setdefault(row["row"], {})[row["column"]] = value
         columns = tuple(next(iter(cells.values())))
         values = {label: tuple(line.values()) for label, line in cells.items()}
-        found[name] = PaperTable(name, SOURCES[name], columns, values)
+        found[name] = PaperTable(name, columns, values)
     return found
 
 
@@ -179,7 +156,7 @@ def _studies() -> tuple[PublishedStudy, ...]:
         libraries = [part.split("=") for part in row["libraries"].split("; ") if part]
         found.append(
             PublishedStudy(
-                row["name"], row["source"], row["engine"], mode, tuple(runs[row["name"]]),
+                row["name"], row["engine"], mode, tuple(runs[row["name"]]),
                 tuple((name, library) for name, library in libraries),
             )
         )  # fmt: skip
@@ -203,29 +180,20 @@ def _engines() -> tuple[EngineStudy, ...]:
         loads = found.setdefault(row["study"], {})
         run = EngineRun(float(row["tokens_per_s"]), emitted)
         loads.setdefault(int(row["load"]), {})[int(row["draft_length"])] = run
-    return tuple(EngineStudy(name, SOURCES[name], runs) for name, runs in found.items())
+    return tuple(EngineStudy(name, runs) for name, runs in found.items())
 
 
-def _server() -> ServerStudy:
-    rows = list(published_rows("servers"))
-    name, prompt, output = (rows[0][key] for key in ("study", "prompt", "output"))
-    times = {int(row["load"]): float(row["itl_s"]) for row in rows}
-    return ServerStudy(name, SOURCES[name], int(prompt), int(output), times)
-
-
-def _positions() -> PublishedPositions:
-    rows = list(published_rows("positions"))
-    name = rows[0]["study"]
-    return PublishedPositions(name, SOURCES[name], tuple(float(row["accepted"]) for row in rows))
-
-
-SOURCES = {row["name"]: row["source"] for row in published_rows("sources")}
+SOURCES = {
+    row["name"]: row["source"] for file in ("sources", "studies") for row in published_rows(file)
+}
+"""Where the figures of each table and study are from."""
 TABLES = _tables()
+"""The papers' tables by name, but for Table 1 of SpecBound."""
 CMASD_1, CMASD_2, CMASD_3, CMASD_4, CMASD_5 = (
     TABLES[f"CM-ASD Table {number}"] for number in ("I", "II", "III", "IV", "V")
 )
 CSD_ABLATION, CSD_MAIN = TABLES["CSD ablation"], TABLES["CSD main results"]
-CSD_GAINS = {row: gain or math.nan for row, (gain,) in TABLES["CSD gains"].cells.items()}
+CSD_GAINS = {row: gain or math.nan for row, (gain,) in TABLES.pop("CSD gains").cells.items()}
 CSD_PATTERNS = TABLES["CSD rejection patterns"]
 GAMMATUNE_1, GAMMATUNE_2 = (TABLES[f"GammaTune Table {number}"] for number in (1, 2))
 GAMMATUNE_MS = {name: ms or math.nan for name, (ms,) in GAMMATUNE_1.cells.items()}
@@ -244,14 +212,6 @@ GAMMATUNE = STUDIES[0]
 CLASSES = ("chat", "code", "prose", "reason", "zh")
 RTX3090_PLAIN = 41.57
 """Tokens/s without speculation of `RTX3090`."""
-RTX3090_SOURCE = SOURCES["RTX 3090 llama.cpp 27B 4-bit"]
 RTX3090 = _ladders()
 """A ladder of draft lengths by drafter."""
 ENGINE_STUDIES = _engines()
-A100_CONCURRENCY = _server()
-MINICPM = _positions()
-
-
-def notes_on(table: str) -> list[str]:
-    """Return where a table contradicts its paper or itself."""
-    return [text for name, text in CONTRADICTIONS if name == table]

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from itertools import product
 from typing import Any
 
 import numpy as np
@@ -33,20 +34,18 @@ from simulator.summary import (
 )
 from simulator.tune.costs import (
     DEFAULT_LENGTHS,
-    PricedOptions,
     default_contexts,
     fixed_logs,
     longest_draft,
     price_grid,
 )
 from simulator.tune.served import check_seed, closed_load, rivals
-from simulator.tune.settings import Tuned
 from simulator.tune.vllm import tune_vllm
 from simulator.validation import compare, verdict
 from simulator.whatif.ranking import BEST_FIXED, FITTED, Ranking, winner, with_best_fixed
 from simulator.whatif.tilt.fidelity import tilt_errors
-from simulator.whatif.tilt.trace import Tilter
-from traces.acceptance.trace import MATCH, UNKNOWN, Trace
+from simulator.whatif.tilt.trace import Tilter, acceptance
+from traces.acceptance.trace import Trace
 from traces.errors import DraftsimError
 from traces.latency.table import LatencyTable
 from traces.replay.rounds import RoundLog
@@ -71,19 +70,13 @@ def slider(values: Sequence[float], start: float) -> dict[str, Any]:
 
 def sliders(trace: Trace, c: float, v: float, gammas: Sequence[int], gamma: int) -> dict[str, Any]:
     """Return the four sliders of the page; every stop is a number that Python and page share."""
-    alpha = recorded_alpha(trace)
+    alpha = acceptance(trace)
     return {
         "c": slider(np.geomspace(0.005, 1, 60).tolist(), c),
         "v": slider([1 + 0.05 * i for i in range(41)], v),
         "alpha": slider(ALPHAS, _significant(alpha)),
         "gamma": {"values": list(gammas), "start": list(gammas).index(gamma)},
     }
-
-
-def recorded_alpha(trace: Trace) -> float:
-    """Return the share of on-path drafts that match."""
-    match = trace.columns["match"][trace.on_path]
-    return float((match[match != UNKNOWN] == MATCH).mean())
 
 
 def logs_by_length(trace: Trace) -> dict[int, RoundLog]:
@@ -118,7 +111,7 @@ def tilted(
     each of ``error`` the relative error to expect of a speedup and whether a shift as large
     was measured, or None if no prompts differ enough to measure one.
     """
-    recorded = _significant(recorded_alpha(trace))
+    recorded = _significant(acceptance(trace))
     wanted = [a for a in stops if 0 < a < 1]
     found, sums = [], carried(trace, latency, own)  # plain decoding drafts nothing: alike in all
     try:
@@ -158,26 +151,31 @@ def loads(trace: Trace, latency: LatencyTable, serve: bool, draws: int) -> dict[
     weights = resamples(len(trace.requests), draws, 0)
     priced = [plain, *logs.values()]
     return {
-        "batches": by_length(priced, list(logs), latency, sizes, weights),
+        "batches": {
+            "batches": list(sizes), "lengths": list(logs),
+            **_bounded(speedups(priced, latency, sizes, [None], weights)[:, :, 0]),
+        },
         "contexts": by_context(priced, list(logs), latency, sizes, weights),
         "serving": serving(trace, latency, sizes) if serve else None,
-    }
-
-
-def by_length(
-    logs: Sequence[RoundLog], lengths: Sequence[int], latency: LatencyTable,
-    sizes: Sequence[int], weights: Floats,
-) -> dict[str, Any]:  # fmt: skip
-    """Return the speedup of every fixed length at every batch, (batches, lengths), with its bounds.
-
-    `logs` are plain decoding and the fixed `lengths`; `weights` of `simulator.bootstrap.resamples`.
-    """
-    rows = [_speedups(price_grid(logs, latency, b), weights) for b in sizes]
-    return {
-        "batches": list(sizes), "lengths": list(lengths),
-        "speedup": [row[0].tolist() for row in rows],
-        "low": [row[1].tolist() for row in rows], "high": [row[2].tolist() for row in rows],
     }  # fmt: skip
+
+
+def speedups(
+    logs: Sequence[RoundLog], latency: LatencyTable, sizes: Sequence[int],
+    contexts: Sequence[int | None], weights: Floats,
+) -> Floats:  # fmt: skip
+    """Return the speedup of each fixed length, and its bounds: (3, batches, contexts, lengths).
+
+    `logs` are plain decoding and the fixed lengths, a context of None is as recorded, and `weights`
+    are of `simulator.bootstrap.resamples`.
+    """
+    found = []
+    for batch, context in product(sizes, contexts):
+        grid = price_grid(logs, latency, batch, context)
+        plain, *options = np.stack([grid.tokens, grid.seconds], axis=1)
+        cell = np.array([gain(own, plain, weights) for own in options]).T
+        found.append(np.where(np.isnan(cell), cell[0], cell))  # one prompt has no interval
+    return np.stack(found, axis=1).reshape(3, len(sizes), len(contexts), -1)
 
 
 def by_context(
@@ -193,33 +191,27 @@ def by_context(
         return None
     places = np.linspace(0, len(measured) - 1, min(len(measured), MAPPED_CONTEXTS))
     contexts = [measured[round(i)] for i in places]
-    found: dict[str, Any] = {"batches": list(sizes), "contexts": contexts}
-    found |= {key: [] for key in ("speedup", "low", "high", "length")}
-    for b in sizes:
-        cells = [_speedups(price_grid(logs, latency, b, c), weights) for c in contexts]
-        best = [int(cell[0].argmax()) for cell in cells]
-        found["length"].append([lengths[k] for k in best])
-        for i, key in enumerate(("speedup", "low", "high")):
-            found[key].append([float(cell[i][k]) for cell, k in zip(cells, best, strict=True)])
-    return found
+    found = speedups(logs, latency, sizes, contexts, weights)
+    best = found[0].argmax(axis=-1)
+    return {
+        "batches": list(sizes), "contexts": contexts, "length": np.array(lengths)[best].tolist(),
+        **_bounded(np.take_along_axis(found, best[None, :, :, None], axis=-1)[..., 0]),
+    }  # fmt: skip
 
 
-def _speedups(grid: PricedOptions, weights: Floats) -> Floats:
-    """Return the speedup of every option but the first over the first, and its bounds: (3,
-    options).
-    """
-    plain, *options = np.stack([grid.tokens, grid.seconds], axis=1)
-    found = np.array([gain(own, plain, weights) for own in options]).T
-    return np.where(np.isnan(found), found[0], found)  # one prompt has no interval
+def _bounded(found: Floats) -> dict[str, Any]:
+    return dict(zip(("speedup", "low", "high"), found.tolist(), strict=True))
 
 
 def serving(trace: Trace, latency: LatencyTable, sizes: Sequence[int]) -> dict[str, Any]:
     """Return the throughput and latency of the tuned table and its rivals in full engines.
 
     The loads are those of ``draftsim tune --check``.  ``deploy`` holds, by batch served, what
-    the search says to run there: ``on``, or ``off`` where no speculation is faster.
+    the search says to run there, ``on``, or ``off`` where no speculation is faster, and the draft
+    length of the table.
     """
     tuned = tune_vllm(trace, latency, sizes, draws=400)
+    at = {row["batch"]: row for row in tuned.rows}
     some = sorted({sizes[round(i)] for i in np.linspace(0, len(sizes) - 1, SERVED_BATCHES)})
     scenarios = [
         replace(closed_load(trace, b, None, check_seed(0), latency), replications=REPLICATIONS)
@@ -237,15 +229,11 @@ def serving(trace: Trace, latency: LatencyTable, sizes: Sequence[int]) -> dict[s
     return {
         "rows": kept,
         "policies": list(policies),
-        "deploy": deployment(tuned, some),
+        "deploy": [
+            {"batch": b, **{key: at[b][key] for key in ("deploy", "setting")}} for b in some
+        ],
         "table": (tuned.document or {}).get("num_speculative_tokens_per_batch_size"),
     }
-
-
-def deployment(tuned: Tuned, batches: Sequence[int]) -> list[dict[str, Any]]:
-    """Return per batch of `batches` what to deploy there, and the draft length of the table."""
-    at = {row["batch"]: row for row in tuned.rows}
-    return [{"batch": b, "deploy": at[b]["deploy"], "setting": at[b]["setting"]} for b in batches]
 
 
 SHOWN = 5e-4
@@ -361,7 +349,33 @@ def report_data(
     resamples: int = 2000,
     progress: Callable[[str], None] = lambda _: None,
 ) -> dict[str, Any]:
-    """Return the page's data; parameters and errors as in `simulator.report.build_report`."""
+    """Return the data of the page about a recording (`simulator.report.page.render`).
+
+    Parameters
+    ----------
+    trace, latency:
+        The recording and its costs.
+    logs:
+        Replays of `trace` to rank, one per policy and source; the best fixed draft length is
+        added.
+    notes:
+        Remarks by policy (`simulator.whatif.ranking`).
+    measured:
+        Real runs to compare predictions with.
+    pair:
+        Names of the ``target`` and the ``draft``, if the trace does not name them in full.
+    serve:
+        True to serve batches in simulated time, where the table has measured some.
+    resamples:
+        Bootstrap resamples over prompts.
+    progress:
+        Called with what is being computed, part after part.
+
+    Raises
+    ------
+    DraftsimError
+        If there is no log, or as in the computations for the page.
+    """
     if not logs:
         raise DraftsimError("no round log was given: name at least one policy")
     progress("pricing policies")
@@ -388,19 +402,16 @@ def report_data(
         "policies": rows,
         "headline": headline(rows, logs, latency, resamples, list(fixed.values())),
         "categories": _categories(trace, logs, latency, resamples),
-        "validation": None
-        if measured is None
-        else _validation(
+        "validation": measured and _validation(
             # A rule fitted here is not the one that ran unfitted under the same name.
             [log for log in logs if log.source == trace.source and said.get(log.policy) != FITTED],
-            latency,
-            measured,
+            latency, measured,
         ),
         "fixed": {"gammas": list(fixed), "sums": [sums(log) for log in fixed.values()]},
         "sliders": stops,
         "tilt": moved,
         **served,
-    }
+    }  # fmt: skip
 
 
 def _about(trace: Trace, latency: LatencyTable, own: OwnRatios) -> dict[str, Any]:
@@ -416,10 +427,8 @@ def _about(trace: Trace, latency: LatencyTable, own: OwnRatios) -> dict[str, Any
         "versions": ", ".join(f"{k} {w}" for k, w in dict(meta.get("versions") or {}).items()),
         "prompts": len(trace.requests),
         "tokens": trace.tokens,
-        "categories": len({r.category for r in trace.requests}),
         "sampling": trace.sampling.label,
-        "max_gamma": trace.max_gamma,
-        "alpha": recorded_alpha(trace),
+        "alpha": acceptance(trace),
         "c": own.ratio, "v": own.verify,
         "scaled": scaling_words(latency),
     }  # fmt: skip
@@ -463,27 +472,14 @@ def _validation(
     logs: Sequence[RoundLog], latency: LatencyTable, measured: MeasuredRuns
 ) -> dict[str, Any] | None:
     """Return predicted against measured seconds of the arms that were replayed here too."""
-    from simulator.pricing import autoregressive
-
     own = {log.policy: log for log in (autoregressive(logs[0]), *logs)}
     times = measured.times[measured.times["policy"].isin(list(own))]
     times = times[times["verify"] == times["policy"].map({n: log.verify for n, log in own.items()})]
     if times.empty:
         return None
     rows = compare([price(log, latency) for log in own.values()], times)
-    said = verdict(rows)
     left_out = sorted(set(measured.times["policy"]) - set(own))
-    return {
-        "rows": to_rows(rows),
-        "median_error": said.median_error,
-        "worst_error": said.worst_error,
-        "worst_policy": said.worst_policy,
-        "misranked": len(said.misranked),
-        "ranked_pairs": said.ranked_pairs,
-        "wrong_sign": list(said.wrong_sign),
-        "sign_arms": said.sign_arms,
-        "left_out": left_out,
-    }
+    return {"rows": to_rows(rows), **verdict(rows)._asdict(), "left_out": left_out}
 
 
 def names_of(recording: Recording) -> Mapping[str, str]:

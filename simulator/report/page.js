@@ -64,7 +64,7 @@
   // Plots have room for little beside a name; the tables say the rest.
   const fullName = (p) => p.name + ((p.note || "").split("; ").includes("best fixed") ? " (best fixed)" : "");
 
-  // Bounds, which nobody can run, above the policies; approximate rows below (simulator.plots.arms).
+  // Bounds, which nobody can run, above the policies; approximate rows below (simulator.plots.recording).
   const KINDS = [
     { shape: "diamond", style: { fill: GREY }, stroke: GREY },
     { shape: "circle", style: { fill: data.colours[0] }, stroke: data.colours[0] },

@@ -10,17 +10,10 @@ arithmetic add up (`simulator.hardware.roofline`) with the 8B's passes in view, 
 from pathlib import Path
 
 from simulator.papers.measured.engines import engine_rows, ladder_rows, roofline_rows
-from simulator.papers.measured.logs import EAGLE_STUDY, SPECBENCH_STUDY, log_rows
-from simulator.papers.measured.operators import CELLS, STEPS, eagle_rows, operator_rows
+from simulator.papers.measured.logs import log_rows
+from simulator.papers.measured.operators import eagle_rows, operator_rows
 from simulator.papers.measured.rows import Evidence
-from simulator.papers.measured.server import SERVER, SERVER_SOURCE, server_rows
-from simulator.published import (
-    A100_CONCURRENCY,
-    ENGINE_STUDIES,
-    MINICPM,
-    RTX3090_SOURCE,
-    STUDIES,
-)
+from simulator.papers.measured.server import SERVER_LOG, server_rows
 
 
 def measured_rows(logs: Path | None = None, named: str = "") -> list[Evidence]:
@@ -29,27 +22,11 @@ def measured_rows(logs: Path | None = None, named: str = "") -> list[Evidence]:
 
     Raises DraftsimError if there are no logs in it.
     """
-    rows = [*ladder_rows(named), *engine_rows(), *roofline_rows(), *operator_rows(named)]
-    if logs:
-        of_server = server_rows(logs)
-        rows += [*of_server, *eagle_rows(logs)]
-        # A folder may hold the server's requests alone.
-        rows += log_rows(logs, needed=not of_server)
+    of_logs: list[Evidence] = []
+    if logs:  # first, since they may be refused; a folder may hold the server's requests alone
+        found = log_rows(logs, needed=not (logs / SERVER_LOG).is_file())
+        of_logs = [*server_rows(logs), *eagle_rows(logs), *found]
+    rows = [
+        *ladder_rows(named), *engine_rows(), *roofline_rows(), *operator_rows(named), *of_logs
+    ]  # fmt: skip
     return [row for row in rows if named.lower() in row.study.lower()]
-
-
-def sources() -> dict[str, str]:
-    """Return where the figures are from, by study."""
-    found = {"RTX 3090 llama.cpp 27B 4-bit": RTX3090_SOURCE}
-    found |= {study.name: study.source for study in ENGINE_STUDIES}
-    found[MINICPM.name] = MINICPM.source
-    found |= dict.fromkeys((EAGLE_STUDY, SPECBENCH_STUDY), "read from the folder of --logs")
-    found |= {study.name: study.source for study in STUDIES}
-    found |= {
-        A100_CONCURRENCY.name: A100_CONCURRENCY.source, SERVER: SERVER_SOURCE,
-        STEPS: "github.com/casys-kaist/LLMServingSim at 4c0bb4fc, MIT licence",
-        CELLS: "github.com/casys-kaist/LLMServingSim at 5daddb21, MIT licence",
-    }  # fmt: skip
-    found["GammaTune Table 1"] = "arXiv:2504.00030, Table 1"
-    found["SpecBound Tables 3 and 4"] = "arXiv:2604.12247, Tables 3 and 4"
-    return found

@@ -14,11 +14,11 @@ from simulator.published import (
     CLASSES,
     ENGINE_STUDIES,
     GAMMATUNE,
-    MINICPM,
     RTX3090,
     RTX3090_PLAIN,
     EngineStudy,
     Length,
+    published_rows,
 )
 
 TWO, ONE = "plain and two lengths", "plain and one length"
@@ -56,9 +56,9 @@ def _predicted(
     cycles = {n: cycle_at(_same_kernel(known, n), n) for n in others}
     totals = tuple((n, ladder[n].emitted) for n in given)
     rows = [
-        _row(study, named, f"tokens/s at length {n}",
-             _family(totals, n).scaled(RTX3090_PLAIN / cycles[n]), ladder[n].tokens_per_s,
-             RTX3090_PLAIN)
+        evidence(study, named, f"tokens/s at length {n}",
+                 _family(totals, n).scaled(RTX3090_PLAIN / cycles[n]), ladder[n].tokens_per_s,
+                 RTX3090_PLAIN)
         for n in others
     ]  # fmt: skip
     yield from ranked(rows, [RTX3090_PLAIN, *(ladder[n].tokens_per_s for n in given)])
@@ -67,8 +67,8 @@ def _predicted(
         speeds = {n: 1 + ladder[n].gains[k] / 100 for n in ladder}
         totals = tuple((n, min(n + 1.0, speeds[n] * ladder[n].cycle)) for n in given)
         rows = [
-            _row(study, f"{named.replace(':', f', {name}:')}", f"speedup at length {n}, {name}",
-                 _family(totals, n).scaled(1 / cycles[n]), speeds[n], 1.0)
+            evidence(study, named.replace(":", f", {name}:"), f"speedup at length {n}, {name}",
+                     _family(totals, n).scaled(1 / cycles[n]), speeds[n], 1.0)
             for n in others
         ]  # fmt: skip
         yield from ranked(rows, [1.0, *(speeds[n] for n in given)])
@@ -78,13 +78,6 @@ def _same_kernel(known: Mapping[int, float], length: int) -> Mapping[int, float]
     """Return the lengths whose verification, of the draft and one token, runs `length`'s kernel."""
     near = {n: k for n, k in known.items() if (n < ALONE) == (length < ALONE)}
     return near or known
-
-
-def _row(
-    study: str, given: str, quantity: str, predicted: Interval, measured: float, plain: float
-) -> Evidence:
-    interval = (predicted.low, predicted.high)
-    return evidence(study, given, quantity, predicted.value, measured, interval, plain)
 
 
 @cache
@@ -125,8 +118,8 @@ def _lengths(study: EngineStudy, load: int) -> Iterator[Evidence]:
                 plain / cycle_at({given: cycle}, asked)
             )
             rows.append(evidence(
-                study.name, f"{ONE}: {given}", f"tokens/s at length {asked}", speed.value,
-                other.tokens_per_s, (speed.low, speed.high), plain,
+                study.name, f"{ONE}: {given}", f"tokens/s at length {asked}", speed,
+                other.tokens_per_s, plain,
             ))  # fmt: skip
         yield from ranked(rows, [plain, run.tokens_per_s])
 
@@ -145,7 +138,7 @@ def _elsewhere(study: EngineStudy, load: int) -> Iterator[Evidence]:
             study.name, f"{ELSEWHERE}: length {given} at {load} streams",
             f"tokens/s of {load} streams at length {asked}",
             here[given].tokens_per_s * alone[asked].tokens_per_s / alone[given].tokens_per_s,
-            run.tokens_per_s, plain=here[0].tokens_per_s,
+            run.tokens_per_s, here[0].tokens_per_s,
         )
         for asked, run in here.items() if asked not in (0, given)
     ]  # fmt: skip
@@ -154,13 +147,13 @@ def _elsewhere(study: EngineStudy, load: int) -> Iterator[Evidence]:
 
 def _positions() -> Iterator[Evidence]:
     """Yield later positions' acceptance from the first two, by the acceptance family."""
-    known = {n: 1 + sum(MINICPM.accepted[:n]) for n in (1, 2)}
-    for n in range(3, len(MINICPM.accepted) + 1):
-        found = emitted_at(known, n)
+    rows = list(published_rows("positions"))
+    accepted = [float(row["accepted"]) for row in rows]
+    known = {n: 1 + sum(accepted[:n]) for n in (1, 2)}
+    for n in range(3, len(accepted) + 1):
         yield evidence(
-            MINICPM.name, f"{FIRST}: {MINICPM.accepted[0]:g} and {MINICPM.accepted[1]:g}",
-            f"tokens a round of {n}", found.value, 1 + sum(MINICPM.accepted[:n]),
-            (found.low, found.high),
+            rows[0]["study"], f"{FIRST}: {accepted[0]:g} and {accepted[1]:g}",
+            f"tokens a round of {n}", emitted_at(known, n), 1 + sum(accepted[:n]),
         )  # fmt: skip
 
 

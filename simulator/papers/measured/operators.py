@@ -17,7 +17,7 @@ import numpy as np
 from policies.arrays import Floats
 from simulator.papers.measured.logs import EAGLE_STUDY, read_eagle
 from simulator.papers.measured.rows import Evidence, evidence
-from simulator.published import A100_CONCURRENCY, CONTEXT, SPECBOUND_3, STUDIES
+from simulator.published import CONTEXT, SPECBOUND_3, STUDIES, published_rows
 from traces.operators.attention import Plane, heads_of, timed_planes
 from traces.operators.compose import Composer
 from traces.operators.dense import DenseOperators
@@ -244,15 +244,15 @@ def concurrency_rows() -> Iterator[Evidence]:
     """Yield a server's time between tokens at several concurrencies: a step, and the prompts in
     it.
     """
-    study = A100_CONCURRENCY
     latency = find_latency("a100/llama-3-8b")
-    context = study.prompt + study.output / 2
-    for requests, measured_s in study.itl_s.items():
-        step_s = latency.seconds("target", "forward", batch=requests, context=context).item()
-        added_s = latency.seconds("target", "prefill", new_tokens=study.prompt).item()
+    for row in published_rows("servers"):
+        # The prompts' tokens are not said: about these.
+        requests, prompt, output = (int(row[name]) for name in ("load", "prompt", "output"))
+        at = {"batch": requests, "context": prompt + output / 2}
+        step_s = latency.seconds("target", "forward", **at).item()
+        added_s = latency.seconds("target", "prefill", new_tokens=prompt).item()
         added_s -= latency.seconds("target", "forward").item()
         # Every request ends and begins once in its output; alone, it interrupts nobody.
-        each = (requests - 1) / study.output
-        predicted = step_s + each * max(added_s, 0.0)
+        predicted = step_s + (requests - 1) / output * max(added_s, 0.0)
         what = f"ms between tokens, {requests} requests at a time"
-        yield evidence(study.name, ALONE, what, 1e3 * predicted, 1e3 * measured_s)
+        yield evidence(row["study"], ALONE, what, 1e3 * predicted, 1e3 * float(row["itl_s"]))

@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from simulator.aggregate.hazard import Interval
 from simulator.published import published_rows
 
 SAME = 0.02
@@ -33,14 +34,15 @@ class Evidence(NamedTuple):
 
 
 def evidence(
-    study: str, given: str, quantity: str, predicted: float, measured: float,
-    interval: tuple[float, float] | None = None, plain: float | None = None,
+    study: str, given: str, quantity: str, predicted: float | Interval, measured: float,
+    plain: float | None = None,
 ) -> Evidence:  # fmt: skip
     """Return a row with its error; the sign is judged against `plain` decoding's value, if
     given.
     """
-    low, high = interval or (None, None)
-    sign = None
+    low = high = sign = None
+    if isinstance(predicted, Interval):
+        low, high, predicted = predicted.low, predicted.high, predicted.value
     if plain is not None and abs(measured / plain - 1) > SAME:
         sign = (predicted > plain) == (measured > plain)
     return Evidence(

@@ -26,10 +26,6 @@ SERVER = "vLLM server on an RTX 4090, 300 requests"
 SERVER_LOG = "gpu_ops/llmservingsim/bench/RTX4090-Llama-3.1-8B/requests.jsonl.gz"
 OVER_TIME = "timeseries.csv"
 SERVED = "rtx-4090/llama-3.1-8b"
-SERVER_SOURCE = (
-    "github.com/casys-kaist/LLMServingSim at 5daddb21, bench, MIT licence: vLLM 0.19, 2,588 blocks "
-    "of 16 tokens, 2,048 tokens an iteration; read from the folder of --logs"
-)
 LIMITS = Limits(max_batch=256, token_budget=2048, kv_blocks=2587, async_scheduling=True)
 """The server's settings.  One of its 2,588 blocks is vLLM's null block, which no request holds."""
 WINDOW_S = 10.0
@@ -104,12 +100,12 @@ def read_over_time(path: Path) -> dict[str, Floats]:
     return {name: np.bincount(window, values) / count for name, values in columns.items()}
 
 
-def served(real: Requests, name: str = SERVED, limits: Limits = LIMITS) -> ServedRequests:
-    """Serve the same requests under plain decoding, at the latencies called `name`."""
+def served(real: Requests) -> ServedRequests:
+    """Serve the same requests under plain decoding, at the latencies `SERVED`."""
     trace = synthetic_trace(0.5, requests=8, tokens=640, max_gamma=1, seed=0)
     arrivals = ArrivalFile("the server's requests", requests=real)
-    scenario = Scenario(arrivals, limits, requests=len(real.output), warmup=0.0)
-    run = simulate(trace, find_latency(name), Autoregressive(), scenario)
+    scenario = Scenario(arrivals, LIMITS, requests=len(real.output), warmup=0.0)
+    run = simulate(trace, find_latency(SERVED), Autoregressive(), scenario)
     requests = run.requests.sort_values("index")
     edges = np.arange(0, run.simulated_s + WINDOW_S, WINDOW_S)
     starts, means = run.recorder.batch.means(run.simulated_s)

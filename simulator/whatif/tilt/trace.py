@@ -456,9 +456,9 @@ def iid_like(trace: Trace, alpha: float, seed: int = 0) -> Trace:
 
 
 def acceptance(trace: Trace) -> float:
-    """Return the share of on-path drafts that match."""
+    """Return the share of on-path drafts that match, of those whose verdict is known."""
     match: npt.NDArray[Any] = trace.columns["match"][trace.on_path]
-    return float((match == 1).mean())
+    return float((match[match != UNKNOWN] == MATCH).mean())
 
 
 def _sigmoid(x: Floats) -> Floats:
