@@ -42,15 +42,15 @@ class BatchRuns(RealRuns):
     are compared over the groups in which no text diverged under any policy.
     """
 
-    file = "measured_batches.parquet"
+    name = "measured_batches"
 
     def __init__(self, given: Given, batch: str, forced: bool = False) -> None:
         from simulator.chosen import load_serving_policies
         from simulator.serving.groups import predict_groups
 
-        super().__init__(given)
+        super().__init__(given, forced=forced)
         self.logs = []
-        trace, latency, self.forced = self.trace, self.latency, forced
+        trace, latency = self.trace, self.latency
         self.batches = batch_sizes("--batch", batch)
         _check_measured(latency, self.batches)
         names = given.policy or as_recorded(BATCH_ARMS, trace)

@@ -60,12 +60,14 @@ class RealRuns(ABC):
 
     Parameters
     ----------
-    recorded:
-        The trace's file in the run folder.
+    sampled:
+        Decode the run's sampled trace.
+    forced:
+        Take drafts and verdicts from the trace.
     """
 
-    file: str
-    """File of the run folder that the measured times are kept in."""
+    name: ClassVar[str]
+    """Begins the name of the file of the run folder that the measured times are kept in."""
     resumed: ClassVar[bool] = True
     """True if the runs of a stopped check are kept in the run folder, for the same call to go on
     with them."""
@@ -80,13 +82,15 @@ class RealRuns(ABC):
     logs: list[RoundLog]
     """The replays of these policies."""
 
-    def __init__(self, given: Given, recorded: str = "trace.parquet") -> None:
+    def __init__(self, given: Given, sampled: bool = False, forced: bool = False) -> None:
         from profiler.recording.run import read_run
         from traces.store.files import read_latency, read_trace
 
-        self.given = given
+        self.given, self.forced = given, forced
+        # `draftsim report` reads the times of greedy runs: no others may replace them.
+        self.file = f"{self.name}{'-sampled' * sampled}{'-forced' * forced}.parquet"
         self.info = read_run(given.run, given.trust_remote_code)
-        self.whole = read_trace(given.run / recorded)
+        self.whole = read_trace(given.run / ("sampled.parquet" if sampled else "trace.parquet"))
         self.latency = read_latency(given.run / "latency.parquet")
         check_ids(self.whole)
         self.chosen: Sequence[int] = range(len(self.whole.requests))

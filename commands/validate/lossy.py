@@ -34,7 +34,7 @@ class LossyRuns(RealRuns):
     of the predicted speedups), and the fields of `traces.store.outputs.Quality`.
     """
 
-    file = "measured-lossy.parquet"
+    name = "measured-lossy"
     resumed = False
 
     def __init__(
@@ -46,7 +46,7 @@ class LossyRuns(RealRuns):
         from traces.replay.vectorised import replay_many
         from traces.store.files import read_trace
 
-        super().__init__(given, "sampled.parquet" if sampled else "trace.parquet")
+        super().__init__(given, sampled)
         trace, policy = self.trace, given.policy
         self.greedy = read_trace(given.run / "trace.parquet") if sampled else self.whole
         rule = load_rule(verify, memory)

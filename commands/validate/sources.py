@@ -45,7 +45,7 @@ class SourceRuns(RealRuns):
     The rows also have the column ``source``.
     """
 
-    file = "measured-sources.parquet"
+    name = "measured-sources"
     remedy = REMEDY
 
     def __init__(self, given: Given, source: str | None) -> None:
