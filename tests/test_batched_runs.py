@@ -16,8 +16,8 @@ from commands.common.progress import progress_bar
 from policies import SVIP, ConfidenceFreeze, Fixed, Round
 from policies.together import together_of
 from profiler.checks.batch_runs import BatchArm, groups_of, run_batches
-from profiler.checks.differences import output_of
-from profiler.checks.spot_check import Arm, rounds_differ, run_arms
+from profiler.checks.differences import output_of, rounds_differ
+from profiler.checks.spot_check import Arm, run_arms
 from profiler.checks.turns import LEAST_REPEATS, order
 from profiler.decoding.batch import BatchedDecoder, speculate_batch
 from profiler.decoding.forced import ForcedStream

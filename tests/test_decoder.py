@@ -17,8 +17,8 @@ from policies.lengths.huggingface import HFHeuristic
 from profiler import machine as repeats
 from profiler.checks.assisted import assisted_generation
 from profiler.checks.batch_runs import BatchArm, run_batches
-from profiler.checks.differences import output_of
-from profiler.checks.spot_check import Arm, rounds_differ, run_arms
+from profiler.checks.differences import output_of, rounds_differ
+from profiler.checks.spot_check import Arm, run_arms
 from profiler.decoding.forced import ForcedDecoder
 from profiler.decoding.single import ModelDecoder, greedy
 from profiler.models.runner import Runner

@@ -17,7 +17,8 @@ from policies.lengths.basic import Fixed
 from profiler import profile
 from profiler.checks.assisted import assisted_generation
 from profiler.checks.batch_runs import BatchArm, run_batches
-from profiler.checks.spot_check import Arm, rounds_differ, run_arms
+from profiler.checks.differences import rounds_differ
+from profiler.checks.spot_check import Arm, run_arms
 from profiler.decoding.single import ModelDecoder
 from profiler.latency.table import Grid
 from profiler.models import loading

@@ -45,6 +45,7 @@ class BatchRuns(RealRuns):
     name = "measured_batches"
 
     def __init__(self, given: Given, batch: str, forced: bool = False) -> None:
+        from profiler.recording.run import digest_of
         from simulator.chosen import load_serving_policies
         from simulator.serving.groups import predict_groups
 
@@ -58,17 +59,11 @@ class BatchRuns(RealRuns):
         if not given.policy:
             self.policies |= fastest_by_batch(trace, latency, self.batches, self.policies)
         self.groups, self.requests = predict_groups(trace, latency, self.policies, self.batches)
-
-    @property
-    def conditions(self) -> dict[str, Any]:
-        """Say which groups are decoded, and the rounds that the simulator predicts for each."""
-        from profiler.recording.run import digest_of
-
         predicted = {
             f"{name} {size}": digest_of({"rounds": frame[["rounds", *COUNTED]].to_numpy().tolist()})
             for (name, size), frame in self.requests.items()
         }
-        return {"batches": self.batches, "forced": self.forced, "predicted": predicted}
+        self.conditions = {"batches": self.batches, "forced": forced, "predicted": predicted}
 
     @property
     def total(self) -> int:

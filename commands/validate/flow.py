@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
@@ -81,6 +81,10 @@ class RealRuns(ABC):
     """Policies to decode, by name; plain decoding is among them."""
     logs: list[RoundLog]
     """The replays of these policies."""
+    conditions: Mapping[str, Any]
+    """Further conditions under which the runs of a stopped check belong to this one."""
+    modules: Modules | None = None
+    """Trained modules whose cells are measured again, too."""
 
     def __init__(self, given: Given, sampled: bool = False, forced: bool = False) -> None:
         from profiler.recording.run import read_run
@@ -103,16 +107,6 @@ class RealRuns(ABC):
     def total(self) -> int:
         """Runs of a policy over a request that are counted as progress."""
         return self.given.repeats * len(self.chosen) * len(self.policies)
-
-    @property
-    def conditions(self) -> dict[str, Any]:
-        """Further conditions under which the runs of a stopped check belong to this one."""
-        return {}
-
-    @property
-    def modules(self) -> Modules | None:
-        """Trained modules whose cells are measured again, too."""
-        return None
 
     def load(self) -> None:
         """Load the models."""

@@ -83,13 +83,8 @@ class SpotCheck(RealRuns):
         if PLAIN not in dict(chosen):
             chosen = load_policies([PLAIN], trace) + chosen
         self.policies, self.logs = dict(chosen), list(replay_many(trace, chosen))
-        self.greedy = trace.temperature == 0
+        self.conditions, self.greedy = {"forced": forced}, trace.temperature == 0
         self.assisted = _assisted_logs(trace) if assisted and not forced and self.greedy else {}
-
-    @property
-    def conditions(self) -> dict[str, Any]:
-        """Say whether the runs are forced."""
-        return {"forced": self.forced}
 
     def decode(self, kept: Checkpoint | None, advance: Callable[[], None]) -> Measured:
         """Decode with both models, or as the trace says."""

@@ -14,7 +14,7 @@ import torch
 from policies.core import DraftPolicy, Round, own_copy, speculate
 from policies.rules.base import VerifyRule
 from policies.rules.registry import describe_rule
-from profiler.checks.differences import output_of, rounds_differ, solves
+from profiler.checks.differences import output_of, solves
 from profiler.checks.turns import Attempt, CheckWork, take_turns
 from profiler.decoding.forced import ForcedDecoder
 from profiler.decoding.single import ModelDecoder
@@ -25,7 +25,6 @@ from profiler.models.seq2seq import make_runner
 from traces.acceptance.sampling import Sampling
 from traces.acceptance.trace import Request, Trace
 from traces.errors import DraftsimError
-from traces.machine import State
 from traces.replay.rounds import RoundLog
 from traces.store.checkpoint import Checkpoint
 from traces.store.measured import MEASURED_COLUMNS, OFF_COLUMNS
@@ -74,18 +73,6 @@ class Ran(NamedTuple):
     log_probs: list[float]
 
 
-class Runs(NamedTuple):
-    """Times of every run (`MEASURED_COLUMNS`), and by label each arm's runs of the first repeat.
-
-    ``rules`` are the rules as the first repeat left them.
-    """
-
-    times: pd.DataFrame
-    first: dict[str, list[Ran]]
-    rules: dict[str, VerifyRule | None]
-    machine: State
-
-
 @dataclass
 class _Requests(CheckWork):
     """Single requests; an arm learns by its policy and its rule."""
@@ -130,54 +117,6 @@ class _Requests(CheckWork):
         return span.timing, ((learner, rule), Ran(rounds, decoder.output, *ruled)._asdict())
 
 
-def run_interleaved(
-    pair: Pair,
-    trace: Trace,
-    arms: Sequence[Arm],
-    opened: Opener,
-    vocab_size: int,
-    *,
-    requests: Sequence[int] | None = None,
-    forced: bool = False,
-    repeats: int = 3,
-    advance: Callable[[], None] = lambda: None,
-    kept: Checkpoint | None = None,
-    in_time: Callable[[], bool] | None = None,
-    captured: Callable[[], int] = lambda: 0,
-) -> Runs:
-    """Decode `requests` of `trace` (None: all) for real under every arm, `repeats` times.
-
-    Policies that learn across requests, and lossy rules, start each repeat without what they
-    learnt.  ``advance`` is called after every arm's run of a request.  What `kept` holds of an
-    earlier call is not run again, and with `in_time` as many requests are run as there is time for
-    (`take_turns`); runs under a lossy rule are not kept.  ``captured``: as `CheckWork.captured`.
-
-    Raises
-    ------
-    DraftsimError
-        If a rule or policy cannot run here.
-    """
-    if kept is not None and any(arm.lossy for arm in arms):
-        raise ValueError("runs under a lossy rule are not kept")
-    chosen = range(len(trace.requests)) if requests is None else requests
-    work = _Requests(arms, chosen, opened, pair.device, vocab_size, trace.sampling, captured)
-    turns = take_turns(pair, work, repeats, advance, kept, in_time)
-    names = {arm.label: (arm.name, arm.verify(trace)) for arm in arms}
-    first: dict[str, list[Ran]] = {arm.label: [] for arm in arms}
-    rows: list[tuple[Any, ...]] = []
-    for one in turns.taken:
-        ran = Ran(**one.found)
-        rows.append(
-            (*names[one.label], 1, forced, one.repeat, trace.requests[one.unit].id,
-             one.timing.wall_s, len(ran.rounds), one.timing.off_s, one.repeated)
-        )  # fmt: skip
-        if one.repeat == 0:
-            first[one.label].append(ran._replace(rounds=[Round(*r) for r in ran.rounds]))
-    times = pd.DataFrame(rows, columns=[*MEASURED_COLUMNS, *OFF_COLUMNS])
-    rules = {label: rule for label, (_, rule) in turns.learnt.items()}
-    return Runs(times, first, rules, turns.machine)
-
-
 def _rounds(decoder: Any, policy: DraftPolicy, arm: Arm) -> list[Round]:
     try:
         return list(speculate(decoder, policy))
@@ -188,9 +127,6 @@ def _rounds(decoder: Any, policy: DraftPolicy, arm: Arm) -> list[Round]:
                 f"{arm.label} cannot be decoded for real: {error}; drop this policy"
             ) from error
         raise
-
-
-__all__ = ["Arm", "DraftModel", "Measured", "rounds_differ", "run_arms"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -250,6 +186,7 @@ def run_arms(
     trace: Trace,
     arms: Sequence[Arm],
     *,
+    requests: Sequence[int] | None = None,
     forced: bool = False,
     repeats: int = 3,
     advance: Callable[[], None] = lambda: None,
@@ -258,12 +195,13 @@ def run_arms(
     model: DraftModel | None = None,
     opened: Opener | None = None,
 ) -> Measured:
-    """Decode the trace's requests for real under every arm, `repeats` times.
+    """Decode `requests` of the trace (None: all) for real under every arm, `repeats` times.
 
     ``forced`` takes drafts and verdicts from the trace instead of the models (see
-    `profiler.decoding.forced`).  ``advance`` is called after every arm's run of a request.  A
-    lossy rule is copied for each repeat and shared by its requests, in the order of the trace.
-    ``kept`` makes a stopped call go on, and `in_time` one of limited time (`take_turns`).
+    `profiler.decoding.forced`).  ``advance`` is called after every arm's run of a request.
+    Policies that learn across requests, and lossy rules, start each repeat without what they
+    learnt.  What `kept` holds of an earlier call is not run again, and with `in_time` as many
+    requests are run as there is time for (`take_turns`); runs under a lossy rule are not kept.
     ``model`` opens the requests if it exists already, ``opened`` if another source drafts.
 
     Raises
@@ -272,6 +210,8 @@ def run_arms(
         If the trace has no prompts to run (and the run is not forced), or a rule or policy
         cannot run here.
     """
+    if kept is not None and any(arm.lossy for arm in arms):
+        raise ValueError("runs under a lossy rule are not kept")
     if forced and any(arm.lossy for arm in arms):
         raise DraftsimError("a forced run takes its verdicts from the trace: drop --verify")
     if not forced and any(r.prompt_ids is None for r in trace.requests):
@@ -279,31 +219,42 @@ def run_arms(
     if not forced:
         check_same_models(trace.meta, pair)
     own = DraftModel(pair, trace, forced) if model is None else model
-    runs = run_interleaved(
-        pair, trace, arms, opened or own, trace.vocab_size or own.target.vocab_size, forced=forced,
-        repeats=repeats, advance=advance, kept=kept, in_time=in_time, captured=own.captured,
+    work = _Requests(
+        arms, range(len(trace.requests)) if requests is None else requests, opened or own,
+        pair.device, trace.vocab_size or own.target.vocab_size, trace.sampling, own.captured,
     )  # fmt: skip
-    if in_time is not None:
-        trace = trace.select(range(len(next(iter(runs.first.values())))))
+    turns = take_turns(pair, work, repeats, advance, kept, in_time)
+    names = {arm.label: (arm.name, arm.verify(trace)) for arm in arms}
+    first: dict[str, list[Ran]] = {arm.label: [] for arm in arms}
+    rows: list[tuple[Any, ...]] = []
+    for one in turns.taken:
+        ran = Ran(**one.found)
+        rows.append(
+            (*names[one.label], 1, forced, one.repeat, trace.requests[one.unit].id,
+             one.timing.wall_s, len(ran.rounds), one.timing.off_s, one.repeated)
+        )  # fmt: skip
+        if one.repeat == 0:
+            first[one.label].append(ran._replace(rounds=[Round(*r) for r in ran.rounds]))
     logs = {}
     for arm in arms:
-        first, rule = runs.first[arm.label], runs.rules[arm.label]
-        requests: Sequence[Request] = trace.requests
+        done, rule = first[arm.label], turns.learnt[arm.label][1]
+        # In haste the first ones alone.
+        decoded = [trace.requests[i] for i in work.units[: len(done)]]
         mismatched = None
         if rule is not None:
-            pairs = zip(trace.requests, first, strict=True)
-            requests = [_emitted(r, ran.output, pair.eos) for r, ran in pairs]
-            mismatched = np.array([n for ran in first for n in ran.mismatched], dtype=np.int32)
+            pairs = zip(decoded, done, strict=True)
+            decoded = [_emitted(r, ran.output, pair.eos) for r, ran in pairs]
+            mismatched = np.array([n for ran in done for n in ran.mismatched], dtype=np.int32)
         logs[arm.label] = RoundLog(
-            RoundLog.pack(ran.rounds for ran in first), requests, arm.name,
+            RoundLog.pack(ran.rounds for ran in done), decoded, arm.name,
             verify=arm.verify(trace), reads=arm.policy.reads, first=trace.first,
             mismatched=mismatched, rule=rule,
         )  # fmt: skip
     return Measured(
-        runs.times, logs,
-        {label: [ran.output for ran in first] for label, first in runs.first.items()},
-        {a.label: [sum(r.log_probs) for r in runs.first[a.label]] for a in arms if a.lossy},
-        dict(runs.machine),
+        pd.DataFrame(rows, columns=[*MEASURED_COLUMNS, *OFF_COLUMNS]), logs,
+        {label: [ran.output for ran in done] for label, done in first.items()},
+        {a.label: [sum(r.log_probs) for r in first[a.label]] for a in arms if a.lossy},
+        dict(turns.machine),
     )  # fmt: skip
 
 
