@@ -14,7 +14,7 @@ from commands.validate.flow import Given, RealRuns, as_recorded
 from traces.errors import DraftsimError
 
 if TYPE_CHECKING:
-    from profiler.checks.batch_runs import MeasuredBatches
+    from profiler.checks.spot_check import Measured
     from traces.acceptance.trace import Trace
     from traces.latency.table import LatencyTable
     from traces.replay.rounds import RoundLog
@@ -73,17 +73,18 @@ class BatchRuns(RealRuns):
         groups = sum(len(groups_of(len(self.chosen), size)) for size in self.batches)
         return self.given.repeats * len(self.policies) * groups
 
-    def decode(self, kept: Checkpoint | None, advance: Callable[[], None]) -> MeasuredBatches:
+    def decode(self, kept: Checkpoint | None, advance: Callable[[], None]) -> Measured:
         """Decode group by group."""
-        from profiler.checks.batch_runs import BatchArm, run_batches
+        from profiler.checks.batch_runs import run_batches
+        from profiler.checks.spot_check import Arm
 
-        arms = [BatchArm(name, policy) for name, policy in self.policies.items()]
+        arms = [Arm(*own) for own in self.policies.items()]
         return run_batches(
             self.pair, self.trace, arms, batches=self.batches, forced=self.forced,
             repeats=self.given.repeats, advance=advance, kept=kept,
         )  # fmt: skip
 
-    def times(self, measured: MeasuredBatches) -> pd.DataFrame:
+    def times(self, measured: Measured) -> pd.DataFrame:
         """Return the times of groups in which no text diverged under any policy."""
         import torch
 
@@ -100,14 +101,12 @@ class BatchRuns(RealRuns):
         told = measured.times[["batch", "request"]].to_numpy()
         return measured.times[[(b, r) not in ids for b, r in told]].reset_index(drop=True)
 
-    def predicted(self, measured: MeasuredBatches) -> pd.DataFrame:
+    def predicted(self, measured: Measured) -> pd.DataFrame:
         """Return the simulated groups."""
         del measured
         return self.groups
 
-    def compared(
-        self, rows: pd.DataFrame, measured: MeasuredBatches, progress: Any
-    ) -> pd.DataFrame:
+    def compared(self, rows: pd.DataFrame, measured: Measured, progress: Any) -> pd.DataFrame:
         """Compare the requests one by one."""
         from profiler.checks.differences import with_diverged
 

@@ -90,10 +90,9 @@ class SpotCheck(RealRuns):
         """Decode with both models, or as the trace says."""
         from profiler.checks.spot_check import Arm, run_arms
 
-        arms = [Arm(name, policy) for name, policy in self.policies.items()]
         return run_arms(
-            self.pair, self.trace, arms, forced=self.forced, repeats=self.given.repeats,
-            advance=advance, kept=kept,
+            self.pair, self.trace, [Arm(*own) for own in self.policies.items()],
+            forced=self.forced, repeats=self.given.repeats, advance=advance, kept=kept,
         )  # fmt: skip
 
     def outputs(self, measured: Measured) -> dict[str, list[list[int]]]:

@@ -25,6 +25,7 @@ from profiler.models.seq2seq import make_runner
 from traces.acceptance.sampling import Sampling
 from traces.acceptance.trace import Request, Trace
 from traces.errors import DraftsimError
+from traces.machine import State
 from traces.replay.rounds import RoundLog
 from traces.store.checkpoint import Checkpoint
 from traces.store.measured import MEASURED_COLUMNS, OFF_COLUMNS
@@ -33,10 +34,13 @@ from traces.store.outputs import Output, RealRun
 
 @dataclass(frozen=True)
 class Arm:
-    """A policy to run, under the name it is reported by; losslessly unless a rule is given."""
+    """A policy to run, under the name it is reported by; losslessly unless a rule is given.
+
+    In batches (`profiler.checks.batch_runs`) it may be one that decides for all of a batch.
+    """
 
     name: str
-    policy: DraftPolicy
+    policy: Any
     rule: VerifyRule | None = None
 
     @property
@@ -91,12 +95,9 @@ class _Requests(CheckWork):
     def label(self, arm: Arm, unit: int) -> str:
         return arm.label
 
-    def learns(self, arm: Arm) -> bool:
-        return arm.policy.learns_across_requests
-
     def begun(self, arm: Arm, unit: int) -> tuple[DraftPolicy, VerifyRule | None]:
         """Return the repeat's own copies of the policy and rule; no rule where it is lossless."""
-        policy = own_copy(arm.policy, self.vocab_size)
+        policy: DraftPolicy = own_copy(arm.policy, self.vocab_size)
         if arm.lossy is None:
             return policy, None
         rule = arm.lossy.fresh()
@@ -133,15 +134,16 @@ def _rounds(decoder: Any, policy: DraftPolicy, arm: Arm) -> list[Round]:
 class Measured:
     """Times of every run (`MEASURED_COLUMNS`) and each arm's rounds and outputs, by label.
 
+    Those of batches are by arm and batch size.
     ``log_likelihoods`` holds, for arms with a lossy rule, the target's log-likelihood of
     each output at T = 1, in nats; ``machine`` how quiet the machine was (`traces.machine`).
     """
 
     times: pd.DataFrame
-    logs: dict[str, RoundLog]
-    outputs: dict[str, list[list[int]]]
-    log_likelihoods: dict[str, list[float]]
-    machine: dict[str, Any] = field(default_factory=dict)
+    logs: dict[Any, RoundLog]
+    outputs: dict[Any, list[list[int]]]
+    log_likelihoods: dict[str, list[float]] = field(default_factory=dict)
+    machine: State = field(default_factory=dict)
 
 
 class DraftModel:
@@ -181,6 +183,13 @@ class DraftModel:
         )  # fmt: skip
 
 
+def check_decodable(pair: Pair, trace: Trace) -> None:
+    """Raise DraftsimError unless the trace holds prompts, recorded with the pair's models."""
+    if any(r.prompt_ids is None for r in trace.requests):
+        raise DraftsimError("this trace holds no prompts to decode again: use --forced")
+    check_same_models(trace.meta, pair)
+
+
 def run_arms(
     pair: Pair,
     trace: Trace,
@@ -214,10 +223,8 @@ def run_arms(
         raise ValueError("runs under a lossy rule are not kept")
     if forced and any(arm.lossy for arm in arms):
         raise DraftsimError("a forced run takes its verdicts from the trace: drop --verify")
-    if not forced and any(r.prompt_ids is None for r in trace.requests):
-        raise DraftsimError("this trace holds no prompts to decode again: use --forced")
     if not forced:
-        check_same_models(trace.meta, pair)
+        check_decodable(pair, trace)
     own = DraftModel(pair, trace, forced) if model is None else model
     work = _Requests(
         arms, range(len(trace.requests)) if requests is None else requests, opened or own,
@@ -254,7 +261,7 @@ def run_arms(
         pd.DataFrame(rows, columns=[*MEASURED_COLUMNS, *OFF_COLUMNS]), logs,
         {label: [ran.output for ran in done] for label, done in first.items()},
         {a.label: [sum(r.log_probs) for r in first[a.label]] for a in arms if a.lossy},
-        dict(turns.machine),
+        turns.machine,
     )  # fmt: skip
 
 
