@@ -87,6 +87,7 @@ class RealRuns(ABC):
     """Trained modules whose cells are measured again, too."""
 
     def __init__(self, given: Given, sampled: bool = False, forced: bool = False) -> None:
+        from profiler.prompts import chosen_of
         from profiler.recording.run import read_run
         from traces.store.files import read_latency, read_trace
 
@@ -100,8 +101,10 @@ class RealRuns(ABC):
         self.chosen: Sequence[int] = range(len(self.whole.requests))
         self.trace = self.whole
         if given.limit is not None:
-            self.chosen = spread_over_categories(self.whole, given.limit)
-            self.trace = self.whole.select(list(self.chosen))
+            every = self.whole.requests
+            ids = {r.id for r in chosen_of(every, "the recording", given.limit, ())}
+            self.chosen = [i for i, request in enumerate(every) if request.id in ids]
+            self.trace = self.whole.select(self.chosen)
 
     @property
     def total(self) -> int:
@@ -165,7 +168,8 @@ class RealRuns(ABC):
             again = None
             if remeasure:
                 assert kept is not None
-                expected_s = self.given.repeats * seconds_of(self.expected)
+                once_s = sum(p.total_s + float(p.prefill_s.sum()) for p in self.expected)
+                expected_s = self.given.repeats * once_s
                 again = Remeasured(
                     self.pair, self.total, expected_s, self.trace, kept, self.modules
                 )
@@ -299,11 +303,6 @@ class Remeasured:
         )
 
 
-def seconds_of(priced: Sequence[Priced]) -> float:
-    """Return how long all of these runs take, one after another."""
-    return sum(p.total_s + float(p.prefill_s.sum()) for p in priced)
-
-
 def check_ids(trace: Trace) -> None:
     """Raise DraftsimError if two requests have the same id: measured times are filed by it."""
     times = Counter(request.id for request in trace.requests)
@@ -312,17 +311,6 @@ def check_ids(trace: Trace) -> None:
             f"the trace has {len(again)} ids more than once, as {again[0]!r}, and measured times "
             "are filed by them: record prompts with ids of their own"
         )
-
-
-def spread_over_categories(trace: Trace, limit: int) -> list[int]:
-    """Return `limit` request indices, in turn from each category."""
-    groups: dict[str, list[int]] = {}
-    for i, request in enumerate(trace.requests):
-        groups.setdefault(request.category, []).append(i)
-    order = sorted(
-        range(len(trace.requests)), key=lambda i: groups[trace.requests[i].category].index(i)
-    )
-    return sorted(order[:limit])
 
 
 def as_recorded(texts: Sequence[str], trace: Trace) -> list[str]:

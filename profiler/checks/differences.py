@@ -333,15 +333,8 @@ def with_diverged(
 ) -> pd.DataFrame:
     """Return `rows` with the columns about each row's divergences."""
     counts = [len(own) for own in diverged]
-    rows = with_lists(rows, "diverged", [[one._asdict() for one in own] for own in diverged])
-    rows = rows.assign(requests_left_out=left_out)
+    listed: Any = [[one._asdict() for one in own] for own in diverged]
+    cells = pd.Series(listed, index=rows.index, dtype=object)
+    rows = rows.assign(diverged=cells, requests_left_out=left_out)
     rows.insert([*rows.columns].index("rounds_differ") + 1, "texts_diverged", counts)
     return rows
-
-
-def with_lists(
-    rows: pd.DataFrame, name: str, lists: Sequence[list[dict[str, Any]]]
-) -> pd.DataFrame:
-    """Return `rows` with a list in each cell of the column `name`."""
-    cells: Any = lists
-    return rows.assign(**{name: pd.Series(cells, index=rows.index, dtype=object)})
