@@ -22,10 +22,9 @@ Seconds are summed over the requests that were measured.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from itertools import combinations
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -159,9 +158,17 @@ def _speedup_error(rows: pd.DataFrame) -> pd.Series[float]:
     return (1 + pd.Series(control, index=rows.index)) / (1 + rows["error"]) - 1
 
 
+MEDIAN_BOUND = 0.02
+"""Largest median |error| of predictions made from latencies measured on the same device."""
+WORST_BOUND = 0.05
+"""Largest |error| of any policy."""
+
+
 class Verdict(NamedTuple):
     """The verdict of the rows of `compare` together."""
 
+    rows: int
+    """Arms compared: policies at batches."""
     median_error: float
     """Median of |error| over the arms."""
     worst_error: float
@@ -175,27 +182,43 @@ class Verdict(NamedTuple):
     """Arms measured clearly faster or slower than plain decoding."""
     wrong_sign: tuple[str, ...]
     """Rows whose prediction lies on the other side of 1x."""
+    undrifted_error: float
+    """Median |error| had passes been as fast as in the latency table (`anchor_drift`)."""
+
+    @property
+    def met(self) -> dict[str, bool]:
+        """The bounds of a recording, and for each whether it is kept."""
+        return {
+            "median": self.median_error <= MEDIAN_BOUND,
+            "worst": abs(self.worst_error) <= WORST_BOUND,
+            "ranking": not self.misranked,
+            "sign": not self.wrong_sign,
+        }
 
 
-def verdict(rows: pd.DataFrame) -> Verdict:
-    """Judge the rows of `compare`: errors, ranking, and side of 1x.
+def verdict(*recordings: pd.DataFrame) -> Verdict:
+    """Judge the rows of `compare`, of one recording or of several: errors, ranking, side of 1x.
 
-    Policies are compared within one (batch, forced) group.  A difference counts if it exceeds twice
-    the larger of the two spreads, in seconds.
+    Policies are compared within one (batch, forced) group of a recording.  A difference counts if
+    it exceeds twice the larger of the two spreads, in seconds.  A column ``drift`` (`anchor_drift`)
+    enters ``undrifted_error``, where it is known.
 
     Raises
     ------
     DraftsimError
         If there are no rows.
     """
+    rows = pd.concat(recordings, ignore_index=True) if recordings else pd.DataFrame()
     if rows.empty:
         raise DraftsimError("no compared runs: make at least one")
+    drift = rows["drift"].fillna(0.0) if "drift" in rows else 0.0
     magnitude = rows["error"].abs()
     worst = rows.iloc[int(magnitude.argmax())]
     pairs, signs = 0, 0
     misranked: list[tuple[str, str]] = []
     wrong: list[str] = []
-    for _, group in rows.groupby(["batch", "forced"], sort=False):
+    groups = (part.groupby(["batch", "forced"], sort=False) for part in recordings)
+    for _, group in itertools.chain.from_iterable(groups):
         records = [
             (str(p), float(s), float(m), 2 * float(m * w))
             for p, s, m, w in zip(
@@ -203,7 +226,7 @@ def verdict(rows: pd.DataFrame) -> Verdict:
                 strict=True,
             )
         ]  # fmt: skip
-        for a, b in combinations(records, 2):
+        for a, b in itertools.combinations(records, 2):
             fast, slow = (a, b) if a[2] < b[2] else (b, a)
             # A spread nobody measured (NaN) makes no difference a clear one.
             if not slow[2] - fast[2] > max(fast[3], slow[3]):
@@ -217,8 +240,9 @@ def verdict(rows: pd.DataFrame) -> Verdict:
                 if other_way:
                     wrong.append(slow[0] if fast[0] == CONTROL else fast[0])
     return Verdict(
-        float(magnitude.median()), float(worst["error"]), str(worst["policy"]), pairs,
+        len(rows), float(magnitude.median()), float(worst["error"]), str(worst["policy"]), pairs,
         tuple(misranked), signs, tuple(wrong),
+        float(((1 + rows["error"]) * (1 + drift) - 1).abs().median()),
     )  # fmt: skip
 
 
@@ -243,12 +267,6 @@ def common_error(rows: pd.DataFrame) -> str:
         f"the seconds of no speculation are {off:+.1%} off, those of the policies {usual:+.1%}: "
         "every speedup errs by the difference, so repeat the check before you rely on it"
     )
-
-
-MEDIAN_BOUND = 0.02
-"""Largest median |error| of predictions made from latencies measured on the same device."""
-WORST_BOUND = 0.05
-"""Largest |error| of any policy."""
 
 
 def check_recording(folder: Path) -> pd.DataFrame:
@@ -329,62 +347,6 @@ def anchor_drift(folder: Path) -> dict[int, float]:
     except (ValueError, KeyError, TypeError, AttributeError, DraftsimError) as error:
         raise DraftsimError(f"{path}: damaged ({error}): unpack the recording again") from None
     return {batch: float(np.median(ratios)) for batch, ratios in found.items()}
-
-
-@dataclass(frozen=True)
-class AccuracyBounds:
-    """The bounds that the comparison of one recording, or of several, has to keep to."""
-
-    rows: int
-    """Arms compared: policies at batches."""
-    median_error: float
-    worst_error: float
-    """Signed, of the arm that is furthest off."""
-    worst_policy: str
-    ranked_pairs: int
-    misranked: int
-    """Counts over the pairs of runs that differ by more than twice their spread."""
-    sign_arms: int
-    wrong_sign: int
-    """Counts over the runs measured clearly faster or slower than plain decoding."""
-    undrifted_error: float
-    """Median |error| had passes been as fast as in the latency table."""
-
-    @property
-    def met(self) -> dict[str, bool]:
-        """Return for each bound whether it is kept."""
-        return {
-            "median": self.median_error <= MEDIAN_BOUND,
-            "worst": abs(self.worst_error) <= WORST_BOUND,
-            "ranking": self.misranked == 0,
-            "sign": self.wrong_sign == 0,
-        }
-
-
-def bounds(recordings: Sequence[pd.DataFrame]) -> AccuracyBounds:
-    """Return errors, ranking and sign over the rows of `check_recording` of some recordings.
-
-    Policies are ranked within a recording and batch alone.  A column ``drift`` (`anchor_drift`)
-    enters ``undrifted_error``, where it is known.
-
-    Raises
-    ------
-    DraftsimError
-        If there are no rows.
-    """
-    said = [verdict(rows) for rows in recordings]
-    rows = pd.concat(recordings, ignore_index=True) if said else pd.DataFrame()
-    if rows.empty:
-        raise DraftsimError("no compared runs: name a recording with measured runs")
-    worst = rows.iloc[int(rows["error"].abs().argmax())]
-    drift = rows["drift"].fillna(0.0) if "drift" in rows else 0.0
-    return AccuracyBounds(
-        len(rows), float(rows["error"].abs().median()), float(worst["error"]),
-        str(worst["policy"]), sum(v.ranked_pairs for v in said),
-        sum(len(v.misranked) for v in said), sum(v.sign_arms for v in said),
-        sum(len(v.wrong_sign) for v in said),
-        float(((1 + rows["error"]) * (1 + drift) - 1).abs().median()),
-    )  # fmt: skip
 
 
 def _decoded(trace: Trace, measured: pd.DataFrame, batch: int) -> list[int]:

@@ -16,7 +16,7 @@ from traces.errors import DraftsimError
 from traces.store.writing import write_atomically
 
 if TYPE_CHECKING:
-    from simulator.validation import AccuracyBounds
+    from simulator.validation import Verdict
 
 SHOWN = (
     "pair", "mode", "batch", "policy", "predicted_s", "measured_s", "error", "spread", "drift",
@@ -45,6 +45,8 @@ def recorded_check(
     DraftsimError
         If there are no measured runs under a name, or nothing can be predicted.
     """
+    from simulator.validation import verdict
+
     folders = dict.fromkeys(folder for name in names for folder in recorded_folders(name))
     parts, skipped = [], {}
     for folder in folders:
@@ -62,7 +64,8 @@ def recorded_check(
             f"none of {len(folders)} recordings can be predicted: measure their "
             "latencies in the stage that lacks them, and unpack again"
         )
-    kept = bounds_of(parts)
+    kept = {f"{p['pair'].iloc[0]}, {p['mode'].iloc[0]}": verdict(p) for p in parts}
+    kept[ALL] = verdict(*parts)
     rows = pd.concat(parts, ignore_index=True)
     shown = [formatted(row) for row in rows[list(SHOWN)].to_dict("records")]
     said = [bounds_row(name, one) for name, one in kept.items()]
@@ -140,23 +143,15 @@ def remarks_on(parts: Sequence[pd.DataFrame]) -> list[str]:
     return said
 
 
-def bounds_of(parts: Sequence[pd.DataFrame]) -> dict[str, AccuracyBounds]:
-    """Return the bounds of every recording by pair and mode, and of all of them."""
-    from simulator.validation import bounds
-
-    kept = {f"{p['pair'].iloc[0]}, {p['mode'].iloc[0]}": bounds([p]) for p in parts}
-    return {**kept, ALL: bounds(parts)}
-
-
-def bounds_row(name: str, kept: AccuracyBounds) -> dict[str, str]:
+def bounds_row(name: str, kept: Verdict) -> dict[str, str]:
     """Return one line of the table of bounds."""
     met = {what: "met" if good else "MISSED" for what, good in kept.met.items()}
     values = (
         name, str(kept.rows), f"{kept.median_error:.1%} {met['median']}",
         f"{kept.undrifted_error:.1%}",
         f"{kept.worst_error:+.1%} ({kept.worst_policy}) {met['worst']}",
-        f"{kept.misranked} of {kept.ranked_pairs} {met['ranking']}",
-        f"{kept.wrong_sign} of {kept.sign_arms} {met['sign']}",
+        f"{len(kept.misranked)} of {kept.ranked_pairs} {met['ranking']}",
+        f"{len(kept.wrong_sign)} of {kept.sign_arms} {met['sign']}",
     )  # fmt: skip
     return dict(zip(BOUNDS, values, strict=True))
 
@@ -185,8 +180,7 @@ def markdown_table(rows: Sequence[Mapping[str, str]]) -> str:
     return "".join(f"| {' | '.join(line)} |\n" for line in cells)
 
 
-def _plain(item: tuple[str, AccuracyBounds]) -> dict[str, Any]:
-    from dataclasses import asdict
-
+def _plain(item: tuple[str, Verdict]) -> dict[str, Any]:
     name, kept = item
-    return {"recording": name, **asdict(kept), "met": kept.met}
+    counted = {key: len(getattr(kept, key)) for key in ("misranked", "wrong_sign")}
+    return {"recording": name, **kept._asdict(), **counted, "met": kept.met}
