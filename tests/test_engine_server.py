@@ -246,7 +246,7 @@ def test_forced_drafts_that_cannot_be_read_are_refused(tmp_path: Path) -> None:
         Forced.read(tmp_path / "forced.json")
     given = json.dumps({"policy": "fixed", "source": f"{session.FORCED}{tmp_path / 'none.json'}"})
     with pytest.raises(DraftsimError, match="no such file"):
-        session.setup_from({session.VARIABLE: given}, longest=4)
+        session.setup_from(given, longest=4)
     path = Forced(TRACE, TEXTS, 97).write(tmp_path)
     source = Forced.read(path)
     drafts = source.open(Asked("2/5", [1], 20), TEXTS[2][:1])

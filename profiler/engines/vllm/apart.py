@@ -2,7 +2,7 @@
 
 It tells what a user's engine does: with its own defaults and no speculation, or with vLLM's own
 drafter under synthetic acceptance (``rejection_sample_method``).  The `Engine` that is stepped by
-hand has `FIXED` settings, so that every step can be compared.
+hand has fixed settings (`profiler.engines.vllm.engine.FIXED`), so that every step can be compared.
 """
 
 from __future__ import annotations
@@ -18,8 +18,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from profiler.engines.engine import EngineOptions
-from profiler.engines.vllm.engine import FIXED, speculative_of
-from profiler.recording.run import model_path
+from profiler.engines.vllm.engine import measured_arguments, plain_arguments
 from traces.errors import DraftsimError
 from traces.store.engine_runs import Apart, Demand, PlannedRequest, Speed
 from traces.store.text import read_object
@@ -50,26 +49,19 @@ def arguments(options: EngineOptions, synthetic: Sequence[float] | None = None) 
     Raises DraftsimError if synthetic acceptance is asked of drafts that no model makes, or for
     another number of positions than the engine drafts.
     """
-    own: dict[str, Any] = {
-        "model": model_path(options.target, "target"), "dtype": options.dtype,
-        "max_model_len": options.max_model_len, "max_num_seqs": options.max_batch,
-    }  # fmt: skip
     if synthetic is None:
-        return own
+        return plain_arguments(options)
     if not options.own_drafter:
         raise DraftsimError(
             "synthetic acceptance is vLLM's own, for a drafter of its own: profile the engine with "
             "--draft or --eagle"
         )
-    rates = list(synthetic)
-    speculative = {
-        **speculative_of(options), "num_speculative_tokens": len(rates),
-        "rejection_sample_method": "synthetic", "synthetic_acceptance_rates": rates,
+    given, rates = measured_arguments(options), list(synthetic)
+    given["speculative_config"] |= {
+        "num_speculative_tokens": len(rates), "rejection_sample_method": "synthetic",
+        "synthetic_acceptance_rates": rates,
     }  # fmt: skip
-    return {
-        **own, "max_num_batched_tokens": options.token_budget, **FIXED, **options.more,
-        "speculative_config": speculative,
-    }  # fmt: skip
+    return given
 
 
 def run(

@@ -21,8 +21,7 @@ from typing import IO, Any
 from profiler.engines import notes, session
 from profiler.engines.engine import EngineOptions
 from profiler.engines.served import MODEL
-from profiler.engines.vllm.engine import FIXED, speculative_of
-from profiler.recording.run import model_path
+from profiler.engines.vllm.engine import measured_arguments
 from traces.errors import DraftsimError
 from traces.store.writing import write_atomically
 
@@ -64,7 +63,6 @@ class VllmServer:
         self._handlers: dict[signal.Signals, Any] = {}
 
     def decide(self, policy: str, source: str) -> None:
-        """Set policy and drafts of the requests that arrive while no other is served."""
         given = {"policy": policy, "source": source}
         write_atomically(self._setup, json.dumps(given).encode())
 
@@ -113,7 +111,6 @@ class VllmServer:
 
     @property
     def url(self) -> str:
-        """The server's address."""
         return f"http://{HOST}:{self.port}"
 
     def command(self) -> list[str]:
@@ -178,13 +175,8 @@ class VllmServer:
 
 def arguments(options: EngineOptions) -> list[str]:
     """Return the arguments of ``vllm serve`` for a server with these options."""
-    flags: dict[str, Any] = {
-        "served_model_name": MODEL, "dtype": options.dtype, "max_model_len": options.max_model_len,
-        "max_num_seqs": options.max_batch, "max_num_batched_tokens": options.token_budget,
-        **FIXED, "speculative_config": speculative_of(options), **options.more,
-    }  # fmt: skip
-    found = ["--model", model_path(options.target, "target")]
-    for name, value in flags.items():
+    found = []
+    for name, value in {**measured_arguments(options), "served_model_name": MODEL}.items():
         flag = name.replace("_", "-")
         if isinstance(value, bool):
             found.append(f"--{flag}" if value else f"--no-{flag}")
