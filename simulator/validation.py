@@ -301,11 +301,15 @@ def check_recording(folder: Path) -> pd.DataFrame:
 def _check_batch(
     trace: Trace, latency: LatencyTable, runs: pd.DataFrame, batch: int
 ) -> pd.DataFrame:
-    names = list(dict.fromkeys(runs["policy"]))
+    policies = {n: parse_policy(n, max_gamma=trace.max_gamma) for n in runs["policy"].unique()}
     used = trace.select(_decoded(trace, runs, batch))
     if batch == 1:
-        return compare(_single(used, latency, names), runs)
-    return compare(_together(used, latency, names, batch), runs)
+        return compare([price(log, latency) for log in replay_many(used, policies)], runs)
+    # Brings all of serving, which a data sheet alone does not need.
+    from simulator.serving.groups import predict_groups
+
+    groups, _ = predict_groups(used, latency, policies, [batch])
+    return compare(groups, runs)
 
 
 def anchor_drift(folder: Path) -> dict[int, float]:
@@ -359,20 +363,6 @@ def _decoded(trace: Trace, measured: pd.DataFrame, batch: int) -> list[int]:
         )
     first = sorted(place[request] for request in set(measured["request"]))
     return [i for start in first for i in range(start, min(start + batch, len(trace.requests)))]
-
-
-def _single(trace: Trace, latency: LatencyTable, names: list[str]) -> pd.DataFrame:
-    policies = [(name, parse_policy(name, max_gamma=trace.max_gamma)) for name in names]
-    return predictions([price(log, latency) for log in replay_many(trace, policies)])
-
-
-def _together(trace: Trace, latency: LatencyTable, names: list[str], batch: int) -> pd.DataFrame:
-    # Brings all of serving, which a data sheet alone does not need.
-    from simulator.serving.groups import predict_groups
-
-    policies = {name: parse_policy(name, max_gamma=trace.max_gamma) for name in names}
-    groups, _ = predict_groups(trace, latency, policies, [batch])
-    return groups
 
 
 BOUND = 0.02
@@ -444,17 +434,13 @@ def noise_said(rows: Sequence[Mapping[str, Any]], first: str) -> str | None:
     errors = np.abs([row["speedup_error"] for row in arms])
     floor, repeats = expected_median([row["speedup_noise"] for row in arms]), arms[0]["repeats"]
     needed = math.ceil(repeats * (2 * floor / BOUND) ** 2)
+    paced = [abs(e) for row in arms if (e := row["paced_speedup_error"]) is not None]
     return (
         f"the median error of speedups is {np.median(errors):.1%} (worst {errors.max():.1%}); a "
         f"perfect model would show {floor:.1%} with the noise of these {repeats} repeats"
         + (f" ({BOUND / 2:.0%} with {needed} repeats)" if needed > repeats else "")
-        + _paced(arms)
-    )
-
-
-def _paced(arms: Sequence[Mapping[str, Any]]) -> str:
-    paced = [row["paced_speedup_error"] for row in arms]
-    errors = [abs(error) for error in paced if error is not None]
-    if not errors:
-        return ""
-    return f"; it is {np.median(errors):.1%} after correcting for the speed of the machine"
+        + (
+            f"; it is {np.median(paced):.1%} after correcting for the speed of the machine"
+            if paced else ""
+        )
+    )  # fmt: skip

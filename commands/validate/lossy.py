@@ -99,11 +99,12 @@ class LossyRuns(RealRuns):
             real = real_run(self.pair, self.greedy, arm, measured, name, answers)
             mine = real.log
             differ.append(rounds_differ(mine, theirs))
+            own, replayed = (float(log.rounds["accepted"].mean()) for log in (mine, theirs))
             extra.append(
                 {
-                    "accepted_per_round": accepted_per_round(mine),
-                    "replay_accepted_per_round": accepted_per_round(theirs),
-                    "bias": _bias(accepted_per_round(theirs), accepted_per_round(mine)),
+                    "accepted_per_round": own,
+                    "replay_accepted_per_round": replayed,
+                    "bias": replayed / own - 1 if own else math.nan,
                     "speedup_bias": speedup(theirs, self.latency) / speedup(mine, self.latency) - 1,
                     **asdict(quality(real.outputs, self.greedy)),
                 }
@@ -111,16 +112,6 @@ class LossyRuns(RealRuns):
         say_memory([measured.logs[arm.label] for arm in self.arms])
         say_unjudged(self.latency)
         return pd.concat([rows, pd.DataFrame(extra)], axis=1).assign(rounds_differ=differ)
-
-
-def _bias(replayed: float, real: float) -> float:
-    """Return the relative error of the replay; NaN where nothing was accepted."""
-    return replayed / real - 1 if real else math.nan
-
-
-def accepted_per_round(log: RoundLog) -> float:
-    """Return the mean accepted tokens of a round."""
-    return float(log.rounds["accepted"].mean())
 
 
 def speedup(log: RoundLog, latency: LatencyTable) -> float:

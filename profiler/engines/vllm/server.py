@@ -16,7 +16,7 @@ import urllib.request
 from contextlib import suppress
 from pathlib import Path
 from types import FrameType
-from typing import IO, Any
+from typing import Any
 
 from profiler.engines import notes, session
 from profiler.engines.engine import EngineOptions
@@ -66,19 +66,17 @@ class VllmServer:
         given = {"policy": policy, "source": source}
         write_atomically(self._setup, json.dumps(given).encode())
 
-    @property
-    def undrafted(self) -> tuple[str, str]:
-        """Policy and source of an engine that drafts nothing."""
-        return "autoregressive", session.ENGINE if self.options.own_drafter else "pld"
-
     def __enter__(self) -> VllmServer:
         self.notes.mkdir()
-        self.decide(*self.undrafted)
+        self.decide("autoregressive", session.ENGINE if self.options.own_drafter else "pld")
         self.port = _free_port()
         self._end_with_us()
         try:
             with self.log.open("wb") as log:
-                self._process = self._started(log)
+                self._process = subprocess.Popen(
+                    self.command(), env=self._environment(), stdin=subprocess.DEVNULL, stdout=log,
+                    stderr=subprocess.STDOUT, start_new_session=True,
+                )  # fmt: skip
             self._wait()
         except BaseException:
             self.stop()
@@ -104,11 +102,6 @@ class VllmServer:
             signal.signal(number, handler)
         self._handlers = {}
 
-    def check(self) -> None:
-        """Raise DraftsimError if the server has ended by itself."""
-        if self._process is not None and (code := self._process.poll()) is not None:
-            raise self.failed(f"`vllm serve` ended with code {code}")
-
     @property
     def url(self) -> str:
         return f"http://{HOST}:{self.port}"
@@ -121,12 +114,6 @@ class VllmServer:
         """
         module = [sys.executable, "-m", "vllm.entrypoints.openai.api_server"]
         return [*module, *arguments(self.options), "--host", HOST, "--port", str(self.port)]
-
-    def _started(self, log: IO[bytes]) -> subprocess.Popen[bytes]:
-        return subprocess.Popen(
-            self.command(), env=self._environment(), stdin=subprocess.DEVNULL, stdout=log,
-            stderr=subprocess.STDOUT, start_new_session=True,
-        )  # fmt: skip
 
     def _environment(self) -> dict[str, str]:
         return {
@@ -141,7 +128,8 @@ class VllmServer:
         local = urllib.request.build_opener(urllib.request.ProxyHandler({}))
         until_s = time.monotonic() + START_S
         while time.monotonic() < until_s:
-            self.check()
+            if self._process is not None and (code := self._process.poll()) is not None:
+                raise self.failed(f"`vllm serve` ended with code {code}")
             try:
                 with local.open(f"{self.url}/health", timeout=5):
                     return
