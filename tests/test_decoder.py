@@ -15,10 +15,9 @@ from policies.core import DraftPolicy, speculate
 from policies.lengths.basic import Fixed
 from policies.lengths.huggingface import HFHeuristic
 from profiler import machine as repeats
-from profiler.checks.assisted import assisted_generation
 from profiler.checks.batch_runs import run_batches
 from profiler.checks.differences import output_of, rounds_differ
-from profiler.checks.spot_check import Arm, run_arms
+from profiler.checks.spot_check import Arm, assisted_generation, run_arms
 from profiler.decoding.forced import ForcedDecoder
 from profiler.decoding.single import ModelDecoder, greedy
 from profiler.models.runner import Runner

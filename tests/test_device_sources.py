@@ -15,10 +15,9 @@ from commands.common.progress import progress_bar
 from policies.core import speculate
 from policies.lengths.basic import Fixed
 from profiler import profile
-from profiler.checks.assisted import assisted_generation
 from profiler.checks.batch_runs import run_batches
 from profiler.checks.differences import rounds_differ
-from profiler.checks.spot_check import Arm, run_arms
+from profiler.checks.spot_check import Arm, assisted_generation, run_arms
 from profiler.decoding.single import ModelDecoder
 from profiler.latency.table import Grid
 from profiler.models import loading

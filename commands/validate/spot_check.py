@@ -118,8 +118,8 @@ class SpotCheck(RealRuns):
         """Return transformers' assisted generation: its target passes against replayed rounds."""
         import torch
 
-        from profiler.checks.assisted import assisted_generation
         from profiler.checks.differences import divergence
+        from profiler.checks.spot_check import assisted_generation
 
         pair, trace = self.pair, self.trace
         rows, dtype = [], getattr(torch, str(pair.meta["dtype"]))
