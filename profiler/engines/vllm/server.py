@@ -9,14 +9,11 @@ import signal
 import socket
 import subprocess
 import sys
-import threading
 import time
 import urllib.error
 import urllib.request
 from contextlib import suppress
 from pathlib import Path
-from types import FrameType
-from typing import Any
 
 from profiler.engines import notes, session
 from profiler.engines.engine import EngineOptions
@@ -60,7 +57,6 @@ class VllmServer:
         self.port = 0
         self._setup = folder / "setup.json"
         self._process: subprocess.Popen[bytes] | None = None
-        self._handlers: dict[signal.Signals, Any] = {}
 
     def decide(self, policy: str, source: str) -> None:
         given = {"policy": policy, "source": source}
@@ -70,7 +66,6 @@ class VllmServer:
         self.notes.mkdir()
         self.decide("autoregressive", session.ENGINE if self.options.own_drafter else "pld")
         self.port = _free_port()
-        self._end_with_us()
         try:
             with self.log.open("wb") as log:
                 self._process = subprocess.Popen(
@@ -98,9 +93,6 @@ class VllmServer:
                 # The engine is a process of its own, which may outlive the one that started it.
                 _signal_group(process.pid, signal.SIGKILL)
                 process.wait()
-        for number, handler in self._handlers.items():
-            signal.signal(number, handler)
-        self._handlers = {}
 
     @property
     def url(self) -> str:
@@ -145,20 +137,6 @@ class VllmServer:
         told = next((found for line in said if (found := RAISED.search(line))), None)
         reason = f": {told[1]}" if told else ""
         return DraftsimError(f"{how}, with {self.options.target}{reason}")
-
-    def _end_with_us(self) -> None:
-        """Leave through `__exit__` where we are told to end; Ctrl-C does by itself."""
-        if threading.current_thread() is not threading.main_thread():
-            return
-
-        def leave(number: int, frame: FrameType | None) -> None:
-            del frame
-            raise SystemExit(128 + number)
-
-        for number in (signal.SIGTERM, signal.SIGHUP):
-            if signal.getsignal(number) is not signal.SIG_DFL:
-                continue  # ignored, or the command leaves by itself
-            self._handlers[number] = signal.signal(number, leave)
 
 
 def arguments(options: EngineOptions) -> list[str]:
