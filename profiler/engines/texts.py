@@ -17,7 +17,7 @@ import torch
 from policies.lengths.basic import Autoregressive
 from profiler.checks.differences import divergence, output_of
 from profiler.engines.drafts import EngineDrafts
-from profiler.engines.engine import Engine, outputs_of
+from profiler.engines.engine import Engine
 from profiler.engines.session import Setup
 from traces.acceptance.trace import Trace
 from traces.store.checkpoint import Checkpoint, once
@@ -51,9 +51,12 @@ def prompts_of(
 def own_texts(engine: Engine, trace: Trace, prompts: dict[int, list[int]]) -> dict[int, list[int]]:
     """Return the engine's greedy output of every sequence, as long as the recorded, undrafted."""
     engine.proposer.use(Setup(Autoregressive(), EngineDrafts()))
-    asked = {f"{i}/alone": (prompt, trace.requests[i].tokens) for i, prompt in prompts.items()}
-    outputs = outputs_of(engine, asked)
-    return {i: outputs[f"{i}/alone"] for i in prompts}
+    for i, prompt in prompts.items():
+        engine.add(f"{i}/alone", prompt, trace.requests[i].tokens)
+    while engine.busy:
+        engine.step()
+    finished = engine.proposer.finished
+    return {i: finished[f"{i}/alone"].output for i in prompts}
 
 
 def texts_once(
