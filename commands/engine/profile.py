@@ -14,7 +14,6 @@ from profiler.engines.bench import EngineGrid
 from profiler.engines.engine import EngineKind, EngineOptions, find_engine
 from profiler.engines.measure import EngineTable
 from traces.acceptance.synthetic import synthetic_trace
-from traces.errors import DraftsimError
 from traces.latency.schema import UNIFORM, graphs_of
 from traces.store.engine_runs import Apart, Speed
 from traces.store.files import write_latency
@@ -40,10 +39,6 @@ def profile_engine(
     tokens/s, and those that the table predicts without drafts, are in the table's metadata.
     """
     kind = find_engine(name)
-    try:
-        out.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise DraftsimError(f"cannot make the run folder {out}: {error.strerror}") from None
     # Before the engine that is stepped by hand: a GPU holds one of them.
     plain = default_speeds(kind, options) if defaults else None
     end = time.monotonic() + 60 * minutes

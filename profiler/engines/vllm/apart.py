@@ -15,7 +15,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from profiler.engines.engine import EngineOptions
 from profiler.engines.vllm.engine import measured_arguments, plain_arguments
@@ -25,18 +25,6 @@ from traces.store.text import read_object
 
 TAIL = 12
 """Lines of a failed engine's output that are shown."""
-
-
-class Plain(Protocol):
-    """The methods of vLLM's ``LLMEngine`` that `timed` needs."""
-
-    def step(self) -> Sequence[Any]:
-        """Run one iteration and return the outputs of the requests that got tokens."""
-        ...
-
-    def has_unfinished_requests(self) -> bool:
-        """Return whether any request is unfinished."""
-        ...
 
 
 def arguments(options: EngineOptions, synthetic: Sequence[float] | None = None) -> dict[str, Any]:
@@ -95,11 +83,14 @@ def run(
 
 
 def timed(
-    engine: Plain, add: Callable[[str, PlannedRequest], None], jobs: Sequence[PlannedRequest],
+    engine: Any, add: Callable[[str, PlannedRequest], None], jobs: Sequence[PlannedRequest],
     concurrency: int | None,
     clock: Callable[[], float] = time.perf_counter, sleep: Callable[[float], None] = time.sleep,
 ) -> Speed:  # fmt: skip
-    """Run one load and return its tokens and the seconds from its start to its last token."""
+    """Run one load and return its tokens and the seconds from its start to its last token.
+
+    ``engine`` is vLLM's ``LLMEngine``.
+    """
     waiting = deque(enumerate(jobs))
     tokens: dict[str, int] = {}
     start_s = clock()
