@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -10,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import pandas as pd
 
 from commands.common.output import WIDEST, emit, note, wrapped
-from commands.common.printed import print_table, printable
+from commands.common.printed import cell_text, print_table, printable
 from commands.common.written import Shown
 from traces.errors import DraftsimError
 from traces.store.writing import write_atomically
@@ -27,7 +26,6 @@ BOUNDS = (
     "wrong side of 1x",
 )  # fmt: skip
 """Columns of the table of bounds."""
-ALL = "all"
 
 
 def recorded_check(
@@ -65,9 +63,12 @@ def recorded_check(
             "latencies in the stage that lacks them, and unpack again"
         )
     kept = {f"{p['pair'].iloc[0]}, {p['mode'].iloc[0]}": verdict(p) for p in parts}
-    kept[ALL] = verdict(*parts)
+    kept["all"] = verdict(*parts)
     rows = pd.concat(parts, ignore_index=True)
-    shown = [formatted(row) for row in rows[list(SHOWN)].to_dict("records")]
+    shown = [
+        {name.removesuffix("_s"): cell_text(name, row[name]) for name in SHOWN}
+        for row in rows.to_dict("records")
+    ]
     said = [bounds_row(name, one) for name, one in kept.items()]
     remarks = remarks_on(parts)
 
@@ -154,23 +155,6 @@ def bounds_row(name: str, kept: Verdict) -> dict[str, str]:
         f"{len(kept.wrong_sign)} of {kept.sign_arms} {met['sign']}",
     )  # fmt: skip
     return dict(zip(BOUNDS, values, strict=True))
-
-
-def formatted(row: Mapping[Any, Any]) -> dict[str, str]:
-    """Return the cells of a row as a README has them: seconds, and signed percent."""
-    text = {}
-    for name, value in row.items():
-        if isinstance(value, float) and math.isnan(value):
-            text[name.removesuffix("_s")] = "–"
-        elif name in ("error", "drift"):
-            text[name] = f"{100 * value:+.1f}%"
-        elif name == "spread":
-            text[name] = f"{100 * value:.1f}%"
-        elif name.endswith("_s"):
-            text[name.removesuffix("_s")] = f"{value:.4g}"
-        else:
-            text[name] = str(value)
-    return text
 
 
 def markdown_table(rows: Sequence[Mapping[str, str]]) -> str:
