@@ -121,8 +121,9 @@ class SourceRuns(RealRuns):
 
         def opened(arm: Arm, request: int, repeat: int, rule: VerifyRule | None) -> Any:
             source = self.sources[arm.name]
-            plain = source is None
-            return own(arm, request, repeat, rule) if plain else real.decoder(source, request)
+            if source is None:
+                return own(arm, request, repeat, rule)
+            return real.decoder(source, request)
 
         self._openers: dict[str, Any] = {"model": own, "opened": opened}
 

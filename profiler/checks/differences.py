@@ -213,13 +213,11 @@ def _first_difference(
     mine: Sequence[Round], theirs: Sequence[Round], output: Sequence[int], recorded: Sequence[int]
 ) -> int | None:
     """Return the index of the first round whose outcome or tokens differ."""
-    for k in range(max(len(mine), len(theirs))):
-        if k >= min(len(mine), len(theirs)):
+    for k, (a, b) in enumerate(itertools.zip_longest(mine, theirs)):
+        if a is None or b is None or (a.drafted, a.accepted) != (b.drafted, b.accepted):
             return k
-        a, b = mine[k], theirs[k]
         span = slice(b.position, b.position + b.emitted)
-        same = (a.drafted, a.accepted) == (b.drafted, b.accepted)
-        if not same or list(output[span]) != list(recorded[span]):
+        if list(output[span]) != list(recorded[span]):
             return k
     return None
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import numpy as np
 import pandas as pd
@@ -64,19 +64,6 @@ Opener = Callable[[Arm, int, int, VerifyRule | None], Any]
 """Makes a decoder after its prefill, from an arm, a request, a repeat and the repeat's rule."""
 
 
-class Ran(NamedTuple):
-    """The rounds and the output of an arm's run of a request.
-
-    ``mismatched`` and ``log_probs`` are those of `profiler.decoding.single.ModelDecoder`, of runs
-    under a lossy rule.
-    """
-
-    rounds: list[Round]
-    output: list[int]
-    mismatched: list[int]
-    log_probs: list[float]
-
-
 @dataclass
 class _Requests(CheckWork):
     """Single requests; an arm learns by its policy and its rule."""
@@ -114,8 +101,10 @@ class _Requests(CheckWork):
             rounds = _rounds(decoder, learner.fresh(), arm)
         if rule is not None:
             rule.end_request()
-        ruled = (decoder.mismatched, decoder.log_probs) if arm.lossy else ([], [])
-        return span.timing, ((learner, rule), Ran(rounds, decoder.output, *ruled)._asdict())
+        found: dict[str, Any] = {"rounds": rounds, "output": decoder.output}
+        if arm.lossy:
+            found |= {"mismatched": decoder.mismatched, "log_probs": decoder.log_probs}
+        return span.timing, ((learner, rule), found)
 
 
 def _rounds(decoder: Any, policy: DraftPolicy, arm: Arm) -> list[Round]:
@@ -232,16 +221,16 @@ def run_arms(
     )  # fmt: skip
     turns = take_turns(pair, work, repeats, advance, kept, in_time)
     names = {arm.label: (arm.name, arm.verify(trace)) for arm in arms}
-    first: dict[str, list[Ran]] = {arm.label: [] for arm in arms}
+    first: dict[str, list[dict[str, Any]]] = {arm.label: [] for arm in arms}
     rows: list[tuple[Any, ...]] = []
     for one in turns.taken:
-        ran = Ran(**one.found)
+        rounds = [Round(*r) for r in one.found["rounds"]]
         rows.append(
             (*names[one.label], 1, forced, one.repeat, trace.requests[one.unit].id,
-             one.timing.wall_s, len(ran.rounds), one.timing.off_s, one.repeated)
+             one.timing.wall_s, len(rounds), one.timing.off_s, one.repeated)
         )  # fmt: skip
         if one.repeat == 0:
-            first[one.label].append(ran._replace(rounds=[Round(*r) for r in ran.rounds]))
+            first[one.label].append({**one.found, "rounds": rounds})
     logs = {}
     for arm in arms:
         done, rule = first[arm.label], turns.learnt[arm.label][1]
@@ -250,17 +239,17 @@ def run_arms(
         mismatched = None
         if rule is not None:
             pairs = zip(decoded, done, strict=True)
-            decoded = [_emitted(r, ran.output, pair.eos) for r, ran in pairs]
-            mismatched = np.array([n for ran in done for n in ran.mismatched], dtype=np.int32)
+            decoded = [_emitted(r, ran["output"], pair.eos) for r, ran in pairs]
+            mismatched = np.array([n for ran in done for n in ran["mismatched"]], dtype=np.int32)
         logs[arm.label] = RoundLog(
-            RoundLog.pack(ran.rounds for ran in done), decoded, arm.name,
+            RoundLog.pack(ran["rounds"] for ran in done), decoded, arm.name,
             verify=arm.verify(trace), reads=arm.policy.reads, first=trace.first,
             mismatched=mismatched, rule=rule,
         )  # fmt: skip
     return Measured(
         pd.DataFrame(rows, columns=[*MEASURED_COLUMNS, *OFF_COLUMNS]), logs,
-        {label: [ran.output for ran in done] for label, done in first.items()},
-        {a.label: [sum(r.log_probs) for r in first[a.label]] for a in arms if a.lossy},
+        {label: [ran["output"] for ran in done] for label, done in first.items()},
+        {a.label: [sum(r["log_probs"]) for r in first[a.label]] for a in arms if a.lossy},
         turns.machine,
     )  # fmt: skip
 
