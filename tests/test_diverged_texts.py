@@ -140,26 +140,29 @@ def test_groups_whose_texts_diverged_are_left_out(run: Run, forked: Path) -> Non
     assert sorted(kept.groupby("batch")["request"].nunique()) == [1, 2]
 
 
+@pytest.mark.parametrize("request_of", [0, REQUEST])
 def test_a_source_s_text_that_diverged_is_not_a_round_that_differs(
-    run: Run, small_run: Path, monkeypatch: pytest.MonkeyPatch
+    request_of: int, run: Run, small_run: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """The rows are in the order of the policies, even if another ran the first request left."""
     own = spot_check.run_arms
 
     def diverged(*given: Any, **named: Any) -> Measured:
         """Return real runs, with another text and other rounds from a position on."""
         measured = own(*given, **named)
-        measured.outputs["pld"][REQUEST][POSITION] += 1
+        measured.outputs["pld"][request_of][POSITION] += 1
         log = measured.logs["pld"]
-        last = int(np.flatnonzero(log.rounds["request"] == REQUEST)[-1])
-        another = log.rounds[last : last + 1].copy()
-        another["position"] += 1
-        rounds = np.insert(log.rounds, last + 1, another)
+        end = int(np.flatnonzero(log.rounds["request"] == request_of)[-1]) + 1
+        another = log.rounds[end - 1 : end].copy()
+        another["position"] = POSITION + 1
+        rounds = np.concatenate([log.rounds[:end], another, log.rounds[end:]])
         measured.logs["pld"] = replace(log, rounds=rounds)
         return measured
 
     monkeypatch.setattr(spot_check, "run_arms", diverged)
     options = ("--policy", "pld", "--repeats", 1, "--json", "-")
     plain, row = run("validate", "--run", small_run, *options).rows
+    assert (plain["policy"], row["policy"]) == ("autoregressive", "pld")
     assert (plain["texts_diverged"], plain["rounds_differ"]) == (0, 0)
     assert (row["texts_diverged"], row["rounds_differ"]) == (1, 0)
     assert row["diverged"][0]["position"] == POSITION

@@ -135,7 +135,12 @@ class RealRuns(ABC):
         self.texts = Texts(
             self.trace, self.outputs(measured), str(self.pair.meta["dtype"]), learners
         )
-        return self.texts.times(measured.times)
+        times = self.texts.times(measured.times)
+        # The first request that is left may have been run in another order.
+        order = {name: n for n, name in enumerate(self.policies)}
+        return times.sort_values(
+            "policy", key=lambda names: names.map(order), kind="stable", ignore_index=True
+        )
 
     def predicted(self, measured: Any) -> Any:
         """Return the predictions that times are compared with."""
