@@ -5,8 +5,8 @@ from __future__ import annotations
 import time
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
@@ -201,20 +201,16 @@ class RealRuns(ABC):
             write_measured(MeasuredRuns(times, meta), run / self.file)
         return rows
 
-    @contextmanager
-    def _kept(self) -> Iterator[Checkpoint | None]:
+    def _kept(self) -> AbstractContextManager[Checkpoint | None]:
         from profiler.checks.unfinished import check_options, unfinished
 
         if not self.resumed:
-            yield None
-            return
+            return nullcontext()
         work = check_options(
             self.pair, self.trace, self.logs, self.given.repeats,
             remeasure=self.given.remeasure, **self.conditions,
         )  # fmt: skip
-        together = len(self.policies)
-        with unfinished(self.given.run, work, self.total, note, together) as kept:
-            yield kept
+        return unfinished(self.given.run, work, self.total, note, len(self.policies))
 
 
 class Remeasured:
