@@ -14,7 +14,7 @@ import torch
 from policies.core import DraftPolicy, Round, own_copy, speculate
 from policies.rules.base import VerifyRule
 from policies.rules.registry import describe_rule
-from profiler.checks.differences import output_of, solves
+from profiler.checks.differences import output_of, rounds_differ, solves
 from profiler.checks.turns import Attempt, CheckWork, take_turns
 from profiler.decoding.forced import ForcedDecoder
 from profiler.decoding.single import ModelDecoder
@@ -30,6 +30,8 @@ from traces.replay.rounds import RoundLog
 from traces.store.checkpoint import Checkpoint
 from traces.store.measured import MEASURED_COLUMNS, OFF_COLUMNS
 from traces.store.outputs import Output, RealRun
+
+__all__ = ["Arm", "DraftModel", "Measured", "rounds_differ", "run_arms"]
 
 
 @dataclass(frozen=True)
