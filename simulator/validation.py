@@ -167,8 +167,6 @@ WORST_BOUND = 0.05
 class Verdict(NamedTuple):
     """The verdict of the rows of `compare` together."""
 
-    rows: int
-    """Arms compared: policies at batches."""
     median_error: float
     """Median of |error| over the arms."""
     worst_error: float
@@ -184,6 +182,8 @@ class Verdict(NamedTuple):
     """Rows whose prediction lies on the other side of 1x."""
     undrifted_error: float
     """Median |error| had passes been as fast as in the latency table (`anchor_drift`)."""
+    rows: int
+    """Arms compared: policies at batches."""
 
     @property
     def met(self) -> dict[str, bool]:
@@ -240,9 +240,9 @@ def verdict(*recordings: pd.DataFrame) -> Verdict:
                 if other_way:
                     wrong.append(slow[0] if fast[0] == CONTROL else fast[0])
     return Verdict(
-        len(rows), float(magnitude.median()), float(worst["error"]), str(worst["policy"]), pairs,
+        float(magnitude.median()), float(worst["error"]), str(worst["policy"]), pairs,
         tuple(misranked), signs, tuple(wrong),
-        float(((1 + rows["error"]) * (1 + drift) - 1).abs().median()),
+        float(((1 + rows["error"]) * (1 + drift) - 1).abs().median()), len(rows),
     )  # fmt: skip
 
 
