@@ -15,8 +15,8 @@ import sys
 import torch
 
 from policies.registry import parse_policy
-from profiler.checks.differences import explain
-from profiler.checks.spot_check import Arm, rounds_differ, run_arms
+from profiler.checks.differences import explain, rounds_differ
+from profiler.checks.spot_check import Arm, run_arms
 from profiler.models.loading import choose_dtype, load_pair
 from profiler.recording.run import model_path
 from traces import find_trace

@@ -8,7 +8,9 @@ recorded trace the assumptions fail; `simulator.check` then shows by how much.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
+from functools import cache
+from itertools import chain
 from typing import NamedTuple
 
 import numpy as np
@@ -200,25 +202,17 @@ class _Bench:
     """Replays of fixed draft lengths on i.i.d. outputs, each made once."""
 
     def __init__(self, tokens: int, seed: int) -> None:
-        self.tokens = tokens
-        self.seed = seed
-        self._traces: dict[float, Trace] = {}
-        self._logs: dict[tuple[float, int], RoundLog] = {}
+        self.tokens, self.seed = tokens, seed
+        self.trace, self.log = cache(self._trace), cache(self._log)
 
-    def trace(self, alpha: float) -> Trace:
-        if alpha not in self._traces:
-            self._traces[alpha] = synthetic_trace(
-                alpha, requests=1, tokens=self.tokens, seed=self.seed
-            )
-        return self._traces[alpha]
+    def _trace(self, alpha: float) -> Trace:
+        return synthetic_trace(alpha, requests=1, tokens=self.tokens, seed=self.seed)
 
-    def log(self, alpha: float, gamma: int) -> RoundLog:
+    def _log(self, alpha: float, gamma: int) -> RoundLog:
         """Return rounds of gamma drafts; those the end of the output cuts short are left out."""
-        if (alpha, gamma) not in self._logs:
-            log = replay(self.trace(alpha), Fixed(gamma))
-            whole = log.rounds[log.rounds["drafted"] == gamma]
-            self._logs[alpha, gamma] = RoundLog(whole, log.requests, log.policy)
-        return self._logs[alpha, gamma]
+        log = replay(self.trace(alpha), Fixed(gamma))
+        whole = log.rounds[log.rounds["drafted"] == gamma]
+        return RoundLog(whole, log.requests, log.policy)
 
     def speedup(self, alpha: float, gamma: int, c: float, verify: float = 1.0) -> RatioEstimate:
         log = self.log(alpha, gamma)
@@ -228,16 +222,6 @@ class _Bench:
     def tokens_per_round(self, alpha: float, gamma: int) -> RatioEstimate:
         emitted = self.log(alpha, gamma).rounds["emitted"]
         return ratio_of_sums(emitted, np.ones(len(emitted)))
-
-
-def iid_checks(tokens: int, seed: int) -> Iterator[Row]:
-    """Yield (formula, parameters, closed form, simulated with standard error) of every check."""
-    bench = _Bench(tokens, seed)
-    parts: tuple[Callable[[_Bench], Iterator[Row]], ...] = (
-        _leviathan, _general, _gammatune, _break_evens, _specbound, _pearl, _dsi, _batching
-    )  # fmt: skip
-    for part in parts:
-        yield from part(bench)
 
 
 def _leviathan(bench: _Bench) -> Iterator[Row]:
@@ -372,12 +356,8 @@ def _batching(bench: _Bench) -> Iterator[Row]:
         rounds = truncated_rounds(runs, g)
         where = f"alpha={a} gamma={g} batch={batch}"
         closed = batching.truncated_tokens([a] * batch, g)
-        yield (
-            "batch truncated to the minimum",
-            where,
-            closed,
-            ratio_of_sums(rounds, np.ones(len(rounds))),
-        )
+        per_round = ratio_of_sums(rounds, np.ones(len(rounds)))
+        yield "batch truncated to the minimum", where, closed, per_round
         step_s = batching.llama_8b_h100_s(1000 * batch, batch * (g + 1))
         tokens = bench.tokens_per_round(a, g)
         yield (
@@ -423,7 +403,16 @@ def run_checks(
     seed:
         Seed of the synthetic outputs.
     """
-    return pd.DataFrame(list(_checks(trace, latency, tokens, seed)), columns=list(Check._fields))
+    bench = _Bench(tokens, seed)
+    parts = [
+        part(bench) for part in (
+            _leviathan, _general, _gammatune, _break_evens, _specbound, _pearl, _dsi, _batching
+        )
+    ]  # fmt: skip
+    if trace is not None:
+        parts.append(recorded_checks(trace, latency))
+    checks = [compare(*row) for row in chain.from_iterable(parts)]
+    return pd.DataFrame(checks, columns=list(Check._fields))
 
 
 def compare(formula: str, parameters: str, closed_form: float, simulated: RatioEstimate) -> Check:
@@ -435,12 +424,3 @@ def compare(formula: str, parameters: str, closed_form: float, simulated: RatioE
     else:
         z = 0.0 if math.isclose(value, closed_form, rel_tol=1e-9, abs_tol=1e-12) else math.inf
     return Check(formula, parameters, closed_form, value, error, z, abs(z) < LIMIT)
-
-
-def _checks(
-    trace: Trace | None, latency: LatencyTable | None, tokens: int, seed: int
-) -> Iterator[Check]:
-    rows: Iterable[tuple[str, str, float, RatioEstimate]] = iid_checks(tokens, seed)
-    yield from (compare(*row) for row in rows)
-    if trace is not None:
-        yield from (compare(*row) for row in recorded_checks(trace, latency))

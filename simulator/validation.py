@@ -22,10 +22,9 @@ Seconds are summed over the requests that were measured.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from itertools import combinations
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -159,6 +158,12 @@ def _speedup_error(rows: pd.DataFrame) -> pd.Series[float]:
     return (1 + pd.Series(control, index=rows.index)) / (1 + rows["error"]) - 1
 
 
+MEDIAN_BOUND = 0.02
+"""Largest median |error| of predictions made from latencies measured on the same device."""
+WORST_BOUND = 0.05
+"""Largest |error| of any policy."""
+
+
 class Verdict(NamedTuple):
     """The verdict of the rows of `compare` together."""
 
@@ -175,27 +180,45 @@ class Verdict(NamedTuple):
     """Arms measured clearly faster or slower than plain decoding."""
     wrong_sign: tuple[str, ...]
     """Rows whose prediction lies on the other side of 1x."""
+    undrifted_error: float
+    """Median |error| had passes been as fast as in the latency table (`anchor_drift`)."""
+    rows: int
+    """Arms compared: policies at batches."""
+
+    @property
+    def met(self) -> dict[str, bool]:
+        """The bounds of a recording, and for each whether it is kept."""
+        return {
+            "median": self.median_error <= MEDIAN_BOUND,
+            "worst": abs(self.worst_error) <= WORST_BOUND,
+            "ranking": not self.misranked,
+            "sign": not self.wrong_sign,
+        }
 
 
-def verdict(rows: pd.DataFrame) -> Verdict:
-    """Judge the rows of `compare`: errors, ranking, and side of 1x.
+def verdict(*recordings: pd.DataFrame) -> Verdict:
+    """Judge the rows of `compare`, of one recording or of several: errors, ranking, side of 1x.
 
-    Policies are compared within one (batch, forced) group.  A difference counts if it exceeds twice
-    the larger of the two spreads, in seconds.
+    Policies are compared within one (batch, forced) group of a recording.  A difference counts if
+    it exceeds twice the larger of the two spreads, in seconds.  A column ``drift`` (`anchor_drift`)
+    enters ``undrifted_error``, where it is known.
 
     Raises
     ------
     DraftsimError
         If there are no rows.
     """
+    rows = pd.concat(recordings, ignore_index=True) if recordings else pd.DataFrame()
     if rows.empty:
         raise DraftsimError("no compared runs: make at least one")
+    drift = rows["drift"].fillna(0.0) if "drift" in rows else 0.0
     magnitude = rows["error"].abs()
     worst = rows.iloc[int(magnitude.argmax())]
     pairs, signs = 0, 0
     misranked: list[tuple[str, str]] = []
     wrong: list[str] = []
-    for _, group in rows.groupby(["batch", "forced"], sort=False):
+    groups = (part.groupby(["batch", "forced"], sort=False) for part in recordings)
+    for _, group in itertools.chain.from_iterable(groups):
         records = [
             (str(p), float(s), float(m), 2 * float(m * w))
             for p, s, m, w in zip(
@@ -203,7 +226,7 @@ def verdict(rows: pd.DataFrame) -> Verdict:
                 strict=True,
             )
         ]  # fmt: skip
-        for a, b in combinations(records, 2):
+        for a, b in itertools.combinations(records, 2):
             fast, slow = (a, b) if a[2] < b[2] else (b, a)
             # A spread nobody measured (NaN) makes no difference a clear one.
             if not slow[2] - fast[2] > max(fast[3], slow[3]):
@@ -219,6 +242,7 @@ def verdict(rows: pd.DataFrame) -> Verdict:
     return Verdict(
         float(magnitude.median()), float(worst["error"]), str(worst["policy"]), pairs,
         tuple(misranked), signs, tuple(wrong),
+        float(((1 + rows["error"]) * (1 + drift) - 1).abs().median()), len(rows),
     )  # fmt: skip
 
 
@@ -243,12 +267,6 @@ def common_error(rows: pd.DataFrame) -> str:
         f"the seconds of no speculation are {off:+.1%} off, those of the policies {usual:+.1%}: "
         "every speedup errs by the difference, so repeat the check before you rely on it"
     )
-
-
-MEDIAN_BOUND = 0.02
-"""Largest median |error| of predictions made from latencies measured on the same device."""
-WORST_BOUND = 0.05
-"""Largest |error| of any policy."""
 
 
 def check_recording(folder: Path) -> pd.DataFrame:
@@ -283,11 +301,15 @@ def check_recording(folder: Path) -> pd.DataFrame:
 def _check_batch(
     trace: Trace, latency: LatencyTable, runs: pd.DataFrame, batch: int
 ) -> pd.DataFrame:
-    names = list(dict.fromkeys(runs["policy"]))
+    policies = {n: parse_policy(n, max_gamma=trace.max_gamma) for n in runs["policy"].unique()}
     used = trace.select(_decoded(trace, runs, batch))
     if batch == 1:
-        return compare(_single(used, latency, names), runs)
-    return compare(_together(used, latency, names, batch), runs)
+        return compare([price(log, latency) for log in replay_many(used, policies)], runs)
+    # Brings all of serving, which a data sheet alone does not need.
+    from simulator.serving.groups import predict_groups
+
+    groups, _ = predict_groups(used, latency, policies, [batch])
+    return compare(groups, runs)
 
 
 def anchor_drift(folder: Path) -> dict[int, float]:
@@ -331,62 +353,6 @@ def anchor_drift(folder: Path) -> dict[int, float]:
     return {batch: float(np.median(ratios)) for batch, ratios in found.items()}
 
 
-@dataclass(frozen=True)
-class AccuracyBounds:
-    """The bounds that the comparison of one recording, or of several, has to keep to."""
-
-    rows: int
-    """Arms compared: policies at batches."""
-    median_error: float
-    worst_error: float
-    """Signed, of the arm that is furthest off."""
-    worst_policy: str
-    ranked_pairs: int
-    misranked: int
-    """Counts over the pairs of runs that differ by more than twice their spread."""
-    sign_arms: int
-    wrong_sign: int
-    """Counts over the runs measured clearly faster or slower than plain decoding."""
-    undrifted_error: float
-    """Median |error| had passes been as fast as in the latency table."""
-
-    @property
-    def met(self) -> dict[str, bool]:
-        """Return for each bound whether it is kept."""
-        return {
-            "median": self.median_error <= MEDIAN_BOUND,
-            "worst": abs(self.worst_error) <= WORST_BOUND,
-            "ranking": self.misranked == 0,
-            "sign": self.wrong_sign == 0,
-        }
-
-
-def bounds(recordings: Sequence[pd.DataFrame]) -> AccuracyBounds:
-    """Return errors, ranking and sign over the rows of `check_recording` of some recordings.
-
-    Policies are ranked within a recording and batch alone.  A column ``drift`` (`anchor_drift`)
-    enters ``undrifted_error``, where it is known.
-
-    Raises
-    ------
-    DraftsimError
-        If there are no rows.
-    """
-    said = [verdict(rows) for rows in recordings]
-    rows = pd.concat(recordings, ignore_index=True) if said else pd.DataFrame()
-    if rows.empty:
-        raise DraftsimError("no compared runs: name a recording with measured runs")
-    worst = rows.iloc[int(rows["error"].abs().argmax())]
-    drift = rows["drift"].fillna(0.0) if "drift" in rows else 0.0
-    return AccuracyBounds(
-        len(rows), float(rows["error"].abs().median()), float(worst["error"]),
-        str(worst["policy"]), sum(v.ranked_pairs for v in said),
-        sum(len(v.misranked) for v in said), sum(v.sign_arms for v in said),
-        sum(len(v.wrong_sign) for v in said),
-        float(((1 + rows["error"]) * (1 + drift) - 1).abs().median()),
-    )  # fmt: skip
-
-
 def _decoded(trace: Trace, measured: pd.DataFrame, batch: int) -> list[int]:
     """Return indices of the requests that were decoded: each group from its first request on."""
     place = {r.id: i for i, r in enumerate(trace.requests)}
@@ -397,20 +363,6 @@ def _decoded(trace: Trace, measured: pd.DataFrame, batch: int) -> list[int]:
         )
     first = sorted(place[request] for request in set(measured["request"]))
     return [i for start in first for i in range(start, min(start + batch, len(trace.requests)))]
-
-
-def _single(trace: Trace, latency: LatencyTable, names: list[str]) -> pd.DataFrame:
-    policies = [(name, parse_policy(name, max_gamma=trace.max_gamma)) for name in names]
-    return predictions([price(log, latency) for log in replay_many(trace, policies)])
-
-
-def _together(trace: Trace, latency: LatencyTable, names: list[str], batch: int) -> pd.DataFrame:
-    # Brings all of serving, which a data sheet alone does not need.
-    from simulator.serving.groups import predict_groups
-
-    policies = {name: parse_policy(name, max_gamma=trace.max_gamma) for name in names}
-    groups, _ = predict_groups(trace, latency, policies, [batch])
-    return groups
 
 
 BOUND = 0.02
@@ -482,17 +434,13 @@ def noise_said(rows: Sequence[Mapping[str, Any]], first: str) -> str | None:
     errors = np.abs([row["speedup_error"] for row in arms])
     floor, repeats = expected_median([row["speedup_noise"] for row in arms]), arms[0]["repeats"]
     needed = math.ceil(repeats * (2 * floor / BOUND) ** 2)
+    paced = [abs(e) for row in arms if (e := row["paced_speedup_error"]) is not None]
     return (
         f"the median error of speedups is {np.median(errors):.1%} (worst {errors.max():.1%}); a "
         f"perfect model would show {floor:.1%} with the noise of these {repeats} repeats"
         + (f" ({BOUND / 2:.0%} with {needed} repeats)" if needed > repeats else "")
-        + _paced(arms)
-    )
-
-
-def _paced(arms: Sequence[Mapping[str, Any]]) -> str:
-    paced = [row["paced_speedup_error"] for row in arms]
-    errors = [abs(error) for error in paced if error is not None]
-    if not errors:
-        return ""
-    return f"; it is {np.median(errors):.1%} after correcting for the speed of the machine"
+        + (
+            f"; it is {np.median(paced):.1%} after correcting for the speed of the machine"
+            if paced else ""
+        )
+    )  # fmt: skip

@@ -25,7 +25,7 @@ from policies.batch.base import BatchPolicy, SingleStream
 from profiler.engines import loads as running
 from profiler.engines.bench import EngineGrid
 from profiler.engines.drafts import EngineDrafts, Forced, LookedUp
-from profiler.engines.engine import EngineOptions, outputs_of
+from profiler.engines.engine import EngineOptions
 from profiler.engines.measure import BetweenTable, EngineTable
 from profiler.engines.session import Setup, policy_from
 from profiler.engines.texts import own_texts, prompts_of
@@ -211,8 +211,8 @@ def own(folder: Path) -> dict[str, Any]:
 
 def own_outputs(engine: VllmEngine, prompts: dict[int, list[int]]) -> dict[str, list[int]]:
     """Return the texts that the engine writes with its own drafter's tokens."""
-    engine.proposer.use(Setup(policy("fixed"), EngineDrafts()))
-    return outputs_of(engine, {f"{i}/0": (p, TRACE.requests[i].tokens) for i, p in prompts.items()})
+    served(engine, Setup(policy("fixed"), EngineDrafts()), prompts)
+    return {name: stream.output for name, stream in engine.proposer.finished.items()}
 
 
 def lookups(folder: Path) -> dict[str, Any]:

@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 
 from policies import DraftPolicy
-from profiler.checks.differences import output_of
-from profiler.checks.spot_check import Arm, rounds_differ, run_arms
+from profiler.checks.differences import output_of, rounds_differ
+from profiler.checks.spot_check import Arm, run_arms
 from profiler.models.loading import Pair
 from profiler.sources.run import SourceRunner
 from traces.acceptance.trace import Trace

@@ -13,11 +13,11 @@ pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
 from commands.common.progress import progress_bar
-from policies import SVIP, ConfidenceFreeze, Fixed, Round
-from policies.together import together_of
-from profiler.checks.batch_runs import BatchArm, groups_of, run_batches
-from profiler.checks.differences import output_of
-from profiler.checks.spot_check import Arm, rounds_differ, run_arms
+from policies import SVIP, ConfidenceFreeze, DraftPolicy, Fixed, Round
+from policies.together import Synchronise, together_of
+from profiler.checks.batch_runs import groups_of, run_batches
+from profiler.checks.differences import output_of, rounds_differ
+from profiler.checks.spot_check import Arm, run_arms
 from profiler.checks.turns import LEAST_REPEATS, order
 from profiler.decoding.batch import BatchedDecoder, speculate_batch
 from profiler.decoding.forced import ForcedStream
@@ -27,7 +27,20 @@ from profiler.machine import NoTimeError
 from profiler.models.loading import Pair
 from profiler.models.runner import Runner
 from profiler.profile import Settings, profile_latency
-from tests.batched import GAMMA, LENGTHS, VOCAB, llama, pair, replayed, runners, trace
+from tests.batched import (
+    END,
+    GAMMA,
+    LENGTHS,
+    NEW,
+    VOCAB,
+    llama,
+    pair,
+    prompts,
+    replayed,
+    runners,
+    trace,
+)
+from tests.batched_decoding import decode_batch
 from tests.few_cells import few_cells
 from traces.acceptance.trace import Trace
 from traces.errors import DraftsimError
@@ -35,27 +48,37 @@ from traces.latency.table import INTERPOLATED, LatencyTable
 from traces.replay.run import replay
 
 
+def forced(
+    policy: DraftPolicy, style: Synchronise = "ragged", models: Pair | None = None, step: int = 4
+) -> list[list[Round]]:
+    """Return the rounds of the recorded requests, `step` at a time, with dictated verdicts."""
+    target, draft = runners(4, models)
+    decoder, together = BatchedDecoder(target, draft, watch_eos=False), together_of(policy, style)
+    streams = [ForcedStream(trace(), i, VOCAB, target.device) for i in range(len(LENGTHS))]
+    rounds: list[list[Round]] = [[] for _ in streams]
+    for begin in range(0, len(streams), step):
+        for iteration in speculate_batch(decoder, together, streams[begin : begin + step]):
+            for stream, outcome in iteration:
+                rounds[stream.request].append(outcome)
+    return rounds
+
+
 def test_forced_runs_follow_the_recording_with_any_weights() -> None:
     other = Pair(llama(1, 20), llama(1, 21), None, {})
     for policy in (Fixed(4), SVIP(gamma_max=GAMMA)):
-        target, draft = runners(4, other)
-        decoder, style = BatchedDecoder(target, draft, watch_eos=False), together_of(policy)
-        streams = [ForcedStream(trace(), i, VOCAB, target.device) for i in range(len(LENGTHS))]
-        rounds: list[list[Round]] = [[] for _ in streams]
-        for iteration in speculate_batch(decoder, style, streams):
-            for stream, outcome in iteration:
-                rounds[stream.request].append(outcome)
-        assert rounds == replayed(trace(), policy)
+        assert forced(policy, models=other, step=len(LENGTHS)) == replayed(trace(), policy)
 
 
-def test_forced_and_real_agree_where_sequences_wait() -> None:
-    arms = [BatchArm("least", Fixed(4), "minimum"), BatchArm("svip", SVIP(gamma_max=GAMMA), "mean")]
-    both = [
-        run_batches(pair(), trace(), arms, batches=(4,), forced=forced, repeats=1)
-        for forced in (False, True)
-    ]
-    for arm in arms:
-        assert rounds_differ(*(run.logs[arm.name, 4] for run in both)) == 0
+@pytest.mark.parametrize(
+    ("policy", "style"), [(Fixed(4), "minimum"), (SVIP(gamma_max=GAMMA), "mean")]
+)
+def test_forced_and_real_agree_where_sequences_wait(
+    policy: DraftPolicy, style: Synchronise
+) -> None:
+    real = decode_batch(*runners(4), prompts(), NEW, END, policy, synchronise=style)
+    both = (real.rounds, forced(policy, style))
+    real_ones, dictated = ([[(r.drafted, r.accepted) for r in own] for own in run] for run in both)
+    assert real_ones == dictated
 
 
 def test_runs_in_turn_are_repeats_of_all_units_or_in_haste_of_one_after_another(
@@ -102,7 +125,7 @@ def test_runs_of_limited_time_are_whole_repeats_of_the_first_requests(batch: int
                 assert len(measured.outputs[arm.name]) == count
                 assert len(measured.logs[arm.name].requests) == count
             return measured.times
-        some = [BatchArm("fixed", Fixed(3)), BatchArm("freeze", ConfidenceFreeze())]
+        some = [Arm("fixed", Fixed(3)), Arm("freeze", ConfidenceFreeze())]
         ran = run_batches(pair(), trace(), some, batches=(batch,), **limited)
         for arm in some:
             count = len(ran.logs[arm.name, batch].requests)
@@ -121,7 +144,7 @@ def test_runs_of_limited_time_are_whole_repeats_of_the_first_requests(batch: int
 
 
 def test_run_batches_reports_every_group() -> None:
-    arms = [BatchArm("fixed", Fixed(3)), BatchArm("freeze", ConfidenceFreeze())]
+    arms = [Arm("fixed", Fixed(3)), Arm("freeze", ConfidenceFreeze())]
     beats: list[int] = []
     run = run_batches(
         pair(), trace(), arms, batches=(1, 4), repeats=2, advance=lambda: beats.append(1)
@@ -182,6 +205,6 @@ def test_sampled_traces_and_bad_batches_are_refused() -> None:
         trace().columns, trace().requests, GAMMA, {**trace().meta, "sampling": {"temperature": 0.7}}
     )
     with pytest.raises(DraftsimError, match=r"sampled at temperature 0\.7"):
-        run_batches(pair(), sampled, [BatchArm("fixed", Fixed(2))])
+        run_batches(pair(), sampled, [Arm("fixed", Fixed(2))])
     with pytest.raises(DraftsimError, match="batch is 0"):
-        run_batches(pair(), trace(), [BatchArm("fixed", Fixed(2))], batches=(2, 0))
+        run_batches(pair(), trace(), [Arm("fixed", Fixed(2))], batches=(2, 0))

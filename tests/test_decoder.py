@@ -15,10 +15,9 @@ from policies.core import DraftPolicy, speculate
 from policies.lengths.basic import Fixed
 from policies.lengths.huggingface import HFHeuristic
 from profiler import machine as repeats
-from profiler.checks.assisted import assisted_generation
-from profiler.checks.batch_runs import BatchArm, run_batches
-from profiler.checks.differences import output_of
-from profiler.checks.spot_check import Arm, rounds_differ, run_arms
+from profiler.checks.batch_runs import run_batches
+from profiler.checks.differences import output_of, rounds_differ
+from profiler.checks.spot_check import Arm, assisted_generation, run_arms
 from profiler.decoding.forced import ForcedDecoder
 from profiler.decoding.single import ModelDecoder, greedy
 from profiler.models.runner import Runner
@@ -62,8 +61,7 @@ def test_what_warms_up_is_run_and_not_kept(batched: bool, monkeypatch: pytest.Mo
         monkeypatch.setattr(repeats, "WARMING", warming)
         begun.clear()
         if batched:
-            arms = [BatchArm("it", learner)]
-            made = run_batches(bundled.pair(), trace, arms, batches=(1,), repeats=1)
+            made = run_batches(bundled.pair(), trace, [Arm("it", learner)], batches=(1,), repeats=1)
             log = made.logs["it", 1]
         else:
             alone = run_arms(bundled.pair(), trace, [Arm("it", learner)], repeats=1)

@@ -15,9 +15,9 @@ from commands.common.progress import progress_bar
 from policies.core import speculate
 from policies.lengths.basic import Fixed
 from profiler import profile
-from profiler.checks.assisted import assisted_generation
-from profiler.checks.batch_runs import BatchArm, run_batches
-from profiler.checks.spot_check import Arm, rounds_differ, run_arms
+from profiler.checks.batch_runs import run_batches
+from profiler.checks.differences import rounds_differ
+from profiler.checks.spot_check import Arm, assisted_generation, run_arms
 from profiler.decoding.single import ModelDecoder
 from profiler.latency.table import Grid
 from profiler.models import loading
@@ -122,7 +122,7 @@ def test_real_and_forced_runs_of_single_streams_and_batches(case: Case) -> None:
         if forced:
             assert rounds_differ(real, expected) == 0
         both = run_batches(
-            case.pair, case.greedy, [BatchArm("fixed", Fixed(2))], batches=(1, 2), repeats=1,
+            case.pair, case.greedy, [Arm("fixed", Fixed(2))], batches=(1, 2), repeats=1,
             forced=forced,
         )  # fmt: skip
         assert set(both.times["batch"]) == {1, 2}

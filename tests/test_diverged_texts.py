@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,11 +11,12 @@ import pytest
 
 pytest.importorskip("torch")
 
+import numpy as np
 import pandas as pd
 import torch
 
 from policies import parse_policy
-from profiler.checks import spot_check as interleaved
+from profiler.checks import spot_check
 from profiler.checks.differences import (
     Texts,
     comparable,
@@ -22,8 +24,9 @@ from profiler.checks.differences import (
     draft_ties,
     first_difference,
     output_of,
+    rounds_differ,
 )
-from profiler.checks.spot_check import Runs, rounds_differ
+from profiler.checks.spot_check import Measured
 from profiler.models.loading import Pair
 from profiler.recording.run import BUNDLED, RunInfo
 from tests import bundled
@@ -137,23 +140,29 @@ def test_groups_whose_texts_diverged_are_left_out(run: Run, forked: Path) -> Non
     assert sorted(kept.groupby("batch")["request"].nunique()) == [1, 2]
 
 
+@pytest.mark.parametrize("request_of", [0, REQUEST])
 def test_a_source_s_text_that_diverged_is_not_a_round_that_differs(
-    run: Run, small_run: Path, monkeypatch: pytest.MonkeyPatch
+    request_of: int, run: Run, small_run: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    own = interleaved.run_interleaved
+    """The rows are in the order of the policies, even if another ran the first request left."""
+    own = spot_check.run_arms
 
-    def diverged(*given: Any, **named: Any) -> Runs:
+    def diverged(*given: Any, **named: Any) -> Measured:
         """Return real runs, with another text and other rounds from a position on."""
-        runs = own(*given, **named)
-        ran = runs.first["pld"][REQUEST]
-        ran.output[POSITION] += 1
-        last = ran.rounds[-1]
-        ran.rounds.append(last._replace(position=last.position + 1))
-        return runs
+        measured = own(*given, **named)
+        measured.outputs["pld"][request_of][POSITION] += 1
+        log = measured.logs["pld"]
+        end = int(np.flatnonzero(log.rounds["request"] == request_of)[-1]) + 1
+        another = log.rounds[end - 1 : end].copy()
+        another["position"] = POSITION + 1
+        rounds = np.concatenate([log.rounds[:end], another, log.rounds[end:]])
+        measured.logs["pld"] = replace(log, rounds=rounds)
+        return measured
 
-    monkeypatch.setattr(interleaved, "run_interleaved", diverged)
+    monkeypatch.setattr(spot_check, "run_arms", diverged)
     options = ("--policy", "pld", "--repeats", 1, "--json", "-")
     plain, row = run("validate", "--run", small_run, *options).rows
+    assert (plain["policy"], row["policy"]) == ("autoregressive", "pld")
     assert (plain["texts_diverged"], plain["rounds_differ"]) == (0, 0)
     assert (row["texts_diverged"], row["rounds_differ"]) == (1, 0)
     assert row["diverged"][0]["position"] == POSITION

@@ -14,7 +14,7 @@ import torch
 
 from commands.engine.apart import chances, say_defaults
 from commands.engine.check import engine_options
-from commands.engine.profile import default_speeds, plain_load, with_default_speeds
+from commands.engine.profile import default_speeds, plain_load, profile_engine, with_default_speeds
 from commands.validate.engine import say_slower
 from policies.lengths.basic import Autoregressive
 from profiler.engines import vllm
@@ -86,6 +86,15 @@ def test_an_engine_apart_keeps_its_own_defaults() -> None:
     options = EngineOptions("m", eagle="h", more={"enforce_eager": False})
     plain = arguments(options)
     assert not {"enforce_eager", "async_scheduling", "speculative_config"} & set(plain)
+
+
+def test_a_pairs_latencies_are_not_replaced_by_an_engines(tmp_path: Path) -> None:
+    file = tmp_path / "latency.parquet"
+    write_latency(LatencyTable.constant(0.01, 0.001), file)
+    before = file.read_bytes()
+    with pytest.raises(DraftsimError, match="holds the latencies of a pair: name another --out"):
+        profile_engine("vllm", EngineOptions("m"), tmp_path, 0.0)
+    assert file.read_bytes() == before
 
 
 def test_synthetic_acceptance_is_asked_of_the_engines_own_drafter() -> None:

@@ -161,11 +161,11 @@ def test_a_policy_that_reads_what_the_engine_keeps_is_refused() -> None:
 
 
 def test_the_environment_may_name_the_engines_drafter() -> None:
-    given = {VARIABLE: json.dumps({"policy": "gammatune", "source": ENGINE})}
+    given = json.dumps({"policy": "gammatune", "source": ENGINE})
     assert asks_for_engine(given)
     assert isinstance(setup_from(given, longest=4).source, EngineDrafts)
-    assert not asks_for_engine({})
-    assert not asks_for_engine({VARIABLE: '{"policy": "gammatune", "source": "pld"}'})
+    assert not asks_for_engine("")
+    assert not asks_for_engine('{"policy": "gammatune", "source": "pld"}')
 
 
 def own(cell: Cell) -> Sample:

@@ -17,7 +17,7 @@ from policies.lengths.rate_optimal import RateOptimal
 from policies.registry import parse_serving_policy
 from policies.together import Policy
 from profiler.engines.drafts import Asked, Forced, LookedUp
-from profiler.engines.session import FORCED, VARIABLE, Setup, policy_from, setup_from
+from profiler.engines.session import FORCED, Setup, policy_from, setup_from
 from profiler.engines.vllm.proposer import Proposer
 from simulator.serving.run import lookahead_of
 from tests.own_policy import StopWhenUnsure, Told
@@ -174,7 +174,7 @@ def test_the_setup_comes_from_the_environment(tmp_path: Any) -> None:
     file = tmp_path / "proposer.json"
     file.write_text(text)
     for given in (text, str(file)):
-        setup = setup_from({VARIABLE: given}, longest=4)
+        setup = setup_from(given, longest=4)
         assert setup.policy.eta == 0.2  # type: ignore[union-attr]
         assert isinstance(setup.source, LookedUp)
         assert isinstance(setup.source.source, PLD)
@@ -195,7 +195,7 @@ def test_a_policy_of_ones_own_is_named_by_its_file() -> None:
     given = json.dumps({"policy": f"{OWN_FILE}:StopWhenUnsure:threshold=0.25,gamma=3",
                         "source": "pld"})  # fmt: skip
     with pytest.raises(DraftsimError, match="reads prob"):  # which a lookup does not have
-        setup_from({VARIABLE: given}, longest=4)
+        setup_from(given, longest=4)
     own = policy_from(f"{OWN_FILE}:StopWhenUnsure:threshold=0.25,gamma=3", LONGEST)
     assert isinstance(own, DraftPolicy)
     proposer, _ = drafted(own)
@@ -224,7 +224,7 @@ def test_a_policy_without_a_bound_is_cut_and_said_before_the_run(
         assert [tuple(r) for r in (found.rounds if found else ())] == rounds(log, request)
     # Nor does a server of one's own take it without a word.
     forced = FORCED + str(Forced(TRACE, TEXTS, VOCABULARY).write(tmp_path))
-    setup = setup_from({VARIABLE: json.dumps({"policy": text, "source": forced})}, longest=6)
+    setup = setup_from(json.dumps({"policy": text, "source": forced}), longest=6)
     assert lookahead_of(setup.policy, TRACE) == 6
     assert "cut at length 6, the engine's longest" in capsys.readouterr().err
     # What is read back of a recording has no longer drafts than that.
@@ -267,7 +267,7 @@ def test_the_rate_optimal_rule_is_fitted_before_it_runs() -> None:
 )
 def test_a_setup_that_cannot_be_is_refused(given: str, said: str) -> None:
     with pytest.raises(DraftsimError, match=said):
-        setup_from({VARIABLE: given}, longest=4)
+        setup_from(given, longest=4)
 
 
 def test_forced_drafts_need_a_recorded_name() -> None:

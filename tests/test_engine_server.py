@@ -55,7 +55,8 @@ def stepped(
     parts = {"schedule": 0.001, "execute": 0.0, "sample": 0.0, "propose": 0.0, "update": 0.001,
              "output": seconds - 0.002}  # fmt: skip
     emitted = {p[0]: 1 for p in (*prompts, *decoded)}
-    note(folder, step=[start_s, seconds, parts, decoded, prompts, emitted, finished], left=left)
+    step = EngineStep(start_s, seconds, parts, decoded, prompts, emitted, finished)
+    note(folder, step=vars(step), left=left)
     # Of a process of its own, whose notes may come first or last.
     with (folder / "2.jsonl").open("a") as file:
         file.write(json.dumps({"ran": start_s + 0.001, "seconds": ran_s}) + "\n")
@@ -246,7 +247,7 @@ def test_forced_drafts_that_cannot_be_read_are_refused(tmp_path: Path) -> None:
         Forced.read(tmp_path / "forced.json")
     given = json.dumps({"policy": "fixed", "source": f"{session.FORCED}{tmp_path / 'none.json'}"})
     with pytest.raises(DraftsimError, match="no such file"):
-        session.setup_from({session.VARIABLE: given}, longest=4)
+        session.setup_from(given, longest=4)
     path = Forced(TRACE, TEXTS, 97).write(tmp_path)
     source = Forced.read(path)
     drafts = source.open(Asked("2/5", [1], 20), TEXTS[2][:1])

@@ -17,8 +17,8 @@ from policies.rules.base import SCORES, VerifyRule
 from policies.rules.context import CSD
 from policies.rules.memory import OnlineCorrectionMemory
 from policies.rules.registry import parse_rule
-from profiler.checks.differences import output_of
-from profiler.checks.spot_check import Arm, real_run, rounds_differ, run_arms
+from profiler.checks.differences import output_of, rounds_differ
+from profiler.checks.spot_check import Arm, real_run, run_arms
 from profiler.decoding.single import ModelDecoder, judge, target_numbers
 from tests import bundled
 from tests.rule_runs import decode, prepared, short_trace

@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from profiler.checks.sandbox import CodeLimits, CodeVerdict, code_of, judge, run
+from profiler.checks import sandbox
+from profiler.checks.sandbox import CodeVerdict, code_of, judge, run
 from profiler.prompts import CodeTask
 from traces.errors import DraftsimError
 
@@ -81,11 +82,14 @@ def test_exits_and_prints_are_no_success(code: str) -> None:
     assert not judge(TASK, code).passed
 
 
-def test_an_endless_loop_ends() -> None:
+def test_an_endless_loop_ends(monkeypatch: pytest.MonkeyPatch) -> None:
     loop = "while True:\n    pass"
-    assert "no end within 0.5 s" in judge(TASK, loop, CodeLimits(wall_s=0.5)).said
-    assert "SIGXCPU" in judge(TASK, loop, CodeLimits(cpu_s=1, wall_s=120)).said
-    assert "no end" in judge(TASK, "import time\ntime.sleep(99)", CodeLimits(wall_s=0.5)).said
+    monkeypatch.setattr(sandbox, "WALL_S", 0.5)
+    assert "no end within 0.5 s" in judge(TASK, loop).said
+    assert "no end" in judge(TASK, "import time\ntime.sleep(99)").said
+    monkeypatch.setattr(sandbox, "WALL_S", 120)
+    monkeypatch.setitem(sandbox.LIMITS, "RLIMIT_CPU", 1)
+    assert "SIGXCPU" in judge(TASK, loop).said
 
 
 def test_memory_files_and_output_have_an_end() -> None:

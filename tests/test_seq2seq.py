@@ -12,9 +12,8 @@ from transformers import LlamaConfig, LlamaForCausalLM, M2M100Config, M2M100ForC
 
 from commands.common.progress import progress_bar
 from policies import parse_policy
-from profiler.checks.assisted import assisted_generation
 from profiler.checks.differences import output_of
-from profiler.checks.spot_check import Arm
+from profiler.checks.spot_check import Arm, assisted_generation
 from profiler.decoding.single import greedy
 from profiler.latency.seq2seq import fitting_grid
 from profiler.latency.table import Grid

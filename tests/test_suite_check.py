@@ -12,7 +12,7 @@ import pytest
 from commands.common.printed import OFF_TERMINAL
 from commands.validate.recorded import markdown_table
 from profiler.suite.__main__ import main
-from simulator.validation import MEDIAN_BOUND, WORST_BOUND, anchor_drift, bounds
+from simulator.validation import MEDIAN_BOUND, WORST_BOUND, anchor_drift, verdict
 from tests.conftest import Run
 from tests.suite_results import META, MODES, POLICIES, cells, write_forced, write_latencies
 from traces.errors import DraftsimError
@@ -101,16 +101,16 @@ def rows(errors: list[float], policies: tuple[str, ...] = POLICIES) -> pd.DataFr
 
 
 def test_bounds_are_kept_up_to_their_own_value() -> None:
-    at = bounds([rows([MEDIAN_BOUND, -WORST_BOUND, 0.0])])
+    at = verdict(rows([MEDIAN_BOUND, -WORST_BOUND, 0.0]))
     assert at.met == {"median": True, "worst": True, "ranking": True, "sign": True}
     assert (at.worst_error, at.worst_policy) == (-WORST_BOUND, POLICIES[1])
-    beyond = bounds([rows([0.021, 0.021, 0.051])])
+    beyond = verdict(rows([0.021, 0.021, 0.051]))
     assert not beyond.met["median"]
     assert not beyond.met["worst"]
     # Policies of two recordings are not ranked against each other.
-    assert bounds([rows([0.0] * 3)] * 2).ranked_pairs == 2 * at.ranked_pairs
+    assert verdict(*[rows([0.0] * 3)] * 2).ranked_pairs == 2 * at.ranked_pairs
     with pytest.raises(DraftsimError, match="no compared runs"):
-        bounds([])
+        verdict()
 
 
 @pytest.mark.parametrize(

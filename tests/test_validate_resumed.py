@@ -163,7 +163,7 @@ DRAFT_MODEL = ("--policy", "fixed:gamma=2", "--policy", "hf-heuristic:persist=pe
     ("more", "file", "name", "count"),
     [
         (DRAFT_MODEL, "measured", "fixed:gamma=2", 3),
-        ((*DRAFT_MODEL, "--forced"), "measured", "fixed:gamma=2", 3),
+        ((*DRAFT_MODEL, "--forced"), "measured-forced", "fixed:gamma=2", 3),
         # Tried for each policy before all runs; then the learner decodes one request again.
         ((*DRAFT_MODEL, "--source", "pld"), "measured-sources", "pld", 2 + 1 + 6),
     ],
@@ -203,6 +203,21 @@ def test_a_stopped_check_of_batches_goes_on(
     assert len(times) == 12
     assert not times.duplicated(["policy", "batch", "repeat", "request"]).any()
     assert not list(folder.glob(".*"))
+
+
+@pytest.mark.parametrize(
+    ("more", "file"), [(("--no-assisted",), "measured"), (("--batch", 1), "measured_batches")]
+)
+def test_a_forced_check_leaves_the_times_of_a_greedy_one(
+    more: tuple[object, ...], file: str, folder: Path, run: Run
+) -> None:
+    options = ("validate", "--run", folder, "--policy", "fixed:gamma=2", "--repeats", 1, *more)
+    run(*options).ok()
+    greedy = (folder / f"{file}.parquet").read_bytes()
+    run(*options, "--forced").ok()
+    assert (folder / f"{file}.parquet").read_bytes() == greedy
+    assert not read_measured(folder / f"{file}.parquet").times["forced"].any()
+    assert read_measured(folder / f"{file}-forced.parquet").times["forced"].all()
 
 
 def test_another_check_begins_anew_and_leaves_the_unfinished_one(

@@ -281,7 +281,7 @@ def cell_text(name: str, value: Any) -> str:
     if isinstance(value, float):
         # A standard error is in its figure's own unit, every other error relative.
         relative = name.endswith("error") and name != "standard_error"
-        if relative or name in ("bias", "slowdown"):
+        if relative or name in ("bias", "slowdown", "drift"):
             return f"{100 * value:+.1f}%"
         if name.endswith("noise") or name in ("spread", "share", "disturbed"):
             return f"{100 * value:.1f}%"

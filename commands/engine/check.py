@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -50,13 +49,19 @@ def compare_loads(
     """
     from profiler.engines.drafts import Forced
     from profiler.engines.loads import run_loads
-    from profiler.engines.texts import policy_runs, prompts_of
+    from profiler.engines.texts import own_texts, policy_runs, prompts_of, texts_once
     from simulator.engines import row_of, with_profile_errors, with_speedups
 
     trace, chosen = work.trace, work.policies
     prompts = prompts_of(trace, engine.vocabulary, work.seed, work.sequences)
     during_runs = None if kept is None else kept.within("during_runs")
-    texts = texts_of(engine, trace, prompts, during_runs)
+
+    def decoded(some: dict[int, list[int]]) -> dict[int, list[int]]:
+        note(f"decoding {len(some)} outputs in the engine, as reference or to warm up")
+        with working("decoding them"):
+            return own_texts(engine, trace, some)
+
+    texts = texts_once(during_runs, prompts, engine.options.max_batch, decoded)
     forced = Forced(trace, texts, engine.vocabulary)
     measured = run_loads(
         engine, chosen, work.demands, prompts, forced, work.repeats, between, kept, note, _bar
@@ -96,29 +101,6 @@ def scenarios_in(engine: Any, work: Workload) -> dict[str, Scenario]:
         block_size=engine.block_size,
     )  # fmt: skip
     return work.scenarios(limits, options.own_drafter)
-
-
-def texts_of(
-    engine: Engine, trace: Trace, prompts: dict[int, list[int]], kept: Checkpoint | None
-) -> dict[int, list[int]]:
-    """Return the engine's own output of every prompt, by sequence; decoded, or `kept`.
-
-    Either way the engine has run when this is done, as it is to have before a load is timed.
-    """
-    from profiler.engines.texts import TEXTS, own_texts
-    from traces.store.checkpoint import once
-
-    if kept is not None and TEXTS in kept.names():
-        note("decoding some of the engine's outputs again, to warm up")
-        some = itertools.islice(prompts.items(), engine.options.max_batch)
-        own_texts(engine, trace, dict(some))
-
-    def decoded() -> dict[int, list[int]]:
-        note(f"decoding {len(prompts)} outputs in the engine, as reference")
-        with working("decoding them"):
-            return own_texts(engine, trace, prompts)
-
-    return {int(i): text for i, text in once(kept, TEXTS, decoded).items()}
 
 
 def check_key(engine: Any, latency: LatencyTable, work: Workload, **more: Any) -> dict[str, Any]:

@@ -108,7 +108,7 @@ def _measured(
             run_controls(f"before-{repeat:03d}")
 
         def run(turn: Turn = turn) -> dict[str, Any]:
-            note(turn.said)
+            note(f"{turn.load} under {turn.text}, repeat {turn.repeat + 1}")
             clients.decide(turn.text)
             with working(f"serving {turn.load}"):
                 return clients.run(work.demands[turn.load]).written()

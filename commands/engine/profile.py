@@ -18,6 +18,7 @@ from traces.errors import DraftsimError
 from traces.latency.schema import UNIFORM, graphs_of
 from traces.store.engine_runs import Apart, Speed
 from traces.store.files import write_latency
+from traces.store.parquet import read_meta
 
 if TYPE_CHECKING:
     from simulator.engines import Workload
@@ -39,11 +40,9 @@ def profile_engine(
     `defaults` an engine with its own settings and no drafter decodes too (`default_speeds`); its
     tokens/s, and those that the table predicts without drafts, are in the table's metadata.
     """
-    kind = find_engine(name)
-    try:
-        out.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise DraftsimError(f"cannot make the run folder {out}: {error.strerror}") from None
+    file, kind = out / "latency.parquet", find_engine(name)
+    if file.is_file() and read_meta(file).get("kind") != "engine":
+        raise DraftsimError(f"{file} holds the latencies of a pair: name another --out")
     # Before the engine that is stepped by hand: a GPU holds one of them.
     plain = default_speeds(kind, options) if defaults else None
     end = time.monotonic() + 60 * minutes
@@ -66,11 +65,11 @@ def profile_engine(
     if plain is not None:
         table = with_default_speeds(table, plain)
         note(table.meta["remark"])
-    write_latency(table, out / "latency.parquet")
+    write_latency(table, file)
     measured.close()
     errors = [abs(entry["error"]) for entry in table.meta["held_out"]]
     worst = f"; held-out cells within {max(errors):.1%} before points were added" if errors else ""
-    note(f"wrote {out / 'latency.parquet'}: {len(table.cells)} cells{worst}")
+    note(f"wrote {file}: {len(table.cells)} cells{worst}")
     if measured.left_out:
         note(
             f"{measured.left_out} further measurements (repeats, and cells between others) did not "

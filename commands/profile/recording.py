@@ -13,7 +13,6 @@ from traces.digits import counted
 from traces.errors import DraftsimError
 
 if TYPE_CHECKING:
-    from profiler.latency.table import Grid
     from profiler.models.loading import Pair
     from profiler.profile import Settings
     from profiler.prompts import Prompt
@@ -101,7 +100,12 @@ def run_profile(recording: RecordingJob, force: bool = False, *, wide: bool = Fa
             profile_trace(pair, texts, stages[name], out, progress)
         if not timed:
             if settings.grid != whole and recording.max_context is None:
-                note(said_reach(settings.grid))
+                note(
+                    "latencies are measured as far as the recording reaches: contexts of up to "
+                    f"{max(settings.grid.contexts)} tokens, passes over up to "
+                    f"{max(settings.grid.widths)}; `draftsim profile latency --max-context N` "
+                    "measures more"
+                )
             profile_latency(pair, settings, out, progress)
     trace = read_trace(out / "trace.parquet")
     if timed and len(kept) == len(stages):
@@ -119,15 +123,6 @@ def run_profile(recording: RecordingJob, force: bool = False, *, wide: bool = Fa
         )
     if answers := answers_to(trace, texts):
         note(f"the target {score(pair, trace, answers)}")
-
-
-def said_reach(grid: Grid) -> str:
-    """Return the sizes of a grid that is cut to the recording, and how to measure more."""
-    return (
-        "latencies are measured as far as the recording reaches: contexts of up to "
-        f"{max(grid.contexts)} tokens, passes over up to {max(grid.widths)}; `draftsim profile "
-        "latency --max-context N` measures more"
-    )
 
 
 def measure_latency(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -126,15 +126,16 @@ def score_code(out: Path, prompts: Path) -> None:
     from profiler.checks.sandbox import judge
     from traces.store.outputs import find_runs, quality_of_code, read_run, write_outputs
 
-    tasks, known = _tasks(prompts), dict[tuple[str, str], bool]()
+    tasks = _tasks(prompts)
+
+    @cache  # a rule seldom changes every text
+    def passes(id: str, text: str) -> bool:
+        return judge(tasks[id][1], text).passed
 
     def judged(output: Output, category: str) -> Output:
-        expected, code = tasks.get(output.id, (None, None))
-        if code is None or expected != category:
+        if output.id not in tasks or tasks[output.id][0] != category:
             return output
-        for text in {output.text, output.reference} - {t for i, t in known if i == output.id}:
-            known[output.id, text] = judge(code, text).passed  # a rule seldom changes every text
-        own, greedy = (known[output.id, text] for text in (output.text, output.reference))
+        own, greedy = (passes(output.id, text) for text in (output.text, output.reference))
         return replace(output, passed=own, greedy_passed=greedy)
 
     runs = {file: read_run(file) for file in find_runs(out)}

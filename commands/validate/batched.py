@@ -14,7 +14,7 @@ from commands.validate.flow import Given, RealRuns, as_recorded
 from traces.errors import DraftsimError
 
 if TYPE_CHECKING:
-    from profiler.checks.batch_runs import MeasuredBatches
+    from profiler.checks.spot_check import Measured
     from traces.acceptance.trace import Trace
     from traces.latency.table import LatencyTable
     from traces.replay.rounds import RoundLog
@@ -42,15 +42,16 @@ class BatchRuns(RealRuns):
     are compared over the groups in which no text diverged under any policy.
     """
 
-    file = "measured_batches.parquet"
+    name = "measured_batches"
 
     def __init__(self, given: Given, batch: str, forced: bool = False) -> None:
+        from profiler.recording.run import digest_of
         from simulator.chosen import load_serving_policies
         from simulator.serving.groups import predict_groups
 
-        super().__init__(given)
+        super().__init__(given, forced=forced)
         self.logs = []
-        trace, latency, self.forced = self.trace, self.latency, forced
+        trace, latency = self.trace, self.latency
         self.batches = batch_sizes("--batch", batch)
         _check_measured(latency, self.batches)
         names = given.policy or as_recorded(BATCH_ARMS, trace)
@@ -58,17 +59,11 @@ class BatchRuns(RealRuns):
         if not given.policy:
             self.policies |= fastest_by_batch(trace, latency, self.batches, self.policies)
         self.groups, self.requests = predict_groups(trace, latency, self.policies, self.batches)
-
-    @property
-    def conditions(self) -> dict[str, Any]:
-        """Say which groups are decoded, and the rounds that the simulator predicts for each."""
-        from profiler.recording.run import digest_of
-
         predicted = {
             f"{name} {size}": digest_of({"rounds": frame[["rounds", *COUNTED]].to_numpy().tolist()})
             for (name, size), frame in self.requests.items()
         }
-        return {"batches": self.batches, "forced": self.forced, "predicted": predicted}
+        self.conditions = {"batches": self.batches, "forced": forced, "predicted": predicted}
 
     @property
     def total(self) -> int:
@@ -78,17 +73,18 @@ class BatchRuns(RealRuns):
         groups = sum(len(groups_of(len(self.chosen), size)) for size in self.batches)
         return self.given.repeats * len(self.policies) * groups
 
-    def decode(self, kept: Checkpoint | None, advance: Callable[[], None]) -> MeasuredBatches:
+    def decode(self, kept: Checkpoint | None, advance: Callable[[], None]) -> Measured:
         """Decode group by group."""
-        from profiler.checks.batch_runs import BatchArm, run_batches
+        from profiler.checks.batch_runs import run_batches
+        from profiler.checks.spot_check import Arm
 
-        arms = [BatchArm(name, policy) for name, policy in self.policies.items()]
+        arms = [Arm(*own) for own in self.policies.items()]
         return run_batches(
             self.pair, self.trace, arms, batches=self.batches, forced=self.forced,
             repeats=self.given.repeats, advance=advance, kept=kept,
         )  # fmt: skip
 
-    def times(self, measured: MeasuredBatches) -> pd.DataFrame:
+    def times(self, measured: Measured) -> pd.DataFrame:
         """Return the times of groups in which no text diverged under any policy."""
         import torch
 
@@ -105,14 +101,12 @@ class BatchRuns(RealRuns):
         told = measured.times[["batch", "request"]].to_numpy()
         return measured.times[[(b, r) not in ids for b, r in told]].reset_index(drop=True)
 
-    def predicted(self, measured: MeasuredBatches) -> pd.DataFrame:
+    def predicted(self, measured: Measured) -> pd.DataFrame:
         """Return the simulated groups."""
         del measured
         return self.groups
 
-    def compared(
-        self, rows: pd.DataFrame, measured: MeasuredBatches, progress: Any
-    ) -> pd.DataFrame:
+    def compared(self, rows: pd.DataFrame, measured: Measured, progress: Any) -> pd.DataFrame:
         """Compare the requests one by one."""
         from profiler.checks.differences import with_diverged
 

@@ -49,6 +49,8 @@ class CheckedRun:
     policy: PolicyOption = None
     repeats: Annotated[int, typer.Option(min=1, help="Real runs of every policy and prompt.")] = 3
     limit: Annotated[int | None, typer.Option(min=1, help="Use at most this many prompts.")] = None
+    out: OutOption = None
+    json: JsonOption = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,8 +68,8 @@ class CheckedPair(CheckedRun):
         return policies, rule, bool(split_systems(policies)[1])
 
     def check(
-        self, kind: Callable[[Given], RealRuns], policies: Sequence[str] | None, json: str | None,
-        out: Path | None, remeasure: bool = False,
+        self, kind: Callable[[Given], RealRuns], policies: Sequence[str] | None,
+        remeasure: bool = False,
     ) -> None:  # fmt: skip
         """Run, compare and print a kind of check."""
         from profiler.recording.run import only_writer, read_run
@@ -80,8 +82,8 @@ class CheckedPair(CheckedRun):
         )
         with only_writer(self.run, COPY):
             rows = kind(given).rows()
-        emit("validate", rows, json, show=columns_shown(rows), out=out)
-        if json is None:
+        emit("validate", rows, self.json, show=columns_shown(rows), out=self.out)
+        if self.json is None:
             say_verdict(rows)
 
 
@@ -93,8 +95,6 @@ def run(
         bool, typer.Option(help="Also run transformers' own assisted generation.")
     ] = True,
     remeasure: RemeasureOption = False,
-    out: OutOption = None,
-    json: JsonOption = None,
 ) -> None:
     """Run policies for real, interleaved, and compare with what was predicted.
 
@@ -128,15 +128,13 @@ def run(
                 f"the methods' rule {rule} changes the text: drop --forced and --remeasure"
             )
         kind = partial(LossyRuns, verify=rule, memory=None, sampled=sampled)
-    asked.check(kind, policies, json, out, remeasure)
+    asked.check(kind, policies, remeasure)
 
 
 def sources(
     asked: CheckedPair,
     source: SourceOption = None,
     remeasure: RemeasureOption = False,
-    out: OutOption = None,
-    json: JsonOption = None,
 ) -> None:
     """Run policies for real with another draft source, and compare with what was predicted.
 
@@ -158,7 +156,7 @@ def sources(
             "no source is named: add --source NAME, or a --policy that has one of its own "
             "(`draftsim list --sources`)"
         )
-    asked.check(partial(SourceRuns, source=source), policies, json, out, remeasure)
+    asked.check(partial(SourceRuns, source=source), policies, remeasure)
 
 
 def batch(
@@ -167,8 +165,6 @@ def batch(
         str, typer.Option(metavar="B,...", help="Sizes of the static batches that are decoded.")
     ],
     forced: ForcedOption = False,
-    out: OutOption = None,
-    json: JsonOption = None,
 ) -> None:
     """Decode the prompts in static batches, and compare with the simulator's.
 
@@ -185,7 +181,7 @@ def batch(
             "batches are drafted by the draft model and verified exactly: name policies that are "
             "no methods with a source or a rule of their own"
         )
-    asked.check(partial(BatchRuns, batch=batch, forced=forced), policies, json, out)
+    asked.check(partial(BatchRuns, batch=batch, forced=forced), policies)
 
 
 def lossy(
@@ -193,8 +189,6 @@ def lossy(
     verify: VerifyOption = None,
     memory: MemoryOption = None,
     sampled: SampledOption = False,
-    out: OutOption = None,
-    json: JsonOption = None,
 ) -> None:
     """Run policies for real under a lossy rule; tell the bias of the replay, and the quality.
 
@@ -214,7 +208,7 @@ def lossy(
     if rule is None:
         raise DraftsimError("no rule is named: add --verify RULE, csd where --memory is given")
     kind = partial(LossyRuns, verify=rule, memory=memory, sampled=sampled)
-    asked.check(kind, policies, json, out)
+    asked.check(kind, policies)
 
 
 def engine(
@@ -222,8 +216,6 @@ def engine(
     served: CheckedEngine,
     source: SourceOption = None,
     remeasure: RemeasureOption = False,
-    out: OutOption = None,
-    json: JsonOption = None,
 ) -> None:
     """Serve the same requests in a real engine and in the simulator, and compare.
 
@@ -250,8 +242,8 @@ def engine(
         found = engine_check(
             served, folder, source, asked.policy, asked.repeats, asked.limit, remeasure
         )
-    emit("validate", found, json, show=columns_of(served, remeasure), out=out)
-    if json is None:
+    emit("validate", found, asked.json, show=columns_of(served, remeasure), out=asked.out)
+    if asked.json is None:
         say_checked(served, found)
 
 

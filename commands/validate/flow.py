@@ -5,8 +5,8 @@ from __future__ import annotations
 import time
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
@@ -60,12 +60,14 @@ class RealRuns(ABC):
 
     Parameters
     ----------
-    recorded:
-        The trace's file in the run folder.
+    sampled:
+        Decode the run's sampled trace.
+    forced:
+        Take drafts and verdicts from the trace.
     """
 
-    file: str
-    """File of the run folder that the measured times are kept in."""
+    name: ClassVar[str]
+    """Begins the name of the file of the run folder that the measured times are kept in."""
     resumed: ClassVar[bool] = True
     """True if the runs of a stopped check are kept in the run folder, for the same call to go on
     with them."""
@@ -79,36 +81,35 @@ class RealRuns(ABC):
     """Policies to decode, by name; plain decoding is among them."""
     logs: list[RoundLog]
     """The replays of these policies."""
+    conditions: Mapping[str, Any]
+    """Further conditions under which the runs of a stopped check belong to this one."""
+    modules: Modules | None = None
+    """Trained modules whose cells are measured again, too."""
 
-    def __init__(self, given: Given, recorded: str = "trace.parquet") -> None:
+    def __init__(self, given: Given, sampled: bool = False, forced: bool = False) -> None:
+        from profiler.prompts import chosen_of
         from profiler.recording.run import read_run
         from traces.store.files import read_latency, read_trace
 
-        self.given = given
+        self.given, self.forced = given, forced
+        # `draftsim report` reads the times of greedy runs: no others may replace them.
+        self.file = f"{self.name}{'-sampled' * sampled}{'-forced' * forced}.parquet"
         self.info = read_run(given.run, given.trust_remote_code)
-        self.whole = read_trace(given.run / recorded)
+        self.whole = read_trace(given.run / ("sampled.parquet" if sampled else "trace.parquet"))
         self.latency = read_latency(given.run / "latency.parquet")
         check_ids(self.whole)
         self.chosen: Sequence[int] = range(len(self.whole.requests))
         self.trace = self.whole
         if given.limit is not None:
-            self.chosen = spread_over_categories(self.whole, given.limit)
-            self.trace = self.whole.select(list(self.chosen))
+            every = self.whole.requests
+            ids = {r.id for r in chosen_of(every, "the recording", given.limit, ())}
+            self.chosen = [i for i, request in enumerate(every) if request.id in ids]
+            self.trace = self.whole.select(self.chosen)
 
     @property
     def total(self) -> int:
         """Runs of a policy over a request that are counted as progress."""
         return self.given.repeats * len(self.chosen) * len(self.policies)
-
-    @property
-    def conditions(self) -> dict[str, Any]:
-        """Further conditions under which the runs of a stopped check belong to this one."""
-        return {}
-
-    @property
-    def modules(self) -> Modules | None:
-        """Trained modules whose cells are measured again, too."""
-        return None
 
     def load(self) -> None:
         """Load the models."""
@@ -134,7 +135,12 @@ class RealRuns(ABC):
         self.texts = Texts(
             self.trace, self.outputs(measured), str(self.pair.meta["dtype"]), learners
         )
-        return self.texts.times(measured.times)
+        times = self.texts.times(measured.times)
+        # The first request that is left may have been run in another order.
+        order = {name: n for n, name in enumerate(self.policies)}
+        return times.sort_values(
+            "policy", key=lambda names: names.map(order), kind="stable", ignore_index=True
+        )
 
     def predicted(self, measured: Any) -> Any:
         """Return the predictions that times are compared with."""
@@ -167,7 +173,8 @@ class RealRuns(ABC):
             again = None
             if remeasure:
                 assert kept is not None
-                expected_s = self.given.repeats * seconds_of(self.expected)
+                once_s = sum(p.total_s + float(p.prefill_s.sum()) for p in self.expected)
+                expected_s = self.given.repeats * once_s
                 again = Remeasured(
                     self.pair, self.total, expected_s, self.trace, kept, self.modules
                 )
@@ -194,20 +201,16 @@ class RealRuns(ABC):
             write_measured(MeasuredRuns(times, meta), run / self.file)
         return rows
 
-    @contextmanager
-    def _kept(self) -> Iterator[Checkpoint | None]:
+    def _kept(self) -> AbstractContextManager[Checkpoint | None]:
         from profiler.checks.unfinished import check_options, unfinished
 
         if not self.resumed:
-            yield None
-            return
+            return nullcontext()
         work = check_options(
             self.pair, self.trace, self.logs, self.given.repeats,
             remeasure=self.given.remeasure, **self.conditions,
         )  # fmt: skip
-        together = len(self.policies)
-        with unfinished(self.given.run, work, self.total, note, together) as kept:
-            yield kept
+        return unfinished(self.given.run, work, self.total, note, len(self.policies))
 
 
 class Remeasured:
@@ -301,11 +304,6 @@ class Remeasured:
         )
 
 
-def seconds_of(priced: Sequence[Priced]) -> float:
-    """Return how long all of these runs take, one after another."""
-    return sum(p.total_s + float(p.prefill_s.sum()) for p in priced)
-
-
 def check_ids(trace: Trace) -> None:
     """Raise DraftsimError if two requests have the same id: measured times are filed by it."""
     times = Counter(request.id for request in trace.requests)
@@ -314,17 +312,6 @@ def check_ids(trace: Trace) -> None:
             f"the trace has {len(again)} ids more than once, as {again[0]!r}, and measured times "
             "are filed by them: record prompts with ids of their own"
         )
-
-
-def spread_over_categories(trace: Trace, limit: int) -> list[int]:
-    """Return `limit` request indices, in turn from each category."""
-    groups: dict[str, list[int]] = {}
-    for i, request in enumerate(trace.requests):
-        groups.setdefault(request.category, []).append(i)
-    order = sorted(
-        range(len(trace.requests)), key=lambda i: groups[trace.requests[i].category].index(i)
-    )
-    return sorted(order[:limit])
 
 
 def as_recorded(texts: Sequence[str], trace: Trace) -> list[str]:

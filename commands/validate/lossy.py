@@ -34,7 +34,7 @@ class LossyRuns(RealRuns):
     of the predicted speedups), and the fields of `traces.store.outputs.Quality`.
     """
 
-    file = "measured-lossy.parquet"
+    name = "measured-lossy"
     resumed = False
 
     def __init__(
@@ -46,7 +46,7 @@ class LossyRuns(RealRuns):
         from traces.replay.vectorised import replay_many
         from traces.store.files import read_trace
 
-        super().__init__(given, "sampled.parquet" if sampled else "trace.parquet")
+        super().__init__(given, sampled)
         trace, policy = self.trace, given.policy
         self.greedy = read_trace(given.run / "trace.parquet") if sampled else self.whole
         rule = load_rule(verify, memory)
@@ -99,11 +99,12 @@ class LossyRuns(RealRuns):
             real = real_run(self.pair, self.greedy, arm, measured, name, answers)
             mine = real.log
             differ.append(rounds_differ(mine, theirs))
+            own, replayed = (float(log.rounds["accepted"].mean()) for log in (mine, theirs))
             extra.append(
                 {
-                    "accepted_per_round": accepted_per_round(mine),
-                    "replay_accepted_per_round": accepted_per_round(theirs),
-                    "bias": _bias(accepted_per_round(theirs), accepted_per_round(mine)),
+                    "accepted_per_round": own,
+                    "replay_accepted_per_round": replayed,
+                    "bias": replayed / own - 1 if own else math.nan,
                     "speedup_bias": speedup(theirs, self.latency) / speedup(mine, self.latency) - 1,
                     **asdict(quality(real.outputs, self.greedy)),
                 }
@@ -111,16 +112,6 @@ class LossyRuns(RealRuns):
         say_memory([measured.logs[arm.label] for arm in self.arms])
         say_unjudged(self.latency)
         return pd.concat([rows, pd.DataFrame(extra)], axis=1).assign(rounds_differ=differ)
-
-
-def _bias(replayed: float, real: float) -> float:
-    """Return the relative error of the replay; NaN where nothing was accepted."""
-    return replayed / real - 1 if real else math.nan
-
-
-def accepted_per_round(log: RoundLog) -> float:
-    """Return the mean accepted tokens of a round."""
-    return float(log.rounds["accepted"].mean())
 
 
 def speedup(log: RoundLog, latency: LatencyTable) -> float:

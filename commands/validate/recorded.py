@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -10,13 +9,13 @@ from typing import TYPE_CHECKING, Any
 import pandas as pd
 
 from commands.common.output import WIDEST, emit, note, wrapped
-from commands.common.printed import print_table, printable
+from commands.common.printed import cell_text, print_table, printable
 from commands.common.written import Shown
 from traces.errors import DraftsimError
 from traces.store.writing import write_atomically
 
 if TYPE_CHECKING:
-    from simulator.validation import AccuracyBounds
+    from simulator.validation import Verdict
 
 SHOWN = (
     "pair", "mode", "batch", "policy", "predicted_s", "measured_s", "error", "spread", "drift",
@@ -27,7 +26,6 @@ BOUNDS = (
     "wrong side of 1x",
 )  # fmt: skip
 """Columns of the table of bounds."""
-ALL = "all"
 
 
 def recorded_check(
@@ -45,6 +43,8 @@ def recorded_check(
     DraftsimError
         If there are no measured runs under a name, or nothing can be predicted.
     """
+    from simulator.validation import verdict
+
     folders = dict.fromkeys(folder for name in names for folder in recorded_folders(name))
     parts, skipped = [], {}
     for folder in folders:
@@ -62,9 +62,13 @@ def recorded_check(
             f"none of {len(folders)} recordings can be predicted: measure their "
             "latencies in the stage that lacks them, and unpack again"
         )
-    kept = bounds_of(parts)
+    kept = {f"{p['pair'].iloc[0]}, {p['mode'].iloc[0]}": verdict(p) for p in parts}
+    kept["all"] = verdict(*parts)
     rows = pd.concat(parts, ignore_index=True)
-    shown = [formatted(row) for row in rows[list(SHOWN)].to_dict("records")]
+    shown = [
+        {name.removesuffix("_s"): cell_text(name, row[name]) for name in SHOWN}
+        for row in rows.to_dict("records")
+    ]
     said = [bounds_row(name, one) for name, one in kept.items()]
     remarks = remarks_on(parts)
 
@@ -140,42 +144,17 @@ def remarks_on(parts: Sequence[pd.DataFrame]) -> list[str]:
     return said
 
 
-def bounds_of(parts: Sequence[pd.DataFrame]) -> dict[str, AccuracyBounds]:
-    """Return the bounds of every recording by pair and mode, and of all of them."""
-    from simulator.validation import bounds
-
-    kept = {f"{p['pair'].iloc[0]}, {p['mode'].iloc[0]}": bounds([p]) for p in parts}
-    return {**kept, ALL: bounds(parts)}
-
-
-def bounds_row(name: str, kept: AccuracyBounds) -> dict[str, str]:
+def bounds_row(name: str, kept: Verdict) -> dict[str, str]:
     """Return one line of the table of bounds."""
     met = {what: "met" if good else "MISSED" for what, good in kept.met.items()}
     values = (
         name, str(kept.rows), f"{kept.median_error:.1%} {met['median']}",
         f"{kept.undrifted_error:.1%}",
         f"{kept.worst_error:+.1%} ({kept.worst_policy}) {met['worst']}",
-        f"{kept.misranked} of {kept.ranked_pairs} {met['ranking']}",
-        f"{kept.wrong_sign} of {kept.sign_arms} {met['sign']}",
+        f"{len(kept.misranked)} of {kept.ranked_pairs} {met['ranking']}",
+        f"{len(kept.wrong_sign)} of {kept.sign_arms} {met['sign']}",
     )  # fmt: skip
     return dict(zip(BOUNDS, values, strict=True))
-
-
-def formatted(row: Mapping[Any, Any]) -> dict[str, str]:
-    """Return the cells of a row as a README has them: seconds, and signed percent."""
-    text = {}
-    for name, value in row.items():
-        if isinstance(value, float) and math.isnan(value):
-            text[name.removesuffix("_s")] = "–"
-        elif name in ("error", "drift"):
-            text[name] = f"{100 * value:+.1f}%"
-        elif name == "spread":
-            text[name] = f"{100 * value:.1f}%"
-        elif name.endswith("_s"):
-            text[name.removesuffix("_s")] = f"{value:.4g}"
-        else:
-            text[name] = str(value)
-    return text
 
 
 def markdown_table(rows: Sequence[Mapping[str, str]]) -> str:
@@ -185,8 +164,7 @@ def markdown_table(rows: Sequence[Mapping[str, str]]) -> str:
     return "".join(f"| {' | '.join(line)} |\n" for line in cells)
 
 
-def _plain(item: tuple[str, AccuracyBounds]) -> dict[str, Any]:
-    from dataclasses import asdict
-
+def _plain(item: tuple[str, Verdict]) -> dict[str, Any]:
     name, kept = item
-    return {"recording": name, **asdict(kept), "met": kept.met}
+    counted = {key: len(getattr(kept, key)) for key in ("misranked", "wrong_sign")}
+    return {"recording": name, **kept._asdict(), **counted, "met": kept.met}

@@ -53,15 +53,11 @@ class SpotCheck(RealRuns):
 
     Parameters
     ----------
-    forced:
-        Take drafts and verdicts from the trace.
-    sampled:
-        Use the run's sampled trace.
     assisted:
         Also run transformers' own generation, which a stopped check begins again.
     """
 
-    file = "measured.parquet"
+    name = "measured"
     remedy = REMEDY
     draft_model = True
 
@@ -72,7 +68,7 @@ class SpotCheck(RealRuns):
         from simulator.whatif.ranking import fastest_for_real, is_unfitted, with_fastest
         from traces.replay.vectorised import replay_many
 
-        super().__init__(given, "sampled.parquet" if sampled else "trace.parquet")
+        super().__init__(given, sampled, forced)
         trace, latency, policy = self.trace, self.latency, given.policy
         chosen = named(load_policies(policy or as_recorded(ARMS, trace), trace, say=note))
         if not policy:
@@ -87,24 +83,16 @@ class SpotCheck(RealRuns):
         if PLAIN not in dict(chosen):
             chosen = load_policies([PLAIN], trace) + chosen
         self.policies, self.logs = dict(chosen), list(replay_many(trace, chosen))
-        self.forced, self.greedy = forced, trace.temperature == 0
-        if sampled:  # `draftsim report` reads the times of greedy runs
-            self.file = "measured-sampled.parquet"
+        self.conditions, self.greedy = {"forced": forced}, trace.temperature == 0
         self.assisted = _assisted_logs(trace) if assisted and not forced and self.greedy else {}
-
-    @property
-    def conditions(self) -> dict[str, Any]:
-        """Say whether the runs are forced."""
-        return {"forced": self.forced}
 
     def decode(self, kept: Checkpoint | None, advance: Callable[[], None]) -> Measured:
         """Decode with both models, or as the trace says."""
         from profiler.checks.spot_check import Arm, run_arms
 
-        arms = [Arm(name, policy) for name, policy in self.policies.items()]
         return run_arms(
-            self.pair, self.trace, arms, forced=self.forced, repeats=self.given.repeats,
-            advance=advance, kept=kept,
+            self.pair, self.trace, [Arm(*own) for own in self.policies.items()],
+            forced=self.forced, repeats=self.given.repeats, advance=advance, kept=kept,
         )  # fmt: skip
 
     def outputs(self, measured: Measured) -> dict[str, list[list[int]]]:
@@ -130,8 +118,8 @@ class SpotCheck(RealRuns):
         """Return transformers' assisted generation: its target passes against replayed rounds."""
         import torch
 
-        from profiler.checks.assisted import assisted_generation
         from profiler.checks.differences import divergence
+        from profiler.checks.spot_check import assisted_generation
 
         pair, trace = self.pair, self.trace
         rows, dtype = [], getattr(torch, str(pair.meta["dtype"]))

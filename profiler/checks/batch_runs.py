@@ -10,53 +10,26 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Sequence
 from copy import deepcopy
-from dataclasses import dataclass, field
-from itertools import chain, product
+from itertools import chain
 from typing import Any
 
 import pandas as pd
 import torch
 
-from policies.core import DraftPolicy, Round
-from policies.together import Policy, Synchronise, Together, together_of
+from policies.core import Round
+from policies.together import Together, together_of
+from profiler.checks.spot_check import Arm, Measured, check_decodable
 from profiler.checks.turns import Attempt, CheckWork, take_turns
 from profiler.decoding.batch import BatchedDecoder, Stream, enter, speculate_batch
 from profiler.decoding.forced import ForcedStream
 from profiler.machine import timed
-from profiler.models.loading import Pair, check_same_models
+from profiler.models.loading import Pair
 from profiler.models.runner import Runner
 from traces.acceptance.trace import Trace
 from traces.errors import DraftsimError
 from traces.replay.rounds import RoundLog
 from traces.store.checkpoint import Checkpoint
 from traces.store.measured import MEASURED_COLUMNS, OFF_COLUMNS
-
-
-@dataclass(frozen=True)
-class BatchArm:
-    """A policy to run, per request or per batch, under the name it is reported by."""
-
-    name: str
-    policy: Policy
-    synchronise: Synchronise = "ragged"
-
-
-@dataclass(frozen=True, eq=False)
-class MeasuredBatches:
-    """Times of every group, and each arm's rounds and outputs at each batch size.
-
-    ``times`` has a row (`MEASURED_COLUMNS`) per arm, batch, repeat and group: ``request``
-    is the id of the group's first request, ``wall_s`` the seconds from the end of the
-    group's prefill to its last token, ``rounds`` its iterations.  ``logs`` and ``outputs``
-    are keyed by (arm, batch).  Round k of a request ran in iteration k of its group.
-    """
-
-    times: pd.DataFrame
-    logs: dict[tuple[str, int], RoundLog]
-    outputs: dict[tuple[str, int], list[list[int]]]
-    machine: dict[str, Any] = field(default_factory=dict)
-    """How quiet the machine was (`traces.machine`)."""
-
 
 Unit = tuple[int, Any]
 """A batch size, and a group of as many requests."""
@@ -74,7 +47,7 @@ def groups_of(requests: int, batch: int) -> list[range]:
 def run_batches(
     pair: Pair,
     trace: Trace,
-    arms: Sequence[BatchArm],
+    arms: Sequence[Arm],
     *,
     batches: Sequence[int] = (1, 4, 16),
     forced: bool = False,
@@ -83,8 +56,12 @@ def run_batches(
     kept: Checkpoint | None = None,
     in_time: Callable[[], bool] | None = None,
     runner: Callable[[Any, int, int], Runner] = Runner,
-) -> MeasuredBatches:
+) -> Measured:
     """Decode the trace's requests for real under every arm at every batch size.
+
+    The times have a row per arm, batch, repeat and group: ``request`` is the id of the group's
+    first request, ``wall_s`` the seconds from the end of the group's prefill to its last token,
+    ``rounds`` its iterations.  Round k of a request ran in iteration k of its group.
 
     ``forced`` takes drafts and verdicts from the trace instead of the models.  ``advance``
     is called after every arm's run of a group.  What `kept` holds of an earlier call is not run
@@ -94,61 +71,59 @@ def run_batches(
     Raises
     ------
     DraftsimError
-        If a batch size is below 1, the trace was sampled or has no prompts (and the run is
-        not forced), or an arm cannot be synchronised as it asks.
+        If a batch size is below 1, or the trace was sampled or has no prompts (and the run is
+        not forced).
     """
     if bad := [b for b in batches if b < 1]:
         raise DraftsimError(f"batch is {bad[0]}, expected at least 1")
-    if not forced and any(r.prompt_ids is None for r in trace.requests):
-        raise DraftsimError("this trace holds no prompts to decode again: use --forced")
+    if not forced:
+        check_decodable(pair, trace)
     if not forced and trace.temperature > 0:
         raise DraftsimError(
             f"this trace was sampled at temperature {trace.temperature:g}, and batches are decoded "
             "greedily: record at temperature 0, or use --forced"
         )
-    if not forced:
-        check_same_models(trace.meta, pair)
-    count, verify = len(trace.requests), "exact" if trace.temperature == 0 else "rejection-sampling"
     work = _Groups(pair, trace, arms, batches, forced, runner)
     turns = take_turns(pair, work, repeats, advance, kept, in_time)
-    keys = {work.label(arm, (batch, None)): (arm.name, batch) for batch in batches for arm in arms}
+    keys = {work.label(arm, (batch, None)): (arm, batch) for batch in batches for arm in arms}
     rows: list[tuple[Any, ...]] = []
-    rounds: dict[tuple[str, int], list[list[Round]]] = {
-        key: [[] for _ in range(count)] for key in keys.values()
-    }
-    outputs = {key: [list[int]() for _ in range(count)] for key in keys.values()}
+    rounds: dict[tuple[str, int], list[list[Round]]] = {}
+    outputs: dict[tuple[str, int], list[list[int]]] = {}
+    for arm, batch in keys.values():
+        rounds[arm.name, batch] = [[] for _ in trace.requests]
+        outputs[arm.name, batch] = [[] for _ in trace.requests]
     ran = Counter[int]()
     for one in turns.taken:
-        (name, batch), (_, group), found = keys[one.label], one.unit, one.found
+        (arm, batch), (_, group), found = keys[one.label], one.unit, one.found
         ran[batch] = max(ran[batch], group[-1] + 1)  # the first requests, in whole groups
         rows.append(
-            (name, verify, batch, forced, one.repeat, trace.requests[group[0]].id,
+            (arm.name, arm.verify(trace), batch, forced, one.repeat, trace.requests[group[0]].id,
              one.timing.wall_s, found["iterations"], one.timing.off_s, one.repeated)
         )  # fmt: skip
         if one.repeat == 0:
             for i, own, output in zip(group, found["rounds"], found["outputs"], strict=True):
-                rounds[name, batch][i] = [Round(*r) for r in own]
-                outputs[name, batch][i] = output
+                rounds[arm.name, batch][i] = [Round(*r) for r in own]
+                outputs[arm.name, batch][i] = output
     logs = {
         (arm.name, batch): RoundLog(
             RoundLog.pack(rounds[arm.name, batch][: ran[batch]]),
             trace.requests[: ran[batch]],
             arm.name,
-            verify=verify,
+            verify=arm.verify(trace),
             reads=arm.policy.reads,
         )
-        for batch, arm in product(batches, arms)
+        for arm, batch in keys.values()
         if ran[batch]
     }
     times = pd.DataFrame(rows, columns=[*MEASURED_COLUMNS, *OFF_COLUMNS])
-    return MeasuredBatches(times, logs, outputs, dict(turns.machine))
+    return Measured(times, logs, outputs, machine=turns.machine)
 
 
 class _Groups(CheckWork):
     """Groups of requests at each batch size; the style of a policy decides what it learns."""
 
     def __init__(
-        self, pair: Pair, trace: Trace, arms: Sequence[BatchArm], batches: Sequence[int],
+        self, pair: Pair, trace: Trace, arms: Sequence[Arm], batches: Sequence[int],
         forced: bool, runner: Callable[[Any, int, int], Runner],
     ) -> None:  # fmt: skip
         self.arms, self._pair, self._trace, self._forced = arms, pair, trace, forced
@@ -167,17 +142,14 @@ class _Groups(CheckWork):
     def captured(self) -> int:
         return sum(d.target.captured + d.draft_model.captured for d in self._decoders.values())
 
-    def label(self, arm: BatchArm, unit: Unit) -> str:
+    def label(self, arm: Arm, unit: Unit) -> str:
         return f"{arm.name} at batch {unit[0]}"
 
-    def learns(self, arm: BatchArm) -> bool:
-        return not isinstance(arm.policy, DraftPolicy) or arm.policy.learns_across_requests
-
-    def begun(self, arm: BatchArm, unit: Unit) -> Together:
+    def begun(self, arm: Arm, unit: Unit) -> Together:
         vocab_size = self._trace.vocab_size or self._decoders[unit[0]].target.vocab_size
-        return together_of(arm.policy, arm.synchronise, vocab_size)
+        return together_of(arm.policy, vocab_size=vocab_size)
 
-    def attempt(self, repeat: int, unit: Unit, arm: BatchArm, learnt: Together) -> Attempt:
+    def attempt(self, repeat: int, unit: Unit, arm: Arm, learnt: Together) -> Attempt:
         (batch, group), style = unit, deepcopy(learnt)
         decoder = self._decoders[batch]
         streams = [_stream(self._pair, self._trace, i, self._forced) for i in group]

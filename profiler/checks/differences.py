@@ -213,13 +213,11 @@ def _first_difference(
     mine: Sequence[Round], theirs: Sequence[Round], output: Sequence[int], recorded: Sequence[int]
 ) -> int | None:
     """Return the index of the first round whose outcome or tokens differ."""
-    for k in range(max(len(mine), len(theirs))):
-        if k >= min(len(mine), len(theirs)):
+    for k, (a, b) in enumerate(itertools.zip_longest(mine, theirs)):
+        if a is None or b is None or (a.drafted, a.accepted) != (b.drafted, b.accepted):
             return k
-        a, b = mine[k], theirs[k]
         span = slice(b.position, b.position + b.emitted)
-        same = (a.drafted, a.accepted) == (b.drafted, b.accepted)
-        if not same or list(output[span]) != list(recorded[span]):
+        if list(output[span]) != list(recorded[span]):
             return k
     return None
 
@@ -333,15 +331,8 @@ def with_diverged(
 ) -> pd.DataFrame:
     """Return `rows` with the columns about each row's divergences."""
     counts = [len(own) for own in diverged]
-    rows = with_lists(rows, "diverged", [[one._asdict() for one in own] for own in diverged])
-    rows = rows.assign(requests_left_out=left_out)
+    listed: Any = [[one._asdict() for one in own] for own in diverged]
+    cells = pd.Series(listed, index=rows.index, dtype=object)
+    rows = rows.assign(diverged=cells, requests_left_out=left_out)
     rows.insert([*rows.columns].index("rounds_differ") + 1, "texts_diverged", counts)
     return rows
-
-
-def with_lists(
-    rows: pd.DataFrame, name: str, lists: Sequence[list[dict[str, Any]]]
-) -> pd.DataFrame:
-    """Return `rows` with a list in each cell of the column `name`."""
-    cells: Any = lists
-    return rows.assign(**{name: pd.Series(cells, index=rows.index, dtype=object)})

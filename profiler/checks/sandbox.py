@@ -18,7 +18,6 @@ import subprocess
 import sys
 import tempfile
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
 from textwrap import dedent
 from typing import NamedTuple
@@ -33,24 +32,12 @@ _SPECIAL = re.compile(r"(?:<\|[^<>|\s]+\|>|</s>)+\s*\Z")
 PYTHON = ("", "py", "python", "python3")
 
 
-@dataclass(frozen=True)
-class CodeLimits:
-    """Time, memory and file sizes that one run of code may use."""
-
-    wall_s: float = 30.0
-    cpu_s: int = 5
-    memory: int = 512 << 20
-    """Bytes of address space."""
-    file_size: int = 1 << 20
-    """Bytes of a file that it writes."""
-
-    @property
-    def of_process(self) -> dict[str, int]:
-        """Names of `resource`'s limits with their values."""
-        return {
-            "RLIMIT_CPU": self.cpu_s, "RLIMIT_AS": self.memory, "RLIMIT_FSIZE": self.file_size,
-            "RLIMIT_NOFILE": 64, "RLIMIT_CORE": 0,
-        }  # fmt: skip
+WALL_S = 30.0
+LIMITS = {
+    "RLIMIT_CPU": 5, "RLIMIT_AS": 512 << 20, "RLIMIT_FSIZE": 1 << 20, "RLIMIT_NOFILE": 64,
+    "RLIMIT_CORE": 0,
+}  # fmt: skip
+"""Limits of one run of code, by `resource`'s names: seconds, bytes, and open files."""
 
 
 class CodeVerdict(NamedTuple):
@@ -74,7 +61,7 @@ def code_of(text: str) -> tuple[str, bool]:
     return whole, False
 
 
-def judge(task: CodeTask, text: str, limits: CodeLimits | None = None) -> CodeVerdict:
+def judge(task: CodeTask, text: str) -> CodeVerdict:
     """Run the code of an answer against the prompt's tests.
 
     Code is run with the prompt's unit tests.  If the answer is a test, it must pass on correct code
@@ -83,19 +70,18 @@ def judge(task: CodeTask, text: str, limits: CodeLimits | None = None) -> CodeVe
     """
     code, cut = code_of(text)
     if task.unit_tests:
-        return run(code, task.entry, tests=task.unit_tests, cut=cut, limits=limits)
-    right = run(code, task.entry, given=task.solution, cut=cut, limits=limits)
+        return run(code, task.entry, tests=task.unit_tests, cut=cut)
+    right = run(code, task.entry, given=task.solution, cut=cut)
     if not right.passed:
         return CodeVerdict(False, f"on the right code: {right.said}")
-    if run(code, task.entry, given=task.mutant, cut=cut, limits=limits).passed:
+    if run(code, task.entry, given=task.mutant, cut=cut).passed:
         return CodeVerdict(False, "passes on the wrong code too")
     return CodeVerdict(True)
 
 
 def run(
-    code: str, entry: str, *, tests: str = "", given: str = "", cut: bool = False,
-    limits: CodeLimits | None = None,
-) -> CodeVerdict:  # fmt: skip
+    code: str, entry: str, *, tests: str = "", given: str = "", cut: bool = False
+) -> CodeVerdict:
     """Run `code` with `tests`, or as tests of the code `given` where there are none.
 
     If the code is `cut`, lines at its end are left out until it is valid Python; of tests at least
@@ -106,11 +92,10 @@ def run(
     """
     if sys.platform != "linux":
         raise DraftsimError(f"--run-code needs the limits of Linux; this is {sys.platform}")
-    limits = limits or CodeLimits()
     token = secrets.token_hex(16)
     job = {
         "code": code, "entry": entry, "tests": tests, "given": given, "cut": cut,
-        "token": token, "limits": limits.of_process,
+        "token": token, "limits": LIMITS,
     }  # fmt: skip
     with (
         tempfile.TemporaryDirectory(prefix="draftsim-code-", ignore_cleanup_errors=True) as own,
@@ -124,9 +109,9 @@ def run(
             stdout=answered, stderr=subprocess.DEVNULL, start_new_session=True,
         )  # fmt: skip
         try:
-            ended = process.wait(limits.wall_s)
+            ended = process.wait(WALL_S)
         except subprocess.TimeoutExpired:
-            return CodeVerdict(False, f"no end within {limits.wall_s:g} s")
+            return CodeVerdict(False, f"no end within {WALL_S:g} s")
         finally:
             with suppress(ProcessLookupError, PermissionError):
                 os.killpg(process.pid, signal.SIGKILL)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import NamedTuple
 
 from profiler.checks.differences import output_of, solves
 from profiler.models.loading import Pair
@@ -12,19 +11,6 @@ from traces.acceptance.trace import Trace
 
 ANSWERS, SOLVED = "answers", "solved"
 """Provenance of a trace: the number that solves a prompt, and the prompts it solves; by id."""
-
-
-class Score(NamedTuple):
-    """Counts of the prompts with a numeric answer: all, solved, and cut at the limit."""
-
-    scored: int
-    solved: int
-    cut: int
-
-    def __str__(self) -> str:
-        """Return the score in words."""
-        cut = f"; {self.cut} cut at the token limit" if self.cut else ""
-        return f"solves {self.solved} of the {self.scored} prompts with a numeric answer{cut}"
 
 
 def answers_to(trace: Trace, prompts: Iterable[Prompt] = ()) -> dict[str, str]:
@@ -47,7 +33,9 @@ def solved_by(pair: Pair, trace: Trace, answers: Mapping[str, str]) -> list[str]
     ]
 
 
-def score(pair: Pair, trace: Trace, answers: Mapping[str, str]) -> Score:
-    """Return how many of the requests that have an answer the recorded outputs solve."""
+def score(pair: Pair, trace: Trace, answers: Mapping[str, str]) -> str:
+    """Say how many of the requests that have an answer the recorded outputs solve."""
+    solved = len(solved_by(pair, trace, answers))
     cut = sum(r.ended != "eos" for r in trace.requests if r.id in answers)
-    return Score(len(answers), len(solved_by(pair, trace, answers)), cut)
+    also = f"; {cut} cut at the token limit" if cut else ""
+    return f"solves {solved} of the {len(answers)} prompts with a numeric answer{also}"

@@ -1,11 +1,11 @@
-"""Full runs of policies, with which predictions are compared (`profiler.checks.turns`)."""
+"""Full runs of policies (`profiler.checks.turns`) or of transformers' own assisted generation."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import numpy as np
 import pandas as pd
@@ -21,7 +21,7 @@ from profiler.decoding.single import ModelDecoder
 from profiler.machine import timed
 from profiler.models.loading import Pair, check_same_models
 from profiler.models.runner import Runner
-from profiler.models.seq2seq import make_runner
+from profiler.models.seq2seq import decoder_prefix, is_seq2seq, make_runner
 from traces.acceptance.sampling import Sampling
 from traces.acceptance.trace import Request, Trace
 from traces.errors import DraftsimError
@@ -31,13 +31,18 @@ from traces.store.checkpoint import Checkpoint
 from traces.store.measured import MEASURED_COLUMNS, OFF_COLUMNS
 from traces.store.outputs import Output, RealRun
 
+__all__ = ["Arm", "DraftModel", "Measured", "rounds_differ", "run_arms"]
+
 
 @dataclass(frozen=True)
 class Arm:
-    """A policy to run, under the name it is reported by; losslessly unless a rule is given."""
+    """A policy to run, under the name it is reported by; losslessly unless a rule is given.
+
+    In batches (`profiler.checks.batch_runs`) it may be one that decides for all of a batch.
+    """
 
     name: str
-    policy: DraftPolicy
+    policy: Any
     rule: VerifyRule | None = None
 
     @property
@@ -61,31 +66,6 @@ Opener = Callable[[Arm, int, int, VerifyRule | None], Any]
 """Makes a decoder after its prefill, from an arm, a request, a repeat and the repeat's rule."""
 
 
-class Ran(NamedTuple):
-    """The rounds and the output of an arm's run of a request.
-
-    ``mismatched`` and ``log_probs`` are those of `profiler.decoding.single.ModelDecoder`, of runs
-    under a lossy rule.
-    """
-
-    rounds: list[Round]
-    output: list[int]
-    mismatched: list[int]
-    log_probs: list[float]
-
-
-class Runs(NamedTuple):
-    """Times of every run (`MEASURED_COLUMNS`), and by label each arm's runs of the first repeat.
-
-    ``rules`` are the rules as the first repeat left them.
-    """
-
-    times: pd.DataFrame
-    first: dict[str, list[Ran]]
-    rules: dict[str, VerifyRule | None]
-    machine: State
-
-
 @dataclass
 class _Requests(CheckWork):
     """Single requests; an arm learns by its policy and its rule."""
@@ -104,12 +84,9 @@ class _Requests(CheckWork):
     def label(self, arm: Arm, unit: int) -> str:
         return arm.label
 
-    def learns(self, arm: Arm) -> bool:
-        return arm.policy.learns_across_requests
-
     def begun(self, arm: Arm, unit: int) -> tuple[DraftPolicy, VerifyRule | None]:
         """Return the repeat's own copies of the policy and rule; no rule where it is lossless."""
-        policy = own_copy(arm.policy, self.vocab_size)
+        policy: DraftPolicy = own_copy(arm.policy, self.vocab_size)
         if arm.lossy is None:
             return policy, None
         rule = arm.lossy.fresh()
@@ -126,56 +103,10 @@ class _Requests(CheckWork):
             rounds = _rounds(decoder, learner.fresh(), arm)
         if rule is not None:
             rule.end_request()
-        ruled = (decoder.mismatched, decoder.log_probs) if arm.lossy else ([], [])
-        return span.timing, ((learner, rule), Ran(rounds, decoder.output, *ruled)._asdict())
-
-
-def run_interleaved(
-    pair: Pair,
-    trace: Trace,
-    arms: Sequence[Arm],
-    opened: Opener,
-    vocab_size: int,
-    *,
-    requests: Sequence[int] | None = None,
-    forced: bool = False,
-    repeats: int = 3,
-    advance: Callable[[], None] = lambda: None,
-    kept: Checkpoint | None = None,
-    in_time: Callable[[], bool] | None = None,
-    captured: Callable[[], int] = lambda: 0,
-) -> Runs:
-    """Decode `requests` of `trace` (None: all) for real under every arm, `repeats` times.
-
-    Policies that learn across requests, and lossy rules, start each repeat without what they
-    learnt.  ``advance`` is called after every arm's run of a request.  What `kept` holds of an
-    earlier call is not run again, and with `in_time` as many requests are run as there is time for
-    (`take_turns`); runs under a lossy rule are not kept.  ``captured``: as `CheckWork.captured`.
-
-    Raises
-    ------
-    DraftsimError
-        If a rule or policy cannot run here.
-    """
-    if kept is not None and any(arm.lossy for arm in arms):
-        raise ValueError("runs under a lossy rule are not kept")
-    chosen = range(len(trace.requests)) if requests is None else requests
-    work = _Requests(arms, chosen, opened, pair.device, vocab_size, trace.sampling, captured)
-    turns = take_turns(pair, work, repeats, advance, kept, in_time)
-    names = {arm.label: (arm.name, arm.verify(trace)) for arm in arms}
-    first: dict[str, list[Ran]] = {arm.label: [] for arm in arms}
-    rows: list[tuple[Any, ...]] = []
-    for one in turns.taken:
-        ran = Ran(**one.found)
-        rows.append(
-            (*names[one.label], 1, forced, one.repeat, trace.requests[one.unit].id,
-             one.timing.wall_s, len(ran.rounds), one.timing.off_s, one.repeated)
-        )  # fmt: skip
-        if one.repeat == 0:
-            first[one.label].append(ran._replace(rounds=[Round(*r) for r in ran.rounds]))
-    times = pd.DataFrame(rows, columns=[*MEASURED_COLUMNS, *OFF_COLUMNS])
-    rules = {label: rule for label, (_, rule) in turns.learnt.items()}
-    return Runs(times, first, rules, turns.machine)
+        found: dict[str, Any] = {"rounds": rounds, "output": decoder.output}
+        if arm.lossy:
+            found |= {"mismatched": decoder.mismatched, "log_probs": decoder.log_probs}
+        return span.timing, ((learner, rule), found)
 
 
 def _rounds(decoder: Any, policy: DraftPolicy, arm: Arm) -> list[Round]:
@@ -190,22 +121,20 @@ def _rounds(decoder: Any, policy: DraftPolicy, arm: Arm) -> list[Round]:
         raise
 
 
-__all__ = ["Arm", "DraftModel", "Measured", "rounds_differ", "run_arms"]
-
-
 @dataclass(frozen=True, eq=False)
 class Measured:
     """Times of every run (`MEASURED_COLUMNS`) and each arm's rounds and outputs, by label.
 
+    Those of batches are by arm and batch size.
     ``log_likelihoods`` holds, for arms with a lossy rule, the target's log-likelihood of
     each output at T = 1, in nats; ``machine`` how quiet the machine was (`traces.machine`).
     """
 
     times: pd.DataFrame
-    logs: dict[str, RoundLog]
-    outputs: dict[str, list[list[int]]]
-    log_likelihoods: dict[str, list[float]]
-    machine: dict[str, Any] = field(default_factory=dict)
+    logs: dict[Any, RoundLog]
+    outputs: dict[Any, list[list[int]]]
+    log_likelihoods: dict[str, list[float]] = field(default_factory=dict)
+    machine: State = field(default_factory=dict)
 
 
 class DraftModel:
@@ -245,11 +174,19 @@ class DraftModel:
         )  # fmt: skip
 
 
+def check_decodable(pair: Pair, trace: Trace) -> None:
+    """Raise DraftsimError unless the trace holds prompts, recorded with the pair's models."""
+    if any(r.prompt_ids is None for r in trace.requests):
+        raise DraftsimError("this trace holds no prompts to decode again: use --forced")
+    check_same_models(trace.meta, pair)
+
+
 def run_arms(
     pair: Pair,
     trace: Trace,
     arms: Sequence[Arm],
     *,
+    requests: Sequence[int] | None = None,
     forced: bool = False,
     repeats: int = 3,
     advance: Callable[[], None] = lambda: None,
@@ -258,12 +195,13 @@ def run_arms(
     model: DraftModel | None = None,
     opened: Opener | None = None,
 ) -> Measured:
-    """Decode the trace's requests for real under every arm, `repeats` times.
+    """Decode `requests` of the trace (None: all) for real under every arm, `repeats` times.
 
     ``forced`` takes drafts and verdicts from the trace instead of the models (see
-    `profiler.decoding.forced`).  ``advance`` is called after every arm's run of a request.  A
-    lossy rule is copied for each repeat and shared by its requests, in the order of the trace.
-    ``kept`` makes a stopped call go on, and `in_time` one of limited time (`take_turns`).
+    `profiler.decoding.forced`).  ``advance`` is called after every arm's run of a request.
+    Policies that learn across requests, and lossy rules, start each repeat without what they
+    learnt.  What `kept` holds of an earlier call is not run again, and with `in_time` as many
+    requests are run as there is time for (`take_turns`); runs under a lossy rule are not kept.
     ``model`` opens the requests if it exists already, ``opened`` if another source drafts.
 
     Raises
@@ -272,38 +210,49 @@ def run_arms(
         If the trace has no prompts to run (and the run is not forced), or a rule or policy
         cannot run here.
     """
+    if kept is not None and any(arm.lossy for arm in arms):
+        raise ValueError("runs under a lossy rule are not kept")
     if forced and any(arm.lossy for arm in arms):
         raise DraftsimError("a forced run takes its verdicts from the trace: drop --verify")
-    if not forced and any(r.prompt_ids is None for r in trace.requests):
-        raise DraftsimError("this trace holds no prompts to decode again: use --forced")
     if not forced:
-        check_same_models(trace.meta, pair)
+        check_decodable(pair, trace)
     own = DraftModel(pair, trace, forced) if model is None else model
-    runs = run_interleaved(
-        pair, trace, arms, opened or own, trace.vocab_size or own.target.vocab_size, forced=forced,
-        repeats=repeats, advance=advance, kept=kept, in_time=in_time, captured=own.captured,
+    work = _Requests(
+        arms, range(len(trace.requests)) if requests is None else requests, opened or own,
+        pair.device, trace.vocab_size or own.target.vocab_size, trace.sampling, own.captured,
     )  # fmt: skip
-    if in_time is not None:
-        trace = trace.select(range(len(next(iter(runs.first.values())))))
+    turns = take_turns(pair, work, repeats, advance, kept, in_time)
+    names = {arm.label: (arm.name, arm.verify(trace)) for arm in arms}
+    first: dict[str, list[dict[str, Any]]] = {arm.label: [] for arm in arms}
+    rows: list[tuple[Any, ...]] = []
+    for one in turns.taken:
+        rounds = [Round(*r) for r in one.found["rounds"]]
+        rows.append(
+            (*names[one.label], 1, forced, one.repeat, trace.requests[one.unit].id,
+             one.timing.wall_s, len(rounds), one.timing.off_s, one.repeated)
+        )  # fmt: skip
+        if one.repeat == 0:
+            first[one.label].append({**one.found, "rounds": rounds})
     logs = {}
     for arm in arms:
-        first, rule = runs.first[arm.label], runs.rules[arm.label]
-        requests: Sequence[Request] = trace.requests
+        done, rule = first[arm.label], turns.learnt[arm.label][1]
+        # In haste the first ones alone.
+        decoded = [trace.requests[i] for i in work.units[: len(done)]]
         mismatched = None
         if rule is not None:
-            pairs = zip(trace.requests, first, strict=True)
-            requests = [_emitted(r, ran.output, pair.eos) for r, ran in pairs]
-            mismatched = np.array([n for ran in first for n in ran.mismatched], dtype=np.int32)
+            pairs = zip(decoded, done, strict=True)
+            decoded = [_emitted(r, ran["output"], pair.eos) for r, ran in pairs]
+            mismatched = np.array([n for ran in done for n in ran["mismatched"]], dtype=np.int32)
         logs[arm.label] = RoundLog(
-            RoundLog.pack(ran.rounds for ran in first), requests, arm.name,
+            RoundLog.pack(ran["rounds"] for ran in done), decoded, arm.name,
             verify=arm.verify(trace), reads=arm.policy.reads, first=trace.first,
             mismatched=mismatched, rule=rule,
         )  # fmt: skip
     return Measured(
-        runs.times, logs,
-        {label: [ran.output for ran in first] for label, first in runs.first.items()},
-        {a.label: [sum(r.log_probs) for r in runs.first[a.label]] for a in arms if a.lossy},
-        dict(runs.machine),
+        pd.DataFrame(rows, columns=[*MEASURED_COLUMNS, *OFF_COLUMNS]), logs,
+        {label: [ran["output"] for ran in done] for label, done in first.items()},
+        {a.label: [sum(r["log_probs"]) for r in first[a.label]] for a in arms if a.lossy},
+        turns.machine,
     )  # fmt: skip
 
 
@@ -340,3 +289,40 @@ def real_run(
     table = getattr(log.rule, "table", None)
     memory = {} if table is None else {"sizes": list(table.sizes), "evictions": table.evictions}
     return RealRun(log, outputs, {**pair.meta, **meta, "memory": memory})
+
+
+def assisted_generation(
+    pair: Pair, prompt: torch.Tensor, max_new_tokens: int, **settings: Any
+) -> tuple[list[int], int, float]:
+    """Run transformers' own assisted generation: return (output ids, target passes, wall seconds).
+
+    ``settings`` go to the draft's generation config: ``num_assistant_tokens``,
+    ``num_assistant_tokens_schedule``, ``assistant_confidence_threshold``.
+    """
+    passes = 0
+
+    def count(*_: Any) -> None:
+        nonlocal passes
+        passes += 1
+
+    config = pair.draft.generation_config
+    before = {name: getattr(config, name) for name in settings}
+    for name, value in settings.items():
+        setattr(config, name, value)
+    handle = pair.target.register_forward_pre_hook(count)
+    try:
+        with torch.inference_mode(), timed(pair.device) as seconds:
+            out = pair.target.generate(
+                input_ids=prompt[None],
+                attention_mask=torch.ones_like(prompt)[None],
+                assistant_model=pair.draft,
+                max_new_tokens=max_new_tokens,
+                do_sample=False,
+            )
+    finally:
+        handle.remove()
+        for name, value in before.items():
+            setattr(config, name, value)
+    # An encoder-decoder's sequence begins with its start token, not with the prompt.
+    fed = len(decoder_prefix(pair.target)) if is_seq2seq(pair.target) else prompt.shape[0]
+    return out[0, fed:].tolist(), passes, seconds()

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
+from policies.core import DraftPolicy
 from profiler.machine import Machine, NoTimeError, Repeats, Timing, sweeps
 from profiler.models.loading import Pair
 from traces.machine import State
@@ -53,9 +54,10 @@ class CheckWork(ABC):
     def label(self, arm: Any, unit: Any) -> str:
         """Return the name of an arm's runs over units of this one's size."""
 
-    @abstractmethod
     def learns(self, arm: Any) -> bool:
         """Return True if an arm's run of a unit depends on the units before it."""
+        policy = arm.policy
+        return not isinstance(policy, DraftPolicy) or policy.learns_across_requests
 
     @abstractmethod
     def begun(self, arm: Any, unit: Any) -> Any:

@@ -9,7 +9,7 @@ import itertools
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 import numpy as np
 
@@ -196,16 +196,10 @@ class Noise(DraftSource):
 
     def open(self, request: Asked, output: Sequence[int]) -> Drafts:
         """Return endless drafts of random tokens."""
-        return _NoiseDrafts(request, len(output), self._rng, self.vocabulary)
+        return CountedDrafts(request, len(output), self._ids)
 
-
-class _NoiseDrafts(CountedDrafts):
-    def __init__(self, request: Asked, position: int, rng: Any, vocabulary: int) -> None:
-        super().__init__(request, position)
-        self._rng, self._vocabulary = rng, vocabulary
-
-    def ids(self, draft: Sequence[Any]) -> list[int]:
-        return self._rng.integers(FIRST_ID, self._vocabulary, len(draft)).tolist()  # type: ignore[no-any-return]
+    def _ids(self, count: int) -> list[int]:
+        return self._rng.integers(FIRST_ID, self.vocabulary, count).tolist()  # type: ignore[no-any-return]
 
 
 class Control:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -200,8 +200,11 @@ class EngineDrafts(DraftSource):
 class CountedDrafts(Drafts):
     """Drafts without tokens, for a request whose output is known by length only."""
 
-    def __init__(self, request: Asked, position: int) -> None:
-        self._limit, self._prompt = request.limit, len(request.prompt)
+    def __init__(
+        self, request: Asked, position: int,
+        ids: Callable[[int], list[int]] = lambda count: [UNKNOWN] * count,
+    ) -> None:  # fmt: skip
+        self._limit, self._prompt, self._ids = request.limit, len(request.prompt), ids
         self.position = position
 
     @property
@@ -219,8 +222,8 @@ class CountedDrafts(Drafts):
         return RecordedToken(UNKNOWN)
 
     def ids(self, draft: Sequence[Any]) -> list[int]:
-        """Return a placeholder for each token."""
-        return [UNKNOWN] * len(draft)
+        """Return as many of the given ids: placeholders by default."""
+        return self._ids(len(draft))
 
     def advance(self, emitted: Sequence[int]) -> None:
         """Count the emitted tokens."""

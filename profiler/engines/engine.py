@@ -190,19 +190,3 @@ def find_engine(name: str) -> EngineKind:
     if name not in known:
         raise DraftsimError(f"--engine is {name!r}, expected {' or '.join(known)}")
     return cast(EngineKind, import_module(f"profiler.engines.{name}"))
-
-
-def outputs_of(
-    engine: Engine, requests: Mapping[str, tuple[Sequence[int], int]]
-) -> dict[str, list[int]]:
-    """Return the output tokens of requests by name, each a prompt and how many tokens to emit.
-
-    The engine drafts with the setup of its proposer's last `use`; no request since then may have
-    one of these names.
-    """
-    for name, (prompt, tokens) in requests.items():
-        engine.add(name, prompt, tokens)
-    while engine.busy:
-        engine.step()
-    finished = engine.proposer.finished
-    return {name: finished[name].output for name in requests}

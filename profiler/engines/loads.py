@@ -170,13 +170,12 @@ def interleave(
 
 
 class Turn(NamedTuple):
-    """One policy's run of a load: its key in the results, and the line printed as it begins."""
+    """One policy's run of a load, and its key in the results."""
 
     name: str
     repeat: int
     load: str
     text: str
-    said: str
 
 
 def in_turn(loads: Sequence[str], arms: Sequence[str], repeats: int) -> Iterator[Turn]:
@@ -188,9 +187,7 @@ def in_turn(loads: Sequence[str], arms: Sequence[str], repeats: int) -> Iterator
         first = repeat % len(arms)
         for i, load in enumerate(loads):
             for text in (*arms[first:], *arms[:first]):
-                name = f"{repeat:03d}-{i:02d}-{arms.index(text):02d}"
-                said = f"{load} under {text}, repeat {repeat + 1}"
-                yield Turn(name, repeat, load, text, said)
+                yield Turn(f"{repeat:03d}-{i:02d}-{arms.index(text):02d}", repeat, load, text)
 
 
 def warm_up(
@@ -215,7 +212,8 @@ def run_loads(
     engine: Engine, chosen: Mapping[str, Policy], demands: Mapping[str, Demand],
     prompts: Mapping[int, Sequence[int]], forced: Forced, repeats: int,
     between: BetweenTable | None = None, kept: Checkpoint | None = None,
-    say: Callable[[str], None] = lambda _: None, progress: Progress = lambda: nullcontext(_unseen),
+    say: Callable[[str], None] = lambda _: None,
+    progress: Progress = lambda: nullcontext(lambda _: None),
 ) -> dict[tuple[str, str], list[LoadRun]]:  # fmt: skip
     """Return the runs by load and policy, of every repeat.
 
@@ -283,10 +281,6 @@ def run_loads(
         done += len(turns)
         measure_cells(done)
     return measured
-
-
-def _unseen(share: float) -> None:
-    """Show no progress."""
 
 
 def together(turns: Iterable[Turn], blocks: Mapping[str, int], room: int) -> Iterator[list[Turn]]:

@@ -392,17 +392,11 @@ class EngineTable(_Measured):
         """Remove what a stopped measurement would go on from, once the table is written."""
         self._folder.close()
 
-    def _block(self, name: str, cells: list[Cell], keep: bool = True) -> dict[Cell, list[Sample]]:
-        found = self._visited(name, cells)
-        if keep:
-            self._add(found)
-        return found
-
     def _if_time(
         self, blocks: Mapping[str, list[Cell]], to_come: Sequence[list[Cell]] = (),
         needed: bool = False,
     ) -> bool:  # fmt: skip
-        """Measure `_block` of each, where all of them fit: a grid with gaps cannot be read between.
+        """Measure the blocks where all of them fit: a grid with gaps cannot be read between.
 
         Time is spared for what is `to_come`.  What is `needed` is measured in any case.  Returns
         whether they were measured.
@@ -410,7 +404,7 @@ class EngineTable(_Measured):
         if not needed and not self._has_time(list(blocks.values()), to_come):
             return False
         for name, cells in blocks.items():
-            self._block(name, cells)
+            self._add(self._visited(name, cells))
         return True
 
     def _has_time(self, blocks: Sequence[list[Cell]], to_come: Sequence[list[Cell]] = ()) -> bool:
@@ -445,7 +439,7 @@ class EngineTable(_Measured):
             return {}
         held_out: dict[Cell, list[Sample]] = {}
         for again in range(HELD_OUT):
-            for cell, own in self._block(f"between-{again}", cells, keep=False).items():
+            for cell, own in self._visited(f"between-{again}", cells).items():
                 held_out.setdefault(cell, []).extend(own)
         errors = held_out_errors(self.samples, held_out)
         missed = [c for c, e in errors.items() if abs(e) > self.grid.held_out]

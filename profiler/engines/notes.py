@@ -6,8 +6,8 @@ of a machine share.  The engine's process notes
 
 * ``engine``: what it is (``blocks``, ``block_size``, ``vocabulary``, ``device``);
 * ``queued`` and ``at``: a request came;
-* ``step`` (`traces.store.engine_runs.EngineStep.written`) and ``left``: an iteration, and the
-  requests unfinished after it.
+* ``step`` (the fields of `traces.store.engine_runs.EngineStep`) and ``left``: an iteration, and
+  the requests unfinished after it.
 
 The process that runs the model, which may be the same, notes ``ran`` and ``seconds``: when a pass,
 or sampling with drafting, began and how long it took.  `profiler.engines.session` notes ``rounds``
@@ -121,7 +121,7 @@ class LogReader:
             new = self._new()
             found += new
             for line in new:
-                missing -= set(line["step"][6] if "step" in line else ())
+                missing -= set(line["step"]["finished"] if "step" in line else ())
         time.sleep(2 * QUIET_S)  # notes of the other processes
         return self._log(found + self._new())
 

@@ -25,10 +25,10 @@ from profiler.engines.drafts import Forced
 from profiler.engines.engine import Server
 from profiler.engines.notes import EngineLog, LogReader
 from profiler.engines.session import FORCED
-from profiler.engines.texts import TEXTS, prompts_of
+from profiler.engines.texts import prompts_of, texts_once
 from traces.acceptance.trace import Trace
 from traces.errors import DraftsimError
-from traces.store.checkpoint import Checkpoint, once
+from traces.store.checkpoint import Checkpoint
 from traces.store.engine_runs import Demand, EngineStep, LoadRun, PlannedRequest, ServedRun
 
 MODEL = "target"
@@ -51,15 +51,11 @@ class Reply:
     """When each piece came, and how many tokens it had."""
 
 
-def send_load(url: str, demand: Demand, prompts: Mapping[int, Sequence[int]]) -> list[Reply]:
+async def sent(url: str, demand: Demand, prompts: Mapping[int, Sequence[int]]) -> list[Reply]:
     """Return the answers to the requests of a load.
 
     Requests are called SEQUENCE/INDEX.  Raises DraftsimError if the server refuses one, or goes.
     """
-    return asyncio.run(_sent(url, demand, prompts))
-
-
-async def _sent(url: str, demand: Demand, prompts: Mapping[int, Sequence[int]]) -> list[Reply]:
     import aiohttp
 
     waiting, answers = deque(enumerate(demand.jobs)), []
@@ -230,13 +226,12 @@ class Clients:
         most, vocabulary = self.server.options.max_batch, self.engine.vocabulary
         self.prompts = prompts_of(self.trace, vocabulary, seed, sequences)
         jobs = [PlannedRequest(i, 0.0, self.trace.requests[i].tokens) for i in self.prompts]
-        if kept is not None and TEXTS in kept.names():
-            self._sent(Demand(jobs[:most], most))
 
-        def decoded() -> dict[int, list[int]]:
-            return {answer.sequence: answer.tokens for answer in self._sent(Demand(jobs, most))[0]}
+        def decoded(some: Mapping[int, Sequence[int]]) -> dict[int, list[int]]:
+            demand = Demand([job for job in jobs if job.sequence in some], most)
+            return {answer.sequence: answer.tokens for answer in self._sent(demand)[0]}
 
-        self.texts = {int(i): text for i, text in once(kept, TEXTS, decoded).items()}
+        self.texts = texts_once(kept, self.prompts, most, decoded)
         forced = Forced(self.trace, self.texts, vocabulary)
         self._drafts = FORCED + str(forced.write(self.server.folder))
         self.decide("autoregressive")
@@ -254,7 +249,7 @@ class Clients:
 
     def _sent(self, demand: Demand) -> tuple[list[Reply], EngineLog]:
         try:
-            answers = send_load(self.server.url, demand, self.prompts)
+            answers = asyncio.run(sent(self.server.url, demand, self.prompts))
             return answers, self._reader.take([answer.name for answer in answers])
         except DraftsimError as error:
             raise self.server.failed(str(error)) from None

@@ -15,7 +15,7 @@ from policies.core import DraftPolicy, Round
 from policies.from_file import Cut, bounded, is_file, load_file, said_cut
 from policies.json_text import parse_json
 from policies.registry import parse_serving_policy
-from policies.together import Member, Policy, Together, together_of
+from policies.together import Member, Policy, together_of
 from profiler.engines.drafts import Asked, Drafts, DraftSource, EngineDrafts, Forced, LookedUp
 from profiler.engines.notes import lines
 from traces.errors import DraftsimError
@@ -50,8 +50,8 @@ class Setup:
             )
 
 
-def setup_from(environment: Mapping[str, str] | None = None, *, longest: int) -> Setup:
-    """Return the setup that `VARIABLE` describes, drafting at most `longest` tokens.
+def setup_from(text: str, *, longest: int) -> Setup:
+    """Return the setup that the text of `VARIABLE` describes, drafting at most `longest` tokens.
 
     ``{"policy": "gammatune", "source": "pld:max_ngram=3"}``: the policy as the command line
     writes it, or your own class as ``FILE.py:Class[:key=value,...]`` or ``module.Class[:...]``.
@@ -60,9 +60,9 @@ def setup_from(environment: Mapping[str, str] | None = None, *, longest: int) ->
     Raises
     ------
     DraftsimError
-        If the variable is not set, or naming what is wrong with it.
+        If the text is empty, or naming what is wrong with it.
     """
-    policy, source = _given(environment)
+    policy, source = _given(text)
     try:
         drafts = _source(source)
         found = policy_from(policy, min(longest, drafts.longest or longest))
@@ -74,9 +74,8 @@ def setup_from(environment: Mapping[str, str] | None = None, *, longest: int) ->
         raise DraftsimError(f"{VARIABLE}: {error}") from None
 
 
-def version(environment: Mapping[str, str] | None = None) -> tuple[int, int] | None:
-    """Return a value that changes with the file that `VARIABLE` names; None if it names none."""
-    text = (os.environ if environment is None else environment).get(VARIABLE, "")
+def _version(text: str) -> tuple[int, int] | None:
+    """Return a value that changes with the file that `text` names; None if it names none."""
     if not text or text.lstrip().startswith("{"):
         return None
     try:
@@ -86,15 +85,13 @@ def version(environment: Mapping[str, str] | None = None) -> tuple[int, int] | N
     return found.st_ino, found.st_mtime_ns
 
 
-def asks_for_engine(environment: Mapping[str, str] | None = None) -> bool:
+def asks_for_engine(text: str) -> bool:
     """Return True if `VARIABLE` is set and names `ENGINE` as source.  Raises as `setup_from`."""
-    values = os.environ if environment is None else environment
-    return bool(values.get(VARIABLE)) and _given(values)[1] == ENGINE
+    return bool(text) and _given(text)[1] == ENGINE
 
 
-def _given(environment: Mapping[str, str] | None) -> tuple[str, str]:
+def _given(text: str) -> tuple[str, str]:
     """Return policy and source as `VARIABLE` has them."""
-    text = (os.environ if environment is None else environment).get(VARIABLE)
     if not text:
         raise DraftsimError(
             f'{VARIABLE} is not set: give it {{"policy": "gammatune", "source": "pld"}}, or a file'
@@ -161,45 +158,14 @@ class EngineStream(Member):
         """Tokens to the limit."""
         return self.drafts.remaining
 
-
-def draft(together: Together, streams: Sequence[EngineStream], scheduled: int) -> list[list[int]]:
-    """Return token ids for every stream that decodes in the next iteration.
-
-    ``scheduled`` counts the requests of this one, with those that end in it and those whose prompts
-    it processed.
-
-    Raises
-    ------
-    UndeclaredSignal
-        If the policy reads a signal that it does not declare.
-    """
-    batch = len(streams)
-    together.draft(
-        streams, lambda s: s.drafts.load._replace(batch=batch, scheduled=scheduled),
-        lambda active: [s.drafts.draft(s.draft) for s in active],
-    )  # fmt: skip
-    return [s.drafts.ids(s.draft) for s in streams]
-
-
-def settle(
-    together: Together, streams: Sequence[EngineStream], emitted: Sequence[Sequence[int]],
-    verified: Sequence[int],
-) -> None:  # fmt: skip
-    """End every stream's round with `emitted` tokens, `verified` drafted tokens having been sent.
-
-    Raises as `draft` does.
-    """
-    rounds = []
-    for stream, tokens, looked_at in zip(streams, emitted, verified, strict=True):
-        position = stream.drafts.position
-        stream.draft = stream.draft[:looked_at]
-        stream.drafts.advance(tokens)
-        accepted = min(len(tokens) - 1, looked_at)
-        rounds.append(stream.settled(position, accepted, stream.drafts.position - position))
-        stream.rounds.append(rounds[-1])
-    together.observe(streams, rounds)
-    for stream in streams:
-        stream.draft, stream.forwards = [], 0
+    def end_round(self, tokens: Sequence[int], verified: int) -> Round:
+        """Return the round that emitted `tokens`, `verified` drafted tokens having been sent."""
+        position = self.drafts.position
+        self.draft = self.draft[:verified]
+        self.drafts.advance(tokens)
+        accepted = min(len(tokens) - 1, verified)
+        self.rounds.append(self.settled(position, accepted, self.drafts.position - position))
+        return self.rounds[-1]
 
 
 class Session:
@@ -222,18 +188,15 @@ class Session:
         True if the streams of requests that ended are kept in `finished`.
     booked:
         True if the engine's records hold what was just sampled.
-    ended:
-        Called with every stream that has ended.
     caller_name:
         Returns the name that a request's caller gave, from the one that the engine has for it.
     """
 
     def __init__(
-        self, setup: Setup, longest: int, vocabulary: int, keep: bool = False, booked: bool = True,
-        ended: Callable[[EngineStream], None] = lambda _: None,
-        caller_name: Callable[[str], str] = str,
+        self, setup: Setup, longest: int, vocabulary: int, keep: bool, booked: bool,
+        caller_name: Callable[[str], str],
     ) -> None:  # fmt: skip
-        self.setup, self.keep, self.booked, self._ended = setup, keep, booked, ended
+        self.setup, self.keep, self.booked = setup, keep, booked
         self._caller_name = caller_name
         self.finished: dict[str, EngineStream] = {}
         """Streams that have ended, by the request's own name."""
@@ -257,31 +220,41 @@ class Session:
         finished; ``verified``: the drafts that it verified, by name; ``requests``: the engine's
         records of the requests that it still knows, with their ``prompt_token_ids``,
         ``output_token_ids`` and ``sampling_params.max_tokens``.
+
+        Raises UndeclaredSignal if the policy reads a signal that it does not declare.
         """
         for name in [n for n in self._streams if n not in requests]:
             self._leave(name)
         emitting = {name: t for name, t in zip(names, sampled, strict=False) if t}
         decoding = [name for name in emitting if name in self._streams]
-        settled: list[tuple[EngineStream, Sequence[int], int]] = []
+        streams, rounds = [], []
         for name in decoding:
             stream, asked = self._streams[name]
             # The last iteration of a request may sample more than it asked for.
             stream.output.extend(emitting[name][: asked.limit - len(stream.output)])
-            settled.append((stream, emitting[name], len(verified.get(name, ()))))
-        if settled:
-            streams, emitted, seen = zip(*settled, strict=True)
-            settle(self._together, streams, emitted, seen)
+            streams.append(stream)
+            rounds.append(stream.end_round(emitting[name], len(verified.get(name, ()))))
+        if streams:
+            self._together.observe(streams, rounds)
+        for stream in streams:
+            stream.draft, stream.forwards = [], 0
         self._leave_ended(decoding)
         # As in the simulator: places are free when others take them, who came first before who
         # came later, whatever rows of its batch the engine gave them.
         for name in [n for n in requests if n in emitting and n not in decoding]:
             self._join(name, requests[name], [] if self.booked else emitting[name])
             self._leave_ended([name])
-        going_on = [name for name in emitting if name in self._streams]
-        streams_on = [self._streams[n][0] for n in going_on]
-        drafts = draft(self._together, streams_on, len(sampled)) if going_on else []
-        by_name = dict(zip(going_on, drafts, strict=True))
-        return [by_name.get(name, []) for name in names[: len(sampled)]]
+        going_on = {name: self._streams[name][0] for name in emitting if name in self._streams}
+        # Scheduled were also those that ended in this iteration, or whose prompts it processed.
+        batch, scheduled = len(going_on), len(sampled)
+        if going_on:
+            self._together.draft(
+                [*going_on.values()],
+                lambda s: s.drafts.load._replace(batch=batch, scheduled=scheduled),
+                lambda active: [s.drafts.draft(s.draft) for s in active],
+            )
+        drafts = {name: s.drafts.ids(s.draft) for name, s in going_on.items()}
+        return [drafts.get(name, []) for name in names[: len(sampled)]]
 
     def _join(self, name: str, state: Any, tokens: Sequence[int]) -> None:
         limit = state.sampling_params.max_tokens
@@ -302,7 +275,8 @@ class Session:
         self.setup.source.close(asked, stream.output)
         if self.keep:
             self.finished.setdefault(asked.id, stream)
-        self._ended(stream)
+        if (notes := lines()) is not None:
+            notes.put(rounds=stream.name, of=stream.rounds)
 
 
 class Governed:
@@ -313,7 +287,7 @@ class Governed:
 
     Parameters
     ----------
-    longest, vocabulary:
+    longest, vocabulary, caller_name:
         See `Session`.
     """
 
@@ -322,8 +296,10 @@ class Governed:
     booked: ClassVar[bool] = True
     """As in `Session`."""
 
-    def __init__(self, longest: int, vocabulary: int) -> None:
-        self.longest, self.vocabulary = longest, vocabulary
+    def __init__(
+        self, longest: int, vocabulary: int, caller_name: Callable[[str], str] = str
+    ) -> None:
+        self.longest, self.vocabulary, self.caller_name = longest, vocabulary, caller_name
         self._session: Session | None = None
         self._version: tuple[int, int] | None = None
 
@@ -345,24 +321,12 @@ class Governed:
     @property
     def session(self) -> Session:
         """Return the session of `use` or of the environment; DraftsimError if there is none."""
-        known = self._session
+        known, text = self._session, os.environ.get(VARIABLE, "")
         watched = known is not None and self._version is not None and known.idle
-        if known is None or (watched and version() not in (None, self._version)):
-            self._version = version()
-            known = self._session = self._begun(setup_from(longest=self.longest))
+        if known is None or (watched and _version(text) not in (None, self._version)):
+            self._version = _version(text)
+            known = self._session = self._begun(setup_from(text, longest=self.longest), keep=False)
         return known
 
-    def _begun(self, setup: Setup, keep: bool = False) -> Session:
-        return Session(
-            setup, self.longest, self.vocabulary, keep, self.booked, _note, self.caller_name
-        )
-
-    def caller_name(self, name: str) -> str:
-        """Return the name that a request's caller gave, from the engine's name for it."""
-        return name
-
-
-def _note(stream: EngineStream) -> None:
-    """Note the rounds of a request that has ended, if notes are asked for."""
-    if (notes := lines()) is not None:
-        notes.put(rounds=stream.name, of=stream.rounds)
+    def _begun(self, setup: Setup, keep: bool) -> Session:
+        return Session(setup, self.longest, self.vocabulary, keep, self.booked, self.caller_name)

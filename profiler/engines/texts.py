@@ -8,17 +8,19 @@ and the request takes more rounds than predicted.  That is no error of the predi
 
 from __future__ import annotations
 
-from collections.abc import Container, Mapping, Sequence
+import itertools
+from collections.abc import Callable, Container, Mapping, Sequence
 
 import numpy as np
 import torch
 
 from policies.lengths.basic import Autoregressive
 from profiler.checks.differences import divergence, output_of
-from profiler.engines.drafts import Forced
-from profiler.engines.engine import Engine, outputs_of
+from profiler.engines.drafts import EngineDrafts
+from profiler.engines.engine import Engine
 from profiler.engines.session import Setup
 from traces.acceptance.trace import Trace
+from traces.store.checkpoint import Checkpoint, once
 from traces.store.engine_runs import LoadRun, PolicyRuns
 from traces.store.outputs import Divergence
 
@@ -48,11 +50,27 @@ def prompts_of(
 
 def own_texts(engine: Engine, trace: Trace, prompts: dict[int, list[int]]) -> dict[int, list[int]]:
     """Return the engine's greedy output of every sequence, as long as the recorded, undrafted."""
-    nothing = {i: [0] for i in prompts}
-    engine.proposer.use(Setup(Autoregressive(), Forced(trace, nothing, engine.vocabulary)))
-    asked = {f"{i}/alone": (prompt, trace.requests[i].tokens) for i, prompt in prompts.items()}
-    outputs = outputs_of(engine, asked)
-    return {i: outputs[f"{i}/alone"] for i in prompts}
+    engine.proposer.use(Setup(Autoregressive(), EngineDrafts()))
+    for i, prompt in prompts.items():
+        engine.add(f"{i}/alone", prompt, trace.requests[i].tokens)
+    while engine.busy:
+        engine.step()
+    finished = engine.proposer.finished
+    return {i: finished[f"{i}/alone"].output for i in prompts}
+
+
+def texts_once(
+    kept: Checkpoint | None, prompts: dict[int, list[int]], most: int,
+    decoded: Callable[[dict[int, list[int]]], dict[int, list[int]]],
+) -> dict[int, list[int]]:  # fmt: skip
+    """Return the engine's own output of every prompt, by sequence: `kept`, or `decoded` and kept.
+
+    The engine has run when this is done, as it is to have before a load is timed: if the outputs
+    are kept, it decodes the first `most` again.
+    """
+    if kept is not None and TEXTS in kept.names():
+        decoded(dict(itertools.islice(prompts.items(), most)))
+    return {int(i): text for i, text in once(kept, TEXTS, lambda: decoded(prompts)).items()}
 
 
 def policy_runs(

@@ -71,17 +71,12 @@ class EngineStep:
             return "decode"
         return "mixed" if self.decoded else "prompt"
 
-    @property
-    def written(self) -> tuple[Any, ...]:
-        """The fields in order, which `read` reads."""
-        return tuple(vars(self).values())
-
     @classmethod
-    def read(cls, fields: Sequence[Any]) -> EngineStep:
-        """Return the step of these fields, which JSON has turned into lists."""
-        start_s, seconds, parts, decoded, prompts, emitted, finished = fields
-        decoding, reading = [Decoded(*d) for d in decoded], [PromptRead(*p) for p in prompts]
-        return cls(start_s, seconds, parts, decoding, reading, emitted, finished)
+    def read(cls, kept: Mapping[str, Any]) -> EngineStep:
+        """Return the step of these fields, whose tuples JSON has turned into lists."""
+        decoded = [Decoded(*d) for d in kept["decoded"]]
+        prompts = [PromptRead(*p) for p in kept["prompts"]]
+        return cls(**{**kept, "decoded": decoded, "prompts": prompts})
 
 
 @dataclass(frozen=True)
@@ -116,10 +111,7 @@ class LoadRun:
     @classmethod
     def read(cls, kept: Mapping[str, Any]) -> LoadRun:
         """Return the run that was `written`."""
-        steps = [
-            EngineStep.read([step[name] for name in EngineStep.__dataclass_fields__])
-            for step in kept["steps"]
-        ]
+        steps = [EngineStep.read(step) for step in kept["steps"]]
         rounds = {name: [Round(*r) for r in own] for name, own in kept["rounds"].items()}
         texts = kept.get("texts", {})  # runs of an earlier version kept none
         return cls(pd.DataFrame(kept["requests"]), steps, rounds, kept["control_s"], texts)

@@ -2,7 +2,7 @@
 
 It tells what a user's engine does: with its own defaults and no speculation, or with vLLM's own
 drafter under synthetic acceptance (``rejection_sample_method``).  The `Engine` that is stepped by
-hand has `FIXED` settings, so that every step can be compared.
+hand has fixed settings (`profiler.engines.vllm.engine.FIXED`), so that every step can be compared.
 """
 
 from __future__ import annotations
@@ -15,29 +15,16 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from profiler.engines.engine import EngineOptions
-from profiler.engines.vllm.engine import FIXED, speculative_of
-from profiler.recording.run import model_path
+from profiler.engines.vllm.engine import measured_arguments, plain_arguments
 from traces.errors import DraftsimError
 from traces.store.engine_runs import Apart, Demand, PlannedRequest, Speed
 from traces.store.text import read_object
 
 TAIL = 12
 """Lines of a failed engine's output that are shown."""
-
-
-class Plain(Protocol):
-    """The methods of vLLM's ``LLMEngine`` that `timed` needs."""
-
-    def step(self) -> Sequence[Any]:
-        """Run one iteration and return the outputs of the requests that got tokens."""
-        ...
-
-    def has_unfinished_requests(self) -> bool:
-        """Return whether any request is unfinished."""
-        ...
 
 
 def arguments(options: EngineOptions, synthetic: Sequence[float] | None = None) -> dict[str, Any]:
@@ -50,26 +37,19 @@ def arguments(options: EngineOptions, synthetic: Sequence[float] | None = None) 
     Raises DraftsimError if synthetic acceptance is asked of drafts that no model makes, or for
     another number of positions than the engine drafts.
     """
-    own: dict[str, Any] = {
-        "model": model_path(options.target, "target"), "dtype": options.dtype,
-        "max_model_len": options.max_model_len, "max_num_seqs": options.max_batch,
-    }  # fmt: skip
     if synthetic is None:
-        return own
+        return plain_arguments(options)
     if not options.own_drafter:
         raise DraftsimError(
             "synthetic acceptance is vLLM's own, for a drafter of its own: profile the engine with "
             "--draft or --eagle"
         )
-    rates = list(synthetic)
-    speculative = {
-        **speculative_of(options), "num_speculative_tokens": len(rates),
-        "rejection_sample_method": "synthetic", "synthetic_acceptance_rates": rates,
+    given, rates = measured_arguments(options), list(synthetic)
+    given["speculative_config"] |= {
+        "num_speculative_tokens": len(rates), "rejection_sample_method": "synthetic",
+        "synthetic_acceptance_rates": rates,
     }  # fmt: skip
-    return {
-        **own, "max_num_batched_tokens": options.token_budget, **FIXED, **options.more,
-        "speculative_config": speculative,
-    }  # fmt: skip
+    return given
 
 
 def run(
@@ -103,11 +83,14 @@ def run(
 
 
 def timed(
-    engine: Plain, add: Callable[[str, PlannedRequest], None], jobs: Sequence[PlannedRequest],
+    engine: Any, add: Callable[[str, PlannedRequest], None], jobs: Sequence[PlannedRequest],
     concurrency: int | None,
     clock: Callable[[], float] = time.perf_counter, sleep: Callable[[float], None] = time.sleep,
 ) -> Speed:  # fmt: skip
-    """Run one load and return its tokens and the seconds from its start to its last token."""
+    """Run one load and return its tokens and the seconds from its start to its last token.
+
+    ``engine`` is vLLM's ``LLMEngine``.
+    """
     waiting = deque(enumerate(jobs))
     tokens: dict[str, int] = {}
     start_s = clock()

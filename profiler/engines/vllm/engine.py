@@ -66,24 +66,18 @@ class VllmEngine:
                 "attention, has no other; give that one, or none"
             )
         self._watch = Stopwatches(core.scheduler, executor, runner)
-        self._idle_steps()
+        while self.busy:  # it drops what has ended
+            self._engine.step()
 
     def add(self, name: str, prompt: Sequence[int], tokens: int) -> None:
-        """Queue a request for exactly `tokens` greedy output tokens."""
         params = self._params(tokens)
         self._engine.add_request(name, self._prompt(list(prompt)), params)
 
     def abort(self, names: Sequence[str]) -> None:
-        """Drop requests, and let the engine forget them."""
         self._engine.abort_request(list(names))
 
     @contextmanager
     def tenants(self, blocks: Sequence[int]) -> Iterator[list[Any]]:
-        """Yield further schedulers, each with that many of the cache's blocks, which no other then
-        has.
-
-        `enter` one, and requests are added to it.  None may have any when they are given back.
-        """
         self.enter()
         with lent_blocks(self._core, blocks) as schedulers:
             try:
@@ -92,10 +86,6 @@ class VllmEngine:
                 self.enter()
 
     def enter(self, tenant: Any = None) -> None:
-        """Add requests to one of the `tenants` and step it from now on; without one, the engine's.
-
-        Requests of the others wait where they are, and keep their cache.
-        """
         self._core.scheduler = self._own if tenant is None else tenant
         self._watch.follow(self._core.scheduler)
 
@@ -107,11 +97,9 @@ class VllmEngine:
 
     @property
     def busy(self) -> bool:
-        """Return True if any request is unfinished."""
         return bool(self._core.scheduler.has_unfinished_requests())
 
     def step(self) -> EngineStep | None:
-        """Run one iteration; None if nothing was to be run."""
         self._watch.begin()
         start_s = time.perf_counter()
         outputs = self._engine.step()
@@ -119,11 +107,6 @@ class VllmEngine:
         emitted = {o.request_id: len(o.outputs[0].token_ids) for o in outputs}
         finished = [o.request_id for o in outputs if o.finished]
         return self._watch.taken(start_s, seconds, emitted, finished)
-
-    def _idle_steps(self) -> None:
-        """Run steps that let the engine drop what has ended."""
-        while self.busy:
-            self._engine.step()
 
 
 def method_of(options: EngineOptions) -> str:
@@ -140,6 +123,22 @@ def speculative_of(options: EngineOptions) -> dict[str, Any]:
     return {
         "method": method_of(options), "num_speculative_tokens": options.longest,
         "model": ours if drafter is None else model_path(drafter, "draft"),
+    }  # fmt: skip
+
+
+def plain_arguments(options: EngineOptions) -> dict[str, Any]:
+    """Return the arguments of ``vllm.LLM`` that do not depend on how it speculates."""
+    return {
+        "model": model_path(options.target, "target"), "dtype": options.dtype,
+        "max_model_len": options.max_model_len, "max_num_seqs": options.max_batch,
+    }  # fmt: skip
+
+
+def measured_arguments(options: EngineOptions) -> dict[str, Any]:
+    """Return the arguments of ``vllm.LLM`` for a measured engine."""
+    return {
+        **plain_arguments(options), "max_num_batched_tokens": options.token_budget, **FIXED,
+        "speculative_config": speculative_of(options), **options.more,
     }  # fmt: skip
 
 
@@ -173,16 +172,11 @@ def start(options: EngineOptions) -> tuple[Any, Callable[[int], Any], Callable[.
         raise DraftsimError(
             f"vLLM cannot be imported here ({error}): run `make vllm`, then .venv-vllm/bin/draftsim"
         ) from None
-    folder = Path(model_path(options.target, "target"))
+    given = measured_arguments(options)
+    folder = Path(given["model"])
     words = not folder.is_dir() or any(folder.glob("tokenizer*"))
     try:
-        llm = LLM(
-            str(folder), dtype=options.dtype, max_model_len=options.max_model_len,
-            max_num_seqs=options.max_batch, max_num_batched_tokens=options.token_budget,
-            skip_tokenizer_init=not words,
-            speculative_config=speculative_of(options), disable_log_stats=False,
-            **{**FIXED, **options.more},
-        )  # fmt: skip
+        llm = LLM(**given, skip_tokenizer_init=not words, disable_log_stats=False)
     except (ValueError, OSError, RuntimeError) as error:
         reason = str(error).strip().splitlines()[0]
         raise DraftsimError(f"vLLM does not start with {options.target}: {reason}") from None

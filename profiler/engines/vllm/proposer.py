@@ -24,25 +24,18 @@ from collections.abc import Sequence
 from typing import Any
 
 from profiler.engines.drafts import UNKNOWN
-from profiler.engines.session import Governed, asks_for_engine
+from profiler.engines.session import VARIABLE, Governed, asks_for_engine
 from profiler.engines.vllm import watch
 from traces.errors import DraftsimError
 
 
-class _Named(Governed):
-    """A drafter whose requests have vLLM's form of their names."""
-
-    def caller_name(self, name: str) -> str:
-        """Return the name without what vLLM adds."""
-        return watch.caller_name(name)
-
-
-class Proposer(_Named):
+class Proposer(Governed):
     """Drafts for every request of a vLLM engine as a policy decides (`Session`)."""
 
     def __init__(self, vllm_config: Any) -> None:
         longest = int(vllm_config.speculative_config.num_speculative_tokens)
-        super().__init__(longest, int(vllm_config.model_config.get_vocab_size()))
+        vocabulary = int(vllm_config.model_config.get_vocab_size())
+        super().__init__(longest, vocabulary, watch.caller_name)
 
     def load_model(self, *args: Any) -> None:
         """Load nothing: it drafts without a model."""
@@ -78,7 +71,7 @@ def _engine_state(
     return runner, batch.req_ids, output.scheduled_spec_decode_tokens
 
 
-class OwnDrafter(_Named):
+class OwnDrafter(Governed):
     """A replacement of a runner's `propose_draft_token_ids`, used like a `Proposer`.
 
     Drafts that a source dictates (`profiler.engines.drafts.Forced`) are handed on instead of the
@@ -96,7 +89,7 @@ class OwnDrafter(_Named):
     booked = False
 
     def __init__(self, runner: Any, longest: int, vocabulary: int) -> None:
-        super().__init__(longest, vocabulary)
+        super().__init__(longest, vocabulary, watch.caller_name)
         self._runner, self._propose = runner, runner.propose_draft_token_ids
         runner.propose_draft_token_ids = self.propose
 
@@ -148,7 +141,7 @@ def register() -> None:
     drafts, a recorder where `profiler.engines.notes.VARIABLE` names a folder.
     """
     watch.install()
-    if not asks_for_engine():
+    if not asks_for_engine(os.environ.get(VARIABLE, "")):
         return
     os.environ[watch.SECOND_RUNNER] = "0"
     from vllm.v1.worker.gpu_model_runner import GPUModelRunner

@@ -9,20 +9,16 @@ import signal
 import socket
 import subprocess
 import sys
-import threading
 import time
 import urllib.error
 import urllib.request
 from contextlib import suppress
 from pathlib import Path
-from types import FrameType
-from typing import IO, Any
 
 from profiler.engines import notes, session
 from profiler.engines.engine import EngineOptions
 from profiler.engines.served import MODEL
-from profiler.engines.vllm.engine import FIXED, speculative_of
-from profiler.recording.run import model_path
+from profiler.engines.vllm.engine import measured_arguments
 from traces.errors import DraftsimError
 from traces.store.writing import write_atomically
 
@@ -61,26 +57,21 @@ class VllmServer:
         self.port = 0
         self._setup = folder / "setup.json"
         self._process: subprocess.Popen[bytes] | None = None
-        self._handlers: dict[signal.Signals, Any] = {}
 
     def decide(self, policy: str, source: str) -> None:
-        """Set policy and drafts of the requests that arrive while no other is served."""
         given = {"policy": policy, "source": source}
         write_atomically(self._setup, json.dumps(given).encode())
 
-    @property
-    def undrafted(self) -> tuple[str, str]:
-        """Policy and source of an engine that drafts nothing."""
-        return "autoregressive", session.ENGINE if self.options.own_drafter else "pld"
-
     def __enter__(self) -> VllmServer:
         self.notes.mkdir()
-        self.decide(*self.undrafted)
+        self.decide("autoregressive", session.ENGINE if self.options.own_drafter else "pld")
         self.port = _free_port()
-        self._end_with_us()
         try:
             with self.log.open("wb") as log:
-                self._process = self._started(log)
+                self._process = subprocess.Popen(
+                    self.command(), env=self._environment(), stdin=subprocess.DEVNULL, stdout=log,
+                    stderr=subprocess.STDOUT, start_new_session=True,
+                )  # fmt: skip
             self._wait()
         except BaseException:
             self.stop()
@@ -102,18 +93,9 @@ class VllmServer:
                 # The engine is a process of its own, which may outlive the one that started it.
                 _signal_group(process.pid, signal.SIGKILL)
                 process.wait()
-        for number, handler in self._handlers.items():
-            signal.signal(number, handler)
-        self._handlers = {}
-
-    def check(self) -> None:
-        """Raise DraftsimError if the server has ended by itself."""
-        if self._process is not None and (code := self._process.poll()) is not None:
-            raise self.failed(f"`vllm serve` ended with code {code}")
 
     @property
     def url(self) -> str:
-        """The server's address."""
         return f"http://{HOST}:{self.port}"
 
     def command(self) -> list[str]:
@@ -124,12 +106,6 @@ class VllmServer:
         """
         module = [sys.executable, "-m", "vllm.entrypoints.openai.api_server"]
         return [*module, *arguments(self.options), "--host", HOST, "--port", str(self.port)]
-
-    def _started(self, log: IO[bytes]) -> subprocess.Popen[bytes]:
-        return subprocess.Popen(
-            self.command(), env=self._environment(), stdin=subprocess.DEVNULL, stdout=log,
-            stderr=subprocess.STDOUT, start_new_session=True,
-        )  # fmt: skip
 
     def _environment(self) -> dict[str, str]:
         return {
@@ -144,7 +120,8 @@ class VllmServer:
         local = urllib.request.build_opener(urllib.request.ProxyHandler({}))
         until_s = time.monotonic() + START_S
         while time.monotonic() < until_s:
-            self.check()
+            if self._process is not None and (code := self._process.poll()) is not None:
+                raise self.failed(f"`vllm serve` ended with code {code}")
             try:
                 with local.open(f"{self.url}/health", timeout=5):
                     return
@@ -161,30 +138,11 @@ class VllmServer:
         reason = f": {told[1]}" if told else ""
         return DraftsimError(f"{how}, with {self.options.target}{reason}")
 
-    def _end_with_us(self) -> None:
-        """Leave through `__exit__` where we are told to end; Ctrl-C does by itself."""
-        if threading.current_thread() is not threading.main_thread():
-            return
-
-        def leave(number: int, frame: FrameType | None) -> None:
-            del frame
-            raise SystemExit(128 + number)
-
-        for number in (signal.SIGTERM, signal.SIGHUP):
-            if signal.getsignal(number) is not signal.SIG_DFL:
-                continue  # ignored, or the command leaves by itself
-            self._handlers[number] = signal.signal(number, leave)
-
 
 def arguments(options: EngineOptions) -> list[str]:
     """Return the arguments of ``vllm serve`` for a server with these options."""
-    flags: dict[str, Any] = {
-        "served_model_name": MODEL, "dtype": options.dtype, "max_model_len": options.max_model_len,
-        "max_num_seqs": options.max_batch, "max_num_batched_tokens": options.token_budget,
-        **FIXED, "speculative_config": speculative_of(options), **options.more,
-    }  # fmt: skip
-    found = ["--model", model_path(options.target, "target")]
-    for name, value in flags.items():
+    found = []
+    for name, value in {**measured_arguments(options), "served_model_name": MODEL}.items():
         flag = name.replace("_", "-")
         if isinstance(value, bool):
             found.append(f"--{flag}" if value else f"--no-{flag}")

@@ -167,7 +167,7 @@ class NoteTaker:
         finished = [caller_name(o.request_id) for o in new if o.finished]
         step = watch.taken(start_s, seconds, emitted, finished)
         if step is not None:
-            self._put(step=step.written, left=core.scheduler.get_num_unfinished_requests())
+            self._put(step=vars(step), left=core.scheduler.get_num_unfinished_requests())
         return outputs
 
     def ran(self, own: Any) -> Any:

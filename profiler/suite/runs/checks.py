@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import Any
 
 from policies.rules.base import VerifyRule
-from profiler.checks.differences import explain
-from profiler.checks.spot_check import Arm, DraftModel, Opener, rounds_differ, run_arms
+from profiler.checks.differences import explain, rounds_differ
+from profiler.checks.spot_check import Arm, DraftModel, Opener, run_arms
 from profiler.features import FeatureDrafter, read_drafter
 from profiler.models.loading import Pair
 from profiler.models.stack import LayerRunner

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import pandas as pd
 import torch
 
-from profiler.checks.batch_runs import BatchArm, run_batches
+from profiler.checks.batch_runs import run_batches
 from profiler.checks.spot_check import DraftModel, run_arms
 from profiler.checks.turns import LEAST_REPEATS
 from profiler.latency.table import Grid
@@ -184,8 +184,7 @@ def _unit(
         times = run_arms(pair, trace, arms, model=opener, **timed).times
     else:
         times = run_batches(
-            pair, trace, [BatchArm(arm.name, arm.policy) for arm in arms], batches=(batch,),
-            runner=lambda model, *_: made[id(model)], **timed,
+            pair, trace, arms, batches=(batch,), runner=lambda model, *_: made[id(model)], **timed
         ).times  # fmt: skip
     repeats = times["repeat"].nunique()
     return {
