@@ -576,10 +576,6 @@ class HostCost:
             host = self._at[batch] = self._read(batch)
         return host
 
-    def apart_s(self, requests: int) -> float:
-        """Return the seconds between requests at a server's engine if `requests` come at once."""
-        return scalar_seconds(self.latency, SERVER, "apart", requests)
-
     def _read(self, batch: int) -> Host:
         latency = self.latency
         draft_s = host_seconds(latency, "host_draft", batch)

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from unittest.mock import patch
 
 import numpy as np
 import pandas as pd
 
 from simulator.serving import Run
+from simulator.serving.engine import EventEngine
+from simulator.serving.scheduler import BlockPool
 from traces.acceptance.trace import Request, Trace
 from traces.latency.schema import CELL_COLUMNS
 from traces.latency.table import LatencyTable
@@ -65,6 +70,27 @@ def arrival_file(path: Path, *rows: str) -> Path:
     """A file of arrivals as published traces have them."""
     path.write_text("\n".join(["TIMESTAMP,ContextTokens,GeneratedTokens", *rows]) + "\n")
     return path
+
+
+@contextmanager
+def kept_engines() -> Iterator[list[EventEngine]]:
+    """Keep the engines that runs by events make inside."""
+    made: list[EventEngine] = []
+
+    class Kept(EventEngine):
+        def __post_init__(self) -> None:
+            super().__post_init__()
+            made.append(self)
+
+    with patch("simulator.serving.run.EventEngine", Kept):
+        yield made
+
+
+def assert_no_block_is_lost(pool: BlockPool) -> None:
+    """Hold the pool's count against what requests hold: none is lost, held twice or made."""
+    assert pool.used == sum(pool._held.values())
+    assert pool.used >= 0
+    assert pool.blocks is None or pool.used <= pool.blocks
 
 
 def little_error(run: Run) -> float:

@@ -376,7 +376,7 @@ class EngineCost:
         self.passes = passes
         self.phases = cells_read(latency, speculates)
         readers = {place: PassReader(latency, *own) for place, own in self.phases.items()}
-        self._readers, self._target = readers, readers["target"]
+        self.readers, self._target = readers, readers["target"]
         self._with_prompts = readers.get("with_prompts", self._target)
         self._mixed = MixedPasses(latency, readers.get("mixed"))
         self._drafts = DraftCost(latency, readers)
@@ -431,7 +431,7 @@ class EngineCost:
     @property
     def coverage(self) -> list[Coverage]:
         """Count measured, interpolated and extrapolated passes, per model and phase."""
-        read = [row for reader in self._readers.values() for row in reader.coverage]
+        read = [row for reader in self.readers.values() for row in reader.coverage]
         return read + self._mixed.coverage
 
     @property

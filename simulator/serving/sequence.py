@@ -117,7 +117,7 @@ class ServedSequence(ReplayDecoder):
     def verify(self, draft: Sequence[Any]) -> int:
         """Check `draft`, move on, and return how many tokens were accepted."""
         accepted = self.judge(draft)
-        self._advance(accepted)
+        self.commit(accepted)
         return accepted
 
     def ends_after(self, accepted: int) -> bool:
@@ -126,9 +126,6 @@ class ServedSequence(ReplayDecoder):
 
     def commit(self, accepted: int) -> None:
         """Move on by `accepted` drafted tokens and the token of the verification."""
-        self._advance(accepted)
-
-    def _advance(self, accepted: int) -> None:
         position = self.position + accepted + 1
         if position < self._seam and position < self.length:
             self.position = position
