@@ -90,7 +90,7 @@ class PointRunner:
         kept = run.columns(measured=True)
         within = run.within(kept)
         late = kept["index"] >= (recorder.skip + recorder.expected) / 2
-        taken = len(within) / (len(within) + run.refused) if len(within) else 0.0
+        taken = len(within) / (len(within) + run.missed) if len(within) else 0.0
         window = recorder.window
         return {
             **point._asdict(),

@@ -126,6 +126,31 @@ def test_bounds_end_a_run():
     assert little_error(by_time) < 1e-9
 
 
+@pytest.mark.parametrize("by_iteration", [False, True])
+@pytest.mark.parametrize("mode", ["continuous", "pearl"])
+def test_requests_cut_off_too_late_for_the_targets_have_missed_them(mode, by_iteration):
+    # One at a time, a request takes 39 x 20 ms.  All are there within half a second.
+    scenario = Scenario(
+        Poisson(1000), Limits(max_batch=1), requests=200, warmup=0.0, max_time_s=10, mode=mode,
+        ttft_target_s=0.5,
+    )  # fmt: skip
+
+    def within(**targets):
+        run = simulate(
+            SMALL, CONSTANT, Autoregressive(), replace(scenario, **targets),
+            by_iteration=by_iteration,
+        )  # fmt: skip
+        assert 0 < len(run.requests) < 20
+        return run.row()["within_targets"]
+
+    # The first meets it; the others waited longer, and most of them got no token at all.
+    assert within() == pytest.approx(1 / 200)
+    # The one that was being decoded can still meet this target, and so can those that wait.
+    assert within(ttft_target_s=np.inf, tpot_target_s=0.03) == 1
+    # Nothing is known of requests that have just arrived.
+    assert within(max_time_s=1.0, warmup=0.0, ttft_target_s=2.0) == 1
+
+
 @pytest.mark.parametrize(
     ("make", "message"),
     [

@@ -23,7 +23,7 @@ from simulator.serving.arrivals import Job
 from simulator.serving.compiled.engine import CompiledServing, ServedLoad
 from simulator.serving.cost import EngineCost
 from simulator.serving.engine import EventEngine
-from simulator.serving.outcome.metrics import RunRecorder, joined_recorders
+from simulator.serving.outcome.metrics import CutOff, RunRecorder, joined_recorders
 from simulator.serving.outcome.report import Run, ServeResult, joined_runs
 from simulator.serving.outcome.timeline import Timeline
 from simulator.serving.overlap import Dsi, Overlapped, Pearl
@@ -94,7 +94,7 @@ class Station(CompiledServing):
             self.name, scenario, lossless if self.rule is None else describe_rule(self.rule),
             "approximate" if departs else fidelity_of(self.trace), recorder, served.coverage,
             [*served.unpriced, *([assumed] if assumed else [])], served.now_s,
-            time.perf_counter() - began, status, served.residual_s, self.trace.source,
+            time.perf_counter() - began, status, served.cut_off, self.trace.source,
             len(recorders),
         )  # fmt: skip
 
@@ -122,11 +122,14 @@ class Station(CompiledServing):
             env.run(until=ended | env.timeout(scenario.max_time_s))
         for engine in engines:
             engine.recorder.enter(env.now, 0)
-        unfinished = [slot for engine in engines for slot in engine.unfinished]
+        unfinished = [
+            (slot.index, slot.arrival_s, slot.first_s, slot.job.output_tokens)
+            for engine in engines for slot in engine.unfinished
+        ]  # fmt: skip
         return ServedLoad(
             [engine.recorder for engine in engines],
             [entry for engine in engines for entry in engine.cost.coverage],
-            engines[0].cost.unpriced, env.now, sum(env.now - slot.arrival_s for slot in unfinished),
+            engines[0].cost.unpriced, env.now, CutOff(*np.array(unfinished).reshape(-1, 4).T),
             any(process.is_alive for process in processes),
         )  # fmt: skip
 

@@ -21,7 +21,7 @@ from simulator.pricing import scalar_seconds
 from simulator.serving.arrivals import Job
 from simulator.serving.compiled import arrays
 from simulator.serving.cost import COMPOSED, PLACES, EngineCost
-from simulator.serving.outcome.metrics import COUNTS, RunRecorder, Series
+from simulator.serving.outcome.metrics import COUNTS, CutOff, RunRecorder, Series
 from simulator.serving.passes import ORIGINS, Coverage, Span
 from simulator.serving.replays import NO_ROUNDS, Replays, clock_free, replays_of
 from simulator.serving.routers import Idle
@@ -47,8 +47,7 @@ class ServedLoad(NamedTuple):
     coverage: list[Coverage]
     unpriced: list[str]
     now_s: float
-    residual_s: float
-    """Seconds in the system of the requests that a bound cut off."""
+    cut_off: CutOff
     cut: bool
     """True if the bound of time ended the run."""
 
@@ -315,8 +314,8 @@ class _Running:
         ]
         coverage = [entry for seen in engine.seen for entry in self._coverage(seen)]
         inside = requests[requests.entered & ~requests.left]
-        residual_s = float((now_s - inside.arrival_s).sum())
-        return ServedLoad(recorders, coverage, self._cost.unpriced, now_s, residual_s, cut)
+        cut_off = CutOff(inside.number, inside.arrival_s, inside.first_s, inside.output)
+        return ServedLoad(recorders, coverage, self._cost.unpriced, now_s, cut_off, cut)
 
     def _recorder(self, place: int, number: int, left: Any, now_s: float) -> RunRecorder:
         engine = self._engine

@@ -7,11 +7,11 @@ from array import array
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from policies.arrays import Floats
+from policies.arrays import Floats, Ints
 from policies.core import Round
 from simulator.serving.sequence import Slot
 
@@ -157,6 +157,16 @@ COUNTS = (
     "busy_s", "area_s", "tokens", "drafted", "accepted", "draft_forwards",
 )  # fmt: skip
 """Numbers of a record that replicas add up; of the most that ran at a time, the sum bounds it."""
+
+
+class CutOff(NamedTuple):
+    """Requests in the system when a bound of time ended the run; arrays of shape (requests,)."""
+
+    index: Ints
+    arrival_s: Floats
+    first_s: Floats
+    """Time of the first token, negative if there is none yet."""
+    output_tokens: Ints
 
 
 @dataclass(eq=False)
