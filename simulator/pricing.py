@@ -66,6 +66,12 @@ class PassCount(NamedTuple):
     interpolated: int
     extrapolated: int
 
+    @classmethod
+    def of(cls, origin: npt.NDArray[np.int8], counts: Ints | None = None) -> PassCount:
+        """Return the count of passes read with these origins, each `counts` times (default: 1)."""
+        by_origin = np.bincount(origin, counts, EXTRAPOLATED + 1)
+        return cls(int(by_origin.sum()), int(by_origin[INTERPOLATED]), int(by_origin[EXTRAPOLATED]))
+
     def __add__(self, other: object) -> PassCount:
         if not isinstance(other, PassCount):
             return NotImplemented
@@ -116,7 +122,9 @@ class Priced:
         total_s, passes = np.zeros(len(prompts)), NO_PASSES
         for model in _readers(self.log, _drafter(self.log, self.latency)):
             if self.latency.has(model, "prefill"):
-                seconds, count = prefill_seconds(self.latency, model, self.batch, prompts)
+                seconds, count = pass_seconds(
+                    self.latency, model, self.batch, prompts, np.zeros_like(prompts), "prefill"
+                )
                 total_s, passes = total_s + seconds, passes + count
         return total_s, passes
 
@@ -238,8 +246,10 @@ def price(log: RoundLog, latency: LatencyTable, *, batch: int = 1) -> Priced:
     if prompted.any():
         prompts = np.array([r.prompt_length for r in log.requests], dtype=np.int64)
         prompt = prompts[rounds["request"][prompted]]
-        with_drafts, count = prefill_seconds(latency, "target", batch, prompt + drafted[prompted])
-        prompt_s, _ = prefill_seconds(latency, "target", batch, prompt)
+        (with_drafts, count), (prompt_s, _) = (
+            pass_seconds(latency, "target", batch, tokens, np.zeros_like(tokens), "prefill")
+            for tokens in (prompt + drafted[prompted], prompt)
+        )
         verify_s[prompted] = np.maximum(with_drafts - prompt_s, 0.0)
         passes += count
     if calls is not None and calls["verify"].any():
@@ -348,8 +358,7 @@ def call_seconds(
         read = read_each(latency, model, batch, width, at, phase)
         rounds.append(at_round)
         seconds.append(count * read.seconds)
-        outside = (int(count[read.origin == o].sum()) for o in (INTERPOLATED, EXTRAPOLATED))
-        passes += PassCount(int(count.sum()), *outside)
+        passes += PassCount.of(read.origin, count)
     # In the order of the calls, whose sums depend on it.
     total = np.bincount(np.concatenate(rounds), np.concatenate(seconds), len(log))
     return total.astype(np.float64, copy=False), passes
@@ -471,7 +480,7 @@ def pass_seconds(
     if not len(width):
         return np.zeros(0), NO_PASSES
     read = read_each(latency, model, batch, width, context, phase)
-    return read.seconds, _count(read.origin)
+    return read.seconds, PassCount.of(read.origin)
 
 
 def read_each(
@@ -486,19 +495,6 @@ def read_each(
         model, phase, batch=batch, new_tokens=keys // scale, context=keys % scale
     )
     return Estimate(read.seconds[inverse], read.origin[inverse])
-
-
-def prefill_seconds(
-    latency: LatencyTable, model: str, batch: int, tokens: Ints
-) -> tuple[Floats, PassCount]:
-    """Return the seconds of reading prompts of `tokens` tokens in one pass each."""
-    read = latency.estimate(model, "prefill", batch=batch, new_tokens=tokens)
-    return read.seconds, _count(read.origin)
-
-
-def _count(origin: npt.NDArray[np.int8]) -> PassCount:
-    inside, outside = int((origin == INTERPOLATED).sum()), int((origin == EXTRAPOLATED).sum())
-    return PassCount(len(origin), inside, outside)
 
 
 HOSTS = ("target", "draft")
