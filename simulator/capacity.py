@@ -74,7 +74,7 @@ class PointRunner:
         file = served.arrivals
         if point.rate == EMPTY_RATE and isinstance(file, ArrivalFile):
             # One by one: requests of one timestamp stay together at any rate.
-            apart = file.read._replace(arrival_s=np.arange(len(file.rows[0])) / EMPTY_RATE)
+            apart = file.read._replace(arrival_s=np.arange(len(file.read.output)) / EMPTY_RATE)
             return replace(served, arrivals=ArrivalFile(file.path, requests=apart))
         return served
 
@@ -614,7 +614,7 @@ def plan(
     if most < 1:
         raise DraftsimError(f"--max-replicas is {most}, expected at least 1 replica")
     bench = PointRunner(trace, latency, policies, base, targets, rule)
-    whole_file = hasattr(base.arrivals, "rows") and requests is None
+    whole_file = isinstance(base.arrivals, ArrivalFile) and requests is None
     key = bench.key() if path is not None else None
     file = ResultsFile(path, command="capacity", key=key, say=say) if path is not None else None
     # Searches ask in turn: a cluster is connected to once, not for every question.

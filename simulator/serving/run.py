@@ -19,7 +19,7 @@ from policies.rules.base import VerifyRule
 from policies.rules.registry import describe_rule
 from policies.together import together_of
 from simulator.pricing import scalar_seconds
-from simulator.serving.arrivals import Job
+from simulator.serving.arrivals import ArrivalFile, Job
 from simulator.serving.compiled.engine import CompiledServing, ServedLoad
 from simulator.serving.cost import EngineCost
 from simulator.serving.engine import EventEngine
@@ -89,7 +89,7 @@ class Station(CompiledServing):
         assumed = self.latency.said_batch_free(scenario.largest_batch)
         lossless = "rejection-sampling" if self.trace.temperature > 0 else "exact"
         # A file's lengths cut or repeat recordings; a lossy rule leaves them.
-        departs = assumed or self.lossy is not None or hasattr(scenario.arrivals, "rows")
+        departs = assumed or self.lossy is not None or isinstance(scenario.arrivals, ArrivalFile)
         return Run(
             self.name, scenario, lossless if self.rule is None else describe_rule(self.rule),
             "approximate" if departs else fidelity_of(self.trace), recorder, served.coverage,
@@ -240,7 +240,7 @@ def simulate(
     rng, choosing = (np.random.default_rng(np.random.SeedSequence(s)) for s in (seeds, [*seeds, 1]))
     jobs = scenario.arrivals.jobs(trace, rng, scenario.requests)
     expected = scenario.requests
-    if expected is None or hasattr(scenario.arrivals, "rows"):
+    if expected is None or isinstance(scenario.arrivals, ArrivalFile):
         listed = list(jobs)
         expected, jobs = len(listed), iter(listed)
     jobs = (Job(*job[:4], i) for i, job in enumerate(jobs))

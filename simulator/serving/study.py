@@ -17,14 +17,8 @@ from policies.from_file import identity
 from policies.lengths.basic import Autoregressive
 from policies.rules.base import VerifyRule
 from simulator.executors import Executor, Local
-from simulator.serving.arrivals import (
-    ArrivalFile,
-    ClosedLoop,
-    Deterministic,
-    Poisson,
-    arrivals_of,
-    compared,
-)
+from simulator.serving.arrivals import ArrivalFile, AtRate, ClosedLoop, arrivals_of
+from simulator.serving.outcome.metrics import compared
 from simulator.serving.outcome.report import Run, ServeResult, joined_runs
 from simulator.serving.outcome.results import ResultsFile, restored
 from simulator.serving.outcome.timeline import Timeline
@@ -157,7 +151,7 @@ def over_rates(base: Scenario, rates: Sequence[float]) -> list[Scenario]:
                     f"arrivals file {arrivals.path} spans no time: its rate cannot be scaled"
                 )
             scenarios.append(replace(base, arrivals=arrivals.scaled(rate / own)))
-        elif isinstance(arrivals, Poisson | Deterministic):
+        elif isinstance(arrivals, AtRate):
             scenarios.append(replace(base, arrivals=replace(arrivals, per_second=rate)))
         else:
             raise DraftsimError("a closed loop has no rate to sweep: give open arrivals")
@@ -358,8 +352,5 @@ def against_measured(
             several = served["tokens"].to_numpy() > 1
             for part in (ours, theirs):
                 part["tpot_s"] = part["tpot_s"][several]
-            found += [
-                {"policy": name, **row._asdict(), "error": row.error}
-                for row in compared(ours, theirs)
-            ]
+            found += [{"policy": name, **row} for row in compared(ours, theirs)]
     return found

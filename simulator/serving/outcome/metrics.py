@@ -16,15 +16,36 @@ from policies.core import Round
 from simulator.serving.sequence import Slot
 
 QUANTILES = {"p50": 0.5, "p95": 0.95, "p99": 0.99}
+COMPARED = {"p50": 0.5, "p90": 0.9, "p95": 0.95, "p99": 0.99}
+"""Quantiles that predicted and measured requests are compared at."""
 NOTHING = {"mean": math.nan, **dict.fromkeys(QUANTILES, math.nan)}
 
 
-def summary(values: Floats) -> dict[str, float]:
-    """Return the mean, p50, p95 and p99 of `values`; NaN if there are none."""
+def summary(values: Floats, quantiles: Mapping[str, float] = QUANTILES) -> dict[str, float]:
+    """Return the mean and the `quantiles` of `values`; NaN if there are none."""
     if not len(values):
         return dict(NOTHING)
-    at = np.quantile(values, list(QUANTILES.values()))
-    return {"mean": float(values.mean()), **dict(zip(QUANTILES, at.tolist(), strict=True))}
+    at = np.quantile(values, list(quantiles.values()))
+    return {"mean": float(values.mean()), **dict(zip(quantiles, at.tolist(), strict=True))}
+
+
+def compared(
+    predicted: Mapping[str, Floats], measured: Mapping[str, Floats]
+) -> list[dict[str, Any]]:
+    """Return a row for each statistic of each metric of the same requests, with its error."""
+    found = []
+    for metric, values in measured.items():
+        if not len(values):  # no output has a second token
+            continue
+        ours = summary(np.asarray(predicted[metric], dtype=float), COMPARED)
+        found += [
+            {
+                "metric": metric, "statistic": name, "predicted": ours[name], "measured": value,
+                "error": ours[name] / value - 1 if value else math.nan,
+            }
+            for name, value in summary(values, COMPARED).items()
+        ]  # fmt: skip
+    return found
 
 
 class Histogram:
