@@ -79,8 +79,7 @@ def headline(rows: Sequence[Row], recording: str = "") -> str:
 
 
 def _is_best_fixed(row: Row) -> bool:
-
-    return BEST_FIXED in (row["note"] or "").split("; ")
+    return BEST_FIXED in (row.get("note") or "").split("; ")
 
 
 def percent(ratio: float) -> str:
@@ -305,9 +304,7 @@ def category_ladder(overall: Sequence[Row], rows: Sequence[Row]) -> list[dict[st
     The fixed length is the one that is best over all prompts, so that it is one setting; the
     fastest policy is the category's own, chosen on the prompts shown.
     """
-    from simulator.whatif.ranking import BEST_FIXED
-
-    fixed = next((r["policy"] for r in overall if BEST_FIXED in (r.get("note") or "")), None)
+    fixed = next((r["policy"] for r in overall if _is_best_fixed(r)), None)
     lines = []
     for category in dict.fromkeys(row["category"] for row in rows):
         own = {(r["policy"], r["source"]): r for r in rows if r["category"] == category}

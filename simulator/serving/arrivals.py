@@ -21,7 +21,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from itertools import islice
+from itertools import islice, repeat
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -310,10 +310,9 @@ class ClosedLoop(Arrivals):
             raise DraftsimError(f"think time is {self.think}, expected >= 0 seconds")
 
     def times(self, rng: np.random.Generator) -> Iterator[float]:
-        """Yield zero for every request: completions decide."""
+        """Return zero for every request: completions decide."""
         del rng
-        while True:
-            yield 0.0
+        return repeat(0.0)
 
     @property
     def concurrency(self) -> int:

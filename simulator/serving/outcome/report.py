@@ -241,10 +241,7 @@ class Run:
 
     def _over_time(self) -> dict[str, list[float]]:
         times, batch = self.recorder.batch.means(self.simulated_s)
-        # Both were fed the same intervals, unless all blocks stayed free.
-        _, fed = self.recorder.kv_blocks.means(self.simulated_s)
-        blocks = np.zeros(len(times))
-        blocks[: len(fed)] = fed[: len(times)]
+        _, blocks = self.recorder.kv_blocks.means(self.simulated_s)
         return {
             "time_s": times.tolist(), "batch": (batch / self.replicas).tolist(),
             "kv_blocks": (blocks / self.replicas).tolist(),
