@@ -29,7 +29,6 @@ from weakref import WeakKeyDictionary
 
 import numpy as np
 import numpy.typing as npt
-import pandas as pd
 
 from policies.arrays import Bools, Floats, Ints
 from policies.rules.registry import RULES
@@ -173,14 +172,6 @@ class Priced:
         if prefill:
             missing += [f"{m} prefill" for m in models if not latency.has(m, "prefill")]
         return [*missing, *self.left_out]
-
-    def to_frame(self) -> pd.DataFrame:
-        """Return one row per round: the log's fields and the seconds in their four parts."""
-        parts = {
-            "draft_s": self.draft_s, "verify_s": self.verify_s, "signal_s": self.signal_s,
-            "host_s": self.host_s, "round_s": self.round_s,
-        }  # fmt: skip
-        return self.log.to_frame().assign(**parts)
 
 
 def autoregressive(log: RoundLog) -> RoundLog:

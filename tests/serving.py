@@ -99,5 +99,6 @@ def little_error(run: Run) -> float:
     Little's law (1961) equates them; anything beyond rounding is an accounting error.
     """
     columns = run.recorder.requests
-    sojourns = float(np.sum(columns["finish_s"]) - np.sum(columns["arrival_s"])) + run.residual_s
+    sojourns = float(np.sum(columns["finish_s"]) - np.sum(columns["arrival_s"]))
+    sojourns += float((run.simulated_s - run.cut_off.arrival_s).sum())
     return abs(run.recorder.area_s - sojourns) / max(sojourns, 1e-300) if sojourns else 0.0

@@ -77,13 +77,8 @@ class ServedSequence(ReplayDecoder):
     @property
     def load(self) -> Load:
         """The engine's iteration and this sequence's context."""
-        start = self._start + self.position
-        run = self._runs[start]
-        length: int | None = min(run, self._limit - self.position - 1)
-        if start in self._tape.unknown:
-            length = None
-        engine = self._engine
-        return Load(engine.batch, self.prompt + self.position, length, engine.scheduled)
+        engine, run = self._engine, super().load.run_length
+        return Load(engine.batch, self.prompt + self.position, run, engine.scheduled)
 
     @property
     def limit_left(self) -> int:

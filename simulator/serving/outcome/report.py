@@ -138,11 +138,6 @@ class Run:
         )
 
     @property
-    def residual_s(self) -> float:
-        """Time already spent in the system by requests that a bound cut off."""
-        return float((self.simulated_s - self.cut_off.arrival_s).sum())
-
-    @property
     def missed(self) -> float:
         """Requests after the warm-up that miss the targets without having finished.
 
@@ -287,11 +282,6 @@ class ServeResult:
         there are two or more replications.
         """
         return [merged_rows([run.row() for run in runs]) for runs in self.runs.values()]
-
-    @property
-    def summary(self) -> pd.DataFrame:
-        """`rows` flattened: ``ttft_s_mean``, ``ttft_s_p50``, ..."""
-        return pd.json_normalize(self.rows(), sep="_")
 
 
 def _entry(coverage: Coverage) -> dict[str, Any]:
