@@ -183,7 +183,8 @@ COUNTS = (
 class CutOff(NamedTuple):
     """Requests in the system when a bound of time ended the run; arrays of shape (requests,)."""
 
-    index: Ints
+    number: Ints
+    """Place in the order of arrival."""
     arrival_s: Floats
     first_s: Floats
     """Time of the first token, negative if there is none yet."""

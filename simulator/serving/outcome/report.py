@@ -151,7 +151,7 @@ class Run:
         tpot_s = since_s / np.maximum(cut.output_tokens - 1, 1)
         late = (ttft_s > scenario.ttft_target_s) | (tpot_s > scenario.tpot_target_s)
         refused = r.rejected * (1 - r.skip / max(r.expected, 1))
-        return refused + float((late & (cut.index >= r.skip)).sum())
+        return refused + float((late & (cut.number >= r.skip)).sum())
 
     @property
     def throughput(self) -> float:
