@@ -10,6 +10,7 @@ from types import MappingProxyType
 from typing import Any
 
 import numpy as np
+import simpy
 
 from policies.batch.base import BatchPolicy
 from policies.core import DraftPolicy
@@ -18,10 +19,8 @@ from policies.registry import describe
 from policies.rules.base import VerifyRule
 from policies.rules.registry import describe_rule
 from policies.together import together_of
-from simulator.pricing import scalar_seconds
 from simulator.serving.arrivals import ArrivalFile, Job
 from simulator.serving.compiled.engine import CompiledServing, ServedLoad
-from simulator.serving.cost import EngineCost
 from simulator.serving.engine import EventEngine
 from simulator.serving.outcome.metrics import CutOff, RunRecorder, joined_recorders
 from simulator.serving.outcome.report import Run, ServeResult, joined_runs
@@ -29,11 +28,9 @@ from simulator.serving.outcome.timeline import Timeline
 from simulator.serving.overlap import Dsi, Overlapped, Pearl
 from simulator.serving.routers import Idle
 from simulator.serving.scenario import Scenario
-from simulator.serving.scheduler import Continuous, StaticBatches
 from simulator.serving.source import Replica, RequestSource, SimulatedClock
 from traces.acceptance.trace import Trace
 from traces.errors import DraftsimError
-from traces.latency.schema import SERVER
 from traces.latency.table import LatencyTable
 from traces.replay.always import is_one_pass, passes_always
 from traces.replay.run import fidelity_of, own_policy
@@ -102,12 +99,10 @@ class Station(CompiledServing):
         self, jobs: Iterator[Job], replicas: Sequence[int], marks: Mapping[int, float]
     ) -> ServedLoad:
         """Serve with an event for every iteration."""
-        scenario, arrivals = self.scenario, self.scenario.arrivals
-        env = SimulatedClock()
+        scenario, env = self.scenario, SimulatedClock()
         source = RequestSource(
-            env, jobs, arrivals, scenario.router, self.rng, self.marked, self.advance,
-            max(marks.values(), default=0.0),
-            scalar_seconds(self.latency, SERVER, "apart", arrivals.concurrency or 1),
+            env, jobs, scenario.arrivals, scenario.router, self.rng, self.marked, self.advance,
+            max(marks.values(), default=0.0), self.apart_s,
         )  # fmt: skip
         engines = [self._engine(env, source, number) for number in replicas]
         processes = [env.process(engine.run()) for engine in engines]
@@ -115,11 +110,10 @@ class Station(CompiledServing):
             for engine in engines:
                 env.at(at_s).callbacks.append(partial(_mark, engine, index, at_s))
         source.start(engines)
-        ended = env.all_of(processes)
-        if scenario.max_time_s is None:
-            env.run(until=ended)
-        else:
-            env.run(until=ended | env.timeout(scenario.max_time_s))
+        ended: simpy.Event = env.all_of(processes)
+        if scenario.max_time_s is not None:
+            ended |= env.timeout(scenario.max_time_s)
+        env.run(until=ended)
         for engine in engines:
             engine.recorder.enter(env.now, 0)
         unfinished = [
@@ -135,20 +129,14 @@ class Station(CompiledServing):
 
     def _engine(self, env: SimulatedClock, source: RequestSource, number: int) -> Replica:
         trace, scenario, policy = self.trace, self.scenario, self.policy
-        alone = scenario.one_stream
-        speculates = alone or self.lookahead > 0 or scenario.drafter_loaded
-        cost = EngineCost(
-            self.latency, bool(policy.reads), speculates, scenario.passes, trace.takes_verified
-        )
         recorder = RunRecorder(self.skip, self.expected, replica=number)
         timeline = self.timeline if number == 0 else None
-        shared = env, source, trace, cost, recorder, timeline, self.lookahead
-        if alone and isinstance(policy, DraftPolicy):
+        shared = env, source, trace, self.cost(), recorder, timeline, self.lookahead
+        if scenario.one_stream and isinstance(policy, DraftPolicy):
             return OVERLAPPED[scenario.mode](*shared, policy, scenario.devices)
-        kind = StaticBatches if scenario.mode.startswith("static") else Continuous
         style: Any = scenario.mode.partition("-")[2] or "ragged"
         return EventEngine(
-            *shared, kind(scenario.limits, self.lookahead),
+            *shared, self.scheduler(),
             together_of(policy, style, trace.vocab_size, guarded=True),
             prepared_rule(self.rule, trace),
         )  # fmt: skip

@@ -26,7 +26,7 @@ from simulator.serving.passes import ORIGINS, Coverage, Span
 from simulator.serving.replays import NO_ROUNDS, Replays, clock_free, replays_of
 from simulator.serving.routers import Idle
 from simulator.serving.scenario import Scenario
-from simulator.serving.scheduler import Continuous, StaticBatches
+from simulator.serving.scheduler import Continuous, Scheduler, StaticBatches
 from simulator.serving.sequence import EngineState, ServedSequence
 from traces.acceptance.trace import Trace
 from traces.errors import DraftsimError
@@ -114,6 +114,26 @@ class CompiledServing:
         return max(min(own, self.expected, self.scenario.arrivals.concurrency or own), 1)
 
     @property
+    def apart_s(self) -> float:
+        """Seconds between the first requests of a closed loop at a server's engine."""
+        clients = self.scenario.arrivals.concurrency
+        return scalar_seconds(self.latency, SERVER, "apart", clients or 1)
+
+    def cost(self) -> EngineCost:
+        """Return the prices of an engine."""
+        scenario = self.scenario
+        speculates = scenario.one_stream or self.lookahead > 0 or scenario.drafter_loaded
+        reads = bool(self.policy.reads)
+        return EngineCost(
+            self.latency, reads, speculates, scenario.passes, self.trace.takes_verified
+        )
+
+    def scheduler(self) -> Scheduler:
+        """Return the scheduler of an engine."""
+        kind = StaticBatches if self.scenario.mode.startswith("static") else Continuous
+        return kind(self.scenario.limits, self.lookahead)
+
+    @property
     def lossy(self) -> VerifyRule | None:
         """The rule, if it is lossy; else the recorded verdicts decide."""
         return None if self.rule is None or self.rule.lossless else self.rule
@@ -162,22 +182,16 @@ class _Running:
         self, serving: CompiledServing, jobs: Iterator[Job], replicas: Sequence[int],
         rng: np.random.Generator, marks: Mapping[int, float],
     ) -> None:  # fmt: skip
-        scenario, trace, policy = serving.scenario, serving.trace, serving.policy
-        kind = Continuous if scenario.mode == "continuous" else StaticBatches
         self._of, self._more, self._replicas, self._rng = serving, jobs, replicas, rng
-        self._scheduler = kind(scenario.limits, serving.lookahead)
-        self._cost = EngineCost(
-            serving.latency, bool(policy.reads), serving.lookahead > 0 or scenario.drafter_loaded,
-            takes_verified=trace.takes_verified,
-        )  # fmt: skip
+        self._scheduler, self._cost = serving.scheduler(), serving.cost()
         self._jobs: list[Job] = []
         self._advanced = 0
         self._lengths = serving.lengths
         self._replays: Replays | None = None
-        rule = prepared_rule(serving.rule, trace)
+        rule = prepared_rule(serving.rule, serving.trace)
         if self._lengths is None:
-            assert isinstance(policy, DraftPolicy)
-            self._replays = replays_of(trace, policy, rule, serving.lookahead)
+            assert isinstance(serving.policy, DraftPolicy)
+            self._replays = replays_of(serving.trace, serving.policy, rule, serving.lookahead)
         self._marks = _marks(marks, serving.marked)
         self._engine = self._arrays(max(marks.values(), default=0.0))
         self._list()
@@ -223,11 +237,10 @@ class _Running:
         clock.comes_s = arrays.NOBODY if clients is None else np.inf
         clock.active, clock.alive, clock.order = arrays.NOBODY, count, count
         thinking = zeros(arrays.THINK, clients or 1)
-        apart_s = scalar_seconds(serving.latency, SERVER, "apart", clients or 1)
         if clients is not None:
-            later = clients - 1 if apart_s > 0 else 0
+            later = clients - 1 if serving.apart_s > 0 else 0
             clock.wanted = clients - later
-            thinking.at_s[:later] = apart_s * np.arange(1, later + 1)
+            thinking.at_s[:later] = serving.apart_s * np.arange(1, later + 1)
             thinking.order[:later] = np.arange(count + 1, count + later + 1)
             clock.think_count = later
             clock.order += later
@@ -347,7 +360,7 @@ class _Running:
         return recorder
 
     def _coverage(self, seen: Any) -> Iterator[Coverage]:
-        """Yield what was read, in the order of `IterationCost.coverage`."""
+        """Yield what was read, in the order of `EngineCost.coverage`."""
         *readers, composed = seen
         for place, by_origin in zip(PLACES, readers, strict=True):
             phases = self._cost.phases.get(place)
