@@ -56,17 +56,6 @@ class Work(NamedTuple):
     """True if any token that the draft model has read leaves its cache."""
 
 
-def drafting_always(work: Work, batch: int, passes: int, most: int) -> Work:
-    """Return `work` where every sequence of the batch runs at least `passes` draft passes, and has
-    at most `most` tokens to catch up on.
-    """
-    catch_up = min(work.catch_up, most * work.drafting) + batch - work.drafting
-    return work._replace(
-        longest=max(work.longest, passes), drafting=batch, catch_up=catch_up,
-        draft_context=work.context, unread=work.unread or passes > 1,
-    )  # fmt: skip
-
-
 def work_of(slots: Sequence[Slot], rounds: Sequence[Round]) -> Work:
     """Return the work of `rounds`, one per slot; contexts are those from before the rounds."""
     context = drafted_all = longest = drafting = catch_up_all = draft_context = 0
@@ -280,8 +269,13 @@ class EngineCost:
 
     def of_work(self, work: Work, batch: int, prompts: Prompts = NO_PROMPTS) -> Seconds:
         """Return seconds of an iteration over `batch` sequences, all sizes at their means."""
-        if self.always:
-            work = drafting_always(work, batch, self.always, self.most_behind)
+        if passes := self.always:
+            # Every sequence runs as many passes, and has few tokens to catch up on.
+            catch_up = min(work.catch_up, self.most_behind * work.drafting) + batch - work.drafting
+            work = work._replace(
+                longest=max(work.longest, passes), drafting=batch, catch_up=catch_up,
+                draft_context=work.context, unread=work.unread or passes > 1,
+            )  # fmt: skip
         draft_s = prompts.draft_s + self._draft_seconds(work, batch)
         target_s = self._target_pass(work, batch, prompts)
         # As in `work_of`.

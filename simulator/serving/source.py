@@ -72,8 +72,8 @@ class RequestSource:
     open_until_s:
         With open arrivals the source does not report itself exhausted before that time.
     apart_s:
-        The first requests of a closed loop are sent together and reach the queue one by one, at
-        this distance.
+        Seconds between the first requests of a closed loop, which are sent together and reach the
+        queue one by one.
     """
 
     env: SimulatedClock
