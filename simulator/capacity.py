@@ -75,7 +75,7 @@ class PointRunner:
         file = served.arrivals
         if point.rate == EMPTY_RATE and isinstance(file, ArrivalFile):
             # One by one: requests of one timestamp stay together at any rate.
-            apart = file.read._replace(arrival_s=np.arange(len(file.rows[0])) / EMPTY_RATE)
+            apart = file.read._replace(arrival_s=np.arange(len(file.read.output)) / EMPTY_RATE)
             return replace(served, arrivals=ArrivalFile(file.path, requests=apart))
         return served
 
@@ -91,7 +91,7 @@ class PointRunner:
         kept = run.columns(measured=True)
         within = run.within(kept)
         late = kept["index"] >= (recorder.skip + recorder.expected) / 2
-        taken = len(within) / (len(within) + run.refused) if len(within) else 0.0
+        taken = len(within) / (len(within) + run.missed) if len(within) else 0.0
         window = recorder.window
         return {
             **point._asdict(),
@@ -594,7 +594,7 @@ def plan(
     if price is not None and not 0 <= price < math.inf:
         raise DraftsimError(f"--price is {price}, expected dollars an hour, 0 or more")
     bench = PointRunner(trace, latency, policies, base, targets, rule)
-    whole_file = hasattr(base.arrivals, "rows") and requests is None
+    whole_file = isinstance(base.arrivals, ArrivalFile) and requests is None
     key = bench.key() if path is not None else None
     file = ResultsFile(path, command="capacity", key=key, say=say) if path is not None else None
     # Searches ask in turn: a cluster is connected to once, not for every question.

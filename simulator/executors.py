@@ -94,7 +94,7 @@ class Local:
             _packed[bench] = _Packed(bench)
         packed = _packed[bench]
         try:
-            yield from pool(joblib.delayed(_unpacked)(packed, i, p) for i, p in enumerate(parts))
+            yield from pool(joblib.delayed(_numbered)(packed, i, p) for i, p in enumerate(parts))
         except TerminatedWorkerError as error:
             raise DraftsimError(
                 "a worker process was killed, perhaps for want of memory: its part is lost, run "
@@ -191,21 +191,16 @@ class _Packed:
         self.name = uuid4().hex
         self.content = bytes(dumps(bench))
 
-    @property
-    def bench(self) -> Any:
+    def run(self, part: Any) -> Any:
         if self.name not in _unpacked_benches:
             _unpacked_benches.clear()
             _unpacked_benches[self.name] = pickle.loads(self.content)
-        return _unpacked_benches[self.name]
+        return _unpacked_benches[self.name].run(part)
 
 
 _packed: WeakKeyDictionary[Any, _Packed] = WeakKeyDictionary()
 _unpacked_benches: dict[str, Any] = {}
 """In a worker process, the bench that its last part was of."""
-
-
-def _unpacked(packed: _Packed, place: int, part: Any) -> tuple[int, Any]:
-    return place, packed.bench.run(part)
 
 
 def _numbered(bench: PartRunner[Part, Result], place: int, part: Part) -> tuple[int, Result]:
@@ -222,7 +217,7 @@ Parts = Sequence[Callable[[], Any]]
 MOST = 8
 """Processes of an answer: each takes some milliseconds to fork."""
 FEWEST_TOKENS = 100_000
-"""Seconds of all parts together below which a fork would take as long as the answer."""
+"""Tokens of all parts together below which a fork would take as long as the answer."""
 SIGNALS = {signal.SIGINT, signal.SIGTERM, *([signal.SIGHUP] if hasattr(signal, "SIGHUP") else [])}
 """Signals that stop an answer."""
 NUMBER = 4

@@ -11,6 +11,7 @@ from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
+from operator import itemgetter
 from typing import Any
 
 import numpy as np
@@ -82,7 +83,12 @@ class _Output:
         self.starts = list(accumulate(map(len, pieces), initial=0))[: len(pieces)]
 
     def find(self, marker: str, start: int) -> tuple[int, int] | None:
-        """Return the tokens [first, after) of the next `marker` from token `start` on."""
+        """Return the tokens [first, after) of the next `marker` from token `start` on.
+
+        An empty one is where the output begins.
+        """
+        if not marker:
+            return None if start else (0, 0)
         token = _token(marker)
         if token is not None:
             where = next((i for i in range(start, len(self.tokens)) if self.tokens[i] == token), -1)
@@ -116,19 +122,15 @@ def phases_of(
         at = 0
         while at < stop - begin:
             ahead = [
-                ((0, 0) if at == 0 else None) if not phase.begin else output.find(phase.begin, at)
-                for phase in phases
-            ]
-            nearest = min(
-                (where[0], i) for i, where in enumerate([*ahead, (stop - begin, 0)]) if where
-            )
-            if nearest[0] == stop - begin:
+                (*where, number) for number, phase in enumerate(phases, 1)
+                if (where := output.find(phase.begin, at)) is not None
+            ]  # fmt: skip
+            if not ahead:
                 break
-            opened = ahead[nearest[1]]
-            assert opened is not None
-            closed = output.find(phases[nearest[1]].end, opened[1])
+            first, inside, number = min(ahead, key=itemgetter(0))
+            closed = output.find(phases[number - 1].end, inside)
             after = stop - begin if closed is None else closed[1]
-            found[begin + opened[0] : begin + after] = nearest[1] + 1
+            found[begin + first : begin + after] = number
             at = max(after, at + 1)
     return found
 

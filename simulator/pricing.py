@@ -29,7 +29,6 @@ from weakref import WeakKeyDictionary
 
 import numpy as np
 import numpy.typing as npt
-import pandas as pd
 
 from policies.arrays import Bools, Floats, Ints
 from policies.rules.registry import RULES
@@ -65,6 +64,12 @@ class PassCount(NamedTuple):
     passes: int
     interpolated: int
     extrapolated: int
+
+    @classmethod
+    def of(cls, origin: npt.NDArray[np.int8], counts: Ints | None = None) -> PassCount:
+        """Return the count of passes read with these origins, each `counts` times (default: 1)."""
+        by_origin = np.bincount(origin, counts, EXTRAPOLATED + 1)
+        return cls(int(by_origin.sum()), int(by_origin[INTERPOLATED]), int(by_origin[EXTRAPOLATED]))
 
     def __add__(self, other: object) -> PassCount:
         if not isinstance(other, PassCount):
@@ -116,7 +121,9 @@ class Priced:
         total_s, passes = np.zeros(len(prompts)), NO_PASSES
         for model in _readers(self.log, _drafter(self.log, self.latency)):
             if self.latency.has(model, "prefill"):
-                seconds, count = prefill_seconds(self.latency, model, self.batch, prompts)
+                seconds, count = pass_seconds(
+                    self.latency, model, self.batch, prompts, np.zeros_like(prompts), "prefill"
+                )
                 total_s, passes = total_s + seconds, passes + count
         return total_s, passes
 
@@ -165,14 +172,6 @@ class Priced:
         if prefill:
             missing += [f"{m} prefill" for m in models if not latency.has(m, "prefill")]
         return [*missing, *self.left_out]
-
-    def to_frame(self) -> pd.DataFrame:
-        """Return one row per round: the log's fields and the seconds in their four parts."""
-        parts = {
-            "draft_s": self.draft_s, "verify_s": self.verify_s, "signal_s": self.signal_s,
-            "host_s": self.host_s, "round_s": self.round_s,
-        }  # fmt: skip
-        return self.log.to_frame().assign(**parts)
 
 
 def autoregressive(log: RoundLog) -> RoundLog:
@@ -238,8 +237,10 @@ def price(log: RoundLog, latency: LatencyTable, *, batch: int = 1) -> Priced:
     if prompted.any():
         prompts = np.array([r.prompt_length for r in log.requests], dtype=np.int64)
         prompt = prompts[rounds["request"][prompted]]
-        with_drafts, count = prefill_seconds(latency, "target", batch, prompt + drafted[prompted])
-        prompt_s, _ = prefill_seconds(latency, "target", batch, prompt)
+        (with_drafts, count), (prompt_s, _) = (
+            pass_seconds(latency, "target", batch, tokens, np.zeros_like(tokens), "prefill")
+            for tokens in (prompt + drafted[prompted], prompt)
+        )
         verify_s[prompted] = np.maximum(with_drafts - prompt_s, 0.0)
         passes += count
     if calls is not None and calls["verify"].any():
@@ -348,8 +349,7 @@ def call_seconds(
         read = read_each(latency, model, batch, width, at, phase)
         rounds.append(at_round)
         seconds.append(count * read.seconds)
-        outside = (int(count[read.origin == o].sum()) for o in (INTERPOLATED, EXTRAPOLATED))
-        passes += PassCount(int(count.sum()), *outside)
+        passes += PassCount.of(read.origin, count)
     # In the order of the calls, whose sums depend on it.
     total = np.bincount(np.concatenate(rounds), np.concatenate(seconds), len(log))
     return total.astype(np.float64, copy=False), passes
@@ -471,7 +471,7 @@ def pass_seconds(
     if not len(width):
         return np.zeros(0), NO_PASSES
     read = read_each(latency, model, batch, width, context, phase)
-    return read.seconds, _count(read.origin)
+    return read.seconds, PassCount.of(read.origin)
 
 
 def read_each(
@@ -486,19 +486,6 @@ def read_each(
         model, phase, batch=batch, new_tokens=keys // scale, context=keys % scale
     )
     return Estimate(read.seconds[inverse], read.origin[inverse])
-
-
-def prefill_seconds(
-    latency: LatencyTable, model: str, batch: int, tokens: Ints
-) -> tuple[Floats, PassCount]:
-    """Return the seconds of reading prompts of `tokens` tokens in one pass each."""
-    read = latency.estimate(model, "prefill", batch=batch, new_tokens=tokens)
-    return read.seconds, _count(read.origin)
-
-
-def _count(origin: npt.NDArray[np.int8]) -> PassCount:
-    inside, outside = int((origin == INTERPOLATED).sum()), int((origin == EXTRAPOLATED).sum())
-    return PassCount(len(origin), inside, outside)
 
 
 HOSTS = ("target", "draft")
@@ -575,10 +562,6 @@ class HostCost:
         if host is None:
             host = self._at[batch] = self._read(batch)
         return host
-
-    def apart_s(self, requests: int) -> float:
-        """Return the seconds between requests at a server's engine if `requests` come at once."""
-        return scalar_seconds(self.latency, SERVER, "apart", requests)
 
     def _read(self, batch: int) -> Host:
         latency = self.latency

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import pandas as pd
 
 from simulator.serving import Run
+from simulator.serving.engine import EventEngine
+from simulator.serving.scheduler import BlockPool
 from traces.acceptance.trace import Request, Trace
 from traces.latency.schema import CELL_COLUMNS
 from traces.latency.table import LatencyTable
@@ -73,11 +77,33 @@ def arrival_file(path: Path, *rows: str) -> Path:
     return path
 
 
+@contextmanager
+def kept_engines() -> Iterator[list[EventEngine]]:
+    """Keep the engines that runs by events make inside."""
+    made: list[EventEngine] = []
+
+    class Kept(EventEngine):
+        def __post_init__(self) -> None:
+            super().__post_init__()
+            made.append(self)
+
+    with patch("simulator.serving.run.EventEngine", Kept):
+        yield made
+
+
+def assert_no_block_is_lost(pool: BlockPool) -> None:
+    """Hold the pool's count against what requests hold: none is lost, held twice or made."""
+    assert pool.used == sum(pool._held.values())
+    assert pool.used >= 0
+    assert pool.blocks is None or pool.used <= pool.blocks
+
+
 def little_error(run: Run) -> float:
     """Return the relative gap between the integral of the number in system and summed sojourns.
 
     Little's law (1961) equates them; anything beyond rounding is an accounting error.
     """
     columns = run.recorder.requests
-    sojourns = float(np.sum(columns["finish_s"]) - np.sum(columns["arrival_s"])) + run.residual_s
+    sojourns = float(np.sum(columns["finish_s"]) - np.sum(columns["arrival_s"]))
+    sojourns += float((run.simulated_s - run.cut_off.arrival_s).sum())
     return abs(run.recorder.area_s - sojourns) / max(sojourns, 1e-300) if sojourns else 0.0

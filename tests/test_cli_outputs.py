@@ -24,7 +24,7 @@ from commands.lazy import leaves
 from commands.validate import engine, recorded
 from policies.registry import POLICIES
 from profiler.suite.__main__ import main
-from simulator.serving.arrivals import QUANTILES
+from simulator.serving.outcome.metrics import COMPARED
 from simulator.validation import VALIDATE_COLUMNS
 from tests.conftest import ROOT, Run
 from tests.suite_results import MODES, cells, write_forced, write_latencies
@@ -348,7 +348,7 @@ def test_columns_of_commands_that_need_an_engine_are_in_the_glossary() -> None:
         *breakeven.SHOWN, *curve.SHOWN, *tune.SHOWN, *tune.CARRIED, *tune.CHECKED, *engine.SHOWN,
         *http.SHOWN, *trial.TRIED, *apart.SHOWN, *recorded.SHOWN, *sweep.SHOWN, *sweep.RUNGS,
         *sweep.SEARCHED, *VALIDATE_COLUMNS, *recorded.BOUNDS, "the file's requests", "mean",
-        *(f"p{q}" for q in QUANTILES),
+        *COMPARED,
     }  # fmt: skip
     bounds = {n for n in named if n.removesuffix("_lo").removesuffix("_hi") in named - {n}}
     assert {n for n in named - bounds - {"left_out"} if meaning(n) is None} == set()

@@ -20,7 +20,7 @@ from profiler.engines.served import Reply, served_run
 from profiler.engines.vllm.proposer import Proposer
 from profiler.engines.vllm.watch import NoteTaker, caller_name
 from simulator.engines import priced_s
-from simulator.pricing import HostCost
+from simulator.pricing import scalar_seconds
 from simulator.served import added, control_sizes, slowdown_of, slowed, with_server
 from simulator.serving.cost import EngineCost
 from tests.pretend_vllm import PretendRunner, config
@@ -163,7 +163,7 @@ def test_an_engine_slower_than_its_table_is_priced_as_its_control_loops_ran() ->
     around = {"batch": 8, "new_tokens": 1, "context": 0}
     assert served.seconds("server", "iteration", **around) == pytest.approx(2e-3)
     assert served.seconds("server", "apart", **around) == pytest.approx(2e-3)
-    assert HostCost(served, reads=False).apart_s(1) == 0
+    assert scalar_seconds(served, "server", "apart", 1) == 0
     again = slowed(served, speed)
     assert again.seconds("server", "iteration", **around) == pytest.approx(2e-3)
 

@@ -109,9 +109,6 @@ def test_price_equals_a_loop_over_passes(seed: int, first: int, reads: tuple[str
     priced = price(log, latency)
     np.testing.assert_allclose(priced.round_s, naive(log, latency), rtol=1e-11)
     np.testing.assert_allclose(priced.decode_s.sum(), priced.total_s, rtol=1e-12)
-    frame = priced.to_frame()
-    parts = frame[["draft_s", "verify_s", "signal_s", "host_s"]].sum(axis=1)
-    np.testing.assert_allclose(parts, frame["round_s"])
     prompts = [r.prompt_length for r in log.requests]
     both = sum(latency.seconds(m, "prefill", new_tokens=prompts) for m in ("target", "draft"))
     np.testing.assert_allclose(priced.wall_s - priced.decode_s, both, rtol=1e-9)

@@ -61,7 +61,7 @@ def test_azure_conversations_are_served(shared_data):
     scenario = Scenario(base, Limits(max_batch=64), requests=300)
     row = simulate(trace, CONSTANT, Fixed(3), scenario).row()
     assert row["requests"] == 300
-    assert row["simulated_tokens"] == base.rows[2][:300].sum()
+    assert row["simulated_tokens"] == base.read.output[:300].sum()
 
 
 @pytest.mark.parametrize(

@@ -269,6 +269,35 @@ def test_a_length_past_the_recorded_tail_is_refused_alike():
         assert isinstance(policy, DraftPolicy) or said[0] == said[1]
 
 
+class GrowsBold(DraftPolicy):
+    """Drafts a token in each of the first rounds of a request, and later more than was recorded."""
+
+    def __init__(self) -> None:
+        self.rounds, self.gamma = 0, 9
+
+    def observe(self, outcome, draft):
+        self.rounds += 1
+
+    def keep_drafting(self, draft):
+        return len(draft) < (1 if self.rounds < 10 else self.gamma)
+
+
+def test_what_a_replay_refuses_later_does_not_spoil_shorter_requests(tmp_path):
+    trace = synthetic_trace(0.5, requests=1, tokens=40, max_gamma=3, concentration=3.0, seed=2)
+
+    def of_tokens(output: int) -> Scenario:
+        file = arrival_file(tmp_path / f"{output}.csv", f"0,20,{output}")
+        return Scenario(ArrivalFile(file), warmup=0.0)
+
+    for output in (6, 9):  # in doubling steps, the replay would go on to where it is refused
+        assert_same(trace, GRID, GrowsBold(), of_tokens(output))
+    for _ in range(2):
+        with pytest.raises(TailError, match="past the recorded tail"):
+            simulate(trace, GRID, GrowsBold(), of_tokens(40))
+        # What was replayed before that is kept, and shared by all runs.
+        assert_same(trace, GRID, GrowsBold(), of_tokens(10))
+
+
 def test_sizes_never_varied_are_refused():
     alone = table_of([
         (m, "forward", 1, n, c, 0.01) for m in ("target", "draft") for n in (1, 4) for c in (0, 99)

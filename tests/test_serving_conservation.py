@@ -14,7 +14,15 @@ from hypothesis import strategies as st
 from policies.core import DraftPolicy
 from policies.lengths.basic import Autoregressive, Fixed, Oracle
 from simulator.serving import MODES, ClosedLoop, Limits, Poisson, Scenario, simulate
-from tests.serving import CONSTANT, GRID, SMALL, bernoulli, little_error
+from tests.serving import (
+    CONSTANT,
+    GRID,
+    SMALL,
+    assert_no_block_is_lost,
+    bernoulli,
+    kept_engines,
+    little_error,
+)
 from traces.acceptance.synthetic import synthetic_trace
 from traces.errors import SignalError
 from traces.latency.table import LatencyTable
@@ -37,9 +45,9 @@ def test_conservation(mode, gamma, max_batch, budget, blocks, block_size, rate, 
     limits = Limits(max_batch, budget, blocks, block_size)
     arrivals = ClosedLoop(max_batch + 1) if rate is None else Poisson(rate)
     scenario = Scenario(arrivals, limits, requests=25, mode=mode, warmup=0.0, seed=seed)
-    engines = []
     policy = Fixed(gamma) if gamma else Autoregressive()
-    run = simulate(SMALL, GRID, policy, scenario, audit=engines.append)
+    with kept_engines() as engines:
+        run = simulate(SMALL, GRID, policy, scenario, by_iteration=True)
     frame = run.requests
     # Every request leaves once, or was refused at the door.
     assert run.recorder.arrived == 25
@@ -50,8 +58,8 @@ def test_conservation(mode, gamma, max_batch, budget, blocks, block_size, rate, 
     assert run.recorder.tokens == frame["tokens"].sum()
     # No block leaks.
     pool = engines[0].scheduler.pool
-    pool.audit()
-    assert pool.used == pool.holders == 0
+    assert_no_block_is_lost(pool)
+    assert pool.used == len(pool._held) == 0
     # Time never runs back.
     assert (frame["arrival_s"] <= frame["first_s"]).all()
     assert (frame["first_s"] <= frame["finish_s"]).all()

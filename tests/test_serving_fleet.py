@@ -32,7 +32,7 @@ from simulator.serving.routers import Router, describe_router, parse_router
 from tests import queues
 from tests.compiled import SIGNALLED, same
 from tests.queues import PER_TOKEN_S, SERVICE, exponential, one_token_jobs
-from tests.serving import GRID, SMALL, little_error
+from tests.serving import GRID, SMALL, assert_no_block_is_lost, kept_engines, little_error
 from traces.errors import DraftsimError
 
 FLEETS = st.builds(
@@ -76,8 +76,8 @@ def assert_alike(run: Run, expected: Run, rtol: float = 0.0) -> None:
 @given(FLEETS, st.sampled_from(["fixed:gamma=3", "gammatune", "cm-asd"]))
 def test_every_request_is_served_by_one_replica(scenario: Scenario, policy: str) -> None:
     chosen = parse_serving_policy(policy, max_gamma=4)
-    engines: list[Any] = []
-    run = simulate(SIGNALLED, GRID, chosen, scenario, audit=engines.append)
+    with kept_engines() as engines:
+        run = simulate(SIGNALLED, GRID, chosen, scenario, by_iteration=True)
     frame, recorder = run.requests, run.recorder
     assert run.replicas == scenario.replicas
     assert set(frame["replica"]) <= set(range(scenario.replicas))
@@ -92,9 +92,9 @@ def test_every_request_is_served_by_one_replica(scenario: Scenario, policy: str)
         assert recorder.drafted == frame["drafted"].sum()
         assert recorder.in_system == recorder.carried + recorder.tokens == 0
         for engine in engines:
-            engine.scheduler.pool.audit()
+            assert_no_block_is_lost(engine.scheduler.pool)
             assert engine.scheduler.pool.used == 0
-    assert little_error(run) < 1e-9 or scenario.mode in ("pearl", "dsi")
+    assert little_error(run) < 1e-9
     if isinstance(scenario.router, RoundRobin):
         assert (frame["replica"] == frame["index"] % scenario.replicas).all()
 

@@ -14,6 +14,7 @@ from policies.lengths.basic import Autoregressive, Fixed, Oracle
 from simulator.serving import ClosedLoop, Deterministic, Limits, Poisson, Scenario, serve, simulate
 from simulator.serving.outcome.metrics import Histogram, Series
 from simulator.serving.outcome.report import t_interval
+from simulator.serving.outcome.results import flat
 from tests.serving import CONSTANT, SMALL, little_error
 from traces.errors import DraftsimError
 
@@ -34,7 +35,7 @@ def test_policies_meet_the_same_requests():
     rows = result.rows()
     unpaired = sum(r["e2e_s_hi"] - r["e2e_s_lo"] for r in rows)
     assert high - low < unpaired, "common random numbers sharpen differences"
-    assert {"ttft_s_p99", "tpot_s_mean", "throughput_tok_s"} <= set(result.summary.columns)
+    assert {"ttft_s_p99", "tpot_s_mean", "throughput_tok_s"} <= set(flat(rows).columns)
     json.dumps(rows)
 
 
@@ -124,6 +125,31 @@ def test_bounds_end_a_run():
     assert by_time.simulated_s == 30
     assert by_time.status.startswith("stopped at max_time_s=30")
     assert little_error(by_time) < 1e-9
+
+
+@pytest.mark.parametrize("by_iteration", [False, True])
+@pytest.mark.parametrize("mode", ["continuous", "pearl"])
+def test_requests_cut_off_too_late_for_the_targets_have_missed_them(mode, by_iteration):
+    # One at a time, a request takes 39 x 20 ms.  All are there within half a second.
+    scenario = Scenario(
+        Poisson(1000), Limits(max_batch=1), requests=200, warmup=0.0, max_time_s=10, mode=mode,
+        ttft_target_s=0.5,
+    )  # fmt: skip
+
+    def within(**targets):
+        run = simulate(
+            SMALL, CONSTANT, Autoregressive(), replace(scenario, **targets),
+            by_iteration=by_iteration,
+        )  # fmt: skip
+        assert 0 < len(run.requests) < 20
+        return run.row()["within_targets"]
+
+    # The first meets it; the others waited longer, and most of them got no token at all.
+    assert within() == pytest.approx(1 / 200)
+    # The one that was being decoded can still meet this target, and so can those that wait.
+    assert within(ttft_target_s=np.inf, tpot_target_s=0.03) == 1
+    # Nothing is known of requests that have just arrived.
+    assert within(max_time_s=1.0, warmup=0.0, ttft_target_s=2.0) == 1
 
 
 @pytest.mark.parametrize(

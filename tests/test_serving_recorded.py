@@ -11,7 +11,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from simulator.serving.arrivals import compared, read_requests
+from simulator.serving.arrivals import read_requests
+from simulator.serving.outcome.metrics import compared
 from tests.conftest import Run
 from traces.errors import FileError
 
@@ -59,8 +60,8 @@ def test_the_requests_of_a_bench_are_read(tmp_path: Path) -> None:
 def test_statistics_are_compared_metric_by_metric() -> None:
     measured = {"ttft_s": np.array([1.0, 2.0, 3.0])}
     rows = compared({"ttft_s": np.array([1.1, 2.2, 3.3])}, measured)
-    assert [row.statistic for row in rows] == ["mean", "p50", "p90", "p95", "p99"]
-    assert [row.error for row in rows] == pytest.approx([0.1] * 5)
+    assert [row["statistic"] for row in rows] == ["mean", "p50", "p90", "p95", "p99"]
+    assert [row["error"] for row in rows] == pytest.approx([0.1] * 5)
 
 
 @pytest.mark.parametrize(

@@ -194,7 +194,7 @@ def test_unbeaten_lengths_hold_the_best_and_drop_the_hopeless() -> None:
     rates = [
         serve(
             trace, CHEAP, {"k": Fixed(k) if k else Autoregressive()}, closed_load(trace, 1)
-        ).summary["throughput_tok_s"][0]
+        ).rows()[0]["throughput_tok_s"]
         for k in (0, 1, 2, 4, 8)
     ]
     assert kept[int(np.argmax(rates))]

@@ -212,6 +212,6 @@ def named_loads(
         found |= {f"rate:{r:g}": Poisson(r) for r in positive_numbers("--rate", rate)}
     if file:
         timed = ArrivalFile(file)
-        _ = timed.rows  # read now: refused before an engine is started
+        _ = timed.read  # read now: refused before an engine is started
         found[f"arrivals:{file.name}"] = ArrivalTimes(timed)
     return found

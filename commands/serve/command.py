@@ -134,12 +134,17 @@ def kept(
     Lines of the rows that are finished stay then: the same command goes on with them.  ``caption``
     is that of a LaTeX table.
     """
+    from simulator.serving.outcome.results import read_results, restored
+
     table = out if out is not None and out.suffix in TABLES else None
+    lines = rows_file(out)
     with only_writer(table) if table is not None else nullcontext():
         try:
             yield
         except KeyboardInterrupt:
-            rows = _finished(rows, out)
+            if rows and lines is not None and lines.is_file():
+                # The file may be one row ahead.
+                rows = [restored(row) for row in read_results(lines).rows]
             if table is not None and rows:
                 write_as(rows, table, meta, caption, complete=False)
             where = f" are in {out}, marked incomplete" if out is not None else " were finished"
@@ -147,17 +152,8 @@ def kept(
             raise
         if table is not None:
             write_as(rows, table, meta, caption)
-            _lines_of(table).unlink(missing_ok=True)
-
-
-def _finished(rows: list[dict[str, Any]], out: Path | None) -> list[dict[str, Any]]:
-    """Return the rows of the file of lines, which may be one ahead of `rows` at an interruption."""
-    from simulator.serving.outcome.results import read_results, restored
-
-    lines = rows_file(out)
-    if not rows or lines is None or not lines.is_file():
-        return rows
-    return [restored(row) for row in read_results(lines).rows]
+            if lines is not None:
+                lines.unlink(missing_ok=True)
 
 
 def write_as(
@@ -178,11 +174,9 @@ def write_as(
 
 def rows_file(out: Path | None) -> Path | None:
     """Return the file of rows as they come: `out`, or a file next to it that a table replaces."""
-    return _lines_of(out) if out is not None and out.suffix in TABLES else out
-
-
-def _lines_of(table: Path) -> Path:
-    return table.with_name(table.name + ".jsonl")
+    if out is None or out.suffix not in TABLES:
+        return out
+    return out.with_name(out.name + ".jsonl")
 
 
 @contextmanager

@@ -125,17 +125,20 @@ def _break_even(rows: Sequence[Row]) -> list[str]:
     from simulator.serving import break_even_load
     from simulator.tune.gains import UNDRAFTED
 
-    said = []
-    plain = [r for r in rows if r["policy"] in UNDRAFTED and r["rate"] is not None]
-    for name in dict.fromkeys(r["policy"] for r in rows if r["policy"] not in UNDRAFTED):
-        own = [r for r in rows if r["policy"] == name]
-        if len(plain) < 2 or len(own) != len(plain):
+    said: list[str] = []
+    plain: dict[float, float] = {}
+    drafting: dict[str, dict[float, float]] = {}
+    for row in rows:
+        if row["rate"] is not None:
+            own = plain if row["policy"] in UNDRAFTED else drafting.setdefault(row["policy"], {})
+            own[row["rate"]] = row["e2e_s"]["mean"]
+    rates = sorted(plain)
+    for name, own in drafting.items():
+        if len(rates) < 2 or own.keys() != plain.keys():
             continue
-        at = sorted(range(len(plain)), key=lambda i: plain[i]["rate"])
-        own_s, plain_s = ([rows[i]["e2e_s"]["mean"] for i in at] for rows in (own, plain))
+        own_s, plain_s = ([side[rate] for rate in rates] for side in (own, plain))
         if any(map(math.isnan, [*own_s, *plain_s])) or own_s == plain_s:
             continue
-        rates = [plain[i]["rate"] for i in at]
         load = break_even_load(rates, own_s, plain_s)
         faster = [r for r, own, other in zip(rates, own_s, plain_s, strict=True) if own < other]
         if load == float("inf"):

@@ -79,8 +79,7 @@ def headline(rows: Sequence[Row], recording: str = "") -> str:
 
 
 def _is_best_fixed(row: Row) -> bool:
-
-    return BEST_FIXED in (row["note"] or "").split("; ")
+    return BEST_FIXED in (row.get("note") or "").split("; ")
 
 
 def percent(ratio: float) -> str:
@@ -124,12 +123,11 @@ def ranked_tables(
     tables = []
     if by_name and lossy:
         title = f"{begin}lossless first, then lossy (the output changes){gained}"
-        tables.append(_shown(title, [_either(r) for r in [*exact, *lossy]]))
+        tables.append(_shown(title, [*exact, *lossy], BOTH))
     else:
-        tables.append(_shown(f"{begin}lossless{gained}", [_lossless(r) for r in exact]))
+        tables.append(_shown(f"{begin}lossless{gained}", exact, LOSSLESS))
         if lossy:
-            title = f"{begin}lossy (the output changes)"
-            tables.append(_shown(title, [_lossy(r) for r in lossy]))
+            tables.append(_shown(f"{begin}lossy (the output changes)", lossy, LOSSY))
     parts = [r for r in rows if r.get("category") is not None]
     if parts and not are_bounds(parts):
         if by_name:
@@ -142,49 +140,40 @@ def ranked_tables(
     return tables
 
 
-def _shown(title: str, rows: Sequence[Row]) -> Shown:
-    columns = list(dict.fromkeys(name for row in rows for name in row))
-    return Shown(rows, title, sorted(columns, key=ORDER.index))
+CODE = "passes\n/greedy"
+LOSSLESS = ("policy", "speedup", "95%", "gain, %", "tokens\n/round", "accepted")
+LOSSY = ("policy", "rule", "speedup", "95%", "wrong", "like\ngreedy", "BLEU", CODE)
+BOTH = ("policy", "verify", "speedup", "95%", "gain, %", "wrong")
+"""Columns of the tables of each kind of row, and of one that holds both kinds."""
 
 
-def _gain(row: Row) -> Row:
-    if row["gain"] is None:
-        return {}
-    low, high = (row[k] for k in ("gain_lo", "gain_hi"))
-    span = "" if low is None else f" ({percent(low)[:-1]}, {percent(high)[:-1]})"
-    return {"gain, %": percent(row["gain"])[:-1] + span}
+def _shown(title: str, rows: Sequence[Row], columns: Sequence[str]) -> Shown:
+    """Return the table of these columns, without those that no row has."""
+    cells = [_cells(row) for row in rows]
+    return Shown(cells, title, [name for name in columns if any(name in row for row in cells)])
 
 
-def _lossless(row: Row) -> Row:
-    return {
-        **_common(row), **_gain(row), "tokens\n/round": _number(row["block_efficiency"], 2),
-        "accepted": _share(row["acceptance_rate"]),
-    }  # fmt: skip
-
-
-def _either(row: Row) -> Row:
-    """Return a row of the table that holds both kinds; `wrong` is of lossy rules alone."""
-    verified = {"verify": "-" if row["policy"] == PLAIN else row["verify"]}
-    return {**_common(row), **verified, **_gain(row), "wrong": _share(row["mismatches_accepted"])}
-
-
-def _lossy(row: Row) -> Row:
-    bleu, code = row.get("relative_bleu"), {}
-    if tested := row.get("tested"):
-        own, greedy = (100 * row[name] / tested for name in ("passed", "passed_greedy"))
-        code = {CODE: f"{own:.0f}/{greedy:.0f}"}
-    return {
-        **_common(row), "rule": row["verify"], "wrong": _share(row["mismatches_accepted"]),
-        "like\ngreedy": _share(row.get("agreement")), "BLEU": _number(bleu, 1), **code,
-    }  # fmt: skip
-
-
-def _common(row: Row) -> Row:
-    about = row["fidelity"] == "approximate" and lossless(row["verify"])
+def _cells(row: Row) -> dict[str, str]:
+    """Return the row's text in every column that it has a place in."""
     bound = are_bounds([row])
+    about = row["fidelity"] == "approximate" and lossless(row["verify"])
     name = row["policy"] + (" ~" if about else "") + (" *" if row["note"] and not bound else "")
     least = "\u2265 " if bound else ""
-    return {"policy": name, "speedup": least + _speed(row), "95%": _span(row)}
+    cells = {
+        "policy": name, "rule": row["verify"], "speedup": least + _speed(row), "95%": _span(row),
+        "verify": "-" if row["policy"] == PLAIN else row["verify"],
+        "tokens\n/round": _number(row["block_efficiency"], 2),
+        "accepted": _share(row["acceptance_rate"]), "wrong": _share(row.get("mismatches_accepted")),
+        "like\ngreedy": _share(row.get("agreement")), "BLEU": _number(row.get("relative_bleu"), 1),
+    }  # fmt: skip
+    if row["gain"] is not None:
+        low, high = (row[k] for k in ("gain_lo", "gain_hi"))
+        span = "" if low is None else f" ({percent(low)[:-1]}, {percent(high)[:-1]})"
+        cells["gain, %"] = percent(row["gain"])[:-1] + span
+    if tested := row.get("tested"):
+        own, greedy = (100 * row[name] / tested for name in ("passed", "passed_greedy"))
+        cells[CODE] = f"{own:.0f}/{greedy:.0f}"
+    return cells
 
 
 def _footnotes(rows: Sequence[Row]) -> list[str]:
@@ -280,12 +269,6 @@ WORDS = ("policy", "rule", "verify", "category", "fastest")
 NARROW = 15
 """Characters of a name on a line where a table of policies and rules is too wide."""
 
-CODE = "passes\n/greedy"
-ORDER = [
-    "policy", "rule", "verify", "speedup", "95%", "gain, %", "tokens\n/round", "accepted", "wrong",
-    "like\ngreedy", "BLEU", CODE,
-]  # fmt: skip
-
 
 def _number(value: float | None, digits: int) -> str:
     return "-" if value is None else f"{value:.{digits}f}"
@@ -305,9 +288,7 @@ def category_ladder(overall: Sequence[Row], rows: Sequence[Row]) -> list[dict[st
     The fixed length is the one that is best over all prompts, so that it is one setting; the
     fastest policy is the category's own, chosen on the prompts shown.
     """
-    from simulator.whatif.ranking import BEST_FIXED
-
-    fixed = next((r["policy"] for r in overall if BEST_FIXED in (r.get("note") or "")), None)
+    fixed = next((r["policy"] for r in overall if _is_best_fixed(r)), None)
     lines = []
     for category in dict.fromkeys(row["category"] for row in rows):
         own = {(r["policy"], r["source"]): r for r in rows if r["category"] == category}

@@ -21,11 +21,11 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from itertools import islice, repeat
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 import pandas as pd
 
 from policies.arrays import Floats, Ints
@@ -43,7 +43,6 @@ MOST_S = 1e9
 MOST_BYTES = 256 * 2**20
 """A larger result of a benchmark is not read."""
 METRICS = ("ttft_s", "tpot_s", "e2e_s")
-QUANTILES = (50, 90, 95, 99)
 UNREADABLE = (ValueError, OSError, EOFError, zlib.error, lzma.LZMAError, zipfile.BadZipFile)
 """Errors of pandas for a file that is no CSV, or a damaged archive."""
 DETAILED = ("input_lens", "output_lens", "ttfts", "itls")
@@ -63,20 +62,6 @@ class Requests(NamedTuple):
     """Requests of the file that failed and are left out."""
 
 
-class ComparedStatistic(NamedTuple):
-    """A statistic of a metric, predicted and measured."""
-
-    metric: str
-    statistic: str
-    predicted: float
-    measured: float
-
-    @property
-    def error(self) -> float:
-        """Relative error of the prediction."""
-        return self.predicted / self.measured - 1 if self.measured else float("nan")
-
-
 def read_requests(path: Path) -> Requests:
     """Return the requests in the file at `path`.
 
@@ -94,29 +79,6 @@ def read_requests(path: Path) -> Requests:
     if kind.endswith(".json"):
         return _read_detailed(path)
     return _read_csv(path)
-
-
-def statistics(values: Floats) -> dict[str, float]:
-    """Return the mean and the `QUANTILES` of `values`, by ``mean``, ``p50``, ..."""
-    at = np.percentile(values, QUANTILES)
-    quantiles = {f"p{q}": float(v) for q, v in zip(QUANTILES, at, strict=True)}
-    return {"mean": float(values.mean()), **quantiles}
-
-
-def compared(
-    predicted: Mapping[str, Floats], measured: Mapping[str, Floats]
-) -> list[ComparedStatistic]:
-    """Compare the statistics of each metric of the same requests."""
-    found = []
-    for name, values in measured.items():
-        if not len(values):  # no output has a second token
-            continue
-        theirs = statistics(values)
-        ours = statistics(np.asarray(predicted[name], dtype=float))
-        found += [
-            ComparedStatistic(name, label, ours[label], value) for label, value in theirs.items()
-        ]
-    return found
 
 
 def _read_detailed(path: Path) -> Requests:
@@ -261,10 +223,10 @@ class Arrivals(ABC):
         """Yield the first `requests` requests, each bound to a sequence of `trace`."""
         if not trace.requests:
             raise DraftsimError("the trace holds no request to replay: record one")
-        deck = _deck(len(trace.requests), rng)
-        for _, arrival_s, sequence in zip(
-            range(_bounded(requests)), self.times(rng), deck, strict=False
-        ):
+        if requests is None:
+            raise DraftsimError("these arrivals never end: give the number of requests")
+        dealt = zip(self.times(rng), _deck(len(trace.requests), rng), strict=False)
+        for arrival_s, sequence in islice(dealt, requests):
             info = trace.requests[sequence]
             # A log may not know its prompts; a request has one token at the least.
             yield Job(arrival_s, sequence, max(info.prompt_length, 1), info.tokens)
@@ -272,12 +234,12 @@ class Arrivals(ABC):
     @property
     def rate(self) -> float | None:
         """Requests offered per second; None if the engine's own pace decides."""
-        return None
+        return self.rate_of(None)
 
     def rate_of(self, requests: int | None) -> float | None:
         """Return the rate of the first `requests`; None: of all."""
         del requests
-        return self.rate
+        return None
 
     @property
     def concurrency(self) -> int | None:
@@ -296,13 +258,22 @@ class Arrivals(ABC):
 
 
 @dataclass(frozen=True)
-class Poisson(Arrivals):
-    """Independent arrivals at `per_second` requests a second."""
+class AtRate(Arrivals):
+    """Arrivals at `per_second` requests a second.  Subclass it and define `times`."""
 
     per_second: float
 
     def __post_init__(self) -> None:
         _positive("rate", self.per_second)
+
+    def rate_of(self, requests: int | None) -> float:
+        """Return the requests offered per second."""
+        del requests
+        return self.per_second
+
+
+class Poisson(AtRate):
+    """Independent arrivals at `per_second` requests a second."""
 
     def times(self, rng: np.random.Generator) -> Iterator[float]:
         """Yield sums of exponential gaps."""
@@ -312,20 +283,9 @@ class Poisson(Arrivals):
                 now += gap
                 yield now
 
-    @property
-    def rate(self) -> float:
-        """Requests offered per second."""
-        return self.per_second
 
-
-@dataclass(frozen=True)
-class Deterministic(Arrivals):
+class Deterministic(AtRate):
     """Arrivals at equal distances, `per_second` requests a second."""
-
-    per_second: float
-
-    def __post_init__(self) -> None:
-        _positive("rate", self.per_second)
 
     def times(self, rng: np.random.Generator) -> Iterator[float]:
         """Yield 0, 1 / rate, 2 / rate, ..."""
@@ -334,11 +294,6 @@ class Deterministic(Arrivals):
         while True:
             yield count / self.per_second
             count += 1
-
-    @property
-    def rate(self) -> float:
-        """Requests offered per second."""
-        return self.per_second
 
 
 @dataclass(frozen=True)
@@ -355,10 +310,9 @@ class ClosedLoop(Arrivals):
             raise DraftsimError(f"think time is {self.think}, expected >= 0 seconds")
 
     def times(self, rng: np.random.Generator) -> Iterator[float]:
-        """Yield zero for every request: completions decide."""
+        """Return zero for every request: completions decide."""
         del rng
-        while True:
-            yield 0.0
+        return repeat(0.0)
 
     @property
     def concurrency(self) -> int:
@@ -405,21 +359,16 @@ class ArrivalFile(Arrivals):
         """The requests at the file's own pace, and what was measured of them."""
         return read_requests(Path(self.path)) if self.requests is None else self.requests
 
-    @property
-    def rows(self) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-        """Unscaled arrival seconds from the first request on, prompt and output tokens."""
-        return self.read.arrival_s, self.read.prompt, self.read.output
-
     def times(self, rng: np.random.Generator) -> Iterator[float]:
         """Yield the file's times, scaled."""
         del rng
-        yield from (self.rows[0] / self.scale).tolist()
+        yield from (self.read.arrival_s / self.scale).tolist()
 
     def jobs(self, trace: Trace, rng: np.random.Generator, requests: int | None) -> Iterator[Job]:
         """Yield the file's requests, each bound to a recorded sequence of about its length."""
         if not trace.requests:
             raise DraftsimError("the trace holds no request to replay: record one")
-        _, prompts, outputs = self.rows
+        prompts, outputs = self.read.prompt, self.read.output
         recorded = np.log([r.tokens for r in trace.requests])
         order = recorded.argsort(kind="stable")
         ranked = recorded[order]
@@ -446,14 +395,9 @@ class ArrivalFile(Arrivals):
         said = f"{self.path}: {counted(failed, 'request')} failed and are left out"
         return (said,) if failed else ()
 
-    @property
-    def rate(self) -> float | None:
-        """Mean requests per second over the scaled file; None if it spans no time."""
-        return self.rate_of(None)
-
     def rate_of(self, requests: int | None) -> float | None:
         """Return the mean rate of the first `requests`, scaled; None if they span no time."""
-        times = self.rows[0][:requests]
+        times = self.read.arrival_s[:requests]
         return float((len(times) - 1) / times[-1] * self.scale) if times[-1] > 0 else None
 
 
@@ -467,25 +411,18 @@ class ArrivalTimes(Arrivals):
         """Return the file's times, scaled."""
         return self.file.times(rng)
 
-    @property
-    def rate(self) -> float | None:
-        """The file's mean rate; None if it spans no time."""
-        return self.file.rate
-
     def rate_of(self, requests: int | None) -> float | None:
         """Return the rate of the file's first `requests`."""
         return self.file.rate_of(requests)
 
 
-PROCESSES: Mapping[str, type[Poisson | Deterministic]] = {
-    "poisson": Poisson, "deterministic": Deterministic,
-}  # fmt: skip
+PROCESSES: Mapping[str, type[AtRate]] = {"poisson": Poisson, "deterministic": Deterministic}
 """Arrivals at a rate by the names of the command line."""
 
 
 def arrivals_of(
     rate: float | None, path: str | Path | None = None, process: str | None = None
-) -> Poisson | Deterministic | ArrivalFile:
+) -> AtRate | ArrivalFile:
     """Return the arrivals in the file at `path`, or those of a process (by default Poisson).
 
     Raises DraftsimError if the arguments contradict each other or name no load.
@@ -504,12 +441,6 @@ def arrivals_of(
 def _deck(size: int, rng: np.random.Generator) -> Iterator[int]:
     while True:
         yield from rng.permutation(size).tolist()
-
-
-def _bounded(requests: int | None) -> int:
-    if requests is None:
-        raise DraftsimError("these arrivals never end: give the number of requests")
-    return requests
 
 
 def _positive(name: str, value: float) -> None:

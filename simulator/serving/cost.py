@@ -9,7 +9,7 @@ so at equal totals its cost is that of B sequences of the mean width and context
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Literal, NamedTuple
 
 from policies.core import Round
@@ -54,17 +54,6 @@ class Work(NamedTuple):
     """True if any drafted token leaves the target's cache."""
     unread: bool
     """True if any token that the draft model has read leaves its cache."""
-
-
-def drafting_always(work: Work, batch: int, passes: int, most: int) -> Work:
-    """Return `work` where every sequence of the batch runs at least `passes` draft passes, and has
-    at most `most` tokens to catch up on.
-    """
-    catch_up = min(work.catch_up, most * work.drafting) + batch - work.drafting
-    return work._replace(
-        longest=max(work.longest, passes), drafting=batch, catch_up=catch_up,
-        draft_context=work.context, unread=work.unread or passes > 1,
-    )  # fmt: skip
 
 
 def work_of(slots: Sequence[Slot], rounds: Sequence[Round]) -> Work:
@@ -114,10 +103,10 @@ def cells_read(latency: LatencyTable, speculates: bool) -> dict[str, tuple[str, 
         ("target", "prefill"), ("draft", "prefill"), ("target", "with_prompts"),
         ("target", "mixed"),
     )  # fmt: skip
-    found = {"target": cells[0]} | ({"later": cells[1]} if speculates else {})
-    return found | {
+    return {
         place: own for place, own in zip(PLACES, cells, strict=True)
-        if own[1] != "forward" and latency.has(*own) and (speculates or own[0] == "target")
+        if (speculates or own[0] == "target")
+        and (place in ("target", "later") or (own[1] != "forward" and latency.has(*own)))
     }  # fmt: skip
 
 
@@ -133,152 +122,6 @@ class Prompts(NamedTuple):
 
 
 NO_PROMPTS = Prompts(0.0, 0.0, 0, 0)
-
-
-class PromptCost:
-    """Prices of prompt chunks of `models`.
-
-    A prompt processed whole is priced by the prefill cells at its own length, because attention
-    grows with the square of it.  Several such prompts in a pass get the discount that prompts of
-    their mean length get together.  Chunks are priced by the forward cells at their mean width and
-    context.  A model without prefill cells reads prompts at no cost.
-    """
-
-    def __init__(
-        self, latency: LatencyTable, readers: Mapping[str, PassReader], models: Sequence[str]
-    ) -> None:
-        self.models = models
-        self._prefill = {m: readers[f"{m}_prefill"] for m in models if f"{m}_prefill" in readers}
-        # The longest prompts of which several were measured in one pass.
-        self._longest = {m: latency.grid(m, "prefill").widest_together for m in self._prefill}
-
-    def prices(self, model: str) -> bool:
-        """Return True if prompts of `model` cost anything."""
-        return model in self._prefill
-
-    @property
-    def unpriced(self) -> list[str]:
-        """Return what is read at no cost because the table lacks its cells."""
-        return [f"{m} prefill" for m in self.models if m not in self._prefill]
-
-    def seconds(self, model: str, forward: PassReader | None, chunks: Sequence[Chunk]) -> float:
-        """Return seconds of one pass of `model` over `chunks`; ``forward`` reads its passes."""
-        prefill = self._prefill.get(model)
-        if prefill is None or forward is None or not chunks:
-            return 0.0
-        if len(chunks) == 1:  # as mostly, and then it is worth while to be quick
-            [(slot, tokens)] = chunks
-            if not slot.prefilled and slot.prefill_left == tokens:
-                return prefill(1, float(tokens), 0.0)
-        lengths = [c.tokens for c in chunks]
-        cached = sum([c.slot.prefilled for c in chunks])
-        if not cached and all(c.slot.prefill_left == c.tokens for c in chunks):
-            return self._whole(prefill, lengths, self._longest[model])
-        return forward(len(chunks), sum(lengths) / len(chunks), cached / len(chunks))
-
-    @staticmethod
-    def _whole(prefill: PassReader, lengths: Sequence[int], longest: float) -> float:
-        count, mean = len(lengths), sum(lengths) / len(lengths)
-        # Beyond the longest that were measured together, prompts share as much as those.
-        alike = min(mean, longest)
-        together_s = prefill(count, alike, 0.0)
-        if all(length == alike for length in lengths):
-            return together_s
-        if not together_s:  # a drafter without a model of its own
-            return 0.0
-        alone_s = sum([prefill(1, length, 0.0) for length in lengths])
-        return together_s * alone_s / (count * prefill(1, alike, 0.0))
-
-
-class DraftCost:
-    """Prices the draft passes of an engine's iterations.
-
-    Parameters
-    ----------
-    latency, readers:
-        The table, and the readers of its cells by `PLACES`; without that of later passes, the
-        draft model never runs.
-
-    Attributes
-    ----------
-    later, first, along:
-        Readers of a draft's later passes, of its first, and of what a drafter takes that an
-        engine runs along in every iteration; None if there is no such.
-    """
-
-    def __init__(self, latency: LatencyTable, readers: Mapping[str, PassReader]) -> None:
-        self._latency = latency
-        self.later = readers.get("later")
-        self.first = readers.get("first", self.later)
-        self.along = readers.get("along")
-        self._settled: dict[int, list[float]] = {}
-
-    def running(self) -> tuple[PassReader, PassReader]:
-        """Return the readers of a draft's later passes and of its first."""
-        if self.later is None or self.first is None:
-            raise DraftsimError("the policy drafted, but the engine was told it never would")
-        return self.later, self.first
-
-    def idle(self, work: Work) -> bool:
-        """Return True if a drafter that runs along is asked for nothing.
-
-        `policies.batch.base.KeptInStep` counts the pass that it takes as one of a draft.
-        """
-        return self.along is not None and not work.drafted and work.longest < 2
-
-    def of_work(self, work: Work, batch: int) -> float:
-        """Return seconds of the draft passes of an iteration over `batch` sequences, at their
-        means.
-        """
-        if self.along is not None and self.idle(work):
-            return self.along(batch, 1.0, work.context / batch - 1.0)
-        if not work.longest:
-            return 0.0
-        read, read_first = self.running()
-        longest, mean = work.longest, work.draft_context / work.drafting
-        width, cached = self._first_sizes(work, batch)
-        first_s = read_first(batch, width, cached)
-        settled = self.settling(batch)
-        settling_s = settled[min(longest, len(settled)) - 1]
-        return first_s + settling_s + read.run(batch, mean, longest - 1)
-
-    def rectangles(self, work: Work, slots: Sequence[Slot], rounds: Sequence[Round]) -> float:
-        """Return seconds of passes as wide as the widest sequence: one round per slot."""
-        if not work.longest or self.idle(work):
-            return self.of_work(work, len(rounds))
-        read, read_first = self.running()
-        sizes = [
-            (r.draft_forwards, r.catch_up, slot.context)
-            for slot, r in zip(slots, rounds, strict=True) if r.draft_forwards
-        ]  # fmt: skip
-        width = max(catch_up for _, catch_up, _ in sizes)
-        settled = self.settling(len(rounds))
-        seconds = settled[min(work.longest, len(settled)) - 1]
-        for step in range(work.longest):
-            longest = max(context for forwards, _, context in sizes if forwards > step)
-            # What a pass sees when it ends: every known token and the drafts so far.
-            pass_s = read if step else read_first
-            seconds += pass_s(len(rounds), width, max(longest + step - width, 0))
-            width = 1
-        return seconds
-
-    def settling(self, batch: int) -> list[float]:
-        """Return the extra time of the first 0, 1, ... draft passes after a round's first."""
-        settled = self._settled.get(batch)
-        if settled is None:
-            settled = self._settled[batch] = settling_sums(self._latency, "draft", batch).tolist()
-        return settled
-
-    def _first_sizes(self, work: Work, batch: int) -> tuple[float, float]:
-        """Return tokens a sequence of a draft's first pass, and those cached before; both at their
-        means.
-
-        A drafter that runs along goes over all that the iteration verifies, of every sequence.
-        """
-        if self.along is not None:
-            return work.drafted / batch + 1.0, work.context / batch - 1.0
-        width, mean = work.catch_up / work.drafting, work.draft_context / work.drafting
-        return width, mean - width if mean > width else 0.0
 
 
 class MixedPasses:
@@ -344,6 +187,13 @@ class EngineCost:
     takes_verified:
         As in `traces.acceptance.trace.Trace`, for engines that always draft.
 
+    Attributes
+    ----------
+    phases, readers:
+        (model, phase) of the cells at each of `PLACES`, and their readers.
+    hosts:
+        The host's seconds.
+
     Notes
     -----
     Every draft pass runs over the whole decoding batch, as under CUDA graphs.
@@ -351,6 +201,11 @@ class EngineCost:
     If the table has the time of a drafter that runs in every iteration (``along``), an iteration
     without drafts costs that.  The first pass of a draft is then over all tokens that the iteration
     verifies, because such a drafter runs after them.
+
+    A prompt processed whole is priced by the prefill cells at its own length, because attention
+    grows with the square of it.  Several such prompts in a pass get the discount that prompts of
+    their mean length get together.  Chunks are priced by the forward cells at their mean width and
+    context.  A model without prefill cells reads prompts at no cost.
 
     Prompts in a pass that decodes are no part of its mean width (`MixedPasses`).  In such a pass
     sequences decode with another kernel, where the table has its cells (``with_prompts``).  A table
@@ -376,12 +231,17 @@ class EngineCost:
         self.passes = passes
         self.phases = cells_read(latency, speculates)
         readers = {place: PassReader(latency, *own) for place, own in self.phases.items()}
-        self._readers, self._target = readers, readers["target"]
+        self.readers, self._target = readers, readers["target"]
+        self._later = readers.get("later")
+        self._first = readers.get("first", self._later)
+        self._along = readers.get("along")
         self._with_prompts = readers.get("with_prompts", self._target)
         self._mixed = MixedPasses(latency, readers.get("mixed"))
-        self._drafts = DraftCost(latency, readers)
+        self._prefill = {m: readers[f"{m}_prefill"] for m in MODELS if f"{m}_prefill" in readers}
+        # The longest prompts of which several were measured in one pass.
+        self._longest = {m: latency.grid(m, "prefill").widest_together for m in self._prefill}
+        self._settled: dict[int, list[float]] = {}
         self.hosts = HostCost(latency, reads)
-        self._prompts = PromptCost(latency, readers, MODELS if speculates else MODELS[:1])
 
     def __call__(
         self, slots: Sequence[Slot], rounds: Sequence[Round], chunks: Sequence[Chunk]
@@ -400,7 +260,7 @@ class EngineCost:
         if least := self.always:
             rounds = [r._replace(draft_forwards=max(r.draft_forwards, least)) for r in rounds]
             work = work_of(slots, rounds)
-        draft_s = prompts.draft_s + self._drafts.rectangles(work, slots, rounds)
+        draft_s = prompts.draft_s + self._draft_rectangles(work, slots, rounds)
         target_s = (
             self._target_pass(work, batch, prompts) if prompts.tokens
             else self._rectangle(slots, rounds)
@@ -409,9 +269,14 @@ class EngineCost:
 
     def of_work(self, work: Work, batch: int, prompts: Prompts = NO_PROMPTS) -> Seconds:
         """Return seconds of an iteration over `batch` sequences, all sizes at their means."""
-        if self.always:
-            work = drafting_always(work, batch, self.always, self.most_behind)
-        draft_s = prompts.draft_s + self._drafts.of_work(work, batch)
+        if passes := self.always:
+            # Every sequence runs as many passes, and has few tokens to catch up on.
+            catch_up = min(work.catch_up, self.most_behind * work.drafting) + batch - work.drafting
+            work = work._replace(
+                longest=max(work.longest, passes), drafting=batch, catch_up=catch_up,
+                draft_context=work.context, unread=work.unread or passes > 1,
+            )  # fmt: skip
+        draft_s = prompts.draft_s + self._draft_seconds(work, batch)
         target_s = self._target_pass(work, batch, prompts)
         # As in `work_of`.
         return tuple.__new__(Seconds, (draft_s, target_s, self._host_seconds(work, batch)))
@@ -420,24 +285,112 @@ class EngineCost:
         """Return the time of `chunks`; to be asked before they are processed."""
         if not chunks:
             return NO_PROMPTS
-        draft_s = self._prompts.seconds("draft", self._drafts.later, chunks)
-        if not self._prompts.prices("target"):
+        draft_s = self._prompt_seconds("draft", self._later, chunks)
+        if "target" not in self._prefill:
             return Prompts(draft_s, 0.0, 0, 0)
         return Prompts(
-            draft_s, self._prompts.seconds("target", self._target, chunks),
+            draft_s, self._prompt_seconds("target", self._target, chunks),
             sum([c.tokens for c in chunks]), sum([c.slot.prefilled for c in chunks]),
         )  # fmt: skip
 
     @property
     def coverage(self) -> list[Coverage]:
         """Count measured, interpolated and extrapolated passes, per model and phase."""
-        read = [row for reader in self._readers.values() for row in reader.coverage]
+        read = [row for reader in self.readers.values() for row in reader.coverage]
         return read + self._mixed.coverage
 
     @property
     def unpriced(self) -> list[str]:
         """Return what happened at no cost because the table lacks its cells."""
-        return self._prompts.unpriced + missing_hosts(self.latency, self.reads)
+        models = MODELS if self.speculates else MODELS[:1]
+        prompts = [f"{m} prefill" for m in models if m not in self._prefill]
+        return prompts + missing_hosts(self.latency, self.reads)
+
+    def _prompt_seconds(
+        self, model: str, forward: PassReader | None, chunks: Sequence[Chunk]
+    ) -> float:
+        """Return seconds of one pass of `model` over `chunks`; ``forward`` reads its passes."""
+        prefill = self._prefill.get(model)
+        if prefill is None or forward is None:
+            return 0.0
+        if len(chunks) == 1:  # as mostly, and then it is worth while to be quick
+            [(slot, tokens)] = chunks
+            if not slot.prefilled and slot.prefill_left == tokens:
+                return prefill(1, float(tokens), 0.0)
+        lengths = [c.tokens for c in chunks]
+        count, mean = len(lengths), sum(lengths) / len(lengths)
+        cached = sum([c.slot.prefilled for c in chunks])
+        if cached or any(c.slot.prefill_left != c.tokens for c in chunks):
+            return forward(count, mean, cached / count)
+        # Beyond the longest that were measured together, prompts share as much as those.
+        alike = min(mean, self._longest[model])
+        together_s = prefill(count, alike, 0.0)
+        if all(length == alike for length in lengths):
+            return together_s
+        if not together_s:  # a drafter without a model of its own
+            return 0.0
+        alone_s = sum([prefill(1, length, 0.0) for length in lengths])
+        return together_s * alone_s / (count * prefill(1, alike, 0.0))
+
+    def _idle(self, work: Work) -> bool:
+        """Return True if a drafter that runs along is asked for nothing.
+
+        `policies.batch.base.KeptInStep` counts the pass that it takes as one of a draft.
+        """
+        return self._along is not None and not work.drafted and work.longest < 2
+
+    def _drafting(self) -> tuple[PassReader, PassReader]:
+        """Return the readers of a draft's later passes and of its first."""
+        if self._later is None or self._first is None:
+            raise DraftsimError("the policy drafted, but the engine was told it never would")
+        return self._later, self._first
+
+    def _draft_seconds(self, work: Work, batch: int) -> float:
+        """Return seconds of the draft passes of an iteration over `batch` sequences, at their
+        means.
+        """
+        verified, before = work.drafted / batch + 1.0, work.context / batch - 1.0
+        if self._along is not None and self._idle(work):
+            return self._along(batch, 1.0, before)
+        if not work.longest:
+            return 0.0
+        read, read_first = self._drafting()
+        longest, mean = work.longest, work.draft_context / work.drafting
+        if self._along is not None:
+            # It goes over all that the iteration verifies, of every sequence.
+            first_s = read_first(batch, verified, before)
+        else:
+            width = work.catch_up / work.drafting
+            first_s = read_first(batch, width, mean - width if mean > width else 0.0)
+        return first_s + self._settling(batch, longest) + read.run(batch, mean, longest - 1)
+
+    def _draft_rectangles(
+        self, work: Work, slots: Sequence[Slot], rounds: Sequence[Round]
+    ) -> float:
+        """Return seconds of draft passes as wide as the widest sequence: one round per slot."""
+        if not work.longest or self._idle(work):
+            return self._draft_seconds(work, len(rounds))
+        read, read_first = self._drafting()
+        sizes = [
+            (r.draft_forwards, r.catch_up, slot.context)
+            for slot, r in zip(slots, rounds, strict=True) if r.draft_forwards
+        ]  # fmt: skip
+        width = max(catch_up for _, catch_up, _ in sizes)
+        seconds = self._settling(len(rounds), work.longest)
+        for step in range(work.longest):
+            longest = max(context for forwards, _, context in sizes if forwards > step)
+            # What a pass sees when it ends: every known token and the drafts so far.
+            pass_s = read if step else read_first
+            seconds += pass_s(len(rounds), width, max(longest + step - width, 0))
+            width = 1
+        return seconds
+
+    def _settling(self, batch: int, passes: int) -> float:
+        """Return the extra time of the first of this many draft passes of a round."""
+        settled = self._settled.get(batch)
+        if settled is None:
+            settled = self._settled[batch] = settling_sums(self.latency, "draft", batch).tolist()
+        return settled[min(passes, len(settled)) - 1]
 
     def _host_seconds(self, work: Work, batch: int) -> float:
         # Taken apart at once: reading a tuple's fields by name takes longer.
@@ -447,7 +400,7 @@ class EngineCost:
             host_s += target_rollback_s
         if unread:
             host_s += draft_rollback_s
-        if longest and not self._drafts.idle(work):
+        if longest and not self._idle(work):
             host_s += longest * draft_s
         return host_s
 

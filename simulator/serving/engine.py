@@ -6,24 +6,18 @@ round's outcome is decided when its iteration begins and takes effect when it en
 
 from __future__ import annotations
 
-from collections.abc import Generator
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
-
-import simpy
 
 from policies.core import Round
 from policies.rules.base import VerifyRule
 from policies.together import Together
 from simulator.serving.arrivals import Job
-from simulator.serving.cost import Chunk, EngineCost, Seconds
-from simulator.serving.outcome.metrics import RunRecorder
+from simulator.serving.cost import Chunk, Seconds
 from simulator.serving.outcome.timeline import Timeline
-from simulator.serving.passes import Coverage
 from simulator.serving.scheduler import Iteration, Scheduler
-from simulator.serving.sequence import EngineState, ServedSequence, Slot, step
-from simulator.serving.source import Events, Replica, RequestSource, SimulatedClock
-from traces.acceptance.trace import Trace
+from simulator.serving.sequence import Slot, step
+from simulator.serving.source import Events, Replica
 from traces.errors import DraftsimError
 
 
@@ -31,82 +25,55 @@ from traces.errors import DraftsimError
 class EventEngine(Replica):
     """One model replica: a scheduler, a policy's rounds, and what they cost."""
 
-    env: SimulatedClock
-    trace: Trace
-    source: RequestSource
     scheduler: Scheduler
     together: Together
-    cost: EngineCost
-    recorder: RunRecorder
-    timeline: Timeline | None = None
-    rule: VerifyRule | None = None
+    rule: VerifyRule | None
 
     def __post_init__(self) -> None:
-        self.state = EngineState()
+        super().__post_init__()
         self._idle = True
 
     def submit(self, job: Job) -> None:
         """Queue a request, or count it as rejected if it could never finish."""
-        now = self.env.now
-        self.recorder.arrive(job.number, now, self.emitted)
         if not self.scheduler.admissible(job.prompt_tokens, job.output_tokens):
             self.recorder.rejected += 1
             self.source.completed()
             return
-        self.recorder.enter(now, 1)
-        self.recorder.carried += job.prompt_tokens
-        lookahead = self.scheduler.lookahead
-        sequence = ServedSequence(self.trace, job, lookahead, self.state, self.rule)
-        self.scheduler.arrive(Slot(job.number, job, now, sequence), busy=not self._idle)
+        self.scheduler.arrive(self.slot_of(job, self.rule), busy=not self._idle)
         self.wake()
 
     def run(self) -> Events:
         """Iterate until every request has left."""
-        while (yield from self.iterate()):
-            pass
-
-    def iterate(self) -> Generator[simpy.Event, Any, bool]:
-        """Run one iteration, or wait for a request; return False once no request will come."""
         env, state = self.env, self.state
-        plan = self.scheduler.next(self.source.more_to_come)
-        decode, chunks = plan
-        self._idle = not decode and not chunks
-        if self._idle:
-            if self.idle_for_good():
-                return False
-            yield self.sleep()
-            return True
-        state.batch = len(decode) or 1
-        rounds = step(self.together, decode) if decode else []
-        if self.scheduler.drafts_ahead:
-            state.scheduled = len(decode) + len(chunks)
-        cost = self.cost(decode, rounds, chunks)
-        start = env.now
-        seconds = cost.total_s
-        if not env.skip(seconds):
-            yield env.timeout(seconds)
-        now = env.now
-        self._account(start, now, plan, rounds, cost)
-        if rounds:
-            self._decoded(start, now, decode, rounds)
-        for chunk in chunks:
-            self.prefilled(chunk)
-        return True
+        while True:
+            plan = self.scheduler.next(self.source.more_to_come)
+            decode, chunks = plan
+            self._idle = not decode and not chunks
+            if self._idle:
+                if self.idle_for_good():
+                    return
+                yield self.sleep()
+                continue
+            state.batch = len(decode) or 1
+            rounds = step(self.together, decode) if decode else []
+            self.recorder.length_changes = self.together.changes
+            if self.scheduler.drafts_ahead:
+                state.scheduled = len(decode) + len(chunks)
+            cost = self.cost(decode, rounds, chunks)
+            start = env.now
+            seconds = cost.total_s
+            if not env.skip(seconds):
+                yield env.timeout(seconds)
+            self._account(start, plan, rounds, cost)
+            if rounds:
+                self._decoded(start, decode, rounds)
+            for chunk in chunks:
+                self.prefilled(chunk)
 
     @property
-    def unfinished(self) -> list[Slot]:
+    def unfinished(self) -> Sequence[Slot]:
         """Requests that wait or run."""
         return [*self.scheduler.waiting, *self.scheduler.running]
-
-    @property
-    def coverage(self) -> list[Coverage]:
-        """Count measured, interpolated and extrapolated passes, per model and phase."""
-        return self.cost.coverage
-
-    @property
-    def unpriced(self) -> list[str]:
-        """Return what happened at no cost because the table lacks its cells."""
-        return self.cost.unpriced
 
     def idle_for_good(self) -> bool:
         """Return True if no request will come any more and nothing is planned for the next
@@ -123,10 +90,8 @@ class EventEngine(Replica):
             raise DraftsimError("the scheduler found nothing to run with requests waiting")
         return False
 
-    def _account(
-        self, start: float, now: float, plan: Iteration, rounds: list[Round], cost: Seconds
-    ) -> None:
-        recorder = self.recorder
+    def _account(self, start: float, plan: Iteration, rounds: list[Round], cost: Seconds) -> None:
+        recorder, now = self.recorder, self.env.now
         recorder.iterations += 1
         recorder.busy_s += now - start
         running = len(self.scheduler.running)
@@ -136,35 +101,21 @@ class EventEngine(Replica):
         if self.timeline is not None:
             _draw(self.timeline, start, plan, rounds, cost)
 
-    def _decoded(self, start: float, now: float, slots: list[Slot], rounds: list[Round]) -> None:
-        recorder = self.recorder
-        on_time = emitted_all = drafted_all = accepted_all = forwards_all = 0
-        skip = recorder.skip
+    def _decoded(self, start: float, slots: list[Slot], rounds: list[Round]) -> None:
+        recorder, now = self.recorder, self.env.now
+        on_time = 0
         ended: list[Slot] = []
-        for slot, (_, drafted, accepted, emitted, forwards, _) in zip(slots, rounds, strict=True):
-            slot.context += emitted
-            slot.tokens += emitted
-            slot.steps += 1
-            slot.drafted += drafted
-            slot.accepted += accepted
-            slot.draft_forwards += forwards
-            emitted_all += emitted
-            drafted_all += drafted
-            accepted_all += accepted
-            forwards_all += forwards
+        for slot, outcome in zip(slots, rounds, strict=True):
+            recorder.count_round(slot, outcome)
             if slot.last_s != start:
                 recorder.gap(slot, now - slot.last_s)
-            elif slot.index >= skip:
+            elif slot.index >= recorder.skip:
                 on_time += 1
             slot.last_s = now
             if slot.decoder.ended:
                 ended.append(slot)
         if on_time:
             recorder.itl.add(now - start, on_time)
-        recorder.tokens += emitted_all
-        recorder.drafted += drafted_all
-        recorder.accepted += accepted_all
-        recorder.draft_forwards += forwards_all
         for slot in ended:
             self.leave(slot)
 
@@ -172,15 +123,12 @@ class EventEngine(Replica):
         """Note that prompt tokens were processed; the pass that ends a prompt emits the first
         token.
         """
-        slot, now = chunk.slot, self.env.now
+        slot = chunk.slot
         slot.prefilled += chunk.tokens
         slot.prefill_left -= chunk.tokens
         if slot.prefill_left or slot.tokens:
             return
-        slot.first_s = slot.last_s = now
-        slot.tokens = 1
-        slot.context += 1
-        self.recorder.tokens += 1
+        self.emit_first(slot)
         self.together.join(slot)
         slot.decoder.declare(self.together.reads)
         if slot.decoder.ended:
@@ -204,16 +152,14 @@ def _draw(
     wasted = sum(r.draft_forwards for r in rounds) - accepted
     prompts = ["prefill"] if plan.chunks else []
     sizes = {"batch": len(rounds), "prompt_tokens": sum(c.tokens for c in plan.chunks)}
-    if cost.draft_s:
-        label = " + ".join((["draft"] if accepted + wasted else []) + prompts)
-        timeline.device(1, "draft model", start, cost.draft_s, label, **sizes, drafted=drafted)
+    label = " + ".join((["draft"] if accepted + wasted else []) + prompts)
+    timeline.device(1, "draft model", start, cost.draft_s, label, **sizes, drafted=drafted)
     label = " + ".join(([("verify" if drafted else "decode")] if rounds else []) + prompts)
     timeline.device(
         0, "target model", start + cost.draft_s, cost.target_s, label,
         **sizes, drafted=drafted, accepted=accepted, wasted=wasted,
     )  # fmt: skip
-    if cost.host_s:
-        timeline.device(2, "host", start + cost.draft_s + cost.target_s, cost.host_s, "host")
+    timeline.device(2, "host", start + cost.draft_s + cost.target_s, cost.host_s, "host")
     timeline.tokens(start, cost.total_s, accepted, wasted)
     for slot, outcome in zip(plan.decode, rounds, strict=True):
         lost = outcome.draft_forwards - outcome.accepted
@@ -222,6 +168,5 @@ def _draw(
         if not slot.prefilled:
             since = max(slot.arrival_s, slot.last_s)
             label = "pre-empted" if slot.preemptions else "waiting"
-            if start > since:
-                timeline.request(slot.index, since, start - since, label)
+            timeline.request(slot.index, since, start - since, label)
         timeline.request(slot.index, start, cost.total_s, "prefill", tokens=tokens)

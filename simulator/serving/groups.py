@@ -7,6 +7,7 @@ its slowest has ended, timed from the end of the group's prefill.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import repeat
 from typing import Literal
 
 import numpy as np
@@ -24,10 +25,9 @@ class InOrder(Arrivals):
     """Every recorded request once, in the order of the trace, all there from the start."""
 
     def times(self, rng: np.random.Generator) -> Iterator[float]:
-        """Yield zero for every request."""
+        """Return zero for every request."""
         del rng
-        while True:
-            yield 0.0
+        return repeat(0.0)
 
     def jobs(self, trace: Trace, rng: np.random.Generator, requests: int | None) -> Iterator[Job]:
         """Yield one job per recorded request."""

@@ -9,28 +9,19 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections import deque
-from collections.abc import Generator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import simpy
 
 from policies.core import DraftPolicy, Round, drafting
-from simulator.pricing import HostCost, missing_hosts
 from simulator.serving.arrivals import Job
-from simulator.serving.outcome.metrics import RunRecorder
-from simulator.serving.outcome.timeline import Timeline
-from simulator.serving.passes import Coverage, PassReader
-from simulator.serving.sequence import EngineState, ServedSequence, Slot
-from simulator.serving.source import Events, Replica, RequestSource, SimulatedClock
+from simulator.serving.cost import MODELS
+from simulator.serving.sequence import Slot
+from simulator.serving.source import Events, Replica
 from traces.acceptance.tape import BLANK
-from traces.acceptance.trace import Trace
 from traces.errors import DraftsimError
-from traces.latency.table import LatencyTable
-
-Process = Generator[simpy.Event, Any, None]
-TRACKS = ("target", "draft")
-"""Models, in the order of their timeline tracks."""
 
 
 @dataclass(frozen=True)
@@ -56,38 +47,25 @@ class Devices:
         return a_s + self.interference * short, b_s + self.interference * short
 
 
+@dataclass(eq=False)
 class Overlapped(Replica):
     """A server of one stream at a time.  Subclass it and define `decode`."""
 
-    def __init__(
-        self,
-        env: SimulatedClock,
-        trace: Trace,
-        source: RequestSource,
-        policy: DraftPolicy,
-        latency: LatencyTable,
-        lookahead: int,
-        recorder: RunRecorder,
-        devices: Devices,
-        timeline: Timeline | None = None,
-    ) -> None:
-        self.env = env
-        self.trace = trace
-        self.source = source
-        self.policy = policy.for_run()
-        self.lookahead = lookahead
-        self.recorder = recorder
-        self.devices = devices
-        self.timeline = timeline
+    policy: DraftPolicy
+    devices: Devices
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.policy = self.policy.for_run()
         self.waiting: deque[Slot] = deque()
-        self._target = PassReader(latency, "target")
-        self._draft = PassReader(latency, "draft")
+        """Requests in order of arrival; the first is served until it ends."""
+        self._blank = not self.policy.reads
+        self._host = self.cost.hosts.at(1)
+        readers = self.cost.readers
+        self._target, self._draft = readers["target"], readers["later"]
         self._prefill = [
-            PassReader(latency, m, "prefill") for m in TRACKS if latency.has(m, "prefill")
+            readers[f"{model}_prefill"] for model in MODELS if f"{model}_prefill" in readers
         ]
-        self._blank = not policy.reads
-        self._host = HostCost(latency, bool(policy.reads)).at(1)
-        self._latency = latency
 
     @abstractmethod
     def decode(self, slot: Slot) -> Events:
@@ -95,12 +73,7 @@ class Overlapped(Replica):
 
     def submit(self, job: Job) -> None:
         """Queue a request."""
-        now = self.env.now
-        self.recorder.arrive(job.number, now, self.emitted)
-        self.recorder.enter(now, 1)
-        self.recorder.carried += job.prompt_tokens
-        decoder = ServedSequence(self.trace, job, self.lookahead, EngineState())
-        self.waiting.append(Slot(job.number, job, now, decoder))
+        self.waiting.append(self.slot_of(job))
         self.wake()
 
     def run(self) -> Events:
@@ -112,7 +85,7 @@ class Overlapped(Replica):
                     return
                 yield self.sleep()
                 continue
-            slot = self.waiting.popleft()
+            slot = self.waiting[0]
             start = env.now
             # The two prompts are independent: each device processes its own.
             prefill: Sequence[float] = [
@@ -124,41 +97,26 @@ class Overlapped(Replica):
                 yield env.timeout(max(prefill))
             if self.timeline is not None:
                 for read, seconds in zip(self._prefill, prefill, strict=True):
-                    track = TRACKS.index(read.model)
+                    track = MODELS.index(read.model)
                     self.timeline.device(track, f"{read.model} model", start, seconds, "prefill")
-                if start > slot.arrival_s:
-                    waited = start - slot.arrival_s
-                    self.timeline.request(slot.index, slot.arrival_s, waited, "waiting")
-                if env.now > start:
-                    self.timeline.request(slot.index, start, env.now - start, "prefill")
-            slot.first_s = slot.last_s = env.now
-            slot.tokens = 1
-            slot.context += 1
-            recorder.tokens += 1
+                waited_s = start - slot.arrival_s
+                self.timeline.request(slot.index, slot.arrival_s, waited_s, "waiting")
+                self.timeline.request(slot.index, start, env.now - start, "prefill")
+            self.emit_first(slot)
             slot.policy = self.policy.fresh()
             slot.decoder.declare(self.policy.reads)
             yield from self.decode(slot)
             recorder.busy_s += env.now - start
             recorder.peak_batch = 1
             recorder.batch.add(start, env.now, 1)
+            self.waiting.popleft()
             recorder.leave(slot, env.now)
             self.source.completed()
 
     @property
-    def unfinished(self) -> list[Slot]:
-        """Requests that wait."""
-        return list(self.waiting)
-
-    @property
-    def coverage(self) -> list[Coverage]:
-        """Count measured, interpolated and extrapolated passes, per model and phase."""
-        return [row for r in (self._target, self._draft, *self._prefill) for row in r.coverage]
-
-    @property
-    def unpriced(self) -> list[str]:
-        """Return what happened at no cost because the table lacks its cells."""
-        absent = [f"{m} prefill" for m in TRACKS if not self._latency.has(m, "prefill")]
-        return absent + missing_hosts(self._latency, bool(self.policy.reads))
+    def unfinished(self) -> Sequence[Slot]:
+        """Requests that wait or run."""
+        return self.waiting
 
     def block(self, slot: Slot, ahead: int, limit: int) -> list[Any]:
         """Return the tokens the policy drafts next, `ahead` tokens after the output so far.
@@ -186,20 +144,16 @@ class Overlapped(Replica):
         """Return seconds of a target pass over `tokens` tokens, and of the host's around it."""
         return self._target(1, max(tokens, 1), max(context - 1, 0)) + self._host.round_s
 
+    def draw(self, track: int, name: str, start: float, label: str, **args: int) -> None:
+        """Draw what a device did from `start` until now."""
+        if self.timeline is not None:
+            self.timeline.device(track, name, start, self.env.now - start, label, **args)
+
     def emit(self, slot: Slot, outcome: Round, draft: list[Any], wasted: int) -> None:
         """Book a verification's outcome at this moment; `wasted` drafts are lost by it."""
         recorder, now = self.recorder, self.env.now
         recorder.iterations += 1
-        recorder.tokens += outcome.emitted
-        recorder.drafted += outcome.drafted
-        recorder.accepted += outcome.accepted
-        recorder.draft_forwards += outcome.draft_forwards
-        slot.steps += 1
-        slot.tokens += outcome.emitted
-        slot.context += outcome.emitted
-        slot.drafted += outcome.drafted
-        slot.accepted += outcome.accepted
-        slot.draft_forwards += outcome.draft_forwards
+        recorder.count_round(slot, outcome)
         if outcome.emitted:
             recorder.gap(slot, now - slot.last_s)
             if self.timeline is not None:
@@ -257,9 +211,8 @@ class Pearl(Overlapped):
     def _busy(self, track: int, own_s: float, other_s: float, **args: int) -> Events:
         start = self.env.now
         yield self.env.timeout(self.devices.together(own_s, other_s)[0])
-        if self.timeline is not None and own_s:
-            name, label = (("target model", "verify"), ("draft model", "draft"))[track]
-            self.timeline.device(track, name, start, self.env.now - start, label, **args)
+        name, label = (("target model", "verify"), ("draft model", "draft"))[track]
+        self.draw(track, name, start, label, **args)
 
 
 class Dsi(Overlapped):
@@ -304,7 +257,7 @@ class Dsi(Overlapped):
             # Where plain decoding was first, tokens were confirmed that nobody had drafted.
             self.emit(slot, outcome, segment.draft, max(forwards - accepted, 0))
 
-    def _drafter(self, slot: Slot, segment: _Segment) -> Process:
+    def _drafter(self, slot: Slot, segment: _Segment) -> Events:
         env, run, left = self.env, segment.run, segment.left
         ahead = 0
         try:
@@ -312,7 +265,7 @@ class Dsi(Overlapped):
                 block = self.block(slot, ahead, min(self.lookahead, left - ahead))
                 began = env.now
                 yield env.timeout(self.passes_s(slot.context + ahead, len(block)) * self._slowed)
-                self._draw(1, "draft model", began, "draft", drafted=len(block))
+                self.draw(1, "draft model", began, "draft", drafted=len(block))
                 start, ahead = ahead, ahead + len(block)
                 decisive = run < ahead or ahead >= left or not block
                 segment.drafted = ahead
@@ -327,7 +280,7 @@ class Dsi(Overlapped):
 
     def _verifier(
         self, slot: Slot, ahead: int, tokens: int, segment: _Segment, decisive: bool
-    ) -> Process:
+    ) -> Events:
         start, label = self.env.now, "cancelled"
         seconds = self.verify_s(tokens + 1, slot.context + ahead) * self._slowed
         track = min(set(range(len(self._busy) + 1)) - self._busy)
@@ -339,15 +292,11 @@ class Dsi(Overlapped):
             return
         finally:
             self._busy.discard(track)
-            self._draw(2 + track, f"target server {track}", start, label, drafted=tokens)
+            self.draw(2 + track, f"target server {track}", start, label, drafted=tokens)
         if decisive and not segment.verdict.triggered:
             segment.verdict.succeed()
 
-    def _draw(self, track: int, name: str, start: float, label: str, **args: int) -> None:
-        if self.timeline is not None and self.env.now > start:
-            self.timeline.device(track, name, start, self.env.now - start, label, **args)
-
-    def _plain(self, slot: Slot, tokens: int) -> Process:
+    def _plain(self, slot: Slot, tokens: int) -> Events:
         start, label = self.env.now, "plain decoding, overtaken"
         seconds = sum(self.verify_s(1, slot.context + i) for i in range(tokens))
         try:
@@ -356,7 +305,7 @@ class Dsi(Overlapped):
         except simpy.Interrupt:
             return
         finally:
-            self._draw(0, "target model", start, label)
+            self.draw(0, "target model", start, label)
 
 
 class _Segment:

@@ -42,29 +42,13 @@ class Coverage(NamedTuple):
     context: Span
 
 
-class _Plan:
-    """A line of the grid at one (batch, width), and the passes read from it.
+class _Plan(NamedTuple):
+    """A line of the grid at one (batch, width), and the passes read from it."""
 
-    The piece last read holds the contexts ``start`` to ``stop``: ``base`` seconds at ``start`` and
-    ``slope`` per token.  A tally is [passes, lowest, highest context].
-    """
-
-    __slots__ = ("at_cut", "base", "inside", "line", "slope", "start", "stop", "tallies")
-
-    def __init__(self, line: Line | None) -> None:
-        self.line = line
-        self.tallies = [0, inf, -inf], [0, inf, -inf], [0, inf, -inf]
-        self.start, self.stop = inf, -inf
-        self.base = self.slope = 0.0
-        self.at_cut = self.inside = self.tallies[EXTRAPOLATED]
-
-    def move(self, line: Line, context: float) -> None:
-        """Make the piece that holds `context` the one read."""
-        cuts = line.cuts
-        i = max(bisect_right(cuts, context) - 1, 0)
-        self.start, self.stop = cuts[i], cuts[i + 1] if i + 1 < len(cuts) else inf
-        self.base, self.slope = line.seconds[i], line.slopes[i]
-        self.at_cut, self.inside = self.tallies[line.at_cut[i]], self.tallies[line.after[i]]
+    line: Line | None
+    """None where no batch and width measured surround it."""
+    tallies: tuple[list[float], ...]
+    """[passes, lowest, highest context] by origin."""
 
 
 class PassReader:
@@ -91,36 +75,37 @@ class PassReader:
         plan = self._plans.get((batch, new_tokens))
         if plan is None:
             plan = self._plan(batch, new_tokens)
-        if not plan.start <= context < plan.stop and plan.line is not None:
-            plan.move(plan.line, context)
-        tally = plan.inside if context != plan.start else plan.at_cut
+        line, tallies = plan
+        if line is None:
+            tally = tallies[EXTRAPOLATED]
+            sizes = (np.array([float(size)]) for size in (batch, new_tokens, context))
+            seconds = float(self._grid.read(*sizes)[0][0])
+        else:
+            i = max(bisect_right(line.cuts, context) - 1, 0)
+            cut = line.cuts[i]
+            tally = tallies[line.at_cut[i] if context == cut else line.after[i]]
+            seconds = line.seconds[i] + line.slopes[i] * (context - cut)
         passes, low, high = tally
         tally[0] = passes + 1
         # Contexts grow from round to round, so this is the usual case: no calls for it.
         if not low <= context <= high:
             tally[1] = context if context < low else low
             tally[2] = context if context > high else high
-        if plan.line is None:
-            sizes = (np.array([float(size)]) for size in (batch, new_tokens, context))
-            return float(self._grid.read(*sizes)[0][0])
-        return plan.base + plan.slope * (context - plan.start)
+        return seconds
 
     def run(self, batch: float, context: float, count: int) -> float:
         """Return seconds of `count` passes in a row, a token each, from `context` tokens on."""
         plan = self._plans.get((batch, 1.0))
         last = context + (count - 1)
-        if plan is None or not (plan.start < context and last < plan.stop and count > 0):
-            seconds = 0.0
-            for step in range(count):
-                seconds += self(batch, 1.0, context + step)
-            return seconds
-        tally = plan.inside
-        passes, low, high = tally
-        tally[0] = passes + count
-        if context < low or last > high:
-            tally[1] = context if context < low else low
-            tally[2] = last if last > high else high
-        return count * (plan.base + plan.slope * (0.5 * (context + last) - plan.start))
+        if count > 1 and plan is not None and plan.line is not None:
+            line, i = plan.line, bisect_right(plan.line.cuts, context)
+            stop = line.cuts[i] if i < len(line.cuts) else inf
+            if i and line.cuts[i - 1] < context and last < stop:
+                tally = plan.tallies[line.after[i - 1]]
+                tally[:] = tally[0] + count, min(context, tally[1]), max(last, tally[2])
+                middle = 0.5 * (context + last) - line.cuts[i - 1]
+                return count * (line.seconds[i - 1] + line.slopes[i - 1] * middle)
+        return sum((self(batch, 1.0, context + step) for step in range(count)), 0.0)
 
     @property
     def coverage(self) -> list[Coverage]:
@@ -141,7 +126,8 @@ class PassReader:
         if len(self._plans) >= PLANS:
             self._fold()
             self._plans.clear()
-        plan = self._plans[batch, width] = _Plan(self._grid.line(batch, width))
+        tallies = tuple([0, inf, -inf] for _ in ORIGINS)
+        plan = self._plans[batch, width] = _Plan(self._grid.line(batch, width), tallies)
         return plan
 
     def _fold(self) -> None:

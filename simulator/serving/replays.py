@@ -15,7 +15,6 @@ from policies.rules.base import VerifyRule
 from simulator.serving.arrivals import LONGEST, Job
 from simulator.serving.sequence import EngineState, ServedSequence
 from traces.acceptance.trace import Trace
-from traces.errors import DraftsimError
 
 NO_ROUNDS: Ints = np.empty((0, len(Round._fields)), np.int64)
 KEPT = 16
@@ -53,17 +52,15 @@ class RoundTable:
         self.reached = 1
         self.first = -1
         self._more = rounds
-        self._refusal: DraftsimError | None = None
+        self._refusal: Exception | None = None
 
     def replay(self, tokens: int) -> bool:
         """Replay until `tokens` output tokens have been emitted; True if that added rounds.
 
-        Raises what a replay raises, every time.
+        Raises what a replay raises before that, every time.
         """
         if self.reached >= tokens:
             return False
-        if self._refusal is not None:
-            raise self._refusal
         # In doubling steps, so that the rounds of a long request are laid out seldom.
         goal = max(tokens, min(2 * self.reached, LONGEST))
         new: list[Round] = []
@@ -73,11 +70,13 @@ class RoundTable:
                 self.reached = outcome.position + outcome.emitted
                 if self.reached >= goal:
                     break
-        except DraftsimError as error:
+        except Exception as error:
             # A generator that raised gives no more rounds, and tables are shared by runs.
             self._refusal = error
-            raise
-        self.rounds = np.concatenate([self.rounds, np.array(new, np.int64)])
+        if new:
+            self.rounds = np.concatenate([self.rounds, np.array(new, np.int64)])
+        if self._refusal is not None and self.reached < tokens:
+            raise self._refusal
         return True
 
 

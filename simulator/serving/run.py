@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from types import MappingProxyType
+from typing import Any
 
 import numpy as np
 import simpy
@@ -16,19 +18,16 @@ from policies.guard import UndeclaredSignal
 from policies.registry import describe
 from policies.rules.base import VerifyRule
 from policies.rules.registry import describe_rule
-from policies.together import Jointly, PerRequest, StopAtMean, Together, TruncateToMinimum
-from simulator.pricing import HostCost
-from simulator.serving.arrivals import Job
+from policies.together import together_of
+from simulator.serving.arrivals import ArrivalFile, Job
 from simulator.serving.compiled.engine import CompiledServing, ServedLoad
-from simulator.serving.cost import EngineCost
 from simulator.serving.engine import EventEngine
-from simulator.serving.outcome.metrics import RunRecorder, joined_recorders
+from simulator.serving.outcome.metrics import CutOff, RunRecorder, joined_recorders
 from simulator.serving.outcome.report import Run, ServeResult, joined_runs
 from simulator.serving.outcome.timeline import Timeline
 from simulator.serving.overlap import Dsi, Overlapped, Pearl
-from simulator.serving.routers import Idle, Router
-from simulator.serving.scenario import Mode, Scenario
-from simulator.serving.scheduler import Continuous, StaticBatches
+from simulator.serving.routers import Idle
+from simulator.serving.scenario import Scenario
 from simulator.serving.source import Replica, RequestSource, SimulatedClock
 from traces.acceptance.trace import Trace
 from traces.errors import DraftsimError
@@ -41,214 +40,110 @@ Policy = DraftPolicy | BatchPolicy
 OVERLAPPED: Mapping[str, type[Overlapped]] = {"pearl": Pearl, "dsi": Dsi}
 
 
-@dataclass(eq=False)
-class Front:
-    """Takes every request of a fleet and hands it to one of the replicas.
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Station(CompiledServing):
+    """Serves a scenario under one policy, by the compiled loop or by events.
 
     Parameters
     ----------
-    env:
-        The clock that the replicas share.
-    replicas, router, rng:
-        Replicas, the router that chooses among them, and its random generator.
-    marked:
-        Indices of the requests whose arrival every replica records.
-    """
-
-    env: simpy.Environment
-    replicas: Sequence[Replica]
-    router: Router
-    rng: np.random.Generator
-    marked: Container[int] = ()
-
-    def submit(self, job: Job) -> None:
-        """Hand a request to the replica that the router chooses."""
-        if job.number in self.marked:
-            for replica in self.replicas:
-                replica.recorder.mark(job.number, self.env.now, replica.emitted)
-        self.replicas[self.router.choose(job.number, self.replicas, self.rng)].submit(job)
-
-    def wake(self) -> None:
-        """Wake every replica, so that it looks at its queue again."""
-        for replica in self.replicas:
-            replica.wake()
-
-
-@dataclass(eq=False, kw_only=True)
-class Station:
-    """Builds the engines of a scenario under one policy, and runs them.
-
-    Parameters
-    ----------
-    trace, latency, policy, scenario, rule:
-        See `simulator.serving.run.simulate`.  Every engine has its own copies of policy and rule.
     name:
         Name of the policy.
-    lookahead:
-        The longest draft, for which slots are reserved.
-    expected:
-        Requests that will arrive at all replicas together.
+    rng:
+        Generator of the scenario's router.
+    timeline:
+        Timeline of the first replica.
     by_iteration:
         True: every iteration has an event of its own, even where the compiled loop would do.
-    advance, audit:
-        Called with the number of requests that have just left, and with every engine when a run
-        ends.
-
-    Raises
-    ------
-    DraftsimError
-        If mode and policy do not fit.
     """
 
-    trace: Trace
-    latency: LatencyTable
-    policy: Policy
-    scenario: Scenario
     name: str
-    lookahead: int
-    expected: int
-    rule: VerifyRule | None
+    rng: np.random.Generator
+    timeline: Timeline | None
     by_iteration: bool
-    advance: Callable[[int], None]
-    audit: Callable[[EventEngine], None] | None
-
-    def __post_init__(self) -> None:
-        check_mode(self.trace, self.latency, self.policy, self.scenario, self.rule)
-        self.skip = int(self.scenario.warmup * self.expected)
-
-    @property
-    def marked(self) -> tuple[int, int]:
-        """The requests whose arrivals are the ends of the measured window."""
-        return self.skip, self.expected - 1
 
     def run(
-        self,
-        jobs: Iterator[Job],
-        replicas: Sequence[int],
-        rng: np.random.Generator,
-        marks: Mapping[int, float] | None = None,
-        timeline: Timeline | None = None,
-    ) -> Run:
+        self, jobs: Iterator[Job], replicas: Sequence[int],
+        marks: Mapping[int, float] = MappingProxyType({}),
+    ) -> Run:  # fmt: skip
         """Serve `jobs` with these replicas of the fleet, on one clock.
 
-        With more than one the scenario's router chooses, from `rng`.  `marks` are the times of
-        the `marked` requests, for a replica that they may not arrive at.
+        With more than one the scenario's router chooses.  `marks` are the times of the `marked`
+        requests, for a replica that they may not arrive at.
         """
         began = time.perf_counter()
         scenario = self.scenario
-        compiled = CompiledServing(
-            self.trace, self.latency, self.policy, scenario, prepared_rule(self.rule, self.trace),
-            self.lookahead, self.skip, self.expected, self.advance,
-        )  # fmt: skip
-        events = self.by_iteration or timeline is not None or self.audit is not None
+        by_events = self.by_iteration or self.timeline is not None or not self.serves
         try:
-            if compiled.serves and not events:
-                served = compiled.run(jobs, replicas, rng, marks or {})
+            if by_events:
+                served = self._by_events(jobs, replicas, marks)
             else:
-                served = self._by_events(jobs, replicas, rng, marks or {}, timeline)
+                served = self.compiled(jobs, replicas, self.rng, marks)
         except UndeclaredSignal as error:
             raise error.by(self.policy) from None
         recorders = served.recorders
         recorder = recorders[0] if len(recorders) == 1 else joined_recorders(recorders)
         status = f"stopped at max_time_s={scenario.max_time_s:g}" if served.cut else "complete"
-        assumed = self._assumed()
+        assumed = self.latency.said_batch_free(scenario.largest_batch)
         lossless = "rejection-sampling" if self.trace.temperature > 0 else "exact"
+        # A file's lengths cut or repeat recordings; a lossy rule leaves them.
+        departs = assumed or self.lossy is not None or isinstance(scenario.arrivals, ArrivalFile)
         return Run(
             self.name, scenario, lossless if self.rule is None else describe_rule(self.rule),
-            self._fidelity(), recorder, served.coverage,
+            "approximate" if departs else fidelity_of(self.trace), recorder, served.coverage,
             [*served.unpriced, *([assumed] if assumed else [])], served.now_s,
-            time.perf_counter() - began, status, served.residual_s, self.trace.source,
+            time.perf_counter() - began, status, served.cut_off, self.trace.source,
             len(recorders),
         )  # fmt: skip
 
     def _by_events(
-        self, jobs: Iterator[Job], replicas: Sequence[int], rng: np.random.Generator,
-        marks: Mapping[int, float], timeline: Timeline | None,
-    ) -> ServedLoad:  # fmt: skip
+        self, jobs: Iterator[Job], replicas: Sequence[int], marks: Mapping[int, float]
+    ) -> ServedLoad:
         """Serve with an event for every iteration."""
-        scenario, arrivals = self.scenario, self.scenario.arrivals
-        env = SimulatedClock()
+        scenario, env = self.scenario, SimulatedClock()
         source = RequestSource(
-            env, jobs, arrivals.concurrency, arrivals.think_s, self.advance,
-            max(marks.values(), default=0.0),
-            HostCost(self.latency, reads=False).apart_s(arrivals.concurrency or 1),
+            env, jobs, scenario.arrivals, scenario.router, self.rng, self.marked, self.advance,
+            max(marks.values(), default=0.0), self.apart_s,
         )  # fmt: skip
-        engines = [
-            self._engine(
-                env, source, RunRecorder(self.skip, self.expected, replica=number),
-                timeline if number == 0 else None,
-            )
-            for number in replicas
-        ]  # fmt: skip
-        alone = engines[0] if len(engines) == 1 else None
-        server = alone or Front(env, engines, scenario.router, rng, self.marked)
+        engines = [self._engine(env, source, number) for number in replicas]
         processes = [env.process(engine.run()) for engine in engines]
-        ended = processes[0] if alone else env.all_of(processes)
         for index, at_s in marks.items():
             for engine in engines:
                 env.at(at_s).callbacks.append(partial(_mark, engine, index, at_s))
-        source.start(server)
-        if scenario.max_time_s is None:
-            env.run(until=ended)
-        else:
-            env.run(until=ended | env.timeout(scenario.max_time_s))
+        source.start(engines)
+        ended: simpy.Event = env.all_of(processes)
+        if scenario.max_time_s is not None:
+            ended |= env.timeout(scenario.max_time_s)
+        env.run(until=ended)
         for engine in engines:
             engine.recorder.enter(env.now, 0)
-            if isinstance(engine, EventEngine):
-                engine.recorder.length_changes = engine.together.changes
-                if self.audit is not None:
-                    self.audit(engine)
+        unfinished = [
+            (slot.index, slot.arrival_s, slot.first_s, slot.job.output_tokens)
+            for engine in engines for slot in engine.unfinished
+        ]  # fmt: skip
         return ServedLoad(
-            [engine.recorder for engine in engines], [c for e in engines for c in e.coverage],
-            engines[0].unpriced, env.now,
-            sum(env.now - slot.arrival_s for engine in engines for slot in engine.unfinished),
+            [engine.recorder for engine in engines],
+            [entry for engine in engines for entry in engine.cost.coverage],
+            engines[0].cost.unpriced, env.now, CutOff(*np.array(unfinished).reshape(-1, 4).T),
             any(process.is_alive for process in processes),
         )  # fmt: skip
 
-    def _engine(
-        self, env: SimulatedClock, source: RequestSource, recorder: RunRecorder,
-        timeline: Timeline | None,
-    ) -> Replica:  # fmt: skip
-        trace, latency, scenario, policy = self.trace, self.latency, self.scenario, self.policy
-        if isinstance(policy, DraftPolicy) and scenario.one_stream:
-            return OVERLAPPED[scenario.mode](
-                env, trace, source, policy, latency, self.lookahead, recorder, scenario.devices,
-                timeline,
-            )  # fmt: skip
-        kind = StaticBatches if scenario.mode.startswith("static") else Continuous
-        cost = EngineCost(
-            latency, bool(policy.reads), self.lookahead > 0 or scenario.drafter_loaded,
-            scenario.passes, trace.takes_verified,
-        )  # fmt: skip
+    def _engine(self, env: SimulatedClock, source: RequestSource, number: int) -> Replica:
+        trace, scenario, policy = self.trace, self.scenario, self.policy
+        recorder = RunRecorder(self.skip, self.expected, replica=number)
+        timeline = self.timeline if number == 0 else None
+        shared = env, source, trace, self.cost(), recorder, timeline, self.lookahead
+        if scenario.one_stream and isinstance(policy, DraftPolicy):
+            return OVERLAPPED[scenario.mode](*shared, policy, scenario.devices)
+        style: Any = scenario.mode.partition("-")[2] or "ragged"
         return EventEngine(
-            env, trace, source, kind(scenario.limits, self.lookahead),
-            _together(policy, scenario.mode), cost, recorder, timeline,
+            *shared, self.scheduler(),
+            together_of(policy, style, trace.vocab_size, guarded=True),
             prepared_rule(self.rule, trace),
         )  # fmt: skip
 
-    def _fidelity(self) -> str:
-        trace = self.trace
-        # A file's lengths cut or repeat recordings; a lossy rule leaves them.
-        if hasattr(self.scenario.arrivals, "rows"):
-            return "approximate"
-        if self._assumed() or (self.rule is not None and not self.rule.lossless):
-            return "approximate"
-        return fidelity_of(trace)
-
-    def _assumed(self) -> str:
-        """Return the assumptions, not measured, in the prices of a run's batches."""
-        return self.latency.said_batch_free(self.scenario.largest_batch)
-
 
 def _mark(engine: Replica, index: int, at_s: float, _: object = None) -> None:
-    engine.recorder.mark(index, at_s, engine.emitted)
-
-
-def _together(policy: Policy, mode: Mode) -> Together:
-    if isinstance(policy, BatchPolicy):
-        return Jointly(policy.fresh(), guarded=True)
-    styles = {"static-minimum": TruncateToMinimum, "static-mean": StopAtMean}
-    return styles.get(mode, PerRequest)(policy.for_run(), guarded=True)
+    engine.recorder.mark(index, at_s, engine.recorder.tokens)
 
 
 def check_mode(
@@ -304,19 +199,17 @@ def lookahead_of(policy: Policy, trace: Trace) -> int:
 def simulate(
     trace: Trace, latency: LatencyTable, policy: Policy, scenario: Scenario, *,
     name: str | None = None, rule: VerifyRule | None = None, replication: int = 0,
-    timeline: Timeline | None = None, audit: Callable[[EventEngine], None] | None = None,
-    advance: Callable[[int], None] = lambda _: None, by_iteration: bool = False,
-    only: Sequence[int] | None = None,
+    timeline: Timeline | None = None, advance: Callable[[int], None] = lambda _: None,
+    by_iteration: bool = False, only: Sequence[int] | None = None,
 ) -> Run:  # fmt: skip
     """Return one replication of `scenario` under `policy`.
 
     `rule` decides what is accepted; by default the recorded verdicts do.  One copy serves
     all requests of an engine, as in `traces.replay.run.replay`; overlapped modes take none.
-    `timeline` is of the first replica.  `audit` is called with every engine at the end of a run
-    of continuous or static batches, `advance` with the number of requests that have just left.
-    `by_iteration`, `timeline` and `audit` give every iteration an event of its own even where the
-    compiled loop would serve: slower, and the same to rounding.  `only` runs some of the replicas,
-    where they know nothing of each other (`Scenario.splits`):
+    `timeline` is of the first replica.  `advance` is called with the number of requests that have
+    just left.  `by_iteration` and `timeline` give every iteration an event of its own even where
+    the compiled loop would serve: slower, and the same to rounding.  `only` runs some of the
+    replicas, where they know nothing of each other (`Scenario.splits`):
     `simulator.serving.outcome.report.joined_runs` puts the runs of all together.
 
     Raises
@@ -335,22 +228,21 @@ def simulate(
     rng, choosing = (np.random.default_rng(np.random.SeedSequence(s)) for s in (seeds, [*seeds, 1]))
     jobs = scenario.arrivals.jobs(trace, rng, scenario.requests)
     expected = scenario.requests
-    if expected is None or hasattr(scenario.arrivals, "rows"):
+    if expected is None or isinstance(scenario.arrivals, ArrivalFile):
         listed = list(jobs)
         expected, jobs = len(listed), iter(listed)
     jobs = (Job(*job[:4], i) for i, job in enumerate(jobs))
     station = Station(
-        trace=trace, latency=latency, policy=policy, scenario=scenario, name=name,
-        lookahead=_longest_draft(policy, trace, scenario), expected=expected, rule=rule,
-        by_iteration=by_iteration, advance=advance, audit=audit,
+        trace=trace, latency=latency, policy=policy, scenario=scenario, rule=rule,
+        lookahead=_longest_draft(policy, trace, scenario), expected=expected, advance=advance,
+        name=name, rng=choosing, timeline=timeline, by_iteration=by_iteration,
     )  # fmt: skip
+    check_mode(trace, latency, policy, scenario, rule)
     replicas = range(scenario.replicas) if only is None else only
     if not scenario.splits:
-        return station.run(jobs, replicas, choosing, timeline=timeline)
+        return station.run(jobs, replicas)
     shares, marks = _shares(scenario, jobs, replicas, station.marked, choosing)
-    return joined_runs(
-        [station.run(iter(shares[i]), [i], choosing, marks, timeline) for i in replicas]
-    )
+    return joined_runs([station.run(iter(shares[i]), [i], marks) for i in replicas])
 
 
 def _longest_draft(policy: Policy, trace: Trace, scenario: Scenario) -> int:

@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass, field
 from typing import Literal
 
-from simulator.serving.arrivals import Arrivals
+from simulator.serving.arrivals import ArrivalFile, Arrivals
 from simulator.serving.overlap import Devices
 from simulator.serving.routers import RoundRobin, Router, describe_router
 from simulator.serving.scheduler import Limits
@@ -147,8 +147,10 @@ class Scenario:
     @property
     def count(self) -> int:
         """Requests that arrive in a run; 0 where only the arrivals decide."""
-        asked, rows = self.requests or 0, getattr(self.arrivals, "rows", None)
-        return asked if rows is None else min(asked or len(rows[0]), len(rows[0]))
+        if not isinstance(self.arrivals, ArrivalFile):
+            return self.requests or 0
+        there = len(self.arrivals.read.output)
+        return min(self.requests or there, there)
 
     @property
     def rate(self) -> float | None:

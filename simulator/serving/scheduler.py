@@ -132,23 +132,6 @@ class BlockPool:
         if not any(whose is not None and there for whose, there in free):
             free.clear()
 
-    @property
-    def holders(self) -> int:
-        """Requests that hold blocks."""
-        return len(self._held)
-
-    def audit(self) -> None:
-        """Check that no block is lost or held twice.
-
-        Raises
-        ------
-        AssertionError
-            If the count of used blocks and the holders disagree.
-        """
-        assert self.used == sum(self._held.values()), "the pool lost count of its blocks"
-        assert self.used >= 0, "more blocks came back than were taken"
-        assert self.blocks is None or self.used <= self.blocks, "more blocks in use than exist"
-
 
 MOST_BATCH = 65_536
 MOST_TOKENS = 2**31 - 1

@@ -77,13 +77,8 @@ class ServedSequence(ReplayDecoder):
     @property
     def load(self) -> Load:
         """The engine's iteration and this sequence's context."""
-        start = self._start + self.position
-        run = self._runs[start]
-        length: int | None = min(run, self._limit - self.position - 1)
-        if start in self._tape.unknown:
-            length = None
-        engine = self._engine
-        return Load(engine.batch, self.prompt + self.position, length, engine.scheduled)
+        engine, run = self._engine, super().load.run_length
+        return Load(engine.batch, self.prompt + self.position, run, engine.scheduled)
 
     @property
     def limit_left(self) -> int:
@@ -117,7 +112,7 @@ class ServedSequence(ReplayDecoder):
     def verify(self, draft: Sequence[Any]) -> int:
         """Check `draft`, move on, and return how many tokens were accepted."""
         accepted = self.judge(draft)
-        self._advance(accepted)
+        self.commit(accepted)
         return accepted
 
     def ends_after(self, accepted: int) -> bool:
@@ -126,9 +121,6 @@ class ServedSequence(ReplayDecoder):
 
     def commit(self, accepted: int) -> None:
         """Move on by `accepted` drafted tokens and the token of the verification."""
-        self._advance(accepted)
-
-    def _advance(self, accepted: int) -> None:
         position = self.position + accepted + 1
         if position < self._seam and position < self.length:
             self.position = position

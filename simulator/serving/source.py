@@ -3,17 +3,23 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Container, Generator, Iterator, Sequence
+from dataclasses import dataclass
 from heapq import heappush
-from typing import Any, Protocol
+from typing import Any
 
+import numpy as np
 import simpy
 from simpy.events import NORMAL
 
-from simulator.serving.arrivals import Job
+from policies.rules.base import VerifyRule
+from simulator.serving.arrivals import Arrivals, Job
+from simulator.serving.cost import EngineCost
 from simulator.serving.outcome.metrics import RunRecorder
-from simulator.serving.passes import Coverage
-from simulator.serving.sequence import Slot
+from simulator.serving.outcome.timeline import Timeline
+from simulator.serving.routers import Router
+from simulator.serving.sequence import EngineState, ServedSequence, Slot
+from traces.acceptance.trace import Trace
 
 
 class SimulatedClock(simpy.Environment):
@@ -49,54 +55,52 @@ class SimulatedClock(simpy.Environment):
 Events = Generator[simpy.Event, Any, None]
 
 
-class RequestServer(Protocol):
-    """A server that takes requests."""
-
-    def submit(self, job: Job) -> None:
-        """Queue a request."""
-        ...
-
-    def wake(self) -> None:
-        """Look at the queue again: something changed."""
-        ...
-
-
+@dataclass(eq=False)
 class RequestSource:
-    """Feeds requests to a queue: at their times, or as completions allow.
+    """Feeds requests to replicas: at their times, or as completions allow.
 
-    `advance` is called with the number of requests that have just left.  With open arrivals the
-    source does not report itself exhausted before `open_until_s`.  The first requests of a closed
-    loop are sent together and reach the queue one by one, `apart_s` from each other.
+    Parameters
+    ----------
+    env, jobs, arrivals:
+        The clock, the requests, and the arrivals that say when they come.
+    router, rng:
+        The router that chooses among several replicas, and its random generator.
+    marked:
+        Numbers of the requests whose arrival every replica records.
+    advance:
+        Called with the number of requests that have just left.
+    open_until_s:
+        With open arrivals the source does not report itself exhausted before that time.
+    apart_s:
+        Seconds between the first requests of a closed loop, which are sent together and reach the
+        queue one by one.
     """
 
-    def __init__(
-        self, env: SimulatedClock, jobs: Iterator[Job], concurrency: int | None, think_s: float,
-        advance: Callable[[int], None] = lambda _: None, open_until_s: float = 0.0,
-        apart_s: float = 0.0,
-    ) -> None:  # fmt: skip
-        self.env = env
-        self.advance = advance
+    env: SimulatedClock
+    jobs: Iterator[Job]
+    arrivals: Arrivals
+    router: Router
+    rng: np.random.Generator
+    marked: Container[int]
+    advance: Callable[[int], None]
+    open_until_s: float
+    apart_s: float
+
+    def __post_init__(self) -> None:
         self.exhausted = False
-        self._jobs = jobs
-        self._concurrency = concurrency
-        self._think_s = think_s
-        self._open_until_s = open_until_s
-        self._apart_s = apart_s
-        self._thinking = 0
-        self._due = 0
+        self._replicas: Sequence[Replica] = ()
+        self._thinking = self._due = 0
         self._submitting = False
 
-    def start(self, server: RequestServer) -> None:
-        """Begin to submit requests to `server`."""
-        self._server = server
-        if self._concurrency is None:
+    def start(self, replicas: Sequence[Replica]) -> None:
+        """Begin to submit requests to `replicas`."""
+        self._replicas = replicas
+        clients = self.arrivals.concurrency
+        if clients is None:
             self.env.process(self._open())
             return
-        for place in range(self._concurrency):
-            if self._apart_s * place > 0:
-                self.env.process(self._think(self._apart_s * place))
-            else:
-                self._submit_next()
+        for place in range(clients):
+            self._submit_after(self.apart_s * place)
 
     def completed(self, around_s: float = 0.0) -> None:
         """Let a closed loop send another request after one left.
@@ -105,36 +109,34 @@ class RequestSource:
         the next request's to the engine.
         """
         self.advance(1)
-        if self._concurrency is None:
-            return
-        if (wait_s := self._think_s + around_s) > 0:
-            self.env.process(self._think(wait_s))
-        else:
-            self._submit_next()
+        if self.arrivals.concurrency is not None:
+            self._submit_after(self.arrivals.think_s + around_s)
 
     @property
     def more_to_come(self) -> bool:
         """Return True if requests will arrive before any now in the system finishes."""
-        if self._concurrency is None:
+        if self.arrivals.concurrency is None:
             return not self.exhausted
         return self._thinking > 0
 
     def _open(self) -> Events:
-        for job in self._jobs:
+        for job in self.jobs:
             if job.arrival_s > self.env.now:
                 yield self.env.at(job.arrival_s)
-            self._server.submit(job)
-        if self._open_until_s > self.env.now:
-            yield self.env.at(self._open_until_s)
-        self.exhausted = True
-        self._server.wake()
+            self._submit(job)
+        if self.open_until_s > self.env.now:
+            yield self.env.at(self.open_until_s)
+        self._exhaust()
+
+    def _submit_after(self, wait_s: float) -> None:
+        if wait_s > 0:
+            # Counted at once: a server that plans before this process begins must know.
+            self._thinking += 1
+            self.env.process(self._think(wait_s))
+        else:
+            self._submit_next()
 
     def _think(self, wait_s: float) -> Events:
-        # Counted at once: a server that plans before this process begins must know.
-        self._thinking += 1
-        return self._thought(wait_s)
-
-    def _thought(self, wait_s: float) -> Events:
         yield self.env.timeout(wait_s)
         self._thinking -= 1
         self._submit_next()
@@ -147,25 +149,68 @@ class RequestSource:
         self._submitting = True
         while self._due:
             self._due -= 1
-            job = next(self._jobs, None)
+            job = next(self.jobs, None)
             if job is None:
-                self.exhausted = True
-                self._server.wake()
+                self._exhaust()
             else:
-                self._server.submit(job)
+                self._submit(job)
         self._submitting = False
 
+    def _submit(self, job: Job) -> None:
+        replicas = self._replicas
+        if job.number in self.marked:
+            for replica in replicas:
+                replica.recorder.mark(job.number, self.env.now, replica.recorder.tokens)
+        at = self.router.choose(job.number, replicas, self.rng) if len(replicas) > 1 else 0
+        replicas[at].recorder.arrived += 1
+        replicas[at].submit(job)
 
+    def _exhaust(self) -> None:
+        self.exhausted = True
+        for replica in self._replicas:
+            replica.wake()
+
+
+@dataclass(eq=False)
 class Replica(ABC):
-    """A server with a queue of its own: alone, or one of a fleet's."""
+    """A server with a queue of its own: alone, or one of a fleet's.
+
+    Parameters
+    ----------
+    env, source:
+        The clock, and what feeds requests.
+    trace, cost:
+        The recording that requests replay, and what passes cost.
+    recorder, timeline:
+        Where the run is recorded and, if so, drawn.
+    lookahead:
+        The longest draft.
+    """
 
     env: SimulatedClock
+    source: RequestSource
+    trace: Trace
+    cost: EngineCost
     recorder: RunRecorder
-    _wakeup: simpy.Event | None = None
+    timeline: Timeline | None
+    lookahead: int
+
+    def __post_init__(self) -> None:
+        self.state = EngineState()
+        self._wakeup: simpy.Event | None = None
 
     @abstractmethod
     def submit(self, job: Job) -> None:
         """Queue a request."""
+
+    @abstractmethod
+    def run(self) -> Events:
+        """Serve until no request is left."""
+
+    @property
+    @abstractmethod
+    def unfinished(self) -> Sequence[Slot]:
+        """Requests that wait or run."""
 
     def sleep(self) -> simpy.Event:
         """Return an event for the next request to arrive."""
@@ -177,29 +222,20 @@ class Replica(ABC):
         if self._wakeup is not None and not self._wakeup.triggered:
             self._wakeup.succeed()
 
-    @abstractmethod
-    def run(self) -> Events:
-        """Serve until no request is left."""
+    def slot_of(self, job: Job, rule: VerifyRule | None = None) -> Slot:
+        """Return the slot of a request that enters the system now."""
+        now = self.env.now
+        self.recorder.enter(now, 1)
+        self.recorder.carried += job.prompt_tokens
+        sequence = ServedSequence(self.trace, job, self.lookahead, self.state, rule)
+        return Slot(job.number, job, now, sequence)
 
-    @property
-    @abstractmethod
-    def unfinished(self) -> list[Slot]:
-        """Requests that a bound of the run cut off."""
-
-    @property
-    @abstractmethod
-    def coverage(self) -> list[Coverage]:
-        """Count measured, interpolated and extrapolated passes, per model and phase."""
-
-    @property
-    @abstractmethod
-    def unpriced(self) -> list[str]:
-        """Return what happened at no cost because the table lacks its cells."""
-
-    @property
-    def emitted(self) -> int:
-        """Tokens emitted by now."""
-        return self.recorder.tokens
+    def emit_first(self, slot: Slot) -> None:
+        """Record the first token, which the pass that ends a prompt emits."""
+        slot.first_s = slot.last_s = self.env.now
+        slot.tokens = 1
+        slot.context += 1
+        self.recorder.tokens += 1
 
     @property
     def requests(self) -> int:
@@ -209,4 +245,4 @@ class Replica(ABC):
     @property
     def tokens(self) -> int:
         """Tokens of the requests that wait or run: of their prompts, and emitted by now."""
-        return self.recorder.carried + self.emitted
+        return self.recorder.carried + self.recorder.tokens

@@ -17,14 +17,8 @@ from policies.from_file import identity
 from policies.lengths.basic import Autoregressive
 from policies.rules.base import VerifyRule
 from simulator.executors import Executor, Local
-from simulator.serving.arrivals import (
-    ArrivalFile,
-    ClosedLoop,
-    Deterministic,
-    Poisson,
-    arrivals_of,
-    compared,
-)
+from simulator.serving.arrivals import ArrivalFile, AtRate, ClosedLoop, arrivals_of
+from simulator.serving.outcome.metrics import compared
 from simulator.serving.outcome.report import Run, ServeResult, joined_runs
 from simulator.serving.outcome.results import ResultsFile, restored
 from simulator.serving.outcome.timeline import Timeline
@@ -40,6 +34,10 @@ BATCHES = (1, 2, 4, 8, 16, 32, 64)
 """Served where no load is named and passes are taken to cost the same at every batch."""
 A_PART = 100_000
 """Requests of a part, about: every part goes through the arrivals of all."""
+
+
+def _ignored(count: int) -> None:
+    """Ignore the number: other processes can import this function."""
 
 
 class ServingPart(NamedTuple):
@@ -63,7 +61,7 @@ class ServingRunner:
     policies: Mapping[str, Policy]
     scenarios: Sequence[Scenario]
     rule: VerifyRule | None = None
-    advance: Callable[[int], None] | None = None
+    advance: Callable[[int], None] = _ignored
     """Called with the number of requests that have just left; cannot follow to another process."""
     timeline: Timeline | None = None
 
@@ -72,7 +70,7 @@ class ServingRunner:
         return simulate(
             self.trace, self.latency, self.policies[part.policy], self.scenarios[part.scenario],
             name=part.policy, rule=self.rule, replication=part.replication, only=part.only,
-            timeline=self.timeline if part.drawn else None, advance=self.advance or _ignored,
+            timeline=self.timeline if part.drawn else None, advance=self.advance,
         )  # fmt: skip
 
     def parts(self, scenario: int, policy: str, drawn: bool = False) -> list[ServingPart]:
@@ -115,10 +113,6 @@ def shares_of(scenario: Scenario) -> list[tuple[int, ...] | None]:
     return [tuple(range(a, b)) for a, b in pairwise(ends)]
 
 
-def _ignored(count: int) -> None:
-    del count
-
-
 Progress = Callable[[int, int, str], None]
 """Called with the runs finished, their total, and what was just finished."""
 
@@ -157,7 +151,7 @@ def over_rates(base: Scenario, rates: Sequence[float]) -> list[Scenario]:
                     f"arrivals file {arrivals.path} spans no time: its rate cannot be scaled"
                 )
             scenarios.append(replace(base, arrivals=arrivals.scaled(rate / own)))
-        elif isinstance(arrivals, Poisson | Deterministic):
+        elif isinstance(arrivals, AtRate):
             scenarios.append(replace(base, arrivals=replace(arrivals, per_second=rate)))
         else:
             raise DraftsimError("a closed loop has no rate to sweep: give open arrivals")
@@ -212,7 +206,7 @@ def sweep(
     trace: Trace, latency: LatencyTable, policies: Mapping[str, Policy],
     scenarios: Sequence[Scenario], *, rule: VerifyRule | None = None,
     path: str | Path | None = None, meta: Mapping[str, Any] | None = None,
-    progress: Progress | None = None, advance: Callable[[int], None] = lambda _: None,
+    progress: Progress = lambda *_: None, advance: Callable[[int], None] = lambda _: None,
     timeline: Timeline | None = None, rows: list[dict[str, Any]] | None = None,
     executor: Executor | None = None, say: Callable[[str], None] = lambda _: None,
 ) -> list[dict[str, Any]]:  # fmt: skip
@@ -239,39 +233,36 @@ def sweep(
         for policy in policies.values():
             check_mode(trace, latency, policy, scenario, rule)
     rows = [] if rows is None else rows
-    drawn = next((n for n, p in policies.items() if not isinstance(p, Autoregressive)), None)
+    plain = {name for name, policy in policies.items() if isinstance(policy, Autoregressive)}
     here = executor is None
     bench = ServingRunner(
-        trace, latency, policies, scenarios, rule, advance if here else None,
+        trace, latency, policies, scenarios, rule, advance if here else _ignored,
         timeline if here else None,
     )  # fmt: skip
     pairs = [(at, name) for at in range(len(scenarios)) for name in policies]
+    # What is drawn is served again: the file of rows does not hold it.
+    first = next((n for n, (_, name) in enumerate(pairs) if name not in plain), 0)
+    drawn = {first} if timeline is not None else set()
     key = bench.key() if path is not None else None
     file = ResultsFile(path, meta, key=key, say=say) if path is not None else None
     with file or nullcontext():
         found = {n: restored(row) for n, row in (file.kept if file is not None else {}).items()}
         rows[:] = found.values()
-        if rows and progress is not None:
+        if rows:
             progress(len(rows), len(pairs), rows[-1]["policy"])
-        shown = {n for n, (at, name) in enumerate(pairs) if at == 0 and name == (drawn or name)}
-        # What is drawn is served again: the file of rows does not hold it.
-        again = shown if timeline is not None else set()
-        missing = [n for n in range(len(pairs)) if n not in found or n in again]
-        groups = [bench.parts(*pairs[n], n in shown) for n in missing]
+        missing = [n for n in range(len(pairs)) if n not in found or n in drawn]
+        groups = [bench.parts(*pairs[n], n in drawn) for n in missing]
         for n, runs in zip(missing, _gathered(bench, groups, executor, advance), strict=True):
             at, name = pairs[n]
             row = ServeResult(scenarios[at], {name: runs}).rows()[0]
-            own = [found[i] for i in range(at * len(policies), n) if i in found]
-            plain = next((r for r in own if isinstance(policies[r["policy"]], Autoregressive)), row)
-            row |= compared_with(
-                plain if isinstance(policies[plain["policy"]], Autoregressive) else None, row
-            )
+            before = [found[i] for i in range(at * len(policies), n) if i in found]
+            rival = next((r for r in [*before, row] if r["policy"] in plain), None)
+            row |= compared_with(rival, row)
             found[n] = row
             if file is not None and n not in file.kept:
                 file.add(row, n)
             rows[:] = [found[i] for i in sorted(found)]
-            if progress is not None:
-                progress(len(rows), len(pairs), name)
+            progress(len(rows), len(pairs), name)
     return rows
 
 
@@ -358,8 +349,5 @@ def against_measured(
             several = served["tokens"].to_numpy() > 1
             for part in (ours, theirs):
                 part["tpot_s"] = part["tpot_s"][several]
-            found += [
-                {"policy": name, **row._asdict(), "error": row.error}
-                for row in compared(ours, theirs)
-            ]
+            found += [{"policy": name, **row} for row in compared(ours, theirs)]
     return found

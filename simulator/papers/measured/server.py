@@ -17,7 +17,8 @@ from policies.arrays import Floats
 from policies.lengths.basic import Autoregressive
 from simulator.papers.measured.rows import Evidence, evidence
 from simulator.serving import ArrivalFile, Limits, Scenario, simulate
-from simulator.serving.arrivals import METRICS, Requests, compared, read_requests
+from simulator.serving.arrivals import METRICS, Requests, read_requests
+from simulator.serving.outcome.metrics import compared
 from traces.acceptance.synthetic import synthetic_trace
 from traces.errors import DraftsimError
 from traces.store.recordings import find_latency
@@ -53,9 +54,12 @@ def server_rows(folder: Path) -> list[Evidence]:
     ours = served(real)
     given = "operators and the server's settings"
     rows = [
-        evidence(SERVER, f"{given}: {SERVED}", f"{metric[:-2]} {label}, s", predicted, measured)
-        for metric, label, predicted, measured in compared(ours.requests, real.measured)
-    ]
+        evidence(
+            SERVER, f"{given}: {SERVED}", f"{row['metric'][:-2]} {row['statistic']}, s",
+            row["predicted"], row["measured"],
+        )
+        for row in compared(ours.requests, real.measured)
+    ]  # fmt: skip
     for name in METRICS:
         predicted, measured = ours.requests[name], real.measured[name]
         rows += [

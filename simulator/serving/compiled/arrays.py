@@ -295,17 +295,12 @@ def requests_of(
     requests.arrival_s, requests.sequence, requests.number = arrival_s, sequence, number
     requests.prompt = requests.prefill_left = requests.context = prompt
     requests.output, requests.replica = output, replica
-    requests.recorded = _recorded(trace)[sequence]
+    requests.recorded = np.diff(np.asarray(trace.request_starts, np.int64))[sequence]
     requests.counted = number >= skip
     requests.admissible = scheduler.admissible(prompt, output)
     requests.catch_up, requests.next = 1, NOBODY
     requests.first_s = requests.last_s = -1.0
     return requests
-
-
-def _recorded(trace: Trace) -> Ints:
-    found: Ints = np.diff(np.asarray(trace.request_starts, np.int64)).astype(np.int64)
-    return found
 
 
 def nothing_seen(replicas: int) -> Records:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import islice
 from threading import Timer
 from typing import Any, NamedTuple
@@ -14,30 +14,28 @@ import numpy as np
 
 from policies.batch.base import BatchPolicy, Planned, planned_of
 from policies.core import DraftPolicy, speculate
+from policies.lengths.basic import Fixed
 from policies.rules.base import VerifyRule
 from policies.vectorised import plan_of
-from simulator.pricing import HostCost
+from simulator.pricing import scalar_seconds
 from simulator.serving.arrivals import Job
 from simulator.serving.compiled import arrays
 from simulator.serving.cost import COMPOSED, PLACES, EngineCost
-from simulator.serving.outcome.metrics import RunRecorder, Series
+from simulator.serving.outcome.metrics import COUNTS, CutOff, RunRecorder, Series
 from simulator.serving.passes import ORIGINS, Coverage, Span
 from simulator.serving.replays import NO_ROUNDS, Replays, clock_free, replays_of
 from simulator.serving.routers import Idle
 from simulator.serving.scenario import Scenario
-from simulator.serving.scheduler import Continuous, StaticBatches
+from simulator.serving.scheduler import Continuous, Scheduler, StaticBatches
 from simulator.serving.sequence import EngineState, ServedSequence
 from traces.acceptance.trace import Trace
 from traces.errors import DraftsimError
+from traces.latency.schema import SERVER
 from traces.latency.table import LatencyTable
+from traces.replay.scores import prepared_rule
 
 LISTED = 4096
 """Requests of a bounded run that are listed first; each time as many more as there are already."""
-COUNTERS = (
-    "arrived", "rejected", "in_system", "carried", "peak_batch", "iterations", "length_changes",
-    "busy_s", "area_s", "tokens", "drafted", "accepted", "draft_forwards",
-)  # fmt: skip
-"""Fields that a replica's state shares with `RunRecorder`."""
 PATIENCE_S = 1.5
 """Seconds after which a run says that it compiles: loading what is compiled takes less."""
 
@@ -49,23 +47,9 @@ class ServedLoad(NamedTuple):
     coverage: list[Coverage]
     unpriced: list[str]
     now_s: float
-    residual_s: float
-    """Seconds in the system of the requests that a bound cut off."""
+    cut_off: CutOff
     cut: bool
     """True if the bound of time ended the run."""
-
-
-class PlannedLength(DraftPolicy):
-    """Drafts as long as `planned` says."""
-
-    def __init__(self, planned: Planned) -> None:
-        self.planned = planned
-
-    def keep_drafting(self, draft: Sequence[Any]) -> bool:
-        return len(draft) < self.planned.passes
-
-    def submit(self, draft: Sequence[Any]) -> int:
-        return min(len(draft), self.planned.verified)
 
 
 def lengths_of(
@@ -87,18 +71,19 @@ def lengths_of(
     return [Planned(plan.cap, plan.cap)] * (most + 1)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class CompiledServing:
-    """Serves a scenario under one policy whose rounds need no clock.
+    """A scenario under one policy, which the compiled loop serves if its rounds need no clock.
 
     Parameters
     ----------
     trace, latency, policy, scenario, rule:
-        The arguments of `simulator.serving.run.simulate`.
+        The arguments of `simulator.serving.run.simulate`.  Every engine has its own copies of
+        policy and rule.
     lookahead:
-        Draft slots reserved per request.
-    skip, expected:
-        Requests that statistics leave out, and all that will arrive at all replicas.
+        The longest draft, for which slots are reserved.
+    expected:
+        Requests that will arrive at all replicas together.
     advance:
         Called with the number of requests that have just left.
     """
@@ -109,9 +94,18 @@ class CompiledServing:
     scenario: Scenario
     rule: VerifyRule | None
     lookahead: int
-    skip: int
     expected: int
     advance: Callable[[int], None]
+
+    @property
+    def skip(self) -> int:
+        """Requests that statistics leave out."""
+        return int(self.scenario.warmup * self.expected)
+
+    @property
+    def marked(self) -> tuple[int, int]:
+        """The requests whose arrivals are the ends of the measured window."""
+        return self.skip, self.expected - 1
 
     @property
     def most(self) -> int:
@@ -119,10 +113,35 @@ class CompiledServing:
         own = self.scenario.limits.max_batch
         return max(min(own, self.expected, self.scenario.arrivals.concurrency or own), 1)
 
+    @property
+    def apart_s(self) -> float:
+        """Seconds between the first requests of a closed loop at a server's engine."""
+        clients = self.scenario.arrivals.concurrency
+        return scalar_seconds(self.latency, SERVER, "apart", clients or 1)
+
+    def cost(self) -> EngineCost:
+        """Return the prices of an engine."""
+        scenario = self.scenario
+        speculates = scenario.one_stream or self.lookahead > 0 or scenario.drafter_loaded
+        reads = bool(self.policy.reads)
+        return EngineCost(
+            self.latency, reads, speculates, scenario.passes, self.trace.takes_verified
+        )
+
+    def scheduler(self) -> Scheduler:
+        """Return the scheduler of an engine."""
+        kind = StaticBatches if self.scenario.mode.startswith("static") else Continuous
+        return kind(self.scenario.limits, self.lookahead)
+
+    @property
+    def lossy(self) -> VerifyRule | None:
+        """The rule, if it is lossy; else the recorded verdicts decide."""
+        return None if self.rule is None or self.rule.lossless else self.rule
+
     @cached_property
     def lengths(self) -> list[Planned] | None:
         """Draft lengths by the number of requests, where that decides (`lengths_of`)."""
-        return lengths_of(self.policy, self.rule, self.most)
+        return lengths_of(self.policy, self.lossy, self.most)
 
     @property
     def serves(self) -> bool:
@@ -137,11 +156,11 @@ class CompiledServing:
             and scenario.passes == "ragged"
             and (
                 self.lengths is not None
-                or (isinstance(self.policy, DraftPolicy) and clock_free(self.policy, self.rule))
+                or (isinstance(self.policy, DraftPolicy) and clock_free(self.policy, self.lossy))
             )
         )  # fmt: skip
 
-    def run(
+    def compiled(
         self, jobs: Iterator[Job], replicas: Sequence[int], rng: np.random.Generator,
         marks: Mapping[int, float],
     ) -> ServedLoad:  # fmt: skip
@@ -163,25 +182,17 @@ class _Running:
         self, serving: CompiledServing, jobs: Iterator[Job], replicas: Sequence[int],
         rng: np.random.Generator, marks: Mapping[int, float],
     ) -> None:  # fmt: skip
-        scenario = serving.scenario
-        kind = Continuous if scenario.mode == "continuous" else StaticBatches
         self._of, self._more, self._replicas, self._rng = serving, jobs, replicas, rng
-        self._scheduler = kind(scenario.limits, serving.lookahead)
-        self._cost = EngineCost(
-            serving.latency, bool(serving.policy.reads),
-            serving.lookahead > 0 or scenario.drafter_loaded,
-            takes_verified=serving.trace.takes_verified,
-        )  # fmt: skip
+        self._scheduler, self._cost = serving.scheduler(), serving.cost()
         self._jobs: list[Job] = []
         self._advanced = 0
         self._lengths = serving.lengths
         self._replays: Replays | None = None
+        rule = prepared_rule(serving.rule, serving.trace)
         if self._lengths is None:
             assert isinstance(serving.policy, DraftPolicy)
-            self._replays = replays_of(
-                serving.trace, serving.policy, serving.rule, serving.lookahead
-            )
-        self._marks = _marks(marks, serving.skip, serving.expected)
+            self._replays = replays_of(serving.trace, serving.policy, rule, serving.lookahead)
+        self._marks = _marks(marks, serving.marked)
         self._engine = self._arrays(max(marks.values(), default=0.0))
         self._list()
 
@@ -226,11 +237,10 @@ class _Running:
         clock.comes_s = arrays.NOBODY if clients is None else np.inf
         clock.active, clock.alive, clock.order = arrays.NOBODY, count, count
         thinking = zeros(arrays.THINK, clients or 1)
-        apart_s = HostCost(serving.latency, reads=False).apart_s(clients or 1)
         if clients is not None:
-            later = clients - 1 if apart_s > 0 else 0
+            later = clients - 1 if serving.apart_s > 0 else 0
             clock.wanted = clients - later
-            thinking.at_s[:later] = apart_s * np.arange(1, later + 1)
+            thinking.at_s[:later] = serving.apart_s * np.arange(1, later + 1)
             thinking.order[:later] = np.arange(count + 1, count + later + 1)
             clock.think_count = later
             clock.order += later
@@ -305,7 +315,7 @@ class _Running:
         served = ServedSequence(serving.trace, job, serving.lookahead, EngineState())
         while served.position < request.tokens:
             served.commit(int(request.tokens) - served.position - 1)
-        next(speculate(served, PlannedLength(self._lengths[state.asked])))
+        next(speculate(served, Fixed(int(self._lengths[state.asked].passes))))
 
     def _served(self, now_s: float, cut: bool) -> ServedLoad:
         engine = self._engine
@@ -317,8 +327,8 @@ class _Running:
         ]
         coverage = [entry for seen in engine.seen for entry in self._coverage(seen)]
         inside = requests[requests.entered & ~requests.left]
-        residual_s = float((now_s - inside.arrival_s).sum())
-        return ServedLoad(recorders, coverage, self._cost.unpriced, now_s, residual_s, cut)
+        cut_off = CutOff(inside.number, inside.arrival_s, inside.first_s, inside.output)
+        return ServedLoad(recorders, coverage, self._cost.unpriced, now_s, cut_off, cut)
 
     def _recorder(self, place: int, number: int, left: Any, now_s: float) -> RunRecorder:
         engine = self._engine
@@ -328,7 +338,7 @@ class _Running:
             self._of.skip, self._of.expected, number, _changed_s=float(state.changed_s),
             batch=Series.of(sums[0], *state.batch.tolist()),
             kv_blocks=Series.of(sums[1], *state.kv_blocks.tolist()),
-            **{name: state[name].item() for name in COUNTERS},
+            **{name: state[name].item() for name in COUNTS},
         )  # fmt: skip
         columns = {
             "index": left.number, "sequence": left.sequence, "prompt_tokens": left.prompt,
@@ -350,7 +360,7 @@ class _Running:
         return recorder
 
     def _coverage(self, seen: Any) -> Iterator[Coverage]:
-        """Yield what was read, in the order of `IterationCost.coverage`."""
+        """Yield what was read, in the order of `EngineCost.coverage`."""
         *readers, composed = seen
         for place, by_origin in zip(PLACES, readers, strict=True):
             phases = self._cost.phases.get(place)
@@ -367,13 +377,13 @@ def _covered(phases: tuple[str, str], origin: str, sizes: Any) -> Coverage:
     return Coverage(*phases, origin, passes, *spans)
 
 
-def _marks(marks: Mapping[int, float], skip: int, expected: int) -> Any:
+def _marks(marks: Mapping[int, float], marked: tuple[int, int]) -> Any:
     """Return the ends of the measured window: at given times, or where a request arrives."""
     timed = sorted(marks.items(), key=lambda mark: mark[1])
     if timed:
         rows = [(arrays.NOBODY, index, at_s, False) for index, at_s in timed]
     else:
-        rows = [(index, index, 0.0, False) for index in sorted({skip, expected - 1})]
+        rows = [(index, index, 0.0, False) for index in sorted({*marked})]
     return np.array(rows, arrays.MARK).view(np.recarray)
 
 
@@ -381,17 +391,11 @@ def _patiently(run: Callable[..., Any], engine: arrays.Arrays) -> Any:
     """Run the loop; say so where its first call has to compile it."""
     if getattr(run, "signatures", ()):
         return run(engine)
-    said = Timer(PATIENCE_S, _say)
+    text = "draftsim compiles its serving loop, once after every installation: some 20 s"
+    said = Timer(PATIENCE_S, partial(print, text, file=sys.stderr))
     said.daemon = True
     said.start()
     try:
         return run(engine)
     finally:
         said.cancel()
-
-
-def _say() -> None:
-    print(
-        "draftsim compiles its serving loop, once after every installation: some 20 s",
-        file=sys.stderr,
-    )

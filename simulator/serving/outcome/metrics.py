@@ -4,27 +4,48 @@ from __future__ import annotations
 
 import math
 from array import array
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from policies.arrays import Floats
+from policies.arrays import Floats, Ints
+from policies.core import Round
 from simulator.serving.sequence import Slot
 
 QUANTILES = {"p50": 0.5, "p95": 0.95, "p99": 0.99}
-HELD = 4096
-"""Values that wait to be counted together: numpy is slow on few."""
+COMPARED = {"p50": 0.5, "p90": 0.9, "p95": 0.95, "p99": 0.99}
+"""Quantiles that predicted and measured requests are compared at."""
 NOTHING = {"mean": math.nan, **dict.fromkeys(QUANTILES, math.nan)}
 
 
-def summary(values: Floats) -> dict[str, float]:
-    """Return the mean, p50, p95 and p99 of `values`; NaN if there are none."""
+def summary(values: Floats, quantiles: Mapping[str, float] = QUANTILES) -> dict[str, float]:
+    """Return the mean and the `quantiles` of `values`; NaN if there are none."""
     if not len(values):
         return dict(NOTHING)
-    at = np.quantile(values, list(QUANTILES.values()))
-    return {"mean": float(values.mean()), **dict(zip(QUANTILES, at.tolist(), strict=True))}
+    at = np.quantile(values, list(quantiles.values()))
+    return {"mean": float(values.mean()), **dict(zip(quantiles, at.tolist(), strict=True))}
+
+
+def compared(
+    predicted: Mapping[str, Floats], measured: Mapping[str, Floats]
+) -> list[dict[str, Any]]:
+    """Return a row for each statistic of each metric of the same requests, with its error."""
+    found = []
+    for metric, values in measured.items():
+        if not len(values):  # no output has a second token
+            continue
+        ours = summary(np.asarray(predicted[metric], dtype=float), COMPARED)
+        found += [
+            {
+                "metric": metric, "statistic": name, "predicted": ours[name], "measured": value,
+                "error": ours[name] / value - 1 if value else math.nan,
+            }
+            for name, value in summary(values, COMPARED).items()
+        ]  # fmt: skip
+    return found
 
 
 class Histogram:
@@ -38,21 +59,20 @@ class Histogram:
     def __init__(self) -> None:
         self.count = 0
         self.total = 0.0
-        self._bins: dict[int, int] = {}
+        self._bins: Counter[int] = Counter()
 
     def add(self, value: float, times: int = 1) -> None:
         """Count `value` `times` times; values below a nanosecond share one bin."""
         self.count += times
         self.total += value * times
         at = math.floor(math.log(value if value > 1e-9 else 1e-9) / self.WIDTH)
-        self._bins[at] = self._bins.get(at, 0) + times
+        self._bins[at] += times
 
     def add_bins(self, bins: Mapping[int, int], total: float) -> None:
         """Count values by bin, floor(log(value) / `WIDTH`), which add up to `total`."""
         self.count += sum(bins.values())
         self.total += total
-        for at, times in bins.items():
-            self._bins[at] = self._bins.get(at, 0) + times
+        self._bins.update(bins)
 
     @classmethod
     def joined(cls, parts: Sequence[Histogram]) -> Histogram:
@@ -80,17 +100,18 @@ class Series:
     """A quantity over time as at most `points` time-weighted means of equal intervals.
 
     When the last interval is full, neighbours are merged and intervals double.
+
+    Attributes
+    ----------
+    interval_s, integral:
+        Seconds of an interval, and the integral over time.
     """
 
     def __init__(self, points: int = 128) -> None:
         self.points = points
         self.interval_s = 1e-3
-        self._integral = 0.0
+        self.integral = 0.0
         self._sums = np.zeros(points)
-        # The value that the quantity last had, and since and until when.
-        self._value, self._since_s, self._until_s = 0.0, 0.0, 0.0
-        # Stretches that are not in the sums yet.
-        self._stretches: list[tuple[float, float, float]] = []
 
     @classmethod
     def of(cls, sums: Floats, interval_s: float, integral: float) -> Series:
@@ -98,47 +119,22 @@ class Series:
         all.
         """
         series = cls(len(sums))
-        series._sums, series.interval_s, series._integral = sums, interval_s, integral
+        series._sums, series.interval_s, series.integral = sums, interval_s, integral
         return series
 
     def add(self, start_s: float, end_s: float, value: float) -> None:
         """Note that the quantity had this value from `start_s` to `end_s`."""
-        if value == self._value and start_s == self._until_s:
-            self._until_s = end_s
+        area = value * (end_s - start_s)
+        self.integral += area
+        self._reach(end_s)
+        most = self.points - 1
+        first, last = (min(int(at / self.interval_s), most) for at in (start_s, end_s))
+        if first == last:
+            self._sums[first] += area
             return
-        self._close()
-        self._value, self._since_s, self._until_s = value, start_s, end_s
-
-    @property
-    def integral(self) -> float:
-        """Integral over time."""
-        self._close()
-        self._fold()
-        return self._integral
-
-    def _close(self) -> None:
-        if self._value and self._until_s > self._since_s:
-            self._stretches.append((self._since_s, self._until_s, self._value))
-            if len(self._stretches) > HELD:
-                self._fold()
-        self._since_s = self._until_s
-
-    def _fold(self) -> None:
-        if not self._stretches:
-            return
-        starts, ends, values = np.array(self._stretches).T
-        areas = values * (ends - starts)
-        self._integral += float(areas.sum())
-        self._reach(float(ends[-1]))
-        # The area up to a time grows linearly within a stretch and stands still between two.
-        until = np.stack([starts, ends], axis=1).ravel()
-        area = np.stack([np.cumsum(areas) - areas, np.cumsum(areas)], axis=1).ravel()
-        first = min(int(starts[0] / self.interval_s), self.points - 1)
-        last = min(int(ends[-1] / self.interval_s), self.points - 1)
         edges = np.arange(first, last + 2) * self.interval_s
-        edges[-1] = max(edges[-1], ends[-1])
-        self._sums[first : last + 1] += np.diff(np.interp(edges, until, area))
-        self._stretches = []
+        edges[0], edges[-1] = start_s, end_s
+        self._sums[first : last + 1] += value * np.diff(edges)
 
     def _reach(self, until_s: float) -> None:
         """Double the intervals until they cover the time up to `until_s`."""
@@ -151,9 +147,6 @@ class Series:
     def joined(cls, parts: Sequence[Series]) -> Series:
         """Return the sum of `parts` over the same time, each of as many points."""
         whole = cls(parts[0].points)
-        for part in parts:
-            part._close()
-            part._fold()
         whole.interval_s = max(part.interval_s for part in parts)
         for part in parts:
             # Intervals only ever double.
@@ -161,13 +154,11 @@ class Series:
             sums = np.pad(part._sums, (0, -len(part._sums) % merged))
             sums = sums.reshape(-1, merged).sum(axis=1)
             whole._sums[: len(sums)] += sums
-            whole._integral += part._integral
+            whole.integral += part.integral
         return whole
 
     def means(self, until_s: float) -> tuple[Floats, Floats]:
         """Return where the intervals up to `until_s` start, and the quantity's mean in each."""
-        self._close()
-        self._fold()
         self._reach(until_s)
         # A sliver of an interval would hold nothing but rounding.
         count = min(self.points, max(math.ceil(until_s / self.interval_s - 1e-9), 1))
@@ -184,9 +175,20 @@ REQUEST_COLUMNS: Mapping[str, str] = {
 """Columns of a run's request table and their array codes."""
 COUNTS = (
     "arrived", "rejected", "in_system", "carried", "peak_batch", "iterations", "length_changes",
-    "tokens", "drafted", "accepted", "draft_forwards",
+    "busy_s", "area_s", "tokens", "drafted", "accepted", "draft_forwards",
 )  # fmt: skip
 """Numbers of a record that replicas add up; of the most that ran at a time, the sum bounds it."""
+
+
+class CutOff(NamedTuple):
+    """Requests in the system when a bound of time ended the run; arrays of shape (requests,)."""
+
+    number: Ints
+    """Place in the order of arrival."""
+    arrival_s: Floats
+    first_s: Floats
+    """Time of the first token, negative if there is none yet."""
+    output_tokens: Ints
 
 
 @dataclass(eq=False)
@@ -240,14 +242,9 @@ class RunRecorder:
     accepted: int = 0
     draft_forwards: int = 0
 
-    def arrive(self, index: int, now: float, tokens: int) -> None:
-        """Note that the request `index` arrived here, after `tokens` had been emitted."""
-        self.mark(index, now, tokens)
-        self.arrived += 1
-
     def mark(self, index: int, now: float, tokens: int) -> None:
-        """Note that the request `index` arrived, here or at another replica: an end of the window
-        maybe.
+        """Note that the request `index` arrived, here or at another replica, after this one had
+        emitted `tokens`: an end of the window maybe.
         """
         if index == self.skip:
             self.window.start_s, self.window.start_tokens = now, tokens
@@ -277,6 +274,20 @@ class RunRecorder:
         for column, value in zip(self.requests.values(), row, strict=True):
             column.append(value)
 
+    def count_round(self, slot: Slot, outcome: Round) -> None:
+        """Count a round of a request that has ended."""
+        _, drafted, accepted, emitted, forwards, _ = outcome
+        slot.steps += 1
+        slot.context += emitted
+        slot.tokens += emitted
+        slot.drafted += drafted
+        slot.accepted += accepted
+        slot.draft_forwards += forwards
+        self.tokens += emitted
+        self.drafted += drafted
+        self.accepted += accepted
+        self.draft_forwards += forwards
+
     def gap(self, slot: Slot, gap_s: float) -> None:
         """Note that a request got tokens `gap_s` after the last ones."""
         if slot.index >= self.skip:
@@ -298,7 +309,6 @@ def joined_recorders(recorders: Sequence[RunRecorder]) -> RunRecorder:
             sum(r.window.start_tokens for r in recorders),
             sum(r.window.end_tokens for r in recorders),
         ),
-        area_s=sum(r.area_s for r in recorders), busy_s=sum(r.busy_s for r in recorders),
     )  # fmt: skip
     for name in COUNTS:
         setattr(joined, name, sum(getattr(r, name) for r in recorders))

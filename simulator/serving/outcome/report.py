@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from simulator.serving.outcome.metrics import RunRecorder, joined_recorders, summary
+from simulator.serving.outcome.metrics import CutOff, RunRecorder, joined_recorders, summary
 from simulator.serving.passes import Coverage
 from simulator.serving.scenario import Scenario
 
@@ -97,8 +97,7 @@ class Run:
     elapsed_s: float
     status: str
     """``complete``, or which bound ended the run."""
-    residual_s: float
-    """Time already spent in the system by requests that a bound cut off."""
+    cut_off: CutOff
     source: str = "draft-model"
     """The drafter."""
     replicas: int = 1
@@ -139,10 +138,20 @@ class Run:
         )
 
     @property
-    def refused(self) -> float:
-        """Requests after the warm-up that the engine refused: they miss every target."""
-        r = self.recorder
-        return r.rejected * (1 - r.skip / max(r.expected, 1))
+    def missed(self) -> float:
+        """Requests after the warm-up that miss the targets without having finished.
+
+        They were refused, or cut off so late that they could not meet the targets any more.
+        """
+        r, cut, scenario = self.recorder, self.cut_off, self.scenario
+        begun = cut.first_s >= 0
+        ttft_s = np.where(begun, cut.first_s, self.simulated_s) - cut.arrival_s
+        # All of the output will take no less than what there is of it.
+        since_s = np.where(begun, self.simulated_s - cut.first_s, 0.0)
+        tpot_s = since_s / np.maximum(cut.output_tokens - 1, 1)
+        late = (ttft_s > scenario.ttft_target_s) | (tpot_s > scenario.tpot_target_s)
+        refused = r.rejected * (1 - r.skip / max(r.expected, 1))
+        return refused + float((late & (cut.number >= r.skip)).sum())
 
     @property
     def throughput(self) -> float:
@@ -154,8 +163,9 @@ class Run:
     def row(self) -> dict[str, Any]:
         """Return the run as one record; latencies as mean, p50, p95 and p99.
 
-        * ``within_targets``: share of the measured requests that met the targets; those that were
-          refused did not.
+        * ``within_targets``: share of the measured requests that met the targets.  Those that were
+          refused did not, nor did those that ``max_time_s`` cut off when it was too late for them;
+          others that it cut off do not count.
         * ``overloaded``: True if, when the last request arrived, more than a tenth of all requests
           waited for a first token, beyond the largest batch.
         * ``length_changes``: share of steps whose draft length differs from that of the step
@@ -172,6 +182,7 @@ class Run:
         r, every, kept = self.recorder, self.columns(), self.columns(measured=True)
         within = self.within(kept)
         done = kept["finish_s"].max() - kept["arrival_s"].min() if len(within) else 0.0
+        judged = len(within) + self.missed
         scenario = self.scenario
         offered = scenario.rate
         window, each_s = r.window, self.simulated_s * self.replicas
@@ -191,9 +202,7 @@ class Run:
             },
             "itl_s": r.itl.summary,
             "goodput_req_s": float(within.sum()) / done if done > 0 else float("nan"),
-            "within_targets": (
-                float(within.sum() / (len(within) + self.refused)) if len(within) else float("nan")
-            ),
+            "within_targets": float(within.sum()) / judged if judged else float("nan"),
             "ttft_target_s": scenario.ttft_target_s, "tpot_target_s": scenario.tpot_target_s,
             "mean_batch": r.batch.integral / each_s if each_s else 0.0,
             "utilisation": r.busy_s / each_s if each_s else 0.0,
@@ -227,10 +236,7 @@ class Run:
 
     def _over_time(self) -> dict[str, list[float]]:
         times, batch = self.recorder.batch.means(self.simulated_s)
-        # Both were fed the same intervals, unless all blocks stayed free.
-        _, fed = self.recorder.kv_blocks.means(self.simulated_s)
-        blocks = np.zeros(len(times))
-        blocks[: len(fed)] = fed[: len(times)]
+        _, blocks = self.recorder.kv_blocks.means(self.simulated_s)
         return {
             "time_s": times.tolist(), "batch": (batch / self.replicas).tolist(),
             "kv_blocks": (blocks / self.replicas).tolist(),
@@ -258,7 +264,7 @@ def joined_runs(runs: Sequence[Run]) -> Run:
         replicas=sum(r.replicas for r in runs),
         simulated_s=max(r.simulated_s for r in runs), elapsed_s=sum(r.elapsed_s for r in runs),
         status=next((r.status for r in runs if r.status != "complete"), "complete"),
-        residual_s=sum(r.residual_s for r in runs),
+        cut_off=CutOff(*map(np.concatenate, zip(*(r.cut_off for r in runs), strict=True))),
     )  # fmt: skip
 
 
@@ -276,11 +282,6 @@ class ServeResult:
         there are two or more replications.
         """
         return [merged_rows([run.row() for run in runs]) for runs in self.runs.values()]
-
-    @property
-    def summary(self) -> pd.DataFrame:
-        """`rows` flattened: ``ttft_s_mean``, ``ttft_s_p50``, ..."""
-        return pd.json_normalize(self.rows(), sep="_")
 
 
 def _entry(coverage: Coverage) -> dict[str, Any]:
