@@ -23,6 +23,7 @@ from tests.logs import (
     SUMMARY,
     counts,
     example,
+    import_specbench,
     row,
     write_rows,
     written,
@@ -31,7 +32,6 @@ from traces.acceptance.trace import Trace
 from traces.errors import DraftsimError, FileError
 from traces.importers.base import Options
 from traces.importers.registry import AUTO, IMPORTERS, import_log, looks_like
-from traces.importers.specbench import import_specbench
 from traces.importers.totals import Totals
 from traces.latency.table import LatencyTable
 from traces.operators.table import OperatorTable

@@ -8,20 +8,12 @@ from pathlib import Path
 from reprlib import repr as shown
 from typing import Any
 
+from traces.acceptance.schema import MOST_DRAFTED, MOST_TOKENS
 from traces.errors import FileError
 from traces.importers.base import Importer, Options
-from traces.importers.bounds import (
-    MOST_COUNT,
-    MOST_DRAFTED,
-    MOST_TOKENS,
-    check_drafted,
-    is_seconds,
-    summed,
-    whole,
-    wholes,
-)
-from traces.importers.rows import Row, read_json_rows
-from traces.importers.totals import Summary, Totals, pooled
+from traces.importers.rows import Row, choices_of, read_json_rows
+from traces.importers.totals import Summary, Totals, check_drafted, pooled, summed
+from traces.store.bounds import MOST_COUNT, is_seconds, whole, wholes
 from traces.store.text import read_text
 
 HISTOGRAMS = ("spec_correct_drafts_histogram", "spec_accept_histogram")
@@ -48,7 +40,6 @@ class SGLang(Importer):
         return '"spec_verify_ct"' in text
 
     def read(self, files: Sequence[Path], options: Options) -> Totals:
-        del options
         found = [pair for file in files for pair in _infos(file)]
         if not found:
             raise FileError(
@@ -67,15 +58,14 @@ class SGLang(Importer):
         if all(histograms):
             longest = max(len(h) for h in histograms) - 1
             per_position = summed(histograms, longest)
-        meta = {"kind": "sglang", "source": [file.name for file in files]}
+        meta = self.meta(files)
         return Totals(rounds, drafted, accepted, longest, per_position, len(found), meta=meta)
 
 
 def _infos(file: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
     for where, row in read_json_rows(file):
-        choices = row.get("choices")
-        for holder in (row, *(choices if isinstance(choices, list) else ())):
-            info = holder.get("meta_info") if isinstance(holder, dict) else None
+        for holder in (row, *choices_of(row)):
+            info = holder.get("meta_info")
             if isinstance(info, dict) and info.get("spec_verify_ct") is not None:
                 reason = info.get("finish_reason")
                 aborted = isinstance(reason, dict) and reason.get("type") == "abort"
@@ -142,9 +132,8 @@ class TRTLLMLog(Importer):
         return response or f'"{STATS}"' in text or f"'{STATS}'" in text
 
     def read(self, files: Sequence[Path], options: Options) -> Totals:
-        del options
         rows = [row for file in files for row in _rows(file)]
-        meta = {"kind": self.name, "source": [file.name for file in files]}
+        meta = self.meta(files)
         responses = [pair for where, row in rows for pair in _choices(where, row)]
         if responses:
             return pooled([Summary(at, *map(c.get, _SUMMED)) for at, c in responses], meta)
@@ -193,10 +182,8 @@ def _copied(row: Mapping[str, Any]) -> bool:
 
 
 def _choices(where: str, row: Mapping[str, Any]) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    choices = row.get("choices")
-    for i, choice in enumerate(choices if isinstance(choices, list) else ()):
-        stats = choice.get(CHOICE) if isinstance(choice, dict) else None
-        if isinstance(stats, dict):
+    for i, choice in enumerate(choices_of(row)):
+        if isinstance(stats := choice.get(CHOICE), dict):
             yield f"{where}, choice {i}", stats
 
 
@@ -269,10 +256,8 @@ class LlamaCpp(Importer):
                 f"{files[0]}: is a log without speculation, its timings have no draft_n: serve "
                 "with a draft model"
             )
-        meta: dict[str, Any] = {
-            "kind": "llamacpp", "source": [file.name for file in files],
-            "measured": {"tokens": tokens, "rounds": rounds, "wall_s": wall_s},
-        }  # fmt: skip
+        measured = {"tokens": tokens, "rounds": rounds, "wall_s": wall_s}
+        meta = self.meta(files, measured=measured)
         totals = Totals(rounds, drafted, accepted, longest, requests=requests, meta=meta)
         if longest is not None and not totals.fixed_length:
             raise FileError(

@@ -7,16 +7,11 @@ amount of memory.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from reprlib import repr as _repr
+from reprlib import repr as shown
 from typing import Any
 
-from traces.acceptance.schema import MOST_DRAFTED as MOST_DRAFTED  # noqa: PLC0414
-from traces.acceptance.schema import MOST_TOKENS as MOST_TOKENS  # noqa: PLC0414
 from traces.errors import FileError
 
-shown = _repr
-"""The text of a value in a message, cut where it is long."""
 MOST_COUNT = 2**53
 """Largest count over many rounds: up to here a counter kept as a float is exact."""
 MOST_SECONDS = 1e9
@@ -58,6 +53,18 @@ def digits(where: str, name: str, text: str | None, least: int = 0, most: int = 
     return whole(where, name, int(given) if plain else text, least, most)
 
 
+def sparse(
+    where: str, name: str, values: Any, least: int = 0, most: int = MOST_COUNT
+) -> dict[int, int]:  # fmt: skip
+    """Return counts by whole numbers from `least` to `most`, written as ``{"0": 8, "2": 6}``."""
+    if not isinstance(values, dict):
+        raise FileError(f"{where}: {name} is {shown(values)}, expected an object")
+    return {
+        digits(where, name, at, least, most): whole(where, name, count)
+        for at, count in values.items()
+    }
+
+
 def decimal(text: Any) -> float:
     """Return the number that `text` writes, or is; NaN for other text."""
     try:
@@ -78,26 +85,3 @@ def label(where: str, name: str, value: Any, default: str = "") -> str:
 def is_seconds(value: Any) -> bool:
     """Return whether `value` is a number of seconds above 0 and up to `MOST_SECONDS`."""
     return type(value) in (int, float) and 0 < value <= MOST_SECONDS
-
-
-def check_drafted(where: str, name: str, drafted: int, rounds: int) -> None:
-    """Raise FileError if `rounds` cannot have drafted that many tokens; one round counts always."""
-    if drafted > MOST_DRAFTED * max(1, rounds):
-        raise FileError(
-            f"{where}: {name} is {drafted:,} in {rounds:,} rounds, expected at most "
-            f"{MOST_DRAFTED:,} drafted tokens in each"
-        )
-
-
-def summed(histograms: Sequence[Sequence[int]], longest: int) -> list[int]:
-    """Return the rounds that accepted at least 1, 2, ... `longest` drafts, over all histograms.
-
-    A histogram counts rounds by accepted drafts, from 0.
-    """
-    totals = [0] * (longest + 1)
-    for histogram in histograms:
-        for k, rounds in enumerate(histogram):
-            totals[k] += rounds
-    for k in range(longest - 1, -1, -1):
-        totals[k] += totals[k + 1]
-    return totals[1:]
