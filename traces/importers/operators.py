@@ -17,8 +17,8 @@ import pandas as pd
 from policies.arrays import Floats
 from traces.errors import DraftsimError, FileError
 from traces.importers.base import Importer, Options
+from traces.operators.dense import fused_s
 from traces.operators.devices import Device, find_device
-from traces.operators.elementwise import fused_s
 from traces.operators.shapes import Architecture, find_architecture
 from traces.operators.table import OperatorTable, joined, rows_of
 from traces.store.text import read_text

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from traces.errors import DraftsimError
+from traces.operators.attention import heads_of
 from traces.operators.devices import Device, find_device
 from traces.operators.shapes import BYTES, Architecture, find_architecture
 
@@ -53,8 +54,7 @@ def kv_blocks(
     memory = device.memory / 1e9 * GIB * USABLE * utilisation
     weights = sum(BYTES * model.parameters / shared for model, shared in models.values())
     token = sum(
-        BYTES * model.layers * 2 * max(model.kv_heads / shared, 1) * model.head_dim
-        for model, shared in models.values()
+        model.layers * heads_of(model, shared).cached_bytes for model, shared in models.values()
     )
     most, own, least = (
         int((memory - weights - overhead) // (block_size * token)) for overhead in OVERHEAD_B
