@@ -366,17 +366,18 @@ def check_published(fitted: Roofline | None = None) -> pd.DataFrame:
     """
     rows: list[tuple[object, ...]] = []
     h100 = DEVICES["h100"]
-    plain = [name for name in GAMMATUNE_MS if name not in QUANTISED]
     for name, published in GAMMATUNE_MS.items():
-        others = [n for n in plain if n != name]
-        model = fitted.on(h100) if fitted else _launches(others)
+        own = [run for run in GAMMATUNE.runs if run.model == name]
+        model = (
+            fitted.on(h100) if fitted else plain_model(GAMMATUNE, "h100", _names(GAMMATUNE, own))
+        )
         shape = SHAPES[name].kept_as(FORMATS[QUANTISED.get(name, "bf16")])
         ours = 1e3 * float(model.seconds(shape, context=CONTEXT))
         kind = "scaled" if fitted else "left out"
         if name in QUANTISED:
             kind += ", quantised"
         rows.append(_row("GammaTune 1, ms", name, "h100", published, ours, kind))
-    everyone = fitted or _launches(plain)
+    everyone = fitted or plain_model(GAMMATUNE, "h100")
     kind = "scaled" if fitted else "fitted elsewhere"
     vicuna = SHAPES["lmsys/vicuna-7b-v1.5"]
     h800, rtx = everyone.on(DEVICES["h800"]), everyone.on(DEVICES["rtx-3090"])
@@ -436,13 +437,6 @@ def _published_error(fitted: Roofline | None, mode: Mode, quantised: bool) -> Pu
     return PublishedError(
         float(np.median(found)), max(found), len(found), tuple(sorted(set(devices)))
     )
-
-
-def _launches(names: Sequence[str]) -> Roofline:
-    """Launch times of eager decoding, from published single-token latencies."""
-    observed = [Observation(SHAPES[n], 1, 1, CONTEXT, GAMMATUNE_MS[n] / 1e3) for n in names]
-    start = Roofline(DEVICES["h100"], "eager", 0.0, outside=outside_launches(GAMMATUNE.name))
-    return start.fitted(observed, ("layer_s",))
 
 
 def _row(

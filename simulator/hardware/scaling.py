@@ -170,7 +170,7 @@ def carry_over(
         bits = (there[role].head_bytes or shape.weight_bytes) / shape.weight_bytes
         cells.loc[heads, ["median_s", "spread_s"]] *= bits * home.bandwidth / to.bandwidth
     quantised = any(form.quantised for form in asked.values())
-    against = published_error(fit, quantised)
+    against, within = published_error(fit, quantised), reaches(fit.mode, quantised)
     note = {
         "from": home.name, "to": to.name, "mode": fit.mode, "fixed_s": fit.fixed_s,
         "layer_s": fit.layer_s, "memory_share": fit.memory_share,
@@ -178,7 +178,7 @@ def carry_over(
         "published_median": against.median, "published_worst": against.worst,
         "published_figures": against.figures, "published_devices": list(against.devices),
         "weights": {role: form.name for role, form in asked.items()},
-        **note_of(fit.mode, quantised),
+        "draft_within": within.draft, "verify_within": within.verify, "within_level": LEVEL,
     }  # fmt: skip
     return LatencyTable(cells, {**latency.meta, "device": to.name, "scaled": note})
 
@@ -229,18 +229,16 @@ def bounds_of(latency: LatencyTable) -> TableBounds | None:
     steps is the upper bound itself; in its lower bound, passes that no step covers are the sums of
     their operators.  None for a table that was measured, or composed without whole steps.
     """
-    found = _bounds.get(latency)
-    if found is not None:
+    if (found := _bounds.get(latency)) is not None:
         return found
-    how = reach_of(latency)
-    if how is None:
-        alone = operators_alone(latency)
-        if alone is None:
-            return None
-        found = _bounds[latency] = TableBounds(latency, _uncovered(latency, alone))
+    if (how := reach_of(latency)) is not None:
+        cheap = _shaded(latency, 1 / how.draft, 1 / how.verify)
+        found = TableBounds(_shaded(latency, *how), cheap)
+    elif (alone := operators_alone(latency)) is not None:
+        found = TableBounds(latency, _uncovered(latency, alone))
     else:
-        dear, cheap = Reach(*how), Reach(1 / how.draft, 1 / how.verify)
-        found = _bounds[latency] = TableBounds(_shaded(latency, *dear), _shaded(latency, *cheap))
+        return None
+    _bounds[latency] = found
     return found
 
 
@@ -280,12 +278,6 @@ def _wide(
     )
     wide = np.where(width > 1, np.fmax(own * factor, least), own)
     return np.asarray(wide, dtype=np.float64)
-
-
-def note_of(mode: Mode, quantised: bool) -> dict[str, Any]:
-    """Return the interval's entry in a carried table's provenance."""
-    found = reaches(mode, quantised)
-    return {"draft_within": found.draft, "verify_within": found.verify, "within_level": LEVEL}
 
 
 def interval_words(latency: LatencyTable) -> str:
