@@ -252,7 +252,7 @@ def changed(name: str, path: str, value: Any) -> Any:
 @pytest.mark.parametrize(
     ("name", "path", "value", "message"),
     [
-        ("llamacpp", "timings.draft_n", 10**9, "timings.draft_n is 1,000,000,000 in 7 rounds, "
+        ("llamacpp", "timings.draft_n", 10**9, "timings: drafted is 1,000,000,000 in 7 rounds, "
          "expected at most 4,096 drafted tokens in each"),
         ("llamacpp", "timings.predicted_n", 10**8, "timings.predicted_n is 100,000,000, expected"),
         ("llamacpp", "timings.predicted_ms", "x", "timings.predicted_ms is 'x', expected"),

@@ -108,7 +108,7 @@ def test_latencies_in_words() -> None:
         ("const:traget=1,draft=1", "names 'traget' .did you mean 'target'"),
         ("const:target=1,target=2,draft=1", "gives 'target' twice"),
         ("const:target=-1,draft=1", "gives target=-1, expected > 0"),
-        ("const:target=nan,draft=1", "gives target=nan, expected > 0"),
+        ("const:target=nan,draft=1", "gives target='nan', no number"),
         ("constant:target=1", "does not begin with 'const:'"),
     ],
 )

@@ -229,41 +229,32 @@ class LlamaCpp(Importer):
 
     def read(self, files: Sequence[Path], options: Options) -> Totals:
         longest = _fixed(options.draft_lengths)
-        rounds = drafted = accepted = tokens = requests = 0
-        wall_s = 0.0
-        for file in files:
-            for where, row in read_json_rows(file):
-                timings = row.get("timings")
-                if not isinstance(timings, dict):
-                    if row.get("error") is not None:
-                        continue  # a request that failed
-                    raise FileError(f"{where}: has no timings: expected llama.cpp's responses")
-                n, d, a = (
-                    whole(where, f"timings.{name}", timings.get(name, 0), most=most)
-                    for name, most in _COUNTS.items()
-                )
-                if a > d:
-                    raise FileError(
-                        f"{where}: draft_n_accepted={a} of draft_n={d}: they do not belong together"
-                    )
-                own = max(n - a - 1, int(d > 0))
-                check_drafted(where, "timings.draft_n", d, own)
-                requests, tokens, rounds = requests + 1, tokens + n, rounds + own
-                drafted, accepted = drafted + d, accepted + a
-                wall_s += _seconds(where, timings.get("predicted_ms"))
-        if not drafted:
+        summaries, tokens, wall_s = [], 0, 0.0
+        for where, row in (row for file in files for row in read_json_rows(file)):
+            timings = row.get("timings")
+            if not isinstance(timings, dict):
+                if row.get("error") is not None:
+                    continue  # a request that failed
+                raise FileError(f"{where}: has no timings: expected llama.cpp's responses")
+            n, d, a = (
+                whole(where, f"timings.{name}", timings.get(name, 0), most=most)
+                for name, most in _COUNTS.items()
+            )
+            rounds = max(n - a - 1, int(d > 0))
+            summaries.append(Summary(f"{where}, timings", None, rounds, d, a, longest))
+            tokens, wall_s = tokens + n, wall_s + _seconds(where, timings.get("predicted_ms"))
+        if not any(summary.drafted for summary in summaries):
             raise FileError(
                 f"{files[0]}: is a log without speculation, its timings have no draft_n: serve "
                 "with a draft model"
             )
-        measured = {"tokens": tokens, "rounds": rounds, "wall_s": wall_s}
-        meta = self.meta(files, measured=measured)
-        totals = Totals(rounds, drafted, accepted, longest, requests=requests, meta=meta)
+        measured = {"tokens": tokens, "rounds": sum(s.rounds for s in summaries), "wall_s": wall_s}
+        totals = pooled(summaries, self.meta(files, measured=measured))
         if longest is not None and not totals.fixed_length:
             raise FileError(
-                f"{files[0]}: {drafted} tokens drafted in {rounds} rounds are no drafts of "
-                f"{longest} each: say the --draft-max of a server with --draft-p-min 0, or leave "
-                "--draft-lengths out"
+                f"{files[0]}: {totals.drafted} tokens drafted in {totals.rounds} rounds are no "
+                f"drafts of {longest} each: say the --draft-max of a server with --draft-p-min 0, "
+                "or leave --draft-lengths out"
             )
         return totals
 

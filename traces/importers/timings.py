@@ -42,16 +42,16 @@ class Latency(Importer):
 
     def read(self, files: Sequence[Path], options: Options) -> LatencyTable:
         file = only_file(self.name, files)
+        columns = {
+            "seconds" if name == "median_s" else name: kind
+            for name, (kind, _) in CELL_COLUMNS.items()
+        }
         cells: list[list[object]] = []
         for at, row in csv_rows(file, read_text(file), NEEDED, tuple(DEFAULTS)):
             given = {**DEFAULTS, **{name: value for name, value in row.items() if value}}
             if empty := [name for name in NEEDED if name not in given]:
                 raise FileError(f"{at}: {empty[0]} is empty")
-            own = ("seconds" if name == "median_s" else name for name in CELL_COLUMNS)
-            kinds = (kind for kind, _ in CELL_COLUMNS.values())
-            cells.append(
-                [_value(at, name, kind, given[name]) for name, kind in zip(own, kinds, strict=True)]
-            )
+            cells.append([_value(at, name, kind, given[name]) for name, kind in columns.items()])
         if not cells:
             raise FileError(f"{file}: holds no latencies: expected a row a cell")
         meta = self.meta(files, device=options.device or "not said", estimator="mean")

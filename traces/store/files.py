@@ -24,6 +24,7 @@ from traces.store.header import (
     PathLike,
     check,
     check_rows,
+    file_error,
     is_whole,
     meta_of,
     named,
@@ -31,7 +32,6 @@ from traces.store.header import (
 )
 from traces.store.parquet import (
     columns_of,
-    file_error,
     frame_of,
     lists_of,
     read_file,

@@ -10,7 +10,6 @@ rounds by emitted tokens, the target's own included.
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -24,7 +23,7 @@ from traces.acceptance.schema import MOST_DRAFTED, Request
 from traces.acceptance.trace import Trace
 from traces.errors import DraftsimError, FileError
 from traces.store.bounds import sparse
-from traces.store.header import is_number
+from traces.store.header import PathLike, is_number
 from traces.store.text import read_object
 from traces.store.writing import write_atomically
 
@@ -149,7 +148,7 @@ class SpeculationProfile:
         return Trace.without_tails(rows, self.longest, meta, accepted=accepted)
 
 
-def is_profile(path: str | os.PathLike[str]) -> bool:
+def is_profile(path: PathLike) -> bool:
     """Return True if the file at `path` looks like a speculation profile."""
     place = Path(path)
     if place.suffix != ".json" or not place.is_file():
@@ -159,7 +158,7 @@ def is_profile(path: str | os.PathLike[str]) -> bool:
     return any(f'"{key}"'.encode() in start for key in KEYS)
 
 
-def read_profile(path: str | os.PathLike[str]) -> SpeculationProfile:
+def read_profile(path: PathLike) -> SpeculationProfile:
     """Read and check a ``speculation_profile.json``.
 
     Raises
@@ -198,12 +197,12 @@ def read_profile(path: str | os.PathLike[str]) -> SpeculationProfile:
         _fail(path, str(error))
 
 
-def write_profile(profile: SpeculationProfile, path: str | os.PathLike[str]) -> None:
+def write_profile(profile: SpeculationProfile, path: PathLike) -> None:
     """Write the JSON: whole, or not at all."""
     write_atomically(path, (json.dumps(profile.document(), indent=2) + "\n").encode())
 
 
-def _histogram(path: str | os.PathLike[str], held: Mapping[str, Any], longest: int) -> list[int]:
+def _histogram(path: PathLike, held: Mapping[str, Any], longest: int) -> list[int]:
     """Return rounds that accepted 0, 1, ... `longest` tokens."""
     if not (found := held.get("acceptance_length_histogram")):
         return []
@@ -211,7 +210,7 @@ def _histogram(path: str | os.PathLike[str], held: Mapping[str, Any], longest: i
     return [counts.get(emitted, 0) for emitted in range(1, longest + 2)]
 
 
-def _rates(path: str | os.PathLike[str], held: Mapping[str, Any], key: str) -> list[float] | None:
+def _rates(path: PathLike, held: Mapping[str, Any], key: str) -> list[float] | None:
     values = held.get(key)
     if values is None:
         return None
@@ -228,5 +227,5 @@ def _text(value: Any) -> str | None:
     return None if value is None else str(value)
 
 
-def _fail(path: str | os.PathLike[str], what: str) -> NoReturn:
+def _fail(path: PathLike, what: str) -> NoReturn:
     raise FileError(f"{path}: {what}")
