@@ -14,9 +14,8 @@ from traces.errors import FileError
 from traces.importers.base import Importer, Options
 from traces.importers.rows import LoggedRound, only_file, read_json_rows, trace_of
 from traces.importers.totals import Totals, summed
-from traces.store.bounds import MOST_ID, digits, label, whole, wholes
 from traces.store.speculation_profile import KEYS, read_profile
-from traces.store.text import csv_rows, read_text
+from traces.store.text import MOST_ID, csv_rows, digits, label, read_text, whole, wholes
 
 COLUMNS = ("request", "category", "first", "drafted", "accepted")
 

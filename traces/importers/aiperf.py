@@ -22,7 +22,7 @@ from traces.importers.base import Importer, Options
 from traces.importers.rows import read_json_rows
 from traces.importers.totals import Summary, Totals, pooled
 from traces.importers.vllm import STEPS, SUMMED, Stepped, stepped_trace
-from traces.store.bounds import label, sparse
+from traces.store.text import label, sparse
 
 RECORD = "spec_decode_acceptance"
 SUMS_ALONE = "llamacpp"

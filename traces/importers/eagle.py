@@ -19,7 +19,7 @@ from traces.errors import FileError
 from traces.importers.base import Importer, Options
 from traces.importers.rows import LoggedTurn, baseline_of, choices_of, only_file, read_json_rows
 from traces.importers.totals import Totals
-from traces.store.bounds import is_seconds, label
+from traces.store.text import is_seconds, label
 
 
 class EagleLog(Importer):

@@ -12,8 +12,7 @@ from traces.acceptance.schema import MOST_DRAFTED
 from traces.errors import FileError
 from traces.importers.base import Importer, Options
 from traces.importers.totals import Totals
-from traces.store.bounds import MOST_COUNT, decimal, digits
-from traces.store.text import read_text
+from traces.store.text import MOST_COUNT, decimal, digits, read_text
 
 _SAMPLE = re.compile(r"^([A-Za-z_:][\w:]*)(?:\{(.*)\})?\s+(\S+)(?:\s+-?\d+)?\s*$", re.ASCII)
 _LABEL = re.compile(r'([A-Za-z_]\w*)\s*=\s*"((?:\\.|[^"\\])*)"', re.ASCII)

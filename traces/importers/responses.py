@@ -13,8 +13,7 @@ from traces.errors import FileError
 from traces.importers.base import Importer, Options
 from traces.importers.rows import Row, choices_of, read_json_rows
 from traces.importers.totals import Summary, Totals, check_drafted, pooled, summed
-from traces.store.bounds import MOST_COUNT, is_seconds, whole, wholes
-from traces.store.text import read_text
+from traces.store.text import MOST_COUNT, is_seconds, read_text, whole, wholes
 
 HISTOGRAMS = ("spec_correct_drafts_histogram", "spec_accept_histogram")
 PROPOSED = ("spec_num_proposed_drafts", "spec_draft_token_num")

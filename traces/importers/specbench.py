@@ -29,7 +29,7 @@ from traces.importers.rows import (
     trace_of,
 )
 from traces.importers.schedules import infer, is_known, reading
-from traces.store.bounds import MOST_COUNT, is_seconds, label, wholes
+from traces.store.text import MOST_COUNT, is_seconds, label, wholes
 
 
 class TurnLog(NamedTuple):

@@ -18,8 +18,7 @@ from traces.importers.base import Importer, Options
 from traces.importers.rows import only_file, read_json_rows
 from traces.latency.schema import CELL_COLUMNS
 from traces.latency.table import LatencyTable
-from traces.store.bounds import MOST_SECONDS, decimal, digits, label, whole
-from traces.store.text import csv_rows, read_text
+from traces.store.text import MOST_SECONDS, csv_rows, decimal, digits, label, read_text, whole
 
 NEEDED = ("model", "new_tokens", "context", "seconds")
 DEFAULTS = {"phase": "forward", "batch": "1", "spread_s": "0", "repeats": "1"}

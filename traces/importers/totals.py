@@ -19,7 +19,7 @@ import numpy as np
 from policies.arrays import Floats
 from traces.acceptance.schema import MOST_DRAFTED
 from traces.errors import DraftsimError, FileError
-from traces.store.bounds import whole, wholes
+from traces.store.text import whole, wholes
 
 SHORT = 0.05
 """Largest part of the tokens that last drafts can lack: runs that lack more chose lengths."""

@@ -21,7 +21,7 @@ from traces.errors import FileError
 from traces.importers.base import Importer, Options
 from traces.importers.rows import LoggedRound, choices_of, read_json_rows, trace_of
 from traces.importers.totals import Summary, Totals, pooled
-from traces.store.bounds import label, whole, wholes
+from traces.store.text import label, whole, wholes
 
 STEPS = ("per_step_drafted", "per_step_accepted")
 """Drafted and accepted tokens of each verification."""

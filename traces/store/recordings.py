@@ -13,13 +13,12 @@ from traces.acceptance.trace import Trace
 from traces.digits import counted
 from traces.errors import DraftsimError, FileError, nearest
 from traces.latency.table import LatencyTable
-from traces.store.bounds import decimal
 from traces.store.files import read_latency, read_trace
 from traces.store.header import PathLike
 from traces.store.identity import check_folder, engine_head, model_in, model_label, names_of
 from traces.store.operators import find_composed
 from traces.store.speculation_profile import is_profile, read_profile
-from traces.store.text import read_object
+from traces.store.text import decimal, read_object
 
 DEFAULT_TRACE = "qwen-coder-vllm-cpu"
 """The recording used by default: a pair that people deploy, at the costs of a serving engine."""

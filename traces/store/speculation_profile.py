@@ -22,9 +22,8 @@ import numpy as np
 from traces.acceptance.schema import MOST_DRAFTED, Request
 from traces.acceptance.trace import Trace
 from traces.errors import DraftsimError, FileError
-from traces.store.bounds import sparse
 from traces.store.header import PathLike, is_number
-from traces.store.text import read_object
+from traces.store.text import read_object, sparse
 from traces.store.writing import write_atomically
 
 SCHEMA = "1.0"
