@@ -17,7 +17,6 @@ from simulator.pricing import HostCost, missing_hosts
 from simulator.serving.passes import Coverage, PassReader, Span
 from simulator.serving.sequence import Slot
 from traces.errors import DraftsimError
-from traces.latency.settling import settling_sums
 from traces.latency.table import LatencyTable
 from traces.replay.always import most_behind, passes_always
 
@@ -266,7 +265,7 @@ class DraftCost:
         """Return the extra time of the first 0, 1, ... draft passes after a round's first."""
         settled = self._settled.get(batch)
         if settled is None:
-            settled = self._settled[batch] = settling_sums(self._latency, "draft", batch).tolist()
+            settled = self._settled[batch] = self._latency.settling_sums("draft", batch).tolist()
         return settled
 
     def _first_sizes(self, work: Work, batch: int) -> tuple[float, float]:
