@@ -7,8 +7,6 @@ from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
 import numpy as np
-import numpy.typing as npt
-import pandas as pd
 
 from simulator.hardware.formats import ModelShape, WeightFormat
 from simulator.hardware.record import published_error, ratio_errors, reach, unpacking, width_errors
@@ -114,7 +112,6 @@ def carry_over(
     latency: LatencyTable,
     to: Device,
     *,
-    shapes: Mapping[str, ModelShape] | None = None,
     weights: Mapping[str, WeightFormat] | None = None,
 ) -> LatencyTable:
     """Return `latency` as it would be on `to`: every cell times the ratio of the fitted model
@@ -126,8 +123,6 @@ def carry_over(
 
     Parameters
     ----------
-    shapes:
-        Models' shapes; by default what the table's provenance says.
     weights:
         Format of the weights on `to`, by role; by default as measured.
 
@@ -137,7 +132,7 @@ def carry_over(
         If the table cannot be fitted (see `fit_table`), it knows no model of that role, or the
         models' weights are larger than the memory of `to`.
     """
-    known = dict(shapes or table_shapes(latency))
+    known = table_shapes(latency)
     fit, error = fit_table(latency, known)
     asked = dict(weights or {})
     if odd := [role for role in asked if role not in known]:
@@ -258,26 +253,14 @@ def _uncovered(latency: LatencyTable, alone: LatencyTable) -> LatencyTable:
 
 def _shaded(latency: LatencyTable, draft: float, verify: float) -> LatencyTable:
     cells = latency.cells.copy()
-    seconds = cells["median_s"].to_numpy(float).copy()
-    drafting = (cells["model"] != "target") & cells["phase"].isin(DRAFTING)
-    seconds[drafting.to_numpy()] *= draft
-    passes = ((cells["model"] == "target") & (cells["phase"] == "forward")).to_numpy()
-    seconds[passes] = _wide(cells[passes], seconds[passes], verify)
-    cells["median_s"] = seconds
+    target = cells["model"] == "target"
+    cells.loc[~target & cells["phase"].isin(DRAFTING), "median_s"] *= draft
+    passes = cells[target & (cells["phase"] == "forward")]
+    seconds, narrow = passes["median_s"], passes["new_tokens"] == 1
+    least = seconds.where(narrow).groupby([passes["batch"], passes["context"]]).transform("max")
+    wide = (seconds * verify).clip(lower=least)
+    cells.loc[passes.index, "median_s"] = wide.where(passes["new_tokens"] > 1, seconds)
     return LatencyTable(cells, latency.meta)
-
-
-def _wide(
-    cells: pd.DataFrame, seconds: npt.NDArray[np.float64], factor: float
-) -> npt.NDArray[np.float64]:
-    frame = cells[["batch", "context", "new_tokens"]].assign(seconds=seconds)
-    narrow = frame.loc[frame["new_tokens"] == 1, ["batch", "context", "seconds"]]
-    at = frame.merge(narrow, how="left", on=["batch", "context"], suffixes=("", "_of_one"))
-    width, own, least = (
-        at[name].to_numpy(float) for name in ("new_tokens", "seconds", "seconds_of_one")
-    )
-    wide = np.where(width > 1, np.fmax(own * factor, least), own)
-    return np.asarray(wide, dtype=np.float64)
 
 
 def interval_words(latency: LatencyTable) -> str:
