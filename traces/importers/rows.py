@@ -132,23 +132,17 @@ def read_json_rows(path: str | os.PathLike[str]) -> list[Row]:
         If the file is missing, is no text, or a line is not a JSON object.
     """
     text = read_text(path)
-    found = _whole(path, text)
-    if found is None:
+    try:
+        document = parse_json(text)
+    except JSONError:
         lines = json_lines(path, text, "is it truncated? copy the file again")
         found = [(f"{path} line {number}", item) for number, item in lines]
+    else:
+        items = document if isinstance(document, list) else [document]
+        found = [(f"{path} entry {i}", item) for i, item in enumerate(items, 1)]
     if not found:
         raise FileError(f"{path}: holds no rows: expected JSON or JSON Lines")
     for where, item in found:
         if not isinstance(item, dict):
             raise FileError(f"{where}: is no JSON object: expected one object a row")
     return found
-
-
-def _whole(path: str | os.PathLike[str], text: str) -> list[tuple[str, Any]] | None:
-    """Return the entries of a text that is one JSON document, None if it is not."""
-    try:
-        document = parse_json(text)
-    except JSONError:
-        return None
-    items = document if isinstance(document, list) else [document]
-    return [(f"{path} entry {i}", item) for i, item in enumerate(items, 1)]
