@@ -45,7 +45,7 @@ MOVED = 0.8
 
 
 class Curve(NamedTuple):
-    """Seconds by tokens, ascending."""
+    """Seconds by tokens, or by bytes, ascending."""
 
     tokens: Floats
     seconds: Floats
@@ -181,8 +181,7 @@ class DenseOperators:
         if own.empty:
             return PCIE_S + moved / (PCIE_SHARE * self.device.link), ASSUMED
         modes = sorted(set(own["mode"]), key=lambda m: (not m.endswith("dgx"), m))
-        curve = _quickest(own[own["mode"] == modes[0]])
-        return np.asarray(np.interp(size, *curve) * np.maximum(size / curve[0][-1], 1.0)), MEASURED
+        return _quickest(own[own["mode"] == modes[0]]).at(size), MEASURED
 
     # How it is known.
 
@@ -338,12 +337,12 @@ def _plane(rows: pd.DataFrame, tokens: Floats, experts: Floats) -> Floats:
     return np.asarray(found * np.maximum(tokens / counts[-1], 1.0))
 
 
-def _quickest(rows: pd.DataFrame) -> tuple[Floats, Floats]:
-    """Return (bytes, seconds) of messages; no message takes longer than the quickest larger one."""
+def _quickest(rows: pd.DataFrame) -> Curve:
+    """Return seconds by bytes of messages; none takes longer than the quickest larger one."""
     edges = 2.0 ** np.arange(10, 31)
     size, seconds = rows["size"].to_numpy(float), rows["seconds"].to_numpy(float)
     place = np.searchsorted(edges, size)
     kept = sorted(set(place.tolist()))
     at = np.array([np.median(size[place == i]) for i in kept])
     low = np.array([np.quantile(seconds[place == i], 0.25) for i in kept])
-    return at, np.minimum.accumulate(low[::-1])[::-1]
+    return Curve(at, np.minimum.accumulate(low[::-1])[::-1])

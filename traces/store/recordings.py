@@ -47,11 +47,6 @@ class Bundled:
     summary: str
     """Pair, size and device in one line."""
 
-    def file(self, kind: str) -> Path:
-        """Return the path of one of its files: ``trace``, ``latency``, ``measured``."""
-        folder = trace_folder(self.folder) if kind == "trace" else self.folder
-        return folder / f"{kind}.parquet"
-
 
 class Defaulted(str):
     """The name of a recording that a command takes because the user named none."""
