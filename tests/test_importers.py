@@ -85,6 +85,11 @@ def test_vllm_in_summary(tmp_path: Path) -> None:
     assert totals.meta["kind"] == "vllm"
     assert not totals.tree
     assert totals.survival()[0].tolist() == pytest.approx([4 / 43, 3 / 43, 3 / 43])
+    # Counts tell as a trace does which requests they are not of.
+    aborted = {**SUMMARY, "choices": [{"finish_reason": "abort"}]}
+    some = counts("vllm", written(tmp_path, [SUMMARY, aborted]))
+    assert (some.rounds, some.requests) == (43, 1)
+    assert some.meta["left_out"] == [f"{tmp_path / 'log'} entry 2: ended by abort"]
 
 
 def test_an_aborted_request_leaves_the_others(tmp_path: Path, run: Run) -> None:
