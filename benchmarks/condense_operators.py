@@ -17,6 +17,7 @@ import pandas as pd
 from traces.importers.base import Options
 from traces.importers.registry import import_log
 from traces.operators.attention import PROMPT
+from traces.operators.dense import OTHERWISE
 from traces.operators.devices import DATA
 from traces.operators.table import OperatorTable, joined
 from traces.store.operators import write_operators
@@ -47,7 +48,7 @@ def imported(folder: Path) -> OperatorTable:
 def condensed(table: OperatorTable, device: str) -> OperatorTable:
     """Return the sizes of one GPU that are carried."""
     rows = table.of(device=device)
-    dense = rows[~rows["operator"].isin(_OTHERWISE) & rows["tokens"].isin(TOKENS)]
+    dense = rows[~rows["operator"].isin(OTHERWISE) & rows["tokens"].isin(TOKENS)]
     attention = rows[(rows["operator"] == "attention") & rows["longest"].eq(0)]
     few = attention.loc[attention["tokens"] > 0, "tokens"].min()
     kept = attention["context"].isin(CONTEXTS) & attention["batch_context"].isin(CONTEXTS)
@@ -62,9 +63,6 @@ def condensed(table: OperatorTable, device: str) -> OperatorTable:
     own["seconds"] = [float(f"{s:.4g}") for s in own["seconds"]]
     named = {name: SOURCES[name] for name in sorted(set(own["source"]))}
     return OperatorTable(own, {"sources": named, "made_by": "benchmarks.condense_operators"})
-
-
-_OTHERWISE = ("attention", "attention_unsplit", "all_reduce", "moe", "step", "step_saved")
 
 
 def _thinned(messages: pd.DataFrame) -> pd.DataFrame:

@@ -19,7 +19,8 @@ from policies.registry import parse_policy
 from simulator.pricing import price
 from traces.acceptance.survival import impute
 from traces.acceptance.trace import Trace
-from traces.importers.specbench import import_specbench
+from traces.importers.base import Options
+from traces.importers.registry import import_log
 from traces.latency.table import LatencyTable
 from traces.replay.rounds import RoundLog
 from traces.replay.run import replay
@@ -40,7 +41,9 @@ def main() -> None:
             file = write_log(log, latency, Path(folder) / "log.jsonl")
             readings = ["none", "infer"] + ([text] if not log.reads else [])
             for reading in readings:
-                imported = import_specbench(file, None, reading, limit)
+                options = Options(draft_lengths=reading, max_new_tokens=limit)
+                imported = import_log("specbench", [file], options)
+                assert isinstance(imported, Trace)
                 rows.append({"log": text, "lengths": reading, **errors(imported, trace, latency)})
     print_table(rows)
 

@@ -33,7 +33,7 @@ from commands.common.progress import working
 from commands.common.written import Shown
 from policies.registry import is_bound
 from traces.digits import counted
-from traces.store.lock import only_writer
+from traces.store.writing import only_writer
 
 
 def capacity(

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
@@ -11,15 +12,16 @@ from commands.common.output import JsonOption, emit, note, placed_recording
 from commands.common.printed import print_table
 from commands.common.progress import working
 from commands.common.written import BEGINS, TABLES, check_place
+from traces.acceptance.trace import UNKNOWN, Trace
 from traces.digits import counted
 from traces.errors import DraftsimError
-from traces.importers.registry import AUTO, IMPORTERS
-
-if TYPE_CHECKING:
-    from traces.acceptance.trace import Trace
-    from traces.importers.totals import Totals
-    from traces.latency.table import LatencyTable
-    from traces.operators.table import OperatorTable
+from traces.importers.base import Options
+from traces.importers.registry import AUTO, IMPORTERS, find_importer, import_log
+from traces.importers.totals import Totals
+from traces.latency.table import LatencyTable
+from traces.operators.table import OperatorTable
+from traces.store.files import write_latency, write_trace
+from traces.store.operators import write_operators
 
 FORMATS = ", ".join([*IMPORTERS, AUTO])
 
@@ -77,12 +79,6 @@ def import_file(
     interval of curves that they allow. If a log does not hold its draft lengths, every known
     schedule is tried; if none or several fit, predictions are lower bounds and nothing is ranked.
     """
-    from traces.acceptance.trace import Trace
-    from traces.importers.base import Options
-    from traces.importers.registry import find_importer, import_log
-    from traces.latency.table import LatencyTable
-    from traces.operators.table import OperatorTable
-
     given = {
         "baseline": baseline, "draft_lengths": draft_lengths, "max_new_tokens": max_new_tokens,
         "drafter": drafter, "device": device, "model": model,
@@ -94,14 +90,17 @@ def import_file(
         raise DraftsimError(f"--{option} says nothing about a log of {form}: drop it")
     with working(f"reading {files[0]}") as say:
         found = import_log(form, files, Options(**chosen, progress=say))
-    if isinstance(found, Trace):
-        _trace(found, out, json)
-    elif isinstance(found, LatencyTable):
-        _latency(found, out, json)
-    elif isinstance(found, OperatorTable):
-        _operators(found, out, json)
-    else:
+    if isinstance(found, Totals):
         _totals(found, form, out, json)
+    else:
+        if isinstance(found, Trace):
+            rows = _trace(found, _recording(out, "this log makes a trace"))
+        elif isinstance(found, LatencyTable):
+            rows = _latency(found, _recording(out, "this makes latencies"))
+        else:
+            rows = _operators(found, _recording(out, "this makes an operator table"))
+        if json is not None:
+            emit("import", rows, json)
     for reason in found.meta.get("left_out") or ():
         note(f"left out: {reason}")
 
@@ -117,25 +116,22 @@ def _recording(out: Path | None, made: str) -> Path:
     return out
 
 
-def _trace(trace: Trace, out: Path | None, json: str | None) -> None:
-    from traces.acceptance.trace import UNKNOWN
-    from traces.store.files import write_trace
+Rows = list[Mapping[Any, Any]]
 
-    out = _recording(out, "this log makes a trace")
+
+def _trace(trace: Trace, out: Path) -> Rows:
     write_trace(trace, out)
     unknown = int((trace.columns["match"] == UNKNOWN).sum())
     note(
         f"wrote {out}: {counted(len(trace.requests), 'request')}, "
         f"{counted(trace.tokens, 'token')}, {counted(unknown, 'position')} that no draft reached"
     )
-    row = {
+    _say(trace.meta)
+    return [{
         "file": str(out), "requests": len(trace.requests), "tokens": trace.tokens,
         "not_observed": unknown, "draft_lengths": trace.meta["draft_lengths"],
         "draft_lengths_known": trace.meta["draft_lengths_known"], **measured(trace.meta),
-    }  # fmt: skip
-    _say(trace.meta)
-    if json is not None:
-        emit("import", [row], json)
+    }]  # fmt: skip
 
 
 def _totals(totals: Totals, form: str, out: Path | None, json: str | None) -> None:
@@ -186,10 +182,7 @@ def _lengths(totals: Totals) -> list[dict[str, Any]]:
     return emitted_rows(of_totals("", totals).known)
 
 
-def _latency(table: LatencyTable, out: Path | None, json: str | None) -> None:
-    from traces.store.files import write_latency
-
-    out = _recording(out, "this makes latencies")
+def _latency(table: LatencyTable, out: Path) -> Rows:
     write_latency(table, out)
     note(f"wrote {out}: {len(table.cells)} cells, {table.meta['device']}")
     for role, name in (table.meta.get("models") or {}).items():
@@ -201,14 +194,10 @@ def _latency(table: LatencyTable, out: Path | None, json: str | None) -> None:
         note("no target pass over 2 tokens or more: what verification costs is not known")
     if not table.has("target", "host_round"):
         note("no host time: time between the passes counts as 0")
-    if json is not None:
-        emit("import", table.cells.to_dict("records"), json)
+    return list(table.cells.to_dict("records"))
 
 
-def _operators(table: OperatorTable, out: Path | None, json: str | None) -> None:
-    from traces.store.operators import write_operators
-
-    out = _recording(out, "this makes an operator table")
+def _operators(table: OperatorTable, out: Path) -> Rows:
     write_operators(table, out)
     corrected = int((table.rows["measured"] == 0).sum())
     note(f"wrote {out}: {len(table.rows)} timings on {', '.join(table.devices)}")
@@ -219,11 +208,9 @@ def _operators(table: OperatorTable, out: Path | None, json: str | None) -> None
         note(f"{corrected} timings of norms and rotary embeddings were corrected to fused kernels")
     if table.models:
         note(f"use it as --latency {out}/{table.models[0][0]}+DRAFT")
-    if json is not None:
-        keys = ["device", "model", "tensor_parallel", "operator", "source"]
-        counted = table.rows.groupby(keys, sort=True)["measured"].agg(["size", "sum"]).reset_index()
-        counted = counted.rename(columns={"size": "timings", "sum": "measured"})
-        emit("import", counted.to_dict("records"), json)
+    keys = ["device", "model", "tensor_parallel", "operator", "source"]
+    found = table.rows.groupby(keys, sort=True)["measured"].agg(["size", "sum"]).reset_index()
+    return list(found.rename(columns={"size": "timings", "sum": "measured"}).to_dict("records"))
 
 
 def measured(meta: Any) -> dict[str, float]:

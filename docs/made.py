@@ -93,8 +93,8 @@ def kinds() -> str:
 BOUNDS = (
     "traces.store.text:MOST_BYTES", "policies.json_text:MOST_DEPTH",
     "policies.json_text:MOST_DIGITS", "traces.acceptance.schema:MOST_DRAFTED",
-    "traces.acceptance.schema:MOST_TOKENS", "traces.importers.bounds:MOST_COUNT",
-    "traces.importers.bounds:MOST_SECONDS", "simulator.serving.arrivals:MOST_S",
+    "traces.acceptance.schema:MOST_TOKENS", "traces.store.text:MOST_COUNT",
+    "traces.store.text:MOST_SECONDS", "simulator.serving.arrivals:MOST_S",
 )  # fmt: skip
 
 

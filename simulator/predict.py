@@ -349,27 +349,23 @@ def compare(
         held = recordings() if asked.systems else {}
         return [log for one in asked.systems for log in replay_system(one, outputs, held)]
 
-    def with_own_rules(say: Say) -> list[RoundLog]:
-        return [replay_method(one, trace, memory, say) for one in asked.ruled]
-
-    def looked_up(_: Say) -> ListedSystems:
-        return replay_systems(lookups, outputs, {}, free)
-
-    def recorded(_: Say) -> ListedSystems:
-        others = [name for name in SYSTEMS if name not in lookups]
-        return replay_systems(others, outputs, recordings(), free)
-
-    def methods(say: Say) -> list[RoundLog]:
-        return replay_methods(trace, say) if lossy else []
-
-    lookups = [n for n in SYSTEMS if parse_source(SYSTEMS[n].source).recorded_as is None]
     every = rule is None and (texts is None or "all" in texts) and not recording.observed
     if every and carried:
         say("other sources are left out: their passes are not carried over to another device")
         every = False
-    # The longest first.
-    parts: list[Callable[[Say], Any]] = [looked_up, recorded, methods] if every else []
-    parts += [ranked, with_own_drafts, with_own_rules]
+    parts: list[Callable[[Say], Any]] = []
+    if every:
+        lookups = [n for n in SYSTEMS if parse_source(SYSTEMS[n].source).recorded_as is None]
+        others = [name for name in SYSTEMS if name not in lookups]
+        parts = [  # the longest first
+            lambda _: replay_systems(lookups, outputs, {}, free),
+            lambda _: replay_systems(others, outputs, recordings(), free),
+            lambda say: replay_methods(trace, say) if lossy else [],
+        ]
+    parts += [
+        ranked, with_own_drafts,
+        lambda say: [replay_method(one, trace, memory, say) for one in asked.ruled],
+    ]  # fmt: skip
     found = results_of(
         [partial(_heard, part) for part in parts], trace.tokens * len(SYSTEMS),
         [latency, free, *trace.requests], progress,

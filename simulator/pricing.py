@@ -3,7 +3,7 @@
 A round of a draft model costs
 
 * a draft pass per drafted token: the first over ``catch_up`` tokens, the others over one, and the
-  next few take longer than later ones (`traces.latency.settling`),
+  next few take longer than later ones (`LatencyTable.settling_s`),
 * in an engine that runs the drafter in every step (cells of phase ``along``), a first draft pass
   over all tokens that the step verifies, because it comes after them, and one where nothing is
   drafted,
@@ -34,7 +34,6 @@ from policies.arrays import Bools, Floats, Ints
 from policies.rules.registry import RULES
 from traces.errors import DraftsimError
 from traces.latency.schema import SERVER
-from traces.latency.settling import settling_s
 from traces.latency.table import EXTRAPOLATED, INTERPOLATED, Estimate, LatencyTable
 from traces.replay.always import always_drafted, passes_always
 from traces.replay.calls import (
@@ -435,7 +434,7 @@ def draft_seconds(
     if between.any():  # passes are linear from one token of context to the next
         later += between * (span.seconds[begin + count] - span.seconds[begin])
         begin = begin + (between > 0)
-    seconds[ran] += later + settling_s(latency, model, batch, count)
+    seconds[ran] += later + latency.settling_s(model, batch, count)
     rest = PassCount(
         int(count.sum()),
         *(int(_spans(span.origin == o, begin, begin + count).sum())

@@ -383,9 +383,9 @@ def load_recording(
             stream, drafter = None, stream
     elif not observed:
         drafter, recordings = _drafter(name, outputs, tables, source, given, option is None, say)
-    for chosen in (drafter, stream):
-        if chosen is not None:
-            recordings = chosen.completed(outputs, recordings)
+    chosen = stream if drafter is None else drafter
+    if chosen is not None:
+        recordings = chosen.completed(outputs, recordings)
     if observed:
         models: Models = {"target": model_in(outputs.meta, "target"), "draft": {}}
     else:
@@ -395,29 +395,27 @@ def load_recording(
     for table in tables.values():
         if remark := table.meta.get("remark"):
             say(str(remark))
-    if one_pass and (drafter is not None or stream is not None):
+    if one_pass and chosen is not None:
         raise DraftsimError(
             "--one-pass is for acceptance without a known drafter, and the passes of "
-            f"{(drafter or stream).name} are known: drop it"  # type: ignore[union-attr]
+            f"{chosen.name} are known: drop it"
         )
     if carry is not None:
         check_carried(drafter, recordings, one_pass)
-    if one and carry is not None:
-        tables = carry(tables)
+        tables = carry(tables) if one else tables
     trace = outputs = imputed(name, outputs, chooses, say)
     if drafter is not None:
         check_drafts(drafter, recordings)
         trace = drafted_trace(outputs, drafter, recordings)
         say(f"drafting with {trace.source}, {said_longest(trace)}")
-    by = trace.source if stream is None else stream.label(recordings)
-    drafted_by = "" if drafter is None and stream is None else by
-    label = _label(models, tables, drafted_by, is_drawn(outputs))
+    by = "" if drafter is None else trace.source
+    by = by if stream is None else stream.label(recordings)
+    label = _label(models, tables, by, is_drawn(outputs))
     found = Recording(
         name, outputs, trace, tables, models, label, drafter, recordings, assume_batch_free,
         stream, observed, one_pass,
     )  # fmt: skip
-    by_layers = any(chosen is not None and chosen.runs_layers for chosen in (drafter, stream))
-    if by_layers and found.said_depths:
+    if chosen is not None and chosen.runs_layers and found.said_depths:
         say(found.said_depths)
     return found
 

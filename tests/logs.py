@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+from traces.acceptance.trace import Trace
 from traces.importers.base import Options
-from traces.importers.registry import import_log
+from traces.importers.registry import IMPORTERS, import_log
 from traces.importers.totals import Totals
 
 SUMMARY = {
@@ -115,6 +117,16 @@ def vllm_counters(path: Path, drafts: int, accepted: Sequence[int], positions: b
         lines += [f'{name}{{position="{i}"}} {count}.0' for i, count in enumerate(accepted)]
     path.write_text("\n".join(lines) + "\n")
     return path
+
+
+def traced(name: str, *files: Path, **options: Any) -> Trace:
+    """Import a trace."""
+    found = IMPORTERS[name].read(files, Options(**options))
+    assert isinstance(found, Trace)
+    return found
+
+
+import_specbench, import_vllm = partial(traced, "specbench"), partial(traced, "vllm")
 
 
 def counts(name: str, *files: Path, **options: Any) -> Totals:

@@ -99,11 +99,11 @@ def test_a_profile_is_read_as_a_recording(tmp_path: Path, run: Run) -> None:
         ({"marginal_accept_rates": [0.5, 0.4, 0.1]}, "are not the products"),
         ({"mean_accept_length": 3.0}, "the rates sum to 2.5"),
         ({"num_speculative_tokens": 4}, "with 3 acceptance rates"),
-        ({"conditional_accept_rates": [1.7, 0.1, 0.1]}, "not between 0 and 1"),
+        ({"conditional_accept_rates": [1.7, 0.1, 0.1]}, "list of rates between 0 and 1"),
         ({"conditional_accept_rates": None, "marginal_accept_rates": None,
           "vectors_unavailable_reason": "block verification"}, "block verification"),
-        ({"acceptance_length_histogram": {"9": 4}}, "expected lengths 1 to 4"),
-        ({"acceptance_length_histogram": {"²": 4}}, "expected lengths 1 to 4"),
+        ({"acceptance_length_histogram": {"9": 4}}, "histogram is 9, expected at most 4"),
+        ({"acceptance_length_histogram": {"²": 4}}, "histogram is '²', expected a whole number"),
     ],
 )  # fmt: skip
 def test_a_profile_that_contradicts_itself_is_refused(

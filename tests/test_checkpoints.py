@@ -73,13 +73,6 @@ def test_no_piece_is_given_for_another(kept: Path, tmp_path: Path) -> None:
     assert len(said) == 3
 
 
-def test_pieces_kept_under_the_older_name_are_found(kept: Path) -> None:
-    checkpoint = Checkpoint(kept, SETTINGS)
-    checkpoint.within("during_runs").put_json("sweeps", [1, 2])
-    (kept / "during_runs").rename(kept / "beside")
-    assert checkpoint.within("during_runs").get_json("sweeps") == [1, 2]
-
-
 @pytest.mark.parametrize("content", [b"", b"\xff\xfe", b'{"a": 1', b'{"a": 1}', b"[" * 100_000])
 def test_damaged_settings_are_written_again(content: bytes, kept: Path) -> None:
     marker, said = kept / "settings.json", list[str]()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import stat
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -74,11 +75,15 @@ def test_latency_and_rounds_come_back(tmp_path: Path) -> None:
     assert back.meta == table.meta
 
     log = replay(small_trace(), Fixed(2), name="fixed")
+    log = replace(log, drafter="eagle", takes_verified=True)
     write_rounds(log, tmp_path / "r")
     again = read_rounds(tmp_path / "r")
     assert again.rounds.tobytes() == log.rounds.tobytes()
     assert list(again.requests) == list(log.requests)
-    for name in ("policy", "source", "verify", "fidelity", "reads", "first", "mismatched"):
+    for name in (
+        "policy", "source", "verify", "fidelity", "reads", "first", "mismatched", "drafter",
+        "takes_verified",
+    ):  # fmt: skip
         assert getattr(again, name) == getattr(log, name)
 
 

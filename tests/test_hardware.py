@@ -32,6 +32,7 @@ from traces.errors import DraftsimError
 from traces.latency.schema import CELL_COLUMNS
 from traces.latency.table import LatencyTable
 from traces.operators.devices import DEVICES, find_device
+from traces.operators.shapes import find_architecture
 
 EIGHT = SHAPES["meta-llama/Llama-3.1-8B"]
 SEVEN = SHAPES["lmsys/vicuna-7b-v1.5"]
@@ -133,10 +134,12 @@ def table_from(model: Roofline) -> LatencyTable:
 
 def test_a_carried_table_is_the_other_devices_and_says_so() -> None:
     truth = Roofline(DEVICES["h200"], "graph", 5e-5, 5e-6, 0.7, 0.5)
-    shapes = {"target": EIGHT, "draft": SHAPES["double7/vicuna-160m"]}
-    home = table_from(truth)
+    shapes = {"target": "llama-3.1-8b", "draft": "double7/vicuna-160m"}
+    known = {role: find_architecture(name).meta() for role, name in shapes.items()}
+    bare = table_from(truth)
+    home = LatencyTable(bare.cells, {**bare.meta, "shapes": known})
     for name in ("h100", "a100-80gb", "rtx-3090"):
-        away = carry_over(home, DEVICES[name], shapes=shapes)
+        away = carry_over(home, DEVICES[name])
         expected = table_from(truth.on(DEVICES[name])).cells
         passes = away.cells["phase"] == "forward"
         np.testing.assert_allclose(
@@ -147,7 +150,7 @@ def test_a_carried_table_is_the_other_devices_and_says_so() -> None:
         assert away.meta["scaled"]["from"] == "h200"
         assert away.meta["scaled"]["fit_error"] < 0.02
         assert "scaled" not in home.meta
-    same = carry_over(home, DEVICES["h200"], shapes=shapes)
+    same = carry_over(home, DEVICES["h200"])
     np.testing.assert_allclose(same.cells["median_s"], home.cells["median_s"])
 
 

@@ -13,10 +13,9 @@ from policies.core import DraftPolicy
 from policies.registry import parse_policy
 from simulator.pricing import price
 from tests.conftest import Run
-from tests.logs import row, write_rows
+from tests.logs import import_specbench, row, write_rows
 from traces.acceptance.trace import KEYS, MISMATCH, Trace
 from traces.importers.schedules import ALIKE, FEWEST_TURNS
-from traces.importers.specbench import import_specbench
 from traces.replay.rounds import RoundLog
 from traces.replay.run import replay
 from traces.store.recordings import find_latency, find_trace

@@ -12,8 +12,8 @@ from tests.conftest import Run
 from traces.errors import FileError
 from traces.importers.base import Options
 from traces.importers.registry import import_log, looks_like
+from traces.operators.dense import LAUNCH_S, fused_s
 from traces.operators.devices import DEVICES
-from traces.operators.elementwise import LAUNCH_S, fused_s
 from traces.operators.shapes import find_architecture
 from traces.operators.table import OPERATOR_COLUMNS, OperatorTable, rows_of
 from traces.store.files import read_latency

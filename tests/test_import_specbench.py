@@ -14,12 +14,11 @@ from policies.core import DraftPolicy, speculate
 from policies.lengths.basic import Fixed
 from policies.lengths.huggingface import HFHeuristic
 from tests.conftest import Run
-from tests.logs import row, write_rows
+from tests.logs import import_specbench, row, write_rows
 from traces.acceptance.schema import Request
 from traces.acceptance.synthetic import synthetic_trace
 from traces.acceptance.trace import MATCH, MISMATCH, UNKNOWN, Trace
 from traces.errors import DraftsimError, FileError, SignalError
-from traces.importers.specbench import import_specbench
 from traces.replay.decoder import ReplayDecoder
 from traces.replay.rounds import RoundLog
 from traces.replay.run import replay
@@ -99,8 +98,9 @@ def test_an_eos_that_was_drafted_emits_the_same_tokens(tmp_path: Path) -> None:
     policy = HFHeuristic(5, "budget")
     log = replay(trace, policy, first=0)
     file = log_file(tmp_path / "log.jsonl", log)
-    again = replay(import_specbench(file, None, "hf-heuristic:gamma=5,full_accept_means=budget",
-                                    max_new_tokens=LIMIT), policy)  # fmt: skip
+    again = replay(import_specbench(
+        file, draft_lengths="hf-heuristic:gamma=5,full_accept_means=budget", max_new_tokens=LIMIT,
+    ), policy)  # fmt: skip
     for name in ("request", "position", "emitted"):
         assert again.rounds[name].tolist() == log.rounds[name].tolist()
 
@@ -205,7 +205,7 @@ def test_baseline_prices_each_turn(tmp_path: Path) -> None:
     ones = [row(1, [1] * 6, [1] * 8), row(2, [1] * 2)]
     for one, walls in zip(ones, ([0.3, 0.32], [0.12]), strict=True):
         one["choices"][0]["wall_time"] = walls
-    trace = import_specbench(log, write_rows(tmp_path / "plain", ones))
+    trace = import_specbench(log, baseline=write_rows(tmp_path / "plain", ones))
     assert [r.wall_s for r in trace.requests] == pytest.approx([0.05 * 6, 0.04 * 4, 0.06 * 2])
     about = trace.meta["baseline"]
     assert about["target_s"] == pytest.approx(0.05)
@@ -213,7 +213,7 @@ def test_baseline_prices_each_turn(tmp_path: Path) -> None:
     assert about["per_token_s"] == pytest.approx(0.74 / 16)
     assert about["speedup"] == pytest.approx((12 / 0.12) * (0.74 / 16))
     with pytest.raises(FileError, match="no question 2, turn 1"):
-        import_specbench(log, write_rows(tmp_path / "plain", ones[:1]))
+        import_specbench(log, baseline=write_rows(tmp_path / "plain", ones[:1]))
 
 
 SPS = "vicuna-7b-v1.3-sps-68m-float16-temp-0.0.jsonl"
@@ -222,7 +222,7 @@ VANILLA = "vicuna-7b-v1.3-vanilla-float16-temp-0.0.jsonl"
 
 def test_public_logs_give_their_printed_figures(shared_data: Path) -> None:
     folder = shared_data / "specbench_logs"
-    trace = import_specbench(folder / SPS, folder / VANILLA)
+    trace = import_specbench(folder / SPS, baseline=folder / VANILLA)
     measured, plain = trace.meta["measured"], trace.meta["baseline"]
     assert measured["rounds"] == 36581
     assert f"{measured['per_round']:.3f}" == "2.502"
@@ -248,7 +248,7 @@ def test_public_log_was_not_made_by_the_heuristic(shared_data: Path) -> None:
 
 def test_plain_decoding_is_a_log_of_empty_drafts(shared_data: Path) -> None:
     file = shared_data / "specbench_logs" / VANILLA
-    trace = import_specbench(file, file, "fixed:0")
+    trace = import_specbench(file, baseline=file, draft_lengths="fixed:0")
     assert (trace.columns["match"] == UNKNOWN).all()
     assert trace.meta["baseline"]["speedup"] == pytest.approx(1.0)
     assert len(replay(trace, Fixed(0))) == trace.tokens
@@ -280,7 +280,7 @@ def test_every_row_of_the_public_log_has_its_tokens(
     run: Any, tmp_path: Path, shared_data: Path
 ) -> None:
     folder = shared_data / "specbench_logs"
-    trace = import_specbench(folder / SPS, folder / VANILLA, "fixed:20")
+    trace = import_specbench(folder / SPS, baseline=folder / VANILLA, draft_lengths="fixed:20")
     write_trace(trace, tmp_path / "t.parquet")
     rows = rows_of(run, tmp_path / "t.parquet")
     assert {row["tokens"] for row in rows} == {trace.tokens}

@@ -11,11 +11,11 @@ import pytest
 
 from policies.lengths.basic import Fixed
 from tests.conftest import Run
+from tests.logs import import_vllm
 from traces.acceptance.survival import survival
 from traces.acceptance.synthetic import synthetic_trace
 from traces.acceptance.trace import MATCH, MISMATCH, UNKNOWN
 from traces.errors import FileError
-from traces.importers.vllm import import_vllm
 from traces.replay.run import replay
 
 
@@ -53,7 +53,7 @@ def test_the_metrics_are_found_wherever_they_stand(tmp_path: Path) -> None:
         assert trace.columns["match"].tolist() == EXPECTED * 5
         assert [r.ended for r in trace.requests] == ["eos", "length", "length", "length", "eos"]
         assert trace.requests[0].prompt_length == 5
-    several = import_vllm([write(tmp_path / "a", top), write(tmp_path / "b", inner)])
+    several = import_vllm(write(tmp_path / "a", top), write(tmp_path / "b", inner))
     assert [r.id for r in several.requests] == ["r", "b"]
 
 

@@ -23,6 +23,7 @@ from tests.logs import (
     SUMMARY,
     counts,
     example,
+    import_specbench,
     row,
     write_rows,
     written,
@@ -31,7 +32,6 @@ from traces.acceptance.trace import Trace
 from traces.errors import DraftsimError, FileError
 from traces.importers.base import Options
 from traces.importers.registry import AUTO, IMPORTERS, import_log, looks_like
-from traces.importers.specbench import import_specbench
 from traces.importers.totals import Totals
 from traces.latency.table import LatencyTable
 from traces.operators.table import OperatorTable
@@ -85,6 +85,11 @@ def test_vllm_in_summary(tmp_path: Path) -> None:
     assert totals.meta["kind"] == "vllm"
     assert not totals.tree
     assert totals.survival()[0].tolist() == pytest.approx([4 / 43, 3 / 43, 3 / 43])
+    # Counts tell as a trace does which requests they are not of.
+    aborted = {**SUMMARY, "choices": [{"finish_reason": "abort"}]}
+    some = counts("vllm", written(tmp_path, [SUMMARY, aborted]))
+    assert (some.rounds, some.requests) == (43, 1)
+    assert some.meta["left_out"] == [f"{tmp_path / 'log'} entry 2: ended by abort"]
 
 
 def test_an_aborted_request_leaves_the_others(tmp_path: Path, run: Run) -> None:
@@ -252,7 +257,7 @@ def changed(name: str, path: str, value: Any) -> Any:
 @pytest.mark.parametrize(
     ("name", "path", "value", "message"),
     [
-        ("llamacpp", "timings.draft_n", 10**9, "timings.draft_n is 1,000,000,000 in 7 rounds, "
+        ("llamacpp", "timings.draft_n", 10**9, "timings: drafted is 1,000,000,000 in 7 rounds, "
          "expected at most 4,096 drafted tokens in each"),
         ("llamacpp", "timings.predicted_n", 10**8, "timings.predicted_n is 100,000,000, expected"),
         ("llamacpp", "timings.predicted_ms", "x", "timings.predicted_ms is 'x', expected"),

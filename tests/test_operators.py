@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -283,21 +284,27 @@ def test_bundled_operators_name_their_source_and_are_small() -> None:
 
 
 def test_blocks_beside_the_weights() -> None:
-    eight, one_b = find_architecture("llama-3.1-8b"), find_architecture("llama-3.2-1b")
-    card = DEVICES["rtx-4090"]
-    found = kv_blocks(card, {"target": (eight, 1)})
+    def held(target: str, draft: str | None = None) -> dict[str, Any]:
+        models = {"target": target} | ({} if draft is None else {"draft": draft})
+        return {
+            "composed": "", "device": "rtx-4090", "models": models,
+            "tensor_parallel": dict.fromkeys(models, 1),
+        }  # fmt: skip
+
+    found = kv_blocks(held("llama-3.1-8b"))
+    assert found.blocks == 2663
     # A vLLM 0.19 server with this model on this card has 2,588.
     assert found.blocks == pytest.approx(2588, rel=0.05)
     assert found.least < 2588 < found.most
-    less = kv_blocks(card, {"target": (eight, 1), "draft": (one_b, 1)})
-    weights = 2 * one_b.parameters
+    less = kv_blocks(held("llama-3.1-8b", "llama-3.2-1b"))
+    weights = 2 * find_architecture("llama-3.2-1b").parameters
     token = 2 * 2 * 64 * 8 * 16  # keys and values of 8 heads of 64 in 16 layers
     gone = found.blocks - (less.blocks * (131072 + token) + weights / 16) / 131072
     assert gone == pytest.approx(0, abs=2)
     with pytest.raises(DraftsimError, match="leave no memory for a cache on rtx-4090"):
-        kv_blocks(card, {"target": (find_architecture("llama-2-13b"), 1)})
+        kv_blocks(held("llama-2-13b"))
     with pytest.raises(DraftsimError, match="expected a share"):
-        kv_blocks(card, {"target": (eight, 1)}, utilisation=1.5)
+        kv_blocks(held("llama-3.1-8b"), utilisation=1.5)
 
 
 def test_serve_counts_blocks_and_every_request(run: Run, tmp_path: Path) -> None:

@@ -19,7 +19,7 @@ from tests.serving import PAIR
 from tests.stored import rows_of, small_trace
 from traces.errors import DraftsimError, FileError
 from traces.store.files import write_trace
-from traces.store.lock import only_writer
+from traces.store.writing import only_writer
 
 LOADS = ("--batch", "1,2,3", "--requests", 6, *PAIR)
 ROWS = 6

@@ -20,7 +20,6 @@ from tests.serving import table_of
 from tests.tuning import batched
 from traces.acceptance.synthetic import synthetic_trace
 from traces.acceptance.trace import Trace
-from traces.latency.settling import settling_s, settling_sums
 from traces.latency.table import LatencyTable
 from traces.replay.rounds import RoundLog
 from traces.replay.run import replay
@@ -52,14 +51,12 @@ def trace() -> Trace:
 def test_the_sums_are_those_of_the_cells_at_the_nearest_batch(tmp_path: Path) -> None:
     write_latency(table((1, 4)), tmp_path / "latency.parquet")
     latency = read_latency(tmp_path / "latency.parquet")
-    assert settling_sums(latency, "draft", 1) == pytest.approx([0, 4e-4, 6e-4, 7e-4])
-    assert settling_sums(latency, "draft", 7) == pytest.approx(
-        4 * settling_sums(latency, "draft", 1)
-    )
-    found = settling_s(latency, "draft", 1, [0, 1, 2, 3, 4, 24])
+    assert latency.settling_sums("draft", 1) == pytest.approx([0, 4e-4, 6e-4, 7e-4])
+    assert latency.settling_sums("draft", 7) == pytest.approx(4 * latency.settling_sums("draft", 1))
+    found = latency.settling_s("draft", 1, [0, 1, 2, 3, 4, 24])
     assert found == pytest.approx([0, 4e-4, 6e-4, 7e-4, 7e-4, 7e-4])
     # Tables made before hold no such cells: nothing is added.
-    assert settling_s(batched(), "draft", 4, [0, 1, 9]).tolist() == [0, 0, 0]
+    assert batched().settling_s("draft", 4, [0, 1, 9]).tolist() == [0, 0, 0]
 
 
 def by_place(log: RoundLog) -> float:

@@ -59,8 +59,8 @@ def test_recordings_say_what_they_are(recorded: Path) -> None:
     assert one.summary == (
         "vicuna-7b+68m, graph: dictated verdicts, 2 requests, 40 tokens, NVIDIA H200"
     )
-    assert one.file("trace").is_file()
-    assert one.file("latency").parent.name == one.name
+    assert (trace_folder(one.folder) / "trace.parquet").is_file()
+    assert one.folder.name == one.name
     alone = listed["h200-codellama-7b-eager"]
     assert alone.summary == "codellama-7b, eager: latencies alone, NVIDIA H200"
     with pytest.raises(FileError, match=r"codellama-7b-eager has no trace.parquet: name another"):

@@ -38,7 +38,7 @@ def bundled(tmp_path: Path) -> Path:
 def test_recordings_are_listed_with_a_summary(bundled: Path, tmp_path: Path) -> None:
     assert [r.name for r in recordings(bundled)] == ["chat-pair", "code-pair"]
     assert recordings(bundled)[0].summary == "synthetic: 3 requests, 21 tokens"
-    assert recordings(bundled)[0].file("trace").is_file()
+    assert (recordings(bundled)[0].folder / "trace.parquet").is_file()
     assert recordings(tmp_path / "none") == []
 
 
@@ -46,7 +46,7 @@ def test_what_is_bundled_can_be_read() -> None:
     for recording in recordings():
         assert find_trace(recording.name).tokens > 0
         # Some recordings hold outputs alone: other latencies price them.
-        if recording.file("latency").is_file():
+        if (recording.folder / "latency.parquet").is_file():
             assert find_latency(recording.name).has("target", "forward")
 
 
@@ -108,7 +108,7 @@ def test_latencies_in_words() -> None:
         ("const:traget=1,draft=1", "names 'traget' .did you mean 'target'"),
         ("const:target=1,target=2,draft=1", "gives 'target' twice"),
         ("const:target=-1,draft=1", "gives target=-1, expected > 0"),
-        ("const:target=nan,draft=1", "gives target=nan, expected > 0"),
+        ("const:target=nan,draft=1", "gives target='nan', no number"),
         ("constant:target=1", "does not begin with 'const:'"),
     ],
 )

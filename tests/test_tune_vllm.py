@@ -26,11 +26,11 @@ from simulator.tune.served import closed_load, counted_rate, served_rates, unbea
 from simulator.tune.settings import TUNE_COLUMNS
 from simulator.tune.sglang import tune_sglang
 from simulator.tune.vllm import table_rows, tune_vllm
+from tests.logs import import_vllm
 from tests.tuning import CHEAP, batched, iid
 from traces.acceptance.survival import impute
 from traces.acceptance.trace import Trace
 from traces.errors import DraftsimError
-from traces.importers.vllm import import_vllm
 from traces.latency.table import LatencyTable
 
 FEW = (1, 3, 8)

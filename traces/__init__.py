@@ -4,8 +4,6 @@ from traces.acceptance.survival import Survival, survival
 from traces.acceptance.synthetic import Bursty, Iid, MatchProcess, PerPosition, synthetic_trace
 from traces.acceptance.trace import MATCH, MISMATCH, UNKNOWN, Request, Trace
 from traces.errors import DraftsimError, FileError, SignalError, TailError
-from traces.importers.specbench import import_specbench
-from traces.importers.vllm import import_vllm
 from traces.latency.table import EXTRAPOLATED, INTERPOLATED, MEASURED, Estimate, LatencyTable
 from traces.replay.decoder import ReplayDecoder
 from traces.replay.rounds import Fidelity, RoundLog
@@ -48,8 +46,6 @@ __all__ = [
     "Trace",
     "find_latency",
     "find_trace",
-    "import_specbench",
-    "import_vllm",
     "parse_latency",
     "read_latency",
     "read_rounds",

@@ -331,7 +331,7 @@ def blocks_of(text: str | None, table: LatencyTable) -> int | None:
     Raises DraftsimError if it is no number, or the table does not say what GPU and models it is of.
     """
     from commands.common.output import remark
-    from traces.operators.memory import UTILISATION, blocks_of_meta
+    from traces.operators.memory import UTILISATION, kv_blocks
 
     if text is None:
         return None
@@ -344,7 +344,7 @@ def blocks_of(text: str | None, table: LatencyTable) -> int | None:
         raise DraftsimError(
             f"--kv-blocks is {text!r}, expected a whole number or auto[:UTILISATION]"
         ) from None
-    found = blocks_of_meta(table.meta, utilisation)
+    found = kv_blocks(table.meta, utilisation)
     remark(found.said)
     return found.blocks
 

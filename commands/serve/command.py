@@ -36,7 +36,7 @@ from commands.common.written import TABLES, Shown, write_rows
 from commands.serve.rows import headline, print_measured, remarks, shown
 from traces.digits import counted
 from traces.errors import DraftsimError
-from traces.store.lock import only_writer
+from traces.store.writing import only_writer
 
 if TYPE_CHECKING:
     from simulator.executors import Executor

@@ -28,7 +28,6 @@ from profiler.machine import Repeats, Timing, sweeps, timed
 from profiler.models.runner import Runner
 from traces.acceptance.synthetic import synthetic_trace
 from traces.acceptance.trace import Trace
-from traces.latency.settling import settling_s
 from traces.latency.table import LatencyTable
 
 HOST_GAMMAS = (0, 1, 2, 4, 8, 16)
@@ -165,7 +164,7 @@ def passes_s(iterations: Sequence[Sequence[Round]], prompt: int, latency: Latenc
             later = max(r.draft_forwards for r in drafting) - 1
             at = context + np.arange(later)
             total += float(latency.seconds("draft", "forward", batch=batch, context=at).sum())
-            total += float(settling_s(latency, "draft", batch, later))
+            total += float(latency.settling_s("draft", batch, later))
     return total
 
 

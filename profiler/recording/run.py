@@ -18,10 +18,9 @@ from profiler.fetched import places
 from traces.errors import DraftsimError, FileError
 from traces.store.header import is_whole
 from traces.store.identity import RUN_ID, check_folder
-from traces.store.lock import locked
 from traces.store.parquet import read_meta
 from traces.store.text import read_object
-from traces.store.writing import write_atomically
+from traces.store.writing import locked, write_atomically
 
 if TYPE_CHECKING:
     from profiler.models.loading import Pair
@@ -174,7 +173,7 @@ DONE_WITH = "recorded_with"
 
 @contextmanager
 def only_writer(folder: Path, remedy: str = "name another") -> Iterator[None]:
-    """Lock the folder against other writers (see `traces.store.lock`); make it if missing.
+    """Lock the folder against other writers (see `traces.store.writing`); make it if missing.
 
     Raises
     ------

@@ -22,11 +22,10 @@ import pandas as pd
 from policies.json_text import JSONError, parse_json
 from simulator.aggregate.server import ServerFit, ServerRun
 from traces.errors import DraftsimError
-from traces.importers.bounds import decimal
 from traces.importers.metrics import SELDOM
 from traces.latency.schema import CELL_COLUMNS
 from traces.latency.table import ANY_CONTEXT, LatencyTable
-from traces.store.text import csv_rows, json_lines, read_text
+from traces.store.text import csv_rows, decimal, json_lines, read_text
 
 if TYPE_CHECKING:
     from simulator.aggregate.positions import Positions

@@ -28,10 +28,9 @@ from simulator.aggregate.positions import (
 from traces.acceptance.trace import Trace
 from traces.errors import DraftsimError, FileError
 from traces.importers.base import Options
-from traces.importers.bounds import decimal
 from traces.importers.registry import import_log, looks_like
 from traces.importers.totals import Totals
-from traces.store.text import read_text
+from traces.store.text import decimal, read_text
 
 FORMS = "expected numbers, counters, a benchmark's result, a curve, a profile or a log"
 LONGEST = 8

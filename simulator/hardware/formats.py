@@ -12,7 +12,7 @@ import numpy.typing as npt
 from policies.json_text import parse_json
 from simulator.published import published_rows
 from traces.errors import DraftsimError, nearest
-from traces.operators.shapes import ARCHITECTURES, Architecture
+from traces.operators.shapes import ARCHITECTURES
 
 
 @dataclass(frozen=True)
@@ -74,14 +74,11 @@ class Unpacking:
 
 FORMATS: Mapping[str, WeightFormat] = {
     row["name"]: WeightFormat(
-        row["name"],
-        parse_json(row["bits"]),
-        parse_json(row["head_bits"]),
-        row["source"],
+        row["name"], parse_json(row["bits"]), parse_json(row["head_bits"]), row["source"],
         row["kernels"],
     )
     for row in published_rows("formats")
-}
+}  # fmt: skip
 
 _ALIASES = {
     "fp16": "bf16", "float16": "bf16", "bfloat16": "bf16", "gptq": "gptq-int4", "awq": "awq-int4",
@@ -171,11 +168,7 @@ class ModelShape:
         return cls(name, layers, hidden, weights, head, kv_values, dtype_bytes, dtype_bytes)
 
 
-def _shape(model: Architecture) -> ModelShape:
-    weights = float(model.layers * model.layer_weights + model.head)
-    kv_values = float(model.layers * model.kv_values)
-    return ModelShape(model.hub, model.layers, model.hidden, weights, float(model.head), kv_values)
-
-
-SHAPES: Mapping[str, ModelShape] = {m.hub: _shape(m) for m in ARCHITECTURES.values()}
+SHAPES: Mapping[str, ModelShape] = {
+    model.hub: ModelShape.from_meta(model.meta()) for model in ARCHITECTURES.values()
+}
 """The models of the published runs, by their configurations on the Hugging Face hub, in bf16."""

@@ -340,9 +340,6 @@ def reach(relative: list[float], level: float) -> float:
     return float(np.exp(sizes[place - 1]))
 
 
-COLUMNS = ("table", "row", "device", "published", "ours", "error", "kind")
-
-
 DEPTH, WIDTH = 0.3, 4
 """SpecBound's draft phase as a share of the layers, and positions a round: the two devices'
 speedups differ by what a pass of that width costs on each."""
@@ -366,23 +363,24 @@ def check_published(fitted: Roofline | None = None) -> pd.DataFrame:
     """
     rows: list[tuple[object, ...]] = []
     h100 = DEVICES["h100"]
-    plain = [name for name in GAMMATUNE_MS if name not in QUANTISED]
     for name, published in GAMMATUNE_MS.items():
-        others = [n for n in plain if n != name]
-        model = fitted.on(h100) if fitted else _launches(others)
+        own = [run for run in GAMMATUNE.runs if run.model == name]
+        model = (
+            fitted.on(h100) if fitted else plain_model(GAMMATUNE, "h100", _names(GAMMATUNE, own))
+        )
         shape = SHAPES[name].kept_as(FORMATS[QUANTISED.get(name, "bf16")])
         ours = 1e3 * float(model.seconds(shape, context=CONTEXT))
         kind = "scaled" if fitted else "left out"
         if name in QUANTISED:
             kind += ", quantised"
-        rows.append(_row("GammaTune 1, ms", name, "h100", published, ours, kind))
-    everyone = fitted or _launches(plain)
+        rows.append(("GammaTune 1, ms", name, "h100", published, ours, kind))
+    everyone = fitted or plain_model(GAMMATUNE, "h100")
     kind = "scaled" if fitted else "fitted elsewhere"
     vicuna = SHAPES["lmsys/vicuna-7b-v1.5"]
     h800, rtx = everyone.on(DEVICES["h800"]), everyone.on(DEVICES["rtx-3090"])
     ours = 1e3 * float(h800.seconds(vicuna, context=CONTEXT))
     published = SPECBOUND_3.number("Per-token latency (ms)", "AR_base")
-    rows.append(_row("SpecBound 3, ms", "AR", "h800", published, ours, kind))
+    rows.append(("SpecBound 3, ms", "AR", "h800", published, ours, kind))
 
     def round_cost(model: Roofline) -> float:
         """Return a round over a plain step (SpecBound, eq. 3, at the width's measured cost)."""
@@ -393,13 +391,16 @@ def check_published(fitted: Roofline | None = None) -> pd.DataFrame:
 
     ratio = round_cost(h800) / round_cost(rtx)
     rows += [
-        _row(
+        (
             "SpecBound 4, 3090/H800", task, "rtx-3090",
             SPECBOUND_4.number("RTX 3090", task) / SPECBOUND_4.number("H800", task), ratio, kind,
         )
         for task in SPECBOUND_4.columns
     ]  # fmt: skip
-    return pd.DataFrame(rows, columns=list(COLUMNS))
+    columns = ["table", "row", "device", "published", "ours", "kind"]
+    frame = pd.DataFrame(rows, columns=columns)
+    frame.insert(5, "error", frame["ours"] / frame["published"] - 1)
+    return frame
 
 
 class PublishedError(NamedTuple):
@@ -436,16 +437,3 @@ def _published_error(fitted: Roofline | None, mode: Mode, quantised: bool) -> Pu
     return PublishedError(
         float(np.median(found)), max(found), len(found), tuple(sorted(set(devices)))
     )
-
-
-def _launches(names: Sequence[str]) -> Roofline:
-    """Launch times of eager decoding, from published single-token latencies."""
-    observed = [Observation(SHAPES[n], 1, 1, CONTEXT, GAMMATUNE_MS[n] / 1e3) for n in names]
-    start = Roofline(DEVICES["h100"], "eager", 0.0, outside=outside_launches(GAMMATUNE.name))
-    return start.fitted(observed, ("layer_s",))
-
-
-def _row(
-    table: str, row: str, device: str, published: float, ours: float, kind: str
-) -> tuple[object, ...]:
-    return table, row, device, published, ours, ours / published - 1, kind

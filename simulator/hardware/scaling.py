@@ -7,8 +7,6 @@ from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
 import numpy as np
-import numpy.typing as npt
-import pandas as pd
 
 from simulator.hardware.formats import ModelShape, WeightFormat
 from simulator.hardware.record import published_error, ratio_errors, reach, unpacking, width_errors
@@ -114,7 +112,6 @@ def carry_over(
     latency: LatencyTable,
     to: Device,
     *,
-    shapes: Mapping[str, ModelShape] | None = None,
     weights: Mapping[str, WeightFormat] | None = None,
 ) -> LatencyTable:
     """Return `latency` as it would be on `to`: every cell times the ratio of the fitted model
@@ -126,8 +123,6 @@ def carry_over(
 
     Parameters
     ----------
-    shapes:
-        Models' shapes; by default what the table's provenance says.
     weights:
         Format of the weights on `to`, by role; by default as measured.
 
@@ -137,7 +132,7 @@ def carry_over(
         If the table cannot be fitted (see `fit_table`), it knows no model of that role, or the
         models' weights are larger than the memory of `to`.
     """
-    known = dict(shapes or table_shapes(latency))
+    known = table_shapes(latency)
     fit, error = fit_table(latency, known)
     asked = dict(weights or {})
     if odd := [role for role in asked if role not in known]:
@@ -170,7 +165,7 @@ def carry_over(
         bits = (there[role].head_bytes or shape.weight_bytes) / shape.weight_bytes
         cells.loc[heads, ["median_s", "spread_s"]] *= bits * home.bandwidth / to.bandwidth
     quantised = any(form.quantised for form in asked.values())
-    against = published_error(fit, quantised)
+    against, within = published_error(fit, quantised), reaches(fit.mode, quantised)
     note = {
         "from": home.name, "to": to.name, "mode": fit.mode, "fixed_s": fit.fixed_s,
         "layer_s": fit.layer_s, "memory_share": fit.memory_share,
@@ -178,7 +173,7 @@ def carry_over(
         "published_median": against.median, "published_worst": against.worst,
         "published_figures": against.figures, "published_devices": list(against.devices),
         "weights": {role: form.name for role, form in asked.items()},
-        **note_of(fit.mode, quantised),
+        "draft_within": within.draft, "verify_within": within.verify, "within_level": LEVEL,
     }  # fmt: skip
     return LatencyTable(cells, {**latency.meta, "device": to.name, "scaled": note})
 
@@ -229,18 +224,16 @@ def bounds_of(latency: LatencyTable) -> TableBounds | None:
     steps is the upper bound itself; in its lower bound, passes that no step covers are the sums of
     their operators.  None for a table that was measured, or composed without whole steps.
     """
-    found = _bounds.get(latency)
-    if found is not None:
+    if (found := _bounds.get(latency)) is not None:
         return found
-    how = reach_of(latency)
-    if how is None:
-        alone = operators_alone(latency)
-        if alone is None:
-            return None
-        found = _bounds[latency] = TableBounds(latency, _uncovered(latency, alone))
+    if (how := reach_of(latency)) is not None:
+        cheap = _shaded(latency, 1 / how.draft, 1 / how.verify)
+        found = TableBounds(_shaded(latency, *how), cheap)
+    elif (alone := operators_alone(latency)) is not None:
+        found = TableBounds(latency, _uncovered(latency, alone))
     else:
-        dear, cheap = Reach(*how), Reach(1 / how.draft, 1 / how.verify)
-        found = _bounds[latency] = TableBounds(_shaded(latency, *dear), _shaded(latency, *cheap))
+        return None
+    _bounds[latency] = found
     return found
 
 
@@ -260,32 +253,14 @@ def _uncovered(latency: LatencyTable, alone: LatencyTable) -> LatencyTable:
 
 def _shaded(latency: LatencyTable, draft: float, verify: float) -> LatencyTable:
     cells = latency.cells.copy()
-    seconds = cells["median_s"].to_numpy(float).copy()
-    drafting = (cells["model"] != "target") & cells["phase"].isin(DRAFTING)
-    seconds[drafting.to_numpy()] *= draft
-    passes = ((cells["model"] == "target") & (cells["phase"] == "forward")).to_numpy()
-    seconds[passes] = _wide(cells[passes], seconds[passes], verify)
-    cells["median_s"] = seconds
+    target = cells["model"] == "target"
+    cells.loc[~target & cells["phase"].isin(DRAFTING), "median_s"] *= draft
+    passes = cells[target & (cells["phase"] == "forward")]
+    seconds, narrow = passes["median_s"], passes["new_tokens"] == 1
+    least = seconds.where(narrow).groupby([passes["batch"], passes["context"]]).transform("max")
+    wide = (seconds * verify).clip(lower=least)
+    cells.loc[passes.index, "median_s"] = wide.where(passes["new_tokens"] > 1, seconds)
     return LatencyTable(cells, latency.meta)
-
-
-def _wide(
-    cells: pd.DataFrame, seconds: npt.NDArray[np.float64], factor: float
-) -> npt.NDArray[np.float64]:
-    frame = cells[["batch", "context", "new_tokens"]].assign(seconds=seconds)
-    narrow = frame.loc[frame["new_tokens"] == 1, ["batch", "context", "seconds"]]
-    at = frame.merge(narrow, how="left", on=["batch", "context"], suffixes=("", "_of_one"))
-    width, own, least = (
-        at[name].to_numpy(float) for name in ("new_tokens", "seconds", "seconds_of_one")
-    )
-    wide = np.where(width > 1, np.fmax(own * factor, least), own)
-    return np.asarray(wide, dtype=np.float64)
-
-
-def note_of(mode: Mode, quantised: bool) -> dict[str, Any]:
-    """Return the interval's entry in a carried table's provenance."""
-    found = reaches(mode, quantised)
-    return {"draft_within": found.draft, "verify_within": found.verify, "within_level": LEVEL}
 
 
 def interval_words(latency: LatencyTable) -> str:

@@ -17,7 +17,6 @@ from simulator.pricing import HostCost, missing_hosts
 from simulator.serving.passes import Coverage, PassReader, Span
 from simulator.serving.sequence import Slot
 from traces.errors import DraftsimError
-from traces.latency.settling import settling_sums
 from traces.latency.table import LatencyTable
 from traces.replay.always import most_behind, passes_always
 
@@ -389,7 +388,7 @@ class EngineCost:
         """Return the extra time of the first of this many draft passes of a round."""
         settled = self._settled.get(batch)
         if settled is None:
-            settled = self._settled[batch] = settling_sums(self.latency, "draft", batch).tolist()
+            settled = self._settled[batch] = self.latency.settling_sums("draft", batch).tolist()
         return settled[min(passes, len(settled)) - 1]
 
     def _host_seconds(self, work: Work, batch: int) -> float:

@@ -8,15 +8,14 @@ from typing import Any
 
 import numpy as np
 
-from traces.acceptance.schema import Request
+from traces.acceptance.schema import MOST_DRAFTED, MOST_TOKENS, Request
 from traces.acceptance.trace import Trace
 from traces.errors import FileError
 from traces.importers.base import Importer, Options
-from traces.importers.bounds import MOST_DRAFTED, MOST_ID, MOST_TOKENS, digits, label, whole, wholes
-from traces.importers.rows import LoggedRound, matches, only_file, read_json_rows
-from traces.importers.totals import Totals
+from traces.importers.rows import LoggedRound, only_file, read_json_rows, trace_of
+from traces.importers.totals import Totals, summed
 from traces.store.speculation_profile import KEYS, read_profile
-from traces.store.text import csv_rows, read_text
+from traces.store.text import MOST_ID, csv_rows, digits, label, read_text, whole, wholes
 
 COLUMNS = ("request", "category", "first", "drafted", "accepted")
 
@@ -37,7 +36,6 @@ class Rounds(Importer):
         return {"drafted", "accepted"} <= head
 
     def read(self, files: Sequence[Path], options: Options) -> Trace:
-        del options
         file = only_file(self.name, files)
         groups: dict[str, list[LoggedRound]] = {}
         categories: dict[str, str] = {}
@@ -59,22 +57,17 @@ class Rounds(Importer):
         if not any(r.drafted for rounds in groups.values() for r in rounds):
             raise FileError(f"{file}: is a log without speculation, no round drafted a token")
         first = firsts.pop()
-        requests, match = [], []
+        requests = []
         for name, rounds in groups.items():
             tokens = first + sum(r.accepted + 1 for r in rounds)
             whole(f"{file}, request {name}", "its number of tokens", tokens, most=MOST_TOKENS)
             limit = tokens + max(r.drafted for r in rounds) + 1
             requests.append(Request(name, categories[name], 0, tokens, limit, "eos"))
-            match.append(matches(rounds, tokens, first))
-        meta = {
-            "kind": "rounds",
-            "source": file.name,
-            "first": first,
-            "draft_lengths": "recorded",
-            "draft_lengths_known": True,
-            "prompt_lengths_known": False,
-        }
-        return Trace.without_tails(requests, None, meta, match=np.concatenate(match))
+        meta = self.meta(
+            files, first=first, draft_lengths="recorded", draft_lengths_known=True,
+            prompt_lengths_known=False,
+        )  # fmt: skip
+        return trace_of(requests, list(groups.values()), meta)
 
 
 _PREFIX = "acc_"
@@ -128,10 +121,7 @@ class ByStart(Importer):
         accepted = np.concatenate(lengths) - 1
         if not (longest := int(accepted.max())):
             raise FileError(f"{files[0]}: no draft of {drafter} was ever accepted")
-        meta = {
-            "kind": self.name, "source": [file.name for file in files], "drafter": drafter,
-            "draft_lengths": "by start", "draft_lengths_known": True,
-        }  # fmt: skip
+        meta = self.meta(files, drafter=drafter, draft_lengths="by start", draft_lengths_known=True)
         if beyond:
             meta["left_out"] = [f"{beyond} accepted lengths of starts after the last token"]
         return Trace.without_tails(
@@ -176,16 +166,10 @@ class SpeculationProfiles(Importer):
         return any(f'"{key}"' in text for key in KEYS)
 
     def read(self, files: Sequence[Path], options: Options) -> Totals:
-        del options
-        path = only_file(self.name, files)
-        profile = read_profile(path)
-        meta = {
-            "kind": self.name, "source": [path.name], "method": profile.method,
-            "conditions": dict(profile.conditions),
-        }  # fmt: skip
-        if sum(profile.histogram):
-            at_least = [sum(profile.histogram[k:]) for k in range(1, profile.longest + 1)]
-            rounds = sum(profile.histogram)
+        profile = read_profile(only_file(self.name, files))
+        meta = self.meta(files, method=profile.method, conditions=dict(profile.conditions))
+        if rounds := sum(profile.histogram):
+            at_least = summed([profile.histogram], profile.longest)
             return Totals(
                 rounds, rounds * profile.longest, sum(at_least), profile.longest, at_least,
                 meta=meta,

@@ -15,13 +15,14 @@ from pathlib import Path
 from reprlib import repr as shown
 from typing import Any
 
+from traces.acceptance.schema import MOST_DRAFTED
 from traces.acceptance.trace import Trace
 from traces.errors import FileError
 from traces.importers.base import Importer, Options
-from traces.importers.bounds import MOST_DRAFTED, digits, label, whole
 from traces.importers.rows import read_json_rows
 from traces.importers.totals import Summary, Totals, pooled
-from traces.importers.vllm import STEPS, Stepped, stepped_trace
+from traces.importers.vllm import STEPS, SUMMED, Stepped, stepped_trace
+from traces.store.text import label, sparse
 
 RECORD = "spec_decode_acceptance"
 SUMS_ALONE = "llamacpp"
@@ -38,7 +39,6 @@ class AIPerf(Importer):
         return f'"{RECORD}"' in text
 
     def read(self, files: Sequence[Path], options: Options) -> Trace | Totals:
-        del options
         rows = [row for file in files for row in read_json_rows(file)]
         records = [(at, row, row[RECORD]) for at, row in rows if isinstance(row.get(RECORD), dict)]
         if not records:
@@ -47,10 +47,8 @@ class AIPerf(Importer):
                 "reports acceptance per request (vLLM: --per-request-spec-decode-metrics detailed)"
             )
         left_out = [f"{at}: {_without(row)}" for at, row in rows if not row.get(RECORD)]
-        meta = {
-            "kind": self.name, "source": [file.name for file in files], "left_out": left_out,
-            "engine": sorted({label(at, "engine", r.get("engine"), "?") for at, _, r in records}),
-        }  # fmt: skip
+        engines = {label(at, "engine", r.get("engine"), "?") for at, _, r in records}
+        meta = self.meta(files, left_out=left_out, engine=sorted(engines))
         if all(record.get(name) is not None for _, _, record in records for name in STEPS):
             return stepped_trace([_stepped(*record) for record in records], meta)
         return pooled([_summary(at, record) for at, _, record in records], meta)
@@ -80,18 +78,14 @@ def _prompt(at: str, row: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _summary(at: str, record: Mapping[str, Any]) -> Summary:
-    rounds, drafted, accepted = (
-        record.get(name)
-        for name in ("num_spec_steps", "num_draft_tokens", "num_accepted_draft_tokens")
-    )
+    histogram, rounds, drafted, accepted = map(record.get, SUMMED)
     longest = record.get("num_spec_tokens")
     if type(longest) is not int:
         longest = None
     if record.get("engine") == SUMS_ALONE:
         rounds = max(0, rounds - 1) if type(rounds) is int else rounds
         return Summary(at, None, rounds, drafted, accepted, longest)
-    histogram = _dense(at, record.get("acceptance_histogram"))
-    return Summary(at, histogram, rounds, drafted, accepted, longest)
+    return Summary(at, _dense(at, histogram), rounds, drafted, accepted, longest)
 
 
 def _without(row: Mapping[str, Any]) -> str:
@@ -99,11 +93,6 @@ def _without(row: Mapping[str, Any]) -> str:
 
 
 def _dense(at: str, histogram: Any) -> list[int]:
-    """Return ``{"0": 8, "2": 6}`` as a list by accepted drafts."""
-    name = "its histogram of accepted drafts"
-    if not isinstance(histogram, dict):
-        raise FileError(f"{at}: {name} is {shown(histogram)}, expected an object")
-    counts = {
-        digits(at, name, k, most=MOST_DRAFTED): whole(at, name, v) for k, v in histogram.items()
-    }
+    """Return a sparse histogram as a list by accepted drafts."""
+    counts = sparse(at, "its histogram of accepted drafts", histogram, most=MOST_DRAFTED)
     return [counts.get(k, 0) for k in range(max(counts, default=0) + 1)]

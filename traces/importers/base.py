@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from traces.acceptance.trace import Trace
 from traces.importers.totals import Totals
@@ -50,6 +50,10 @@ class Importer(ABC):
     @abstractmethod
     def sniff(self, text: str) -> bool:
         """Return True if the beginning of a file looks like this format."""
+
+    def meta(self, files: Sequence[Path], **more: Any) -> dict[str, Any]:
+        """Return the provenance of what `files` tell: the format, their names, and `more`."""
+        return {"kind": self.name, "source": [file.name for file in files], **more}
 
     @abstractmethod
     def read(self, files: Sequence[Path], options: Options) -> Imported:

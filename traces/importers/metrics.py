@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Collection, Mapping, Sequence
-from functools import partial
 from pathlib import Path
 from reprlib import repr as shown
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+from traces.acceptance.schema import MOST_DRAFTED
 from traces.errors import FileError
 from traces.importers.base import Importer, Options
-from traces.importers.bounds import MOST_COUNT, MOST_DRAFTED, decimal, digits
 from traces.importers.totals import Totals
-from traces.store.text import read_text
+from traces.store.text import MOST_COUNT, decimal, digits, read_text
 
 _SAMPLE = re.compile(r"^([A-Za-z_:][\w:]*)(?:\{(.*)\})?\s+(\S+)(?:\s+-?\d+)?\s*$", re.ASCII)
 _LABEL = re.compile(r'([A-Za-z_]\w*)\s*=\s*"((?:\\.|[^"\\])*)"', re.ASCII)
@@ -113,7 +112,7 @@ SELDOM = 0.9
 """Below this part of the steps, drafts are missing; requests that end take some of them, too."""
 
 
-def read_drafts(files: Sequence[Path], server: str) -> Totals:
+def read_drafts(files: Sequence[Path], meta: dict[str, Any]) -> Totals:
     """Return the totals of a server whose counters are called ``SERVER:spec_decode_num_…``.
 
     ``spec_decode_num_drafts``, ``…_num_draft_tokens``, ``…_num_accepted_tokens`` and
@@ -123,6 +122,7 @@ def read_drafts(files: Sequence[Path], server: str) -> Totals:
     vllm-project/vllm, ``v1/spec_decode/metrics.py``; ggml-org/llama.cpp, ``tools/server``
     (``/metrics``, 2026).
     """
+    server = meta["server"]
     prefix = f"{server}:spec_decode_num_"
     counts = read_counts(files, prefix, _DRAFTS, (_ACCEPTED,))
     for name in _DRAFTS:
@@ -135,26 +135,21 @@ def read_drafts(files: Sequence[Path], server: str) -> Totals:
     if not rounds:
         raise FileError(f"{files[-1]}: counts no draft: nothing was decoded speculatively")
     per_position = by_position(counts, _ACCEPTED, files[-1]) or None
-    meta: dict[str, object] = {
-        "kind": "prometheus", "server": server, "source": [file.name for file in files],
-    }  # fmt: skip
     emitted = read_counts(files, f"{server}:", _EMITTED)
     if all((name, 0) in emitted for name in _EMITTED):
         # A request's first token comes with its prompt.
         steps = emitted[_EMITTED[0], 0] - emitted[_EMITTED[1], 0] - accepted
         if rounds < SELDOM * steps:
             meta["drafting"] = rounds / steps
-    return Totals(
-        rounds, drafted, accepted, len(per_position) if per_position else None, per_position,
-        meta=meta,
-    )  # fmt: skip
+    longest = len(per_position) if per_position else None
+    return Totals(rounds, drafted, accepted, longest, per_position, meta=meta)
 
 
 SGLANG = "sglang:"
 _SGLANG_COUNTERS = ("spec_verify_calls", "generation_tokens", "num_requests")
 
 
-def read_sglang(files: Sequence[Path]) -> Totals:
+def read_sglang(files: Sequence[Path], meta: dict[str, Any]) -> Totals:
     """Return the totals from counters where they are, else means from gauges.
 
     ``sglang:spec_verify_calls_total``, ``generation_tokens_total`` and ``num_requests_total`` grow
@@ -175,9 +170,6 @@ def read_sglang(files: Sequence[Path]) -> Totals:
     file = files[-1]
     counts = read_counts(files, SGLANG, _SGLANG_COUNTERS)
     steps, tree = _lengths(files)
-    meta = {
-        "kind": "prometheus", "server": "sglang", "source": [name.name for name in files],
-    }  # fmt: skip
     if not all((name, 0) in counts for name in _SGLANG_COUNTERS):
         return _means(file, steps, tree, meta)
     rounds, tokens, requests = (counts[name, 0] for name in _SGLANG_COUNTERS)
@@ -240,7 +232,7 @@ TENSORRT_LLM = "trtllm_spec_decode_"
 _BY_POSITION = ("drafted_tokens", "accepted_tokens")
 
 
-def read_tensorrt_llm(files: Sequence[Path]) -> Totals:
+def read_tensorrt_llm(files: Sequence[Path], meta: dict[str, Any]) -> Totals:
     """Read totals with counts per position.
 
     ``trtllm_spec_decode_drafted_tokens_total`` and ``…_accepted_tokens_total`` with the label
@@ -268,18 +260,15 @@ def read_tensorrt_llm(files: Sequence[Path]) -> Totals:
     # A position that was never accepted has no sample yet.
     accepted += [0] * (len(drafted) - len(accepted))
     return Totals(
-        drafted[0], sum(drafted), sum(accepted), len(drafted), accepted,
-        meta={
-            "kind": "prometheus", "server": "tensorrt-llm", "source": [f.name for f in files],
-        },
+        drafted[0], sum(drafted), sum(accepted), len(drafted), accepted, meta=meta
     )  # fmt: skip
 
 
-SERVERS: Mapping[str, Callable[[Sequence[Path]], Totals]] = {
-    "vllm:spec_decode_": partial(read_drafts, server="vllm"),
-    "llamacpp:spec_decode_": partial(read_drafts, server="llamacpp"),
-    "sglang:spec_": read_sglang,
-    "trtllm_spec_decode_": read_tensorrt_llm,
+SERVERS: Mapping[str, tuple[str, Callable[[Sequence[Path], dict[str, Any]], Totals]]] = {
+    "vllm:spec_decode_": ("vllm", read_drafts),
+    "llamacpp:spec_decode_": ("llamacpp", read_drafts),
+    "sglang:spec_": ("sglang", read_sglang),
+    "trtllm_spec_decode_": ("tensorrt-llm", read_tensorrt_llm),
 }
 """How the names of a server's metrics of speculation begin, and who reads them."""
 
@@ -299,7 +288,6 @@ class Prometheus(Importer):
         return bool(_servers(text)) and not text.lstrip().startswith(("{", "["))
 
     def read(self, files: Sequence[Path], options: Options) -> Totals:
-        del options
         found = [_servers(read_text(file)) for file in files]
         if len(found[-1]) != 1 or any(other != found[-1] for other in found):
             told = sorted({name for names in found for name in names}) or ["none"]
@@ -307,7 +295,8 @@ class Prometheus(Importer):
                 f"{files[-1]}: expected /metrics of one server with speculative decoding switched "
                 f"on, whose names begin with {' or '.join(SERVERS)}; found {', '.join(told)}"
             )
-        return SERVERS[found[-1][0]](files)
+        server, read = SERVERS[found[-1][0]]
+        return read(files, self.meta(files, server=server))
 
 
 def _servers(text: str) -> list[str]:

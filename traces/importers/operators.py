@@ -5,8 +5,11 @@ from __future__ import annotations
 import io
 import re
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, TypeVar
 
 import numpy as np
 import pandas as pd
@@ -14,82 +17,130 @@ import pandas as pd
 from policies.arrays import Floats
 from traces.errors import DraftsimError, FileError
 from traces.importers.base import Importer, Options
+from traces.operators.dense import fused_s
 from traces.operators.devices import Device, find_device
-from traces.operators.elementwise import fused_s
 from traces.operators.shapes import Architecture, find_architecture
 from traces.operators.table import OperatorTable, joined, rows_of
 from traces.store.text import read_text
-
-
-def read_frame(file: Path) -> pd.DataFrame:
-    """Return the rows of a CSV file, gzipped or not; FileError for other files."""
-    try:
-        frame = pd.read_csv(io.StringIO(read_text(file)), skipinitialspace=True)
-    except (pd.errors.EmptyDataError, pd.errors.ParserError) as error:
-        raise FileError(
-            f"{file}: cannot be read as CSV: give the .csv files of a profile ({error})"
-        ) from None
-    if frame.empty:
-        raise FileError(f"{file}: holds no timings, only a header")
-    return frame
-
 
 MOST = 1e10
 """Largest number of a timing: ten seconds in nanoseconds, ten gigabytes sent at once."""
 
 
-def numbers(file: Path, frame: pd.DataFrame, column: str, least: float = 0.0) -> Floats:
-    """Return a column's numbers; FileError naming the file where it is missing or holds anything
-    else.
-    """
-    if column not in frame:
-        raise FileError(f"{file}: lacks the column {column}")
-    values: Floats = pd.to_numeric(frame[column], errors="coerce").to_numpy(float)
-    bad = ~(values >= least) | (values > MOST)
-    if bad.any():
-        row = int(bad.argmax())
-        raise FileError(
-            f"{file}: row {row + 1}: {column} is {str(frame[column].iloc[row])[:40]}, expected a "
-            f"number from {least:g} to {MOST:g}"
-        )
-    return values
+@dataclass(frozen=True, eq=False)
+class ReadFile:
+    """A file's rows, and where they were timed, by its folders where the options do not say."""
+
+    file: Path
+    frame: pd.DataFrame
+    options: Options
+    source: str
+    """The program that timed them."""
+    left_out: list[str]
+    """Rows that are not taken, and why."""
+
+    @property
+    def folders(self) -> list[str]:
+        """Names of the folders above the file, innermost first."""
+        return [folder.name for folder in self.file.resolve().parents]
+
+    @cached_property
+    def device(self) -> Device:
+        """The GPU; FileError if it is not known.  A folder may name a topology: ``a100_dgx``."""
+        names = [name.partition("_")[0] for name in self.folders]
+        found = _first(find_device, self.options.device, names)
+        if found is None:
+            raise FileError(
+                f"{self.file}: no folder above it is a GPU's: name the GPU with --device"
+            )
+        return found
+
+    @cached_property
+    def model(self) -> Architecture:
+        """The model; FileError if it is not known."""
+        found = _first(find_architecture, self.options.model, self.folders)
+        if found is None:
+            raise FileError(f"{self.file}: no folder above it is a model's: name it with --model")
+        return found
+
+    def column(self, name: str, least: float = 0.0) -> Floats:
+        """Return a column's numbers; FileError if it is missing or holds anything else."""
+        if name not in self.frame:
+            raise FileError(f"{self.file}: lacks the column {name}")
+        values: Floats = pd.to_numeric(self.frame[name], errors="coerce").to_numpy(float)
+        bad = ~(values >= least) | (values > MOST)
+        if bad.any():
+            row = int(bad.argmax())
+            raise FileError(
+                f"{self.file}: row {row + 1}: {name} is {str(self.frame[name].iloc[row])[:40]}, "
+                f"expected a number from {least:g} to {MOST:g}"
+            )
+        return values
+
+    def only(self, which: pd.Series[bool]) -> ReadFile:
+        """Return the file with some of its rows."""
+        return replace(self, frame=self.frame[which].reset_index(drop=True))
+
+    def rows(self, **columns: Any) -> pd.DataFrame:
+        """Return rows of this device and model, shared as `columns` or a folder ``tpN`` say."""
+        shared = next((int(f[2:]) for f in self.folders if re.fullmatch(r"tp\d+", f)), 1)
+        place = {"device": self.device.name, "model": self.model.name, "source": self.source}
+        return rows_of(**{"tensor_parallel": shared, **place, **columns})
 
 
-def place_of(
-    file: Path, options: Options, needs_model: bool = True, folders: Sequence[str] | None = None
-) -> tuple[Device, Any, int | None]:
-    """Return (GPU, model, tensor parallel) of a file, by its folders where they are not given.
-
-    ``folders`` are their names, innermost first; by default those of the path.
-
-    Raises
-    ------
-    FileError
-        If neither the folders nor the options say them.
-    """
-    if folders is None:
-        folders = [part.name for part in file.resolve().parents if part.name]
-    device = _found(find_device, options.device, folders)
-    if device is None:
-        raise FileError(f"{file}: no folder above it is a GPU's: name the GPU with --device")
-    shape: Architecture | None = None
-    if needs_model:
-        shape = _found(find_architecture, options.model, folders)
-        if shape is None:
-            raise FileError(f"{file}: no folder above it is a model's: name it with --model")
-    shared = next((int(f[2:]) for f in folders if re.fullmatch(r"tp\d+", f)), None)
-    return device, shape, shared
+Place = TypeVar("Place", Device, Architecture)
 
 
-def _found(find: Any, given: str | None, folders: Sequence[str]) -> Any:
+def _first(find: Callable[[str], Place], given: str | None, names: Sequence[str]) -> Place | None:
+    """Return what is `given`, else what the first of the names is one of."""
     if given is not None:
         return find(given)
-    for name in folders:
-        try:
+    for name in names:
+        with suppress(DraftsimError):
             return find(name)
-        except DraftsimError:
-            continue
     return None
+
+
+Reader = Callable[[ReadFile], pd.DataFrame]
+
+
+class Profiles(Importer):
+    """Profiles of one program: CSV files, gzipped or not, known by their columns."""
+
+    takes = ("device", "model")
+    source: ClassVar[str]
+    """The program's repository."""
+    kinds: ClassVar[Sequence[tuple[str, frozenset[str], Reader]]]
+    """A file's name, the columns that it is known by, and what reads it."""
+
+    def sniff(self, text: str) -> bool:
+        return self._reader(text.partition("\n")[0].strip().split(",")) is not None
+
+    def read(self, files: Sequence[Path], options: Options) -> OperatorTable:
+        tables = []
+        for file in files:
+            try:
+                frame = pd.read_csv(io.StringIO(read_text(file)), skipinitialspace=True)
+            except (pd.errors.EmptyDataError, pd.errors.ParserError) as error:
+                raise FileError(
+                    f"{file}: cannot be read as CSV: give the .csv files of a profile ({error})"
+                ) from None
+            if frame.empty:
+                raise FileError(f"{file}: holds no timings, only a header")
+            reader = self._reader(list(frame.columns))
+            if reader is None:
+                raise FileError(
+                    f"{file}: is no profile of {type(self).__name__}: expected one of "
+                    f"{', '.join(name for name, _, _ in self.kinds)}"
+                )
+            read = ReadFile(file, frame, options, self.source, [])
+            meta = {"files": [file.name], "left_out": read.left_out}
+            tables.append(joined([OperatorTable(reader(read), meta)]))
+        return joined(tables)
+
+    def _reader(self, columns: Sequence[str]) -> Reader | None:
+        own = {name.strip() for name in columns}
+        return next((reader for _, needed, reader in self.kinds if needed <= own), None)
 
 
 TAKEN = {
@@ -98,10 +149,41 @@ TAKEN = {
     "mlp_down_proj": ("down", 1), "add": ("add", 1),
 }  # fmt: skip
 NORMS = ("input_layernorm", "post_attention_layernorm")
-VIDUR = "microsoft/vidur"
 
 
-class Vidur(Importer):
+def _mlp(read: ReadFile) -> pd.DataFrame:
+    tokens, shared = (read.column(c) for c in ("num_tokens", "num_tensor_parallel_workers"))
+    timed = {taken: read.column(f"time_stats.{name}.median") for name, taken in TAKEN.items()}
+    if norms := [c for name in NORMS if (c := f"time_stats.{name}.median") in read.frame]:
+        timed["norm", len(norms)] = np.mean([read.column(c) for c in norms], axis=0)
+    parts = [
+        read.rows(
+            operator=operator, per_layer=per_layer, tensor_parallel=shared, tokens=tokens,
+            seconds=milliseconds * 1e-3,
+        )
+        for (operator, per_layer), milliseconds in timed.items()
+    ]  # fmt: skip
+    return pd.concat(parts, ignore_index=True)
+
+
+def _collective(read: ReadFile) -> pd.DataFrame:
+    workers, beside, size, milliseconds = (
+        read.column(c)
+        for c in ("num_workers", "devices_per_node", "size", "time_stats.all_reduce.min")
+    )
+    own = workers == beside
+    if not own.any():
+        raise FileError(f"{read.file}: holds no message within one machine")
+    if left := int((~own).sum()):
+        read.left_out.append(f"{read.file}: {left} messages between machines")
+    # Three repeats, launched from the host: the quickest is the one that the host did not hold up.
+    return rows_of(
+        device=read.device.name, operator="all_reduce", per_layer=2, tensor_parallel=workers[own],
+        size=size[own], mode=read.folders[0], seconds=milliseconds[own] * 1e-3, source=read.source,
+    )  # fmt: skip
+
+
+class Vidur(Profiles):
     """Vidur's profiles.
 
     ``<gpu>/<model>/mlp.csv``: a row for each number of tokens and of GPUs that share the layer,
@@ -112,70 +194,13 @@ class Vidur(Importer):
 
     name = "vidur"
     summary = "Vidur's mlp.csv and all_reduce.csv of a GPU, gzipped or not: operators"
-    takes = ("device", "model")
-
-    def sniff(self, text: str) -> bool:
-        head = text.partition("\n")[0]
-        return "time_stats.mlp_up_proj.median" in head or "time_stats.all_reduce.median" in head
-
-    def read(self, files: Sequence[Path], options: Options) -> OperatorTable:
-        return joined([_read(file, options) for file in files])
-
-
-def _read(file: Path, options: Options) -> OperatorTable:
-    frame = read_frame(file)
-    if "time_stats.all_reduce.median" in frame:
-        return _collective(file, frame, options)
-    if "time_stats.mlp_up_proj.median" not in frame:
-        raise FileError(f"{file}: is no profile of Vidur: expected its mlp.csv or all_reduce.csv")
-    return _layer(file, frame, options)
-
-
-def _layer(file: Path, frame: pd.DataFrame, options: Options) -> OperatorTable:
-    device, model, _ = place_of(file, options)
-    tokens, shared = (
-        numbers(file, frame, c) for c in ("num_tokens", "num_tensor_parallel_workers")
+    source = "microsoft/vidur"
+    kinds = (
+        ("all_reduce.csv", frozenset({"time_stats.all_reduce.median"}), _collective),
+        ("mlp.csv", frozenset({"time_stats.mlp_up_proj.median"}), _mlp),
     )
-    parts = []
-    norms = [f"time_stats.{n}.median" for n in NORMS if f"time_stats.{n}.median" in frame]
-    found = {name: numbers(file, frame, f"time_stats.{name}.median") for name in TAKEN}
-    timed = {TAKEN[name]: values for name, values in found.items()}
-    if norms:
-        each = np.array([numbers(file, frame, column) for column in norms])
-        timed["norm", len(norms)] = each.mean(axis=0)
-    for (operator, per_layer), milliseconds in timed.items():
-        parts.append(rows_of(
-            device=device.name, model=model.name, operator=operator, per_layer=per_layer,
-            tensor_parallel=shared, tokens=tokens, seconds=milliseconds * 1e-3, source=VIDUR,
-        ))  # fmt: skip
-    rows = pd.concat(parts, ignore_index=True)
-    return joined([OperatorTable(rows, {"files": [file.name]})])
 
 
-def _collective(file: Path, frame: pd.DataFrame, options: Options) -> OperatorTable:
-    topology = file.resolve().parent.name
-    folders = [folder.name.partition("_")[0] for folder in file.resolve().parents]
-    device, _, _ = place_of(file, options, needs_model=False, folders=folders)
-    workers, beside, size, milliseconds = (
-        numbers(file, frame, c)
-        for c in ("num_workers", "devices_per_node", "size", "time_stats.all_reduce.min")
-    )
-    own = workers == beside
-    if not own.any():
-        raise FileError(f"{file}: holds no message within one machine")
-    # Three repeats, launched from the host: the quickest is the one that the host did not hold up.
-    rows = rows_of(
-        device=device.name, operator="all_reduce", per_layer=2, tensor_parallel=workers[own],
-        size=size[own], mode=topology, seconds=milliseconds[own] * 1e-3, source=VIDUR,
-    )  # fmt: skip
-    left = int((~own).sum())
-    meta = {"files": [file.name]}
-    if left:
-        meta["left_out"] = [f"{file}: {left} messages between machines"]
-    return joined([OperatorTable(rows, meta)])
-
-
-LLMSERVINGSIM = "casys-kaist/LLMServingSim"
 ITERATIONS = 3
 
 DENSE = {
@@ -196,85 +221,13 @@ LAUNCHED = ("norm", "final_norm", "rope")
 """Operators that the older profiler timed launch by launch."""
 
 
-class ReadFile(NamedTuple):
-    """A file's rows, and where they were timed."""
-
-    file: Path
-    frame: pd.DataFrame
-    device: Device
-    model: Architecture
-    shared: int
-
-    def column(self, name: str, least: float = 0.0) -> Floats:
-        """Return its numbers."""
-        return numbers(self.file, self.frame, name, least)
-
-    def rows(self, **columns: Any) -> pd.DataFrame:
-        """Return rows of this device and model."""
-        shared = columns.pop("tensor_parallel", self.shared)
-        return rows_of(
-            device=self.device.name, model=self.model.name, tensor_parallel=shared,
-            source=LLMSERVINGSIM, **columns,
-        )  # fmt: skip
-
-
-class LLMServingSim(Importer):
-    """LLMServingSim's profiles.
-
-    ``<gpu>/<model>/tp<N>/`` holds, of the profiler inside vLLM, ``dense.csv`` (a layer's operators
-    by tokens), ``per_sequence.csv`` (head and sampler by sequences), ``attention.csv`` (a prompt's
-    chunk and decoding sequences together), ``skew.csv`` (sequences of different lengths),
-    ``moe.csv`` (an MoE block by tokens and experts reached) and ``step.csv`` (whole steps by
-    CUDA-graph mode), in microseconds; of the older one ``layers.csv`` (nanoseconds) and its
-    ``attention.csv`` (milliseconds).  GPU and model are the names of the folders, or are given.
-    Source of the format: casys-kaist/LLMServingSim, ``profiler``.
-
-    Three things in these files are not what they look like:
-
-    * The older profiler timed norms and rotary positions launch by launch, unfused: 17 to 27 us,
-      which is the host.  They are replaced by what a fused kernel takes (`fused_s`) where that is
-      less, and marked as corrected.
-    * The decode cells of the older ``attention.csv`` give the cache of all sequences together: read
-      as tokens a sequence they would move 3.4 TB/s on a GPU of 0.77.  They time the kernel that
-      does not share a sequence among multiprocessors, and are kept as ``attention_unsplit``.
-    * The times in ``skew.csv`` are sums over the measurement's iterations, three unless
-      ``meta.yaml`` says otherwise: batches whose sequences are alike take 2.995 times (0.012) those
-      of ``attention.csv``.
-    """
-
-    name = "llmservingsim"
-    summary = (
-        "LLMServingSim's layers, attention, dense, per_sequence, skew, moe and step.csv: operators"
-    )
-    takes = ("device", "model")
-
-    def sniff(self, text: str) -> bool:
-        return _kind(text.partition("\n")[0].strip().split(",")) is not None
-
-    def read(self, files: Sequence[Path], options: Options) -> OperatorTable:
-        tables = []
-        for file in files:
-            frame = read_frame(file)
-            kind = _kind(list(frame.columns))
-            if kind is None:
-                raise FileError(
-                    f"{file}: is no profile of LLMServingSim: expected one of "
-                    f"{', '.join(name for name, _, _ in KINDS)}"
-                )
-            device, model, shared = place_of(file, options)
-            read = ReadFile(file, frame, device, model, shared or 1)
-            tables.append(joined([OperatorTable(kind(read), {"files": [file.name]})]))
-        return joined(tables)
-
-
 def _dense(read: ReadFile) -> pd.DataFrame:
     by = "tokens" if "tokens" in read.frame else "sequences"
     return _named(read, "layer", DENSE, read.column(by), read.column("time_us") * 1e-6)
 
 
 def _layers(read: ReadFile) -> pd.DataFrame:
-    kept = read.frame["layer_name"] != "attn"  # a stub
-    own = read._replace(frame=read.frame[kept].reset_index(drop=True))
+    own = read.only(read.frame["layer_name"] != "attn")  # a stub
     known = {**LAYERS, **({"act_fn": ("expert_act", 1)} if read.model.experts else {})}
     rows = _named(own, "layer_name", known, own.column("input"), own.column("latency(ns)") * 1e-9)
     rows["tensor_parallel"] = own.column("tp_size").astype(int)
@@ -289,12 +242,9 @@ def _layers(read: ReadFile) -> pd.DataFrame:
 
 
 def _named(
-    read: ReadFile,
-    column: str,
-    known: Mapping[str, tuple[str, int]],
-    tokens: Floats,
+    read: ReadFile, column: str, known: Mapping[str, tuple[str, int]], tokens: Floats,
     seconds: Floats,
-) -> pd.DataFrame:
+) -> pd.DataFrame:  # fmt: skip
     names = read.frame[column].fillna("nan").astype(str)
     if unknown := sorted(set(names) - set(known)):
         raise FileError(f"{read.file}: holds the unknown operator(s) {', '.join(unknown)}")
@@ -332,11 +282,8 @@ def _iterations(file: Path) -> int:
 
 
 def _older_attention(read: ReadFile) -> pd.DataFrame:
-    frame = read.frame
-    said = frame["is_prefill"].astype(str).str.lower() == "true"
-    prompts, decodes = (
-        read._replace(frame=frame[which].reset_index(drop=True)) for which in (said, ~said)
-    )
+    said = read.frame["is_prefill"].astype(str).str.lower() == "true"
+    prompts, decodes = read.only(said), read.only(~said)
     chunk, reached = (prompts.column(c) for c in ("prefill_chunk_size", "kv_cache_size"))
     batch, cached = (decodes.column(c) for c in ("batch_size", "kv_cache_size"))
     parts = [
@@ -382,23 +329,45 @@ def _step(read: ReadFile) -> pd.DataFrame:
     )
 
 
-KINDS: Sequence[tuple[str, frozenset[str], Callable[[ReadFile], pd.DataFrame]]] = (
-    ("dense.csv", frozenset({"layer", "tokens", "time_us"}), _dense),
-    ("per_sequence.csv", frozenset({"layer", "sequences", "time_us"}), _dense),
-    ("attention.csv", frozenset({"prefill_chunk", "kv_prefill", "time_us"}), _attention),
-    ("skew.csv", frozenset({"kv_big", "kv_mean", "t_skew_us"}), _skew),
-    ("moe.csv", frozenset({"tokens", "activated_experts", "time_us"}), _moe),
-    ("step.csv", frozenset({"branch", "step_us", "saved_us"}), _step),
-    ("layers.csv", frozenset({"layer_name", "input", "tp_size", "latency(ns)"}), _layers),
-    (
-        "attention.csv",
-        frozenset({"time_stats.attn_prefill.median", "is_prefill"}),
-        _older_attention,
-    ),
-)
-"""A file's name, the columns that it is known by, and what reads it."""
+class LLMServingSim(Profiles):
+    """LLMServingSim's profiles.
 
+    ``<gpu>/<model>/tp<N>/`` holds, of the profiler inside vLLM, ``dense.csv`` (a layer's operators
+    by tokens), ``per_sequence.csv`` (head and sampler by sequences), ``attention.csv`` (a prompt's
+    chunk and decoding sequences together), ``skew.csv`` (sequences of different lengths),
+    ``moe.csv`` (an MoE block by tokens and experts reached) and ``step.csv`` (whole steps by
+    CUDA-graph mode), in microseconds; of the older one ``layers.csv`` (nanoseconds) and its
+    ``attention.csv`` (milliseconds).  GPU and model are the names of the folders, or are given.
+    Source of the format: casys-kaist/LLMServingSim, ``profiler``.
 
-def _kind(columns: Sequence[str]) -> Callable[[ReadFile], pd.DataFrame] | None:
-    own = {name.strip() for name in columns}
-    return next((reader for _, needed, reader in KINDS if needed <= own), None)
+    Three things in these files are not what they look like:
+
+    * The older profiler timed norms and rotary positions launch by launch, unfused: 17 to 27 us,
+      which is the host.  They are replaced by what a fused kernel takes (`fused_s`) where that is
+      less, and marked as corrected.
+    * The decode cells of the older ``attention.csv`` give the cache of all sequences together: read
+      as tokens a sequence they would move 3.4 TB/s on a GPU of 0.77.  They time the kernel that
+      does not share a sequence among multiprocessors, and are kept as ``attention_unsplit``.
+    * The times in ``skew.csv`` are sums over the measurement's iterations, three unless
+      ``meta.yaml`` says otherwise: batches whose sequences are alike take 2.995 times (0.012) those
+      of ``attention.csv``.
+    """
+
+    name = "llmservingsim"
+    summary = (
+        "LLMServingSim's layers, attention, dense, per_sequence, skew, moe and step.csv: operators"
+    )
+    source = "casys-kaist/LLMServingSim"
+    kinds = (
+        ("dense.csv", frozenset({"layer", "tokens", "time_us"}), _dense),
+        ("per_sequence.csv", frozenset({"layer", "sequences", "time_us"}), _dense),
+        ("attention.csv", frozenset({"prefill_chunk", "kv_prefill", "time_us"}), _attention),
+        ("skew.csv", frozenset({"kv_big", "kv_mean", "t_skew_us"}), _skew),
+        ("moe.csv", frozenset({"tokens", "activated_experts", "time_us"}), _moe),
+        ("step.csv", frozenset({"branch", "step_us", "saved_us"}), _step),
+        ("layers.csv", frozenset({"layer_name", "input", "tp_size", "latency(ns)"}), _layers),
+        (
+            "attention.csv", frozenset({"time_stats.attn_prefill.median", "is_prefill"}),
+            _older_attention,
+        ),
+    )  # fmt: skip

@@ -8,21 +8,12 @@ from pathlib import Path
 from reprlib import repr as shown
 from typing import Any
 
+from traces.acceptance.schema import MOST_DRAFTED, MOST_TOKENS
 from traces.errors import FileError
 from traces.importers.base import Importer, Options
-from traces.importers.bounds import (
-    MOST_COUNT,
-    MOST_DRAFTED,
-    MOST_TOKENS,
-    check_drafted,
-    is_seconds,
-    summed,
-    whole,
-    wholes,
-)
-from traces.importers.rows import Row, read_json_rows
-from traces.importers.totals import Summary, Totals, pooled
-from traces.store.text import read_text
+from traces.importers.rows import Row, choices_of, read_json_rows
+from traces.importers.totals import Summary, Totals, check_drafted, pooled, summed
+from traces.store.text import MOST_COUNT, is_seconds, read_text, whole, wholes
 
 HISTOGRAMS = ("spec_correct_drafts_histogram", "spec_accept_histogram")
 PROPOSED = ("spec_num_proposed_drafts", "spec_draft_token_num")
@@ -48,7 +39,6 @@ class SGLang(Importer):
         return '"spec_verify_ct"' in text
 
     def read(self, files: Sequence[Path], options: Options) -> Totals:
-        del options
         found = [pair for file in files for pair in _infos(file)]
         if not found:
             raise FileError(
@@ -67,15 +57,14 @@ class SGLang(Importer):
         if all(histograms):
             longest = max(len(h) for h in histograms) - 1
             per_position = summed(histograms, longest)
-        meta = {"kind": "sglang", "source": [file.name for file in files]}
+        meta = self.meta(files)
         return Totals(rounds, drafted, accepted, longest, per_position, len(found), meta=meta)
 
 
 def _infos(file: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
     for where, row in read_json_rows(file):
-        choices = row.get("choices")
-        for holder in (row, *(choices if isinstance(choices, list) else ())):
-            info = holder.get("meta_info") if isinstance(holder, dict) else None
+        for holder in (row, *choices_of(row)):
+            info = holder.get("meta_info")
             if isinstance(info, dict) and info.get("spec_verify_ct") is not None:
                 reason = info.get("finish_reason")
                 aborted = isinstance(reason, dict) and reason.get("type") == "abort"
@@ -142,9 +131,8 @@ class TRTLLMLog(Importer):
         return response or f'"{STATS}"' in text or f"'{STATS}'" in text
 
     def read(self, files: Sequence[Path], options: Options) -> Totals:
-        del options
         rows = [row for file in files for row in _rows(file)]
-        meta = {"kind": self.name, "source": [file.name for file in files]}
+        meta = self.meta(files)
         responses = [pair for where, row in rows for pair in _choices(where, row)]
         if responses:
             return pooled([Summary(at, *map(c.get, _SUMMED)) for at, c in responses], meta)
@@ -193,10 +181,8 @@ def _copied(row: Mapping[str, Any]) -> bool:
 
 
 def _choices(where: str, row: Mapping[str, Any]) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    choices = row.get("choices")
-    for i, choice in enumerate(choices if isinstance(choices, list) else ()):
-        stats = choice.get(CHOICE) if isinstance(choice, dict) else None
-        if isinstance(stats, dict):
+    for i, choice in enumerate(choices_of(row)):
+        if isinstance(stats := choice.get(CHOICE), dict):
             yield f"{where}, choice {i}", stats
 
 
@@ -242,43 +228,32 @@ class LlamaCpp(Importer):
 
     def read(self, files: Sequence[Path], options: Options) -> Totals:
         longest = _fixed(options.draft_lengths)
-        rounds = drafted = accepted = tokens = requests = 0
-        wall_s = 0.0
-        for file in files:
-            for where, row in read_json_rows(file):
-                timings = row.get("timings")
-                if not isinstance(timings, dict):
-                    if row.get("error") is not None:
-                        continue  # a request that failed
-                    raise FileError(f"{where}: has no timings: expected llama.cpp's responses")
-                n, d, a = (
-                    whole(where, f"timings.{name}", timings.get(name, 0), most=most)
-                    for name, most in _COUNTS.items()
-                )
-                if a > d:
-                    raise FileError(
-                        f"{where}: draft_n_accepted={a} of draft_n={d}: they do not belong together"
-                    )
-                own = max(n - a - 1, int(d > 0))
-                check_drafted(where, "timings.draft_n", d, own)
-                requests, tokens, rounds = requests + 1, tokens + n, rounds + own
-                drafted, accepted = drafted + d, accepted + a
-                wall_s += _seconds(where, timings.get("predicted_ms"))
-        if not drafted:
+        summaries, tokens, wall_s = [], 0, 0.0
+        for where, row in (row for file in files for row in read_json_rows(file)):
+            timings = row.get("timings")
+            if not isinstance(timings, dict):
+                if row.get("error") is not None:
+                    continue  # a request that failed
+                raise FileError(f"{where}: has no timings: expected llama.cpp's responses")
+            n, d, a = (
+                whole(where, f"timings.{name}", timings.get(name, 0), most=most)
+                for name, most in _COUNTS.items()
+            )
+            rounds = max(n - a - 1, int(d > 0))
+            summaries.append(Summary(f"{where}, timings", None, rounds, d, a, longest))
+            tokens, wall_s = tokens + n, wall_s + _seconds(where, timings.get("predicted_ms"))
+        if not any(summary.drafted for summary in summaries):
             raise FileError(
                 f"{files[0]}: is a log without speculation, its timings have no draft_n: serve "
                 "with a draft model"
             )
-        meta: dict[str, Any] = {
-            "kind": "llamacpp", "source": [file.name for file in files],
-            "measured": {"tokens": tokens, "rounds": rounds, "wall_s": wall_s},
-        }  # fmt: skip
-        totals = Totals(rounds, drafted, accepted, longest, requests=requests, meta=meta)
+        measured = {"tokens": tokens, "rounds": sum(s.rounds for s in summaries), "wall_s": wall_s}
+        totals = pooled(summaries, self.meta(files, measured=measured))
         if longest is not None and not totals.fixed_length:
             raise FileError(
-                f"{files[0]}: {drafted} tokens drafted in {rounds} rounds are no drafts of "
-                f"{longest} each: say the --draft-max of a server with --draft-p-min 0, or leave "
-                "--draft-lengths out"
+                f"{files[0]}: {totals.drafted} tokens drafted in {totals.rounds} rounds are no "
+                f"drafts of {longest} each: say the --draft-max of a server with --draft-p-min 0, "
+                "or leave --draft-lengths out"
             )
         return totals
 

@@ -1,17 +1,19 @@
-"""The rows of a trace that the rounds of a finished run imply."""
+"""Rows of a log, and what the rounds and the seconds of a finished run imply."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from statistics import median
 from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from policies.json_text import JSONError, parse_json
-from traces.acceptance.schema import MATCH, MISMATCH, UNKNOWN
+from traces.acceptance.schema import MATCH, MISMATCH, UNKNOWN, Request
+from traces.acceptance.trace import Trace
 from traces.errors import FileError
 from traces.store.text import json_lines, read_text
 
@@ -20,18 +22,29 @@ Row = tuple[str, dict[str, Any]]
 
 
 class LoggedTurn(NamedTuple):
-    """One decoded request of a log that holds its rounds in order."""
+    """One decoded request of a log: a turn of a question."""
 
     where: str
-    """File, row and request, for error messages."""
+    """File, row and turn, for error messages."""
+    question: str
+    turn: int
+    """Number of the turn, from 1."""
+    category: str
+    rounds: int
+    """Verifications."""
     tokens: int
-    """Output tokens."""
-    limit: int
-    """Token limit that the request was decoded under."""
-    accepted: list[int]
-    """Accepted drafts of each round."""
-    wall_s: float | None = None
+    """Output tokens; 0 if a log of plain decoding does not count them."""
+    wall_s: float
     """Measured seconds of decoding it."""
+    accepted: Sequence[int] = ()
+    """Accepted drafts of each round; empty if the log holds no rounds."""
+    limit: int = 0
+    """Token limit that the request was decoded under."""
+
+    @property
+    def emitted(self) -> int:
+        """Tokens that the rounds emit: the accepted ones, and one more each."""
+        return sum(self.accepted) + self.rounds
 
 
 class LoggedRound(NamedTuple):
@@ -60,6 +73,49 @@ def matches(rounds: Sequence[LoggedRound], tokens: int, first: int = 0) -> npt.N
     return match[:tokens]
 
 
+def trace_of(
+    requests: Sequence[Request], rounds: Sequence[Sequence[LoggedRound]], meta: Mapping[str, Any]
+) -> Trace:
+    """Return the trace of requests with these rounds, from output position ``meta["first"]`` on."""
+    first = int(meta["first"])
+    match = [matches(own, r.tokens, first) for r, own in zip(requests, rounds, strict=True)]
+    return Trace.without_tails(requests, None, meta, match=np.concatenate(match))
+
+
+def baseline_of(
+    file: Path, plain: Sequence[LoggedTurn], turns: Sequence[LoggedTurn]
+) -> dict[str, Any]:
+    """Return the speed of plain decoding, and the speedup of `turns` over it.
+
+    ``target_s`` is the median over turns of the seconds per token, ``spread_s`` half their
+    interquartile range, ``per_token_s`` the seconds per token over everything, and ``speedup`` the
+    ratio of the two throughputs in tokens per second.
+
+    Raises FileError if one of the `turns` is not in `file`, which holds the `plain` ones.
+    """
+    known = {(turn.question, turn.turn) for turn in plain}
+    for turn in turns:
+        if (turn.question, turn.turn) not in known:
+            raise FileError(
+                f"{file}: has no question {turn.question}, turn {turn.turn}: give the baseline of "
+                "the same questions"
+            )
+    each = [turn.wall_s / turn.tokens for turn in plain]
+    low, high = np.quantile(each, [0.25, 0.75])
+    per_token = sum(turn.wall_s for turn in plain) / sum(turn.tokens for turn in plain)
+    throughput = sum(turn.tokens for turn in turns) / sum(turn.wall_s for turn in turns)
+    return {
+        "source": file.name, "target_s": median(each), "spread_s": float(high - low) / 2,
+        "per_token_s": per_token, "speedup": throughput * per_token,
+    }  # fmt: skip
+
+
+def choices_of(row: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Return the objects among the ``choices`` of a response or an answer; empty without any."""
+    choices = row.get("choices")
+    return [c for c in choices if isinstance(c, dict)] if isinstance(choices, list) else []
+
+
 def only_file(name: str, files: Sequence[Path]) -> Path:
     """Return the one file of a format that takes one; FileError for several."""
     if len(files) != 1:
@@ -76,23 +132,17 @@ def read_json_rows(path: str | os.PathLike[str]) -> list[Row]:
         If the file is missing, is no text, or a line is not a JSON object.
     """
     text = read_text(path)
-    found = _whole(path, text)
-    if found is None:
+    try:
+        document = parse_json(text)
+    except JSONError:
         lines = json_lines(path, text, "is it truncated? copy the file again")
         found = [(f"{path} line {number}", item) for number, item in lines]
+    else:
+        items = document if isinstance(document, list) else [document]
+        found = [(f"{path} entry {i}", item) for i, item in enumerate(items, 1)]
     if not found:
         raise FileError(f"{path}: holds no rows: expected JSON or JSON Lines")
     for where, item in found:
         if not isinstance(item, dict):
             raise FileError(f"{where}: is no JSON object: expected one object a row")
     return found
-
-
-def _whole(path: str | os.PathLike[str], text: str) -> list[tuple[str, Any]] | None:
-    """Return the entries of a text that is one JSON document, None if it is not."""
-    try:
-        document = parse_json(text)
-    except JSONError:
-        return None
-    items = document if isinstance(document, list) else [document]
-    return [(f"{path} entry {i}", item) for i, item in enumerate(items, 1)]

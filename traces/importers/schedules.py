@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -129,7 +129,7 @@ class Inference:
     """Schedules that fit, as `reading` takes them; (nearly) the same lengths are one."""
     why: str = ""
     """Where none or several fit: what that says, in a few words."""
-    also: tuple[str, ...] = field(default=())
+    also: tuple[str, ...] = ()
     """Further schedules of (nearly, `ALIKE`) the same lengths here."""
 
     @property
@@ -164,13 +164,12 @@ def infer(
       accepted lengths.
     """
     longest = max((a for turn in turns for a in turn.accepted), default=0)
-    tried = 0
     shown: list[tuple[str, list[list[LoggedRound]]]] = []
     refused = ""
     schedules = list(known_schedules(longest))
-    for policy in schedules:
-        progress("trying schedules of draft lengths", tried, len(schedules))
-        tried += 1
+    tried = len(schedules)
+    for done, policy in enumerate(schedules):
+        progress("trying schedules of draft lengths", done, tried)
         read = ReplayedSchedule(policy)
         try:
             rounds = [read(turn, first) for turn in turns]
@@ -267,11 +266,11 @@ def unexplained_share(
     It is fitted by least squares over the turns: 0 within `SIGNIFICANT` standard errors, None with
     too few wall times.  If the draft lengths are right, accepting a token takes no time.
     """
-    if len(turns) < FEWEST_TURNS or any(turn.wall_s is None for turn in turns):
+    if len(turns) < FEWEST_TURNS:
         return None
     wall = np.array([turn.wall_s for turn in turns], dtype=np.float64)
     accepted = np.array([sum(turn.accepted) for turn in turns], dtype=np.float64)
-    count = np.array([len(turn.accepted) for turn in turns], dtype=np.float64)
+    count = np.array([turn.rounds for turn in turns], dtype=np.float64)
     drafted = np.array([sum(r.drafted for r in turn) for turn in rounds], dtype=np.float64)
     context = np.array([_positions(turn, first) for turn in turns])
     others = np.column_stack([np.ones(len(turns)), count, drafted, context])

@@ -10,77 +10,48 @@ Source of the format: hemingkx/Spec-Bench, ``evaluation/eval.py``.
 
 from __future__ import annotations
 
-import os
 import re
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
-from statistics import median
 from typing import Any, Literal, NamedTuple
 
-import numpy as np
-
-from traces.acceptance.schema import Request
+from traces.acceptance.schema import MOST_DRAFTED, MOST_TOKENS, Request
 from traces.acceptance.trace import Trace
 from traces.errors import FileError
-from traces.importers.base import Importer, Options, Progress
-from traces.importers.bounds import MOST_COUNT, MOST_DRAFTED, MOST_TOKENS, is_seconds, label, wholes
-from traces.importers.rows import LoggedTurn, matches, only_file, read_json_rows
+from traces.importers.base import Importer, Options
+from traces.importers.rows import (
+    LoggedTurn,
+    baseline_of,
+    choices_of,
+    only_file,
+    read_json_rows,
+    trace_of,
+)
 from traces.importers.schedules import infer, is_known, reading
+from traces.store.text import MOST_COUNT, is_seconds, label, wholes
 
 
-class _Log(NamedTuple):
+class TurnLog(NamedTuple):
     """A result file."""
 
-    turns: list[_Turn]
+    turns: list[LoggedTurn]
     models: list[str]
     """Every ``model_id``."""
     left_out: list[str]
     """Turns that failed, and why."""
 
 
-class _Turn(NamedTuple):
-    """One generate() call of the log."""
+class SpecBench(Importer):
+    """Spec-Bench's ``model_answer/*.jsonl`` of a method that drafts a chain; a request a turn.
 
-    where: str
-    """File line, question and turn, for error messages."""
-    question: str
-    turn: int
-    category: str
-    tokens: int
-    wall_s: float
-    lengths: list[int]
-    """Accepted + 1 of each round."""
-
-    def logged(self, max_new_tokens: int) -> LoggedTurn:
-        """Return the turn as schedules read it."""
-        accepted = [value - 1 for value in self.lengths]
-        limit = max(max_new_tokens, self.tokens)
-        return LoggedTurn(self.where, self.tokens, limit, accepted, self.wall_s)
-
-
-def import_specbench(
-    file: str | os.PathLike[str],
-    baseline: str | os.PathLike[str] | None = None,
-    draft_lengths: str = "infer",
-    max_new_tokens: int = 1024,
-    progress: Progress = lambda *_: None,
-) -> Trace:
-    """Return a trace of the matches that a Spec-Bench result file tells of; each turn is a request.
-
-    Parameters
-    ----------
-    file:
-        The result file of a speculative method that drafts a chain.
+    Options
+    -------
     baseline:
         The file of plain decoding of the same questions.  Gives each request its
         ``wall_s`` (the turn's seconds per token times this file's tokens, as the two
-        outputs can differ in length) and ``meta["baseline"]``: ``target_s``, the median
-        over turns of the seconds per token, ``spread_s``, half the interquartile range,
-        ``per_token_s`` over everything, and ``speedup``, the ratio of the two
-        throughputs in tokens per second.
+        outputs can differ in length) and ``meta["baseline"]`` (`baseline_of`).
     draft_lengths:
-        Schedule of the draft lengths: see `traces.importers.schedules.reading`.
         ``infer`` takes the known schedule that fits the log, and ``none`` if
         none or several fit; ``meta["draft_lengths_found"]`` says which.  Turns are separate
         calls: a schedule starts again in each unless its policy learns across requests.
@@ -90,16 +61,6 @@ def import_specbench(
         by hazard are refused (`traces.acceptance.survival.impute` offers ``rejected``).
     max_new_tokens:
         Limit of a turn; a shorter one ended with EOS.
-    progress:
-        Told how far the search for a schedule has come.
-
-    Raises
-    ------
-    FileError
-        If a file is damaged or contradicts itself or `draft_lengths`, naming row, question,
-        turn and round; if it is a log without speculation, or of a method that drafts trees.
-    DraftsimError
-        If `draft_lengths` is not one of the above.
 
     Notes
     -----
@@ -108,55 +69,6 @@ def import_specbench(
     emits the same tokens.  Turns that failed (``ERROR``, or no tokens) are left out and
     named in ``meta["left_out"]``.
     """
-    read = None if draft_lengths == "infer" else reading(draft_lengths)
-    log = _read(file)
-    _check_chain(file, log)
-    if max(max(t.lengths) for t in log.turns) == 1 and draft_lengths in ("infer", "none"):
-        raise FileError(
-            f"{file}: is a log without speculation, no round of it accepted a draft: name the "
-            "speculative method's file, and this one as --baseline"
-        )
-    first = _first(log.turns)
-    turns = [t.logged(max_new_tokens) for t in log.turns]
-    meta: dict[str, Any] = {}
-    if read is None:
-        found = infer(turns, first, progress)
-        draft_lengths, read = found.text, reading(found.text)
-        meta = {"draft_lengths_found": found.said(), "draft_lengths_fit": list(found.fits)}
-    plain = None if baseline is None else _per_token(baseline, log.turns)
-    requests, match = [], []
-    for turn, logged in zip(log.turns, turns, strict=True):
-        ended: Literal["eos", "length"] = "length" if turn.tokens == logged.limit else "eos"
-        wall_s = None if plain is None else plain[turn.question, turn.turn] * turn.tokens
-        name = f"{turn.question}/{turn.turn}"
-        requests.append(
-            Request(name, turn.category, 0, turn.tokens, logged.limit, ended, wall_s=wall_s)
-        )
-        match.append(matches(read(logged, first), turn.tokens, first))
-    tokens, wall_s = sum(t.tokens for t in log.turns), sum(t.wall_s for t in log.turns)
-    rounds = sum(len(t.lengths) for t in log.turns)
-    meta |= {
-        "kind": "specbench",
-        "source": os.path.basename(os.fspath(file)),
-        "first": first,
-        "draft_lengths": draft_lengths,
-        "draft_lengths_known": is_known(draft_lengths),
-        "prompt_lengths_known": False,
-        "left_out": log.left_out,
-        "sampling": {"temperature": 0.0},
-        "measured": {
-            "tokens": tokens, "rounds": rounds, "wall_s": wall_s,
-            "per_round": sum(sum(t.lengths) for t in log.turns) / rounds,
-            "request_wall_s": [t.wall_s for t in log.turns],
-        },
-    }  # fmt: skip
-    if baseline is not None:
-        meta["baseline"] = _baseline(baseline, tokens / wall_s)
-    return Trace.without_tails(requests, None, meta, match=np.concatenate(match))
-
-
-class SpecBench(Importer):
-    """Spec-Bench's ``model_answer/*.jsonl``."""
 
     name = "specbench"
     summary = "Spec-Bench result file of a method that drafts a chain"
@@ -166,11 +78,50 @@ class SpecBench(Importer):
         return '"accept_lengths"' in text and '"decoding_steps"' in text
 
     def read(self, files: Sequence[Path], options: Options) -> Trace:
-        file = only_file(self.name, files)
-        return import_specbench(
-            file, options.baseline, options.draft_lengths, options.max_new_tokens,
-            options.progress,
+        file, lengths = only_file(self.name, files), options.draft_lengths
+        read = None if lengths == "infer" else reading(lengths)
+        log = read_turns(file)
+        _check_chain(file, log)
+        if not any(max(t.accepted) for t in log.turns) and lengths in ("infer", "none"):
+            raise FileError(
+                f"{file}: is a log without speculation, no round of it accepted a draft: name the "
+                "speculative method's file, and this one as --baseline"
+            )
+        first = _first(log.turns)
+        turns = [t._replace(limit=max(options.max_new_tokens, t.tokens)) for t in log.turns]
+        found: dict[str, Any] = {}
+        if read is None:
+            fit = infer(turns, first, options.progress)
+            lengths, read = fit.text, reading(fit.text)
+            found = {"draft_lengths_found": fit.said(), "draft_lengths_fit": list(fit.fits)}
+        token_s: dict[tuple[str, int], float] = {}
+        if (baseline := options.baseline) is not None:
+            plain = read_turns(baseline).turns
+            found["baseline"] = baseline_of(baseline, plain, turns)
+            token_s = {(t.question, t.turn): t.wall_s / t.tokens for t in plain}
+        requests = []
+        for turn in turns:
+            ended: Literal["eos", "length"] = "length" if turn.tokens == turn.limit else "eos"
+            each = token_s.get((turn.question, turn.turn))
+            requests.append(
+                Request(
+                    f"{turn.question}/{turn.turn}", turn.category, 0, turn.tokens, turn.limit,
+                    ended, wall_s=None if each is None else each * turn.tokens,
+                )
+            )  # fmt: skip
+        rounds = sum(t.rounds for t in turns)
+        measured = {
+            "tokens": sum(t.tokens for t in turns), "rounds": rounds,
+            "wall_s": sum(t.wall_s for t in turns),
+            "per_round": sum(t.emitted for t in turns) / rounds,
+            "request_wall_s": [t.wall_s for t in turns],
+        }  # fmt: skip
+        meta = self.meta(
+            files, first=first, draft_lengths=lengths, draft_lengths_known=is_known(lengths),
+            prompt_lengths_known=False, left_out=log.left_out, sampling={"temperature": 0.0},
+            measured=measured, **found,
         )  # fmt: skip
+        return trace_of(requests, [read(turn, first) for turn in turns], meta)
 
 
 TREES = (
@@ -180,7 +131,7 @@ TREES = (
 """Methods of Spec-Bench that verify several branches at once, as their files' model_id names."""
 
 
-def _check_chain(file: str | os.PathLike[str], log: _Log) -> None:
+def _check_chain(file: Path, log: TurnLog) -> None:
     """Raise FileError if the log is of a method that drafts trees."""
     for model in log.models:
         parts = set(re.split(r"[^a-z0-9]+", model.lower()))
@@ -193,20 +144,20 @@ def _check_chain(file: str | os.PathLike[str], log: _Log) -> None:
                 )
 
 
-def _first(turns: list[_Turn]) -> int:
+def _first(turns: list[LoggedTurn]) -> int:
     """Return where decoding began: 0 if the rounds of every turn emit all its tokens, else 1."""
-    missing = {turn.tokens - sum(turn.lengths) for turn in turns}
+    missing = {turn.tokens - turn.emitted for turn in turns}
     if max(missing) <= 0:
-        bad = [t for t in turns if sum(t.lengths) - t.tokens >= t.lengths[-1]]
+        bad = [t for t in turns if t.emitted - t.tokens > t.accepted[-1]]
         if not bad:
             return 0
     elif missing == {1}:
         return 1
     else:
-        bad = [t for t in turns if t.tokens > sum(t.lengths)]
+        bad = [t for t in turns if t.tokens > t.emitted]
     turn = bad[0]
     raise FileError(
-        f"{turn.where}: accept_lengths sum to {sum(turn.lengths)} for new_tokens={turn.tokens}: "
+        f"{turn.where}: accept_lengths sum to {turn.emitted} for new_tokens={turn.tokens}: "
         "a round is missing or one too many; use an unedited result file"
     )
 
@@ -218,17 +169,20 @@ _LISTS = {
 """Lists of a choice, and the least and the most that they hold."""
 
 
-def _read(file: str | os.PathLike[str]) -> _Log:
-    turns: list[_Turn] = []
+def read_turns(file: Path) -> TurnLog:
+    """Return the turns of a file that did not fail.
+
+    Raises FileError if it is damaged or contradicts itself, naming row, question and turn.
+    """
+    turns: list[LoggedTurn] = []
     models: dict[str, None] = {}
     left_out: list[str] = []
     for where, row in read_json_rows(file):
         question = label(where, "question_id", row.get("question_id"), "?")
         at = f"{where}, question {question}"
-        choices = row.get("choices")
-        choice = choices[0] if isinstance(choices, list) and choices else None
-        if not isinstance(choice, dict):
+        if not (choices := choices_of(row)):
             raise FileError(f"{at}: has no choices[0]: expected a Spec-Bench result file")
+        choice = choices[0]
         models[label(at, "model_id", row.get("model_id"))] = None
         category = label(at, "category", row.get("category"))
         steps, tokens, lengths = (
@@ -258,7 +212,10 @@ def _read(file: str | os.PathLike[str]) -> _Log:
             if failed or not (count and tokens[i]):
                 left_out.append(f"{name}: {'failed' if failed else 'no tokens'}")
                 continue
-            turns.append(_Turn(name, question, i + 1, category, tokens[i], float(walls[i]), mine))
+            wall_s, accepted = float(walls[i]), [value - 1 for value in mine]
+            turns.append(
+                LoggedTurn(name, question, i + 1, category, count, tokens[i], wall_s, accepted)
+            )
     keys = Counter((turn.question, turn.turn) for turn in turns)
     if keys and (again := keys.most_common(1)[0])[1] > 1:
         (question, number), times = again
@@ -268,32 +225,4 @@ def _read(file: str | os.PathLike[str]) -> _Log:
         )
     if not turns:
         raise FileError(f"{file}: every turn of it failed: decode the questions again")
-    return _Log(turns, list(models), left_out)
-
-
-def _per_token(
-    baseline: str | os.PathLike[str], turns: list[_Turn]
-) -> dict[tuple[str, int], float]:
-    """Return seconds per token of plain decoding, by question and turn."""
-    plain = {(t.question, t.turn): t.wall_s / t.tokens for t in _read(baseline).turns}
-    for turn in turns:
-        if (turn.question, turn.turn) not in plain:
-            raise FileError(
-                f"{baseline}: has no question {turn.question}, turn {turn.turn}: give the baseline "
-                "of the same questions"
-            )
-    return plain
-
-
-def _baseline(baseline: str | os.PathLike[str], throughput: float) -> dict[str, Any]:
-    turns = _read(baseline).turns
-    each = [t.wall_s / t.tokens for t in turns]
-    low, high = np.quantile(each, [0.25, 0.75])
-    per_token = sum(t.wall_s for t in turns) / sum(t.tokens for t in turns)
-    return {
-        "source": os.path.basename(os.fspath(baseline)),
-        "target_s": median(each),
-        "spread_s": float(high - low) / 2,
-        "per_token_s": per_token,
-        "speedup": throughput * per_token,
-    }
+    return TurnLog(turns, list(models), left_out)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -11,14 +12,13 @@ from typing import Any, NamedTuple
 import numpy as np
 import pandas as pd
 
-from policies.json_text import JSONError, parse_json
+from traces.acceptance.schema import MOST_TOKENS
 from traces.errors import FileError
 from traces.importers.base import Importer, Options
-from traces.importers.bounds import MOST_SECONDS, MOST_TOKENS, decimal, digits, label, whole
-from traces.importers.rows import only_file
+from traces.importers.rows import only_file, read_json_rows
 from traces.latency.schema import CELL_COLUMNS
 from traces.latency.table import LatencyTable
-from traces.store.text import csv_rows, json_lines, read_text
+from traces.store.text import MOST_SECONDS, csv_rows, decimal, digits, label, read_text, whole
 
 NEEDED = ("model", "new_tokens", "context", "seconds")
 DEFAULTS = {"phase": "forward", "batch": "1", "spread_s": "0", "repeats": "1"}
@@ -41,22 +41,19 @@ class Latency(Importer):
 
     def read(self, files: Sequence[Path], options: Options) -> LatencyTable:
         file = only_file(self.name, files)
+        columns = {
+            "seconds" if name == "median_s" else name: kind
+            for name, (kind, _) in CELL_COLUMNS.items()
+        }
         cells: list[list[object]] = []
         for at, row in csv_rows(file, read_text(file), NEEDED, tuple(DEFAULTS)):
             given = {**DEFAULTS, **{name: value for name, value in row.items() if value}}
             if empty := [name for name in NEEDED if name not in given]:
                 raise FileError(f"{at}: {empty[0]} is empty")
-            own = ("seconds" if name == "median_s" else name for name in CELL_COLUMNS)
-            kinds = (kind for kind, _ in CELL_COLUMNS.values())
-            cells.append(
-                [_value(at, name, kind, given[name]) for name, kind in zip(own, kinds, strict=True)]
-            )
+            cells.append([_value(at, name, kind, given[name]) for name, kind in columns.items()])
         if not cells:
             raise FileError(f"{file}: holds no latencies: expected a row a cell")
-        meta = {
-            "kind": self.name, "source": file.name, "device": options.device or "not said",
-            "estimator": "mean",
-        }  # fmt: skip
+        meta = self.meta(files, device=options.device or "not said", estimator="mean")
         return LatencyTable(pd.DataFrame(cells, columns=list(CELL_COLUMNS)), meta)
 
 
@@ -108,7 +105,7 @@ class Test(NamedTuple):
     """Everything else that the row says the test was run with."""
 
 
-def read_tests(file: Path, text: str) -> list[Test]:
+def read_tests(file: Path) -> list[Test]:
     """Return the tests of a file in json, jsonl, csv or md.
 
     Raises
@@ -116,32 +113,17 @@ def read_tests(file: Path, text: str) -> list[Test]:
     FileError
         If it has another form, or a row does not hold what its form has.
     """
-    start = text.lstrip()
-    if start.startswith(("[", "{")):
-        return [_from_record(at, row) for at, row in _json(file, text)]
-    if start.startswith("|"):
+    text = read_text(file)
+    if text.lstrip().startswith(("[", "{")):
+        return [_from_record(at, row) for at, row in read_json_rows(file)]
+    if text.lstrip().startswith("|"):
         return [_from_table(at, row) for at, row in _markdown(file, text)]
     if not {"n_prompt", "n_gen", "avg_ns"} <= set(_head(text.partition("\n")[0])):
         raise FileError(f"{file}: is no output of llama-bench: expected -o json, jsonl, csv or md")
     return [_from_record(at, row) for at, row in csv_rows(file, text, ())]
 
 
-def _json(file: Path, text: str) -> Iterator[tuple[str, Any]]:
-    if not text.lstrip().startswith("["):
-        for number, row in json_lines(file, text):
-            yield f"{file} line {number}", row
-        return
-    try:
-        rows = parse_json(text)
-    except JSONError as error:
-        raise FileError(f"{file}: is not JSON ({error}): copy the file again") from None
-    for number, row in enumerate(rows, 1):
-        yield f"{file} entry {number}", row
-
-
-def _from_record(at: str, row: Any) -> Test:
-    if not isinstance(row, Mapping) or None in row:
-        raise FileError(f"{at}: is no test of llama-bench")
+def _from_record(at: str, row: Mapping[str, Any]) -> Test:
     prompt, generated = (_count(at, row, name) for name in ("n_prompt", "n_gen"))
     depth = _count(at, row, "n_depth") if row.get("n_depth") is not None else 0
     mean = _number(at, row, "avg_ns")
@@ -197,14 +179,9 @@ def _from_table(at: str, row: Mapping[str, str]) -> Test:
     mean, deviation = (float(part) for part in rate.groups())
     seconds = (prompt + generated) / mean
     number, _, unit = row.get("size", "").partition(" ")
-    try:
-        size = float(number) * 1024 ** _SIZES[unit]
-    except (ValueError, KeyError):
-        size = 0.0
-    if not 0 <= size < float("inf"):
-        size = 0.0
+    size = decimal(number) * 1024 ** _SIZES.get(unit, math.nan)
     return Test(
-        at, row["model"], size, prompt, generated, depth, seconds,
+        at, row["model"], size if math.isfinite(size) else 0.0, prompt, generated, depth, seconds,
         NORMAL_IQR * seconds * deviation / mean, 1, row.get("backend", "not said"),
         _settings(row.items()),
     )  # fmt: skip
@@ -258,7 +235,7 @@ class LlamaBench(Importer):
         return known or csv or (line.startswith("| model") and line.rstrip().endswith("t/s |"))
 
     def read(self, files: Sequence[Path], options: Options) -> LatencyTable:
-        tests = [test for file in files for test in read_tests(file, read_text(file))]
+        tests = [test for file in files for test in read_tests(file)]
         if not tests:
             raise FileError(f"{files[0]}: holds no test: expected llama-bench's output")
         models: dict[str, list[Test]] = {}
@@ -286,11 +263,10 @@ class LlamaBench(Importer):
             raise FileError(f"{files[0]}: tells the cell ({cell}) twice: import one run at a time")
         if "target" not in set(cells["model"]):
             raise FileError(f"{files[0]}: {left_out[0] if left_out else 'no test can be used'}")
-        meta: dict[str, Any] = {
-            "kind": self.name, "source": [file.name for file in files], "estimator": "mean",
-            "device": options.device or tests[0].device, "left_out": left_out,
-            "models": dict(zip(ROLES, ordered, strict=False)), "settings": dict(tests[0].settings),
-        }  # fmt: skip
+        meta = self.meta(
+            files, estimator="mean", device=options.device or tests[0].device, left_out=left_out,
+            models=dict(zip(ROLES, ordered, strict=False)), settings=dict(tests[0].settings),
+        )  # fmt: skip
         return LatencyTable(cells, meta)
 
 

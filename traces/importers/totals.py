@@ -17,8 +17,9 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from policies.arrays import Floats
+from traces.acceptance.schema import MOST_DRAFTED
 from traces.errors import DraftsimError, FileError
-from traces.importers.bounds import MOST_DRAFTED, check_drafted, summed, whole, wholes
+from traces.store.text import whole, wholes
 
 SHORT = 0.05
 """Largest part of the tokens that last drafts can lack: runs that lack more chose lengths."""
@@ -222,3 +223,26 @@ def pooled(summaries: Sequence[Summary], meta: dict[str, Any]) -> Totals:
     longest = max(max(s.longest or 0, len(s.histogram) - 1) for s in summaries)
     at_least = summed([s.histogram for s in summaries], longest)
     return Totals(rounds, drafted, accepted, longest, at_least, len(summaries), meta=meta)
+
+
+def check_drafted(where: str, name: str, drafted: int, rounds: int) -> None:
+    """Raise FileError if `rounds` cannot have drafted that many tokens; one round counts always."""
+    if drafted > MOST_DRAFTED * max(1, rounds):
+        raise FileError(
+            f"{where}: {name} is {drafted:,} in {rounds:,} rounds, expected at most "
+            f"{MOST_DRAFTED:,} drafted tokens in each"
+        )
+
+
+def summed(histograms: Sequence[Sequence[int]], longest: int) -> list[int]:
+    """Return the rounds that accepted at least 1, 2, ... `longest` drafts, over all histograms.
+
+    A histogram counts rounds by accepted drafts, from 0.
+    """
+    totals = [0] * (longest + 1)
+    for histogram in histograms:
+        for k, rounds in enumerate(histogram):
+            totals[k] += rounds
+    for k in range(longest - 1, -1, -1):
+        totals[k] += totals[k + 1]
+    return totals[1:]

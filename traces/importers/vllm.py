@@ -10,63 +10,30 @@ Metrics".
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from reprlib import repr as shown
 from typing import Any, Literal
 
-import numpy as np
-
-from traces.acceptance.schema import Request
+from traces.acceptance.schema import MOST_DRAFTED, MOST_TOKENS, Request
 from traces.acceptance.trace import Trace
 from traces.errors import FileError
 from traces.importers.base import Importer, Options
-from traces.importers.bounds import MOST_DRAFTED, MOST_TOKENS, label, whole, wholes
-from traces.importers.rows import LoggedRound, matches, read_json_rows
+from traces.importers.rows import LoggedRound, choices_of, read_json_rows, trace_of
 from traces.importers.totals import Summary, Totals, pooled
+from traces.store.text import label, whole, wholes
 
 STEPS = ("per_step_drafted", "per_step_accepted")
 """Drafted and accepted tokens of each verification."""
+SUMMED = (
+    "acceptance_histogram", "num_spec_steps", "num_draft_tokens", "num_accepted_draft_tokens",
+)  # fmt: skip
+"""A summary's rounds by accepted tokens, its rounds, and its drafted and accepted tokens."""
 OTHERS = ("spec_decode_acceptance", "total_accepted_draft_tokens")
 """Fields found with the same names in AIPerf's and TensorRT-LLM's files."""
 Stepped = tuple[str, Mapping[str, Any], Mapping[str, Any], Mapping[str, Any]]
 """A request: where it is from, for error messages; the response (``id``, ``category``, ``usage``);
 what holds ``finish_reason``; and what holds the lists `STEPS`, one entry a verification."""
-
-
-def import_vllm(files: str | os.PathLike[str] | Sequence[str | os.PathLike[str]]) -> Trace:
-    """Return a trace of the requests in vLLM response files (JSON or JSON Lines).
-
-    The metrics may stand at the top of an object or in its ``choices``; of the rest,
-    ``id``, ``usage`` (``prompt_tokens``, ``completion_tokens``), ``finish_reason`` and
-    ``category`` are used where present.  Within a step the accepted positions match and
-    the next, if more was drafted, does not; after a fully accepted step it is unknown,
-    as is the first token (see `traces.acceptance.survival.impute`).  Requests that were
-    aborted, that failed, or that report null (several sequences to a request) are left out and
-    named in ``meta["left_out"]``.  Without ``usage`` a request has the tokens
-    that its steps emitted, and ``completion_tokens`` may cut the last step short.
-
-    Raises
-    ------
-    FileError
-        If a file is damaged, an object holds no such metrics, its numbers contradict each
-        other, or no request drafted anything.
-    """
-    if isinstance(files, str | os.PathLike):
-        files = [files]
-    found: list[Stepped] = []
-    left_out = []
-    for file in files:
-        for where, row in read_json_rows(file):
-            if (reason := _unfinished(row)) is not None:
-                left_out.append(f"{where}: {reason}")
-            else:
-                found += _found(where, row)
-    if not found:
-        raise FileError(f"{files[0]}: no request of it finished: {left_out[0]}")
-    names = [os.path.basename(os.fspath(file)) for file in files]
-    return stepped_trace(found, {"kind": "vllm", "left_out": left_out, "source": names})
 
 
 def stepped_trace(found: Sequence[Stepped], meta: Mapping[str, Any]) -> Trace:
@@ -81,16 +48,25 @@ def stepped_trace(found: Sequence[Stepped], meta: Mapping[str, Any]) -> Trace:
             "speculative decoding switched on"
         )
     requests = [request for request, _ in told]
-    match = [matches(rounds, request.tokens, first=1) for request, rounds in told]
     lengths = {
         "first": 1, "draft_lengths": "recorded", "draft_lengths_known": True,
         "prompt_lengths_known": all(r.prompt_length for r in requests),
     }  # fmt: skip
-    return Trace.without_tails(requests, None, {**meta, **lengths}, match=np.concatenate(match))
+    return trace_of(requests, [rounds for _, rounds in told], {**meta, **lengths})
 
 
 class VLLM(Importer):
-    """vLLM's responses with per-request metrics, detailed or in summary."""
+    """vLLM's responses with per-request metrics, detailed or in summary (JSON or JSON Lines).
+
+    The metrics may stand at the top of an object or in its ``choices``; of the rest,
+    ``id``, ``usage`` (``prompt_tokens``, ``completion_tokens``), ``finish_reason`` and
+    ``category`` are used where present.  Within a step the accepted positions match and
+    the next, if more was drafted, does not; after a fully accepted step it is unknown,
+    as is the first token (see `traces.acceptance.survival.impute`).  Requests that were
+    aborted, that failed, or that report null (several sequences to a request) are left out and
+    named in ``meta["left_out"]``.  Without ``usage`` a request has the tokens
+    that its steps emitted, and ``completion_tokens`` may cut the last step short.
+    """
 
     name = "vllm"
     summary = "vLLM's responses, --per-request-spec-decode-metrics detailed or summary"
@@ -100,28 +76,22 @@ class VLLM(Importer):
         return own and not any(f'"{key}"' in text for key in OTHERS)
 
     def read(self, files: Sequence[Path], options: Options) -> Trace | Totals:
-        del options
-        summaries = [
-            (where, found) for file in files for where, row in read_json_rows(file)
-            if _unfinished(row) is None and (found := _metrics(row)) is not None
-        ]  # fmt: skip
-        if summaries and not any(name in m for _, m in summaries for name in STEPS):
-            return _totals(summaries, files)
-        return import_vllm(files)
-
-
-def _totals(summaries: Sequence[tuple[str, Mapping[str, Any]]], files: Sequence[Path]) -> Totals:
-    counts = ("acceptance_histogram", "num_spec_steps", "num_draft_tokens")
-    accepted = "num_accepted_draft_tokens"
-    told = [Summary(at, *(m.get(name) for name in (*counts, accepted))) for at, m in summaries]
-    return pooled(told, {"kind": "vllm", "source": [file.name for file in files]})
+        rows = [row for file in files for row in read_json_rows(file)]
+        reasons = {where: reason for where, row in rows if (reason := _unfinished(row))}
+        finished = [(where, row) for where, row in rows if where not in reasons]
+        left_out = [f"{where}: {reason}" for where, reason in reasons.items()]
+        if not finished:
+            raise FileError(f"{files[0]}: no request of it finished: {left_out[0]}")
+        meta = self.meta(files, left_out=left_out)
+        told = [(at, found) for at, row in finished if (found := _metrics(row)) is not None]
+        if told and not any(name in found for _, found in told for name in STEPS):
+            return pooled([Summary(at, *map(found.get, SUMMED)) for at, found in told], meta)
+        return stepped_trace([one for where, row in finished for one in _found(where, row)], meta)
 
 
 def _unfinished(row: Mapping[str, Any]) -> str | None:
     """Return why a response cannot be used: aborted, failed, or without metrics."""
-    choices = row.get("choices")
-    several = choices if isinstance(choices, list) else []
-    reasons = [c.get("finish_reason") for c in (row, *several) if isinstance(c, dict)]
+    reasons = [c.get("finish_reason") for c in (row, *choices_of(row))]
     if ended := next((r for r in reasons if r in ("abort", "error")), None):
         return f"ended by {ended}"
     if row.get("error") is not None:
@@ -134,17 +104,15 @@ def _unfinished(row: Mapping[str, Any]) -> str | None:
 
 def _found(where: str, row: Mapping[str, Any]) -> Iterator[Stepped]:
     """Yield every set of step metrics in an object, with the objects around it."""
+    choices = choices_of(row)
     if (steps := _metrics(row)) is not None:
-        choices = row.get("choices")
-        single = choices[0] if isinstance(choices, list) and len(choices) == 1 else row
-        yield where, row, single if isinstance(single, dict) else row, steps
+        yield where, row, choices[0] if len(choices) == 1 else row, steps
         return
-    choices = row.get("choices")
     any_found = False
-    for i, choice in enumerate(choices if isinstance(choices, list) else []):
-        if isinstance(choice, dict) and (steps := _metrics(choice)) is not None:
+    for i, choice in enumerate(choices):
+        if (steps := _metrics(choice)) is not None:
             any_found = True
-            yield f"{where}, choice {i}", row if len(choices or ()) == 1 else {
+            yield f"{where}, choice {i}", row if len(choices) == 1 else {
                 **row, "usage": None, "id": f"{row.get('id', where)}/{i}",
             }, choice, steps  # fmt: skip
     if not any_found:

@@ -13,7 +13,7 @@ import pandas as pd
 from policies.arrays import Floats
 from policies.batch.confidence import CAPTURED
 from traces.errors import DraftsimError
-from traces.latency.schema import cells_of
+from traces.latency.schema import cells_of, combined
 from traces.latency.table import LatencyTable
 
 MODES = ("FULL", "PIECEWISE", "NONE")
@@ -155,10 +155,7 @@ class CUDAGraphs:
             # Between two measured widths the padding jumps: every width has cells of its own.
             between = np.arange(1, min(int(few["new_tokens"].max()), FINEST) + 1)
             widths = np.union1d(few["new_tokens"], between)
-            b, n, c = (
-                v.ravel().astype(float)
-                for v in np.meshgrid(np.arange(1, most + 1), widths, contexts, indexing="ij")
-            )
+            b, n, c = combined(np.arange(1, most + 1), widths, contexts)
             run = self.padded(b * n) / n
             if (far := run > 2 * grid.batches[-1]).any():
                 i = int(far.argmax())

@@ -116,6 +116,11 @@ def cells_of(
     return pd.DataFrame(dict(zip(CELL_COLUMNS, values, strict=True)))
 
 
+def combined(*axes: npt.ArrayLike) -> list[Floats]:
+    """Return all combinations of the axes' values: an array an axis, the last one varying first."""
+    return [v.ravel().astype(float) for v in np.meshgrid(*map(np.asarray, axes), indexing="ij")]
+
+
 def typed(frame: pd.DataFrame, columns: Mapping[str, tuple[str, str]], what: str) -> pd.DataFrame:
     """Return the `columns` of a frame alone, in their types; floats are times.
 

@@ -243,6 +243,36 @@ class LatencyTable:
             return np.zeros(np.broadcast_shapes(*(np.shape(v) for v in sizes.values())))
         return self.estimate(model, phase, **sizes).seconds
 
+    def settling_s(self, model: str, batch: int, passes: npt.ArrayLike) -> Floats:
+        """Return the extra seconds, over ``forward``, of rounds' draft passes after the first.
+
+        ``passes`` counts them, of any shape.  Zeros for a table without ``settling`` cells.
+        """
+        sums = self.settling_sums(model, batch)
+        return np.asarray(sums[np.clip(passes, 0, len(sums) - 1)])
+
+    def settling_sums(self, model: str, batch: int) -> Floats:
+        """Return the same sum for the first 0, 1, ... passes after the first, as far as measured.
+
+        The target's pass leaves the caches full of its own weights, so the draft passes after it
+        take longer, and less so from pass to pass.  Read at the nearest batch measured, as a mean
+        over contexts: what comes back into the caches are weights.
+        """
+        known = self._settling.get(model, {})
+        nearest = min(known, key=lambda size: abs(size - batch), default=None)
+        return np.zeros(1) if nearest is None else known[nearest]
+
+    @cached_property
+    def _settling(self) -> dict[str, dict[int, Floats]]:
+        own = self.cells[self.cells["phase"] == "settling"]
+        found: dict[str, dict[int, Floats]] = {}
+        for model, batch in own[["model", "batch"]].drop_duplicates().itertuples(index=False):
+            part = own[(own["model"] == model) & (own["batch"] == batch)]
+            later = self.seconds(model, "forward", batch=batch, context=part["context"])
+            beyond = (part["median_s"] - later).groupby(part["new_tokens"]).mean()
+            found.setdefault(str(model), {})[int(batch)] = np.cumsum([0.0, *beyond.sort_index()])
+        return found
+
     @cached_property
     def _grids(self) -> dict[tuple[str, str], CellGrid]:
         engine = self.meta.get("engine")

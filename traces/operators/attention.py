@@ -23,6 +23,7 @@ import pandas as pd
 
 from policies.arrays import Floats
 from traces.latency.nonnegative import non_negative
+from traces.latency.schema import combined
 from traces.operators.devices import Device
 from traces.operators.shapes import ARCHITECTURES, BYTES, Architecture
 from traces.operators.table import OperatorTable
@@ -134,8 +135,9 @@ class AttentionOperators:
         """
         least = batch * context * heads.cached_bytes / self.device.bandwidth
         timed = self._timed.get(heads)
-        found = timed.split.at(batch, context) if timed else self._split_law(heads, batch, context)
-        return np.maximum(found, least)
+        if timed is None:
+            return np.maximum(self.by_law(self.law, heads, batch, context), least)
+        return np.maximum(timed.split.at(batch, context), least)
 
     def unsplit_s(self, heads: Heads, batch: Floats, width: Floats, context: Floats) -> Floats:
         """Return the same with `width` new tokens a sequence, or in a step with a prompt."""
@@ -181,10 +183,7 @@ class AttentionOperators:
             return SPLIT
         features, target = [], []
         for heads, timed in self._timed.items():
-            batch, context = (
-                v.ravel()
-                for v in np.meshgrid(timed.split.sizes, timed.split.contexts, indexing="ij")
-            )
+            batch, context = combined(timed.split.sizes, timed.split.contexts)
             seconds = timed.split.seconds.ravel()
             read = batch * context * heads.cached_bytes / self.device.bandwidth
             columns = np.stack([np.ones(len(batch)), batch * heads.kv_heads, read], axis=1)
@@ -192,9 +191,6 @@ class AttentionOperators:
             target.append(np.ones(len(seconds)))
         launch, each, times = non_negative(np.concatenate(features), np.concatenate(target))
         return float(launch), float(each), float(1 / max(times, 1.0))
-
-    def _split_law(self, heads: Heads, batch: Floats, context: Floats) -> Floats:
-        return self.by_law(self.law, heads, batch, context)
 
     def by_law(
         self, law: tuple[float, float, float], heads: Heads, batch: Floats, context: Floats

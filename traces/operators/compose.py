@@ -22,18 +22,13 @@ import pandas as pd
 from policies.arrays import Floats
 from traces.errors import DraftsimError
 from traces.latency.graphs import CUDAGraphs
-from traces.latency.schema import cells_of
+from traces.latency.schema import cells_of, combined
 from traces.latency.table import LatencyTable
 from traces.operators.attention import AttentionOperators, heads_of
-from traces.operators.dense import (
-    ASSUMED,
-    CORRECTED,
-    MEASURED,
-    DenseOperators,
-)
+from traces.operators.dense import ASSUMED, CORRECTED, MEASURED, DenseOperators
 from traces.operators.devices import Device, find_device
-from traces.operators.shapes import BYTES, Placed, find_architecture
-from traces.operators.steps import NOTHING, Parts, covered, fit_steps, model_of_steps, steps_of
+from traces.operators.shapes import BYTES, Placed
+from traces.operators.steps import NOTHING, Parts, covered, fit_steps, model_of_steps
 from traces.operators.table import OperatorTable
 
 LAUNCHED_S = 17.5e-6
@@ -102,23 +97,19 @@ class Composer:
                 "dense.csv or layers.csv of it"
             )
         self.factors = NOTHING
-        self.steps = steps_of(table.of(device=self.device.name))
+        self.steps = table.of(device=self.device.name, operator="step")
         if by_steps or (by_steps is None and len(self.steps)):
             if self.steps.empty:
                 raise DraftsimError(
                     f"no whole steps were timed on {self.device.name}: leave out ':steps', and "
                     "passes are the sum of their operators"
                 )
-            name, shared = model_of_steps(self.steps)
-            parts = self.parts_of_steps(Placed(find_architecture(name), shared), self.steps)
+            parts = self.parts_of_steps(model_of_steps(self.steps), self.steps)
             self.factors = fit_steps(parts, self.steps["seconds"].to_numpy(float))
 
-    def layer_s(
-        self, placed: Placed, batch: Floats, width: Floats, context: Floats,
-        with_prompts: bool = False,
-    ) -> Floats:  # fmt: skip
-        """Return the seconds of one layer, perhaps of sequences in a step `with_prompts`."""
-        attended_s = self._attended_s(placed, batch, width, context, with_prompts)
+    def layer_s(self, placed: Placed, batch: Floats, width: Floats, context: Floats) -> Floats:
+        """Return the seconds of one layer."""
+        attended_s = self._attended_s(placed, batch, width, context, with_prompts=False)
         parts = Parts(self._dense_layer_s(placed, batch * width), attended_s)
         return self.factors._replace(host_s=0.0).of(parts)
 
@@ -137,11 +128,9 @@ class Composer:
 
     def head_s(self, placed: Placed, rows: Floats) -> Floats:
         """Return seconds from the last layer to chosen tokens, of this many rows of logits."""
-        model, shared = placed.model, placed.shared
+        parts = ("final_norm", "lm_head", "sampler")
         return np.asarray(
-            self.dense.once_s("final_norm", model, shared, rows)
-            + self.dense.once_s("lm_head", model, shared, rows)
-            + self.dense.once_s("sampler", model, shared, rows)
+            sum(self.dense.once_s(part, placed.model, placed.shared, rows) for part in parts)
         )
 
     def pass_s(
@@ -176,16 +165,14 @@ class Composer:
             steps[name].to_numpy(float) for name in ("tokens", "batch", "batch_context")
         )
         one, none = np.ones(len(steps)), np.zeros(len(steps))
-        decoding = self.parts(placed, np.maximum(batch, 1), one, np.maximum(context - 1, 0))
-        aside = self.parts(
-            placed, np.maximum(batch, 1), one, np.maximum(context - 1, 0), with_prompts=True
-        )
-        prompt = self.parts(placed, one, np.maximum(chunk, 1), none)
+        sizes = np.maximum(batch, 1), one, np.maximum(context - 1, 0)
+        decoding = self._attended_s(placed, *sizes, with_prompts=False)
+        aside = self._attended_s(placed, *sizes, with_prompts=True)
+        prompt = self._attended_s(placed, one, np.maximum(chunk, 1), none, with_prompts=False)
         dense_s = self.dense_pass_s(placed, chunk + batch, batch + (chunk > 0))
-        mixed = (chunk > 0) & (batch > 0)
-        attended_s = np.where(chunk > 0, prompt.attended_s, decoding.attended_s)
-        attended_s += np.where(mixed, aside.attended_s, 0.0)
-        return Parts(dense_s, attended_s)
+        layers, mixed = placed.model.layers, (chunk > 0) & (batch > 0)
+        attended_s = layers * np.where(chunk > 0, prompt, decoding)
+        return Parts(dense_s, attended_s + np.where(mixed, layers * aside, 0.0))
 
     def dense_pass_s(self, placed: Placed, tokens: Floats, rows: Floats) -> Floats:
         """Return seconds of all operators of a pass but attention."""
@@ -273,17 +260,12 @@ class Composer:
         if self.factors == NOTHING:
             return ". Whole steps timed on this GPU took longer: leave out ':operators'"
         host_s, dense, attended = self.factors
+        name = model_of_steps(self.steps).name
         return (
-            f". Corrected by whole steps of {self.steps_label}: {1e3 * host_s:.2g} ms more, "
+            f". Corrected by whole steps of {name}: {1e3 * host_s:.2g} ms more, "
             f"attention {1 + attended:.2f} times and the rest {1 + dense:.2f} times its operators; "
             f"other passes take between their operators ({self.device.name}:operators/...) and this"
         )
-
-    @property
-    def steps_label(self) -> str:
-        """The model that whole steps were timed of, as ``--latency`` names it."""
-        name, shared = model_of_steps(self.steps)
-        return name if shared == 1 else f"{name}@tp{shared}"
 
     def _check_memory(self, roles: Mapping[str, Placed]) -> None:
         # Every GPU of a target holds its share; a draft that is not shared lies on one of them.
@@ -317,8 +299,6 @@ def said(name: str, device: Device, origins: Mapping[str, Mapping[str, str]]) ->
 def _grid(
     batches: Sequence[int], widths: Sequence[int], contexts: Sequence[int]
 ) -> tuple[Floats, Floats, Floats]:
-    b, n, c = (
-        v.ravel().astype(float) for v in np.meshgrid(batches, widths, contexts, indexing="ij")
-    )
+    b, n, c = combined(batches, widths, contexts)
     kept = b * n <= MOST_TOKENS
     return b[kept], n[kept], c[kept]

@@ -1,5 +1,7 @@
 """Seconds of a step outside attention: products, small kernels, experts, collectives.
 
+Small kernels (norms, positions, activations) do little more than move their tokens (`fused_s`).
+
 An operator that was timed for the asked sizes is read between its timings.  A matrix product that
 was not is read between the timed products of the same GPU that have fewer and more weights: in
 bytes of weights and tokens, products of one GPU lie close to one curve.  If each of Vidur's models
@@ -18,13 +20,14 @@ import pandas as pd
 
 from policies.arrays import Floats
 from traces.operators.devices import Device
-from traces.operators.elementwise import LAUNCH_S, fused_s
 from traces.operators.shapes import ARCHITECTURES, BYTES, Architecture
 from traces.operators.table import OperatorTable
 
 MEASURED, CORRECTED = "measured", "measured, norms corrected"
 NEAR, MOVING, ASSUMED = "from near sizes", "by the bytes moved", "assumed"
 
+PER_LAYER = {"norm": 2, "embedding": 0, "final_norm": 0, "lm_head": 0, "sampler": 0}
+"""Times that an operator runs in a layer, where that is not once; 0: once in a pass."""
 PARTS = {"qkv": ("q", "k", "v"), "gate_up": ("gate", "up")}
 """Products that an engine merges, and what they are where they were timed apart."""
 SAMPLER_S = (20e-6, 0.6e-6)
@@ -34,10 +37,15 @@ PCIE_S, PCIE_SHARE = 20e-6, 0.6
 """An all-reduce over PCIe where none was timed: its latency, and the share of the link it reaches;
 both are assumed, within a factor of two."""
 NVLINK_SHARE = 0.8
+LAUNCH_S = 2.2e-6
+"""A fused norm's or rotary kernel's least time: 1.9 to 2.7 us over the five models timed inside
+vLLM on an RTX 4090 and an RTX PRO 6000."""
+MOVED = 0.8
+"""Share of the memory's bandwidth that a long fused kernel reaches."""
 
 
 class Curve(NamedTuple):
-    """Seconds by tokens, ascending."""
+    """Seconds by tokens, or by bytes, ascending."""
 
     tokens: Floats
     seconds: Floats
@@ -52,9 +60,9 @@ class Curve(NamedTuple):
 class Part(NamedTuple):
     """An operator of a model on a device."""
 
-    curve: Curve | None
-    """None: `seconds` asks for it otherwise."""
+    curve: Curve
     per_layer: int
+    """Times that it runs in a layer; 0: once in a pass."""
     origin: str
 
 
@@ -89,42 +97,36 @@ class DenseOperators:
     def layer(self, model: Architecture, shared: int) -> dict[str, Part]:
         """Return the operators of a layer but attention and collectives, with how each is known."""
         names = ["norm", "qkv", *(["qk_norm"] if model.qk_norm else []), "rope", "o"]
-        if model.experts:
-            return {name: self.part(name, model, shared) for name in names}
-        names += ["gate_up", "act", "down"]
+        if not model.experts:
+            names += ["gate_up", "act", "down"]
         parts = {name: self.part(name, model, shared) for name in names}
         # vLLM adds the residual inside the norm; Vidur's norms do not.
         if (add := self._timed("add", model, shared)) is not None:
-            parts["add"] = Part(add[0], add[1], MEASURED)
+            parts["add"] = add
         return parts
 
     def part(self, operator: str, model: Architecture, shared: int) -> Part:
         """Return an operator at a model's sizes."""
-        found = self._timed(operator, model, shared)
-        if found is not None:
-            curve, per_layer, measured = found
-            return Part(curve, per_layer, MEASURED if measured else CORRECTED)
+        if (found := self._timed(operator, model, shared)) is not None:
+            return found
         if (pieces := self._in_parts(operator, model, shared)) is not None:
             return Part(pieces, 1, MEASURED)
-        if operator in model.matrices or operator == "lm_head":
-            weights = model.head if operator == "lm_head" else model.matrices[operator]
-            per_layer = 0 if operator == "lm_head" else 1
+        per_layer = PER_LAYER.get(operator, 1)
+        if (weights := model.products.get(operator)) is not None:
             return Part(self._products.curve(BYTES * weights / shared), per_layer, NEAR)
         if operator == "sampler":
             rows = np.array([1.0, 4096.0])
-            return Part(Curve(rows, SAMPLER_S[0] + SAMPLER_S[1] * rows), 0, ASSUMED)
+            return Part(Curve(rows, SAMPLER_S[0] + SAMPLER_S[1] * rows), per_layer, ASSUMED)
         tokens = np.array([1.0, 8192.0])
         seconds = fused_s(
             operator, model, self.device, tokens, shared=shared, launch_s=self._launch_s(operator)
         )
-        per_layer = {"norm": 2, "embedding": 0, "final_norm": 0}.get(operator, 1)
         return Part(Curve(tokens, seconds), per_layer, MOVING)
 
     def layer_s(self, model: Architecture, shared: int, tokens: Floats) -> Floats:
         """Return seconds of a layer's operators but attention and collectives."""
         total = np.zeros(len(tokens))
         for part in self.layer(model, shared).values():
-            assert part.curve is not None
             total += part.per_layer * part.curve.at(tokens)
         if model.experts:
             total += self.experts_s(model, shared, tokens)
@@ -132,9 +134,7 @@ class DenseOperators:
 
     def once_s(self, operator: str, model: Architecture, shared: int, rows: Floats) -> Floats:
         """Return seconds of an operator that runs once in a pass."""
-        part = self.part(operator, model, shared)
-        assert part.curve is not None
-        return part.curve.at(rows)
+        return self.part(operator, model, shared).curve.at(rows)
 
     # Experts.
 
@@ -151,13 +151,13 @@ class DenseOperators:
         for name in ("expert_gate", "expert_up", "expert_down", "expert_act"):
             total += self._expert(name, model, shared).at(each)
         router = self._timed("router", model, shared)
-        once = router[0].at(tokens) if router else np.full(len(tokens), LAUNCH_S)
+        once = router.curve.at(tokens) if router else np.full(len(tokens), LAUNCH_S)
         return np.asarray(reached * total + once)
 
     def _expert(self, name: str, model: Architecture, shared: int) -> Curve:
         found = self._timed(name, model, shared)
         if found is not None:
-            return found[0]
+            return found.curve
         if name == "expert_act":
             tokens = np.array([1.0, 8192.0])
             return Curve(tokens, fused_s("act", model, self.device, tokens, shared=shared))
@@ -181,14 +181,11 @@ class DenseOperators:
         if own.empty:
             return PCIE_S + moved / (PCIE_SHARE * self.device.link), ASSUMED
         modes = sorted(set(own["mode"]), key=lambda m: (not m.endswith("dgx"), m))
-        curve = _quickest(own[own["mode"] == modes[0]])
-        return np.asarray(np.interp(size, *curve) * np.maximum(size / curve[0][-1], 1.0)), MEASURED
+        return _quickest(own[own["mode"] == modes[0]]).at(size), MEASURED
 
     # How it is known.
 
-    def _timed(
-        self, operator: str, model: Architecture, shared: int
-    ) -> tuple[Curve, int, bool] | None:
+    def _timed(self, operator: str, model: Architecture, shared: int) -> Part | None:
         for name in _alike(model, operator):
             if (found := self._curves.get((operator, name, shared))) is not None:
                 return found
@@ -198,7 +195,7 @@ class DenseOperators:
         if operator not in PARTS:
             return None
         found = [self._timed(name, model, shared) for name in PARTS[operator]]
-        curves = [one[0] for one in found if one is not None]
+        curves = [one.curve for one in found if one is not None]
         if len(curves) < len(found):
             return None
         tokens = curves[0].tokens
@@ -206,21 +203,21 @@ class DenseOperators:
 
     def _launch_s(self, operator: str) -> float:
         least = [
-            curve.seconds[0] for (name, _, _), (curve, _, measured) in self._curves.items()
-            if name == operator and measured
+            part.curve.seconds[0] for (name, _, _), part in self._curves.items()
+            if name == operator and part.origin == MEASURED
         ]  # fmt: skip
         return float(np.median(least)) if least else LAUNCH_S
 
     @cached_property
     def _products(self) -> Products:
         found = []
-        for (operator, name, shared), (curve, _, _) in self._curves.items():
+        for (operator, name, shared), part in self._curves.items():
             model = ARCHITECTURES.get(name)
-            if model is None:
+            weights = model.products.get(operator) if model is not None else None
+            if model is None or weights is None:
                 continue
-            weights = {**model.matrices, "lm_head": model.head}
-            if operator in weights and not (model.experts and operator in ("gate_up", "down")):
-                found.append((BYTES * weights[operator] / shared, curve))
+            if not (model.experts and operator in ("gate_up", "down")):
+                found.append((BYTES * weights / shared, part.curve))
         for operator, pieces in PARTS.items():
             for name, shared in {(m, n) for op, m, n in self._curves if op == pieces[0]}:
                 model = ARCHITECTURES[name]
@@ -259,8 +256,32 @@ class Products:
         return Curve(self._tokens, np.exp(logs[above - 1] * (1 - share) + logs[above] * share))
 
 
-def _curves(rows: pd.DataFrame) -> dict[tuple[str, str, int], tuple[Curve, int, bool]]:
-    """Return by operator, model and GPUs: seconds by tokens, uses in a layer, and how known."""
+def moved_per_token(operator: str, model: Architecture, shared: int = 1) -> float:
+    """Return bytes that an operator reads and writes for a token, on one of the GPUs that share it.
+
+    A norm reads and writes the token and the residual; an activation reads a gate and what it
+    gates, and writes their product.
+    """
+    turned = (model.heads + model.kv_heads) * model.head_dim / shared
+    return BYTES * {
+        "embedding": 2.0 * model.hidden, "norm": 4.0 * model.hidden,
+        "final_norm": 4.0 * model.hidden, "add": 3.0 * model.hidden, "rope": 2 * turned,
+        "qk_norm": 2 * turned, "act": (3 if model.gated else 2) * model.inner / shared,
+    }[operator]  # fmt: skip
+
+
+def fused_s(
+    operator: str, model: Architecture, device: Device, tokens: Floats, *, shared: int = 1,
+    launch_s: float = LAUNCH_S,
+) -> Floats:  # fmt: skip
+    """Return seconds of one fused kernel: its launch, and the bytes that it moves."""
+    moved = tokens * moved_per_token(operator, model, shared)
+    found: Floats = launch_s + moved / (MOVED * device.bandwidth)
+    return found
+
+
+def _curves(rows: pd.DataFrame) -> dict[tuple[str, str, int], Part]:
+    """Return the operators that were timed, by operator, model and GPUs."""
     keys = ["operator", "model", "tensor_parallel", "tokens"]
     if rows.duplicated(keys).any():
         together = {"seconds": "median", "per_layer": "first", "measured": "min"}
@@ -274,8 +295,8 @@ def _curves(rows: pd.DataFrame) -> dict[tuple[str, str, int], tuple[Curve, int, 
     for first, last in zip(cuts, [*cuts[1:], len(names)], strict=True):
         curve = Curve(tokens[first:last], seconds[first:last])
         operator, model, shared = names[first]
-        as_timed = bool(measured[first:last].all())
-        found[str(operator), str(model), int(shared)] = curve, int(per_layer[first]), as_timed
+        origin = MEASURED if measured[first:last].all() else CORRECTED
+        found[str(operator), str(model), int(shared)] = Part(curve, int(per_layer[first]), origin)
     return found
 
 
@@ -316,12 +337,12 @@ def _plane(rows: pd.DataFrame, tokens: Floats, experts: Floats) -> Floats:
     return np.asarray(found * np.maximum(tokens / counts[-1], 1.0))
 
 
-def _quickest(rows: pd.DataFrame) -> tuple[Floats, Floats]:
-    """Return (bytes, seconds) of messages; no message takes longer than the quickest larger one."""
+def _quickest(rows: pd.DataFrame) -> Curve:
+    """Return seconds by bytes of messages; none takes longer than the quickest larger one."""
     edges = 2.0 ** np.arange(10, 31)
     size, seconds = rows["size"].to_numpy(float), rows["seconds"].to_numpy(float)
     place = np.searchsorted(edges, size)
     kept = sorted(set(place.tolist()))
     at = np.array([np.median(size[place == i]) for i in kept])
     low = np.array([np.quantile(seconds[place == i], 0.25) for i in kept])
-    return at, np.minimum.accumulate(low[::-1])[::-1]
+    return Curve(at, np.minimum.accumulate(low[::-1])[::-1])

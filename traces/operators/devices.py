@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import csv
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from traces.errors import DraftsimError, nearest
 
@@ -39,15 +40,13 @@ class Device:
 
 
 def _read() -> dict[str, Device]:
+    kinds: Mapping[str, Callable[[str], Any]] = {"name": str, "source": str, "processors": int}
     with (DATA / "devices.csv").open(encoding="utf-8", newline="") as file:
-        rows = list(csv.DictReader(file))
-    return {
-        row["name"]: Device(
-            row["name"], float(row["bandwidth"]), float(row["flops"]), float(row["memory"]),
-            row["source"], float(row["vector_flops"]), float(row["link"]), int(row["processors"]),
-        )
-        for row in rows
-    }  # fmt: skip
+        rows = [
+            {name: kinds.get(name, float)(text) for name, text in row.items()}
+            for row in csv.DictReader(file)
+        ]
+    return {row["name"]: Device(**row) for row in rows}
 
 
 DEVICES: Mapping[str, Device] = _read()
@@ -56,6 +55,11 @@ _ALIASES = {
     "a100": "a100-80gb", "a6000": "rtx-a6000", "rtxpro6000": "rtx-pro-6000",
     **{name: f"rtx-{n}" for n in ("3090", "4090", "5090") for name in (n, f"rtx{n}")},
 }  # fmt: skip
+_BEGINNINGS = (
+    "h200", "h100", "h800", "a100", "b200", "mi300x", "rtx-3090", "rtx-4090", "rtx-5090",
+    "rtx-pro-6000-blackwell-server",
+)  # fmt: skip
+"""Beginnings of longer names that torch gives to a device."""
 
 
 def find_device(name: str) -> Device:
@@ -76,18 +80,7 @@ def find_device(name: str) -> Device:
     if text.startswith("a100") and "40gb" in text:
         return DEVICES["a100-40gb"]
     others = ("nvl", "pcie", "laptop", "-d", "-ti", "max-q")  # other cards of like names
-    for key in (
-        "h200",
-        "h100",
-        "h800",
-        "a100",
-        "b200",
-        "mi300x",
-        "rtx-3090",
-        "rtx-4090",
-        "rtx-5090",
-        "rtx-pro-6000-blackwell-server",
-    ):
+    for key in _BEGINNINGS:
         if text.startswith(key) and not any(other in text for other in others):
             return DEVICES[_ALIASES.get(key, key.removesuffix("-blackwell-server"))]
     raise DraftsimError(

@@ -64,6 +64,11 @@ class Architecture:
         return self.vocab * self.hidden
 
     @property
+    def products(self) -> dict[str, int]:
+        """Weights of all matrix products by operator: `matrices`, and the output projection."""
+        return {**self.matrices, "lm_head": self.head}
+
+    @property
     def kv_values(self) -> int:
         """Numbers that a token occupies in the cache of one layer."""
         return 2 * self.kv_heads * self.head_dim

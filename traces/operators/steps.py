@@ -50,11 +50,6 @@ class StepFactors(NamedTuple):
 NOTHING = StepFactors()
 
 
-def steps_of(rows: pd.DataFrame) -> pd.DataFrame:
-    """Return the whole steps among the rows of an operator table."""
-    return rows[rows["operator"] == "step"]
-
-
 def covered(
     steps: pd.DataFrame, placed: Placed, batch: Floats, width: Floats, context: Floats
 ) -> npt.NDArray[np.bool_]:
@@ -63,7 +58,7 @@ def covered(
     Steps were timed of sequences that decode one token, and of a prompt's chunk in an empty cache.
     """
     found = np.zeros(len(batch), dtype=bool)
-    if steps.empty or model_of_steps(steps) != (placed.model.name, placed.shared):
+    if steps.empty or model_of_steps(steps) != placed:
         return found
     chunk, sequences, cached = (
         steps[name].to_numpy(float) for name in ("tokens", "batch", "batch_context")
@@ -82,7 +77,7 @@ def fit_steps(parts: Parts, seconds: Floats) -> StepFactors:
     return StepFactors(*non_negative(features / seconds[:, None], beyond).tolist())
 
 
-def model_of_steps(steps: pd.DataFrame) -> tuple[str, int]:
+def model_of_steps(steps: pd.DataFrame) -> Placed:
     """Return the model that whole steps were timed of, and the GPUs that share it."""
     name, shared = steps[["model", "tensor_parallel"]].iloc[0]
-    return find_architecture(str(name)).name, int(shared)
+    return Placed(find_architecture(str(name)), int(shared))

@@ -16,8 +16,8 @@ from policies.arrays import Floats
 from traces.acceptance.sampling import Sampling
 from traces.acceptance.trace import Trace
 from traces.errors import DraftsimError, FileError
-from traces.store.header import PathLike, meta_of, starts_of
-from traces.store.parquet import columns_of, file_error, lists_of, read_file, write_file
+from traces.store.header import PathLike, file_error, meta_of, starts_of
+from traces.store.parquet import columns_of, lists_of, read_file, write_file
 
 Layout = dict[str, tuple[str, tuple[int, ...]]]
 """Type and shape of one row of every array."""

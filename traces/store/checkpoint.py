@@ -21,8 +21,6 @@ from traces.store.writing import write_atomically
 Arrays = dict[str, "np.ndarray[Any, Any]"]
 _SEAL = 64
 """Bytes of a piece's digest, which is in its archive's comment."""
-RENAMED = {"during_runs": "beside"}
-"""Folders within a run's that were kept before under another name."""
 _NO_COMMENT, _COMMENT = (0).to_bytes(2, "little"), _SEAL.to_bytes(2, "little")
 
 
@@ -105,8 +103,6 @@ class Checkpoint:
 
     def within(self, name: str) -> Checkpoint:
         """Return a checkpoint of other pieces of the same run, dropped with this one."""
-        if name in RENAMED and (before := self.folder / RENAMED[name]).is_dir():
-            before.rename(self.folder / name)
         return Checkpoint(self.folder / name, {"within": self._stamp}, self._say)
 
     def close(self) -> None:

@@ -6,7 +6,7 @@ line that names the file, the field and what to do.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Any, get_args
 
@@ -21,9 +21,11 @@ from traces.latency.schema import CELL_COLUMNS
 from traces.latency.table import LatencyTable
 from traces.replay.rounds import ROUND_DTYPE, Fidelity, RoundLog
 from traces.store.header import (
+    Check,
     PathLike,
     check,
     check_rows,
+    file_error,
     is_whole,
     meta_of,
     named,
@@ -31,7 +33,6 @@ from traces.store.header import (
 )
 from traces.store.parquet import (
     columns_of,
-    file_error,
     frame_of,
     lists_of,
     read_file,
@@ -118,7 +119,19 @@ def read_latency(path: PathLike) -> LatencyTable:
         return LatencyTable(cells, meta)
 
 
-_LOG_FIELDS = ("policy", "source", "verify", "fidelity", "reads", "first", "drafter")
+_LOG_FIELDS: Mapping[str, tuple[Check, str]] = {
+    **dict.fromkeys(
+        ("policy", "source", "verify", "drafter"), (lambda value: isinstance(value, str), "text")
+    ),
+    "fidelity": (lambda value: value in get_args(Fidelity), ", ".join(get_args(Fidelity))),
+    "reads": (
+        lambda value: isinstance(value, list) and all(isinstance(name, str) for name in value),
+        "a list of signals",
+    ),
+    "first": (lambda value: is_whole(value, 0, 1), "0 or 1"),
+    "takes_verified": (lambda value: isinstance(value, bool), "true or false"),
+}
+"""Fields of a log in its header: each one's check, and the expected value in words."""
 
 
 def write_rounds(log: RoundLog, path: PathLike) -> None:
@@ -157,24 +170,16 @@ def read_rounds(path: PathLike) -> RoundLog:
     for name in names:
         rounds[name] = columns[name]
     requests = requests_of(path, header)
-    for name in ("policy", "source", "verify"):
-        check(path, name, header.get(name), isinstance(header.get(name), str), "text")
+    header = {"drafter": "draft", "takes_verified": False, **header}  # older files have neither
+    for name, (sound, expected) in _LOG_FIELDS.items():
+        check(path, name, header.get(name), sound(header.get(name)), expected)
     rule = RULES.get(header["verify"].partition(":")[0])
     if rule is not None and not rule.lossless and "mismatched" not in columns:
         raise file_error(path, f"lacks the column 'mismatched', which {header['verify']} has")
-    fidelity, drafter = header.get("fidelity"), header.get("drafter", "draft")
-    check(path, "fidelity", fidelity, fidelity in get_args(Fidelity), ", ".join(get_args(Fidelity)))
-    check(path, "drafter", drafter, isinstance(drafter, str), "text")
-    reads, first = header.get("reads"), header.get("first")
-    signals = isinstance(reads, list) and all(isinstance(name, str) for name in reads)
-    check(path, "reads", reads, signals, "a list of signals")
-    check(path, "first", first, is_whole(first, 0, 1), "0 or 1")
     _check_rounds(path, rounds, requests, columns.get("mismatched"))
-    return RoundLog(
-        rounds, requests, header["policy"], header["source"], header["verify"],
-        header["fidelity"], tuple(header["reads"]), header["first"], columns.get("mismatched"),
-        calls=_calls(path, table), drafter=drafter,
-    )  # fmt: skip
+    told = {name: header[name] for name in _LOG_FIELDS} | {"reads": tuple(header["reads"])}
+    mismatched, calls = columns.get("mismatched"), _calls(path, table)
+    return RoundLog(rounds, requests, mismatched=mismatched, calls=calls, **told)
 
 
 def _check_rounds(
@@ -196,37 +201,32 @@ def _check_rounds(
     # Rounds of a request follow on one another.
     same = np.append(request[1:] == request[:-1], False)
     follows = ~same | (np.append(position[1:], 0) == position + emitted)
-    check_rows(
-        path,
-        {
-            "the order of requests": np.append(True, request[1:] >= request[:-1])[: len(request)],
-            "0 <= position": position >= 0,
-            "1 <= emitted": emitted >= 1,
-            "position + emitted <= the request's tokens": position + emitted <= tokens,
-            "position + emitted = the next round's position": follows,
-            "position + emitted = the request's tokens in its last round": (
-                same | (position + emitted == tokens)
-            ),
-            f"0 <= accepted <= drafted <= {MOST_DRAFTED}": (
-                (own["accepted"] >= 0)
-                & (own["accepted"] <= own["drafted"])
-                & (own["drafted"] <= MOST_DRAFTED)
-            ),
-            "emitted <= accepted + 1": emitted <= own["accepted"] + 1,
-            f"0 <= draft_forwards <= {MOST_DRAFTED}": (
-                (own["draft_forwards"] >= 0) & (own["draft_forwards"] <= MOST_DRAFTED)
-            ),
-            "0 <= catch_up <= the tokens before the round": (
-                (own["catch_up"] >= 0) & (own["catch_up"] <= prompt + position + 1)
-            ),
-            **(
-                {}
-                if mismatched is None
-                else {"0 <= mismatched <= accepted": (mismatched >= 0)
-                      & (mismatched <= own["accepted"])}
-            ),
-        },
-    )  # fmt: skip
+    checks = {
+        "the order of requests": np.append(True, request[1:] >= request[:-1])[: len(request)],
+        "0 <= position": position >= 0,
+        "1 <= emitted": emitted >= 1,
+        "position + emitted <= the request's tokens": position + emitted <= tokens,
+        "position + emitted = the next round's position": follows,
+        "position + emitted = the request's tokens in its last round": (
+            same | (position + emitted == tokens)
+        ),
+        f"0 <= accepted <= drafted <= {MOST_DRAFTED}": (
+            (own["accepted"] >= 0)
+            & (own["accepted"] <= own["drafted"])
+            & (own["drafted"] <= MOST_DRAFTED)
+        ),
+        "emitted <= accepted + 1": emitted <= own["accepted"] + 1,
+        f"0 <= draft_forwards <= {MOST_DRAFTED}": (
+            (own["draft_forwards"] >= 0) & (own["draft_forwards"] <= MOST_DRAFTED)
+        ),
+        "0 <= catch_up <= the tokens before the round": (
+            (own["catch_up"] >= 0) & (own["catch_up"] <= prompt + position + 1)
+        ),
+    }
+    if mismatched is not None:
+        among = (mismatched >= 0) & (mismatched <= own["accepted"])
+        checks["0 <= mismatched <= accepted"] = among
+    check_rows(path, checks)
 
 
 CALL_FIELDS = ("verify", "kind", "new_tokens", "count")

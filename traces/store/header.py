@@ -10,22 +10,27 @@ import math
 import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import MISSING, fields
+from dataclasses import MISSING, fields, replace
 from reprlib import repr as shown
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
 from traces.acceptance.schema import MOST_TOKENS, Request
 from traces.errors import DraftsimError, FileError
-from traces.store.parquet import file_error
 
 PathLike = str | os.PathLike[str]
 Check = Callable[[Any], bool]
 
 MOST = 2**31 - 1
 """Largest whole number of a header, but of those with a smaller bound of their own."""
+AGAIN = "record it again, or copy it again"
+
+
+def file_error(path: PathLike, problem: str, remedy: str = AGAIN) -> FileError:
+    """Return a one-line `FileError` about the content of `path`."""
+    return FileError(f"{path}: {problem}: {remedy}")
 
 
 def is_whole(value: Any, least: int = 0, most: int = MOST) -> bool:
@@ -141,33 +146,42 @@ def requests_of(path: PathLike, header: Mapping[str, Any]) -> list[Request]:
     rows = header.get("requests")
     if not isinstance(rows, list):
         raise file_error(path, "header field 'requests' is missing or no list")
-    return [_request(path, i, row) for i, row in enumerate(rows)]
+    found = []
+    for i, row in enumerate(rows):
+        one = row_of(Request, f"{path}: request {i} of the header", row, _REQUEST, AGAIN)
+        ids = one.prompt_ids
+        found.append(one if ids is None else replace(one, prompt_ids=tuple(ids)))
+    return found
 
 
-def _request(path: PathLike, index: int, row: object) -> Request:
-    defaults = {f.name: f.default for f in fields(Request)}
-    required = {name for name, default in defaults.items() if default is MISSING}
-    if not isinstance(row, dict) or not required <= set(row) <= set(defaults):
-        raise file_error(
-            path, f"request {index} of the header does not have the fields {sorted(defaults)}"
-        )
-    row = {name: row.get(name, default) for name, default in defaults.items()}
-    ids, wall_s = row["prompt_ids"], row["wall_s"]
-    checks = {
-        "id": isinstance(row["id"], str),
-        "category": isinstance(row["category"], str),
-        "prompt_length": is_whole(row["prompt_length"], 0, MOST_TOKENS),
-        "tokens": is_whole(row["tokens"], 1, MOST_TOKENS),
-        "max_new_tokens": is_whole(row["max_new_tokens"], 1),
-        "ended": row["ended"] in ("eos", "length"),
-        "prompt_ids": ids is None or are_wholes(ids),
-        "wall_s": wall_s is None or (is_number(wall_s) and wall_s >= 0),
-    }
-    if wrong := [name for name, sound in checks.items() if not sound]:
-        raise file_error(
-            path, f"request {index} of the header has {wrong[0]}={shown(row[wrong[0]])}"
-        )
-    return Request(**{**row, "prompt_ids": None if ids is None else tuple(ids)})
+_REQUEST: Mapping[str, Check] = {
+    "id": _is(str), "category": _is(str),
+    "prompt_length": lambda value: is_whole(value, 0, MOST_TOKENS),
+    "tokens": lambda value: is_whole(value, 1, MOST_TOKENS),
+    "max_new_tokens": lambda value: is_whole(value, 1),
+    "ended": lambda value: value in ("eos", "length"), "prompt_ids": _none_or(are_wholes),
+    "wall_s": _none_or(lambda value: is_number(value) and value >= 0),
+}  # fmt: skip
+"""The check of each field of a request."""
+
+Row = TypeVar("Row")
+
+
+def row_of(
+    kind: type[Row], where: str, row: object, checks: Mapping[str, Check], remedy: str
+) -> Row:  # fmt: skip
+    """Return the object of a dataclass that a document's row holds.
+
+    Raises FileError, naming `where` it is and ending with the `remedy`, unless the row has the
+    fields of `checks`, at least those without a default, and passes each field's check.
+    """
+    needed = {f.name for f in fields(kind) if f.default is MISSING}  # type: ignore[arg-type]
+    if not isinstance(row, dict) or not needed <= set(row) <= set(checks):
+        raise FileError(f"{where} does not have the fields {sorted(checks)}: {remedy}")
+    for name, value in row.items():
+        if not checks[name](value):
+            raise FileError(f"{where} has {name}={shown(value)}: {remedy}")
+    return kind(**row)
 
 
 def check_rows(path: PathLike, checks: Mapping[str, npt.NDArray[np.bool_]]) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -12,8 +11,8 @@ import numpy.typing as npt
 import pandas as pd
 import pyarrow as pa
 
-from traces.store.header import MOST, check_rows, meta_of
-from traces.store.parquet import file_error, read_file, write_file
+from traces.store.header import MOST, PathLike, check_rows, file_error, meta_of
+from traces.store.parquet import read_file, write_file
 
 MEASURED_COLUMNS = (
     "policy", "verify", "batch", "forced", "repeat", "request", "wall_s", "rounds"
@@ -34,13 +33,13 @@ class MeasuredRuns:
     meta: Mapping[str, Any] = field(default_factory=dict)
 
 
-def write_measured(runs: MeasuredRuns, path: str | os.PathLike[str]) -> None:
+def write_measured(runs: MeasuredRuns, path: PathLike) -> None:
     """Write measured runs, atomically."""
     table = pa.Table.from_pandas(runs.times, preserve_index=False).replace_schema_metadata(None)
     write_file(path, "measured", table, {"meta": dict(runs.meta)})
 
 
-def read_measured(path: str | os.PathLike[str]) -> MeasuredRuns:
+def read_measured(path: PathLike) -> MeasuredRuns:
     """Return the measured runs in a file.
 
     Raises
@@ -96,7 +95,7 @@ def _within(times: pd.DataFrame, name: str, low: float) -> npt.NDArray[np.bool_]
     return np.asarray(unwatched | ((values >= low) & (values <= MOST)))
 
 
-def _check_whole(path: str | os.PathLike[str], times: pd.DataFrame) -> None:
+def _check_whole(path: PathLike, times: pd.DataFrame) -> None:
     """Raise FileError unless every arm of a batch ran every request in every repeat, once."""
     together = [name for name in ("pair", "mode", "batch", "forced") if name in times]
     runs = times.groupby([*together, "policy", "verify", "repeat", "request"]).size()

@@ -46,6 +46,8 @@ STANDS_FOR = {"h800": "h100"}
 
 OPERATORS_ALONE = ":operators"
 """Ends the GPU's name where passes are to be the sum of their operators."""
+_BY_STEPS = {OPERATORS_ALONE: False, ":steps": True}
+"""Endings of the GPU's name that say whether passes are corrected by whole steps."""
 
 
 def timed_devices() -> dict[str, Path]:
@@ -128,7 +130,8 @@ def find_composed(
     where, slash, models = name.rpartition("/")
     if not slash or not models or Path(name).exists():
         return None
-    where, by_steps = _by_steps(where)
+    ending = next((ending for ending in _BY_STEPS if where.endswith(ending)), "")
+    where, by_steps = where.removesuffix(ending), _BY_STEPS.get(ending)
     file, _, within = where.rpartition(":") if ":" in where else (where, "", "")
     if Path(file).is_file():
         written = Path(file).stat().st_mtime_ns
@@ -142,16 +145,6 @@ def find_composed(
     if Path(where).is_dir():
         return None
     return _composed("", device.name, models, by_steps, graphs, largest, 0)
-
-
-def _by_steps(where: str) -> tuple[str, bool | None]:
-    """Return the GPU or file of a name, and whether passes are corrected by whole steps (None: if
-    any).
-    """
-    for ending, by_steps in ((OPERATORS_ALONE, False), (":steps", True)):
-        if where.endswith(ending):
-            return where.removesuffix(ending), by_steps
-    return where, None
 
 
 @lru_cache(maxsize=8)

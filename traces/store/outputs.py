@@ -9,14 +9,12 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from importlib.util import find_spec
 from itertools import pairwise
 from pathlib import Path
-from reprlib import repr as shown
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -33,7 +31,7 @@ from traces.errors import DraftsimError, FileError
 from traces.replay.quality import output_log_likelihood, relative_bleu, token_agreement
 from traces.replay.rounds import RoundLog
 from traces.store.files import read_rounds, write_rounds
-from traces.store.header import Check, are_wholes, is_number, meta_of
+from traces.store.header import Check, PathLike, are_wholes, is_number, meta_of, row_of
 from traces.store.text import read_object
 from traces.store.writing import write_atomically
 
@@ -226,7 +224,7 @@ def quality_of_code(outputs: Sequence[Output]) -> tuple[int, int, int]:
     return len(tested), passed, sum(o.greedy_passed is True for o in tested)
 
 
-def write_run(run: RealRun, folder: str | os.PathLike[str]) -> Path:
+def write_run(run: RealRun, folder: PathLike) -> Path:
     """Write `run` into the run folder; the path of its rounds."""
     place = Path(folder) / FOLDER
     place.mkdir(parents=True, exist_ok=True)
@@ -255,7 +253,7 @@ def digest_of(document: Mapping[str, Any]) -> str:
     return hashlib.sha256(json.dumps(rest).encode()).hexdigest()
 
 
-def read_run(path: str | os.PathLike[str]) -> RealRun:
+def read_run(path: PathLike) -> RealRun:
     """Return the run whose rounds are in the file `path`.
 
     Raises
@@ -279,21 +277,13 @@ def read_run(path: str | os.PathLike[str]) -> RealRun:
     meta, rows = meta_of(beside, document), document.get("outputs")
     if not isinstance(rows, list):
         raise FileError(f"{beside}: holds no list of outputs: {REMEDY}")
-    outputs = [_output(beside, i, row) for i, row in enumerate(rows)]
+    outputs = [
+        row_of(Output, f"{beside}: output {i}", row, _OUTPUT, REMEDY) for i, row in enumerate(rows)
+    ]
     lengths = [(r.id, r.tokens) for r in log.requests]
     if [(o.id, len(o.tokens)) for o in outputs] != lengths:
         raise FileError(f"{beside}: its outputs are not those of {path.name}: record the run again")
     return RealRun(log, outputs, meta)
-
-
-def _output(beside: Path, index: int, row: Any) -> Output:
-    """Return an output as a document holds it; FileError naming the field that is damaged."""
-    if not isinstance(row, dict) or not _NEEDED <= set(row) <= set(_OUTPUT):
-        raise FileError(f"{beside}: output {index} does not have its fields: {REMEDY}")
-    for name, value in row.items():
-        if not _OUTPUT[name](value):
-            raise FileError(f"{beside}: output {index} has {name}={shown(value)}: {REMEDY}")
-    return Output(**row)
 
 
 _OUTPUT: Mapping[str, Check] = {
@@ -307,10 +297,9 @@ _OUTPUT: Mapping[str, Check] = {
     ),
 }
 """The check of each field of an output."""
-_NEEDED = {"id", "tokens", "text", "reference", "log_likelihood"}
 
 
-def find_runs(path: str | os.PathLike[str]) -> list[Path]:
+def find_runs(path: PathLike) -> list[Path]:
     """Return the round files that `path` means: itself, or those of a run folder."""
     path = Path(path)
     if not path.is_dir():

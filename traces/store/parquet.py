@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import re
 from collections.abc import Mapping
 from pathlib import Path
@@ -25,6 +24,7 @@ import pyarrow.parquet as pq
 
 from policies.json_text import JSONError, parse_json
 from traces.errors import FileError
+from traces.store.header import PathLike, file_error
 from traces.store.writing import write_atomically
 
 SCHEMA = 1
@@ -51,9 +51,7 @@ _DIGEST = re.compile(re.escape(DIGEST_KEY) + rb".{2}([0-9a-f]{64})", re.DOTALL)
 _MAGIC = b"PAR1"
 
 
-def write_file(
-    path: str | os.PathLike[str], kind: str, table: pa.Table, header: Mapping[str, Any]
-) -> None:
+def write_file(path: PathLike, kind: str, table: pa.Table, header: Mapping[str, Any]) -> None:
     """Write `table` with its header to `path`, whole or not at all.
 
     Raises
@@ -100,10 +98,10 @@ def sealed(content: bytes) -> bytes:
     place = _digest_place(content)
     if place is None:
         raise ValueError("no place for the digest among the metadata")
-    return _with_digest(content, place, _digest(content, place))
+    return content[: place.start] + _digest(content, place) + content[place.stop :]
 
 
-def read_file(path: str | os.PathLike[str], kind: str) -> tuple[dict[str, Any], pa.Table]:
+def read_file(path: PathLike, kind: str) -> tuple[dict[str, Any], pa.Table]:
     """Return the header and the table of a file of this kind.
 
     Raises
@@ -141,7 +139,7 @@ def read_file(path: str | os.PathLike[str], kind: str) -> tuple[dict[str, Any], 
 
 
 def columns_of(
-    path: str | os.PathLike[str], table: pa.Table, dtypes: Mapping[str, str]
+    path: PathLike, table: pa.Table, dtypes: Mapping[str, str]
 ) -> dict[str, npt.NDArray[Any]]:
     """Return the named columns as arrays of exactly these dtypes.
 
@@ -175,14 +173,14 @@ def table_of(frame: pd.DataFrame, columns: Columns) -> pa.Table:
     })  # fmt: skip
 
 
-def frame_of(path: str | os.PathLike[str], table: pa.Table, columns: Columns) -> pd.DataFrame:
+def frame_of(path: PathLike, table: pa.Table, columns: Columns) -> pd.DataFrame:
     """Return the frame of which `table_of` made a table; FileError as `columns_of`."""
     dtypes = {name: dtype for name, (dtype, _) in columns.items()}
     return pd.DataFrame(columns_of(path, table, dtypes))
 
 
 def lists_of(
-    path: str | os.PathLike[str], table: pa.Table, name: str, dtype: npt.DTypeLike
+    path: PathLike, table: pa.Table, name: str, dtype: npt.DTypeLike
 ) -> tuple[npt.NDArray[Any], npt.NDArray[Any]]:
     """Return the values of a column of lists, one list after another, and the lists' lengths.
 
@@ -202,22 +200,17 @@ def lists_of(
     return found, lengths
 
 
-def read_meta(path: str | os.PathLike[str]) -> dict[str, Any]:
+def read_meta(path: PathLike) -> dict[str, Any]:
     """Read the provenance of a file, without its content or its checksum; empty if it has none."""
     meta = _header_of(path).get("meta")
     return meta if isinstance(meta, dict) else {}
 
 
-def check_no_recording(path: str | os.PathLike[str], but: str = "") -> None:
+def check_no_recording(path: PathLike, but: str = "") -> None:
     """Raise FileError if `path` holds a recording of another kind than `but`."""
     found = str(_header_of(path).get("kind"))
     if found in KINDS and found != but:
         raise FileError(f"{path}: holds {KINDS[found]}: name another file, or remove it")
-
-
-def file_error(path: str | os.PathLike[str], problem: str, remedy: str = "") -> FileError:
-    """Return a one-line `FileError` about the content of `path`."""
-    return FileError(f"{path}: {problem}: {remedy or 'record it again, or copy it again'}")
 
 
 def _content(path: Path) -> bytes:
@@ -260,10 +253,6 @@ def _digest(content: bytes, place: slice) -> bytes:
     return taken.hexdigest().encode()
 
 
-def _with_digest(content: bytes, place: slice, digest: bytes) -> bytes:
-    return content[: place.start] + digest + content[place.stop :]
-
-
 def _header(path: Path, text: bytes | None, kind: str) -> dict[str, Any]:
     if text is None:
         raise FileError(
@@ -276,14 +265,11 @@ def _header(path: Path, text: bytes | None, kind: str) -> dict[str, Any]:
     if not isinstance(header, dict) or type(header.get("schema")) is not int:
         raise file_error(path, "the draftsim header names no schema version")
     version = header["schema"]
-    if version > SCHEMA:
+    if version != SCHEMA:
+        older = "record it again, or read it with an older draftsim"
         raise FileError(
-            f"{path}: schema version {version}, this draftsim reads {SCHEMA}: upgrade draftsim"
-        )
-    if version < SCHEMA:
-        raise FileError(
-            f"{path}: schema version {version}, this draftsim reads {SCHEMA}: record it again, "
-            "or read it with an older draftsim"
+            f"{path}: schema version {version}, this draftsim reads {SCHEMA}: "
+            f"{'upgrade draftsim' if version > SCHEMA else older}"
         )
     if (found := header.get("kind")) != kind:
         what = KINDS.get(str(found), f"a file of kind {found!r}")
@@ -291,7 +277,7 @@ def _header(path: Path, text: bytes | None, kind: str) -> dict[str, Any]:
     return header
 
 
-def _header_of(path: str | os.PathLike[str]) -> dict[str, Any]:
+def _header_of(path: PathLike) -> dict[str, Any]:
     """Return the header of a file, unchecked; empty if it has none."""
     if not Path(path).is_file():
         return {}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -13,10 +14,11 @@ from traces.digits import counted
 from traces.errors import DraftsimError, FileError, nearest
 from traces.latency.table import LatencyTable
 from traces.store.files import read_latency, read_trace
+from traces.store.header import PathLike
 from traces.store.identity import check_folder, engine_head, model_in, model_label, names_of
 from traces.store.operators import find_composed
 from traces.store.speculation_profile import is_profile, read_profile
-from traces.store.text import read_object
+from traces.store.text import decimal, read_object
 
 DEFAULT_TRACE = "qwen-coder-vllm-cpu"
 """The recording used by default: a pair that people deploy, at the costs of a serving engine."""
@@ -44,11 +46,6 @@ class Bundled:
     folder: Path
     summary: str
     """Pair, size and device in one line."""
-
-    def file(self, kind: str) -> Path:
-        """Return the path of one of its files: ``trace``, ``latency``, ``measured``."""
-        folder = trace_folder(self.folder) if kind == "trace" else self.folder
-        return folder / f"{kind}.parquet"
 
 
 class Defaulted(str):
@@ -97,7 +94,7 @@ def trace_folder(folder: Path) -> Path:
     return place
 
 
-def models_of(name_or_path: str | os.PathLike[str], trace: Trace) -> dict[str, dict[str, Any]]:
+def models_of(name_or_path: PathLike, trace: Trace) -> dict[str, dict[str, Any]]:
     """Return what is known of the target and the draft model of a recording, by role.
 
     Names given to `draftsim profile` are taken from the run folder, where the trace has none.
@@ -125,7 +122,7 @@ def pair_of(trace: Trace) -> tuple[str | None, str | None]:
     return target, draft
 
 
-def find_trace(name_or_path: str | os.PathLike[str], folder: Path = BUNDLED) -> Trace:
+def find_trace(name_or_path: PathLike, folder: Path = BUNDLED) -> Trace:
     """Return the trace of a bundled recording, of a run's folder, or in a file.
 
     A ``speculation_profile.json`` gives a trace drawn from its acceptance rates.
@@ -140,7 +137,7 @@ def find_trace(name_or_path: str | os.PathLike[str], folder: Path = BUNDLED) -> 
     return read_trace(_find(name_or_path, "trace", folder))
 
 
-def find_latency(name_or_path: str | os.PathLike[str], folder: Path = BUNDLED) -> LatencyTable:
+def find_latency(name_or_path: PathLike, folder: Path = BUNDLED) -> LatencyTable:
     """Return the latency table of a recording, of a run's folder, in a file, or given in words.
 
     Words are ``const:`` (see `parse_latency`) or a GPU and its models, composed from operators:
@@ -163,7 +160,7 @@ def find_latency(name_or_path: str | os.PathLike[str], folder: Path = BUNDLED) -
     return read_latency(path)
 
 
-def folder_of(name_or_path: str | os.PathLike[str], folder: Path = BUNDLED) -> Path | None:
+def folder_of(name_or_path: PathLike, folder: Path = BUNDLED) -> Path | None:
     """Return the folder of a bundled recording or run; None for a single file."""
     path = _find(name_or_path, "trace", folder)
     return path.parent if path != Path(name_or_path) else None
@@ -198,20 +195,18 @@ def parse_latency(text: str) -> LatencyTable:
             raise DraftsimError(f"latency {text!r} names {name!r}{nearest(name, allowed)}: {form}")
         if name in given:
             raise DraftsimError(f"latency {text!r} gives {name!r} twice: {form}")
-        try:
-            given[name] = float(value)
-            if name == "target" and not given[name] > 0:
-                raise DraftsimError(f"latency {text!r} gives target={value}, expected > 0 seconds")
-        except ValueError:
-            problem = f"latency {text!r} gives {name}={value!r}, no number"
-            raise DraftsimError(f"{problem}: {form}") from None
+        given[name] = decimal(value)
+        if math.isnan(given[name]):
+            raise DraftsimError(f"latency {text!r} gives {name}={value!r}, no number: {form}")
+        if name == "target" and not given[name] > 0:
+            raise DraftsimError(f"latency {text!r} gives target={value}, expected > 0 seconds")
     if missing := [name for name in ("target", "draft") if name not in given]:
         raise DraftsimError(f"latency {text!r} lacks {' and '.join(missing)}: {form}")
     # One pass each tells nothing of batches: a caller that takes them to be free says so.
     return LatencyTable.constant(**given, batch_free=False)
 
 
-def _find(name_or_path: str | os.PathLike[str], kind: str, folder: Path) -> Path:
+def _find(name_or_path: PathLike, kind: str, folder: Path) -> Path:
     path = Path(name_or_path)
     bundled = [folder / path] if len(path.parts) == 1 else []
     for place in (*bundled, path):

@@ -10,12 +10,11 @@ rounds by emitted tokens, the target's own included.
 from __future__ import annotations
 
 import json
-import math
-import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
+from reprlib import repr as shown
 from typing import Any, NoReturn
 
 import numpy as np
@@ -23,7 +22,8 @@ import numpy as np
 from traces.acceptance.schema import MOST_DRAFTED, Request
 from traces.acceptance.trace import Trace
 from traces.errors import DraftsimError, FileError
-from traces.store.text import read_object
+from traces.store.header import PathLike, is_number
+from traces.store.text import read_object, sparse
 from traces.store.writing import write_atomically
 
 SCHEMA = "1.0"
@@ -147,7 +147,7 @@ class SpeculationProfile:
         return Trace.without_tails(rows, self.longest, meta, accepted=accepted)
 
 
-def is_profile(path: str | os.PathLike[str]) -> bool:
+def is_profile(path: PathLike) -> bool:
     """Return True if the file at `path` looks like a speculation profile."""
     place = Path(path)
     if place.suffix != ".json" or not place.is_file():
@@ -157,7 +157,7 @@ def is_profile(path: str | os.PathLike[str]) -> bool:
     return any(f'"{key}"'.encode() in start for key in KEYS)
 
 
-def read_profile(path: str | os.PathLike[str]) -> SpeculationProfile:
+def read_profile(path: PathLike) -> SpeculationProfile:
     """Read and check a ``speculation_profile.json``.
 
     Raises
@@ -183,9 +183,8 @@ def read_profile(path: str | os.PathLike[str]) -> SpeculationProfile:
     if longest != len(marginal):
         _fail(path, f"num_speculative_tokens is {longest!r}, with {len(marginal)} acceptance rates")
     mean = held.get("mean_accept_length")
-    if mean is not None and not abs(_number(path, "mean_accept_length", mean)
-                                    - 1 - sum(marginal)) <= TOLERANCE:  # fmt: skip
-        _fail(path, f"mean_accept_length is {mean:g}, and the rates sum to {1 + sum(marginal):g}")
+    if mean is not None and not (is_number(mean) and abs(mean - 1 - sum(marginal)) <= TOLERANCE):
+        _fail(path, f"mean_accept_length is {mean!r}, and the rates sum to {1 + sum(marginal):g}")
     conditions = held.get("measurement_conditions")
     try:
         return SpeculationProfile(
@@ -197,45 +196,27 @@ def read_profile(path: str | os.PathLike[str]) -> SpeculationProfile:
         _fail(path, str(error))
 
 
-def write_profile(profile: SpeculationProfile, path: str | os.PathLike[str]) -> None:
+def write_profile(profile: SpeculationProfile, path: PathLike) -> None:
     """Write the JSON: whole, or not at all."""
     write_atomically(path, (json.dumps(profile.document(), indent=2) + "\n").encode())
 
 
-def _histogram(path: str | os.PathLike[str], held: Mapping[str, Any], longest: int) -> list[int]:
+def _histogram(path: PathLike, held: Mapping[str, Any], longest: int) -> list[int]:
     """Return rounds that accepted 0, 1, ... `longest` tokens."""
-    found = held.get("acceptance_length_histogram")
-    if not found:
+    if not (found := held.get("acceptance_length_histogram")):
         return []
-    counts = [0] * (longest + 1)
-    if not isinstance(found, dict):
-        _fail(path, "acceptance_length_histogram is no object of lengths and counts")
-    for length, rounds in found.items():
-        plain = str(length).isascii() and str(length).isdigit()
-        emitted = int(length) if plain else 0
-        if not 1 <= emitted <= longest + 1 or type(rounds) is not int or rounds < 0:
-            _fail(path, f"acceptance_length_histogram holds {length!r}: {rounds!r}, expected "
-                  f"lengths 1 to {longest + 1} with counts")  # fmt: skip
-        counts[emitted - 1] += rounds
-    return counts
+    counts = sparse(str(path), "acceptance_length_histogram", found, 1, longest + 1)
+    return [counts.get(emitted, 0) for emitted in range(1, longest + 2)]
 
 
-def _rates(path: str | os.PathLike[str], held: Mapping[str, Any], key: str) -> list[float] | None:
+def _rates(path: PathLike, held: Mapping[str, Any], key: str) -> list[float] | None:
     values = held.get(key)
     if values is None:
         return None
-    if not isinstance(values, list) or not values:
-        _fail(path, f"{key} is no list of acceptance rates")
-    found = [_number(path, key, value) for value in values]
-    if not all(0 <= value <= 1 for value in found):
-        _fail(path, f"{key} holds a rate that is not between 0 and 1")
-    return found
-
-
-def _number(path: str | os.PathLike[str], key: str, value: Any) -> float:
-    if type(value) not in (int, float) or not math.isfinite(value):
-        _fail(path, f"{key} holds {value!r}, expected numbers")
-    return float(value)
+    sound = isinstance(values, list) and all(is_number(v) and 0 <= v <= 1 for v in values)
+    if not sound or not values:
+        _fail(path, f"{key} is {shown(values)}, expected a list of rates between 0 and 1")
+    return [float(value) for value in values]
 
 
 def _text(value: Any) -> str | None:
@@ -245,5 +226,5 @@ def _text(value: Any) -> str | None:
     return None if value is None else str(value)
 
 
-def _fail(path: str | os.PathLike[str], what: str) -> NoReturn:
+def _fail(path: PathLike, what: str) -> NoReturn:
     raise FileError(f"{path}: {what}")

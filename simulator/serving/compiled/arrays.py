@@ -21,7 +21,6 @@ from simulator.serving.outcome.metrics import Histogram, Series
 from simulator.serving.passes import ORIGINS
 from simulator.serving.scheduler import Scheduler
 from traces.acceptance.trace import Trace
-from traces.latency.settling import settling_sums
 from traces.latency.table import LatencyTable
 from traces.replay.layout import layout_of
 
@@ -251,7 +250,7 @@ def _priced(cost: EngineCost, most: int) -> LoopPrices:
     contexts, seconds = (np.concatenate(parts) for parts in zip(*lines, strict=True))
     above = len(batches) + len(widths)
     children = [*map(len, by_batch), *(len(own) for own, _ in lines)]
-    sums = [settling_sums(latency, "draft", batch) for batch in range(most + 1)]
+    sums = [latency.settling_sums("draft", batch) for batch in range(most + 1)]
     longest = max(map(len, sums))
     return LoopPrices(
         readers, np.concatenate([batches, widths, contexts]),

@@ -24,10 +24,9 @@ import pyarrow as pa
 
 from policies.json_text import JSONError, parse_json
 from traces.errors import FileError
-from traces.store.lock import only_writer
 from traces.store.parquet import write_file
 from traces.store.text import plain
-from traces.store.writing import refused, write_atomically
+from traces.store.writing import only_writer, refused, write_atomically
 
 SCHEMA = 2
 OPTIONAL = {"rate", "scale", "concurrency", "router", "requests"}

@@ -23,7 +23,7 @@ from traces.acceptance.trace import Trace
 from traces.errors import DraftsimError
 from traces.latency.table import LatencyTable
 from traces.operators.devices import find_device
-from traces.operators.memory import UTILISATION, blocks_of_meta
+from traces.operators.memory import BLOCK, UTILISATION, kv_blocks
 from traces.replay.always import passes_always
 
 if TYPE_CHECKING:
@@ -158,17 +158,13 @@ def _scaling(latency: LatencyTable) -> tuple[bool, float, float]:
     return True, float(note["published_median"]), float(note["fit_error"])
 
 
-BLOCK = 16
-"""Tokens of a cache block."""
-
-
 def blocks_of(prices: Prices) -> dict[tuple[str, str], int]:
     """Return the cache blocks of each composed table, by its name and its GPU's."""
     found = {}
     for at in prices.tables:
         if "composed" in at.table.meta and not at.scaled:
             try:
-                found[at.latency, at.gpu] = blocks_of_meta(at.table.meta, block_size=BLOCK).blocks
+                found[at.latency, at.gpu] = kv_blocks(at.table.meta).blocks
             except DraftsimError:  # the weights alone leave no memory
                 found[at.latency, at.gpu] = 0
     return found

@@ -42,9 +42,8 @@ from simulator.whatif.tilt.trace import METHODS, Method, Tilter
 from traces.acceptance.trace import Trace
 from traces.errors import DraftsimError, FileError
 from traces.store.checkpoint import Checkpoint
-from traces.store.lock import only_writer
 from traces.store.parquet import check_no_recording
-from traces.store.writing import write_atomically
+from traces.store.writing import only_writer, write_atomically
 
 Columns = dict[str, npt.NDArray[Any]]
 
