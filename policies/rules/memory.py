@@ -94,23 +94,11 @@ class OnlineCorrectionMemory:
         """Note the size after a request in `sizes`."""
         self.sizes.append(len(self))
 
-    def save(self, path: str | os.PathLike[str]) -> Path:
-        """Write the counts to an ``.npz`` file, replacing it in one step.
-
-        Counts, order of entry and capacity are kept, so that it decides alike after `load`.
-        """
-        path = Path(path)
-        content = self.content()
-        partial = path.with_name(path.name + ".partial")
-        try:
-            partial.write_bytes(content)
-            partial.replace(path)
-        finally:
-            partial.unlink(missing_ok=True)
-        return path
-
     def content(self) -> bytes:
-        """Return the content of the file that `save` writes."""
+        """Return the content of a file (``.npz``) that `load` reads.
+
+        Counts, order of entry and capacity are kept, so that the loaded memory decides alike.
+        """
         table = np.array([[*pair, n] for pair, n in self._counts.items()], dtype=np.int64)
         file = io.BytesIO()
         np.savez_compressed(
@@ -123,7 +111,7 @@ class OnlineCorrectionMemory:
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> OnlineCorrectionMemory:
-        """Read a memory written by `save`.
+        """Read a memory from the file of its `content`.
 
         Raises
         ------
