@@ -20,6 +20,7 @@ from typing import Any, ClassVar, NamedTuple, Protocol, TypeVar
 
 from policies.guard import SIGNALS as SIGNALS  # noqa: PLC0414
 from policies.guard import Guarded, UndeclaredSignal
+from policies.parameters import Checked
 
 P = TypeVar("P", bound="DraftPolicy")
 
@@ -109,7 +110,7 @@ class Round(NamedTuple):
     """Tokens that the first draft pass processed (2 after a fully accepted round)."""
 
 
-class DraftPolicy(ABC):
+class DraftPolicy(Checked, ABC):
     """Decides when to stop drafting.  Subclass it and define `keep_drafting`.
 
     An instance is a prototype, never touched by a run: a run takes one copy at its start
@@ -146,7 +147,6 @@ class DraftPolicy(ABC):
 
     def begin_run(self, vocab_size: int | None) -> None:
         """Begin a run, on its own copy, with the target's vocabulary size; None: not known."""
-        del vocab_size
 
     @abstractmethod
     def keep_drafting(self, draft: Sequence[Any]) -> bool:
@@ -161,7 +161,6 @@ class DraftPolicy(ABC):
 
     def begin_round(self, load: Load) -> None:
         """Prepare for a round, before its first `keep_drafting`."""
-        del load
 
     def decides_by_load(self) -> bool:
         """Return True if draft lengths depend on the other requests that run (`begin_round`)."""
@@ -169,9 +168,8 @@ class DraftPolicy(ABC):
 
     def observe(self, outcome: Round, draft: Sequence[Any]) -> None:
         """Learn from a round: called after verification with its outcome and submitted tokens."""
-        del outcome, draft
 
-    def begin_request(self) -> None:  # noqa: B027
+    def begin_request(self) -> None:
         """Prepare for a request, before its first `begin_round`."""
 
     def for_run(self: P) -> P:

@@ -39,11 +39,9 @@ class DraftProbability:
     reads: tuple[str, ...] = ("prob",)
 
     def __call__(self, token: Any, offset: int) -> float:
-        del offset
         return float(token.prob)
 
     def chances(self, read: Read, offset: int) -> Floats:
-        del offset
         return read("prob")
 
 
@@ -58,11 +56,9 @@ class ConstantAcceptance:
         self.chance = float(chance)
 
     def __call__(self, token: Any, offset: int) -> float:
-        del token, offset
         return self.chance
 
     def chances(self, read: Read, offset: int) -> Floats:
-        del read, offset
         return np.array(self.chance)
 
 
@@ -93,12 +89,10 @@ class IsotonicAcceptance:
         return (self.signal,)
 
     def __call__(self, token: Any, offset: int) -> float:
-        del offset
         step = bisect_right(self.knots, getattr(token, self.signal)) - 1
         return self.values[max(step, 0)]
 
     def chances(self, read: Read, offset: int) -> Floats:
-        del offset
         step = np.searchsorted(self.knots, read(self.signal), side="right") - 1
         return np.asarray(self.values)[np.maximum(step, 0)]
 

@@ -134,7 +134,6 @@ class Together(ABC):
 
     def keep(self, accepted: Sequence[int], ends: Sequence[bool]) -> list[int]:
         """Return how many accepted tokens each member keeps; ``ends`` is True if that ends it."""
-        del ends
         return list(accepted)
 
     def observe(self, members: Sequence[Member], rounds: Sequence[Round]) -> None:
@@ -150,12 +149,10 @@ class Together(ABC):
 
     def _willing(self, member: Member) -> Callable[[list[Any]], bool]:
         """Return what decides before each token if the member by itself drafts on."""
-        del member
         return _always
 
     def _agreed(self, members: Sequence[Member], active: Sequence[Member]) -> bool:
         """Return True if `active`, the members that may draft on, all do."""
-        del members, active
         return True
 
     @abstractmethod

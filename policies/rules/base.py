@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from typing import Any, ClassVar, Protocol, TypeVar
 
 from policies.guard import SCORES as SCORES  # noqa: PLC0414
+from policies.parameters import Checked
 
 R = TypeVar("R", bound="VerifyRule")
 
@@ -69,7 +70,7 @@ class TargetScore(Protocol):
         ...
 
 
-class VerifyRule(ABC):
+class VerifyRule(Checked, ABC):
     """Decides how many drafted tokens are accepted.  Subclass it and define `accept`.
 
     An instance is a prototype: a run copies it once (`fresh`) and uses the copy for all
@@ -98,9 +99,7 @@ class VerifyRule(ABC):
         The target's own token follows the accepted ones: a correction, or the bonus.
         """
 
-    def begin_run(  # noqa: B027
-        self, vocab_size: int | None, temperature: float, top_p: float = 1.0
-    ) -> None:
+    def begin_run(self, vocab_size: int | None, temperature: float, top_p: float = 1.0) -> None:
         """Prepare for a run, once, with what the rule may need to know about it.
 
         ``temperature`` is the sampling temperature, 0 for greedy; below 1, ``top_p`` is the
@@ -108,7 +107,7 @@ class VerifyRule(ABC):
         Raises ValueError if the rule cannot run under these.
         """
 
-    def end_request(self) -> None:  # noqa: B027
+    def end_request(self) -> None:
         """End a request of a run."""
 
     def fresh(self: R) -> R:

@@ -39,7 +39,6 @@ class Iid:
         _probability("alpha", self.alpha)
 
     def probabilities(self, tokens: int, rng: np.random.Generator) -> Floats:
-        del rng
         return np.full(tokens, float(self.alpha))
 
 
@@ -56,7 +55,6 @@ class PerPosition:
             _probability("alphas", value)
 
     def probabilities(self, tokens: int, rng: np.random.Generator) -> Floats:
-        del rng
         return np.resize(np.asarray(self.alphas, dtype=np.float64), tokens)
 
 

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from policies.arrays import Bools, Floats, Ints, next_true, ranges
-from policies.parameters import flag, whole, within
+from policies.parameters import flag, parameter, whole, within
 from policies.spec import describe_spec
 from policies.vectorised import UNBOUNDED, VectorisedPlan
 from traces.acceptance.tape import RecordedToken
@@ -199,12 +200,12 @@ class EarlyExitReplay(SourceReplay):
 
         ``waiting``, (rounds,), are verified positions that were not drafted from as yet.
         """
-        del waiting
         at = self.tape.choices[steps.node]
         many = np.where(at < 0, len(self.tape.used), np.searchsorted(self.tape.used, at) + 1)
         return Counted(False, EXIT_HEAD, steps.round, np.ones_like(many), many)
 
 
+@dataclass(eq=False)
 class EarlyExit(Source):
     """A token leaves the target at the first layer whose exit head is confident enough.
 
@@ -243,24 +244,18 @@ class EarlyExit(Source):
     stands_in: ClassVar[bool] = False
     """True if drafts go on along the true text where nothing was recorded after a wrong exit."""
 
-    def __init__(
-        self,
-        tau: float = 0.5,
-        omega: float = 0.3,
-        depth: float = 0.5,
-        layers: Sequence[int] | None = None,
-        bonus: bool = False,
-    ) -> None:
-        within("tau", tau, 0, 1)
-        within("omega", omega, 0)
-        within("depth", depth, 0, 1)
-        flag("bonus", bonus)
-        for layer in layers or ():
+    tau: float = parameter(0.5, within, 0, 1)
+    omega: float = parameter(0.3, within, 0)
+    depth: float = parameter(0.5, within, 0, 1)
+    layers: Sequence[int] | None = None
+    bonus: bool = parameter(False, flag)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for layer in self.layers or ():
             whole("layers", layer, 1)
-        if layers is not None and not layers:
+        if self.layers is not None and not self.layers:
             raise ValueError("layers is empty, expected at least one exit layer")
-        self.tau, self.omega, self.depth = tau, omega, depth
-        self.layers, self.bonus = layers, bonus
 
     def held(self, recordings: Recordings) -> frozenset[str]:
         """Return all signals, but for a draw's raw probability where it was not recorded."""
@@ -289,7 +284,6 @@ class EarlyExit(Source):
 
         Raises DraftsimError if none was, and names the recorded settings.
         """
-        del trace
         settings = self.recording(recordings).settings
         wanted = self.setting(1)[:-1]
         if lengths := [int(s.gamma_max) for s in settings if s[:-1] == wanted]:

@@ -174,7 +174,6 @@ class LookupSource(Source):
 
         By default one of `searches`, with the parameters of this source, in the request's own text.
         """
-        del corpus
         assert self.searches is not None, "a subclass without a class that searches has a method"
         return self.searches(*(getattr(self, name) for name in parameters(type(self))), eos)
 
@@ -184,12 +183,10 @@ class LookupSource(Source):
         Shape (positions of all requests, tokens); `BETWEEN` after the last that is proposed.  None:
         the lookup is asked wherever a round begins.  A subclass needs its own method.
         """
-        del trace
         return None
 
     def drafts_along(self, trace: Trace, recordings: Recordings) -> Trace:
         """Return the outputs with what is found after every position: often nothing."""
-        del recordings
         drafted = self.drafted(trace)
         assert drafted is not None, "`unlike` says which lookups find all at once"
         held = drafted >= 0
@@ -204,7 +201,6 @@ class LookupSource(Source):
 
     def as_draft(self, latency: LatencyTable, recordings: Recordings) -> LatencyTable:
         """Return `latency` with a search for every sequence in every round."""
-        del recordings
         return with_searches(latency, self.name)
 
     def open(
@@ -213,7 +209,6 @@ class LookupSource(Source):
         """Open the decoders; this needs prompt and output tokens, which `draftsim profile`
         records.
         """
-        del recordings
         eos = eos_of(trace)
 
         def decoder(request: int) -> LookupReplay:
@@ -427,7 +422,6 @@ class Suffix(LookupSource):
         self, trace: Trace, recordings: Recordings, first: int
     ) -> Callable[[int], SourceReplay]:
         """Return the decoder of one request; drafts are looked up once per trace."""
-        del recordings
         if self._found is None or self._found[0]() is not trace:
             self._found = weakref.ref(trace), _Proposals(self, trace)
         proposals = self._found[1]

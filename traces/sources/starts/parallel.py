@@ -8,13 +8,14 @@ verification alone by cutting drafts.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from policies.parameters import whole, within
+from policies.parameters import parameter, whole, within
 from policies.spec import describe_spec
 from traces.acceptance.synthetic import ORDINARY, drawn_chances, logits_of
 from traces.acceptance.tape import RecordedToken
@@ -71,6 +72,7 @@ def _read(log: RoundLog, ran: npt.NDArray[np.intp]) -> npt.NDArray[np.int64]:
     return read
 
 
+@dataclass(eq=False)
 class Parallel(OnFeatures, StartSource):
     """A one-pass drafter, recorded by draft position or given by its acceptance alone.
 
@@ -112,23 +114,19 @@ class Parallel(OnFeatures, StartSource):
         "acceptance=[0.8,0.6,...] by position"
     )
 
-    def __init__(
-        self, model: str | None = None, acceptance: Sequence[float] | None = None,
-        concentration: float | None = None, k: int | None = None, seed: int = 0,
-    ) -> None:  # fmt: skip
-        super().__init__(model)
-        whole("k", k, 1, none=True)
-        whole("seed", seed, 0)
-        if acceptance is None and concentration is not None:
+    acceptance: Sequence[float] | None = None
+    concentration: float | None = None
+    k: int | None = parameter(None, whole, 1)
+    seed: int = parameter(0, whole, 0)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.acceptance is None and self.concentration is not None:
             raise ValueError("concentration belongs to acceptance=[...]: give that too")
-        if acceptance is not None:
-            _check(acceptance, model, k)
-        if concentration is not None and not 0 < concentration < np.inf:
-            raise ValueError(f"concentration is {concentration}, expected > 0 or none")
-        self.acceptance = acceptance
-        self.concentration = concentration
-        self.k = k
-        self.seed = seed
+        if self.acceptance is not None:
+            _check(self.acceptance, self.model, self.k)
+        if self.concentration is not None and not 0 < self.concentration < np.inf:
+            raise ValueError(f"concentration is {self.concentration}, expected > 0 or none")
 
     @property
     def key(self) -> str:
@@ -150,7 +148,6 @@ class Parallel(OnFeatures, StartSource):
 
     def longest(self, trace: Trace, recordings: Recordings) -> int:
         """Return the number of masks."""
-        del trace
         return self.k or int(self.recording(recordings).offsets)
 
     def as_draft(self, latency: LatencyTable, recordings: Recordings) -> LatencyTable:
@@ -172,8 +169,7 @@ class Parallel(OnFeatures, StartSource):
         """Return the source with its drafter's folder, and as many masks as were recorded."""
         if self.acceptance is not None:
             return self
-        masks = self.k or self.recording(recordings).offsets
-        own = Parallel(self.model, self.acceptance, self.concentration, masks, self.seed)
+        own = replace(self, k=self.k or self.recording(recordings).offsets)
         return OnFeatures.for_decoding(own, recordings)
 
 

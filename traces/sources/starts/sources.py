@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import numpy as np
 
-from policies.parameters import whole
+from policies.parameters import parameter, whole
 from traces.acceptance.tape import RecordedToken
 from traces.acceptance.trace import Trace
 from traces.errors import DraftsimError
@@ -43,16 +44,14 @@ class HeadsReplay(StartReplay):
         return [Counted.each(False, HEADS, np.ones_like(forwards), np.minimum(forwards, 1))]
 
 
+@dataclass(eq=False)
 class HeadsSource(StartSource):
     """Parallel heads on the target's last state; ``k`` of them are used (None: all)."""
 
     unlike = None
     drafts_end = True
     replays = HeadsReplay
-
-    def __init__(self, k: int | None = None) -> None:
-        whole("k", k, 1, none=True)
-        self.k = k
+    k: int | None = parameter(None, whole, 1)
 
     def as_draft(self, latency: LatencyTable, recordings: Recordings) -> LatencyTable:
         """Return `latency` with all heads as the first pass of a round."""
@@ -104,6 +103,7 @@ class SpaceReplay(StartReplay):
         return [Counted.each(True, PASS, width, np.ones_like(width))]
 
 
+@dataclass(eq=False)
 class Space(StartSource):
     """SPACE: mask tokens after every candidate draft while it is verified (arXiv:2402.11809).
 
@@ -115,10 +115,7 @@ class Space(StartSource):
     what = "SPACE (arXiv:2402.11809) with trained mask embeddings and a frozen target"
     drafts_end = True
     replays = SpaceReplay
-
-    def __init__(self, k: int | None = None) -> None:
-        whole("k", k, 1, none=True)
-        self.k = k
+    k: int | None = parameter(None, whole, 1)
 
 
 class MedusaTreeReplay(StartReplay):
