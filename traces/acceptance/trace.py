@@ -175,6 +175,11 @@ class Trace:
         return np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)])
 
     @cached_property
+    def request_ends(self) -> Array:
+        """For each on-path position, one past the last position of its request."""
+        return np.repeat(self.request_starts[1:], np.diff(self.request_starts))
+
+    @cached_property
     def run_lengths(self) -> Array:
         """Number of consecutive matches from each on-path position, within its request.
 
@@ -186,12 +191,10 @@ class Trace:
         drafts are no runs of matches: where the trace holds ``accepted``, these are they.
         """
         index = np.arange(len(self.on_path))
-        starts = self.request_starts
-        stops = np.repeat(starts[1:], np.diff(starts))
         if self.by_start:
-            return np.minimum(self.columns["accepted"][self.on_path], stops - index)
+            return np.minimum(self.columns["accepted"][self.on_path], self.request_ends - index)
         nearest = next_true(self.columns["match"][self.on_path] != MATCH)
-        return np.asarray(np.minimum(nearest, stops) - index)
+        return np.asarray(np.minimum(nearest, self.request_ends) - index)
 
     @property
     def by_start(self) -> bool:
@@ -232,10 +235,22 @@ class Trace:
         return np.asarray(self.columns["draft_token"][self.on_path] < 0)
 
     @cached_property
+    def draft_ends(self) -> Array:
+        """For each on-path position, one past the last row that a draft from there may reach.
+
+        A draft goes on through matches and the tail of the next mismatch, never into the next
+        request.
+        """
+        after = np.arange(1, len(self.on_path) + 1)
+        last = after if self.by_start else np.minimum(after + self.run_lengths, self.request_ends)
+        bounds = np.append(self.on_path, len(self))
+        return np.asarray(bounds[last] - self.nothing_drafted)
+
+    @cached_property
     def open_ended(self) -> Array:
         """For each on-path position, True if its run may be longer than `run_lengths` says."""
-        starts, ends = self.request_starts, np.arange(len(self.on_path)) + self.run_lengths
-        inside = ends < np.repeat(starts[1:], np.diff(starts))
+        ends = np.arange(len(self.on_path)) + self.run_lengths
+        inside = ends < self.request_ends
         if self.by_start:
             return np.asarray(inside & (self.run_lengths == self.max_gamma))
         match = np.append(self.columns["match"][self.on_path], MISMATCH)

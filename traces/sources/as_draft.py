@@ -68,7 +68,7 @@ def laid_out(
     """
     true, bounds = np.array(true_tokens(trace, sampled=True)), trace.request_starts
     lengths = np.diff(bounds)
-    stop, rows = np.repeat(bounds[1:], lengths), np.arange(len(true))
+    stop, rows = trace.request_ends, np.arange(len(true))
     begins = np.zeros(len(true), bool)
     begins[bounds[:-1]] = True
     from_row = np.where(begins & (stop - rows > 1), rows + 1, rows)

@@ -185,7 +185,6 @@ def drawn_starts(
     """
     true = np.array(true_tokens(trace, sampled=True), dtype=np.int64)
     bounds = np.array([*trace.request_starts], dtype=np.int64)
-    stop = np.repeat(bounds[1:], np.diff(bounds))
     rng = np.random.default_rng(seed)
     survived = np.asarray(acceptance, dtype=np.float64)
     before = np.concatenate([[1.0], survived[:-1]])
@@ -196,7 +195,7 @@ def drawn_starts(
         chance = drawn_chances(chance, concentration, rng)
     right = np.cumprod(rng.random(shape) < chance, axis=1).astype(bool)
     ahead = np.arange(len(true))[:, None] + np.arange(len(survived))
-    there = ahead < stop[:, None]
+    there = ahead < trace.request_ends[:, None]
     wanted = np.where(there, true[np.minimum(ahead, len(true) - 1)], -1)
     eos = np.array(sorted(eos_of(trace)), dtype=np.int64)
     token = np.where(right & there, wanted, _others(wanted, eos))
