@@ -35,15 +35,13 @@ class MatchRuns(NamedTuple):
 def runs(trace: Trace) -> MatchRuns:
     """Return every run of the trace, in order; an unrecorded match ends one as censored."""
     match = trace.columns["match"][trace.on_path]
-    bounds = trace.request_starts
     begins = np.zeros(len(match), dtype=bool)
-    begins[bounds[:-1]] = True
+    begins[trace.request_starts[:-1]] = True
     begins[1:] |= match[:-1] != MATCH
     starts = np.flatnonzero(begins)
     lengths = trace.run_lengths[starts]
     ends = starts + lengths
-    inside = ends < bounds[np.searchsorted(bounds, starts, side="right")]
-    rejected = inside & ~trace.open_ended[starts]
+    rejected = (ends < trace.request_ends[starts]) & ~trace.open_ended[starts]
     return MatchRuns(lengths, rejected, ends)
 
 

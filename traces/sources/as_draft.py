@@ -102,7 +102,7 @@ def drafted_latency(
     return table.assumed_batch_free("draft") if batch_free else table
 
 
-def in_the_drafts_place(latency: LatencyTable, drafter: str, name: str = "") -> LatencyTable:
+def with_drafter(latency: LatencyTable, drafter: str, name: str = "") -> LatencyTable:
     """Return `latency` with the passes of its model `drafter` instead of the draft model's.
 
     Rounds know it as `name`, by default its own.  Raises DraftsimError if it has none.
@@ -124,7 +124,7 @@ def in_an_engine(latency: LatencyTable, drafter: str, name: str) -> LatencyTable
             f"the engine's latencies are those of {own}, not of {drafter}: "
             f"`draftsim profile engine --eagle {drafter}`"
         )
-    return in_the_drafts_place(latency, "draft", name)
+    return with_drafter(latency, "draft", name)
 
 
 def standing_in(
@@ -141,15 +141,9 @@ def standing_in(
 
 def model_of(source: Source, recordings: Recordings) -> str:
     """Return the model of the latency table that its passes are of."""
-    model = measured_model(source, recordings)
-    # Rounds of the draft model's name are priced as its own, one pass per drafted token.
-    return source.name if model == "draft" else model
-
-
-def measured_model(source: Source, recordings: Recordings) -> str:
-    """Return the model of the latency table that its passes were measured of."""
     drafter = source.drafter(recordings)
-    return source.name if drafter is None else drafter.model
+    # Rounds of the draft model's name are priced as its own, one pass per drafted token.
+    return source.name if drafter is None or drafter.model == "draft" else drafter.model
 
 
 def _frame(rows: list[tuple[str, str, int, int, int, float]]) -> pd.DataFrame:

@@ -13,7 +13,7 @@ from traces.errors import DraftsimError
 from traces.latency.table import LatencyTable
 from traces.replay.calls import DRAFTER, Counted
 from traces.replay.rounds import RoundLog
-from traces.sources.as_draft import in_an_engine, in_the_drafts_place, model_of
+from traces.sources.as_draft import in_an_engine, model_of, with_drafter
 from traces.sources.base import Drafter, Source
 from traces.sources.recording import Recordings
 from traces.sources.starts.recording import StartRecording, StartReplay, StartSource
@@ -136,4 +136,4 @@ class Eagle(OnFeatures, StartSource):
         name = model_of(self, recordings)
         if (latency.meta.get("engine") or {}).get("own_drafter"):
             return in_an_engine(latency, str(self.recording(recordings).meta["model"]), name)
-        return in_the_drafts_place(latency, name)
+        return with_drafter(latency, name)

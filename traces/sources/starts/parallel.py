@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -18,18 +17,11 @@ import numpy.typing as npt
 from policies.parameters import parameter, whole, within
 from policies.spec import describe_spec
 from traces.acceptance.synthetic import ORDINARY, drawn_chances, logits_of
-from traces.acceptance.tape import RecordedToken
 from traces.acceptance.trace import Trace
 from traces.latency.table import LatencyTable
 from traces.replay.calls import ONE_PASS, Counted
 from traces.replay.rounds import RoundLog
-from traces.sources.as_draft import (
-    measured_model,
-    model_of,
-    one_pass,
-    standing_in,
-    with_passes_alone,
-)
+from traces.sources.as_draft import model_of, one_pass, standing_in, with_passes_alone
 from traces.sources.base import Drafter, Source, eos_of, true_tokens
 from traces.sources.recording import LOGITS, Recordings
 from traces.sources.starts.features import OnFeatures
@@ -43,13 +35,11 @@ class ParallelReplay(StartReplay):
     _ran = 0
     """Output tokens known when the drafter last ran."""
 
-    def draft(self, so_far: Sequence[Any]) -> RecordedToken | None:
-        """Return the next mask's token; None when they are used up."""
-        if not so_far:
-            read = min(self.position - self._ran, self.info.prompt_length + self.position - 1)
-            self.calls.add(ONE_PASS, read + self.width - 1)
-            self._ran = self.position
-        return self.token(len(so_far)) if len(so_far) < self.width else None
+    def begin_draft(self) -> None:
+        """Count the pass."""
+        read = min(self.position - self._ran, self.info.prompt_length + self.position - 1)
+        self.calls.add(ONE_PASS, read + self.width - 1)
+        self._ran = self.position
 
     def chained(self, log: RoundLog) -> list[Counted]:
         """Return one pass for every round that drafts."""
@@ -153,7 +143,7 @@ class Parallel(OnFeatures, StartSource):
     def as_draft(self, latency: LatencyTable, recordings: Recordings) -> LatencyTable:
         """Return `latency` with a draft of one pass."""
         width = self.recording(recordings).offsets if self.k is None else self.k
-        own = one_pass(latency, measured_model(self, recordings), width)
+        own = one_pass(latency, self.drafter(recordings).model, width)
         return standing_in(
             latency, with_passes_alone(latency.cells), own, model_of(self, recordings)
         )

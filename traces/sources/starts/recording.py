@@ -7,7 +7,7 @@ whatever the length policy, so (start, offset) holds everything.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
 from traces.acceptance.schema import MOST_DRAFTED
@@ -129,6 +129,15 @@ class StartReplay(SourceReplay):
         """Return the number of leading drafts from here that are right."""
         row = self._tokens[self.row0 + self.position, : self.width].tolist()
         return leading(row, self.output[self.position :])
+
+    def draft(self, so_far: Sequence[Any]) -> RecordedToken | None:
+        """Return the next token recorded from here; None when they are used up."""
+        if not so_far:
+            self.begin_draft()
+        return self.token(len(so_far)) if len(so_far) < self.width else None
+
+    def begin_draft(self) -> None:
+        """Count the calls that a draft begins with: none."""
 
     def check_tail(self, offset: int) -> None:
         """Raise TailError if no draft was recorded at this offset."""
