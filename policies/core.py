@@ -33,50 +33,24 @@ class DraftToken(Protocol):
     `DraftPolicy.reads` and pays for those alone.
     """
 
-    @property
-    def token_id(self) -> int:
-        """Vocabulary id of the token."""
-        ...
-
-    @property
-    def prob(self) -> float:
-        """Probability with which the draft drew this token, after temperature and top-p."""
-        ...
-
-    @property
-    def entropy(self) -> float:
-        """Entropy of the draft's full next-token distribution at T = 1, in nats."""
-        ...
-
-    @property
-    def logit_margin(self) -> float:
-        """Largest minus second largest raw logit of the draft."""
-        ...
-
-    @property
-    def prob_margin(self) -> float:
-        """Largest minus second largest probability of the draft at T = 1."""
-        ...
-
-    @property
-    def top_prob(self) -> float:
-        """Largest probability of the draft's softmax at T = 1, before any top-p."""
-        ...
-
-    @property
-    def raw_prob(self) -> float:
-        """Probability of this token in the draft's softmax at T = 1, before any top-p."""
-        ...
-
-    @property
-    def top10_prob(self) -> float:
-        """Largest probability at T = 1 over the draft's ten likeliest tokens alone (llama.cpp)."""
-        ...
-
-    @property
-    def ends(self) -> bool:
-        """Return True if drafting must end after this token (the draft proposed EOS)."""
-        ...
+    token_id: int
+    """Vocabulary id of the token."""
+    prob: float
+    """Probability with which the draft drew this token, after temperature and top-p."""
+    entropy: float
+    """Entropy of the draft's full next-token distribution at T = 1, in nats."""
+    logit_margin: float
+    """Largest minus second largest raw logit of the draft."""
+    prob_margin: float
+    """Largest minus second largest probability of the draft at T = 1."""
+    top_prob: float
+    """Largest probability of the draft's softmax at T = 1, before any top-p."""
+    raw_prob: float
+    """Probability of this token in the draft's softmax at T = 1, before any top-p."""
+    top10_prob: float
+    """Largest probability at T = 1 over the draft's ten likeliest tokens alone (llama.cpp)."""
+    ends: bool
+    """True if drafting must end after this token (the draft proposed EOS)."""
 
 
 class Load(NamedTuple):
@@ -220,29 +194,24 @@ class Decoder(Protocol):
     @property
     def position(self) -> int:
         """Output tokens emitted so far."""
-        ...
 
     @property
     def remaining(self) -> int:
         """Output tokens this sequence may still emit; 0 once it has ended."""
-        ...
 
     @property
     def load(self) -> Load:
         """State of the engine, for `DraftPolicy.begin_round`."""
-        ...
 
-    def draft(self, so_far: Sequence[Any]) -> DraftToken | None:
+    def draft(self, so_far: Sequence[Any]) -> Any:
         """Propose one token after the output so far and the tokens drafted this round.
 
-        None if the source has nothing (more) to propose: a lookup without a match, heads
-        used up, a token that did not exit early.
+        It is a `DraftToken`, or None if the source has nothing (more) to propose: a lookup without
+        a match, heads used up, a token that did not exit early.
         """
-        ...
 
     def verify(self, draft: Sequence[Any]) -> int:
         """Check `draft`, extend the output, and return how many tokens were accepted."""
-        ...
 
 
 def drafting(

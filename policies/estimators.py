@@ -26,11 +26,9 @@ class AcceptanceEstimator(Protocol):
     @property
     def reads(self) -> tuple[str, ...]:
         """The draft signals it reads, of `policies.core.SIGNALS`."""
-        ...
 
     def __call__(self, token: Any, offset: int) -> float:
         """Return the probability in [0, 1]; `offset` is the token's place in the draft, from 0."""
-        ...
 
 
 class DraftProbability:

@@ -44,7 +44,6 @@ class IterationCost(Protocol):
         ``verify_tokens`` counts all sequences together, the ``batch`` tokens that are no
         drafts included; ``context`` is the mean cached tokens per sequence.
         """
-        ...
 
 
 @dataclass(frozen=True)

@@ -25,49 +25,26 @@ class TargetScore(Protocol):
     Logits are raw: no temperature, no processing.
     """
 
-    @property
-    def match(self) -> bool:
-        """The lossless verdict on the drafted token.
+    match: bool
+    """The lossless verdict on the drafted token.
 
-        Greedy: True if it is the target's argmax.  Sampling: the outcome of rejection sampling's
-        coin, drawn by the provider of the score.
-        """
-        ...
-
-    @property
-    def token(self) -> int:
-        """The target's argmax."""
-        ...
-
-    @property
-    def top1(self) -> float:
-        """Largest logit."""
-        ...
-
-    @property
-    def top2(self) -> float:
-        """Second largest logit."""
-        ...
-
-    @property
-    def logsumexp(self) -> float:
-        """Log-sum-exp of the logits, so that ``logit - logsumexp`` is a log-probability."""
-        ...
-
-    @property
-    def entropy(self) -> float:
-        """Entropy of the target's full distribution at T = 1, in nats."""
-        ...
-
-    @property
-    def draft_logit(self) -> float:
-        """Logit of the drafted token."""
-        ...
-
-    @property
-    def draft_rank(self) -> int:
-        """Tokens with a larger logit than the drafted one: 0 is the argmax."""
-        ...
+    Greedy: True if it is the target's argmax.  Sampling: the outcome of rejection sampling's
+    coin, drawn by the provider of the score.
+    """
+    token: int
+    """The target's argmax."""
+    top1: float
+    """Largest logit."""
+    top2: float
+    """Second largest logit."""
+    logsumexp: float
+    """Log-sum-exp of the logits, so that ``logit - logsumexp`` is a log-probability."""
+    entropy: float
+    """Entropy of the target's full distribution at T = 1, in nats."""
+    draft_logit: float
+    """Logit of the drafted token."""
+    draft_rank: int
+    """Tokens with a larger logit than the drafted one: 0 is the argmax."""
 
 
 class VerifyRule(Checked, ABC):

@@ -26,7 +26,6 @@ class MatchProcess(Protocol):
 
     def probabilities(self, tokens: int, rng: np.random.Generator) -> Floats:
         """Return the chance of a match at each output position, shape (tokens,)."""
-        ...
 
 
 @dataclass(frozen=True)
