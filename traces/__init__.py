@@ -1,7 +1,7 @@
 """Recorded acceptance and latency: what was measured, and its clock-free replay."""
 
 from traces.acceptance.survival import Survival, survival
-from traces.acceptance.synthetic import Bursty, Iid, MatchProcess, PerPosition, synthetic_trace
+from traces.acceptance.synthetic import Bursty, Iid, MatchProcess, synthetic_trace
 from traces.acceptance.trace import MATCH, MISMATCH, UNKNOWN, Request, Trace
 from traces.errors import DraftsimError, FileError, SignalError, TailError
 from traces.importers.specbench import import_specbench
@@ -38,7 +38,6 @@ __all__ = [
     "Iid",
     "LatencyTable",
     "MatchProcess",
-    "PerPosition",
     "ReplayDecoder",
     "Request",
     "RoundLog",

@@ -35,8 +35,7 @@ class MatchRuns(NamedTuple):
 def runs(trace: Trace) -> MatchRuns:
     """Return every run of the trace, in order; an unrecorded match ends one as censored."""
     match = trace.columns["match"][trace.on_path]
-    begins = np.zeros(len(match), dtype=bool)
-    begins[trace.request_starts[:-1]] = True
+    begins = trace.columns["position"][trace.on_path] == 0
     begins[1:] |= match[:-1] != MATCH
     starts = np.flatnonzero(begins)
     lengths = trace.run_lengths[starts]

@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 import pandas as pd
 
-from policies.arrays import Ints, ranges
+from policies.arrays import Ints
 from traces.acceptance.trace import Trace
 from traces.errors import DraftsimError
 from traces.latency.schema import CELL_COLUMNS
@@ -66,18 +66,16 @@ def laid_out(
 
     All arrays have the shape (positions of all requests, longest draft).
     """
-    true, bounds = np.array(true_tokens(trace, sampled=True)), trace.request_starts
-    lengths = np.diff(bounds)
-    stop, rows = trace.request_ends, np.arange(len(true))
-    begins = np.zeros(len(true), bool)
-    begins[bounds[:-1]] = True
-    from_row = np.where(begins & (stop - rows > 1), rows + 1, rows)
+    true, stop = np.array(true_tokens(trace, sampled=True)), trace.request_ends
+    request, position = (trace.columns[name][trace.on_path] for name in ("request", "position"))
+    rows = np.arange(len(true))
+    from_row = np.where((position == 0) & (stop - rows > 1), rows + 1, rows)
     accepted = leading_right(drafted, true, stop)[from_row]
     drafted, held = drafted[from_row], held[from_row]
     start, offset = np.nonzero(held)
     columns: dict[str, npt.NDArray[Any]] = {
-        "request": np.repeat(np.arange(len(lengths)), lengths)[start],
-        "position": ranges(lengths)[start],
+        "request": request[start],
+        "position": position[start],
         "offset": offset,
         "match": (offset < accepted[start]).astype(np.int8),
         "accepted": np.where(offset == 0, accepted[start], 0),

@@ -174,7 +174,6 @@ def drawn_starts(
     Raises DraftsimError if the trace holds no output tokens.
     """
     true = np.array(true_tokens(trace, sampled=True), dtype=np.int64)
-    bounds = np.array([*trace.request_starts], dtype=np.int64)
     rng = np.random.default_rng(seed)
     survived = np.asarray(acceptance, dtype=np.float64)
     before = np.concatenate([[1.0], survived[:-1]])
@@ -190,13 +189,14 @@ def drawn_starts(
     eos = np.array(sorted(eos_of(trace)), dtype=np.int64)
     token = np.where(right & there, wanted, _others(wanted, eos))
     token[np.isin(token, eos).cumsum(axis=1) - np.isin(token, eos) > 0] = -1
-    token[bounds[:-1][np.diff(bounds) > 0]] = -1  # nothing drafts the prompt's own token
+    # Nothing drafts the prompt's own token.
+    token[trace.columns["position"][trace.on_path] == 0] = -1
     logits = logits_of(chance)
     signals = {name: logits[f"draft_{name}"] for name in LOGITS}
     rank = np.where(wanted < 0, -1, np.where(token == wanted, 0, 1)).astype(np.int32)
     meta = {"acceptance": list(map(float, acceptance)), "sampling": trace.sampling.meta}
     arrays = {"token": token.astype(np.int32), "rank": rank, **signals}
-    return StartRecording(arrays, tuple(int(b) for b in bounds), meta)
+    return StartRecording(arrays, tuple(trace.request_starts.tolist()), meta)
 
 
 def _others(wanted: npt.NDArray[np.int64], eos: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:

@@ -89,14 +89,12 @@ class StartSource(Source):
         drafted = recording["token"][:, :most]
         # Drawn greedily, a token is the likeliest.
         likeliest = recording["top1"] - recording["logsumexp"]
-        found = {n: recording.arrays.get(n, likeliest) for n in (*LOGITS, *DRAWN)}
         signals = {
-            column: found[name][:, :most] for column, name in (
-                ("draft_logprob", "log_prob"), ("draft_raw_logprob", "raw_log_prob"),
-                ("draft_top1", "top1"), ("draft_top2", "top2"), ("draft_logsumexp", "logsumexp"),
-                ("draft_entropy", "entropy"),
-            )
-        }  # fmt: skip
+            f"draft_{n.replace('log_prob', 'logprob')}": recording.arrays.get(n, likeliest)[
+                :, :most
+            ]
+            for n in (*DRAWN, *LOGITS)
+        }
         meta = {
             "drafts": self.label(recordings), "drafter": model_of(self, recordings),
             "takes_verified": self.takes_verified, "drafts_end": self.drafts_end,
