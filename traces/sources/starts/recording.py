@@ -89,12 +89,8 @@ class StartSource(Source):
         drafted = recording["token"][:, :most]
         # Drawn greedily, a token is the likeliest.
         likeliest = recording["top1"] - recording["logsumexp"]
-        signals = {
-            f"draft_{n.replace('log_prob', 'logprob')}": recording.arrays.get(n, likeliest)[
-                :, :most
-            ]
-            for n in (*DRAWN, *LOGITS)
-        }
+        found = {n: recording.arrays.get(n, likeliest)[:, :most] for n in (*DRAWN, *LOGITS)}
+        signals = {f"draft_{n.replace('log_', 'log')}": values for n, values in found.items()}
         meta = {
             "drafts": self.label(recordings), "drafter": model_of(self, recordings),
             "takes_verified": self.takes_verified, "drafts_end": self.drafts_end,
