@@ -47,6 +47,13 @@ def within(name: str, value: Any, low: float, high: float = math.inf) -> None:
         raise ValueError(f"{name} is {value}, expected {bound}")
 
 
+def ratio(name: str, value: Any) -> None:
+    """Require a number in (0, 1]."""
+    within(name, value, 0, 1)
+    if value == 0:
+        raise ValueError(f"{name} is {value}, expected above 0 and at most 1")
+
+
 def one_of(name: str, value: Any, options: Sequence[str]) -> None:
     """Require one of the named options."""
     if value not in options:

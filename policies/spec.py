@@ -15,7 +15,6 @@ from typing import Any, Literal, NamedTuple, Union, get_args, get_origin
 
 from policies.json_text import JSONError, parse_json
 
-
 SCALARS = {int, float, str, NoneType}
 """Types whose values are not JSON: a name may begin with a bracket."""
 

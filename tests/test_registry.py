@@ -129,6 +129,7 @@ def test_whitespace_none_and_case_of_flags() -> None:
         ("batch-table:table=[1,2,3]", "policy 'batch-table': "),
         ("ucb:gammas=[[1]]", "policy 'ucb': "),
         ("goodput:cost=3", "expected a JSON list"),
+        ("sglang-adaptive:graph_batches=[null,2]", "graph_batches is None, expected an integer"),
         ("fixed:gamma=[3]", "policy 'fixed': gamma=[3]: expected an integer"),
     ],
 )

@@ -78,6 +78,8 @@ class SGLangAdaptive(KeptInStep):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        for size in self.graph_batches or ():
+            whole("graph_batches", size, 1)
         chosen = DEFAULT_CONFIG if self.config is None else self.config
         slots, common = config_slots(chosen, _SETTINGS)
         if wrong := [k for k, v in slots.items() if not isinstance(v, Mapping)]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any, NamedTuple, Self
 
 import numpy as np
@@ -81,11 +82,11 @@ class RateOptimal(DraftPolicy):
 
     def __post_init__(self) -> None:
         rate, following = self.rate, self.following
-        for value in [row[1] for row in rate] if isinstance(rate, list) else [rate]:
+        rows = rate if isinstance(rate, list) else [[1, rate]]
+        for value in chain.from_iterable(rows):
             within("rate", value, 0)
-        if isinstance(rate, list) and (
-            not rate or [r[0] for r in rate] != sorted(r[0] for r in rate)
-        ):
+        batches = [row[0] for row in rows if len(row) == 2]
+        if not rows or len(batches) < len(rows) or batches != sorted(batches):
             raise ValueError(f"rate is {rate}, expected rows [batch, rate] of rising batch")
         super().__post_init__()
         self._estimate = self.estimator or DraftProbability()

@@ -12,10 +12,9 @@ import numpy as np
 
 from policies.arrays import Bools
 from policies.confidence import known_vocabulary
-from policies.parameters import flag, parameter, whole, within
+from policies.parameters import flag, parameter, ratio, whole, within
 from policies.rules.base import TokenRule, VerifyRule
 from policies.rules.memory import OnlineCorrectionMemory
-from policies.rules.threshold import ratio
 
 
 def pair_count(name: str, value: float) -> None:

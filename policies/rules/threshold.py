@@ -21,15 +21,8 @@ from policies.confidence import (
     known_vocabulary,
     shares,
 )
-from policies.parameters import one_of, parameter, whole, within
+from policies.parameters import one_of, parameter, ratio, whole, within
 from policies.rules.base import TokenRule
-
-
-def ratio(name: str, value: float) -> None:
-    """Require a number in (0, 1]."""
-    within(name, value, 0, 1)
-    if value == 0:
-        raise ValueError(f"{name} is {value}, expected above 0 and at most 1")
 
 
 @dataclass(eq=False)

@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from policies.arrays import Bools, Floats, Ints, next_true, ranges
-from policies.parameters import flag, parameter, whole, within
+from policies.parameters import flag, parameter, ratio, whole, within
 from policies.spec import describe_spec
 from policies.vectorised import UNBOUNDED, VectorisedPlan
 from traces.acceptance.tape import RecordedToken
@@ -246,7 +246,7 @@ class EarlyExit(Source):
 
     tau: float = parameter(0.5, within, 0, 1)
     omega: float = parameter(0.3, within, 0)
-    depth: float = parameter(0.5, within, 0, 1)
+    depth: float = parameter(0.5, ratio)
     layers: Sequence[int] | None = None
     bonus: bool = parameter(False, flag)
 
