@@ -56,7 +56,7 @@ class ConfidenceFreeze(BatchPolicy):
         return bool(sum(probs) / len(probs) < self.threshold)
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, repr=False)
 class AdaptiveVerification(BatchPolicy):
     """Verifies the likeliest drafted tokens of the batch, as long as they are worth their cost.
 

@@ -16,7 +16,7 @@ from policies.vectorised import Lengths, Starts, VectorisedPlan
 DEFAULT_TABLE = ((1, 4, 5), (5, 16, 3), (17, 64, 1), (65, 65, 0))
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, repr=False)
 class BatchTable(KeptInStep):
     """K by concurrency (vLLM ``num_speculative_tokens_per_batch_size``).
 

@@ -61,7 +61,7 @@ class _RocHistory:
         return roc_threshold(self._probs, self._matches)
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, repr=False)
 class Confidence(DraftPolicy):
     """Stops after a token the draft gave less than `confidence_threshold` (transformers >= 4.45).
 
