@@ -279,7 +279,9 @@ class Trace:
         lse = c["draft_logsumexp"].astype(np.float64)
         return np.asarray(np.exp(top1 - lse) - np.exp(top2 - lse))
 
-    def check_reads(self, reads: Sequence[str], reader: str) -> None:
+    def check_reads(
+        self, reads: Sequence[str], reader: str, instead: str = "a policy that reads none"
+    ) -> None:
         """Raise SignalError, naming `reader`, if it reads a draft signal that is not recorded."""
         if missing := [s for s in reads if s not in self.signals]:
             remedy = "record one with `draftsim profile`, or "
@@ -288,20 +290,18 @@ class Trace:
                 remedy = "" if "drafts" in self.meta else again
             raise SignalError(
                 f"{reader} reads {', '.join(missing)}, which this trace does not hold (it holds "
-                f"{', '.join(sorted(self.signals)) or 'no draft signals'}): {remedy}choose a "
-                "policy that reads none"
+                f"{', '.join(sorted(self.signals)) or 'no draft signals'}): "
+                f"{remedy}choose {instead}"
             )
 
     def select(self, keep: Sequence[int]) -> Trace:
         """Return the trace of the requests with these indices, in this order."""
-        rows, numbers = [], []
         bounds = np.searchsorted(self.columns["request"], np.arange(len(self.requests) + 1))
-        for new, old in enumerate(keep):
-            rows.append(np.arange(bounds[old], bounds[old + 1]))
-            numbers.append(np.full(len(rows[-1]), new, dtype=np.int32))
-        index = np.concatenate(rows) if rows else np.empty(0, dtype=np.int64)
+        chosen = np.array(keep, dtype=np.int64)
+        lengths = np.diff(bounds)[chosen]
+        index = ranges(lengths, bounds[chosen])
         columns = {name: values[index] for name, values in self.columns.items()}
-        columns["request"] = np.concatenate(numbers) if numbers else np.empty(0, dtype=np.int32)
+        columns["request"] = np.repeat(np.arange(len(keep), dtype=np.int32), lengths)
         return Trace(columns, [self.requests[i] for i in keep], self.max_gamma, self.meta)
 
 
