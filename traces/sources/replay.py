@@ -15,7 +15,7 @@ from traces.acceptance.trace import Trace
 from traces.errors import DraftsimError, SignalError
 from traces.latency.table import LatencyTable
 from traces.replay.calls import LAYER, Call, Counted, pack_calls, pack_counted
-from traces.replay.rounds import Fidelity, RoundLog
+from traces.replay.rounds import RoundLog
 from traces.replay.run import own_policy, text_fidelity
 from traces.replay.scores import prepared_rule
 from traces.replay.vectorised import replay_many
@@ -73,7 +73,8 @@ def replay_source(
     by_passes = drafter is not None and drafter.by_passes
     return RoundLog(
         rounds, [trace.requests[i] for i in chosen], name or describe(policy),
-        source=source.label(recordings), verify=lossless, fidelity=fidelity_of(source, trace),
+        source=source.label(recordings), verify=lossless,
+        fidelity=text_fidelity(trace) if source.fidelity == "exact" else source.fidelity,
         reads=policy.reads, first=first,
         calls=None if by_passes else calls,
         drafter="draft" if drafter is None else drafter.model, takes_verified=by_passes,
@@ -136,11 +137,6 @@ def check_rule(rule: VerifyRule | None, source: Source, trace: Trace) -> str:
         )
     prepared_rule(rule, trace)  # refuses a lossless rule that does not fit the recording
     return lossless
-
-
-def fidelity_of(source: Source, trace: Trace) -> Fidelity:
-    """Return that of the recorded text where the source is exact, else the source's own."""
-    return text_fidelity(trace) if source.fidelity == "exact" else source.fidelity
 
 
 def check_signals(

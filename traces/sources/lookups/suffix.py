@@ -13,10 +13,8 @@ from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from policies.parameters import whole, within
+from traces.sources.lookups.occurrences import BETWEEN
 from traces.sources.lookups.text import Lookup, Proposal, until_eos
-
-BETWEEN = -1
-"""Stands in the text between two sequences."""
 
 
 class Node:
