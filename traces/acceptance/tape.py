@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 from weakref import WeakKeyDictionary, ref
 
@@ -15,32 +16,19 @@ from traces.acceptance.trace import MATCH, Trace
 T = TypeVar("T")
 
 
+@dataclass(eq=False, repr=False, slots=True)
 class RecordedToken:
     """A drafted token as it was recorded; a signal that was not recorded is None."""
 
-    __slots__ = ("ends", *SIGNALS)
-
-    def __init__(
-        self,
-        token_id: int,
-        ends: bool = False,
-        prob: Any = None,
-        entropy: Any = None,
-        logit_margin: Any = None,
-        prob_margin: Any = None,
-        top_prob: Any = None,
-        raw_prob: Any = None,
-        top10_prob: Any = None,
-    ) -> None:
-        self.token_id = token_id
-        self.ends = ends
-        self.prob = prob
-        self.entropy = entropy
-        self.logit_margin = logit_margin
-        self.prob_margin = prob_margin
-        self.top_prob = top_prob
-        self.raw_prob = raw_prob
-        self.top10_prob = top10_prob
+    token_id: int
+    ends: bool = False
+    prob: Any = None
+    entropy: Any = None
+    logit_margin: Any = None
+    prob_margin: Any = None
+    top_prob: Any = None
+    raw_prob: Any = None
+    top10_prob: Any = None
 
 
 BLANK, END = (guarded(RecordedToken, ())(-1, at_end) for at_end in (False, True))
