@@ -161,12 +161,10 @@ class SourceReplay(ABC):
 
         def at_once(self, trace, plan, first, chosen) -> Walked | None
         def chained(self, log) -> list[Counted] | None
-        def rounds(self, longest) -> Iterator[Round]
 
     The first returns the rounds of the requests `chosen`, ascending, and their calls; None leaves
     them to the loop.  The second is for a `StartSource` whose draft from a start is one chain:
-    the calls of the rounds in `log`, besides passes of a drafter.  The third decodes its own
-    request with drafts of `longest` tokens, where a whole draft is found in one step.
+    the calls of the rounds in `log`, besides passes of a drafter.
     """
 
     sampled: ClassVar[bool] = False

@@ -68,7 +68,7 @@ def replay_source(
         plan = None  # the loop says what it lacks
     rounds, calls = (
         _at_once(trace, source, decoder_of, policy, plan, recordings, first, chosen)
-        or _asked(decoder_of, own, plan, chosen)
+        or _asked(decoder_of, own, chosen)
     )  # fmt: skip
     by_passes = drafter is not None and drafter.by_passes
     return RoundLog(
@@ -109,20 +109,14 @@ def _at_once(
 
 
 def _asked(
-    decoder_of: Callable[[int], SourceReplay], policy: DraftPolicy, plan: VectorisedPlan | None,
-    chosen: Sequence[int],
-) -> Walked:  # fmt: skip
-    """Return rounds and calls by the loop: the policy is asked before every token.
-
-    It is not where its drafts have one length and the decoder finds them in one step.
-    """
-    length = plan.cap if plan is not None and plan.is_length else None
+    decoder_of: Callable[[int], SourceReplay], policy: DraftPolicy, chosen: Sequence[int]
+) -> Walked:
+    """Return rounds and calls by the loop: the policy is asked before every token."""
     rounds: list[list[Round]] = []
     calls: list[list[list[Call]]] = []
     for i in chosen:
         decoder = decoder_of(i)
-        known = None if length is None else own_word(decoder, "rounds", length)
-        rounds.append(list(known or speculate(decoder, policy.fresh())))
+        rounds.append(list(speculate(decoder, policy.fresh())))
         calls.append(decoder.calls.rounds)
     return RoundLog.pack(rounds), pack_calls(calls)
 

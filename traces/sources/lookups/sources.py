@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
@@ -11,7 +11,6 @@ from typing import Any, ClassVar, NamedTuple
 import numpy as np
 
 from policies.arrays import Ints
-from policies.core import Round, caught_up
 from policies.spec import parameters
 from policies.vectorised import VectorisedPlan, own_word
 from traces.acceptance.tape import RecordedToken
@@ -107,25 +106,6 @@ class LookupReplay(SourceReplay):
         if len(so_far) >= len(proposals):
             return None
         return proposed(proposals[len(so_far)])
-
-    def rounds(self, longest: int) -> Iterator[Round]:
-        """Return the rounds of drafts of `longest` tokens, or what is proposed if less.
-
-        As `policies.core.speculate` makes them, without a question before every token.
-        """
-        catch_up = 1
-        while (remaining := self.remaining) > 0:
-            at, drafted, accepted = self.position, 0, 0
-            if most := min(longest, remaining - 1):
-                self.calls.add(self._kind, 1)
-                proposals = self._proposals()
-                drafted = min(most, len(proposals))
-                tokens = (p.token_id for p in proposals)
-                accepted = leading(tokens, self.output[at : at + drafted])
-            self.calls.end_round()
-            self.position = min(at + accepted + 1, self.length)
-            yield Round(at, drafted, accepted, self.position - at, drafted, catch_up)
-            catch_up = caught_up(catch_up, drafted, accepted, False)
 
     def at_once(
         self, trace: Trace, plan: VectorisedPlan, first: int, chosen: Sequence[int]
