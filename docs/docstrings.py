@@ -1,7 +1,8 @@
-"""Docstrings as the API page's parser reads them: a griffe extension.
+"""Docstrings and defaults as the API page's parser reads them: a griffe extension.
 
-Griffe gives all names of an entry ``a, b:`` the type and default of the first, and takes an example
-after the last section for a part of that section.
+Griffe gives all names of an entry ``a, b:`` the type and default of the first, takes an example
+after the last section for a part of that section, and a `policies.parameters.parameter` for the
+default that it has.
 """
 
 from __future__ import annotations
@@ -34,9 +35,14 @@ def for_griffe(text: str) -> str:
 
 
 class Docstrings(griffe.Extension):
-    """Applies `for_griffe` to every docstring."""
+    """Applies `for_griffe` to every docstring, and gives parameters their defaults."""
 
     def on_instance(self, *, obj: griffe.Object, **_: Any) -> None:
         """Change the docstring of an object that was just read."""
         if obj.docstring is not None:
             obj.docstring.value = for_griffe(obj.docstring.value)
+
+    def on_attribute_instance(self, *, attr: griffe.Attribute, **_: Any) -> None:
+        """Replace a parameter that was just read by its default."""
+        if isinstance(attr.value, griffe.ExprCall) and str(attr.value.function) == "parameter":
+            attr.value = attr.value.arguments[0]

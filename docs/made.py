@@ -127,10 +127,8 @@ def signals() -> str:
     """Return the draft signals, what they are, and the columns they are computed from."""
     from policies.core import DraftToken
 
-    rows = []
-    for name in SIGNALS:
-        said = inspect.getdoc(getattr(DraftToken, name)) or ""
-        rows.append((code(name), said, ", ".join(map(code, SIGNAL_COLUMNS[name]))))
+    said = attribute_docs(DraftToken)
+    rows = [(code(n), said[n], ", ".join(map(code, SIGNAL_COLUMNS[n]))) for n in SIGNALS]
     return table(("signal", "meaning", "columns of the trace"), rows)
 
 

@@ -10,7 +10,6 @@ import numpy as np
 import numpy.typing as npt
 
 from policies.arrays import Floats
-from policies.parameters import one_of, whole, within
 from policies.vectorised import Starts
 
 EntropySign = Literal["intended", "literal"]
@@ -92,20 +91,17 @@ class CMASDConfidence(NamedTuple):
         return found
 
 
-def confidence_reads(
-    beta: float, weights: Sequence[float], entropy_sign: str, vocab_size: int | None
-) -> tuple[str, ...]:
-    """Return the signals that a confidence with these parameters reads; ValueError for impossible
-    ones.
-    """
-    within("beta", beta, 0)
+def shares(name: str, weights: Sequence[float]) -> None:
+    """Require the weights of the three components of a confidence."""
     if len(weights) != 3 or min(weights) < 0 or abs(sum(weights) - 1) > 1e-6:
         raise ValueError(
-            f"weights is {list(weights)}, expected three numbers >= 0 that sum to 1 "
+            f"{name} is {list(weights)}, expected three numbers >= 0 that sum to 1 "
             "(entropy, margin, softmax)"
         )
-    one_of("entropy_sign", entropy_sign, ("intended", "literal"))
-    whole("vocab_size", vocab_size, 2, none=True)
+
+
+def confidence_reads(weights: Sequence[float]) -> tuple[str, ...]:
+    """Return the signals that a confidence with these weights reads: those of weight 0 are not."""
     return tuple(name for name, weight in zip(COMPONENTS, weights, strict=True) if weight)
 
 

@@ -20,6 +20,7 @@ from typing import Any, ClassVar, NamedTuple, Protocol, TypeVar
 
 from policies.guard import SIGNALS as SIGNALS  # noqa: PLC0414
 from policies.guard import Guarded, UndeclaredSignal
+from policies.parameters import Checked
 
 P = TypeVar("P", bound="DraftPolicy")
 
@@ -32,50 +33,24 @@ class DraftToken(Protocol):
     `DraftPolicy.reads` and pays for those alone.
     """
 
-    @property
-    def token_id(self) -> int:
-        """Vocabulary id of the token."""
-        ...
-
-    @property
-    def prob(self) -> float:
-        """Probability with which the draft drew this token, after temperature and top-p."""
-        ...
-
-    @property
-    def entropy(self) -> float:
-        """Entropy of the draft's full next-token distribution at T = 1, in nats."""
-        ...
-
-    @property
-    def logit_margin(self) -> float:
-        """Largest minus second largest raw logit of the draft."""
-        ...
-
-    @property
-    def prob_margin(self) -> float:
-        """Largest minus second largest probability of the draft at T = 1."""
-        ...
-
-    @property
-    def top_prob(self) -> float:
-        """Largest probability of the draft's softmax at T = 1, before any top-p."""
-        ...
-
-    @property
-    def raw_prob(self) -> float:
-        """Probability of this token in the draft's softmax at T = 1, before any top-p."""
-        ...
-
-    @property
-    def top10_prob(self) -> float:
-        """Largest probability at T = 1 over the draft's ten likeliest tokens alone (llama.cpp)."""
-        ...
-
-    @property
-    def ends(self) -> bool:
-        """Return True if drafting must end after this token (the draft proposed EOS)."""
-        ...
+    token_id: int
+    """Vocabulary id of the token."""
+    prob: float
+    """Probability with which the draft drew this token, after temperature and top-p."""
+    entropy: float
+    """Entropy of the draft's full next-token distribution at T = 1, in nats."""
+    logit_margin: float
+    """Largest minus second largest raw logit of the draft."""
+    prob_margin: float
+    """Largest minus second largest probability of the draft at T = 1."""
+    top_prob: float
+    """Largest probability of the draft's softmax at T = 1, before any top-p."""
+    raw_prob: float
+    """Probability of this token in the draft's softmax at T = 1, before any top-p."""
+    top10_prob: float
+    """Largest probability at T = 1 over the draft's ten likeliest tokens alone (llama.cpp)."""
+    ends: bool
+    """True if drafting must end after this token (the draft proposed EOS)."""
 
 
 class Load(NamedTuple):
@@ -109,7 +84,7 @@ class Round(NamedTuple):
     """Tokens that the first draft pass processed (2 after a fully accepted round)."""
 
 
-class DraftPolicy(ABC):
+class DraftPolicy(Checked, ABC):
     """Decides when to stop drafting.  Subclass it and define `keep_drafting`.
 
     An instance is a prototype, never touched by a run: a run takes one copy at its start
@@ -146,7 +121,6 @@ class DraftPolicy(ABC):
 
     def begin_run(self, vocab_size: int | None) -> None:
         """Begin a run, on its own copy, with the target's vocabulary size; None: not known."""
-        del vocab_size
 
     @abstractmethod
     def keep_drafting(self, draft: Sequence[Any]) -> bool:
@@ -161,7 +135,6 @@ class DraftPolicy(ABC):
 
     def begin_round(self, load: Load) -> None:
         """Prepare for a round, before its first `keep_drafting`."""
-        del load
 
     def decides_by_load(self) -> bool:
         """Return True if draft lengths depend on the other requests that run (`begin_round`)."""
@@ -169,9 +142,8 @@ class DraftPolicy(ABC):
 
     def observe(self, outcome: Round, draft: Sequence[Any]) -> None:
         """Learn from a round: called after verification with its outcome and submitted tokens."""
-        del outcome, draft
 
-    def begin_request(self) -> None:  # noqa: B027
+    def begin_request(self) -> None:
         """Prepare for a request, before its first `begin_round`."""
 
     def for_run(self: P) -> P:
@@ -222,29 +194,24 @@ class Decoder(Protocol):
     @property
     def position(self) -> int:
         """Output tokens emitted so far."""
-        ...
 
     @property
     def remaining(self) -> int:
         """Output tokens this sequence may still emit; 0 once it has ended."""
-        ...
 
     @property
     def load(self) -> Load:
         """State of the engine, for `DraftPolicy.begin_round`."""
-        ...
 
-    def draft(self, so_far: Sequence[Any]) -> DraftToken | None:
+    def draft(self, so_far: Sequence[Any]) -> Any:
         """Propose one token after the output so far and the tokens drafted this round.
 
-        None if the source has nothing (more) to propose: a lookup without a match, heads
-        used up, a token that did not exit early.
+        It is a `DraftToken`, or None if the source has nothing (more) to propose: a lookup without
+        a match, heads used up, a token that did not exit early.
         """
-        ...
 
     def verify(self, draft: Sequence[Any]) -> int:
         """Check `draft`, extend the output, and return how many tokens were accepted."""
-        ...
 
 
 def drafting(

@@ -26,11 +26,9 @@ class AcceptanceEstimator(Protocol):
     @property
     def reads(self) -> tuple[str, ...]:
         """The draft signals it reads, of `policies.core.SIGNALS`."""
-        ...
 
     def __call__(self, token: Any, offset: int) -> float:
         """Return the probability in [0, 1]; `offset` is the token's place in the draft, from 0."""
-        ...
 
 
 class DraftProbability:
@@ -39,11 +37,9 @@ class DraftProbability:
     reads: tuple[str, ...] = ("prob",)
 
     def __call__(self, token: Any, offset: int) -> float:
-        del offset
         return float(token.prob)
 
     def chances(self, read: Read, offset: int) -> Floats:
-        del offset
         return read("prob")
 
 
@@ -58,11 +54,9 @@ class ConstantAcceptance:
         self.chance = float(chance)
 
     def __call__(self, token: Any, offset: int) -> float:
-        del token, offset
         return self.chance
 
     def chances(self, read: Read, offset: int) -> Floats:
-        del read, offset
         return np.array(self.chance)
 
 
@@ -93,12 +87,10 @@ class IsotonicAcceptance:
         return (self.signal,)
 
     def __call__(self, token: Any, offset: int) -> float:
-        del offset
         step = bisect_right(self.knots, getattr(token, self.signal)) - 1
         return self.values[max(step, 0)]
 
     def chances(self, read: Read, offset: int) -> Floats:
-        del offset
         step = np.searchsorted(self.knots, read(self.signal), side="right") - 1
         return np.asarray(self.values)[np.maximum(step, 0)]
 

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import hashlib
-import importlib.util
 from collections.abc import Mapping, Sequence
-from importlib.machinery import SourceFileLoader
 from pathlib import Path
-from types import CodeType
+from types import ModuleType
 from typing import Any, NamedTuple
 
 from policies.batch.base import BatchPolicy, SingleStream
@@ -149,22 +147,15 @@ class Cut(DraftPolicy):
         return Cut(self.policy.copy(), self.longest)
 
 
-class _AsItStands(SourceFileLoader):
-    """Always compiles the file: Python's cache compares only size and time in seconds, so that a
-    quick edit of equal length would run the old code."""
-
-    def get_code(self, fullname: str) -> CodeType:
-        return self.source_to_code(self.get_data(self.path), self.path)
-
-
 def _run(text: str, path: Path) -> Mapping[str, Any]:
-    loader = _AsItStands(path.stem, str(path))
-    spec = importlib.util.spec_from_file_location(path.stem, path, loader=loader)
-    if spec is None or spec.loader is None or not path.is_file():
+    if not path.is_file():
         raise ValueError(f"{text}: {path} is no such file: check the path")
-    module = importlib.util.module_from_spec(spec)
+    module = ModuleType(path.stem)
+    module.__file__ = str(path)
     try:
-        spec.loader.exec_module(module)
+        # Not imported: Python's cache compares only size and time in seconds, so that a quick edit
+        # of equal length would run the old code.
+        exec(compile(path.read_bytes(), path, "exec", dont_inherit=True), vars(module))
     except SystemExit as error:
         raise ValueError(f"{text}: {_exits(error)}") from None
     except Exception as error:  # whatever a user's file may do

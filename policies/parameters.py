@@ -1,10 +1,31 @@
-"""Checks of constructor parameters: an impossible value is named with its bound."""
+"""Parameters of policies, rules and sources: default and bounds are declared in one place."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import field, fields
 from typing import Any
+
+
+class Checked:
+    """A base of dataclasses whose parameters are checked when an object is made."""
+
+    def __post_init__(self) -> None:
+        """Raise ValueError if a `parameter` has an impossible value; the message has the bound."""
+        made: Any = self
+        for one in fields(made):
+            value = getattr(self, one.name)
+            if "check" in one.metadata and not (value is None and one.default is None):
+                one.metadata["check"](one.name, value, *one.metadata["bounds"])
+
+
+def parameter(default: Any, check: Callable[..., None], *bounds: Any) -> Any:
+    """Return a dataclass field whose values have to pass ``check(name, value, *bounds)``.
+
+    None is allowed if it is the default.
+    """
+    return field(default=default, metadata={"check": check, "bounds": bounds})
 
 
 def whole(name: str, value: Any, low: int, *, none: bool = False) -> None:
@@ -24,6 +45,13 @@ def within(name: str, value: Any, low: float, high: float = math.inf) -> None:
     if not low <= value <= high:
         bound = f">= {low:g}" if high == math.inf else f"between {low:g} and {high:g}"
         raise ValueError(f"{name} is {value}, expected {bound}")
+
+
+def ratio(name: str, value: Any) -> None:
+    """Require a number in (0, 1]."""
+    within(name, value, 0, 1)
+    if value == 0:
+        raise ValueError(f"{name} is {value}, expected above 0 and at most 1")
 
 
 def one_of(name: str, value: Any, options: Sequence[str]) -> None:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any, Literal, TypeVar
 
 from policies.batch.base import BatchPolicy
@@ -73,6 +74,7 @@ Draft = Callable[[Sequence[M]], Sequence[Any]]
 """Drafts one token more for each of these members; None without a proposal."""
 
 
+@dataclass(eq=False)
 class Together(ABC):
     """Drives the policy or policies of a batch.
 
@@ -87,8 +89,11 @@ class Together(ABC):
         Tokens that a draft may have at most, where the engine bounds it.
     """
 
-    def __init__(self, policy: Any, guarded: bool = False, longest: int | None = None) -> None:
-        self.policy, self.guarded, self.longest = policy, guarded, longest
+    policy: Any
+    guarded: bool = False
+    longest: int | None = None
+
+    def __post_init__(self) -> None:
         self.changes = 0
         """Iterations that drafted another length than the one before, where one holds for all."""
 
@@ -134,7 +139,6 @@ class Together(ABC):
 
     def keep(self, accepted: Sequence[int], ends: Sequence[bool]) -> list[int]:
         """Return how many accepted tokens each member keeps; ``ends`` is True if that ends it."""
-        del ends
         return list(accepted)
 
     def observe(self, members: Sequence[Member], rounds: Sequence[Round]) -> None:
@@ -150,12 +154,10 @@ class Together(ABC):
 
     def _willing(self, member: Member) -> Callable[[list[Any]], bool]:
         """Return what decides before each token if the member by itself drafts on."""
-        del member
         return _always
 
     def _agreed(self, members: Sequence[Member], active: Sequence[Member]) -> bool:
         """Return True if `active`, the members that may draft on, all do."""
-        del members, active
         return True
 
     @abstractmethod
@@ -176,10 +178,8 @@ class PerRequest(Together):
 
     policy: DraftPolicy
 
-    def __init__(
-        self, policy: DraftPolicy, guarded: bool = False, longest: int | None = None
-    ) -> None:
-        super().__init__(policy, guarded, longest)
+    def __post_init__(self) -> None:
+        super().__post_init__()
         self._seats: list[DraftPolicy] = []
         self._taken: list[bool] = []
 
@@ -250,10 +250,8 @@ class Jointly(Together):
 
     policy: BatchPolicy
 
-    def __init__(
-        self, policy: BatchPolicy, guarded: bool = False, longest: int | None = None
-    ) -> None:
-        super().__init__(policy, guarded, longest)
+    def __post_init__(self) -> None:
+        super().__post_init__()
         self._began = False
 
     def _begin(self, members: Sequence[M], load: Callable[[M], Load]) -> Sequence[int | None]:

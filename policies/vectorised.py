@@ -35,33 +35,20 @@ class Starts(Protocol):
     array over rows and a draft a slice of it.
     """
 
-    @property
-    def rows(self) -> Ints:
-        """Row of the first drafted token, shape (starts,)."""
-        ...
-
-    @property
-    def most(self) -> Ints:
-        """Tokens at which a draft ends whatever the policy says, or leaves what was recorded."""
-        ...
-
-    @property
-    def context(self) -> Ints:
-        """Tokens in the target's cache, as in `policies.core.Load`, shape (starts,)."""
-        ...
-
-    @property
-    def run_lengths(self) -> Ints:
-        """Drafts that would be accepted, as in `policies.core.Load`; -1 if unknown."""
-        ...
+    rows: Ints
+    """Row of the first drafted token, shape (starts,)."""
+    most: Ints
+    """Tokens at which a draft ends whatever the policy says, or leaves what was recorded."""
+    context: Ints
+    """Tokens in the target's cache, as in `policies.core.Load`, shape (starts,)."""
+    run_lengths: Ints
+    """Drafts that would be accepted, as in `policies.core.Load`; -1 if unknown."""
 
     def signal(self, name: str) -> Floats:
         """Return a draft signal of every row, shape (rows,)."""
-        ...
 
     def watched(self, watch: Watch) -> Floats:
         """Return its values, taken once however many settings ask."""
-        ...
 
 
 class Lengths(NamedTuple):
@@ -80,7 +67,6 @@ class Stop(Protocol):
 
     def lengths(self, starts: Starts) -> Lengths:
         """Return where it ends the draft from every start."""
-        ...
 
 
 class Watch(Protocol):
@@ -90,7 +76,6 @@ class Watch(Protocol):
 
     def values(self, starts: Starts) -> Floats:
         """Return the values, shape (rows,)."""
-        ...
 
 
 @dataclass

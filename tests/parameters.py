@@ -158,7 +158,7 @@ SOURCES: dict[str, dict[str, Limits]] = {
     "pld": {"num_tokens": (10, 1, None), "max_ngram": (2, 1, None)},
     "rest": {"num_tokens": (10, 1, None), "max_suffix": (16, 1, None), "min_suffix": (1, 1, 16)},
     "lookahead": {"ngram": (5, 2, None), "guesses": (5, 1, None)},
-    "early-exit": {"tau": (0.5, 0.0, 1.0), "omega": (0.3, 0.0, None), "depth": (0.5, 0.0, 1.0)},
+    "early-exit": {"tau": (0.5, 0.0, 1.0), "omega": (0.3, 0.0, None), "depth": (0.5, TINY, 1.0)},
     "eagle2": {"budget": (59, 1, None), "depth": (None, 1, None), "topk": (None, 1, None)},
     "blockwise": {"k": (None, 1, None)},
     "medusa": {"k": (None, 1, None)},

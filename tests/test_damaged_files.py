@@ -344,7 +344,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     memory = OnlineCorrectionMemory(4)
     for pair in ((1, 2), (1, 2), (3, 4)):
         memory.add(*pair)
-    memory.save(folder / "memory.npz")
+    (folder / "memory.npz").write_bytes(memory.content())
     return folder
 
 

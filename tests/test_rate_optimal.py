@@ -58,6 +58,8 @@ def test_keeps_the_contract(policy: RateOptimal) -> None:
     ("parameters", "message"),
     [
         ({"rate": -1.0}, "rate is -1"),
+        ({"rate": [[None, 1.0]]}, "rate is None"),
+        ({"rate": [[1.0]]}, "expected rows"),
         ({"rate": [[4, 1.0], [1, 2.0]]}, "rising batch"),
         ({"gamma_max": 0}, "gamma_max is 0, expected >= 1"),
         ({"acceptance": 1.5}, "acceptance is 1.5"),

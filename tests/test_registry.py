@@ -32,6 +32,8 @@ from policies import (
 from policies.checks import ScriptedDecoder
 from policies.core import own_copy
 from policies.spec import parameters, parse_spec
+from traces.sources.lookups.sources import REST
+from traces.sources.registry import parse_source
 
 TABLES = (
     "batch-table", "batch-table-hysteresis", "sglang-adaptive", "sglang-throughput", "tensorrt-llm",
@@ -127,6 +129,8 @@ def test_whitespace_none_and_case_of_flags() -> None:
         ("batch-table:table=[1,2,3]", "policy 'batch-table': "),
         ("ucb:gammas=[[1]]", "policy 'ucb': "),
         ("goodput:cost=3", "expected a JSON list"),
+        ("sglang-adaptive:graph_batches=[null,2]", "graph_batches is None, expected an integer"),
+        ("fixed:gamma=[3]", "policy 'fixed': gamma=[3]: expected an integer"),
     ],
 )
 def test_mistakes_are_named_with_the_remedy(text: str, message: str) -> None:
@@ -210,3 +214,9 @@ def test_capped_policies_never_draft_past_the_cap(name: str, longest: int) -> No
         policy = own_copy(parse_policy(name, max_gamma=longest), 1000)
         decoder = ScriptedDecoder(3, 2000, policy.reads, accept=accept, eos=False)
         assert max(r.draft_forwards for r in islice(speculate(decoder, policy), 60)) <= longest
+
+
+def test_a_text_in_brackets_is_a_name_where_a_name_is_expected() -> None:
+    source = parse_source("rest:corpus=[1]")
+    assert isinstance(source, REST)
+    assert source.corpus == "[1]"

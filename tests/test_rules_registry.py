@@ -75,7 +75,8 @@ def test_resources_fill_what_the_text_leaves_open() -> None:
 
 
 def test_a_calibrated_memory_is_named_by_its_file(tmp_path: Path) -> None:
-    path = OnlineCorrectionMemory().calibrate([(1, 2)]).save(tmp_path / "ocm.npz")
+    path = tmp_path / "ocm.npz"
+    path.write_bytes(OnlineCorrectionMemory().calibrate([(1, 2)]).content())
     rule = parse_rule(f"csd:memory={path}")
     assert isinstance(rule, CSD)
     assert rule.table.count(1, 2) == 1

@@ -7,7 +7,7 @@ import pytest
 
 from policies.core import DraftPolicy
 from policies.registry import parse_policy, policy_names
-from traces.acceptance.synthetic import Bursty, Iid, MatchProcess, PerPosition, synthetic_trace
+from traces.acceptance.synthetic import Bursty, Iid, MatchProcess, synthetic_trace
 from traces.acceptance.trace import MATCH, Trace
 from traces.errors import DraftsimError
 from traces.replay.run import replay
@@ -30,13 +30,6 @@ def test_iid_matches_do_not_depend_on_the_last_one() -> None:
     match = on_path_matches(synthetic_trace(0.6, requests=1, tokens=20000)).astype(float)
     correlation = np.corrcoef(match[1:], match[:-1])[0, 1]
     assert abs(correlation) * np.sqrt(len(match)) < 4
-
-
-def test_positions_have_their_own_chance() -> None:
-    trace = synthetic_trace([0.9, 0.5, 0.1], requests=300, tokens=7)
-    match = on_path_matches(trace).reshape(300, 7)
-    for t, alpha in enumerate([0.9, 0.5, 0.1, 0.9, 0.5, 0.1, 0.9]):
-        assert abs(match[:, t].mean() - alpha) < 4 * np.sqrt(alpha * (1 - alpha) / 300)
 
 
 def test_bursts_have_their_share_and_their_memory() -> None:
@@ -139,8 +132,6 @@ def test_a_process_of_ones_own() -> None:
     ("call", "message"),
     [
         (lambda: Iid(1.5), "alpha is 1.5"),
-        (lambda: PerPosition(()), "alphas is empty"),
-        (lambda: PerPosition((0.5, -1)), "alphas is -1"),
         (lambda: Bursty(easy_length=0), "easy_length is 0"),
         (lambda: Bursty(hard=2), "hard is 2"),
         (lambda: synthetic_trace(0.5, requests=0), "requests is 0"),

@@ -1,7 +1,7 @@
 """Recorded acceptance and latency: what was measured, and its clock-free replay."""
 
 from traces.acceptance.survival import Survival, survival
-from traces.acceptance.synthetic import Bursty, Iid, MatchProcess, PerPosition, synthetic_trace
+from traces.acceptance.synthetic import Bursty, Iid, MatchProcess, synthetic_trace
 from traces.acceptance.trace import MATCH, MISMATCH, UNKNOWN, Request, Trace
 from traces.errors import DraftsimError, FileError, SignalError, TailError
 from traces.latency.table import EXTRAPOLATED, INTERPOLATED, MEASURED, Estimate, LatencyTable
@@ -36,7 +36,6 @@ __all__ = [
     "Iid",
     "LatencyTable",
     "MatchProcess",
-    "PerPosition",
     "ReplayDecoder",
     "Request",
     "RoundLog",

@@ -69,7 +69,7 @@ def split_drafters(texts: Sequence[str], temperature: float) -> tuple[list[OnFea
                 f"--source {text} names no drafter: give its folder, {source.name}:model=DIR"
             )
         if Path(source.model).is_dir():
-            source = source.of(os.path.abspath(source.model))
+            source = replace(source, model=os.path.abspath(source.model))
         if any(source.key == other.key for other in found):
             raise DraftsimError(
                 f"two drafters are called {Path(str(source.model)).name}, by which tables tell "

@@ -26,7 +26,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple, Protocol, TypeVar
 
 from policies.core import DraftPolicy, Load, Round, bound_of
-from policies.parameters import flag
+from policies.parameters import Checked, flag
 from policies.vectorised import VectorisedPlan, own_word, plan_of
 
 B = TypeVar("B", bound="BatchPolicy")
@@ -44,7 +44,6 @@ class IterationCost(Protocol):
         ``verify_tokens`` counts all sequences together, the ``batch`` tokens that are no
         drafts included; ``context`` is the mean cached tokens per sequence.
         """
-        ...
 
 
 @dataclass(frozen=True)
@@ -61,7 +60,6 @@ class TextbookCost:
     per_token: float = 0.0
 
     def __call__(self, batch: int, draft_length: int, verify_tokens: int, context: float) -> float:
-        del batch, context
         return self.draft * draft_length + self.target + self.per_token * (verify_tokens - 1)
 
 
@@ -74,7 +72,7 @@ class Planned(NamedTuple):
     """Most tokens of the draft that are verified."""
 
 
-class BatchPolicy(ABC):
+class BatchPolicy(Checked, ABC):
     """Decides draft lengths for every sequence of an iteration together.
 
     Subclass it and define `plan`; every other method has a default.  State lives in the
@@ -103,7 +101,6 @@ class BatchPolicy(ABC):
         Return None, for every number of requests, if they depend on anything else: an engine then
         asks the methods below at every step.  `planned_of` asks this one.
         """
-        del scheduled
         return None
 
     @abstractmethod
@@ -115,7 +112,6 @@ class BatchPolicy(ABC):
 
     def plan_each(self, requests: Sequence[Hashable], loads: Sequence[Load]) -> Sequence[int]:
         """Cap of each sequence; `requests` names them.  Default: `plan` for all alike."""
-        del requests
         return [self.plan(loads)] * len(loads)
 
     def keep_drafting(self, drafts: Sequence[Sequence[Any]]) -> bool:
@@ -125,7 +121,6 @@ class BatchPolicy(ABC):
         ``drafts[i]`` holds the tokens sequence i drafted this iteration; one that reached
         its cap, its limit or EOS no longer grows.
         """
-        del drafts
         return True
 
     def allot(self, drafts: Sequence[Sequence[Any]]) -> Sequence[int]:
@@ -134,7 +129,6 @@ class BatchPolicy(ABC):
 
     def observe(self, outcomes: Sequence[Round]) -> None:
         """Take in one `Round` per sequence after verification."""
-        del outcomes
 
     def fresh(self: B) -> B:
         """Return an independent copy for one run; a cost or an estimator is shared, not copied."""
@@ -219,7 +213,6 @@ class SingleStream(DraftPolicy):
         return self.policy.allot((draft,))[0]
 
     def observe(self, outcome: Round, draft: Sequence[Any]) -> None:
-        del draft
         self.policy.observe((outcome,))
 
     def vectorised(self, batch: int) -> VectorisedPlan | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -11,9 +12,10 @@ import numpy.typing as npt
 from policies.batch.base import BatchPolicy, IterationCost, TextbookCost
 from policies.core import Load
 from policies.estimators import AcceptanceEstimator, DraftProbability
-from policies.parameters import flag, whole, within
+from policies.parameters import flag, parameter, whole, within
 
 
+@dataclass(eq=False)
 class ConfidenceFreeze(BatchPolicy):
     """Ends the draft where the batch's mean probability falls below `threshold`.
 
@@ -33,17 +35,11 @@ class ConfidenceFreeze(BatchPolicy):
     """
 
     reads = ("top_prob",)
-
-    def __init__(self, gamma: int = 5, threshold: float = 0.4, stop_early: bool = False) -> None:
-        whole("gamma", gamma, 1)
-        within("threshold", threshold, 0, 1)
-        flag("stop_early", stop_early)
-        self.gamma = gamma
-        self.threshold = threshold
-        self.stop_early = stop_early
+    gamma: int = parameter(5, whole, 1)
+    threshold: float = parameter(0.4, within, 0, 1)
+    stop_early: bool = parameter(False, flag)
 
     def plan(self, loads: Sequence[Load]) -> int:
-        del loads
         return self.gamma
 
     def keep_drafting(self, drafts: Sequence[Sequence[Any]]) -> bool:
@@ -60,6 +56,7 @@ class ConfidenceFreeze(BatchPolicy):
         return bool(sum(probs) / len(probs) < self.threshold)
 
 
+@dataclass(eq=False, repr=False)
 class AdaptiveVerification(BatchPolicy):
     """Verifies the likeliest drafted tokens of the batch, as long as they are worth their cost.
 
@@ -82,22 +79,15 @@ class AdaptiveVerification(BatchPolicy):
     """
 
     reads = ("prob",)
+    gamma: int = parameter(5, whole, 1)
+    budget: int | None = parameter(None, whole, 1)
+    cost: IterationCost | None = None
+    estimator: AcceptanceEstimator | None = None
 
-    def __init__(
-        self,
-        gamma: int = 5,
-        budget: int | None = None,
-        cost: IterationCost | None = None,
-        estimator: AcceptanceEstimator | None = None,
-    ) -> None:
-        whole("gamma", gamma, 1)
-        whole("budget", budget, 1, none=True)
-        self.gamma = gamma
-        self.budget = budget
-        self.cost = cost
-        self.estimator = estimator
-        self._cost = cost or TextbookCost(per_token=0.02)
-        self._estimate = estimator or DraftProbability()
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._cost = self.cost or TextbookCost(per_token=0.02)
+        self._estimate = self.estimator or DraftProbability()
         vars(self)["reads"] = self._estimate.reads
         self._context = 0.0
         self._curves: dict[tuple[int, int, int], npt.NDArray[np.float64]] = {}

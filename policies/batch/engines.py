@@ -5,14 +5,15 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections import deque
 from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from policies.batch.base import BatchPolicy, IterationCost, KeptInStep, TextbookCost
 from policies.batch.confidence import CAPTURED
-from policies.batch.sglang import candidate_steps
+from policies.batch.sglang import candidate_steps, config_slots, slot_at
 from policies.batch.tables import counted
 from policies.core import Load, Round
-from policies.parameters import ordered, whole, within
+from policies.parameters import ordered, parameter, whole, within
 
 _DEFAULT_CONFIG: Mapping[str, Any] = {"1": {"candidate_steps": [1, 3, 5, 7]}}
 _SETTINGS: Mapping[str, float] = {
@@ -20,6 +21,7 @@ _SETTINGS: Mapping[str, float] = {
 }  # fmt: skip
 
 
+@dataclass(eq=False)
 class SGLangThroughput(KeptInStep):
     """Steps with the most expected tokens per second (SGLang's strategy ``throughput_aware``).
 
@@ -44,35 +46,27 @@ class SGLangThroughput(KeptInStep):
         See `KeptInStep`.
     """
 
-    def __init__(
-        self,
-        config: Mapping[str, Any] | None = None,
-        initial_steps: int = 3,
-        cost: IterationCost | None = None,
-        in_step: bool = True,
-    ) -> None:
-        whole("initial_steps", initial_steps, 0)
-        self.config = config
-        self.initial_steps = initial_steps
-        self.cost = cost
-        given = _DEFAULT_CONFIG if config is None else config
-        known = {*_SETTINGS, "strategy", "profile_run_batch_sizes", "max_profile_run_batch_size",
-                 "profile_run_n_warmup", "profile_run_n_measure"}  # fmt: skip
-        if unknown := [k for k in given if k not in known and not str(k).isdigit()]:
-            raise ValueError(f"config key {unknown[0]!r} is neither a batch size nor a setting")
-        settings = {**_SETTINGS, **{k: v for k, v in given.items() if k in _SETTINGS}}
+    config: Mapping[str, Any] | None = None
+    initial_steps: int = parameter(3, whole, 0)
+    cost: IterationCost | None = None
+    in_step: bool = True
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        chosen = _DEFAULT_CONFIG if self.config is None else self.config
+        known = (*_SETTINGS, "strategy", "profile_run_batch_sizes", "max_profile_run_batch_size",
+                 "profile_run_n_warmup", "profile_run_n_measure")  # fmt: skip
+        slots, given = config_slots(chosen, known)
+        self._settings = settings = {**_SETTINGS, **given}
         for name in ("window_size", "update_interval", "profile_run_seq_len"):
             whole(name, settings[name], 1)
-        within("switch_hysteresis", settings["switch_hysteresis"], 0, float("inf"))
-        self._settings = settings
-        slots = {k: v for k, v in given.items() if str(k).isdigit()}
-        self._slots = {int(k): candidate_steps(k, slot, 1) for k, slot in slots.items()}
-        if not self._slots:
-            raise ValueError('config has no slot such as {"1": {"candidate_steps": [1,3]}}')
+        within("switch_hysteresis", settings["switch_hysteresis"], 0)
+        self._slots = {size: candidate_steps(size, slot, 1) for size, slot in slots.items()}
         every = sorted({step for steps in self._slots.values() for step in steps})
-        super().__init__(every[-1], in_step)
+        super().__init__(every[-1], self.in_step)
         first = self._slots[min(self._slots)]
-        self._steps = initial_steps if initial_steps in every else first[len(first) // 2]
+        initial = self.initial_steps
+        self._steps = initial if initial in every else first[len(first) // 2]
         size = int(settings["window_size"])
         self._windows: list[deque[float]] = [deque(maxlen=size) for _ in range(every[-1])]
         self._since = 0
@@ -80,8 +74,7 @@ class SGLangThroughput(KeptInStep):
 
     def plan(self, loads: Sequence[Load]) -> int:
         batch = loads[0].batch
-        below = [size for size in self._slots if size <= batch]
-        candidates = self._slots[max(below) if below else min(self._slots)]
+        candidates = slot_at(self._slots, batch)
         if self._steps not in candidates:
             scores = self._scores(candidates, batch)
             middle = candidates[len(candidates) // 2]
@@ -128,6 +121,7 @@ class SGLangThroughput(KeptInStep):
         return self._profile[batch, steps]
 
 
+@dataclass(eq=False)
 class TensorRTLLM(KeptInStep):
     """Draft length by batch size, and a gate that switches speculation off for good.
 
@@ -149,16 +143,14 @@ class TensorRTLLM(KeptInStep):
         True if the drafter reads along where the schedule gives 0 (`KeptInStep`).
     """
 
-    def __init__(
-        self,
-        schedule: Mapping[Any, int] | None = None,
-        window: int = 0,
-        threshold: float = 0.5,
-        in_step: bool = False,
-    ) -> None:
-        whole("window", window, 0)
-        within("threshold", threshold, 0, float("inf"))
-        given = {4: 4, 8: 2, 32: 1} if schedule is None else schedule
+    schedule: Mapping[Any, int] | None = None
+    window: int = parameter(0, whole, 0)
+    threshold: float = parameter(0.5, within, 0)
+    in_step: bool = False
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        given = {4: 4, 8: 2, 32: 1} if self.schedule is None else self.schedule
         rows = sorted((int(batch), k) for batch, k in given.items())
         if not rows:
             raise ValueError("schedule is empty, expected draft lengths by batch size")
@@ -169,14 +161,11 @@ class TensorRTLLM(KeptInStep):
             raise ValueError(
                 f"schedule {dict(rows)}: the smallest batch size must have the longest draft"
             )
-        super().__init__(rows[0][1], in_step)
-        self.schedule = schedule
-        self.window = window
-        self.threshold = threshold
+        super().__init__(rows[0][1], self.in_step)
         self._rows = rows
         self._running: dict[Hashable, tuple[int, int]] = {}
         self._order: list[Hashable] = []
-        self._means: deque[float] = deque(maxlen=max(window, 1))
+        self._means: deque[float] = deque(maxlen=max(self.window, 1))
         self.disabled = False
 
     def plan(self, loads: Sequence[Load]) -> int:
@@ -203,6 +192,7 @@ class TensorRTLLM(KeptInStep):
             self._running[request] = accepted + outcome.accepted, rounds + 1
 
 
+@dataclass(eq=False)
 class GraphAware(BatchPolicy):
     """The longest draft that costs no larger CUDA graph than `gamma` does.
 
@@ -220,16 +210,14 @@ class GraphAware(BatchPolicy):
         Captured sizes in tokens; None: vLLM's default.
     """
 
-    def __init__(
-        self, gamma: int = 3, gamma_max: int = 8, graphs: Sequence[int] | None = None
-    ) -> None:
-        whole("gamma", gamma, 1)
-        whole("gamma_max", gamma_max, 1)
-        ordered("gamma", gamma, "gamma_max", gamma_max)
-        self.gamma = gamma
-        self.gamma_max = gamma_max
-        self.graphs = graphs
-        self._sizes: list[int] = sorted(CAPTURED if graphs is None else graphs)
+    gamma: int = parameter(3, whole, 1)
+    gamma_max: int = parameter(8, whole, 1)
+    graphs: Sequence[int] | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        ordered("gamma", self.gamma, "gamma_max", self.gamma_max)
+        self._sizes: list[int] = sorted(CAPTURED if self.graphs is None else self.graphs)
         if not self._sizes:
             raise ValueError("graphs is empty, expected captured sizes")
         for size in self._sizes:

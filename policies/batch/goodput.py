@@ -5,24 +5,27 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Sequence
+from dataclasses import dataclass
 from itertools import accumulate
-from typing import Literal
+from typing import Literal, get_args
 
 from policies.batch.base import BatchPolicy, IterationCost, KeptInStep, TextbookCost
 from policies.batch.confidence import CONTEXT_BUCKET
 from policies.batch.tables import SwitchedOff
 from policies.core import Load, Round
-from policies.parameters import one_of, whole, within
+from policies.parameters import one_of, parameter, whole, within
+
+Variant = Literal["dsd", "batch-dsd"]
 
 
 class _CostByLength(BatchPolicy):
     """Shared by the policies here: seconds of an iteration for every draft length."""
 
     gamma_max: int
+    cost: IterationCost | None
 
-    def _weigh(self, cost: IterationCost | None) -> None:
-        self.cost = cost
-        self._cost = cost or TextbookCost()
+    def __post_init__(self) -> None:
+        super().__post_init__()
         self._costs: dict[tuple[int, int], list[float]] = {}
 
     def _seconds(self, loads: Sequence[Load]) -> list[float]:
@@ -31,13 +34,14 @@ class _CostByLength(BatchPolicy):
         context = sum(load.context for load in loads) // len(loads)
         key = (batch, context // CONTEXT_BUCKET)
         if key not in self._costs:
-            middle = (key[1] + 0.5) * CONTEXT_BUCKET
+            cost, middle = self.cost or TextbookCost(), (key[1] + 0.5) * CONTEXT_BUCKET
             self._costs[key] = [
-                self._cost(batch, k, batch * (k + 1), middle) for k in range(self.gamma_max + 1)
+                cost(batch, k, batch * (k + 1), middle) for k in range(self.gamma_max + 1)
             ]
         return self._costs[key]
 
 
+@dataclass(eq=False)
 class Goodput(KeptInStep, _CostByLength):
     """K maximising (1 + sum of r_i, i <= K) / ITL(B, K), r_i measured per position.
 
@@ -61,35 +65,29 @@ class Goodput(KeptInStep, _CostByLength):
         True if the draft model reads along at K = 0, as vLLM's does (`KeptInStep`).
     """
 
-    def __init__(
-        self,
-        gamma_max: int = 8,
-        warmup: int = 10,
-        acceptance: float | Sequence[float] = 0.7,
-        cost: IterationCost | None = None,
-        in_step: bool = True,
-    ) -> None:
-        whole("gamma_max", gamma_max, 1)
-        whole("warmup", warmup, 0)
-        rates = acceptance
+    gamma_max: int = parameter(8, whole, 1)
+    warmup: int = parameter(10, whole, 0)
+    acceptance: float | Sequence[float] = 0.7
+    cost: IterationCost | None = None
+    in_step: bool = True
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        most, rates = self.gamma_max, self.acceptance
         if isinstance(rates, int | float):
             within("acceptance", rates, 0, 1)
-            rates = [rates**i for i in range(1, gamma_max + 1)]
+            rates = [rates**i for i in range(1, most + 1)]
         for rate in rates:
             within("acceptance", rate, 0, 1)
-        if len(rates) < gamma_max:
+        if len(rates) < most:
             raise ValueError(
-                f"acceptance has {len(rates)} rates, expected one for each of gamma_max={gamma_max}"
+                f"acceptance has {len(rates)} rates, expected one for each of gamma_max={most}"
             )
-        super().__init__(gamma_max, in_step)
-        self._weigh(cost)
-        self.gamma_max = gamma_max
-        self.warmup = warmup
-        self.acceptance = acceptance
-        self._configured = list(rates)[:gamma_max]
+        super().__init__(most, self.in_step)
+        self._configured = list(rates)[:most]
         self._iterations = 0
-        self._drafted = [0] * gamma_max
-        self._accepted = [0] * gamma_max
+        self._drafted = [0] * most
+        self._accepted = [0] * most
 
     def plan(self, loads: Sequence[Load]) -> int:
         rates = self._configured
@@ -108,6 +106,7 @@ class Goodput(KeptInStep, _CostByLength):
                 self._accepted[i] += i < outcome.accepted
 
 
+@dataclass(eq=False)
 class TurboSpec(SwitchedOff, _CostByLength):
     """K maximising the modelled goodput (TurboSpec/SmartSpec, eqs. 1-4; the authors' forks).
 
@@ -143,28 +142,19 @@ class TurboSpec(SwitchedOff, _CostByLength):
         See `SwitchedOff`.
     """
 
-    def __init__(
-        self,
-        variant: Literal["dsd", "batch-dsd"] = "dsd",
-        gamma_max: int = 8,
-        acceptance: float = 0.7,
-        interval: int | None = None,
-        cost: IterationCost | None = None,
-        forever: bool = True,
-        in_step: bool = True,
-    ) -> None:
-        whole("gamma_max", gamma_max, 1)
-        one_of("variant", variant, ("dsd", "batch-dsd"))
-        within("acceptance", acceptance, 0, 1)
-        whole("interval", interval, 1, none=True)
-        super().__init__(gamma_max, forever, in_step)
-        self._weigh(cost)
-        self.gamma_max = gamma_max
-        self.variant = variant
-        self.acceptance = acceptance
-        self.interval = interval
-        self._every = interval or {"dsd": 20, "batch-dsd": 200}[variant]
-        self._acceptance = acceptance
+    variant: Variant = parameter("dsd", one_of, get_args(Variant))
+    gamma_max: int = parameter(8, whole, 1)
+    acceptance: float = parameter(0.7, within, 0, 1)
+    interval: int | None = parameter(None, whole, 1)
+    cost: IterationCost | None = None
+    forever: bool = True
+    in_step: bool = True
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        super().__init__(self.gamma_max, self.forever, self.in_step)
+        self._every = self.interval or {"dsd": 20, "batch-dsd": 200}[self.variant]
+        self._acceptance = self.acceptance
         self._recent: deque[float] = deque(maxlen=100)
         self._iterations = 0
         self._planned = False

@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeVar
 
 import numpy as np
 
 from policies.arrays import Bools, Floats, Ints
 from policies.batch.base import KeptInStep
 from policies.core import Load, Round
-from policies.parameters import whole, within
+from policies.parameters import parameter, whole, within
 from policies.vectorised import VectorisedPlan, VectorisedState
+
+T = TypeVar("T")
 
 DEFAULT_CONFIG: Mapping[str, Mapping[str, Any]] = {
     "1": {"candidate_steps": [1, 3, 5, 7], "down_hysteresis": -0.25},
@@ -43,6 +45,7 @@ NUMBERS: Mapping[str, tuple[float, float]] = {
 """Settings that are finite numbers, and their bounds."""
 
 
+@dataclass(eq=False)
 class SGLangAdaptive(KeptInStep):
     """Steps per batch-size slot from an average of accepted drafts (SGLang 0.5.23).
 
@@ -68,32 +71,26 @@ class SGLangAdaptive(KeptInStep):
         True if the draft model reads along at 0 steps, as SGLang's does (`KeptInStep`).
     """
 
-    def __init__(
-        self,
-        config: Mapping[str, Any] | None = None,
-        initial_steps: int = 3,
-        graph_batches: Sequence[int] | None = None,
-        in_step: bool = True,
-    ) -> None:
-        whole("initial_steps", initial_steps, 0)
-        self.config = config
-        self.initial_steps = initial_steps
-        self.graph_batches = graph_batches
-        chosen = DEFAULT_CONFIG if config is None else config
-        common = {k: v for k, v in chosen.items() if k in _SETTINGS}
-        if unknown := [k for k in chosen if k not in _SETTINGS and not str(k).isdigit()]:
-            raise ValueError(f"config key {unknown[0]!r} is neither a batch size nor a setting")
-        slots = {int(k): v for k, v in chosen.items() if str(k).isdigit()}
+    config: Mapping[str, Any] | None = None
+    initial_steps: int = parameter(3, whole, 0)
+    graph_batches: Sequence[int] | None = None
+    in_step: bool = True
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for size in self.graph_batches or ():
+            whole("graph_batches", size, 1)
+        chosen = DEFAULT_CONFIG if self.config is None else self.config
+        slots, common = config_slots(chosen, _SETTINGS)
         if wrong := [k for k, v in slots.items() if not isinstance(v, Mapping)]:
             raise ValueError(f"config slot {wrong[0]} is no object with candidate_steps")
-        if not slots:
-            raise ValueError('config has no slot such as {"1": {"candidate_steps": [1,3]}}')
         self._slots = {
-            size: _Slot(size, {**_SETTINGS, **common, **slots[size]}, initial_steps)
-            for size in sorted(slots)
+            size: _Slot(size, {**_SETTINGS, **common, **slot}, self.initial_steps)
+            for size, slot in slots.items()
         }
         self._slot = next(iter(self._slots.values()))
-        super().__init__(max(slot.candidates[-1] for slot in self._slots.values()), in_step)
+        longest = max(slot.candidates[-1] for slot in self._slots.values())
+        super().__init__(longest, self.in_step)
 
     def plan(self, loads: Sequence[Load]) -> int:
         self._slot = self._slot_of(loads[0].batch)
@@ -107,8 +104,7 @@ class SGLangAdaptive(KeptInStep):
             sizes = sorted(self.graph_batches)
             i = bisect_left(sizes, batch)
             batch = sizes[i] if i < len(sizes) else batch
-        below = [size for size in self._slots if size <= batch]
-        return self._slots[below[-1] if below else next(iter(self._slots))]
+        return slot_at(self._slots, batch)
 
     def observe(self, outcomes: Sequence[Round]) -> None:
         if outcomes:
@@ -178,6 +174,27 @@ class _Slot:
         return candidates[i]
 
 
+def config_slots(
+    config: Mapping[str, Any], settings: Collection[str]
+) -> tuple[dict[int, Any], dict[str, Any]]:
+    """Return the slots of SGLang's configuration, by rising batch size, and its settings.
+
+    Raises ValueError if it has no slot, or a key that is neither a batch size nor in `settings`.
+    """
+    slots = {int(k): v for k, v in config.items() if str(k).isdigit()}
+    common = {k: v for k, v in config.items() if not str(k).isdigit()}
+    if unknown := [k for k in common if k not in settings]:
+        raise ValueError(f"config key {unknown[0]!r} is neither a batch size nor a setting")
+    if not slots:
+        raise ValueError('config has no slot such as {"1": {"candidate_steps": [1,3]}}')
+    return dict(sorted(slots.items())), common
+
+
+def slot_at(slots: Mapping[int, T], batch: int) -> T:
+    """Return the slot of the largest size up to `batch`, or else the first."""
+    return slots[max((size for size in slots if size <= batch), default=min(slots))]
+
+
 def candidate_steps(size: object, slot: Any, least: int) -> list[int]:
     """Return the candidates of a slot of SGLang's configuration, rising; ValueError if it has
     none.
@@ -217,7 +234,6 @@ class Tiers(VectorisedState):
         return self.steps
 
     def observe(self, drafted: Ints, accepted: Ints) -> None:
-        del drafted
         moved = self.average + self.weight * (accepted - self.average)
         self.average = np.where(self.steps > 0, moved, self.average)
         self.batches = self.batches + 1

@@ -10,12 +10,13 @@ import numpy as np
 
 from policies.batch.base import KeptInStep, Planned
 from policies.core import Load
-from policies.parameters import flag, whole
+from policies.parameters import flag, parameter, whole
 from policies.vectorised import Lengths, Starts, VectorisedPlan
 
 DEFAULT_TABLE = ((1, 4, 5), (5, 16, 3), (17, 64, 1), (65, 65, 0))
 
 
+@dataclass(eq=False, repr=False)
 class BatchTable(KeptInStep):
     """K by concurrency (vLLM ``num_speculative_tokens_per_batch_size``).
 
@@ -40,13 +41,14 @@ class BatchTable(KeptInStep):
         True if the draft model reads along at K = 0, as vLLM's does (`KeptInStep`).
     """
 
-    def __init__(
-        self, table: Sequence[Sequence[int]] = DEFAULT_TABLE, in_step: bool = True
-    ) -> None:
-        self.table = table
-        self._ranges = _checked(table)
+    table: Sequence[Sequence[int]] = DEFAULT_TABLE
+    in_step: bool = True
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._ranges = _checked(self.table)
         self._starts = [start for start, _ in self._ranges]
-        super().__init__(max(row[-1] for row in table), in_step)
+        super().__init__(max(row[-1] for row in self.table), self.in_step)
 
     def row_of(self, batch: int) -> int:
         """Return the index of the batch range that `batch` requests are in, or that a gap
@@ -206,7 +208,6 @@ class SwitchedOff(KeptInStep):
 
     def resting(self, queue: int) -> bool:
         """Return True if nothing is drafted at this many requests, whatever `plan` says."""
-        del queue
         return False
 
     def switched(self, queue: int) -> None:
@@ -239,6 +240,7 @@ def counted(loads: Sequence[Load]) -> int:
     return load.batch if load.scheduled is None else load.scheduled
 
 
+@dataclass(eq=False)
 class DisableByBatchSize(SwitchedOff):
     """No speculation at `threshold` running requests or more (vLLM v0 ``disable_by_batch_size``).
 
@@ -257,14 +259,14 @@ class DisableByBatchSize(SwitchedOff):
         See `SwitchedOff`.
     """
 
-    def __init__(
-        self, gamma: int = 5, threshold: int = 32, forever: bool = True, in_step: bool = True
-    ) -> None:
-        whole("gamma", gamma, 0)
-        whole("threshold", threshold, 1)
-        super().__init__(gamma, forever, in_step)
-        self.gamma = gamma
-        self.threshold = threshold
+    gamma: int = parameter(5, whole, 0)
+    threshold: int = parameter(32, whole, 1)
+    forever: bool = True
+    in_step: bool = True
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        super().__init__(self.gamma, self.forever, self.in_step)
 
     def resting(self, queue: int) -> bool:
         return queue >= self.threshold

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, get_args
 
 import numpy as np
 import numpy.typing as npt
@@ -18,10 +18,11 @@ from policies.arrays import Bools, Floats, Ints
 from policies.batch.base import IterationCost, TextbookCost
 from policies.confidence import each
 from policies.core import DraftPolicy, Load, Round
-from policies.parameters import flag, one_of, whole, within
+from policies.parameters import flag, one_of, parameter, whole, within
 from policies.vectorised import VectorisedPlan, VectorisedState
 
 _ARMS = (1, 2, 3, 4)
+Variant = Literal["ucb_paper", "ucb_cost", "greedy_code"]
 ROTATION = 7
 """Rounds in which the released code's arms take turns."""
 
@@ -29,21 +30,24 @@ ROTATION = 7
 class _Bandit(DraftPolicy):
     """Shared by the bandits: arms are draft lengths, one arm is pulled per round."""
 
-    def __init__(self, gammas: Sequence[int], learns_across_requests: bool) -> None:
-        if not gammas or len(set(gammas)) != len(gammas):
-            raise ValueError(f"gammas is {list(gammas)}, expected one or more distinct lengths")
-        for gamma in gammas:
+    gammas: Sequence[int]
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not self.gammas or len(set(self.gammas)) != len(self.gammas):
+            raise ValueError(
+                f"gammas is {list(self.gammas)}, expected one or more distinct lengths"
+            )
+        for gamma in self.gammas:
             whole("gammas", gamma, 1)
-        flag("learns_across_requests", learns_across_requests)
-        self.gammas = gammas
-        self.learns_across_requests = learns_across_requests
         self._arm = 0
-        self._length = gammas[0]
+        self._length = self.gammas[0]
 
     def keep_drafting(self, draft: Sequence[Any]) -> bool:
         return len(draft) < self._length
 
 
+@dataclass(eq=False)
 class UCBSpec(_Bandit):
     """Draft length by upper confidence bounds (BanditSpec, Algorithm 4 and released code).
 
@@ -71,24 +75,17 @@ class UCBSpec(_Bandit):
     """
 
     shared = ("cost", "_cost")
+    variant: Variant = parameter("ucb_cost", one_of, get_args(Variant))
+    gammas: Sequence[int] = _ARMS
+    confidence: float = parameter(0.1, within, 1e-12, 1)
+    cost: IterationCost | None = None
+    learns_across_requests: bool = parameter(False, flag)
 
-    def __init__(
-        self,
-        variant: Literal["ucb_paper", "ucb_cost", "greedy_code"] = "ucb_cost",
-        gammas: Sequence[int] = _ARMS,
-        confidence: float = 0.1,
-        cost: IterationCost | None = None,
-        learns_across_requests: bool = False,
-    ) -> None:
-        super().__init__(gammas, learns_across_requests)
-        one_of("variant", variant, ("ucb_paper", "ucb_cost", "greedy_code"))
-        within("confidence", confidence, 1e-12, 1)
-        self.variant = variant
-        self.confidence = confidence
-        self.cost = cost
-        self._cost = cost or TextbookCost()
-        self._pulls = [0] * len(gammas)
-        self._rewards = [0.0] * len(gammas)
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._cost = self.cost or TextbookCost()
+        self._pulls = [0] * len(self.gammas)
+        self._rewards = [0.0] * len(self.gammas)
         self._context = 0
 
     def begin_round(self, load: Load) -> None:
@@ -104,7 +101,6 @@ class UCBSpec(_Bandit):
         self._length = self.gammas[self._arm]
 
     def observe(self, outcome: Round, draft: Sequence[Any]) -> None:
-        del draft
         reward = float(outcome.accepted + 1)
         if self.variant != "ucb_paper":
             n = outcome.drafted
@@ -127,7 +123,6 @@ class UCBSpec(_Bandit):
         return mean + spread / 2 * math.sqrt((1 + n) / (n * n) * inner)
 
     def vectorised(self, batch: int) -> VectorisedPlan | None:
-        del batch
         if not isinstance(self._cost, TextbookCost):
             return None  # it may ask for the context, which no state knows
         lengths, arms = list(self.gammas), len(self.gammas)
@@ -141,6 +136,7 @@ class UCBSpec(_Bandit):
         return VectorisedPlan(state=Bounds(*scalars))
 
 
+@dataclass(eq=False)
 class EXP3Spec(_Bandit):
     """Draft length by exponential weights (BanditSpec, Algorithm 5).
 
@@ -158,22 +154,18 @@ class EXP3Spec(_Bandit):
         True if the losses outlive the request.
     """
 
-    def __init__(
-        self,
-        gammas: Sequence[int] = _ARMS,
-        seed: int = 0,
-        learns_across_requests: bool = False,
-    ) -> None:
-        super().__init__(gammas, learns_across_requests)
-        whole("seed", seed, 0)
-        self.seed = seed
-        self._random = np.random.default_rng(seed)
-        self._losses = [0.0] * len(gammas)
-        self._chances = [1 / len(gammas)] * len(gammas)
+    gammas: Sequence[int] = _ARMS
+    seed: int = parameter(0, whole, 0)
+    learns_across_requests: bool = parameter(False, flag)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._random = np.random.default_rng(self.seed)
+        self._losses = [0.0] * len(self.gammas)
+        self._chances = [1 / len(self.gammas)] * len(self.gammas)
         self._rounds = 0
 
     def begin_round(self, load: Load) -> None:
-        del load
         arms = len(self.gammas)
         rate = math.sqrt(math.log(arms) / ((self._rounds + 1) * arms))
         # The smallest loss is taken out first: weights then never all underflow.
@@ -187,14 +179,12 @@ class EXP3Spec(_Bandit):
         self._length = self.gammas[self._arm]
 
     def observe(self, outcome: Round, draft: Sequence[Any]) -> None:
-        del draft
         longest = max(self.gammas)
         loss = (longest - outcome.accepted) / longest
         self._losses[self._arm] += loss / self._chances[self._arm]
         self._rounds += 1
 
     def vectorised(self, batch: int) -> VectorisedPlan:
-        del batch
         scalars: Any = (
             list(self.gammas), len(self.gammas), self._arm, self._losses, self._chances,
             self._rounds, max(self.gammas), ComingDraws(self._random),
@@ -284,7 +274,6 @@ class Weights(_VectorisedArms):
         return found
 
     def observe(self, drafted: Ints, accepted: Ints) -> None:
-        del drafted
         loss = (self.longest - accepted) / self.longest
         self.losses[self._own] += loss / self.chances[self._own]
         self.rounds = self.rounds + 1

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Literal
+from dataclasses import dataclass
+from typing import Any, Literal, get_args
 
 from policies.core import DraftPolicy, Load
-from policies.parameters import one_of, whole
+from policies.parameters import one_of, parameter, whole
 from policies.vectorised import UNBOUNDED, KnownRun, VectorisedPlan
+
+Convention = Literal["run", "run+1"]
 
 
 class Autoregressive(DraftPolicy):
@@ -17,32 +20,29 @@ class Autoregressive(DraftPolicy):
         return 0
 
     def keep_drafting(self, draft: Sequence[Any]) -> bool:
-        del draft
         return False
 
     def vectorised(self, batch: int) -> VectorisedPlan:
-        del batch
         return VectorisedPlan(0)
 
 
+@dataclass(eq=False)
 class Fixed(DraftPolicy):
     """Drafts `gamma` tokens every round (Leviathan et al. 2023, Algorithm 1).
 
     Reads no signal, so there is no trigger token.
     """
 
-    def __init__(self, gamma: int = 5) -> None:
-        whole("gamma", gamma, 0)
-        self.gamma = gamma
+    gamma: int = parameter(5, whole, 0)
 
     def keep_drafting(self, draft: Sequence[Any]) -> bool:
         return len(draft) < self.gamma
 
     def vectorised(self, batch: int) -> VectorisedPlan:
-        del batch
         return VectorisedPlan(self.gamma)
 
 
+@dataclass(eq=False)
 class Oracle(DraftPolicy):
     """Knows how many drafts would be accepted: the bound no real policy can pass (DISCO, sec. 3).
 
@@ -64,14 +64,11 @@ class Oracle(DraftPolicy):
     """
 
     reads_load = False
+    convention: Convention = parameter("run", one_of, get_args(Convention))
+    gamma_max: int | None = parameter(None, whole, 1)
 
-    def __init__(
-        self, convention: Literal["run", "run+1"] = "run", gamma_max: int | None = None
-    ) -> None:
-        one_of("convention", convention, ("run", "run+1"))
-        whole("gamma_max", gamma_max, 1, none=True)
-        self.convention = convention
-        self.gamma_max = gamma_max
+    def __post_init__(self) -> None:
+        super().__post_init__()
         self._length = 0
 
     def begin_round(self, load: Load) -> None:
@@ -87,6 +84,5 @@ class Oracle(DraftPolicy):
         return len(draft) < self._length
 
     def vectorised(self, batch: int) -> VectorisedPlan:
-        del batch
         longest = UNBOUNDED if self.gamma_max is None else self.gamma_max
         return VectorisedPlan(stop=KnownRun(int(self.convention == "run+1"), longest))

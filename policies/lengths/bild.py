@@ -10,10 +10,11 @@ import numpy as np
 
 from policies.arrays import Bools, Ints
 from policies.core import DraftPolicy, Round
-from policies.parameters import flag, whole, within
+from policies.parameters import flag, parameter, whole, within
 from policies.vectorised import Below, VectorisedPlan, VectorisedState
 
 
+@dataclass(eq=False)
 class BiLDFallback(DraftPolicy):
     """Hands over to the target at a token below `threshold`, which is dropped (BiLD, sec. 3.2).
 
@@ -37,40 +38,28 @@ class BiLDFallback(DraftPolicy):
     """
 
     reads = ("top_prob",)
+    threshold: float = parameter(0.6, within, 0, 1)
+    gamma_max: int = parameter(10, whole, 1)
+    target_first: bool = parameter(False, flag)
+    target_after_rollback: bool = parameter(True, flag)
 
-    def __init__(
-        self,
-        threshold: float = 0.6,
-        gamma_max: int = 10,
-        target_first: bool = False,
-        target_after_rollback: bool = True,
-    ) -> None:
-        within("threshold", threshold, 0, 1)
-        whole("gamma_max", gamma_max, 1)
-        flag("target_first", target_first)
-        flag("target_after_rollback", target_after_rollback)
-        self.threshold = threshold
-        self.gamma_max = gamma_max
-        self.target_first = target_first
-        self.target_after_rollback = target_after_rollback
-        self._target_alone = target_first
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._target_alone = self.target_first
 
     def keep_drafting(self, draft: Sequence[Any]) -> bool:
-        n = len(draft)
-        if n == 0:
+        if not draft:
             return not self._target_alone
-        return n < self.gamma_max and not draft[-1].top_prob < self.threshold
+        return len(draft) < self.gamma_max and not draft[-1].top_prob < self.threshold
 
     def submit(self, draft: Sequence[Any]) -> int:
         n = len(draft)
         return n - (n > 0 and draft[-1].top_prob < self.threshold)
 
     def observe(self, outcome: Round, draft: Sequence[Any]) -> None:
-        del draft
         self._target_alone = self.target_after_rollback and outcome.accepted < outcome.drafted
 
     def vectorised(self, batch: int) -> VectorisedPlan:
-        del batch
         scalars: Any = (self._target_alone, self.gamma_max, self.target_after_rollback)
         return VectorisedPlan(
             stop=Below("top_prob", self.threshold, drops=True), state=_TargetAlone(*scalars)

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 from math import exp
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import numpy as np
 
@@ -18,12 +18,16 @@ from policies.confidence import (
     EntropySign,
     confidence_reads,
     known_vocabulary,
+    shares,
 )
 from policies.core import DraftPolicy, Round
-from policies.parameters import one_of, ordered, whole, within
+from policies.parameters import one_of, ordered, parameter, whole, within
 from policies.vectorised import Lengths, Starts, VectorisedPlan, grown
 
+WindowRule = Literal["literal", "causal", "lagged"]
 
+
+@dataclass(eq=False)
 class CMASD(DraftPolicy):
     """Draft length from the mean confidence of the window (CM-ASD, eqs. 5-6).
 
@@ -51,37 +55,23 @@ class CMASD(DraftPolicy):
     """
 
     reads = COMPONENTS
+    window: WindowRule = parameter("causal", one_of, get_args(WindowRule))
+    gamma_min: int = parameter(1, whole, 1)
+    gamma_max: int = parameter(16, whole, 1)
+    alpha: float = parameter(1.0, within, 0)
+    beta: float = parameter(1.0, within, 0)
+    weights: Sequence[float] = parameter(EQUAL_WEIGHTS, shares)
+    entropy_sign: EntropySign = parameter("intended", one_of, get_args(EntropySign))
+    vocab_size: int | None = parameter(None, whole, 2)
+    initial_confidence: float = parameter(0.5, within, 0, 1)
 
-    def __init__(
-        self,
-        window: Literal["literal", "causal", "lagged"] = "causal",
-        gamma_min: int = 1,
-        gamma_max: int = 16,
-        alpha: float = 1.0,
-        beta: float = 1.0,
-        weights: Sequence[float] = EQUAL_WEIGHTS,
-        entropy_sign: EntropySign = "intended",
-        vocab_size: int | None = None,
-        initial_confidence: float = 0.5,
-    ) -> None:
-        one_of("window", window, ("literal", "causal", "lagged"))
-        whole("gamma_min", gamma_min, 1)
-        whole("gamma_max", gamma_max, 1)
-        ordered("gamma_min", gamma_min, "gamma_max", gamma_max)
-        within("alpha", alpha, 0)
-        within("initial_confidence", initial_confidence, 0, 1)
-        self.window = window
-        self.gamma_min = gamma_min
-        self.gamma_max = gamma_max
-        self.alpha = alpha
-        self.beta = beta
-        self.weights = weights
-        self.entropy_sign: EntropySign = entropy_sign
-        self.vocab_size = vocab_size
-        self.initial_confidence = initial_confidence
-        vars(self)["reads"] = confidence_reads(beta, weights, entropy_sign, vocab_size)
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        ordered("gamma_min", self.gamma_min, "gamma_max", self.gamma_max)
+        vars(self)["reads"] = confidence_reads(self.weights)
         self._sum = 0.0
-        self._length = self._clip(initial_confidence) if window == "lagged" else gamma_max
+        lagged = self.window == "lagged"
+        self._length = self._clip(self.initial_confidence) if lagged else self.gamma_max
 
     def begin_run(self, vocab_size: int | None) -> None:
         """Take the run's vocabulary size where none was given; ValueError if neither is known."""
@@ -130,7 +120,6 @@ class CMASD(DraftPolicy):
         return float(self._confidence(partial(getattr, token)))
 
     def vectorised(self, batch: int) -> VectorisedPlan | None:
-        del batch
         if self.window != "causal" or self.vocab_size is None:
             return None
         bounds = self.gamma_min, self.gamma_max

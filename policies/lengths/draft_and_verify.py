@@ -13,10 +13,11 @@ import numpy as np
 
 from policies.arrays import Bools, Floats, Ints
 from policies.core import DraftPolicy, Round
-from policies.parameters import whole, within
+from policies.parameters import parameter, whole, within
 from policies.vectorised import Signal, VectorisedPlan, VectorisedState
 
 
+@dataclass(eq=False)
 class DraftAndVerify(DraftPolicy):
     """Stops after a token the draft gave less than an adapting threshold (Draft&Verify, eq. 4).
 
@@ -36,39 +37,30 @@ class DraftAndVerify(DraftPolicy):
     """
 
     reads = ("raw_prob",)
+    threshold: float = 0.8
+    gamma_max: int = parameter(8, whole, 1)
+    target: float = 0.9
+    step: float = 0.01
+    rate_memory: float = 0.5
+    value_memory: float = 0.9
 
-    def __init__(
-        self,
-        threshold: float = 0.8,
-        gamma_max: int = 8,
-        target: float = 0.9,
-        step: float = 0.01,
-        rate_memory: float = 0.5,
-        value_memory: float = 0.9,
-    ) -> None:
-        whole("gamma_max", gamma_max, 1)
-        self.threshold = threshold
-        self.gamma_max = gamma_max
-        self.target = target
-        self.step = step
-        self.rate_memory = rate_memory
-        self.value_memory = value_memory
-        self._threshold = AdaptiveThreshold(threshold, target, step, rate_memory, value_memory)
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._threshold = AdaptiveThreshold(
+            self.threshold, self.target, self.step, self.rate_memory, self.value_memory
+        )
 
     def keep_drafting(self, draft: Sequence[Any]) -> bool:
-        n = len(draft)
-        if n == 0:
+        if not draft:
             return True
-        return n < self.gamma_max and not draft[-1].raw_prob < self._threshold.value
+        return len(draft) < self.gamma_max and not draft[-1].raw_prob < self._threshold.value
 
     def observe(self, outcome: Round, draft: Sequence[Any]) -> None:
-        del draft
         self._threshold.update(
             outcome.drafted, outcome.accepted, at_maximum=outcome.drafted == self.gamma_max
         )
 
     def vectorised(self, batch: int) -> VectorisedPlan:
-        del batch
         return VectorisedPlan(
             self.gamma_max,
             state=ThresholdState.of(self._threshold, self.gamma_max, by_accepted=False),
@@ -76,6 +68,7 @@ class DraftAndVerify(DraftPolicy):
         )
 
 
+@dataclass(eq=False, slots=True)
 class AdaptiveThreshold:
     """Moves a stop threshold towards a target acceptance rate (Zhang et al. 2024, eq. 4).
 
@@ -98,28 +91,17 @@ class AdaptiveThreshold:
         Initial rate; the released code starts at 0.
     """
 
-    __slots__ = ("rate", "rate_memory", "step", "target", "value", "value_memory")
+    value: float
+    target: float = 0.9
+    step: float = 0.01
+    rate_memory: float = 0.5
+    value_memory: float = 0.9
+    rate: float = 0.0
 
-    def __init__(
-        self,
-        value: float,
-        target: float = 0.9,
-        step: float = 0.01,
-        rate_memory: float = 0.5,
-        value_memory: float = 0.9,
-        rate: float = 0.0,
-    ) -> None:
-        within("threshold", value, 0, 1)
-        within("target", target, 0, 1)
-        within("step", step, 0, 1)
-        within("rate_memory", rate_memory, 0, 1)
-        within("value_memory", value_memory, 0, 1)
-        self.value = value
-        self.target = target
-        self.step = step
-        self.rate_memory = rate_memory
-        self.value_memory = value_memory
-        self.rate = rate
+    def __post_init__(self) -> None:
+        within("threshold", self.value, 0, 1)
+        for name in ("target", "step", "rate_memory", "value_memory"):
+            within(name, getattr(self, name), 0, 1)
 
     def update(self, drafted: int, accepted: int, at_maximum: bool) -> None:
         """Take in a round; one without a draft changes nothing."""

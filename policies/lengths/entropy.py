@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from policies.core import DraftPolicy, Round
 from policies.lengths.draft_and_verify import AdaptiveThreshold, ThresholdState
-from policies.parameters import flag, whole, within
+from policies.parameters import flag, parameter, whole, within
 from policies.vectorised import EntropyAbove, EntropyBound, VectorisedPlan
 
 
+@dataclass(eq=False)
 class SVIP(DraftPolicy):
     """Stops after a token with sqrt(scale H) > threshold (SVIP, released code).
 
@@ -27,28 +29,22 @@ class SVIP(DraftPolicy):
     """
 
     reads = ("entropy",)
-
-    def __init__(self, threshold: float = 0.3, scale: float = 0.15, gamma_max: int = 40) -> None:
-        within("threshold", threshold, 0)
-        within("scale", scale, 0)
-        whole("gamma_max", gamma_max, 1)
-        self.threshold = threshold
-        self.scale = scale
-        self.gamma_max = gamma_max
+    threshold: float = parameter(0.3, within, 0)
+    scale: float = parameter(0.15, within, 0)
+    gamma_max: int = parameter(40, whole, 1)
 
     def keep_drafting(self, draft: Sequence[Any]) -> bool:
-        n = len(draft)
-        if n == 0:
+        if not draft:
             return True
-        return n < self.gamma_max and not (
+        return len(draft) < self.gamma_max and not (
             math.sqrt(self.scale * draft[-1].entropy) > self.threshold
         )
 
     def vectorised(self, batch: int) -> VectorisedPlan:
-        del batch
         return VectorisedPlan(self.gamma_max, EntropyAbove(self.scale, self.threshold))
 
 
+@dataclass(eq=False)
 class AdaEDL(DraftPolicy):
     """Stops when 1 - sqrt(entropy_scale H) < lambda, lambda adapting (AdaEDL, eqs. 3-6).
 
@@ -73,41 +69,25 @@ class AdaEDL(DraftPolicy):
     """
 
     reads = ("entropy",)
+    threshold: float = 0.5
+    entropy_scale: float = parameter(0.2, within, 0)
+    gamma_max: int = parameter(16, whole, 1)
+    target: float = 0.9
+    step: float = 0.01
+    rate_memory: float = 0.5
+    value_memory: float = 0.9
+    initial_rate: float = parameter(0.0, within, 0, 1)
+    keep_trigger_token: bool = parameter(True, flag)
 
-    def __init__(
-        self,
-        threshold: float = 0.5,
-        entropy_scale: float = 0.2,
-        gamma_max: int = 16,
-        target: float = 0.9,
-        step: float = 0.01,
-        rate_memory: float = 0.5,
-        value_memory: float = 0.9,
-        initial_rate: float = 0.0,
-        keep_trigger_token: bool = True,
-    ) -> None:
-        within("entropy_scale", entropy_scale, 0)
-        whole("gamma_max", gamma_max, 1)
-        within("initial_rate", initial_rate, 0, 1)
-        flag("keep_trigger_token", keep_trigger_token)
-        self.threshold = threshold
-        self.entropy_scale = entropy_scale
-        self.gamma_max = gamma_max
-        self.target = target
-        self.step = step
-        self.rate_memory = rate_memory
-        self.value_memory = value_memory
-        self.initial_rate = initial_rate
-        self.keep_trigger_token = keep_trigger_token
+    def __post_init__(self) -> None:
+        super().__post_init__()
         self._lambda = AdaptiveThreshold(
-            threshold, target, step, rate_memory, value_memory, initial_rate
-        )
+            self.threshold, self.target, self.step, self.rate_memory, self.value_memory,
+            self.initial_rate,
+        )  # fmt: skip
 
     def keep_drafting(self, draft: Sequence[Any]) -> bool:
-        n = len(draft)
-        if n == 0:
-            return True
-        return n < self.gamma_max and not self._triggers(draft[-1])
+        return not draft or (len(draft) < self.gamma_max and not self._triggers(draft[-1]))
 
     def submit(self, draft: Sequence[Any]) -> int:
         n = len(draft)
@@ -115,7 +95,6 @@ class AdaEDL(DraftPolicy):
         return n - dropped
 
     def observe(self, outcome: Round, draft: Sequence[Any]) -> None:
-        del draft
         self._lambda.update(
             outcome.drafted, outcome.accepted, at_maximum=outcome.accepted == self.gamma_max
         )
@@ -124,7 +103,6 @@ class AdaEDL(DraftPolicy):
         return 1.0 - math.sqrt(self.entropy_scale * token.entropy) < self._lambda.value
 
     def vectorised(self, batch: int) -> VectorisedPlan:
-        del batch
         return VectorisedPlan(
             self.gamma_max,
             state=ThresholdState.of(self._lambda, self.gamma_max, by_accepted=True),

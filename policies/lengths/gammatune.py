@@ -5,16 +5,19 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import numpy as np
 
 from policies.arrays import Bools, Floats, Ints
 from policies.core import DraftPolicy, Round
-from policies.parameters import one_of, ordered, whole, within
+from policies.parameters import one_of, ordered, parameter, whole, within
 from policies.vectorised import Below, VectorisedPlan, VectorisedState
 
+FullAccept = Literal["sent", "budget"]
 
+
+@dataclass(eq=False)
 class GammaTune(DraftPolicy):
     """Length from a moving average of accepted tokens (GammaTune, eqs. 7-8, Algorithm 1).
 
@@ -41,37 +44,25 @@ class GammaTune(DraftPolicy):
         draft cut short by EOS, the limit or confidence earns no delta.
     """
 
-    def __init__(
-        self,
-        gamma: int = 5,
-        eta: float = 0.3,
-        delta: float = 2.0,
-        gamma_min: int = 1,
-        gamma_max: int = 24,
-        full_accept_means: Literal["sent", "budget"] = "sent",
-    ) -> None:
-        whole("gamma_min", gamma_min, 1)
-        whole("gamma_max", gamma_max, 1)
-        ordered("gamma_min", gamma_min, "gamma_max", gamma_max)
-        whole("gamma", gamma, gamma_min)
-        ordered("gamma", gamma, "gamma_max", gamma_max)
-        within("eta", eta, 0, 1)
-        within("delta", delta, 0)
-        one_of("full_accept_means", full_accept_means, ("sent", "budget"))
-        self.gamma = gamma
-        self.eta = eta
-        self.delta = delta
-        self.gamma_min = gamma_min
-        self.gamma_max = gamma_max
-        self.full_accept_means = full_accept_means
-        self._mean = float(gamma)
-        self._length = gamma
+    gamma: int = parameter(5, whole, 1)
+    eta: float = parameter(0.3, within, 0, 1)
+    delta: float = parameter(2.0, within, 0)
+    gamma_min: int = parameter(1, whole, 1)
+    gamma_max: int = parameter(24, whole, 1)
+    full_accept_means: FullAccept = parameter("sent", one_of, get_args(FullAccept))
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        ordered("gamma_min", self.gamma_min, "gamma_max", self.gamma_max)
+        whole("gamma", self.gamma, self.gamma_min)
+        ordered("gamma", self.gamma, "gamma_max", self.gamma_max)
+        self._mean = float(self.gamma)
+        self._length = self.gamma
 
     def keep_drafting(self, draft: Sequence[Any]) -> bool:
         return len(draft) < self._length
 
     def observe(self, outcome: Round, draft: Sequence[Any]) -> None:
-        del draft
         if not outcome.drafted:
             return  # nothing was tried, so nothing was learnt
         accepted: float = outcome.accepted
@@ -82,10 +73,10 @@ class GammaTune(DraftPolicy):
         self._length = math.ceil(self._mean)
 
     def vectorised(self, batch: int) -> VectorisedPlan:
-        del batch
         return VectorisedPlan(state=_MovingAverage.of(self))
 
 
+@dataclass(eq=False)
 class GammaTunePlus(GammaTune):
     """GammaTune that also stops where the draft's top-1 probability is below `threshold`.
 
@@ -96,27 +87,13 @@ class GammaTunePlus(GammaTune):
     """
 
     reads = ("top_prob",)
-
-    def __init__(
-        self,
-        gamma: int = 5,
-        eta: float = 0.3,
-        delta: float = 2.0,
-        gamma_min: int = 1,
-        gamma_max: int = 24,
-        full_accept_means: Literal["sent", "budget"] = "sent",
-        threshold: float = 0.4,
-    ) -> None:
-        super().__init__(gamma, eta, delta, gamma_min, gamma_max, full_accept_means)
-        within("threshold", threshold, 0, 1)
-        self.threshold = threshold
+    threshold: float = parameter(0.4, within, 0, 1)
 
     def keep_drafting(self, draft: Sequence[Any]) -> bool:
         n = len(draft)
         return n < self._length and not (n and draft[-1].top_prob < self.threshold)
 
     def vectorised(self, batch: int) -> VectorisedPlan:
-        del batch
         return VectorisedPlan(stop=Below("top_prob", self.threshold), state=_MovingAverage.of(self))
 
 

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import numpy as np
 
 from policies.arrays import Bools, Ints
 from policies.core import DraftPolicy, Round
-from policies.parameters import one_of, ordered, whole, within
+from policies.parameters import one_of, ordered, parameter, whole, within
 from policies.vectorised import UNBOUNDED, Below, VectorisedPlan, VectorisedState
 
 RocUpdate = Literal["off", "in_call", "next_call"]
@@ -61,6 +61,7 @@ class _RocHistory:
         return roc_threshold(self._probs, self._matches)
 
 
+@dataclass(eq=False, repr=False)
 class Confidence(DraftPolicy):
     """Stops after a token the draft gave less than `confidence_threshold` (transformers >= 4.45).
 
@@ -81,25 +82,17 @@ class Confidence(DraftPolicy):
     """
 
     reads = ("prob",)
+    gamma: int = parameter(20, whole, 1)
+    confidence_threshold: float = parameter(0.4, within, 0, 1)
+    roc_update: RocUpdate = parameter("off", one_of, get_args(RocUpdate))
 
-    def __init__(
-        self,
-        gamma: int = 20,
-        confidence_threshold: float = 0.4,
-        roc_update: RocUpdate = "off",
-    ) -> None:
-        whole("gamma", gamma, 1)
-        within("confidence_threshold", confidence_threshold, 0, 1)
-        one_of("roc_update", roc_update, ("off", "in_call", "next_call"))
-        self.gamma = gamma
-        self.confidence_threshold = confidence_threshold
-        self.roc_update = roc_update
-        self.learns_across_requests = roc_update == "next_call"
-        self._cap = gamma
-        self._threshold = confidence_threshold
-        self._next_threshold = confidence_threshold
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.learns_across_requests = self.roc_update == "next_call"
+        self._cap = self.gamma
+        self._threshold = self._next_threshold = self.confidence_threshold
         self._history = _RocHistory()
-        if not confidence_threshold:
+        if not self.confidence_threshold:
             vars(self)["reads"] = ()  # without the test, no signal is fetched
 
     def keep_drafting(self, draft: Sequence[Any]) -> bool:
@@ -124,7 +117,6 @@ class Confidence(DraftPolicy):
             self._threshold = chosen
 
     def vectorised(self, batch: int) -> VectorisedPlan | None:
-        del batch
         return VectorisedPlan(self._cap, self._test()) if self.roc_update == "off" else None
 
     def _test(self) -> Below | None:
@@ -199,7 +191,6 @@ class HFHeuristic(Confidence):
             self._cap = max(1, self._cap - 1)
 
     def vectorised(self, batch: int) -> VectorisedPlan | None:
-        del batch
         if self.roc_update != "off":
             return None
         most = UNBOUNDED if self.gamma_max is None else self.gamma_max

@@ -9,10 +9,11 @@ from typing import Any
 import numpy as np
 
 from policies.core import DraftPolicy
-from policies.parameters import ordered, whole, within
+from policies.parameters import ordered, parameter, whole, within
 from policies.vectorised import Below, Lengths, Starts, VectorisedPlan
 
 
+@dataclass(eq=False)
 class LlamaCppDraft(DraftPolicy):
     """Stops before a token that the draft gave less than `p_min` (llama.cpp ``draft-simple``).
 
@@ -29,16 +30,14 @@ class LlamaCppDraft(DraftPolicy):
     """
 
     reads = ("top10_prob",)
+    gamma: int = parameter(3, whole, 1)
+    gamma_min: int = parameter(0, whole, 0)
+    p_min: float = parameter(0.0, within, 0, 1)
 
-    def __init__(self, gamma: int = 3, gamma_min: int = 0, p_min: float = 0.0) -> None:
-        whole("gamma", gamma, 1)
-        whole("gamma_min", gamma_min, 0)
-        ordered("gamma_min", gamma_min, "gamma", gamma)
-        within("p_min", p_min, 0, 1)
-        self.gamma = gamma
-        self.gamma_min = gamma_min
-        self.p_min = p_min
-        if not p_min:
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        ordered("gamma_min", self.gamma_min, "gamma", self.gamma)
+        if not self.p_min:
             vars(self)["reads"] = ()  # without the test, no signal is fetched
 
     def keep_drafting(self, draft: Sequence[Any]) -> bool:
@@ -52,7 +51,6 @@ class LlamaCppDraft(DraftPolicy):
         return bool(draft and self.p_min and draft[-1].top10_prob < self.p_min)
 
     def vectorised(self, batch: int) -> VectorisedPlan:
-        del batch
         return VectorisedPlan(stop=_LongEnough(self.gamma, self.gamma_min, self.p_min))
 
 

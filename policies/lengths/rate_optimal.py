@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any, NamedTuple, Self
 
 import numpy as np
@@ -13,10 +14,11 @@ from policies.arrays import Bools, Floats, Ints
 from policies.batch.base import IterationCost, TextbookCost
 from policies.core import DraftPolicy, Load, Round
 from policies.estimators import AcceptanceEstimator, DraftProbability
-from policies.parameters import flag, whole, within
+from policies.parameters import flag, parameter, whole, within
 from policies.vectorised import Lengths, Starts, VectorisedPlan, grown, reader, tells_many
 
 
+@dataclass(eq=False)
 class RateOptimal(DraftPolicy):
     """Drafts on while the next token earns more than the rate achieved would in its time.
 
@@ -69,41 +71,28 @@ class RateOptimal(DraftPolicy):
 
     reads = ("prob",)
     shared = ("estimator", "following", "cost", "_prices")
+    rate: float | list[list[float]] = 1.5
+    gamma_max: int = parameter(20, whole, 1)
+    acceptance: float = parameter(0.7, within, 0, 1)
+    trim: bool = parameter(True, flag)
+    recalibrate: float = parameter(0.0, within, 0, 1)
+    estimator: AcceptanceEstimator | None = None
+    following: AcceptanceEstimator | None = None
+    cost: IterationCost | None = None
 
-    def __init__(
-        self,
-        rate: float | list[list[float]] = 1.5,
-        gamma_max: int = 20,
-        acceptance: float = 0.7,
-        trim: bool = True,
-        recalibrate: float = 0.0,
-        estimator: AcceptanceEstimator | None = None,
-        following: AcceptanceEstimator | None = None,
-        cost: IterationCost | None = None,
-    ) -> None:
-        for value in [row[1] for row in rate] if isinstance(rate, list) else [rate]:
+    def __post_init__(self) -> None:
+        rate, following = self.rate, self.following
+        rows = rate if isinstance(rate, list) else [[1, rate]]
+        for value in chain.from_iterable(rows):
             within("rate", value, 0)
-        if isinstance(rate, list) and (
-            not rate or [r[0] for r in rate] != sorted(r[0] for r in rate)
-        ):
+        batches = [row[0] for row in rows if len(row) == 2]
+        if not rows or len(batches) < len(rows) or batches != sorted(batches):
             raise ValueError(f"rate is {rate}, expected rows [batch, rate] of rising batch")
-        whole("gamma_max", gamma_max, 1)
-        within("acceptance", acceptance, 0, 1)
-        flag("trim", trim)
-        within("recalibrate", recalibrate, 0, 1)
-        self.rate = rate
-        self.gamma_max = gamma_max
-        self.acceptance = acceptance
-        self.trim = trim
-        self.recalibrate = recalibrate
-        self.estimator = estimator
-        self.following = following
-        self.cost = cost
-        self._estimate = estimator or DraftProbability()
-        self._cost = cost or TextbookCost()
+        super().__post_init__()
+        self._estimate = self.estimator or DraftProbability()
         read = (*self._estimate.reads, *(following.reads if following else ()))
         vars(self)["reads"] = tuple(dict.fromkeys(read))
-        self._seconds = _Seconds(self._cost, gamma_max)
+        self._seconds = _Seconds(self.cost or TextbookCost(), self.gamma_max)
         self._prices: dict[tuple[int, int], _ByLength] = {}
         self._correction = 0.0
         self._survival = [1.0]

@@ -11,10 +11,11 @@ import numpy as np
 from policies.arrays import Bools, Ints
 from policies.core import DraftPolicy
 from policies.estimators import AcceptanceEstimator, DraftProbability
-from policies.parameters import flag, ordered, whole, within
+from policies.parameters import flag, ordered, parameter, whole, within
 from policies.vectorised import Lengths, Starts, VectorisedPlan, grown, reader, tells_many
 
 
+@dataclass(eq=False)
 class SpecDecPP(DraftPolicy):
     """Stops when some drafted token has probably been rejected (SpecDec++, sec. 3, released code).
 
@@ -36,26 +37,16 @@ class SpecDecPP(DraftPolicy):
     """
 
     reads = ("prob",)
+    threshold: float = parameter(0.3, within, 0, 1)
+    gamma_min: int = parameter(2, whole, 1)
+    gamma_max: int = parameter(20, whole, 1)
+    lag: bool = parameter(True, flag)
+    estimator: AcceptanceEstimator | None = None
 
-    def __init__(
-        self,
-        threshold: float = 0.3,
-        gamma_min: int = 2,
-        gamma_max: int = 20,
-        lag: bool = True,
-        estimator: AcceptanceEstimator | None = None,
-    ) -> None:
-        within("threshold", threshold, 0, 1)
-        whole("gamma_min", gamma_min, 1)
-        whole("gamma_max", gamma_max, 1)
-        ordered("gamma_min", gamma_min, "gamma_max", gamma_max)
-        flag("lag", lag)
-        self.threshold = threshold
-        self.gamma_min = gamma_min
-        self.gamma_max = gamma_max
-        self.lag = lag
-        self.estimator = estimator
-        self._estimate = estimator or DraftProbability()
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        ordered("gamma_min", self.gamma_min, "gamma_max", self.gamma_max)
+        self._estimate = self.estimator or DraftProbability()
         vars(self)["reads"] = self._estimate.reads
         self._survival = 1.0
 
@@ -71,13 +62,13 @@ class SpecDecPP(DraftPolicy):
         return not 1.0 - (before if self.lag else self._survival) > self.threshold
 
     def vectorised(self, batch: int) -> VectorisedPlan | None:
-        del batch
         if not tells_many(self._estimate):
             return None
         bounds = self.threshold, self.gamma_min, self.gamma_max
         return VectorisedPlan(stop=Doubted(self._estimate, *bounds, self.lag))
 
 
+@dataclass(eq=False)
 class Disco(DraftPolicy):
     """Continues while a classifier calls the newest token acceptable (DISCO, sec. 3.2).
 
@@ -97,19 +88,13 @@ class Disco(DraftPolicy):
     """
 
     reads = ("prob",)
+    threshold: float = parameter(0.5, within, 0, 1)
+    gamma_max: int = parameter(20, whole, 1)
+    estimator: AcceptanceEstimator | None = None
 
-    def __init__(
-        self,
-        threshold: float = 0.5,
-        gamma_max: int = 20,
-        estimator: AcceptanceEstimator | None = None,
-    ) -> None:
-        within("threshold", threshold, 0, 1)
-        whole("gamma_max", gamma_max, 1)
-        self.threshold = threshold
-        self.gamma_max = gamma_max
-        self.estimator = estimator
-        self._estimate = estimator or DraftProbability()
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._estimate = self.estimator or DraftProbability()
         vars(self)["reads"] = self._estimate.reads
 
     def keep_drafting(self, draft: Sequence[Any]) -> bool:
@@ -119,7 +104,6 @@ class Disco(DraftPolicy):
         return n < self.gamma_max and not self._estimate(draft[-1], n - 1) < self.threshold
 
     def vectorised(self, batch: int) -> VectorisedPlan | None:
-        del batch
         if not tells_many(self._estimate):
             return None
         return VectorisedPlan(stop=Doubted(self._estimate, self.threshold, 1, self.gamma_max, None))

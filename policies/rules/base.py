@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from typing import Any, ClassVar, Protocol, TypeVar
 
 from policies.guard import SCORES as SCORES  # noqa: PLC0414
+from policies.parameters import Checked
 
 R = TypeVar("R", bound="VerifyRule")
 
@@ -24,52 +25,29 @@ class TargetScore(Protocol):
     Logits are raw: no temperature, no processing.
     """
 
-    @property
-    def match(self) -> bool:
-        """The lossless verdict on the drafted token.
+    match: bool
+    """The lossless verdict on the drafted token.
 
-        Greedy: True if it is the target's argmax.  Sampling: the outcome of rejection sampling's
-        coin, drawn by the provider of the score.
-        """
-        ...
-
-    @property
-    def token(self) -> int:
-        """The target's argmax."""
-        ...
-
-    @property
-    def top1(self) -> float:
-        """Largest logit."""
-        ...
-
-    @property
-    def top2(self) -> float:
-        """Second largest logit."""
-        ...
-
-    @property
-    def logsumexp(self) -> float:
-        """Log-sum-exp of the logits, so that ``logit - logsumexp`` is a log-probability."""
-        ...
-
-    @property
-    def entropy(self) -> float:
-        """Entropy of the target's full distribution at T = 1, in nats."""
-        ...
-
-    @property
-    def draft_logit(self) -> float:
-        """Logit of the drafted token."""
-        ...
-
-    @property
-    def draft_rank(self) -> int:
-        """Tokens with a larger logit than the drafted one: 0 is the argmax."""
-        ...
+    Greedy: True if it is the target's argmax.  Sampling: the outcome of rejection sampling's
+    coin, drawn by the provider of the score.
+    """
+    token: int
+    """The target's argmax."""
+    top1: float
+    """Largest logit."""
+    top2: float
+    """Second largest logit."""
+    logsumexp: float
+    """Log-sum-exp of the logits, so that ``logit - logsumexp`` is a log-probability."""
+    entropy: float
+    """Entropy of the target's full distribution at T = 1, in nats."""
+    draft_logit: float
+    """Logit of the drafted token."""
+    draft_rank: int
+    """Tokens with a larger logit than the drafted one: 0 is the argmax."""
 
 
-class VerifyRule(ABC):
+class VerifyRule(Checked, ABC):
     """Decides how many drafted tokens are accepted.  Subclass it and define `accept`.
 
     An instance is a prototype: a run copies it once (`fresh`) and uses the copy for all
@@ -98,9 +76,7 @@ class VerifyRule(ABC):
         The target's own token follows the accepted ones: a correction, or the bonus.
         """
 
-    def begin_run(  # noqa: B027
-        self, vocab_size: int | None, temperature: float, top_p: float = 1.0
-    ) -> None:
+    def begin_run(self, vocab_size: int | None, temperature: float, top_p: float = 1.0) -> None:
         """Prepare for a run, once, with what the rule may need to know about it.
 
         ``temperature`` is the sampling temperature, 0 for greedy; below 1, ``top_p`` is the
@@ -108,7 +84,7 @@ class VerifyRule(ABC):
         Raises ValueError if the rule cannot run under these.
         """
 
-    def end_request(self) -> None:  # noqa: B027
+    def end_request(self) -> None:
         """End a request of a run."""
 
     def fresh(self: R) -> R:

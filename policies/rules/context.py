@@ -5,18 +5,25 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 
 from policies.arrays import Bools
 from policies.confidence import known_vocabulary
-from policies.parameters import flag, whole, within
+from policies.parameters import flag, parameter, ratio, whole, within
 from policies.rules.base import TokenRule, VerifyRule
 from policies.rules.memory import OnlineCorrectionMemory
-from policies.rules.threshold import ratio
 
 
+def pair_count(name: str, value: float) -> None:
+    """Require a number of at least 0, which may be infinite."""
+    if value != math.inf:
+        within(name, value, 0)
+
+
+@dataclass(eq=False)
 class CSD(TokenRule):
     """Calibrated Speculative Decoding (2604.13634): rescue familiar, plausible mismatches.
 
@@ -50,55 +57,37 @@ class CSD(TokenRule):
         part of a run.
     """
 
-    reads: tuple[str, ...] = ("token_id",)
-    needs: tuple[str, ...] = ("match", "token", "top1", "draft_logit")
+    reads = ("token_id",)
+    needs = ("match", "token", "top1", "draft_logit")
+    threshold: float = parameter(6, pair_count)
+    tau: float = parameter(0.01, ratio)
+    use_memory: bool = parameter(True, flag)
+    use_gate: bool = parameter(True, flag)
+    count_first: bool = parameter(False, flag)
+    count_rescued: bool = parameter(False, flag)
+    capacity: int | None = None
+    memory: OnlineCorrectionMemory | str | os.PathLike[str] | None = None
 
-    def __init__(
-        self,
-        threshold: float = 6,
-        tau: float = 0.01,
-        use_memory: bool = True,
-        use_gate: bool = True,
-        count_first: bool = False,
-        count_rescued: bool = False,
-        capacity: int | None = None,
-        memory: OnlineCorrectionMemory | str | os.PathLike[str] | None = None,
-    ) -> None:
-        if threshold != math.inf:
-            within("threshold", threshold, 0)
-        ratio("tau", tau)
-        for name, value in (
-            ("use_memory", use_memory), ("use_gate", use_gate),
-            ("count_first", count_first), ("count_rescued", count_rescued),
-        ):  # fmt: skip
-            flag(name, value)
-        if not (use_memory or use_gate):
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not (self.use_memory or self.use_gate):
             raise ValueError(
                 "use_memory and use_gate are both off, which would accept every token: leave one on"
             )
-        self.threshold = threshold
-        self.tau = tau
-        self.use_memory = use_memory
-        self.use_gate = use_gate
-        self.count_first = count_first
-        self.count_rescued = count_rescued
-        self.capacity = capacity
-        self.memory = memory
-        if memory is None:
-            self.table = OnlineCorrectionMemory(capacity)
-        elif isinstance(memory, OnlineCorrectionMemory):
-            self.table = memory
+        if self.memory is None:
+            self.table = OnlineCorrectionMemory(self.capacity)
+        elif isinstance(self.memory, OnlineCorrectionMemory):
+            self.table = self.memory
         else:
-            self.table = OnlineCorrectionMemory.load(memory)
-        if not use_memory:
-            self.reads, self.needs = (), ("match", "top1", "draft_logit")
-        elif not use_gate:
-            self.needs = ("match", "token")
+            self.table = OnlineCorrectionMemory.load(self.memory)
+        if not self.use_memory:
+            vars(self).update(reads=(), needs=("match", "top1", "draft_logit"))
+        elif not self.use_gate:
+            vars(self)["needs"] = ("match", "token")
 
     def with_memory(self, memory: OnlineCorrectionMemory) -> CSD:
         """Return the same rule, starting from `memory`."""
-        names = ("threshold", "tau", "use_memory", "use_gate", "count_first", "count_rescued")
-        return CSD(**{name: getattr(self, name) for name in names}, memory=memory)
+        return replace(self, memory=memory, capacity=None)
 
     def accepts(self, token: Any, score: Any) -> bool:
         """Return True if the token matches or its mismatch is rescued; update the counts."""
@@ -115,7 +104,6 @@ class CSD(TokenRule):
 
     def accepts_each(self, tokens: Any, scores: Any) -> Bools | None:
         """Return `accepts` for many tokens at once, if no memory decides."""
-        del tokens
         if self.use_memory:
             return None
         return np.asarray(scores.match | (scores.draft_logit - scores.top1 >= math.log(self.tau)))
@@ -125,6 +113,7 @@ class CSD(TokenRule):
         self.table.end_request()
 
 
+@dataclass(eq=False)
 class FLy(VerifyRule):
     """FLy (2511.22972): forgive a mismatch where the target is unsure and agreement returns.
 
@@ -145,17 +134,13 @@ class FLy(VerifyRule):
     """
 
     needs = ("match", "entropy")
+    entropy_threshold: float = parameter(0.3, within, 0)
+    window: int = parameter(6, whole, 0)
+    vocab_size: int | None = parameter(None, whole, 2)
 
-    def __init__(
-        self, entropy_threshold: float = 0.3, window: int = 6, vocab_size: int | None = None
-    ) -> None:
-        within("entropy_threshold", entropy_threshold, 0)
-        whole("window", window, 0)
-        whole("vocab_size", vocab_size, 2, none=True)
-        self.entropy_threshold = entropy_threshold
-        self.window = window
-        self.vocab_size = vocab_size
-        self.look_ahead = window
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.look_ahead = self.window
 
     def begin_run(self, vocab_size: int | None, temperature: float, top_p: float = 1.0) -> None:
         """Take the run's vocabulary size where none was given."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import heapq
 import io
 import os
 from collections.abc import Iterable
@@ -44,10 +43,6 @@ class OnlineCorrectionMemory:
         self.sizes: list[int] = []
         self.evictions = 0
         self._counts: dict[Pair, int] = {}
-        self._entered: dict[Pair, int] = {}
-        self._clock = 0
-        # Eviction candidates as (count, entry, pair); outdated ones are skipped when met.
-        self._heap: list[tuple[int, int, Pair]] = []
 
     def __len__(self) -> int:
         return len(self._counts)
@@ -55,8 +50,7 @@ class OnlineCorrectionMemory:
     def __deepcopy__(self, memo: dict[int, Any]) -> OnlineCorrectionMemory:
         # Every run takes a copy, and what its containers hold is never changed itself.
         mine = copy.copy(self)
-        for name in ("sizes", "_counts", "_entered", "_heap"):
-            setattr(mine, name, copy.copy(getattr(self, name)))
+        mine.sizes, mine._counts = self.sizes.copy(), self._counts.copy()
         return mine
 
     def count(self, draft_token: int, target_token: int) -> int:
@@ -68,17 +62,11 @@ class OnlineCorrectionMemory:
         if times < 1:
             raise ValueError(f"times is {times}, expected at least 1")
         pair = (int(draft_token), int(target_token))
-        if pair not in self._counts:
-            if self.capacity is not None and len(self._counts) >= self.capacity:
-                self._evict()
-            self._counts[pair] = 0
-            self._entered[pair] = self._clock
-            self._clock += 1
-        self._counts[pair] += times
-        if self.capacity is not None:
-            heapq.heappush(self._heap, (self._counts[pair], self._entered[pair], pair))
-            if len(self._heap) > 4 * self.capacity + 64:
-                self._rebuild()
+        if pair not in self._counts and len(self._counts) == self.capacity:
+            # The first of equals is the one that entered first.
+            del self._counts[min(self._counts, key=self._counts.__getitem__)]
+            self.evictions += 1
+        self._counts[pair] = self._counts.get(pair, 0) + times
 
     def calibrate(self, pairs: Iterable[Pair]) -> OnlineCorrectionMemory:
         """Count the pairs of an offline run, in order; returns itself."""
@@ -94,23 +82,11 @@ class OnlineCorrectionMemory:
         """Note the size after a request in `sizes`."""
         self.sizes.append(len(self))
 
-    def save(self, path: str | os.PathLike[str]) -> Path:
-        """Write the counts to an ``.npz`` file, replacing it in one step.
-
-        Counts, order of entry and capacity are kept, so that it decides alike after `load`.
-        """
-        path = Path(path)
-        content = self.content()
-        partial = path.with_name(path.name + ".partial")
-        try:
-            partial.write_bytes(content)
-            partial.replace(path)
-        finally:
-            partial.unlink(missing_ok=True)
-        return path
-
     def content(self) -> bytes:
-        """Return the content of the file that `save` writes."""
+        """Return the content of a file (``.npz``) that `load` reads.
+
+        Counts, order of entry and capacity are kept, so that the loaded memory decides alike.
+        """
         table = np.array([[*pair, n] for pair, n in self._counts.items()], dtype=np.int64)
         file = io.BytesIO()
         np.savez_compressed(
@@ -123,7 +99,7 @@ class OnlineCorrectionMemory:
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> OnlineCorrectionMemory:
-        """Read a memory written by `save`.
+        """Read a memory from the file of its `content`.
 
         Raises
         ------
@@ -160,15 +136,3 @@ class OnlineCorrectionMemory:
                 f"capacity {memory.capacity}: {again}"
             )
         return memory
-
-    def _evict(self) -> None:
-        while True:
-            times, entry, pair = heapq.heappop(self._heap)
-            if self._counts.get(pair) == times and self._entered[pair] == entry:
-                del self._counts[pair], self._entered[pair]
-                self.evictions += 1
-                return
-
-    def _rebuild(self) -> None:
-        self._heap = [(n, self._entered[pair], pair) for pair, n in self._counts.items()]
-        heapq.heapify(self._heap)

@@ -3,17 +3,25 @@
 from __future__ import annotations
 
 import math
-from typing import Any, Literal
+from dataclasses import dataclass
+from typing import Any, Literal, get_args
 
 import numpy as np
 
-from policies.parameters import one_of, whole
+from policies.parameters import one_of, parameter, ratio, whole
 from policies.rules.base import TokenRule
-from policies.rules.threshold import ratio
 
 RatioMode = Literal["greedy", "sample"]
+Undecided = Literal["reject", "accept"]
 
 
+def generator(name: str, seed: int | np.random.Generator) -> None:
+    """Require a seed of coins: a generator, or an integer of at least 0."""
+    if not isinstance(seed, np.random.Generator):
+        whole(name, seed, 0)
+
+
+@dataclass(eq=False)
 class Lenience(TokenRule):
     """Leviathan et al.'s lenience (2211.17192, app. A.5): the target's veto is discounted.
 
@@ -36,19 +44,13 @@ class Lenience(TokenRule):
 
     reads = ("prob",)
     needs = ("match", "top1", "logsumexp", "draft_logit")
+    factor: float = parameter(0.5, ratio)
+    mode: RatioMode = parameter("greedy", one_of, get_args(RatioMode))
+    seed: int | np.random.Generator = parameter(0, generator)
 
-    def __init__(
-        self,
-        factor: float = 0.5,
-        mode: RatioMode = "greedy",
-        seed: int | np.random.Generator = 0,
-    ) -> None:
-        ratio("factor", factor)
-        one_of("mode", mode, ("greedy", "sample"))
-        self.factor = factor
-        self.mode = mode
-        self.seed = seed
-        self._rng = _generator(seed)
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._rng = np.random.default_rng(self.seed)
 
     def begin_run(self, vocab_size: int | None, temperature: float, top_p: float = 1.0) -> None:
         """Refuse a run whose sampling the mode cannot serve."""
@@ -74,6 +76,7 @@ class Lenience(TokenRule):
         return bool(self._rng.random() < rescue)
 
 
+@dataclass(eq=False)
 class Ensemble(TokenRule):
     """Verification against ``w * target + (1 - w) * draft`` (transformers 5.23
     ``assistant_ensemble_weight``, citing DIVERSE, 2604.07622).
@@ -99,22 +102,14 @@ class Ensemble(TokenRule):
 
     reads = ("prob", "prob_margin")
     needs = ("match", "top1", "logsumexp", "draft_logit")
+    weight: float = parameter(0.5, ratio)
+    mode: RatioMode = parameter("greedy", one_of, get_args(RatioMode))
+    undecided: Undecided = parameter("reject", one_of, get_args(Undecided))
+    seed: int | np.random.Generator = parameter(0, generator)
 
-    def __init__(
-        self,
-        weight: float = 0.5,
-        mode: RatioMode = "greedy",
-        undecided: Literal["reject", "accept"] = "reject",
-        seed: int | np.random.Generator = 0,
-    ) -> None:
-        ratio("weight", weight)
-        one_of("mode", mode, ("greedy", "sample"))
-        one_of("undecided", undecided, ("reject", "accept"))
-        self.weight = weight
-        self.mode = mode
-        self.undecided = undecided
-        self.seed = seed
-        self._rng = _generator(seed)
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._rng = np.random.default_rng(self.seed)
 
     def begin_run(self, vocab_size: int | None, temperature: float, top_p: float = 1.0) -> None:
         """Refuse a mode that does not fit how the run decodes."""
@@ -138,9 +133,3 @@ class Ensemble(TokenRule):
             return True
         lost = w * own + (1.0 - w) * token.prob <= w * best
         return not lost and self.undecided == "accept"
-
-
-def _generator(seed: int | np.random.Generator) -> np.random.Generator:
-    if not isinstance(seed, np.random.Generator):
-        whole("seed", seed, 0)
-    return np.random.default_rng(seed)

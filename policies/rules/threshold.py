@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import cached_property, partial
-from typing import Any, Literal
+from typing import Any, get_args
 
 import numpy as np
 
@@ -18,18 +19,13 @@ from policies.confidence import (
     confidence_reads,
     each,
     known_vocabulary,
+    shares,
 )
-from policies.parameters import one_of, whole, within
+from policies.parameters import one_of, parameter, ratio, whole, within
 from policies.rules.base import TokenRule
 
 
-def ratio(name: str, value: float) -> None:
-    """Require a number in (0, 1]."""
-    within(name, value, 0, 1)
-    if value == 0:
-        raise ValueError(f"{name} is {value}, expected above 0 and at most 1")
-
-
+@dataclass(eq=False)
 class SpecVerification(TokenRule):
     """Spec-Verification (Xia et al., 2203.16487): top-`beta`, and within `tau` of the best.
 
@@ -45,12 +41,8 @@ class SpecVerification(TokenRule):
     """
 
     needs = ("top1", "draft_logit", "draft_rank")
-
-    def __init__(self, beta: int = 5, tau: float = 3.0) -> None:
-        whole("beta", beta, 1)
-        within("tau", tau, 0)
-        self.beta = beta
-        self.tau = tau
+    beta: int = parameter(5, whole, 1)
+    tau: float = parameter(3.0, within, 0)
 
     def accepts(self, token: Any, score: Any) -> Any:
         """Rank below `beta` and gap at most `tau`."""
@@ -59,6 +51,7 @@ class SpecVerification(TokenRule):
     accepts_each = accepts
 
 
+@dataclass(eq=False)
 class CMASDVerification(TokenRule):
     """CM-ASD's adaptive verification: Spec-Verification with a threshold per token.
 
@@ -83,34 +76,21 @@ class CMASDVerification(TokenRule):
     only says that acceptance halts.
     """
 
-    reads: tuple[str, ...] = COMPONENTS
+    reads = COMPONENTS
     needs = ("top1", "draft_logit", "draft_rank")
+    tau_base: float = parameter(0.1, within, 0)
+    gamma: float = parameter(1.0, within, 0)
+    tau_sign: EntropySign = parameter("intended", one_of, get_args(EntropySign))
+    top: int = parameter(5, whole, 1)
+    beta: float = parameter(1.0, within, 0)
+    weights: Sequence[float] = parameter(EQUAL_WEIGHTS, shares)
+    entropy_sign: EntropySign = parameter("intended", one_of, get_args(EntropySign))
+    vocab_size: int | None = parameter(None, whole, 2)
 
-    def __init__(
-        self,
-        tau_base: float = 0.1,
-        gamma: float = 1.0,
-        tau_sign: Literal["intended", "literal"] = "intended",
-        top: int = 5,
-        beta: float = 1.0,
-        weights: Sequence[float] = EQUAL_WEIGHTS,
-        entropy_sign: EntropySign = "intended",
-        vocab_size: int | None = None,
-    ) -> None:
-        within("tau_base", tau_base, 0)
-        within("gamma", gamma, 0)
-        whole("top", top, 1)
-        one_of("tau_sign", tau_sign, ("intended", "literal"))
+    def __post_init__(self) -> None:
+        super().__post_init__()
         # A component of weight 0 is never read, so that its signal need not be there.
-        self.reads = confidence_reads(beta, weights, entropy_sign, vocab_size)
-        self.tau_base = tau_base
-        self.gamma = gamma
-        self.tau_sign = tau_sign
-        self.top = top
-        self.beta = beta
-        self.weights = weights
-        self.entropy_sign: EntropySign = entropy_sign
-        self.vocab_size = vocab_size
+        vars(self)["reads"] = confidence_reads(self.weights)
 
     def begin_run(self, vocab_size: int | None, temperature: float, top_p: float = 1.0) -> None:
         """Take the run's vocabulary size where none was given."""
@@ -135,6 +115,7 @@ class CMASDVerification(TokenRule):
     accepts_each = accepts
 
 
+@dataclass(eq=False)
 class GlobalThreshold(TokenRule):
     """Lossy speculative decoding with one threshold on the probability ratio.
 
@@ -143,10 +124,7 @@ class GlobalThreshold(TokenRule):
     """
 
     needs = ("top1", "draft_logit")
-
-    def __init__(self, tau: float = 0.6) -> None:
-        ratio("tau", tau)
-        self.tau = tau
+    tau: float = parameter(0.6, ratio)
 
     def accepts(self, token: Any, score: Any) -> Any:
         """Return True if the probability ratio to the target's best token reaches `tau`."""
@@ -155,6 +133,7 @@ class GlobalThreshold(TokenRule):
     accepts_each = accepts
 
 
+@dataclass(eq=False)
 class TypicalAcceptance(TokenRule):
     """Medusa's typical acceptance (Cai et al., 2401.10774, sec. 2.3.1).
 
@@ -170,20 +149,20 @@ class TypicalAcceptance(TokenRule):
         T = 1 only.
     """
 
-    needs: tuple[str, ...] = ("logsumexp", "entropy", "draft_logit")
+    needs = ("logsumexp", "entropy", "draft_logit")
+    epsilon: float = parameter(0.09, within, 0, 1)
+    delta: float = parameter(0.3, within, 0, 1)
+    temperature: float = 1.0
 
-    def __init__(self, epsilon: float = 0.09, delta: float = 0.3, temperature: float = 1.0) -> None:
-        within("epsilon", epsilon, 0, 1)
-        within("delta", delta, 0, 1)
-        if temperature not in (0, 1):
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.temperature not in (0, 1):
             raise ValueError(
-                f"temperature is {temperature}, expected 0 or 1: the target's entropy is known "
-                "at temperature 1 only"
+                f"temperature is {self.temperature}, expected 0 or 1: the target's entropy is "
+                "known at temperature 1 only"
             )
-        self.epsilon = epsilon
-        self.delta = delta
-        self.temperature = temperature
-        self.needs = ("match",) if temperature == 0 else type(self).needs
+        if self.temperature == 0:
+            vars(self)["needs"] = ("match",)
 
     def accepts(self, token: Any, score: Any) -> bool:
         """Return True if the token is probable enough, given the target's uncertainty."""
@@ -193,13 +172,13 @@ class TypicalAcceptance(TokenRule):
         return bool(prob > min(self.epsilon, self.delta * math.exp(-score.entropy)))
 
     def accepts_each(self, tokens: Any, scores: Any) -> Bools:
-        del tokens
         if self.temperature == 0:
             return np.asarray(scores.match)
         prob = each(math.exp, scores.draft_logit - scores.logsumexp)
         return prob > np.fmin(self.epsilon, self.delta * each(math.exp, -scores.entropy))
 
 
+@dataclass(eq=False)
 class BiLDRollback(TokenRule):
     """BiLD's rollback policy (Kim et al., 2302.07863): roll back where the target objects.
 
@@ -210,15 +189,11 @@ class BiLDRollback(TokenRule):
     """
 
     needs = ("match", "logsumexp", "draft_logit")
-
-    def __init__(self, threshold: float = 5.0) -> None:
-        within("threshold", threshold, 0)
-        self.threshold = threshold
+    threshold: float = parameter(5.0, within, 0)
 
     def accepts(self, token: Any, score: Any) -> bool:
         """Return True if the target's surprise stays within the threshold."""
         return bool(score.match or score.logsumexp - score.draft_logit <= self.threshold)
 
     def accepts_each(self, tokens: Any, scores: Any) -> Bools:
-        del tokens
         return np.asarray(scores.match | (scores.logsumexp - scores.draft_logit <= self.threshold))

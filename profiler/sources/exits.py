@@ -11,7 +11,7 @@ from typing import Any, ClassVar, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from policies.core import DraftToken, Load
+from policies.core import Load
 from profiler.decoding.single import Emitting, ModelToken, check_prompt
 from profiler.features.heads import (
     Adapter,
@@ -217,7 +217,7 @@ class SourceDecoder(Emitting, ABC):
         return self.load_in(1)
 
     @abstractmethod
-    def draft(self, so_far: Sequence[Any]) -> DraftToken | None:
+    def draft(self, so_far: Sequence[Any]) -> Any:
         """Return the proposal after the output so far and `so_far`; None where there is none."""
 
     @abstractmethod

@@ -7,7 +7,6 @@ where it would have ended: the run is censored, and a plain mean would be too sh
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from statistics import NormalDist
 from typing import Literal, NamedTuple
 
 import numpy as np
@@ -36,48 +35,41 @@ class MatchRuns(NamedTuple):
 def runs(trace: Trace) -> MatchRuns:
     """Return every run of the trace, in order; an unrecorded match ends one as censored."""
     match = trace.columns["match"][trace.on_path]
-    bounds = trace.request_starts
-    begins = np.zeros(len(match), dtype=bool)
-    begins[bounds[:-1]] = True
+    begins = trace.columns["position"][trace.on_path] == 0
     begins[1:] |= match[:-1] != MATCH
     starts = np.flatnonzero(begins)
     lengths = trace.run_lengths[starts]
     ends = starts + lengths
-    inside = ends < bounds[np.searchsorted(bounds, starts, side="right")]
-    rejected = inside & ~trace.open_ended[starts]
+    rejected = (ends < trace.request_ends[starts]) & ~trace.open_ended[starts]
     return MatchRuns(lengths, rejected, ends)
 
 
 @dataclass(frozen=True, eq=False)
 class Survival:
-    """Kaplan-Meier estimate of P(run >= k), k = 0 ... K, with Greenwood intervals.
+    """Kaplan-Meier estimate of P(run >= k), k = 0 ... K.
 
     A run "at risk" at k had k matches and the next outcome was seen; ``rejected[k]`` of
-    ``at_risk[k]`` ended there, so that ``survival[k + 1] = survival[k] (1 - rejected[k] /
-    at_risk[k])``.  ``at_risk`` and ``rejected`` have K entries, the others K + 1.
+    ``at_risk[k]`` ended there.  Both have shape (K,).
     """
 
     at_risk: Ints
     rejected: Ints
-    survival: Floats
-    lo: Floats
-    hi: Floats
 
     @property
     def hazard(self) -> Floats:
         """Probability that the draft after k matches is rejected, shape (K,)."""
         return np.asarray(self.rejected / self.at_risk, dtype=np.float64)
 
+    @property
+    def survival(self) -> Floats:
+        """P(run >= k), shape (K + 1,): ``survival[k + 1] = survival[k] (1 - hazard[k])``."""
+        return np.append(1.0, np.cumprod(1 - self.hazard))
 
-def survival(
-    trace: Trace,
-    confidence: float = 0.95,
-    interval: Literal["log-log", "linear"] = "log-log",
-) -> Survival:
+
+def survival(trace: Trace) -> Survival:
     """Return Kaplan-Meier survival of the run length, fully accepted rounds censored.
 
-    Kaplan & Meier 1958, eq. 1a; variance by Greenwood's formula, the interval on the
-    scale named (``log-log`` stays within [0, 1]).
+    Kaplan & Meier 1958, eq. 1a.
 
     Raises
     ------
@@ -85,8 +77,6 @@ def survival(
         If no outcome was recorded, or the draft lengths of an imported log are not known: then
         censoring hides rejections, and the estimate means nothing.
     """
-    if not 0 < confidence < 1:
-        raise DraftsimError(f"confidence is {confidence}, expected between 0 and 1")
     if trace.meta.get("draft_lengths_known") is False:
         raise DraftsimError(
             "survival needs to tell rejected drafts from fully accepted ones, and this import does "
@@ -100,20 +90,7 @@ def survival(
         raise DraftsimError("survival needs a recorded outcome, and the trace holds none")
     size = int(last.max()) + 1
     risk = np.bincount(last[last >= 0], minlength=size)[::-1].cumsum()[::-1]
-    rejected = np.bincount(lengths[seen], minlength=size)
-    alive = np.append(1.0, np.cumprod(1 - rejected / risk))
-    with np.errstate(divide="ignore", invalid="ignore"):
-        greenwood = np.append(0.0, np.cumsum(rejected / (risk * (risk - rejected))))
-        z = NormalDist().inv_cdf((1 + confidence) / 2)
-        if interval == "linear":
-            half = z * alive * np.sqrt(greenwood)
-            lo, hi = alive - half, alive + half
-        else:
-            power = np.exp(z * np.sqrt(greenwood) / np.abs(np.log(alive)))
-            lo, hi = alive**power, alive ** (1 / power)
-    sure = (alive == 0) | (greenwood == 0)
-    lo, hi = (np.clip(np.where(sure, alive, bound), 0.0, 1.0) for bound in (lo, hi))
-    return Survival(risk, rejected, alive, lo, hi)
+    return Survival(risk, np.bincount(lengths[seen], minlength=size))
 
 
 def impute(

@@ -26,7 +26,6 @@ class MatchProcess(Protocol):
 
     def probabilities(self, tokens: int, rng: np.random.Generator) -> Floats:
         """Return the chance of a match at each output position, shape (tokens,)."""
-        ...
 
 
 @dataclass(frozen=True)
@@ -39,25 +38,7 @@ class Iid:
         _probability("alpha", self.alpha)
 
     def probabilities(self, tokens: int, rng: np.random.Generator) -> Floats:
-        del rng
         return np.full(tokens, float(self.alpha))
-
-
-@dataclass(frozen=True)
-class PerPosition:
-    """A chance for each output position, repeated from the start when it runs out."""
-
-    alphas: tuple[float, ...] = (0.9, 0.5)
-
-    def __post_init__(self) -> None:
-        if not self.alphas:
-            raise DraftsimError("alphas is empty, expected at least one probability")
-        for value in self.alphas:
-            _probability("alphas", value)
-
-    def probabilities(self, tokens: int, rng: np.random.Generator) -> Floats:
-        del rng
-        return np.resize(np.asarray(self.alphas, dtype=np.float64), tokens)
 
 
 @dataclass(frozen=True)
@@ -99,7 +80,7 @@ class Bursty:
 
 
 def synthetic_trace(
-    process: MatchProcess | float | Sequence[float] = 0.7,
+    process: MatchProcess | float = 0.7,
     *,
     requests: int = 20,
     tokens: int = 500,
@@ -114,7 +95,7 @@ def synthetic_trace(
     Parameters
     ----------
     process:
-        A `MatchProcess`; a number means `Iid`, a sequence `PerPosition`.
+        A `MatchProcess`; a number means `Iid`.
     requests, tokens:
         Number of requests, and the token limit of each.
     concentration:
@@ -141,8 +122,6 @@ def synthetic_trace(
     _probability("eos_fraction", eos_fraction)
     if isinstance(process, int | float):
         process = Iid(float(process))
-    elif isinstance(process, Sequence):
-        process = PerPosition(tuple(float(a) for a in process))
     rng = np.random.default_rng(seed)
     table, chances = [], []
     for i in range(requests):
@@ -273,7 +252,7 @@ def logits_of(prob: Floats) -> dict[str, npt.NDArray[np.float32]]:
 
 
 def _parameters(process: MatchProcess) -> dict[str, Any]:
-    if isinstance(process, Iid | PerPosition | Bursty):
+    if isinstance(process, Iid | Bursty):
         return asdict(process)
     return {"parameters": repr(process)}
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 from weakref import WeakKeyDictionary, ref
 
@@ -15,32 +16,19 @@ from traces.acceptance.trace import MATCH, Trace
 T = TypeVar("T")
 
 
+@dataclass(eq=False, repr=False, slots=True)
 class RecordedToken:
     """A drafted token as it was recorded; a signal that was not recorded is None."""
 
-    __slots__ = ("ends", *SIGNALS)
-
-    def __init__(
-        self,
-        token_id: int,
-        ends: bool = False,
-        prob: Any = None,
-        entropy: Any = None,
-        logit_margin: Any = None,
-        prob_margin: Any = None,
-        top_prob: Any = None,
-        raw_prob: Any = None,
-        top10_prob: Any = None,
-    ) -> None:
-        self.token_id = token_id
-        self.ends = ends
-        self.prob = prob
-        self.entropy = entropy
-        self.logit_margin = logit_margin
-        self.prob_margin = prob_margin
-        self.top_prob = top_prob
-        self.raw_prob = raw_prob
-        self.top10_prob = top10_prob
+    token_id: int
+    ends: bool = False
+    prob: Any = None
+    entropy: Any = None
+    logit_margin: Any = None
+    prob_margin: Any = None
+    top_prob: Any = None
+    raw_prob: Any = None
+    top10_prob: Any = None
 
 
 BLANK, END = (guarded(RecordedToken, ())(-1, at_end) for at_end in (False, True))
@@ -92,9 +80,7 @@ class Tape:
     """A trace laid out for replay: Python lists, one entry per row, built once per trace."""
 
     def __init__(self, trace: Trace) -> None:
-        match = trace.columns["match"][trace.on_path]
-        starts = trace.request_starts
-        self.starts: list[int] = starts.tolist()
+        self.starts: list[int] = trace.request_starts.tolist()
         self.runs: list[int] = trace.run_lengths.tolist()
         self.open_ended = set(np.flatnonzero(trace.open_ended).tolist())
         # As far as drafts were tried from every start, what was accepted is all there is.
@@ -105,22 +91,11 @@ class Tape:
         self._kept: dict[frozenset[str], Rows[RecordedToken]] = {}
         self._columns: dict[str, Sequence[Any]] = {}
         self._trace = ref(trace)
-        if not self.signals:
-            # Nothing tells one draft from another: two tokens serve for all of them.
-            return
-        self.rows = trace.on_path.tolist()
-        self._columns["ends"] = ends_drafts(trace).tolist()
-        # A round may walk from its first row to the end of the next mismatch's tail,
-        # never into the next request.
-        bounds = np.append(trace.on_path, len(trace))
-        mismatch = np.flatnonzero(match != MATCH)
-        tail_end = np.append(bounds[mismatch + 1], len(trace))
-        if trace.by_start:
-            self.row_limit = (bounds[1:] - trace.nothing_drafted).tolist()
-            return
-        own_end = np.repeat(bounds[starts[1:]], np.diff(starts))
-        next_mismatch = np.searchsorted(mismatch, np.arange(len(match)))
-        self.row_limit = np.minimum(tail_end[next_mismatch], own_end).tolist()
+        # Without signals nothing tells one draft from another: two tokens serve for all of them.
+        if self.signals:
+            self.rows = trace.on_path.tolist()
+            self._columns["ends"] = ends_drafts(trace).tolist()
+            self.row_limit = trace.draft_ends.tolist()
 
     def tokens(self, reads: Collection[str]) -> Rows[RecordedToken]:
         """Return the drafted tokens, one per row, that can be asked for the signals `reads`

@@ -175,6 +175,11 @@ class Trace:
         return np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)])
 
     @cached_property
+    def request_ends(self) -> Array:
+        """For each on-path position, one past the last position of its request."""
+        return np.repeat(self.request_starts[1:], np.diff(self.request_starts))
+
+    @cached_property
     def run_lengths(self) -> Array:
         """Number of consecutive matches from each on-path position, within its request.
 
@@ -186,12 +191,10 @@ class Trace:
         drafts are no runs of matches: where the trace holds ``accepted``, these are they.
         """
         index = np.arange(len(self.on_path))
-        starts = self.request_starts
-        stops = np.repeat(starts[1:], np.diff(starts))
         if self.by_start:
-            return np.minimum(self.columns["accepted"][self.on_path], stops - index)
+            return np.minimum(self.columns["accepted"][self.on_path], self.request_ends - index)
         nearest = next_true(self.columns["match"][self.on_path] != MATCH)
-        return np.asarray(np.minimum(nearest, stops) - index)
+        return np.asarray(np.minimum(nearest, self.request_ends) - index)
 
     @property
     def by_start(self) -> bool:
@@ -232,10 +235,22 @@ class Trace:
         return np.asarray(self.columns["draft_token"][self.on_path] < 0)
 
     @cached_property
+    def draft_ends(self) -> Array:
+        """For each on-path position, one past the last row that a draft from there may reach.
+
+        A draft goes on through matches and the tail of the next mismatch, never into the next
+        request.
+        """
+        after = np.arange(1, len(self.on_path) + 1)
+        last = after if self.by_start else np.minimum(after + self.run_lengths, self.request_ends)
+        bounds = np.append(self.on_path, len(self))
+        return np.asarray(bounds[last] - self.nothing_drafted)
+
+    @cached_property
     def open_ended(self) -> Array:
         """For each on-path position, True if its run may be longer than `run_lengths` says."""
-        starts, ends = self.request_starts, np.arange(len(self.on_path)) + self.run_lengths
-        inside = ends < np.repeat(starts[1:], np.diff(starts))
+        ends = np.arange(len(self.on_path)) + self.run_lengths
+        inside = ends < self.request_ends
         if self.by_start:
             return np.asarray(inside & (self.run_lengths == self.max_gamma))
         match = np.append(self.columns["match"][self.on_path], MISMATCH)
@@ -264,7 +279,9 @@ class Trace:
         lse = c["draft_logsumexp"].astype(np.float64)
         return np.asarray(np.exp(top1 - lse) - np.exp(top2 - lse))
 
-    def check_reads(self, reads: Sequence[str], reader: str) -> None:
+    def check_reads(
+        self, reads: Sequence[str], reader: str, instead: str = "a policy that reads none"
+    ) -> None:
         """Raise SignalError, naming `reader`, if it reads a draft signal that is not recorded."""
         if missing := [s for s in reads if s not in self.signals]:
             remedy = "record one with `draftsim profile`, or "
@@ -273,20 +290,18 @@ class Trace:
                 remedy = "" if "drafts" in self.meta else again
             raise SignalError(
                 f"{reader} reads {', '.join(missing)}, which this trace does not hold (it holds "
-                f"{', '.join(sorted(self.signals)) or 'no draft signals'}): {remedy}choose a "
-                "policy that reads none"
+                f"{', '.join(sorted(self.signals)) or 'no draft signals'}): "
+                f"{remedy}choose {instead}"
             )
 
     def select(self, keep: Sequence[int]) -> Trace:
         """Return the trace of the requests with these indices, in this order."""
-        rows, numbers = [], []
         bounds = np.searchsorted(self.columns["request"], np.arange(len(self.requests) + 1))
-        for new, old in enumerate(keep):
-            rows.append(np.arange(bounds[old], bounds[old + 1]))
-            numbers.append(np.full(len(rows[-1]), new, dtype=np.int32))
-        index = np.concatenate(rows) if rows else np.empty(0, dtype=np.int64)
+        chosen = np.array(keep, dtype=np.int64)
+        lengths = np.diff(bounds)[chosen]
+        index = ranges(lengths, bounds[chosen])
         columns = {name: values[index] for name, values in self.columns.items()}
-        columns["request"] = np.concatenate(numbers) if numbers else np.empty(0, dtype=np.int32)
+        columns["request"] = np.repeat(np.arange(len(keep), dtype=np.int32), lengths)
         return Trace(columns, [self.requests[i] for i in keep], self.max_gamma, self.meta)
 
 

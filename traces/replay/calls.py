@@ -179,11 +179,11 @@ class LayerLedger:
         """Begin a new position, no layer run yet."""
         self.depths.append(0)
 
-    def segments(self, depth: int) -> list[tuple[int, int, int]]:
-        """Return (first layer, last layer + 1, width) of the calls that bring the newest to
-        `depth`.
+    def deepen(self, depth: int, *, verify: bool = False) -> list[tuple[int, int, int]]:
+        """Bring the newest position to `depth`; return what was run, a call each.
 
-        The width counts the newest positions that run together.
+        (first layer, last layer + 1, width): the width counts the newest positions, which run
+        together.
         """
         steps: list[tuple[int, int, int]] = []
         at, width = self.depths[-1], 1
@@ -193,16 +193,10 @@ class LayerLedger:
             until = depth
             if width < len(self.depths):
                 until = min(depth, self.depths[-1 - width])
+            self._counter.add(LAYER, width, until - at, verify=verify)
+            self.depths[-width:] = [until] * width
             steps.append((at, until, width))
             at = until
-        return steps
-
-    def deepen(self, depth: int, *, verify: bool = False) -> list[tuple[int, int, int]]:
-        """Bring the newest position to `depth`; return the segments that were run."""
-        steps = self.segments(depth)
-        for first, last, width in steps:
-            self._counter.add(LAYER, width, last - first, verify=verify)
-            self.depths[-width:] = [last] * width
         return steps
 
     def finish(self, positions: int) -> list[tuple[int, int, int]]:

@@ -51,7 +51,7 @@ class Places(ABC):
             return np.repeat(np.array(values, dtype=np.int64), tokens)
 
         self.begins = starts[:-1]
-        self.ends: Ints = np.repeat(starts[1:], tokens)
+        self.ends: Ints = trace.request_ends
         self.position = ranges(tokens)
         self.request: Ints = np.repeat(np.arange(len(tokens)), tokens)
         self.context: Ints = self.position + each("prompt_length")
@@ -93,11 +93,7 @@ class Layout(Places):
         self.recorded = np.full(count, UNBOUNDED - 1, dtype=np.int64)
         if trace.signals:
             self.rows = np.asarray(trace.on_path, dtype=np.int64)
-            bounds = np.append(self.rows, len(trace))
-            index = np.arange(count)
-            # A draft walks on through matches and the tail of the next mismatch.
-            last = index + 1 if trace.by_start else np.minimum(index + self.runs + 1, self.ends)
-            self.recorded = bounds[last] - self.rows - trace.nothing_drafted
+            self.recorded = trace.draft_ends - self.rows
             at_eos = next_true(ends_drafts(trace))[self.rows] - self.rows + 1
             self.most = np.minimum(np.minimum(left, at_eos), self.recorded + (not trace.drafts_end))
         else:

@@ -76,12 +76,7 @@ def score_tape(trace: Trace) -> ScoreTape:
 def check_rule_columns(trace: Trace, rule: VerifyRule) -> None:
     """Raise SignalError if `trace` cannot tell what the lossy `rule` needs to know."""
     name = type(rule).__name__
-    if missing := [s for s in rule.reads if s not in trace.signals]:
-        raise SignalError(
-            f"{name} reads the draft signals {', '.join(missing)}, which this trace does not hold "
-            f"(it holds {', '.join(sorted(trace.signals)) or 'none'}): record one with "
-            "`draftsim profile`, or choose a lossless rule"
-        )
+    trace.check_reads(rule.reads, name, "a lossless rule")
     needed = [SCORE_COLUMNS[s] for s in rule.needs]
     if missing := [c for c in needed if c not in trace.columns]:
         raise SignalError(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import zip_longest
-from typing import NamedTuple
 
 from policies.core import DraftPolicy
 from policies.rules.base import VerifyRule
@@ -65,35 +64,27 @@ def replay_many(
             yield log
 
 
-class _Kind(NamedTuple):
-    """The properties shared by plans that advance together."""
-
-    state: type | None
-    watches: bool
-    learns: bool
-
-
 def _together(trace: Trace, policies: Sequence[DraftPolicy], walk: Walk) -> list[Rounds | None]:
     """Return the rounds of each policy that has a plan, and stays within what was recorded."""
-    kinds: dict[_Kind, dict[int, VectorisedPlan]] = {}
+    # Plans advance together whose states are of one class, and all of which watch and learn or not.
+    kinds: dict[tuple[type | None, bool, bool], dict[int, VectorisedPlan]] = {}
     for i, policy in enumerate(policies):
         if (plan := _planned(trace, policy)) is None:
             continue
-        kind = _Kind(None, False, False)
+        kind: tuple[type | None, bool, bool] = (None, False, False)
         if plan.state is not None:
-            learns = policy.learns_across_requests
-            kind = _Kind(type(plan.state), plan.watch is not None, learns)
+            kind = (type(plan.state), plan.watch is not None, policy.learns_across_requests)
         kinds.setdefault(kind, {})[i] = plan
     found: list[Rounds | None] = [None] * len(policies)
-    for kind, plans in kinds.items():
-        if len(plans) * (1 if kind.learns else len(walk.entries)) < FEWEST:
+    for (state, _, learns), plans in kinds.items():
+        if len(plans) * (1 if learns else len(walk.entries)) < FEWEST:
             continue
         # Few requests a setting need many settings to a step.
-        block = len(plans) if kind.learns else max(1, CELLS // walk.width)
+        block = len(plans) if learns else max(1, CELLS // walk.width)
         places, every = list(plans), list(plans.values())
         for begin in range(0, len(every), block):
             some = every[begin : begin + block]
-            tried = walk.steady(some) if kind.state is None else walk.adaptive(some, kind.learns)
+            tried = walk.steady(some) if state is None else walk.adaptive(some, learns)
             for i, rounds in zip(places[begin : begin + block], walk.rounds(tried), strict=True):
                 found[i] = rounds
     return found

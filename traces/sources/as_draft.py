@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 import pandas as pd
 
-from policies.arrays import Ints, ranges
+from policies.arrays import Ints
 from traces.acceptance.trace import Trace
 from traces.errors import DraftsimError
 from traces.latency.schema import CELL_COLUMNS
@@ -66,18 +66,16 @@ def laid_out(
 
     All arrays have the shape (positions of all requests, longest draft).
     """
-    true, bounds = np.array(true_tokens(trace, sampled=True)), trace.request_starts
-    lengths = np.diff(bounds)
-    stop, rows = np.repeat(bounds[1:], lengths), np.arange(len(true))
-    begins = np.zeros(len(true), bool)
-    begins[bounds[:-1]] = True
-    from_row = np.where(begins & (stop - rows > 1), rows + 1, rows)
+    true, stop = np.array(true_tokens(trace, sampled=True)), trace.request_ends
+    request, position = (trace.columns[name][trace.on_path] for name in ("request", "position"))
+    rows = np.arange(len(true))
+    from_row = np.where((position == 0) & (stop - rows > 1), rows + 1, rows)
     accepted = leading_right(drafted, true, stop)[from_row]
     drafted, held = drafted[from_row], held[from_row]
     start, offset = np.nonzero(held)
     columns: dict[str, npt.NDArray[Any]] = {
-        "request": np.repeat(np.arange(len(lengths)), lengths)[start],
-        "position": ranges(lengths)[start],
+        "request": request[start],
+        "position": position[start],
         "offset": offset,
         "match": (offset < accepted[start]).astype(np.int8),
         "accepted": np.where(offset == 0, accepted[start], 0),
@@ -102,7 +100,7 @@ def drafted_latency(
     return table.assumed_batch_free("draft") if batch_free else table
 
 
-def in_the_drafts_place(latency: LatencyTable, drafter: str, name: str = "") -> LatencyTable:
+def with_drafter(latency: LatencyTable, drafter: str, name: str = "") -> LatencyTable:
     """Return `latency` with the passes of its model `drafter` instead of the draft model's.
 
     Rounds know it as `name`, by default its own.  Raises DraftsimError if it has none.
@@ -124,7 +122,7 @@ def in_an_engine(latency: LatencyTable, drafter: str, name: str) -> LatencyTable
             f"the engine's latencies are those of {own}, not of {drafter}: "
             f"`draftsim profile engine --eagle {drafter}`"
         )
-    return in_the_drafts_place(latency, "draft", name)
+    return with_drafter(latency, "draft", name)
 
 
 def standing_in(
@@ -141,15 +139,9 @@ def standing_in(
 
 def model_of(source: Source, recordings: Recordings) -> str:
     """Return the model of the latency table that its passes are of."""
-    model = measured_model(source, recordings)
-    # Rounds of the draft model's name are priced as its own, one pass per drafted token.
-    return source.name if model == "draft" else model
-
-
-def measured_model(source: Source, recordings: Recordings) -> str:
-    """Return the model of the latency table that its passes were measured of."""
     drafter = source.drafter(recordings)
-    return source.name if drafter is None else drafter.model
+    # Rounds of the draft model's name are priced as its own, one pass per drafted token.
+    return source.name if drafter is None or drafter.model == "draft" else drafter.model
 
 
 def _frame(rows: list[tuple[str, str, int, int, int, float]]) -> pd.DataFrame:

@@ -12,6 +12,7 @@ import numpy.typing as npt
 
 from policies.arrays import Ints
 from policies.core import SIGNALS, Load
+from policies.parameters import Checked
 from traces.acceptance.tape import RecordedToken
 from traces.acceptance.trace import Trace
 from traces.errors import DraftsimError
@@ -34,7 +35,7 @@ class Drafter(NamedTuple):
     such rounds cost what a draft model's do, any others their calls."""
 
 
-class Source:
+class Source(Checked):
     """A source of proposals.  Its constructor has parameters, and no recordings."""
 
     name: ClassVar[str]
@@ -80,12 +81,10 @@ class Source:
 
     def label(self, recordings: Recordings) -> str:
         """Return its name in tables, which tells it from the others of these recordings."""
-        del recordings
         return self.name
 
     def drafter(self, recordings: Recordings) -> Drafter | None:
         """Return the model it drafts with; None where it has none but the target."""
-        del recordings
         return None
 
     def longest(self, trace: Trace, recordings: Recordings) -> int | None:
@@ -93,12 +92,10 @@ class Source:
 
         Raises DraftsimError if what it needs was not recorded.
         """
-        del recordings
         return trace.max_gamma
 
     def unlike_a_draft_model(self, recordings: Recordings) -> str | None:
         """Return why `traces.sources.as_draft` cannot take it; None if it can."""
-        del recordings
         return self.unlike
 
     def drafts_along(self, trace: Trace, recordings: Recordings) -> Trace:
@@ -118,22 +115,18 @@ class Source:
 
     def held(self, recordings: Recordings) -> frozenset[str]:
         """Return the signals among `signals` that the tokens of these recordings carry."""
-        del recordings
         return self.signals
 
     def completed(self, trace: Trace, recordings: Recordings) -> Recordings:
         """Return `recordings` with what follows from the source's parameters and `trace` alone."""
-        del trace
         return recordings
 
     def for_decoding(self, recordings: Recordings) -> Source:
         """Return the source completed from its recording, as real decoding needs it."""
-        del recordings
         return self
 
     def with_each(self, recordings: Recordings) -> Sequence[Self]:
         """Return the source once for each recorded drafter that it names; at least once."""
-        del recordings
         return [self]
 
     @property
@@ -168,12 +161,10 @@ class SourceReplay(ABC):
 
         def at_once(self, trace, plan, first, chosen) -> Walked | None
         def chained(self, log) -> list[Counted] | None
-        def rounds(self, longest) -> Iterator[Round]
 
     The first returns the rounds of the requests `chosen`, ascending, and their calls; None leaves
     them to the loop.  The second is for a `StartSource` whose draft from a start is one chain:
-    the calls of the rounds in `log`, besides passes of a drafter.  The third decodes its own
-    request with drafts of `longest` tokens, where a whole draft is found in one step.
+    the calls of the rounds in `log`, besides passes of a drafter.
     """
 
     sampled: ClassVar[bool] = False

@@ -7,6 +7,7 @@ another source than a draft model come from `traces.sources.registry.SYSTEMS`.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 
 import numpy as np
 
@@ -40,65 +41,60 @@ FIXED_TAUS: Mapping[float, str] = {
 """Thresholds that `draftsim papers` also shows the ablation at, and why."""
 
 
+_drafted = partial(Method, DRAFT_MODEL)
+
+
 def _single(weights: str, what: str) -> Method:
-    return Method(DRAFT_MODEL, f"cm-asd:weights={weights}", f"cm-asd:weights={weights}", what)
+    return _drafted(f"cm-asd:weights={weights}", f"cm-asd:weights={weights}", what)
 
 
 CMASD_ABLATION: Mapping[str, Method] = {
     "transformer-base": Method(
         "none", "autoregressive", "exact", "CM-ASD, Table III: the target alone (greedy here)"
     ),
-    "cm-asd-fixed-window": Method(
-        DRAFT_MODEL, f"fixed:gamma={FIXED_WINDOW}", "cm-asd",
-        "CM-ASD, Table III: without adaptive drafting",
+    "cm-asd-fixed-window": _drafted(
+        f"fixed:gamma={FIXED_WINDOW}", "cm-asd", "CM-ASD, Table III: without adaptive drafting"
     ),
-    "cm-asd-fixed-threshold": Method(
-        DRAFT_MODEL, "cm-asd", _EQUAL_MEAN, "CM-ASD, Table III: without adaptive verification"
+    "cm-asd-fixed-threshold": _drafted(
+        "cm-asd", _EQUAL_MEAN, "CM-ASD, Table III: without adaptive verification"
     ),
-    "cm-asd-no-confidence": Method(
-        DRAFT_MODEL, f"fixed:gamma={FIXED_WINDOW}", _EQUAL_MEAN,
-        "CM-ASD, Table III: fixed window and threshold",
+    "cm-asd-no-confidence": _drafted(
+        f"fixed:gamma={FIXED_WINDOW}", _EQUAL_MEAN, "CM-ASD, Table III: fixed window and threshold"
     ),
     "cm-asd-entropy": _single("[1,0,0]", "CM-ASD, Table III: entropy-only confidence"),
     "cm-asd-margin": _single("[0,1,0]", "CM-ASD, Table III: margin-only confidence"),
     "cm-asd-softmax": _single("[0,0,1]", "CM-ASD, Table III: softmax-only confidence"),
-    "cm-asd": Method(DRAFT_MODEL, "cm-asd", "cm-asd", "CM-ASD (arXiv:2508.15371)"),
-}  # fmt: skip
+    "cm-asd": _drafted("cm-asd", "cm-asd", "CM-ASD (arXiv:2508.15371)"),
+}
 """The eight variants of CM-ASD, Table III, in its order."""
 
 CSD_ABLATION: Mapping[str, Method] = {
-    "csd-specdecode": Method(
-        DRAFT_MODEL, CSD_WINDOW, "exact", "CSD's baseline: lossless speculative decoding"
+    "csd-specdecode": _drafted(
+        CSD_WINDOW, "exact", "CSD's baseline: lossless speculative decoding"
     ),
-    "csd-ocm": Method(DRAFT_MODEL, CSD_WINDOW, "csd-ocm", "CSD's correction memory alone"),
-    "csd-scg": Method(DRAFT_MODEL, CSD_WINDOW, "csd-scg", "CSD's consistency gate alone"),
-    "csd": Method(DRAFT_MODEL, CSD_WINDOW, "csd", "CSD (arXiv:2604.13634)"),
-    "lossy-sd": Method(
-        DRAFT_MODEL, CSD_WINDOW, "lossy-global", "CSD's lossy baseline: one global threshold"
-    ),
+    "csd-ocm": _drafted(CSD_WINDOW, "csd-ocm", "CSD's correction memory alone"),
+    "csd-scg": _drafted(CSD_WINDOW, "csd-scg", "CSD's consistency gate alone"),
+    "csd": _drafted(CSD_WINDOW, "csd", "CSD (arXiv:2604.13634)"),
+    "lossy-sd": _drafted(CSD_WINDOW, "lossy-global", "CSD's lossy baseline: one global threshold"),
 }
 """CSD's ablation; a memory calibrated beforehand is given to the run, not named here."""
 
 METHODS: Mapping[str, Method] = {
-    "specdecode": Method(
-        DRAFT_MODEL, "fixed:gamma=5", "exact", "Speculative decoding, fixed length"
+    "specdecode": _drafted("fixed:gamma=5", "exact", "Speculative decoding, fixed length"),
+    "hf-heuristic": _drafted(
+        "hf-heuristic", "exact", "transformers' heuristic (GammaTune, Table 2)"
     ),
-    "hf-heuristic": Method(
-        DRAFT_MODEL, "hf-heuristic", "exact", "transformers' heuristic (GammaTune, Table 2)"
+    "assistant-threshold": _drafted(
+        "confidence", "exact", "transformers' confidence threshold (GammaTune)"
     ),
-    "assistant-threshold": Method(
-        DRAFT_MODEL, "confidence", "exact", "transformers' confidence threshold (GammaTune)"
-    ),
-    "gammatune": Method(DRAFT_MODEL, "gammatune", "exact", "GammaTune (arXiv:2504.00030)"),
-    "gammatune+": Method(
-        DRAFT_MODEL, "gammatune-plus", "exact", "GammaTune with a confidence stop"
-    ),
+    "gammatune": _drafted("gammatune", "exact", "GammaTune (arXiv:2504.00030)"),
+    "gammatune+": _drafted("gammatune-plus", "exact", "GammaTune with a confidence stop"),
     **CMASD_ABLATION,
     **CSD_ABLATION,
-    "spec-verification": Method(
-        DRAFT_MODEL, "fixed:gamma=8", "spec-verification", "SpecDec's verification (2203.16487)"
+    "spec-verification": _drafted(
+        "fixed:gamma=8", "spec-verification", "SpecDec's verification (2203.16487)"
     ),
-    "bild": Method(DRAFT_MODEL, "bild", "bild", "BiLD (2302.07863): fallback and rollback"),
+    "bild": _drafted("bild", "bild", "BiLD (2302.07863): fallback and rollback"),
     **SYSTEMS,
 }
 """Every named method."""

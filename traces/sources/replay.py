@@ -15,7 +15,7 @@ from traces.acceptance.trace import Trace
 from traces.errors import DraftsimError, SignalError
 from traces.latency.table import LatencyTable
 from traces.replay.calls import LAYER, Call, Counted, pack_calls, pack_counted
-from traces.replay.rounds import Fidelity, RoundLog
+from traces.replay.rounds import RoundLog
 from traces.replay.run import own_policy, text_fidelity
 from traces.replay.scores import prepared_rule
 from traces.replay.vectorised import replay_many
@@ -68,12 +68,13 @@ def replay_source(
         plan = None  # the loop says what it lacks
     rounds, calls = (
         _at_once(trace, source, decoder_of, policy, plan, recordings, first, chosen)
-        or _asked(decoder_of, own, plan, chosen)
+        or _asked(decoder_of, own, chosen)
     )  # fmt: skip
     by_passes = drafter is not None and drafter.by_passes
     return RoundLog(
         rounds, [trace.requests[i] for i in chosen], name or describe(policy),
-        source=source.label(recordings), verify=lossless, fidelity=fidelity_of(source, trace),
+        source=source.label(recordings), verify=lossless,
+        fidelity=text_fidelity(trace) if source.fidelity == "exact" else source.fidelity,
         reads=policy.reads, first=first,
         calls=None if by_passes else calls,
         drafter="draft" if drafter is None else drafter.model, takes_verified=by_passes,
@@ -108,20 +109,14 @@ def _at_once(
 
 
 def _asked(
-    decoder_of: Callable[[int], SourceReplay], policy: DraftPolicy, plan: VectorisedPlan | None,
-    chosen: Sequence[int],
-) -> Walked:  # fmt: skip
-    """Return rounds and calls by the loop: the policy is asked before every token.
-
-    It is not where its drafts have one length and the decoder finds them in one step.
-    """
-    length = plan.cap if plan is not None and plan.is_length else None
+    decoder_of: Callable[[int], SourceReplay], policy: DraftPolicy, chosen: Sequence[int]
+) -> Walked:
+    """Return rounds and calls by the loop: the policy is asked before every token."""
     rounds: list[list[Round]] = []
     calls: list[list[list[Call]]] = []
     for i in chosen:
         decoder = decoder_of(i)
-        known = None if length is None else own_word(decoder, "rounds", length)
-        rounds.append(list(known or speculate(decoder, policy.fresh())))
+        rounds.append(list(speculate(decoder, policy.fresh())))
         calls.append(decoder.calls.rounds)
     return RoundLog.pack(rounds), pack_calls(calls)
 
@@ -136,11 +131,6 @@ def check_rule(rule: VerifyRule | None, source: Source, trace: Trace) -> str:
         )
     prepared_rule(rule, trace)  # refuses a lossless rule that does not fit the recording
     return lossless
-
-
-def fidelity_of(source: Source, trace: Trace) -> Fidelity:
-    """Return that of the recorded text where the source is exact, else the source's own."""
-    return text_fidelity(trace) if source.fidelity == "exact" else source.fidelity
 
 
 def check_signals(

@@ -34,7 +34,7 @@ from traces.acceptance.trace import Trace
 from traces.errors import DraftsimError
 from traces.latency.table import LatencyTable
 from traces.replay.run import replay
-from traces.sources.as_draft import drafted_trace, in_the_drafts_place
+from traces.sources.as_draft import drafted_trace, with_drafter
 from traces.sources.starts.features import Eagle as EagleSource
 from traces.store.files import read_trace
 
@@ -187,7 +187,7 @@ class DrafterPair:
         place.check_time()
         own = measure_drafters(target, self._modules, repeats, widths, contexts)
         table = LatencyTable(table_of([*cells, *rows_of(own)]))
-        return rows_of(in_the_drafts_place(table, self.source.key).cells)
+        return rows_of(with_drafter(table, self.source.key).cells)
 
     def run(self, checks: Checks, seconds: float) -> dict[str, Any]:
         """Run policies with it on the requests of `checks`, interleaved, and compare the rounds."""

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, ClassVar, NamedTuple
+from dataclasses import dataclass
+from typing import Any, ClassVar
 
 import numpy as np
 import numpy.typing as npt
 
 from policies.arrays import Bools, Floats, Ints, next_true, ranges
-from policies.parameters import flag, whole, within
+from policies.parameters import flag, parameter, ratio, whole, within
 from policies.spec import describe_spec
 from policies.vectorised import UNBOUNDED, VectorisedPlan
 from traces.acceptance.tape import RecordedToken
@@ -40,15 +41,8 @@ from traces.sources.base import (
 from traces.sources.exits.recording import ExitRecording, ExitSetting, depth_layers, usable_exits
 from traces.sources.recording import DRAWN, LOGITS, Recordings, read_columns
 
-
-class ExitStep(NamedTuple):
-    """The source's step at a node."""
-
-    token: RecordedToken | None
-    heads: int
-    """Exit heads asked, the accepted one included."""
-    deepest: int
-    """Layers run for the token."""
+ExitStep = tuple[RecordedToken | None, int, int]
+"""The source's step at a node: its token, exit heads asked, and layers run for it."""
 
 
 class ExitTape:
@@ -58,9 +52,14 @@ class ExitTape:
         self.recording, self.source = recording, source
         self._raw_unknown = not recording.sampling.plain and DRAWN[1] not in recording.arrays
         self.eos = eos_of(trace)
-        self.choices = recording.choices(source.tau, source.omega, source.depth, source.layers)
-        self.deepest = depth_layers(source.depth, recording.layers)
-        self.used = usable_exits(recording.exit_layers, self.deepest, source.layers)
+        at = recording.choices(source.tau, source.omega, source.depth, source.layers)
+        deepest = depth_layers(source.depth, recording.layers)
+        used = usable_exits(recording.exit_layers, deepest, source.layers)
+        self.choices: Ints = at
+        self.heads: Ints = np.where(at < 0, len(used), np.searchsorted(used, at) + 1)
+        """Exit heads asked at each node, the accepted one included."""
+        self.depths: Ints = np.where(at < 0, deepest, np.array(recording.exit_layers)[at])
+        """Layers run for the token of each node."""
         self._steps: list[ExitStep | None] = [None] * len(self.choices)
         self._calls: dict[tuple[int, ...], Mapping[CallKey, int]] = {}
         true = np.asarray(true_tokens(trace, sampled=True))
@@ -72,7 +71,8 @@ class ExitTape:
     def step(self, node: int) -> ExitStep:
         """Return the step at a node."""
         if (step := self._steps[node]) is None:
-            step = self._steps[node] = self._make(node)
+            token = self._token(node) if self.choices[node] >= 0 else None
+            step = self._steps[node] = token, int(self.heads[node]), int(self.depths[node])
         return step
 
     def calls(self, depths: list[int], positions: int) -> Mapping[CallKey, int]:
@@ -91,17 +91,13 @@ class ExitTape:
             found = self._calls[key] = counter.open
         return found
 
-    def _make(self, node: int) -> ExitStep:
-        at = int(self.choices[node])
-        if at < 0:
-            return ExitStep(None, len(self.used), self.deepest)
-        record = self.recording
-        token = int(record["argmax"][node, at])
-        signals = record.columns[node, at].tolist()  # in the order of a token's fields
+    def _token(self, node: int) -> RecordedToken:
+        where, record = (node, self.choices[node]), self.recording
+        token = int(record["argmax"][where])
+        signals = record.columns[where].tolist()  # in the order of a token's fields
         if self._raw_unknown:
             signals[-1] = None
-        made = RecordedToken(token, token in self.eos, *signals)
-        return ExitStep(made, self.used.index(at) + 1, record.exit_layers[at])
+        return RecordedToken(token, token in self.eos, *signals)
 
 
 class EarlyExitReplay(SourceReplay):
@@ -126,10 +122,10 @@ class EarlyExitReplay(SourceReplay):
 
     def draft(self, so_far: Sequence[Any]) -> RecordedToken | None:
         """Run the last token up to its exit; None if it reaches the depth bound."""
-        step = self._step(so_far)
-        self._depths.append(step.deepest)
-        self.calls.add(EXIT_HEAD, 1, step.heads)
-        return step.token
+        token, heads, depth = self._step(so_far)
+        self._depths.append(depth)
+        self.calls.add(EXIT_HEAD, 1, heads)
+        return token
 
     def _step(self, so_far: Sequence[Any]) -> ExitStep:
         if not so_far:
@@ -199,12 +195,11 @@ class EarlyExitReplay(SourceReplay):
 
         ``waiting``, (rounds,), are verified positions that were not drafted from as yet.
         """
-        del waiting
-        at = self.tape.choices[steps.node]
-        many = np.where(at < 0, len(self.tape.used), np.searchsorted(self.tape.used, at) + 1)
+        many = self.tape.heads[steps.node]
         return Counted(False, EXIT_HEAD, steps.round, np.ones_like(many), many)
 
 
+@dataclass(eq=False)
 class EarlyExit(Source):
     """A token leaves the target at the first layer whose exit head is confident enough.
 
@@ -243,24 +238,18 @@ class EarlyExit(Source):
     stands_in: ClassVar[bool] = False
     """True if drafts go on along the true text where nothing was recorded after a wrong exit."""
 
-    def __init__(
-        self,
-        tau: float = 0.5,
-        omega: float = 0.3,
-        depth: float = 0.5,
-        layers: Sequence[int] | None = None,
-        bonus: bool = False,
-    ) -> None:
-        within("tau", tau, 0, 1)
-        within("omega", omega, 0)
-        within("depth", depth, 0, 1)
-        flag("bonus", bonus)
-        for layer in layers or ():
+    tau: float = parameter(0.5, within, 0, 1)
+    omega: float = parameter(0.3, within, 0)
+    depth: float = parameter(0.5, ratio)
+    layers: Sequence[int] | None = None
+    bonus: bool = parameter(False, flag)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for layer in self.layers or ():
             whole("layers", layer, 1)
-        if layers is not None and not layers:
+        if self.layers is not None and not self.layers:
             raise ValueError("layers is empty, expected at least one exit layer")
-        self.tau, self.omega, self.depth = tau, omega, depth
-        self.layers, self.bonus = layers, bonus
 
     def held(self, recordings: Recordings) -> frozenset[str]:
         """Return all signals, but for a draw's raw probability where it was not recorded."""
@@ -289,7 +278,6 @@ class EarlyExit(Source):
 
         Raises DraftsimError if none was, and names the recorded settings.
         """
-        del trace
         settings = self.recording(recordings).settings
         wanted = self.setting(1)[:-1]
         if lengths := [int(s.gamma_max) for s in settings if s[:-1] == wanted]:
@@ -349,12 +337,11 @@ def layer_calls(tape: ExitTape, steps: ExitSteps, positions: Ints) -> list[Count
     passed it.  So each layer by itself tells its widths: positions since it last ran.  Layers
     between two exits run alike, which leaves as many cases as there are exits.
     """
-    record, at = tape.recording, tape.choices[steps.node]
-    depth = np.where(at < 0, tape.deepest, np.array(record.exit_layers)[at])
+    depth = tape.depths[steps.node]
     rounds = np.arange(len(positions))
     calls = [Counted(True, HEAD, rounds, positions, np.ones_like(positions))]
     before = 0
-    for until in [*np.unique(depth).tolist(), record.layers]:
+    for until in [*np.unique(depth).tolist(), tape.recording.layers]:
         layers, before = until - before, until
         # The step of each round at which these layers ran last, up to each step and in all.
         ran = np.flatnonzero(depth >= until)
@@ -458,11 +445,11 @@ class KangarooReplay(EarlyExitReplay):
 
     def draft(self, so_far: Sequence[Any]) -> RecordedToken | None:
         """Return the adapter's proposal after the last token."""
-        step = self._step(so_far)
-        self._depths.append(step.deepest)
+        token, _, depth = self._step(so_far)
+        self._depths.append(depth)
         self.calls.add(ADAPTER, self._pending + 1)
         self._pending = 0
-        return step.token
+        return token
 
     def charge(self, submitted: int) -> int:
         """Charge the layers that the processed positions still lack."""

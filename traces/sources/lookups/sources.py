@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
@@ -11,7 +11,6 @@ from typing import Any, ClassVar, NamedTuple
 import numpy as np
 
 from policies.arrays import Ints
-from policies.core import Round, caught_up
 from policies.spec import parameters
 from policies.vectorised import VectorisedPlan, own_word
 from traces.acceptance.tape import RecordedToken
@@ -108,25 +107,6 @@ class LookupReplay(SourceReplay):
             return None
         return proposed(proposals[len(so_far)])
 
-    def rounds(self, longest: int) -> Iterator[Round]:
-        """Return the rounds of drafts of `longest` tokens, or what is proposed if less.
-
-        As `policies.core.speculate` makes them, without a question before every token.
-        """
-        catch_up = 1
-        while (remaining := self.remaining) > 0:
-            at, drafted, accepted = self.position, 0, 0
-            if most := min(longest, remaining - 1):
-                self.calls.add(self._kind, 1)
-                proposals = self._proposals()
-                drafted = min(most, len(proposals))
-                tokens = (p.token_id for p in proposals)
-                accepted = leading(tokens, self.output[at : at + drafted])
-            self.calls.end_round()
-            self.position = min(at + accepted + 1, self.length)
-            yield Round(at, drafted, accepted, self.position - at, drafted, catch_up)
-            catch_up = caught_up(catch_up, drafted, accepted, False)
-
     def at_once(
         self, trace: Trace, plan: VectorisedPlan, first: int, chosen: Sequence[int]
     ) -> Walked | None:
@@ -174,7 +154,6 @@ class LookupSource(Source):
 
         By default one of `searches`, with the parameters of this source, in the request's own text.
         """
-        del corpus
         assert self.searches is not None, "a subclass without a class that searches has a method"
         return self.searches(*(getattr(self, name) for name in parameters(type(self))), eos)
 
@@ -184,12 +163,10 @@ class LookupSource(Source):
         Shape (positions of all requests, tokens); `BETWEEN` after the last that is proposed.  None:
         the lookup is asked wherever a round begins.  A subclass needs its own method.
         """
-        del trace
         return None
 
     def drafts_along(self, trace: Trace, recordings: Recordings) -> Trace:
         """Return the outputs with what is found after every position: often nothing."""
-        del recordings
         drafted = self.drafted(trace)
         assert drafted is not None, "`unlike` says which lookups find all at once"
         held = drafted >= 0
@@ -204,7 +181,6 @@ class LookupSource(Source):
 
     def as_draft(self, latency: LatencyTable, recordings: Recordings) -> LatencyTable:
         """Return `latency` with a search for every sequence in every round."""
-        del recordings
         return with_searches(latency, self.name)
 
     def open(
@@ -213,7 +189,6 @@ class LookupSource(Source):
         """Open the decoders; this needs prompt and output tokens, which `draftsim profile`
         records.
         """
-        del recordings
         eos = eos_of(trace)
 
         def decoder(request: int) -> LookupReplay:
@@ -427,7 +402,6 @@ class Suffix(LookupSource):
         self, trace: Trace, recordings: Recordings, first: int
     ) -> Callable[[int], SourceReplay]:
         """Return the decoder of one request; drafts are looked up once per trace."""
-        del recordings
         if self._found is None or self._found[0]() is not trace:
             self._found = weakref.ref(trace), _Proposals(self, trace)
         proposals = self._found[1]

@@ -13,10 +13,8 @@ from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from policies.parameters import whole, within
-from traces.sources.lookups.text import Lookup, Proposal
-
-BETWEEN = -1
-"""Stands in the text between two sequences."""
+from traces.sources.lookups.occurrences import BETWEEN
+from traces.sources.lookups.text import Lookup, Proposal, until_eos
 
 
 class Node:
@@ -257,9 +255,4 @@ class SuffixLookup(Lookup):
         for tree in (self._own, self._served):
             if tree is not None:
                 best = speculate(tree, context, self.num_tokens, self.factor, self.min_prob, best)
-        chosen: list[Proposal] = []
-        for token, prob in zip(best.tokens, best.probs, strict=True):
-            chosen.append(Proposal(token, prob))
-            if token in self.eos:
-                break
-        return chosen
+        return until_eos(map(Proposal, best.tokens, best.probs), self.eos)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from itertools import cycle, takewhile
 from typing import NamedTuple
 
@@ -263,12 +263,8 @@ class NGramPool(Lookup):
     def propose(self) -> list[Proposal]:
         """Return the newest n-gram after the last token."""
         kept = self._pool.get(self._ids[-1]) if self._ids else None
-        chosen: list[Proposal] = []
-        for token in next(reversed(kept)) if kept else ():
-            if token in self.eos:
-                break
-            chosen.append(Proposal(token))
-        return chosen
+        newest = next(reversed(kept)) if kept else ()
+        return [Proposal(t) for t in takewhile(lambda t: t not in self.eos, newest)]
 
 
 class NGramLookup(Lookup):
@@ -305,7 +301,7 @@ class NGramLookup(Lookup):
 
     def propose(self) -> list[Proposal]:
         """Return the tokens that followed; empty if no n-gram recurs."""
-        return until_eos(self._seen.following(self.k), self.eos)
+        return until_eos(map(Proposal, self._seen.following(self.k)), self.eos)
 
 
 class NGramSimpleLookup(Lookup):
@@ -352,14 +348,15 @@ class NGramSimpleLookup(Lookup):
         if start is None or len(ids) <= self.size_n + self.size_m + 2:
             return []
         copied = ids[start : min(start + self.size_m, len(ids) - 1)]
-        return until_eos(copied, self.eos) if len(copied) >= self.size_n else []
+        few = len(copied) < self.size_n
+        return [] if few else until_eos(map(Proposal, copied), self.eos)
 
 
-def until_eos(tokens: Sequence[int], eos: frozenset[int]) -> list[Proposal]:
-    """Return proposals of `tokens` up to the first that ends a sequence, which is proposed too."""
+def until_eos(proposals: Iterable[Proposal], eos: frozenset[int]) -> list[Proposal]:
+    """Return `proposals` up to the first that ends a sequence, which is proposed too."""
     chosen: list[Proposal] = []
-    for token in tokens:
-        chosen.append(Proposal(token))
-        if token in eos:
+    for proposal in proposals:
+        chosen.append(proposal)
+        if proposal.token_id in eos:
             break
     return chosen

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from copy import copy
+from dataclasses import dataclass, replace
 from pathlib import Path, PurePath
 from typing import Any, ClassVar, Self
 
@@ -13,12 +13,13 @@ from traces.errors import DraftsimError
 from traces.latency.table import LatencyTable
 from traces.replay.calls import DRAFTER, Counted
 from traces.replay.rounds import RoundLog
-from traces.sources.as_draft import in_an_engine, in_the_drafts_place, model_of
+from traces.sources.as_draft import in_an_engine, model_of, with_drafter
 from traces.sources.base import Drafter, Source
 from traces.sources.recording import Recordings
 from traces.sources.starts.recording import StartRecording, StartReplay, StartSource
 
 
+@dataclass(eq=False)
 class OnFeatures(Source):
     """A source whose drafter reads the target's features (arXiv:2401.15077, sec. 3.1).
 
@@ -28,9 +29,7 @@ class OnFeatures(Source):
 
     one_pass: ClassVar[bool] = False
     """True if its drafter drafts all tokens of a round in one pass."""
-
-    def __init__(self, model: str | None = None) -> None:
-        self.model = model
+    model: str | None = None
 
     @property
     def key(self) -> str:
@@ -61,22 +60,17 @@ class OnFeatures(Source):
         """Return the name on the command line: by its folder's own name."""
         return f"{self.name}:model={self.recorded(recordings).removeprefix(f'{self.name}.')}"
 
-    def of(self, model: str) -> Self:
-        """Return the same source with another drafter."""
-        other = copy(self)
-        other.model = model
-        return other
-
     def for_decoding(self, recordings: Recordings) -> Source:
         """Return the source with the folder that its drafter was recorded from."""
         if Path(self.model or "").is_dir():
             return self
-        return self.of(str(self.recording(recordings).meta["model"]))
+        return replace(self, model=str(self.recording(recordings).meta["model"]))
 
     def with_each(self, recordings: Recordings) -> Sequence[Self]:
         """Return the same source with each recorded drafter of the kind ``model``, by name."""
         mine = self.found(recordings).items()
-        return [self.of(k) for k, r in mine if r.meta["kind"] == self.model] or [self]
+        kind = self.model
+        return [replace(self, model=k) for k, r in mine if r.meta["kind"] == kind] or [self]
 
 
 class EagleReplay(StartReplay):
@@ -108,7 +102,6 @@ class EagleReplay(StartReplay):
 
     def chained(self, log: RoundLog) -> list[Counted] | None:
         """Count passes of the drafter alone, where a token is one."""
-        del log
         return [] if self._turns == 1 else None
 
 
@@ -143,4 +136,4 @@ class Eagle(OnFeatures, StartSource):
         name = model_of(self, recordings)
         if (latency.meta.get("engine") or {}).get("own_drafter"):
             return in_an_engine(latency, str(self.recording(recordings).meta["model"]), name)
-        return in_the_drafts_place(latency, name)
+        return with_drafter(latency, name)

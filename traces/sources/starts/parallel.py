@@ -8,27 +8,20 @@ verification alone by cutting drafts.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from itertools import pairwise
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from policies.parameters import whole, within
+from policies.parameters import parameter, whole, within
 from policies.spec import describe_spec
 from traces.acceptance.synthetic import ORDINARY, drawn_chances, logits_of
-from traces.acceptance.tape import RecordedToken
 from traces.acceptance.trace import Trace
 from traces.latency.table import LatencyTable
 from traces.replay.calls import ONE_PASS, Counted
 from traces.replay.rounds import RoundLog
-from traces.sources.as_draft import (
-    measured_model,
-    model_of,
-    one_pass,
-    standing_in,
-    with_passes_alone,
-)
+from traces.sources.as_draft import model_of, one_pass, standing_in, with_passes_alone
 from traces.sources.base import Drafter, Source, eos_of, true_tokens
 from traces.sources.recording import LOGITS, Recordings
 from traces.sources.starts.features import OnFeatures
@@ -42,13 +35,11 @@ class ParallelReplay(StartReplay):
     _ran = 0
     """Output tokens known when the drafter last ran."""
 
-    def draft(self, so_far: Sequence[Any]) -> RecordedToken | None:
-        """Return the next mask's token; None when they are used up."""
-        if not so_far:
-            read = min(self.position - self._ran, self.info.prompt_length + self.position - 1)
-            self.calls.add(ONE_PASS, read + self.width - 1)
-            self._ran = self.position
-        return self.token(len(so_far)) if len(so_far) < self.width else None
+    def begin_draft(self) -> None:
+        """Count the pass."""
+        read = min(self.position - self._ran, self.info.prompt_length + self.position - 1)
+        self.calls.add(ONE_PASS, read + self.width - 1)
+        self._ran = self.position
 
     def chained(self, log: RoundLog) -> list[Counted]:
         """Return one pass for every round that drafts."""
@@ -71,6 +62,7 @@ def _read(log: RoundLog, ran: npt.NDArray[np.intp]) -> npt.NDArray[np.int64]:
     return read
 
 
+@dataclass(eq=False)
 class Parallel(OnFeatures, StartSource):
     """A one-pass drafter, recorded by draft position or given by its acceptance alone.
 
@@ -112,23 +104,19 @@ class Parallel(OnFeatures, StartSource):
         "acceptance=[0.8,0.6,...] by position"
     )
 
-    def __init__(
-        self, model: str | None = None, acceptance: Sequence[float] | None = None,
-        concentration: float | None = None, k: int | None = None, seed: int = 0,
-    ) -> None:  # fmt: skip
-        super().__init__(model)
-        whole("k", k, 1, none=True)
-        whole("seed", seed, 0)
-        if acceptance is None and concentration is not None:
+    acceptance: Sequence[float] | None = None
+    concentration: float | None = None
+    k: int | None = parameter(None, whole, 1)
+    seed: int = parameter(0, whole, 0)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.acceptance is None and self.concentration is not None:
             raise ValueError("concentration belongs to acceptance=[...]: give that too")
-        if acceptance is not None:
-            _check(acceptance, model, k)
-        if concentration is not None and not 0 < concentration < np.inf:
-            raise ValueError(f"concentration is {concentration}, expected > 0 or none")
-        self.acceptance = acceptance
-        self.concentration = concentration
-        self.k = k
-        self.seed = seed
+        if self.acceptance is not None:
+            _check(self.acceptance, self.model, self.k)
+        if self.concentration is not None and not 0 < self.concentration < np.inf:
+            raise ValueError(f"concentration is {self.concentration}, expected > 0 or none")
 
     @property
     def key(self) -> str:
@@ -150,13 +138,12 @@ class Parallel(OnFeatures, StartSource):
 
     def longest(self, trace: Trace, recordings: Recordings) -> int:
         """Return the number of masks."""
-        del trace
         return self.k or int(self.recording(recordings).offsets)
 
     def as_draft(self, latency: LatencyTable, recordings: Recordings) -> LatencyTable:
         """Return `latency` with a draft of one pass."""
         width = self.recording(recordings).offsets if self.k is None else self.k
-        own = one_pass(latency, measured_model(self, recordings), width)
+        own = one_pass(latency, self.drafter(recordings).model, width)
         return standing_in(
             latency, with_passes_alone(latency.cells), own, model_of(self, recordings)
         )
@@ -172,8 +159,7 @@ class Parallel(OnFeatures, StartSource):
         """Return the source with its drafter's folder, and as many masks as were recorded."""
         if self.acceptance is not None:
             return self
-        masks = self.k or self.recording(recordings).offsets
-        own = Parallel(self.model, self.acceptance, self.concentration, masks, self.seed)
+        own = replace(self, k=self.k or self.recording(recordings).offsets)
         return OnFeatures.for_decoding(own, recordings)
 
 
@@ -188,8 +174,6 @@ def drawn_starts(
     Raises DraftsimError if the trace holds no output tokens.
     """
     true = np.array(true_tokens(trace, sampled=True), dtype=np.int64)
-    bounds = np.array([*trace.request_starts], dtype=np.int64)
-    stop = np.repeat(bounds[1:], np.diff(bounds))
     rng = np.random.default_rng(seed)
     survived = np.asarray(acceptance, dtype=np.float64)
     before = np.concatenate([[1.0], survived[:-1]])
@@ -200,18 +184,19 @@ def drawn_starts(
         chance = drawn_chances(chance, concentration, rng)
     right = np.cumprod(rng.random(shape) < chance, axis=1).astype(bool)
     ahead = np.arange(len(true))[:, None] + np.arange(len(survived))
-    there = ahead < stop[:, None]
+    there = ahead < trace.request_ends[:, None]
     wanted = np.where(there, true[np.minimum(ahead, len(true) - 1)], -1)
     eos = np.array(sorted(eos_of(trace)), dtype=np.int64)
     token = np.where(right & there, wanted, _others(wanted, eos))
     token[np.isin(token, eos).cumsum(axis=1) - np.isin(token, eos) > 0] = -1
-    token[bounds[:-1][np.diff(bounds) > 0]] = -1  # nothing drafts the prompt's own token
+    # Nothing drafts the prompt's own token.
+    token[trace.columns["position"][trace.on_path] == 0] = -1
     logits = logits_of(chance)
     signals = {name: logits[f"draft_{name}"] for name in LOGITS}
     rank = np.where(wanted < 0, -1, np.where(token == wanted, 0, 1)).astype(np.int32)
     meta = {"acceptance": list(map(float, acceptance)), "sampling": trace.sampling.meta}
     arrays = {"token": token.astype(np.int32), "rank": rank, **signals}
-    return StartRecording(arrays, tuple(int(b) for b in bounds), meta)
+    return StartRecording(arrays, tuple(trace.request_starts.tolist()), meta)
 
 
 def _others(wanted: npt.NDArray[np.int64], eos: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:

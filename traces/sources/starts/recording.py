@@ -7,7 +7,7 @@ whatever the length policy, so (start, offset) holds everything.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
 from traces.acceptance.schema import MOST_DRAFTED
@@ -89,14 +89,8 @@ class StartSource(Source):
         drafted = recording["token"][:, :most]
         # Drawn greedily, a token is the likeliest.
         likeliest = recording["top1"] - recording["logsumexp"]
-        found = {n: recording.arrays.get(n, likeliest) for n in (*LOGITS, *DRAWN)}
-        signals = {
-            column: found[name][:, :most] for column, name in (
-                ("draft_logprob", "log_prob"), ("draft_raw_logprob", "raw_log_prob"),
-                ("draft_top1", "top1"), ("draft_top2", "top2"), ("draft_logsumexp", "logsumexp"),
-                ("draft_entropy", "entropy"),
-            )
-        }  # fmt: skip
+        found = {n: recording.arrays.get(n, likeliest)[:, :most] for n in (*DRAWN, *LOGITS)}
+        signals = {f"draft_{n.replace('log_', 'log')}": values for n, values in found.items()}
         meta = {
             "drafts": self.label(recordings), "drafter": model_of(self, recordings),
             "takes_verified": self.takes_verified, "drafts_end": self.drafts_end,
@@ -129,6 +123,15 @@ class StartReplay(SourceReplay):
         """Return the number of leading drafts from here that are right."""
         row = self._tokens[self.row0 + self.position, : self.width].tolist()
         return leading(row, self.output[self.position :])
+
+    def draft(self, so_far: Sequence[Any]) -> RecordedToken | None:
+        """Return the next token recorded from here; None when they are used up."""
+        if not so_far:
+            self.begin_draft()
+        return self.token(len(so_far)) if len(so_far) < self.width else None
+
+    def begin_draft(self) -> None:
+        """Count the calls that a draft begins with: none."""
 
     def check_tail(self, offset: int) -> None:
         """Raise TailError if no draft was recorded at this offset."""

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import numpy as np
 
-from policies.parameters import whole
+from policies.parameters import parameter, whole
 from traces.acceptance.tape import RecordedToken
 from traces.acceptance.trace import Trace
 from traces.errors import DraftsimError
@@ -31,11 +32,9 @@ HEADS = CALL_KINDS.index(("heads", "forward"))
 class HeadsReplay(StartReplay):
     """All heads run once a round, of which the policy takes as many as it likes."""
 
-    def draft(self, so_far: Sequence[Any]) -> RecordedToken | None:
-        """Return the next head's token; None when the heads are used up."""
-        if not so_far:
-            self.calls.add(HEADS, 1)
-        return self.token(len(so_far)) if len(so_far) < self.width else None
+    def begin_draft(self) -> None:
+        """Count the heads."""
+        self.calls.add(HEADS, 1)
 
     def chained(self, log: RoundLog) -> list[Counted]:
         """Count the heads, which run once in every round that drafts."""
@@ -43,16 +42,14 @@ class HeadsReplay(StartReplay):
         return [Counted.each(False, HEADS, np.ones_like(forwards), np.minimum(forwards, 1))]
 
 
+@dataclass(eq=False)
 class HeadsSource(StartSource):
     """Parallel heads on the target's last state; ``k`` of them are used (None: all)."""
 
     unlike = None
     drafts_end = True
     replays = HeadsReplay
-
-    def __init__(self, k: int | None = None) -> None:
-        whole("k", k, 1, none=True)
-        self.k = k
+    k: int | None = parameter(None, whole, 1)
 
     def as_draft(self, latency: LatencyTable, recordings: Recordings) -> LatencyTable:
         """Return `latency` with all heads as the first pass of a round."""
@@ -88,10 +85,6 @@ class SpecDec(HeadsSource):
 class SpaceReplay(StartReplay):
     """Drafts come with the verification before, which carries the masks of every candidate."""
 
-    def draft(self, so_far: Sequence[Any]) -> RecordedToken | None:
-        """Return the next mask's token; None when they are used up."""
-        return self.token(len(so_far)) if len(so_far) < self.width else None
-
     def charge(self, submitted: int) -> int:
         """Price one pass over the last token, the draft, and the masks after each of them."""
         width = (submitted + 1) * (self.width + 1)
@@ -104,6 +97,7 @@ class SpaceReplay(StartReplay):
         return [Counted.each(True, PASS, width, np.ones_like(width))]
 
 
+@dataclass(eq=False)
 class Space(StartSource):
     """SPACE: mask tokens after every candidate draft while it is verified (arXiv:2402.11809).
 
@@ -115,13 +109,10 @@ class Space(StartSource):
     what = "SPACE (arXiv:2402.11809) with trained mask embeddings and a frozen target"
     drafts_end = True
     replays = SpaceReplay
-
-    def __init__(self, k: int | None = None) -> None:
-        whole("k", k, 1, none=True)
-        self.k = k
+    k: int | None = parameter(None, whole, 1)
 
 
-class MedusaTreeReplay(StartReplay):
+class MedusaTreeReplay(HeadsReplay):
     """A level of the tree is one drafted token: right if the true one is among its candidates."""
 
     def __init__(
@@ -144,15 +135,10 @@ class MedusaTreeReplay(StartReplay):
         return at < self.length and 0 <= rank < self.tops[offset]
 
     def draft(self, so_far: Sequence[Any]) -> RecordedToken | None:
-        """Return the next level, standing for the true token where the tree holds it."""
-        offset = len(so_far)
-        if not offset:
-            self.calls.add(HEADS, 1)
-        if offset >= self.width:
-            return None
-        token = self.token(offset)
-        if self._held(offset):
-            token.token_id = self.output[self.position + offset]
+        """Return the next level, as the true token if the tree holds it."""
+        token = super().draft(so_far)
+        if token is not None and self._held(len(so_far)):
+            token.token_id = self.output[self.position + len(so_far)]
             token.ends = token.token_id in self.eos
         return token
 

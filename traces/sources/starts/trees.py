@@ -10,6 +10,7 @@ in the tree costs a pass its width, which the shape tells.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, ClassVar
 
@@ -17,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from policies.arrays import Floats, Ints
-from policies.parameters import whole
+from policies.parameters import parameter, whole
 from policies.vectorised import VectorisedPlan
 from traces.acceptance.tape import RecordedToken
 from traces.acceptance.trace import Trace
@@ -210,6 +211,7 @@ class TreeReplay(SourceReplay):
         return rounds, pack_counted(calls)
 
 
+@dataclass(eq=False)
 class Eagle2(OnFeatures):
     """EAGLE-2's tree (arXiv:2406.16858, sec. 4), verified greedily in one pass of the target.
 
@@ -251,15 +253,9 @@ class Eagle2(OnFeatures):
     signals: ClassVar[frozenset[str]] = DRAFTER_SIGNALS - {"token_id"}
     what = "EAGLE-2's dynamic tree (arXiv:2406.16858) on an EAGLE, EAGLE-3 or MTP drafter; exact"
 
-    def __init__(
-        self, model: str | None = None, budget: int = 59, depth: int | None = None,
-        topk: int | None = None,
-    ) -> None:  # fmt: skip
-        super().__init__(model)
-        whole("budget", budget, 1)
-        whole("depth", depth, 1, none=True)
-        whole("topk", topk, 1, none=True)
-        self.budget, self.depth, self.topk = budget, depth, topk
+    budget: int = parameter(59, whole, 1)
+    depth: int | None = parameter(None, whole, 1)
+    topk: int | None = parameter(None, whole, 1)
 
     def recording(self, recordings: Recordings) -> Any:
         """Return the one that ``model`` names.
@@ -285,7 +281,7 @@ class Eagle2(OnFeatures):
     def for_decoding(self, recordings: Recordings) -> Source:
         """Return the source with its drafter's folder and the shape of its trees."""
         found = self.recording(recordings)
-        own = Eagle2(self.model, self.budget, self.depth or found.layers, found.topk)
+        own = replace(self, depth=self.depth or found.layers, topk=found.topk)
         return OnFeatures.for_decoding(own, recordings)
 
     def label(self, recordings: Recordings) -> str:
@@ -295,7 +291,6 @@ class Eagle2(OnFeatures):
 
     def longest(self, trace: Trace, recordings: Recordings) -> int:
         """Return the depth of its trees."""
-        del trace
         return self.depth or int(self.recording(recordings).layers)
 
     def drafter(self, recordings: Recordings) -> Drafter:
