@@ -222,7 +222,7 @@ def load_serving_policies(
     """
     from simulator.serving import TableCost
     from simulator.tune.costs import longest_draft
-    from simulator.tune.reading import read_settings
+    from simulator.tune.formats import read_settings
     from simulator.tune.served import rivals
     from simulator.whatif.rate import fit_estimates
 

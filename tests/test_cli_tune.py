@@ -16,7 +16,7 @@ from policies.batch.sglang import SGLangAdaptive
 from policies.batch.tables import BatchTable
 from policies.lengths.basic import Autoregressive
 from policies.lengths.huggingface import Confidence
-from simulator.tune.reading import read_settings
+from simulator.tune.formats import read_settings
 from simulator.tune.served import closed_load, served_rates
 from simulator.tune.settings import TUNE_COLUMNS
 from tests.conftest import Run
