@@ -9,7 +9,7 @@ import pytest
 from policies.lengths.basic import Autoregressive, Fixed
 from policies.rules.registry import parse_rule
 from simulator.pricing import autoregressive
-from simulator.summary import paired_gain, prompt_speedups, summarize
+from simulator.summary import prompt_speedups, summarize
 from simulator.whatif.ladder import ladder, split_prompts
 from simulator.whatif.ranking import (
     BEST_FIXED,
@@ -22,6 +22,7 @@ from simulator.whatif.ranking import (
 )
 from simulator.whatif.rate import fit_rate_optimal
 from tests.break_even import break_even_ratio, priced_at, ratio_sums
+from tests.gains import paired_gain
 from traces.acceptance.synthetic import synthetic_trace
 from traces.acceptance.trace import Trace
 from traces.errors import DraftsimError

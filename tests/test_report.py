@@ -14,9 +14,10 @@ from simulator.report import build_report, write_report
 from simulator.report.data import (
     logs_by_length,
 )
-from simulator.summary import paired_gain, summarize
+from simulator.summary import summarize
 from simulator.whatif.ranking import FITTED
 from tests.conftest import Run
+from tests.gains import paired_gain
 from tests.report_pages import (
     POLICIES,
     data,

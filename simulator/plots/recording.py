@@ -22,7 +22,7 @@ from simulator.plots.look import BOUND, save_all_kinds, series, style
 from simulator.pricing import autoregressive, price
 from simulator.ratios import OwnRatios, carried_sums, own_ratios, speedup_at
 from simulator.robustness import families_of, speedup_by_gamma
-from simulator.summary import summarize, summarize_by_category
+from simulator.summary import summarize
 from traces.acceptance.trace import MATCH, UNKNOWN, Trace
 from traces.digits import three_digits
 from traces.errors import DraftsimError
@@ -134,7 +134,7 @@ def _by_kind(
 
 
 def plot_categories(by_category: pd.DataFrame) -> Figure:
-    """Draw the speedup by prompt category, one panel each; rows of `summarize_by_category`."""
+    """Draw the speedup by prompt category, one panel each; rows of `summarize` by category."""
     rows = by_category[by_category["policy"] != "autoregressive"]
     # As in `plot_speedup`: bounds above, approximate rows below.
     kinds = _kinds(rows)
@@ -374,7 +374,7 @@ def save_all(
         some.sort(key=lambda log: -speed[log.policy])
     figures = {
         "speedup": plot_speedup(overall),
-        "categories": plot_categories(summarize_by_category(some, latency)),
+        "categories": plot_categories(summarize(some, latency, by_category=True)),
         "survival": plot_survival(trace),
     }
     said = []

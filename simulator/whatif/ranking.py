@@ -24,7 +24,6 @@ from simulator.summary import (
     gains_over,
     price_all,
     summarize_runs,
-    summarize_runs_by_category,
     to_rows,
 )
 from simulator.whatif.ladder import GAMMAS, split_prompts
@@ -332,17 +331,18 @@ def ranked_rows(
         check_layers(log, trace, latency)
     runs = price_all(logs, latency, progress=progress)
 
-    def made(summary: Any) -> list[Row]:
-        return ranking.noted(to_rows(summary(runs, resamples=resamples, prefill=prefill)))
+    def made(by_category: bool) -> list[Row]:
+        frame = summarize_runs(runs, resamples=resamples, prefill=prefill, by_category=by_category)
+        return ranking.noted(to_rows(frame))
 
-    overall = compared(made(summarize_runs), runs, latency, against, resamples, prefill)
+    overall = compared(made(False), runs, latency, against, resamples, prefill)
     if not by_category:
         return overall
     of_all = {(r["policy"], r["verify"], r["source"]): r for r in overall}
     blank = dict.fromkeys(("against", "gain", "gain_lo", "gain_hi"))
     return [{"category": None, **row} for row in overall] + [
         {**of_all[row["policy"], row["verify"], row["source"]], **blank, **row}
-        for row in made(summarize_runs_by_category)
+        for row in made(True)
     ]
 
 

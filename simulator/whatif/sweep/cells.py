@@ -17,6 +17,7 @@ from policies.lengths.basic import Fixed, Oracle
 from simulator.bootstrap import intervals, resamples
 from simulator.pricing import autoregressive, price
 from simulator.ratios import ratio_costs
+from simulator.summary import totals
 from simulator.whatif.batching import InBatches, Samples, Speedups
 from simulator.whatif.ladder import GAMMAS
 from simulator.whatif.rate import in_batch
@@ -205,29 +206,17 @@ class SweepRunner:
             if not len(log):
                 raise DraftsimError("the outputs are too short for a round: record longer ones")
             policy = self.policies[name]
-            counts = {n: int(log.rounds[n].sum(dtype=np.int64)) for n in
-                      ("emitted", "drafted", "accepted", "draft_forwards")}  # fmt: skip
             gamma = getattr(getattr(policy, "policy", policy), "gamma", None)
             fixed = {
                 "policy": name, "family": family(name),
                 "gamma": float("nan") if gamma is None else float(gamma),
                 "alpha": alpha,
                 "alpha_asked": float("nan") if part.alpha is None else part.alpha,
-                "source": source, "batch": part.batch, "tokens": counts["emitted"],
-                "rounds": len(log), "drafted": counts["drafted"], "accepted": counts["accepted"],
-                "draft_forwards": counts["draft_forwards"],
-                "block_efficiency": counts["emitted"] / len(log),
-                "acceptance_rate": counts["accepted"] / counts["drafted"]
-                if counts["drafted"] else float("nan"),
+                "source": source, "batch": part.batch, **totals(log.rounds),
                 "fidelity": log.fidelity,
             }  # fmt: skip
-            priced = self._priced(log, part.batch, plain)
-            blocks.append(
-                {
-                    **{k: np.repeat(np.array(v), self.prices.count) for k, v in fixed.items()},
-                    **priced,
-                }
-            )
+            repeated = {k: np.repeat(np.array(v), self.prices.count) for k, v in fixed.items()}
+            blocks.append({**repeated, **self._priced(log, part.batch, plain)})
         return {k: np.concatenate([b[k] for b in blocks]) for k in blocks[0]}
 
     def _priced(self, log: RoundLog, batch: int, plain: _Plain) -> dict[str, npt.NDArray[Any]]:
