@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from itertools import product
 from typing import Any
 
 import numpy as np
@@ -15,10 +16,11 @@ from policies.arrays import Floats
 from policies.core import DraftPolicy
 from policies.lengths.basic import Fixed, Oracle
 from simulator.bootstrap import intervals, resamples
+from simulator.hardware.scaling import bounds_of
 from simulator.pricing import autoregressive, price
 from simulator.ratios import ratio_costs
 from simulator.summary import totals
-from simulator.whatif.batching import InBatches, Samples, Speedups
+from simulator.whatif.batching import InBatches, Speedups
 from simulator.whatif.ladder import GAMMAS
 from simulator.whatif.rate import in_batch
 from simulator.whatif.sweep.prices import ANY, Prices
@@ -148,23 +150,57 @@ class SweepPart:
     policies: tuple[str, ...]
 
 
-class _Plain:
-    """Plain decoding of a part's requests: priced once, for every policy."""
+class _Singles:
+    """A log of single streams against plain decoding: prices any table or cost ratio.
 
-    def __init__(self) -> None:
-        self.samples: Samples | None = None
-        """In batches."""
-        self._priced: dict[tuple[int | None, LatencyTable], tuple[Floats, float]] = {}
+    Parameters
+    ----------
+    weights:
+        How often each prompt is drawn, shape (resamples, prompts); None: no interval.
+    plain:
+        That of another log of the same requests.
+    """
 
-    def at(self, latency: LatencyTable, context: int | None, log: RoundLog) -> tuple[Floats, float]:
-        """Decode seconds of each prompt and the share of passes read outside the measured cells.
+    def __init__(
+        self, log: RoundLog, weights: Floats | None,
+        plain: dict[tuple[LatencyTable, int | None], tuple[Floats, float]] | None = None,
+    ) -> None:  # fmt: skip
+        self._held: dict[int | None, RoundLog] = {None: log}
+        self._weights = weights
+        # Decode seconds of each prompt, and the share of passes outside the measured cells.
+        self.plain = {} if plain is None else plain
 
-        `log` is any policy's, of prompts of `context` tokens.
-        """
-        if (context, latency) not in self._priced:
+    def at_latency(self, latency: LatencyTable, context: int | None) -> Speedups:
+        """Price with measured or assumed passes, with prompts of `context` tokens; shape (1,)."""
+        if context is not None and context not in self._held:
+            self._held[context] = _at_context(self._held[None], context)
+        log = self._held[context]
+        if (latency, context) not in self.plain:
             priced = price(autoregressive(log), latency)
-            self._priced[context, latency] = priced.decode_s, priced.outside
-        return self._priced[context, latency]
+            self.plain[latency, context] = priced.decode_s, priced.outside
+        plain_s, outside = self.plain[latency, context]
+        ours = price(log, latency)
+        return self._compared(plain_s, ours.decode_s[None], max(ours.outside, outside))
+
+    def at_ratios(self, c: Floats, verify: float) -> Speedups:
+        """Price with a draft pass of c and a verification of `verify` target passes; shape of
+        `c`.
+        """
+        costs = ratio_costs(self._held[None])
+        return self._compared(costs.plain, costs.at(c, verify), 0.0)
+
+    def _compared(self, plain: Floats, ours: Floats, outside: float) -> Speedups:
+        """Compare costs `ours`, (prices, prompts), with `plain`, (prompts,)."""
+        total = ours.sum(axis=1)
+        low = high = np.full(len(ours), np.nan)
+        if (weights := self._weights) is not None:
+            low, high = intervals((weights @ plain)[:, None] / (weights @ ours.T))
+        counted = plain > 0
+        slower = ours[:, counted] > plain[counted] * (1 + 1e-12)
+        return Speedups(
+            total, plain.sum() / total, low, high, slower.mean(axis=1),
+            np.full(len(ours), outside),
+        )  # fmt: skip
 
 
 @dataclass(frozen=True, eq=False)
@@ -178,7 +214,7 @@ class SweepRunner:
     tilter: Tilter | None = None
     """None: i.i.d., or nothing tilted."""
     shifts: Mapping[float, float] = field(default_factory=dict)
-    """Errors of the tilter, by acceptance rate."""
+    """Shifts of the tilter, by acceptance rate."""
     iid: bool = False
     resamples: int = 200
     seed: int = 0
@@ -197,7 +233,8 @@ class SweepRunner:
                 trace, source = self.tilter.shifted(self.shifts[part.alpha]), "tilted"
             elif self.iid:
                 trace, source = iid_like(trace, part.alpha, self.seed), "iid"
-        blocks, plain = [], _Plain()
+        blocks: list[dict[str, Any]] = []
+        plain: Any = None
         alpha = acceptance(trace)
         policies = {name: in_batch(self.policies[name], part.batch) for name in part.policies}
         logs = replay_many(trace, policies, leave_out=lambda n, _: n in self.references)
@@ -216,51 +253,36 @@ class SweepRunner:
                 "fidelity": log.fidelity,
             }  # fmt: skip
             repeated = {k: np.repeat(np.array(v), self.prices.count) for k, v in fixed.items()}
-            blocks.append({**repeated, **self._priced(log, part.batch, plain)})
+            streams: _Singles | InBatches = (
+                _Singles(log, self._weights, plain) if part.batch == 1
+                else InBatches(log, part.batch, min(self.resamples, 30), self.seed, plain)
+            )  # fmt: skip
+            plain = streams.plain
+            blocks.append({**repeated, **self._priced(streams), **self._labels()})
         return {k: np.concatenate([b[k] for b in blocks]) for k in blocks[0]}
 
-    def _priced(self, log: RoundLog, batch: int, plain: _Plain) -> dict[str, npt.NDArray[Any]]:
+    def _priced(self, streams: _Singles | InBatches) -> dict[str, npt.NDArray[Any]]:
         prices = self.prices
         pieces: list[dict[str, Any]] = []
-        batches = None
-        if batch > 1:
-            resamples = min(self.resamples, 30)
-            batches = InBatches(log, batch, resamples, self.seed, plain.samples)
-            plain.samples = batches.plain
         if len(prices.ratios):
             c = np.asarray(prices.ratios, dtype=np.float64)
-            if batches is not None:
-                found = batches.at_ratios(c, prices.verify)
-            else:
-                costs = ratio_costs(log)
-                found = self._bootstrap(costs.plain, costs.at(c, prices.verify))
             none = dict.fromkeys(CARRIED, np.full(len(c), np.nan))
-            pieces.append({"c": c, **found._asdict(), **none})
-        for context in prices.contexts:
-            seen = log if context is None else _at_context(log, context)
-            for at in prices.tables:
-                if batches is not None:
-                    found = batches.at_latency(at.table, context)
-                else:
-                    ours = price(seen, at.table)
-                    plain_s, outside = plain.at(at.table, context, seen)
-                    outside = max(ours.outside, outside)
-                    found = self._bootstrap(plain_s, ours.decode_s[None], outside)
-                ends = sorted(
-                    batches.at_latency(table, context).speedup[0] if batches
-                    else plain.at(table, context, seen)[0].sum() / price(seen, table).total_s
-                    for table in at.bounds or ()
-                ) or [np.nan, np.nan]  # fmt: skip
-                carried = {name: np.array([end]) for name, end in zip(CARRIED, ends, strict=True)}
-                pieces.append({"c": np.array([np.nan]), **found._asdict(), **carried})
-        columns = {k: np.concatenate([p[k] for p in pieces]) for k in pieces[0]}
-        return {**columns, **self._labels()}
+            pieces.append({"c": c, **streams.at_ratios(c, prices.verify)._asdict(), **none})
+        for context, at in product(prices.contexts, prices.tables):
+            found = streams.at_latency(at.table, context)
+            ends = sorted(
+                streams.at_latency(table, context).speedup[0]
+                for table in bounds_of(at.table) or ()
+            ) or [np.nan, np.nan]  # fmt: skip
+            carried = {name: np.array([end]) for name, end in zip(CARRIED, ends, strict=True)}
+            pieces.append({"c": np.array([np.nan]), **found._asdict(), **carried})
+        return {k: np.concatenate([p[k] for p in pieces]) for k in pieces[0]}
 
     def _labels(self) -> dict[str, npt.NDArray[Any]]:
         """Return the labels that tell the prices of one log apart, shape (prices,)."""
         prices = self.prices
         none = len(prices.ratios)
-        cells = [(k, t) for k in prices.contexts for t in prices.tables]
+        cells = [*product(prices.contexts, prices.tables)]
         return {
             "latency": np.array(["ratio"] * none + [t.latency for _, t in cells]),
             "gpu": np.array([ANY] * none + [t.gpu for _, t in cells]),
@@ -271,20 +293,6 @@ class SweepRunner:
                 [np.nan] * none + [np.nan if k is None else float(k) for k, _ in cells]
             ),
         }  # fmt: skip
-
-    def _bootstrap(self, plain: Floats, ours: Floats, outside: float = 0.0) -> Speedups:
-        """Compare costs `ours`, (prices, prompts), with `plain`, (prompts,)."""
-        total = ours.sum(axis=1)
-        low = high = np.full(len(ours), np.nan)
-        if (weights := self._weights) is not None:
-            drawn = (weights @ plain)[:, None] / (weights @ ours.T)
-            low, high = intervals(drawn)
-        counted = plain > 0
-        slower = ours[:, counted] > plain[counted] * (1 + 1e-12)
-        return Speedups(
-            total, plain.sum() / total, low, high, slower.mean(axis=1),
-            np.full(len(ours), outside),
-        )  # fmt: skip
 
     @cached_property
     def _weights(self) -> Floats | None:

@@ -18,7 +18,7 @@ import numpy.typing as npt
 import pandas as pd
 
 from simulator.hardware.formats import WeightFormat
-from simulator.hardware.scaling import TableBounds, bounds_of, carry_over, home_device
+from simulator.hardware.scaling import carry_over, home_device
 from traces.acceptance.trace import Trace
 from traces.errors import DraftsimError
 from traces.latency.table import LatencyTable
@@ -48,11 +48,6 @@ class DeviceTable(NamedTuple):
     fit_error: float
     """The same on the passes measured, which it was fitted to."""
     table: LatencyTable
-
-    @property
-    def bounds(self) -> TableBounds | None:
-        """The table were the carrying model off as far as it was before; None unless `scaled`."""
-        return bounds_of(self.table)
 
 
 @dataclass(frozen=True)
