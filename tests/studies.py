@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import json
 from functools import cache
+from pathlib import Path
 from typing import Any
+
+import pandas as pd
+import pyarrow.parquet as pq
 
 from policies import DraftPolicy, Fixed, HFHeuristic, Oracle
 from simulator.whatif.sweep.prices import Prices
@@ -31,3 +36,12 @@ def study(**changes: Any) -> Sweep:
         "alphas": (0.4, 0.8), "resamples": 40, "measure_tilt": False,
     } | changes  # fmt: skip
     return Sweep(recorded(), POLICIES, **given)
+
+
+def read_sweep(path: Path) -> pd.DataFrame:
+    """Return the table of a sweep's file; what it was made from is in ``.attrs["sweep"]``."""
+    frame = pd.read_parquet(path)
+    header = json.loads(pq.read_metadata(path).metadata[b"draftsim"])
+    assert header["kind"] == "sweep"
+    frame.attrs["sweep"] = header["sweep"]
+    return frame

@@ -8,15 +8,14 @@ from typing import Any
 
 import numpy as np
 import pandas as pd
-import pyarrow.parquet as pq
 import pytest
 from typer.testing import CliRunner
 
 from commands import app
 from simulator.plots.whatif import plot_batches
 from simulator.whatif.sweep.grid import search_space
-from simulator.whatif.sweep.run import read_sweep
 from tests.conftest import Run
+from tests.studies import read_sweep
 from traces.acceptance.synthetic import Bursty, synthetic_trace
 from traces.acceptance.trace import Trace
 from traces.errors import DraftsimError
@@ -64,12 +63,6 @@ def test_grid_writes_a_table_and_maps(trace: str, tmp_path: Path) -> None:
     ]  # fmt: skip
     assert all((plots / name).stat().st_size > 10_000 for name in ("map_c_alpha.png",))
     assert all(0 <= row["speedup_above_1"] <= 1 for row in found)
-    # A table of before has another name for a column.
-    table = pq.read_table(out)
-    old = ["below_1" if name == "share_below_1" else name for name in table.column_names]
-    before = table.rename_columns(old).replace_schema_metadata(table.schema.metadata)
-    pq.write_table(before, tmp_path / "old.parquet")
-    pd.testing.assert_frame_equal(read_sweep(tmp_path / "old.parquet"), frame)
 
 
 def said(*arguments: str) -> tuple[str, str]:
