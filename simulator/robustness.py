@@ -103,20 +103,13 @@ def robustness(speedups: pd.DataFrame, reference: str = "fixed") -> pd.DataFrame
     return frame.reset_index()
 
 
-class Families(NamedTuple):
-    """Policies as functions of the draft length that they start from."""
+def speedups_of(
+    trace: Trace, latency: LatencyTable, texts: Sequence[str] | None
+) -> tuple[pd.DataFrame, list[str]]:
+    """Return the rows of `speedup_by_gamma` for the policies of `texts`, ``fixed`` first, and notes.
 
-    made: dict[str, Callable[[int], DraftPolicy]]
-    gammas: list[int]
-    """The lengths."""
-    left_out: list[str]
-    """Lines on policies without such a length, and on lengths that were not recorded."""
-
-
-def families_of(trace: Trace, texts: Sequence[str] | None) -> Families:
-    """Return the policies of `texts` as functions of their parameter gamma, ``fixed`` first.
-
-    Without texts, or with ``all``, these are `STARTING` (and those named with ``all``).
+    Without texts, or with ``all``, these are `STARTING` (and those named with ``all``).  The notes
+    name policies without an initial draft length, and lengths that were not recorded.
     Raises DraftsimError if the recording holds no drafts of two tokens.
     """
     longest = min(trace.max_gamma or LONGEST, LONGEST)
@@ -145,7 +138,9 @@ def families_of(trace: Trace, texts: Sequence[str] | None) -> Families:
         except ValueError as error:
             without.append(f"{name} ({error})")
             continue
-        made.setdefault(_family_name(name, inner), make)
+        # Without the length that is varied, and the bound that goes with it.
+        family = describe_spec(inner, split_name(name)[0], ("gamma", "gamma_max"))
+        made.setdefault(family, make)
     said = []
     if without:
         said.append(
@@ -154,7 +149,7 @@ def families_of(trace: Trace, texts: Sequence[str] | None) -> Families:
         )
     if longest < max(INITIAL_GAMMAS):
         said.append(f"initial draft lengths 1 to {longest}: no longer drafts were recorded")
-    return Families(made, gammas, said)
+    return speedup_by_gamma(trace, made, latency, gammas), said
 
 
 def _starting_from(policy: DraftPolicy, longest: int) -> Callable[[int], DraftPolicy]:
@@ -171,17 +166,3 @@ def _starting_from(policy: DraftPolicy, longest: int) -> Callable[[int], DraftPo
         return SingleStream(made) if isinstance(policy, SingleStream) else made
 
     return make
-
-
-def _family_name(name: str, policy: object) -> str:
-    """Return `name` without the length that is varied, and without the bound that goes with it."""
-    return describe_spec(policy, split_name(name)[0], ("gamma", "gamma_max"))
-
-
-def robustness_rows(
-    trace: Trace, latency: LatencyTable, texts: Sequence[str] | None
-) -> tuple[pd.DataFrame, list[str]]:
-    """Return mean and sd over initial draft lengths, and what has to be said of them."""
-    families = families_of(trace, texts)
-    speedups = speedup_by_gamma(trace, families.made, latency, families.gammas)
-    return robustness(speedups), families.left_out

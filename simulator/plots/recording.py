@@ -21,7 +21,7 @@ from simulator.palette import COLOURS, GREY, INK
 from simulator.plots.look import BOUND, save_all_kinds, series, style
 from simulator.pricing import autoregressive, price
 from simulator.ratios import OwnRatios, carried_sums, own_ratios, speedup_at
-from simulator.robustness import families_of, speedup_by_gamma
+from simulator.robustness import speedups_of
 from simulator.summary import summarize
 from traces.acceptance.trace import MATCH, UNKNOWN, Trace
 from traces.digits import three_digits
@@ -395,13 +395,12 @@ def save_all(
             f"{', '.join(dict.fromkeys(elsewhere))}"
         )
     try:
-        families = families_of(trace, texts)
+        speedups, left_out = speedups_of(trace, latency, texts)
     except DraftsimError as error:
         said.append(f"robustness.png is not drawn: {error}")
     else:
-        speedups = speedup_by_gamma(trace, families.made, latency, families.gammas)
         figures["robustness"] = plot_robustness(speedups)
-        said += families.left_out
+        said += left_out
     if validation is not None:
         figures["validation"] = plot_validation(validation.dropna(subset=["predicted_s"]))
     paths = [
