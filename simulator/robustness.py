@@ -106,10 +106,11 @@ def robustness(speedups: pd.DataFrame, reference: str = "fixed") -> pd.DataFrame
 def speedups_of(
     trace: Trace, latency: LatencyTable, texts: Sequence[str] | None
 ) -> tuple[pd.DataFrame, list[str]]:
-    """Return the rows of `speedup_by_gamma` for the policies of `texts`, ``fixed`` first, and notes.
+    """Return the rows of `speedup_by_gamma` for the policies of `texts`, and notes.
 
-    Without texts, or with ``all``, these are `STARTING` (and those named with ``all``).  The notes
-    name policies without an initial draft length, and lengths that were not recorded.
+    ``fixed`` comes first.  Without texts, or with ``all``, the others are `STARTING` (and those
+    named with ``all``).  The notes name policies without an initial draft length, and lengths that
+    were not recorded.
     Raises DraftsimError if the recording holds no drafts of two tokens.
     """
     longest = min(trace.max_gamma or LONGEST, LONGEST)

@@ -10,10 +10,10 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from policies.batch.base import BatchPolicy, SingleStream
 from policies.core import DraftPolicy
-from policies.from_file import is_file, load_file, split_name
-from policies.registry import describe, parse_policy
+from policies.from_file import split_name
+from policies.registry import describe
+from simulator.chosen import load_policies
 from simulator.pricing import autoregressive, price
 from simulator.summary import summarize, to_rows
 from simulator.whatif.ladder import split_prompts
@@ -146,14 +146,8 @@ def _make(policy: str, setting: Mapping[str, Any], trace: Trace) -> DraftPolicy:
     given = ",".join(f"{name}={_text(value)}" for name, value in setting.items())
     name, known = split_name(policy)
     known = ",".join(part for part in (known, given) if part)
-    text = f"{name}:{known}" if known else name
-    try:
-        if is_file(text):
-            own = load_file(text, trace.max_gamma).policy
-            return SingleStream(own) if isinstance(own, BatchPolicy) else own
-        return parse_policy(text, max_gamma=trace.max_gamma)
-    except ValueError as error:
-        raise DraftsimError(str(error)) from None
+    [(_, made)] = load_policies([f"{name}:{known}" if known else name], trace)
+    return made
 
 
 def _text(value: Any) -> str:
