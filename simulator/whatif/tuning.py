@@ -13,6 +13,7 @@ import pandas as pd
 from policies.core import DraftPolicy
 from policies.from_file import split_name
 from policies.registry import describe
+from policies.spec import as_text
 from simulator.chosen import load_policies
 from simulator.pricing import autoregressive, price
 from simulator.summary import summarize, to_rows
@@ -143,15 +144,11 @@ def tuned_rows(
 
 
 def _make(policy: str, setting: Mapping[str, Any], trace: Trace) -> DraftPolicy:
-    given = ",".join(f"{name}={_text(value)}" for name, value in setting.items())
+    given = ",".join(f"{name}={as_text(value)}" for name, value in setting.items())
     name, known = split_name(policy)
     known = ",".join(part for part in (known, given) if part)
     [(_, made)] = load_policies([f"{name}:{known}" if known else name], trace)
     return made
-
-
-def _text(value: Any) -> str:
-    return str(value).lower() if isinstance(value, bool) or value is None else str(value)
 
 
 def _seconds(trace: Trace, latency: LatencyTable, policies: Sequence[DraftPolicy]) -> list[float]:
