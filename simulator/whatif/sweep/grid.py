@@ -23,10 +23,10 @@ _STEPS = re.compile(r"^(-?\d+)\.\.(-?\d+)(?:\.\.(\d+))?$")
 
 
 def parse_axis(
-    text: str, name: str, *, low: float | None = None, high: float | None = None,
+    text: str | None, name: str, *, low: float | None = None, high: float | None = None,
     whole: bool = False,
 ) -> tuple[float, ...]:  # fmt: skip
-    """Return the points that `text` names, in its order and without repetition.
+    """Return the points that `text` names, in its order and without repetition; none without text.
 
     ``a:b:N`` is N points evenly from a to b, ``a:b:Nlog`` evenly in the logarithm,
     ``a..b`` or ``a..b..step`` whole numbers, ``a,b,c`` these and ``a`` one.  `whole`
@@ -43,7 +43,7 @@ def parse_axis(
     (1.0, 2.0, 3.0, 8.0)
     """
     points: list[float] = []
-    for part in text.split(","):
+    for part in () if text is None else text.split(","):
         points += _points(part.strip(), text, name, whole)
     for value in points:
         if (low is not None and value < low) or (high is not None and value > high):
