@@ -72,28 +72,17 @@ def with_regrets(frame: pd.DataFrame) -> pd.DataFrame:
     length is chosen at each point in hindsight.  The oracle drafts for each request by itself:
     in a batch, where every step drafts as often as its longest draft, it is no bound.
     """
-    point = list(POINT)
-    keys = frame[point].copy()
-    for name in point:
-        if keys[name].dtype.kind == "f":
-            keys[name] = keys[name].fillna(-1.0)
-    number = keys.groupby(point, sort=False, observed=True).ngroup().to_numpy()
-    count = int(number.max(initial=-1)) + 1
-    kind, value = frame["family"].astype(str).to_numpy(), frame["speedup"].to_numpy(float)
-    fixed = kind == "fixed"
-    best = np.full(count, np.nan)
-    best[number[fixed]] = 1.0
-    np.fmax.at(best, number[fixed], value[fixed])
-    gamma = np.zeros(count)
-    hit = fixed & (value == best[number])
-    gamma[number[hit]] = frame["gamma"].to_numpy(float)[hit]
-    oracle = np.full(count, np.nan)
-    knows = kind == "oracle"
-    np.fmax.at(oracle, number[knows], value[knows])
+    point = frame.groupby(list(POINT), sort=False, observed=True, dropna=False).ngroup()
+    kind, value = frame["family"].astype(str), frame["speedup"]
+    fixed, oracle = (
+        value.where(kind == name).groupby(point).transform("max") for name in ("fixed", "oracle")
+    )
+    best = fixed.clip(lower=1.0)
+    lengths = frame["gamma"].where((kind == "fixed") & (value == best))
     return frame.assign(
-        best_fixed=best[number], best_gamma=gamma[number], oracle=oracle[number],
-        regret_fixed=1 - value / best[number], regret_oracle=1 - value / oracle[number],
-        adapting=(oracle - best)[number],
+        best_fixed=best, best_gamma=lengths.groupby(point).transform("last").fillna(0.0),
+        oracle=oracle, regret_fixed=1 - value / best, regret_oracle=1 - value / oracle,
+        adapting=oracle - best,
     )  # fmt: skip
 
 
