@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from itertools import product
 from typing import Any, Literal, NamedTuple
 from weakref import WeakKeyDictionary
@@ -163,30 +162,15 @@ FRACTIONS = (0.6, 0.7, 0.8, 0.9, 0.95, 1.05)
 """Factors of the fixed point, tried where the estimates turn out not to be exact."""
 
 
-@dataclass(frozen=True, eq=False)
-class RateFit:
-    """A fitted policy and how its rate was reached.
-
-    Attributes
-    ----------
-    policy:
-        `RateOptimal` with everything filled in.
-    estimates:
-        The estimates it reads: ``isotonic``, ``logistic`` or ``none``.
-    rates:
-        Tokens per second on the training prompts after each iteration at the first batch.
-    achieved:
-        Tokens per second there of the policy returned, at the first batch.
-    converged:
-        True if the rate put into the policy was, within a thousandth, the rate achieved;
-        where estimates are not exact, another may do better and is then taken.
-    """
+class RateFit(NamedTuple):
+    """A fitted policy and what it achieves."""
 
     policy: RateOptimal
+    """`RateOptimal` with everything filled in."""
     estimates: str
-    rates: tuple[float, ...]
+    """The estimates it reads: ``isotonic``, ``logistic`` or ``none``."""
     achieved: float
-    converged: bool
+    """Tokens per second on the training prompts, at the first batch."""
 
 
 def fit_rate_optimal(
@@ -241,12 +225,7 @@ def fit_rate_optimal(
         ]
         table = sorted([float(b), f.rate] for b, f in zip(batches, found, strict=True))
         rate: float | list[list[float]] = table[0][1] if list(batches) == [1] else table
-        fits.append(
-            RateFit(
-                rule.at_rate(rate), kind, found[0].history, found[0].achieved,
-                all(abs(f.achieved / f.rate - 1) < 1e-3 for f in found),
-            )
-        )  # fmt: skip
+        fits.append(RateFit(rule.at_rate(rate), kind, found[0].achieved))
     return max(fits, key=lambda fit: fit.achieved)
 
 
@@ -309,7 +288,6 @@ def _smoothed(
 class _FoundRate(NamedTuple):
     rate: float
     achieved: float
-    history: tuple[float, ...]
 
 
 def _best_rate(
@@ -322,20 +300,20 @@ def _best_rate(
     def achieved(*rates: float) -> list[float]:
         return _achieved(trace, latency, [rule.at_rate(r) for r in rates], batch)
 
-    history = [rate]
     tried: dict[float, float] = {}
+    following = rate
     for _ in range(_ITERATIONS):
-        rate = history[-1]
-        [tried[rate]] = achieved(rate)
-        history.append(tried[rate])
-        if tried[rate] <= rate * (1 + TOLERANCE):
+        rate = following
+        [following] = achieved(rate)
+        tried[rate] = following
+        if following <= rate * (1 + TOLERANCE):
             break
     if tried[rate] < rate * (1 - TOLERANCE) or len(tried) == _ITERATIONS:
         others = [fraction * rate for fraction in FRACTIONS]
         tried |= zip(others, achieved(*others), strict=True)
     most = max(tried.values())
     best = rate if tried[rate] >= most * (1 - TOLERANCE) else max(tried, key=lambda r: tried[r])
-    return _FoundRate(best, tried[best], tuple(history))
+    return _FoundRate(best, tried[best])
 
 
 def _achieved(
