@@ -244,11 +244,12 @@ def test_tuning_finds_the_best_of_the_grid_and_judges_it_elsewhere() -> None:
     trace = easy_and_hard()
     train, held_out = split_prompts(trace)
     found = tune(trace, TABLE, "fixed", {"gamma": range(1, 9)})
-    assert found.text == f"fixed:gamma={best_fixed(trace.select(train), TABLE, range(1, 9))}"
-    assert found.tried["train_speedup"].is_monotonic_decreasing
-    assert len(found.tried) == 9  # the default among them
-    assert found.held_out["policy"].iloc[0] == "autoregressive"
-    assert found.held_out["tokens"].iloc[0] == sum(trace.requests[i].tokens - 1 for i in held_out)
+    best = found[-1]
+    assert best["policy"] == f"fixed:gamma={best_fixed(trace.select(train), TABLE, range(1, 9))}"
+    assert best["tried"] == 9  # the default among them
+    assert best["train_speedup"] > 1
+    assert found[0]["policy"] == "autoregressive"
+    assert found[0]["tokens"] == sum(trace.requests[i].tokens - 1 for i in held_out)
 
 
 def test_tuning_errors() -> None:
