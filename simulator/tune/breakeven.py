@@ -185,13 +185,13 @@ class PlannedRun(NamedTuple):
 
 def plan(
     loads: Sequence[SurfaceCell], acceptance: Positions, server: ServerFit | None = None,
-    passes: int | None = None, exact: float = EXACT, most: int = MOST_RUNS,
+    passes: int | None = None,
 ) -> list[PlannedRun]:  # fmt: skip
     """Return the runs that determine the surface, the most informative first.
 
     Runs are chosen one by one (`simulator.aggregate.advice.informative`), over servers drawn from
     the priors or left by the runs of `server`.  The plan ends when the speedups' standard deviation
-    is `exact`.  Acceptance is dictated, so no good drafter is needed.
+    is `EXACT`.  Acceptance is dictated, so no good drafter is needed.
     """
     emitted = {k: acceptance.emitted(k).value for k in {0, *(load.k for load in loads)}}
     made = server or replace(_prior_server(), passes=passes)
@@ -206,7 +206,7 @@ def plan(
         raise DraftsimError("a plan needs a draft length above 0")
     uncertain, chosen = informative(logs, pairs, made.misfit)
     runs: list[PlannedRun] = []
-    while len(runs) < most and math.sqrt(uncertain) > exact:
+    while len(runs) < MOST_RUNS and math.sqrt(uncertain) > EXACT:
         run = next(chosen)
         cell, uncertain = cells[run.place], run.left
         runs.append(PlannedRun(*cell, emitted[cell.k], math.sqrt(uncertain)))

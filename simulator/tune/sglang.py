@@ -86,20 +86,8 @@ def tune_sglang(
     The gain is over no speculation, ``default_gain`` over SGLang's default configuration.  Every
     draw serves resampled prompts, under all lists alike (`simulator.tune.gains`).  Half of the
     draws take their prompts from one half of the recording, half from the other; the gain is that
-    of lists chosen on the other half.  Targets count as in `simulator.tune.vllm.tune_vllm`.
-
-    Parameters
-    ----------
-    batches:
-        Batch sizes searched; by default powers of two up to the largest measured batch.
-    lengths:
-        Steps tried.
-    slo:
-        Targets of a request.
-    draws, seed:
-        Resamples of the prompts, an even number >= 4.
-    progress:
-        Called with what is served (`simulator.tune.served.Progress`).
+    of lists chosen on the other half.  Targets and parameters are those of
+    `simulator.tune.vllm.tune_vllm`; ``draws``, an even number of 4 or more, are all served.
 
     Raises
     ------

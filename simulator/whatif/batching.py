@@ -246,14 +246,10 @@ class InBatches:
 
     Parameters
     ----------
-    log:
-        Rounds of single streams under a policy.
-    batch:
-        Slots.
+    log, batch, seed:
+        Those of `Samples`.
     resamples:
         Bootstrap samples of prompts, besides one for the value.
-    seed:
-        Seed of the samples.
     plain:
         That of another log of the same requests, with as many resamples.
     """

@@ -201,10 +201,9 @@ class SweepRunner:
     """The policies asked for, and their references."""
     prices: Prices
     tilter: Tilter | None = None
-    """None: i.i.d., or nothing tilted."""
+    """None: another acceptance rate is that of an i.i.d. process."""
     shifts: Mapping[float, float] = field(default_factory=dict)
     """Shifts of the tilter, by acceptance rate."""
-    iid: bool = False
     resamples: int = 200
     seed: int = 0
     references: frozenset[str] = frozenset()
@@ -220,7 +219,7 @@ class SweepRunner:
         if part.alpha is not None:
             if self.tilter is not None:
                 trace, source = self.tilter.shifted(self.shifts[part.alpha]), "tilted"
-            elif self.iid:
+            else:
                 trace, source = iid_like(trace, part.alpha, self.seed), "iid"
         blocks: list[dict[str, Any]] = []
         plain: Any = None

@@ -166,8 +166,8 @@ class Sweep:
             shifts = dict(zip(self.alphas, tilter.shifts(self.alphas).tolist(), strict=True))
         beside = references(trace, policies)
         self.bench = SweepRunner(
-            trace, {**policies, **beside}, prices, tilter, shifts,
-            bool(alphas) and method == "iid", resamples, seed, frozenset(beside),
+            trace, {**policies, **beside}, prices, tilter, shifts, resamples, seed,
+            frozenset(beside),
         )  # fmt: skip
 
     @property
@@ -264,9 +264,8 @@ class Sweep:
     def _table(self, blocks: Sequence[Columns]) -> pd.DataFrame:
         columns = {k: np.concatenate([b[k] for b in blocks]) for k in blocks[0]}
         rates = columns["alpha"]
-        columns["tilt_error"] = np.where(columns["source"] == "tilted", np.nan, 0.0)
         columns["tilt_tried"] = columns["source"] == "recorded"
-        columns["tilt_error"][columns["source"] == "iid"] = np.nan
+        columns["tilt_error"] = np.where(columns["tilt_tried"], 0.0, np.nan)
         if self.error is not None and self.bench.tilter is not None:
             recorded = self.bench.tilter.alpha
             reads = {n: bool(p.reads) for n, p in self.bench.policies.items()}
