@@ -1,7 +1,7 @@
 """The settings that each engine accepts, and the policy that it runs under them.
 
-The check of a document returns its policy.  A file is checked when it is written and when it is
-read.
+The check of a document returns its policy, or raises SettingsError, which names the key and the
+rule.  A file is checked when it is written and when it is read.
 
 Rules read in the engines' own code: vLLM v1/spec_decode/dynamic/utils.py
 (``validate_and_normalize_dynamic_sd_schedule``), SGLang 0.5.23
@@ -70,11 +70,6 @@ def check_vllm(document: Mapping[str, Any]) -> BatchTable:
     (vllm-project/vllm pull request 54801) are ``[lo, hi, K]`` over sequence lengths, from 1 and
     without gaps.  Without either, ``num_speculative_tokens`` is the K of every load.
 
-    Raises
-    ------
-    SettingsError
-        Naming the row and the rule.
-
     >>> check_vllm({"num_speculative_tokens": 3, BY_BATCH: [[1, 8, 3]]}).table
     [[1, 8, 3]]
     """
@@ -138,11 +133,6 @@ def check_sglang(document: Mapping[str, Any]) -> SGLangAdaptive:
     Keys are batch sizes as digits, each with ``candidate_steps`` (whole numbers >= 0),
     and settings, for all slots or within one.  A slot serves batches from its size on, so
     without one for 1 the smallest would serve batches it was not meant for.
-
-    Raises
-    ------
-    SettingsError
-        Naming the slot and the rule.
     """
     slots = {key: value for key, value in document.items() if is_batch(key)}
     if not slots:
@@ -191,11 +181,6 @@ def check_huggingface(document: Mapping[str, Any]) -> Confidence:
     """Check transformers' assisted-generation keys of the draft's ``generation_config.json``.
 
     The policy returned is transformers 5.23 under them, scikit-learn installed.
-
-    Raises
-    ------
-    SettingsError
-        Naming the key and the rule.
     """
     keys = HF_KEYS
     if set(document) != set(keys):
@@ -216,13 +201,7 @@ def check_huggingface(document: Mapping[str, Any]) -> Confidence:
 
 
 def check_llamacpp(document: Mapping[str, Any]) -> LlamaCppDraft:
-    """Check options of llama.cpp's server (April 2026), without their dashes; return their policy.
-
-    Raises
-    ------
-    SettingsError
-        Naming the option and the rule.
-    """
+    """Check options of llama.cpp's server (April 2026), without their dashes."""
     most, least, threshold = LLAMACPP_KEYS
     if set(document) != set(LLAMACPP_KEYS):
         _fail("keys", sorted(document), f"expected {', '.join(LLAMACPP_KEYS)}")
@@ -239,11 +218,6 @@ def check_tensorrt_llm(document: Mapping[str, Any]) -> TensorRTLLM:
     batch size of each range to its draft length, nothing is drafted beyond the last; the smallest
     key has ``max_draft_len``, and none has more.  Older releases took keys as the smallest batch
     size of a range and wanted a key of 1: they refuse these schedules unless there is one.
-
-    Raises
-    ------
-    SettingsError
-        Naming the field and the rule.
     """
     most, name = document.get("max_draft_len"), "draft_len_schedule"
     _check_whole("max_draft_len", most, 1, MOST_DRAFTED)
@@ -274,11 +248,6 @@ def check_dynamo(document: Mapping[str, Any]) -> Fixed:
 
     ai-dynamo/dynamo, ``normalize_conditional_accept_rates`` (2026): ``aic_nextn`` is 1 to 5, and
     ``aic_nextn_accept_rates`` a text of as many chances, commas between.
-
-    Raises
-    ------
-    SettingsError
-        Naming the field and the rule.
     """
     count, rates = document.get("aic_nextn"), document.get("aic_nextn_accept_rates")
     _check_whole("aic_nextn", count, 1, 5)

@@ -129,10 +129,7 @@ def compare_groups(trace: Trace, *, method: Method = "coupled", seed: int = 0) -
                 tilter = Tilter(source, method, seed)
                 parts += [compare_tilt(tilter, other, chosen, known) for other in others]
     if not parts:
-        raise DraftsimError(
-            f"no two groups of prompts with {FEWEST_TOKENS} tokens differ in acceptance: the error "
-            "of tilting this recording cannot be measured; compare it with another recording"
-        )
+        raise DraftsimError(f"no two groups of {FEWEST_TOKENS} tokens differ in acceptance")
     return pd.concat(parts, ignore_index=True)
 
 
