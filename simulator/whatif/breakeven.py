@@ -294,10 +294,8 @@ def some_points(rows: pd.DataFrame, most: int = 26) -> pd.DataFrame:
     for _, part in rows.groupby("along", sort=False):
         number = part.groupby(point, sort=False, dropna=False).ngroup().to_numpy()
         points = int(number.max(initial=-1)) + 1
-        count = max(most // part["policy"].nunique(), 1)
-        count = min(count, points)
+        count = min(max(most // part["policy"].nunique(), 1), points)
         chosen = ((np.arange(count) + 0.5) * points / count - 0.5).astype(int)
-        some = part[np.isin(number, chosen)]
-        order = np.argsort(number[np.isin(number, chosen)], kind="stable")
-        kept.append(some.iloc[order])
+        order = np.argsort(number, kind="stable")
+        kept.append(part.iloc[order[np.isin(number[order], chosen)]])
     return pd.concat(kept, ignore_index=True) if kept else rows
