@@ -159,7 +159,7 @@ def tune_sglang(
             served_tok_s=served_tok_s, gain=against.gain,
             decode_tok_s=None, decode_gain=None, default=_words(defaults[i]),
             default_gain=1.0 if option == base else gain_of(ratio(own, each[base]))[0],
-            within=share, outside=grids[i].outside.max(), held_out=held_out and kept,
+            within_slo=share, outside=float(grids[i].outside.max()), held_out=held_out and kept,
         )  # fmt: skip
         said = about_served(
             f"steps {_words(lists[best.best[i]])}", float(best.gains[i]), kept, bool(best.worse[i])

@@ -258,8 +258,8 @@ def _tuned(
     row = row_of(
         engine, grid, latency, setting=best, deploy=deploy, served_tok_s=None, gain=over(0),
         decode_tok_s=float(rates[at]), decode_gain=over(0), default=base_text,
-        default_gain=1.0 if at == base else over(base)[0], within=float(grid.within[at]),
-        outside=grid.outside[[0, at]].max(), held_out=held_out,
+        default_gain=1.0 if at == base else over(base)[0], within_slo=float(grid.within[at]),
+        outside=float(grid.outside[[0, at]].max()), held_out=held_out,
     )  # fmt: skip
     row["warnings"] = about_row(row)
     warnings = [*about_recording(trace, latency), *about_targets([row], slo)]

@@ -204,7 +204,8 @@ def tune_vllm(
             served_tok_s=served_tok_s, gain=against.gain,
             decode_tok_s=grid.batch * float(o.rates[option]), decode_gain=chosen,
             default=NO_SPECULATION, default_gain=against.gain[0],
-            within=share, outside=grid.outside[[0, 1 + option]].max(), held_out=told is not None,
+            within_slo=share, outside=float(grid.outside[[0, 1 + option]].max()),
+            held_out=told is not None,
         )  # fmt: skip
         said = about_served(
             f"K={options[found.best[i]]}", float(found.gains[i]), bool(kept[i]),
