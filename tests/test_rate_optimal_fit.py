@@ -11,7 +11,7 @@ import pytest
 from policies import DraftPolicy, Fixed, parse_policy, policy_names
 from simulator.formulas.leviathan import optimal_gamma
 from simulator.pricing import price
-from simulator.whatif.rate import InBatch, LatencyCost, fit_rate_optimal, tokens_per_second
+from simulator.whatif.rate import LatencyCost, fit_rate_optimal, tokens_per_second
 from traces.acceptance.synthetic import Bursty, synthetic_trace
 from traces.acceptance.trace import Trace
 from traces.errors import DraftsimError
@@ -84,9 +84,7 @@ def test_fit_at_several_batches_prices_each() -> None:
     latency = LatencyTable(pd.DataFrame(rows, columns=list(CELL_COLUMNS)))
     trace = synthetic_trace(0.8, requests=6, tokens=100)
     fit = fit_rate_optimal(trace, latency, batches=(1, 16))
-    drafted = {
-        b: int(replay(trace, InBatch(fit.policy, b)).rounds["drafted"].max()) for b in (1, 16)
-    }
+    drafted = {b: int(replay(trace, fit.policy, batch=b).rounds["drafted"].max()) for b in (1, 16)}
     assert isinstance(fit.policy.rate, list)
     assert [row[0] for row in fit.policy.rate] == [1, 16]
     assert drafted[1] > drafted[16]  # verifying a draft costs sixteen times as much there

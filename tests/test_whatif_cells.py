@@ -285,7 +285,7 @@ def test_a_sweeps_part_is_the_same_with_and_without_plans(monkeypatch: pytest.Mo
     policies = {n: parse_policy(n, max_gamma=trace.max_gamma) for n in names}
     bench = SweepRunner(trace, policies, Prices((0.05, 0.4)), resamples=20)
     quick = bench.run(SweepPart(None, 1, names))
-    monkeypatch.setattr(vectorised, "plan_of", lambda _: None)
+    monkeypatch.setattr(vectorised, "plan_of", lambda *_: None)
     usual = bench.run(SweepPart(None, 1, names))
     for name, values in usual.items():
         np.testing.assert_array_equal(quick[name], values, err_msg=name)

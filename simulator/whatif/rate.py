@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from policies.arrays import Floats, Ints
-from policies.core import DraftPolicy, Load, Round
+from policies.core import DraftPolicy
 from policies.estimators import (
     AcceptanceEstimator,
     ConstantAcceptance,
@@ -21,7 +21,6 @@ from policies.estimators import (
 )
 from policies.lengths.basic import Autoregressive
 from policies.lengths.rate_optimal import RateOptimal
-from policies.vectorised import VectorisedPlan, plan_of
 from simulator.pricing import price
 from simulator.serving.cost import TableCost
 from simulator.whatif.tilt.trace import NUMERIC
@@ -320,48 +319,8 @@ def _achieved(
     trace: Trace, latency: LatencyTable, policies: Sequence[DraftPolicy], batch: int
 ) -> list[float]:
     """Return tokens per second and sequence under each policy."""
-    named = [("", in_batch(policy, batch)) for policy in policies]
-    return [tokens_per_second(log, latency, batch) for log in replay_many(trace, named)]
-
-
-def in_batch(policy: DraftPolicy, batch: int) -> DraftPolicy:
-    """Return `policy` as it acts where `batch` sequences decode together."""
-    return policy if batch == 1 else InBatch(policy, batch)
-
-
-class InBatch(DraftPolicy):
-    """A policy told that `batch` sequences decode together, whatever the decoder says."""
-
-    def __init__(self, policy: DraftPolicy, batch: int = 1) -> None:
-        self.policy = policy
-        self.batch = batch
-        vars(self)["reads"] = policy.reads
-        vars(self)["learns_across_requests"] = policy.learns_across_requests
-
-    def begin_run(self, vocab_size: int | None) -> None:
-        self.policy.begin_run(vocab_size)
-
-    def begin_request(self) -> None:
-        self.policy.begin_request()
-
-    def copy(self) -> InBatch:
-        return InBatch(self.policy.copy(), self.batch)
-
-    def begin_round(self, load: Load) -> None:
-        self.policy.begin_round(load._replace(batch=self.batch))
-
-    def keep_drafting(self, draft: Sequence[Any]) -> bool:
-        return self.policy.keep_drafting(draft)
-
-    def submit(self, draft: Sequence[Any]) -> int:
-        return self.policy.submit(draft)
-
-    def observe(self, outcome: Round, draft: Sequence[Any]) -> None:
-        self.policy.observe(outcome, draft)
-
-    def vectorised(self, batch: int) -> VectorisedPlan | None:
-        del batch
-        return plan_of(self.policy, self.batch)
+    logs = replay_many(trace, [("", policy) for policy in policies], batch=batch)
+    return [tokens_per_second(log, latency, batch) for log in logs]
 
 
 def tokens_per_second(log: RoundLog, latency: LatencyTable, batch: int = 1) -> float:

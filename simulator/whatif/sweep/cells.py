@@ -22,7 +22,6 @@ from simulator.ratios import ratio_costs
 from simulator.summary import totals
 from simulator.whatif.batching import InBatches, Speedups
 from simulator.whatif.ladder import GAMMAS
-from simulator.whatif.rate import in_batch
 from simulator.whatif.sweep.prices import ANY, Prices
 from simulator.whatif.tilt.trace import Tilter, acceptance, iid_like
 from traces.acceptance.trace import Trace
@@ -224,8 +223,10 @@ class SweepRunner:
         blocks: list[dict[str, Any]] = []
         plain: Any = None
         alpha = acceptance(trace)
-        policies = {name: in_batch(self.policies[name], part.batch) for name in part.policies}
-        logs = replay_many(trace, policies, leave_out=lambda n, _: n in self.references)
+        logs = replay_many(
+            trace, {name: self.policies[name] for name in part.policies}, batch=part.batch,
+            leave_out=lambda n, _: n in self.references,
+        )  # fmt: skip
         for log in (always_drafted(one, self.prices.passes_always) for one in logs):
             name = log.policy
             if not len(log):
