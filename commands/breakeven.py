@@ -285,17 +285,19 @@ def _plan(
     with working("choosing runs"):
         runs = plan(loads, own, server, passes)
     rows = [{**run._asdict(), **run.commands()} for run in runs]
-    if not runs:
+    if runs:
+        left = runs[-1].uncertain
+        above = "" if left <= EXACT else f", above {EXACT:.0%}"
+        note(
+            f"{len(runs)} runs ({len({run.k for run in runs})} server starts) leave speedups with "
+            f"a standard deviation of {left:.0%}{above}"
+        )
+    else:
         note("nothing to measure: the speedups are known well enough")
-        return
-    left = runs[-1].uncertain
-    note(
-        f"{len(runs)} runs ({len({run.k for run in runs})} server starts) leave speedups with a "
-        f"standard deviation of {left:.0%}" + ("" if left <= EXACT else f", above {EXACT:.0%}")
-    )
     emit("breakeven", rows, json, out=out, show=["batch", "context", "k", "emitted", "uncertain"],
          title="Runs to measure, most informative first")  # fmt: skip
     if json is None:
         for k in sorted({run.k for run in runs}):
             note(next(row["serve"] for row in rows if row["k"] == k), whole=True)
-    note("then run: draftsim breakeven --bench RESULTS")
+    if runs:
+        note("then run: draftsim breakeven --bench RESULTS")

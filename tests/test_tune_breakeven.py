@@ -163,3 +163,12 @@ def test_a_plan_on_the_command_line(run: Run) -> None:
     assert ran.rows
     assert {"batch", "context", "k", "serve", "bench"} <= set(ran.rows[0])
     assert "server starts" in ran.err
+
+
+def test_a_plan_of_no_runs_is_a_table_of_no_rows(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("simulator.tune.breakeven.EXACT", 100.0)
+    ran = run("breakeven", "--plan", "--acceptance", "0.8,0.7,0.6", "--batch", "1,16", "--context",
+              "1000,20000", "--k", "1,3", "--json", "-").ok()  # fmt: skip
+    assert ran.rows == []
+    assert "nothing to measure" in ran.err
+    assert "then run" not in ran.err
