@@ -20,6 +20,7 @@ from simulator.hardware.scaling import bounds_of
 from simulator.pricing import autoregressive, price
 from simulator.ratios import ratio_costs
 from simulator.summary import totals
+from simulator.tune.costs import longest_draft
 from simulator.whatif.batching import InBatches, Speedups
 from simulator.whatif.ladder import GAMMAS
 from simulator.whatif.sweep.prices import ANY, Prices
@@ -40,14 +41,15 @@ def references(trace: Trace, policies: Mapping[str, DraftPolicy]) -> dict[str, D
     hold.
     """
     # After longer drafts than a log holds, what was accepted would be a guess.
-    seen = (trace.meta.get("imputed") or {}).get("longest_seen")
-    longest = min((g for g in (trace.max_gamma, seen) if g is not None), default=max(GAMMAS))
+    longest = longest_draft(trace)
     there = {
         policy.gamma for name, policy in policies.items()
         if family(name) == "fixed" and isinstance(policy, Fixed)
     }  # fmt: skip
     found: dict[str, DraftPolicy] = {
-        f"fixed:gamma={g}": Fixed(g) for g in GAMMAS if g <= longest and g not in there
+        f"fixed:gamma={g}": Fixed(g)
+        for g in GAMMAS
+        if g not in there and (longest is None or g <= longest)
     }
     bound = Oracle(gamma_max=trace.max_gamma)
     if not any(family(n) == "oracle" and vars(p) == vars(bound) for n, p in policies.items()):

@@ -10,14 +10,13 @@ import numpy as np
 
 from policies.from_file import is_file, load_file, split_name
 from policies.registry import POLICIES
-from policies.spec import parameters
+from policies.spec import parameters, split_items
 from traces.errors import DraftsimError
 
 MOST_POINTS = 100_000
 """An axis longer than this is taken for a slip."""
 
 _RANGE = re.compile(r"^([^:]+):([^:]+):(\d+)(log|lin)?$")
-_COMMAS = re.compile(r",(?![^{]*\})")  # those outside braces
 _BRACES = re.compile(r'\{([^{}":]*)\}')
 _STEPS = re.compile(r"^(-?\d+)\.\.(-?\d+)(?:\.\.(\d+))?$")
 
@@ -114,7 +113,7 @@ def search_space(text: str) -> tuple[str, dict[str, list[str]]]:
     name, given = split_name(text)
     fixed: list[str] = []
     space: dict[str, list[str]] = {}
-    for part in filter(None, _COMMAS.split(given)):
+    for part in split_items(given):
         key, _, value = part.partition("=")
         if braces := _BRACES.fullmatch(value):
             space[key] = _alternatives(braces.group(1), text)

@@ -54,10 +54,7 @@ SCHEMA = 5
 def write_sweep(frame: pd.DataFrame, path: str | Path, description: Mapping[str, Any]) -> None:
     """Write a sweep's table to `path`, with what it was made from in the header.
 
-    Raises
-    ------
-    FileError
-        If the file cannot be written there.
+    Raises FileError if the file cannot be written there.
     """
     table = pa.table({
         name: pa.array(frame[name].astype(object).tolist(), pa.string()).dictionary_encode()
@@ -70,10 +67,7 @@ def write_sweep(frame: pd.DataFrame, path: str | Path, description: Mapping[str,
 def write_thresholds(rows: pd.DataFrame, out: str | Path, description: Mapping[str, Any]) -> Path:
     """Write `rows` of `breakeven.thresholds` next to the sweep's file; return the path.
 
-    Raises
-    ------
-    FileError
-        If the file cannot be written there.
+    Raises FileError if the file cannot be written there.
     """
     path = Path(out).with_suffix(".breakeven.parquet")
     _write(pa.Table.from_pandas(rows, preserve_index=False), path, "break-even", description)
