@@ -219,7 +219,8 @@ def check_tensorrt_llm(document: Mapping[str, Any]) -> TensorRTLLM:
     key has ``max_draft_len``, and none has more.  Older releases took keys as the smallest batch
     size of a range and wanted a key of 1: they refuse these schedules unless there is one.
     """
-    most, name = document.get("max_draft_len"), "draft_len_schedule"
+    most: Any = document.get("max_draft_len")
+    name = "draft_len_schedule"
     _check_whole("max_draft_len", most, 1, MOST_DRAFTED)
     schedule = document.get(name)
     if not isinstance(schedule, Mapping) or not schedule:

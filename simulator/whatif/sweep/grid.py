@@ -42,7 +42,9 @@ def parse_axis(
     (1.0, 2.0, 3.0, 8.0)
     """
     points: list[float] = []
-    for part in () if text is None else text.split(","):
+    if text is None:
+        return ()
+    for part in text.split(","):
         points += _points(part.strip(), text, name, whole)
     for value in points:
         if (low is not None and value < low) or (high is not None and value > high):
