@@ -222,9 +222,9 @@ def fit_rate_optimal(
             _best_rate(learned, latency, rule, batch, rate)
             for batch, rate in zip(batches, plain, strict=True)
         ]
-        table = sorted([float(b), f.rate] for b, f in zip(batches, found, strict=True))
+        table = sorted([float(b), best] for b, (best, _) in zip(batches, found, strict=True))
         rate: float | list[list[float]] = table[0][1] if list(batches) == [1] else table
-        fits.append(RateFit(rule.at_rate(rate), kind, found[0].achieved))
+        fits.append(RateFit(rule.at_rate(rate), kind, found[0][1]))
     return max(fits, key=lambda fit: fit.achieved)
 
 
@@ -284,16 +284,11 @@ def _smoothed(
     return result
 
 
-class _FoundRate(NamedTuple):
-    rate: float
-    achieved: float
-
-
 def _best_rate(
     trace: Trace, latency: LatencyTable, rule: RateOptimal, batch: int, rate: float
-) -> _FoundRate:
+) -> tuple[float, float]:
     """Return the fixed point, from plain decoding's `rate` on, or a fraction of it that does
-    better.
+    better, and the rate achieved with it.
     """
 
     def achieved(*rates: float) -> list[float]:
@@ -312,7 +307,7 @@ def _best_rate(
         tried |= zip(others, achieved(*others), strict=True)
     most = max(tried.values())
     best = rate if tried[rate] >= most * (1 - TOLERANCE) else max(tried, key=lambda r: tried[r])
-    return _FoundRate(best, tried[best])
+    return best, tried[best]
 
 
 def _achieved(
