@@ -279,3 +279,10 @@ def test_batches_whose_cache_does_not_fit_are_left_out(run: Run, tmp_path: Path)
     none = run("sweep", *pair, "--batch", 128, "--context", 4096, "--resamples", 0)
     assert none.code == 2
     assert "blocks of 16 tokens" in none.err.splitlines()[-1]
+
+
+@pytest.mark.parametrize("tilt", ["coupled", "redraw", "iid"])
+def test_drafts_of_every_start_have_no_other_acceptance(run: Run, tilt: str) -> None:
+    ran = run("sweep", "--trace", "smollm2-vllm-eagle3-cpu", "--c", "0.1", "--alpha", "0.5",
+              "--tilt", tilt, "--policy", "fixed:gamma=2", "--jobs", 1)  # fmt: skip
+    assert "holds acceptance by start, which cannot be made better or worse" in ran.refusal

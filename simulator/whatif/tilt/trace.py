@@ -217,11 +217,7 @@ class MatchModel:
 
         self.trace = trace
         recorded = trace.columns["match"][trace.on_path]
-        if trace.by_start:
-            raise DraftsimError(
-                "the trace holds acceptance by start, which cannot be made better or worse: leave "
-                "out what asks for another acceptance"
-            )
+        _check_by_position(trace)
         if (recorded == UNKNOWN).any():
             raise DraftsimError("some matches were not recorded: impute the trace first")
         match: Bools = recorded == MATCH
@@ -433,9 +429,19 @@ def iid_like(trace: Trace, alpha: float, seed: int = 0) -> Trace:
     """
     if not 0 <= alpha <= 1:
         raise DraftsimError(f"alpha is {alpha:g}, expected between 0 and 1")
+    _check_by_position(trace)
     match = np.random.default_rng(seed).random(len(trace.on_path)) < alpha
     tilt = {"method": "iid", "seed": seed, "asked": alpha, "alpha": float(match.mean())}
     return Rebuilder(trace, seed)(match, {"tilt": tilt, "fidelity": "approximate"})
+
+
+def _check_by_position(trace: Trace) -> None:
+    """Raise DraftsimError if every start has drafts of its own, which no match changes."""
+    if trace.by_start:
+        raise DraftsimError(
+            "the trace holds acceptance by start, which cannot be made better or worse: leave "
+            "out what asks for another acceptance"
+        )
 
 
 def acceptance(trace: Trace) -> float:
