@@ -128,7 +128,10 @@ def breakeven(
         refuse(drafter, "--bench tells the acceptance")
     server, model = (None, None) if bench is None else _server(bench, passes)
     if plan:
-        given = _given(acceptance, trace, source, lengths)
+        given = (
+            load_positions(acceptance) if acceptance is not None
+            else load_positions(trace, min(max(lengths), LONGEST), source=source)
+        )  # fmt: skip
         loads = grid(*_axes(batch, context, server, None, lengths), lengths)
         _plan(loads, given, server, passes, out, json)
         return
@@ -255,12 +258,6 @@ def _axes(
         held = sorted({int(run.held) for run in server.runs})
         return batches or concurrencies(server.runs), contexts or held
     return batches or [1, 4, 16, 64, 256], contexts or [1024, 8192, 65536]
-
-
-def _given(acceptance: str | None, trace: str, source: str | None, lengths: list[int]) -> Positions:
-    if acceptance is not None:
-        return load_positions(acceptance)
-    return load_positions(trace, min(max(lengths), LONGEST), source=source)
 
 
 def _server(bench: list[str], passes: int | None) -> tuple[ServerFit, str | None]:

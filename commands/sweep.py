@@ -376,9 +376,6 @@ SEARCHED = (
 )  # fmt: skip
 
 
-VARYING = ("alpha", "c", "latency", "gpu", "batch", "context")
-
-
 def headline(best: pd.DataFrame) -> str:
     """Return which policy is fastest where, in one sentence; rows of `breakeven.fastest`.
 
@@ -386,10 +383,9 @@ def headline(best: pd.DataFrame) -> str:
     axes the winners are counted, and the largest speedup is named. In brackets are the speedups
     and the ends of their 95% intervals.
     """
-    from simulator.whatif.breakeven import NO_SPECULATION
+    from simulator.whatif.breakeven import NO_SPECULATION, VARYING
 
-    axes = [name for name in ("alpha_asked", "c", "latency", "gpu", "batch", "context")
-            if best[name].nunique(dropna=False) > 1]  # fmt: skip
+    axes = [n for n in ("alpha_asked", *VARYING[1:]) if best[n].nunique(dropna=False) > 1]
     if best.empty:
         return "nothing was swept but the oracle"
     if len(axes) > 1:
@@ -437,7 +433,7 @@ def _along(axis: str, values: list[object]) -> str:
 
 def print_thresholds(rows: pd.DataFrame, out: Path | None) -> None:
     """Print the table of `simulator.whatif.breakeven`, or some of its points."""
-    from simulator.whatif.breakeven import some_points
+    from simulator.whatif.breakeven import VARYING, some_points
 
     if rows.empty:
         return

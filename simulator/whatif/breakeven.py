@@ -20,6 +20,8 @@ from traces.errors import DraftsimError
 
 AXES = ("c", "alpha", "batch", "context")
 """Axes along which a policy can stop paying."""
+VARYING = ("alpha", "c", "latency", "gpu", "batch", "context")
+"""Columns that can differ between points."""
 BOUNDS = ("speedup", "speedup_lo", "speedup_hi")
 NO_SPECULATION = "no speculation"
 
@@ -290,9 +292,8 @@ def some_points(rows: pd.DataFrame, most: int = 26) -> pd.DataFrame:
     others.
     """
     kept = []
-    point = ["alpha", "c", "latency", "gpu", "batch", "context"]
     for _, part in rows.groupby("along", sort=False):
-        number = part.groupby(point, sort=False, dropna=False).ngroup().to_numpy()
+        number = part.groupby(list(VARYING), sort=False, dropna=False).ngroup().to_numpy()
         points = int(number.max(initial=-1)) + 1
         count = min(max(most // part["policy"].nunique(), 1), points)
         chosen = ((np.arange(count) + 0.5) * points / count - 0.5).astype(int)
