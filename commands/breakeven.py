@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from json import dumps
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -127,7 +128,10 @@ def breakeven(
         refuse(drafter, "--bench tells the acceptance")
     server, model = (None, None) if bench is None else _server(bench, passes)
     if plan:
-        given = _given(acceptance, trace, source, lengths)
+        given = (
+            load_positions(acceptance) if acceptance is not None
+            else load_positions(trace, min(max(lengths), LONGEST), source=source)
+        )  # fmt: skip
         loads = grid(*_axes(batch, context, server, None, lengths), lengths)
         _plan(loads, given, server, passes, out, json)
         return
@@ -143,17 +147,15 @@ def breakeven(
             always_draft, gpu, weights, assume_batch_free,
         )  # fmt: skip
     tables = vllm_tables(surface)
-    for document in (tables.by_batch, tables.by_length):
-        if document is not None:
-            check_settings("vllm", document)
+    for table in tables.values():
+        if table.document is not None:
+            check_settings("vllm", table.document)
     rows = surface.to_dict("records")
     best = surface.loc[surface[surface["k"] > 0].groupby(["batch", "context"])["speedup"].idxmax()]
     exact = (surface["low"] == surface["high"]).all()
     shown = [n for n in SHOWN if not (exact and n in ("low", "high"))]
-    more = {
-        "vllm_by_batch": tables.by_batch, "vllm_by_seq_len": tables.by_length,
-        "loses_by_batch": tables.loses_by_batch, "loses_by_seq_len": tables.loses_by_length,
-    }  # fmt: skip
+    more: dict[str, Any] = {f"vllm_by_{name}": table.document for name, table in tables.items()}
+    more |= {f"loses_by_{name}": table.loses for name, table in tables.items()}
     # Runs of a server read prompts, too; a latency table prices steps that decode.
     what = "speculation" if server is not None else "decoding with speculation"
     pays = f"{name}: {what} is faster {pays_to(surface, 'batch', 'requests')}"
@@ -166,13 +168,16 @@ def breakeven(
         printed=lambda: print_table(best.to_dict("records"), shown, title),
         tables=lambda: [Shown(best.to_dict("records"), f"{name}: {title}", shown)],
     )  # fmt: skip
-    for document, lost in (
-        (tables.by_batch, tables.loses_by_batch), (tables.by_length, tables.loses_by_length)
-    ):  # fmt: skip
-        said = "no table with K above 0 is faster" if document is None else _one_line(document)
-        note(f"{said}  (loses {lost:.1%} against the best K of every load)")
+    for table in tables.values():
+        said = "no table with K above 0 is faster"
+        if table.document is not None:  # without blanks, at which it would be broken
+            said = dumps(table.document, separators=(",", ":"))
+        note(f"{said}  (loses {table.loses:.1%} against the best K of every load)")
     if plot is not None:
-        _draw(surface, plot, name)
+        from simulator.plots import save
+        from simulator.plots.whatif import plot_surface
+
+        note(f"wrote {save(plot_surface(surface), plot, title=name)}")
 
 
 def _priced(
@@ -255,12 +260,6 @@ def _axes(
     return batches or [1, 4, 16, 64, 256], contexts or [1024, 8192, 65536]
 
 
-def _given(acceptance: str | None, trace: str, source: str | None, lengths: list[int]) -> Positions:
-    if acceptance is not None:
-        return load_positions(acceptance)
-    return load_positions(trace, min(max(lengths), LONGEST), source=source)
-
-
 def _server(bench: list[str], passes: int | None) -> tuple[ServerFit, str | None]:
     """Return what the runs determine, and their model where they name it."""
     from simulator.aggregate.benches import read_benches
@@ -281,30 +280,19 @@ def _plan(
     with working("choosing runs"):
         runs = plan(loads, own, server, passes)
     rows = [{**run._asdict(), **run.commands()} for run in runs]
-    if not runs:
+    if runs:
+        left = runs[-1].uncertain
+        above = "" if left <= EXACT else f", above {EXACT:.0%}"
+        note(
+            f"{len(runs)} runs ({len({run.k for run in runs})} server starts) leave speedups with "
+            f"a standard deviation of {left:.0%}{above}"
+        )
+    else:
         note("nothing to measure: the speedups are known well enough")
-        return
-    left = runs[-1].uncertain
-    note(
-        f"{len(runs)} runs ({len({run.k for run in runs})} server starts) leave speedups with a "
-        f"standard deviation of {left:.0%}" + ("" if left <= EXACT else f", above {EXACT:.0%}")
-    )
     emit("breakeven", rows, json, out=out, show=["batch", "context", "k", "emitted", "uncertain"],
          title="Runs to measure, most informative first")  # fmt: skip
     if json is None:
         for k in sorted({run.k for run in runs}):
             note(next(row["serve"] for row in rows if row["k"] == k), whole=True)
-    note("then run: draftsim breakeven --bench RESULTS")
-
-
-def _one_line(document: dict[str, Any]) -> str:
-    import json
-
-    return json.dumps(document, separators=(",", ":"))  # no blanks, at which it would be broken
-
-
-def _draw(surface: pd.DataFrame, path: Path, title: str) -> None:
-    from simulator.plots import save
-    from simulator.plots.whatif import plot_surface
-
-    note(f"wrote {save(plot_surface(surface), path, title=title)}")
+    if runs:
+        note("then run: draftsim breakeven --bench RESULTS")

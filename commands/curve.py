@@ -77,14 +77,12 @@ def curve(
 
 
 def _curves(texts: list[str]) -> Mapping[str, dict[int, float]]:
-    from simulator.aggregate.acceptance import is_curves, pick_curve, read_curves
+    from simulator.aggregate.acceptance import is_curves, read_curves
 
     found: dict[str, dict[int, float]] = {}
     for text in texts:
         if is_curves(text) and "#" not in text:
             found |= read_curves(text)
-        elif is_curves(text):
-            found[text] = pick_curve(text)
         else:
             found[text] = dict(load_positions(text).known)
     return found

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from pathlib import Path
@@ -173,16 +172,18 @@ def sweep(
     """
     from simulator.chosen import swept_policies
     from simulator.whatif.breakeven import fastest, overview, thresholds
-    from simulator.whatif.sweep.prices import Prices, said_too_large
+    from simulator.whatif.sweep.grid import parse_axis
+    from simulator.whatif.sweep.prices import Prices, fitting
     from simulator.whatif.sweep.run import Sweep, write_thresholds
     from traces.latency.table import BATCH_FREE_SAID
+    from traces.replay.always import drafting_always
 
-    ratios = axis(c, "c", low=0.0)
-    carried = inputs.gpu is not None or inputs.weights is not None
-    by_ratio = bool(ratios) and not (carried or ladder or tune)
+    ratios = parse_axis(c, "c", low=0.0)
+    carried = {"--gpu": inputs.gpu, "--weights": inputs.weights}
+    by_ratio = bool(ratios) and not (ladder or tune) and {*carried.values()} == {None}
     recording = inputs.load(chooses="sweep", by_ratio=by_ratio, one=False)
     recorded = recording.trace
-    sizes = [int(b) for b in axis(batch, "batch", low=1, high=MOST_BATCH, whole=True)]
+    sizes = [int(b) for b in parse_axis(batch, "batch", low=1, high=MOST_BATCH, whole=True)]
     tables = recording.swept(ratios, largest := max(sizes))
     said = [BATCH_FREE_SAID] * (largest > 1 and bool(ratios))
     said += [table.said_batch_free(largest) for table in tables.values()]
@@ -195,8 +196,15 @@ def sweep(
             "--tilt": None if tilt is Tilting.COUPLED else tilt,
             "--plots": plots if tune else None,
         }  # fmt: skip
-        refuse(axes, f"{'--ladder' if ladder else '--tune'} sweeps nothing")
-        table = _measured_table(tables, inputs, ladder, tune)
+        mode = "--ladder" if ladder else "--tune"
+        refuse(axes, f"{mode} sweeps nothing")
+        refuse(
+            {**carried, "--tune": (ladder and tune) or None},
+            f"{mode} works on the measured device alone",
+        )
+        if len(tables) != 1:
+            raise DraftsimError(f"{mode} takes one latency table, got {len(tables)}")
+        table = drafting_always(next(iter(tables.values())), inputs.always_draft)
         if ladder:
             _ladder(recording, table, policy, resamples, seed, plots, json, out)
         else:
@@ -206,8 +214,10 @@ def sweep(
         refuse({"--verify-ratio": None if verify_ratio == 1 else verify_ratio}, "no --c is given")
     if alpha is None:
         refuse({"--tilt": None if tilt is Tilting.COUPLED else tilt}, "no --alpha is given")
-    lengths = [int(g) for g in axis(gamma, "gamma", low=0, high=MOST_LENGTH, whole=True)]
-    contexts = [int(k) for k in axis(context, "context", low=0, high=MOST_CONTEXT, whole=True)]
+    lengths = [int(g) for g in parse_axis(gamma, "gamma", low=0, high=MOST_LENGTH, whole=True)]
+    contexts = [
+        int(k) for k in parse_axis(context, "context", low=0, high=MOST_CONTEXT, whole=True)
+    ]
     prices = Prices(
         ratios, tables, contexts or [None], verify_ratio, gpu_names(inputs.gpu),
         weight_formats(inputs.weights), inputs.always_draft or 0,
@@ -216,7 +226,7 @@ def sweep(
         recorded,
         swept_policies(policy, lengths, recorded, remark),
         prices,
-        axis(alpha, "alpha", low=1e-6, high=1 - 1e-6),
+        parse_axis(alpha, "alpha", low=1e-6, high=1 - 1e-6),
         sizes,
         method=tilt.value, resamples=resamples, seed=seed,
     )  # fmt: skip
@@ -228,17 +238,14 @@ def sweep(
     if out is not None and out.suffix in TABLES:
         out = out.with_suffix(".parquet")  # what an interrupted sweep goes on from
     frame = _run(study, chosen_executor(jobs, cluster), out)
-    large = list(said_too_large(frame, prices, recorded))
-    if not frame["cache_fits"].any():
-        raise DraftsimError(large[0])
-    fitting = frame[frame["cache_fits"]]
-    rows, ends = overview(fitting), thresholds(fitting)
+    fit, large = fitting(frame, prices, recorded)
+    rows, ends = overview(fit), thresholds(fit)
     if wanted is not None and wanted != out:
         shown = Shown(rows.to_dict("records"), title, [n for n in SHOWN if n in rows])
         write_rows(wanted, frame.to_dict("records"), "sweep", tables=lambda: [shown])
     if recording.source is not None:
         rows["drafts"] = recorded.source
-    best = fastest(fitting)
+    best = fastest(fit)
     note(f"{title}: {headline(best)}")
     if assumed:
         rows["assumed"] = assumed
@@ -257,11 +264,11 @@ def sweep(
     if out is not None:
         points = write_thresholds(ends, out, study.description)
         note(f"wrote {len(frame)} rows to {out} and {len(ends)} to {points}")
-    say_untried(study, fitting)
-    say_outside(fitting)
+    say_untried(study, fit)
+    say_outside(fit)
     if plots is not None:
         label = f"assumed to cost nothing: {assumed}" if assumed else ""
-        _draw(fitting, plots, recording, prices, label)
+        _draw(fit, plots, recording, prices, label)
 
 
 def _draw(
@@ -304,24 +311,6 @@ def _run(study: Sweep, executor: Executor, out: Path | None) -> Any:
             executor, out=out,
             progress=lambda done, total: bar.update(task, completed=done, total=total),
         )  # fmt: skip
-
-
-def _measured_table(
-    tables: Mapping[str, LatencyTable], inputs: SweepInputs, ladder: bool, tune: bool
-) -> LatencyTable:
-    """Return the one latency table that `--ladder` and `--tune` work on, or refuse."""
-    from traces.replay.always import drafting_always
-
-    mode = "--ladder" if ladder else "--tune"
-    carried = inputs.gpu is not None or inputs.weights is not None
-    if carried or (ladder and tune):
-        own = "--gpu" if inputs.gpu is not None else "--weights"
-        raise DraftsimError(
-            f"{mode} works on the measured device alone: drop {own if carried else '--tune'}"
-        )
-    if len(tables) != 1:
-        raise DraftsimError(f"{mode} takes one latency table, got {len(tables)}")
-    return drafting_always(next(iter(tables.values())), inputs.always_draft)
 
 
 def _searched(
@@ -381,22 +370,10 @@ def _climbed(rungs: pd.DataFrame) -> str:
     )
 
 
-def axis(
-    text: str | None, name: str, *, low: float, high: float | None = None, whole: bool = False
-) -> tuple[float, ...]:
-    """Return the points of an axis; none where it is not named."""
-    from simulator.whatif.sweep.grid import parse_axis
-
-    return () if text is None else parse_axis(text, name, low=low, high=high, whole=whole)
-
-
 SEARCHED = (
     "policy", "tried", "train_speedup", "speedup", "speedup_lo", "speedup_hi",
     "block_efficiency", "share_below_1",
 )  # fmt: skip
-
-
-VARYING = ("alpha", "c", "latency", "gpu", "batch", "context")
 
 
 def headline(best: pd.DataFrame) -> str:
@@ -406,10 +383,9 @@ def headline(best: pd.DataFrame) -> str:
     axes the winners are counted, and the largest speedup is named. In brackets are the speedups
     and the ends of their 95% intervals.
     """
-    from simulator.whatif.breakeven import NO_SPECULATION
+    from simulator.whatif.breakeven import NO_SPECULATION, VARYING
 
-    axes = [name for name in ("alpha_asked", "c", "latency", "gpu", "batch", "context")
-            if best[name].nunique(dropna=False) > 1]  # fmt: skip
+    axes = [n for n in ("alpha_asked", *VARYING[1:]) if best[n].nunique(dropna=False) > 1]
     if best.empty:
         return "nothing was swept but the oracle"
     if len(axes) > 1:
@@ -457,7 +433,7 @@ def _along(axis: str, values: list[object]) -> str:
 
 def print_thresholds(rows: pd.DataFrame, out: Path | None) -> None:
     """Print the table of `simulator.whatif.breakeven`, or some of its points."""
-    from simulator.whatif.breakeven import some_points
+    from simulator.whatif.breakeven import VARYING, some_points
 
     if rows.empty:
         return

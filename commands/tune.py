@@ -364,8 +364,5 @@ def _check(
             served["not_worse"], served["margin_lo"], served["margin_hi"],
         )  # fmt: skip
         row |= dict(zip(CHECKED, values, strict=True))
-    if worse := [b for b in batches if not at[b]["not_worse"]]:
-        remark(
-            f"at batch {', '.join(map(str, worse))} a fixed draft length served faster than the "
-            "setting"
-        )
+    if worse := [f"{at[b]['rival']} at batch {b}" for b in batches if not at[b]["not_worse"]]:
+        remark(f"served faster than the setting: {', '.join(worse)}")

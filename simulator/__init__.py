@@ -11,7 +11,6 @@ from simulator.summary import (
     prompt_speedups,
     speedup_distribution,
     summarize,
-    summarize_by_category,
     to_rows,
 )
 from simulator.validation import (
@@ -42,7 +41,6 @@ __all__ = [
     "speedup_by_gamma",
     "speedup_distribution",
     "summarize",
-    "summarize_by_category",
     "to_rows",
     "verdict",
 ]

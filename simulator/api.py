@@ -465,7 +465,7 @@ def sweep(
     """
     from simulator.executors import Local
     from simulator.whatif.breakeven import fastest
-    from simulator.whatif.sweep.prices import Prices, said_too_large
+    from simulator.whatif.sweep.prices import Prices, fitting
     from simulator.whatif.sweep.run import Sweep
     from traces.operators.devices import find_device
 
@@ -483,10 +483,8 @@ def sweep(
         recording.trace, chosen, prices, alpha, sizes, method=tilt, resamples=resamples, seed=seed
     )
     frame = study.run(Local(jobs))
-    large = list(said_too_large(frame, prices, recording.trace))
-    if not frame["cache_fits"].any():
-        raise DraftsimError(large[0])
-    return Study(frame, fastest(frame[frame["cache_fits"]]), (*notes, *large))
+    fit, large = fitting(frame, prices, recording.trace)
+    return Study(frame, fastest(fit), (*notes, *large))
 
 
 def _recording(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -22,7 +23,7 @@ from policies.rules.base import VerifyRule
 from policies.rules.context import CSD
 from policies.rules.memory import OnlineCorrectionMemory
 from policies.rules.registry import parse_rule
-from policies.spec import parameters
+from policies.spec import describe_spec, parameters
 from traces.acceptance.trace import Trace
 from traces.errors import DraftsimError
 from traces.latency.table import LatencyTable
@@ -81,7 +82,7 @@ def load_policies(
     for text in names:
         if not isinstance(text, str):
             given = SingleStream(text) if isinstance(text, BatchPolicy) else text
-            chosen.setdefault(name_of(text), given)
+            chosen[name_of(text, chosen)] = given
             continue
         if is_file(text):
             name, made = from_file(text, limit, say)
@@ -115,9 +116,19 @@ def from_file(text: str, limit: int | None, say: Say) -> tuple[str, Served]:
     return name, policy
 
 
-def name_of(policy: Served) -> str:
-    """Return the name of a policy given as an object: its text form, or that of its class."""
-    return describe(policy) if type(policy) in POLICIES.values() else type(policy).__name__
+def name_of(policy: Served, taken: Collection[str]) -> str:
+    """Return the name of a policy given as an object: its text form, or its class and parameters.
+
+    A number tells it from the names that are `taken`.
+    """
+    name = type(policy).__name__
+    if type(policy) in POLICIES.values():
+        name = describe(policy)
+    else:
+        with suppress(AttributeError, ValueError):  # a parameter kept in another form
+            name = describe_spec(policy, name)
+    alike = sum(other.partition(" (")[0] == name for other in taken)
+    return f"{name} ({alike + 1})" if alike else name
 
 
 def say_left_out(lacking: Mapping[str, DraftPolicy], have: Collection[str], say: Say) -> None:
@@ -222,7 +233,7 @@ def load_serving_policies(
     """
     from simulator.serving import TableCost
     from simulator.tune.costs import longest_draft
-    from simulator.tune.reading import read_settings
+    from simulator.tune.formats import read_settings
     from simulator.tune.served import rivals
     from simulator.whatif.rate import fit_estimates
 
@@ -243,7 +254,7 @@ def load_serving_policies(
             return with_plain({**chosen, **rivals(longest_draft(trace))})
     for text in [*asked, *implied]:
         if not isinstance(text, str):
-            chosen.setdefault(name_of(text), text)
+            chosen[name_of(text, chosen)] = text
             continue
         if is_file(text):
             own, policy = from_file(text, trace.max_gamma, say)

@@ -145,7 +145,9 @@ def families_of(trace: Trace, texts: Sequence[str] | None) -> Families:
         except ValueError as error:
             without.append(f"{name} ({error})")
             continue
-        made.setdefault(_family_name(name, inner), make)
+        # Without the length that is varied, and the bound that goes with it.
+        family = describe_spec(inner, split_name(name)[0], ("gamma", "gamma_max"))
+        made.setdefault(family, make)
     said = []
     if without:
         said.append(
@@ -155,6 +157,14 @@ def families_of(trace: Trace, texts: Sequence[str] | None) -> Families:
     if longest < max(INITIAL_GAMMAS):
         said.append(f"initial draft lengths 1 to {longest}: no longer drafts were recorded")
     return Families(made, gammas, said)
+
+
+def speedups_of(
+    trace: Trace, latency: LatencyTable, texts: Sequence[str] | None
+) -> tuple[pd.DataFrame, list[str]]:
+    """Return the rows of `speedup_by_gamma` for the `families_of` texts, and what is left out."""
+    made, gammas, left_out = families_of(trace, texts)
+    return speedup_by_gamma(trace, made, latency, gammas), left_out
 
 
 def _starting_from(policy: DraftPolicy, longest: int) -> Callable[[int], DraftPolicy]:
@@ -171,17 +181,3 @@ def _starting_from(policy: DraftPolicy, longest: int) -> Callable[[int], DraftPo
         return SingleStream(made) if isinstance(policy, SingleStream) else made
 
     return make
-
-
-def _family_name(name: str, policy: object) -> str:
-    """Return `name` without the length that is varied, and without the bound that goes with it."""
-    return describe_spec(policy, split_name(name)[0], ("gamma", "gamma_max"))
-
-
-def robustness_rows(
-    trace: Trace, latency: LatencyTable, texts: Sequence[str] | None
-) -> tuple[pd.DataFrame, list[str]]:
-    """Return mean and sd over initial draft lengths, and what has to be said of them."""
-    families = families_of(trace, texts)
-    speedups = speedup_by_gamma(trace, families.made, latency, families.gammas)
-    return robustness(speedups), families.left_out

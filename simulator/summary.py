@@ -42,6 +42,7 @@ def summarize(
     resamples: int = 2000,
     prefill: bool = False,
     seed: int = 0,
+    by_category: bool = False,
 ) -> pd.DataFrame:
     """Return one row per log (columns `SUMMARY_COLUMNS`), plain decoding first.
 
@@ -55,6 +56,8 @@ def summarize(
         Bootstrap resamples over prompts, and their seed.  With one prompt the interval is NaN.
     prefill:
         True if `wall_s` and the speedups include prefill.
+    by_category:
+        True for such rows of each prompt category, with a leading ``category``.
 
     Notes
     -----
@@ -68,37 +71,23 @@ def summarize(
         If there is no log, a log has no rounds, or the logs' requests differ.
     """
     runs = price_all(logs, latency)
-    return summarize_runs(runs, resamples=resamples, prefill=prefill, seed=seed)
+    return summarize_runs(
+        runs, resamples=resamples, prefill=prefill, seed=seed, by_category=by_category
+    )
 
 
 def summarize_runs(
-    runs: Sequence[Priced], *, resamples: int = 2000, prefill: bool = False, seed: int = 0
-) -> pd.DataFrame:
+    runs: Sequence[Priced], *, resamples: int = 2000, prefill: bool = False, seed: int = 0,
+    by_category: bool = False,
+) -> pd.DataFrame:  # fmt: skip
     """Return the rows of `summarize` for runs that were priced (`price_all`)."""
-    weights = draws(len(runs[0].log.requests), resamples, seed)
-    return _rows(runs, None, weights, prefill)
-
-
-def summarize_by_category(
-    logs: Sequence[RoundLog], latency: LatencyTable, *, resamples: int = 2000
-) -> pd.DataFrame:
-    """Return the rows of `summarize` for each prompt category, with a leading ``category``.
-
-    Parameters and errors as in `summarize`.
-    """
-    return summarize_runs_by_category(price_all(logs, latency), resamples=resamples)
-
-
-def summarize_runs_by_category(
-    runs: Sequence[Priced], *, resamples: int = 2000, prefill: bool = False
-) -> pd.DataFrame:
-    """Return the rows of `summarize_by_category` for runs that were priced (`price_all`)."""
     names = [r.category for r in runs[0].log.requests]
     parts = []
-    for category in dict.fromkeys(names):
-        keep = np.array([name == category for name in names])
-        part = _rows(runs, keep, draws(int(keep.sum()), resamples), prefill)
-        part.insert(0, "category", category)
+    for category in dict.fromkeys(names) if by_category else [None]:
+        keep = np.array([category in (None, name) for name in names], dtype=bool)
+        part = _rows(runs, keep, draws(int(keep.sum()), resamples, seed), prefill)
+        if by_category:
+            part.insert(0, "category", category)
         parts.append(part)
     return pd.concat(parts, ignore_index=True)
 
@@ -118,28 +107,15 @@ def speedups_over(plain: Priced, run: Priced) -> Floats:
     return rate_ratio(_sums(run), _sums(plain))
 
 
-def paired_gain(
-    log: RoundLog, other: RoundLog, latency: LatencyTable, *, resamples: int = 2000
-) -> tuple[float, float, float]:
-    """Return seconds per token of `other` over those of `log`, with the interval of that ratio.
+def gains_over(
+    rival: Priced, runs: Sequence[Priced], *, resamples: int = 2000, prefill: bool = False
+) -> list[tuple[float, float, float]]:
+    """Return seconds per token of `rival` over those of each run, with the interval of that ratio.
 
     Every resample has the same prompts for both, so what makes a prompt fast for both cancels: two
     policies can differ significantly although their own intervals overlap.
     The interval is NaN with one prompt.
-
-    Raises
-    ------
-    DraftsimError
-        If a log has no rounds or their requests differ.
     """
-    _, run, rival = price_all([log, other], latency)
-    return gains_over(rival, [run], resamples=resamples)[0]
-
-
-def gains_over(
-    rival: Priced, runs: Sequence[Priced], *, resamples: int = 2000, prefill: bool = False
-) -> list[tuple[float, float, float]]:
-    """Return the gain of `paired_gain` over `rival` of each of `runs`, all of which were priced."""
     theirs = _sums(rival, prefill)
     weights = draws(theirs.shape[1], resamples)
     return [gain(_sums(run, prefill), theirs, weights) for run in runs]
@@ -158,8 +134,7 @@ def speedup_distribution(speedups: npt.ArrayLike, edges: npt.ArrayLike) -> pd.Da
         raise DraftsimError(f"the edges {bounds.tolist()} are not two or more increasing numbers")
     if not len(values):
         raise DraftsimError("no prompt has a speedup: every request ended with its first token")
-    bins = np.clip(np.searchsorted(bounds, values, side="right") - 1, 0, len(bounds) - 2)
-    counts = np.bincount(bins, minlength=len(bounds) - 1)
+    counts, _ = np.histogram(np.clip(values, bounds[0], bounds[-1]), bounds)
     frame = pd.DataFrame(
         {"low": bounds[:-1], "high": bounds[1:], "prompts": counts, "share": counts / len(values)}
     )
@@ -201,31 +176,38 @@ def _sums(run: Priced, prefill: bool = False) -> Floats:
     return np.stack([run.log.per_request(run.log.rounds["emitted"]), seconds])
 
 
+def totals(rounds: npt.NDArray[Any]) -> dict[str, Any]:
+    """Return the counts that rounds add up to, and their ratios; NaN for a ratio to nothing."""
+    emitted, drafted, accepted, forwards = (
+        int(rounds[name].sum(dtype=np.int64))
+        for name in ("emitted", "drafted", "accepted", "draft_forwards")
+    )
+    return {
+        "tokens": emitted, "rounds": len(rounds), "drafted": drafted, "accepted": accepted,
+        "draft_forwards": forwards,
+        "block_efficiency": emitted / len(rounds) if len(rounds) else math.nan,
+        "acceptance_rate": accepted / drafted if drafted else math.nan,
+    }  # fmt: skip
+
+
 def _rows(
-    runs: Sequence[Priced], keep: npt.NDArray[np.bool_] | None, weights: Floats,
-    prefill: bool = False,
-) -> pd.DataFrame:  # fmt: skip
-    mask = np.ones(len(runs[0].log.requests), bool) if keep is None else keep
-    plain = _sums(runs[0], prefill)[:, mask]
+    runs: Sequence[Priced], keep: npt.NDArray[np.bool_], weights: Floats, prefill: bool
+) -> pd.DataFrame:
+    plain = _sums(runs[0], prefill)[:, keep]
     rows = []
     for i, run in enumerate(runs):
-        rounds = run.log.rounds[mask[run.log.rounds["request"]]]
-        counts = {
-            name: int(rounds[name].sum(dtype=np.int64))
-            for name in ("emitted", "drafted", "accepted", "draft_forwards")
-        }
-        own = _sums(run, prefill)[:, mask]
+        own = _sums(run, prefill)[:, keep]
         # The same resamples for every policy, so that their intervals can be compared.
         speedup, lo, hi = gain(own, plain, weights)
-        lo, hi = (lo, hi) if i else (1.0, 1.0)
-        row = (
-            run.log.policy, run.log.verify, run.log.source, counts["emitted"], len(rounds),
-            counts["drafted"], counts["accepted"], counts["draft_forwards"], len(rounds),
-            counts["emitted"] / len(rounds) if len(rounds) else math.nan,
-            counts["accepted"] / counts["drafted"] if counts["drafted"] else math.nan,
-            float(own[1].sum()), speedup, lo, hi, run.log.fidelity,
+        counts = totals(run.log.rounds[keep[run.log.rounds["request"]]])
+        rows.append(
+            {
+                **counts, "policy": run.log.policy, "verify": run.log.verify,
+                "source": run.log.source, "target_forwards": counts["rounds"],
+                "wall_s": float(own[1].sum()), "speedup": speedup, "speedup_lo": lo if i else 1.0,
+                "speedup_hi": hi if i else 1.0, "fidelity": run.log.fidelity,
+            }
         )  # fmt: skip
-        rows.append(row)
     return pd.DataFrame(rows, columns=list(SUMMARY_COLUMNS))
 
 

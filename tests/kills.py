@@ -31,11 +31,11 @@ import pytest
 
 import draftsim
 from commands.validate.spot_check import ARMS
-from simulator.whatif.sweep.run import read_sweep
 from tests.conftest import ROOT, SMALL_PROFILE
 from tests.few_cells import few_cells
 from tests.logs import row, write_rows
 from tests.stored import rows_of
+from tests.studies import read_sweep
 from traces.acceptance.synthetic import synthetic_trace
 from traces.latency.table import LatencyTable
 from traces.store.files import read_latency, read_trace, write_latency, write_trace

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Sequence
 from functools import cache
+from pathlib import Path
 from typing import Any
+
+import pandas as pd
+import pyarrow.parquet as pq
 
 from policies import DraftPolicy, Fixed, HFHeuristic, Oracle
 from simulator.executors import LostParts
@@ -50,3 +55,12 @@ class Failing:
                 raise KeyboardInterrupt
             self.ran += 1
             yield i, bench.run(part)
+
+
+def read_sweep(path: Path) -> pd.DataFrame:
+    """Return the table of a sweep's file; what it was made from is in ``.attrs["sweep"]``."""
+    frame = pd.read_parquet(path)
+    header = json.loads(pq.read_metadata(path).metadata[b"draftsim"])
+    assert header["kind"] == "sweep"
+    frame.attrs["sweep"] = header["sweep"]
+    return frame

@@ -28,7 +28,7 @@ from simulator.serving import ClosedLoop, Limits, Scenario, over_batches, simula
 from simulator.serving.outcome.results import ResultsFile, read_results
 from simulator.serving.study import sweep
 from simulator.tune.breakeven import grid, measured_surface
-from simulator.tune.reading import read_settings
+from simulator.tune.formats import read_settings
 from simulator.tune.served import closed_load
 from simulator.tune.tensorrt_llm import tune_tensorrt_llm
 from simulator.whatif.batching import InBatches

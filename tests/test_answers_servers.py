@@ -19,8 +19,8 @@ from simulator.aggregate.positions import Positions, of_trace
 from simulator.aggregate.server import ServerRun, calibrate
 from simulator.tune.breakeven import grid, measured_surface
 from simulator.tune.costs import fixed_logs, price_grid
+from simulator.tune.formats import read_settings
 from simulator.tune.launch import NamedDrafter, launch_line, setting
-from simulator.tune.reading import read_settings
 from tests.conftest import ROOT, Run
 from tests.serving import GRID
 from traces.acceptance.synthetic import synthetic_trace

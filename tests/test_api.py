@@ -12,7 +12,7 @@ import pytest
 import draftsim
 from policies import DraftPolicy
 from policies.core import DraftToken
-from simulator.chosen import load_policies
+from simulator.chosen import load_policies, load_serving_policies
 from simulator.serving import ClosedLoop, Devices, Scenario
 from simulator.serving.study import over_loads
 from simulator.tune.search import Search
@@ -30,6 +30,16 @@ class Two(DraftPolicy):
 
     def keep_drafting(self, draft: Sequence[DraftToken]) -> bool:
         return len(draft) < 2
+
+
+class UpTo(DraftPolicy):
+    """Drafts some tokens."""
+
+    def __init__(self, most: int = 2) -> None:
+        self.most = most
+
+    def keep_drafting(self, draft: Sequence[DraftToken]) -> bool:
+        return len(draft) < self.most
 
 
 def test_it_imports_nothing_until_a_name_is_asked_for() -> None:
@@ -83,6 +93,16 @@ def test_predict_takes_objects() -> None:
         draftsim.predict(trace)
     with pytest.raises(draftsim.DraftsimError, match="source chooses the drafter of a named"):
         draftsim.predict(trace, latency, source="ngram")
+
+
+def test_objects_of_one_class_are_told_apart() -> None:
+    trace, latency = synthetic_trace(0.7, requests=4, tokens=30), LatencyTable.constant(1.0, 0.1)
+    given = [UpTo(), UpTo(3), UpTo(4), UpTo(4)]
+    names = ["UpTo", "UpTo:most=3", "UpTo:most=4", "UpTo:most=4 (2)"]
+    assert [name for name, _ in load_policies(given, trace)] == names
+    assert list(load_serving_policies(given, trace, latency)) == ["autoregressive", *names]
+    table = draftsim.predict(trace, latency, given, resamples=20).table
+    assert set(names) <= set(table["policy"])
 
 
 def test_predict_drafts_with_the_head_that_the_latencies_are_of() -> None:

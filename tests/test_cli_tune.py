@@ -16,8 +16,8 @@ from policies.batch.sglang import SGLangAdaptive
 from policies.batch.tables import BatchTable
 from policies.lengths.basic import Autoregressive
 from policies.lengths.huggingface import Confidence
-from simulator.tune.reading import read_settings
-from simulator.tune.served import closed_load, served_rates
+from simulator.tune.formats import read_settings
+from simulator.tune.served import closed_load, compare_served, served_rates
 from simulator.tune.settings import TUNE_COLUMNS
 from tests.conftest import Run
 from tests.tuning import batched
@@ -67,6 +67,22 @@ def test_the_command_serves_what_it_found(run: Run, recorded: SimpleNamespace) -
         assert row["deployed_tok_s"] == pytest.approx(row["checked_tok_s"])
         assert row["rival"] in ("no speculation", "K=1", "K=3", "K=5")
         assert row["margin_lo"] <= row["margin_hi"]
+
+
+def test_what_served_faster_than_the_setting_is_named(
+    run: Run, recorded: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def lost(*given: Any, **options: Any) -> Any:
+        found = compare_served(*given, **options)
+        return found.assign(not_worse=False, rival="no speculation")
+
+    monkeypatch.setattr("simulator.tune.served.compare_served", lost)
+    ran = run(
+        "tune", "--engine", "vllm", "--trace", recorded.folder, "--batch", "1,4",
+        "--resamples", "4", "--check",
+    ).ok()  # fmt: skip
+    said = "served faster than the setting: no speculation at batch 1, no speculation at batch 4"
+    assert said in ran.said
 
 
 @pytest.mark.parametrize(

@@ -40,7 +40,7 @@ from profiler.prompts import read_prompts
 from profiler.recording.run import NAME, RunInfo, read_run, write_run
 from simulator.pricing import price
 from simulator.serving.outcome.results import ResultsFile, read_results
-from simulator.tune.reading import read_settings
+from simulator.tune.formats import read_settings
 from simulator.validation import anchor_drift, check_recording
 from tests import logs
 from tests.conftest import ROOT

@@ -21,7 +21,6 @@ from simulator import (
     price,
     speedup_by_gamma,
     summarize,
-    summarize_by_category,
 )
 from simulator.plots import (
     plot_categories,
@@ -101,7 +100,7 @@ def test_many_categories_take_several_rows() -> None:
 
 
 def test_categories_have_a_panel_each(logs: list[RoundLog]) -> None:
-    frame = summarize_by_category(logs, LATENCY, resamples=50)
+    frame = summarize(logs, LATENCY, resamples=50, by_category=True)
     two = pd.concat([frame, frame.assign(category="other")])
     figure = plot_categories(two)
     assert [a.get_title() for a in figure.axes] == ["synthetic", "other"]

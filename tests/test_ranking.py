@@ -9,7 +9,7 @@ import pytest
 from policies.lengths.basic import Autoregressive, Fixed
 from policies.rules.registry import parse_rule
 from simulator.pricing import autoregressive
-from simulator.summary import paired_gain, prompt_speedups, summarize
+from simulator.summary import prompt_speedups, summarize
 from simulator.whatif.ladder import ladder, split_prompts
 from simulator.whatif.ranking import (
     BEST_FIXED,
@@ -22,6 +22,7 @@ from simulator.whatif.ranking import (
 )
 from simulator.whatif.rate import fit_rate_optimal
 from tests.break_even import break_even_ratio, priced_at, ratio_sums
+from tests.gains import paired_gain
 from traces.acceptance.synthetic import synthetic_trace
 from traces.acceptance.trace import Trace
 from traces.errors import DraftsimError
@@ -47,15 +48,14 @@ def test_the_best_fixed_length_is_the_fastest_of_them_all() -> None:
     speedups = summarize(logs, LATENCY, resamples=10).set_index("policy")["speedup"]
     assert fastest(logs, LATENCY).policy == speedups.drop("autoregressive").idxmax()
     assert [*fixed_lengths(3)] == [f"fixed:gamma={g}" for g in (1, 2, 3)]
-    with pytest.raises(DraftsimError, match="no round log was given"):
-        fastest([], LATENCY)
 
 
 def test_each_prompt_is_run_under_the_rule_fitted_to_the_other_half() -> None:
     trace = recorded()
-    found = cross_fitted_rule(trace, LATENCY, seed=3)
+    found = cross_fitted_rule(trace, LATENCY)
+    assert found is not None
     assert [r.id for r in found.requests] == [r.id for r in trace.requests]
-    halves = split_prompts(trace, 3)
+    halves = split_prompts(trace)
     kinds = {fit_rate_optimal(trace, LATENCY, half).estimates for half in halves}
     kind = kinds.pop() if len(kinds) == 1 else fit_rate_optimal(trace, LATENCY).estimates
     for train, held_out in (halves, halves[::-1]):
@@ -67,8 +67,7 @@ def test_each_prompt_is_run_under_the_rule_fitted_to_the_other_half() -> None:
             assert rounds["drafted"].tolist() == expected["drafted"].tolist()
             assert rounds["emitted"].tolist() == expected["emitted"].tolist()
     assert np.all(np.diff(found.rounds["request"]) >= 0)
-    with pytest.raises(DraftsimError, match="3 prompts are too few"):
-        cross_fitted_rule(trace.select([0, 1, 2]), LATENCY)
+    assert cross_fitted_rule(trace.select([0, 1, 2]), LATENCY) is None
 
 
 def test_a_ranking_of_all_names_its_lengths_and_what_was_fitted() -> None:

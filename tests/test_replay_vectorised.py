@@ -23,7 +23,6 @@ from policies.lengths.specdec_pp import Disco, SpecDecPP
 from policies.registry import POLICIES
 from policies.rules.registry import RULES, parse_rule
 from policies.vectorised import plan_of
-from simulator.whatif.rate import InBatch
 from simulator.whatif.tilt.trace import Tilter, iid_like
 from tests.made_up import TRACE
 from tests.traces_of_kinds import KINDS, Kind, random_trace
@@ -82,25 +81,27 @@ def test_any_settings_over_any_recording(
     first: int,
 ) -> None:  # fmt: skip
     trace = random_trace(kind, seed, max_gamma, first)
-    policies: dict[str, DraftPolicy] = {}
+    batches: dict[int, dict[str, DraftPolicy]] = {}
     for i, (policy, batch) in enumerate(given_policies):
         assert plan_of(policy) is not None or isinstance(policy, CMASD)
-        policies[str(i)] = policy if batch == 1 else InBatch(policy, batch)
-    expected, refused = {}, {}
-    for name, policy in policies.items():
-        try:
-            expected[name] = replay(trace, policy, name=name)
-        except DraftsimError as error:
-            refused[name] = str(error)
-    with patch.object(vectorised, "FEWEST", 0):
-        found = {log.policy: log for log in replay_many(trace, policies, leave_out=lambda *_: True)}
-        for name, said in refused.items():
-            with pytest.raises(DraftsimError) as caught:
-                list(replay_many(trace, {name: policies[name]}))
-            assert str(caught.value) == said
-    assert list(found) == list(expected)
-    for name, log in found.items():
-        alike(log, expected[name])
+        batches.setdefault(batch, {})[str(i)] = policy
+    for batch, policies in batches.items():
+        expected, refused = {}, {}
+        for name, policy in policies.items():
+            try:
+                expected[name] = replay(trace, policy, name=name, batch=batch)
+            except DraftsimError as error:
+                refused[name] = str(error)
+        with patch.object(vectorised, "FEWEST", 0):
+            logs = replay_many(trace, policies, batch=batch, leave_out=lambda *_: True)
+            found = {log.policy: log for log in logs}
+            for name, said in refused.items():
+                with pytest.raises(DraftsimError) as caught:
+                    list(replay_many(trace, {name: policies[name]}, batch=batch))
+                assert str(caught.value) == said
+        assert list(found) == list(expected)
+        for name, log in found.items():
+            alike(log, expected[name])
 
 
 @pytest.mark.invariant(9)
@@ -257,6 +258,6 @@ def test_requests_that_end_with_prefill_have_no_rounds() -> None:
 
 def test_a_policy_that_takes_its_vocabulary_from_the_run_does_so_in_a_batch() -> None:
     trace = recorded()
-    wrapped = InBatch(CMASD(), 4)
-    alike(one(trace, wrapped), replay(trace, wrapped, name="it"))
-    np.testing.assert_array_equal(one(trace, wrapped).rounds, one(trace, CMASD()).rounds)
+    [log] = replay_many(trace, {"it": CMASD()}, batch=4)
+    alike(log, replay(trace, CMASD(), name="it", batch=4))
+    np.testing.assert_array_equal(log.rounds, one(trace, CMASD()).rounds)

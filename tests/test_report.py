@@ -13,9 +13,10 @@ from simulator.pricing import price
 from simulator.report.data import (
     logs_by_length,
 )
-from simulator.summary import paired_gain, summarize
+from simulator.summary import summarize
 from simulator.whatif.ranking import FITTED
 from tests.conftest import Run
+from tests.gains import paired_gain
 from tests.report_pages import (
     POLICIES,
     build_report,

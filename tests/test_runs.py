@@ -16,7 +16,6 @@ from policies.registry import parse_serving_policy
 from policies.rules.registry import RULES, parse_rule
 from simulator.serving import Scenario, simulate
 from simulator.serving.arrivals import ClosedLoop
-from simulator.whatif.rate import InBatch
 from tests.made_up import TRACE
 from tests.serving import CONSTANT
 from tests.test_policies_checks import VARIANTS
@@ -90,8 +89,7 @@ def test_every_way_to_run_leaves_a_learner_as_it_was(text: str) -> None:
     ], "what it learns must matter here"
     if not policy.reads:
         thrice(policy, lambda: replay_source(REPEATING, PLD(), policy))
-    wrapped = InBatch(policy, 4)
-    thrice(wrapped, lambda: replay(RECORDED, wrapped))
+    thrice(policy, lambda: replay(RECORDED, policy, batch=4))
     served = parse_serving_policy(text, max_gamma=24)
     modes = ["continuous", "static"]
     if not isinstance(served, BatchPolicy):

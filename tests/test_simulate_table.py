@@ -18,12 +18,12 @@ from simulator.summary import (
     HARDLY_VERIFIES,
     accepted_mismatches,
     degenerate,
-    paired_gain,
     price_all,
     to_rows,
 )
 from simulator.whatif.ranking import compared
 from tests.conftest import Run
+from tests.gains import paired_gain
 from tests.scored import LATENCY, scored_trace
 from traces.digits import three_digits
 from traces.errors import DraftsimError

@@ -21,7 +21,6 @@ from simulator import (
     speedup_by_gamma,
     speedup_distribution,
     summarize,
-    summarize_by_category,
     to_rows,
 )
 from simulator.bootstrap import ratio_of_sums
@@ -131,7 +130,7 @@ def test_prefill_is_in_only_where_asked(logs: list[RoundLog]) -> None:
 
 
 def test_categories_partition_the_whole(logs: list[RoundLog]) -> None:
-    whole, parts = summarize(logs, LATENCY), summarize_by_category(logs, LATENCY)
+    whole, parts = (summarize(logs, LATENCY, by_category=each) for each in (False, True))
     assert list(dict.fromkeys(parts["category"])) == ["c0", "c1", "c2", "c3"]
     for name in ("tokens", "rounds", "drafted", "accepted", "wall_s"):
         sums = parts.groupby("policy", sort=False)[name].sum().to_numpy()

@@ -8,16 +8,15 @@ from typing import Any
 
 import numpy as np
 import pandas as pd
-import pyarrow.parquet as pq
 import pytest
 from typer.testing import CliRunner
 
 from commands import app
 from simulator.plots.whatif import plot_batches
 from simulator.whatif.sweep.grid import search_space
-from simulator.whatif.sweep.run import read_sweep
 from tests.conftest import Run
 from tests.serving import table_of
+from tests.studies import read_sweep
 from traces.acceptance.synthetic import Bursty, synthetic_trace
 from traces.acceptance.trace import Trace
 from traces.errors import DraftsimError
@@ -63,12 +62,6 @@ def test_grid_writes_a_table_and_maps(trace: str, tmp_path: Path) -> None:
     ]  # fmt: skip
     assert all((plots / name).stat().st_size > 10_000 for name in ("map_c_alpha.png",))
     assert all(0 <= row["speedup_above_1"] <= 1 for row in found)
-    # A table of before has another name for a column.
-    table = pq.read_table(out)
-    old = ["below_1" if name == "share_below_1" else name for name in table.column_names]
-    before = table.rename_columns(old).replace_schema_metadata(table.schema.metadata)
-    pq.write_table(before, tmp_path / "old.parquet")
-    pd.testing.assert_frame_equal(read_sweep(tmp_path / "old.parquet"), frame)
 
 
 def said(*arguments: str) -> tuple[str, str]:
@@ -285,3 +278,10 @@ def test_batches_whose_cache_does_not_fit_are_left_out(run: Run, tmp_path: Path)
     none = run("sweep", *pair, "--batch", 128, "--context", 4096, "--resamples", 0)
     assert none.code == 2
     assert "blocks of 16 tokens" in none.err.splitlines()[-1]
+
+
+@pytest.mark.parametrize("tilt", ["coupled", "redraw", "iid"])
+def test_drafts_of_every_start_have_no_other_acceptance(run: Run, tilt: str) -> None:
+    ran = run("sweep", "--trace", "smollm2-vllm-eagle3-cpu", "--c", "0.1", "--alpha", "0.5",
+              "--tilt", tilt, "--policy", "fixed:gamma=2", "--jobs", 1)  # fmt: skip
+    assert "holds acceptance by start, which cannot be made better or worse" in ran.refusal

@@ -24,9 +24,9 @@ from simulator.hardware.scaling import (
 )
 from simulator.whatif.breakeven import overview
 from simulator.whatif.sweep.prices import Prices
-from simulator.whatif.sweep.run import read_sweep
 from tests.carried import SHAPES, TRUTH, cells, measured, write_carried
-from traces.errors import DraftsimError, FileError
+from tests.studies import read_sweep
+from traces.errors import DraftsimError
 from traces.latency.table import LatencyTable
 from traces.operators.devices import DEVICES
 from traces.store.files import write_latency
@@ -232,21 +232,6 @@ def test_published_error_is_of_the_tables_own_fit_where_the_papers_ran_as_it_did
     graph, packed = published_error(TRUTH), published_error(TRUTH, quantised=True)
     assert "h100" not in graph.devices
     assert packed.figures > graph.figures > 10
-
-
-def test_a_sweep_without_devices_is_asked_for_again(tmp_path: Path, files: Path) -> None:
-    import pyarrow.parquet as pq
-
-    out = tmp_path / "grid.parquet"
-    run(files, "--c", "0.1", "--policy", "fixed", "--out", str(out))
-    table = pq.read_table(out)
-    header = json.loads(table.schema.metadata[b"draftsim"])
-    old = table.drop(["gpu", "scaled", "scale_error"]).replace_schema_metadata(
-        {"draftsim": json.dumps({**header, "schema": 1})}
-    )
-    pq.write_table(old, out)
-    with pytest.raises(FileError, match=r"is of schema 1, expected 5: sweep again"):
-        read_sweep(out)
 
 
 def test_bounds_are_the_records_factors_and_leave_a_step_alone() -> None:

@@ -57,17 +57,18 @@ def test_vllms_two_tables_agree_with_the_surface_and_say_what_they_lose() -> Non
         grid([1, 8, 64], [100, 10_000, 200_000], [0, 1, 2, 4, 6]),
     )  # fmt: skip
     tables = vllm_tables(surface)
-    for document in (tables.by_batch, tables.by_length):
-        assert document is not None
-        check_settings("vllm", document)
-    assert tables.by_length is not None
-    ks = [row[-1] for row in tables.by_length["num_speculative_tokens_per_seq_len"]]
+    for table in tables.values():
+        assert table.document is not None
+        check_settings("vllm", table.document)
+    by_length = tables["seq_len"].document
+    assert by_length is not None
+    ks = [row[-1] for row in by_length["num_speculative_tokens_per_seq_len"]]
     assert ks == sorted(ks, reverse=True)
     assert len(ks) > 1
-    assert 0 < tables.loses_by_length < 1
-    assert 0 < tables.loses_by_batch < 1
+    assert 0 < tables["seq_len"].loses < 1
+    assert 0 < tables["batch"].loses < 1
     one = surface[surface["batch"] == 1]
-    assert vllm_tables(one).loses_by_length == pytest.approx(0, abs=1e-12)
+    assert vllm_tables(one)["seq_len"].loses == pytest.approx(0, abs=1e-12)
     assert pays_to(one, "context", "tokens").startswith("up to ")
     assert table_rows(np.array([[0, 0]]), [1], [10, 20], [3]) == [[1, 1, 1, 2**31 - 1, 3]]
 
@@ -162,3 +163,12 @@ def test_a_plan_on_the_command_line(run: Run) -> None:
     assert ran.rows
     assert {"batch", "context", "k", "serve", "bench"} <= set(ran.rows[0])
     assert "server starts" in ran.err
+
+
+def test_a_plan_of_no_runs_is_a_table_of_no_rows(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("simulator.tune.breakeven.EXACT", 100.0)
+    ran = run("breakeven", "--plan", "--acceptance", "0.8,0.7,0.6", "--batch", "1,16", "--context",
+              "1000,20000", "--k", "1,3", "--json", "-").ok()  # fmt: skip
+    assert ran.rows == []
+    assert "nothing to measure" in ran.err
+    assert "then run" not in ran.err

@@ -11,7 +11,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from simulator.bootstrap import resamples
-from simulator.tune.gains import Objective, choose, cross_fitted, folds, shared_by_neighbours
+from simulator.tune.gains import (
+    Objective,
+    choose,
+    cross_fitted,
+    folds,
+    resampled,
+    shared_by_neighbours,
+)
+from tests.tuning import iid
 
 
 @given(
@@ -82,3 +90,15 @@ def test_folds_split_every_category() -> None:
     for name in "ab":
         assert abs(second[names == name].sum() - (~second[names == name]).sum()) <= 1
     assert folds(["a", "b", "c", "d"]).sum() == 2
+
+
+def test_no_two_seeds_share_a_resample() -> None:
+    trace = iid(0.7, 20, 20)
+    second = folds([request.category for request in trace.requests])
+    drawn = [
+        tuple(request.id for request in one.requests)
+        for seed in (0, 1, 2) for one in resampled(trace, second, 8, seed).traces
+    ]  # fmt: skip
+    assert len(set(drawn)) == 3 * 8
+    again = resampled(trace, second, 8, 0).traces
+    assert [tuple(request.id for request in one.requests) for one in again] == drawn[:8]

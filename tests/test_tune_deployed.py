@@ -12,8 +12,7 @@ import pytest
 from policies.batch.engines import TensorRTLLM
 from policies.core import Load
 from simulator.aggregate.positions import of_trace
-from simulator.tune.formats import SettingsError, check_settings
-from simulator.tune.reading import read_settings
+from simulator.tune.formats import SettingsError, check_settings, read_settings
 from simulator.tune.tensorrt_llm import tune_dynamo, tune_tensorrt_llm
 from tests.conftest import Run
 from traces.acceptance.synthetic import synthetic_trace

@@ -11,11 +11,10 @@ from policies.batch.sglang import SGLangAdaptive
 from policies.core import Load
 from policies.lengths.basic import Autoregressive
 from simulator.serving.run import lookahead_of
-from simulator.tune.huggingface import DEFAULT, tune_huggingface
 from simulator.tune.served import check_seed, closed_load, compare_served
 from simulator.tune.settings import TUNE_COLUMNS, Tuned
 from simulator.tune.sglang import tune_sglang
-from simulator.tune.single import text_of
+from simulator.tune.single import HF_DEFAULT, text_of, tune_huggingface
 from tests.tuning import CHEAP, batched, iid
 from traces.acceptance.synthetic import synthetic_trace
 from traces.latency.table import LatencyTable
@@ -38,7 +37,7 @@ def test_huggingface_settings_are_found_and_default_gains_nothing() -> None:
     assert doc is not None
     assert text_of(doc) == row["setting"]
     trace = synthetic_trace(0.6, requests=6, tokens=30, concentration=2.0, seed=5)
-    alone = tune_huggingface(trace, CHEAP, settings=[DEFAULT], draws=50)
+    alone = tune_huggingface(trace, CHEAP, settings=[HF_DEFAULT], draws=50)
     assert alone.rows[0]["default_gain"] == 1
     assert alone.document is not None
     assert alone.document["num_assistant_tokens"] == 20

@@ -14,11 +14,10 @@ from policies.lengths.basic import Fixed
 from policies.lengths.llamacpp import LlamaCppDraft
 from policies.registry import parse_policy
 from simulator.pricing import price
-from simulator.tune.formats import SettingsError, check_llamacpp
+from simulator.tune.formats import SettingsError, check_llamacpp, read_settings
 from simulator.tune.launch import NamedDrafter, launch_line
-from simulator.tune.llamacpp import mirrored, tune_llamacpp
-from simulator.tune.reading import read_settings
 from simulator.tune.settings import write_settings
+from simulator.tune.single import mirrored, tune_llamacpp
 from tests.conftest import Run
 from tests.tuning import CHEAP
 from traces.acceptance.synthetic import synthetic_trace

@@ -20,8 +20,6 @@ from policies.lengths.basic import Autoregressive, Fixed
 from simulator.serving import Limits
 from simulator.targets import Targets
 from simulator.tune.costs import RESTING
-from simulator.tune.huggingface import tune_huggingface
-from simulator.tune.llamacpp import tune_llamacpp
 from simulator.tune.served import (
     Serve,
     check_seed,
@@ -34,6 +32,7 @@ from simulator.tune.served import (
 )
 from simulator.tune.settings import about_rising
 from simulator.tune.sglang import tune_sglang
+from simulator.tune.single import tune_huggingface, tune_llamacpp
 from simulator.tune.vllm import tune_vllm
 from tests.tuning import batched, iid, loads
 from traces.latency.table import LatencyTable

@@ -21,10 +21,10 @@ from simulator.serving import serve, simulate
 from simulator.targets import Targets
 from simulator.tune.costs import fixed_logs, price_grid
 from simulator.tune.formats import check_vllm
-from simulator.tune.huggingface import tune_huggingface
 from simulator.tune.served import closed_load, counted_rate, served_rates, unbeaten
 from simulator.tune.settings import TUNE_COLUMNS
 from simulator.tune.sglang import tune_sglang
+from simulator.tune.single import tune_huggingface
 from simulator.tune.vllm import table_rows, tune_vllm
 from tests.logs import import_vllm
 from tests.tuning import CHEAP, batched, iid

@@ -89,11 +89,11 @@ def test_a_batch_of_one_is_a_single_stream() -> None:
     log = replay(recorded(), Fixed(4))
     steps = in_steps(log, 1, [np.random.default_rng(0)])
     single = price(log, TABLE)
-    seconds = step_costs(steps, TABLE).seconds
+    seconds, _ = step_costs(steps, TABLE)
     per_token = seconds.sum() / steps.emitted.sum()
     # Only which prompts were drawn differs.
     assert per_token == pytest.approx(single.total_s / log.rounds["emitted"].sum(), rel=0.15)
-    plain = step_costs(in_steps(autoregressive(log), 1, [np.random.default_rng(0)]), TABLE).seconds
+    plain, _ = step_costs(in_steps(autoregressive(log), 1, [np.random.default_rng(0)]), TABLE)
     assert plain == pytest.approx(np.full(len(plain), 0.0105))
 
 
@@ -139,7 +139,7 @@ def test_steps_and_rounds_cost_what_iterations_of_serving_do(
 
     for i, round_s in enumerate(price(log, table).round_s):
         assert round_s == pytest.approx(served_s([i]), rel=1e-9), rows[i]
-    found = step_costs(in_steps(log, 4, [np.random.default_rng(3)]), table).seconds
+    found, _ = step_costs(in_steps(log, 4, [np.random.default_rng(3)]), table)
     bounds = np.searchsorted(log.rounds["request"], np.arange(len(log.requests) + 1))
     dealt = _dealt(bounds, 4, np.random.default_rng(3))
     for step in range(0, len(found), 7):
@@ -286,7 +286,7 @@ def test_a_sweeps_part_is_the_same_with_and_without_plans(monkeypatch: pytest.Mo
     policies = {n: parse_policy(n, max_gamma=trace.max_gamma) for n in names}
     bench = SweepRunner(trace, policies, Prices((0.05, 0.4)), resamples=20)
     quick = bench.run(SweepPart(None, 1, names))
-    monkeypatch.setattr(vectorised, "plan_of", lambda _: None)
+    monkeypatch.setattr(vectorised, "plan_of", lambda *_: None)
     usual = bench.run(SweepPart(None, 1, names))
     for name, values in usual.items():
         np.testing.assert_array_equal(quick[name], values, err_msg=name)

@@ -14,9 +14,9 @@ import pytest
 from policies import DraftPolicy
 from simulator.executors import Local
 from simulator.whatif.sweep.prices import Prices
-from simulator.whatif.sweep.run import Sweep, read_sweep
-from tests.studies import Failing, recorded, study
-from traces.errors import DraftsimError, FileError
+from simulator.whatif.sweep.run import Sweep
+from tests.studies import Failing, read_sweep, recorded, study
+from traces.errors import DraftsimError
 
 
 @pytest.mark.parametrize("lose", [False, True])
@@ -87,12 +87,3 @@ def test_a_killed_process_is_one_clear_error() -> None:
 def test_processes_give_the_same_rows() -> None:
     sweep = study(resamples=10)
     pd.testing.assert_frame_equal(sweep.run(Local(2)), sweep.run(Local(1)))
-
-
-def test_files_that_are_no_sweep(tmp_path: Path) -> None:
-    with pytest.raises(FileError, match="cannot be read"):
-        read_sweep(tmp_path / "absent.parquet")
-    other = tmp_path / "other.parquet"
-    pd.DataFrame({"a": [1]}).to_parquet(other)
-    with pytest.raises(FileError, match="no table of `draftsim sweep`"):
-        read_sweep(other)

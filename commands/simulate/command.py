@@ -228,7 +228,7 @@ def _robustness(
     out: Path | None, of: str,
 ) -> None:  # fmt: skip
     """Print mean and sd over initial draft lengths; `other` are methods, which are refused."""
-    from simulator.robustness import robustness_rows
+    from simulator.robustness import robustness, speedups_of
 
     if other or policies.verify is not None:
         what = f"--policy {other[0]}" if other else "--verify"
@@ -236,7 +236,8 @@ def _robustness(
             f"--robustness compares length policies with lossless verification: drop {what}, or "
             "name the policy alone"
         )
-    spread, said = robustness_rows(trace, table, policies.policy)
+    speedups, said = speedups_of(trace, table, policies.policy)
+    spread = robustness(speedups)
     title = f"{of}: speedup over initial draft lengths"
     if json is None:
         best = max(spread.to_dict("records"), key=lambda row: float(row["mean"]))

@@ -27,8 +27,8 @@ from simulator.plots.look import (
 )
 from simulator.pricing import autoregressive, price
 from simulator.ratios import OwnRatios, carried_sums, own_ratios, speedup_at
-from simulator.robustness import families_of, speedup_by_gamma
-from simulator.summary import summarize, summarize_by_category
+from simulator.robustness import speedups_of
+from simulator.summary import summarize
 from simulator.whatif.tilt.trace import acceptance
 from traces.acceptance.trace import Trace
 from traces.digits import three_digits
@@ -149,7 +149,7 @@ def _draw_rows(axes: Axes, rows: pd.DataFrame, y: npt.NDArray[Any], kinds: Itera
 
 
 def plot_categories(by_category: pd.DataFrame) -> Figure:
-    """Draw the speedup by prompt category, one panel each; rows of `summarize_by_category`.
+    """Draw the speedup by prompt category, one panel each; rows of `summarize` by category.
 
     As in `plot_speedup`, bounds are above and approximate rows below.
     """
@@ -346,7 +346,7 @@ def save_all(
         some.sort(key=lambda log: -speed[log.policy])
     figures = {
         "speedup": plot_speedup(overall),
-        "categories": plot_categories(summarize_by_category(some, latency)),
+        "categories": plot_categories(summarize(some, latency, by_category=True)),
         "survival": plot_survival(trace),
     }
     said = []
@@ -367,13 +367,12 @@ def save_all(
             f"{', '.join(dict.fromkeys(elsewhere))}"
         )
     try:
-        families = families_of(trace, texts)
+        speedups, left_out = speedups_of(trace, latency, texts)
     except DraftsimError as error:
         said.append(f"robustness.png is not drawn: {error}")
     else:
-        speedups = speedup_by_gamma(trace, families.made, latency, families.gammas)
         figures["robustness"] = plot_robustness(speedups)
-        said += families.left_out
+        said += left_out
     if validation is not None:
         figures["validation"] = plot_validation(validation.dropna(subset=["predicted_s"]))
     paths = [

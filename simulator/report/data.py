@@ -25,10 +25,10 @@ from simulator.recording import Recording
 from simulator.serving import sweep
 from simulator.summary import (
     degenerate,
-    paired_gain,
+    gains_over,
     price_all,
     speedups_over,
-    summarize_by_category,
+    summarize,
     summarize_runs,
     to_rows,
 )
@@ -312,7 +312,8 @@ def headline(
     drafted = [row for row in rows if row["own"]]
     first = winner(drafted)
     other = fixed if second is None else second
-    value, low, high = paired_gain(own[top], own[other], latency, resamples=draws)
+    _, run, rival = price_all([own[top], own[other]], latency)
+    [(value, low, high)] = gains_over(rival, [run], resamples=draws)
     known = bool(np.isfinite([low, high]).all())
     return {
         "policy": top, "fixed": fixed, "next": second,
@@ -459,7 +460,7 @@ def _categories(
         sizes[request.category] = sizes.get(request.category, 0) + 1
     if len(sizes) < 2:
         return None
-    rows = to_rows(summarize_by_category(logs, latency, resamples=draws))
+    rows = to_rows(summarize(logs, latency, resamples=draws, by_category=True))
     kept = ("category", "policy", "source", "speedup", "speedup_lo", "speedup_hi")
     return {
         "names": list(sizes),

@@ -14,7 +14,6 @@ from itertools import product
 from typing import Any, NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 import pandas as pd
 
 from policies.batch.base import IterationCost
@@ -116,20 +115,17 @@ def _row(
     )  # fmt: skip
 
 
-class Tables(NamedTuple):
-    """Draft lengths by load, as vLLM reads them, and what each table loses."""
+class LoadTable(NamedTuple):
+    """Draft lengths by one dimension of the load, as vLLM reads them, and what they lose."""
 
-    by_batch: dict[str, Any] | None
-    """``num_speculative_tokens_per_batch_size``; None if no K above 0 is fastest anywhere."""
-    by_length: dict[str, Any] | None
-    """``num_speculative_tokens_per_seq_len``."""
-    loses_by_batch: float
-    loses_by_length: float
+    document: dict[str, Any] | None
+    """None if no K above 0 is fastest anywhere."""
+    loses: float
     """Mean loss of tokens/s against the best K of every cell."""
 
 
-def vllm_tables(surface: pd.DataFrame) -> Tables:
-    """Return K by batch size and K by sequence length with the highest mean speedup.
+def vllm_tables(surface: pd.DataFrame) -> dict[str, LoadTable]:
+    """Return K by ``batch`` size and K by ``seq_len`` with the highest mean speedup.
 
     ``num_speculative_tokens_per_seq_len`` is the key of vllm-project/vllm pull request 54801: rows
     [lo, hi, K] over the tokens of a sequence.  K is the same for all contexts in one table and for
@@ -138,26 +134,22 @@ def vllm_tables(surface: pd.DataFrame) -> Tables:
     cube = surface.pivot_table(index=["batch", "context"], columns="k", values="speedup")
     lengths = [int(k) for k in cube.columns]
     gains = np.log(cube.to_numpy())
-    batches = cube.index.get_level_values("batch").to_numpy()
-    contexts = cube.index.get_level_values("context").to_numpy()
     best = gains.max(axis=1)
-
-    def chosen(axis: npt.NDArray[Any]) -> tuple[list[int], list[int], float]:
-        values = sorted({int(v) for v in axis})
-        picked = {v: int(gains[axis == v].mean(axis=0).argmax()) for v in values}
-        own = np.array([gains[i, picked[int(v)]] for i, v in enumerate(axis)])
-        return values, [picked[v] for v in values], float(1 - np.exp(own - best).mean())
-
-    sizes, at_sizes, lost_sizes = chosen(batches)
-    held, at_held, lost_held = chosen(contexts)
-    documents: list[dict[str, Any] | None] = []
-    for name, rows in (
-        (BY_BATCH, table_rows(np.array(at_sizes)[:, None], sizes, [None], lengths)),
-        (BY_LENGTH, [row[2:] for row in table_rows(np.array([at_held]), [1], held, lengths)]),
-    ):
+    found = {}
+    for called, level, key in (("batch", "batch", BY_BATCH), ("seq_len", "context", BY_LENGTH)):
+        at = cube.index.get_level_values(level).to_numpy()
+        values = sorted({int(v) for v in at})
+        picked = {v: int(gains[at == v].mean(axis=0).argmax()) for v in values}
+        own = np.array([gains[i, picked[int(v)]] for i, v in enumerate(at)])
+        chosen = np.array([[picked[v] for v in values]])
+        if key == BY_BATCH:
+            rows = table_rows(chosen.T, values, [None], lengths)
+        else:
+            rows = [row[2:] for row in table_rows(chosen, [1], values, lengths)]
         longest = max(row[-1] for row in rows)
-        documents.append({"num_speculative_tokens": longest, name: rows} if longest else None)
-    return Tables(documents[0], documents[1], lost_sizes, lost_held)
+        document = {"num_speculative_tokens": longest, key: rows} if longest else None
+        found[called] = LoadTable(document, float(1 - np.exp(own - best).mean()))
+    return found
 
 
 class PlannedRun(NamedTuple):
@@ -193,13 +185,13 @@ class PlannedRun(NamedTuple):
 
 def plan(
     loads: Sequence[SurfaceCell], acceptance: Positions, server: ServerFit | None = None,
-    passes: int | None = None, exact: float = EXACT, most: int = MOST_RUNS,
+    passes: int | None = None,
 ) -> list[PlannedRun]:  # fmt: skip
     """Return the runs that determine the surface, the most informative first.
 
     Runs are chosen one by one (`simulator.aggregate.advice.informative`), over servers drawn from
     the priors or left by the runs of `server`.  The plan ends when the speedups' standard deviation
-    is `exact`.  Acceptance is dictated, so no good drafter is needed.
+    is `EXACT`.  Acceptance is dictated, so no good drafter is needed.
     """
     emitted = {k: acceptance.emitted(k).value for k in {0, *(load.k for load in loads)}}
     made = server or replace(_prior_server(), passes=passes)
@@ -214,7 +206,7 @@ def plan(
         raise DraftsimError("a plan needs a draft length above 0")
     uncertain, chosen = informative(logs, pairs, made.misfit)
     runs: list[PlannedRun] = []
-    while len(runs) < most and math.sqrt(uncertain) > exact:
+    while len(runs) < MOST_RUNS and math.sqrt(uncertain) > EXACT:
         run = next(chosen)
         cell, uncertain = cells[run.place], run.left
         runs.append(PlannedRun(*cell, emitted[cell.k], math.sqrt(uncertain)))

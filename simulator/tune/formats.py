@@ -1,7 +1,7 @@
 """The settings that each engine accepts, and the policy that it runs under them.
 
-The check of a document returns its policy.  A file is checked when it is written and when it is
-read.
+The check of a document returns its policy, or raises SettingsError, which names the key and the
+rule.  A file is checked when it is written and when it is read.
 
 Rules read in the engines' own code: vLLM v1/spec_decode/dynamic/utils.py
 (``validate_and_normalize_dynamic_sd_schedule``), SGLang 0.5.23
@@ -13,6 +13,7 @@ Dynamo's mocker (2026).
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Callable, Mapping, Sequence
 from itertools import pairwise
 from reprlib import repr as shown
@@ -23,11 +24,12 @@ from policies.batch.engines import TensorRTLLM
 from policies.batch.sglang import COUNTS, NUMBERS, SGLangAdaptive
 from policies.batch.tables import BatchTable
 from policies.core import DraftPolicy
-from policies.lengths.basic import Fixed
+from policies.lengths.basic import Autoregressive, Fixed
 from policies.lengths.huggingface import Confidence, HFHeuristic, RocUpdate
 from policies.lengths.llamacpp import LlamaCppDraft
 from traces.acceptance.schema import MOST_DRAFTED
 from traces.errors import DraftsimError
+from traces.store.text import read_json
 
 CONTEXT_END = 2**31 - 1
 """The end of vLLM's last context range, which it reads as no end."""
@@ -42,6 +44,14 @@ HF_KEYS = (
 )  # fmt: skip
 LLAMACPP_KEYS = ("spec-draft-n-max", "spec-draft-n-min", "spec-draft-p-min")
 SCHEDULES = ("constant", "heuristic", "heuristic_transient")
+ENGINE_OF: Mapping[str, str] = {
+    BY_LENGTH: "vllm", "draft_len_schedule": "tensorrt-llm", "aic_nextn": "dynamo",
+    BY_BATCH: "vllm", HF_KEYS[0]: "hf", LLAMACPP_KEYS[0]: "llamacpp",
+    "num_speculative_tokens": "vllm",
+}  # fmt: skip
+"""The engine that reads a key; SGLang's keys are batch sizes."""
+OWN_KEYS = {"hf": HF_KEYS, "llamacpp": LLAMACPP_KEYS}
+"""The keys of engines whose files have others, which are left alone."""
 
 Made = TypeVar("Made", bound=DraftPolicy | BatchPolicy)
 
@@ -60,17 +70,11 @@ def check_vllm(document: Mapping[str, Any]) -> BatchTable:
     (vllm-project/vllm pull request 54801) are ``[lo, hi, K]`` over sequence lengths, from 1 and
     without gaps.  Without either, ``num_speculative_tokens`` is the K of every load.
 
-    Raises
-    ------
-    SettingsError
-        Naming the row and the rule.
-
     >>> check_vllm({"num_speculative_tokens": 3, BY_BATCH: [[1, 8, 3]]}).table
     [[1, 8, 3]]
     """
     most = document.get("num_speculative_tokens")
-    if not _whole(most, 1, MOST_DRAFTED):
-        _fail("num_speculative_tokens", most, f"expected a whole number, 1 to {MOST_DRAFTED}")
+    _check_whole("num_speculative_tokens", most, 1, MOST_DRAFTED)
     if BY_BATCH not in document and BY_LENGTH not in document:
         return _made(BatchTable, [[1, 1, most]])  # vLLM keeps the last K of a table
     if BY_LENGTH in document:
@@ -129,11 +133,6 @@ def check_sglang(document: Mapping[str, Any]) -> SGLangAdaptive:
     Keys are batch sizes as digits, each with ``candidate_steps`` (whole numbers >= 0),
     and settings, for all slots or within one.  A slot serves batches from its size on, so
     without one for 1 the smallest would serve batches it was not meant for.
-
-    Raises
-    ------
-    SettingsError
-        Naming the slot and the rule.
     """
     slots = {key: value for key, value in document.items() if is_batch(key)}
     if not slots:
@@ -171,8 +170,7 @@ def _sglang_setting(place: str, key: str, value: Any) -> None:
             _fail(f"{place}{key}", value, f"expected a whole number >= {COUNTS[key]}")
     elif key in NUMBERS:
         low, high = NUMBERS[key]
-        if isinstance(value, bool) or not isinstance(value, int | float):
-            _fail(f"{place}{key}", value, "expected a number")
+        _check_number(f"{place}{key}", value)
         if not low <= value <= high or not math.isfinite(value):
             _fail(f"{place}{key}", value, f"expected {low:g} to {high:g}")
     else:
@@ -183,17 +181,11 @@ def check_huggingface(document: Mapping[str, Any]) -> Confidence:
     """Check transformers' assisted-generation keys of the draft's ``generation_config.json``.
 
     The policy returned is transformers 5.23 under them, scikit-learn installed.
-
-    Raises
-    ------
-    SettingsError
-        Naming the key and the rule.
     """
     keys = HF_KEYS
     if set(document) != set(keys):
         _fail("keys", sorted(document), f"expected {', '.join(keys)}")
-    if not _whole(document[keys[0]], 1, MOST_DRAFTED):
-        _fail(keys[0], document[keys[0]], f"expected a whole number, 1 to {MOST_DRAFTED}")
+    _check_whole(keys[0], document[keys[0]], 1, MOST_DRAFTED)
     if document[keys[1]] not in SCHEDULES:
         _fail(keys[1], document[keys[1]], f"expected one of {', '.join(SCHEDULES)}")
     _probability(keys[2], document[keys[2]])
@@ -209,20 +201,12 @@ def check_huggingface(document: Mapping[str, Any]) -> Confidence:
 
 
 def check_llamacpp(document: Mapping[str, Any]) -> LlamaCppDraft:
-    """Check options of llama.cpp's server (April 2026), without their dashes; return their policy.
-
-    Raises
-    ------
-    SettingsError
-        Naming the option and the rule.
-    """
+    """Check options of llama.cpp's server (April 2026), without their dashes."""
     most, least, threshold = LLAMACPP_KEYS
     if set(document) != set(LLAMACPP_KEYS):
         _fail("keys", sorted(document), f"expected {', '.join(LLAMACPP_KEYS)}")
-    if not _whole(document[most], 1, MOST_DRAFTED):
-        _fail(most, document[most], f"expected a whole number, 1 to {MOST_DRAFTED}")
-    if not _whole(document[least], 0) or document[least] > document[most]:
-        _fail(least, document[least], f"expected a whole number, 0 to {document[most]}")
+    _check_whole(most, document[most], 1, MOST_DRAFTED)
+    _check_whole(least, document[least], 0, document[most])
     _probability(threshold, document[threshold])
     return LlamaCppDraft(*(document[key] for key in LLAMACPP_KEYS))
 
@@ -234,22 +218,17 @@ def check_tensorrt_llm(document: Mapping[str, Any]) -> TensorRTLLM:
     batch size of each range to its draft length, nothing is drafted beyond the last; the smallest
     key has ``max_draft_len``, and none has more.  Older releases took keys as the smallest batch
     size of a range and wanted a key of 1: they refuse these schedules unless there is one.
-
-    Raises
-    ------
-    SettingsError
-        Naming the field and the rule.
     """
-    most, name = document.get("max_draft_len"), "draft_len_schedule"
-    if not _whole(most, 1, MOST_DRAFTED):
-        _fail("max_draft_len", most, f"expected a whole number, 1 to {MOST_DRAFTED}")
+    most: Any = document.get("max_draft_len")
+    name = "draft_len_schedule"
+    _check_whole("max_draft_len", most, 1, MOST_DRAFTED)
     schedule = document.get(name)
     if not isinstance(schedule, Mapping) or not schedule:
         _fail(name, schedule, "expected draft lengths by batch size")
     for batch, k in schedule.items():
         if not is_batch(str(batch)) or int(batch) < 1:
             _fail(name, batch, "expected batch sizes of 1 or more")
-        if not _whole(k, 0) or k > most:
+        if not _whole(k, 0, most):
             _fail(f"{name}[{batch}]", k, f"expected 0 to max_draft_len = {most}")
     smallest = min(schedule, key=int)
     if schedule[smallest] != most:
@@ -270,15 +249,9 @@ def check_dynamo(document: Mapping[str, Any]) -> Fixed:
 
     ai-dynamo/dynamo, ``normalize_conditional_accept_rates`` (2026): ``aic_nextn`` is 1 to 5, and
     ``aic_nextn_accept_rates`` a text of as many chances, commas between.
-
-    Raises
-    ------
-    SettingsError
-        Naming the field and the rule.
     """
     count, rates = document.get("aic_nextn"), document.get("aic_nextn_accept_rates")
-    if not _whole(count, 1, 5):
-        _fail("aic_nextn", count, "expected a whole number, 1 to 5")
+    _check_whole("aic_nextn", count, 1, 5)
     try:
         found = [float(part) for part in rates.split(",")] if isinstance(rates, str) else []
     except ValueError:
@@ -311,6 +284,40 @@ def check_settings(engine: str, document: Mapping[str, Any]) -> DraftPolicy | Ba
     return CHECKS[engine](document)
 
 
+def read_settings(path: str | os.PathLike[str]) -> tuple[str, DraftPolicy | BatchPolicy]:
+    """Read engine and policy of a file that `draftsim tune` wrote, or that an engine would read.
+
+    ``null`` means any engine without a draft model, ``off``.  Keys other than an engine's own, such
+    as the ``model`` and ``method`` of vLLM's ``--speculative-config``, are left alone.
+
+    Raises
+    ------
+    FileError
+        If the file cannot be read, or is not JSON.
+    SettingsError
+        If no engine's keys are in it, or the engine would refuse them.
+    """
+    document = read_json(path, "name a file that `draftsim tune` wrote")
+    if document is None:
+        return "off", Autoregressive()
+    if not isinstance(document, dict):
+        raise SettingsError(f"{path} holds a {type(document).__name__}, expected an object")
+    engine = next((engine for key, engine in ENGINE_OF.items() if key in document), None)
+    if engine is None and any(is_batch(key) for key in document):
+        engine = "sglang"
+    if engine is None:
+        raise SettingsError(
+            f"{path}: expected num_speculative_tokens (vLLM), a slot such as "
+            '{"1": {"candidate_steps": [1]}} (SGLang), num_assistant_tokens (transformers), '
+            "spec-draft-n-max (llama.cpp), draft_len_schedule (TensorRT-LLM) or aic_nextn (Dynamo)"
+        )
+    own = {key: document[key] for key in OWN_KEYS.get(engine, document) if key in document}
+    try:
+        return engine, check_settings(engine, own)
+    except SettingsError as error:
+        raise SettingsError(f"{path}: {error}") from None
+
+
 def merged(ends: Sequence[int], values: Sequence[Any]) -> list[list[Any]]:
     """Return ranges [first, last, value] from 1 to `ends`; neighbours with one value share a range.
 
@@ -334,9 +341,18 @@ def _made(policy: Callable[..., Made], *values: Any, **options: Any) -> Made:
         raise SettingsError(str(error)) from None
 
 
-def _probability(key: str, value: Any) -> None:
+def _check_whole(name: str, value: object, least: int, most: int) -> None:
+    if not _whole(value, least, most):
+        _fail(name, value, f"expected a whole number, {least} to {most}")
+
+
+def _check_number(name: str, value: object) -> None:
     if isinstance(value, bool) or not isinstance(value, int | float):
-        _fail(key, value, "expected a number")
+        _fail(name, value, "expected a number")
+
+
+def _probability(key: str, value: Any) -> None:
+    _check_number(key, value)
     if not 0 <= value <= 1:
         _fail(key, value, "expected a probability, 0 to 1; 0 switches the test off")
 

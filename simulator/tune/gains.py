@@ -178,7 +178,7 @@ def resampled(trace: Trace, second: Bools, draws: int, seed: int) -> Resampled:
     late, apart = np.arange(draws) >= draws // 2, can_hold_back(second)
     halves = [np.flatnonzero(second == part if apart else second | True) for part in late]
     drawn = [
-        trace.select(np.random.default_rng(seed + i).choice(half, len(half)).tolist())
+        trace.select(np.random.default_rng([seed, i]).choice(half, len(half)).tolist())
         for i, half in enumerate(halves)
     ]
     return Resampled(drawn, late, min(map(len, halves)) >= 2)

@@ -10,13 +10,13 @@ from __future__ import annotations
 
 import json
 import shlex
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from simulator.aggregate.advice import PredictedSpeed
 from simulator.recording import Recording
-from simulator.tune.formats import BY_BATCH, merged
+from simulator.tune.formats import BY_BATCH, CHECKS, merged
 from traces.acceptance.trace import Trace
 from traces.errors import DraftsimError
 from traces.latency.graphs import CUDAGraphs
@@ -26,6 +26,12 @@ from traces.sources.lookups.sources import PLD, LookupSource, NGram
 TARGET, DRAFT, METHOD, FILE = "TARGET", "DRAFT", "METHOD", "FILE"
 """Placeholders for models, a method and a file that nobody named."""
 
+COMMANDS = {
+    "vllm": "vllm serve", "sglang": "python -m sglang.launch_server --model-path",
+    "llamacpp": "llama-server -m", "tensorrt-llm": "trtllm-serve",
+    "dynamo": "python -m dynamo.mocker --model-path",
+}  # fmt: skip
+"""What starts each engine, before the target; transformers is called in Python (`_hf`)."""
 METHODS = {
     "draft-model": "draft_model", "draft_model": "draft_model", "eagle": "eagle",
     "eagle3": "eagle3", "mtp": "mtp", "medusa": "medusa", "pld": "ngram", "ngram": "ngram",
@@ -108,19 +114,18 @@ def launch_line(
     >>> launch_line("llamacpp", {"spec-draft-n-max": 5}, target="t.gguf")
     'llama-server -m t.gguf -md DRAFT --spec-type draft-simple --spec-draft-n-max 5'
     """
-    if engine not in _LINES:
-        raise DraftsimError(f"engine is {engine!r}, expected one of {', '.join(_LINES)}")
-    plain, speculating = _LINES[engine]
+    if engine not in CHECKS:
+        raise DraftsimError(f"engine is {engine!r}, expected one of {', '.join(CHECKS)}")
     drafter = drafter or NamedDrafter()
     if engine == "hf":
         return _hf(document, target, drafter)
     if engine == "llamacpp" and not target.endswith(GGUF):
         target = TARGET
-    start = plain.format(target=shlex.quote(target))
+    start = f"{COMMANDS[engine]} {shlex.quote(target)}"
     if document is None:
         return start
     sizes = f" --cudagraph-capture-sizes {' '.join(map(str, captured))}" if captured else ""
-    return start + speculating(document, file, drafter) + sizes
+    return start + _speculating(engine, document, file, drafter) + sizes
 
 
 def proposed_graphs(document: Mapping[str, Any] | None) -> CUDAGraphs | None:
@@ -138,33 +143,34 @@ def proposed_graphs(document: Mapping[str, Any] | None) -> CUDAGraphs | None:
     return CUDAGraphs.for_lengths([(row[0], row[1], row[-1]) for row in rows])
 
 
-def _vllm(document: Mapping[str, Any], file: str, drafter: NamedDrafter) -> str:
-    del file
-    known = {**drafter.config(), **document}
-    config = {"method": known.pop("method", METHOD)}
-    if config["method"] not in WITHOUT_MODEL:
-        config["model"] = known.pop("model", DRAFT)
-    config |= known
-    return f" --speculative-config {shlex.quote(json.dumps(config))}"
-
-
-def _sglang(document: Mapping[str, Any], file: str, drafter: NamedDrafter) -> str:
-    """Return options of a file of slots, or of one draft length (`setting`)."""
-    algorithm = _named("sglang", drafter.method)
-    options = _options(document) if "speculative-num-steps" in document else (
-        " --speculative-eagle-topk 1 --speculative-adaptive --speculative-adaptive-config "
-        + shlex.quote(file)
-    )  # fmt: skip
-    return (
-        f" --speculative-algorithm {algorithm} --speculative-draft-model-path "
-        f"{shlex.quote(drafter.model or DRAFT)}{options}"
-    )
-
-
-def _llamacpp(document: Mapping[str, Any], file: str, drafter: NamedDrafter) -> str:
-    del file
-    model = drafter.model if (drafter.model or "").endswith(GGUF) else None
-    return f" -md {shlex.quote(model or DRAFT)} --spec-type draft-simple{_options(document)}"
+def _speculating(engine: str, document: Mapping[str, Any], file: str, drafter: NamedDrafter) -> str:
+    """Return what a setting adds to the command that starts an engine."""
+    draft = drafter.model or DRAFT
+    if engine == "vllm":
+        known = {**drafter.config(), **document}
+        config = {"method": known.pop("method", METHOD)}
+        if config["method"] not in WITHOUT_MODEL:
+            config["model"] = known.pop("model", DRAFT)
+        return f" --speculative-config {shlex.quote(json.dumps(config | known))}"
+    if engine == "sglang":
+        options = _options(document) if "speculative-num-steps" in document else (
+            " --speculative-eagle-topk 1 --speculative-adaptive --speculative-adaptive-config "
+            + shlex.quote(file)
+        )  # fmt: skip
+        algorithm = _named(engine, drafter.method)
+        model = f"--speculative-draft-model-path {shlex.quote(draft)}"
+        return f" --speculative-algorithm {algorithm} {model}{options}"
+    if engine == "llamacpp":
+        model = shlex.quote(draft if draft.endswith(GGUF) else DRAFT)
+        return f" -md {model} --spec-type draft-simple{_options(document)}"
+    if engine == "dynamo":
+        return f" --extra-engine-args {shlex.quote(file)}"
+    settings = {"decoding_type": _named(engine, drafter.method), "speculative_model": draft}
+    if drafter.method in WITHOUT_MODEL:
+        del settings["speculative_model"]
+    # A file of options, written by the shell (bash or zsh); JSON is YAML too.
+    options = shlex.quote(json.dumps({"speculative_config": {**settings, **document}}))
+    return f" --extra_llm_api_options <(echo {options})"
 
 
 def _options(document: Mapping[str, Any]) -> str:
@@ -203,33 +209,6 @@ def _named(engine: str, method: str | None) -> str:
             f"{', '.join(known)}"
         )
     return found
-
-
-def _tensorrt_llm(document: Mapping[str, Any], file: str, drafter: NamedDrafter) -> str:
-    """Return a file of options, written by the shell (bash or zsh); JSON is YAML too."""
-    del file
-    kind = _named("tensorrt-llm", drafter.method)
-    settings = {"decoding_type": kind, "speculative_model": drafter.model or DRAFT, **document}
-    if drafter.method in WITHOUT_MODEL:
-        del settings["speculative_model"]
-    options = shlex.quote(json.dumps({"speculative_config": settings}))
-    return f" --extra_llm_api_options <(echo {options})"
-
-
-def _dynamo(document: Mapping[str, Any], file: str, drafter: NamedDrafter) -> str:
-    del document, drafter
-    return f" --extra-engine-args {shlex.quote(file)}"
-
-
-_LINES: Mapping[str, tuple[str, Callable[[Mapping[str, Any], str, NamedDrafter], str]]] = {
-    "vllm": ("vllm serve {target}", _vllm),
-    "sglang": ("python -m sglang.launch_server --model-path {target}", _sglang),
-    "hf": ("", lambda *_: ""),  # a line of Python: `_hf`
-    "llamacpp": ("llama-server -m {target}", _llamacpp),
-    "tensorrt-llm": ("trtllm-serve {target}", _tensorrt_llm),
-    "dynamo": ("python -m dynamo.mocker --model-path {target}", _dynamo),
-}
-"""By engine: the command without speculation, and what a document adds."""
 
 
 def check_drafter(engine: str, recording: Recording) -> None:

@@ -6,11 +6,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from simulator.tune.huggingface import tune_huggingface
-from simulator.tune.llamacpp import tune_llamacpp
 from simulator.tune.served import Progress, untold
 from simulator.tune.settings import Tuned
 from simulator.tune.sglang import tune_sglang
+from simulator.tune.single import tune_huggingface, tune_llamacpp
 from simulator.tune.tensorrt_llm import tune_dynamo, tune_tensorrt_llm
 from simulator.tune.vllm import by_length, tune_vllm
 from traces.acceptance.trace import Trace

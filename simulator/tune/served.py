@@ -59,22 +59,32 @@ class Outcome(NamedTuple):
         """Return True if enough requests met the targets, or there are none."""
         return slo is None or float(self.within.mean()) >= slo.share
 
-    def rates(self, reachable: bool) -> Floats:
-        """Return tokens per second that count: within the targets, or all where nothing meets them.
+    def rates(self, slo: Targets | None) -> Floats:
+        """Return tokens per second of the requests that met the targets; without any, of all."""
+        return self.total if slo is None else self.counted
 
-        `reachable`: True if any setting meets the targets at this load.
-        """
-        return self.counted if reachable else self.total
-
-    def mean(self, reachable: bool) -> tuple[float, float]:
+    def mean(self, slo: Targets | None) -> tuple[float, float]:
         """Return the means of `rates` and of ``within``."""
-        return float(self.rates(reachable).mean()), float(self.within.mean())
+        return float(self.rates(slo).mean()), float(self.within.mean())
 
-    def search_rates(self, slo: Targets | None, reachable: bool) -> Floats:
-        """Return `rates`, and zeros for a setting that misses targets which another one meets."""
-        if reachable and not self.meets(slo):
-            return np.zeros_like(self.counted)
-        return self.rates(reachable)
+    def search_rates(self, slo: Targets | None) -> Floats:
+        """Return `rates`, and zeros for a setting that misses the targets."""
+        return self.rates(slo) if self.meets(slo) else np.zeros_like(self.counted)
+
+
+def within_reach(
+    slo: Targets | None, outcomes: Sequence[Sequence[Outcome]]
+) -> list[Targets | None]:
+    """Return the targets that count at each load: none where no outcome meets `slo`."""
+    return [slo if any(o.meets(slo) for o in own) else None for own in outcomes]
+
+
+def searched_rates(
+    outcomes: Sequence[Sequence[Outcome]], targets: Sequence[Targets | None]
+) -> list[Floats]:
+    """Return `Outcome.search_rates` at each load, of shape (outcomes, replications)."""
+    pairs = zip(outcomes, targets, strict=True)
+    return [np.array([o.search_rates(counted) for o in own]) for own, counted in pairs]
 
 
 def closed_load(

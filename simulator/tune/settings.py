@@ -88,22 +88,17 @@ class Tuned:
 
 
 def row_of(
-    engine: str, grid: PricedOptions, latency: LatencyTable, *, setting: str, deploy: str,
-    served_tok_s: float | None, gain: Gain, decode_tok_s: float | None, decode_gain: Gain | None,
-    default: str, default_gain: float, within: float, outside: float, held_out: bool,
+    engine: str, grid: PricedOptions, latency: LatencyTable, gain: Gain, decode_gain: Gain | None,
+    **given: Any,
 ) -> dict[str, Any]:  # fmt: skip
-    """Return a row of `TUNE_COLUMNS`, without its warnings."""
-    names = ("decode_gain", "decode_gain_lo", "decode_gain_hi")
-    return {
-        "engine": engine, "batch": grid.batch, "context": grid.context, "setting": setting,
-        "deploy": deploy, "served_tok_s": served_tok_s,
-        **dict(zip(("gain", "gain_lo", "gain_hi"), gain, strict=True)),
-        "decode_tok_s": decode_tok_s,
-        **dict(zip(names, decode_gain or (None,) * 3, strict=True)),
-        "default": default, "default_gain": default_gain, "within_slo": within,
-        "outside": float(outside), "held_out": held_out, "scaled": "scaled" in latency.meta,
-        "assumed": latency.said_batch_free(grid.batch),
+    """Return a row of `TUNE_COLUMNS`, without its warnings; the other columns are `given`."""
+    found: dict[str, Any] = {
+        "engine": engine, "batch": grid.batch, "context": grid.context,
+        "scaled": "scaled" in latency.meta, "assumed": latency.said_batch_free(grid.batch), **given,
     }  # fmt: skip
+    for name, values in (("gain", gain), ("decode_gain", decode_gain or (None,) * 3)):
+        found |= zip((name, f"{name}_lo", f"{name}_hi"), values, strict=True)
+    return {name: found[name] for name in TUNE_COLUMNS if name != "warnings"}
 
 
 def decided(

@@ -43,9 +43,11 @@ from simulator.tune.served import (
     Progress,
     closed_load,
     mended,
+    searched_rates,
     served_each,
     unbeaten,
     untold,
+    within_reach,
 )
 from simulator.tune.settings import Tuned, about_row, about_served, decided, row_of
 from traces.acceptance.trace import Trace
@@ -84,20 +86,8 @@ def tune_sglang(
     The gain is over no speculation, ``default_gain`` over SGLang's default configuration.  Every
     draw serves resampled prompts, under all lists alike (`simulator.tune.gains`).  Half of the
     draws take their prompts from one half of the recording, half from the other; the gain is that
-    of lists chosen on the other half.  Targets count as in `simulator.tune.vllm.tune_vllm`.
-
-    Parameters
-    ----------
-    batches:
-        Batch sizes searched; by default powers of two up to the largest measured batch.
-    lengths:
-        Steps tried.
-    slo:
-        Targets of a request.
-    draws, seed:
-        Resamples of the prompts, an even number >= 4.
-    progress:
-        Called with what is served (`simulator.tune.served.Progress`).
+    of lists chosen on the other half.  Targets and parameters are those of
+    `simulator.tune.vllm.tune_vllm`; ``draws``, an even number of 4 or more, are all served.
 
     Raises
     ------
@@ -131,11 +121,8 @@ def tune_sglang(
         partial(progress, "serving every list of steps"),
     )
     off, fixed = [own[0] for own in outcomes], [own[1:] for own in outcomes]
-    reachable = [any(o.meets(slo) for o in own) for own in outcomes]
-    alone = [
-        np.array([o.search_rates(slo, met) for o in own])
-        for met, own in zip(reachable, fixed, strict=True)
-    ]
+    targets = within_reach(slo, outcomes)
+    alone = searched_rates(fixed, targets)
 
     def chosen_on(part: npt.NDArray[np.bool_]) -> Ints:
         good = np.array([unbeaten(rates[:, part]) for rates in alone])[:, None]
@@ -143,44 +130,42 @@ def tune_sglang(
         return fewest
 
     @cache
-    def together(chosen: tuple[int, ...]) -> list[Outcome]:
+    def together(chosen: tuple[int, ...]) -> list[list[Outcome]]:
         slots = [(b, lists[k]) for b, k in zip(sizes, chosen, strict=True)]
         policy = SGLangAdaptive(_document(slots))
         told = partial(progress, "serving slots together")
-        served = _serve(drawn.traces, latency, sizes, [[policy]] * len(sizes), slo, told)
-        return [own for (own,) in served]
+        return _serve(drawn.traces, latency, sizes, [[policy]] * len(sizes), slo, told)
 
     def serve(table: Ints) -> Floats:
-        pairs = zip(together(tuple(table[:, 0].tolist())), reachable, strict=True)
-        return np.array([own.search_rates(slo, met) for own, met in pairs])
+        return np.concatenate(searched_rates(together(tuple(table[:, 0].tolist())), targets))
 
     first = chosen_on(np.ones_like(drawn.late))
     best = mended(first, alone, serve)
-    whole = together(tuple(best.table[:, 0].tolist()))
+    whole = [own for (own,) in together(tuple(best.table[:, 0].tolist()))]
     told = np.where(drawn.late, chosen_on(~drawn.late), chosen_on(drawn.late))  # (batches, draws)
     rows: list[dict[str, Any]] = []
     for i in range(len(sizes)):
         option, kept = int(best.table[i, 0]), bool(best.table[i, 0] == first[i, 0])
         base = lists.index(defaults[i])
-        each = np.array([o.rates(reachable[i]) for o in fixed[i]])  # (lists, draws)
-        own = whole[i].rates(reachable[i])
+        each = np.array([o.rates(targets[i]) for o in fixed[i]])  # (lists, draws)
+        own = whole[i].rates(targets[i])
         if held_out and kept:
             own = each[told[i], np.arange(draws)]
-        against = Against(own, off[i].rates(reachable[i]), drawn.told)
-        served_tok_s, share = whole[i].mean(reachable[i])
+        against = Against(own, off[i].rates(targets[i]), drawn.told)
+        served_tok_s, share = whole[i].mean(targets[i])
         row = row_of(
             "sglang", grids[i], latency, setting=_words(lists[option]),
             deploy=to_deploy(against.faster, whole[i].meets(slo), off[i].meets(slo)),
             served_tok_s=served_tok_s, gain=against.gain,
             decode_tok_s=None, decode_gain=None, default=_words(defaults[i]),
             default_gain=1.0 if option == base else gain_of(ratio(own, each[base]))[0],
-            within=share, outside=grids[i].outside.max(), held_out=held_out and kept,
+            within_slo=share, outside=float(grids[i].outside.max()), held_out=held_out and kept,
         )  # fmt: skip
         said = about_served(
             f"steps {_words(lists[best.best[i]])}", float(best.gains[i]), kept, bool(best.worse[i])
         )
         rows.append({**row, "warnings": [*about_row(row), *said]})
-    bare = {b: o.mean(met) for b, o, met in zip(sizes, off, reachable, strict=True)}
+    bare = {b: o.mean(counted) for b, o, counted in zip(sizes, off, targets, strict=True)}
     document = _document([(b, lists[k]) for b, k in zip(sizes, best.table[:, 0], strict=True)])
     return decided(
         "sglang", trace, latency, slo, rows, grids, bare, document,

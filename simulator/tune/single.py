@@ -1,19 +1,20 @@
-"""Choosing among settings of an engine that decodes one request, each replayed and priced."""
+"""Settings of engines that decode one request: transformers' assisted generation, llama.cpp."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
+from policies.lengths.llamacpp import LlamaCppDraft
 from simulator.bootstrap import CONFIDENCE, resamples
 from simulator.pricing import autoregressive
 from simulator.targets import Targets
 from simulator.tune.costs import longest_draft, price_grid
-from simulator.tune.formats import check_settings
+from simulator.tune.formats import HF_KEYS, LLAMACPP_KEYS, check_settings
 from simulator.tune.gains import (
     MISSED,
     OFF,
@@ -37,6 +38,7 @@ from simulator.tune.settings import (
     summed_up,
 )
 from traces.acceptance.trace import Trace
+from traces.digits import counted
 from traces.errors import DraftsimError, TailError
 from traces.latency.table import LatencyTable
 from traces.replay.rounds import RoundLog
@@ -51,58 +53,184 @@ def text_of(setting: SingleSetting) -> str:
     return ", ".join(f"{v:g}" if isinstance(v, float) else str(v) for v in setting.values())
 
 
-@dataclass(frozen=True)
-class SingleEngine:
-    """The facts about an engine that choosing its setting needs."""
-
-    name: str
-    default: SingleSetting
-    """The engine's default setting.  ``default_gain`` is over it, with no longer drafts than the
-    recorded ones."""
-    first: int
-    """Output position that decoding begins at, see `traces.replay.rounds.RoundLog`."""
-    off: str
-    """The advice if no setting gives a gain."""
-    threshold: str
-    """The draft signal that its threshold is compared with."""
-    worked: Callable[[RoundLog], RoundLog] | None = None
-    """The rounds with the passes that this engine makes for them; None: as replayed."""
+def _hf(tokens: int, schedule: str = "constant", threshold: float = 0.0) -> SingleSetting:
+    return dict(zip(HF_KEYS, (tokens, schedule, threshold), strict=True))
 
 
-def tune_single(
-    engine: SingleEngine, trace: Trace, latency: LatencyTable, settings: Sequence[SingleSetting],
-    *, slo: Targets | None = None, draws: int = 1000, seed: int = 0,
-) -> Tuned:  # fmt: skip
-    """Return the setting that drafts least of those that the best does not beat beyond its
-    interval.
+HF_DEFAULT = _hf(20, threshold=0.4)
+"""transformers since 4.45."""
+
+
+def huggingface_options(signals: bool) -> list[SingleSetting]:
+    """Return settings searched; those with a threshold only where the trace holds the signal.
+
+    ``heuristic`` is searched without a threshold: with one, what carries over from call to
+    call differs between versions.
+    """
+    found = [_hf(n) for n in (1, 2, 3, 4, 5, 6, 8, 10, 15, 20)]
+    found += [_hf(n, s) for s in ("heuristic_transient", "heuristic") for n in (1, 3, 5)]
+    if signals:
+        thresholds = (0.2, 0.4, 0.6, 0.8)
+        found += [_hf(n, threshold=t) for n in (3, 5, 10, 20) for t in thresholds]
+        found += [_hf(5, "heuristic_transient", t) for t in thresholds]
+    return found
+
+
+def tune_huggingface(
+    trace: Trace,
+    latency: LatencyTable,
+    *,
+    slo: Targets | None = None,
+    draws: int = 1000,
+    seed: int = 0,
+    settings: Sequence[SingleSetting] | None = None,
+) -> Tuned:
+    """Tune ``num_assistant_tokens``, its schedule and ``assistant_confidence_threshold``.
+
+    Every setting is replayed as transformers 5.23 decodes (the first verification includes
+    the prompt, batch 1), and of those that the best does not beat beyond the interval the
+    one is taken that drafts least.  The gain is over no speculation, ``default_gain`` over
+    transformers' default, 20 tokens under a constant schedule with threshold 0.4.  Where the trace
+    lacks the draft's probability, the default cannot be replayed, and 20 tokens without a
+    threshold take its place.
 
     Settings that draft past the recorded tails are left out.
 
     Raises
     ------
     DraftsimError
+        If nothing can be replayed.
+    """
+    signals = "prob" in trace.signals
+    found = _tuned(
+        "hf", HF_DEFAULT if signals else _hf(20), settings or huggingface_options(signals), trace,
+        latency, first=0, off="pass no assistant model", threshold="prob", slo=slo, draws=draws,
+        seed=seed,
+    )  # fmt: skip
+    most = longest_draft(trace)
+    if most is None or most >= HF_DEFAULT[HF_KEYS[0]]:
+        return found
+    cut = f"recorded drafts have at most {counted(most, 'token')}, so the default is cut there"
+    return replace(found, warnings=[*found.warnings, cut])
+
+
+def _llamacpp(tokens: int, fewest: int = 0, p_min: float = 0.0) -> SingleSetting:
+    """Return the options by name, without their dashes, as the server's preset files hold them."""
+    return dict(zip(LLAMACPP_KEYS, (tokens, fewest, p_min), strict=True))
+
+
+LLAMACPP_DEFAULT = _llamacpp(3)
+"""llama.cpp since May 2026; 16, 0, 0.75 before."""
+
+
+def llamacpp_options(signals: bool) -> list[SingleSetting]:
+    """Return settings to search; thresholds only if the trace holds the signal they need."""
+    found = [_llamacpp(n) for n in (1, 2, 3, 4, 5, 6, 8, 10, 12, 16)]
+    if signals:
+        thresholds = (0.2, 0.4, 0.6, 0.75, 0.9)
+        found += [_llamacpp(n, m, p) for n in (3, 5, 8, 16) for m in (0, 2) for p in thresholds]
+    return found
+
+
+def tune_llamacpp(
+    trace: Trace,
+    latency: LatencyTable,
+    *,
+    slo: Targets | None = None,
+    draws: int = 1000,
+    seed: int = 0,
+    settings: Sequence[SingleSetting] | None = None,
+) -> Tuned:
+    """Tune ``--spec-draft-n-max``, ``--spec-draft-n-min`` and ``--spec-draft-p-min``.
+
+    Every setting is replayed as the server drafts for one slot, and of those that the best does
+    not beat beyond the interval the one is taken that drafts least.  The server's draft model also
+    reads every verified batch, in a pass of its own, which is priced (`mirrored`).  The gain is
+    over no speculation, ``default_gain`` over the server's default of 3 tokens.
+
+    Raises
+    ------
+    DraftsimError
+        If nothing can be replayed.
+    """
+    (threshold,) = LlamaCppDraft.reads
+    found = _tuned(
+        "llamacpp", LLAMACPP_DEFAULT, settings or llamacpp_options(threshold in trace.signals),
+        trace, latency, first=1, off="start the server without a draft model", threshold=threshold,
+        worked=mirrored, slo=slo, draws=draws, seed=seed,
+    )  # fmt: skip
+    more = "one setting serves every load: with more slots (--parallel) drafts gain less"
+    warnings = [*found.warnings, more]
+    if latency.meta.get("passes_apart") is False:
+        warnings.append(
+            "these latencies come from runs that cannot separate a draft pass from a verified "
+            "token, and p-min depends on that: calibrate with runs at two p-min or two "
+            "concurrencies"
+        )
+    return replace(found, warnings=warnings)
+
+
+def mirrored(log: RoundLog) -> RoundLog:
+    """Return the rounds with the draft's pass over what was verified, its catching up.
+
+    After every pass of the target the server runs the draft model over the same tokens; drafting
+    then begins with a pass over the target's own.  Source of the behaviour: ggml-org/llama.cpp,
+    ``common/speculative.cpp``, ``common_speculative_impl_draft_simple::process`` (2026).
+    """
+    rounds = np.array(log.rounds)
+    rounds["catch_up"] = rounds["drafted"] + 1
+    rounds["draft_forwards"] += 1
+    return replace(log, rounds=rounds)
+
+
+def _tuned(
+    engine: str, default: SingleSetting, settings: Sequence[SingleSetting], trace: Trace,
+    latency: LatencyTable, *, first: int, off: str, threshold: str,
+    worked: Callable[[RoundLog], RoundLog] | None = None, slo: Targets | None, draws: int,
+    seed: int,
+) -> Tuned:  # fmt: skip
+    """Return the setting that drafts least of those that the best does not beat beyond its
+    interval.
+
+    Settings that draft past the recorded tails are left out.
+
+    Parameters
+    ----------
+    default:
+        The engine's default setting.  ``default_gain`` is over it, with no longer drafts than the
+        recorded ones.
+    first:
+        Output position that decoding begins at, see `traces.replay.rounds.RoundLog`.
+    off:
+        The advice if no setting gives a gain.
+    threshold:
+        The draft signal that the engine's threshold is compared with.
+    worked:
+        The rounds with the passes that this engine makes for them; None: as replayed.
+
+    Raises
+    ------
+    DraftsimError
         If the default, cut to the longest recorded draft, cannot be replayed.
     """
-    tokens, bound = next(iter(engine.default)), longest_draft(trace)
+    tokens, bound = next(iter(default)), longest_draft(trace)
     most = math.inf if bound is None else bound
-    cut = {**engine.default, tokens: min(engine.default[tokens], most)}
-    default = text_of(cut)
+    cut = {**default, tokens: min(default[tokens], most)}
+    base_text = text_of(cut)
     asked = {text_of(s): s for s in (cut, *settings) if s[tokens] <= most}
-    policies: dict[str, Any] = {text: check_settings(engine.name, s) for text, s in asked.items()}
+    policies: dict[str, Any] = {text: check_settings(engine, s) for text, s in asked.items()}
     replayed = replay_many(
-        trace, policies, first=engine.first, leave_out=lambda _, e: isinstance(e, TailError)
+        trace, policies, first=first, leave_out=lambda _, e: isinstance(e, TailError)
     )
-    logs: dict[str, RoundLog] = {
-        log.policy: log if engine.worked is None else engine.worked(log) for log in replayed
-    }
-    if default not in logs:
+    logs = {log.policy: log if worked is None else worked(log) for log in replayed}
+    if base_text not in logs:
         raise DraftsimError(
-            f"the default of {engine.name} ({default}) drafts past the recorded tails: "
+            f"the default of {engine} ({base_text}) drafts past the recorded tails: "
             "record with a larger --max-gamma"
         )
     ordered = sorted(logs, key=lambda s: int(logs[s].rounds["draft_forwards"].sum()))
     # The first option is no speculation.
-    priced = [autoregressive(logs[default]), *(logs[s] for s in ordered)]
+    priced = [autoregressive(logs[base_text]), *(logs[s] for s in ordered)]
     grid = price_grid(priced, latency, slo=slo)
     meets = grid.within >= (0.0 if slo is None else slo.share)
     reachable = bool(meets.any())
@@ -117,7 +245,7 @@ def tune_single(
     option = choose(objective)
     halves = (choose(objective.on(~second)), choose(objective.on(second))) if held_out else None
     best, at = ordered[allowed[option]], 1 + int(allowed[option])
-    base = 1 + ordered.index(default)
+    base = 1 + ordered.index(base_text)
 
     def over(k: int, confidence: float = CONFIDENCE) -> Gain:
         pair = grid.tokens[k], grid.seconds[k]
@@ -128,25 +256,25 @@ def tune_single(
     rates = grid.tokens.sum(axis=1) / grid.seconds.sum(axis=1)
     deploy = to_deploy(low > 1, bool(meets[at]), bool(meets[0])) if reachable else MISSED
     row = row_of(
-        engine.name, grid, latency, setting=best, deploy=deploy, served_tok_s=None, gain=over(0),
-        decode_tok_s=float(rates[at]), decode_gain=over(0), default=default,
-        default_gain=1.0 if at == base else over(base)[0], within=float(grid.within[at]),
-        outside=grid.outside[[0, at]].max(), held_out=held_out,
+        engine, grid, latency, setting=best, deploy=deploy, served_tok_s=None, gain=over(0),
+        decode_tok_s=float(rates[at]), decode_gain=over(0), default=base_text,
+        default_gain=1.0 if at == base else over(base)[0], within_slo=float(grid.within[at]),
+        outside=float(grid.outside[[0, at]].max()), held_out=held_out,
     )  # fmt: skip
     row["warnings"] = about_row(row)
     warnings = [*about_recording(trace, latency), *about_targets([row], slo)]
-    if engine.threshold not in trace.signals:
+    if threshold not in trace.signals:
         warnings.append(
-            f"the trace lacks the draft signal {engine.threshold} (`draftsim profile` records it): "
+            f"the trace lacks the draft signal {threshold} (`draftsim profile` records it): "
             "no threshold was searched"
         )
     if deploy == ON:
         warnings += summed_up([row])
-        return Tuned(engine.name, asked[best], [row], warnings)
+        return Tuned(engine, asked[best], [row], warnings)
     if deploy == OFF:
         warnings.append(
             f"the best setting, {best}, gives {row['gain']:.3g}x no speculation "
-            f"({rates[0]:.3g} tokens/s): {engine.off}"
+            f"({rates[0]:.3g} tokens/s): {off}"
         )
         row = plain_row(row, grid, None, float(grid.within[0]))
-    return Tuned(engine.name, None, [row], [*warnings, *summed_up([row])])
+    return Tuned(engine, None, [row], [*warnings, *summed_up([row])])

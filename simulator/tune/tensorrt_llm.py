@@ -10,11 +10,9 @@ import numpy as np
 
 from simulator.aggregate.positions import of_trace
 from simulator.serving.cost import TableCost
-from simulator.targets import Targets
 from simulator.tune.costs import DEFAULT_LENGTHS, longest_draft
 from simulator.tune.formats import BY_BATCH
 from simulator.tune.gains import ON
-from simulator.tune.served import Progress, untold
 from simulator.tune.settings import Tuned
 from simulator.tune.vllm import tune_vllm
 from traces.acceptance.trace import Trace
@@ -33,10 +31,7 @@ def tune_tensorrt_llm(
     batches: Sequence[int] | None = None,
     *,
     lengths: Sequence[int] = DEFAULT_LENGTHS,
-    slo: Targets | None = None,
-    draws: int = 1000,
-    seed: int = 0,
-    progress: Progress = untold,
+    **options: Any,
 ) -> Tuned:
     """Search ``draft_len_schedule``, and set the gate by acceptance.
 
@@ -45,31 +40,22 @@ def tune_tensorrt_llm(
     batch size.  ``acceptance_length_threshold`` is the number of accepted tokens per iteration
     below which drafts lose at every batch size searched.  ``acceptance_window`` is the number of
     requests needed to distinguish the recorded acceptance from it; if they are too close, there is
-    no gate.
-
-    Raises
-    ------
-    DraftsimError
-        As in `tune_vllm`.
+    no gate.  Options and errors are those of `tune_vllm`.
     """
     kept, shortened = sorted(set(lengths)), False
     while True:
-        found = tune_vllm(
-            trace, latency, batches, lengths=kept, slo=slo, draws=draws, seed=seed,
-            progress=progress,
-        )  # fmt: skip
-        rows = [{**row, "engine": "tensorrt-llm"} for row in found.rows]
-        warnings = [w for w in found.warnings if "vLLM keeps the last K" not in w]
+        found = tune_vllm(trace, latency, batches, lengths=kept, **options)
         if found.document is None:
-            return Tuned("tensorrt-llm", None, rows, warnings)
+            return _for_engine("tensorrt-llm", found)
         table = found.document[BY_BATCH]
         first, longest = table[0][-1], max(row[-1] for row in table)
         if first == longest:
             break
         shorter = [k for k in kept if k <= max(first, 1)]
         kept, shortened = (shorter if shorter != kept else [0]), True
+    more = []
     if shortened:
-        warnings.append(
+        more.append(
             f"drafts of more than {counted(first, 'token')} are left out: TensorRT-LLM wants the "
             "longest draft at the smallest batch size"
         )
@@ -77,21 +63,26 @@ def tune_tensorrt_llm(
         table = table[:-1]
     schedule = {str(high): k for _, high, k in table}
     document: dict[str, Any] = {"max_draft_len": first, "draft_len_schedule": schedule}
-    gate = _gate(trace, latency, first, [row["batch"] for row in rows])
-    if gate is not None:
-        document |= gate
-    warnings.append(
+    document |= _gate(trace, latency, first, [row["batch"] for row in found.rows])
+    more.append(
         "K = 0 is priced with a draft pass, as in vLLM; TensorRT-LLM may skip it"
         if any(row[-1] == 0 for row in table) else
         f"beyond batch {table[-1][1]} nothing is drafted"
     )  # fmt: skip
-    return Tuned("tensorrt-llm", document, rows, warnings)
+    return _for_engine("tensorrt-llm", found, document, *more)
 
 
-def _gate(
-    trace: Trace, latency: LatencyTable, k: int, batches: Sequence[int]
-) -> Mapping[str, Any] | None:
-    """Return the window and the threshold; None where acceptance is no surer than that."""
+def _for_engine(
+    engine: str, found: Tuned, document: Mapping[str, Any] | None = None, *more: str
+) -> Tuned:
+    """Return vLLM's result as that of another engine; `more` are warnings of its own."""
+    rows = [{**row, "engine": engine} for row in found.rows]
+    kept = [w for w in found.warnings if "vLLM keeps the last K" not in w]
+    return Tuned(engine, document, rows, [*kept, *more])
+
+
+def _gate(trace: Trace, latency: LatencyTable, k: int, batches: Sequence[int]) -> Mapping[str, Any]:
+    """Return the window and the threshold; empty where acceptance is no surer than that."""
     cost, plain = TableCost(latency), TableCost(latency, speculates=False)
     held = float(np.mean([r.prompt_length + r.tokens / 2 for r in trace.requests]))
     needed = min(cost(b, k, b * (k + 1), held) / plain(b, 0, b, held) for b in batches)
@@ -101,11 +92,11 @@ def _gate(
     means = log.per_request(log.rounds["accepted"])[rounds > 0] / rounds[rounds > 0]
     threshold, expected = max(needed - 1, 0.0), float(means.mean())
     if expected <= threshold or not threshold:
-        return None
+        return {}
     spread = float(means.std(ddof=1)) if len(means) > 1 else expected
     window = math.ceil((SURE * spread / (expected - threshold)) ** 2)
     if window > WINDOW[1]:
-        return None
+        return {}
     return {
         "acceptance_window": max(window, WINDOW[0]),
         "acceptance_length_threshold": round(threshold, 3),
@@ -122,41 +113,25 @@ def tune_dynamo(
     batches: Sequence[int] | None = None,
     *,
     lengths: Sequence[int] = DEFAULT_LENGTHS,
-    slo: Targets | None = None,
-    draws: int = 1000,
-    seed: int = 0,
-    progress: Progress = untold,
+    **options: Any,
 ) -> Tuned:
     """Return the acceptance that Dynamo's mocker is to draw, at the best draft length.
 
     ``aic_nextn`` is one K for all loads: that of the largest batch size at which `tune_vllm` says
     to draft.  ``aic_nextn_accept_rates`` are the chances of each token,
-    given that those before it were accepted.
-
-    Raises
-    ------
-    DraftsimError
-        As in `tune_vllm`.
+    given that those before it were accepted.  Options and errors are those of `tune_vllm`.
     """
     most = min(MOST_DYNAMO, longest_draft(trace) or MOST_DYNAMO)
     kept = sorted({k for k in lengths if k <= most})
-    found = tune_vllm(
-        trace, latency, batches, lengths=kept, slo=slo, draws=draws, seed=seed, progress=progress
-    )
-    rows = [{**row, "engine": "dynamo"} for row in found.rows]
-    warnings = [w for w in found.warnings if "vLLM keeps the last K" not in w]
-    if found.document is None:
-        return Tuned("dynamo", None, rows, warnings)
+    found = tune_vllm(trace, latency, batches, lengths=kept, **options)
     drafting = [row["batch"] for row in found.rows if row["deploy"] == ON]
-    if not drafting:
-        return Tuned("dynamo", None, rows, warnings)
+    if found.document is None or not drafting:
+        return _for_engine("dynamo", found)
     most = max(drafting)
     k = next(k for low, high, k in found.document[BY_BATCH] if low <= most <= high)
     rates = np.nan_to_num(of_trace("", trace, k).rates)
     document = {
         "aic_nextn": k, "aic_nextn_accept_rates": ",".join(f"{rate:.4f}" for rate in rates),
     }  # fmt: skip
-    warnings.append(
-        f"Dynamo's mocker drafts K = {k} at every load: its gains are those of that K alone"
-    )
-    return Tuned("dynamo", document, rows, warnings)
+    said = f"Dynamo's mocker drafts K = {k} at every load: its gains are those of that K alone"
+    return _for_engine("dynamo", found, document, said)

@@ -49,10 +49,12 @@ from simulator.tune.served import (
     Progress,
     closed_load,
     mended,
+    searched_rates,
     served_each,
     smoothed,
     unbeaten,
     untold,
+    within_reach,
 )
 from simulator.tune.settings import (
     Tuned,
@@ -142,26 +144,19 @@ def tune_vllm(
     def grids_of(targets: Targets | None) -> list[list[PricedOptions]]:
         return [[price_grid(priced, latency, b, c, targets) for c in where] for b in sizes]
 
-    parts: list[Callable[[], Any]] = [partial(grids_of, s) for s in dict.fromkeys((slo, None))]
-    pricings = len(parts)
+    asked = [*dict.fromkeys((slo, None))]
+    parts: list[Callable[[], Any]] = [partial(grids_of, one) for one in asked]
     parts += served_each(latency, [*lone, *plainly])
     found_parts = results_of(
         parts, trace.tokens * len(parts), progress=partial(progress, "serving every draft length")
     )
-    within, free = found_parts[0], found_parts[pricings - 1]
-    outcomes = found_parts[pricings:]
+    priced_for = dict(zip(asked, found_parts, strict=False))
+    outcomes = found_parts[len(asked) :]
     off: list[Outcome] = outcomes[len(lone) :]
     fixed = [outcomes[i : i + len(options)] for i in range(0, len(lone), len(options))]
-    reachable = [
-        any(o.meets(slo) for o in [plain, *own]) for plain, own in zip(off, fixed, strict=True)
-    ]
-    grids: list[list[PricedOptions]] = [
-        a if met else b for met, a, b in zip(reachable, within, free, strict=True)
-    ]
-    alone = [
-        np.array([o.search_rates(slo, met) for o in own])
-        for met, own in zip(reachable, fixed, strict=True)
-    ]
+    targets = within_reach(slo, [[plain, *own] for plain, own in zip(off, fixed, strict=True)])
+    grids: list[list[PricedOptions]] = [priced_for[own][i] for i, own in enumerate(targets)]
+    alone = searched_rates(fixed, targets)
     objectives = [[Objective(g.tokens[1:], g.seconds[1:], weights) for g in row] for row in grids]
     served = [np.ones(len(options), bool) if by_context else unbeaten(r) for r in alone]
     first = _choose(objectives, served)
@@ -177,8 +172,7 @@ def tune_vllm(
         return together(json.dumps(table_rows(table, sizes, where, options)))
 
     def serve(table: Ints) -> Floats:
-        pairs = zip(whole(table), reachable, strict=True)
-        return np.array([own.search_rates(slo, met) for own, met in pairs])
+        return np.concatenate(searched_rates([[own] for own in whole(table)], targets))
 
     found = smoothed(mended(first, alone, serve), alone, serve)
     table = found.table
@@ -190,7 +184,7 @@ def tune_vllm(
     ] if held_out else None  # fmt: skip
     drawn = resampled(trace, second, DRAWS, seed)
     own, rest = _on_draws(
-        latency, drawn, loads, reachable,
+        latency, drawn, loads, targets,
         [table_rows(np.where(kept[:, None], h, table), sizes, where, options)
          for h in (halves if halves is not None else (table, table))],
         partial(progress, "serving resampled prompts"),
@@ -203,14 +197,15 @@ def tune_vllm(
         )  # fmt: skip
         chosen = cross_fitted(o, second, (grid.tokens[0], grid.seconds[0]), option, told)
         against, now = Against(own[i], rest[i], drawn.told), whole(table)[i]
-        served_tok_s, share = now.mean(reachable[i])
+        served_tok_s, share = now.mean(targets[i])
         row = row_of(
             "vllm", grid, latency, setting=f"K={options[option]}",
             deploy=to_deploy(against.faster, now.meets(slo), off[i].meets(slo)),
             served_tok_s=served_tok_s, gain=against.gain,
             decode_tok_s=grid.batch * float(o.rates[option]), decode_gain=chosen,
             default=NO_SPECULATION, default_gain=against.gain[0],
-            within=share, outside=grid.outside[[0, 1 + option]].max(), held_out=told is not None,
+            within_slo=share, outside=float(grid.outside[[0, 1 + option]].max()),
+            held_out=told is not None,
         )  # fmt: skip
         said = about_served(
             f"K={options[found.best[i]]}", float(found.gains[i]), bool(kept[i]),
@@ -233,7 +228,7 @@ def tune_vllm(
         "num_speculative_tokens": max(1, *(options[k] for k in table.ravel())),
         BY_BATCH: table_rows(table, sizes, where, options),
     }
-    bare = {b: o.mean(met) for b, o, met in zip(sizes, off, reachable, strict=True)}
+    bare = {b: o.mean(counted) for b, o, counted in zip(sizes, off, targets, strict=True)}
     return decided(
         "vllm", trace, latency, slo, rows, [grid for own in grids for grid in own], bare, document,
         reason="because the draft model reads every prompt and, where K is 0, every token",
@@ -263,8 +258,9 @@ def by_length(found: Tuned) -> Tuned:
 
 
 def _on_draws(
-    latency: LatencyTable, drawn: Resampled, loads: Sequence[Scenario], reachable: Sequence[bool],
-    tables: Sequence[list[list[int]]], progress: Callable[[int, int], None],
+    latency: LatencyTable, drawn: Resampled, loads: Sequence[Scenario],
+    targets: Sequence[Targets | None], tables: Sequence[list[list[int]]],
+    progress: Callable[[int, int], None],
 ) -> tuple[Floats, Floats]:  # fmt: skip
     """Return rates of the tables and of no speculation on resampled prompts, (batches, draws) each.
 
@@ -280,7 +276,7 @@ def _on_draws(
     parts = served_each(latency, runs, replications=1)
     outcomes = results_of(parts, sum(trace.tokens for trace, *_ in runs), progress=progress)
     rates = np.array([
-        outcome.rates(reachable[i // (2 * len(policies))])[0] for i, outcome in enumerate(outcomes)
+        outcome.rates(targets[i // (2 * len(policies))])[0] for i, outcome in enumerate(outcomes)
     ])  # fmt: skip
     found = rates.reshape(len(loads), len(policies), 2)
     return found[..., 0], found[..., 1]

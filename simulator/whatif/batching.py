@@ -127,15 +127,13 @@ def _summed(log: RoundLog, context: Ints, index: Ints) -> tuple[Any, ...]:
     )  # fmt: skip
 
 
-class StepCosts(NamedTuple):
-    """The time of a batch's steps, shape (steps,), and the passes that they took."""
+def step_costs(
+    steps: BatchSteps, latency: LatencyTable, context: float | None = None
+) -> tuple[Floats, PassCount]:
+    """Return seconds of every step, shape (steps,), and the passes that they took.
 
-    seconds: Floats
-    passes: PassCount
-
-
-def step_costs(steps: BatchSteps, latency: LatencyTable, context: float | None = None) -> StepCosts:
-    """Return costs of every step; `context` replaces the recorded lengths of prompts."""
+    `context` replaces the recorded lengths of prompts.
+    """
     batch, held, seen = steps.batch, steps.context, steps.draft_context
     if context is not None:
         held, seen = context + steps.output, context + steps.draft_output
@@ -148,7 +146,7 @@ def step_costs(steps: BatchSteps, latency: LatencyTable, context: float | None =
     )
     host_s = round_host_seconds(latency, "draft", batch, longest, steps.rejected, steps.unread)
     signal_s = longest * (host_seconds(latency, "signal", batch) if steps.log.reads else 0.0)
-    return StepCosts(target_s + draft_s + host_s + signal_s, passes + drafts)
+    return target_s + draft_s + host_s + signal_s, passes + drafts
 
 
 class Speedups(NamedTuple):
@@ -224,11 +222,10 @@ class Samples:
     def at_latency(self, latency: LatencyTable, context: float | None) -> _Taken:
         """Return the time with measured or assumed passes; one price, cached."""
         if (latency, context) not in self._priced:
-            costs = step_costs(self.steps, latency, context)
+            seconds, passes = step_costs(self.steps, latency, context)
             self._priced[latency, context] = _Taken(
-                self.each(costs.seconds)[:, None], self.prompt(costs.seconds)[None],
-                costs.passes.outside,
-            )  # fmt: skip
+                self.each(seconds)[:, None], self.prompt(seconds)[None], passes.outside
+            )
         return self._priced[latency, context]
 
     def at_ratios(self, c: Floats, verify: float) -> _Taken:
@@ -246,14 +243,10 @@ class InBatches:
 
     Parameters
     ----------
-    log:
-        Rounds of single streams under a policy.
-    batch:
-        Slots.
+    log, batch, seed:
+        Those of `Samples`.
     resamples:
         Bootstrap samples of prompts, besides one for the value.
-    seed:
-        Seed of the samples.
     plain:
         That of another log of the same requests, with as many resamples.
     """

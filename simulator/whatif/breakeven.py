@@ -18,6 +18,10 @@ from simulator.whatif.sweep.prices import ANY
 from traces.digits import three_digits
 from traces.errors import DraftsimError
 
+AXES = ("c", "alpha", "batch", "context")
+"""Axes along which a policy can stop paying."""
+VARYING = ("alpha", "c", "latency", "gpu", "batch", "context")
+"""Columns that can differ between points."""
 BOUNDS = ("speedup", "speedup_lo", "speedup_hi")
 NO_SPECULATION = "no speculation"
 
@@ -30,28 +34,6 @@ class Surface(NamedTuple):
     values: Floats
     low: Floats
     high: Floats
-
-
-def select(frame: pd.DataFrame, **where: Any) -> pd.DataFrame:
-    """Return the rows whose columns have these values; NaN selects NaN.
-
-    Raises
-    ------
-    DraftsimError
-        If a column is unknown or no row is left, with the values there are.
-    """
-    part = frame
-    for name, value in where.items():
-        if name not in part.columns:
-            raise DraftsimError(f"a sweep has no column {name!r}: {', '.join(frame.columns)}")
-        column = part[name]
-        missing = isinstance(value, float) and np.isnan(value)
-        kept = part[column.isna() if missing else column == value]
-        if kept.empty:
-            there = ", ".join(str(v) for v in pd.unique(column)[:12])
-            raise DraftsimError(f"the sweep has no row with {name} = {value}: it has {there}")
-        part = kept
-    return part
 
 
 def surface(rows: pd.DataFrame, x: str, y: str) -> Surface:
@@ -102,24 +84,16 @@ def crossing(
     first on, NaN if not even at the last.
     """
     at, value = np.asarray(x, dtype=np.float64), np.asarray(speedup, dtype=np.float64)
-    if len(at) != len(value) or not len(at):
-        raise DraftsimError(f"{len(at)} points and {len(value)} speedups: expected as many, >= 1")
     # Where a policy rests it is as fast as plain decoding, which is no paying.
     pays = value > 1 + 1e-12
-    if falling:
-        if not pays.any():
-            return float("nan")
-        last = int(np.flatnonzero(pays)[-1])
-        if last == len(at) - 1:
-            return float("inf")
-        i, j = last, last + 1
-    else:
-        if not pays[-1]:
-            return float("nan")
-        fails = np.flatnonzero(~pays)
-        if not len(fails):
-            return float("-inf")
-        i, j = int(fails[-1]), int(fails[-1]) + 1
+    # The crossing comes after the last point of its nearer side.
+    near = np.flatnonzero(pays == falling)
+    if not len(near):
+        return np.nan if falling else -np.inf
+    i = int(near[-1])
+    j = i + 1
+    if j == len(at):
+        return np.inf if falling else np.nan
     if scale == "cost":
         value = 1 / value
     share = (1 - value[i]) / (value[j] - value[i])
@@ -138,19 +112,17 @@ def break_even(
     breaks even below some c just where its speedup there is below 1, so that the bounds of
     the one are those of the other), ``first`` and ``last`` of the points there are, and the
     means over these of ``share_below_1`` and ``adapting``, with ``adapting_most``, its largest.
-    The ``largest`` value with a speedup above 1 is the default for c, batch, context and gamma,
-    the ``smallest`` for alpha; see `crossing` for infinities and NaN.
+    The ``largest`` value with a speedup above 1 is the default for c, batch and context, the
+    ``smallest`` for alpha; see `crossing` for infinities and NaN.
     """
-    if along not in ("c", "alpha", "batch", "context", "gamma"):
-        raise DraftsimError(f"cannot break even along {along!r}: c, alpha, batch, context, gamma")
+    if along not in AXES:
+        raise DraftsimError(f"cannot break even along {along!r}: {', '.join(AXES)}")
     falling = (side or ("smallest" if along == "alpha" else "largest")) == "largest"
     key = "alpha_asked" if along == "alpha" else along
     rows = frame[frame[key].notna()]
     if rows.empty:
         raise DraftsimError(f"the sweep has no axis {along!r}: give it one")
     group = [n for n in ("policy", *POINT) if n != key and (n != "alpha" or along != "alpha")]
-    if along == "gamma":
-        group = ["family", *group[1:]]
     found = []
     for values, part in rows.groupby(group, sort=False, observed=True, dropna=False):
         ordered = part.sort_values(key)
@@ -232,7 +204,6 @@ def overview(frame: pd.DataFrame) -> pd.DataFrame:
     )
 
 
-AXES = ("c", "alpha", "batch", "context")
 THRESHOLDS = (
     "along", "policy", "side", "alpha", "source", "c", "latency", "gpu", "batch", "context",
     "break_even", "break_even_lo", "break_even_hi", "edge", "says", "share_below_1", "adapting",
@@ -321,14 +292,11 @@ def some_points(rows: pd.DataFrame, most: int = 26) -> pd.DataFrame:
     others.
     """
     kept = []
-    point = ["alpha", "c", "latency", "gpu", "batch", "context"]
     for _, part in rows.groupby("along", sort=False):
-        number = part.groupby(point, sort=False, dropna=False).ngroup().to_numpy()
+        number = part.groupby(list(VARYING), sort=False, dropna=False).ngroup().to_numpy()
         points = int(number.max(initial=-1)) + 1
-        count = max(most // part["policy"].nunique(), 1)
-        count = min(count, points)
+        count = min(max(most // part["policy"].nunique(), 1), points)
         chosen = ((np.arange(count) + 0.5) * points / count - 0.5).astype(int)
-        some = part[np.isin(number, chosen)]
-        order = np.argsort(number[np.isin(number, chosen)], kind="stable")
-        kept.append(some.iloc[order])
+        order = np.argsort(number, kind="stable")
+        kept.append(part.iloc[order[np.isin(number[order], chosen)]])
     return pd.concat(kept, ignore_index=True) if kept else rows

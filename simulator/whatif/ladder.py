@@ -17,7 +17,7 @@ from policies.core import DraftPolicy
 from policies.lengths.basic import Autoregressive, Fixed, Oracle
 from policies.registry import parse_policy, policy_names
 from simulator.pricing import Priced, autoregressive, price
-from simulator.summary import summarize
+from simulator.summary import price_all, summarize_runs
 from simulator.whatif.rate import fit_rate_optimal
 from traces.acceptance.trace import Trace
 from traces.errors import DraftsimError
@@ -95,11 +95,10 @@ def ladder(
     progress("replaying policies")
     logs = list(replay_many(tested, {name: policy for name, (_, policy) in arms.items()}))
     progress("pricing policies")
-    plain = autoregressive(logs[0])
-    table = summarize(logs, latency, resamples=resamples, seed=seed)
+    runs = price_all(logs, latency)
+    table = summarize_runs(runs, resamples=resamples, seed=seed)
     table["rung"] = ["autoregressive", *(rung for rung, _ in arms.values())]
-    whole = price(plain, latency).total_s
-    parts = pd.DataFrame([_parts(price(log, latency), whole) for log in (plain, *logs)])
+    parts = pd.DataFrame([_parts(run, runs[0].total_s) for run in runs])
     table = pd.concat([table, parts], axis=1)
     best = table[table["rung"] == "oracle"].iloc[0]
     gain = float(best["speedup"]) - 1
@@ -127,8 +126,6 @@ def best_fixed(trace: Trace, latency: LatencyTable, gammas: Sequence[int] = GAMM
     """Return the draft length of fewest seconds over `trace`, 0 where plain decoding is faster."""
     kept = [g for g in gammas if g <= (trace.max_gamma or g)]
     logs = dict(zip(kept, replay_many(trace, [("", Fixed(g)) for g in kept]), strict=True))
-    if not logs:
-        raise DraftsimError(f"no draft length of {list(gammas)} fits max_gamma={trace.max_gamma}")
     seconds = {g: price(log, latency).total_s for g, log in logs.items()}
     seconds[0] = price(autoregressive(next(iter(logs.values()))), latency).total_s
     return min(sorted(seconds), key=lambda g: seconds[g])

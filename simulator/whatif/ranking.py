@@ -24,7 +24,6 @@ from simulator.summary import (
     gains_over,
     price_all,
     summarize_runs,
-    summarize_runs_by_category,
     to_rows,
 )
 from simulator.whatif.ladder import GAMMAS, split_prompts
@@ -74,15 +73,7 @@ def fixed_lengths(longest: int | None) -> dict[str, DraftPolicy]:
 
 
 def fastest(logs: Sequence[RoundLog], latency: LatencyTable) -> RoundLog:
-    """Return the log of fewest seconds per emitted token, the first of equals.
-
-    Raises
-    ------
-    DraftsimError
-        If there is no log, or as in `simulator.pricing.price`.
-    """
-    if not logs:
-        raise DraftsimError("no round log was given: name at least one policy")
+    """Return the log of fewest seconds per emitted token, the first of equals."""
     return min(
         logs,
         key=lambda log: price(log, latency).total_s / max(int(log.rounds["emitted"].sum()), 1),
@@ -90,42 +81,37 @@ def fastest(logs: Sequence[RoundLog], latency: LatencyTable) -> RoundLog:
 
 
 def cross_fitted_rule(
-    trace: Trace, latency: LatencyTable, *, gamma_max: int | None = None, seed: int = 0,
-    name: str = "rate-optimal",
-) -> RoundLog:  # fmt: skip
+    trace: Trace, latency: LatencyTable, name: str = "rate-optimal", gamma_max: int | None = None
+) -> RoundLog | None:
     """Return the trace under the rate-optimal rule, every prompt under one fitted to other prompts.
 
     Each half of the prompts (`simulator.whatif.ladder.split_prompts`) is replayed under the
     rule that `simulator.whatif.rate.fit_rate_optimal` finds on the other half.  Where the
     halves would read other estimates, both take the kind that all prompts choose, so that one
-    log has one price of reading.
-
-    Raises
-    ------
-    DraftsimError
-        With fewer than `FEWEST_PROMPTS` prompts, or where the rule cannot be fitted.
+    log has one price of reading.  None with fewer than `FEWEST_PROMPTS` prompts, or where the rule
+    cannot be fitted.
     """
     if len(trace.requests) < FEWEST_PROMPTS:
-        raise DraftsimError(
-            f"{len(trace.requests)} prompts are too few to fit a rule on one half and judge it on "
-            f"the other: record {FEWEST_PROMPTS} or more"
-        )
-    halves = split_prompts(trace, seed)
+        return None
+    halves = split_prompts(trace)
 
     def fit(prompts: Sequence[int] | None, estimates: Estimates = "auto") -> RateFit:
         return fit_rate_optimal(trace, latency, prompts, estimates=estimates, gamma_max=gamma_max)
 
-    fits = [fit(half) for half in halves]
-    if fits[0].estimates != fits[1].estimates:
-        kind = cast(Estimates, fit(None).estimates)
-        fits = [fit(half, kind) for half in halves]
     parts, logs = [], []
-    for found, held_out in zip(fits, reversed(halves), strict=True):
-        [log] = replay_many(trace.select(held_out), {name: found.policy})
-        rounds = log.rounds.copy()
-        rounds["request"] = np.array(held_out)[rounds["request"]]
-        parts.append(rounds)
-        logs.append(log)
+    try:
+        fits = [fit(half) for half in halves]
+        if fits[0].estimates != fits[1].estimates:
+            kind = cast(Estimates, fit(None).estimates)
+            fits = [fit(half, kind) for half in halves]
+        for found, held_out in zip(fits, reversed(halves), strict=True):
+            [log] = replay_many(trace.select(held_out), {name: found.policy})
+            rounds = log.rounds.copy()
+            rounds["request"] = np.array(held_out)[rounds["request"]]
+            parts.append(rounds)
+            logs.append(log)
+    except DraftsimError:
+        return None
     joined = np.concatenate(parts)
     order = np.argsort(joined["request"], kind="stable")
     return replace(logs[0], rounds=joined[order], requests=trace.requests)
@@ -186,7 +172,7 @@ def rank(
     found: dict[int, RoundLog] = {}
     for i, (name, policy) in enumerate(chosen):
         if is_default(policy) and rule is None:
-            fitted = fitted_log(trace, latency, name, policy.gamma_max)
+            fitted = cross_fitted_rule(trace, latency, name, policy.gamma_max)
             if fitted is not None:
                 found[i] = fitted
                 notes[name] = FITTED
@@ -199,7 +185,7 @@ def rank(
     every = not texts or "all" in texts
     if every and rule is None and not any(name.startswith("rate-optimal") for name, _ in chosen):
         # As it comes it reads a signal, which this recording lacks; fitted it need not.
-        fitted = fitted_log(trace, latency)
+        fitted = cross_fitted_rule(trace, latency)
         if fitted is not None:
             logs.append(fitted)
             notes[fitted.policy] = FITTED
@@ -209,16 +195,6 @@ def rank(
         Ranking(logs, notes), latency, trace.max_gamma,
         lambda some: list(replay_many(trace, some, rule=rule)), every,
     )  # fmt: skip
-
-
-def fitted_log(
-    trace: Trace, latency: LatencyTable, name: str = "rate-optimal", gamma_max: int | None = None
-) -> RoundLog | None:
-    """Return the log of `cross_fitted_rule`; None if the rule cannot be fitted."""
-    try:
-        return cross_fitted_rule(trace, latency, gamma_max=gamma_max, name=name)
-    except DraftsimError:
-        return None  # too few prompts, or a rule that cannot be fitted to them
 
 
 def with_best_fixed(
@@ -284,7 +260,7 @@ def fastest_for_real(trace: Trace, latency: LatencyTable) -> Fastest:
         latency, load_policies(None, trace), trace.max_gamma,
         lambda some: list(replay_many(trace, some)),
     )  # fmt: skip
-    rule = fitted_log(trace, latency)
+    rule = cross_fitted_rule(trace, latency)
     if rule is not None and fastest([best.log, rule], latency) is rule:
         return Fastest(rule.policy, fit_rate_optimal(trace, latency).policy, rule)
     return best
@@ -332,17 +308,18 @@ def ranked_rows(
         check_layers(log, trace, latency)
     runs = price_all(logs, latency, progress=progress)
 
-    def made(summary: Any) -> list[Row]:
-        return ranking.noted(to_rows(summary(runs, resamples=resamples, prefill=prefill)))
+    def made(by_category: bool) -> list[Row]:
+        frame = summarize_runs(runs, resamples=resamples, prefill=prefill, by_category=by_category)
+        return ranking.noted(to_rows(frame))
 
-    overall = compared(made(summarize_runs), runs, latency, against, resamples, prefill)
+    overall = compared(made(False), runs, latency, against, resamples, prefill)
     if not by_category:
         return overall
     of_all = {(r["policy"], r["verify"], r["source"]): r for r in overall}
     blank = dict.fromkeys(("against", "gain", "gain_lo", "gain_hi"))
     return [{"category": None, **row} for row in overall] + [
         {**of_all[row["policy"], row["verify"], row["source"]], **blank, **row}
-        for row in made(summarize_runs_by_category)
+        for row in made(True)
     ]
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from itertools import product
 from typing import Any, Literal, NamedTuple
 from weakref import WeakKeyDictionary
@@ -12,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from policies.arrays import Floats, Ints
-from policies.core import DraftPolicy, Load, Round
+from policies.core import DraftPolicy
 from policies.estimators import (
     AcceptanceEstimator,
     ConstantAcceptance,
@@ -22,7 +21,6 @@ from policies.estimators import (
 )
 from policies.lengths.basic import Autoregressive
 from policies.lengths.rate_optimal import RateOptimal
-from policies.vectorised import VectorisedPlan, plan_of
 from simulator.pricing import price
 from simulator.serving.cost import TableCost
 from simulator.whatif.tilt.trace import NUMERIC
@@ -163,30 +161,15 @@ FRACTIONS = (0.6, 0.7, 0.8, 0.9, 0.95, 1.05)
 """Factors of the fixed point, tried where the estimates turn out not to be exact."""
 
 
-@dataclass(frozen=True, eq=False)
-class RateFit:
-    """A fitted policy and how its rate was reached.
-
-    Attributes
-    ----------
-    policy:
-        `RateOptimal` with everything filled in.
-    estimates:
-        The estimates it reads: ``isotonic``, ``logistic`` or ``none``.
-    rates:
-        Tokens per second on the training prompts after each iteration at the first batch.
-    achieved:
-        Tokens per second there of the policy returned, at the first batch.
-    converged:
-        True if the rate put into the policy was, within a thousandth, the rate achieved;
-        where estimates are not exact, another may do better and is then taken.
-    """
+class RateFit(NamedTuple):
+    """A fitted policy and what it achieves."""
 
     policy: RateOptimal
+    """`RateOptimal` with everything filled in."""
     estimates: str
-    rates: tuple[float, ...]
+    """The estimates it reads: ``isotonic``, ``logistic`` or ``none``."""
     achieved: float
-    converged: bool
+    """Tokens per second on the training prompts, at the first batch."""
 
 
 def fit_rate_optimal(
@@ -239,14 +222,9 @@ def fit_rate_optimal(
             _best_rate(learned, latency, rule, batch, rate)
             for batch, rate in zip(batches, plain, strict=True)
         ]
-        table = sorted([float(b), f.rate] for b, f in zip(batches, found, strict=True))
+        table = sorted([float(b), best] for b, (best, _) in zip(batches, found, strict=True))
         rate: float | list[list[float]] = table[0][1] if list(batches) == [1] else table
-        fits.append(
-            RateFit(
-                rule.at_rate(rate), kind, found[0].history, found[0].achieved,
-                all(abs(f.achieved / f.rate - 1) < 1e-3 for f in found),
-            )
-        )  # fmt: skip
+        fits.append(RateFit(rule.at_rate(rate), kind, found[0][1]))
     return max(fits, key=lambda fit: fit.achieved)
 
 
@@ -306,84 +284,38 @@ def _smoothed(
     return result
 
 
-class _FoundRate(NamedTuple):
-    rate: float
-    achieved: float
-    history: tuple[float, ...]
-
-
 def _best_rate(
     trace: Trace, latency: LatencyTable, rule: RateOptimal, batch: int, rate: float
-) -> _FoundRate:
+) -> tuple[float, float]:
     """Return the fixed point, from plain decoding's `rate` on, or a fraction of it that does
-    better.
+    better, and the rate achieved with it.
     """
 
     def achieved(*rates: float) -> list[float]:
         return _achieved(trace, latency, [rule.at_rate(r) for r in rates], batch)
 
-    history = [rate]
     tried: dict[float, float] = {}
+    following = rate
     for _ in range(_ITERATIONS):
-        rate = history[-1]
-        [tried[rate]] = achieved(rate)
-        history.append(tried[rate])
-        if tried[rate] <= rate * (1 + TOLERANCE):
+        rate = following
+        [following] = achieved(rate)
+        tried[rate] = following
+        if following <= rate * (1 + TOLERANCE):
             break
     if tried[rate] < rate * (1 - TOLERANCE) or len(tried) == _ITERATIONS:
         others = [fraction * rate for fraction in FRACTIONS]
         tried |= zip(others, achieved(*others), strict=True)
     most = max(tried.values())
     best = rate if tried[rate] >= most * (1 - TOLERANCE) else max(tried, key=lambda r: tried[r])
-    return _FoundRate(best, tried[best], tuple(history))
+    return best, tried[best]
 
 
 def _achieved(
     trace: Trace, latency: LatencyTable, policies: Sequence[DraftPolicy], batch: int
 ) -> list[float]:
     """Return tokens per second and sequence under each policy."""
-    named = [("", in_batch(policy, batch)) for policy in policies]
-    return [tokens_per_second(log, latency, batch) for log in replay_many(trace, named)]
-
-
-def in_batch(policy: DraftPolicy, batch: int) -> DraftPolicy:
-    """Return `policy` as it acts where `batch` sequences decode together."""
-    return policy if batch == 1 else InBatch(policy, batch)
-
-
-class InBatch(DraftPolicy):
-    """A policy told that `batch` sequences decode together, whatever the decoder says."""
-
-    def __init__(self, policy: DraftPolicy, batch: int = 1) -> None:
-        self.policy = policy
-        self.batch = batch
-        vars(self)["reads"] = policy.reads
-        vars(self)["learns_across_requests"] = policy.learns_across_requests
-
-    def begin_run(self, vocab_size: int | None) -> None:
-        self.policy.begin_run(vocab_size)
-
-    def begin_request(self) -> None:
-        self.policy.begin_request()
-
-    def copy(self) -> InBatch:
-        return InBatch(self.policy.copy(), self.batch)
-
-    def begin_round(self, load: Load) -> None:
-        self.policy.begin_round(load._replace(batch=self.batch))
-
-    def keep_drafting(self, draft: Sequence[Any]) -> bool:
-        return self.policy.keep_drafting(draft)
-
-    def submit(self, draft: Sequence[Any]) -> int:
-        return self.policy.submit(draft)
-
-    def observe(self, outcome: Round, draft: Sequence[Any]) -> None:
-        self.policy.observe(outcome, draft)
-
-    def vectorised(self, batch: int) -> VectorisedPlan | None:
-        del batch
-        return plan_of(self.policy, self.batch)
+    logs = replay_many(trace, [("", policy) for policy in policies], batch=batch)
+    return [tokens_per_second(log, latency, batch) for log in logs]
 
 
 def tokens_per_second(log: RoundLog, latency: LatencyTable, batch: int = 1) -> float:

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from itertools import product
 from typing import Any
 
 import numpy as np
-import pandas as pd
 
-from policies.batch.base import BatchPolicy, SingleStream
 from policies.core import DraftPolicy
-from policies.from_file import is_file, load_file, split_name
-from policies.registry import describe, parse_policy
+from policies.from_file import split_name
+from policies.registry import describe
+from policies.spec import as_text
+from simulator.chosen import load_policies
 from simulator.pricing import autoregressive, price
 from simulator.summary import summarize, to_rows
 from simulator.whatif.ladder import split_prompts
@@ -22,29 +21,6 @@ from traces.acceptance.trace import Trace
 from traces.errors import DraftsimError
 from traces.latency.table import LatencyTable
 from traces.replay.vectorised import replay_many
-
-
-@dataclass(frozen=True, eq=False)
-class Tuning:
-    """The result of a search.
-
-    Attributes
-    ----------
-    best:
-        The policy with the parameters of most tokens per second in training.
-    text:
-        Its text form.
-    tried:
-        Every setting by falling training speedup: its parameters, ``train_speedup``.
-    held_out:
-        Rows of `simulator.summary.summarize` on the prompts held out: plain decoding, the
-        policy as it was given, and tuned.
-    """
-
-    best: DraftPolicy
-    text: str
-    tried: pd.DataFrame
-    held_out: pd.DataFrame
 
 
 def tune(
@@ -56,12 +32,14 @@ def tune(
     seed: int = 0,
     jobs: int = 1,
     resamples: int = 1000,
-) -> Tuning:
+) -> list[dict[str, Any]]:
     """Search the parameters of `policy` (its text form) over `space`, name -> values.
 
     All combinations are tried but those that the policy refuses, on one half of the prompts
     (`split_prompts`).  The setting the policy comes with is always among those tried, so that
-    tuning cannot lose in training.
+    tuning cannot lose in training.  Returns rows of `simulator.summary.summarize` on the prompts
+    held out: plain decoding, the policy as it was given, and the one of most tokens per second in
+    training, with ``tried``, the number of settings, and ``train_speedup``, its speedup there.
 
     Raises
     ------
@@ -72,18 +50,16 @@ def tune(
 
     if not space or any(len(values) == 0 for values in space.values()):
         raise DraftsimError("the space to search is empty: give every parameter some values")
-    grid = [dict(zip(space, values, strict=True)) for values in product(*space.values())]
-    made: list[tuple[dict[str, Any], DraftPolicy]] = [({}, _make(policy, {}, trace))]
+    candidates = [_make(policy, {}, trace)]
     refused = ""
-    for setting in grid:
+    for values in product(*space.values()):
         try:
-            made.append((setting, _make(policy, setting, trace)))
+            candidates.append(_make(policy, dict(zip(space, values, strict=True)), trace))
         except DraftsimError as error:
             refused = str(error)
-    if len(made) == 1:
+    if len(candidates) == 1:
         raise DraftsimError(f"no combination of the space is possible: {refused}")
     learned, tested = (trace.select(half) for half in split_prompts(trace, seed))
-    candidates = [candidate for _, candidate in made]
     [first] = replay_many(learned, {"": candidates[0]})
     plain = price(autoregressive(first), latency).total_s
     count = min(joblib.effective_n_jobs(jobs), len(candidates))
@@ -94,26 +70,23 @@ def tune(
     speedups = [0.0] * len(candidates)
     for i, share in enumerate(found):
         speedups[i::count] = [plain / s for s in share]
-    best = int(np.argmax(speedups))
-    tried = pd.DataFrame(
-        [{**{n: s.get(n) for n in space}, "train_speedup": v}
-         for (s, _), v in zip(made, speedups, strict=True)]
-    ).sort_values("train_speedup", ascending=False, kind="stable", ignore_index=True)  # fmt: skip
-    tuned = made[best][1]
-    arms = {describe(made[0][1]): made[0][1], describe(tuned): tuned}
-    logs = list(replay_many(tested, arms))
-    judged = summarize(logs, latency, resamples=resamples, seed=seed)
-    return Tuning(tuned, describe(tuned), tried, judged)
+    tuned = candidates[int(np.argmax(speedups))]
+    arms = {describe(one): one for one in (candidates[0], tuned)}
+    judged = summarize(list(replay_many(tested, arms)), latency, resamples=resamples, seed=seed)
+    told = {"tried": len(candidates), "train_speedup": max(speedups)}
+    blank = dict.fromkeys(told)
+    return [
+        {**row, **(told if row["policy"] == describe(tuned) else blank)} for row in to_rows(judged)
+    ]
 
 
 def tuned_rows(
     trace: Trace, latency: LatencyTable, texts: Sequence[str], *, resamples: int, seed: int,
     jobs: int,
 ) -> list[dict[str, Any]]:  # fmt: skip
-    """Return per policy the setting it came with and the best found, on the prompts held out.
+    """Return the rows of `tune` for each policy, those of plain decoding once.
 
-    `texts` name the values to try in braces.  ``tried`` is the number of settings searched and
-    ``train_speedup`` the best one's speedup on the prompts it was searched on.
+    `texts` name the values to try in braces.
 
     Raises
     ------
@@ -131,33 +104,16 @@ def tuned_rows(
                 "write them as in gammatune:eta={0.1,0.3,0.5}"
             )
         found = tune(trace, latency, name, space, resamples=resamples, seed=seed, jobs=jobs)
-        for row in to_rows(found.held_out)[1 if rows else 0 :]:
-            best = row["policy"] == found.text
-            rows.append(
-                {
-                    **row, "tried": len(found.tried) if best else None,
-                    "train_speedup": float(found.tried["train_speedup"][0]) if best else None,
-                }
-            )  # fmt: skip
+        rows += found[1:] if rows else found
     return rows
 
 
 def _make(policy: str, setting: Mapping[str, Any], trace: Trace) -> DraftPolicy:
-    given = ",".join(f"{name}={_text(value)}" for name, value in setting.items())
+    given = ",".join(f"{name}={as_text(value)}" for name, value in setting.items())
     name, known = split_name(policy)
     known = ",".join(part for part in (known, given) if part)
-    text = f"{name}:{known}" if known else name
-    try:
-        if is_file(text):
-            own = load_file(text, trace.max_gamma).policy
-            return SingleStream(own) if isinstance(own, BatchPolicy) else own
-        return parse_policy(text, max_gamma=trace.max_gamma)
-    except ValueError as error:
-        raise DraftsimError(str(error)) from None
-
-
-def _text(value: Any) -> str:
-    return str(value).lower() if isinstance(value, bool) or value is None else str(value)
+    [(_, made)] = load_policies([f"{name}:{known}" if known else name], trace)
+    return made
 
 
 def _seconds(trace: Trace, latency: LatencyTable, policies: Sequence[DraftPolicy]) -> list[float]:

@@ -25,6 +25,8 @@ class ReplayDecoder:
     first:
         Output position to begin at: 1 if prefill emits the first token (engines),
         0 if the first verification includes the prompt (transformers); None: the trace's own.
+    batch:
+        Sequences that the policy is told to be decoded together.
 
     Raises
     ------
@@ -32,8 +34,11 @@ class ReplayDecoder:
         When the policy drafts past the recorded off-path tail.
     """
 
-    def __init__(self, trace: Trace, request: int, first: int | None = None) -> None:
+    def __init__(
+        self, trace: Trace, request: int, first: int | None = None, batch: int = 1
+    ) -> None:
         self._trace = trace
+        self._batch = batch
         self._info = trace.requests[request]
         tape = self._tape = tape_of(trace)
         self._start = tape.starts[request]
@@ -59,12 +64,12 @@ class ReplayDecoder:
 
     @property
     def load(self) -> Load:
-        """A single stream: batch 1 at the current context."""
+        """The batch at the current context."""
         start = self._start + self.position
         run = self._runs[start]
         known = start not in self._tape.unknown
         length = min(run, self._limit - self.position - 1) if known else None
-        return Load(1, self._info.prompt_length + self.position, length)
+        return Load(self._batch, self._info.prompt_length + self.position, length)
 
     def draft(self, so_far: Sequence[Any]) -> RecordedToken | None:
         """Return the recorded proposal after the output so far and `so_far`; None at a draft's

@@ -30,9 +30,9 @@ class RuleReplayDecoder(ReplayDecoder):
     """
 
     def __init__(
-        self, trace: Trace, request: int, rule: VerifyRule, first: int | None = None
+        self, trace: Trace, request: int, rule: VerifyRule, first: int | None = None, batch: int = 1
     ) -> None:
-        super().__init__(trace, request, first)
+        super().__init__(trace, request, first, batch)
         self._rule = rule
         tape = score_tape(trace)
         self._verdicts, self._scores = tape.verdicts, tape.scores(rule.needs)

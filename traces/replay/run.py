@@ -28,11 +28,13 @@ def replay(
     *,
     name: str | None = None,
     first: int | None = None,
+    batch: int = 1,
 ) -> RoundLog:
     """Replay every request of `trace` under `policy`, in recording order.
 
     ``first`` is the output position decoding begins at (see
     `traces.replay.decoder.ReplayDecoder`); by default the trace's own (`Trace.first`).
+    ``batch`` is the number of sequences decoded together, as the policy is told.
     The fidelity is ``exact`` for a greedy trace, ``exact in distribution`` for a sampled one,
     and ``approximate`` where matches were imputed (`traces.acceptance.survival.impute`) or
     the trace says so of itself (``meta["fidelity"]``); ``lower bound`` where they were imputed
@@ -68,9 +70,9 @@ def replay(
         for i in range(len(trace.requests)):
             mine = shared.fresh()
             if own_rule is None:
-                yield _run(ReplayDecoder(trace, i, first), mine)
+                yield _run(ReplayDecoder(trace, i, first, batch), mine)
                 continue
-            decoder = RuleReplayDecoder(trace, i, own_rule, first)
+            decoder = RuleReplayDecoder(trace, i, own_rule, first, batch)
             yield _run(decoder, mine)
             own_rule.end_request()
             mismatched.extend(decoder.mismatched)

@@ -24,6 +24,7 @@ def replay_many(
     *,
     rule: VerifyRule | None = None,
     first: int | None = None,
+    batch: int = 1,
     leave_out: Callable[[str, DraftsimError], bool] | None = None,
 ) -> Iterator[RoundLog]:
     """Yield the logs of `traces.replay.run.replay` for named `policies`, in their order.
@@ -46,7 +47,7 @@ def replay_many(
     block = max(1, HELD // walk.width)
     for i in range(0, len(named), block):
         some = named[i : i + block]
-        found = _together(trace, [policy for _, policy in some], walk) if not judged else ()
+        found = _together(trace, [policy for _, policy in some], walk, batch) if not judged else ()
         for (name, policy), rounds in zip_longest(some, found):
             if rounds is not None:
                 log = recorded_log(trace, rounds, name, policy.reads, first)
@@ -55,8 +56,8 @@ def replay_many(
             try:
                 known = None
                 if rule is not None and judged:
-                    known = _judged(trace, policy, rule, walk, name)
-                log = known or replay(trace, policy, rule, name=name, first=first)
+                    known = _judged(trace, policy, rule, walk, name, batch)
+                log = known or replay(trace, policy, rule, name=name, first=first, batch=batch)
             except DraftsimError as error:
                 if leave_out is None or not leave_out(name, error):
                     raise
@@ -64,12 +65,14 @@ def replay_many(
             yield log
 
 
-def _together(trace: Trace, policies: Sequence[DraftPolicy], walk: Walk) -> list[Rounds | None]:
+def _together(
+    trace: Trace, policies: Sequence[DraftPolicy], walk: Walk, batch: int
+) -> list[Rounds | None]:
     """Return the rounds of each policy that has a plan, and stays within what was recorded."""
     # Plans advance together whose states are of one class, and all of which watch and learn or not.
     kinds: dict[tuple[type | None, bool, bool], dict[int, VectorisedPlan]] = {}
     for i, policy in enumerate(policies):
-        if (plan := _planned(trace, policy)) is None:
+        if (plan := _planned(trace, policy, batch)) is None:
             continue
         kind: tuple[type | None, bool, bool] = (None, False, False)
         if plan.state is not None:
@@ -91,14 +94,14 @@ def _together(trace: Trace, policies: Sequence[DraftPolicy], walk: Walk) -> list
 
 
 def _judged(
-    trace: Trace, policy: DraftPolicy, rule: VerifyRule, walk: Walk, name: str
+    trace: Trace, policy: DraftPolicy, rule: VerifyRule, walk: Walk, name: str, batch: int
 ) -> RoundLog | None:  # fmt: skip
     """Return the log of a policy whose drafts no round changes, under a lossy rule; None for any
     other.
 
     None, too, where a draft leaves what was recorded.
     """
-    plan, own = _planned(trace, policy), prepared_rule(rule, trace)
+    plan, own = _planned(trace, policy, batch), prepared_rule(rule, trace)
     drafts = None if plan is None else walk.drafts(plan)
     if drafts is None or own is None:
         return None
@@ -109,14 +112,14 @@ def _judged(
     return ruled_log(log, rule, own, judged.mismatched, judged.departed)
 
 
-def _planned(trace: Trace, policy: DraftPolicy) -> VectorisedPlan | None:
+def _planned(trace: Trace, policy: DraftPolicy, batch: int) -> VectorisedPlan | None:
     """Return the plan of a policy whose reads were recorded."""
     if not set(policy.reads) <= trace.signals:
         return None
     try:
         # A plan changes nothing, so that the prototype itself can give it unless a run begins it.
         begun = type(policy).begin_run is not DraftPolicy.begin_run
-        return plan_of(own_policy(trace, policy) if begun else policy)
+        return plan_of(own_policy(trace, policy) if begun else policy, batch)
     except DraftsimError:
         return None  # the loop says what it lacks
 

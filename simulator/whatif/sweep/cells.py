@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from itertools import product
 from typing import Any
 
 import numpy as np
@@ -15,11 +16,13 @@ from policies.arrays import Floats
 from policies.core import DraftPolicy
 from policies.lengths.basic import Fixed, Oracle
 from simulator.bootstrap import intervals, resamples
+from simulator.hardware.scaling import bounds_of
 from simulator.pricing import autoregressive, price
 from simulator.ratios import ratio_costs
-from simulator.whatif.batching import InBatches, Samples, Speedups
+from simulator.summary import totals
+from simulator.tune.costs import longest_draft
+from simulator.whatif.batching import InBatches, Speedups
 from simulator.whatif.ladder import GAMMAS
-from simulator.whatif.rate import in_batch
 from simulator.whatif.sweep.prices import ANY, Prices
 from simulator.whatif.tilt.trace import Tilter, acceptance, iid_like
 from traces.acceptance.trace import Trace
@@ -38,14 +41,15 @@ def references(trace: Trace, policies: Mapping[str, DraftPolicy]) -> dict[str, D
     hold.
     """
     # After longer drafts than a log holds, what was accepted would be a guess.
-    seen = (trace.meta.get("imputed") or {}).get("longest_seen")
-    longest = min((g for g in (trace.max_gamma, seen) if g is not None), default=max(GAMMAS))
+    longest = longest_draft(trace)
     there = {
         policy.gamma for name, policy in policies.items()
         if family(name) == "fixed" and isinstance(policy, Fixed)
     }  # fmt: skip
     found: dict[str, DraftPolicy] = {
-        f"fixed:gamma={g}": Fixed(g) for g in GAMMAS if g <= longest and g not in there
+        f"fixed:gamma={g}": Fixed(g)
+        for g in GAMMAS
+        if g not in there and (longest is None or g <= longest)
     }
     bound = Oracle(gamma_max=trace.max_gamma)
     if not any(family(n) == "oracle" and vars(p) == vars(bound) for n, p in policies.items()):
@@ -69,28 +73,17 @@ def with_regrets(frame: pd.DataFrame) -> pd.DataFrame:
     length is chosen at each point in hindsight.  The oracle drafts for each request by itself:
     in a batch, where every step drafts as often as its longest draft, it is no bound.
     """
-    point = list(POINT)
-    keys = frame[point].copy()
-    for name in point:
-        if keys[name].dtype.kind == "f":
-            keys[name] = keys[name].fillna(-1.0)
-    number = keys.groupby(point, sort=False, observed=True).ngroup().to_numpy()
-    count = int(number.max(initial=-1)) + 1
-    kind, value = frame["family"].astype(str).to_numpy(), frame["speedup"].to_numpy(float)
-    fixed = kind == "fixed"
-    best = np.full(count, np.nan)
-    best[number[fixed]] = 1.0
-    np.fmax.at(best, number[fixed], value[fixed])
-    gamma = np.zeros(count)
-    hit = fixed & (value == best[number])
-    gamma[number[hit]] = frame["gamma"].to_numpy(float)[hit]
-    oracle = np.full(count, np.nan)
-    knows = kind == "oracle"
-    np.fmax.at(oracle, number[knows], value[knows])
+    point = frame.groupby(list(POINT), sort=False, observed=True, dropna=False).ngroup()
+    kind, value = frame["family"].astype(str), frame["speedup"]
+    fixed, oracle = (
+        value.where(kind == name).groupby(point).transform("max") for name in ("fixed", "oracle")
+    )
+    best = fixed.clip(lower=1.0)
+    lengths = frame["gamma"].where((kind == "fixed") & (value == best))
     return frame.assign(
-        best_fixed=best[number], best_gamma=gamma[number], oracle=oracle[number],
-        regret_fixed=1 - value / best[number], regret_oracle=1 - value / oracle[number],
-        adapting=(oracle - best)[number],
+        best_fixed=best, best_gamma=lengths.groupby(point).transform("last").fillna(0.0),
+        oracle=oracle, regret_fixed=1 - value / best, regret_oracle=1 - value / oracle,
+        adapting=oracle - best,
     )  # fmt: skip
 
 
@@ -147,23 +140,57 @@ class SweepPart:
     policies: tuple[str, ...]
 
 
-class _Plain:
-    """Plain decoding of a part's requests: priced once, for every policy."""
+class _Singles:
+    """A log of single streams against plain decoding: prices any table or cost ratio.
 
-    def __init__(self) -> None:
-        self.samples: Samples | None = None
-        """In batches."""
-        self._priced: dict[tuple[int | None, LatencyTable], tuple[Floats, float]] = {}
+    Parameters
+    ----------
+    weights:
+        How often each prompt is drawn, shape (resamples, prompts); None: no interval.
+    plain:
+        That of another log of the same requests.
+    """
 
-    def at(self, latency: LatencyTable, context: int | None, log: RoundLog) -> tuple[Floats, float]:
-        """Decode seconds of each prompt and the share of passes read outside the measured cells.
+    def __init__(
+        self, log: RoundLog, weights: Floats | None,
+        plain: dict[tuple[LatencyTable, int | None], tuple[Floats, float]] | None = None,
+    ) -> None:  # fmt: skip
+        self._held: dict[int | None, RoundLog] = {None: log}
+        self._weights = weights
+        # Decode seconds of each prompt, and the share of passes outside the measured cells.
+        self.plain = {} if plain is None else plain
 
-        `log` is any policy's, of prompts of `context` tokens.
-        """
-        if (context, latency) not in self._priced:
+    def at_latency(self, latency: LatencyTable, context: int | None) -> Speedups:
+        """Price with measured or assumed passes, with prompts of `context` tokens; shape (1,)."""
+        if context is not None and context not in self._held:
+            self._held[context] = _at_context(self._held[None], context)
+        log = self._held[context]
+        if (latency, context) not in self.plain:
             priced = price(autoregressive(log), latency)
-            self._priced[context, latency] = priced.decode_s, priced.outside
-        return self._priced[context, latency]
+            self.plain[latency, context] = priced.decode_s, priced.outside
+        plain_s, outside = self.plain[latency, context]
+        ours = price(log, latency)
+        return self._compared(plain_s, ours.decode_s[None], max(ours.outside, outside))
+
+    def at_ratios(self, c: Floats, verify: float) -> Speedups:
+        """Price with a draft pass of c and a verification of `verify` target passes; shape of
+        `c`.
+        """
+        costs = ratio_costs(self._held[None])
+        return self._compared(costs.plain, costs.at(c, verify), 0.0)
+
+    def _compared(self, plain: Floats, ours: Floats, outside: float) -> Speedups:
+        """Compare costs `ours`, (prices, prompts), with `plain`, (prompts,)."""
+        total = ours.sum(axis=1)
+        low = high = np.full(len(ours), np.nan)
+        if (weights := self._weights) is not None:
+            low, high = intervals((weights @ plain)[:, None] / (weights @ ours.T))
+        counted = plain > 0
+        slower = ours[:, counted] > plain[counted] * (1 + 1e-12)
+        return Speedups(
+            total, plain.sum() / total, low, high, slower.mean(axis=1),
+            np.full(len(ours), outside),
+        )  # fmt: skip
 
 
 @dataclass(frozen=True, eq=False)
@@ -175,10 +202,9 @@ class SweepRunner:
     """The policies asked for, and their references."""
     prices: Prices
     tilter: Tilter | None = None
-    """None: i.i.d., or nothing tilted."""
+    """None: another acceptance rate is that of an i.i.d. process."""
     shifts: Mapping[float, float] = field(default_factory=dict)
-    """Errors of the tilter, by acceptance rate."""
-    iid: bool = False
+    """Shifts of the tilter, by acceptance rate."""
     resamples: int = 200
     seed: int = 0
     references: frozenset[str] = frozenset()
@@ -194,84 +220,60 @@ class SweepRunner:
         if part.alpha is not None:
             if self.tilter is not None:
                 trace, source = self.tilter.shifted(self.shifts[part.alpha]), "tilted"
-            elif self.iid:
+            else:
                 trace, source = iid_like(trace, part.alpha, self.seed), "iid"
-        blocks, plain = [], _Plain()
+        blocks: list[dict[str, Any]] = []
+        plain: Any = None
         alpha = acceptance(trace)
-        policies = {name: in_batch(self.policies[name], part.batch) for name in part.policies}
-        logs = replay_many(trace, policies, leave_out=lambda n, _: n in self.references)
+        logs = replay_many(
+            trace, {name: self.policies[name] for name in part.policies}, batch=part.batch,
+            leave_out=lambda n, _: n in self.references,
+        )  # fmt: skip
         for log in (always_drafted(one, self.prices.passes_always) for one in logs):
             name = log.policy
             if not len(log):
                 raise DraftsimError("the outputs are too short for a round: record longer ones")
             policy = self.policies[name]
-            counts = {n: int(log.rounds[n].sum(dtype=np.int64)) for n in
-                      ("emitted", "drafted", "accepted", "draft_forwards")}  # fmt: skip
             gamma = getattr(getattr(policy, "policy", policy), "gamma", None)
             fixed = {
                 "policy": name, "family": family(name),
                 "gamma": float("nan") if gamma is None else float(gamma),
                 "alpha": alpha,
                 "alpha_asked": float("nan") if part.alpha is None else part.alpha,
-                "source": source, "batch": part.batch, "tokens": counts["emitted"],
-                "rounds": len(log), "drafted": counts["drafted"], "accepted": counts["accepted"],
-                "draft_forwards": counts["draft_forwards"],
-                "block_efficiency": counts["emitted"] / len(log),
-                "acceptance_rate": counts["accepted"] / counts["drafted"]
-                if counts["drafted"] else float("nan"),
+                "source": source, "batch": part.batch, **totals(log.rounds),
                 "fidelity": log.fidelity,
             }  # fmt: skip
-            priced = self._priced(log, part.batch, plain)
-            blocks.append(
-                {
-                    **{k: np.repeat(np.array(v), self.prices.count) for k, v in fixed.items()},
-                    **priced,
-                }
-            )
+            repeated = {k: np.repeat(np.array(v), self.prices.count) for k, v in fixed.items()}
+            streams: _Singles | InBatches = (
+                _Singles(log, self._weights, plain) if part.batch == 1
+                else InBatches(log, part.batch, min(self.resamples, 30), self.seed, plain)
+            )  # fmt: skip
+            plain = streams.plain
+            blocks.append({**repeated, **self._priced(streams), **self._labels()})
         return {k: np.concatenate([b[k] for b in blocks]) for k in blocks[0]}
 
-    def _priced(self, log: RoundLog, batch: int, plain: _Plain) -> dict[str, npt.NDArray[Any]]:
+    def _priced(self, streams: _Singles | InBatches) -> dict[str, npt.NDArray[Any]]:
         prices = self.prices
         pieces: list[dict[str, Any]] = []
-        batches = None
-        if batch > 1:
-            resamples = min(self.resamples, 30)
-            batches = InBatches(log, batch, resamples, self.seed, plain.samples)
-            plain.samples = batches.plain
         if len(prices.ratios):
             c = np.asarray(prices.ratios, dtype=np.float64)
-            if batches is not None:
-                found = batches.at_ratios(c, prices.verify)
-            else:
-                costs = ratio_costs(log)
-                found = self._bootstrap(costs.plain, costs.at(c, prices.verify))
             none = dict.fromkeys(CARRIED, np.full(len(c), np.nan))
-            pieces.append({"c": c, **found._asdict(), **none})
-        for context in prices.contexts:
-            seen = log if context is None else _at_context(log, context)
-            for at in prices.tables:
-                if batches is not None:
-                    found = batches.at_latency(at.table, context)
-                else:
-                    ours = price(seen, at.table)
-                    plain_s, outside = plain.at(at.table, context, seen)
-                    outside = max(ours.outside, outside)
-                    found = self._bootstrap(plain_s, ours.decode_s[None], outside)
-                ends = sorted(
-                    batches.at_latency(table, context).speedup[0] if batches
-                    else plain.at(table, context, seen)[0].sum() / price(seen, table).total_s
-                    for table in at.bounds or ()
-                ) or [np.nan, np.nan]  # fmt: skip
-                carried = {name: np.array([end]) for name, end in zip(CARRIED, ends, strict=True)}
-                pieces.append({"c": np.array([np.nan]), **found._asdict(), **carried})
-        columns = {k: np.concatenate([p[k] for p in pieces]) for k in pieces[0]}
-        return {**columns, **self._labels()}
+            pieces.append({"c": c, **streams.at_ratios(c, prices.verify)._asdict(), **none})
+        for context, at in product(prices.contexts, prices.tables):
+            found = streams.at_latency(at.table, context)
+            ends = sorted(
+                streams.at_latency(table, context).speedup[0]
+                for table in bounds_of(at.table) or ()
+            ) or [np.nan, np.nan]  # fmt: skip
+            carried = {name: np.array([end]) for name, end in zip(CARRIED, ends, strict=True)}
+            pieces.append({"c": np.array([np.nan]), **found._asdict(), **carried})
+        return {k: np.concatenate([p[k] for p in pieces]) for k in pieces[0]}
 
     def _labels(self) -> dict[str, npt.NDArray[Any]]:
         """Return the labels that tell the prices of one log apart, shape (prices,)."""
         prices = self.prices
         none = len(prices.ratios)
-        cells = [(k, t) for k in prices.contexts for t in prices.tables]
+        cells = [*product(prices.contexts, prices.tables)]
         return {
             "latency": np.array(["ratio"] * none + [t.latency for _, t in cells]),
             "gpu": np.array([ANY] * none + [t.gpu for _, t in cells]),
@@ -282,20 +284,6 @@ class SweepRunner:
                 [np.nan] * none + [np.nan if k is None else float(k) for k, _ in cells]
             ),
         }  # fmt: skip
-
-    def _bootstrap(self, plain: Floats, ours: Floats, outside: float = 0.0) -> Speedups:
-        """Compare costs `ours`, (prices, prompts), with `plain`, (prompts,)."""
-        total = ours.sum(axis=1)
-        low = high = np.full(len(ours), np.nan)
-        if (weights := self._weights) is not None:
-            drawn = (weights @ plain)[:, None] / (weights @ ours.T)
-            low, high = intervals(drawn)
-        counted = plain > 0
-        slower = ours[:, counted] > plain[counted] * (1 + 1e-12)
-        return Speedups(
-            total, plain.sum() / total, low, high, slower.mean(axis=1),
-            np.full(len(ours), outside),
-        )  # fmt: skip
 
     @cached_property
     def _weights(self) -> Floats | None:

@@ -10,23 +10,22 @@ import numpy as np
 
 from policies.from_file import is_file, load_file, split_name
 from policies.registry import POLICIES
-from policies.spec import parameters
+from policies.spec import parameters, split_items
 from traces.errors import DraftsimError
 
 MOST_POINTS = 100_000
 """An axis longer than this is taken for a slip."""
 
 _RANGE = re.compile(r"^([^:]+):([^:]+):(\d+)(log|lin)?$")
-_COMMAS = re.compile(r",(?![^{]*\})")  # those outside braces
 _BRACES = re.compile(r'\{([^{}":]*)\}')
 _STEPS = re.compile(r"^(-?\d+)\.\.(-?\d+)(?:\.\.(\d+))?$")
 
 
 def parse_axis(
-    text: str, name: str, *, low: float | None = None, high: float | None = None,
+    text: str | None, name: str, *, low: float | None = None, high: float | None = None,
     whole: bool = False,
 ) -> tuple[float, ...]:  # fmt: skip
-    """Return the points that `text` names, in its order and without repetition.
+    """Return the points that `text` names, in its order and without repetition; none without text.
 
     ``a:b:N`` is N points evenly from a to b, ``a:b:Nlog`` evenly in the logarithm,
     ``a..b`` or ``a..b..step`` whole numbers, ``a,b,c`` these and ``a`` one.  `whole`
@@ -43,6 +42,8 @@ def parse_axis(
     (1.0, 2.0, 3.0, 8.0)
     """
     points: list[float] = []
+    if text is None:
+        return ()
     for part in text.split(","):
         points += _points(part.strip(), text, name, whole)
     for value in points:
@@ -114,7 +115,7 @@ def search_space(text: str) -> tuple[str, dict[str, list[str]]]:
     name, given = split_name(text)
     fixed: list[str] = []
     space: dict[str, list[str]] = {}
-    for part in filter(None, _COMMAS.split(given)):
+    for part in split_items(given):
         key, _, value = part.partition("=")
         if braces := _BRACES.fullmatch(value):
             space[key] = _alternatives(braces.group(1), text)

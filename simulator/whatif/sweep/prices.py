@@ -11,24 +11,20 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 import pandas as pd
 
 from simulator.hardware.formats import WeightFormat
-from simulator.hardware.scaling import TableBounds, bounds_of, carry_over, home_device
+from simulator.hardware.scaling import carry_over, home_device
 from traces.acceptance.trace import Trace
 from traces.errors import DraftsimError
 from traces.latency.table import LatencyTable
 from traces.operators.devices import find_device
 from traces.operators.memory import BLOCK, UTILISATION, kv_blocks
 from traces.replay.always import passes_always
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
 
 ANY = "any"
 """The device of a cost ratio."""
@@ -48,11 +44,6 @@ class DeviceTable(NamedTuple):
     fit_error: float
     """The same on the passes measured, which it was fitted to."""
     table: LatencyTable
-
-    @property
-    def bounds(self) -> TableBounds | None:
-        """The table were the carrying model off as far as it was before; None unless `scaled`."""
-        return bounds_of(self.table)
 
 
 @dataclass(frozen=True)
@@ -186,15 +177,22 @@ def cache_fits(frame: pd.DataFrame, prices: Prices, trace: Trace) -> npt.NDArray
     return np.asarray(needed_blocks(frame, trace) <= held)
 
 
-def said_too_large(frame: pd.DataFrame, prices: Prices, trace: Trace) -> Iterator[str]:
-    """Yield a sentence for each table and context with batches whose cache does not fit."""
+def fitting(frame: pd.DataFrame, prices: Prices, trace: Trace) -> tuple[pd.DataFrame, list[str]]:
+    """Return the rows whose cache fits, and a sentence for each table and context with others.
+
+    Raises DraftsimError if no batch's cache fits.
+    """
     blocks = blocks_of(prices)
     large = frame[~frame["cache_fits"]].assign(needed=lambda rows: needed_blocks(rows, trace))
     large = large.sort_values("batch", kind="stable")
+    said = []
     for row in large.drop_duplicates(["latency", "gpu", "context"]).to_dict("records"):
         at = "" if math.isnan(row["context"]) else f" and context {row['context']:g}"
-        yield (
+        said.append(
             f"{row['latency']}: left out from batch {row['batch']}{at}: its KV cache needs "
             f"{row['needed']} blocks of {BLOCK} tokens, and {blocks[row['latency'], row['gpu']]} "
             f"fit at a memory utilisation of {UTILISATION:g}"
         )
+    if len(large) == len(frame):
+        raise DraftsimError(said[0])
+    return frame[frame["cache_fits"]], said

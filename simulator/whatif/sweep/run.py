@@ -25,7 +25,6 @@ import pyarrow.parquet as pq
 
 from policies.core import DraftPolicy
 from policies.from_file import identity
-from policies.json_text import parse_json
 from simulator.bootstrap import CONFIDENCE
 from simulator.executors import Executor, Local
 from simulator.whatif.sweep.cells import (
@@ -40,113 +39,48 @@ from simulator.whatif.sweep.prices import Prices, cache_fits
 from simulator.whatif.tilt.fidelity import UNKNOWN_ERROR, TiltErrors, tilt_errors
 from simulator.whatif.tilt.trace import METHODS, Method, Tilter
 from traces.acceptance.trace import Trace
-from traces.errors import DraftsimError, FileError
+from traces.errors import DraftsimError
 from traces.store.checkpoint import Checkpoint
 from traces.store.parquet import check_no_recording
+from traces.store.text import plain
 from traces.store.writing import only_writer, write_atomically
 
 Columns = dict[str, npt.NDArray[Any]]
 
 SCHEMA = 5
-KIND = "sweep"
 
 
 def write_sweep(frame: pd.DataFrame, path: str | Path, description: Mapping[str, Any]) -> None:
     """Write a sweep's table to `path`, with what it was made from in the header.
 
-    Raises
-    ------
-    FileError
-        If the file cannot be written there.
+    Raises FileError if the file cannot be written there.
     """
-    columns = {k: frame[k].astype(object).to_numpy() if k in TEXT else frame[k].to_numpy()
-               for k in COLUMNS}  # fmt: skip
-    write_atomically(path, _bytes(_table(columns), KIND, description))
+    table = pa.table({
+        name: pa.array(frame[name].astype(object).tolist(), pa.string()).dictionary_encode()
+        if name in TEXT else pa.array(frame[name].to_numpy())
+        for name in COLUMNS
+    })  # fmt: skip
+    _write(table, path, "sweep", description)
 
 
-def write_thresholds(
-    rows: pd.DataFrame, out: str | Path, description: Mapping[str, Any]
-) -> Path:  # fmt: skip
+def write_thresholds(rows: pd.DataFrame, out: str | Path, description: Mapping[str, Any]) -> Path:
     """Write `rows` of `breakeven.thresholds` next to the sweep's file; return the path.
 
-    Raises
-    ------
-    FileError
-        If the file cannot be written there.
+    Raises FileError if the file cannot be written there.
     """
-    beside = Path(out).with_suffix(".breakeven.parquet")
-    table = pa.Table.from_pandas(rows, preserve_index=False)
-    write_atomically(beside, _bytes(table, "break-even", description))
-    return beside
+    path = Path(out).with_suffix(".breakeven.parquet")
+    _write(pa.Table.from_pandas(rows, preserve_index=False), path, "break-even", description)
+    return path
 
 
-def read_sweep(path: str | Path) -> pd.DataFrame:
-    """Return the table of a sweep; what it was made from is in ``.attrs["sweep"]``.
-
-    Raises
-    ------
-    FileError
-        If the file is missing, damaged or no sweep.
-    """
-    try:
-        table = _renamed(pq.read_table(path))
-        header = (table.schema.metadata or {}).get(b"draftsim")
-        found = None if header is None else parse_json(header)
-    except (OSError, ValueError, pa.ArrowException) as error:
-        raise FileError(f"{path}: cannot be read as Parquet ({error}): sweep again") from None
-    if not isinstance(found, dict) or found.get("kind") != KIND:
-        raise FileError(f"{path}: is no table of `draftsim sweep`")
-    if found.get("schema") != SCHEMA or set(COLUMNS) - set(table.column_names):
-        raise FileError(
-            f"{path}: is of schema {found.get('schema')}, expected {SCHEMA}: sweep again"
-        )
-    columns = _columns(table)
-    frame = pd.DataFrame(
-        {k: pd.Categorical(columns[k]) if k in TEXT else columns[k] for k in COLUMNS}
-    )
-    frame.attrs["sweep"] = found["sweep"]
-    return frame
-
-
-def _table(columns: Columns) -> pa.Table:
-    return pa.table({
-        k: pa.array(v.tolist(), pa.string()).dictionary_encode() if k in TEXT else pa.array(v)
-        for k, v in columns.items()
-    })  # fmt: skip
-
-
-def _bytes(table: pa.Table, kind: str, description: Mapping[str, Any]) -> bytes:
-    header = {"schema": SCHEMA, "kind": kind, "sweep": dict(description)}
+def _write(table: pa.Table, path: str | Path, kind: str, description: Mapping[str, Any]) -> None:
+    header = plain({"schema": SCHEMA, "kind": kind, "sweep": description})
     sink = pa.BufferOutputStream()
     pq.write_table(
-        table.replace_schema_metadata({"draftsim": json.dumps(header, default=_plain)}),
+        table.replace_schema_metadata({"draftsim": json.dumps(header, default=str)}),
         sink, compression="zstd",
     )  # fmt: skip
-    content: bytes = sink.getvalue().to_pybytes()
-    return content
-
-
-RENAMED = {"below_1": "share_below_1"}
-"""Columns of tables that were written before, by their names there."""
-
-
-def _renamed(table: pa.Table) -> pa.Table:
-    names = [RENAMED.get(name, name) for name in table.column_names]
-    return table.rename_columns(names).replace_schema_metadata(table.schema.metadata)
-
-
-def _columns(table: pa.Table) -> Columns:
-    return {
-        name: np.array(table.column(name).to_pylist(), dtype=object) if name in TEXT
-        else table.column(name).to_numpy()
-        for name in table.column_names
-    }  # fmt: skip
-
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, np.generic):
-        return value.item()
-    return str(value)
+    write_atomically(path, sink.getvalue().to_pybytes())
 
 
 Progress = Callable[[int, int], None]
@@ -225,8 +159,8 @@ class Sweep:
             shifts = dict(zip(self.alphas, tilter.shifts(self.alphas).tolist(), strict=True))
         beside = references(trace, policies)
         self.bench = SweepRunner(
-            trace, {**policies, **beside}, prices, tilter, shifts,
-            bool(alphas) and method == "iid", resamples, seed, frozenset(beside),
+            trace, {**policies, **beside}, prices, tilter, shifts, resamples, seed,
+            frozenset(beside),
         )  # fmt: skip
 
     @property
@@ -323,9 +257,8 @@ class Sweep:
     def _table(self, blocks: Sequence[Columns]) -> pd.DataFrame:
         columns = {k: np.concatenate([b[k] for b in blocks]) for k in blocks[0]}
         rates = columns["alpha"]
-        columns["tilt_error"] = np.where(columns["source"] == "tilted", np.nan, 0.0)
         columns["tilt_tried"] = columns["source"] == "recorded"
-        columns["tilt_error"][columns["source"] == "iid"] = np.nan
+        columns["tilt_error"] = np.where(columns["tilt_tried"], 0.0, np.nan)
         if self.error is not None and self.bench.tilter is not None:
             recorded = self.bench.tilter.alpha
             reads = {n: bool(p.reads) for n, p in self.bench.policies.items()}

@@ -7,9 +7,9 @@ is the error of tilting, since the pair at that rate was really recorded.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import pandas as pd
@@ -17,7 +17,6 @@ import pandas as pd
 from policies.core import DraftPolicy
 from policies.lengths.basic import Fixed
 from policies.lengths.entropy import SVIP
-from simulator.bootstrap import RatioEstimate, ratio_of_sums
 from simulator.whatif.tilt.trace import Method, Tilter, acceptance, iid_like
 from traces.acceptance.trace import Trace
 from traces.errors import DraftsimError
@@ -77,43 +76,30 @@ UNKNOWN_ERROR = TiltError(_NAN, _NAN, _NAN, _NAN, _NAN, 0)
 
 def compare_tilt(
     tilter: Tilter, reference: Trace, policies: Mapping[str, DraftPolicy] | None = None,
-    label: str = "", known: dict[tuple[Trace, str], dict[str, RatioEstimate]] | None = None,
+    known: dict[Trace, dict[str, float]] | None = None,
 ) -> pd.DataFrame:  # fmt: skip
-    """Tilt a recording to the acceptance of `reference` and hold replays of both together.
+    """Tilt a recording to the acceptance of `reference` and compare the speedups of both.
 
-    Returns one row per policy (``reads``: whether it reads signals) and metric
-    (``block_efficiency``; ``speedup`` at c = 0.1): ``recorded`` (the reference),
-    ``tilted``, ``iid``, ``untilted`` (the source as it is), the relative errors ``error``
-    and ``iid_error``, and ``spread``, the standard error that the two recordings' prompts
-    alone give ``error``.  `known` keeps what recordings themselves achieve: many comparisons
-    share them.
+    Returns one row per policy: ``reads``, whether it reads signals; ``shift`` of logit(alpha); the
+    relative ``error`` of its speedup (at c = 0.1) on the tilted recording, and ``iid_error`` of
+    the i.i.d. process of the same alpha.  `known` keeps the speedups of references: many
+    comparisons share them.
     """
-    known = {} if known is None else known
     source, alpha = tilter.trace, acceptance(reference)
     chosen = policies or default_policies(source, reference)
-    for recording in (reference, source):
-        new = {name: p for name, p in chosen.items() if (recording, name) not in known}
-        known |= {(recording, name): found for name, found in _metrics(recording, new).items()}
-    tilted, textbook_like = (
-        _metrics(t, chosen) for t in (tilter.to(alpha), iid_like(source, alpha, tilter.seed))
+    known = {} if known is None else known
+    if reference not in known:
+        known[reference] = speedups(reference, chosen)
+    shift = _logit(alpha) - _logit(acceptance(source))
+    rows = pd.DataFrame(
+        {"policy": [*chosen], "reads": [bool(p.reads) for p in chosen.values()], "shift": shift}
     )
-    rows = []
-    for name, policy in chosen.items():
-        runs = [known[reference, name], tilted[name], textbook_like[name], known[source, name]]
-        for metric in runs[0]:
-            true, ours, textbook, raw = (r[metric] for r in runs)
-            relative = np.hypot(true.standard_error / true.value, ours.standard_error / ours.value)
-            rows.append(
-                {
-                    "pair": label, "policy": name, "reads": bool(policy.reads), "metric": metric,
-                    "from_alpha": acceptance(source), "alpha": alpha,
-                    "shift": _logit(alpha) - _logit(acceptance(source)),
-                    "recorded": true.value, "tilted": ours.value, "iid": textbook.value,
-                    "untilted": raw.value, "error": ours.value / true.value - 1,
-                    "iid_error": textbook.value / true.value - 1, "spread": float(relative),
-                }
-            )  # fmt: skip
-    return pd.DataFrame(rows)
+    for name, made in (
+        ("error", tilter.to(alpha)), ("iid_error", iid_like(source, alpha, tilter.seed))
+    ):  # fmt: skip
+        own = speedups(made, chosen)
+        rows[name] = [own[policy] / known[reference][policy] - 1 for policy in chosen]
+    return rows
 
 
 def compare_groups(trace: Trace, *, method: Method = "coupled", seed: int = 0) -> pd.DataFrame:
@@ -129,35 +115,31 @@ def compare_groups(trace: Trace, *, method: Method = "coupled", seed: int = 0) -
     """
     parts: list[pd.DataFrame] = []
     chosen = default_policies(trace)
-    known: dict[tuple[Trace, str], dict[str, RatioEstimate]] = {}
+    known: dict[Trace, dict[str, float]] = {}
     for groups in _groupings(trace):
-        traces = {name: trace.select(keep) for name, keep in groups.items()}
         # A group of one outcome alone has no chance to calibrate.
-        rates = {n: r for n, t in traces.items() if 0 < (r := acceptance(t)) < 1}
+        rates = {
+            part: rate for part in map(trace.select, groups) if 0 < (rate := acceptance(part)) < 1
+        }
         for source, own in rates.items():
-            others = [n for n, r in rates.items() if abs(_logit(r) - _logit(own)) >= LEAST_SHIFT]
-            if not others:
-                continue
-            tilter = Tilter(traces[source], method, seed)
-            parts += [
-                compare_tilt(tilter, traces[n], chosen, f"{source} -> {n}", known) for n in others
+            others = [
+                t for t, rate in rates.items() if abs(_logit(rate) - _logit(own)) >= LEAST_SHIFT
             ]
+            if others:
+                tilter = Tilter(source, method, seed)
+                parts += [compare_tilt(tilter, other, chosen, known) for other in others]
     if not parts:
-        raise DraftsimError(
-            f"no two groups of prompts with {FEWEST_TOKENS} tokens differ in acceptance: the error "
-            "of tilting this recording cannot be measured; compare it with another recording"
-        )
+        raise DraftsimError(f"no two groups of {FEWEST_TOKENS} tokens differ in acceptance")
     return pd.concat(parts, ignore_index=True)
 
 
 def summarize_error(rows: pd.DataFrame) -> TiltError:
-    """Return the error of `compare_tilt` rows, over their speedups."""
-    part = rows[rows["metric"] == "speedup"]
-    error, shift = part["error"].to_numpy(float), part["shift"].to_numpy(float)
+    """Return the error of `compare_tilt` rows."""
+    error, shift = rows["error"].to_numpy(float), rows["shift"].to_numpy(float)
     return TiltError(
         float(np.sqrt((error**2).sum() / (shift**2).sum())), float(np.abs(shift).max()),
         float(np.median(np.abs(error))), float(np.abs(error).max()),
-        float(np.median(np.abs(part["iid_error"]))), len(part),
+        float(np.median(np.abs(rows["iid_error"]))), len(rows),
     )  # fmt: skip
 
 
@@ -202,37 +184,28 @@ def default_policies(*traces: Trace) -> dict[str, DraftPolicy]:
     return chosen
 
 
-def _metrics(
-    trace: Trace, policies: Mapping[str, DraftPolicy]
-) -> dict[str, dict[str, RatioEstimate]]:
+def speedups(trace: Trace, policies: Mapping[str, DraftPolicy]) -> dict[str, float]:
+    """Return the speedup of each policy at the cost ratio `RATIO`."""
     found = {}
     for log in replay_many(trace, policies):
         emitted, forwards = (log.per_request(log.rounds[n]) for n in ("emitted", "draft_forwards"))
-        rounds = log.per_request(np.ones(len(log)))
-        found[log.policy] = {
-            "block_efficiency": ratio_of_sums(emitted, rounds),
-            "speedup": ratio_of_sums(emitted, rounds + RATIO * forwards),
-        }
+        costs = log.per_request(np.ones(len(log))) + RATIO * forwards
+        found[log.policy] = float(emitted.sum() / costs.sum())
     return found
 
 
-def _groupings(trace: Trace) -> list[dict[str, Sequence[int]]]:
+def _groupings(trace: Trace) -> list[list[list[int]]]:
+    """Return the prompts of every category, and thirds of all by acceptance, each large enough."""
     match = trace.columns["match"][trace.on_path] == 1
-    starts = trace.request_starts
-    tokens = np.diff(starts)
-    share = np.add.reduceat(match.astype(float), starts[:-1]) / tokens
+    tokens = np.diff(trace.request_starts)
+    share = np.add.reduceat(match.astype(float), trace.request_starts[:-1]) / tokens
     categories: dict[str, list[int]] = {}
     for i, request in enumerate(trace.requests):
         categories.setdefault(request.category, []).append(i)
-    order = np.argsort(share, kind="stable")
-    thirds = {
-        name: sorted(part.tolist())
-        for name, part in zip(("hard", "middle", "easy"), np.array_split(order, 3), strict=True)
-    }
-    groupings: list[dict[str, Any]] = [categories, thirds]
+    thirds = np.array_split(np.argsort(share, kind="stable"), 3)
     return [
-        {k: v for k, v in g.items() if tokens[np.array(v, dtype=int)].sum() >= FEWEST_TOKENS}
-        for g in groupings
+        [group for group in groups if tokens[np.array(group, dtype=int)].sum() >= FEWEST_TOKENS]
+        for groups in ([*categories.values()], [sorted(part.tolist()) for part in thirds])
     ]
 
 

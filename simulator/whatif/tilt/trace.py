@@ -33,7 +33,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -190,15 +190,6 @@ LONGEST_RUN = 12
 """Runs of matches at least this long are told apart no further."""
 
 
-class History(NamedTuple):
-    """The remembered matches before every on-path position, shape (positions,)."""
-
-    run: npt.NDArray[np.int64]
-    """Matches in a row, up to `LONGEST_RUN`."""
-    share: Floats
-    """Exponentially weighted share of matches."""
-
-
 class MatchModel:
     """Logistic regression on splines of the signals and on the recent history.
 
@@ -226,11 +217,7 @@ class MatchModel:
 
         self.trace = trace
         recorded = trace.columns["match"][trace.on_path]
-        if trace.by_start:
-            raise DraftsimError(
-                "the trace holds acceptance by start, which cannot be made better or worse: leave "
-                "out what asks for another acceptance"
-            )
+        _check_by_position(trace)
         if (recorded == UNKNOWN).any():
             raise DraftsimError("some matches were not recorded: impute the trace first")
         match: Bools = recorded == MATCH
@@ -239,9 +226,10 @@ class MatchModel:
                 "every draft of the trace has the same outcome: there is no chance to calibrate"
             )
         self.alpha = float(match.mean())
-        history = self.histories(match)
+        run, share = self.histories(match)
         signals = _spline_features(trace)
-        features = np.column_stack([signals, _history_features(history)])
+        runs = run[:, None] == np.arange(LONGEST_RUN + 1)
+        features = np.column_stack([signals, runs.astype(float), share, share**2])
         with warnings.catch_warnings():
             # A column that never varies takes no weight; saying so helps nobody.
             warnings.simplefilter("ignore")
@@ -252,14 +240,17 @@ class MatchModel:
         self.run_logit: Floats = weights[split : split + LONGEST_RUN + 1]
         self.share_logit: Floats = weights[split + LONGEST_RUN + 1 :]
 
-    def histories(self, match: Bools) -> History:
-        """Return the history before each on-path position, given all matches."""
+    def histories(self, match: Bools) -> tuple[Ints, Floats]:
+        """Return the history before each on-path position, given all matches; (positions,) each.
+
+        That is the number of matches in a row, up to `LONGEST_RUN`, and the exponentially weighted
+        share of matches.
+        """
         from simulator.whatif.tilt.drawn import remembered
 
-        history = History(np.empty(len(match), dtype=np.int64), np.empty(len(match)))
-        starts = self.trace.request_starts
-        remembered(match, starts, self.alpha, LONGEST_RUN, history.run, history.share)
-        return history
+        run, share = np.empty(len(match), dtype=np.int64), np.empty(len(match))
+        remembered(match, self.trace.request_starts, self.alpha, LONGEST_RUN, run, share)
+        return run, share
 
     def logit(self, match: Bools) -> Floats:
         """Return log-odds at every on-path position under the histories that `match` makes."""
@@ -286,15 +277,12 @@ def _spline_features(trace: Trace) -> Floats:
     """
     from sklearn.preprocessing import SplineTransformer
 
-    make: Any = SplineTransformer
     columns = signal_table(trace)[trace.on_path]
-    parts = [np.zeros((len(columns), 0))]
-    for values in columns.T:
-        if np.ptp(values) == 0:
-            continue
-        spline = make(n_knots=6, degree=3, knots="quantile", include_bias=False)
-        parts.append(np.asarray(spline.fit_transform(values[:, None]), dtype=np.float64))
-    return np.column_stack(parts)
+    columns = columns[:, np.ptp(columns, axis=0) > 0]
+    if not columns.shape[1]:
+        return columns
+    spline: Any = SplineTransformer(n_knots=6, degree=3, knots="quantile", include_bias=False)
+    return np.ascontiguousarray(spline.fit_transform(columns), dtype=np.float64)
 
 
 _SCALE: dict[str, Callable[[Floats], Floats]] = {
@@ -304,19 +292,10 @@ _SCALE: dict[str, Callable[[Floats], Floats]] = {
 """Signals brought to a scale on which distances mean alike everywhere."""
 
 
-def _as_is(values: Floats) -> Floats:
-    return values
-
-
 def signal_table(trace: Trace) -> Floats:
     """Return the numeric signals of every row, rescaled, shape (rows, signals)."""
-    parts = [_SCALE.get(n, _as_is)(trace.signal(n)) for n in NUMERIC if n in trace.signals]
+    parts = [_SCALE.get(n, np.asarray)(trace.signal(n)) for n in NUMERIC if n in trace.signals]
     return np.column_stack(parts) if parts else np.zeros((len(trace), 0))
-
-
-def _history_features(history: History) -> Floats:
-    run = history.run[:, None] == np.arange(LONGEST_RUN + 1)
-    return np.column_stack([run.astype(float), history.share, history.share**2])
 
 
 Method = Literal["coupled", "redraw"]
@@ -450,9 +429,19 @@ def iid_like(trace: Trace, alpha: float, seed: int = 0) -> Trace:
     """
     if not 0 <= alpha <= 1:
         raise DraftsimError(f"alpha is {alpha:g}, expected between 0 and 1")
+    _check_by_position(trace)
     match = np.random.default_rng(seed).random(len(trace.on_path)) < alpha
     tilt = {"method": "iid", "seed": seed, "asked": alpha, "alpha": float(match.mean())}
     return Rebuilder(trace, seed)(match, {"tilt": tilt, "fidelity": "approximate"})
+
+
+def _check_by_position(trace: Trace) -> None:
+    """Raise DraftsimError if every start has drafts of its own, which no match changes."""
+    if trace.by_start:
+        raise DraftsimError(
+            "the trace holds acceptance by start, which cannot be made better or worse: leave "
+            "out what asks for another acceptance"
+        )
 
 
 def acceptance(trace: Trace) -> float:
