@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from profiler.latency.passes import random_ids
-from profiler.latency.table import Stopwatch
+from profiler.machine import Stopwatch
 from profiler.models.runner import Runner
 from profiler.recording.run import RunInfo
 

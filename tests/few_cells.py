@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
 from importlib.util import find_spec
 from inspect import signature
 from typing import Any
@@ -48,7 +47,7 @@ def few_cells() -> Iterator[None]:
         yield
         return
     from profiler import profile
-    from profiler.latency import batch, host, passes, table
+    from profiler.latency import host, passes, table
     from profiler.sources import latency, run
 
     @dataclass(frozen=True)
@@ -66,11 +65,9 @@ def few_cells() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(table, "Grid", Few)
         patch.setitem(table.Sweeps.__init__.__kwdefaults__, "warmup", 0)
-        for module in (host, batch):
-            patch.setattr(module, "HOST_GAMMAS", GAMMAS)
+        patch.setattr(host, "HOST_GAMMAS", GAMMAS)
         patch.setattr(latency, "PROMPTS", PROMPTS)
         patch.setattr(passes, "PLAIN_BLOCKS", 1)
-        patch.setattr(passes, "decoding_blocks", partial(passes.decoding_blocks, untimed=0))
         for name, thinned in TREES.items():
             patch.setattr(latency, name, thinned)
         untimed_none(patch)

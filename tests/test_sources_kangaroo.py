@@ -12,14 +12,13 @@ import torch
 
 from policies.core import DraftPolicy
 from policies.registry import parse_policy
-from profiler.decoding.single import greedy
 from profiler.features.heads import Adapter, AdapterRunner, load_module, save_module
 from profiler.models.stack import LayerRunner
 from profiler.sources.run import SourceRunner, measure_sources, record_sources
 from profiler.sources.start_record import RecordOptions
 from profiler.train.heads import train_adapter, train_all
 from simulator.pricing import price
-from tests.outputs import trace_of
+from tests.outputs import greedy, trace_of
 from tests.replayed import run_as_replayed
 from tests.test_sources_sampled import EOS, model
 from traces.acceptance.trace import Trace

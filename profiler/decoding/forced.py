@@ -14,9 +14,11 @@ import torch
 from torch import Tensor
 
 from policies.core import Load
-from profiler.decoding.batch import BatchToken, Stream
-from profiler.decoding.single import ModelDecoder, ModelToken
+from profiler.decoding.batch import Stream
+from profiler.decoding.single import ModelDecoder
+from profiler.decoding.tokens import ModelToken
 from profiler.models.runner import Runner
+from profiler.models.sampling import Verdict, verify_greedily
 from traces.acceptance.trace import Trace
 from traces.replay.decoder import ReplayDecoder
 
@@ -26,13 +28,13 @@ class ForcedToken:
 
     __slots__ = ("_real", "_recorded")
 
-    def __init__(self, real: ModelToken | BatchToken, recorded: Any) -> None:
+    def __init__(self, real: ModelToken, recorded: Any) -> None:
         self._real, self._recorded = real, recorded
 
     @property
     def device_id(self) -> Tensor:
         """The real token, for the next pass."""
-        return self._real.device_id  # type: ignore[union-attr]
+        return self._real.device_id
 
     @property
     def ends(self) -> bool:
@@ -80,11 +82,9 @@ class ForcedDecoder(ModelDecoder):
         assert self._script is not None
         return ForcedToken(super().draft(so_far), self._script.draft(so_far))
 
-    def _verdict(
-        self, draft: Sequence[Any], drafted: Tensor, logits: Tensor
-    ) -> tuple[int, Tensor, list[int]]:
+    def _verdict(self, draft: Sequence[Any], drafted: Tensor, logits: Tensor) -> Verdict:
         # The real comparison runs for its cost; the verdict is the recording's.
-        super()._compare(drafted, logits)
+        verify_greedily(drafted, logits)
         if self._script is None:  # the prefill, before the recording begins
             return 0, logits[:1].argmax(-1), [0]
         before = self._script.position
@@ -123,7 +123,7 @@ class ForcedStream(Stream):
         """Return the state as the recording has it, in this batch."""
         return self._script.load._replace(batch=batch)
 
-    def proposed(self, token: BatchToken) -> ForcedToken:
+    def proposed(self, token: ModelToken) -> ForcedToken:
         """Return the recorded token in place of the real one."""
         return ForcedToken(token, self._script.draft(self.draft))
 

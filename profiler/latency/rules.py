@@ -21,11 +21,10 @@ from torch import Tensor
 
 from policies.rules.base import VerifyRule
 from policies.rules.threshold import CMASDVerification, SpecVerification
-from profiler.decoding.single import ModelDecoder, ModelToken
-from profiler.latency.table import Stopwatch
-from profiler.machine import Repeats, Timing, sweeps
+from profiler.decoding.single import ModelDecoder
+from profiler.decoding.tokens import DraftStep, ModelToken
+from profiler.machine import Repeats, Stopwatch, Timing, sweeps
 from profiler.models.runner import Runner
-from traces.acceptance.sampling import GREEDY
 from traces.latency.schema import CELL_COLUMNS
 
 DRAFTED = (0, 1, 2, 4, 8, 16, 24)
@@ -50,7 +49,6 @@ class _Given(Runner):
         positions: Tensor | None = None,
     ) -> Tensor:  # fmt: skip
         """Return the last `keep` rows."""
-        del tokens, start, mask, positions
         return self.rows[-keep:]
 
 
@@ -135,5 +133,5 @@ def _round(
     given[0].rows = models[0].forward(torch.cat([prompts[0], ids]), 0, keep=count + 1)
     picks = given[0].rows.argmax(-1).clamp(max=models[1].vocab_size - 1)
     parts = [slice(i, i + 1) for i in range(count)]
-    tokens = [ModelToken(picks[at], proposals[at], GREEDY, None) for at in parts]
+    tokens = [ModelToken(DraftStep(proposals[at], picks[at])) for at in parts]
     return partial(decoder.verify, tokens)

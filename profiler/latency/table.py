@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -20,12 +19,7 @@ from profiler.machine import NoTimeError, Repeats, Stopwatch, Timing
 from traces.acceptance.schema import Request
 from traces.errors import DraftsimError
 from traces.latency.schema import CELL_COLUMNS
-from traces.latency.table import LatencyTable
 from traces.store.checkpoint import Checkpoint
-
-__all__ = [
-    "FIRST_WIDTHS", "Block", "Grid", "Step", "Stopwatch", "Sweeps", "rows_of", "swept", "table",
-]  # fmt: skip
 
 FIRST_WIDTHS = (1, 2, 4)
 """Tokens a round's first draft pass catches up on: one, two after a fully accepted draft,
@@ -42,7 +36,7 @@ Cell = tuple[str, str, int, int, int]
 class Grid:
     """The points to measure: tokens fed, tokens in the cache, sequences decoded together.
 
-    ``batches`` above 1 are measured by `profiler.latency.batch`, at ``batch_widths``.
+    ``batches`` above 1 are measured at ``batch_widths``.
     """
 
     widths: Sequence[int] = (1, 2, 3, 4, 5, 7, 9, 13, 17, 21, 25)
@@ -319,8 +313,3 @@ def rows_of(cells: Sequence[Cell], samples: npt.NDArray[np.float64]) -> pd.DataF
         [(*cell, mean, spread, len(samples)) for cell, mean, spread in rows],
         columns=list(CELL_COLUMNS),
     )
-
-
-def table(parts: Sequence[pd.DataFrame], meta: dict[str, Any]) -> LatencyTable:
-    """Return one latency table from measured parts."""
-    return LatencyTable(pd.concat(parts, ignore_index=True), meta)

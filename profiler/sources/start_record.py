@@ -49,25 +49,25 @@ def head_logits(target: LayerRunner, heads: ParallelHeads, normed: Tensor, last:
 
 
 def mask_logits(
-    target: LayerRunner, masks: MaskEmbeddings, path: Tensor, at: Tensor
+    target: LayerRunner, masks: MaskEmbeddings, fed: Tensor, at: Tensor, k: int, start: int = 0
 ) -> tuple[Tensor, Tensor]:
-    """Run one pass over `path` (tokens,) with the masks after each index of `at` (starts,).
+    """Run one pass over `fed` (tokens,) with `k` masks after each index of `at` (starts,).
 
-    Returns the target's logits along the path, (tokens, vocab), and the masks', (starts, k,
-    vocab).  Path tokens do not see the masks, so the former are the plain ones.
+    ``start``: slot of the first token; slots before it are attended to.  Returns the target's
+    logits after `fed`, (tokens, vocab), and after the masks, (starts, k, vocab).  The tokens fed do
+    not see the masks, so the former are the plain ones.
     """
-    length, k = int(path.shape[0]), masks.k
+    length = int(fed.shape[0])
     layout, positions = mask_layout(length, at, k)
-    hidden = torch.cat([target.embed(path), mask_states(target, masks, int(at.shape[0]))])
-    hidden = target.run_layers(hidden, 0, range(target.layers), mask=layout, positions=positions)
+    embedded = target.embed(fed)
+    own = masks.weight[:k].repeat(at.shape[0], 1).to(embedded.dtype)
+    before = layout.new_ones(layout.shape[0], start)
+    hidden = target.run_layers(
+        torch.cat([embedded, own]), start, range(target.layers),
+        mask=torch.cat([before, layout], 1), positions=positions + start,
+    )  # fmt: skip
     logits = target.logits(hidden)
     return logits[:length], logits[length:].reshape(-1, k, logits.shape[-1])
-
-
-def mask_states(target: LayerRunner, masks: MaskEmbeddings, groups: int) -> Tensor:
-    """Return embeddings of `groups` groups of masks, (groups k, hidden), in the target's dtype."""
-    like = target.embed(torch.zeros(1, dtype=torch.long, device=target.device))
-    return masks.weight.repeat(groups, 1).to(like.dtype)
 
 
 def kept_layers(layers: int, skip: list[int]) -> list[int]:
@@ -258,7 +258,8 @@ class MasksRecorder(StartRecorder):
             end = min(begin + CHUNK, len(output) - 1)
             at = torch.arange(first + begin, first + end, device=prompt.device)
             # No mask of the chunk sees the path beyond its last index.
-            parts.append(mask_logits(self.target, self.masks, path[: first + end], at)[1])
+            some = path[: first + end]
+            parts.append(mask_logits(self.target, self.masks, some, at, self.offsets)[1])
         return torch.cat(parts)
 
 

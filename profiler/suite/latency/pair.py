@@ -16,7 +16,6 @@ import numpy as np
 import pandas as pd
 import torch
 
-from profiler.latency.batch import batch_blocks
 from profiler.latency.host import host_beyond
 from profiler.latency.layers import a_layer, layer_blocks
 from profiler.latency.passes import Points, pass_blocks
@@ -100,8 +99,7 @@ def pass_cells(
     """
     target, draft = runners
     assert target is not None
-    of = pass_blocks if batch == 1 else batch_blocks
-    blocks = of(target, draft, replace(grid, batches=(batch,)), apart=apart, short=True)
+    blocks = pass_blocks(target, draft, grid, batch, apart=apart, short=True)
     return swept(blocks, place.device, grid.repeats, warmup=grid.warmup, check=check, late=late)
 
 
