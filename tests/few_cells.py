@@ -74,7 +74,6 @@ def few_cells() -> Iterator[None]:
         for owner, name, less in (
             (run, "measure_sources", few), (run, "SourceLatency", few),
             (latency, "measure_drafters", few),
-            (latency, "measure_trees", {"contexts": CONTEXTS, "repeats": 1}),
             (profile, "measure_host", {"repeats": 1}),
             (profile, "measure_batch_host", {"repeats": 1, "tokens": 8}),
             (profile, "measure_rules", {"repeats": 1, "drafted": GAMMAS}),

@@ -12,7 +12,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from benchmarks.training.unroll import target_features, unroll
-from profiler.features import Eagle3, FeatureDrafter, layer_config, read_drafter, write_drafter
+from profiler.features.checkpoint import read_drafter, write_drafter
+from profiler.features.drafters import Eagle3, FeatureDrafter, layer_config
 from tests.features import DRAFTED, drafters, miniature
 from traces.errors import DraftsimError
 

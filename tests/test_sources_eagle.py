@@ -15,7 +15,8 @@ from benchmarks.training.unroll import target_features, unroll
 from policies.core import DraftPolicy, speculate
 from policies.lengths.basic import Fixed
 from policies.lengths.huggingface import Confidence
-from profiler.features import DrafterRunner, FeatureDrafter
+from profiler.features.drafters import FeatureDrafter
+from profiler.features.runner import DrafterRunner
 from profiler.models.stack import LayerRunner
 from profiler.sources.latency import AFTER_DRAFTER, measure_drafters
 from profiler.sources.run import (

@@ -14,7 +14,7 @@ import torch
 from policies.core import DraftPolicy
 from policies.lengths.basic import Fixed
 from policies.lengths.huggingface import Confidence
-from profiler.features import FeatureDrafter
+from profiler.features.drafters import FeatureDrafter
 from profiler.features.runner import DrawnDrafts
 from profiler.models.sampling import draw, probs
 from profiler.sources.exits import Modules

@@ -14,7 +14,8 @@ from benchmarks.training.unroll import target_features
 from policies.core import DraftPolicy, speculate
 from policies.lengths.basic import Fixed, Oracle
 from policies.lengths.huggingface import Confidence
-from profiler.features import DrafterRunner, FeatureDrafter
+from profiler.features.drafters import FeatureDrafter
+from profiler.features.runner import DrafterRunner
 from profiler.models.stack import LayerRunner
 from profiler.sources.run import SourceRunner, measure_sources, record_sources
 from profiler.sources.start_record import GrownTrees, RecordOptions, TreeRecorder, record_along

@@ -90,7 +90,7 @@ def load_drafters(pair: Pair, sources: Iterable[Source | None]) -> dict[str, Any
     Raises DraftsimError where the drafter and its source differ in kind: one of them drafts all
     tokens in one pass, the other token by token.
     """
-    from profiler.features import read_drafter
+    from profiler.features.checkpoint import read_drafter
     from profiler.recording.run import model_path
     from profiler.sources.run import REAL
 
@@ -295,13 +295,11 @@ def measure_drafters(
         return
     note(f"measuring the latencies of {', '.join((*chains, *trees))}")
     longest = read_trace(out / "trace.parquet").longest
-    layers = timed_layers(pair, longest, trees)
-    if chains:
-        found = latency.measure_drafters(layers, chains, repeats, batches=batches, longest=longest)
-        table = with_sources(table, found)
-    if trees:
-        table = with_sources(table, latency.measure_trees(layers, trees, repeats, longest=longest))
-    write_latency(table, path)
+    found = latency.measure_drafters(
+        timed_layers(pair, longest, trees), {**chains, **trees}, repeats, batches=batches,
+        longest=longest,
+    )  # fmt: skip
+    write_latency(with_sources(table, found), path)
 
 
 def remeasure(pair: Pair, info: RunInfo, out: Path, *, repeats: int) -> None:

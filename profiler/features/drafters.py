@@ -216,7 +216,6 @@ class EagleDrafter(FeatureDrafter):
         cache: Any, module: int = 0,
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
         """See `FeatureDrafter.step`; the output is both."""
-        del module
         states = self.fc(torch.cat([embedded, fused], -1))
         out: Tensor = self.layers[0](
             states, attention_mask=mask, position_embeddings=rotary, past_key_values=cache,
@@ -364,7 +363,6 @@ class Eagle3(FeatureDrafter):
         cache: Any, module: int = 0,
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
         """See `FeatureDrafter.step`."""
-        del module
         out = self.midlayer(embedded, fused, rotary, mask, cache)
         return self.norm(out), out
 

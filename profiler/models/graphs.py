@@ -340,7 +340,6 @@ class Later(Module):
 
     def forward(self, states: Tensor) -> Tensor:
         """Return the result that was already computed."""
-        del states
         first = self.first[0]
         part: Tensor = first.others[self.index]
         if self.index == len(first.sizes) - 2:

@@ -260,7 +260,6 @@ def position_setter(decoder: Any) -> Any:
 @contextmanager
 def _absolute(embed: Any, own: Tensor) -> Iterator[None]:
     def placed(module: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-        del module
         return args, {**kwargs, "position_ids": own}
 
     handle = embed.register_forward_pre_hook(placed, with_kwargs=True)

@@ -103,7 +103,6 @@ class SourceDecoder(Emitting, ABC):
     @classmethod
     def room(cls, source: Any, modules: Modules) -> int:
         """Return the cache slots that decoding needs besides the text."""
-        del source, modules
         return ROOM
 
     @classmethod
@@ -114,43 +113,36 @@ class SourceDecoder(Emitting, ABC):
     @classmethod
     def asked(cls, how: RecordOptions, source: Any, gamma: int) -> RecordOptions:
         """Return `how`, extended by what recording for drafts of `source` up to `gamma` needs."""
-        del source, gamma
         return how
 
     @classmethod
     def fits(cls, found: Any, module: Any, how: RecordOptions) -> bool:
         """Return True if the recording `found` holds what is to be recorded."""
-        del found, module, how
         return True
 
     @classmethod
     def extended(cls, how: RecordOptions, found: Any) -> RecordOptions:
         """Return `how`, extended by what the recording `found` of the same outputs holds."""
-        del found
         return how
 
     @classmethod
     def provenance(cls, module: Any, modules: Modules) -> dict[str, Any]:
         """Return the fields of its recording's provenance that identify the drafter's weights."""
-        del module
         return {"heads": digest(*(modules.get(name) for name in HEADS))}
 
     @classmethod
     def depth(cls, module: Any) -> int | None:
         """Return the layers of the target that every draft runs first; None if it runs none."""
-        del module
         return None
 
     @classmethod
     def step(cls, target: LayerRunner, module: Any) -> Step | None:
         """Return what it runs before a whole pass of the target in every round; None if nothing."""
-        del target, module
         return None
 
     @classmethod
     def blocks(cls, rounds: LayerRounds, name: str, module: Any) -> Iterator[Block]:
         """Yield the rounds that time its passes; cells are named by the recording's `name`."""
-        del rounds, name, module
         return iter(())
 
     def __init__(self, target: Any, begin: Begin) -> None:
@@ -298,7 +290,6 @@ class EarlyExitDecoder(ExitDecoder):
     @classmethod
     def fits(cls, found: Any, module: Any, how: RecordOptions) -> bool:
         """Return True if every setting was followed."""
-        del module
         return set(how.settings) <= set(found.settings)
 
     @classmethod
@@ -354,7 +345,6 @@ class KangarooDecoder(ExitDecoder):
     @classmethod
     def blocks(cls, rounds: LayerRounds, name: str, module: Any) -> Iterator[Block]:
         """Yield rounds that draft by the adapter."""
-        del name
         target, runner = rounds.target, AdapterRunner(module, rounds.target)
         runner.run(rounds.states, 0)
 

@@ -85,7 +85,6 @@ class OnFeaturesDecoder(SourceDecoder):
     @classmethod
     def provenance(cls, module: Any, modules: Modules) -> dict[str, Any]:
         """Return a digest of the drafter."""
-        del modules
         return {"drafter": digest(module)}
 
     @classmethod
@@ -224,7 +223,6 @@ class TreeDecoder(OnFeaturesDecoder):
     @classmethod
     def room(cls, source: Any, modules: Modules) -> int:
         """Return room for the tree's nodes."""
-        del modules
         return max(ROOM, int(source.budget) + 1)
 
     @classmethod
@@ -241,7 +239,6 @@ class TreeDecoder(OnFeaturesDecoder):
     @classmethod
     def fits(cls, found: Any, module: Any, how: RecordOptions) -> bool:
         """Return True if the recorded trees are as deep."""
-        del how
         return bool(found.layers >= module.layers)
 
     @classmethod

@@ -32,24 +32,26 @@ PROMPTS = (32, 64, 128, 256)
 
 
 def measure_drafters(
-    target: LayerRunner, drafters: Mapping[str, FeatureDrafter], repeats: int,
+    target: LayerRunner, drafters: Mapping[str, FeatureDrafter | GrownTrees], repeats: int,
     widths: Sequence[int] = DRAFTER_WIDTHS, contexts: Sequence[int] = CONTEXTS,
     batches: Sequence[int] = (1,), longest: int = 0,
 ) -> pd.DataFrame:  # fmt: skip
     """Measure cells of the passes of `drafters` alone; columns as in `traces.latency.table`.
 
-    ``contexts`` go on to ``longest``, the tokens that a request gets to.
+    ``contexts`` go on to ``longest``, the tokens that a request gets to.  ``widths`` and
+    ``batches`` are of chains: trees have widths of their own, and grow for one sequence.
     """
     contexts = reaching(contexts, longest)
     wide = Runner(target.model, target.cache.slots, max(batches)) if max(batches) > 1 else target
+    blocks: list[Block] = []
     with torch.inference_mode():
-        blocks = [
-            block for batch in (1, *(b for b in batches if b > 1))
-            for name, drafter in drafters.items()
-            for block in drafter_rounds(
-                target if batch == 1 else wide, name, drafter, widths, contexts, batch
-            )
-        ]  # fmt: skip
+        for name, drafter in drafters.items():
+            if isinstance(drafter, GrownTrees):
+                blocks += tree_rounds(target, name, drafter, contexts)
+                continue
+            for batch in (1, *(b for b in batches if b > 1)):
+                runner = target if batch == 1 else wide
+                blocks += drafter_rounds(runner, name, drafter, widths, contexts, batch)
         cells = swept(blocks, target.device, repeats)
     return without_verifications(cells)
 
@@ -158,22 +160,6 @@ TREE_WIDTHS = (1, 2, 6, 11, 21, 40, BUDGET + 1)
 def widest_tree(trees: Mapping[str, GrownTrees]) -> int:
     """Return the number of tokens of the target's widest pass that is timed of `trees`."""
     return max(*TREE_WIDTHS, *(grown.budget + 1 for grown in trees.values()))
-
-
-def measure_trees(
-    target: LayerRunner, trees: Mapping[str, GrownTrees], repeats: int, longest: int = 0
-) -> pd.DataFrame:
-    """Measure cells of the rounds of `trees`; columns as in `traces.latency.table`.
-
-    Contexts go on to ``longest``, the tokens that a request gets to.
-    """
-    contexts = reaching(CONTEXTS, longest)
-    with torch.inference_mode():
-        blocks = [
-            block for name, grown in trees.items()
-            for block in tree_rounds(target, name, grown, contexts)
-        ]  # fmt: skip
-        return swept(blocks, target.device, repeats)
 
 
 def tree_rounds(

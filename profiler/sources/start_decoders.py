@@ -201,13 +201,11 @@ class LayerSkipDecoder(SourceDecoder):
     @classmethod
     def asked(cls, how: RecordOptions, source: Any, gamma: int) -> RecordOptions:
         """Return `how` with the layers that the source skips."""
-        del gamma
         return how if source.skip is None else replace(how, skip=source.skip)
 
     @classmethod
     def fits(cls, found: Any, module: Any, how: RecordOptions) -> bool:
         """Return True if the same layers were skipped, or any may be."""
-        del module
         return how.skip is None or list(how.skip) == found.meta.get("skip")
 
     @torch.inference_mode()

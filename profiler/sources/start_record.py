@@ -160,20 +160,14 @@ class StartRecorder(SourceRecorder):
 
     offsets: int
 
-    @abstractmethod
     def logits(self, prompt: Tensor, output: list[int]) -> Tensor:
         """Return (starts - 1, offsets, vocab): drafts of the starts 1, 2, ... of the output."""
+        raise NotImplementedError
 
     def drafts(self, prompt: Tensor, output: list[int]) -> tuple[Tensor, Tensor]:
         """Return `logits`, and the target ids drafted from them, (starts - 1, offsets)."""
         logits = self.logits(prompt, output)
-        return logits, self.target_ids(logits.argmax(-1))
-
-    def target_ids(self, drafted: Tensor) -> Tensor:
-        """Return target ids of the drafter's, any shape: the same, unless its vocabulary is
-        smaller.
-        """
-        return drafted
+        return logits, logits.argmax(-1)
 
     def draft_ids(self, tokens: Tensor) -> Tensor:
         """Return the drafter's ids of target ids, any shape; -1 where it lacks one."""
@@ -186,7 +180,6 @@ class StartRecorder(SourceRecorder):
     @torch.inference_mode()
     def record(self, prompt: Tensor, output: list[int], limit: int, eos: frozenset[int]) -> Rows:
         """Return rows of one request; that of start 0, before the first token, is empty."""
-        del limit
         count, k = len(output), self.offsets
         names = LOGITS if self.sampling.greedy else (*LOGITS, *DRAWN)
         rows: Rows = {name: np.zeros((count, k), np.float32) for name in names}
@@ -337,14 +330,8 @@ class FeatureRecorder(StartRecorder):
     def meta(self) -> dict[str, Any]:
         return {"kind": self.drafter.kind, "modules": self.drafter.modules_in_turn}
 
-    def target_ids(self, drafted: Tensor) -> Tensor:
-        return self.drafter.target_ids(drafted)
-
     def draft_ids(self, tokens: Tensor) -> Tensor:
         return self.drafter.draft_ids(tokens)
-
-    def logits(self, prompt: Tensor, output: list[int]) -> Tensor:
-        return self.drafts(prompt, output)[0]
 
     def drafts(self, prompt: Tensor, output: list[int]) -> tuple[Tensor, Tensor]:
         path = torch.cat([prompt, prompt.new_tensor(output[:-1])])
@@ -380,8 +367,7 @@ class FeatureRecorder(StartRecorder):
 
     def _likeliest(self, logits: Tensor, starts: Tensor, step: int) -> Tensor:
         """Return greedy drafts, as `DrawnDrafts` returns drawn ones."""
-        del starts, step
-        return self.target_ids(logits.argmax(-1))
+        return self.drafter.target_ids(logits.argmax(-1))
 
     def _chain(self, at: Tensor, heads: Tensor, out: Tensor, path: int, pick: Pick) -> Drafts:
         """Draft by one layer for all tokens."""
@@ -480,7 +466,6 @@ class TreeRecorder(SourceRecorder):
     @torch.inference_mode()
     def record(self, prompt: Tensor, output: list[int], limit: int, eos: frozenset[int]) -> Rows:
         """Return rows of one request; that of start 0, before the first token, is empty."""
-        del limit, eos
         count, layers = len(output), self.layers
         rows: Rows = {name: np.zeros((count, layers), np.float32) for name in TREE_SIGNALS}
         rows["rank"] = np.full((count, layers, layers), -1, np.int32)

@@ -128,7 +128,6 @@ def _told_to_end() -> Iterator[None]:
     from profiler.suite.environment import StoppedError
 
     def end(number: int, frame: object) -> None:
-        del frame
         raise StoppedError(f"stopped by {signal.Signals(number).name}")
 
     if threading.current_thread() is not threading.main_thread():

@@ -39,24 +39,15 @@ class States:
     """States of a target over sequences, at the places training uses; (tokens, hidden) each."""
 
     def __init__(self, target: LayerRunner, text: Tensor, layers: Sequence[int] = ()) -> None:
-        self.exits: list[Tensor] = []
-        finals, where = [], []
-        exits: list[list[Tensor]] = [[] for _ in layers]
+        # (tokens, 2): sequence, index
+        self.where = torch.nonzero(text >= 0)
         with torch.inference_mode():
-            for row, ids in enumerate(text):
-                count = int((ids >= 0).sum())
-                hidden, at = target.embed(ids[:count]), 0
-                for i, layer in enumerate(layers):
-                    hidden = target.run_layers(hidden, 0, range(at, layer))
-                    exits[i].append(hidden)
-                    at = layer
-                hidden = target.run_layers(hidden, 0, range(at, target.layers))
-                finals.append(target.normed(hidden))
-                at_token = torch.arange(count, device=ids.device)
-                where.append(torch.stack([torch.full_like(at_token, row), at_token], 1))
-        self.exits = [torch.cat(part) for part in exits]
-        self.final = torch.cat(finals)
-        self.where = torch.cat(where)  # (tokens, 2): sequence, index
+            rows = [
+                [*target.through(target.embed(ids[ids >= 0]), 0, (*layers, target.layers))]
+                for ids in text
+            ]
+            *self.exits, last = (torch.cat(depth) for depth in zip(*rows, strict=True))
+            self.final = target.normed(last)
 
 
 def default_exit_layers(layers: int) -> tuple[int, ...]:

@@ -18,7 +18,8 @@ from typing import Any
 from policies.rules.base import VerifyRule
 from profiler.checks.differences import explain
 from profiler.checks.spot_check import Arm, DraftModel, Opener, rounds_differ, run_arms
-from profiler.features import FeatureDrafter, read_drafter
+from profiler.features.checkpoint import read_drafter
+from profiler.features.drafters import FeatureDrafter
 from profiler.models.loading import Pair
 from profiler.models.stack import LayerRunner
 from profiler.recording.run import model_path
