@@ -125,10 +125,6 @@ class Stopwatch:
         share = min(max(off / whole, 0.0), 1.0) if count and whole > 0 else 0.0
         return [Timing(t, share * t, 0 if i else count) for i, t in enumerate(taken)]
 
-    def time(self, run: Callable[[], object]) -> float:
-        """Return `Timing.seconds` of a run."""
-        return self.measure(run).seconds
-
 
 class Elapsed:
     """The time of a block after its end; a call returns its seconds."""
@@ -259,7 +255,7 @@ class Machine:
         if not self._warm:
             self._work()
             self._warm = True
-        self.taken.append(self._watch.time(self._work))
+        self.taken.append(self._watch.measure(self._work).seconds)
 
     def state(self, repeats: Sequence[Repeats]) -> dict[str, Any]:
         """Return the figures so far, those of runs from their counters."""

@@ -27,7 +27,7 @@ from profiler.models.runner import Runner
 from profiler.models.seq2seq import Seq2SeqRunner, check_room, is_seq2seq, make_runner
 from profiler.prompts import Prompt
 from profiler.recording.run import DONE_WITH, digest_of
-from profiler.recording.trace import Columns, Recorder
+from profiler.recording.trace import Columns, Recorder, slots_needed
 from traces.acceptance.sampling import GREEDY, Sampling
 from traces.acceptance.trace import Request, Trace
 from traces.errors import DraftsimError
@@ -185,7 +185,7 @@ def profile_trace(
     longest = max(int(ids.shape[0]) for ids in encoded)
     _check_context(pair, prompts, encoded, settings.max_new_tokens)
     # Sized for what is recorded, beyond the positions a model knows: branches share them.
-    slots = longest + settings.max_new_tokens * (settings.max_gamma + 1)
+    slots = slots_needed(longest, settings.max_new_tokens, settings.max_gamma)
     target = make_runner(pair.target, slots)
     if settings.together > 1:
         if isinstance(target, Seq2SeqRunner):

@@ -431,15 +431,8 @@ class ParallelEagle3(Eagle3):
     kind: ClassVar[str] = "p-eagle"
     one_pass: ClassVar[bool] = True
 
-    def __init__(
-        self, config: LlamaConfig, draft_tokens: Sequence[int] | Tensor | None,
-        feature_layers: Sequence[int], *, target_width: int | None = None,
-        norm_before_residual: bool = False, norm_before_fc: bool = False,
-    ) -> None:  # fmt: skip
-        super().__init__(
-            config, draft_tokens, feature_layers, target_width=target_width,
-            norm_before_residual=norm_before_residual, norm_before_fc=norm_before_fc,
-        )  # fmt: skip
+    def __init__(self, config: LlamaConfig, *args: Any, **settings: Any) -> None:
+        super().__init__(config, *args, **settings)
         self.mask_token = nn.Parameter(torch.zeros(config.hidden_size))
         self.mask_state = nn.Parameter(torch.zeros(config.hidden_size))
 

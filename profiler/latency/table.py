@@ -77,10 +77,6 @@ class Grid:
             prompts.append(4 * prompts[-1])
         return replace(self, contexts=contexts, prompts=tuple(prompts))
 
-    def holding(self, requests: Sequence[Request]) -> Grid:
-        """Return the grid `reaching` these requests."""
-        return self.reaching(*sizes_of(requests))
-
     def covering(self, prompt_tokens: int, new_tokens: int, context: int = 0) -> Grid:
         """Return the grid cut to prompts of up to `prompt_tokens`, their outputs and the drafts.
 
@@ -184,8 +180,6 @@ class Sweeps:
         Keeps every sweep; those it holds already count as done.
     warmup:
         Untimed calls of every cell before the first sweep.
-    seed:
-        Seed of the order.
     check:
         Called before every cell that is warmed up and every block; it may raise, and only whole
         sweeps count.
@@ -198,7 +192,6 @@ class Sweeps:
         *,
         checkpoint: Checkpoint | None = None,
         warmup: int = 3,
-        seed: int = 0,
         check: Callable[[], None] = lambda: None,
     ) -> None:
         self.blocks, self.warmup, self._check = blocks, warmup, check
@@ -215,7 +208,7 @@ class Sweeps:
                 "the check that it is in, to start again"
             )
         self._samples = kept["samples"] if kept else np.empty((0, len(self._steps)))
-        self._rng = np.random.default_rng([seed, len(self._samples)])
+        self._rng = np.random.default_rng([0, len(self._samples)])
         self._warm = False
         self._left: list[Block] = []
         self._sums = np.zeros((2, len(self._steps)))  # seconds and calls of the sweep under way

@@ -210,13 +210,6 @@ def block_attention(blocks: Sequence[TokenBlock]) -> Callable[..., tuple[Tensor,
 
 
 @contextmanager
-def in_blocks(model: Any, blocks: Sequence[TokenBlock]) -> Iterator[None]:
-    """Let `model` attend, inside the block, through `block_attention`."""
-    with attending(model, "draftsim_blocks", block_attention(blocks)):
-        yield
-
-
-@contextmanager
 def attending(model: Any, name: str, function: Callable[..., Any]) -> Iterator[None]:
     """Let `model` attend, inside the block, through `function`, known to transformers as `name`."""
     AttentionInterface.register(name, function)

@@ -142,12 +142,6 @@ class GraphRunner(Runner):
         step = max(self.granularity, 1 << max(0, stop.bit_length() - 5))
         return min(self.cache.slots, -(-stop // step) * step)
 
-    def _rounded(self, batch: int) -> int:
-        """Return the number of rows a batch is padded to, a power of two: it shrinks as its
-        sequences end.
-        """
-        return min(self.cache.batch, 1 << (batch - 1).bit_length())
-
     @torch.inference_mode()
     def forward(
         self,
@@ -175,7 +169,8 @@ class GraphRunner(Runner):
         fits = visible <= self.cache.slots and batch <= self.cache.batch
         if first or width > WIDEST or not fits:
             return super().forward_batch(tokens, positions, visible, first=first, keep=keep)
-        rows = self._rounded(batch)
+        # Padded to a power of two: a batch shrinks as its sequences end.
+        rows = min(self.cache.batch, 1 << (batch - 1).bit_length())
         shape = Shape(rows, width, self.bucket(visible), min(keep, width) or width)
         return self._replay(shape, tokens, positions)[:batch]
 
@@ -280,24 +275,27 @@ def fused(model: Any) -> Any:
 
     The weights of fused projections are laid side by side, in place, for both.
     """
-    for layer in model.model.layers:
-        for part in (layer.self_attn, layer.mlp):
-            for names in FUSED:
-                if all(hasattr(part, name) for name in names):
-                    _lay_together([getattr(part, name) for name in names])
+    for part, names in _fusible(model):
+        _lay_together([getattr(part, name) for name in names])
     # Everything but the tensors is copied.
     shared = {id(t): t for t in (*model.parameters(), *model.buffers())}
     twin = copy.deepcopy(model, shared)
-    for layer in twin.model.layers:
-        for part in (layer.self_attn, layer.mlp):
-            for names in FUSED:
-                if all(hasattr(part, name) for name in names):
-                    _fuse(part, names)
+    for part, names in _fusible(twin):
+        _fuse(part, names)
     for part in list(twin.modules()):
         for name, child in part.named_children():
             if type(child).__name__.endswith("RMSNorm"):
                 setattr(part, name, Norm(child))
     return twin.eval()
+
+
+def _fusible(model: Any) -> list[tuple[Module, Sequence[str]]]:
+    """Return the parts of a model's layers that have projections of FUSED, with their names."""
+    parts = [part for layer in model.model.layers for part in (layer.self_attn, layer.mlp)]
+    return [
+        (part, names) for part in parts for names in FUSED
+        if all(hasattr(part, name) for name in names)
+    ]  # fmt: skip
 
 
 class Norm(Module):

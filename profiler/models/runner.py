@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin
 
-from profiler.models.attention import TokenBlock, dense_mask, in_blocks
+from profiler.models.attention import TokenBlock, attending, block_attention, dense_mask
 from traces.errors import DraftsimError
 
 
@@ -90,8 +90,8 @@ class SlotLayer(CacheLayerMixin):
 class SlotCache(Cache):
     """Slots for `slots` tokens of each of `batch` sequences in each of `layers` layers.
 
-    Set the placement before each pass: ``place(start)`` writes consecutive slots of the
-    first sequence from ``start`` and shows slots up to the last written;
+    Set the placement before each pass: ``place(start, stop)`` writes consecutive slots of the
+    first sequence and shows slots up to the last written;
     ``place_ragged(rows, positions, visible)`` writes slot ``positions[b, i]`` of sequence
     ``first + b`` and shows the first ``visible`` slots, leaving the rest to the mask.  The
     ragged form has fixed shapes, so a CUDA graph can capture it.
@@ -109,8 +109,13 @@ class SlotCache(Cache):
         self.scatter: tuple[Tensor, Tensor] | None = None
         super().__init__(layers=[SlotLayer(self) for _ in range(layers)])
 
-    def place(self, start: int) -> None:
-        """Let the next pass write slots start, start + 1, ... of the first sequence."""
+    def place(self, start: int, stop: int) -> None:
+        """Let the next pass write the slots from start up to stop of the first sequence.
+
+        Raises DraftsimError if there are not as many.
+        """
+        if stop > self.slots:
+            raise DraftsimError(f"{stop} tokens do not fit the cache of {self.slots} slots")
         self.start, self.scatter = start, None
 
     def place_ragged(self, rows: Tensor, positions: Tensor, visible: int, first: int = 0) -> None:
@@ -227,9 +232,7 @@ class Runner:
             If the tokens do not fit the cache.
         """
         stop = start + tokens.shape[0]
-        if stop > self.cache.slots:
-            raise DraftsimError(f"{stop} tokens do not fit the cache of {self.cache.slots} slots")
-        self.cache.place(start)
+        self.cache.place(start, stop)
         if mask is None:
             mask = self._causal_mask(start, stop)
         out = self.model(
@@ -258,7 +261,7 @@ class Runner:
             return self.forward(tokens, start, mask=dense_mask(blocks, start), positions=positions)
         # transformers makes no mask of its own where it is given one of four dimensions.
         unread = blocks[0].mask.new_zeros(()).expand(len(tokens), start + len(tokens))
-        with in_blocks(self.model, blocks):
+        with attending(self.model, "draftsim_blocks", block_attention(blocks)):
             return self.forward(tokens, start, mask=unread, positions=positions)
 
     @torch.inference_mode()

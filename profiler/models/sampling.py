@@ -190,10 +190,6 @@ class Signals(NamedTuple):
     logsumexp: Tensor
     entropy: Tensor
 
-    def stack(self) -> Tensor:
-        """Return the stacked signals, (rows, 4)."""
-        return torch.stack(tuple(self), dim=-1)
-
 
 def signals(logits: Tensor, best: Tensor | None = None) -> Signals:
     """Return raw top-2 logits, log-sum-exp and entropy (nats) at T = 1.

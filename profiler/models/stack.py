@@ -142,11 +142,8 @@ class LayerRunner(Runner):
         -------
         (tokens, hidden) states after the last of the layers.
         """
-        count = hidden.shape[0]
-        stop = start + count
-        if stop > self.cache.slots:
-            raise DraftsimError(f"{stop} tokens do not fit the cache of {self.cache.slots} slots")
-        self.cache.place(start)
+        stop = start + hidden.shape[0]
+        self.cache.place(start, stop)
         if mask is None:
             mask = self._causal_mask(start, stop)
         if positions is None:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from profiler.models.runner import Runner
 from profiler.models.seq2seq import make_runner
-from profiler.recording.trace import SCORE_TOKENS, Branches, Sides, spans_of
+from profiler.recording.trace import SCORE_TOKENS, Branches, Sides, slots_needed, spans_of
 from traces.acceptance.schema import SIGNAL_COLUMNS, Request, signal_columns
 from traces.acceptance.trace import Trace
 
@@ -38,9 +38,11 @@ def with_signals(trace: Trace, draft: Any, advance: Callable[[], object]) -> Tra
     advance:
         Called after every request.
     """
-    slots = max(r.prompt_length + r.max_new_tokens * ((trace.max_gamma or 0) + 1)
-                for r in trace.requests)  # fmt: skip
-    runner = make_runner(draft, slots)
+    slots = (
+        slots_needed(r.prompt_length, r.max_new_tokens, trace.max_gamma or 0)
+        for r in trace.requests
+    )
+    runner = make_runner(draft, max(slots))
     sides, wanted = Sides(trace.sampling, None, frozenset()), lacking(trace)
     bounds = np.searchsorted(trace.columns["request"], np.arange(len(trace.requests) + 1))
     parts = []

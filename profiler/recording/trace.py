@@ -38,8 +38,10 @@ from profiler.models.sampling import (
     coupled,
     drafted,
     draw,
+    likeliest,
     log_probs_at,
     log_softmax_at,
+    pick,
     probs,
     signals,
     tempered,
@@ -48,6 +50,11 @@ from profiler.models.sampling import (
 from traces.acceptance.sampling import GREEDY, Sampling
 from traces.acceptance.trace import COLUMNS, MATCH, MISMATCH
 from traces.errors import DraftsimError
+
+
+def slots_needed(prompt_tokens: int, new_tokens: int, max_gamma: int) -> int:
+    """Return the cache slots that recording takes at most: prompt, output, and every tail."""
+    return prompt_tokens + new_tokens * (max_gamma + 1)
 
 
 class Sides:
@@ -69,9 +76,7 @@ class Sides:
 
     def pick(self, logits: Tensor) -> Tensor:
         """Return one token per row: argmax, or a draw; (rows,)."""
-        if self.sampling.greedy:
-            return _likeliest(logits)
-        return self.draw(probs(logits, self.sampling))
+        return pick(logits, self.sampling, self.generator)
 
     def draw(self, weights: Tensor) -> Tensor:
         """Return one index per row, with probability as its weight; (rows,)."""
@@ -123,13 +128,8 @@ class Sides:
         return {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
 
 
-def _likeliest(logits: Tensor) -> Tensor:
-    # The same indices as argmax, which takes three times as long on a CPU.
-    return logits.max(-1).indices
-
-
 def _target(logits: Tensor, proposal: Tensor) -> dict[str, Tensor]:
-    raw, best = logits.float(), _likeliest(logits)
+    raw, best = logits.float(), likeliest(logits)
     of = signals(raw, best)
     of_draft = raw.gather(1, proposal[:, None])
     return {
@@ -348,12 +348,6 @@ class Recorder:
         self.sides = Sides(sampling, generator, eos)
         self.decode_s = 0.0
         """Seconds the last prompt's plain decoding took, prefill included."""
-
-    def slots_needed(self, prompt_tokens: int) -> int:
-        """Return the number of cache slots that recording a prompt of this length can take at
-        most.
-        """
-        return prompt_tokens + self.max_new_tokens * (self.max_gamma + 1)
 
     @torch.inference_mode()
     def record(self, prompt: Tensor) -> Columns:
