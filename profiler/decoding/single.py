@@ -22,7 +22,7 @@ from profiler.models.sampling import (
     draw,
     log_probs_at,
     pick,
-    signals,
+    scored,
     toss,
     verify_greedily,
     verify_sampled,
@@ -71,15 +71,16 @@ def judge(
         None for greedy decoding, where they are whether the token is the argmax.
     """
     count = drafted.shape[0]
-    numbers = target_numbers(logits, torch.cat([drafted, drafted.new_zeros(1)]))
-    verdicts = drafted == numbers[:count, 0] if coins is None else coins
+    own = scored(logits, torch.cat([drafted, drafted.new_zeros(1)]))
     # float64 holds every token id and every float32 as it is.
+    numbers = torch.stack([column.double() for column in own], dim=1)  # (count + 1, 7)
+    verdicts = drafted == own.token[:count] if coins is None else coins
     pad = numbers.new_zeros(1)
     parts = [numbers, torch.cat([drafted, pad])[:, None], torch.cat([verdicts, pad])[:, None]]
     reads_signals = bool(set(rule.reads) - {"token_id"})
-    own = [t for t in draft if hasattr(t, "fill")] if reads_signals else []
-    if own and len(own) == count:
-        proposal = torch.cat([t.logits for t in own])  # (count, vocab)
+    real = [t for t in draft if hasattr(t, "fill")] if reads_signals else []
+    if real and len(real) == count:
+        proposal = torch.cat([t.logits for t in real])  # (count, vocab)
         side = numbers_of(proposal, drafted, sampling).stack()  # (count, 7)
         parts.append(torch.cat([side, torch.zeros_like(side[:1])]))
     rows = torch.cat([part.double() for part in parts], dim=1).tolist()
@@ -104,20 +105,6 @@ def _accepted(rule: VerifyRule, draft: Sequence[Any], scores: Sequence[Any]) -> 
         return rule.accept([Guarded(token, rule.reads) for token in draft], scores)
     except UndeclaredSignal as error:
         raise error.by(rule) from None
-
-
-def target_numbers(logits: Tensor, drafted: Tensor) -> Tensor:
-    """Return the target's numbers about one drafted token per row, float64 (rows, 7).
-
-    Columns: argmax, top-1 and top-2 logit, log-sum-exp, entropy, and the drafted token's
-    logit and rank; each as in the columns ``target_*`` of a trace.
-    """
-    raw = logits.float()
-    of_draft = raw.gather(1, drafted[:, None])
-    columns = (
-        raw.argmax(-1), *signals(logits), of_draft[:, 0], (raw > of_draft).sum(-1)
-    )  # fmt: skip
-    return torch.stack([column.double() for column in columns], dim=1)
 
 
 class Emitting:

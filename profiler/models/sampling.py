@@ -214,6 +214,28 @@ def signals(logits: Tensor, best: Tensor | None = None) -> Signals:
     return Signals(top1, top2, top1 + log_total, entropy)
 
 
+class Scored(NamedTuple):
+    """The target's numbers about one drafted token per row of its logits, shape (rows,)."""
+
+    token: Tensor
+    """Its own token: the argmax."""
+    top1: Tensor
+    top2: Tensor
+    logsumexp: Tensor
+    entropy: Tensor
+    draft_logit: Tensor
+    """Raw logit of the drafted token."""
+    draft_rank: Tensor
+    """Tokens with a larger logit than the drafted one."""
+
+
+def scored(logits: Tensor, tokens: Tensor) -> Scored:
+    """Return the target's numbers about drafted `tokens` (rows,), from raw logits (rows, vocab)."""
+    raw, best = logits.float(), likeliest(logits)
+    of_draft = raw.gather(1, tokens[:, None])
+    return Scored(best, *signals(raw, best), of_draft[:, 0], (raw > of_draft).sum(-1))
+
+
 LIKELIEST = 10
 """Tokens that llama.cpp's server keeps of a draft model's."""
 
