@@ -32,11 +32,14 @@ HEADS = "exit_heads"
 """Folder of the trained modules inside a run folder."""
 
 
-def check_layers(pair: Pair) -> None:
-    """Raise DraftsimError if the target cannot be run layer by layer."""
+def check_layers(pair: Pair, exits: bool) -> None:
+    """Raise DraftsimError if the target cannot be run layer by layer, or with `exits` has none."""
     from profiler.models.stack import LayerRunner
+    from profiler.train.heads import default_exit_layers
 
-    LayerRunner(pair.target, 8)
+    layers = LayerRunner(pair.target, 8).layers
+    if exits:
+        default_exit_layers(layers)
 
 
 def split_drafters(texts: Sequence[str], temperature: float) -> tuple[list[OnFeatures], list[str]]:

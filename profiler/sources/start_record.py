@@ -26,6 +26,7 @@ from profiler.models.sampling import drafted, probs, signals
 from profiler.models.stack import LayerRunner
 from traces.acceptance.sampling import GREEDY, Sampling
 from traces.acceptance.trace import Trace
+from traces.digits import counted
 from traces.errors import DraftsimError
 from traces.sources.base import eos_of, prompt_tokens, true_tokens
 from traces.sources.exits.recording import ExitSetting
@@ -86,7 +87,15 @@ def kept_layers(layers: int, skip: list[int]) -> list[int]:
 
 
 def default_skip(layers: int) -> list[int]:
-    """Return every second layer, the first and the last kept."""
+    """Return every second layer, the first and the last kept.
+
+    Raises DraftsimError if there is none between them.
+    """
+    if layers < 3:
+        raise DraftsimError(
+            f"a target of {counted(layers, 'layer')} has none between its first and its last to "
+            "skip: name layers, as in --source layer-skip:skip=[2]"
+        )
     return list(range(2, layers, 2))
 
 

@@ -29,6 +29,7 @@ from profiler.features.heads import (
 )
 from profiler.models.stack import LayerRunner
 from profiler.train.descent import Descent
+from traces.digits import counted
 from traces.errors import DraftsimError
 
 BEGINNING = 32
@@ -51,7 +52,15 @@ class States:
 
 
 def default_exit_layers(layers: int) -> tuple[int, ...]:
-    """Return every quarter of the target's layers but the last."""
+    """Return every quarter of the target's layers but the last.
+
+    Raises DraftsimError if there is none before the last.
+    """
+    if layers < 2:
+        raise DraftsimError(
+            f"a target of {counted(layers, 'layer')} has no exit before its last one: profile it "
+            "without --exit-layers"
+        )
     step = max(1, layers // 4)
     return tuple(range(step, layers, step))
 
@@ -94,6 +103,13 @@ def own_text(
         parts.append(continuations(target, beginnings, sampled=i % 2 == 1))
     width = max(p.shape[1] for p in parts)
     return torch.cat([F.pad(p, (0, width - p.shape[1]), value=-1) for p in parts])
+
+
+def _too_short(text: Tensor) -> DraftsimError:
+    return DraftsimError(
+        f"the target ends its texts within {counted(text.shape[1] - BEGINNING, 'token')}, too few "
+        "to train heads on: give texts that it goes on with for longer (--heads-text)"
+    )
 
 
 def _minimise(
@@ -161,6 +177,8 @@ def train_parallel_heads(
     labels = torch.stack([padded[row, at + 2 + i] for i in range(k)], 1)
     following = padded[row, at + 1]
     usable = torch.nonzero((labels[:, 0] >= 0) & (at >= BEGINNING - 1))[:, 0]
+    if not len(usable):
+        raise _too_short(text)
 
     def loss(_: int) -> Tensor:
         some = usable[torch.randint(len(usable), (batch,), device=text.device)]
@@ -177,6 +195,8 @@ def train_masks(
     starts: int = 24, batch: int = 4,
 ) -> MaskEmbeddings:  # fmt: skip
     """Train mask embeddings after which the frozen target foresees its own next tokens."""
+    if text.shape[1] < BEGINNING + k + 2:
+        raise _too_short(text)
     torch.manual_seed(0)
     model, device = target.model, text.device
     table = model.get_input_embeddings().weight.detach()
