@@ -47,23 +47,25 @@ class ForcedToken:
         return getattr(self._recorded, name)
 
 
+def random_prompt(tokens: int, vocab_size: int, device: torch.device, seed: int = 0) -> Tensor:
+    """Return a prompt of random ids, the same for each seed."""
+    seeded = torch.Generator().manual_seed(seed)
+    return torch.randint(vocab_size, (tokens,), generator=seeded).to(device)
+
+
 class ForcedDecoder(ModelDecoder):
     """`ModelDecoder` whose drafts, verdicts and end come from request `request` of `trace`.
 
     The prompt is random ids of the recorded length.
     """
 
-    def __init__(
-        self, target: Runner, draft: Runner, trace: Trace, request: int, *, seed: int = 0
-    ) -> None:
+    def __init__(self, target: Runner, draft: Runner, trace: Trace, request: int) -> None:
         self._script: ReplayDecoder | None = None
         info = trace.requests[request]
-        seeded = torch.Generator().manual_seed(seed)
-        prompt = torch.randint(target.vocab_size, (info.prompt_length,), generator=seeded)
+        prompt = random_prompt(info.prompt_length, target.vocab_size, target.device)
         super().__init__(
-            target, draft, prompt.to(target.device), info.max_new_tokens, first=trace.first,
-            watch_eos=False,
-        )  # fmt: skip
+            target, draft, prompt, info.max_new_tokens, first=trace.first, watch_eos=False
+        )
         self._script = ReplayDecoder(trace, request)
 
     @property
@@ -99,13 +101,10 @@ class ForcedStream(Stream):
     For a `BatchedDecoder` that does not watch for EOS.
     """
 
-    def __init__(
-        self, trace: Trace, request: int, vocab_size: int, device: torch.device, seed: int = 0
-    ) -> None:
+    def __init__(self, trace: Trace, request: int, vocab_size: int, device: torch.device) -> None:
         info = trace.requests[request]
-        seeded = torch.Generator().manual_seed(seed + request)
-        prompt = torch.randint(vocab_size, (info.prompt_length,), generator=seeded)
-        super().__init__(request, prompt.to(device), info.max_new_tokens)
+        prompt = random_prompt(info.prompt_length, vocab_size, device, seed=request)
+        super().__init__(request, prompt, info.max_new_tokens)
         self._script = ReplayDecoder(trace, request, first=1)
         self._begun = False
 

@@ -30,10 +30,12 @@ from profiler.models.attention import (
     split_mask,
 )
 from profiler.models.runner import Runner, SlotCache
-from traces.errors import DraftsimError
 
 WIDEST = 32
 """Tokens per sequence up to which a pass is captured; wider ones (prompts) run eagerly."""
+GRANULARITY = 128
+"""Visible contexts are multiples of it (at long contexts, of a sixteenth of their magnitude), so
+that few graphs serve all contexts."""
 
 
 class Shape(NamedTuple):
@@ -104,19 +106,13 @@ class GraphRunner(Runner):
     Parameters
     ----------
     model, slots, batch:
-        As for `Runner`; slots are rounded up to a multiple of `granularity`.
-    granularity:
-        Visible contexts are multiples of it (at long contexts, of a sixteenth of their
-        magnitude), so that few graphs serve all contexts.
+        As for `Runner`; slots are rounded up to a multiple of `GRANULARITY`.
     """
 
     _attention = staticmethod(grouped_attention)
 
-    def __init__(self, model: Any, slots: int, batch: int = 1, granularity: int = 128) -> None:
-        if granularity < 1:
-            raise DraftsimError(f"granularity is {granularity}, expected at least 1 slot")
-        self.granularity = granularity
-        super().__init__(model, -(-slots // granularity) * granularity, batch)
+    def __init__(self, model: Any, slots: int, batch: int = 1) -> None:
+        super().__init__(model, -(-slots // GRANULARITY) * GRANULARITY, batch)
         config = model.config.get_text_config()
         self._group = config.num_attention_heads // config.num_key_value_heads
         self._heads: int = config.num_key_value_heads
@@ -139,7 +135,7 @@ class GraphRunner(Runner):
 
     def bucket(self, stop: int) -> int:
         """Return the number of slots shown to a pass that needs the first `stop`."""
-        step = max(self.granularity, 1 << max(0, stop.bit_length() - 5))
+        step = max(GRANULARITY, 1 << max(0, stop.bit_length() - 5))
         return min(self.cache.slots, -(-stop // step) * step)
 
     @torch.inference_mode()
@@ -230,8 +226,8 @@ class CompiledRunner(GraphRunner):
 
     _attention = staticmethod(torch.compiler.disable(grouped_attention))
 
-    def __init__(self, model: Any, slots: int, batch: int = 1, granularity: int = 128) -> None:
-        super().__init__(compiled(model), slots, batch, granularity)
+    def __init__(self, model: Any, slots: int, batch: int = 1) -> None:
+        super().__init__(compiled(model), slots, batch)
         self.cache = ApartCache(self.layers, self.cache.slots, batch)
 
 
