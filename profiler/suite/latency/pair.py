@@ -24,8 +24,9 @@ from profiler.machine import NoTimeError
 from profiler.models.architectures import PairShape
 from profiler.models.runner import Runner
 from profiler.models.stack import LayerRunner
+from profiler.suite import COMPILED, GRAPH
 from profiler.suite.environment import Workplace, reason
-from profiler.suite.latency.modes import COMPILED, GRAPH, make_runner
+from profiler.suite.latency.modes import make_runner
 from traces.errors import DraftsimError
 from traces.latency.schema import CELL_COLUMNS
 from traces.latency.table import LatencyTable
@@ -61,11 +62,6 @@ QUICK = PairGrid(
     hosts=(1, 4), apart=1, gammas=(0, 2), tokens=6, prompt=16,
 )  # fmt: skip
 """Grid of the miniature, which a CPU measures in seconds."""
-
-
-def plan_of(quick: bool) -> PairGrid:
-    """Return the plan of a stage, or of its miniature."""
-    return QUICK if quick else FULL
 
 
 SINGLE, BATCHED, WANTED = range(3)
