@@ -7,7 +7,7 @@ simply written again by the next pass, and is hidden by the mask until then.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -56,20 +56,6 @@ class SlotLayer(CacheLayerMixin):
         keys[rows, :, slots] = key_states.transpose(1, 2)
         values[rows, :, slots] = value_states.transpose(1, 2)
         return keys[:, :, : cache.visible], values[:, :, : cache.visible]
-
-    def copy_row(self, source: int, destination: int) -> None:
-        """Make sequence ``destination`` hold what ``source`` holds."""
-        for buffer in (self.keys, self.values):
-            if buffer is not None:
-                buffer[destination] = buffer[source]
-
-    def move(self, slots: Tensor, start: int) -> None:
-        """Make the slots from `start` on hold what `slots` (tokens,) of the first sequence hold."""
-        stop = start + slots.shape[0]
-        for buffer in (self.keys, self.values):
-            if buffer is not None:
-                # What is read is copied before anything is written.
-                buffer[:1, :, start:stop] = buffer[:1, :, slots]
 
     def get_mask_sizes(self, query_length: int, *args: Any) -> tuple[int, int]:
         """Return (key length, offset); only asked for when no 4-D mask is given."""
@@ -128,18 +114,23 @@ class SlotCache(Cache):
 
     def copy_row(self, source: int, destination: int) -> None:
         """Make sequence ``destination`` hold what ``source`` holds."""
-        for layer in self.layers:
-            if isinstance(layer, SlotLayer):
-                layer.copy_row(source, destination)
+        for buffer in self._buffers():
+            buffer[destination] = buffer[source]
 
     def move(self, slots: Tensor, start: int) -> None:
         """Keep of a tree the tokens in `slots` (tokens,), in the slots from `start` on.
 
         Their rotary positions are those of the path already, so keys are copied as they are.
         """
+        for buffer in self._buffers():
+            # What is read is copied before anything is written.
+            buffer[:1, :, start : start + slots.shape[0]] = buffer[:1, :, slots]
+
+    def _buffers(self) -> Iterator[Tensor]:
+        """Yield the keys and the values of every layer that a pass has run through."""
         for layer in self.layers:
-            if isinstance(layer, SlotLayer):
-                layer.move(slots, start)
+            if layer.is_initialized:
+                yield from (layer.keys, layer.values)
 
 
 class Runner:

@@ -18,7 +18,7 @@ from profiler.models.runner import Runner
 from profiler.models.stack import LayerRunner
 from profiler.sources.start_record import BUDGET, GrownTrees
 from traces.acceptance.trace import Trace
-from traces.sources.base import prompt_tokens, true_tokens
+from traces.sources.base import eos_of, prompt_tokens, true_tokens
 from traces.sources.lookups.sources import LookupSource, served_before
 from traces.sources.lookups.text import searching
 from traces.sources.starts.trees import candidates
@@ -326,6 +326,5 @@ def lookup_step(trace: Trace, source: LookupSource) -> Step:
     starts, output = trace.request_starts, true_tokens(trace)
     prompt = prompt_tokens(trace, longest)
     said = output[int(starts[longest]) : int(starts[longest + 1])]
-    eos = frozenset(trace.meta.get("eos_token_ids") or ())
-    lookup = source.lookup(eos, lambda: served_before(trace, longest))
+    lookup = source.lookup(eos_of(trace), lambda: served_before(trace, longest))
     return Step(source.name, "forward", 1, 0, searching(lookup, prompt + said))
