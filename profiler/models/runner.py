@@ -129,8 +129,8 @@ class SlotCache(Cache):
     def _buffers(self) -> Iterator[Tensor]:
         """Yield the keys and the values of every layer that a pass has run through."""
         for layer in self.layers:
-            if layer.is_initialized:
-                yield from (layer.keys, layer.values)
+            if isinstance(layer, SlotLayer):
+                yield from (b for b in (layer.keys, layer.values) if b is not None)
 
 
 class Runner:

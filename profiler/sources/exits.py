@@ -136,11 +136,6 @@ class SourceDecoder(Emitting, ABC):
         return None
 
     @classmethod
-    def step(cls, target: LayerRunner, module: Any) -> Step | None:
-        """Return what it runs before a whole pass of the target in every round; None if nothing."""
-        return None
-
-    @classmethod
     def blocks(cls, rounds: LayerRounds, name: str, module: Any) -> Iterator[Block]:
         """Yield the rounds that time its passes; cells are named by the recording's `name`."""
         return iter(())
@@ -371,7 +366,8 @@ class KangarooDecoder(ExitDecoder):
         hidden = target.run_layers(target.embed(prompt), 0, range(self._exit))
         self._adapter.run(hidden, 0)
         hidden = target.run_layers(hidden, 0, range(self._exit, target.layers))
-        return target.logits(hidden[-1:])
+        logits: Tensor = target.logits(hidden[-1:])
+        return logits
 
     @torch.inference_mode()
     def draft(self, so_far: Sequence[Any]) -> ModelToken:

@@ -4,26 +4,24 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any
 
 import pandas as pd
 import torch
 
 from profiler.features.drafters import FeatureDrafter
-from profiler.features.heads import ExitHeads, log_confidence
+from profiler.features.heads import ExitHeads, ParallelHeads, log_confidence
 from profiler.features.runner import DrafterRunner, Trees, verify_tree
 from profiler.latency.passes import UNTIMED, UNTIMED_PLAIN
 from profiler.latency.table import Block, Step, reaching, swept
 from profiler.models.runner import Runner
 from profiler.models.stack import LayerRunner
-from profiler.sources.start_record import BUDGET, GrownTrees
+from profiler.sources.start_record import BUDGET, GrownTrees, head_logits
 from traces.acceptance.trace import Trace
 from traces.sources.base import eos_of, prompt_tokens, true_tokens
 from traces.sources.lookups.sources import LookupSource, served_before
 from traces.sources.lookups.text import searching
 from traces.sources.starts.trees import candidates
-
-Kind = TypeVar("Kind")
 
 LATER = 3
 """Passes of one token after a round's first."""
@@ -158,11 +156,6 @@ TREE_WIDTHS = (1, 2, 6, 11, 21, 40, BUDGET + 1)
 """Tokens that are verified, the root's included."""
 
 
-def widest_tree(trees: Mapping[str, GrownTrees]) -> int:
-    """Return the number of tokens of the target's widest pass that is timed of `trees`."""
-    return max(*TREE_WIDTHS, *(grown.budget + 1 for grown in trees.values()))
-
-
 def tree_rounds(
     target: LayerRunner, name: str, grown: GrownTrees, contexts: Sequence[int] = CONTEXTS
 ) -> Iterator[Block]:
@@ -223,9 +216,10 @@ def tree_rounds(
 WIDTHS = (1, 2, 3, 5, 9, 17, 25)
 
 
-def of_kind(modules: Mapping[str, Any], kind: type[Kind]) -> dict[str, Kind]:
-    """Return the modules of a class, by name."""
-    return {name: module for name, module in modules.items() if isinstance(module, kind)}
+def widest_pass(modules: Mapping[str, Any]) -> int:
+    """Return the number of tokens of the target's widest pass that is timed of `modules`."""
+    trees = [module.budget + 1 for module in modules.values() if isinstance(module, GrownTrees)]
+    return max(*WIDTHS, *(*TREE_WIDTHS, *trees) if trees else ())
 
 
 class LayerRounds:
@@ -300,10 +294,16 @@ class LayerRounds:
 
 
 def pass_rounds(
-    target: LayerRunner, draft: Sequence[Step], widths: Sequence[int], contexts: Sequence[int]
-) -> Iterator[Block]:
-    """Yield rounds of a lookup or of parallel heads: a pass of the target follows `draft`."""
+    target: LayerRunner, heads: Sequence[ParallelHeads], widths: Sequence[int],
+    contexts: Sequence[int],
+) -> Iterator[Block]:  # fmt: skip
+    """Yield rounds of a lookup, or of parallel `heads`: a pass of the target follows the draft."""
     tokens = torch.zeros(max(widths), dtype=torch.long, device=target.device)
+    state = target.embed(tokens[:1])
+    draft = [
+        Step("heads", "forward", 1, 0, partial(head_logits, target, module, state, tokens[:1]))
+        for module in heads
+    ]
 
     def verify(width: int, context: int) -> Step:
         pieces = list(tokens[:width].split(1))

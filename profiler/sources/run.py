@@ -149,8 +149,8 @@ class SourceLatency:
         with torch.inference_mode():
             rounds = LayerRounds(target, self._depth, widths, contexts)
             blocks = [*rounds.by_exits(modules.get("early-exit"))]
-            steps = (real_of(name).step(target, module) for name, module in modules.items())
-            blocks += pass_rounds(target, [*filter(None, steps)][:1], widths, contexts)
+            heads = [m for m in modules.values() if isinstance(m, ParallelHeads)][:1]
+            blocks += pass_rounds(target, heads, widths, contexts)
             for name, module in modules.items():
                 blocks += real_of(name).blocks(rounds, name, module)
             if trace is not None:

@@ -11,7 +11,6 @@ from torch import Tensor
 
 from profiler.decoding.tokens import ModelToken
 from profiler.features.heads import MaskEmbeddings, ParallelHeads
-from profiler.latency.table import Step
 from profiler.models.runner import Runner
 from profiler.models.sampling import verify_greedily
 from profiler.models.stack import LayerRunner
@@ -90,13 +89,6 @@ class HeadsDecoder(SourceDecoder):
     def recorder(cls, target: Any, trace: Trace, module: Any, how: RecordOptions) -> SourceRecorder:
         """Return what records all starts in one pass."""
         return HeadsRecorder(LayerRunner(target, trace.longest), module)
-
-    @classmethod
-    def step(cls, target: LayerRunner, module: Any) -> Step:
-        """Return a pass of all heads."""
-        token = torch.zeros(1, dtype=torch.long, device=target.device)
-        state = target.embed(token)
-        return Step("heads", "forward", 1, 0, lambda: head_logits(target, module, state, token))
 
     @torch.inference_mode()
     def __init__(
