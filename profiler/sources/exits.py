@@ -363,10 +363,9 @@ class KangarooDecoder(ExitDecoder):
     @torch.inference_mode()
     def _prefill(self, prompt: Tensor) -> Tensor:
         target = self._target
-        hidden = target.run_layers(target.embed(prompt), 0, range(self._exit))
-        self._adapter.run(hidden, 0)
-        hidden = target.run_layers(hidden, 0, range(self._exit, target.layers))
-        logits: Tensor = target.logits(hidden[-1:])
+        early, last = target.through(target.embed(prompt), 0, (self._exit, target.layers))
+        self._adapter.run(early, 0)
+        logits: Tensor = target.logits(last[-1:])
         return logits
 
     @torch.inference_mode()

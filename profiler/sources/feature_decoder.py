@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from functools import cached_property
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from profiler.decoding.tokens import DraftStep, Fetched, ModelToken
+from profiler.decoding.tokens import DraftStep, ModelToken
 from profiler.features.drafters import FeatureDrafter
 from profiler.features.runner import (
     DrafterChain,
@@ -19,7 +20,6 @@ from profiler.features.runner import (
     verify_tree,
 )
 from profiler.latency.table import Block
-from profiler.models.sampling import top10_log_prob
 from profiler.models.stack import LayerRunner
 from profiler.sources.exits import ROOM, Begin, Modules, SourceDecoder, digest
 from profiler.sources.latency import LayerRounds, drafter_rounds, tree_rounds
@@ -178,34 +178,22 @@ class ParallelDecoder(FeatureDecoder):
         return self._token(self._logits[offset : offset + 1])
 
 
-class LayerToken(Fetched):
-    """A layer of the tree, as a policy sees it; its signals come to the host when one is read."""
+class LayerStep(DraftStep):
+    """A layer of the tree, as a policy sees it: a token that has no id, for a layer has several.
 
-    __slots__ = ("_layer", "_values")
+    It ends no draft: a tree grows on next to a node that ends the text.
+    """
 
     def __init__(self, layer: Layer) -> None:
-        self._layer = layer
-        self._values: tuple[float, ...] | None = None
+        super().__init__(layer.logits[:1], layer.tokens[:1, 0])
+        self.ids, self._layer = [-1], layer
 
-    def _fetch(self) -> tuple[float, ...]:
-        if self._values is None:
-            score, top, second, entropy = layer_signals(self._layer)[0].tolist()
-            # Log-probabilities instead of logits, whose log-sum-exp is then 0.
-            self._values = (top, second, 0.0, entropy, score, top, top)
-        return self._values
-
-    def _fetch_top10(self) -> float:
-        return float(top10_log_prob(self._layer.logits[:1]))
-
-    @property
-    def token_id(self) -> int:
-        """None of its own: a layer has several."""
-        return -1
-
-    @property
-    def ends(self) -> bool:
-        """Return False: a tree grows on next to a node that ends the text."""
-        return False
+    @cached_property
+    def values(self) -> list[Sequence[float]]:
+        """The signals of the layer's best node."""
+        score, top, second, entropy = layer_signals(self._layer)[0].tolist()
+        # Log-probabilities instead of logits, whose log-sum-exp is then 0.
+        return [(top, second, 0.0, entropy, score, top, top)]
 
 
 class TreeDecoder(OnFeaturesDecoder):
@@ -273,17 +261,17 @@ class TreeDecoder(OnFeaturesDecoder):
         self._trees: Trees | None = None
 
     @torch.inference_mode()
-    def draft(self, so_far: Sequence[Any]) -> LayerToken | None:
+    def draft(self, so_far: Sequence[Any]) -> ModelToken | None:
         """Return the next layer; None at the tree's full depth."""
         if len(so_far) >= self._depth:
             return None
         if not so_far:
             self._trees, width = self._chain.tree(self._topk)
             self.calls.add(DRAFTER, width)
-            return LayerToken(self._trees.layers[0])
+            return ModelToken(LayerStep(self._trees.layers[0]))
         assert self._trees is not None
         self.calls.add(DRAFTER_TREE, self._topk)
-        return LayerToken(self._trees.grow())
+        return ModelToken(LayerStep(self._trees.grow()))
 
     @torch.inference_mode()
     def verify(self, draft: Sequence[Any]) -> int:
