@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 WIDTHS, CONTEXTS, PROMPTS = (1, 2, 5), (32, 128), (32, 128)
-TREES = {"FIRST": (1, 2), "WIDTHS": (1, 2, 40), "PROMPTS": PROMPTS}
+TREES = {"FIRST": (1, 2), "TREE_WIDTHS": (1, 2, 40), "PROMPTS": PROMPTS}
 """Cells timed of rounds with trees."""
 GAMMAS = (0, 1, 4)
 """Draft lengths over which the host's time is fitted, and which rules judge."""

@@ -163,7 +163,7 @@ def test_heads_trained_in_float32_serve_the_target_in_bfloat16(
     layered = LayerRunner(whole.pair.target, 80)
     untimed_none(monkeypatch)
     latency = SourceLatency(layered, modules, whole.greedy, widths=(1, 2), contexts=(16,))
-    latency.sweep()
+    latency.advance(1)
     assert {"layer", "head", "forward"} <= set(latency.cells()["phase"])
     # Of a width that is not the target's they are refused whatever the precision.
     with pytest.raises(DraftsimError, match="was trained for another target"):

@@ -251,7 +251,7 @@ def test_a_one_pass_drafter_is_timed_up_to_its_masks_after_as_many_tokens(case: 
 def test_passes_of_the_target_after_a_drafter_are_no_passes_by_themselves(case: Case) -> None:
     one = {"eagle.eagle": case.modules["eagle.eagle"]}
     latency = SourceLatency(LayerRunner(case.target, 64), one, widths=(1, 2), contexts=(8,))
-    latency.sweep()
+    latency.advance(1)
     cells = latency.cells()
     passes = cells[(cells["model"] == "target") & (cells["phase"] == "pass")]
     assert set(passes["new_tokens"]) == {1, 2}

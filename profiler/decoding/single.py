@@ -22,6 +22,7 @@ from profiler.models.sampling import (
     draw,
     log_probs_at,
     pick,
+    residual,
     scored,
     toss,
     verify_greedily,
@@ -303,7 +304,7 @@ class ModelDecoder(Emitting):
             left = target[kept : kept + 1]
             # A token that only the rule refused leaves no residual to draw from.
             if kept < count and seen.mismatched[kept]:
-                left = (left - proposal[kept]).clamp(min=0)
+                left = residual(left, proposal[kept])
             own = draw(left, self._generator)
             emitted = torch.cat([drafted[:kept], own])
             own_log_prob = float(log_probs_at(logits[kept : kept + 1], own, GREEDY))

@@ -129,6 +129,13 @@ def verify_greedily(drafted: Tensor, logits: Tensor) -> Verdict:
     return accepted, picks[: accepted + 1], both[count : count + accepted + 1]
 
 
+def residual(weights: Tensor, less: Tensor) -> Tensor:
+    """Return the positive part of ``weights - less``, (rows, vocab); `weights` if there is none."""
+    left = (weights - less).clamp(min=0)
+    # Where the two agree there is no residual, and but for rounding no rejection either.
+    return torch.where(left.any(-1, keepdim=True), left, weights)
+
+
 def toss(
     drafted: Tensor, proposals: Tensor, logits: Tensor, sampling: Sampling,
     generator: torch.Generator | None,
@@ -157,7 +164,7 @@ def verify_sampled(
     taken = torch.cat([proposal, torch.zeros_like(target[:1])])
     # index_select, not []: indexing by a device scalar would bring it to the host.
     row = target.index_select(0, count.clamp(max=target.shape[0] - 1))
-    own = draw((row - taken.index_select(0, count)).clamp(min=0), generator)
+    own = draw(residual(row, taken.index_select(0, count)), generator)
     # One transfer per round: the verdict and the tokens together.
     accepted, *tokens = torch.cat([count, drafted, own]).tolist()
     positions = target.shape[0]
@@ -177,9 +184,7 @@ def coupled(draft: Tensor, target: Tensor, emitted: Tensor, coins: Tensor) -> tu
     """
     index = emitted[:, None]
     match = coins < (draft.gather(1, index) / target.gather(1, index))[:, 0]
-    residual = (draft - target).clamp(min=0)
-    # Where the two agree there is no residual, and but for rounding no rejection either.
-    return match, torch.where(residual.any(-1, keepdim=True), residual, draft)
+    return match, residual(draft, target)
 
 
 class Signals(NamedTuple):

@@ -158,11 +158,6 @@ class SourceLatency:
                 blocks += (Block([[lookup_step(trace, source)]]) for source in lookups)
             self._sweeps = Sweeps(blocks, target.device, checkpoint=checkpoint)
 
-    def sweep(self) -> None:
-        """Run one more sweep."""
-        with torch.inference_mode():
-            self._sweeps.run()
-
     def advance(self, sweeps: float) -> None:
         """Time the next blocks until `sweeps` sweeps are done; a part of one counts."""
         with torch.inference_mode():
@@ -184,10 +179,9 @@ def measure_sources(
     target: LayerRunner, modules: Modules, trace: Trace | None = None, *,
     widths: Sequence[int] = WIDTHS, contexts: Sequence[int] = CONTEXTS, repeats: int = 15,
 ) -> pd.DataFrame:  # fmt: skip
-    """Return the cells of `SourceLatency` from `repeats` sweeps, one after another."""
+    """Return the cells of `SourceLatency` from `repeats` sweeps."""
     latency = SourceLatency(target, modules, trace, widths=widths, contexts=contexts)
-    for _ in range(repeats):
-        latency.sweep()
+    latency.advance(repeats)
     return latency.cells()
 
 
