@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from profiler.latency.passes import random_ids
-from profiler.latency.table import Stopwatch
+from profiler.machine import Stopwatch
 from profiler.models.runner import Runner
 from profiler.recording.run import RunInfo
 
@@ -57,12 +57,12 @@ def main() -> None:
         for name, before in kinds.items():
             for number in range(given.repeats // 6 + 2):
                 before()
-                taken = watch.time(verify)
+                taken = watch.measure(verify).seconds
                 if number >= 2:
                     seconds.setdefault(f"{name}, round after round", []).append(taken)
         for name in rng.permutation([*kinds] * (given.repeats // 6)).tolist():
             kinds[name]()
-            seconds.setdefault(f"{name}, mixed", []).append(watch.time(verify))
+            seconds.setdefault(f"{name}, mixed", []).append(watch.measure(verify).seconds)
     print(f"a pass over {given.width} tokens, ms: first quartile, median, third quartile")
     for name, taken_s in sorted(seconds.items()):
         low, middle, high = np.quantile(taken_s, [0.25, 0.5, 0.75]) * 1e3

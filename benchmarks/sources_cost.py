@@ -14,32 +14,47 @@ import time
 from pathlib import Path
 
 import numpy as np
+import pandas as pd
 import torch
 
+from policies.core import DraftPolicy, Round, own_copy, speculate
 from policies.registry import parse_policy
-from profiler.decoding.single import greedy
 from profiler.latency.host import measure_host
 from profiler.latency.passes import pass_blocks
-from profiler.latency.table import Grid, Sweeps, table
+from profiler.latency.table import Grid, Sweeps
 from profiler.models.loading import load_pair
 from profiler.models.runner import Runner
 from profiler.models.stack import LayerRunner
 from profiler.prompts import read_prompts
-from profiler.sources.run import (
-    SourceRun,
-    SourceRunner,
-    load_modules,
-    measure_sources,
-    record_sources,
-)
+from profiler.recording.trace import Recorder
+from profiler.sources.run import SourceRunner, load_modules, measure_sources, record_sources
 from profiler.sources.start_record import RecordOptions
 from simulator.pricing import autoregressive, price
 from traces.acceptance.trace import Request, Trace
 from traces.errors import DraftsimError
+from traces.latency.table import LatencyTable
+from traces.replay.rounds import RoundLog
 from traces.sources import SYSTEMS, EarlyExit, parse_source, replay_source
 from traces.sources.base import Source
 
 BUNDLED = Path(__file__).parents[1] / "profiler" / "bundled"
+
+
+Run = tuple[float, list[list[Round]], list[list[int]]]
+"""Decode seconds (after prefill) of all requests, the rounds of each, and their outputs."""
+
+
+def decoded(runner: SourceRunner, source: Source, policy: DraftPolicy) -> Run:
+    """Really decode every request of the runner's trace, in recording order."""
+    shared, rounds, outputs = own_copy(policy, runner.target.vocab_size), [], []
+    spent_s = 0.0
+    for i in range(len(runner.trace.requests)):
+        decoder, mine = runner.decoder(source, i), shared.fresh()
+        begin = time.perf_counter()
+        rounds.append(list(speculate(decoder, mine)))
+        spent_s += time.perf_counter() - begin
+        outputs.append(decoder.output)
+    return spent_s, rounds, outputs
 
 
 def main() -> None:
@@ -59,27 +74,30 @@ def main() -> None:
     pair = load_pair(given.target, given.draft)
     prompts = read_prompts(BUNDLED / "prompts.jsonl", given.prompts)
     encoded = [pair.encode(p.text) for p in prompts]
-    runner = Runner(pair.target, 512)
-    greedy(runner, encoded[0], 8, pair.eos)
+    plain = Recorder(
+        Runner(pair.target, 512), Runner(pair.draft, 512), max_new_tokens=given.tokens,
+        max_gamma=1, eos=pair.eos,
+    )  # fmt: skip
+    plain.record(encoded[0])
     plain_s, outputs = [], []
     for ids in encoded:
-        begin = time.perf_counter()
-        outputs.append(greedy(runner, ids, given.tokens, pair.eos))
-        plain_s.append(time.perf_counter() - begin)
+        columns = plain.record(ids)
+        outputs.append(columns["token"][columns["offset"] == 0].tolist())
+        plain_s.append(plain.decode_s)
     lengths = [len(o) for o in outputs]
     requests = [
         Request(p.id, p.category, len(ids), len(o), given.tokens,
                 "eos" if o[-1] in pair.eos else "length", tuple(ids.tolist()))
         for p, ids, o in zip(prompts, encoded, outputs, strict=True)
     ]  # fmt: skip
-    columns = {
+    said = {
         "request": np.repeat(np.arange(len(outputs)), lengths),
         "position": np.concatenate([np.arange(n) for n in lengths]),
         "offset": np.zeros(sum(lengths), int),
         "match": np.zeros(sum(lengths), int),
         "token": np.concatenate(outputs),
     }
-    trace = Trace(columns, requests, None, {"eos_token_ids": sorted(pair.eos)})
+    trace = Trace(said, requests, None, {"eos_token_ids": sorted(pair.eos)})
     modules = load_modules(given.heads, pair.target)
     systems: dict[str, Source] = {n: parse_source(s.source) for n, s in SYSTEMS.items()}
     policies = {n: parse_policy(s.policy) for n, s in SYSTEMS.items()}
@@ -106,25 +124,23 @@ def main() -> None:
     sweeps = Sweeps(blocks, pair.device)
     for _ in range(grid.repeats):
         sweeps.run()
-    latency = table(
-        [
-            sweeps.cells(),
-            measure_host(Runner(pair.target, 320), Runner(pair.draft, 320)),
-            measure_sources(layered, modules, trace),
-        ],
-        {"kind": "measured"},
-    )
+    cells = [
+        sweeps.cells(),
+        measure_host(Runner(pair.target, 320), Runner(pair.draft, 320)),
+        measure_sources(layered, modules, trace),
+    ]
+    latency = LatencyTable(pd.concat(cells, ignore_index=True), {"kind": "measured"})
     real = SourceRunner(pair.target, trace, modules)
     print(f"{'system':26s} {'diff':>6s} {'tok/round':>9s} {'predicted':>9s} {'measured':>9s} err")
     logs = {
         name: replay_source(trace, source, policies[name], recordings=recordings, name=name)
         for name, source in systems.items()
     }
-    runs: dict[str, list[SourceRun]] = {name: [] for name in systems}
+    runs: dict[str, list[Run]] = {name: [] for name in systems}
     for _ in range(given.repeats):  # interleaved: a slow minute falls on all
         for name, source in systems.items():
             with contextlib.suppress(DraftsimError):  # a source without a real decoder
-                runs[name].append(real.run(source, policies[name]))
+                runs[name].append(decoded(real, source, policies[name]))
     base = price(autoregressive(next(iter(logs.values()))), latency).total_s
     print(f"{'autoregressive':26s} {'':6s} {1:9.2f} {base:9.3f} (prefill apart)")
     for name, log in logs.items():
@@ -133,12 +149,13 @@ def main() -> None:
         if not runs[name]:
             print(f"{name:26s} {'-':>6s} {tokens:9.2f} {predicted:9.3f} {'-':>9s}")
             continue
-        measured = float(np.median([run.wall_s.sum() for run in runs[name]]))
-        mine = runs[name][0].log.rounds
+        measured = float(np.median([seconds for seconds, _, _ in runs[name]]))
+        _, rounds, said_again = runs[name][0]
+        mine = RoundLog.pack(rounds)
         differ = (
             int((mine != log.rounds).sum()) if len(mine) == len(log) else abs(len(mine) - len(log))
         )
-        assert runs[name][0].outputs == outputs
+        assert said_again == outputs
         off = predicted / measured - 1
         print(f"{name:26s} {differ:6d} {tokens:9.2f} {predicted:9.3f} {measured:9.3f} {off:+.1%}")
 

@@ -11,12 +11,12 @@ from __future__ import annotations
 
 import gc
 import os
-import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
+from time import perf_counter, thread_time
 from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
@@ -39,14 +39,6 @@ def involuntary_switches() -> int:
         return 0
     who = getattr(resource, "RUSAGE_THREAD", resource.RUSAGE_SELF)
     return resource.getrusage(who).ru_nivcsw
-
-
-class Clock(NamedTuple):
-    """A source of seconds and of counts of context switches."""
-
-    wall: Callable[[], float] = time.perf_counter
-    cpu: Callable[[], float] = time.thread_time
-    switches: Callable[[], int] = involuntary_switches
 
 
 class Timing(NamedTuple):
@@ -85,19 +77,19 @@ class Timing(NamedTuple):
 class Stopwatch:
     """Times calls on a device: host clock on a CPU, events on a GPU."""
 
-    def __init__(self, device: torch.device, clock: Clock | None = None) -> None:
-        self._cuda, self._clock = device.type == "cuda", clock or Clock()
+    def __init__(self, device: torch.device) -> None:
+        self._cuda = device.type == "cuda"
 
     def measure(self, run: Callable[[], object]) -> Timing:
         """Run once; the device is idle before and after."""
         if self._cuda:
             return self._marked([run])[0]
-        wall, cpu, switches = self._clock
-        before, on = switches(), cpu()
-        begin = wall()
+        before, on = involuntary_switches(), thread_time()
+        begin = perf_counter()
         run()
-        taken = wall() - begin
-        return Timing(taken, max(0.0, taken - (cpu() - on)), switches() - before)
+        taken = perf_counter() - begin
+        off = max(0.0, taken - (thread_time() - on))
+        return Timing(taken, off, involuntary_switches() - before)
 
     def each(self, runs: Sequence[Callable[[], object]]) -> list[Timing]:
         """Run one call after another; the device is idle before the first and after the last.
@@ -109,25 +101,21 @@ class Stopwatch:
 
     def _marked(self, runs: Sequence[Callable[[], object]]) -> list[Timing]:
         """Return the times between events on a GPU's stream."""
-        wall, cpu, switches = self._clock
         torch.cuda.synchronize()
         marks = [torch.cuda.Event(enable_timing=True) for _ in range(len(runs) + 1)]
-        before, on = switches(), cpu()
-        begin = wall()
+        before, on = involuntary_switches(), thread_time()
+        begin = perf_counter()
         marks[0].record()
         for run, mark in zip(runs, marks[1:], strict=True):
             run()
             mark.record()
         torch.cuda.synchronize()
-        off, count = wall() - begin - (cpu() - on), switches() - before
+        off = perf_counter() - begin - (thread_time() - on)
+        count = involuntary_switches() - before
         taken = [float(start.elapsed_time(stop)) / 1e3 for start, stop in pairwise(marks)]
         whole = sum(taken)
         share = min(max(off / whole, 0.0), 1.0) if count and whole > 0 else 0.0
         return [Timing(t, share * t, 0 if i else count) for i, t in enumerate(taken)]
-
-    def time(self, run: Callable[[], object]) -> float:
-        """Return `Timing.seconds` of a run."""
-        return self.measure(run).seconds
 
 
 class Elapsed:
@@ -141,23 +129,23 @@ class Elapsed:
 
 
 @contextmanager
-def timed(device: torch.device, clock: Clock | None = None) -> Iterator[Elapsed]:
+def timed(device: torch.device) -> Iterator[Elapsed]:
     """Time a block without garbage collection."""
-    wall, cpu, switches = clock or Clock()
     gc.collect(0)
     gc.disable()
     span, cuda = Elapsed(), device.type == "cuda"
     if cuda:
         torch.cuda.synchronize(device)
-    before, on = switches(), cpu()
-    begin = wall()
+    before, on = involuntary_switches(), thread_time()
+    begin = perf_counter()
     try:
         yield span
     finally:
         if cuda:
             torch.cuda.synchronize(device)
-        taken = wall() - begin
-        off, count = max(0.0, taken - (cpu() - on)), switches() - before
+        taken = perf_counter() - begin
+        off = max(0.0, taken - (thread_time() - on))
+        count = involuntary_switches() - before
         span.timing = Timing(taken, 0.0 if cuda and not count else off, count)
         gc.enable()
 
@@ -250,7 +238,7 @@ class Machine:
         self._watch, self._work = Stopwatch(device), matrix_vector_products(model)
         self.taken: list[float] = []
         self._warm = False
-        self._since = read_stat(), Clock().wall(), os.times()
+        self._since = read_stat(), perf_counter(), os.times()
 
     def pulse(self) -> None:
         """Time the reference work once; the first time, warm up before it."""
@@ -259,7 +247,7 @@ class Machine:
         if not self._warm:
             self._work()
             self._warm = True
-        self.taken.append(self._watch.time(self._work))
+        self.taken.append(self._watch.measure(self._work).seconds)
 
     def state(self, repeats: Sequence[Repeats]) -> dict[str, Any]:
         """Return the figures so far, those of runs from their counters."""
@@ -275,7 +263,7 @@ class Machine:
     def _others(self) -> dict[str, float | None]:
         """Return steal and other work since the beginning."""
         before, begin, own = self._since
-        now, wall, spent = read_stat(), Clock().wall() - begin, os.times()
+        now, wall, spent = read_stat(), perf_counter() - begin, os.times()
         if before is None or now is None or wall <= 0:
             return {"steal": None, "others": None}
         change = now - before

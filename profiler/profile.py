@@ -16,20 +16,18 @@ import torch
 from rich.progress import Progress
 
 from profiler.checks.score import ANSWERS, SOLVED, answers_to, solved_by
-from profiler.latency.batch import batch_blocks, measure_batch_host
-from profiler.latency.host import GPU_GAMMAS, host_beyond, measure_host
+from profiler.latency.host import GPU_GAMMAS, host_beyond, measure_batch_host, measure_host
 from profiler.latency.layers import measure_layers
-from profiler.latency.passes import pass_blocks
+from profiler.latency.passes import fitting_grid, pass_blocks
 from profiler.latency.rules import measure_rules
-from profiler.latency.seq2seq import fitting_grid, seq2seq_blocks, seq2seq_layers
-from profiler.latency.table import Grid, Sweeps, table
+from profiler.latency.table import Grid, Sweeps
 from profiler.machine import Machine
 from profiler.models.loading import Pair
 from profiler.models.runner import Runner
 from profiler.models.seq2seq import Seq2SeqRunner, check_room, is_seq2seq, make_runner
 from profiler.prompts import Prompt
 from profiler.recording.run import DONE_WITH, digest_of
-from profiler.recording.trace import Columns, Recorder
+from profiler.recording.trace import Columns, Recorder, slots_needed
 from traces.acceptance.sampling import GREEDY, Sampling
 from traces.acceptance.trace import Request, Trace
 from traces.errors import DraftsimError
@@ -78,14 +76,14 @@ class LatencyProfile:
         target, draft = self._runners
         if isinstance(target, Seq2SeqRunner) and isinstance(draft, Seq2SeqRunner):
             self._grid = fitting_grid(grid, target, draft)
-            blocks = seq2seq_blocks(target, draft, self._grid)
         else:
             contexts = [c for c in grid.contexts if c + grid.widest <= slots]
             self._grid = replace(grid, contexts=contexts)
-            blocks = pass_blocks(target, draft, self._grid, short=self._short)
+        blocks = pass_blocks(target, draft, self._grid, short=self._short)
         if (largest := max(grid.batches, default=1)) > 1:
             self._batched = Runner(pair.target, slots, largest), Runner(pair.draft, slots, largest)
-            blocks += batch_blocks(*self._batched, self._grid, short=self._short)
+            for batch in [b for b in grid.batches if b > 1]:
+                blocks += pass_blocks(*self._batched, self._grid, batch, short=self._short)
         self.sweeps = Sweeps(blocks, pair.device, warmup=grid.warmup, checkpoint=checkpoint)
         self._machine = Machine(pair.target, pair.device)
 
@@ -109,7 +107,7 @@ class LatencyProfile:
             "kind": "measured", "mode": "eager", "estimator": "mean", **self._pair.meta,
             "machine": self._machine.state([self.sweeps.repeats]),
         }  # fmt: skip
-        return table(parts, meta)
+        return LatencyTable(pd.concat(parts, ignore_index=True), meta)
 
     def _layers(self) -> Iterator[pd.DataFrame]:
         """Yield the cells of each model's single layers, at a few widths."""
@@ -120,10 +118,7 @@ class LatencyProfile:
             repeats=max(3, grid.repeats // 2),
         )
         for name, runner in zip(("target", "draft"), self._runners, strict=True):
-            if isinstance(runner, Seq2SeqRunner):
-                yield seq2seq_layers(runner, name, few)
-            else:
-                yield measure_layers(runner, name, few)
+            yield measure_layers(runner, name, few)
 
     def _rules(self) -> pd.DataFrame:
         """Return what lossy rules take to judge the pair's drafts."""
@@ -190,7 +185,7 @@ def profile_trace(
     longest = max(int(ids.shape[0]) for ids in encoded)
     _check_context(pair, prompts, encoded, settings.max_new_tokens)
     # Sized for what is recorded, beyond the positions a model knows: branches share them.
-    slots = longest + settings.max_new_tokens * (settings.max_gamma + 1)
+    slots = slots_needed(longest, settings.max_new_tokens, settings.max_gamma)
     target = make_runner(pair.target, slots)
     if settings.together > 1:
         if isinstance(target, Seq2SeqRunner):

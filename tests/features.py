@@ -8,8 +8,15 @@ from typing import Any
 import torch
 from transformers import AutoConfig, LlamaConfig, LlamaForCausalLM
 
-from profiler import features
-from profiler.features import Eagle3, EagleDrafter, FeatureDrafter
+from profiler.features.checkpoint import write_drafter
+from profiler.features.drafters import (
+    Eagle3,
+    EagleDrafter,
+    FeatureDrafter,
+    Mtp,
+    ParallelEagle3,
+    layer_config,
+)
 from tests.conftest import ROOT
 
 DRAFTED = [i for i in range(96) if i % 3]
@@ -32,7 +39,7 @@ def miniature(layers: int = 4, seed: int = 0) -> Any:
 def drafters(target: Any, seed: int = 1) -> dict[str, FeatureDrafter]:
     """One of each kind, with random weights, attached to `target`."""
     torch.manual_seed(seed)
-    layer = features.layer_config(target.config)
+    layer = layer_config(target.config)
     made: dict[str, FeatureDrafter] = {
         "eagle": EagleDrafter(layer),
         "eagle-bias": EagleDrafter(layer, bias=True),
@@ -40,9 +47,9 @@ def drafters(target: Any, seed: int = 1) -> dict[str, FeatureDrafter]:
         "eagle3-variant": Eagle3(
             layer, None, (0, 2), norm_before_residual=True, norm_before_fc=True
         ),
-        "mtp": features.Mtp(layer),
-        "mtp-several": features.Mtp(layer, 3),
-        "p-eagle": features.ParallelEagle3(layer, DRAFTED, (1, 2, 3)),
+        "mtp": Mtp(layer),
+        "mtp-several": Mtp(layer, 3),
+        "p-eagle": ParallelEagle3(layer, DRAFTED, (1, 2, 3)),
     }
     for drafter in made.values():
         for parameter in drafter.parameters():
@@ -54,13 +61,9 @@ def drafters(target: Any, seed: int = 1) -> dict[str, FeatureDrafter]:
 def write_random(folder: Path) -> Path:
     """Random drafters for the bundled target: ``one`` and ``another`` (EAGLE), ``three``."""
     torch.manual_seed(0)
-    layer = features.layer_config(
-        AutoConfig.from_pretrained(ROOT / "profiler" / "bundled" / "target")
-    )
-    features.write_drafter(EagleDrafter(layer), folder / "one")
-    features.write_drafter(EagleDrafter(layer), folder / "another")
-    features.write_drafter(Eagle3(layer, range(0, 2000, 2), (2, 4, 5)), folder / "three")
-    features.write_drafter(
-        features.ParallelEagle3(layer, range(0, 2000, 2), (2, 4, 5)), folder / "masks"
-    )
+    layer = layer_config(AutoConfig.from_pretrained(ROOT / "profiler" / "bundled" / "target"))
+    write_drafter(EagleDrafter(layer), folder / "one")
+    write_drafter(EagleDrafter(layer), folder / "another")
+    write_drafter(Eagle3(layer, range(0, 2000, 2), (2, 4, 5)), folder / "three")
+    write_drafter(ParallelEagle3(layer, range(0, 2000, 2), (2, 4, 5)), folder / "masks")
     return folder

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
 from importlib.util import find_spec
 from inspect import signature
 from typing import Any
@@ -13,7 +12,7 @@ from typing import Any
 import pytest
 
 WIDTHS, CONTEXTS, PROMPTS = (1, 2, 5), (32, 128), (32, 128)
-TREES = {"FIRST": (1, 2), "WIDTHS": (1, 2, 40), "PROMPTS": PROMPTS}
+TREES = {"FIRST": (1, 2), "TREE_WIDTHS": (1, 2, 40), "PROMPTS": PROMPTS}
 """Cells timed of rounds with trees."""
 GAMMAS = (0, 1, 4)
 """Draft lengths over which the host's time is fitted, and which rules judge."""
@@ -48,7 +47,7 @@ def few_cells() -> Iterator[None]:
         yield
         return
     from profiler import profile
-    from profiler.latency import batch, host, passes, table
+    from profiler.latency import host, passes, table
     from profiler.sources import latency, run
 
     @dataclass(frozen=True)
@@ -66,18 +65,15 @@ def few_cells() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(table, "Grid", Few)
         patch.setitem(table.Sweeps.__init__.__kwdefaults__, "warmup", 0)
-        for module in (host, batch):
-            patch.setattr(module, "HOST_GAMMAS", GAMMAS)
+        patch.setattr(host, "HOST_GAMMAS", GAMMAS)
         patch.setattr(latency, "PROMPTS", PROMPTS)
         patch.setattr(passes, "PLAIN_BLOCKS", 1)
-        patch.setattr(passes, "decoding_blocks", partial(passes.decoding_blocks, untimed=0))
         for name, thinned in TREES.items():
             patch.setattr(latency, name, thinned)
         untimed_none(patch)
         for owner, name, less in (
             (run, "measure_sources", few), (run, "SourceLatency", few),
             (latency, "measure_drafters", few),
-            (latency, "measure_trees", {"contexts": CONTEXTS, "repeats": 1}),
             (profile, "measure_host", {"repeats": 1}),
             (profile, "measure_batch_host", {"repeats": 1, "tokens": 8}),
             (profile, "measure_rules", {"repeats": 1, "drafted": GAMMAS}),

@@ -23,6 +23,18 @@ LIMIT = 24
 """Tokens of an output of the bundled target."""
 
 
+def greedy(target: Any, prompt: Any, limit: int, eos: frozenset[int]) -> list[int]:
+    """The target's own greedy output, one token at a time: the reference."""
+    output: list[int] = []
+    feed, start = target.begin(prompt), 0
+    while len(output) < limit and not (output and output[-1] in eos):
+        logits = target.forward(feed, start, keep=1)
+        start += feed.shape[0]
+        feed = logits.argmax(-1)
+        output.append(int(feed))
+    return output
+
+
 def trace_of(
     outputs: Sequence[Sequence[int]],
     limit: int,
@@ -92,7 +104,6 @@ class Decoded(NamedTuple):
 def decoded(slots: int, count: int = 4) -> Decoded:
     """The first `count` bundled prompts, decoded greedily with a cache of `slots` tokens."""
     pytest.importorskip("torch")
-    from profiler.decoding.single import greedy
     from profiler.models.stack import LayerRunner
     from profiler.prompts import read_prompts
     from profiler.recording.run import BUNDLED

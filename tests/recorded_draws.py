@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from profiler.models.sampling import Verdict, count_matches
 from traces.acceptance.trace import Trace
 from traces.sources.base import true_tokens
 from traces.sources.exits.recording import ExitRecording
@@ -29,18 +30,13 @@ class _Recorded:
         del logits
         return self._tensor(self._true[:1])
 
-    def settle(
-        self, drafted: Tensor, proposals: Tensor, logits: Tensor, position: int
-    ) -> tuple[int, list[int]]:
+    def settle(self, drafted: Tensor, proposals: Tensor, logits: Tensor, position: int) -> Verdict:
         """The drafted tokens that the output has, and its next one where a position is left."""
         del proposals
         true = self._true[position : position + int(logits.shape[0])]
-        accepted = 0
-        for token, own in zip(drafted.tolist(), true, strict=False):
-            if token != own:
-                break
-            accepted += 1
-        return accepted, true[: accepted + 1]
+        accepted = count_matches(drafted.tolist(), true)
+        tokens = true[: accepted + 1]
+        return accepted, self._tensor(tokens), tokens
 
     def _tensor(self, tokens: list[int]) -> Tensor:
         return torch.tensor(tokens, device=self._device)

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import NamedTuple
 
 import numpy as np
 
 from policies import DraftPolicy
+from policies.core import own_copy, speculate
 from profiler.checks.differences import output_of, rounds_differ
 from profiler.checks.spot_check import Arm, run_arms
 from profiler.models.loading import Pair
 from profiler.sources.run import SourceRunner
 from traces.acceptance.trace import Trace
+from traces.replay.calls import pack_calls
 from traces.replay.rounds import RoundLog
 from traces.replay.run import replay
 from traces.sources import Recordings, Source, replay_source
@@ -29,16 +31,38 @@ def assert_decoded_as_replayed(pair: Pair, trace: Trace, arms: Sequence[Arm]) ->
             assert measured.outputs[arm.name][i] == output_of(trace, i), arm.name
 
 
+class SourceRun(NamedTuple):
+    """Rounds and outputs of requests that were decoded for real with a source."""
+
+    log: RoundLog
+    outputs: list[list[int]]
+
+
+def run_source(runner: SourceRunner, source: Source, policy: DraftPolicy) -> SourceRun:
+    """Decode every request of the runner's trace for real, in recording order."""
+    shared, rounds, calls, outputs = own_copy(policy, runner.target.vocab_size), [], [], []
+    for i in range(len(runner.trace.requests)):
+        decoder = runner.decoder(source, i)
+        rounds.append(list(speculate(decoder, shared.fresh())))
+        calls.append(decoder.calls.rounds)
+        outputs.append(decoder.output)
+    log = RoundLog(
+        RoundLog.pack(rounds), runner.trace.requests, type(policy).__name__, source=source.name,
+        reads=policy.reads, calls=pack_calls(calls),
+    )  # fmt: skip
+    return SourceRun(log, outputs)
+
+
 def run_as_replayed(
     runner: SourceRunner, source: Source, policy: DraftPolicy, trace: Trace,
     recordings: Recordings | None = None, calls: bool = True,
-) -> tuple[Any, RoundLog]:  # fmt: skip
+) -> tuple[SourceRun, RoundLog]:  # fmt: skip
     """Run a source for real: it writes the recorded outputs in the rounds of its replay.
 
     Its calls are the replay's too, unless `calls` says that passes of a draft model are counted
     instead.  Returns the real run and the replay's log.
     """
-    real = runner.run(source, policy)
+    real = run_source(runner, source, policy)
     log = replay_source(trace, source, policy, recordings=recordings)
     assert real.outputs == [output_of(trace, i) for i in range(len(trace.requests))]
     np.testing.assert_array_equal(real.log.rounds, log.rounds)

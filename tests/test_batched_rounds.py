@@ -34,7 +34,6 @@ from policies.together import TruncateToMinimum, together_of
 from profiler.checks.batch_runs import groups_of
 from profiler.checks.differences import output_of
 from profiler.decoding.batch import BatchedDecoder, Stream, speculate_batch
-from profiler.decoding.single import greedy
 from profiler.models.runner import Runner
 from simulator.serving.arrivals import Job
 from simulator.serving.sequence import EngineState, ServedSequence, Slot, step
@@ -52,6 +51,7 @@ from tests.batched import (
     trace,
 )
 from tests.batched_decoding import decode_batch
+from tests.outputs import greedy
 from traces.acceptance.trace import MATCH, Trace
 
 

@@ -21,7 +21,8 @@ from profiler.checks.spot_check import Arm, run_arms
 from profiler.checks.turns import LEAST_REPEATS, order
 from profiler.decoding.batch import BatchedDecoder, speculate_batch
 from profiler.decoding.forced import ForcedStream
-from profiler.latency.batch import batch_blocks, measure_batch_host
+from profiler.latency.host import measure_batch_host
+from profiler.latency.passes import pass_blocks
 from profiler.latency.table import Grid, Sweeps
 from profiler.machine import NoTimeError
 from profiler.models.loading import Pair
@@ -168,7 +169,8 @@ def test_grid_cells_cover_batches_and_host() -> None:
         repeats=2,
     )  # fmt: skip
     target, draft = Runner(pair().target, 16, 3), Runner(pair().draft, 16, 3)
-    sweeps = Sweeps(batch_blocks(target, draft, grid), target.device, warmup=1)
+    blocks = [block for batch in (2, 3) for block in pass_blocks(target, draft, grid, batch)]
+    sweeps = Sweeps(blocks, target.device, warmup=1)
     sweeps.run()
     sweeps.run()
     cells = sweeps.cells()

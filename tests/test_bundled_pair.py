@@ -126,7 +126,7 @@ def test_split_is_by_source(documents):
 
 def test_load_documents_names_an_empty_folder(tmp_path):
     with pytest.raises(FileNotFoundError, match="no Python source under"):
-        text.load_documents(tmp_path)
+        text.load_documents([tmp_path])
 
 
 def test_cut_prompt_is_a_prefix_in_tokens(documents, tokenizer):

@@ -206,26 +206,42 @@ def test_stale_recordings_are_recorded_again(
     assert again() == [name]
 
 
-def test_an_unsupported_architecture_is_one_line(run: Run, tmp_path: Path) -> None:
+GPT2 = {"n_positions": 64, "n_embd": 16, "n_layer": 2, "n_head": 2}
+ONE_LAYER = {
+    "max_position_embeddings": 64, "hidden_size": 16, "intermediate_size": 16,
+    "num_hidden_layers": 1, "num_attention_heads": 2,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("kind", "shape", "said"),
+    [
+        ("GPT2", GPT2, "early exit and heads work for Llama, Mistral and Qwen models"),
+        ("Llama", ONE_LAYER, "a target of 1 layer has no exit before its last one"),
+    ],
+)
+def test_a_target_without_exits_is_one_line(
+    run: Run, tmp_path: Path, kind: str, shape: dict[str, int], said: str
+) -> None:
     torch = pytest.importorskip("torch")
-    from transformers import AutoTokenizer, GPT2Config, GPT2LMHeadModel
+    import transformers
 
     from profiler.recording.run import BUNDLED as PAIR
 
-    tokenizer = AutoTokenizer.from_pretrained(PAIR / "target")
+    tokenizer = transformers.AutoTokenizer.from_pretrained(PAIR / "target")
     torch.manual_seed(0)
-    config = GPT2Config(
-        vocab_size=len(tokenizer), n_positions=64, n_embd=16, n_layer=2, n_head=2,
-        bos_token_id=None, eos_token_id=tokenizer.eos_token_id,
+    config = getattr(transformers, f"{kind}Config")(
+        vocab_size=len(tokenizer), bos_token_id=None, eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=None, **shape,
     )  # fmt: skip
-    GPT2LMHeadModel(config).save_pretrained(tmp_path / "gpt2")
-    tokenizer.save_pretrained(tmp_path / "gpt2")
+    model = transformers.AutoModelForCausalLM.from_config(config)
+    model.save_pretrained(tmp_path / "model")
+    tokenizer.save_pretrained(tmp_path / "model")
     ran = run(
-        "profile", "--target", tmp_path / "gpt2", "--draft", tmp_path / "gpt2", "--prompts",
+        "profile", "--target", tmp_path / "model", "--draft", tmp_path / "model", "--prompts",
         PAIR / "prompts.jsonl", "--out", tmp_path / "run", "--exit-layers",
     )  # fmt: skip
-    assert "GPT2LMHeadModel" in ran.refusal
-    assert "Llama, Mistral and Qwen" in ran.err
+    assert said in ran.refusal
     assert not (tmp_path / "run").exists()
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from itertools import product
 
 import numpy as np
@@ -19,9 +20,10 @@ from profiler.checks.batch_runs import run_batches
 from profiler.checks.differences import output_of, rounds_differ
 from profiler.checks.spot_check import Arm, assisted_generation, run_arms
 from profiler.decoding.forced import ForcedDecoder
-from profiler.decoding.single import ModelDecoder, greedy
+from profiler.decoding.single import ModelDecoder
 from profiler.models.runner import Runner
 from tests import batched, bundled
+from tests.outputs import greedy
 from tests.replayed import assert_decoded_as_replayed
 from traces.acceptance.sampling import Sampling
 from traces.acceptance.trace import Trace
@@ -244,12 +246,12 @@ def test_forced_runs_repeat_the_recording_with_any_weights() -> None:
 
 
 def test_signals_come_to_the_host_only_when_read(monkeypatch: pytest.MonkeyPatch) -> None:
-    from profiler.decoding.single import ModelToken
+    from profiler.decoding.tokens import ModelToken
 
     fetched = 0
     original = ModelToken._fetch
 
-    def counting(self: ModelToken) -> tuple[float, ...]:
+    def counting(self: ModelToken) -> Sequence[float]:
         nonlocal fetched
         fetched += 1
         return original(self)

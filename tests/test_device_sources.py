@@ -36,6 +36,7 @@ from tests import bundled, seq2seq
 from tests.conftest import Run
 from tests.few_cells import untimed_none
 from tests.pretend_gpu import CUDA, PretendedGPU, pretended
+from tests.replayed import run_source
 from tests.test_device import model
 from traces.acceptance.sampling import Sampling
 from traces.acceptance.trace import Trace
@@ -157,11 +158,12 @@ def test_heads_trained_in_float32_serve_the_target_in_bfloat16(
         assert len(asked) <= exits
         others = len(waits) - len(token) - len(asked)
         assert others <= most * len(rounds) + (source.name == "pld") * len(rounds), Counter(waits)
-    SourceRunner(whole.pair.target, whole.sampled, modules).run(EarlyExit(tau=0.3), Fixed(3))
+    drawn = SourceRunner(whole.pair.target, whole.sampled, modules)
+    run_source(drawn, EarlyExit(tau=0.3), Fixed(3))
     layered = LayerRunner(whole.pair.target, 80)
     untimed_none(monkeypatch)
     latency = SourceLatency(layered, modules, whole.greedy, widths=(1, 2), contexts=(16,))
-    latency.sweep()
+    latency.advance(1)
     assert {"layer", "head", "forward"} <= set(latency.cells()["phase"])
     # Of a width that is not the target's they are refused whatever the precision.
     with pytest.raises(DraftsimError, match="was trained for another target"):

@@ -12,7 +12,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from benchmarks.training.unroll import target_features, unroll
-from profiler.features import Eagle3, FeatureDrafter, layer_config, read_drafter, write_drafter
+from profiler.features.checkpoint import read_drafter, write_drafter
+from profiler.features.drafters import Eagle3, FeatureDrafter, layer_config
 from tests.features import DRAFTED, drafters, miniature
 from traces.errors import DraftsimError
 
@@ -73,7 +74,7 @@ def test_eagle_files_are_named_as_published(
     made: dict[str, FeatureDrafter], target: Any, tmp_path: Path
 ) -> None:
     table = target.model.embed_tokens.weight
-    write_drafter(made["eagle"], tmp_path, embedding=table, notes={"trained_on": "nothing"})
+    write_drafter(made["eagle"], tmp_path, embedding=table)
     config, weights = _files(tmp_path)
     assert set(weights) == {"fc.weight", "embed_tokens.weight"} | {f"layers.0.{n}" for n in LAYER}
     assert weights["fc.weight"].shape == (36, 72)
@@ -81,7 +82,7 @@ def test_eagle_files_are_named_as_published(
     assert config["architectures"] == ["LlamaForCausalLM"]
     assert (config["model_type"], config["num_hidden_layers"]) == ("llama", 1)
     assert (config["num_key_value_heads"], config["rope_theta"]) == (1, 1000.0)
-    assert (config["bias"], config["trained_on"]) == (False, "nothing")
+    assert config["bias"] is False
     again = read_drafter(tmp_path, target)
     assert again.embed_tokens is None  # it is the target's, rounded
 
@@ -100,16 +101,14 @@ def test_eagle3_files_are_named_as_published(
     assert drafted.tolist() == DRAFTED == weights["t2d"].nonzero()[:, 0].tolist()
     assert (config["draft_vocab_size"], config["vocab_size"]) == (len(DRAFTED), 96)
     assert config["eagle_aux_hidden_state_layer_ids"] == [1, 2, 3]
-    write_drafter(
-        made["eagle3"], tmp_path / "b", layout="speculators", target="mini", speculative_tokens=5
-    )
+    write_drafter(made["eagle3"], tmp_path / "b", layout="speculators", target="mini")
     config, weights = _files(tmp_path / "b")
     assert set(weights) == own | {f"layers.0.{n}" for n in layer}
     assert config["speculators_model_type"] == "eagle3"
     assert config["transformer_layer_config"]["vocab_size"] == 96
     assert config["norm_before_residual"] is False
     method = config["speculators_config"]["proposal_methods"][0]
-    assert method["speculative_tokens"] == 5
+    assert method["speculative_tokens"] == 3
     assert config["speculators_config"]["verifier"]["name_or_path"] == "mini"
 
 

@@ -9,8 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks.training.unroll import target_features, unroll
-from profiler.features import (
-    DrafterRunner,
+from profiler.features.drafters import (
     Eagle3,
     EagleDrafter,
     FeatureDrafter,
@@ -18,7 +17,7 @@ from profiler.features import (
     default_depths,
     layer_config,
 )
-from profiler.features.runner import Layer, Trees
+from profiler.features.runner import DrafterRunner, Layer, Trees
 from profiler.sources.start_record import ranks
 from tests.features import DRAFTED, drafters, miniature
 from traces.errors import DraftsimError

@@ -16,7 +16,6 @@ import commands.common.quiet  # noqa: E402 - needs torch
 from profiler.latency.table import Block, Step, Sweeps  # noqa: E402
 from profiler.machine import (  # noqa: E402  # noqa: E402  # noqa: E402
     MOST,
-    Clock,
     Machine,
     Repeats,
     Stopwatch,
@@ -43,25 +42,24 @@ QUIET, OFF = Timing(1.0, 0.0), Timing(2.0, 1.0, 4)
 
 
 class FakeClock:
-    """A clock that runs at all only where it is told so."""
+    """A clock of `profiler.machine` that runs at all only where it is told so."""
 
-    def __init__(self) -> None:
+    def __init__(self, patch: pytest.MonkeyPatch) -> None:
         self.wall = self.cpu = 0.0
         self.switches = 0
+        patch.setattr("profiler.machine.perf_counter", lambda: self.wall)
+        patch.setattr("profiler.machine.thread_time", lambda: self.cpu)
+        patch.setattr("profiler.machine.involuntary_switches", lambda: self.switches)
 
     def work(self, seconds: float, off: float = 0.0) -> None:
         """Some work, and a time in which another process had the processor."""
         self.wall, self.cpu = self.wall + seconds + off, self.cpu + seconds
         self.switches += off > 0
 
-    @property
-    def clock(self) -> Clock:
-        return Clock(lambda: self.wall, lambda: self.cpu, lambda: self.switches)
 
-
-def test_time_without_a_processor_is_told_from_work() -> None:
-    fake = FakeClock()
-    watch = Stopwatch(CPU, fake.clock)
+def test_time_without_a_processor_is_told_from_work(monkeypatch: pytest.MonkeyPatch) -> None:
+    fake = FakeClock(monkeypatch)
+    watch = Stopwatch(CPU)
     taken = watch.measure(lambda: fake.work(2.0))
     assert taken == (2.0, 0.0, 0)
     assert not taken.disturbed
@@ -69,7 +67,7 @@ def test_time_without_a_processor_is_told_from_work() -> None:
     assert taken == (4.0, 1.0, 1)
     assert taken.disturbed
     assert (taken.off, taken.seconds) == (0.25, 3.0)
-    with timed(CPU, fake.clock) as span:
+    with timed(CPU) as span:
         fake.work(1.0, off=DISTURBED / 2)
     # Too little to matter: wall time is what there is to pay.
     assert span() == span.timing.wall_s == pytest.approx(1 + DISTURBED / 2)
@@ -109,8 +107,8 @@ def test_the_least_disturbed_run_is_kept_and_the_budget_is_too() -> None:
     assert made == 3 + MOST
 
 
-def test_a_cell_is_the_mean_of_what_was_not_disturbed() -> None:
-    fake = FakeClock()
+def test_a_cell_is_the_mean_of_what_was_not_disturbed(monkeypatch: pytest.MonkeyPatch) -> None:
+    fake = FakeClock(monkeypatch)
     script = iter(
         [(1.0, 0.0), (1.0, 2.0)]  # half of the first block disturbed: made again
         + [(1.0, 0.0), (1.0, 0.1)]  # less so, and kept: its quiet call counts
@@ -118,7 +116,6 @@ def test_a_cell_is_the_mean_of_what_was_not_disturbed() -> None:
     )  # fmt: skip
     step = Step("target", "forward", 1, 8, lambda: fake.work(*next(script)))
     sweeps = Sweeps([Block([[step], [step]])], CPU, warmup=0)
-    sweeps._watch = Stopwatch(CPU, fake.clock)
     sweeps.repeats = Repeats(share=1)
     sweeps.run()
     assert (sweeps.repeats.disturbed, sweeps.repeats.repeated) == (1, 1)

@@ -57,7 +57,7 @@ def test_tree_masked_tails_equal_sequential_drafting() -> None:
             while tail < len(trace) and c["offset"][tail] > 0:
                 for name, runner in (("draft", draft), ("target", target)):
                     logits = runner.forward(torch.tensor(fed), start, keep=1)
-                    of = signals(logits).stack()[0].numpy()
+                    of = torch.stack(tuple(signals(logits)), -1)[0].numpy()
                     columns = [f"{name}_{k}" for k in ("top1", "top2", "logsumexp", "entropy")]
                     recorded = [c[k][tail] for k in columns]
                     np.testing.assert_allclose(recorded, of, atol=2e-3)

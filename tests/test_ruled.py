@@ -19,7 +19,8 @@ from policies.rules.memory import OnlineCorrectionMemory
 from policies.rules.registry import parse_rule
 from profiler.checks.differences import output_of, rounds_differ
 from profiler.checks.spot_check import Arm, real_run, run_arms
-from profiler.decoding.single import ModelDecoder, judge, target_numbers
+from profiler.decoding.single import ModelDecoder, judge
+from profiler.models.sampling import scored
 from tests import bundled
 from tests.rule_runs import decode, prepared, short_trace
 from traces.acceptance.sampling import Sampling
@@ -182,9 +183,8 @@ def test_scores_are_the_recorded_ones() -> None:
 
 def test_target_numbers_by_hand() -> None:
     logits = torch.tensor([[0.0, math.log(3.0), math.log(2.0)]])
-    pick, top1, top2, lse, entropy, logit, rank = target_numbers(logits, torch.tensor([2]))[
-        0
-    ].tolist()
+    seen = scored(logits, torch.tensor([2]))
+    pick, top1, top2, lse, entropy, logit, rank = (column.item() for column in seen)
     assert (pick, rank) == (1, 1)
     shares = np.array([1, 3, 2]) / 6
     wanted = [math.log(3), math.log(2), math.log(6), -(shares * np.log(shares)).sum(), math.log(2)]

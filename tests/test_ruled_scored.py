@@ -12,13 +12,13 @@ import pytest
 from profiler.checks.differences import solves
 from profiler.checks.score import ANSWERS, SOLVED, answers_to, score, solved_by
 from profiler.checks.spot_check import real_run
-from profiler.decoding.single import greedy
 from profiler.prompts import Prompt, read_prompts
 from profiler.recording.run import BUNDLED
 from simulator.papers.ours import quality_note
 from tests import bundled
 from tests.conftest import Run
 from tests.logs import write_rows
+from tests.outputs import greedy
 from tests.rule_runs import decode, short_trace
 from traces.errors import DraftsimError
 from traces.replay.exact_match import final_number

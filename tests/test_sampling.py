@@ -13,7 +13,15 @@ from scipy import stats
 from transformers import TopKLogitsWarper, TopPLogitsWarper
 
 from profiler.models import sampling as sampling_module
-from profiler.models.sampling import coupled, draw, log_probs_at, probs, top10_log_prob
+from profiler.models.sampling import (
+    coupled,
+    draw,
+    log_probs_at,
+    probs,
+    top10_log_prob,
+    verify_greedily,
+    verify_sampled,
+)
 from traces.acceptance.sampling import GREEDY, Sampling
 from traces.acceptance.synthetic import synthetic_trace
 from traces.acceptance.trace import Trace
@@ -109,6 +117,31 @@ def test_nothing_is_sorted_without_a_cut(monkeypatch: pytest.MonkeyPatch) -> Non
     probs(torch.randn(2, 9), Sampling(0.7))
     with pytest.raises(TypeError):
         probs(torch.randn(2, 9), Sampling(0.7, 0.5))
+
+
+@pytest.mark.parametrize(
+    ("drafted", "positions", "accepted", "emitted"),
+    [
+        ([3, 1], 3, 2, [3, 1, 2]), ([3, 1], 2, 2, [3, 1]), ([3, 0], 3, 1, [3, 1]),
+        ([0, 1], 3, 0, [3]), ([], 1, 0, [3]),
+    ],
+)  # fmt: skip
+def test_a_greedy_draft_is_kept_up_to_the_first_difference(
+    drafted: list[int], positions: int, accepted: int, emitted: list[int]
+) -> None:
+    logits = torch.eye(4)[[3, 1, 2]][:positions]
+    found, tokens, ids = verify_greedily(torch.tensor(drafted, dtype=torch.long), logits)
+    assert (found, tokens.tolist(), ids) == (accepted, emitted, emitted)
+
+
+def test_a_rejection_without_a_residual_draws_from_the_target(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Rounding alone can reject a token of two equal distributions; no cut token may follow."""
+    monkeypatch.setattr(torch, "rand", lambda size, **_: torch.ones(size))
+    logits = torch.tensor([[0.0, 5.0, 4.0]])
+    found = verify_sampled(torch.tensor([1]), logits, logits.expand(2, 3), Sampling(1.0, 0.5), None)
+    assert (found[0], found[1].tolist(), found[2]) == (0, [1], [1])
 
 
 def test_the_coupling_runs_rejection_sampling_backwards() -> None:

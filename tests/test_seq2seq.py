@@ -14,8 +14,7 @@ from commands.common.progress import progress_bar
 from policies import parse_policy
 from profiler.checks.differences import output_of
 from profiler.checks.spot_check import Arm, assisted_generation
-from profiler.decoding.single import greedy
-from profiler.latency.seq2seq import fitting_grid
+from profiler.latency.passes import fitting_grid
 from profiler.latency.table import Grid
 from profiler.models.loading import load_pair
 from profiler.models.runner import Runner
@@ -25,6 +24,7 @@ from profiler.prompts import Prompt
 from profiler.recording.trace import Recorder
 from tests import seq2seq_pair as bundled
 from tests.few_cells import few_cells
+from tests.outputs import greedy
 from tests.replayed import assert_decoded_as_replayed
 from tests.seq2seq import (
     GAMMA,

@@ -13,7 +13,8 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from commands.profile.sources import load_drafters
-from profiler import features
+from profiler.features.checkpoint import write_drafter
+from profiler.features.drafters import EagleDrafter, layer_config
 from profiler.fetched import download, places
 from profiler.fetched.fetch import fetch
 from profiler.fetched.places import SMOLLM2
@@ -77,7 +78,7 @@ def test_a_feature_drafter_goes_by_its_name(small: tuple[Any, Any, Path], cache:
     pair, sources = Pair(model, model, words, {}), [Eagle("smollm2-eagle")]
     with pytest.raises(DraftsimError, match=r"smollm2-eagle is not at .*`draftsim fetch smollm2`"):
         load_drafters(pair, sources)
-    drafter = features.EagleDrafter(features.layer_config(model.config))
-    features.write_drafter(drafter, places.folder("smollm2-eagle"))
+    drafter = EagleDrafter(layer_config(model.config))
+    write_drafter(drafter, places.folder("smollm2-eagle"))
     (found,) = load_drafters(pair, sources).values()
     assert found.kind == "eagle"

@@ -10,7 +10,7 @@ import torch
 from commands.common.progress import progress_bar
 from policies.lengths.basic import Fixed
 from profiler.checks.spot_check import Arm
-from profiler.features import read_drafter
+from profiler.features.checkpoint import read_drafter
 from profiler.fetched import places
 from profiler.models.loading import Pair
 from profiler.profile import Settings, profile_trace

@@ -16,7 +16,7 @@ from benchmarks.training.unroll import GrowingCache, target_features
 from commands.common.progress import progress_bar
 from policies.lengths.basic import Fixed
 from profiler.checks.spot_check import Arm
-from profiler.features import EagleDrafter, layer_config
+from profiler.features.drafters import EagleDrafter, layer_config
 from profiler.models.loading import Pair, load_pair
 from profiler.profile import Settings, profile_trace
 from profiler.prompts import Prompt

@@ -18,7 +18,8 @@ from benchmarks.training.fit import Candidates, TrainingPlan, by_frequency, fit,
 from benchmarks.training.heads import AHEAD
 from benchmarks.training.stored import store_draft, store_drafter
 from benchmarks.training.unroll import target_features, unroll
-from profiler.features import Eagle3, Mtp, ParallelEagle3, read_drafter
+from profiler.features.checkpoint import read_drafter
+from profiler.features.drafters import Eagle3, Mtp, ParallelEagle3
 from profiler.smollm2.stored import draft_config, write_folder
 from tests import small_smollm2
 from traces.errors import DraftsimError

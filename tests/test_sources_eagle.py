@@ -15,8 +15,8 @@ from benchmarks.training.unroll import target_features, unroll
 from policies.core import DraftPolicy, speculate
 from policies.lengths.basic import Fixed
 from policies.lengths.huggingface import Confidence
-from profiler.decoding.single import greedy
-from profiler.features import DrafterRunner, FeatureDrafter
+from profiler.features.drafters import FeatureDrafter
+from profiler.features.runner import DrafterRunner
 from profiler.models.stack import LayerRunner
 from profiler.sources.latency import AFTER_DRAFTER, measure_drafters
 from profiler.sources.run import (
@@ -30,8 +30,8 @@ from profiler.sources.start_record import RecordOptions
 from simulator.pricing import price
 from tests.features import drafters, miniature
 from tests.few_cells import untimed_none
-from tests.outputs import trace_of
-from tests.replayed import run_as_replayed
+from tests.outputs import greedy, trace_of
+from tests.replayed import run_as_replayed, run_source
 from tests.shared import made_once
 from traces.errors import DraftsimError, TailError
 from traces.latency.schema import CELL_COLUMNS
@@ -150,7 +150,7 @@ def test_replayed_rounds_are_the_real_ones(case: Case, kind: str, policy: DraftP
 @pytest.mark.parametrize("policy", [Fixed(4), Moody()], ids=lambda p: type(p).__name__)
 def test_first_passes_take_in_what_was_verified(case: Case, policy: DraftPolicy) -> None:
     rounds = replay_source(case.trace, Eagle("eagle"), policy, recordings=case.recordings).rounds
-    calls = case.runner.run(Eagle("eagle"), policy).log.calls
+    calls = run_source(case.runner, Eagle("eagle"), policy).log.calls
     assert calls is not None
     assert set(calls["kind"].tolist()) == {DRAFTER}
     for i in range(len(rounds)):
@@ -218,9 +218,7 @@ def test_every_pass_has_a_measured_cell_and_a_price(
 ) -> None:
     untimed_none(monkeypatch)
     runner = LayerRunner(case.target, 64)
-    cells = measure_sources(
-        runner, case.modules, widths=(1, 2, 5), contexts=(8, 32), repeats=1, lookups=[]
-    )
+    cells = measure_sources(runner, case.modules, widths=(1, 2, 5), contexts=(8, 32), repeats=1)
     for kind in KINDS:
         table = LatencyTable(pd.concat([cells, TARGET], ignore_index=True), {})
         log = replay_source(case.trace, Eagle(kind), Fixed(3), recordings=case.recordings)
@@ -253,7 +251,7 @@ def test_a_one_pass_drafter_is_timed_up_to_its_masks_after_as_many_tokens(case: 
 def test_passes_of_the_target_after_a_drafter_are_no_passes_by_themselves(case: Case) -> None:
     one = {"eagle.eagle": case.modules["eagle.eagle"]}
     latency = SourceLatency(LayerRunner(case.target, 64), one, widths=(1, 2), contexts=(8,))
-    latency.sweep()
+    latency.advance(1)
     cells = latency.cells()
     passes = cells[(cells["model"] == "target") & (cells["phase"] == "pass")]
     assert set(passes["new_tokens"]) == {1, 2}

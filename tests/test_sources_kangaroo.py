@@ -12,14 +12,13 @@ import torch
 
 from policies.core import DraftPolicy
 from policies.registry import parse_policy
-from profiler.decoding.single import greedy
 from profiler.features.heads import Adapter, AdapterRunner, load_module, save_module
 from profiler.models.stack import LayerRunner
 from profiler.sources.run import SourceRunner, measure_sources, record_sources
-from profiler.sources.start_record import RecordOptions
-from profiler.train.heads import train_adapter, train_all
+from profiler.sources.start_record import RecordOptions, default_skip
+from profiler.train.heads import BEGINNING, default_exit_layers, train_adapter, train_all
 from simulator.pricing import price
-from tests.outputs import trace_of
+from tests.outputs import greedy, trace_of
 from tests.replayed import run_as_replayed
 from tests.test_sources_sampled import EOS, model
 from traces.acceptance.trace import Trace
@@ -153,6 +152,20 @@ def test_an_untrained_adapter_is_the_logit_lens_and_training_beats_it() -> None:
         states = AdapterRunner(fresh, target).run(hidden, 0)
         torch.testing.assert_close(target.project(states), lens, rtol=1e-4, atol=1e-4)
         assert distance(trained) < distance(fresh)
+
+
+def test_what_cannot_be_trained_is_one_line(tmp_path: Path) -> None:
+    assert [default_exit_layers(n) for n in (2, 4, 12)] == [(1,), (1, 2, 3), (3, 6, 9)]
+    with pytest.raises(DraftsimError, match="a target of 1 layer has no exit before its last"):
+        default_exit_layers(1)
+    assert default_skip(5) == [2, 4]
+    with pytest.raises(DraftsimError, match="a target of 2 layers has none between"):
+        default_skip(2)
+    short = torch.randint(23, (4, BEGINNING + 1))
+    for kind in ("medusa", "space"):
+        with pytest.raises(DraftsimError, match=r"ends its texts within 1 token,.*--heads-text"):
+            train_all(LayerRunner(model(), 64), short, tmp_path, [kind], seconds=0)
+    assert not any(tmp_path.iterdir())
 
 
 def test_recordings_weights_and_latencies_survive_and_fit(tmp_path: Path) -> None:

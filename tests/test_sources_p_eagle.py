@@ -13,7 +13,8 @@ from benchmarks.training.unroll import target_features, unroll
 from policies.core import DraftPolicy, speculate
 from policies.lengths.basic import Fixed
 from policies.lengths.huggingface import Confidence
-from profiler.features import ParallelEagle3, read_drafter, write_drafter
+from profiler.features.checkpoint import read_drafter, write_drafter
+from profiler.features.drafters import ParallelEagle3
 from profiler.sources.run import SourceRunner
 from tests.conftest import ONE_PROMPT, Run
 from tests.replayed import run_as_replayed

@@ -19,12 +19,12 @@ from profiler.features.heads import ExitHeads
 from profiler.models.sampling import draw, probs
 from profiler.models.stack import LayerRunner
 from profiler.sources.exit_record import ExitRecorder, SharedDraws
-from profiler.sources.exits import RandomDraws
+from profiler.sources.exits import Draws
 from profiler.sources.run import SourceRunner, record_sources
 from profiler.sources.start_record import RecordOptions, record_along
 from tests.outputs import drawn_trace
 from tests.recorded_draws import RecordedDraws
-from tests.replayed import run_as_replayed, same_means
+from tests.replayed import run_as_replayed, run_source, same_means
 from traces.acceptance.sampling import GREEDY, Sampling
 from traces.acceptance.trace import Trace
 from traces.errors import DraftsimError
@@ -37,6 +37,7 @@ from traces.sources import (
     write_recordings,
 )
 from traces.sources.base import DRAFTER_SIGNALS
+from traces.sources.exits.recording import ExitRecording
 
 HOT, CUT = Sampling(0.8), Sampling(0.8, 0.7)
 SAMPLINGS = pytest.mark.parametrize("sampling", [HOT, CUT], ids=["all", "top-p"])
@@ -84,6 +85,13 @@ def case(sampling: Sampling = HOT) -> tuple[Trace, Recordings]:
     return trace, record(trace, 1)
 
 
+def as_recorded(exits: ExitRecording, trace: Trace) -> SourceRunner:
+    """Return a runner whose draws are those of the recording."""
+    runner = SourceRunner(model(), trace, {"early-exit": heads()})
+    runner.drawn = lambda i: RecordedDraws(exits, trace, i, "cpu")  # type: ignore[method-assign]
+    return runner
+
+
 @pytest.mark.invariant(1)
 @SAMPLINGS
 @pytest.mark.parametrize("name", list(ARMS))
@@ -93,12 +101,9 @@ def test_with_the_recorded_draws_real_rounds_are_the_replayed_ones(
     trace, recordings = case(sampling)
     exits = EarlyExit().recording(recordings)
     source, policy, _ = ARMS[name]
-    runner = SourceRunner(
-        model(), trace, {"early-exit": heads()}, lambda i: RecordedDraws(exits, trace, i, "cpu")
-    )
-    real, log = run_as_replayed(runner, source, policy, trace, recordings)
+    runner = as_recorded(exits, trace)
+    _, log = run_as_replayed(runner, source, policy, trace, recordings)
     assert (log.fidelity, log.verify) == ("exact in distribution", "rejection-sampling")
-    assert real.log.verify == log.verify
     # Neither trivially right nor trivially wrong.
     accepted, drafted = log.rounds["accepted"].sum(), log.rounds["drafted"].sum()
     assert 0 < accepted < drafted
@@ -109,9 +114,7 @@ def test_what_a_token_says_is_what_the_real_one_says(sampling: Sampling) -> None
     trace, recordings = case(sampling)
     exits = EarlyExit().recording(recordings)
     source = ARMS["no bound"][0]
-    real = SourceRunner(
-        model(), trace, {"early-exit": heads()}, lambda i: RecordedDraws(exits, trace, i, "cpu")
-    ).decoder(source, 0)
+    real = as_recorded(exits, trace).decoder(source, 0)
     replayed = source.open(trace, recordings, 1)(0)
     mine, theirs = real.draft([]), replayed.draft([])
     while mine is None or theirs is None:  # difficult in both
@@ -161,11 +164,12 @@ def test_random_draws_emit_the_targets_distribution(bonus: bool, sampling: Sampl
     trials, head = 1_500, torch.tensor([[1.0, 0.2, -0.5], [0.0, 0.8, 0.1]])
     target = torch.tensor([[0.1, 0.9, 0.0], [0.7, -0.3, 0.2], [0.0, 1.0, 0.4]])
     torch.set_num_threads(1)
-    draws = RandomDraws(sampling, torch.Generator().manual_seed(8))
+    draws = Draws(sampling, torch.Generator().manual_seed(8))
     first, second, lengths = np.zeros(3), np.zeros(3), []
     for _ in range(trials):
         drafted = torch.cat([draws.propose(row[None], 0, 0, []) for row in head])
-        accepted, tokens = draws.settle(drafted, head, target[: 2 + bonus], 0)
+        accepted, emitted, tokens = draws.settle(drafted, head, target[: 2 + bonus], 0)
+        assert emitted.tolist() == tokens
         assert len(tokens) == min(accepted + 1, 2 + bonus)
         assert tokens[:accepted] == drafted[:accepted].tolist()
         lengths.append(accepted)
@@ -189,7 +193,8 @@ def test_real_and_replayed_rounds_have_one_distribution(sampling: Sampling) -> N
     trace = sampled_trace(count, 21, sampling)
     log = replay_source(trace, source, policy, recordings=record(trace, 22, ["specbound"]))
     torch.manual_seed(23)
-    same_means(SourceRunner(model(), trace, {"early-exit": heads()}).run(source, policy).log, log)
+    runner = SourceRunner(model(), trace, {"early-exit": heads()})
+    same_means(run_source(runner, source, policy).log, log)
 
 
 @SAMPLINGS
@@ -225,4 +230,4 @@ def test_a_sampled_recording_fits_its_trace_alone() -> None:
     with pytest.raises(DraftsimError, match="'pld' is decoded greedily alone"):
         runner.decoder(PLD(), 0)
     with pytest.raises(ValueError, match="temperature is 0"):
-        RandomDraws(GREEDY)
+        Draws(GREEDY)

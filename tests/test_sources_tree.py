@@ -14,7 +14,8 @@ from benchmarks.training.unroll import target_features
 from policies.core import DraftPolicy, speculate
 from policies.lengths.basic import Fixed, Oracle
 from policies.lengths.huggingface import Confidence
-from profiler.features import DrafterRunner, FeatureDrafter
+from profiler.features.drafters import FeatureDrafter
+from profiler.features.runner import DrafterRunner
 from profiler.models.stack import LayerRunner
 from profiler.sources.run import SourceRunner, measure_sources, record_sources
 from profiler.sources.start_record import GrownTrees, RecordOptions, TreeRecorder, record_along
@@ -230,9 +231,7 @@ def test_every_pass_has_a_measured_cell_and_a_price(
 ) -> None:
     untimed_none(monkeypatch)
     runner = LayerRunner(case.target, 128)
-    cells = measure_sources(
-        runner, case.growing, widths=(1, 2), contexts=(8, 32), repeats=1, lookups=[]
-    )
+    cells = measure_sources(runner, case.growing, widths=(1, 2), contexts=(8, 32), repeats=1)
     table = LatencyTable(pd.concat([cells, TARGET], ignore_index=True), {})
     verified = cells[(cells["model"] == "target") & (cells["phase"] == "tree")]
     assert set(verified["new_tokens"]) == {1, 2, 6, 11, 13, 21, 40}  # of 52 candidates

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from profiler.latency.table import FIRST_WIDTHS
+from profiler.suite import COMPILED, MODES
 from profiler.suite.__main__ import main
-from profiler.suite.latency.modes import COMPILED, MODES
 from profiler.suite.latency.pair import error_summary
 from simulator.hardware.scaling import table_shapes
 from simulator.validation import check_recording

@@ -10,7 +10,8 @@ import pytest
 import torch
 from transformers import AutoConfig
 
-from profiler.features import Eagle3, EagleDrafter, Mtp, layer_config, write_drafter
+from profiler.features.checkpoint import write_drafter
+from profiler.features.drafters import Eagle3, EagleDrafter, Mtp, layer_config
 from profiler.recording.run import BUNDLED
 from profiler.suite.__main__ import main
 from profiler.suite.environment import COMPLETE, FAILED, REFUSED

@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 
+from profiler.suite import MODES
 from profiler.suite.__main__ import main
 from profiler.suite.environment import COMPLETE, FAILED, REFUSED, Workplace
 from profiler.suite.latency import pair as pair_latency
 from profiler.suite.latency import stage as latency_stage
-from profiler.suite.latency.modes import MODES
 from profiler.suite.runs import forced_stage, trained_stage
 from profiler.suite.runs.training import QUICK_PROMPTS
 from tests.pretend_gpu import pretended

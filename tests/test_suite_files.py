@@ -8,9 +8,9 @@ from pathlib import Path
 import pandas as pd
 
 from profiler.models.architectures import PAIRS
+from profiler.suite import MODES
 from profiler.suite.__main__ import SECONDS
 from profiler.suite.latency import stage as latency_stage
-from profiler.suite.latency.modes import MODES
 from profiler.suite.runs import forced_stage
 from profiler.suite.runs.arms import ARMS, COLUMNS, MORE_ARMS, REPEATS
 from profiler.suite.runs.training import write_within

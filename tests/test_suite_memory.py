@@ -15,7 +15,7 @@ from profiler.suite.__main__ import main
 from profiler.suite.environment import Account, Workplace, open_workplace
 from profiler.suite.latency import pair as pair_latency
 from profiler.suite.latency import stage as latency_stage
-from profiler.suite.latency.pair import PairMeasurement, plan_of
+from profiler.suite.latency.pair import FULL, QUICK, PairMeasurement
 from profiler.suite.runs import forced_stage
 from tests.suite_results import SMALL
 from traces.errors import DraftsimError
@@ -39,7 +39,7 @@ def test_what_memory_or_the_model_forbids_is_named_and_left_out(
     assert "--pairs vicuna-7b+68m fits" in why
     pair = PAIRS["vicuna-7b+68m"]
     monkeypatch.setattr(Workplace, "free_bytes", lambda self: 4 << 30)
-    measured = PairMeasurement(place, pair, "eager", (None, None), plan_of(False), 0.0)
+    measured = PairMeasurement(place, pair, "eager", (None, None), FULL, 0.0)
     assert measured._contexts(1) == [128, 1024, 2023]
     assert measured._contexts(4) == [128]
     assert "batch 1, context 4096: the model's context is 2048" in measured.limits
@@ -54,7 +54,7 @@ def test_running_out_of_memory_ends_a_piece_not_the_stage(
     place = open_workplace("cpu", tmp_path, seconds=60, quick=True)
     pair = PAIRS[SMALL].miniature()
     models = latency_stage.build_pair(place, pair)
-    measured = PairMeasurement(place, pair, "eager", models, plan_of(True), float("inf"))
+    measured = PairMeasurement(place, pair, "eager", models, QUICK, float("inf"))
 
     real = pair_latency.host_beyond
 

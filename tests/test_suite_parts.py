@@ -10,10 +10,10 @@ import torch
 from profiler.latency.table import Grid
 from profiler.machine import NoTimeError
 from profiler.models.architectures import PAIRS
+from profiler.suite import MODES
 from profiler.suite.environment import Workplace
 from profiler.suite.latency import pair as pair_latency
 from profiler.suite.latency import stage as latency_stage
-from profiler.suite.latency.modes import MODES
 from profiler.suite.latency.pair import (
     BATCHED,
     FULL,
@@ -24,7 +24,7 @@ from profiler.suite.latency.pair import (
     points_between,
     table_of,
 )
-from profiler.suite.runs.arms import ARMS, MORE_ARMS, arms_of, more_arms_of
+from profiler.suite.runs.arms import ARMS, MORE_ARMS, arms_of
 from profiler.suite.runs.forced_stage import Unit, forced_trace
 from tests.suite_results import SMALL
 from traces.latency.table import LatencyTable
@@ -159,7 +159,7 @@ def test_held_out_errors_are_those_of_reading_the_table() -> None:
 
 def test_every_arm_can_be_dictated_by_the_forced_trace() -> None:
     trace = forced_trace(True)
-    for arm in (*arms_of(trace, False), *more_arms_of(trace, False)):
+    for arm in arms_of(trace, (*ARMS, *MORE_ARMS)):
         assert len(replay(trace, arm.policy, name=arm.name)) > 0
     assert not set(ARMS) & set(MORE_ARMS)
 

@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from profiler.profile import Settings
+from profiler.suite import MODES
 from profiler.suite.environment import Account, Ledger, Workplace, open_workplace
 from profiler.suite.latency import stage as latency_stage
-from profiler.suite.latency.modes import MODES
 from profiler.suite.runs import forced_stage, trained_stage, training
 from profiler.suite.runs.checks import Checks
 from profiler.suite.runs.training import record_trace

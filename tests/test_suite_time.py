@@ -9,12 +9,12 @@ import pytest
 
 from profiler.machine import NoTimeError
 from profiler.models.architectures import PAIRS
+from profiler.suite import MODES
 from profiler.suite.__main__ import SECONDS, main
 from profiler.suite.environment import COMPLETE, UNFINISHED, Workplace, open_workplace
 from profiler.suite.latency import pair as pair_latency
 from profiler.suite.latency import stage as latency_stage
-from profiler.suite.latency.modes import MODES
-from profiler.suite.latency.pair import PairMeasurement, plan_of
+from profiler.suite.latency.pair import QUICK, PairMeasurement
 from profiler.suite.runs import forced_stage, trained_stage
 from profiler.suite.runs.training import ENOUGH, PROMPTS
 from tests.suite_results import SMALL, check_files, results
@@ -92,7 +92,7 @@ def test_parts_after_the_deadline_are_left(
     place: Workplace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     models = latency_stage.build_pair(place, PAIRS[SMALL].miniature())
-    args = place, PAIRS[SMALL].miniature(), "eager", models, plan_of(True)
+    args = place, PAIRS[SMALL].miniature(), "eager", models, QUICK
     measured = PairMeasurement(*args, float("-inf"))
     measured.run()
     # What every prediction needs is measured all the same.

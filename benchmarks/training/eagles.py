@@ -13,7 +13,7 @@ from torch.nn.utils import parametrize
 from benchmarks.training.chats import Batch, Chats
 from benchmarks.training.fit import Candidates, InTraining
 from benchmarks.training.unroll import unroll
-from profiler.features import (
+from profiler.features.drafters import (
     Eagle3,
     EagleDrafter,
     FeatureDrafter,

@@ -34,7 +34,8 @@ from benchmarks.training.heads import (
 )
 from benchmarks.training.stored import store_draft, store_drafter
 from benchmarks.training.unroll import target_features, unroll
-from profiler.features import Eagle3, FeatureDrafter, Mtp, default_depths, read_drafter
+from profiler.features.checkpoint import read_drafter
+from profiler.features.drafters import Eagle3, FeatureDrafter, Mtp, default_depths
 from profiler.features.heads import FILES, Adapter, ExitHeads, ParallelHeads, save_module
 from profiler.fetched.places import fetched, folder
 from profiler.models.stack import LayerRunner

@@ -12,7 +12,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from benchmarks.training.draft import ProjectedDraft
-from profiler.features import Eagle3, FeatureDrafter, Mtp
+from profiler.features.drafters import Eagle3, FeatureDrafter, Mtp
 
 
 def store_draft(draft: ProjectedDraft, path: Path) -> None:

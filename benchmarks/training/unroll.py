@@ -24,7 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from profiler.features import FeatureDrafter
+from profiler.features.drafters import FeatureDrafter
 from traces.errors import DraftsimError
 
 

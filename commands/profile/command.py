@@ -103,7 +103,7 @@ def sources(
         )
     with _claimed(models, texts, timing, out, force) as recording:
         loaded = recording.load()
-        check_layers(loaded)
+        check_layers(loaded, exit_layers)
         parts = ["early exits, heads, layer skip"] if exit_layers else []
         complete(replace(recording, pair=loaded), [*parts, *(s.key for s in drafters)], force)
         if exit_layers:

@@ -148,9 +148,10 @@ def measure_latency(
     again = " again" if (out / "latency.parquet").is_file() else ""
     note(f"the latencies of {out} are measured{again}, its recordings are kept")
     pair, requests = info.load(), read_trace(out / "trace.parquet").requests
+    sizes = sizes_of(requests)
     grid = (
-        settings.grid.holding(requests) if max_context is None
-        else settings.grid.covering(*sizes_of(requests), max_context)
+        settings.grid.reaching(*sizes) if max_context is None
+        else settings.grid.covering(*sizes, max_context)
     )  # fmt: skip
     settings = replace(settings, grid=grid)
     with progress_bar() as progress:

@@ -32,11 +32,14 @@ HEADS = "exit_heads"
 """Folder of the trained modules inside a run folder."""
 
 
-def check_layers(pair: Pair) -> None:
-    """Raise DraftsimError if the target cannot be run layer by layer."""
+def check_layers(pair: Pair, exits: bool) -> None:
+    """Raise DraftsimError if the target cannot be run layer by layer, or with `exits` has none."""
     from profiler.models.stack import LayerRunner
+    from profiler.train.heads import default_exit_layers
 
-    LayerRunner(pair.target, 8)
+    layers = LayerRunner(pair.target, 8).layers
+    if exits:
+        default_exit_layers(layers)
 
 
 def split_drafters(texts: Sequence[str], temperature: float) -> tuple[list[OnFeatures], list[str]]:
@@ -90,7 +93,7 @@ def load_drafters(pair: Pair, sources: Iterable[Source | None]) -> dict[str, Any
     Raises DraftsimError where the drafter and its source differ in kind: one of them drafts all
     tokens in one pass, the other token by token.
     """
-    from profiler.features import read_drafter
+    from profiler.features.checkpoint import read_drafter
     from profiler.recording.run import model_path
     from profiler.sources.run import REAL
 
@@ -282,26 +285,20 @@ def measure_drafters(
     table = read_latency(path)
     passes = table.cells[table.cells["phase"] == "forward"].groupby("model")["batch"].unique()
     batches = sorted(int(b) for b in passes["target"])
-    grown = latency.of_kind(modules, GrownTrees)
-    chains = {
-        name: drafter for name, drafter in modules.items()
-        if name not in grown and (name in again or not {*batches} <= {*passes.get(name, ())})
-    }  # fmt: skip
-    trees = {
-        name: module for name, module in grown.items()
-        if name in again or not (table.has(name, "tree") and table.has("target", "tree"))
-    }  # fmt: skip
-    if not chains and not trees:
+
+    def is_there(name: str) -> bool:
+        if isinstance(modules[name], GrownTrees):
+            return table.has(name, "tree") and table.has("target", "tree")
+        return {*batches} <= {*passes.get(name, ())}
+
+    todo = {n: m for n, m in modules.items() if n in again or not is_there(n)}
+    if not todo:
         return
-    note(f"measuring the latencies of {', '.join((*chains, *trees))}")
+    note(f"measuring the latencies of {', '.join(todo)}")
     longest = read_trace(out / "trace.parquet").longest
-    layers = timed_layers(pair, longest, trees)
-    if chains:
-        found = latency.measure_drafters(layers, chains, repeats, batches=batches, longest=longest)
-        table = with_sources(table, found)
-    if trees:
-        table = with_sources(table, latency.measure_trees(layers, trees, repeats, longest=longest))
-    write_latency(table, path)
+    layers = timed_layers(pair, longest, todo)
+    found = latency.measure_drafters(layers, todo, repeats, batches=batches, longest=longest)
+    write_latency(with_sources(table, found), path)
 
 
 def remeasure(pair: Pair, info: RunInfo, out: Path, *, repeats: int) -> None:
@@ -374,13 +371,11 @@ def timed_layers(pair: Pair, longest: int, modules: Modules | None = None) -> La
     """
     from profiler.latency.table import reaching
     from profiler.models.stack import LayerRunner
-    from profiler.sources.latency import CONTEXTS, WIDTHS, of_kind, widest_tree
-    from profiler.sources.start_record import GrownTrees
+    from profiler.sources.latency import CONTEXTS, widest_pass
 
     limit = int(pair.target.config.get_text_config().max_position_embeddings)
-    trees = of_kind(modules or {}, GrownTrees)
-    widest = max(*WIDTHS, widest_tree(trees) if trees else 0)
-    return LayerRunner(pair.target, min(limit, max(reaching(CONTEXTS, longest)) + widest))
+    slots = max(reaching(CONTEXTS, longest)) + widest_pass(modules or {})
+    return LayerRunner(pair.target, min(limit, slots))
 
 
 def with_sources(table: LatencyTable, found: pd.DataFrame) -> LatencyTable:

@@ -20,67 +20,10 @@ from torch import Tensor
 from policies.core import Round
 from policies.together import Member, Together
 from profiler.decoding.single import Emitting, check_prompt
-from profiler.decoding.tokens import Fetched
+from profiler.decoding.tokens import DraftStep, ModelToken
 from profiler.models.runner import Runner
-from profiler.models.sampling import drafted, top10_log_prob
-from traces.acceptance.sampling import GREEDY
+from profiler.models.sampling import count_matches
 from traces.errors import DraftsimError
-
-
-class DraftStep:
-    """The tokens of one batched draft pass, copied to the host as a whole when first read."""
-
-    def __init__(self, logits: Tensor, picks: Tensor) -> None:
-        self.logits, self.picks = logits, picks  # (batch, vocab), (batch,)
-        self._ids: list[int] | None = None
-        self._values: list[list[float]] | None = None
-        self._top10: list[float] | None = None
-
-    @property
-    def ids(self) -> list[int]:
-        """Proposed token of each row."""
-        if self._ids is None:
-            self._ids = self.picks.tolist()
-        return self._ids
-
-    @property
-    def values(self) -> list[list[float]]:
-        """`profiler.models.sampling.Drafted` of each row."""
-        if self._values is None:
-            self._values = drafted(self.logits, self.picks, GREEDY).stack().tolist()  # (batch, 7)
-        return self._values
-
-    @property
-    def top10(self) -> list[float]:
-        """`profiler.models.sampling.top10_log_prob` of each row."""
-        if self._top10 is None:
-            self._top10 = top10_log_prob(self.logits).tolist()
-        return self._top10
-
-
-class BatchToken(Fetched):
-    """A token just drafted for one row; reading a signal fetches those of the whole batch."""
-
-    __slots__ = ("_eos", "_row", "_step")
-
-    def __init__(self, step: DraftStep, row: int, eos: frozenset[int] | None) -> None:
-        self._step, self._row, self._eos = step, row, eos
-
-    @property
-    def token_id(self) -> int:
-        """Vocabulary id."""
-        return self._step.ids[self._row]
-
-    def _fetch(self) -> Sequence[float]:
-        return self._step.values[self._row]
-
-    def _fetch_top10(self) -> float:
-        return self._step.top10[self._row]
-
-    @property
-    def ends(self) -> bool:
-        """Return True if the draft proposed EOS (never, if EOS is not watched for)."""
-        return bool(self._eos) and self.token_id in (self._eos or ())
 
 
 class Stream(Emitting, Member):
@@ -118,7 +61,7 @@ class Stream(Emitting, Member):
         self.in_draft = 0
         """Tokens that the draft model's cache holds."""
 
-    def proposed(self, token: BatchToken) -> Any:
+    def proposed(self, token: ModelToken) -> Any:
         """Return what the loop drafts where the draft model proposes `token`."""
         return token
 
@@ -228,7 +171,7 @@ class BatchedDecoder:
         tokens = []
         for s in active:
             s.in_draft = s.known + len(s.draft)
-            tokens.append(s.proposed(BatchToken(step, s.row, s.eos if self.watch_eos else None)))
+            tokens.append(s.proposed(ModelToken(step, s.row, s.eos if self.watch_eos else ())))
         return tokens
 
     @torch.inference_mode()
@@ -243,12 +186,9 @@ class BatchedDecoder:
         table = torch.stack([fed, self._picks, best.isnan().long()], dim=1).tolist()
         verdicts = []
         for s in self.streams:
-            count, accepted = len(s.draft), 0
-            drafted, tokens, bad = (row[: count + 1] for row in table[s.row])
+            drafted, tokens, bad = (row[: len(s.draft) + 1] for row in table[s.row])
             _refuse_nan(any(bad), "target")
-            while accepted < count and drafted[accepted + 1] == tokens[accepted]:
-                accepted += 1
-            accepted = s.judge(accepted)
+            accepted = s.judge(count_matches(drafted[1:], tokens))
             verdicts.append(BatchVerdict(accepted, tokens, s.ends_after(accepted, tokens)))
         return verdicts
 

@@ -14,9 +14,11 @@ import torch
 from torch import Tensor
 
 from policies.core import Load
-from profiler.decoding.batch import BatchToken, Stream
-from profiler.decoding.single import ModelDecoder, ModelToken
+from profiler.decoding.batch import Stream
+from profiler.decoding.single import ModelDecoder
+from profiler.decoding.tokens import ModelToken
 from profiler.models.runner import Runner
+from profiler.models.sampling import Verdict, verify_greedily
 from traces.acceptance.trace import Trace
 from traces.replay.decoder import ReplayDecoder
 
@@ -26,13 +28,13 @@ class ForcedToken:
 
     __slots__ = ("_real", "_recorded")
 
-    def __init__(self, real: ModelToken | BatchToken, recorded: Any) -> None:
+    def __init__(self, real: ModelToken, recorded: Any) -> None:
         self._real, self._recorded = real, recorded
 
     @property
     def device_id(self) -> Tensor:
         """The real token, for the next pass."""
-        return self._real.device_id  # type: ignore[union-attr]
+        return self._real.device_id
 
     @property
     def ends(self) -> bool:
@@ -45,23 +47,25 @@ class ForcedToken:
         return getattr(self._recorded, name)
 
 
+def random_prompt(tokens: int, vocab_size: int, device: torch.device, seed: int = 0) -> Tensor:
+    """Return a prompt of random ids, the same for each seed."""
+    seeded = torch.Generator().manual_seed(seed)
+    return torch.randint(vocab_size, (tokens,), generator=seeded).to(device)
+
+
 class ForcedDecoder(ModelDecoder):
     """`ModelDecoder` whose drafts, verdicts and end come from request `request` of `trace`.
 
     The prompt is random ids of the recorded length.
     """
 
-    def __init__(
-        self, target: Runner, draft: Runner, trace: Trace, request: int, *, seed: int = 0
-    ) -> None:
+    def __init__(self, target: Runner, draft: Runner, trace: Trace, request: int) -> None:
         self._script: ReplayDecoder | None = None
         info = trace.requests[request]
-        seeded = torch.Generator().manual_seed(seed)
-        prompt = torch.randint(target.vocab_size, (info.prompt_length,), generator=seeded)
+        prompt = random_prompt(info.prompt_length, target.vocab_size, target.device)
         super().__init__(
-            target, draft, prompt.to(target.device), info.max_new_tokens, first=trace.first,
-            watch_eos=False,
-        )  # fmt: skip
+            target, draft, prompt, info.max_new_tokens, first=trace.first, watch_eos=False
+        )
         self._script = ReplayDecoder(trace, request)
 
     @property
@@ -80,11 +84,9 @@ class ForcedDecoder(ModelDecoder):
         assert self._script is not None
         return ForcedToken(super().draft(so_far), self._script.draft(so_far))
 
-    def _verdict(
-        self, draft: Sequence[Any], drafted: Tensor, logits: Tensor
-    ) -> tuple[int, Tensor, list[int]]:
+    def _verdict(self, draft: Sequence[Any], drafted: Tensor, logits: Tensor) -> Verdict:
         # The real comparison runs for its cost; the verdict is the recording's.
-        super()._compare(drafted, logits)
+        verify_greedily(drafted, logits)
         if self._script is None:  # the prefill, before the recording begins
             return 0, logits[:1].argmax(-1), [0]
         before = self._script.position
@@ -99,13 +101,10 @@ class ForcedStream(Stream):
     For a `BatchedDecoder` that does not watch for EOS.
     """
 
-    def __init__(
-        self, trace: Trace, request: int, vocab_size: int, device: torch.device, seed: int = 0
-    ) -> None:
+    def __init__(self, trace: Trace, request: int, vocab_size: int, device: torch.device) -> None:
         info = trace.requests[request]
-        seeded = torch.Generator().manual_seed(seed + request)
-        prompt = torch.randint(vocab_size, (info.prompt_length,), generator=seeded)
-        super().__init__(request, prompt.to(device), info.max_new_tokens)
+        prompt = random_prompt(info.prompt_length, vocab_size, device, seed=request)
+        super().__init__(request, prompt, info.max_new_tokens)
         self._script = ReplayDecoder(trace, request, first=1)
         self._begun = False
 
@@ -123,13 +122,12 @@ class ForcedStream(Stream):
         """Return the state as the recording has it, in this batch."""
         return self._script.load._replace(batch=batch)
 
-    def proposed(self, token: BatchToken) -> ForcedToken:
+    def proposed(self, token: ModelToken) -> ForcedToken:
         """Return the recorded token in place of the real one."""
         return ForcedToken(token, self._script.draft(self.draft))
 
     def judge(self, accepted: int) -> int:
         """Return the recording's verdict, whatever the models' is."""
-        del accepted
         return copy.copy(self._script).verify(self.draft)
 
     def ends_after(self, accepted: int, tokens: Sequence[int]) -> bool:

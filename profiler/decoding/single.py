@@ -15,10 +15,20 @@ from torch import Tensor
 from policies.core import Load
 from policies.guard import Guarded, UndeclaredSignal, guarded
 from policies.rules.base import VerifyRule
-from profiler.decoding.tokens import ModelToken
+from profiler.decoding.tokens import DraftStep, ModelToken
 from profiler.models.runner import Runner
+from profiler.models.sampling import (
+    Verdict,
+    draw,
+    log_probs_at,
+    pick,
+    residual,
+    scored,
+    toss,
+    verify_greedily,
+    verify_sampled,
+)
 from profiler.models.sampling import drafted as numbers_of
-from profiler.models.sampling import draw, log_probs_at, probs, signals
 from traces.acceptance.sampling import GREEDY, Sampling
 from traces.errors import DraftsimError
 from traces.replay.scores import RecordedScore
@@ -62,15 +72,16 @@ def judge(
         None for greedy decoding, where they are whether the token is the argmax.
     """
     count = drafted.shape[0]
-    numbers = target_numbers(logits, torch.cat([drafted, drafted.new_zeros(1)]))
-    verdicts = drafted == numbers[:count, 0] if coins is None else coins
+    own = scored(logits, torch.cat([drafted, drafted.new_zeros(1)]))
     # float64 holds every token id and every float32 as it is.
+    numbers = torch.stack([column.double() for column in own], dim=1)  # (count + 1, 7)
+    verdicts = drafted == own.token[:count] if coins is None else coins
     pad = numbers.new_zeros(1)
     parts = [numbers, torch.cat([drafted, pad])[:, None], torch.cat([verdicts, pad])[:, None]]
     reads_signals = bool(set(rule.reads) - {"token_id"})
-    own = [t for t in draft if hasattr(t, "fill")] if reads_signals else []
-    if own and len(own) == count:
-        proposal = torch.cat([t.logits for t in own])  # (count, vocab)
+    real = [t for t in draft if hasattr(t, "fill")] if reads_signals else []
+    if real and len(real) == count:
+        proposal = torch.cat([t.logits for t in real])  # (count, vocab)
         side = numbers_of(proposal, drafted, sampling).stack()  # (count, 7)
         parts.append(torch.cat([side, torch.zeros_like(side[:1])]))
     rows = torch.cat([part.double() for part in parts], dim=1).tolist()
@@ -95,23 +106,6 @@ def _accepted(rule: VerifyRule, draft: Sequence[Any], scores: Sequence[Any]) -> 
         return rule.accept([Guarded(token, rule.reads) for token in draft], scores)
     except UndeclaredSignal as error:
         raise error.by(rule) from None
-
-
-def target_numbers(logits: Tensor, drafted: Tensor) -> Tensor:
-    """Return the target's numbers about one drafted token per row, float64 (rows, 7).
-
-    Columns: argmax, top-1 and top-2 logit, log-sum-exp, entropy, and the drafted token's
-    logit and rank; each as in the columns ``target_*`` of a trace.
-    """
-    raw = logits.float()
-    of_draft = raw.gather(1, drafted[:, None])
-    columns = (
-        raw.argmax(-1), *signals(logits), of_draft[:, 0], (raw > of_draft).sum(-1)
-    )  # fmt: skip
-    return torch.stack([column.double() for column in columns], dim=1)
-
-
-__all__ = ["ModelDecoder", "ModelToken", "check_prompt", "greedy"]
 
 
 class Emitting:
@@ -233,7 +227,7 @@ class ModelDecoder(Emitting):
         prompt = target.begin(prompt)
         self._target, self._draft = target, draft
         super().__init__(length, max_new_tokens, eos, run_lengths)
-        self._watch = eos if watch_eos and eos else None
+        self._watch = eos if watch_eos else frozenset()
         self._sampling, self._generator = sampling, generator
         self._prompt = int(prompt.shape[0])
         self._rule = rule
@@ -263,7 +257,8 @@ class ModelDecoder(Emitting):
             feed = self._sequence[self._in_draft : self._prompt + len(self.output)]
         logits = self._draft.forward(feed, self._in_draft, keep=1)
         self._in_draft += feed.shape[0]
-        return ModelToken(self._pick(logits), logits, self._sampling, self._watch)
+        own = pick(logits, self._sampling, self._generator)
+        return ModelToken(DraftStep(logits, own, self._sampling), eos=self._watch)
 
     @torch.inference_mode()
     def verify(self, draft: Sequence[Any]) -> int:
@@ -282,43 +277,35 @@ class ModelDecoder(Emitting):
         self.extend(tokens)
         return accepted
 
-    def _verdict(
-        self, draft: Sequence[Any], drafted: Tensor, logits: Tensor
-    ) -> tuple[int, Tensor, list[int]]:
-        """Return tokens accepted, and the tokens emitted: on the device, and on the host."""
+    def _verdict(self, draft: Sequence[Any], drafted: Tensor, logits: Tensor) -> Verdict:
         if self._rule is not None:
             return self._judge(self._rule, draft, drafted, logits)
-        if not self._sampling.greedy:
-            return self._reject(*self._coins(draft, drafted, logits), drafted)
-        return self._compare(drafted, logits)
+        if self._sampling.greedy:
+            return verify_greedily(drafted, logits)
+        return verify_sampled(*self._drawn(draft, drafted, logits))
 
-    def _reject(
-        self, target: Tensor, proposal: Tensor, coins: Tensor, drafted: Tensor
-    ) -> tuple[int, Tensor, list[int]]:
-        """Sample by rejection without asking the host how many were accepted."""
-        count = coins.long().cumprod(0).sum(0, keepdim=True)  # (1,)
-        # After a full match there is nothing to subtract: the residual is the target's row.
-        taken = torch.cat([proposal, torch.zeros_like(target[:1])])
-        # index_select, not []: indexing by a device scalar would bring it to the host.
-        left = target.index_select(0, count) - taken.index_select(0, count)
-        own = self._sample(left[0].clamp(min=0))
-        # One transfer per round: the verdict and the tokens together.
-        accepted, *tokens = torch.cat([count, drafted, own]).tolist()
-        emitted = torch.cat([drafted[:accepted], own])
-        return accepted, emitted, [*tokens[:accepted], tokens[-1]]
+    def _drawn(
+        self, draft: Sequence[Any], drafted: Tensor, logits: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor, Sampling, torch.Generator | None]:
+        """Return the arguments of `toss` for a drawn draft."""
+        proposals = torch.cat([logits[:0], *(t.logits for t in draft)])
+        return drafted, proposals, logits, self._sampling, self._generator
 
     def _judge(
         self, rule: VerifyRule, draft: Sequence[Any], drafted: Tensor, logits: Tensor
-    ) -> tuple[int, Tensor, list[int]]:
+    ) -> Verdict:
         """Return the rule's verdict; its refusals are corrected as lossless verification does."""
         target = proposal = coins = None
         if not self._sampling.greedy:
-            target, proposal, coins = self._coins(draft, drafted, logits)
+            target, proposal, coins = toss(*self._drawn(draft, drafted, logits))
         seen = judge(rule, draft, drafted, logits, self._sampling, coins)
         count, kept = len(draft), seen.accepted
         if target is not None and proposal is not None:
+            left = target[kept : kept + 1]
             # A token that only the rule refused leaves no residual to draw from.
-            own = self._replacement(target, proposal, kept, kept < count and seen.mismatched[kept])
+            if kept < count and seen.mismatched[kept]:
+                left = residual(left, proposal[kept])
+            own = draw(left, self._generator)
             emitted = torch.cat([drafted[:kept], own])
             own_log_prob = float(log_probs_at(logits[kept : kept + 1], own, GREEDY))
             tokens = emitted.tolist()
@@ -332,51 +319,6 @@ class ModelDecoder(Emitting):
         self.log_probs += [*seen.log_probs[:kept], own_log_prob][:stop]
         return kept, emitted, tokens
 
-    def _compare(self, drafted: Tensor, logits: Tensor) -> tuple[int, Tensor, list[int]]:
-        """Match greedily: return the leading drafted tokens that are the target's argmax."""
-        count = drafted.shape[0]
-        picks = logits.argmax(-1)  # (count + 1,)
-        # One transfer per round: the verdict and the tokens together.
-        both = torch.cat([drafted, picks]).tolist()
-        accepted = 0
-        while accepted < count and both[accepted] == both[count + accepted]:
-            accepted += 1
-        return accepted, picks[: accepted + 1], both[count : count + accepted + 1]
-
-    def _pick(self, logits: Tensor) -> Tensor:
-        if self._sampling.greedy:
-            return logits.argmax(-1)
-        return self._sample(probs(logits, self._sampling)[0])
-
-    def _sample(self, weights: Tensor) -> Tensor:
-        return draw(weights[None], self._generator)
-
-    def _coins(
-        self, draft: Sequence[Any], drafted: Tensor, logits: Tensor
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return target and draft distributions, and per token whether rejection sampling
-        accepts.
-        """
-        target = probs(logits, self._sampling)  # (count + 1, vocab)
-        if not draft:
-            return target, target[:0], drafted.bool()
-        proposal = probs(torch.cat([t.logits for t in draft]), self._sampling)
-        index = drafted[:, None]
-        ratio = (target[:-1].gather(1, index) / proposal.gather(1, index))[:, 0]
-        coins = torch.rand(len(draft), generator=self._generator, device=ratio.device)
-        return target, proposal, coins < ratio
-
-    def _replacement(
-        self, target: Tensor, proposal: Tensor, accepted: int, rejected: bool
-    ) -> Tensor:
-        """Return the target's own token after the accepted ones, from the residual after a
-        rejection.
-        """
-        left = target[accepted]
-        if rejected:
-            left = (left - proposal[accepted]).clamp(min=0)
-        return self._sample(left)
-
 
 def check_prompt(length: int, max_new_tokens: int, *runners: Runner) -> None:
     """Raise if a prompt and its output cannot fit the models' contexts."""
@@ -384,16 +326,3 @@ def check_prompt(length: int, max_new_tokens: int, *runners: Runner) -> None:
         raise DraftsimError("the prompt is empty: give at least one token")
     for runner in runners:
         runner.check_room(length, max_new_tokens)
-
-
-def greedy(target: Runner, prompt: Tensor, max_new_tokens: int, eos: frozenset[int]) -> list[int]:
-    """Return the target's own greedy output, one token at a time: the reference and baseline."""
-    check_prompt(int(prompt.shape[0]), max_new_tokens, target)
-    output: list[int] = []
-    feed, start = target.begin(prompt), 0
-    while len(output) < max_new_tokens and not (output and output[-1] in eos):
-        logits = target.forward(feed, start, keep=1)
-        start += feed.shape[0]
-        feed = logits.argmax(-1)
-        output.append(int(feed))
-    return output

@@ -1,31 +1,93 @@
-"""A token drafted by a real model."""
+"""Tokens drafted by a real model: those of one pass, and each by itself."""
 
 from __future__ import annotations
 
 import math
-from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
+from functools import cached_property
 
 from torch import Tensor
 
 from profiler.models.sampling import drafted, top10_log_prob
-from traces.acceptance.sampling import Sampling
+from traces.acceptance.sampling import GREEDY, Sampling
 
 
-class Fetched(ABC):
-    """The signals of a drafted token, `profiler.models.sampling.Drafted` fetched to the host."""
+class DraftStep:
+    """The tokens of one draft pass, copied to the host as a whole when first read.
 
-    __slots__ = ()
+    ``logits`` (rows, vocab) raw; ``picks`` (rows,) the target ids drafted under `sampling`; ``own``
+    (rows,) the same tokens in the vocabulary of the logits, if that is another.
+    """
 
-    @abstractmethod
-    def _fetch(self) -> Sequence[float]:
-        """Return the token's numbers, (7,)."""
+    def __init__(
+        self, logits: Tensor, picks: Tensor, sampling: Sampling = GREEDY, own: Tensor | None = None
+    ) -> None:
+        self.logits, self.picks, self.sampling = logits, picks, sampling
+        self._own = picks if own is None else own
 
-    @abstractmethod
-    def _fetch_top10(self) -> float:
-        """Return `profiler.models.sampling.top10_log_prob`, apart: few ask, and it costs as
-        much.
+    @cached_property
+    def ids(self) -> list[int]:
+        """Proposed token of each row."""
+        ids: list[int] = self.picks.tolist()
+        return ids
+
+    @cached_property
+    def values(self) -> list[Sequence[float]]:
+        """`profiler.models.sampling.Drafted` of each row."""
+        # One transfer for all signals: the wait costs more than the numbers.
+        numbers = drafted(self.logits, self._own, self.sampling).stack()  # (rows, 7)
+        values: list[Sequence[float]] = numbers.tolist()
+        return values
+
+    @cached_property
+    def top10(self) -> list[float]:
+        """`profiler.models.sampling.top10_log_prob` of each row."""
+        top10: list[float] = top10_log_prob(self.logits).tolist()
+        return top10
+
+
+class ModelToken:
+    """A token just drafted for one row; reading a signal fetches those of the whole pass.
+
+    ``eos``: ids that end a draft; none if EOS is not watched for.
+    """
+
+    __slots__ = ("_eos", "_row", "_step")
+
+    def __init__(self, step: DraftStep, row: int = 0, eos: Collection[int] = ()) -> None:
+        self._step, self._row, self._eos = step, row, eos
+
+    def fill(self, token_id: int, values: Sequence[float]) -> None:
+        """Take the id that a shared transfer brought, and the signals unless empty.
+
+        The token is the only one of its pass.
         """
+        self._step.ids = [token_id]
+        if values:
+            vars(self._step).setdefault("values", [values])
+
+    @property
+    def device_id(self) -> Tensor:
+        """The token for the next pass, (1,)."""
+        return self._step.picks[self._row : self._row + 1]
+
+    @property
+    def logits(self) -> Tensor:
+        """Raw draft logits, (1, vocab)."""
+        return self._step.logits[self._row : self._row + 1]
+
+    def _fetch(self) -> Sequence[float]:
+        return self._step.values[self._row]
+
+    @property
+    def token_id(self) -> int:
+        """Vocabulary id."""
+        return self._step.ids[self._row]
+
+    @property
+    def ends(self) -> bool:
+        """Return True if the draft proposed EOS (never, if EOS is not watched for)."""
+        return bool(self._eos) and self.token_id in self._eos
 
     # Derived in float64 from float32, exactly as Trace.signal does.
 
@@ -64,55 +126,4 @@ class Fetched(ABC):
     @property
     def top10_prob(self) -> float:
         """Largest probability at T = 1 over the ten likeliest tokens alone."""
-        return math.exp(self._fetch_top10())
-
-
-class ModelToken(Fetched):
-    """A token just drafted; its signals come to the host only when somebody reads one."""
-
-    __slots__ = ("_eos", "_id", "_logits", "_sampling", "_top10", "_values", "device_id")
-
-    def __init__(
-        self, device_id: Tensor, logits: Tensor, sampling: Sampling, eos: frozenset[int] | None
-    ) -> None:
-        self.device_id = device_id  # (1,)
-        self._logits = logits  # (1, vocab)
-        self._sampling = sampling
-        self._eos = eos
-        self._values: tuple[float, ...] | None = None
-        self._top10: float | None = None
-        self._id: int | None = None
-
-    def fill(self, token_id: int, values: tuple[float, ...]) -> None:
-        """Take what a shared transfer brought: the id, and the signals unless empty."""
-        self._id = token_id
-        self._values = self._values or values or None
-
-    @property
-    def logits(self) -> Tensor:
-        """Raw draft logits, (1, vocab)."""
-        return self._logits
-
-    def _fetch(self) -> tuple[float, ...]:
-        # One transfer for all signals: the wait costs more than the numbers.
-        if self._values is None:
-            numbers = drafted(self._logits, self.device_id, self._sampling)
-            self._values = tuple(numbers.stack()[0].tolist())
-        return self._values
-
-    def _fetch_top10(self) -> float:
-        if self._top10 is None:
-            self._top10 = float(top10_log_prob(self._logits))
-        return self._top10
-
-    @property
-    def token_id(self) -> int:
-        """Vocabulary id."""
-        if self._id is None:
-            self._id = int(self.device_id)
-        return self._id
-
-    @property
-    def ends(self) -> bool:
-        """Return True if the draft proposed EOS (never, if EOS is not watched for)."""
-        return self._eos is not None and self.token_id in self._eos
+        return math.exp(self._step.top10[self._row])

@@ -10,30 +10,5 @@ state (EAGLE, MTP), or its states after three depths, concatenated (EAGLE-3).  A
 token has no feature of its own: the drafter's output takes its place, at the next position, and so
 on.
 
-Reading and writing: `read_drafter` and `write_drafter`.  Decoding: `DrafterRunner`.
+Reading and writing: `profiler.features.checkpoint`.  Decoding: `profiler.features.runner`.
 """
-
-from profiler.features.checkpoint import read_drafter, write_drafter
-from profiler.features.drafters import (
-    Eagle3,
-    EagleDrafter,
-    FeatureDrafter,
-    Mtp,
-    ParallelEagle3,
-    default_depths,
-    layer_config,
-)
-from profiler.features.runner import DrafterRunner
-
-__all__ = [
-    "DrafterRunner",
-    "Eagle3",
-    "EagleDrafter",
-    "FeatureDrafter",
-    "Mtp",
-    "ParallelEagle3",
-    "default_depths",
-    "layer_config",
-    "read_drafter",
-    "write_drafter",
-]

@@ -242,7 +242,6 @@ Layout = Literal["eagle", "speculators"]
 def write_drafter(
     drafter: FeatureDrafter, folder: str | Path, *, layout: Layout = "eagle",
     dtype: torch.dtype = torch.float16, embedding: Tensor | None = None, target: str = "",
-    speculative_tokens: int = 3, notes: dict[str, Any] | None = None,
 ) -> None:  # fmt: skip
     """Write ``config.json`` and ``model.safetensors`` into `folder`.
 
@@ -255,10 +254,8 @@ def write_drafter(
     embedding:
         (vocab, hidden) of the target, kept as ``embed_tokens.weight``; readers that have the
         target do not need it.
-    target, speculative_tokens:
-        Name of the target and usual draft length, which a ``speculators`` file says.
-    notes:
-        Further entries of ``config.json``: where the drafter is from.
+    target:
+        Name of the target, which a ``speculators`` file says.
 
     Raises
     ------
@@ -268,9 +265,7 @@ def write_drafter(
     refused = ("eagle", "mtp"), ("speculators", "eagle"), ("speculators", "p-eagle")
     if (layout, drafter.kind) in refused:
         raise DraftsimError(f"the {layout} format has no {drafter.kind} drafters that engines read")
-    config = _layer(drafter) if layout == "eagle" else _speculators(
-        drafter, target, speculative_tokens
-    )  # fmt: skip
+    config = _layer(drafter) if layout == "eagle" else _speculators(drafter, target)
     config["torch_dtype"] = str(dtype).removeprefix("torch.")
     weights = {
         name: (w.to(dtype) if w.is_floating_point() else w).detach().cpu().contiguous()
@@ -287,7 +282,7 @@ def write_drafter(
         save_file(weights, part, metadata={"format": "pt"})
         part.chmod(0o644)  # safetensors writes 0600
         text = out / ".config.json.part"
-        text.write_text(json.dumps({**config, **(notes or {})}, indent=2) + "\n")
+        text.write_text(json.dumps(config, indent=2) + "\n")
         os.replace(part, out / "model.safetensors")
         os.replace(text, out / "config.json")
     except OSError as error:
@@ -323,7 +318,7 @@ def _eagle3_config(drafter: Eagle3) -> dict[str, Any]:
     }
 
 
-def _speculators(drafter: FeatureDrafter, target: str, tokens: int) -> dict[str, Any]:
+def _speculators(drafter: FeatureDrafter, target: str) -> dict[str, Any]:
     config: dict[str, Any] = {
         "architectures": [f"{drafter.kind.capitalize()}DraftModel"],
         "speculators_model_type": drafter.kind,
@@ -333,7 +328,7 @@ def _speculators(drafter: FeatureDrafter, target: str, tokens: int) -> dict[str,
             "default_proposal_method": "greedy",
             "proposal_methods": [
                 {
-                    "proposal_type": "greedy", "speculative_tokens": tokens,
+                    "proposal_type": "greedy", "speculative_tokens": 3,
                     "accept_tolerance": 0.0, "verifier_accept_k": 1,
                 }
             ],

@@ -216,7 +216,6 @@ class EagleDrafter(FeatureDrafter):
         cache: Any, module: int = 0,
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
         """See `FeatureDrafter.step`; the output is both."""
-        del module
         states = self.fc(torch.cat([embedded, fused], -1))
         out: Tensor = self.layers[0](
             states, attention_mask=mask, position_embeddings=rotary, past_key_values=cache,
@@ -364,7 +363,6 @@ class Eagle3(FeatureDrafter):
         cache: Any, module: int = 0,
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
         """See `FeatureDrafter.step`."""
-        del module
         out = self.midlayer(embedded, fused, rotary, mask, cache)
         return self.norm(out), out
 
@@ -433,15 +431,8 @@ class ParallelEagle3(Eagle3):
     kind: ClassVar[str] = "p-eagle"
     one_pass: ClassVar[bool] = True
 
-    def __init__(
-        self, config: LlamaConfig, draft_tokens: Sequence[int] | Tensor | None,
-        feature_layers: Sequence[int], *, target_width: int | None = None,
-        norm_before_residual: bool = False, norm_before_fc: bool = False,
-    ) -> None:  # fmt: skip
-        super().__init__(
-            config, draft_tokens, feature_layers, target_width=target_width,
-            norm_before_residual=norm_before_residual, norm_before_fc=norm_before_fc,
-        )  # fmt: skip
+    def __init__(self, config: LlamaConfig, *args: Any, **settings: Any) -> None:
+        super().__init__(config, *args, **settings)
         self.mask_token = nn.Parameter(torch.zeros(config.hidden_size))
         self.mask_state = nn.Parameter(torch.zeros(config.hidden_size))
 

@@ -14,9 +14,7 @@ from torch import Tensor, nn
 
 from policies.json_text import parse_json
 from profiler.models.loading import fingerprint
-from profiler.models.sampling import log_probs_at, signals
 from profiler.models.stack import LayerRunner
-from traces.acceptance.sampling import Sampling
 from traces.errors import DraftsimError
 
 
@@ -47,7 +45,6 @@ class MedusaBlock(nn.Module):
 
     def forward(self, states: Tensor, seen: Tensor | None = None) -> Tensor:
         """Map (..., width) -> (..., width)."""
-        del seen
         out: Tensor = states + nn.functional.silu(self.inner(states))
         return out
 
@@ -281,33 +278,6 @@ def log_confidence(logits: Tensor, temperature: float) -> Tensor:
     """Log of the largest softmax(z / T) per row (SpecBound, eq. 2): (rows, vocab) -> (rows,)."""
     scaled = logits.float() / temperature
     return scaled.amax(-1) - scaled.logsumexp(-1)
-
-
-def exit_columns(logits: Tensor, temperatures: list[float]) -> dict[str, Tensor]:
-    """Return argmax, log confidence at each temperature and the signals; (rows, ...) each."""
-    of = signals(logits)
-    return {
-        "argmax": logits.argmax(-1),
-        "log_confidence": torch.stack([log_confidence(logits, t) for t in temperatures], -1),
-        "top1": of.top1,
-        "top2": of.top2,
-        "logsumexp": of.logsumexp,
-        "entropy": of.entropy,
-    }
-
-
-def drawn_columns(
-    logits: Tensor, drawn: Tensor, logsumexp: Tensor, sampling: Sampling
-) -> dict[str, Tensor]:
-    """Return log-probabilities of tokens drawn from `logits`, as in
-    `profiler.models.sampling.drafted`.
-
-    ``logits``: (rows, vocab) raw; ``drawn``, ``logsumexp``: (rows,).
-    """
-    raw = logits.gather(1, drawn[:, None])[:, 0].float() - logsumexp
-    if sampling.plain:
-        return {"log_prob": raw}
-    return {"log_prob": log_probs_at(logits, drawn, sampling), "raw_log_prob": raw}
 
 
 def _norm(states: Tensor, weight: Tensor) -> Tensor:

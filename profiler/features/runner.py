@@ -52,9 +52,7 @@ class DrafterRunner:
         The head's input, and what replaces the next feature; (entries, hidden) each.
         """
         stop = start + tokens.shape[0]
-        if stop > self.cache.slots:
-            raise DraftsimError(f"{stop} entries do not fit the cache of {self.cache.slots} slots")
-        self.cache.place(start)
+        self.cache.place(start, stop)
         if mask is None:
             mask = self._causal[start:stop, :stop]
         at = slice(start, stop) if positions is None else positions

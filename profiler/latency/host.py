@@ -1,8 +1,8 @@
 """Timing of a round outside the models: the loop, the policy's call, the verdict.
 
-On a CPU the passes of a run are timed as they are made.  That would keep a GPU and its host from
-working at the same time; there the run is timed as a whole, and the host's share is what the
-passes' own cells do not explain.
+On a CPU the passes of a run are timed as they are made; a batch's are left out.  That would keep a
+GPU and its host from working at the same time; there the run is timed as a whole, and the host's
+share is what the passes' own cells do not explain.
 """
 
 from __future__ import annotations
@@ -13,18 +13,19 @@ from typing import Any
 
 import numpy as np
 import pandas as pd
+import torch
 from scipy.optimize import nnls
 from torch import Tensor
 
 from policies.core import DraftPolicy, Round, speculate
 from policies.lengths.basic import Fixed
 from policies.together import PerRequest
-from profiler.decoding.batch import BatchedDecoder, enter, speculate_batch
+from profiler.decoding.batch import BatchedDecoder, Stream, enter, speculate_batch
 from profiler.decoding.forced import ForcedDecoder, ForcedStream
 from profiler.decoding.single import ModelDecoder
 from profiler.latency.passes import random_ids
-from profiler.latency.table import Stopwatch, rows_of
-from profiler.machine import Repeats, Timing, sweeps, timed
+from profiler.latency.table import rows_of
+from profiler.machine import Repeats, Stopwatch, Timing, sweeps, timed
 from profiler.models.runner import Runner
 from traces.acceptance.synthetic import synthetic_trace
 from traces.acceptance.trace import Trace
@@ -72,7 +73,7 @@ def measure_host(
         decoder = ModelDecoder(models[0], models[1], prompt, tokens, watch_eos=False)
         before = sum((m.spent for m in models), Timing(0.0))
         log: list[Round] = []
-        whole = watch.measure(_run_into(log, decoder, Fixed(gamma)))
+        whole = watch.measure(lambda: log.extend(speculate(decoder, Fixed(gamma))))
         passes = sum((m.spent for m in models), Timing(0.0))
         host = whole.wall_s - whole.off_s
         for timing, sign in ((passes, -1), (before, 1)):
@@ -102,8 +103,50 @@ def host_cells(
     return rows_of([("target", phase, batch, 1, 0) for phase in ("host_round", "host_draft")], fits)
 
 
-def _run_into(log: list[Round], decoder: ModelDecoder, policy: Fixed) -> Callable[[], object]:
-    return lambda: log.extend(speculate(decoder, policy))
+class _Idle(Runner):
+    """A replacement for a model that does no work, so that only the host's time is left."""
+
+    def __init__(self, like: Runner) -> None:
+        self.device, self.cache, self.max_positions = like.device, like.cache, like.max_positions
+        shape = (1, max(HOST_GAMMAS) + 1, like.vocab_size)
+        rows = torch.randn(shape, device=like.device, dtype=like.model.dtype)
+        # Alike for all sequences: they then accept alike and end together.
+        self._rows = rows.repeat(like.cache.batch, 1, 1)
+
+    def forward_batch(
+        self, tokens: Tensor, positions: Tensor, visible: int, *, first: int = 0, keep: int = 0
+    ) -> Tensor:
+        """Return some fixed rows, as many as asked for."""
+        return self._rows[: tokens.shape[0], : keep or tokens.shape[1]]
+
+
+def measure_batch_host(
+    target: Runner, draft: Runner, batches: Sequence[int], *, repeats: int = 15, tokens: int = 40
+) -> pd.DataFrame:
+    """Measure seconds per iteration and per batched draft step outside the models, by a linear fit.
+
+    The real loop decodes `tokens` tokens a sequence, both models replaced by ones that do
+    nothing; one row per phase and batch above 1, named ``host_round`` and ``host_draft``.
+    """
+    idle, watch, again = (_Idle(target), _Idle(draft)), Stopwatch(target.device), Repeats()
+
+    def run(batch: int, gamma: int) -> tuple[Timing, list[int]]:
+        decoder, together = BatchedDecoder(*idle, watch_eos=False), PerRequest(Fixed(gamma))
+        prompt = torch.zeros(4, dtype=torch.long, device=target.device)
+        enter(decoder, together, [Stream(k, prompt, tokens) for k in range(batch)])
+        steps: list[int] = []  # of the draft, by iteration
+        taken = watch.measure(lambda: steps.extend(
+            max(outcome.draft_forwards for _, outcome in iteration)
+            for iteration in speculate_batch(decoder, together)
+        ))  # fmt: skip
+        return taken, steps
+
+    def spent(batch: int, gamma: int) -> Spent:
+        taken, steps = again.best(partial(run, batch, gamma))
+        return taken.seconds, len(steps), sum(steps)
+
+    parts = [host_cells(b, HOST_GAMMAS, repeats, partial(spent, b)) for b in batches if b > 1]
+    return pd.concat(parts, ignore_index=True)
 
 
 ACCEPTED = 0.7

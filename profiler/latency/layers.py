@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from profiler.features.heads import ExitHeads
-from profiler.latency.passes import random_ids
+from profiler.latency.passes import passes_of, random_ids
 from profiler.latency.table import Block, Grid, Step, rows_of
 from profiler.machine import Repeats, Stopwatch, Timing
 from profiler.models.graphs import captured
@@ -26,23 +26,17 @@ def measure_layers(runner: Runner, model: str, grid: Grid) -> pd.DataFrame:
     """Measure per-layer and output-head seconds of one model, from hooks around its modules."""
     layers, head = _parts(runner.stack, runner.layers), runner.model.get_output_embeddings()
     parts: list[pd.DataFrame] = []
-    watch, again = Stopwatch(runner.device), Repeats()
-    ids = random_ids(runner, max(grid.widths))
+    watch, again, passes = Stopwatch(runner.device), Repeats(), passes_of(runner, grid)
+
+    def timed(run: Callable[[], object]) -> tuple[Timing, list[float]]:
+        with _timed_modules([*layers, head], runner.device) as seconds:
+            taken = watch.measure(run)
+        return taken, seconds()
+
     for width in grid.widths:
-        for context in grid.contexts:
-            if context + width > runner.cache.slots:
-                continue
+        for context in passes.contexts:
             samples = np.empty((grid.repeats, 2))
-            modules, tokens = [*layers, head], ids[:width]
-
-            def run(
-                modules: list[Any] = modules, tokens: Tensor = tokens, context: int = context
-            ) -> tuple[Timing, list[float]]:
-                with _timed_modules(modules, runner.device) as seconds:
-                    keep = len(tokens)
-                    taken = watch.measure(lambda: runner.forward(tokens, context, keep=keep))
-                return taken, seconds()
-
+            run = partial(timed, passes.run(width, context, keep=0))
             for repeat in range(-grid.warmup, grid.repeats):
                 _, times = again.best(run)
                 if repeat >= 0:

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from profiler.decoding.tokens import ModelToken
+from profiler.decoding.tokens import DraftStep, ModelToken
 from profiler.latency.table import FIRST_WIDTHS, Block, Grid, Step
 from profiler.models.runner import Runner
-from traces.acceptance.sampling import GREEDY
+from profiler.models.seq2seq import Seq2SeqRunner
+from traces.errors import DraftsimError
 
 UNTIMED = 2
 """Rounds of a block that only bring the processor's caches into their usual state."""
@@ -27,6 +29,8 @@ draft's weights in the processor's caches, which the target's pass left full of 
 """
 SHORT = 2
 """Draft passes of a short round, at most."""
+MOST_PREFILLED = 4096
+"""Most tokens of a measured prefill of a batch; further tokens take as long each."""
 
 Pass = Callable[[int, int], Callable[[], object]]
 """From tokens fed and context to the call that makes the pass."""
@@ -35,55 +39,152 @@ Points = Sequence[tuple[int, int]]
 """Widths and contexts."""
 
 
+class Passes:
+    """Passes of one model over one sequence, after real keys and values in every slot."""
+
+    def __init__(self, runner: Runner, grid: Grid) -> None:
+        self.runner: Any = runner
+        self.contexts = [c for c in grid.contexts if c + grid.widest <= runner.cache.slots]
+        self.ids = random_ids(runner, runner.cache.slots)
+        runner.forward(self.ids, 0, keep=1)
+
+    def run(self, width: int, context: int, keep: int = 1) -> Callable[[], Any]:
+        """Return a pass of `width` tokens that attends to `context` others; its `keep` last logits
+        (0: all).
+        """
+        ids = self.ids[:width]
+        return lambda: self.runner.forward(ids, context, keep=keep)
+
+    def prefill(self, length: int) -> Callable[[], Any]:
+        """Return the pass over a prompt."""
+        return self.run(length, 0)
+
+
+class BatchPasses(Passes):
+    """Passes over a full rectangle, as many tokens of each of `batch` sequences.
+
+    They follow equal contexts.  A ragged pass runs the rectangle that its widest sequence and
+    longest context span.
+    """
+
+    @torch.inference_mode()
+    def __init__(self, runner: Runner, grid: Grid, batch: int) -> None:
+        super().__init__(runner, grid)
+        self.batch = batch
+        for row in range(1, batch):
+            runner.cache.copy_row(0, row)
+
+    def run(self, width: int, context: int, keep: int = 1) -> Callable[[], Any]:
+        """Return a pass of `width` tokens of every sequence."""
+        runner, ids = self.runner, random_ids(self.runner, self.batch, width)
+        places = torch.arange(context, context + width, device=runner.device).expand_as(ids)
+        return lambda: runner.forward_batch(ids, places, context + width, keep=keep)
+
+
+class Seq2SeqPasses(Passes):
+    """Passes of an encoder-decoder over random sources of several lengths, encoded once.
+
+    A decoder's pass attends to the source and to the tokens decoded so far, through as many
+    attentions of the same cost, so its cells' ``context`` is the sum of both; they are measured
+    with half of it on either side.  A trace's prompt length is that of the source, so the context
+    that replay prices, prompt and output so far, is this sum.  ``prefill`` is the encoder's pass
+    and the decoder's first.
+    """
+
+    def __init__(self, runner: Seq2SeqRunner, grid: Grid) -> None:
+        self.runner, self.contexts = runner, list(grid.contexts)
+        self.ids = random_ids(runner, min(runner.max_positions, runner.cache.slots))
+        self._sources = {n: runner.encode(self.ids[:n]) for n in {c // 2 for c in grid.contexts}}
+        for source in self._sources.values():
+            runner.source = source
+            runner.forward(self.ids, 0, keep=1)
+
+    def run(self, width: int, context: int, keep: int = 1) -> Callable[[], Any]:
+        """Return a pass of `width` tokens; half of the `context` is the source."""
+        runner, source, ids = self.runner, self._sources[context // 2], self.ids[:width]
+
+        def call() -> Tensor:
+            runner.source = source
+            logits: Tensor = runner.forward(ids, context - context // 2, keep=keep)
+            return logits
+
+        return call
+
+    def prefill(self, length: int) -> Callable[[], Any]:
+        """Return the encoder over `length` tokens, and the decoder's first pass."""
+        runner, ids = self.runner, self.ids[:length]
+        return lambda: runner.forward(runner.begin(ids), 0, keep=1)
+
+
+def passes_of(runner: Runner, grid: Grid, batch: int = 1) -> Passes:
+    """Return the passes of a model at a batch size, by the model's kind."""
+    if isinstance(runner, Seq2SeqRunner):
+        return Seq2SeqPasses(runner, grid)
+    return Passes(runner, grid) if batch == 1 else BatchPasses(runner, grid, batch)
+
+
+def fitting_grid(grid: Grid, *runners: Seq2SeqRunner) -> Grid:
+    """Return the points of `grid` whose halves, and passes after them, fit the models' positions.
+
+    Raises DraftsimError if batches are asked for, or nothing fits.
+    """
+    if max(grid.batches, default=1) > 1:
+        raise DraftsimError("encoder-decoder pairs are decoded one request at a time: use batch 1")
+    room = min(min(r.max_positions, r.cache.slots) for r in runners)
+    fitting = replace(
+        grid,
+        contexts=[c for c in grid.contexts if c - c // 2 + grid.widest <= room],
+        prompts=[n for n in grid.prompts if n <= room],
+    )
+    if not fitting.contexts or not fitting.prompts:
+        raise DraftsimError(
+            f"the pair's {room} positions leave no room for a context of {min(grid.contexts)} and "
+            f"a pass of {grid.widest} tokens: measure a pair with longer contexts"
+        )
+    return fitting
+
+
 def pass_blocks(
-    target: Runner, draft: Runner | None, grid: Grid, *, apart: Points = (), short: bool = False
-) -> list[Block]:
+    target: Runner, draft: Runner | None, grid: Grid, batch: int = 1, *, apart: Points = (),
+    short: bool = False,
+) -> list[Block]:  # fmt: skip
     """Return prefill and decoding passes of both models over the grid, and the signals' cost.
 
-    A target without a draft has only its own passes.  ``apart``: further (width, context) whose
-    rounds are timed; ``short``: as in `decoding_blocks`.
+    A target without a draft has only its own passes.  The runners have room for `batch` sequences.
+    ``apart``: further (width, context) whose rounds are timed; ``short``: as in `decoding_blocks`.
     """
-    ids = {"target": random_ids(target, target.cache.slots)}
-    models = {"target": target} if draft is None else {"target": target, "draft": draft}
-    blocks = []
-    for name, runner in models.items():
-        ids[name] = ids["target"][: runner.cache.slots] % runner.vocab_size
-        runner.forward(ids[name], 0, keep=1)  # real keys and values in every slot
-        for length in grid.prompts:
-            if length <= runner.cache.slots:
-                run = _pass(runner, ids[name][:length], 0, 1)
-                blocks.append(Block([[Step(name, "prefill", length, 0, run)]]))
+    verify = passes_of(target, grid, batch)
+    propose = None if draft is None else passes_of(draft, grid, batch)
+    blocks = [
+        Block([[Step(name, "prefill", length, 0, passes.prefill(length), batch)]])
+        for name, passes in (("target", verify), ("draft", propose)) if passes is not None
+        for length in grid.prompts
+        if length <= passes.runner.cache.slots and (batch == 1 or batch * length <= MOST_PREFILLED)
+    ]  # fmt: skip
 
-    def verify(width: int, context: int) -> Callable[[], object]:
-        return _pass(target, ids["target"][:width], context, width)
+    def whole(width: int, context: int) -> Callable[[], object]:
+        return verify.run(width, context, keep=0)
 
-    contexts = [c for c in grid.contexts if c + grid.widest <= target.cache.slots]
-    if draft is None:
-        return [*blocks, *rounds(verify, None, grid.widths, contexts, apart, short=short)]
-    proposer, logits = draft, draft.forward(ids["draft"][:1], 0, keep=1)
-    token = logits.argmax(-1)
+    drafting = None if propose is None else propose.run
+    widths = grid.widths if batch == 1 else grid.batch_widths
+    # A pass over a batch outweighs what the caches keep: fewer rounds will do.
+    untimed = UNTIMED if batch == 1 else 1
+    points = [(widths, verify.contexts), *(([width], [context]) for width, context in apart)]
+    for some, contexts in points:
+        blocks += decoding_blocks(
+            whole, drafting, some, contexts, batch=batch, untimed=untimed, short=short,
+            longest=grid.longest,
+        )  # fmt: skip
+    if propose is not None:
+        context = min(verify.contexts)
+        logits = propose.run(1, context)().flatten(0, -2)  # (batch, vocab)
+        token = logits.argmax(-1)
 
-    def propose(width: int, context: int) -> Callable[[], object]:
-        return _pass(proposer, ids["draft"][:width], context, 1)
+        def read() -> object:
+            return ModelToken(DraftStep(logits, token)).prob
 
-    def read() -> object:
-        return ModelToken(token, logits, GREEDY, None).prob
-
-    blocks += rounds(
-        verify, propose, grid.widths, contexts, apart, short=short, longest=grid.longest
-    )
-    blocks.append(signal_block(verify, propose, read, grid.widths, min(contexts), short=short))
+        blocks.append(signal_block(whole, propose.run, read, widths, context, batch, short))
     return blocks
-
-
-def rounds(
-    target: Pass, draft: Pass | None, widths: Sequence[int], contexts: Sequence[int],
-    apart: Points, **settings: Any,
-) -> Iterator[Block]:  # fmt: skip
-    """Yield `decoding_blocks` over a grid, and at points by themselves."""
-    yield from decoding_blocks(target, draft, widths, contexts, **settings)
-    for width, context in apart:
-        yield from decoding_blocks(target, draft, [width], [context], **settings)
 
 
 def decoding_blocks(
@@ -150,7 +251,3 @@ def random_ids(runner: Runner, *shape: int) -> Tensor:
     """Return token ids of a shape on the model's device, the same each time."""
     seeded = torch.Generator().manual_seed(0)
     return torch.randint(runner.vocab_size, shape, generator=seeded).to(runner.device)
-
-
-def _pass(runner: Runner, ids: Tensor, context: int, keep: int) -> Callable[[], object]:
-    return lambda: runner.forward(ids, context, keep=keep)

@@ -21,11 +21,11 @@ from torch import Tensor
 
 from policies.rules.base import VerifyRule
 from policies.rules.threshold import CMASDVerification, SpecVerification
-from profiler.decoding.single import ModelDecoder, ModelToken
-from profiler.latency.table import Stopwatch
-from profiler.machine import Repeats, Timing, sweeps
+from profiler.decoding.single import ModelDecoder
+from profiler.decoding.tokens import DraftStep, ModelToken
+from profiler.latency.passes import random_ids
+from profiler.machine import Repeats, Stopwatch, Timing, sweeps
 from profiler.models.runner import Runner
-from traces.acceptance.sampling import GREEDY
 from traces.latency.schema import CELL_COLUMNS
 
 DRAFTED = (0, 1, 2, 4, 8, 16, 24)
@@ -50,7 +50,6 @@ class _Given(Runner):
         positions: Tensor | None = None,
     ) -> Tensor:  # fmt: skip
         """Return the last `keep` rows."""
-        del tokens, start, mask, positions
         return self.rows[-keep:]
 
 
@@ -61,7 +60,6 @@ def measure_rules(
     drafted: Sequence[int] = DRAFTED,
     longest: int = max(DRAFTED),
     repeats: int = 25,
-    seed: int = 0,
 ) -> pd.DataFrame:
     """Return seconds per round that a rule of each family takes beyond lossless verification.
 
@@ -78,8 +76,6 @@ def measure_rules(
         Tokens of the pair's longest draft.
     repeats:
         Timed repeats; within one the cells and families come in a fresh random order.
-    seed:
-        Seed of that order.
 
     Returns
     -------
@@ -91,12 +87,10 @@ def measure_rules(
     for phase, rule in RULES.items():
         prepared[phase] = own = rule.fresh()
         own.begin_run(target.vocab_size, 0.0)
-    watch, again, rng = Stopwatch(target.device), Repeats(), np.random.default_rng(seed)
+    watch, again, rng = Stopwatch(target.device), Repeats(), np.random.default_rng(0)
     given = _Given(target), _Given(draft)
-    ids = torch.randint(
-        min(target.vocab_size, draft.vocab_size), (max([0, *counts]) + 1,),
-        generator=torch.Generator().manual_seed(seed),
-    ).to(target.device)  # fmt: skip
+    smaller = min(target, draft, key=lambda runner: runner.vocab_size)
+    ids = random_ids(smaller, max([0, *counts]) + 1).to(target.device)
     # An encoder-decoder needs a source before any pass.
     prompts = target.begin(ids[:1]), draft.begin(ids[:1])
     samples = {phase: np.empty((repeats, len(counts))) for phase in prepared}
@@ -135,5 +129,5 @@ def _round(
     given[0].rows = models[0].forward(torch.cat([prompts[0], ids]), 0, keep=count + 1)
     picks = given[0].rows.argmax(-1).clamp(max=models[1].vocab_size - 1)
     parts = [slice(i, i + 1) for i in range(count)]
-    tokens = [ModelToken(picks[at], proposals[at], GREEDY, None) for at in parts]
+    tokens = [ModelToken(DraftStep(proposals[at], picks[at])) for at in parts]
     return partial(decoder.verify, tokens)

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -20,12 +19,7 @@ from profiler.machine import NoTimeError, Repeats, Stopwatch, Timing
 from traces.acceptance.schema import Request
 from traces.errors import DraftsimError
 from traces.latency.schema import CELL_COLUMNS
-from traces.latency.table import LatencyTable
 from traces.store.checkpoint import Checkpoint
-
-__all__ = [
-    "FIRST_WIDTHS", "Block", "Grid", "Step", "Stopwatch", "Sweeps", "rows_of", "swept", "table",
-]  # fmt: skip
 
 FIRST_WIDTHS = (1, 2, 4)
 """Tokens a round's first draft pass catches up on: one, two after a fully accepted draft,
@@ -42,7 +36,7 @@ Cell = tuple[str, str, int, int, int]
 class Grid:
     """The points to measure: tokens fed, tokens in the cache, sequences decoded together.
 
-    ``batches`` above 1 are measured by `profiler.latency.batch`, at ``batch_widths``.
+    ``batches`` above 1 are measured at ``batch_widths``.
     """
 
     widths: Sequence[int] = (1, 2, 3, 4, 5, 7, 9, 13, 17, 21, 25)
@@ -82,10 +76,6 @@ class Grid:
         while 4 * prompts[-1] <= prompt_tokens:
             prompts.append(4 * prompts[-1])
         return replace(self, contexts=contexts, prompts=tuple(prompts))
-
-    def holding(self, requests: Sequence[Request]) -> Grid:
-        """Return the grid `reaching` these requests."""
-        return self.reaching(*sizes_of(requests))
 
     def covering(self, prompt_tokens: int, new_tokens: int, context: int = 0) -> Grid:
         """Return the grid cut to prompts of up to `prompt_tokens`, their outputs and the drafts.
@@ -190,8 +180,6 @@ class Sweeps:
         Keeps every sweep; those it holds already count as done.
     warmup:
         Untimed calls of every cell before the first sweep.
-    seed:
-        Seed of the order.
     check:
         Called before every cell that is warmed up and every block; it may raise, and only whole
         sweeps count.
@@ -204,7 +192,6 @@ class Sweeps:
         *,
         checkpoint: Checkpoint | None = None,
         warmup: int = 3,
-        seed: int = 0,
         check: Callable[[], None] = lambda: None,
     ) -> None:
         self.blocks, self.warmup, self._check = blocks, warmup, check
@@ -221,7 +208,7 @@ class Sweeps:
                 "the check that it is in, to start again"
             )
         self._samples = kept["samples"] if kept else np.empty((0, len(self._steps)))
-        self._rng = np.random.default_rng([seed, len(self._samples)])
+        self._rng = np.random.default_rng([0, len(self._samples)])
         self._warm = False
         self._left: list[Block] = []
         self._sums = np.zeros((2, len(self._steps)))  # seconds and calls of the sweep under way
@@ -319,8 +306,3 @@ def rows_of(cells: Sequence[Cell], samples: npt.NDArray[np.float64]) -> pd.DataF
         [(*cell, mean, spread, len(samples)) for cell, mean, spread in rows],
         columns=list(CELL_COLUMNS),
     )
-
-
-def table(parts: Sequence[pd.DataFrame], meta: dict[str, Any]) -> LatencyTable:
-    """Return one latency table from measured parts."""
-    return LatencyTable(pd.concat(parts, ignore_index=True), meta)

@@ -32,7 +32,8 @@ class DecoderShape:
     rope_theta: float = 10_000.0
     tied: bool = False
     family: str = "llama"
-    others: Mapping[str, Any] = field(default_factory=dict)
+    rope: Mapping[str, Any] = field(default_factory=dict)
+    """Further parameters of the rotary positions."""
 
     @classmethod
     def of(cls, name: str, model: Any) -> DecoderShape:
@@ -78,7 +79,7 @@ class DecoderShape:
             num_attention_heads=self.heads,
             num_key_value_heads=self.kv_heads,
             max_position_embeddings=self.positions,
-            rope_parameters={**rope, **self.others.get("rope_parameters", {})},
+            rope_parameters={**rope, **self.rope},
             tie_word_embeddings=self.tied,
             # No end token: lengths are what the measurement says they are.
             bos_token_id=None,
@@ -94,7 +95,7 @@ class DecoderShape:
         return replace(
             self, hidden_size=8 * heads, intermediate_size=32, layers=1 + (self.layers > 12),
             heads=heads, kv_heads=kv_heads, vocab_size=128, positions=min(self.positions, 1024),
-            others={},
+            rope={},
         )  # fmt: skip
 
     def build(self, device: torch.device, dtype: torch.dtype) -> Any:
@@ -111,21 +112,19 @@ class DecoderShape:
 
 def _llama3(factor: float) -> dict[str, Any]:
     return {
-        "rope_parameters": {
-            "rope_type": "llama3", "factor": factor, "low_freq_factor": 1.0,
-            "high_freq_factor": 4.0, "original_max_position_embeddings": 8192,
-        }
+        "rope_type": "llama3", "factor": factor, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 8192,
     }  # fmt: skip
 
 
 _ALL = (
     DecoderShape(
         "llama-3.1-8b", "meta-llama/Llama-3.1-8B", 4096, 14336, 32, 32, 8, 128256, 131072,
-        500_000.0, others=_llama3(8.0),
+        500_000.0, rope=_llama3(8.0),
     ),
     DecoderShape(
         "llama-3.2-1b", "meta-llama/Llama-3.2-1B", 2048, 8192, 16, 32, 8, 128256, 131072,
-        500_000.0, tied=True, others=_llama3(32.0),
+        500_000.0, tied=True, rope=_llama3(32.0),
     ),
     DecoderShape("vicuna-7b", "lmsys/vicuna-7b-v1.5", 4096, 11008, 32, 32, 32, 32000, 4096),
     DecoderShape("vicuna-68m", "double7/vicuna-68m", 768, 3072, 2, 12, 12, 32000, 2048),

@@ -152,7 +152,6 @@ def grouped_attention(
     ``query`` (batch, heads, new_tokens, width); ``key``, ``value`` (batch, kv_heads, ...).  A
     mask in more parts than one asks for `split_attention`.
     """
-    del module, kwargs
     assert attention_mask is not None
     batch, heads, count, width = query.shape
     shared = key.shape[1]
@@ -194,7 +193,6 @@ def block_attention(blocks: Sequence[TokenBlock]) -> Callable[..., tuple[Tensor,
         scaling: float | None = None,
         **kwargs: Any,
     ) -> tuple[Tensor, None]:
-        del module, attention_mask, kwargs
         start = key.shape[2] - query.shape[2]
         parts = []
         for tokens, path, mask in blocks:
@@ -209,13 +207,6 @@ def block_attention(blocks: Sequence[TokenBlock]) -> Callable[..., tuple[Tensor,
         return torch.cat(parts, 2).transpose(1, 2).contiguous(), None
 
     return attend
-
-
-@contextmanager
-def in_blocks(model: Any, blocks: Sequence[TokenBlock]) -> Iterator[None]:
-    """Let `model` attend, inside the block, through `block_attention`."""
-    with attending(model, "draftsim_blocks", block_attention(blocks)):
-        yield
 
 
 @contextmanager

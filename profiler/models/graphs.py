@@ -30,10 +30,12 @@ from profiler.models.attention import (
     split_mask,
 )
 from profiler.models.runner import Runner, SlotCache
-from traces.errors import DraftsimError
 
 WIDEST = 32
 """Tokens per sequence up to which a pass is captured; wider ones (prompts) run eagerly."""
+GRANULARITY = 128
+"""Visible contexts are multiples of it (at long contexts, of a sixteenth of their magnitude), so
+that few graphs serve all contexts."""
 
 
 class Shape(NamedTuple):
@@ -104,19 +106,13 @@ class GraphRunner(Runner):
     Parameters
     ----------
     model, slots, batch:
-        As for `Runner`; slots are rounded up to a multiple of `granularity`.
-    granularity:
-        Visible contexts are multiples of it (at long contexts, of a sixteenth of their
-        magnitude), so that few graphs serve all contexts.
+        As for `Runner`; slots are rounded up to a multiple of `GRANULARITY`.
     """
 
     _attention = staticmethod(grouped_attention)
 
-    def __init__(self, model: Any, slots: int, batch: int = 1, granularity: int = 128) -> None:
-        if granularity < 1:
-            raise DraftsimError(f"granularity is {granularity}, expected at least 1 slot")
-        self.granularity = granularity
-        super().__init__(model, -(-slots // granularity) * granularity, batch)
+    def __init__(self, model: Any, slots: int, batch: int = 1) -> None:
+        super().__init__(model, -(-slots // GRANULARITY) * GRANULARITY, batch)
         config = model.config.get_text_config()
         self._group = config.num_attention_heads // config.num_key_value_heads
         self._heads: int = config.num_key_value_heads
@@ -139,14 +135,8 @@ class GraphRunner(Runner):
 
     def bucket(self, stop: int) -> int:
         """Return the number of slots shown to a pass that needs the first `stop`."""
-        step = max(self.granularity, 1 << max(0, stop.bit_length() - 5))
+        step = max(GRANULARITY, 1 << max(0, stop.bit_length() - 5))
         return min(self.cache.slots, -(-stop // step) * step)
-
-    def _rounded(self, batch: int) -> int:
-        """Return the number of rows a batch is padded to, a power of two: it shrinks as its
-        sequences end.
-        """
-        return min(self.cache.batch, 1 << (batch - 1).bit_length())
 
     @torch.inference_mode()
     def forward(
@@ -175,7 +165,8 @@ class GraphRunner(Runner):
         fits = visible <= self.cache.slots and batch <= self.cache.batch
         if first or width > WIDEST or not fits:
             return super().forward_batch(tokens, positions, visible, first=first, keep=keep)
-        rows = self._rounded(batch)
+        # Padded to a power of two: a batch shrinks as its sequences end.
+        rows = min(self.cache.batch, 1 << (batch - 1).bit_length())
         shape = Shape(rows, width, self.bucket(visible), min(keep, width) or width)
         return self._replay(shape, tokens, positions)[:batch]
 
@@ -235,8 +226,8 @@ class CompiledRunner(GraphRunner):
 
     _attention = staticmethod(torch.compiler.disable(grouped_attention))
 
-    def __init__(self, model: Any, slots: int, batch: int = 1, granularity: int = 128) -> None:
-        super().__init__(compiled(model), slots, batch, granularity)
+    def __init__(self, model: Any, slots: int, batch: int = 1) -> None:
+        super().__init__(compiled(model), slots, batch)
         self.cache = ApartCache(self.layers, self.cache.slots, batch)
 
 
@@ -280,24 +271,27 @@ def fused(model: Any) -> Any:
 
     The weights of fused projections are laid side by side, in place, for both.
     """
-    for layer in model.model.layers:
-        for part in (layer.self_attn, layer.mlp):
-            for names in FUSED:
-                if all(hasattr(part, name) for name in names):
-                    _lay_together([getattr(part, name) for name in names])
+    for part, names in _fusible(model):
+        _lay_together([getattr(part, name) for name in names])
     # Everything but the tensors is copied.
     shared = {id(t): t for t in (*model.parameters(), *model.buffers())}
     twin = copy.deepcopy(model, shared)
-    for layer in twin.model.layers:
-        for part in (layer.self_attn, layer.mlp):
-            for names in FUSED:
-                if all(hasattr(part, name) for name in names):
-                    _fuse(part, names)
+    for part, names in _fusible(twin):
+        _fuse(part, names)
     for part in list(twin.modules()):
         for name, child in part.named_children():
             if type(child).__name__.endswith("RMSNorm"):
                 setattr(part, name, Norm(child))
     return twin.eval()
+
+
+def _fusible(model: Any) -> list[tuple[Module, Sequence[str]]]:
+    """Return the parts of a model's layers that have projections of FUSED, with their names."""
+    parts = [part for layer in model.model.layers for part in (layer.self_attn, layer.mlp)]
+    return [
+        (part, names) for part in parts for names in FUSED
+        if all(hasattr(part, name) for name in names)
+    ]  # fmt: skip
 
 
 class Norm(Module):
@@ -340,7 +334,6 @@ class Later(Module):
 
     def forward(self, states: Tensor) -> Tensor:
         """Return the result that was already computed."""
-        del states
         first = self.first[0]
         part: Tensor = first.others[self.index]
         if self.index == len(first.sizes) - 2:

@@ -229,10 +229,7 @@ def describe_model(model: Any, path: str | Path) -> dict[str, Any]:
         **(describe_seq2seq(model) if is_seq2seq(model) else {}),
         "hidden_size": config.hidden_size,
         "vocab_size": config.vocab_size,
-        "kv_values": 2
-        * config.num_hidden_layers
-        * kv_heads
-        * (width or config.hidden_size // heads),
+        "kv_values": 2 * config.num_hidden_layers * kv_heads * width,
         "tied": bool(config.tie_word_embeddings),
         "parameters": sum(weights.numel() for weights in model.parameters()),
         "fingerprint": fingerprint(model),

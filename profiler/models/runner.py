@@ -7,14 +7,14 @@ simply written again by the next pass, and is hidden by the mask until then.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin
 
-from profiler.models.attention import TokenBlock, dense_mask, in_blocks
+from profiler.models.attention import TokenBlock, attending, block_attention, dense_mask
 from traces.errors import DraftsimError
 
 
@@ -57,20 +57,6 @@ class SlotLayer(CacheLayerMixin):
         values[rows, :, slots] = value_states.transpose(1, 2)
         return keys[:, :, : cache.visible], values[:, :, : cache.visible]
 
-    def copy_row(self, source: int, destination: int) -> None:
-        """Make sequence ``destination`` hold what ``source`` holds."""
-        for buffer in (self.keys, self.values):
-            if buffer is not None:
-                buffer[destination] = buffer[source]
-
-    def move(self, slots: Tensor, start: int) -> None:
-        """Make the slots from `start` on hold what `slots` (tokens,) of the first sequence hold."""
-        stop = start + slots.shape[0]
-        for buffer in (self.keys, self.values):
-            if buffer is not None:
-                # What is read is copied before anything is written.
-                buffer[:1, :, start:stop] = buffer[:1, :, slots]
-
     def get_mask_sizes(self, query_length: int, *args: Any) -> tuple[int, int]:
         """Return (key length, offset); only asked for when no 4-D mask is given."""
         return self._cache.start + query_length, 0
@@ -90,8 +76,8 @@ class SlotLayer(CacheLayerMixin):
 class SlotCache(Cache):
     """Slots for `slots` tokens of each of `batch` sequences in each of `layers` layers.
 
-    Set the placement before each pass: ``place(start)`` writes consecutive slots of the
-    first sequence from ``start`` and shows slots up to the last written;
+    Set the placement before each pass: ``place(start, stop)`` writes consecutive slots of the
+    first sequence and shows slots up to the last written;
     ``place_ragged(rows, positions, visible)`` writes slot ``positions[b, i]`` of sequence
     ``first + b`` and shows the first ``visible`` slots, leaving the rest to the mask.  The
     ragged form has fixed shapes, so a CUDA graph can capture it.
@@ -109,8 +95,13 @@ class SlotCache(Cache):
         self.scatter: tuple[Tensor, Tensor] | None = None
         super().__init__(layers=[SlotLayer(self) for _ in range(layers)])
 
-    def place(self, start: int) -> None:
-        """Let the next pass write slots start, start + 1, ... of the first sequence."""
+    def place(self, start: int, stop: int) -> None:
+        """Let the next pass write the slots from start up to stop of the first sequence.
+
+        Raises DraftsimError if there are not as many.
+        """
+        if stop > self.slots:
+            raise DraftsimError(f"{stop} tokens do not fit the cache of {self.slots} slots")
         self.start, self.scatter = start, None
 
     def place_ragged(self, rows: Tensor, positions: Tensor, visible: int, first: int = 0) -> None:
@@ -123,18 +114,23 @@ class SlotCache(Cache):
 
     def copy_row(self, source: int, destination: int) -> None:
         """Make sequence ``destination`` hold what ``source`` holds."""
-        for layer in self.layers:
-            if isinstance(layer, SlotLayer):
-                layer.copy_row(source, destination)
+        for buffer in self._buffers():
+            buffer[destination] = buffer[source]
 
     def move(self, slots: Tensor, start: int) -> None:
         """Keep of a tree the tokens in `slots` (tokens,), in the slots from `start` on.
 
         Their rotary positions are those of the path already, so keys are copied as they are.
         """
+        for buffer in self._buffers():
+            # What is read is copied before anything is written.
+            buffer[:1, :, start : start + slots.shape[0]] = buffer[:1, :, slots]
+
+    def _buffers(self) -> Iterator[Tensor]:
+        """Yield the keys and the values of every layer that a pass has run through."""
         for layer in self.layers:
             if isinstance(layer, SlotLayer):
-                layer.move(slots, start)
+                yield from (b for b in (layer.keys, layer.values) if b is not None)
 
 
 class Runner:
@@ -227,9 +223,7 @@ class Runner:
             If the tokens do not fit the cache.
         """
         stop = start + tokens.shape[0]
-        if stop > self.cache.slots:
-            raise DraftsimError(f"{stop} tokens do not fit the cache of {self.cache.slots} slots")
-        self.cache.place(start)
+        self.cache.place(start, stop)
         if mask is None:
             mask = self._causal_mask(start, stop)
         out = self.model(
@@ -258,7 +252,7 @@ class Runner:
             return self.forward(tokens, start, mask=dense_mask(blocks, start), positions=positions)
         # transformers makes no mask of its own where it is given one of four dimensions.
         unread = blocks[0].mask.new_zeros(()).expand(len(tokens), start + len(tokens))
-        with in_blocks(self.model, blocks):
+        with attending(self.model, "draftsim_blocks", block_attention(blocks)):
             return self.forward(tokens, start, mask=unread, positions=positions)
 
     @torch.inference_mode()

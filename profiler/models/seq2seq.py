@@ -121,7 +121,6 @@ def describe_seq2seq(model: Any) -> dict[str, Any]:
 class EncodedSource:
     """An encoded source text: its states, and the decoder's cache over them."""
 
-    tokens: int
     states: BaseModelOutput
     cache: Cache
 
@@ -173,7 +172,7 @@ class Seq2SeqRunner(Runner):
         states = self.model.get_encoder()(input_ids=prompt[None])[0]  # (1, tokens, width)
         cache: Any = EncoderDecoderCache(self.cache, DynamicCache())
         output: Any = BaseModelOutput(last_hidden_state=states)
-        return EncodedSource(int(prompt.shape[0]), output, cache)
+        return EncodedSource(output, cache)
 
     @torch.inference_mode()
     def forward(
@@ -190,11 +189,9 @@ class Seq2SeqRunner(Runner):
         Raises DraftsimError if the tokens do not fit the cache or nothing was encoded.
         """
         stop = start + tokens.shape[0]
-        if stop > self.cache.slots:
-            raise DraftsimError(f"{stop} tokens do not fit the cache of {self.cache.slots} slots")
+        self.cache.place(start, stop)
         if self.source is None:
             raise DraftsimError("no source is encoded: call begin(source ids) before a pass")
-        self.cache.place(start)
         if mask is None:
             mask = self._causal[start:stop, :stop]
         own = self._straight[start:stop] if positions is None else positions
@@ -260,7 +257,6 @@ def position_setter(decoder: Any) -> Any:
 @contextmanager
 def _absolute(embed: Any, own: Tensor) -> Iterator[None]:
     def placed(module: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-        del module
         return args, {**kwargs, "position_ids": own}
 
     handle = embed.register_forward_pre_hook(placed, with_kwargs=True)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -108,12 +108,18 @@ class LayerRunner(Runner):
 
     def states(self, tokens: Tensor, start: int, depths: Sequence[int] = ()) -> Tensor:
         """Return the states of `forward_with_states`, by no more layers than that takes."""
-        hidden, parts, at = self.embed(tokens), [], 0
-        for depth in depths or (self.layers,):
-            hidden = self.run_layers(hidden, start, range(at, depth))
-            parts.append(hidden)
+        parts = [*self.through(self.embed(tokens), start, depths or (self.layers,))]
+        return torch.cat(parts, -1) if depths else self.normed(parts[0])
+
+    def through(
+        self, hidden: Tensor, start: int, depths: Sequence[int], **where: Tensor | None
+    ) -> Iterator[Tensor]:
+        """Yield the states after each of some depths, ascending; ``where`` as for `run_layers`."""
+        at = 0
+        for depth in depths:
+            hidden = self.run_layers(hidden, start, range(at, depth), **where)
+            yield hidden
             at = depth
-        return torch.cat(parts, -1) if depths else self.normed(hidden)
 
     def run_layers(
         self,
@@ -136,11 +142,8 @@ class LayerRunner(Runner):
         -------
         (tokens, hidden) states after the last of the layers.
         """
-        count = hidden.shape[0]
-        stop = start + count
-        if stop > self.cache.slots:
-            raise DraftsimError(f"{stop} tokens do not fit the cache of {self.cache.slots} slots")
-        self.cache.place(start)
+        stop = start + hidden.shape[0]
+        self.cache.place(start, stop)
         if mask is None:
             mask = self._causal_mask(start, stop)
         if positions is None:

@@ -13,7 +13,14 @@ from torch import Tensor
 
 from profiler.models.runner import Runner
 from profiler.models.seq2seq import make_runner
-from profiler.recording.trace import SCORE_TOKENS, Branches, Sides, spans_of
+from profiler.recording.trace import (
+    SCORE_TOKENS,
+    Branches,
+    draft_columns,
+    slots_needed,
+    spans_of,
+)
+from traces.acceptance.sampling import Sampling
 from traces.acceptance.schema import SIGNAL_COLUMNS, Request, signal_columns
 from traces.acceptance.trace import Trace
 
@@ -38,16 +45,18 @@ def with_signals(trace: Trace, draft: Any, advance: Callable[[], object]) -> Tra
     advance:
         Called after every request.
     """
-    slots = max(r.prompt_length + r.max_new_tokens * ((trace.max_gamma or 0) + 1)
-                for r in trace.requests)  # fmt: skip
-    runner = make_runner(draft, slots)
-    sides, wanted = Sides(trace.sampling, None, frozenset()), lacking(trace)
+    slots = (
+        slots_needed(r.prompt_length, r.max_new_tokens, trace.max_gamma or 0)
+        for r in trace.requests
+    )
+    runner = make_runner(draft, max(slots))
+    wanted = lacking(trace)
     bounds = np.searchsorted(trace.columns["request"], np.arange(len(trace.requests) + 1))
     parts = []
     for i, request in enumerate(trace.requests):
         rows = slice(int(bounds[i]), int(bounds[i + 1]))
         mine = {name: values[rows] for name, values in trace.columns.items()}
-        parts.append(_signals(runner, request, mine, sides, wanted))
+        parts.append(_signals(runner, request, mine, trace.sampling, wanted))
         advance()
     added = {name: np.concatenate([part[name] for part in parts]) for name in wanted}
     return replace(trace, columns={**trace.columns, **added})
@@ -55,7 +64,7 @@ def with_signals(trace: Trace, draft: Any, advance: Callable[[], object]) -> Tra
 
 @torch.inference_mode()
 def _signals(
-    runner: Runner, request: Request, columns: Arrays, sides: Sides, wanted: list[str]
+    runner: Runner, request: Request, columns: Arrays, sampling: Sampling, wanted: list[str]
 ) -> Arrays:
     """Return columns of one request, in the order of its rows."""
     rows = {
@@ -66,7 +75,8 @@ def _signals(
     on_path = torch.nonzero(rows["offset"] == 0)[:, 0]
     path = torch.cat([prompt, rows["token"][on_path[:-1]]])
     order = [on_path]
-    found = [sides.draft(runner.forward(path, 0, keep=len(on_path)), rows["draft_token"][on_path])]
+    logits = runner.forward(path, 0, keep=len(on_path))
+    found = [draft_columns(logits, rows["draft_token"][on_path], sampling)]
     tail = torch.nonzero(rows["offset"])[:, 0]
     step = rows["offset"][tail] - 1
     branch = (step == 0).cumsum(0) - 1
@@ -76,7 +86,7 @@ def _signals(
         fed = rows["draft_token"][at - 1]
         logits = branches.forward(runner, fed, branch[span], step[span])
         order.append(at)
-        found.append(sides.draft(logits, rows["draft_token"][at]))
+        found.append(draft_columns(logits, rows["draft_token"][at], sampling))
     back = torch.cat(order).argsort()
     return {n: _merged([part[n] for part in found], back) for n in wanted}
 

@@ -34,14 +34,16 @@ from profiler.models.attention import TokenBlock
 from profiler.models.runner import Runner
 from profiler.models.sampling import (
     ROWS,
+    Scored,
     check_finite,
     coupled,
     drafted,
     draw,
     log_probs_at,
     log_softmax_at,
+    pick,
     probs,
-    signals,
+    scored,
     tempered,
     top10_log_prob,
 )
@@ -49,98 +51,43 @@ from traces.acceptance.sampling import GREEDY, Sampling
 from traces.acceptance.trace import COLUMNS, MATCH, MISMATCH
 from traces.errors import DraftsimError
 
+Rows = dict[str, Tensor]
 
-class Sides:
-    """Picks tokens and computes the columns of `traces.acceptance.trace` under a sampling.
 
-    Parameters
-    ----------
-    sampling, generator:
-        Greedy picks the likeliest token; otherwise tokens are drawn with random numbers from
-        ``generator``.
-    eos:
-        Ids that end a draft.
+def slots_needed(prompt_tokens: int, new_tokens: int, max_gamma: int) -> int:
+    """Return the cache slots that recording takes at most: prompt, output, and every tail."""
+    return prompt_tokens + new_tokens * (max_gamma + 1)
+
+
+def draft_columns(
+    logits: Tensor, proposal: Tensor, sampling: Sampling, log_prob: Tensor | None = None
+) -> Rows:
+    """Return the draft's numbers about one proposal per row; each (rows,).
+
+    ``log_prob``: (rows,) that of drawing it, where the caller has it.
     """
-
-    def __init__(
-        self, sampling: Sampling, generator: torch.Generator | None, eos: frozenset[int]
-    ) -> None:
-        self.sampling, self.generator, self.eos = sampling, generator, eos
-
-    def pick(self, logits: Tensor) -> Tensor:
-        """Return one token per row: argmax, or a draw; (rows,)."""
-        if self.sampling.greedy:
-            return _likeliest(logits)
-        return self.draw(probs(logits, self.sampling))
-
-    def draw(self, weights: Tensor) -> Tensor:
-        """Return one index per row, with probability as its weight; (rows,)."""
-        return draw(weights, self.generator)
-
-    def ends(self, tokens: Tensor) -> Tensor:
-        """Return which tokens are an EOS; bool (rows,)."""
-        ended = torch.zeros_like(tokens, dtype=torch.bool)
-        for eos in self.eos:
-            ended |= tokens == eos
-        return ended
-
-    def propose(self, logits: Tensor) -> dict[str, Tensor]:
-        """Return one proposal of the draft per row and its numbers, as in `draft`; each (rows,)."""
-        if self.sampling.top_p == 1:
-            return self.draft(logits, self.pick(logits))
-        scaled = tempered(logits, self.sampling)  # once: the cut is most of the work
-        proposal = self.draw(torch.softmax(scaled, -1))
-        return self.draft(logits, proposal, log_softmax_at(scaled, proposal))
-
-    def draft(
-        self, logits: Tensor, proposal: Tensor, log_prob: Tensor | None = None
-    ) -> dict[str, Tensor]:
-        """Return the draft's numbers about one proposal per row; each (rows,).
-
-        ``log_prob``: (rows,) that of drawing it, where the caller has it.
-        """
-        # Greedily the proposal is the argmax, which need not be sought again.
-        best = proposal if self.sampling.greedy else None
-        of = drafted(logits, proposal, self.sampling, best=best, log_prob=log_prob)
-        columns = {
-            "draft_token": proposal,
-            "draft_logprob": of.log_prob,
-            "draft_top1": of.top1,
-            "draft_top2": of.top2,
-            "draft_logsumexp": of.logsumexp,
-            "draft_top10_logprob": top10_log_prob(logits),
-            "draft_entropy": of.entropy,
-        }
-        if not self.sampling.plain:
-            columns["draft_raw_logprob"] = of.raw_log_prob
-        return columns
-
-    def target(self, logits: Tensor, proposal: Tensor) -> dict[str, Tensor]:
-        """Return the target's numbers about one proposal per row; each (rows,)."""
-        parts = [
-            _target(*part) for part in zip(logits.split(ROWS), proposal.split(ROWS), strict=True)
-        ]
-        return {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
-
-
-def _likeliest(logits: Tensor) -> Tensor:
-    # The same indices as argmax, which takes three times as long on a CPU.
-    return logits.max(-1).indices
-
-
-def _target(logits: Tensor, proposal: Tensor) -> dict[str, Tensor]:
-    raw, best = logits.float(), _likeliest(logits)
-    of = signals(raw, best)
-    of_draft = raw.gather(1, proposal[:, None])
-    return {
-        "target_token": best,
-        "target_top1": of.top1,
-        "target_top2": of.top2,
-        "target_logsumexp": of.logsumexp,
-        "target_entropy": of.entropy,
-        "target_draft_logit": of_draft[:, 0],
-        "target_draft_rank": (raw > of_draft).sum(-1),
+    # Greedily the proposal is the argmax, which need not be sought again.
+    best = proposal if sampling.greedy else None
+    of = drafted(logits, proposal, sampling, best=best, log_prob=log_prob)
+    columns = {
+        "draft_token": proposal,
+        "draft_logprob": of.log_prob,
+        "draft_top1": of.top1,
+        "draft_top2": of.top2,
+        "draft_logsumexp": of.logsumexp,
+        "draft_top10_logprob": top10_log_prob(logits),
+        "draft_entropy": of.entropy,
     }
+    if not sampling.plain:
+        columns["draft_raw_logprob"] = of.raw_log_prob
+    return columns
+
+
+def target_columns(logits: Tensor, proposal: Tensor) -> Rows:
+    """Return the target's numbers about one proposal per row; each (rows,)."""
+    parts = [scored(*part) for part in zip(logits.split(ROWS), proposal.split(ROWS), strict=True)]
+    columns = (torch.cat(column) for column in zip(*parts, strict=True))
+    return {f"target_{n}": column for n, column in zip(Scored._fields, columns, strict=True)}
 
 
 SCORE_TOKENS = 512
@@ -148,8 +95,6 @@ SCORE_TOKENS = 512
 
 BLOCK_TOKENS = 96
 """Tail tokens that attend together: few enough that little of it is masked out."""
-
-Rows = dict[str, Tensor]
 
 
 class Branches:
@@ -177,95 +122,6 @@ class Branches:
         own = (branch[None] == branch[:, None]).tril()
         sees = torch.cat([self.sees[branch, :path], own], dim=1)
         return TokenBlock(tokens, path, _to_add(sees, runner))
-
-
-class Tails:
-    """All off-path tails of one prompt, drafted together and scored by the target.
-
-    Each wrong proposal begins a branch.  The draft advances all branches that have not
-    ended, one pass per step; the target then scores whole branches, many in a pass.
-    Either way a branch sees the path before its wrong token and its own earlier steps:
-    the mask makes a tree of what lies in consecutive slots.
-
-    Parameters
-    ----------
-    target, draft:
-        Runners whose caches hold the path.
-    path:
-        Tokens of prompt and output in the caches.
-    wrong_at:
-        (branches,) slot and position of each branch's wrong token.
-    lengths:
-        (branches,) tail tokens wanted of each, at least 1.
-    sides:
-        Columns computed for each proposal.
-    """
-
-    def __init__(
-        self, target: Runner, draft: Runner, path: int, wrong_at: Tensor, lengths: Tensor,
-        sides: Sides,
-    ) -> None:  # fmt: skip
-        self._target, self._draft = target, draft
-        self._branches, self._lengths, self._sides = Branches(path, wrong_at), lengths, sides
-
-    def record(self, wrong: Tensor) -> Rows:
-        """Return rows of all tails by (branch, step), which are two of the columns; {} if there are
-        none.
-
-        ``wrong``: (branches,) the wrong tokens.  A tail ends with the EOS it proposes.
-        """
-        rows = self._drafted(wrong)
-        if not rows:
-            return {}
-        order = torch.argsort(rows["branch"] * int(self._lengths.max()) + rows["step"])
-        rows = {name: values[order] for name, values in rows.items()}
-        fed = rows.pop("fed")
-        parts = []
-        for span in spans_of(rows["branch"], SCORE_TOKENS):
-            some = {name: values[span] for name, values in rows.items()}
-            parts.append(self._scored(fed[span], **some))
-        return rows | {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
-
-    def _drafted(self, feed: Tensor) -> Rows:
-        """Return the draft's columns, with the token fed before each proposal, in drafting
-        order.
-        """
-        known, branch = self._branches, torch.arange(feed.shape[0], device=feed.device)
-        owners = branch[:0]
-        steps: list[Rows] = []
-        while True:
-            step = len(steps)
-            # A draft ends with the EOS it proposes: nothing follows a fed EOS.
-            going = (self._lengths[branch] > step) & ~self._sides.ends(feed)
-            branch, feed = branch[going], feed[going]
-            if not branch.shape[0]:
-                break
-            start = known.path + owners.shape[0]
-            owners = torch.cat([owners, branch])
-            sees = torch.cat([known.sees[branch], owners[None] == branch[:, None]], dim=1)
-            logits = self._draft.forward(
-                feed, start, mask=_to_add(sees, self._draft),
-                positions=known.wrong_at[branch] + step,
-            )  # fmt: skip
-            at = torch.full_like(branch, step)
-            numbers = self._sides.propose(logits)
-            steps.append({"branch": branch, "step": at, "fed": feed, **numbers})
-            feed = numbers["draft_token"]
-        return (
-            {name: torch.cat([rows[name] for rows in steps]) for name in steps[0]} if steps else {}
-        )
-
-    def _scored(
-        self, fed: Tensor, branch: Tensor, step: Tensor, draft_token: Tensor, **_: Tensor
-    ) -> Rows:
-        """Return the target's columns about the proposals of whole branches, in (branch, step)
-        order.
-        """
-        logits = self._branches.forward(self._target, fed, branch, step)
-        scored = self._sides.target(logits, draft_token)
-        if not self._sides.sampling.greedy:
-            scored["drawn"] = log_probs_at(logits, draft_token, self._sides.sampling)
-        return scored
 
 
 def spans_of(branch: Tensor, most: int) -> list[slice]:
@@ -300,16 +156,16 @@ class _Stream:
     index: int
     """Its place among the prompts."""
     prompt: Tensor
+    sampling: Sampling
     generator: torch.Generator
     """Random numbers of this prompt alone: its draws do not depend on its neighbours."""
-    sides: Sides
     output: list[Tensor] = field(default_factory=list)
     logits: list[Tensor] = field(default_factory=list)
 
     def take(self, logits: Tensor) -> None:
         """Pick the next output token from `logits` (1, vocab) and keep both."""
         self.logits.append(logits.clone())
-        self.output.append(self.sides.pick(logits))
+        self.output.append(pick(logits, self.sampling, self.generator))
 
 
 class Recorder:
@@ -345,15 +201,9 @@ class Recorder:
         self.target, self.draft = target, draft
         self.max_new_tokens, self.max_gamma = max_new_tokens, max_gamma
         self.eos, self.sampling, self.generator = eos, sampling, generator
-        self.sides = Sides(sampling, generator, eos)
+        self._ends = torch.tensor(sorted(eos), dtype=torch.long, device=target.device)
         self.decode_s = 0.0
         """Seconds the last prompt's plain decoding took, prefill included."""
-
-    def slots_needed(self, prompt_tokens: int) -> int:
-        """Return the number of cache slots that recording a prompt of this length can take at
-        most.
-        """
-        return prompt_tokens + self.max_new_tokens * (self.max_gamma + 1)
 
     @torch.inference_mode()
     def record(self, prompt: Tensor) -> Columns:
@@ -399,8 +249,7 @@ class Recorder:
                 index, (prompt, seed) = waiting.popleft()
                 generator = torch.Generator(prompt.device)
                 generator.manual_seed(seed)
-                sides = Sides(self.sampling, generator, self.eos)
-                streams.append(_Stream(index, prompt, generator, sides))
+                streams.append(_Stream(index, prompt, self.sampling, generator))
                 slots = torch.arange(prompt.shape[0], device=prompt.device)[None]
                 logits = self.target.forward_batch(
                     prompt[None], slots, prompt.shape[0], first=len(streams), keep=1
@@ -447,8 +296,8 @@ class Recorder:
             "offset": torch.zeros(count, dtype=torch.long),
             "match": torch.where(match, MATCH, MISMATCH),
             "token": output,
-            **self.sides.draft(draft_logits, proposal),
-            **self.sides.target(target_logits, proposal),
+            **draft_columns(draft_logits, proposal, self.sampling),
+            **target_columns(target_logits, proposal),
             "overlap": overlap,
             "draft_path_logprob": log_probs_at(draft_logits, output, self.sampling),
             "target_path_logprob": log_probs_at(target_logits, output, self.sampling),
@@ -456,9 +305,8 @@ class Recorder:
         check_finite(on_path["draft_logsumexp"], "draft", "while recording")
         check_finite(on_path["target_logsumexp"], "target", "while recording")
         starts, lengths = self._tail_plan(match)
-        wrong_at = int(prompt.shape[0]) + starts
-        tails = Tails(self.target, self.draft, path.shape[0], wrong_at, lengths, self.sides)
-        rows = tails.record(proposal[starts])
+        branches = Branches(path.shape[0], int(prompt.shape[0]) + starts)
+        rows = self._tails(branches, lengths, proposal[starts])
         return _merge(on_path, self._tail_columns(rows, starts) if rows else {})
 
     def _decode(self, prompt: Tensor) -> tuple[Tensor, Tensor]:
@@ -469,7 +317,7 @@ class Recorder:
         while len(output) < self.max_new_tokens:
             logits = self.target.forward(feed, start, keep=1)
             start += feed.shape[0]
-            feed = self.sides.pick(logits)
+            feed = pick(logits, self.sampling, self.generator)
             rows.append(logits)
             output.append(feed)
             if self.eos and int(feed) in self.eos:
@@ -490,7 +338,7 @@ class Recorder:
             return proposal, proposal == output, overlap
         coins = torch.rand(output.shape, generator=self.generator, device=output.device)
         match, residual = coupled(draft, target, output, coins)
-        return torch.where(match, output, self.sides.draw(residual)), match, overlap
+        return torch.where(match, output, draw(residual, self.generator)), match, overlap
 
     def _tail_plan(self, match: Tensor) -> tuple[Tensor, Tensor]:
         """Return positions whose proposal was wrong, and the tail tokens each may need."""
@@ -501,8 +349,70 @@ class Recorder:
         keep = lengths > 0
         return starts[keep], lengths[keep]
 
+    def _tails(self, branches: Branches, lengths: Tensor, wrong: Tensor) -> Rows:
+        """Return rows of all off-path tails by (branch, step), which are two of the columns; {} if
+        there are none.
+
+        Each wrong proposal, `wrong` (branches,), begins a branch of at most `lengths` tokens.  The
+        draft advances all branches that have not ended, one pass per step; the target then scores
+        whole branches, many in a pass.  Either way a branch sees the path before its wrong token
+        and its own earlier steps: the mask makes a tree of what lies in consecutive slots.  A tail
+        ends with the EOS it proposes.
+        """
+        rows = self._drafted(branches, lengths, wrong)
+        if not rows:
+            return {}
+        order = torch.argsort(rows["branch"] * int(lengths.max()) + rows["step"])
+        rows = {name: values[order] for name, values in rows.items()}
+        fed, parts = rows.pop("fed"), []
+        for span in spans_of(rows["branch"], SCORE_TOKENS):
+            branch, step, token = (rows[name][span] for name in ("branch", "step", "draft_token"))
+            logits = branches.forward(self.target, fed[span], branch, step)
+            parts.append(target_columns(logits, token))
+            if not self.sampling.greedy:
+                parts[-1]["drawn"] = log_probs_at(logits, token, self.sampling)
+        return rows | {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
+
+    def _drafted(self, branches: Branches, lengths: Tensor, feed: Tensor) -> Rows:
+        """Return the draft's columns, with the token fed before each proposal, in drafting
+        order.
+        """
+        branch = torch.arange(feed.shape[0], device=feed.device)
+        owners = branch[:0]
+        steps: list[Rows] = []
+        while True:
+            step = len(steps)
+            # A draft ends with the EOS it proposes: nothing follows a fed EOS.
+            going = (lengths[branch] > step) & ~torch.isin(feed, self._ends)
+            branch, feed = branch[going], feed[going]
+            if not branch.shape[0]:
+                break
+            start = branches.path + owners.shape[0]
+            owners = torch.cat([owners, branch])
+            sees = torch.cat([branches.sees[branch], owners[None] == branch[:, None]], dim=1)
+            logits = self.draft.forward(
+                feed, start, mask=_to_add(sees, self.draft),
+                positions=branches.wrong_at[branch] + step,
+            )  # fmt: skip
+            at = torch.full_like(branch, step)
+            numbers = self._proposed(logits)
+            steps.append({"branch": branch, "step": at, "fed": feed, **numbers})
+            feed = numbers["draft_token"]
+        return (
+            {name: torch.cat([rows[name] for rows in steps]) for name in steps[0]} if steps else {}
+        )
+
+    def _proposed(self, logits: Tensor) -> Rows:
+        """Return one proposal of the draft per row and its numbers, as in `draft_columns`."""
+        if self.sampling.top_p == 1:
+            own = pick(logits, self.sampling, self.generator)
+            return draft_columns(logits, own, self.sampling)
+        scaled = tempered(logits, self.sampling)  # once: the cut is most of the work
+        own = draw(torch.softmax(scaled, -1), self.generator)
+        return draft_columns(logits, own, self.sampling, log_softmax_at(scaled, own))
+
     def _tail_columns(self, rows: dict[str, Tensor], starts: Tensor) -> dict[str, Tensor]:
-        """Return trace columns from the rows of `Tails.record`."""
+        """Return trace columns from the rows of `_tails`."""
         branch, step, drawn = rows.pop("branch"), rows.pop("step"), rows.pop("drawn", None)
         if drawn is None:
             match = rows["draft_token"] == rows["target_token"]

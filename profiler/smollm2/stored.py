@@ -19,16 +19,15 @@ from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from policies.json_text import parse_json
-from profiler.features import (
+from profiler.features.checkpoint import Layout, write_drafter
+from profiler.features.drafters import (
     Eagle3,
     EagleDrafter,
     FeatureDrafter,
     Mtp,
     ParallelEagle3,
     layer_config,
-    write_drafter,
 )
-from profiler.features.checkpoint import Layout
 from profiler.fetched.download import Say, digest
 from profiler.fetched.fetch import made_from, place
 from profiler.fetched.places import folder

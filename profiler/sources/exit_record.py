@@ -21,8 +21,8 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from profiler.features.heads import Adapter, AdapterRunner, ExitHeads, drawn_columns, exit_columns
-from profiler.models.sampling import coupled, probs
+from profiler.features.heads import Adapter, AdapterRunner, ExitHeads, log_confidence
+from profiler.models.sampling import coupled, drafted, probs
 from profiler.models.stack import LayerRunner
 from profiler.sources.start_record import SourceRecorder
 from traces.acceptance.sampling import GREEDY, Sampling
@@ -36,6 +36,7 @@ from traces.sources.exits.recording import (
     temperature,
     usable_exits,
 )
+from traces.sources.recording import DRAWN, LOGITS
 
 GROUP = 48
 """Wrong exits (by position) whose continuations share passes: bounds the masks' size."""
@@ -136,18 +137,13 @@ class ExitRecorder(SourceRecorder):
         """Return nodes of one request."""
         count, width = len(output), int(prompt.shape[0])
         path = torch.cat([prompt, prompt.new_tensor(output[:-1])])
-        hidden = self.target.embed(path)
-        exits: list[Tensor] = []
-        at = 0
-        for layer in self.heads.layers:
-            hidden = self.target.run_layers(hidden, 0, range(at, layer))
-            exits.append(self._normed(len(exits), hidden, 0, width - 1))
-            at = layer
-        truth = None
         # Greedy output needs nothing of the layers after the last head.
-        if not self.sampling.greedy:
-            hidden = self.target.run_layers(hidden, 0, range(at, self.target.layers))
-            logits = self.target.logits(hidden[width - 1 :])
+        end = () if self.sampling.greedy else (self.target.layers,)
+        states = [*self.target.through(self.target.embed(path), 0, (*self.heads.layers, *end))]
+        exits = [self._normed(i, states[i], 0, width - 1) for i in range(len(self.heads.layers))]
+        truth = None
+        if end:
+            logits = self.target.logits(states[-1][width - 1 :])
             truth = prompt.new_tensor(output), probs(logits, self.sampling)
         nodes = ExitNodes()
         fed = [int(path[width - 1]), *output[:-1]]
@@ -168,16 +164,14 @@ class ExitRecorder(SourceRecorder):
 
     def joined(self, parts: Sequence[ExitNodes], trace: Trace) -> ExitRecording:
         """Return the nodes of all requests: all paths first, then what follows wrong exits."""
-        counts = [r.tokens for r in trace.requests]
-        starts = np.concatenate([[0], np.cumsum(counts)]).astype(int)
+        starts = trace.request_starts
         total = int(starts[-1])
         numbers: list[npt.NDArray[np.int64]] = []
         columns: list[Columns] = []
         for i, nodes in enumerate(parts):
-            own = len(nodes) - counts[i]
-            number = np.concatenate(
-                [np.arange(starts[i], starts[i + 1]), np.arange(total, total + own)]
-            )
+            on_path = np.arange(starts[i], starts[i + 1])
+            own = len(nodes) - len(on_path)
+            number = np.concatenate([on_path, np.arange(total, total + own)])
             total += own
             parent = np.array(nodes.parent)
             values: Columns = {
@@ -224,18 +218,24 @@ class ExitRecorder(SourceRecorder):
 
         ``truth``: sampled tokens (tokens,) and the target's probabilities (tokens, vocab).
         """
+        names: Sequence[str] = LOGITS
         chance = None
         if not self.sampling.greedy:
+            names = (*LOGITS, *(DRAWN[:1] if self.sampling.plain else DRAWN))
             chance = SharedDraws(
                 len(states[0]), self.target.vocab_size, self.generator, self.target.device
             )
         parts = []
         for i, normed in enumerate(states):
             logits = self.target.project(normed)
-            part = exit_columns(logits, self._temperatures[i])
-            if chance is not None:
-                part["argmax"] = drawn = chance.tokens(probs(logits, self.sampling), truth)
-                part |= drawn_columns(logits, drawn, part["logsumexp"], self.sampling)
+            token = (
+                logits.argmax(-1) if chance is None
+                else chance.tokens(probs(logits, self.sampling), truth)
+            )  # fmt: skip
+            of = drafted(logits, token, self.sampling)
+            heats = [log_confidence(logits, heat) for heat in self._temperatures[i]]
+            part = {"argmax": token, "log_confidence": torch.stack(heats, -1)}
+            part |= {name: getattr(of, name) for name in names}
             parts.append(part)
         return {
             name: torch.stack([part[name] for part in parts], 1).cpu().numpy() for name in parts[0]
@@ -307,27 +307,17 @@ class ExitRecorder(SourceRecorder):
         hidden = self.target.embed(torch.tensor(tokens, device=device))
         # A node at output position t is fed the token of position t - 1.
         where = torch.tensor(positions, device=device) + (width - 1)
-        start = path + len(sees) - count
-        states: list[Tensor] = []
-        at = 0
-        for layer in self.heads.layers:
-            hidden = self.target.run_layers(
-                hidden, start, range(at, layer), mask=mask, positions=where
-            )
-            states.append(self._normed(len(states), hidden, start, mask=mask, positions=where))
-            at = layer
-        return self._columns(states)
+        start, own = path + len(sees) - count, {"mask": mask, "positions": where}
+        states = self.target.through(hidden, start, self.heads.layers, **own)
+        return self._columns([self._normed(i, h, start, 0, **own) for i, h in enumerate(states)])
 
 
 def _extended(sees: npt.NDArray[np.bool_], parents: list[int]) -> npt.NDArray[np.bool_]:
     """Return `sees` with a row per new node: itself and what its parent sees (negative: no
     parent).
     """
-    old, new = len(sees), len(parents)
-    grown = np.zeros((old + new, old + new), dtype=bool)
-    grown[:old, :old] = sees
-    for i, parent in enumerate(parents):
-        if parent >= 0:
-            grown[old + i, :old] = sees[parent]
-        grown[old + i, old + i] = True
-    return grown
+    above = np.zeros((len(parents), len(sees)), dtype=bool)
+    has_parent = np.array(parents) >= 0
+    above[has_parent] = sees[np.array(parents)[has_parent]]
+    own = np.eye(len(parents), dtype=bool)
+    return np.block([[sees, np.zeros_like(above.T)], [above, own]])

@@ -6,13 +6,14 @@ import hashlib
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, ClassVar, NamedTuple, Protocol
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
 
 from policies.core import Load
-from profiler.decoding.single import Emitting, ModelToken, check_prompt
+from profiler.decoding.single import Emitting, check_prompt
+from profiler.decoding.tokens import DraftStep, ModelToken
 from profiler.features.heads import (
     Adapter,
     AdapterRunner,
@@ -21,13 +22,12 @@ from profiler.features.heads import (
     log_confidence,
 )
 from profiler.latency.table import Block, Step
-from profiler.models.runner import Runner
-from profiler.models.sampling import draw, probs
+from profiler.models.sampling import Verdict, pick, verify_greedily, verify_sampled
 from profiler.models.stack import LayerRunner
 from profiler.sources.exit_record import ExitRecorder
 from profiler.sources.latency import LayerRounds
 from profiler.sources.start_record import RecordOptions, SourceRecorder
-from traces.acceptance.sampling import GREEDY, Sampling
+from traces.acceptance.sampling import Sampling
 from traces.acceptance.trace import Trace
 from traces.errors import DraftsimError
 from traces.replay.calls import ADAPTER, EXIT_HEAD, CallCounter, LayerLedger
@@ -36,39 +36,8 @@ from traces.sources.exits.early_exit import EarlyExit, Kangaroo, verified
 from traces.sources.exits.recording import depth_layers, log_threshold, temperature, usable_exits
 
 
-class Draws(Protocol):
-    """The random draws of a sampled decoder."""
-
-    @property
-    def sampling(self) -> Sampling:
-        """How tokens are drawn; not greedily."""
-        ...
-
-    def first(self, logits: Tensor) -> Tensor:
-        """Return the token that the prefill emits, from logits (1, vocab); (1,)."""
-        ...
-
-    def propose(self, logits: Tensor, at: int, position: int, so_far: Sequence[Any]) -> Tensor:
-        """Return the token that exit `at` drafts at an output position after `so_far`; (1,)."""
-        ...
-
-    def settle(
-        self, drafted: Tensor, proposals: Tensor, logits: Tensor, position: int
-    ) -> tuple[int, list[int]]:
-        """Verify a round that began at an output position.
-
-        ``drafted`` (count,) tokens from the raw logits ``proposals`` (count, vocab); ``logits``
-        (positions, vocab) of the target, as many positions or one more.  Returns the number
-        of accepted tokens and the tokens emitted.
-        """
-        ...
-
-
-class RandomDraws:
-    """Lossless rejection sampling (Leviathan et al., 2211.17192, Alg. 1) from a generator.
-
-    ``sampling`` is not greedy; `generator` None is torch's global one.
-    """
+class Draws:
+    """The random draws of a sampled decoder: lossless rejection sampling from torch's generator."""
 
     def __init__(self, sampling: Sampling, generator: torch.Generator | None = None) -> None:
         if sampling.greedy:
@@ -76,32 +45,16 @@ class RandomDraws:
         self.sampling, self.generator = sampling, generator
 
     def first(self, logits: Tensor) -> Tensor:
-        """Return a draw from the target."""
-        return draw(probs(logits, self.sampling), self.generator)
+        """Return the token that the prefill emits, from logits (1, vocab); (1,)."""
+        return pick(logits, self.sampling, self.generator)
 
     def propose(self, logits: Tensor, at: int, position: int, so_far: Sequence[Any]) -> Tensor:
-        """Return a draw from the exit head."""
-        del at, position, so_far
-        return draw(probs(logits, self.sampling), self.generator)
+        """Return the token that exit `at` drafts at an output position after `so_far`; (1,)."""
+        return pick(logits, self.sampling, self.generator)
 
-    def settle(
-        self, drafted: Tensor, proposals: Tensor, logits: Tensor, position: int
-    ) -> tuple[int, list[int]]:
-        """Toss a coin per drafted token, and draw from the residual after the first that fails."""
-        del position
-        count = drafted.shape[0]
-        target, proposal = (probs(rows, self.sampling) for rows in (logits, proposals))
-        index = drafted[:, None]
-        ratio = target[:count].gather(1, index) / proposal.gather(1, index)
-        coins = torch.rand(count, generator=self.generator, device=ratio.device)
-        accepted = int((coins < ratio[:, 0]).long().cumprod(0).sum())
-        tokens = drafted[:accepted]
-        if accepted < target.shape[0]:
-            left = target[accepted : accepted + 1]
-            if accepted < count:
-                left = (left - proposal[accepted]).clamp(min=0)
-            tokens = torch.cat([tokens, draw(left, self.generator)])
-        return accepted, tokens.tolist()
+    def settle(self, drafted: Tensor, proposals: Tensor, logits: Tensor, position: int) -> Verdict:
+        """Verify a round that began at an output position; see `verify_sampled`."""
+        return verify_sampled(drafted, proposals, logits, self.sampling, self.generator)
 
 
 class Begin(NamedTuple):
@@ -150,7 +103,6 @@ class SourceDecoder(Emitting, ABC):
     @classmethod
     def room(cls, source: Any, modules: Modules) -> int:
         """Return the cache slots that decoding needs besides the text."""
-        del source, modules
         return ROOM
 
     @classmethod
@@ -161,50 +113,39 @@ class SourceDecoder(Emitting, ABC):
     @classmethod
     def asked(cls, how: RecordOptions, source: Any, gamma: int) -> RecordOptions:
         """Return `how`, extended by what recording for drafts of `source` up to `gamma` needs."""
-        del source, gamma
         return how
 
     @classmethod
     def fits(cls, found: Any, module: Any, how: RecordOptions) -> bool:
         """Return True if the recording `found` holds what is to be recorded."""
-        del found, module, how
         return True
 
     @classmethod
     def extended(cls, how: RecordOptions, found: Any) -> RecordOptions:
         """Return `how`, extended by what the recording `found` of the same outputs holds."""
-        del found
         return how
 
     @classmethod
     def provenance(cls, module: Any, modules: Modules) -> dict[str, Any]:
         """Return the fields of its recording's provenance that identify the drafter's weights."""
-        del module
         return {"heads": digest(*(modules.get(name) for name in HEADS))}
 
     @classmethod
     def depth(cls, module: Any) -> int | None:
         """Return the layers of the target that every draft runs first; None if it runs none."""
-        del module
-        return None
-
-    @classmethod
-    def step(cls, target: LayerRunner, module: Any) -> Step | None:
-        """Return what it runs before a whole pass of the target in every round; None if nothing."""
-        del target, module
         return None
 
     @classmethod
     def blocks(cls, rounds: LayerRounds, name: str, module: Any) -> Iterator[Block]:
         """Yield the rounds that time its passes; cells are named by the recording's `name`."""
-        del rounds, name, module
         return iter(())
 
-    def __init__(self, target: Runner, begin: Begin) -> None:
+    def __init__(self, target: Any, begin: Begin) -> None:
         self._prompt = int(begin.prompt.shape[0])
         super().__init__(self._prompt, begin.limit, begin.eos)
         check_prompt(self._prompt, begin.limit, target)
-        self.calls, self._draws = CallCounter(), begin.draws
+        self._target, self._draws, self.calls = target, begin.draws, CallCounter()
+        self._last = begin.prompt[-1:]  # (1,) the last true token
 
     @property
     def _slot(self) -> int:
@@ -220,24 +161,51 @@ class SourceDecoder(Emitting, ABC):
     def draft(self, so_far: Sequence[Any]) -> Any:
         """Return the proposal after the output so far and `so_far`; None where there is none."""
 
-    @abstractmethod
+    @torch.inference_mode()
     def verify(self, draft: Sequence[Any]) -> int:
-        """Check `draft`, extend the output, and return how many tokens were accepted."""
+        """Check `draft`, extend the output, and return how many tokens were accepted.
 
-    @staticmethod
-    def _compare(drafted: Sequence[Tensor], picks: Tensor) -> tuple[int, list[int]]:
-        """Return leading drafted tokens that are the target's, and the tokens to emit.
-
-        ``picks`` (positions,): the target's own tokens; with no position after the last drafted
-        token, a full match emits the draft alone.
+        By default one pass of the target reads the last token and the draft.
         """
-        count = sum(part.shape[0] for part in drafted)
-        both = torch.cat([*drafted, picks]).tolist()
-        tokens: list[int] = both[count:]
-        accepted = 0
-        while accepted < min(count, len(tokens)) and both[accepted] == tokens[accepted]:
-            accepted += 1
-        return accepted, tokens[: accepted + 1]
+        return self._settle(draft, self._target.forward(self._fed(draft), self._slot))[0]
+
+    def _emit_first(self, logits: Tensor) -> None:
+        """Emit the prefill's token, given its logits (1, vocab)."""
+        self._last = logits.argmax(-1) if self._draws is None else self._draws.first(logits)
+        self.extend(self._last.tolist())
+
+    def _token(self, logits: Tensor, so_far: Sequence[Any] = (), at: int = 0) -> ModelToken:
+        """Return the token drafted from logits (1, vocab) after `so_far`, by exit `at`."""
+        if self._draws is None:
+            return ModelToken(DraftStep(logits, logits.argmax(-1)), eos=self.eos)
+        drawn = self._draws.propose(logits, at, len(self.output), so_far)
+        return ModelToken(DraftStep(logits, drawn, self._draws.sampling), eos=self.eos)
+
+    def _fed(self, draft: Sequence[Any]) -> Tensor:
+        """Return the last true token and the draft, (1 + count,)."""
+        return torch.cat([self._last, *(t.device_id for t in draft)])
+
+    def _proposals(self, draft: Sequence[Any]) -> list[Tensor]:
+        """Return the logits that each token was drawn from, (1, vocab) each."""
+        return [t.logits for t in draft]
+
+    def _settle(self, draft: Sequence[Any], logits: Tensor) -> tuple[int, Tensor]:
+        """End a round: verify `draft` by the target's logits (positions, vocab), and emit.
+
+        Returns the number of accepted tokens, and the tokens emitted.
+        """
+        drafted = self._fed(draft)[1:]
+        if self._draws is None:
+            accepted, emitted, tokens = verify_greedily(drafted, logits)
+        else:
+            proposals = torch.cat([logits[:0], *self._proposals(draft)])
+            accepted, emitted, tokens = self._draws.settle(
+                drafted, proposals, logits, len(self.output)
+            )
+        self._last = emitted[-1:]
+        self.calls.end_round()
+        self.extend(tokens)
+        return accepted, emitted
 
 
 class ExitDecoder(SourceDecoder):
@@ -254,17 +222,15 @@ class ExitDecoder(SourceDecoder):
 
     def __init__(self, target: LayerRunner, source: EarlyExit, begin: Begin) -> None:
         super().__init__(target, begin)
-        self._target, self._source = target, source
+        self._source = source
         self._ledger = LayerLedger(target.layers, self.calls)
         self._states: list[Tensor] = []  # (1, hidden) each: the positions of this round
-        logits = self._prefill(begin.prompt)
-        draws = self._draws
-        self._last = logits.argmax(-1) if draws is None else draws.first(logits)  # (1,)
-        self.extend(self._last.tolist())
+        self._emit_first(self._prefill(begin.prompt))
 
     def _prefill(self, prompt: Tensor) -> Tensor:
         """Return the target's logits after the prompt, (1, vocab)."""
-        return self._target.forward(prompt, 0, keep=1)
+        logits: Tensor = self._target.forward(prompt, 0, keep=1)
+        return logits
 
     @torch.inference_mode()
     def verify(self, draft: Sequence[Any]) -> int:
@@ -277,18 +243,7 @@ class ExitDecoder(SourceDecoder):
         self._run(self._ledger.finish(positions))
         logits = self._target.logits(torch.cat(self._states))  # (positions, vocab)
         self._states.clear()
-        if self._draws is None:
-            picks = logits.argmax(-1)
-            accepted, tokens = self._compare([t.device_id for t in draft], picks)
-            self._last = picks[len(tokens) - 1][None]
-        else:
-            drafted = torch.cat([self._last[:0], *(t.device_id for t in draft)])
-            proposals = torch.cat([logits[:0], *(t.logits for t in draft)])
-            accepted, tokens = self._draws.settle(drafted, proposals, logits, len(self.output))
-            self._last = self._last.new_tensor(tokens[-1:])
-        self.calls.end_round()
-        self.extend(tokens)
-        return accepted
+        return self._settle(draft, logits)[0]
 
     def _enter(self, token: Tensor, *, count: bool = True) -> None:
         self._states.append(self._target.embed(token))
@@ -330,7 +285,6 @@ class EarlyExitDecoder(ExitDecoder):
     @classmethod
     def fits(cls, found: Any, module: Any, how: RecordOptions) -> bool:
         """Return True if every setting was followed."""
-        del module
         return set(how.settings) <= set(found.settings)
 
     @classmethod
@@ -358,15 +312,9 @@ class EarlyExitDecoder(ExitDecoder):
             logits = self._target.project(self._heads.states(at, self._states[-1]))  # (1, vocab)
             self.calls.add(EXIT_HEAD, 1)
             if float(log_confidence(logits, heat)) >= self._threshold:
-                return self._token(logits, at, so_far)
+                return self._token(logits, so_far, at)
         self._run(self._ledger.deepen(self._deepest))
         return None
-
-    def _token(self, logits: Tensor, at: int, so_far: Sequence[Any]) -> ModelToken:
-        if self._draws is None:
-            return ModelToken(logits.argmax(-1), logits, GREEDY, self.eos or None)
-        drawn = self._draws.propose(logits, at, len(self.output), so_far)
-        return ModelToken(drawn, logits, self._draws.sampling, self.eos or None)
 
 
 class KangarooDecoder(ExitDecoder):
@@ -392,7 +340,6 @@ class KangarooDecoder(ExitDecoder):
     @classmethod
     def blocks(cls, rounds: LayerRounds, name: str, module: Any) -> Iterator[Block]:
         """Yield rounds that draft by the adapter."""
-        del name
         target, runner = rounds.target, AdapterRunner(module, rounds.target)
         runner.run(rounds.states, 0)
 
@@ -416,10 +363,10 @@ class KangarooDecoder(ExitDecoder):
     @torch.inference_mode()
     def _prefill(self, prompt: Tensor) -> Tensor:
         target = self._target
-        hidden = target.run_layers(target.embed(prompt), 0, range(self._exit))
-        self._adapter.run(hidden, 0)
-        hidden = target.run_layers(hidden, 0, range(self._exit, target.layers))
-        return target.logits(hidden[-1:])
+        early, last = target.through(target.embed(prompt), 0, (self._exit, target.layers))
+        self._adapter.run(early, 0)
+        logits: Tensor = target.logits(last[-1:])
+        return logits
 
     @torch.inference_mode()
     def draft(self, so_far: Sequence[Any]) -> ModelToken:
@@ -432,7 +379,7 @@ class KangarooDecoder(ExitDecoder):
         self._pending.clear()
         logits = self._target.project(states[-1:])
         self.calls.add(ADAPTER, width)
-        return ModelToken(logits.argmax(-1), logits, GREEDY, self.eos or None)
+        return self._token(logits)
 
     def verify(self, draft: Sequence[Any]) -> int:
         """Verify as every exit does; what was refused leaves nothing for the adapter to take in."""

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from functools import cached_property
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from profiler.decoding.tokens import Fetched, ModelToken
+from profiler.decoding.tokens import DraftStep, ModelToken
 from profiler.features.drafters import FeatureDrafter
 from profiler.features.runner import (
     DrafterChain,
@@ -19,7 +20,6 @@ from profiler.features.runner import (
     verify_tree,
 )
 from profiler.latency.table import Block
-from profiler.models.sampling import drafted, top10_log_prob
 from profiler.models.stack import LayerRunner
 from profiler.sources.exits import ROOM, Begin, Modules, SourceDecoder, digest
 from profiler.sources.latency import LayerRounds, drafter_rounds, tree_rounds
@@ -32,7 +32,6 @@ from profiler.sources.start_record import (
     SourceRecorder,
     TreeRecorder,
 )
-from traces.acceptance.sampling import GREEDY, Sampling
 from traces.acceptance.trace import Trace
 from traces.errors import DraftsimError
 from traces.replay.calls import DRAFTER, DRAFTER_TREE, ONE_PASS, TREE
@@ -40,28 +39,6 @@ from traces.sources.base import Source
 from traces.sources.starts.features import Eagle, OnFeatures
 from traces.sources.starts.parallel import Parallel
 from traces.sources.starts.trees import Eagle2
-
-
-class FeatureToken(ModelToken):
-    """A token of a drafter whose vocabulary may be smaller: its signals are of that one.
-
-    ``own_id`` (1,): the token in that vocabulary.
-    """
-
-    __slots__ = ("_own_id",)
-
-    def __init__(
-        self, device_id: Tensor, own_id: Tensor, logits: Tensor, sampling: Sampling,
-        eos: frozenset[int] | None,
-    ) -> None:  # fmt: skip
-        super().__init__(device_id, logits, sampling, eos)
-        self._own_id = own_id
-
-    def _fetch(self) -> tuple[float, ...]:
-        if self._values is None:
-            numbers = drafted(self._logits, self._own_id, self._sampling)
-            self._values = tuple(numbers.stack()[0].tolist())
-        return self._values
 
 
 class OnFeaturesDecoder(SourceDecoder):
@@ -108,7 +85,6 @@ class OnFeaturesDecoder(SourceDecoder):
     @classmethod
     def provenance(cls, module: Any, modules: Modules) -> dict[str, Any]:
         """Return a digest of the drafter."""
-        del modules
         return {"drafter": digest(module)}
 
     @classmethod
@@ -127,16 +103,12 @@ class FeatureDecoder(OnFeaturesDecoder):
         self, target: LayerRunner, drafter: FeatureDrafter, source: OnFeatures, begin: Begin
     ) -> None:
         super().__init__(target, begin)
-        self._target, self._drafter = target, drafter
-        prompt, draws = begin.prompt, begin.draws
+        self._drafter = drafter
         self._chain = DrafterChain(drafter, target.cache.slots)
-        logits, states = target.forward_with_states(prompt, 0, drafter.feature_layers)
-        last = logits[-1:]
-        self._last = last.argmax(-1) if draws is None else draws.first(last)  # (1,)
-        self._chain.prefill(prompt, states)
+        logits, states = target.forward_with_states(begin.prompt, 0, drafter.feature_layers)
+        self._chain.prefill(begin.prompt, states)
+        self._emit_first(logits[-1:])
         self._chain.learn(self._last)
-        self._no_drafts = drafter.logits(drafter.fuse(states[:0]))  # (0, draft vocabulary)
-        self.extend(self._last.tolist())
 
     def draft(self, so_far: Sequence[Any]) -> ModelToken | None:
         """Return the next token of the chain; None when modules that run in turn are used up."""
@@ -145,36 +117,34 @@ class FeatureDecoder(OnFeaturesDecoder):
             return None
         logits, width = self._chain.draft(offset, so_far[-1].device_id if so_far else None)
         self.calls.add(DRAFTER, width)
+        return self._token(logits, so_far)
+
+    def _token(self, logits: Tensor, so_far: Sequence[Any] = (), at: int = 0) -> ModelToken:
+        """Return the token drafted from logits over the drafter's vocabulary, (1, vocab).
+
+        The token's signals are of that vocabulary, which may be smaller than the target's.
+        """
         if self._draws is None:
             own = logits.argmax(-1)
-            token, sampling = self._drafter.target_ids(own), GREEDY
+            step = DraftStep(logits, self._drafter.target_ids(own), own=own)
         else:
-            full, sampling = self._drafter.over_target(logits), self._draws.sampling
-            token = self._draws.propose(full, 0, len(self.output), so_far)
+            full = self._drafter.over_target(logits)
+            token = self._draws.propose(full, at, len(self.output), so_far)
             own = self._drafter.draft_ids(token)
-        return FeatureToken(token, own, logits, sampling, self.eos or None)
+            step = DraftStep(logits, token, self._draws.sampling, own)
+        return ModelToken(step, eos=self.eos)
+
+    def _proposals(self, draft: Sequence[Any]) -> list[Tensor]:
+        return [self._drafter.over_target(t.logits) for t in draft]
 
     @torch.inference_mode()
     def verify(self, draft: Sequence[Any]) -> int:
         """Run one pass over the last token and the draft, which gives the accepted features."""
-        fed = [t.device_id for t in draft]
         logits, states = self._target.forward_with_states(
-            torch.cat([self._last, *fed]), self._slot, self._drafter.feature_layers
+            self._fed(draft), self._slot, self._drafter.feature_layers
         )
-        if self._draws is None:
-            picks = logits.argmax(-1)
-            accepted, tokens = self._compare(fed, picks)
-        else:
-            proposals = torch.cat([t.logits for t in draft] or [self._no_drafts])
-            accepted, tokens = self._draws.settle(
-                torch.cat([self._last[:0], *fed]), self._drafter.over_target(proposals),
-                logits, len(self.output),
-            )  # fmt: skip
-            picks = self._last.new_tensor(tokens)
-        self._last = picks[len(tokens) - 1][None]
-        self._chain.learn(picks[: len(tokens)], states[: len(tokens)])
-        self.calls.end_round()
-        self.extend(tokens)
+        accepted, emitted = self._settle(draft, logits)
+        self._chain.learn(emitted, states[: len(emitted)])
         return accepted
 
 
@@ -193,7 +163,7 @@ class ParallelDecoder(FeatureDecoder):
             )
         super().__init__(target, drafter, source, begin)
         self._width = source.k
-        self._logits = self._no_drafts
+        self._logits = self._last  # (k, draft vocabulary) once a round drafts
 
     def draft(self, so_far: Sequence[Any]) -> ModelToken | None:
         """Return the next token of the round's pass, which runs before the first; None at its
@@ -205,39 +175,25 @@ class ParallelDecoder(FeatureDecoder):
         if not offset:
             self._logits, read = self._chain.draft_all(self._width)
             self.calls.add(ONE_PASS, read)
-        logits = self._logits[offset : offset + 1]
-        own = logits.argmax(-1)
-        return FeatureToken(self._drafter.target_ids(own), own, logits, GREEDY, self.eos or None)
+        return self._token(self._logits[offset : offset + 1])
 
 
-class LayerToken(Fetched):
-    """A layer of the tree, as a policy sees it; its signals come to the host when one is read."""
+class LayerStep(DraftStep):
+    """A layer of the tree, as a policy sees it: a token that has no id, for a layer has several.
 
-    __slots__ = ("_layer", "_values")
+    It ends no draft: a tree grows on next to a node that ends the text.
+    """
 
     def __init__(self, layer: Layer) -> None:
-        self._layer = layer
-        self._values: tuple[float, ...] | None = None
+        super().__init__(layer.logits[:1], layer.tokens[:1, 0])
+        self.ids, self._layer = [-1], layer
 
-    def _fetch(self) -> tuple[float, ...]:
-        if self._values is None:
-            score, top, second, entropy = layer_signals(self._layer)[0].tolist()
-            # Log-probabilities instead of logits, whose log-sum-exp is then 0.
-            self._values = (top, second, 0.0, entropy, score, top, top)
-        return self._values
-
-    def _fetch_top10(self) -> float:
-        return float(top10_log_prob(self._layer.logits[:1]))
-
-    @property
-    def token_id(self) -> int:
-        """None of its own: a layer has several."""
-        return -1
-
-    @property
-    def ends(self) -> bool:
-        """Return False: a tree grows on next to a node that ends the text."""
-        return False
+    @cached_property
+    def values(self) -> list[Sequence[float]]:
+        """The signals of the layer's best node."""
+        score, top, second, entropy = layer_signals(self._layer)[0].tolist()
+        # Log-probabilities instead of logits, whose log-sum-exp is then 0.
+        return [(top, second, 0.0, entropy, score, top, top)]
 
 
 class TreeDecoder(OnFeaturesDecoder):
@@ -255,7 +211,6 @@ class TreeDecoder(OnFeaturesDecoder):
     @classmethod
     def room(cls, source: Any, modules: Modules) -> int:
         """Return room for the tree's nodes."""
-        del modules
         return max(ROOM, int(source.budget) + 1)
 
     @classmethod
@@ -272,7 +227,6 @@ class TreeDecoder(OnFeaturesDecoder):
     @classmethod
     def fits(cls, found: Any, module: Any, how: RecordOptions) -> bool:
         """Return True if the recorded trees are as deep."""
-        del how
         return bool(found.layers >= module.layers)
 
     @classmethod
@@ -295,30 +249,29 @@ class TreeDecoder(OnFeaturesDecoder):
                 "recording, as in eagle2:depth=6,topk=10"
             )
         super().__init__(target, begin)
-        drafter, prompt = grown.drafter, begin.prompt
+        drafter = grown.drafter
         check_tree(drafter.modules_in_turn)
-        self._target, self._features = target, drafter.feature_layers
+        self._features = drafter.feature_layers
         self._budget, self._topk, self._depth = source.budget, source.topk, source.depth
         self._chain = DrafterChain(drafter, target.cache.slots + self._topk * (self._depth - 1))
-        logits, states = target.forward_with_states(prompt, 0, self._features)
-        self._last = logits[-1:].argmax(-1)  # (1,)
-        self._chain.prefill(prompt, states)
+        logits, states = target.forward_with_states(begin.prompt, 0, self._features)
+        self._chain.prefill(begin.prompt, states)
+        self._emit_first(logits[-1:])
         self._chain.learn(self._last)
         self._trees: Trees | None = None
-        self.extend(self._last.tolist())
 
     @torch.inference_mode()
-    def draft(self, so_far: Sequence[Any]) -> LayerToken | None:
+    def draft(self, so_far: Sequence[Any]) -> ModelToken | None:
         """Return the next layer; None at the tree's full depth."""
         if len(so_far) >= self._depth:
             return None
         if not so_far:
             self._trees, width = self._chain.tree(self._topk)
             self.calls.add(DRAFTER, width)
-            return LayerToken(self._trees.layers[0])
+            return ModelToken(LayerStep(self._trees.layers[0]))
         assert self._trees is not None
         self.calls.add(DRAFTER_TREE, self._topk)
-        return LayerToken(self._trees.grow())
+        return ModelToken(LayerStep(self._trees.grow()))
 
     @torch.inference_mode()
     def verify(self, draft: Sequence[Any]) -> int:

@@ -3,26 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, TypeVar
+from functools import partial
+from typing import Any
 
 import pandas as pd
 import torch
 
 from profiler.features.drafters import FeatureDrafter
-from profiler.features.heads import ExitHeads, log_confidence
+from profiler.features.heads import ExitHeads, ParallelHeads, log_confidence
 from profiler.features.runner import DrafterRunner, Trees, verify_tree
 from profiler.latency.passes import UNTIMED, UNTIMED_PLAIN
 from profiler.latency.table import Block, Step, reaching, swept
 from profiler.models.runner import Runner
 from profiler.models.stack import LayerRunner
-from profiler.sources.start_record import BUDGET, GrownTrees
+from profiler.sources.start_record import BUDGET, GrownTrees, head_logits
 from traces.acceptance.trace import Trace
-from traces.sources.base import prompt_tokens, true_tokens
+from traces.sources.base import eos_of, prompt_tokens, true_tokens
 from traces.sources.lookups.sources import LookupSource, served_before
 from traces.sources.lookups.text import searching
 from traces.sources.starts.trees import candidates
-
-Kind = TypeVar("Kind")
 
 LATER = 3
 """Passes of one token after a round's first."""
@@ -32,24 +31,26 @@ PROMPTS = (32, 64, 128, 256)
 
 
 def measure_drafters(
-    target: LayerRunner, drafters: Mapping[str, FeatureDrafter], repeats: int,
+    target: LayerRunner, drafters: Mapping[str, FeatureDrafter | GrownTrees], repeats: int,
     widths: Sequence[int] = DRAFTER_WIDTHS, contexts: Sequence[int] = CONTEXTS,
     batches: Sequence[int] = (1,), longest: int = 0,
 ) -> pd.DataFrame:  # fmt: skip
     """Measure cells of the passes of `drafters` alone; columns as in `traces.latency.table`.
 
-    ``contexts`` go on to ``longest``, the tokens that a request gets to.
+    ``contexts`` go on to ``longest``, the tokens that a request gets to.  ``widths`` and
+    ``batches`` are of chains: trees have widths of their own, and grow for one sequence.
     """
     contexts = reaching(contexts, longest)
     wide = Runner(target.model, target.cache.slots, max(batches)) if max(batches) > 1 else target
+    blocks: list[Block] = []
     with torch.inference_mode():
-        blocks = [
-            block for batch in (1, *(b for b in batches if b > 1))
-            for name, drafter in drafters.items()
-            for block in drafter_rounds(
-                target if batch == 1 else wide, name, drafter, widths, contexts, batch
-            )
-        ]  # fmt: skip
+        for name, drafter in drafters.items():
+            if isinstance(drafter, GrownTrees):
+                blocks += tree_rounds(target, name, drafter, contexts)
+                continue
+            for batch in (1, *(b for b in batches if b > 1)):
+                runner = target if batch == 1 else wide
+                blocks += drafter_rounds(runner, name, drafter, widths, contexts, batch)
         cells = swept(blocks, target.device, repeats)
     return without_verifications(cells)
 
@@ -82,16 +83,16 @@ def drafter_rounds(
         widths = (*widths, 2 * most + 1)
     longest = max(*widths, LATER + 1, *PROMPTS)
     tokens = torch.zeros(batch, longest, dtype=torch.long, device=target.device)
-    features = torch.zeros(batch, longest, drafter.feature_width, device=target.device)
-    features = features.to(target.model.dtype)
+    features = torch.zeros(
+        batch, longest, drafter.feature_width, dtype=target.model.dtype, device=target.device
+    )
     one = isinstance(target, LayerRunner)
     own = drafter.fuse(features[:, :1])
 
     def states(width: int, context: int, fused: torch.Tensor, module: int = 0) -> torch.Tensor:
-        fed = tokens[:, :width], fused
         if one:
-            return runner.run(fed[0][0], fed[1][0], context, module=module)[0][None]
-        return runner.run_batch(*fed, context, module=module)[0]
+            return runner.run(tokens[0, :width], fused[0], context, module=module)[0][None]
+        return runner.run_batch(tokens[:, :width], fused, context, module=module)[0]
 
     def draft(width: int, context: int, fused: torch.Tensor | None = None) -> Step:
         read = max(1, width - most + 1)  # the others are masks, which have no features
@@ -155,27 +156,6 @@ TREE_WIDTHS = (1, 2, 6, 11, 21, 40, BUDGET + 1)
 """Tokens that are verified, the root's included."""
 
 
-def widest_tree(trees: Mapping[str, GrownTrees]) -> int:
-    """Return the number of tokens of the target's widest pass that is timed of `trees`."""
-    return max(*TREE_WIDTHS, *(grown.budget + 1 for grown in trees.values()))
-
-
-def measure_trees(
-    target: LayerRunner, trees: Mapping[str, GrownTrees], repeats: int, longest: int = 0
-) -> pd.DataFrame:
-    """Measure cells of the rounds of `trees`; columns as in `traces.latency.table`.
-
-    Contexts go on to ``longest``, the tokens that a request gets to.
-    """
-    contexts = reaching(CONTEXTS, longest)
-    with torch.inference_mode():
-        blocks = [
-            block for name, grown in trees.items()
-            for block in tree_rounds(target, name, grown, contexts)
-        ]  # fmt: skip
-        return swept(blocks, target.device, repeats)
-
-
 def tree_rounds(
     target: LayerRunner, name: str, grown: GrownTrees, contexts: Sequence[int] = CONTEXTS
 ) -> Iterator[Block]:
@@ -187,92 +167,59 @@ def tree_rounds(
     choice of nodes: that of a layer counts to the pass before, that of the verified nodes to the
     target's pass.
     """
-    rounds = _Rounds(target, name, grown)
+    drafter, room = grown.drafter, target.cache.slots
+    runner = DrafterRunner(drafter, room + max(FIRST) + grown.topk * DEPTH)
+    tokens = torch.zeros(max(room, *PROMPTS), dtype=torch.long, device=target.device)
+    features = torch.zeros(
+        len(tokens), drafter.feature_width, dtype=target.model.dtype, device=target.device
+    )
+    trees: list[Trees] = []  # that of the round, once it has begun
+
+    def run(width: int, context: int) -> tuple[torch.Tensor, torch.Tensor]:
+        return runner.run(tokens[:width], drafter.fuse(features[:width]), context)
+
+    def begin(width: int, context: int) -> None:
+        states, out = run(width, context)
+        path = context + width
+        sees = torch.ones(1, path, dtype=torch.bool, device=states.device)
+        at = tokens.new_full((1,), path - 1)
+        trees[:] = [Trees(runner, grown.topk, drafter.logits(states[-1:]), out[-1:], at, sees)]
+
+    def grow(context: int) -> None:
+        if not trees or len(trees[0].layers) == DEPTH:  # called by itself, to warm up
+            begin(1, context)
+        trees[0].grow()
+
+    def verify(width: int, context: int) -> None:
+        if not trees:
+            begin(1, context)
+        while len(trees[0].layers) < DEPTH:
+            trees[0].grow()
+        cut = trees[0].cut(width - 1, DEPTH) if width > 1 else None
+        verify_tree(target, tokens[:1], cut, context, drafter.feature_layers, frozenset())
+
     widths = sorted({*TREE_WIDTHS, grown.budget + 1})
     widths = [w for w in widths if w <= 1 + candidates(grown.topk, DEPTH)]
     for context in contexts:
-        fitting = [w for w in widths if context + w <= target.cache.slots]
+        fitting = [w for w in widths if context + w <= room]
+        growing = Step(name, "tree", grown.topk, context, partial(grow, context))
         for n in range(max(len(fitting), len(FIRST)) if fitting else 0):
             wide, first = fitting[n % len(fitting)], FIRST[n % len(FIRST)]
-            yield rounds.block(context, first, wide)
-    for width in [w for w in PROMPTS if w <= target.cache.slots]:
-        yield Block([[rounds.prompt(width)]])
-
-
-class _Rounds:
-    """Rounds of one drafter, each of which starts its own tree."""
-
-    def __init__(self, target: LayerRunner, name: str, grown: GrownTrees) -> None:
-        self.target, self.name, self.grown = target, name, grown
-        self.drafter = grown.drafter
-        room = target.cache.slots
-        self.runner = DrafterRunner(self.drafter, room + max(FIRST) + grown.topk * DEPTH)
-        device = target.device
-        self.tokens = torch.zeros(max(room, *PROMPTS), dtype=torch.long, device=device)
-        features = torch.zeros(len(self.tokens), self.drafter.feature_width, device=device)
-        self.features = features.to(target.model.dtype)
-        self.trees: Trees | None = None
-
-    def block(self, context: int, first: int, width: int) -> Block:
-        """Return rounds at a context that take in `first` tokens and verify `width`."""
-        growing = [self.grow(context)] * (DEPTH - 1)
-        round_ = [self.begin(first, context), *growing, self.verify(width, context)]
-        return Block([round_] * (UNTIMED + 3), UNTIMED)
-
-    def begin(self, width: int, context: int) -> Step:
-        def run() -> None:
-            fused = self.drafter.fuse(self.features[:width])
-            states, out = self.runner.run(self.tokens[:width], fused, context)
-            logits = self.drafter.logits(states[-1:])
-            path = context + width
-            sees = torch.ones(1, path, dtype=torch.bool, device=logits.device)
-            at = self.tokens.new_full((1,), path - 1)
-            self.trees = Trees(self.runner, self.grown.topk, logits, out[-1:], at, sees)
-
-        return Step(self.name, "forward", width, context, run)
-
-    def grow(self, context: int) -> Step:
-        def run() -> None:
-            trees = self._begun(context)
-            if len(trees.layers) == DEPTH:  # called by itself, to warm up
-                self.begin(1, context).run()
-                trees = self._begun(context)
-            trees.grow()
-
-        return Step(self.name, "tree", self.grown.topk, context, run)
-
-    def verify(self, width: int, context: int) -> Step:
-        last = self.tokens[:1]
-
-        def run() -> None:
-            trees = self._begun(context)
-            while len(trees.layers) < DEPTH:
-                trees.grow()
-            cut = trees.cut(width - 1, DEPTH) if width > 1 else None
-            verify_tree(self.target, last, cut, context, self.drafter.feature_layers, frozenset())
-
-        return Step("target", "tree", width, context, run)
-
-    def prompt(self, width: int) -> Step:
-        def run() -> object:
-            fused = self.drafter.fuse(self.features[:width])
-            return self.runner.run(self.tokens[:width], fused, 0)
-
-        return Step(self.name, "prefill", width, 0, run)
-
-    def _begun(self, context: int) -> Trees:
-        if self.trees is None:
-            self.begin(1, context).run()
-        assert self.trees is not None
-        return self.trees
+            beginning = Step(name, "forward", first, context, partial(begin, first, context))
+            end = Step("target", "tree", wide, context, partial(verify, wide, context))
+            round_ = [beginning, *[growing] * (DEPTH - 1), end]
+            yield Block([round_] * (UNTIMED + 3), UNTIMED)
+    for width in [w for w in PROMPTS if w <= room]:
+        yield Block([[Step(name, "prefill", width, 0, partial(run, width, 0))]])
 
 
 WIDTHS = (1, 2, 3, 5, 9, 17, 25)
 
 
-def of_kind(modules: Mapping[str, Any], kind: type[Kind]) -> dict[str, Kind]:
-    """Return the modules of a class, by name."""
-    return {name: module for name, module in modules.items() if isinstance(module, kind)}
+def widest_pass(modules: Mapping[str, Any]) -> int:
+    """Return the number of tokens of the target's widest pass that is timed of `modules`."""
+    trees = [module.budget + 1 for module in modules.values() if isinstance(module, GrownTrees)]
+    return max(*WIDTHS, *(*TREE_WIDTHS, *trees) if trees else ())
 
 
 class LayerRounds:
@@ -347,10 +294,16 @@ class LayerRounds:
 
 
 def pass_rounds(
-    target: LayerRunner, draft: Sequence[Step], widths: Sequence[int], contexts: Sequence[int]
-) -> Iterator[Block]:
-    """Yield rounds of a lookup or of parallel heads: a pass of the target follows `draft`."""
+    target: LayerRunner, heads: Sequence[ParallelHeads], widths: Sequence[int],
+    contexts: Sequence[int],
+) -> Iterator[Block]:  # fmt: skip
+    """Yield rounds of a lookup, or of parallel `heads`: a pass of the target follows the draft."""
     tokens = torch.zeros(max(widths), dtype=torch.long, device=target.device)
+    state = target.embed(tokens[:1])
+    draft = [
+        Step("heads", "forward", 1, 0, partial(head_logits, target, module, state, tokens[:1]))
+        for module in heads
+    ]
 
     def verify(width: int, context: int) -> Step:
         pieces = list(tokens[:width].split(1))
@@ -373,6 +326,5 @@ def lookup_step(trace: Trace, source: LookupSource) -> Step:
     starts, output = trace.request_starts, true_tokens(trace)
     prompt = prompt_tokens(trace, longest)
     said = output[int(starts[longest]) : int(starts[longest + 1])]
-    eos = frozenset(trace.meta.get("eos_token_ids") or ())
-    lookup = source.lookup(eos, lambda: served_before(trace, longest))
+    lookup = source.lookup(eos_of(trace), lambda: served_before(trace, longest))
     return Step(source.name, "forward", 1, 0, searching(lookup, prompt + said))

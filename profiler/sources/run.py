@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
-import numpy as np
-import numpy.typing as npt
 import pandas as pd
 import torch
 
-from policies.core import DraftPolicy, Round, own_copy, speculate
 from profiler.features.heads import (
     FILES,
     Adapter,
@@ -31,7 +27,6 @@ from profiler.sources.exits import (
     EarlyExitDecoder,
     KangarooDecoder,
     Modules,
-    RandomDraws,
     SourceDecoder,
 )
 from profiler.sources.feature_decoder import FeatureDecoder, ParallelDecoder, TreeDecoder
@@ -52,13 +47,10 @@ from profiler.sources.start_decoders import (
 from profiler.sources.start_record import RecordOptions, record_along
 from traces.acceptance.trace import Trace
 from traces.errors import DraftsimError
-from traces.replay.calls import Call, pack_calls
-from traces.replay.rounds import RoundLog
 from traces.sources.base import Source, eos_of, prompt_tokens
 from traces.sources.lookups.sources import LookupSource, served_before
 from traces.sources.recording import SourceRecording
 from traces.sources.registry import SOURCES
-from traces.sources.replay import check_signals
 from traces.store.checkpoint import Checkpoint
 
 REAL: Mapping[str, type[Any]] = {
@@ -148,29 +140,23 @@ class SourceLatency:
     def __init__(
         self, target: LayerRunner, modules: Modules, trace: Trace | None = None, *,
         widths: Sequence[int] = WIDTHS, contexts: Sequence[int] = CONTEXTS,
-        lookups: Sequence[LookupSource] | None = None, checkpoint: Checkpoint | None = None,
+        checkpoint: Checkpoint | None = None,
     ) -> None:  # fmt: skip
         contexts = reaching(contexts, 0 if trace is None else trace.longest)
-        if lookups is None:
-            lookups = [s() for s in SOURCES.values() if issubclass(s, LookupSource)]
         depths = [d for key, m in modules.items() if (d := real_of(key).depth(m)) is not None]
         self._layers = target.layers
         self._depth = depths[0] if depths else max(1, target.layers // 4)
         with torch.inference_mode():
             rounds = LayerRounds(target, self._depth, widths, contexts)
             blocks = [*rounds.by_exits(modules.get("early-exit"))]
-            steps = (real_of(name).step(target, module) for name, module in modules.items())
-            blocks += pass_rounds(target, [*filter(None, steps)][:1], widths, contexts)
+            heads = [m for m in modules.values() if isinstance(m, ParallelHeads)][:1]
+            blocks += pass_rounds(target, heads, widths, contexts)
             for name, module in modules.items():
                 blocks += real_of(name).blocks(rounds, name, module)
             if trace is not None:
+                lookups = [s() for s in SOURCES.values() if issubclass(s, LookupSource)]
                 blocks += (Block([[lookup_step(trace, source)]]) for source in lookups)
             self._sweeps = Sweeps(blocks, target.device, checkpoint=checkpoint)
-
-    def sweep(self) -> None:
-        """Run one more sweep."""
-        with torch.inference_mode():
-            self._sweeps.run()
 
     def advance(self, sweeps: float) -> None:
         """Time the next blocks until `sweeps` sweeps are done; a part of one counts."""
@@ -192,23 +178,11 @@ class SourceLatency:
 def measure_sources(
     target: LayerRunner, modules: Modules, trace: Trace | None = None, *,
     widths: Sequence[int] = WIDTHS, contexts: Sequence[int] = CONTEXTS, repeats: int = 15,
-    lookups: Sequence[LookupSource] | None = None,
 ) -> pd.DataFrame:  # fmt: skip
-    """Return the cells of `SourceLatency` from `repeats` sweeps, one after another."""
-    latency = SourceLatency(
-        target, modules, trace, widths=widths, contexts=contexts, lookups=lookups
-    )
-    for _ in range(repeats):
-        latency.sweep()
+    """Return the cells of `SourceLatency` from `repeats` sweeps."""
+    latency = SourceLatency(target, modules, trace, widths=widths, contexts=contexts)
+    latency.advance(repeats)
     return latency.cells()
-
-
-class SourceRun(NamedTuple):
-    """Rounds, outputs and decode seconds (after prefill) per request, shape (requests,)."""
-
-    log: RoundLog
-    outputs: list[list[int]]
-    wall_s: npt.NDArray[np.float64]
 
 
 class SourceRunner:
@@ -223,17 +197,11 @@ class SourceRunner:
         of retrieval.
     modules:
         Trained modules of this target.
-    draws:
-        By request, the random choices of a sampled run (`profiler.sources.exits`); None draws
-        from torch's global generator.
     """
 
-    def __init__(
-        self, target: Any, trace: Trace, modules: Modules | None = None,
-        draws: Callable[[int], Draws] | None = None,
-    ) -> None:  # fmt: skip
+    def __init__(self, target: Any, trace: Trace, modules: Modules | None = None) -> None:
         self.target = LayerRunner(target, trace.longest + ROOM)
-        self.trace, self.modules, self._draws = trace, modules or {}, draws
+        self.trace, self.modules = trace, modules or {}
 
     def decoder(self, source: Source, request: int) -> SourceDecoder:
         """Return a decoder after the prefill of one request.
@@ -263,41 +231,7 @@ class SourceRunner:
         return made
 
     def drawn(self, request: int) -> Draws | None:
-        """Return the random choices of a sampled run of `request`; None if it is greedy."""
-        sampling = self.trace.sampling
-        if sampling.greedy:
-            return None
-        return self._draws(request) if self._draws else RandomDraws(sampling)
-
-    def run(
-        self, source: Source, policy: DraftPolicy, requests: Sequence[int] | None = None
-    ) -> SourceRun:
-        """Decode requests (None: all) with `source` under `policy`, in recording order."""
-        check_signals(policy, source)
-        chosen = range(len(self.trace.requests)) if requests is None else requests
-        shared = own_copy(policy, self.target.vocab_size)
-        rounds: list[list[Round]] = []
-        calls: list[list[list[Call]]] = []
-        outputs: list[list[int]] = []
-        wall_s = np.zeros(len(chosen))
-        for k, i in enumerate(chosen):
-            decoder = self.decoder(source, i)
-            mine = shared.fresh()
-            self._wait()
-            begin = time.perf_counter()
-            rounds.append(list(speculate(decoder, mine)))
-            self._wait()
-            wall_s[k] = time.perf_counter() - begin
-            calls.append(decoder.calls.rounds)
-            outputs.append(decoder.output)
-        log = RoundLog(
-            RoundLog.pack(rounds), [self.trace.requests[i] for i in chosen],
-            type(policy).__name__, source=source.name, reads=policy.reads,
-            verify="rejection-sampling" if self.trace.temperature > 0 else "exact",
-            calls=pack_calls(calls),
-        )  # fmt: skip
-        return SourceRun(log, outputs, wall_s)
-
-    def _wait(self) -> None:
-        if self.target.device.type == "cuda":
-            torch.cuda.synchronize(self.target.device)
+        """Return the random choices of a run of `request`, of torch's global generator; None if it
+        is greedy.
+        """
+        return None if self.trace.sampling.greedy else Draws(self.trace.sampling)

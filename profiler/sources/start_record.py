@@ -26,6 +26,7 @@ from profiler.models.sampling import drafted, probs, signals
 from profiler.models.stack import LayerRunner
 from traces.acceptance.sampling import GREEDY, Sampling
 from traces.acceptance.trace import Trace
+from traces.digits import counted
 from traces.errors import DraftsimError
 from traces.sources.base import eos_of, prompt_tokens, true_tokens
 from traces.sources.exits.recording import ExitSetting
@@ -49,25 +50,25 @@ def head_logits(target: LayerRunner, heads: ParallelHeads, normed: Tensor, last:
 
 
 def mask_logits(
-    target: LayerRunner, masks: MaskEmbeddings, path: Tensor, at: Tensor
+    target: LayerRunner, masks: MaskEmbeddings, fed: Tensor, at: Tensor, k: int, start: int = 0
 ) -> tuple[Tensor, Tensor]:
-    """Run one pass over `path` (tokens,) with the masks after each index of `at` (starts,).
+    """Run one pass over `fed` (tokens,) with `k` masks after each index of `at` (starts,).
 
-    Returns the target's logits along the path, (tokens, vocab), and the masks', (starts, k,
-    vocab).  Path tokens do not see the masks, so the former are the plain ones.
+    ``start``: slot of the first token; slots before it are attended to.  Returns the target's
+    logits after `fed`, (tokens, vocab), and after the masks, (starts, k, vocab).  The tokens fed do
+    not see the masks, so the former are the plain ones.
     """
-    length, k = int(path.shape[0]), masks.k
+    length = int(fed.shape[0])
     layout, positions = mask_layout(length, at, k)
-    hidden = torch.cat([target.embed(path), mask_states(target, masks, int(at.shape[0]))])
-    hidden = target.run_layers(hidden, 0, range(target.layers), mask=layout, positions=positions)
+    embedded = target.embed(fed)
+    own = masks.weight[:k].repeat(at.shape[0], 1).to(embedded.dtype)
+    before = layout.new_ones(layout.shape[0], start)
+    hidden = target.run_layers(
+        torch.cat([embedded, own]), start, range(target.layers),
+        mask=torch.cat([before, layout], 1), positions=positions + start,
+    )  # fmt: skip
     logits = target.logits(hidden)
     return logits[:length], logits[length:].reshape(-1, k, logits.shape[-1])
-
-
-def mask_states(target: LayerRunner, masks: MaskEmbeddings, groups: int) -> Tensor:
-    """Return embeddings of `groups` groups of masks, (groups k, hidden), in the target's dtype."""
-    like = target.embed(torch.zeros(1, dtype=torch.long, device=target.device))
-    return masks.weight.repeat(groups, 1).to(like.dtype)
 
 
 def kept_layers(layers: int, skip: list[int]) -> list[int]:
@@ -86,7 +87,15 @@ def kept_layers(layers: int, skip: list[int]) -> list[int]:
 
 
 def default_skip(layers: int) -> list[int]:
-    """Return every second layer, the first and the last kept."""
+    """Return every second layer, the first and the last kept.
+
+    Raises DraftsimError if there is none between them.
+    """
+    if layers < 3:
+        raise DraftsimError(
+            f"a target of {counted(layers, 'layer')} has none between its first and its last to "
+            "skip: name layers, as in --source layer-skip:skip=[2]"
+        )
     return list(range(2, layers, 2))
 
 
@@ -160,20 +169,14 @@ class StartRecorder(SourceRecorder):
 
     offsets: int
 
-    @abstractmethod
     def logits(self, prompt: Tensor, output: list[int]) -> Tensor:
         """Return (starts - 1, offsets, vocab): drafts of the starts 1, 2, ... of the output."""
+        raise NotImplementedError
 
     def drafts(self, prompt: Tensor, output: list[int]) -> tuple[Tensor, Tensor]:
         """Return `logits`, and the target ids drafted from them, (starts - 1, offsets)."""
         logits = self.logits(prompt, output)
-        return logits, self.target_ids(logits.argmax(-1))
-
-    def target_ids(self, drafted: Tensor) -> Tensor:
-        """Return target ids of the drafter's, any shape: the same, unless its vocabulary is
-        smaller.
-        """
-        return drafted
+        return logits, logits.argmax(-1)
 
     def draft_ids(self, tokens: Tensor) -> Tensor:
         """Return the drafter's ids of target ids, any shape; -1 where it lacks one."""
@@ -186,7 +189,6 @@ class StartRecorder(SourceRecorder):
     @torch.inference_mode()
     def record(self, prompt: Tensor, output: list[int], limit: int, eos: frozenset[int]) -> Rows:
         """Return rows of one request; that of start 0, before the first token, is empty."""
-        del limit
         count, k = len(output), self.offsets
         names = LOGITS if self.sampling.greedy else (*LOGITS, *DRAWN)
         rows: Rows = {name: np.zeros((count, k), np.float32) for name in names}
@@ -258,7 +260,8 @@ class MasksRecorder(StartRecorder):
             end = min(begin + CHUNK, len(output) - 1)
             at = torch.arange(first + begin, first + end, device=prompt.device)
             # No mask of the chunk sees the path beyond its last index.
-            parts.append(mask_logits(self.target, self.masks, path[: first + end], at)[1])
+            some = path[: first + end]
+            parts.append(mask_logits(self.target, self.masks, some, at, self.offsets)[1])
         return torch.cat(parts)
 
 
@@ -336,14 +339,8 @@ class FeatureRecorder(StartRecorder):
     def meta(self) -> dict[str, Any]:
         return {"kind": self.drafter.kind, "modules": self.drafter.modules_in_turn}
 
-    def target_ids(self, drafted: Tensor) -> Tensor:
-        return self.drafter.target_ids(drafted)
-
     def draft_ids(self, tokens: Tensor) -> Tensor:
         return self.drafter.draft_ids(tokens)
-
-    def logits(self, prompt: Tensor, output: list[int]) -> Tensor:
-        return self.drafts(prompt, output)[0]
 
     def drafts(self, prompt: Tensor, output: list[int]) -> tuple[Tensor, Tensor]:
         path = torch.cat([prompt, prompt.new_tensor(output[:-1])])
@@ -379,8 +376,7 @@ class FeatureRecorder(StartRecorder):
 
     def _likeliest(self, logits: Tensor, starts: Tensor, step: int) -> Tensor:
         """Return greedy drafts, as `DrawnDrafts` returns drawn ones."""
-        del starts, step
-        return self.target_ids(logits.argmax(-1))
+        return self.drafter.target_ids(logits.argmax(-1))
 
     def _chain(self, at: Tensor, heads: Tensor, out: Tensor, path: int, pick: Pick) -> Drafts:
         """Draft by one layer for all tokens."""
@@ -479,7 +475,6 @@ class TreeRecorder(SourceRecorder):
     @torch.inference_mode()
     def record(self, prompt: Tensor, output: list[int], limit: int, eos: frozenset[int]) -> Rows:
         """Return rows of one request; that of start 0, before the first token, is empty."""
-        del limit, eos
         count, layers = len(output), self.layers
         rows: Rows = {name: np.zeros((count, layers), np.float32) for name in TREE_SIGNALS}
         rows["rank"] = np.full((count, layers, layers), -1, np.int32)

@@ -12,11 +12,12 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from profiler.suite import MODES
+
 if TYPE_CHECKING:
     from profiler.suite.environment import Account, Workplace
 
 STAGES = ("latency", "forced", "trained", "unpack")
-MODE_NAMES = ("eager", "graph", "compiled")
 SECONDS = 490.0
 """A stage stops starting new work in time to end within nine minutes."""
 
@@ -30,7 +31,7 @@ def parser() -> argparse.ArgumentParser:
     line.add_argument("--dtype", help="bfloat16, float16 or float32; bfloat16 where there is one")
     line.add_argument("--pairs", nargs="+", metavar="PAIR", help="some of the pairs, by name")
     line.add_argument(
-        "--modes", nargs="+", choices=MODE_NAMES, help="latency, forced: some of the modes"
+        "--modes", nargs="+", choices=MODES, help="latency, forced: some of the modes"
     )
     line.add_argument(
         "--profile", action="store_true", help="latency: keep the kernels of some rounds per mode"
@@ -128,7 +129,6 @@ def _told_to_end() -> Iterator[None]:
     from profiler.suite.environment import StoppedError
 
     def end(number: int, frame: object) -> None:
-        del frame
         raise StoppedError(f"stopped by {signal.Signals(number).name}")
 
     if threading.current_thread() is not threading.main_thread():

@@ -22,6 +22,7 @@ from profiler.machine import NoTimeError
 from profiler.models.architectures import PAIRS, PairShape
 from profiler.models.graphs import forget_compiled
 from profiler.models.loading import choose_device, choose_dtype, describe_device
+from profiler.suite import KERNELS
 from traces.errors import DraftsimError
 from traces.store.checkpoint import Checkpoint
 from traces.store.writing import write_atomically
@@ -304,11 +305,8 @@ class Ledger:
         earlier = {n: {**document["units"][n], key: tabled.get(n, [])} for n in named}
         self.units = {**earlier, **self._own}
 
-    def write(self, account: Account, key: str, about: Any) -> None:
-        """Write the stage's JSON: its units but for their rows, which are filed under `key`.
-
-        ``about``: the kernels that ran.
-        """
+    def write(self, account: Account, key: str) -> None:
+        """Write the stage's JSON: its units but for their rows, which are filed under `key`."""
         place = self.place
         units = {
             name: {k: v for k, v in unit.items() if k != key} for name, unit in self.units.items()
@@ -316,7 +314,7 @@ class Ledger:
         write_results(
             place.out / f"{self.stage}.json",
             {
-                "stage": self.stage, "meta": place.meta(), **account.summary(), "kernels": about,
+                "stage": self.stage, "meta": place.meta(), **account.summary(), "kernels": KERNELS,
                 "units": units,
             },
         )  # fmt: skip

@@ -15,7 +15,7 @@ import os
 import re
 import sysconfig
 import textwrap
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -62,27 +62,29 @@ def is_held_out(source: str) -> bool:
     return stable_hash(source) % _HELD_OUT_ONE_IN == 0
 
 
-def load_documents(root: Path | None = None) -> tuple[list[Document], list[Document]]:
-    """Return the (training, held-out) documents of the standard library, in path order.
+LIBRARY = Path(sysconfig.get_paths()["stdlib"])
+"""Folder of the running Python's standard library."""
 
-    `root` is the library's folder, the running Python's by default. A text that occurs twice is
-    kept once, and a held-out text that also occurs in training is dropped.
 
-    Raises FileNotFoundError where `root` holds no Python source.
+def load_documents(roots: Iterable[Path] = (LIBRARY,)) -> tuple[list[Document], list[Document]]:
+    """Return the (training, held-out) documents of the Python sources in some folders, in order.
+
+    A text that occurs twice is kept once, and a held-out text that also occurs in training is
+    dropped.
+
+    Raises FileNotFoundError where the folders hold no Python source.
     """
-    root = Path(sysconfig.get_paths()["stdlib"]) if root is None else root
     train: dict[str, Document] = {}
     held_out: dict[str, Document] = {}
-    for path in sorted(_sources(root)):
-        for category, source, piece in _file_pieces(path, path.relative_to(root).as_posix()):
-            text = "\n".join(map(str.rstrip, piece.splitlines())).strip("\n")
-            if len(text) >= _MIN_CHARS:
-                split = held_out if is_held_out(source) else train
-                split.setdefault(text, Document(category, source, text))
+    for root in roots:
+        for path in sorted(_sources(root)):
+            for category, source, piece in _file_pieces(path, path.relative_to(root).as_posix()):
+                text = "\n".join(map(str.rstrip, piece.splitlines())).strip("\n")
+                if len(text) >= _MIN_CHARS:
+                    split = held_out if is_held_out(source) else train
+                    split.setdefault(text, Document(category, source, text))
     if not train:
-        raise FileNotFoundError(
-            f"no Python source under {root}; give the standard library's folder"
-        )
+        raise FileNotFoundError(f"no Python source under {root}")
     return list(train.values()), [d for text, d in held_out.items() if text not in train]
 
 

@@ -29,6 +29,7 @@ from profiler.features.heads import (
 )
 from profiler.models.stack import LayerRunner
 from profiler.train.descent import Descent
+from traces.digits import counted
 from traces.errors import DraftsimError
 
 BEGINNING = 32
@@ -39,28 +40,27 @@ class States:
     """States of a target over sequences, at the places training uses; (tokens, hidden) each."""
 
     def __init__(self, target: LayerRunner, text: Tensor, layers: Sequence[int] = ()) -> None:
-        self.exits: list[Tensor] = []
-        finals, where = [], []
-        exits: list[list[Tensor]] = [[] for _ in layers]
+        # (tokens, 2): sequence, index
+        self.where = torch.nonzero(text >= 0)
         with torch.inference_mode():
-            for row, ids in enumerate(text):
-                count = int((ids >= 0).sum())
-                hidden, at = target.embed(ids[:count]), 0
-                for i, layer in enumerate(layers):
-                    hidden = target.run_layers(hidden, 0, range(at, layer))
-                    exits[i].append(hidden)
-                    at = layer
-                hidden = target.run_layers(hidden, 0, range(at, target.layers))
-                finals.append(target.normed(hidden))
-                at_token = torch.arange(count, device=ids.device)
-                where.append(torch.stack([torch.full_like(at_token, row), at_token], 1))
-        self.exits = [torch.cat(part) for part in exits]
-        self.final = torch.cat(finals)
-        self.where = torch.cat(where)  # (tokens, 2): sequence, index
+            rows = [
+                [*target.through(target.embed(ids[ids >= 0]), 0, (*layers, target.layers))]
+                for ids in text
+            ]
+            *self.exits, last = (torch.cat(depth) for depth in zip(*rows, strict=True))
+            self.final = target.normed(last)
 
 
 def default_exit_layers(layers: int) -> tuple[int, ...]:
-    """Return every quarter of the target's layers but the last."""
+    """Return every quarter of the target's layers but the last.
+
+    Raises DraftsimError if there is none before the last.
+    """
+    if layers < 2:
+        raise DraftsimError(
+            f"a target of {counted(layers, 'layer')} has no exit before its last one: profile it "
+            "without --exit-layers"
+        )
     step = max(1, layers // 4)
     return tuple(range(step, layers, step))
 
@@ -103,6 +103,13 @@ def own_text(
         parts.append(continuations(target, beginnings, sampled=i % 2 == 1))
     width = max(p.shape[1] for p in parts)
     return torch.cat([F.pad(p, (0, width - p.shape[1]), value=-1) for p in parts])
+
+
+def _too_short(text: Tensor) -> DraftsimError:
+    return DraftsimError(
+        f"the target ends its texts within {counted(text.shape[1] - BEGINNING, 'token')}, too few "
+        "to train heads on: give texts that it goes on with for longer (--heads-text)"
+    )
 
 
 def _minimise(
@@ -170,6 +177,8 @@ def train_parallel_heads(
     labels = torch.stack([padded[row, at + 2 + i] for i in range(k)], 1)
     following = padded[row, at + 1]
     usable = torch.nonzero((labels[:, 0] >= 0) & (at >= BEGINNING - 1))[:, 0]
+    if not len(usable):
+        raise _too_short(text)
 
     def loss(_: int) -> Tensor:
         some = usable[torch.randint(len(usable), (batch,), device=text.device)]
@@ -186,6 +195,8 @@ def train_masks(
     starts: int = 24, batch: int = 4,
 ) -> MaskEmbeddings:  # fmt: skip
     """Train mask embeddings after which the frozen target foresees its own next tokens."""
+    if text.shape[1] < BEGINNING + k + 2:
+        raise _too_short(text)
     torch.manual_seed(0)
     model, device = target.model, text.device
     table = model.get_input_embeddings().weight.detach()

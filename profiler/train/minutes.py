@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import sysconfig
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
+from itertools import chain, takewhile
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +26,7 @@ from profiler.prompts import Prompt
 from profiler.train.descent import Descent
 from profiler.train.documents import (
     CATEGORIES,
+    LIBRARY,
     Document,
     Known,
     cuts,
@@ -55,9 +56,8 @@ Trained = tuple[Pair, list[Prompt], dict[str, Any]]
 
 def source_roots(quick: bool) -> list[Path]:
     """Return folders of Python sources, the standard library first."""
-    library = Path(sysconfig.get_paths()["stdlib"])
     if quick:
-        return [library / "email", library / "asyncio"]
+        return [LIBRARY / "email", LIBRARY / "asyncio"]
     parts = (
         (torch, "nn"),
         (torch, "distributed"),
@@ -66,27 +66,18 @@ def source_roots(quick: bool) -> list[Path]:
     )
     folders = [Path(str(module.__file__)).parent for module in (pandas, scipy, numpy)]
     folders += [Path(str(module.__file__)).parent / name for module, name in parts]
-    return [library, *folders]
+    return [LIBRARY, *folders]
 
 
 def read_sources(
     seconds: float, say: Say, quick: bool = False
 ) -> tuple[list[Document], list[Document]]:
     """Return (training, held-out) documents of as many folders as `seconds` allow, one at least."""
-    begin = time.monotonic()
-    train: dict[str, Document] = {}
-    held_out: dict[str, Document] = {}
-    for root in source_roots(quick):
-        if train and time.monotonic() - begin > seconds:
-            break
-        try:
-            some, others = load_documents(root)
-        except FileNotFoundError:
-            continue
-        train.update((d.text, d) for d in some)
-        held_out.update((d.text, d) for d in others)
+    begin, (first, *others) = time.monotonic(), source_roots(quick)
+    in_time = takewhile(lambda _: time.monotonic() - begin <= seconds, others)
+    train, held_out = load_documents(chain([first], in_time))
     say(f"{len(train)} documents to train on, {len(held_out)} held out")
-    return list(train.values()), [d for text, d in held_out.items() if text not in train]
+    return train, held_out
 
 
 def train_tokenizer(documents: Sequence[Document]) -> PreTrainedTokenizerFast:

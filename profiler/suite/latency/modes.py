@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
@@ -14,24 +14,16 @@ from policies.lengths.basic import Fixed
 from profiler.latency.host import dictated_run, dictating_trace
 from profiler.models.graphs import CompiledRunner, GraphRunner
 from profiler.models.runner import Runner
+from profiler.suite import COMPILED, EAGER, GRAPH
 from profiler.suite.environment import Workplace
 
-EAGER, GRAPH, COMPILED = "eager", "graph", "compiled"
-MODES = (EAGER, GRAPH, COMPILED)
 RUNNERS = {EAGER: Runner, GRAPH: GraphRunner, COMPILED: CompiledRunner}
-KERNELS: Mapping[str, str] = {
-    EAGER: "Hugging Face modules, launched kernel by kernel",
-    GRAPH: "Hugging Face kernels in a CUDA graph, attention grouped and split over the keys",
-    COMPILED: "torch.compile and fused projections in a CUDA graph, attention as in graph",
-}
-"""Description of each measured mode; none is an engine."""
-
 GAMMA, TOKENS, PROMPT = 4, 12, 64
 """The rounds that are traced: drafted tokens, and the run that they are from."""
 
 
 def make_runner(mode: str, model: Any, slots: int, batch: int = 1) -> Runner:
-    """Return the runner of a mode (`KERNELS`) for a model."""
+    """Return the runner of a mode (`profiler.suite.KERNELS`) for a model."""
     return RUNNERS[mode](model, slots, batch)
 
 

@@ -16,7 +16,6 @@ import numpy as np
 import pandas as pd
 import torch
 
-from profiler.latency.batch import batch_blocks
 from profiler.latency.host import host_beyond
 from profiler.latency.layers import a_layer, layer_blocks
 from profiler.latency.passes import Points, pass_blocks
@@ -25,8 +24,9 @@ from profiler.machine import NoTimeError
 from profiler.models.architectures import PairShape
 from profiler.models.runner import Runner
 from profiler.models.stack import LayerRunner
+from profiler.suite import COMPILED, GRAPH
 from profiler.suite.environment import Workplace, reason
-from profiler.suite.latency.modes import COMPILED, GRAPH, make_runner
+from profiler.suite.latency.modes import make_runner
 from traces.errors import DraftsimError
 from traces.latency.schema import CELL_COLUMNS
 from traces.latency.table import LatencyTable
@@ -64,11 +64,6 @@ QUICK = PairGrid(
 """Grid of the miniature, which a CPU measures in seconds."""
 
 
-def plan_of(quick: bool) -> PairGrid:
-    """Return the plan of a stage, or of its miniature."""
-    return QUICK if quick else FULL
-
-
 SINGLE, BATCHED, WANTED = range(3)
 """Ranks of parts: needed by every prediction, needed by batches, and more precision."""
 RANKS = (SINGLE, BATCHED, WANTED)
@@ -100,8 +95,7 @@ def pass_cells(
     """
     target, draft = runners
     assert target is not None
-    of = pass_blocks if batch == 1 else batch_blocks
-    blocks = of(target, draft, replace(grid, batches=(batch,)), apart=apart, short=True)
+    blocks = pass_blocks(target, draft, grid, batch, apart=apart, short=True)
     return swept(blocks, place.device, grid.repeats, warmup=grid.warmup, check=check, late=late)
 
 

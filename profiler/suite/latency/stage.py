@@ -15,9 +15,10 @@ import torch
 
 from profiler.models.architectures import PAIRS, PairShape
 from profiler.models.graphs import compiler_missing
+from profiler.suite import COMPILED, KERNELS, MODES
 from profiler.suite.environment import Account, Ledger, Workplace, unfinished
-from profiler.suite.latency.modes import COMPILED, KERNELS, MODES, profile_rounds
-from profiler.suite.latency.pair import RANKS, PairMeasurement, plan_of, table_of
+from profiler.suite.latency.modes import profile_rounds
+from profiler.suite.latency.pair import FULL, QUICK, RANKS, PairMeasurement, table_of
 from traces.errors import DraftsimError
 from traces.latency.table import LatencyTable
 from traces.store.files import read_latency, write_latency
@@ -168,7 +169,7 @@ def _measure_pair(
 ) -> None:  # fmt: skip
     """Measure all modes rank by rank, so that every mode has its important parts first."""
     begin = time.monotonic()
-    plan = plan_of(place.quick)
+    plan = QUICK if place.quick else FULL
     modes = {
         mode: PairMeasurement(place, pair, mode, models, plan, begin + share, kept)
         for mode in how if unfinished(kept := ledger.get(f"{pair.name}.{mode}"))
@@ -221,7 +222,7 @@ def _write(place: Workplace, ledger: Ledger, account: Account) -> None:
     if rows:
         shapes = {p.name: shapes_of(p) for p in chosen_pairs(None, place.quick)}
         write_table(place, rows, shapes, "latency.parquet")
-    ledger.write(account, "cells", KERNELS)
+    ledger.write(account, "cells")
 
 
 def shapes_of(pair: PairShape) -> dict[str, Any]:

@@ -34,27 +34,13 @@ QUICK_ARMS = ("autoregressive", "fixed:gamma=3", "svip")
 MORE_QUICK_ARMS = ("ucb",)
 
 REPEATS = 3
+"""Runs of an arm; miniatures, whose times are not used, have one."""
 
 COLUMNS = ("pair", "mode", *MEASURED_COLUMNS)
 """Columns of the suite's measured runs."""
 
 
-def arms_of(trace: Trace, quick: bool) -> list[Arm]:
-    """Return the arms, their maxima lowered to what the trace holds."""
-    return arms_named(QUICK_ARMS if quick else ARMS, trace)
-
-
-def more_arms_of(trace: Trace, quick: bool) -> list[Arm]:
-    """Return the arms that come after those of `arms_of`."""
-    return arms_named(MORE_QUICK_ARMS if quick else MORE_ARMS, trace)
-
-
-def repeats_of(quick: bool) -> int:
-    """Return how often an arm runs: once in miniatures, whose times are not used."""
-    return 1 if quick else REPEATS
-
-
-def arms_named(names: Sequence[str], trace: Trace) -> list[Arm]:
+def arms_of(trace: Trace, names: Sequence[str]) -> list[Arm]:
     """Return an arm per policy, its maximum lowered to what the trace holds."""
     made = {name: parse_policy(name, max_gamma=trace.max_gamma) for name in names}
     # The vocabulary is the recorded pair's: what is run here is what a replay predicts.

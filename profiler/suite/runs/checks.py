@@ -18,17 +18,19 @@ from typing import Any
 from policies.rules.base import VerifyRule
 from profiler.checks.differences import explain, rounds_differ
 from profiler.checks.spot_check import Arm, DraftModel, Opener, run_arms
-from profiler.features import FeatureDrafter, read_drafter
+from profiler.features.checkpoint import read_drafter
+from profiler.features.drafters import FeatureDrafter
 from profiler.models.loading import Pair
 from profiler.models.stack import LayerRunner
 from profiler.recording.run import model_path
 from profiler.sources.latency import measure_drafters
 from profiler.sources.run import SourceRunner, record_sources
 from profiler.sources.start_record import RecordOptions
+from profiler.suite import EAGER, GRAPH
 from profiler.suite.environment import Workplace
-from profiler.suite.latency.modes import EAGER, GRAPH, make_runner
+from profiler.suite.latency.modes import make_runner
 from profiler.suite.latency.pair import rows_of, table_of
-from profiler.suite.runs.arms import QUICK_ARMS, arms_named, arms_of, repeats_of, run_rows
+from profiler.suite.runs.arms import ARMS, QUICK_ARMS, REPEATS, arms_of, run_rows
 from profiler.suite.runs.training import write_within
 from traces.acceptance.trace import Trace
 from traces.errors import DraftsimError
@@ -58,7 +60,7 @@ class Checks:
     def run(self, mode: str, seconds: float, requests: int) -> dict[str, Any]:
         """Run every policy on the first `requests`, interleaved; see `compared`."""
         trace = self.trace.select(range(min(requests, len(self.trace.requests))))
-        arms = arms_of(trace, self.place.quick)
+        arms = arms_of(trace, QUICK_ARMS if self.place.quick else ARMS)
         return self.compared(self.name, mode, arms, trace, seconds)
 
     def compared(
@@ -81,8 +83,9 @@ class Checks:
         """
         place, until, model = self.place, time.monotonic() + seconds, self.opener(mode)
         runs = run_arms(
-            self.pair, recorded, arms, repeats=repeats_of(place.quick), advance=place.check_time,
-            in_time=lambda: time.monotonic() < until, model=model, opened=opened(model),
+            self.pair, recorded, arms, repeats=1 if place.quick else REPEATS,
+            advance=place.check_time, in_time=lambda: time.monotonic() < until, model=model,
+            opened=opened(model),
         )  # fmt: skip
         # As many requests as the time held.
         some = range(len(runs.outputs[arms[0].label]))
@@ -103,7 +106,7 @@ class Checks:
 
 OFFSETS = 8
 """Longest draft that is recorded."""
-ARMS = (
+DRAFTER_ARMS = (
     "autoregressive", "fixed:gamma=4", "fixed:gamma=2", "fixed:gamma=8", "confidence",
     "hf-heuristic", "gammatune", "svip",
 )  # fmt: skip
@@ -194,7 +197,7 @@ class DrafterPair:
         drafted = read_trace(self.path)
         count = min(len(drafted.requests), len(checks.trace.requests))
         trace = checks.trace.select(range(count))
-        names = QUICK_ARMS if self.place.quick else ARMS
+        names = QUICK_ARMS if self.place.quick else DRAFTER_ARMS
         runner = SourceRunner(self.pair.target, trace, self._modules)
 
         def opened(own: DraftModel) -> Opener:
@@ -204,6 +207,6 @@ class DrafterPair:
 
             return one
 
-        arms = arms_named(names, drafted)
+        arms = arms_of(drafted, names)
         some = drafted.select(range(count))
         return checks.compared(self.pair_name, EAGER, arms, trace, seconds, some, opened)

@@ -26,11 +26,21 @@ from profiler.machine import NoTimeError
 from profiler.models.architectures import PairShape
 from profiler.models.loading import Pair
 from profiler.models.runner import Runner
+from profiler.suite import COMPILED, EAGER, GRAPH, KERNELS
 from profiler.suite.environment import Account, Ledger, Workplace, unfinished
-from profiler.suite.latency.modes import COMPILED, EAGER, GRAPH, KERNELS, make_runner
+from profiler.suite.latency.modes import make_runner
 from profiler.suite.latency.pair import pass_cells
 from profiler.suite.latency.stage import build_or_none, chosen_pairs, modes_here
-from profiler.suite.runs.arms import COLUMNS, arms_of, more_arms_of, repeats_of, run_rows
+from profiler.suite.runs.arms import (
+    ARMS,
+    COLUMNS,
+    MORE_ARMS,
+    MORE_QUICK_ARMS,
+    QUICK_ARMS,
+    REPEATS,
+    arms_of,
+    run_rows,
+)
 from traces.acceptance.synthetic import Bursty, synthetic_trace
 from traces.acceptance.trace import Trace
 from traces.errors import DraftsimError
@@ -169,12 +179,13 @@ def _unit(
     target, draft = (make_runner(unit.mode, model, trace.longest, batch) for model in models)
     made = {id(models[0]): target, id(models[1]): draft}
     anchors = _anchors(place, target, draft, batch)
-    arms, more = arms_of(trace, place.quick), more_arms_of(trace, place.quick)
+    names = (QUICK_ARMS, MORE_QUICK_ARMS) if place.quick else (ARMS, MORE_ARMS)
+    arms, more = (arms_of(trace, some) for some in names)
     # Seconds of a run without drafts, which others take about as long as.
     plain_s = anchors[0]["median_s"] * trace.requests[0].max_new_tokens
     if plain_s * (LEAST_REPEATS + 1) * (len(arms) + len(more)) < until - time.monotonic():
         arms += more
-    asked, pair = repeats_of(place.quick), Pair(*models, tokenizer=None, meta={})
+    asked, pair = 1 if place.quick else REPEATS, Pair(*models, tokenizer=None, meta={})
     timed: dict[str, Any] = {
         "forced": True, "repeats": asked, "advance": place.check_time,
         "in_time": lambda: time.monotonic() < until,
@@ -215,4 +226,4 @@ def _write(place: Workplace, ledger: Ledger, account: Account) -> None:
         meta = {"kernels": KERNELS, **place.meta()}
         runs = MeasuredRuns(pd.DataFrame(rows, columns=list(COLUMNS)), meta)
         write_measured(runs, place.out / "forced-measured.parquet")
-    ledger.write(account, "rows", KERNELS)
+    ledger.write(account, "rows")

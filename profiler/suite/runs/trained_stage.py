@@ -25,8 +25,8 @@ from profiler.models.loading import Pair
 from profiler.profile import Settings
 from profiler.prompts import Prompt
 from profiler.recording.run import BUNDLED
+from profiler.suite import EAGER, GRAPH
 from profiler.suite.environment import Account, Ledger, Workplace, unfinished, write_results
-from profiler.suite.latency.modes import EAGER, GRAPH
 from profiler.suite.latency.pair import FULL, QUICK, PairMeasurement
 from profiler.suite.latency.stage import named, shapes_of, write_table
 from profiler.suite.runs.arms import COLUMNS

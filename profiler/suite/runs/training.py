@@ -20,6 +20,7 @@ from profiler.models.loading import Pair, load_pair
 from profiler.profile import Settings, recorded_trace
 from profiler.prompts import Prompt, read_prompts
 from profiler.recording.run import model_path
+from profiler.recording.trace import slots_needed
 from profiler.suite.environment import Workplace
 from profiler.train.minutes import Trained, train_pair
 from traces.acceptance.trace import Trace
@@ -99,7 +100,8 @@ def record_trace(
     Prompts recorded before the stage was stopped are read back.
     """
     encoded = [pair.encode(p.text, settings.chat) for p in prompts]
-    slots = max(len(ids) for ids in encoded) + settings.max_new_tokens * (settings.max_gamma + 1)
+    longest = max(len(ids) for ids in encoded)
+    slots = slots_needed(longest, settings.max_new_tokens, settings.max_gamma)
     runners = GraphRunner(pair.target, slots), GraphRunner(pair.draft, slots)
     # Of other weights' outputs nothing may be taken over.
     weights = [pair.meta[role]["fingerprint"] for role in ("target", "draft")]
