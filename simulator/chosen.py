@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from policies.batch.base import BatchPolicy, SingleStream
 from policies.core import DraftPolicy
-from policies.from_file import is_file, load_file, said_cut
+from policies.from_file import file_of, is_file, load_file, said_cut
 from policies.lengths.basic import Autoregressive, Fixed
 from policies.registry import (
     PLAIN,
@@ -85,7 +85,7 @@ def load_policies(
             chosen[name_of(text, chosen)] = given
             continue
         if is_file(text):
-            name, made = from_file(text, limit, say)
+            name, made = from_file(text, limit, say, chosen)
             chosen[name] = SingleStream(made) if isinstance(made, BatchPolicy) else made
             continue
         try:
@@ -105,14 +105,21 @@ def load_policies(
     return list(chosen.items())
 
 
-def from_file(text: str, limit: int | None, say: Say) -> tuple[str, Served]:
-    """Return the (name, policy) of a class in a file; `say` is told if it is cut at `limit`."""
+def from_file(
+    text: str, limit: int | None, say: Say, chosen: Mapping[str, Served]
+) -> tuple[str, Served]:
+    """Return the (name, policy) of a class in a file; `say` is told if it is cut at `limit`.
+
+    Raises DraftsimError if `chosen` has a class of another file under that name.
+    """
     try:
         name, policy, cut = load_file(text, limit)
     except ValueError as error:
         raise DraftsimError(str(error)) from None
     if cut is not None:
         say(said_cut(name, cut, "the recording's"))
+    if name in chosen and file_of(chosen[name]) != file_of(policy):
+        raise DraftsimError(f"{text}: another file's policy has the name {name}: rename the file")
     return name, policy
 
 
@@ -257,7 +264,7 @@ def load_serving_policies(
             chosen[name_of(text, chosen)] = text
             continue
         if is_file(text):
-            own, policy = from_file(text, trace.max_gamma, say)
+            own, policy = from_file(text, trace.max_gamma, say, chosen)
             chosen.setdefault(own, policy)
             continue
         exact = exact_policy(text)

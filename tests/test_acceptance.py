@@ -238,7 +238,8 @@ def test_a_file_of_curves_is_read(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "said"),
     [("model:\n  1: 3.5\n", "line 2: 3.5 tokens a round"), ("model:\n", "holds no acceptance"),
-     ("- a\n", "line 1"), ("m:\n  1: x\n", "line 2")],
+     ("- a\n", "line 1"), ("m:\n  1: x\n", "line 2"),
+     ("m:\n  1: 1.5\n  1: 1.6\n", "line 3: m has draft length 1 twice")],
 )  # fmt: skip
 def test_a_damaged_file_of_curves_is_one_line(text: str, said: str, tmp_path: Path) -> None:
     path = tmp_path / "curves.yaml"

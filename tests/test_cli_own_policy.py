@@ -72,6 +72,20 @@ def test_a_policy_of_ones_own(synthetic_run: Path, tmp_path: Path, run: Run) -> 
         assert message in ran.refusal
 
 
+def test_two_files_with_one_name_are_not_taken_for_one(
+    synthetic_run: Path, tmp_path: Path, run: Run
+) -> None:
+    texts = []
+    for folder, gamma in (("a", 2), ("b", 5)):
+        (tmp_path / folder).mkdir()
+        file = tmp_path / folder / "mine.py"
+        file.write_text(OWN.replace("gamma: int = 8", f"gamma: int = {gamma}"))
+        texts += ["--policy", f"{file}:Careful"]
+    for command in ("simulate", "serve"):
+        ran = run(command, "--trace", synthetic_run, *texts)
+        assert "another file's policy has the name mine.py:Careful" in ran.refusal
+
+
 def test_a_policy_of_ones_own_is_held_to_the_longest_draft_there_is(
     synthetic_run: Path, tmp_path: Path, run: Run
 ) -> None:

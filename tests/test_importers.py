@@ -200,6 +200,12 @@ def test_a_baseline_that_counts_its_tokens_is_plain_decoding(more: int, tmp_path
     assert speedups[0] == pytest.approx(speedups[1])
 
 
+def test_a_question_that_was_run_twice_is_not_counted_twice(tmp_path: Path) -> None:
+    path = written(tmp_path, "\n".join([json.dumps(EAGLE)] * 2))
+    with pytest.raises(FileError, match="holds question 81, turn 1 2 times"):
+        counts("eagle", path)
+
+
 def test_public_eagle_log(shared_data: Path) -> None:
     folder = shared_data / "eagle_logs"
     plain = folder / "llama-2-chat-70b-base.jsonl"

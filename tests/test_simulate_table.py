@@ -10,7 +10,7 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from commands.simulate.table import headline
+from commands.simulate.table import headline, print_ranked
 from policies.lengths.basic import Fixed
 from policies.rules.registry import parse_rule
 from simulator import summarize
@@ -178,6 +178,14 @@ def test_what_was_guessed_or_missing_is_said(run: Run, tmp_path: Path) -> None:
     assert all(row["outside"] > 0.5 for row in ran.rows)
     assert "prefill" not in run(*asked).err
     assert ran.document["headline"]
+
+
+def test_lossy_rules_alone_are_one_table(capsys: pytest.CaptureFixture[str]) -> None:
+    log = replay(scored_trace(), Fixed(4), parse_rule("spec-verification"))
+    rows, priced = to_rows(summarize([log], LATENCY)), price_all([log], LATENCY)
+    print_ranked(compared(rows, priced, LATENCY, None, 50))
+    lines = [line.rstrip() for line in capsys.readouterr().out.splitlines()]
+    assert lines[:2] == ["", "lossy (the output changes)"]
 
 
 def test_a_rule_that_accepts_nothing_is_named_where_nothing_says_so() -> None:

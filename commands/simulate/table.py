@@ -92,7 +92,8 @@ def print_ranked(
 ) -> None:
     """Print the sentence (`headline`), the tables (`ranked_tables`), and what their marks mean."""
     console = table_console()
-    console.print(printable(headline(over_all(rows), recording)))
+    if said := headline(over_all(rows), recording):
+        console.print(printable(said))
     for table in ranked_tables(rows, by_name, gains):
         _print(console, table)
     console.print()
@@ -125,7 +126,8 @@ def ranked_tables(
         title = f"{begin}lossless first, then lossy (the output changes){gained}"
         tables.append(_shown(title, [*exact, *lossy], BOTH))
     else:
-        tables.append(_shown(f"{begin}lossless{gained}", exact, LOSSLESS))
+        if exact:
+            tables.append(_shown(f"{begin}lossless{gained}", exact, LOSSLESS))
         if lossy:
             tables.append(_shown(f"{begin}lossy (the output changes)", lossy, LOSSY))
     parts = [r for r in rows if r.get("category") is not None]

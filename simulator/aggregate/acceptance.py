@@ -178,7 +178,10 @@ def read_curves(path: str | os.PathLike[str]) -> dict[str, dict[int, float]]:
         except (ValueError, DraftsimError) as error:
             raise FileError(f"{path} line {number}: {error}") from None
         name = "/".join(part for _, part in above) or Path(path).stem
-        curves.setdefault(name, {})[int(key)] = emitted
+        curve = curves.setdefault(name, {})
+        if int(key) in curve:
+            raise FileError(f"{path} line {number}: {name} has draft length {key} twice")
+        curve[int(key)] = emitted
     if not curves:
         raise FileError(f"{path}: holds no acceptance length by draft length")
     return curves

@@ -17,7 +17,14 @@ from reprlib import repr as shown
 from traces.acceptance.schema import MOST_TOKENS
 from traces.errors import FileError
 from traces.importers.base import Importer, Options
-from traces.importers.rows import LoggedTurn, baseline_of, choices_of, only_file, read_json_rows
+from traces.importers.rows import (
+    LoggedTurn,
+    baseline_of,
+    check_once,
+    choices_of,
+    only_file,
+    read_json_rows,
+)
 from traces.importers.totals import Totals
 from traces.store.text import is_seconds, label
 
@@ -90,6 +97,7 @@ def read_turns(file: Path) -> list[LoggedTurn]:
                 )
             # ``idxs`` is the index of the last verification.
             turns.append(LoggedTurn(where, question, i, "", last + 1, tokens, float(wall)))
+    check_once(file, turns)
     return turns
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from statistics import median
@@ -80,6 +81,17 @@ def trace_of(
     first = int(meta["first"])
     match = [matches(own, r.tokens, first) for r, own in zip(requests, rounds, strict=True)]
     return Trace.without_tails(requests, None, meta, match=np.concatenate(match))
+
+
+def check_once(file: Path, turns: Sequence[LoggedTurn]) -> None:
+    """Raise FileError if a turn of a question occurs more than once."""
+    keys = Counter((turn.question, turn.turn) for turn in turns)
+    if keys and (again := keys.most_common(1)[0])[1] > 1:
+        (question, number), times = again
+        raise FileError(
+            f"{file}: holds question {question}, turn {number} {times} times: import one run of "
+            "the questions at a time"
+        )
 
 
 def baseline_of(

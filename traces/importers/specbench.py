@@ -11,7 +11,6 @@ Source of the format: hemingkx/Spec-Bench, ``evaluation/eval.py``.
 from __future__ import annotations
 
 import re
-from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -23,6 +22,7 @@ from traces.importers.base import Importer, Options
 from traces.importers.rows import (
     LoggedTurn,
     baseline_of,
+    check_once,
     choices_of,
     only_file,
     read_json_rows,
@@ -216,13 +216,7 @@ def read_turns(file: Path) -> TurnLog:
             turns.append(
                 LoggedTurn(name, question, i + 1, category, count, tokens[i], wall_s, accepted)
             )
-    keys = Counter((turn.question, turn.turn) for turn in turns)
-    if keys and (again := keys.most_common(1)[0])[1] > 1:
-        (question, number), times = again
-        raise FileError(
-            f"{file}: holds question {question}, turn {number} {times} times: import one run of "
-            "the questions at a time"
-        )
+    check_once(file, turns)
     if not turns:
         raise FileError(f"{file}: every turn of it failed: decode the questions again")
     return TurnLog(turns, list(models), left_out)

@@ -127,7 +127,7 @@ def parse_source(text: str) -> Source:
     try:
         source: Source = cls(**given)
         return source
-    except (ValueError, TypeError) as error:
+    except (ValueError, TypeError, AttributeError, LookupError) as error:
         raise ValueError(f"source {name!r}: {error}") from None
 
 
