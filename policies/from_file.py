@@ -101,7 +101,7 @@ def said_cut(name: str, longest: int, whose: str) -> str:
 
 
 def file_of(policy: Any) -> tuple[str, str] | None:
-    """Return the name and the digest of the file that a policy's class is from; None if built in."""
+    """Return name and digest of the file that a policy's class is from; None if built in."""
     mark: tuple[str, str] | None = getattr(type(getattr(policy, "policy", policy)), FILE_MARK, None)
     return mark
 

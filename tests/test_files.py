@@ -16,7 +16,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-import traces.store.parquet
+import traces.store.writing
 from policies.lengths.basic import Fixed
 from tests.stored import assert_same, small_trace
 from traces.acceptance.trace import Request, Trace
@@ -121,7 +121,7 @@ def test_an_interrupted_write_leaves_the_old_file(
     def fail(descriptor: int) -> None:
         raise stop
 
-    monkeypatch.setattr(traces.store.parquet.os, "fsync", fail)
+    monkeypatch.setattr(traces.store.writing.os, "fsync", fail)
     with pytest.raises((KeyboardInterrupt, FileError)):
         write_trace(small_trace().select([0]), trace_file)
     assert trace_file.read_bytes() == before

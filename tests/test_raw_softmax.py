@@ -16,6 +16,7 @@ from torch import Tensor
 from policies import DraftAndVerify, DraftPolicy, GammaTunePlus, Round
 from policies.core import speculate
 from profiler.decoding.single import ModelDecoder
+from profiler.decoding.tokens import DraftStep, ModelToken
 from simulator.chosen import load_policies
 from tests import bundled
 from tests.outputs import trace_of
@@ -55,12 +56,9 @@ class FollowedDecoder(ModelDecoder):
         self.logits.clear()  # the prefill's own round
 
     def draft(self, so_far: Sequence[Any]) -> Any:
-        self._next = self._script.draft(so_far).token_id
-        return super().draft(so_far)
-
-    def _pick(self, logits: Tensor) -> Tensor:
-        del logits
-        return torch.tensor([self._next])
+        drawn = torch.tensor([self._script.draft(so_far).token_id])
+        step = DraftStep(super().draft(so_far).logits, drawn, self._sampling)
+        return ModelToken(step, eos=self._watch)
 
     def _verdict(
         self, draft: Sequence[Any], drafted: Tensor, logits: Tensor

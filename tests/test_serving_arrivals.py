@@ -84,13 +84,13 @@ def test_bad_arrivals_files_are_named(tmp_path, rows, message):
 
 def test_missing_or_foreign_files(tmp_path):
     with pytest.raises(FileError, match="does not exist"):
-        _ = ArrivalFile(tmp_path / "none.csv").rows
+        _ = ArrivalFile(tmp_path / "none.csv").read
     (tmp_path / "zero.csv").write_text("")
     with pytest.raises(FileError, match="cannot be read"):
-        _ = ArrivalFile(tmp_path / "zero.csv").rows
+        _ = ArrivalFile(tmp_path / "zero.csv").read
     (tmp_path / "other.csv").write_text("a,b\n1,2\n")
     with pytest.raises(FileError, match="lacks the column"):
-        _ = ArrivalFile(tmp_path / "other.csv").rows
+        _ = ArrivalFile(tmp_path / "other.csv").read
 
 
 @pytest.mark.parametrize("mode", ["continuous", "static"])

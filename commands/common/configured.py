@@ -58,6 +58,8 @@ def expanded(command: Callable[..., None]) -> Callable[..., None]:
 
 def _under(annotation: Any, heading: str | None) -> Any:
     """Return the annotation of an option with the heading that it is shown under."""
+    if heading is None:
+        return annotation
     kind, option = get_args(annotation)
     option = copy(option)
     option.rich_help_panel = option.rich_help_panel or heading

@@ -480,7 +480,7 @@ def _validation(
         return None
     rows = compare([price(log, latency) for log in own.values()], times)
     left_out = sorted(set(measured.times["policy"]) - set(own))
-    return {"rows": to_rows(rows), **verdict(rows)._asdict(), "left_out": left_out}
+    return {**verdict(rows)._asdict(), "rows": to_rows(rows), "left_out": left_out}
 
 
 def names_of(recording: Recording) -> Mapping[str, str]:

@@ -31,7 +31,7 @@ COMMANDS = {
     "llamacpp": "llama-server -m", "tensorrt-llm": "trtllm-serve",
     "dynamo": "python -m dynamo.mocker --model-path",
 }  # fmt: skip
-"""What starts each engine, before the target; transformers is called in Python (`_hf`)."""
+"""The start of each engine's command, before the target; for transformers see `_hf`."""
 METHODS = {
     "draft-model": "draft_model", "draft_model": "draft_model", "eagle": "eagle",
     "eagle3": "eagle3", "mtp": "mtp", "medusa": "medusa", "pld": "ngram", "ngram": "ngram",
