@@ -180,7 +180,7 @@ def sweep(
 
     ratios = parse_axis(c, "c", low=0.0)
     carried = {"--gpu": inputs.gpu, "--weights": inputs.weights}
-    by_ratio = bool(ratios) and not (ladder or tune) and {*carried.values()} == {None}
+    by_ratio = bool(ratios) and not (ladder or tune) and all(v is None for v in carried.values())
     recording = inputs.load(chooses="sweep", by_ratio=by_ratio, one=False)
     recorded = recording.trace
     sizes = [int(b) for b in parse_axis(batch, "batch", low=1, high=MOST_BATCH, whole=True)]
@@ -198,10 +198,9 @@ def sweep(
         }  # fmt: skip
         mode = "--ladder" if ladder else "--tune"
         refuse(axes, f"{mode} sweeps nothing")
-        refuse(
-            {**carried, "--tune": (ladder and tune) or None},
-            f"{mode} works on the measured device alone",
-        )
+        refuse(carried, f"{mode} works on the measured device alone")
+        if ladder and tune:
+            raise DraftsimError("--ladder works on the policies as they are: drop --tune")
         if len(tables) != 1:
             raise DraftsimError(f"{mode} takes one latency table, got {len(tables)}")
         table = drafting_always(next(iter(tables.values())), inputs.always_draft)

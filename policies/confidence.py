@@ -101,7 +101,7 @@ def shares(name: str, weights: Sequence[float]) -> None:
 
 
 def confidence_reads(weights: Sequence[float]) -> tuple[str, ...]:
-    """Return the signals that a confidence with these weights reads: those of weight 0 are not."""
+    """Return the signals that a confidence with these weights reads: those of weight above 0."""
     return tuple(name for name, weight in zip(COMPONENTS, weights, strict=True) if weight)
 
 

@@ -102,8 +102,8 @@ def said_cut(name: str, longest: int, whose: str) -> str:
 
 def file_of(policy: Any) -> tuple[str, str] | None:
     """Return name and digest of the file that a policy's class is from; None if built in."""
-    mark: tuple[str, str] | None = getattr(type(getattr(policy, "policy", policy)), FILE_MARK, None)
-    return mark
+    marks = (getattr(type(p), FILE_MARK, None) for p in (policy, getattr(policy, "policy", None)))
+    return next(filter(None, marks), None)
 
 
 def identity(policy: Any) -> Any:
@@ -157,7 +157,7 @@ def _run(text: str, path: Path) -> Mapping[str, Any]:
     if not path.is_file():
         raise ValueError(f"{text}: {path} is no such file: check the path")
     module = ModuleType(path.stem)
-    module.__file__ = str(path)
+    module.__file__ = str(path.absolute())
     try:
         # Not imported: Python's cache compares only size and time in seconds, so that a quick edit
         # of equal length would run the old code.

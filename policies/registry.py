@@ -130,10 +130,10 @@ PLAIN = "autoregressive"
 def is_bound(name: str) -> bool:
     """Return True if the policy of this name knows what no real one can: it is not recommended.
 
-    >>> is_bound("oracle:gamma_max=6"), is_bound("gammatune")
-    (True, False)
+    >>> is_bound("oracle:gamma_max=6"), is_bound("oracle (2)"), is_bound("gammatune")
+    (True, True, False)
     """
-    return POLICIES.get(name.partition(":")[0]) is Oracle
+    return POLICIES.get(name.partition(":")[0].partition(" (")[0]) is Oracle
 
 
 def describe(policy: DraftPolicy | BatchPolicy) -> str:

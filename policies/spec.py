@@ -15,9 +15,6 @@ from typing import Any, Literal, NamedTuple, Union, get_args, get_origin
 
 from policies.json_text import JSONError, parse_json
 
-SCALARS = {int, float, str, NoneType}
-"""Types whose values are not JSON: a name may begin with a bracket."""
-
 
 class Spec(NamedTuple):
     """A text form taken apart."""
@@ -146,7 +143,7 @@ def _value(where: str, annotation: Any, text: str) -> Any:
         if text in options:
             return text
         raise ValueError(f"{where}{choice(text, options)}")
-    if text.startswith(("[", "{")) and not set(kinds) <= SCALARS:
+    if text.startswith(("[", "{")) and str not in kinds:
         try:
             return parse_json(text)
         except JSONError as error:

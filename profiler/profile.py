@@ -79,11 +79,14 @@ class LatencyProfile:
         else:
             contexts = [c for c in grid.contexts if c + grid.widest <= slots]
             self._grid = replace(grid, contexts=contexts)
-        blocks = pass_blocks(target, draft, self._grid, short=self._short)
+        single = self._short and not isinstance(target, Seq2SeqRunner)
+        blocks = pass_blocks(target, draft, self._grid, short=single)
         if (largest := max(grid.batches, default=1)) > 1:
             self._batched = Runner(pair.target, slots, largest), Runner(pair.draft, slots, largest)
-            for batch in [b for b in grid.batches if b > 1]:
-                blocks += pass_blocks(*self._batched, self._grid, batch, short=self._short)
+            for i, batch in enumerate(b for b in grid.batches if b > 1):
+                blocks += pass_blocks(
+                    *self._batched, self._grid, batch, short=self._short, filled=i > 0
+                )
         self.sweeps = Sweeps(blocks, pair.device, warmup=grid.warmup, checkpoint=checkpoint)
         self._machine = Machine(pair.target, pair.device)
 

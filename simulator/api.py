@@ -185,7 +185,8 @@ def predict(
         recorded with the trace.
     policies:
         Names as on the command line, methods of the papers among them, or objects; by default
-        every policy and method that the recording can be replayed with.
+        every policy and method that the recording can be replayed with.  An object's row is named
+        by its class and parameters.
     acceptance:
         Instead of a trace: acceptance by position, such as ``[0.76, 0.6, 0.43]`` or what
         ``--acceptance`` takes; `latency` says what passes cost.

@@ -588,7 +588,8 @@ def plan(
         raise DraftsimError("the arrivals span no time: give --rate")
     if not 0 < rate < math.inf:
         raise DraftsimError(f"--rate is {rate}, expected a positive number of requests a second")
-    require("--requests", 1 if requests is None else requests, 1)
+    if requests is not None:
+        require("--requests", requests, 1)
     require("--max-replicas", most, 1)
     require("--gpus", gpus, 1)
     if price is not None and not 0 <= price < math.inf:

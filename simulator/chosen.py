@@ -82,7 +82,8 @@ def load_policies(
     for text in names:
         if not isinstance(text, str):
             given = SingleStream(text) if isinstance(text, BatchPolicy) else text
-            chosen[name_of(text, chosen)] = given
+            if not repeats(text, chosen):
+                chosen[name_of(text, chosen)] = given
             continue
         if is_file(text):
             name, made = from_file(text, limit, say, chosen)
@@ -123,10 +124,19 @@ def from_file(
     return name, policy
 
 
+def repeats(policy: Served, chosen: Mapping[str, Served]) -> bool:
+    """Return True if `policy` is the shipped policy that `chosen` has under its text form.
+
+    A cost or an estimator has no text form, so that policies which hold one never repeat another.
+    """
+    shipped = type(policy) in POLICIES.values() and describe(policy) in chosen
+    return shipped and not any(vars(policy).get(name) for name in ("cost", "estimator"))
+
+
 def name_of(policy: Served, taken: Collection[str]) -> str:
     """Return the name of a policy given as an object: its text form, or its class and parameters.
 
-    A number tells it from the names that are `taken`.
+    A number is appended if the name is in `taken`.
     """
     name = type(policy).__name__
     if type(policy) in POLICIES.values():
@@ -261,7 +271,8 @@ def load_serving_policies(
             return with_plain({**chosen, **rivals(longest_draft(trace))})
     for text in [*asked, *implied]:
         if not isinstance(text, str):
-            chosen[name_of(text, chosen)] = text
+            if not repeats(text, chosen):
+                chosen[name_of(text, chosen)] = text
             continue
         if is_file(text):
             own, policy = from_file(text, trace.max_gamma, say, chosen)

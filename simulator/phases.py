@@ -85,7 +85,7 @@ class _Output:
     def find(self, marker: str, start: int) -> tuple[int, int] | None:
         """Return the tokens [first, after) of the next `marker` from token `start` on.
 
-        An empty one is where the output begins.
+        An empty marker is found only at the output's first token.
         """
         if not marker:
             return None if start else (0, 0)

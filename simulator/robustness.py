@@ -113,15 +113,15 @@ class Families(NamedTuple):
     """Lines on policies without such a length, and on lengths that were not recorded."""
 
 
-def families_of(trace: Trace, texts: Sequence[str] | None) -> Families:
+def families_of(trace: Trace, texts: Sequence[str] | None, fewest: int = 2) -> Families:
     """Return the policies of `texts` as functions of their parameter gamma, ``fixed`` first.
 
     Without texts, or with ``all``, these are `STARTING` (and those named with ``all``).
-    Raises DraftsimError if the recording holds no drafts of two tokens.
+    Raises DraftsimError if the recording holds drafts of fewer than `fewest` lengths.
     """
     longest = min(trace.max_gamma or LONGEST, LONGEST)
     gammas = [g for g in INITIAL_GAMMAS if g <= longest]
-    if len(gammas) < 2:
+    if len(gammas) < fewest:
         raise DraftsimError(
             "one draft length shows no robustness: record with --max-gamma 2 or larger"
         )

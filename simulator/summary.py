@@ -57,7 +57,7 @@ def summarize(
     prefill:
         True if `wall_s` and the speedups include prefill.
     by_category:
-        True for such rows of each prompt category, with a leading ``category``.
+        True to return rows for each prompt category, with a leading ``category``.
 
     Notes
     -----

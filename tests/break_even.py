@@ -16,7 +16,7 @@ NORMAL_95 = 1.959964
 
 
 class BreakEven(NamedTuple):
-    """The cost ratio at which rounds stop paying; bounds NaN where there is no interval."""
+    """The cost ratio from which on rounds give no speedup; bounds NaN where there is no interval."""
 
     ratio: float
     low: float

@@ -92,7 +92,7 @@ def test_a_pairs_latencies_are_not_replaced_by_an_engines(tmp_path: Path) -> Non
     file = tmp_path / "latency.parquet"
     write_latency(LatencyTable.constant(0.01, 0.001), file)
     before = file.read_bytes()
-    with pytest.raises(DraftsimError, match="holds the latencies of a pair: name another --out"):
+    with pytest.raises(DraftsimError, match="holds no latencies of an engine: name another --out"):
         profile_engine("vllm", EngineOptions("m"), tmp_path, 0.0)
     assert file.read_bytes() == before
 

@@ -118,6 +118,10 @@ def test_tables_that_come_along() -> None:
 
 def test_an_engine_in_step_reserves_one_draft_and_no_more() -> None:
     class Never(KeptInStep):
+        def __init__(self, longest: int, in_step: bool = True) -> None:
+            self.in_step = in_step
+            self.draft_up_to(longest)
+
         def plan(self, loads: Any) -> int:
             return 0
 

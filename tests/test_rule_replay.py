@@ -254,7 +254,7 @@ def test_bounded_memory_stays_bounded() -> None:
     assert log.rule.table.evictions > 0
 
 
-def test_a_calibrated_memory_replays_alike_after_save_and_load(tmp_path: Path) -> None:
+def test_a_calibrated_memory_replays_alike_once_read_again(tmp_path: Path) -> None:
     pairs = rejected_pairs(TRACE, replay(TRACE, Fixed(5)))
     memory = OnlineCorrectionMemory().calibrate(pairs)
     path = tmp_path / "ocm.npz"

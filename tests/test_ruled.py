@@ -245,7 +245,7 @@ def test_a_sampled_run_is_not_taken_for_a_greedy_one(tmp_path: Path) -> None:
     assert find_run(runs, arm.policy, arm.rule, bundled.record(2, Sampling(0.5), 8)) is None
 
 
-def test_a_calibrated_memory_survives_save_and_load(tmp_path: Path) -> None:
+def test_a_calibrated_memory_is_the_same_once_read_again(tmp_path: Path) -> None:
     """Rounds, outputs and the memory they end with, byte for byte; and the memory matters."""
     trace = short_trace()
     memory = calibrated(trace, Fixed(5))

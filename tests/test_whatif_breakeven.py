@@ -169,7 +169,7 @@ def test_larger_batches_stop_paying_and_longer_contexts_pay_again() -> None:
     for policy in ("fixed:gamma=3", "fixed:gamma=6"):
         assert 1 < found[policy, 64] < 32
         assert found[policy, 3900] > found[policy, 64]  # reading the cache is shared
-    # Longer drafts stop paying at smaller batches.
+    # Longer drafts stop giving a speedup at smaller batches.
     assert found["fixed:gamma=6", 64] < found["fixed:gamma=3", 64]
     figure = plot_maps(frame[frame["context"] == 64], "batch", "gamma")
     assert len(figure.axes) == 2  # the family's map and the colour bar

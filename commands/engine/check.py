@@ -57,7 +57,8 @@ def compare_loads(
     during_runs = None if kept is None else kept.within("during_runs")
 
     def decoded(some: dict[int, list[int]]) -> dict[int, list[int]]:
-        note(f"decoding {len(some)} outputs in the engine, as reference or to warm up")
+        why = "as reference" if len(some) == len(prompts) else "again, to warm up"
+        note(f"decoding {len(some)} outputs in the engine, {why}")
         with working("decoding them"):
             return own_texts(engine, trace, some)
 

@@ -42,7 +42,7 @@ def profile_engine(
     """
     file, kind = out / "latency.parquet", find_engine(name)
     if file.is_file() and read_meta(file).get("kind") != "engine":
-        raise DraftsimError(f"{file} holds the latencies of a pair: name another --out")
+        raise DraftsimError(f"{file} holds no latencies of an engine: name another --out")
     # Before the engine that is stepped by hand: a GPU holds one of them.
     plain = default_speeds(kind, options) if defaults else None
     end = time.monotonic() + 60 * minutes

@@ -33,7 +33,7 @@ HEADS = "exit_heads"
 
 
 def check_layers(pair: Pair, exits: bool) -> None:
-    """Raise DraftsimError if the target cannot be run layer by layer, or with `exits` has none."""
+    """Raise DraftsimError if the target cannot run layer by layer, or has no layer for `exits`."""
     from profiler.models.stack import LayerRunner
     from profiler.train.heads import default_exit_layers
 

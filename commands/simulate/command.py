@@ -157,7 +157,7 @@ def simulate(
         for group in predict.same_requests(logs):
             rows = priced(predict.Compared(recorded, Ranking([]), group, table))
             found += predict.with_quality(rows, runs, predict.decoded_part(recorded, group[0]))
-        _emit(found, json, prefill, out, of=rounds.name, gains=against is not None)
+        _emit(found, json, out, of=rounds.name, gains=against is not None)
         if any(log.mismatched is not None for log in logs):
             say_unjudged(table)
         return
@@ -198,7 +198,7 @@ def simulate(
         runs = [read_run(file) for file in find_runs(folder)] if folder is not None else []
         rows = predict.with_quality(rows, runs, recorded)
     _emit(
-        rows, json, prefill, out, by_name, recording.said, by_phase, gains=against is not None
+        rows, json, out, by_name, recording.said, by_phase, gains=against is not None
     )  # fmt: skip
     if recording.stream is not None:
         return
@@ -288,7 +288,7 @@ def recorded_rounds(
 
 
 def _emit(
-    rows: list[dict[str, Any]], json: str | None, prefill: bool, out: Path | None,
+    rows: list[dict[str, Any]], json: str | None, out: Path | None,
     by_name: bool = False, of: str = "", by_phase: Sequence[dict[str, Any]] | None = None,
     gains: bool = False,
 ) -> None:  # fmt: skip

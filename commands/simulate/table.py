@@ -135,8 +135,7 @@ def ranked_tables(
         if by_name:
             lines = category_rows([*exact, *lossy], parts)
             tables.append(Shown(lines, f"{begin}speedup by category", list(lines[0])))
-        else:
-            ladder = category_ladder(exact, [r for r in parts if lossless(r["verify"])])
+        elif ladder := category_ladder(exact, [r for r in parts if lossless(r["verify"])]):
             title = f"{begin}speedup by category, lossless"
             tables.append(Shown(ladder, title, list(ladder[0])))
     return tables
@@ -156,7 +155,7 @@ def _shown(title: str, rows: Sequence[Row], columns: Sequence[str]) -> Shown:
 
 
 def _cells(row: Row) -> dict[str, str]:
-    """Return the row's text in every column that it has a place in."""
+    """Return the row's cells as text, by column."""
     bound = are_bounds([row])
     about = row["fidelity"] == "approximate" and lossless(row["verify"])
     name = row["policy"] + (" ~" if about else "") + (" *" if row["note"] and not bound else "")

@@ -67,7 +67,7 @@ class RealRuns(ABC):
     """
 
     name: ClassVar[str]
-    """Begins the name of the file of the run folder that the measured times are kept in."""
+    """Beginning of the name of the run folder's file of measured times."""
     resumed: ClassVar[bool] = True
     """True if the runs of a stopped check are kept in the run folder, for the same call to go on
     with them."""

@@ -61,7 +61,7 @@ class SourceRuns(RealRuns):
     def _asked(
         self, recordings: Recordings, source: str | None
     ) -> Iterator[tuple[tuple[str, DraftPolicy], Source | None]]:
-        """Yield plain decoding, then every policy and named system asked for, and what drafts.
+        """Yield each policy with its source: plain decoding, then the policies and systems named.
 
         Where a source has no policies named for it, these are `SOURCE_ARMS` and the one predicted
         fastest.

@@ -26,7 +26,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple, Protocol, TypeVar
 
 from policies.core import DraftPolicy, Load, Round, bound_of
-from policies.parameters import Checked, flag
+from policies.parameters import Checked
 from policies.vectorised import VectorisedPlan, own_word, plan_of
 
 B = TypeVar("B", bound="BatchPolicy")
@@ -151,19 +151,20 @@ class KeptInStep(BatchPolicy):
     token is not verified: it saves the verification of drafts, and only an engine without a drafter
     saves the draft model, too.
 
-    Parameters
+    A subclass calls `draft_up_to` when it is made.
+
+    Attributes
     ----------
-    longest:
-        The largest K that `plan` may give.  In step, `longest` is at least 1.
     in_step:
         True if the engine does so; False: at K = 0 the draft model does not run, and catches up
         when drafting begins again.
     """
 
-    def __init__(self, longest: int, in_step: bool = True) -> None:
-        flag("in_step", in_step)
-        self.longest = max(longest, 1) if in_step else longest
-        self.in_step = in_step
+    in_step: bool
+
+    def draft_up_to(self, longest: int) -> None:
+        """Take `longest` as the largest K that `plan` may give.  In step it is at least 1."""
+        self.longest = max(longest, 1) if self.in_step else longest
         self._verified = 0
 
     @property

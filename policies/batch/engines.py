@@ -13,7 +13,7 @@ from policies.batch.confidence import CAPTURED
 from policies.batch.sglang import candidate_steps, config_slots, slot_at
 from policies.batch.tables import counted
 from policies.core import Load, Round
-from policies.parameters import ordered, parameter, whole, within
+from policies.parameters import flag, ordered, parameter, whole, within
 
 _DEFAULT_CONFIG: Mapping[str, Any] = {"1": {"candidate_steps": [1, 3, 5, 7]}}
 _SETTINGS: Mapping[str, float] = {
@@ -49,7 +49,7 @@ class SGLangThroughput(KeptInStep):
     config: Mapping[str, Any] | None = None
     initial_steps: int = parameter(3, whole, 0)
     cost: IterationCost | None = None
-    in_step: bool = True
+    in_step: bool = parameter(True, flag)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -63,7 +63,7 @@ class SGLangThroughput(KeptInStep):
         within("switch_hysteresis", settings["switch_hysteresis"], 0)
         self._slots = {size: candidate_steps(size, slot, 1) for size, slot in slots.items()}
         every = sorted({step for steps in self._slots.values() for step in steps})
-        super().__init__(every[-1], self.in_step)
+        self.draft_up_to(every[-1])
         first = self._slots[min(self._slots)]
         initial = self.initial_steps
         self._steps = initial if initial in every else first[len(first) // 2]
@@ -146,7 +146,7 @@ class TensorRTLLM(KeptInStep):
     schedule: Mapping[Any, int] | None = None
     window: int = parameter(0, whole, 0)
     threshold: float = parameter(0.5, within, 0)
-    in_step: bool = False
+    in_step: bool = parameter(False, flag)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -161,7 +161,7 @@ class TensorRTLLM(KeptInStep):
             raise ValueError(
                 f"schedule {dict(rows)}: the smallest batch size must have the longest draft"
             )
-        super().__init__(rows[0][1], self.in_step)
+        self.draft_up_to(rows[0][1])
         self._rows = rows
         self._running: dict[Hashable, tuple[int, int]] = {}
         self._order: list[Hashable] = []

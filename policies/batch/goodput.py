@@ -13,7 +13,7 @@ from policies.batch.base import BatchPolicy, IterationCost, KeptInStep, Textbook
 from policies.batch.confidence import CONTEXT_BUCKET
 from policies.batch.tables import SwitchedOff
 from policies.core import Load, Round
-from policies.parameters import one_of, parameter, whole, within
+from policies.parameters import flag, one_of, parameter, whole, within
 
 Variant = Literal["dsd", "batch-dsd"]
 
@@ -69,7 +69,7 @@ class Goodput(KeptInStep, _CostByLength):
     warmup: int = parameter(10, whole, 0)
     acceptance: float | Sequence[float] = 0.7
     cost: IterationCost | None = None
-    in_step: bool = True
+    in_step: bool = parameter(True, flag)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -83,7 +83,7 @@ class Goodput(KeptInStep, _CostByLength):
             raise ValueError(
                 f"acceptance has {len(rates)} rates, expected one for each of gamma_max={most}"
             )
-        super().__init__(most, self.in_step)
+        self.draft_up_to(most)
         self._configured = list(rates)[:most]
         self._iterations = 0
         self._drafted = [0] * most
@@ -147,12 +147,12 @@ class TurboSpec(SwitchedOff, _CostByLength):
     acceptance: float = parameter(0.7, within, 0, 1)
     interval: int | None = parameter(None, whole, 1)
     cost: IterationCost | None = None
-    forever: bool = True
-    in_step: bool = True
+    forever: bool = parameter(True, flag)
+    in_step: bool = parameter(True, flag)
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        super().__init__(self.gamma_max, self.forever, self.in_step)
+        self.draft_up_to(self.gamma_max)
         self._every = self.interval or {"dsd": 20, "batch-dsd": 200}[self.variant]
         self._acceptance = self.acceptance
         self._recent: deque[float] = deque(maxlen=100)

@@ -13,7 +13,7 @@ import numpy as np
 from policies.arrays import Bools, Floats, Ints
 from policies.batch.base import KeptInStep
 from policies.core import Load, Round
-from policies.parameters import parameter, whole, within
+from policies.parameters import flag, parameter, whole, within
 from policies.vectorised import VectorisedPlan, VectorisedState
 
 T = TypeVar("T")
@@ -74,7 +74,7 @@ class SGLangAdaptive(KeptInStep):
     config: Mapping[str, Any] | None = None
     initial_steps: int = parameter(3, whole, 0)
     graph_batches: Sequence[int] | None = None
-    in_step: bool = True
+    in_step: bool = parameter(True, flag)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -90,7 +90,7 @@ class SGLangAdaptive(KeptInStep):
         }
         self._slot = next(iter(self._slots.values()))
         longest = max(slot.candidates[-1] for slot in self._slots.values())
-        super().__init__(longest, self.in_step)
+        self.draft_up_to(longest)
 
     def plan(self, loads: Sequence[Load]) -> int:
         self._slot = self._slot_of(loads[0].batch)

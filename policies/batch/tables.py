@@ -42,13 +42,13 @@ class BatchTable(KeptInStep):
     """
 
     table: Sequence[Sequence[int]] = DEFAULT_TABLE
-    in_step: bool = True
+    in_step: bool = parameter(True, flag)
 
     def __post_init__(self) -> None:
         super().__post_init__()
         self._ranges = _checked(self.table)
         self._starts = [start for start, _ in self._ranges]
-        super().__init__(max(row[-1] for row in self.table), self.in_step)
+        self.draft_up_to(max(row[-1] for row in self.table))
 
     def row_of(self, batch: int) -> int:
         """Return the index of the batch range that `batch` requests are in, or that a gap
@@ -192,18 +192,16 @@ class SwitchedOff(KeptInStep):
     A step that could draft, but whose requests are all switched off, runs it once, so that its
     cache stays in step (`KeptInStep`).
 
-    Parameters
+    Attributes
     ----------
-    longest, in_step:
-        See `KeptInStep`.
     forever:
         False: K = 0 is for one step alone, in which the draft model does not run.
     """
 
-    def __init__(self, longest: int, forever: bool, in_step: bool) -> None:
-        super().__init__(longest, in_step)
-        flag("forever", forever)
-        self.forever = forever
+    forever: bool
+
+    def draft_up_to(self, longest: int) -> None:
+        super().draft_up_to(longest)
         self._off: set[Hashable] = set()
 
     def resting(self, queue: int) -> bool:
@@ -261,12 +259,12 @@ class DisableByBatchSize(SwitchedOff):
 
     gamma: int = parameter(5, whole, 0)
     threshold: int = parameter(32, whole, 1)
-    forever: bool = True
-    in_step: bool = True
+    forever: bool = parameter(True, flag)
+    in_step: bool = parameter(True, flag)
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        super().__init__(self.gamma, self.forever, self.in_step)
+        self.draft_up_to(self.gamma)
 
     def resting(self, queue: int) -> bool:
         return queue >= self.threshold

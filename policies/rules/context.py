@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import math
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -17,7 +18,7 @@ from policies.rules.base import TokenRule, VerifyRule
 from policies.rules.memory import OnlineCorrectionMemory
 
 
-def pair_count(name: str, value: float) -> None:
+def finite_or_inf(name: str, value: float) -> None:
     """Require a number of at least 0, which may be infinite."""
     if value != math.inf:
         within(name, value, 0)
@@ -59,7 +60,7 @@ class CSD(TokenRule):
 
     reads = ("token_id",)
     needs = ("match", "token", "top1", "draft_logit")
-    threshold: float = parameter(6, pair_count)
+    threshold: float = parameter(6, finite_or_inf)
     tau: float = parameter(0.01, ratio)
     use_memory: bool = parameter(True, flag)
     use_gate: bool = parameter(True, flag)
@@ -87,7 +88,10 @@ class CSD(TokenRule):
 
     def with_memory(self, memory: OnlineCorrectionMemory) -> CSD:
         """Return the same rule, starting from `memory`."""
-        return replace(self, memory=memory, capacity=None)
+        mine = copy.copy(self)
+        mine.memory = mine.table = memory
+        mine.capacity = None
+        return mine
 
     def accepts(self, token: Any, score: Any) -> bool:
         """Return True if the token matches or its mismatch is rescued; update the counts."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import heapq
 import io
 import os
 from collections.abc import Iterable
@@ -43,6 +44,10 @@ class OnlineCorrectionMemory:
         self.sizes: list[int] = []
         self.evictions = 0
         self._counts: dict[Pair, int] = {}
+        self._entered: dict[Pair, int] = {}
+        self._clock = 0
+        # Eviction candidates as (count, entry, pair); outdated ones are skipped when met.
+        self._heap: list[tuple[int, int, Pair]] = []
 
     def __len__(self) -> int:
         return len(self._counts)
@@ -50,7 +55,8 @@ class OnlineCorrectionMemory:
     def __deepcopy__(self, memo: dict[int, Any]) -> OnlineCorrectionMemory:
         # Every run takes a copy, and what its containers hold is never changed itself.
         mine = copy.copy(self)
-        mine.sizes, mine._counts = self.sizes.copy(), self._counts.copy()
+        for name in ("sizes", "_counts", "_entered", "_heap"):
+            setattr(mine, name, copy.copy(getattr(self, name)))
         return mine
 
     def count(self, draft_token: int, target_token: int) -> int:
@@ -62,11 +68,17 @@ class OnlineCorrectionMemory:
         if times < 1:
             raise ValueError(f"times is {times}, expected at least 1")
         pair = (int(draft_token), int(target_token))
-        if pair not in self._counts and len(self._counts) == self.capacity:
-            # The first of equals is the one that entered first.
-            del self._counts[min(self._counts, key=self._counts.__getitem__)]
-            self.evictions += 1
-        self._counts[pair] = self._counts.get(pair, 0) + times
+        if pair not in self._counts:
+            if self.capacity is not None and len(self._counts) >= self.capacity:
+                self._evict()
+            self._counts[pair] = 0
+            self._entered[pair] = self._clock
+            self._clock += 1
+        self._counts[pair] += times
+        if self.capacity is not None:
+            heapq.heappush(self._heap, (self._counts[pair], self._entered[pair], pair))
+            if len(self._heap) > 4 * self.capacity + 64:
+                self._rebuild()
 
     def calibrate(self, pairs: Iterable[Pair]) -> OnlineCorrectionMemory:
         """Count the pairs of an offline run, in order; returns itself."""
@@ -136,3 +148,15 @@ class OnlineCorrectionMemory:
                 f"capacity {memory.capacity}: {again}"
             )
         return memory
+
+    def _evict(self) -> None:
+        while True:
+            times, entry, pair = heapq.heappop(self._heap)
+            if self._counts.get(pair) == times and self._entered[pair] == entry:
+                del self._counts[pair], self._entered[pair]
+                self.evictions += 1
+                return
+
+    def _rebuild(self) -> None:
+        self._heap = [(n, self._entered[pair], pair) for pair, n in self._counts.items()]
+        heapq.heapify(self._heap)

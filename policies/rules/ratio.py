@@ -15,7 +15,7 @@ RatioMode = Literal["greedy", "sample"]
 Undecided = Literal["reject", "accept"]
 
 
-def generator(name: str, seed: int | np.random.Generator) -> None:
+def seed_of_coins(name: str, seed: int | np.random.Generator) -> None:
     """Require a seed of coins: a generator, or an integer of at least 0."""
     if not isinstance(seed, np.random.Generator):
         whole(name, seed, 0)
@@ -46,7 +46,7 @@ class Lenience(TokenRule):
     needs = ("match", "top1", "logsumexp", "draft_logit")
     factor: float = parameter(0.5, ratio)
     mode: RatioMode = parameter("greedy", one_of, get_args(RatioMode))
-    seed: int | np.random.Generator = parameter(0, generator)
+    seed: int | np.random.Generator = parameter(0, seed_of_coins)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -105,7 +105,7 @@ class Ensemble(TokenRule):
     weight: float = parameter(0.5, ratio)
     mode: RatioMode = parameter("greedy", one_of, get_args(RatioMode))
     undecided: Undecided = parameter("reject", one_of, get_args(Undecided))
-    seed: int | np.random.Generator = parameter(0, generator)
+    seed: int | np.random.Generator = parameter(0, seed_of_coins)
 
     def __post_init__(self) -> None:
         super().__post_init__()

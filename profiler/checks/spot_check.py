@@ -38,7 +38,7 @@ __all__ = ["Arm", "DraftModel", "Measured", "rounds_differ", "run_arms"]
 class Arm:
     """A policy to run, under the name it is reported by; losslessly unless a rule is given.
 
-    In batches (`profiler.checks.batch_runs`) it may be one that decides for all of a batch.
+    In batches (`profiler.checks.batch_runs`) the policy may decide for the whole batch.
     """
 
     name: str
@@ -125,7 +125,7 @@ def _rounds(decoder: Any, policy: DraftPolicy, arm: Arm) -> list[Round]:
 class Measured:
     """Times of every run (`MEASURED_COLUMNS`) and each arm's rounds and outputs, by label.
 
-    Those of batches are by arm and batch size.
+    Batches are keyed by arm and batch size.
     ``log_likelihoods`` holds, for arms with a lossy rule, the target's log-likelihood of
     each output at T = 1, in nats; ``machine`` how quiet the machine was (`traces.machine`).
     """
@@ -177,7 +177,10 @@ class DraftModel:
 def check_decodable(pair: Pair, trace: Trace) -> None:
     """Raise DraftsimError unless the trace holds prompts, recorded with the pair's models."""
     if any(r.prompt_ids is None for r in trace.requests):
-        raise DraftsimError("this trace holds no prompts to decode again: use --forced")
+        raise DraftsimError(
+            "this trace holds no prompts to decode again: record one with prompts, or add --forced "
+            "where the check has it"
+        )
     check_same_models(trace.meta, pair)
 
 
@@ -236,7 +239,7 @@ def run_arms(
     logs = {}
     for arm in arms:
         done, rule = first[arm.label], turns.learnt[arm.label][1]
-        # In haste the first ones alone.
+        # With `in_time` only the first requests were run.
         decoded = [trace.requests[i] for i in work.units[: len(done)]]
         mismatched = None
         if rule is not None:

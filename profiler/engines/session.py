@@ -245,7 +245,7 @@ class Session:
             self._join(name, requests[name], [] if self.booked else emitting[name])
             self._leave_ended([name])
         going_on = {name: self._streams[name][0] for name in emitting if name in self._streams}
-        # Scheduled were also those that ended in this iteration, or whose prompts it processed.
+        # `scheduled` includes requests that ended here, and those whose prompts were processed.
         batch, scheduled = len(going_on), len(sampled)
         if going_on:
             self._together.draft(

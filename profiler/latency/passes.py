@@ -40,13 +40,17 @@ Points = Sequence[tuple[int, int]]
 
 
 class Passes:
-    """Passes of one model over one sequence, after real keys and values in every slot."""
+    """Passes of one model over one sequence.
 
-    def __init__(self, runner: Runner, grid: Grid) -> None:
+    The constructor fills every slot with real keys and values, unless they are ``filled``.
+    """
+
+    def __init__(self, runner: Runner, grid: Grid, filled: bool = False) -> None:
         self.runner: Any = runner
         self.contexts = [c for c in grid.contexts if c + grid.widest <= runner.cache.slots]
         self.ids = random_ids(runner, runner.cache.slots)
-        runner.forward(self.ids, 0, keep=1)
+        if not filled:
+            runner.forward(self.ids, 0, keep=1)
 
     def run(self, width: int, context: int, keep: int = 1) -> Callable[[], Any]:
         """Return a pass of `width` tokens that attends to `context` others; its `keep` last logits
@@ -68,8 +72,8 @@ class BatchPasses(Passes):
     """
 
     @torch.inference_mode()
-    def __init__(self, runner: Runner, grid: Grid, batch: int) -> None:
-        super().__init__(runner, grid)
+    def __init__(self, runner: Runner, grid: Grid, batch: int, filled: bool = False) -> None:
+        super().__init__(runner, grid, filled)
         self.batch = batch
         for row in range(1, batch):
             runner.cache.copy_row(0, row)
@@ -116,11 +120,13 @@ class Seq2SeqPasses(Passes):
         return lambda: runner.forward(runner.begin(ids), 0, keep=1)
 
 
-def passes_of(runner: Runner, grid: Grid, batch: int = 1) -> Passes:
-    """Return the passes of a model at a batch size, by the model's kind."""
+def passes_of(runner: Runner, grid: Grid, batch: int = 1, filled: bool = False) -> Passes:
+    """Return the passes of a model at a batch size, by the model's kind; see `Passes`."""
     if isinstance(runner, Seq2SeqRunner):
         return Seq2SeqPasses(runner, grid)
-    return Passes(runner, grid) if batch == 1 else BatchPasses(runner, grid, batch)
+    if batch == 1:
+        return Passes(runner, grid, filled)
+    return BatchPasses(runner, grid, batch, filled)
 
 
 def fitting_grid(grid: Grid, *runners: Seq2SeqRunner) -> Grid:
@@ -146,15 +152,16 @@ def fitting_grid(grid: Grid, *runners: Seq2SeqRunner) -> Grid:
 
 def pass_blocks(
     target: Runner, draft: Runner | None, grid: Grid, batch: int = 1, *, apart: Points = (),
-    short: bool = False,
+    short: bool = False, filled: bool = False,
 ) -> list[Block]:  # fmt: skip
     """Return prefill and decoding passes of both models over the grid, and the signals' cost.
 
     A target without a draft has only its own passes.  The runners have room for `batch` sequences.
-    ``apart``: further (width, context) whose rounds are timed; ``short``: as in `decoding_blocks`.
+    ``apart``: further (width, context) whose rounds are timed; ``short``: as in `decoding_blocks`;
+    ``filled``: as in `Passes`.
     """
-    verify = passes_of(target, grid, batch)
-    propose = None if draft is None else passes_of(draft, grid, batch)
+    verify = passes_of(target, grid, batch, filled)
+    propose = None if draft is None else passes_of(draft, grid, batch, filled)
     blocks = [
         Block([[Step(name, "prefill", length, 0, passes.prefill(length), batch)]])
         for name, passes in (("target", verify), ("draft", propose)) if passes is not None

@@ -98,7 +98,7 @@ class SlotCache(Cache):
     def place(self, start: int, stop: int) -> None:
         """Let the next pass write the slots from start up to stop of the first sequence.
 
-        Raises DraftsimError if there are not as many.
+        Raises DraftsimError if `stop` is beyond the last slot.
         """
         if stop > self.slots:
             raise DraftsimError(f"{stop} tokens do not fit the cache of {self.slots} slots")

@@ -219,7 +219,7 @@ WIDTHS = (1, 2, 3, 5, 9, 17, 25)
 def widest_pass(modules: Mapping[str, Any]) -> int:
     """Return the number of tokens of the target's widest pass that is timed of `modules`."""
     trees = [module.budget + 1 for module in modules.values() if isinstance(module, GrownTrees)]
-    return max(*WIDTHS, *(*TREE_WIDTHS, *trees) if trees else ())
+    return max((*WIDTHS, *TREE_WIDTHS, *trees) if trees else WIDTHS)
 
 
 class LayerRounds:

@@ -83,10 +83,10 @@ class TwoState:
         accept = np.clip(self.chances(), 0, 1)
         overall = np.array([self.share, 1 - self.share])
         step = self.memory * np.eye(2) + (1 - self.memory) * overall
-        # Entry k: chances of k accepted tokens and each state after them, by the state before.
+        # after[k][i, j]: chance that k tokens are accepted from state i on and state j follows.
         after = [np.linalg.matrix_power(accept[:, None] * step, k) for k in range(gamma + 1)]
         # Row i: where the next round begins if this one began in state i.
-        ends = np.sum(after[:-1], axis=0) @ ((1 - accept)[:, None] * step) + after[-1] @ step
+        ends = sum(after[:-1], np.zeros((2, 2))) @ ((1 - accept)[:, None] * step) + after[-1] @ step
         # The share of rounds that begin in each state is the chain's stationary one.
         begins = np.array([ends[1, 0], ends[0, 1]])
         first = begins / begins.sum() if begins.sum() > 0 else overall

@@ -66,8 +66,7 @@ def read_runs(path: Path) -> list[ServerRun]:
     if path.suffix == ".jsonl":
         rows: list[Any] = [row for _, row in json_lines(path)]
     else:
-        lines = [line for line in read_text(path).split("\n") if line.strip() and line[0] != "#"]
-        rows = [row for _, row in csv_rows(path, "\n".join(lines), ())]
+        rows = [row for _, row in csv_rows(path, read_text(path), ())]
     if not rows:
         raise DraftsimError(
             f"{path} holds no runs: expected a header batch,k,tokens_per_s and one run per line"
@@ -158,6 +157,7 @@ def latency_table(server: ServerFit, model: str | None = None) -> LatencyTable:
         first = extra + each * (1 if passes is None else passes)
         for context in contexts:
             for width in range(1, longest + 2):
+                # A verification by itself: a step that drafts nothing.
                 one = server.step_s(1.0, batch, 0, context, prompts=0.0, verified=width - 1)
                 cell("target", "forward", batch, width, context, float(one[0]))
             for tokens in (1, longest + 1):
@@ -318,7 +318,9 @@ def _length(fields: _Fields, path: Path, k: int | None) -> int | None:
     ``k`` is that of ``FILE@K``.  Counts of drafts may tell a mean, below it.  Raises DraftsimError
     if the run contradicts it.
     """
-    told = len(fields.accepted) or None if fields.k is None else fields.k
+    told = fields.k
+    if told is None and fields.accepted:
+        told = len(fields.accepted)
     if told is None:
         name = path.absolute().parent.name if path.name in SAME_NAME else path.stem
         named = re.search(r"(?:^|[^a-z0-9])(?:k|spec|num_speculative_tokens)[-_=]?(\d{1,2})(?!\d)",

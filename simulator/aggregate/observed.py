@@ -68,6 +68,8 @@ def read_acceptance(
     FileError
         If a file is damaged, missing, or holds several curves.
     """
+    if isinstance(given, str) and is_curves(given):
+        return Positions(given, pick_curve(given))
     parts = given.split(",") if isinstance(given, str) else list(given)
     text = ",".join(parts)
     if not all(part.strip() for part in parts):

@@ -106,8 +106,6 @@ draws are wider, as every cost's prior covers every server."""
 ALIKE = 0.003
 """Relative difference of two steps that counts as much as a cost's standard deviation where one
 draw is chosen for all."""
-LEAST = 1e-12
-"""Lowest speed of a run in tokens/s; its inverse is the highest."""
 TOLD = 0.75
 """A cost is undetermined if the runs leave more than this part of its prior's spread."""
 SECONDS = (
@@ -217,7 +215,8 @@ class ServerRun:
         require("batch", self.batch, 1)
         require("k", self.k, 0, MOST_DRAFTED)
         require("context", self.context, 0, MOST_TOKENS)
-        require("tokens_per_s", self.tokens_per_s, LEAST, 1 / LEAST)
+        if not 0 < self.tokens_per_s < math.inf:
+            raise DraftsimError(f"tokens_per_s is {self.tokens_per_s:g}, expected more than 0")
         if not all(0 <= b <= a for a, b in pairwise((1.0, *self.accepted))):
             raise DraftsimError(
                 f"acceptance {self.accepted}: expected chances from 1 to 0 that do not rise"
@@ -305,19 +304,17 @@ def step_s(
     are used.
     """
     passes, verified = (k if given is None else given for given in (passes, verified))
-    size, drafts, held, brought, runs, checked = (
-        np.asarray(v, dtype=float)[None]
-        for v in np.broadcast_arrays(batch, k, context, prompts, passes, verified)
-    )
+    given = np.broadcast_arrays(batch, k, context, prompts, passes, verified)
+    batch, k, context, prompts, passes, verified = (np.asarray(v, dtype=float)[None] for v in given)
     # Prompts are read in matrix kernels.
     compute = values["weights"] / (MATRIX_KNEE if target.vectors else values["knee"])
     return np.asarray(
-        values["fixed"] + target.pass_s(values, size * (checked + 1)) + values["sequence"] * size
-        + values["cached"] * size * held
-        + (drafts > 0) * (values["speculating"] + values["speculating_sequence"] * size)
-        + (drafts > 0) * runs * (values["draft"] + values["draft_sequence"] * size)
-        + values["prefill"] * compute * size * np.asarray(emitted)
-        * np.where(np.isnan(brought), values["prompts"], brought)
+        values["fixed"] + target.pass_s(values, batch * (verified + 1)) + values["sequence"] * batch
+        + values["cached"] * batch * context
+        + (k > 0) * (values["speculating"] + values["speculating_sequence"] * batch)
+        + (k > 0) * passes * (values["draft"] + values["draft_sequence"] * batch)
+        + values["prefill"] * compute * batch * np.asarray(emitted)
+        * np.where(np.isnan(prompts), values["prompts"], prompts)
     )  # fmt: skip
 
 

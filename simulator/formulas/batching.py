@@ -22,7 +22,7 @@ def truncated_tokens(alphas: Sequence[float], gamma: int) -> float:
 def llama_8b_h100_s(cached_tokens: float, tokens: float) -> float:
     """Return seconds of a step of Llama-3.1-8B on one H100, affine in its tokens.
 
-    The regression of SpecDecode-Bench's simulator (commit 2fdccbd), of TurboSpec's form
+    It is the regression of SpecDecode-Bench's simulator (commit 2fdccbd), in TurboSpec's form
     (arXiv:2406.14066).
     """
     return 3.926e-8 * cached_tokens + 2.101e-5 * tokens + 5.886e-3

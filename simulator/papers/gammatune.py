@@ -22,8 +22,8 @@ NOT_AT_HAND = "no figure of the appendix is at hand: ours alone"
 
 
 def gammatune_families(trace: Trace) -> Families:
-    """Return the table 2's methods as functions of the initial draft length, by its names."""
-    found = families_of(trace, STARTING)
+    """Return the methods of Table 2 as functions of the initial draft length, by its names."""
+    found = families_of(trace, STARTING, fewest=1)
     names = zip(GAMMATUNE_2.cells, STARTING, strict=True)
     return found._replace(made={label: found.made[name] for label, name in names})
 

@@ -122,7 +122,7 @@ def _pair_rows(
     ends = f"95% over prompts {three_digits(low)} to {three_digits(high)}; "
     try:
         alpha = leviathan.break_even_alpha(gamma, own.ratio, own.verify)
-    except DraftsimError:  # even if every token is accepted, there is no speedup
+    except DraftsimError:  # a speedup at every acceptance rate, or at none
         alpha = float("nan")
     return [
         _row(label, "speedup, best fixed length", None, found[best], said),

@@ -128,7 +128,7 @@ BOUND: Mapping[str, Any] = {"color": GREY, "linestyle": (0, (1, 1.5)), "linewidt
 
 
 def series(i: int, points: int, policy: str = "") -> dict[str, Any]:
-    """Return line and marker of the i-th curve, which has `points` points, or a bound's."""
+    """Return line and marker of the i-th curve, or of a bound if `policy` is one."""
     if is_bound(policy):
         return {**BOUND}
     return {

@@ -39,7 +39,7 @@ from traces.replay.rounds import RoundLog
 from traces.sources.registry import DRAFT_MODEL
 
 RESAMPLES = 500
-"""Bootstrap resamples over prompts, of survival."""
+"""Bootstrap resamples over prompts for `plot_survival`."""
 PANELS = 5
 """Categories side by side; more go into further rows."""
 
@@ -119,7 +119,7 @@ KINDS = (
 
 
 def _by_kind(rows: pd.DataFrame) -> pd.DataFrame:
-    """Return the rows in the order of `KINDS`, with the index of each row's as ``kind``."""
+    """Add each row's index into `KINDS` as ``kind``, and sort by it."""
     oracle = rows["policy"].map(is_bound).to_numpy(dtype=bool)
     about = rows["fidelity"] == "approximate"
     kinds = np.where(oracle, 0, np.where(about, 2, 1))
@@ -218,7 +218,7 @@ def plot_cost_ratio(logs: Sequence[RoundLog], latency: LatencyTable, own: OwnRat
         label += " ~" if logs[i].fidelity == "approximate" else ""
         label += f"  {three_digits(here[i])}"
         look = series(int(i), len(c), logs[i].policy)
-        if logs[i].fidelity == "approximate":
+        if logs[i].fidelity == "approximate" and not is_bound(logs[i].policy):
             look["linewidth"] = 0.9
         axes.plot(c, speedup_at(sums[i], c, own.verify), label=label, **look)
     axes.set_xscale("log")
@@ -282,6 +282,8 @@ def plot_robustness(speedups: pd.DataFrame) -> Figure:
     ``speedups`` is what `robustness.speedup_by_gamma` returns, ``fixed`` among its policies.
     """
     mean = float(speedups.loc[speedups["policy"] == "fixed", "speedup"].mean())
+    if not mean > 0:
+        raise DraftsimError("the policy fixed, to which speedups are relative, is not in the table")
     figure, axes = canvas(6.4, 3.6)
     for i, (name, part) in enumerate(speedups.groupby("policy", sort=False)):
         value = part["speedup"].to_numpy(float) / mean

@@ -186,9 +186,9 @@ def _engines() -> tuple[EngineStudy, ...]:
 SOURCES = {
     row["name"]: row["source"] for file in ("sources", "studies") for row in published_rows(file)
 }
-"""Where the figures of each table and study are from."""
+"""Sources of the figures, by table or study."""
 TABLES = _tables()
-"""The papers' tables by name, but for Table 1 of SpecBound."""
+"""The papers' tables by name, without SpecBound's Table 1."""
 CMASD_1, CMASD_2, CMASD_3, CMASD_4, CMASD_5 = (
     TABLES[f"CM-ASD Table {number}"] for number in ("I", "II", "III", "IV", "V")
 )

@@ -166,8 +166,8 @@ def speedups(
 ) -> Floats:  # fmt: skip
     """Return the speedup of each fixed length, and its bounds: (3, batches, contexts, lengths).
 
-    `logs` are plain decoding and the fixed lengths, a context of None is as recorded, and `weights`
-    are of `simulator.bootstrap.resamples`.
+    `logs` are plain decoding and the fixed lengths.  A context of None is the recorded one.
+    `weights` are those of `simulator.bootstrap.resamples`.
     """
     found = []
     for batch, context in product(sizes, contexts):

@@ -213,7 +213,7 @@ class Job(NamedTuple):
 
 
 class Arrivals(ABC):
-    """A source of requests.  Subclass it and define `times`."""
+    """A source of requests.  Subclass it and define `times`, and `rate_of` if there is a rate."""
 
     @abstractmethod
     def times(self, rng: np.random.Generator) -> Iterator[float]:

@@ -237,7 +237,7 @@ class EngineCost:
         self._with_prompts = readers.get("with_prompts", self._target)
         self._mixed = MixedPasses(latency, readers.get("mixed"))
         self._prefill = {m: readers[f"{m}_prefill"] for m in MODELS if f"{m}_prefill" in readers}
-        # The longest prompts of which several were measured in one pass.
+        # The longest prompt that was measured together with others.
         self._longest = {m: latency.grid(m, "prefill").widest_together for m in self._prefill}
         self._settled: dict[int, list[float]] = {}
         self.hosts = HostCost(latency, reads)
@@ -378,14 +378,14 @@ class EngineCost:
         seconds = self._settling(len(rounds), work.longest)
         for step in range(work.longest):
             longest = max(context for forwards, _, context in sizes if forwards > step)
-            # What a pass sees when it ends: every known token and the drafts so far.
+            # At its end a pass sees every known token and the drafts so far.
             pass_s = read if step else read_first
             seconds += pass_s(len(rounds), width, max(longest + step - width, 0))
             width = 1
         return seconds
 
     def _settling(self, batch: int, passes: int) -> float:
-        """Return the extra time of the first of this many draft passes of a round."""
+        """Return the extra time of a round's first `passes` draft passes."""
         settled = self._settled.get(batch)
         if settled is None:
             settled = self._settled[batch] = self.latency.settling_sums("draft", batch).tolist()

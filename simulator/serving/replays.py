@@ -73,8 +73,10 @@ class RoundTable:
         except Exception as error:
             # A generator that raised gives no more rounds, and tables are shared by runs.
             self._refusal = error
-        if new:
-            self.rounds = np.concatenate([self.rounds, np.array(new, np.int64)])
+        finally:
+            # After an interruption, too: `reached` counts these rounds.
+            if new:
+                self.rounds = np.concatenate([self.rounds, np.array(new, np.int64)])
         if self._refusal is not None and self.reached < tokens:
             raise self._refusal
         return True

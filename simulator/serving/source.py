@@ -182,7 +182,7 @@ class Replica(ABC):
     trace, cost:
         The recording that requests replay, and what passes cost.
     recorder, timeline:
-        Where the run is recorded and, if so, drawn.
+        Record of the run, and its timeline; None if it is not drawn.
     lookahead:
         The longest draft.
     """

@@ -37,7 +37,7 @@ A_PART = 100_000
 
 
 def _ignored(count: int) -> None:
-    """Ignore the number: other processes can import this function."""
+    """Do nothing.  A named function, because worker processes import it."""
 
 
 class ServingPart(NamedTuple):

@@ -165,6 +165,7 @@ def _speculating(engine: str, document: Mapping[str, Any], file: str, drafter: N
         return f" -md {model} --spec-type draft-simple{_options(document)}"
     if engine == "dynamo":
         return f" --extra-engine-args {shlex.quote(file)}"
+    assert engine == "tensorrt-llm"
     settings = {"decoding_type": _named(engine, drafter.method), "speculative_model": draft}
     if drafter.method in WITHOUT_MODEL:
         del settings["speculative_model"]

@@ -206,7 +206,7 @@ def _tuned(
     threshold:
         The draft signal that the engine's threshold is compared with.
     worked:
-        The rounds with the passes that this engine makes for them; None: as replayed.
+        Adds to the rounds the passes that this engine makes for them; None: as replayed.
 
     Raises
     ------

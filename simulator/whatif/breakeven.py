@@ -19,7 +19,7 @@ from traces.digits import three_digits
 from traces.errors import DraftsimError
 
 AXES = ("c", "alpha", "batch", "context")
-"""Axes along which a policy can stop paying."""
+"""Axes along which a policy can stop giving a speedup."""
 VARYING = ("alpha", "c", "latency", "gpu", "batch", "context")
 """Columns that can differ between points."""
 BOUNDS = ("speedup", "speedup_lo", "speedup_hi")
@@ -84,9 +84,11 @@ def crossing(
     first on, NaN if not even at the last.
     """
     at, value = np.asarray(x, dtype=np.float64), np.asarray(speedup, dtype=np.float64)
+    if len(at) != len(value) or not len(at):
+        raise DraftsimError(f"{len(at)} points and {len(value)} speedups: expected as many, >= 1")
     # Where a policy rests it is as fast as plain decoding, which is no paying.
     pays = value > 1 + 1e-12
-    # The crossing comes after the last point of its nearer side.
+    # The crossing is between the last point of its nearer side and the next one.
     near = np.flatnonzero(pays == falling)
     if not len(near):
         return np.nan if falling else -np.inf

@@ -126,6 +126,8 @@ def best_fixed(trace: Trace, latency: LatencyTable, gammas: Sequence[int] = GAMM
     """Return the draft length of fewest seconds over `trace`, 0 where plain decoding is faster."""
     kept = [g for g in gammas if g <= (trace.max_gamma or g)]
     logs = dict(zip(kept, replay_many(trace, [("", Fixed(g)) for g in kept]), strict=True))
+    if not logs:
+        raise DraftsimError(f"no draft length of {list(gammas)} fits max_gamma={trace.max_gamma}")
     seconds = {g: price(log, latency).total_s for g, log in logs.items()}
     seconds[0] = price(autoregressive(next(iter(logs.values()))), latency).total_s
     return min(sorted(seconds), key=lambda g: seconds[g])

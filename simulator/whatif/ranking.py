@@ -73,7 +73,12 @@ def fixed_lengths(longest: int | None) -> dict[str, DraftPolicy]:
 
 
 def fastest(logs: Sequence[RoundLog], latency: LatencyTable) -> RoundLog:
-    """Return the log of fewest seconds per emitted token, the first of equals."""
+    """Return the log of fewest seconds per emitted token, the first of equals.
+
+    Raises DraftsimError if there is no log.
+    """
+    if not logs:
+        raise DraftsimError("no round log was given: name at least one policy")
     return min(
         logs,
         key=lambda log: price(log, latency).total_s / max(int(log.rounds["emitted"].sum()), 1),

@@ -103,6 +103,8 @@ def tuned_rows(
                 f"a search tries values in braces, which {text!r} has none of: "
                 "write them as in gammatune:eta={0.1,0.3,0.5}"
             )
+        if split_name(name)[0] == "all":
+            raise DraftsimError("a search is of one policy: name it instead of all")
         found = tune(trace, latency, name, space, resamples=resamples, seed=seed, jobs=jobs)
         rows += found[1:] if rows else found
     return rows

@@ -122,6 +122,8 @@ def synthetic_trace(
     _probability("eos_fraction", eos_fraction)
     if isinstance(process, int | float):
         process = Iid(float(process))
+    if not hasattr(process, "probabilities"):
+        raise DraftsimError(f"process is {process!r}, expected a number or a MatchProcess")
     rng = np.random.default_rng(seed)
     table, chances = [], []
     for i in range(requests):

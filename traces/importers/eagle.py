@@ -18,6 +18,7 @@ from traces.acceptance.schema import MOST_TOKENS
 from traces.errors import FileError
 from traces.importers.base import Importer, Options
 from traces.importers.rows import (
+    NO_NAME,
     LoggedTurn,
     baseline_of,
     check_once,
@@ -80,7 +81,7 @@ def read_turns(file: Path) -> list[LoggedTurn]:
     """Return the turns of a file; FileError if it is damaged."""
     turns = []
     for where, row in read_json_rows(file):
-        question = label(where, "question_id", row.get("question_id"), "?")
+        question = label(where, "question_id", row.get("question_id"), NO_NAME)
         choice = next(iter(choices_of(row)), {})
         lists = [found for name in _FIELDS if isinstance(found := choice.get(name), list) and found]
         if len(lists) < len(_FIELDS):

@@ -46,8 +46,15 @@ class ReadFile:
 
     @cached_property
     def device(self) -> Device:
-        """The GPU; FileError if it is not known.  A folder may name a topology: ``a100_dgx``."""
-        names = [name.partition("_")[0] for name in self.folders]
+        """The GPU; FileError if it is not known."""
+        return self._device(self.folders)
+
+    @property
+    def joined_device(self) -> Device:
+        """The GPU whose name a folder of a topology begins with: ``a100_dgx``."""
+        return self._device([name.partition("_")[0] for name in self.folders])
+
+    def _device(self, names: Sequence[str]) -> Device:
         found = _first(find_device, self.options.device, names)
         if found is None:
             raise FileError(
@@ -82,7 +89,10 @@ class ReadFile:
         return replace(self, frame=self.frame[which].reset_index(drop=True))
 
     def rows(self, **columns: Any) -> pd.DataFrame:
-        """Return rows of this device and model, shared as `columns` or a folder ``tpN`` say."""
+        """Return rows of this device and model.
+
+        `columns` or a folder ``tpN`` gives the number of GPUs that share it.
+        """
         shared = next((int(f[2:]) for f in self.folders if re.fullmatch(r"tp\d+", f)), 1)
         place = {"device": self.device.name, "model": self.model.name, "source": self.source}
         return rows_of(**{"tensor_parallel": shared, **place, **columns})
@@ -92,7 +102,7 @@ Place = TypeVar("Place", Device, Architecture)
 
 
 def _first(find: Callable[[str], Place], given: str | None, names: Sequence[str]) -> Place | None:
-    """Return what is `given`, else what the first of the names is one of."""
+    """Return the entry called `given`; without it, the entry of the first name that is known."""
     if given is not None:
         return find(given)
     for name in names:
@@ -139,7 +149,7 @@ class Profiles(Importer):
         return joined(tables)
 
     def _reader(self, columns: Sequence[str]) -> Reader | None:
-        own = {name.strip() for name in columns}
+        own = {name.strip().strip('"') for name in columns}
         return next((reader for _, needed, reader in self.kinds if needed <= own), None)
 
 
@@ -178,8 +188,9 @@ def _collective(read: ReadFile) -> pd.DataFrame:
         read.left_out.append(f"{read.file}: {left} messages between machines")
     # Three repeats, launched from the host: the quickest is the one that the host did not hold up.
     return rows_of(
-        device=read.device.name, operator="all_reduce", per_layer=2, tensor_parallel=workers[own],
-        size=size[own], mode=read.folders[0], seconds=milliseconds[own] * 1e-3, source=read.source,
+        device=read.joined_device.name, operator="all_reduce", per_layer=2,
+        tensor_parallel=workers[own], size=size[own], mode=read.folders[0],
+        seconds=milliseconds[own] * 1e-3, source=read.source,
     )  # fmt: skip
 
 

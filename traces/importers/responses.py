@@ -239,6 +239,10 @@ class LlamaCpp(Importer):
                 whole(where, f"timings.{name}", timings.get(name, 0), most=most)
                 for name, most in _COUNTS.items()
             )
+            if a > d:
+                raise FileError(
+                    f"{where}: draft_n_accepted={a} of draft_n={d}: they do not belong together"
+                )
             rounds = max(n - a - 1, int(d > 0))
             summaries.append(Summary(f"{where}, timings", None, rounds, d, a, longest))
             tokens, wall_s = tokens + n, wall_s + _seconds(where, timings.get("predicted_ms"))

@@ -83,9 +83,13 @@ def trace_of(
     return Trace.without_tails(requests, None, meta, match=np.concatenate(match))
 
 
+NO_NAME = "?"
+"""Question of a turn whose row names none."""
+
+
 def check_once(file: Path, turns: Sequence[LoggedTurn]) -> None:
     """Raise FileError if a turn of a question occurs more than once."""
-    keys = Counter((turn.question, turn.turn) for turn in turns)
+    keys = Counter((turn.question, turn.turn) for turn in turns if turn.question != NO_NAME)
     if keys and (again := keys.most_common(1)[0])[1] > 1:
         (question, number), times = again
         raise FileError(
@@ -123,9 +127,11 @@ def baseline_of(
 
 
 def choices_of(row: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Return the objects among the ``choices`` of a response or an answer; empty without any."""
+    """Return the ``choices`` of a response or an answer; {} for one that is no object."""
     choices = row.get("choices")
-    return [c for c in choices if isinstance(c, dict)] if isinstance(choices, list) else []
+    if not isinstance(choices, list):
+        return []
+    return [choice if isinstance(choice, dict) else {} for choice in choices]
 
 
 def only_file(name: str, files: Sequence[Path]) -> Path:
@@ -135,15 +141,17 @@ def only_file(name: str, files: Sequence[Path]) -> Path:
     return files[0]
 
 
-def read_json_rows(path: str | os.PathLike[str]) -> list[Row]:
+def read_json_rows(path: str | os.PathLike[str], text: str | None = None) -> list[Row]:
     """Return the objects of a JSON or JSON Lines file, each with where it is from.
+
+    ``text``: the file's text, if it was read before.
 
     Raises
     ------
     FileError
         If the file is missing, is no text, or a line is not a JSON object.
     """
-    text = read_text(path)
+    text = read_text(path) if text is None else text
     try:
         document = parse_json(text)
     except JSONError:

@@ -183,7 +183,7 @@ def infer(
         unexplained = unexplained_share(turns, rounds, first)
         if unexplained is None:
             refused = refused or (
-                f"{name} is not contradicted, but without wall times of {FEWEST_TURNS} requests a "
+                f"{name} is not contradicted, but with fewer than {FEWEST_TURNS} requests a "
                 "rule that stops by the draft's own signals cannot be told from it"
             )
         elif unexplained > UNEXPLAINED:
@@ -264,7 +264,8 @@ def unexplained_share(
     context.
 
     It is fitted by least squares over the turns: 0 within `SIGNIFICANT` standard errors, None with
-    too few wall times.  If the draft lengths are right, accepting a token takes no time.
+    fewer than `FEWEST_TURNS` turns.  If the draft lengths are right, accepting a token takes no
+    time.
     """
     if len(turns) < FEWEST_TURNS:
         return None

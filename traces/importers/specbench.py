@@ -20,6 +20,7 @@ from traces.acceptance.trace import Trace
 from traces.errors import FileError
 from traces.importers.base import Importer, Options
 from traces.importers.rows import (
+    NO_NAME,
     LoggedTurn,
     baseline_of,
     check_once,
@@ -43,7 +44,7 @@ class TurnLog(NamedTuple):
 
 
 class SpecBench(Importer):
-    """Spec-Bench's ``model_answer/*.jsonl`` of a method that drafts a chain; a request a turn.
+    """Spec-Bench's ``model_answer/*.jsonl`` of a method that drafts a chain. A turn is a request.
 
     Options
     -------
@@ -178,7 +179,7 @@ def read_turns(file: Path) -> TurnLog:
     models: dict[str, None] = {}
     left_out: list[str] = []
     for where, row in read_json_rows(file):
-        question = label(where, "question_id", row.get("question_id"), "?")
+        question = label(where, "question_id", row.get("question_id"), NO_NAME)
         at = f"{where}, question {question}"
         if not (choices := choices_of(row)):
             raise FileError(f"{at}: has no choices[0]: expected a Spec-Bench result file")

@@ -115,7 +115,7 @@ def read_tests(file: Path) -> list[Test]:
     """
     text = read_text(file)
     if text.lstrip().startswith(("[", "{")):
-        return [_from_record(at, row) for at, row in read_json_rows(file)]
+        return [_from_record(at, row) for at, row in read_json_rows(file, text)]
     if text.lstrip().startswith("|"):
         return [_from_table(at, row) for at, row in _markdown(file, text)]
     if not {"n_prompt", "n_gen", "avg_ns"} <= set(_head(text.partition("\n")[0])):

@@ -117,7 +117,7 @@ def cells_of(
 
 
 def combined(*axes: npt.ArrayLike) -> list[Floats]:
-    """Return all combinations of the axes' values: an array an axis, the last one varying first."""
+    """Return all combinations of the axes' values, one array per axis; the last varies fastest."""
     return [v.ravel().astype(float) for v in np.meshgrid(*map(np.asarray, axes), indexing="ij")]
 
 

@@ -252,7 +252,7 @@ class LatencyTable:
         return np.asarray(sums[np.clip(passes, 0, len(sums) - 1)])
 
     def settling_sums(self, model: str, batch: int) -> Floats:
-        """Return the same sum for the first 0, 1, ... passes after the first, as far as measured.
+        """Return extra seconds of the first 0, 1, ... passes after the first, as far as measured.
 
         The target's pass leaves the caches full of its own weights, so the draft passes after it
         take longer, and less so from pass to pass.  Read at the nearest batch measured, as a mean

@@ -27,7 +27,7 @@ MEASURED, CORRECTED = "measured", "measured, norms corrected"
 NEAR, MOVING, ASSUMED = "from near sizes", "by the bytes moved", "assumed"
 
 PER_LAYER = {"norm": 2, "embedding": 0, "final_norm": 0, "lm_head": 0, "sampler": 0}
-"""Times that an operator runs in a layer, where that is not once; 0: once in a pass."""
+"""Runs of an operator per layer, if not 1; 0 means once per pass."""
 PARTS = {"qkv": ("q", "k", "v"), "gate_up": ("gate", "up")}
 """Products that an engine merges, and what they are where they were timed apart."""
 SAMPLER_S = (20e-6, 0.6e-6)
@@ -101,7 +101,7 @@ class DenseOperators:
             names += ["gate_up", "act", "down"]
         parts = {name: self.part(name, model, shared) for name in names}
         # vLLM adds the residual inside the norm; Vidur's norms do not.
-        if (add := self._timed("add", model, shared)) is not None:
+        if not model.experts and (add := self._timed("add", model, shared)) is not None:
             parts["add"] = add
         return parts
 

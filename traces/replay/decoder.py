@@ -26,7 +26,7 @@ class ReplayDecoder:
         Output position to begin at: 1 if prefill emits the first token (engines),
         0 if the first verification includes the prompt (transformers); None: the trace's own.
     batch:
-        Sequences that the policy is told to be decoded together.
+        Number of sequences decoded together, as the policy is told.
 
     Raises
     ------

@@ -69,7 +69,7 @@ def _together(
     trace: Trace, policies: Sequence[DraftPolicy], walk: Walk, batch: int
 ) -> list[Rounds | None]:
     """Return the rounds of each policy that has a plan, and stays within what was recorded."""
-    # Plans advance together whose states are of one class, and all of which watch and learn or not.
+    # Plans advance together if their states have one class and they agree on watching and learning.
     kinds: dict[tuple[type | None, bool, bool], dict[int, VectorisedPlan]] = {}
     for i, policy in enumerate(policies):
         if (plan := _planned(trace, policy, batch)) is None:

@@ -123,7 +123,7 @@ def csv_rows(
     """Yield the place and the values of each row of a CSV file with a header, by column.
 
     Columns are ``needed`` and ``known`` ones, in any order and case; without ``known``, any other
-    is let through.  Values are stripped.
+    is let through.  Values are stripped.  Lines that are empty or begin with ``#`` are skipped.
 
     Raises
     ------
@@ -131,7 +131,16 @@ def csv_rows(
         If the header lacks a column, has an unknown one or one twice, or a row is not CSV or has
         not as many values.
     """
-    reader = csv.DictReader(text.splitlines(), skipinitialspace=True, strict=True)
+    number = 0
+
+    def lines() -> Iterator[str]:
+        nonlocal number
+        for at, line in enumerate(text.split("\n"), 1):
+            number = at
+            if line.strip() and not line.startswith("#"):
+                yield line
+
+    reader = csv.DictReader(lines(), skipinitialspace=True, strict=True)
     try:
         names = [str(name).strip().lower() for name in reader.fieldnames or ()]
         if missing := [name for name in needed if name not in names]:
@@ -145,12 +154,12 @@ def csv_rows(
             raise FileError(f"{path}: has a column twice: {', '.join(names)[:80]}")
         reader.fieldnames = names
         for row in reader:
-            at = f"{path} line {reader.line_num}"
+            at = f"{path} line {number}"
             if None in row or None in row.values():
                 raise FileError(f"{at}: has not as many values as the header has columns")
             yield at, {name: value.strip() for name, value in row.items()}
     except csv.Error as error:
-        raise FileError(f"{path} line {reader.line_num}: is not CSV ({error})") from None
+        raise FileError(f"{path} line {number}: is not CSV ({error})") from None
 
 
 def plain(value: Any) -> Any:
@@ -240,5 +249,5 @@ def label(where: str, name: str, value: Any, default: str = "") -> str:
 
 
 def is_seconds(value: Any) -> bool:
-    """Return whether `value` is a number of seconds above 0 and up to `MOST_SECONDS`."""
+    """Return True if `value` is a number of seconds above 0 and up to `MOST_SECONDS`."""
     return type(value) in (int, float) and 0 < value <= MOST_SECONDS

@@ -246,7 +246,7 @@ def concurrency_rows() -> Iterator[Evidence]:
     """
     latency = find_latency("a100/llama-3-8b")
     for row in published_rows("servers"):
-        # The prompts' tokens are not said: about these.
+        # The study does not say the prompts' lengths; the file has an estimate.
         requests, prompt, output = (int(row[name]) for name in ("load", "prompt", "output"))
         at = {"batch": requests, "context": prompt + output / 2}
         step_s = latency.seconds("target", "forward", **at).item()

@@ -496,7 +496,7 @@ def plan_static(engine: Arrays, r: int) -> None:
 
 @jit
 def decide(engine: Arrays, r: int, n: int, seat: Any, slot: int) -> bool:
-    """Return decide the round of a request where `n` requests decide; False if a draft leaves the
+    """Decide the round of a request where `n` requests decide; False if a draft leaves the
     recording.
     """
     request = engine.requests[slot]
@@ -607,7 +607,7 @@ def more_to_come(engine: Arrays) -> bool:
 
 @jit
 def wake(engine: Arrays, r: int) -> None:
-    """Do as `Engine.wake`."""
+    """Do as `Replica.wake`."""
     state = engine.replicas[r]
     if state.idle and not state.ended and state.at_s == math.inf:
         state.at_s, state.order = engine.clock[0].now, ordered(engine)
@@ -615,7 +615,7 @@ def wake(engine: Arrays, r: int) -> None:
 
 @jit
 def enter(state: Any, now: float, change: int) -> None:
-    """Do as `Recorder.enter`."""
+    """Do as `RunRecorder.enter`."""
     state.area_s += state.in_system * (now - state.changed_s)
     state.changed_s = now
     state.in_system += change
@@ -656,7 +656,7 @@ def mark(engine: Arrays, k: int, now: float) -> None:
 
 @jit
 def submit(engine: Arrays) -> None:
-    """Do as `Source._submit_next` and `Engine.submit`: a request comes now, if there is another."""
+    """Do as `RequestSource._submit_next`: a request comes now, if there is another."""
     clock, limits = engine.clock[0], engine.limits
     clock.wanted -= 1
     if clock.arrived == len(engine.requests):
@@ -728,7 +728,7 @@ def arrivals(engine: Arrays) -> bool:
 
 @jit
 def next_arrival(engine: Arrays) -> None:
-    """Do as `Source._open`: when the next request of an open system comes."""
+    """Do as `RequestSource._open`: when the next request of an open system comes."""
     clock, requests = engine.clock[0], engine.requests
     if clock.arrived < len(requests):
         clock.comes_s = max(requests[clock.arrived].arrival_s, clock.now)

@@ -22,9 +22,9 @@ NOTHING = {"mean": math.nan, **dict.fromkeys(QUANTILES, math.nan)}
 
 
 def summary(values: Floats, quantiles: Mapping[str, float] = QUANTILES) -> dict[str, float]:
-    """Return the mean and the `quantiles` of `values`; NaN if there are none."""
+    """Return the mean and the `quantiles` of `values`; NaN if there are no values."""
     if not len(values):
-        return dict(NOTHING)
+        return {"mean": math.nan, **dict.fromkeys(quantiles, math.nan)}
     at = np.quantile(values, list(quantiles.values()))
     return {"mean": float(values.mean()), **dict(zip(quantiles, at.tolist(), strict=True))}
 
@@ -275,7 +275,7 @@ class RunRecorder:
             column.append(value)
 
     def count_round(self, slot: Slot, outcome: Round) -> None:
-        """Count a round of a request that has ended."""
+        """Add a finished round to the counts of its request and of the run."""
         _, drafted, accepted, emitted, forwards, _ = outcome
         slot.steps += 1
         slot.context += emitted

@@ -129,7 +129,10 @@ def compare_groups(trace: Trace, *, method: Method = "coupled", seed: int = 0) -
                 tilter = Tilter(source, method, seed)
                 parts += [compare_tilt(tilter, other, chosen, known) for other in others]
     if not parts:
-        raise DraftsimError(f"no two groups of {FEWEST_TOKENS} tokens differ in acceptance")
+        raise DraftsimError(
+            f"no two groups of {FEWEST_TOKENS} tokens differ in acceptance: compare this recording "
+            "with another"
+        )
     return pd.concat(parts, ignore_index=True)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -41,8 +41,15 @@ from traces.sources.base import (
 from traces.sources.exits.recording import ExitRecording, ExitSetting, depth_layers, usable_exits
 from traces.sources.recording import DRAWN, LOGITS, Recordings, read_columns
 
-ExitStep = tuple[RecordedToken | None, int, int]
-"""The source's step at a node: its token, exit heads asked, and layers run for it."""
+
+class ExitStep(NamedTuple):
+    """The source's step at a node."""
+
+    token: RecordedToken | None
+    heads: int
+    """Exit heads asked."""
+    depth: int
+    """Layers run for the token."""
 
 
 class ExitTape:
@@ -72,7 +79,8 @@ class ExitTape:
         """Return the step at a node."""
         if (step := self._steps[node]) is None:
             token = self._token(node) if self.choices[node] >= 0 else None
-            step = self._steps[node] = token, int(self.heads[node]), int(self.depths[node])
+            step = ExitStep(token, int(self.heads[node]), int(self.depths[node]))
+            self._steps[node] = step
         return step
 
     def calls(self, depths: list[int], positions: int) -> Mapping[CallKey, int]:
