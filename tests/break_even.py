@@ -16,7 +16,7 @@ NORMAL_95 = 1.959964
 
 
 class BreakEven(NamedTuple):
-    """The cost ratio from which on rounds give no speedup; bounds NaN where there is no interval."""
+    """The cost ratio above which rounds give no speedup; bounds NaN without an interval."""
 
     ratio: float
     low: float

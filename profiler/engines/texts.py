@@ -65,8 +65,8 @@ def texts_once(
 ) -> dict[int, list[int]]:  # fmt: skip
     """Return the engine's own output of every prompt, by sequence: `kept`, or `decoded` and kept.
 
-    The engine has run when this is done, as it is to have before a load is timed: if the outputs
-    are kept, it decodes the first `most` again.
+    The engine must run before a load is timed.  If the outputs are kept, it decodes the first
+    `most` again.
     """
     if kept is not None and TEXTS in kept.names():
         decoded(dict(itertools.islice(prompts.items(), most)))

@@ -179,7 +179,7 @@ class ParallelDecoder(FeatureDecoder):
 
 
 class LayerStep(DraftStep):
-    """A layer of the tree, as a policy sees it: a token that has no id, for a layer has several.
+    """A layer of the tree, as policies see it.  Its id is -1, because a layer has several tokens.
 
     It ends no draft: a tree grows on next to a node that ends the text.
     """

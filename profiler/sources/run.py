@@ -231,7 +231,8 @@ class SourceRunner:
         return made
 
     def drawn(self, request: int) -> Draws | None:
-        """Return the random choices of a run of `request`, of torch's global generator; None if it
-        is greedy.
+        """Return the draws of a sampled run of `request`, from torch's global generator.
+
+        None if the trace is greedy.
         """
         return None if self.trace.sampling.greedy else Draws(self.trace.sampling)

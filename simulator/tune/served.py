@@ -60,7 +60,7 @@ class Outcome(NamedTuple):
         return slo is None or float(self.within.mean()) >= slo.share
 
     def rates(self, slo: Targets | None) -> Floats:
-        """Return tokens per second of the requests that met `slo`; of all requests if it is None."""
+        """Return tokens per second of the requests that met `slo`, or of all if it is None."""
         return self.total if slo is None else self.counted
 
     def mean(self, slo: Targets | None) -> tuple[float, float]:

@@ -243,8 +243,8 @@ class RunRecorder:
     draft_forwards: int = 0
 
     def mark(self, index: int, now: float, tokens: int) -> None:
-        """Note that the request `index` arrived, here or at another replica, after this one had
-        emitted `tokens`: an end of the window maybe.
+        """Note that request `index` arrived, here or at another replica, when this one had emitted
+        `tokens`.  The arrival may be an end of the window.
         """
         if index == self.skip:
             self.window.start_s, self.window.start_tokens = now, tokens
