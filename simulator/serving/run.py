@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from types import MappingProxyType
-from typing import Any
 
 import numpy as np
 import simpy
@@ -18,7 +17,7 @@ from policies.guard import UndeclaredSignal
 from policies.registry import describe
 from policies.rules.base import VerifyRule
 from policies.rules.registry import describe_rule
-from policies.together import together_of
+from policies.together import Synchronise, together_of
 from simulator.serving.arrivals import ArrivalFile, Job
 from simulator.serving.compiled.engine import CompiledServing, ServedLoad
 from simulator.serving.engine import EventEngine
@@ -38,10 +37,11 @@ from traces.replay.scores import prepared_rule
 
 Policy = DraftPolicy | BatchPolicy
 OVERLAPPED: Mapping[str, type[Overlapped]] = {"pearl": Pearl, "dsi": Dsi}
+SYNCHRONISED: Mapping[str, Synchronise] = {"static-minimum": "minimum", "static-mean": "mean"}
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
-class Station(CompiledServing):
+class Serving(CompiledServing):
     """Serves a scenario under one policy, by the compiled loop or by events.
 
     Parameters
@@ -134,7 +134,7 @@ class Station(CompiledServing):
         shared = env, source, trace, self.cost(), recorder, timeline, self.lookahead
         if scenario.one_stream and isinstance(policy, DraftPolicy):
             return OVERLAPPED[scenario.mode](*shared, policy, scenario.devices)
-        style: Any = scenario.mode.partition("-")[2] or "ragged"
+        style = SYNCHRONISED.get(scenario.mode, "ragged")
         return EventEngine(
             *shared, self.scheduler(),
             together_of(policy, style, trace.vocab_size, guarded=True),
@@ -232,7 +232,7 @@ def simulate(
         listed = list(jobs)
         expected, jobs = len(listed), iter(listed)
     jobs = (Job(*job[:4], i) for i, job in enumerate(jobs))
-    station = Station(
+    serving = Serving(
         trace=trace, latency=latency, policy=policy, scenario=scenario, rule=rule,
         lookahead=_longest_draft(policy, trace, scenario), expected=expected, advance=advance,
         name=name, rng=choosing, timeline=timeline, by_iteration=by_iteration,
@@ -240,9 +240,9 @@ def simulate(
     check_mode(trace, latency, policy, scenario, rule)
     replicas = range(scenario.replicas) if only is None else only
     if not scenario.splits:
-        return station.run(jobs, replicas)
-    shares, marks = _shares(scenario, jobs, replicas, station.marked, choosing)
-    return joined_runs([station.run(iter(shares[i]), [i], marks) for i in replicas])
+        return serving.run(jobs, replicas)
+    shares, marks = _shares(scenario, jobs, replicas, serving.marked, choosing)
+    return joined_runs([serving.run(iter(shares[i]), [i], marks) for i in replicas])
 
 
 def _longest_draft(policy: Policy, trace: Trace, scenario: Scenario) -> int:

@@ -73,7 +73,7 @@ def lengths_of(
 
 @dataclass(frozen=True, eq=False)
 class CompiledServing:
-    """A scenario under one policy, which the compiled loop serves if its rounds need no clock.
+    """A scenario under one policy: its engines, and the compiled loop if its rounds need no clock.
 
     Parameters
     ----------
@@ -164,7 +164,7 @@ class CompiledServing:
         self, jobs: Iterator[Job], replicas: Sequence[int], rng: np.random.Generator,
         marks: Mapping[int, float],
     ) -> ServedLoad:  # fmt: skip
-        """Serve `jobs` by these replicas; the rest is as in `simulator.serving.run.Station`.
+        """Serve `jobs` by these replicas; the rest is as in `simulator.serving.run.Serving`.
 
         Raises
         ------
