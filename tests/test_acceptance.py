@@ -13,6 +13,7 @@ from policies.lengths.basic import Fixed
 from simulator.aggregate.acceptance import extended, pick_curve, read_curves
 from simulator.aggregate.benches import latency_table
 from simulator.aggregate.hazard import HAZARD, emitted_at, lengths
+from simulator.aggregate.observed import read_acceptance
 from simulator.aggregate.server import ServerRun, calibrate
 from tests.conftest import Run, few_draws
 from tests.logs import vllm_counters
@@ -233,6 +234,8 @@ def test_a_file_of_curves_is_read(tmp_path: Path) -> None:
     assert pick_curve(f"{path}#thinking_off") == {1: 1.80, 2: 2.33}
     with pytest.raises(FileError, match="name one as"):
         pick_curve(str(path))
+    path.write_text("a, b:\n  1: 1.8\n  2: 2.3\n")
+    assert read_acceptance(f"{path}#a, b").label == f"{path}#a, b"
 
 
 @pytest.mark.parametrize(

@@ -10,8 +10,9 @@ from typing import Any
 import pytest
 
 import draftsim
-from policies import DraftPolicy
+from policies import DraftPolicy, Fixed, Oracle
 from policies.core import DraftToken
+from policies.registry import is_bound
 from simulator.chosen import load_policies, load_serving_policies
 from simulator.serving import ClosedLoop, Devices, Scenario
 from simulator.serving.study import over_loads
@@ -103,6 +104,15 @@ def test_objects_of_one_class_are_told_apart() -> None:
     assert list(load_serving_policies(given, trace, latency)) == ["autoregressive", *names]
     table = draftsim.predict(trace, latency, given, resamples=20).table
     assert set(names) <= set(table["policy"])
+
+
+def test_an_object_that_repeats_a_name_is_no_second_row() -> None:
+    trace, latency = synthetic_trace(0.7, requests=4, tokens=30), LatencyTable.constant(1.0, 0.1)
+    given = ["oracle", Oracle(), "fixed:gamma=2", Fixed(2), Fixed(3)]
+    names = ["oracle", "fixed:gamma=2", "fixed:gamma=3"]
+    assert [name for name, _ in load_policies(given, trace)] == names
+    assert not is_bound(draftsim.predict(trace, latency, given, resamples=20).best)
+    assert is_bound("oracle (2)")
 
 
 def test_predict_drafts_with_the_head_that_the_latencies_are_of() -> None:

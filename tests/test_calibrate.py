@@ -279,6 +279,16 @@ def test_what_runs_do_not_tell_apart_is_said(tmp_path: Path, run: Run) -> None:
         assert ("cannot separate a draft pass from" in tuned.err + tuned.out) is not apart
 
 
+def test_a_line_of_a_csv_file_is_named_by_its_number_there(tmp_path: Path) -> None:
+    path = tmp_path / "runs.csv"
+    head = "# my runs\n\nbatch,k,tokens_per_s,note\n# second\n1,0,100,a\x0bb\n"
+    path.write_text(head + "2,0,150,\n")
+    assert [run.batch for run in read_runs(path)] == [1, 2]
+    path.write_text(head + "2,0\n")
+    with pytest.raises(DraftsimError, match="line 6: has not as many values"):
+        read_runs(path)
+
+
 @pytest.mark.parametrize(
     ("row", "message"),
     [

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -56,6 +57,16 @@ def simulated(run: Run, latency: str | Path, folder: Path) -> Ran:
 def cells(found: LatencyTable) -> list[tuple[Any, ...]]:
     names = ["model", "phase", "batch", "new_tokens", "context"]
     return list(found.cells[names].itertuples(index=False, name=None))
+
+
+def test_output_of_llama_bench_is_read_from_a_pipe() -> None:
+    reading, writing = os.pipe()
+    with os.fdopen(writing, "w") as file:
+        json.dump([bench_record(n_gen=128)], file)
+    found = import_log("llama-bench", [Path(f"/dev/fd/{reading}")], Options())
+    os.close(reading)
+    assert isinstance(found, LatencyTable)
+    assert cells(found) == [("target", "forward", 1, 1, 64)]
 
 
 def test_the_page_of_llama_bench(tmp_path: Path) -> None:

@@ -146,5 +146,5 @@ def test_a_text_that_ends_in_its_first_draft_has_one_round(tmp_path: Path) -> No
     line = json.dumps({"timings": timings})
     assert counts("llamacpp", written(tmp_path, line)).rounds == 1
     timings["draft_n"] = 7
-    with pytest.raises(FileError, match="timings: 8 tokens accepted of 7 drafted"):
+    with pytest.raises(FileError, match="draft_n_accepted=8 of draft_n=7"):
         counts("llamacpp", written(tmp_path, json.dumps({"timings": timings})))

@@ -206,6 +206,14 @@ def test_a_question_that_was_run_twice_is_not_counted_twice(tmp_path: Path) -> N
         counts("eagle", path)
 
 
+def test_questions_without_a_name_are_not_taken_for_one(tmp_path: Path) -> None:
+    nameless = json.dumps({"choices": EAGLE["choices"]})
+    assert counts("eagle", written(tmp_path, f"{nameless}\n{nameless}")).requests == 4
+    first = json.dumps({**EAGLE, "choices": [None, *EAGLE["choices"]]})  # type: ignore[misc]
+    with pytest.raises(FileError, match=r"has no choices\[0\]"):
+        counts("eagle", written(tmp_path, first))
+
+
 def test_public_eagle_log(shared_data: Path) -> None:
     folder = shared_data / "eagle_logs"
     plain = folder / "llama-2-chat-70b-base.jsonl"

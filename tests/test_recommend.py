@@ -304,7 +304,7 @@ def test_without_a_concurrency_littles_law_gives_it(tmp_path: Path) -> None:
         ("[]", "holds no runs"),
         ("not json", "is not JSON"),
         (json.dumps({**served(1, 10.0), "completed": 0}), "lacks or misstates"),
-        (json.dumps({**served(1, 10.0), "output_throughput": -1}), "tokens_per_s is -1.0, "),
+        (json.dumps({**served(1, 10.0), "output_throughput": -1}), "tokens_per_s is -1, expected"),
         (json.dumps({**served(1, 10.0), "max_concurrency": float("inf")}), "has no concurrency"),
         (
             json.dumps({**served(1, 10.0), "spec_decode_num_drafts": 1e-300,

@@ -130,6 +130,7 @@ def test_whitespace_none_and_case_of_flags() -> None:
         ("ucb:gammas=[[1]]", "policy 'ucb': "),
         ("goodput:cost=3", "expected a JSON list"),
         ("sglang-adaptive:graph_batches=[null,2]", "graph_batches is None, expected an integer"),
+        ("oracle:gamma_max=[3]", "policy 'oracle': gamma_max is [3]"),
         ("fixed:gamma=[3]", "policy 'fixed': gamma is [3], expected an integer"),
     ],
 )

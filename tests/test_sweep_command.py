@@ -246,6 +246,7 @@ def test_search_space_tells_values_from_braces() -> None:
         (("--latency", CONST, "--batch", "1000000000"), "not between 1 and 65536"),
         (("--latency", CONST, "--context", "1e12"), "not between 0 and 1e"),
         (("--latency", CONST, "--tune", "--ladder"), "drop --tune"),
+        (("--latency", CONST, "--tune", "--policy", "all:gamma={1,2}"), "name it instead of all"),
     ],
 )
 def test_errors_say_what_to_change(trace: str, arguments: tuple[str, ...], message: str) -> None:

@@ -77,6 +77,9 @@ def test_crossing_at_the_ends() -> None:
     assert crossing(x, [1.1, 1.2, 1.3], falling=False) == -np.inf
     assert np.isnan(crossing(x, [1.1, 1.2, 0.9], falling=False))
     assert crossing(x, [1.1, 1.1, 0.9], falling=True, scale="log") == pytest.approx(2 * 2**0.5)
+    for few in ([], [1.1, 0.9]):
+        with pytest.raises(DraftsimError, match=f"3 points and {len(few)} speedups"):
+            crossing(x, few, falling=True)
 
 
 def test_break_even_ratio_is_the_closed_form() -> None:
