@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 import draftsim
-from policies import DraftPolicy, Fixed, Oracle
+from policies import DraftPolicy, Fixed, GammaTune, Oracle
 from policies.core import DraftToken
 from policies.registry import is_bound
 from simulator.chosen import load_policies, load_serving_policies
@@ -113,6 +113,10 @@ def test_an_object_that_repeats_a_name_is_no_second_row() -> None:
     assert [name for name, _ in load_policies(given, trace)] == names
     assert not is_bound(draftsim.predict(trace, latency, given, resamples=20).best)
     assert is_bound("oracle (2)")
+    # The name is lowered to the recorded length, the object drafts as far as it says.
+    short = synthetic_trace(0.7, requests=4, tokens=30, max_gamma=6, concentration=8.0)
+    named = dict(load_policies(["gammatune", GammaTune()], short))
+    assert {n: p.longest_draft() for n, p in named.items()} == {"gammatune": 6, "gammatune (2)": 24}
 
 
 def test_predict_drafts_with_the_head_that_the_latencies_are_of() -> None:

@@ -60,7 +60,7 @@ def test_vidurs_layer_by_folder_and_by_name(tmp_path: Path, packed: bool) -> Non
     assert norm["per_layer"].tolist() == [2]
     assert norm["seconds"].tolist() == pytest.approx([5e-6])
     assert found.of(operator="embedding")["per_layer"].tolist() == [0, 0]
-    # A device's whole name, of which another's is the beginning; and one that nobody knows.
+    # Another device's name begins this one's; the second folder names no known device.
     assert table("vidur", placed(tmp_path, "a100_40gb/llama-2-7b/mlp.csv", MLP)).devices == [
         "a100-40gb"
     ]

@@ -128,7 +128,7 @@ class SourceRuns(RealRuns):
         self._openers: dict[str, Any] = {"model": own, "opened": opened}
 
     def decode(self, kept: Checkpoint | None, advance: Callable[[], None]) -> Measured:
-        """Decode with the draft model, or with what drafts in its place."""
+        """Decode with the draft model, or with the source that drafts."""
         from profiler.checks.spot_check import Arm, run_arms
 
         return run_arms(

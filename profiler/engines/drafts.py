@@ -222,7 +222,7 @@ class CountedDrafts(Drafts):
         return RecordedToken(UNKNOWN)
 
     def ids(self, draft: Sequence[Any]) -> list[int]:
-        """Return as many of the given ids: placeholders by default."""
+        """Return an id for each drafted token: placeholders by default."""
         return self._ids(len(draft))
 
     def advance(self, emitted: Sequence[int]) -> None:

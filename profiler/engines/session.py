@@ -159,7 +159,7 @@ class EngineStream(Member):
         return self.drafts.remaining
 
     def end_round(self, tokens: Sequence[int], verified: int) -> Round:
-        """Return the round that emitted `tokens`, `verified` drafted tokens having been sent."""
+        """Return the round that emitted `tokens` and had `verified` drafted tokens verified."""
         position = self.drafts.position
         self.draft = self.draft[:verified]
         self.drafts.advance(tokens)

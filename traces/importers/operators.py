@@ -177,11 +177,11 @@ def _mlp(read: ReadFile) -> pd.DataFrame:
 
 
 def _collective(read: ReadFile) -> pd.DataFrame:
-    workers, beside, size, milliseconds = (
+    workers, on_machine, size, milliseconds = (
         read.column(c)
         for c in ("num_workers", "devices_per_node", "size", "time_stats.all_reduce.min")
     )
-    own = workers == beside
+    own = workers == on_machine
     if not own.any():
         raise FileError(f"{read.file}: holds no message within one machine")
     if left := int((~own).sum()):

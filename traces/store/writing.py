@@ -20,7 +20,7 @@ from traces.errors import DraftsimError, FileError
 
 try:
     import fcntl
-except ImportError:  # Windows: files of a killed process stay, and nobody is kept from writing
+except ImportError:  # Windows: a killed process leaves its files, and no writer is kept out
     fcntl = None  # type: ignore[assignment]
 
 PART = ".part"
@@ -199,10 +199,10 @@ def only_writer(path: str | os.PathLike[str]) -> Iterator[None]:
 
 @contextmanager
 def locked(lock: Path, what: Path, remedy: str) -> Iterator[None]:
-    """Hold `lock`, a file that is made for it, while `what` is written.
+    """Make the file `lock` if it is missing, and hold it while `what` is written.
 
     The operating system releases the lock when its holder ends, in whatever way, so a file that was
-    left over blocks nobody.
+    left over blocks no writer.
 
     Raises
     ------

@@ -157,10 +157,10 @@ class Sweep:
                 self.error = tilt_errors(trace, method=kind, seed=seed)
             # Searched together here, so that a part need not.
             shifts = dict(zip(self.alphas, tilter.shifts(self.alphas).tolist(), strict=True))
-        beside = references(trace, policies)
+        added = references(trace, policies)
         self.bench = SweepRunner(
-            trace, {**policies, **beside}, prices, tilter, shifts, resamples, seed,
-            frozenset(beside),
+            trace, {**policies, **added}, prices, tilter, shifts, resamples, seed,
+            frozenset(added),
         )  # fmt: skip
 
     @property
@@ -173,8 +173,8 @@ class Sweep:
         """The parts of the grid, in the order of its rows."""
         names = self.policies
         blocks = [names[i : i + POLICIES_A_PART] for i in range(0, len(names), POLICIES_A_PART)]
-        beside = tuple(n for n in self.bench.policies if n in self.bench.references)
-        blocks[0] += beside
+        added = tuple(n for n in self.bench.policies if n in self.bench.references)
+        blocks[0] += added
         rates: tuple[float | None, ...] = self.alphas or (None,)
         return [SweepPart(a, b, block) for a in rates for b in self.batches for block in blocks]
 
