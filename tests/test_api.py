@@ -115,8 +115,9 @@ def test_an_object_that_repeats_a_name_is_no_second_row() -> None:
     assert is_bound("oracle (2)")
     # The name is lowered to the recorded length, the object drafts as far as it says.
     short = synthetic_trace(0.7, requests=4, tokens=30, max_gamma=6, concentration=8.0)
-    named = dict(load_policies(["gammatune", GammaTune()], short))
-    assert {n: p.longest_draft() for n, p in named.items()} == {"gammatune": 6, "gammatune (2)": 24}
+    served = load_serving_policies(["gammatune", GammaTune()], short, latency)
+    longest = {name: policy.longest_draft() for name, policy in served.items()}
+    assert longest == {"autoregressive": 0, "gammatune": 6, "gammatune (2)": 24}
 
 
 def test_predict_drafts_with_the_head_that_the_latencies_are_of() -> None:
