@@ -289,21 +289,28 @@ def test_one_sweep_is_measured_in_any_case_and_further_ones_in_the_time_left(
     assert (made.left_out == 0) == (visits == 3)
 
 
+@pytest.mark.parametrize("between_runs", [False, True])
 def test_a_gpu_runs_every_size_once_before_it_is_timed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, between_runs: bool
 ) -> None:
     monkeypatch.setattr(measure, "Bench", Bent)
     options = EngineOptions("m", longest=4, max_batch=4)
     grid = replace(GRID, sweeps=1, held_out=1.0)
-    runs = {}
+    runs: dict[str, Any] = {}
     for device in ("cpu", "NVIDIA H200"):
         meta = {"engine": {"own_drafter": False}, "device": device}
         engine: Any = SimpleNamespace(options=options, meta=meta)
-        made = measure.EngineTable(engine, grid, tmp_path / device, left_s=lambda: 0.0)
-        made.run()
-        runs[device] = made
+        if between_runs:
+            runs[device] = measure.BetweenTable(engine, grid.fitted(options))
+            runs[device].advance(1)
+        else:
+            folder = tmp_path / device
+            runs[device] = measure.EngineTable(engine, grid, folder, left_s=lambda: 0.0)
+            runs[device].run()
     timed, warm = runs["cpu"], runs["NVIDIA H200"]
-    assert warm._bench.blocks[: timed.blocks] == timed.grid.blocks()  # type: ignore[attr-defined]
+    every = timed.grid.blocks()
+    assert warm._bench.blocks[: len(every)] == every
+    assert len(warm._bench.blocks) == len(every) + len(timed._bench.blocks)
     assert {c: len(own) for c, own in warm.samples.items()} == {
         c: len(own) for c, own in timed.samples.items()
     }

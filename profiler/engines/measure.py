@@ -237,16 +237,28 @@ class _Measured:
         self._bench, self._rng = Bench(engine, seed), np.random.default_rng(seed)
         self.samples: dict[Cell, list[Sample]] = {}
         self._took_s: dict[int, float] = {}
+        self._warm = engine.meta["device"] == "cpu"
 
     def _visited(self, name: str, cells: list[Cell]) -> dict[Cell, list[Sample]]:
         """Return a block's samples: those kept under `name`, or measured now, and kept."""
         found = self._restored(name)
         if found is None:
+            self._warm_up()
             began = time.perf_counter()
             found = self._bench.block(cells, self.grid.steps)
             self._took_s[cells[0].batch] = (time.perf_counter() - began) / len(cells)
             self._store(name, found)
         return found
+
+    def _warm_up(self) -> None:
+        """Run every size once on a GPU, before the first one is timed.
+
+        Kernels are compiled when a size first runs: 40 ms among passes of 6 ms.
+        """
+        if not self._warm:
+            for block in self.grid.blocks():
+                self._bench.block(block, 1)
+            self._warm = True
 
     def _restored(self, name: str) -> dict[Cell, list[Sample]] | None:
         kept = None if self._kept is None else self._kept.get(name)
@@ -372,10 +384,6 @@ class EngineTable(_Measured):
         ``advance`` is called after each block of a sweep, with the sweep's number from 0 on.
         """
         blocks, held_out = self.grid.blocks(), self.grid.between()
-        if self.meta["device"] != "cpu":
-            # A GPU's kernels are compiled when a size first runs: 40 ms among passes of 6 ms.
-            for block in blocks:
-                self._bench.block(block, 1)
         for sweep in range(self.grid.sweeps):
             for i in self._rng.permutation(len(blocks)).tolist():
                 own = {f"sweep-{sweep}-{i}": blocks[i]}
