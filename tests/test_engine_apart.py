@@ -82,6 +82,17 @@ def test_timed_requests_wait_for_their_times() -> None:
     assert (engine.most, speed) == (1, Speed(4, 7.0))
 
 
+@pytest.mark.parametrize("has_tokenizer", [False, True])
+def test_a_folder_without_a_tokenizer_is_served_by_token_ids(
+    tmp_path: Path, has_tokenizer: bool
+) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    if has_tokenizer:
+        (tmp_path / "tokenizer.json").write_text("{}")
+    given = arguments(EngineOptions(str(tmp_path), longest=4, max_batch=4))
+    assert given.get("skip_tokenizer_init") == (None if has_tokenizer else True)
+
+
 def test_an_engine_apart_keeps_its_own_defaults() -> None:
     options = EngineOptions("m", eagle="h", more={"enforce_eager": False})
     plain = arguments(options)

@@ -127,9 +127,12 @@ def main(asked: Path, told: Path) -> None:
 
     llm = LLM(**given["arguments"])
     engine, prompts = llm.llm_engine, given["prompts"]
+    words = "skip_tokenizer_init" not in given["arguments"]
 
     def add(name: str, job: PlannedRequest) -> None:
-        params = SamplingParams(temperature=0, max_tokens=job.tokens, ignore_eos=True)
+        params = SamplingParams(
+            temperature=0, max_tokens=job.tokens, ignore_eos=True, detokenize=words
+        )
         prompt = TokensPrompt(prompt_token_ids=prompts[str(job.sequence)])
         engine.add_request(name, prompt, params)
 

@@ -127,11 +127,17 @@ def speculative_of(options: EngineOptions) -> dict[str, Any]:
 
 
 def plain_arguments(options: EngineOptions) -> dict[str, Any]:
-    """Return the arguments of ``vllm.LLM`` that do not depend on how it speculates."""
-    return {
-        "model": model_path(options.target, "target"), "dtype": options.dtype,
+    """Return the arguments of ``vllm.LLM`` that do not depend on how it speculates.
+
+    A folder without a tokenizer is served by token ids alone.
+    """
+    model = model_path(options.target, "target")
+    given = {
+        "model": model, "dtype": options.dtype,
         "max_model_len": options.max_model_len, "max_num_seqs": options.max_batch,
     }  # fmt: skip
+    ids_alone = Path(model).is_dir() and not any(Path(model).glob("tokenizer*"))
+    return given | {"skip_tokenizer_init": True} if ids_alone else given
 
 
 def measured_arguments(options: EngineOptions) -> dict[str, Any]:
@@ -173,10 +179,9 @@ def start(options: EngineOptions) -> tuple[Any, Callable[[int], Any], Callable[.
             f"vLLM cannot be imported here ({error}): run `make vllm`, then .venv-vllm/bin/draftsim"
         ) from None
     given = measured_arguments(options)
-    folder = Path(given["model"])
-    words = not folder.is_dir() or any(folder.glob("tokenizer*"))
+    words = "skip_tokenizer_init" not in given
     try:
-        llm = LLM(**given, skip_tokenizer_init=not words, disable_log_stats=False)
+        llm = LLM(**given, disable_log_stats=False)
     except (ValueError, OSError, RuntimeError) as error:
         reason = str(error).strip().splitlines()[0]
         raise DraftsimError(f"vLLM does not start with {options.target}: {reason}") from None
