@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping, Sequence
+from itertools import groupby
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -95,25 +96,22 @@ def stepped(name: str) -> str:
 
 
 def over_defaults(name: str) -> str:
-    """Return speedups over the same engine and over the engine with its own defaults."""
-    rows = [
-        (
-            row["policy"],
-            f"{row['throughput']:.1f}",
-            f"{row['speedup']:.2f}x",
-            f"{row['speedup_defaults']:.2f}x",
-        )
-        for row in checks(name, "defaults-*.json")
-    ]
-    plain = checks(name, "defaults-*.json")[0]["throughput_defaults"]
-    baseline = ("the engine with its defaults, no drafter", f"{plain:.1f}", "", "1.00x")
+    """Return speedups over the same engine and over the engine with its own defaults, by load."""
+    found = [row for row in checks(name, "*-closed-*.json") if "speedup_defaults" in row]
+    rows = []
+    for load, own in groupby(found, key=lambda row: row["load"]):
+        for row in own:
+            plain = row["throughput_defaults"]
+            rows.append((
+                load, row["policy"], f"{row['throughput']:.1f}", f"{row['speedup']:.2f}x",
+                f"{row['speedup_defaults']:.2f}x",
+            ))  # fmt: skip
+        rows.append((load, "the engine with its defaults, no drafter", f"{plain:.1f}", "", "1.00x"))
     heads = (
-        "policy",
-        "tokens/s",
-        "over the same engine, drafts off",
+        "load", "policy", "tokens/s", "over the same engine, drafts off",
         "over the defaults, no drafter",
-    )
-    return table(heads, [*rows, baseline])
+    )  # fmt: skip
+    return table(heads, rows)
 
 
 def over_http(name: str) -> str:
