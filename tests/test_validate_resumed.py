@@ -14,6 +14,7 @@ import pytest
 pytest.importorskip("torch")
 
 from policies import parse_policy
+from policies.rules.registry import parse_rule
 from profiler.checks.spot_check import Arm, DraftModel, Measured, run_arms
 from profiler.checks.unfinished import PLACE, unfinished
 from profiler.recording.run import BUNDLED
@@ -28,6 +29,7 @@ from traces.replay.run import replay
 from traces.store.checkpoint import Checkpoint
 from traces.store.files import read_latency
 from traces.store.measured import read_measured
+from traces.store.outputs import find_runs, read_run
 
 LEARNERS = (
     "confidence:roc_update=next_call", "ucb:learns_across_requests=true",
@@ -106,6 +108,62 @@ def test_learners_go_on_as_if_they_had_not_been_stopped(
         assert resumed.machine[figure] == expected.machine[figure]
 
 
+@pytest.mark.parametrize("steps", [2, REQUESTS])
+@pytest.mark.parametrize("rule", ["csd:threshold=0", "lossy-global", "cm-asd"])
+@pytest.mark.parametrize("policy", ["fixed:gamma=3", LEARNERS[1]])
+def test_a_rule_goes_on_as_if_it_had_not_been_stopped(
+    policy: str, rule: str, steps: int, tmp_path: Path, opened: list[str]
+) -> None:
+    trace, _ = whole(GREEDY)
+    arm = Arm(policy, parse_policy(policy, max_gamma=trace.max_gamma), parse_rule(rule))
+
+    def ran(kept: Checkpoint | None, stop_after: int | None = None) -> Measured:
+        done = 0
+
+        def advance() -> None:
+            nonlocal done
+            done += 1
+            if done - 1 == stop_after:
+                raise KeyboardInterrupt
+
+        return run_arms(bundled.pair(), trace, [arm], repeats=1, advance=advance, kept=kept)
+
+    expected, kept = ran(None), Checkpoint(tmp_path / "kept", {})
+    if steps == REQUESTS:  # stopped before its results were written
+        ran(kept)
+    else:
+        with pytest.raises(KeyboardInterrupt):
+            ran(kept, steps)
+    assert len(kept.names()) == steps
+    opened.clear()
+    resumed = ran(kept)
+    assert opened.count(policy) == REQUESTS - steps + (steps if policy in LEARNERS else 0)
+    np.testing.assert_array_equal(resumed.logs[arm.label].rounds, expected.logs[arm.label].rounds)
+    mismatched = (measured.logs[arm.label].mismatched for measured in (resumed, expected))
+    np.testing.assert_array_equal(*mismatched)
+    assert resumed.outputs == expected.outputs
+    assert resumed.log_likelihoods == expected.log_likelihoods
+    if rule.startswith("csd"):
+        mine, own = (measured.logs[arm.label].rule.table for measured in (resumed, expected))
+        assert len(own) > 0
+        assert vars(mine) == vars(own)
+
+
+def test_a_memory_that_is_not_learnt_again_is_noticed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The check above would fail if a rule began anew."""
+    trace, _ = whole(GREEDY)
+    fixed = parse_policy("fixed:gamma=3", max_gamma=trace.max_gamma)
+    arm = Arm("fixed:gamma=3", fixed, parse_rule("csd:threshold=0"))
+    kept = Checkpoint(tmp_path / "kept", {})
+    first = run_arms(bundled.pair(), trace, [arm], repeats=1, kept=kept)
+    monkeypatch.setattr("profiler.checks.spot_check.judge_again", lambda *_: None)
+    again = run_arms(bundled.pair(), trace, [arm], repeats=1, kept=kept)
+    tables = (measured.logs[arm.label].rule.table for measured in (first, again))
+    assert [len(table) > 0 for table in tables] == [True, False]
+
+
 def test_what_ran_keeps_its_seconds_and_counts(tmp_path: Path) -> None:
     trace, _ = whole(GREEDY)
     kept = Checkpoint(tmp_path / "kept", {})
@@ -134,22 +192,23 @@ def folder(request: pytest.FixtureRequest, run: Run, tmp_path: Path) -> Path:
 
 
 def stopped(
-    folder: Path, run: Run, options: tuple[object, ...], monkeypatch: pytest.MonkeyPatch
-) -> Path:
-    """Where a check keeps its runs that is stopped once three requests' runs are kept."""
+    folder: Path, run: Run, options: tuple[object, ...], monkeypatch: pytest.MonkeyPatch,
+    command: tuple[object, ...] | None = None, after: int = 3,
+) -> Path:  # fmt: skip
+    """Where a check keeps its runs that is stopped once `after` requests' runs are kept."""
     put, steps = Checkpoint.put, [0]
 
     def interrupted(self: Checkpoint, name: str, arrays: Any) -> None:
         put(self, name, arrays)
         steps[0] += self.folder.name.startswith(PLACE)
-        if steps[0] == 3:
+        if steps[0] == after:
             # What a crash in the middle of writing leaves.
             (self.folder / "000-00009.part").write_bytes(b"PK half of it")
             raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
         patch.setattr(Checkpoint, "put", interrupted)
-        ran = run("validate", "--run", folder, *options)
+        ran = run(*(command or ("validate", "--run", folder)), *options)
     assert ran.code == 130
     assert "the same command continues" in ran.err
     [place] = folder.glob(f"{PLACE}-*")
@@ -187,6 +246,42 @@ def test_a_stopped_check_goes_on_with_the_same_command(
     times = read_measured(folder / f"{file}.parquet").times
     assert len(times) == 18
     assert not times.duplicated(["policy", "repeat", "request"]).any()
+    assert not list(folder.glob(".*"))
+
+
+LOSSY = ("--verify", "csd:threshold=0", "--policy", "fixed:gamma=2")
+
+
+def test_a_stopped_check_of_a_rule_goes_on(
+    folder: Path, run: Run, opened: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    options = (*LOSSY, "--repeats", 3, "--json", "-")
+    place = stopped(folder, run, options, monkeypatch)
+    opened.clear()
+    ran = run("validate", "--run", folder, *options)
+    assert f"continues after 6 of 12 runs: remove {place} to start again" in ran.said
+    assert opened.count("autoregressive") == opened.count("fixed:gamma=2") == 3
+    assert len(ran.rows) == 2
+    assert not list(folder.glob(".*"))
+
+
+def test_a_stopped_decoding_under_a_rule_goes_on(
+    folder: Path, run: Run, opened: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    command = ("profile", *bundled.named(), "--prompts", "unused", "--out", folder)
+    whole_folder = Path(shutil.copytree(folder, folder.parent / "whole"))
+    run(*command[:-1], whole_folder, *LOSSY).ok()
+    [expected] = map(read_run, find_runs(whole_folder))
+    place = stopped(folder, run, LOSSY, monkeypatch, command, after=1)
+    assert not find_runs(folder)
+    opened.clear()
+    ran = run(*command, *LOSSY).ok()
+    assert f"continues after 1 of 2 runs: remove {place} to start again" in ran.said
+    assert opened.count("fixed:gamma=2") == 1
+    [again] = map(read_run, find_runs(folder))
+    np.testing.assert_array_equal(again.log.rounds, expected.log.rounds)
+    assert list(again.outputs) == list(expected.outputs)
+    assert again.meta["memory"] == expected.meta["memory"]
     assert not list(folder.glob(".*"))
 
 

@@ -66,15 +66,17 @@ def decode_again(
     """Decode the recorded prompts under every job; keep rounds and outputs.
 
     Decoded are those that the recording's limit and categories leave.  What the folder holds
-    of that is kept, so that a stopped run goes on where it stopped; under a `memory`, which may
-    have changed since, everything is decoded.
+    of that is kept, and a stopped run goes on with the prompt where it stopped; under a `memory`,
+    which may have changed since, finished runs are decoded again.
 
     Outputs are scored where a prompt asks for a number: in the prompts file, which need not be
     there any more, or when the run was recorded.
     """
     from profiler.checks.score import answers_to
     from profiler.checks.spot_check import real_run, run_arms
+    from profiler.checks.unfinished import check_options, rule_conditions, unfinished
     from profiler.prompts import read_prompts
+    from traces.replay.run import replay
     from traces.store.files import read_trace
     from traces.store.outputs import write_run
 
@@ -95,7 +97,15 @@ def decode_again(
         for arm, trace, calibrated_on in planned:
             task = progress.add_task(f"decoding {arm.label}", total=len(trace.requests))
             advance = partial(progress.advance, task)
-            measured = run_arms(pair, trace, [arm], repeats=1, advance=advance)
+            assert arm.rule is not None
+            # A replay shows another version of a policy's own file.
+            known = set(arm.policy.reads) <= trace.signals
+            options = check_options(
+                pair, trace, [replay(trace, arm.policy)] if known else [], repeats=1,
+                arm=arm.label, calibrated_on=calibrated_on, **rule_conditions(arm.rule, memory),
+            )  # fmt: skip
+            with unfinished(out, options, len(trace.requests), note) as kept:
+                measured = run_arms(pair, trace, [arm], repeats=1, advance=advance, kept=kept)
             provenance = {
                 "run": out.name, "memory_file": memory.name if memory else None,
                 "calibrated_on": calibrated_on, "sampling": trace.sampling.meta,

@@ -73,7 +73,7 @@ class BatchRuns(RealRuns):
         groups = sum(len(groups_of(len(self.chosen), size)) for size in self.batches)
         return self.given.repeats * len(self.policies) * groups
 
-    def decode(self, kept: Checkpoint | None, advance: Callable[[], None]) -> Measured:
+    def decode(self, kept: Checkpoint, advance: Callable[[], None]) -> Measured:
         """Decode group by group."""
         from profiler.checks.batch_runs import run_batches
         from profiler.checks.spot_check import Arm

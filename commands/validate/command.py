@@ -195,7 +195,7 @@ def lossy(
     The predicted seconds price the rounds really decoded.  Further columns have what the replay
     along the recorded text would have said instead, and the quality of the output.
 
-    A stopped check begins again when the command is repeated.
+    A stopped check goes on where it stopped when the command is repeated.
     """
     from commands.validate.lossy import LossyRuns
 

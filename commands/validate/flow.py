@@ -6,7 +6,7 @@ import time
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
@@ -68,9 +68,6 @@ class RealRuns(ABC):
 
     name: ClassVar[str]
     """Beginning of the name of the run folder's file of measured times."""
-    resumed: ClassVar[bool] = True
-    """True if the runs of a stopped check are kept in the run folder, for the same call to go on
-    with them."""
     remedy: ClassVar[str] = AGAIN
     """Advice where the machine was another one during the runs than during the profile."""
     draft_model: ClassVar[bool] = False
@@ -116,7 +113,7 @@ class RealRuns(ABC):
         self.pair = self.info.load()
 
     @abstractmethod
-    def decode(self, kept: Checkpoint | None, advance: Callable[[], None]) -> Any:
+    def decode(self, kept: Checkpoint, advance: Callable[[], None]) -> Any:
         """Decode for real; `kept` holds the runs of an earlier call.
 
         The result has ``times`` (`traces.store.measured.MEASURED_COLUMNS`), ``logs``, ``outputs``
@@ -172,7 +169,6 @@ class RealRuns(ABC):
         with self._kept() as kept:
             again = None
             if remeasure:
-                assert kept is not None
                 once_s = sum(p.total_s + float(p.prefill_s.sum()) for p in self.expected)
                 expected_s = self.given.repeats * once_s
                 again = Remeasured(
@@ -201,11 +197,9 @@ class RealRuns(ABC):
             write_measured(MeasuredRuns(times, meta), run / self.file)
         return rows
 
-    def _kept(self) -> AbstractContextManager[Checkpoint | None]:
+    def _kept(self) -> AbstractContextManager[Checkpoint]:
         from profiler.checks.unfinished import check_options, unfinished
 
-        if not self.resumed:
-            return nullcontext()
         work = check_options(
             self.pair, self.trace, self.logs, self.given.repeats,
             remeasure=self.given.remeasure, **self.conditions,

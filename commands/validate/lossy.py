@@ -35,12 +35,12 @@ class LossyRuns(RealRuns):
     """
 
     name = "measured-lossy"
-    resumed = False
 
     def __init__(
         self, given: Given, verify: str, memory: Path | None, sampled: bool = False
     ) -> None:
         from profiler.checks.spot_check import Arm
+        from profiler.checks.unfinished import rule_conditions
         from simulator.chosen import load_policies, load_rule
         from simulator.whatif.ranking import predicted_fastest, with_fastest
         from traces.replay.vectorised import replay_many
@@ -64,14 +64,14 @@ class LossyRuns(RealRuns):
         self.arms = [Arm(PLAIN, plain), *(Arm(name, p, rule) for name, p in chosen)]
         self.policies = {arm.name: arm.policy for arm in self.arms}
         self.logs = list(replay_many(trace, chosen, rule=rule))
+        self.conditions = rule_conditions(rule, memory)
 
-    def decode(self, kept: Checkpoint | None, advance: Callable[[], None]) -> Measured:
-        """Decode with both models; what the rule learns in a repeat, a stopped check loses."""
+    def decode(self, kept: Checkpoint, advance: Callable[[], None]) -> Measured:
+        """Decode with both models."""
         from profiler.checks.spot_check import run_arms
 
-        del kept
         return run_arms(
-            self.pair, self.trace, self.arms, repeats=self.given.repeats, advance=advance
+            self.pair, self.trace, self.arms, repeats=self.given.repeats, advance=advance, kept=kept
         )
 
     def times(self, measured: Measured) -> pd.DataFrame:

@@ -127,7 +127,7 @@ class SourceRuns(RealRuns):
 
         self._openers: dict[str, Any] = {"model": own, "opened": opened}
 
-    def decode(self, kept: Checkpoint | None, advance: Callable[[], None]) -> Measured:
+    def decode(self, kept: Checkpoint, advance: Callable[[], None]) -> Measured:
         """Decode with the draft model, or with the source that drafts."""
         from profiler.checks.spot_check import Arm, run_arms
 

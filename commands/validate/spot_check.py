@@ -86,7 +86,7 @@ class SpotCheck(RealRuns):
         self.conditions, self.greedy = {"forced": forced}, trace.temperature == 0
         self.assisted = _assisted_logs(trace) if assisted and not forced and self.greedy else {}
 
-    def decode(self, kept: Checkpoint | None, advance: Callable[[], None]) -> Measured:
+    def decode(self, kept: Checkpoint, advance: Callable[[], None]) -> Measured:
         """Decode with both models, or as the trace says."""
         from profiler.checks.spot_check import Arm, run_arms
 

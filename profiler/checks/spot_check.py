@@ -15,9 +15,9 @@ from policies.core import DraftPolicy, Round, own_copy, speculate
 from policies.rules.base import VerifyRule
 from policies.rules.registry import describe_rule
 from profiler.checks.differences import output_of, rounds_differ, solves
-from profiler.checks.turns import Attempt, CheckWork, take_turns
+from profiler.checks.turns import Attempt, CheckWork, Taken, take_turns
 from profiler.decoding.forced import ForcedDecoder
-from profiler.decoding.single import ModelDecoder
+from profiler.decoding.single import ModelDecoder, judge_again
 from profiler.machine import timed
 from profiler.models.loading import Pair, check_same_models
 from profiler.models.runner import Runner
@@ -78,6 +78,10 @@ class _Requests(CheckWork):
     sampling: Sampling
     graphs: Callable[[], int]
 
+    @property
+    def reports_learnt(self) -> bool:
+        return any(arm.lossy for arm in self.arms)
+
     def captured(self) -> int:
         return self.graphs()
 
@@ -105,8 +109,21 @@ class _Requests(CheckWork):
             rule.end_request()
         found: dict[str, Any] = {"rounds": rounds, "output": decoder.output}
         if arm.lossy:
-            found |= {"mismatched": decoder.mismatched, "log_probs": decoder.log_probs}
+            found |= {
+                "mismatched": decoder.mismatched, "log_probs": decoder.log_probs,
+                "shown": decoder.shown,
+            }  # fmt: skip
         return span.timing, ((learner, rule), found)
+
+    def relearnt(self, ran: Taken, arm: Arm, learnt: Any) -> Any:
+        """Return the state after an earlier run; a rule learns from what it was shown there."""
+        if arm.lossy is None or self.learns(arm):
+            return super().relearnt(ran, arm, learnt)
+        learner, rule = deepcopy(learnt)
+        for shown in ran.found["shown"]:
+            judge_again(rule, shown)
+        rule.end_request()
+        return learner, rule
 
 
 def _rounds(decoder: Any, policy: DraftPolicy, arm: Arm) -> list[Round]:
@@ -204,7 +221,7 @@ def run_arms(
     `profiler.decoding.forced`).  ``advance`` is called after every arm's run of a request.
     Policies that learn across requests, and lossy rules, start each repeat without what they
     learnt.  What `kept` holds of an earlier call is not run again, and with `in_time` as many
-    requests are run as there is time for (`take_turns`); runs under a lossy rule are not kept.
+    requests are run as there is time for (`take_turns`).
     ``model`` opens the requests if it exists already, ``opened`` if another source drafts.
 
     Raises
@@ -213,8 +230,6 @@ def run_arms(
         If the trace has no prompts to run (and the run is not forced), or a rule or policy
         cannot run here.
     """
-    if kept is not None and any(arm.lossy for arm in arms):
-        raise ValueError("runs under a lossy rule are not kept")
     if forced and any(arm.lossy for arm in arms):
         raise DraftsimError("a forced run takes its verdicts from the trace: drop --verify")
     if not forced:
@@ -238,7 +253,7 @@ def run_arms(
             first[one.label].append({**one.found, "rounds": rounds})
     logs = {}
     for arm in arms:
-        done, rule = first[arm.label], turns.learnt[arm.label][1]
+        done, rule = first[arm.label], turns.learnt.get(arm.label, (None, None))[1]
         # With `in_time` only the first requests were run.
         decoded = [trace.requests[i] for i in work.units[: len(done)]]
         mismatched = None

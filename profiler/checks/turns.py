@@ -39,6 +39,11 @@ class CheckWork(ABC):
     arms: Sequence[Any]
     units: Sequence[Any]
 
+    @property
+    def reports_learnt(self) -> bool:
+        """Return True if what the arms have learnt is a result of the check."""
+        return False
+
     def size(self, unit: Any) -> int:
         """Return requests decoded together: units of one size warm up, rotate and learn by
         themselves.
@@ -67,10 +72,17 @@ class CheckWork(ABC):
     def attempt(self, repeat: int, unit: Any, arm: Any, learnt: Any) -> Attempt:
         """Run a unit under an arm with the state `learnt`, which is not changed."""
 
+    def relearnt(self, ran: Taken, arm: Any, learnt: Any) -> Any:
+        """Return the state after a run of an earlier call, which began with `learnt`."""
+        if not self.learns(arm):
+            return learnt
+        _, (state, _) = self.attempt(ran.repeat, ran.unit, arm, learnt)
+        return state
+
 
 class Turns(NamedTuple):
-    """All runs in their order, what the arms had learnt after the first repeat, by label, and how
-    quiet the machine was."""
+    """All runs in their order, what the arms had learnt after the first repeat, by label (if
+    `CheckWork.reports_learnt`), and how quiet the machine was."""
 
     taken: list[Taken]
     learnt: dict[str, Any]
@@ -88,9 +100,8 @@ def take_turns(
     last repeat).  The error is raised again if not even one repeat of the first unit was done.
 
     Runs that `kept` holds of an earlier call are not repeated: all runs of a unit are stored
-    together.  A policy that learns then repeats the runs of the unfinished repeat, untimed, and so
-    learns exactly the same again.  The state of the machine has steal and other work since the last
-    call.
+    together.  Who learns then learns exactly the same again (`CheckWork.relearnt`).  The state of
+    the machine has steal and other work since the last call.
     """
     arms = work.arms
     firsts = {work.size(unit): unit for unit in reversed(work.units)}.values()
@@ -101,8 +112,17 @@ def take_turns(
     for unit in work.units:
         places.append(seen[work.size(unit)])
         seen[work.size(unit)] += 1
-    # By repeat: what the arms have learnt, and the units that an earlier call ran.
-    learners: dict[int, tuple[dict[str, Any], list[Any]]] = {}
+    # By repeat: what the arms have learnt, and kept runs that they have not learnt from yet.
+    learners: dict[int, tuple[dict[str, Any], list[Taken]]] = {}
+    of_label = {label: arm for label, (arm, _) in labels.items()}
+
+    def learn_again(repeat: int) -> dict[str, Any]:
+        learnt, earlier = learners[repeat]
+        for one in earlier:
+            learnt[one.label] = work.relearnt(one, of_label[one.label], learnt[one.label])
+        earlier.clear()
+        return learnt
+
     done: list[tuple[int, int, list[Taken]]] = []
     try:
         for repeat, n in order(places, repeats, in_time):
@@ -117,15 +137,11 @@ def take_turns(
             step = f"{repeat:03d}-{n:05d}"
             ran = None if kept is None else _restored(kept, step, repeat, unit, machine, counted)
             if ran is not None:
-                earlier.append(unit)
+                earlier += ran
                 for _ in arms:
                     advance()
             else:
-                for before in earlier:
-                    for arm in filter(work.learns, arms):
-                        label = work.label(arm, before)
-                        _, (learnt[label], _) = work.attempt(repeat, before, arm, learnt[label])
-                earlier.clear()
+                learn_again(repeat)
                 machine.pulse()
                 ran = _turn(work, repeat, unit, rotated, learnt, counted, advance)
                 if kept is not None:
@@ -137,7 +153,7 @@ def take_turns(
     counts = Counter(n for _, n, _ in done)
     whole = sorted((d for d in done if counts[d[1]] == counts[0]), key=lambda d: d[0])
     taken = [one for _, _, ran in whole for one in ran]
-    first = learners[0][0] if done else {}
+    first = learn_again(0) if done and work.reports_learnt else {}
     return Turns(taken, first, machine.state(list(counted.values())))
 
 

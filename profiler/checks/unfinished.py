@@ -10,6 +10,8 @@ from importlib.metadata import distributions
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from policies.rules.base import VerifyRule
+from policies.rules.registry import describe_rule
 from profiler.recording.run import digest_of
 from traces.acceptance.trace import Trace
 from traces.replay.rounds import RoundLog
@@ -39,6 +41,12 @@ def check_options(
         "requests": [request.id for request in trace.requests],
         "arms": [(log.policy, log.source, _digest(log)) for log in logs], **more,
     }  # fmt: skip
+
+
+def rule_conditions(rule: VerifyRule, memory: Path | None) -> dict[str, Any]:
+    """Return the conditions that a lossy rule adds: itself, and its calibrated memory's content."""
+    content = None if memory is None else hashlib.sha256(memory.read_bytes()).hexdigest()
+    return {"rule": describe_rule(rule), "memory": content}
 
 
 def version(name: str = "draftsim") -> str | None:

@@ -7,6 +7,7 @@ real round as it does in a replay of that round.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import torch
@@ -33,6 +34,10 @@ from traces.acceptance.sampling import GREEDY, Sampling
 from traces.errors import DraftsimError
 from traces.replay.scores import RecordedScore
 
+Shown = tuple[list[list[Any]], list[list[Any]]]
+"""What a rule declares to read of every drafted token, whether the token ends the draft, and what
+it needs of every target score."""
+
 
 class RuleVerdict(NamedTuple):
     """The result of a rule for one verification pass."""
@@ -47,6 +52,8 @@ class RuleVerdict(NamedTuple):
     """The target's argmax at every position, one more than drafted."""
     pick_log_probs: list[float]
     """And its log-probability."""
+    shown: Shown
+    """What the rule could read, for `judge_again`."""
 
 
 def judge(
@@ -98,7 +105,24 @@ def judge(
         [row[5] - row[3] for row in rows[:count]],
         [int(row[0]) for row in rows],
         [row[1] - row[3] for row in rows],
+        (
+            [[getattr(token, name) for name in (*rule.reads, ENDS)] for token in draft],
+            [[getattr(score, name) for name in rule.needs] for score in scores],
+        ),
     )
+
+
+ENDS = "ends"
+"""The attribute of a drafted token that any rule may read."""
+
+
+def judge_again(rule: VerifyRule, shown: Shown) -> None:
+    """Let `rule` decide once more on a round of an earlier run, so that it learns the same."""
+    tokens, scores = (
+        [SimpleNamespace(**dict(zip(names, values, strict=True))) for values in each]
+        for names, each in zip(((*rule.reads, ENDS), rule.needs), shown, strict=True)
+    )
+    rule.accept(tokens, scores)
 
 
 def _accepted(rule: VerifyRule, draft: Sequence[Any], scores: Sequence[Any]) -> int:
@@ -198,6 +222,8 @@ class ModelDecoder(Emitting):
         emitted after the tokens before them.
     log_probs:
         Under a rule: the target's log-probability of each output token at T = 1, nats.
+    shown:
+        Under a rule: per verification, what it could read (`judge_again`).
 
     Raises
     ------
@@ -233,6 +259,7 @@ class ModelDecoder(Emitting):
         self._rule = rule
         self.mismatched: list[int] = []
         self.log_probs: list[float] = []
+        self.shown: list[Shown] = []
         # The true tokens, and how many of them each model's cache holds.  What a model
         # has not seen is fed to it before anything else: that is the catch-up.
         self._sequence = torch.cat([prompt, prompt.new_empty(max_new_tokens)])
@@ -315,6 +342,7 @@ class ModelDecoder(Emitting):
             tokens = [*(int(t.token_id) for t in draft[:kept]), seen.picks[kept]]
         ends = [i for i, token in enumerate(tokens) if token in self.eos]
         stop = ends[0] + 1 if ends else kept + 1
+        self.shown.append(seen.shown)
         self.mismatched.append(sum(seen.mismatched[: min(kept, stop)]))
         self.log_probs += [*seen.log_probs[:kept], own_log_prob][:stop]
         return kept, emitted, tokens
