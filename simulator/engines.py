@@ -22,7 +22,7 @@ import numpy as np
 from policies.core import DraftPolicy, Round
 from policies.lengths.basic import Fixed
 from simulator.serving.arrivals import Arrivals
-from simulator.serving.cost import Chunk, EngineCost
+from simulator.serving.cost import Chunk, EngineCost, Seconds
 from simulator.serving.outcome.report import Run
 from simulator.serving.outcome.timeline import Timeline
 from simulator.serving.replays import clock_free
@@ -275,11 +275,23 @@ def figures_of(requests: Any, one_by_one: bool = False) -> dict[str, float]:
 
 
 def kinds(runs: Sequence[LoadRun], latency: LatencyTable) -> list[dict[str, Any]]:
-    """Return the measured iterations priced one by one, and the error of each kind's seconds."""
+    """Return the measured iterations priced one by one, and the error of each kind's seconds.
+
+    The passes of an engine's own drafter are a kind of their own, where its time is known: it runs
+    at the end of an iteration, for the next one, and is priced there.
+    """
     cost = EngineCost(latency)
+    steps = list(itertools.chain.from_iterable(r.steps for r in runs))
+    apart = bool(latency.meta.get("engine", {}).get("own_drafter")) and any(
+        step.parts.get("propose") for step in steps
+    )
     found: dict[str, list[tuple[float, float]]] = {}
-    for step in itertools.chain.from_iterable(r.steps for r in runs):
-        found.setdefault(step.kind, []).append((step.seconds, priced_s(step, cost)))
+    for step in steps:
+        drafts_s, price = apart * step.parts.get("propose", 0.0), priced(step, cost)
+        own_s = (step.seconds - drafts_s, price.total_s - apart * price.draft_s)
+        found.setdefault(step.kind, []).append(own_s)
+        if apart:
+            found.setdefault("drafts", []).append((drafts_s, price.draft_s))
     rows = []
     for kind, pairs in found.items():
         measured_s, predicted_s = (float(sum(values)) for values in zip(*pairs, strict=True))
@@ -291,7 +303,7 @@ def kinds(runs: Sequence[LoadRun], latency: LatencyTable) -> list[dict[str, Any]
     return rows
 
 
-def priced_s(step: EngineStep, cost: Any) -> float:
+def priced(step: EngineStep, cost: EngineCost) -> Seconds:
     """Return the seconds that the simulator predicts for a measured iteration."""
     slots: list[Any] = [SimpleNamespace(context=d.context) for d in step.decoded]
     rounds = [Round(0, d.drafted, d.emitted - 1, d.emitted, d.drafted, 1) for d in step.decoded]
@@ -299,7 +311,7 @@ def priced_s(step: EngineStep, cost: Any) -> float:
         Chunk(SimpleNamespace(prefilled=p.cached, prefill_left=p.left), p.tokens)  # type: ignore[arg-type]
         for p in step.prompts
     ]
-    return float(cost(slots, rounds, chunks).total_s)
+    return cost(slots, rounds, chunks)
 
 
 class Comparison(NamedTuple):

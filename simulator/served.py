@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from simulator.engines import figures_of, priced_s, row_of, with_profile_errors, with_speedups
+from simulator.engines import figures_of, priced, row_of, with_profile_errors, with_speedups
 from simulator.pricing import HostCost
 from simulator.serving.arrivals import Arrivals
 from simulator.serving.cost import EngineCost
@@ -187,7 +187,7 @@ def slowdown_of(controls: Mapping[int, Sequence[ServedRun]], latency: LatencyTab
         pairs: list[tuple[float, float]] = []
         for step in itertools.chain.from_iterable(run.load.steps for run in runs):
             own_s = sum(step.parts[part] for part in ("schedule", "execute", "update"))
-            pair = own_s + known_s(latency, len(step.decoded) or 1), priced_s(step, cost)
+            pair = own_s + known_s(latency, len(step.decoded) or 1), priced(step, cost).total_s
             (of_prompts if step.prompts else pairs).append(pair)
         decoding[size] = _ratio(pairs)
     return Slowdown(decoding, _ratio(of_prompts))

@@ -6,10 +6,12 @@ import json
 import os
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import numpy as np
+import pandas as pd
 import pytest
 
 from policies import Round, parse_policy
@@ -21,6 +23,7 @@ from profiler.engines.measure import cells_of
 from profiler.engines.session import ENGINE, VARIABLE, Setup, asks_for_engine, setup_from
 from profiler.engines.vllm.proposer import OwnDrafter, check_speculative, register
 from profiler.engines.vllm.watch import SECOND_RUNNER, Stopwatches
+from simulator.engines import kinds, priced
 from simulator.serving import ClosedLoop, Scenario, simulate
 from simulator.serving.cost import EngineCost
 from tests.compiled import ALONG, PLAIN
@@ -28,7 +31,7 @@ from tests.pretend_vllm import PretendRunner
 from tests.test_engine_proposer import LONGEST, PROMPTS, TEXTS, TRACE, VOCABULARY, rounds
 from traces import LatencyTable, replay
 from traces.errors import DraftsimError
-from traces.store.engine_runs import PARTS
+from traces.store.engine_runs import PARTS, Decoded, EngineStep, LoadRun
 
 WRONG = VOCABULARY - 1
 """No text holds it."""
@@ -269,3 +272,25 @@ def test_vllms_plugin_takes_over_where_the_environment_says_so(
     outputs = runner.run()
     assert {int(n.partition("/")[0]): t for n, t in outputs.items()} == TEXTS
     assert max(runner.asked) == 3
+
+
+def test_drafts_are_priced_apart_from_the_iterations_that_make_them() -> None:
+    """An iteration drafts for the next one; the simulator charges who verifies."""
+    table = LatencyTable.constant(0.01, 0.002, host_round=0.001)
+    latency = LatencyTable(table.cells, {**table.meta, "engine": {"own_drafter": True}})
+    cost = EngineCost(latency)
+    sizes = [Decoded("0/0", 5, 0, 1), Decoded("0/0", 6, 3, 2), Decoded("0/0", 8, 1, 1)]
+    steps = [EngineStep(0.0, 0.0, {}, [own], [], {}, []) for own in sizes]
+    prices = [priced(step, cost) for step in steps]
+    made_s = [*(price.draft_s for price in prices[1:]), 0.0]
+    assert made_s[0] > made_s[1] > 0
+    ran = [
+        replace(step, seconds=price.total_s - price.draft_s + s, parts={"propose": s})
+        for step, price, s in zip(steps, prices, made_s, strict=True)
+    ]
+    run = LoadRun(pd.DataFrame(), ran, {}, 1e-3)
+    found = {row["kind"]: row for row in kinds([run], latency)}
+    assert set(found) == {"decode", "drafts"}
+    assert [row["error"] for row in found.values()] == pytest.approx([0.0] * 2)
+    assert sum(row["measured_s"] for row in found.values()) == pytest.approx(run.busy_s)
+    assert [row["kind"] for row in kinds([run], table)] == ["decode"]

@@ -19,7 +19,7 @@ from profiler.engines.notes import Lines, LogReader
 from profiler.engines.served import Reply, served_run
 from profiler.engines.vllm.proposer import Proposer
 from profiler.engines.vllm.watch import NoteTaker, caller_name
-from simulator.engines import priced_s
+from simulator.engines import priced
 from simulator.pricing import scalar_seconds
 from simulator.served import added, control_sizes, slowdown_of, slowed, with_server
 from simulator.serving.cost import EngineCost
@@ -131,7 +131,7 @@ def control_of(
         decoded = [Decoded(f"{i}/{i}", context, 0, 1) for i in range(size)]
         for reading in ([], prompt):
             step = EngineStep(0.0, 0.0, {}, decoded, reading, {}, [])
-            own_s = (prompts_slower if reading else slower) * priced_s(step, cost)
+            own_s = (prompts_slower if reading else slower) * priced(step, cost).total_s
             parts = {"schedule": 1e-4, "execute": own_s - 2e-4 - 5e-4, "update": 1e-4}
             steps.append(replace(step, seconds=own_s + 2e-3, parts=parts))
     load: Any = SimpleNamespace(steps=steps)
@@ -154,10 +154,12 @@ def test_an_engine_slower_than_its_table_is_priced_as_its_control_loops_ran() ->
     for size, slower in ((1, 1.3), (8, 1.1)):
         decoding = controls[size][0].load.steps[0]
         # The host's share, a twentieth, has cells of one request alone.
-        expected = slower * priced_s(decoding, before)
-        assert priced_s(decoding, cost) == pytest.approx(expected, rel=0.02)
+        expected = slower * priced(decoding, before).total_s
+        assert priced(decoding, cost).total_s == pytest.approx(expected, rel=0.02)
     alone = EngineStep(0.0, 0.0, {}, [], [PromptRead("0/0", 40, 0, 40)], {}, [])
-    assert priced_s(alone, cost) == pytest.approx(1.2 * priced_s(alone, before), rel=0.03)
+    assert priced(alone, cost).total_s == pytest.approx(
+        1.2 * priced(alone, before).total_s, rel=0.03
+    )
     # The server's share was measured together with that very engine.
     served = with_server(now, controls)
     around = {"batch": 8, "new_tokens": 1, "context": 0}
