@@ -227,7 +227,7 @@ def said_free(unpriced: Iterable[str]) -> list[str]:
 
 
 ERRS = {
-    "host_round": "speedups are too low, unless the passes include the host's time",
+    "host_round": "speedups are too low, or too high if the host starts draft passes slowly",
     "target prefill": "tokens/s are too high, and speedups too far from 1 for long prompts",
 }
 """How results err if a part that plain decoding has, too, costs nothing."""

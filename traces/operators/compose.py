@@ -43,6 +43,11 @@ UNLIKE = {
     "to 128 tokens: composed with 16 bits and whole contexts, its passes are too slow",
 }
 """Differences of composed passes from a family of models, by the beginning of its hub name."""
+DRAFT_GRAPH = (
+    ". A draft pass is taken for one CUDA graph: where the host starts it layer by layer, as in "
+    "vLLM 0.26, speedups are far lower"
+)
+"""The assumption about a draft model that matters most (docs/log/gpu.md)."""
 VERIFIED = 64
 """Tokens a sequence up to which a pass is taken for a verification, with a row of logits each."""
 
@@ -251,7 +256,10 @@ class Composer:
             f". {text}" for family, text in UNLIKE.items()
             if any(placed.model.hub.startswith(family) for placed in roles.values())
         ]  # fmt: skip
-        meta["said"] = said(name, self.device, origins) + "".join(unlike) + self._said_of_steps()
+        one_graph = "" if draft is None else DRAFT_GRAPH
+        meta["said"] = (
+            said(name, self.device, origins) + "".join(unlike) + self._said_of_steps() + one_graph
+        )
         return LatencyTable(cells.reset_index(drop=True), meta)
 
     def _said_of_steps(self) -> str:
