@@ -98,10 +98,11 @@ def stepped(name: str) -> str:
 def over_defaults(name: str) -> str:
     """Return speedups over the same engine and over the engine with its own defaults, by load."""
     found = [row for row in checks(name, "*-closed-*.json") if "speedup_defaults" in row]
+    if not found:
+        raise KeyError(name)
     rows = []
-    for load, own in groupby(found, key=lambda row: row["load"]):
+    for (load, plain), own in groupby(found, lambda row: (row["load"], row["throughput_defaults"])):
         for row in own:
-            plain = row["throughput_defaults"]
             rows.append((
                 load, row["policy"], f"{row['throughput']:.1f}", f"{row['speedup']:.2f}x",
                 f"{row['speedup_defaults']:.2f}x",

@@ -277,21 +277,22 @@ def figures_of(requests: Any, one_by_one: bool = False) -> dict[str, float]:
 def kinds(runs: Sequence[LoadRun], latency: LatencyTable) -> list[dict[str, Any]]:
     """Return the measured iterations priced one by one, and the error of each kind's seconds.
 
-    The passes of an engine's own drafter are a kind of their own, where its time is known: it runs
-    at the end of an iteration, for the next one, and is priced there.
+    Where the time of an engine's own drafter is known, its passes are a kind of their own: an
+    iteration makes the drafts of the next one, which the simulator charges for them.
     """
     cost = EngineCost(latency)
     steps = list(itertools.chain.from_iterable(r.steps for r in runs))
-    apart = bool(latency.meta.get("engine", {}).get("own_drafter")) and any(
-        step.parts.get("propose") for step in steps
-    )
+    own_drafter = bool(latency.meta.get("engine", {}).get("own_drafter"))
+    apart = own_drafter and any(step.parts.get("propose") for step in steps)
     found: dict[str, list[tuple[float, float]]] = {}
     for step in steps:
-        drafts_s, price = apart * step.parts.get("propose", 0.0), priced(step, cost)
-        own_s = (step.seconds - drafts_s, price.total_s - apart * price.draft_s)
-        found.setdefault(step.kind, []).append(own_s)
+        price = priced(step, cost)
+        measured_s, predicted_s = step.seconds, price.total_s
         if apart:
+            drafts_s = step.parts["propose"]
             found.setdefault("drafts", []).append((drafts_s, price.draft_s))
+            measured_s, predicted_s = measured_s - drafts_s, predicted_s - price.draft_s
+        found.setdefault(step.kind, []).append((measured_s, predicted_s))
     rows = []
     for kind, pairs in found.items():
         measured_s, predicted_s = (float(sum(values)) for values in zip(*pairs, strict=True))

@@ -179,7 +179,7 @@ def test_an_engine_of_another_version_begins_anew(
         check(folder, 2)
     monkeypatch.setattr(engine, "VllmEngine", Newer)
     ran.clear()
-    assert "keeps the runs of an unfinished check" in check(folder, 2).said
+    assert "keeps unfinished runs with other options" in check(folder, 2).said
     assert len(ran) == 2 * PAIR
     monkeypatch.setattr(engine, "VllmEngine", StandIn)
     assert f"continues after {PAIR} of {2 * PAIR} runs" in check(folder, 2).said
@@ -206,7 +206,7 @@ def test_a_policy_of_ones_own_that_changed_begins_anew(
         stop_after(PAIR, patch)
         checked(2)
     ran.clear()
-    assert "starts from the beginning" in checked(3).said
+    assert "start from the beginning" in checked(3).said
     assert len(ran) == 2 * PAIR
     ran.clear()
     assert f"continues after {PAIR} of {2 * PAIR} runs" in checked(2).said

@@ -108,51 +108,59 @@ def test_learners_go_on_as_if_they_had_not_been_stopped(
         assert resumed.machine[figure] == expected.machine[figure]
 
 
-@pytest.mark.parametrize("steps", [2, REQUESTS])
-@pytest.mark.parametrize("rule", ["csd:threshold=0", "lossy-global", "cm-asd"])
-@pytest.mark.parametrize("policy", ["fixed:gamma=3", LEARNERS[1]])
+@pytest.mark.parametrize("steps", [2, REQUESTS, REQUESTS + 1])
+@pytest.mark.parametrize(
+    ("sampling", "policy", "rule"),
+    [
+        (GREEDY, "fixed:gamma=3", "csd:threshold=0"),
+        (GREEDY, "fixed:gamma=3", "csd:threshold=0,capacity=4"),
+        (GREEDY, LEARNERS[1], "csd:threshold=0"),
+        (GREEDY, LEARNERS[1], "cm-asd"),
+        (Sampling(1.0), "fixed:gamma=3", "csd:threshold=0"),
+        (Sampling(1.0), "fixed:gamma=3", "lenience:mode=sample"),
+    ],
+)  # fmt: skip
 def test_a_rule_goes_on_as_if_it_had_not_been_stopped(
-    policy: str, rule: str, steps: int, tmp_path: Path, opened: list[str]
+    sampling: Sampling, policy: str, rule: str, steps: int, tmp_path: Path, opened: list[str]
 ) -> None:
-    trace, _ = whole(GREEDY)
+    trace, _ = whole(sampling)
     arm = Arm(policy, parse_policy(policy, max_gamma=trace.max_gamma), parse_rule(rule))
+    arms = [Arm("autoregressive", parse_policy("autoregressive")), arm]
 
     def ran(kept: Checkpoint | None, stop_after: int | None = None) -> Measured:
         done = 0
 
         def advance() -> None:
             nonlocal done
-            done += 1
-            if done - 1 == stop_after:
+            if done == stop_after:
                 raise KeyboardInterrupt
+            done += 1
 
-        return run_arms(bundled.pair(), trace, [arm], repeats=1, advance=advance, kept=kept)
+        return run_arms(bundled.pair(), trace, arms, repeats=2, advance=advance, kept=kept)
 
     expected, kept = ran(None), Checkpoint(tmp_path / "kept", {})
-    if steps == REQUESTS:  # stopped before its results were written
-        ran(kept)
-    else:
-        with pytest.raises(KeyboardInterrupt):
-            ran(kept, steps)
+    with pytest.raises(KeyboardInterrupt):
+        ran(kept, steps * len(arms))
     assert len(kept.names()) == steps
     opened.clear()
     resumed = ran(kept)
-    assert opened.count(policy) == REQUESTS - steps + (steps if policy in LEARNERS else 0)
-    np.testing.assert_array_equal(resumed.logs[arm.label].rounds, expected.logs[arm.label].rounds)
-    mismatched = (measured.logs[arm.label].mismatched for measured in (resumed, expected))
-    np.testing.assert_array_equal(*mismatched)
+    again = steps % REQUESTS if policy in LEARNERS else 0  # of the repeat under way
+    assert opened.count(policy) == 2 * REQUESTS - steps + again
+    assert resumed.times[WHAT_RAN].equals(expected.times[WHAT_RAN])
+    mine, own = (measured.logs[arm.label] for measured in (resumed, expected))
+    np.testing.assert_array_equal(mine.rounds, own.rounds)
+    np.testing.assert_array_equal(mine.mismatched, own.mismatched)
     assert resumed.outputs == expected.outputs
     assert resumed.log_likelihoods == expected.log_likelihoods
     if rule.startswith("csd"):
-        mine, own = (measured.logs[arm.label].rule.table for measured in (resumed, expected))
-        assert len(own) > 0
-        assert vars(mine) == vars(own)
+        assert len(own.rule.table) > 0
+        assert vars(mine.rule.table) == vars(own.rule.table)
 
 
 def test_a_memory_that_is_not_learnt_again_is_noticed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The check above would fail if a rule began anew."""
+    """The check above would fail if a rule forgot what it had learnt."""
     trace, _ = whole(GREEDY)
     fixed = parse_policy("fixed:gamma=3", max_gamma=trace.max_gamma)
     arm = Arm("fixed:gamma=3", fixed, parse_rule("csd:threshold=0"))
@@ -262,6 +270,10 @@ def test_a_stopped_check_of_a_rule_goes_on(
     assert f"continues after 6 of 12 runs: remove {place} to start again" in ran.said
     assert opened.count("autoregressive") == opened.count("fixed:gamma=2") == 3
     assert len(ran.rows) == 2
+    times = read_measured(folder / "measured-lossy.parquet").times
+    times = times.sort_values(["policy", "request"])
+    once = [times.loc[times["repeat"] == repeat, "rounds"].tolist() for repeat in range(3)]
+    assert once[0] == once[1] == once[2]  # each begins without what was learnt
     assert not list(folder.glob(".*"))
 
 
@@ -283,6 +295,42 @@ def test_a_stopped_decoding_under_a_rule_goes_on(
     assert list(again.outputs) == list(expected.outputs)
     assert again.meta["memory"] == expected.meta["memory"]
     assert not list(folder.glob(".*"))
+
+
+def test_what_was_decoded_is_kept_until_it_is_written(
+    folder: Path, run: Run, opened: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    command = ("profile", *bundled.named(), "--prompts", "unused", "--out", folder, *LOSSY)
+
+    def full(*_: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("traces.store.outputs.write_run", full)
+        assert run(*command).code == 2
+    opened.clear()
+    assert "continues after 2 of 2 runs" in run(*command).ok().said
+    assert not opened
+    assert len(find_runs(folder)) == 1
+
+
+@pytest.mark.parametrize("changed", [False, True])
+def test_runs_under_another_memory_are_others(
+    changed: bool, folder: Path, run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    memory = tmp_path / "memory.npz"
+
+    def calibrate(*more: object) -> None:
+        run("calibrate-memory", "--trace", folder, "--out", memory, *more).ok()
+
+    calibrate()
+    command = ("profile", *bundled.named(), "--prompts", "unused", "--out", folder)
+    options = (*LOSSY, "--memory", memory)
+    stopped(folder, run, options, monkeypatch, command, after=1)
+    if changed:
+        calibrate("--capacity", 1)
+    said = run(*command, *options).ok().said
+    assert ("start from the beginning" if changed else "continues after 1 of 2 runs") in said
 
 
 def test_a_stopped_check_of_batches_goes_on(
@@ -322,8 +370,8 @@ def test_another_check_begins_anew_and_leaves_the_unfinished_one(
     place = stopped(folder, run, options, monkeypatch)
     for other in (("--limit", 1), ("--forced", "--repeats", 1)):
         ran = run("validate", "--run", folder, *options, *other).ok()
-        assert f"{place} keeps the runs of an unfinished check" in ran.said
-        assert "this check starts from the beginning" in ran.said
+        assert f"{place} keeps unfinished runs with other options" in ran.said
+        assert "these runs start from the beginning" in ran.said
         assert list(folder.glob(f"{PLACE}-*")) == [place]
     assert "continues after 6 of 8 runs" in run("validate", "--run", folder, *options).said
     assert not list(folder.glob(f"{PLACE}-*"))
@@ -346,7 +394,7 @@ def test_a_policys_own_file_that_changed_since_is_another_check(
     own.write_text(code.format(3))
     # What was compiled of a file as long, written in the same second, is not taken for this one.
     os.utime(own, ns=(written.st_atime_ns, written.st_mtime_ns))
-    assert "starts from the beginning" in run("validate", "--run", folder, *options).said
+    assert "start from the beginning" in run("validate", "--run", folder, *options).said
     own.write_text(code.format(2))
     assert "continues after 6 of 8 runs" in run("validate", "--run", folder, *options).said
 
@@ -358,7 +406,7 @@ def test_runs_of_another_version_are_another_check(
     stopped(folder, run, options, monkeypatch)
     with monkeypatch.context() as patch:
         patch.setattr("profiler.checks.unfinished.version", lambda: "another")
-        assert "starts from the beginning" in run("validate", "--run", folder, *options).said
+        assert "start from the beginning" in run("validate", "--run", folder, *options).said
     assert "continues after 6 of 8 runs" in run("validate", "--run", folder, *options).said
 
 

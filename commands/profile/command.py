@@ -154,6 +154,8 @@ def decode(
 
     Every --policy is decoded under the rule of --verify.  The pair is profiled first, unless the
     folder is complete; such a folder keeps its recordings, and only these runs are added.
+
+    A stopped command goes on where it stopped when it is repeated.
     """
     again = jobs(verify, policy, method or [], split, papers)
     if policy and not verify:

@@ -72,11 +72,11 @@ def decode_again(
     Outputs are scored where a prompt asks for a number: in the prompts file, which need not be
     there any more, or when the run was recorded.
     """
+    from policies.from_file import file_of
     from profiler.checks.score import answers_to
     from profiler.checks.spot_check import real_run, run_arms
     from profiler.checks.unfinished import check_options, rule_conditions, unfinished
     from profiler.prompts import read_prompts
-    from traces.replay.run import replay
     from traces.store.files import read_trace
     from traces.store.outputs import write_run
 
@@ -98,21 +98,19 @@ def decode_again(
             task = progress.add_task(f"decoding {arm.label}", total=len(trace.requests))
             advance = partial(progress.advance, task)
             assert arm.rule is not None
-            # A replay shows another version of a policy's own file.
-            known = set(arm.policy.reads) <= trace.signals
             options = check_options(
-                pair, trace, [replay(trace, arm.policy)] if known else [], repeats=1,
-                arm=arm.label, calibrated_on=calibrated_on, **rule_conditions(arm.rule, memory),
+                pair, trace, [], repeats=1, arm=arm.label, file=file_of(arm.policy),
+                calibrated_on=calibrated_on, **rule_conditions(arm.rule),
             )  # fmt: skip
             with unfinished(out, options, len(trace.requests), note) as kept:
                 measured = run_arms(pair, trace, [arm], repeats=1, advance=advance, kept=kept)
-            provenance = {
-                "run": out.name, "memory_file": memory.name if memory else None,
-                "calibrated_on": calibrated_on, "sampling": trace.sampling.meta,
-            }  # fmt: skip
-            provenance |= {"part": part} if part else {}
-            run = real_run(pair, greedy, arm, measured, provenance, answers)
-            note(f"wrote {write_run(run, out)}")
+                provenance = {
+                    "run": out.name, "memory_file": memory.name if memory else None,
+                    "calibrated_on": calibrated_on, "sampling": trace.sampling.meta,
+                }  # fmt: skip
+                provenance |= {"part": part} if part else {}
+                run = real_run(pair, greedy, arm, measured, provenance, answers)
+                note(f"wrote {write_run(run, out)}")
             say_memory([run.log])
 
 

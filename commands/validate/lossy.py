@@ -64,7 +64,7 @@ class LossyRuns(RealRuns):
         self.arms = [Arm(PLAIN, plain), *(Arm(name, p, rule) for name, p in chosen)]
         self.policies = {arm.name: arm.policy for arm in self.arms}
         self.logs = list(replay_many(trace, chosen, rule=rule))
-        self.conditions = rule_conditions(rule, memory)
+        self.conditions = rule_conditions(rule)
 
     def decode(self, kept: Checkpoint, advance: Callable[[], None]) -> Measured:
         """Decode with both models."""

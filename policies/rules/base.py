@@ -52,7 +52,8 @@ class VerifyRule(Checked, ABC):
 
     An instance is a prototype: a run copies it once (`fresh`) and uses the copy for all
     its requests, in order, so state such as a correction memory grows over the run and
-    two runs never share it.
+    two runs never share it.  A stopped run goes on by calling `accept` and `end_request` again
+    with what was declared in `reads` and `needs`, so state must follow from these alone.
     """
 
     lossless: ClassVar[bool] = False

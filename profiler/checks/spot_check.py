@@ -78,10 +78,6 @@ class _Requests(CheckWork):
     sampling: Sampling
     graphs: Callable[[], int]
 
-    @property
-    def reports_learnt(self) -> bool:
-        return any(arm.lossy for arm in self.arms)
-
     def captured(self) -> int:
         return self.graphs()
 
@@ -115,14 +111,14 @@ class _Requests(CheckWork):
             }  # fmt: skip
         return span.timing, ((learner, rule), found)
 
-    def relearnt(self, ran: Taken, arm: Arm, learnt: Any) -> Any:
+    def relearnt(self, ran: Taken, arm: Arm, learnt: Any, policy: bool) -> Any:
         """Return the state after an earlier run; a rule learns from what it was shown there."""
-        if arm.lossy is None or self.learns(arm):
-            return super().relearnt(ran, arm, learnt)
-        learner, rule = deepcopy(learnt)
-        for shown in ran.found["shown"]:
-            judge_again(rule, shown)
-        rule.end_request()
+        learner, _ = super().relearnt(ran, arm, learnt, policy)
+        rule = deepcopy(learnt[1])
+        if rule is not None:
+            for shown in ran.found["shown"]:
+                judge_again(rule, shown)
+            rule.end_request()
         return learner, rule
 
 
@@ -253,7 +249,7 @@ def run_arms(
             first[one.label].append({**one.found, "rounds": rounds})
     logs = {}
     for arm in arms:
-        done, rule = first[arm.label], turns.learnt.get(arm.label, (None, None))[1]
+        done, rule = first[arm.label], turns.learnt[arm.label][1]
         # With `in_time` only the first requests were run.
         decoded = [trace.requests[i] for i in work.units[: len(done)]]
         mismatched = None

@@ -39,11 +39,6 @@ class CheckWork(ABC):
     arms: Sequence[Any]
     units: Sequence[Any]
 
-    @property
-    def reports_learnt(self) -> bool:
-        """Return True if what the arms have learnt is a result of the check."""
-        return False
-
     def size(self, unit: Any) -> int:
         """Return requests decoded together: units of one size warm up, rotate and learn by
         themselves.
@@ -72,17 +67,22 @@ class CheckWork(ABC):
     def attempt(self, repeat: int, unit: Any, arm: Any, learnt: Any) -> Attempt:
         """Run a unit under an arm with the state `learnt`, which is not changed."""
 
-    def relearnt(self, ran: Taken, arm: Any, learnt: Any) -> Any:
-        """Return the state after a run of an earlier call, which began with `learnt`."""
-        if not self.learns(arm):
+    def relearnt(self, ran: Taken, arm: Any, learnt: Any, policy: bool) -> Any:
+        """Return the state after a run of an earlier call that began with `learnt`, which is not
+        changed.
+
+        With `policy`, a policy that learns runs the unit again.
+        """
+        if not policy or not self.learns(arm):
             return learnt
         _, (state, _) = self.attempt(ran.repeat, ran.unit, arm, learnt)
         return state
 
 
 class Turns(NamedTuple):
-    """All runs in their order, what the arms had learnt after the first repeat, by label (if
-    `CheckWork.reports_learnt`), and how quiet the machine was."""
+    """All runs in their order, the arms' state after the first repeat, by label, and how quiet the
+    machine was.  If an earlier call ran that repeat to its end, a policy's state is not up to date.
+    """
 
     taken: list[Taken]
     learnt: dict[str, Any]
@@ -100,8 +100,8 @@ def take_turns(
     last repeat).  The error is raised again if not even one repeat of the first unit was done.
 
     Runs that `kept` holds of an earlier call are not repeated: all runs of a unit are stored
-    together.  Who learns then learns exactly the same again (`CheckWork.relearnt`).  The state of
-    the machine has steal and other work since the last call.
+    together.  Policies and rules that learn then reach the same state (`CheckWork.relearnt`).  The
+    state of the machine has steal and other work since the last call.
     """
     arms = work.arms
     firsts = {work.size(unit): unit for unit in reversed(work.units)}.values()
@@ -116,10 +116,10 @@ def take_turns(
     learners: dict[int, tuple[dict[str, Any], list[Taken]]] = {}
     of_label = {label: arm for label, (arm, _) in labels.items()}
 
-    def learn_again(repeat: int) -> dict[str, Any]:
+    def learn_again(repeat: int, policies: bool) -> dict[str, Any]:
         learnt, earlier = learners[repeat]
         for one in earlier:
-            learnt[one.label] = work.relearnt(one, of_label[one.label], learnt[one.label])
+            learnt[one.label] = work.relearnt(one, of_label[one.label], learnt[one.label], policies)
         earlier.clear()
         return learnt
 
@@ -141,7 +141,7 @@ def take_turns(
                 for _ in arms:
                     advance()
             else:
-                learn_again(repeat)
+                learn_again(repeat, policies=True)
                 machine.pulse()
                 ran = _turn(work, repeat, unit, rotated, learnt, counted, advance)
                 if kept is not None:
@@ -153,7 +153,7 @@ def take_turns(
     counts = Counter(n for _, n, _ in done)
     whole = sorted((d for d in done if counts[d[1]] == counts[0]), key=lambda d: d[0])
     taken = [one for _, _, ran in whole for one in ran]
-    first = learn_again(0) if done and work.reports_learnt else {}
+    first = learn_again(0, policies=False) if done else {}
     return Turns(taken, first, machine.state(list(counted.values())))
 
 

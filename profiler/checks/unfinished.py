@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from profiler.models.loading import Pair
 
 PLACE, DONE = ".validate", ".validated"
-"""Beginnings of the names of folders that keep a check's runs: of an unfinished check, and of one
+"""Beginnings of the names of folders that keep real runs: of an unfinished command, and of a check
 that more repeats may be added to."""
 
 
@@ -43,10 +43,13 @@ def check_options(
     }  # fmt: skip
 
 
-def rule_conditions(rule: VerifyRule, memory: Path | None) -> dict[str, Any]:
-    """Return the conditions that a lossy rule adds: itself, and its calibrated memory's content."""
-    content = None if memory is None else hashlib.sha256(memory.read_bytes()).hexdigest()
-    return {"rule": describe_rule(rule), "memory": content}
+def rule_conditions(rule: VerifyRule) -> dict[str, Any]:
+    """Return the conditions that a lossy rule adds: itself, and the memory that it begins with."""
+    table = getattr(rule, "table", None)
+    memory = (
+        None if table is None else digest_of({"pairs": table.items(), "capacity": table.capacity})
+    )
+    return {"rule": describe_rule(rule), "memory": memory}
 
 
 def version(name: str = "draftsim") -> str | None:
@@ -88,8 +91,8 @@ def unfinished(
         say(f"continues after {done} of {total} runs: remove {kept.folder} to start again")
     elif others:
         say(
-            f"{others[0]} keeps the runs of an unfinished check with other options: repeat that "
-            "one to continue it, or remove the folder; this check starts from the beginning"
+            f"{others[0]} keeps unfinished runs with other options: repeat that command to "
+            "continue them, or remove the folder; these runs start from the beginning"
         )
     try:
         yield kept

@@ -34,9 +34,11 @@ from traces.acceptance.sampling import GREEDY, Sampling
 from traces.errors import DraftsimError
 from traces.replay.scores import RecordedScore
 
+ENDS = "ends"
+"""The attribute of a drafted token that any rule may read."""
 Shown = tuple[list[list[Any]], list[list[Any]]]
-"""What a rule declares to read of every drafted token, whether the token ends the draft, and what
-it needs of every target score."""
+"""The signals and scores that a rule could read in one verification: of every drafted token those
+that it declares and `ENDS`, of every target score those that it needs."""
 
 
 class RuleVerdict(NamedTuple):
@@ -52,8 +54,8 @@ class RuleVerdict(NamedTuple):
     """The target's argmax at every position, one more than drafted."""
     pick_log_probs: list[float]
     """And its log-probability."""
-    shown: Shown
-    """What the rule could read, for `judge_again`."""
+    scores: list[RecordedScore]
+    """The target scores that the rule could read."""
 
 
 def judge(
@@ -105,15 +107,8 @@ def judge(
         [row[5] - row[3] for row in rows[:count]],
         [int(row[0]) for row in rows],
         [row[1] - row[3] for row in rows],
-        (
-            [[getattr(token, name) for name in (*rule.reads, ENDS)] for token in draft],
-            [[getattr(score, name) for name in rule.needs] for score in scores],
-        ),
+        scores,
     )
-
-
-ENDS = "ends"
-"""The attribute of a drafted token that any rule may read."""
 
 
 def judge_again(rule: VerifyRule, shown: Shown) -> None:
@@ -223,7 +218,7 @@ class ModelDecoder(Emitting):
     log_probs:
         Under a rule: the target's log-probability of each output token at T = 1, nats.
     shown:
-        Under a rule: per verification, what it could read (`judge_again`).
+        Under a rule: per verification, the signals and scores that it could read (`judge_again`).
 
     Raises
     ------
@@ -342,7 +337,10 @@ class ModelDecoder(Emitting):
             tokens = [*(int(t.token_id) for t in draft[:kept]), seen.picks[kept]]
         ends = [i for i, token in enumerate(tokens) if token in self.eos]
         stop = ends[0] + 1 if ends else kept + 1
-        self.shown.append(seen.shown)
+        self.shown.append((
+            [[getattr(token, name) for name in (*rule.reads, ENDS)] for token in draft],
+            [[getattr(score, name) for name in rule.needs] for score in seen.scores],
+        ))  # fmt: skip
         self.mismatched.append(sum(seen.mismatched[: min(kept, stop)]))
         self.log_probs += [*seen.log_probs[:kept], own_log_prob][:stop]
         return kept, emitted, tokens

@@ -271,6 +271,8 @@ def run_loads(
             if not warm:
                 say("running the beginning of each load, to warm up")
                 warm_up(engine, chosen, demands, prompts, forced, control)
+                if between is not None:
+                    between.warm_up()
                 warm = True
             found = [load.written() for load in run(turns, done)]
             for turn, written in zip(turns, found, strict=True):

@@ -243,14 +243,14 @@ class _Measured:
         """Return a block's samples: those kept under `name`, or measured now, and kept."""
         found = self._restored(name)
         if found is None:
-            self._warm_up()
+            self.warm_up()
             began = time.perf_counter()
             found = self._bench.block(cells, self.grid.steps)
             self._took_s[cells[0].batch] = (time.perf_counter() - began) / len(cells)
             self._store(name, found)
         return found
 
-    def _warm_up(self) -> None:
+    def warm_up(self) -> None:
         """Run every size once on a GPU, before the first one is timed.
 
         Kernels are compiled when a size first runs: 40 ms among passes of 6 ms.

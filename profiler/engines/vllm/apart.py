@@ -127,7 +127,7 @@ def main(asked: Path, told: Path) -> None:
 
     llm = LLM(**given["arguments"])
     engine, prompts = llm.llm_engine, given["prompts"]
-    words = "skip_tokenizer_init" not in given["arguments"]
+    words = not given["arguments"].get("skip_tokenizer_init")
 
     def add(name: str, job: PlannedRequest) -> None:
         params = SamplingParams(

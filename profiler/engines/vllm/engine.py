@@ -179,7 +179,7 @@ def start(options: EngineOptions) -> tuple[Any, Callable[[int], Any], Callable[.
             f"vLLM cannot be imported here ({error}): run `make vllm`, then .venv-vllm/bin/draftsim"
         ) from None
     given = measured_arguments(options)
-    words = "skip_tokenizer_init" not in given
+    words = not given.get("skip_tokenizer_init")
     try:
         llm = LLM(**given, disable_log_stats=False)
     except (ValueError, OSError, RuntimeError) as error:
