@@ -126,6 +126,15 @@ def test_divergences_are_named_and_doubted_where_nothing_is_a_tie(run: Run, fork
     assert "0 differing rounds" in said
 
 
+def test_the_median_error_of_speedups_leaves_plain_decoding_out(run: Run, forked: Path) -> None:
+    ran = run(
+        "validate", "--run", forked, *POLICIES, "--repeats", 1, "--no-assisted", "--json", "-"
+    )  # fmt: skip
+    errors = [abs(r["speedup_error"]) for r in ran.rows if r["policy"] != "autoregressive"]
+    assert len(errors) == 3
+    assert f"of the speedups {np.median(errors):.1%};" in ran.said
+
+
 def test_groups_whose_texts_diverged_are_left_out(run: Run, forked: Path) -> None:
     policies = ("--policy", "fixed:gamma=2", "--policy", "confidence-freeze:gamma=4")
     rows = run(

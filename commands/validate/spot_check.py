@@ -189,9 +189,12 @@ def say_faster(run: Path, trace: Trace, latency: LatencyTable, best: Fastest) ->
 
 def say_verdict(rows: pd.DataFrame) -> None:
     """Print the verdict of the comparison in words."""
-    from simulator.validation import common_error, verdict
+    from simulator.validation import CONTROL, common_error, verdict
 
     priced = rows.dropna(subset=["predicted_s"])
+    # No speculation has a speedup of 1 by definition, which is never wrong.
+    speedups = priced.loc[priced["policy"] != CONTROL, "speedup_error"].dropna().abs()
+    ratios = f", of the speedups {speedups.median():.1%}" if len(speedups) else ""
     said = verdict(priced)
     records = rows.to_dict("records")
     say_texts(records)
@@ -206,8 +209,7 @@ def say_verdict(rows: pd.DataFrame) -> None:
     note(
         f"{int(rows['rounds_differ'].sum())} differing rounds; "
         f"median |error| {said.median_error:.1%}, worst {said.worst_error:+.1%} "
-        f"({said.worst_policy}), of the speedups {priced['speedup_error'].abs().median():.1%}; "
-        f"{ranks}{sides}"
+        f"({said.worst_policy}){ratios}; {ranks}{sides}"
     )
     if line := common_error(priced):
         note(line)
