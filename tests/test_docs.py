@@ -112,6 +112,7 @@ def test_accuracy_is_what_was_recorded() -> None:
         ("qwen-coder-vllm-cpu", "engine-*.json", "vLLM, Qwen2.5-Coder, bfloat16"),
         ("qwen-coder-vllm-float32-cpu", "engine-*.json", "vLLM, Qwen2.5-Coder, float32"),
         ("qwen-coder-vllm-lookups-cpu", "engine-*.json", "vLLM, Qwen2.5-Coder, n-gram"),
+        ("h100-vllm-llama-3.1-8b+1b", "engine-*.json", "vLLM on one H100, its default CUDA graphs"),
         ("smollm2-vllm-eagle3-cpu", "http-*.json", "HTTP server, EAGLE-3"),
     ):
         rows = checks(name, files)

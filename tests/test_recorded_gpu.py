@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import numpy as np
 import pytest
 import torch
@@ -11,7 +13,7 @@ from profiler.models.architectures import PAIRS
 from profiler.models.stack import LayerRunner
 from simulator.hardware.scaling import carry_over
 from simulator.validation import anchor_drift, check_recording
-from tests.conftest import Run
+from tests.conftest import ROOT, Run
 from traces import find_latency
 from traces.latency.table import LatencyTable
 from traces.operators.devices import DEVICES
@@ -38,6 +40,23 @@ def test_a_longer_context_takes_longer(mode: str) -> None:
     for model in ("target", "draft"):
         times = table.seconds(model, "forward", batch=1, new_tokens=1, context=[128, 1024, 16384])
         assert (np.diff(times) > 0).all()
+
+
+def test_the_logs_composed_passes_of_an_h100_are_those_of_the_operators() -> None:
+    """Its table of passes composed from others' timings, and timed by ourselves on the same GPU."""
+    text = (ROOT / "docs" / "log" / "gpu.md").read_text(encoding="utf-8")
+    row = r"^\| (target|draft), (\d+) tokens?.* \| (.+) \| (.+) \| −(\d+)% \|$"
+    rows = re.findall(row, text, re.MULTILINE)
+    composed = find_latency("h100/llama-3.1-8b+llama-3.2-1b")
+    measured = find_latency("h100-llama-3.1-8b+1b-compiled")
+    contexts = (128, 128, 128, 1024, 4096, 128)
+    assert len(rows) == len(contexts)
+    for (model, width, told, timed, less), context in zip(rows, contexts, strict=True):
+        ours, own = (
+            1e3 * float(t.seconds(model, "forward", batch=1, new_tokens=int(width), context=context))
+            for t in (composed, measured)
+        )  # fmt: skip
+        assert (f"{ours:.2f}", f"{own:.2f}", f"{1 - ours / own:.0%}") == (told, timed, f"{less}%")
 
 
 def test_batches_whose_passes_were_not_timed_are_named_and_left_out(run: Run) -> None:
