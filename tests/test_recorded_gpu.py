@@ -52,10 +52,10 @@ def test_the_logs_composed_passes_of_an_h100_are_those_of_the_operators() -> Non
     contexts = (128, 128, 128, 1024, 4096, 128)
     assert len(rows) == len(contexts)
     for (model, width, told, timed, less), context in zip(rows, contexts, strict=True):
+        pass_ = {"batch": 1, "new_tokens": int(width), "context": context}
         ours, own = (
-            1e3 * float(t.seconds(model, "forward", batch=1, new_tokens=int(width), context=context))
-            for t in (composed, measured)
-        )  # fmt: skip
+            1e3 * float(t.seconds(model, "forward", **pass_)) for t in (composed, measured)
+        )
         assert (f"{ours:.2f}", f"{own:.2f}", f"{1 - ours / own:.0%}") == (told, timed, f"{less}%")
 
 
