@@ -426,8 +426,14 @@ def expected_median(noises: Sequence[float]) -> float:
     return 0.0 if above(0.0) >= 0 else float(brentq(above, 0.0, 2 * scales.max()))
 
 
+SURE = 2
+"""Standard errors from 1 beyond which the repeats are sure on which side of 1 a speedup is."""
+
+
 def noise_said(rows: Sequence[Mapping[str, Any]], first: str) -> str | None:
-    """Return the error of the speedups, and the error that the repeats alone explain."""
+    """Return the error of the speedups, the error that the repeats alone explain, and how many are
+    on the wrong side of 1.
+    """
     arms = [row for row in rows if row["policy"] != first and row["speedup_noise"] is not None]
     if not arms:
         return None
@@ -435,6 +441,8 @@ def noise_said(rows: Sequence[Mapping[str, Any]], first: str) -> str | None:
     floor, repeats = expected_median([row["speedup_noise"] for row in arms]), arms[0]["repeats"]
     needed = math.ceil(repeats * (2 * floor / BOUND) ** 2)
     paced = [abs(e) for row in arms if (e := row["paced_speedup_error"]) is not None]
+    wrong = [row for row in arms if (row["speedup"] - 1) * (row["speedup_predicted"] - 1) < 0]
+    sure = sum(abs(math.log(row["speedup"])) > SURE * row["speedup_noise"] for row in wrong)
     return (
         f"the median error of speedups is {np.median(errors):.1%} (worst {errors.max():.1%}); a "
         f"perfect model would show {floor:.1%} with the noise of these {repeats} repeats"
@@ -443,4 +451,6 @@ def noise_said(rows: Sequence[Mapping[str, Any]], first: str) -> str | None:
             f"; it is {np.median(paced):.1%} after correcting for the speed of the machine"
             if paced else ""
         )
+        + f"; {len(wrong)} of {len(arms)} are on the wrong side of 1x"
+        + (f", {sure} of them by more than {SURE} times that noise" if wrong else "")
     )  # fmt: skip

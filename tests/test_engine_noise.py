@@ -87,6 +87,16 @@ def test_it_is_said_how_many_repeats_a_bound_takes() -> None:
     assert "(1% with " not in str(noise_said(calm, OFF))
 
 
+def test_speedups_on_the_wrong_side_of_1_are_told_from_noise() -> None:
+    row = {"policy": "p", "speedup_error": 0.1, "repeats": 3, "paced_speedup_error": None}
+    near = row | {"speedup": 1.03, "speedup_predicted": 0.99, "speedup_noise": 0.02}
+    far = row | {"speedup": 0.9, "speedup_predicted": 1.2, "speedup_noise": 0.02}
+    right = row | {"speedup": 1.5, "speedup_predicted": 1.6, "speedup_noise": 0.02}
+    said = str(noise_said([near, far, right], OFF))
+    assert "; 2 of 3 are on the wrong side of 1x, 1 of them by more than 2 times that noise" in said
+    assert str(noise_said([right], OFF)).endswith("0 of 1 are on the wrong side of 1x")
+
+
 def test_errors_of_arms_on_a_slow_machine_are_told_by_what_else_ran_beside_them() -> None:
     told = {"usual": 1e-3, "counted": 1.1e-3, "follows": 0.5}
     assert slower_by([1.1e-3 * 1.21], told) == pytest.approx(1.1)
