@@ -179,6 +179,11 @@ def test_models_are_compared_by_weights_then_shapes_then_names() -> None:
     assert same_model(one, {}) is None
     assert model_in({"shapes": {"target": {"name": "x"}}}, "target")["name"] == "x"
     assert model_in({"models": {"draft": "llama 1B Q4"}}, "draft")["name"] == "llama 1B Q4"
+    # An engine's table has a folder's name, or that of `draftsim fetch`, and the model's shape.
+    sizes = {key: target[key] for key in ("layers", "hidden_size")}
+    engine = {"target": "runs/mine", "shapes": {"target": {**sizes, "heads": 1}}}
+    assert model_in(engine, "target") == {**sizes, "name": "runs/mine", "dtype": None}
+    assert same_model(target, model_in(engine, "target"))
     assert engine_head(find_latency(EAGLE3).meta) == "smollm2-eagle3"
     assert engine_head(find_latency(DRAFT).meta) is None
 

@@ -34,17 +34,20 @@ def model_in(meta: Mapping[str, Any], role: str) -> dict[str, Any]:
     """Return everything that provenance says of the model in a role; empty if it names none.
 
     Traces and transformers' latency tables describe a model by its fields, tables of an engine by
-    its folder's name, tables of the GPU suite by its shape, and those of llama-bench by its title.
+    its folder's name and its shape, tables of the GPU suite by its shape, and those of llama-bench
+    by its title.
     """
-    known = (meta.get(key) for key in ("shapes", "models"))
-    found = meta.get(role)
-    for others in known:
-        if found is None and isinstance(others, Mapping):
-            found = others.get(role)
-    if found is None or found == "":
+    shape, title = (
+        others.get(role) if isinstance(others := meta.get(key), Mapping) else None
+        for key in ("shapes", "models")
+    )
+    found = next((own for own in (meta.get(role), shape, title) if own is not None), "")
+    if found == "":
         return {}
-    about = dict(found) if isinstance(found, Mapping) else {"name": str(found)}
-    return {**about, "dtype": meta.get("dtype")}
+    if not isinstance(found, Mapping):
+        sizes = {key: shape[key] for key in SHAPE if key in shape} if shape else {}
+        found = {**sizes, "name": str(found)}
+    return {**found, "dtype": meta.get("dtype")}
 
 
 def names_of(model: Mapping[str, Any]) -> set[str]:

@@ -15,7 +15,7 @@ from traces.errors import DraftsimError, FileError, nearest
 from traces.latency.table import LatencyTable
 from traces.store.files import read_latency, read_trace
 from traces.store.header import PathLike
-from traces.store.identity import check_folder, engine_head, model_in, model_label, names_of
+from traces.store.identity import ROLES, check_folder, engine_head, model_in, model_label, names_of
 from traces.store.operators import find_composed
 from traces.store.speculation_profile import is_profile, read_profile
 from traces.store.text import decimal, read_object
@@ -262,7 +262,9 @@ def _summary(folder: Path) -> str:
     measured = read_latency(table).meta if table.is_file() else {}
     mode = f", {measured['mode']}" if "mode" in measured else ""
     if _file(folder, "trace") is None:
-        pair, size, device = str(measured.get("pair", "?")), "latencies alone", None
+        named = pair_label({role: model_in(measured, role) for role in ROLES}, measured)
+        pair, size = str(measured.get("pair") or named or "?"), "latencies alone"
+        device = measured.get("device")
     else:
         trace = find_trace(folder)
         pair = pair_label(models_of(folder, trace), measured, engine_head(measured) or "")

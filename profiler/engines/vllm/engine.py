@@ -210,10 +210,23 @@ def meta_of(options: EngineOptions, config: Any) -> dict[str, Any]:
             "prefix_caching": bool(config.cache_config.enable_prefix_caching),
         },
         "target": options.target, "draft": options.eagle or options.draft,
+        "shapes": _shapes(options, config),
         "dtype": str(config.model_config.dtype).removeprefix("torch."),
         "device": named, "threads": torch.get_num_threads(),
         "capability": torch.backends.cpu.get_cpu_capability() if device == "cpu" else None,
         "torch": torch.__version__,
+    }  # fmt: skip
+
+
+def _shapes(options: EngineOptions, config: Any) -> dict[str, dict[str, int]]:
+    """Return what tells the pair's models from others, whatever their folders are called."""
+    models = {"target": config.model_config}
+    if options.draft:
+        models["draft"] = config.speculative_config.draft_model_config
+    return {
+        role: {"layers": model.hf_text_config.num_hidden_layers,
+               "hidden_size": model.hf_text_config.hidden_size}
+        for role, model in models.items()
     }  # fmt: skip
 
 
