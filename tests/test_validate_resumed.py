@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -40,7 +41,10 @@ REQUESTS, REPEATS = 3, 2
 WHAT_RAN = ["policy", "verify", "forced", "repeat", "request", "rounds"]
 
 
-def decoded(trace: Trace, kept: Checkpoint | None, stop_after: int | None = None) -> Measured:
+def decoded(
+    trace: Trace, kept: Checkpoint | None, stop_after: int | None = None,
+    arms: Sequence[Arm] | None = None,
+) -> Measured:  # fmt: skip
     """Every arm on every request, stopped in the middle of a request's runs if asked."""
     done = 0
 
@@ -50,7 +54,7 @@ def decoded(trace: Trace, kept: Checkpoint | None, stop_after: int | None = None
             raise KeyboardInterrupt
         done += 1
 
-    arms = [Arm(text, parse_policy(text, max_gamma=trace.max_gamma)) for text in TEXTS]
+    arms = arms or [Arm(text, parse_policy(text, max_gamma=trace.max_gamma)) for text in TEXTS]
     return run_arms(bundled.pair(), trace, arms, repeats=REPEATS, advance=advance, kept=kept)
 
 
@@ -126,26 +130,14 @@ def test_a_rule_goes_on_as_if_it_had_not_been_stopped(
     trace, _ = whole(sampling)
     arm = Arm(policy, parse_policy(policy, max_gamma=trace.max_gamma), parse_rule(rule))
     arms = [Arm("autoregressive", parse_policy("autoregressive")), arm]
-
-    def ran(kept: Checkpoint | None, stop_after: int | None = None) -> Measured:
-        done = 0
-
-        def advance() -> None:
-            nonlocal done
-            if done == stop_after:
-                raise KeyboardInterrupt
-            done += 1
-
-        return run_arms(bundled.pair(), trace, arms, repeats=2, advance=advance, kept=kept)
-
-    expected, kept = ran(None), Checkpoint(tmp_path / "kept", {})
+    expected, kept = decoded(trace, None, arms=arms), Checkpoint(tmp_path / "kept", {})
     with pytest.raises(KeyboardInterrupt):
-        ran(kept, steps * len(arms))
+        decoded(trace, kept, steps * len(arms), arms)
     assert len(kept.names()) == steps
     opened.clear()
-    resumed = ran(kept)
+    resumed = decoded(trace, kept, arms=arms)
     again = steps % REQUESTS if policy in LEARNERS else 0  # of the repeat under way
-    assert opened.count(policy) == 2 * REQUESTS - steps + again
+    assert opened.count(policy) == REPEATS * REQUESTS - steps + again
     assert resumed.times[WHAT_RAN].equals(expected.times[WHAT_RAN])
     mine, own = (measured.logs[arm.label] for measured in (resumed, expected))
     np.testing.assert_array_equal(mine.rounds, own.rounds)
