@@ -452,5 +452,5 @@ def noise_said(rows: Sequence[Mapping[str, Any]], first: str) -> str | None:
             if paced else ""
         )
         + f"; {len(wrong)} of {len(arms)} are on the wrong side of 1x"
-        + (f", {sure} of them by more than {SURE} times that noise" if wrong else "")
+        + (f", {sure} of them by more than {SURE} standard errors" if wrong else "")
     )  # fmt: skip

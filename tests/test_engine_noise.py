@@ -93,7 +93,7 @@ def test_speedups_on_the_wrong_side_of_1_are_told_from_noise() -> None:
     far = row | {"speedup": 0.9, "speedup_predicted": 1.2, "speedup_noise": 0.02}
     right = row | {"speedup": 1.5, "speedup_predicted": 1.6, "speedup_noise": 0.02}
     said = str(noise_said([near, far, right], OFF))
-    assert "; 2 of 3 are on the wrong side of 1x, 1 of them by more than 2 times that noise" in said
+    assert "; 2 of 3 are on the wrong side of 1x, 1 of them by more than 2 standard errors" in said
     assert str(noise_said([right], OFF)).endswith("0 of 1 are on the wrong side of 1x")
 
 

@@ -8,17 +8,19 @@ import numpy as np
 import pytest
 import torch
 
+from docs.engine_tables import checks
 from profiler.latency.layers import layer_blocks
 from profiler.models.architectures import PAIRS
 from profiler.models.stack import LayerRunner
 from simulator.hardware.scaling import carry_over
-from simulator.validation import anchor_drift, check_recording
+from simulator.validation import CONTROL, anchor_drift, check_recording
 from tests.conftest import ROOT, Run
 from traces import find_latency
 from traces.latency.table import LatencyTable
 from traces.operators.devices import DEVICES
 from traces.store.recordings import BUNDLED, TRACE_VARIABLE
 
+DRAFTING = "fixed:gamma=4"
 H200 = sorted(folder.name for folder in BUNDLED.glob("h200-*"))
 
 
@@ -57,6 +59,39 @@ def test_the_logs_composed_passes_of_an_h100_are_those_of_the_operators() -> Non
             1e3 * float(t.seconds(model, "forward", **pass_)) for t in (composed, measured)
         )
         assert (f"{ours:.2f}", f"{own:.2f}", f"{1 - ours / own:.0%}") == (told, timed, f"{less}%")
+
+
+def test_the_pages_figures_of_vllm_on_an_h100_are_those_recorded(run: Run) -> None:
+    log, readme = (
+        (ROOT / page).read_text(encoding="utf-8") for page in ("docs/log/gpu.md", "README.md")
+    )
+    rows = checks("h100-vllm-llama-3.1-8b+1b", "engine-*.json")
+    compared = sum(row["rounds_compared"] for row in rows)
+    iterations = sum(row["iterations"] for row in rows)
+    assert f"**{compared:,} rounds and {iterations:,} iterations are the predicted ones" in log
+    drafting = [row for row in rows if row["policy"] != CONTROL]
+    for name, said in (("profile_", "the profile"), ("", "`--remeasure`")):
+        speedups = np.abs([row[f"{name}speedup_error"] for row in drafting])
+        rates = np.abs([row[f"{name}error"] for row in rows])
+        [line] = [x for x in log.splitlines() if x.startswith(f"| {said}")]
+        shown = [float(x) for x in re.findall(r"([\d.]+)%", line)]
+        found = 100 * np.array([np.median(speedups), speedups.max(), np.median(rates)])
+        assert shown == pytest.approx(found, abs=0.5)
+    asked = ("--batch", "1,4", "--requests", 8, "--policy", DRAFTING, "--json", "-")
+    pair = ("--trace", "qwen-coder-cpu", "--latency", "h100/llama-3.1-8b+llama-3.2-1b")
+    composed = {(r["batch"], r["policy"]): r for r in run("serve", *pair, *asked).ok().rows}
+    for many in (1, 4):
+        [own] = [r for r in drafting if (r["load"], r["policy"]) == (f"closed:{many}", DRAFTING)]
+        requests = "1 request" if many == 1 else f"{many} requests"
+        told, real = composed[many, CONTROL]["throughput_tok_s"], own["throughput_defaults"]
+        line = f"{told:.0f} | {real:.0f} | {told / real - 1:+.0%}"
+        assert f"| tokens/s without a drafter, {requests} | {line} |" in log
+        told, real = composed[many, DRAFTING]["speedup"], own["speedup_defaults"]
+        line = f"{told:.2f}x | {real:.2f}x | {told / real - 1:+.0%}"
+        assert f"| `{DRAFTING}` over that, {requests} | {line} |" in log
+        if many == 1:
+            assert f"gave [{real:.2f}x over vLLM without a drafter]" in readme
+            assert f"where composed costs promise {told:.2f}x" in readme
 
 
 def test_batches_whose_passes_were_not_timed_are_named_and_left_out(run: Run) -> None:
