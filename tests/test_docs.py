@@ -7,6 +7,7 @@ import importlib
 import re
 from pathlib import Path
 
+import numpy as np
 import pandas as pd
 import pytest
 
@@ -16,7 +17,7 @@ from docs.gpu_tables import measured_gpu
 from docs.lossy_tables import lossy_rules
 from docs.outputs import printed
 from docs.pair_tables import ladder
-from simulator.validation import CONTROL, check_recording
+from simulator.validation import CONTROL, check_recording, noise_said
 from tests.conftest import ROOT, Run
 from traces import find_latency, find_trace
 from traces.store.recordings import BUNDLED
@@ -111,6 +112,11 @@ def test_accuracy_is_what_was_recorded() -> None:
         ("smollm2-vllm-draft-cpu", "engine-*.json", "vLLM, draft model, bfloat16"),
         ("qwen-coder-vllm-cpu", "engine-*.json", "vLLM, Qwen2.5-Coder, bfloat16"),
         ("qwen-coder-vllm-float32-cpu", "engine-*.json", "vLLM, Qwen2.5-Coder, float32"),
+        (
+            "qwen-coder-vllm-float32-avx512-cpu",
+            "engine-*.json",
+            "the same on a machine with AVX-512",
+        ),
         ("qwen-coder-vllm-lookups-cpu", "engine-*.json", "vLLM, Qwen2.5-Coder, n-gram"),
         ("h100-vllm-llama-3.1-8b+1b", "engine-*.json", "vLLM on one H100, its default CUDA graphs"),
         ("smollm2-vllm-eagle3-cpu", "http-*.json", "HTTP server, EAGLE-3"),
@@ -122,6 +128,23 @@ def test_accuracy_is_what_was_recorded() -> None:
         assert cells[3] == f"{median}%", shown
         assert cells[4] == f"{worst}%", shown
         assert all(row["rounds_differ"] == 0 for row in rows)
+
+
+def test_both_checks_of_the_real_pair_in_float32_are_as_the_log_says() -> None:
+    page = (ROOT / "docs" / "log" / "qwen_coder.md").read_text()
+    both = [
+        row for name in ("qwen-coder-vllm-float32-cpu", "qwen-coder-vllm-float32-avx512-cpu")
+        for row in checks(name, "engine-closed-1-4.json")
+    ]  # fmt: skip
+    speedups = [abs(row["speedup_error"]) for row in both if row["policy"] != CONTROL]
+    rates = [abs(row["error"]) for row in both]
+    assert (
+        f"{len(speedups)} speedups, median error {np.median(speedups):.1%}, "
+        f"and tokens/s {np.median(rates):.1%}."
+    ) in page
+    assert str(noise_said(both[-4:], CONTROL)).endswith(
+        "1 of 3 are on the wrong side of 1x, 0 of them by more than 2 standard errors"
+    )
 
 
 def test_the_readme_is_one_screen() -> None:
