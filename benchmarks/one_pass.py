@@ -34,7 +34,7 @@ from simulator.aggregate.hazard import survival
 from simulator.aggregate.positions import of_survival
 from simulator.aggregate.server import COSTS, ServerFit, ServerRun, Target, calibrate
 from traces.acceptance.synthetic import drawn_chances
-from traces.acceptance.tape import RecordedToken
+from traces.replay.decoder import RecordedToken
 
 Floats = npt.NDArray[np.float64]
 

@@ -1,4 +1,7 @@
-"""The command line: every command, its options' former names, and how errors are said."""
+"""The command line: every command, its options' former names, and how errors are said.
+
+SIGTERM and SIGHUP end a command as Ctrl-C does, with all processes that it started.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +10,13 @@ import errno
 import gc
 import os
 import re
+import signal
 import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
 from difflib import get_close_matches
 from typing import Annotated, Any, NoReturn
 
@@ -15,7 +24,6 @@ import typer
 
 from commands.common.configured import configured_in
 from commands.lazy import Listed, lazy_group
-from commands.stopping import end_workers, stop_signals
 
 # typer carries its own copy of click, whose errors it exports only in part.
 UsageError: Any = typer.BadParameter.__mro__[1]
@@ -161,7 +169,7 @@ COMMANDS = {
         _PAIR,
     ),
     "serve": Listed(
-        "commands.serve.command:serve", "Simulate batches, queues and fleets.", _LOAD, True
+        "commands.serve:serve", "Simulate batches, queues and fleets.", _LOAD, True
     ),
     "capacity": Listed(
         "commands.capacity:capacity", "Find the fewest replicas that meet an SLO.",
@@ -321,3 +329,54 @@ def _fail(message: str, code: int) -> NoReturn:
 
     print(f"draftsim: {printable(' '.join(message.split()))}", file=sys.stderr)
     sys.exit(code)
+
+
+NUMBERS = [signal.SIGTERM, *([signal.SIGHUP] if hasattr(signal, "SIGHUP") else [])]
+TOGETHER_S = 1.0
+"""Signals that arrive within this time are one: `timeout` sends two of them."""
+
+
+@dataclass
+class CommandStop:
+    """The way in which the command was stopped."""
+
+    number: int = signal.SIGINT
+
+    @property
+    def code(self) -> int:
+        """Exit code: 130 after Ctrl-C, 143 after SIGTERM, 129 after SIGHUP."""
+        return 128 + self.number
+
+
+@contextmanager
+def stop_signals() -> Iterator[CommandStop]:
+    """Let SIGTERM and SIGHUP raise KeyboardInterrupt inside the block, unless they are ignored."""
+    stop, last_s = CommandStop(), -TOGETHER_S
+
+    def interrupt(number: int, frame: object) -> None:
+        nonlocal last_s
+        del frame
+        now_s = time.monotonic()
+        before_s, last_s = last_s, now_s
+        stop.number = number
+        if now_s - before_s >= TOGETHER_S:
+            raise KeyboardInterrupt
+
+    held: dict[signal.Signals, Any] = {}
+    if threading.current_thread() is threading.main_thread():
+        for one in NUMBERS:
+            if signal.getsignal(one) is signal.SIG_DFL:
+                held[one] = signal.signal(one, interrupt)
+    try:
+        yield stop
+    finally:
+        for one, handler in held.items():
+            signal.signal(one, handler)
+
+
+def end_workers() -> None:
+    """End the worker processes of a study, if any run, and remove the folders they share."""
+    loky = sys.modules.get("joblib.externals.loky.reusable_executor")
+    executor = getattr(loky, "_executor", None)
+    if executor is not None:
+        executor.terminate(kill_workers=True)

@@ -9,9 +9,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from commands.calibrate import fitted, known_target
-from commands.common.acceptance import FORMS, LONGEST, load_positions
-from commands.common.bounds import MOST_CONTEXT, MOST_LENGTH
-from commands.common.drafted import latencies, load_recording
+from commands.common.configured import MOST_CONTEXT, MOST_LENGTH
+from commands.common.drafted import FORMS, LONGEST, latencies, load_positions, load_recording
 from commands.common.options import (
     AlwaysOption,
     AssumeOption,
@@ -190,7 +189,7 @@ def _priced(
     from simulator.recording import said_costs
     from simulator.serving.cost import TableCost
     from simulator.tune.breakeven import grid, priced_surface
-    from traces.replay.always import drafting_always
+    from traces.replay.calls import drafting_always
 
     if acceptance is not None and latency is not None and not (source or gpu or weights):
         # No recording is needed: acceptance and costs are both given.

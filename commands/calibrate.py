@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from commands.common.acceptance import load_positions
+from commands.common.drafted import load_positions
 from commands.common.options import OtherAcceptanceOption, batch_sizes
 from commands.common.output import JsonOption, emit, note, placed_recording, remark
 from commands.common.printed import print_table

@@ -167,7 +167,7 @@ def weight_rows() -> list[dict[str, Any]]:
     """Return weight formats."""
     from dataclasses import asdict
 
-    from simulator.hardware.formats import FORMATS
+    from simulator.hardware.roofline import FORMATS
 
     return [asdict(form) for form in FORMATS.values()]
 

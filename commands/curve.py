@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from commands.common.acceptance import FORMS, LONGEST, load_positions
-from commands.common.bounds import MOST_LENGTH
+from commands.common.configured import MOST_LENGTH
+from commands.common.drafted import FORMS, LONGEST, load_positions
 from commands.common.options import batch_sizes
 from commands.common.output import JsonOption, OutOption, emit, note
 from traces.digits import counted, three_digits

@@ -111,7 +111,7 @@ def say_recorded() -> None:
 def _profiled(out: Path, size: Size) -> None:
     """Record and measure the bundled pair into the folder `out`."""
     from commands.profile.recording import RecordingJob, run_profile
-    from profiler.checks.unfinished import PLACE
+    from profiler.checks.turns import PLACE
     from profiler.latency.table import Grid
     from profiler.profile import Settings
     from profiler.recording.run import BUNDLED, RunInfo, claimed, only_writer
@@ -135,10 +135,9 @@ def _profiled(out: Path, size: Size) -> None:
 
 def _page(out: Path, trace: Trace, ranking: Ranking) -> Path:
     """Write the report of a demo: its predictions are from latencies measured during the runs."""
-    from simulator.report.data import report_data
-    from simulator.report.page import render
+    from simulator.report.data import render, report_data
+    from traces.store.engine_runs import read_measured
     from traces.store.files import CHECKED, read_latency
-    from traces.store.measured import read_measured
     from traces.store.writing import write_atomically
 
     data = report_data(

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from commands.common.acceptance import FORMS, load_positions
+from commands.common.drafted import FORMS, load_positions
 from commands.common.output import JsonOption, OutOption, emit, note
 from commands.common.printed import print_table
 from traces.digits import three_digits

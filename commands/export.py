@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from commands.common.acceptance import load_unpriced
+from commands.common.drafted import load_unpriced
 from commands.common.options import DraftedOption, TraceOption
 from commands.common.output import JsonOption, emit, note, placed_as
 from traces.digits import counted, three_digits
@@ -83,7 +83,7 @@ def profile_of(recording: Recording, k: int | None = None) -> SpeculationProfile
     """
     import numpy as np
 
-    from commands.common.acceptance import LONGEST
+    from commands.common.drafted import LONGEST
     from simulator.aggregate.positions import of_trace
     from simulator.tune.launch import METHODS
     from traces.errors import DraftsimError

@@ -13,8 +13,7 @@ from typing import Any, NamedTuple
 import typer
 from typer.core import TyperCommand, TyperGroup
 
-from commands.common.bounds import bounded
-from commands.common.configured import configured, expanded, read_config
+from commands.common.configured import bounded, configured, expanded, read_config
 
 
 class Listed(NamedTuple):

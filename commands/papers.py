@@ -165,7 +165,7 @@ def sampled_runs(trace: Trace, folder: Path | None, named: Sequence[Path] | None
     of another pair.
     """
     from simulator.papers.ours import Sampled
-    from traces.sources.exits.early_exit import EarlyExit
+    from traces.sources.early_exit import EarlyExit
     from traces.sources.found import find_recordings
     from traces.store.files import read_trace
     from traces.store.recordings import SAMPLED, pair_of

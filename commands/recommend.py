@@ -19,7 +19,7 @@ from commands.calibrate import (
     shown_choice,
     untold_gains,
 )
-from commands.common.acceptance import load_positions
+from commands.common.drafted import load_positions
 from commands.common.options import OtherAcceptanceOption, batch_sizes
 from commands.common.output import JsonOption, emit, note, placed, remark
 from commands.common.printed import print_table

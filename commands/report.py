@@ -57,10 +57,9 @@ def report(
     """
     from commands.simulate.table import headline
     from simulator.predict import compare, split_asked
-    from simulator.report.data import against_fixed, carried_spans, names_of, report_data
-    from simulator.report.page import render
-    from traces.replay.always import always_drafted, drafting_always, passes_always
-    from traces.store.measured import read_measured
+    from simulator.report.data import against_fixed, carried_spans, names_of, render, report_data
+    from traces.replay.calls import always_drafted, drafting_always, passes_always
+    from traces.store.engine_runs import read_measured
     from traces.store.writing import write_atomically
 
     recording = load_recording(

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from commands.common.bounds import MOST_BATCH, MOST_CONTEXT, MOST_LENGTH
+from commands.common.configured import MOST_BATCH, MOST_CONTEXT, MOST_LENGTH
 from commands.common.drafted import (
     gpu_names,
     say_calibrate,
@@ -45,8 +45,8 @@ if TYPE_CHECKING:
 
     from simulator.executors import Executor
     from simulator.recording import Recording
-    from simulator.whatif.sweep.prices import Prices
-    from simulator.whatif.sweep.run import Sweep
+    from simulator.whatif.cells import Prices
+    from simulator.whatif.sweep import Sweep
     from traces.latency.table import LatencyTable
 
 SHOWN = (
@@ -172,11 +172,10 @@ def sweep(
     """
     from simulator.chosen import swept_policies
     from simulator.whatif.breakeven import fastest, overview, thresholds
-    from simulator.whatif.sweep.grid import parse_axis
-    from simulator.whatif.sweep.prices import Prices, fitting
-    from simulator.whatif.sweep.run import Sweep, write_thresholds
+    from simulator.whatif.cells import Prices, fitting
+    from simulator.whatif.sweep import Sweep, parse_axis, write_thresholds
     from traces.latency.table import BATCH_FREE_SAID
-    from traces.replay.always import drafting_always
+    from traces.replay.calls import drafting_always
 
     ratios = parse_axis(c, "c", low=0.0)
     carried = {"--gpu": inputs.gpu, "--weights": inputs.weights}
@@ -341,7 +340,7 @@ def _ladder(
     from simulator.plots import save_all_kinds
     from simulator.plots.whatif import plot_ladder
     from simulator.whatif.ladder import ladder as climb
-    from simulator.whatif.sweep.grid import expand
+    from simulator.whatif.sweep import expand
 
     trace = recording.trace
     chosen = dict(named(load_policies(expand(policy), trace, say=remark))) if policy else None

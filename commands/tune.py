@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from commands.common.bounds import MOST_CONTEXT
+from commands.common.configured import MOST_CONTEXT
 from commands.common.drafted import say_calibrate
 from commands.common.options import CarriedInputs, Graphs, batch_sizes
 from commands.common.output import JsonOption, emit, note, placed_as, remark
@@ -165,7 +165,7 @@ def tune(
     if try_out:
         if engine is not TunedEngine.VLLM:
             raise DraftsimError(f"--try runs vllm alone: drop it for {engine.value}")
-        from commands.engine.trial import check_trial
+        from commands.engine.apart import check_trial
 
         longest = check_trial(table)
     common: dict[str, Any] = {"slo": targets, "seed": seed}
@@ -206,7 +206,7 @@ def tune(
         more["cudagraph_capture_sizes"] = captured
     tried = []
     if try_out:
-        from commands.engine.trial import try_settings
+        from commands.engine.apart import try_settings
 
         tried = more["tried"] = try_settings(
             table, recorded, tuned, requests or 40, repeats or 1, seed, defaults
@@ -220,7 +220,7 @@ def tune(
     )  # fmt: skip
     if tried:
         from commands.engine.apart import SHOWN as WITH_DEFAULTS
-        from commands.engine.trial import TRIED, say_tried
+        from commands.engine.apart import TRIED, say_tried
 
         if json is None:
             words = "Tried in vLLM; gains are over no speculation"

@@ -1,7 +1,7 @@
 """Docstrings and defaults as the API page's parser reads them: a griffe extension.
 
 Griffe gives all names of an entry ``a, b:`` the type and default of the first, takes an example
-after the last section for a part of that section, and a `policies.parameters.parameter` for the
+after the last section for a part of that section, and a `policies.spec.parameter` for the
 default that it has.
 """
 

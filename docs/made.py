@@ -49,7 +49,7 @@ from traces.latency.schema import CELL_COLUMNS, PHASES
 from traces.operators.table import OPERATOR_COLUMNS, OPERATORS
 from traces.replay.calls import CALL_DTYPE, CALL_KINDS
 from traces.replay.rounds import ROUND_DTYPE
-from traces.sources.exits.recording import NODE_COLUMNS
+from traces.sources.exit_recording import NODE_COLUMNS
 from traces.sources.methods import METHODS
 from traces.store.outputs import Output
 from traces.store.parquet import KINDS

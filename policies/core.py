@@ -20,7 +20,7 @@ from typing import Any, ClassVar, NamedTuple, Protocol, TypeVar
 
 from policies.guard import SIGNALS as SIGNALS  # noqa: PLC0414
 from policies.guard import Guarded, UndeclaredSignal
-from policies.parameters import Checked
+from policies.spec import Checked
 
 P = TypeVar("P", bound="DraftPolicy")
 

@@ -15,11 +15,15 @@ import pandas as pd
 import torch
 from rich.progress import Progress
 
-from profiler.checks.score import ANSWERS, SOLVED, answers_to, solved_by
-from profiler.latency.host import GPU_GAMMAS, host_beyond, measure_batch_host, measure_host
-from profiler.latency.layers import measure_layers
-from profiler.latency.passes import fitting_grid, pass_blocks
-from profiler.latency.rules import measure_rules
+from profiler.checks.differences import ANSWERS, SOLVED, answers_to, solved_by
+from profiler.latency.host import (
+    GPU_GAMMAS,
+    host_beyond,
+    measure_batch_host,
+    measure_host,
+    measure_rules,
+)
+from profiler.latency.passes import fitting_grid, measure_layers, pass_blocks
 from profiler.latency.table import Grid, Sweeps
 from profiler.machine import Machine
 from profiler.models.loading import Pair

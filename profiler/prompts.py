@@ -9,7 +9,7 @@ from reprlib import repr as shown
 from typing import Any, Protocol, TypeVar
 
 from traces.errors import DraftsimError
-from traces.replay.exact_match import reference_number
+from traces.replay.quality import reference_number
 from traces.store.text import json_lines, read_text
 
 

@@ -130,7 +130,7 @@ class Study:
     Attributes
     ----------
     table:
-        A row for each point and policy (`simulator.whatif.sweep.cells.COLUMNS`).
+        A row for each point and policy (`simulator.whatif.cells.COLUMNS`).
     best:
         A row for each point: its fastest policy (`simulator.whatif.breakeven.fastest`).
     notes:
@@ -466,8 +466,8 @@ def sweep(
     """
     from simulator.executors import Local
     from simulator.whatif.breakeven import fastest
-    from simulator.whatif.sweep.prices import Prices, fitting
-    from simulator.whatif.sweep.run import Sweep
+    from simulator.whatif.cells import Prices, fitting
+    from simulator.whatif.sweep import Sweep
     from traces.operators.devices import find_device
 
     notes: list[str] = []

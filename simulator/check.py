@@ -33,7 +33,7 @@ from simulator.formulas import (
 )
 from simulator.formulas.bounds import require
 from simulator.pricing import autoregressive, price
-from simulator.whatif.tilt.trace import acceptance
+from simulator.whatif.tilt import acceptance
 from traces.acceptance.synthetic import synthetic_trace
 from traces.acceptance.trace import Trace
 from traces.latency.table import LatencyTable

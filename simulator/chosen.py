@@ -178,7 +178,7 @@ def swept_policies(
     Without `texts` they are the fixed lengths up to `LONGEST` and the oracle.  Each of `gammas`
     becomes the draft length of every policy that has one.
     """
-    from simulator.whatif.sweep.grid import expand, with_gammas
+    from simulator.whatif.sweep import expand, with_gammas
 
     longest = min(LONGEST, trace.max_gamma or LONGEST)
     names = expand(texts or (f"fixed:gamma={{1..{longest}}}", "oracle"))

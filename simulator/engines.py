@@ -25,18 +25,17 @@ from simulator.serving.arrivals import Arrivals
 from simulator.serving.cost import Chunk, EngineCost, Seconds
 from simulator.serving.outcome.report import Run
 from simulator.serving.outcome.timeline import Timeline
-from simulator.serving.replays import clock_free
 from simulator.serving.run import simulate
 from simulator.serving.scenario import Scenario
 from simulator.serving.scheduler import Limits
+from simulator.serving.sequence import clock_free
 from simulator.validation import with_noise
 from traces.acceptance.trace import Trace
 from traces.latency.table import LatencyTable
 from traces.replay.rounds import before
 from traces.replay.run import replay
 from traces.sources.as_draft import drafted_trace
-from traces.sources.starts.features import Eagle
-from traces.sources.starts.parallel import drawn_starts
+from traces.sources.starts.parallel import Eagle, drawn_starts
 from traces.store.engine_runs import (
     Apart,
     Demand,

@@ -13,7 +13,7 @@ A round of a draft model costs
 * under a lossy rule, judging the drafted tokens, which is part of the host time.
 
 A step without speculation is the same sum with ``drafted = 0``, so both sides of a speedup are
-priced alike.  If the engine always drafts (`traces.replay.always`), rounds without drafts pay its
+priced alike.  If the engine always drafts (`traces.replay.calls`), rounds without drafts pay its
 passes, too.  Decode time is the sum over rounds; prefill is separate.
 
 For another source, its recorded calls replace the draft passes, and the target's pass if they
@@ -35,14 +35,15 @@ from policies.rules.registry import RULES
 from traces.errors import DraftsimError
 from traces.latency.schema import SERVER
 from traces.latency.table import EXTRAPOLATED, INTERPOLATED, Estimate, LatencyTable
-from traces.replay.always import always_drafted, passes_always
 from traces.replay.calls import (
     CALL_KINDS,
     DRAFTER,
     DRAFTER_TREE,
     LAYER,
     ONE_PASS,
+    always_drafted,
     distinct,
+    passes_always,
 )
 from traces.replay.rounds import ROUND_DTYPE, RoundLog
 

@@ -20,7 +20,7 @@ from traces.digits import counted
 from traces.errors import DraftsimError, FileError
 from traces.latency.graphs import CUDAGraphs
 from traces.latency.table import LatencyTable
-from traces.replay.always import in_one_pass
+from traces.replay.calls import in_one_pass
 from traces.sources.as_draft import check_drafts, drafted_latency, drafted_trace
 from traces.sources.base import Source
 from traces.sources.found import engine_source, find_recordings, own_source

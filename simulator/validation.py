@@ -1,6 +1,6 @@
 """Comparison of predicted with measured seconds, run by run, and its verdict.
 
-Measured input, one row per request and repeat (`traces.store.measured.MEASURED_COLUMNS`):
+Measured input, one row per request and repeat (`traces.store.engine_runs.MEASURED_COLUMNS`):
 
 ==========  ====================================================================
 policy      name of the policy, as in its round log
@@ -40,9 +40,9 @@ from traces.latency.table import LatencyTable
 from traces.machine import DISTURBED, label
 from traces.replay.vectorised import replay_many
 from traces.sources.found import find_drafted
+from traces.store.engine_runs import MEASURED_COLUMNS, OFF_COLUMNS, read_measured
 from traces.store.files import read_latency
 from traces.store.header import MOST, is_number, is_whole
-from traces.store.measured import MEASURED_COLUMNS, OFF_COLUMNS, read_measured
 from traces.store.text import read_object
 
 VALIDATE_COLUMNS = (
@@ -306,7 +306,7 @@ def _check_batch(
     if batch == 1:
         return compare([price(log, latency) for log in replay_many(used, policies)], runs)
     # Brings all of serving, which a data sheet alone does not need.
-    from simulator.serving.groups import predict_groups
+    from simulator.serving.study import predict_groups
 
     groups, _ = predict_groups(used, latency, policies, [batch])
     return compare(groups, runs)

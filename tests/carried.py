@@ -8,8 +8,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from simulator.hardware.formats import ModelShape
-from simulator.hardware.roofline import Roofline
+from simulator.hardware.roofline import ModelShape, Roofline
 from traces.acceptance.synthetic import Bursty, synthetic_trace
 from traces.latency.schema import CELL_COLUMNS
 from traces.latency.table import LatencyTable

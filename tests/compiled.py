@@ -20,7 +20,7 @@ from tests.serving import CONSTANT, GRID, bernoulli, table_of
 from traces.acceptance.synthetic import synthetic_trace
 from traces.acceptance.trace import Trace
 from traces.latency.table import LatencyTable
-from traces.replay.always import drafting_always
+from traces.replay.calls import drafting_always
 
 SIGNALLED = synthetic_trace(0.7, requests=6, tokens=40, max_gamma=24, concentration=3.0, seed=1)
 PLAIN = bernoulli(0.75, 12, 40, seed=2)

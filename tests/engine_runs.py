@@ -17,9 +17,9 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from commands.engine.apart import tried
 from commands.engine.check import arms, compare_loads
 from commands.engine.options import named_loads
-from commands.engine.trial import tried
 from policies import DraftPolicy, parse_policy, policy_names
 from policies.batch.base import BatchPolicy, SingleStream
 from profiler.engines import loads as running

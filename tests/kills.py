@@ -38,8 +38,8 @@ from tests.stored import rows_of
 from tests.studies import read_sweep
 from traces.acceptance.synthetic import synthetic_trace
 from traces.latency.table import LatencyTable
+from traces.store.engine_runs import read_measured
 from traces.store.files import read_latency, read_trace, write_latency, write_trace
-from traces.store.measured import read_measured
 
 SIGNALS = (signal.SIGKILL, signal.SIGTERM, signal.SIGINT)
 ENDS = {signal.SIGKILL: -9, signal.SIGTERM: 143, signal.SIGINT: 130}

@@ -8,9 +8,9 @@ import numpy as np
 
 from tests.outputs import trace_of
 from traces.acceptance.trace import Trace
-from traces.sources.exits.recording import ExitRecording, ExitSetting
+from traces.sources.exit_recording import ExitRecording, ExitSetting
 from traces.sources.recording import LOGITS, Recordings
-from traces.sources.starts.recording import StartRecording
+from traces.sources.starts.sources import StartRecording
 from traces.sources.starts.trees import TREE_SIGNALS, TreeRecording
 
 EOS = 0

@@ -11,8 +11,8 @@ from torch import Tensor
 from profiler.models.sampling import Verdict, count_matches
 from traces.acceptance.trace import Trace
 from traces.sources.base import true_tokens
-from traces.sources.exits.recording import ExitRecording
-from traces.sources.starts.recording import StartRecording
+from traces.sources.exit_recording import ExitRecording
+from traces.sources.starts.sources import StartRecording
 
 
 class _Recorded:

@@ -16,8 +16,7 @@ import pandas as pd
 from policies.registry import parse_policy
 from simulator.pricing import autoregressive, price
 from simulator.ratios import OwnRatios
-from simulator.report.data import report_data, tilted
-from simulator.report.page import render
+from simulator.report.data import render, report_data, tilted
 from tests.browser import Browser
 from tests.serving import table_of
 from traces.acceptance.synthetic import synthetic_trace
@@ -25,7 +24,7 @@ from traces.acceptance.trace import Trace
 from traces.latency.table import LatencyTable
 from traces.replay.rounds import RoundLog
 from traces.replay.run import replay
-from traces.store.measured import MEASURED_COLUMNS, MeasuredRuns
+from traces.store.engine_runs import MEASURED_COLUMNS, MeasuredRuns
 
 POLICIES = ("fixed:gamma=4", "svip", "hf-heuristic:gamma=5", "oracle")
 

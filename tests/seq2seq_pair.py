@@ -35,8 +35,8 @@ from transformers import (
 )
 
 from benchmarks.training.fit import TrainingPlan, rise_and_fall
-from profiler.train.descent import Descent
 from profiler.train.documents import stable_hash
+from profiler.train.heads import Descent
 
 EOS, PAD = "<|end|>", "<|pad|>"  # ids 0 and 1; EOS also starts the decoder
 IGNORED = -100

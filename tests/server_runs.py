@@ -16,8 +16,8 @@ from typing import Any
 import pandas as pd
 
 from commands.engine.check import arms
-from commands.engine.http import compare_served
 from commands.engine.options import named_loads
+from commands.validate.engine import compare_served
 from profiler.engines import vllm
 from profiler.engines.engine import EngineOptions
 from simulator.engines import Workload

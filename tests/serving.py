@@ -12,7 +12,7 @@ import numpy as np
 import pandas as pd
 
 from simulator.serving import Run
-from simulator.serving.engine import EventEngine
+from simulator.serving.run import EventEngine
 from simulator.serving.scheduler import BlockPool
 from traces.acceptance.trace import Request, Trace
 from traces.latency.schema import CELL_COLUMNS

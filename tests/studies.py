@@ -13,8 +13,8 @@ import pyarrow.parquet as pq
 
 from policies import DraftPolicy, Fixed, HFHeuristic, Oracle
 from simulator.executors import LostParts
-from simulator.whatif.sweep.prices import Prices
-from simulator.whatif.sweep.run import Sweep
+from simulator.whatif.cells import Prices
+from simulator.whatif.sweep import Sweep
 from traces.acceptance.synthetic import Bursty, synthetic_trace
 from traces.acceptance.trace import Trace
 from traces.latency.table import LatencyTable

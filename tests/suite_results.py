@@ -12,15 +12,15 @@ import pandas as pd
 
 from policies.registry import parse_policy
 from profiler.suite.__main__ import main
-from profiler.suite.runs.arms import COLUMNS
-from profiler.suite.runs.training import LARGEST
+from profiler.suite.checks import COLUMNS
+from profiler.suite.trained_stage import LARGEST
 from simulator.pricing import price
 from tests.serving import table_of
 from traces.acceptance.synthetic import synthetic_trace
 from traces.acceptance.trace import Trace
 from traces.replay.run import replay
+from traces.store.engine_runs import MeasuredRuns, write_measured
 from traces.store.files import write_latency, write_trace
-from traces.store.measured import MeasuredRuns, write_measured
 
 SMALL, OTHER = "cm-asd-12+3", "vicuna-7b+68m"
 """Two pairs of the suite that are small."""

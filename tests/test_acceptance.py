@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from commands.common.acceptance import load_positions
+from commands.common.drafted import load_positions
 from policies.lengths.basic import Fixed
 from simulator.aggregate.acceptance import extended, pick_curve, read_curves
 from simulator.aggregate.benches import latency_table

@@ -21,7 +21,7 @@ from traces.acceptance.synthetic import Bursty, synthetic_trace
 from traces.acceptance.trace import Trace
 from traces.errors import DraftsimError
 from traces.latency.table import LatencyTable
-from traces.replay.always import always_drafted, drafting_always, in_one_pass, passes_always
+from traces.replay.calls import always_drafted, drafting_always, in_one_pass, passes_always
 from traces.replay.rounds import RoundLog
 from traces.replay.run import replay
 from traces.store.files import read_trace, write_trace

@@ -14,7 +14,7 @@ import pytest
 
 import draftsim
 from commands.common.written import _best
-from commands.serve.rows import _break_even
+from commands.serve import _break_even
 from policies.batch.sglang import SGLangAdaptive
 from policies.core import DraftPolicy
 from policies.lengths.basic import Autoregressive, Fixed
@@ -32,15 +32,15 @@ from simulator.tune.formats import read_settings
 from simulator.tune.served import closed_load
 from simulator.tune.tensorrt_llm import tune_tensorrt_llm
 from simulator.whatif.batching import InBatches
-from simulator.whatif.sweep.prices import Prices
-from simulator.whatif.sweep.run import Sweep
+from simulator.whatif.cells import Prices
+from simulator.whatif.sweep import Sweep
 from tests.conftest import ROOT, Run
 from tests.serving import GRID
 from traces.acceptance.synthetic import synthetic_trace
 from traces.errors import DraftsimError
 from traces.latency.graphs import CUDAGraphs
 from traces.latency.table import LatencyTable
-from traces.replay.always import always_drafted, drafting_always, in_one_pass
+from traces.replay.calls import always_drafted, drafting_always, in_one_pass
 from traces.replay.run import replay
 from traces.store.files import write_latency, write_trace
 from traces.store.operators import in_graphs

@@ -31,8 +31,8 @@ from policies import (
 )
 from policies.batch.base import BatchPolicy
 from policies.together import TruncateToMinimum, together_of
-from profiler.checks.batch_runs import groups_of
 from profiler.checks.differences import output_of
+from profiler.checks.spot_check import groups_of
 from profiler.decoding.batch import BatchedDecoder, Stream, speculate_batch
 from profiler.models.runner import Runner
 from simulator.serving.arrivals import Job

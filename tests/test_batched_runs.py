@@ -15,9 +15,8 @@ pytest.importorskip("transformers")
 from commands.common.progress import progress_bar
 from policies import SVIP, ConfidenceFreeze, DraftPolicy, Fixed, Round
 from policies.together import Synchronise, together_of
-from profiler.checks.batch_runs import groups_of, run_batches
 from profiler.checks.differences import output_of, rounds_differ
-from profiler.checks.spot_check import Arm, run_arms
+from profiler.checks.spot_check import Arm, groups_of, run_arms, run_batches
 from profiler.checks.turns import LEAST_REPEATS, order
 from profiler.decoding.batch import BatchedDecoder, speculate_batch
 from profiler.decoding.forced import ForcedStream

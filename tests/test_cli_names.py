@@ -13,7 +13,7 @@ from typing import get_args
 import pytest
 
 from commands.app import COMMANDS
-from commands.common.bounds import bounded
+from commands.common.configured import bounded
 from commands.common.printed import cell_text, print_table
 from commands.common.written import write_rows
 from commands.lazy import leaves

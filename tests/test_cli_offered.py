@@ -129,8 +129,7 @@ def test_nothing_is_imported_to_list_the_commands(arguments: list[str]) -> None:
     assert not {name.partition(".")[0] for name in imported.split()} & (HEAVY | OURS)
     ours = {name for name in imported.split() if name.startswith("commands.")}
     assert ours == {
-        "commands.app", "commands.common", "commands.common.bounds",
-        "commands.common.configured", "commands.lazy", "commands.stopping",
+        "commands.app", "commands.common", "commands.common.configured", "commands.lazy",
     }  # fmt: skip
 
 

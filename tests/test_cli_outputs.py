@@ -19,7 +19,7 @@ from commands.common.columns import COLUMNS
 from commands.common.output import OutOption
 from commands.common.printed import OFF_TERMINAL, SPAN, heading
 from commands.common.written import TABLES
-from commands.engine import apart, http, trial
+from commands.engine import apart
 from commands.lazy import leaves
 from commands.validate import engine, recorded
 from policies.registry import POLICIES
@@ -346,7 +346,7 @@ def test_tables_name_what_they_are_of(command: str, run: Run) -> None:
 def test_columns_of_commands_that_need_an_engine_are_in_the_glossary() -> None:
     named = {
         *breakeven.SHOWN, *curve.SHOWN, *tune.SHOWN, *tune.CARRIED, *tune.CHECKED, *engine.SHOWN,
-        *http.SHOWN, *trial.TRIED, *apart.SHOWN, *recorded.SHOWN, *sweep.SHOWN, *sweep.RUNGS,
+        *engine.SHOWN_HTTP, *apart.TRIED, *apart.SHOWN, *recorded.SHOWN, *sweep.SHOWN, *sweep.RUNGS,
         *sweep.SEARCHED, *VALIDATE_COLUMNS, *recorded.BOUNDS, "the file's requests", "mean",
         *COMPARED,
     }  # fmt: skip

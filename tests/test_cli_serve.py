@@ -19,8 +19,7 @@ import pyarrow.parquet as pq
 import pytest
 
 import draftsim
-from commands.serve.command import kept
-from commands.serve.rows import guesses, headline
+from commands.serve import guesses, headline, kept
 from simulator.chosen import PLAIN, load_serving_policies
 from simulator.serving import read_results
 from simulator.serving.outcome.results import ResultsFile

@@ -20,8 +20,8 @@ from traces import find_trace
 from traces.latency.table import LatencyTable
 from traces.replay.run import replay
 from traces.sources import EarlyExit, read_recordings, write_recordings
+from traces.store.engine_runs import read_measured
 from traces.store.files import read_latency, read_trace, write_latency
-from traces.store.measured import read_measured
 
 
 def test_real_runs_agree_with_the_replay(run: Run, small_run: Path) -> None:

@@ -23,8 +23,8 @@ from policies.core import Load
 from simulator.executors import Cluster, Local
 from simulator.serving import over_rates, read_results
 from simulator.serving import sweep as serving_sweep
-from simulator.whatif.sweep.prices import Prices
-from simulator.whatif.sweep.run import Sweep
+from simulator.whatif.cells import Prices
+from simulator.whatif.sweep import Sweep
 from tests.compiled import same
 from tests.conftest import ROOT, Run
 from tests.forked import forked

@@ -55,8 +55,8 @@ from traces.sources.found import write_recordings
 from traces.sources.lookups.sources import read_corpus
 from traces.sources.registry import parse_source
 from traces.sources.replay import replay_source
+from traces.store.engine_runs import MEASURED_COLUMNS, MeasuredRuns, write_measured
 from traces.store.files import read_rounds, write_latency, write_rounds, write_trace
-from traces.store.measured import MEASURED_COLUMNS, MeasuredRuns, write_measured
 from traces.store.outputs import DIGEST, digest_of
 from traces.store.parquet import HEADER_KEY, write_file
 from traces.store.recordings import trace_folder

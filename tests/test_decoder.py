@@ -16,9 +16,8 @@ from policies.core import DraftPolicy, speculate
 from policies.lengths.basic import Fixed
 from policies.lengths.huggingface import HFHeuristic
 from profiler import machine as repeats
-from profiler.checks.batch_runs import run_batches
 from profiler.checks.differences import output_of, rounds_differ
-from profiler.checks.spot_check import Arm, assisted_generation, run_arms
+from profiler.checks.spot_check import Arm, assisted_generation, run_arms, run_batches
 from profiler.decoding.forced import ForcedDecoder
 from profiler.decoding.single import ModelDecoder
 from profiler.models.runner import Runner
@@ -246,7 +245,7 @@ def test_forced_runs_repeat_the_recording_with_any_weights() -> None:
 
 
 def test_signals_come_to_the_host_only_when_read(monkeypatch: pytest.MonkeyPatch) -> None:
-    from profiler.decoding.tokens import ModelToken
+    from profiler.decoding.single import ModelToken
 
     fetched = 0
     original = ModelToken._fetch

@@ -21,8 +21,7 @@ from profiler.decoding.batch import BatchedDecoder, Stream, enter, speculate_bat
 from profiler.decoding.forced import ForcedDecoder, ForcedStream
 from profiler.decoding.single import ModelDecoder
 from profiler.latency.host import dictating_trace, host_beyond
-from profiler.latency.layers import a_layer, layer_blocks
-from profiler.latency.passes import pass_blocks
+from profiler.latency.passes import a_layer, layer_blocks, pass_blocks
 from profiler.latency.table import Grid, Sweeps, swept
 from profiler.models.graphs import GraphRunner, captured
 from profiler.models.runner import Runner

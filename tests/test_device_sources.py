@@ -15,9 +15,8 @@ from commands.common.progress import progress_bar
 from policies.core import speculate
 from policies.lengths.basic import Fixed
 from profiler import profile
-from profiler.checks.batch_runs import run_batches
 from profiler.checks.differences import rounds_differ
-from profiler.checks.spot_check import Arm, assisted_generation, run_arms
+from profiler.checks.spot_check import Arm, assisted_generation, run_arms, run_batches
 from profiler.decoding.single import ModelDecoder
 from profiler.latency.table import Grid
 from profiler.models import loading
@@ -43,7 +42,7 @@ from traces.acceptance.trace import Trace
 from traces.errors import DraftsimError
 from traces.replay.run import replay
 from traces.sources.base import Source
-from traces.sources.exits.early_exit import EarlyExit, Kangaroo
+from traces.sources.early_exit import EarlyExit, Kangaroo
 from traces.sources.lookups.sources import PLD
 from traces.sources.starts.sources import Blockwise, LayerSkip, Medusa, Space, SpecDec
 
@@ -152,7 +151,7 @@ def test_heads_trained_in_float32_serve_the_target_in_bfloat16(
             rounds = list(speculate(decoder, Fixed(3)))
         drafts = sum(r.draft_forwards for r in rounds)
         exits = len(modules["early-exit"].layers) * (drafts + len(rounds))
-        token = [w for w in waits if "tokens.py" in w.where]
+        token = [w for w in waits if "single.py" in w.where]
         asked = [w for w in waits if "exits.py" in w.where and w.what == "item"]
         assert len(token) <= drafts
         assert len(asked) <= exits

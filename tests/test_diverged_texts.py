@@ -35,8 +35,8 @@ from tests.shared import made_once
 from traces.acceptance.trace import Trace
 from traces.replay.rounds import RoundLog, before
 from traces.replay.run import replay
+from traces.store.engine_runs import read_measured
 from traces.store.files import read_trace
-from traces.store.measured import read_measured
 
 REQUEST, POSITION = 1, 4
 """Where passes over several tokens decide otherwise than passes over one."""

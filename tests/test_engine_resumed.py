@@ -17,7 +17,7 @@ import pytest
 
 pytest.importorskip("torch")
 
-from profiler.checks.unfinished import DONE, PLACE
+from profiler.checks.turns import DONE, PLACE
 from profiler.engines import bench, loads, vllm
 from profiler.engines import served as clients
 from profiler.engines.drafts import Forced

@@ -13,7 +13,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from commands.stopping import stop_signals
+from commands.app import stop_signals
 from profiler.engines import vllm
 from profiler.engines.engine import EngineOptions
 from profiler.engines.vllm.engine import speculative_of

@@ -23,10 +23,11 @@ from traces.acceptance.trace import Trace
 from traces.errors import FileError
 from traces.latency.table import LatencyTable
 from traces.replay.run import replay
-from traces.sources.exits.recording import ExitRecording
+from traces.sources.exit_recording import ExitRecording
 from traces.sources.found import write_recordings
-from traces.sources.starts.recording import StartRecording
+from traces.sources.starts.sources import StartRecording
 from traces.sources.starts.trees import TreeRecording
+from traces.store.engine_runs import MeasuredRuns, read_measured, write_measured
 from traces.store.files import (
     read_latency,
     read_rounds,
@@ -35,7 +36,6 @@ from traces.store.files import (
     write_rounds,
     write_trace,
 )
-from traces.store.measured import MeasuredRuns, read_measured, write_measured
 from traces.store.parquet import write_file
 
 READERS: dict[str, Callable[[Path], Any]] = {

@@ -10,7 +10,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from simulator.hardware.formats import FORMATS, SHAPES, ModelShape, Unpacking, find_format
 from simulator.hardware.record import (
     by_library,
     check_published,
@@ -24,7 +23,16 @@ from simulator.hardware.record import (
     unpacking,
     width_errors,
 )
-from simulator.hardware.roofline import Observation, Roofline, observations
+from simulator.hardware.roofline import (
+    FORMATS,
+    SHAPES,
+    ModelShape,
+    Observation,
+    Roofline,
+    Unpacking,
+    find_format,
+    observations,
+)
 from simulator.hardware.scaling import carry_over, table_shapes
 from simulator.published import GAMMATUNE, GAMMATUNE_MS, SOURCES, SPECBOUND_4, STUDIES
 from tests.conftest import Run

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from scipy.optimize import nnls
 
 from traces.errors import DraftsimError
-from traces.latency.nonnegative import non_negative
+from traces.latency.interpolate import non_negative
 from traces.latency.table import EXTRAPOLATED, INTERPOLATED, MEASURED, LatencyTable
 
 QUIET = settings(max_examples=60, deadline=None)

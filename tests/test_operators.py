@@ -17,10 +17,9 @@ from traces.errors import DraftsimError
 from traces.latency.graphs import CAPTURED, CUDAGraphs
 from traces.latency.table import LatencyTable
 from traces.operators.attention import AttentionOperators, Heads, heads_of
-from traces.operators.compose import Composer
+from traces.operators.compose import Composer, kv_blocks
 from traces.operators.dense import MEASURED, NEAR, DenseOperators, experts_reached
 from traces.operators.devices import DATA, DEVICES
-from traces.operators.memory import kv_blocks
 from traces.operators.shapes import ARCHITECTURES, Placed, find_architecture
 from traces.operators.table import OperatorTable, rows_of
 from traces.store.operators import (

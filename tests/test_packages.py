@@ -189,7 +189,7 @@ SLOW = {"scipy", "matplotlib", "torch", "transformers", "joblib", "sklearn", "da
 @pytest.mark.parametrize(
     "modules",
     [
-        ("simulator", "simulator.whatif.sweep.run", "traces", "commands.tune"),
+        ("simulator", "simulator.whatif.sweep", "traces", "commands.tune"),
         ("simulator.serving",),
     ],
     ids=str,

@@ -9,7 +9,7 @@ import pytest
 from policies.lengths.cmasd import CMASD
 from policies.registry import parse_policy
 from policies.rules.registry import parse_rule
-from profiler.suite.runs.arms import ARMS, arms_of
+from profiler.suite.checks import ARMS, arms_of
 from simulator.chosen import load_policies
 from simulator.papers.cmasd import SERVED, batch_rows, cmasd_rows, comparison
 from simulator.papers.compare import REAL_RUNS

@@ -14,10 +14,10 @@ from policies.lengths.basic import Fixed
 from simulator.aggregate.acceptance import TwoState
 from simulator.aggregate.hazard import check_totals, emitted_at
 from simulator.formulas.leviathan import acceptance_rate, expected_tokens
-from simulator.hardware.formats import SHAPES
+from simulator.hardware.roofline import SHAPES
 from simulator.papers import measured
 from simulator.papers.measured import measured_rows
-from simulator.papers.measured.engines import ONE, TWO, cycle_at, ladder_rows
+from simulator.papers.measured.engines import ONE, SERVER, TWO, cycle_at, ladder_rows
 from simulator.papers.measured.logs import (
     EAGLE,
     EAGLE_STUDY,
@@ -34,7 +34,6 @@ from simulator.papers.measured.rows import (
     ranked,
     record,
 )
-from simulator.papers.measured.server import SERVER
 from simulator.published import CLASSES, GAMMATUNE_MS, RTX3090, SOURCES
 from tests.conftest import Run
 from traces.acceptance.synthetic import Bursty, synthetic_trace

@@ -11,6 +11,13 @@ import numpy as np
 import pytest
 
 from simulator.hardware.scaling import bounds_of
+from simulator.papers.measured.engines import (
+    OVER_TIME,
+    SERVER,
+    SERVER_LOG,
+    read_over_time,
+    server_rows,
+)
 from simulator.papers.measured.operators import (
     ALONE,
     WITH_HOST,
@@ -24,13 +31,6 @@ from simulator.papers.measured.operators import (
     step_rows,
 )
 from simulator.papers.measured.rows import Evidence, by_study, kind_of
-from simulator.papers.measured.server import (
-    OVER_TIME,
-    SERVER,
-    SERVER_LOG,
-    read_over_time,
-    server_rows,
-)
 from tests.conftest import Run
 from traces.errors import DraftsimError
 from traces.store.recordings import find_latency

@@ -30,8 +30,8 @@ from traces.acceptance.trace import Request, Trace
 from traces.errors import TailError
 from traces.latency.table import LatencyTable
 from traces.replay.corrections import split_requests
-from traces.sources.exits.early_exit import EarlyExit
-from traces.sources.exits.recording import OMEGAS
+from traces.sources.early_exit import EarlyExit
+from traces.sources.exit_recording import OMEGAS
 
 LAYERS, EXITS, LENGTH, STEP_S, PREFILL_S = 8, (2, 4, 6), 40, 0.008, 0.02
 LATENCY = LatencyTable.constant(STEP_S, 0.001, layer=STEP_S / LAYERS, head=0.0, prefill=PREFILL_S)

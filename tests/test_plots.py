@@ -45,7 +45,7 @@ from traces.errors import DraftsimError
 from traces.latency.table import LatencyTable
 from traces.replay.rounds import RoundLog
 from traces.replay.run import replay
-from traces.store.measured import MEASURED_COLUMNS
+from traces.store.engine_runs import MEASURED_COLUMNS
 
 LATENCY = LatencyTable.constant(0.01, 0.001, 0.012)
 

@@ -26,8 +26,7 @@ from simulator.formulas.leviathan import optimal_gamma
 from simulator.formulas.leviathan import speedup as leviathan_speedup
 from tests.policy_rounds import Token
 from traces.acceptance.synthetic import synthetic_trace
-from traces.acceptance.tape import RecordedToken
-from traces.replay.decoder import ReplayDecoder
+from traces.replay.decoder import RecordedToken, ReplayDecoder
 
 
 def length(policy: DraftPolicy, probs: Sequence[float]) -> int:

@@ -15,8 +15,7 @@ from torch import Tensor
 
 from policies import DraftAndVerify, DraftPolicy, GammaTunePlus, Round
 from policies.core import speculate
-from profiler.decoding.single import ModelDecoder
-from profiler.decoding.tokens import DraftStep, ModelToken
+from profiler.decoding.single import DraftStep, ModelDecoder, ModelToken
 from simulator.chosen import load_policies
 from tests import bundled
 from tests.outputs import trace_of

@@ -11,8 +11,7 @@ from transformers import TopPLogitsWarper
 
 from profiler.models.runner import Runner
 from profiler.models.sampling import log_probs_at, signals
-from profiler.recording.signals import lacking, with_signals
-from profiler.recording.trace import Recorder
+from profiler.recording.trace import Recorder, lacking, with_signals
 from tests import bundled
 from traces.acceptance.sampling import GREEDY, Sampling
 from traces.acceptance.trace import MATCH, Trace

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from docs.engine_tables import checks
-from profiler.latency.layers import layer_blocks
+from profiler.latency.passes import layer_blocks
 from profiler.models.architectures import PAIRS
 from profiler.models.stack import LayerRunner
 from simulator.hardware.scaling import carry_over

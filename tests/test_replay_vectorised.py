@@ -23,7 +23,7 @@ from policies.lengths.specdec_pp import Disco, SpecDecPP
 from policies.registry import POLICIES
 from policies.rules.registry import RULES, parse_rule
 from policies.vectorised import plan_of
-from simulator.whatif.tilt.trace import Tilter, iid_like
+from simulator.whatif.tilt import Tilter, iid_like
 from tests.made_up import TRACE
 from tests.traces_of_kinds import KINDS, Kind, random_trace
 from tests.vectorised import MANY

@@ -38,8 +38,8 @@ from traces.errors import DraftsimError
 from traces.latency.table import LatencyTable
 from traces.replay.rounds import RoundLog
 from traces.replay.run import replay
+from traces.store.engine_runs import write_measured
 from traces.store.files import write_latency, write_trace
-from traces.store.measured import write_measured
 
 
 @pytest.fixture(autouse=True)

@@ -9,7 +9,7 @@ import pytest
 from policies.registry import parse_policy
 from simulator.ratios import RatioSums, own_ratios
 from simulator.report.data import carried
-from simulator.whatif.tilt.trace import Tilter
+from simulator.whatif.tilt import Tilter
 from tests.break_even import break_even_ratio
 from tests.browser import Browser
 from tests.report_pages import build_report, data, latency, move, recording, value

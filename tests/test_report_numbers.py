@@ -28,7 +28,7 @@ from simulator.tune.costs import default_contexts, price_grid
 from simulator.tune.costs import fixed_logs as tune_logs
 from simulator.tune.served import check_seed, closed_load, compare_served
 from simulator.tune.vllm import tune_vllm
-from simulator.whatif.tilt.trace import Tilter
+from simulator.whatif.tilt import Tilter
 from tests.break_even import break_even_ratio, ratio_sums
 from tests.report_pages import (
     POLICIES,

@@ -14,7 +14,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from policies.rules.base import TokenRule
 from policies.rules.registry import RULES as BUILT_IN
 from policies.rules.registry import parse_rule
-from profiler.latency.rules import RULES, measure_rules
+from profiler.latency.host import RULES, measure_rules
 from profiler.models.runner import Runner
 from simulator import autoregressive, price
 from simulator.pricing import judging_phase

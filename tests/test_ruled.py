@@ -28,9 +28,8 @@ from traces.acceptance.synthetic import synthetic_trace
 from traces.acceptance.trace import Trace
 from traces.errors import DraftsimError
 from traces.replay.corrections import calibrated, rejected_pairs, split_requests
-from traces.replay.ruled import RuleReplayDecoder
+from traces.replay.ruled import RuleReplayDecoder, score_tape
 from traces.replay.run import replay
-from traces.replay.scores import score_tape
 from traces.store.outputs import find_run, find_runs, read_run, write_run
 
 EXACT = (

@@ -9,8 +9,7 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from profiler.checks.differences import solves
-from profiler.checks.score import ANSWERS, SOLVED, answers_to, score, solved_by
+from profiler.checks.differences import ANSWERS, SOLVED, answers_to, score, solved_by, solves
 from profiler.checks.spot_check import real_run
 from profiler.prompts import Prompt, read_prompts
 from profiler.recording.run import BUNDLED
@@ -21,7 +20,7 @@ from tests.logs import write_rows
 from tests.outputs import greedy
 from tests.rule_runs import decode, short_trace
 from traces.errors import DraftsimError
-from traces.replay.exact_match import final_number
+from traces.replay.quality import final_number
 from traces.store.files import read_trace
 from traces.store.outputs import find_runs, quality, read_run, write_run
 

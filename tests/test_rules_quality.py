@@ -15,8 +15,14 @@ from hypothesis import strategies as st
 
 from traces.acceptance.trace import Request, Trace
 from traces.errors import DraftsimError, SignalError
-from traces.replay.exact_match import final_number, reference_number, solved
-from traces.replay.quality import output_log_likelihood, relative_bleu, token_agreement
+from traces.replay.quality import (
+    final_number,
+    output_log_likelihood,
+    reference_number,
+    relative_bleu,
+    solved,
+    token_agreement,
+)
 
 tokens = st.lists(st.integers(0, 2), max_size=6)
 

@@ -38,8 +38,8 @@ from simulator.serving import (
 from simulator.serving.arrivals import Deterministic, Job
 from simulator.serving.compiled import arrays, engine, loop
 from simulator.serving.cost import EngineCost
-from simulator.serving.groups import InOrder
-from simulator.serving.replays import clock_free
+from simulator.serving.sequence import clock_free
+from simulator.serving.study import InOrder
 from tests.compiled import LENGTHS, PLAIN, PROMPTED, SCENARIOS, SIGNALLED, assert_same, ran
 from tests.random_traces import trace_by_start
 from tests.serving import GRID, SMALL, arrival_file, bernoulli, table_of

@@ -8,12 +8,11 @@ from typing import Any, Literal
 import pytest
 
 from policies.core import Round
-from simulator.serving.cost import EngineCost
-from simulator.serving.passes import Coverage
+from simulator.serving.cost import Coverage, EngineCost
 from tests.compiled import ALONG
 from tests.serving import CONSTANT, GRID
 from traces.errors import DraftsimError
-from traces.replay.always import drafting_always
+from traces.replay.calls import drafting_always
 
 LONG, SHORT = 90, 50
 SLOTS: list[Any] = [SimpleNamespace(context=LONG), SimpleNamespace(context=SHORT)]

@@ -16,8 +16,8 @@ from policies.lengths.basic import Fixed, Oracle
 from policies.registry import parse_serving_policy
 from simulator.serving import ArrivalFile, ClosedLoop, Limits, Poisson, Scenario, simulate
 from simulator.serving.arrivals import Job
+from simulator.serving.cost import PassReader
 from simulator.serving.outcome.metrics import Series
-from simulator.serving.passes import PassReader
 from simulator.serving.sequence import EngineState, ServedSequence
 from simulator.serving.source import SimulatedClock
 from tests.serving import GRID, arrival_file, bernoulli, table_of
@@ -191,7 +191,7 @@ def test_passes_in_a_row_are_single_passes(cells, batch, context, count, again):
 
 
 def test_coverage_outlives_the_readings_kept(monkeypatch):
-    monkeypatch.setattr("simulator.serving.passes.PLANS", 4)
+    monkeypatch.setattr("simulator.serving.cost.PLANS", 4)
     reader = PassReader(GRID, "target")
     for batch in range(1, 9):
         for context in (0, 20, 400):

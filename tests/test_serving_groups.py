@@ -12,8 +12,8 @@ import pytest
 from policies import Autoregressive, DraftPolicy, Fixed, Round, parse_policy
 from simulator.pricing import price
 from simulator.serving import Limits, Scenario
-from simulator.serving.groups import InOrder, predict_groups
 from simulator.serving.run import simulate
+from simulator.serving.study import InOrder, predict_groups
 from tests.serving import table_of
 from traces.acceptance.synthetic import synthetic_trace
 from traces.errors import DraftsimError
@@ -151,8 +151,8 @@ def test_batches_really_decoded_are_compared_request_by_request(
     from commands.validate.flow import Given
     from profiler.recording.run import RunInfo, write_run
     from tests.bundled import pair, record
+    from traces.store.engine_runs import read_measured
     from traces.store.files import write_latency, write_trace
-    from traces.store.measured import read_measured
 
     trace = record(4, max_new=16)
     write_trace(trace, tmp_path / "trace.parquet")

@@ -8,7 +8,7 @@ from typing import Any
 import pandas as pd
 import pytest
 
-from commands.serve.rows import guesses
+from commands.serve import guesses
 from policies.core import Round
 from policies.lengths.basic import Fixed
 from simulator.serving import ClosedLoop, Limits, Scenario, simulate

@@ -19,8 +19,7 @@ from policies.rules.base import VerifyRule
 from policies.together import StopAtMean
 from simulator.serving import ClosedLoop, Limits, Poisson, Scenario, serve, simulate
 from simulator.serving.arrivals import Job
-from simulator.serving.cost import TableCost
-from simulator.serving.passes import PassReader
+from simulator.serving.cost import PassReader, TableCost
 from simulator.serving.scheduler import Continuous, Iteration, Scheduler, StaticBatches
 from simulator.serving.sequence import EngineState, ServedSequence, Slot, step
 from tests.serving import CONSTANT, GRID, SMALL, bernoulli, table_of

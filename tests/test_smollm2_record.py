@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from profiler.fetched.smollm2.stored import draft_config, write_folder
 
 from benchmarks.training.draft import ProjectedDraft
 from benchmarks.training.fit import Candidates
@@ -20,7 +21,6 @@ from profiler.features.drafters import EagleDrafter, layer_config
 from profiler.models.loading import Pair, load_pair
 from profiler.profile import Settings, profile_trace
 from profiler.prompts import Prompt
-from profiler.smollm2.stored import draft_config, write_folder
 from tests import small_smollm2
 from tests.replayed import assert_decoded_as_replayed
 from traces.errors import DraftsimError

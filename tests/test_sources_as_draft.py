@@ -16,10 +16,10 @@ from policies.rules.registry import parse_rule
 from simulator.pricing import autoregressive, price
 from simulator.serving import ArrivalFile, ClosedLoop, Limits, Poisson, Scenario, simulate
 from simulator.tune.vllm import tune_vllm
+from simulator.whatif.cells import Prices
 from simulator.whatif.ladder import ladder
 from simulator.whatif.rate import drafts_of_rounds, ends_draft, judged_rows
-from simulator.whatif.sweep.prices import Prices
-from simulator.whatif.sweep.run import Sweep
+from simulator.whatif.sweep import Sweep
 from tests.compiled import ALONG, assert_same, ran
 from tests.serving import GRID, arrival_file
 from tests.test_sources_eagle import OFFSETS, Case

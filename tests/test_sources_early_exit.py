@@ -23,7 +23,7 @@ from traces.sources import (
     ExitRecording,
     replay_source,
 )
-from traces.sources.exits.recording import NODE_COLUMNS, OMEGAS, temperature
+from traces.sources.exit_recording import NODE_COLUMNS, OMEGAS, temperature
 from traces.sources.recording import LOGITS
 
 

@@ -32,7 +32,7 @@ from traces.sources import (
     replay_source,
     write_recordings,
 )
-from traces.sources.exits.early_exit import Kangaroo
+from traces.sources.early_exit import Kangaroo
 
 LIMIT = 24
 

@@ -137,7 +137,7 @@ def test_real_prompt_lookup_is_the_replay_and_transformers_generate(
 
     from policies.core import speculate
     from profiler.sources.exits import Begin
-    from profiler.sources.start_decoders import LookupDecoder
+    from profiler.sources.feature_decoder import LookupDecoder
 
     pair, runner, encoded, outputs, trace = decoded(256, 5)
     log = replay_source(trace, PLD(num_tokens), Fixed(num_tokens), first=0)

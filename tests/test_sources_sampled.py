@@ -37,7 +37,7 @@ from traces.sources import (
     write_recordings,
 )
 from traces.sources.base import DRAFTER_SIGNALS
-from traces.sources.exits.recording import ExitRecording
+from traces.sources.exit_recording import ExitRecording
 
 HOT, CUT = Sampling(0.8), Sampling(0.8, 0.7)
 SAMPLINGS = pytest.mark.parametrize("sampling", [HOT, CUT], ids=["all", "top-p"])

@@ -25,7 +25,7 @@ from traces.replay.rounds import RoundLog
 from traces.sources import REST, EarlyExit, Recordings, Source, parse_source, replay_source
 from traces.sources import replay as by_source
 from traces.sources.as_draft import drafted_trace
-from traces.sources.exits.early_exit import StandInExit
+from traces.sources.early_exit import StandInExit
 from traces.sources.found import find_recordings
 from traces.sources.lookups import occurrences
 from traces.sources.registry import SYSTEMS

@@ -11,13 +11,13 @@ import torch
 from profiler.latency.table import FIRST_WIDTHS
 from profiler.suite import COMPILED, MODES
 from profiler.suite.__main__ import main
-from profiler.suite.latency.pair import error_summary
+from profiler.suite.pair import error_summary
 from simulator.hardware.scaling import table_shapes
 from simulator.validation import check_recording
 from tests.suite_results import SMALL, results, suite
 from traces.latency.table import MEASURED
+from traces.store.engine_runs import read_measured
 from traces.store.files import read_latency, read_trace
-from traces.store.measured import read_measured
 
 ROOT = Path(__file__).parents[1]
 

@@ -18,8 +18,8 @@ def test_stages_and_gpu_tests_need_nothing_but_the_libraries_named() -> None:
     code = (
         f"import sys, pytest; sys.modules.update(dict.fromkeys({HIDDEN!r}))\n"
         "from profiler.suite import unpack, __main__\n"
-        "from profiler.suite.latency import stage\n"
-        "from profiler.suite.runs import forced_stage, trained_stage\n"
+        "from profiler.suite import latency_stage\n"
+        "from profiler.suite import forced_stage, trained_stage\n"
         "print('stages imported')\n"
         "left = pytest.main(['-m', 'gpu', '--collect-only', '-q', '-p', 'no:cacheprovider'])\n"
         f"loaded = [m for m in {HIDDEN!r} if sys.modules[m] is not None]\n"

@@ -13,18 +13,17 @@ from transformers import AutoConfig
 from profiler.features.checkpoint import write_drafter
 from profiler.features.drafters import Eagle3, EagleDrafter, Mtp, layer_config
 from profiler.recording.run import BUNDLED
+from profiler.suite import checks, trained_stage
 from profiler.suite.__main__ import main
+from profiler.suite.checks import QUICK_ARMS, Checks
 from profiler.suite.environment import COMPLETE, FAILED, REFUSED
-from profiler.suite.runs import checks, trained_stage
-from profiler.suite.runs.arms import QUICK_ARMS
-from profiler.suite.runs.checks import Checks
-from profiler.suite.runs.training import QUICK_PROMPTS
+from profiler.suite.trained_stage import QUICK_PROMPTS
 from simulator.validation import check_recording
 from tests.pretend_gpu import pretended
 from tests.suite_results import results
-from traces.sources.starts.features import Eagle as EagleSource
+from traces.sources.starts.parallel import Eagle as EagleSource
+from traces.store.engine_runs import read_measured
 from traces.store.files import read_latency, read_trace
-from traces.store.measured import read_measured
 
 BASE = "bundled+bundled"
 PAIRS = (f"{BASE}+one", f"{BASE}+deep")

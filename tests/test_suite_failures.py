@@ -10,17 +10,15 @@ from typing import Any
 
 import pytest
 
-from profiler.suite import MODES
+from profiler.suite import MODES, forced_stage, latency_stage, trained_stage
+from profiler.suite import pair as pair_latency
 from profiler.suite.__main__ import main
 from profiler.suite.environment import COMPLETE, FAILED, REFUSED, Workplace
-from profiler.suite.latency import pair as pair_latency
-from profiler.suite.latency import stage as latency_stage
-from profiler.suite.runs import forced_stage, trained_stage
-from profiler.suite.runs.training import QUICK_PROMPTS
+from profiler.suite.trained_stage import QUICK_PROMPTS
 from tests.pretend_gpu import pretended
 from tests.suite_results import OTHER, SMALL, results
+from traces.store.engine_runs import read_measured
 from traces.store.files import read_latency, read_trace
-from traces.store.measured import read_measured
 
 PROMPTS = Path(__file__).parents[1] / "profiler" / "bundled" / "prompts.jsonl"
 TWO = ("--pairs", SMALL, "--modes", "eager", "graph")

@@ -8,17 +8,15 @@ from pathlib import Path
 import pandas as pd
 
 from profiler.models.architectures import PAIRS
-from profiler.suite import MODES
+from profiler.suite import MODES, forced_stage, latency_stage
 from profiler.suite.__main__ import SECONDS
-from profiler.suite.latency import stage as latency_stage
-from profiler.suite.runs import forced_stage
-from profiler.suite.runs.arms import ARMS, COLUMNS, MORE_ARMS, REPEATS
-from profiler.suite.runs.training import write_within
+from profiler.suite.checks import ARMS, COLUMNS, MORE_ARMS, REPEATS
+from profiler.suite.environment import write_within
 from tests.suite_results import check_files
 from traces.latency.schema import CELL_COLUMNS
 from traces.latency.table import LatencyTable
+from traces.store.engine_runs import MeasuredRuns, write_measured
 from traces.store.files import read_trace, write_latency, write_trace
-from traces.store.measured import MeasuredRuns, write_measured
 
 
 def test_files_of_full_size_are_small_enough(tmp_path: Path) -> None:

@@ -10,11 +10,9 @@ from typing import Any
 import pytest
 import torch
 
-from profiler.suite import MODES
+from profiler.suite import MODES, forced_stage, latency_stage
 from profiler.suite.__main__ import main
 from profiler.suite.environment import COMPLETE, FAILED, Workplace, open_workplace
-from profiler.suite.latency import stage as latency_stage
-from profiler.suite.runs import forced_stage
 from tests.pretend_gpu import pretended
 from tests.suite_results import SMALL, check_files, results
 from traces.errors import DraftsimError

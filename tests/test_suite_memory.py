@@ -11,12 +11,11 @@ import pytest
 import torch
 
 from profiler.models.architectures import PAIRS, DecoderShape
+from profiler.suite import forced_stage, latency_stage
+from profiler.suite import pair as pair_latency
 from profiler.suite.__main__ import main
 from profiler.suite.environment import Account, Workplace, open_workplace
-from profiler.suite.latency import pair as pair_latency
-from profiler.suite.latency import stage as latency_stage
-from profiler.suite.latency.pair import FULL, QUICK, PairMeasurement
-from profiler.suite.runs import forced_stage
+from profiler.suite.pair import FULL, QUICK, PairMeasurement
 from tests.suite_results import SMALL
 from traces.errors import DraftsimError
 

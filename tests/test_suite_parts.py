@@ -10,11 +10,12 @@ import torch
 from profiler.latency.table import Grid
 from profiler.machine import NoTimeError
 from profiler.models.architectures import PAIRS
-from profiler.suite import MODES
+from profiler.suite import MODES, latency_stage
+from profiler.suite import pair as pair_latency
+from profiler.suite.checks import ARMS, MORE_ARMS, arms_of
 from profiler.suite.environment import Workplace
-from profiler.suite.latency import pair as pair_latency
-from profiler.suite.latency import stage as latency_stage
-from profiler.suite.latency.pair import (
+from profiler.suite.forced_stage import Unit, forced_trace
+from profiler.suite.pair import (
     BATCHED,
     FULL,
     QUICK,
@@ -24,8 +25,6 @@ from profiler.suite.latency.pair import (
     points_between,
     table_of,
 )
-from profiler.suite.runs.arms import ARMS, MORE_ARMS, arms_of
-from profiler.suite.runs.forced_stage import Unit, forced_trace
 from tests.suite_results import SMALL
 from traces.latency.table import LatencyTable
 from traces.replay.run import replay

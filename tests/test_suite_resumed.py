@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 
 from profiler.machine import NoTimeError
+from profiler.suite import trained_stage
 from profiler.suite.__main__ import main
+from profiler.suite.checks import NAME, Checks
 from profiler.suite.environment import COMPLETE, UNFINISHED, open_workplace
-from profiler.suite.runs import trained_stage
-from profiler.suite.runs.checks import NAME, Checks
 from tests.suite_results import results
 from traces.store.files import read_trace
 

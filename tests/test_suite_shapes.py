@@ -14,7 +14,7 @@ from policies import Fixed
 from policies.core import Round
 from profiler.latency.host import dictating_trace, passes_s
 from profiler.models.architectures import ARCHITECTURES
-from profiler.suite.latency.pair import error_summary
+from profiler.suite.pair import error_summary
 from simulator.pricing import price
 from tests.serving import table_of
 from traces.replay.run import replay

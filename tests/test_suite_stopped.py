@@ -10,16 +10,14 @@ import pytest
 import torch
 
 from profiler.profile import Settings
-from profiler.suite import MODES
+from profiler.suite import MODES, forced_stage, latency_stage, trained_stage
+from profiler.suite.checks import Checks
 from profiler.suite.environment import Account, Ledger, Workplace, open_workplace
-from profiler.suite.latency import stage as latency_stage
-from profiler.suite.runs import forced_stage, trained_stage, training
-from profiler.suite.runs.checks import Checks
-from profiler.suite.runs.training import record_trace
+from profiler.suite.trained_stage import record_trace
 from tests.suite_results import SMALL, results, suite
 from traces.errors import DraftsimError
+from traces.store.engine_runs import read_measured
 from traces.store.files import read_latency, read_trace
-from traces.store.measured import read_measured
 
 
 def test_a_stopped_stage_goes_on_where_it_stopped(
@@ -70,8 +68,8 @@ def test_a_stopped_trained_stage_keeps_its_pair_and_parts(
     before = results(tmp_path, "trained")
     trace = read_trace(tmp_path / "trained-trace.parquet")
     monkeypatch.setattr(Checks, "run", real)
-    for place, name in ((training, "train_pair"), (trained_stage, "measure_modes")):
-        monkeypatch.setattr(place, name, again)
+    for name in ("train_pair", "measure_modes"):
+        monkeypatch.setattr(trained_stage, name, again)
     suite("trained", "--seconds", "200", out=tmp_path)
     after = results(tmp_path, "trained")
     for part in ("training", "greedy", "latency", "rounds_graph"):
@@ -113,8 +111,8 @@ def test_a_killed_forced_stage_goes_on_where_it_was_killed(
 
 def test_a_pair_read_back_is_the_pair_that_was_kept(tmp_path: Path) -> None:
     place = open_workplace("cpu", tmp_path, seconds=9, quick=True)
-    pair, prompts, record = training.trained_pair(place, tmp_path / "pair", 0.2)
-    again = training.trained_pair(place, tmp_path / "pair", 0.2)
+    pair, prompts, record = trained_stage.trained_pair(place, tmp_path / "pair", 0.2)
+    again = trained_stage.trained_pair(place, tmp_path / "pair", 0.2)
     assert again[1:] == (prompts, record)
     assert again[0].meta == pair.meta
     assert again[0].eos == pair.eos
@@ -133,9 +131,9 @@ def test_recordings_of_other_weights_are_not_taken_over(
     place = open_workplace("cpu", tmp_path, seconds=9, quick=True)
     monkeypatch.setattr(Workplace, "work", tmp_path / "work")
     settings = Settings(max_new_tokens=4, max_gamma=2)
-    pair, prompts, _ = training.trained_pair(place, tmp_path / "pair", 0.2)
+    pair, prompts, _ = trained_stage.trained_pair(place, tmp_path / "pair", 0.2)
     record_trace(place, pair, prompts[:1], settings, float("inf"))
-    other, _, _ = training.trained_pair(place, tmp_path / "other", 0.3)
+    other, _, _ = trained_stage.trained_pair(place, tmp_path / "other", 0.3)
     with pytest.raises(DraftsimError, match="stopped run with other settings"):
         record_trace(place, other, prompts[:1], settings, float("inf"))
 

@@ -9,17 +9,15 @@ import pytest
 
 from profiler.machine import NoTimeError
 from profiler.models.architectures import PAIRS
-from profiler.suite import MODES
+from profiler.suite import MODES, forced_stage, latency_stage, trained_stage
+from profiler.suite import pair as pair_latency
 from profiler.suite.__main__ import SECONDS, main
 from profiler.suite.environment import COMPLETE, UNFINISHED, Workplace, open_workplace
-from profiler.suite.latency import pair as pair_latency
-from profiler.suite.latency import stage as latency_stage
-from profiler.suite.latency.pair import QUICK, PairMeasurement
-from profiler.suite.runs import forced_stage, trained_stage
-from profiler.suite.runs.training import ENOUGH, PROMPTS
+from profiler.suite.pair import QUICK, PairMeasurement
+from profiler.suite.trained_stage import ENOUGH, PROMPTS
 from tests.suite_results import SMALL, check_files, results
+from traces.store.engine_runs import read_measured
 from traces.store.files import read_latency
-from traces.store.measured import read_measured
 
 
 def test_a_stage_ends_well_before_nine_minutes() -> None:

@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 
 from commands import app
 from simulator.plots.whatif import plot_batches
-from simulator.whatif.sweep.grid import search_space
+from simulator.whatif.sweep import search_space
 from tests.conftest import Run
 from tests.serving import table_of
 from tests.studies import read_sweep

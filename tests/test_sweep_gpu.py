@@ -12,9 +12,8 @@ from typer.testing import CliRunner
 
 import draftsim
 from commands import app
-from simulator.hardware.formats import FORMATS
 from simulator.hardware.record import published_error
-from simulator.hardware.roofline import Roofline
+from simulator.hardware.roofline import FORMATS, Roofline
 from simulator.hardware.scaling import (
     bounds_of,
     carry_over,
@@ -23,7 +22,7 @@ from simulator.hardware.scaling import (
     reaches,
 )
 from simulator.whatif.breakeven import overview
-from simulator.whatif.sweep.prices import Prices
+from simulator.whatif.cells import Prices
 from tests.carried import SHAPES, TRUTH, cells, measured, write_carried
 from tests.studies import read_sweep
 from traces.errors import DraftsimError

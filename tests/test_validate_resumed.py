@@ -17,7 +17,7 @@ pytest.importorskip("torch")
 from policies import parse_policy
 from policies.rules.registry import parse_rule
 from profiler.checks.spot_check import Arm, DraftModel, Measured, run_arms
-from profiler.checks.unfinished import PLACE, unfinished
+from profiler.checks.turns import PLACE, unfinished
 from profiler.recording.run import BUNDLED
 from profiler.sources.run import SourceRunner
 from tests import bundled
@@ -28,8 +28,8 @@ from traces.acceptance.trace import Trace
 from traces.errors import DraftsimError
 from traces.replay.run import replay
 from traces.store.checkpoint import Checkpoint
+from traces.store.engine_runs import read_measured
 from traces.store.files import read_latency
-from traces.store.measured import read_measured
 from traces.store.outputs import find_runs, read_run
 
 LEARNERS = (
@@ -397,7 +397,7 @@ def test_runs_of_another_version_are_another_check(
     options = ("--policy", "fixed:gamma=2", "--repeats", 2, "--no-assisted")
     stopped(folder, run, options, monkeypatch)
     with monkeypatch.context() as patch:
-        patch.setattr("profiler.checks.unfinished.version", lambda: "another")
+        patch.setattr("profiler.checks.turns.version", lambda: "another")
         assert "start from the beginning" in run("validate", "--run", folder, *options).said
     assert "continues after 6 of 8 runs" in run("validate", "--run", folder, *options).said
 

@@ -21,7 +21,7 @@ from traces.acceptance.synthetic import synthetic_trace
 from traces.errors import DraftsimError
 from traces.latency.table import LatencyTable
 from traces.replay.run import replay
-from traces.store.measured import MEASURED_COLUMNS
+from traces.store.engine_runs import MEASURED_COLUMNS
 
 
 @pytest.fixture(scope="module")

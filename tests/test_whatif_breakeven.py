@@ -28,6 +28,7 @@ from simulator.whatif.breakeven import (
     overview,
     surface,
 )
+from simulator.whatif.cells import Prices, with_regrets
 from simulator.whatif.ladder import (
     PARTS,
     best_fixed,
@@ -35,8 +36,7 @@ from simulator.whatif.ladder import (
     paper_policies,
     split_prompts,
 )
-from simulator.whatif.sweep.cells import Prices, with_regrets
-from simulator.whatif.sweep.run import Sweep
+from simulator.whatif.sweep import Sweep
 from simulator.whatif.tuning import tune
 from tests.serving import table_of
 from traces.acceptance.synthetic import Bursty, synthetic_trace

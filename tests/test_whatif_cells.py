@@ -18,10 +18,9 @@ from simulator.pricing import autoregressive, price
 from simulator.serving.cost import EngineCost
 from simulator.summary import prompt_speedups, summarize
 from simulator.whatif.batching import InBatches, _dealt, in_steps, step_costs
-from simulator.whatif.sweep.cells import COLUMNS, SweepPart, SweepRunner, _at_context, references
-from simulator.whatif.sweep.prices import Prices
-from simulator.whatif.sweep.run import Sweep
-from simulator.whatif.tilt.trace import Tilter
+from simulator.whatif.cells import COLUMNS, Prices, SweepPart, SweepRunner, _at_context, references
+from simulator.whatif.sweep import Sweep
+from simulator.whatif.tilt import Tilter
 from tests.break_even import priced_at
 from tests.compiled import TABLES
 from tests.serving import table_of
@@ -30,7 +29,7 @@ from traces.acceptance.synthetic import synthetic_trace
 from traces.latency.schema import CELL_COLUMNS
 from traces.latency.table import LatencyTable
 from traces.replay import vectorised
-from traces.replay.always import passes_always
+from traces.replay.calls import passes_always
 from traces.replay.run import replay
 
 SUMMARIZED = (

@@ -9,9 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from policies import parse_policy
-from simulator.whatif.sweep.grid import expand, parse_axis, with_gammas
-from simulator.whatif.sweep.prices import Prices
-from simulator.whatif.sweep.run import Sweep
+from simulator.whatif.cells import Prices
+from simulator.whatif.sweep import Sweep, expand, parse_axis, with_gammas
 from tests.studies import recorded, study
 from traces.acceptance.synthetic import synthetic_trace
 from traces.errors import DraftsimError

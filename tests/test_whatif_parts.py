@@ -13,8 +13,8 @@ import pytest
 
 from policies import DraftPolicy
 from simulator.executors import Local
-from simulator.whatif.sweep.prices import Prices
-from simulator.whatif.sweep.run import Sweep
+from simulator.whatif.cells import Prices
+from simulator.whatif.sweep import Sweep
 from tests.studies import Failing, read_sweep, recorded, study
 from traces.errors import DraftsimError
 

@@ -11,9 +11,9 @@ import pytest
 from policies import Autoregressive, DraftPolicy, Fixed, HFHeuristic, Oracle
 from simulator.executors import Local
 from simulator.whatif.breakeven import THRESHOLDS, some_points, thresholds
-from simulator.whatif.sweep.prices import Prices
-from simulator.whatif.sweep.run import Sweep, write_thresholds
-from simulator.whatif.tilt.trace import Tilter
+from simulator.whatif.cells import Prices
+from simulator.whatif.sweep import Sweep, write_thresholds
+from simulator.whatif.tilt import Tilter
 from tests.break_even import priced_at
 from tests.serving import table_of
 from tests.studies import recorded

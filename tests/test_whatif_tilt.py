@@ -13,8 +13,16 @@ from hypothesis import strategies as st
 
 from policies import CMASD, SVIP, Fixed
 from simulator.bootstrap import RatioEstimate, ratio_of_sums
-from simulator.whatif.tilt.drawn import DECAY
-from simulator.whatif.tilt.fidelity import (
+from simulator.whatif.tilt import (
+    DECAY,
+    LONGEST_RUN,
+    MatchModel,
+    Tilter,
+    acceptance,
+    iid_like,
+    signal_table,
+)
+from simulator.whatif.tilt_fidelity import (
     UNKNOWN_ERROR,
     compare_groups,
     compare_tilt,
@@ -22,14 +30,6 @@ from simulator.whatif.tilt.fidelity import (
     speedups,
     summarize_error,
     tilt_errors,
-)
-from simulator.whatif.tilt.trace import (
-    LONGEST_RUN,
-    MatchModel,
-    Tilter,
-    acceptance,
-    iid_like,
-    signal_table,
 )
 from tests.tilted import bursty, tilter
 from traces.acceptance.schema import MISMATCH

@@ -12,8 +12,8 @@ from typing import NamedTuple
 SCOPE = (
     "policies/*.py", "policies/*/*.py",
     "traces/acceptance/*.py", "traces/replay/*.py", "traces/sources/*.py", "traces/sources/*/*.py",
-    "simulator/pricing.py", "simulator/serving/scheduler.py", "simulator/serving/engine.py",
-    "simulator/serving/sequence.py", "simulator/serving/cost.py", "simulator/serving/replays.py",
+    "simulator/pricing.py", "simulator/serving/scheduler.py", "simulator/serving/run.py",
+    "simulator/serving/sequence.py", "simulator/serving/cost.py", "simulator/serving/sequence.py",
     "simulator/serving/compiled/*.py",
 )  # fmt: skip
 """Patterns of the files that are changed."""

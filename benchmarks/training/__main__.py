@@ -26,12 +26,11 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import torch
+from profiler.fetched.smollm2.stored import write_folder
 
 from benchmarks.training.smollm2 import SHARDS, STEPS, Training, measure_all
 from profiler.features.heads import MODULES
-from profiler.fetched.places import cache, fetched
-from profiler.smollm2 import NAME, STORED
-from profiler.smollm2.stored import write_folder
+from profiler.fetched.places import SMOLLM2, SMOLLM2_WEIGHTS, cache, fetched
 from traces.errors import DraftsimError
 
 
@@ -56,9 +55,9 @@ def train_smollm2(given: argparse.Namespace) -> None:
         measure_all(given.trace, given.out, given.limit)
     elif given.step == "folder":
         stored = given.out / f"{given.drafter}.safetensors"
-        write_folder(stored, fetched(NAME), given.out / f"{NAME}-{given.drafter}")
+        write_folder(stored, fetched(SMOLLM2.name), given.out / f"{SMOLLM2.name}-{given.drafter}")
     else:
-        STEPS[given.step](Training(fetched(NAME), given.work, given.out, given.shards))
+        STEPS[given.step](Training(fetched(SMOLLM2.name), given.work, given.out, given.shards))
 
 
 def train_heads(given: argparse.Namespace) -> None:
@@ -95,8 +94,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     smollm2 = what.add_parser("smollm2", help=train_smollm2.__doc__)
     smollm2.set_defaults(run=train_smollm2)
     smollm2.add_argument("step", choices=[*STEPS, "measure", "folder"])
-    smollm2.add_argument("--work", type=Path, default=cache() / NAME / "training")
-    smollm2.add_argument("--out", type=Path, default=STORED)
+    smollm2.add_argument("--work", type=Path, default=cache() / SMOLLM2.name / "training")
+    smollm2.add_argument("--out", type=Path, default=SMOLLM2_WEIGHTS)
     smollm2.add_argument("--threads", type=int, default=1)
     smollm2.add_argument("--shards", type=int, default=SHARDS, help="of text, at most")
     smollm2.add_argument("--drafter", help="of folder: the name of its weights in --out")

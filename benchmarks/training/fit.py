@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from benchmarks.training.chats import Batch, Chats
-from profiler.train.descent import Descent
+from profiler.train.heads import Descent
 from traces.errors import DraftsimError
 
 

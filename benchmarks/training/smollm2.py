@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from profiler.fetched.smollm2.stored import draft_config, feature_drafter, read_stored
 from torch import Tensor
 from transformers import AutoTokenizer, LlamaForCausalLM
 
@@ -37,10 +38,8 @@ from benchmarks.training.unroll import target_features, unroll
 from profiler.features.checkpoint import read_drafter
 from profiler.features.drafters import Eagle3, FeatureDrafter, Mtp, default_depths
 from profiler.features.heads import FILES, Adapter, ExitHeads, ParallelHeads, save_module
-from profiler.fetched.places import fetched, folder
+from profiler.fetched.places import SMOLLM2, SMOLLM2_HEADS, SMOLLM2_WEIGHTS, fetched, folder
 from profiler.models.stack import LayerRunner
-from profiler.smollm2 import DRAFTERS, HEADS, NAME, STORED
-from profiler.smollm2.stored import draft_config, feature_drafter, read_stored
 from profiler.train.heads import train_masks
 from traces.acceptance.trace import MATCH, Request, Trace
 from traces.store.files import read_trace
@@ -109,7 +108,7 @@ class Training:
     def parallel(self) -> None:
         """Train the EAGLE-3 head with mask tokens (P-EAGLE), from the trained EAGLE-3 head on."""
         chats = Chats(self.work, self.shards, ANSWERS, features=True)
-        trained = self._stored(STORED / "eagle3.safetensors")
+        trained = self._stored(SMOLLM2_WEIGHTS / "eagle3.safetensors")
         assert isinstance(trained, Eagle3)
         ranked = self._ranked(chats)
         tokens = trained.target_ids(torch.arange(trained.draft_vocab_size))
@@ -149,16 +148,16 @@ class Training:
             else:
                 module = Distilled(heads, table, candidates)
             self._fit(name, module, chats)
-            (self.out / HEADS).mkdir(exist_ok=True)
-            save_module(heads, read_as, self.out / HEADS / FILES[name])
+            (self.out / SMOLLM2_HEADS).mkdir(exist_ok=True)
+            save_module(heads, read_as, self.out / SMOLLM2_HEADS / FILES[name])
 
     def space(self) -> None:
         """Train SPACE's mask embeddings, through the whole frozen target."""
         text = Chats(self.work, min(HEAD_SHARDS, self.shards), ANSWERS).beginnings(MASKED_LENGTH)
         target = LayerRunner(self.model.to(torch.float32), MASKED_LENGTH)
         masks = train_masks(target, text, MASKS, steps=MASK_STEPS, seconds=math.inf)
-        (self.out / HEADS).mkdir(exist_ok=True)
-        save_module(masks, self.model, self.out / HEADS / FILES["space"])
+        (self.out / SMOLLM2_HEADS).mkdir(exist_ok=True)
+        save_module(masks, self.model, self.out / SMOLLM2_HEADS / FILES["space"])
 
     def _unrolled(
         self, name: str, make: Callable[[], FeatureDrafter], chats: Chats,
@@ -269,10 +268,12 @@ def measure_all(path: Path, out: Path, limit: int | None) -> None:
     """Measure every drafter that has been fetched along a recorded trace's first outputs."""
     trace = read_trace(path)
     trace = trace.select(range(min(limit or len(trace.requests), len(trace.requests))))
-    target: Any = LlamaForCausalLM.from_pretrained(fetched(NAME), dtype=torch.float32).eval()
+    target: Any = LlamaForCausalLM.from_pretrained(
+        fetched(SMOLLM2.name), dtype=torch.float32
+    ).eval()
     found = {"draft": measure(trace, target)}
-    for name in DRAFTERS[1:]:
-        where = folder(f"{NAME}-{name}")
+    for name in SMOLLM2.drafters[1:]:
+        where = folder(f"{SMOLLM2.name}-{name}")
         if where.exists():
             found[name] = measure(trace, target, read_drafter(where, target))
     for name, shares in found.items():

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
 import typer
 
-from commands.common.bounds import MOST_BATCH
+from commands.common.configured import MOST_BATCH
 from traces.errors import DraftsimError
 from traces.store.recordings import DEFAULT_TRACE, TRACE_VARIABLE, Defaulted
 
@@ -185,7 +185,7 @@ class Inputs:
 
     def priced(self, recording: Recording, largest: int = 1) -> LatencyTable:
         """Return the table that prices batches up to `largest`, with the passes always drafted."""
-        from traces.replay.always import drafting_always
+        from traces.replay.calls import drafting_always
 
         return drafting_always(recording.priced(largest), self.always_draft)
 
@@ -331,7 +331,7 @@ def blocks_of(text: str | None, table: LatencyTable) -> int | None:
     Raises DraftsimError if it is no number, or the table does not say what GPU and models it is of.
     """
     from commands.common.output import remark
-    from traces.operators.memory import UTILISATION, kv_blocks
+    from traces.operators.compose import UTILISATION, kv_blocks
 
     if text is None:
         return None

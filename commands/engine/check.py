@@ -110,7 +110,7 @@ def check_key(engine: Any, latency: LatencyTable, work: Workload, **more: Any) -
     The rounds that the simulator predicts tell what names do not: a policy's own file that has
     changed since, or another recording.
     """
-    from profiler.checks.unfinished import version
+    from profiler.checks.turns import version
     from profiler.engines.texts import prompts_of
     from profiler.recording.run import digest_of
     from simulator.engines import simulated_rounds

@@ -58,7 +58,7 @@ def run_profile(recording: RecordingJob, force: bool = False, *, wide: bool = Fa
     With `wide`, passes wider than the verification of the longest draft are measured too: other
     draft sources make them.
     """
-    from profiler.checks.score import answers_to, score
+    from profiler.checks.differences import answers_to, score
     from profiler.models.seq2seq import is_seq2seq
     from profiler.profile import (
         latency_options,
@@ -189,7 +189,7 @@ def add_signals(info: RunInfo, out: Path) -> None:
 
     Raises DraftsimError if it holds none, or the pair's weights are others than recorded.
     """
-    from profiler.recording.signals import lacking, with_signals
+    from profiler.recording.trace import lacking, with_signals
     from traces.store.files import read_trace, write_trace
     from traces.store.identity import check_together
 

@@ -73,9 +73,9 @@ def decode_again(
     there any more, or when the run was recorded.
     """
     from policies.from_file import file_of
-    from profiler.checks.score import answers_to
+    from profiler.checks.differences import answers_to
     from profiler.checks.spot_check import real_run, run_arms
-    from profiler.checks.unfinished import check_options, rule_conditions, unfinished
+    from profiler.checks.turns import check_options, rule_conditions, unfinished
     from profiler.prompts import read_prompts
     from traces.store.files import read_trace
     from traces.store.outputs import write_run

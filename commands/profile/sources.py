@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from traces.latency.table import LatencyTable
     from traces.sources.base import Source
     from traces.sources.recording import Recordings
-    from traces.sources.starts.features import OnFeatures
+    from traces.sources.starts.parallel import OnFeatures
 
 HEADS = "exit_heads"
 """Folder of the trained modules inside a run folder."""
@@ -51,8 +51,8 @@ def split_drafters(texts: Sequence[str], temperature: float) -> tuple[list[OnFea
     outputs of this ``temperature``, or no recording depends on the parameters of one of the others.
     """
     from simulator.recording import load_source
-    from traces.sources.exits.early_exit import EarlyExit
-    from traces.sources.starts.features import OnFeatures
+    from traces.sources.early_exit import EarlyExit
+    from traces.sources.starts.parallel import OnFeatures
     from traces.sources.starts.sources import LayerSkip
 
     found: list[OnFeatures] = []
@@ -109,7 +109,7 @@ def recorded_drafters(recordings: Recordings) -> list[Source]:
     """Return the drafters of a run's recordings, with the folders that they were read from."""
     from traces.sources.base import Source
     from traces.sources.registry import SOURCES
-    from traces.sources.starts.features import OnFeatures
+    from traces.sources.starts.parallel import OnFeatures
 
     found = []
     for key, recording in recordings.items():

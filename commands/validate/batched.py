@@ -47,7 +47,7 @@ class BatchRuns(RealRuns):
     def __init__(self, given: Given, batch: str, forced: bool = False) -> None:
         from profiler.recording.run import digest_of
         from simulator.chosen import load_serving_policies
-        from simulator.serving.groups import predict_groups
+        from simulator.serving.study import predict_groups
 
         super().__init__(given, forced=forced)
         self.logs = []
@@ -68,15 +68,14 @@ class BatchRuns(RealRuns):
     @property
     def total(self) -> int:
         """Runs of a policy over a group."""
-        from profiler.checks.batch_runs import groups_of
+        from profiler.checks.spot_check import groups_of
 
         groups = sum(len(groups_of(len(self.chosen), size)) for size in self.batches)
         return self.given.repeats * len(self.policies) * groups
 
     def decode(self, kept: Checkpoint, advance: Callable[[], None]) -> Measured:
         """Decode group by group."""
-        from profiler.checks.batch_runs import run_batches
-        from profiler.checks.spot_check import Arm
+        from profiler.checks.spot_check import Arm, run_batches
 
         arms = [Arm(*own) for own in self.policies.items()]
         return run_batches(
@@ -137,7 +136,7 @@ def fastest_by_batch(
 ) -> dict[str, Any]:
     """Return the policies predicted fastest at a size, but for those `known`; a note names them."""
     from simulator.chosen import load_serving_policies
-    from simulator.serving.groups import predict_groups
+    from simulator.serving.study import predict_groups
     from simulator.whatif.ladder import GAMMAS
 
     lengths = [f"fixed:gamma={g}" for g in GAMMAS if g <= (trace.max_gamma or g)]

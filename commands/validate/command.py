@@ -112,7 +112,7 @@ def run(
         SpotCheck, forced=forced, sampled=sampled, assisted=assisted
     )
     if systems:
-        from commands.validate.sources import SourceRuns
+        from commands.validate.spot_check import SourceRuns
 
         if sampled or forced:
             raise DraftsimError(
@@ -121,7 +121,7 @@ def run(
             )
         kind = partial(SourceRuns, source=None)
     elif rule is not None:
-        from commands.validate.lossy import LossyRuns
+        from commands.validate.spot_check import LossyRuns
 
         if forced or remeasure:
             raise DraftsimError(
@@ -143,7 +143,7 @@ def sources(
 
     A stopped check goes on where it stopped when the command is repeated.
     """
-    from commands.validate.sources import SourceRuns
+    from commands.validate.spot_check import SourceRuns
 
     policies, rule, systems = asked.methods()
     if rule is not None:
@@ -197,7 +197,7 @@ def lossy(
 
     A stopped check goes on where it stopped when the command is repeated.
     """
-    from commands.validate.lossy import LossyRuns
+    from commands.validate.spot_check import LossyRuns
 
     policies, rule, systems = asked.methods(verify)
     if systems:

@@ -1,18 +1,20 @@
-"""``draftsim validate engine``: the same requests in a real engine and in the simulator."""
+"""``draftsim validate engine``: the same requests in a real engine or server, and simulated."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from commands.common.drafted import load_recording
 from commands.common.output import note
+from commands.common.progress import working
 from commands.common.quiet import say_texts
-from commands.engine import apart, http
+from commands.engine import apart
 from commands.engine.check import (
     arms,
     check_key,
@@ -20,13 +22,22 @@ from commands.engine.check import (
     engine_options,
     grid_of,
     predicted,
+    scenarios_in,
 )
 from commands.engine.options import named_loads
-from traces.errors import DraftsimError
+from traces.errors import DraftsimError, FileError
 from traces.store.files import CHECKED, read_latency, write_latency
 
 if TYPE_CHECKING:
     from commands.engine.options import CheckedEngine
+    from profiler.engines.engine import EngineKind, EngineOptions
+    from profiler.engines.loads import Turn
+    from profiler.engines.served import Clients
+    from simulator.engines import Workload
+    from traces.latency.table import LatencyTable
+    from traces.store.checkpoint import Checkpoint
+    from traces.store.engine_runs import ServedRun
+
 
 SLOWER = 1.25
 """Slowdown of the machine since the latencies were measured from which `say_slower` names it."""
@@ -51,10 +62,10 @@ def engine_check(
     the drafter that the engine was measured with.
     With `remeasure` the table is measured once more between the runs, predicts instead of the
     profile's own, and is kept with it (`CHECKED`).  With ``http`` the engine runs in its HTTP
-    server (`commands.engine.http`).  The runs of a stopped check are kept in the run folder; the
-    same call continues with them.  More `repeats` are added to the runs of a finished check.
+    server.  The runs of a stopped check are kept in the run folder; the same call continues with
+    them.  More `repeats` are added to the runs of a finished check.
     """
-    from profiler.checks.unfinished import unfinished
+    from profiler.checks.turns import unfinished
     from profiler.engines.engine import find_engine
     from profiler.engines.loads import TURN_S
     from profiler.engines.measure import BetweenTable
@@ -92,7 +103,7 @@ def engine_check(
         if rates is not None:
             return synthetic_rows(latency, work, plain, rates)
     if served.http:
-        return http.compare_served(kind, options, latency, work, run)
+        return compare_served(kind, options, latency, work, run)
     engine = kind.start(options)
     grid = grid_of(options, work, latency) if remeasure else None
     key = check_key(
@@ -118,7 +129,7 @@ def columns_of(served: CheckedEngine, remeasure: bool) -> Sequence[str]:
     if served.synthetic is not None:
         return apart.SHOWN_SYNTHETIC
     if served.http:
-        return http.SHOWN
+        return SHOWN_HTTP
     again = ("profile_error", "profile_speedup_error") if remeasure else ()
     return (*SHOWN, *again, *(apart.SHOWN if served.defaults else ()))
 
@@ -130,7 +141,7 @@ def say_checked(served: CheckedEngine, rows: Sequence[Mapping[str, Any]]) -> Non
     if served.synthetic is not None:
         return
     if served.http:
-        http.say_shares(rows)
+        say_shares(rows)
     else:
         say_kinds(rows)
         say_slower(rows)
@@ -156,3 +167,122 @@ def say_kinds(rows: Sequence[Mapping[str, Any]]) -> None:
             f"{k['kind']} {k['error']:+.1%} of {k['measured_s']:.2f} s" for k in row["kinds"]
         )
         note(f"{row['load']} {row['policy']}: {parts}")
+
+
+SERVED = "latency-http.parquet"
+"""File of the run folder with the engine's latencies and the server's share."""
+SHOWN_HTTP = (
+    "load", "policy", "rounds_differ", "texts_diverged", "throughput", "throughput_predicted",
+    "error", "noise", "ttft_s", "ttft_s_predicted", "tpot_s", "tpot_s_predicted", "e2e_s",
+    "e2e_s_predicted", "speedup", "speedup_predicted", "speedup_error", "speedup_noise",
+    "request_s", "request_s_predicted", "iteration_s", "iteration_s_predicted", "share",
+    "share_predicted", "busy_error", "profile_busy_error", "slowdown", "machine",
+)  # fmt: skip
+
+
+def compare_served(
+    kind: EngineKind, options: EngineOptions, latency: LatencyTable, work: Workload, run: Path
+) -> list[dict[str, Any]]:
+    """Run every load under every policy, from clients of a real server and in the simulator.
+
+    The server's own time is measured in loops of plain decoding, which get no row, before every
+    repeat and after the last.  It is put into the table (kept in the `run` folder as `SERVED`),
+    which predicts with it: ``request_s`` around a request, ``iteration_s`` around an iteration, and
+    ``share`` of the requests' time.  The same loops tell how much slower the engine is than its
+    table says (``slowdown``, from decoding as many requests); every cell of the table is predicted
+    longer by that factor (`simulator.served.served_rows`).  A stopped check continues from what
+    `run` keeps of it, as without a server.
+    """
+    from profiler.checks.turns import unfinished, version
+    from profiler.engines.drafts import Forced
+    from profiler.engines.served import Clients
+    from profiler.engines.session import Setup
+    from profiler.engines.texts import policy_runs
+    from simulator.served import control_sizes, served_rows, with_server
+
+    trace, chosen = work.trace, work.policies
+    for policy in chosen.values():
+        Setup(policy, Forced(trace, {}, 1))  # refused now if it reads what was not recorded
+    note(f"starting {kind.NAME}'s server with {options.target}")
+    with (
+        TemporaryDirectory(prefix="draftsim-server-") as room,
+        kind.serve(options, Path(room)) as server,
+    ):
+        clients = Clients(server, trace, latency.meta["device"])
+        key = check_key(
+            clients.engine, latency, work, options=vars(options), device=latency.meta["device"],
+            **{kind.NAME: version(kind.NAME)},
+        )  # fmt: skip
+        total = work.repeats * len(work.loads) * len(chosen)
+        with unfinished(run, key, total, note, grows=True) as kept:
+            sizes = control_sizes(work.loads, options.max_batch)
+            measured, controls = _measured(clients, work, sizes, kept)
+            loaded = {key: [one.load for one in runs] for key, runs in measured.items()}
+            own = policy_runs(loaded, trace, clients.texts, latency.meta["dtype"])
+            _write_share(with_server(latency, controls), run / SERVED)
+            scenarios = scenarios_in(clients.engine, work)
+            return served_rows(measured, own, controls, latency, trace, chosen, scenarios)
+
+
+def _measured(
+    clients: Clients, work: Workload, sizes: Sequence[int], kept: Checkpoint
+) -> tuple[dict[tuple[str, str], list[ServedRun]], dict[int, list[ServedRun]]]:  # fmt: skip
+    """Return the runs by load and policy, and the control loops by size; what is `kept` is read."""
+    from profiler.engines.loads import in_turn
+    from traces.store.checkpoint import once
+    from traces.store.engine_runs import ServedRun
+
+    note("decoding outputs in the server, as reference")
+    during_runs = kept.within("during_runs")
+    clients.learn(work.sequences, work.seed, during_runs)
+    controls: dict[int, list[ServedRun]] = {}
+
+    def run_controls(when: str) -> None:
+        for size in sizes:
+
+            def control(size: int = size) -> dict[str, Any]:
+                note(f"control run without speculation, closed:{size}")
+                return clients.control(size).written()
+
+            found = once(during_runs, f"{when}-{size}", control)
+            controls.setdefault(size, []).append(ServedRun.read(found))
+
+    measured: dict[tuple[str, str], list[ServedRun]] = {}
+    loads, texts = list(work.loads), list(work.policies)
+    for done, turn in enumerate(in_turn(loads, texts, work.repeats)):
+        repeat, place = divmod(done, len(loads) * len(texts))
+        if place == 0:
+            run_controls(f"before-{repeat:03d}")
+
+        def run(turn: Turn = turn) -> dict[str, Any]:
+            note(f"{turn.load} under {turn.text}, repeat {turn.repeat + 1}")
+            clients.decide(turn.text)
+            with working(f"serving {turn.load}"):
+                return clients.run(work.demands[turn.load]).written()
+
+        found = once(kept, turn.name, run)
+        measured.setdefault((turn.load, turn.text), []).append(ServedRun.read(found))
+    # With fewer repeats, later loops are not counted: each repeat is to have as many.
+    run_controls(f"after-{work.repeats:03d}")
+    return measured, controls
+
+
+def _write_share(table: LatencyTable, path: Path) -> None:
+    """Keep the table with the server's share, if the folder takes it."""
+    try:
+        write_latency(table, path)
+        note(f"wrote {path}: `draftsim serve --latency` prices the server with it")
+    except FileError as error:
+        note(f"the server's share of the time could not be written: {error}")
+
+
+def say_shares(rows: Sequence[Mapping[str, Any]]) -> None:
+    """Print the server's own time, measured and predicted, by load."""
+    for load in dict.fromkeys(row["load"] for row in rows):
+        own = [row for row in rows if row["load"] == load]
+        low, high = min(r["share"] for r in own), max(r["share"] for r in own)
+        told = [r["share_predicted"] for r in own]
+        note(
+            f"{load}: the server and streaming take {low:.1%} to {high:.1%} of the requests' time "
+            f"(predicted {min(told):.1%} to {max(told):.1%})"
+        )

@@ -116,8 +116,8 @@ class RealRuns(ABC):
     def decode(self, kept: Checkpoint, advance: Callable[[], None]) -> Any:
         """Decode for real; `kept` holds the runs of an earlier call.
 
-        The result has ``times`` (`traces.store.measured.MEASURED_COLUMNS`), ``logs``, ``outputs``
-        and ``machine``, as `profiler.checks.spot_check.Measured`.
+        The result has ``times`` (`traces.store.engine_runs.MEASURED_COLUMNS`), ``logs``,
+        ``outputs`` and ``machine``, as `profiler.checks.spot_check.Measured`.
         """
 
     def outputs(self, measured: Any) -> dict[str, list[list[int]]]:
@@ -160,7 +160,7 @@ class RealRuns(ABC):
         """
         from simulator.pricing import price
         from simulator.validation import compare
-        from traces.store.measured import MeasuredRuns, write_measured
+        from traces.store.engine_runs import MeasuredRuns, write_measured
 
         run, remeasure = self.given.run, self.given.remeasure
         # A table that cannot price them is refused before any run.
@@ -198,7 +198,7 @@ class RealRuns(ABC):
         return rows
 
     def _kept(self) -> AbstractContextManager[Checkpoint]:
-        from profiler.checks.unfinished import check_options, unfinished
+        from profiler.checks.turns import check_options, unfinished
 
         work = check_options(
             self.pair, self.trace, self.logs, self.given.repeats,

@@ -26,7 +26,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple, Protocol, TypeVar
 
 from policies.core import DraftPolicy, Load, Round, bound_of
-from policies.parameters import Checked
+from policies.spec import Checked
 from policies.vectorised import VectorisedPlan, own_word, plan_of
 
 B = TypeVar("B", bound="BatchPolicy")

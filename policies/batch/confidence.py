@@ -12,7 +12,7 @@ import numpy.typing as npt
 from policies.batch.base import BatchPolicy, IterationCost, TextbookCost
 from policies.core import Load
 from policies.estimators import AcceptanceEstimator, DraftProbability
-from policies.parameters import flag, parameter, whole, within
+from policies.spec import flag, parameter, whole, within
 
 
 @dataclass(eq=False)

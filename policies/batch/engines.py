@@ -13,7 +13,7 @@ from policies.batch.confidence import CAPTURED
 from policies.batch.sglang import candidate_steps, config_slots, slot_at
 from policies.batch.tables import counted
 from policies.core import Load, Round
-from policies.parameters import flag, ordered, parameter, whole, within
+from policies.spec import flag, ordered, parameter, whole, within
 
 _DEFAULT_CONFIG: Mapping[str, Any] = {"1": {"candidate_steps": [1, 3, 5, 7]}}
 _SETTINGS: Mapping[str, float] = {

@@ -13,7 +13,7 @@ from policies.batch.base import BatchPolicy, IterationCost, KeptInStep, Textbook
 from policies.batch.confidence import CONTEXT_BUCKET
 from policies.batch.tables import SwitchedOff
 from policies.core import Load, Round
-from policies.parameters import flag, one_of, parameter, whole, within
+from policies.spec import flag, one_of, parameter, whole, within
 
 Variant = Literal["dsd", "batch-dsd"]
 

@@ -13,7 +13,7 @@ import numpy as np
 from policies.arrays import Bools, Floats, Ints
 from policies.batch.base import KeptInStep
 from policies.core import Load, Round
-from policies.parameters import flag, parameter, whole, within
+from policies.spec import flag, parameter, whole, within
 from policies.vectorised import VectorisedPlan, VectorisedState
 
 T = TypeVar("T")

@@ -10,7 +10,7 @@ import numpy as np
 
 from policies.batch.base import KeptInStep, Planned
 from policies.core import Load
-from policies.parameters import flag, parameter, whole
+from policies.spec import flag, parameter, whole
 from policies.vectorised import Lengths, Starts, VectorisedPlan
 
 DEFAULT_TABLE = ((1, 4, 5), (5, 16, 3), (17, 64, 1), (65, 65, 0))

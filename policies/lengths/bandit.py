@@ -18,7 +18,7 @@ from policies.arrays import Bools, Floats, Ints
 from policies.batch.base import IterationCost, TextbookCost
 from policies.confidence import each
 from policies.core import DraftPolicy, Load, Round
-from policies.parameters import flag, one_of, parameter, whole, within
+from policies.spec import flag, one_of, parameter, whole, within
 from policies.vectorised import VectorisedPlan, VectorisedState
 
 _ARMS = (1, 2, 3, 4)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
 from policies.core import DraftPolicy, Load
-from policies.parameters import one_of, parameter, whole
+from policies.spec import one_of, parameter, whole
 from policies.vectorised import UNBOUNDED, KnownRun, VectorisedPlan
 
 Convention = Literal["run", "run+1"]

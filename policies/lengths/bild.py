@@ -10,7 +10,7 @@ import numpy as np
 
 from policies.arrays import Bools, Ints
 from policies.core import DraftPolicy, Round
-from policies.parameters import flag, parameter, whole, within
+from policies.spec import flag, parameter, whole, within
 from policies.vectorised import Below, VectorisedPlan, VectorisedState
 
 

@@ -21,7 +21,7 @@ from policies.confidence import (
     shares,
 )
 from policies.core import DraftPolicy, Round
-from policies.parameters import one_of, ordered, parameter, whole, within
+from policies.spec import one_of, ordered, parameter, whole, within
 from policies.vectorised import Lengths, Starts, VectorisedPlan, grown
 
 WindowRule = Literal["literal", "causal", "lagged"]

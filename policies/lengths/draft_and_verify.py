@@ -13,7 +13,7 @@ import numpy as np
 
 from policies.arrays import Bools, Floats, Ints
 from policies.core import DraftPolicy, Round
-from policies.parameters import parameter, whole, within
+from policies.spec import parameter, whole, within
 from policies.vectorised import Signal, VectorisedPlan, VectorisedState
 
 

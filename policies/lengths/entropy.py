@@ -9,7 +9,7 @@ from typing import Any
 
 from policies.core import DraftPolicy, Round
 from policies.lengths.draft_and_verify import AdaptiveThreshold, ThresholdState
-from policies.parameters import flag, parameter, whole, within
+from policies.spec import flag, parameter, whole, within
 from policies.vectorised import EntropyAbove, EntropyBound, VectorisedPlan
 
 

@@ -11,7 +11,7 @@ import numpy as np
 
 from policies.arrays import Bools, Floats, Ints
 from policies.core import DraftPolicy, Round
-from policies.parameters import one_of, ordered, parameter, whole, within
+from policies.spec import one_of, ordered, parameter, whole, within
 from policies.vectorised import Below, VectorisedPlan, VectorisedState
 
 FullAccept = Literal["sent", "budget"]

@@ -14,7 +14,7 @@ import numpy as np
 
 from policies.arrays import Bools, Ints
 from policies.core import DraftPolicy, Round
-from policies.parameters import one_of, ordered, parameter, whole, within
+from policies.spec import one_of, ordered, parameter, whole, within
 from policies.vectorised import UNBOUNDED, Below, VectorisedPlan, VectorisedState
 
 RocUpdate = Literal["off", "in_call", "next_call"]

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from policies.core import DraftPolicy
-from policies.parameters import ordered, parameter, whole, within
+from policies.spec import ordered, parameter, whole, within
 from policies.vectorised import Below, Lengths, Starts, VectorisedPlan
 
 

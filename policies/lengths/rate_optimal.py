@@ -14,7 +14,7 @@ from policies.arrays import Bools, Floats, Ints
 from policies.batch.base import IterationCost, TextbookCost
 from policies.core import DraftPolicy, Load, Round
 from policies.estimators import AcceptanceEstimator, DraftProbability
-from policies.parameters import flag, parameter, whole, within
+from policies.spec import flag, parameter, whole, within
 from policies.vectorised import Lengths, Starts, VectorisedPlan, grown, reader, tells_many
 
 

@@ -11,7 +11,7 @@ import numpy as np
 from policies.arrays import Bools, Ints
 from policies.core import DraftPolicy
 from policies.estimators import AcceptanceEstimator, DraftProbability
-from policies.parameters import flag, ordered, parameter, whole, within
+from policies.spec import flag, ordered, parameter, whole, within
 from policies.vectorised import Lengths, Starts, VectorisedPlan, grown, reader, tells_many
 
 

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from typing import Any, ClassVar, Protocol, TypeVar
 
 from policies.guard import SCORES as SCORES  # noqa: PLC0414
-from policies.parameters import Checked
+from policies.spec import Checked
 
 R = TypeVar("R", bound="VerifyRule")
 

@@ -13,9 +13,9 @@ import numpy as np
 
 from policies.arrays import Bools
 from policies.confidence import known_vocabulary
-from policies.parameters import flag, parameter, ratio, whole, within
 from policies.rules.base import TokenRule, VerifyRule
 from policies.rules.memory import OnlineCorrectionMemory
+from policies.spec import flag, parameter, ratio, whole, within
 
 
 def finite_or_inf(name: str, value: float) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from policies.parameters import whole
+from policies.spec import whole
 
 SCHEMA = 1
 

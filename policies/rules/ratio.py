@@ -8,8 +8,8 @@ from typing import Any, Literal, get_args
 
 import numpy as np
 
-from policies.parameters import one_of, parameter, ratio, whole
 from policies.rules.base import TokenRule
+from policies.spec import one_of, parameter, ratio, whole
 
 RatioMode = Literal["greedy", "sample"]
 Undecided = Literal["reject", "accept"]

@@ -21,8 +21,8 @@ from policies.confidence import (
     known_vocabulary,
     shares,
 )
-from policies.parameters import one_of, parameter, ratio, whole, within
 from policies.rules.base import TokenRule
+from policies.spec import one_of, parameter, ratio, whole, within
 
 
 @dataclass(eq=False)

@@ -19,8 +19,7 @@ from torch import Tensor
 
 from policies.core import Round
 from policies.together import Member, Together
-from profiler.decoding.single import Emitting, check_prompt
-from profiler.decoding.tokens import DraftStep, ModelToken
+from profiler.decoding.single import DraftStep, Emitting, ModelToken, check_prompt
 from profiler.models.runner import Runner
 from profiler.models.sampling import count_matches
 from traces.errors import DraftsimError

@@ -15,8 +15,7 @@ from torch import Tensor
 
 from policies.core import Load
 from profiler.decoding.batch import Stream
-from profiler.decoding.single import ModelDecoder
-from profiler.decoding.tokens import ModelToken
+from profiler.decoding.single import ModelDecoder, ModelToken
 from profiler.models.runner import Runner
 from profiler.models.sampling import Verdict, verify_greedily
 from traces.acceptance.trace import Trace

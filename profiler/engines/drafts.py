@@ -10,10 +10,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from policies.core import Load
-from traces.acceptance.tape import RecordedToken
 from traces.acceptance.trace import Trace
 from traces.errors import DraftsimError, FileError
-from traces.replay.decoder import ReplayDecoder
+from traces.replay.decoder import RecordedToken, ReplayDecoder
 from traces.sources.lookups.sources import LookupSource, ServedRequest, proposed
 from traces.sources.lookups.text import Lookup
 from traces.store.files import read_trace, write_trace

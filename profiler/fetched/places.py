@@ -74,6 +74,11 @@ SMOLLM2 = ModelSet(
     ("draft", "eagle", "eagle3", "parallel", "mtp"),
 )
 
+SMOLLM2_WEIGHTS = Path(__file__).parents[1] / "smollm2" / "weights"
+"""SmolLM2's drafters' weights as the project holds them (see `profiler.fetched.smollm2`)."""
+SMOLLM2_HEADS = "heads"
+"""Folder of exit heads and parallel heads in SMOLLM2_WEIGHTS."""
+
 QWEN_CODER = ModelSet(
     "qwen-coder",
     (

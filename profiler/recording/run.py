@@ -13,7 +13,6 @@ from pathlib import Path
 from reprlib import repr as shown
 from typing import TYPE_CHECKING, Any
 
-from profiler import smollm2
 from profiler.fetched import places
 from traces.errors import DraftsimError, FileError
 from traces.store.header import is_whole
@@ -81,7 +80,7 @@ def shipped_heads(name: str) -> Path | None:
     folder = Path(model_path(name, "target")).resolve()
     for target, heads in (
         (BUNDLED / "target", BUNDLED / "exit_heads"),
-        (places.folder(smollm2.NAME), smollm2.STORED / smollm2.HEADS),
+        (places.folder(places.SMOLLM2.name), places.SMOLLM2_WEIGHTS / places.SMOLLM2_HEADS),
     ):
         if folder == target.resolve() and heads.is_dir():
             return heads

@@ -3,7 +3,7 @@
 One teacher-forced pass covers the output: an exit at a layer depends on the true prefix alone,
 since skipped states are recomputed exactly.  After a wrong exit the draft goes on from the wrong
 token; all such continuations grow together, a level a pass, under a tree mask (see
-`traces.sources.exits.recording`).
+`traces.sources.exit_recording`).
 
 Along sampled outputs every exit draws its token, coupled to the output as the draft model's in
 `profiler.recording.trace`.  A position's exits share one coin and one noise: a setting uses one
@@ -27,7 +27,7 @@ from profiler.models.stack import LayerRunner
 from profiler.sources.start_record import SourceRecorder
 from traces.acceptance.sampling import GREEDY, Sampling
 from traces.acceptance.trace import Trace
-from traces.sources.exits.recording import (
+from traces.sources.exit_recording import (
     OMEGAS,
     ExitRecording,
     ExitSetting,

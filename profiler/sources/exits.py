@@ -12,8 +12,7 @@ import torch
 from torch import Tensor
 
 from policies.core import Load
-from profiler.decoding.single import Emitting, check_prompt
-from profiler.decoding.tokens import DraftStep, ModelToken
+from profiler.decoding.single import DraftStep, Emitting, ModelToken, check_prompt
 from profiler.features.heads import (
     Adapter,
     AdapterRunner,
@@ -32,8 +31,8 @@ from traces.acceptance.trace import Trace
 from traces.errors import DraftsimError
 from traces.replay.calls import ADAPTER, EXIT_HEAD, CallCounter, LayerLedger
 from traces.sources.base import Source
-from traces.sources.exits.early_exit import EarlyExit, Kangaroo, verified
-from traces.sources.exits.recording import depth_layers, log_threshold, temperature, usable_exits
+from traces.sources.early_exit import EarlyExit, Kangaroo, verified
+from traces.sources.exit_recording import depth_layers, log_threshold, temperature, usable_exits
 
 
 class Draws:

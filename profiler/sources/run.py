@@ -29,7 +29,15 @@ from profiler.sources.exits import (
     Modules,
     SourceDecoder,
 )
-from profiler.sources.feature_decoder import FeatureDecoder, ParallelDecoder, TreeDecoder
+from profiler.sources.feature_decoder import (
+    FeatureDecoder,
+    HeadsDecoder,
+    LayerSkipDecoder,
+    LookupDecoder,
+    ParallelDecoder,
+    SpaceDecoder,
+    TreeDecoder,
+)
 from profiler.sources.latency import (
     CONTEXTS,
     WIDTHS,
@@ -37,12 +45,6 @@ from profiler.sources.latency import (
     lookup_step,
     pass_rounds,
     without_verifications,
-)
-from profiler.sources.start_decoders import (
-    HeadsDecoder,
-    LayerSkipDecoder,
-    LookupDecoder,
-    SpaceDecoder,
 )
 from profiler.sources.start_record import RecordOptions, record_along
 from traces.acceptance.trace import Trace

@@ -29,9 +29,9 @@ from traces.acceptance.trace import Trace
 from traces.digits import counted
 from traces.errors import DraftsimError
 from traces.sources.base import eos_of, prompt_tokens, true_tokens
-from traces.sources.exits.recording import ExitSetting
+from traces.sources.exit_recording import ExitSetting
 from traces.sources.recording import DRAWN, LOGITS, SourceRecording
-from traces.sources.starts.recording import StartRecording
+from traces.sources.starts.sources import StartRecording
 from traces.sources.starts.trees import TREE_SIGNALS, TreeRecording
 
 Rows = dict[str, "npt.NDArray[Any]"]

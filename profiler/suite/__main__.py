@@ -109,14 +109,14 @@ def _run(options: argparse.Namespace) -> int:
 
 def _stage(place: Workplace, options: argparse.Namespace) -> Account:
     if options.stage == "latency":
-        from profiler.suite.latency.stage import run_latency
+        from profiler.suite.latency_stage import run_latency
 
         return run_latency(place, options.pairs, options.modes, profile=options.profile)
     elif options.stage == "forced":
-        from profiler.suite.runs.forced_stage import run_forced
+        from profiler.suite.forced_stage import run_forced
 
         return run_forced(place, options.pairs, options.modes)
-    from profiler.suite.runs.trained_stage import run_trained
+    from profiler.suite.trained_stage import run_trained
 
     return run_trained(place, options.target, options.draft, options.prompts, options.drafters)
 

@@ -23,10 +23,14 @@ from profiler.models.architectures import PAIRS, PairShape
 from profiler.models.graphs import forget_compiled
 from profiler.models.loading import choose_device, choose_dtype, describe_device
 from profiler.suite import KERNELS
+from traces.acceptance.trace import Trace
 from traces.errors import DraftsimError
 from traces.store.checkpoint import Checkpoint
+from traces.store.files import write_trace
 from traces.store.writing import write_atomically
 
+LARGEST = 16 * 10**6
+"""Bytes of the largest file a stage may leave."""
 RESERVE = 2 << 30
 """Bytes of device memory left to libraries, graphs and activations."""
 
@@ -330,3 +334,18 @@ class Ledger:
                 f"{len(left)} parts {what}, from {left[0]} on: the same command on this machine "
                 "goes on with them"
             )
+
+
+def write_within(trace: Trace, path: Path, limit: int = LARGEST) -> int:
+    """Write the first requests that fit into `limit` bytes, and return their number.
+
+    Requests come in turn from each category, so that the first ones are of all of them.
+    """
+    count = len(trace.requests)
+    while True:
+        some = trace if count == len(trace.requests) else trace.select(range(count))
+        write_trace(some, path)
+        size = path.stat().st_size
+        if size <= limit or count == 1:
+            return count
+        count = max(1, min(count - 1, int(0.97 * count * limit / size)))

@@ -11,8 +11,8 @@ from typing import Any
 
 from traces.errors import DraftsimError
 from traces.latency.table import LatencyTable
+from traces.store.engine_runs import MeasuredRuns, read_measured, write_measured
 from traces.store.files import read_latency, write_latency
-from traces.store.measured import MeasuredRuns, read_measured, write_measured
 from traces.store.recordings import ELSEWHERE, SAMPLED
 from traces.store.text import read_object
 from traces.store.writing import write_atomically

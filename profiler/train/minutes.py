@@ -23,7 +23,6 @@ from transformers import PreTrainedTokenizerFast
 from profiler.models.architectures import DecoderShape
 from profiler.models.loading import Pair, describe_model
 from profiler.prompts import Prompt
-from profiler.train.descent import Descent
 from profiler.train.documents import (
     CATEGORIES,
     LIBRARY,
@@ -33,6 +32,7 @@ from profiler.train.documents import (
     load_documents,
     stable_hash,
 )
+from profiler.train.heads import Descent
 
 EOS, PAD = "<|endoftext|>", "<|pad|>"  # EOS separates documents, so it is BOS as well
 VOCABULARY, POSITIONS = 2048, 1024

@@ -20,8 +20,15 @@ import numpy as np
 import pandas as pd
 
 from policies.arrays import Floats
-from simulator.hardware.formats import FORMATS, SHAPES, Unpacking, WeightFormat
-from simulator.hardware.roofline import Mode, Observation, Roofline
+from simulator.hardware.roofline import (
+    FORMATS,
+    SHAPES,
+    Mode,
+    Observation,
+    Roofline,
+    Unpacking,
+    WeightFormat,
+)
 from simulator.published import (
     CONTEXT,
     GAMMATUNE,

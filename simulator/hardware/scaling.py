@@ -8,9 +8,8 @@ from weakref import WeakKeyDictionary
 
 import numpy as np
 
-from simulator.hardware.formats import ModelShape, WeightFormat
 from simulator.hardware.record import published_error, ratio_errors, reach, unpacking, width_errors
-from simulator.hardware.roofline import Mode, Roofline, observations
+from simulator.hardware.roofline import Mode, ModelShape, Roofline, WeightFormat, observations
 from traces.errors import DraftsimError
 from traces.latency.table import LatencyTable
 from traces.operators.devices import DEVICES, Device, find_device

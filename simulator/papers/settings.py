@@ -30,7 +30,7 @@ from traces.latency.table import LatencyTable
 from traces.replay.corrections import split_requests
 from traces.replay.rounds import RoundLog
 from traces.replay.vectorised import replay_many
-from traces.sources.exits.early_exit import EarlyExit
+from traces.sources.early_exit import EarlyExit
 from traces.sources.found import read_recordings
 from traces.sources.methods import METHODS
 from traces.store.operators import at_depths

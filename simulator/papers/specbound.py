@@ -23,7 +23,7 @@ from traces.errors import DraftsimError, SignalError, TailError
 from traces.replay.corrections import split_requests
 from traces.replay.rounds import RoundLog
 from traces.replay.vectorised import replay_many
-from traces.sources.exits.early_exit import EarlyExit, StandInExit
+from traces.sources.early_exit import EarlyExit, StandInExit
 from traces.sources.methods import METHODS, build
 from traces.sources.registry import SYSTEMS, describe_source, parse_source
 from traces.sources.replay import replay_source

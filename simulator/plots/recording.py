@@ -29,7 +29,7 @@ from simulator.pricing import autoregressive, price
 from simulator.ratios import OwnRatios, carried_sums, own_ratios, speedup_at
 from simulator.robustness import speedups_of
 from simulator.summary import summarize
-from simulator.whatif.tilt.trace import acceptance
+from simulator.whatif.tilt import acceptance
 from traces.acceptance.trace import Trace
 from traces.digits import three_digits
 from traces.errors import DraftsimError

@@ -56,7 +56,7 @@ class PublishedRun(NamedTuple):
     """A name in `simulator.hardware.record.SHAPES`."""
     device: str
     weights: str
-    """A name in `simulator.hardware.formats.FORMATS`."""
+    """A name in `simulator.hardware.roofline.FORMATS`."""
     tokens_per_s: float
     new_tokens: int = 1
     """Tokens of a pass."""

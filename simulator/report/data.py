@@ -3,22 +3,30 @@
 The page's sliders carry priced rounds over to other cost ratios: drafting costs in proportion to c
 and verifying drafts to v, in target passes; what else rounds take stays
 (`simulator.ratios.carried_sums`).  At the pair's own ratios the page's curves are its tables.
+
+`render` writes the page: one HTML file with its style, script and data inside.
 """
 
 from __future__ import annotations
 
+import json
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from importlib.resources import files
 from itertools import product
 from typing import Any
 
 import numpy as np
+from jinja2 import Environment, StrictUndefined
+from markupsafe import Markup, escape
 
 from policies.arrays import Floats
 from policies.lengths.basic import Fixed
 from policies.registry import is_bound
 from simulator.bootstrap import gain, resamples
 from simulator.hardware.scaling import bounds_of, bounds_words, scaling_words
+from simulator.palette import COLOURS
 from simulator.pricing import autoregressive, price
 from simulator.ratios import OwnRatios, carried_sums, own_ratios
 from simulator.recording import Recording
@@ -43,14 +51,15 @@ from simulator.tune.served import check_seed, closed_load, rivals
 from simulator.tune.vllm import tune_vllm
 from simulator.validation import compare, verdict
 from simulator.whatif.ranking import BEST_FIXED, FITTED, Ranking, winner, with_best_fixed
-from simulator.whatif.tilt.fidelity import tilt_errors
-from simulator.whatif.tilt.trace import Tilter, acceptance
+from simulator.whatif.tilt import Tilter, acceptance
+from simulator.whatif.tilt_fidelity import tilt_errors
 from traces.acceptance.trace import Trace
+from traces.digits import three_digits
 from traces.errors import DraftsimError
 from traces.latency.table import LatencyTable
 from traces.replay.rounds import RoundLog
 from traces.replay.vectorised import replay_many
-from traces.store.measured import MeasuredRuns
+from traces.store.engine_runs import MeasuredRuns
 
 Sums = list[float]
 
@@ -350,7 +359,7 @@ def report_data(
     resamples: int = 2000,
     progress: Callable[[str], None] = lambda _: None,
 ) -> dict[str, Any]:
-    """Return the data of the page about a recording (`simulator.report.page.render`).
+    """Return the data of the page about a recording (`simulator.report.data.render`).
 
     Parameters
     ----------
@@ -508,3 +517,51 @@ def carried_spans(logs: Sequence[RoundLog], latency: LatencyTable) -> dict[str, 
         policy: f"{low:.2f} to {high:.2f} {bounds_words(latency)}"
         for policy, (low, high) in spans.items()
     }
+
+
+def render(data: dict[str, Any], title: str) -> str:
+    """Return `simulator.report.data.report_data` as HTML that needs nothing else."""
+    environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True,
+                              lstrip_blocks=True)  # fmt: skip
+    environment.filters.update(
+        speedup=_speedup, percent=_percent, signed=_signed, figure=_figure, named=_named
+    )
+    return environment.from_string(_asset("page.html")).render(
+        title=title,
+        data=data,
+        style=Markup(_asset("page.css")),
+        script=Markup(
+            _asset("charts.js")
+            + "".join(_asset(n).replace('"use strict";\n', "", 1) for n in ("maps.js", "page.js"))
+        ),
+        # "</script>" inside a name must not end the element.
+        json=Markup(
+            json.dumps({**data, "colours": COLOURS}, allow_nan=False, separators=(",", ":"))
+            .replace("<", "\\u003c")
+        ),
+    )  # fmt: skip
+
+
+def _asset(name: str) -> str:
+    return files("simulator.report").joinpath(name).read_text(encoding="utf-8")
+
+
+def _speedup(value: float | None) -> str:
+    return "–" if value is None else three_digits(value)
+
+
+def _percent(value: float | None, digits: int = 0) -> str:
+    return "–" if value is None else f"{100 * value:.{digits}f}%"
+
+
+def _signed(value: float | None) -> str:
+    return "–" if value is None else f"{100 * value:+.1f}%"
+
+
+def _named(policy: str) -> Markup:
+    """Return a policy's name that may break after its marks, and not within its words."""
+    return Markup(re.sub(r"([:,=_])", r"\1<wbr>", str(escape(policy))))
+
+
+def _figure(value: float) -> str:
+    return f"{value:.3g}"

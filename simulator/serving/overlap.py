@@ -20,8 +20,8 @@ from simulator.serving.arrivals import Job
 from simulator.serving.cost import MODELS
 from simulator.serving.sequence import Slot
 from simulator.serving.source import Events, Replica
-from traces.acceptance.tape import BLANK
 from traces.errors import DraftsimError
+from traces.replay.decoder import BLANK
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,7 @@
 """Where speculation stops giving a speedup, and what adapting the draft length is worth.
 
 `thresholds` tells where each policy stops, over all axes.  Everything here reads the
-table of a sweep (`simulator.whatif.sweep.run`).
+table of a sweep (`simulator.whatif.sweep`).
 """
 
 from __future__ import annotations
@@ -13,8 +13,7 @@ import numpy.typing as npt
 import pandas as pd
 
 from policies.arrays import Floats
-from simulator.whatif.sweep.cells import POINT
-from simulator.whatif.sweep.prices import ANY
+from simulator.whatif.cells import ANY, POINT
 from traces.digits import three_digits
 from traces.errors import DraftsimError
 

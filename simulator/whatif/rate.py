@@ -23,15 +23,14 @@ from policies.lengths.basic import Autoregressive
 from policies.lengths.rate_optimal import RateOptimal
 from simulator.pricing import price
 from simulator.serving.cost import TableCost
-from simulator.whatif.tilt.trace import NUMERIC
+from simulator.whatif.tilt import NUMERIC
 from traces.acceptance.schema import MATCH
 from traces.acceptance.trace import Trace
 from traces.errors import DraftsimError
 from traces.latency.table import LatencyTable
-from traces.replay.layout import layout_of
+from traces.replay.layout import Lockstep, layout_of
 from traces.replay.rounds import RoundLog
 from traces.replay.vectorised import replay_many
-from traces.replay.walk import Walk
 
 
 def judged_rows(trace: Trace) -> Ints:
@@ -75,11 +74,13 @@ def drafts_of_rounds(trace: Trace, judged: Ints, gamma: int) -> tuple[Ints, Ints
 
     A draft counts up to its first mismatch: what follows has no outcome of its own.
     """
-    walk = Walk(layout_of(trace), 0, trace.takes_verified)
-    begins = walk.begun(np.minimum(walk.runs, gamma) + 1)
+    lockstep = Lockstep(layout_of(trace), 0, trace.takes_verified)
+    begins = lockstep.begun(np.minimum(lockstep.runs, gamma) + 1)
     # By start a draft's tokens follow its first, else they are where those before it are right.
     firsts = np.searchsorted(judged, trace.on_path[begins])
-    counts = np.minimum(np.minimum(walk.runs + 1, gamma), walk.room)[begins].astype(np.int64)
+    counts = np.minimum(np.minimum(lockstep.runs + 1, gamma), lockstep.room)[begins].astype(
+        np.int64
+    )
     if trace.by_start:
         own = np.diff(np.append(np.searchsorted(judged, trace.on_path), len(judged)))
         counts = np.minimum(counts, own[begins])

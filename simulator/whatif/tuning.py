@@ -16,7 +16,7 @@ from simulator.chosen import load_policies
 from simulator.pricing import autoregressive, price
 from simulator.summary import summarize, to_rows
 from simulator.whatif.ladder import split_prompts
-from simulator.whatif.sweep.grid import search_space
+from simulator.whatif.sweep import search_space
 from traces.acceptance.trace import Trace
 from traces.errors import DraftsimError
 from traces.latency.table import LatencyTable

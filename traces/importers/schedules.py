@@ -19,10 +19,10 @@ from policies.core import DraftPolicy, Load, Round, drafting
 from policies.lengths.basic import Autoregressive, Fixed
 from policies.lengths.huggingface import Confidence
 from policies.registry import describe, parse_policy, policy_names
-from traces.acceptance.tape import BLANK
 from traces.errors import DraftsimError, FileError
 from traces.importers.base import Progress
 from traces.importers.rows import LoggedRound, LoggedTurn
+from traces.replay.decoder import BLANK
 
 Reading = Callable[[LoggedTurn, int], list[LoggedRound]]
 """The rounds of a turn, with what is known of their drafts, from the turn and ``first``."""

@@ -22,7 +22,7 @@ import numpy as np
 import pandas as pd
 
 from policies.arrays import Floats
-from traces.latency.nonnegative import non_negative
+from traces.latency.interpolate import non_negative
 from traces.latency.schema import combined
 from traces.operators.devices import Device
 from traces.operators.shapes import ARCHITECTURES, BYTES, Architecture

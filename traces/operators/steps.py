@@ -22,7 +22,7 @@ import numpy.typing as npt
 import pandas as pd
 
 from policies.arrays import Floats
-from traces.latency.nonnegative import non_negative
+from traces.latency.interpolate import non_negative
 from traces.operators.shapes import Placed, find_architecture
 
 

@@ -12,10 +12,8 @@ from policies.arrays import Bools, Ints, next_true
 from policies.rules.base import VerifyRule
 from policies.vectorised import own_word
 from traces.acceptance.trace import MATCH, UNKNOWN, Trace
-from traces.replay.layout import layout_of
-from traces.replay.ruled import RuleReplayDecoder
-from traces.replay.scores import SCORE_COLUMNS
-from traces.replay.walk import Lengths32, Rounds, Walk
+from traces.replay.layout import Lengths32, Lockstep, Rounds, layout_of
+from traces.replay.ruled import SCORE_COLUMNS, RuleReplayDecoder
 
 
 class Judged(NamedTuple):
@@ -27,7 +25,7 @@ class Judged(NamedTuple):
 
 
 def judged_rounds(
-    trace: Trace, rule: VerifyRule, walk: Walk, forwards: Lengths32, sent: Lengths32
+    trace: Trace, rule: VerifyRule, lockstep: Lockstep, forwards: Lengths32, sent: Lengths32
 ) -> Judged | None:
     """Return the rounds of drafts known by start, (starts + 1,) each, under a run's own lossy
     `rule`.
@@ -39,8 +37,8 @@ def judged_rounds(
         tokens, scores = columns_of(trace, rule)
         accepts: Bools | None = own_word(rule, "accepts_each", tokens, scores)
         if accepts is not None:
-            return _at_once(trace, rule, walk, forwards, sent, accepts)
-    return _one_by_one(trace, rule, walk, forwards, sent)
+            return _at_once(trace, rule, lockstep, forwards, sent, accepts)
+    return _one_by_one(trace, rule, lockstep, forwards, sent)
 
 
 def columns_of(trace: Trace, rule: VerifyRule) -> tuple[SimpleNamespace, SimpleNamespace]:
@@ -58,25 +56,25 @@ def columns_of(trace: Trace, rule: VerifyRule) -> tuple[SimpleNamespace, SimpleN
 
 
 def _at_once(
-    trace: Trace, rule: VerifyRule, walk: Walk, forwards: Lengths32, sent: Lengths32,
+    trace: Trace, rule: VerifyRule, lockstep: Lockstep, forwards: Lengths32, sent: Lengths32,
     accepts: Bools,
 ) -> Judged | None:  # fmt: skip
-    row = np.append(walk.layout.rows, 0)
+    row = np.append(lockstep.layout.rows, 0)
     accepted = np.minimum(sent, _leading(accepts, row)).astype(np.int32)
-    start = walk.begun(accepted + 1)
-    if (forwards[start] > walk.recorded[start]).any():
+    start = lockstep.begun(accepted + 1)
+    if (forwards[start] > lockstep.recorded[start]).any():
         return None
     for _ in trace.requests:
         rule.end_request()
     match = trace.columns["match"] == MATCH
     count, taken = sent[start], accepted[start]
     wrong = np.append(0, np.cumsum(~match))
-    kept = np.minimum(taken, walk.room[start])
+    kept = np.minimum(taken, lockstep.room[start])
     leading = np.minimum(count, _leading(match, row[start]))
     # A greedy target corrects a refused match into the same token: still on the path.
     departed = (taken > leading) | ((taken < leading) & (trace.temperature > 0))
     return Judged(
-        walk.told(start, forwards[start], count, taken),
+        lockstep.told(start, forwards[start], count, taken),
         (wrong[row[start] + kept] - wrong[row[start]]).tolist(),
         bool(departed.any()),
     )
@@ -88,15 +86,15 @@ def _leading(which: Bools, rows: Ints) -> Ints:
 
 
 def _one_by_one(
-    trace: Trace, rule: VerifyRule, walk: Walk, forwards: Lengths32, sent: Lengths32
+    trace: Trace, rule: VerifyRule, lockstep: Lockstep, forwards: Lengths32, sent: Lengths32
 ) -> Judged | None:
-    drafted, given, recorded = forwards.tolist(), sent.tolist(), walk.recorded.tolist()
+    drafted, given, recorded = forwards.tolist(), sent.tolist(), lockstep.recorded.tolist()
     starts: list[int] = []
     accepted: list[int] = []
     mismatched: list[int] = []
     departed = False
-    for i, begin in enumerate(walk.layout.begins.tolist()):
-        decoder = RuleReplayDecoder(trace, i, rule, walk.first)
+    for i, begin in enumerate(lockstep.layout.begins.tolist()):
+        decoder = RuleReplayDecoder(trace, i, rule, lockstep.first)
         while decoder.remaining > 0:
             start = begin + decoder.position
             if drafted[start] > recorded[start]:
@@ -106,7 +104,7 @@ def _one_by_one(
         rule.end_request()
         mismatched += decoder.mismatched
         departed |= decoder.departed
-    rounds = walk.told(np.array(starts, np.int64), *(np.array(v, np.int32) for v in (
+    rounds = lockstep.told(np.array(starts, np.int64), *(np.array(v, np.int32) for v in (
         [drafted[s] for s in starts], [given[s] for s in starts], accepted
     )))  # fmt: skip
     return Judged(rounds, mismatched, departed)

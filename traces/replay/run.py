@@ -17,8 +17,7 @@ from traces.acceptance.trace import Trace
 from traces.errors import SignalError
 from traces.replay.decoder import ReplayDecoder
 from traces.replay.rounds import Fidelity, RoundLog
-from traces.replay.ruled import RuleReplayDecoder
-from traces.replay.scores import prepared_rule
+from traces.replay.ruled import RuleReplayDecoder, prepared_rule
 
 
 def replay(

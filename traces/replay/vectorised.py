@@ -11,11 +11,10 @@ from policies.vectorised import VectorisedPlan, plan_of
 from traces.acceptance.trace import Trace
 from traces.errors import DraftsimError
 from traces.replay.judged import judged_rounds
-from traces.replay.layout import layout_of
+from traces.replay.layout import CELLS, Lockstep, Rounds, layout_of
 from traces.replay.rounds import RoundLog
+from traces.replay.ruled import prepared_rule
 from traces.replay.run import own_policy, recorded_log, replay, ruled_log
-from traces.replay.scores import prepared_rule
-from traces.replay.walk import CELLS, Rounds, Walk
 
 
 def replay_many(
@@ -42,12 +41,14 @@ def replay_many(
     """
     first = trace.first if first is None else first
     named = list(policies.items() if isinstance(policies, Mapping) else policies)
-    walk = Walk(layout_of(trace), first, trace.takes_verified)
+    lockstep = Lockstep(layout_of(trace), first, trace.takes_verified)
     judged = prepared_rule(rule, trace) is not None
-    block = max(1, HELD // walk.width)
+    block = max(1, HELD // lockstep.width)
     for i in range(0, len(named), block):
         some = named[i : i + block]
-        found = _together(trace, [policy for _, policy in some], walk, batch) if not judged else ()
+        found = (
+            _together(trace, [policy for _, policy in some], lockstep, batch) if not judged else ()
+        )
         for (name, policy), rounds in zip_longest(some, found):
             if rounds is not None:
                 log = recorded_log(trace, rounds, name, policy.reads, first)
@@ -56,7 +57,7 @@ def replay_many(
             try:
                 known = None
                 if rule is not None and judged:
-                    known = _judged(trace, policy, rule, walk, name, batch)
+                    known = _judged(trace, policy, rule, lockstep, name, batch)
                 log = known or replay(trace, policy, rule, name=name, first=first, batch=batch)
             except DraftsimError as error:
                 if leave_out is None or not leave_out(name, error):
@@ -66,7 +67,7 @@ def replay_many(
 
 
 def _together(
-    trace: Trace, policies: Sequence[DraftPolicy], walk: Walk, batch: int
+    trace: Trace, policies: Sequence[DraftPolicy], lockstep: Lockstep, batch: int
 ) -> list[Rounds | None]:
     """Return the rounds of each policy that has a plan, and stays within what was recorded."""
     # Plans advance together if their states have one class and they agree on watching and learning.
@@ -80,21 +81,23 @@ def _together(
         kinds.setdefault(kind, {})[i] = plan
     found: list[Rounds | None] = [None] * len(policies)
     for (state, _, learns), plans in kinds.items():
-        if len(plans) * (1 if learns else len(walk.entries)) < FEWEST:
+        if len(plans) * (1 if learns else len(lockstep.entries)) < FEWEST:
             continue
         # Few requests a setting need many settings to a step.
-        block = len(plans) if learns else max(1, CELLS // walk.width)
+        block = len(plans) if learns else max(1, CELLS // lockstep.width)
         places, every = list(plans), list(plans.values())
         for begin in range(0, len(every), block):
             some = every[begin : begin + block]
-            tried = walk.steady(some) if state is None else walk.adaptive(some, learns)
-            for i, rounds in zip(places[begin : begin + block], walk.rounds(tried), strict=True):
+            tried = lockstep.steady(some) if state is None else lockstep.adaptive(some, learns)
+            for i, rounds in zip(
+                places[begin : begin + block], lockstep.rounds(tried), strict=True
+            ):
                 found[i] = rounds
     return found
 
 
 def _judged(
-    trace: Trace, policy: DraftPolicy, rule: VerifyRule, walk: Walk, name: str, batch: int
+    trace: Trace, policy: DraftPolicy, rule: VerifyRule, lockstep: Lockstep, name: str, batch: int
 ) -> RoundLog | None:  # fmt: skip
     """Return the log of a policy whose drafts no round changes, under a lossy rule; None for any
     other.
@@ -102,13 +105,13 @@ def _judged(
     None, too, where a draft leaves what was recorded.
     """
     plan, own = _planned(trace, policy, batch), prepared_rule(rule, trace)
-    drafts = None if plan is None else walk.drafts(plan)
+    drafts = None if plan is None else lockstep.drafts(plan)
     if drafts is None or own is None:
         return None
-    judged = judged_rounds(trace, own, walk, *drafts)
+    judged = judged_rounds(trace, own, lockstep, *drafts)
     if judged is None:
         return None
-    log = recorded_log(trace, judged.rounds, name, policy.reads, walk.first)
+    log = recorded_log(trace, judged.rounds, name, policy.reads, lockstep.first)
     return ruled_log(log, rule, own, judged.mismatched, judged.departed)
 
 

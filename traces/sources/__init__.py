@@ -1,8 +1,8 @@
 """Draft sources other than a draft model: early exit, parallel heads, lookup."""
 
 from traces.sources.base import Source
-from traces.sources.exits.early_exit import EarlyExit
-from traces.sources.exits.recording import ExitRecording, ExitSetting
+from traces.sources.early_exit import EarlyExit
+from traces.sources.exit_recording import ExitRecording, ExitSetting
 from traces.sources.found import (
     find_drafted,
     find_recordings,
@@ -19,8 +19,7 @@ from traces.sources.registry import (
     parse_source,
 )
 from traces.sources.replay import replay_source
-from traces.sources.starts.features import Eagle
-from traces.sources.starts.recording import StartRecording
+from traces.sources.starts.parallel import Eagle
 from traces.sources.starts.sources import (
     Blockwise,
     LayerSkip,
@@ -28,6 +27,7 @@ from traces.sources.starts.sources import (
     MedusaTree,
     Space,
     SpecDec,
+    StartRecording,
 )
 from traces.sources.starts.trees import Eagle2, TreeRecording
 

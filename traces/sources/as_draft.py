@@ -22,7 +22,7 @@ from traces.acceptance.trace import Trace
 from traces.errors import DraftsimError
 from traces.latency.schema import CELL_COLUMNS
 from traces.latency.table import LatencyTable
-from traces.replay.always import drafting_always, passes_always
+from traces.replay.calls import drafting_always, passes_always
 from traces.sources.base import Source, leading_right, true_tokens
 from traces.sources.recording import Recordings
 

@@ -12,12 +12,12 @@ import numpy.typing as npt
 
 from policies.arrays import Ints
 from policies.core import SIGNALS, Load
-from policies.parameters import Checked
-from traces.acceptance.tape import RecordedToken
+from policies.spec import Checked
 from traces.acceptance.trace import Trace
 from traces.errors import DraftsimError
 from traces.latency.table import LatencyTable
 from traces.replay.calls import CallCounter
+from traces.replay.decoder import RecordedToken
 from traces.replay.rounds import Fidelity
 from traces.sources.recording import Recordings, SourceRecording
 
@@ -146,7 +146,7 @@ class Source(Checked):
         return lambda request: self.replays(trace, request, recording, first, self)
 
 
-Walked = tuple[npt.NDArray[np.void], npt.NDArray[np.void]]
+ReplayedRounds = tuple[npt.NDArray[np.void], npt.NDArray[np.void]]
 """Rounds, and the calls that they ran."""
 
 
@@ -159,7 +159,7 @@ class SourceReplay(ABC):
     A class may define methods that spare the loop for policies with a plan (`policies.vectorised`).
     They count for the class that defines them, not for its subclasses::
 
-        def at_once(self, trace, plan, first, chosen) -> Walked | None
+        def at_once(self, trace, plan, first, chosen) -> ReplayedRounds | None
         def chained(self, log) -> list[Counted] | None
 
     The first returns the rounds of the requests `chosen`, ascending, and their calls; None leaves

@@ -13,10 +13,10 @@ from traces.errors import DraftsimError
 from traces.latency.table import LatencyTable
 from traces.sources.as_draft import drafted_latency, drafted_trace
 from traces.sources.base import Source, true_tokens
-from traces.sources.exits.recording import ExitRecording
+from traces.sources.exit_recording import ExitRecording
 from traces.sources.recording import Recordings, SourceRecording
 from traces.sources.registry import DRAFT_MODEL, SOURCES, parse_source
-from traces.sources.starts.features import Eagle
+from traces.sources.starts.parallel import Eagle
 from traces.store.identity import engine_head
 from traces.store.recordings import find_latency, find_trace, folder_of
 

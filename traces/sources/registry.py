@@ -7,10 +7,9 @@ from typing import NamedTuple
 
 from policies.spec import describe_spec, parse_spec
 from traces.sources.base import Source
-from traces.sources.exits.early_exit import EarlyExit, Kangaroo
+from traces.sources.early_exit import EarlyExit, Kangaroo
 from traces.sources.lookups.sources import PLD, REST, Lookahead, NGram, NGramSimple, Suffix
-from traces.sources.starts.features import Eagle
-from traces.sources.starts.parallel import Parallel
+from traces.sources.starts.parallel import Eagle, Parallel
 from traces.sources.starts.sources import Blockwise, LayerSkip, Medusa, MedusaTree, Space, SpecDec
 from traces.sources.starts.trees import Eagle2
 

@@ -16,10 +16,10 @@ from traces.errors import DraftsimError, SignalError
 from traces.latency.table import LatencyTable
 from traces.replay.calls import LAYER, Call, Counted, pack_calls, pack_counted
 from traces.replay.rounds import RoundLog
+from traces.replay.ruled import prepared_rule
 from traces.replay.run import own_policy, text_fidelity
-from traces.replay.scores import prepared_rule
 from traces.replay.vectorised import replay_many
-from traces.sources.base import Source, SourceReplay, Walked
+from traces.sources.base import ReplayedRounds, Source, SourceReplay
 from traces.sources.recording import Recordings
 from traces.store.identity import model_in
 
@@ -84,7 +84,7 @@ def replay_source(
 def _at_once(
     trace: Trace, source: Source, decoder_of: Callable[[int], SourceReplay], policy: DraftPolicy,
     plan: VectorisedPlan | None, recordings: Recordings, first: int, chosen: Sequence[int],
-) -> Walked | None:  # fmt: skip
+) -> ReplayedRounds | None:  # fmt: skip
     """Return the rounds of the requests `chosen` as the loop would make them with decoders of
     `source`.
 
@@ -96,7 +96,7 @@ def _at_once(
     if plan is None or not len(chosen) or not ascending:
         return None
     decoder = decoder_of(chosen[0])
-    known: Walked | None = own_word(decoder, "at_once", trace, plan, first, chosen)
+    known: ReplayedRounds | None = own_word(decoder, "at_once", trace, plan, first, chosen)
     if "chained" not in vars(type(decoder)) or len(chosen) < len(trace.requests):
         return known
     try:
@@ -110,7 +110,7 @@ def _at_once(
 
 def _asked(
     decoder_of: Callable[[int], SourceReplay], policy: DraftPolicy, chosen: Sequence[int]
-) -> Walked:
+) -> ReplayedRounds:
     """Return rounds and calls by the loop: the policy is asked before every token."""
     rounds: list[list[Round]] = []
     calls: list[list[list[Call]]] = []

@@ -9,11 +9,16 @@ arithmetic add up (`simulator.hardware.roofline`) with the 8B's passes in view, 
 
 from pathlib import Path
 
-from simulator.papers.measured.engines import engine_rows, ladder_rows, roofline_rows
+from simulator.papers.measured.engines import (
+    SERVER_LOG,
+    engine_rows,
+    ladder_rows,
+    roofline_rows,
+    server_rows,
+)
 from simulator.papers.measured.logs import log_rows
 from simulator.papers.measured.operators import eagle_rows, operator_rows
 from simulator.papers.measured.rows import Evidence
-from simulator.papers.measured.server import SERVER_LOG, server_rows
 
 
 def measured_rows(logs: Path | None = None, named: str = "") -> list[Evidence]:

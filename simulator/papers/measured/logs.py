@@ -16,7 +16,7 @@ import pandas as pd
 from policies.arrays import Floats
 from simulator.papers.measured.rows import Evidence, evidence, ranked
 from traces.errors import DraftsimError
-from traces.latency.nonnegative import non_negative
+from traces.latency.interpolate import non_negative
 from traces.store.text import json_lines
 
 EAGLE = ("eagle_logs/llama-2-chat-70b-ea.jsonl", "eagle_logs/llama-2-chat-70b-base.jsonl")

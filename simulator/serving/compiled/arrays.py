@@ -16,9 +16,8 @@ import numpy as np
 from policies.arrays import Floats, Ints
 from simulator.pricing import Host
 from simulator.serving.arrivals import Job
-from simulator.serving.cost import PLACES, EngineCost
+from simulator.serving.cost import ORIGINS, PLACES, EngineCost
 from simulator.serving.outcome.metrics import Histogram, Series
-from simulator.serving.passes import ORIGINS
 from simulator.serving.scheduler import Scheduler
 from traces.acceptance.trace import Trace
 from traces.latency.table import LatencyTable
@@ -48,7 +47,7 @@ SEEN = np.dtype([
     ("passes", "i8"), ("least_batch", "f8"), ("most_batch", "f8"), ("least_width", "f8"),
     ("most_width", "f8"), ("least_context", "f8"), ("most_context", "f8"),
 ])  # fmt: skip
-"""`simulator.serving.passes.Coverage` of one origin."""
+"""`simulator.serving.cost.Coverage` of one origin."""
 WIDTH = Histogram.WIDTH
 FINEST = math.floor(math.log(1e-9) / WIDTH)
 """The lowest bin of seconds between tokens (`Histogram`)."""
@@ -75,7 +74,7 @@ class LoopPrices(NamedTuple):
     """(batches,)"""
     launch_s: float
     always: int
-    """Draft passes in every iteration (`traces.replay.always`)."""
+    """Draft passes in every iteration (`traces.replay.calls`)."""
     most_behind: int
     """Tokens that a drafter of such an engine has to read at most."""
 

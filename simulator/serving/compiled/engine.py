@@ -20,19 +20,24 @@ from policies.vectorised import plan_of
 from simulator.pricing import scalar_seconds
 from simulator.serving.arrivals import Job
 from simulator.serving.compiled import arrays
-from simulator.serving.cost import COMPOSED, PLACES, EngineCost
+from simulator.serving.cost import COMPOSED, ORIGINS, PLACES, Coverage, EngineCost, Span
 from simulator.serving.outcome.metrics import COUNTS, CutOff, RunRecorder, Series
-from simulator.serving.passes import ORIGINS, Coverage, Span
-from simulator.serving.replays import NO_ROUNDS, Replays, clock_free, replays_of
 from simulator.serving.routers import Idle
 from simulator.serving.scenario import Scenario
 from simulator.serving.scheduler import Continuous, Scheduler, StaticBatches
-from simulator.serving.sequence import EngineState, ServedSequence
+from simulator.serving.sequence import (
+    NO_ROUNDS,
+    EngineState,
+    Replays,
+    ServedSequence,
+    clock_free,
+    replays_of,
+)
 from traces.acceptance.trace import Trace
 from traces.errors import DraftsimError
 from traces.latency.schema import SERVER
 from traces.latency.table import LatencyTable
-from traces.replay.scores import prepared_rule
+from traces.replay.ruled import prepared_rule
 
 LISTED = 4096
 """Requests of a bounded run that are listed first; each time as many more as there are already."""
@@ -148,7 +153,7 @@ class CompiledServing:
         """True if the loop can serve the scenario: nothing but requests and totals decides.
 
         Policies that look at the load or learn, modes that synchronise or overlap, and costs of
-        single sequences need events (`simulator.serving.engine`).
+        single sequences need events (`simulator.serving.run`).
         """
         scenario = self.scenario
         return (

@@ -1,6 +1,6 @@
 """The serving loop in machine code: requests, iterations and their seconds, over arrays.
 
-`run` does what `simulator.serving.engine.EventEngine`, `simulator.serving.source.RequestSource` and
+`run` does what `simulator.serving.run.EventEngine`, `simulator.serving.source.RequestSource` and
 `simulator.serving.scheduler` do with SimPy's events, in their order; `iteration_s` does what
 `simulator.serving.cost` does.  Those say why; the tests hold the two together to 1e-9.  All
 functions stand in one file because numba's cache on disk notices changes of this file alone.

@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
+from simulator.serving.cost import Coverage
 from simulator.serving.outcome.metrics import CutOff, RunRecorder, joined_recorders, summary
-from simulator.serving.passes import Coverage
 from simulator.serving.scenario import Scenario
 
 TOTALS = {
@@ -171,7 +171,7 @@ class Run:
         * ``length_changes``: share of steps whose draft length differs from that of the step
           before, under a policy with one length for all requests.
         * ``coverage``: how many passes of each model and phase were measured, interpolated or
-          extrapolated (`simulator.serving.passes.Coverage`).
+          extrapolated (`simulator.serving.cost.Coverage`).
         * ``over_time``: mean batch and mean KV blocks in use, in equal intervals that begin at
           ``time_s``.
 

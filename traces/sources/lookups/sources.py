@@ -13,20 +13,19 @@ import numpy as np
 from policies.arrays import Ints
 from policies.spec import parameters
 from policies.vectorised import VectorisedPlan, own_word
-from traces.acceptance.tape import RecordedToken
 from traces.acceptance.trace import Trace
 from traces.errors import DraftsimError
 from traces.latency.table import LatencyTable
 from traces.replay.calls import CALL_KINDS, Counted, pack_counted
-from traces.replay.layout import Foreseen
+from traces.replay.decoder import RecordedToken
+from traces.replay.layout import Foreseen, Lockstep
 from traces.replay.rounds import Fidelity
-from traces.replay.walk import Walk
 from traces.sources.as_draft import laid_out, with_searches
 from traces.sources.base import (
     DRAFTER_SIGNALS,
+    ReplayedRounds,
     Source,
     SourceReplay,
-    Walked,
     eos_of,
     leading,
     leading_right,
@@ -109,7 +108,7 @@ class LookupReplay(SourceReplay):
 
     def at_once(
         self, trace: Trace, plan: VectorisedPlan, first: int, chosen: Sequence[int]
-    ) -> Walked | None:
+    ) -> ReplayedRounds | None:
         """Return the rounds of a length, where all proposals of `trace` can be found at once."""
         if not plan.is_length:
             return None
@@ -122,11 +121,11 @@ class LookupReplay(SourceReplay):
         places = Foreseen(trace)
         right = leading_right(proposed[:, : plan.cap], true_tokens(trace), places.ends)
         places.foresee((proposed >= 0).sum(axis=1), right)
-        walk = Walk(places, first, False)
-        drafts = walk.drafts(plan)
+        lockstep = Lockstep(places, first, False)
+        drafts = lockstep.drafts(plan)
         assert drafts is not None
         drafted = drafts[0]
-        start, rounds = walk.of(chosen, drafted, drafted, np.minimum(drafted, walk.runs))
+        start, rounds = lockstep.of(chosen, drafted, drafted, np.minimum(drafted, lockstep.runs))
         # A search that finds nothing is one too.
         asked = np.flatnonzero(np.minimum(places.left[start], plan.cap) > 0)
         ones = np.ones_like(asked)

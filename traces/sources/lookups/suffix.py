@@ -12,7 +12,7 @@ from array import array
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
-from policies.parameters import whole, within
+from policies.spec import whole, within
 from traces.sources.lookups.occurrences import BETWEEN
 from traces.sources.lookups.text import Lookup, Proposal, until_eos
 

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from policies.parameters import whole
+from policies.spec import whole
 
 
 class Proposal(NamedTuple):

@@ -18,18 +18,17 @@ import numpy as np
 import numpy.typing as npt
 
 from policies.arrays import Floats, Ints
-from policies.parameters import parameter, whole
+from policies.spec import parameter, whole
 from policies.vectorised import VectorisedPlan
-from traces.acceptance.tape import RecordedToken
 from traces.acceptance.trace import Trace
 from traces.errors import DraftsimError, TailError
 from traces.replay.calls import DRAFTER, DRAFTER_TREE, TREE, Counted, pack_counted
-from traces.replay.layout import Foreseen
-from traces.replay.walk import Walk
-from traces.sources.base import DRAFTER_SIGNALS, Drafter, Source, SourceReplay, Walked
+from traces.replay.decoder import RecordedToken
+from traces.replay.layout import Foreseen, Lockstep
+from traces.sources.base import DRAFTER_SIGNALS, Drafter, ReplayedRounds, Source, SourceReplay
 from traces.sources.recording import MOST_LAYERS, Layout, Recordings, SourceRecording
-from traces.sources.starts.features import OnFeatures
-from traces.sources.starts.recording import WIDER
+from traces.sources.starts.parallel import OnFeatures
+from traces.sources.starts.sources import WIDER
 from traces.store.header import PathLike, check, is_whole
 
 TREE_SIGNALS = ("score", "log_top", "log_second", "entropy")
@@ -184,7 +183,7 @@ class TreeReplay(SourceReplay):
 
     def at_once(
         self, trace: Trace, plan: VectorisedPlan, first: int, chosen: Sequence[int]
-    ) -> Walked | None:
+    ) -> ReplayedRounds | None:
         """Return the rounds of a length, unless it asks for more layers than were recorded."""
         record, places = self.recording, Foreseen(trace)
         depth = np.minimum(places.left, plan.cap)
@@ -193,9 +192,9 @@ class TreeReplay(SourceReplay):
         depth = np.minimum(depth, self.depth or record.layers)
         row = np.array(record.request_starts)[places.request] + places.position
         places.foresee(depth, _accepted(record, row, depth, self.budget))
-        walk = Walk(places, first, self.takes_verified)
+        lockstep = Lockstep(places, first, self.takes_verified)
         layers = np.append(depth, 0)
-        start, rounds = walk.of(chosen, layers, layers, walk.runs)
+        start, rounds = lockstep.of(chosen, layers, layers, lockstep.runs)
         # The drafter takes in what was verified since it last ran; the prefill, the prompt.
         ran = np.flatnonzero(rounds["draft_forwards"])
         before = np.append(0, rounds["position"][ran][:-1])

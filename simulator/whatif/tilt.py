@@ -23,7 +23,7 @@ scale.
 A match that becomes a mismatch gets the wrong token and the off-path tail of a recorded
 mismatch with like signals; a mismatch that becomes a match loses its own.  A tilted trace
 holds no target-side scores, whose truth ended with the recorded outcomes, so lossy rules
-refuse it, and its replays have fidelity ``approximate``.  `simulator.whatif.tilt.fidelity`
+refuse it, and its replays have fidelity ``approximate``.  `simulator.whatif.tilt_fidelity`
 measures their errors.  They are larger for policies that read signals, because an easier text
 has other signals at the same rate.
 """
@@ -39,6 +39,7 @@ import numpy as np
 import numpy.typing as npt
 
 from policies.arrays import Bools, Floats, Ints
+from simulator.machine_code import compiled
 from traces.acceptance.schema import COLUMNS, MATCH, MISMATCH, SIGNAL_COLUMNS, UNKNOWN
 from traces.acceptance.trace import Trace
 from traces.errors import DraftsimError
@@ -246,7 +247,6 @@ class MatchModel:
         That is the number of matches in a row, up to `LONGEST_RUN`, and the exponentially weighted
         share of matches.
         """
-        from simulator.whatif.tilt.drawn import remembered
 
         run, share = np.empty(len(match), dtype=np.int64), np.empty(len(match))
         remembered(match, self.trace.request_starts, self.alpha, LONGEST_RUN, run, share)
@@ -263,7 +263,6 @@ class MatchModel:
 
         A position matches where its margin, the shift and what its history adds exceed 0.
         """
-        from simulator.whatif.tilt.drawn import drawn
 
         match = np.empty((len(shifts), len(margins)), dtype=bool)
         starts, (one, two) = self.trace.request_starts, self.share_logit.tolist()
@@ -452,3 +451,46 @@ def acceptance(trace: Trace) -> float:
 
 def _sigmoid(x: Floats) -> Floats:
     return np.asarray(0.5 * (1 + np.tanh(0.5 * x)))
+
+
+DECAY = 0.9
+"""Weight of the past in the running share of matches, per token."""
+
+
+@compiled
+def remembered(
+    match: Bools, starts: Ints, begin: float, longest: int, run: Ints, share: Floats
+) -> None:
+    """Write the history before each position into `run` and `share`, all of shape (positions,).
+
+    ``starts``, shape (requests + 1,): a request begins without a run and with the share `begin`.
+    """
+    for request in range(len(starts) - 1):
+        matches, rate = 0, begin
+        for place in range(starts[request], starts[request + 1]):
+            run[place], share[place] = matches, rate
+            hit = match[place]
+            matches = min(matches + 1, longest) if hit else 0
+            rate = DECAY * rate + (1 - DECAY) * hit
+
+
+@compiled
+def drawn(
+    margins: Floats, starts: Ints, shifts: Floats, begin: float, run_logit: Floats, one: float,
+    two: float, match: Any,
+) -> None:  # fmt: skip
+    """Write matches under each shift into `match`, shape (shifts, positions).
+
+    ``margins``, shape (positions,): log-odds of the signals, less the bar that a match must pass;
+    ``run_logit``, shape (longest run + 1,), ``one`` and ``two``: what runs and shares add.
+    """
+    longest = len(run_logit) - 1
+    for row in range(len(shifts)):
+        for request in range(len(starts) - 1):
+            matches, rate = 0, begin
+            for place in range(starts[request], starts[request + 1]):
+                history = run_logit[matches] + rate * (one + two * rate)
+                hit = margins[place] + history + shifts[row] > 0
+                match[row, place] = hit
+                matches = min(matches + 1, longest) if hit else 0
+                rate = DECAY * rate + (1 - DECAY) * hit

@@ -18,8 +18,7 @@ from typing import Any, NamedTuple
 import pandas as pd
 import torch
 
-from profiler.checks.batch_runs import run_batches
-from profiler.checks.spot_check import DraftModel, run_arms
+from profiler.checks.spot_check import DraftModel, run_arms, run_batches
 from profiler.checks.turns import LEAST_REPEATS
 from profiler.latency.table import Grid
 from profiler.machine import NoTimeError
@@ -27,11 +26,7 @@ from profiler.models.architectures import PairShape
 from profiler.models.loading import Pair
 from profiler.models.runner import Runner
 from profiler.suite import COMPILED, EAGER, GRAPH, KERNELS
-from profiler.suite.environment import Account, Ledger, Workplace, unfinished
-from profiler.suite.latency.modes import make_runner
-from profiler.suite.latency.pair import pass_cells
-from profiler.suite.latency.stage import build_or_none, chosen_pairs, modes_here
-from profiler.suite.runs.arms import (
+from profiler.suite.checks import (
     ARMS,
     COLUMNS,
     MORE_ARMS,
@@ -41,11 +36,14 @@ from profiler.suite.runs.arms import (
     arms_of,
     run_rows,
 )
+from profiler.suite.environment import Account, Ledger, Workplace, unfinished
+from profiler.suite.latency_stage import build_or_none, chosen_pairs, modes_here
+from profiler.suite.pair import make_runner, pass_cells
 from traces.acceptance.synthetic import Bursty, synthetic_trace
 from traces.acceptance.trace import Trace
 from traces.errors import DraftsimError
+from traces.store.engine_runs import MeasuredRuns, read_measured, write_measured
 from traces.store.files import write_trace
-from traces.store.measured import MeasuredRuns, read_measured, write_measured
 
 ORDER = (GRAPH, EAGER, COMPILED)
 """In which modes run."""

@@ -17,8 +17,7 @@ from profiler.models.architectures import PAIRS, PairShape
 from profiler.models.graphs import compiler_missing
 from profiler.suite import COMPILED, KERNELS, MODES
 from profiler.suite.environment import Account, Ledger, Workplace, unfinished
-from profiler.suite.latency.modes import profile_rounds
-from profiler.suite.latency.pair import FULL, QUICK, RANKS, PairMeasurement, table_of
+from profiler.suite.pair import FULL, QUICK, RANKS, PairMeasurement, profile_rounds, table_of
 from traces.errors import DraftsimError
 from traces.latency.table import LatencyTable
 from traces.store.files import read_latency, write_latency

@@ -17,7 +17,7 @@ import pandas as pd
 from policies.core import DraftPolicy
 from policies.lengths.basic import Fixed
 from policies.lengths.entropy import SVIP
-from simulator.whatif.tilt.trace import Method, Tilter, acceptance, iid_like
+from simulator.whatif.tilt import Method, Tilter, acceptance, iid_like
 from traces.acceptance.trace import Trace
 from traces.errors import DraftsimError
 from traces.replay.vectorised import replay_many

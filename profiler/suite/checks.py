@@ -15,6 +15,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import pandas as pd
+
+from policies.core import own_copy
+from policies.registry import parse_policy
 from policies.rules.base import VerifyRule
 from profiler.checks.differences import explain, rounds_differ
 from profiler.checks.spot_check import Arm, DraftModel, Opener, run_arms
@@ -27,17 +31,15 @@ from profiler.sources.latency import measure_drafters
 from profiler.sources.run import SourceRunner, record_sources
 from profiler.sources.start_record import RecordOptions
 from profiler.suite import EAGER, GRAPH
-from profiler.suite.environment import Workplace
-from profiler.suite.latency.modes import make_runner
-from profiler.suite.latency.pair import rows_of, table_of
-from profiler.suite.runs.arms import ARMS, QUICK_ARMS, REPEATS, arms_of, run_rows
-from profiler.suite.runs.training import write_within
+from profiler.suite.environment import Workplace, write_within
+from profiler.suite.pair import make_runner, rows_of, table_of
 from traces.acceptance.trace import Trace
 from traces.errors import DraftsimError
 from traces.latency.table import LatencyTable
 from traces.replay.run import replay
 from traces.sources.as_draft import drafted_trace, with_drafter
-from traces.sources.starts.features import Eagle as EagleSource
+from traces.sources.starts.parallel import Eagle as EagleSource
+from traces.store.engine_runs import MEASURED_COLUMNS
 from traces.store.files import read_trace
 
 NAME = "trained-12+3"
@@ -73,7 +75,7 @@ class Checks:
         ``drafted`` has the same requests with its drafts (`traces.sources.as_draft`), and
         ``opened`` makes their opener from the pair's own.
 
-        Returns the measured ``times``, rows of `profiler.suite.runs.arms.COLUMNS`, and the results
+        Returns the measured ``times``, rows of `profiler.suite.checks.COLUMNS`, and the results
         of the comparison, ``checked``.
 
         Raises
@@ -210,3 +212,44 @@ class DrafterPair:
         arms = arms_of(drafted, names)
         some = drafted.select(range(count))
         return checks.compared(self.pair_name, EAGER, arms, trace, seconds, some, opened)
+
+
+ARMS = (
+    "autoregressive", "fixed:gamma=4", "fixed:gamma=2", "fixed:gamma=8", "confidence",
+    "hf-heuristic", "gammatune", "gammatune-plus", "cm-asd", "svip", "adaedl",
+    "draft-and-verify", "oracle",
+)  # fmt: skip
+"""Plain decoding, fixed lengths as control, and the policies of the papers."""
+
+MORE_ARMS = (
+    "specdec-pp", "disco", "rate-optimal", "ucb", "exp3", "bild",
+    "confidence:roc_update=in_call", "hf-heuristic:full_accept_means=budget",
+)  # fmt: skip
+"""The other policies that decide for one sequence at a time, run if there is time for all.
+
+Those for whole batches (`policies.batch.base.BatchPolicy`) are not among them: they choose one
+length for all sequences of an engine, from its own costs, and are compared in served batches.
+"""
+
+QUICK_ARMS = ("autoregressive", "fixed:gamma=3", "svip")
+MORE_QUICK_ARMS = ("ucb",)
+
+REPEATS = 3
+"""Runs of an arm; miniatures, whose times are not used, have one."""
+
+COLUMNS = ("pair", "mode", *MEASURED_COLUMNS)
+"""Columns of the suite's measured runs."""
+
+
+def arms_of(trace: Trace, names: Sequence[str]) -> list[Arm]:
+    """Return an arm per policy, its maximum lowered to what the trace holds."""
+    made = {name: parse_policy(name, max_gamma=trace.max_gamma) for name in names}
+    # The vocabulary is the recorded pair's: what is run here is what a replay predicts.
+    return [Arm(name, own_copy(policy, trace.vocab_size)) for name, policy in made.items()]
+
+
+def run_rows(times: pd.DataFrame, pair: str, mode: str) -> list[list[Any]]:
+    """Return measured runs of a pair in a mode as rows of `COLUMNS`."""
+    named = times.assign(pair=pair, mode=mode)[list(COLUMNS)]
+    rows: list[list[Any]] = named.astype(object).to_numpy().tolist()
+    return rows

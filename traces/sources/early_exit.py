@@ -10,10 +10,8 @@ import numpy as np
 import numpy.typing as npt
 
 from policies.arrays import Bools, Floats, Ints, next_true, ranges
-from policies.parameters import flag, parameter, ratio, whole, within
-from policies.spec import describe_spec
+from policies.spec import describe_spec, flag, parameter, ratio, whole, within
 from policies.vectorised import UNBOUNDED, VectorisedPlan
-from traces.acceptance.tape import RecordedToken
 from traces.acceptance.trace import Trace
 from traces.errors import DraftsimError, TailError
 from traces.replay.calls import (
@@ -27,18 +25,18 @@ from traces.replay.calls import (
     LayerLedger,
     pack_counted,
 )
-from traces.replay.layout import Places
+from traces.replay.decoder import RecordedToken
+from traces.replay.layout import Lockstep, Places, carried
 from traces.replay.rounds import Fidelity
-from traces.replay.walk import Walk, carried
 from traces.sources.base import (
     DRAFTER_SIGNALS,
+    ReplayedRounds,
     Source,
     SourceReplay,
-    Walked,
     eos_of,
     true_tokens,
 )
-from traces.sources.exits.recording import ExitRecording, ExitSetting, depth_layers, usable_exits
+from traces.sources.exit_recording import ExitRecording, ExitSetting, depth_layers, usable_exits
 from traces.sources.recording import DRAWN, LOGITS, Recordings, read_columns
 
 
@@ -170,12 +168,12 @@ class EarlyExitReplay(SourceReplay):
 
     def at_once(
         self, trace: Trace, plan: VectorisedPlan, first: int, chosen: Sequence[int]
-    ) -> Walked | None:
+    ) -> ReplayedRounds | None:
         """Return the rounds of a plan without a state, unless a draft leaves what was recorded."""
         tape = self.tape
         places = ExitPlaces(trace, tape, plan.cap)
-        walk = Walk(places, first, False)
-        if (drafts := walk.drafts(plan)) is None:
+        lockstep = Lockstep(places, first, False)
+        if (drafts := lockstep.drafts(plan)) is None:
             return None
         asked, sent = drafts
         at = np.append(places.rows, 0) + asked - 1
@@ -184,18 +182,18 @@ class EarlyExitReplay(SourceReplay):
         if vain.any():
             # How much is sent is decided of a draft without the token that there was none of.
             places.most = np.where(vain, forwards, np.append(places.most, 0))[:-1]
-            _, sent = walk.drafts(plan) or drafts
-        accepted = np.minimum(sent, walk.runs)
+            _, sent = lockstep.drafts(plan) or drafts
+        accepted = np.minimum(sent, lockstep.runs)
         positions = sent + 1 if tape.source.bonus else np.minimum(np.maximum(asked, 1), sent + 1)
-        start, rounds = walk.of(chosen, forwards, sent, accepted, positions)
-        if (asked[start] > walk.recorded[start]).any():
+        start, rounds = lockstep.of(chosen, forwards, sent, accepted, positions)
+        if (asked[start] > lockstep.recorded[start]).any():
             return None
         passed: Ints = asked[start].astype(np.int64)
         steps = ExitSteps(passed, places.node[ranges(passed, places.rows[start])])
         calls = layer_calls(tape, steps, positions[start].astype(np.int64))
         refused, missed = (accepted < sent)[start], (sent[start] + 1) - passed
         waiting = np.where(refused, 0, np.maximum(missed, 0))
-        calls.append(self.drafted(steps, carried(walk.enters[start], passed, waiting, 0)))
+        calls.append(self.drafted(steps, carried(lockstep.enters[start], passed, waiting, 0)))
         return rounds, pack_counted(calls)
 
     def drafted(self, steps: ExitSteps, waiting: npt.NDArray[np.integer]) -> Counted:

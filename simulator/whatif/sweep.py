@@ -1,6 +1,6 @@
 """Any grid of what-if questions, in parallel, resumable, as one tidy table.
 
-A sweep is cut into parts (`simulator.whatif.sweep.cells.SweepPart`): policies that share an
+A sweep is cut into parts (`simulator.whatif.cells.SweepPart`): policies that share an
 acceptance rate and a batch, and hence a trace.  A part is replayed once and priced at
 every cost ratio, latency table and context, which costs next to nothing in comparison.
 Parts are kept as files as they finish; the same sweep begun again computes only what is
@@ -10,9 +10,11 @@ missing.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import asdict
+from itertools import product
 from pathlib import Path
 from typing import Any
 from uuid import uuid4
@@ -24,20 +26,23 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from policies.core import DraftPolicy
-from policies.from_file import identity
+from policies.from_file import identity, is_file, load_file, split_name
+from policies.registry import POLICIES
+from policies.spec import parameters, split_items
 from simulator.bootstrap import CONFIDENCE
 from simulator.executors import Executor, Local
-from simulator.whatif.sweep.cells import (
+from simulator.whatif.cells import (
     COLUMNS,
     TEXT,
+    Prices,
     SweepPart,
     SweepRunner,
+    cache_fits,
     references,
     with_regrets,
 )
-from simulator.whatif.sweep.prices import Prices, cache_fits
-from simulator.whatif.tilt.fidelity import UNKNOWN_ERROR, TiltErrors, tilt_errors
-from simulator.whatif.tilt.trace import METHODS, Method, Tilter
+from simulator.whatif.tilt import METHODS, Method, Tilter
+from simulator.whatif.tilt_fidelity import UNKNOWN_ERROR, TiltErrors, tilt_errors
 from traces.acceptance.trace import Trace
 from traces.errors import DraftsimError
 from traces.store.checkpoint import Checkpoint
@@ -98,7 +103,7 @@ class Sweep:
         The recording.
     policies:
         Prototypes by name.  In addition the fixed lengths and the oracle are replayed as
-        references (`simulator.whatif.sweep.cells`), without rows of their own.
+        references (`simulator.whatif.cells`), without rows of their own.
     prices:
         Cost ratios, latency tables, contexts and GPUs.
     alphas:
@@ -106,7 +111,7 @@ class Sweep:
     batches:
         Sequences decoded together.
     method:
-        How to tilt (`simulator.whatif.tilt.trace`), or ``iid``, the textbook baseline.
+        How to tilt (`simulator.whatif.tilt`), or ``iid``, the textbook baseline.
     resamples, seed:
         Bootstrap resamples over prompts (in batches at most 30), and the seed of everything drawn.
     measure_tilt:
@@ -301,3 +306,175 @@ def _named(part: SweepPart) -> str:
     import joblib
 
     return str(joblib.hash(asdict(part)))
+
+
+MOST_POINTS = 100_000
+"""An axis longer than this is taken for a slip."""
+
+_RANGE = re.compile(r"^([^:]+):([^:]+):(\d+)(log|lin)?$")
+_BRACES = re.compile(r'\{([^{}":]*)\}')
+_STEPS = re.compile(r"^(-?\d+)\.\.(-?\d+)(?:\.\.(\d+))?$")
+
+
+def parse_axis(
+    text: str | None, name: str, *, low: float | None = None, high: float | None = None,
+    whole: bool = False,
+) -> tuple[float, ...]:  # fmt: skip
+    """Return the points that `text` names, in its order and without repetition; none without text.
+
+    ``a:b:N`` is N points evenly from a to b, ``a:b:Nlog`` evenly in the logarithm,
+    ``a..b`` or ``a..b..step`` whole numbers, ``a,b,c`` these and ``a`` one.  `whole`
+    rounds a range to whole numbers and refuses others.
+
+    Raises
+    ------
+    DraftsimError
+        If the text is of another form, or a point lies outside [low, high].
+
+    >>> parse_axis("1:8:4log", "c")
+    (1.0, 2.0, 4.0, 8.0)
+    >>> parse_axis("1..3,8", "gamma", whole=True)
+    (1.0, 2.0, 3.0, 8.0)
+    """
+    points: list[float] = []
+    if text is None:
+        return ()
+    for part in text.split(","):
+        points += _points(part.strip(), text, name, whole)
+    for value in points:
+        if (low is not None and value < low) or (high is not None and value > high):
+            bound = f">= {low:g}" if high is None else f"between {low or 0:g} and {high:g}"
+            raise DraftsimError(f"--{name} {text}: {value:g} is not {bound}")
+    return tuple(dict.fromkeys(points))
+
+
+def _points(part: str, text: str, name: str, whole: bool) -> list[float]:
+    form = f"expected a:b:N, a:b:Nlog, a..b or a,b,c (--{name} {text!r})"
+    if steps := _STEPS.match(part):
+        return [float(v) for v in _stepped(steps, part)]
+    if span := _RANGE.match(part):
+        begin, end = (_number(v, form) for v in span.group(1, 2))
+        count = int(span.group(3))
+        if not 1 <= count <= MOST_POINTS:
+            raise DraftsimError(f"{part!r} asks for {count} points, expected 1 to {MOST_POINTS}")
+        if span.group(4) == "log":
+            if begin <= 0 or end <= 0:
+                raise DraftsimError(f"{part!r}: a logarithmic axis needs both ends above 0")
+            values = np.geomspace(begin, end, count)
+        else:
+            values = np.linspace(begin, end, count)
+        values = np.round(values) if whole else np.array([float(f"{v:.10g}") for v in values])
+        return [float(v) for v in values]
+    value = _number(part, form)
+    if whole and value != int(value):
+        raise DraftsimError(f"--{name} {text}: {part} is no whole number")
+    return [value]
+
+
+def expand(texts: Sequence[str]) -> list[str]:
+    """Return every policy that `texts` name, with each ``{...}`` replaced by its alternatives.
+
+    ``{1..12}`` counts, ``{1..12..3}`` in steps, ``{0.3,0.5}`` lists.
+
+    Raises
+    ------
+    DraftsimError
+        If the braces hold neither.
+
+    >>> expand(["fixed:gamma={1..3}", "svip"])
+    ['fixed:gamma=1', 'fixed:gamma=2', 'fixed:gamma=3', 'svip']
+    """
+    found: list[str] = []
+    for text in texts:
+        pieces = _BRACES.split(text)
+        choices = [_alternatives(inner, text) for inner in pieces[1::2]]
+        for chosen in product(*choices):
+            filled = [pieces[0]]
+            for value, after in zip(chosen, pieces[2::2], strict=True):
+                filled += [value, after]
+            found.append("".join(filled))
+    return list(dict.fromkeys(found))
+
+
+def search_space(text: str) -> tuple[str, dict[str, list[str]]]:
+    """Return a policy without its ``{...}``, and the values that these give its parameters.
+
+    Raises
+    ------
+    DraftsimError
+        If the braces hold neither a range nor a list, or are not a parameter's value.
+
+    >>> search_space("gammatune:gamma=4,eta={0.1,0.3}")
+    ('gammatune:gamma=4', {'eta': ['0.1', '0.3']})
+    """
+    name, given = split_name(text)
+    fixed: list[str] = []
+    space: dict[str, list[str]] = {}
+    for part in split_items(given):
+        key, _, value = part.partition("=")
+        if braces := _BRACES.fullmatch(value):
+            space[key] = _alternatives(braces.group(1), text)
+        elif "{" in part:
+            raise DraftsimError(
+                f"policy {text!r}: braces give the values of a parameter, as in gamma={{1..8}}"
+            )
+        else:
+            fixed.append(part)
+    return name + (":" + ",".join(fixed) if fixed else ""), space
+
+
+def _alternatives(inner: str, text: str) -> list[str]:
+    if steps := _STEPS.match(inner.strip()):
+        return [str(v) for v in _stepped(steps, text)]
+    values = [v.strip() for v in inner.split(",")]
+    if "" in values:
+        raise DraftsimError(f"policy {text!r}: {{{inner}}} is neither {{a..b}} nor {{a,b,c}}")
+    return values
+
+
+def _stepped(match: re.Match[str], text: str) -> list[int]:
+    begin, end, step = int(match.group(1)), int(match.group(2)), int(match.group(3) or 1)
+    if end < begin or step < 1:
+        raise DraftsimError(f"{text!r}: {match.group(0)} counts from {begin} up to {end} by {step}")
+    if (end - begin) // step >= MOST_POINTS:
+        raise DraftsimError(f"{text!r} asks for more than {MOST_POINTS} points")
+    return list(range(begin, end + 1, step))
+
+
+def _number(text: str, form: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        raise DraftsimError(f"{text!r} is no number: {form}") from None
+    if not np.isfinite(value):
+        raise DraftsimError(f"{text!r} is not finite: {form}")
+    return value
+
+
+def with_gammas(texts: Sequence[str], gammas: Sequence[int]) -> list[str]:
+    """Return `texts`, those of policies with a parameter gamma they do not set once per gamma.
+
+    Raises
+    ------
+    DraftsimError
+        If no policy has one.
+    """
+    found: list[str] = []
+    for text in texts:
+        name, rest = split_name(text)
+        takes = parameters(POLICIES[name]) if name in POLICIES else {}
+        if is_file(text):
+            try:
+                takes = parameters(type(load_file(name).policy))
+            except ValueError as error:
+                raise DraftsimError(str(error)) from None
+        given = {item.partition("=")[0].strip() for item in rest.split(",")}
+        if "gamma" not in takes or "gamma" in given:
+            found.append(text)
+        else:
+            found += [f"{text}{',' if rest else ':'}gamma={g}" for g in gammas]
+    if found == list(texts):
+        raise DraftsimError(
+            f"--gamma: none of {', '.join(texts)} has a parameter gamma that is left unset"
+        )
+    return found

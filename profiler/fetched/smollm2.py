@@ -28,10 +28,8 @@ from profiler.features.drafters import (
     ParallelEagle3,
     layer_config,
 )
-from profiler.fetched.download import Say, digest
-from profiler.fetched.fetch import made_from, place
-from profiler.fetched.places import folder
-from profiler.smollm2 import DRAFTERS, NAME, STORED
+from profiler.fetched.fetch import Say, digest, made_from, place
+from profiler.fetched.places import SMOLLM2, SMOLLM2_WEIGHTS, folder
 
 TOKENIZER = (
     "tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "generation_config.json",
@@ -123,14 +121,14 @@ def feature_drafter(
 def make_drafters(target: Path, say: Say = print) -> list[Path]:
     """Write the drafters' ordinary folders from the weights that the project holds."""
     made = []
-    for name in DRAFTERS:
-        stored = STORED / f"{name}.safetensors"
+    for name in SMOLLM2.drafters:
+        stored = SMOLLM2_WEIGHTS / f"{name}.safetensors"
         if not stored.is_file():
             continue
         wanted = digest(stored)
-        into = folder(f"{NAME}-{name}")
+        into = folder(f"{SMOLLM2.name}-{name}")
         if made_from(into) != wanted:
             place(into, wanted, partial(write_folder, stored, target))
-            say(f"{NAME}-{name} is now at {into}")
+            say(f"{SMOLLM2.name}-{name} is now at {into}")
         made.append(into)
     return made

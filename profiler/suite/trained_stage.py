@@ -4,33 +4,37 @@ Writes ``trained-trace.parquet`` (greedy), ``trained-sampled.parquet`` (T = 1),
 ``trained-latency.parquet``, ``trained-measured.parquet`` and ``trained.json``; no weights.  Each
 drafter on the target's features makes a pair of its own with it, and adds
 ``trained-trace-DRAFTER.parquet``.
+
+A trained pair is kept with its stage's unfinished work, so that a stopped stage trains once.
 """
 
 from __future__ import annotations
 
+import json
+import os
 import shutil
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
 import pandas as pd
+import transformers
 
-from profiler import smollm2
+from profiler.fetched.places import SMOLLM2
 from profiler.latency.table import Grid
 from profiler.machine import NoTimeError
 from profiler.models.architectures import DecoderShape, PairShape
-from profiler.models.loading import Pair
-from profiler.profile import Settings
-from profiler.prompts import Prompt
-from profiler.recording.run import BUNDLED
+from profiler.models.graphs import GraphRunner
+from profiler.models.loading import Pair, load_pair
+from profiler.profile import Settings, recorded_trace
+from profiler.prompts import Prompt, read_prompts
+from profiler.recording.run import BUNDLED, model_path
+from profiler.recording.trace import slots_needed
 from profiler.suite import EAGER, GRAPH
-from profiler.suite.environment import Account, Ledger, Workplace, unfinished, write_results
-from profiler.suite.latency.pair import FULL, QUICK, PairMeasurement
-from profiler.suite.latency.stage import named, shapes_of, write_table
-from profiler.suite.runs.arms import COLUMNS
-from profiler.suite.runs.checks import (
+from profiler.suite.checks import (
+    COLUMNS,
     NAME,
     TRAINED_MODES,
     Checks,
@@ -38,20 +42,23 @@ from profiler.suite.runs.checks import (
     Drafters,
     given_drafters,
 )
-from profiler.suite.runs.training import (
-    ENOUGH,
-    PROMPTS,
-    QUICK_PROMPTS,
-    given_pair,
-    record_trace,
-    trained_pair,
+from profiler.suite.environment import (
+    Account,
+    Ledger,
+    Workplace,
+    unfinished,
+    write_results,
     write_within,
 )
-from profiler.train.minutes import DRAFT, TARGET
+from profiler.suite.latency_stage import named, shapes_of, write_table
+from profiler.suite.pair import FULL, QUICK, PairMeasurement
+from profiler.train.minutes import DRAFT, TARGET, Trained, train_pair
 from traces.acceptance.sampling import Sampling
 from traces.acceptance.trace import Trace
 from traces.errors import DraftsimError
-from traces.store.measured import MeasuredRuns, write_measured
+from traces.store.checkpoint import Checkpoint
+from traces.store.engine_runs import MeasuredRuns, write_measured
+from traces.store.text import read_object
 
 LATENCY = "trained-latency.parquet"
 FILES = {"greedy": "trained-trace.parquet", "sampled": "trained-sampled.parquet"}
@@ -100,9 +107,9 @@ def run_trained(
         shape = PairShape(NAME, TARGET, DRAFT)
     else:
         name = f"{Path(target).name}+{Path(str(draft)).name}"
-        if target == smollm2.NAME and draft is None:
+        if target == SMOLLM2.name and draft is None:
             name, draft, prompts = target, target, prompts or BUNDLED / "prompts.jsonl"
-            own = [f"{target}-{d}" for d in smollm2.DRAFTERS if d.startswith("eagle")]
+            own = [f"{target}-{d}" for d in SMOLLM2.drafters if d.startswith("eagle")]
             drafters = [*own, *drafters]
             chat = True
         most = QUICK_PROMPTS if place.quick else PROMPTS
@@ -292,3 +299,87 @@ def of_mode(rows: Sequence[Sequence[Any]], mode: str) -> list[list[Any]]:
     """Return the cells of a mode in a table of one pair, its models named as usual."""
     split = [(row[0].split("/"), row) for row in rows]
     return [[model, *row[1:]] for (_, own, model), row in split if own == mode]
+
+
+PROMPTS = 210
+"""Prompts to record, a few more than a recording needs (`ENOUGH`)."""
+QUICK_PROMPTS = 4
+"""Likewise, in miniatures."""
+
+
+def trained_pair(place: Workplace, folder: Path, seconds: float) -> Trained:
+    """Return the pair in `folder`, or one trained now for `seconds` and kept there."""
+    transformers.utils.logging.disable_progress_bar()  # it would run through our lines
+    if (folder / "about.json").is_file():
+        place.say("the pair was trained before the stage was stopped")
+        return _read(place, folder)
+    most = QUICK_PROMPTS if place.quick else PROMPTS
+    pair, prompts, record = train_pair(
+        seconds, place.device, place.dtype, place.say, prompts=most, quick=place.quick
+    )
+    pair = replace(pair, meta={**pair.meta, **place.meta()})
+    _write(folder, pair, prompts, record)
+    return pair, prompts, record
+
+
+def _write(folder: Path, pair: Pair, prompts: Sequence[Prompt], record: dict[str, Any]) -> None:
+    part = folder.with_suffix(".part")
+    shutil.rmtree(part, ignore_errors=True)
+    for name, model in (("target", pair.target), ("draft", pair.draft)):
+        model.save_pretrained(part / name)
+        pair.tokenizer.save_pretrained(part / name)
+    about = {"meta": pair.meta, "prompts": [asdict(p) for p in prompts], "record": record}
+    (part / "about.json").write_text(json.dumps(about))
+    os.replace(part, folder)
+
+
+def _read(place: Workplace, folder: Path) -> Trained:
+    about = read_object(folder / "about.json")
+    pair = replace(_load(place, folder / "target", folder / "draft"), meta=about["meta"])
+    return pair, [Prompt(**prompt) for prompt in about["prompts"]], about["record"]
+
+
+def _load(place: Workplace, target: str | Path, draft: str | Path) -> Pair:
+    dtype = str(place.dtype).removeprefix("torch.")
+    return load_pair(target, draft, device=str(place.device), dtype=dtype)
+
+
+def given_pair(
+    place: Workplace, target: str, draft: str | None, prompts: Path | None, most: int
+) -> tuple[Pair, list[Prompt]]:
+    """Return a user's pair, by folder or name, and a limited number of prompts.
+
+    Raises DraftsimError if draft or prompts are not named, or one cannot be loaded.
+    """
+    if draft is None or prompts is None:
+        raise DraftsimError("--target also takes --draft and --prompts: name all three")
+    pair = _load(place, model_path(target, "target"), model_path(draft, "draft"))
+    return pair, read_prompts(prompts, most)
+
+
+ENOUGH = 200
+"""Fewest prompts of a finished recording."""
+
+
+def record_trace(
+    place: Workplace, pair: Pair, prompts: Sequence[Prompt], settings: Settings, until: float
+) -> Trace:
+    """Record as many prompts as are done by `until` (monotonic seconds), four at least.
+
+    The target decodes through captured passes; tails run eagerly under their tree masks.
+    Prompts recorded before the stage was stopped are read back.
+    """
+    encoded = [pair.encode(p.text, settings.chat) for p in prompts]
+    longest = max(len(ids) for ids in encoded)
+    slots = slots_needed(longest, settings.max_new_tokens, settings.max_gamma)
+    runners = GraphRunner(pair.target, slots), GraphRunner(pair.draft, slots)
+    # Of other weights' outputs nothing may be taken over.
+    weights = [pair.meta[role]["fingerprint"] for role in ("target", "draft")]
+    kept = Checkpoint(
+        place.work / f"trained-trace-{settings.sampling.temperature:g}",
+        {"settings": settings, "pair": weights},
+    )
+    trace = recorded_trace(pair, runners, prompts, encoded, settings, kept, until=until)
+    done = len(trace.requests)
+    place.say(f"recorded {done} of {len(prompts)} prompts, {settings.sampling.label}")
+    return trace

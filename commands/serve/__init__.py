@@ -1,1 +1,0 @@
-"""``draftsim serve``."""
