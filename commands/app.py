@@ -1,7 +1,4 @@
-"""The command line: every command, its options' former names, and how errors are said.
-
-SIGTERM and SIGHUP end a command as Ctrl-C does, with all processes that it started.
-"""
+"""The command line: its commands, other names of their options, errors, and how it is stopped."""
 
 from __future__ import annotations
 
@@ -34,18 +31,10 @@ COMPLETING = {"--install-completion", "--show-completion"}
 """Options after which typer ends the program itself."""
 INTERRUPTED = 130
 STOPPED = "stopped; nothing is half-written, and the same command continues where it can"
-
-
-def _version(asked: bool) -> None:
-    if asked:
-        from importlib.metadata import PackageNotFoundError, version
-
-        try:
-            print(f"draftsim {version('draftsim')}")
-        except PackageNotFoundError:
-            print("draftsim, not installed")
-        raise typer.Exit
-
+NUMBERS = [signal.SIGTERM, *([signal.SIGHUP] if hasattr(signal, "SIGHUP") else [])]
+"""Signals that end a command as Ctrl-C does, with all processes that it started."""
+TOGETHER_S = 1.0
+"""Signals that arrive within this time are one: `timeout` sends two of them."""
 
 NAMES = {
     "batches": ("batch",), "contexts": ("context",), "draws": ("resamples",),
@@ -202,6 +191,17 @@ app = typer.Typer(
 )
 
 
+def _version(asked: bool) -> None:
+    if asked:
+        from importlib.metadata import PackageNotFoundError, version
+
+        try:
+            print(f"draftsim {version('draftsim')}")
+        except PackageNotFoundError:
+            print("draftsim, not installed")
+        raise typer.Exit
+
+
 @app.callback()
 def options(
     version: Annotated[
@@ -247,6 +247,52 @@ def main() -> None:
         finally:
             end_workers()
     sys.exit(code if isinstance(code, int) else 0)
+
+
+@dataclass
+class CommandStop:
+    """The way in which the command was stopped."""
+
+    number: int = signal.SIGINT
+
+    @property
+    def code(self) -> int:
+        """Exit code: 130 after Ctrl-C, 143 after SIGTERM, 129 after SIGHUP."""
+        return 128 + self.number
+
+
+@contextmanager
+def stop_signals() -> Iterator[CommandStop]:
+    """Let SIGTERM and SIGHUP raise KeyboardInterrupt inside the block, unless they are ignored."""
+    stop, last_s = CommandStop(), -TOGETHER_S
+
+    def interrupt(number: int, frame: object) -> None:
+        nonlocal last_s
+        del frame
+        now_s = time.monotonic()
+        before_s, last_s = last_s, now_s
+        stop.number = number
+        if now_s - before_s >= TOGETHER_S:
+            raise KeyboardInterrupt
+
+    held: dict[signal.Signals, Any] = {}
+    if threading.current_thread() is threading.main_thread():
+        for one in NUMBERS:
+            if signal.getsignal(one) is signal.SIG_DFL:
+                held[one] = signal.signal(one, interrupt)
+    try:
+        yield stop
+    finally:
+        for one, handler in held.items():
+            signal.signal(one, handler)
+
+
+def end_workers() -> None:
+    """End the worker processes of a study, if any run, and remove the folders they share."""
+    loky = sys.modules.get("joblib.externals.loky.reusable_executor")
+    executor = getattr(loky, "_executor", None)
+    if executor is not None:
+        executor.terminate(kill_workers=True)
 
 
 def _is_closed_pipe(error: BaseException | None) -> bool:
@@ -329,54 +375,3 @@ def _fail(message: str, code: int) -> NoReturn:
 
     print(f"draftsim: {printable(' '.join(message.split()))}", file=sys.stderr)
     sys.exit(code)
-
-
-NUMBERS = [signal.SIGTERM, *([signal.SIGHUP] if hasattr(signal, "SIGHUP") else [])]
-TOGETHER_S = 1.0
-"""Signals that arrive within this time are one: `timeout` sends two of them."""
-
-
-@dataclass
-class CommandStop:
-    """The way in which the command was stopped."""
-
-    number: int = signal.SIGINT
-
-    @property
-    def code(self) -> int:
-        """Exit code: 130 after Ctrl-C, 143 after SIGTERM, 129 after SIGHUP."""
-        return 128 + self.number
-
-
-@contextmanager
-def stop_signals() -> Iterator[CommandStop]:
-    """Let SIGTERM and SIGHUP raise KeyboardInterrupt inside the block, unless they are ignored."""
-    stop, last_s = CommandStop(), -TOGETHER_S
-
-    def interrupt(number: int, frame: object) -> None:
-        nonlocal last_s
-        del frame
-        now_s = time.monotonic()
-        before_s, last_s = last_s, now_s
-        stop.number = number
-        if now_s - before_s >= TOGETHER_S:
-            raise KeyboardInterrupt
-
-    held: dict[signal.Signals, Any] = {}
-    if threading.current_thread() is threading.main_thread():
-        for one in NUMBERS:
-            if signal.getsignal(one) is signal.SIG_DFL:
-                held[one] = signal.signal(one, interrupt)
-    try:
-        yield stop
-    finally:
-        for one, handler in held.items():
-            signal.signal(one, handler)
-
-
-def end_workers() -> None:
-    """End the worker processes of a study, if any run, and remove the folders they share."""
-    loky = sys.modules.get("joblib.externals.loky.reusable_executor")
-    executor = getattr(loky, "_executor", None)
-    if executor is not None:
-        executor.terminate(kill_workers=True)

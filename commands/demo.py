@@ -124,8 +124,7 @@ def _profiled(out: Path, size: Size) -> None:
     settings = Settings(max_new_tokens=size.tokens, grid=Grid(repeats=size.sweeps))
     with only_writer(out):
         # A folder of another pair is refused; an earlier demo's is measured again, here and now,
-        # but
-        # one that was stopped while it decoded goes on.
+        # but one that was stopped while it decoded goes on.
         info, anew = claimed(info, out), not any(out.glob(f"{PLACE}-*"))
         if anew:
             info = claimed(info, out, force=True)

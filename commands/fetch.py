@@ -39,6 +39,6 @@ def fetch(
 
         [target, *_] = fetched.fetch(SETS[name], tell)
         if name == SMOLLM2.name:
-            from profiler.fetched.smollm2.stored import make_drafters
+            from profiler.fetched.smollm2 import make_drafters
 
             make_drafters(target, tell)

@@ -1,4 +1,4 @@
-"""``draftsim serve``: batches, queues and arrivals in simulated time."""
+"""``draftsim serve``: batches, queues and arrivals in simulated time, and the results in words."""
 
 from __future__ import annotations
 
@@ -46,9 +46,16 @@ if TYPE_CHECKING:
     from simulator.tune.gains import Leader, Span
     from traces.latency.table import LatencyTable
 
-
 MANY = 50_000
 """With fewer requests the start of processes takes longer than it saves."""
+TOLD = 4
+"""Loads that the headline tells."""
+NAMES = {"ttft_s": "TTFT", "tpot_s": "TPOT", "e2e_s": "end to end"}
+"""Latencies in words, by column."""
+MEAN = "(mean end-to-end latency)"
+LATENCIES = (("ttft", "mean"), ("tpot", "mean"), ("tpot", "p99"), ("e2e", "mean"))
+"""Latencies in the printed table, each with its statistic."""
+Row = Mapping[str, Any]
 
 
 @dataclass(frozen=True)
@@ -126,89 +133,6 @@ class Loads:
             rate=None if self.rate is None else positive_numbers("--rate", self.rate),
             scale=None if self.scale is None else positive_numbers("--scale", self.scale),
         )  # fmt: skip
-
-
-@contextmanager
-def kept(
-    rows: list[dict[str, Any]], out: Path | None, meta: Mapping[str, Any], caption: str = ""
-) -> Iterator[None]:
-    """Write the table `out` at the end, and leave readable results after an interruption.
-
-    Lines of the rows that are finished stay then: the same command goes on with them.  ``caption``
-    is that of a LaTeX table.
-    """
-    from simulator.serving.outcome.results import read_results, restored
-
-    table = out if out is not None and out.suffix in TABLES else None
-    lines = rows_file(out)
-    with only_writer(table) if table is not None else nullcontext():
-        try:
-            yield
-        except KeyboardInterrupt:
-            if rows and lines is not None and lines.is_file():
-                # The file may be one row ahead.
-                rows = [restored(row) for row in read_results(lines).rows]
-            if table is not None and rows:
-                write_as(rows, table, meta, caption, complete=False)
-            where = f" are in {out}, marked incomplete" if out is not None else " were finished"
-            note(f"stopped: {counted(len(rows), 'row')}{where}")
-            raise
-        if table is not None:
-            write_as(rows, table, meta, caption)
-            if lines is not None:
-                lines.unlink(missing_ok=True)
-
-
-def write_as(
-    rows: Sequence[Mapping[str, Any]], path: Path, meta: Mapping[str, Any], caption: str,
-    complete: bool = True,
-) -> None:  # fmt: skip
-    """Write the rows as the table that the suffix names; only Parquet says whether they are
-    complete.
-    """
-    from simulator.serving.outcome.results import flat, write_table
-
-    if path.suffix == ".parquet":
-        write_table(rows, path, meta, complete)
-    else:
-        records = flat(rows).to_dict("records") if path.suffix == ".csv" else rows
-        write_rows(path, records, "serve", tables=lambda: [Shown(shown(rows), caption)])
-
-
-def rows_file(out: Path | None) -> Path | None:
-    """Return the file of rows as they come: `out`, or a file next to it that a table replaces."""
-    if out is None or out.suffix not in TABLES:
-        return out
-    return out.with_name(out.name + ".jsonl")
-
-
-@contextmanager
-def requests_bar(
-    scenarios: Sequence[Scenario], policies: Mapping[str, Any]
-) -> Iterator[tuple[Any, Any]]:
-    """Show a progress bar over every request of every run, on standard error: (advance,
-    progress).
-    """
-    each = scenarios[0].count * scenarios[0].replications
-    runs = len(scenarios) * len(policies)
-    with progress_bar() as bar:
-        task = bar.add_task(f"requests, run 1 of {runs}", total=each * runs)
-
-        def progress(done: int, total: int, name: str) -> None:
-            label = f"requests, run {min(done + 1, total)} of {total}"
-            bar.update(task, completed=each * done, description=label)
-
-        waiting = 0
-
-        def advance(count: int) -> None:
-            # A bar takes as long to move as a request to serve: not for every one of many.
-            nonlocal waiting
-            waiting += count
-            if waiting * 200 >= each:
-                bar.advance(task, waiting)
-                waiting = 0
-
-        yield advance, progress
 
 
 def serve(
@@ -389,12 +313,128 @@ def _targets(slo: str | None, ttft: str | None, tpot: str | None) -> tuple[float
     return targets.ttft_s, targets.tpot_s
 
 
-Row = Mapping[str, Any]
-TOLD = 4
-"""Loads that the sentence tells."""
-NAMES = {"ttft_s": "TTFT", "tpot_s": "TPOT", "e2e_s": "end to end"}
-MEAN = "(mean end-to-end latency)"
-LATENCIES = (("ttft", "mean"), ("tpot", "mean"), ("tpot", "p99"), ("e2e", "mean"))
+@contextmanager
+def kept(
+    rows: list[dict[str, Any]], out: Path | None, meta: Mapping[str, Any], caption: str = ""
+) -> Iterator[None]:
+    """Write the table `out` at the end, and leave readable results after an interruption.
+
+    Lines of the rows that are finished stay then: the same command goes on with them.  ``caption``
+    is that of a LaTeX table.
+    """
+    from simulator.serving.outcome.results import read_results, restored
+
+    table = out if out is not None and out.suffix in TABLES else None
+    lines = rows_file(out)
+    with only_writer(table) if table is not None else nullcontext():
+        try:
+            yield
+        except KeyboardInterrupt:
+            if rows and lines is not None and lines.is_file():
+                # The file may be one row ahead.
+                rows = [restored(row) for row in read_results(lines).rows]
+            if table is not None and rows:
+                write_as(rows, table, meta, caption, complete=False)
+            where = f" are in {out}, marked incomplete" if out is not None else " were finished"
+            note(f"stopped: {counted(len(rows), 'row')}{where}")
+            raise
+        if table is not None:
+            write_as(rows, table, meta, caption)
+            if lines is not None:
+                lines.unlink(missing_ok=True)
+
+
+def write_as(
+    rows: Sequence[Mapping[str, Any]], path: Path, meta: Mapping[str, Any], caption: str,
+    complete: bool = True,
+) -> None:  # fmt: skip
+    """Write the rows as the table that the suffix names; only Parquet says whether they are
+    complete.
+    """
+    from simulator.serving.outcome.results import flat, write_table
+
+    if path.suffix == ".parquet":
+        write_table(rows, path, meta, complete)
+    else:
+        records = flat(rows).to_dict("records") if path.suffix == ".csv" else rows
+        write_rows(path, records, "serve", tables=lambda: [Shown(shown(rows), caption)])
+
+
+def rows_file(out: Path | None) -> Path | None:
+    """Return the file of rows as they come: `out`, or a file next to it that a table replaces."""
+    if out is None or out.suffix not in TABLES:
+        return out
+    return out.with_name(out.name + ".jsonl")
+
+
+@contextmanager
+def requests_bar(
+    scenarios: Sequence[Scenario], policies: Mapping[str, Any]
+) -> Iterator[tuple[Any, Any]]:
+    """Show a progress bar over every request of every run, on standard error: (advance,
+    progress).
+    """
+    each = scenarios[0].count * scenarios[0].replications
+    runs = len(scenarios) * len(policies)
+    with progress_bar() as bar:
+        task = bar.add_task(f"requests, run 1 of {runs}", total=each * runs)
+
+        def progress(done: int, total: int, name: str) -> None:
+            label = f"requests, run {min(done + 1, total)} of {total}"
+            bar.update(task, completed=each * done, description=label)
+
+        waiting = 0
+
+        def advance(count: int) -> None:
+            # A bar takes as long to move as a request to serve: not for every one of many.
+            nonlocal waiting
+            waiting += count
+            if waiting * 200 >= each:
+                bar.advance(task, waiting)
+                waiting = 0
+
+        yield advance, progress
+
+
+def headline(rows: Sequence[Row], interval: Callable[[Leader], Span | None]) -> str:
+    """Return the fastest policy of each load against no speculation, in one sentence.
+
+    ``interval`` is asked for the 95% interval of the policies that the sentence names.
+    """
+    from simulator.tune.gains import is_closed, leaders
+
+    found, closed = leaders(rows), is_closed(rows)
+    unit = "tokens/s" if closed else "speed end to end"
+
+    def told(one: Leader) -> str:
+        span = interval(one)
+        within = "" if span is None else f" ({three_digits(span[0])} to {three_digits(span[1])})"
+        return f"{one.policy} {three_digits(one.ratio)}x{within}"
+
+    if all(one.policy is None for one in found):
+        return "only no speculation was served: name a policy to compare it with."
+    if all(one.ratio <= 1 for one in found):
+        best = max(found, key=lambda one: one.ratio)
+        if not best.ratio:
+            return "no policy is faster than no speculation at any of these loads."
+        return (
+            "no policy is faster than no speculation at any of these loads; the closest is "
+            f"{_at(best, closed)} {told(best)} in {unit}."
+        )
+    shown = [
+        f"{_at(one, closed)} {told(one)}" if one.ratio > 1
+        else f"{_at(one, closed)} no policy is faster" + (f", {told(one)}" if one.ratio else "")
+        for one in found[:TOLD]
+    ]  # fmt: skip
+    more = "" if len(found) <= TOLD else f"; {len(found) - TOLD} more loads below"
+    return f"{unit} over no speculation: {'; '.join(shown)}{more}."
+
+
+def _at(one: Leader, closed: bool) -> str:
+    if one.load is None:
+        return "at these arrivals"
+    names = "requests" if closed else "requests/s"
+    return f"at {one.load:.4g} {names[:-1] if closed and one.load == 1 else names}"
 
 
 def shown(rows: Sequence[Row]) -> list[dict[str, Any]]:
@@ -433,6 +473,31 @@ def shown(rows: Sequence[Row]) -> list[dict[str, Any]]:
             **{k: row[k] for k in counted}, **{k: row[k] for k in told},
         })  # fmt: skip
     return table
+
+
+def _asked(row: Row) -> bool:
+    return any(math.isfinite(row[k]) for k in ("ttft_target_s", "tpot_target_s"))
+
+
+def print_measured(rows: Sequence[Mapping[str, Any]]) -> None:
+    """Print predicted and measured statistics of each metric, and the error of the prediction."""
+    several = len({row["policy"] for row in rows}) > 1
+    lines: dict[tuple[str, str, str], dict[str, str]] = {}
+    for row in rows:
+        values = {
+            "predicted": _seconds(row["predicted"]), "measured": _seconds(row["measured"]),
+            "error": f"{row['error']:+.1%}",
+        }  # fmt: skip
+        for kind, text in values.items():
+            key = row["policy"], row["metric"], kind
+            named = {"policy": row["policy"]} if several else {}
+            named["the file's requests"] = f"{NAMES[row['metric']]}, {kind}"
+            lines.setdefault(key, named)[row["statistic"]] = text
+    print_table(list(lines.values()))
+
+
+def _seconds(value: float) -> str:
+    return f"{1e3 * value:.3g} ms" if value < 1 else f"{value:.3g} s"
 
 
 def remarks(rows: Sequence[Row]) -> list[str]:
@@ -497,6 +562,11 @@ def _each(ends: Sequence[float]) -> str:
     return f"{many} token{'s' * (many != '1')} each"
 
 
+def _span(ends: Sequence[float]) -> str:
+    low, high = (f"{end:,.0f}" if end >= 10 else f"{end:.3g}" for end in ends)
+    return low if low == high else f"{low} to {high}"
+
+
 def _break_even(rows: Sequence[Row]) -> list[str]:
     from simulator.serving import break_even_load
     from simulator.tune.gains import UNDRAFTED
@@ -527,74 +597,3 @@ def _break_even(rows: Sequence[Row]) -> list[str]:
         else:
             said.append(f"{name} is slower than no speculation at every load tried {MEAN}")
     return said
-
-
-def _asked(row: Row) -> bool:
-    return any(math.isfinite(row[k]) for k in ("ttft_target_s", "tpot_target_s"))
-
-
-def _span(ends: Sequence[float]) -> str:
-    low, high = (f"{end:,.0f}" if end >= 10 else f"{end:.3g}" for end in ends)
-    return low if low == high else f"{low} to {high}"
-
-
-def headline(rows: Sequence[Row], interval: Callable[[Leader], Span | None]) -> str:
-    """Return the fastest policy of each load against no speculation, in one sentence.
-
-    ``interval`` is asked for the 95% interval of the policies that the sentence names.
-    """
-    from simulator.tune.gains import is_closed, leaders
-
-    found, closed = leaders(rows), is_closed(rows)
-    unit = "tokens/s" if closed else "speed end to end"
-
-    def told(one: Leader) -> str:
-        span = interval(one)
-        within = "" if span is None else f" ({three_digits(span[0])} to {three_digits(span[1])})"
-        return f"{one.policy} {three_digits(one.ratio)}x{within}"
-
-    if all(one.policy is None for one in found):
-        return "only no speculation was served: name a policy to compare it with."
-    if all(one.ratio <= 1 for one in found):
-        best = max(found, key=lambda one: one.ratio)
-        if not best.ratio:
-            return "no policy is faster than no speculation at any of these loads."
-        return (
-            "no policy is faster than no speculation at any of these loads; the closest is "
-            f"{_where(best, closed)} {told(best)} in {unit}."
-        )
-    shown = [
-        f"{_where(one, closed)} {told(one)}" if one.ratio > 1
-        else f"{_where(one, closed)} no policy is faster" + (f", {told(one)}" if one.ratio else "")
-        for one in found[:TOLD]
-    ]  # fmt: skip
-    more = "" if len(found) <= TOLD else f"; {len(found) - TOLD} more loads below"
-    return f"{unit} over no speculation: {'; '.join(shown)}{more}."
-
-
-def _where(one: Leader, closed: bool) -> str:
-    if one.load is None:
-        return "at these arrivals"
-    names = "requests" if closed else "requests/s"
-    return f"at {one.load:.4g} {names[:-1] if closed and one.load == 1 else names}"
-
-
-def print_measured(rows: Sequence[Mapping[str, Any]]) -> None:
-    """Print predicted and measured statistics of each metric, and the error of the prediction."""
-    several = len({row["policy"] for row in rows}) > 1
-    lines: dict[tuple[str, str, str], dict[str, str]] = {}
-    for row in rows:
-        values = {
-            "predicted": _seconds(row["predicted"]), "measured": _seconds(row["measured"]),
-            "error": f"{row['error']:+.1%}",
-        }  # fmt: skip
-        for kind, text in values.items():
-            key = row["policy"], row["metric"], kind
-            named = {"policy": row["policy"]} if several else {}
-            named["the file's requests"] = f"{NAMES[row['metric']]}, {kind}"
-            lines.setdefault(key, named)[row["statistic"]] = text
-    print_table(list(lines.values()))
-
-
-def _seconds(value: float) -> str:
-    return f"{1e3 * value:.3g} ms" if value < 1 else f"{value:.3g} s"

@@ -1,8 +1,8 @@
-"""Text form of an object with parameters: ``name`` or ``name:key=value,key=value``.
+"""Parameters of an object: their text form ``name:key=value,key=value``, and their bounds.
 
 A value is a number, an option's name, ``true``/``false``, ``none``, a path, or a JSON
 list, as the parameter's annotation says, or its default where it has no annotation.
-The bounds of a parameter are declared with its default (`parameter`).
+A parameter is declared with its default and its bounds (`parameter`), which `Checked` checks.
 """
 
 from __future__ import annotations
@@ -68,9 +68,9 @@ def describe_spec(obj: object, name: str, fixed: Collection[str] = ()) -> str:
     """Return `name` with those parameters of `obj` that differ from their defaults."""
     parts = [
         f"{key}={as_text(value)}"
-        for key, parameter in parameters(type(obj)).items()
+        for key, declared in parameters(type(obj)).items()
         if key not in fixed
-        and (value := getattr(obj, key)) != parameter.default
+        and (value := getattr(obj, key)) != declared.default
         and isinstance(value, bool | int | float | str | list | tuple | dict | NoneType)
     ]
     return f"{name}:{','.join(parts)}" if parts else name
@@ -119,11 +119,11 @@ def split_items(text: str) -> list[str]:
     return [item.strip() for item in items if item.strip()]
 
 
-def _declared(parameter: inspect.Parameter) -> Any:
+def _declared(given: inspect.Parameter) -> Any:
     """Return the parameter's annotation, or without one the type of its default."""
-    if parameter.annotation not in (inspect.Parameter.empty, Any):
-        return parameter.annotation
-    default = parameter.default
+    if given.annotation not in (inspect.Parameter.empty, Any):
+        return given.annotation
+    default = given.default
     if isinstance(default, int) and not isinstance(default, bool):
         return int | float  # as 1 may be meant for a share
     if default is None or default is inspect.Parameter.empty:

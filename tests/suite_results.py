@@ -13,7 +13,7 @@ import pandas as pd
 from policies.registry import parse_policy
 from profiler.suite.__main__ import main
 from profiler.suite.checks import COLUMNS
-from profiler.suite.trained_stage import LARGEST
+from profiler.suite.environment import LARGEST
 from simulator.pricing import price
 from tests.serving import table_of
 from traces.acceptance.synthetic import synthetic_trace

@@ -58,7 +58,7 @@ def test_what_is_predicted_fastest_is_decoded_by_default(
     """The policy predicted fastest runs too: with a draft model, a source, a rule, a batch."""
     small_run = with_flat_passes(small_run, tmp_path / "flat")
     few = ("fixed:gamma=4",)
-    for place in ("spot_check.ARMS", "sources.SOURCE_ARMS", "lossy.LOSSY_ARMS",
+    for place in ("spot_check.ARMS", "spot_check.SOURCE_ARMS", "spot_check.LOSSY_ARMS",
                   "batched.BATCH_ARMS"):  # fmt: skip
         monkeypatch.setattr(f"commands.validate.{place}", few)
     for more in ((), ("--source", "pld"), ("--verify", "lossy-global"), ("--batch", "1")):

@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from profiler.fetched.smollm2.stored import draft_config, write_folder
 
 from benchmarks.training.draft import ProjectedDraft
 from benchmarks.training.fit import Candidates
@@ -18,6 +17,7 @@ from commands.common.progress import progress_bar
 from policies.lengths.basic import Fixed
 from profiler.checks.spot_check import Arm
 from profiler.features.drafters import EagleDrafter, layer_config
+from profiler.fetched.smollm2 import draft_config, write_folder
 from profiler.models.loading import Pair, load_pair
 from profiler.profile import Settings, profile_trace
 from profiler.prompts import Prompt

@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from profiler.fetched.smollm2.stored import draft_config, write_folder
 from transformers import AutoModelForCausalLM
 
 from benchmarks.training import chats as own_text
@@ -21,6 +20,7 @@ from benchmarks.training.stored import store_draft, store_drafter
 from benchmarks.training.unroll import target_features, unroll
 from profiler.features.checkpoint import read_drafter
 from profiler.features.drafters import Eagle3, Mtp, ParallelEagle3
+from profiler.fetched.smollm2 import draft_config, write_folder
 from tests import small_smollm2
 from traces.errors import DraftsimError
 

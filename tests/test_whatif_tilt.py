@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 
 from policies import CMASD, SVIP, Fixed
 from simulator.bootstrap import RatioEstimate, ratio_of_sums
+from simulator.whatif.drawn import DECAY
 from simulator.whatif.tilt import (
-    DECAY,
     LONGEST_RUN,
     MatchModel,
     Tilter,

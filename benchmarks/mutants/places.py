@@ -13,8 +13,7 @@ SCOPE = (
     "policies/*.py", "policies/*/*.py",
     "traces/acceptance/*.py", "traces/replay/*.py", "traces/sources/*.py", "traces/sources/*/*.py",
     "simulator/pricing.py", "simulator/serving/scheduler.py", "simulator/serving/run.py",
-    "simulator/serving/sequence.py", "simulator/serving/cost.py", "simulator/serving/sequence.py",
-    "simulator/serving/compiled/*.py",
+    "simulator/serving/sequence.py", "simulator/serving/cost.py", "simulator/serving/compiled/*.py",
 )  # fmt: skip
 """Patterns of the files that are changed."""
 

@@ -26,11 +26,11 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import torch
-from profiler.fetched.smollm2.stored import write_folder
 
 from benchmarks.training.smollm2 import SHARDS, STEPS, Training, measure_all
 from profiler.features.heads import MODULES
 from profiler.fetched.places import SMOLLM2, SMOLLM2_WEIGHTS, cache, fetched
+from profiler.fetched.smollm2 import write_folder
 from traces.errors import DraftsimError
 
 

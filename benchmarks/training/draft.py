@@ -1,6 +1,6 @@
 """The small draft model in training: its embedding is a trained projection of the target's.
 
-The matrix and the layers are all there is to train. `profiler.fetched.smollm2.stored.draft_model`
+The matrix and the layers are all there is to train. `profiler.fetched.smollm2.draft_model`
 multiplies out an ordinary Llama.
 """
 

@@ -11,7 +11,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from profiler.fetched.smollm2.stored import draft_config, feature_drafter, read_stored
 from torch import Tensor
 from transformers import AutoTokenizer, LlamaForCausalLM
 
@@ -39,6 +38,7 @@ from profiler.features.checkpoint import read_drafter
 from profiler.features.drafters import Eagle3, FeatureDrafter, Mtp, default_depths
 from profiler.features.heads import FILES, Adapter, ExitHeads, ParallelHeads, save_module
 from profiler.fetched.places import SMOLLM2, SMOLLM2_HEADS, SMOLLM2_WEIGHTS, fetched, folder
+from profiler.fetched.smollm2 import draft_config, feature_drafter, read_stored
 from profiler.models.stack import LayerRunner
 from profiler.train.heads import train_masks
 from traces.acceptance.trace import MATCH, Request, Trace

@@ -1,4 +1,4 @@
-"""Weights of trained drafters, written as `profiler.fetched.smollm2.stored` reads them."""
+"""Weights of trained drafters, written as `profiler.fetched.smollm2` reads them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Options that commands share, as dataclasses; and options from a file: ``--config run.yaml``."""
+"""Options of commands: shared groups, values from ``--config FILE``, and largest values."""
 
 from __future__ import annotations
 
@@ -18,6 +18,28 @@ import typer
 KINDS = (".yaml", ".yml", ".toml", ".json")
 CONFIGURED = "draftsim.configured"
 """Name under which a click context keeps the file of ``--config`` and what it set."""
+
+MOST_BATCH = 65_536
+"""Requests that run at a time in one engine."""
+MOST_CONTEXT = 100_000_000
+"""Tokens in one request's cache."""
+MOST_LENGTH = 1024
+"""Tokens of one draft."""
+MOST = {
+    "requests": 10_000_000, "limit": 10_000_000, "tokens": 100_000_000, "replicas": 65_536,
+    "max_replicas": 65_536, "max_batch": MOST_BATCH, "engine_batch": MOST_BATCH, "gpus": 65_536,
+    "replications": 10_000, "repeats": 10_000, "resamples": 1_000_000, "jobs": 4096,
+    "threads": 4096, "max_new_tokens": 1_000_000, "max_gamma": MOST_LENGTH,
+    "engine_length": MOST_CONTEXT, "engine_longest": MOST_LENGTH, "always_draft": MOST_LENGTH,
+    "always": MOST_LENGTH, "draft_length": MOST_LENGTH, "max_context": MOST_CONTEXT,
+    "seed": 2**63 - 1,
+}  # fmt: skip
+"""Largest value of each whole-number option, by the name of its parameter.
+
+A larger one could use up the machine's memory.
+"""
+OTHERWISE = 2**31 - 1
+"""Largest value of an option that is not in `MOST`."""
 
 
 def expanded(command: Callable[..., None]) -> Callable[..., None]:
@@ -203,30 +225,8 @@ def read_config(path: Path) -> dict[str, Any]:
     return found
 
 
-MOST_BATCH = 65_536
-"""Requests that run at a time in one engine."""
-MOST_CONTEXT = 100_000_000
-"""Tokens in one request's cache."""
-MOST_LENGTH = 1024
-"""Tokens of one draft."""
-MOST = {
-    "requests": 10_000_000, "limit": 10_000_000, "tokens": 100_000_000, "replicas": 65_536,
-    "max_replicas": 65_536, "max_batch": MOST_BATCH, "engine_batch": MOST_BATCH, "gpus": 65_536,
-    "replications": 10_000, "repeats": 10_000, "resamples": 1_000_000, "jobs": 4096,
-    "threads": 4096, "max_new_tokens": 1_000_000, "max_gamma": MOST_LENGTH,
-    "engine_length": MOST_CONTEXT, "engine_longest": MOST_LENGTH, "always_draft": MOST_LENGTH,
-    "always": MOST_LENGTH, "draft_length": MOST_LENGTH, "max_context": MOST_CONTEXT,
-    "seed": 2**63 - 1,
-}  # fmt: skip
-"""Largest value of each whole-number option, by the name of its parameter."""
-OTHERWISE = 2**31 - 1
-"""Largest value of an option that is not in `MOST`."""
-
-
 def bounded(command: Callable[..., None]) -> Callable[..., None]:
-    """Return `command`, which refuses whole numbers beyond `MOST` in one line before it does
-    anything.
-    """
+    """Return `command`, which refuses whole numbers beyond `MOST` before it does anything."""
 
     @wraps(command)
     def checked(*values: Any, **options: Any) -> None:

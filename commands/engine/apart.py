@@ -1,4 +1,4 @@
-"""Engines as a user runs them: with their own defaults, with what `tune` found, or synthetic.
+"""Runs of an engine with its own defaults, synthetic acceptance, or what `tune` found.
 
 A drafter can force asynchronous scheduling, graphs or prefix caching off, and the measured engine
 has them off throughout.  So a speedup over that engine without speculation is not the gain over
@@ -23,10 +23,20 @@ if TYPE_CHECKING:
     from traces.latency.table import LatencyTable
     from traces.store.engine_runs import Apart
 
-
 SHOWN = ("throughput_defaults", "speedup_defaults")
 """Columns that a run with the engine's defaults adds."""
 SHOWN_SYNTHETIC = ("load", "policy", "throughput", "throughput_predicted", "error")
+"""Columns that are printed of a run with synthetic acceptance."""
+ENGINE = "vllm"
+"""The engine whose settings are tried."""
+TUNED = "tuned"
+"""Name of the found setting in the column ``policy``."""
+TRIED = (
+    "load", "policy", "iterations", "iterations_predicted", "rounds_differ", "texts_diverged",
+    "throughput", "throughput_predicted", "gain", "gain_predicted", "gain_error", "gain_noise",
+    "machine",
+)  # fmt: skip
+"""Columns of `tried` that are printed."""
 
 
 def run_apart(
@@ -67,16 +77,6 @@ def chances(text: str) -> list[float]:
     return list(source.acceptance)
 
 
-ENGINE = "vllm"
-"""The engine whose settings are tried."""
-TUNED = "tuned"
-TRIED = (
-    "load", "policy", "iterations", "iterations_predicted", "rounds_differ", "texts_diverged",
-    "throughput", "throughput_predicted", "gain", "gain_predicted", "gain_error", "gain_noise",
-    "machine",
-)  # fmt: skip
-
-
 def check_trial(latency: LatencyTable) -> int:
     """Return the longest draft of the engine that `latency` was measured on, which can be tried
     here.
@@ -100,8 +100,7 @@ def try_settings(
 ) -> list[dict[str, Any]]:  # fmt: skip
     """Return rows of `tried` in a vLLM started as it was when its latencies were measured.
 
-    With `defaults` the loads are also served by one with its own settings
-    (`commands.engine.apart`).
+    With `defaults` the loads are also served by one with its own settings (`run_apart`).
     """
     from profiler.engines.engine import find_engine
     from simulator.engines import Workload, with_defaults

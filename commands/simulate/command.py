@@ -1,4 +1,4 @@
-"""``draftsim simulate``: replay policies and price their rounds."""
+"""``draftsim simulate``: replayed policies, their priced rounds, and phases of the answer."""
 
 from __future__ import annotations
 
@@ -39,6 +39,9 @@ if TYPE_CHECKING:
     from traces.acceptance.trace import Trace
     from traces.latency.table import LatencyTable
     from traces.replay.rounds import RoundLog
+
+FILE = "tokenizer.json"
+"""File of a model's folder with its tokenizer."""
 
 
 @dataclass(frozen=True)
@@ -333,9 +336,6 @@ def _emit(
         )
     for line in said_free({what for row in rows for what in row["unpriced"]} - {"judging"}):
         note(line)
-
-
-FILE = "tokenizer.json"
 
 
 def load_phases(texts: Sequence[str]) -> list[Phase]:

@@ -22,7 +22,7 @@ from commands.common.output import JsonOption, OutOption, emit, placed, remark
 from commands.common.quiet import columns_shown
 from commands.engine.options import CheckedEngine
 from commands.validate.flow import Given, RealRuns
-from commands.validate.spot_check import SpotCheck, say_verdict
+from commands.validate.spot_check import LossyRuns, SourceRuns, SpotCheck, say_verdict
 from traces.errors import DraftsimError
 
 COPY = "the measured times are kept there, so copy it and name the copy"
@@ -112,8 +112,6 @@ def run(
         SpotCheck, forced=forced, sampled=sampled, assisted=assisted
     )
     if systems:
-        from commands.validate.spot_check import SourceRuns
-
         if sampled or forced:
             raise DraftsimError(
                 "methods with a draft source of their own are run greedily: drop --sampled and "
@@ -121,8 +119,6 @@ def run(
             )
         kind = partial(SourceRuns, source=None)
     elif rule is not None:
-        from commands.validate.spot_check import LossyRuns
-
         if forced or remeasure:
             raise DraftsimError(
                 f"the methods' rule {rule} changes the text: drop --forced and --remeasure"
@@ -143,8 +139,6 @@ def sources(
 
     A stopped check goes on where it stopped when the command is repeated.
     """
-    from commands.validate.spot_check import SourceRuns
-
     policies, rule, systems = asked.methods()
     if rule is not None:
         raise DraftsimError(
@@ -197,8 +191,6 @@ def lossy(
 
     A stopped check goes on where it stopped when the command is repeated.
     """
-    from commands.validate.spot_check import LossyRuns
-
     policies, rule, systems = asked.methods(verify)
     if systems:
         raise DraftsimError(

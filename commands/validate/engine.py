@@ -38,15 +38,25 @@ if TYPE_CHECKING:
     from traces.store.checkpoint import Checkpoint
     from traces.store.engine_runs import ServedRun
 
-
 SLOWER = 1.25
 """Slowdown of the machine since the latencies were measured from which `say_slower` names it."""
+SERVED = "latency-http.parquet"
+"""File of the run folder with the engine's latencies and the server's share."""
 SHOWN = (
     "load", "policy", "iterations", "iterations_predicted", "iterations_differ", "rounds_differ",
     "texts_diverged", "throughput", "throughput_predicted", "error", "noise", "busy_error",
     "ttft_s", "ttft_s_predicted", "tpot_s", "tpot_s_predicted", "speedup", "speedup_predicted",
     "speedup_error", "speedup_noise", "machine",
 )  # fmt: skip
+"""Columns that are printed of a check in an engine stepped by hand."""
+SHOWN_HTTP = (
+    "load", "policy", "rounds_differ", "texts_diverged", "throughput", "throughput_predicted",
+    "error", "noise", "ttft_s", "ttft_s_predicted", "tpot_s", "tpot_s_predicted", "e2e_s",
+    "e2e_s_predicted", "speedup", "speedup_predicted", "speedup_error", "speedup_noise",
+    "request_s", "request_s_predicted", "iteration_s", "iteration_s_predicted", "share",
+    "share_predicted", "busy_error", "profile_busy_error", "slowdown", "machine",
+)  # fmt: skip
+"""Columns that are printed of a check over HTTP."""
 
 
 def engine_check(
@@ -56,7 +66,7 @@ def engine_check(
     """Return the rows of `validate engine`, one per load and policy.
 
     With ``defaults`` an engine with its own settings serves the loads too; with ``synthetic``
-    nothing but the engine's synthetic acceptance is run (`commands.engine.apart`).
+    only the engine's synthetic acceptance is run (`commands.engine.apart`).
 
     The drafts of `source`, recorded along the trace, decide what is accepted; by default those of
     the drafter that the engine was measured with.
@@ -122,62 +132,6 @@ def engine_check(
         rows = with_defaults(rows, plain)
         apart.say_defaults(rows, plain)
     return rows
-
-
-def columns_of(served: CheckedEngine, remeasure: bool) -> Sequence[str]:
-    """Return the columns that the printed table of a check has."""
-    if served.synthetic is not None:
-        return apart.SHOWN_SYNTHETIC
-    if served.http:
-        return SHOWN_HTTP
-    again = ("profile_error", "profile_speedup_error") if remeasure else ()
-    return (*SHOWN, *again, *(apart.SHOWN if served.defaults else ()))
-
-
-def say_checked(served: CheckedEngine, rows: Sequence[Mapping[str, Any]]) -> None:
-    """Print what the rows of a check amount to."""
-    from simulator.validation import noise_said
-
-    if served.synthetic is not None:
-        return
-    if served.http:
-        say_shares(rows)
-    else:
-        say_kinds(rows)
-        say_slower(rows)
-    say_texts(rows)
-    if (said := noise_said(rows, rows[0]["policy"])) is not None:
-        note(said)
-
-
-def say_slower(rows: Sequence[Mapping[str, Any]]) -> None:
-    """Say so where the latencies were measured on a machine that was much faster."""
-    slower = float(np.median([row["machine"] for row in rows]))
-    if "profile_error" not in rows[0] and slower > SLOWER:
-        note(
-            f"the machine was {slower:.1f} times slower than when the engine was measured, so the "
-            "errors in seconds are the machine's as well: repeat with --remeasure"
-        )
-
-
-def say_kinds(rows: Sequence[Mapping[str, Any]]) -> None:
-    """Print each kind of iteration's share of the error."""
-    for row in rows:
-        parts = ", ".join(
-            f"{k['kind']} {k['error']:+.1%} of {k['measured_s']:.2f} s" for k in row["kinds"]
-        )
-        note(f"{row['load']} {row['policy']}: {parts}")
-
-
-SERVED = "latency-http.parquet"
-"""File of the run folder with the engine's latencies and the server's share."""
-SHOWN_HTTP = (
-    "load", "policy", "rounds_differ", "texts_diverged", "throughput", "throughput_predicted",
-    "error", "noise", "ttft_s", "ttft_s_predicted", "tpot_s", "tpot_s_predicted", "e2e_s",
-    "e2e_s_predicted", "speedup", "speedup_predicted", "speedup_error", "speedup_noise",
-    "request_s", "request_s_predicted", "iteration_s", "iteration_s_predicted", "share",
-    "share_predicted", "busy_error", "profile_busy_error", "slowdown", "machine",
-)  # fmt: skip
 
 
 def compare_served(
@@ -274,6 +228,51 @@ def _write_share(table: LatencyTable, path: Path) -> None:
         note(f"wrote {path}: `draftsim serve --latency` prices the server with it")
     except FileError as error:
         note(f"the server's share of the time could not be written: {error}")
+
+
+def columns_of(served: CheckedEngine, remeasure: bool) -> Sequence[str]:
+    """Return the columns that the printed table of a check has."""
+    if served.synthetic is not None:
+        return apart.SHOWN_SYNTHETIC
+    if served.http:
+        return SHOWN_HTTP
+    again = ("profile_error", "profile_speedup_error") if remeasure else ()
+    return (*SHOWN, *again, *(apart.SHOWN if served.defaults else ()))
+
+
+def say_checked(served: CheckedEngine, rows: Sequence[Mapping[str, Any]]) -> None:
+    """Print what the rows of a check amount to."""
+    from simulator.validation import noise_said
+
+    if served.synthetic is not None:
+        return
+    if served.http:
+        say_shares(rows)
+    else:
+        say_kinds(rows)
+        say_slower(rows)
+    say_texts(rows)
+    if (said := noise_said(rows, rows[0]["policy"])) is not None:
+        note(said)
+
+
+def say_slower(rows: Sequence[Mapping[str, Any]]) -> None:
+    """Say so where the latencies were measured on a machine that was much faster."""
+    slower = float(np.median([row["machine"] for row in rows]))
+    if "profile_error" not in rows[0] and slower > SLOWER:
+        note(
+            f"the machine was {slower:.1f} times slower than when the engine was measured, so the "
+            "errors in seconds are the machine's as well: repeat with --remeasure"
+        )
+
+
+def say_kinds(rows: Sequence[Mapping[str, Any]]) -> None:
+    """Print each kind of iteration's share of the error."""
+    for row in rows:
+        parts = ", ".join(
+            f"{k['kind']} {k['error']:+.1%} of {k['measured_s']:.2f} s" for k in row["kinds"]
+        )
+        note(f"{row['load']} {row['policy']}: {parts}")
 
 
 def say_shares(rows: Sequence[Mapping[str, Any]]) -> None:

@@ -28,14 +28,16 @@ if TYPE_CHECKING:
     from traces.sources.recording import Recordings
     from traces.store.checkpoint import Checkpoint
 
-
 ARMS = (
     "autoregressive", "fixed:gamma=2", "fixed:gamma=4", "fixed:gamma=8", "confidence",
     "confidence:roc_update=in_call", "hf-heuristic", "hf-heuristic:full_accept_means=budget",
     "gammatune", "gammatune-plus", "svip", "adaedl", "draft-and-verify", "oracle",
 )  # fmt: skip
 """Policies that a spot check runs where none is named, with the one predicted fastest."""
-
+SOURCE_ARMS = ("fixed:gamma=2", "fixed:gamma=4", "confidence:gamma=6", "gammatune")
+"""Policies run with a source where none is named, as far as its tokens carry their signals."""
+LOSSY_ARMS = ("fixed:gamma=4", "fixed:gamma=8", "confidence", "gammatune", "cm-asd")
+"""Policies run under a lossy rule where none is named, with the one predicted fastest."""
 ASSISTED = {
     "constant": (
         "confidence:roc_update=in_call",
@@ -194,43 +196,6 @@ def say_faster(run: Path, trace: Trace, latency: LatencyTable, best: Fastest) ->
         )
 
 
-def say_verdict(rows: pd.DataFrame) -> None:
-    """Print the verdict of the comparison in words."""
-    from simulator.validation import CONTROL, common_error, verdict
-
-    priced = rows.dropna(subset=["predicted_s"])
-    # No speculation has a speedup of 1 by definition, which is never wrong.
-    speedups = priced.loc[priced["policy"] != CONTROL, "speedup_error"].dropna().abs()
-    ratios = f", of the speedups {speedups.median():.1%}" if len(speedups) else ""
-    said = verdict(priced)
-    records = rows.to_dict("records")
-    say_texts(records)
-    ranks = (
-        f"{len(said.misranked)} of {said.ranked_pairs} clearly different pairs misranked"
-        if said.ranked_pairs else "no two policies are clearly different"
-    )  # fmt: skip
-    sides = (
-        f", {len(said.wrong_sign)} of {said.sign_arms} on the wrong side of 1x"
-        if said.sign_arms else ""
-    )  # fmt: skip
-    note(
-        f"{int(rows['rounds_differ'].sum())} differing rounds; "
-        f"median |error| {said.median_error:.1%}, worst {said.worst_error:+.1%} "
-        f"({said.worst_policy}){ratios}; {ranks}{sides}"
-    )
-    if line := common_error(priced):
-        note(line)
-    if "profile_error" in priced:
-        note(
-            "predicted from latencies measured between the real runs; from those of the profile "
-            f"before them the median |error| is {priced['profile_error'].abs().median():.1%}"
-        )
-
-
-SOURCE_ARMS = ("fixed:gamma=2", "fixed:gamma=4", "confidence:gamma=6", "gammatune")
-"""Policies run with a source where none is named, as far as its tokens carry their signals."""
-
-
 class SourceRuns(RealRuns):
     """One request at a time, with a source of drafts and with named methods.
 
@@ -350,10 +315,6 @@ class SourceRuns(RealRuns):
         return rows.assign(source=rows["policy"].map({log.policy: log.source for log in self.logs}))
 
 
-LOSSY_ARMS = ("fixed:gamma=4", "fixed:gamma=8", "confidence", "gammatune", "cm-asd")
-"""Policies run under a lossy rule where none is named, with the one predicted fastest."""
-
-
 class LossyRuns(RealRuns):
     """One request at a time under a lossy rule, plain decoding first.
 
@@ -447,3 +408,36 @@ def speedup(log: RoundLog, latency: LatencyTable) -> float:
     from simulator.pricing import autoregressive, price
 
     return float(price(autoregressive(log), latency).total_s / price(log, latency).total_s)
+
+
+def say_verdict(rows: pd.DataFrame) -> None:
+    """Print the verdict of the comparison in words."""
+    from simulator.validation import CONTROL, common_error, verdict
+
+    priced = rows.dropna(subset=["predicted_s"])
+    # No speculation has a speedup of 1 by definition, which is never wrong.
+    speedups = priced.loc[priced["policy"] != CONTROL, "speedup_error"].dropna().abs()
+    ratios = f", of the speedups {speedups.median():.1%}" if len(speedups) else ""
+    said = verdict(priced)
+    records = rows.to_dict("records")
+    say_texts(records)
+    ranks = (
+        f"{len(said.misranked)} of {said.ranked_pairs} clearly different pairs misranked"
+        if said.ranked_pairs else "no two policies are clearly different"
+    )  # fmt: skip
+    sides = (
+        f", {len(said.wrong_sign)} of {said.sign_arms} on the wrong side of 1x"
+        if said.sign_arms else ""
+    )  # fmt: skip
+    note(
+        f"{int(rows['rounds_differ'].sum())} differing rounds; "
+        f"median |error| {said.median_error:.1%}, worst {said.worst_error:+.1%} "
+        f"({said.worst_policy}){ratios}; {ranks}{sides}"
+    )
+    if line := common_error(priced):
+        note(line)
+    if "profile_error" in priced:
+        note(
+            "predicted from latencies measured between the real runs; from those of the profile "
+            f"before them the median |error| is {priced['profile_error'].abs().median():.1%}"
+        )

@@ -7,6 +7,8 @@ or where a signal nearly equals a policy's threshold.
 Where the target's own logits nearly tie, the output can go on with another token: the text
 *diverged*.  From that position on the recording says nothing about the request, so nothing
 after it is compared (`Divergence`, `traces.replay.rounds.before`).
+
+Outputs of prompts with a numeric answer are scored by exact match of their last number (`solves`).
 """
 
 from __future__ import annotations
@@ -28,6 +30,12 @@ from traces.replay.quality import solved
 from traces.replay.rounds import RoundLog, before
 from traces.store.outputs import NEAR, Divergence
 
+NEAR_FEATURES = 16.0
+"""Units within which tokens of a drafter on the target's features count as tied, instead of `NEAR`:
+those features are rounded differently, too."""
+ANSWERS, SOLVED = "answers", "solved"
+"""Provenance of a trace: the number that solves a prompt, and the prompts it solves; by id."""
+
 
 def output_of(trace: Trace, request: int) -> list[int]:
     """Return the recorded output of a request."""
@@ -35,22 +43,6 @@ def output_of(trace: Trace, request: int) -> list[int]:
     rows = trace.on_path[starts[request] : starts[request + 1]]
     tokens: list[int] = np.asarray(trace.columns["token"])[rows].tolist()
     return tokens
-
-
-def solves(pair: Pair, tokens: Sequence[int], ended: str | None, answer: str | None) -> bool | None:
-    """Return True if an output ends in the number `answer`; None if its prompt has none.
-
-    An output that its token limit cut counts as False: its last number is an intermediate one.
-    """
-    if answer is None:
-        return None
-    # A special token may have a number in its name.
-    text = pair.tokenizer.decode(tokens, skip_special_tokens=True)
-    return ended == "eos" and solved(text, answer)
-
-
-NEAR_FEATURES = 16.0
-"""The same for a drafter that reads the target's features, which are rounded differently, too."""
 
 
 def units(top1: npt.ArrayLike, top2: npt.ArrayLike, dtype: torch.dtype) -> npt.NDArray[np.float64]:
@@ -339,10 +331,6 @@ def with_diverged(
     return rows
 
 
-ANSWERS, SOLVED = "answers", "solved"
-"""Provenance of a trace: the number that solves a prompt, and the prompts it solves; by id."""
-
-
 def answers_to(trace: Trace, prompts: Iterable[Prompt] = ()) -> dict[str, str]:
     """Return the numbers that solve the requests of `trace`, by id.
 
@@ -352,6 +340,18 @@ def answers_to(trace: Trace, prompts: Iterable[Prompt] = ()) -> dict[str, str]:
     recorded = {id: n for id, n in trace.meta.get(ANSWERS, {}).items() if id in known}
     own = {p.id: p.answer for p in prompts if known.get(p.id) == p.category}
     return recorded | {id: number for id, number in own.items() if number is not None}
+
+
+def solves(pair: Pair, tokens: Sequence[int], ended: str | None, answer: str | None) -> bool | None:
+    """Return True if an output ends in the number `answer`; None if its prompt has none.
+
+    An output that its token limit cut counts as False: its last number is an intermediate one.
+    """
+    if answer is None:
+        return None
+    # A special token may have a number in its name.
+    text = pair.tokenizer.decode(tokens, skip_special_tokens=True)
+    return ended == "eos" and solved(text, answer)
 
 
 def solved_by(pair: Pair, trace: Trace, answers: Mapping[str, str]) -> list[str]:
@@ -365,7 +365,7 @@ def solved_by(pair: Pair, trace: Trace, answers: Mapping[str, str]) -> list[str]
 
 def score(pair: Pair, trace: Trace, answers: Mapping[str, str]) -> str:
     """Say how many of the requests that have an answer the recorded outputs solve."""
-    solved = len(solved_by(pair, trace, answers))
+    count = len(solved_by(pair, trace, answers))
     cut = sum(r.ended != "eos" for r in trace.requests if r.id in answers)
     also = f"; {cut} cut at the token limit" if cut else ""
-    return f"solves {solved} of the {len(answers)} prompts with a numeric answer{also}"
+    return f"solves {count} of the {len(answers)} prompts with a numeric answer{also}"

@@ -45,7 +45,7 @@ __all__ = ["Arm", "DraftModel", "Measured", "rounds_differ", "run_arms"]
 class Arm:
     """A policy to run, under the name it is reported by; losslessly unless a rule is given.
 
-    In batches (`profiler.checks.spot_check`) the policy may decide for the whole batch.
+    In batches (`run_batches`) the policy may decide for the whole batch.
     """
 
     name: str
@@ -71,6 +71,8 @@ class Arm:
 
 Opener = Callable[[Arm, int, int, VerifyRule | None], Any]
 """Makes a decoder after its prefill, from an arm, a request, a repeat and the repeat's rule."""
+Unit = tuple[int, Any]
+"""A batch size, and a group of as many requests."""
 
 
 @dataclass
@@ -158,7 +160,7 @@ class Measured:
 
 
 class DraftModel:
-    """Opens requests of a trace with both models of a pair (`profiler.checks.spot_check.Opener`).
+    """Opens requests of a trace with both models of a pair (`Opener`).
 
     ``forced`` takes drafts and verdicts from the trace instead of the models (see
     `profiler.decoding.forced`).  ``runner`` makes a model's runner for a number of slots.
@@ -350,10 +352,6 @@ def assisted_generation(
     return out[0, fed:].tolist(), passes, seconds()
 
 
-Unit = tuple[int, Any]
-"""A batch size, and a group of as many requests."""
-
-
 def groups_of(requests: int, batch: int) -> list[range]:
     """Return the groups of consecutive requests that are decoded together.
 
@@ -377,6 +375,9 @@ def run_batches(
     runner: Callable[[Any, int, int], Runner] = Runner,
 ) -> Measured:
     """Decode the trace's requests for real under every arm at every batch size.
+
+    A batch is static: consecutive requests are decoded together until the slowest has ended, and
+    the last group may be smaller (`groups_of`).  Every repeat has all batch sizes.
 
     The times have a row per arm, batch, repeat and group: ``request`` is the id of the group's
     first request, ``wall_s`` the seconds from the end of the group's prefill to its last token,

@@ -23,7 +23,6 @@ from policies.core import DraftPolicy
 from policies.rules.base import VerifyRule
 from policies.rules.registry import describe_rule
 from profiler.machine import Machine, NoTimeError, Repeats, Timing, sweeps
-from profiler.models.loading import Pair
 from profiler.recording.run import digest_of
 from traces.acceptance.trace import Trace
 from traces.machine import State
@@ -34,6 +33,11 @@ from traces.store.identity import identity
 if TYPE_CHECKING:
     from profiler.models.loading import Pair
 
+LEAST_REPEATS = 2
+"""Repeats if time is short: one alone cannot separate a difference from chance."""
+PLACE, DONE = ".validate", ".validated"
+"""Beginnings of the names of folders that keep real runs: of an unfinished command, and of a check
+that more repeats may be added to."""
 
 Attempt = tuple[Timing, tuple[Any, dict[str, Any]]]
 """A run's time, the state of its policy after it, and its findings (both fit into JSON)."""
@@ -174,10 +178,6 @@ def take_turns(
     return Turns(taken, first, machine.state(list(counted.values())))
 
 
-LEAST_REPEATS = 2
-"""Repeats if time is short: one alone cannot separate a difference from chance."""
-
-
 def order(
     places: Sequence[int], repeats: int, in_time: Callable[[], bool] | None = None
 ) -> Iterator[tuple[int, int]]:
@@ -256,11 +256,6 @@ def _restored(
         Taken(repeat, unit, label, Timing(*one.pop("taken")), one.pop("repeated"), one)
         for label, one in found["ran"].items()
     ]
-
-
-PLACE, DONE = ".validate", ".validated"
-"""Beginnings of the names of folders that keep real runs: of an unfinished command, and of a check
-that more repeats may be added to."""
 
 
 def check_options(

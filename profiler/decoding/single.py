@@ -1,4 +1,6 @@
-"""Speculative decoding with two real models, with the same contract as a recording.
+"""Speculative decoding of a sequence with two real models: decoder, tokens, verdict of a rule.
+
+The decoder has the same contract as a recording.
 
 The numbers are those the recorder keeps (`profiler.models.sampling`), so that a rule decides in a
 real round as it does in a replay of that round.
@@ -21,7 +23,6 @@ from policies.rules.base import VerifyRule
 from profiler.models.runner import Runner
 from profiler.models.sampling import (
     Verdict,
-    drafted,
     draw,
     log_probs_at,
     pick,
@@ -42,92 +43,6 @@ ENDS = "ends"
 Shown = tuple[list[list[Any]], list[list[Any]]]
 """The signals and scores that a rule could read in one verification: of every drafted token those
 that it declares and `ENDS`, of every target score those that it needs."""
-
-
-class RuleVerdict(NamedTuple):
-    """The result of a rule for one verification pass."""
-
-    accepted: int
-    """Leading drafted tokens that stand."""
-    mismatched: list[bool]
-    """Per drafted token, whether the target would have emitted another one."""
-    log_probs: list[float]
-    """The target's log-probability of every drafted token at T = 1, nats."""
-    picks: list[int]
-    """The target's argmax at every position, one more than drafted."""
-    pick_log_probs: list[float]
-    """And its log-probability."""
-    scores: list[RecordedScore]
-    """The target scores that the rule could read."""
-
-
-def judge(
-    rule: VerifyRule,
-    draft: Sequence[Any],
-    drafted: Tensor,
-    logits: Tensor,
-    sampling: Sampling,
-    coins: Tensor | None = None,
-) -> RuleVerdict:
-    """Let `rule` decide on a round, with one transfer to the host.
-
-    Parameters
-    ----------
-    draft, drafted:
-        The drafted tokens, and their ids on the device, (count,).
-    logits:
-        The target's raw logits, (count + 1, vocab).
-    sampling:
-        Sampling settings of the draft's probabilities.
-    coins:
-        (count,) outcomes of rejection sampling, which are then the lossless verdicts;
-        None for greedy decoding, where they are whether the token is the argmax.
-    """
-    count = drafted.shape[0]
-    own = scored(logits, torch.cat([drafted, drafted.new_zeros(1)]))
-    # float64 holds every token id and every float32 as it is.
-    numbers = torch.stack([column.double() for column in own], dim=1)  # (count + 1, 7)
-    verdicts = drafted == own.token[:count] if coins is None else coins
-    pad = numbers.new_zeros(1)
-    parts = [numbers, torch.cat([drafted, pad])[:, None], torch.cat([verdicts, pad])[:, None]]
-    reads_signals = bool(set(rule.reads) - {"token_id"})
-    real = [t for t in draft if hasattr(t, "fill")] if reads_signals else []
-    if real and len(real) == count:
-        proposal = torch.cat([t.logits for t in real])  # (count, vocab)
-        side = numbers_of(proposal, drafted, sampling).stack()  # (count, 7)
-        parts.append(torch.cat([side, torch.zeros_like(side[:1])]))
-    rows = torch.cat([part.double() for part in parts], dim=1).tolist()
-    score = guarded(RecordedScore, rule.needs, "needs")
-    scores = []
-    for token, row in zip(draft, rows, strict=False):
-        pick, top1, top2, lse, entropy, logit, rank, drafted_id, match = row[:9]
-        scores.append(score((match == 1, int(pick), top1, top2, lse, entropy, logit, int(rank))))
-        if hasattr(token, "fill"):
-            token.fill(int(drafted_id), tuple(row[9:]))
-    return RuleVerdict(
-        _accepted(rule, draft, scores),
-        [row[8] != 1 for row in rows[:count]],
-        [row[5] - row[3] for row in rows[:count]],
-        [int(row[0]) for row in rows],
-        [row[1] - row[3] for row in rows],
-        scores,
-    )
-
-
-def judge_again(rule: VerifyRule, shown: Shown) -> None:
-    """Let `rule` decide once more on a round of an earlier run, so that it learns the same."""
-    tokens, scores = (
-        [SimpleNamespace(**dict(zip(names, values, strict=True))) for values in each]
-        for names, each in zip(((*rule.reads, ENDS), rule.needs), shown, strict=True)
-    )
-    rule.accept(tokens, scores)
-
-
-def _accepted(rule: VerifyRule, draft: Sequence[Any], scores: Sequence[Any]) -> int:
-    try:
-        return rule.accept([Guarded(token, rule.reads) for token in draft], scores)
-    except UndeclaredSignal as error:
-        raise error.by(rule) from None
 
 
 class Emitting:
@@ -380,7 +295,7 @@ class DraftStep:
     def values(self) -> list[Sequence[float]]:
         """`profiler.models.sampling.Drafted` of each row."""
         # One transfer for all signals: the wait costs more than the numbers.
-        numbers = drafted(self.logits, self._own, self.sampling).stack()  # (rows, 7)
+        numbers = numbers_of(self.logits, self._own, self.sampling).stack()  # (rows, 7)
         values: list[Sequence[float]] = numbers.tolist()
         return values
 
@@ -472,3 +387,89 @@ class ModelToken:
     def top10_prob(self) -> float:
         """Largest probability at T = 1 over the ten likeliest tokens alone."""
         return math.exp(self._step.top10[self._row])
+
+
+class RuleVerdict(NamedTuple):
+    """The result of a rule for one verification pass."""
+
+    accepted: int
+    """Leading drafted tokens that stand."""
+    mismatched: list[bool]
+    """Per drafted token, whether the target would have emitted another one."""
+    log_probs: list[float]
+    """The target's log-probability of every drafted token at T = 1, nats."""
+    picks: list[int]
+    """The target's argmax at every position, one more than drafted."""
+    pick_log_probs: list[float]
+    """And its log-probability."""
+    scores: list[RecordedScore]
+    """The target scores that the rule could read."""
+
+
+def judge(
+    rule: VerifyRule,
+    draft: Sequence[Any],
+    drafted: Tensor,
+    logits: Tensor,
+    sampling: Sampling,
+    coins: Tensor | None = None,
+) -> RuleVerdict:
+    """Let `rule` decide on a round, with one transfer to the host.
+
+    Parameters
+    ----------
+    draft, drafted:
+        The drafted tokens, and their ids on the device, (count,).
+    logits:
+        The target's raw logits, (count + 1, vocab).
+    sampling:
+        Sampling settings of the draft's probabilities.
+    coins:
+        (count,) outcomes of rejection sampling, which are then the lossless verdicts;
+        None for greedy decoding, where they are whether the token is the argmax.
+    """
+    count = drafted.shape[0]
+    own = scored(logits, torch.cat([drafted, drafted.new_zeros(1)]))
+    # float64 holds every token id and every float32 as it is.
+    numbers = torch.stack([column.double() for column in own], dim=1)  # (count + 1, 7)
+    verdicts = drafted == own.token[:count] if coins is None else coins
+    pad = numbers.new_zeros(1)
+    parts = [numbers, torch.cat([drafted, pad])[:, None], torch.cat([verdicts, pad])[:, None]]
+    reads_signals = bool(set(rule.reads) - {"token_id"})
+    real = [t for t in draft if hasattr(t, "fill")] if reads_signals else []
+    if real and len(real) == count:
+        proposal = torch.cat([t.logits for t in real])  # (count, vocab)
+        side = numbers_of(proposal, drafted, sampling).stack()  # (count, 7)
+        parts.append(torch.cat([side, torch.zeros_like(side[:1])]))
+    rows = torch.cat([part.double() for part in parts], dim=1).tolist()
+    score = guarded(RecordedScore, rule.needs, "needs")
+    scores = []
+    for token, row in zip(draft, rows, strict=False):
+        pick, top1, top2, lse, entropy, logit, rank, drafted_id, match = row[:9]
+        scores.append(score((match == 1, int(pick), top1, top2, lse, entropy, logit, int(rank))))
+        if hasattr(token, "fill"):
+            token.fill(int(drafted_id), tuple(row[9:]))
+    return RuleVerdict(
+        _accepted(rule, draft, scores),
+        [row[8] != 1 for row in rows[:count]],
+        [row[5] - row[3] for row in rows[:count]],
+        [int(row[0]) for row in rows],
+        [row[1] - row[3] for row in rows],
+        scores,
+    )
+
+
+def judge_again(rule: VerifyRule, shown: Shown) -> None:
+    """Let `rule` decide once more on a round of an earlier run, so that it learns the same."""
+    tokens, scores = (
+        [SimpleNamespace(**dict(zip(names, values, strict=True))) for values in each]
+        for names, each in zip(((*rule.reads, ENDS), rule.needs), shown, strict=True)
+    )
+    rule.accept(tokens, scores)
+
+
+def _accepted(rule: VerifyRule, draft: Sequence[Any], scores: Sequence[Any]) -> int:
+    try:
+        return rule.accept([Guarded(token, rule.reads) for token in draft], scores)
+    except UndeclaredSignal as error:
+        raise error.by(rule) from None

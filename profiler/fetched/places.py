@@ -75,9 +75,9 @@ SMOLLM2 = ModelSet(
 )
 
 SMOLLM2_WEIGHTS = Path(__file__).parents[1] / "smollm2" / "weights"
-"""SmolLM2's drafters' weights as the project holds them (see `profiler.fetched.smollm2`)."""
+"""Weights of SmolLM2's drafters, as the project holds them (`profiler.fetched.smollm2`)."""
 SMOLLM2_HEADS = "heads"
-"""Folder of exit heads and parallel heads in SMOLLM2_WEIGHTS."""
+"""Folder of exit heads and parallel heads in `SMOLLM2_WEIGHTS`."""
 
 QWEN_CODER = ModelSet(
     "qwen-coder",
@@ -115,8 +115,6 @@ QWEN_CODER = ModelSet(
 
 SETS: Mapping[str, ModelSet] = {known.name: known for known in (SMOLLM2, QWEN_CODER)}
 """Every set by its name."""
-
-
 NAMES = {name: known for known in SETS.values() for name in known.names}
 """The set that each name of a model or drafter belongs to."""
 

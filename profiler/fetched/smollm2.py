@@ -1,4 +1,4 @@
-"""The drafters' weights as the project holds them, and the ordinary folders made of them.
+"""SmolLM2's drafters: their weights as the project holds them, and ordinary folders of them.
 
 The target's weights are not stored again. The draft model's embedding, 49,152 x 256 and four times
 as large as its layers, is the target's embedding times a trained matrix (576 x 256). EAGLE-3's

@@ -45,6 +45,17 @@ HOST_GAMMAS = (0, 1, 2, 4, 8, 16)
 """Draft lengths over which the host's time per round and per drafted token is fitted."""
 GPU_GAMMAS = (0, 2, 8)
 """The same on a GPU (`host_beyond`)."""
+ACCEPTED = 0.7
+"""Acceptance rate of dictated runs, so that some rounds catch up on two tokens."""
+DRAFTED = (0, 1, 2, 4, 8, 16, 24)
+"""Drafted tokens at which a rule's judging is measured."""
+RULES: dict[str, VerifyRule] = {"judge": SpecVerification(), "judge_signals": CMASDVerification()}
+"""Phase -> the rule that is timed for its family."""
+LOSSLESS = "lossless"
+"""Name of verification without a rule, which the phases are compared with."""
+
+Spent = tuple[float, int, int]
+"""The host's seconds in a run, its rounds (a batch's iterations), and its draft steps."""
 
 
 class _WatchedRunner:
@@ -92,10 +103,6 @@ def measure_host(
 
     gammas = [gamma for gamma in HOST_GAMMAS if gamma <= longest]
     return host_cells(1, gammas, repeats, lambda gamma: again.best(partial(run, gamma))[1])
-
-
-Spent = tuple[float, int, int]
-"""The host's seconds in a run, its rounds (a batch's iterations), and its draft steps."""
 
 
 def host_cells(
@@ -157,10 +164,6 @@ def measure_batch_host(
 
     parts = [host_cells(b, HOST_GAMMAS, repeats, partial(spent, b)) for b in batches if b > 1]
     return pd.concat(parts, ignore_index=True)
-
-
-ACCEPTED = 0.7
-"""Acceptance rate of dictated runs, so that some rounds catch up on two tokens."""
 
 
 def dictating_trace(requests: int, tokens: int, prompt: int, max_gamma: int) -> Trace:
@@ -244,16 +247,6 @@ def host_beyond(
         return spent - passes_s(log, prompt, latency), len(log), steps
 
     return host_cells(batch, gammas, repeats, run)
-
-
-DRAFTED = (0, 1, 2, 4, 8, 16, 24)
-"""Drafted tokens at which a rule's judging is measured."""
-
-RULES: dict[str, VerifyRule] = {"judge": SpecVerification(), "judge_signals": CMASDVerification()}
-"""Phase -> the rule that is timed for its family."""
-
-
-LOSSLESS = "lossless"
 
 
 class _Given(Runner):

@@ -56,7 +56,14 @@ from traces.acceptance.schema import SIGNAL_COLUMNS, Request, signal_columns
 from traces.acceptance.trace import COLUMNS, MATCH, MISMATCH, Trace
 from traces.errors import DraftsimError
 
+SCORE_TOKENS = 512
+"""Tail tokens the target scores in one pass: bounds the memory of their logits."""
+BLOCK_TOKENS = 96
+"""Tail tokens that attend together: few enough that little of it is masked out."""
+
 Rows = dict[str, Tensor]
+Columns = dict[str, "np.ndarray[Any, Any]"]
+Arrays = Mapping[str, npt.NDArray[Any]]
 
 
 def slots_needed(prompt_tokens: int, new_tokens: int, max_gamma: int) -> int:
@@ -93,13 +100,6 @@ def target_columns(logits: Tensor, proposal: Tensor) -> Rows:
     parts = [scored(*part) for part in zip(logits.split(ROWS), proposal.split(ROWS), strict=True)]
     columns = (torch.cat(column) for column in zip(*parts, strict=True))
     return {f"target_{n}": column for n, column in zip(Scored._fields, columns, strict=True)}
-
-
-SCORE_TOKENS = 512
-"""Tail tokens the target scores in one pass: bounds the memory of their logits."""
-
-BLOCK_TOKENS = 96
-"""Tail tokens that attend together: few enough that little of it is masked out."""
 
 
 class Branches:
@@ -149,9 +149,6 @@ def _to_add(sees: Tensor, runner: Runner) -> Tensor:
     # Attention would make numbers of booleans again in every layer.
     mask = torch.zeros(sees.shape, dtype=runner.model.dtype, device=sees.device)
     return mask.masked_fill_(~sees, -torch.inf)
-
-
-Columns = dict[str, "np.ndarray[Any, Any]"]
 
 
 @dataclass
@@ -448,9 +445,6 @@ def _merge(on_path: dict[str, Tensor], tails: dict[str, Tensor]) -> Columns:
     return {name: values[order] for name, values in merged.items()}
 
 
-Arrays = Mapping[str, npt.NDArray[Any]]
-
-
 def lacking(trace: Trace) -> list[str]:
     """Return the columns of draft signals that an older recording does not have."""
     wanted = {c for s in SIGNAL_COLUMNS for c in signal_columns(s, trace.sampling)}
@@ -463,7 +457,7 @@ def with_signals(trace: Trace, draft: Any, advance: Callable[[], object]) -> Tra
     Parameters
     ----------
     trace:
-        Recorded by `profiler.recording.trace.Recorder`.
+        Recorded by `Recorder`.
     draft:
         The model that drafted.
     advance:
@@ -512,8 +506,8 @@ def _signals(
         order.append(at)
         found.append(draft_columns(logits, rows["draft_token"][at], sampling))
     back = torch.cat(order).argsort()
-    return {n: _merged([part[n] for part in found], back) for n in wanted}
+    return {n: _in_order([part[n] for part in found], back) for n in wanted}
 
 
-def _merged(parts: list[Tensor], order: Tensor) -> npt.NDArray[np.float32]:
+def _in_order(parts: list[Tensor], order: Tensor) -> npt.NDArray[np.float32]:
     return torch.cat(parts)[order].float().cpu().numpy()

@@ -1,4 +1,4 @@
-"""Real decoding of a recorded pair: every policy against replay.
+"""Policies that the suite runs, and a recorded pair decoded under them against replay.
 
 Each drafter on the target's features makes a pair with the target: a recording of its own, with
 what it drafts from every start instead of the draft model's drafts
@@ -43,8 +43,42 @@ from traces.store.engine_runs import MEASURED_COLUMNS
 from traces.store.files import read_trace
 
 NAME = "trained-12+3"
+"""Name of the pair that the suite trains."""
 TRAINED_MODES = (EAGER, GRAPH)
 """Modes of real decoding: it tests verdicts, which compiled passes do not change."""
+
+ARMS = (
+    "autoregressive", "fixed:gamma=4", "fixed:gamma=2", "fixed:gamma=8", "confidence",
+    "hf-heuristic", "gammatune", "gammatune-plus", "cm-asd", "svip", "adaedl",
+    "draft-and-verify", "oracle",
+)  # fmt: skip
+"""Plain decoding, fixed lengths as control, and the policies of the papers."""
+MORE_ARMS = (
+    "specdec-pp", "disco", "rate-optimal", "ucb", "exp3", "bild",
+    "confidence:roc_update=in_call", "hf-heuristic:full_accept_means=budget",
+)  # fmt: skip
+"""The other policies that decide for one sequence at a time, run if there is time for all.
+
+Those for whole batches (`policies.batch.base.BatchPolicy`) are not among them: they choose one
+length for all sequences of an engine, from its own costs, and are compared in served batches.
+"""
+QUICK_ARMS = ("autoregressive", "fixed:gamma=3", "svip")
+MORE_QUICK_ARMS = ("ucb",)
+"""The same in miniatures."""
+DRAFTER_ARMS = (
+    "autoregressive", "fixed:gamma=4", "fixed:gamma=2", "fixed:gamma=8", "confidence",
+    "hf-heuristic", "gammatune", "svip",
+)  # fmt: skip
+"""Policies that run with a drafter on the target's features."""
+OFFSETS = 8
+"""Longest draft of a drafter that is recorded."""
+REPEATS = 3
+"""Runs of an arm; miniatures, whose times are not used, have one."""
+COLUMNS = ("pair", "mode", *MEASURED_COLUMNS)
+"""Columns of the suite's measured runs."""
+
+Drafters = Mapping[str, FeatureDrafter]
+"""Drafters by the name of their folder."""
 
 
 class Checks:
@@ -75,8 +109,8 @@ class Checks:
         ``drafted`` has the same requests with its drafts (`traces.sources.as_draft`), and
         ``opened`` makes their opener from the pair's own.
 
-        Returns the measured ``times``, rows of `profiler.suite.checks.COLUMNS`, and the results
-        of the comparison, ``checked``.
+        Returns the measured ``times``, rows of `COLUMNS`, and the results of the comparison,
+        ``checked``.
 
         Raises
         ------
@@ -106,16 +140,18 @@ class Checks:
         return {"times": run_rows(runs.times, name, mode), "checked": checked}
 
 
-OFFSETS = 8
-"""Longest draft that is recorded."""
-DRAFTER_ARMS = (
-    "autoregressive", "fixed:gamma=4", "fixed:gamma=2", "fixed:gamma=8", "confidence",
-    "hf-heuristic", "gammatune", "svip",
-)  # fmt: skip
-"""Policies that run with a drafter."""
+def arms_of(trace: Trace, names: Sequence[str]) -> list[Arm]:
+    """Return an arm per policy, its maximum lowered to what the trace holds."""
+    made = {name: parse_policy(name, max_gamma=trace.max_gamma) for name in names}
+    # The vocabulary is the recorded pair's: what is run here is what a replay predicts.
+    return [Arm(name, own_copy(policy, trace.vocab_size)) for name, policy in made.items()]
 
-Drafters = Mapping[str, FeatureDrafter]
-"""Drafters by the name of their folder."""
+
+def run_rows(times: pd.DataFrame, pair: str, mode: str) -> list[list[Any]]:
+    """Return measured runs of a pair in a mode as rows of `COLUMNS`."""
+    named = times.assign(pair=pair, mode=mode)[list(COLUMNS)]
+    rows: list[list[Any]] = named.astype(object).to_numpy().tolist()
+    return rows
 
 
 def given_drafters(folders: Sequence[str], target: Any) -> Drafters:
@@ -212,44 +248,3 @@ class DrafterPair:
         arms = arms_of(drafted, names)
         some = drafted.select(range(count))
         return checks.compared(self.pair_name, EAGER, arms, trace, seconds, some, opened)
-
-
-ARMS = (
-    "autoregressive", "fixed:gamma=4", "fixed:gamma=2", "fixed:gamma=8", "confidence",
-    "hf-heuristic", "gammatune", "gammatune-plus", "cm-asd", "svip", "adaedl",
-    "draft-and-verify", "oracle",
-)  # fmt: skip
-"""Plain decoding, fixed lengths as control, and the policies of the papers."""
-
-MORE_ARMS = (
-    "specdec-pp", "disco", "rate-optimal", "ucb", "exp3", "bild",
-    "confidence:roc_update=in_call", "hf-heuristic:full_accept_means=budget",
-)  # fmt: skip
-"""The other policies that decide for one sequence at a time, run if there is time for all.
-
-Those for whole batches (`policies.batch.base.BatchPolicy`) are not among them: they choose one
-length for all sequences of an engine, from its own costs, and are compared in served batches.
-"""
-
-QUICK_ARMS = ("autoregressive", "fixed:gamma=3", "svip")
-MORE_QUICK_ARMS = ("ucb",)
-
-REPEATS = 3
-"""Runs of an arm; miniatures, whose times are not used, have one."""
-
-COLUMNS = ("pair", "mode", *MEASURED_COLUMNS)
-"""Columns of the suite's measured runs."""
-
-
-def arms_of(trace: Trace, names: Sequence[str]) -> list[Arm]:
-    """Return an arm per policy, its maximum lowered to what the trace holds."""
-    made = {name: parse_policy(name, max_gamma=trace.max_gamma) for name in names}
-    # The vocabulary is the recorded pair's: what is run here is what a replay predicts.
-    return [Arm(name, own_copy(policy, trace.vocab_size)) for name, policy in made.items()]
-
-
-def run_rows(times: pd.DataFrame, pair: str, mode: str) -> list[list[Any]]:
-    """Return measured runs of a pair in a mode as rows of `COLUMNS`."""
-    named = times.assign(pair=pair, mode=mode)[list(COLUMNS)]
-    rows: list[list[Any]] = named.astype(object).to_numpy().tolist()
-    return rows

@@ -1,4 +1,4 @@
-"""The suite's environment: device, memory, time left, and output folder."""
+"""The suite's environment: device, memory, time left, output folder, and finished work."""
 
 from __future__ import annotations
 
@@ -33,6 +33,11 @@ LARGEST = 16 * 10**6
 """Bytes of the largest file a stage may leave."""
 RESERVE = 2 << 30
 """Bytes of device memory left to libraries, graphs and activations."""
+COMPLETE, FAILED, REFUSED, UNFINISHED = range(4)
+"""Exit codes: all done, something failed, a wrong request, and not enough time."""
+
+Unit = dict[str, Any]
+"""Findings of a part of a stage; ``unfinished`` if some of it is not done."""
 
 
 @dataclass
@@ -169,8 +174,19 @@ def write_results(path: Path, results: Mapping[str, Any]) -> None:
     write_atomically(path, json.dumps(results, indent=1, default=float).encode())
 
 
-COMPLETE, FAILED, REFUSED, UNFINISHED = range(4)
-"""Exit codes: all done, something failed, a wrong request, and not enough time."""
+def write_within(trace: Trace, path: Path, limit: int = LARGEST) -> int:
+    """Write the first requests that fit into `limit` bytes, and return their number.
+
+    Requests come in turn from each category, so that the first ones are of all of them.
+    """
+    count = len(trace.requests)
+    while True:
+        some = trace if count == len(trace.requests) else trace.select(range(count))
+        write_trace(some, path)
+        size = path.stat().st_size
+        if size <= limit or count == 1:
+            return count
+        count = max(1, min(count - 1, int(0.97 * count * limit / size)))
 
 
 class StoppedError(BaseException):
@@ -241,10 +257,6 @@ def reason(error: BaseException) -> str:
     """Return an error in one line: the first line of its message, or its type."""
     lines = str(error).strip().splitlines()
     return lines[0] if lines else type(error).__name__
-
-
-Unit = dict[str, Any]
-"""Findings of a part of a stage; ``unfinished`` if some of it is not done."""
 
 
 def unfinished(unit: Unit | None) -> bool:
@@ -334,18 +346,3 @@ class Ledger:
                 f"{len(left)} parts {what}, from {left[0]} on: the same command on this machine "
                 "goes on with them"
             )
-
-
-def write_within(trace: Trace, path: Path, limit: int = LARGEST) -> int:
-    """Write the first requests that fit into `limit` bytes, and return their number.
-
-    Requests come in turn from each category, so that the first ones are of all of them.
-    """
-    count = len(trace.requests)
-    while True:
-        some = trace if count == len(trace.requests) else trace.select(range(count))
-        write_trace(some, path)
-        size = path.stat().st_size
-        if size <= limit or count == 1:
-            return count
-        count = max(1, min(count - 1, int(0.97 * count * limit / size)))

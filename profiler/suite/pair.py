@@ -1,7 +1,7 @@
-"""The measurement of a pair in a mode, with the timing code of `draftsim profile`.
+"""The measurement of a pair in a mode, and the kernels of a few of its rounds.
 
-Passes are timed in rounds, sweep by sweep (`profiler.latency.table.Sweeps`); a part of the plan is
-measured as a whole, or not at all.
+The timing code is that of `draftsim profile`: passes are timed in rounds, sweep by sweep
+(`profiler.latency.table.Sweeps`).  A part of the plan is measured as a whole, or not at all.
 """
 
 from __future__ import annotations
@@ -34,6 +34,22 @@ from traces.errors import DraftsimError
 from traces.latency.schema import CELL_COLUMNS
 from traces.latency.table import LatencyTable
 
+WIDTHS = (1, 2, 3, 4, 5, 7, 9, 13, 17, 25)
+SINGLE, BATCHED, WANTED = range(3)
+"""Ranks of parts: needed by every prediction, needed by batches, and more precision."""
+RANKS = (SINGLE, BATCHED, WANTED)
+FINDINGS = ("cells", "held_out", "limits")
+"""Attributes of `PairMeasurement` that are kept."""
+RESOLUTION_S = 1e-9
+"""No pass is shorter; on a disturbed machine the difference of two timings can be zero."""
+RUNNERS = {EAGER: Runner, GRAPH: GraphRunner, COMPILED: CompiledRunner}
+"""Runner of each mode."""
+GAMMA, TOKENS, PROMPT = 4, 12, 64
+"""The rounds whose kernels are traced: drafted tokens, and the run that they are from."""
+
+Found = tuple[list[list[Any]], list[dict[str, Any]]]
+"""Rows of `traces.latency.schema.CELL_COLUMNS`, and what is held out."""
+
 
 @dataclass(frozen=True)
 class PairGrid:
@@ -52,7 +68,6 @@ class PairGrid:
     prompt: int = 128
 
 
-WIDTHS = (1, 2, 3, 4, 5, 7, 9, 13, 17, 25)
 FULL = PairGrid(
     Grid(
         WIDTHS, contexts=(128, 1024, 4096, 16384), prompts=(64, 256, 1024, 4096),
@@ -65,15 +80,6 @@ QUICK = PairGrid(
     hosts=(1, 4), apart=1, gammas=(0, 2), tokens=6, prompt=16,
 )  # fmt: skip
 """Grid of the miniature, which a CPU measures in seconds."""
-
-
-SINGLE, BATCHED, WANTED = range(3)
-"""Ranks of parts: needed by every prediction, needed by batches, and more precision."""
-RANKS = (SINGLE, BATCHED, WANTED)
-
-FINDINGS = ("cells", "held_out", "limits")
-Found = tuple[list[list[Any]], list[dict[str, Any]]]
-"""Rows of `traces.latency.schema.CELL_COLUMNS`, and what is held out."""
 
 
 class PairPart(NamedTuple):
@@ -316,10 +322,6 @@ def points_between(
     return [(width, context) for width, context in drawn if context not in contexts]
 
 
-RESOLUTION_S = 1e-9
-"""No pass is shorter; on a disturbed machine the difference of two timings can be zero."""
-
-
 def held_out(cells: pd.DataFrame, table: LatencyTable) -> list[dict[str, Any]]:
     """Return the relative errors of a `table` at the measured `cells`."""
     found = []
@@ -340,11 +342,6 @@ def error_summary(errors: Sequence[float]) -> dict[str, float]:
     return {
         "points": len(sizes), "median": float(np.median(sizes)), "largest": float(sizes.max()),
     }  # fmt: skip
-
-
-RUNNERS = {EAGER: Runner, GRAPH: GraphRunner, COMPILED: CompiledRunner}
-GAMMA, TOKENS, PROMPT = 4, 12, 64
-"""The rounds that are traced: drafted tokens, and the run that they are from."""
 
 
 def make_runner(mode: str, model: Any, slots: int, batch: int = 1) -> Runner:

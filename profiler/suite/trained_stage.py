@@ -62,6 +62,12 @@ from traces.store.text import read_object
 
 LATENCY = "trained-latency.parquet"
 FILES = {"greedy": "trained-trace.parquet", "sampled": "trained-sampled.parquet"}
+PROMPTS = 210
+"""Prompts to record, a few more than a recording needs (`ENOUGH`)."""
+QUICK_PROMPTS = 4
+"""Likewise, in miniatures."""
+ENOUGH = 200
+"""Fewest prompts of a finished recording."""
 NEW_TOKENS = 160
 """Tokens of an output.  All are used, because there is no end token; so 200 prompts fit."""
 DRAFTER_SHARE = 0.14
@@ -301,28 +307,24 @@ def of_mode(rows: Sequence[Sequence[Any]], mode: str) -> list[list[Any]]:
     return [[model, *row[1:]] for (_, own, model), row in split if own == mode]
 
 
-PROMPTS = 210
-"""Prompts to record, a few more than a recording needs (`ENOUGH`)."""
-QUICK_PROMPTS = 4
-"""Likewise, in miniatures."""
-
-
 def trained_pair(place: Workplace, folder: Path, seconds: float) -> Trained:
     """Return the pair in `folder`, or one trained now for `seconds` and kept there."""
     transformers.utils.logging.disable_progress_bar()  # it would run through our lines
     if (folder / "about.json").is_file():
         place.say("the pair was trained before the stage was stopped")
-        return _read(place, folder)
+        return _read_pair(place, folder)
     most = QUICK_PROMPTS if place.quick else PROMPTS
     pair, prompts, record = train_pair(
         seconds, place.device, place.dtype, place.say, prompts=most, quick=place.quick
     )
     pair = replace(pair, meta={**pair.meta, **place.meta()})
-    _write(folder, pair, prompts, record)
+    _write_pair(folder, pair, prompts, record)
     return pair, prompts, record
 
 
-def _write(folder: Path, pair: Pair, prompts: Sequence[Prompt], record: dict[str, Any]) -> None:
+def _write_pair(
+    folder: Path, pair: Pair, prompts: Sequence[Prompt], record: dict[str, Any]
+) -> None:
     part = folder.with_suffix(".part")
     shutil.rmtree(part, ignore_errors=True)
     for name, model in (("target", pair.target), ("draft", pair.draft)):
@@ -333,13 +335,13 @@ def _write(folder: Path, pair: Pair, prompts: Sequence[Prompt], record: dict[str
     os.replace(part, folder)
 
 
-def _read(place: Workplace, folder: Path) -> Trained:
+def _read_pair(place: Workplace, folder: Path) -> Trained:
     about = read_object(folder / "about.json")
-    pair = replace(_load(place, folder / "target", folder / "draft"), meta=about["meta"])
+    pair = replace(_load_pair(place, folder / "target", folder / "draft"), meta=about["meta"])
     return pair, [Prompt(**prompt) for prompt in about["prompts"]], about["record"]
 
 
-def _load(place: Workplace, target: str | Path, draft: str | Path) -> Pair:
+def _load_pair(place: Workplace, target: str | Path, draft: str | Path) -> Pair:
     dtype = str(place.dtype).removeprefix("torch.")
     return load_pair(target, draft, device=str(place.device), dtype=dtype)
 
@@ -353,12 +355,8 @@ def given_pair(
     """
     if draft is None or prompts is None:
         raise DraftsimError("--target also takes --draft and --prompts: name all three")
-    pair = _load(place, model_path(target, "target"), model_path(draft, "draft"))
+    pair = _load_pair(place, model_path(target, "target"), model_path(draft, "draft"))
     return pair, read_prompts(prompts, most)
-
-
-ENOUGH = 200
-"""Fewest prompts of a finished recording."""
 
 
 def record_trace(

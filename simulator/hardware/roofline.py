@@ -11,7 +11,9 @@ et al. 2009, with launches as in LLM inference in eager mode).  Reading and arit
 because the narrow products of decoding do not overlap them: with the larger of the two alone,
 published passes over 8 to 64 tokens are predicted 9 to 50% too fast.  ``outside`` is the number of
 launches outside of the layers, embedding to sampling, over those of a layer.  Quantised weights are
-unpacked as in their kernels (`simulator.hardware.roofline.Unpacking`).
+unpacked as in their kernels (`Unpacking`).
+
+`SHAPES` has the models of the published runs, and `FORMATS` the formats of their weights.
 """
 
 from __future__ import annotations

@@ -1,10 +1,11 @@
-"""Everything the page shows, as plain values: computed here, drawn and re-priced there.
+"""Report page about a recording: everything that it shows, and its HTML.
+
+`report_data` computes plain values.  `render` returns the page: one HTML file with its style,
+script and data inside, which draws and re-prices these values.
 
 The page's sliders carry priced rounds over to other cost ratios: drafting costs in proportion to c
 and verifying drafts to v, in target passes; what else rounds take stays
 (`simulator.ratios.carried_sums`).  At the pair's own ratios the page's curves are its tables.
-
-`render` writes the page: one HTML file with its style, script and data inside.
 """
 
 from __future__ import annotations
@@ -64,10 +65,119 @@ from traces.store.engine_runs import MeasuredRuns
 Sums = list[float]
 
 MOST_GAMMA = 12
+"""Longest fixed draft length that the page has curves of."""
 DIGITS = 3
 """Significant digits of a slider's stops; only the pair's own has all of its digits."""
 ALPHAS = (*(round(0.05 * i, 2) for i in range(20)), 0.98)
 """Stops of the acceptance slider; the recording is tilted to all but 0."""
+SERVED_BATCHES = 6
+"""Batch sizes at which engines are served in simulated time, at most."""
+REPLICATIONS = 2
+"""Replications that ``draftsim tune --check`` serves, on the same random numbers."""
+MAPPED_CONTEXTS = 8
+"""Contexts of the map of best lengths, at most."""
+SHOWN = 5e-4
+"""Relative differences below which a page of tenths of a percent shows none."""
+
+
+def report_data(
+    trace: Trace,
+    latency: LatencyTable,
+    logs: Sequence[RoundLog],
+    *,
+    notes: Mapping[str, str] | None = None,
+    measured: MeasuredRuns | None = None,
+    pair: Mapping[str, str] | None = None,
+    serve: bool = True,
+    resamples: int = 2000,
+    progress: Callable[[str], None] = lambda _: None,
+) -> dict[str, Any]:
+    """Return the data of the page about a recording, which `render` shows.
+
+    Parameters
+    ----------
+    trace, latency:
+        The recording and its costs.
+    logs:
+        Replays of `trace` to rank, one per policy and source; the best fixed draft length is
+        added.
+    notes:
+        Remarks by policy (`simulator.whatif.ranking`).
+    measured:
+        Real runs to compare predictions with.
+    pair:
+        Names of the ``target`` and the ``draft``, if the trace does not name them in full.
+    serve:
+        True to serve batches in simulated time, where the table has measured some.
+    resamples:
+        Bootstrap resamples over prompts.
+    progress:
+        Called with what is being computed, part after part.
+
+    Raises
+    ------
+    DraftsimError
+        If there is no log, or as in the computations for the page.
+    """
+    if not logs:
+        raise DraftsimError("no round log was given: name at least one policy")
+    progress("pricing policies")
+    said = notes or {}
+    if not any(BEST_FIXED in parts(text) for text in said.values()):
+        found = with_best_fixed(
+            Ranking(list(logs), said), latency, trace.max_gamma,
+            lambda some: list(replay_many(trace, some)), True,
+        )  # fmt: skip
+        logs, said = found.logs, found.notes
+    best = next(int(n.partition("=")[2]) for n, text in said.items() if BEST_FIXED in parts(text))
+    own = own_ratios(trace, latency, best)
+    sums = carried(trace, latency, own)
+    rows = ranked(logs, latency, said, resamples, sums, trace.source)
+    fixed = logs_by_length(trace)
+    stops = sliders(trace, own.ratio, own.verify, list(fixed), best)
+    progress("other acceptance rates")
+    moved = tilted(trace, latency, own, stops["alpha"]["values"], list(fixed))
+    progress("batches, contexts and serving")
+    served = loads(trace, latency, serve, resamples)
+    progress("categories and checks")
+    return {
+        "about": {**_about(trace, latency, own), **(pair or {}), "best_fixed": best},
+        "policies": rows,
+        "headline": headline(rows, logs, latency, resamples, list(fixed.values())),
+        "categories": _categories(trace, logs, latency, resamples),
+        "validation": measured and _validation(
+            # A rule fitted here is not the one that ran unfitted under the same name.
+            [log for log in logs if log.source == trace.source and said.get(log.policy) != FITTED],
+            latency, measured,
+        ),
+        "fixed": {"gammas": list(fixed), "sums": [sums(log) for log in fixed.values()]},
+        "sliders": stops,
+        "tilt": moved,
+        **served,
+    }  # fmt: skip
+
+
+def render(data: dict[str, Any], title: str) -> str:
+    """Return the page of `report_data` as HTML that needs no other file."""
+    environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True,
+                              lstrip_blocks=True)  # fmt: skip
+    environment.filters.update(
+        speedup=_speedup, percent=_percent, signed=_signed, figure=_figure, named=_named
+    )
+    return environment.from_string(_asset("page.html")).render(
+        title=title,
+        data=data,
+        style=Markup(_asset("page.css")),
+        script=Markup(
+            _asset("charts.js")
+            + "".join(_asset(n).replace('"use strict";\n', "", 1) for n in ("maps.js", "page.js"))
+        ),
+        # "</script>" inside a name must not end the element.
+        json=Markup(
+            json.dumps({**data, "colours": COLOURS}, allow_nan=False, separators=(",", ":"))
+            .replace("<", "\\u003c")
+        ),
+    )  # fmt: skip
 
 
 def slider(values: Sequence[float], start: float) -> dict[str, Any]:
@@ -141,12 +251,6 @@ def tilted(
 
 def _significant(value: float) -> float:
     return float(f"{value:.{DIGITS}g}")
-
-
-SERVED_BATCHES = 6
-REPLICATIONS = 2
-"""Replications that ``draftsim tune --check`` serves, on the same random numbers."""
-MAPPED_CONTEXTS = 8
 
 
 def loads(trace: Trace, latency: LatencyTable, serve: bool, draws: int) -> dict[str, Any]:
@@ -243,10 +347,6 @@ def serving(trace: Trace, latency: LatencyTable, sizes: Sequence[int]) -> dict[s
         ],
         "table": (tuned.document or {}).get("num_speculative_tokens_per_batch_size"),
     }
-
-
-SHOWN = 5e-4
-"""Relative differences below which a page of tenths of a percent shows none."""
 
 
 def ranked(
@@ -347,83 +447,6 @@ def against_fixed(data: Mapping[str, Any]) -> list[dict[str, Any]]:
     return [{**row, **gains, "against": fixed} for row in rows]
 
 
-def report_data(
-    trace: Trace,
-    latency: LatencyTable,
-    logs: Sequence[RoundLog],
-    *,
-    notes: Mapping[str, str] | None = None,
-    measured: MeasuredRuns | None = None,
-    pair: Mapping[str, str] | None = None,
-    serve: bool = True,
-    resamples: int = 2000,
-    progress: Callable[[str], None] = lambda _: None,
-) -> dict[str, Any]:
-    """Return the data of the page about a recording (`simulator.report.data.render`).
-
-    Parameters
-    ----------
-    trace, latency:
-        The recording and its costs.
-    logs:
-        Replays of `trace` to rank, one per policy and source; the best fixed draft length is
-        added.
-    notes:
-        Remarks by policy (`simulator.whatif.ranking`).
-    measured:
-        Real runs to compare predictions with.
-    pair:
-        Names of the ``target`` and the ``draft``, if the trace does not name them in full.
-    serve:
-        True to serve batches in simulated time, where the table has measured some.
-    resamples:
-        Bootstrap resamples over prompts.
-    progress:
-        Called with what is being computed, part after part.
-
-    Raises
-    ------
-    DraftsimError
-        If there is no log, or as in the computations for the page.
-    """
-    if not logs:
-        raise DraftsimError("no round log was given: name at least one policy")
-    progress("pricing policies")
-    said = notes or {}
-    if not any(BEST_FIXED in parts(text) for text in said.values()):
-        found = with_best_fixed(
-            Ranking(list(logs), said), latency, trace.max_gamma,
-            lambda some: list(replay_many(trace, some)), True,
-        )  # fmt: skip
-        logs, said = found.logs, found.notes
-    best = next(int(n.partition("=")[2]) for n, text in said.items() if BEST_FIXED in parts(text))
-    own = own_ratios(trace, latency, best)
-    sums = carried(trace, latency, own)
-    rows = ranked(logs, latency, said, resamples, sums, trace.source)
-    fixed = logs_by_length(trace)
-    stops = sliders(trace, own.ratio, own.verify, list(fixed), best)
-    progress("other acceptance rates")
-    moved = tilted(trace, latency, own, stops["alpha"]["values"], list(fixed))
-    progress("batches, contexts and serving")
-    served = loads(trace, latency, serve, resamples)
-    progress("categories and checks")
-    return {
-        "about": {**_about(trace, latency, own), **(pair or {}), "best_fixed": best},
-        "policies": rows,
-        "headline": headline(rows, logs, latency, resamples, list(fixed.values())),
-        "categories": _categories(trace, logs, latency, resamples),
-        "validation": measured and _validation(
-            # A rule fitted here is not the one that ran unfitted under the same name.
-            [log for log in logs if log.source == trace.source and said.get(log.policy) != FITTED],
-            latency, measured,
-        ),
-        "fixed": {"gammas": list(fixed), "sums": [sums(log) for log in fixed.values()]},
-        "sliders": stops,
-        "tilt": moved,
-        **served,
-    }  # fmt: skip
-
-
 def _about(trace: Trace, latency: LatencyTable, own: OwnRatios) -> dict[str, Any]:
     meta = {**trace.meta}
     device = latency.meta.get("device") or meta.get("device")
@@ -517,29 +540,6 @@ def carried_spans(logs: Sequence[RoundLog], latency: LatencyTable) -> dict[str, 
         policy: f"{low:.2f} to {high:.2f} {bounds_words(latency)}"
         for policy, (low, high) in spans.items()
     }
-
-
-def render(data: dict[str, Any], title: str) -> str:
-    """Return `simulator.report.data.report_data` as HTML that needs nothing else."""
-    environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True,
-                              lstrip_blocks=True)  # fmt: skip
-    environment.filters.update(
-        speedup=_speedup, percent=_percent, signed=_signed, figure=_figure, named=_named
-    )
-    return environment.from_string(_asset("page.html")).render(
-        title=title,
-        data=data,
-        style=Markup(_asset("page.css")),
-        script=Markup(
-            _asset("charts.js")
-            + "".join(_asset(n).replace('"use strict";\n', "", 1) for n in ("maps.js", "page.js"))
-        ),
-        # "</script>" inside a name must not end the element.
-        json=Markup(
-            json.dumps({**data, "colours": COLOURS}, allow_nan=False, separators=(",", ":"))
-            .replace("<", "\\u003c")
-        ),
-    )  # fmt: skip
 
 
 def _asset(name: str) -> str:

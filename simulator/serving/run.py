@@ -1,4 +1,8 @@
-"""Serve requests in simulated time: one scenario under any policies, with replications."""
+"""Serving in simulated time: one scenario under any policies, with replications.
+
+`Serving` runs the compiled loop where that can serve the scenario, and otherwise an `EventEngine`
+for each replica.
+"""
 
 from __future__ import annotations
 
@@ -40,6 +44,149 @@ from traces.replay.run import fidelity_of, own_policy
 Policy = DraftPolicy | BatchPolicy
 OVERLAPPED: Mapping[str, type[Overlapped]] = {"pearl": Pearl, "dsi": Dsi}
 SYNCHRONISED: Mapping[str, Synchronise] = {"static-minimum": "minimum", "static-mean": "mean"}
+
+
+def serve(
+    trace: Trace, latency: LatencyTable, policies: Mapping[str, Policy], scenario: Scenario, *,
+    rule: VerifyRule | None = None,
+) -> ServeResult:  # fmt: skip
+    """Serve `scenario` under every policy, replication by replication."""
+    return ServeResult(
+        scenario,
+        {
+            name: [
+                simulate(trace, latency, policy, scenario, name=name, rule=rule, replication=i)
+                for i in range(scenario.replications)
+            ]
+            for name, policy in policies.items()
+        },
+    )
+
+
+def simulate(
+    trace: Trace, latency: LatencyTable, policy: Policy, scenario: Scenario, *,
+    name: str | None = None, rule: VerifyRule | None = None, replication: int = 0,
+    timeline: Timeline | None = None, advance: Callable[[int], None] = lambda _: None,
+    by_iteration: bool = False, only: Sequence[int] | None = None,
+) -> Run:  # fmt: skip
+    """Return one replication of `scenario` under `policy`.
+
+    `rule` decides what is accepted; by default the recorded verdicts do.  One copy serves
+    all requests of an engine, as in `traces.replay.run.replay`; overlapped modes take none.
+    `timeline` is of the first replica.  `advance` is called with the number of requests that have
+    just left.  `by_iteration` and `timeline` give every iteration an event of its own even where
+    the compiled loop would serve: slower, and the same to rounding.  `only` runs some of the
+    replicas, where they know nothing of each other (`Scenario.splits`):
+    `simulator.serving.outcome.report.joined_runs` puts the runs of all together.
+
+    Raises
+    ------
+    SignalError, TailError, UndeclaredSignal
+        If the trace lacks what the policy reads, or the policy does not declare it.
+    DraftsimError
+        If mode and policy do not fit, or the latency table lacks a model that must run.
+    """
+    trace.check_reads(policy.reads, type(policy).__name__)
+    # Named before it is told what the recording supplies.
+    name = name or describe(policy)
+    if isinstance(policy, DraftPolicy):
+        policy = own_policy(trace, policy)
+    seeds = [scenario.seed, replication]
+    rng, choosing = (np.random.default_rng(np.random.SeedSequence(s)) for s in (seeds, [*seeds, 1]))
+    jobs = scenario.arrivals.jobs(trace, rng, scenario.requests)
+    expected = scenario.requests
+    if expected is None or isinstance(scenario.arrivals, ArrivalFile):
+        listed = list(jobs)
+        expected, jobs = len(listed), iter(listed)
+    jobs = (Job(*job[:4], i) for i, job in enumerate(jobs))
+    serving = Serving(
+        trace=trace, latency=latency, policy=policy, scenario=scenario, rule=rule,
+        lookahead=_longest_draft(policy, trace, scenario), expected=expected, advance=advance,
+        name=name, rng=choosing, timeline=timeline, by_iteration=by_iteration,
+    )  # fmt: skip
+    check_mode(trace, latency, policy, scenario, rule)
+    replicas = range(scenario.replicas) if only is None else only
+    if not scenario.splits:
+        return serving.run(jobs, replicas)
+    shares, marks = _shares(scenario, jobs, replicas, serving.marked, choosing)
+    return joined_runs([serving.run(iter(shares[i]), [i], marks) for i in replicas])
+
+
+def check_mode(
+    trace: Trace, latency: LatencyTable, policy: Policy, scenario: Scenario,
+    rule: VerifyRule | None,
+) -> None:  # fmt: skip
+    """Raise DraftsimError if the mode of `scenario` cannot serve these drafts or this policy."""
+    mode, batched = scenario.mode, isinstance(policy, BatchPolicy)
+    if not scenario.one_stream:
+        if batched and mode in ("static-minimum", "static-mean"):
+            raise DraftsimError(
+                f"--mode {mode} synchronises policies per request; a batch policy decides for the "
+                "whole batch itself: use --mode static"
+            )
+        return
+    if "drafts" in trace.meta:
+        raise DraftsimError(
+            f"--mode {mode} drafts while the target verifies, and {trace.source} needs verified "
+            "features to draft: use a recording of a draft model, or another --mode"
+        )
+    if passes_always(latency):
+        raise DraftsimError(
+            f"--mode {mode} has no rounds, so no drafter runs in every round: drop --always-draft"
+        )
+    if is_one_pass(latency):
+        raise DraftsimError(
+            f"--mode {mode} drafts pass by pass, and this drafter drafts in one: drop --one-pass"
+        )
+    if prepared_rule(rule, trace) is not None:
+        raise DraftsimError(f"--mode {mode} replays recorded verdicts: drop --verify")
+    if batched:
+        raise DraftsimError(f"--mode {mode} serves one stream: give a --policy per request")
+
+
+def lookahead_of(policy: Policy, trace: Trace) -> int:
+    """Return the longest draft `policy` may make: its own bound, or else the recording's.
+
+    Raises
+    ------
+    DraftsimError
+        If neither does.
+    """
+    own = policy.longest_draft()
+    bound = trace.max_gamma if own is None else own
+    if bound is None:
+        raise DraftsimError(
+            f"{type(policy).__name__} sets no longest draft (gamma_max) and neither does the "
+            "trace: set Limits.lookahead"
+        )
+    return bound
+
+
+def _longest_draft(policy: Policy, trace: Trace, scenario: Scenario) -> int:
+    if scenario.limits.lookahead is not None:
+        return scenario.limits.lookahead
+    lookahead = lookahead_of(policy, trace)
+    if scenario.mode == "pearl" and policy.reads and trace.max_gamma is not None:
+        # A block is drafted after another, still unverified one: both must be recorded.
+        lookahead = min(lookahead, max(trace.max_gamma // 2, 1))
+    return lookahead
+
+
+def _shares(
+    scenario: Scenario, jobs: Iterator[Job], replicas: Sequence[int], marked: Sequence[int],
+    rng: np.random.Generator,
+) -> tuple[dict[int, list[Job]], dict[int, float]]:  # fmt: skip
+    """Return the requests of each of `replicas`, and when the `marked` ones arrive anywhere."""
+    shares: dict[int, list[Job]] = {replica: [] for replica in replicas}
+    marks: dict[int, float] = {}
+    choose, unseen = scenario.router.choose, [Idle()] * scenario.replicas
+    for job in jobs:
+        if job.number in marked:
+            marks[job.number] = job.arrival_s
+        replica = choose(job.number, unseen, rng)
+        if replica in shares:
+            shares[replica].append(job)
+    return shares, marks
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -148,152 +295,13 @@ def _mark(engine: Replica, index: int, at_s: float, _: object = None) -> None:
     engine.recorder.mark(index, at_s, engine.recorder.tokens)
 
 
-def check_mode(
-    trace: Trace, latency: LatencyTable, policy: Policy, scenario: Scenario,
-    rule: VerifyRule | None,
-) -> None:  # fmt: skip
-    """Raise DraftsimError if the mode of `scenario` cannot serve these drafts or this policy."""
-    mode, batched = scenario.mode, isinstance(policy, BatchPolicy)
-    if not scenario.one_stream:
-        if batched and mode in ("static-minimum", "static-mean"):
-            raise DraftsimError(
-                f"--mode {mode} synchronises policies per request; a batch policy decides for the "
-                "whole batch itself: use --mode static"
-            )
-        return
-    if "drafts" in trace.meta:
-        raise DraftsimError(
-            f"--mode {mode} drafts while the target verifies, and {trace.source} needs verified "
-            "features to draft: use a recording of a draft model, or another --mode"
-        )
-    if passes_always(latency):
-        raise DraftsimError(
-            f"--mode {mode} has no rounds, so no drafter runs in every round: drop --always-draft"
-        )
-    if is_one_pass(latency):
-        raise DraftsimError(
-            f"--mode {mode} drafts pass by pass, and this drafter drafts in one: drop --one-pass"
-        )
-    if prepared_rule(rule, trace) is not None:
-        raise DraftsimError(f"--mode {mode} replays recorded verdicts: drop --verify")
-    if batched:
-        raise DraftsimError(f"--mode {mode} serves one stream: give a --policy per request")
-
-
-def lookahead_of(policy: Policy, trace: Trace) -> int:
-    """Return the longest draft `policy` may make: its own bound, or else the recording's.
-
-    Raises
-    ------
-    DraftsimError
-        If neither does.
-    """
-    own = policy.longest_draft()
-    bound = trace.max_gamma if own is None else own
-    if bound is None:
-        raise DraftsimError(
-            f"{type(policy).__name__} sets no longest draft (gamma_max) and neither does the "
-            "trace: set Limits.lookahead"
-        )
-    return bound
-
-
-def simulate(
-    trace: Trace, latency: LatencyTable, policy: Policy, scenario: Scenario, *,
-    name: str | None = None, rule: VerifyRule | None = None, replication: int = 0,
-    timeline: Timeline | None = None, advance: Callable[[int], None] = lambda _: None,
-    by_iteration: bool = False, only: Sequence[int] | None = None,
-) -> Run:  # fmt: skip
-    """Return one replication of `scenario` under `policy`.
-
-    `rule` decides what is accepted; by default the recorded verdicts do.  One copy serves
-    all requests of an engine, as in `traces.replay.run.replay`; overlapped modes take none.
-    `timeline` is of the first replica.  `advance` is called with the number of requests that have
-    just left.  `by_iteration` and `timeline` give every iteration an event of its own even where
-    the compiled loop would serve: slower, and the same to rounding.  `only` runs some of the
-    replicas, where they know nothing of each other (`Scenario.splits`):
-    `simulator.serving.outcome.report.joined_runs` puts the runs of all together.
-
-    Raises
-    ------
-    SignalError, TailError, UndeclaredSignal
-        If the trace lacks what the policy reads, or the policy does not declare it.
-    DraftsimError
-        If mode and policy do not fit, or the latency table lacks a model that must run.
-    """
-    trace.check_reads(policy.reads, type(policy).__name__)
-    # Named before it is told what the recording supplies.
-    name = name or describe(policy)
-    if isinstance(policy, DraftPolicy):
-        policy = own_policy(trace, policy)
-    seeds = [scenario.seed, replication]
-    rng, choosing = (np.random.default_rng(np.random.SeedSequence(s)) for s in (seeds, [*seeds, 1]))
-    jobs = scenario.arrivals.jobs(trace, rng, scenario.requests)
-    expected = scenario.requests
-    if expected is None or isinstance(scenario.arrivals, ArrivalFile):
-        listed = list(jobs)
-        expected, jobs = len(listed), iter(listed)
-    jobs = (Job(*job[:4], i) for i, job in enumerate(jobs))
-    serving = Serving(
-        trace=trace, latency=latency, policy=policy, scenario=scenario, rule=rule,
-        lookahead=_longest_draft(policy, trace, scenario), expected=expected, advance=advance,
-        name=name, rng=choosing, timeline=timeline, by_iteration=by_iteration,
-    )  # fmt: skip
-    check_mode(trace, latency, policy, scenario, rule)
-    replicas = range(scenario.replicas) if only is None else only
-    if not scenario.splits:
-        return serving.run(jobs, replicas)
-    shares, marks = _shares(scenario, jobs, replicas, serving.marked, choosing)
-    return joined_runs([serving.run(iter(shares[i]), [i], marks) for i in replicas])
-
-
-def _longest_draft(policy: Policy, trace: Trace, scenario: Scenario) -> int:
-    if scenario.limits.lookahead is not None:
-        return scenario.limits.lookahead
-    lookahead = lookahead_of(policy, trace)
-    if scenario.mode == "pearl" and policy.reads and trace.max_gamma is not None:
-        # A block is drafted after another, still unverified one: both must be recorded.
-        lookahead = min(lookahead, max(trace.max_gamma // 2, 1))
-    return lookahead
-
-
-def _shares(
-    scenario: Scenario, jobs: Iterator[Job], replicas: Sequence[int], marked: Sequence[int],
-    rng: np.random.Generator,
-) -> tuple[dict[int, list[Job]], dict[int, float]]:  # fmt: skip
-    """Return the requests of each of `replicas`, and when the `marked` ones arrive anywhere."""
-    shares: dict[int, list[Job]] = {replica: [] for replica in replicas}
-    marks: dict[int, float] = {}
-    choose, unseen = scenario.router.choose, [Idle()] * scenario.replicas
-    for job in jobs:
-        if job.number in marked:
-            marks[job.number] = job.arrival_s
-        replica = choose(job.number, unseen, rng)
-        if replica in shares:
-            shares[replica].append(job)
-    return shares, marks
-
-
-def serve(
-    trace: Trace, latency: LatencyTable, policies: Mapping[str, Policy], scenario: Scenario, *,
-    rule: VerifyRule | None = None,
-) -> ServeResult:  # fmt: skip
-    """Serve `scenario` under every policy, replication by replication."""
-    return ServeResult(
-        scenario,
-        {
-            name: [
-                simulate(trace, latency, policy, scenario, name=name, rule=rule, replication=i)
-                for i in range(scenario.replications)
-            ]
-            for name, policy in policies.items()
-        },
-    )
-
-
 @dataclass(eq=False)
 class EventEngine(Replica):
-    """One model replica: a scheduler, a policy's rounds, and what they cost."""
+    """One model replica as a SimPy process: a scheduler, a policy's rounds, and what they cost.
+
+    It has one event per arrival, and one per iteration during which anything else is to happen.  A
+    round's outcome is decided when its iteration begins and takes effect when it ends.
+    """
 
     scheduler: Scheduler
     together: Together

@@ -20,6 +20,10 @@ from traces.acceptance.trace import Trace
 from traces.replay.decoder import ReplayDecoder
 from traces.replay.ruled import score_tape
 
+NO_ROUNDS: Ints = np.empty((0, len(Round._fields)), np.int64)
+KEPT = 16
+"""Policies of a trace whose rounds are kept: a study of many would hold them all."""
+
 
 class EngineState:
     """The state of an engine that all its sequences may see."""
@@ -194,11 +198,6 @@ def step(together: Together, slots: Sequence[Slot]) -> list[Round]:
     return rounds
 
 
-NO_ROUNDS: Ints = np.empty((0, len(Round._fields)), np.int64)
-KEPT = 16
-"""Policies of a trace whose rounds are kept: a study of many would hold them all."""
-
-
 def clock_free(policy: DraftPolicy, rule: VerifyRule | None) -> bool:
     """Return True if a request's rounds depend on its recording alone.
 
@@ -311,6 +310,9 @@ class Replays:
         return table
 
 
+_kept: WeakKeyDictionary[Trace, OrderedDict[tuple[bytes, int], Replays]] = WeakKeyDictionary()
+
+
 def replays_of(
     trace: Trace, policy: DraftPolicy, rule: VerifyRule | None, lookahead: int
 ) -> Replays:
@@ -326,6 +328,3 @@ def replays_of(
     while len(kept) > KEPT:
         kept.popitem(last=False)
     return shared
-
-
-_kept: WeakKeyDictionary[Trace, OrderedDict[tuple[bytes, int], Replays]] = WeakKeyDictionary()

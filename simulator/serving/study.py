@@ -1,8 +1,7 @@
 """Many scenarios in one go: batch sizes or loads against policies, rows as they finish.
 
-`predict_groups` predicts static batches of a recording's own requests, in order, which
-`profiler.checks.spot_check` measures: consecutive requests decoded in groups, each until its
-slowest has ended, timed from the end of the group's prefill.
+`predict_groups` predicts what `profiler.checks.spot_check` measures: a recording's own requests,
+decoded in order in static batches.
 """
 
 from __future__ import annotations
@@ -41,6 +40,8 @@ BATCHES = (1, 2, 4, 8, 16, 32, 64)
 """Served where no load is named and passes are taken to cost the same at every batch."""
 A_PART = 100_000
 """Requests of a part, about: every part goes through the arrivals of all."""
+Progress = Callable[[int, int, str], None]
+"""Called with the runs finished, their total, and what was just finished."""
 
 
 def _ignored(count: int) -> None:
@@ -118,10 +119,6 @@ def shares_of(scenario: Scenario) -> list[tuple[int, ...] | None]:
     count = min(max(math.ceil(scenario.count / A_PART), 4), scenario.replicas)
     ends = [i * scenario.replicas // count for i in range(count + 1)]
     return [tuple(range(a, b)) for a, b in pairwise(ends)]
-
-
-Progress = Callable[[int, int, str], None]
-"""Called with the runs finished, their total, and what was just finished."""
 
 
 def over_batches(base: Scenario, batches: Sequence[int]) -> list[Scenario]:
@@ -383,7 +380,10 @@ def predict_groups(
     *,
     passes: Literal["ragged", "padded"] = "padded",
 ) -> tuple[pd.DataFrame, dict[tuple[str, int], pd.DataFrame]]:
-    """Decode seconds of every group, and what each request went through.
+    """Predict the decode seconds of every group, and what each request goes through.
+
+    A group is `batch` consecutive requests, decoded together until the slowest has ended.  Its
+    seconds begin at the end of its prefill.
 
     Returns
     -------

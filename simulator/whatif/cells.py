@@ -1,8 +1,9 @@
 """One part of a sweep: some policies at one acceptance rate and batch, at every price.
 
-Rounds are priced at cost ratios, tables, contexts and GPUs.  A batch whose KV cache exceeds the
-memory of its GPU has no price.  Only composed tables say which GPU and models they are of.  A
-sequence is taken to hold its whole prompt and output, at their means over the recording's requests.
+`SweepRunner` replays a `SweepPart` once and prices its rounds at all cost ratios, latency tables,
+contexts and GPUs of `Prices`.  A batch whose KV cache exceeds the memory of its GPU has no price.
+Only composed tables say which GPU and models they are of.  A sequence is taken to hold its whole
+prompt and output, at their means over the recording's requests.
 """
 
 from __future__ import annotations
@@ -42,59 +43,6 @@ from traces.replay.vectorised import replay_many
 
 POINT = ("alpha_asked", "alpha", "source", "c", "latency", "gpu", "batch", "context")
 """Columns that name one point of a sweep, the policies apart."""
-
-
-def references(trace: Trace, policies: Mapping[str, DraftPolicy]) -> dict[str, DraftPolicy]:
-    """Return the fixed lengths that the trace's tails allow and the oracle, less what `policies`
-    hold.
-    """
-    # After longer drafts than a log holds, what was accepted would be a guess.
-    longest = longest_draft(trace)
-    there = {
-        policy.gamma for name, policy in policies.items()
-        if family(name) == "fixed" and isinstance(policy, Fixed)
-    }  # fmt: skip
-    found: dict[str, DraftPolicy] = {
-        f"fixed:gamma={g}": Fixed(g)
-        for g in GAMMAS
-        if g not in there and (longest is None or g <= longest)
-    }
-    bound = Oracle(gamma_max=trace.max_gamma)
-    if not any(family(n) == "oracle" and vars(p) == vars(bound) for n, p in policies.items()):
-        found["oracle"] = bound
-    return {name: policy for name, policy in found.items() if name not in policies}
-
-
-def family(name: str) -> str:
-    """Return a policy's name without its parameters."""
-    return name.partition(":")[0]
-
-
-def with_regrets(frame: pd.DataFrame) -> pd.DataFrame:
-    """Return the rows with what the best fixed length and the oracle among them do at the same
-    point.
-
-    New columns: ``best_fixed`` and ``best_gamma`` (0: plain decoding), ``oracle``,
-    ``regret_fixed`` = 1 - speedup / best_fixed and ``regret_oracle`` likewise, and
-    ``adapting``: the oracle's speedup less the best fixed length's, all that adapting the
-    draft length could bring.  NaN if no such policy is among the rows.  The best fixed
-    length is chosen at each point in hindsight.  The oracle drafts for each request by itself:
-    in a batch, where every step drafts as often as its longest draft, it is no bound.
-    """
-    point = frame.groupby(list(POINT), sort=False, observed=True, dropna=False).ngroup()
-    kind, value = frame["family"].astype(str), frame["speedup"]
-    fixed, oracle = (
-        value.where(kind == name).groupby(point).transform("max") for name in ("fixed", "oracle")
-    )
-    best = fixed.clip(lower=1.0)
-    lengths = frame["gamma"].where((kind == "fixed") & (value == best))
-    return frame.assign(
-        best_fixed=best, best_gamma=lengths.groupby(point).transform("last").fillna(0.0),
-        oracle=oracle, regret_fixed=1 - value / best, regret_oracle=1 - value / oracle,
-        adapting=oracle - best,
-    )  # fmt: skip
-
-
 COLUMNS = (
     "policy", "family", "gamma", "alpha", "alpha_asked", "source", "c", "latency", "batch",
     "context", "gpu", "scaled", "scale_error", "fit_error", "tokens", "rounds", "drafted",
@@ -126,7 +74,11 @@ COLUMNS = (
 * ``cache_fits``: False if the batch's KV cache exceeds the memory of a composed table's GPU.
 """
 CARRIED = ("carried_lo", "carried_hi")
+"""The columns of the bounds, of `COLUMNS`."""
 TEXT = ("policy", "family", "source", "latency", "gpu", "fidelity")
+"""The columns that hold text, of `COLUMNS`."""
+ANY = "any"
+"""The device of a cost ratio."""
 
 
 @dataclass(frozen=True)
@@ -146,59 +98,6 @@ class SweepPart:
     alpha: float | None
     batch: int
     policies: tuple[str, ...]
-
-
-class _Singles:
-    """A log of single streams against plain decoding: prices any table or cost ratio.
-
-    Parameters
-    ----------
-    weights:
-        How often each prompt is drawn, shape (resamples, prompts); None: no interval.
-    plain:
-        That of another log of the same requests.
-    """
-
-    def __init__(
-        self, log: RoundLog, weights: Floats | None,
-        plain: dict[tuple[LatencyTable, int | None], tuple[Floats, float]] | None = None,
-    ) -> None:  # fmt: skip
-        self._held: dict[int | None, RoundLog] = {None: log}
-        self._weights = weights
-        # Decode seconds of each prompt, and the share of passes outside the measured cells.
-        self.plain = {} if plain is None else plain
-
-    def at_latency(self, latency: LatencyTable, context: int | None) -> Speedups:
-        """Price with measured or assumed passes, with prompts of `context` tokens; shape (1,)."""
-        if context is not None and context not in self._held:
-            self._held[context] = _at_context(self._held[None], context)
-        log = self._held[context]
-        if (latency, context) not in self.plain:
-            priced = price(autoregressive(log), latency)
-            self.plain[latency, context] = priced.decode_s, priced.outside
-        plain_s, outside = self.plain[latency, context]
-        ours = price(log, latency)
-        return self._compared(plain_s, ours.decode_s[None], max(ours.outside, outside))
-
-    def at_ratios(self, c: Floats, verify: float) -> Speedups:
-        """Price with a draft pass of c and a verification of `verify` target passes; shape of
-        `c`.
-        """
-        costs = ratio_costs(self._held[None])
-        return self._compared(costs.plain, costs.at(c, verify), 0.0)
-
-    def _compared(self, plain: Floats, ours: Floats, outside: float) -> Speedups:
-        """Compare costs `ours`, (prices, prompts), with `plain`, (prompts,)."""
-        total = ours.sum(axis=1)
-        low = high = np.full(len(ours), np.nan)
-        if (weights := self._weights) is not None:
-            low, high = intervals((weights @ plain)[:, None] / (weights @ ours.T))
-        counted = plain > 0
-        slower = ours[:, counted] > plain[counted] * (1 + 1e-12)
-        return Speedups(
-            total, plain.sum() / total, low, high, slower.mean(axis=1),
-            np.full(len(ours), outside),
-        )  # fmt: skip
 
 
 @dataclass(frozen=True, eq=False)
@@ -302,30 +201,63 @@ class SweepRunner:
         return resamples(prompts, self.resamples, self.seed)
 
 
+class _Singles:
+    """A log of single streams against plain decoding: prices any table or cost ratio.
+
+    Parameters
+    ----------
+    weights:
+        How often each prompt is drawn, shape (resamples, prompts); None: no interval.
+    plain:
+        That of another log of the same requests.
+    """
+
+    def __init__(
+        self, log: RoundLog, weights: Floats | None,
+        plain: dict[tuple[LatencyTable, int | None], tuple[Floats, float]] | None = None,
+    ) -> None:  # fmt: skip
+        self._held: dict[int | None, RoundLog] = {None: log}
+        self._weights = weights
+        # Decode seconds of each prompt, and the share of passes outside the measured cells.
+        self.plain = {} if plain is None else plain
+
+    def at_latency(self, latency: LatencyTable, context: int | None) -> Speedups:
+        """Price with measured or assumed passes, with prompts of `context` tokens; shape (1,)."""
+        if context is not None and context not in self._held:
+            self._held[context] = _at_context(self._held[None], context)
+        log = self._held[context]
+        if (latency, context) not in self.plain:
+            priced = price(autoregressive(log), latency)
+            self.plain[latency, context] = priced.decode_s, priced.outside
+        plain_s, outside = self.plain[latency, context]
+        ours = price(log, latency)
+        return self._compared(plain_s, ours.decode_s[None], max(ours.outside, outside))
+
+    def at_ratios(self, c: Floats, verify: float) -> Speedups:
+        """Price with a draft pass of c and a verification of `verify` target passes; shape of
+        `c`.
+        """
+        costs = ratio_costs(self._held[None])
+        return self._compared(costs.plain, costs.at(c, verify), 0.0)
+
+    def _compared(self, plain: Floats, ours: Floats, outside: float) -> Speedups:
+        """Compare costs `ours`, (prices, prompts), with `plain`, (prompts,)."""
+        total = ours.sum(axis=1)
+        low = high = np.full(len(ours), np.nan)
+        if (weights := self._weights) is not None:
+            low, high = intervals((weights @ plain)[:, None] / (weights @ ours.T))
+        counted = plain > 0
+        slower = ours[:, counted] > plain[counted] * (1 + 1e-12)
+        return Speedups(
+            total, plain.sum() / total, low, high, slower.mean(axis=1),
+            np.full(len(ours), outside),
+        )  # fmt: skip
+
+
 def _at_context(log: RoundLog, context: int) -> RoundLog:
     """Return the rounds as if every prompt had `context` tokens."""
     requests = [replace(r, prompt_length=context, prompt_ids=None) for r in log.requests]
     return replace(log, requests=requests)
-
-
-ANY = "any"
-"""The device of a cost ratio."""
-
-
-class DeviceTable(NamedTuple):
-    """A latency table on one device."""
-
-    latency: str
-    """Name of the table that was measured or assumed."""
-    gpu: str
-    """Device whose seconds these are: the data-sheet entry's name where there is one."""
-    scaled: bool
-    """True if they were carried over from another device."""
-    error: float
-    """Median relative error of the carrying model against published figures; 0 unless `scaled`."""
-    fit_error: float
-    """The same on the passes measured, which it was fitted to."""
-    table: LatencyTable
 
 
 @dataclass(frozen=True)
@@ -411,6 +343,22 @@ class Prices:
         return tuple(found)
 
 
+class DeviceTable(NamedTuple):
+    """A latency table on one device."""
+
+    latency: str
+    """Name of the table that was measured or assumed."""
+    gpu: str
+    """Device whose seconds these are: the data-sheet entry's name where there is one."""
+    scaled: bool
+    """True if they were carried over from another device."""
+    error: float
+    """Median relative error of the carrying model against published figures; 0 unless `scaled`."""
+    fit_error: float
+    """The same on the passes measured, which it was fitted to."""
+    table: LatencyTable
+
+
 def device_name(latency: LatencyTable) -> str:
     """Return the data-sheet name of a table's device where there is one, else as it was
     recorded.
@@ -429,6 +377,57 @@ def _scaling(latency: LatencyTable) -> tuple[bool, float, float]:
     if not isinstance(note, Mapping):
         return True, float("nan"), float("nan")
     return True, float(note["published_median"]), float(note["fit_error"])
+
+
+def references(trace: Trace, policies: Mapping[str, DraftPolicy]) -> dict[str, DraftPolicy]:
+    """Return the fixed lengths that the trace's tails allow and the oracle, less what `policies`
+    hold.
+    """
+    # After longer drafts than a log holds, what was accepted would be a guess.
+    longest = longest_draft(trace)
+    there = {
+        policy.gamma for name, policy in policies.items()
+        if family(name) == "fixed" and isinstance(policy, Fixed)
+    }  # fmt: skip
+    found: dict[str, DraftPolicy] = {
+        f"fixed:gamma={g}": Fixed(g)
+        for g in GAMMAS
+        if g not in there and (longest is None or g <= longest)
+    }
+    bound = Oracle(gamma_max=trace.max_gamma)
+    if not any(family(n) == "oracle" and vars(p) == vars(bound) for n, p in policies.items()):
+        found["oracle"] = bound
+    return {name: policy for name, policy in found.items() if name not in policies}
+
+
+def family(name: str) -> str:
+    """Return a policy's name without its parameters."""
+    return name.partition(":")[0]
+
+
+def with_regrets(frame: pd.DataFrame) -> pd.DataFrame:
+    """Return the rows with what the best fixed length and the oracle among them do at the same
+    point.
+
+    New columns: ``best_fixed`` and ``best_gamma`` (0: plain decoding), ``oracle``,
+    ``regret_fixed`` = 1 - speedup / best_fixed and ``regret_oracle`` likewise, and
+    ``adapting``: the oracle's speedup less the best fixed length's, all that adapting the
+    draft length could bring.  NaN if no such policy is among the rows.  The best fixed
+    length is chosen at each point in hindsight.  The oracle drafts for each request by itself:
+    in a batch, where every step drafts as often as its longest draft, it is no bound.
+    """
+    point = frame.groupby(list(POINT), sort=False, observed=True, dropna=False).ngroup()
+    kind, value = frame["family"].astype(str), frame["speedup"]
+    fixed, oracle = (
+        value.where(kind == name).groupby(point).transform("max") for name in ("fixed", "oracle")
+    )
+    best = fixed.clip(lower=1.0)
+    lengths = frame["gamma"].where((kind == "fixed") & (value == best))
+    return frame.assign(
+        best_fixed=best, best_gamma=lengths.groupby(point).transform("last").fillna(0.0),
+        oracle=oracle, regret_fixed=1 - value / best, regret_oracle=1 - value / oracle,
+        adapting=oracle - best,
+    )  # fmt: skip
 
 
 def blocks_of(prices: Prices) -> dict[tuple[str, str], int]:

@@ -78,9 +78,8 @@ def drafts_of_rounds(trace: Trace, judged: Ints, gamma: int) -> tuple[Ints, Ints
     begins = lockstep.begun(np.minimum(lockstep.runs, gamma) + 1)
     # By start a draft's tokens follow its first, else they are where those before it are right.
     firsts = np.searchsorted(judged, trace.on_path[begins])
-    counts = np.minimum(np.minimum(lockstep.runs + 1, gamma), lockstep.room)[begins].astype(
-        np.int64
-    )
+    longest = np.minimum(lockstep.runs + 1, gamma)
+    counts = np.minimum(longest, lockstep.room)[begins].astype(np.int64)
     if trace.by_start:
         own = np.diff(np.append(np.searchsorted(judged, trace.on_path), len(judged)))
         counts = np.minimum(counts, own[begins])
@@ -214,7 +213,7 @@ def fit_rate_optimal(
     fits = []
     plain = [_achieved(learned, latency, [Autoregressive()], batch)[0] for batch in batches]
     fitted = {kind: fit_estimates(learned, kind, longest) for kind in kinds}
-    # Whether a dip of the target's pass is noise or real, the training prompts decide.
+    # The training prompts decide if a dip of the target's pass is noise or real.
     for kind, smooth in product(kinds, (True, False)):
         now, following, first = fitted[kind]
         priced = LatencyCost(latency, bool(now.reads), longest, smooth)

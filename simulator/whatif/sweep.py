@@ -1,10 +1,13 @@
-"""Any grid of what-if questions, in parallel, resumable, as one tidy table.
+"""Sweeps: grids of what-if questions, computed in parallel and resumable, as one tidy table.
 
 A sweep is cut into parts (`simulator.whatif.cells.SweepPart`): policies that share an
 acceptance rate and a batch, and hence a trace.  A part is replayed once and priced at
 every cost ratio, latency table and context, which costs next to nothing in comparison.
 Parts are kept as files as they finish; the same sweep begun again computes only what is
 missing.
+
+`parse_axis` reads an axis from text, as in ``0.01:1:100log``; `expand`, `search_space` and
+`with_gammas` read families of policies, as in ``fixed:gamma={1..12}``.
 """
 
 from __future__ import annotations
@@ -53,45 +56,16 @@ from traces.store.writing import only_writer, write_atomically
 Columns = dict[str, npt.NDArray[Any]]
 
 SCHEMA = 5
-
-
-def write_sweep(frame: pd.DataFrame, path: str | Path, description: Mapping[str, Any]) -> None:
-    """Write a sweep's table to `path`, with what it was made from in the header.
-
-    Raises FileError if the file cannot be written there.
-    """
-    table = pa.table({
-        name: pa.array(frame[name].astype(object).tolist(), pa.string()).dictionary_encode()
-        if name in TEXT else pa.array(frame[name].to_numpy())
-        for name in COLUMNS
-    })  # fmt: skip
-    _write(table, path, "sweep", description)
-
-
-def write_thresholds(rows: pd.DataFrame, out: str | Path, description: Mapping[str, Any]) -> Path:
-    """Write `rows` of `breakeven.thresholds` next to the sweep's file; return the path.
-
-    Raises FileError if the file cannot be written there.
-    """
-    path = Path(out).with_suffix(".breakeven.parquet")
-    _write(pa.Table.from_pandas(rows, preserve_index=False), path, "break-even", description)
-    return path
-
-
-def _write(table: pa.Table, path: str | Path, kind: str, description: Mapping[str, Any]) -> None:
-    header = plain({"schema": SCHEMA, "kind": kind, "sweep": description})
-    sink = pa.BufferOutputStream()
-    pq.write_table(
-        table.replace_schema_metadata({"draftsim": json.dumps(header, default=str)}),
-        sink, compression="zstd",
-    )  # fmt: skip
-    write_atomically(path, sink.getvalue().to_pybytes())
-
-
+"""Version of a sweep's file and of its parts."""
+POLICIES_A_PART = 24
 Progress = Callable[[int, int], None]
 """Called with the parts finished and their total."""
+MOST_POINTS = 100_000
+"""An axis longer than this is taken for a slip."""
 
-POLICIES_A_PART = 24
+_RANGE = re.compile(r"^([^:]+):([^:]+):(\d+)(log|lin)?$")
+_BRACES = re.compile(r'\{([^{}":]*)\}')
+_STEPS = re.compile(r"^(-?\d+)\.\.(-?\d+)(?:\.\.(\d+))?$")
 
 
 class Sweep:
@@ -308,12 +282,37 @@ def _named(part: SweepPart) -> str:
     return str(joblib.hash(asdict(part)))
 
 
-MOST_POINTS = 100_000
-"""An axis longer than this is taken for a slip."""
+def write_sweep(frame: pd.DataFrame, path: str | Path, description: Mapping[str, Any]) -> None:
+    """Write a sweep's table to `path`, with what it was made from in the header.
 
-_RANGE = re.compile(r"^([^:]+):([^:]+):(\d+)(log|lin)?$")
-_BRACES = re.compile(r'\{([^{}":]*)\}')
-_STEPS = re.compile(r"^(-?\d+)\.\.(-?\d+)(?:\.\.(\d+))?$")
+    Raises FileError if the file cannot be written there.
+    """
+    table = pa.table({
+        name: pa.array(frame[name].astype(object).tolist(), pa.string()).dictionary_encode()
+        if name in TEXT else pa.array(frame[name].to_numpy())
+        for name in COLUMNS
+    })  # fmt: skip
+    _write(table, path, "sweep", description)
+
+
+def write_thresholds(rows: pd.DataFrame, out: str | Path, description: Mapping[str, Any]) -> Path:
+    """Write `rows` of `breakeven.thresholds` next to the sweep's file; return the path.
+
+    Raises FileError if the file cannot be written there.
+    """
+    path = Path(out).with_suffix(".breakeven.parquet")
+    _write(pa.Table.from_pandas(rows, preserve_index=False), path, "break-even", description)
+    return path
+
+
+def _write(table: pa.Table, path: str | Path, kind: str, description: Mapping[str, Any]) -> None:
+    header = plain({"schema": SCHEMA, "kind": kind, "sweep": description})
+    sink = pa.BufferOutputStream()
+    pq.write_table(
+        table.replace_schema_metadata({"draftsim": json.dumps(header, default=str)}),
+        sink, compression="zstd",
+    )  # fmt: skip
+    write_atomically(path, sink.getvalue().to_pybytes())
 
 
 def parse_axis(
@@ -423,34 +422,6 @@ def search_space(text: str) -> tuple[str, dict[str, list[str]]]:
     return name + (":" + ",".join(fixed) if fixed else ""), space
 
 
-def _alternatives(inner: str, text: str) -> list[str]:
-    if steps := _STEPS.match(inner.strip()):
-        return [str(v) for v in _stepped(steps, text)]
-    values = [v.strip() for v in inner.split(",")]
-    if "" in values:
-        raise DraftsimError(f"policy {text!r}: {{{inner}}} is neither {{a..b}} nor {{a,b,c}}")
-    return values
-
-
-def _stepped(match: re.Match[str], text: str) -> list[int]:
-    begin, end, step = int(match.group(1)), int(match.group(2)), int(match.group(3) or 1)
-    if end < begin or step < 1:
-        raise DraftsimError(f"{text!r}: {match.group(0)} counts from {begin} up to {end} by {step}")
-    if (end - begin) // step >= MOST_POINTS:
-        raise DraftsimError(f"{text!r} asks for more than {MOST_POINTS} points")
-    return list(range(begin, end + 1, step))
-
-
-def _number(text: str, form: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        raise DraftsimError(f"{text!r} is no number: {form}") from None
-    if not np.isfinite(value):
-        raise DraftsimError(f"{text!r} is not finite: {form}")
-    return value
-
-
 def with_gammas(texts: Sequence[str], gammas: Sequence[int]) -> list[str]:
     """Return `texts`, those of policies with a parameter gamma they do not set once per gamma.
 
@@ -478,3 +449,31 @@ def with_gammas(texts: Sequence[str], gammas: Sequence[int]) -> list[str]:
             f"--gamma: none of {', '.join(texts)} has a parameter gamma that is left unset"
         )
     return found
+
+
+def _alternatives(inner: str, text: str) -> list[str]:
+    if steps := _STEPS.match(inner.strip()):
+        return [str(v) for v in _stepped(steps, text)]
+    values = [v.strip() for v in inner.split(",")]
+    if "" in values:
+        raise DraftsimError(f"policy {text!r}: {{{inner}}} is neither {{a..b}} nor {{a,b,c}}")
+    return values
+
+
+def _stepped(match: re.Match[str], text: str) -> list[int]:
+    begin, end, step = int(match.group(1)), int(match.group(2)), int(match.group(3) or 1)
+    if end < begin or step < 1:
+        raise DraftsimError(f"{text!r}: {match.group(0)} counts from {begin} up to {end} by {step}")
+    if (end - begin) // step >= MOST_POINTS:
+        raise DraftsimError(f"{text!r} asks for more than {MOST_POINTS} points")
+    return list(range(begin, end + 1, step))
+
+
+def _number(text: str, form: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        raise DraftsimError(f"{text!r} is no number: {form}") from None
+    if not np.isfinite(value):
+        raise DraftsimError(f"{text!r} is not finite: {form}")
+    return value

@@ -39,16 +39,23 @@ import numpy as np
 import numpy.typing as npt
 
 from policies.arrays import Bools, Floats, Ints
-from simulator.machine_code import compiled
 from traces.acceptance.schema import COLUMNS, MATCH, MISMATCH, SIGNAL_COLUMNS, UNKNOWN
 from traces.acceptance.trace import Trace
 from traces.errors import DraftsimError
 
+Method = Literal["coupled", "redraw"]
+METHODS: tuple[Method, ...] = ("coupled", "redraw")
+LARGEST_SHIFT = 40.0
+"""Log-odds beyond which no recorded chance is left undecided."""
+_HALVINGS = 32
+NUMERIC = ("prob", "entropy", "logit_margin", "prob_margin")
+"""Signals with a magnitude; a token's id has none."""
+LONGEST_RUN = 12
+"""Runs of matches at least this long are told apart no further."""
 NEIGHBOURS = 8
 """Recorded mismatches of like signals among which a lender is drawn."""
 STALE = frozenset(n for n in COLUMNS if n.startswith("target_")) | {"draft_path_logprob", "overlap"}
 """Scores of the recorded drafts by the target, which new outcomes would contradict."""
-
 SCORES = frozenset(n for needed in SIGNAL_COLUMNS.values() for n in needed) - {"draft_token"}
 """The columns that a draft's signals are computed from, without its token."""
 
@@ -185,12 +192,6 @@ def _tail_lengths(trace: Trace) -> Ints:
     return np.clip(limit - position - 2, 0, (trace.max_gamma or 1) - 1)
 
 
-NUMERIC = ("prob", "entropy", "logit_margin", "prob_margin")
-"""Signals with a magnitude; a token's id has none."""
-LONGEST_RUN = 12
-"""Runs of matches at least this long are told apart no further."""
-
-
 class MatchModel:
     """Logistic regression on splines of the signals and on the recent history.
 
@@ -247,6 +248,7 @@ class MatchModel:
         That is the number of matches in a row, up to `LONGEST_RUN`, and the exponentially weighted
         share of matches.
         """
+        from simulator.whatif.drawn import remembered  # loads the compiler
 
         run, share = np.empty(len(match), dtype=np.int64), np.empty(len(match))
         remembered(match, self.trace.request_starts, self.alpha, LONGEST_RUN, run, share)
@@ -263,6 +265,7 @@ class MatchModel:
 
         A position matches where its margin, the shift and what its history adds exceed 0.
         """
+        from simulator.whatif.drawn import drawn  # loads the compiler
 
         match = np.empty((len(shifts), len(margins)), dtype=bool)
         starts, (one, two) = self.trace.request_starts, self.share_logit.tolist()
@@ -297,13 +300,6 @@ def signal_table(trace: Trace) -> Floats:
     return np.column_stack(parts) if parts else np.zeros((len(trace), 0))
 
 
-Method = Literal["coupled", "redraw"]
-METHODS: tuple[Method, ...] = ("coupled", "redraw")
-LARGEST_SHIFT = 40.0
-"""Log-odds beyond which no recorded chance is left undecided."""
-_HALVINGS = 32
-
-
 class Tilter:
     """Tilts one recording to any number of acceptance rates.
 
@@ -312,7 +308,7 @@ class Tilter:
     trace:
         A recording without unknown matches; any lossless sampling.
     method:
-        ``coupled`` or ``redraw``, see above.
+        ``coupled`` or ``redraw``.
     seed:
         Seed of the uniform numbers, which every alpha shares, so that two rates differ by the
         shift alone.
@@ -396,12 +392,12 @@ class Tilter:
     @cached_property
     def _uniform(self) -> Floats:
         """Return the random number of each outcome, shape (positions,)."""
-        drawn = np.random.default_rng(self.seed).random(len(self.trace.on_path))
+        uniform = np.random.default_rng(self.seed).random(len(self.trace.on_path))
         if self.method == "redraw":
-            return drawn
+            return uniform
         match = self._recorded
         chance = _sigmoid(self.model.logit(match))
-        return np.where(match, chance * drawn, chance + (1 - chance) * drawn)
+        return np.where(match, chance * uniform, chance + (1 - chance) * uniform)
 
     @cached_property
     def _recorded(self) -> Bools:
@@ -451,46 +447,3 @@ def acceptance(trace: Trace) -> float:
 
 def _sigmoid(x: Floats) -> Floats:
     return np.asarray(0.5 * (1 + np.tanh(0.5 * x)))
-
-
-DECAY = 0.9
-"""Weight of the past in the running share of matches, per token."""
-
-
-@compiled
-def remembered(
-    match: Bools, starts: Ints, begin: float, longest: int, run: Ints, share: Floats
-) -> None:
-    """Write the history before each position into `run` and `share`, all of shape (positions,).
-
-    ``starts``, shape (requests + 1,): a request begins without a run and with the share `begin`.
-    """
-    for request in range(len(starts) - 1):
-        matches, rate = 0, begin
-        for place in range(starts[request], starts[request + 1]):
-            run[place], share[place] = matches, rate
-            hit = match[place]
-            matches = min(matches + 1, longest) if hit else 0
-            rate = DECAY * rate + (1 - DECAY) * hit
-
-
-@compiled
-def drawn(
-    margins: Floats, starts: Ints, shifts: Floats, begin: float, run_logit: Floats, one: float,
-    two: float, match: Any,
-) -> None:  # fmt: skip
-    """Write matches under each shift into `match`, shape (shifts, positions).
-
-    ``margins``, shape (positions,): log-odds of the signals, less the bar that a match must pass;
-    ``run_logit``, shape (longest run + 1,), ``one`` and ``two``: what runs and shares add.
-    """
-    longest = len(run_logit) - 1
-    for row in range(len(shifts)):
-        for request in range(len(starts) - 1):
-            matches, rate = 0, begin
-            for place in range(starts[request], starts[request + 1]):
-                history = run_logit[matches] + rate * (one + two * rate)
-                hit = margins[place] + history + shifts[row] > 0
-                match[row, place] = hit
-                matches = min(matches + 1, longest) if hit else 0
-                rate = DECAY * rate + (1 - DECAY) * hit

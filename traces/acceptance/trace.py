@@ -12,9 +12,9 @@ are those of its own draft, right or wrong, and ``accepted`` says how many of it
 
 Why one recording replays every length policy exactly: under lossless verification the
 output is fixed; an on-path signal depends on the true prefix alone; an off-path one on
-the prefix and the wrong token, never on where the round began.  It also makes drafting
-a walk over consecutive rows: a match is followed by the next position's row, a mismatch
-by the first row of its own tail.
+the prefix and the wrong token, never on where the round began.  So a draft is a run of
+consecutive rows: a match is followed by the next position's row, a mismatch by the first
+row of its own tail.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Reading a latency grid between its points, and beyond them with a flag."""
+"""Latency grid of one phase, read between its points, and beyond them with a flag."""
 
 from __future__ import annotations
 
@@ -16,7 +16,6 @@ import pandas as pd
 from policies.arrays import Floats
 
 Origins = npt.NDArray[np.int8]
-
 Sizes = tuple[float | Floats, float | Floats, Floats]
 
 MEASURED, INTERPOLATED, EXTRAPOLATED = 0, 1, 2
@@ -26,6 +25,8 @@ APART = 1e-6
 """Tokens below the widest pass at which those of another kind end."""
 LINES = 1 << 15
 """Lines kept of a grid: one per batch and width that occurred."""
+ROUNDING = 1e-14
+"""Share of the squares below which `non_negative` takes two errors as equal."""
 
 
 class Line(NamedTuple):
@@ -279,17 +280,14 @@ def _features(b: float | Floats, n: float | Floats, c: Floats) -> Floats:
     return np.stack(np.broadcast_arrays(1.0, b, b * n, b * c, b * n * c), axis=1)
 
 
-ROUNDING = 1e-14
-"""Share of the squares below which errors are the same."""
-
-
 def non_negative(features: Floats, target: Floats) -> Floats:
     """Return (columns,) weights, none negative, with the least squared error of ``features @
     weights``.
 
     The solution is plain least squares over the columns that it uses, so it is the best of all
     choices of columns (2 to their number) that leaves no weight negative.  Of equally good choices
-    it is the first: the one of the fewest columns, and the foremost.
+    it is the first: the one of the fewest columns, and the foremost.  `scipy.optimize.nnls` finds
+    the same, but loading it takes half a second of every command that reads beyond the cells.
 
     Parameters
     ----------

@@ -9,7 +9,7 @@ framework adds around a step is taken to be nothing: an engine that schedules ah
 while the one before it runs.  The whole steps timed on an RTX PRO 6000 bound it (`FRAMEWORK_S`).
 Where a GPU has whole steps, passes take what those say (`traces.operators.steps`).
 
-`kv_blocks` counts the cache blocks that fit into memory with a model's weights, as an engine does.
+`kv_blocks` counts the cache blocks that fit into memory with a table's models, as an engine does.
 """
 
 from __future__ import annotations
@@ -67,6 +67,18 @@ PROMPTS = (
 )  # fmt: skip
 MOST_TOKENS = 8192
 """Tokens of the largest pass that has a cell."""
+
+GIB = 2**30
+USABLE = 0.985
+"""Share of a GPU's memory that CUDA reports: 0.98 to 0.99 of as many GiB as the data sheet says
+GB."""
+OVERHEAD_B = (0.7e9, 1.2e9, 1.7e9)
+"""Bytes of activations, buffers and the CUDA context, least, assumed and most: 1.24 GB on the one
+server whose blocks are known (an 8B model, 2,048 tokens an iteration)."""
+UTILISATION = 0.9
+"""Share of the memory that an engine takes, as vLLM's gpu_memory_utilization."""
+BLOCK = 16
+"""Tokens of a cache block."""
 
 
 class Composer:
@@ -314,18 +326,6 @@ def _grid(
     return b[kept], n[kept], c[kept]
 
 
-GIB = 2**30
-USABLE = 0.985
-"""Share of a GPU's memory that CUDA reports: 0.98 to 0.99 of as many GiB as the data sheet says
-GB."""
-OVERHEAD_B = (0.7e9, 1.2e9, 1.7e9)
-"""Bytes of activations, buffers and the CUDA context, least, assumed and most: 1.24 GB on the one
-server whose blocks are known (an 8B model, 2,048 tokens an iteration)."""
-UTILISATION = 0.9
-BLOCK = 16
-"""Tokens of a cache block."""
-
-
 class Blocks(NamedTuple):
     """Blocks of a pool."""
 
@@ -371,9 +371,9 @@ def kv_blocks(meta: Mapping[str, Any], utilisation: float = UTILISATION) -> Bloc
             f"{names}: the weights leave no memory for a cache on {device.name} at a utilisation "
             f"of {utilisation:g}: share the target between more GPUs"
         )
-    said = (
+    sentence = (
         f"{own} blocks of {BLOCK} tokens ({max(least, 0)} to {most}): {memory / 1e9:.1f} GB "
         f"of {device.name} at {utilisation:g}, {weights / 1e9:.1f} GB of weights, an assumed "
         f"{OVERHEAD_B[1] / 1e9:.1f} GB of everything else, {token / 1e3:.0f} kB a token"
     )
-    return Blocks(max(least, 0), own, most, said)
+    return Blocks(max(least, 0), own, most, sentence)

@@ -78,6 +78,14 @@ ONE_PASS = CALL_KINDS.index(("drafter", "catch_up"))
 DRAFTER_TREE, TREE = (CALL_KINDS.index((model, "tree")) for model in ("drafter", "target"))
 """A pass of such a drafter over nodes of a tree, and the target's over those it verifies."""
 
+ALWAYS, AT_ONCE = "always_drafts", "drafts_at_once"
+"""Entries of a latency table's provenance: passes of every round; all tokens in one pass."""
+WIDEST = 1 << 20
+"""A width beyond any: cells at both ends hold for all widths between."""
+MOST_BEHIND = 2
+"""Tokens that a drafter called in every round has to read at most: the last of its own and the
+target's."""
+
 
 class CallCounter:
     """Collects the calls of one sequence's rounds."""
@@ -223,14 +231,6 @@ class LayerLedger:
         return steps
 
 
-ALWAYS, AT_ONCE = "always_drafts", "drafts_at_once"
-WIDEST = 1 << 20
-"""A width beyond any: cells at both ends hold for all widths between."""
-MOST_BEHIND = 2
-"""Tokens that a drafter called in every round has to read at most: the last of its own and the
-target's."""
-
-
 def drafting_always(latency: LatencyTable, passes: int | None) -> LatencyTable:
     """Return the table of an engine that runs `passes` draft passes in every round; None: as it is.
 
@@ -278,7 +278,7 @@ def most_behind(takes_verified: bool) -> int:
 
 
 def passes_always(latency: LatencyTable) -> int:
-    """Draft passes of every round in the engine of a table; 0 where it drafts as asked."""
+    """Return the draft passes of every round in a table's engine; 0 where it drafts as asked."""
     return int(latency.meta.get(ALWAYS) or 0)
 
 

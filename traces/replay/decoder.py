@@ -1,4 +1,8 @@
-"""A decoder that reads a recorded trace instead of running two models, and the trace laid out."""
+"""A decoder that reads a recorded trace instead of running two models, and that trace as lists.
+
+`ReplayDecoder` keeps the contract of `policies.core.Decoder`, so `speculate` runs over a recording
+as it runs over real models.  It reads a `Tape`, made once per trace.
+"""
 
 from __future__ import annotations
 
@@ -14,6 +18,8 @@ from policies.core import Load
 from policies.guard import SIGNALS, guarded
 from traces.acceptance.trace import MATCH, Trace
 from traces.errors import DraftsimError, SignalError, TailError
+
+T = TypeVar("T")
 
 
 class ReplayDecoder:
@@ -122,9 +128,6 @@ class ReplayDecoder:
         self.position = position if position < self.length else self.length
 
 
-T = TypeVar("T")
-
-
 @dataclass(eq=False, repr=False, slots=True)
 class RecordedToken:
     """A drafted token as it was recorded; a signal that was not recorded is None."""
@@ -181,7 +184,7 @@ class Rows(Generic[T]):
         return made
 
     def rows(self, start: int, count: int) -> list[T]:
-        """Return the objects of `count` rows from `start`: a draft walks over consecutive rows."""
+        """Return the objects of `count` rows from `start`: a draft reads consecutive rows."""
         return [self.known[row] or self.make(row) for row in range(start, start + count)]
 
 
@@ -254,8 +257,8 @@ _tapes: WeakKeyDictionary[Trace, Tape] = WeakKeyDictionary()
 
 
 def tape_of(trace: Trace) -> Tape:
-    """Return the tape of a trace, laid out once."""
-    # Derived data cached for an immutable trace: every policy replays the same tape.
+    """Return the tape of a trace, made at the first call."""
+    # Every policy replays the same tape, because traces do not change.
     if (tape := _tapes.get(trace)) is None:
         tape = _tapes[trace] = Tape(trace)
     return tape

@@ -1,4 +1,8 @@
-"""Recordings laid out for many replays at once, and the rounds of all settings over them."""
+"""Recordings laid out for many replays, and the rounds of many settings in lockstep over them.
+
+`Places` are the positions of a recording, as arrays.  `Lockstep` advances all requests of all
+settings together over them.
+"""
 
 from __future__ import annotations
 
@@ -16,6 +20,18 @@ from policies.vectorised import UNBOUNDED, Lengths, VectorisedPlan, VectorisedSt
 from traces.acceptance.trace import Trace
 from traces.replay.decoder import ends_drafts
 from traces.replay.rounds import ROUND_DTYPE
+
+Rounds = npt.NDArray[np.void]
+Lengths32 = npt.NDArray[np.int32]
+
+KEPT = 8
+"""Arrays of watched values, of the size of the recording, that are kept."""
+CELLS = 1 << 18
+"""Starts of a recording, times settings, that are laid out together: they stay in cache."""
+_JUMPS = 4
+"""Rounds between two checks of which requests have ended."""
+_FULL = 0.9
+"""Share of runs still going below which the others are taken out."""
 
 
 class Places(ABC):
@@ -118,7 +134,7 @@ class Foreseen(Places):
     """Places from which drafts were found beforehand; no signal of theirs is read."""
 
     def foresee(self, most: Ints, runs: Ints) -> None:
-        """Return the longest draft from each position, and how many of its tokens are right."""
+        """Set the longest draft from each position, and how many of its tokens are right."""
         self.rows = np.zeros(len(self.position), dtype=np.int64)
         self.most = np.minimum(most, self.left)
         self.runs = self.run_lengths = runs
@@ -129,8 +145,6 @@ class Foreseen(Places):
         raise NotImplementedError(f"{name} of a token that is only counted")
 
 
-KEPT = 8
-"""Arrays of watched values, of the size of the recording, that are kept."""
 _layouts: WeakKeyDictionary[Trace, Layout] = WeakKeyDictionary()
 
 
@@ -139,10 +153,6 @@ def layout_of(trace: Trace) -> Layout:
     if (layout := _layouts.get(trace)) is None:
         layout = _layouts[trace] = Layout(trace)
     return layout
-
-
-Rounds = npt.NDArray[np.void]
-Lengths32 = npt.NDArray[np.int32]
 
 
 class Tried(NamedTuple):
@@ -158,16 +168,17 @@ class Tried(NamedTuple):
 
 
 class Lockstep:
-    """Rounds of many settings over one recording, which all advance in lockstep.
+    """Rounds of many settings over one recording, all advancing together.
 
     Parameters
     ----------
     layout:
         The recording.
     first:
-        Output position decoding begins at.
+        Output position at which decoding begins.
     anew:
-        True if the drafter reads all verified tokens again (`traces.acceptance.trace.Trace`).
+        True if the drafter reads all verified tokens again, ``takes_verified`` of
+        `traces.acceptance.trace.Trace`.
     """
 
     def __init__(self, layout: Places, first: int, anew: bool) -> None:
@@ -209,10 +220,9 @@ class Lockstep:
     def begun(
         self, emitted: npt.NDArray[np.integer], requests: Sequence[int] | None = None
     ) -> Ints:
-        """Return the start of the next round after each start, for rounds that emit `emitted`
-        tokens.
+        """Return the starts at which rounds begin, ascending, of `requests` or of all if None.
 
-        Shape (starts + 1,); for some requests, or for all if None.
+        ``emitted``, (starts + 1,): tokens that a round from each start emits.
         """
         after = np.where(emitted < self.room, np.arange(self.width) + emitted, self.starts)
         entries = self.entries
@@ -239,9 +249,7 @@ class Lockstep:
         return start, rounds
 
     def visited(self, after: Ints, at: Ints) -> Bools:
-        """Return where rounds begin if they begin at `at` and, after each round, where `after`
-        says.
-        """
+        """Return where rounds begin: at `at`, and after each round at its entry of `after`."""
         visited = np.zeros(len(after), dtype=bool)
         going = np.tile(np.arange(self.width) < self.starts, len(after) // self.width)
         while len(at):
@@ -254,7 +262,7 @@ class Lockstep:
     def adaptive(self, plans: Sequence[VectorisedPlan], learns: bool) -> Tried:
         """Return the rounds of plans with states of one kind, all of which watch or none.
 
-        ``learns``: whether a state outlives its request.
+        ``learns``: True if a state outlives its request.
         """
         width, count = self.width, len(plans)
         entries = self.entries[: 1 if learns else None]
@@ -430,11 +438,3 @@ class _WatchedSignal:
 
     def keep(self, which: Bools) -> None:
         self._base, self._drops = self._base[which], self._drops[which]
-
-
-CELLS = 1 << 18
-"""Starts of a recording, times settings, that are laid out together: they stay in cache."""
-_JUMPS = 4
-"""Rounds between two looks at which requests have ended."""
-_FULL = 0.9
-"""Share of runs still going below which the others are taken out."""

@@ -1,7 +1,8 @@
-"""Output quality: agreement with the target's own output, likelihood, and exact match.
+"""Quality of an output: agreement with the target's own, likelihood, BLEU, and exact match.
 
-Exact match follows GSM8K (Cobbe et al. 2021, https://github.com/openai/grade-school-math): a
-reference ends in ``#### 72``, and of an answer that does not, the last number counts.
+Exact match (`solved`) follows GSM8K (Cobbe et al. 2021,
+https://github.com/openai/grade-school-math): a reference ends in ``#### 72``, and of an answer that
+does not, the last number counts.
 """
 
 from __future__ import annotations
@@ -14,6 +15,14 @@ import numpy as np
 
 from traces.acceptance.trace import Trace
 from traces.errors import DraftsimError, SignalError, missing
+
+_NUMBER = (
+    r"((?:(?<![0-9A-Za-z)%])[-\u2212])?)\$?"  # a sign, not the minus of a difference
+    r"((?:[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])|[0-9]+)(?:\.[0-9]+)?|\.[0-9]+)"
+)
+_ANY = re.compile(_NUMBER)
+_MARKED = re.compile(rf"####\s*\$?{_NUMBER}")
+_ALONE = re.compile(rf"\A\s*\$?{_NUMBER}\s*[%$]?\s*\.?\s*\Z")
 
 
 def token_agreement(outputs: Sequence[Sequence[int]], references: Sequence[Sequence[int]]) -> float:
@@ -72,23 +81,6 @@ def relative_bleu(outputs: Sequence[str], references: Sequence[str]) -> float:
     return float(sacrebleu.corpus_bleu(list(outputs), [list(references)]).score)
 
 
-def _check_pairs(outputs: Sequence[object], references: Sequence[object]) -> None:
-    if len(outputs) != len(references) or not outputs:
-        raise DraftsimError(
-            f"{len(outputs)} outputs for {len(references)} references: expected one of each per "
-            "request, and at least one"
-        )
-
-
-_NUMBER = (
-    r"((?:(?<![0-9A-Za-z)%])[-\u2212])?)\$?"  # a sign, not the minus of a difference
-    r"((?:[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])|[0-9]+)(?:\.[0-9]+)?|\.[0-9]+)"
-)
-_ANY = re.compile(_NUMBER)
-_MARKED = re.compile(rf"####\s*\$?{_NUMBER}")
-_ALONE = re.compile(rf"\A\s*\$?{_NUMBER}\s*[%$]?\s*\.?\s*\Z")
-
-
 def final_number(text: str) -> Decimal | None:
     """Return the number after the last ``####`` if there is one, else the last number of `text`.
 
@@ -114,6 +106,14 @@ def solved(text: str, reference: str) -> bool:
     """Return True if an answer and its `reference` have the same final number."""
     number = final_number(text)
     return number is not None and number == final_number(reference)
+
+
+def _check_pairs(outputs: Sequence[object], references: Sequence[object]) -> None:
+    if len(outputs) != len(references) or not outputs:
+        raise DraftsimError(
+            f"{len(outputs)} outputs for {len(references)} references: expected one of each per "
+            "request, and at least one"
+        )
 
 
 def _value(found: re.Match[str]) -> Decimal:

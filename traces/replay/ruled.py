@@ -1,4 +1,4 @@
-"""Replay under a lossy rule: its recorded scores, and a decoder that reads them."""
+"""Replay under a lossy rule: a decoder that reads recorded scores, and these scores as lists."""
 
 from __future__ import annotations
 
@@ -12,6 +12,18 @@ from policies.rules.registry import describe_rule
 from traces.acceptance.trace import MATCH, UNKNOWN, Trace
 from traces.errors import DraftsimError, SignalError
 from traces.replay.decoder import ReplayDecoder, Rows
+
+SCORE_COLUMNS: dict[str, str] = {
+    "match": "match",
+    "token": "target_token",
+    "top1": "target_top1",
+    "top2": "target_top2",
+    "logsumexp": "target_logsumexp",
+    "entropy": "target_entropy",
+    "draft_logit": "target_draft_logit",
+    "draft_rank": "target_draft_rank",
+}
+"""Target score (`policies.rules.base.TargetScore`) -> the column that holds it."""
 
 
 class RuleReplayDecoder(ReplayDecoder):
@@ -49,7 +61,7 @@ class RuleReplayDecoder(ReplayDecoder):
         return self.judge(len(draft))
 
     def judge(self, count: int) -> int:
-        """Return `verify` of the `count` tokens that are drafted here."""
+        """Verify the `count` tokens drafted from here; return how many were accepted."""
         row = self._rows[self._start + self.position]
         try:
             if self._accepts is not None:
@@ -81,19 +93,6 @@ class RuleReplayDecoder(ReplayDecoder):
         return count
 
 
-SCORE_COLUMNS: dict[str, str] = {
-    "match": "match",
-    "token": "target_token",
-    "top1": "target_top1",
-    "top2": "target_top2",
-    "logsumexp": "target_logsumexp",
-    "entropy": "target_entropy",
-    "draft_logit": "target_draft_logit",
-    "draft_rank": "target_draft_rank",
-}
-"""Target score (`policies.rules.base.TargetScore`) -> the column that holds it."""
-
-
 class RecordedScore:
     """A target score as it was recorded."""
 
@@ -120,9 +119,7 @@ class ScoreTape:
         self._kept: dict[frozenset[str], Rows[RecordedScore]] = {}
 
     def scores(self, needs: Collection[str]) -> Rows[RecordedScore]:
-        """Return the scores, one per row, that can be asked for those of `needs` alone, which it
-        holds.
-        """
+        """Return the scores of every row, which hold those of `needs` and refuse any other."""
         key = frozenset(needs)
         if (scores := self._kept.get(key)) is None:
             kind, names = guarded(RecordedScore, key, "needs"), [n for n in SCORES if n in key]
@@ -135,7 +132,7 @@ _tapes: WeakKeyDictionary[Trace, ScoreTape] = WeakKeyDictionary()
 
 
 def score_tape(trace: Trace) -> ScoreTape:
-    """Return the trace's `ScoreTape`, laid out at the first call."""
+    """Return the `ScoreTape` of a trace, made at the first call."""
     if (tape := _tapes.get(trace)) is None:
         tape = _tapes[trace] = ScoreTape(trace)
     return tape

@@ -16,6 +16,11 @@ from traces.replay.rounds import RoundLog
 from traces.replay.ruled import prepared_rule
 from traces.replay.run import own_policy, recorded_log, replay, ruled_log
 
+HELD = 1 << 22
+"""Starts of a recording, times settings, whose rounds are held at a time."""
+FEWEST = 8
+"""Settings times requests below which the loop is faster."""
+
 
 def replay_many(
     trace: Trace,
@@ -125,9 +130,3 @@ def _planned(trace: Trace, policy: DraftPolicy, batch: int) -> VectorisedPlan | 
         return plan_of(own_policy(trace, policy) if begun else policy, batch)
     except DraftsimError:
         return None  # the loop says what it lacks
-
-
-HELD = 1 << 22
-"""Starts of a recording, times settings, whose rounds are held at a time."""
-FEWEST = 8
-"""Settings times requests below which the loop is faster."""

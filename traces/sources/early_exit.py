@@ -39,6 +39,9 @@ from traces.sources.base import (
 from traces.sources.exit_recording import ExitRecording, ExitSetting, depth_layers, usable_exits
 from traces.sources.recording import DRAWN, LOGITS, Recordings, read_columns
 
+READ = ("prob", "entropy", "logit_margin", "prob_margin", "top_prob", "raw_prob")
+"""Signals in the order of `traces.sources.recording.read_columns`."""
+
 
 class ExitStep(NamedTuple):
     """The source's step at a node."""
@@ -137,10 +140,11 @@ class EarlyExitReplay(SourceReplay):
         if not so_far:
             self._node, self._on_path = self._path + self.position, True
         else:
-            self._walk(so_far)
+            self._follow(so_far)
         return self.tape.step(self._node)
 
-    def _walk(self, so_far: Sequence[Any]) -> None:
+    def _follow(self, so_far: Sequence[Any]) -> None:
+        """Move to the node after the last token drafted."""
         token = so_far[-1].token_id
         if self._on_path and token == self.output[self.position + len(so_far) - 1]:
             self._node += 1
@@ -319,10 +323,6 @@ def verified(processed: int, submitted: int, bonus: bool) -> int:
     return submitted + 1 if bonus else min(max(processed, 1), submitted + 1)
 
 
-READ = ("prob", "entropy", "logit_margin", "prob_margin", "top_prob", "raw_prob")
-"""Signals in the order of `traces.sources.recording.read_columns`."""
-
-
 class ExitSteps:
     """The tokens that rounds ran up to their exits, flat.
 
@@ -394,7 +394,7 @@ class ExitPlaces(Places):
             node[self.rows[owner] + k] = behind
         self.node: Ints = node
         self.vain: Bools = tape.choices[node] < 0
-        # A draft walks on through right exits and the tail of the next wrong one.
+        # A draft goes on through right exits and the tail of the next wrong one.
         last = next_true(~right | ends | at_end)
         held = last - index + 1 + tail[last]
         self.recorded = np.where(ends[last], UNBOUNDED - 1, held)

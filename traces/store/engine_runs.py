@@ -1,4 +1,8 @@
-"""Loads that a serving engine ran: requests, iterations, and the rounds of every request."""
+"""Real runs: the loads that a serving engine ran, and measured times by policy and request.
+
+A load has its requests, the engine's iterations, and the rounds of every request (`LoadRun`).
+Predictions are compared with measured times (`MeasuredRuns`), which have a file.
+"""
 
 from __future__ import annotations
 
@@ -19,6 +23,14 @@ from traces.store.parquet import read_file, write_file
 PARTS = ("schedule", "execute", "sample", "propose", "update", "output")
 """Parts of a step in seconds: the scheduler's plan, the model's pass, sampling with the
 engine's bookkeeping, drafting, taking the results in, and detokenising with what is left."""
+MEASURED_COLUMNS = (
+    "policy", "verify", "batch", "forced", "repeat", "request", "wall_s", "rounds"
+)  # fmt: skip
+"""One row per run, repeat and request (or group of requests decoded together): ``request`` is its
+id, ``wall_s`` decode seconds after prefill, ``rounds`` the number of verifications."""
+OFF_COLUMNS = ("off_s", "repeated")
+"""If it was watched: the part of ``wall_s`` without a processor, in seconds, and how often the run
+was repeated because it was disturbed (the row has the least disturbed one)."""
 
 
 class PlannedRequest(NamedTuple):
@@ -215,17 +227,6 @@ def index_of(name: str) -> int:
     return int(name.rpartition("/")[2])
 
 
-MEASURED_COLUMNS = (
-    "policy", "verify", "batch", "forced", "repeat", "request", "wall_s", "rounds"
-)  # fmt: skip
-"""One row per run, repeat and request (or group of requests decoded together): ``request`` is its
-id, ``wall_s`` decode seconds after prefill, ``rounds`` the number of verifications."""
-
-OFF_COLUMNS = ("off_s", "repeated")
-"""If it was watched: the part of ``wall_s`` without a processor, in seconds, and how often the run
-was repeated because it was disturbed (the row has the least disturbed one)."""
-
-
 @dataclass(frozen=True, eq=False)
 class MeasuredRuns:
     """Times of real runs (`MEASURED_COLUMNS`), and where they were taken."""
@@ -247,7 +248,7 @@ def read_measured(path: PathLike) -> MeasuredRuns:
     ------
     FileError
         If the file is missing or damaged, lacks a column, holds no run or an impossible value, or
-        an arm lacks a run of a request and repeat that another arm has.
+        a policy lacks a run of a request and repeat that another one has.
     """
     header, table = read_file(path, "measured")
     if missing := [c for c in MEASURED_COLUMNS if c not in table.column_names]:
@@ -297,7 +298,7 @@ def _within(times: pd.DataFrame, name: str, low: float) -> npt.NDArray[np.bool_]
 
 
 def _check_whole(path: PathLike, times: pd.DataFrame) -> None:
-    """Raise FileError unless every arm of a batch ran every request in every repeat, once."""
+    """Raise FileError unless every policy of a batch ran every request once in every repeat."""
     together = [name for name in ("pair", "mode", "batch", "forced") if name in times]
     runs = times.groupby([*together, "policy", "verify", "repeat", "request"]).size()
     if (runs > 1).any():

@@ -1,8 +1,11 @@
-"""Engines at several draft lengths and loads, acceptance by position, and a server's requests.
+"""Published runs of engines by draft length and load, and a server's requests, all predicted.
 
-A server's requests are compared with the same requests in simulated time (`server_rows`).
-Latencies are composed from operators, settings are the server's own, and nothing is fitted to its
-requests.  The server ran with asynchronous scheduling, as its configuration says.
+`ladder_rows` and `engine_rows` predict speeds and acceptance from the fewest runs that determine
+them, and `roofline_rows` predicts passes from data sheets.
+
+`server_rows` compares a server's requests with the same requests in simulated time.  Latencies are
+composed from operators, settings are the server's own, and nothing is fitted to its requests.  The
+server ran with asynchronous scheduling, as its configuration says.
 """
 
 from __future__ import annotations
@@ -40,6 +43,23 @@ from traces.errors import DraftsimError
 from traces.store.recordings import find_latency
 
 TWO, ONE = "plain and two lengths", "plain and one length"
+ELSEWHERE = "plain and one length here, all lengths at another load"
+FIRST = "the first two positions"
+GIVEN = {
+    "GammaTune 1, ms": ("GammaTune Table 1", "data sheet and the table's other models"),
+    "SpecBound 3, ms": ("SpecBound Tables 3 and 4", "data sheet and GammaTune's models"),
+    "SpecBound 4, 3090/H800": ("SpecBound Tables 3 and 4", "data sheet and GammaTune's models"),
+}
+"""By table of `check_published`: the study, and what its rows are predicted from."""
+
+SERVER = "vLLM server on an RTX 4090, 300 requests"
+SERVER_LOG = "gpu_ops/llmservingsim/bench/RTX4090-Llama-3.1-8B/requests.jsonl.gz"
+OVER_TIME = "timeseries.csv"
+SERVED = "rtx-4090/llama-3.1-8b"
+LIMITS = Limits(max_batch=256, token_budget=2048, kv_blocks=2587, async_scheduling=True)
+"""The server's settings.  One of its 2,588 blocks is vLLM's null block, which no request holds."""
+WINDOW_S = 10.0
+"""Requests that run and wait are compared as means over this many seconds."""
 
 
 def ladder_rows(named: str = "") -> list[Evidence]:
@@ -101,10 +121,6 @@ def _same_kernel(known: Mapping[int, float], length: int) -> Mapping[int, float]
 @cache
 def _family(totals: tuple[tuple[int, float], ...], length: int) -> Interval:
     return emitted_at(dict(totals), length)
-
-
-ELSEWHERE = "plain and one length here, all lengths at another load"
-FIRST = "the first two positions"
 
 
 def engine_rows() -> list[Evidence]:
@@ -175,13 +191,6 @@ def _positions() -> Iterator[Evidence]:
         )  # fmt: skip
 
 
-GIVEN = {
-    "GammaTune 1, ms": ("GammaTune Table 1", "data sheet and the table's other models"),
-    "SpecBound 3, ms": ("SpecBound Tables 3 and 4", "data sheet and GammaTune's models"),
-    "SpecBound 4, 3090/H800": ("SpecBound Tables 3 and 4", "data sheet and GammaTune's models"),
-}
-
-
 def roofline_rows() -> list[Evidence]:
     """Return `check_published` and `predictions` as rows of evidence; quantised models apart."""
     groups: dict[str, list[Evidence]] = {}
@@ -206,16 +215,6 @@ def roofline_rows() -> list[Evidence]:
             1e3 * one.run.seconds,
         ))  # fmt: skip
     return [row for rows in groups.values() for row in ranked(rows)]
-
-
-SERVER = "vLLM server on an RTX 4090, 300 requests"
-SERVER_LOG = "gpu_ops/llmservingsim/bench/RTX4090-Llama-3.1-8B/requests.jsonl.gz"
-OVER_TIME = "timeseries.csv"
-SERVED = "rtx-4090/llama-3.1-8b"
-LIMITS = Limits(max_batch=256, token_budget=2048, kv_blocks=2587, async_scheduling=True)
-"""The server's settings.  One of its 2,588 blocks is vLLM's null block, which no request holds."""
-WINDOW_S = 10.0
-"""Requests that run and wait are compared as means over this many seconds."""
 
 
 class ServedRequests(NamedTuple):

@@ -33,6 +33,7 @@ from traces.sources.base import DRAFTER_SIGNALS, Source, SourceReplay, leading
 from traces.sources.recording import DRAWN, LOGITS, Layout, Recordings, SourceRecording
 from traces.store.header import PathLike, check, is_whole
 
+HEADS = CALL_KINDS.index(("heads", "forward"))
 WIDER = "its verification is wider than its draft"
 
 
@@ -162,9 +163,6 @@ class StartReplay(SourceReplay):
         token = int(self._tokens[at])
         # In the order of a token's fields.
         return RecordedToken(token, token in self.eos, *self.recording.columns[at].tolist())
-
-
-HEADS = CALL_KINDS.index(("heads", "forward"))
 
 
 class HeadsReplay(StartReplay):
