@@ -105,6 +105,7 @@ def test_gammatune_plus_keeps_the_token_that_stops_it() -> None:
         (lambda: CMASD(weights=(1, 1, 0)), "weights is \\[1, 1, 0\\], expected three numbers"),
         (lambda: CMASD(vocab_size=1), "vocab_size is 1, expected >= 2"),
         (lambda: UCBSpec(gammas=()), "one or more distinct lengths"),
+        (lambda: UCBSpec(gammas=(1, 10**40)), "expected at most 4096"),
         (lambda: IsotonicAcceptance("prob", [0.1, 0.1], [0, 1]), "strictly rising"),
         (lambda: LogisticAcceptance(["prob"], [1.0], 0.0), "expected one more"),
     ],

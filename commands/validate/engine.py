@@ -75,7 +75,6 @@ def engine_check(
     server.  The runs of a stopped check are kept in the run folder; the same call continues with
     them.  More `repeats` are added to the runs of a finished check.
     """
-    from profiler.checks.turns import unfinished
     from profiler.engines.engine import find_engine
     from profiler.engines.loads import TURN_S
     from profiler.engines.measure import BetweenTable
@@ -114,6 +113,8 @@ def engine_check(
             return synthetic_rows(latency, work, plain, rates)
     if served.http:
         return compare_served(kind, options, latency, work, run)
+    from profiler.checks.turns import unfinished  # loads torch, which an engine has
+
     engine = kind.start(options)
     grid = grid_of(options, work, latency) if remeasure else None
     key = check_key(

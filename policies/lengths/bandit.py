@@ -23,6 +23,8 @@ from policies.vectorised import VectorisedPlan, VectorisedState
 
 _ARMS = (1, 2, 3, 4)
 Variant = Literal["ucb_paper", "ucb_cost", "greedy_code"]
+LONGEST = 4096
+"""Largest draft length: every length up to the longest arm has a price of its own."""
 ROTATION = 7
 """Rounds in which the released code's arms take turns."""
 
@@ -40,6 +42,8 @@ class _Bandit(DraftPolicy):
             )
         for gamma in self.gammas:
             whole("gammas", gamma, 1)
+            if gamma > LONGEST:
+                raise ValueError(f"gammas holds {gamma}, expected at most {LONGEST}")
         self._arm = 0
         self._length = self.gammas[0]
 
