@@ -58,6 +58,29 @@ def engine_checks(name: str) -> str:
     return _table(name, "engine-*.json", STEPPED)
 
 
+def check_errors(name: str) -> str:
+    """Return a row per engine check of a recording, in the order of their numbers."""
+    rows = []
+    for path in sorted((RECORDED / name).glob("engine-*.json")):
+        own = checks(name, path.name)
+        drafting = [row for row in own if row["speedup"] != 1]
+        speedups = sorted(abs(row["speedup_predicted"] / row["speedup"] - 1) for row in drafting)
+        wrong = sum((row["speedup_predicted"] - 1) * (row["speedup"] - 1) < 0 for row in drafting)
+        rows.append((
+            path.stem.rpartition("-")[2], f"{len({row['policy'] for row in drafting})}",
+            f"{own[0]['repeats']}",
+            f"{sum(row['rounds_differ'] for row in own)} of "
+            f"{sum(row['rounds_compared'] * row['repeats'] for row in own):,}",
+            f"{median(speedups):.1%} (worst {speedups[-1]:.1%})",
+            f"{median(abs(row['error']) for row in own):.1%}", f"{wrong} of {len(drafting)}",
+        ))  # fmt: skip
+    heads = (
+        "check", "policies", "repeats", "rounds that differ", "error of speedups",
+        "error of tokens/s", "wrong side of 1x",
+    )  # fmt: skip
+    return table(heads, rows)
+
+
 def engine_load(name: str) -> str:
     """Return the rows of one load of a recording's engine checks; `name` is RECORDING/LOAD."""
     recording, _, load = name.partition("/")
@@ -86,6 +109,8 @@ def _table(name: str, files: str, shown: tuple[tuple[str, Callable[[Row], str]],
     found = checks(name, files)
     if any("texts_diverged" not in row for row in found):
         shown = tuple(column for column in shown if column[0] != TEXTS)
+    if len({row.get("repeats") for row in found}) > 1:
+        shown = (*shown[:2], ("repeats", lambda r: f"{r['repeats']}"), *shown[2:])
     rows = [tuple(cell(row) for _, cell in shown) for row in found]
     return table(tuple(head for head, _ in shown), rows)
 
@@ -122,18 +147,24 @@ def over_http(name: str) -> str:
 
 
 def speedups(loads: Mapping[str, Sequence[int]], policies: Sequence[str]) -> str:
-    """Return predicted and measured speedups, a row per load and a column per policy.
+    """Return predicted and measured speedups, a row per policy and a column per load.
 
-    ``loads`` are those of each recording.
+    ``loads`` are those of each recording.  Of several checks of a policy under a load, the one of
+    the most repeats is shown.
     """
-    rows = []
+    found: dict[tuple[int, str], Row] = {}
     for name, sizes in loads.items():
-        found = {(r["load"], r["policy"]): r for r in checks(name, "engine-*.json")}
-        for n in sizes:
-            own = [found[f"closed:{n}", policy] for policy in policies]
-            told = [f"{r['speedup_predicted']:.2f} | {r['speedup']:.2f}" for r in own]
-            rows.append((str(n), *told))
-    return table(("requests", *policies), rows)
+        for row in sorted(checks(name, "engine-*.json"), key=lambda row: int(row["repeats"])):
+            size = int(row["load"].partition(":")[2])
+            if size in sizes:
+                found[size, row["policy"]] = row
+    columns = [n for sizes in loads.values() for n in sizes]
+    rows = []
+    for policy in policies:
+        own = [found[n, policy] for n in columns]
+        told = [f"{r['speedup_predicted']:.2f} | {r['speedup']:.2f}" for r in own]
+        rows.append((policy, *told))
+    return table(("policy", *(f"{n} request{'s' * (n > 1)}" for n in columns)), rows)
 
 
 def stepped_in_words(rows: Sequence[Row]) -> str:

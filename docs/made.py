@@ -19,6 +19,7 @@ import typer.main
 
 from commands import app, catalogue
 from docs.engine_tables import (
+    check_errors,
     engine_checks,
     engine_load,
     over_defaults,
@@ -332,6 +333,7 @@ def equivalents() -> str:
 MAKERS: Mapping[str, Callable[..., str]] = {
     "api": api, "bounds": bounds, "calls": calls, "catalogued": catalogued, "columns": columns,
     "commands": commands, "docstring": docstring, "engine_checks": engine_checks,
+    "check_errors": check_errors,
     "engine_load": engine_load, "equivalents": equivalents, "formulas": formulas,
     "held_against": held_against, "kinds": kinds, "ladder": ladder,
     "llamacpp_counts": llamacpp_counts, "lossy_rules": lossy_rules, "measured_gpu": measured_gpu,

@@ -7,7 +7,6 @@ import importlib
 import re
 from pathlib import Path
 
-import numpy as np
 import pandas as pd
 import pytest
 
@@ -23,8 +22,11 @@ from traces import find_latency, find_trace
 from traces.store.recordings import BUNDLED
 
 SEEN = (
-    {"qwen-coder-vllm-float32-cpu": (1, 4, 8, 16)},
-    ("fixed:gamma=2", "gammatune", "rate-optimal"),
+    {"qwen-coder-vllm-float32-avx512-cpu": (1, 4), "qwen-coder-vllm-float32-cpu": (8, 16)},
+    (
+        "fixed:gamma=2", "fixed:gamma=3", "gammatune", "gammatune-plus", "hf-heuristic",
+        "confidence", "cm-asd", "svip", "rate-optimal",
+    ),
 )  # fmt: skip
 """README's first table: loads by recording, and policies."""
 SPEEDUPS = r"Median errors: ([\d.]+)% of speedups \(worst (\d+)%\)"
@@ -130,29 +132,23 @@ def test_accuracy_is_what_was_recorded() -> None:
         assert all(row["rounds_differ"] == 0 for row in rows)
 
 
-def test_both_checks_of_the_real_pair_in_float32_are_as_the_log_says() -> None:
-    page = (ROOT / "docs" / "log" / "qwen_coder.md").read_text()
-    both = [
-        row for name in ("qwen-coder-vllm-float32-cpu", "qwen-coder-vllm-float32-avx512-cpu")
-        for row in checks(name, "engine-closed-1-4.json")
-    ]  # fmt: skip
-    speedups = [abs(row["speedup_error"]) for row in both if row["policy"] != CONTROL]
-    rates = [abs(row["error"]) for row in both]
-    assert (
-        f"{len(speedups)} speedups, median error {np.median(speedups):.1%}, "
-        f"and tokens/s {np.median(rates):.1%}."
-    ) in page
-    assert str(noise_said(both[-4:], CONTROL)).endswith(
-        "1 of 3 are on the wrong side of 1x, 0 of them by more than 2 standard errors"
-    )
+def test_the_repeated_check_of_the_real_pair_in_float32_is_as_the_log_says() -> None:
+    page = " ".join((ROOT / "docs" / "log" / "qwen_coder.md").read_text().split())
+    repeated = checks("qwen-coder-vllm-float32-avx512-cpu", "engine-closed-1-4-2.json")
+    said = str(noise_said(repeated, CONTROL))
+    [perfect] = re.findall(r"a perfect model would show ([\d.]+%) with the noise", said)
+    assert f"what a perfect model would show with this noise ({perfect})" in page
+    assert said.endswith("0 of 6 are on the wrong side of 1x")
+    fast = [row["error"] for row in repeated]
+    assert f"predicted {100 * min(fast):.0f} to {100 * max(fast):.0f}% too high there" in page
 
 
 def test_the_readme_is_one_screen() -> None:
     text = _readme()
-    assert len(text.splitlines()) <= 90
+    assert len(text.splitlines()) <= 95
     prose = re.sub(r"^```.*?^```|`[^`\n]+`|\]\([^)]*\)", "", text, flags=re.M | re.S)
     in_tables = re.compile(r"^\|.*$", re.M)
-    for text, most in ((prose, 75), (in_tables.sub("", prose), 20)):
+    for text, most in ((prose, 130), (in_tables.sub("", prose), 20)):
         assert len(re.findall(r"(?<![\w.-])\d[\d.,]*", text)) <= most
 
 
