@@ -271,7 +271,7 @@ def speculate(decoder: Decoder, policy: DraftPolicy) -> Iterator[Round]:
     declare = getattr(decoder, "declare", None)
     if declare is not None:
         declare(policy.reads)
-    anew = getattr(decoder, "takes_verified", False)
+    takes_verified = getattr(decoder, "takes_verified", False)
     catch_up = 1
     try:
         while (remaining := decoder.remaining) > 0:
@@ -294,7 +294,7 @@ def speculate(decoder: Decoder, policy: DraftPolicy) -> Iterator[Round]:
             outcome = tuple.__new__(Round, counts)
             observe(outcome, seen)
             yield outcome
-            catch_up = caught_up(catch_up, forwards, accepted, anew)
+            catch_up = caught_up(catch_up, forwards, accepted, takes_verified)
     except UndeclaredSignal as error:
         raise error.by(policy) from None
 

@@ -320,7 +320,7 @@ def replays_of(
     made = Replays(trace, policy, rule, lookahead)
     try:
         key = pickle.dumps((policy, rule)), lookahead
-    except Exception:  # a policy of one's own may hold anything; then nobody shares
+    except Exception:  # a user's policy may hold anything; then its replays are not shared
         return made
     kept = _kept.setdefault(trace, OrderedDict())
     shared = kept.setdefault(key, made)

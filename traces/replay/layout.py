@@ -176,15 +176,15 @@ class Lockstep:
         The recording.
     first:
         Output position at which decoding begins.
-    anew:
+    takes_verified:
         True if the drafter reads all verified tokens again, ``takes_verified`` of
         `traces.acceptance.trace.Trace`.
     """
 
-    def __init__(self, layout: Places, first: int, anew: bool) -> None:
+    def __init__(self, layout: Places, first: int, takes_verified: bool) -> None:
         self.layout = layout
         self.first = first
-        self.anew = anew
+        self.takes_verified = takes_verified
         self.starts = len(layout.runs)
         # One entry more: where a setting that has ended stays.
         self.width = self.starts + 1
@@ -351,7 +351,7 @@ class Lockstep:
         rounds["emitted"] = np.minimum(given, self.room.take(start))
         rounds["draft_forwards"] = forwards
         begins = self.enters.take(start)
-        rounds["catch_up"] = caught_up(begins, forwards, accepted, self.anew)
+        rounds["catch_up"] = caught_up(begins, forwards, accepted, self.takes_verified)
         return rounds
 
     def _matrix(self, plans: Sequence[VectorisedPlan]) -> tuple[Lengths32, Lengths32]:
@@ -373,7 +373,7 @@ class Lockstep:
 
 
 def caught_up(
-    begins: Bools, forwards: Lengths32 | Ints, accepted: Lengths32 | Ints, anew: bool,
+    begins: Bools, forwards: Lengths32 | Ints, accepted: Lengths32 | Ints, takes_verified: bool,
     first: int = 1,
 ) -> npt.NDArray[np.integer]:  # fmt: skip
     """Return tokens each round's first draft pass catches up on (see `policies.core.speculate`).
@@ -381,7 +381,7 @@ def caught_up(
     `begins` marks the rounds that are a request's first, and those catch up on `first` tokens.
     """
     left = accepted + 1
-    if not anew:
+    if not takes_verified:
         left = left - np.minimum(accepted, forwards - 1)
     return carried(begins, forwards, left, first)
 
@@ -393,15 +393,15 @@ def carried(
 
     A request begins with `first`, and every round without a draft adds one.
     """
-    behind = np.full_like(left, first)
-    np.copyto(behind[1:], left[:-1], where=~begins[1:])
+    waiting = np.full_like(left, first)
+    np.copyto(waiting[1:], left[:-1], where=~begins[1:])
     anchors = begins.copy()
     anchors[1:] |= forwards[:-1] > 0
     if anchors.all():
-        return behind
+        return waiting
     index = np.arange(len(forwards))
     anchor = np.maximum.accumulate(np.where(anchors, index, 0))
-    return behind.take(anchor) + (index - anchor)
+    return waiting.take(anchor) + (index - anchor)
 
 
 class _WatchedSignal:
