@@ -18,7 +18,15 @@ from policies import parse_policy
 from profiler.engines import measure, vllm
 from profiler.engines.bench import Cell, EngineGrid, Sample
 from profiler.engines.engine import EngineOptions
-from profiler.engines.measure import cells_of, follows, held_out_errors, host_parts, quiet
+from profiler.engines.measure import (
+    SWING,
+    cells_of,
+    follows,
+    held_out_errors,
+    host_parts,
+    quiet,
+    spikes_shared,
+)
 from simulator.engines import Workload, batches_decoded
 from simulator.serving import ClosedLoop
 from tests.conftest import Run
@@ -46,6 +54,43 @@ def sample(cell: Cell, control_s: float = 1e-3, slower: float = 1.0) -> Sample:
 
 def measured(grid: EngineGrid = GRID) -> dict[Cell, list[Sample]]:
     return {cell: [sample(cell)] * 3 for block in grid.blocks() for cell in block}
+
+
+def test_a_spike_is_spread_over_all_cells_and_no_time_is_lost() -> None:
+    rng, grid = np.random.default_rng(0), GRID
+    samples: dict[Cell, list[Sample]] = {
+        cell: [sample(cell, slower=float(x)) for x in rng.uniform(1, 1.1, 8)]
+        for cell in grid.blocks()[0]
+    }
+    seen = Cell("decode", 1, 1, 64)
+    samples[seen][0] = sample(seen, slower=40.0)
+    shared = spikes_shared(samples)
+
+    def whole_s(of: dict[Cell, list[Sample]]) -> float:
+        return sum(sum(s.parts) for own in of.values() for s in own)
+
+    assert whole_s(shared) == pytest.approx(whole_s(samples))
+    first, *others = (sum(s.parts) for s in shared[seen])
+    assert first == pytest.approx(np.exp(SWING) * np.median([*others, first]), rel=0.05)
+    longer = {
+        cell: [new.seconds / old.seconds for new, old in zip(shared[cell], own, strict=True)]
+        for cell, own in samples.items() if cell != seen
+    }  # fmt: skip
+    [factor] = {round(f, 9) for own in longer.values() for f in own}
+    assert factor > 1.2
+
+
+def test_means_of_cells_add_up_to_the_iterations_that_were_timed() -> None:
+    """Medians leave out one slow iteration in four, which a load has as well."""
+    cell = Cell("decode", 4, 5, 256)
+    samples = {**measured(), cell: [sample(cell, slower=s) for s in (1, 1, 1, 1.4)]}
+    read = [
+        float(LatencyTable(cells_of(samples, average=average)).seconds(
+            "target", "forward", batch=4, new_tokens=5, context=256
+        ))
+        for average in (np.median, np.mean)
+    ]  # fmt: skip
+    assert read == pytest.approx([device_s(4, 5, 256), 1.1 * device_s(4, 5, 256)])
 
 
 def test_passes_prompts_and_what_prompts_add_are_read_back() -> None:

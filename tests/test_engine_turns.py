@@ -162,7 +162,8 @@ def test_a_table_of_the_runs_own_time_leaves_out_no_sample(engine: Any) -> None:
     between.advance(4)
     cell: dict[str, Any] = {"batch": 2, "new_tokens": 3, "context": 32}
     slow, fast = (t.seconds("target", "forward", **cell) for t in (between.table(), usual))
-    assert float(slow) == pytest.approx(1.5 * float(fast), rel=0.01)
+    # A mean of four sweeps, three of them slow.
+    assert float(slow) == pytest.approx((1 + 3 * 1.5) / 4 * float(fast), rel=0.01)
 
 
 def test_a_gpu_runs_the_beginning_of_each_load_before_it_is_timed(

@@ -166,8 +166,8 @@ def grid_of(options: EngineOptions, work: Workload, latency: LatencyTable) -> En
 
     Batches that often decode are among them (`often`).  Prompts sent at once share a pass: as many
     of the requests' mean length as an iteration may have.  Where all prompts of closed loops fit
-    into one iteration, none joins requests that decode.  ``latency`` is the profile of the engine,
-    which tells its CUDA graphs.
+    into one iteration, none joins requests that decode; nor does any with one request at
+    a time.  ``latency`` is the profile of the engine, which tells its CUDA graphs.
     """
     from profiler.engines.bench import EngineGrid
     from simulator.engines import batches_decoded
@@ -183,7 +183,7 @@ def grid_of(options: EngineOptions, work: Workload, latency: LatencyTable) -> En
     own = replace(options, max_batch=max(at_once), longest=max(most, 1))
     last = max(min(last, base.room(own) - 1), 1)
     joins = sum(lengths) > options.token_budget or any(
-        demand.concurrency is None or demand.concurrency < len(demand.jobs)
+        demand.concurrency is None or 1 < demand.concurrency < len(demand.jobs)
         for demand in work.demands.values()
     )
     # Near an end of the contexts, one in between tells nothing.

@@ -19,7 +19,7 @@ from profiler.engines.drafts import Forced
 from profiler.engines.engine import Engine
 from profiler.engines.measure import BetweenTable
 from profiler.engines.session import Session, Setup
-from traces.store.checkpoint import Checkpoint, once
+from traces.store.checkpoint import Checkpoint
 from traces.store.engine_runs import Demand, EngineStep, LoadRun
 
 CONTROL_EVERY_S = 0.5
@@ -27,7 +27,7 @@ CONTROL_EVERY_S = 0.5
 TURN_S = 1.0
 """Seconds that a load runs before the next of the loads that share the engine."""
 SWEEPS = 4
-"""Fewest sweeps over the table's cells between the loads; else one per repeat."""
+"""Sweeps over the table's cells between the loads of a repeat: a cell is then as sure as a run."""
 WARM_TOKENS = 16
 """Output tokens of a request in `warm_up`."""
 Progress = Callable[[], AbstractContextManager[Callable[[float], None]]]
@@ -222,13 +222,6 @@ def run_loads(
     of an earlier call, perhaps with fewer repeats, are not repeated.
     """
     control = Control(engine.meta["device"])
-    during_runs = None if kept is None else kept.within("during_runs")
-    # Every repeat has as many sweeps, so the table is of the runs' own time: repeats added hours
-    # later, when the machine is perhaps another, get as many as the first ones had.  Blocks are
-    # kept by their place in this order, as runs are, so that a call for fewer repeats takes none
-    # that belong to others.  If a check was stopped, only the blocks of its unfinished runs are
-    # measured at another time than the runs, when it continues.
-    sweeps, of = once(during_runs, "sweeps", lambda: [max(repeats, SWEEPS), repeats])
     blocks = {load: blocks_of(engine, demand, prompts) for load, demand in demands.items()}
     room = room_left(engine, between)
     if (needed := len(chosen) * sum(blocks.values())) > room:
@@ -238,9 +231,13 @@ def run_loads(
             f"{engine.blocks * engine.block_size} ({engine.cache_settings})"
         )
 
+    # Every repeat has as many sweeps, so the table is of the runs' own time.  Blocks are kept by
+    # their place in this order, as runs are, so that a call for fewer repeats takes none that
+    # belong to others.  If a check was stopped, only the blocks of its unfinished runs are measured
+    # at another time than the runs, when it continues.
     def measure_cells(runs: float) -> None:
         if between is not None:
-            between.advance(sweeps * runs / (of * len(demands) * len(chosen)))
+            between.advance(SWEEPS * runs / (len(demands) * len(chosen)))
 
     def run(turns: Sequence[Turn], done: int) -> list[LoadRun]:
         for load, arms in itertools.groupby(turns, lambda turn: turn.load):

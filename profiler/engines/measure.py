@@ -23,6 +23,8 @@ from traces.store.checkpoint import Checkpoint
 from traces.store.engine_runs import PARTS
 
 Samples = Mapping[Cell, Sequence[Sample]]
+Average = Callable[[Sequence[float]], Any]
+"""What a cell is of its samples: `np.median`, or `np.mean`."""
 DISTURBED = 1.1
 """Samples are dropped, if enough remain, from this multiple of the control load's usual time on."""
 USUAL = 0.25
@@ -63,12 +65,38 @@ def follows(samples: Samples) -> float:
     return float(np.clip(product / both, 0.0, 1.0)) if both else 0.0
 
 
+def spikes_shared(samples: Samples) -> dict[Cell, list[Sample]]:
+    """Return the samples without what exceeds their cell's median by `SWING`, spread over all.
+
+    Another process interrupts any iteration alike, not those of the cell in which it was seen.
+    """
+    cut: dict[Cell, list[tuple[Sample, float]]] = {}
+    whole_s = left_s = 0.0
+    for cell, own in samples.items():
+        taken_s = np.array([sum(s.parts) for s in own])
+        kept_s = np.minimum(taken_s, np.exp(SWING) * np.median(taken_s))
+        whole_s, left_s = whole_s + taken_s.sum(), left_s + kept_s.sum()
+        cut[cell] = list(zip(own, kept_s / taken_s, strict=True))
+    return {
+        cell: [_times(sample, share * whole_s / left_s) for sample, share in own]
+        for cell, own in cut.items()
+    }
+
+
+def _times(sample: Sample, factor: float) -> Sample:
+    """Return the sample, `factor` times as long."""
+    return sample._replace(
+        seconds=sample.seconds * factor, parts=tuple(p * factor for p in sample.parts),
+        base_s=sample.base_s * factor,
+    )  # fmt: skip
+
+
 def usual_control_s(samples: Samples) -> float:
     """Return the control load's lower quartile over the whole measurement."""
     return float(np.quantile([s.control_s for own in samples.values() for s in own], USUAL))
 
 
-def cells_of(kept: Samples, own_passes: bool = False) -> pd.DataFrame:
+def cells_of(kept: Samples, own_passes: bool = False, average: Average = np.median) -> pd.DataFrame:
     """Return cells as in `traces.latency.schema.CELL_COLUMNS`, made of these samples.
 
     ``forward`` is the engine's pass with sampling, ``host_round`` the rest of an iteration
@@ -76,24 +104,28 @@ def cells_of(kept: Samples, own_passes: bool = False) -> pd.DataFrame:
     ``prefill`` and ``mixed`` hold the whole iteration, and the adding of its requests.  With
     ``own_passes`` the proposer's time is that of the engine's own drafter (`drafter_cells`).
     """
+
+    def row(*of: Any) -> tuple[Any, ...]:
+        return _row(*of, average=average)
+
     rows: list[tuple[Any, ...]] = []
     for cell, own in kept.items():
         if cell.kind == "decode":
             device = [s.parts[PARTS.index("execute")] + s.parts[PARTS.index("sample")] for s in own]
             context = round(float(np.mean([s.context for s in own])))
-            rows.append(_row("forward", cell.batch, cell.width, context, device))
+            rows.append(row("forward", cell.batch, cell.width, context, device))
         elif cell.kind == "prompt":
-            rows.append(_row("prefill", cell.prompts, cell.tokens, 0, [s.seconds for s in own]))
-    rows += _mixed(kept)
+            rows.append(row("prefill", cell.prompts, cell.tokens, 0, [s.seconds for s in own]))
+    rows += [row("mixed", *size, 0, added) for size, added in _mixed(kept).items()]
     batches = sorted({c.batch for c in kept if c.kind == "decode"})
     for batch in batches:
         mine = {c: own for c, own in kept.items() if c.kind == "decode" and c.batch == batch}
         rounds = [sum(s.parts[PARTS.index(p)] for p in HOST) for own in mine.values() for s in own]
-        idle_s, drafting_s = (0.0, 0.0) if own_passes else _proposing(mine)
-        rows.append(_row("host_round", batch, 1, 0, [r + idle_s for r in rounds]))
-        rows.append(_row("host_draft", batch, 1, 0, [drafting_s]))
+        idle_s, drafting_s = (0.0, 0.0) if own_passes else _proposing(mine, average)
+        rows.append(row("host_round", batch, 1, 0, [r + idle_s for r in rounds]))
+        rows.append(row("host_draft", batch, 1, 0, [drafting_s]))
     frame = pd.DataFrame(rows, columns=list(CELL_COLUMNS))
-    drafter = drafter_cells(kept) if own_passes else _free_drafts(frame)
+    drafter = drafter_cells(kept, average) if own_passes else _free_drafts(frame)
     return pd.concat([frame, drafter], ignore_index=True)
 
 
@@ -113,20 +145,20 @@ def search_cells() -> pd.DataFrame:
     return pd.DataFrame(rows, columns=list(CELL_COLUMNS))
 
 
-def _mixed(kept: Samples) -> list[tuple[Any, ...]]:
-    """Return the cost of prompts by decoded tokens, over all batches and widths with that many."""
+def _mixed(kept: Samples) -> dict[tuple[int, int], list[float]]:
+    """Return the seconds that prompts add to a step, by its decoded tokens and the prompts'."""
     added: dict[tuple[int, int], list[float]] = {}
     for cell, own in kept.items():
         if cell.kind == "mixed":
             key = cell.batch * cell.width, cell.prompts * cell.tokens
             added.setdefault(key, []).extend(max(s.seconds - s.base_s, 0.0) for s in own)
-    return [_row("mixed", decoded, tokens, 0, own) for (decoded, tokens), own in added.items()]
+    return added
 
 
-def _proposing(own: Samples) -> tuple[float, float]:
+def _proposing(own: Samples, average: Average) -> tuple[float, float]:
     """Return the proposer's seconds without drafts, and per token of a sequence's draft."""
     pairs = [
-        (c.width - 1, float(np.median([s.parts[PROPOSE] for s in samples])))
+        (c.width - 1, float(average([s.parts[PROPOSE] for s in samples])))
         for c, samples in own.items()
     ]
     lengths, seconds = np.array(pairs).T
@@ -136,7 +168,7 @@ def _proposing(own: Samples) -> tuple[float, float]:
     return max(float(start), 0.0), max(float(slope), 0.0)
 
 
-def drafter_cells(kept: Samples) -> pd.DataFrame:
+def drafter_cells(kept: Samples, average: Average = np.median) -> pd.DataFrame:
     """Return the cells of the engine's own drafter, from iterations that ask for 0, 1, ... tokens.
 
     ``along`` is its pass if no token was asked for, ``catch_up`` the first pass of a draft, over
@@ -146,7 +178,7 @@ def drafter_cells(kept: Samples) -> pd.DataFrame:
     """
     rows: list[tuple[Any, ...]] = []
     prompts = {
-        c: np.median([s.parts[PROPOSE] for s in own]) for c, own in kept.items()
+        c: average([s.parts[PROPOSE] for s in own]) for c, own in kept.items()
         if c.kind == "prompt"
     }  # fmt: skip
     for cell, seconds in prompts.items():
@@ -162,7 +194,7 @@ def drafter_cells(kept: Samples) -> pd.DataFrame:
     for (batch, _), by_width in lines.items():
         context = round(float(np.mean([s.context for own in by_width.values() for s in own])))
         taken = {
-            w - 1: float(np.median([s.parts[PROPOSE] for s in own])) for w, own in by_width.items()
+            w - 1: float(average([s.parts[PROPOSE] for s in own])) for w, own in by_width.items()
         }
         if 0 in taken:
             rows.append(_row("along", batch, 1, context, [taken[0]], "draft"))
@@ -189,18 +221,19 @@ def _free_drafts(frame: pd.DataFrame) -> pd.DataFrame:
 
 def _row(
     phase: str, batch: int, width: int, context: int, seconds: Sequence[float],
-    model: str = "target",
+    model: str = "target", average: Average = np.median,
 ) -> tuple[Any, ...]:  # fmt: skip
-    low, median, high = np.quantile(seconds, [0.25, 0.5, 0.75])
-    return model, phase, batch, width, context, median, (high - low) / 2, len(seconds)
+    low, high = np.quantile(seconds, [0.25, 0.75])
+    typical_s = float(average(seconds))
+    return model, phase, batch, width, context, typical_s, (high - low) / 2, len(seconds)
 
 
-def host_parts(kept: Samples) -> list[dict[str, float]]:
-    """Return median seconds of every part of a decoding iteration, by batch and width."""
+def host_parts(kept: Samples, average: Average = np.median) -> list[dict[str, float]]:
+    """Return the seconds of every part of a decoding iteration, by batch and width."""
     return [
         {
             "batch": c.batch, "width": c.width, "context": c.context,
-            **{f"{p}_s": float(np.median([s.parts[i] for s in own]))
+            **{f"{p}_s": float(average([s.parts[i] for s in own]))
                for i, p in enumerate(PARTS)},
         }
         for c, own in kept.items() if c.kind == "decode"
@@ -288,14 +321,13 @@ class _Measured:
         for cell, own in found.items():
             self.samples.setdefault(cell, []).extend(own)
 
-    def _table(
-        self, kept: Mapping[Cell, Sequence[Sample]], errors: Mapping[Cell, float]
-    ) -> LatencyTable:
+    def _table(self, kept: Samples, errors: Mapping[Cell, float], average: Average) -> LatencyTable:
         """Return the table of the samples `kept`; `errors`: relative errors on held-out cells."""
         controls = [s.control_s for own in self.samples.values() for s in own]
         counted = [s.control_s for own in kept.values() for s in own]
         meta = {
-            **self.meta, "kind": "engine", "host_parts": host_parts(kept),
+            **self.meta, "kind": "engine", "estimator": average.__name__,
+            "host_parts": host_parts(kept, average),
             "control_s": {
                 "usual": usual_control_s(self.samples), "median": float(np.median(controls)),
                 "p95": float(np.quantile(controls, 0.95)), "counted": float(np.median(counted)),
@@ -305,8 +337,9 @@ class _Measured:
                          for c, e in errors.items()],
         }  # fmt: skip
         if self.meta["engine"]["own_drafter"]:
-            return LatencyTable(cells_of(kept, own_passes=True), meta)
-        return LatencyTable(pd.concat([cells_of(kept), search_cells()], ignore_index=True), meta)
+            return LatencyTable(cells_of(kept, True, average), meta)
+        cells = [cells_of(kept, average=average), search_cells()]
+        return LatencyTable(pd.concat(cells, ignore_index=True), meta)
 
 
 class BetweenTable(_Measured):
@@ -342,9 +375,10 @@ class BetweenTable(_Measured):
     def table(self) -> LatencyTable:
         """Return the table so far, of every sample; a whole sweep must be done.
 
-        Other work disturbs samples and the work around them equally often.
+        Other work disturbs samples and the work around them equally often.  That work is a sum of
+        iterations, so cells are means: medians would leave the disturbances out.
         """
-        return self._table(self.samples, {})
+        return self._table(spikes_shared(self.samples), {}, np.mean)
 
 
 class EngineTable(_Measured):
@@ -394,7 +428,7 @@ class EngineTable(_Measured):
             for i, block in enumerate(blocks):
                 if disturbed := self._disturbed(block):
                     self._if_time({f"again-{again}-{i}": disturbed})
-        return self._table(quiet(self.samples), errors)
+        return self._table(quiet(self.samples), errors, np.median)
 
     def close(self) -> None:
         """Remove what a stopped measurement would go on from, once the table is written."""
