@@ -24,7 +24,7 @@ from traces.store.engine_runs import PARTS
 
 Samples = Mapping[Cell, Sequence[Sample]]
 Average = Callable[[Sequence[float]], Any]
-"""What a cell is of its samples: `np.median`, or `np.mean`."""
+"""How a cell is made of its samples: `np.median` or `np.mean`."""
 DISTURBED = 1.1
 """Samples are dropped, if enough remain, from this multiple of the control load's usual time on."""
 USUAL = 0.25
@@ -221,7 +221,7 @@ def _free_drafts(frame: pd.DataFrame) -> pd.DataFrame:
 
 def _row(
     phase: str, batch: int, width: int, context: int, seconds: Sequence[float],
-    model: str = "target", average: Average = np.median,
+    model: str = "target", *, average: Average = np.median,
 ) -> tuple[Any, ...]:  # fmt: skip
     low, high = np.quantile(seconds, [0.25, 0.75])
     typical_s = float(average(seconds))
