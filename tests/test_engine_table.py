@@ -57,10 +57,10 @@ def measured(grid: EngineGrid = GRID) -> dict[Cell, list[Sample]]:
 
 
 def test_a_spike_is_spread_over_all_cells_and_no_time_is_lost() -> None:
-    rng, grid = np.random.default_rng(0), GRID
+    rng = np.random.default_rng(0)
     samples: dict[Cell, list[Sample]] = {
         cell: [sample(cell, slower=float(x)) for x in rng.uniform(1, 1.1, 8)]
-        for cell in grid.blocks()[0]
+        for cell in GRID.blocks()[0]
     }
     seen = Cell("decode", 1, 1, 64)
     samples[seen][0] = sample(seen, slower=40.0)
@@ -259,9 +259,10 @@ def test_a_table_between_the_arms_has_the_batches_that_so_few_requests_make() ->
     assert list(grid.contexts) == [32, 72]  # a prompt, and all of its output
     assert list(grid.prompts) == [(1, 16), (4, 16), (1, 32), (4, 32), (12, 32)]
     assert list(grid.beside_prompts) == [16, 32]  # the fifth request waits for one of four
-    alone = Workload(SMALL, {"a": parse_policy("fixed:gamma=3")}, {"closed:12": ClosedLoop(12)}, 12)
+    # All prompts share the first iteration, or each is alone in its own.
+    alone = replace(three, loads={f"closed:{n}": ClosedLoop(n) for n in (1, 12)})
     kinds = {cell.kind for block in grid_of(options, alone, latency).blocks() for cell in block}
-    assert kinds == {"decode", "prompt"}  # all prompts share the first iteration
+    assert kinds == {"decode", "prompt"}
     assert len(set(grid.prompts)) == len(grid.prompts)
 
 

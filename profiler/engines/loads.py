@@ -27,7 +27,10 @@ CONTROL_EVERY_S = 0.5
 TURN_S = 1.0
 """Seconds that a load runs before the next of the loads that share the engine."""
 SWEEPS = 4
-"""Sweeps over the table's cells between the loads of a repeat: a cell is then as sure as a run."""
+"""Sweeps over the table's cells between the loads of a repeat.
+
+With one, the cells' noise was most of a predicted speedup's error on two CPU cores.
+"""
 WARM_TOKENS = 16
 """Output tokens of a request in `warm_up`."""
 Progress = Callable[[], AbstractContextManager[Callable[[float], None]]]

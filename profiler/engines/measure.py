@@ -66,9 +66,10 @@ def follows(samples: Samples) -> float:
 
 
 def spikes_shared(samples: Samples) -> dict[Cell, list[Sample]]:
-    """Return the samples without what exceeds their cell's median by `SWING`, spread over all.
+    """Return the samples with spikes (beyond `SWING` of their cell's median) spread over all cells.
 
-    Another process interrupts any iteration alike, not those of the cell in which it was seen.
+    Another process can interrupt any iteration, not only those of the cell in which it was seen.
+    The sum of all seconds stays as it is.
     """
     cut: dict[Cell, list[tuple[Sample, float]]] = {}
     whole_s = left_s = 0.0
