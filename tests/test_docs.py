@@ -143,6 +143,17 @@ def test_the_repeated_check_of_the_real_pair_in_float32_is_as_the_log_says() -> 
     assert f"predicted {100 * min(fast):.0f} to {100 * max(fast):.0f}% too high there" in page
 
 
+def test_the_check_of_the_real_pair_with_means_is_as_the_log_says() -> None:
+    page = " ".join((ROOT / "docs" / "log" / "qwen_coder.md").read_text().split())
+    rows = checks("qwen-coder-vllm-float32-avx512-cpu", "engine-closed-1-4-5.json")
+    assert not any(row["rounds_differ"] or row["iterations_differ"] for row in rows)
+    drafting = [row for row in rows if row["policy"] != CONTROL]
+    assert all((row["speedup_predicted"] > 1) == (row["speedup"] > 1) for row in drafting)
+    speedup = pd.Series([row["speedup_error"] for row in drafting]).abs().median()
+    rate = pd.Series([row["error"] for row in rows]).abs().median()
+    assert f"speedups within {speedup:.1%} (median), tokens/s within {rate:.1%}, and every" in page
+
+
 def test_the_readme_is_one_screen() -> None:
     text = _readme()
     assert len(text.splitlines()) <= 95

@@ -165,9 +165,9 @@ def grid_of(options: EngineOptions, work: Workload, latency: LatencyTable) -> En
     """Return the sizes that the loads can reach under their policies.
 
     Batches that often decode are among them (`often`).  Prompts sent at once share a pass: as many
-    of the requests' mean length as an iteration may have.  Where all prompts of closed loops fit
-    into one iteration, none joins requests that decode; nor does any with one request at
-    a time.  ``latency`` is the profile of the engine, which tells its CUDA graphs.
+    of the requests' mean length as an iteration may have.  No prompt joins requests that decode if
+    every closed loop runs one request at a time, or all at once and their prompts fit into one
+    iteration.  ``latency`` is the profile of the engine, which tells its CUDA graphs.
     """
     from profiler.engines.bench import EngineGrid
     from simulator.engines import batches_decoded

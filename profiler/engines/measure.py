@@ -130,7 +130,7 @@ def cells_of(kept: Samples, own_passes: bool = False, average: Average = np.medi
     return pd.concat([frame, drafter], ignore_index=True)
 
 
-def search_cells() -> pd.DataFrame:
+def search_cells(average: Average) -> pd.DataFrame:
     """Return cells of the search of every lookup for one sequence, which the host runs."""
     text = np.random.default_rng(0).integers(0, KINDS, TEXT).tolist()
     before = [ServedRequest(text[: TEXT // 2], text[TEXT // 2 :])]
@@ -142,7 +142,7 @@ def search_cells() -> pd.DataFrame:
             began_s = time.perf_counter()
             search()
             taken.append(time.perf_counter() - began_s)
-        rows.append(_row("forward", 1, 1, 0, taken, source.name))
+        rows.append(_row("forward", 1, 1, 0, taken, source.name, average=average))
     return pd.DataFrame(rows, columns=list(CELL_COLUMNS))
 
 
@@ -339,7 +339,7 @@ class _Measured:
         }  # fmt: skip
         if self.meta["engine"]["own_drafter"]:
             return LatencyTable(cells_of(kept, True, average), meta)
-        cells = [cells_of(kept, average=average), search_cells()]
+        cells = [cells_of(kept, average=average), search_cells(average)]
         return LatencyTable(pd.concat(cells, ignore_index=True), meta)
 
 
