@@ -247,11 +247,12 @@ def price(log: RoundLog, latency: LatencyTable, *, batch: int = 1) -> Priced:
         verify_s, count = call_seconds(log, latency, batch=batch, verify=True)
         passes += count
     else:
-        rest = ~prompted
-        verify_s[rest], count = pass_seconds(
-            latency, "target", batch, width[rest], cached[rest], verify_phase(log, latency)
-        )
-        passes += count
+        for phase, of in (("forward", width == 1), (verify_phase(log, latency), width > 1)):
+            rest = of & ~prompted
+            verify_s[rest], count = pass_seconds(
+                latency, "target", batch, width[rest], cached[rest], phase
+            )
+            passes += count
 
     catch_up = rounds["catch_up"].astype(np.int64)
     if latency.has(drafter, "prefill"):
@@ -356,10 +357,10 @@ def call_seconds(
 
 
 def verify_phase(log: RoundLog, latency: LatencyTable) -> str:
-    """Return the phase of the target's cells that the rounds' verifications cost.
+    """Return the phase of the target's cells that verifications of drafted tokens cost.
 
     A pass takes longer after passes that left other weights in the processor's caches: heads and
-    lookups leave few.
+    lookups leave few.  A round without drafts is a step of plain decoding, and costs that.
     """
     if log.calls is None or not latency.has("target", "pass"):
         return "forward"

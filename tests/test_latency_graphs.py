@@ -8,7 +8,7 @@ import pytest
 from tests.conftest import Run
 from traces.errors import DraftsimError
 from traces.latency.graphs import CAPTURED, CUDAGraphs
-from traces.latency.table import LatencyTable
+from traces.latency.table import EXTRAPOLATED, LatencyTable
 from traces.operators.compose import LAUNCHED_S
 from traces.store.operators import in_graphs
 from traces.store.recordings import find_latency
@@ -89,6 +89,14 @@ def test_a_measured_table_is_padded_with_sequences_without_a_cache() -> None:
         in_graphs(table, CUDAGraphs(mode="NONE"), 8)
     with pytest.raises(DraftsimError, match="do not say what a batch costs"):
         in_graphs(LatencyTable.constant(0.01, 0.001), CUDAGraphs((4,)), 8)
+
+
+def test_padding_measures_nothing() -> None:
+    table = find_latency("h200-llama-3.1-8b+1b-graph")  # of 64 requests, only short contexts
+    asked = {"batch": 64, "new_tokens": 1, "context": 9000}
+    assert table.estimate("target", "forward", **asked).origin == EXTRAPOLATED
+    padded = in_graphs(table, CUDAGraphs(tuple(range(1, 65))), 64)
+    assert padded.estimate("target", "forward", **asked).origin == EXTRAPOLATED
 
 
 def test_serve_and_capacity_take_the_list(run: Run) -> None:

@@ -14,7 +14,7 @@ from policies.arrays import Floats
 from policies.batch.confidence import CAPTURED
 from traces.errors import DraftsimError
 from traces.latency.schema import cells_of, combined
-from traces.latency.table import LatencyTable
+from traces.latency.table import EXTRAPOLATED, LatencyTable
 
 MODES = ("FULL", "PIECEWISE", "NONE")
 WIDEST = 64
@@ -164,8 +164,9 @@ class CUDAGraphs:
                     f"{run[i] * n[i]:g}, which were not measured (at most {grid.batches[-1]:g} "
                     "sequences were): give sizes that are closer together"
                 )
-            seconds = latency.seconds(model, phase, batch=run, new_tokens=n, context=c * b / run)
-            parts.append(cells_of(model, phase, b, n, c, seconds))
+            read = latency.estimate(model, phase, batch=run, new_tokens=n, context=c * b / run)
+            known = read.origin != EXTRAPOLATED  # what is not known stays outside the cells
+            parts.append(cells_of(model, phase, b[known], n[known], c[known], read.seconds[known]))
             kept = kept.drop(few.index)
         cells = pd.concat([kept, *parts], ignore_index=True)
         return LatencyTable(cells, {**latency.meta, **self.meta()})

@@ -26,7 +26,7 @@ from traces.replay.calls import drafting_always, passes_always
 from traces.sources.base import Source, leading_right, true_tokens
 from traces.sources.recording import Recordings
 
-PASSES = ("forward", "catch_up", "settling", "prefill", "layer", "rollback")
+PASSES = ("forward", "catch_up", "settling", "along", "prefill", "layer", "rollback")
 """Phases of a draft model that a source in its place does not have."""
 MOST_BATCH = 1024
 """A batch beyond any: a search for each sequence takes as long again."""
