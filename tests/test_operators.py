@@ -163,6 +163,22 @@ def test_experts_reached() -> None:
     assert full_s == pytest.approx(1066.6e-6, rel=0.01)
 
 
+def test_a_block_of_experts_is_known_without_its_timings() -> None:
+    """The figures of docs/log/operators.md: the block of the RTX PRO 6000, with and without."""
+    table, model = bundled_operators("rtx-pro-6000"), find_architecture("qwen3-30b-a3b")
+    hidden = OperatorTable(table.rows[table.rows["operator"] != "moe"], table.meta)
+    tokens = 2.0 ** np.arange(11)
+    timed_s, composed_s = (
+        Composer(one, "rtx-pro-6000").dense.experts_s(model, 1, tokens) for one in (table, hidden)
+    )
+    errors = composed_s / timed_s - 1
+    assert np.median(np.abs(errors)) < 0.08
+    assert -0.15 < errors.min() < errors.max() < 0.22
+    for device in ("h100", "a100", "rtx-3090", "rtx-4090"):
+        seconds = Composer(bundled_operators(device), device).dense.experts_s(model, 1, tokens)
+        assert (np.diff(seconds) > 0).all()
+
+
 def test_verifying_reaches_more_experts() -> None:
     """Two tokens reach nearly twice the experts of one: a verification is no longer free."""
     names = {

@@ -203,6 +203,8 @@ def test_an_engine_that_drafts_with_a_head_itself_has_its_passes(case: Any) -> N
         simulate(trace, cells, Fixed(2), scenario).recorder.busy_s for cells in (latency, table)
     )
     assert drafted == pytest.approx(own, rel=1e-12)
+    assert ALONG.has("draft", "along")
+    assert table.has("eagle.eagle3", "along")  # `simulate` prices rounds by their drafter's name
     other = LatencyTable(ALONG.cells, {"engine": engine, "draft": "models/draft"})
     with pytest.raises(DraftsimError, match="those of models/draft, not of /models/eagle3"):
         drafted_latency(other, source, recordings)

@@ -209,8 +209,8 @@ def test_rounds_cost_their_calls() -> None:
     drafted = log.rounds["drafted"]
     np.testing.assert_allclose(priced.draft_s, np.where(drafted > 0, 0.25, 0.0))
     np.testing.assert_allclose(priced.verify_s, 1.0 + 0.5 * drafted)
-    # Heads leave the target's weights where they are: their passes are timed apart.  A round without
-    # drafts is a step of plain decoding, and costs as much.
+    # Heads leave the target's weights where they are: their passes are timed apart.
+    # A round without drafts is a step of plain decoding, and costs as much.
     alone = pd.concat([table.cells, cells(("target", "pass", 1, 0.75)).cells])
     assert {0, 2} <= set(drafted.tolist())
     np.testing.assert_allclose(

@@ -11,12 +11,15 @@ import pytest
 
 from policies.batch.engines import TensorRTLLM
 from policies.core import Load
+from policies.lengths.basic import Autoregressive
 from simulator.aggregate.positions import of_trace
+from simulator.serving import ClosedLoop, Limits, Scenario, simulate
 from simulator.tune.formats import SettingsError, check_settings, read_settings
 from simulator.tune.tensorrt_llm import tune_dynamo, tune_tensorrt_llm
 from tests.conftest import Run
 from traces.acceptance.synthetic import synthetic_trace
 from traces.latency.table import LatencyTable
+from traces.store.recordings import find_latency, find_trace
 
 TRACE = synthetic_trace(0.8, requests=12, tokens=60, seed=3)
 FREE = LatencyTable.constant(0.01, 0.0005)
@@ -39,6 +42,22 @@ def test_tensorrt_llms_schedule_is_one_that_it_takes(tmp_path: Path) -> None:
     assert isinstance(policy, TensorRTLLM)
     assert policy.plan([Load(4, 10)] * 4) == 4
     assert policy.plan([Load(5, 10)] * 5) == 0
+
+
+def test_the_gate_leaves_on_what_the_search_says_is_on() -> None:
+    """One draft accepts one token at most, and four have to accept more than that to gain."""
+    trace, latency = find_trace("qwen-coder-cpu"), find_latency("qwen-coder-vllm-cpu")
+    found = tune_tensorrt_llm(trace, latency, [1, 2], lengths=(0, 1, 4), draws=20)
+    document: Any = found.document
+    assert set(document["draft_len_schedule"].values()) == {1, 4}
+    assert document.get("acceptance_length_threshold", 0.0) < of_trace("", trace, 1).known[1] - 1
+    policy = check_settings("tensorrt-llm", document)
+    scenario = Scenario(ClosedLoop(2), Limits(max_batch=2), requests=200)
+    ours, plain = (
+        simulate(trace, latency, one, scenario).row()["throughput_tok_s"]
+        for one in (policy, Autoregressive())
+    )
+    assert ours / plain > 1.2
 
 
 def test_dynamos_rates_are_the_recordings() -> None:
@@ -77,6 +96,9 @@ def test_drafts_that_pay_nowhere_leave_nothing_to_write() -> None:
          "expected to start at 11"),
         ("vllm", {"num_speculative_tokens": 4,
                   "num_speculative_tokens_per_seq_len": [[1, 10, 5]]}, "K must be 0 to"),
+        ("vllm", {"num_speculative_tokens": 4,
+                  "num_speculative_tokens_per_batch_size": [[1, 64, 4]],
+                  "num_speculative_tokens_per_seq_len": [[1, 10, 0]]}, "which table wins"),
         ("vllm", {"num_speculative_tokens": 4, "num_speculative_tokens_per_seq_len": []},
          "expected a list of rows"),
     ],

@@ -68,7 +68,8 @@ def check_vllm(document: Mapping[str, Any]) -> BatchTable:
     contexts start at 1 without gaps, and every batch range has the same ones; K is 0 to
     ``num_speculative_tokens``, which is at least 1.  Rows of ``num_speculative_tokens_per_seq_len``
     (vllm-project/vllm pull request 54801) are ``[lo, hi, K]`` over sequence lengths, from 1 and
-    without gaps.  Without either, ``num_speculative_tokens`` is the K of every load.
+    without gaps, and exclude the other table.  Without either, ``num_speculative_tokens`` is the K
+    of every load.
 
     >>> check_vllm({"num_speculative_tokens": 3, BY_BATCH: [[1, 8, 3]]}).table
     [[1, 8, 3]]
@@ -78,10 +79,11 @@ def check_vllm(document: Mapping[str, Any]) -> BatchTable:
     if BY_BATCH not in document and BY_LENGTH not in document:
         return _made(BatchTable, [[1, 1, most]])  # vLLM keeps the last K of a table
     if BY_LENGTH in document:
+        if BY_BATCH in document:
+            _fail(BY_LENGTH, document[BY_LENGTH], f"which table wins is not known: drop {BY_BATCH}")
         rows = _rows(BY_LENGTH, document[BY_LENGTH], (3,), most)
         _continuous(BY_LENGTH, [row[:2] for row in rows])
-        if BY_BATCH not in document:
-            return _made(BatchTable, [[1, CONTEXT_END, *row] for row in rows])
+        return _made(BatchTable, [[1, CONTEXT_END, *row] for row in rows])
     table = _rows(BY_BATCH, document.get(BY_BATCH), (3, 5), most)
     if len({len(row) for row in table}) > 1:
         _fail(BY_BATCH, table, "rows of three and of five cannot be mixed")

@@ -44,8 +44,8 @@ def tune_tensorrt_llm(
     has the longest, which TensorRT-LLM requires.  Nothing is drafted beyond the schedule's last
     batch size.  ``acceptance_length_threshold`` is the number of accepted tokens per iteration
     below which drafts lose at every batch size searched.  ``acceptance_window`` is the number of
-    requests needed to distinguish the recorded acceptance from it; if they are too close, there is
-    no gate.  Options and errors are those of `tune_vllm`.
+    requests needed to distinguish the recorded acceptance of every scheduled K from it; if one is
+    too close, there is no gate.  Options and errors are those of `tune_vllm`.
     """
     kept, shortened = sorted(set(lengths)), False
     while True:
@@ -71,7 +71,11 @@ def tune_tensorrt_llm(
         table = table[:-1]
     schedule = {str(high): k for _, high, k in table}
     document: dict[str, Any] = {"max_draft_len": first, "draft_len_schedule": schedule}
-    document |= _gate(trace, latency, first, [row["batch"] for row in found.rows])
+    drafted = {
+        row["batch"]: k for row in found.rows for low, high, k in table
+        if low <= row["batch"] <= high and k
+    }  # fmt: skip
+    document |= _gate(trace, latency, drafted)
     more.append(
         "K = 0 is priced with a draft pass, as in vLLM; TensorRT-LLM may skip it"
         if any(row[-1] == 0 for row in table) else
@@ -89,26 +93,31 @@ def _for_engine(
     return Tuned(engine, document, rows, [*kept, *more])
 
 
-def _gate(trace: Trace, latency: LatencyTable, k: int, batches: Sequence[int]) -> Mapping[str, Any]:
-    """Return the window and the threshold; empty where acceptance is no surer than that."""
+def _gate(trace: Trace, latency: LatencyTable, drafted: Mapping[int, int]) -> Mapping[str, Any]:
+    """Return the window and the threshold; empty if acceptance is not clearly above it at every K.
+
+    ``drafted`` is K by batch size, where it is above 0.  One threshold holds for all loads, so a
+    short draft must exceed it as well: what one K accepts at most is K.
+    """
     cost, plain = TableCost(latency), TableCost(latency, speculates=False)
     held = float(np.mean([r.prompt_length + r.tokens / 2 for r in trace.requests]))
-    needed = min(cost(b, k, b * (k + 1), held) / plain(b, 0, b, held) for b in batches)
-    log = of_trace("", trace, k).log
-    assert log is not None
-    rounds = log.per_request(np.ones(len(log)))
-    means = log.per_request(log.rounds["accepted"])[rounds > 0] / rounds[rounds > 0]
-    threshold, expected = max(needed - 1, 0.0), float(means.mean())
-    if expected <= threshold or not threshold:
-        return {}
-    spread = float(means.std(ddof=1)) if len(means) > 1 else expected
-    window = math.ceil((SURE * spread / (expected - threshold)) ** 2)
-    if window > WINDOW[1]:
+    needed = min(cost(b, k, b * (k + 1), held) / plain(b, 0, b, held) for b, k in drafted.items())
+    threshold, windows = max(needed - 1, 0.0), [WINDOW[0]]
+    for k in set(drafted.values()):
+        log = of_trace("", trace, k).log
+        assert log is not None
+        rounds = log.per_request(np.ones(len(log)))
+        means = log.per_request(log.rounds["accepted"])[rounds > 0] / rounds[rounds > 0]
+        expected = float(means.mean())
+        if expected <= threshold or not threshold:
+            return {}
+        spread = float(means.std(ddof=1)) if len(means) > 1 else expected
+        windows.append(math.ceil((SURE * spread / (expected - threshold)) ** 2))
+    if max(windows) > WINDOW[1]:
         return {}
     return {
-        "acceptance_window": max(window, WINDOW[0]),
-        "acceptance_length_threshold": round(threshold, 3),
-    }
+        "acceptance_window": max(windows), "acceptance_length_threshold": round(threshold, 3),
+    }  # fmt: skip
 
 
 MOST_DYNAMO = 5

@@ -66,6 +66,8 @@ class Part(NamedTuple):
     origin: str
 
 
+EXPERT = ("expert_gate", "expert_up", "expert_down", "expert_act")
+"""Operators of one expert, where experts were timed one by one."""
 OTHERWISE = ("attention", "attention_unsplit", "all_reduce", "moe", "step", "step_saved")
 """Operators that no curve by tokens describes."""
 
@@ -147,21 +149,24 @@ class DenseOperators:
             # Experts are shared between GPUs whole: each runs those of its own that are reached.
             return _plane(own, tokens, np.maximum(reached / shared, 1.0))
         each = tokens * model.experts_per_token / reached
-        total = np.zeros(len(tokens))
-        for name in ("expert_gate", "expert_up", "expert_down", "expert_act"):
-            total += self._expert(name, model, shared).at(each)
         router = self._timed("router", model, shared)
         once = router.curve.at(tokens) if router else np.full(len(tokens), LAUNCH_S)
-        return np.asarray(reached * total + once)
-
-    def _expert(self, name: str, model: Architecture, shared: int) -> Curve:
-        found = self._timed(name, model, shared)
-        if found is not None:
-            return found.curve
-        if name == "expert_act":
-            tokens = np.array([1.0, 8192.0])
-            return Curve(tokens, fused_s("act", model, self.device, tokens, shared=shared))
-        return self._products.curve(BYTES * model.hidden * model.inner / shared)
+        timed = [self._timed(name, model, shared) for name in EXPERT]
+        if all(timed):
+            return np.asarray(
+                reached * sum(one.curve.at(each) for one in timed if one is not None) + once
+            )
+        # One kernel runs the products of all experts, so it reads the weights of those reached.
+        weights = BYTES * model.hidden * model.inner * reached / shared
+        products = [
+            float(self._products.curve(size).at(np.array([rows]))[0])
+            for size, rows in zip((2 + model.gated) * weights, each, strict=True)
+        ]
+        act = fused_s(
+            "act", model, self.device, tokens * model.experts_per_token, shared=shared,
+            launch_s=self._launch_s("act"),
+        )  # fmt: skip
+        return np.asarray(np.array(products) + act + once)
 
     def experts_origin(self, model: Architecture) -> str:
         """Return how an MoE block is known."""
