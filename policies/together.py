@@ -59,10 +59,9 @@ class Member:
 
     def settled(self, position: int, accepted: int, emitted: int) -> Round:
         """Return the round that has ended, and begin the next one."""
-        forwards, behind = self.forwards, self.catch_up
-        outcome = Round(position, len(self.draft), accepted, emitted, forwards, behind)
-        self.catch_up = caught_up(behind, forwards, accepted, self.takes_verified)
-        return outcome
+        drafted, forwards, read = len(self.draft), self.forwards, self.catch_up
+        self.catch_up = caught_up(read, forwards, accepted, self.takes_verified)
+        return Round(position, drafted, accepted, emitted, forwards, read)
 
 
 def _always(draft: object) -> bool:

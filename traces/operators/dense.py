@@ -109,8 +109,8 @@ class DenseOperators:
         """Return an operator at a model's sizes."""
         if (found := self._timed(operator, model, shared)) is not None:
             return found
-        if (pieces := self._in_parts(operator, model, shared)) is not None:
-            return Part(pieces, 1, MEASURED)
+        if (merged := self._in_parts(operator, model, shared)) is not None:
+            return Part(merged, 1, MEASURED)
         per_layer = PER_LAYER.get(operator, 1)
         if (weights := model.products.get(operator)) is not None:
             return Part(self._products.curve(BYTES * weights / shared), per_layer, NEAR)
@@ -218,8 +218,8 @@ class DenseOperators:
                 continue
             if not (model.experts and operator in ("gate_up", "down")):
                 found.append((BYTES * weights / shared, part.curve))
-        for operator, pieces in PARTS.items():
-            for name, shared in {(m, n) for op, m, n in self._curves if op == pieces[0]}:
+        for operator, parts in PARTS.items():
+            for name, shared in {(m, n) for op, m, n in self._curves if op == parts[0]}:
                 model = ARCHITECTURES[name]
                 if (whole := self._in_parts(operator, model, shared)) is not None:
                     found.append((BYTES * model.matrices[operator] / shared, whole))

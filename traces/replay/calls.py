@@ -82,7 +82,7 @@ ALWAYS, AT_ONCE = "always_drafts", "drafts_at_once"
 """Entries of a latency table's provenance: passes of every round; all tokens in one pass."""
 WIDEST = 1 << 20
 """A width beyond any: cells at both ends hold for all widths between."""
-MOST_BEHIND = 2
+MOST_UNREAD = 2
 """Tokens that a drafter called in every round has to read at most: the last of its own and the
 target's."""
 
@@ -177,7 +177,7 @@ def distinct(keys: Ints) -> tuple[Ints, Ints]:
     return np.flatnonzero(present), (np.cumsum(present) - 1)[keys]
 
 
-class LayerLedger:
+class LayerCounter:
     """An account of the layers that each pending position has passed, and of the calls for them.
 
     Position i of a round attends to the earlier ones at every layer it runs, so bringing the
@@ -270,11 +270,11 @@ def is_one_pass(latency: LatencyTable) -> bool:
     return bool(latency.meta.get(AT_ONCE))
 
 
-def most_behind(takes_verified: bool) -> int:
+def most_unread(takes_verified: bool) -> int:
     """Return tokens that a drafter called in every round has to read at most; any number if it
     takes verified tokens.
     """
-    return WIDEST if takes_verified else MOST_BEHIND
+    return WIDEST if takes_verified else MOST_UNREAD
 
 
 def passes_always(latency: LatencyTable) -> int:

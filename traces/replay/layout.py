@@ -10,14 +10,14 @@ from abc import ABC, abstractmethod
 from collections.abc import Hashable, Sequence
 from itertools import pairwise
 from typing import NamedTuple
-from weakref import WeakKeyDictionary, ref
+from weakref import ref
 
 import numpy as np
 import numpy.typing as npt
 
 from policies.arrays import Bools, Floats, Ints, next_true, ranges
 from policies.vectorised import UNBOUNDED, Lengths, VectorisedPlan, VectorisedState, Watch
-from traces.acceptance.trace import Trace
+from traces.acceptance.trace import Trace, once_per_trace
 from traces.replay.decoder import ends_drafts
 from traces.replay.rounds import ROUND_DTYPE
 
@@ -145,14 +145,7 @@ class Foreseen(Places):
         raise NotImplementedError(f"{name} of a token that is only counted")
 
 
-_layouts: WeakKeyDictionary[Trace, Layout] = WeakKeyDictionary()
-
-
-def layout_of(trace: Trace) -> Layout:
-    """Return the layout of a trace, made once."""
-    if (layout := _layouts.get(trace)) is None:
-        layout = _layouts[trace] = Layout(trace)
-    return layout
+layout_of = once_per_trace(Layout)
 
 
 class Tried(NamedTuple):

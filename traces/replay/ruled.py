@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
 from typing import Any
-from weakref import WeakKeyDictionary
 
 from policies.guard import SCORES, UndeclaredSignal, guarded
 from policies.rules.base import ExactMatch, TokenRule, VerifyRule
 from policies.rules.registry import describe_rule
-from traces.acceptance.trace import MATCH, UNKNOWN, Trace
+from traces.acceptance.trace import MATCH, UNKNOWN, Trace, once_per_trace
 from traces.errors import DraftsimError, SignalError
 from traces.replay.decoder import ReplayDecoder, Rows
 
@@ -48,9 +47,9 @@ class RuleReplayDecoder(ReplayDecoder):
     ) -> None:
         super().__init__(trace, request, first, batch)
         self._rule = rule
-        tape = score_tape(trace)
-        self._verdicts, self._scores = tape.verdicts, tape.scores(rule.needs)
-        self._read = self._tape.tokens(rule.reads)
+        lists = score_lists(trace)
+        self._verdicts, self._scores = lists.verdicts, lists.scores(rule.needs)
+        self._read = self._lists.tokens(rule.reads)
         one_by_one = type(rule).accept is TokenRule.accept
         self._accepts = rule.accepts if isinstance(rule, TokenRule) and one_by_one else None
         self.mismatched: list[int] = []
@@ -105,7 +104,7 @@ class RecordedScore:
         ) = values  # fmt: skip
 
 
-class ScoreTape:
+class ScoreLists:
     """The target scores of every row of a trace."""
 
     def __init__(self, trace: Trace) -> None:
@@ -121,21 +120,13 @@ class ScoreTape:
     def scores(self, needs: Collection[str]) -> Rows[RecordedScore]:
         """Return the scores of every row, which hold those of `needs` and refuse any other."""
         key = frozenset(needs)
-        if (scores := self._kept.get(key)) is None:
+        if key not in self._kept:
             kind, names = guarded(RecordedScore, key, "needs"), [n for n in SCORES if n in key]
-            column = self._columns.__getitem__
-            scores = self._kept[key] = Rows(kind, names, len(self.verdicts), column)
-        return scores
+            self._kept[key] = Rows(kind, names, len(self.verdicts), self._columns.__getitem__)
+        return self._kept[key]
 
 
-_tapes: WeakKeyDictionary[Trace, ScoreTape] = WeakKeyDictionary()
-
-
-def score_tape(trace: Trace) -> ScoreTape:
-    """Return the `ScoreTape` of a trace, made at the first call."""
-    if (tape := _tapes.get(trace)) is None:
-        tape = _tapes[trace] = ScoreTape(trace)
-    return tape
+score_lists = once_per_trace(ScoreLists)
 
 
 def check_rule_columns(trace: Trace, rule: VerifyRule) -> None:

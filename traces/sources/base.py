@@ -5,7 +5,6 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, ClassVar, NamedTuple, Self
-from weakref import WeakKeyDictionary
 
 import numpy as np
 import numpy.typing as npt
@@ -13,7 +12,7 @@ import numpy.typing as npt
 from policies.arrays import Ints
 from policies.core import SIGNALS, Load
 from policies.spec import Checked
-from traces.acceptance.trace import Trace
+from traces.acceptance.trace import Trace, once_per_trace
 from traces.errors import DraftsimError
 from traces.latency.table import LatencyTable
 from traces.replay.calls import CallCounter
@@ -242,9 +241,12 @@ def true_tokens(trace: Trace, *, sampled: bool = False) -> list[int]:
             "this trace was sampled, and sources other than a draft model, early exit and drafters "
             "on features are replayed along greedy output: record with --temperature 0"
         )
-    # Cached for the immutable trace: every request of every replay asks for them.
-    if (tokens := _outputs.get(trace)) is None:
-        tokens = _outputs[trace] = np.asarray(trace.columns["token"])[trace.on_path].tolist()
+    return _outputs(trace)
+
+
+@once_per_trace
+def _outputs(trace: Trace) -> list[int]:
+    tokens: list[int] = np.asarray(trace.columns["token"])[trace.on_path].tolist()
     return tokens
 
 
@@ -268,9 +270,6 @@ def leading_right(drafts: npt.ArrayLike, true: npt.ArrayLike, ends: npt.ArrayLik
     at = np.arange(len(true))[:, None] + np.arange(drafts.shape[1])
     right = (at < np.asarray(ends)[:, None]) & (drafts == true.take(at, mode="clip"))
     return np.asarray(np.cumprod(right, axis=1).sum(axis=1), dtype=np.int64)
-
-
-_outputs: WeakKeyDictionary[Trace, list[int]] = WeakKeyDictionary()
 
 
 def prompt_tokens(trace: Trace, request: int) -> list[int]:

@@ -199,7 +199,7 @@ class ExitRecording(SourceRecording):
         order = np.argsort(keys, kind="stable")
         return keys[order], branch[order]
 
-    def behind(
+    def after(
         self, nodes: npt.NDArray[np.integer], tokens: npt.NDArray[np.integer]
     ) -> npt.NDArray[np.int64]:
         """Return the nodes after wrong `tokens` fed at `nodes`, equally many; -1 where there is

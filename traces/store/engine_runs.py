@@ -305,13 +305,13 @@ def _check_whole(path: PathLike, times: pd.DataFrame) -> None:
         again = dict(zip(runs.index.names, runs.index[int(runs.argmax())], strict=True))
         raise file_error(path, f"holds a run twice: {again}", "measure again")
     for _, part in times.groupby(together):
-        arms = part.groupby(["policy", "verify"]).size()
+        counts = part.groupby(["policy", "verify"]).size()
         grid = part["repeat"].nunique() * part["request"].nunique()
-        if (arms != grid).any():
-            policy, verify = arms.index[int((arms != grid).argmax())]
+        if (counts != grid).any():
+            policy, verify = counts.index[int((counts != grid).argmax())]
             raise file_error(
                 path,
-                f"{policy} / {verify} has {arms[policy, verify]} runs of the {grid} that its "
+                f"{policy} / {verify} has {counts[policy, verify]} runs of the {grid} that its "
                 "requests and repeats make",
                 "measure again",
             )

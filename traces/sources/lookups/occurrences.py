@@ -92,10 +92,10 @@ def _ranked(numbers: Ints) -> Ints:
     return np.concatenate([[limits.min // 2], ranked, [limits.max // 2]])
 
 
-def copied(ids: Ints, behind: Ints, last: Ints, most: int) -> Ints:
-    """Return the ids after index `behind` up to index `last`, (places, `most`), else BETWEEN."""
-    at = behind[:, None] + np.arange(1, most + 1)
-    there = (behind[:, None] >= 0) & (at <= last[:, None])
+def copied(ids: Ints, end: Ints, last: Ints, most: int) -> Ints:
+    """Return the ids after index `end` up to index `last`, (places, `most`), else BETWEEN."""
+    at = end[:, None] + np.arange(1, most + 1)
+    there = (end[:, None] >= 0) & (at <= last[:, None])
     return np.where(there, ids.take(at, mode="clip"), BETWEEN)
 
 
@@ -131,8 +131,8 @@ def _chains(
     """Return the heaviest chain after each range of the places in `order`, (ranges, num_tokens)."""
     chosen = np.full((len(low), num_tokens), BETWEEN)
     width = int(text.max(initial=0)) + 1
-    for which, behind in _parts(low, high, order):
-        owner, at = which, behind
+    for which, ends in _parts(low, high, order):
+        owner, at = which, ends
         for step in range(num_tokens):
             if not len(at):
                 break

@@ -177,8 +177,8 @@ def speculate(
     # Sums, products and quotients of float32 are rounded alike by way of double: it is as exact.
     single = array("f", (factor, least))
     factor, least = single
-    for matched, behind in reversed([*tree.matches(context)]):
-        node = behind
+    for matched, end in reversed([*tree.matches(context)]):
+        node = end
         single[0] = matched * factor
         allowed = max(min(most, int(single[0] + 1e-6)), 0)
         # A token scores one at most, and a shorter match allows no more of them.

@@ -46,10 +46,10 @@ def searching(lookup: Lookup, text: Sequence[int]) -> Callable[[], list[Proposal
     `text` is first taken in as a whole.
     """
     lookup.extend(text)
-    turn = cycle(text)
+    around = cycle(text)
 
     def once() -> list[Proposal]:
-        lookup.extend([next(turn), next(turn)])
+        lookup.extend([next(around), next(around)])
         return lookup.propose()
 
     return once
