@@ -151,9 +151,7 @@ class DraftPolicy(Checked, ABC):
         return self.copy()
 
     def fresh(self: P) -> P:
-        """Return the policy of the run's next request: a copy, or itself if it learns across
-        them.
-        """
+        """Return the policy of the next request: a copy, or itself if it learns across them."""
         mine = self if self.learns_across_requests else self.copy()
         mine.begin_request()
         return mine

@@ -49,10 +49,8 @@ def load_file(text: str, max_gamma: int | None = None) -> LoadedPolicy:
     The file is run, as Python would run it.  Longest drafts that `text` leaves at a larger default
     are lowered to `max_gamma`; a policy that sets none (`DraftPolicy.longest_draft`) is cut there.
 
-    Raises
-    ------
-    ValueError
-        If the file cannot be run, has no such policy, or the policy breaks the contract.
+    Raises ValueError if the file cannot be run, has no such policy, or the policy breaks the
+    contract.
     """
     place, _, rest = text.partition(".py:")
     path, name = Path(f"{place}.py"), rest.partition(":")[0].strip()

@@ -36,10 +36,7 @@ def parse_spec(
     ``kind`` is what messages call the object (``policy``, ``rule``); parameters in
     `fixed` are not the text's to set.
 
-    Raises
-    ------
-    ValueError
-        For an unknown name or parameter (naming the nearest), or a malformed value.
+    Raises ValueError for an unknown name or parameter (naming the nearest), or a malformed value.
     """
     name, _, rest = text.strip().partition(":")
     cls = table.get(name)

@@ -110,10 +110,7 @@ class Together(ABC):
     def draft(self, members: Sequence[M], load: Callable[[M], Load], more: Draft[M]) -> None:
         """Draft for every member of this iteration, and leave in it what is to be verified.
 
-        Raises
-        ------
-        UndeclaredSignal
-            If a policy reads a signal that it does not declare.
+        Raises UndeclaredSignal if a policy reads a signal that it does not declare.
         """
         try:
             for member, cap in zip(members, self._begin(members, load), strict=True):
@@ -289,12 +286,8 @@ def together_of(
     as many as the worst) or ``mean`` (all draft alike, until most would stop).  ``vocab_size`` is
     the target's, for policies that need it.
 
-    Raises
-    ------
-    DraftsimError
-        For an unknown name, or a batch policy with any but ``ragged``.
-    ValueError
-        If the policy needs a vocabulary size, and neither it nor the caller has one.
+    Raises DraftsimError for an unknown name, or a batch policy with any but ``ragged``. Raises
+    ValueError if the policy needs a vocabulary size, and neither it nor the caller has one.
     """
     if synchronise not in STYLES:
         raise DraftsimError(f"synchronise is {synchronise!r}, expected one of {', '.join(STYLES)}")

@@ -122,9 +122,7 @@ class AdaptiveVerification(BatchPolicy):
         return lengths
 
     def _curve(self, batch: int, steps: int) -> npt.NDArray[np.float64]:
-        """Return seconds over the number of drafts verified, 0 to batch * steps; kept per
-        context.
-        """
+        """Return seconds by drafts verified, 0 to batch * steps; kept per context."""
         bucket = int(self._context) // CONTEXT_BUCKET
         key = (batch, steps, bucket)
         if key not in self._curves:

@@ -51,9 +51,7 @@ class BatchTable(KeptInStep):
         self.draft_up_to(max(row[-1] for row in self.table))
 
     def row_of(self, batch: int) -> int:
-        """Return the index of the batch range that `batch` requests are in, or that a gap
-        inherits.
-        """
+        """Return the index of the batch range of `batch` requests, or that a gap inherits."""
         return max(bisect_right(self._starts, batch) - 1, 0)
 
     def row(self, loads: Sequence[Load]) -> int:

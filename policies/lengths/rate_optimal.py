@@ -170,9 +170,7 @@ class RateOptimal(DraftPolicy):
         return 0.5 * (1 + math.tanh(0.5 * odds))
 
     def _priced(self, load: Load) -> tuple[list[float], list[float]]:
-        """Return the costs of drafting n tokens and of verifying n, in tokens, for n = 0 ...
-        gamma_max.
-        """
+        """Return the costs, in tokens, of drafting and of verifying n = 0 ... gamma_max tokens."""
         key = (load.batch, load.context // CONTEXT_BUCKET)
         if key not in self._prices:
             rate, (drafting, verifying) = self._rate_at(key[0]), self._seconds(*key)

@@ -113,10 +113,8 @@ class OnlineCorrectionMemory:
     def load(cls, path: str | os.PathLike[str]) -> OnlineCorrectionMemory:
         """Read a memory from the file of its `content`.
 
-        Raises
-        ------
-        ValueError
-            If the file is missing, truncated, of another schema or holds impossible counts.
+        Raises ValueError if the file is missing, truncated, of another schema or holds impossible
+        counts.
         """
         again = "calibrate it again"
         try:

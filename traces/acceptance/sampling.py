@@ -24,10 +24,7 @@ class Sampling:
         Share of the probability that the likeliest tokens must reach: the fewest that do are
         kept and renormalised (nucleus sampling, Holtzman et al., 1904.09751); 1 keeps all.
 
-    Raises
-    ------
-    DraftsimError
-        If a value is impossible, or a greedy output is to be cut.
+    Raises DraftsimError if a value is impossible, or a greedy output is to be cut.
     """
 
     temperature: float = 0.0

@@ -103,11 +103,8 @@ def impute(
     accepted than it would have had, a lower bound.  A replay of the result has fidelity
     ``approximate``, or of the latter ``lower bound``.
 
-    Raises
-    ------
-    DraftsimError
-        If nothing was recorded to estimate the hazard from, or the draft lengths of an imported log
-        are not known.
+    Raises DraftsimError if nothing was recorded to estimate the hazard from, or the draft lengths
+    of an imported log are not known.
     """
     match = np.array(trace.columns["match"])
     _, _, ends = runs(trace)

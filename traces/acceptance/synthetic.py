@@ -199,10 +199,7 @@ def trace_by_position(
     meta:
         Further provenance.
 
-    Raises
-    ------
-    DraftsimError
-        If the chances rise, or are none.
+    Raises DraftsimError if the chances rise, or are none.
     """
     alive = np.asarray(survival, dtype=np.float64)
     if not len(alive) or not np.all(np.diff([1.0, *alive, 0.0]) <= 0):

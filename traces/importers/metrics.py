@@ -58,10 +58,8 @@ def read_counts(
     plain, placed:
         Counters without, and with, the `label` that gives a draft position.
 
-    Raises
-    ------
-    FileError
-        If a value is no count, a label does not belong there, or the second scrape counts less.
+    Raises FileError if a value is no count, a label does not belong there, or the second scrape
+    counts less.
     """
     if len(files) > 2:
         raise FileError(f"prometheus takes a scrape, or two, not {len(files)} files")
@@ -161,11 +159,8 @@ def read_sglang(files: Sequence[Path], meta: dict[str, Any]) -> Totals:
     draft tokens than a chain of those steps verifies make a tree.  Source of the format:
     sgl-project/sglang, ``srt/observability/metrics_collector.py``.
 
-    Raises
-    ------
-    FileError
-        If nothing was decoded speculatively, the counts contradict each other, or engines'
-        gauges differ, which nothing weighs.
+    Raises FileError if nothing was decoded speculatively, the counts contradict each other, or
+    engines' gauges differ, which nothing weighs.
     """
     file = files[-1]
     counts = read_counts(files, SGLANG, _SGLANG_COUNTERS)
@@ -241,10 +236,7 @@ def read_tensorrt_llm(files: Sequence[Path], meta: dict[str, Any]) -> Totals:
     ``…_num_accepted_tokens_total`` count tokens of an unknown number of rounds.  Source of the
     format: NVIDIA/TensorRT-LLM, ``tensorrt_llm/metrics/collector.py``.
 
-    Raises
-    ------
-    FileError
-        If those counters are missing, or count nothing.
+    Raises FileError if those counters are missing, or count nothing.
     """
     file = files[-1]
     counts = read_counts(files, TENSORRT_LLM, (), _BY_POSITION, "token_position")

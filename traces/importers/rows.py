@@ -146,10 +146,7 @@ def read_json_rows(path: str | os.PathLike[str], text: str | None = None) -> lis
 
     ``text``: the file's text, if it was read before.
 
-    Raises
-    ------
-    FileError
-        If the file is missing, is no text, or a line is not a JSON object.
+    Raises FileError if the file is missing, is no text, or a line is not a JSON object.
     """
     text = read_text(path) if text is None else text
     try:

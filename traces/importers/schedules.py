@@ -53,10 +53,7 @@ def reading(text: str) -> Reading:
     * any policy that reads no signal, as it is written elsewhere: ``fixed:N``,
       ``hf-heuristic:N`` (the number is ``gamma``), ``gammatune:eta=0.2``.
 
-    Raises
-    ------
-    DraftsimError
-        If `text` is not one of these.
+    Raises DraftsimError if `text` is not one of these.
     """
     name, _, body = text.partition(":")
     try:

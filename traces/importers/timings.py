@@ -108,10 +108,7 @@ class Test(NamedTuple):
 def read_tests(file: Path) -> list[Test]:
     """Return the tests of a file in json, jsonl, csv or md.
 
-    Raises
-    ------
-    FileError
-        If it has another form, or a row does not hold what its form has.
+    Raises FileError if it has another form, or a row does not hold what its form has.
     """
     text = read_text(file)
     if text.lstrip().startswith(("[", "{")):

@@ -48,10 +48,7 @@ class Totals:
     meta:
         Provenance, and measured seconds where the program reports some.
 
-    Raises
-    ------
-    DraftsimError
-        If the counts contradict each other.
+    Raises DraftsimError if the counts contradict each other.
     """
 
     rounds: int | None
@@ -145,9 +142,7 @@ class Totals:
         return short <= 1e-6 * full or 0 <= short <= min(ends, SHORT * full)
 
     def block_efficiency(self) -> tuple[Floats, Floats]:
-        """Return the lowest and highest tokens emitted a round if `gamma` = 1 ... `reach` were
-        drafted.
-        """
+        """Return the lowest and highest tokens of a round that drafts 1 ... `reach` tokens."""
         if self.per_position is not None:
             emitted = 1 + np.cumsum(self.survival()[0])
             return emitted, emitted
@@ -188,10 +183,7 @@ class Summary(NamedTuple):
 def pooled(summaries: Sequence[Summary], meta: dict[str, Any]) -> Totals:
     """Return the requests together; a curve if each has its histogram, else an interval of curves.
 
-    Raises
-    ------
-    FileError
-        If a count is missing, or a histogram contradicts the counts that come with it.
+    Raises FileError if a count is missing, or a histogram contradicts the counts that come with it.
     """
     for at, histogram, rounds, drafted, accepted, longest in summaries:
         for name, value in (("rounds", rounds), ("drafted", drafted), ("accepted", accepted)):

@@ -274,9 +274,7 @@ def _sides(
 
 
 def _features(b: float | Floats, n: float | Floats, c: Floats) -> Floats:
-    """Return the cost shapes of a pass: launch, sequences, batched tokens, cache read,
-    attention.
-    """
+    """Return a pass's launch, sequences, batched tokens, cache read and attention."""
     return np.stack(np.broadcast_arrays(1.0, b, b * n, b * c, b * n * c), axis=1)
 
 

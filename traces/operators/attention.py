@@ -130,9 +130,7 @@ class AttentionOperators:
         return OWN_LAW if self._timed else LAW
 
     def split_s(self, heads: Heads, batch: Floats, context: Floats) -> Floats:
-        """Return seconds of a layer's attention with one new token a sequence; never less than
-        bytes.
-        """
+        """Return seconds of a layer with one new token a sequence; never less than its bytes."""
         least = batch * context * heads.cached_bytes / self.device.bandwidth
         timed = self._timed.get(heads)
         if timed is None:
@@ -195,9 +193,7 @@ class AttentionOperators:
     def by_law(
         self, law: tuple[float, float, float], heads: Heads, batch: Floats, context: Floats
     ) -> Floats:
-        """Return seconds of attention with one token a sequence, by a `law` of this GPU or
-        another.
-        """
+        """Return seconds with one token a sequence, by a `law` of this GPU or another."""
         launch, each, share = law
         read = batch * context * heads.cached_bytes / (share * self.device.bandwidth)
         return np.asarray(launch + each * batch * heads.kv_heads + read)

@@ -95,10 +95,8 @@ class Composer:
     by_steps:
         Let passes take what the whole steps timed on the device say; None: if there are any.
 
-    Raises
-    ------
-    DraftsimError
-        If the table has no timings of matrix products on the device, or none of whole steps.
+    Raises DraftsimError if the table has no timings of matrix products on the device, or none of
+    whole steps.
     """
 
     def __init__(
@@ -156,9 +154,7 @@ class Composer:
         self, placed: Placed, batch: npt.ArrayLike, width: npt.ArrayLike, context: npt.ArrayLike,
         with_prompts: bool = False,
     ) -> Floats:  # fmt: skip
-        """Return seconds of a pass over `width` new tokens each of `batch` sequences; sizes
-        broadcast.
-        """
+        """Return seconds of a pass over `width` tokens each of `batch` sequences; broadcasts."""
         given = (np.asarray(v, dtype=float) for v in (batch, width, context))
         sizes = np.broadcast_arrays(*given)
         b, n, c = (v.ravel() for v in sizes)
@@ -247,10 +243,7 @@ class Composer:
         Every batch size up to `largest` has cells of its own, so that no pass is read between two
         captured sizes.
 
-        Raises
-        ------
-        DraftsimError
-            If the weights do not fit into the memory of the GPUs.
+        Raises DraftsimError if the weights do not fit into the memory of the GPUs.
         """
         roles = {"target": target, **({} if draft is None else {"draft": draft})}
         self._check_memory(roles)
@@ -342,10 +335,8 @@ def kv_blocks(meta: Mapping[str, Any], utilisation: float = UTILISATION) -> Bloc
     ``(memory x utilisation - weights - overhead) / (block size x cached bytes of a token)``, with
     the weights and the cache of the draft counted with the target's.
 
-    Raises
-    ------
-    DraftsimError
-        If the table's provenance does not say GPU and models, or nothing is left for the cache.
+    Raises DraftsimError if the table's provenance does not say GPU and models, or nothing is left
+    for the cache.
     """
     if "composed" not in meta:
         raise DraftsimError(

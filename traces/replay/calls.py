@@ -167,9 +167,7 @@ def pack_counted(parts: Sequence[Counted]) -> npt.NDArray[np.void]:
 
 
 def distinct(keys: Ints) -> tuple[Ints, Ints]:
-    """Return distinct keys and the index of each key among them, by counting where that is
-    faster.
-    """
+    """Return distinct keys and each key's index among them, by counting if that is faster."""
     if int(keys.max(initial=0)) > 100 * len(keys) + 1_000_000:
         found, inverse = np.unique(keys, return_inverse=True)
         return found, np.asarray(inverse, dtype=np.int64)
@@ -271,9 +269,7 @@ def is_one_pass(latency: LatencyTable) -> bool:
 
 
 def most_unread(takes_verified: bool) -> int:
-    """Return tokens that a drafter called in every round has to read at most; any number if it
-    takes verified tokens.
-    """
+    """Return the most tokens that a drafter called in every round has to read."""
     return WIDEST if takes_verified else MOST_UNREAD
 
 

@@ -22,10 +22,7 @@ def rejected_pairs(trace: Trace, log: RoundLog) -> list[tuple[int, int]]:
     ``log`` is a lossless replay of `trace`; its policy decides which mismatches are met
     at all.  The pairs are what `policies.rules.memory.OnlineCorrectionMemory.calibrate` counts.
 
-    Raises
-    ------
-    SignalError
-        If the trace does not hold both tokens, or the log is of a lossy run.
+    Raises SignalError if the trace does not hold both tokens, or the log is of a lossy run.
     """
     draft, target = _at_rejections(trace, log, "draft_token", "target_token")
     return list(zip(draft.tolist(), target.tolist(), strict=True))
@@ -84,11 +81,8 @@ def split_requests(trace: Trace, share: float) -> tuple[list[int], list[int]]:
 
     Both are spread evenly over the categories, and keep the order of the trace.
 
-    Raises
-    ------
-    DraftsimError
-        If `share` is not above 0 and at most 1, or so small that no request is left to
-        train on.
+    Raises DraftsimError if `share` is not above 0 and at most 1, or so small that no request is
+    left to train on.
     """
     if not 0 < share <= 1:
         raise DraftsimError(f"share is {share}, expected above 0 and at most 1")

@@ -48,10 +48,7 @@ def output_log_likelihood(trace: Trace) -> float:
     lossy rule, pass the recording that was decoded under it, and compare with the target's greedy
     output.
 
-    Raises
-    ------
-    SignalError
-        If the recording does not hold the column.
+    Raises SignalError if the recording does not hold the column.
     """
     if "target_path_logprob" not in trace.columns:
         raise SignalError(
@@ -68,10 +65,7 @@ def relative_bleu(outputs: Sequence[str], references: Sequence[str]) -> float:
 
     Corpus BLEU of sacrebleu with its default tokenisation, one text per request.
 
-    Raises
-    ------
-    DraftsimError
-        If sacrebleu is not installed, or the lists do not pair up.
+    Raises DraftsimError if sacrebleu is not installed, or the lists do not pair up.
     """
     _check_pairs(outputs, references)
     try:

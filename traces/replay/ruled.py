@@ -149,12 +149,8 @@ def check_rule_columns(trace: Trace, rule: VerifyRule) -> None:
 def prepared_rule(rule: VerifyRule | None, trace: Trace) -> VerifyRule | None:
     """Return the run's own copy of a lossy rule; None if the recorded verdicts decide.
 
-    Raises
-    ------
-    SignalError
-        If the trace lacks what the rule needs.
-    DraftsimError
-        If the rule cannot run at the recording's temperature.
+    Raises SignalError if the trace lacks what the rule needs. Raises DraftsimError if the rule
+    cannot run at the recording's temperature.
     """
     if isinstance(rule, ExactMatch) and trace.temperature > 0:
         raise DraftsimError(

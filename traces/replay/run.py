@@ -86,9 +86,7 @@ def ruled_log(
     log: RoundLog, rule: VerifyRule, own_rule: VerifyRule | None, mismatched: Sequence[int],
     departed: bool,
 ) -> RoundLog:  # fmt: skip
-    """Return the log of a run under `rule`; ``own_rule`` is the run's copy, None if it is
-    lossless.
-    """
+    """Return the log of a run under `rule`; ``own_rule``: its copy, None if it is lossless."""
     log = replace(log, verify=describe_rule(rule))
     if own_rule is not None:
         log = replace(log, mismatched=np.array(mismatched, dtype=np.int32), rule=own_rule)

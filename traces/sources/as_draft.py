@@ -128,9 +128,7 @@ def in_an_engine(latency: LatencyTable, drafter: str, name: str) -> LatencyTable
 def standing_in(
     latency: LatencyTable, cells: pd.DataFrame, own: pd.DataFrame, name: str
 ) -> LatencyTable:
-    """Return `cells` with passes of its own in the draft model's place; under its own name as well,
-    by which its rounds are known.
-    """
+    """Return `cells` with its `own` passes as the draft model's, and under its `name` as well."""
     others = cells[~((cells["model"] == "draft") & cells["phase"].isin(PASSES))]
     others = others[others["model"] != name]
     named = [own.assign(model=model) for model in dict.fromkeys(("draft", name))]
@@ -149,9 +147,7 @@ def _frame(rows: list[tuple[str, str, int, int, int, float]]) -> pd.DataFrame:
 
 
 def heads_at_once(latency: LatencyTable) -> pd.DataFrame:
-    """Return cells in which all heads run before a round's first draft, whatever it catches up on;
-    no pass follows.
-    """
+    """Return cells in which all heads run before a round's first draft, and no pass follows."""
     heads = "draft" if latency.is_constant else "heads"
     seconds = float(latency.estimate(heads, "forward").seconds)
     ends = [(n, c) for n in (1, ANY) for c in (0, ANY)]

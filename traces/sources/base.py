@@ -193,9 +193,7 @@ class SourceReplay(ABC):
 
     @abstractmethod
     def run_length(self) -> int:
-        """Return the number of proposals that would be accepted if drafting went on as long as they
-        are right.
-        """
+        """Return how many proposals would be accepted if drafting went on while they are right."""
 
     @abstractmethod
     def draft(self, so_far: Sequence[Any]) -> RecordedToken | None:

@@ -85,9 +85,7 @@ class ChosenExits:
         return step
 
     def calls(self, depths: list[int], positions: int) -> Mapping[CallKey, int]:
-        """Return the calls of a round that drafted down to these layers and verified this many
-        positions.
-        """
+        """Return the calls of a round that drafted down to these layers, then verified."""
         key = positions, *depths
         # There are few layers to exit at: most rounds are like one before.
         if (found := self._calls.get(key)) is None:
@@ -268,9 +266,7 @@ class EarlyExit(Source):
         return self.signals - {"raw_prob"} if lacks else self.signals
 
     def setting(self, gamma_max: int) -> ExitSetting:
-        """Return the setting that a recording must have followed for drafts of up to `gamma_max`
-        tokens.
-        """
+        """Return the setting that a recording of drafts up to `gamma_max` must have followed."""
         layers = None if self.layers is None else tuple(self.layers)
         return ExitSetting(self.tau, self.omega, self.depth, layers, gamma_max)
 

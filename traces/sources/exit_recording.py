@@ -52,9 +52,7 @@ class ExitSetting(NamedTuple):
 
 
 def temperature(omega: float, layer: int, layers: int) -> float:
-    """Return the confidence temperature 1 + omega (1 - l / L) (SpecBound, arXiv:2604.12247, eq.
-    1).
-    """
+    """Return the temperature 1 + omega (1 - l / L) (SpecBound, arXiv:2604.12247, eq. 1)."""
     return 1.0 + omega * (1.0 - layer / layers)
 
 
@@ -202,9 +200,7 @@ class ExitRecording(SourceRecording):
     def after(
         self, nodes: npt.NDArray[np.integer], tokens: npt.NDArray[np.integer]
     ) -> npt.NDArray[np.int64]:
-        """Return the nodes after wrong `tokens` fed at `nodes`, equally many; -1 where there is
-        none.
-        """
+        """Return the node after each wrong token fed at its node; -1 where there is none."""
         keys, children = self.branches
         if not len(keys):
             return np.full(len(nodes), -1)

@@ -95,10 +95,8 @@ def own_source(latency: LatencyTable, trace: Trace, recordings: Recordings) -> S
     An engine's passes with an EAGLE head cost what that head costs.  So a recording of such an
     engine drafts with the head, whose drafts are recorded along the trace (``recordings``).
 
-    Raises
-    ------
-    DraftsimError
-        If the trace was recorded with a draft model, and has no drafts of the head.
+    Raises DraftsimError if the trace was recorded with a draft model, and has no drafts of the
+    head.
     """
     if (source := engine_source(latency)) is None:
         return None

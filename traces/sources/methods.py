@@ -113,10 +113,7 @@ def method_of(text: str) -> Method | None:
     That is a name in `METHODS`, or ``POLICY+RULE``.  A name that is a policy's, too, such as
     ``cm-asd``, is the policy: its whole method is ``cm-asd+cm-asd``.
 
-    Raises
-    ------
-    DraftsimError
-        If a method's name has parameters, or the rule after a plus is unknown.
+    Raises DraftsimError if a method's name has parameters, or the rule after a plus is unknown.
 
     >>> method_of("csd").rule, method_of("gammatune:gamma=3+csd:tau=0.1").policy
     ('csd', 'gammatune:gamma=3')
@@ -155,10 +152,8 @@ def exact_policy(text: str) -> str:
     """Return the policy that `text` names, for commands whose drafts are all the draft model's and
     whose policies are all verified alike.
 
-    Raises
-    ------
-    DraftsimError
-        If `text` names a method with another source or a rule of its own; it says what to write.
+    Raises DraftsimError if `text` names a method with another source or a rule of its own; it says
+    what to write.
     """
     chosen = method_of(text)
     if chosen is None:

@@ -200,9 +200,7 @@ class PolicyRuns:
         return len({name for own in self.diverged for name in own})
 
     def kept(self, requests: pd.DataFrame) -> pd.DataFrame:
-        """Return the requests, measured or predicted, that are not left out; all, if that leaves
-        none.
-        """
+        """Return the requests that are not left out; all, if that leaves none."""
         column = requests["index"] if "index" in requests else requests["name"].map(index_of)
         kept = requests[~column.isin({index_of(name) for name in self.left_out})]
         return kept if len(kept) else requests
@@ -244,11 +242,8 @@ def write_measured(runs: MeasuredRuns, path: PathLike) -> None:
 def read_measured(path: PathLike) -> MeasuredRuns:
     """Return the measured runs in a file.
 
-    Raises
-    ------
-    FileError
-        If the file is missing or damaged, lacks a column, holds no run or an impossible value, or
-        a policy lacks a run of a request and repeat that another one has.
+    Raises FileError if the file is missing or damaged, lacks a column, holds no run or an
+    impossible value, or a policy lacks a run of a request and repeat that another one has.
     """
     header, table = read_file(path, "measured")
     if missing := [c for c in MEASURED_COLUMNS if c not in table.column_names]:

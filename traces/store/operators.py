@@ -29,10 +29,8 @@ def write_operators(table: OperatorTable, path: PathLike) -> None:
 def read_operators(path: PathLike) -> OperatorTable:
     """Return the operator table in the file at `path`.
 
-    Raises
-    ------
-    FileError
-        If the file is missing, damaged, of another schema or kind, or contradicts itself.
+    Raises FileError if the file is missing, damaged, of another schema or kind, or contradicts
+    itself.
     """
     header, table = read_file(path, "operators")
     rows, meta = frame_of(path, table, OPERATOR_COLUMNS), meta_of(path, header)
@@ -58,10 +56,7 @@ def timed_devices() -> dict[str, Path]:
 def bundled_operators(device: str) -> OperatorTable:
     """Return the operators of a GPU that come along.
 
-    Raises
-    ------
-    DraftsimError
-        If nobody timed operators on it.
+    Raises DraftsimError if nobody timed operators on it.
     """
     wanted = find_device(device)
     files, own = timed_devices(), STANDS_FOR.get(wanted.name, wanted.name)
@@ -121,11 +116,8 @@ def find_composed(
     corrected by them.  With ``:operators`` they are the sum of their operators; with ``:steps``
     there must be whole steps.  ``graphs`` and ``largest`` as in `Composer` and `Composer.table`.
 
-    Raises
-    ------
-    DraftsimError
-        If nobody timed operators on the GPU, a model is not known by its sizes, or the weights do
-        not fit.
+    Raises DraftsimError if nobody timed operators on the GPU, a model is not known by its sizes, or
+    the weights do not fit.
     """
     where, slash, models = name.rpartition("/")
     if not slash or not models or Path(name).exists():

@@ -170,9 +170,7 @@ def find_run(
 
 
 def _typed(name: str, trace: Trace) -> tuple[str, frozenset[str]]:
-    """Return a policy's or rule's name and what its text sets, but for what the recording
-    supplies.
-    """
+    """Return a policy's or rule's name and what its text sets beyond the recording's."""
     head, _, rest = name.partition(":")
     supplied = f"vocab_size={trace.vocab_size}"
     return head, frozenset(part for part in split_items(rest) if part != supplied)
@@ -181,10 +179,7 @@ def _typed(name: str, trace: Trace) -> tuple[str, frozenset[str]]:
 def quality(outputs: Sequence[Output], trace: Trace) -> Quality:
     """Compare `outputs` with the greedy outputs recorded in `trace`, matched by request id.
 
-    Raises
-    ------
-    DraftsimError
-        If `trace` lacks a request or its output tokens.
+    Raises DraftsimError if `trace` lacks a request or its output tokens.
     """
     places = {request.id: i for i, request in enumerate(trace.requests)}
     if missing := [o.id for o in outputs if o.id not in places]:
@@ -256,10 +251,7 @@ def digest_of(document: Mapping[str, Any]) -> str:
 def read_run(path: PathLike) -> RealRun:
     """Return the run whose rounds are in the file `path`.
 
-    Raises
-    ------
-    FileError
-        If one of its two files is missing or damaged, or they do not belong together.
+    Raises FileError if one of its two files is missing or damaged, or they do not belong together.
     """
     path = Path(path)
     log, place = read_rounds(path), path.with_suffix(".json")

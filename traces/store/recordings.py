@@ -56,9 +56,7 @@ class Defaulted(str):
 
 
 def given_name(trace: str) -> str | None:
-    """Return the name of a recording that was given; None for one that comes by default, or from
-    the environment.
-    """
+    """Return the name that was given; None for a default or the environment's."""
     unnamed = isinstance(trace, Defaulted) or trace == os.environ.get(TRACE_VARIABLE)
     return None if unnamed else trace
 
@@ -74,10 +72,7 @@ def trace_folder(folder: Path) -> Path:
 
     Recordings made along the trace (sampled outputs, early exits) are in its folder.
 
-    Raises
-    ------
-    FileError
-        If `ELSEWHERE` is damaged, or names no folder next to this one.
+    Raises FileError if `ELSEWHERE` is damaged, or names no folder next to this one.
     """
     path = folder / ELSEWHERE
     if not path.is_file():
@@ -227,9 +222,7 @@ def _find(name_or_path: PathLike, kind: str, folder: Path) -> Path:
 
 
 def _file(place: Path, kind: str) -> Path | None:
-    """Return the file of a recording's folder that holds its trace or latencies, if there is
-    one.
-    """
+    """Return the file of a recording's folder that holds its trace or latencies, if any."""
     if kind == "trace":
         home = trace_folder(place)
         files = [home / f"{kind}.parquet", home / SAMPLED]

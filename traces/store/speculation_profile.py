@@ -160,10 +160,7 @@ def is_profile(path: PathLike) -> bool:
 def read_profile(path: PathLike) -> SpeculationProfile:
     """Read and check a ``speculation_profile.json``.
 
-    Raises
-    ------
-    FileError
-        If it is damaged, was not measured, holds no rates, or contradicts itself.
+    Raises FileError if it is damaged, was not measured, holds no rates, or contradicts itself.
     """
     held = read_object(path)
     if held.get("measured") is False:

@@ -41,11 +41,8 @@ def read_text(path: str | os.PathLike[str], most: int = MOST_BYTES) -> str:
 
     A gzipped file is unpacked.
 
-    Raises
-    ------
-    FileError
-        If the file is missing, cannot be read, is larger than `most` bytes (unpacked) or is not
-        UTF-8.
+    Raises FileError if the file is missing, cannot be read, is larger than `most` bytes (unpacked)
+    or is not UTF-8.
     """
     try:
         with Path(path).open("rb") as file:
@@ -125,11 +122,8 @@ def csv_rows(
     Columns are ``needed`` and ``known`` ones, in any order and case; without ``known``, any other
     is let through.  Values are stripped.  Lines that are empty or begin with ``#`` are skipped.
 
-    Raises
-    ------
-    FileError
-        If the header lacks a column, has an unknown one or one twice, or a row is not CSV or has
-        not as many values.
+    Raises FileError if the header lacks a column, has an unknown one or one twice, or a row is not
+    CSV or has not as many values.
     """
     number = 0
 
@@ -189,10 +183,7 @@ def _bounded(file: IO[bytes], most: int) -> bytes | None:
 def whole(where: str, name: str, value: Any, least: int = 0, most: int = MOST_COUNT) -> int:
     """Return `value` if it is a whole number from `least` to `most`.
 
-    Raises
-    ------
-    FileError
-        Naming `where` it stands and the field's `name` otherwise.
+    Raises FileError, naming `where` it stands and the field's `name` otherwise.
     """
     if type(value) is not int or value < least:
         raise FileError(f"{where}: {name} is {shown(value)}, expected a whole number >= {least}")

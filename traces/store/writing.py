@@ -36,10 +36,7 @@ class AtomicFile:
     link stays, and the file that it names is replaced.  A device, FIFO or socket is no file that
     could be replaced: it is opened and written to.
 
-    Raises
-    ------
-    FileError
-        If the file cannot be written there.
+    Raises FileError if the file cannot be written there.
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
@@ -143,10 +140,7 @@ def refused(path: str | os.PathLike[str], error: OSError) -> FileError:
 def write_atomically(path: str | os.PathLike[str], content: bytes) -> None:
     """Put `content` at `path` in one step (see `AtomicFile`).
 
-    Raises
-    ------
-    FileError
-        If the file cannot be written there.
+    Raises FileError if the file cannot be written there.
     """
     with AtomicFile(path) as file:
         file.write(content)
@@ -183,10 +177,8 @@ def only_writer(path: str | os.PathLike[str]) -> Iterator[None]:
 
     Only a regular file is held; a device, for example, is not.
 
-    Raises
-    ------
-    DraftsimError
-        If another process writes it (naming that process), or nothing can be written there.
+    Raises DraftsimError if another process writes it (naming that process), or nothing can be
+    written there.
     """
     path = Path(path)
     if path.exists() and not path.is_file():
@@ -204,10 +196,8 @@ def locked(lock: Path, what: Path, remedy: str) -> Iterator[None]:
     The operating system releases the lock when its holder ends, in whatever way, so a file that was
     left over blocks no writer.
 
-    Raises
-    ------
-    DraftsimError
-        If another process holds it (naming that process), or it cannot be made (with the `remedy`).
+    Raises DraftsimError if another process holds it (naming that process), or it cannot be made
+    (with the `remedy`).
     """
     try:
         descriptor = _acquired(lock)

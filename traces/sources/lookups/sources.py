@@ -185,9 +185,7 @@ class LookupSource(Source):
     def open(
         self, trace: Trace, recordings: Recordings, first: int
     ) -> Callable[[int], SourceReplay]:
-        """Open the decoders; this needs prompt and output tokens, which `draftsim profile`
-        records.
-        """
+        """Open the decoders, which need prompt and output tokens."""
         eos = eos_of(trace)
 
         def decoder(request: int) -> LookupReplay:
@@ -307,9 +305,7 @@ def proposed(proposal: Proposal) -> RecordedToken:
 
 
 def read_corpus(path: str | Path) -> list[list[int]]:
-    """Read token sequences from a file of one JSON list of ids a line; DraftsimError naming the
-    line.
-    """
+    """Read a file of one JSON list of token ids a line; DraftsimError names a wrong line."""
     sequences: list[list[int]] = []
     for number, ids in json_lines(path, remedy="write a JSON list of token ids a line"):
         if not isinstance(ids, list) or not all(type(i) is int and 0 <= i < 2**31 for i in ids):

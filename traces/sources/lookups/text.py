@@ -340,9 +340,7 @@ class NGramSimpleLookup(Lookup):
         self._indexed = max(len(self._ids) - 2, self._indexed)
 
     def propose(self) -> list[Proposal]:
-        """Return the tokens that followed; empty if the n-gram does not recur or if they are too
-        few.
-        """
+        """Return the tokens that followed; empty if there are too few, or no n-gram recurs."""
         ids = self._ids
         start = self._after.get(tuple(ids[-self.size_n :]))
         if start is None or len(ids) <= self.size_n + self.size_m + 2:

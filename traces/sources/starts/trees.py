@@ -88,9 +88,7 @@ class TreeRecording(SourceRecording):
         return rank
 
     def accepted(self, row: int, layers: int, budget: int) -> int:
-        """Return the number of true tokens in a row's tree, cut to `layers` layers and `budget`
-        nodes.
-        """
+        """Return the true tokens in a row's tree, cut to `layers` layers and `budget` nodes."""
         if not layers:
             return 0
         rank = self.rank[row, :layers, layers - 1]
@@ -165,9 +163,7 @@ class TreeReplay(SourceReplay):
         return RecordedToken(-1, False, *read)
 
     def verify(self, draft: Sequence[Any]) -> int:
-        """Verify in one pass over the last token and the best nodes; the path it agrees with is
-        emitted.
-        """
+        """Verify the last token and the best nodes in one pass; emit the path it agrees with."""
         layers = len(draft)
         accepted = self.recording.accepted(self._row0 + self.position, layers, self.budget)
         self.charge(layers)
@@ -293,9 +289,7 @@ class Eagle2(OnFeatures):
         return self.depth or int(self.recording(recordings).layers)
 
     def drafter(self, recordings: Recordings) -> Drafter:
-        """Return the drafter, whose passes are timed under the name of its recording, wide ones
-        apart.
-        """
+        """Return the drafter, whose passes are timed under the name of its recording."""
         return Drafter(self.recorded(recordings), by_passes=False)
 
 
