@@ -77,7 +77,7 @@ def bounded(
 
     ``max_gamma``: as in `load_file`.  Raises ValueError, or what the constructor raises.
     """
-    given = parse_spec(text, "policy", {name: found}).given
+    _, _, given = parse_spec(text, "policy", {name: found})
     policy: DraftPolicy | BatchPolicy = found(**given)
     check_policy(SingleStream(policy) if isinstance(policy, BatchPolicy) else policy)
     if max_gamma is not None:

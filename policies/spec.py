@@ -14,24 +14,15 @@ import math
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import field, fields
 from types import NoneType, UnionType
-from typing import Any, Literal, NamedTuple, Union, get_args, get_origin
+from typing import Any, Literal, Union, get_args, get_origin
 
 from policies.json_text import JSONError, parse_json
 
 
-class Spec(NamedTuple):
-    """A text form taken apart."""
-
-    name: str
-    cls: type
-    given: dict[str, Any]
-    """Parameters that the text sets, with their values."""
-
-
 def parse_spec(
     text: str, kind: str, table: Mapping[str, type], fixed: Collection[str] = ()
-) -> Spec:
-    """Take `text` apart, with its values typed as the constructor in `table` declares.
+) -> tuple[str, Any, dict[str, Any]]:
+    """Return name, class and parameters of `text`, typed as the constructor in `table` declares.
 
     ``kind`` is what messages call the object (``policy``, ``rule``); parameters in
     `fixed` are not the text's to set.
@@ -58,7 +49,7 @@ def parse_spec(
                 f"{where}: the constructor declares no type: annotate it, as in {key}: float = 0.5"
             )
         given[key] = _value(where, declared, value)
-    return Spec(name, cls, given)
+    return name, cls, given
 
 
 def describe_spec(obj: object, name: str, fixed: Collection[str] = ()) -> str:

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from reprlib import repr as shown
-from typing import Any, NamedTuple
+from typing import Any
 
 from traces.acceptance.schema import MOST_DRAFTED
 from traces.errors import FileError
@@ -23,26 +23,12 @@ Counts = Mapping[tuple[str, int], int]
 """Counts by name and position; position 0 of a counter that has none."""
 
 
-class MetricLine(NamedTuple):
-    """One line of a scrape."""
-
-    where: str
-    """File and line, for error messages."""
-    name: str
-    labels: Mapping[str, str]
-    text: str
-    """The value as written."""
-
-
-def read_samples(file: Path, prefix: str) -> list[MetricLine]:
-    """Return the samples of `file` whose names begin with `prefix`."""
-    found = []
+def read_samples(file: Path, prefix: str) -> Iterator[tuple[str, str, Mapping[str, str], str]]:
+    """Yield the place, name, labels and text of the samples whose names begin with `prefix`."""
     for number, line in enumerate(read_text(file).splitlines(), 1):
         if line.startswith(prefix) and (parts := _SAMPLE.match(line)) is not None:
             name, labels, text = parts.groups()
-            pairs = dict(_LABEL.findall(labels or ""))
-            found.append(MetricLine(f"{file} line {number}", name, pairs, text))
-    return found
+            yield f"{file} line {number}", name, dict(_LABEL.findall(labels or "")), text
 
 
 def read_counts(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar
 
 import numpy as np
 import numpy.typing as npt
@@ -43,14 +43,8 @@ READ = ("prob", "entropy", "logit_margin", "prob_margin", "top_prob", "raw_prob"
 """Signals in the order of `traces.sources.recording.read_columns`."""
 
 
-class ExitStep(NamedTuple):
-    """The source's step at a node."""
-
-    token: RecordedToken | None
-    heads: int
-    """Exit heads asked."""
-    depth: int
-    """Layers run for the token."""
+ExitStep = tuple[RecordedToken | None, int, int]
+"""The token at a node, the exit heads asked for it, and the layers run."""
 
 
 class ChosenExits:
@@ -80,23 +74,22 @@ class ChosenExits:
         """Return the step at a node."""
         if (step := self._steps[node]) is None:
             token = self._token(node) if self.choices[node] >= 0 else None
-            step = ExitStep(token, int(self.heads[node]), int(self.depths[node]))
-            self._steps[node] = step
+            step = self._steps[node] = token, int(self.heads[node]), int(self.depths[node])
         return step
 
     def calls(self, depths: list[int], positions: int) -> Mapping[CallKey, int]:
         """Return the calls of a round that drafted down to these layers, then verified."""
         key = positions, *depths
         # There are few layers to exit at: most rounds are like one before.
-        if (found := self._calls.get(key)) is None:
+        if key not in self._calls:
             counter = CallCounter()
             layers = LayerCounter(self.recording.layers, counter)
             for depth in depths:
                 layers.enter()
                 layers.deepen(depth)
             layers.finish(positions)
-            found = self._calls[key] = counter.open
-        return found
+            self._calls[key] = counter.open
+        return self._calls[key]
 
     def _token(self, node: int) -> RecordedToken:
         where, record = (node, self.choices[node]), self.recording
@@ -135,21 +128,16 @@ class EarlyExitReplay(SourceReplay):
         return token
 
     def _step(self, so_far: Sequence[Any]) -> ExitStep:
+        """Return the step after the last token drafted."""
         if not so_far:
             self._node, self._on_path = self._path + self.position, True
-        else:
-            self._follow(so_far)
-        return self.exits.step(self._node)
-
-    def _follow(self, so_far: Sequence[Any]) -> None:
-        """Move to the node after the last token drafted."""
-        token = so_far[-1].token_id
-        if self._on_path and token == self.output[self.position + len(so_far) - 1]:
+        elif self._on_path and so_far[-1].token_id == self.output[self.position + len(so_far) - 1]:
             self._node += 1
-            return
-        child = self.exits.recording.children.get((self._node, token))
-        self._node = self._unrecorded(len(so_far)) if child is None else child
-        self._on_path = False
+        else:
+            child = self.exits.recording.children.get((self._node, so_far[-1].token_id))
+            self._node = self._unrecorded(len(so_far)) if child is None else child
+            self._on_path = False
+        return self.exits.step(self._node)
 
     def _unrecorded(self, drafted: int) -> int:
         """Return the node to go on from if none was recorded after a wrong exit."""

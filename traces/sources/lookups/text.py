@@ -55,8 +55,8 @@ def searching(lookup: Lookup, text: Sequence[int]) -> Callable[[], list[Proposal
     return once
 
 
-class FirstOccurrences:
-    """Where n-grams of a growing sequence first ended, those of its last token excepted."""
+class FirstOccurrences(Lookup):
+    """A lookup after the first place where n-grams of its last token occurred."""
 
     def __init__(self, min_n: int, max_n: int) -> None:
         self.ids: list[int] = []
@@ -85,7 +85,7 @@ class FirstOccurrences:
         return []
 
 
-class PromptLookup(Lookup):
+class PromptLookup(FirstOccurrences):
     """Copies what followed the first earlier occurrence of the last n-gram.
 
     As transformers 5.23 ``PromptLookupCandidateGenerator``: the longest n of at most
@@ -108,15 +108,11 @@ class PromptLookup(Lookup):
         whole("num_tokens", num_tokens, 1)
         whole("max_ngram", max_ngram, 1)
         self.num_tokens, self.max_ngram, self.eos = num_tokens, max_ngram, eos
-        self._seen = FirstOccurrences(1, max_ngram)
-
-    def extend(self, tokens: Sequence[int]) -> None:
-        """Append and index."""
-        self._seen.extend(tokens)
+        super().__init__(1, max_ngram)
 
     def propose(self) -> list[Proposal]:
         """Return the tokens that followed; empty if no n-gram recurs or EOS followed."""
-        following = self._seen.following(self.num_tokens)
+        following = self.following(self.num_tokens)
         return [Proposal(t) for t in takewhile(lambda t: t not in self.eos, following)]
 
 
@@ -267,7 +263,7 @@ class NGramPool(Lookup):
         return [Proposal(t) for t in takewhile(lambda t: t not in self.eos, newest)]
 
 
-class NGramLookup(Lookup):
+class NGramLookup(FirstOccurrences):
     """Copies what followed the earliest occurrence of the longest n-gram at the sequence's end.
 
     As vLLM's ``NgramProposer`` (``v1/spec_decode/ngram_proposer.py``): of the n-grams at the
@@ -293,15 +289,11 @@ class NGramLookup(Lookup):
         whole("min_n", min_n, 1)
         whole("max_n", max_n, min_n)
         self.k, self.min_n, self.max_n, self.eos = k, min_n, max_n, eos
-        self._seen = FirstOccurrences(min_n, max_n)
-
-    def extend(self, tokens: Sequence[int]) -> None:
-        """Append and index."""
-        self._seen.extend(tokens)
+        super().__init__(min_n, max_n)
 
     def propose(self) -> list[Proposal]:
         """Return the tokens that followed; empty if no n-gram recurs."""
-        return until_eos(map(Proposal, self._seen.following(self.k)), self.eos)
+        return until_eos(map(Proposal, self.following(self.k)), self.eos)
 
 
 class NGramSimpleLookup(Lookup):
