@@ -176,18 +176,12 @@ def grown(starts: Starts, keep: Callable[[int, Ints], Bools]) -> Ints:
     return lengths
 
 
-class Read(Protocol):
-    """A function from a signal's name to its values for some tokens, an array of any shape."""
-
-    def __call__(self, name: str) -> Floats: ...
+Read = Callable[[str], Floats]
+"""A function from a signal's name to its values for some tokens, an array of any shape."""
 
 
 def tells_many(estimator: Any) -> bool:
-    """Return True if an estimator has a method ``chances(read, offset)``.
-
-    It gives for many tokens at once what the estimator gives for one
-    (`policies.estimators.AcceptanceEstimator`).
-    """
+    """Return True if an estimator has ``chances(read, offset)`` (`policies.estimators`)."""
     return estimator is None or hasattr(estimator, "chances")
 
 

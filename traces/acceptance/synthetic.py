@@ -135,9 +135,10 @@ def synthetic_trace(
         chances.append(process.probabilities(length, rng))
     chance = np.concatenate(chances)
     lengths = np.array([r.tokens for r in table])
+    told = asdict(process) if isinstance(process, Iid | Bursty) else {"parameters": repr(process)}
     meta = {
         "kind": "synthetic",
-        "process": {"name": type(process).__name__, **_parameters(process)},
+        "process": {"name": type(process).__name__, **told},
         "seed": seed,
         "concentration": concentration,
         "sampling": {"temperature": 0.0},
@@ -248,12 +249,6 @@ def logits_of(prob: Floats) -> dict[str, npt.NDArray[np.float32]]:
         "draft_entropy": entropy,
     }
     return {name: values.astype(np.float32) for name, values in signals.items()}
-
-
-def _parameters(process: MatchProcess) -> dict[str, Any]:
-    if isinstance(process, Iid | Bursty):
-        return asdict(process)
-    return {"parameters": repr(process)}
 
 
 def _probability(name: str, value: float) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
@@ -11,7 +12,7 @@ from typing import Any, ClassVar, NamedTuple
 import numpy as np
 
 from policies.arrays import Ints
-from policies.spec import parameters
+from policies.spec import parameter, parameters, whole, within
 from policies.vectorised import VectorisedPlan, own_word
 from traces.acceptance.trace import Trace
 from traces.errors import DraftsimError
@@ -206,6 +207,7 @@ def served_before(trace: Trace, request: int) -> list[ServedRequest]:
     ]
 
 
+@dataclass(eq=False)
 class PLD(LookupSource):
     """Prompt lookup decoding, as transformers 5.23 does it (see `PromptLookup`)."""
 
@@ -214,9 +216,8 @@ class PLD(LookupSource):
     searches = PromptLookup
     what = "prompt lookup (transformers 5.23 PromptLookupCandidateGenerator), recomputed from ids"
 
-    def __init__(self, num_tokens: int = 10, max_ngram: int = 2) -> None:
-        PromptLookup(num_tokens, max_ngram)
-        self.num_tokens, self.max_ngram = num_tokens, max_ngram
+    num_tokens: int = parameter(10, whole, 1)
+    max_ngram: int = parameter(2, whole, 1)
 
     def drafted(self, trace: Trace) -> Ints:
         """Return the tokens proposed everywhere; longer n-grams stand in for shorter ones."""
@@ -226,6 +227,7 @@ class PLD(LookupSource):
         return until_eos(tokens, eos_of(trace), proposed=False)
 
 
+@dataclass(eq=False)
 class REST(LookupSource):
     """Retrieval from a datastore (arXiv:2311.08252), its heaviest chain.
 
@@ -237,16 +239,14 @@ class REST(LookupSource):
     what = "REST (arXiv:2311.08252), heaviest chain of its tree; exact for the chain"
     signals: ClassVar[frozenset[str]] = DRAFTER_SIGNALS - {"logit_margin"}
 
-    def __init__(
-        self,
-        corpus: str = EARLIER,
-        num_tokens: int = 10,
-        max_suffix: int = 16,
-        min_suffix: int = 1,
-    ) -> None:
-        Retrieval(Datastore([]), num_tokens, max_suffix, min_suffix)
-        self.corpus, self.num_tokens = corpus, num_tokens
-        self.max_suffix, self.min_suffix = max_suffix, min_suffix
+    corpus: str = EARLIER
+    num_tokens: int = parameter(10, whole, 1)
+    max_suffix: int = 16
+    min_suffix: int = parameter(1, whole, 1)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        whole("max_suffix", self.max_suffix, self.min_suffix)
         self._store: Datastore | None = None
 
     def lookup(self, eos: frozenset[int], corpus: Callable[[], Sequence[ServedRequest]]) -> Lookup:
@@ -274,6 +274,7 @@ class REST(LookupSource):
         )  # fmt: skip
 
 
+@dataclass(eq=False)
 class Lookahead(LookupSource):
     """An n-gram pool after lookahead decoding (arXiv:2402.02057; see `NGramPool`)."""
 
@@ -286,9 +287,8 @@ class Lookahead(LookupSource):
     )
     fidelity: ClassVar[Fidelity] = "approximate"
 
-    def __init__(self, ngram: int = 5, guesses: int = 5) -> None:
-        NGramPool(ngram, guesses)
-        self.ngram, self.guesses = ngram, guesses
+    ngram: int = parameter(5, whole, 2)
+    guesses: int = parameter(5, whole, 1)
 
     def drafted(self, trace: Trace) -> Ints:
         """Return what follows the last token's newest occurrence that begins a whole n-gram."""
@@ -316,6 +316,7 @@ def read_corpus(path: str | Path) -> list[list[int]]:
     return sequences
 
 
+@dataclass(eq=False)
 class NGram(LookupSource):
     """vLLM's method ``ngram`` (see `NGramLookup`)."""
 
@@ -324,9 +325,13 @@ class NGram(LookupSource):
     searches = NGramLookup
     what = "vLLM's n-gram proposer, recomputed from token ids"
 
-    def __init__(self, k: int = 5, min_n: int = 5, max_n: int = 5) -> None:
-        NGramLookup(k, min_n, max_n)
-        self.k, self.min_n, self.max_n = k, min_n, max_n
+    k: int = parameter(5, whole, 1)
+    min_n: int = parameter(5, whole, 1)
+    max_n: int = 5
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        whole("max_n", self.max_n, self.min_n)
 
     def drafted(self, trace: Trace) -> Ints:
         """Return the tokens proposed everywhere; longer n-grams stand in for shorter ones."""
@@ -336,6 +341,7 @@ class NGram(LookupSource):
         return until_eos(tokens, eos_of(trace), proposed=True)
 
 
+@dataclass(eq=False)
 class NGramSimple(LookupSource):
     """llama.cpp's ``--spec-type ngram-simple`` (see `NGramSimpleLookup`)."""
 
@@ -344,9 +350,8 @@ class NGramSimple(LookupSource):
     searches = NGramSimpleLookup
     what = "llama.cpp's ngram-simple, recomputed from token ids"
 
-    def __init__(self, size_n: int = 12, size_m: int = 48) -> None:
-        NGramSimpleLookup(size_n, size_m)
-        self.size_n, self.size_m = size_n, size_m
+    size_n: int = parameter(12, whole, 1)
+    size_m: int = parameter(48, whole, 1)
 
     def drafted(self, trace: Trace) -> Ints:
         """Return all drafts.  An n-gram at the start, or before the last token, does not count."""
@@ -359,6 +364,7 @@ class NGramSimple(LookupSource):
         return until_eos(copied(ids, found, places - 1, self.size_m), eos_of(trace), proposed=True)
 
 
+@dataclass(eq=False)
 class Suffix(LookupSource):
     """vLLM's method ``suffix`` (see `SuffixLookup`), requests served one after another.
 
@@ -370,13 +376,14 @@ class Suffix(LookupSource):
     what = "suffix decoding (arXiv:2411.04975) as in vLLM, recomputed from token ids; exact"
     signals: ClassVar[frozenset[str]] = frozenset({"token_id", "prob"})
 
-    def __init__(
-        self, num_tokens: int = 24, depth: int = 24, factor: float = 1.0, min_prob: float = 0.1,
-        cached: bool = True,
-    ) -> None:  # fmt: skip
-        SuffixLookup(None, num_tokens, depth, factor, min_prob)
-        self.num_tokens, self.depth, self.factor = num_tokens, depth, factor
-        self.min_prob, self.cached = min_prob, cached
+    num_tokens: int = parameter(24, whole, 1)
+    depth: int = parameter(24, whole, 1)
+    factor: float = parameter(1.0, within, 0)
+    min_prob: float = parameter(0.1, within, 0, 1)
+    cached: bool = True
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
         self._found: tuple[weakref.ref[Trace], _Proposals] | None = None
 
     def lookup(self, eos: frozenset[int], corpus: Callable[[], Sequence[ServedRequest]]) -> Lookup:

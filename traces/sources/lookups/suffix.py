@@ -12,7 +12,6 @@ from array import array
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
-from policies.spec import whole, within
 from traces.sources.lookups.occurrences import BETWEEN
 from traces.sources.lookups.text import Lookup, Proposal, until_eos
 
@@ -229,10 +228,6 @@ class SuffixLookup(Lookup):
         self, served: SuffixTree | None, num_tokens: int, depth: int, factor: float,
         min_prob: float, eos: frozenset[int] = frozenset(),
     ) -> None:  # fmt: skip
-        whole("num_tokens", num_tokens, 1)
-        whole("depth", depth, 1)
-        within("factor", factor, 0)
-        within("min_prob", min_prob, 0, 1)
         self.num_tokens, self.depth, self.factor = num_tokens, depth, factor
         self.min_prob, self.eos = min_prob, eos
         self._own, self._served = SuffixTree(depth), served

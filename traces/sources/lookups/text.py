@@ -11,8 +11,6 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from policies.spec import whole
-
 
 class Proposal(NamedTuple):
     """A proposed token, with its distribution where the lookup has one."""
@@ -105,8 +103,6 @@ class PromptLookup(FirstOccurrences):
     def __init__(
         self, num_tokens: int = 10, max_ngram: int = 2, eos: frozenset[int] = frozenset()
     ) -> None:
-        whole("num_tokens", num_tokens, 1)
-        whole("max_ngram", max_ngram, 1)
         self.num_tokens, self.max_ngram, self.eos = num_tokens, max_ngram, eos
         super().__init__(1, max_ngram)
 
@@ -163,9 +159,6 @@ class Retrieval(Lookup):
         min_suffix: int = 1,
         eos: frozenset[int] = frozenset(),
     ) -> None:
-        whole("num_tokens", num_tokens, 1)
-        whole("min_suffix", min_suffix, 1)
-        whole("max_suffix", max_suffix, min_suffix)
         self.store, self.num_tokens, self.eos = store, num_tokens, eos
         self.max_suffix, self.min_suffix = max_suffix, min_suffix
         self._ids: list[int] = []
@@ -237,8 +230,6 @@ class NGramPool(Lookup):
     """
 
     def __init__(self, ngram: int = 5, guesses: int = 5, eos: frozenset[int] = frozenset()) -> None:
-        whole("ngram", ngram, 2)
-        whole("guesses", guesses, 1)
         self.ngram, self.guesses, self.eos = ngram, guesses, eos
         self._ids: list[int] = []
         self._pool: dict[int, OrderedDict[tuple[int, ...], None]] = {}
@@ -285,9 +276,6 @@ class NGramLookup(FirstOccurrences):
     def __init__(
         self, k: int = 5, min_n: int = 5, max_n: int = 5, eos: frozenset[int] = frozenset()
     ) -> None:
-        whole("k", k, 1)
-        whole("min_n", min_n, 1)
-        whole("max_n", max_n, min_n)
         self.k, self.min_n, self.max_n, self.eos = k, min_n, max_n, eos
         super().__init__(min_n, max_n)
 
@@ -316,8 +304,6 @@ class NGramSimpleLookup(Lookup):
     def __init__(
         self, size_n: int = 12, size_m: int = 48, eos: frozenset[int] = frozenset()
     ) -> None:
-        whole("size_n", size_n, 1)
-        whole("size_m", size_m, 1)
         self.size_n, self.size_m, self.eos = size_n, size_m, eos
         self._ids: list[int] = []
         # Of every n-gram that something but the last token follows, the index after its last one.

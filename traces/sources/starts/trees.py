@@ -166,16 +166,11 @@ class TreeReplay(SourceReplay):
         """Verify the last token and the best nodes in one pass; emit the path it agrees with."""
         layers = len(draft)
         accepted = self.recording.accepted(self._row0 + self.position, layers, self.budget)
-        self.charge(layers)
+        nodes = min(self.budget, candidates(self.recording.topk, layers))
+        self.calls.add(TREE, nodes + 1, verify=True)
         self.calls.end_round()
         self.position = min(self.position + accepted + 1, self.length)
         return accepted
-
-    def charge(self, submitted: int) -> int:
-        """Price a pass over the last token and the nodes that are kept of `submitted` layers."""
-        nodes = min(self.budget, candidates(self.recording.topk, submitted))
-        self.calls.add(TREE, nodes + 1, verify=True)
-        return submitted + 1
 
     def at_once(
         self, trace: Trace, plan: VectorisedPlan, first: int, chosen: Sequence[int]
