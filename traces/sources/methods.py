@@ -20,9 +20,8 @@ from policies.rules.threshold import CMASDVerification
 from policies.spec import choice
 from traces.acceptance.trace import Trace
 from traces.errors import DraftsimError
-from traces.replay.judged import columns_of
 from traces.replay.layout import layout_of
-from traces.replay.vectorised import replay_many
+from traces.replay.vectorised import columns_of, replay_many
 from traces.sources.registry import DRAFT_MODEL, SYSTEMS
 from traces.sources.registry import Method as Method  # noqa: PLC0414
 
