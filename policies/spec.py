@@ -176,10 +176,7 @@ class Checked:
 
 
 def parameter(default: Any, check: Callable[..., None], *bounds: Any) -> Any:
-    """Return a dataclass field whose values have to pass ``check(name, value, *bounds)``.
-
-    None is allowed if it is the default.
-    """
+    """Return a dataclass field that has to pass ``check(name, value, *bounds)``."""
     return field(default=default, metadata={"check": check, "bounds": bounds})
 
 

@@ -26,18 +26,10 @@ Synchronise = Literal["ragged", "minimum", "mean"]
 class Member:
     """A sequence of a batch, as far as the loop goes.
 
-    Attributes
-    ----------
-    name:
-        Name of the sequence, for policies that keep state per sequence.
-    draft, seen:
-        The tokens drafted in this iteration, and as the policy is shown them; once drafting has
-        ended, `draft` holds those to be verified.
-    forwards, catch_up:
-        As in `policies.core.Round`: draft passes of this step, and tokens that the first pass of
-        the next draft processes.
-    policy, seat:
-        Its policy where it has one of its own, and its place among those that learn.
+    ``name`` is for policies that keep state per sequence.  ``draft`` and ``seen`` are the tokens
+    drafted in this iteration, and as the policy is shown them; once drafting has ended, ``draft``
+    holds those to be verified.  ``forwards`` and ``catch_up`` are as in `policies.core.Round`,
+    ``policy`` its own policy, and ``seat`` its place among those that learn.
     """
 
     takes_verified = False
@@ -77,15 +69,8 @@ Draft = Callable[[Sequence[M]], Sequence[Any]]
 class Together(ABC):
     """Drives the policy or policies of a batch.
 
-    Parameters
-    ----------
-    policy:
-        The run's own copy.
-    guarded:
-        True if the tokens refuse signals that a policy does not declare; else each is shown through
-        a guard.
-    longest:
-        Tokens that a draft may have at most, where the engine bounds it.
+    ``policy`` is the run's own copy.  ``guarded``: tokens refuse signals that a policy does not
+    declare; else each is shown through a guard.  ``longest``: the engine's bound on a draft.
     """
 
     policy: Any
@@ -215,10 +200,7 @@ class PerRequest(Together):
 
 
 class TruncateToMinimum(PerRequest):
-    """Every sequence keeps as many tokens as the sequence of the batch with fewest accepted.
-
-    A sequence that ends within the round does not count.
-    """
+    """Every sequence keeps as many tokens as the one with fewest accepted that does not end."""
 
     def keep(self, accepted: Sequence[int], ends: Sequence[bool]) -> list[int]:
         """Return the smallest acceptance of those that go on, for all."""

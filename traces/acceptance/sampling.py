@@ -51,10 +51,7 @@ class Sampling:
 
     @property
     def plain(self) -> bool:
-        """Return True if a drawn token has its softmax probability: T = 1, and no cut.
-
-        Greedy decoding draws nothing and counts, too.
-        """
+        """Return True if a token has its softmax probability (T = 1, uncut), or none is drawn."""
         return self.temperature in (0, 1) and self.top_p == 1
 
     @property

@@ -189,16 +189,8 @@ def trace_by_position(
 
     Every start of a round has its own draft, whose accepted tokens are drawn independently, because
     counters do not hold the order of rounds.  So fixed lengths have the given acceptance lengths,
-    and policies that learn from earlier rounds gain nothing.
-
-    Parameters
-    ----------
-    survival:
-        Chances that the first 1, 2, ... drafted tokens are all accepted, (longest draft,).
-    requests, tokens, prompt_length:
-        Number of requests, and output and prompt tokens of each.
-    meta:
-        Further provenance.
+    and policies that learn from earlier rounds gain nothing.  ``survival`` are the chances that the
+    first 1, 2, ... drafted tokens are all accepted, ``meta`` further provenance.
 
     Raises DraftsimError if the chances rise, or are none.
     """
@@ -230,10 +222,7 @@ def drawn_chances(mean: Floats, concentration: float, rng: np.random.Generator) 
 
 
 def logits_of(prob: Floats) -> dict[str, npt.NDArray[np.float32]]:
-    """Return the draft columns of distributions with this top probability, shape of `prob`.
-
-    The runner-up has half of the rest, and the other tokens share what is left evenly.
-    """
+    """Return draft columns with this top probability; the runner-up has half of the rest."""
     top = np.clip(prob, 1e-3, 1 - 1e-6)
     second = np.minimum(0.5 * (1 - top), 0.9 * top)
     rest = 1 - top - second

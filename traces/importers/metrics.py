@@ -37,15 +37,9 @@ def read_counts(
 ) -> Counts:  # fmt: skip
     """Read counters by name (without `prefix`), summed over engines and models.
 
-    Parameters
-    ----------
-    files:
-        A scrape, or one before and one after, whose difference counts.
-    plain, placed:
-        Counters without, and with, the `label` that gives a draft position.
-
-    Raises FileError if a value is no count, a label does not belong there, or the second scrape
-    counts less.
+    ``files`` are a scrape, or one before and one after; ``placed`` counters have the `label` that
+    gives a draft position, ``plain`` ones have not.  Raises FileError if a value is no count, a
+    label does not belong there, or the second scrape counts less.
     """
     if len(files) > 2:
         raise FileError(f"prometheus takes a scrape, or two, not {len(files)} files")
@@ -252,10 +246,7 @@ SERVERS: Mapping[str, tuple[str, Callable[[Sequence[Path], dict[str, Any]], Tota
 
 
 class Prometheus(Importer):
-    """``/metrics`` of vLLM, SGLang, TensorRT-LLM or llama.cpp's server.
-
-    One scrape counts from the server's start; two, before and after, count between them.
-    """
+    """``/metrics`` of vLLM, SGLang, TensorRT-LLM or llama.cpp: since the start, or between two."""
 
     name = "prometheus"
     summary = (

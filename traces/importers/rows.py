@@ -144,9 +144,8 @@ def only_file(name: str, files: Sequence[Path]) -> Path:
 def read_json_rows(path: str | os.PathLike[str], text: str | None = None) -> list[Row]:
     """Return the objects of a JSON or JSON Lines file, each with where it is from.
 
-    ``text``: the file's text, if it was read before.
-
-    Raises FileError if the file is missing, is no text, or a line is not a JSON object.
+    ``text``: the file's text, if it was read before.  Raises FileError if the file is missing, is
+    no text, or a line is not a JSON object.
     """
     text = read_text(path) if text is None else text
     try:

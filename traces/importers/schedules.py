@@ -256,12 +256,10 @@ def _coincidence(rounds: Sequence[Sequence[LoggedRound]]) -> float:
 def unexplained_share(
     turns: Sequence[LoggedTurn], rounds: Sequence[Sequence[LoggedRound]], first: int
 ) -> float | None:
-    """Return the share of a round's time that accepted tokens explain, given rounds, drafts and
-    context.
+    """Return the share of a round's time that accepted tokens take beyond what drafts explain.
 
-    It is fitted by least squares over the turns: 0 within `SIGNIFICANT` standard errors, None with
-    fewer than `FEWEST_TURNS` turns.  If the draft lengths are right, accepting a token takes no
-    time.
+    Least squares over the turns, given rounds, drafts and context: 0 within `SIGNIFICANT` standard
+    errors, None with fewer than `FEWEST_TURNS` turns.  With right lengths it is 0.
     """
     if len(turns) < FEWEST_TURNS:
         return None

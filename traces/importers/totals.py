@@ -152,10 +152,7 @@ class Totals:
         return 1 + mean * gamma / self.reach, 1 + np.minimum(gamma, mean)
 
     def rows(self) -> list[dict[str, Any]]:
-        """Return one row a draft length: survival and block efficiency, lowest and highest.
-
-        None for trees.
-        """
+        """Return survival and block efficiency by draft length, as bounds; none for trees."""
         if self.tree:
             return []
         parts = zip(*self.survival(), *self.block_efficiency(), strict=True)
@@ -227,10 +224,7 @@ def check_drafted(where: str, name: str, drafted: int, rounds: int) -> None:
 
 
 def summed(histograms: Sequence[Sequence[int]], longest: int) -> list[int]:
-    """Return the rounds that accepted at least 1, 2, ... `longest` drafts, over all histograms.
-
-    A histogram counts rounds by accepted drafts, from 0.
-    """
+    """Return rounds that accepted at least 1, 2, ... `longest` drafts; histograms count from 0."""
     totals = [0] * (longest + 1)
     for histogram in histograms:
         for k, rounds in enumerate(histogram):

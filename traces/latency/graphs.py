@@ -62,8 +62,7 @@ class CUDAGraphs:
 
     @classmethod
     def parsed(cls, sizes: str | None, mode: str | None) -> CUDAGraphs:
-        """Return the graphs of ``--cudagraph-capture-sizes`` and ``--cudagraph-mode``; None:
-        vLLM's.
+        """Return the graphs that two options give, by default vLLM's.
 
         Raises DraftsimError if the sizes are not whole numbers, or the mode is unknown.
         """

@@ -119,8 +119,7 @@ def combined(*axes: npt.ArrayLike) -> list[Floats]:
 def typed(frame: pd.DataFrame, columns: Mapping[str, tuple[str, str]], what: str) -> pd.DataFrame:
     """Return the `columns` of a frame alone, in their types; floats are times.
 
-    Raises DraftsimError on missing or mistyped columns of ``what``, or times that are negative or
-    not finite.
+    Raises DraftsimError on missing or mistyped columns, or times that are negative or not finite.
     """
     if missing := [c for c in columns if c not in frame.columns]:
         raise DraftsimError(f"{what} lacks the column(s) {', '.join(missing)}")

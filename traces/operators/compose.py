@@ -150,21 +150,12 @@ def model_of_steps(steps: pd.DataFrame) -> Placed:
 
 
 class Composer:
-    """Passes of any model on one device.
+    """Passes of any model on one device (a name of `draftsim list --devices`).
 
-    Parameters
-    ----------
-    table:
-        The operators timed.
-    device:
-        The GPU, a name of `draftsim list --devices`.
-    graphs:
-        The CUDA graphs of the engine; by default vLLM's.
-    by_steps:
-        Let passes take what the whole steps timed on the device say; None: if there are any.
+    ``graphs`` are the engine's CUDA graphs, by default vLLM's.  With ``by_steps``, passes take what
+    the whole steps timed on the device say; None: if there are any.
 
-    Raises DraftsimError if the table has no timings of matrix products on the device, or none of
-    whole steps.
+    Raises DraftsimError if the table has no matrix products of the device, or lacks whole steps.
     """
 
     def __init__(
@@ -240,10 +231,7 @@ class Composer:
         return Parts(dense_s, placed.model.layers * attended_s)
 
     def parts_of_steps(self, placed: Placed, steps: pd.DataFrame) -> Parts:
-        """Return the operators' seconds of `steps`.
-
-        A step holds a prompt's chunk, sequences that decode, or both.
-        """
+        """Return the operators' seconds of `steps`: a prompt's chunk, decoding, or both."""
         chunk, batch, context = (
             steps[name].to_numpy(float) for name in ("tokens", "batch", "batch_context")
         )
@@ -278,10 +266,7 @@ class Composer:
         return found
 
     def cells(self, role: str, placed: Placed, batches: Sequence[int] = BATCHES) -> pd.DataFrame:
-        """Return the cells of a model's passes, of its layers and of its head.
-
-        Column ``repeats`` is 1 where a whole step covers the pass, else 0.
-        """
+        """Return cells of a model's passes, layers and head; ``repeats`` 1: a step covers them."""
         parts = []
         b, n, c = _grid(batches, WIDTHS, CONTEXTS)
         timed = covered(self.steps, placed, b, n, c)
@@ -306,10 +291,7 @@ class Composer:
     def table(
         self, target: Placed, draft: Placed | None = None, name: str = "", largest: int = 0
     ) -> LatencyTable:
-        """Return the latency table of a target and its draft.
-
-        Every batch size up to `largest` has cells of its own, so that no pass is read between two
-        captured sizes.
+        """Return the latency table of a target and its draft, every batch up to `largest` included.
 
         Raises DraftsimError if the weights do not fit into the memory of the GPUs.
         """
@@ -400,11 +382,8 @@ class Blocks(NamedTuple):
 def kv_blocks(meta: Mapping[str, Any], utilisation: float = UTILISATION) -> Blocks:
     """Return the blocks of one GPU of an engine with the models of a composed latency table.
 
-    ``(memory x utilisation - weights - overhead) / (block size x cached bytes of a token)``, with
-    the weights and the cache of the draft counted with the target's.
-
-    Raises DraftsimError if the table's provenance does not say GPU and models, or nothing is left
-    for the cache.
+    ``(memory x utilisation - weights - overhead) / (block size x cached bytes of a token)``, draft
+    included.  Raises DraftsimError if GPU or models are not told, or nothing is left for the cache.
     """
     if "composed" not in meta:
         raise DraftsimError(

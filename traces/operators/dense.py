@@ -71,15 +71,7 @@ OTHERWISE = ("attention", "attention_unsplit", "all_reduce", "moe", "step", "ste
 
 
 class DenseOperators:
-    """The operators of one device, read at any model's sizes.
-
-    Parameters
-    ----------
-    table:
-        Timings; those of other devices are left out.
-    device:
-        The GPU.
-    """
+    """The operators of one device, read at any model's sizes from its timings in a table."""
 
     def __init__(self, table: OperatorTable, device: Device) -> None:
         self.device = device
@@ -241,8 +233,7 @@ class Products:
     def curve(self, size: float) -> Curve:
         """Return seconds by tokens of a product of `size` bytes of weights.
 
-        Beyond the most weights timed they grow in proportion; below the fewest, all but a launch
-        shrinks in proportion.
+        Beyond those timed they grow in proportion; below, all but a launch shrinks so.
         """
         known, logs = self._bytes, np.log(self._seconds)
         if size <= known[0]:
@@ -257,11 +248,7 @@ class Products:
 
 
 def moved_per_token(operator: str, model: Architecture, shared: int = 1) -> float:
-    """Return bytes that an operator reads and writes for a token, on one of the GPUs that share it.
-
-    A norm reads and writes the token and the residual; an activation reads a gate and what it
-    gates, and writes their product.
-    """
+    """Return bytes that an operator moves for a token, on one of the GPUs that share it."""
     turned = (model.heads + model.kv_heads) * model.head_dim / shared
     return BYTES * {
         "embedding": 2.0 * model.hidden, "norm": 4.0 * model.hidden,

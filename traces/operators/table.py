@@ -72,8 +72,7 @@ KEY = [name for name in OPERATOR_COLUMNS if name not in ("seconds", "measured", 
 class OperatorTable:
     """Operators timed on one or more GPUs, columns as in `OPERATOR_COLUMNS`.
 
-    Raises DraftsimError on missing or mistyped columns, unknown operators, or times that are not
-    positive.
+    Raises DraftsimError on missing or mistyped columns, unknown operators, or impossible times.
     """
 
     rows: pd.DataFrame

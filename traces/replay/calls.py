@@ -176,14 +176,12 @@ def distinct(keys: Ints) -> tuple[Ints, Ints]:
 
 
 class LayerCounter:
-    """An account of the layers that each pending position has passed, and of the calls for them.
+    """The layers that each pending position has passed, and the calls for them.
 
-    Position i of a round attends to the earlier ones at every layer it runs, so bringing the
-    newest position to a depth brings all earlier ones at least as deep; where they lack a
-    layer they run it together with it, in one call (SpecBound, arXiv:2604.12247, sec. 2.3).
-    Depths therefore never increase from a position to the next.
-
-    ``layers`` is the number of layers of the target.
+    Position i of a round attends to the earlier ones at every layer it runs, so bringing the newest
+    to a depth brings all earlier ones at least as deep; what they lack they run together with it,
+    in one call (SpecBound, arXiv:2604.12247, sec. 2.3).  Depths never increase from a position to
+    the next.  ``layers``: those of the target.
     """
 
     def __init__(self, layers: int, counter: CallCounter) -> None:
@@ -196,11 +194,7 @@ class LayerCounter:
         self.depths.append(0)
 
     def deepen(self, depth: int, *, verify: bool = False) -> list[tuple[int, int, int]]:
-        """Bring the newest position to `depth`; return what was run, a call each.
-
-        (first layer, last layer + 1, width): the width counts the newest positions, which run
-        together.
-        """
+        """Bring the newest position to `depth`; return (first, last + 1, width) of its calls."""
         steps: list[tuple[int, int, int]] = []
         at, width = self.depths[-1], 1
         while at < depth:
@@ -216,10 +210,7 @@ class LayerCounter:
         return steps
 
     def finish(self, positions: int) -> list[tuple[int, int, int]]:
-        """Verify the first `positions`: run what they lack, and the output head over them.
-
-        Positions beyond are forgotten, positions not yet entered enter now.
-        """
+        """Verify the first `positions`, and no others: run what they lack, and the output head."""
         del self.depths[positions:]
         while len(self.depths) < positions:
             self.enter()
@@ -242,10 +233,7 @@ def drafting_always(latency: LatencyTable, passes: int | None) -> LatencyTable:
 
 
 def in_one_pass(latency: LatencyTable) -> LatencyTable:
-    """Return the table of a drafter that drafts all tokens of a round in one pass, whatever their
-    number.
-
-    A round's first draft pass costs what it cost, at any width, and the others nothing.
+    """Return the table of a drafter that drafts all tokens of a round in its first pass.
 
     Raises DraftsimError if the table has no draft passes.
     """
@@ -279,13 +267,12 @@ def passes_always(latency: LatencyTable) -> int:
 
 
 def always_drafted(log: RoundLog, passes: int) -> RoundLog:
-    """Return the rounds of `log` in an engine that runs `passes` draft passes in each, or more if
-    drafted.
+    """Return the rounds of `log` in an engine that runs `passes` draft passes or more in each.
 
-    Verified and accepted tokens stay the same.  The drafter, called every time, is always up to
-    date, so its first pass reads one token, or two if all that it had read was accepted; one that
-    takes verified tokens reads all that the last round emitted.  Sources that draft without model
-    passes, and plain decoding, are returned unchanged.
+    Verified and accepted tokens stay the same.  The drafter is always up to date, so its first pass
+    reads one token, or two if all that it had read was accepted; one that takes verified tokens
+    reads all that the last round emitted.  Sources without model passes, and plain decoding, are
+    left alone.
     """
     if not passes or log.is_plain or log.calls is not None:
         return log

@@ -29,11 +29,7 @@ def rejected_pairs(trace: Trace, log: RoundLog) -> list[tuple[int, int]]:
 
 
 def rejected_gaps(trace: Trace, log: RoundLog) -> npt.NDArray[np.float64]:
-    """Return CSD's gate input at every rejection in `log`: z(draft) - z(target), in nats, <= 0.
-
-    Shape (rejections,), in the order of `rejected_pairs`, which says what `log` is and what is
-    raised.
-    """
+    """Return CSD's z(draft) - z(target), nats, at every rejection (`rejected_pairs`)."""
     draft, best = _at_rejections(trace, log, "target_draft_logit", "target_top1")
     return draft.astype(np.float64) - best.astype(np.float64)
 
@@ -60,10 +56,8 @@ def calibrated(
 ) -> OnlineCorrectionMemory:
     """Return a memory that has counted every rejection of `policy` over `trace`, in its order.
 
-    `memory` is counted on and returned; by default a new one without a bound.  Its
-    ``sizes`` then show its growth, request by request.
-
-    Raises what `rejected_pairs` and `traces.replay.run.replay` raise.
+    It is `memory`, or a new one without a bound; its ``sizes`` show its growth by request.  Raises
+    what `rejected_pairs` and `traces.replay.run.replay` raise.
     """
     memory = OnlineCorrectionMemory() if memory is None else memory
     log = replay(trace, policy)
@@ -79,10 +73,8 @@ def calibrated(
 def split_requests(trace: Trace, share: float) -> tuple[list[int], list[int]]:
     """Return indices of a training part, `share` of the requests, and of the rest.
 
-    Both are spread evenly over the categories, and keep the order of the trace.
-
-    Raises DraftsimError if `share` is not above 0 and at most 1, or so small that no request is
-    left to train on.
+    Both are spread evenly over the categories, and keep the order of the trace.  Raises
+    DraftsimError if `share` is not above 0 and at most 1, or leaves no request to train on.
     """
     if not 0 < share <= 1:
         raise DraftsimError(f"share is {share}, expected above 0 and at most 1")

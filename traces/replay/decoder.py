@@ -148,16 +148,8 @@ BLANK, END = (guarded(RecordedToken, ())(-1, at_end) for at_end in (False, True)
 class Rows(Generic[T]):
     """An object per row of a trace, made when first asked for and then kept.
 
-    Most rows of a recording are tails that no policy reaches.
-
-    Parameters
-    ----------
-    kind:
-        Class of the objects, which is not called: only their attributes `names` are set.
-    count:
-        Rows.
-    column:
-        The values of an attribute, one per row; asked for when the first object is made.
+    Most rows are tails that no policy reaches.  The class `kind` is not called: only the attributes
+    `names` are set, whose values by row are asked of `column` when the first object is made.
     """
 
     def __init__(

@@ -60,12 +60,10 @@ def output_log_likelihood(trace: Trace) -> float:
 
 
 def relative_bleu(outputs: Sequence[str], references: Sequence[str]) -> float:
-    """Return the BLEU of `outputs` against the target's greedy `references`, 0..100 (CM-ASD, Table
-    V).
+    """Return the BLEU of `outputs` against the greedy `references`, 0..100 (CM-ASD, Table V).
 
-    Corpus BLEU of sacrebleu with its default tokenisation, one text per request.
-
-    Raises DraftsimError if sacrebleu is not installed, or the lists do not pair up.
+    Corpus BLEU of sacrebleu with its default tokenisation.  Raises DraftsimError if that is not
+    installed, or the lists do not pair up.
     """
     _check_pairs(outputs, references)
     try:

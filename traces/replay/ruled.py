@@ -29,17 +29,11 @@ class RuleReplayDecoder(ReplayDecoder):
     """One recorded request, verified by a lossy rule.
 
     The rule gets the target's scores of every drafted token, also off the path, so a round is exact
-    in itself.  Later rounds are approximate after the first lossy acceptance: the real decoder
-    continues a text that was not recorded, and this one continues along the recording, the same
-    number of tokens further.  A drafted EOS off the path does not end the output, so that every
-    policy decodes the same number of tokens.
-
-    Attributes
-    ----------
-    mismatched:
-        Per round, the emitted drafted tokens that the target would not have chosen.
-    departed:
-        True if any verdict so far differed from the recorded one.
+    in itself.  After the first lossy acceptance later rounds are approximate: the real decoder
+    continues a text that was not recorded, and this one the recording, the same number of tokens
+    further.  A drafted EOS off the path does not end the output, so that every policy decodes the
+    same number of tokens.  ``mismatched``: per round, emitted drafted tokens that the target would
+    not have chosen.  ``departed``: some verdict differed from the recorded one.
     """
 
     def __init__(

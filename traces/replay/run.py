@@ -105,10 +105,7 @@ def recorded_log(
 
 
 def own_policy(trace: Trace, policy: P) -> P:
-    """Return a run's own copy of `policy`, told the vocabulary of the recorded pair.
-
-    Raises SignalError where the policy needs one and neither it nor the recording has it.
-    """
+    """Return a run's copy of `policy`; SignalError if its vocabulary size is not known."""
     try:
         return own_copy(policy, trace.vocab_size)
     except ValueError as error:

@@ -110,11 +110,7 @@ def _together(
 def _judged(
     trace: Trace, policy: DraftPolicy, rule: VerifyRule, lockstep: Lockstep, name: str, batch: int
 ) -> RoundLog | None:  # fmt: skip
-    """Return the log of a policy whose drafts no round changes, under a lossy rule; None for any
-    other.
-
-    None, too, where a draft leaves what was recorded.
-    """
+    """Return the log under a lossy rule of drafts that no round changes; None for any other."""
     plan, own = _planned(trace, policy, batch), prepared_rule(rule, trace)
     drafts = None if plan is None else lockstep.drafts(plan)
     if drafts is None or own is None:
@@ -146,8 +142,7 @@ Judged = tuple[Rounds, Sequence[int], bool]
 def judged_rounds(
     trace: Trace, rule: VerifyRule, lockstep: Lockstep, forwards: Lengths32, sent: Lengths32
 ) -> Judged | None:
-    """Return the rounds of drafts known by start, (starts + 1,) each, under a run's own lossy
-    `rule`.
+    """Return the rounds of drafts known by start, (starts + 1,) each, under a run's lossy `rule`.
 
     None if one leaves what was recorded: there the loop says what is missing.
     """

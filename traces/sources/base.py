@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, ClassVar, NamedTuple, Self
+from typing import Any, ClassVar, Self
 
 import numpy as np
 import numpy.typing as npt
@@ -22,16 +22,6 @@ from traces.sources.recording import Recordings, SourceRecording
 
 DRAFTER_SIGNALS = frozenset(SIGNALS) - {"top10_prob"}
 """Signals recorded of a drafter along a trace, which leave out its ten likeliest tokens."""
-
-
-class Drafter(NamedTuple):
-    """The model that a source drafts with, where it has one of its own."""
-
-    model: str
-    """Its name in latency tables."""
-    by_passes: bool
-    """True if a drafted token is a pass, the first over what was verified since the one before:
-    such rounds cost what a draft model's do, any others their calls."""
 
 
 class Source(Checked):
@@ -82,9 +72,16 @@ class Source(Checked):
         """Return its name in tables, which tells it from the others of these recordings."""
         return self.name
 
-    def drafter(self, recordings: Recordings) -> Drafter | None:
-        """Return the model it drafts with; None where it has none but the target."""
-        return None
+    def drafter(self, recordings: Recordings) -> str:
+        """Return the name in latency tables of the model whose passes draft, if it has one."""
+        return "draft"
+
+    def by_passes(self, recordings: Recordings) -> bool:
+        """Return True if a drafted token is a pass, the first over what was verified since.
+
+        Such rounds cost what a draft model's do, any others their calls.
+        """
+        return False
 
     def longest(self, trace: Trace, recordings: Recordings) -> int | None:
         """Return the longest draft that it can be replayed with; None if nothing bounds it.
@@ -200,17 +197,13 @@ class SourceReplay(ABC):
         """Return the proposal after the output so far and `so_far`; None where there is none."""
 
     def charge(self, submitted: int) -> int:
-        """Count the verification's calls; return the positions it gives true tokens for.
-
-        By default it is an ordinary pass over the draft and the last token.
-        """
+        """Count the verification's calls; return the positions that it gives true tokens for."""
         return submitted + 1
 
     def verify(self, draft: Sequence[Any]) -> int:
         """Accept the leading matches, extend the output, and return how many matched.
 
-        With as many positions as drafted tokens (no bonus position) a full match emits those
-        tokens and nothing more.
+        Without a bonus position a full match emits those tokens and nothing more.
         """
         positions, at = self.charge(len(draft)), self.position
         accepted = leading((t.token_id for t in draft), self.output[at : at + len(draft)])

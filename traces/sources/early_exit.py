@@ -187,10 +187,7 @@ class EarlyExitReplay(SourceReplay):
         return rounds, pack_counted(calls)
 
     def drafted(self, steps: ExitSteps, waiting: npt.NDArray[np.integer]) -> Counted:
-        """Return the calls, other than of layers, that draft: every exit up to the chosen one.
-
-        ``waiting``, (rounds,), are verified positions that were not drafted from as yet.
-        """
+        """Return the exit heads' calls; ``waiting``, (rounds,), were only verified."""
         many = self.exits.heads[steps.node]
         return Counted(False, EXIT_HEAD, steps.round, np.ones_like(many), many)
 
@@ -308,10 +305,7 @@ def verified(processed: int, submitted: int, bonus: bool) -> int:
 
 
 class ExitSteps:
-    """The tokens that rounds ran up to their exits, flat.
-
-    ``asked`` (rounds,) of each round, ``node`` (steps,) where they stand in the recording.
-    """
+    """The tokens that rounds ran to their exits: ``asked`` (rounds,), ``node`` (steps,) of each."""
 
     def __init__(self, asked: Ints, node: Ints) -> None:
         self.node = node
@@ -320,8 +314,7 @@ class ExitSteps:
 
 
 def layer_calls(exits: ChosenExits, steps: ExitSteps, positions: Ints) -> list[Counted]:
-    """Return layers and output heads of rounds that each verify `positions` (`LayerCounter` counts
-    one).
+    """Return layers and output heads of rounds that each verify `positions`.
 
     A layer runs where a token goes deeper, together with all positions of the round that have not
     passed it.  So each layer by itself tells its widths: positions since it last ran.  Layers

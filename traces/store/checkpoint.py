@@ -77,11 +77,7 @@ class Checkpoint:
             return {key: arrays[key] for key in arrays.files}
 
     def put(self, name: str, arrays: Mapping[str, Any], of: str = "") -> None:
-        """Keep `arrays` under `name`; all of them or, if interrupted, none.
-
-        ``of`` says, in addition to the settings, what they were made from; arrays that were made
-        from something else are not returned.
-        """
+        """Keep all `arrays` under `name`, or none; ``of``: what they were made from."""
         file = io.BytesIO()
         np.savez(file, **arrays)
         write_atomically(self.folder / f"{name}.npz", self._sealed(name, of, file.getvalue()))

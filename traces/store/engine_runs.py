@@ -100,8 +100,7 @@ class EngineStep:
 class LoadRun:
     """The results of a load.
 
-    ``requests``: ``name, sequence, arrival_s, first_s, finish_s, tokens``, seconds from the
-    load's start.
+    ``requests``: ``name, sequence, arrival_s, first_s, finish_s, tokens``, from the load's start.
     """
 
     requests: pd.DataFrame
@@ -136,10 +135,7 @@ class LoadRun:
 
 @dataclass(frozen=True)
 class ServedRun:
-    """A load that a server served.
-
-    A step of `load` holds what follows it until the next one, where the engine is not idle.
-    """
+    """A load that a server served; a step of `load` lasts to the next if the engine is busy."""
 
     load: LoadRun
     around_request_s: Sequence[float]

@@ -52,10 +52,7 @@ _MAGIC = b"PAR1"
 
 
 def write_file(path: PathLike, kind: str, table: pa.Table, header: Mapping[str, Any]) -> None:
-    """Write `table` with its header to `path`, whole or not at all.
-
-    Raises FileError if the file cannot be written there.
-    """
+    """Write `table` with its header to `path`, whole or not at all; FileError if it cannot be."""
     check_no_recording(path, but=kind)
     text = json.dumps({"schema": SCHEMA, "kind": kind, **header}, default=_plain)
     table = table.replace_schema_metadata(None)
@@ -85,10 +82,7 @@ def _leaves(schema: pa.Schema) -> tuple[list[str], list[str]]:
 
 
 def sealed(content: bytes) -> bytes:
-    """Return the bytes of a Parquet file with the digest of themselves put in its place.
-
-    Raises ValueError if the metadata has no key ``draftsim.sha256`` with 64 hexadecimal digits.
-    """
+    """Return a file with its digest put in its place; ValueError if the metadata has no place."""
     place = _digest_place(content)
     if place is None:
         raise ValueError("no place for the digest among the metadata")

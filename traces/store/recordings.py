@@ -68,11 +68,10 @@ def recordings(folder: Path = BUNDLED) -> list[Bundled]:
 
 
 def trace_folder(folder: Path) -> Path:
-    """Return the folder of a recording's trace: its own, or the one that `ELSEWHERE` names.
+    """Return the folder of a recording's trace, its own or the one that `ELSEWHERE` names.
 
-    Recordings made along the trace (sampled outputs, early exits) are in its folder.
-
-    Raises FileError if `ELSEWHERE` is damaged, or names no folder next to this one.
+    Recordings made along the trace are in it, too.  Raises FileError if `ELSEWHERE` is damaged, or
+    names no folder next to this one.
     """
     path = folder / ELSEWHERE
     if not path.is_file():
@@ -90,10 +89,7 @@ def trace_folder(folder: Path) -> Path:
 
 
 def models_of(name_or_path: PathLike, trace: Trace) -> dict[str, dict[str, Any]]:
-    """Return what is known of the target and the draft model of a recording, by role.
-
-    Names given to `draftsim profile` are taken from the run folder, where the trace has none.
-    """
+    """Return what trace and run folder say of the target and the draft model, by role."""
     home = folder_of(name_or_path)
     try:
         said = read_object(home / "run.json") if home is not None else {}

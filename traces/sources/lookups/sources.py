@@ -68,10 +68,7 @@ class ServedRequest(NamedTuple):
 
 
 class LookupReplay(SourceReplay):
-    """Decodes one recorded request with a lookup over its own true tokens.
-
-    ``begin`` gives the lookup, when it is first asked.
-    """
+    """Decodes one recorded request with the lookup that ``begin`` gives when it is first asked."""
 
     def __init__(
         self, trace: Trace, request: int, begin: Callable[[], Lookup], first: int,
@@ -150,18 +147,14 @@ class LookupSource(Source):
         return CALL_KINDS.index((self.name, "forward"))
 
     def lookup(self, eos: frozenset[int], corpus: Callable[[], Sequence[ServedRequest]]) -> Lookup:
-        """Return a lookup for one request; ``corpus()`` gives the requests served before it.
-
-        By default one of `searches`, with the parameters of this source, in the request's own text.
-        """
+        """Return a lookup for one request; ``corpus()`` gives the requests served before."""
         assert self.searches is not None, "a subclass without a class that searches has a method"
         return self.searches(*(getattr(self, name) for name in parameters(type(self))), eos)
 
     def drafted(self, trace: Trace) -> Ints | None:
         """Return tokens proposed at every output position, where all can be found at once.
 
-        Shape (positions of all requests, tokens); `BETWEEN` after the last that is proposed.  None:
-        the lookup is asked wherever a round begins.  A subclass needs its own method.
+        Shape (positions, tokens), `BETWEEN` at the end; None: the lookup is asked at every round.
         """
         return None
 

@@ -212,16 +212,11 @@ def speculate(
 class SuffixLookup(Lookup):
     """Suffix decoding of one request.
 
-    Parameters
-    ----------
-    served:
-        Holds the outputs of the requests before, and takes this one's; None: nothing is kept
-        across requests (vLLM's ``suffix_decoding_max_cached_requests=0``).
-    num_tokens, depth, factor, min_prob:
-        vLLM's ``num_speculative_tokens``, ``suffix_decoding_max_tree_depth``,
-        ``suffix_decoding_max_spec_factor`` and ``suffix_decoding_min_token_prob``.
-    eos:
-        Ids after which nothing is proposed.
+    ``served`` holds the outputs of the requests before, and takes this one's; None keeps nothing
+    across requests (vLLM's ``suffix_decoding_max_cached_requests=0``).  The parameters are vLLM's
+    ``num_speculative_tokens``, ``suffix_decoding_max_tree_depth``,
+    ``suffix_decoding_max_spec_factor`` and ``suffix_decoding_min_token_prob``; nothing is proposed
+    after ids of ``eos``.
     """
 
     def __init__(

@@ -39,10 +39,7 @@ class Lookup(ABC):
 
 
 def searching(lookup: Lookup, text: Sequence[int]) -> Callable[[], list[Proposal]]:
-    """Return one round's work of a lookup: take in two tokens of `text`, in a circle, and propose.
-
-    `text` is first taken in as a whole.
-    """
+    """Return a round's work of a lookup over `text`: take in two tokens more, and propose."""
     lookup.extend(text)
     around = cycle(text)
 
@@ -72,10 +69,7 @@ class FirstOccurrences(Lookup):
         self._indexed = max(len(self.ids) - 1, 0)
 
     def following(self, count: int) -> list[int]:
-        """Return up to `count` ids after the first occurrence of the longest n-gram at the end.
-
-        Empty where none occurs earlier.
-        """
+        """Return up to `count` ids after the first occurrence of the longest n-gram at the end."""
         low, high = self._sizes
         for n in range(min(high, len(self.ids) - 1), low - 1, -1):
             if (start := self._after.get(tuple(self.ids[-n:]))) is not None:
@@ -86,18 +80,9 @@ class FirstOccurrences(Lookup):
 class PromptLookup(FirstOccurrences):
     """Copies what followed the first earlier occurrence of the last n-gram.
 
-    As transformers 5.23 ``PromptLookupCandidateGenerator``: the longest n of at most
-    ``max_ngram`` that occurs earlier wins, among its occurrences the leftmost; up to
-    ``num_tokens`` tokens are copied, cut before an end-of-sequence token.
-
-    Parameters
-    ----------
-    num_tokens:
-        transformers' ``prompt_lookup_num_tokens``.
-    max_ngram:
-        transformers' ``max_matching_ngram_size``.
-    eos:
-        Ids never proposed.
+    As transformers 5.23 ``PromptLookupCandidateGenerator``: the longest n of at most ``max_ngram``
+    (``max_matching_ngram_size``) that occurs earlier wins, among its occurrences the leftmost; up
+    to ``num_tokens`` (``prompt_lookup_num_tokens``) tokens are copied, cut before an id of ``eos``.
     """
 
     def __init__(
@@ -135,20 +120,10 @@ class Datastore:
 class Retrieval(Lookup):
     """Drafts the most frequent continuation of the longest suffix found in a datastore.
 
-    REST (arXiv:2311.08252) builds a tree of the most frequent continuations; this is the
-    tree's heaviest chain.  Every proposal carries its share among the matching
-    continuations, which is REST's weight.
-
-    Parameters
-    ----------
-    store:
-        Datastore to retrieve from.
-    num_tokens:
-        Longest chain.
-    max_suffix, min_suffix:
-        Longest and shortest suffix that is looked for (REST: 16 and 1).
-    eos:
-        Ids never proposed.
+    REST (arXiv:2311.08252) builds a tree of the most frequent continuations; this is the tree's
+    heaviest chain, of up to ``num_tokens``.  Every proposal carries its share among the matching
+    continuations, which is REST's weight.  Suffixes of ``max_suffix`` (REST: 16) down to
+    ``min_suffix`` (1) tokens are looked for; ids of ``eos`` are never proposed.
     """
 
     def __init__(
@@ -214,19 +189,11 @@ class Retrieval(Lookup):
 class NGramPool(Lookup):
     """Drafts the n-gram that most recently followed the last token.
 
-    Lookahead decoding (arXiv:2402.02057) keeps such a pool, keyed by first token, of n-grams
-    from its Jacobi iterations in addition to those of prompt and output, and verifies up to
-    ``guesses`` of them at once.  Jacobi iterations need the model, so this pool holds the
-    n-grams of prompt and output alone, and the newest is drafted as a chain.
-
-    Parameters
-    ----------
-    ngram:
-        Tokens of an n-gram, key included (the paper's N).
-    guesses:
-        N-grams kept per key, the oldest dropped (the paper's G).
-    eos:
-        Ids never proposed.
+    Lookahead decoding (arXiv:2402.02057) keeps such a pool, keyed by first token, of n-grams from
+    its Jacobi iterations in addition to those of prompt and output, and verifies several at once.
+    Jacobi iterations need the model, so this pool holds the n-grams of prompt and output alone, and
+    the newest is drafted as a chain.  ``ngram``: tokens of an n-gram, key included (N).
+    ``guesses``: n-grams kept per key (G).  Ids of ``eos`` are never proposed.
     """
 
     def __init__(self, ngram: int = 5, guesses: int = 5, eos: frozenset[int] = frozenset()) -> None:
@@ -257,20 +224,10 @@ class NGramPool(Lookup):
 class NGramLookup(FirstOccurrences):
     """Copies what followed the earliest occurrence of the longest n-gram at the sequence's end.
 
-    As vLLM's ``NgramProposer`` (``v1/spec_decode/ngram_proposer.py``): of the n-grams at the
-    end, n from ``max_n`` down to ``min_n``, the longest that ends earlier too wins, among its
-    occurrences the leftmost; up to ``k`` tokens that follow are proposed.  Unlike transformers'
-    prompt lookup it does not fall below ``min_n``, and copies end-of-sequence tokens, after which
-    the sequence would be over.
-
-    Parameters
-    ----------
-    k:
-        vLLM's ``num_speculative_tokens``.
-    min_n, max_n:
-        vLLM's ``prompt_lookup_min`` and ``prompt_lookup_max``.
-    eos:
-        Ids after which nothing is proposed.
+    As vLLM's ``NgramProposer`` (``v1/spec_decode/ngram_proposer.py``): of the n-grams at the end, n
+    from ``max_n`` down to ``min_n`` (``prompt_lookup_max`` and ``_min``), the longest that ends
+    earlier too wins, among its occurrences the leftmost; up to ``k`` (``num_speculative_tokens``)
+    tokens that follow are proposed, an id of ``eos`` as the last.
     """
 
     def __init__(
@@ -291,14 +248,7 @@ class NGramSimpleLookup(Lookup):
     alone, of which the last one and one at the beginning of the sequence do not count; up to
     `size_m` tokens that follow, the sequence's last one excepted, and none if they are fewer than
     `size_n`; none at all in a sequence of at most ``size_n + size_m + 2`` tokens.  The server
-    copies on past an end of the text, after which nothing could be accepted.
-
-    Parameters
-    ----------
-    size_n, size_m:
-        ``--spec-ngram-simple-size-n`` and ``-size-m``, with the server's defaults.
-    eos:
-        Ids after which nothing is proposed.
+    copies on past an end of the text (``eos``), after which nothing could be accepted.
     """
 
     def __init__(

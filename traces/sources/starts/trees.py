@@ -25,7 +25,7 @@ from traces.errors import DraftsimError, TailError
 from traces.replay.calls import DRAFTER, DRAFTER_TREE, TREE, Counted, pack_counted
 from traces.replay.decoder import RecordedToken
 from traces.replay.layout import Foreseen, Lockstep
-from traces.sources.base import DRAFTER_SIGNALS, Drafter, ReplayedRounds, Source, SourceReplay
+from traces.sources.base import DRAFTER_SIGNALS, ReplayedRounds, Source, SourceReplay
 from traces.sources.recording import MOST_LAYERS, Layout, Recordings, SourceRecording
 from traces.sources.starts.parallel import OnFeatures
 from traces.sources.starts.sources import WIDER
@@ -282,10 +282,6 @@ class Eagle2(OnFeatures):
     def longest(self, trace: Trace, recordings: Recordings) -> int:
         """Return the depth of its trees."""
         return self.depth or int(self.recording(recordings).layers)
-
-    def drafter(self, recordings: Recordings) -> Drafter:
-        """Return the drafter, whose passes are timed under the name of its recording."""
-        return Drafter(self.recorded(recordings), by_passes=False)
 
 
 def _accepted(record: TreeRecording, row: Ints, depth: Ints, budget: int) -> Ints:
