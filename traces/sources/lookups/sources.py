@@ -68,14 +68,11 @@ class ServedRequest(NamedTuple):
 
 
 class LookupReplay(SourceReplay):
-    """Decodes one recorded request with the lookup that ``begin`` gives when it is first asked."""
+    """Decodes one recorded request with a lookup over its own true tokens."""
 
-    def __init__(
-        self, trace: Trace, request: int, begin: Callable[[], Lookup], first: int,
-        source: LookupSource,
-    ) -> None:  # fmt: skip
+    def __init__(self, trace: Trace, request: int, first: int, source: LookupSource) -> None:
         super().__init__(trace, request, first)
-        self._begin, self._source, self._kind = begin, source, source.kind
+        self._source, self._kind, self._place = source, source.kind, (trace, request)
         self._lookup: Lookup | None = None
         self._prompt = prompt_tokens(trace, request)
         self._seen = 0
@@ -83,7 +80,7 @@ class LookupReplay(SourceReplay):
 
     def _proposals(self) -> list[Proposal]:
         if self._lookup is None:
-            self._lookup = self._begin()
+            self._lookup = self._source.along(*self._place)
             self._lookup.extend(self._prompt)
         if self._proposed[0] != self.position:
             self._lookup.extend(self.output[self._seen : self.position])
@@ -180,15 +177,11 @@ class LookupSource(Source):
         self, trace: Trace, recordings: Recordings, first: int
     ) -> Callable[[int], SourceReplay]:
         """Open the decoders, which need prompt and output tokens."""
-        eos = eos_of(trace)
+        return lambda request: LookupReplay(trace, request, first, self)
 
-        def decoder(request: int) -> LookupReplay:
-            def begin() -> Lookup:
-                return self.lookup(eos, lambda: served_before(trace, request))
-
-            return LookupReplay(trace, request, begin, first, self)
-
-        return decoder
+    def along(self, trace: Trace, request: int) -> Lookup:
+        """Return the lookup for a recorded request."""
+        return self.lookup(eos_of(trace), lambda: served_before(trace, request))
 
 
 def served_before(trace: Trace, request: int) -> list[ServedRequest]:
@@ -393,16 +386,11 @@ class Suffix(LookupSource):
         """Return a lookup over `served`, which its outputs join."""
         return SuffixLookup(served, self.num_tokens, self.depth, self.factor, self.min_prob, eos)
 
-    def open(
-        self, trace: Trace, recordings: Recordings, first: int
-    ) -> Callable[[int], SourceReplay]:
-        """Return the decoder of one request; drafts are looked up once per trace."""
+    def along(self, trace: Trace, request: int) -> Lookup:
+        """Return the lookup for a recorded request; drafts are looked up once per trace."""
         if self._found is None or self._found[0]() is not trace:
             self._found = weakref.ref(trace), _Proposals(self, trace)
-        proposals = self._found[1]
-        return lambda request: LookupReplay(
-            trace, request, lambda: _Known(proposals, request), first, self
-        )
+        return _Known(self._found[1], request)
 
 
 class _Proposals:
