@@ -21,8 +21,7 @@ from policies.rules.registry import RULES, parse_rule
 from policies.rules.threshold import CMASDVerification, GlobalThreshold
 from policies.vectorised import own_word
 from tests.traces_of_kinds import random_trace
-from traces.acceptance.schema import UNKNOWN
-from traces.acceptance.trace import MATCH, Trace
+from traces.acceptance.trace import MATCH, UNKNOWN, Trace
 from traces.errors import DraftsimError
 from traces.replay import vectorised
 from traces.replay.run import replay

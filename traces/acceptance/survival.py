@@ -12,8 +12,7 @@ from typing import Literal
 import numpy as np
 
 from policies.arrays import Bools, Floats, Ints
-from traces.acceptance.schema import MATCH, MISMATCH, UNKNOWN
-from traces.acceptance.trace import Trace
+from traces.acceptance.trace import MATCH, MISMATCH, UNKNOWN, Trace
 from traces.errors import DraftsimError
 
 _FEWEST_AT_RISK = 20

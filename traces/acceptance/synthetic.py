@@ -10,8 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from policies.arrays import Floats, ranges
-from traces.acceptance.schema import MATCH, MISMATCH, UNKNOWN, Request
-from traces.acceptance.trace import Trace
+from traces.acceptance.trace import MATCH, MISMATCH, UNKNOWN, Request, Trace
 from traces.errors import DraftsimError
 
 VOCABULARY = 32000

@@ -15,8 +15,7 @@ from pathlib import Path
 from reprlib import repr as shown
 from typing import Any
 
-from traces.acceptance.schema import MOST_DRAFTED
-from traces.acceptance.trace import Trace
+from traces.acceptance.trace import MOST_DRAFTED, Trace
 from traces.errors import FileError
 from traces.importers.base import Importer, Options
 from traces.importers.rows import read_json_rows

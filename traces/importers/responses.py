@@ -8,7 +8,7 @@ from pathlib import Path
 from reprlib import repr as shown
 from typing import Any
 
-from traces.acceptance.schema import MOST_DRAFTED, MOST_TOKENS
+from traces.acceptance.trace import MOST_DRAFTED, MOST_TOKENS
 from traces.errors import FileError
 from traces.importers.base import Importer, Options
 from traces.importers.rows import Row, choices_of, read_json_rows

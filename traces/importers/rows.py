@@ -13,8 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from policies.json_text import JSONError, parse_json
-from traces.acceptance.schema import MATCH, MISMATCH, UNKNOWN, Request
-from traces.acceptance.trace import Trace
+from traces.acceptance.trace import MATCH, MISMATCH, UNKNOWN, Request, Trace
 from traces.errors import FileError
 from traces.store.text import json_lines, read_text
 

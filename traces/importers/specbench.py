@@ -15,8 +15,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
-from traces.acceptance.schema import MOST_DRAFTED, MOST_TOKENS, Request
-from traces.acceptance.trace import Trace
+from traces.acceptance.trace import MOST_DRAFTED, MOST_TOKENS, Request, Trace
 from traces.errors import FileError
 from traces.importers.base import Importer, Options
 from traces.importers.rows import (

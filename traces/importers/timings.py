@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import pandas as pd
 
-from traces.acceptance.schema import MOST_TOKENS
+from traces.acceptance.trace import MOST_TOKENS
 from traces.errors import FileError
 from traces.importers.base import Importer, Options
 from traces.importers.rows import only_file, read_json_rows

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from policies.arrays import Floats
-from traces.acceptance.schema import MOST_DRAFTED
+from traces.acceptance.trace import MOST_DRAFTED
 from traces.errors import DraftsimError, FileError
 from traces.store.text import whole, wholes
 

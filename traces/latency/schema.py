@@ -10,7 +10,7 @@ import numpy.typing as npt
 import pandas as pd
 
 from policies.arrays import Floats
-from traces.acceptance.schema import MOST_TOKENS
+from traces.acceptance.trace import MOST_TOKENS
 from traces.errors import DraftsimError
 
 CELL_COLUMNS: dict[str, tuple[str, str]] = {

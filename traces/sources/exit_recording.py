@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from traces.acceptance.schema import MOST_DRAFTED
+from traces.acceptance.trace import MOST_DRAFTED
 from traces.errors import DraftsimError
 from traces.sources.recording import DRAWN, LOGITS, MOST_LAYERS, Layout, SourceRecording
 from traces.store.header import PathLike, are_wholes, check, check_rows, is_number, is_whole

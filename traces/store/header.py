@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from traces.acceptance.schema import MOST_TOKENS, Request
+from traces.acceptance.trace import MOST_TOKENS, Request
 from traces.errors import DraftsimError, FileError
 
 PathLike = str | os.PathLike[str]

@@ -19,8 +19,7 @@ from typing import Any, NoReturn
 
 import numpy as np
 
-from traces.acceptance.schema import MOST_DRAFTED, Request
-from traces.acceptance.trace import Trace
+from traces.acceptance.trace import MOST_DRAFTED, Request, Trace
 from traces.errors import DraftsimError, FileError
 from traces.store.header import PathLike, is_number
 from traces.store.text import read_object, sparse
