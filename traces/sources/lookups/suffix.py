@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple
 
 from traces.sources.lookups.occurrences import BETWEEN
 from traces.sources.lookups.text import Lookup, Proposal, until_eos
@@ -152,18 +151,12 @@ class SuffixTree:
         return at
 
 
-class Draft(NamedTuple):
-    """Tokens, the probability of each by the counts, and their sum."""
-
-    tokens: list[int]
-    probs: list[float]
-    score: float
+Draft = tuple[list[int], list[float], float]
+"""Tokens, the probability of each by the counts, and their sum."""
+NOTHING: Draft = [], [], 0.0
 
 
-NOTHING = Draft([], [], 0.0)
-
-
-def speculate(
+def best_draft(
     tree: SuffixTree, context: Sequence[int], most: int, factor: float, least: float,
     best: Draft = NOTHING,
 ) -> Draft:  # fmt: skip
@@ -181,7 +174,7 @@ def speculate(
         single[0] = matched * factor
         allowed = max(min(most, int(single[0] + 1e-6)), 0)
         # A token scores one at most, and a shorter match allows no more of them.
-        if allowed <= best.score:
+        if allowed <= best[2]:
             break
         tokens: list[int] = []
         probs: list[float] = []
@@ -204,8 +197,8 @@ def speculate(
             probs.append(prob)
             single[0] = total + prob
             total = single[0]
-        if total > best.score:
-            best = Draft(tokens, probs, total)
+        if total > best[2]:
+            best = tokens, probs, total
     return best
 
 
@@ -244,5 +237,6 @@ class SuffixLookup(Lookup):
         context, best = self._context or [], NOTHING
         for tree in (self._own, self._served):
             if tree is not None:
-                best = speculate(tree, context, self.num_tokens, self.factor, self.min_prob, best)
-        return until_eos(map(Proposal, best.tokens, best.probs), self.eos)
+                best = best_draft(tree, context, self.num_tokens, self.factor, self.min_prob, best)
+        tokens, probs, _ = best
+        return until_eos(map(Proposal, tokens, probs), self.eos)
