@@ -73,7 +73,7 @@ class Source(Checked):
         return self.name
 
     def drafter(self, recordings: Recordings) -> str:
-        """Return the name in latency tables of the model whose passes draft, if it has one."""
+        """Return the model of latency tables that drafts; by default the draft model."""
         return "draft"
 
     def by_passes(self, recordings: Recordings) -> bool:

@@ -51,7 +51,7 @@ def searching(lookup: Lookup, text: Sequence[int]) -> Callable[[], list[Proposal
 
 
 class FirstOccurrences(Lookup):
-    """A lookup after the first place where n-grams of its last token occurred."""
+    """A lookup of what followed where the n-gram at the end first occurred."""
 
     def __init__(self, min_n: int, max_n: int) -> None:
         self.ids: list[int] = []
