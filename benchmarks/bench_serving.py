@@ -97,7 +97,7 @@ POLICIES: dict[str, DraftPolicy] = {
 def test_serving_speed(benchmark, case):
     policy, scenario = CASES[case]
     trace, latency = recorded_like_trace(), measured_like_table()
-    simulate(trace, latency, policy, scenario)  # builds the trace's tape once
+    simulate(trace, latency, policy, scenario)  # lays the trace out once
     run = benchmark.pedantic(simulate, (trace, latency, policy, scenario), rounds=3)
     benchmark.extra_info["tokens_per_s"] = run.recorder.tokens / benchmark.stats["min"]
 

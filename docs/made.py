@@ -45,7 +45,7 @@ from docs.server_tables import (
 )
 from policies.core import Round
 from policies.guard import SIGNALS
-from traces.acceptance.schema import COLUMNS, SIGNAL_COLUMNS, Request
+from traces.acceptance.trace import COLUMNS, SIGNAL_COLUMNS, Request
 from traces.latency.schema import CELL_COLUMNS, PHASES
 from traces.operators.table import OPERATOR_COLUMNS, OPERATORS
 from traces.replay.calls import CALL_DTYPE, CALL_KINDS
@@ -93,8 +93,8 @@ def kinds() -> str:
 
 BOUNDS = (
     "traces.store.text:MOST_BYTES", "policies.json_text:MOST_DEPTH",
-    "policies.json_text:MOST_DIGITS", "traces.acceptance.schema:MOST_DRAFTED",
-    "traces.acceptance.schema:MOST_TOKENS", "traces.store.text:MOST_COUNT",
+    "policies.json_text:MOST_DIGITS", "traces.acceptance.trace:MOST_DRAFTED",
+    "traces.acceptance.trace:MOST_TOKENS", "traces.store.text:MOST_COUNT",
     "traces.store.text:MOST_SECONDS", "simulator.serving.arrivals:MOST_S",
 )  # fmt: skip
 

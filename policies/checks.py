@@ -179,18 +179,18 @@ def _drive(policy: DraftPolicy, seed: int, tokens: int = 60, **script: Any) -> l
 
 def _parameters_stored(policy: DraftPolicy) -> None:
     inner = policy.policy if isinstance(policy, SingleStream) else policy
-    for name, parameter in parameters(type(inner)).items():
+    known = parameters(type(inner))
+    for name, parameter in known.items():
         if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):
             raise PolicyError(f"takes *{name}: name every parameter of the constructor")
         if not hasattr(inner, name):
             raise PolicyError(f"does not store its parameter {name!r} under that name")
         if parameter.default is parameter.empty:
             raise PolicyError(f"has no default for its parameter {name!r}")
-        try:
-            values = {key: getattr(inner, key) for key in parameters(type(inner))}
-        except AttributeError:
-            continue
-        if getattr(type(inner)(**values), name) != values[name]:
+    values = {name: getattr(inner, name) for name in known}
+    rebuilt = type(inner)(**values)
+    for name, value in values.items():
+        if getattr(rebuilt, name) != value:
             raise PolicyError(f"stores its parameter {name!r} changed: rebuilding differs")
 
 

@@ -151,9 +151,7 @@ class DraftPolicy(Checked, ABC):
         return self.copy()
 
     def fresh(self: P) -> P:
-        """Return the policy of the run's next request: a copy, or itself if it learns across
-        them.
-        """
+        """Return the policy of the next request: a copy, or itself if it learns across them."""
         mine = self if self.learns_across_requests else self.copy()
         mine.begin_request()
         return mine
@@ -299,15 +297,14 @@ def speculate(decoder: Decoder, policy: DraftPolicy) -> Iterator[Round]:
         raise error.by(policy) from None
 
 
-def caught_up(behind: int, forwards: int, accepted: int, takes_verified: bool) -> int:
+def caught_up(catch_up: int, forwards: int, accepted: int, takes_verified: bool) -> int:
     """Return the tokens that the first draft pass after a round has to process.
 
-    ``behind`` is that number for the round itself.  It follows the draft model's cache: with a pass
-    per drafted token, the last drafted token was never processed, so after a fully accepted round
-    the next first pass takes that token and the bonus token together.  A drafter that
-    ``takes_verified`` tokens has processed none of them.
+    ``catch_up`` is their number for the round itself.  With a pass per drafted token, the last one
+    was never processed, so after a fully accepted round the next first pass takes it together with
+    the bonus token.  A drafter that ``takes_verified`` tokens has processed none of them.
     """
     if not forwards:
-        return behind + 1
+        return catch_up + 1
     processed = 0 if takes_verified else min(accepted, forwards - 1)
     return accepted - processed + 1

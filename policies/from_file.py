@@ -49,10 +49,7 @@ def load_file(text: str, max_gamma: int | None = None) -> LoadedPolicy:
     The file is run, as Python would run it.  Longest drafts that `text` leaves at a larger default
     are lowered to `max_gamma`; a policy that sets none (`DraftPolicy.longest_draft`) is cut there.
 
-    Raises
-    ------
-    ValueError
-        If the file cannot be run, has no such policy, or the policy breaks the contract.
+    Raises ValueError if the file cannot be run, has no such policy, or that breaks the contract.
     """
     place, _, rest = text.partition(".py:")
     path, name = Path(f"{place}.py"), rest.partition(":")[0].strip()
@@ -79,7 +76,7 @@ def bounded(
 
     ``max_gamma``: as in `load_file`.  Raises ValueError, or what the constructor raises.
     """
-    given = parse_spec(text, "policy", {name: found}).given
+    _, _, given = parse_spec(text, "policy", {name: found})
     policy: DraftPolicy | BatchPolicy = found(**given)
     check_policy(SingleStream(policy) if isinstance(policy, BatchPolicy) else policy)
     if max_gamma is not None:
@@ -107,10 +104,7 @@ def file_of(policy: Any) -> tuple[str, str] | None:
 
 
 def identity(policy: Any) -> Any:
-    """Return what a digest of a study takes of `policy`: itself, or its file's content and state.
-
-    A class from a file can be pickled by no name.
-    """
+    """Return what a digest takes of `policy`, as a class from a file can be pickled by no name."""
     mark = getattr(type(policy), FILE_MARK, None)
     if mark is not None:
         return (*mark, vars(policy))

@@ -27,11 +27,8 @@ class JSONError(ValueError):
 def parse_json(text: str | bytes) -> Any:
     """Return the value of a JSON text; bytes are read as UTF-8.
 
-    Raises
-    ------
-    JSONError
-        If the text is no JSON, nests deeper than `MOST_DEPTH`, holds a whole number of more than
-        `MOST_DIGITS` digits, or a text with half a surrogate pair, which no file can hold.
+    Raises JSONError if the text is no JSON, nests deeper than `MOST_DEPTH`, holds a whole number of
+    more than `MOST_DIGITS` digits, or a text with half a surrogate pair, which no file can hold.
     """
     try:
         if isinstance(text, bytes):

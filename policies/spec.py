@@ -14,32 +14,20 @@ import math
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import field, fields
 from types import NoneType, UnionType
-from typing import Any, Literal, NamedTuple, Union, get_args, get_origin
+from typing import Any, Literal, Union, get_args, get_origin
 
 from policies.json_text import JSONError, parse_json
 
 
-class Spec(NamedTuple):
-    """A text form taken apart."""
-
-    name: str
-    cls: type
-    given: dict[str, Any]
-    """Parameters that the text sets, with their values."""
-
-
 def parse_spec(
     text: str, kind: str, table: Mapping[str, type], fixed: Collection[str] = ()
-) -> Spec:
-    """Take `text` apart, with its values typed as the constructor in `table` declares.
+) -> tuple[str, Any, dict[str, Any]]:
+    """Return name, class and parameters of `text`, typed as the constructor in `table` declares.
 
     ``kind`` is what messages call the object (``policy``, ``rule``); parameters in
     `fixed` are not the text's to set.
 
-    Raises
-    ------
-    ValueError
-        For an unknown name or parameter (naming the nearest), or a malformed value.
+    Raises ValueError for an unknown name or parameter (naming the nearest), or a malformed value.
     """
     name, _, rest = text.strip().partition(":")
     cls = table.get(name)
@@ -61,7 +49,7 @@ def parse_spec(
                 f"{where}: the constructor declares no type: annotate it, as in {key}: float = 0.5"
             )
         given[key] = _value(where, declared, value)
-    return Spec(name, cls, given)
+    return name, cls, given
 
 
 def describe_spec(obj: object, name: str, fixed: Collection[str] = ()) -> str:
@@ -188,10 +176,7 @@ class Checked:
 
 
 def parameter(default: Any, check: Callable[..., None], *bounds: Any) -> Any:
-    """Return a dataclass field whose values have to pass ``check(name, value, *bounds)``.
-
-    None is allowed if it is the default.
-    """
+    """Return a dataclass field that has to pass ``check(name, value, *bounds)``."""
     return field(default=default, metadata={"check": check, "bounds": bounds})
 
 

@@ -26,18 +26,10 @@ Synchronise = Literal["ragged", "minimum", "mean"]
 class Member:
     """A sequence of a batch, as far as the loop goes.
 
-    Attributes
-    ----------
-    name:
-        Name of the sequence, for policies that keep state per sequence.
-    draft, seen:
-        The tokens drafted in this iteration, and as the policy is shown them; once drafting has
-        ended, `draft` holds those to be verified.
-    forwards, catch_up:
-        As in `policies.core.Round`: draft passes of this step, and tokens that the first pass of
-        the next draft processes.
-    policy, seat:
-        Its policy where it has one of its own, and its place among those that learn.
+    ``name`` is for policies that keep state per sequence.  ``draft`` and ``seen`` are the tokens
+    drafted in this iteration, and as the policy is shown them; once drafting has ended, ``draft``
+    holds those to be verified.  ``forwards`` and ``catch_up`` are as in `policies.core.Round`,
+    ``policy`` its own policy, and ``seat`` its place among those that learn.
     """
 
     takes_verified = False
@@ -59,10 +51,9 @@ class Member:
 
     def settled(self, position: int, accepted: int, emitted: int) -> Round:
         """Return the round that has ended, and begin the next one."""
-        forwards, behind = self.forwards, self.catch_up
-        outcome = Round(position, len(self.draft), accepted, emitted, forwards, behind)
-        self.catch_up = caught_up(behind, forwards, accepted, self.takes_verified)
-        return outcome
+        drafted, forwards, read = len(self.draft), self.forwards, self.catch_up
+        self.catch_up = caught_up(read, forwards, accepted, self.takes_verified)
+        return Round(position, drafted, accepted, emitted, forwards, read)
 
 
 def _always(draft: object) -> bool:
@@ -78,15 +69,8 @@ Draft = Callable[[Sequence[M]], Sequence[Any]]
 class Together(ABC):
     """Drives the policy or policies of a batch.
 
-    Parameters
-    ----------
-    policy:
-        The run's own copy.
-    guarded:
-        True if the tokens refuse signals that a policy does not declare; else each is shown through
-        a guard.
-    longest:
-        Tokens that a draft may have at most, where the engine bounds it.
+    ``policy`` is the run's own copy.  ``guarded``: tokens refuse signals that a policy does not
+    declare; else each is shown through a guard.  ``longest``: the engine's bound on a draft.
     """
 
     policy: Any
@@ -111,10 +95,7 @@ class Together(ABC):
     def draft(self, members: Sequence[M], load: Callable[[M], Load], more: Draft[M]) -> None:
         """Draft for every member of this iteration, and leave in it what is to be verified.
 
-        Raises
-        ------
-        UndeclaredSignal
-            If a policy reads a signal that it does not declare.
+        Raises UndeclaredSignal if a policy reads a signal that it does not declare.
         """
         try:
             for member, cap in zip(members, self._begin(members, load), strict=True):
@@ -219,10 +200,7 @@ class PerRequest(Together):
 
 
 class TruncateToMinimum(PerRequest):
-    """Every sequence keeps as many tokens as the sequence of the batch with fewest accepted.
-
-    A sequence that ends within the round does not count.
-    """
+    """Every sequence keeps as many tokens as the one with fewest accepted that does not end."""
 
     def keep(self, accepted: Sequence[int], ends: Sequence[bool]) -> list[int]:
         """Return the smallest acceptance of those that go on, for all."""
@@ -290,12 +268,8 @@ def together_of(
     as many as the worst) or ``mean`` (all draft alike, until most would stop).  ``vocab_size`` is
     the target's, for policies that need it.
 
-    Raises
-    ------
-    DraftsimError
-        For an unknown name, or a batch policy with any but ``ragged``.
-    ValueError
-        If the policy needs a vocabulary size, and neither it nor the caller has one.
+    Raises DraftsimError for an unknown name, or a batch policy with any but ``ragged``. Raises
+    ValueError if the policy needs a vocabulary size, and neither it nor the caller has one.
     """
     if synchronise not in STYLES:
         raise DraftsimError(f"synchronise is {synchronise!r}, expected one of {', '.join(STYLES)}")

@@ -82,8 +82,8 @@ class Watch(Protocol):
 class VectorisedState(ABC):
     """The numbers that a policy remembers from round to round; `observe` updates them.
 
-    A policy gives them as scalars; `stacked` makes arrays of shape (runs,) of many policies',
-    on which the methods work elementwise.
+    A policy gives scalars; `stacked` makes arrays (runs,) of them, on which methods work
+    elementwise.
     """
 
     blanks: ClassVar[Mapping[str, float]] = {}
@@ -146,10 +146,7 @@ class VectorisedPlan(NamedTuple):
 
 
 def own_word(policy: Any, method: str, *args: Any) -> Any:
-    """Return the result of a method that `policy`'s own class defines; else None.
-
-    An inherited method would not know what a subclass changes.
-    """
+    """Return the result of a method that `policy`'s own class defines; else None."""
     own = vars(type(policy)).get(method)
     return None if own is None else own(policy, *args)
 
@@ -161,11 +158,9 @@ def plan_of(policy: Any, batch: int = 1) -> VectorisedPlan | None:
 
 
 def grown(starts: Starts, keep: Callable[[int, Ints], Bools]) -> Ints:
-    """Draft lengths, asked token by token of all starts that still draft.
+    """Return draft lengths, asked token by token of all starts that still draft.
 
-    ``keep(n, which)`` says, as `policies.core.DraftPolicy.keep_drafting`, whether to draft on
-    after n tokens, for the starts with the indices `which`: all that have drafted n, whether
-    or not they may draft more.
+    ``keep(n, which)``: whether the starts with indices `which`, which drafted n, draft on.
     """
     lengths = np.zeros(len(starts.rows), dtype=np.int64)
     which, n = np.arange(len(lengths)), 0
@@ -176,18 +171,12 @@ def grown(starts: Starts, keep: Callable[[int, Ints], Bools]) -> Ints:
     return lengths
 
 
-class Read(Protocol):
-    """A function from a signal's name to its values for some tokens, an array of any shape."""
-
-    def __call__(self, name: str) -> Floats: ...
+Read = Callable[[str], Floats]
+"""A function from a signal's name to its values for some tokens, an array of any shape."""
 
 
 def tells_many(estimator: Any) -> bool:
-    """Return True if an estimator has a method ``chances(read, offset)``.
-
-    It gives for many tokens at once what the estimator gives for one
-    (`policies.estimators.AcceptanceEstimator`).
-    """
+    """Return True if an estimator has ``chances(read, offset)`` (`policies.estimators`)."""
     return estimator is None or hasattr(estimator, "chances")
 
 

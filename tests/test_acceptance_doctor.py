@@ -12,8 +12,7 @@ from simulator.aggregate.doctor import by_context, diagnose
 from simulator.aggregate.positions import Positions, of_survival, of_trace
 from tests.conftest import Run
 from tests.logs import vllm_counters
-from traces.acceptance.schema import Request
-from traces.acceptance.trace import Trace
+from traces.acceptance.trace import Request, Trace
 
 EXPECTED = (0.72, 0.66, 0.62, 0.58, 0.55)
 """Acceptance by position of a drafter."""

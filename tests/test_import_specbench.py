@@ -15,9 +15,8 @@ from policies.lengths.basic import Fixed
 from policies.lengths.huggingface import HFHeuristic
 from tests.conftest import Run
 from tests.logs import import_specbench, row, write_rows
-from traces.acceptance.schema import Request
 from traces.acceptance.synthetic import synthetic_trace
-from traces.acceptance.trace import MATCH, MISMATCH, UNKNOWN, Trace
+from traces.acceptance.trace import MATCH, MISMATCH, UNKNOWN, Request, Trace
 from traces.errors import DraftsimError, FileError, SignalError
 from traces.replay.decoder import ReplayDecoder
 from traces.replay.rounds import RoundLog

@@ -166,14 +166,14 @@ class Unannotated(DraftPolicy):
 def test_a_parameter_without_an_annotation_has_the_type_of_its_default() -> None:
     table = {"mine": Unannotated}
     text = "mine:threshold=1,gamma=4,strict=true,mode=max,steps=[3],count=2"
-    given = parse_spec(text, "policy", table).given
+    given = parse_spec(text, "policy", table)[2]
     assert given == {
         "threshold": 1.0, "gamma": 4, "strict": True, "mode": "max", "steps": [3], "count": 2
     }  # fmt: skip
     assert type(given["threshold"]) is float
     assert type(given["gamma"]) is int
     # A whole default may be a share.
-    assert parse_spec("mine:gamma=0.5", "policy", table).given == {"gamma": 0.5}
+    assert parse_spec("mine:gamma=0.5", "policy", table)[2] == {"gamma": 0.5}
     for wrong, message in (
         ("threshold=much", "threshold=much: expected a number"),
         ("gamma=many", "gamma=many: expected a number"),

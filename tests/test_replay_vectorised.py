@@ -27,9 +27,8 @@ from simulator.whatif.tilt import Tilter, iid_like
 from tests.made_up import TRACE
 from tests.traces_of_kinds import KINDS, Kind, random_trace
 from tests.vectorised import MANY
-from traces.acceptance.schema import UNKNOWN
 from traces.acceptance.synthetic import Bursty, synthetic_trace
-from traces.acceptance.trace import Trace
+from traces.acceptance.trace import UNKNOWN, Trace
 from traces.errors import DraftsimError, SignalError, TailError
 from traces.replay import vectorised
 from traces.replay.rounds import RoundLog

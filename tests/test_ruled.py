@@ -28,7 +28,7 @@ from traces.acceptance.synthetic import synthetic_trace
 from traces.acceptance.trace import Trace
 from traces.errors import DraftsimError
 from traces.replay.corrections import calibrated, rejected_pairs, split_requests
-from traces.replay.ruled import RuleReplayDecoder, score_tape
+from traces.replay.ruled import RuleReplayDecoder, score_lists
 from traces.replay.run import replay
 from traces.store.outputs import find_run, find_runs, read_run, write_run
 
@@ -168,7 +168,7 @@ def test_scores_are_the_recorded_ones() -> None:
     draft, scores = seen[-1]
     start = int(trace.request_starts[1]) + 1
     row = int(trace.on_path[start])
-    recorded = score_tape(trace).scores(SCORES).rows(row, 4)
+    recorded = score_lists(trace).scores(SCORES).rows(row, 4)
     for i, (token, mine, theirs) in enumerate(zip(draft, scores, recorded, strict=True)):
         assert (mine.match, mine.token, mine.draft_rank) == (
             theirs.match, theirs.token, theirs.draft_rank

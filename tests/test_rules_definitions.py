@@ -15,11 +15,12 @@ from hypothesis import strategies as st
 from policies.rules.base import ExactMatch, RejectionSampling
 from policies.rules.context import CSD, FLy
 from policies.rules.memory import OnlineCorrectionMemory
-from policies.rules.ratio import Ensemble, Lenience
 from policies.rules.threshold import (
     BiLDRollback,
     CMASDVerification,
+    Ensemble,
     GlobalThreshold,
+    Lenience,
     SpecVerification,
     TypicalAcceptance,
 )

@@ -21,10 +21,9 @@ from policies.rules.registry import RULES, parse_rule
 from policies.rules.threshold import CMASDVerification, GlobalThreshold
 from policies.vectorised import own_word
 from tests.traces_of_kinds import random_trace
-from traces.acceptance.schema import UNKNOWN
-from traces.acceptance.trace import MATCH, Trace
+from traces.acceptance.trace import MATCH, UNKNOWN, Trace
 from traces.errors import DraftsimError
-from traces.replay import judged
+from traces.replay import vectorised
 from traces.replay.run import replay
 from traces.replay.vectorised import replay_many
 from traces.sources.methods import mean_tau
@@ -101,7 +100,7 @@ def test_rounds_are_those_of_the_loop(
         "cm-asd": CMASD(gamma_max=8),
         "svip": parse_policy("svip:gamma_max=8"),
     }
-    with patch.object(judged, "RuleReplayDecoder", side_effect=AssertionError("one by one")):
+    with patch.object(vectorised, "RuleReplayDecoder", side_effect=AssertionError("one by one")):
         logs = list(replay_many(trace, policies, rule=rule, first=first))
     for log, (name, policy) in zip(logs, policies.items(), strict=True):
         want = replay(trace, policy, rule, name=name, first=first)
@@ -121,7 +120,7 @@ def test_what_is_not_known_or_not_its_own_is_judged_one_by_one() -> None:
 
     [log] = replay_many(trace, policies, rule=Strict())
     np.testing.assert_array_equal(log.rounds, replay(trace, Fixed(4), Strict()).rounds)
-    with patch.object(judged, "_at_once", side_effect=AssertionError("at once")):
+    with patch.object(vectorised, "_at_once", side_effect=AssertionError("at once")):
         for text in RULES:
             if text not in {each.partition(":")[0] for each in EACH}:
                 list(replay_many(trace, policies, rule=parse_rule(text)))

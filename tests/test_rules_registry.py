@@ -13,12 +13,13 @@ import pytest
 from policies.confidence import CMASDConfidence
 from policies.rules.context import CSD, FLy
 from policies.rules.memory import OnlineCorrectionMemory
-from policies.rules.ratio import Ensemble, Lenience
 from policies.rules.registry import PRESETS, RULES, describe_rule, parse_rule
 from policies.rules.threshold import (
     BiLDRollback,
     CMASDVerification,
+    Ensemble,
     GlobalThreshold,
+    Lenience,
     SpecVerification,
     TypicalAcceptance,
 )

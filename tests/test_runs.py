@@ -19,9 +19,8 @@ from simulator.serving.arrivals import ClosedLoop
 from tests.made_up import TRACE
 from tests.serving import CONSTANT
 from tests.test_policies_checks import VARIANTS
-from traces.acceptance.schema import Request
 from traces.acceptance.synthetic import synthetic_trace
-from traces.acceptance.trace import Trace
+from traces.acceptance.trace import Request, Trace
 from traces.errors import DraftsimError
 from traces.replay.rounds import RoundLog
 from traces.replay.run import replay

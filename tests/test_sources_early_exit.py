@@ -17,7 +17,7 @@ from policies.lengths.huggingface import Confidence
 from simulator.formulas.specbound import expected_tokens, round_cost, worst_case
 from tests.outputs import decoded, trace_of
 from traces.errors import DraftsimError, FileError, TailError
-from traces.replay.calls import CALL_DTYPE, EXIT_HEAD, HEAD, LAYER, CallCounter, LayerLedger
+from traces.replay.calls import CALL_DTYPE, EXIT_HEAD, HEAD, LAYER, CallCounter, LayerCounter
 from traces.sources import (
     EarlyExit,
     ExitRecording,
@@ -37,18 +37,18 @@ def test_the_papers_worked_example() -> None:
     # Exits 2, 4, 6, 2 of eight layers at width 4: the last token is aligned to layer 6
     # before the four go through the remaining two layers together (SpecBound, Fig. 2).
     counter = CallCounter()
-    ledger = LayerLedger(8, counter)
+    layers = LayerCounter(8, counter)
     segments = []
     for depth in (2, 4, 6, 2):
-        ledger.enter()
-        segments.append(ledger.deepen(depth))
+        layers.enter()
+        segments.append(layers.deepen(depth))
     assert segments == [
         [(0, 2, 1)],
         [(0, 2, 1), (2, 4, 2)],
         [(0, 4, 1), (4, 6, 3)],
         [(0, 2, 1)],
     ]
-    assert ledger.finish(4) == [(2, 6, 1), (6, 8, 4)]
+    assert layers.finish(4) == [(2, 6, 1), (6, 8, 4)]
     counter.end_round()
     (calls,) = counter.rounds
     assert layer_tokens(calls, verify=False) == {1: 2 + 2 + 4 + 2, 2: 2, 3: 2}
@@ -62,14 +62,14 @@ def test_the_papers_worked_example() -> None:
 @given(st.lists(st.integers(1, 8), min_size=1, max_size=10), st.integers(0, 9))
 def test_every_verified_position_passes_every_layer_once(depths: list[int], drop: int) -> None:
     counter = CallCounter()
-    ledger = LayerLedger(8, counter)
+    layers = LayerCounter(8, counter)
     for depth in depths:
-        ledger.enter()
-        ledger.deepen(depth)
-        assert ledger.depths == sorted(ledger.depths, reverse=True)
-    reached = ledger.depths.copy()
+        layers.enter()
+        layers.deepen(depth)
+        assert layers.depths == sorted(layers.depths, reverse=True)
+    reached = layers.depths.copy()
     positions = max(1, len(depths) - drop)
-    ledger.finish(positions)
+    layers.finish(positions)
     counter.end_round()
     rows = [c for c in counter.rounds[0] if c[1] == LAYER]
     drafted = sum(width * count for verify, _, width, count in rows if not verify)
@@ -269,7 +269,7 @@ def test_replayed_rounds_are_the_real_ones(case: Case, name: str) -> None:
     assert log.calls is not None
     assert log.calls.dtype == CALL_DTYPE
     layers = log.calls[log.calls["kind"] == LAYER]
-    # What the ledger counts is what was run, call by call.
+    # What is counted is what was run, call by call.
     assert int((layers["count"] * layers["new_tokens"]).sum()) == sum(w * n for w, n in ran)
     assert int(layers["count"].sum()) == sum(n for _, n in ran)
     assert log.rounds["drafted"].max() > 0

@@ -123,7 +123,7 @@ def test_what_a_token_says_is_what_the_real_one_says(sampling: Sampling) -> None
         replayed.verify([])
         mine, theirs = real.draft([]), replayed.draft([])
     assert mine.token_id == theirs.token_id
-    assert real._ledger.depths == replayed._depths
+    assert real._layers_run.depths == replayed._depths
     assert source.held(recordings) == DRAFTER_SIGNALS
     for field in DRAFTER_SIGNALS:
         assert getattr(mine, field) == pytest.approx(getattr(theirs, field), rel=1e-4)

@@ -32,9 +32,8 @@ from simulator.whatif.tilt_fidelity import (
     tilt_errors,
 )
 from tests.tilted import bursty, tilter
-from traces.acceptance.schema import MISMATCH
 from traces.acceptance.synthetic import Bursty, synthetic_trace
-from traces.acceptance.trace import Trace
+from traces.acceptance.trace import MISMATCH, Trace
 from traces.errors import DraftsimError
 from traces.replay.run import replay
 

@@ -6,9 +6,8 @@ from typing import Any, Literal
 
 import numpy as np
 
-from traces.acceptance.schema import MATCH, MISMATCH, UNKNOWN
 from traces.acceptance.synthetic import EOS, Bursty, synthetic_trace
-from traces.acceptance.trace import Request, Trace
+from traces.acceptance.trace import MATCH, MISMATCH, UNKNOWN, Request, Trace
 
 Kind = Literal["tails", "bare", "unobserved", "by start", "by start, ending", "by start, bare"]
 KINDS: tuple[Kind, ...] = (

@@ -19,9 +19,7 @@ EXTRAS = {
 
 
 def missing(packages: Sequence[str], what: str) -> DraftsimError:
-    """Return the error that says that `what` needs packages that are not installed, and their
-    extra.
-    """
+    """Return the error that `what` needs packages that are not installed, with their extra."""
     extras = [extra for extra, names in EXTRAS.items() if set(names) & set(packages)]
     return DraftsimError(
         f"{what} needs {' and '.join(packages)}, not installed here: run "

@@ -146,18 +146,10 @@ class KeptInStep(BatchPolicy):
     """A policy of an engine whose draft model reads every token, even if nothing is drafted.
 
     vLLM (v1/spec_decode/llm_base_proposer.py) and SGLang 0.5.23
-    (srt/speculative/eagle_worker_v2.py) run one draft pass in every iteration, whatever K, so
-    that the draft's cache is complete when drafting begins again.  So K = 0 is a draft pass whose
-    token is not verified: it saves the verification of drafts, and only an engine without a drafter
-    saves the draft model, too.
-
-    A subclass calls `draft_up_to` when it is made.
-
-    Attributes
-    ----------
-    in_step:
-        True if the engine does so; False: at K = 0 the draft model does not run, and catches up
-        when drafting begins again.
+    (srt/speculative/eagle_worker_v2.py) run one draft pass in every iteration, so that the draft's
+    cache is complete when drafting begins again.  K = 0 is then a draft pass whose token is not
+    verified.  A subclass calls `draft_up_to` when it is made.  Without ``in_step``, the draft model
+    does not run at K = 0, and catches up later.
     """
 
     in_step: bool

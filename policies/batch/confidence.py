@@ -104,14 +104,12 @@ class AdaptiveVerification(BatchPolicy):
         """Return how many drafts to verify, from each draft's acceptance estimates."""
         batch = len(chances)
         survivals = np.sort(_survivals(chances)[0])[::-1]
-        room = self._room(batch, len(survivals))
+        room = len(survivals)
+        if self.budget is not None:
+            room = max(0, min(room, self.budget - batch))
         gain = batch + np.concatenate([[0.0], np.cumsum(survivals)])[: room + 1]
         steps = max(map(len, chances))
         return int(np.argmax(gain / self._curve(batch, steps)[: room + 1]))
-
-    def _room(self, batch: int, drafted: int) -> int:
-        """Return the most drafts that may be verified."""
-        return drafted if self.budget is None else max(0, min(drafted, self.budget - batch))
 
     def _likeliest(self, chances: Sequence[Sequence[float]], size: int) -> list[int]:
         """Return how many of the `size` likeliest drafts each sequence has."""
@@ -122,9 +120,7 @@ class AdaptiveVerification(BatchPolicy):
         return lengths
 
     def _curve(self, batch: int, steps: int) -> npt.NDArray[np.float64]:
-        """Return seconds over the number of drafts verified, 0 to batch * steps; kept per
-        context.
-        """
+        """Return seconds by drafts verified, 0 to batch * steps; kept per context."""
         bucket = int(self._context) // CONTEXT_BUCKET
         key = (batch, steps, bucket)
         if key not in self._curves:

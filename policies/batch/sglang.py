@@ -196,9 +196,7 @@ def slot_at(slots: Mapping[int, T], batch: int) -> T:
 
 
 def candidate_steps(size: object, slot: Any, least: int) -> list[int]:
-    """Return the candidates of a slot of SGLang's configuration, rising; ValueError if it has
-    none.
-    """
+    """Return the rising candidates of a slot of the configuration; ValueError if it has none."""
     steps = slot.get("candidate_steps") if isinstance(slot, Mapping) else None
     if not steps or not isinstance(steps, list | tuple):
         raise ValueError(f"config slot {size}: candidate_steps is {steps!r}, expected a list")

@@ -51,9 +51,7 @@ class BatchTable(KeptInStep):
         self.draft_up_to(max(row[-1] for row in self.table))
 
     def row_of(self, batch: int) -> int:
-        """Return the index of the batch range that `batch` requests are in, or that a gap
-        inherits.
-        """
+        """Return the index of the batch range of `batch` requests, or that a gap inherits."""
         return max(bisect_right(self._starts, batch) - 1, 0)
 
     def row(self, loads: Sequence[Load]) -> int:
@@ -188,14 +186,9 @@ class SwitchedOff(KeptInStep):
     """Speculation is switched off for requests, for good, as vLLM v0's worker does.
 
     spec_decode/spec_decode_worker.py: a step that plans no drafts sets the number of drafts of
-    every request in it to 0, and nothing ever sets it back.  Such a step skips the draft model.
-    A step that could draft, but whose requests are all switched off, runs it once, so that its
-    cache stays in step (`KeptInStep`).
-
-    Attributes
-    ----------
-    forever:
-        False: K = 0 is for one step alone, in which the draft model does not run.
+    every request in it to 0, and nothing ever sets it back.  Such a step skips the draft model.  A
+    step that could draft, but whose requests are all switched off, runs it once, so that its cache
+    stays in step (`KeptInStep`).  Without ``forever``, K = 0 is for one step alone.
     """
 
     forever: bool
@@ -229,10 +222,9 @@ class SwitchedOff(KeptInStep):
 
 
 def counted(loads: Sequence[Load]) -> int:
-    """Return requests by whose number an engine looks up what to draft.
+    """Return the requests by whose number an engine looks up what to draft.
 
-    vLLM v0 asked in the step that drafted and verified, about that step; whatever policy it is, a
-    present engine asks when the iteration before ends (`policies.core.Load.scheduled`).
+    vLLM v0 asked about the step at hand; a present engine asks at the end of the step before.
     """
     load = loads[0]
     return load.batch if load.scheduled is None else load.scheduled

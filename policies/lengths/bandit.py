@@ -246,8 +246,8 @@ class Bounds(_VectorisedArms):
         rotates = self.rotation > 0
         bonus = np.where(rotates, 0.0, self.spread / 2)[:, None] * wide
         index = np.where(real, self.rewards / n + bonus, -np.inf)
-        turn = (played < self.rotation) | (real & (self.pulls == 0)).any(axis=1)
-        found: Ints = np.where(turn, played % self.count, index.argmax(axis=1))
+        rotates_on = (played < self.rotation) | (real & (self.pulls == 0)).any(axis=1)
+        found: Ints = np.where(rotates_on, played % self.count, index.argmax(axis=1))
         return found
 
     def observe(self, drafted: Ints, accepted: Ints) -> None:

@@ -119,11 +119,7 @@ class AdaptiveThreshold:
 
 @dataclass
 class ThresholdState(VectorisedState):
-    """The thresholds of many runs, of which each drafts at most `longest` tokens.
-
-    ``by_accepted``: a draft counts as at its maximum where that many tokens were accepted,
-    not where they were drafted.
-    """
+    """The thresholds of many runs; ``by_accepted``: `longest` counts as accepted, not drafted."""
 
     value: Floats
     rate: Floats

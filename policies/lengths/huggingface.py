@@ -44,23 +44,6 @@ def roc_threshold(probs: Sequence[float], matches: Sequence[int]) -> float | Non
     return float(score[last[np.argmin(cost)]])
 
 
-class _RocHistory:
-    """The draft probabilities that one generate() call has seen, and which tokens matched."""
-
-    def __init__(self) -> None:
-        self._probs: list[float] = []
-        self._matches: list[int] = []
-
-    def update(self, draft: Sequence[Any], accepted: int) -> float | None:
-        """Append a round, drop its unverified tail, and return the new threshold, if any."""
-        self._probs.extend(token.prob for token in draft)
-        self._matches.extend([1] * accepted)
-        if len(self._probs) > len(self._matches):
-            self._matches.append(0)
-        del self._probs[len(self._matches) :]
-        return roc_threshold(self._probs, self._matches)
-
-
 @dataclass(eq=False, repr=False)
 class Confidence(DraftPolicy):
     """Stops after a token the draft gave less than `confidence_threshold` (transformers >= 4.45).
@@ -91,7 +74,9 @@ class Confidence(DraftPolicy):
         self.learns_across_requests = self.roc_update == "next_call"
         self._cap = self.gamma
         self._threshold = self._next_threshold = self.confidence_threshold
-        self._history = _RocHistory()
+        # Verified tokens of one generate() call: their draft probabilities, and 1 if they matched.
+        self._probs: list[float] = []
+        self._matches: list[int] = []
         if not self.confidence_threshold:
             vars(self)["reads"] = ()  # without the test, no signal is fetched
 
@@ -104,12 +89,15 @@ class Confidence(DraftPolicy):
     def begin_request(self) -> None:
         if self.roc_update == "next_call":
             self._threshold = self._next_threshold
-            self._history = _RocHistory()
+            self._probs, self._matches = [], []
 
     def observe(self, outcome: Round, draft: Sequence[Any]) -> None:
         if self.roc_update == "off" or not self.confidence_threshold:
             return
-        chosen = self._history.update(draft, outcome.accepted)
+        verified = draft[: outcome.accepted + 1]
+        self._probs += [token.prob for token in verified]
+        self._matches += [int(i < outcome.accepted) for i in range(len(verified))]
+        chosen = roc_threshold(self._probs, self._matches)
         if chosen is None:
             return
         self._next_threshold = chosen

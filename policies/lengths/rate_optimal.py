@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import chain
-from typing import Any, NamedTuple, Self
+from typing import Any, Self
 
 import numpy as np
 
@@ -170,9 +170,7 @@ class RateOptimal(DraftPolicy):
         return 0.5 * (1 + math.tanh(0.5 * odds))
 
     def _priced(self, load: Load) -> tuple[list[float], list[float]]:
-        """Return the costs of drafting n tokens and of verifying n, in tokens, for n = 0 ...
-        gamma_max.
-        """
+        """Return the costs, in tokens, of drafting and of verifying n = 0 ... gamma_max tokens."""
         key = (load.batch, load.context // CONTEXT_BUCKET)
         if key not in self._prices:
             rate, (drafting, verifying) = self._rate_at(key[0]), self._seconds(*key)
@@ -189,17 +187,13 @@ class RateOptimal(DraftPolicy):
         steady = not (self.recalibrate or self._correction)
         if not (steady and tells_many(self._estimate) and tells_many(self.following)):
             return None
-        rate = self._rate_at(batch)
+        return VectorisedPlan(stop=WorthDrafting(self, batch))
 
-        def prices(buckets: list[int]) -> Foregone:
-            found = [self._seconds(batch, bucket) for bucket in buckets]
-            drafting, verifying = (rate * np.array(side) for side in zip(*found, strict=True))
-            return Foregone(drafting, verifying)
-
-        return VectorisedPlan(stop=WorthDrafting(
-            self._estimate, self.following, self.acceptance, self.gamma_max, self.trim,
-            CONTEXT_BUCKET, prices,
-        ))  # fmt: skip
+    def prices_at(self, batch: int, buckets: list[int]) -> tuple[Floats, Floats]:
+        """Return `_priced` of contexts by their buckets, (contexts, gamma_max + 1) each."""
+        rate, found = self._rate_at(batch), [self._seconds(batch, bucket) for bucket in buckets]
+        drafting, verifying = (rate * np.array(side) for side in zip(*found, strict=True))
+        return drafting, verifying
 
 
 class _Seconds:
@@ -238,52 +232,40 @@ ROUNDING = 1e-9
 """Relative; more than sums of as many terms as a draft has tokens can be off by."""
 
 
-class Foregone(NamedTuple):
-    """Costs of drafting n tokens and of verifying n, in tokens foregone, (contexts, lengths)."""
-
-    drafting: Floats
-    verifying: Floats
-
-
 @dataclass(frozen=True, eq=False)
 class WorthDrafting:
-    """The rule of `RateOptimal` at a rate that does not change.
+    """The rule of `RateOptimal` at a rate that does not change."""
 
-    ``prices`` gives those of contexts ``(bucket + 0.5) * width``, by a list of buckets.
-    """
-
-    estimator: Any
-    following: Any
-    acceptance: float
-    gamma_max: int
-    trim: bool
-    width: int
-    prices: Callable[[list[int]], Foregone]
+    policy: RateOptimal
+    batch: int
 
     def lengths(self, starts: Starts) -> Lengths:
-        buckets, own = np.unique(starts.context // self.width, return_inverse=True)
-        prices = self.prices(buckets.tolist())
+        buckets, own = np.unique(starts.context // CONTEXT_BUCKET, return_inverse=True)
+        drafting, verifying = self.policy.prices_at(self.batch, buckets.tolist())
+        estimator: Any = self.policy._estimate
+        following: Any = self.policy.following
         survival = [np.ones(len(starts.rows))]
 
         def keep(n: int, which: Ints) -> Bools:
-            ahead: Floats | float = self.acceptance
+            ahead: Floats | float = self.policy.acceptance
             if n:
                 read = reader(starts, starts.rows[which] + n - 1)
                 survival.append(survival[-1].copy())
-                survival[n][which] *= self.estimator.chances(read, n - 1)
-                if self.following is not None:
-                    ahead = self.following.chances(read, n - 1)
+                survival[n][which] *= estimator.chances(read, n - 1)
+                if following is not None:
+                    ahead = following.chances(read, n - 1)
             ahead = np.broadcast_to(ahead, len(which))
-            return self._worth(prices.drafting, own[which], n, survival[n][which], ahead)
+            return self._worth(drafting, own[which], n, survival[n][which], ahead)
 
         forwards = grown(starts, keep)
-        if not self.trim:
+        if not self.policy.trim:
             return Lengths(forwards)
-        return Lengths(forwards, _best_prefix(forwards, survival, prices.verifying, own))
+        return Lengths(forwards, _best_prefix(forwards, survival, verifying, own))
 
     def _worth(self, price: Floats, own: Ints, n: int, chance: Floats, ahead: Floats) -> Bools:
         """Return where drafting some number of further tokens gains more than it costs."""
-        if n >= self.gamma_max:
+        longest = self.policy.gamma_max
+        if n >= longest:
             return np.zeros(len(own), dtype=bool)
         # The next token is worth most: no number pays where it earns less than the cheapest.
         cheapest = np.diff(price[:, n:], axis=1).min(axis=1) * (1 - ROUNDING)
@@ -291,7 +273,7 @@ class WorthDrafting:
         undecided = np.flatnonzero(pays)
         own, chance, ahead = own[undecided], chance[undecided], ahead[undecided]
         pays[undecided], worth = False, np.zeros(len(undecided))
-        for longer in range(n + 1, self.gamma_max + 1):
+        for longer in range(n + 1, longest + 1):
             chance = chance * ahead
             worth = worth + chance
             cost = (price[:, longer] - price[:, n])[own]

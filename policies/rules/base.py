@@ -117,16 +117,6 @@ class TokenRule(VerifyRule):
         return len(draft)
 
 
-class ExactMatch(TokenRule):
-    """Greedy verification: a drafted token is accepted if it is the target's argmax."""
-
-    lossless = True
-
-    def accepts(self, token: Any, score: Any) -> bool:
-        """Return True if the token is the target's argmax."""
-        return bool(score.match)
-
-
 class RejectionSampling(TokenRule):
     """Lossless speculative sampling (Leviathan et al., 2211.17192; Chen et al., 2302.01318).
 
@@ -138,5 +128,9 @@ class RejectionSampling(TokenRule):
     lossless = True
 
     def accepts(self, token: Any, score: Any) -> bool:
-        """Return True if the draw accepted the token."""
+        """Return True if the recorded or drawn verdict accepts the token."""
         return bool(score.match)
+
+
+class ExactMatch(RejectionSampling):
+    """Greedy verification: a drafted token is accepted if it is the target's argmax."""

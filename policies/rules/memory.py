@@ -95,10 +95,7 @@ class OnlineCorrectionMemory:
         self.sizes.append(len(self))
 
     def content(self) -> bytes:
-        """Return the content of a file (``.npz``) that `load` reads.
-
-        Counts, order of entry and capacity are kept, so that the loaded memory decides alike.
-        """
+        """Return the content of a file (``.npz``) for `load`."""
         table = np.array([[*pair, n] for pair, n in self._counts.items()], dtype=np.int64)
         file = io.BytesIO()
         np.savez_compressed(
@@ -113,10 +110,7 @@ class OnlineCorrectionMemory:
     def load(cls, path: str | os.PathLike[str]) -> OnlineCorrectionMemory:
         """Read a memory from the file of its `content`.
 
-        Raises
-        ------
-        ValueError
-            If the file is missing, truncated, of another schema or holds impossible counts.
+        Raises ValueError if it is missing, truncated, of another schema or holds impossible counts.
         """
         again = "calibrate it again"
         try:

@@ -7,11 +7,12 @@ from typing import Any
 
 from policies.rules.base import ExactMatch, RejectionSampling, VerifyRule
 from policies.rules.context import CSD, FLy
-from policies.rules.ratio import Ensemble, Lenience
 from policies.rules.threshold import (
     BiLDRollback,
     CMASDVerification,
+    Ensemble,
     GlobalThreshold,
+    Lenience,
     SpecVerification,
     TypicalAcceptance,
 )

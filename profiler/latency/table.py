@@ -16,7 +16,7 @@ import pandas as pd
 import torch
 
 from profiler.machine import NoTimeError, Repeats, Stopwatch, Timing
-from traces.acceptance.schema import Request
+from traces.acceptance.trace import Request
 from traces.errors import DraftsimError
 from traces.latency.schema import CELL_COLUMNS
 from traces.store.checkpoint import Checkpoint

@@ -52,8 +52,15 @@ from profiler.models.sampling import (
 )
 from profiler.models.seq2seq import make_runner
 from traces.acceptance.sampling import GREEDY, Sampling
-from traces.acceptance.schema import SIGNAL_COLUMNS, Request, signal_columns
-from traces.acceptance.trace import COLUMNS, MATCH, MISMATCH, Trace
+from traces.acceptance.trace import (
+    COLUMNS,
+    MATCH,
+    MISMATCH,
+    SIGNAL_COLUMNS,
+    Request,
+    Trace,
+    signal_columns,
+)
 from traces.errors import DraftsimError
 
 SCORE_TOKENS = 512

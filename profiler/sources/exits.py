@@ -29,7 +29,7 @@ from profiler.sources.start_record import RecordOptions, SourceRecorder
 from traces.acceptance.sampling import Sampling
 from traces.acceptance.trace import Trace
 from traces.errors import DraftsimError
-from traces.replay.calls import ADAPTER, EXIT_HEAD, CallCounter, LayerLedger
+from traces.replay.calls import ADAPTER, EXIT_HEAD, CallCounter, LayerCounter
 from traces.sources.base import Source
 from traces.sources.early_exit import EarlyExit, Kangaroo, verified
 from traces.sources.exit_recording import depth_layers, log_threshold, temperature, usable_exits
@@ -222,7 +222,7 @@ class ExitDecoder(SourceDecoder):
     def __init__(self, target: LayerRunner, source: EarlyExit, begin: Begin) -> None:
         super().__init__(target, begin)
         self._source = source
-        self._ledger = LayerLedger(target.layers, self.calls)
+        self._layers_run = LayerCounter(target.layers, self.calls)
         self._states: list[Tensor] = []  # (1, hidden) each: the positions of this round
         self._emit_first(self._prefill(begin.prompt))
 
@@ -239,7 +239,7 @@ class ExitDecoder(SourceDecoder):
         while len(self._states) < positions:
             at = len(self._states)
             self._enter(draft[at - 1].device_id if at else self._last, count=False)
-        self._run(self._ledger.finish(positions))
+        self._run(self._layers_run.finish(positions))
         logits = self._target.logits(torch.cat(self._states))  # (positions, vocab)
         self._states.clear()
         return self._settle(draft, logits)[0]
@@ -247,7 +247,7 @@ class ExitDecoder(SourceDecoder):
     def _enter(self, token: Tensor, *, count: bool = True) -> None:
         self._states.append(self._target.embed(token))
         if count:
-            self._ledger.enter()
+            self._layers_run.enter()
 
     def _run(self, segments: list[tuple[int, int, int]]) -> None:
         """Run layers first..last - 1 over the newest `width` positions, segment by segment."""
@@ -307,12 +307,12 @@ class EarlyExitDecoder(ExitDecoder):
         """Run the last token until a head is confident; None at the depth bound."""
         self._enter(so_far[-1].device_id if so_far else self._last)
         for at, layer, heat in self._exits:
-            self._run(self._ledger.deepen(layer))
+            self._run(self._layers_run.deepen(layer))
             logits = self._target.project(self._heads.states(at, self._states[-1]))  # (1, vocab)
             self.calls.add(EXIT_HEAD, 1)
             if float(log_confidence(logits, heat)) >= self._threshold:
                 return self._token(logits, so_far, at)
-        self._run(self._ledger.deepen(self._deepest))
+        self._run(self._layers_run.deepen(self._deepest))
         return None
 
 
@@ -371,7 +371,7 @@ class KangarooDecoder(ExitDecoder):
     def draft(self, so_far: Sequence[Any]) -> ModelToken:
         """Run the last token to the exit, and the adapter over what it lacks."""
         self._enter(so_far[-1].device_id if so_far else self._last)
-        self._run(self._ledger.deepen(self._exit))
+        self._run(self._layers_run.deepen(self._exit))
         width = len(self._pending)
         slot = self._slot + len(self._states) - width
         states = self._adapter.run(torch.cat(self._pending), slot)

@@ -23,7 +23,7 @@ from typing import NamedTuple
 import numpy as np
 
 from policies.arrays import Floats
-from traces.acceptance.schema import MOST_DRAFTED
+from traces.acceptance.trace import MOST_DRAFTED
 from traces.errors import DraftsimError
 
 WALKERS, STEPS, KEPT = 64, 700, 400

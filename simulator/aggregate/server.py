@@ -53,7 +53,7 @@ from simulator.aggregate.hazard import (
 from simulator.aggregate.hazard import gaps as gaps_of
 from simulator.formulas.bounds import geometric_sum, require
 from simulator.formulas.leviathan import acceptance_rate
-from traces.acceptance.schema import MOST_DRAFTED, MOST_TOKENS
+from traces.acceptance.trace import MOST_DRAFTED, MOST_TOKENS
 from traces.errors import DraftsimError
 
 

@@ -26,7 +26,7 @@ from simulator.serving.sequence import Slot
 from traces.errors import DraftsimError
 from traces.latency.interpolate import EXTRAPOLATED, Line
 from traces.latency.table import LatencyTable
-from traces.replay.calls import most_behind, passes_always
+from traces.replay.calls import most_unread, passes_always
 
 MODELS = ("target", "draft")
 PLACES = (
@@ -357,7 +357,7 @@ class EngineCost:
         self.reads = reads
         self.speculates = speculates
         self.always = passes_always(latency) if speculates else 0
-        self.most_behind = most_behind(takes_verified)
+        self.most_unread = most_unread(takes_verified)
         if passes not in ("ragged", "padded"):
             raise DraftsimError(f"passes is {passes!r}, expected 'ragged' or 'padded'")
         self.passes = passes
@@ -403,7 +403,7 @@ class EngineCost:
         """Return seconds of an iteration over `batch` sequences, all sizes at their means."""
         if passes := self.always:
             # Every sequence runs as many passes, and has few tokens to catch up on.
-            catch_up = min(work.catch_up, self.most_behind * work.drafting) + batch - work.drafting
+            catch_up = min(work.catch_up, self.most_unread * work.drafting) + batch - work.drafting
             work = work._replace(
                 longest=max(work.longest, passes), drafting=batch, catch_up=catch_up,
                 draft_context=work.context, unread=work.unread or passes > 1,

@@ -18,7 +18,7 @@ from policies.together import Member, Together
 from simulator.serving.arrivals import LONGEST, Job
 from traces.acceptance.trace import Trace
 from traces.replay.decoder import ReplayDecoder
-from traces.replay.ruled import score_tape
+from traces.replay.ruled import score_lists
 
 NO_ROUNDS: Ints = np.empty((0, len(Round._fields)), np.int64)
 KEPT = 16
@@ -63,8 +63,8 @@ class ServedSequence(ReplayDecoder):
         self._cap = lookahead + 1
         self._engine = engine
         self._rule = rule
-        self._scores = None if rule is None else score_tape(trace).scores(rule.needs)
-        self._read = self._tape.tokens(() if rule is None else rule.reads)
+        self._scores = None if rule is None else score_lists(trace).scores(rule.needs)
+        self._read = self._lists.tokens(() if rule is None else rule.reads)
         self.prompt = job.prompt_tokens
         self.position = 1
         if self.length > 1 and self._seam == 1:
@@ -115,7 +115,7 @@ class ServedSequence(ReplayDecoder):
                 raise error.by(self._rule) from None
         start = self._start + self.position
         run = self._runs[start]
-        if run < len(draft) and start in self._tape.open_ended:
+        if run < len(draft) and start in self._lists.open_ended:
             raise self._unobserved(run)
         return min(len(draft), run)
 

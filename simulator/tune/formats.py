@@ -27,7 +27,7 @@ from policies.core import DraftPolicy
 from policies.lengths.basic import Autoregressive, Fixed
 from policies.lengths.huggingface import Confidence, HFHeuristic, RocUpdate
 from policies.lengths.llamacpp import LlamaCppDraft
-from traces.acceptance.schema import MOST_DRAFTED
+from traces.acceptance.trace import MOST_DRAFTED
 from traces.errors import DraftsimError
 from traces.store.text import read_json
 

@@ -24,8 +24,7 @@ from policies.lengths.rate_optimal import RateOptimal
 from simulator.pricing import price
 from simulator.serving.cost import TableCost
 from simulator.whatif.tilt import NUMERIC
-from traces.acceptance.schema import MATCH
-from traces.acceptance.trace import Trace
+from traces.acceptance.trace import MATCH, Trace
 from traces.errors import DraftsimError
 from traces.latency.table import LatencyTable
 from traces.replay.layout import Lockstep, layout_of

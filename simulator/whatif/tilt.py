@@ -39,8 +39,7 @@ import numpy as np
 import numpy.typing as npt
 
 from policies.arrays import Bools, Floats, Ints
-from traces.acceptance.schema import COLUMNS, MATCH, MISMATCH, SIGNAL_COLUMNS, UNKNOWN
-from traces.acceptance.trace import Trace
+from traces.acceptance.trace import COLUMNS, MATCH, MISMATCH, SIGNAL_COLUMNS, UNKNOWN, Trace
 from traces.errors import DraftsimError
 
 Method = Literal["coupled", "redraw"]

@@ -24,10 +24,7 @@ class Sampling:
         Share of the probability that the likeliest tokens must reach: the fewest that do are
         kept and renormalised (nucleus sampling, Holtzman et al., 1904.09751); 1 keeps all.
 
-    Raises
-    ------
-    DraftsimError
-        If a value is impossible, or a greedy output is to be cut.
+    Raises DraftsimError if a value is impossible, or a greedy output is to be cut.
     """
 
     temperature: float = 0.0
@@ -54,10 +51,7 @@ class Sampling:
 
     @property
     def plain(self) -> bool:
-        """Return True if a drawn token has its softmax probability: T = 1, and no cut.
-
-        Greedy decoding draws nothing and counts, too.
-        """
+        """Return True if a token has its softmax probability (T = 1, uncut), or none is drawn."""
         return self.temperature in (0, 1) and self.top_p == 1
 
     @property

@@ -7,33 +7,24 @@ where it would have ended: the run is censored, and a plain mean would be too sh
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Literal, NamedTuple
+from typing import Literal
 
 import numpy as np
-import numpy.typing as npt
 
-from policies.arrays import Floats, Ints
-from traces.acceptance.schema import MATCH, MISMATCH, UNKNOWN
-from traces.acceptance.trace import Trace
+from policies.arrays import Bools, Floats, Ints
+from traces.acceptance.trace import MATCH, MISMATCH, UNKNOWN, Trace
 from traces.errors import DraftsimError
 
 _FEWEST_AT_RISK = 20
 """Hazards seen fewer times than this are pooled with all longer ones."""
 
 
-class MatchRuns(NamedTuple):
-    """Runs of matches, each from a position after a mismatch, unknown or beginning."""
+def runs(trace: Trace) -> tuple[Ints, Bools, Ints]:
+    """Return every run of matches after a mismatch, an unrecorded position or a beginning.
 
-    lengths: Ints
-    """Matches in a row."""
-    rejected: npt.NDArray[np.bool_]
-    """True if a recorded mismatch ended the run, False if it was censored."""
-    ends: Ints
-    """Index into `Trace.on_path` of the position after the run (perhaps the next request's)."""
-
-
-def runs(trace: Trace) -> MatchRuns:
-    """Return every run of the trace, in order; an unrecorded match ends one as censored."""
+    Their lengths; True if a recorded mismatch ended the run, False if it was censored; and the
+    index into `Trace.on_path` of the position after the run (perhaps the next request's).
+    """
     match = trace.columns["match"][trace.on_path]
     begins = trace.columns["position"][trace.on_path] == 0
     begins[1:] |= match[:-1] != MATCH
@@ -41,7 +32,7 @@ def runs(trace: Trace) -> MatchRuns:
     lengths = trace.run_lengths[starts]
     ends = starts + lengths
     rejected = (ends < trace.request_ends[starts]) & ~trace.open_ended[starts]
-    return MatchRuns(lengths, rejected, ends)
+    return lengths, rejected, ends
 
 
 @dataclass(frozen=True, eq=False)
@@ -103,14 +94,11 @@ def impute(
     accepted than it would have had, a lower bound.  A replay of the result has fidelity
     ``approximate``, or of the latter ``lower bound``.
 
-    Raises
-    ------
-    DraftsimError
-        If nothing was recorded to estimate the hazard from, or the draft lengths of an imported log
-        are not known.
+    Raises DraftsimError if nothing was recorded to estimate the hazard from, or the draft lengths
+    of an imported log are not known.
     """
     match = np.array(trace.columns["match"])
-    _, _, ends = runs(trace)
+    lengths, _, ends = runs(trace)
     on_path = match[trace.on_path]
     unknown = np.flatnonzero(on_path == UNKNOWN)
     if method == "rejected":
@@ -120,7 +108,6 @@ def impute(
         estimate = survival(trace)
         hazard = _pooled(estimate)
         seen = len(estimate.at_risk)
-        lengths = runs(trace).lengths
         # Every unknown position ends exactly one run of its own request.
         so_far = lengths[np.searchsorted(ends, unknown, side="right") - 1]
         chance = hazard[np.minimum(so_far, len(hazard) - 1)]

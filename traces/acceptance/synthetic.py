@@ -10,8 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from policies.arrays import Floats, ranges
-from traces.acceptance.schema import MATCH, MISMATCH, UNKNOWN, Request
-from traces.acceptance.trace import Trace
+from traces.acceptance.trace import MATCH, MISMATCH, UNKNOWN, Request, Trace
 from traces.errors import DraftsimError
 
 VOCABULARY = 32000
@@ -135,9 +134,10 @@ def synthetic_trace(
         chances.append(process.probabilities(length, rng))
     chance = np.concatenate(chances)
     lengths = np.array([r.tokens for r in table])
+    told = asdict(process) if isinstance(process, Iid | Bursty) else {"parameters": repr(process)}
     meta = {
         "kind": "synthetic",
-        "process": {"name": type(process).__name__, **_parameters(process)},
+        "process": {"name": type(process).__name__, **told},
         "seed": seed,
         "concentration": concentration,
         "sampling": {"temperature": 0.0},
@@ -188,21 +188,10 @@ def trace_by_position(
 
     Every start of a round has its own draft, whose accepted tokens are drawn independently, because
     counters do not hold the order of rounds.  So fixed lengths have the given acceptance lengths,
-    and policies that learn from earlier rounds gain nothing.
+    and policies that learn from earlier rounds gain nothing.  ``survival`` are the chances that the
+    first 1, 2, ... drafted tokens are all accepted, ``meta`` further provenance.
 
-    Parameters
-    ----------
-    survival:
-        Chances that the first 1, 2, ... drafted tokens are all accepted, (longest draft,).
-    requests, tokens, prompt_length:
-        Number of requests, and output and prompt tokens of each.
-    meta:
-        Further provenance.
-
-    Raises
-    ------
-    DraftsimError
-        If the chances rise, or are none.
+    Raises DraftsimError if the chances rise, or are none.
     """
     alive = np.asarray(survival, dtype=np.float64)
     if not len(alive) or not np.all(np.diff([1.0, *alive, 0.0]) <= 0):
@@ -232,10 +221,7 @@ def drawn_chances(mean: Floats, concentration: float, rng: np.random.Generator) 
 
 
 def logits_of(prob: Floats) -> dict[str, npt.NDArray[np.float32]]:
-    """Return the draft columns of distributions with this top probability, shape of `prob`.
-
-    The runner-up has half of the rest, and the other tokens share what is left evenly.
-    """
+    """Return draft columns with this top probability; the runner-up has half of the rest."""
     top = np.clip(prob, 1e-3, 1 - 1e-6)
     second = np.minimum(0.5 * (1 - top), 0.9 * top)
     rest = 1 - top - second
@@ -251,12 +237,6 @@ def logits_of(prob: Floats) -> dict[str, npt.NDArray[np.float32]]:
         "draft_entropy": entropy,
     }
     return {name: values.astype(np.float32) for name, values in signals.items()}
-
-
-def _parameters(process: MatchProcess) -> dict[str, Any]:
-    if isinstance(process, Iid | Bursty):
-        return asdict(process)
-    return {"parameters": repr(process)}
 
 
 def _probability(name: str, value: float) -> None:

@@ -8,8 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from traces.acceptance.schema import MOST_DRAFTED, MOST_TOKENS, Request
-from traces.acceptance.trace import Trace
+from traces.acceptance.trace import MOST_DRAFTED, MOST_TOKENS, Request, Trace
 from traces.errors import FileError
 from traces.importers.base import Importer, Options
 from traces.importers.rows import LoggedRound, only_file, read_json_rows, trace_of

@@ -15,8 +15,7 @@ from pathlib import Path
 from reprlib import repr as shown
 from typing import Any
 
-from traces.acceptance.schema import MOST_DRAFTED
-from traces.acceptance.trace import Trace
+from traces.acceptance.trace import MOST_DRAFTED, Trace
 from traces.errors import FileError
 from traces.importers.base import Importer, Options
 from traces.importers.rows import read_json_rows
@@ -46,7 +45,10 @@ class AIPerf(Importer):
                 f"{files[0]}: no row with {RECORD}: name profile_export.jsonl of a server that "
                 "reports acceptance per request (vLLM: --per-request-spec-decode-metrics detailed)"
             )
-        left_out = [f"{at}: {_without(row)}" for at, row in rows if not row.get(RECORD)]
+        left_out = [
+            f"{at}: {'nothing was verified' if row.get('error') is None else 'failed'}"
+            for at, row in rows if not row.get(RECORD)
+        ]  # fmt: skip
         engines = {label(at, "engine", r.get("engine"), "?") for at, _, r in records}
         meta = self.meta(files, left_out=left_out, engine=sorted(engines))
         if all(record.get(name) is not None for _, _, record in records for name in STEPS):
@@ -86,10 +88,6 @@ def _summary(at: str, record: Mapping[str, Any]) -> Summary:
         rounds = max(0, rounds - 1) if type(rounds) is int else rounds
         return Summary(at, None, rounds, drafted, accepted, longest)
     return Summary(at, _dense(at, histogram), rounds, drafted, accepted, longest)
-
-
-def _without(row: Mapping[str, Any]) -> str:
-    return "failed" if row.get("error") is not None else "nothing was verified"
 
 
 def _dense(at: str, histogram: Any) -> list[int]:

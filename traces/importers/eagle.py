@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from reprlib import repr as shown
 
-from traces.acceptance.schema import MOST_TOKENS
+from traces.acceptance.trace import MOST_TOKENS
 from traces.errors import FileError
 from traces.importers.base import Importer, Options
 from traces.importers.rows import (

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from reprlib import repr as shown
-from typing import Any, NamedTuple
+from typing import Any
 
-from traces.acceptance.schema import MOST_DRAFTED
+from traces.acceptance.trace import MOST_DRAFTED
 from traces.errors import FileError
 from traces.importers.base import Importer, Options
 from traces.importers.totals import Totals
@@ -23,26 +23,12 @@ Counts = Mapping[tuple[str, int], int]
 """Counts by name and position; position 0 of a counter that has none."""
 
 
-class MetricLine(NamedTuple):
-    """One line of a scrape."""
-
-    where: str
-    """File and line, for error messages."""
-    name: str
-    labels: Mapping[str, str]
-    text: str
-    """The value as written."""
-
-
-def read_samples(file: Path, prefix: str) -> list[MetricLine]:
-    """Return the samples of `file` whose names begin with `prefix`."""
-    found = []
+def read_samples(file: Path, prefix: str) -> Iterator[tuple[str, str, Mapping[str, str], str]]:
+    """Yield the place, name, labels and text of the samples whose names begin with `prefix`."""
     for number, line in enumerate(read_text(file).splitlines(), 1):
         if line.startswith(prefix) and (parts := _SAMPLE.match(line)) is not None:
             name, labels, text = parts.groups()
-            pairs = dict(_LABEL.findall(labels or ""))
-            found.append(MetricLine(f"{file} line {number}", name, pairs, text))
-    return found
+            yield f"{file} line {number}", name, dict(_LABEL.findall(labels or "")), text
 
 
 def read_counts(
@@ -51,17 +37,9 @@ def read_counts(
 ) -> Counts:  # fmt: skip
     """Read counters by name (without `prefix`), summed over engines and models.
 
-    Parameters
-    ----------
-    files:
-        A scrape, or one before and one after, whose difference counts.
-    plain, placed:
-        Counters without, and with, the `label` that gives a draft position.
-
-    Raises
-    ------
-    FileError
-        If a value is no count, a label does not belong there, or the second scrape counts less.
+    ``files`` are a scrape, or one before and one after; ``placed`` counters have the `label` that
+    gives a draft position, ``plain`` ones have not.  Raises FileError if a value is no count, a
+    label does not belong there, or the second scrape counts less.
     """
     if len(files) > 2:
         raise FileError(f"prometheus takes a scrape, or two, not {len(files)} files")
@@ -161,11 +139,8 @@ def read_sglang(files: Sequence[Path], meta: dict[str, Any]) -> Totals:
     draft tokens than a chain of those steps verifies make a tree.  Source of the format:
     sgl-project/sglang, ``srt/observability/metrics_collector.py``.
 
-    Raises
-    ------
-    FileError
-        If nothing was decoded speculatively, the counts contradict each other, or engines'
-        gauges differ, which nothing weighs.
+    Raises FileError if nothing was decoded speculatively, the counts contradict each other, or
+    engines' gauges differ, which nothing weighs.
     """
     file = files[-1]
     counts = read_counts(files, SGLANG, _SGLANG_COUNTERS)
@@ -241,10 +216,7 @@ def read_tensorrt_llm(files: Sequence[Path], meta: dict[str, Any]) -> Totals:
     ``…_num_accepted_tokens_total`` count tokens of an unknown number of rounds.  Source of the
     format: NVIDIA/TensorRT-LLM, ``tensorrt_llm/metrics/collector.py``.
 
-    Raises
-    ------
-    FileError
-        If those counters are missing, or count nothing.
+    Raises FileError if those counters are missing, or count nothing.
     """
     file = files[-1]
     counts = read_counts(files, TENSORRT_LLM, (), _BY_POSITION, "token_position")
@@ -274,10 +246,7 @@ SERVERS: Mapping[str, tuple[str, Callable[[Sequence[Path], dict[str, Any]], Tota
 
 
 class Prometheus(Importer):
-    """``/metrics`` of vLLM, SGLang, TensorRT-LLM or llama.cpp's server.
-
-    One scrape counts from the server's start; two, before and after, count between them.
-    """
+    """``/metrics`` of vLLM, SGLang, TensorRT-LLM or llama.cpp: since the start, or between two."""
 
     name = "prometheus"
     summary = (

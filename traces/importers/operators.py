@@ -89,10 +89,7 @@ class ReadFile:
         return replace(self, frame=self.frame[which].reset_index(drop=True))
 
     def rows(self, **columns: Any) -> pd.DataFrame:
-        """Return rows of this device and model.
-
-        `columns` or a folder ``tpN`` gives the number of GPUs that share it.
-        """
+        """Return rows of this device and model; a folder ``tpN`` gives the GPUs that share it."""
         shared = next((int(f[2:]) for f in self.folders if re.fullmatch(r"tp\d+", f)), 1)
         place = {"device": self.device.name, "model": self.model.name, "source": self.source}
         return rows_of(**{"tensor_parallel": shared, **place, **columns})

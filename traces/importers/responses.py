@@ -8,7 +8,7 @@ from pathlib import Path
 from reprlib import repr as shown
 from typing import Any
 
-from traces.acceptance.schema import MOST_DRAFTED, MOST_TOKENS
+from traces.acceptance.trace import MOST_DRAFTED, MOST_TOKENS
 from traces.errors import FileError
 from traces.importers.base import Importer, Options
 from traces.importers.rows import Row, choices_of, read_json_rows
@@ -136,7 +136,9 @@ class TRTLLMLog(Importer):
         responses = [pair for where, row in rows for pair in _choices(where, row)]
         if responses:
             return pooled([Summary(at, *map(c.get, _SUMMED)) for at, c in responses], meta)
-        return _iterations(files[0], [row for row in rows if not _copied(row[1])], meta)
+        # Other ranks' rows hold the same iterations.
+        own = [(at, row) for at, row in rows if not (row.get("attentionDpRank") or row.get("rank"))]
+        return _iterations(files[0], own, meta)
 
 
 def _iterations(
@@ -173,11 +175,6 @@ def _iterations(
         longest = max(drafts for _, drafts, _ in found)
         per_position = [sum(a >= k for _, _, a in found) for k in range(1, longest + 1)]
     return Totals(rounds, drafted, accepted, longest, per_position, meta=meta)
-
-
-def _copied(row: Mapping[str, Any]) -> bool:
-    """Return True if another rank's row holds the same iteration."""
-    return bool(row.get("attentionDpRank") or row.get("rank"))
 
 
 def _choices(where: str, row: Mapping[str, Any]) -> Iterator[tuple[str, Mapping[str, Any]]]:

@@ -13,8 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from policies.json_text import JSONError, parse_json
-from traces.acceptance.schema import MATCH, MISMATCH, UNKNOWN, Request
-from traces.acceptance.trace import Trace
+from traces.acceptance.trace import MATCH, MISMATCH, UNKNOWN, Request, Trace
 from traces.errors import FileError
 from traces.store.text import json_lines, read_text
 
@@ -144,12 +143,8 @@ def only_file(name: str, files: Sequence[Path]) -> Path:
 def read_json_rows(path: str | os.PathLike[str], text: str | None = None) -> list[Row]:
     """Return the objects of a JSON or JSON Lines file, each with where it is from.
 
-    ``text``: the file's text, if it was read before.
-
-    Raises
-    ------
-    FileError
-        If the file is missing, is no text, or a line is not a JSON object.
+    ``text``: the file's text, if it was read before.  Raises FileError if the file is missing, is
+    no text, or a line is not a JSON object.
     """
     text = read_text(path) if text is None else text
     try:

@@ -53,10 +53,7 @@ def reading(text: str) -> Reading:
     * any policy that reads no signal, as it is written elsewhere: ``fixed:N``,
       ``hf-heuristic:N`` (the number is ``gamma``), ``gammatune:eta=0.2``.
 
-    Raises
-    ------
-    DraftsimError
-        If `text` is not one of these.
+    Raises DraftsimError if `text` is not one of these.
     """
     name, _, body = text.partition(":")
     try:
@@ -71,7 +68,7 @@ def reading(text: str) -> Reading:
             policy = parse_policy(f"{name}:gamma={body}" if body.isdigit() else text)
             if policy.reads:
                 raise ValueError("it reads signals that the log does not hold")
-            return ReplayedSchedule(policy)
+            return replayed(policy)
     except ValueError as error:
         raise DraftsimError(f"--draft-lengths {text}: {error}") from error
     raise DraftsimError(f"--draft-lengths is {text!r}: expected {FORMS}")
@@ -90,33 +87,32 @@ def _at_least(turn: LoggedTurn, first: int, count: int) -> list[LoggedRound]:
     return rounds
 
 
-class ReplayedSchedule:
-    """Draft lengths found by running the policy that made the log over its outcomes."""
+def replayed(policy: DraftPolicy) -> Reading:
+    """Return draft lengths found by running the policy that made the log over its outcomes."""
+    shared = policy.for_run()
 
-    def __init__(self, policy: DraftPolicy) -> None:
-        self.policy = policy
-        self._shared = policy.for_run()
-
-    def __call__(self, turn: LoggedTurn, first: int) -> list[LoggedRound]:
-        policy = self._shared.fresh()
+    def read(turn: LoggedTurn, first: int) -> list[LoggedRound]:
+        mine = shared.fresh()
         rounds, position = [], first
         for number, accepted in enumerate(turn.accepted, 1):
-            policy.begin_round(Load(1, position))
+            mine.begin_round(Load(1, position))
             draft: list[Any] = []
-            for _ in drafting(policy.keep_drafting, turn.limit - position - 1, draft, draft):
+            for _ in drafting(mine.keep_drafting, turn.limit - position - 1, draft, draft):
                 draft.append(BLANK)
             drafted = len(draft)
             if accepted > drafted:
                 raise FileError(
                     f"{turn.where}, round {number}: {accepted} drafts were accepted where "
-                    f"{type(self.policy).__name__} drafts {drafted}, so another policy made this "
+                    f"{type(policy).__name__} drafts {drafted}, so another policy made this "
                     "log: give its own --draft-lengths, or none"
                 )
             emitted = min(accepted + 1, turn.tokens - position)
-            policy.observe(Round(position, drafted, accepted, emitted, drafted, 1), draft)
+            mine.observe(Round(position, drafted, accepted, emitted, drafted, 1), draft)
             rounds.append(LoggedRound(accepted, drafted))
             position += accepted + 1
         return rounds
+
+    return read
 
 
 @dataclass(frozen=True)
@@ -170,7 +166,7 @@ def infer(
     tried = len(schedules)
     for done, policy in enumerate(schedules):
         progress("trying schedules of draft lengths", done, tried)
-        read = ReplayedSchedule(policy)
+        read = replayed(policy)
         try:
             rounds = [read(turn, first) for turn in turns]
         except FileError:
@@ -260,12 +256,10 @@ def _coincidence(rounds: Sequence[Sequence[LoggedRound]]) -> float:
 def unexplained_share(
     turns: Sequence[LoggedTurn], rounds: Sequence[Sequence[LoggedRound]], first: int
 ) -> float | None:
-    """Return the share of a round's time that accepted tokens explain, given rounds, drafts and
-    context.
+    """Return the share of a round's time that accepted tokens take beyond what drafts explain.
 
-    It is fitted by least squares over the turns: 0 within `SIGNIFICANT` standard errors, None with
-    fewer than `FEWEST_TURNS` turns.  If the draft lengths are right, accepting a token takes no
-    time.
+    Least squares over the turns, given rounds, drafts and context: 0 within `SIGNIFICANT` standard
+    errors, None with fewer than `FEWEST_TURNS` turns.  With right lengths it is 0.
     """
     if len(turns) < FEWEST_TURNS:
         return None

@@ -11,12 +11,11 @@ Source of the format: hemingkx/Spec-Bench, ``evaluation/eval.py``.
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
-from traces.acceptance.schema import MOST_DRAFTED, MOST_TOKENS, Request
-from traces.acceptance.trace import Trace
+from traces.acceptance.trace import MOST_DRAFTED, MOST_TOKENS, Request, Trace
 from traces.errors import FileError
 from traces.importers.base import Importer, Options
 from traces.importers.rows import (
@@ -31,16 +30,6 @@ from traces.importers.rows import (
 )
 from traces.importers.schedules import infer, is_known, reading
 from traces.store.text import MOST_COUNT, is_seconds, label, wholes
-
-
-class TurnLog(NamedTuple):
-    """A result file."""
-
-    turns: list[LoggedTurn]
-    models: list[str]
-    """Every ``model_id``."""
-    left_out: list[str]
-    """Turns that failed, and why."""
 
 
 class SpecBench(Importer):
@@ -81,15 +70,15 @@ class SpecBench(Importer):
     def read(self, files: Sequence[Path], options: Options) -> Trace:
         file, lengths = only_file(self.name, files), options.draft_lengths
         read = None if lengths == "infer" else reading(lengths)
-        log = read_turns(file)
-        _check_chain(file, log)
-        if not any(max(t.accepted) for t in log.turns) and lengths in ("infer", "none"):
+        logged, models, left_out = read_turns(file)
+        _check_chain(file, models)
+        if not any(max(t.accepted) for t in logged) and lengths in ("infer", "none"):
             raise FileError(
                 f"{file}: is a log without speculation, no round of it accepted a draft: name the "
                 "speculative method's file, and this one as --baseline"
             )
-        first = _first(log.turns)
-        turns = [t._replace(limit=max(options.max_new_tokens, t.tokens)) for t in log.turns]
+        first = _first(logged)
+        turns = [t._replace(limit=max(options.max_new_tokens, t.tokens)) for t in logged]
         found: dict[str, Any] = {}
         if read is None:
             fit = infer(turns, first, options.progress)
@@ -97,7 +86,7 @@ class SpecBench(Importer):
             found = {"draft_lengths_found": fit.said(), "draft_lengths_fit": list(fit.fits)}
         token_s: dict[tuple[str, int], float] = {}
         if (baseline := options.baseline) is not None:
-            plain = read_turns(baseline).turns
+            plain, _, _ = read_turns(baseline)
             found["baseline"] = baseline_of(baseline, plain, turns)
             token_s = {(t.question, t.turn): t.wall_s / t.tokens for t in plain}
         requests = []
@@ -119,7 +108,7 @@ class SpecBench(Importer):
         }  # fmt: skip
         meta = self.meta(
             files, first=first, draft_lengths=lengths, draft_lengths_known=is_known(lengths),
-            prompt_lengths_known=False, left_out=log.left_out, sampling={"temperature": 0.0},
+            prompt_lengths_known=False, left_out=left_out, sampling={"temperature": 0.0},
             measured=measured, **found,
         )  # fmt: skip
         return trace_of(requests, [read(turn, first) for turn in turns], meta)
@@ -132,9 +121,9 @@ TREES = (
 """Methods of Spec-Bench that verify several branches at once, as their files' model_id names."""
 
 
-def _check_chain(file: Path, log: TurnLog) -> None:
+def _check_chain(file: Path, models: Iterable[str]) -> None:
     """Raise FileError if the log is of a method that drafts trees."""
-    for model in log.models:
+    for model in models:
         parts = set(re.split(r"[^a-z0-9]+", model.lower()))
         for tree in TREES:
             if tree in parts or any(p.startswith(tree) and p[len(tree) :].isdigit() for p in parts):
@@ -170,8 +159,8 @@ _LISTS = {
 """Lists of a choice, and the least and the most that they hold."""
 
 
-def read_turns(file: Path) -> TurnLog:
-    """Return the turns of a file that did not fail.
+def read_turns(file: Path) -> tuple[list[LoggedTurn], Iterable[str], list[str]]:
+    """Return the turns of a file, every ``model_id``, and which turns failed, and why.
 
     Raises FileError if it is damaged or contradicts itself, naming row, question and turn.
     """
@@ -220,4 +209,4 @@ def read_turns(file: Path) -> TurnLog:
     check_once(file, turns)
     if not turns:
         raise FileError(f"{file}: every turn of it failed: decode the questions again")
-    return TurnLog(turns, list(models), left_out)
+    return turns, models, left_out

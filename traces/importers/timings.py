@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import pandas as pd
 
-from traces.acceptance.schema import MOST_TOKENS
+from traces.acceptance.trace import MOST_TOKENS
 from traces.errors import FileError
 from traces.importers.base import Importer, Options
 from traces.importers.rows import only_file, read_json_rows
@@ -108,10 +108,7 @@ class Test(NamedTuple):
 def read_tests(file: Path) -> list[Test]:
     """Return the tests of a file in json, jsonl, csv or md.
 
-    Raises
-    ------
-    FileError
-        If it has another form, or a row does not hold what its form has.
+    Raises FileError if it has another form, or a row does not hold what its form has.
     """
     text = read_text(file)
     if text.lstrip().startswith(("[", "{")):

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from policies.arrays import Floats
-from traces.acceptance.schema import MOST_DRAFTED
+from traces.acceptance.trace import MOST_DRAFTED
 from traces.errors import DraftsimError, FileError
 from traces.store.text import whole, wholes
 
@@ -48,10 +48,7 @@ class Totals:
     meta:
         Provenance, and measured seconds where the program reports some.
 
-    Raises
-    ------
-    DraftsimError
-        If the counts contradict each other.
+    Raises DraftsimError if the counts contradict each other.
     """
 
     rounds: int | None
@@ -145,9 +142,7 @@ class Totals:
         return short <= 1e-6 * full or 0 <= short <= min(ends, SHORT * full)
 
     def block_efficiency(self) -> tuple[Floats, Floats]:
-        """Return the lowest and highest tokens emitted a round if `gamma` = 1 ... `reach` were
-        drafted.
-        """
+        """Return the lowest and highest tokens of a round that drafts 1 ... `reach` tokens."""
         if self.per_position is not None:
             emitted = 1 + np.cumsum(self.survival()[0])
             return emitted, emitted
@@ -157,10 +152,7 @@ class Totals:
         return 1 + mean * gamma / self.reach, 1 + np.minimum(gamma, mean)
 
     def rows(self) -> list[dict[str, Any]]:
-        """Return one row a draft length: survival and block efficiency, lowest and highest.
-
-        None for trees.
-        """
+        """Return survival and block efficiency by draft length, as bounds; none for trees."""
         if self.tree:
             return []
         parts = zip(*self.survival(), *self.block_efficiency(), strict=True)
@@ -188,10 +180,7 @@ class Summary(NamedTuple):
 def pooled(summaries: Sequence[Summary], meta: dict[str, Any]) -> Totals:
     """Return the requests together; a curve if each has its histogram, else an interval of curves.
 
-    Raises
-    ------
-    FileError
-        If a count is missing, or a histogram contradicts the counts that come with it.
+    Raises FileError if a count is missing, or a histogram contradicts the counts that come with it.
     """
     for at, histogram, rounds, drafted, accepted, longest in summaries:
         for name, value in (("rounds", rounds), ("drafted", drafted), ("accepted", accepted)):
@@ -235,10 +224,7 @@ def check_drafted(where: str, name: str, drafted: int, rounds: int) -> None:
 
 
 def summed(histograms: Sequence[Sequence[int]], longest: int) -> list[int]:
-    """Return the rounds that accepted at least 1, 2, ... `longest` drafts, over all histograms.
-
-    A histogram counts rounds by accepted drafts, from 0.
-    """
+    """Return rounds that accepted at least 1, 2, ... `longest` drafts; histograms count from 0."""
     totals = [0] * (longest + 1)
     for histogram in histograms:
         for k, rounds in enumerate(histogram):

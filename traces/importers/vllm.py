@@ -15,8 +15,7 @@ from pathlib import Path
 from reprlib import repr as shown
 from typing import Any, Literal
 
-from traces.acceptance.schema import MOST_DRAFTED, MOST_TOKENS, Request
-from traces.acceptance.trace import Trace
+from traces.acceptance.trace import MOST_DRAFTED, MOST_TOKENS, Request, Trace
 from traces.errors import FileError
 from traces.importers.base import Importer, Options
 from traces.importers.rows import LoggedRound, choices_of, read_json_rows, trace_of

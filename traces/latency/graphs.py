@@ -41,10 +41,7 @@ class CUDAGraphs:
         attention are.  ``NONE``: no graphs, and nothing is padded.  ``FULL_AND_PIECEWISE``, vLLM's
         default, is FULL here.
 
-    Raises
-    ------
-    DraftsimError
-        If the mode is another, or a size is not positive.
+    Raises DraftsimError if the mode is another, or a size is not positive.
 
     >>> CUDAGraphs((4, 8, 16)).padded(np.array([3, 4, 9, 17])).tolist()
     [4.0, 4.0, 16.0, 17.0]
@@ -65,8 +62,7 @@ class CUDAGraphs:
 
     @classmethod
     def parsed(cls, sizes: str | None, mode: str | None) -> CUDAGraphs:
-        """Return the graphs of ``--cudagraph-capture-sizes`` and ``--cudagraph-mode``; None:
-        vLLM's.
+        """Return the graphs that two options give, by default vLLM's.
 
         Raises DraftsimError if the sizes are not whole numbers, or the mode is unknown.
         """
@@ -110,9 +106,7 @@ class CUDAGraphs:
         return np.where(place < len(captured), inside, asked)
 
     def launched(self, tokens: npt.ArrayLike) -> npt.NDArray[np.bool_]:
-        """Return True for passes that no graph holds, though vLLM's default list has one for
-        them.
-        """
+        """Return True for passes that no graph holds, but one of vLLM's default list does."""
         asked = np.asarray(tokens, dtype=float)
         largest = self.sizes[-1] if self.sizes else 0
         return np.asarray((asked > largest) & (asked <= CAPTURED[-1]))
@@ -123,11 +117,8 @@ class CUDAGraphs:
         A pass costs what it was measured to cost with as many more sequences, whose caches are
         empty.  Every batch size has cells of its own then.
 
-        Raises
-        ------
-        DraftsimError
-            If the table does not tell batches apart, holds no pass as large as one is padded to, or
-            no graphs are asked for: it holds what it was measured with.
+        Raises DraftsimError if the table does not tell batches apart, holds no pass as large as one
+        is padded to, or no graphs are asked for: it holds what it was measured with.
         """
         if self.mode == "NONE":
             raise DraftsimError(

@@ -30,10 +30,7 @@ ROUNDING = 1e-14
 
 
 class Line(NamedTuple):
-    """Seconds over contexts at one batch and width: linear from each of `cuts` to the next.
-
-    Read from `CellGrid.read` once, for callers that ask for one size after another.
-    """
+    """Seconds over contexts at one batch and width, read once: linear from each of `cuts` on."""
 
     cuts: list[float]
     """Contexts from 0 on."""
@@ -138,10 +135,7 @@ class CellGrid:
         return max(widths, default=math.inf)
 
     def line(self, batch: float, width: float) -> Line | None:
-        """Return the seconds at every context; None if no batch and width measured surround it.
-
-        There the growth of the fit makes them a curve, which `read` alone knows.
-        """
+        """Return the seconds at every context; None if no batch and width measured surround it."""
         key = batch, width
         if key not in self._lines:
             if len(self._lines) >= LINES:
@@ -254,10 +248,7 @@ class CellGrid:
 def _sides(
     points: Sequence[float], x: Floats
 ) -> Iterator[tuple[npt.NDArray[np.int64], float, Floats]]:
-    """Yield (elements, point, weights): the points that bracket each element of `x`, below first.
-
-    A point itself has the weight 1, and so has the nearest one to what lies outside.
-    """
+    """Yield (elements, point, weights): the points that bracket each element of `x`."""
     ordered = np.asarray(points)
     last = len(ordered) - 1
     above = np.minimum(ordered.searchsorted(x), last)
@@ -274,27 +265,16 @@ def _sides(
 
 
 def _features(b: float | Floats, n: float | Floats, c: Floats) -> Floats:
-    """Return the cost shapes of a pass: launch, sequences, batched tokens, cache read,
-    attention.
-    """
+    """Return a pass's launch, sequences, batched tokens, cache read and attention."""
     return np.stack(np.broadcast_arrays(1.0, b, b * n, b * c, b * n * c), axis=1)
 
 
 def non_negative(features: Floats, target: Floats) -> Floats:
-    """Return (columns,) weights, none negative, with the least squared error of ``features @
-    weights``.
+    """Return (columns,) weights, none negative, of least squares of ``features @ weights``.
 
-    The solution is plain least squares over the columns that it uses, so it is the best of all
-    choices of columns (2 to their number) that leaves no weight negative.  Of equally good choices
-    it is the first: the one of the fewest columns, and the foremost.  `scipy.optimize.nnls` finds
-    the same, but loading it takes half a second of every command that reads beyond the cells.
-
-    Parameters
-    ----------
-    features:
-        (rows, columns), of a few columns.
-    target:
-        (rows,)
+    ``features`` (rows, columns) has a few columns, of which all choices are tried; ``target`` is
+    (rows,).  Of equally good choices it is the first, with the fewest columns.
+    `scipy.optimize.nnls` finds the same, but takes half a second to load.
     """
     columns, all_of_it = features.shape[1], float(target @ target)
     found, least = np.zeros(columns), all_of_it

@@ -10,7 +10,7 @@ import numpy.typing as npt
 import pandas as pd
 
 from policies.arrays import Floats
-from traces.acceptance.schema import MOST_TOKENS
+from traces.acceptance.trace import MOST_TOKENS
 from traces.errors import DraftsimError
 
 CELL_COLUMNS: dict[str, tuple[str, str]] = {
@@ -78,11 +78,8 @@ def graphs_of(engine: Mapping[str, Any]) -> str | None:
 def checked_cells(cells: pd.DataFrame) -> pd.DataFrame:
     """Return `cells` with the columns of `CELL_COLUMNS` alone, in their types.
 
-    Raises
-    ------
-    DraftsimError
-        On missing or mistyped columns, unknown phases, repeated cells, sizes below
-        their bounds, or times that are negative or not finite.
+    Raises DraftsimError on missing or mistyped columns, unknown phases, repeated cells, sizes below
+    their bounds, or times that are negative or not finite.
     """
     cells = typed(cells, CELL_COLUMNS, "latency table")
     cells["phase"] = cells["phase"].replace(RENAMED_PHASES)
@@ -106,9 +103,7 @@ def cells_of(
     model: str, phase: str, batch: Floats, new_tokens: Floats, context: Floats, seconds: Floats,
     repeats: npt.ArrayLike = 0,
 ) -> pd.DataFrame:  # fmt: skip
-    """Return cells of a step at many sizes, of times that were not repeated unless `repeats`
-    says so.
-    """
+    """Return cells of a step at many sizes; times count as not repeated by default."""
     values = (
         model, phase, batch.astype(int), new_tokens.astype(int), context.astype(int), seconds, 0.0,
         np.broadcast_to(repeats, len(batch)).astype(int),
@@ -124,10 +119,7 @@ def combined(*axes: npt.ArrayLike) -> list[Floats]:
 def typed(frame: pd.DataFrame, columns: Mapping[str, tuple[str, str]], what: str) -> pd.DataFrame:
     """Return the `columns` of a frame alone, in their types; floats are times.
 
-    Raises
-    ------
-    DraftsimError
-        On missing or mistyped columns of ``what``, or times that are negative or not finite.
+    Raises DraftsimError on missing or mistyped columns, or times that are negative or not finite.
     """
     if missing := [c for c in columns if c not in frame.columns]:
         raise DraftsimError(f"{what} lacks the column(s) {', '.join(missing)}")

@@ -200,9 +200,7 @@ class LatencyTable:
         )
 
     def first_draft_phase(self, model: str) -> str:
-        """Return the phase that prices a round's first draft pass: its own, where it was
-        measured.
-        """
+        """Return the phase that prices a round's first draft pass: its own if measured."""
         return "catch_up" if self.has(model, "catch_up") else "forward"
 
     def scaled(self, factors: Mapping[str, float], note: str) -> LatencyTable:

@@ -2,11 +2,11 @@
 
 Two kernels do it.  Where every sequence has one new token, its cache is shared among
 multiprocessors and read at nearly the memory's bandwidth (*split*).  Where some sequence has more,
-in a verification or next to a prompt, each multiprocessor walks the whole cache of one sequence for
+in a verification or next to a prompt, each multiprocessor reads the whole cache of one sequence for
 one head and up to 64 of its tokens (*unsplit*).  Hopper's kernels split either way.
 
     split    = launch + sequences x heads_kv x each + bytes of the cache / (share x bandwidth)
-    unsplit  = launch + walk x (context + tokens / 2) x max(1, blocks / multiprocessors)
+    unsplit  = launch + read x (context + tokens / 2) x max(1, blocks / multiprocessors)
     blocks   = sequences x heads x ceil(tokens / 64)
 
 Both are read from timings where a GPU has them for as many heads; elsewhere the laws are fitted to
@@ -37,10 +37,10 @@ SPLIT = (11.7e-6, 0.0187e-6, 0.897)
 """Launch, seconds for a sequence's head, and share of the bandwidth: the means of those fitted to
 the RTX 4090 and to the RTX PRO 6000, each of which predicts the other within 6% in the median."""
 UNSPLIT_S = 5e-6
-WALKS = {"rtx-3090": 51e-9, "rtx-a6000": 48e-9, "rtx-4090": 32e-9, "rtx-pro-6000": 22.8e-9}
+READ_S = {"rtx-3090": 51e-9, "rtx-a6000": 48e-9, "rtx-4090": 32e-9, "rtx-pro-6000": 22.8e-9}
 """Seconds an unsplit block takes for a token of the cache.  Timed on all but the RTX 3090, whose
 multiprocessors are the A6000's at another clock."""
-WALK_S = 37e-9
+OTHERS_READ_S = 37e-9
 """The same of an A100 and others: 52 cycles at its clock, where those timed take 47 to 86; assumed
 within a factor of 1.4."""
 HOPPER = ("h100", "h200", "h800", "h20")
@@ -130,9 +130,7 @@ class AttentionOperators:
         return OWN_LAW if self._timed else LAW
 
     def split_s(self, heads: Heads, batch: Floats, context: Floats) -> Floats:
-        """Return seconds of a layer's attention with one new token a sequence; never less than
-        bytes.
-        """
+        """Return seconds of a layer with one new token a sequence; never less than its bytes."""
         least = batch * context * heads.cached_bytes / self.device.bandwidth
         timed = self._timed.get(heads)
         if timed is None:
@@ -195,18 +193,16 @@ class AttentionOperators:
     def by_law(
         self, law: tuple[float, float, float], heads: Heads, batch: Floats, context: Floats
     ) -> Floats:
-        """Return seconds of attention with one token a sequence, by a `law` of this GPU or
-        another.
-        """
+        """Return seconds with one token a sequence, by a `law` of this GPU or another."""
         launch, each, share = law
         read = batch * context * heads.cached_bytes / (share * self.device.bandwidth)
         return np.asarray(launch + each * batch * heads.kv_heads + read)
 
     def _unsplit_law(self, heads: Heads, batch: Floats, width: Floats, context: Floats) -> Floats:
-        walk = WALKS.get(self.device.name, 27e-9 if self.splits_all else WALK_S)
+        read_s = READ_S.get(self.device.name, 27e-9 if self.splits_all else OTHERS_READ_S)
         blocks = batch * heads.heads * np.ceil(width / TILE)
-        turns = np.maximum(blocks / self.device.processors, 1.0)
-        return np.asarray(UNSPLIT_S + walk * (context + width / 2) * turns)
+        waves = np.maximum(blocks / self.device.processors, 1.0)
+        return np.asarray(UNSPLIT_S + read_s * (context + width / 2) * waves)
 
 
 def timed_planes(table: OperatorTable, device: str) -> dict[str, Timed]:

@@ -73,15 +73,7 @@ OTHERWISE = ("attention", "attention_unsplit", "all_reduce", "moe", "step", "ste
 
 
 class DenseOperators:
-    """The operators of one device, read at any model's sizes.
-
-    Parameters
-    ----------
-    table:
-        Timings; those of other devices are left out.
-    device:
-        The GPU.
-    """
+    """The operators of one device, read at any model's sizes from its timings in a table."""
 
     def __init__(self, table: OperatorTable, device: Device) -> None:
         self.device = device
@@ -111,8 +103,8 @@ class DenseOperators:
         """Return an operator at a model's sizes."""
         if (found := self._timed(operator, model, shared)) is not None:
             return found
-        if (pieces := self._in_parts(operator, model, shared)) is not None:
-            return Part(pieces, 1, MEASURED)
+        if (merged := self._in_parts(operator, model, shared)) is not None:
+            return Part(merged, 1, MEASURED)
         per_layer = PER_LAYER.get(operator, 1)
         if (weights := model.products.get(operator)) is not None:
             return Part(self._products.curve(BYTES * weights / shared), per_layer, NEAR)
@@ -223,8 +215,8 @@ class DenseOperators:
                 continue
             if not (model.experts and operator in ("gate_up", "down")):
                 found.append((BYTES * weights / shared, part.curve))
-        for operator, pieces in PARTS.items():
-            for name, shared in {(m, n) for op, m, n in self._curves if op == pieces[0]}:
+        for operator, parts in PARTS.items():
+            for name, shared in {(m, n) for op, m, n in self._curves if op == parts[0]}:
                 model = ARCHITECTURES[name]
                 if (whole := self._in_parts(operator, model, shared)) is not None:
                     found.append((BYTES * model.matrices[operator] / shared, whole))
@@ -246,8 +238,7 @@ class Products:
     def curve(self, size: float) -> Curve:
         """Return seconds by tokens of a product of `size` bytes of weights.
 
-        Beyond the most weights timed they grow in proportion; below the fewest, all but a launch
-        shrinks in proportion.
+        Beyond those timed they grow in proportion; below, all but a launch shrinks so.
         """
         known, logs = self._bytes, np.log(self._seconds)
         if size <= known[0]:
@@ -262,11 +253,7 @@ class Products:
 
 
 def moved_per_token(operator: str, model: Architecture, shared: int = 1) -> float:
-    """Return bytes that an operator reads and writes for a token, on one of the GPUs that share it.
-
-    A norm reads and writes the token and the residual; an activation reads a gate and what it
-    gates, and writes their product.
-    """
+    """Return bytes that an operator moves for a token, on one of the GPUs that share it."""
     turned = (model.heads + model.kv_heads) * model.head_dim / shared
     return BYTES * {
         "embedding": 2.0 * model.hidden, "norm": 4.0 * model.hidden,

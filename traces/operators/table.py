@@ -72,10 +72,7 @@ KEY = [name for name in OPERATOR_COLUMNS if name not in ("seconds", "measured", 
 class OperatorTable:
     """Operators timed on one or more GPUs, columns as in `OPERATOR_COLUMNS`.
 
-    Raises
-    ------
-    DraftsimError
-        On missing or mistyped columns, unknown operators, or times that are not positive.
+    Raises DraftsimError on missing or mistyped columns, unknown operators, or impossible times.
     """
 
     rows: pd.DataFrame
@@ -113,9 +110,7 @@ class OperatorTable:
 
 
 def rows_of(**columns: Any) -> pd.DataFrame:
-    """Return rows with these columns, the others empty, zero or one (`tensor_parallel`,
-    `measured`).
-    """
+    """Return rows with these columns, the others empty, zero or one."""
     frame = pd.DataFrame(columns)
     for name, (dtype, _) in OPERATOR_COLUMNS.items():
         if name not in frame:
@@ -125,9 +120,7 @@ def rows_of(**columns: Any) -> pd.DataFrame:
 
 
 def joined(tables: Sequence[OperatorTable]) -> OperatorTable:
-    """Return one table of several; rows that say the same thing twice are joined at their
-    median.
-    """
+    """Return one table of several; rows that repeat a timing are joined at their median."""
     rows = pd.concat([table.rows for table in tables], ignore_index=True)
     if rows.duplicated([*KEY, "source"]).any():
         keys = [*KEY, "source"]

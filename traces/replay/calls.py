@@ -82,7 +82,7 @@ ALWAYS, AT_ONCE = "always_drafts", "drafts_at_once"
 """Entries of a latency table's provenance: passes of every round; all tokens in one pass."""
 WIDEST = 1 << 20
 """A width beyond any: cells at both ends hold for all widths between."""
-MOST_BEHIND = 2
+MOST_UNREAD = 2
 """Tokens that a drafter called in every round has to read at most: the last of its own and the
 target's."""
 
@@ -167,9 +167,7 @@ def pack_counted(parts: Sequence[Counted]) -> npt.NDArray[np.void]:
 
 
 def distinct(keys: Ints) -> tuple[Ints, Ints]:
-    """Return distinct keys and the index of each key among them, by counting where that is
-    faster.
-    """
+    """Return distinct keys and each key's index among them, by counting if that is faster."""
     if int(keys.max(initial=0)) > 100 * len(keys) + 1_000_000:
         found, inverse = np.unique(keys, return_inverse=True)
         return found, np.asarray(inverse, dtype=np.int64)
@@ -177,15 +175,13 @@ def distinct(keys: Ints) -> tuple[Ints, Ints]:
     return np.flatnonzero(present), (np.cumsum(present) - 1)[keys]
 
 
-class LayerLedger:
-    """An account of the layers that each pending position has passed, and of the calls for them.
+class LayerCounter:
+    """The layers that each pending position has passed, and the calls for them.
 
-    Position i of a round attends to the earlier ones at every layer it runs, so bringing the
-    newest position to a depth brings all earlier ones at least as deep; where they lack a
-    layer they run it together with it, in one call (SpecBound, arXiv:2604.12247, sec. 2.3).
-    Depths therefore never increase from a position to the next.
-
-    ``layers`` is the number of layers of the target.
+    Position i of a round attends to the earlier ones at every layer it runs, so bringing the newest
+    to a depth brings all earlier ones at least as deep; what they lack they run together with it,
+    in one call (SpecBound, arXiv:2604.12247, sec. 2.3).  Depths never increase from a position to
+    the next.  ``layers``: those of the target.
     """
 
     def __init__(self, layers: int, counter: CallCounter) -> None:
@@ -198,11 +194,7 @@ class LayerLedger:
         self.depths.append(0)
 
     def deepen(self, depth: int, *, verify: bool = False) -> list[tuple[int, int, int]]:
-        """Bring the newest position to `depth`; return what was run, a call each.
-
-        (first layer, last layer + 1, width): the width counts the newest positions, which run
-        together.
-        """
+        """Bring the newest position to `depth`; return (first, last + 1, width) of its calls."""
         steps: list[tuple[int, int, int]] = []
         at, width = self.depths[-1], 1
         while at < depth:
@@ -218,10 +210,7 @@ class LayerLedger:
         return steps
 
     def finish(self, positions: int) -> list[tuple[int, int, int]]:
-        """Verify the first `positions`: run what they lack, and the output head over them.
-
-        Positions beyond are forgotten, positions not yet entered enter now.
-        """
+        """Verify the first `positions`, and no others: run what they lack, and the output head."""
         del self.depths[positions:]
         while len(self.depths) < positions:
             self.enter()
@@ -244,10 +233,7 @@ def drafting_always(latency: LatencyTable, passes: int | None) -> LatencyTable:
 
 
 def in_one_pass(latency: LatencyTable) -> LatencyTable:
-    """Return the table of a drafter that drafts all tokens of a round in one pass, whatever their
-    number.
-
-    A round's first draft pass costs what it cost, at any width, and the others nothing.
+    """Return the table of a drafter that drafts all tokens of a round in its first pass.
 
     Raises DraftsimError if the table has no draft passes.
     """
@@ -270,11 +256,9 @@ def is_one_pass(latency: LatencyTable) -> bool:
     return bool(latency.meta.get(AT_ONCE))
 
 
-def most_behind(takes_verified: bool) -> int:
-    """Return tokens that a drafter called in every round has to read at most; any number if it
-    takes verified tokens.
-    """
-    return WIDEST if takes_verified else MOST_BEHIND
+def most_unread(takes_verified: bool) -> int:
+    """Return the most tokens that a drafter called in every round has to read."""
+    return WIDEST if takes_verified else MOST_UNREAD
 
 
 def passes_always(latency: LatencyTable) -> int:
@@ -283,13 +267,12 @@ def passes_always(latency: LatencyTable) -> int:
 
 
 def always_drafted(log: RoundLog, passes: int) -> RoundLog:
-    """Return the rounds of `log` in an engine that runs `passes` draft passes in each, or more if
-    drafted.
+    """Return the rounds of `log` in an engine that runs `passes` draft passes or more in each.
 
-    Verified and accepted tokens stay the same.  The drafter, called every time, is always up to
-    date, so its first pass reads one token, or two if all that it had read was accepted; one that
-    takes verified tokens reads all that the last round emitted.  Sources that draft without model
-    passes, and plain decoding, are returned unchanged.
+    Verified and accepted tokens stay the same.  The drafter is always up to date, so its first pass
+    reads one token, or two if all that it had read was accepted; one that takes verified tokens
+    reads all that the last round emitted.  Sources without model passes, and plain decoding, are
+    left alone.
     """
     if not passes or log.is_plain or log.calls is not None:
         return log

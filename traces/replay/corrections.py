@@ -22,21 +22,14 @@ def rejected_pairs(trace: Trace, log: RoundLog) -> list[tuple[int, int]]:
     ``log`` is a lossless replay of `trace`; its policy decides which mismatches are met
     at all.  The pairs are what `policies.rules.memory.OnlineCorrectionMemory.calibrate` counts.
 
-    Raises
-    ------
-    SignalError
-        If the trace does not hold both tokens, or the log is of a lossy run.
+    Raises SignalError if the trace does not hold both tokens, or the log is of a lossy run.
     """
     draft, target = _at_rejections(trace, log, "draft_token", "target_token")
     return list(zip(draft.tolist(), target.tolist(), strict=True))
 
 
 def rejected_gaps(trace: Trace, log: RoundLog) -> npt.NDArray[np.float64]:
-    """Return CSD's gate input at every rejection in `log`: z(draft) - z(target), in nats, <= 0.
-
-    Shape (rejections,), in the order of `rejected_pairs`, which says what `log` is and what is
-    raised.
-    """
+    """Return CSD's z(draft) - z(target), nats, at every rejection (`rejected_pairs`)."""
     draft, best = _at_rejections(trace, log, "target_draft_logit", "target_top1")
     return draft.astype(np.float64) - best.astype(np.float64)
 
@@ -63,10 +56,8 @@ def calibrated(
 ) -> OnlineCorrectionMemory:
     """Return a memory that has counted every rejection of `policy` over `trace`, in its order.
 
-    `memory` is counted on and returned; by default a new one without a bound.  Its
-    ``sizes`` then show its growth, request by request.
-
-    Raises what `rejected_pairs` and `traces.replay.run.replay` raise.
+    It is `memory`, or a new one without a bound; its ``sizes`` show its growth by request.  Raises
+    what `rejected_pairs` and `traces.replay.run.replay` raise.
     """
     memory = OnlineCorrectionMemory() if memory is None else memory
     log = replay(trace, policy)
@@ -82,13 +73,8 @@ def calibrated(
 def split_requests(trace: Trace, share: float) -> tuple[list[int], list[int]]:
     """Return indices of a training part, `share` of the requests, and of the rest.
 
-    Both are spread evenly over the categories, and keep the order of the trace.
-
-    Raises
-    ------
-    DraftsimError
-        If `share` is not above 0 and at most 1, or so small that no request is left to
-        train on.
+    Both are spread evenly over the categories, and keep the order of the trace.  Raises
+    DraftsimError if `share` is not above 0 and at most 1, or leaves no request to train on.
     """
     if not 0 < share <= 1:
         raise DraftsimError(f"share is {share}, expected above 0 and at most 1")

@@ -1,7 +1,7 @@
 """A decoder that reads a recorded trace instead of running two models, and that trace as lists.
 
 `ReplayDecoder` keeps the contract of `policies.core.Decoder`, so `speculate` runs over a recording
-as it runs over real models.  It reads a `Tape`, made once per trace.
+as it runs over real models.  It reads `TraceLists`, made once per trace.
 """
 
 from __future__ import annotations
@@ -9,14 +9,14 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
-from weakref import WeakKeyDictionary, ref
+from weakref import ref
 
 import numpy as np
 import numpy.typing as npt
 
 from policies.core import Load
 from policies.guard import SIGNALS, guarded
-from traces.acceptance.trace import MATCH, Trace
+from traces.acceptance.trace import MATCH, Trace, once_per_trace
 from traces.errors import DraftsimError, SignalError, TailError
 
 T = TypeVar("T")
@@ -47,21 +47,21 @@ class ReplayDecoder:
         self._trace = trace
         self._batch = batch
         self._info = trace.requests[request]
-        tape = self._tape = tape_of(trace)
-        self._start = tape.starts[request]
+        lists = self._lists = trace_lists(trace)
+        self._start = lists.starts[request]
         self.length = self._info.tokens
         self._limit = self._info.max_new_tokens
-        self._rows, self._runs = tape.rows, tape.runs
-        self._row_limit, self._signals = tape.row_limit, tape.signals
+        self._rows, self._runs = lists.rows, lists.runs
+        self._row_limit, self._signals = lists.row_limit, lists.signals
         # Where a drafted match would be EOS; the drafter stops at it, and only at it.
         self._eos_at = self.length - 1 if self._info.ended == "eos" else -1
-        self._tokens = tape.tokens(SIGNALS)
+        self._tokens = lists.tokens(SIGNALS)
         self.takes_verified = trace.takes_verified
         self.position = min(trace.first if first is None else first, self.length)
 
     def declare(self, reads: Collection[str]) -> None:
         """Give from now on tokens with these signals only."""
-        self._tokens = self._tape.tokens(reads)
+        self._tokens = self._lists.tokens(reads)
 
     @property
     def remaining(self) -> int:
@@ -74,14 +74,12 @@ class ReplayDecoder:
         """The batch at the current context."""
         start = self._start + self.position
         run = self._runs[start]
-        known = start not in self._tape.unknown
+        known = start not in self._lists.unknown
         length = min(run, self._limit - self.position - 1) if known else None
         return Load(self._batch, self._info.prompt_length + self.position, length)
 
     def draft(self, so_far: Sequence[Any]) -> RecordedToken | None:
-        """Return the recorded proposal after the output so far and `so_far`; None at a draft's
-        end.
-        """
+        """Return the recorded proposal after `so_far`; None where a draft ends."""
         start = self._start + self.position
         if not self._signals:
             drafted = len(so_far)
@@ -106,7 +104,7 @@ class ReplayDecoder:
         accepted = len(draft)
         if run < accepted:
             accepted = run
-            if self._tape.open_ended and start in self._tape.open_ended:
+            if self._lists.open_ended and start in self._lists.open_ended:
                 raise self._unobserved(run)
         self._advance(accepted)
         return accepted
@@ -150,16 +148,8 @@ BLANK, END = (guarded(RecordedToken, ())(-1, at_end) for at_end in (False, True)
 class Rows(Generic[T]):
     """An object per row of a trace, made when first asked for and then kept.
 
-    Most rows of a recording are tails that no policy reaches.
-
-    Parameters
-    ----------
-    kind:
-        Class of the objects, which is not called: only their attributes `names` are set.
-    count:
-        Rows.
-    column:
-        The values of an attribute, one per row; asked for when the first object is made.
+    Most rows are tails that no policy reaches.  The class `kind` is not called: only the attributes
+    `names` are set, whose values by row are asked of `column` when the first object is made.
     """
 
     def __init__(
@@ -188,7 +178,7 @@ class Rows(Generic[T]):
         return [self.known[row] or self.make(row) for row in range(start, start + count)]
 
 
-class Tape:
+class TraceLists:
     """A trace laid out for replay: Python lists, one entry per row, built once per trace."""
 
     def __init__(self, trace: Trace) -> None:
@@ -210,34 +200,26 @@ class Tape:
             self.row_limit = trace.draft_ends.tolist()
 
     def tokens(self, reads: Collection[str]) -> Rows[RecordedToken]:
-        """Return the drafted tokens, one per row, that can be asked for the signals `reads`
-        alone.
-        """
+        """Return the drafted tokens, one per row, with the signals `reads` alone."""
         key = frozenset(reads)
-        if (tokens := self._kept.get(key)) is None:
-            tokens = self._kept[key] = self._laid_out(key)
-        return tokens
-
-    def _laid_out(self, reads: frozenset[str]) -> Rows[RecordedToken]:
-        ends = self._columns.get("ends", ())
-        kind = guarded(RecordedToken, reads)
-        tokens = Rows(kind, ("ends", *(s for s in SIGNALS if s in reads)), len(ends), self._column)
-        if not reads:
-            # Nothing can be read of them, so two tokens serve for all.
-            tokens.known = [END if at_end else BLANK for at_end in ends]
-        return tokens
+        if key not in self._kept:
+            ends = self._columns.get("ends", ())
+            names = ("ends", *(s for s in SIGNALS if s in key))
+            tokens = Rows(guarded(RecordedToken, key), names, len(ends), self._column)
+            if not reads:
+                # Nothing can be read of them, so two tokens serve for all.
+                tokens.known = [END if at_end else BLANK for at_end in ends]
+            self._kept[key] = tokens
+        return self._kept[key]
 
     def _column(self, name: str) -> Sequence[Any]:
-        """Return the values of a token's attribute, one per row; None each if it was not
-        recorded.
-        """
-        if (values := self._columns.get(name)) is None:
+        """Return a token's attribute, one value per row; None each if it was not recorded."""
+        if name not in self._columns:
             trace = self._trace()
             assert trace is not None
             held = name in trace.signals
-            values = trace.signal(name).tolist() if held else [None] * len(trace)
-            self._columns[name] = values
-        return values
+            self._columns[name] = trace.signal(name).tolist() if held else [None] * len(trace)
+        return self._columns[name]
 
 
 def ends_drafts(trace: Trace) -> npt.NDArray[np.bool_]:
@@ -253,12 +235,4 @@ def ends_drafts(trace: Trace) -> npt.NDArray[np.bool_]:
     return ends
 
 
-_tapes: WeakKeyDictionary[Trace, Tape] = WeakKeyDictionary()
-
-
-def tape_of(trace: Trace) -> Tape:
-    """Return the tape of a trace, made at the first call."""
-    # Every policy replays the same tape, because traces do not change.
-    if (tape := _tapes.get(trace)) is None:
-        tape = _tapes[trace] = Tape(trace)
-    return tape
+trace_lists = once_per_trace(TraceLists)

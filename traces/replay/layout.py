@@ -10,14 +10,14 @@ from abc import ABC, abstractmethod
 from collections.abc import Hashable, Sequence
 from itertools import pairwise
 from typing import NamedTuple
-from weakref import WeakKeyDictionary, ref
+from weakref import ref
 
 import numpy as np
 import numpy.typing as npt
 
 from policies.arrays import Bools, Floats, Ints, next_true, ranges
 from policies.vectorised import UNBOUNDED, Lengths, VectorisedPlan, VectorisedState, Watch
-from traces.acceptance.trace import Trace
+from traces.acceptance.trace import Trace, once_per_trace
 from traces.replay.decoder import ends_drafts
 from traces.replay.rounds import ROUND_DTYPE
 
@@ -37,22 +37,12 @@ _FULL = 0.9
 class Places(ABC):
     """Every output position of a trace, as one where a round may begin.
 
-    Attributes
-    ----------
-    rows, most, context, run_lengths:
-        As in `policies.vectorised.Starts`.
-    runs:
-        Drafts that were accepted in a row from each start.
-    recorded:
-        Drafted tokens that each start's recording holds; a longer draft has left it.
-    open_ended:
-        True if more than `runs` might have been accepted.
-    position, request:
-        Output tokens before each start, and the index of its request.
-    begins, ends:
-        The first start of each request; one past the last of each start's own.
-    left:
-        Tokens that may be drafted: verification emits the last of a request's limit.
+    ``rows``, ``most``, ``context`` and ``run_lengths`` are as in `policies.vectorised.Starts`.
+    ``runs``: drafts accepted in a row from each start; ``open_ended``: more might have been.
+    ``recorded``: drafted tokens that are held; a longer draft has left the recording.  ``position``
+    and ``request``: output tokens before each start, and its request.  ``begins``: the first start
+    of each request; ``ends``: one past the last of each start's own.  ``left``: tokens that may be
+    drafted, as verification emits the last of a request's limit.
     """
 
     rows: Ints
@@ -145,14 +135,7 @@ class Foreseen(Places):
         raise NotImplementedError(f"{name} of a token that is only counted")
 
 
-_layouts: WeakKeyDictionary[Trace, Layout] = WeakKeyDictionary()
-
-
-def layout_of(trace: Trace) -> Layout:
-    """Return the layout of a trace, made once."""
-    if (layout := _layouts.get(trace)) is None:
-        layout = _layouts[trace] = Layout(trace)
-    return layout
+layout_of = once_per_trace(Layout)
 
 
 class Tried(NamedTuple):
@@ -170,15 +153,7 @@ class Tried(NamedTuple):
 class Lockstep:
     """Rounds of many settings over one recording, all advancing together.
 
-    Parameters
-    ----------
-    layout:
-        The recording.
-    first:
-        Output position at which decoding begins.
-    takes_verified:
-        True if the drafter reads all verified tokens again, ``takes_verified`` of
-        `traces.acceptance.trace.Trace`.
+    Decoding begins at output position ``first``; ``takes_verified`` as in `Trace`.
     """
 
     def __init__(self, layout: Places, first: int, takes_verified: bool) -> None:
@@ -220,7 +195,7 @@ class Lockstep:
     def begun(
         self, emitted: npt.NDArray[np.integer], requests: Sequence[int] | None = None
     ) -> Ints:
-        """Return the starts at which rounds begin, ascending, of `requests` or of all if None.
+        """Return the starts, ascending, at which rounds of `requests` (None: all) begin.
 
         ``emitted``, (starts + 1,): tokens that a round from each start emits.
         """
@@ -260,10 +235,7 @@ class Lockstep:
         return visited
 
     def adaptive(self, plans: Sequence[VectorisedPlan], learns: bool) -> Tried:
-        """Return the rounds of plans with states of one kind, all of which watch or none.
-
-        ``learns``: True if a state outlives its request.
-        """
+        """Return the rounds of plans with one kind of state; ``learns``: it outlives requests."""
         width, count = self.width, len(plans)
         entries = self.entries[: 1 if learns else None]
         states = [plan.state for plan in plans if plan.state is not None]
@@ -373,17 +345,13 @@ class Lockstep:
 
 
 def caught_up(
-    begins: Bools, forwards: Lengths32 | Ints, accepted: Lengths32 | Ints, takes_verified: bool,
-    first: int = 1,
-) -> npt.NDArray[np.integer]:  # fmt: skip
-    """Return tokens each round's first draft pass catches up on (see `policies.core.speculate`).
-
-    `begins` marks the rounds that are a request's first, and those catch up on `first` tokens.
-    """
+    begins: Bools, forwards: Lengths32 | Ints, accepted: Lengths32 | Ints, takes_verified: bool
+) -> npt.NDArray[np.integer]:
+    """Return `policies.core.caught_up` of many rounds, of which `begins` marks requests' first."""
     left = accepted + 1
     if not takes_verified:
         left = left - np.minimum(accepted, forwards - 1)
-    return carried(begins, forwards, left, first)
+    return carried(begins, forwards, left, 1)
 
 
 def carried(

@@ -48,10 +48,7 @@ def output_log_likelihood(trace: Trace) -> float:
     lossy rule, pass the recording that was decoded under it, and compare with the target's greedy
     output.
 
-    Raises
-    ------
-    SignalError
-        If the recording does not hold the column.
+    Raises SignalError if the recording does not hold the column.
     """
     if "target_path_logprob" not in trace.columns:
         raise SignalError(
@@ -63,15 +60,10 @@ def output_log_likelihood(trace: Trace) -> float:
 
 
 def relative_bleu(outputs: Sequence[str], references: Sequence[str]) -> float:
-    """Return the BLEU of `outputs` against the target's greedy `references`, 0..100 (CM-ASD, Table
-    V).
+    """Return the BLEU of `outputs` against the greedy `references`, 0..100 (CM-ASD, Table V).
 
-    Corpus BLEU of sacrebleu with its default tokenisation, one text per request.
-
-    Raises
-    ------
-    DraftsimError
-        If sacrebleu is not installed, or the lists do not pair up.
+    Corpus BLEU of sacrebleu with its default tokenisation.  Raises DraftsimError if that is not
+    installed, or the lists do not pair up.
     """
     _check_pairs(outputs, references)
     try:

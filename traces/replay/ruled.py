@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
 from typing import Any
-from weakref import WeakKeyDictionary
 
 from policies.guard import SCORES, UndeclaredSignal, guarded
 from policies.rules.base import ExactMatch, TokenRule, VerifyRule
 from policies.rules.registry import describe_rule
-from traces.acceptance.trace import MATCH, UNKNOWN, Trace
+from traces.acceptance.trace import MATCH, UNKNOWN, Trace, once_per_trace
 from traces.errors import DraftsimError, SignalError
 from traces.replay.decoder import ReplayDecoder, Rows
 
@@ -30,17 +29,11 @@ class RuleReplayDecoder(ReplayDecoder):
     """One recorded request, verified by a lossy rule.
 
     The rule gets the target's scores of every drafted token, also off the path, so a round is exact
-    in itself.  Later rounds are approximate after the first lossy acceptance: the real decoder
-    continues a text that was not recorded, and this one continues along the recording, the same
-    number of tokens further.  A drafted EOS off the path does not end the output, so that every
-    policy decodes the same number of tokens.
-
-    Attributes
-    ----------
-    mismatched:
-        Per round, the emitted drafted tokens that the target would not have chosen.
-    departed:
-        True if any verdict so far differed from the recorded one.
+    in itself.  After the first lossy acceptance later rounds are approximate: the real decoder
+    continues a text that was not recorded, and this one the recording, the same number of tokens
+    further.  A drafted EOS off the path does not end the output, so that every policy decodes the
+    same number of tokens.  ``mismatched``: per round, emitted drafted tokens that the target would
+    not have chosen.  ``departed``: some verdict differed from the recorded one.
     """
 
     def __init__(
@@ -48,9 +41,9 @@ class RuleReplayDecoder(ReplayDecoder):
     ) -> None:
         super().__init__(trace, request, first, batch)
         self._rule = rule
-        tape = score_tape(trace)
-        self._verdicts, self._scores = tape.verdicts, tape.scores(rule.needs)
-        self._read = self._tape.tokens(rule.reads)
+        lists = score_lists(trace)
+        self._verdicts, self._scores = lists.verdicts, lists.scores(rule.needs)
+        self._read = self._lists.tokens(rule.reads)
         one_by_one = type(rule).accept is TokenRule.accept
         self._accepts = rule.accepts if isinstance(rule, TokenRule) and one_by_one else None
         self.mismatched: list[int] = []
@@ -105,7 +98,7 @@ class RecordedScore:
         ) = values  # fmt: skip
 
 
-class ScoreTape:
+class ScoreLists:
     """The target scores of every row of a trace."""
 
     def __init__(self, trace: Trace) -> None:
@@ -121,21 +114,13 @@ class ScoreTape:
     def scores(self, needs: Collection[str]) -> Rows[RecordedScore]:
         """Return the scores of every row, which hold those of `needs` and refuse any other."""
         key = frozenset(needs)
-        if (scores := self._kept.get(key)) is None:
+        if key not in self._kept:
             kind, names = guarded(RecordedScore, key, "needs"), [n for n in SCORES if n in key]
-            column = self._columns.__getitem__
-            scores = self._kept[key] = Rows(kind, names, len(self.verdicts), column)
-        return scores
+            self._kept[key] = Rows(kind, names, len(self.verdicts), self._columns.__getitem__)
+        return self._kept[key]
 
 
-_tapes: WeakKeyDictionary[Trace, ScoreTape] = WeakKeyDictionary()
-
-
-def score_tape(trace: Trace) -> ScoreTape:
-    """Return the `ScoreTape` of a trace, made at the first call."""
-    if (tape := _tapes.get(trace)) is None:
-        tape = _tapes[trace] = ScoreTape(trace)
-    return tape
+score_lists = once_per_trace(ScoreLists)
 
 
 def check_rule_columns(trace: Trace, rule: VerifyRule) -> None:
@@ -158,12 +143,8 @@ def check_rule_columns(trace: Trace, rule: VerifyRule) -> None:
 def prepared_rule(rule: VerifyRule | None, trace: Trace) -> VerifyRule | None:
     """Return the run's own copy of a lossy rule; None if the recorded verdicts decide.
 
-    Raises
-    ------
-    SignalError
-        If the trace lacks what the rule needs.
-    DraftsimError
-        If the rule cannot run at the recording's temperature.
+    Raises SignalError if the trace lacks what the rule needs. Raises DraftsimError if the rule
+    cannot run at the recording's temperature.
     """
     if isinstance(rule, ExactMatch) and trace.temperature > 0:
         raise DraftsimError(

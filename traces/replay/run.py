@@ -86,9 +86,7 @@ def ruled_log(
     log: RoundLog, rule: VerifyRule, own_rule: VerifyRule | None, mismatched: Sequence[int],
     departed: bool,
 ) -> RoundLog:  # fmt: skip
-    """Return the log of a run under `rule`; ``own_rule`` is the run's copy, None if it is
-    lossless.
-    """
+    """Return the log of a run under `rule`; ``own_rule``: its copy, None if it is lossless."""
     log = replace(log, verify=describe_rule(rule))
     if own_rule is not None:
         log = replace(log, mismatched=np.array(mismatched, dtype=np.int32), rule=own_rule)
@@ -107,10 +105,7 @@ def recorded_log(
 
 
 def own_policy(trace: Trace, policy: P) -> P:
-    """Return a run's own copy of `policy`, told the vocabulary of the recorded pair.
-
-    Raises SignalError where the policy needs one and neither it nor the recording has it.
-    """
+    """Return a run's copy of `policy`; SignalError if its vocabulary size is not known."""
     try:
         return own_copy(policy, trace.vocab_size)
     except ValueError as error:

@@ -92,9 +92,7 @@ def drafted_latency(
     """Return `latency` with the passes of `source` instead of the draft model's.
 
     Timed at one batch size, they are refused at others, unless ``batch_free`` takes them to cost
-    the same.
-
-    Raises DraftsimError if the table lacks them.
+    the same.  Raises DraftsimError if the table lacks them.
     """
     table = check_drafts(source, recordings).as_draft(latency, recordings)
     return table.assumed_batch_free("draft") if batch_free else table
@@ -111,11 +109,7 @@ def with_drafter(latency: LatencyTable, drafter: str, name: str = "") -> Latency
 
 
 def in_an_engine(latency: LatencyTable, drafter: str, name: str) -> LatencyTable:
-    """Return the table of an engine that drafts with `drafter` itself: its draft passes are this
-    one's.
-
-    Raises DraftsimError if the engine drafted with another.
-    """
+    """Return the table of an engine that drafts with `drafter`; DraftsimError if it does not."""
     own = str(latency.meta["draft"])
     if PurePath(own).name != PurePath(drafter).name:
         raise DraftsimError(
@@ -128,9 +122,7 @@ def in_an_engine(latency: LatencyTable, drafter: str, name: str) -> LatencyTable
 def standing_in(
     latency: LatencyTable, cells: pd.DataFrame, own: pd.DataFrame, name: str
 ) -> LatencyTable:
-    """Return `cells` with passes of its own in the draft model's place; under its own name as well,
-    by which its rounds are known.
-    """
+    """Return `cells` with its `own` passes as the draft model's, and under its `name` as well."""
     others = cells[~((cells["model"] == "draft") & cells["phase"].isin(PASSES))]
     others = others[others["model"] != name]
     named = [own.assign(model=model) for model in dict.fromkeys(("draft", name))]
@@ -141,7 +133,7 @@ def model_of(source: Source, recordings: Recordings) -> str:
     """Return the model of the latency table that its passes are of."""
     drafter = source.drafter(recordings)
     # Rounds of the draft model's name are priced as its own, one pass per drafted token.
-    return source.name if drafter is None or drafter.model == "draft" else drafter.model
+    return source.name if drafter == "draft" else drafter
 
 
 def _frame(rows: list[tuple[str, str, int, int, int, float]]) -> pd.DataFrame:
@@ -149,9 +141,7 @@ def _frame(rows: list[tuple[str, str, int, int, int, float]]) -> pd.DataFrame:
 
 
 def heads_at_once(latency: LatencyTable) -> pd.DataFrame:
-    """Return cells in which all heads run before a round's first draft, whatever it catches up on;
-    no pass follows.
-    """
+    """Return cells in which all heads run before a round's first draft, and no pass follows."""
     heads = "draft" if latency.is_constant else "heads"
     seconds = float(latency.estimate(heads, "forward").seconds)
     ends = [(n, c) for n in (1, ANY) for c in (0, ANY)]
@@ -164,9 +154,8 @@ def heads_at_once(latency: LatencyTable) -> pd.DataFrame:
 def with_searches(latency: LatencyTable, name: str) -> LatencyTable:
     """Return the table of a lookup that searches for every sequence in every round.
 
-    A round in which it finds nothing is charged as one drafted token by the host, too.
-
-    Raises DraftsimError if the search was not timed.
+    A round in which it finds nothing is charged as one drafted token by the host, too.  Raises
+    DraftsimError if the search was not timed.
     """
     model = "draft" if latency.is_constant else name
     if not latency.has(model, "forward"):
@@ -186,11 +175,7 @@ def with_searches(latency: LatencyTable, name: str) -> LatencyTable:
 
 
 def one_pass(latency: LatencyTable, name: str, width: int) -> pd.DataFrame:
-    """Return cells in which a pass over what was verified and ``width - 1`` masks drafts all; no
-    other pass follows.
-
-    Sizes are those of the measured cells; widths between or beyond them are read as any others.
-    """
+    """Return cells in which a pass over what was verified and ``width - 1`` masks drafts all."""
     model = latency.drafter(name)
     phase = latency.first_draft_phase(model)
     cells = latency.cells[(latency.cells["model"] == model) & (latency.cells["phase"] == phase)]

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, ClassVar, NamedTuple, Self
-from weakref import WeakKeyDictionary
+from typing import Any, ClassVar, Self
 
 import numpy as np
 import numpy.typing as npt
@@ -13,7 +12,7 @@ import numpy.typing as npt
 from policies.arrays import Ints
 from policies.core import SIGNALS, Load
 from policies.spec import Checked
-from traces.acceptance.trace import Trace
+from traces.acceptance.trace import Trace, once_per_trace
 from traces.errors import DraftsimError
 from traces.latency.table import LatencyTable
 from traces.replay.calls import CallCounter
@@ -23,16 +22,6 @@ from traces.sources.recording import Recordings, SourceRecording
 
 DRAFTER_SIGNALS = frozenset(SIGNALS) - {"top10_prob"}
 """Signals recorded of a drafter along a trace, which leave out its ten likeliest tokens."""
-
-
-class Drafter(NamedTuple):
-    """The model that a source drafts with, where it has one of its own."""
-
-    model: str
-    """Its name in latency tables."""
-    by_passes: bool
-    """True if a drafted token is a pass, the first over what was verified since the one before:
-    such rounds cost what a draft model's do, any others their calls."""
 
 
 class Source(Checked):
@@ -83,9 +72,16 @@ class Source(Checked):
         """Return its name in tables, which tells it from the others of these recordings."""
         return self.name
 
-    def drafter(self, recordings: Recordings) -> Drafter | None:
-        """Return the model it drafts with; None where it has none but the target."""
-        return None
+    def drafter(self, recordings: Recordings) -> str:
+        """Return the model of latency tables that drafts; by default the draft model."""
+        return "draft"
+
+    def by_passes(self, recordings: Recordings) -> bool:
+        """Return True if a drafted token is a pass, the first over what was verified since.
+
+        Such rounds cost what a draft model's do, any others their calls.
+        """
+        return False
 
     def longest(self, trace: Trace, recordings: Recordings) -> int | None:
         """Return the longest draft that it can be replayed with; None if nothing bounds it.
@@ -194,26 +190,20 @@ class SourceReplay(ABC):
 
     @abstractmethod
     def run_length(self) -> int:
-        """Return the number of proposals that would be accepted if drafting went on as long as they
-        are right.
-        """
+        """Return how many proposals would be accepted if drafting went on while they are right."""
 
     @abstractmethod
     def draft(self, so_far: Sequence[Any]) -> RecordedToken | None:
         """Return the proposal after the output so far and `so_far`; None where there is none."""
 
     def charge(self, submitted: int) -> int:
-        """Count the verification's calls; return the positions it gives true tokens for.
-
-        By default it is an ordinary pass over the draft and the last token.
-        """
+        """Count the verification's calls; return the positions that it gives true tokens for."""
         return submitted + 1
 
     def verify(self, draft: Sequence[Any]) -> int:
         """Accept the leading matches, extend the output, and return how many matched.
 
-        With as many positions as drafted tokens (no bonus position) a full match emits those
-        tokens and nothing more.
+        Without a bonus position a full match emits those tokens and nothing more.
         """
         positions, at = self.charge(len(draft)), self.position
         accepted = leading((t.token_id for t in draft), self.output[at : at + len(draft)])
@@ -242,9 +232,12 @@ def true_tokens(trace: Trace, *, sampled: bool = False) -> list[int]:
             "this trace was sampled, and sources other than a draft model, early exit and drafters "
             "on features are replayed along greedy output: record with --temperature 0"
         )
-    # Cached for the immutable trace: every request of every replay asks for them.
-    if (tokens := _outputs.get(trace)) is None:
-        tokens = _outputs[trace] = np.asarray(trace.columns["token"])[trace.on_path].tolist()
+    return _outputs(trace)
+
+
+@once_per_trace
+def _outputs(trace: Trace) -> list[int]:
+    tokens: list[int] = np.asarray(trace.columns["token"])[trace.on_path].tolist()
     return tokens
 
 
@@ -268,9 +261,6 @@ def leading_right(drafts: npt.ArrayLike, true: npt.ArrayLike, ends: npt.ArrayLik
     at = np.arange(len(true))[:, None] + np.arange(drafts.shape[1])
     right = (at < np.asarray(ends)[:, None]) & (drafts == true.take(at, mode="clip"))
     return np.asarray(np.cumprod(right, axis=1).sum(axis=1), dtype=np.int64)
-
-
-_outputs: WeakKeyDictionary[Trace, list[int]] = WeakKeyDictionary()
 
 
 def prompt_tokens(trace: Trace, request: int) -> list[int]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar
 
 import numpy as np
 import numpy.typing as npt
@@ -22,7 +22,7 @@ from traces.replay.calls import (
     CallCounter,
     CallKey,
     Counted,
-    LayerLedger,
+    LayerCounter,
     pack_counted,
 )
 from traces.replay.decoder import RecordedToken
@@ -43,17 +43,11 @@ READ = ("prob", "entropy", "logit_margin", "prob_margin", "top_prob", "raw_prob"
 """Signals in the order of `traces.sources.recording.read_columns`."""
 
 
-class ExitStep(NamedTuple):
-    """The source's step at a node."""
-
-    token: RecordedToken | None
-    heads: int
-    """Exit heads asked."""
-    depth: int
-    """Layers run for the token."""
+ExitStep = tuple[RecordedToken | None, int, int]
+"""The token at a node, the exit heads asked for it, and the layers run."""
 
 
-class ExitTape:
+class ChosenExits:
     """One setting laid out over a recording; a step is made when first taken."""
 
     def __init__(self, trace: Trace, recording: ExitRecording, source: EarlyExit) -> None:
@@ -80,25 +74,22 @@ class ExitTape:
         """Return the step at a node."""
         if (step := self._steps[node]) is None:
             token = self._token(node) if self.choices[node] >= 0 else None
-            step = ExitStep(token, int(self.heads[node]), int(self.depths[node]))
-            self._steps[node] = step
+            step = self._steps[node] = token, int(self.heads[node]), int(self.depths[node])
         return step
 
     def calls(self, depths: list[int], positions: int) -> Mapping[CallKey, int]:
-        """Return the calls of a round that drafted down to these layers and verified this many
-        positions.
-        """
+        """Return the calls of a round that drafted down to these layers, then verified."""
         key = positions, *depths
         # There are few layers to exit at: most rounds are like one before.
-        if (found := self._calls.get(key)) is None:
+        if key not in self._calls:
             counter = CallCounter()
-            ledger = LayerLedger(self.recording.layers, counter)
+            layers = LayerCounter(self.recording.layers, counter)
             for depth in depths:
-                ledger.enter()
-                ledger.deepen(depth)
-            ledger.finish(positions)
-            found = self._calls[key] = counter.open
-        return found
+                layers.enter()
+                layers.deepen(depth)
+            layers.finish(positions)
+            self._calls[key] = counter.open
+        return self._calls[key]
 
     def _token(self, node: int) -> RecordedToken:
         where, record = (node, self.choices[node]), self.recording
@@ -114,10 +105,10 @@ class EarlyExitReplay(SourceReplay):
 
     sampled: ClassVar[bool] = True
 
-    def __init__(self, trace: Trace, request: int, tape: ExitTape, first: int) -> None:
+    def __init__(self, trace: Trace, request: int, exits: ChosenExits, first: int) -> None:
         super().__init__(trace, request, first)
-        self.tape = tape
-        self._path = tape.recording.request_starts[request]
+        self.exits = exits
+        self._path = exits.recording.request_starts[request]
         self._depths: list[int] = []
         """Layers that the round's drafts reached."""
         self._node = 0
@@ -126,7 +117,7 @@ class EarlyExitReplay(SourceReplay):
     def run_length(self) -> int:
         """Return the number of positions from here whose exit is right."""
         at, end = self._path + self.position, self._path + self.length
-        wrong = np.flatnonzero(~self.tape.right[at:end])
+        wrong = np.flatnonzero(~self.exits.right[at:end])
         return int(wrong[0]) if len(wrong) else end - at
 
     def draft(self, so_far: Sequence[Any]) -> RecordedToken | None:
@@ -137,25 +128,20 @@ class EarlyExitReplay(SourceReplay):
         return token
 
     def _step(self, so_far: Sequence[Any]) -> ExitStep:
+        """Return the step after the last token drafted."""
         if not so_far:
             self._node, self._on_path = self._path + self.position, True
-        else:
-            self._follow(so_far)
-        return self.tape.step(self._node)
-
-    def _follow(self, so_far: Sequence[Any]) -> None:
-        """Move to the node after the last token drafted."""
-        token = so_far[-1].token_id
-        if self._on_path and token == self.output[self.position + len(so_far) - 1]:
+        elif self._on_path and so_far[-1].token_id == self.output[self.position + len(so_far) - 1]:
             self._node += 1
-            return
-        child = self.tape.recording.children.get((self._node, token))
-        self._node = self._unrecorded(len(so_far)) if child is None else child
-        self._on_path = False
+        else:
+            child = self.exits.recording.children.get((self._node, so_far[-1].token_id))
+            self._node = self._unrecorded(len(so_far)) if child is None else child
+            self._on_path = False
+        return self.exits.step(self._node)
 
     def _unrecorded(self, drafted: int) -> int:
         """Return the node to go on from if none was recorded after a wrong exit."""
-        if self.tape.source.stands_in:
+        if self.exits.source.stands_in:
             return self._path + min(self.position + drafted, self.length - 1)
         raise TailError(
             f"early exit drafted {drafted + 1} tokens at position {self.position} of request "
@@ -165,8 +151,8 @@ class EarlyExitReplay(SourceReplay):
 
     def charge(self, submitted: int) -> int:
         """Charge the layers that the processed positions still lack."""
-        positions = verified(len(self._depths), submitted, self.tape.source.bonus)
-        self.calls.add_all(self.tape.calls(self._depths, positions))
+        positions = verified(len(self._depths), submitted, self.exits.source.bonus)
+        self.calls.add_all(self.exits.calls(self._depths, positions))
         self._depths.clear()
         return positions
 
@@ -174,8 +160,8 @@ class EarlyExitReplay(SourceReplay):
         self, trace: Trace, plan: VectorisedPlan, first: int, chosen: Sequence[int]
     ) -> ReplayedRounds | None:
         """Return the rounds of a plan without a state, unless a draft leaves what was recorded."""
-        tape = self.tape
-        places = ExitPlaces(trace, tape, plan.cap)
+        exits = self.exits
+        places = ExitPlaces(trace, exits, plan.cap)
         lockstep = Lockstep(places, first, False)
         if (drafts := lockstep.drafts(plan)) is None:
             return None
@@ -188,24 +174,21 @@ class EarlyExitReplay(SourceReplay):
             places.most = np.where(vain, forwards, np.append(places.most, 0))[:-1]
             _, sent = lockstep.drafts(plan) or drafts
         accepted = np.minimum(sent, lockstep.runs)
-        positions = sent + 1 if tape.source.bonus else np.minimum(np.maximum(asked, 1), sent + 1)
+        positions = sent + 1 if exits.source.bonus else np.minimum(np.maximum(asked, 1), sent + 1)
         start, rounds = lockstep.of(chosen, forwards, sent, accepted, positions)
         if (asked[start] > lockstep.recorded[start]).any():
             return None
         passed: Ints = asked[start].astype(np.int64)
         steps = ExitSteps(passed, places.node[ranges(passed, places.rows[start])])
-        calls = layer_calls(tape, steps, positions[start].astype(np.int64))
+        calls = layer_calls(exits, steps, positions[start].astype(np.int64))
         refused, missed = (accepted < sent)[start], (sent[start] + 1) - passed
         waiting = np.where(refused, 0, np.maximum(missed, 0))
         calls.append(self.drafted(steps, carried(lockstep.enters[start], passed, waiting, 0)))
         return rounds, pack_counted(calls)
 
     def drafted(self, steps: ExitSteps, waiting: npt.NDArray[np.integer]) -> Counted:
-        """Return the calls, other than of layers, that draft: every exit up to the chosen one.
-
-        ``waiting``, (rounds,), are verified positions that were not drafted from as yet.
-        """
-        many = self.tape.heads[steps.node]
+        """Return the exit heads' calls; ``waiting``, (rounds,), were only verified."""
+        many = self.exits.heads[steps.node]
         return Counted(False, EXIT_HEAD, steps.round, np.ones_like(many), many)
 
 
@@ -268,9 +251,7 @@ class EarlyExit(Source):
         return self.signals - {"raw_prob"} if lacks else self.signals
 
     def setting(self, gamma_max: int) -> ExitSetting:
-        """Return the setting that a recording must have followed for drafts of up to `gamma_max`
-        tokens.
-        """
+        """Return the setting that a recording of drafts up to `gamma_max` must have followed."""
         layers = None if self.layers is None else tuple(self.layers)
         return ExitSetting(self.tau, self.omega, self.depth, layers, gamma_max)
 
@@ -280,8 +261,8 @@ class EarlyExit(Source):
         """Return the decoder of one request, from a recording of the same requests."""
         recording = self.recording(recordings)
         recording.check_follows(self.key, trace, first)
-        tape = ExitTape(trace, recording, self)
-        return lambda request: self.replays(trace, request, tape, first)
+        exits = ChosenExits(trace, recording, self)
+        return lambda request: self.replays(trace, request, exits, first)
 
     def longest(self, trace: Trace, recordings: Recordings) -> int:
         """Return the longest draft that was followed after wrong exits under its setting.
@@ -324,10 +305,7 @@ def verified(processed: int, submitted: int, bonus: bool) -> int:
 
 
 class ExitSteps:
-    """The tokens that rounds ran up to their exits, flat.
-
-    ``asked`` (rounds,) of each round, ``node`` (steps,) where they stand in the recording.
-    """
+    """The tokens that rounds ran to their exits: ``asked`` (rounds,), ``node`` (steps,) of each."""
 
     def __init__(self, asked: Ints, node: Ints) -> None:
         self.node = node
@@ -335,19 +313,18 @@ class ExitSteps:
         self.offset = ranges(asked)
 
 
-def layer_calls(tape: ExitTape, steps: ExitSteps, positions: Ints) -> list[Counted]:
-    """Return layers and output heads of rounds that each verify `positions` (`LayerLedger` counts
-    one).
+def layer_calls(exits: ChosenExits, steps: ExitSteps, positions: Ints) -> list[Counted]:
+    """Return layers and output heads of rounds that each verify `positions`.
 
     A layer runs where a token goes deeper, together with all positions of the round that have not
     passed it.  So each layer by itself tells its widths: positions since it last ran.  Layers
     between two exits run alike, which leaves as many cases as there are exits.
     """
-    depth = tape.depths[steps.node]
+    depth = exits.depths[steps.node]
     rounds = np.arange(len(positions))
     calls = [Counted(True, HEAD, rounds, positions, np.ones_like(positions))]
     before = 0
-    for until in [*np.unique(depth).tolist(), tape.recording.layers]:
+    for until in [*np.unique(depth).tolist(), exits.recording.layers]:
         layers, before = until - before, until
         # The step of each round at which these layers ran last, up to each step and in all.
         ran = np.flatnonzero(depth >= until)
@@ -378,22 +355,22 @@ class ExitPlaces(Places):
     ``longest``: tokens that are asked for at most.
     """
 
-    def __init__(self, trace: Trace, tape: ExitTape, longest: int) -> None:
+    def __init__(self, trace: Trace, exits: ChosenExits, longest: int) -> None:
         super().__init__(trace)
-        self.tape = tape
-        self._eos = np.array(sorted(tape.eos), dtype=np.int64)
+        self.exits = exits
+        self._eos = np.array(sorted(exits.eos), dtype=np.int64)
         index = np.arange(len(self.position))
-        at_end, right = index == self.ends - 1, tape.right
+        at_end, right = index == self.ends - 1, exits.right
         ends = self._ends(index)
         owners, nodes = self._tails(index[~right & ~ends], ends, longest)
         tail = np.bincount(np.concatenate([index[:0], *owners]), minlength=len(index))
         self.rows = index + np.cumsum(tail) - tail
         node = np.empty(len(index) + int(tail.sum()), dtype=np.int64)
         node[self.rows] = index
-        for k, (owner, behind) in enumerate(zip(owners, nodes, strict=True), 1):
-            node[self.rows[owner] + k] = behind
+        for k, (owner, own) in enumerate(zip(owners, nodes, strict=True), 1):
+            node[self.rows[owner] + k] = own
         self.node: Ints = node
-        self.vain: Bools = tape.choices[node] < 0
+        self.vain: Bools = exits.choices[node] < 0
         # A draft goes on through right exits and the tail of the next wrong one.
         last = next_true(~right | ends | at_end)
         held = last - index + 1 + tail[last]
@@ -407,24 +384,24 @@ class ExitPlaces(Places):
 
     def _ends(self, node: Ints) -> Bools:
         """Return True for each node at which a draft ends with what is asked for."""
-        at = self.tape.choices[node]
-        return (at < 0) | np.isin(self.tape.recording["argmax"][node, at], self._eos)
+        at = self.exits.choices[node]
+        return (at < 0) | np.isin(self.exits.recording["argmax"][node, at], self._eos)
 
     def _tails(self, owner: Ints, ends: Bools, longest: int) -> tuple[list[Ints], list[Ints]]:
         """Return per token of the tails, the wrong exits on the path that have one, and its nodes.
 
         `ends` is set of those whose tail ends by itself, and not with what was recorded.
         """
-        record, owners, nodes = self.tape.recording, [], []
+        record, owners, nodes = self.exits.recording, [], []
         node = owner
         for k in range(1, min(longest, int(self.left.max(initial=0)))):
             if not len(owner):
                 break
-            behind = record.behind(node, record["argmax"][node, self.tape.choices[node]])
-            if self.tape.source.stands_in:
+            found = record.after(node, record["argmax"][node, self.exits.choices[node]])
+            if self.exits.source.stands_in:
                 along = np.minimum(owner + k, self.ends[owner] - 1)
-                behind = np.where(behind < 0, along, behind)
-            owner, node = owner[behind >= 0], behind[behind >= 0]
+                found = np.where(found < 0, along, found)
+            owner, node = owner[found >= 0], found[found >= 0]
             owners.append(owner)
             nodes.append(node)
             over = self._ends(node)
@@ -434,8 +411,8 @@ class ExitPlaces(Places):
 
     def read(self, name: str) -> Floats:
         if self._columns is None:
-            record = self.tape.recording
-            where = self.node, self.tape.choices[self.node]
+            record = self.exits.recording
+            where = self.node, self.exits.choices[self.node]
             rows = {n: record[n][where] for n in (*LOGITS, *DRAWN) if n in record.arrays}
             self._columns = read_columns(rows, *map(rows.get, DRAWN))
             self._columns[self.vain] = np.nan
@@ -445,8 +422,8 @@ class ExitPlaces(Places):
 class KangarooReplay(EarlyExitReplay):
     """One recorded request, drafted by the adapter."""
 
-    def __init__(self, trace: Trace, request: int, tape: ExitTape, first: int) -> None:
-        super().__init__(trace, request, tape, first)
+    def __init__(self, trace: Trace, request: int, exits: ChosenExits, first: int) -> None:
+        super().__init__(trace, request, exits, first)
         self._pending = 0  # positions whose exit states the adapter has not taken in
 
     def draft(self, so_far: Sequence[Any]) -> RecordedToken | None:

@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from traces.acceptance.schema import MOST_DRAFTED
+from traces.acceptance.trace import MOST_DRAFTED
 from traces.errors import DraftsimError
 from traces.sources.recording import DRAWN, LOGITS, MOST_LAYERS, Layout, SourceRecording
 from traces.store.header import PathLike, are_wholes, check, check_rows, is_number, is_whole
@@ -52,9 +52,7 @@ class ExitSetting(NamedTuple):
 
 
 def temperature(omega: float, layer: int, layers: int) -> float:
-    """Return the confidence temperature 1 + omega (1 - l / L) (SpecBound, arXiv:2604.12247, eq.
-    1).
-    """
+    """Return the temperature 1 + omega (1 - l / L) (SpecBound, arXiv:2604.12247, eq. 1)."""
     return 1.0 + omega * (1.0 - layer / layers)
 
 
@@ -199,12 +197,10 @@ class ExitRecording(SourceRecording):
         order = np.argsort(keys, kind="stable")
         return keys[order], branch[order]
 
-    def behind(
+    def after(
         self, nodes: npt.NDArray[np.integer], tokens: npt.NDArray[np.integer]
     ) -> npt.NDArray[np.int64]:
-        """Return the nodes after wrong `tokens` fed at `nodes`, equally many; -1 where there is
-        none.
-        """
+        """Return the node after each wrong token fed at its node; -1 where there is none."""
         keys, children = self.branches
         if not len(keys):
             return np.full(len(nodes), -1)

@@ -92,13 +92,8 @@ def engine_source(latency: LatencyTable) -> Eagle | None:
 def own_source(latency: LatencyTable, trace: Trace, recordings: Recordings) -> Source | None:
     """Return the source that drafted while `latency` was measured; None for the trace's own drafts.
 
-    An engine's passes with an EAGLE head cost what that head costs.  So a recording of such an
-    engine drafts with the head, whose drafts are recorded along the trace (``recordings``).
-
-    Raises
-    ------
-    DraftsimError
-        If the trace was recorded with a draft model, and has no drafts of the head.
+    An engine's passes with an EAGLE head cost what that head costs, so its drafts have to be
+    recorded along the trace.  Raises DraftsimError if the trace has those of a draft model alone.
     """
     if (source := engine_source(latency)) is None:
         return None

@@ -20,9 +20,8 @@ from policies.rules.threshold import CMASDVerification
 from policies.spec import choice
 from traces.acceptance.trace import Trace
 from traces.errors import DraftsimError
-from traces.replay.judged import columns_of
 from traces.replay.layout import layout_of
-from traces.replay.vectorised import replay_many
+from traces.replay.vectorised import columns_of, replay_many
 from traces.sources.registry import DRAFT_MODEL, SYSTEMS
 from traces.sources.registry import Method as Method  # noqa: PLC0414
 
@@ -113,10 +112,7 @@ def method_of(text: str) -> Method | None:
     That is a name in `METHODS`, or ``POLICY+RULE``.  A name that is a policy's, too, such as
     ``cm-asd``, is the policy: its whole method is ``cm-asd+cm-asd``.
 
-    Raises
-    ------
-    DraftsimError
-        If a method's name has parameters, or the rule after a plus is unknown.
+    Raises DraftsimError if a method's name has parameters, or the rule after a plus is unknown.
 
     >>> method_of("csd").rule, method_of("gammatune:gamma=3+csd:tau=0.1").policy
     ('csd', 'gammatune:gamma=3')
@@ -152,13 +148,9 @@ def parts_of(name: str) -> str:
 
 
 def exact_policy(text: str) -> str:
-    """Return the policy that `text` names, for commands whose drafts are all the draft model's and
-    whose policies are all verified alike.
+    """Return the policy that `text` names, for commands that verify alike for all policies.
 
-    Raises
-    ------
-    DraftsimError
-        If `text` names a method with another source or a rule of its own; it says what to write.
+    Raises DraftsimError, with what to write, if `text` has another source or a rule of its own.
     """
     chosen = method_of(text)
     if chosen is None:
@@ -199,10 +191,7 @@ def same_rule(
 
 
 def said_of(name: str, exact: bool) -> str | None:
-    """Return what a row called `name`, a policy or a method, consists of; None if the name says it.
-
-    ``exact``: whether the row is verified exactly.
-    """
+    """Return what a row called `name`, verified `exact` or not, consists of; None if clear."""
     head = name.partition(":")[0]
     chosen = METHODS.get(head)
     if chosen is None or head in SYSTEMS:
@@ -217,21 +206,14 @@ def said_of(name: str, exact: bool) -> str | None:
 
 
 def build(chosen: Method, trace: Trace, **resources: object) -> tuple[DraftPolicy, VerifyRule]:
-    """Return policy and rule of a method for the pair of `trace`.
-
-    ``resources`` go to the rule where it has such a parameter, like ``memory``.
-    """
+    """Return policy and rule of a method for the pair of `trace`; ``resources`` go to the rule."""
     chosen = resolved(chosen, trace)
     policy = parse_policy(chosen.policy, max_gamma=trace.max_gamma)
     return policy, parse_rule(chosen.rule, **resources)
 
 
 def resolved(chosen: Method, trace: Trace) -> Method:
-    """Return the method with the mean threshold of CM-ASD in its rule's text, where that asks for
-    it.
-
-    Raises SignalError where the trace cannot tell what CM-ASD would judge.
-    """
+    """Return the method with `MEAN_TAU` replaced; SignalError if that was not recorded."""
     if MEAN_TAU not in chosen.rule:
         return chosen
     policy = parse_policy(chosen.policy, max_gamma=trace.max_gamma)
@@ -239,11 +221,7 @@ def resolved(chosen: Method, trace: Trace) -> Method:
 
 
 def mean_tau(trace: Trace, policy: DraftPolicy) -> float:
-    """Return the mean tau_t, in nats, of the tokens that CM-ASD's verification judges under
-    `policy`.
-
-    Not of those that are refused by their rank.
-    """
+    """Return the mean tau_t, nats, of tokens that CM-ASD judges and does not refuse by rank."""
     [log] = replay_many(trace, [(describe(policy), policy)], rule=CMASDVerification())
     rule, layout = log.rule, layout_of(trace)
     assert isinstance(rule, CMASDVerification)

@@ -58,7 +58,7 @@ def replay_source(
     check_signals(policy, source, recordings)
     first = trace.first if first is None else first
     decoder_of = source.open(trace, recordings, first)
-    drafter = source.drafter(recordings)
+    by_passes = source.by_passes(recordings)
     # Some of them may look up what others said: the trace itself is not cut.
     chosen = range(len(trace.requests)) if requests is None else requests
     own = own_policy(trace, policy)
@@ -70,14 +70,13 @@ def replay_source(
         _at_once(trace, source, decoder_of, policy, plan, recordings, first, chosen)
         or _asked(decoder_of, own, chosen)
     )  # fmt: skip
-    by_passes = drafter is not None and drafter.by_passes
     return RoundLog(
         rounds, [trace.requests[i] for i in chosen], name or describe(policy),
         source=source.label(recordings), verify=lossless,
         fidelity=text_fidelity(trace) if source.fidelity == "exact" else source.fidelity,
         reads=policy.reads, first=first,
         calls=None if by_passes else calls,
-        drafter="draft" if drafter is None else drafter.model, takes_verified=by_passes,
+        drafter=source.drafter(recordings), takes_verified=by_passes,
     )  # fmt: skip
 
 
@@ -85,12 +84,10 @@ def _at_once(
     trace: Trace, source: Source, decoder_of: Callable[[int], SourceReplay], policy: DraftPolicy,
     plan: VectorisedPlan | None, recordings: Recordings, first: int, chosen: Sequence[int],
 ) -> ReplayedRounds | None:  # fmt: skip
-    """Return the rounds of the requests `chosen` as the loop would make them with decoders of
-    `source`.
+    """Return the rounds of the requests `chosen` as the loop would make them, without the loop.
 
-    None if the policy has to be asked before every token, where a decoder is of a class of
-    the caller's own, and where a draft leaves what was recorded: there the loop says what is
-    missing.
+    None if the policy has to be asked before every token, where a decoder is of a class of the
+    caller's own, and where a draft leaves what was recorded: there the loop says what is missing.
     """
     ascending = all(one < other for one, other in pairwise(chosen))
     if plan is None or not len(chosen) or not ascending:
@@ -136,10 +133,7 @@ def check_rule(rule: VerifyRule | None, source: Source, trace: Trace) -> str:
 def check_signals(
     policy: DraftPolicy, source: Source, recordings: Recordings | None = None
 ) -> None:
-    """Raise SignalError where `policy` reads what tokens of `source` do not carry.
-
-    Those of these `recordings`; or of real decoding, which computes all of `Source.signals`.
-    """
+    """Raise SignalError where `policy` reads what the source's tokens do not carry."""
     held = source.signals if recordings is None else source.held(recordings)
     if missing := [s for s in policy.reads if s in source.signals - held]:
         raise SignalError(
@@ -160,11 +154,9 @@ def runs_layers(log: RoundLog) -> bool:
 
 
 def check_layers(log: RoundLog, trace: Trace, latency: LatencyTable) -> None:
-    """Refuse to price rounds that ran single layers at latencies of a target with other layers.
+    """Refuse rounds that ran single layers at latencies of a target with other layers.
 
-    The rounds of `log` ran a share of the layers of the target that wrote `trace`. A target with
-    more or fewer layers would run another share.
-
+    They ran a share of the layers of the target that wrote `trace`, which another would not.
     Raises DraftsimError if both numbers of layers are known and differ.
     """
     if runs_layers(log):

@@ -20,7 +20,7 @@ from traces.store.writing import write_atomically
 
 Arrays = dict[str, "np.ndarray[Any, Any]"]
 _SEAL = 64
-"""Bytes of a piece's digest, which is in its archive's comment."""
+"""Bytes of a part's digest, which is in its archive's comment."""
 _NO_COMMENT, _COMMENT = (0).to_bytes(2, "little"), _SEAL.to_bytes(2, "little")
 
 
@@ -31,11 +31,11 @@ def _print(text: str) -> None:
 class Checkpoint:
     """A folder of named arrays, valid for one set of settings.
 
-    Each piece carries a digest of its content, its name and the settings.  A piece that does not
+    Each part carries a digest of its content, its name and the settings.  A part that does not
     match it (damaged, or moved from another run or name) counts as missing and is made again, with
     a remark to `say`.
 
-    Raises DraftsimError if the folder cannot be made, or holds pieces of a run with other settings.
+    Raises DraftsimError if the folder cannot be made, or holds parts of a run with other settings.
     """
 
     def __init__(
@@ -51,7 +51,7 @@ class Checkpoint:
                     f"{folder} holds a stopped run with other settings: repeat it with the same "
                     "options, or remove the folder"
                 )
-            # What the settings were, every piece tells by itself.
+            # What the settings were, every part tells by itself.
             say(f"{marker} is damaged: it is written again")
         try:
             folder.mkdir(parents=True, exist_ok=True)
@@ -77,11 +77,7 @@ class Checkpoint:
             return {key: arrays[key] for key in arrays.files}
 
     def put(self, name: str, arrays: Mapping[str, Any], of: str = "") -> None:
-        """Keep `arrays` under `name`; all of them or, if interrupted, none.
-
-        ``of`` says, in addition to the settings, what they were made from; arrays that were made
-        from something else are not returned.
-        """
+        """Keep all `arrays` under `name`, or none; ``of``: what they were made from."""
         file = io.BytesIO()
         np.savez(file, **arrays)
         write_atomically(self.folder / f"{name}.npz", self._sealed(name, of, file.getvalue()))
@@ -102,11 +98,11 @@ class Checkpoint:
         self.put(name, {"json": np.frombuffer(text.encode(), np.uint8)})
 
     def within(self, name: str) -> Checkpoint:
-        """Return a checkpoint of other pieces of the same run, dropped with this one."""
+        """Return a checkpoint of other parts of the same run, dropped with this one."""
         return Checkpoint(self.folder / name, {"within": self._stamp}, self._say)
 
     def close(self) -> None:
-        """Drop all pieces, after the run's result has been written."""
+        """Drop all parts, after the run's result has been written."""
         shutil.rmtree(self.folder)
 
 

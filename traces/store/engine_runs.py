@@ -100,8 +100,7 @@ class EngineStep:
 class LoadRun:
     """The results of a load.
 
-    ``requests``: ``name, sequence, arrival_s, first_s, finish_s, tokens``, seconds from the
-    load's start.
+    ``requests``: ``name, sequence, arrival_s, first_s, finish_s, tokens``, from the load's start.
     """
 
     requests: pd.DataFrame
@@ -136,10 +135,7 @@ class LoadRun:
 
 @dataclass(frozen=True)
 class ServedRun:
-    """A load that a server served.
-
-    A step of `load` holds what follows it until the next one, where the engine is not idle.
-    """
+    """A load that a server served; a step of `load` lasts to the next if the engine is busy."""
 
     load: LoadRun
     around_request_s: Sequence[float]
@@ -200,9 +196,7 @@ class PolicyRuns:
         return len({name for own in self.diverged for name in own})
 
     def kept(self, requests: pd.DataFrame) -> pd.DataFrame:
-        """Return the requests, measured or predicted, that are not left out; all, if that leaves
-        none.
-        """
+        """Return the requests that are not left out; all, if that leaves none."""
         column = requests["index"] if "index" in requests else requests["name"].map(index_of)
         kept = requests[~column.isin({index_of(name) for name in self.left_out})]
         return kept if len(kept) else requests
@@ -244,11 +238,8 @@ def write_measured(runs: MeasuredRuns, path: PathLike) -> None:
 def read_measured(path: PathLike) -> MeasuredRuns:
     """Return the measured runs in a file.
 
-    Raises
-    ------
-    FileError
-        If the file is missing or damaged, lacks a column, holds no run or an impossible value, or
-        a policy lacks a run of a request and repeat that another one has.
+    Raises FileError if the file is missing or damaged, lacks a column, holds no run or an
+    impossible value, or a policy lacks a run of a request and repeat that another one has.
     """
     header, table = read_file(path, "measured")
     if missing := [c for c in MEASURED_COLUMNS if c not in table.column_names]:
@@ -305,13 +296,13 @@ def _check_whole(path: PathLike, times: pd.DataFrame) -> None:
         again = dict(zip(runs.index.names, runs.index[int(runs.argmax())], strict=True))
         raise file_error(path, f"holds a run twice: {again}", "measure again")
     for _, part in times.groupby(together):
-        arms = part.groupby(["policy", "verify"]).size()
+        counts = part.groupby(["policy", "verify"]).size()
         grid = part["repeat"].nunique() * part["request"].nunique()
-        if (arms != grid).any():
-            policy, verify = arms.index[int((arms != grid).argmax())]
+        if (counts != grid).any():
+            policy, verify = counts.index[int((counts != grid).argmax())]
             raise file_error(
                 path,
-                f"{policy} / {verify} has {arms[policy, verify]} runs of the {grid} that its "
+                f"{policy} / {verify} has {counts[policy, verify]} runs of the {grid} that its "
                 "requests and repeats make",
                 "measure again",
             )

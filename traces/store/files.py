@@ -15,8 +15,7 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from policies.rules.registry import RULES
-from traces.acceptance.schema import MOST_DRAFTED, MOST_TOKENS
-from traces.acceptance.trace import COLUMNS, KEYS, Request, Trace
+from traces.acceptance.trace import COLUMNS, KEYS, MOST_DRAFTED, MOST_TOKENS, Request, Trace
 from traces.latency.schema import CELL_COLUMNS
 from traces.latency.table import LatencyTable
 from traces.replay.rounds import ROUND_DTYPE, Fidelity, RoundLog

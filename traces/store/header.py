@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from traces.acceptance.schema import MOST_TOKENS, Request
+from traces.acceptance.trace import MOST_TOKENS, Request
 from traces.errors import DraftsimError, FileError
 
 PathLike = str | os.PathLike[str]
@@ -60,10 +60,6 @@ def _size(value: Any) -> bool:
     return is_whole(value, 1, 2**53)
 
 
-def _flag(value: Any) -> bool:
-    return isinstance(value, bool)
-
-
 def _model(value: Any) -> bool:
     return isinstance(value, str) or (
         isinstance(value, dict)
@@ -73,7 +69,7 @@ def _model(value: Any) -> bool:
 
 MODEL: Mapping[str, Check] = {
     "layers": _size, "hidden_size": _size, "vocab_size": _size, "kv_values": _size,
-    "parameters": _size, "tied": _flag, "fingerprint": _is(str), "path": _is(str),
+    "parameters": _size, "tied": _is(bool), "fingerprint": _is(str), "path": _is(str),
 }  # fmt: skip
 """Fields of the provenance of a model."""
 
@@ -98,7 +94,7 @@ META: Mapping[str, tuple[Check, str]] = {
     **dict.fromkeys(
         ("draft_lengths_known", "takes_verified", "drafts_end", "finds_nothing", "chat_template",
          "quick"),
-        (_none_or(_flag), "true or false"),
+        (_none_or(_is(bool)), "true or false"),
     ),
     "first": (_none_or(lambda value: is_whole(value, 0, 1)), "0 or 1"),
 }  # fmt: skip

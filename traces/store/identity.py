@@ -33,9 +33,7 @@ def identity(meta: Mapping[str, Any]) -> dict[str, Any]:
 def model_in(meta: Mapping[str, Any], role: str) -> dict[str, Any]:
     """Return everything that provenance says of the model in a role; empty if it names none.
 
-    Traces and transformers' latency tables describe a model by its fields, tables of an engine by
-    its folder's name and its shape, tables of the GPU suite by its shape, and those of llama-bench
-    by its title.
+    Some tables describe a model by its fields, others by its name, its shape or a title.
     """
     shape, title = (
         others.get(role) if isinstance(others := meta.get(key), Mapping) else None
@@ -73,10 +71,7 @@ def same_model(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool | None:
 
 
 def engine_head(meta: Mapping[str, Any]) -> str | None:
-    """Return the drafting head that an engine ran while its latencies were measured, by name.
-
-    None for latencies of a draft model, of an engine that ran no drafter, or of no engine.
-    """
+    """Return the drafting head that an engine ran while it was measured, by name; None without."""
     engine = meta.get("engine")
     if not isinstance(engine, Mapping) or not engine.get("own_drafter"):
         return None
@@ -111,10 +106,7 @@ def check_together(metas: Mapping[str, Mapping[str, Any]]) -> None:
 
 
 def check_folder(folder: Path, rounds: Sequence[Path] = ()) -> None:
-    """Raise FileError unless trace, latencies and `rounds` of a run folder belong together.
-
-    Only provenance is read; damage is reported when the file itself is read.
-    """
+    """Raise FileError unless, by provenance, the files of a run folder are of one run."""
     metas: dict[str, Mapping[str, Any]] = {}
     for name in ("trace", "latency"):
         if (path := folder / f"{name}.parquet").is_file():

@@ -27,13 +27,7 @@ def write_operators(table: OperatorTable, path: PathLike) -> None:
 
 
 def read_operators(path: PathLike) -> OperatorTable:
-    """Return the operator table in the file at `path`.
-
-    Raises
-    ------
-    FileError
-        If the file is missing, damaged, of another schema or kind, or contradicts itself.
-    """
+    """Return the operator table in a file; FileError if it is missing, damaged or another."""
     header, table = read_file(path, "operators")
     rows, meta = frame_of(path, table, OPERATOR_COLUMNS), meta_of(path, header)
     with named(path, "import it again"):
@@ -56,13 +50,7 @@ def timed_devices() -> dict[str, Path]:
 
 
 def bundled_operators(device: str) -> OperatorTable:
-    """Return the operators of a GPU that come along.
-
-    Raises
-    ------
-    DraftsimError
-        If nobody timed operators on it.
-    """
+    """Return the operators of a GPU that come along; DraftsimError if nobody timed them."""
     wanted = find_device(device)
     files, own = timed_devices(), STANDS_FOR.get(wanted.name, wanted.name)
     if own not in files:
@@ -82,10 +70,7 @@ def bundled_operators(device: str) -> OperatorTable:
 
 
 def coverage(device: str) -> dict[str, str]:
-    """Return which tables of a GPU are measured, composed or a roofline.
-
-    The values are words: ``latencies`` says which of the three there are.
-    """
+    """Return in words which tables of a GPU are measured, composed or a roofline."""
     if STANDS_FOR.get(device, device) not in timed_devices():
         return {"latencies": "roofline (--gpu)", "measured": "-", "composed": "-"}
     table = bundled_operators(device)
@@ -121,11 +106,8 @@ def find_composed(
     corrected by them.  With ``:operators`` they are the sum of their operators; with ``:steps``
     there must be whole steps.  ``graphs`` and ``largest`` as in `Composer` and `Composer.table`.
 
-    Raises
-    ------
-    DraftsimError
-        If nobody timed operators on the GPU, a model is not known by its sizes, or the weights do
-        not fit.
+    Raises DraftsimError if nobody timed operators on the GPU, a model is not known by its sizes, or
+    the weights do not fit.
     """
     where, slash, models = name.rpartition("/")
     if not slash or not models or Path(name).exists():
@@ -171,12 +153,7 @@ def _composed(
 
 
 def operators_alone(latency: LatencyTable) -> LatencyTable | None:
-    """Return the table whose passes are the sums of their operators, of one corrected by whole
-    steps.
-
-    None for a table that was not composed, is not corrected, or whose operators are no longer
-    found.
-    """
+    """Return the table without the correction by whole steps; None if it has none."""
     meta = latency.meta
     if not any((meta.get("steps") or {}).values()):
         return None
@@ -206,9 +183,8 @@ def at_depths(latency: LatencyTable, layers: int | None) -> LatencyTable:
 def in_graphs(latency: LatencyTable, graphs: CUDAGraphs | None, largest: int) -> LatencyTable:
     """Return the latencies of up to `largest` sequences in an engine with these CUDA graphs.
 
-    None means vLLM's graphs for a composed table, and the measured ones for any other.
-    Every batch size has cells of its own in the table returned.  A composed table that was carried
-    over to another device is returned as it is.
+    None means vLLM's graphs for a composed table, and the measured ones for any other.  A composed
+    table that was carried over to another device is returned as it is.
 
     Raises DraftsimError if a table does not say what it takes in other graphs.
     """

@@ -170,9 +170,7 @@ def find_run(
 
 
 def _typed(name: str, trace: Trace) -> tuple[str, frozenset[str]]:
-    """Return a policy's or rule's name and what its text sets, but for what the recording
-    supplies.
-    """
+    """Return a policy's or rule's name and what its text sets beyond the recording's."""
     head, _, rest = name.partition(":")
     supplied = f"vocab_size={trace.vocab_size}"
     return head, frozenset(part for part in split_items(rest) if part != supplied)
@@ -181,10 +179,7 @@ def _typed(name: str, trace: Trace) -> tuple[str, frozenset[str]]:
 def quality(outputs: Sequence[Output], trace: Trace) -> Quality:
     """Compare `outputs` with the greedy outputs recorded in `trace`, matched by request id.
 
-    Raises
-    ------
-    DraftsimError
-        If `trace` lacks a request or its output tokens.
+    Raises DraftsimError if `trace` lacks a request or its output tokens.
     """
     places = {request.id: i for i, request in enumerate(trace.requests)}
     if missing := [o.id for o in outputs if o.id not in places]:
@@ -256,33 +251,30 @@ def digest_of(document: Mapping[str, Any]) -> str:
 def read_run(path: PathLike) -> RealRun:
     """Return the run whose rounds are in the file `path`.
 
-    Raises
-    ------
-    FileError
-        If one of its two files is missing or damaged, or they do not belong together.
+    Raises FileError if one of its two files is missing or damaged, or they do not belong together.
     """
     path = Path(path)
-    log, beside = read_rounds(path), path.with_suffix(".json")
-    if not beside.exists():
-        raise FileError(f"{beside}: no such file: {REMEDY}")
-    document = read_object(beside, REMEDY)
+    log, place = read_rounds(path), path.with_suffix(".json")
+    if not place.exists():
+        raise FileError(f"{place}: no such file: {REMEDY}")
+    document = read_object(place, REMEDY)
     if (version := document.get("schema")) != SCHEMA:
         raise FileError(
-            f"{beside}: schema version {version}, this draftsim reads {SCHEMA}: record it again"
+            f"{place}: schema version {version}, this draftsim reads {SCHEMA}: record it again"
         )
     if extra := sorted(set(document) - {"schema", "meta", "outputs", DIGEST}):
-        raise FileError(f"{beside}: has an unknown field {extra[0]!r}: {REMEDY}")
+        raise FileError(f"{place}: has an unknown field {extra[0]!r}: {REMEDY}")
     if document.get(DIGEST, digest_of(document)) != digest_of(document):
-        raise FileError(f"{beside}: the content does not match its checksum: {REMEDY}")
-    meta, rows = meta_of(beside, document), document.get("outputs")
+        raise FileError(f"{place}: the content does not match its checksum: {REMEDY}")
+    meta, rows = meta_of(place, document), document.get("outputs")
     if not isinstance(rows, list):
-        raise FileError(f"{beside}: holds no list of outputs: {REMEDY}")
+        raise FileError(f"{place}: holds no list of outputs: {REMEDY}")
     outputs = [
-        row_of(Output, f"{beside}: output {i}", row, _OUTPUT, REMEDY) for i, row in enumerate(rows)
+        row_of(Output, f"{place}: output {i}", row, _OUTPUT, REMEDY) for i, row in enumerate(rows)
     ]
     lengths = [(r.id, r.tokens) for r in log.requests]
     if [(o.id, len(o.tokens)) for o in outputs] != lengths:
-        raise FileError(f"{beside}: its outputs are not those of {path.name}: record the run again")
+        raise FileError(f"{place}: its outputs are not those of {path.name}: record the run again")
     return RealRun(log, outputs, meta)
 
 

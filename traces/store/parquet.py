@@ -52,13 +52,7 @@ _MAGIC = b"PAR1"
 
 
 def write_file(path: PathLike, kind: str, table: pa.Table, header: Mapping[str, Any]) -> None:
-    """Write `table` with its header to `path`, whole or not at all.
-
-    Raises
-    ------
-    FileError
-        If the file cannot be written there.
-    """
+    """Write `table` with its header to `path`, whole or not at all; FileError if it cannot be."""
     check_no_recording(path, but=kind)
     text = json.dumps({"schema": SCHEMA, "kind": kind, **header}, default=_plain)
     table = table.replace_schema_metadata(None)
@@ -88,13 +82,7 @@ def _leaves(schema: pa.Schema) -> tuple[list[str], list[str]]:
 
 
 def sealed(content: bytes) -> bytes:
-    """Return the bytes of a Parquet file with the digest of themselves put in its place.
-
-    Raises
-    ------
-    ValueError
-        If the metadata has no key ``draftsim.sha256`` with 64 hexadecimal digits.
-    """
+    """Return a file with its digest put in its place; ValueError if the metadata has no place."""
     place = _digest_place(content)
     if place is None:
         raise ValueError("no place for the digest among the metadata")
@@ -104,11 +92,8 @@ def sealed(content: bytes) -> bytes:
 def read_file(path: PathLike, kind: str) -> tuple[dict[str, Any], pa.Table]:
     """Return the header and the table of a file of this kind.
 
-    Raises
-    ------
-    FileError
-        If the file is missing, truncated, damaged, not Parquet, not draftsim's, of
-        another schema version or of another kind.
+    Raises FileError if the file is missing, truncated, damaged, not Parquet, not draftsim's, of
+    another schema version or of another kind.
     """
     path = Path(path)
     content = _content(path)
@@ -143,10 +128,7 @@ def columns_of(
 ) -> dict[str, npt.NDArray[Any]]:
     """Return the named columns as arrays of exactly these dtypes.
 
-    Raises
-    ------
-    FileError
-        If a column is missing, of another type, or lacks a value.
+    Raises FileError if a column is missing, of another type, or lacks a value.
     """
     columns = {}
     for name, dtype in dtypes.items():

@@ -56,9 +56,7 @@ class Defaulted(str):
 
 
 def given_name(trace: str) -> str | None:
-    """Return the name of a recording that was given; None for one that comes by default, or from
-    the environment.
-    """
+    """Return the name that was given; None for a default or the environment's."""
     unnamed = isinstance(trace, Defaulted) or trace == os.environ.get(TRACE_VARIABLE)
     return None if unnamed else trace
 
@@ -70,14 +68,10 @@ def recordings(folder: Path = BUNDLED) -> list[Bundled]:
 
 
 def trace_folder(folder: Path) -> Path:
-    """Return the folder of a recording's trace: its own, or the one that `ELSEWHERE` names.
+    """Return the folder of a recording's trace, its own or the one that `ELSEWHERE` names.
 
-    Recordings made along the trace (sampled outputs, early exits) are in its folder.
-
-    Raises
-    ------
-    FileError
-        If `ELSEWHERE` is damaged, or names no folder next to this one.
+    Recordings made along the trace are in it, too.  Raises FileError if `ELSEWHERE` is damaged, or
+    names no folder next to this one.
     """
     path = folder / ELSEWHERE
     if not path.is_file():
@@ -95,10 +89,7 @@ def trace_folder(folder: Path) -> Path:
 
 
 def models_of(name_or_path: PathLike, trace: Trace) -> dict[str, dict[str, Any]]:
-    """Return what is known of the target and the draft model of a recording, by role.
-
-    Names given to `draftsim profile` are taken from the run folder, where the trace has none.
-    """
+    """Return what trace and run folder say of the target and the draft model, by role."""
     home = folder_of(name_or_path)
     try:
         said = read_object(home / "run.json") if home is not None else {}
@@ -227,9 +218,7 @@ def _find(name_or_path: PathLike, kind: str, folder: Path) -> Path:
 
 
 def _file(place: Path, kind: str) -> Path | None:
-    """Return the file of a recording's folder that holds its trace or latencies, if there is
-    one.
-    """
+    """Return the file of a recording's folder that holds its trace or latencies, if any."""
     if kind == "trace":
         home = trace_folder(place)
         files = [home / f"{kind}.parquet", home / SAMPLED]

@@ -19,8 +19,7 @@ from typing import Any, NoReturn
 
 import numpy as np
 
-from traces.acceptance.schema import MOST_DRAFTED, Request
-from traces.acceptance.trace import Trace
+from traces.acceptance.trace import MOST_DRAFTED, Request, Trace
 from traces.errors import DraftsimError, FileError
 from traces.store.header import PathLike, is_number
 from traces.store.text import read_object, sparse
@@ -40,20 +39,11 @@ KEYS = ("marginal_accept_rates", "conditional_accept_rates")
 class SpeculationProfile:
     """Acceptance of a drafter by position.
 
-    Parameters
-    ----------
-    marginal:
-        Chances that the first 1, 2, ... K drafted tokens are all accepted.
-    histogram:
-        Rounds that accepted 0, 1, ... K tokens; empty if they are not known.
-    method, draft, target:
-        Method as vLLM names it, and the checkpoints.
-    conditions:
-        How it was measured (``measurement_conditions``).
-    categories:
-        Acceptance length and rounds by category of prompts.
-    per_request:
-        Acceptance length as the mean over requests; None if it is not known.
+    ``marginal`` are the chances that the first 1, 2, ... K drafted tokens are all accepted, and
+    ``histogram`` rounds that accepted 0, 1, ... K (empty if not known).  ``method`` is named as by
+    vLLM, ``draft`` and ``target`` are checkpoints, ``conditions`` the schema's
+    ``measurement_conditions``.  ``categories`` has acceptance length and rounds by category of
+    prompts, ``per_request`` the mean acceptance length over requests.
 
     Raises DraftsimError for rates that are no chances, or that rise.
     """
@@ -160,10 +150,7 @@ def is_profile(path: PathLike) -> bool:
 def read_profile(path: PathLike) -> SpeculationProfile:
     """Read and check a ``speculation_profile.json``.
 
-    Raises
-    ------
-    FileError
-        If it is damaged, was not measured, holds no rates, or contradicts itself.
+    Raises FileError if it is damaged, was not measured, holds no rates, or contradicts itself.
     """
     held = read_object(path)
     if held.get("measured") is False:

@@ -37,15 +37,9 @@ MOST_ID = 2**31 - 1
 
 
 def read_text(path: str | os.PathLike[str], most: int = MOST_BYTES) -> str:
-    """Return the text of a file, without a byte-order mark and with ``\\n`` as line ends.
+    """Return the text of a file, unpacked, without byte-order mark, with ``\\n`` as line ends.
 
-    A gzipped file is unpacked.
-
-    Raises
-    ------
-    FileError
-        If the file is missing, cannot be read, is larger than `most` bytes (unpacked) or is not
-        UTF-8.
+    Raises FileError if it is missing, cannot be read, is larger than `most` bytes or is not UTF-8.
     """
     try:
         with Path(path).open("rb") as file:
@@ -76,11 +70,7 @@ def read_text(path: str | os.PathLike[str], most: int = MOST_BYTES) -> str:
 def read_json(path: str | os.PathLike[str], remedy: str = AGAIN) -> Any:
     """Return the value of a JSON file.
 
-    Raises
-    ------
-    FileError
-        As `read_text` does, or if it is no JSON (`policies.json_text.parse_json`); the message
-        ends with `remedy`.
+    Raises FileError as `read_text` does, or, ending with `remedy`, if it is no JSON.
     """
     try:
         return parse_json(read_text(path))
@@ -99,14 +89,9 @@ def read_object(path: str | os.PathLike[str], remedy: str = AGAIN) -> dict[str, 
 def json_lines(
     path: str | os.PathLike[str], text: str | None = None, remedy: str = AGAIN
 ) -> Iterator[tuple[int, Any]]:
-    """Yield the number, from 1, and the value of each line of JSON Lines that is not empty.
+    """Yield number and value of each line of JSON Lines that is not empty; ``text`` if it was read.
 
-    ``text`` is the file's text where it was read before.
-
-    Raises
-    ------
-    FileError
-        As `read_text` does, or if a line is no JSON, with its number.
+    Raises FileError as `read_text` does, or if a line is no JSON, with its number.
     """
     lines = (read_text(path) if text is None else text).split("\n")
     for number, line in enumerate(lines, 1):
@@ -125,11 +110,8 @@ def csv_rows(
     Columns are ``needed`` and ``known`` ones, in any order and case; without ``known``, any other
     is let through.  Values are stripped.  Lines that are empty or begin with ``#`` are skipped.
 
-    Raises
-    ------
-    FileError
-        If the header lacks a column, has an unknown one or one twice, or a row is not CSV or has
-        not as many values.
+    Raises FileError if the header lacks a column, has an unknown one or one twice, or a row is not
+    CSV or has not as many values.
     """
     number = 0
 
@@ -187,13 +169,7 @@ def _bounded(file: IO[bytes], most: int) -> bytes | None:
 
 
 def whole(where: str, name: str, value: Any, least: int = 0, most: int = MOST_COUNT) -> int:
-    """Return `value` if it is a whole number from `least` to `most`.
-
-    Raises
-    ------
-    FileError
-        Naming `where` it stands and the field's `name` otherwise.
-    """
+    """Return `value` if it is a whole number from `least` to `most`; FileError otherwise."""
     if type(value) is not int or value < least:
         raise FileError(f"{where}: {name} is {shown(value)}, expected a whole number >= {least}")
     if value > most:

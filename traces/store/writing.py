@@ -36,10 +36,7 @@ class AtomicFile:
     link stays, and the file that it names is replaced.  A device, FIFO or socket is no file that
     could be replaced: it is opened and written to.
 
-    Raises
-    ------
-    FileError
-        If the file cannot be written there.
+    Raises FileError if the file cannot be written there.
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
@@ -141,13 +138,7 @@ def refused(path: str | os.PathLike[str], error: OSError) -> FileError:
 
 
 def write_atomically(path: str | os.PathLike[str], content: bytes) -> None:
-    """Put `content` at `path` in one step (see `AtomicFile`).
-
-    Raises
-    ------
-    FileError
-        If the file cannot be written there.
-    """
+    """Put `content` at `path` in one step; FileError if it cannot be written (see `AtomicFile`)."""
     with AtomicFile(path) as file:
         file.write(content)
 
@@ -179,14 +170,9 @@ def _remove_left_over(target: Path) -> None:
 
 @contextmanager
 def only_writer(path: str | os.PathLike[str]) -> Iterator[None]:
-    """Hold the file at `path` against other processes that write it this way.
+    """Hold the file at `path` against other processes that write it this way; no device is held.
 
-    Only a regular file is held; a device, for example, is not.
-
-    Raises
-    ------
-    DraftsimError
-        If another process writes it (naming that process), or nothing can be written there.
+    Raises DraftsimError if another process writes it, with its name, or nothing can be written.
     """
     path = Path(path)
     if path.exists() and not path.is_file():
@@ -201,13 +187,9 @@ def only_writer(path: str | os.PathLike[str]) -> Iterator[None]:
 def locked(lock: Path, what: Path, remedy: str) -> Iterator[None]:
     """Make the file `lock` if it is missing, and hold it while `what` is written.
 
-    The operating system releases the lock when its holder ends, in whatever way, so a file that was
-    left over blocks no writer.
-
-    Raises
-    ------
-    DraftsimError
-        If another process holds it (naming that process), or it cannot be made (with the `remedy`).
+    The operating system releases the lock when its holder ends, so a file left over blocks no
+    writer.  Raises DraftsimError if another process holds it (naming it), or, with the `remedy`, it
+    cannot be made.
     """
     try:
         descriptor = _acquired(lock)

@@ -19,11 +19,10 @@ from simulator.papers.measured.logs import EAGLE_STUDY, read_eagle
 from simulator.papers.measured.rows import Evidence, evidence
 from simulator.published import CONTEXT, SPECBOUND_3, STUDIES, published_rows
 from traces.operators.attention import Plane, heads_of, timed_planes
-from traces.operators.compose import Composer
+from traces.operators.compose import NOTHING, Composer, fit_steps
 from traces.operators.dense import DenseOperators
 from traces.operators.devices import DEVICES
 from traces.operators.shapes import ARCHITECTURES, BYTES, Placed, find_architecture
-from traces.operators.steps import NOTHING, fit_steps
 from traces.operators.table import OperatorTable
 from traces.store.operators import STANDS_FOR, bundled_operators, timed_devices
 from traces.store.recordings import find_latency

@@ -75,7 +75,7 @@ class LoopPrices(NamedTuple):
     launch_s: float
     always: int
     """Draft passes in every iteration (`traces.replay.calls`)."""
-    most_behind: int
+    most_unread: int
     """Tokens that a drafter of such an engine has to read at most."""
 
 
@@ -203,7 +203,7 @@ def zeros(of: Any, *shape: int) -> Records:
 def prices_of(cost: EngineCost, most: int) -> LoopPrices:
     """Return the prices of an engine of up to `most` requests, made once per table."""
     known = _prices.setdefault(cost.latency, {})
-    key = cost.reads, cost.speculates, cost.most_behind
+    key = cost.reads, cost.speculates, cost.most_unread
     found = known.get(key)
     if found is None or len(found.hosts) <= most:
         # Sizes double, so that a study of ever larger batches does not begin again each time.
@@ -257,7 +257,7 @@ def _priced(cost: EngineCost, most: int) -> LoopPrices:
         np.array([np.pad(own, (0, longest - len(own)), "edge") for own in sums]),
         np.array([cost.hosts.at(batch) for batch in range(most + 1)], HOST).view(np.recarray),
         latency.grid("target", "forward").quickest_s, cost.always,
-        cost.most_behind,
+        cost.most_unread,
     )  # fmt: skip
 
 

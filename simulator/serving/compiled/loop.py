@@ -193,7 +193,7 @@ def decoding_s(
     """Return the seconds of the target's pass over what decodes, and of all else."""
     context, drafted, longest, drafting, catch_up, draft_context, rejected, unread = work
     if prices.always:
-        catch_up = min(catch_up, prices.most_behind * drafting) + batch - drafting
+        catch_up = min(catch_up, prices.most_unread * drafting) + batch - drafting
         longest, drafting, draft_context = max(longest, prices.always), batch, context
         unread = unread or prices.always > 1
     host, size = prices.hosts[batch], float(batch)

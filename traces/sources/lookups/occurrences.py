@@ -39,10 +39,7 @@ def text_of(trace: Trace, before: Sequence[int] = (BETWEEN,)) -> Text:
 
 
 def strings(ids: Ints, length: int) -> Ints:
-    """Return a number for the string of `length` that ends at each index, equal for equal strings.
-
-    BETWEEN where it would begin before its sequence.
-    """
+    """Return equal numbers where equal strings of `length` end; BETWEEN if one begins too early."""
     found, size = ids, 1
     while size < length:
         # Two strings that overlap make a longer one.
@@ -57,10 +54,7 @@ def strings(ids: Ints, length: int) -> Ints:
 
 
 def first_ends(text: Text, shortest: int, longest: int) -> Ints:
-    """Return where the longest string that each place ends with, and that ended before, first did.
-
-    BETWEEN where none of these lengths did.
-    """
+    """Return where the longest string that each place ends with first ended; BETWEEN if nowhere."""
     chosen = np.full(len(text.places), BETWEEN)
     for length in range(shortest, longest + 1):
         numbers = strings(text.ids, length)
@@ -74,10 +68,7 @@ def first_ends(text: Text, shortest: int, longest: int) -> Ints:
 
 
 def last_end(numbers: Ints, text: Text, since: Ints, until: Ints) -> Ints:
-    """Return where the string that ends at each place last ended between `since` and `until`.
-
-    (places,) each; BETWEEN where it did not.
-    """
+    """Return where each place's string last ended from `since` to `until`; else BETWEEN."""
     ranked, own = _ranked(numbers), numbers[text.places]
     at = ranked.searchsorted(own * len(numbers) + until, side="right") - 1
     found = ranked[at] - own * len(numbers)
@@ -92,10 +83,10 @@ def _ranked(numbers: Ints) -> Ints:
     return np.concatenate([[limits.min // 2], ranked, [limits.max // 2]])
 
 
-def copied(ids: Ints, behind: Ints, last: Ints, most: int) -> Ints:
-    """Return the ids after index `behind` up to index `last`, (places, `most`), else BETWEEN."""
-    at = behind[:, None] + np.arange(1, most + 1)
-    there = (behind[:, None] >= 0) & (at <= last[:, None])
+def copied(ids: Ints, end: Ints, last: Ints, most: int) -> Ints:
+    """Return the ids after index `end` up to index `last`, (places, `most`), else BETWEEN."""
+    at = end[:, None] + np.arange(1, most + 1)
+    there = (end[:, None] >= 0) & (at <= last[:, None])
     return np.where(there, ids.take(at, mode="clip"), BETWEEN)
 
 
@@ -131,8 +122,8 @@ def _chains(
     """Return the heaviest chain after each range of the places in `order`, (ranges, num_tokens)."""
     chosen = np.full((len(low), num_tokens), BETWEEN)
     width = int(text.max(initial=0)) + 1
-    for which, behind in _parts(low, high, order):
-        owner, at = which, behind
+    for which, ends in _parts(low, high, order):
+        owner, at = which, ends
         for step in range(num_tokens):
             if not len(at):
                 break
@@ -156,8 +147,7 @@ def _chains(
 def _matches(
     text: Ints, places: Ints, until: Ints, longest: int, shortest: int
 ) -> Iterator[tuple[Ints, Ints, Ints, Ints]]:
-    """Yield some places at a time, by number; and where the longest string that they end with
-    ended.
+    """Yield some places at a time, by number, and where the longest string they end with ended.
 
     That is a range of the last of the four, from the second up to the third.
     """

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
@@ -11,7 +12,7 @@ from typing import Any, ClassVar, NamedTuple
 import numpy as np
 
 from policies.arrays import Ints
-from policies.spec import parameters
+from policies.spec import parameter, parameters, whole, within
 from policies.vectorised import VectorisedPlan, own_word
 from traces.acceptance.trace import Trace
 from traces.errors import DraftsimError
@@ -67,17 +68,11 @@ class ServedRequest(NamedTuple):
 
 
 class LookupReplay(SourceReplay):
-    """Decodes one recorded request with a lookup over its own true tokens.
+    """Decodes one recorded request with a lookup over its own true tokens."""
 
-    ``begin`` gives the lookup, when it is first asked.
-    """
-
-    def __init__(
-        self, trace: Trace, request: int, begin: Callable[[], Lookup], first: int,
-        source: LookupSource,
-    ) -> None:  # fmt: skip
+    def __init__(self, trace: Trace, request: int, first: int, source: LookupSource) -> None:
         super().__init__(trace, request, first)
-        self._begin, self._source, self._kind = begin, source, source.kind
+        self._source, self._kind, self._place = source, source.kind, (trace, request)
         self._lookup: Lookup | None = None
         self._prompt = prompt_tokens(trace, request)
         self._seen = 0
@@ -85,7 +80,7 @@ class LookupReplay(SourceReplay):
 
     def _proposals(self) -> list[Proposal]:
         if self._lookup is None:
-            self._lookup = self._begin()
+            self._lookup = self._source.along(*self._place)
             self._lookup.extend(self._prompt)
         if self._proposed[0] != self.position:
             self._lookup.extend(self.output[self._seen : self.position])
@@ -149,18 +144,14 @@ class LookupSource(Source):
         return CALL_KINDS.index((self.name, "forward"))
 
     def lookup(self, eos: frozenset[int], corpus: Callable[[], Sequence[ServedRequest]]) -> Lookup:
-        """Return a lookup for one request; ``corpus()`` gives the requests served before it.
-
-        By default one of `searches`, with the parameters of this source, in the request's own text.
-        """
+        """Return a lookup for one request; ``corpus()`` gives the requests served before."""
         assert self.searches is not None, "a subclass without a class that searches has a method"
         return self.searches(*(getattr(self, name) for name in parameters(type(self))), eos)
 
     def drafted(self, trace: Trace) -> Ints | None:
         """Return tokens proposed at every output position, where all can be found at once.
 
-        Shape (positions of all requests, tokens); `BETWEEN` after the last that is proposed.  None:
-        the lookup is asked wherever a round begins.  A subclass needs its own method.
+        Shape (positions, tokens), `BETWEEN` at the end; None: the lookup is asked at every round.
         """
         return None
 
@@ -185,18 +176,12 @@ class LookupSource(Source):
     def open(
         self, trace: Trace, recordings: Recordings, first: int
     ) -> Callable[[int], SourceReplay]:
-        """Open the decoders; this needs prompt and output tokens, which `draftsim profile`
-        records.
-        """
-        eos = eos_of(trace)
+        """Open the decoders, which need prompt and output tokens."""
+        return lambda request: LookupReplay(trace, request, first, self)
 
-        def decoder(request: int) -> LookupReplay:
-            def begin() -> Lookup:
-                return self.lookup(eos, lambda: served_before(trace, request))
-
-            return LookupReplay(trace, request, begin, first, self)
-
-        return decoder
+    def along(self, trace: Trace, request: int) -> Lookup:
+        """Return the lookup for a recorded request."""
+        return self.lookup(eos_of(trace), lambda: served_before(trace, request))
 
 
 def served_before(trace: Trace, request: int) -> list[ServedRequest]:
@@ -208,6 +193,7 @@ def served_before(trace: Trace, request: int) -> list[ServedRequest]:
     ]
 
 
+@dataclass(eq=False)
 class PLD(LookupSource):
     """Prompt lookup decoding, as transformers 5.23 does it (see `PromptLookup`)."""
 
@@ -216,9 +202,8 @@ class PLD(LookupSource):
     searches = PromptLookup
     what = "prompt lookup (transformers 5.23 PromptLookupCandidateGenerator), recomputed from ids"
 
-    def __init__(self, num_tokens: int = 10, max_ngram: int = 2) -> None:
-        PromptLookup(num_tokens, max_ngram)
-        self.num_tokens, self.max_ngram = num_tokens, max_ngram
+    num_tokens: int = parameter(10, whole, 1)
+    max_ngram: int = parameter(2, whole, 1)
 
     def drafted(self, trace: Trace) -> Ints:
         """Return the tokens proposed everywhere; longer n-grams stand in for shorter ones."""
@@ -228,6 +213,7 @@ class PLD(LookupSource):
         return until_eos(tokens, eos_of(trace), proposed=False)
 
 
+@dataclass(eq=False)
 class REST(LookupSource):
     """Retrieval from a datastore (arXiv:2311.08252), its heaviest chain.
 
@@ -239,16 +225,14 @@ class REST(LookupSource):
     what = "REST (arXiv:2311.08252), heaviest chain of its tree; exact for the chain"
     signals: ClassVar[frozenset[str]] = DRAFTER_SIGNALS - {"logit_margin"}
 
-    def __init__(
-        self,
-        corpus: str = EARLIER,
-        num_tokens: int = 10,
-        max_suffix: int = 16,
-        min_suffix: int = 1,
-    ) -> None:
-        Retrieval(Datastore([]), num_tokens, max_suffix, min_suffix)
-        self.corpus, self.num_tokens = corpus, num_tokens
-        self.max_suffix, self.min_suffix = max_suffix, min_suffix
+    corpus: str = EARLIER
+    num_tokens: int = parameter(10, whole, 1)
+    max_suffix: int = 16
+    min_suffix: int = parameter(1, whole, 1)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        whole("max_suffix", self.max_suffix, self.min_suffix)
         self._store: Datastore | None = None
 
     def lookup(self, eos: frozenset[int], corpus: Callable[[], Sequence[ServedRequest]]) -> Lookup:
@@ -276,6 +260,7 @@ class REST(LookupSource):
         )  # fmt: skip
 
 
+@dataclass(eq=False)
 class Lookahead(LookupSource):
     """An n-gram pool after lookahead decoding (arXiv:2402.02057; see `NGramPool`)."""
 
@@ -288,9 +273,8 @@ class Lookahead(LookupSource):
     )
     fidelity: ClassVar[Fidelity] = "approximate"
 
-    def __init__(self, ngram: int = 5, guesses: int = 5) -> None:
-        NGramPool(ngram, guesses)
-        self.ngram, self.guesses = ngram, guesses
+    ngram: int = parameter(5, whole, 2)
+    guesses: int = parameter(5, whole, 1)
 
     def drafted(self, trace: Trace) -> Ints:
         """Return what follows the last token's newest occurrence that begins a whole n-gram."""
@@ -307,9 +291,7 @@ def proposed(proposal: Proposal) -> RecordedToken:
 
 
 def read_corpus(path: str | Path) -> list[list[int]]:
-    """Read token sequences from a file of one JSON list of ids a line; DraftsimError naming the
-    line.
-    """
+    """Read a file of one JSON list of token ids a line; DraftsimError names a wrong line."""
     sequences: list[list[int]] = []
     for number, ids in json_lines(path, remedy="write a JSON list of token ids a line"):
         if not isinstance(ids, list) or not all(type(i) is int and 0 <= i < 2**31 for i in ids):
@@ -320,6 +302,7 @@ def read_corpus(path: str | Path) -> list[list[int]]:
     return sequences
 
 
+@dataclass(eq=False)
 class NGram(LookupSource):
     """vLLM's method ``ngram`` (see `NGramLookup`)."""
 
@@ -328,9 +311,13 @@ class NGram(LookupSource):
     searches = NGramLookup
     what = "vLLM's n-gram proposer, recomputed from token ids"
 
-    def __init__(self, k: int = 5, min_n: int = 5, max_n: int = 5) -> None:
-        NGramLookup(k, min_n, max_n)
-        self.k, self.min_n, self.max_n = k, min_n, max_n
+    k: int = parameter(5, whole, 1)
+    min_n: int = parameter(5, whole, 1)
+    max_n: int = 5
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        whole("max_n", self.max_n, self.min_n)
 
     def drafted(self, trace: Trace) -> Ints:
         """Return the tokens proposed everywhere; longer n-grams stand in for shorter ones."""
@@ -340,6 +327,7 @@ class NGram(LookupSource):
         return until_eos(tokens, eos_of(trace), proposed=True)
 
 
+@dataclass(eq=False)
 class NGramSimple(LookupSource):
     """llama.cpp's ``--spec-type ngram-simple`` (see `NGramSimpleLookup`)."""
 
@@ -348,9 +336,8 @@ class NGramSimple(LookupSource):
     searches = NGramSimpleLookup
     what = "llama.cpp's ngram-simple, recomputed from token ids"
 
-    def __init__(self, size_n: int = 12, size_m: int = 48) -> None:
-        NGramSimpleLookup(size_n, size_m)
-        self.size_n, self.size_m = size_n, size_m
+    size_n: int = parameter(12, whole, 1)
+    size_m: int = parameter(48, whole, 1)
 
     def drafted(self, trace: Trace) -> Ints:
         """Return all drafts.  An n-gram at the start, or before the last token, does not count."""
@@ -363,6 +350,7 @@ class NGramSimple(LookupSource):
         return until_eos(copied(ids, found, places - 1, self.size_m), eos_of(trace), proposed=True)
 
 
+@dataclass(eq=False)
 class Suffix(LookupSource):
     """vLLM's method ``suffix`` (see `SuffixLookup`), requests served one after another.
 
@@ -374,13 +362,14 @@ class Suffix(LookupSource):
     what = "suffix decoding (arXiv:2411.04975) as in vLLM, recomputed from token ids; exact"
     signals: ClassVar[frozenset[str]] = frozenset({"token_id", "prob"})
 
-    def __init__(
-        self, num_tokens: int = 24, depth: int = 24, factor: float = 1.0, min_prob: float = 0.1,
-        cached: bool = True,
-    ) -> None:  # fmt: skip
-        SuffixLookup(None, num_tokens, depth, factor, min_prob)
-        self.num_tokens, self.depth, self.factor = num_tokens, depth, factor
-        self.min_prob, self.cached = min_prob, cached
+    num_tokens: int = parameter(24, whole, 1)
+    depth: int = parameter(24, whole, 1)
+    factor: float = parameter(1.0, within, 0)
+    min_prob: float = parameter(0.1, within, 0, 1)
+    cached: bool = True
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
         self._found: tuple[weakref.ref[Trace], _Proposals] | None = None
 
     def lookup(self, eos: frozenset[int], corpus: Callable[[], Sequence[ServedRequest]]) -> Lookup:
@@ -397,16 +386,11 @@ class Suffix(LookupSource):
         """Return a lookup over `served`, which its outputs join."""
         return SuffixLookup(served, self.num_tokens, self.depth, self.factor, self.min_prob, eos)
 
-    def open(
-        self, trace: Trace, recordings: Recordings, first: int
-    ) -> Callable[[int], SourceReplay]:
-        """Return the decoder of one request; drafts are looked up once per trace."""
+    def along(self, trace: Trace, request: int) -> Lookup:
+        """Return the lookup for a recorded request; drafts are looked up once per trace."""
         if self._found is None or self._found[0]() is not trace:
             self._found = weakref.ref(trace), _Proposals(self, trace)
-        proposals = self._found[1]
-        return lambda request: LookupReplay(
-            trace, request, lambda: _Known(proposals, request), first, self
-        )
+        return _Known(self._found[1], request)
 
 
 class _Proposals:

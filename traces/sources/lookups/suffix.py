@@ -10,9 +10,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple
 
-from policies.spec import whole, within
 from traces.sources.lookups.occurrences import BETWEEN
 from traces.sources.lookups.text import Lookup, Proposal, until_eos
 
@@ -153,18 +151,12 @@ class SuffixTree:
         return at
 
 
-class Draft(NamedTuple):
-    """Tokens, the probability of each by the counts, and their sum."""
-
-    tokens: list[int]
-    probs: list[float]
-    score: float
+Draft = tuple[list[int], list[float], float]
+"""Tokens, the probability of each by the counts, and their sum."""
+NOTHING: Draft = [], [], 0.0
 
 
-NOTHING = Draft([], [], 0.0)
-
-
-def speculate(
+def best_draft(
     tree: SuffixTree, context: Sequence[int], most: int, factor: float, least: float,
     best: Draft = NOTHING,
 ) -> Draft:  # fmt: skip
@@ -177,12 +169,12 @@ def speculate(
     # Sums, products and quotients of float32 are rounded alike by way of double: it is as exact.
     single = array("f", (factor, least))
     factor, least = single
-    for matched, behind in reversed([*tree.matches(context)]):
-        node = behind
+    for matched, end in reversed([*tree.matches(context)]):
+        node = end
         single[0] = matched * factor
         allowed = max(min(most, int(single[0] + 1e-6)), 0)
         # A token scores one at most, and a shorter match allows no more of them.
-        if allowed <= best.score:
+        if allowed <= best[2]:
             break
         tokens: list[int] = []
         probs: list[float] = []
@@ -205,34 +197,25 @@ def speculate(
             probs.append(prob)
             single[0] = total + prob
             total = single[0]
-        if total > best.score:
-            best = Draft(tokens, probs, total)
+        if total > best[2]:
+            best = tokens, probs, total
     return best
 
 
 class SuffixLookup(Lookup):
     """Suffix decoding of one request.
 
-    Parameters
-    ----------
-    served:
-        Holds the outputs of the requests before, and takes this one's; None: nothing is kept
-        across requests (vLLM's ``suffix_decoding_max_cached_requests=0``).
-    num_tokens, depth, factor, min_prob:
-        vLLM's ``num_speculative_tokens``, ``suffix_decoding_max_tree_depth``,
-        ``suffix_decoding_max_spec_factor`` and ``suffix_decoding_min_token_prob``.
-    eos:
-        Ids after which nothing is proposed.
+    ``served`` holds the outputs of the requests before, and takes this one's; None keeps nothing
+    across requests (vLLM's ``suffix_decoding_max_cached_requests=0``).  The parameters are vLLM's
+    ``num_speculative_tokens``, ``suffix_decoding_max_tree_depth``,
+    ``suffix_decoding_max_spec_factor`` and ``suffix_decoding_min_token_prob``; nothing is proposed
+    after ids of ``eos``.
     """
 
     def __init__(
         self, served: SuffixTree | None, num_tokens: int, depth: int, factor: float,
         min_prob: float, eos: frozenset[int] = frozenset(),
     ) -> None:  # fmt: skip
-        whole("num_tokens", num_tokens, 1)
-        whole("depth", depth, 1)
-        within("factor", factor, 0)
-        within("min_prob", min_prob, 0, 1)
         self.num_tokens, self.depth, self.factor = num_tokens, depth, factor
         self.min_prob, self.eos = min_prob, eos
         self._own, self._served = SuffixTree(depth), served
@@ -254,5 +237,6 @@ class SuffixLookup(Lookup):
         context, best = self._context or [], NOTHING
         for tree in (self._own, self._served):
             if tree is not None:
-                best = speculate(tree, context, self.num_tokens, self.factor, self.min_prob, best)
-        return until_eos(map(Proposal, best.tokens, best.probs), self.eos)
+                best = best_draft(tree, context, self.num_tokens, self.factor, self.min_prob, best)
+        tokens, probs, _ = best
+        return until_eos(map(Proposal, tokens, probs), self.eos)

@@ -11,8 +11,6 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from policies.spec import whole
-
 
 class Proposal(NamedTuple):
     """A proposed token, with its distribution where the lookup has one."""
@@ -41,22 +39,19 @@ class Lookup(ABC):
 
 
 def searching(lookup: Lookup, text: Sequence[int]) -> Callable[[], list[Proposal]]:
-    """Return one round's work of a lookup: take in two tokens of `text`, in a circle, and propose.
-
-    `text` is first taken in as a whole.
-    """
+    """Return a round's work of a lookup over `text`: take in two tokens more, and propose."""
     lookup.extend(text)
-    turn = cycle(text)
+    around = cycle(text)
 
     def once() -> list[Proposal]:
-        lookup.extend([next(turn), next(turn)])
+        lookup.extend([next(around), next(around)])
         return lookup.propose()
 
     return once
 
 
-class FirstOccurrences:
-    """Where n-grams of a growing sequence first ended, those of its last token excepted."""
+class FirstOccurrences(Lookup):
+    """A lookup of what followed where the n-gram at the end first occurred."""
 
     def __init__(self, min_n: int, max_n: int) -> None:
         self.ids: list[int] = []
@@ -74,10 +69,7 @@ class FirstOccurrences:
         self._indexed = max(len(self.ids) - 1, 0)
 
     def following(self, count: int) -> list[int]:
-        """Return up to `count` ids after the first occurrence of the longest n-gram at the end.
-
-        Empty where none occurs earlier.
-        """
+        """Return up to `count` ids after the first occurrence of the longest n-gram at the end."""
         low, high = self._sizes
         for n in range(min(high, len(self.ids) - 1), low - 1, -1):
             if (start := self._after.get(tuple(self.ids[-n:]))) is not None:
@@ -85,38 +77,23 @@ class FirstOccurrences:
         return []
 
 
-class PromptLookup(Lookup):
+class PromptLookup(FirstOccurrences):
     """Copies what followed the first earlier occurrence of the last n-gram.
 
-    As transformers 5.23 ``PromptLookupCandidateGenerator``: the longest n of at most
-    ``max_ngram`` that occurs earlier wins, among its occurrences the leftmost; up to
-    ``num_tokens`` tokens are copied, cut before an end-of-sequence token.
-
-    Parameters
-    ----------
-    num_tokens:
-        transformers' ``prompt_lookup_num_tokens``.
-    max_ngram:
-        transformers' ``max_matching_ngram_size``.
-    eos:
-        Ids never proposed.
+    As transformers 5.23 ``PromptLookupCandidateGenerator``: the longest n of at most ``max_ngram``
+    (``max_matching_ngram_size``) that occurs earlier wins, among its occurrences the leftmost; up
+    to ``num_tokens`` (``prompt_lookup_num_tokens``) tokens are copied, cut before an id of ``eos``.
     """
 
     def __init__(
         self, num_tokens: int = 10, max_ngram: int = 2, eos: frozenset[int] = frozenset()
     ) -> None:
-        whole("num_tokens", num_tokens, 1)
-        whole("max_ngram", max_ngram, 1)
         self.num_tokens, self.max_ngram, self.eos = num_tokens, max_ngram, eos
-        self._seen = FirstOccurrences(1, max_ngram)
-
-    def extend(self, tokens: Sequence[int]) -> None:
-        """Append and index."""
-        self._seen.extend(tokens)
+        super().__init__(1, max_ngram)
 
     def propose(self) -> list[Proposal]:
         """Return the tokens that followed; empty if no n-gram recurs or EOS followed."""
-        following = self._seen.following(self.num_tokens)
+        following = self.following(self.num_tokens)
         return [Proposal(t) for t in takewhile(lambda t: t not in self.eos, following)]
 
 
@@ -143,20 +120,10 @@ class Datastore:
 class Retrieval(Lookup):
     """Drafts the most frequent continuation of the longest suffix found in a datastore.
 
-    REST (arXiv:2311.08252) builds a tree of the most frequent continuations; this is the
-    tree's heaviest chain.  Every proposal carries its share among the matching
-    continuations, which is REST's weight.
-
-    Parameters
-    ----------
-    store:
-        Datastore to retrieve from.
-    num_tokens:
-        Longest chain.
-    max_suffix, min_suffix:
-        Longest and shortest suffix that is looked for (REST: 16 and 1).
-    eos:
-        Ids never proposed.
+    REST (arXiv:2311.08252) builds a tree of the most frequent continuations; this is the tree's
+    heaviest chain, of up to ``num_tokens``.  Every proposal carries its share among the matching
+    continuations, which is REST's weight.  Suffixes of ``max_suffix`` (REST: 16) down to
+    ``min_suffix`` (1) tokens are looked for; ids of ``eos`` are never proposed.
     """
 
     def __init__(
@@ -167,9 +134,6 @@ class Retrieval(Lookup):
         min_suffix: int = 1,
         eos: frozenset[int] = frozenset(),
     ) -> None:
-        whole("num_tokens", num_tokens, 1)
-        whole("min_suffix", min_suffix, 1)
-        whole("max_suffix", max_suffix, min_suffix)
         self.store, self.num_tokens, self.eos = store, num_tokens, eos
         self.max_suffix, self.min_suffix = max_suffix, min_suffix
         self._ids: list[int] = []
@@ -225,24 +189,14 @@ class Retrieval(Lookup):
 class NGramPool(Lookup):
     """Drafts the n-gram that most recently followed the last token.
 
-    Lookahead decoding (arXiv:2402.02057) keeps such a pool, keyed by first token, of n-grams
-    from its Jacobi iterations in addition to those of prompt and output, and verifies up to
-    ``guesses`` of them at once.  Jacobi iterations need the model, so this pool holds the
-    n-grams of prompt and output alone, and the newest is drafted as a chain.
-
-    Parameters
-    ----------
-    ngram:
-        Tokens of an n-gram, key included (the paper's N).
-    guesses:
-        N-grams kept per key, the oldest dropped (the paper's G).
-    eos:
-        Ids never proposed.
+    Lookahead decoding (arXiv:2402.02057) keeps such a pool, keyed by first token, of n-grams from
+    its Jacobi iterations in addition to those of prompt and output, and verifies several at once.
+    Jacobi iterations need the model, so this pool holds the n-grams of prompt and output alone, and
+    the newest is drafted as a chain.  ``ngram``: tokens of an n-gram, key included (N).
+    ``guesses``: n-grams kept per key (G).  Ids of ``eos`` are never proposed.
     """
 
     def __init__(self, ngram: int = 5, guesses: int = 5, eos: frozenset[int] = frozenset()) -> None:
-        whole("ngram", ngram, 2)
-        whole("guesses", guesses, 1)
         self.ngram, self.guesses, self.eos = ngram, guesses, eos
         self._ids: list[int] = []
         self._pool: dict[int, OrderedDict[tuple[int, ...], None]] = {}
@@ -267,41 +221,24 @@ class NGramPool(Lookup):
         return [Proposal(t) for t in takewhile(lambda t: t not in self.eos, newest)]
 
 
-class NGramLookup(Lookup):
+class NGramLookup(FirstOccurrences):
     """Copies what followed the earliest occurrence of the longest n-gram at the sequence's end.
 
-    As vLLM's ``NgramProposer`` (``v1/spec_decode/ngram_proposer.py``): of the n-grams at the
-    end, n from ``max_n`` down to ``min_n``, the longest that ends earlier too wins, among its
-    occurrences the leftmost; up to ``k`` tokens that follow are proposed.  Unlike transformers'
-    prompt lookup it does not fall below ``min_n``, and copies end-of-sequence tokens, after which
-    the sequence would be over.
-
-    Parameters
-    ----------
-    k:
-        vLLM's ``num_speculative_tokens``.
-    min_n, max_n:
-        vLLM's ``prompt_lookup_min`` and ``prompt_lookup_max``.
-    eos:
-        Ids after which nothing is proposed.
+    As vLLM's ``NgramProposer`` (``v1/spec_decode/ngram_proposer.py``): of the n-grams at the end, n
+    from ``max_n`` down to ``min_n`` (``prompt_lookup_max`` and ``_min``), the longest that ends
+    earlier too wins, among its occurrences the leftmost; up to ``k`` (``num_speculative_tokens``)
+    tokens that follow are proposed, an id of ``eos`` as the last.
     """
 
     def __init__(
         self, k: int = 5, min_n: int = 5, max_n: int = 5, eos: frozenset[int] = frozenset()
     ) -> None:
-        whole("k", k, 1)
-        whole("min_n", min_n, 1)
-        whole("max_n", max_n, min_n)
         self.k, self.min_n, self.max_n, self.eos = k, min_n, max_n, eos
-        self._seen = FirstOccurrences(min_n, max_n)
-
-    def extend(self, tokens: Sequence[int]) -> None:
-        """Append and index."""
-        self._seen.extend(tokens)
+        super().__init__(min_n, max_n)
 
     def propose(self) -> list[Proposal]:
         """Return the tokens that followed; empty if no n-gram recurs."""
-        return until_eos(map(Proposal, self._seen.following(self.k)), self.eos)
+        return until_eos(map(Proposal, self.following(self.k)), self.eos)
 
 
 class NGramSimpleLookup(Lookup):
@@ -311,21 +248,12 @@ class NGramSimpleLookup(Lookup):
     alone, of which the last one and one at the beginning of the sequence do not count; up to
     `size_m` tokens that follow, the sequence's last one excepted, and none if they are fewer than
     `size_n`; none at all in a sequence of at most ``size_n + size_m + 2`` tokens.  The server
-    copies on past an end of the text, after which nothing could be accepted.
-
-    Parameters
-    ----------
-    size_n, size_m:
-        ``--spec-ngram-simple-size-n`` and ``-size-m``, with the server's defaults.
-    eos:
-        Ids after which nothing is proposed.
+    copies on past an end of the text (``eos``), after which nothing could be accepted.
     """
 
     def __init__(
         self, size_n: int = 12, size_m: int = 48, eos: frozenset[int] = frozenset()
     ) -> None:
-        whole("size_n", size_n, 1)
-        whole("size_m", size_m, 1)
         self.size_n, self.size_m, self.eos = size_n, size_m, eos
         self._ids: list[int] = []
         # Of every n-gram that something but the last token follows, the index after its last one.
@@ -340,9 +268,7 @@ class NGramSimpleLookup(Lookup):
         self._indexed = max(len(self._ids) - 2, self._indexed)
 
     def propose(self) -> list[Proposal]:
-        """Return the tokens that followed; empty if the n-gram does not recur or if they are too
-        few.
-        """
+        """Return the tokens that followed; empty if there are too few, or no n-gram recurs."""
         ids = self._ids
         start = self._after.get(tuple(ids[-self.size_n :]))
         if start is None or len(ids) <= self.size_n + self.size_m + 2:

@@ -33,7 +33,7 @@ from traces.sources.as_draft import (
     with_drafter,
     with_passes_alone,
 )
-from traces.sources.base import Drafter, Source, eos_of, true_tokens
+from traces.sources.base import Source, eos_of, true_tokens
 from traces.sources.recording import LOGITS, Recordings
 from traces.sources.starts.sources import StartRecording, StartReplay, StartSource
 
@@ -74,6 +74,10 @@ class OnFeatures(Source):
             f"(there are: {', '.join(have) or 'none'}): name one, {self.name}:model=NAME, or "
             f"record it with {self.record}"
         )
+
+    def drafter(self, recordings: Recordings) -> str:
+        """Return the drafter, whose passes are timed under the name of its recording."""
+        return self.recorded(recordings)
 
     def label(self, recordings: Recordings) -> str:
         """Return the name on the command line: by its folder's own name."""
@@ -139,14 +143,13 @@ class Eagle(OnFeatures, StartSource):
     record = "`draftsim profile --source eagle:model=DIR`"
     what = "EAGLE, EAGLE-3 or MTP drafter on the target's features, as a chain; exact"
 
-    def drafter(self, recordings: Recordings) -> Drafter:
-        """Return the drafter, whose passes are timed under the name of its recording."""
-        key = self.recorded(recordings)
-        return Drafter(key, int(recordings[key].meta["modules"]) == 1)
+    def by_passes(self, recordings: Recordings) -> bool:
+        """Return True unless several modules run in turn."""
+        return int(recordings[self.recorded(recordings)].meta["modules"]) == 1
 
     def unlike_a_draft_model(self, recordings: Recordings) -> str | None:
         """Return why several modules are unlike a draft model; None for one."""
-        if self.drafter(recordings).by_passes:
+        if self.by_passes(recordings):
             return None
         return "its modules run in turn, each over tokens that the others have seen"
 
@@ -179,10 +182,7 @@ class ParallelReplay(StartReplay):
 
 
 def _read(log: RoundLog, ran: npt.NDArray[np.intp]) -> npt.NDArray[np.int64]:
-    """Return tokens that a pass over what was verified since the one before reads, (rounds,).
-
-    ``ran`` are the rounds that have such a pass; a request's first begins at its prompt's end.
-    """
+    """Return (rounds,) tokens verified since the pass before, for the rounds `ran` with a pass."""
     position, request = (log.rounds[n].astype(np.int64) for n in ("position", "request"))
     before = np.append(0, position[ran][:-1])
     before[np.diff(request[ran], prepend=-1) > 0] = 0
@@ -261,10 +261,9 @@ class Parallel(OnFeatures, StartSource):
         """Return the name on the command line."""
         return super().label(recordings) if self.acceptance is None else self.key
 
-    def drafter(self, recordings: Recordings) -> Drafter:
+    def drafter(self, recordings: Recordings) -> str:
         """Return its own passes, or the draft model's where its acceptance alone is known."""
-        model = "draft" if self.acceptance is not None else self.recorded(recordings)
-        return Drafter(model, False)
+        return super().drafter(recordings) if self.acceptance is None else "draft"
 
     def longest(self, trace: Trace, recordings: Recordings) -> int:
         """Return the number of masks."""
@@ -273,7 +272,7 @@ class Parallel(OnFeatures, StartSource):
     def as_draft(self, latency: LatencyTable, recordings: Recordings) -> LatencyTable:
         """Return `latency` with a draft of one pass."""
         width = self.recording(recordings).offsets if self.k is None else self.k
-        own = one_pass(latency, self.drafter(recordings).model, width)
+        own = one_pass(latency, self.drafter(recordings), width)
         return standing_in(
             latency, with_passes_alone(latency.cells), own, model_of(self, recordings)
         )
@@ -296,11 +295,9 @@ class Parallel(OnFeatures, StartSource):
 def drawn_starts(
     trace: Trace, acceptance: Sequence[float], concentration: float | None = None, seed: int = 0
 ) -> StartRecording:
-    """Draw drafts with this acceptance by position from every start of `trace`.
+    """Draw drafts with this acceptance by position from every start of `trace` (see `Parallel`).
 
-    A draft holds the true tokens up to its first miss and other tokens from there on; none of
-    these ends a sequence.  Parameters as in `Parallel`.
-
+    A draft holds the true tokens up to its first miss, and from there on others that end nothing.
     Raises DraftsimError if the trace holds no output tokens.
     """
     true = np.array(true_tokens(trace, sampled=True), dtype=np.int64)

@@ -14,8 +14,7 @@ from typing import Any, ClassVar
 import numpy as np
 
 from policies.spec import parameter, whole
-from traces.acceptance.schema import MOST_DRAFTED
-from traces.acceptance.trace import Trace
+from traces.acceptance.trace import MOST_DRAFTED, Trace
 from traces.errors import DraftsimError, TailError
 from traces.latency.table import LatencyTable
 from traces.replay.calls import CALL_KINDS, HEAD, LAYER, PASS, Counted

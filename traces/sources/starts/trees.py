@@ -25,7 +25,7 @@ from traces.errors import DraftsimError, TailError
 from traces.replay.calls import DRAFTER, DRAFTER_TREE, TREE, Counted, pack_counted
 from traces.replay.decoder import RecordedToken
 from traces.replay.layout import Foreseen, Lockstep
-from traces.sources.base import DRAFTER_SIGNALS, Drafter, ReplayedRounds, Source, SourceReplay
+from traces.sources.base import DRAFTER_SIGNALS, ReplayedRounds, Source, SourceReplay
 from traces.sources.recording import MOST_LAYERS, Layout, Recordings, SourceRecording
 from traces.sources.starts.parallel import OnFeatures
 from traces.sources.starts.sources import WIDER
@@ -88,9 +88,7 @@ class TreeRecording(SourceRecording):
         return rank
 
     def accepted(self, row: int, layers: int, budget: int) -> int:
-        """Return the number of true tokens in a row's tree, cut to `layers` layers and `budget`
-        nodes.
-        """
+        """Return the true tokens in a row's tree, cut to `layers` layers and `budget` nodes."""
         if not layers:
             return 0
         rank = self.rank[row, :layers, layers - 1]
@@ -165,21 +163,14 @@ class TreeReplay(SourceReplay):
         return RecordedToken(-1, False, *read)
 
     def verify(self, draft: Sequence[Any]) -> int:
-        """Verify in one pass over the last token and the best nodes; the path it agrees with is
-        emitted.
-        """
+        """Verify the last token and the best nodes in one pass; emit the path it agrees with."""
         layers = len(draft)
         accepted = self.recording.accepted(self._row0 + self.position, layers, self.budget)
-        self.charge(layers)
+        nodes = min(self.budget, candidates(self.recording.topk, layers))
+        self.calls.add(TREE, nodes + 1, verify=True)
         self.calls.end_round()
         self.position = min(self.position + accepted + 1, self.length)
         return accepted
-
-    def charge(self, submitted: int) -> int:
-        """Price a pass over the last token and the nodes that are kept of `submitted` layers."""
-        nodes = min(self.budget, candidates(self.recording.topk, submitted))
-        self.calls.add(TREE, nodes + 1, verify=True)
-        return submitted + 1
 
     def at_once(
         self, trace: Trace, plan: VectorisedPlan, first: int, chosen: Sequence[int]
@@ -291,12 +282,6 @@ class Eagle2(OnFeatures):
     def longest(self, trace: Trace, recordings: Recordings) -> int:
         """Return the depth of its trees."""
         return self.depth or int(self.recording(recordings).layers)
-
-    def drafter(self, recordings: Recordings) -> Drafter:
-        """Return the drafter, whose passes are timed under the name of its recording, wide ones
-        apart.
-        """
-        return Drafter(self.recorded(recordings), by_passes=False)
 
 
 def _accepted(record: TreeRecording, row: Ints, depth: Ints, budget: int) -> Ints:
