@@ -47,14 +47,14 @@ class Failing:
         self.good, self.lose = good, lose
         self.ran = 0
 
-    def run(self, bench: Any, parts: Sequence[Any]) -> Iterator[tuple[int, Any]]:
+    def run(self, runner: Any, parts: Sequence[Any]) -> Iterator[tuple[int, Any]]:
         for i, part in enumerate(parts):
             if i >= self.good and self.lose:
                 raise LostParts(len(parts) - i, len(parts))
             if i >= self.good:
                 raise KeyboardInterrupt
             self.ran += 1
-            yield i, bench.run(part)
+            yield i, runner.run(part)
 
 
 def read_sweep(path: Path) -> pd.DataFrame:
