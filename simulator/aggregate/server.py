@@ -66,6 +66,11 @@ class Cost(NamedTuple):
     """Standard deviation of its logarithm."""
     meaning: str
 
+    @property
+    def prior(self) -> Prior:
+        """The prior of its logarithm."""
+        return Prior(float(np.log(self.median)), self.spread)
+
 
 COSTS: Mapping[str, Cost] = {
     "fixed": Cost(0.15, 0.8, "a step, whatever is in it"),
@@ -430,7 +435,7 @@ class ServerFit:
 
         ``known``: measured acceptance lengths by draft length; others are drawn about them.
         """
-        drawn = draws_near(HAZARD, lambda values: gaps_of(values, known))
+        drawn = draws_near(tuple(known.items()))
         chosen = np.random.default_rng(0).integers(len(drawn), size=len(self.draws))
         draws = self.draws.copy()
         draws[:, HAZARDS] = drawn[chosen]
@@ -539,10 +544,7 @@ def calibrate(
     target:
         Knowledge of the target's passes.
 
-    Raises
-    ------
-    DraftsimError
-        If there are no runs, or only some say their context.
+    Raises DraftsimError if there are no runs, or only some say their context.
     """
     if not runs:
         raise DraftsimError("no runs to calibrate with: give at least one")
@@ -597,12 +599,9 @@ def mean_lengths(runs: Sequence[ServerRun]) -> dict[int, float]:
 
 def priors_of(target: Target) -> dict[str, Prior]:
     """Return the prior of each column of `ServerFit.draws`."""
-    costs = {**{name: target.prior(name) for name in COSTS}, "misfit": MISFIT}
-    return {**_priors(costs), **HAZARD, **_priors(target.costs)}
-
-
-def _priors(costs: Mapping[str, Cost]) -> dict[str, Prior]:
-    return {name: Prior(float(np.log(c.median)), c.spread) for name, c in costs.items()}
+    shared = {name: target.prior(name).prior for name in COSTS}
+    own = {name: cost.prior for name, cost in target.costs.items()}
+    return {**shared, "misfit": MISFIT.prior, **HAZARD, **own}
 
 
 OWN = len(COSTS) + 1 + len(HAZARD)
