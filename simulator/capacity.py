@@ -287,8 +287,7 @@ FEW = 200
 MOST_REQUESTS = 3000
 """The most that a replica gets, however slow its requests."""
 BATCHES = 4
-"""A replica gets at least this many times what it serves at once, as far as `MOST_REQUESTS` allows:
-fewer requests would wait at no rate.
+"""A replica gets this many times what it serves at once, up to `MOST_REQUESTS`, or none would wait.
 """
 BATCHED, FAR = 1e4, 100
 """Rates are tried up to this many times the rate of one request at a time, and of batches.

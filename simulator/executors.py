@@ -29,16 +29,6 @@ Result = TypeVar("Result")
 Result_co = TypeVar("Result_co", covariant=True)
 
 
-class LostParts(DraftsimError):
-    """Parts that were lost with their workers, of `total`."""
-
-    def __init__(self, count: int, total: int) -> None:
-        super().__init__(
-            f"{count} of {total} parts were lost with their workers: run the same command again; "
-            "with --out what is finished is kept"
-        )
-
-
 class PartRunner(Protocol[Part_contra, Result_co]):
     """Everything that any part needs, sent once to each worker."""
 
@@ -55,7 +45,7 @@ class Executor(Protocol):
     ) -> Iterator[tuple[int, Result]]:
         """Yield (place in `parts`, its result) of every part, as they finish.
 
-        Raises `LostParts` once all others are done.
+        Raises DraftsimError for lost parts once all others are done.
         """
         ...
 
@@ -116,7 +106,7 @@ class Cluster:
     -----
     Within a ``with`` block one connection serves all runs, and workers keep the runners they were
     sent; outside, every run makes its own.  The scheduler gives the parts of a lost worker to
-    another one; a part that kills every worker is lost (`LostParts`).
+    another one; a part that kills every worker is lost.
     """
 
     def __init__(self, address: str, timeout_s: float = 15.0) -> None:
@@ -175,7 +165,10 @@ class Cluster:
             except (dask.KilledWorker, FutureCancelledError):
                 lost += 1
         if lost:
-            raise LostParts(lost, len(parts))
+            raise DraftsimError(
+                f"{lost} of {len(parts)} parts were lost with their workers: run the same command "
+                "again; with --out what is finished is kept"
+            )
 
 
 class _Packed:

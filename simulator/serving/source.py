@@ -239,6 +239,6 @@ class Replica(ABC):
 
     @property
     def load(self) -> ReplicaLoad:
-        """What a router sees."""
+        """The load that a router sees."""
         recorder = self.recorder
         return ReplicaLoad(recorder.in_system, recorder.carried + recorder.tokens)

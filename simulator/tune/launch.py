@@ -52,8 +52,7 @@ BY_METHOD: Mapping[str, Mapping[str, str]] = {
         "draft_model": "DraftTarget",
     },
 }  # fmt: skip
-"""Names of vLLM's methods: SGLang's ``--speculative-algorithm``, TensorRT-LLM's ``decoding_type``.
-"""
+"""vLLM's methods as SGLang's ``--speculative-algorithm`` and TensorRT-LLM's ``decoding_type``."""
 
 
 @dataclass(frozen=True)
